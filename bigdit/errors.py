@@ -1,0 +1,62 @@
+"""The errors that a user can cause, and how every command and launched process ends on them."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.metadata
+import os
+import platform
+import sys
+import traceback
+from collections.abc import Callable, Iterable
+
+EXIT_USER, EXIT_BUG, EXIT_INTERRUPTED = 1, 3, 130
+
+
+class UserError(Exception):
+    """Something that the user can mend: each problem is one line that says what was asked, what was
+    found and the nearest fix. All problems that are known are given at once."""
+
+    def __init__(self, *problems: str) -> None:
+        super().__init__("; ".join(problems))
+        self.problems = problems
+
+
+def nearest(name: str, known: Iterable[str], most: int = 3) -> str:
+    """`did you mean a, b?` for a misspelt name, or the list of what is known where nothing is near."""
+    known = list(known)
+    near = difflib.get_close_matches(name, known, n=most, cutoff=0.5)
+    if near:
+        return f"did you mean {', '.join(near)}?"
+    return f"known: {', '.join(sorted(known)[:12])}{', …' if len(known) > 12 else ''}"
+
+
+def versions() -> dict[str, str]:
+    """Installed versions of what decides a plan or a run, read without importing any of it."""
+    found = {"python": platform.python_version()}
+    for name in ("bigdit", "torch", "deepspeed", "diffusers", "transformers", "bitsandbytes", "accelerate"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "missing"
+    return found
+
+
+def guard(main: Callable[[], int | None]) -> int:
+    """Run `main` and return the exit status: a user's error is a line each and 1, a bug a traceback with
+    versions and 3, Ctrl-C 130. In a launched group only rank 0 prints a user's error: all ranks hit it."""
+    try:
+        return main() or 0
+    except UserError as error:
+        if os.environ.get("RANK", "0") == "0":
+            for problem in error.problems:
+                print(f"error: {problem}", file=sys.stderr)
+        return EXIT_USER
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except Exception:
+        traceback.print_exc()
+        found = " ".join(f"{name}={version}" for name, version in versions().items())
+        print(f"this is a bug in bigdit, or in what it drives; versions: {found}", file=sys.stderr)
+        return EXIT_BUG

@@ -1,0 +1,71 @@
+"""Safe writes: a temporary name, fsync, rename, fsync of the folder; a name that exists is whole."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from bigdit.errors import UserError
+
+TEMPORARY = ".tmp-"
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A temporary file to write, that takes `path`'s place when the block ends well, and vanishes otherwise.
+
+    Raises UserError where the folder cannot be written or the disk is full.
+    """
+    temporary = path.with_name(f"{TEMPORARY}{path.name}-{uuid.uuid4().hex[:8]}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield temporary
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        fsync_folder(path.parent)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror or error}") from error
+    finally:
+        temporary.unlink(missing_ok=True) if temporary.parent.is_dir() else None
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a small text file as a whole or not at all."""
+    with replacing(path) as temporary:
+        temporary.write_text(text)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a JSON document as a whole or not at all."""
+    write_text(path, json.dumps(value, indent=2, default=str) + "\n")
+
+
+def commit_folder(temporary: Path, final: Path) -> None:
+    """Make a folder that was filled under a temporary name visible as `final`, on disk before it is seen."""
+    for file in sorted(temporary.rglob("*")):
+        if file.is_dir():
+            fsync_folder(file)
+        else:
+            with open(file, "rb") as opened:
+                os.fsync(opened.fileno())
+    fsync_folder(temporary)
+    if final.exists():  # the same step written again, after a resume from an earlier one
+        shutil.rmtree(final)
+    os.replace(temporary, final)
+    fsync_folder(final.parent)
+
+
+def fsync_folder(folder: Path) -> None:
+    """Bring the folder's entries to disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

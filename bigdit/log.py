@@ -1,0 +1,55 @@
+"""Where output goes: reports to stdout, progress and notices to stderr, so that `--json` stays clean."""
+
+from __future__ import annotations
+
+import json
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+out = Console()
+err = Console(stderr=True)
+
+
+def notice(text: str) -> None:
+    """A line about what was done or written, on stderr; never wrapped, so that paths can be copied."""
+    err.print(text, soft_wrap=True, highlight=False)
+
+
+def emit_json(value: Any) -> None:
+    """A machine-readable report on stdout, and nothing else there."""
+    print(json.dumps(value, indent=2, sort_keys=False, default=str))
+
+
+def quiet_libraries() -> None:
+    """Keep what concerns only the libraries' own developers from the user's screen; their errors stay."""
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    # bitsandbytes looks for optional CPU kernels of a package that it does not depend on.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+
+
+@contextmanager
+def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A progress bar on stderr with count, rate and time left; yields the function that advances it."""
+    columns = (
+        TextColumn(what),
+        BarColumn(bar_width=None),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[rate]}"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=err) as bar:
+        task = bar.add_task("", total=total, rate="")
+
+        def advance(count: int) -> None:
+            bar.update(task, advance=count)
+            speed = bar.tasks[task].speed
+            bar.update(task, rate=f"{speed:.1f}/s" if speed else "")
+
+        yield advance

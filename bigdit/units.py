@@ -1,0 +1,45 @@
+"""Bytes and counts as a person reads them. Everything inside bigdit is an integer of bytes."""
+
+from __future__ import annotations
+
+import re
+
+from bigdit.errors import UserError
+
+KIB, MIB, GIB = 2**10, 2**20, 2**30
+
+_SUFFIXES = {"": 1, "B": 1, "KIB": KIB, "MIB": MIB, "GIB": GIB, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def gib(n: float) -> str:
+    """Bytes as GiB, or MiB and KiB where GiB would show nothing."""
+    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+        if abs(n) >= unit * 0.1 and (unit != KIB or abs(n) >= KIB):
+            return f"{n / unit:.2f} {name}"
+    return f"{int(n)} B"
+
+
+def count(n: float) -> str:
+    """A parameter count as people say it: 1.604 B, 39.8 M."""
+    for unit, name, digits in ((1e9, "B", 3), (1e6, "M", 1), (1e3, "k", 1)):
+        if n >= unit:
+            return f"{n / unit:.{digits}f} {name}"
+    return str(int(n))
+
+
+def duration(seconds: float) -> str:
+    """Seconds as `4.2 s`, `3 min 05 s` or `2 h 10 min`."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def parse_bytes(text: str) -> int:
+    """`46068MiB`, `24GB`, `1024` in bytes. Raises UserError with the accepted forms."""
+    match = re.fullmatch(r"\s*([\d.]+)\s*([A-Za-z]*)\s*", text)
+    if not match or match[2].upper() not in _SUFFIXES:
+        raise UserError(f"a memory size was expected, such as 46068MiB or 24GB, and {text!r} was found")
+    return int(float(match[1]) * _SUFFIXES[match[2].upper()])
