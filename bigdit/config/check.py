@@ -1,0 +1,105 @@
+"""Checks across sections, all reported at once, and the Strategy that a checked config asks for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import ValidationError
+
+from bigdit.config.deepspeed import complete_ds_config, read_ds_config
+from bigdit.config.run import IdentityCodec, RunConfig
+from bigdit.errors import UserError
+from bigdit.spec import ModelSpec, Strategy
+
+
+def check(run: RunConfig, model: ModelSpec) -> None:
+    """Raise UserError with every contradiction between the sections of `run` and the model it names."""
+    problems = [*_check_latents(run, model), *_check_text(run, model)]
+    if run.train.warmup_steps > run.train.steps:
+        problems.append(f"train.warmup_steps is {run.train.warmup_steps}, beyond train.steps {run.train.steps}")
+    if (run.engine.ds_config is not None) != (run.engine.name == "deepspeed"):
+        found = "set" if run.engine.ds_config else "missing"
+        problems.append(f"engine.ds_config is {found}, and engine.name is {run.engine.name}; they go together")
+    if problems:
+        raise UserError(*problems)
+
+
+def strategy_of(run: RunConfig, world_size: int) -> Strategy:
+    """How this run is to be stepped on `world_size` processes. Raises UserError with all problems."""
+    accum, problems = _accumulation(run, world_size)
+    ds_config: dict[str, Any] | None = None
+    if run.engine.ds_config is not None and run.engine.name == "deepspeed":
+        ours = {
+            "train_micro_batch_size_per_gpu": (run.train.micro_batch_size, "train.micro_batch_size"),
+            "gradient_accumulation_steps": (accum, "train.grad_accum_steps"),
+            "gradient_clipping": (run.train.gradient_clipping or 0.0, "train.gradient_clipping"),
+            "bf16": ({"enabled": run.train.precision == "bf16"}, "train.precision"),
+        }
+        ds_config, found = complete_ds_config(read_ds_config(run.engine.ds_config), ours)
+        problems += found
+    try:
+        strategy = Strategy(
+            engine=run.engine.name,
+            world_size=world_size,
+            micro_batch_size=run.train.micro_batch_size,
+            grad_accum_steps=accum,
+            precision=run.train.precision,
+            optimizer=run.optimizer,
+            checkpointed_blocks=run.train.checkpointed_blocks,
+            gradient_clipping=run.train.gradient_clipping,
+            ds_config=ds_config,
+            reshard_after_forward=run.engine.reshard_after_forward,
+        )
+    except ValidationError as error:
+        problems += [detail["msg"].removeprefix("Value error, ") for detail in error.errors()]
+    if problems:
+        raise UserError(*problems)
+    return strategy
+
+
+def _accumulation(run: RunConfig, world_size: int) -> tuple[int, list[str]]:
+    """grad_accum_steps, from itself or from the global batch."""
+    train = run.train
+    if train.global_batch_size is None:
+        return train.grad_accum_steps or 1, []
+    if train.grad_accum_steps is not None:
+        return 1, ["train.global_batch_size and train.grad_accum_steps are both set; one follows from the other"]
+    one_pass = train.micro_batch_size * world_size
+    accum, rest = divmod(train.global_batch_size, one_pass)
+    if rest or not accum:
+        below = max(accum, 1) * one_pass
+        return 1, [
+            f"train.global_batch_size is {train.global_batch_size}, and {world_size} processes × "
+            f"train.micro_batch_size {train.micro_batch_size} come to multiples of {one_pass}; "
+            f"nearest: {below} or {below + one_pass}"
+        ]
+    return accum, []
+
+
+def _check_latents(run: RunConfig, model: ModelSpec) -> list[str]:
+    codec = run.encoders.image
+    if not isinstance(codec, IdentityCodec):
+        return []  # a VAE's channels are known when it is loaded: extraction checks them
+    problems = []
+    channels = codec.factor**2 * (1 if codec.color == "gray" else 3)
+    wanted = model.kwargs.get("in_channels")
+    if wanted is not None and wanted != channels:
+        problems.append(
+            f"encoders.image gives {channels} channels (factor {codec.factor}, {codec.color}), "
+            f"and the model's in_channels is {wanted}"
+        )
+    side = codec.factor * int(model.kwargs.get("patch_size", 1))
+    for height, width in run.data.buckets:
+        if height % side or width % side:
+            problems.append(f"data.buckets: {height} × {width} does not divide by {side} (factor × patch_size)")
+    return problems
+
+
+def _check_text(run: RunConfig, model: ModelSpec) -> list[str]:
+    text = run.encoders.text
+    if (text.path is None) == (text.config is None):
+        return ["encoders.text needs one of path (weights on disk) and config (random weights)"]
+    dim, wanted = (text.config or {}).get("d_model"), model.kwargs.get("caption_channels")
+    if dim is not None and wanted is not None and dim != wanted:
+        return [f"encoders.text.config.d_model is {dim}, and the model's caption_channels is {wanted}"]
+    return []

@@ -1,0 +1,116 @@
+"""The sections of a run's YAML. What each key means is said here, and nowhere else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+
+from bigdit.spec import EngineName, ObjectiveSpec, OptimizerSpec, Precision, Strict
+
+
+class ModelConfig(Strict):
+    """One of: `name` from the catalogue, `path` to a diffusers config.json, or `class_name` with `kwargs`.
+
+    `init_from`: a folder of diffusers weights to start from; without it the weights are drawn from the seed.
+    """
+
+    name: str | None = None
+    path: Path | None = None
+    class_name: str | None = None
+    kwargs: dict[str, Any] = {}
+    init_from: Path | None = None
+
+
+class DataConfig(Strict):
+    """`images`: a folder of pictures, a `.txt` caption beside each; `features`: where they are encoded to.
+
+    `buckets`: the sizes [height, width] in pixels that pictures are brought to, each to the nearest aspect
+    ratio. `part_size`: pictures of the source in one part of the store; `workers`: processes that encode.
+    `caption_dropout`: the share of samples trained on the empty caption, for classifier-free guidance
+    (Ho & Salimans, arXiv:2207.12598).
+    """
+
+    images: Path
+    features: Path
+    buckets: tuple[tuple[PositiveInt, PositiveInt], ...] = Field(min_length=1)
+    part_size: PositiveInt = 256
+    workers: PositiveInt = 1
+    caption_dropout: float = Field(default=0.1, ge=0, lt=1)
+
+
+class IdentityCodec(Strict):
+    """Pixels as latents: scaled to [-1, 1] and unshuffled, `factor`² × channels channels; exactly invertible."""
+
+    name: Literal["identity"] = "identity"
+    factor: PositiveInt = 1
+    color: Literal["rgb", "gray"] = "rgb"
+
+
+class VaeCodec(Strict):
+    """A diffusers VAE in the folder `path`, as its save_pretrained writes it; its config's scaling_factor and
+    shift_factor are applied to the latents."""
+
+    name: Literal["vae"] = "vae"
+    class_name: Literal["AutoencoderKL", "AutoencoderDC"]
+    path: Path
+
+
+class TextEncoderConfig(Strict):
+    """A transformers text encoder: `path` to its folder (safetensors weights and tokenizer), or `config`,
+    T5Config's arguments, for one with weights drawn from `seed` and a byte-level tokenizer, which needs no
+    download. Captions are cut to `max_tokens`, and padded to as many in a batch."""
+
+    class_name: Literal["T5EncoderModel"] = "T5EncoderModel"
+    path: Path | None = None
+    config: dict[str, Any] | None = None
+    seed: NonNegativeInt = 0
+    max_tokens: PositiveInt = 300
+
+
+class EncodersConfig(Strict):
+    """What turns pictures and captions into features. The same encoders serve sampling."""
+
+    image: IdentityCodec | VaeCodec = Field(discriminator="name")
+    text: TextEncoderConfig
+
+
+class TrainConfig(Strict):
+    """The length and the size of training. With `global_batch_size`, `grad_accum_steps` follows from the
+    processes at hand. The learning rate warms up over `warmup_steps`, then stays or falls on a cosine."""
+
+    steps: PositiveInt
+    micro_batch_size: PositiveInt
+    global_batch_size: PositiveInt | None = None
+    grad_accum_steps: PositiveInt | None = None
+    precision: Precision = "bf16"
+    gradient_clipping: PositiveFloat | None = 1.0
+    checkpointed_blocks: NonNegativeInt | Literal["all"] = 0
+    warmup_steps: NonNegativeInt = 0
+    lr_schedule: Literal["constant", "cosine"] = "constant"
+    checkpoint_every: PositiveInt = 1000
+    keep_checkpoints: PositiveInt = 2
+    seed: NonNegativeInt = 0
+
+
+class EngineConfig(Strict):
+    """`processes`: how many `bigdit train` starts on this machine. `ds_config`: DeepSpeed's JSON document."""
+
+    name: EngineName = "single"
+    processes: PositiveInt = 1
+    ds_config: Path | None = None
+    reshard_after_forward: bool = True
+
+
+class RunConfig(Strict):
+    """A whole run: pictures, encoders, model, objective, optimizer, training, engine, where it is written."""
+
+    model: ModelConfig
+    data: DataConfig
+    encoders: EncodersConfig
+    objective: ObjectiveSpec = ObjectiveSpec()
+    optimizer: OptimizerSpec = OptimizerSpec()
+    train: TrainConfig
+    engine: EngineConfig = EngineConfig()
+    output: Path
