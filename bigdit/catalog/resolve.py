@@ -1,0 +1,47 @@
+"""The ModelSpec that a config asks for: by catalogue name, by a diffusers config.json, or written out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from bigdit.catalog.models import model
+from bigdit.config.run import ModelConfig
+from bigdit.errors import UserError
+from bigdit.spec import ModelSpec
+
+
+def model_spec(config: ModelConfig) -> ModelSpec:
+    """What is to be trained. Raises UserError unless exactly one of name, path and class_name is given."""
+    ways = [key for key in ("name", "path", "class_name") if getattr(config, key) is not None]
+    if len(ways) != 1:
+        found = " and ".join(f"model.{way}" for way in ways) or "none of them"
+        raise UserError(f"one of model.name, model.path and model.class_name says what is trained; {found} was found")
+    if config.kwargs and config.class_name is None:
+        raise UserError(f"model.kwargs goes with model.class_name, and model.{ways[0]} was found")
+    if config.name is not None:
+        return model(config.name).spec
+    if config.path is not None:
+        return read_model_config(config.path)
+    assert config.class_name is not None
+    return ModelSpec(name=config.class_name, class_name=config.class_name, kwargs=config.kwargs)
+
+
+def read_model_config(path: Path) -> ModelSpec:
+    """The ModelSpec in a diffusers `config.json`, or in the folder that holds one.
+
+    Raises UserError where the file is missing, is not JSON, or names no class.
+    """
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        document: Any = json.loads(file.read_text())
+    except FileNotFoundError:
+        raise UserError(f"{file} does not exist; a diffusers config.json was expected") from None
+    except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{file} is not a diffusers config.json: {error}") from None
+    class_name = document.get("_class_name") if isinstance(document, dict) else None
+    if not isinstance(class_name, str):
+        raise UserError(f"{file} names no _class_name, as diffusers' config.json does")
+    kwargs = {key: value for key, value in document.items() if not key.startswith("_")}
+    return ModelSpec(name=file.parent.name or class_name, class_name=class_name, kwargs=kwargs)

@@ -1,0 +1,231 @@
+"""The catalogue: its counts, its facts, its error texts, and that torch stays out."""
+
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import bigdit.catalog
+from bigdit.catalog import FAMILIES, batch_shape, gpu, latent_shape, model
+from bigdit.catalog.gpus import gpus
+from bigdit.catalog.models import models
+from bigdit.catalog.names import load_json
+from bigdit.errors import UserError
+from bigdit.spec import BatchShape
+from bigdit.units import MIB
+
+NAMES = [m.name for m in models()]
+
+
+def test_counts():
+    assert len(models()) == 59
+    assert len(gpus()) >= 40
+    document = load_json("models.json")
+    assert (len(document["text_encoders"]), len(document["native_dit"])) == (9, 12)
+    assert document["native_dit"]["DiT-XL/2"]["params_trainable"] == 674834720
+
+
+def test_sana_1600m():
+    sana = model("sana-1600m-1024")
+    assert sana.params == 1_604_462_752
+    assert sana.block_lists == (("transformer_blocks", 20),)
+    assert (sana.vae.downsample, sana.vae.latent_channels, sana.resolution) == (32, 32, 1024)
+    assert sana.trainable
+    assert batch_shape(sana) == BatchShape(latents=(32, 32, 32), text=(300, 2304))
+    assert batch_shape(sana, 512).latents == (32, 16, 16)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_model_has_what_a_plan_needs(name):
+    m = model(name)
+    assert m.name == name
+    assert m.source
+    assert m.params > 0
+    assert m.block_lists
+    assert m.vae.name in load_json("models.json")["vaes"]
+    sample_size = m.spec.kwargs.get("sample_size")
+    if sample_size and not m.video:
+        assert m.resolution == sample_size * m.vae.downsample
+    if m.resolution:
+        channels, height, width = latent_shape(m, m.resolution, m.resolution)
+        assert channels == m.vae.latent_channels
+        assert height == width == m.resolution // m.vae.downsample
+        assert height % m.patch_size == 0
+    # a packed model's input channels are those of the VAE, patch × patch times
+    in_channels = m.spec.kwargs.get("in_channels")
+    if in_channels and not m.video:
+        assert in_channels in (m.vae.latent_channels, m.vae.latent_channels * m.patch_size**2)
+
+
+def test_no_source_points_nowhere():
+    text = str(load_json("models.json"))
+    assert "find_string" not in text
+    assert "from memory" not in text
+
+
+def test_what_cannot_be_trained_says_why():
+    assert set(FAMILIES) == {"SanaTransformer2DModel"}
+    assert model("flux.1-dev").obstacle == "no family adapter yet: FluxTransformer2DModel"
+    assert model("wan2.1-t2v-14b").obstacle == "no family adapter yet: WanTransformer3DModel"
+    assert "guidance" in model("sana-sprint-1600m").obstacle
+    assert {m.name for m in models() if m.trainable} == {
+        m.name for m in models() if m.spec.class_name in FAMILIES and not m.spec.kwargs.get("guidance_embeds")
+    }
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("sana-1600m", "sana-1600m-1024"),
+        ("Sana_1600M_1024", "sana-1600m-1024"),
+        ("sana-600m", "sana-600m-1024"),
+        ("pixart-sigma", "pixart-sigma-xl-2-1024"),
+        ("DiT-XL/2", "dit-xl-2"),
+        ("FLUX.1-dev", "flux.1-dev"),
+        ("flux-schnell", "flux.1-schnell"),
+        ("sd3", "sd3-medium"),
+    ],
+)
+def test_model_aliases(written, meant):
+    assert model(written).name == meant
+
+
+def test_unknown_and_ambiguous_models():
+    with pytest.raises(UserError, match=r"model 'sana-160m' is not in the catalogue; did you mean .*sana-1600m"):
+        bigdit.catalog.model("sana-160m")
+    with pytest.raises(UserError, match=r"model 'flux' is ambiguous; name one of flux\.1-dev, flux.1-schnell"):
+        model("flux")
+
+
+def test_pixels_that_do_not_divide():
+    message = (
+        r"^sana-1600m-1024 takes pixels in multiples of 32 \(VAE 32 × patch 1\), and the height is 500; "
+        r"the nearest that fit: 480 or 512$"
+    )
+    with pytest.raises(UserError, match=message):
+        latent_shape(model("sana-1600m"), 500, 512)
+    with pytest.raises(UserError, match=r"multiples of 16 .*the width is 8; the nearest that fit: 16$"):
+        latent_shape(model("flux.1-dev"), 1024, 8)
+    with pytest.raises(UserError) as both:
+        latent_shape(model("flux.1-dev"), 1000, 1001)
+    assert len(both.value.problems) == 2
+
+
+def test_shapes_that_are_not_known():
+    with pytest.raises(UserError, match=r"ltx-video-0\.9 is a video model, whose latents have frames"):
+        batch_shape(model("ltx-video"))
+    with pytest.raises(UserError, match="krea2 states no native resolution; give one"):
+        batch_shape(model("krea2"))
+    with pytest.raises(UserError, match=r"hunyuandit-v1.2 is no single .*two inputs: 77 × 1024 and 256 × 2048"):
+        batch_shape(model("hunyuandit-v1.2"))
+    assert batch_shape(model("prx"), 512).latents == (16, 64, 64)
+    assert batch_shape(model("dit-xl-2")) == BatchShape(latents=(4, 32, 32), text=None)
+
+
+@given(st.sampled_from(NAMES), st.integers(-8, 5000), st.integers(-8, 5000))
+def test_latents_cover_the_picture_or_are_refused(name, height, width):
+    m = model(name)
+    multiple = m.vae.downsample * m.patch_size
+    if m.video or height < 1 or width < 1 or height % multiple or width % multiple:
+        with pytest.raises(UserError):
+            latent_shape(m, height, width)
+    else:
+        channels, h, w = latent_shape(m, height, width)
+        assert (channels, h * m.vae.downsample, w * m.vae.downsample) == (m.vae.latent_channels, height, width)
+
+
+@pytest.mark.parametrize("card", gpus(), ids=lambda card: card.name)
+def test_every_card_is_sane_and_sourced(card):
+    assert all(len(source) > 10 for source in card.sources.model_dump().values())
+    assert 7 * 1024 < card.usable_mib <= card.total_mib
+    assert card.usable_mib > 0.95 * card.total_mib
+    for verified, source in (
+        (card.total_verified, card.sources.total),
+        (card.usable_verified, card.sources.usable),
+    ):
+        assert verified == (not source.startswith(("not verified", "derived")))
+    rates, new = card.tflops, card.compute_capability >= (8, 0)
+    assert (rates.bf16 is not None) == (rates.tf32 is not None) == new
+    if rates.bf16 is not None and rates.tf32 is not None:
+        assert rates.bf16 == rates.fp16
+        assert rates.tf32 == pytest.approx(rates.bf16 / 2, rel=0.02)
+    assert 4 <= rates.fp32 < rates.fp16 <= 2500
+    assert 190 <= card.bandwidth_gbs <= 8000
+    assert card.nvlink_gbs is None or 100 <= card.nvlink_gbs <= 1800
+
+
+def test_known_cards():
+    a40 = gpu("a40")
+    assert (a40.total_bytes, a40.usable_bytes) == (46068 * MIB, 45416 * MIB)
+    assert a40.compute_capability == (8, 6)
+    assert gpu("v100-32g").tflops.bf16 is None
+    assert gpu("h200").usable_mib == 143156
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("4090", "rtx-4090"),
+        ("RTX 4090", "rtx-4090"),
+        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80g-sxm"),
+        ("NVIDIA H100 80GB HBM3", "h100-sxm"),
+        ("Tesla V100-SXM2-16GB", "v100-16g-sxm2"),
+        ("Tesla T4", "t4"),
+        ("NVIDIA RTX 6000 Ada Generation", "rtx-6000-ada"),
+        ("a6000", "rtx-a6000"),
+    ],
+)
+def test_card_aliases(written, meant):
+    assert gpu(written).name == meant
+
+
+def test_unknown_and_ambiguous_cards():
+    with pytest.raises(UserError, match=r"gpu 'a100' is ambiguous; name one of a100-40g-sxm, .*a100-80g-pcie"):
+        gpu("a100")
+    with pytest.raises(UserError, match=r"gpu 'rtx-4091' is not in the catalogue; did you mean rtx-4090"):
+        gpu("rtx-4091")
+
+
+TITLES = Counter(card.title for card in gpus())
+
+
+@pytest.mark.parametrize("card", gpus(), ids=lambda card: card.name)
+def test_the_drivers_name_finds_the_card(card):
+    if TITLES[card.title] == 1:
+        assert gpu(card.title).name == card.name
+    else:  # the driver calls both sizes the same
+        with pytest.raises(UserError, match=f"is ambiguous; name one of .*{card.name}"):
+            gpu(card.title)
+
+
+def test_quick_and_without_torch():
+    script = (
+        "import sys, time; from bigdit.catalog.models import models; from bigdit.catalog.gpus import gpus\n"
+        "start = time.perf_counter(); models(); gpus(); spent = time.perf_counter() - start\n"
+        "assert spent < 0.1, spent\nassert 'torch' not in sys.modules and 'diffusers' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def built(name):
+    """Parameters, elements of buffers and lengths of block lists, counted on the meta device."""
+    import diffusers
+
+    m = model(name)
+    with torch.device("meta"):
+        made = getattr(diffusers, m.spec.class_name)(**m.spec.kwargs)
+    params = sum(p.numel() for p in made.parameters())
+    buffers = sum(b.numel() for b in made.buffers())
+    return params, buffers, tuple((attr, len(getattr(made, attr))) for attr, _ in m.block_lists)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_counts_are_those_of_diffusers(name):
+    m = model(name)
+    assert built(name) == (m.params, m.buffer_elems, m.block_lists)
