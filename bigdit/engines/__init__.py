@@ -1,0 +1,32 @@
+"""The engines behind one protocol: a single process, DeepSpeed ZeRO 0-3, FSDP2."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from bigdit.dist import World
+from bigdit.engines.protocol import Engine, compute_dtype
+from bigdit.models import Family
+from bigdit.spec import Strategy
+
+__all__ = ["Engine", "compute_dtype", "create"]
+
+
+def create(strategy: Strategy, model: nn.Module, family: Family, *, device: torch.device, world: World) -> Engine:
+    """Hand the model to the strategy's engine. The model is in the compute dtype, anywhere; the engine moves it.
+
+    The process group exists already where world_size > 1. Engines are imported here, when chosen: DeepSpeed
+    takes seconds to import.
+    """
+    if strategy.engine == "deepspeed":
+        from bigdit.engines.deepspeed import DeepSpeedEngine
+
+        return DeepSpeedEngine(strategy, model, device=device)
+    if strategy.engine == "fsdp2":
+        from bigdit.engines.fsdp2 import Fsdp2Engine
+
+        return Fsdp2Engine(strategy, model, family, device=device, world=world)
+    from bigdit.engines.single import SingleEngine
+
+    return SingleEngine(strategy, model, device=device)

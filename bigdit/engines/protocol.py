@@ -1,0 +1,43 @@
+"""What the training step, the checkpoint and the rehearsal ask of an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from bigdit.spec import Strategy
+
+
+class Engine(Protocol):
+    """Owns the weights and the optimizer. `backward` of every micro-batch, then one `step`.
+
+    `masters` are the tensors that the optimizer updates on this process: fp32, flat or sharded as the engine
+    keeps them; `optimizer.state` is keyed by them.
+    """
+
+    strategy: Strategy
+    device: torch.device
+    model: nn.Module
+    masters: list[torch.Tensor]
+    optimizer: Optimizer
+
+    def backward(self, loss: torch.Tensor, *, last: bool) -> None:
+        """Add this micro-batch's share of the mean gradient; `last` marks the step's last micro-batch."""
+        ...
+
+    def step(self, lr: float) -> torch.Tensor | None:
+        """Clip, update, clear gradients. The gradient norm before clipping, where the strategy clips."""
+        ...
+
+    def full_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every parameter by its name in the plain model, whole, fp32, on the host. All processes iterate it."""
+        ...
+
+
+def compute_dtype(strategy: Strategy) -> torch.dtype:
+    """The dtype of weights and activations in forward and backward."""
+    return {"fp32": torch.float32, "bf16": torch.bfloat16}[strategy.precision]

@@ -1,0 +1,67 @@
+"""A transformer with fresh weights from its spec, or with weights from a diffusers folder."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+from torch import nn
+
+from bigdit.errors import UserError, nearest
+from bigdit.models.family import family
+from bigdit.spec import ModelSpec
+
+
+def build(spec: ModelSpec, *, device: torch.device | str, dtype: torch.dtype, seed: int | None = None) -> nn.Module:
+    """The model with fresh weights on `device` in `dtype`; the same `seed` gives the same weights.
+
+    Weights are drawn by diffusers' own initialisers in fp32 and then cast, so that every precision starts
+    from the same values. Raises UserError for a class without an adapter or an argument it does not take.
+    """
+    model_class = _model_class(spec)
+    if seed is not None:
+        torch.manual_seed(seed)
+    with torch.device(device):
+        model: nn.Module = model_class(**spec.kwargs)
+    return _in_training(model, dtype)
+
+
+def load(spec: ModelSpec, folder: Path, *, dtype: torch.dtype) -> nn.Module:
+    """The model with the safetensors weights in `folder`, on the host.
+
+    Raises UserError where the folder does not hold weights of this very model.
+    """
+    model_class = _model_class(spec)
+    try:
+        model, found = model_class.from_pretrained(
+            folder, torch_dtype=torch.float32, use_safetensors=True, local_files_only=True, output_loading_info=True
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(f"{folder} does not hold diffusers weights of {spec.class_name}: {reason}") from None
+    if found["missing_keys"] or found["unexpected_keys"]:
+        raise UserError(
+            f"{folder} holds weights of another {spec.class_name}: {len(found['missing_keys'])} tensors are missing "
+            f"and {len(found['unexpected_keys'])} unexpected"
+        )
+    return _in_training(model, dtype)
+
+
+def _in_training(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    # nn.Module's own `to`: diffusers' override warns of fp32 modules that these classes do not have.
+    return nn.Module.to(model, dtype).train()
+
+
+def _model_class(spec: ModelSpec) -> Any:
+    family(spec.class_name)
+    model_class = getattr(diffusers, spec.class_name)
+    known = list(inspect.signature(model_class).parameters)
+    wrong = [key for key in spec.kwargs if key not in known]
+    if wrong:
+        raise UserError(
+            *(f"model.kwargs.{key}: {spec.class_name} does not take it; {nearest(key, known)}" for key in wrong)
+        )
+    return model_class
