@@ -1,0 +1,67 @@
+"""Pixels to latents and back: the protocol of every image codec, and the codec that keeps the pixels."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch.nn import functional as F
+
+from bigdit.config.run import IdentityCodec, VaeCodec
+from bigdit.features.buckets import Color
+
+
+class ImageCodec(Protocol):
+    """`channels` of the latents; `downsample` pixels a side for one latent; `color` of the pixels; the dtype
+    that latents are stored in; `identity`: what distinguishes these latents from those of another codec."""
+
+    channels: int
+    downsample: int
+    color: Color
+    stored_dtype: torch.dtype
+    identity: dict[str, Any]
+
+    def encode(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Pixels [B, 1 or 3, H, W] fp32 in [-1, 1] to latents [B, C, H / downsample, W / downsample] fp32."""
+        ...
+
+    def decode(self, latents: torch.Tensor) -> torch.Tensor:
+        """Latents [B, C, h, w] to pixels [B, 1 or 3, H, W] fp32, not clipped."""
+        ...
+
+
+class PixelCodec:
+    """The identity codec: pixel unshuffle by `factor`, inverted to the bit by pixel shuffle."""
+
+    stored_dtype = torch.float32
+
+    def __init__(self, config: IdentityCodec) -> None:
+        self.color: Color = config.color
+        self.downsample = config.factor
+        self.channels = config.factor**2 * (1 if config.color == "gray" else 3)
+        self.identity = {"name": "identity", "factor": config.factor, "color": config.color}
+
+    def encode(self, pixels: torch.Tensor) -> torch.Tensor:
+        return F.pixel_unshuffle(pixels, self.downsample)
+
+    def decode(self, latents: torch.Tensor) -> torch.Tensor:
+        return F.pixel_shuffle(latents, self.downsample)
+
+
+def load_image_codec(config: IdentityCodec | VaeCodec, device: torch.device | str = "cpu") -> ImageCodec:
+    """The codec that a run names, on `device`. Raises UserError where its weights cannot be loaded."""
+    if isinstance(config, IdentityCodec):
+        return PixelCodec(config)
+    from bigdit.features.encoders.vae import DiffusersVae  # diffusers takes seconds to import
+
+    return DiffusersVae(config, device)
+
+
+def to_unit_range(pixels: torch.Tensor) -> torch.Tensor:
+    """Pixels uint8 to fp32 in [-1, 1]."""
+    return pixels.float() / 127.5 - 1
+
+
+def to_bytes(pixels: torch.Tensor) -> torch.Tensor:
+    """Pixels in [-1, 1] to uint8, clipped; the inverse of `to_unit_range`."""
+    return ((pixels.float() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)

@@ -1,0 +1,1 @@
+"""Encoders with weights: the only modules of this layer that import diffusers and transformers."""

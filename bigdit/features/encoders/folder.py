@@ -1,0 +1,35 @@
+"""The folder that save_pretrained wrote: checked before a library is asked to load it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bigdit.errors import UserError
+
+
+def read_config(key: str, folder: Path) -> dict[str, Any]:
+    """`config.json` of a model folder; `key` names the run's setting in errors, which are UserErrors."""
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except OSError as error:
+        raise UserError(
+            f"{key}: {folder / 'config.json'} cannot be read ({error.strerror}); "
+            "a folder of save_pretrained was expected"
+        ) from None
+    except ValueError:
+        raise UserError(f"{key}: {folder / 'config.json'} is not JSON") from None
+    if not isinstance(config, dict):
+        raise UserError(f"{key}: {folder / 'config.json'} should hold a JSON object")
+    return config
+
+
+def check_complete(key: str, folder: Path, info: Mapping[str, Sequence[object]]) -> None:
+    """Raise UserError where weights were missing or of another shape: the libraries would draw them at random."""
+    for problem in ("missing_keys", "mismatched_keys"):
+        names = sorted(str(name) for name in info[problem])
+        if names:
+            what = problem.removesuffix("_keys")
+            raise UserError(f"{key}: {folder} has {len(names)} {what} weights, the first {names[0]}")

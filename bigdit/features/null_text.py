@@ -1,0 +1,35 @@
+"""The encoding of the empty caption, for classifier-free guidance (Ho & Salimans, arXiv:2207.12598)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from bigdit.features.digest import sample_digest
+from bigdit.features.header import damaged, read_header
+from bigdit.features.reader import FileReader
+from bigdit.features.tensors import commit_tensors
+
+FILE = "null_text.safetensors"
+
+
+def write_null_text(root: Path, text: torch.Tensor) -> None:
+    """Commit the hidden states [len, dim] of the empty caption, unless they are there already."""
+    if not (root / FILE).exists():
+        commit_tensors(root / FILE, {"text": text, "digest": torch.tensor([_digest(text)])}, {})
+
+
+def read_null_text(root: Path) -> torch.Tensor:
+    """The hidden states [len, dim]. Raises UserError where the file is damaged."""
+    header = read_header(root / FILE)
+    with FileReader(header) as reader:
+        text = reader.rows("text", 0, header.columns["text"].shape[0])
+        digest = int(reader.rows("digest", 0, 1))
+    if digest != _digest(text):
+        raise damaged(header.path, "is damaged: its digest differs")
+    return text
+
+
+def _digest(text: torch.Tensor) -> int:
+    return sample_digest(0, text.new_empty(0), text)

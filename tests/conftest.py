@@ -1,0 +1,73 @@
+"""What tests share: the digits as pictures, a feature store of some of them, and tiny runs."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DIGITS = ROOT / "launch/recipes/digits.yaml"
+sys.path.insert(0, str(ROOT / "launch"))
+BIN = Path(sys.executable).parent
+
+# A smaller sibling of the demo's model: two narrow blocks.
+TINY = (
+    "model.kwargs.num_layers=2",
+    "model.kwargs.num_attention_heads=4",
+    "model.kwargs.attention_head_dim=8",
+    "model.kwargs.num_cross_attention_heads=4",
+    "model.kwargs.cross_attention_head_dim=8",
+    "model.kwargs.cross_attention_dim=32",
+    "train.micro_batch_size=8",
+    "train.global_batch_size=16",
+    "train.warmup_steps=2",
+    "train.steps=8",
+)
+
+
+def run_command(*command, timeout=300, **environment):
+    """Run a real command from the repository's root; stdout, stderr and returncode, never more than `timeout` s."""
+    threads = {"OMP_NUM_THREADS": "1", "COLUMNS": "80", "PATH": f"{BIN}:{os.environ['PATH']}"}
+    return subprocess.run(
+        [str(part) for part in command],
+        cwd=ROOT,
+        env=os.environ | threads | environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+def bigdit(*arguments, **options):
+    """The command line tool, as a user starts it."""
+    return run_command(BIN / "bigdit", *arguments, **options)
+
+
+def with_set(overrides):
+    """`--set` for each override."""
+    return [part for override in overrides for part in ("--set", override)]
+
+
+@pytest.fixture(scope="session")
+def pictures(tmp_path_factory):
+    """A folder with 240 real digits and their captions."""
+    import digits
+
+    folder = tmp_path_factory.mktemp("digits")
+    digits.write_digits(folder)
+    for file in folder.iterdir():
+        if int(file.stem) >= 240:
+            file.unlink()
+    return folder
+
+
+@pytest.fixture(scope="session")
+def features(tmp_path_factory, pictures):
+    """The digits' feature store, made by `bigdit extract`."""
+    folder = tmp_path_factory.mktemp("store") / "features"
+    done = bigdit("extract", "--config", DIGITS, *with_set([f"data.images={pictures}", f"data.features={folder}"]))
+    assert done.returncode == 0, done.stderr
+    return folder

@@ -1,0 +1,224 @@
+"""The store: what is written is read back, and damage is found."""
+
+import json
+import math
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+from bigdit.config.run import IdentityCodec, TextEncoderConfig, VaeCodec
+from bigdit.errors import UserError
+from bigdit.features import FeatureStore
+from bigdit.features.codecs import load_image_codec, to_bytes, to_unit_range
+from bigdit.features.encoders.text import T5TextEncoder
+from bigdit.features.header import read_header
+from bigdit.features.null_text import write_null_text
+from bigdit.features.part import part_path, write_part
+from bigdit.features.schema import StoreSchema, claim
+from bigdit.features.source import ImageFolder
+from bigdit.features.unit import TEXT_DTYPE, encode_unit
+
+BUCKETS = [(8, 8), (8, 12)]
+COUNT, PART_SIZE = 11, 4
+BAD = 5  # this picture has no caption
+
+
+@pytest.fixture(scope="module")
+def codec():
+    return load_image_codec(IdentityCodec(factor=2, color="gray"))
+
+
+@pytest.fixture(scope="module")
+def text_encoder():
+    config = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
+    return T5TextEncoder(TextEncoderConfig(config=config, max_tokens=20))
+
+
+@pytest.fixture
+def pictures(tmp_path):
+    """Noise of two aspect ratios; captions repeat."""
+    folder = tmp_path / "pictures"
+    folder.mkdir()
+    noise = np.random.default_rng(0)
+    for i in range(COUNT):
+        width = 12 if i % 3 == 0 else 8
+        Image.fromarray(noise.integers(0, 256, (8, width), dtype=np.uint8)).save(folder / f"{i:02d}.png")
+        if i != BAD:
+            (folder / f"{i:02d}.txt").write_text(f"number {i % 2}")
+    return folder
+
+
+@pytest.fixture
+def schema(pictures, codec, text_encoder):
+    return StoreSchema(
+        codec=codec.identity,
+        text_encoder=text_encoder.identity,
+        buckets=BUCKETS,
+        source=ImageFolder(pictures).identity,
+        part_size=PART_SIZE,
+    )
+
+
+@pytest.fixture
+def root(tmp_path, pictures, schema, codec, text_encoder):
+    """A whole store."""
+    root = tmp_path / "store"
+    claim(root, schema)
+    write_null_text(root, text_encoder.encode([""])[0].to(TEXT_DTYPE))
+    for start, end in schema.ranges():
+        items = ImageFolder(pictures).items(start, end)
+        write_part(part_path(root, start, end), encode_unit(items, BUCKETS, codec, text_encoder, lambda _: None))
+    return root
+
+
+def flip_bit(file, offset):
+    data = bytearray(file.read_bytes())
+    data[offset] ^= 1
+    file.write_bytes(data)
+
+
+def test_every_sample_is_read_as_it_was_encoded(root, pictures, codec, text_encoder):
+    store = FeatureStore.open(root)
+    assert {bucket: len(rows) for bucket, rows in store.buckets.items()} == {(4, 4, 4): 6, (4, 4, 6): 4}
+    seen = []
+    for bucket, rows in store.buckets.items():
+        positions = list(range(len(rows)))[::-1]  # in any order, across parts
+        latents, texts, indices = store.read(bucket, positions)
+        assert (latents.dtype, latents.shape) == (torch.float32, (len(rows), *bucket))
+        for sample, text, index in zip(latents, texts, indices, strict=True):
+            pixels = to_bytes(codec.decode(sample[None]))[0, 0].numpy()
+            assert np.array_equal(pixels, np.asarray(Image.open(pictures / f"{index:02d}.png")))
+            expected = text_encoder.encode([f"number {index % 2}"])[0]
+            # bfloat16 keeps 8 bits of significance.
+            assert torch.allclose(text.float(), expected, rtol=2**-7, atol=1e-4)
+        seen += indices
+    assert sorted(seen) == [i for i in range(COUNT) if i != BAD]
+    assert torch.equal(store.null_text, text_encoder.encode([""])[0].bfloat16())
+    assert store.max_tokens == 20
+
+
+def test_a_vaes_latents_are_kept_in_bfloat16(tmp_path, pictures, schema, text_encoder):
+    vae = diffusers.AutoencoderKL(block_out_channels=(8,), norm_num_groups=4, latent_channels=4)
+    vae.save_pretrained(tmp_path / "vae")
+    codec = load_image_codec(VaeCodec(class_name="AutoencoderKL", path=tmp_path / "vae"))
+    root, items = tmp_path / "store", ImageFolder(pictures).items(0, 4)
+    one_part = schema.model_copy(update={"codec": codec.identity, "source": {"count": 4}})
+    claim(root, one_part)
+    write_null_text(root, text_encoder.encode([""])[0].to(TEXT_DTYPE))
+    write_part(part_path(root, 0, 4), encode_unit(items, BUCKETS, codec, text_encoder, lambda _: None))
+    store = FeatureStore.open(root)
+    latents, _, indices = store.read((4, 8, 12), [1])
+    pixels = torch.from_numpy(np.asarray(Image.open(items[3].picture).convert("RGB")).copy()).permute(2, 0, 1)
+    assert indices == [3]
+    assert load_file(part_path(root, 0, 4))["latents/4x8x12"].dtype == torch.bfloat16
+    # bfloat16 keeps 8 bits of significance; the batch of two that encoded it sums in another order.
+    assert torch.allclose(latents[0], codec.encode(to_unit_range(pixels[None]))[0], rtol=2**-7, atol=1e-4)
+
+
+def test_rows_are_found_by_part_and_number(root):
+    rows = FeatureStore.open(root).buckets[(4, 4, 4)]
+    assert list(rows) == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
+    with pytest.raises(IndexError):
+        rows[-1]
+
+
+def test_a_part_is_plain_safetensors_with_each_caption_once(root):
+    part = load_file(part_path(root, 4, 8))
+    assert {name: tuple(tensor.shape) for name, tensor in part.items() if name != "captions"} == {
+        "latents/4x4x4": (2, 4, 4, 4),
+        "rows/4x4x4": (2, 4),
+        "latents/4x4x6": (1, 4, 4, 6),
+        "rows/4x4x6": (1, 4),
+        "text": (2 * 9, 16),
+    }
+    assert json.loads(bytes(part["captions"])) == {"4": "number 0", "6": "number 0", "7": "number 1"}
+    (skipped,) = read_header(part_path(root, 4, 8)).skipped()
+    assert (skipped.index, skipped.name, skipped.reason) == (5, "05.png", "caption 05.txt is missing")
+
+
+def test_parts_are_as_readable_as_other_files(root):
+    modes = {file.stat().st_mode for file in root.iterdir()}
+    assert len(modes) == 1
+
+
+def test_opening_reads_headers_alone(root, monkeypatch):
+    for file in root.glob("part-*"):  # data that would not survive a look
+        columns = read_header(file).columns.values()
+        start, size = min(column.offset for column in columns), file.stat().st_size
+        file.write_bytes(file.read_bytes()[:start] + b"\xff" * (size - start))
+    store = FeatureStore.open(root)
+    assert sum(len(rows) for rows in store.buckets.values()) == COUNT - 1
+    with pytest.raises(UserError, match="is damaged in row 0"):
+        store.read((4, 4, 4), [0])
+
+
+@pytest.mark.parametrize("column", ["latents/4x4x4", "rows/4x4x4", "text"])
+def test_a_flipped_bit_is_found_when_its_row_is_read(root, column):
+    file = part_path(root, 0, 4)
+    found = read_header(file).columns[column]
+    store = FeatureStore.open(root)
+    for byte in range(math.prod(found.shape) * found.dtype.itemsize):
+        flip_bit(file, found.offset + byte)
+        with pytest.raises(UserError, match=r"part-0+-0+4\.safetensors is damaged in row \d of 4x4x4: .*digest"):
+            store.read((4, 4, 4), [0, 1])
+        flip_bit(file, found.offset + byte)
+    store.read((4, 4, 4), [0, 1])
+
+
+def test_a_truncated_part_is_named_with_its_bytes(root):
+    file = part_path(root, 8, 11)
+    whole = file.read_bytes()
+    for size in (len(whole) - 1, len(whole) // 2):
+        file.write_bytes(whole[:size])
+        expected = rf"{file} is truncated: {len(whole)} bytes were expected, {size} were found; delete it, then `bigdit"
+        with pytest.raises(UserError, match=expected):
+            FeatureStore.open(root)
+    for size in (0, 5, 100):
+        file.write_bytes(whole[:size])
+        with pytest.raises(UserError, match=rf"is truncated: at least \d+ bytes were expected, {size} were found"):
+            FeatureStore.open(root)
+    file.write_bytes(whole + b"\0")
+    with pytest.raises(UserError, match="is too long"):
+        FeatureStore.open(root)
+    file.write_bytes(whole.replace(b'"BF16"', b'"BF61"'))
+    with pytest.raises(UserError, match="has a damaged header; delete it"):
+        FeatureStore.open(root)
+
+
+def test_a_part_truncated_after_opening_is_an_error_not_a_hang(root):
+    store = FeatureStore.open(root)
+    file = part_path(root, 0, 4)
+    file.write_bytes(file.read_bytes()[:-1000])
+    with pytest.raises(UserError, match=r"ends at byte \d+, before its data does"):
+        store.read((4, 4, 4), [0, 1])
+
+
+def test_missing_parts_are_counted_with_the_command_that_makes_them(root, tmp_path):
+    part_path(root, 4, 8).unlink()
+    with pytest.raises(UserError, match=r"lacks 1 of 4 files, the first part-0+4-0+8\.safetensors; `bigdit extract"):
+        FeatureStore.open(root)
+    with pytest.raises(UserError, match=r"nowhere holds no features; `bigdit extract --config RUN\.yaml` makes them"):
+        FeatureStore.open(tmp_path / "nowhere")
+
+
+def test_damage_to_the_null_text_is_found(root):
+    file = root / "null_text.safetensors"
+    flip_bit(file, read_header(file).columns["text"].offset)
+    with pytest.raises(UserError, match=r"null_text\.safetensors is damaged: its digest differs"):
+        FeatureStore.open(root).null_text  # noqa: B018
+
+
+def test_another_schema_is_refused_by_the_keys_that_differ(root, schema):
+    claim(root, schema)
+    other = schema.model_copy(update={"part_size": 5, "codec": schema.codec | {"factor": 1}})
+    with pytest.raises(UserError) as error:
+        claim(root, other)
+    assert len(error.value.problems) == 1
+    assert "codec.factor is 2 there, and 1 in this run; part_size is 4 there, and 5 in this run" in str(error.value)
+    (root / "schema.json").write_text("{")
+    with pytest.raises(UserError, match=r"schema\.json is not a schema of version 1; delete"):
+        claim(root, schema)
