@@ -1,0 +1,86 @@
+"""This process's micro-batches, read from the store ahead of the step."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from bigdit.dist import World
+from bigdit.features import FeatureStore
+from bigdit.loader.batch import Batch
+from bigdit.loader.order import Order, sample_seed
+
+READ_AHEAD_STEPS = 2
+
+
+class FeatureStream:
+    """Micro-batches of a store for one process of `world`; every process sees its share of the same order."""
+
+    def __init__(
+        self,
+        store: FeatureStore,
+        world: World,
+        *,
+        micro_batch_size: int,
+        grad_accum_steps: int,
+        seed: int,
+        caption_dropout: float,
+        pin_memory: bool = False,
+    ) -> None:
+        self._store = store
+        self._world = world
+        self._micro_batch_size = micro_batch_size
+        self._grad_accum_steps = grad_accum_steps
+        self._seed = seed
+        self._caption_dropout = caption_dropout
+        self._pin_memory = pin_memory
+        self._buckets = sorted(store.buckets)
+        global_batch_size = micro_batch_size * grad_accum_steps * world.world_size
+        self.order = Order([len(store.buckets[bucket]) for bucket in self._buckets], global_batch_size, seed)
+
+    def steps(self, start: int, stop: int) -> Iterator[list[Batch]]:
+        """The micro-batches of steps [start, stop), read ahead by one thread."""
+        with ThreadPoolExecutor(1, thread_name_prefix="loader") as reader:
+            ahead: deque[Future[list[Batch]]] = deque()
+            for step in range(start, stop + READ_AHEAD_STEPS):
+                if step < stop:
+                    ahead.append(reader.submit(self.micro_batches, step))
+                if step >= start + READ_AHEAD_STEPS:
+                    yield ahead.popleft().result()
+
+    def micro_batches(self, step: int) -> list[Batch]:
+        """The grad_accum_steps micro-batches of this process in this step."""
+        batch = self.order.batch(step)
+        micro, size = self._micro_batch_size, self._world.world_size
+        starts = ((i * size + self._world.rank) * micro for i in range(self._grad_accum_steps))
+        return [self._read(step, batch.bucket, batch.positions, start) for start in starts]
+
+    def _read(self, step: int, bucket: int, positions: npt.NDArray[np.int64], start: int) -> Batch:
+        places = range(start, start + self._micro_batch_size)
+        seeds = tuple(sample_seed(self._seed, step, place) for place in places)
+        latents, texts, _ = self._store.read(self._buckets[bucket], [int(positions[place]) for place in places])
+        # A seed's first draw decides on dropout; noise and t come from the same seed by other generators.
+        texts = [
+            self._store.null_text if random.Random(f"dropout/{seed}").random() < self._caption_dropout else text
+            for seed, text in zip(seeds, texts, strict=True)
+        ]
+        text_embeds, text_mask = pad_text(texts, self._store.max_tokens)
+        if self._pin_memory:
+            latents, text_embeds, text_mask = latents.pin_memory(), text_embeds.pin_memory(), text_mask.pin_memory()
+        return Batch(latents, text_embeds, text_mask, seeds)
+
+
+def pad_text(texts: Sequence[torch.Tensor], max_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Texts [len_i, D] as text_embeds [B, max_tokens, D], zero beyond len_i, and text_mask [B, max_tokens]."""
+    text_embeds = texts[0].new_zeros(len(texts), max_tokens, texts[0].shape[1])
+    text_mask = texts[0].new_zeros(len(texts), max_tokens)
+    for row, mask, text in zip(text_embeds, text_mask, texts, strict=True):
+        row[: len(text)] = text
+        mask[: len(text)] = 1
+    return text_embeds, text_mask
