@@ -1,0 +1,102 @@
+"""What was allocated and freed on one device, in order: the record of a rehearsal, or of a real run."""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import json
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+Category = Literal[
+    "parameter",
+    "buffer",
+    "master weight",
+    "gradient",
+    "optimizer state",
+    "input",
+    "saved activation",
+    "recomputed activation",
+    "temporary",
+]
+CATEGORIES: tuple[Category, ...] = get_args(Category)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One storage, `nbytes` as torch asked for them; `label` is the module or the call that allocated it."""
+
+    nbytes: int
+    category: Category
+    label: str
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The events [start, stop) belong to this phase. A phase lasts until the next one begins."""
+
+    phase: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Blocks, and the events that allocate and free them: `i + 1` allocates block i, `-(i + 1)` frees it.
+
+    Spans follow one another and cover all events. A block is allocated once, and freed at most once.
+    """
+
+    blocks: tuple[Block, ...]
+    events: tuple[int, ...]
+    spans: tuple[Span, ...]
+
+    def changes(self, span: Span, granularity: int = 1) -> Iterator[tuple[Block, int]]:
+        """Each event of `span` as its block and the bytes that it adds (or, negative, takes away)."""
+        for event in self.events[span.start : span.stop]:
+            block = self.blocks[abs(event) - 1]
+            size = rounded(block.nbytes, granularity)
+            yield block, size if event > 0 else -size
+
+    @property
+    def peak_allocated_bytes(self) -> int:
+        """The most bytes that were allocated at once, as torch asked for them."""
+        return max(itertools.accumulate(self._signed_bytes(), initial=0))
+
+    def _signed_bytes(self) -> Iterator[int]:
+        for event in self.events:
+            nbytes = self.blocks[abs(event) - 1].nbytes
+            yield nbytes if event > 0 else -nbytes
+
+    def pack(self) -> str:
+        """The timeline as printable text: columns, zlib, base64. `unpack` reads it."""
+        labels = {label: i for i, label in enumerate(dict.fromkeys(b.label for b in self.blocks))}
+        columns = {
+            "labels": list(labels),
+            "nbytes": [b.nbytes for b in self.blocks],
+            "category": [CATEGORIES.index(b.category) for b in self.blocks],
+            "label": [labels[b.label] for b in self.blocks],
+            "events": self.events,
+            "spans": [(s.phase, s.start, s.stop) for s in self.spans],
+        }
+        text = json.dumps(columns, separators=(",", ":"))
+        return base64.b85encode(zlib.compress(text.encode(), 6)).decode()
+
+    @staticmethod
+    def unpack(text: str) -> Timeline:
+        """The timeline that `pack` wrote. Raises ValueError for anything else."""
+        try:
+            columns = json.loads(zlib.decompress(base64.b85decode(text)))
+            rows = zip(columns["nbytes"], columns["category"], columns["label"], strict=True)
+            blocks = tuple(Block(size, CATEGORIES[kind], columns["labels"][at]) for size, kind, at in rows)
+            spans = tuple(Span(*row) for row in columns["spans"])
+            return Timeline(blocks, tuple(columns["events"]), spans)
+        except (zlib.error, ValueError, KeyError, IndexError, TypeError) as error:
+            raise ValueError(f"not a packed timeline: {error}") from None
+
+
+def rounded(nbytes: int, granularity: int) -> int:
+    """`nbytes` up to the next multiple of `granularity`."""
+    return -(-nbytes // granularity) * granularity

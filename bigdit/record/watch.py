@@ -1,0 +1,102 @@
+"""Tell a recorder what the storages of a training step are: it sees storages, the engine knows their meaning."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim import Optimizer
+
+from bigdit.record.recorder import Recorder
+
+
+class Trained(Protocol):
+    """What is asked of an engine: the tensors by which storages are known."""
+
+    model: nn.Module
+    masters: list[torch.Tensor]
+    optimizer: Optimizer
+
+
+class HostBatch(Protocol):
+    """What is asked of a micro-batch: to be moved to the device, as an object that holds tensors."""
+
+    def to(self, device: torch.device, compute_dtype: torch.dtype) -> Any: ...
+
+
+class Watch:
+    """Marks the storages of an engine and of its batches while `train_step` runs with `phase=watch.phase`."""
+
+    def __init__(self, recorder: Recorder, engine: Trained) -> None:
+        self._recorder = recorder
+        self._engine = engine
+        self._names = {module: name for name, module in engine.model.named_modules()}
+        self._hooks = (
+            register_module_forward_pre_hook(self._enter_module),
+            # always_call: a checkpoint stops its recomputation early by an exception.
+            register_module_forward_hook(self._leave_module, always_call=True),
+            # The gradients of fp32 masters live and die within the step.
+            engine.optimizer.register_step_pre_hook(lambda *_: self._mark_gradients()),
+        )
+        self._mark_weights()
+
+    def close(self) -> None:
+        """Take the hooks off again."""
+        for hook in self._hooks:
+            hook.remove()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """The recorder's phase; what it left behind is marked at its end."""
+        with self._recorder.phase(name):
+            yield
+            self._mark_gradients()
+            self._mark_optimizer_state()
+
+    def batches(self, micro_batches: Iterable[HostBatch]) -> list[Any]:
+        """The same micro-batches; they and their copies on the device are marked as input."""
+        return [_MarkedBatch(batch, self._recorder) for batch in micro_batches]
+
+    def _enter_module(self, module: nn.Module, args: Any) -> None:
+        self._recorder.enter_module(self._names.get(module, type(module).__name__))
+
+    def _leave_module(self, module: nn.Module, args: Any, result: Any) -> None:
+        self._recorder.leave_module()
+
+    def _mark_weights(self) -> None:
+        self._recorder.mark(self._engine.model.parameters(), "parameter")
+        self._recorder.mark(self._engine.model.buffers(), "buffer")
+        self._recorder.mark(self._engine.masters, "master weight")
+
+    def _mark_gradients(self) -> None:
+        self._recorder.mark((p.grad for p in self._engine.model.parameters()), "gradient")
+        self._recorder.mark((master.grad for master in self._engine.masters), "gradient")
+
+    def _mark_optimizer_state(self) -> None:
+        for state in self._engine.optimizer.state.values():
+            self._recorder.mark(filter(torch.is_tensor, state.values()), "optimizer state")
+
+
+@dataclass(frozen=True)
+class _MarkedBatch:
+    """A micro-batch that marks what `to` copies to the device."""
+
+    batch: HostBatch
+    recorder: Recorder
+
+    def __post_init__(self) -> None:
+        _mark_input(self.recorder, self.batch)
+
+    def to(self, device: torch.device, compute_dtype: torch.dtype) -> Any:
+        moved = self.batch.to(device, compute_dtype)
+        _mark_input(self.recorder, moved)
+        return moved
+
+
+def _mark_input(recorder: Recorder, batch: Any) -> None:
+    recorder.mark(filter(torch.is_tensor, vars(batch).values()), "input")
