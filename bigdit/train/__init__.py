@@ -1,0 +1,1 @@
+"""Training: the step, the loop around it, and how it is started."""

@@ -1,0 +1,131 @@
+"""The training loop: one flat pass from the store to the last checkpoint."""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from bigdit import checkpoint, engines, log, models
+from bigdit.config import RunConfig
+from bigdit.dist import World
+from bigdit.errors import UserError, versions
+from bigdit.features import FeatureStore
+from bigdit.files import write_json
+from bigdit.loader.stream import FeatureStream
+from bigdit.spec import ModelSpec, Strategy
+from bigdit.train.measure import MemoryMeter
+from bigdit.train.metrics import Metrics
+from bigdit.train.process import process_group
+from bigdit.train.schedule import learning_rate
+from bigdit.train.step import train_step
+
+RECEIPT = "receipt.json"
+
+
+def train(run: RunConfig, spec: ModelSpec, strategy: Strategy, world: World) -> Path:
+    """Train to `train.steps`, going on from the output's latest checkpoint; returns the last checkpoint.
+
+    The pieces were checked against each other before; what is found only now (a store of other encoders, a
+    checkpoint of another model) raises UserError before the first step.
+    """
+    store = FeatureStore.open(run.data.features)
+    _check_store(store, run, spec)
+    found = checkpoint.latest(run.output)
+    if found is not None:
+        found.check_resumable(spec, strategy)
+    start = found.step if found else 0
+    if found is not None and start >= run.train.steps:
+        if world.is_main:
+            log.notice(f"{found.folder} has its {start} steps already; raise train.steps to go on")
+        return found.folder
+
+    began = time.perf_counter()
+    with process_group(world, needed=strategy.engine != "single") as device, ExitStack() as stack:
+        family = models.family(spec.class_name)
+        model = _weights(run, spec, strategy, found)
+        models.apply_checkpointing(model, family, strategy.checkpointed_blocks)
+        meter = stack.enter_context(MemoryMeter(device))
+        engine = engines.create(strategy, model, family, device=device, world=world)
+        if found is not None:
+            checkpoint.restore(found, engine, world)
+            if world.is_main:
+                log.notice(f"going on from {found.folder}, step {start}")
+        stream = FeatureStream(
+            store,
+            world,
+            micro_batch_size=strategy.micro_batch_size,
+            grad_accum_steps=strategy.grad_accum_steps,
+            seed=run.train.seed,
+            caption_dropout=run.data.caption_dropout,
+            pin_memory=device.type == "cuda",
+        )
+        meter.watch(engine)
+        stop, images = run.train.steps, strategy.global_batch_size
+        metrics = stack.enter_context(Metrics(run.output, world, device, start=start, stop=stop, images=images))
+        for step, micro_batches in enumerate(stream.steps(start, stop), start):
+            lr = learning_rate(run, step)
+            with meter.step(micro_batches) as (batches, phase):
+                result = train_step(engine, family, run.objective, batches, lr=lr, phase=phase)
+            metrics.add(step, lr, result)
+            if (step + 1) % run.train.checkpoint_every == 0 or step + 1 == stop:
+                metrics.flush()
+                last = checkpoint.save(
+                    run.output,
+                    engine,
+                    model,
+                    spec,
+                    step=step + 1,
+                    run=run.model_dump(mode="json"),
+                    world=world,
+                    keep=run.train.keep_checkpoints,
+                )
+        if world.is_main:
+            _write_receipt(run, strategy, meter, steps=stop - start, seconds=time.perf_counter() - began)
+    return last
+
+
+def _check_store(store: FeatureStore, run: RunConfig, spec: ModelSpec) -> None:
+    """Raise UserError where the store's features are not what this model takes."""
+    problems = []
+    channels, wanted = {shape[0] for shape in store.buckets}, spec.kwargs.get("in_channels")
+    if wanted is not None and channels != {wanted}:
+        problems.append(f"its latents have {sorted(channels)} channels, and the model's in_channels is {wanted}")
+    dim, wanted = store.null_text.shape[1], spec.kwargs.get("caption_channels")
+    if wanted is not None and dim != wanted:
+        problems.append(f"its text has {dim} features, and the model's caption_channels is {wanted}")
+    if store.max_tokens != run.encoders.text.max_tokens:
+        problems.append(
+            f"its text has at most {store.max_tokens} tokens, and encoders.text.max_tokens is "
+            f"{run.encoders.text.max_tokens}"
+        )
+    if problems:
+        raise UserError(*(f"data.features: {store.root} does not fit: {problem}" for problem in problems))
+
+
+def _weights(run: RunConfig, spec: ModelSpec, strategy: Strategy, found: checkpoint.Checkpoint | None) -> nn.Module:
+    """The plain model on the host: from the checkpoint, from model.init_from, or drawn from the seed."""
+    dtype = engines.compute_dtype(strategy)
+    if found is not None:
+        return models.load(spec, found.transformer, dtype=dtype)
+    if run.model.init_from is not None:
+        return models.load(spec, run.model.init_from, dtype=dtype)
+    return models.build(spec, device="cpu", dtype=dtype, seed=run.train.seed)
+
+
+def _write_receipt(run: RunConfig, strategy: Strategy, meter: MemoryMeter, *, steps: int, seconds: float) -> None:
+    receipt: dict[str, Any] = {
+        "strategy": strategy.model_dump(mode="json"),
+        "device": meter.device_name,
+        "steps": steps,
+        "seconds": round(seconds, 3),
+        "images_per_second": round(steps * strategy.global_batch_size / seconds, 2),
+        "measured_peak_allocated_bytes": meter.peak_allocated_bytes,
+        "measured_with": meter.method,
+        "versions": versions(),
+    }
+    write_json(run.output / RECEIPT, receipt)
+    log.notice(f"wrote {run.output / RECEIPT}")

@@ -1,0 +1,77 @@
+"""How much memory the first steps really took, by the device's own count or by the recorder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch.profiler import record_function
+
+from bigdit.engines import Engine
+from bigdit.loader.batch import Batch
+from bigdit.record import Recorder, Watch
+from bigdit.train.step import Phase
+
+STEPS = 2  # optimizer state appears in the first one
+
+
+class MemoryMeter:
+    """The peak of allocated bytes from the engine's start through the first two steps.
+
+    On a GPU the caching allocator counts. A CPU's allocator does not, so the recorder of the rehearsal tracks
+    the real tensors, and is taken off after the second step since it slows every operation.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._recorder = None if self._cuda else Recorder("cpu")
+        self._recording = ExitStack()
+        self._watch: Watch | None = None
+        self._steps = 0
+        self.peak_allocated_bytes: int | None = None
+        self.device_name = torch.cuda.get_device_name(device) if self._cuda else "cpu"
+        self.method = "torch.cuda.max_memory_allocated" if self._cuda else "storages of the first two steps"
+
+    def __enter__(self) -> MemoryMeter:
+        if self._cuda:
+            torch.cuda.reset_peak_memory_stats()
+        else:
+            assert self._recorder is not None
+            self._recording.enter_context(self._recorder)
+            self._recording.enter_context(self._recorder.phase("init"))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._recording.close()
+
+    def watch(self, engine: Engine) -> None:
+        """From here on the engine's tensors are known by their meaning."""
+        if self._recorder is not None:
+            self._watch = Watch(self._recorder, engine)
+
+    @contextmanager
+    def step(self, micro_batches: Sequence[Batch]) -> Iterator[tuple[Sequence[Any], Phase]]:
+        """Surround one training step: yields the micro-batches and the phases to run it with."""
+        if self._steps >= STEPS:
+            yield micro_batches, record_function
+            return
+        if self._watch is None:
+            yield micro_batches, record_function
+        else:
+            yield self._watch.batches(micro_batches), self._watch.phase
+        self._steps += 1
+        if self._steps == STEPS:
+            self._finish()
+
+    def _finish(self) -> None:
+        if self._cuda:
+            self.peak_allocated_bytes = torch.cuda.max_memory_allocated()
+            return
+        assert self._recorder is not None
+        assert self._watch is not None
+        self._watch.close()
+        self._recording.close()
+        self.peak_allocated_bytes = self._recorder.timeline().peak_allocated_bytes
+        self._recorder = self._watch = None

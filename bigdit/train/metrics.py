@@ -1,0 +1,133 @@
+"""What each step did: `metrics.jsonl` in the output, and the progress bar."""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from bigdit import log
+from bigdit.dist import World
+from bigdit.errors import UserError
+from bigdit.files import write_text
+from bigdit.train.step import StepResult
+from bigdit.units import gib
+
+FLUSH_EVERY = 10
+FILE = "metrics.jsonl"
+
+
+class Metrics:
+    """Collects step results on the device and, every ten steps, averages, writes and shows them.
+
+    Reading a loss waits for the device, and averaging it for all processes: neither is done at every step.
+    """
+
+    def __init__(self, output: Path, world: World, device: torch.device, *, start: int, stop: int, images: int) -> None:
+        self._world = world
+        self._device = device
+        self._images = images
+        self._stop = stop
+        self._pending: list[tuple[int, float, StepResult]] = []
+        self._path = output / FILE
+        self._since = time.perf_counter()
+        self._progress = Progress(
+            TextColumn("train"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("loss {task.fields[loss]} · {task.fields[rate]} images/s · {task.fields[memory]} ·"),
+            TimeRemainingColumn(),
+            console=log.err,
+            disable=not world.is_main,
+        )
+        self._task = self._progress.add_task("", total=stop, completed=start, loss="–", rate="–", memory="–")
+        if world.is_main:
+            self._keep_before(start)
+
+    def __enter__(self) -> Metrics:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._progress.stop()
+
+    def add(self, step: int, lr: float, result: StepResult) -> None:
+        """The result of step number `step` (from 0). Raises UserError where a loss is not finite."""
+        self._pending.append((step, lr, result))
+        if len(self._pending) == FLUSH_EVERY or step + 1 == self._stop:
+            self.flush()
+
+    def flush(self) -> None:
+        """Average the pending losses over all processes, check, write and show them."""
+        if not self._pending:
+            return
+        losses = torch.stack([result.loss.float() for _, _, result in self._pending])
+        if self._world.world_size > 1:
+            dist.all_reduce(losses)
+            losses /= self._world.world_size
+        now = time.perf_counter()
+        rate = len(self._pending) * self._images / (now - self._since)
+        self._since = now
+        rows = [
+            {"step": step, "loss": loss, "grad_norm": _number(result.grad_norm), "lr": lr, "images_per_second": rate}
+            for (step, lr, result), loss in zip(self._pending, losses.tolist(), strict=True)
+        ]
+        self._pending.clear()
+        _check_finite(rows)
+        if self._world.is_main:
+            self._write(rows)
+            last = rows[-1]
+            memory = gib(memory_in_use(self._device))
+            self._progress.update(
+                self._task, completed=last["step"] + 1, loss=f"{last['loss']:.4f}", rate=f"{rate:.0f}", memory=memory
+            )
+
+    def _write(self, rows: list[dict[str, Any]]) -> None:
+        with open(self._path, "a") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+
+    def _keep_before(self, start: int) -> None:
+        """Drop the rows that a resumed run is about to write again."""
+        write_text(
+            self._path, "".join(json.dumps(row) + "\n" for row in read_metrics(self._path) if row["step"] < start)
+        )
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The rows of a metrics.jsonl; a last line that was cut off while it was written is left out."""
+    rows = []
+    for line in path.read_text().splitlines() if path.is_file() else []:
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return rows
+
+
+def memory_in_use(device: torch.device) -> int:
+    """Bytes: the peak allocated on a GPU, or the most that this process ever held of the host's memory."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _number(norm: torch.Tensor | None) -> float | None:
+    return None if norm is None else float(norm)
+
+
+def _check_finite(rows: list[dict[str, Any]]) -> None:
+    for row in rows:
+        if not math.isfinite(row["loss"]):
+            raise UserError(
+                f"the loss of step {row['step']} is {row['loss']} at learning rate {row['lr']:.2e}; "
+                "lower optimizer.lr, lengthen train.warmup_steps, or set train.gradient_clipping"
+            )

@@ -1,0 +1,41 @@
+"""This process's device and process group, set up before the engine and taken down after it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from bigdit import log
+from bigdit.dist import World
+
+
+@contextmanager
+def process_group(world: World, *, needed: bool) -> Iterator[torch.device]:
+    """The device of this process, inside a process group where one is `needed` or several processes run."""
+    device = torch.device("cpu")
+    backend = "gloo"
+    if torch.cuda.is_available():
+        device = torch.device("cuda", world.local_rank)
+        torch.cuda.set_device(device)
+        backend = "nccl"
+    else:
+        # DeepSpeed would guess at an accelerator and warn; the launcher's processes share the cores.
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world.world_size))
+    log.quiet_libraries()
+    if not needed and world.world_size == 1:
+        yield device
+        return
+    if world.world_size == 1:  # DeepSpeed and FSDP2 want a group even of one
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    else:
+        dist.init_process_group(backend)
+    try:
+        yield device
+    finally:
+        # Without this, ZeRO-3's threads are still running at exit, and the process aborts.
+        dist.destroy_process_group()

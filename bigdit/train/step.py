@@ -1,0 +1,60 @@
+"""The training step: the one description of it, run by the trainer, the benchmark and the rehearsal."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+from torch.profiler import record_function
+
+from bigdit import objectives
+from bigdit.engines import Engine, compute_dtype
+from bigdit.loader.batch import Batch
+from bigdit.models import Family
+from bigdit.spec import ObjectiveSpec
+
+Phase = Callable[[str], AbstractContextManager[object]]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """`loss`: this process's mean over its micro-batches, a scalar on the device; `grad_norm` where clipped."""
+
+    loss: torch.Tensor
+    grad_norm: torch.Tensor | None
+
+
+def train_step(
+    engine: Engine,
+    family: Family,
+    objective: ObjectiveSpec,
+    micro_batches: Sequence[Batch],
+    *,
+    lr: float,
+    phase: Phase = record_function,
+) -> StepResult:
+    """One optimizer step over `micro_batches` (grad_accum_steps of them, still on the host).
+
+    `phase(name)` surrounds forward, backward and step: profiler ranges, or the recorder's phases.
+    """
+    dtype = compute_dtype(engine.strategy)
+    losses = []
+    for i, host_batch in enumerate(micro_batches):
+        with phase("forward"):
+            batch = host_batch.to(engine.device, dtype)
+            predict = functools.partial(_predict, engine, family, batch)
+            loss = objectives.loss(objective, predict, batch.latents, batch.seeds, dtype)
+        with phase("backward"):
+            engine.backward(loss, last=i == len(micro_batches) - 1)
+        losses.append(loss.detach())
+        del batch, predict, loss
+    with phase("step"):
+        grad_norm = engine.step(lr)
+    return StepResult(torch.stack(losses).mean(), grad_norm)
+
+
+def _predict(engine: Engine, family: Family, batch: Batch, latents: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    return family.predict(engine.model, latents, t, batch.text_embeds, batch.text_mask)

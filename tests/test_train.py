@@ -1,0 +1,198 @@
+"""Training goes on where it stopped, keeps what it wrote whole, and refuses what does not fit."""
+
+import json
+import shutil
+import signal
+import subprocess
+import time
+
+import pytest
+import torch
+from conftest import BIN, DIGITS, ROOT, TINY, bigdit, run_command, with_set
+from diffusers import SanaTransformer2DModel
+from safetensors.torch import load_file
+
+from bigdit.train.metrics import read_metrics
+
+SINGLE = ("engine.name=single", "engine.processes=1", "engine.ds_config=null")
+ENGINES = {
+    "single": SINGLE,
+    "single, 8-bit": (*SINGLE, "optimizer.name=adamw_8bit"),
+    "deepspeed": (),
+    "fsdp2": ("engine.name=fsdp2", "engine.ds_config=null"),
+}
+
+
+def train(features, output, *overrides, engine="single", **options):
+    chosen = [*TINY, f"data.features={features}", f"output={output}", *ENGINES[engine], *overrides]
+    return bigdit("train", "--config", DIGITS, *with_set(chosen), **options)
+
+
+@pytest.fixture(scope="session")
+def trained(features, tmp_path_factory):
+    """The output of a finished tiny run, not to be changed."""
+    output = tmp_path_factory.mktemp("trained") / "run"
+    done = train(features, output)
+    assert done.returncode == 0, done.stderr
+    return output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ENGINES)
+def test_resuming_changes_nothing(features, tmp_path, engine):
+    """The same command goes on: losses and weights equal those of a run that never stopped, to the bit."""
+    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
+    constant = "train.lr_schedule=constant"
+    assert train(features, straight, constant, engine=engine).returncode == 0
+    for steps in (5, 8):
+        assert train(features, stopped, constant, f"train.steps={steps}", engine=engine).returncode == 0
+    losses = [[row["loss"] for row in read_metrics(output / "metrics.jsonl")] for output in (straight, stopped)]
+    assert losses[0] == losses[1]
+    weights = [
+        load_file(output / "checkpoints/step-00000008/transformer/diffusion_pytorch_model.safetensors")
+        for output in (straight, stopped)
+    ]
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_diffusers_loads_the_export(trained):
+    folder = trained / "checkpoints/step-00000008/transformer"
+    model, info = SanaTransformer2DModel.from_pretrained(folder, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert model.config.num_layers == 2
+
+
+def test_a_finished_run_has_nothing_to_do(features, trained):
+    done = train(features, trained)
+    assert done.returncode == 0
+    assert "has its 8 steps already; raise train.steps to go on" in done.stderr
+
+
+def test_only_the_newest_checkpoints_stay(features, tmp_path):
+    done = train(features, tmp_path, "train.checkpoint_every=2", "train.keep_checkpoints=2")
+    assert done.returncode == 0, done.stderr
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert names == ["latest", "step-00000006", "step-00000008"]
+    assert (tmp_path / "checkpoints/latest").read_text() == "step-00000008\n"
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment_a_run_goes_on(features, tmp_path):
+    """`kill -9` of the trainer: what `latest` names is whole, no half checkpoint has a final name."""
+    chosen = [*TINY, *SINGLE, f"data.features={features}", f"output={tmp_path}", "train.steps=400"]
+    command = [
+        BIN / "python",
+        "-m",
+        "bigdit.train",
+        "--config",
+        DIGITS,
+        *with_set([*chosen, "train.checkpoint_every=1"]),
+    ]
+    for moment in range(3):
+        process = subprocess.Popen([str(part) for part in command], cwd=ROOT, stderr=subprocess.DEVNULL)
+        latest = tmp_path / "checkpoints/latest"
+        before = latest.read_text() if latest.exists() else ""
+        deadline = time.monotonic() + 120
+        while (latest.read_text() if latest.exists() else "") == before:
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        time.sleep(0.07 * moment)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    step = int(latest.read_text().removeprefix("step-"))
+    for folder in (tmp_path / "checkpoints").glob("step-*"):
+        assert (folder / "state.json").exists()
+    done = train(features, tmp_path, f"train.steps={step + 2}")
+    assert done.returncode == 0, done.stderr
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(step + 2))
+
+
+def test_a_checkpoint_of_another_model_is_refused(features, trained, tmp_path):
+    done = train(features, trained, "model.kwargs.num_layers=3", "train.steps=9")
+    assert done.returncode == 1
+    folder = trained / "checkpoints/step-00000008"
+    assert done.stderr.splitlines() == [
+        f"error: {folder} holds num_layers 2, and the run's model has 3; "
+        f"choose another output, or start from its weights: model.init_from={folder}/transformer"
+    ]
+
+
+def test_another_number_of_processes_is_refused(features, trained):
+    done = train(features, trained, "train.steps=9", engine="deepspeed")
+    assert done.returncode == 1
+    assert "was trained with engine 'single', and the run asks for 'deepspeed'; choose another output" in done.stderr
+    assert "was trained with world_size 1, and the run asks for 2; choose another output" in done.stderr
+
+
+def test_a_damaged_checkpoint_is_refused(features, trained, tmp_path):
+    output = tmp_path / "run"
+    shutil.copytree(trained, output)
+    shard = output / "checkpoints/step-00000008/engine/rank-00000-of-00001.safetensors"
+    content = bytearray(shard.read_bytes())
+    content[-100] ^= 1
+    shard.write_bytes(content)
+    done = train(features, output, "train.steps=9")
+    assert done.returncode == 1
+    assert f"{shard} is damaged: its checksum is not the one in state.json; resume from an earlier one" in done.stderr
+
+
+def test_weights_to_start_from(features, trained, tmp_path):
+    folder = trained / "checkpoints/step-00000008/transformer"
+    done = train(features, tmp_path / "a", f"model.init_from={folder}", "train.steps=2")
+    assert done.returncode == 0, done.stderr
+    fresh = read_metrics(trained / "metrics.jsonl")[0]["loss"]
+    assert read_metrics(tmp_path / "a/metrics.jsonl")[0]["loss"] < fresh - 0.1
+    other = train(features, tmp_path / "b", f"model.init_from={folder}", "model.kwargs.num_layers=3")
+    assert other.returncode == 1
+    assert f"error: {folder} holds weights of another SanaTransformer2DModel" in other.stderr
+
+
+def test_features_of_other_encoders_are_refused(features, tmp_path):
+    other = ["encoders.text.max_tokens=16", "model.kwargs.caption_channels=32", "encoders.text.config.d_model=32"]
+    done = train(features, tmp_path, *other)
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == [
+        f"error: data.features: {features} does not fit: "
+        "its text has 64 features, and the model's caption_channels is 32",
+        f"error: data.features: {features} does not fit: "
+        "its text has at most 32 tokens, and encoders.text.max_tokens is 16",
+    ]
+
+
+def test_an_output_that_cannot_be_written(features, tmp_path):
+    (tmp_path / "file").write_text("")
+    done = train(features, tmp_path / "file/run")
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"error: cannot write {tmp_path}/file/run/metrics.jsonl: ")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_diverging_run_ends_with_the_step(features, tmp_path):
+    done = train(features, tmp_path, "optimizer.lr=1e30", "train.gradient_clipping=null")
+    assert done.returncode == 1
+    assert "the loss of step" in done.stderr
+    assert "lower optimizer.lr" in done.stderr
+
+
+def test_errors_come_before_any_process_group(features, tmp_path):
+    """Under a launcher, one process prints, and all end with 1."""
+    done = run_command(
+        *(BIN / "torchrun", "--standalone", "--nproc-per-node", 2, ROOT / "launch/train.py", "--config", DIGITS),
+        *with_set([*ENGINES["fsdp2"], f"output={tmp_path}", "train.global_batch_size=100", "train.seed=-1"]),
+    )
+    assert done.returncode == 1
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert errors[0].endswith("train.seed: Input should be greater than or equal to 0; -1 was found")
+
+
+def test_dry_run_prints_what_would_run(features):
+    done = bigdit("train", "--config", DIGITS, "--dry-run", *with_set(TINY))
+    assert done.returncode == 0
+    resolved = json.loads(done.stdout)
+    assert resolved["strategy"]["world_size"] == 2
+    assert resolved["run"]["train"]["steps"] == 8
