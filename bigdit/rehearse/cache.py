@@ -1,0 +1,80 @@
+"""Rehearsals on disk: a file for each question, named by all that decides its answer."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+from pathlib import Path
+
+from pydantic import ValidationError
+
+import bigdit
+from bigdit import log
+from bigdit.errors import UserError, versions
+from bigdit.files import write_text
+from bigdit.rehearse.request import RehearsalRequest, RehearsedSize
+
+# Whose sources decide what a rehearsal finds.
+_SOURCES = (
+    "spec.py",
+    "engines",
+    "loader/batch.py",
+    "memory",
+    "models",
+    "objectives",
+    "optim",
+    "record",
+    "rehearse",
+    "train/step.py",
+)
+
+
+def folder() -> Path:
+    """BIGDIT_CACHE, or bigdit's folder in the user's cache (XDG base directory specification)."""
+    chosen = os.environ.get("BIGDIT_CACHE")
+    if chosen:
+        return Path(chosen) / "rehearsals"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bigdit" / "rehearsals"
+
+
+def find(request: RehearsalRequest, micro_batch_size: int) -> RehearsedSize | None:
+    """The rehearsal that is kept for this micro-batch size; None where there is none, or none that can be read."""
+    try:
+        return RehearsedSize.model_validate_json(_file(request, micro_batch_size).read_bytes())
+    except (OSError, ValidationError):
+        return None
+
+
+def keep(request: RehearsalRequest, size: RehearsedSize) -> None:
+    """Keep a rehearsal, in place of what was there; a cache that cannot be written is only noticed."""
+    try:
+        write_text(_file(request, size.micro_batch_size), size.model_dump_json())
+    except UserError as error:
+        log.notice(f"the rehearsal is not kept: {error}")
+
+
+def _file(request: RehearsalRequest, micro_batch_size: int) -> Path:
+    question = request.model_copy(update={"micro_batch_sizes": (micro_batch_size,)})
+    strategy = question.strategy.model_copy(update={"micro_batch_size": micro_batch_size})
+    question = question.model_copy(update={"strategy": strategy})
+    decides = [question.model_dump_json(), json.dumps(_versions(), sort_keys=True), _sources()]
+    return folder() / f"{hashlib.sha256('|'.join(decides).encode()).hexdigest()[:32]}.json"
+
+
+@functools.cache
+def _versions() -> dict[str, str]:
+    return versions()
+
+
+@functools.cache
+def _sources() -> str:
+    """A digest of the sources: the number of a version does not change with each edit."""
+    root = Path(bigdit.__file__).parent
+    digest = hashlib.sha256()
+    for name in _SOURCES:
+        path = root / name
+        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+            digest.update(file.read_bytes())
+    return digest.hexdigest()

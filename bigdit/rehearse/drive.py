@@ -1,0 +1,59 @@
+"""Two real training steps under a recorder, on fake tensors or on real ones: the code is the same."""
+
+from __future__ import annotations
+
+import torch
+
+from bigdit import engines, models
+from bigdit.dist import World
+from bigdit.errors import UserError
+from bigdit.loader.batch import Batch
+from bigdit.memory import Timeline
+from bigdit.record import Recorder, Watch
+from bigdit.spec import BatchShape, ModelSpec, ObjectiveSpec, Strategy
+from bigdit.train.step import train_step
+
+STEPS = 2  # optimizer state appears in the first one
+
+
+def drive(
+    spec: ModelSpec, shape: BatchShape, strategy: Strategy, objective: ObjectiveSpec, device: torch.device
+) -> tuple[Timeline, int]:
+    """The record of the engine's start and two steps on `device`, and the model's parameter count.
+
+    As in the trainer, the model is built on the host before the recording begins.
+    """
+    family = models.family(spec.class_name)
+    model = models.build(spec, device="cpu", dtype=engines.compute_dtype(strategy))
+    models.apply_checkpointing(model, family, strategy.checkpointed_blocks)
+    params = sum(param.numel() for param in model.parameters())
+    with Recorder(device.type) as recorder:
+        with recorder.phase("init"):
+            engine = engines.create(strategy, model, family, device=device, world=World())
+            watch = Watch(recorder, engine)
+        for _ in range(STEPS):
+            micro_batches = [batch(shape, strategy) for _ in range(strategy.grad_accum_steps)]
+            train_step(
+                engine,
+                family,
+                objective,
+                watch.batches(micro_batches),
+                lr=strategy.optimizer.lr,
+                phase=watch.phase,
+            )
+        watch.close()
+        timeline = recorder.timeline()
+    return timeline, params
+
+
+def batch(shape: BatchShape, strategy: Strategy) -> Batch:
+    """A micro-batch on the host, in fp32 as the store keeps its features."""
+    if shape.text is None:
+        raise UserError("a rehearsal needs the shape of the model's text, (tokens, dim)")
+    count = strategy.micro_batch_size
+    return Batch(
+        latents=torch.zeros(count, *shape.latents),
+        text_embeds=torch.zeros(count, *shape.text),
+        text_mask=torch.ones(count, shape.text[0]),
+        seeds=tuple(range(count)),
+    )

@@ -1,0 +1,113 @@
+"""Operations whose fake result is laid out otherwise than the real kernel's: what the kernel does is put right.
+
+FakeTensorMode answers with shapes and strides; it may find them by a decomposition, and then the storage
+behind the result, or the strides that decide about later copies, are not the kernel's. Each rule here was
+found by a difference between the record of a real run and the rehearsal of it, or in the kernel's source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._prims_common import suggest_memory_format
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+aten = torch.ops.aten
+
+
+class CpuKernels(TorchDispatchMode):
+    """The rules of both devices. To be entered inside FakeTensorMode, and outside the recorder."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _RULES.get(func, func)(*args, **(kwargs or {}))
+
+
+class CudaKernels(TorchDispatchMode):
+    """The rules of both devices and those of CUDA. To be entered inside FakeTensorMode, outside the recorder."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _CUDA_RULES:
+            return _CUDA_RULES[func](*args, **(kwargs or {}))
+        return _RULES.get(func, func)(*args, **(kwargs or {}))
+
+
+def _convolution(input: torch.Tensor, weight: torch.Tensor, *options: Any) -> torch.Tensor:
+    return _as_cudnn(aten.convolution.default(input, weight, *options), input, weight)
+
+
+def _convolution_backward(
+    grad_output: torch.Tensor, input: torch.Tensor, weight: torch.Tensor, *options: Any
+) -> tuple[torch.Tensor | None, ...]:
+    grads = aten.convolution_backward.default(grad_output, input, weight, *options)
+    return *(grad if grad is None else _as_cudnn(grad, input, weight) for grad in grads[:2]), grads[2]
+
+
+def _as_cudnn(result: torch.Tensor, input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    # cuDNN writes channels last where the input or the weight is.
+    # Source: cudnn_conv_suggest_memory_format in aten/src/ATen/native/ConvUtils.h.
+    if result.dim() != 4:
+        return result
+    last = torch.channels_last in (suggest_memory_format(input), suggest_memory_format(weight))
+    return torch.empty_like(result, memory_format=torch.channels_last if last else torch.contiguous_format)
+
+
+def _efficient_attention(*args: Any, **options: Any) -> tuple[torch.Tensor, ...]:
+    # The seed and offset of dropout are on the host, unless a CUDA graph is captured.
+    # Source: _efficient_attention_forward in aten/src/ATen/native/transformers/cuda/attention.cu.
+    out, logsumexp, seed, offset = aten._scaled_dot_product_efficient_attention.default(*args, **options)
+    return out, logsumexp, torch.empty_like(seed, device="cpu"), torch.empty_like(offset, device="cpu")
+
+
+def _to_copy(tensor: torch.Tensor, **options: Any) -> torch.Tensor:
+    # FakeTensor knows the value of a tensor that was made of a python number, and would compute the copy's
+    # on the device, which has no kernels.
+    if not isinstance(tensor, FakeTensor) or tensor.constant is None:
+        return aten._to_copy.default(tensor, **options)
+    constant, tensor.constant = tensor.constant, None
+    copy = aten._to_copy.default(tensor, **options)
+    tensor.constant = constant
+    return copy
+
+
+def _mse_loss(input: torch.Tensor, target: torch.Tensor, reduction: int = 1) -> torch.Tensor:
+    # The output is allocated with the shape of the unreduced loss, then resized: a scalar that keeps all of it.
+    # Source: TORCH_META_FUNC(mse_loss) in aten/src/ATen/native/Loss.cpp (CPU and CUDA alike).
+    loss = torch.empty(
+        torch.broadcast_shapes(input.shape, target.shape),
+        dtype=torch.result_type(input, target),
+        device=input.device,
+    )
+    return loss if reduction == 0 else loss.resize_(())
+
+
+def _mse_loss_backward(
+    grad_output: torch.Tensor, input: torch.Tensor, target: torch.Tensor, reduction: int
+) -> torch.Tensor:
+    # zeros_like(input, LEGACY_CONTIGUOUS_MEMORY_FORMAT): contiguous whatever the input's strides.
+    # Source: mse_loss_backward in aten/src/ATen/native/Loss.cpp (CPU and CUDA alike).
+    return torch.empty_like(input, memory_format=torch.contiguous_format)
+
+
+def _local_scalar_dense(tensor: torch.Tensor) -> bool | int | float:
+    # A value that the program reads. Of those that were computed only bitsandbytes' quantisation map is read
+    # in a step, and its values decide nothing about memory: a question hears no, all else hears 1.
+    if isinstance(tensor, FakeTensor) and tensor.constant is None:
+        return False if tensor.dtype == torch.bool else 1.0 if tensor.is_floating_point() else 1
+    return aten._local_scalar_dense.default(tensor)
+
+
+_RULES: dict[Any, Callable[..., Any]] = {
+    aten.mse_loss.default: _mse_loss,
+    aten.mse_loss_backward.default: _mse_loss_backward,
+    aten._local_scalar_dense.default: _local_scalar_dense,
+}
+
+_CUDA_RULES: dict[Any, Callable[..., Any]] = {
+    aten._to_copy.default: _to_copy,
+    aten.convolution.default: _convolution,
+    aten.convolution_backward.default: _convolution_backward,
+    aten._scaled_dot_product_efficient_attention.default: _efficient_attention,
+}

@@ -1,0 +1,59 @@
+"""What a rehearsal is asked, and what it answers."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, NonNegativeFloat, PositiveInt
+
+from bigdit.memory import Ledger, Timeline
+from bigdit.spec import BatchShape, ModelSpec, ObjectiveSpec, Strategy, Strict
+
+Kernels = Literal["cuda", "cpu"]
+
+
+class RehearsalRequest(Strict):
+    """One strategy at several micro-batch sizes; its own `micro_batch_size` gives way to each of them.
+
+    `kernels`: whose kernels allocate, those of a CUDA card of `compute_capability` or those of a CPU.
+    """
+
+    model: ModelSpec
+    batch: BatchShape
+    strategy: Strategy
+    micro_batch_sizes: tuple[PositiveInt, ...] = Field(min_length=1)
+    objective: ObjectiveSpec = ObjectiveSpec()
+    kernels: Kernels = "cuda"
+    compute_capability: tuple[int, int] = (8, 0)
+
+
+class RehearsedSize(Strict):
+    """The rehearsal of one micro-batch size, over two optimizer steps.
+
+    `ledger` counts in 512 B for CUDA and in single bytes for the CPU; `packed_timeline` is the whole record;
+    `params` counts elements; `seconds` is what this size took, without the start of the worker.
+    """
+
+    micro_batch_size: PositiveInt
+    params: PositiveInt
+    ledger: Ledger
+    packed_timeline: str
+    versions: dict[str, str]
+    seconds: NonNegativeFloat
+
+    @property
+    def timeline(self) -> Timeline:
+        return Timeline.unpack(self.packed_timeline)
+
+
+class Rehearsal(Strict):
+    """The answers, in the order of the request's `micro_batch_sizes`."""
+
+    sizes: tuple[RehearsedSize, ...]
+
+    def size(self, micro_batch_size: int) -> RehearsedSize:
+        """The rehearsal of this micro-batch size. Raises KeyError where it was not asked for."""
+        for size in self.sizes:
+            if size.micro_batch_size == micro_batch_size:
+                return size
+        raise KeyError(micro_batch_size)

@@ -1,0 +1,48 @@
+"""The process that rehearses: `python -m bigdit.rehearse.worker REQUEST.json RESULT.json`.
+
+A process of its own keeps the fake device and all that is patched for it away from the user's, and may leave
+without torch's shutdown, which aborts once a python backend is registered.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+from bigdit.errors import guard, versions
+from bigdit.files import write_text
+from bigdit.memory import CUDA_GRANULARITY, ledger
+from bigdit.rehearse.device import fake_device
+from bigdit.rehearse.drive import drive
+from bigdit.rehearse.request import Rehearsal, RehearsalRequest, RehearsedSize
+
+
+def main(request_file: Path, result_file: Path) -> None:
+    """Rehearse each micro-batch size of the request and write the Rehearsal, whole or not at all."""
+    request = RehearsalRequest.model_validate_json(request_file.read_text())
+    sizes = tuple(rehearse_size(request, size) for size in request.micro_batch_sizes)
+    write_text(result_file, Rehearsal(sizes=sizes).model_dump_json())
+
+
+def rehearse_size(request: RehearsalRequest, micro_batch_size: int) -> RehearsedSize:
+    """The rehearsal of one micro-batch size, in this process."""
+    began = time.perf_counter()
+    strategy = request.strategy.model_copy(update={"micro_batch_size": micro_batch_size})
+    with fake_device(request.kernels, request.compute_capability) as device:
+        timeline, params = drive(request.model, request.batch, strategy, request.objective, device)
+    return RehearsedSize(
+        micro_batch_size=micro_batch_size,
+        params=params,
+        ledger=ledger(timeline, CUDA_GRANULARITY if request.kernels == "cuda" else 1),
+        packed_timeline=timeline.pack(),
+        versions=versions(),
+        seconds=round(time.perf_counter() - began, 3),
+    )
+
+
+if __name__ == "__main__":
+    status = guard(lambda: main(Path(sys.argv[1]), Path(sys.argv[2])))
+    sys.stderr.flush()
+    os._exit(status)

@@ -1,0 +1,161 @@
+"""The door of rehearsals: answers, cache, limits and what is said when there is no answer."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from bigdit.errors import UserError
+from bigdit.rehearse import RehearsalError, RehearsalRequest, client, rehearse
+from bigdit.spec import BatchShape, ModelSpec, Strategy
+
+TINY = ModelSpec(
+    name="tiny-sana",
+    class_name="SanaTransformer2DModel",
+    kwargs={
+        "in_channels": 4,
+        "out_channels": 4,
+        "num_attention_heads": 2,
+        "attention_head_dim": 8,
+        "num_layers": 2,
+        "num_cross_attention_heads": 2,
+        "cross_attention_head_dim": 8,
+        "cross_attention_dim": 16,
+        "caption_channels": 12,
+        "sample_size": 8,
+        "patch_size": 1,
+    },
+)
+SHAPE = BatchShape(latents=(4, 8, 8), text=(6, 12))
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("BIGDIT_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "rehearsals"
+
+
+def _request(*sizes: int, **changes: object) -> RehearsalRequest:
+    return RehearsalRequest(model=TINY, batch=SHAPE, strategy=Strategy(), micro_batch_sizes=sizes, **changes)
+
+
+def _no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/does/not/exist")
+
+
+def test_a_second_question_is_answered_from_the_cache_and_a_new_size_by_a_worker(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = rehearse(_request(1, 2))
+    assert [size.micro_batch_size for size in first.sizes] == [1, 2]
+    assert first.size(1).ledger.granularity == 512
+    assert first.size(2).ledger.peak_allocated_bytes > first.size(1).ledger.peak_allocated_bytes
+    assert first.size(1).versions["torch"] != "missing"
+    with pytest.raises(KeyError):
+        first.size(3)
+    assert len(list(cache.iterdir())) == 2
+
+    _no_worker(monkeypatch)
+    began = time.perf_counter()
+    again = rehearse(_request(2, 1))
+    assert time.perf_counter() - began < 0.5
+    assert again.sizes == first.sizes[::-1]
+    with pytest.raises(FileNotFoundError):
+        rehearse(_request(1, 3))
+
+
+def test_the_strategy_s_own_micro_batch_size_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = rehearse(_request(1))
+    _no_worker(monkeypatch)
+    other = _request(1).model_copy(update={"strategy": Strategy(micro_batch_size=7)})
+    assert rehearse(other) == first
+
+
+@pytest.mark.slow
+def test_a_corrupt_cache_is_answered_anew_and_written_again(cache: Path) -> None:
+    first = rehearse(_request(1))
+    (file,) = cache.iterdir()
+    whole = file.read_text()
+    for text in ("", whole[: len(whole) // 2], '{"micro_batch_size": 1}'):
+        file.write_text(text)
+        assert rehearse(_request(1)).size(1).ledger == first.size(1).ledger
+        assert file.read_text() not in ("", text)
+        assert list(cache.iterdir()) == [file]
+
+
+def test_a_cache_that_cannot_be_written_is_noticed_and_the_answer_stands(
+    cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cache.parent.mkdir()
+    cache.write_text("a file where the folder should be")
+    assert rehearse(_request(1)).size(1).params > 0
+    assert "the rehearsal is not kept" in capsys.readouterr().err
+
+
+def test_a_rehearsal_that_takes_too_long_is_stopped(cache: Path) -> None:
+    with pytest.raises(UserError, match=r"rehearsal of tiny-sana took more than 0.2 s and was stopped"):
+        rehearse(_request(1), timeout_s=0.2)
+    assert not cache.exists()
+
+
+def test_a_worker_that_is_killed_gives_its_status_and_no_number(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho 'about to be killed' >&2\nkill -9 $$\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    with pytest.raises(RehearsalError, match=f"status {-signal.SIGKILL} and no result:\nabout to be killed"):
+        rehearse(_request(1))
+
+
+def test_a_worker_that_leaves_without_a_result_gives_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/true")
+    with pytest.raises(RehearsalError, match="status 0 and no result"):
+        rehearse(_request(1))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"strategy": Strategy(checkpointed_blocks=9)}, r"checkpointed_blocks is 9, and the model has 2 blocks"),
+        ({"model": TINY.model_copy(update={"class_name": "NoTransformer"})}, "no family adapter drives"),
+        ({"batch": BatchShape(latents=(4, 8, 8))}, "needs the shape of the model's text"),
+        ({"strategy": Strategy(engine="fsdp2")}, "engine.name fsdp2 cannot be rehearsed yet; known: single"),
+    ],
+)
+def test_what_the_user_can_mend_is_one_line(changes: dict[str, object], said: str) -> None:
+    with pytest.raises(UserError, match=said) as caught:
+        rehearse(_request(1).model_copy(update=changes))
+    assert all("\n" not in problem for problem in caught.value.problems)
+
+
+def test_the_worker_sees_no_gpu_and_no_launched_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    for key in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(key, "3")
+    environment = client.worker_environment()
+    assert environment["CUDA_VISIBLE_DEVICES"] == ""
+    assert not {"RANK", "LOCAL_RANK", "WORLD_SIZE"} & environment.keys()
+    assert environment["PATH"] == os.environ["PATH"]
+
+
+def test_asking_imports_no_torch() -> None:
+    code = "import sys, bigdit.rehearse; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[1], check=False).returncode == 0
+
+
+def test_on_a_gpu_host_batches_stay_off_the_device_and_blocks_are_counted_in_granules() -> None:
+    """bf16 on the card: 2 B a parameter, 4 B a master, each block rounded up to 512 B."""
+    cuda = rehearse(_request(2)).size(2)
+    assert "input" not in cuda.ledger.phase("init").at_peak
+    parameters = [block for block in cuda.timeline.blocks if block.category == "parameter"]
+    masters = [block for block in cuda.timeline.blocks if block.category == "master weight"]
+    assert sum(block.nbytes for block in parameters) == 2 * cuda.params
+    assert sum(block.nbytes for block in masters) == 4 * cuda.params
+    assert all(phase.peak_bytes % 512 == 0 for phase in cuda.ledger.phases)

@@ -1,0 +1,113 @@
+"""The recorder on real tensors: what counts as an allocation, what as a free."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+from bigdit.memory import Timeline, ledger
+from bigdit.record import Recorder, Watch
+
+
+def _live(timeline: Timeline) -> int:
+    return ledger(timeline, 1).phases[-1].end_bytes
+
+
+def test_views_share_a_storage_and_the_last_reference_frees_it() -> None:
+    with Recorder("cpu") as recorder, recorder.phase("forward"):
+        tensor = torch.ones(4, 8)
+        view = tensor[1:].t()
+        del tensor
+        held = _live(recorder.timeline())
+        del view
+    timeline = recorder.timeline()
+    assert held == 128
+    assert [block.nbytes for block in timeline.blocks] == [128]
+    assert timeline.events == (1, -1)
+
+
+def test_a_storage_resized_to_nothing_is_free_and_comes_back_as_a_new_block() -> None:
+    with Recorder("cpu") as recorder, recorder.phase("forward"):
+        tensor = torch.ones(16)
+        recorder.mark([tensor], "parameter")
+        tensor.untyped_storage().resize_(0)
+        gone = _live(recorder.timeline())
+        tensor.untyped_storage().resize_(128)
+    assert gone == 0
+    assert _live(recorder.timeline()) == 128
+    assert {block.category for block in recorder.timeline().blocks} == {"parameter"}
+
+
+def test_resizing_is_torch_s_own_again_afterwards() -> None:
+    before = torch.UntypedStorage.resize_
+    with Recorder("cpu"):
+        assert torch.UntypedStorage.resize_ is not before
+    assert torch.UntypedStorage.resize_ is before
+    assert gc.isenabled()
+
+
+def test_an_operation_that_resizes_its_output_is_seen() -> None:
+    with Recorder("cpu") as recorder, recorder.phase("forward"):
+        out = torch.empty(2)
+        out.resize_(100)
+    assert _live(recorder.timeline()) == 400
+
+
+def test_a_storage_from_before_is_allocated_where_it_is_marked() -> None:
+    early = torch.ones(10)
+    with Recorder("cpu") as recorder, recorder.phase("init"):
+        recorder.mark([early, None, torch.ones(1, device="meta")], "parameter")
+    (block,) = recorder.timeline().blocks
+    assert (block.nbytes, block.category, block.label) == (40, "parameter", "unseen")
+
+
+def test_a_cycle_is_freed_where_its_phase_ends() -> None:
+    class Holder:
+        pass
+
+    with Recorder("cpu") as recorder:
+        with recorder.phase("forward"):
+            holder = Holder()
+            holder.itself, holder.tensor = holder, torch.ones(10)
+            del holder
+            held = _live(recorder.timeline())
+        freed = _live(recorder.timeline())
+    assert (held, freed) == (40, 0)
+
+
+def test_a_step_s_storages_are_told_apart() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+
+    class Engine:
+        def __init__(self) -> None:
+            self.model = model
+            self.masters = list(model.parameters())
+            self.optimizer = torch.optim.AdamW(self.masters, fused=True)
+
+    engine = Engine()
+    with Recorder("cpu") as recorder:
+        with recorder.phase("init"):
+            watch = Watch(recorder, engine)
+        x = torch.ones(4, 8)
+        with watch.phase("forward"):
+            loss = model(x).sum()
+        with watch.phase("backward"):
+            loss.backward()
+        del loss
+        with watch.phase("step"):
+            engine.optimizer.step()
+        watch.close()
+    found = ledger(recorder.timeline(), 1)
+    parameters = 4 * sum(p.numel() for p in model.parameters())
+    assert found.phase("init").at_peak["parameter"] == parameters
+    # fp32 [4, 8]: relu's output serves relu and the last layer, the sum is the loss
+    assert found.phase("forward").at_peak["saved activation"] == 4 * 8 * 4 + 4
+    assert found.phase("step").at_peak["gradient"] == parameters
+    assert found.phase("step").at_peak["optimizer state"] == 2 * parameters + 4 * 4
+    assert {block.label for block in recorder.timeline().blocks if block.category == "saved activation"} >= {"1"}
+    with pytest.raises(KeyError):
+        found.phase("save")
