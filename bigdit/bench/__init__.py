@@ -1,0 +1,1 @@
+"""Benchmarks of the real step on the machine at hand, held against its rehearsal."""

@@ -1,0 +1,86 @@
+"""The single-process step, run for real and rehearsed: how far the prediction was off, and how fast it went."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bigdit import engines, models
+from bigdit.dist import World
+from bigdit.errors import versions
+from bigdit.features import FeatureStore
+from bigdit.rehearse import RehearsalRequest, rehearse
+from bigdit.rehearse.drive import batch
+from bigdit.rehearse.request import Kernels
+from bigdit.spec import BatchShape, ModelSpec, ObjectiveSpec, Strategy
+from bigdit.train.measure import MemoryMeter
+from bigdit.train.process import process_group
+from bigdit.train.step import train_step
+
+
+def bench_step(
+    spec: ModelSpec, shape: BatchShape, strategy: Strategy, objective: ObjectiveSpec, *, steps: int, seed: int
+) -> dict[str, Any]:
+    """A receipt: predicted and measured peak bytes, seconds a step (median, the first two steps left out).
+
+    On a GPU the measured peak is the caching allocator's; on a CPU the recorder's.
+    """
+    world = World()
+    with process_group(world, needed=False) as device:
+        kernels: Kernels = "cuda" if device.type == "cuda" else "cpu"
+        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0)
+        request = RehearsalRequest(
+            model=spec,
+            batch=shape,
+            strategy=strategy,
+            micro_batch_sizes=(strategy.micro_batch_size,),
+            objective=objective,
+            kernels=kernels,
+            compute_capability=capability,
+        )
+        predicted = rehearse(request).sizes[0].ledger.peak_allocated_bytes
+
+        family = models.family(spec.class_name)
+        model = models.build(spec, device="cpu", dtype=engines.compute_dtype(strategy), seed=seed)
+        models.apply_checkpointing(model, family, strategy.checkpointed_blocks)
+        seconds = []
+        with MemoryMeter(device) as meter:
+            engine = engines.create(strategy, model, family, device=device, world=world)
+            meter.watch(engine)
+            for _ in range(steps):
+                micro_batches = [batch(shape, strategy) for _ in range(strategy.grad_accum_steps)]
+                began = time.perf_counter()
+                with meter.step(micro_batches) as (batches, phase):
+                    result = train_step(engine, family, objective, batches, lr=strategy.optimizer.lr, phase=phase)
+                float(result.loss)  # waits for the device
+                seconds.append(time.perf_counter() - began)
+                del result, batches  # or they would live, and be measured, in the next step
+    measured = meter.peak_allocated_bytes
+    assert measured is not None
+    median = statistics.median(seconds[2:])
+    return {
+        "model": spec.model_dump(mode="json"),
+        "batch": shape.model_dump(mode="json"),
+        "strategy": strategy.model_dump(mode="json"),
+        "device": meter.device_name,
+        "predicted_peak_allocated_bytes": predicted,
+        "measured_peak_allocated_bytes": measured,
+        "measured_with": meter.method,
+        "error_percent": round(100 * (predicted - measured) / measured, 4),
+        "seconds_per_step": round(median, 5),
+        "images_per_second": round(strategy.global_batch_size / median, 2),
+        "steps": steps,
+        "versions": versions(),
+    }
+
+
+def largest_batch_shape(features: Path) -> BatchShape:
+    """Shapes of the largest bucket in a feature store, with text of its max_tokens."""
+    store = FeatureStore.open(features)
+    latents = max(store.buckets, key=math.prod)
+    return BatchShape(latents=latents, text=(store.max_tokens, store.null_text.shape[1]))

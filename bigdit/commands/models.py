@@ -1,0 +1,71 @@
+"""`bigdit models`: the diffusion transformers of the catalogue."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from bigdit.catalog.models import CatalogModel
+
+
+def run(
+    containing: Annotated[
+        str | None, typer.Option("--filter", metavar="TEXT", help="Only models whose name or class has TEXT.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON with every field.")] = False,
+) -> None:
+    """List the diffusion transformers that can be planned for, and which of them can be trained now."""
+    from bigdit import log
+    from bigdit.catalog.models import models
+    from bigdit.errors import UserError, nearest
+
+    wanted = (containing or "").casefold()
+    found = [m for m in models() if wanted in f"{m.name} {m.spec.class_name}".casefold()]
+    if not found:
+        raise UserError(f"no model has {containing!r} in its name or class; {nearest(wanted, _names())}")
+    if as_json:
+        log.emit_json([_fields(m) for m in found])
+    else:
+        log.out.print(_table(found))
+
+
+def _names() -> list[str]:
+    from bigdit.catalog.models import models
+
+    return [m.name for m in models()]
+
+
+def _fields(model: CatalogModel) -> dict[str, Any]:
+    return model.model_dump(mode="json") | {"trainable": model.trainable, "obstacle": model.obstacle}
+
+
+def _native_latents(model: CatalogModel) -> tuple[int, int, int] | None:
+    from bigdit.catalog.models import latent_shape
+
+    side = model.resolution
+    return None if side is None else latent_shape(model, side, side)
+
+
+def _table(found: list[CatalogModel]) -> Table:
+    from bigdit.report.tables import DASH, cell, table
+    from bigdit.units import count
+
+    columns = ("model", "params", "blocks", "pixels", "latents", "text", "train")
+    made = table("Diffusion transformers", columns, numeric=("params", "blocks", "pixels", "latents", "text"))
+    for m in found:
+        text = m.text
+        made.add_row(
+            m.name,
+            count(m.params),
+            "+".join(str(length) for _, length in m.block_lists),
+            cell(m.resolution),
+            cell(_native_latents(m)),
+            DASH if text is None else f"{text.tokens or '?'}×{text.dim or '?'}",
+            cell(m.trainable),
+        )
+    made.caption = f"{len(found)} models\ntrain: can be rehearsed and trained; why not: --json"
+    return made

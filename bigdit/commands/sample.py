@@ -1,0 +1,82 @@
+"""`bigdit sample`: pictures from captions, and a grid of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from bigdit.commands.options import Json
+
+
+def run(
+    checkpoint: Annotated[Path, typer.Option(help="A checkpoint, or the output of a run: then its latest.")],
+    out: Annotated[Path, typer.Option(help="The folder for the pictures and grid.png.")],
+    caption: Annotated[list[str], typer.Option(help="A caption; repeatable.")] = [],  # noqa: B006
+    captions: Annotated[Path | None, typer.Option(help="A text file with a caption a line.")] = None,
+    size: Annotated[str | None, typer.Option(metavar="HxW", help="Pixels; the run's first bucket if left out.")] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Euler steps.")] = 20,
+    guidance: Annotated[float, typer.Option(min=0, help="Classifier-free guidance; 1 is none.")] = 3.0,
+    seed: Annotated[int, typer.Option(min=0, help="Picture i is drawn from seed + i.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Draw one picture a caption with a trained checkpoint."""
+    from bigdit.errors import UserError
+
+    wanted = [*caption, *_lines(captions)]
+    if not wanted:
+        raise UserError("no caption was given; pass --caption TEXT, or --captions FILE with one a line")
+    height_width = _size(size) if size else None
+
+    import torch
+    from PIL import Image
+
+    from bigdit import log
+    from bigdit.files import replacing, write_json
+    from bigdit.report.grid import grid_png
+    from bigdit.sampling import Sampler, SamplingOptions, find_checkpoint
+
+    log.quiet_libraries()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    found = find_checkpoint(checkpoint)
+    sampler = Sampler(found, device)
+    height, width = height_width or sampler.buckets[0]
+    options = SamplingOptions(height, width, steps=steps, guidance=guidance, seed=seed)
+    pictures, rows = [], []
+    with log.progress("sample", total=len(wanted)) as advance:
+        for i, pixels in enumerate(sampler.sample(wanted, options)):
+            picture = pixels.squeeze(0).numpy() if len(pixels) == 1 else pixels.permute(1, 2, 0).numpy()
+            path = out / f"{i:05d}.png"
+            with replacing(path) as temporary:
+                Image.fromarray(picture).save(temporary, format="png")
+            pictures.append(picture)
+            rows.append({"file": path.name, "caption": wanted[i], "seed": seed + i})
+            advance(1)
+    with replacing(out / "grid.png") as temporary:
+        temporary.write_bytes(grid_png(pictures, wanted))
+    report = {"checkpoint": str(found.folder), "steps": steps, "guidance": guidance, "pictures": rows}
+    write_json(out / "samples.json", report)
+    if as_json:
+        log.emit_json(report)
+    log.notice(f"wrote {len(rows)} pictures, samples.json and {out / 'grid.png'}")
+
+
+def _lines(path: Path | None) -> list[str]:
+    from bigdit.errors import UserError
+
+    if path is None:
+        return []
+    try:
+        return [line.strip() for line in path.read_text().splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--captions {path} cannot be read: {error}") from None
+
+
+def _size(text: str) -> tuple[int, int]:
+    from bigdit.errors import UserError
+
+    height, found, width = text.lower().partition("x")
+    if not (found and height.isdigit() and width.isdigit() and int(height) and int(width)):
+        raise UserError(f"--size expects HEIGHTxWIDTH in pixels, such as 512x768, and {text!r} was found")
+    return int(height), int(width)

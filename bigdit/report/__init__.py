@@ -1,0 +1,1 @@
+"""How results are laid out for reading: tables in the terminal."""

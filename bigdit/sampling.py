@@ -1,0 +1,88 @@
+"""Pictures from captions by a trained checkpoint: flow matching with classifier-free guidance."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from bigdit import models, objectives
+from bigdit.checkpoint import Checkpoint
+from bigdit.config.load import parse_run
+from bigdit.errors import UserError
+from bigdit.features.codecs import load_image_codec, to_bytes
+from bigdit.features.encoders.text import T5TextEncoder
+from bigdit.loader.stream import pad_text
+from bigdit.spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """`height` and `width` in pixels; `steps` of Euler; `guidance` 1 is none (Ho & Salimans, arXiv:2207.12598)."""
+
+    height: int
+    width: int
+    steps: int = 20
+    guidance: float = 3.0
+    seed: int = 0
+    micro_batch_size: int = 50
+
+
+class Sampler:
+    """The model of a checkpoint with the encoders it was trained on, in fp32."""
+
+    def __init__(self, checkpoint: Checkpoint, device: torch.device) -> None:
+        """Load everything. Raises UserError where weights or encoders cannot be loaded."""
+        run = parse_run(checkpoint.state["run"], str(checkpoint.folder))
+        spec = ModelSpec.model_validate(checkpoint.state["model"])
+        for file in sorted(checkpoint.transformer.iterdir()):
+            checkpoint.verify(file)
+        self._device = device
+        self._family = models.family(spec.class_name)
+        self._model = models.load(spec, checkpoint.transformer, dtype=torch.float32).to(device).eval()
+        self._codec = load_image_codec(run.encoders.image, device)
+        self._text = T5TextEncoder(run.encoders.text, device)
+        self._shift = run.objective.shift
+        self.buckets = run.data.buckets
+
+    @torch.no_grad()
+    def sample(self, captions: Sequence[str], options: SamplingOptions) -> Iterator[torch.Tensor]:
+        """One picture a caption: uint8 [channels, height, width]. Picture i depends on caption i and seed + i."""
+        side = self._codec.downsample
+        if options.height % side or options.width % side:
+            raise UserError(f"--size {options.height}x{options.width} does not divide by the codec's {side}")
+        shape = (self._codec.channels, options.height // side, options.width // side)
+        for start in range(0, len(captions), options.micro_batch_size):
+            chosen = captions[start : start + options.micro_batch_size]
+            seeds = [options.seed + start + i for i in range(len(chosen))]
+            noise = objectives.draw_noise(torch.empty((len(chosen), *shape), device=self._device), seeds)
+            predict = self._guided(chosen, options.guidance)
+            latents = objectives.euler(predict, noise, options.steps, self._shift)
+            yield from to_bytes(self._codec.decode(latents)).cpu()
+
+    def _guided(self, captions: Sequence[str], guidance: float) -> objectives.Predict:
+        """The velocity towards the captions, pushed away from that of the empty caption."""
+        encoded = self._text.encode([*captions, ""])
+        texts = [*encoded[:-1], *[encoded[-1]] * len(captions)]
+        text_embeds, text_mask = (each.to(self._device) for each in pad_text(texts, self._text.max_tokens))
+
+        def predict(latents: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+            both = self._family.predict(self._model, latents.repeat(2, 1, 1, 1), t.repeat(2), text_embeds, text_mask)
+            conditional, unconditional = both.chunk(2)
+            return unconditional + guidance * (conditional - unconditional)
+
+        return predict
+
+
+def find_checkpoint(path: Path) -> Checkpoint:
+    """A checkpoint's folder, or the latest of a run's output. Raises UserError where there is none."""
+    from bigdit.checkpoint.folder import STATE, latest, open_checkpoint
+
+    if (path / STATE).is_file():
+        return open_checkpoint(path)
+    found = latest(path)
+    if found is None:
+        raise UserError(f"--checkpoint {path}: neither a checkpoint nor the output of a run that saved one")
+    return found

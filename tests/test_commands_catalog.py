@@ -1,0 +1,153 @@
+"""bigdit models, gpus and doctor: what they print at 80 columns without colour, and their JSON."""
+
+import configparser
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from rich.console import Console
+from typer.testing import CliRunner
+
+from bigdit import log
+from bigdit.commands import doctor, gpus, models
+from bigdit.errors import UserError
+from bigdit.report.tables import cell, table
+
+
+@pytest.fixture
+def printed(monkeypatch):
+    """What a command prints to a plain 80-column stdout."""
+
+    def printed(command, **options):
+        file = io.StringIO()
+        monkeypatch.setattr(log, "out", Console(file=file, width=80))
+        command(**options)
+        return file.getvalue()
+
+    return printed
+
+
+def options(command, *arguments):
+    app = typer.Typer()
+    app.command()(command)
+    return CliRunner().invoke(app, arguments, catch_exceptions=False)
+
+
+def row(text, name):
+    (line,) = [line for line in text.splitlines() if line.split()[:1] == [name]]
+    return line.split()
+
+
+def test_models_read_well_at_80_columns(printed):
+    text = printed(models.run)
+    assert "\x1b" not in text
+    assert all(len(line) <= 80 for line in text.splitlines())
+    assert " ".join(row(text, "sana-1600m-1024")) == "sana-1600m-1024 1.604 B 20 1024 32×32×32 300×2304 yes"
+    assert row(text, "flux.1-dev")[3:] == ["19+38", "1024", "16×128×128", "512×4096", "no"]
+    assert row(text, "ltx-video-0.9")[4:] == ["–", "–", "128×4096", "no"]
+    assert "59 models" in text
+
+
+def test_gpus_read_well_at_80_columns(printed):
+    text = printed(gpus.run)
+    assert all(len(line) <= 80 for line in text.splitlines())
+    assert " ".join(row(text, "a40")) == "a40 44.35 GiB 46068 8.6 149.7 149.7 696 112.5"
+    assert " ".join(row(text, "b200")) == "b200 178.35 GiB 183359 10.0 2250 2250 8000 1800"
+    assert row(text, "gb200")[1].startswith("~")
+    assert row(text, "t4")[5] == "–"
+
+
+def test_filter_and_json():
+    shown = json.loads(options(models.run, "--filter", "Sana-1600M", "--json").stdout)
+    assert [m["spec"]["name"] for m in shown] == [f"sana-1600m-{n}" for n in (512, 1024, 2048, 4096)]
+    assert shown[1]["trainable"] is True
+    assert shown[1]["text"]["tokens"] == 300
+    (a40,) = json.loads(options(gpus.run, "--filter", "a40", "--json").stdout)[-1:]
+    assert a40["sources"]["usable"]
+    hopper = json.loads(options(gpus.run, "--filter", "hopper", "--json").stdout)
+    assert {"h100-sxm", "h200-sxm"} <= {card["name"] for card in hopper}
+    assert all(card["usable_bytes"] == card["usable_mib"] * 2**20 for card in hopper)
+
+
+def test_a_filter_that_finds_nothing():
+    with pytest.raises(UserError, match=r"no model has 'sanna-1600' in its name or class; did you mean sana-"):
+        models.run(containing="sanna-1600")
+    with pytest.raises(UserError, match=r"no card has 'a4o' in its name or architecture; did you mean a40"):
+        gpus.run(containing="a4o")
+
+
+def test_listing_imports_no_torch():
+    for name in ("models", "gpus"):
+        script = f"import sys; from bigdit.commands import {name}; {name}.run(); assert 'torch' not in sys.modules"
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+
+
+def test_doctor_on_this_machine(printed):
+    text = printed(doctor.run)
+    assert all(len(line) <= 80 for line in text.splitlines() if not line.startswith("fix:"))
+    assert row(text, "cores") == ["cores", str(len(os.sched_getaffinity(0)))]
+    assert row(text, "fsdp2")[1] == "yes"
+    assert row(text, "collectives")[1].startswith("gloo")
+    assert "supported: 2.11 to 2.13" in text
+
+
+def test_doctor_without_a_compiler(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    result = options(doctor.run, "--json")
+    assert result.exit_code == 0
+    found = json.loads(result.stdout)
+    assert {e["name"]: e["usable"] for e in found["engines"]} == {
+        "single": True,
+        "fsdp2": True,
+        "deepspeed": True,
+    }
+    assert "gloo" in found["backends"]
+    assert found["ram_bytes"] > 2**30
+    assert found["compiler"] is None
+    assert any(fix.startswith("no C++ compiler was found") for fix in found["fixes"])
+
+
+def test_doctor_where_torch_is_broken(monkeypatch, tmp_path, capsys):
+    (tmp_path / "torch.py").write_text("raise ImportError('libtorch.so: [wrong] ELF class')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(UserError) as error:
+        doctor.run(as_json=True)
+    assert error.value.problems[0] == "no engine is usable on this machine"
+    assert any("torch does not import (ImportError: libtorch.so" in problem for problem in error.value.problems)
+    found = json.loads(capsys.readouterr().out)
+    assert not any(engine["usable"] for engine in found["engines"])
+
+
+def test_a_card_is_found_by_its_drivers_name_and_memory():
+    assert doctor._in_catalog("NVIDIA GeForce RTX 3080", 12_500_000_000) == "rtx-3080-12g"
+    assert doctor._in_catalog("NVIDIA GH200 120GB", 101_468_602_368) == "gh200-96g"
+    assert doctor._in_catalog("NVIDIA A40", 20 * 2**30) is None
+    assert doctor._in_catalog("NVIDIA Unheard Of", 20 * 2**30) is None
+
+
+def test_the_supported_torch_is_that_of_the_package():
+    setup = configparser.ConfigParser()
+    setup.read(Path(__file__).parents[1] / "setup.cfg")
+    (requirement,) = [r for r in setup["options"]["install_requires"].split() if r.startswith("torch>")]
+    first, last = doctor.TORCH_FIRST, doctor.TORCH_LAST
+    assert requirement == f"torch>={first[0]}.{first[1]},<{last[0]}.{last[1] + 1}"
+    supported = {"2.11.0": True, "2.13.0+cpu": True, "2.10.2": False, "2.14.0a0+git1": False, "3.0.0": False}
+    assert {version: doctor.torch_supported(version) for version in supported} == supported
+
+
+def test_cells_and_narrow_tables():
+    shown = [cell(value) for value in (None, True, False, 81.25, 1024, (32, 32, 32), "x")]
+    assert shown == ["–", "yes", "no", "81.25", "1024", "32×32×32", "x"]
+    made = table("T", ("name", "bytes"), numeric=("bytes",))
+    made.add_row("a-rather-long-name", "1234567")
+    file = io.StringIO()
+    Console(file=file, width=20).print(made)
+    assert "1234567" in file.getvalue()
+    assert all(len(line) <= 20 for line in file.getvalue().splitlines())
