@@ -1,0 +1,147 @@
+"""The way through, end to end: plan, write pictures, extract, rehearse and measure, train, sample, read the samples.
+
+Every step is the command that a user types; each is shown before it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import digits
+import numpy as np
+from PIL import Image
+
+from bigdit import log
+from bigdit.files import write_json, write_text
+from bigdit.report.tables import table
+from bigdit.train.launch import free_port
+from bigdit.units import duration, gib
+
+ROOT = Path(__file__).parents[1]
+BIN = Path(sys.executable).parent
+FOLDER = Path("demo")  # as the recipe says
+RECIPE = "launch/recipes/digits.yaml"
+SAMPLES = 100
+GUIDANCE = "2"
+
+
+class Demo:
+    """Runs commands in the repository's root, and keeps what they took for the closing table."""
+
+    def __init__(self, folder: Path, extra: list[str]) -> None:
+        self.folder = folder
+        self.took: dict[str, float] = {}
+        places = {"data.images": "digits", "data.features": "features", "output": "run"}
+        moved = [f"{key}={folder / name}" for key, name in places.items()] if folder != FOLDER else []
+        overrides = [*moved, *extra]
+        self.config = ["--config", RECIPE, *(part for override in overrides for part in ("--set", override))]
+
+    def run(self, what: str, *command: str) -> None:
+        """Run one command, shown first; end the demo with its status where it fails."""
+        log.err.rule(f"[bold]{what}[/bold]", align="left")
+        log.err.print(f"$ {shlex.join(command)}", style="dim", soft_wrap=True, highlight=False)
+        began = time.perf_counter()
+        environment = os.environ | {"PATH": f"{BIN}{os.pathsep}{os.environ.get('PATH', '')}"}
+        status = subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
+        if status != 0:
+            sys.exit(status)
+        self.took[what] = time.perf_counter() - began
+
+    def read(self, name: str) -> Any:
+        """A JSON report that a command left in the folder."""
+        return json.loads((self.folder / name).read_text())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Plan, extract, train and sample, end to end.")
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="where everything is written")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a config key")
+    arguments = parser.parse_args()
+    demo = Demo(arguments.folder, arguments.set)
+
+    demo.run("plan", "bigdit", "plan", "--model", "sana-1600m", "--gpu", "a40")
+    demo.run("pictures", sys.executable, "launch/digits.py", str(demo.folder / "digits"))
+    demo.run("extract", "bigdit", "extract", *demo.config)
+    demo.run("bench", "bigdit", "bench", *demo.config, "--out", str(demo.folder / "bench.json"))
+    demo.run(
+        "train",
+        *(
+            "deepspeed",
+            "--log_level",
+            "warning",
+            "--num_gpus",
+            "2",
+            "--master_port",
+            str(free_port()),
+            "launch/train.py",
+        ),
+        *("--ds-config", "ds_configs/zero2_bf16.json", *demo.config),
+    )
+    grid = _sample(demo)
+    right = _read_samples(demo.folder / "samples")
+    _report(demo, grid, right)
+
+
+def _sample(demo: Demo) -> Path:
+    """A grid of the ten digits, and a hundred samples for the reader."""
+    command = ("bigdit", "sample", "--checkpoint", str(demo.folder / "run"), "--guidance", GUIDANCE, "--size", "8x8")
+    for name, count in (("grid", len(digits.WORDS)), ("samples", SAMPLES)):
+        captions = demo.folder / f"{name}.txt"
+        write_text(captions, "".join(digits.caption(i % len(digits.WORDS)) + "\n" for i in range(count)))
+        demo.run(f"sample {count}", *command, "--captions", str(captions), "--out", str(demo.folder / name))
+    return demo.folder / "grid" / "grid.png"
+
+
+def _read_samples(folder: Path) -> int:
+    """How many samples an independent classifier reads as the digit that was asked for."""
+    rows = json.loads((folder / "samples.json").read_text())["pictures"]
+    pictures = [np.asarray(Image.open(folder / row["file"])) for row in rows]
+    asked = [digits.WORDS.index(row["caption"].split()[-1]) for row in rows]
+    return sum(found == wanted for found, wanted in zip(digits.read_digits(pictures), asked, strict=True))
+
+
+def _report(demo: Demo, grid: Path, right: int) -> None:
+    bench, receipt, extracted = (
+        demo.read("bench.json"),
+        demo.read("run/receipt.json"),
+        demo.read("features/report.json"),
+    )
+    log.out.rule("[bold]what ran[/bold]", align="left")
+    rows = table("", ["step", "took", "result"], numeric=["took"])
+    results = {
+        "plan": "sana-1600m on an A40, rehearsed (above)",
+        "pictures": str(demo.folder / "digits"),
+        "extract": f"{extracted['encoded']} pictures, {demo.folder / 'features'}",
+        "bench": "the single-process step, for real and rehearsed",
+        "train": f"{receipt['steps']} steps, {receipt['images_per_second']:.0f} images/s, {demo.folder / 'run'}",
+    }
+    for what, seconds in demo.took.items():
+        rows.add_row(what, duration(seconds), results.get(what, ""))
+    log.out.print(rows)
+
+    memory = table(
+        "peak of allocated memory", ["step", "predicted", "measured", "off"], numeric=["predicted", "measured"]
+    )
+    predicted, measured = bench["predicted_peak_allocated_bytes"], bench["measured_peak_allocated_bytes"]
+    memory.add_row("one process", gib(predicted), gib(measured), f"{predicted - measured} bytes")
+    zero2 = gib(receipt["measured_peak_allocated_bytes"])
+    memory.add_row("ZeRO-2, each of 2 processes", "not rehearsed yet", zero2, "")
+    log.out.print(memory)
+
+    log.out.print(f"a classifier fitted on the real digits reads {right} of {SAMPLES} samples right", highlight=False)
+    log.out.print(f"the grid: {grid}", highlight=False, soft_wrap=True)
+    write_json(
+        demo.folder / "summary.json", {"read_right": right, "of": SAMPLES, "seconds": demo.took, "grid": str(grid)}
+    )
+
+
+if __name__ == "__main__":
+    main()
