@@ -31,6 +31,8 @@ def quiet_libraries() -> None:
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     # bitsandbytes looks for optional CPU kernels of a package that it does not depend on.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    # diffusers warns of tensors that are missing or left over, which models.load makes an error of.
+    logging.getLogger("diffusers").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
 
 

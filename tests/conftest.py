@@ -26,6 +26,8 @@ TINY = (
     "train.steps=8",
 )
 
+SINGLE = ("engine.name=single", "engine.processes=1", "engine.ds_config=null")
+
 
 def run_command(*command, timeout=300, **environment):
     """Run a real command from the repository's root; stdout, stderr and returncode, never more than `timeout` s."""
@@ -71,3 +73,31 @@ def features(tmp_path_factory, pictures):
     done = bigdit("extract", "--config", DIGITS, *with_set([f"data.images={pictures}", f"data.features={folder}"]))
     assert done.returncode == 0, done.stderr
     return folder
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory, features):
+    """The output of a finished tiny run, not to be changed."""
+    output = tmp_path_factory.mktemp("trained") / "run"
+    overrides = [*TINY, *SINGLE, f"data.features={features}", f"output={output}"]
+    done = bigdit("train", "--config", DIGITS, *with_set(overrides))
+    assert done.returncode == 0, done.stderr
+    return output
+
+
+def pytest_addoption(parser):
+    parser.addoption("--rewrite-golden", action="store_true", help="write golden files anew instead of comparing")
+
+
+@pytest.fixture
+def golden(request):
+    """Compare a text with the golden file of that name; `--rewrite-golden` writes it instead."""
+
+    def compare(name, text):
+        file = ROOT / "tests/golden" / name
+        if request.config.getoption("--rewrite-golden"):
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(text)
+        assert text == file.read_text()
+
+    return compare

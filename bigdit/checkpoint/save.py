@@ -61,6 +61,8 @@ def save(
                 "checksums": {str(file.relative_to(temporary)): checksum(file) for file in files},
             }
             write_json(temporary / STATE, state)
+            for file in files:  # safetensors makes files that only their owner reads, whatever the umask says
+                file.chmod((temporary / STATE).stat().st_mode)
             commit_folder(temporary, root / name)
             write_text(root / LATEST, name + "\n")
             _prune(root, keep)

@@ -37,7 +37,12 @@ def load(spec: ModelSpec, folder: Path, *, dtype: torch.dtype) -> nn.Module:
     model_class = _model_class(spec)
     try:
         model, found = model_class.from_pretrained(
-            folder, torch_dtype=torch.float32, use_safetensors=True, local_files_only=True, output_loading_info=True
+            folder,
+            torch_dtype=torch.float32,
+            use_safetensors=True,
+            local_files_only=True,
+            output_loading_info=True,
+            **spec.kwargs,  # this model, where the folder's config says another
         )
     except (OSError, ValueError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:300]

@@ -49,7 +49,7 @@ def train_step(
             loss = objectives.loss(objective, predict, batch.latents, batch.seeds, dtype)
         with phase("backward"):
             engine.backward(loss, last=i == len(micro_batches) - 1)
-        losses.append(loss.detach())
+        losses.append(loss.detach().clone())  # mse_loss's scalar keeps a storage of the latents' size
         del batch, predict, loss
     with phase("step"):
         grad_norm = engine.step(lr)

@@ -1,0 +1,26 @@
+"""The way through, as `make demo` runs it: it must have learned to draw the digit that is asked for."""
+
+import json
+import sys
+
+import pytest
+from conftest import ROOT, run_command
+from PIL import Image
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_the_demo_learns_to_write_digits(tmp_path):
+    done = run_command(sys.executable, ROOT / "launch/demo.py", "--folder", tmp_path / "demo", timeout=1200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    summary = json.loads((tmp_path / "demo/summary.json").read_text())
+    assert summary["of"] == 100
+    assert summary["read_right"] >= 90
+    assert f"reads {summary['read_right']} of 100 samples right" in done.stdout
+    assert Image.open(summary["grid"]).size[0] > 500
+
+    bench = json.loads((tmp_path / "demo/bench.json").read_text())
+    assert bench["predicted_peak_allocated_bytes"] == bench["measured_peak_allocated_bytes"]
+    receipt = json.loads((tmp_path / "demo/run/receipt.json").read_text())
+    assert receipt["strategy"]["ds_config"]["zero_optimization"]["stage"] == 2
+    assert receipt["strategy"]["world_size"] == 2

@@ -1,0 +1,67 @@
+"""Sampling: a picture a caption, the same for the same seed, and errors in one line."""
+
+import json
+
+import numpy as np
+import pytest
+from conftest import bigdit
+from PIL import Image
+
+
+@pytest.fixture(scope="module")
+def sampled(trained, tmp_path_factory):
+    out = tmp_path_factory.mktemp("samples")
+    captions = out / "captions.txt"
+    captions.write_text("a handwritten one\n\na handwritten two\n")
+    chosen = ["--caption", "a handwritten six", "--captions", captions, "--size", "8x12", "--steps", "4", "--json"]
+    done = bigdit("sample", "--checkpoint", trained, "--out", out / "first", *chosen)
+    assert done.returncode == 0, done.stderr
+    return out, json.loads(done.stdout)
+
+
+def pixels(folder, rows):
+    return [np.asarray(Image.open(folder / row["file"])) for row in rows]
+
+
+def test_one_picture_a_caption_and_a_grid(sampled):
+    out, report = sampled
+    rows = report["pictures"]
+    assert [row["caption"] for row in rows] == ["a handwritten six", "a handwritten one", "a handwritten two"]
+    assert [row["seed"] for row in rows] == [0, 1, 2]
+    pictures = pixels(out / "first", rows)
+    assert [(picture.shape, picture.dtype) for picture in pictures] == [((8, 12), np.uint8)] * 3
+    assert Image.open(out / "first/grid.png").size[0] > 300
+    assert json.loads((out / "first/samples.json").read_text()) == report
+
+
+def test_a_picture_depends_on_its_caption_and_seed_alone(sampled, trained):
+    out, report = sampled
+    chosen = ["--caption", "a handwritten one", "--seed", "1", "--size", "8x12", "--steps", "4", "--json"]
+    done = bigdit("sample", "--checkpoint", trained / "checkpoints/step-00000008", "--out", out / "second", *chosen)
+    assert done.returncode == 0, done.stderr
+    alone = pixels(out / "second", json.loads(done.stdout)["pictures"])[0].astype(int)
+    among = pixels(out / "first", report["pictures"])[1].astype(int)
+    # another batch size takes other kernels, which round otherwise: one step of 255 at a rounding border
+    assert np.abs(alone - among).max() <= 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ([], "error: no caption was given; pass --caption TEXT, or --captions FILE with one a line"),
+        (["--caption", "x", "--size", "8by8"], "error: --size expects HEIGHTxWIDTH in pixels"),
+        (["--caption", "x", "--size", "8x9"], "error: --size 8x9 does not divide by the codec's 2"),
+        (["--captions", "none.txt"], "error: --captions none.txt cannot be read"),
+    ],
+)
+def test_errors(trained, tmp_path, arguments, error):
+    done = bigdit("sample", "--checkpoint", trained, "--out", tmp_path / "out", *arguments)
+    assert done.returncode == 1
+    assert error in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_no_checkpoint(tmp_path):
+    done = bigdit("sample", "--checkpoint", tmp_path, "--out", tmp_path / "out", "--caption", "x")
+    assert done.returncode == 1
+    assert f"error: --checkpoint {tmp_path}: neither a checkpoint nor the output of a run" in done.stderr
