@@ -116,12 +116,15 @@ def _report(demo: Demo, grid: Path, right: int) -> None:
     )
     log.out.rule("[bold]what ran[/bold]", align="left")
     rows = table("", ["step", "took", "result"], numeric=["took"])
+    read = f"a classifier fitted on the real digits reads {right} right"
     results = {
         "plan": "sana-1600m on an A40, rehearsed (above)",
         "pictures": str(demo.folder / "digits"),
         "extract": f"{extracted['encoded']} pictures, {demo.folder / 'features'}",
         "bench": "the single-process step, for real and rehearsed",
         "train": f"{receipt['steps']} steps, {receipt['images_per_second']:.0f} images/s, {demo.folder / 'run'}",
+        f"sample {len(digits.WORDS)}": str(grid),
+        f"sample {SAMPLES}": read,
     }
     for what, seconds in demo.took.items():
         rows.add_row(what, duration(seconds), results.get(what, ""))
@@ -136,7 +139,7 @@ def _report(demo: Demo, grid: Path, right: int) -> None:
     memory.add_row("ZeRO-2, each of 2 processes", "not rehearsed yet", zero2, "")
     log.out.print(memory)
 
-    log.out.print(f"a classifier fitted on the real digits reads {right} of {SAMPLES} samples right", highlight=False)
+    log.out.print(f"{read} of {SAMPLES}", highlight=False)
     log.out.print(f"the grid: {grid}", highlight=False, soft_wrap=True)
     write_json(
         demo.folder / "summary.json", {"read_right": right, "of": SAMPLES, "seconds": demo.took, "grid": str(grid)}

@@ -16,7 +16,7 @@ def test_the_demo_learns_to_write_digits(tmp_path):
     summary = json.loads((tmp_path / "demo/summary.json").read_text())
     assert summary["of"] == 100
     assert summary["read_right"] >= 90
-    assert f"reads {summary['read_right']} of 100 samples right" in done.stdout
+    assert f"reads {summary['read_right']} right of 100" in done.stdout
     assert Image.open(summary["grid"]).size[0] > 500
 
     bench = json.loads((tmp_path / "demo/bench.json").read_text())

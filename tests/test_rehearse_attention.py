@@ -21,6 +21,7 @@ CASES = {
     "flash on sm_120": ((12, 0), "bfloat16", 64, None),
     "math where nothing fits": ((8, 0), "float32", 30, None),
     "no flash backward on sm_86": ((8, 6), "bfloat16", 200, None),
+    "efficient on sm_70": ((7, 0), "float16", 32, None),
 }
 
 _RUN = """

@@ -9,10 +9,14 @@ from torch import nn
 
 from bigdit import optim
 from bigdit.spec import Strategy
+from bigdit.units import MIB
+
+# The fp32 gradients that exist at once. All of them would cost 4 bytes a parameter and decide the peak.
+CHUNK_BYTES = 256 * MIB
 
 
 class SingleEngine:
-    """bf16 keeps fp32 masters and turns each gradient to fp32 at the step; fp32 steps the weights themselves."""
+    """bf16 keeps fp32 masters, and turns the gradients to fp32 chunk by chunk as the optimizer takes them."""
 
     def __init__(self, strategy: Strategy, model: nn.Module, *, device: torch.device) -> None:
         self.strategy = strategy
@@ -29,24 +33,57 @@ class SingleEngine:
 
     @torch.no_grad()
     def step(self, lr: float) -> torch.Tensor | None:
-        if self._mixed:
-            self._gradients_to_masters()
-        norm = None
-        if self.strategy.gradient_clipping is not None:
-            norm = nn.utils.clip_grad_norm_(self.masters, self.strategy.gradient_clipping)
         optim.set_lr(self.optimizer, lr)
-        self.optimizer.step()
+        norm = self._step_masters() if self._mixed else self._step_params()
         self.optimizer.zero_grad(set_to_none=True)
-        if self._mixed:
-            torch._foreach_copy_(self._params, self.masters)
         return norm
 
     def full_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         for (name, _), master in zip(self._named, self.masters, strict=True):
             yield name, master.detach().float().cpu()
 
-    def _gradients_to_masters(self) -> None:
-        for param, master in zip(self._params, self.masters, strict=True):
-            if param.grad is not None:
-                master.grad = param.grad.float()
-                param.grad = None
+    def _step_params(self) -> torch.Tensor | None:
+        norm = None
+        if self.strategy.gradient_clipping is not None:
+            norm = nn.utils.clip_grad_norm_(self._params, self.strategy.gradient_clipping)
+        self.optimizer.step()
+        return norm
+
+    def _step_masters(self) -> torch.Tensor | None:
+        """Step the masters that have a gradient, a chunk at a time: the optimizer passes over the others."""
+        norm = scale = None
+        if self.strategy.gradient_clipping is not None:
+            norm = _norm([p.grad for p in self._params if p.grad is not None])
+            scale = (self.strategy.gradient_clipping / (norm + 1e-6)).clamp(max=1.0)  # as clip_grad_norm_ has it
+        for chunk in _chunks(list(zip(self._params, self.masters, strict=True))):
+            for param, master in chunk:
+                if param.grad is not None:
+                    master.grad = param.grad.float()
+                    param.grad = None
+                    if scale is not None:
+                        master.grad.mul_(scale)
+            self.optimizer.step()
+            for param, master in chunk:
+                master.grad = None
+                param.copy_(master)
+        return norm
+
+
+def _norm(gradients: list[torch.Tensor]) -> torch.Tensor:
+    """The norm of all gradients together, in fp32 whatever their dtype."""
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32)))
+
+
+def _chunks(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
+    """(parameter, master) pairs in order, in runs of at most CHUNK_BYTES of fp32, or of one."""
+    chunk: list[tuple[torch.Tensor, torch.Tensor]] = []
+    filled = 0
+    for pair in pairs:
+        nbytes = pair[1].numel() * pair[1].element_size()
+        if chunk and filled + nbytes > CHUNK_BYTES:
+            yield chunk
+            chunk, filled = [], 0
+        chunk.append(pair)
+        filled += nbytes
+    if chunk:
+        yield chunk

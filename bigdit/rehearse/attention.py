@@ -22,7 +22,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 class CudaAttention:
-    """Stands for `F.scaled_dot_product_attention` on a card of this compute capability, sm_80 or newer."""
+    """Stands for `F.scaled_dot_product_attention` on a card of this compute capability."""
 
     def __init__(self, compute_capability: tuple[int, int]) -> None:
         self._capability = compute_capability
@@ -67,7 +67,7 @@ class CudaAttention:
     def _flash_takes(self, tensors: tuple[torch.Tensor, ...], mask: torch.Tensor | None, is_causal: bool) -> bool:
         query, key, value = tensors
         dim = query.shape[-1]
-        if mask is not None or not _fits(tensors, _HALF) or dim > 256:
+        if self._capability < (8, 0) or mask is not None or not _fits(tensors, _HALF) or dim > 256:
             return False
         if is_causal and query.shape[-2] != key.shape[-2]:
             return False

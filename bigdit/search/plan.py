@@ -52,6 +52,8 @@ def make_plan(model: CatalogModel, gpu: Gpu, strategy: Strategy, *, resolution: 
     """Rehearse the step and hold it against the card. Raises UserError for a model that cannot be rehearsed."""
     if model.obstacle is not None:
         raise UserError(f"{model.name} cannot be rehearsed: {model.obstacle}; `bigdit models` lists those that can")
+    if strategy.precision == "bf16" and gpu.tflops.bf16 is None:
+        raise UserError(f"{gpu.title} computes no bf16 (compute capability {_dotted(gpu)}); --precision fp32 fits it")
     batch = batch_shape(model, resolution)
     request = RehearsalRequest(
         model=model.spec,
@@ -85,6 +87,10 @@ def make_plan(model: CatalogModel, gpu: Gpu, strategy: Strategy, *, resolution: 
         headroom_bytes=gpu.usable_bytes - peak,
         versions=rehearsed[0].versions,
     )
+
+
+def _dotted(gpu: Gpu) -> str:
+    return ".".join(str(part) for part in gpu.compute_capability)
 
 
 def extrapolated_peak(ledgers: tuple[Ledger, Ledger], micro_batch_size: int) -> int:
