@@ -37,7 +37,7 @@ def quiet_libraries() -> None:
 
 
 @contextmanager
-def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
+def progress(what: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
     """A progress bar on stderr with count, rate and time left; yields the function that advances it."""
     columns = (
         TextColumn(what),
@@ -52,6 +52,6 @@ def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
         def advance(count: int) -> None:
             bar.update(task, advance=count)
             speed = bar.tasks[task].speed
-            bar.update(task, rate=f"{speed:.1f}/s" if speed else "")
+            bar.update(task, rate=f"{speed:.1f} {unit}/s" if speed else "")
 
         yield advance

@@ -85,7 +85,11 @@ def test_ds_config_and_run_config_must_agree(tmp_path):
     path = tmp_path / "ds.json"
     path.write_text(
         json.dumps(
-            {"train_micro_batch_size_per_gpu": 8, "optimizer": {"type": "Adam"}, "zero_optimization": {"stage": 4}}
+            {
+                "train_micro_batch_size_per_gpu": 8,
+                "optimizer": {"type": "Adam"},
+                "zero_optimization": {"stage": 4, "offload_optimizer": {"device": "cpu"}},
+            }
         )
     )
     found = problems([f"engine.ds_config={path}"])
@@ -93,6 +97,8 @@ def test_ds_config_and_run_config_must_agree(tmp_path):
         "ds_config.optimizer: bigdit sets this with optimizer in the run's config; remove it from the JSON",
         'ds_config.train_micro_batch_size_per_gpu is 8, and train.micro_batch_size makes it 64; use "auto"',
         "ds_config.zero_optimization.stage is 4; it is 0, 1, 2 or 3",
+        "ds_config.zero_optimization.offload_optimizer needs DeepSpeed's own CPU optimizer, "
+        "which is not among optimizer.name yet; remove it",
     ]
 
 

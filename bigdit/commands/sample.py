@@ -44,7 +44,7 @@ def run(
     height, width = height_width or sampler.buckets[0]
     options = SamplingOptions(height, width, steps=steps, guidance=guidance, seed=seed)
     pictures, rows = [], []
-    with log.progress("sample", total=len(wanted)) as advance:
+    with log.progress("sample", total=len(wanted), unit="images") as advance:
         for i, pixels in enumerate(sampler.sample(wanted, options)):
             picture = pixels.squeeze(0).numpy() if len(pixels) == 1 else pixels.permute(1, 2, 0).numpy()
             path = out / f"{i:05d}.png"

@@ -44,9 +44,16 @@ def complete_ds_config(document: dict[str, Any], ours: dict[str, Any]) -> tuple[
         if found not in ("auto", value):
             problems.append(f'ds_config.{key} is {found!r}, and {run_key} makes it {value!r}; use "auto"')
         complete[key] = value
-    stage = document.get("zero_optimization", {}).get("stage", 0)
+    zero = document.get("zero_optimization", {})
+    stage = zero.get("stage", 0)
     if stage not in (0, 1, 2, 3):
         problems.append(f"ds_config.zero_optimization.stage is {stage!r}; it is 0, 1, 2 or 3")
+    for section in ("offload_optimizer", "offload_param"):
+        if zero.get(section, {}).get("device", "none") != "none":
+            problems.append(
+                f"ds_config.zero_optimization.{section} needs DeepSpeed's own CPU optimizer, which is not among "
+                "optimizer.name yet; remove it"
+            )
     # Our optimizers are torch's and bitsandbytes'; DeepSpeed's list of tested ones knows only some by class.
     complete.setdefault("zero_allow_untested_optimizer", True)
     # Any number is refused where train_batch_size disagrees with the three that it is the product of.

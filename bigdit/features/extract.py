@@ -6,8 +6,6 @@ import contextlib
 import time
 from pathlib import Path
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
 from bigdit import log
 from bigdit.config.run import RunConfig
 from bigdit.errors import UserError
@@ -102,17 +100,5 @@ def _remove_abandoned(root: Path) -> None:
 def _encode(run: RunConfig, source: ImageFolder, missing: list[tuple[int, int]], workers: int) -> list[Worker]:
     """Encode the missing ranges behind a progress bar on stderr."""
     units = (Unit(start, end, source.items(start, end)) for start, end in missing)
-    columns = (
-        TextColumn("encoding"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[speed]} images/s"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=log.err) as progress:
-        task = progress.add_task("", total=sum(end - start for start, end in missing), speed="–")
-
-        def advance(pictures: int) -> None:
-            progress.update(task, advance=pictures, speed=f"{progress.tasks[0].speed or 0:.1f}")
-
+    with log.progress("extract", total=sum(end - start for start, end in missing), unit="images") as advance:
         return encode_in_workers(units, workers, run.encoders, run.data.buckets, run.data.features, advance)
