@@ -94,6 +94,11 @@ class Strategy(Strict):
         """Samples per optimizer step over all processes."""
         return self.micro_batch_size * self.grad_accum_steps * self.world_size
 
+    def with_micro_batch_size(self, micro_batch_size: int) -> Strategy:
+        """The same strategy at another micro-batch size, in DeepSpeed's document too."""
+        ds_config = self.ds_config and self.ds_config | {"train_micro_batch_size_per_gpu": micro_batch_size}
+        return self.model_copy(update={"micro_batch_size": micro_batch_size, "ds_config": ds_config})
+
     @property
     def zero_stage(self) -> int | None:
         """DeepSpeed's ZeRO stage; None for the other engines."""

@@ -110,7 +110,7 @@ def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[object, ..
 
 
 def _real(strategy: Strategy) -> tuple[Timeline, int]:
-    return drive(TINY, SHAPE, strategy, ObjectiveSpec(), CPU)
+    return drive(TINY, SHAPE, strategy, ObjectiveSpec(), CPU, World())
 
 
 @pytest.mark.slow

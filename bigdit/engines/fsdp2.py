@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed import device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -27,7 +27,7 @@ class Fsdp2Engine:
     ) -> None:
         self.strategy = strategy
         self.device = device
-        mesh = init_device_mesh(device.type, (world.world_size,))
+        mesh = device_mesh.init_device_mesh(device.type, (world.world_size,))
         dtype = compute_dtype(strategy)
         # Inputs are cast by the step: FSDP2's own cast would round t, which the embedding needs in fp32.
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)

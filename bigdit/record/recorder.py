@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bigdit.memory import Block, Category, Span, Timeline
@@ -24,7 +26,7 @@ class Recorder(TorchDispatchMode):
     A storage is new when an operation returns a tensor on it for the first time; views share it. It is freed
     when its finaliser runs. FSDP2 frees by resizing a storage to nothing, which no operation and no finaliser
     sees: `UntypedStorage.resize_` is hooked while the mode is on. What a kernel takes and gives back inside
-    one operation is not seen.
+    one operation is not seen. Of a DTensor it sees the local tensor and what is done with it.
 
     Frees follow reference counts. A cycle would live until the garbage collector happens to run, which no two
     runs agree on: automatic collection is off while the mode is on, and a full one closes each phase.
@@ -45,6 +47,7 @@ class Recorder(TorchDispatchMode):
         self._in_place = InPlace()
         self._hooks = ExitStack()
         self._collect = False
+        self._paused = False
 
     def __enter__(self) -> Recorder:
         self._collect = gc.isenabled()
@@ -53,6 +56,7 @@ class Recorder(TorchDispatchMode):
         gc.disable()
         self._hooks.enter_context(self._in_place.watching())
         self._hooks.enter_context(self._watching_resize())
+        self._hooks.enter_context(self._passing_over_propagation())
         super().__enter__()
         return self
 
@@ -64,6 +68,8 @@ class Recorder(TorchDispatchMode):
             gc.enable()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # then DTensor runs it on the local tensors, and those operations come here
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # two of three operations; answered here they cost a tenth
         if self._in_place.is_in_place(func, args):
@@ -102,7 +108,7 @@ class Recorder(TorchDispatchMode):
         The first mark stays. A storage that was allocated unseen (numpy's, or from before the recording) is
         allocated here and now.
         """
-        for tensor in tensors:
+        for tensor in map(_local, tensors):
             if tensor is None or _device_type(tensor) != self._device_type:
                 continue
             self._see(tensor, "unseen")
@@ -121,7 +127,7 @@ class Recorder(TorchDispatchMode):
         return Timeline(blocks, tuple(self._events), spans)
 
     def _see(self, tensor: torch.Tensor, source: Any) -> None:
-        if _device_type(tensor) != self._device_type:
+        if self._paused or _device_type(tensor) != self._device_type:
             return
         storage = tensor.untyped_storage()
         entry = self._live.get(storage._cdata)
@@ -176,6 +182,24 @@ class Recorder(TorchDispatchMode):
         finally:
             torch.UntypedStorage.resize_ = original
 
+    @contextmanager
+    def _passing_over_propagation(self) -> Iterator[None]:
+        """DTensor finds the shapes of a result by running the operation on fake tensors of the global shape."""
+        original = ShardingPropagator._propagate_tensor_meta_non_cached
+
+        def propagate(propagator: ShardingPropagator, op_schema: Any) -> Any:
+            self._paused, before = True, self._paused
+            try:
+                return original(propagator, op_schema)
+            finally:
+                self._paused = before
+
+        ShardingPropagator._propagate_tensor_meta_non_cached = propagate
+        try:
+            yield
+        finally:
+            ShardingPropagator._propagate_tensor_meta_non_cached = original
+
     def _mark_saved_activations(self) -> None:
         if not self._starts or self._starts[-1][0] != "forward":
             return
@@ -183,6 +207,10 @@ class Recorder(TorchDispatchMode):
         for _, block in self._live.values():
             if block in new and self._category[block] is None:
                 self._category[block] = "saved activation"
+
+
+def _local(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def _device_type(tensor: torch.Tensor) -> str:

@@ -57,7 +57,7 @@ def keep(request: RehearsalRequest, size: RehearsedSize) -> None:
 
 def _file(request: RehearsalRequest, micro_batch_size: int) -> Path:
     question = request.model_copy(update={"micro_batch_sizes": (micro_batch_size,)})
-    strategy = question.strategy.model_copy(update={"micro_batch_size": micro_batch_size})
+    strategy = question.strategy.with_micro_batch_size(micro_batch_size)
     question = question.model_copy(update={"strategy": strategy})
     decides = [question.model_dump_json(), json.dumps(_versions(), sort_keys=True), _sources()]
     return folder() / f"{hashlib.sha256('|'.join(decides).encode()).hexdigest()[:32]}.json"

@@ -13,7 +13,8 @@ from bigdit.errors import EXIT_USER, UserError
 from bigdit.rehearse import cache
 from bigdit.rehearse.request import Rehearsal, RehearsalRequest, RehearsedSize
 
-ENGINES = ("single",)
+# Whose rehearsals are proved, by the kernels that they are rehearsed for.
+ENGINES = {"cuda": ("single",), "cpu": ("single", "deepspeed")}
 _LAST_LINES = 8
 
 
@@ -39,8 +40,11 @@ def rehearse(request: RehearsalRequest, *, timeout_s: float = 300.0) -> Rehearsa
 
 
 def _check(request: RehearsalRequest) -> None:
-    if request.strategy.engine not in ENGINES:
-        raise UserError(f"engine.name {request.strategy.engine} cannot be rehearsed yet; known: {', '.join(ENGINES)}")
+    engine, known = request.strategy.engine, ENGINES[request.kernels]
+    if engine not in known:
+        raise UserError(
+            f"engine.name {engine} cannot be rehearsed for {request.kernels} yet; known: {', '.join(known)}"
+        )
 
 
 def _work(request: RehearsalRequest, timeout_s: float) -> tuple[RehearsedSize, ...]:

@@ -17,9 +17,16 @@ STEPS = 2  # optimizer state appears in the first one
 
 
 def drive(
-    spec: ModelSpec, shape: BatchShape, strategy: Strategy, objective: ObjectiveSpec, device: torch.device
+    spec: ModelSpec,
+    shape: BatchShape,
+    strategy: Strategy,
+    objective: ObjectiveSpec,
+    device: torch.device,
+    world: World,
 ) -> tuple[Timeline, int]:
     """The record of the engine's start and two steps on `device`, and the model's parameter count.
+
+    Where the engine needs a process group, it exists already, of torch's fake backend or a real one.
 
     As in the trainer, the model is built on the host before the recording begins.
     """
@@ -29,7 +36,7 @@ def drive(
     params = sum(param.numel() for param in model.parameters())
     with Recorder(device.type) as recorder:
         with recorder.phase("init"):
-            engine = engines.create(strategy, model, family, device=device, world=World())
+            engine = engines.create(strategy, model, family, device=device, world=world)
             watch = Watch(recorder, engine)
         for _ in range(STEPS):
             micro_batches = [batch(shape, strategy) for _ in range(strategy.grad_accum_steps)]

@@ -93,9 +93,10 @@ def _mse_loss_backward(
 
 def _local_scalar_dense(tensor: torch.Tensor) -> bool | int | float:
     # A value that the program reads. Of those that were computed only bitsandbytes' quantisation map is read
-    # in a step, and its values decide nothing about memory: a question hears no, all else hears 1.
+    # in a step, and its values decide nothing about memory: a question hears no (DeepSpeed keeps the flag of an
+    # overflow in a byte), all else hears 1.
     if isinstance(tensor, FakeTensor) and tensor.constant is None:
-        return False if tensor.dtype == torch.bool else 1.0 if tensor.is_floating_point() else 1
+        return 0 if tensor.dtype in (torch.bool, torch.uint8) else 1.0 if tensor.is_floating_point() else 1
     return aten._local_scalar_dense.default(tensor)
 
 

@@ -9,14 +9,19 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+from bigdit.dist import World
 from bigdit.errors import guard, versions
 from bigdit.files import write_text
 from bigdit.memory import CUDA_GRANULARITY, ledger
 from bigdit.rehearse.device import fake_device
 from bigdit.rehearse.drive import drive
+from bigdit.rehearse.group import fake_group
 from bigdit.rehearse.request import Rehearsal, RehearsalRequest, RehearsedSize
+from bigdit.spec import Strategy
 
 
 def main(request_file: Path, result_file: Path) -> None:
@@ -29,9 +34,9 @@ def main(request_file: Path, result_file: Path) -> None:
 def rehearse_size(request: RehearsalRequest, micro_batch_size: int) -> RehearsedSize:
     """The rehearsal of one micro-batch size, in this process."""
     began = time.perf_counter()
-    strategy = request.strategy.model_copy(update={"micro_batch_size": micro_batch_size})
-    with fake_device(request.kernels, request.compute_capability) as device:
-        timeline, params = drive(request.model, request.batch, strategy, request.objective, device)
+    strategy = request.strategy.with_micro_batch_size(micro_batch_size)
+    with _world(strategy) as world, fake_device(request.kernels, request.compute_capability) as device:
+        timeline, params = drive(request.model, request.batch, strategy, request.objective, device, world)
     return RehearsedSize(
         micro_batch_size=micro_batch_size,
         params=params,
@@ -40,6 +45,21 @@ def rehearse_size(request: RehearsalRequest, micro_batch_size: int) -> Rehearsed
         versions=versions(),
         seconds=round(time.perf_counter() - began, 3),
     )
+
+
+@contextmanager
+def _world(strategy: Strategy) -> Iterator[World]:
+    """This process among as many as the strategy has, of which none is there."""
+    if strategy.engine == "single":
+        yield World()
+        return
+    if strategy.engine == "deepspeed":
+        os.environ["DS_ACCELERATOR"] = "cpu"  # or DeepSpeed looks for one, and warns
+        from bigdit.rehearse.deepspeed import agree_with_peers
+
+        agree_with_peers()
+    with fake_group(strategy.world_size) as world:
+        yield world
 
 
 if __name__ == "__main__":

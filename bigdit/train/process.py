@@ -30,7 +30,8 @@ def process_group(world: World, *, needed: bool) -> Iterator[torch.device]:
     if not needed and world.world_size == 1:
         yield device
         return
-    if world.world_size == 1:  # DeepSpeed and FSDP2 want a group even of one
+    if world.world_size == 1:  # DeepSpeed and FSDP2 want a group even of one, and DeepSpeed this variable
+        os.environ.setdefault("LOCAL_RANK", "0")
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     else:
         dist.init_process_group(backend)
