@@ -54,13 +54,13 @@ def drive(
 
 
 def batch(shape: BatchShape, strategy: Strategy) -> Batch:
-    """A micro-batch on the host, in fp32 as the store keeps its features."""
+    """A micro-batch on the host as the store gives it: latents in fp32, text in bf16."""
     if shape.text is None:
         raise UserError("a rehearsal needs the shape of the model's text, (tokens, dim)")
     count = strategy.micro_batch_size
     return Batch(
         latents=torch.zeros(count, *shape.latents),
-        text_embeds=torch.zeros(count, *shape.text),
-        text_mask=torch.ones(count, shape.text[0]),
+        text_embeds=torch.zeros(count, *shape.text, dtype=torch.bfloat16),
+        text_mask=torch.ones(count, shape.text[0], dtype=torch.bfloat16),
         seeds=tuple(range(count)),
     )
