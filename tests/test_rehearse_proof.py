@@ -114,6 +114,7 @@ def _real(strategy: Strategy) -> tuple[Timeline, int]:
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("rehearsed")  # one worker makes all the rehearsals, once
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: "-".join(map(str, config)))
 def test_the_rehearsal_is_the_real_step_to_the_byte(
     config: tuple[object, ...], rehearsed: dict[tuple[object, ...], RehearsedSize]
@@ -229,6 +230,7 @@ def _engine(strategy: Strategy) -> tuple[engines.Engine, models.Family]:
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("rehearsed")
 def test_categories_are_what_arithmetic_says(rehearsed: dict[tuple[object, ...], RehearsedSize]) -> None:
     """AdamW in bf16: 2 B a parameter, 4 B a master, 4 B a gradient at the step, two fp32 moments and step counts."""
     answer = rehearsed["bf16", "adamw", 0, 1, None]

@@ -55,9 +55,9 @@ def _world(strategy: Strategy) -> Iterator[World]:
         return
     if strategy.engine == "deepspeed":
         os.environ["DS_ACCELERATOR"] = "cpu"  # or DeepSpeed looks for one, and warns
-        from bigdit.rehearse.deepspeed import agree_with_peers
+        from bigdit.rehearse.deepspeed import do_without_peers
 
-        agree_with_peers()
+        do_without_peers()
     with fake_group(strategy.world_size) as world:
         yield world
 
