@@ -2,40 +2,25 @@
 
 import pytest
 import torch
+from test_rehearse import SHAPE, TINY
 
 from bigdit import engines, models
 from bigdit.dist import World
 from bigdit.engines import single
 from bigdit.loader.batch import Batch
-from bigdit.spec import ModelSpec, ObjectiveSpec, OptimizerSpec, Strategy
+from bigdit.spec import ObjectiveSpec, OptimizerSpec, Strategy
 from bigdit.train.step import train_step
-
-SPEC = ModelSpec(
-    name="tiny",
-    class_name="SanaTransformer2DModel",
-    kwargs={
-        "in_channels": 4,
-        "out_channels": 4,
-        "num_attention_heads": 2,
-        "attention_head_dim": 8,
-        "num_layers": 2,
-        "num_cross_attention_heads": 2,
-        "cross_attention_head_dim": 8,
-        "cross_attention_dim": 16,
-        "caption_channels": 8,
-        "sample_size": 4,
-    },
-)
 
 
 def trained(strategy, steps=3):
     """Weights after a few steps on one batch, and the gradient norms."""
-    family = models.family(SPEC.class_name)
-    model = models.build(SPEC, device="cpu", dtype=engines.compute_dtype(strategy), seed=0)
+    family = models.family(TINY.class_name)
+    model = models.build(TINY, device="cpu", dtype=engines.compute_dtype(strategy), seed=0)
     engine = engines.create(strategy, model, family, device=torch.device("cpu"), world=World())
     generator = torch.Generator().manual_seed(0)
-    latents, text = torch.randn(2, 4, 4, 4, generator=generator), torch.randn(2, 3, 8, generator=generator)
-    batch = Batch(latents, text, torch.ones(2, 3), (1, 2))
+    latents = torch.randn(2, *SHAPE.latents, generator=generator)
+    text = torch.randn(2, *SHAPE.text, generator=generator)
+    batch = Batch(latents, text, torch.ones(2, SHAPE.text[0]), (1, 2))
     results = [train_step(engine, family, ObjectiveSpec(), [batch], lr=1e-3) for _ in range(steps)]
     return dict(engine.full_weights()), [result.grad_norm for result in results]
 
