@@ -14,6 +14,7 @@ from bigdit.config.load import parse_run
 from bigdit.errors import UserError
 from bigdit.features.codecs import load_image_codec, to_bytes
 from bigdit.features.encoders.text import T5TextEncoder
+from bigdit.loader.batch import Batch
 from bigdit.loader.stream import pad_text
 from bigdit.spec import ModelSpec
 
@@ -69,7 +70,8 @@ class Sampler:
         text_embeds, text_mask = (each.to(self._device) for each in pad_text(texts, self._text.max_tokens))
 
         def predict(latents: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
-            both = self._family.predict(self._model, latents.repeat(2, 1, 1, 1), t.repeat(2), text_embeds, text_mask)
+            doubled = Batch(latents.repeat(2, 1, 1, 1), text_embeds, text_mask, seeds=())
+            both = self._family.predict(self._model, doubled.latents, t.repeat(2), doubled)
             conditional, unconditional = both.chunk(2)
             return unconditional + guidance * (conditional - unconditional)
 

@@ -5,11 +5,25 @@ from __future__ import annotations
 import hashlib
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 EngineName = Literal["single", "deepspeed", "fsdp2"]
-OptimizerName = Literal["adamw", "adamw_8bit"]
-Precision = Literal["fp32", "bf16"]
+OptimizerName = Literal[
+    "adamw",
+    "adamw_8bit",
+    "paged_adamw_8bit",
+    "lion_8bit",
+    "adamw_8bit_ao",
+    "adamw_4bit_ao",
+    "adafactor",
+    "came",
+    "came_8bit",
+]
+Precision = Literal["fp32", "tf32", "bf16", "bf16_sr", "fp16"]
+
+BITSANDBYTES: tuple[OptimizerName, ...] = ("adamw_8bit", "paged_adamw_8bit", "lion_8bit")
+TORCHAO: tuple[OptimizerName, ...] = ("adamw_8bit_ao", "adamw_4bit_ao")
+FACTORED: tuple[OptimizerName, ...] = ("adafactor", "came", "came_8bit")
 
 
 class Strict(BaseModel):
@@ -23,7 +37,7 @@ class Strict(BaseModel):
 
 
 class ModelSpec(Strict):
-    """A diffusion transformer: the diffusers class, its constructor arguments, and what it is fed."""
+    """A diffusion transformer: its class, the constructor arguments, and what it is called."""
 
     name: str
     class_name: str
@@ -31,20 +45,33 @@ class ModelSpec(Strict):
 
 
 class BatchShape(Strict):
-    """Shapes of one sample: latents (channels, height, width); text (tokens, dim), None without text."""
+    """Shapes of one sample: latents (channels, height, width), or (channels, frames, height, width) of a video;
+    text (tokens, dim), None without text. What else a family feeds its model follows from the model."""
 
-    latents: tuple[PositiveInt, PositiveInt, PositiveInt]
+    latents: tuple[PositiveInt, PositiveInt, PositiveInt] | tuple[PositiveInt, PositiveInt, PositiveInt, PositiveInt]
     text: tuple[PositiveInt, PositiveInt] | None = None
 
 
 class OptimizerSpec(Strict):
-    """An optimizer of bigdit/optim and its constants (Loshchilov & Hutter, arXiv:1711.05101)."""
+    """An optimizer of bigdit/optim and its constants (Loshchilov & Hutter, arXiv:1711.05101).
+
+    `implementation`: how torch's adamw runs; the others have one. `beta3`: CAME's decay of the confidence
+    (Luo et al., arXiv:2307.02047).
+    """
 
     name: OptimizerName = "adamw"
     lr: PositiveFloat = 1e-4
     betas: tuple[float, float] = (0.9, 0.999)
+    beta3: float = Field(default=0.9999, ge=0, lt=1)
     eps: PositiveFloat = 1e-8
     weight_decay: float = Field(default=0.0, ge=0)
+    implementation: Literal["fused", "foreach", "for_loop"] = "fused"
+
+    @model_validator(mode="after")
+    def _coherent(self) -> OptimizerSpec:
+        if self.name != "adamw" and self.implementation != "fused":
+            raise ValueError(f"optimizer.implementation is of optimizer.name adamw, and it is {self.name}")
+        return self
 
 
 class ObjectiveSpec(Strict):
@@ -55,12 +82,40 @@ class ObjectiveSpec(Strict):
     shift: PositiveFloat = 1.0
 
 
+class EmaSpec(Strict):
+    """An exponential moving average of the weights in fp32, on the GPU or on the host; sharded as the masters are."""
+
+    decay: float = Field(default=0.9999, gt=0, lt=1)
+    device: Literal["gpu", "cpu"] = "gpu"
+
+
+class LoraSpec(Strict):
+    """Low-rank adapters (Hu et al., arXiv:2106.09685) over a frozen base, which is kept in `base`.
+
+    `targets`: names of linear layers, matched by their last parts as peft does; none: those of attention.
+    """
+
+    rank: PositiveInt = 16
+    alpha: PositiveFloat = 16.0
+    targets: tuple[str, ...] = ()
+    base: Literal["bf16", "int8", "nf4"] = "bf16"
+
+
 class Strategy(Strict):
     """How the step is run: the one contract that plans emit, engines consume and rehearsals run.
 
-    `bf16` is bf16 weights, gradients and activations with fp32 master weights and optimizer state, in every
-    engine. `checkpointed_blocks`: the first k transformer blocks are recomputed in the backward pass.
-    `ds_config` is DeepSpeed's own document, complete, and goes to it as it stands.
+    `precision`: `bf16` and `fp16` are weights, gradients and activations in that dtype with fp32 master weights
+    and optimizer state, in every engine, fp16 with dynamic loss scaling; `bf16_sr` has no masters: the update is
+    rounded stochastically into bf16 weights; `tf32` is fp32 with TF32 matrix products.
+    `checkpointed_blocks`: the first k transformer blocks are recomputed in the backward pass; with `selective`
+    they keep the outputs of matrix products and attention, and recompute the rest.
+    `offload_activations`: what autograd saves waits on the host. `optimizer_in_backward`: each parameter is
+    stepped when its gradient is there, which is then freed.
+    `ds_config` is DeepSpeed's own document, complete, and goes to it as it stands (offload and buckets are in it).
+    `dp_replicate`: FSDP2's HSDP, world_size = dp_replicate × dp_shard. `cpu_offload`: FSDP2 keeps its shards,
+    their gradients and the optimizer on the host.
+    `read_ahead_steps`: steps whose micro-batches the loader reads ahead, and holds on the host.
+    `features`: `online` keeps the frozen encoders on the device and encodes `encode_chunk` samples at a time.
     """
 
     engine: EngineName = "single"
@@ -69,30 +124,37 @@ class Strategy(Strict):
     grad_accum_steps: PositiveInt = 1
     precision: Precision = "bf16"
     optimizer: OptimizerSpec = OptimizerSpec()
+    optimizer_in_backward: bool = False
     checkpointed_blocks: int | Literal["all"] = Field(default=0)
+    checkpointing: Literal["full", "selective"] = "full"
+    offload_activations: bool = False
     gradient_clipping: PositiveFloat | None = None
+    ema: EmaSpec | None = None
+    lora: LoraSpec | None = None
+    features: Literal["cached", "online"] = "cached"
+    encode_chunk: PositiveInt | None = None
+    read_ahead_steps: NonNegativeInt = 2
     ds_config: dict[str, Any] | None = None
+    dp_replicate: PositiveInt = 1
     reshard_after_forward: bool = True
+    cpu_offload: bool = False
 
     @model_validator(mode="after")
     def _coherent(self) -> Strategy:
-        if self.engine == "single" and self.world_size != 1:
-            raise ValueError(f"engine single runs one process, and world_size is {self.world_size}")
-        if (self.engine == "deepspeed") != (self.ds_config is not None):
-            raise ValueError("ds_config belongs to the engine deepspeed, and to no other")
-        if self.engine == "fsdp2" and self.optimizer.name == "adamw_8bit":
-            raise ValueError(
-                "optimizer.name adamw_8bit (bitsandbytes) cannot step FSDP2's sharded DTensors; "
-                "use optimizer.name adamw, or engine.name deepspeed"
-            )
-        if isinstance(self.checkpointed_blocks, int) and self.checkpointed_blocks < 0:
-            raise ValueError(f"checkpointed_blocks is {self.checkpointed_blocks}; 0 or more, or all")
+        problems = [*_engine_problems(self), *_optimizer_problems(self), *_memory_problems(self)]
+        if problems:
+            raise ValueError("; ".join(problems))
         return self
 
     @property
     def global_batch_size(self) -> int:
         """Samples per optimizer step over all processes."""
         return self.micro_batch_size * self.grad_accum_steps * self.world_size
+
+    @property
+    def dp_shard(self) -> int:
+        """The processes that FSDP2 shards one copy of the model over."""
+        return self.world_size // self.dp_replicate
 
     def with_micro_batch_size(self, micro_batch_size: int) -> Strategy:
         """The same strategy at another micro-batch size, in DeepSpeed's document too."""
@@ -105,3 +167,78 @@ class Strategy(Strict):
         if self.ds_config is None:
             return None
         return int(self.ds_config.get("zero_optimization", {}).get("stage", 0))
+
+
+def _engine_problems(strategy: Strategy) -> list[str]:
+    engine, problems = strategy.engine, []
+    if engine == "single" and strategy.world_size != 1:
+        problems.append(f"engine single runs one process, and world_size is {strategy.world_size}")
+    if (engine == "deepspeed") != (strategy.ds_config is not None):
+        problems.append("ds_config belongs to the engine deepspeed, and to no other")
+    if engine != "fsdp2" and (strategy.dp_replicate != 1 or strategy.cpu_offload):
+        problems.append(
+            f"dp_replicate and cpu_offload belong to the engine fsdp2, and engine is {engine}"
+            + ("; DeepSpeed's offload is in ds_config.zero_optimization" if engine == "deepspeed" else "")
+        )
+    if strategy.world_size % strategy.dp_replicate:
+        problems.append(
+            f"dp_replicate is {strategy.dp_replicate}, which does not divide world_size {strategy.world_size}"
+        )
+    return problems
+
+
+def _optimizer_problems(strategy: Strategy) -> list[str]:
+    engine, name, problems = strategy.engine, strategy.optimizer.name, []
+    if engine == "fsdp2" and name in BITSANDBYTES:
+        problems.append(
+            f"optimizer.name {name} (bitsandbytes) cannot step FSDP2's sharded DTensors; "
+            "use optimizer.name adamw_8bit_ao, or engine deepspeed"
+        )
+    if engine == "deepspeed" and name in TORCHAO:
+        problems.append(
+            f"optimizer.name {name} (torchao) keeps its state in subclasses of tensors, which DeepSpeed's flat "
+            "partitions and checkpoints do not take; use optimizer.name adamw_8bit, or engine fsdp2"
+        )
+    if strategy.precision == "bf16_sr":
+        if engine == "deepspeed":
+            problems.append("precision bf16_sr has no master weights, which DeepSpeed's ZeRO keeps; use precision bf16")
+        if name in BITSANDBYTES or name == "adafactor":
+            problems.append(
+                f"optimizer.name {name} rounds to nearest, and precision bf16_sr needs stochastic rounding; "
+                "use optimizer.name adamw, adamw_8bit_ao, adamw_4bit_ao, came or came_8bit"
+            )
+    if strategy.optimizer_in_backward:
+        if engine == "deepspeed":
+            problems.append(
+                f"optimizer_in_backward: ZeRO-{strategy.zero_stage} partitions gradients before it steps; "
+                "use engine single or fsdp2"
+            )
+        if strategy.grad_accum_steps > 1:
+            problems.append(
+                f"optimizer_in_backward steps on every micro-batch, and grad_accum_steps is "
+                f"{strategy.grad_accum_steps}; set it to 1"
+            )
+        if strategy.gradient_clipping is not None:
+            problems.append(
+                "optimizer_in_backward steps before the norm of all gradients is known; set gradient_clipping to null"
+            )
+        if strategy.precision == "fp16":
+            problems.append(
+                "optimizer_in_backward steps before an overflow is known, and precision fp16 skips such steps; "
+                "use precision bf16"
+            )
+    return problems
+
+
+def _memory_problems(strategy: Strategy) -> list[str]:
+    problems = []
+    if isinstance(strategy.checkpointed_blocks, int) and strategy.checkpointed_blocks < 0:
+        problems.append(f"checkpointed_blocks is {strategy.checkpointed_blocks}; 0 or more, or all")
+    if strategy.lora is not None and strategy.lora.base != "bf16" and strategy.engine != "single":
+        problems.append(
+            f"lora.base {strategy.lora.base} (bitsandbytes) keeps packed weights, which {strategy.engine} cannot "
+            "shard; use lora.base bf16, or engine single"
+        )
+    if strategy.features == "cached" and strategy.encode_chunk is not None:
+        problems.append("encode_chunk belongs to features online, and features is cached")
+    return problems

@@ -220,7 +220,7 @@ def _profiled(strategy: Strategy) -> tuple[list[tuple[int, int]], list[int]]:
 def _model(strategy: Strategy) -> tuple[models.Family, torch.nn.Module]:
     family = models.family(TINY.class_name)
     model = models.build(TINY, device="cpu", dtype=engines.compute_dtype(strategy))
-    models.apply_checkpointing(model, family, strategy.checkpointed_blocks)
+    models.equip(model, family, strategy)
     return family, model
 
 

@@ -47,13 +47,14 @@ def bench_step(
 
         family = models.family(spec.class_name)
         model = models.build(spec, device="cpu", dtype=engines.compute_dtype(strategy), seed=seed)
-        models.apply_checkpointing(model, family, strategy.checkpointed_blocks)
+        models.equip(model, family, strategy)
+        extras = family.extras(model)
         seconds = []
         with MemoryMeter(device) as meter:
             engine = engines.create(strategy, model, family, device=device, world=world)
             meter.watch(engine)
             for _ in range(steps):
-                micro_batches = [batch(shape, strategy) for _ in range(strategy.grad_accum_steps)]
+                micro_batches = [batch(shape, strategy, extras) for _ in range(strategy.grad_accum_steps)]
                 began = time.perf_counter()
                 with meter.step(micro_batches) as (batches, phase):
                     result = train_step(engine, family, objective, batches, lr=strategy.optimizer.lr, phase=phase)

@@ -62,11 +62,11 @@ def _show(plan: Plan, card: str) -> None:
     from bigdit.units import count, gib
 
     ledgers = {size.micro_batch_size: size.ledger for size in plan.sizes}
-    strategy, (channels, height, width) = plan.strategy, plan.batch.latents
+    strategy, latents = plan.strategy, plan.batch.latents
     blocks = strategy.checkpointed_blocks
     log.out.print(f"[bold]{plan.model}[/bold], {count(plan.params)} parameters, on one {card}", highlight=False)
     text = f", text {plan.batch.text[0]} × {plan.batch.text[1]}" if plan.batch.text else ""
-    log.out.print(f"a sample: latents {channels} × {height} × {width}{text}", highlight=False)
+    log.out.print(f"a sample: latents {" × ".join(map(str, latents))}{text}", highlight=False)
     log.out.print(
         f"one process, {strategy.precision}{' with fp32 masters' if strategy.precision == 'bf16' else ''}, "
         f"{strategy.optimizer.name}, checkpointed blocks: {blocks or 'none'}, cached features\n",

@@ -38,6 +38,15 @@ class Engine(Protocol):
         ...
 
 
+_COMPUTE_DTYPE = {
+    "fp32": torch.float32,
+    "tf32": torch.float32,
+    "bf16": torch.bfloat16,
+    "bf16_sr": torch.bfloat16,
+    "fp16": torch.float16,
+}
+
+
 def compute_dtype(strategy: Strategy) -> torch.dtype:
     """The dtype of weights and activations in forward and backward."""
-    return {"fp32": torch.float32, "bf16": torch.bfloat16}[strategy.precision]
+    return _COMPUTE_DTYPE[strategy.precision]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 
@@ -11,21 +12,34 @@ import torch
 class Batch:
     """One micro-batch of one bucket.
 
-    latents [B, C, H, W] fp32; text_embeds [B, T, D]; text_mask [B, T], 1 = token, 0 = padding; one seed a
-    sample: all randomness of a step comes from them, so that any split of the global batch over processes
+    latents [B, C, H, W] (or [B, C, F, H, W] of videos) fp32; text_embeds [B, T, D] and text_mask [B, T],
+    1 = token, 0 = padding, None without text; `extras` [B, …] by name, what a family wants beside them; one seed
+    a sample: all randomness of a step comes from them, so that any split of the global batch over processes
     draws the same noise.
     """
 
     latents: torch.Tensor
-    text_embeds: torch.Tensor
-    text_mask: torch.Tensor
+    text_embeds: torch.Tensor | None
+    text_mask: torch.Tensor | None
     seeds: tuple[int, ...]
+    extras: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All its tensors."""
+        some = (self.latents, self.text_embeds, self.text_mask, *self.extras.values())
+        return [tensor for tensor in some if tensor is not None]
 
     def to(self, device: torch.device, compute_dtype: torch.dtype) -> Batch:
-        """The batch on `device`, text in `compute_dtype`; the copy overlaps where the host is pinned."""
+        """The batch on `device`, conditions in `compute_dtype`; the copy overlaps where the host is pinned."""
+
+        def condition(tensor: torch.Tensor) -> torch.Tensor:
+            dtype = compute_dtype if tensor.is_floating_point() else tensor.dtype
+            return tensor.to(device, dtype, non_blocking=True)
+
         return Batch(
             self.latents.to(device, non_blocking=True),
-            self.text_embeds.to(device, compute_dtype, non_blocking=True),
-            self.text_mask.to(device, compute_dtype, non_blocking=True),
+            None if self.text_embeds is None else condition(self.text_embeds),
+            None if self.text_mask is None else condition(self.text_mask),
             self.seeds,
+            {name: condition(tensor) for name, tensor in self.extras.items()},
         )

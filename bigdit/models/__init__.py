@@ -1,7 +1,8 @@
 """Diffusion transformers from diffusers: built from a ModelSpec, driven through one family adapter each."""
 
 from bigdit.models.build import build, load
-from bigdit.models.checkpointing import apply_checkpointing
+from bigdit.models.conditions import Conditions, Extra
+from bigdit.models.equip import equip
 from bigdit.models.family import Family, families, family
 
-__all__ = ["Family", "apply_checkpointing", "build", "families", "family", "load"]
+__all__ = ["Conditions", "Extra", "Family", "build", "equip", "families", "family", "load"]

@@ -26,10 +26,10 @@ def loss(
     seeds: Sequence[int],
     compute_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Mean squared error of the velocity, a scalar in fp32, for fp32 latents [B, C, H, W] and a seed a sample."""
+    """Mean squared error of the velocity, a scalar in fp32, for fp32 latents [B, C, (F,) H, W] and a seed a sample."""
     noise = draw_noise(latents, seeds)
     t = torch.tensor(draw_t(objective, seeds), dtype=torch.float32).to(latents.device)
-    noisy = torch.lerp(latents, noise, t.view(-1, 1, 1, 1)).to(compute_dtype)
+    noisy = torch.lerp(latents, noise, t.view(-1, *(1,) * (latents.dim() - 1))).to(compute_dtype)
     return F.mse_loss(predict(noisy, t).float(), noise - latents)
 
 

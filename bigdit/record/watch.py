@@ -28,6 +28,8 @@ class HostBatch(Protocol):
 
     def to(self, device: torch.device, compute_dtype: torch.dtype) -> Any: ...
 
+    def tensors(self) -> list[torch.Tensor]: ...
+
 
 class Watch:
     """Marks the storages of an engine and of its batches while `train_step` runs with `phase=watch.phase`."""
@@ -99,4 +101,4 @@ class _MarkedBatch:
 
 
 def _mark_input(recorder: Recorder, batch: Any) -> None:
-    recorder.mark(filter(torch.is_tensor, vars(batch).values()), "input")
+    recorder.mark(batch.tensors(), "input")

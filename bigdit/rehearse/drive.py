@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import torch
 
 from bigdit import engines, models
 from bigdit.dist import World
-from bigdit.errors import UserError
 from bigdit.loader.batch import Batch
 from bigdit.memory import Timeline
 from bigdit.record import Recorder, Watch
@@ -32,14 +34,15 @@ def drive(
     """
     family = models.family(spec.class_name)
     model = models.build(spec, device="cpu", dtype=engines.compute_dtype(strategy))
-    models.apply_checkpointing(model, family, strategy.checkpointed_blocks)
+    models.equip(model, family, strategy)
+    extras = family.extras(model)
     params = sum(param.numel() for param in model.parameters())
     with Recorder(device.type) as recorder:
         with recorder.phase("init"):
             engine = engines.create(strategy, model, family, device=device, world=world)
             watch = Watch(recorder, engine)
         for _ in range(STEPS):
-            micro_batches = [batch(shape, strategy) for _ in range(strategy.grad_accum_steps)]
+            micro_batches = [batch(shape, strategy, extras) for _ in range(strategy.grad_accum_steps)]
             train_step(
                 engine,
                 family,
@@ -53,14 +56,14 @@ def drive(
     return timeline, params
 
 
-def batch(shape: BatchShape, strategy: Strategy) -> Batch:
+def batch(shape: BatchShape, strategy: Strategy, extras: Mapping[str, models.Extra] = MappingProxyType({})) -> Batch:
     """A micro-batch on the host as the store gives it: latents in fp32, text in bf16."""
-    if shape.text is None:
-        raise UserError("a rehearsal needs the shape of the model's text, (tokens, dim)")
     count = strategy.micro_batch_size
+    text = shape.text
     return Batch(
         latents=torch.zeros(count, *shape.latents),
-        text_embeds=torch.zeros(count, *shape.text, dtype=torch.bfloat16),
-        text_mask=torch.ones(count, shape.text[0], dtype=torch.bfloat16),
+        text_embeds=None if text is None else torch.zeros(count, *text, dtype=torch.bfloat16),
+        text_mask=None if text is None else torch.ones(count, text[0], dtype=torch.bfloat16),
         seeds=tuple(range(count)),
+        extras={name: torch.zeros(count, *extra.shape, dtype=extra.dtype) for name, extra in extras.items()},
     )

@@ -47,7 +47,7 @@ def train(run: RunConfig, spec: ModelSpec, strategy: Strategy, world: World) -> 
     with process_group(world, needed=strategy.engine != "single") as device, ExitStack() as stack:
         family = models.family(spec.class_name)
         model = _weights(run, spec, strategy, found)
-        models.apply_checkpointing(model, family, strategy.checkpointed_blocks)
+        models.equip(model, family, strategy)
         meter = stack.enter_context(MemoryMeter(device))
         engine = engines.create(strategy, model, family, device=device, world=world)
         if found is not None:

@@ -57,4 +57,4 @@ def train_step(
 
 
 def _predict(engine: Engine, family: Family, batch: Batch, latents: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
-    return family.predict(engine.model, latents, t, batch.text_embeds, batch.text_mask)
+    return family.predict(engine.model, latents, t, batch)

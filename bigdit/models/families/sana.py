@@ -8,25 +8,21 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from bigdit.models.conditions import Conditions, Extra
+
 CLASS_NAME = "SanaTransformer2DModel"
 
 # The published checkpoints see the flow's t in [0, 1] as 0 … 1000 (diffusers' FlowMatchEulerDiscreteScheduler).
 TIMESTEP_SCALE = 1000.0
 
 
-def predict(
-    model: nn.Module,
-    latents: torch.Tensor,
-    t: torch.Tensor,
-    text_embeds: torch.Tensor,
-    text_mask: torch.Tensor,
-) -> torch.Tensor:
+def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions: Conditions) -> torch.Tensor:
     """Velocity [B, C, H, W] for latents [B, C, H, W], t [B], text_embeds [B, T, D], text_mask [B, T]."""
     return model(
         hidden_states=latents,
-        encoder_hidden_states=text_embeds,
+        encoder_hidden_states=conditions.text_embeds,
         timestep=t * TIMESTEP_SCALE,
-        encoder_attention_mask=text_mask,
+        encoder_attention_mask=conditions.text_mask,
         return_dict=False,
     )[0]
 
@@ -34,3 +30,8 @@ def predict(
 def blocks(model: nn.Module) -> list[nn.Module]:
     """The transformer blocks, in the order of the forward pass."""
     return list(model.transformer_blocks)
+
+
+def extras(model: nn.Module) -> dict[str, Extra]:
+    """Nothing beside latents, t and text."""
+    return {}
