@@ -88,6 +88,9 @@ def test_a_step_s_storages_are_told_apart() -> None:
             self.masters = list(model.parameters())
             self.optimizer = torch.optim.AdamW(self.masters, fused=True)
 
+        def buffers(self):
+            return ()
+
     engine = Engine()
     with Recorder("cpu") as recorder:
         with recorder.phase("init"):
@@ -111,3 +114,39 @@ def test_a_step_s_storages_are_told_apart() -> None:
     assert {block.label for block in recorder.timeline().blocks if block.category == "saved activation"} >= {"1"}
     with pytest.raises(KeyError):
         found.phase("save")
+
+
+def test_operators_and_collectives_are_counted():
+    weight, x = torch.ones(8, 4), torch.ones(2, 4)
+    with Recorder("cpu") as recorder, recorder.phase("forward"):
+        torch.nn.functional.conv2d(torch.ones(1, 6, 5, 5), torch.ones(6, 1, 3, 3), groups=6)
+        x @ weight.T
+    found = {cost.operator: cost for cost in recorder.timeline().operators}
+    assert found["aten.mm"].flops == 2 * 2 * 4 * 8
+    assert found["aten.mm"].nbytes == 4 * (2 * 4 + 4 * 8 + 2 * 8)
+    # depthwise: 3 x 3 positions of 6 channels, 9 products each
+    assert found["aten.convolution"].flops == 2 * 6 * 3 * 3 * 9
+    assert "aten.t" not in found  # a view moves nothing
+
+
+def test_a_depthwise_convolution_s_gradients_cost_as_much_as_its_output_each():
+    x, weight = torch.ones(1, 6, 5, 5, requires_grad=True), torch.ones(6, 1, 3, 3, requires_grad=True)
+    with Recorder("cpu") as recorder, recorder.phase("forward"):
+        torch.nn.functional.conv2d(x, weight, groups=6).sum().backward()
+    found = {cost.operator: cost for cost in recorder.timeline().operators}
+    assert found["aten.convolution_backward"].flops == 2 * found["aten.convolution"].flops
+
+
+def test_the_call_of_an_engine_names_what_it_allocates():
+    with Recorder("cpu") as recorder, recorder.phase("init"):
+        with recorder.call("gather", "engine buffer"):
+            gathered, own = torch.ones(3), torch.ones(5)
+        recorder.mark([own], "parameter")
+        later = torch.ones(7)
+    blocks = {block.nbytes: (block.category, block.label) for block in recorder.timeline().blocks}
+    assert blocks == {
+        12: ("engine buffer", "gather"),
+        20: ("parameter", "gather"),
+        28: ("temporary", "aten.ones.default"),
+    }
+    assert all(tensor.numel() for tensor in (gathered, own, later))

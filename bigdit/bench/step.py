@@ -51,6 +51,7 @@ def bench_step(
         extras = family.extras(model)
         seconds = []
         with MemoryMeter(device) as meter:
+            meter.loaded(model)
             engine = engines.create(strategy, model, family, device=device, world=world)
             meter.watch(engine)
             for _ in range(steps):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 import torch
@@ -31,6 +31,10 @@ class Engine(Protocol):
 
     def step(self, lr: float) -> torch.Tensor | None:
         """Clip, update, clear gradients. The gradient norm before clipping, where the strategy clips."""
+        ...
+
+    def buffers(self) -> Iterable[torch.Tensor]:
+        """What the engine holds now beyond parameters, masters, gradients and state, such as its buckets."""
         ...
 
     def full_weights(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
@@ -37,6 +37,9 @@ class SingleEngine:
         norm = self._step_masters() if self._mixed else self._step_params()
         self.optimizer.zero_grad(set_to_none=True)
         return norm
+
+    def buffers(self) -> Iterable[torch.Tensor]:
+        return ()
 
     def full_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         for (name, _), master in zip(self._named, self.masters, strict=True):

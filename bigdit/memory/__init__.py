@@ -1,14 +1,25 @@
 """Memory as a record of events, and its sums. Nothing here imports torch."""
 
 from bigdit.memory.ledger import CUDA_GRANULARITY, Ledger, PhasePeak, ledger
-from bigdit.memory.timeline import CATEGORIES, Block, Category, Span, Timeline, rounded
+from bigdit.memory.timeline import (
+    CATEGORIES,
+    Block,
+    Category,
+    Collective,
+    OperatorCost,
+    Span,
+    Timeline,
+    rounded,
+)
 
 __all__ = [
     "CATEGORIES",
     "CUDA_GRANULARITY",
     "Block",
     "Category",
+    "Collective",
     "Ledger",
+    "OperatorCost",
     "PhasePeak",
     "Span",
     "Timeline",

@@ -7,7 +7,7 @@ import itertools
 import json
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Literal, get_args
 
 Category = Literal[
@@ -16,6 +16,9 @@ Category = Literal[
     "master weight",
     "gradient",
     "optimizer state",
+    "EMA",
+    "encoder",
+    "engine buffer",
     "input",
     "saved activation",
     "recomputed activation",
@@ -26,11 +29,16 @@ CATEGORIES: tuple[Category, ...] = get_args(Category)
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One storage, `nbytes` as torch asked for them; `label` is the module or the call that allocated it."""
+    """One storage, `nbytes` as torch asked for them; `label` is the module or the call that allocated it.
+
+    `stream`: the number of the device's stream, whose pool it came from; `pinned`: page-locked host memory.
+    """
 
     nbytes: int
     category: Category
     label: str
+    stream: int = 0
+    pinned: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +48,28 @@ class Span:
     phase: str
     start: int
     stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One collective in the span of that number: `nbytes` of its largest tensor, over `group_size` processes."""
+
+    span: int
+    name: str
+    nbytes: int
+    group_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorCost:
+    """All calls of one operator with one dtype in one span: floating-point operations and bytes moved."""
+
+    span: int
+    operator: str
+    dtype: str
+    calls: int
+    flops: int
+    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -52,6 +82,8 @@ class Timeline:
     blocks: tuple[Block, ...]
     events: tuple[int, ...]
     spans: tuple[Span, ...]
+    collectives: tuple[Collective, ...] = ()
+    operators: tuple[OperatorCost, ...] = ()
 
     def changes(self, span: Span, granularity: int = 1) -> Iterator[tuple[Block, int]]:
         """Each event of `span` as its block and the bytes that it adds (or, negative, takes away)."""
@@ -78,8 +110,12 @@ class Timeline:
             "nbytes": [b.nbytes for b in self.blocks],
             "category": [CATEGORIES.index(b.category) for b in self.blocks],
             "label": [labels[b.label] for b in self.blocks],
+            "stream": [b.stream for b in self.blocks],
+            "pinned": [i for i, b in enumerate(self.blocks) if b.pinned],
             "events": self.events,
             "spans": [(s.phase, s.start, s.stop) for s in self.spans],
+            "collectives": [astuple(collective) for collective in self.collectives],
+            "operators": [astuple(operator) for operator in self.operators],
         }
         text = json.dumps(columns, separators=(",", ":"))
         return base64.b85encode(zlib.compress(text.encode(), 6)).decode()
@@ -89,10 +125,18 @@ class Timeline:
         """The timeline that `pack` wrote. Raises ValueError for anything else."""
         try:
             columns = json.loads(zlib.decompress(base64.b85decode(text)))
-            rows = zip(columns["nbytes"], columns["category"], columns["label"], strict=True)
-            blocks = tuple(Block(size, CATEGORIES[kind], columns["labels"][at]) for size, kind, at in rows)
-            spans = tuple(Span(*row) for row in columns["spans"])
-            return Timeline(blocks, tuple(columns["events"]), spans)
+            rows = zip(columns["nbytes"], columns["category"], columns["label"], columns["stream"], strict=True)
+            pinned, labels = set(columns["pinned"]), columns["labels"]
+            return Timeline(
+                blocks=tuple(
+                    Block(size, CATEGORIES[kind], labels[at], stream, i in pinned)
+                    for i, (size, kind, at, stream) in enumerate(rows)
+                ),
+                events=tuple(columns["events"]),
+                spans=tuple(Span(*row) for row in columns["spans"]),
+                collectives=tuple(Collective(*row) for row in columns["collectives"]),
+                operators=tuple(OperatorCost(*row) for row in columns["operators"]),
+            )
         except (zlib.error, ValueError, KeyError, IndexError, TypeError) as error:
             raise ValueError(f"not a packed timeline: {error}") from None
 

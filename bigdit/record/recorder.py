@@ -1,10 +1,9 @@
-"""Record every storage that torch allocates and frees on one kind of device: fake, or real."""
+"""Record every storage that torch allocates and frees on one kind of device, fake or real, and on its host."""
 
 from __future__ import annotations
 
 import gc
-import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -14,14 +13,17 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bigdit.memory import Block, Category, Span, Timeline
+from bigdit.memory import Category, Span, Timeline
+from bigdit.record.costs import Costs
+from bigdit.record.fsdp2 import watching_fsdp2
 from bigdit.record.in_place import InPlace
+from bigdit.record.track import Track
 
-_GUESSED = (None, "saved activation", "recomputed activation")
+HOST = "cpu"
 
 
 class Recorder(TorchDispatchMode):
-    """The storages of `device_type` seen under this mode, as a Timeline of allocations and frees.
+    """The storages of `device_type` seen under this mode, and the host's, each as a Timeline.
 
     A storage is new when an operation returns a tensor on it for the first time; views share it. It is freed
     when its finaliser runs. FSDP2 frees by resizing a storage to nothing, which no operation and no finaliser
@@ -37,13 +39,10 @@ class Recorder(TorchDispatchMode):
     def __init__(self, device_type: str) -> None:
         super().__init__()
         self._device_type = device_type
-        self._live: dict[int, tuple[weakref.ref[Any], int]] = {}  # storage address -> finaliser, block
-        self._nbytes: list[int] = []
-        self._category: list[Category | None] = []
-        self._label: list[str] = []
-        self._events: list[int] = []
-        self._starts: list[tuple[str, int]] = []
-        self._modules: list[str] = []
+        self._tracks = {kind: Track(kind) for kind in (device_type, HOST)}
+        self._phases: list[str] = []
+        self._callers: list[tuple[str, Category | None]] = []
+        self._costs = Costs()
         self._in_place = InPlace()
         self._hooks = ExitStack()
         self._collect = False
@@ -57,6 +56,7 @@ class Recorder(TorchDispatchMode):
         self._hooks.enter_context(self._in_place.watching())
         self._hooks.enter_context(self._watching_resize())
         self._hooks.enter_context(self._passing_over_propagation())
+        self._hooks.enter_context(watching_fsdp2(self))
         super().__enter__()
         return self
 
@@ -73,14 +73,15 @@ class Recorder(TorchDispatchMode):
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # two of three operations; answered here they cost a tenth
         if self._in_place.is_in_place(func, args):
-            return self._take_over(func(*args), args[0])
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor):
-            self._see(result, func)
-        elif isinstance(result, list | tuple):
-            for item in result:
-                if isinstance(item, torch.Tensor):
-                    self._see(item, func)
+            result = func(*args)
+            self._take_over(result, args[0])
+        else:
+            result = func(*args, **(kwargs or {}))
+            self._see_all(result, func)
+        if func is torch.ops.aten._pin_memory.default or (kwargs and kwargs.get("pin_memory")):
+            self._tracks[HOST].pin(result.untyped_storage())
+        if not self._paused and self._phases:
+            self._costs.add(len(self._phases) - 1, func, args, kwargs or {}, result)
         return result
 
     @contextmanager
@@ -89,81 +90,89 @@ class Recorder(TorchDispatchMode):
 
         Where `backward` follows, what `forward` allocated and still lives is a saved activation.
         """
-        if name == "backward":
-            self._mark_saved_activations()
-        self._starts.append((name, len(self._events)))
+        if name == "backward" and self._phases and self._phases[-1] == "forward":
+            for track in self._tracks.values():
+                track.mark_live("saved activation", since=track.starts[-1])
+        self._phases.append(name)
+        for track in self._tracks.values():
+            track.starts.append(len(track.events))
         yield
         gc.collect()
 
+    @property
+    def caller(self) -> str | None:
+        """The module or the engine's call that runs now."""
+        return self._callers[-1][0] if self._callers else None
+
     def enter_module(self, name: str) -> None:
         """Until `leave_module`, new storages are labelled with this module's name."""
-        self._modules.append(name)
+        # A module that runs in the backward pass is a checkpoint recomputing its activations.
+        recomputes = bool(self._phases) and self._phases[-1] == "backward"
+        self._callers.append((name, "recomputed activation" if recomputes else None))
 
     def leave_module(self) -> None:
-        self._modules.pop()
+        self._callers.pop()
+
+    @contextmanager
+    def call(self, label: str, category: Category) -> Iterator[None]:
+        """New storages in here are labelled with the call; they are of this category where no mark says another."""
+        self._callers.append((label, category))
+        try:
+            yield
+        finally:
+            self._callers.pop()
 
     def mark(self, tensors: Iterable[torch.Tensor | None], category: Category) -> None:
-        """The storages of `tensors` are of this category, from their allocation on.
+        """The storages of `tensors` are of this category, from their allocation on, wherever they are.
 
         The first mark stays. A storage that was allocated unseen (numpy's, or from before the recording) is
         allocated here and now.
         """
         for tensor in map(_local, tensors):
-            if tensor is None or _device_type(tensor) != self._device_type:
-                continue
-            self._see(tensor, "unseen")
-            entry = self._live.get(tensor.untyped_storage()._cdata)
-            if entry and self._category[entry[1]] in _GUESSED:
-                self._category[entry[1]] = category
+            track = None if tensor is None else self._tracks.get(_device_type(tensor))
+            if tensor is not None and track is not None:
+                self._see(tensor, "unseen")
+                track.mark(tensor.untyped_storage(), category)
+
+    def mark_rest(self, category: Category) -> None:
+        """What lives now, and nothing explained so far, is of this category."""
+        for track in self._tracks.values():
+            track.mark_live(category)
 
     def timeline(self) -> Timeline:
-        """What was recorded so far. What no mark and no phase explains is temporary."""
-        blocks = tuple(
-            Block(nbytes, category or "temporary", label)
-            for nbytes, category, label in zip(self._nbytes, self._category, self._label, strict=True)
+        """What was recorded of the device so far, and what its operators and collectives did."""
+        return self._timeline(self._tracks[self._device_type], self._costs)
+
+    def host_timeline(self) -> Timeline:
+        """What was recorded of the host so far; the same as the device's where the device is the CPU."""
+        return self._timeline(self._tracks[HOST], Costs())
+
+    def _timeline(self, track: Track, costs: Costs) -> Timeline:
+        stops = [*track.starts[1:], len(track.events)]
+        spans = tuple(
+            Span(name, start, stop) for name, start, stop in zip(self._phases, track.starts, stops, strict=True)
         )
-        stops = [start for _, start in self._starts[1:]] + [len(self._events)]
-        spans = tuple(Span(name, start, stop) for (name, start), stop in zip(self._starts, stops, strict=True))
-        return Timeline(blocks, tuple(self._events), spans)
+        return Timeline(track.blocks(), tuple(track.events), spans, costs.collectives(), costs.operators())
+
+    def _see_all(self, result: Any, func: Any) -> None:
+        if isinstance(result, torch.Tensor):
+            self._see(result, func)
+        elif isinstance(result, list | tuple):
+            for item in result:
+                if isinstance(item, torch.Tensor):
+                    self._see(item, func)
 
     def _see(self, tensor: torch.Tensor, source: Any) -> None:
-        if self._paused or _device_type(tensor) != self._device_type:
-            return
-        storage = tensor.untyped_storage()
-        entry = self._live.get(storage._cdata)
-        if entry is None:
-            label = self._modules[-1] if self._modules else str(source)
-            # A module that runs in the backward pass is a checkpoint recomputing its activations.
-            recomputed = bool(self._modules) and self._starts[-1][0] == "backward"
-            self._allocate(storage, storage.nbytes(), "recomputed activation" if recomputed else None, label)
-        elif self._nbytes[entry[1]] != storage.nbytes():
-            self._reallocate(storage, entry[1])
+        track = None if self._paused else self._tracks.get(_device_type(tensor))
+        if track is not None:
+            label, category = self._callers[-1] if self._callers else (None, None)
+            track.see(tensor.untyped_storage(), category, lambda: label or str(source))
 
-    def _allocate(self, storage: torch.UntypedStorage, nbytes: int, category: Category | None, label: str) -> None:
-        address, block = storage._cdata, len(self._nbytes)
-        self._nbytes.append(nbytes)
-        self._category.append(category)
-        self._label.append(label)
-        self._events.append(block + 1)
-        self._live[address] = (weakref.ref(storage, self._freed(address)), block)
-
-    def _take_over(self, result: torch.Tensor, operand: torch.Tensor) -> torch.Tensor:
-        """`result` stands in the block of `operand`, which goes unrecorded from here."""
-        if _device_type(result) == self._device_type:
-            storage = result.untyped_storage()
-            _, block = self._live.pop(operand.untyped_storage()._cdata)
-            self._live[storage._cdata] = (weakref.ref(storage, self._freed(storage._cdata)), block)
-        return result
-
-    def _freed(self, address: int) -> Callable[[object], None]:
-        def free(_: object) -> None:
-            self._events.append(-(self._live.pop(address)[1] + 1))
-
-        return free
-
-    def _reallocate(self, storage: torch.UntypedStorage, block: int) -> None:
-        self._events.append(-(block + 1))
-        self._allocate(storage, storage.nbytes(), self._category[block], self._label[block])
+    def _take_over(self, result: torch.Tensor, operand: torch.Tensor) -> None:
+        """`result` stands in the block of `operand`."""
+        track = self._tracks.get(_device_type(result))
+        if track is not None:
+            track.take_over(result.untyped_storage(), operand.untyped_storage())
 
     @contextmanager
     def _watching_resize(self) -> Iterator[None]:
@@ -171,9 +180,8 @@ class Recorder(TorchDispatchMode):
 
         def resize_(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
             result = original(storage, size)
-            entry = self._live.get(storage._cdata)
-            if entry is not None and self._nbytes[entry[1]] != storage.nbytes():
-                self._reallocate(storage, entry[1])
+            for track in self._tracks.values():
+                track.resized(storage)
             return result
 
         torch.UntypedStorage.resize_ = resize_
@@ -199,14 +207,6 @@ class Recorder(TorchDispatchMode):
             yield
         finally:
             ShardingPropagator._propagate_tensor_meta_non_cached = original
-
-    def _mark_saved_activations(self) -> None:
-        if not self._starts or self._starts[-1][0] != "forward":
-            return
-        new = {event - 1 for event in self._events[self._starts[-1][1] :] if event > 0}
-        for _, block in self._live.values():
-            if block in new and self._category[block] is None:
-                self._category[block] = "saved activation"
 
 
 def _local(tensor: torch.Tensor | None) -> torch.Tensor | None:

@@ -22,6 +22,8 @@ class Trained(Protocol):
     masters: list[torch.Tensor]
     optimizer: Optimizer
 
+    def buffers(self) -> Iterable[torch.Tensor]: ...
+
 
 class HostBatch(Protocol):
     """What is asked of a micro-batch: to be moved to the device, as an object that holds tensors."""
@@ -59,6 +61,7 @@ class Watch:
             yield
             self._mark_gradients()
             self._mark_optimizer_state()
+            self._recorder.mark(self._engine.buffers(), "engine buffer")
 
     def batches(self, micro_batches: Iterable[HostBatch]) -> list[Any]:
         """The same micro-batches; they and their copies on the device are marked as input."""
@@ -74,6 +77,8 @@ class Watch:
         self._recorder.mark(self._engine.model.parameters(), "parameter")
         self._recorder.mark(self._engine.model.buffers(), "buffer")
         self._recorder.mark(self._engine.masters, "master weight")
+        self._recorder.mark(self._engine.buffers(), "engine buffer")
+        self._recorder.mark_rest("engine buffer")  # what the engine's start left behind
 
     def _mark_gradients(self) -> None:
         self._recorder.mark((p.grad for p in self._engine.model.parameters()), "gradient")

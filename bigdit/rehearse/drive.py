@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
@@ -18,6 +19,15 @@ from bigdit.train.step import train_step
 STEPS = 2  # optimizer state appears in the first one
 
 
+@dataclass(frozen=True)
+class Recording:
+    """What was recorded on the device, and on its host: the same timeline where the device is the CPU."""
+
+    device: Timeline
+    host: Timeline
+    params: int
+
+
 def drive(
     spec: ModelSpec,
     shape: BatchShape,
@@ -26,7 +36,20 @@ def drive(
     device: torch.device,
     world: World,
 ) -> tuple[Timeline, int]:
-    """The record of the engine's start and two steps on `device`, and the model's parameter count.
+    """The device's part of `record`, and the model's parameter count."""
+    recording = record(spec, shape, strategy, objective, device, world)
+    return recording.device, recording.params
+
+
+def record(
+    spec: ModelSpec,
+    shape: BatchShape,
+    strategy: Strategy,
+    objective: ObjectiveSpec,
+    device: torch.device,
+    world: World,
+) -> Recording:
+    """The record of the engine's start and two steps on `device`.
 
     Where the engine needs a process group, it exists already, of torch's fake backend or a real one.
 
@@ -39,6 +62,8 @@ def drive(
     params = sum(param.numel() for param in model.parameters())
     with Recorder(device.type) as recorder:
         with recorder.phase("init"):
+            recorder.mark(model.parameters(), "parameter")
+            recorder.mark(model.buffers(), "buffer")
             engine = engines.create(strategy, model, family, device=device, world=world)
             watch = Watch(recorder, engine)
         for _ in range(STEPS):
@@ -52,8 +77,7 @@ def drive(
                 phase=watch.phase,
             )
         watch.close()
-        timeline = recorder.timeline()
-    return timeline, params
+        return Recording(recorder.timeline(), recorder.host_timeline(), params)
 
 
 def batch(shape: BatchShape, strategy: Strategy, extras: Mapping[str, models.Extra] = MappingProxyType({})) -> Batch:
@@ -65,5 +89,8 @@ def batch(shape: BatchShape, strategy: Strategy, extras: Mapping[str, models.Ext
         text_embeds=None if text is None else torch.zeros(count, *text, dtype=torch.bfloat16),
         text_mask=None if text is None else torch.ones(count, text[0], dtype=torch.bfloat16),
         seeds=tuple(range(count)),
-        extras={name: torch.zeros(count, *extra.shape, dtype=extra.dtype) for name, extra in extras.items()},
+        extras={
+            name: torch.full((count, *extra.sample_shape(shape.latents)), extra.fill, dtype=extra.dtype)
+            for name, extra in extras.items()
+        },
     )

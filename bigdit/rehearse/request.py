@@ -38,12 +38,18 @@ class RehearsedSize(Strict):
     params: PositiveInt
     ledger: Ledger
     packed_timeline: str
+    packed_host_timeline: str | None
     versions: dict[str, str]
     seconds: NonNegativeFloat
 
     @property
     def timeline(self) -> Timeline:
         return Timeline.unpack(self.packed_timeline)
+
+    @property
+    def host_timeline(self) -> Timeline:
+        """What the host holds beside the device; the device's own timeline where that is the CPU."""
+        return Timeline.unpack(self.packed_host_timeline or self.packed_timeline)
 
 
 class Rehearsal(Strict):

@@ -18,9 +18,9 @@ from bigdit.errors import guard, versions
 from bigdit.files import write_text
 from bigdit.memory import CUDA_GRANULARITY, ledger
 from bigdit.rehearse.device import fake_device
-from bigdit.rehearse.drive import drive
+from bigdit.rehearse.drive import record
 from bigdit.rehearse.group import fake_group
-from bigdit.rehearse.request import Rehearsal, RehearsalRequest, RehearsedSize
+from bigdit.rehearse.request import Kernels, Rehearsal, RehearsalRequest, RehearsedSize
 from bigdit.spec import Strategy
 
 
@@ -35,20 +35,21 @@ def rehearse_size(request: RehearsalRequest, micro_batch_size: int) -> Rehearsed
     """The rehearsal of one micro-batch size, in this process."""
     began = time.perf_counter()
     strategy = request.strategy.with_micro_batch_size(micro_batch_size)
-    with _world(strategy) as world, fake_device(request.kernels, request.compute_capability) as device:
-        timeline, params = drive(request.model, request.batch, strategy, request.objective, device, world)
+    with _world(strategy, request.kernels) as world, fake_device(request.kernels, request.compute_capability) as device:
+        recording = record(request.model, request.batch, strategy, request.objective, device, world)
     return RehearsedSize(
         micro_batch_size=micro_batch_size,
-        params=params,
-        ledger=ledger(timeline, CUDA_GRANULARITY if request.kernels == "cuda" else 1),
-        packed_timeline=timeline.pack(),
+        params=recording.params,
+        ledger=ledger(recording.device, CUDA_GRANULARITY if request.kernels == "cuda" else 1),
+        packed_timeline=recording.device.pack(),
+        packed_host_timeline=recording.host.pack() if request.kernels == "cuda" else None,
         versions=versions(),
         seconds=round(time.perf_counter() - began, 3),
     )
 
 
 @contextmanager
-def _world(strategy: Strategy) -> Iterator[World]:
+def _world(strategy: Strategy, kernels: Kernels) -> Iterator[World]:
     """This process among as many as the strategy has, of which none is there."""
     if strategy.engine == "single":
         yield World()
@@ -57,7 +58,7 @@ def _world(strategy: Strategy) -> Iterator[World]:
         os.environ["DS_ACCELERATOR"] = "cpu"  # or DeepSpeed looks for one, and warns
         from bigdit.rehearse.deepspeed import do_without_peers
 
-        do_without_peers()
+        do_without_peers(kernels)
     with fake_group(strategy.world_size) as world:
         yield world
 

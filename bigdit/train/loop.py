@@ -49,6 +49,7 @@ def train(run: RunConfig, spec: ModelSpec, strategy: Strategy, world: World) -> 
         model = _weights(run, spec, strategy, found)
         models.equip(model, family, strategy)
         meter = stack.enter_context(MemoryMeter(device))
+        meter.loaded(model)
         engine = engines.create(strategy, model, family, device=device, world=world)
         if found is not None:
             checkpoint.restore(found, engine, world)

@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 from torch.profiler import record_function
 
 from bigdit.engines import Engine
@@ -45,6 +46,12 @@ class MemoryMeter:
 
     def __exit__(self, *error: object) -> None:
         self._recording.close()
+
+    def loaded(self, model: nn.Module) -> None:
+        """The plain model is on the host, and an engine is about to take it."""
+        if self._recorder is not None:
+            self._recorder.mark(model.parameters(), "parameter")
+            self._recorder.mark(model.buffers(), "buffer")
 
     def watch(self, engine: Engine) -> None:
         """From here on the engine's tensors are known by their meaning."""
