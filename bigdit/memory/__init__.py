@@ -1,5 +1,6 @@
 """Memory as a record of events, and its sums. Nothing here imports torch."""
 
+from bigdit.memory.host import HostMemory, host_memory, pinned_bytes
 from bigdit.memory.ledger import CUDA_GRANULARITY, Ledger, PhasePeak, ledger
 from bigdit.memory.timeline import (
     CATEGORIES,
@@ -18,11 +19,14 @@ __all__ = [
     "Block",
     "Category",
     "Collective",
+    "HostMemory",
     "Ledger",
     "OperatorCost",
     "PhasePeak",
     "Span",
     "Timeline",
+    "host_memory",
     "ledger",
+    "pinned_bytes",
     "rounded",
 ]

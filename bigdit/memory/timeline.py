@@ -22,6 +22,7 @@ Category = Literal[
     "input",
     "saved activation",
     "recomputed activation",
+    "workspace",
     "temporary",
 ]
 CATEGORIES: tuple[Category, ...] = get_args(Category)

@@ -1,0 +1,78 @@
+"""What a process takes beside torch: the ranges hold the measurements that they were made from."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bigdit.catalog.gpus import gpus
+from bigdit.errors import UserError
+from bigdit.memory.process import ARCHITECTURES, ByteRange, beside_torch, cuda_context, nccl_buffers, process_bytes
+
+MIB = 2**20
+KNOWN = st.sampled_from(sorted(ARCHITECTURES))
+
+
+def holds(found: ByteRange, mib: int) -> bool:
+    return found.low_bytes <= mib * MIB <= found.high_bytes
+
+
+@pytest.mark.parametrize(
+    ("compute_capability", "mib"),
+    [
+        ((8, 6), 256),  # RTX 3090, torch 2.7 (invoke-ai/InvokeAI#9413)
+        ((8, 9), 426),  # RTX 6000 Ada, torch 2.10 (unslothai/unsloth-zoo#1053)
+        ((7, 0), 400),  # V100, torch 1.1 (pytorch/pytorch#20532)
+    ],
+)
+def test_contexts_that_were_measured_lie_in_the_range(compute_capability, mib):
+    assert holds(cuda_context(compute_capability), mib)
+
+
+def test_the_context_of_an_a100_by_hand():
+    # Stacks: 56 × 2048 × 1 KiB = 112 MiB on an A30, 108 × 2048 × 1 KiB = 216 MiB on an A100.
+    assert cuda_context((8, 0)) == ByteRange(low_bytes=(112 + 133) * MIB, high_bytes=(216 + 213 + 205) * MIB)
+
+
+@pytest.mark.parametrize("mib", [544, 688])  # two and four A100 (NVIDIA/nccl#964)
+def test_communicators_that_were_measured_lie_in_the_range(mib):
+    one, two = nccl_buffers((8, 0), 4), nccl_buffers((8, 0), 4, communicators=2)
+    assert holds(one, mib)
+    assert one.low_bytes == 2 * 20 * MIB  # two channels, where A100s have no NVLink between them
+    assert two.high_bytes - one.high_bytes == 24 * 29 * MIB
+
+
+def test_nccl_and_context_on_one_rtx_3090_by_hand():
+    # 484 MiB with NCCL started (NVIDIA/nccl#2366) lie within context and two or more channels.
+    assert holds(beside_torch((8, 6), 2), 484)
+
+
+def test_a_process_alone_has_no_nccl():
+    assert nccl_buffers((9, 0), 1) == ByteRange(low_bytes=0, high_bytes=0)
+    assert beside_torch((9, 0), 1) == cuda_context((9, 0))
+
+
+@given(st.integers(0, 2**40), KNOWN, st.integers(1, 64), st.integers(1, 4))
+def test_a_process_is_its_reserved_memory_and_what_lies_beside(reserved, compute_capability, world_size, communicators):
+    found = process_bytes(reserved, compute_capability, world_size, communicators)
+    beside = beside_torch(compute_capability, world_size, communicators)
+    assert found.low_bytes - reserved == beside.low_bytes
+    assert found.high_bytes - reserved == beside.high_bytes
+    assert 0 < beside.low_bytes <= beside.high_bytes
+    assert beside_torch(compute_capability, world_size, communicators + 1).high_bytes >= beside.high_bytes
+
+
+def test_every_card_of_the_catalogue_is_known():
+    for gpu in gpus():
+        assert beside_torch(gpu.compute_capability, 8).high_bytes < gpu.usable_bytes
+
+
+def test_an_unknown_compute_capability_is_an_error():
+    with pytest.raises(UserError, match=r"compute capability 6\.1 is not known; known are 7\.0, 7\.5, 8\.0"):
+        process_bytes(0, (6, 1), 1)
+
+
+def test_a_range_goes_up():
+    with pytest.raises(ValueError, match="2 to 1 is no range"):
+        ByteRange(low_bytes=2, high_bytes=1)

@@ -1,0 +1,210 @@
+"""The picture of a timeline, and the tables of its ledger on a card."""
+
+from __future__ import annotations
+
+import itertools
+from io import StringIO
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+from rich.console import Console
+from rich.table import Table
+from traces import MIB, timeline, timelines
+
+from bigdit.errors import UserError
+from bigdit.memory import CATEGORIES, Block, Span, Timeline, ledger
+from bigdit.memory.footprint import Footprint, footprint
+from bigdit.report import ledger as tables
+from bigdit.report.timeline import COLOURS, MOST_COLUMNS, columns, live_bytes, plot_timeline
+
+STEP = Timeline(
+    (
+        Block(40 * MIB, "parameter", "proj"),
+        Block(60 * MIB, "saved activation", "proj"),
+        Block(30 * MIB, "gradient", "aten.mm"),
+        Block(4 * MIB, "temporary", "aten.mul"),
+    ),
+    (1, 2, 3, 4, -4, -2, -3),
+    (Span("init", 0, 1), Span("forward", 1, 2), Span("backward", 2, 6), Span("step", 6, 7)),
+)
+
+
+def rgb(colour: str) -> tuple[int, ...]:
+    return tuple(int(colour[at : at + 2], 16) for at in (1, 3, 5))
+
+
+def painted(path: Path) -> dict[str, int]:
+    """Pixels of each category's own colour."""
+    with Image.open(path) as picture:
+        assert picture.format == "PNG"
+        pixels = np.asarray(picture.convert("RGB"))
+    return {name: int((pixels == rgb(colour)).all(axis=-1).sum()) for name, colour in COLOURS.items()}
+
+
+def test_layers_cover_the_picture_as_bytes_cover_the_events(tmp_path: Path) -> None:
+    plot_timeline(STEP, tmp_path / "memory.png", title="a step")
+    found = painted(tmp_path / "memory.png")
+    drawn = {"parameter", "saved activation", "gradient", "temporary"}
+    assert {name for name, count in found.items() if count > 100} == drawn
+    # Between two events lie as many pixels for each: 6 × 40 MiB of parameter, 4 × 60 of activation, 4 × 30 of
+    # gradient and 1 × 4 of temporary; lines and the legend's squares cost a few of a hundred.
+    assert found["saved activation"] / found["parameter"] == pytest.approx(240 / 240, rel=0.1)
+    assert found["gradient"] / found["parameter"] == pytest.approx(120 / 240, rel=0.1)
+
+
+def test_a_cards_line_lifts_the_top_and_a_far_one_does_not(tmp_path: Path) -> None:
+    parameter = {}
+    for name, card in (("none", None), ("near", 200 * MIB), ("far", 2000 * MIB)):
+        plot_timeline(STEP, tmp_path / f"{name}.png", title="a step", card_bytes=card)
+        parameter[name] = painted(tmp_path / f"{name}.png")["parameter"]
+    assert parameter["near"] < 0.8 * parameter["none"]
+    assert parameter["far"] == pytest.approx(parameter["none"], rel=0.05)
+
+
+@pytest.mark.parametrize("trace", [Timeline((), (), ()), timeline(3, 700, -1, -2), timeline(0, -1)])
+def test_small_and_empty_timelines_are_drawn(trace: Timeline, tmp_path: Path) -> None:
+    plot_timeline(trace, tmp_path / "memory.png", title="small", card_bytes=1000)
+    with Image.open(tmp_path / "memory.png") as picture:
+        assert picture.size == (1440, 672)
+
+
+def test_a_picture_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"cannot write .*memory\.png: File exists"):
+        plot_timeline(STEP, tmp_path / "file" / "memory.png", title="a step")
+
+
+@given(timelines(), st.integers(2, 20))
+def test_what_is_drawn_keeps_the_peak_of_each_stretch(trace: Timeline, most: int) -> None:
+    live = live_bytes(trace, 512)
+    total = live.sum(axis=0)
+    assert total.max() == ledger(trace).peak_allocated_bytes
+    assert (live >= 0).all()
+    drawn = columns(total, most)
+    assert len(drawn) <= most
+    assert total[drawn].max() == total.max()
+    assert drawn[-1] == len(total) - 1
+    assert (np.diff(drawn) > 0).all()
+    assert np.diff(drawn, prepend=0).max() <= 2 * -(-len(total) // (most - 1))
+    assert list(columns(total)) == list(range(len(total))) or len(total) >= MOST_COLUMNS
+
+
+# Machado, Oliveira & Fernandes 2009, severity 1, on linear RGB.
+VISIONS = {
+    "normal": np.eye(3),
+    "deuteranopia": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.01182, 0.04294, 0.968881]],
+    "protanopia": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
+    "tritanopia": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.3039]],
+}
+
+
+@pytest.mark.parametrize("vision", VISIONS)
+def test_every_category_has_a_colour_that_no_eye_takes_for_another(vision: str) -> None:
+    assert set(COLOURS) == set(CATEGORIES)
+    seen = {name: lab(colour, np.array(VISIONS[vision])) for name, colour in COLOURS.items()}
+    for one, other in itertools.combinations(seen, 2):
+        # CIE 1976: a difference of 2 is just seen, and 10 at a glance.
+        assert np.linalg.norm(seen[one] - seen[other]) > 10, (one, other)
+
+
+def lab(colour: str, vision: np.ndarray) -> np.ndarray:
+    srgb = np.array(rgb(colour)) / 255
+    linear = np.where(srgb <= 0.04045, srgb / 12.92, ((srgb + 0.055) / 1.055) ** 2.4)
+    to_xyz = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
+    xyz = to_xyz @ np.clip(vision @ linear, 0, 1) / (0.9505, 1.0, 1.089)
+    x, y, z = np.where(xyz > 216 / 24389, np.cbrt(xyz), xyz * 24389 / 27 / 116 + 16 / 116)
+    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+
+def text(*shown: Table) -> str:
+    out = StringIO()
+    console = Console(width=80, no_color=True, file=out, highlight=False)
+    for each in shown:
+        console.print(each)
+    lines = out.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    return "".join(line.rstrip() + "\n" for line in lines)
+
+
+def on_card(usable_mib: int) -> Footprint:
+    return footprint(STEP, usable_mib * MIB, (8, 6), 1)
+
+
+def test_phases_and_what_is_live_at_the_peak() -> None:
+    assert (
+        text(tables.phases(ledger(STEP)), tables.at_peak(ledger(STEP)))
+        == """\
+by phase
+phase     peak allocated  left at its end
+─────────────────────────────────────────
+init           40.00 MiB        40.00 MiB
+forward       100.00 MiB       100.00 MiB
+backward      ◂ 0.13 GiB        70.00 MiB
+step           70.00 MiB        40.00 MiB
+◂ decides; phases are not summed
+live at the peak, in backward
+category              bytes    share
+────────────────────────────────────
+parameter         40.00 MiB   29.9 %
+gradient          30.00 MiB   22.4 %
+saved activation  60.00 MiB   44.8 %
+temporary          4.00 MiB    3.0 %
+
+total              0.13 GiB  100.0 %
+"""
+    )
+
+
+def test_what_the_allocator_reserves() -> None:
+    # Segments of 40, 60 and 30 MiB, and of 20 for 4: 16 of 150 MiB lie idle. In pages of 20 MiB the first three take
+    # 140, of which 10 are idle, and then hold the 4.
+    assert (
+        text(tables.reserved(on_card(1000)))
+        == """\
+reserved by the caching allocator
+segments         allocated  reserved    idle  flushes  on the card
+──────────────────────────────────────────────────────────────────
+whole (default)   0.13 GiB  0.15 GiB  10.7 %        0  fits
+expandable        0.13 GiB  0.14 GiB   7.1 %        0  fits
+expandable: PYTORCH_ALLOC_CONF=expandable_segments:True; a flush
+waits for the card
+"""
+    )
+    by_phase = text(tables.phases(ledger(STEP), on_card(1000).segments.on_card))
+    assert "backward      ◂ 0.13 GiB        70.00 MiB       0.15 GiB" in by_phase
+
+
+def test_the_way_to_what_nvidia_smi_shows() -> None:
+    # Beside torch, at 8.6, lie 133 MiB and stacks of 10 multiprocessors, 15 MiB, to 418 and stacks of 84, 126 MiB.
+    assert (
+        text(tables.process(on_card(650)))
+        == """\
+on the card
+                                      low        high
+─────────────────────────────────────────────────────
+reserved by torch                0.15 GiB    0.15 GiB
+CUDA context and NCCL            0.14 GiB    0.53 GiB
+
+process, as nvidia-smi shows it  0.29 GiB    0.68 GiB
+usable bytes of the card         0.63 GiB    0.63 GiB
+left                             0.34 GiB  -44.00 MiB
+"""
+    )
+
+
+def test_a_card_without_room_says_where_memory_ran_out() -> None:
+    # 650 MiB less the high 544 are 106 for the allocator: 100 of them hold parameter and activation.
+    assert tables.failures(on_card(1000)) == []
+    whole, expandable = tables.failures(on_card(650))
+    assert whole == (
+        "whole segments run out in backward: 30.00 MiB for a gradient of aten.mm, 6.00 MiB free; "
+        "0.15 GiB would be reserved"
+    )
+    assert expandable.startswith("expandable segments run out in backward: 30.00 MiB")
+    # What was reserved until then is not the phases' peak: the column is left out.
+    assert "reserved" not in text(tables.phases(ledger(STEP), on_card(650).segments.on_card))
+    assert "out of memory" in text(tables.reserved(on_card(650)))
