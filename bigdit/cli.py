@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from bigdit import __version__
-from bigdit.commands import bench, doctor, extract, gpus, models, plan, sample, train
+from bigdit.commands import bench, doctor, extract, gpus, models, plan, rehearse, sample, train
 from bigdit.errors import EXIT_USER, guard
 
 # typer carries its own click, whose UsageError it does not export.
@@ -25,6 +25,7 @@ app = typer.Typer(
 )
 for name, module in {
     "plan": plan,
+    "rehearse": rehearse,
     "extract": extract,
     "train": train,
     "sample": sample,

@@ -1,0 +1,155 @@
+"""Published training memory against the rehearsal of it: writes benchmarks/published.md.
+
+python benchmarks/published.py [ID ...]
+
+Each row of published.json is a measurement that somebody published, with its source and how far it can be trusted
+(A: instrumented, B: reported with its settings, C: settings inferred, D: contradicted), and either the strategy that
+comes nearest to what was run, or why none does. It is a report: nothing in bigdit is fitted to it.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from bigdit import catalog
+from bigdit.catalog.encoders import online_encoders
+from bigdit.config.strategy import parse_strategy
+from bigdit.errors import UserError
+from bigdit.memory.footprint import footprint
+from bigdit.rehearse import RehearsalError, RehearsalRequest, rehearse
+from bigdit.units import GIB, MIB
+
+HERE = Path(__file__).parent
+# Where the source names no card: one that has room, so that nothing has to be cleaned up.
+CARDS = {
+    "A100": "a100-80g",
+    "H100": "h100-sxm",
+    "4090": "rtx-4090",
+    "4080": "rtx-4080",
+    "5090": "rtx-5090",
+    "H20": "h20",
+}
+UNITS = {"GiB": GIB, "GB": GIB, "GB (rounded)": GIB, "MB (MiB vs MB not stated)": MIB}
+
+
+def main(wanted: list[str]) -> None:
+    rows = json.loads((HERE / "published.json").read_text())
+    lines, errors = [], defaultdict(list)
+    for row in rows:
+        if "strategy" in row and (not wanted or row["id"] in wanted):
+            found = _predict(row)
+            lines.append(_line(row, found))
+            print(lines[-1], flush=True)
+            error = _error(row, found)
+            if error is not None and row["outcome"] == "measured":
+                errors[row["source"].split("/blob")[0]].append((row["trust"], error))
+    if not wanted:
+        (HERE / "published.md").write_text(_document(rows, lines, errors))
+
+
+def _predict(row: dict[str, Any]) -> dict[str, int] | str:
+    """Bytes by metric, or why there are none."""
+    try:
+        model = catalog.model(row["model"])
+        gpu = catalog.gpu(next((name for key, name in CARDS.items() if key in (row["gpu"] or "")), "h100-sxm"))
+        strategy = parse_strategy([row["strategy"]])
+        size = row.get("resolution"), row.get("height"), row.get("width"), row.get("frames")
+        shape = _shape(model, *size)
+        encoders = online_encoders(model, shape) if strategy.features == "online" else None
+        request = RehearsalRequest(
+            model=model.spec,
+            batch=shape,
+            strategy=strategy,
+            micro_batch_sizes=(strategy.micro_batch_size,),
+            encoders=encoders,
+            compute_capability=gpu.compute_capability,
+        )
+        size = rehearse(request, timeout_s=900).sizes[0]
+    except (UserError, RehearsalError) as error:
+        return str(error).splitlines()[-1]
+    taken = footprint(size.timeline, gpu.usable_bytes, gpu.compute_capability, strategy.world_size)
+    return {
+        "allocated": size.ledger.peak_allocated_bytes,
+        "reserved": taken.segments.wanted_bytes,
+        "process": taken.process.low_bytes,
+        "usable": gpu.usable_bytes,
+    }
+
+
+def _shape(model: Any, resolution: int | None, height: int | None, width: int | None, frames: int | None) -> Any:
+    if height is not None:
+        return catalog.batch_shape(model, (height, width), frames)
+    return catalog.batch_shape(model, resolution)
+
+
+def _metric(row: dict[str, Any]) -> str:
+    return "reserved" if "reserved" in (row["metric"] or "") else "process"
+
+
+def _error(row: dict[str, Any], found: dict[str, int] | str) -> float | None:
+    if isinstance(found, str) or row["published"] is None:
+        return None
+    return found[_metric(row)] / (row["published"] * UNITS[row["unit"]]) - 1
+
+
+def _line(row: dict[str, Any], found: dict[str, int] | str) -> str:
+    published = row["outcome"] if row["published"] is None else f"{row['published']} {row['unit'].split(' (')[0]}"
+    if row["outcome"] == "upper-bound":
+        published = f"≤ {published}"
+    head = f"| {row['id']} | {row['trust']} | {row['model']} | `{row['strategy']}` | {published} |"
+    if isinstance(found, str):
+        return f"{head} not rehearsed: {found} | | | |"
+    error = _error(row, found)
+    verdict = "" if error is None else f"{error:+.0%}"
+    if row["outcome"] == "upper-bound" and error is not None:
+        verdict = "below, as said" if error <= 0 else f"{error:+.0%}"
+    if row["outcome"] in ("OOM", "fits"):
+        fits = found["process"] <= found["usable"]
+        verdict = "as said" if fits == (row["outcome"] == "fits") else "**contradicts**"
+    sizes = " | ".join(f"{found[name] / GIB:.2f}" for name in ("allocated", "reserved", "process"))
+    return f"{head} {sizes} | {verdict} |"
+
+
+def _document(rows: list[dict[str, Any]], lines: list[str], errors: dict[str, list[tuple[str, float]]]) -> str:
+    scores = [
+        f"| {source} | {len(found)} | {', '.join(sorted({trust for trust, _ in found}))} | "
+        f"{statistics.median(abs(error) for _, error in found):.0%} | "
+        f"{min(error for _, error in found):+.0%} to {max(error for _, error in found):+.0%} |"
+        for source, found in errors.items()
+    ]
+    left_out = [f"| {row['id']} | {row['trust']} | {row['not_comparable']} |" for row in rows if "strategy" not in row]
+    return "\n".join(
+        [
+            "# Published training memory against the rehearsal",
+            "",
+            "Made by `python benchmarks/published.py` from `published.json`, where each source is. GiB; a rounded",
+            "GB is read as GiB, as the tools that print it count. Reserved is by the replay of the allocator, process is that",
+            "and the low end of context and NCCL. A report, not a target: nothing is fitted to it.",
+            "",
+            "| id | trust | model | strategy | published | allocated | reserved | process | off by |",
+            "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+            *lines,
+            "",
+            "## By source (rows with a measured figure)",
+            "",
+            "| source | rows | trust | median error | range |",
+            "| --- | --- | --- | --- | --- |",
+            *scores,
+            "",
+            "## Not comparable",
+            "",
+            "| id | trust | why |",
+            "| --- | --- | --- |",
+            *left_out,
+            "",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,128 @@
+"""A Strategy as people write it: `zero2,world_size=8,checkpointed_blocks=all`, or a YAML file of its keys."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from bigdit.config.deepspeed import complete_ds_config, ds_values, read_ds_config
+from bigdit.errors import UserError, nearest
+from bigdit.spec import Strategy
+
+_HOST = {"device": "cpu", "pin_memory": True}
+# Buckets of 5e7 elements: DeepSpeed's own 5e8 cost up to 1.9 GiB, and models here are a few blocks of 1e7.
+_ZERO = {"reduce_bucket_size": 50_000_000, "allgather_bucket_size": 50_000_000}
+PRESETS: dict[str, dict[str, Any]] = {
+    "single": {"engine": "single"},
+    **{
+        f"zero{stage}": {"engine": "deepspeed", "ds_config": {"zero_optimization": {"stage": stage, **_ZERO}}}
+        for stage in range(4)
+    },
+    **{
+        f"zero{stage}-offload": {
+            "engine": "deepspeed",
+            "ds_config": {"zero_optimization": {"stage": stage, **_ZERO, "offload_optimizer": _HOST}},
+        }
+        for stage in (2, 3)
+    },
+    "zero3-offload-all": {
+        "engine": "deepspeed",
+        "ds_config": {"zero_optimization": {"stage": 3, **_ZERO, "offload_optimizer": _HOST, "offload_param": _HOST}},
+    },
+    "fsdp2": {"engine": "fsdp2"},
+    "fsdp2-offload": {"engine": "fsdp2", "cpu_offload": True},
+}
+"""Engines by the names that people call them; any key of a Strategy goes beside them."""
+
+
+def parse_strategy(texts: Sequence[str]) -> Strategy:
+    """The Strategy of presets, `key=value` pairs (dots descend) and YAML files, later ones over earlier ones.
+
+    Keys are those of `spec.Strategy`; `ds_config` is a file or a document, and what the strategy says elsewhere is
+    filled into it. Raises UserError with all problems.
+    """
+    document: dict[str, Any] = {"gradient_clipping": 1.0}
+    for part in (part for text in texts for part in _split(text)):
+        _add(document, part)
+    problems: list[str] = []
+    if isinstance(document.get("ds_config"), str):
+        document["ds_config"] = read_ds_config(Path(document["ds_config"]))
+    if document.get("engine") == "deepspeed" and isinstance(document.get("ds_config", {}), dict):
+        plain = {key: value for key, value in document.items() if key not in ("engine", "ds_config")}
+        wanted = _validated(plain | {"world_size": 1})
+        document["ds_config"], problems = complete_ds_config(document.get("ds_config", {}), ds_values(wanted))
+    if problems:
+        raise UserError(*(f"--strategy: {problem}" for problem in problems))
+    return _validated(document)
+
+
+def _split(text: str) -> list[str]:
+    """Parts at commas that are not within brackets."""
+    parts, depth = [""], 0
+    for sign in text:
+        depth += (sign in "[{") - (sign in "]}")
+        if sign == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += sign
+    return [part.strip() for part in parts if part.strip()]
+
+
+def _add(document: dict[str, Any], part: str) -> None:
+    key, found, text = part.partition("=")
+    if found:
+        *parents, last = key.strip().split(".")
+        node = document
+        for parent in parents:
+            node = node.setdefault(parent, {})
+            if not isinstance(node, dict):
+                raise UserError(f"--strategy {part}: {parent} is a value, and has no keys")
+        node[last] = _yaml(text, part)
+    elif part in PRESETS:
+        document.update(_copied(PRESETS[part]))
+    elif part.endswith((".yaml", ".yml", ".json")):
+        document.update(_read(Path(part)))
+    else:
+        raise UserError(f"--strategy {part}: neither key=value, a YAML file nor a preset; {nearest(part, PRESETS)}")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        document = yaml.safe_load(path.read_text())
+    except FileNotFoundError:
+        raise UserError(f"--strategy {path}: the file does not exist") from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UserError(f"--strategy {path}: not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(document, dict):
+        raise UserError(f"--strategy {path}: the file should hold keys of a strategy, such as engine")
+    return document
+
+
+def _yaml(text: str, part: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise UserError(f"--strategy {part}: the value is not YAML") from None
+
+
+def _copied(value: Any) -> Any:
+    return {key: _copied(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+def _validated(document: dict[str, Any]) -> Strategy:
+    try:
+        return Strategy.model_validate(document)
+    except ValidationError as error:
+        raise UserError(*(_line(detail) for detail in error.errors())) from None
+
+
+def _line(detail: Any) -> str:
+    key = ".".join(str(part) for part in detail["loc"])
+    message = detail["msg"].removeprefix("Value error, ")
+    if detail["type"] == "extra_forbidden":
+        return f"--strategy {key}: unknown key; {nearest(str(detail['loc'][-1]), Strategy.model_fields)}"
+    return f"--strategy {key}: {message}; {detail['input']!r} was found" if key else f"--strategy: {message}"

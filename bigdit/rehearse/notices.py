@@ -1,0 +1,41 @@
+"""What is said aloud beside a rehearsal's numbers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from bigdit.spec import FACTORED, Strategy
+
+PROVED_WITH: Mapping[str, tuple[str, str]] = {
+    "torch": ("2.13.0", "2.13.0"),
+    "deepspeed": ("0.19.8", "0.19.8"),
+    "diffusers": ("0.42.1", "0.42.1"),
+    "bitsandbytes": ("0.50.2", "0.50.2"),
+    "torchao": ("0.18.0", "0.18.0"),
+}
+"""First and last version of what decides a ledger, with which rehearsals were held against real steps."""
+
+
+def notices(strategy: Strategy, versions: Mapping[str, str]) -> tuple[str, ...]:
+    """Versions outside the proved range, and what an engine makes impossible and is priced as it is."""
+    found = [
+        f"{name} {versions[name]} is outside the versions that rehearsals were proved with ({_span(first, last)})"
+        for name, (first, last) in PROVED_WITH.items()
+        if not _numbers(first) <= _numbers(versions.get(name, "")) <= _numbers(last)
+    ]
+    if strategy.zero_stage and strategy.optimizer.name in FACTORED:
+        found.append(
+            f"ZeRO-{strategy.zero_stage} hands {strategy.optimizer.name} flat partitions, which cannot be factored: "
+            "its second moment is whole here, and priced so; engine fsdp2 keeps the factors"
+        )
+    return tuple(found)
+
+
+def _span(first: str, last: str) -> str:
+    return first if first == last else f"{first} to {last}"
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """`2.13.0+cpu` as (2, 13, 0)."""
+    return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])
