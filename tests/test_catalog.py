@@ -15,14 +15,15 @@ from bigdit.catalog.gpus import gpus
 from bigdit.catalog.models import models
 from bigdit.catalog.names import load_json
 from bigdit.errors import UserError
-from bigdit.spec import BatchShape
+from bigdit.models import build, families
+from bigdit.spec import BatchShape, ModelSpec
 from bigdit.units import MIB
 
 NAMES = [m.name for m in models()]
 
 
 def test_counts():
-    assert len(models()) == 59
+    assert len(models()) == 71
     assert len(gpus()) >= 40
     document = load_json("models.json")
     assert (len(document["text_encoders"]), len(document["native_dit"])) == (9, 12)
@@ -68,13 +69,20 @@ def test_no_source_points_nowhere():
 
 
 def test_what_cannot_be_trained_says_why():
-    assert set(FAMILIES) == {"SanaTransformer2DModel"}
-    assert model("flux.1-dev").obstacle == "no family adapter yet: FluxTransformer2DModel"
-    assert model("wan2.1-t2v-14b").obstacle == "no family adapter yet: WanTransformer3DModel"
-    assert "guidance" in model("sana-sprint-1600m").obstacle
-    assert {m.name for m in models() if m.trainable} == {
-        m.name for m in models() if m.spec.class_name in FAMILIES and not m.spec.kwargs.get("guidance_embeds")
-    }
+    assert {m.spec.class_name for m in models()} == set(FAMILIES)
+    assert all(m.rehearsable for m in models())
+    reason = "the feature store keeps no clip_text_embeds and no clip_text_mask, which HunyuanDiT2DModel is fed"
+    assert model("hunyuandit-v1.2").training_obstacle == reason
+    assert model("wan2.1-t2v-14b").training_obstacle.startswith("the feature store keeps pictures")
+    assert not model("dit-xl-2-paper").trainable
+    assert model("sana-sprint-1600m").trainable
+    unknown = model("sana-1600m").model_copy(update={"spec": ModelSpec(name="x", class_name="UNet", kwargs={})})
+    assert unknown.obstacle == unknown.training_obstacle == "no family adapter yet: UNet"
+    assert not unknown.rehearsable
+
+
+def test_the_families_are_those_of_the_adapters():
+    assert set(FAMILIES) == set(families())
 
 
 @pytest.mark.parametrize(
@@ -85,6 +93,7 @@ def test_what_cannot_be_trained_says_why():
         ("sana-600m", "sana-600m-1024"),
         ("pixart-sigma", "pixart-sigma-xl-2-1024"),
         ("DiT-XL/2", "dit-xl-2"),
+        ("DiT-XL/2-paper", "dit-xl-2-paper"),
         ("FLUX.1-dev", "flux.1-dev"),
         ("flux-schnell", "flux.1-schnell"),
         ("sd3", "sd3-medium"),
@@ -115,13 +124,24 @@ def test_pixels_that_do_not_divide():
     assert len(both.value.problems) == 2
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_every_model_has_a_native_shape(name):
+    m = model(name)
+    shape = batch_shape(m)
+    assert shape.latents[0] == m.vae.latent_channels
+    assert len(shape.latents) == (4 if m.video else 3)
+    assert (shape.text is None) == (FAMILIES[m.spec.class_name].text_dim is None)
+
+
 def test_shapes_that_are_not_known():
     with pytest.raises(UserError, match=r"ltx-video-0\.9 is a video model, whose latents have frames"):
-        batch_shape(model("ltx-video"))
+        latent_shape(model("ltx-video"), 512, 704)
     with pytest.raises(UserError, match="krea2 states no native resolution; give one"):
-        batch_shape(model("krea2"))
-    with pytest.raises(UserError, match=r"hunyuandit-v1.2 is no single .*two inputs: 77 × 1024 and 256 × 2048"):
-        batch_shape(model("hunyuandit-v1.2"))
+        batch_shape(model("krea2").model_copy(update={"resolution": None}))
+    hunyuan = model("hunyuandit-v1.2")
+    text = hunyuan.text.model_copy(update={"tokens": None})
+    with pytest.raises(UserError, match=r"the text input of hunyuandit-v1.2 is no single .*CLIP's 77 × 1024"):
+        batch_shape(hunyuan.model_copy(update={"text": text}))
     assert batch_shape(model("prx"), 512).latents == (16, 64, 64)
     assert batch_shape(model("dit-xl-2")) == BatchShape(latents=(4, 32, 32), text=None)
 
@@ -215,11 +235,8 @@ def test_quick_and_without_torch():
 
 def built(name):
     """Parameters, elements of buffers and lengths of block lists, counted on the meta device."""
-    import diffusers
-
     m = model(name)
-    with torch.device("meta"):
-        made = getattr(diffusers, m.spec.class_name)(**m.spec.kwargs)
+    made = build(m.spec, device="meta", dtype=torch.float32)
     params = sum(p.numel() for p in made.parameters())
     buffers = sum(b.numel() for b in made.buffers())
     return params, buffers, tuple((attr, len(getattr(made, attr))) for attr, _ in m.block_lists)

@@ -3,7 +3,19 @@
 The listings are `catalog.models.models()` and `catalog.gpus.gpus()`.
 """
 
+from bigdit.catalog.families import FAMILIES
 from bigdit.catalog.gpus import Gpu, gpu
-from bigdit.catalog.models import FAMILIES, CatalogModel, batch_shape, latent_shape, model
+from bigdit.catalog.models import CatalogModel, batch_shape, latent_shape, model
+from bigdit.catalog.user import find_model, user_model
 
-__all__ = ["FAMILIES", "CatalogModel", "Gpu", "batch_shape", "gpu", "latent_shape", "model"]
+__all__ = [
+    "FAMILIES",
+    "CatalogModel",
+    "Gpu",
+    "batch_shape",
+    "find_model",
+    "gpu",
+    "latent_shape",
+    "model",
+    "user_model",
+]

@@ -7,12 +7,10 @@ from typing import Any
 
 from pydantic import NonNegativeInt, PositiveInt
 
+from bigdit.catalog.families import FAMILIES, training_obstacle
 from bigdit.catalog.names import load_json, normalise, resolve
 from bigdit.errors import UserError
 from bigdit.spec import BatchShape, ModelSpec, Strict
-
-# The diffusers classes that bigdit.models has a family adapter for: only these can be rehearsed and trained.
-FAMILIES = frozenset({"SanaTransformer2DModel"})
 
 
 class TextInput(Strict):
@@ -39,18 +37,27 @@ class Vae(Strict):
     notes: str | None
 
 
+class Clip(Strict):
+    """The video that a checkpoint was published for, in pixels and frames."""
+
+    height: PositiveInt
+    width: PositiveInt
+    frames: PositiveInt
+    source: str
+
+
 class CatalogModel(Strict):
     """A diffusion transformer of the catalogue.
 
-    `params` and `buffer_elems` are counts of elements; `block_lists` the module lists of repeated blocks with
-    their lengths, in the order of the forward pass; `patch_size` is in latents, and counts a packing outside
-    the model; `resolution` the side in pixels of the squares it was published for, None for video and where
-    none is stated; `unverified` what about the entry was not verified.
+    `params` and `buffer_elems` are counts of elements, None in a user's model; `block_lists` the module lists of
+    repeated blocks with their lengths, in the order of the forward pass; `patch_size` is in latents, and counts a
+    packing outside the model; `resolution` the side in pixels of the squares it was published for, None where none
+    is stated and for video, which has its `clip`; `unverified` what about the entry was not verified.
     """
 
     spec: ModelSpec
-    params: PositiveInt
-    buffer_elems: NonNegativeInt
+    params: PositiveInt | None
+    buffer_elems: NonNegativeInt | None
     block_lists: tuple[tuple[str, PositiveInt], ...]
     gradient_checkpointing: bool
     text: TextInput | None
@@ -58,6 +65,7 @@ class CatalogModel(Strict):
     patch_size: PositiveInt
     resolution: PositiveInt | None
     video: bool
+    clip: Clip | None = None
     source: tuple[str, ...]
     unverified: str | None
     notes: str | None
@@ -68,16 +76,23 @@ class CatalogModel(Strict):
 
     @property
     def obstacle(self) -> str | None:
-        """Why this model cannot be rehearsed and trained now; None where it can."""
+        """Why this model cannot be rehearsed now; None where it can."""
         if self.spec.class_name not in FAMILIES:
             return f"no family adapter yet: {self.spec.class_name}"
-        if self.spec.kwargs.get("guidance_embeds"):
-            return f"the adapter of {self.spec.class_name} feeds no guidance, which this distilled model embeds"
         return None
 
     @property
-    def trainable(self) -> bool:
+    def training_obstacle(self) -> str | None:
+        """Why it cannot be trained from a feature store, of latents and one text sequence; None where it can."""
+        return training_obstacle(self.spec.class_name)
+
+    @property
+    def rehearsable(self) -> bool:
         return self.obstacle is None
+
+    @property
+    def trainable(self) -> bool:
+        return self.training_obstacle is None
 
 
 @cache
@@ -106,45 +121,79 @@ def model(name: str) -> CatalogModel:
     return _model(resolve("model", name, normalise(name), _document()["models"], _document()["aliases"]))
 
 
-def _refuse_video(model: CatalogModel) -> None:
-    if model.video:
-        raise UserError(f"{model.name} is a video model, whose latents have frames; pictures were asked for")
+def latent_shape(
+    model: CatalogModel, height: int, width: int, frames: int | None = None
+) -> tuple[int, int, int] | tuple[int, int, int, int]:
+    """Latents (channels, h, w) of a picture of `height` × `width` pixels, (channels, f, h, w) of a video.
 
-
-def latent_shape(model: CatalogModel, height: int, width: int) -> tuple[int, int, int]:
-    """Latents (channels, h, w) of a picture of `height` × `width` pixels.
-
-    Raises UserError for a video model, and for pixels that the VAE's downsample × patch size does not divide.
+    Raises UserError for a video without `frames`, a picture with them, and for pixels and frames that the VAE
+    and the patches do not divide.
     """
-    _refuse_video(model)
-    vae, multiple = model.vae, model.vae.downsample * model.patch_size
-    problems = []
-    for side, pixels in (("height", height), ("width", width)):
-        if pixels < multiple or pixels % multiple:
-            below = pixels // multiple * multiple
-            fitting = f"{below} or {below + multiple}" if below > 0 else f"{multiple}"
-            problems.append(
-                f"{model.name} takes pixels in multiples of {multiple} (VAE {vae.downsample} × patch "
-                f"{model.patch_size}), and the {side} is {pixels}; the nearest that fit: {fitting}"
-            )
+    vae = model.vae
+    problems = [*_misfit(model, "height", height), *_misfit(model, "width", width), *_frames_misfit(model, frames)]
     if problems:
         raise UserError(*problems)
-    return vae.latent_channels, height // vae.downsample, width // vae.downsample
+    sides = height // vae.downsample, width // vae.downsample
+    if frames is None:
+        return vae.latent_channels, *sides
+    return vae.latent_channels, (frames - 1) // vae.temporal_downsample + 1, *sides
 
 
-def batch_shape(model: CatalogModel, resolution: int | None = None) -> BatchShape:
-    """Shapes of one square sample with `resolution` pixels a side, the model's own where it is None.
+def batch_shape(
+    model: CatalogModel, resolution: int | tuple[int, int] | None = None, frames: int | None = None
+) -> BatchShape:
+    """Shapes of one sample with `resolution` pixels a side or (height, width), the model's own where it is None,
+    and so many `frames` of a video.
 
-    Raises UserError where the model states no resolution, or is fed no single text sequence of known length.
+    Raises UserError where the model states no resolution, or is fed text of no known length.
     """
-    _refuse_video(model)
-    side = resolution if resolution is not None else model.resolution
-    if side is None:
-        raise UserError(f"{model.name} states no native resolution; give one, such as 512 or 1024")
-    latents = latent_shape(model, side, side)
+    height, width = _native_sides(model) if resolution is None else _sides(resolution)
+    if frames is None and model.clip is not None:
+        frames = model.clip.frames
+    latents = latent_shape(model, height, width, frames)
     text = model.text
     if text is None:
         return BatchShape(latents=latents)
     if text.tokens is None or text.dim is None:
         raise UserError(f"the text input of {model.name} is no single (tokens, dim) sequence: {text.notes}")
     return BatchShape(latents=latents, text=(text.tokens, text.dim))
+
+
+def _sides(resolution: int | tuple[int, int]) -> tuple[int, int]:
+    return (resolution, resolution) if isinstance(resolution, int) else resolution
+
+
+def _native_sides(model: CatalogModel) -> tuple[int, int]:
+    if model.clip is not None:
+        return model.clip.height, model.clip.width
+    if model.resolution is None:
+        raise UserError(f"{model.name} states no native resolution; give one, such as 512 or 1024")
+    return model.resolution, model.resolution
+
+
+def _misfit(model: CatalogModel, side: str, pixels: int) -> list[str]:
+    multiple = model.vae.downsample * model.patch_size
+    if pixels >= multiple and pixels % multiple == 0:
+        return []
+    below = pixels // multiple * multiple
+    fitting = f"{below} or {below + multiple}" if below > 0 else f"{multiple}"
+    return [
+        f"{model.name} takes pixels in multiples of {multiple} (VAE {model.vae.downsample} × patch "
+        f"{model.patch_size}), and the {side} is {pixels}; the nearest that fit: {fitting}"
+    ]
+
+
+def _frames_misfit(model: CatalogModel, frames: int | None) -> list[str]:
+    if not model.video:
+        return [] if frames is None else [f"{model.name} makes pictures, and {frames} frames were asked for"]
+    step = model.vae.temporal_downsample
+    if frames is None:
+        return [f"{model.name} is a video model, whose latents have frames; give their number, such as {8 * step + 1}"]
+    if frames >= 1 and (frames - 1) % step == 0:
+        return []
+    below = (max(frames, 1) - 1) // step * step + 1
+    fitting = f"{below} or {below + step}" if frames > below else f"{below}"
+    return [
+        f"{model.name} takes 1 frame and then multiples of {step} (VAE), and frames is {frames}; "
+        f"the nearest that fit: {fitting}"
+    ]

@@ -18,7 +18,7 @@ def run(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON with every field.")] = False,
 ) -> None:
-    """List the diffusion transformers that can be planned for, and which of them can be trained now."""
+    """List the diffusion transformers that are known, which of them can be rehearsed, and which trained now."""
     from bigdit import log
     from bigdit.catalog.models import models
     from bigdit.errors import UserError, nearest
@@ -40,13 +40,20 @@ def _names() -> list[str]:
 
 
 def _fields(model: CatalogModel) -> dict[str, Any]:
-    return model.model_dump(mode="json") | {"trainable": model.trainable, "obstacle": model.obstacle}
+    return model.model_dump(mode="json") | {
+        "rehearsable": model.rehearsable,
+        "obstacle": model.obstacle,
+        "trainable": model.trainable,
+        "training_obstacle": model.training_obstacle,
+    }
 
 
-def _native_latents(model: CatalogModel) -> tuple[int, int, int] | None:
+def _native_latents(model: CatalogModel) -> tuple[int, ...] | None:
     from bigdit.catalog.models import latent_shape
 
-    side = model.resolution
+    side, clip = model.resolution, model.clip
+    if clip is not None:
+        return latent_shape(model, clip.height, clip.width, clip.frames)
     return None if side is None else latent_shape(model, side, side)
 
 
@@ -54,18 +61,21 @@ def _table(found: list[CatalogModel]) -> Table:
     from bigdit.report.tables import DASH, cell, table
     from bigdit.units import count
 
-    columns = ("model", "params", "blocks", "pixels", "latents", "text", "train")
+    columns = ("model", "params", "blocks", "pixels", "latents", "text", "for")
     made = table("Diffusion transformers", columns, numeric=("params", "blocks", "pixels", "latents", "text"))
     for m in found:
         text = m.text
         made.add_row(
             m.name,
-            count(m.params),
+            DASH if m.params is None else count(m.params),
             "+".join(str(length) for _, length in m.block_lists),
             cell(m.resolution),
             cell(_native_latents(m)),
             DASH if text is None else f"{text.tokens or '?'}×{text.dim or '?'}",
-            cell(m.trainable),
+            "train" if m.trainable else "plan" if m.rehearsable else DASH,
         )
-    made.caption = f"{len(found)} models\ntrain: can be rehearsed and trained; why not: --json"
+    made.caption = (
+        f"{len(found)} models\nfor train: can be rehearsed, and trained from a feature store; "
+        "plan: can be rehearsed;\nwhat is in the way: --json"
+    )
     return made

@@ -15,7 +15,7 @@ EXIT_DOES_NOT_FIT = 2
 
 
 def run(
-    model: Annotated[str, typer.Option(help="A model of `bigdit models`.")],
+    model: Annotated[str, typer.Option(help="A model of `bigdit models`, or a diffusers config.json.")],
     gpu: Annotated[str, typer.Option(help="A card of `bigdit gpus`.")],
     resolution: Annotated[int | None, typer.Option(min=1, help="Pixels a side; the model's own if left out.")] = None,
     optimizer: Annotated[str, typer.Option(help="adamw or adamw_8bit.")] = "adamw",
@@ -46,7 +46,7 @@ def run(
                 for detail in error.errors()
             )
         ) from None
-    chosen_model, chosen_gpu = catalog.model(model), catalog.gpu(gpu)
+    chosen_model, chosen_gpu = catalog.find_model(model), catalog.gpu(gpu)
     with log.err.status(f"rehearsing the training step of {chosen_model.name}"):
         plan = make_plan(chosen_model, chosen_gpu, strategy, resolution=resolution)
     if as_json:
@@ -66,7 +66,7 @@ def _show(plan: Plan, card: str) -> None:
     blocks = strategy.checkpointed_blocks
     log.out.print(f"[bold]{plan.model}[/bold], {count(plan.params)} parameters, on one {card}", highlight=False)
     text = f", text {plan.batch.text[0]} × {plan.batch.text[1]}" if plan.batch.text else ""
-    log.out.print(f"a sample: latents {" × ".join(map(str, latents))}{text}", highlight=False)
+    log.out.print(f"a sample: latents {' × '.join(map(str, latents))}{text}", highlight=False)
     log.out.print(
         f"one process, {strategy.precision}{' with fp32 masters' if strategy.precision == 'bf16' else ''}, "
         f"{strategy.optimizer.name}, checkpointed blocks: {blocks or 'none'}, cached features\n",
@@ -90,8 +90,8 @@ def _show(plan: Plan, card: str) -> None:
             highlight=False,
         )
     log.out.print(
-        f"headroom: {gib(plan.headroom_bytes)}; out of it come the CUDA context, library workspaces and what the "
-        "allocator loses to fragmentation, which this plan does not count yet",
+        f"headroom: {gib(plan.headroom_bytes)}; out of it come the CUDA context and what the allocator loses to "
+        "fragmentation, which this plan does not count yet and `bigdit rehearse` does",
         highlight=False,
     )
 

@@ -127,7 +127,7 @@ def _policy(request: RehearsalRequest) -> str:
     """What the strategy says beside its engine, in one line."""
     strategy = request.strategy
     blocks = strategy.checkpointed_blocks
-    parts = [strategy.precision, strategy.optimizer.name]
+    parts: list[str] = [strategy.precision, strategy.optimizer.name]
     if strategy.optimizer.name == "adamw":
         parts[-1] += f" ({strategy.optimizer.implementation})"
     parts.append(f"checkpointed blocks: {blocks or 'none'}{', selective' if strategy.checkpointing != 'full' else ''}")

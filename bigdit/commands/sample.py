@@ -19,6 +19,7 @@ def run(
     steps: Annotated[int, typer.Option(min=1, help="Euler steps.")] = 20,
     guidance: Annotated[float, typer.Option(min=0, help="Classifier-free guidance; 1 is none.")] = 3.0,
     seed: Annotated[int, typer.Option(min=0, help="Picture i is drawn from seed + i.")] = 0,
+    ema: Annotated[bool, typer.Option("--ema", help="The moving average of the weights (train.ema).")] = False,
     as_json: Json = False,
 ) -> None:
     """Draw one picture a caption with a trained checkpoint."""
@@ -40,7 +41,7 @@ def run(
     log.quiet_libraries()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     found = find_checkpoint(checkpoint)
-    sampler = Sampler(found, device)
+    sampler = Sampler(found, device, ema=ema)
     height, width = height_width or sampler.buckets[0]
     options = SamplingOptions(height, width, steps=steps, guidance=guidance, seed=seed)
     pictures, rows = [], []
@@ -55,7 +56,13 @@ def run(
             advance(1)
     with replacing(out / "grid.png") as temporary:
         temporary.write_bytes(grid_png(pictures, wanted))
-    report = {"checkpoint": str(found.folder), "steps": steps, "guidance": guidance, "pictures": rows}
+    report = {
+        "checkpoint": str(found.folder),
+        "ema": ema,
+        "steps": steps,
+        "guidance": guidance,
+        "pictures": rows,
+    }
     write_json(out / "samples.json", report)
     if as_json:
         log.emit_json(report)

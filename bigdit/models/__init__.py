@@ -1,8 +1,20 @@
 """Diffusion transformers from diffusers: built from a ModelSpec, driven through one family adapter each."""
 
+from bigdit.models.adapters import load_adapters, save_adapters
 from bigdit.models.build import build, load
 from bigdit.models.conditions import Conditions, Extra
 from bigdit.models.equip import equip
 from bigdit.models.family import Family, families, family
 
-__all__ = ["Conditions", "Extra", "Family", "build", "equip", "families", "family", "load"]
+__all__ = [
+    "Conditions",
+    "Extra",
+    "Family",
+    "build",
+    "equip",
+    "families",
+    "family",
+    "load",
+    "load_adapters",
+    "save_adapters",
+]

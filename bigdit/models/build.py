@@ -12,6 +12,7 @@ from torch import nn
 
 from bigdit.errors import UserError, nearest
 from bigdit.models.family import family
+from bigdit.models.paper_dit import PaperDiT
 from bigdit.spec import ModelSpec
 
 
@@ -62,7 +63,7 @@ def _in_training(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 def _model_class(spec: ModelSpec) -> Any:
     family(spec.class_name)
-    model_class = getattr(diffusers, spec.class_name)
+    model_class = PaperDiT if spec.class_name == PaperDiT.__name__ else getattr(diffusers, spec.class_name)
     known = list(inspect.signature(model_class).parameters)
     wrong = [key for key in spec.kwargs if key not in known]
     if wrong:

@@ -8,6 +8,8 @@ from typing import Protocol
 
 import torch
 
+from bigdit.errors import UserError
+
 
 class Conditions(Protocol):
     """text_embeds [B, T, D] and text_mask [B, T] (1 = token, 0 = padding), None for a model without text;
@@ -25,7 +27,24 @@ class Conditions(Protocol):
 
 @dataclass(frozen=True)
 class Extra:
-    """One further input: the shape of a sample's, without the batch; floats come in the compute dtype."""
+    """One further input: the shape of a sample's, without the batch; floats come in the compute dtype.
+
+    `per_latent`: `shape` is channels alone, and the sample's latents say the rest: frames, height, width.
+    `fill`: its value where only shapes matter, 1 for a mask.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.bfloat16
+    fill: int = 0
+    per_latent: bool = False
+
+    def sample_shape(self, latents: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of a sample's input, for a sample with latents of this shape."""
+        return (*self.shape, *latents[1:]) if self.per_latent else self.shape
+
+
+def text(conditions: Conditions) -> tuple[torch.Tensor, torch.Tensor]:
+    """text_embeds and text_mask, for a model that cannot do without. Raises UserError where there are none."""
+    if conditions.text_embeds is None or conditions.text_mask is None:
+        raise UserError("the model is conditioned on text, and the batch has none; extract features with captions")
+    return conditions.text_embeds, conditions.text_mask

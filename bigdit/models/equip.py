@@ -4,12 +4,23 @@ from __future__ import annotations
 
 from torch import nn
 
+from bigdit.models.activations import offload_activations
 from bigdit.models.checkpointing import apply_checkpointing
 from bigdit.models.family import Family
 from bigdit.spec import Strategy
 
 
-def equip(model: nn.Module, family: Family, strategy: Strategy) -> nn.Module:
-    """The model, in place, with the strategy's checkpointing. Raises UserError where it has fewer blocks."""
-    apply_checkpointing(model, family, strategy.checkpointed_blocks)
+def equip(model: nn.Module, family: Family, strategy: Strategy, *, seed: int = 0) -> nn.Module:
+    """The model, in place, with the strategy's adapters, checkpointing and offload of activations.
+
+    `seed` is that of the adapters' values. Raises UserError where it has fewer blocks than are to be
+    checkpointed, or a target of the adapters is none of its linear layers.
+    """
+    if strategy.lora is not None:
+        from bigdit.models.lora import apply_lora  # peft and bitsandbytes take seconds to import
+
+        apply_lora(model, family, strategy.lora, seed=seed)
+    apply_checkpointing(model, family, strategy.checkpointed_blocks, strategy.checkpointing)
+    if strategy.offload_activations:
+        offload_activations(model, family)
     return model

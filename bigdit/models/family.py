@@ -9,11 +9,40 @@ from torch import nn
 
 from bigdit.errors import UserError, nearest
 from bigdit.models.conditions import Conditions, Extra
-from bigdit.models.families import sana
+from bigdit.models.families import (
+    auraflow,
+    chroma,
+    cogvideox,
+    cogview4,
+    dit,
+    flux,
+    flux2,
+    hidream,
+    hunyuan_image,
+    hunyuan_video,
+    hunyuandit,
+    krea2,
+    ltx,
+    lumina2,
+    lumina_next,
+    paper_dit,
+    pixart,
+    prx,
+    qwen_image,
+    sana,
+    sana_video,
+    sd3,
+    wan,
+    z_image,
+)
 
 
 class Family(Protocol):
-    """One module of bigdit/models/families a family; these four names are all that it provides."""
+    """One module of bigdit/models/families a family; these four names are all that it provides.
+
+    Where a model also calls modules of a block from outside of it, `shared(model)` lists them, for engines that
+    shard by block. Only DiT has it.
+    """
 
     CLASS_NAME: str
 
@@ -30,7 +59,35 @@ class Family(Protocol):
         ...
 
 
-_FAMILIES: dict[str, Family] = {module.CLASS_NAME: module for module in (sana,)}
+_FAMILIES: dict[str, Family] = {
+    module.CLASS_NAME: module
+    for module in (
+        auraflow,
+        chroma,
+        cogvideox,
+        cogview4,
+        dit,
+        flux,
+        flux2,
+        hidream,
+        hunyuan_image,
+        hunyuan_video,
+        hunyuandit,
+        krea2,
+        ltx,
+        lumina2,
+        lumina_next,
+        paper_dit,
+        pixart,
+        prx,
+        qwen_image,
+        sana,
+        sana_video,
+        sd3,
+        wan,
+        z_image,
+    )
+}
 
 
 def families() -> tuple[str, ...]:

@@ -39,7 +39,8 @@ class CudaAttention:
         enable_gqa: bool = False,
     ) -> torch.Tensor:
         if attn_mask is not None and attn_mask.dtype == torch.bool:
-            attn_mask = torch.where(attn_mask, 0.0, -math.inf).to(query.dtype)
+            masked = torch.scalar_tensor(-math.inf, dtype=query.dtype, device=query.device)
+            attn_mask = torch.where(attn_mask, 0.0, masked)
         saves = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
         tensors = (query, key, value)
         if self._cudnn_takes(tensors) and not enable_gqa:

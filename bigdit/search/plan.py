@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pydantic import NonNegativeInt, PositiveInt
 
-from bigdit.catalog import CatalogModel, Gpu, batch_shape
-from bigdit.errors import UserError
+from bigdit.catalog import CatalogModel, Gpu
 from bigdit.memory import Ledger
-from bigdit.rehearse import RehearsalRequest, rehearse
+from bigdit.rehearse import rehearse
+from bigdit.rehearse.ask import request_for
 from bigdit.spec import BatchShape, Strategy, Strict
 
 MICRO_BATCH_SIZES = (1, 2)
@@ -48,20 +48,12 @@ class Plan(Strict):
         return self.largest_micro_batch_size > 0
 
 
-def make_plan(model: CatalogModel, gpu: Gpu, strategy: Strategy, *, resolution: int | None = None) -> Plan:
+def make_plan(
+    model: CatalogModel, gpu: Gpu, strategy: Strategy, *, resolution: int | tuple[int, int] | None = None
+) -> Plan:
     """Rehearse the step and hold it against the card. Raises UserError for a model that cannot be rehearsed."""
-    if model.obstacle is not None:
-        raise UserError(f"{model.name} cannot be rehearsed: {model.obstacle}; `bigdit models` lists those that can")
-    if strategy.precision == "bf16" and gpu.tflops.bf16 is None:
-        raise UserError(f"{gpu.title} computes no bf16 (compute capability {_dotted(gpu)}); --precision fp32 fits it")
-    batch = batch_shape(model, resolution)
-    request = RehearsalRequest(
-        model=model.spec,
-        batch=batch,
-        strategy=strategy,
-        micro_batch_sizes=MICRO_BATCH_SIZES,
-        compute_capability=gpu.compute_capability,
-    )
+    asked = request_for(model, gpu, strategy, resolution=resolution)
+    request = asked.model_copy(update={"micro_batch_sizes": MICRO_BATCH_SIZES})
     rehearsed = rehearse(request).sizes
     ledgers = (rehearsed[0].ledger, rehearsed[1].ledger)
     largest = largest_micro_batch_size(ledgers, gpu.usable_bytes)
@@ -71,7 +63,7 @@ def make_plan(model: CatalogModel, gpu: Gpu, strategy: Strategy, *, resolution: 
         params=rehearsed[0].params,
         gpu=gpu.name,
         usable_bytes=gpu.usable_bytes,
-        batch=batch,
+        batch=request.batch,
         strategy=strategy,
         sizes=tuple(
             PlannedSize(
@@ -87,10 +79,6 @@ def make_plan(model: CatalogModel, gpu: Gpu, strategy: Strategy, *, resolution: 
         headroom_bytes=gpu.usable_bytes - peak,
         versions=rehearsed[0].versions,
     )
-
-
-def _dotted(gpu: Gpu) -> str:
-    return ".".join(str(part) for part in gpu.compute_capability)
 
 
 def extrapolated_peak(ledgers: tuple[Ledger, Ledger], micro_batch_size: int) -> int:

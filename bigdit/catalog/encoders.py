@@ -1,0 +1,156 @@
+"""The frozen encoders of a model: what turns pixels and token ids into what the transformer is fed."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+from pydantic import NonNegativeInt, PositiveInt
+
+from bigdit.catalog.models import CatalogModel
+from bigdit.catalog.names import load_json
+from bigdit.errors import UserError
+from bigdit.spec import BatchShape, Strict
+
+Dtype = Literal["fp32", "bf16", "fp16"]
+Gives = Literal["states", "pooled", "both"]
+Pixels = tuple[PositiveInt, PositiveInt, PositiveInt] | tuple[PositiveInt, PositiveInt, PositiveInt, PositiveInt]
+
+POOLED_TEXT = "pooled_text"
+"""The name of pooled text vectors among a batch's extras."""
+
+
+class VaeSpec(Strict):
+    """A diffusers VAE, whole: the decoder stays on the device with the encoder, as trainers keep it."""
+
+    class_name: str
+    kwargs: dict[str, Any]
+    dtype: Dtype = "fp32"
+
+
+class TextEncoderSpec(Strict):
+    """A transformers text encoder that is fed `tokens` ids a caption, the first `skip` of them a prompt template's.
+
+    `gives`: hidden states, which become text_embeds, a pooled vector, or both. `layers`: which hidden states,
+    numbered as transformers' `hidden_states`; several are joined along the features; none: the last, normalised.
+    """
+
+    class_name: str
+    config_class: str
+    kwargs: dict[str, Any]
+    dtype: Dtype = "bf16"
+    tokens: PositiveInt
+    gives: Gives = "states"
+    layers: tuple[int, ...] = ()
+    skip: NonNegativeInt = 0
+
+
+class OnlineEncoders(Strict):
+    """What encodes while training. `pixels` of one sample: (channels, height, width), or (channels, frames,
+    height, width) of a video.
+
+    States of encoders with equally many tokens are joined along the features, and those along the tokens, the
+    narrower ones padded with zeros; pooled vectors are joined along the features.
+    """
+
+    pixels: Pixels
+    vae: VaeSpec
+    text: tuple[TextEncoderSpec, ...] = ()
+
+    @property
+    def extras(self) -> tuple[str, ...]:
+        """The names of the extras that the encoders give."""
+        return (POOLED_TEXT,) if any(encoder.gives != "states" for encoder in self.text) else ()
+
+
+class _Part(NamedTuple):
+    """One encoder of a recipe; `tokens`: as many as the model is fed where it says none."""
+
+    name: str
+    gives: Gives = "states"
+    tokens: int | None = None
+    layers: tuple[int, ...] = ()
+    skip: int = 0
+    class_name: str | None = None
+
+
+# By the encoder and the width that a model's entry names.
+# Source: diffusers 0.42.1, `encode_prompt` of the family's pipeline. Sana's pipeline can put a longer instruction
+# before the caption; here the caption goes alone.
+_RECIPES: dict[tuple[str, int], tuple[_Part, ...]] = {
+    ("t5-v1_1-xxl", 4096): (_Part("t5-v1_1-xxl"),),
+    ("umt5-xxl", 4096): (_Part("umt5-xxl"),),
+    ("gemma-2-2b-it (decoder)", 2304): (_Part("gemma-2-2b"),),
+    ("gemma-2-2b", 2304): (_Part("gemma-2-2b", layers=(-2,)),),
+    ("t5-v1_1-xxl + clip-l pooled", 4096): (_Part("t5-v1_1-xxl"), _Part("clip-l", "pooled", 77)),
+    ("clip-l + clip-g + t5-v1_1-xxl", 4096): (
+        _Part("clip-l", "both", 77, layers=(-2,), class_name="CLIPTextModelWithProjection"),
+        _Part("clip-g", "both", 77, layers=(-2,)),
+        _Part("t5-v1_1-xxl", tokens=256),
+    ),
+    ("Qwen2.5-VL-7B", 3584): (_Part("qwen2.5-vl-7b", layers=(-1,), skip=34),),
+    ("Qwen3-4B", 2560): (_Part("qwen3-4b", layers=(-2,)),),
+    ("Qwen3-4B", 7680): (_Part("qwen3-4b", layers=(9, 18, 27)),),
+    ("llava-llama-3-8b + clip-l", 4096): (
+        _Part("llama-3-8b", layers=(-3,), skip=95),
+        _Part("clip-l", "pooled", 77),
+    ),
+}
+
+# The VAEs that trainers cast to the training dtype; the others they keep in fp32, against overflows.
+# Source: diffusers' examples/dreambooth/train_dreambooth_lora_sana.py (fp32), train_dreambooth_flux.py (cast).
+_CAST_VAES = ("flux2-vae", "cogvideox-vae", "hunyuanvideo-vae", "ltx-vae", "qwen-image-vae")
+_CAST_FAMILIES = ("FluxTransformer2DModel", "ChromaTransformer2DModel")
+
+
+def online_encoders(model: CatalogModel, batch: BatchShape, *, vae_dtype: Dtype | None = None) -> OnlineEncoders:
+    """The encoders that make samples of `batch` for `model`, in the dtypes that trainers keep them in.
+
+    Raises UserError where the catalogue does not have them.
+    """
+    vae = model.vae
+    if vae.kwargs is None:
+        raise UserError(
+            f"{model.name} cannot be rehearsed with features online: the catalogue has no constructor arguments of "
+            f"its {vae.name}; use features cached"
+        )
+    cast = vae.name in _CAST_VAES or model.spec.class_name in _CAST_FAMILIES
+    return OnlineEncoders(
+        pixels=_pixels(model, batch),
+        vae=VaeSpec(class_name=vae.class_name, kwargs=vae.kwargs, dtype=vae_dtype or ("bf16" if cast else "fp32")),
+        text=_text_encoders(model, batch),
+    )
+
+
+def _pixels(model: CatalogModel, batch: BatchShape) -> Pixels:
+    """The pixels that the VAE turns into the latents: its first latent frame is one frame, each other a group."""
+    height, width = (side * model.vae.downsample for side in batch.latents[-2:])
+    if len(batch.latents) == 3:
+        return 3, height, width
+    return 3, 1 + (batch.latents[1] - 1) * model.vae.temporal_downsample, height, width
+
+
+def _text_encoders(model: CatalogModel, batch: BatchShape) -> tuple[TextEncoderSpec, ...]:
+    text = model.text
+    if text is None or batch.text is None:
+        return ()
+    recipe = _RECIPES.get((text.encoder, text.dim or 0))
+    if recipe is None:
+        known = ", ".join(sorted({encoder for encoder, _ in _RECIPES}))
+        raise UserError(
+            f"{model.name} cannot be rehearsed with features online: the catalogue has no recipe of its text encoder "
+            f"{text.encoder}; use features cached; known are {known}"
+        )
+    return tuple(_text_encoder(part, batch.text[0]) for part in recipe)
+
+
+def _text_encoder(part: _Part, tokens: int) -> TextEncoderSpec:
+    entry = load_json("models.json")["text_encoders"][part.name]
+    return TextEncoderSpec(
+        class_name=part.class_name or entry["class_name"],
+        config_class=entry["config_class"],
+        kwargs=entry["kwargs"],
+        tokens=(part.tokens or tokens) + part.skip,
+        gives=part.gives,
+        layers=part.layers,
+        skip=part.skip,
+    )

@@ -1,0 +1,58 @@
+"""The diffusers classes that bigdit.models has an adapter for, and what each is fed: said here without torch."""
+
+from __future__ import annotations
+
+from bigdit.spec import Strict
+
+
+class Inputs(Strict):
+    """What a family takes beside latents and t.
+
+    `text_dim`: the constructor argument with the width of the text embeddings (a list says it first), None without
+    text; `text_layers`: the one with the number of layers that are joined in them. `extras`: the further inputs, as
+    its adapter names them. `packs`: latents go in as 2 × 2 patches in the channels. `video`: latents have frames.
+    """
+
+    text_dim: str | None = None
+    text_layers: str | None = None
+    extras: tuple[str, ...] = ()
+    packs: bool = False
+    video: bool = False
+
+
+FAMILIES: dict[str, Inputs] = {
+    "SanaTransformer2DModel": Inputs(text_dim="caption_channels"),
+    "SanaVideoTransformer3DModel": Inputs(text_dim="caption_channels", video=True),
+    "CogVideoXTransformer3DModel": Inputs(text_dim="text_embed_dim", video=True),
+    "WanTransformer3DModel": Inputs(text_dim="text_dim", video=True),
+    "HunyuanVideoTransformer3DModel": Inputs(text_dim="text_embed_dim", extras=("pooled_text",), video=True),
+    "LTXVideoTransformer3DModel": Inputs(text_dim="caption_channels", video=True),
+    "QwenImageTransformer2DModel": Inputs(text_dim="joint_attention_dim", packs=True),
+    "ZImageTransformer2DModel": Inputs(text_dim="cap_feat_dim"),
+    "Krea2Transformer2DModel": Inputs(text_dim="text_hidden_dim", text_layers="num_text_layers", packs=True),
+    "PRXTransformer2DModel": Inputs(text_dim="context_in_dim"),
+    "CogView4Transformer2DModel": Inputs(text_dim="text_embed_dim"),
+    "HunyuanImageTransformer2DModel": Inputs(text_dim="text_embed_dim", extras=("glyph_text", "glyph_mask")),
+    "HiDreamImageTransformer2DModel": Inputs(text_dim="caption_channels", extras=("pooled_text", "llama_text")),
+    "DiTTransformer2DModel": Inputs(extras=("class_label",)),
+    "PaperDiT": Inputs(extras=("class_label",)),
+    "PixArtTransformer2DModel": Inputs(text_dim="caption_channels"),
+    "SD3Transformer2DModel": Inputs(text_dim="joint_attention_dim", extras=("pooled_text",)),
+    "FluxTransformer2DModel": Inputs(text_dim="joint_attention_dim", extras=("pooled_text",), packs=True),
+    "ChromaTransformer2DModel": Inputs(text_dim="joint_attention_dim", packs=True),
+    "Flux2Transformer2DModel": Inputs(text_dim="joint_attention_dim", packs=True),
+    "AuraFlowTransformer2DModel": Inputs(text_dim="joint_attention_dim"),
+    "HunyuanDiT2DModel": Inputs(text_dim="cross_attention_dim_t5", extras=("clip_text_embeds", "clip_text_mask")),
+    "Lumina2Transformer2DModel": Inputs(text_dim="cap_feat_dim"),
+    "LuminaNextDiT2DModel": Inputs(text_dim="cross_attention_dim"),
+}
+
+
+def training_obstacle(class_name: str) -> str | None:
+    """Why a class cannot be trained from a feature store, of latents and one text sequence; None where it can."""
+    inputs = FAMILIES.get(class_name)
+    if inputs is None:
+        return f"no family adapter yet: {class_name}"
+    if inputs.extras:
+        return f"the feature store keeps no {' and no '.join(inputs.extras)}, which {class_name} is fed"
+    return f"the feature store keeps pictures, and {class_name} makes videos" if inputs.video else None

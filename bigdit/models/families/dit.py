@@ -1,0 +1,49 @@
+"""DiT: adaLN-Zero blocks conditioned on t and a class, as diffusers has it, with an embedder in each block.
+
+Source: Peebles & Xie, arXiv:2212.09748; diffusers' DiTTransformer2DModel and DiTPipeline.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from bigdit.models.conditions import Conditions, Extra
+
+CLASS_NAME = "DiTTransformer2DModel"
+
+# The published models see 1000 training timesteps.
+TIMESTEP_SCALE = 1000.0
+
+
+def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions: Conditions) -> torch.Tensor:
+    """Velocity [B, C, H, W] for square latents [B, C, H, W], t [B] and the extra class_label [B].
+
+    Of a model with learned sigma, whose output has 2 C channels, it is the first C. A label dropped for
+    classifier-free guidance comes as the class after the last: the embedders' own dropout is off, since each
+    block would draw another one, and a checkpointed block another yet when it is recomputed.
+    """
+    for block in model.transformer_blocks:
+        block.norm1.emb.class_embedder.eval()
+    output = model(
+        latents,
+        timestep=t * TIMESTEP_SCALE,
+        class_labels=conditions.extras["class_label"],
+        return_dict=False,
+    )[0]
+    return output[:, : latents.shape[1]]
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """The transformer blocks, in the order of the forward pass."""
+    return list(model.transformer_blocks)
+
+
+def extras(model: nn.Module) -> dict[str, Extra]:
+    """The class, 0 … num_embeds_ada_norm - 1, and num_embeds_ada_norm for none."""
+    return {"class_label": Extra(shape=(), dtype=torch.int64)}
+
+
+def shared(model: nn.Module) -> list[nn.Module]:
+    """The first block's embedder, which the model calls once more after the last block."""
+    return [model.transformer_blocks[0].norm1.emb]

@@ -1,0 +1,59 @@
+"""HiDream-I1: dual-stream blocks, then single-stream ones, whose feed-forward is a mixture of experts.
+
+text_embeds are T5's; each block is also fed a layer of Llama. In training every token goes through its k experts
+by masked indexing, whose sizes are data: a rehearsal takes each expert's share as equal.
+
+Source: Cai et al., arXiv:2505.22705; diffusers' HiDreamImageTransformer2DModel and HiDreamImagePipeline.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from bigdit.models.arguments import arguments
+from bigdit.models.conditions import Conditions, Extra
+
+CLASS_NAME = "HiDreamImageTransformer2DModel"
+
+TIMESTEP_SCALE = 1000.0
+# Tokens of Llama's text, as of T5's.
+LLAMA_TOKENS = 128
+
+
+def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions: Conditions) -> torch.Tensor:
+    """Velocity [B, C, H, W] for latents of that shape, t [B], text_embeds [B, T, D]; padded text is attended to."""
+    patches = model(
+        hidden_states=latents,
+        timesteps=t * TIMESTEP_SCALE,
+        encoder_hidden_states_t5=conditions.text_embeds,
+        encoder_hidden_states_llama3=conditions.extras["llama_text"].transpose(0, 1),
+        pooled_embeds=conditions.extras["pooled_text"],
+        return_dict=False,
+    )[0]
+    return -_pictures(model, patches, latents)
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """The dual-stream blocks and the single-stream ones, in the order of the forward pass."""
+    return [*model.double_stream_blocks, *model.single_stream_blocks]
+
+
+def extras(model: nn.Module) -> dict[str, Extra]:
+    """`pooled_text` of two CLIPs, and `llama_text`: the layers of Llama that the blocks are fed."""
+    config = arguments(model)
+    return {
+        "pooled_text": Extra((config.text_emb_dim,)),
+        "llama_text": Extra((max(config.llama_layers) + 1, LLAMA_TOKENS, config.caption_channels[1])),
+    }
+
+
+def _pictures(model: nn.Module, patches: torch.Tensor, latents: torch.Tensor) -> torch.Tensor:
+    """In training the model returns [B, C, patches, p²], with room for its largest picture where that is no square."""
+    if not model.training or arguments(model).force_inference_output:
+        return patches
+    batch, channels, height, width = latents.shape
+    patch = arguments(model).patch_size
+    rows, columns = height // patch, width // patch
+    grid = patches[:, :, : rows * columns].reshape(batch, channels, rows, columns, patch, patch)
+    return grid.permute(0, 1, 2, 4, 3, 5).reshape(batch, channels, height, width)

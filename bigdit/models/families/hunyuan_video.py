@@ -1,0 +1,50 @@
+"""HunyuanVideo: dual-stream blocks, then single-stream ones, over video and text refined by attention.
+
+Source: Kong et al., arXiv:2412.03603; diffusers' HunyuanVideoTransformer3DModel and HunyuanVideoPipeline.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from bigdit.errors import UserError
+from bigdit.models.arguments import arguments
+from bigdit.models.conditions import Conditions, Extra, text
+
+CLASS_NAME = "HunyuanVideoTransformer3DModel"
+
+TIMESTEP_SCALE = 1000.0
+# A model distilled from guidance is trained at a scale of 1, which the pipeline also multiplies by 1000.
+GUIDANCE = 1000.0
+
+
+def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions: Conditions) -> torch.Tensor:
+    """Velocity [B, C, F, H, W] for latents of that shape, t [B], text_embeds [B, T, D], text_mask [B, T]."""
+    embeds, mask = text(conditions)
+    guided = arguments(model).guidance_embeds
+    return model(
+        hidden_states=latents,
+        timestep=t * TIMESTEP_SCALE,
+        encoder_hidden_states=embeds,
+        encoder_attention_mask=mask.bool(),
+        pooled_projections=conditions.extras["pooled_text"],
+        guidance=latents.new_full((latents.shape[0],), GUIDANCE) if guided else None,
+        return_dict=False,
+    )[0]
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """The dual-stream blocks and the single-stream ones, in the order of the forward pass."""
+    return [*model.transformer_blocks, *model.single_transformer_blocks]
+
+
+def extras(model: nn.Module) -> dict[str, Extra]:
+    """`pooled_text`, CLIP's. Raises UserError for a model that continues an image, whose inputs are others."""
+    config = arguments(model)
+    if config.image_condition_type is not None:
+        raise UserError(
+            f"model.kwargs.image_condition_type is {config.image_condition_type}, and the adapter of {CLASS_NAME} "
+            "feeds no image; use null, the model from text"
+        )
+    return {"pooled_text": Extra((config.pooled_projection_dim,))}

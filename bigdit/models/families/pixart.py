@@ -1,0 +1,57 @@
+"""PixArt-α and -Σ: DiT blocks with one shared modulation, and cross-attention to text.
+
+Source: Chen et al., arXiv:2310.00426 and arXiv:2403.04692; diffusers' PixArtTransformer2DModel and PixArtAlphaPipeline.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from bigdit.models.conditions import Conditions, Extra
+
+CLASS_NAME = "PixArtTransformer2DModel"
+
+# The published models see 1000 training timesteps.
+TIMESTEP_SCALE = 1000.0
+# Pixels per latent of the VAEs of all published models: micro-conditions are in pixels.
+VAE_DOWNSAMPLE = 8
+
+
+def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions: Conditions) -> torch.Tensor:
+    """Velocity [B, C, H, W] for latents [B, C, H, W], t [B], text_embeds [B, T, D], text_mask [B, T].
+
+    Of a model with learned sigma, whose output has 2 C channels, it is the first C. Micro-conditions, of the
+    models that take them, are the size and the aspect ratio of these latents.
+    """
+    output = model(
+        latents,
+        encoder_hidden_states=conditions.text_embeds,
+        timestep=t * TIMESTEP_SCALE,
+        added_cond_kwargs=_micro_conditions(model, latents),
+        encoder_attention_mask=conditions.text_mask,
+        return_dict=False,
+    )[0]
+    return output[:, : latents.shape[1]]
+
+
+def _micro_conditions(model: nn.Module, latents: torch.Tensor) -> dict[str, torch.Tensor | None]:
+    if not model.use_additional_conditions:
+        return {"resolution": None, "aspect_ratio": None}
+    batch, _, height, width = latents.shape
+    pixels = torch.tensor([[height * VAE_DOWNSAMPLE, width * VAE_DOWNSAMPLE]], dtype=latents.dtype)
+    ratio = torch.tensor([[height / width]], dtype=latents.dtype)
+    return {
+        "resolution": pixels.repeat(batch, 1).to(latents.device),
+        "aspect_ratio": ratio.repeat(batch, 1).to(latents.device),
+    }
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """The transformer blocks, in the order of the forward pass."""
+    return list(model.transformer_blocks)
+
+
+def extras(model: nn.Module) -> dict[str, Extra]:
+    """Nothing beside latents, t and text."""
+    return {}

@@ -1,0 +1,47 @@
+"""Wan 2.1 and 2.2: self-attention over all of a video, cross-attention to text and, from an image, to its CLIP.
+
+Every token has the sample's t, so Wan 2.2's 5B is trained from text; its image mode gives the first frame a t of 0.
+
+Source: Wan team, arXiv:2503.20314; diffusers' WanTransformer3DModel, WanPipeline and WanImageToVideoPipeline.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from bigdit.models.arguments import arguments
+from bigdit.models.conditions import Conditions, Extra
+
+CLASS_NAME = "WanTransformer3DModel"
+
+TIMESTEP_SCALE = 1000.0
+# CLIP ViT-H/14 on 224 × 224 pixels: 16² patches and the class token.
+CLIP_TOKENS = 257
+
+
+def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions: Conditions) -> torch.Tensor:
+    """Velocity [B, C, F, H, W] for latents of that shape, t [B], text_embeds [B, 512, D], zeros where padded."""
+    condition = conditions.extras.get("image_condition")
+    return model(
+        hidden_states=latents if condition is None else torch.cat([latents, condition], dim=1),
+        timestep=t * TIMESTEP_SCALE,
+        encoder_hidden_states=conditions.text_embeds,
+        encoder_hidden_states_image=conditions.extras.get("image_embeds"),
+        return_dict=False,
+    )[0]
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """The transformer blocks, in the order of the forward pass."""
+    return list(model.blocks)
+
+
+def extras(model: nn.Module) -> dict[str, Extra]:
+    """From an image: `image_condition`, its mask and latents beside the video's, and `image_embeds` of CLIP."""
+    config, found = arguments(model), {}
+    if config.in_channels > config.out_channels:
+        found["image_condition"] = Extra((config.in_channels - config.out_channels,), per_latent=True)
+    if config.image_dim is not None:
+        found["image_embeds"] = Extra((config.pos_embed_seq_len or CLIP_TOKENS, config.image_dim))
+    return found

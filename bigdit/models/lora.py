@@ -1,0 +1,82 @@
+"""Low-rank adapters (Hu et al., arXiv:2106.09685) by peft, over a base frozen as it is or quantised by bitsandbytes.
+
+bitsandbytes quantises a weight when it moves to its device: to int8 with a scale a row (Dettmers et al.,
+arXiv:2208.07339, without its decomposition of outliers, whose size the data decide), or to 4-bit NormalFloat
+with an fp32 scale for 64 values (Dettmers et al., arXiv:2305.14314, without double quantisation).
+"""
+
+from __future__ import annotations
+
+import torch
+from bitsandbytes.nn import Int8Params, Linear4bit, Linear8bitLt, Params4bit
+from peft import LoraConfig, inject_adapter_in_model
+from torch import nn
+
+from bigdit.errors import UserError, nearest
+from bigdit.models.adapters import ADAPTER
+from bigdit.models.family import Family
+from bigdit.spec import LoraSpec
+
+
+def apply_lora(model: nn.Module, family: Family, spec: LoraSpec, *, seed: int) -> None:
+    """Freeze the model and add trainable adapters in its dtype; quantise the linear layers of its blocks.
+
+    `spec.base` bf16 leaves the base in the model's dtype. The adapters' values are drawn from `seed`, in fp32:
+    every process draws the same. Raises UserError where a target names no linear layer.
+    """
+    dtype = next(model.parameters()).dtype
+    targets = _targets(model, family, spec)
+    model.requires_grad_(False)
+    if spec.base != "bf16":
+        for block in family.blocks(model):
+            for name, linear in list(block.named_modules()):
+                if isinstance(linear, nn.Linear):
+                    block.set_submodule(name, _quantised(linear, spec.base))
+    # peft asks the model which of its own layers may wrap bitsandbytes'.
+    model.is_loaded_in_8bit, model.is_loaded_in_4bit = spec.base == "int8", spec.base == "nf4"  # type: ignore[assignment]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        inject_adapter_in_model(LoraConfig(r=spec.rank, lora_alpha=spec.alpha, target_modules=targets), model, ADAPTER)
+    for parameter in (parameter for parameter in model.parameters() if parameter.requires_grad):
+        parameter.data = parameter.data.to(dtype)  # peft leaves them in fp32 beside quantised weights
+
+
+def _targets(model: nn.Module, family: Family, spec: LoraSpec) -> list[str]:
+    """The linear layers to adapt, by their whole names: those that end in a target, or those of attention."""
+    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    if not spec.targets:
+        blocks = set(family.blocks(model))
+        inside = tuple(f"{name}." for name, module in model.named_modules() if module in blocks)
+        found = [name for name in linears if name.startswith(inside) and _is_of_attention(name)]
+        if not found:
+            raise UserError("lora.targets is empty, and no linear layer of the blocks is one of attention; name some")
+        return found
+    known = {name.rpartition(".")[2] for name in linears}
+    for target in spec.targets:
+        if not any(_ends_in(name, target) for name in linears):
+            raise UserError(f"lora.targets: no linear layer's name ends in {target!r}; {nearest(target, known)}")
+    return [name for name in linears if any(_ends_in(name, target) for target in spec.targets)]
+
+
+def _ends_in(name: str, target: str) -> bool:
+    return name == target or name.endswith(f".{target}")
+
+
+def _is_of_attention(name: str) -> bool:
+    parents = name.split(".")[:-1]
+    return any("attn" in part or "attention" in part for part in parents) and not any("norm" in p for p in parents)
+
+
+def _quantised(linear: nn.Linear, base: str) -> nn.Linear:
+    """bitsandbytes' layer with the same weight, which it quantises when it moves to a device."""
+    sizes, bias = (linear.in_features, linear.out_features), linear.bias is not None
+    if base == "int8":
+        layer = Linear8bitLt(*sizes, bias=bias, has_fp16_weights=False, threshold=0.0, device="meta")
+        layer.weight = Int8Params(linear.weight.data, requires_grad=False, has_fp16_weights=False)
+    else:
+        layer = Linear4bit(*sizes, bias=bias, compress_statistics=False, quant_type="nf4", device="meta")
+        layer.weight = Params4bit(
+            linear.weight.data, requires_grad=False, compress_statistics=False, quant_type="nf4", module=layer
+        )
+    layer.bias = linear.bias
+    return layer

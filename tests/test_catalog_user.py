@@ -1,0 +1,77 @@
+"""A user's config.json as a model to plan for: what is read from it, what its sibling lends, what is refused."""
+
+import json
+from collections import Counter
+
+import pytest
+
+from bigdit.catalog import batch_shape, find_model, model, user_model
+from bigdit.catalog.models import models
+from bigdit.errors import UserError
+
+
+def written(folder, class_name, kwargs):
+    """A config.json as diffusers writes it."""
+    folder.mkdir(exist_ok=True)
+    file = folder / "config.json"
+    file.write_text(json.dumps({"_class_name": class_name, "_diffusers_version": "0.42.1", **kwargs}))
+    return file
+
+
+def arguments(m):
+    return m.spec.class_name, json.dumps(m.spec.kwargs, sort_keys=True)
+
+
+TWICE = [spec for spec, count in Counter(arguments(m) for m in models()).items() if count > 1]
+
+
+@pytest.mark.parametrize("name", [m.name for m in models() if arguments(m) not in TWICE])
+def test_the_catalogues_own_arguments_give_the_catalogues_shapes(name, tmp_path):
+    m = model(name)
+    user = user_model(written(tmp_path / "mine", m.spec.class_name, m.spec.kwargs))
+    assert (user.name, user.spec.kwargs, user.params) == ("mine", m.spec.kwargs, None)
+    for field in ("text", "vae", "patch_size", "resolution", "video", "clip"):
+        assert getattr(user, field) == getattr(m, field), field
+    assert batch_shape(user) == batch_shape(m)
+    assert user.rehearsable
+    assert name in user.unverified
+
+
+def test_what_differs_from_the_sibling_is_read_from_the_config(tmp_path):
+    kwargs = model("sana-1600m-1024").spec.kwargs | {"in_channels": 16, "sample_size": 24, "caption_channels": 640}
+    user = find_model(str(written(tmp_path / "small-sana", "SanaTransformer2DModel", kwargs)))
+    assert batch_shape(user).model_dump() == {"latents": (16, 24, 24), "text": (300, 640)}
+    assert (user.resolution, user.vae.name, user.vae.downsample) == (768, "a VAE of 16 channels", 32)
+    flux = model("flux.1-dev").spec.kwargs | {"in_channels": 128, "joint_attention_dim": 2048}
+    user = find_model(str(written(tmp_path / "wide-flux", "FluxTransformer2DModel", flux).parent))
+    assert batch_shape(user, 512).model_dump() == {"latents": (32, 64, 64), "text": (512, 2048)}
+
+
+def test_a_name_is_still_a_name():
+    assert find_model("DiT-XL/2").name == "dit-xl-2"
+    with pytest.raises(UserError, match=r"model 'sana-160m' is not in the catalogue"):
+        find_model("sana-160m")
+    with pytest.raises(UserError, match=r"^\./absent does not exist|^absent does not exist"):
+        find_model("./absent")
+
+
+def test_what_a_config_must_say(tmp_path):
+    kwargs = dict(model("pixart-sigma-xl-2-512").spec.kwargs)
+    for key in ("in_channels", "caption_channels"):
+        del kwargs[key]
+    with pytest.raises(UserError) as error:
+        user_model(written(tmp_path / "bare", "PixArtTransformer2DModel", kwargs))
+    file = tmp_path / "bare/config.json"
+    assert [problem.split("; ")[0] for problem in error.value.problems] == [
+        f"{file} has no in_channels, which the plan needs",
+        f"{file} has no caption_channels, which the plan needs",
+    ]
+    with pytest.raises(UserError, match=r"no family adapter drives 'UNet2DConditionModel'; "):
+        user_model(written(tmp_path / "unet", "UNet2DConditionModel", {}))
+    with pytest.raises(
+        UserError, match=r"odd: in_channels is 66, and FluxTransformer2DModel packs 2 × 2 .* such as 64"
+    ):
+        user_model(written(tmp_path / "odd", "FluxTransformer2DModel", {"in_channels": 66}))
+    wrong = dict(model("sana-600m-512").spec.kwargs) | {"sample_size": "large"}
+    with pytest.raises(UserError, match=r"wrong: sample_size is 'large'; a positive integer was expected"):
+        user_model(written(tmp_path / "wrong", "SanaTransformer2DModel", wrong))

@@ -1,0 +1,272 @@
+"""The image families: each rehearsal is the real step, event by event, and each model is fed what it is to be fed."""
+
+from __future__ import annotations
+
+import functools
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from bigdit import models
+from bigdit.catalog import FAMILIES
+from bigdit.dist import World
+from bigdit.loader.batch import Batch
+from bigdit.models.checkpointing import apply_checkpointing
+from bigdit.models.packing import grid, pack, unpack
+from bigdit.rehearse import RehearsalRequest, RehearsedSize
+from bigdit.rehearse.drive import drive
+from bigdit.spec import BatchShape, ModelSpec, ObjectiveSpec, Strategy
+
+SHAPE = BatchShape(latents=(4, 8, 8), text=(6, 12))
+NARROW = {"num_attention_heads": 2, "attention_head_dim": 8}
+LATENTS = {"sample_size": 8, "patch_size": 2, "in_channels": 4}
+PACKED = NARROW | {"in_channels": 16, "num_layers": 2, "num_single_layers": 1, "joint_attention_dim": 12}
+
+# The published classes, a few narrow blocks deep.
+TINY: dict[str, dict[str, object]] = {
+    "DiTTransformer2DModel": NARROW | LATENTS | {"out_channels": 8, "num_layers": 2, "num_embeds_ada_norm": 10},
+    "PaperDiT": LATENTS | {"hidden_size": 16, "depth": 2, "num_heads": 2, "num_classes": 10},
+    "PixArtTransformer2DModel": LATENTS
+    | {"num_attention_heads": 3, "attention_head_dim": 8, "num_layers": 2, "cross_attention_dim": 24}
+    | {"caption_channels": 12, "use_additional_conditions": True},
+    "SD3Transformer2DModel": NARROW
+    | LATENTS
+    | {"out_channels": 4, "num_layers": 2, "joint_attention_dim": 12, "caption_projection_dim": 16}
+    | {"pooled_projection_dim": 10, "pos_embed_max_size": 8, "dual_attention_layers": [0], "qk_norm": "rms_norm"},
+    "FluxTransformer2DModel": PACKED
+    | {"pooled_projection_dim": 10, "guidance_embeds": True, "axes_dims_rope": [2, 2, 4]},
+    "ChromaTransformer2DModel": PACKED
+    | {"axes_dims_rope": [2, 2, 4], "approximator_num_channels": 8}
+    | {"approximator_hidden_dim": 16, "approximator_layers": 1},
+    "Flux2Transformer2DModel": PACKED | {"timestep_guidance_channels": 16, "axes_dims_rope": [2, 2, 2, 2]},
+    "AuraFlowTransformer2DModel": NARROW
+    | LATENTS
+    | {"num_mmdit_layers": 1, "num_single_dit_layers": 1, "joint_attention_dim": 12}
+    | {"caption_projection_dim": 16, "pos_embed_max_size": 16},
+    "HunyuanDiT2DModel": NARROW
+    | LATENTS
+    | {"hidden_size": 16, "num_layers": 4, "mlp_ratio": 2.0, "cross_attention_dim": 10, "cross_attention_dim_t5": 16}
+    | {"pooled_projection_dim": 6, "text_len": 3, "text_len_t5": 6},
+    "Lumina2Transformer2DModel": LATENTS
+    | {"hidden_size": 24, "num_layers": 2, "num_refiner_layers": 1, "num_attention_heads": 2, "num_kv_heads": 1}
+    | {"multiple_of": 8, "axes_dim_rope": [4, 4, 4], "axes_lens": [20, 20, 20], "cap_feat_dim": 12},
+    "LuminaNextDiT2DModel": LATENTS
+    | {"hidden_size": 16, "num_layers": 2, "num_attention_heads": 2, "num_kv_heads": 1}
+    | {"multiple_of": 8, "cross_attention_dim": 12},
+    "SanaTransformer2DModel": {"in_channels": 4, "out_channels": 4, "sample_size": 8, "patch_size": 1}
+    | NARROW
+    | {"num_layers": 2, "num_cross_attention_heads": 2, "cross_attention_head_dim": 8, "cross_attention_dim": 16}
+    | {"caption_channels": 12, "guidance_embeds": True},
+}
+MASKED = (
+    *("PixArtTransformer2DModel", "ChromaTransformer2DModel", "AuraFlowTransformer2DModel"),
+    *("Lumina2Transformer2DModel", "LuminaNextDiT2DModel", "SanaTransformer2DModel"),
+)
+UNUSED = {"LuminaNextDiT2DModel": {"pad_token"}}  # parameters that diffusers' class has, and does not use
+MICRO_BATCH_SIZE = 2
+
+
+def spec_of(class_name: str) -> ModelSpec:
+    return ModelSpec(name=f"tiny-{class_name}", class_name=class_name, kwargs=TINY[class_name])
+
+
+def shape_of(class_name: str) -> BatchShape:
+    if FAMILIES[class_name].text_dim is None:
+        return BatchShape(latents=SHAPE.latents)
+    return SHAPE.model_copy(update={"text": (6, 16)}) if class_name == "HunyuanDiT2DModel" else SHAPE
+
+
+def strategy(checkpointed: int | str) -> Strategy:
+    precision = "bf16" if checkpointed == 0 else "fp32"
+    return Strategy(micro_batch_size=MICRO_BATCH_SIZE, precision=precision, checkpointed_blocks=checkpointed)
+
+
+CONFIGS = [(class_name, checkpointed) for class_name in TINY for checkpointed in (0, "all")]
+
+# One process for all of them: the start of a worker is most of its time here.
+_REHEARSE_ALL = """
+import json, sys
+from bigdit.rehearse import RehearsalRequest
+from bigdit.rehearse.worker import rehearse_size
+requests = [RehearsalRequest.model_validate(value) for value in json.load(open(sys.argv[1]))]
+answers = [rehearse_size(request, request.micro_batch_sizes[0]).model_dump(mode="json") for request in requests]
+json.dump(answers, open(sys.argv[2], "w"))
+"""
+
+
+@pytest.fixture(scope="module")
+def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[object, ...], RehearsedSize]:
+    folder = tmp_path_factory.mktemp("rehearsals")
+    asked, answered = folder / "requests.json", folder / "answers.json"
+    requests = [
+        RehearsalRequest(
+            model=spec_of(class_name),
+            batch=shape_of(class_name),
+            strategy=strategy(checkpointed),
+            micro_batch_sizes=(MICRO_BATCH_SIZE,),
+            kernels="cpu",
+        ).model_dump(mode="json")
+        for class_name, checkpointed in CONFIGS
+    ]
+    asked.write_text(json.dumps(requests))
+    done = subprocess.run(
+        [sys.executable, "-c", _REHEARSE_ALL, str(asked), str(answered)],
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    answers = [RehearsedSize.model_validate(value) for value in json.loads(answered.read_text())]
+    return dict(zip(CONFIGS, answers, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("rehearsed image families")  # one worker makes all the rehearsals, once
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: "-".join(map(str, config)))
+def test_the_rehearsal_is_the_real_step_to_the_byte(
+    config: tuple[str, int | str], rehearsed: dict[tuple[object, ...], RehearsedSize]
+) -> None:
+    """Every allocation and free, in order, with its category and label."""
+    class_name, checkpointed = config
+    real, params = drive(
+        spec_of(class_name),
+        shape_of(class_name),
+        strategy(checkpointed),
+        ObjectiveSpec(),
+        torch.device("cpu"),
+        World(),
+    )
+    assert rehearsed[config].params == params
+    assert rehearsed[config].timeline == real
+
+
+class Fed:
+    """A tiny model with drawn parameters, and a micro-batch of random conditions for it."""
+
+    def __init__(self, class_name: str) -> None:
+        self.class_name = class_name
+        self.family = models.family(class_name)
+        self.model = models.build(spec_of(class_name), device="cpu", dtype=torch.float32, seed=0)
+        generator = torch.Generator().manual_seed(1)
+        for param in self.model.parameters():  # zeros of the initialisation would hide what reaches what
+            param.data.normal_(std=0.2, generator=generator)
+        draw = functools.partial(torch.randn, generator=generator)
+        shape, count = shape_of(class_name), MICRO_BATCH_SIZE
+        self.t = torch.tensor([0.3, 0.8])
+        self.batch = Batch(
+            latents=draw(count, *shape.latents),
+            text_embeds=None if shape.text is None else draw(count, *shape.text),
+            text_mask=None if shape.text is None else torch.ones(count, shape.text[0]),
+            seeds=tuple(range(count)),
+            extras={
+                name: draw(count, *extra.shape)
+                if extra.dtype.is_floating_point
+                else torch.full((count, *extra.shape), extra.fill, dtype=extra.dtype)
+                for name, extra in self.family.extras(self.model).items()
+            },
+        )
+
+    def predict(self, batch: Batch | None = None, t: torch.Tensor | None = None) -> torch.Tensor:
+        batch = batch or self.batch
+        return self.family.predict(self.model, batch.latents, self.t if t is None else t, batch)
+
+    def gradients(self) -> dict[str, torch.Tensor | None]:
+        self.model.zero_grad(set_to_none=True)
+        self.predict().square().mean().backward()
+        return {name: p.grad for name, p in self.model.named_parameters() if p.requires_grad}
+
+
+@pytest.fixture(scope="module", params=TINY)
+def fed(request: pytest.FixtureRequest) -> Fed:
+    return Fed(request.param)
+
+
+def test_the_prediction_has_the_shape_of_the_latents_and_follows_every_condition(fed: Fed) -> None:
+    before = fed.predict()
+    assert before.shape == fed.batch.latents.shape
+    assert torch.equal(fed.predict(), before)
+    assert not torch.allclose(fed.predict(t=fed.t * 0.5), before)
+    for changed in _changed(fed.batch):
+        assert not torch.allclose(fed.predict(changed), before)
+
+
+def _changed(batch: Batch) -> list[Batch]:
+    """The batch with one of its conditions changed, once for each."""
+    fields = {"latents": batch.latents, "text_embeds": batch.text_embeds, "seeds": batch.seeds}
+    changed = []
+    if batch.text_embeds is not None:
+        changed.append(
+            Batch(**fields | {"text_embeds": batch.text_embeds + 1}, text_mask=batch.text_mask, extras=batch.extras)
+        )
+    for name, extra in batch.extras.items():
+        other = 1 - extra if not extra.is_floating_point() else extra + 1
+        changed.append(Batch(**fields, text_mask=batch.text_mask, extras={**batch.extras, name: other}))
+    return changed
+
+
+def test_gradients_reach_every_parameter_that_trains_and_checkpointing_leaves_them(fed: Fed) -> None:
+    gradients = fed.gradients()
+    without = {name for name, gradient in gradients.items() if gradient is None}
+    assert without == UNUSED.get(fed.class_name, set())
+    apply_checkpointing(fed.model, fed.family, "all")
+    again = fed.gradients()
+    assert {name for name, gradient in again.items() if gradient is None} == without
+    assert all(torch.equal(again[name], gradients[name]) for name in gradients.keys() - without)
+
+
+@pytest.mark.parametrize("class_name", MASKED)
+def test_padding_says_nothing_where_the_family_masks_it(class_name: str) -> None:
+    fed = Fed(class_name)
+    mask = torch.ones(MICRO_BATCH_SIZE, 6)
+    mask[0, 4:] = 0
+    text = fed.batch.text_embeds
+    assert text is not None
+    other = torch.where(mask.bool().unsqueeze(-1), text, text + 3)
+    fed.batch = Batch(fed.batch.latents, text, mask, fed.batch.seeds, fed.batch.extras)
+    padded = Batch(fed.batch.latents, other, mask, fed.batch.seeds, fed.batch.extras)
+    assert torch.allclose(fed.predict(padded), fed.predict(), atol=1e-5)
+    assert all(g is None or bool(g.isfinite().all()) for g in fed.gradients().values())
+
+
+@pytest.mark.parametrize("class_name", TINY)
+def test_blocks_are_all_lists_of_blocks_in_the_order_of_the_forward_pass(class_name: str) -> None:
+    fed = Fed(class_name)
+    blocks = fed.family.blocks(fed.model)
+    seen: list[nn.Module] = []
+    for block in blocks:
+        block.register_forward_pre_hook(lambda module, _: seen.append(module))
+    fed.predict()
+    assert seen == blocks
+    assert len(blocks) == sum(len(child) for child in fed.model.children() if isinstance(child, nn.ModuleList))
+
+
+@pytest.mark.parametrize("class_name", TINY)
+def test_the_catalogue_names_the_same_inputs(class_name: str) -> None:
+    fed = Fed(class_name)
+    assert tuple(fed.family.extras(fed.model)) == FAMILIES[class_name].extras
+
+
+def test_packing_is_undone_and_positions_run_row_by_row() -> None:
+    latents = torch.arange(2 * 3 * 4 * 6).view(2, 3, 4, 6)
+    tokens = pack(latents)
+    assert tokens.shape == (2, 6, 12)
+    assert tokens[0, 1].view(3, 2, 2).equal(latents[0, :, 0:2, 2:4])
+    assert unpack(tokens, 4, 6).equal(latents)
+    assert grid(1, 2, 2, device=torch.device("cpu")).tolist() == [[0, 0, 0], [0, 0, 1], [0, 1, 0], [0, 1, 1]]
+
+
+def test_dit_leaves_labels_alone_in_training() -> None:
+    """diffusers' embedders drop labels at random in every block, and again in each recomputation."""
+    fed = Fed("DiTTransformer2DModel")
+    fed.model.train()
+    predictions = [fed.predict() for _ in range(4)]
+    assert all(torch.equal(prediction, predictions[0]) for prediction in predictions)
+    dropped = Batch(**{**fed.batch.__dict__, "extras": {"class_label": torch.full((2,), 10)}})
+    assert not torch.allclose(fed.predict(dropped), predictions[0])
