@@ -10,13 +10,14 @@ import torch
 
 from bigdit import models, objectives
 from bigdit.checkpoint import Checkpoint
+from bigdit.config import RunConfig
 from bigdit.config.load import parse_run
 from bigdit.errors import UserError
 from bigdit.features.codecs import load_image_codec, to_bytes
 from bigdit.features.encoders.text import T5TextEncoder
 from bigdit.loader.batch import Batch
 from bigdit.loader.stream import pad_text
-from bigdit.spec import ModelSpec
+from bigdit.spec import ModelSpec, Strategy
 
 
 @dataclass(frozen=True)
@@ -34,15 +35,16 @@ class SamplingOptions:
 class Sampler:
     """The model of a checkpoint with the encoders it was trained on, in fp32."""
 
-    def __init__(self, checkpoint: Checkpoint, device: torch.device) -> None:
-        """Load everything. Raises UserError where weights or encoders cannot be loaded."""
+    def __init__(self, checkpoint: Checkpoint, device: torch.device, *, ema: bool = False) -> None:
+        """Load everything; with `ema` the moving average of the weights.
+
+        Raises UserError where weights or encoders cannot be loaded, or no average was kept.
+        """
         run = parse_run(checkpoint.state["run"], str(checkpoint.folder))
         spec = ModelSpec.model_validate(checkpoint.state["model"])
-        for file in sorted(checkpoint.transformer.iterdir()):
-            checkpoint.verify(file)
         self._device = device
         self._family = models.family(spec.class_name)
-        self._model = models.load(spec, checkpoint.transformer, dtype=torch.float32).to(device).eval()
+        self._model = _load(checkpoint, run, spec, self._family, ema=ema).to(device).eval()
         self._codec = load_image_codec(run.encoders.image, device)
         self._text = T5TextEncoder(run.encoders.text, device)
         self._shift = run.objective.shift
@@ -76,6 +78,23 @@ class Sampler:
             return unconditional + guidance * (conditional - unconditional)
 
         return predict
+
+
+def _load(
+    checkpoint: Checkpoint, run: RunConfig, spec: ModelSpec, family: models.Family, *, ema: bool
+) -> torch.nn.Module:
+    folder = checkpoint.transformer_ema if ema else checkpoint.transformer
+    if not folder.is_dir():
+        raise UserError(f"--ema: {checkpoint.folder} holds no moving average of the weights; train with train.ema")
+    checkpoint.verify_all(folder)
+    lora, base = run.train.lora, run.model.init_from
+    if lora is None or base is None:
+        return models.load(spec, folder, dtype=torch.float32)
+    # The adapters stand over the base as it was loaded, whatever it was quantised to in training.
+    whole = Strategy(lora=lora.model_copy(update={"base": "bf16"}))
+    model = models.equip(models.load(spec, base, dtype=torch.float32), family, whole)
+    models.load_adapters(model, folder)
+    return model
 
 
 def find_checkpoint(path: Path) -> Checkpoint:

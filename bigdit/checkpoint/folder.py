@@ -1,8 +1,9 @@
 """Where checkpoints lie and how they are found: `OUTPUT/checkpoints/step-00000800`, and a file `latest`.
 
-    transformer/   diffusers' format: config.json and safetensors weights in fp32
-    engine/        rank-00000-of-00002.safetensors: masters and optimizer state of each process
-    state.json     step, model, strategy, versions, and a checksum of every other file
+    transformer/       diffusers' format: config.json and safetensors weights in fp32; of LoRA the adapters alone
+    transformer_ema/   the same of the moving average, where there is one
+    engine/            rank-00000-of-00002.safetensors: masters, optimizer state and average of each process
+    state.json         step, model, strategy, versions, and a checksum of every other file
 
 `latest` names the newest whole checkpoint; it moves last.
 """
@@ -23,6 +24,7 @@ CHECKPOINTS = "checkpoints"
 LATEST = "latest"
 STATE = "state.json"
 TRANSFORMER = "transformer"
+TRANSFORMER_EMA = "transformer_ema"
 ENGINE = "engine"
 
 
@@ -43,6 +45,11 @@ class Checkpoint:
         """Weights that diffusers' from_pretrained loads."""
         return self.folder / TRANSFORMER
 
+    @property
+    def transformer_ema(self) -> Path:
+        """The moving average of the weights, where one was kept."""
+        return self.folder / TRANSFORMER_EMA
+
     def shard(self, rank: int, world_size: int) -> Path:
         """The training state of one process."""
         return self.folder / ENGINE / f"rank-{rank:05d}-of-{world_size:05d}.safetensors"
@@ -56,6 +63,11 @@ class Checkpoint:
         if checksum(file) != expected:
             raise UserError(f"{file} is damaged: its checksum is not the one in {STATE}; resume from an earlier one")
 
+    def verify_all(self, folder: Path) -> None:
+        """Raise UserError where a file in one of the checkpoint's folders is not what was written."""
+        for file in sorted(folder.iterdir()):
+            self.verify(file)
+
     def check_resumable(self, model: ModelSpec, strategy: Strategy) -> None:
         """Raise UserError with every difference that keeps this run from going on from here."""
         saved_model, saved = self.state["model"], self.state["strategy"]
@@ -65,10 +77,13 @@ class Checkpoint:
         ]
         wanted_strategy = strategy.model_dump(mode="json")
         problems += [
-            f"{self.folder} was trained with {key} {saved[key]!r}, and the run asks for {wanted_strategy[key]!r}"
-            for key in ("engine", "world_size", "precision")
-            if saved[key] != wanted_strategy[key]
+            f"{self.folder} was trained with {key} {saved.get(key)!r}, and the run asks for {wanted_strategy[key]!r}"
+            for key in ("engine", "world_size", "precision", "lora")
+            if saved.get(key) != wanted_strategy[key]
         ]
+        if (saved.get("ema") is None) != (strategy.ema is None):
+            without, with_it = ("the run has none", "holds") if strategy.ema is None else ("the run has one", "lacks")
+            problems.append(f"{self.folder} {with_it} a moving average of the weights, and {without} (train.ema)")
         saved_optimizer, optimizer = saved["optimizer"]["name"], strategy.optimizer.name
         if saved_optimizer != optimizer:
             problems.append(f"{self.folder} holds the state of {saved_optimizer}, and optimizer.name is {optimizer}")

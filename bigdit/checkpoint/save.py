@@ -13,9 +13,19 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from bigdit.checkpoint.folder import CHECKPOINTS, ENGINE, LATEST, STATE, TRANSFORMER, Checkpoint, checksum
+from bigdit import models
+from bigdit.checkpoint.folder import (
+    CHECKPOINTS,
+    ENGINE,
+    LATEST,
+    STATE,
+    TRANSFORMER,
+    TRANSFORMER_EMA,
+    Checkpoint,
+    checksum,
+)
 from bigdit.dist import World
-from bigdit.engines import Engine
+from bigdit.engines import Ema, Engine
 from bigdit.engines.state import load_local_state, local_state
 from bigdit.errors import UserError, versions
 from bigdit.files import TEMPORARY, commit_folder, write_json, write_text
@@ -28,6 +38,7 @@ def save(
     model: nn.Module,
     spec: ModelSpec,
     *,
+    ema: Ema | None = None,
     step: int,
     run: dict[str, Any],
     world: World,
@@ -47,8 +58,11 @@ def save(
             (temporary / ENGINE).mkdir(parents=True)
         _barrier(world)
         shard = Checkpoint(temporary, {}).shard(world.rank, world.world_size)
-        save_file(local_state(engine), shard)
+        save_file(local_state(engine) | ({} if ema is None else ema.local_state()), shard)
         _write_transformer(temporary / TRANSFORMER, engine, model, world)
+        if ema is not None:
+            with ema.in_place_of_weights():
+                _write_transformer(temporary / TRANSFORMER_EMA, engine, model, world)
         _barrier(world)
         if world.is_main:
             files = sorted(file for file in temporary.rglob("*") if file.is_file())
@@ -72,17 +86,23 @@ def save(
     return root / name
 
 
-def restore(checkpoint: Checkpoint, engine: Engine, world: World) -> None:
-    """Put this process's masters and optimizer state back. Raises UserError where the file is damaged."""
+def restore(checkpoint: Checkpoint, engine: Engine, world: World, ema: Ema | None = None) -> None:
+    """Put this process's masters, optimizer state and average back. Raises UserError where the file is damaged."""
     shard = checkpoint.shard(world.rank, world.world_size)
     checkpoint.verify(shard)
-    load_local_state(engine, load_file(shard))
+    tensors = load_file(shard)
+    load_local_state(engine, tensors)
+    if ema is not None:
+        ema.load_local_state(tensors)
 
 
 def _write_transformer(folder: Path, engine: Engine, model: nn.Module, world: World) -> None:
     """Gather the weights, parameter by parameter, and write them on the main process in diffusers' format."""
     weights = {name: tensor for name, tensor in engine.full_weights() if world.is_main}
     if not world.is_main:
+        return
+    if engine.strategy.lora is not None:
+        models.save_adapters(folder, engine.strategy.lora, weights.items())
         return
     buffers = {name: tensor.cpu() for name, tensor in model.state_dict().items() if name not in weights}
     model.save_config(folder)  # type: ignore[operator]  # of diffusers' ConfigMixin

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from bigdit.config.deepspeed import complete_ds_config, read_ds_config
+from bigdit.config.deepspeed import complete_ds_config, ds_values, read_ds_config
 from bigdit.config.run import IdentityCodec, RunConfig
 from bigdit.errors import UserError
 from bigdit.spec import ModelSpec, Strategy
@@ -15,6 +15,15 @@ from bigdit.spec import ModelSpec, Strategy
 def check(run: RunConfig, model: ModelSpec) -> None:
     """Raise UserError with every contradiction between the sections of `run` and the model it names."""
     problems = [*_check_latents(run, model), *_check_text(run, model)]
+    if str(run.data.features) == "online":
+        problems.append(
+            "data.features is online, which is rehearsed but not trained yet; name a folder, and `bigdit extract` "
+            "encodes into it once"
+        )
+    if run.train.lora is not None and run.model.init_from is None:
+        problems.append(
+            "train.lora adapts trained weights, and model.init_from is missing; set it to a folder of diffusers weights"
+        )
     if run.train.warmup_steps > run.train.steps:
         problems.append(f"train.warmup_steps is {run.train.warmup_steps}, beyond train.steps {run.train.steps}")
     if (run.engine.ds_config is not None) != (run.engine.name == "deepspeed"):
@@ -29,13 +38,13 @@ def strategy_of(run: RunConfig, world_size: int) -> Strategy:
     accum, problems = _accumulation(run, world_size)
     ds_config: dict[str, Any] | None = None
     if run.engine.ds_config is not None and run.engine.name == "deepspeed":
-        ours = {
-            "train_micro_batch_size_per_gpu": (run.train.micro_batch_size, "train.micro_batch_size"),
-            "gradient_accumulation_steps": (accum, "train.grad_accum_steps"),
-            "gradient_clipping": (run.train.gradient_clipping or 0.0, "train.gradient_clipping"),
-            "bf16": ({"enabled": run.train.precision == "bf16"}, "train.precision"),
-        }
-        ds_config, found = complete_ds_config(read_ds_config(run.engine.ds_config), ours)
+        wanted = Strategy(
+            micro_batch_size=run.train.micro_batch_size,
+            grad_accum_steps=accum,
+            precision=run.train.precision,
+            gradient_clipping=run.train.gradient_clipping,
+        )
+        ds_config, found = complete_ds_config(read_ds_config(run.engine.ds_config), ds_values(wanted, "train."))
         problems += found
     try:
         strategy = Strategy(
@@ -46,9 +55,17 @@ def strategy_of(run: RunConfig, world_size: int) -> Strategy:
             precision=run.train.precision,
             optimizer=run.optimizer,
             checkpointed_blocks=run.train.checkpointed_blocks,
+            checkpointing=run.train.checkpointing,
+            offload_activations=run.train.offload_activations,
+            ema=run.train.ema,
+            lora=run.train.lora,
             gradient_clipping=run.train.gradient_clipping,
+            read_ahead_steps=run.data.read_ahead_steps,
             ds_config=ds_config,
+            optimizer_in_backward=run.train.optimizer_in_backward,
             reshard_after_forward=run.engine.reshard_after_forward,
+            dp_replicate=run.engine.dp_replicate,
+            cpu_offload=run.engine.cpu_offload,
         )
     except ValidationError as error:
         problems += [detail["msg"].removeprefix("Value error, ") for detail in error.errors()]

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from bigdit.spec import EngineName, ObjectiveSpec, OptimizerSpec, Precision, Strict
+from bigdit.spec import EmaSpec, EngineName, LoraSpec, ObjectiveSpec, OptimizerSpec, Precision, Strict
 
 
 class ModelConfig(Strict):
@@ -29,7 +29,8 @@ class DataConfig(Strict):
     `buckets`: the sizes [height, width] in pixels that pictures are brought to, each to the nearest aspect
     ratio. `part_size`: pictures of the source in one part of the store; `workers`: processes that encode.
     `caption_dropout`: the share of samples trained on the empty caption, for classifier-free guidance
-    (Ho & Salimans, arXiv:2207.12598).
+    (Ho & Salimans, arXiv:2207.12598). `read_ahead_steps`: steps whose micro-batches are read, and held on the
+    host, before they are trained on.
     """
 
     images: Path
@@ -38,6 +39,7 @@ class DataConfig(Strict):
     part_size: PositiveInt = 256
     workers: PositiveInt = 1
     caption_dropout: float = Field(default=0.1, ge=0, lt=1)
+    read_ahead_steps: NonNegativeInt = 2
 
 
 class IdentityCodec(Strict):
@@ -78,7 +80,13 @@ class EncodersConfig(Strict):
 
 class TrainConfig(Strict):
     """The length and the size of training. With `global_batch_size`, `grad_accum_steps` follows from the
-    processes at hand. The learning rate warms up over `warmup_steps`, then stays or falls on a cosine."""
+    processes at hand. The learning rate warms up over `warmup_steps`, then stays or falls on a cosine.
+
+    `checkpointed_blocks`: the first so many blocks are recomputed in the backward pass, whole or, `selective`,
+    all but matrix products and attention; `offload_activations`: what the blocks save waits on the host.
+    `optimizer_in_backward`: each parameter is stepped when its gradient is there, which is then freed.
+    `ema`: a moving average of the weights; `lora`: adapters are trained, over a frozen model.init_from.
+    """
 
     steps: PositiveInt
     micro_batch_size: PositiveInt
@@ -86,7 +94,12 @@ class TrainConfig(Strict):
     grad_accum_steps: PositiveInt | None = None
     precision: Precision = "bf16"
     gradient_clipping: PositiveFloat | None = 1.0
+    optimizer_in_backward: bool = False
     checkpointed_blocks: NonNegativeInt | Literal["all"] = 0
+    checkpointing: Literal["full", "selective"] = "full"
+    offload_activations: bool = False
+    ema: EmaSpec | None = None
+    lora: LoraSpec | None = None
     warmup_steps: NonNegativeInt = 0
     lr_schedule: Literal["constant", "cosine"] = "constant"
     checkpoint_every: PositiveInt = 1000
@@ -95,12 +108,18 @@ class TrainConfig(Strict):
 
 
 class EngineConfig(Strict):
-    """`processes`: how many `bigdit train` starts on this machine. `ds_config`: DeepSpeed's JSON document."""
+    """`processes`: how many `bigdit train` starts on this machine. `ds_config`: DeepSpeed's JSON document.
+
+    Of FSDP2: `reshard_after_forward` lets gathered weights go until the backward pass; `dp_replicate` copies of
+    the model, each sharded over the others (HSDP); `cpu_offload` keeps shards, gradients and optimizer on the host.
+    """
 
     name: EngineName = "single"
     processes: PositiveInt = 1
     ds_config: Path | None = None
     reshard_after_forward: bool = True
+    dp_replicate: PositiveInt = 1
+    cpu_offload: bool = False
 
 
 class RunConfig(Strict):

@@ -56,14 +56,18 @@ def _convolution_backward_flops(
 _FORMULAS = flop_registry | {torch.ops.aten.convolution_backward: _convolution_backward_flops}
 
 
+Key = tuple[int, str, str]
+"""Span, operator, dtype."""
+
+
 class Costs:
     """Sums by phase and operator. FLOPs follow the formulas of torch.utils.flop_counter (a multiply-add is 2);
     bytes are those of every tensor that an operator reads and writes, once each."""
 
     def __init__(self) -> None:
-        self._calls: Counter[tuple[int, str]] = Counter()
-        self._flops: Counter[tuple[int, str]] = Counter()
-        self._bytes: Counter[tuple[int, str]] = Counter()
+        self._calls: Counter[Key] = Counter()
+        self._flops: Counter[Key] = Counter()
+        self._bytes: Counter[Key] = Counter()
         self._collectives: list[Collective] = []
 
     def add(self, span: int, func: Any, args: Any, kwargs: Any, result: Any) -> None:
@@ -78,7 +82,7 @@ class Costs:
         if not tensors:
             return
         # The dtype of the arithmetic decides its rate.
-        key = (span, f"{packet} {str(tensors[0].dtype).removeprefix('torch.')}")
+        key = (span, str(packet), str(tensors[0].dtype).removeprefix("torch."))
         self._calls[key] += 1
         self._bytes[key] += sum({id(tensor): tensor.nbytes for tensor in tensors}.values())
         if packet in _FORMULAS:
@@ -86,8 +90,8 @@ class Costs:
 
     def operators(self) -> tuple[OperatorCost, ...]:
         return tuple(
-            OperatorCost(span, *name.rsplit(" ", 1), calls, self._flops[span, name], self._bytes[span, name])
-            for (span, name), calls in self._calls.items()
+            OperatorCost(*key, calls=calls, flops=self._flops[key], nbytes=self._bytes[key])
+            for key, calls in self._calls.items()
         )
 
     def collectives(self) -> tuple[Collective, ...]:

@@ -1,11 +1,13 @@
 """Sums that torch writes into their first operand, and would not under a dispatch mode.
 
-Two places in C++ ask whether a tensor is a subclass, and hear yes for every tensor while any
+Three places in C++ ask whether a tensor is a subclass, and hear yes for every tensor while any
 TorchDispatchMode is on, the recorder's own included; then they add out of place, one tensor more each time:
 
 - autograd, where a tensor was used twice, adds the second gradient into the first if nothing else holds that
   (can_accumulate_inplace in torch/csrc/autograd/input_buffer.cpp);
-- `linear` adds the bias into the product where no addmm does both (aten/src/ATen/native/Linear.cpp).
+- `linear` adds the bias into the product where no addmm does both (aten/src/ATen/native/Linear.cpp);
+- the gradients of indexing and of topk are written into zeros (index_backward and
+  value_selecting_reduction_backward in torch/csrc/autograd/FunctionsManual.cpp).
 
 The recorder lets such a sum take its first operand's block over, as if the mode were not there.
 """
@@ -20,6 +22,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+
+aten = torch.ops.aten
+
+_WRITTEN = (aten.index_put.default, aten.scatter.src)
 
 
 class InPlace:
@@ -41,7 +47,10 @@ class InPlace:
 
     def is_in_place(self, func: Any, args: Any) -> bool:
         """Whether torch alone would write the sum that this call computes into its first operand."""
-        if func is not torch.ops.aten.add.Tensor:
+        if func in _WRITTEN:
+            # The gradient of an indexed assignment writes into a copy, and does not accumulate.
+            return _in_engine() and (func is not aten.index_put.default or args[3:4] == (True,))
+        if func is not aten.add.Tensor:
             return False
         return self._in_linear or self._accumulates(*args)
 
@@ -57,13 +66,17 @@ class InPlace:
         return watched
 
     def _accumulates(self, first: torch.Tensor, second: Any) -> bool:
-        # The engine computes without a graph; a forward recomputed within the backward pass has one.
-        if torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():
+        if not _in_engine() or not isinstance(second, torch.Tensor):
             return False
-        if not isinstance(second, torch.Tensor) or first.shape != second.shape or first.dtype != second.dtype:
+        if first.shape != second.shape or first.dtype != second.dtype:
             return False
         # A view holds its base, and thus its storage twice.
         return not first._is_view() and first._use_count() == self._uses_of_the_only_holder
+
+
+def _in_engine() -> bool:
+    """Autograd's engine computes without a graph; a forward recomputed within the backward pass has one."""
+    return torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
 
 
 @functools.cache
@@ -79,6 +92,6 @@ class _Uses(TorchDispatchMode):
     count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.add.Tensor and torch._C._current_graph_task_id() != -1:
+        if func is aten.add.Tensor and torch._C._current_graph_task_id() != -1:
             self.count = args[0]._use_count()
         return func(*args, **(kwargs or {}))

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import gc
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
 from bigdit.memory import Category, Span, Timeline
 from bigdit.record.costs import Costs
@@ -20,6 +20,8 @@ from bigdit.record.in_place import InPlace
 from bigdit.record.track import Track
 
 HOST = "cpu"
+Scratch = Callable[[Any, Sequence[Any], Mapping[str, Any]], list[torch.Tensor]]
+"""What an operation, called with these arguments, holds while it runs, where its kernel shows none of it."""
 
 
 class Recorder(TorchDispatchMode):
@@ -28,7 +30,7 @@ class Recorder(TorchDispatchMode):
     A storage is new when an operation returns a tensor on it for the first time; views share it. It is freed
     when its finaliser runs. FSDP2 frees by resizing a storage to nothing, which no operation and no finaliser
     sees: `UntypedStorage.resize_` is hooked while the mode is on. What a kernel takes and gives back inside
-    one operation is not seen. Of a DTensor it sees the local tensor and what is done with it.
+    one operation is not seen. Of a DTensor, or another wrapper, it sees the tensors within and what is done with them.
 
     Frees follow reference counts. A cycle would live until the garbage collector happens to run, which no two
     runs agree on: automatic collection is off while the mode is on, and a full one closes each phase.
@@ -36,8 +38,9 @@ class Recorder(TorchDispatchMode):
     Use as a context manager, inside FakeTensorMode where the tensors are fake.
     """
 
-    def __init__(self, device_type: str) -> None:
+    def __init__(self, device_type: str, scratch: Scratch | None = None) -> None:
         super().__init__()
+        self._scratch = scratch
         self._device_type = device_type
         self._tracks = {kind: Track(kind) for kind in (device_type, HOST)}
         self._phases: list[str] = []
@@ -47,6 +50,8 @@ class Recorder(TorchDispatchMode):
         self._hooks = ExitStack()
         self._collect = False
         self._paused = False
+        self.broke_in: str | None = None
+        """The module or the engine's call in which an operation raised the first error."""
 
     def __enter__(self) -> Recorder:
         self._collect = gc.isenabled()
@@ -68,16 +73,22 @@ class Recorder(TorchDispatchMode):
             gc.enable()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # then DTensor runs it on the local tensors, and those operations come here
+        if any(map(_wraps, types)):
+            return NotImplemented  # then the wrapper runs it on the tensors within, and those operations come here
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # two of three operations; answered here they cost a tenth
         if self._in_place.is_in_place(func, args):
             result = func(*args)
             self._take_over(result, args[0])
         else:
-            result = func(*args, **(kwargs or {}))
+            held = self._hold_scratch(func, args, kwargs or {})
+            try:
+                result = func(*args, **(kwargs or {}))
+            except Exception:
+                self.broke_in = self.broke_in or self.caller
+                raise
             self._see_all(result, func)
+            del held
         if func is torch.ops.aten._pin_memory.default or (kwargs and kwargs.get("pin_memory")):
             self._tracks[HOST].pin(result.untyped_storage())
         if not self._paused and self._phases:
@@ -128,9 +139,9 @@ class Recorder(TorchDispatchMode):
         The first mark stays. A storage that was allocated unseen (numpy's, or from before the recording) is
         allocated here and now.
         """
-        for tensor in map(_local, tensors):
-            track = None if tensor is None else self._tracks.get(_device_type(tensor))
-            if tensor is not None and track is not None:
+        for tensor in _plain(tensors):
+            track = self._tracks.get(_device_type(tensor))
+            if track is not None:
                 self._see(tensor, "unseen")
                 track.mark(tensor.untyped_storage(), category)
 
@@ -154,6 +165,12 @@ class Recorder(TorchDispatchMode):
         )
         return Timeline(track.blocks(), tuple(track.events), spans, costs.collectives(), costs.operators())
 
+    def _hold_scratch(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+        held = [] if self._scratch is None or self._paused else self._scratch(func, args, kwargs)
+        for tensor in held:
+            self._tracks[self._device_type].see(tensor.untyped_storage(), "workspace", lambda: str(func))
+        return held
+
     def _see_all(self, result: Any, func: Any) -> None:
         if isinstance(result, torch.Tensor):
             self._see(result, func)
@@ -163,7 +180,9 @@ class Recorder(TorchDispatchMode):
                     self._see(item, func)
 
     def _see(self, tensor: torch.Tensor, source: Any) -> None:
-        track = None if self._paused else self._tracks.get(_device_type(tensor))
+        if self._paused or _wraps(tensor.__class__):
+            return
+        track = self._tracks.get(_device_type(tensor))
         if track is not None:
             label, category = self._callers[-1] if self._callers else (None, None)
             track.see(tensor.untyped_storage(), category, lambda: label or str(source))
@@ -209,8 +228,19 @@ class Recorder(TorchDispatchMode):
             ShardingPropagator._propagate_tensor_meta_non_cached = original
 
 
-def _local(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+@functools.cache
+def _wraps(kind: Any) -> bool:
+    """Whether tensors of this type have no memory but that of tensors within: DTensor, torchao's quantised state."""
+    return is_traceable_wrapper_subclass_type(kind)
+
+
+def _plain(tensors: Iterable[torch.Tensor | None]) -> Iterator[torch.Tensor]:
+    for tensor in tensors:
+        if tensor is not None and _wraps(tensor.__class__):
+            within = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])  # type: ignore[attr-defined]
+            yield from _plain(filter(torch.is_tensor, within))  # a DTensor names its mesh, too
+        elif tensor is not None:
+            yield tensor
 
 
 def _device_type(tensor: torch.Tensor) -> str:

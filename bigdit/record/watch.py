@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -25,6 +25,12 @@ class Trained(Protocol):
     def buffers(self) -> Iterable[torch.Tensor]: ...
 
 
+class Averaged(Protocol):
+    """What is asked of a moving average of the weights."""
+
+    def tensors(self) -> Iterable[torch.Tensor]: ...
+
+
 class HostBatch(Protocol):
     """What is asked of a micro-batch: to be moved to the device, as an object that holds tensors."""
 
@@ -36,9 +42,10 @@ class HostBatch(Protocol):
 class Watch:
     """Marks the storages of an engine and of its batches while `train_step` runs with `phase=watch.phase`."""
 
-    def __init__(self, recorder: Recorder, engine: Trained) -> None:
+    def __init__(self, recorder: Recorder, engine: Trained, ema: Averaged | None = None) -> None:
         self._recorder = recorder
         self._engine = engine
+        self._ema = ema
         self._names = {module: name for name, module in engine.model.named_modules()}
         self._hooks = (
             register_module_forward_pre_hook(self._enter_module),
@@ -67,6 +74,20 @@ class Watch:
         """The same micro-batches; they and their copies on the device are marked as input."""
         return [_MarkedBatch(batch, self._recorder) for batch in micro_batches]
 
+    def host_batch(self, batch: HostBatch) -> None:
+        """A micro-batch that is held, now or for a later step, is input."""
+        _mark_input(self._recorder, batch)
+
+    def encoding(self, encode: Callable[..., Any]) -> Callable[..., Any]:
+        """The same function; the micro-batches that it makes are marked as input."""
+
+        def marked(*args: Any) -> Any:
+            batch = encode(*args)
+            _mark_input(self._recorder, batch)
+            return batch
+
+        return marked
+
     def _enter_module(self, module: nn.Module, args: Any) -> None:
         self._recorder.enter_module(self._names.get(module, type(module).__name__))
 
@@ -74,9 +95,12 @@ class Watch:
         self._recorder.leave_module()
 
     def _mark_weights(self) -> None:
-        self._recorder.mark(self._engine.model.parameters(), "parameter")
+        for parameter in self._engine.model.parameters():
+            self._recorder.mark((parameter, *_scales(parameter)), "parameter")
         self._recorder.mark(self._engine.model.buffers(), "buffer")
         self._recorder.mark(self._engine.masters, "master weight")
+        if self._ema is not None:
+            self._recorder.mark(self._ema.tensors(), "EMA")
         self._recorder.mark(self._engine.buffers(), "engine buffer")
         self._recorder.mark_rest("engine buffer")  # what the engine's start left behind
 
@@ -87,6 +111,14 @@ class Watch:
     def _mark_optimizer_state(self) -> None:
         for state in self._engine.optimizer.state.values():
             self._recorder.mark(filter(torch.is_tensor, state.values()), "optimizer state")
+
+
+def _scales(parameter: nn.Parameter) -> Iterator[torch.Tensor]:
+    """What bitsandbytes keeps beside the values of a quantised parameter."""
+    held = vars(parameter)
+    for value in (*held.values(), *vars(held.get("quant_state") or parameter).values()):
+        if isinstance(value, torch.Tensor):
+            yield value
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -44,15 +44,20 @@ def train(run: RunConfig, spec: ModelSpec, strategy: Strategy, world: World) -> 
         return found.folder
 
     began = time.perf_counter()
-    with process_group(world, needed=strategy.engine != "single") as device, ExitStack() as stack:
+    needed, on_host = strategy.engine != "single", strategy.cpu_offload
+    with process_group(world, needed=needed, on_host=on_host) as device, ExitStack() as stack:
         family = models.family(spec.class_name)
         model = _weights(run, spec, strategy, found)
-        models.equip(model, family, strategy)
+        models.equip(model, family, strategy, seed=run.train.seed)
+        if found is not None and strategy.lora is not None:
+            found.verify_all(found.transformer)
+            models.load_adapters(model, found.transformer)
         meter = stack.enter_context(MemoryMeter(device))
         meter.loaded(model)
         engine = engines.create(strategy, model, family, device=device, world=world)
+        ema = engines.ema_of(engine)
         if found is not None:
-            checkpoint.restore(found, engine, world)
+            checkpoint.restore(found, engine, world, ema)
             if world.is_main:
                 log.notice(f"going on from {found.folder}, step {start}")
         stream = FeatureStream(
@@ -62,15 +67,19 @@ def train(run: RunConfig, spec: ModelSpec, strategy: Strategy, world: World) -> 
             grad_accum_steps=strategy.grad_accum_steps,
             seed=run.train.seed,
             caption_dropout=run.data.caption_dropout,
+            read_ahead_steps=strategy.read_ahead_steps,
             pin_memory=device.type == "cuda",
         )
-        meter.watch(engine)
+        meter.watch(engine, ema)
         stop, images = run.train.steps, strategy.global_batch_size
         metrics = stack.enter_context(Metrics(run.output, world, device, start=start, stop=stop, images=images))
-        for step, micro_batches in enumerate(stream.steps(start, stop), start):
+        steps = stack.enter_context(closing(stream.steps(start, stop)))
+        for step in range(start, stop):
+            micro_batches = next(steps)
             lr = learning_rate(run, step)
             with meter.step(micro_batches) as (batches, phase):
-                result = train_step(engine, family, run.objective, batches, lr=lr, phase=phase)
+                result = train_step(engine, family, run.objective, batches, lr=lr, ema=ema, phase=phase)
+            del micro_batches, batches  # or they would live on while the next ones are read
             metrics.add(step, lr, result)
             if (step + 1) % run.train.checkpoint_every == 0 or step + 1 == stop:
                 metrics.flush()
@@ -79,6 +88,7 @@ def train(run: RunConfig, spec: ModelSpec, strategy: Strategy, world: World) -> 
                     engine,
                     model,
                     spec,
+                    ema=ema,
                     step=step + 1,
                     run=run.model_dump(mode="json"),
                     world=world,
@@ -108,9 +118,9 @@ def _check_store(store: FeatureStore, run: RunConfig, spec: ModelSpec) -> None:
 
 
 def _weights(run: RunConfig, spec: ModelSpec, strategy: Strategy, found: checkpoint.Checkpoint | None) -> nn.Module:
-    """The plain model on the host: from the checkpoint, from model.init_from, or drawn from the seed."""
+    """The plain model on the host: from the checkpoint, model.init_from (LoRA's always), or drawn from the seed."""
     dtype = engines.compute_dtype(strategy)
-    if found is not None:
+    if found is not None and strategy.lora is None:
         return models.load(spec, found.transformer, dtype=dtype)
     if run.model.init_from is not None:
         return models.load(spec, run.model.init_from, dtype=dtype)

@@ -29,6 +29,7 @@ def _train(config: Path, overrides: Sequence[str]) -> None:
     world = world_from_env()
     run = load_run(config, overrides)
     spec, strategy = prepare(run, world.world_size)
+    log.quiet_libraries()
     from bigdit.train.loop import train  # torch and the engines, only when the config is known to be good
 
     last = train(run, spec, strategy, world)

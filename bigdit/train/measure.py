@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.profiler import record_function
 
-from bigdit.engines import Engine
+from bigdit.engines import Ema, Engine
 from bigdit.loader.batch import Batch
 from bigdit.record import Recorder, Watch
 from bigdit.train.step import Phase
@@ -53,10 +53,10 @@ class MemoryMeter:
             self._recorder.mark(model.parameters(), "parameter")
             self._recorder.mark(model.buffers(), "buffer")
 
-    def watch(self, engine: Engine) -> None:
+    def watch(self, engine: Engine, ema: Ema | None = None) -> None:
         """From here on the engine's tensors are known by their meaning."""
         if self._recorder is not None:
-            self._watch = Watch(self._recorder, engine)
+            self._watch = Watch(self._recorder, engine, ema)
 
     @contextmanager
     def step(self, micro_batches: Sequence[Batch]) -> Iterator[tuple[Sequence[Any], Phase]]:

@@ -5,14 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from bigdit.catalog.families import training_obstacle
 from bigdit.catalog.resolve import model_spec
 from bigdit.config import RunConfig, check, strategy_of
+from bigdit.errors import UserError
 from bigdit.spec import ModelSpec, Strategy
 
 
 def prepare(run: RunConfig, world_size: int) -> tuple[ModelSpec, Strategy]:
     """The model and the strategy of `run` on `world_size` processes. Raises UserError with all problems."""
     spec = model_spec(run.model)
+    obstacle = training_obstacle(spec.class_name)
+    if obstacle is not None:
+        raise UserError(f"model {spec.name} cannot be trained: {obstacle}; `bigdit models` lists those that can")
     check(run, spec)
     return spec, strategy_of(run, world_size)
 

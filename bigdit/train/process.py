@@ -14,14 +14,17 @@ from bigdit.dist import World
 
 
 @contextmanager
-def process_group(world: World, *, needed: bool) -> Iterator[torch.device]:
-    """The device of this process, inside a process group where one is `needed` or several processes run."""
+def process_group(world: World, *, needed: bool, on_host: bool = False) -> Iterator[torch.device]:
+    """The device of this process, inside a process group where one is `needed` or several processes run.
+
+    `on_host`: tensors of the host are reduced too, as FSDP2 does with what it keeps there.
+    """
     device = torch.device("cpu")
     backend = "gloo"
     if torch.cuda.is_available():
         device = torch.device("cuda", world.local_rank)
         torch.cuda.set_device(device)
-        backend = "nccl"
+        backend = "cpu:gloo,cuda:nccl" if on_host else "nccl"
     else:
         # DeepSpeed would guess at an accelerator and warn; the launcher's processes share the cores.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")

@@ -6,15 +6,18 @@ import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.profiler import record_function
 
-from bigdit import objectives
-from bigdit.engines import Engine, compute_dtype
+from bigdit import objectives, optim
+from bigdit.engines import Ema, Engine, compute_dtype
 from bigdit.loader.batch import Batch
+from bigdit.loader.raw import RawBatch
 from bigdit.models import Family
 from bigdit.spec import ObjectiveSpec
+from bigdit.train.encode import Encode
 
 Phase = Callable[[str], AbstractContextManager[object]]
 
@@ -31,20 +34,28 @@ def train_step(
     engine: Engine,
     family: Family,
     objective: ObjectiveSpec,
-    micro_batches: Sequence[Batch],
+    micro_batches: Sequence[Batch | RawBatch],
     *,
     lr: float,
+    ema: Ema | None = None,
     phase: Phase = record_function,
+    encode: Encode | None = None,
 ) -> StepResult:
     """One optimizer step over `micro_batches` (grad_accum_steps of them, still on the host).
 
-    `phase(name)` surrounds forward, backward and step: profiler ranges, or the recorder's phases.
+    `encode` makes features of a micro-batch that has none yet; `ema` takes the new weights in. `phase(name)`
+    surrounds encode, forward, backward, step and ema: profiler ranges, or the recorder's phases.
     """
     dtype = compute_dtype(engine.strategy)
     losses = []
+    optim.set_lr(engine.optimizer, lr)  # before the backward pass, which may step already
     for i, host_batch in enumerate(micro_batches):
+        batch: Any = host_batch
+        if encode is not None:
+            with phase("encode"):
+                batch = encode(batch.to(engine.device, dtype), dtype)
         with phase("forward"):
-            batch = host_batch.to(engine.device, dtype)
+            batch = batch.to(engine.device, dtype)
             predict = functools.partial(_predict, engine, family, batch)
             loss = objectives.loss(objective, predict, batch.latents, batch.seeds, dtype)
         with phase("backward"):
@@ -53,6 +64,9 @@ def train_step(
         del batch, predict, loss
     with phase("step"):
         grad_norm = engine.step(lr)
+    if ema is not None:
+        with phase("ema"):
+            ema.update()
     return StepResult(torch.stack(losses).mean(), grad_norm)
 
 

@@ -1,0 +1,107 @@
+"""Checkpointing and offload of activations change memory, and no number."""
+
+from __future__ import annotations
+
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import torch
+from test_rehearse import SHAPE, TINY
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from bigdit import models
+from bigdit.errors import UserError
+from bigdit.loader.batch import Batch
+from bigdit.models.activations import offload_activations
+from bigdit.spec import Strategy
+
+
+def gradients(policy):
+    """Of a loss in fp32 under `policy`, which says how activations are kept."""
+    family = models.family(TINY.class_name)
+    model = models.build(TINY, device="cpu", dtype=torch.float32, seed=0)
+    models.equip(model, family, Strategy(precision="fp32", **policy))
+    generator = torch.Generator().manual_seed(0)
+    latents = torch.randn(2, *SHAPE.latents, generator=generator)
+    text = torch.randn(2, *SHAPE.text, generator=generator)
+    batch = Batch(latents, text, torch.ones(2, SHAPE.text[0]), (1, 2))
+    family.predict(model, latents, torch.tensor([0.1, 0.6]), batch).square().mean().backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return gradients({})
+
+
+@pytest.mark.parametrize("kind", ["full", "selective"])
+@pytest.mark.parametrize("blocks", [1, "all"])
+def test_what_is_recomputed_is_what_was_there(kind, blocks, plain):
+    found = gradients({"checkpointed_blocks": blocks, "checkpointing": kind})
+    assert all(torch.equal(found[name], plain[name]) for name in plain)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [{}, {"checkpointed_blocks": 1}, {"checkpointed_blocks": "all", "checkpointing": "selective"}],
+    ids=str,
+)
+def test_what_comes_back_from_the_host_is_what_went(policy, plain):
+    """To rounding: the copy of a tensor with gaps has none, and products then sum in another order."""
+    found = gradients({"offload_activations": True, **policy})
+    largest = max(gradient.abs().max().item() for gradient in plain.values())
+    for name, gradient in plain.items():
+        torch.testing.assert_close(found[name], gradient, rtol=0, atol=1e-6 * largest)
+
+
+class Executed(TorchDispatchMode):
+    """Counts operators that are run, and not taken from what selective checkpointing kept."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.counts[func] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_selective_checkpointing_runs_matrix_products_and_attention_once():
+    """The second run of a block, in the backward pass, has everything but what is kept."""
+    counts = {}
+    for kind, blocks in (("plain", 0), ("selective", "all"), ("full", "all")):
+        with Executed() as executed:
+            policy = {"checkpointed_blocks": blocks, "checkpointing": "full" if kind == "plain" else kind}
+            gradients(policy)
+        counts[kind] = executed.counts
+    aten = torch.ops.aten
+    kept = (aten.addmm.default, aten.bmm.default, aten.convolution.default)
+    for operator in (*kept, aten._scaled_dot_product_flash_attention_for_cpu.default):
+        assert counts["plain"][operator] == counts["selective"][operator] < counts["full"][operator]
+    for operator in (aten.silu.default, aten.mul.Tensor):
+        assert counts["plain"][operator] < counts["selective"][operator] <= counts["full"][operator]
+
+
+def test_more_blocks_than_the_model_has_are_refused():
+    with pytest.raises(UserError, match=r"train\.checkpointed_blocks is 9, and the model has \d blocks"):
+        gradients({"checkpointed_blocks": 9})
+
+
+def test_activations_move_and_weights_stay():
+    layer = nn.Linear(4, 8)
+    weight, family = layer.weight, SimpleNamespace(blocks=lambda model: [model])
+    offload_activations(layer, family)
+    x = torch.randn(3, 4, requires_grad=True)
+    saved = layer(x).grad_fn
+    assert saved._saved_mat2.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()
+    assert saved._saved_mat1.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
+    assert torch.equal(saved._saved_mat1, x)
+
+
+def test_what_comes_back_has_the_strides_that_it_had():
+    layer = nn.Conv2d(4, 4, 3, padding=1)
+    offload_activations(layer, SimpleNamespace(blocks=lambda model: [model]))
+    x = torch.randn(2, 4, 5, 5, requires_grad=True).to(memory_format=torch.channels_last)
+    assert layer(x).grad_fn._saved_input.stride() == x.stride()

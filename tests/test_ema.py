@@ -1,0 +1,196 @@
+"""The moving average of the weights: its recurrence, its shards, and its life in checkpoints."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from conftest import BIN, DIGITS, ROOT, SINGLE, TINY, run_command
+from safetensors.torch import load_file
+from test_rehearse import SHAPE
+from test_rehearse import TINY as MODEL
+
+from bigdit import checkpoint, engines, models
+from bigdit.config import load_run
+from bigdit.dist import World
+from bigdit.errors import UserError
+from bigdit.loader.batch import Batch
+from bigdit.sampling import Sampler
+from bigdit.spec import EmaSpec, ObjectiveSpec, OptimizerSpec, Strategy
+from bigdit.train.loop import train
+from bigdit.train.prepare import prepare
+from bigdit.train.step import train_step
+
+DECAY = 0.9
+
+# An average is one fp32 operation a step away from the recurrence in fp64: half a unit in the last place of the
+# largest weights (about 1) each time, of which older ones fade with the decay: 0.5 · 2⁻²³ / (1 − 0.9) < 1e-6.
+TOLERANCE = {"rtol": 0, "atol": 1e-6}
+
+
+def averaged(strategy, steps=6):
+    """(what the engine averaged, the recurrence in fp64) after a few steps, by parameter."""
+    family = models.family(MODEL.class_name)
+    model = models.build(MODEL, device="cpu", dtype=engines.compute_dtype(strategy), seed=0)
+    engine = engines.create(strategy, model, family, device=torch.device("cpu"), world=World())
+    ema = engines.ema_of(engine)
+    expected = {name: weight.double() for name, weight in engine.full_weights()}
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(steps):
+        latents = torch.randn(2, *SHAPE.latents, generator=generator)
+        text = torch.randn(2, *SHAPE.text, generator=generator)
+        batch = Batch(latents, text, torch.ones(2, SHAPE.text[0]), (1, 2))
+        train_step(engine, family, ObjectiveSpec(), [batch], lr=1e-2, ema=ema)
+        for name, weight in engine.full_weights():
+            expected[name] = DECAY * expected[name] + (1 - DECAY) * weight.double()
+    before = dict(engine.full_weights())
+    with ema.in_place_of_weights():
+        found = {name: weight.clone() for name, weight in engine.full_weights()}
+    assert all(torch.equal(weight, before[name]) for name, weight in engine.full_weights())
+    return found, expected
+
+
+@pytest.mark.parametrize("device", ["gpu", "cpu"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_average_is_the_recurrence(device, precision):
+    optimizer = OptimizerSpec(lr=1e-2)
+    ema = EmaSpec(decay=DECAY, device=device)
+    found, expected = averaged(Strategy(precision=precision, optimizer=optimizer, ema=ema))
+    for name, average in found.items():
+        torch.testing.assert_close(average.double(), expected[name], **TOLERANCE)
+
+
+def test_an_average_of_bf16_weights_without_masters_is_fp32():
+    """Updates of 1/10 of a bf16 step would be lost in bf16."""
+    strategy = Strategy(precision="bf16", ema=EmaSpec(decay=DECAY))
+    engine = engines.create(
+        strategy,
+        models.build(MODEL, device="cpu", dtype=torch.bfloat16, seed=0),
+        models.family(MODEL.class_name),
+        device=torch.device("cpu"),
+        world=World(),
+    )
+    engine.masters = [master.bfloat16() for master in engine.masters]
+    ema = engines.ema_of(engine)
+    expected = [master.double() for master in engine.masters]
+    for _ in range(5):
+        for i, master in enumerate(engine.masters):
+            master.add_(2.0**-6)
+            expected[i] = DECAY * expected[i] + (1 - DECAY) * master.double()
+        ema.update()
+    for average, wanted in zip(ema.averages, expected, strict=True):
+        torch.testing.assert_close(average.double(), wanted, **TOLERANCE)
+
+
+# Two processes: what they average in shards is gathered, and held against the recurrence on the whole weights.
+_SHARDED = """
+import json, sys
+import torch, torch.distributed as dist
+sys.path.insert(0, sys.argv[1])
+from test_ema import DECAY, MODEL, SHAPE, TOLERANCE
+from bigdit import engines, models
+from bigdit.dist import world_from_env
+from bigdit.rehearse.drive import batch
+from bigdit.spec import EmaSpec, ObjectiveSpec, Strategy
+from bigdit.train.step import train_step
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+world = world_from_env()
+document = json.load(open("ds_configs/zero2_bf16.json"))
+document |= {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "gradient_clipping": 0.0}
+document |= {"bf16": {"enabled": True}, "zero_allow_untested_optimizer": True}
+found = {}
+for engine_name, ds_config in (("fsdp2", None), ("deepspeed", document)):
+    strategy = Strategy(
+        engine=engine_name, world_size=2, ds_config=ds_config, ema=EmaSpec(decay=DECAY, device="cpu")
+    )
+    family = models.family(MODEL.class_name)
+    model = models.build(MODEL, device="cpu", dtype=torch.bfloat16, seed=0)
+    engine = engines.create(strategy, model, family, device=torch.device("cpu"), world=world)
+    ema = engines.ema_of(engine)
+    expected = {name: weight.double() for name, weight in engine.full_weights()}
+    count = sum(weight.numel() for weight in expected.values())
+    for _ in range(4):
+        train_step(engine, family, ObjectiveSpec(), [batch(SHAPE, strategy)], lr=1e-2, ema=ema)
+        for name, weight in engine.full_weights():
+            expected[name] = DECAY * expected[name] + (1 - DECAY) * weight.double()
+    with ema.in_place_of_weights():
+        for name, average in engine.full_weights():
+            torch.testing.assert_close(average.double(), expected[name], **TOLERANCE)
+    found[engine_name] = {"of_all": count, "here": sum(average.numel() for average in ema.averages)}
+if world.is_main:
+    json.dump(found, open(sys.argv[2], "w"))
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_what_is_averaged_in_shards_is_the_average_of_the_whole(tmp_path):
+    script, answer = tmp_path / "sharded.py", tmp_path / "answer.json"
+    script.write_text(_SHARDED)
+    done = run_command(
+        *(BIN / "torchrun", "--standalone", "--nproc-per-node", 2, script, ROOT / "tests", answer),
+        PYTHONPATH=str(ROOT),
+        DS_ACCELERATOR="cpu",
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    for shares in json.loads(answer.read_text()).values():
+        assert shares["here"] < 0.6 * shares["of_all"]  # half, and the padding
+
+
+EMA = ("train.ema.decay=0.9", "train.checkpoint_every=2", "train.keep_checkpoints=9")
+
+
+def run_to(steps, output, features, *overrides):
+    """Train in this process up to `steps`, going on from what `output` holds; the last checkpoint."""
+    settings = [*TINY, *SINGLE, f"data.features={features}", f"output={output}", f"train.steps={steps}", *overrides]
+    run = load_run(DIGITS, settings)
+    spec, strategy = prepare(run, 1)
+    train(run, spec, strategy, World())
+    return checkpoint.latest(output)
+
+
+@pytest.mark.slow
+def test_a_resumed_run_averages_on(tmp_path, features):
+    straight = run_to(4, tmp_path / "straight", features, *EMA)
+    run_to(2, tmp_path / "resumed", features, *EMA)
+    resumed = run_to(4, tmp_path / "resumed", features, *EMA)
+    for folder in ("transformer", "transformer_ema"):
+        one, other = (load_file(next((found.folder / folder).glob("*.safetensors"))) for found in (straight, resumed))
+        assert all(torch.equal(one[name], other[name]) for name in one)
+    weights = load_file(next(straight.transformer.glob("*.safetensors")))
+    averages = load_file(next(straight.transformer_ema.glob("*.safetensors")))
+    assert any(not torch.equal(weights[name], averages[name]) for name in weights)
+    # The average is a model that samples are drawn from, and as protected as the rest of the checkpoint.
+    sampler = Sampler(straight, torch.device("cpu"), ema=True)
+    name = "proj_out.weight"
+    assert torch.equal(sampler._model.state_dict()[name], averages[name])
+    damaged = next(resumed.transformer_ema.glob("*.safetensors"))
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"\x7f")
+    with pytest.raises(UserError, match=r"is damaged: its checksum is not the one in state\.json"):
+        Sampler(resumed, torch.device("cpu"), ema=True)
+    # A run that stops averaging, or starts to, is another run.
+    with pytest.raises(UserError, match=r"holds a moving average of the weights, and the run has none \(train.ema\)"):
+        run_to(6, tmp_path / "straight", features)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_without_an_average_says_so(trained):
+    found = checkpoint.latest(trained)
+    with pytest.raises(UserError, match=r"--ema: .* holds no moving average of the weights; train with train\.ema"):
+        Sampler(found, torch.device("cpu"), ema=True)
+
+
+def test_a_state_without_the_average_is_refused():
+    strategy = Strategy(ema=EmaSpec())
+    engine = engines.create(
+        strategy,
+        models.build(MODEL, device="cpu", dtype=torch.bfloat16, seed=0),
+        models.family(MODEL.class_name),
+        device=torch.device("cpu"),
+        world=World(),
+    )
+    with pytest.raises(UserError, match=r"holds nothing for tensor 0 of the moving average \(train\.ema\)"):
+        engines.ema_of(engine).load_local_state({})

@@ -1,0 +1,200 @@
+"""Adapters over a frozen base: what is trained, what is quantised, and how it is kept and read by diffusers."""
+
+from __future__ import annotations
+
+import json
+
+import diffusers
+import pytest
+import torch
+from conftest import BIN, DIGITS, ROOT, run_command
+from safetensors.torch import load_file
+from test_ema import run_to
+from test_rehearse import SHAPE
+from test_rehearse import TINY as MODEL
+
+from bigdit import checkpoint, engines, models
+from bigdit.config import load_run
+from bigdit.dist import World
+from bigdit.errors import UserError
+from bigdit.loader.batch import Batch
+from bigdit.sampling import Sampler
+from bigdit.spec import LoraSpec, ObjectiveSpec, OptimizerSpec, Strategy
+from bigdit.train.prepare import prepare
+from bigdit.train.step import train_step
+
+CPU = torch.device("cpu")
+
+
+def built(strategy, seed=0):
+    """The tiny model with the strategy's adapters."""
+    family = models.family(MODEL.class_name)
+    model = models.build(MODEL, device="cpu", dtype=engines.compute_dtype(strategy), seed=0)
+    return family, models.equip(model, family, strategy, seed=seed)
+
+
+def one_batch():
+    generator = torch.Generator().manual_seed(0)
+    latents = torch.randn(2, *SHAPE.latents, generator=generator)
+    text = torch.randn(2, *SHAPE.text, generator=generator)
+    return Batch(latents, text, torch.ones(2, SHAPE.text[0]), (1, 2))
+
+
+@pytest.mark.parametrize("base", ["bf16", "int8", "nf4"])
+def test_adapters_learn_and_the_base_stays(base):
+    strategy = Strategy(lora=LoraSpec(rank=4, base=base), optimizer=OptimizerSpec(lr=1e-2))
+    family, model = built(strategy)
+    engine = engines.create(strategy, model, family, device=CPU, world=World())
+    frozen = {name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad}
+    losses = [train_step(engine, family, ObjectiveSpec(), [one_batch()], lr=1e-2).loss.item() for _ in range(6)]
+    assert losses[-1] < losses[0] - 0.05
+    assert all(torch.equal(p, frozen[name]) for name, p in model.named_parameters() if name in frozen)
+    weights = dict(engine.full_weights())
+    assert all(".lora_A." in name or ".lora_B." in name for name in weights)
+    # Self- and cross-attention of each block: query, key, value and output, two matrices each.
+    assert len(weights) == len(family.blocks(model)) * 2 * 4 * 2
+    assert all(weight.abs().max() > 0 for weight in weights.values())
+    assert all(master.dtype == torch.float32 for master in engine.masters)
+    linears = {p.dtype for name, p in model.named_parameters() if name.endswith("base_layer.weight")}
+    assert linears == {{"bf16": torch.bfloat16, "int8": torch.int8, "nf4": torch.uint8}[base]}
+
+
+@pytest.mark.parametrize("base", ["int8", "nf4"])
+def test_a_quantised_base_predicts_nearly_the_same(base):
+    """Of weights of one size: int8 has 1/254 of the largest of a row as its error, nf4 up to 1/7 of 64's largest."""
+    predictions = []
+    for kept in ("bf16", base):
+        strategy = Strategy(lora=LoraSpec(base=kept))
+        family, model = built(strategy)
+        engine = engines.create(strategy, model, family, device=CPU, world=World())
+        batch = one_batch().to(CPU, torch.bfloat16)
+        latents = batch.latents.bfloat16()
+        predictions.append(family.predict(engine.model, latents, torch.tensor([0.2, 0.7]), batch).float())
+    exact, found = predictions
+    error = (found - exact).norm() / exact.norm()
+    assert 0 < error < {"int8": 0.02, "nf4": 0.15}[base]
+
+
+def test_adapters_start_from_the_seed_alone():
+    """Every process draws the same, whatever it drew before, and the first prediction is the base's."""
+    strategy = Strategy(lora=LoraSpec())
+    (_, one), (_, same), (_, other) = built(strategy, seed=3), built(strategy, seed=3), built(strategy, seed=4)
+    for (name, a), b, c in zip(one.named_parameters(), same.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(a, c) == (".lora_A." not in name)
+        assert ".lora_B." not in name or not a.any()
+
+
+def test_targets_are_named_by_their_last_parts():
+    _, model = built(Strategy(lora=LoraSpec(targets=("to_q", "to_out.0"))))
+    adapted = {name.split(".lora_A")[0] for name, p in model.named_parameters() if "lora_A" in name}
+    assert {name.split(".", 3)[3] for name in adapted} == {"to_q", "to_out.0"}
+    with pytest.raises(UserError, match=r"lora\.targets: no linear layer's name ends in 'to_w'; .*to_"):
+        built(Strategy(lora=LoraSpec(targets=("to_w",))))
+
+
+def test_what_cannot_be_is_refused():
+    with pytest.raises(ValueError, match=r"lora\.base bf16 is computed with in bf16, and precision is fp32"):
+        Strategy(lora=LoraSpec(), precision="fp32")
+    with pytest.raises(ValueError, match=r"lora\.base nf4 \(bitsandbytes\) keeps packed weights, which fsdp2 cannot"):
+        Strategy(lora=LoraSpec(base="nf4"), engine="fsdp2")
+    run = load_run(DIGITS, ["train.lora.rank=4", "engine.name=single", "engine.ds_config=null"])
+    with pytest.raises(UserError, match=r"train\.lora adapts trained weights, and model\.init_from is missing"):
+        prepare(run, 1)
+
+
+@pytest.mark.slow
+def test_adapters_are_trained_kept_resumed_and_read_by_diffusers(tmp_path, features, trained):
+    base = checkpoint.latest(trained).transformer
+    settings = ("train.lora.rank=4", "train.lora.alpha=8", "train.lora.base=nf4", "train.ema.decay=0.5")
+    settings = (*settings, f"model.init_from={base}", "train.checkpoint_every=2", "train.checkpointed_blocks=all")
+    straight = run_to(4, tmp_path / "straight", features, *settings)
+    run_to(2, tmp_path / "resumed", features, *settings)
+    resumed = run_to(4, tmp_path / "resumed", features, *settings)
+    for folder in ("transformer", "transformer_ema"):
+        one, other = (
+            load_file(found.folder / folder / "pytorch_lora_weights.safetensors") for found in (straight, resumed)
+        )
+        assert all(torch.equal(one[name], other[name]) for name in one)
+        assert all(name.startswith("transformer.transformer_blocks.") for name in one)
+    with pytest.raises(UserError, match=r"was trained with lora .*'rank': 4.*, and the run asks for .*'rank': 8"):
+        run_to(6, tmp_path / "resumed", features, *settings, "train.lora.rank=8")
+
+    sampler = Sampler(straight, CPU)
+    plain = diffusers.SanaTransformer2DModel.from_pretrained(base)
+    adapted = diffusers.SanaTransformer2DModel.from_pretrained(base)
+    adapted.load_lora_adapter(straight.transformer, use_safetensors=True)
+    shape, dim = (plain.config.in_channels, 8, 8), plain.config.caption_channels
+    inputs = {
+        "hidden_states": torch.randn(1, *shape),
+        "encoder_hidden_states": torch.randn(1, 5, dim),
+        "timestep": torch.tensor([500.0]),
+        "encoder_attention_mask": torch.ones(1, 5),
+        "return_dict": False,
+    }
+    with torch.no_grad():
+        found, wanted, without = (model(**inputs)[0] for model in (sampler._model, adapted, plain))
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+    assert (found - without).abs().max() > 1e-4
+
+
+# Two processes: each engine trains the adapters alone, and both agree with one process to bf16's rounding.
+_SHARDED = """
+import json, sys
+import torch, torch.distributed as dist
+sys.path.insert(0, sys.argv[1])
+from test_lora import CPU, LoraSpec, ObjectiveSpec, OptimizerSpec, Strategy, built, engines, one_batch, train_step
+from bigdit.dist import world_from_env
+from bigdit.loader.batch import Batch
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+world = world_from_env()
+whole = one_batch()
+at = slice(world.rank, world.rank + 1)
+mine = Batch(whole.latents[at], whole.text_embeds[at], whole.text_mask[at], whole.seeds[at])
+document = json.load(open("ds_configs/zero2_bf16.json"))
+document |= {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "gradient_clipping": 0.0}
+document |= {"bf16": {"enabled": True}, "zero_allow_untested_optimizer": True}
+stages = {f"zero{n}": document | {"zero_optimization": document["zero_optimization"] | {"stage": n}} for n in (2, 3)}
+found = {}
+for name, ds_config in ({"fsdp2": None} | stages).items():
+    strategy = Strategy(
+        engine="deepspeed" if ds_config else "fsdp2",
+        world_size=2,
+        ds_config=ds_config,
+        lora=LoraSpec(rank=4),
+        optimizer=OptimizerSpec(lr=1e-2),
+        checkpointed_blocks="all",
+    )
+    family, model = built(strategy)
+    engine = engines.create(strategy, model, family, device=CPU, world=world)
+    losses = []
+    for _ in range(4):
+        loss = train_step(engine, family, ObjectiveSpec(), [mine], lr=1e-2).loss.float()
+        dist.all_reduce(loss)
+        losses.append(loss.item() / 2)
+    found[name] = {"losses": losses, "names": [name for name, _ in engine.full_weights()]}
+if world.is_main:
+    json.dump(found, open(sys.argv[2], "w"))
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_sharded_engines_train_the_same_adapters(tmp_path):
+    script, answer = tmp_path / "sharded.py", tmp_path / "answer.json"
+    script.write_text(_SHARDED)
+    done = run_command(
+        *(BIN / "torchrun", "--standalone", "--nproc-per-node", 2, script, ROOT / "tests", answer),
+        PYTHONPATH=str(ROOT),
+        DS_ACCELERATOR="cpu",
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    strategy = Strategy(lora=LoraSpec(rank=4), optimizer=OptimizerSpec(lr=1e-2))
+    family, model = built(strategy)
+    engine = engines.create(strategy, model, family, device=CPU, world=World())
+    losses = [train_step(engine, family, ObjectiveSpec(), [one_batch()], lr=1e-2).loss.item() for _ in range(4)]
+    for found in json.loads(answer.read_text()).values():
+        assert found["losses"] == pytest.approx(losses, rel=3e-3)  # as test_engines has it for bf16, and why
+        assert found["names"] == [name for name, _ in engine.full_weights()]

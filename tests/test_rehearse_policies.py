@@ -1,0 +1,245 @@
+"""The proof for what surrounds the step: checkpointing by operator, offload, averages and adapters, event by event."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from test_rehearse_proof import MICRO_BATCH_SIZE, SHAPE, TINY, _profiled
+
+from bigdit.dist import World
+from bigdit.memory import Ledger, ledger
+from bigdit.rehearse import RehearsalRequest, RehearsedSize
+from bigdit.rehearse.drive import record
+from bigdit.spec import EmaSpec, LoraSpec, ObjectiveSpec, OptimizerSpec, Strategy
+
+BLOCKS = 3  # of TINY
+ADAM_8BIT = OptimizerSpec(name="adamw_8bit")
+
+# What is rehearsed for the kernels of this CPU, and compared with what really happens on it.
+ON_CPU = {
+    "selective-1": {"checkpointing": "selective", "checkpointed_blocks": 1, "precision": "fp32"},
+    "selective-all": {"checkpointing": "selective", "checkpointed_blocks": "all", "grad_accum_steps": 2},
+    "offload": {"offload_activations": True},
+    "offload-full": {"offload_activations": True, "checkpointed_blocks": 2, "grad_accum_steps": 2},
+    "offload-selective": {"offload_activations": True, "checkpointing": "selective", "checkpointed_blocks": "all"},
+    "ema-gpu": {"ema": EmaSpec()},
+    "ema-cpu": {"ema": EmaSpec(device="cpu"), "precision": "fp32"},
+    "lora": {"lora": LoraSpec(rank=4)},
+    "lora-int8": {"lora": LoraSpec(rank=4, base="int8"), "gradient_clipping": 1.0},
+    "lora-nf4": {"lora": LoraSpec(rank=4, base="nf4", targets=("to_q", "proj_out"))},
+    "lora-int8-full": {"lora": LoraSpec(rank=4, base="int8"), "checkpointed_blocks": "all"},
+    "all-of-it": {
+        "lora": LoraSpec(rank=4, base="nf4"),
+        "checkpointing": "selective",
+        "checkpointed_blocks": 2,
+        "offload_activations": True,
+        "ema": EmaSpec(device="cpu"),
+        "optimizer": ADAM_8BIT,
+        "grad_accum_steps": 2,
+        "gradient_clipping": 1.0,
+    },
+}
+
+# What is rehearsed for a CUDA card, and held against arithmetic.
+ON_CUDA = {
+    **{f"full-{k}": {"checkpointed_blocks": k} for k in range(BLOCKS + 1)},
+    **{f"selective-{k}": {"checkpointed_blocks": k, "checkpointing": "selective"} for k in range(1, BLOCKS + 1)},
+    "offload": {"offload_activations": True},
+    "offload-full-3": {"offload_activations": True, "checkpointed_blocks": 3},
+    "ema-gpu": {"ema": EmaSpec()},
+    "ema-cpu": {"ema": EmaSpec(device="cpu")},
+    "lora": {"lora": LoraSpec()},
+    "lora-int8": {"lora": LoraSpec(base="int8")},
+    "lora-nf4": {"lora": LoraSpec(base="nf4")},
+    "lora-int8-full": {"lora": LoraSpec(base="int8"), "checkpointed_blocks": "all"},
+    "lora-nf4-full": {"lora": LoraSpec(base="nf4"), "checkpointed_blocks": "all"},
+}
+
+_REHEARSE_ALL = """
+import json, logging, os, sys
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+from bigdit.rehearse import RehearsalRequest
+from bigdit.rehearse.worker import rehearse_size
+requests = [RehearsalRequest.model_validate(value) for value in json.load(open(sys.argv[1]))]
+answers = [rehearse_size(request, request.micro_batch_sizes[0]).model_dump(mode="json") for request in requests]
+with open(sys.argv[2], "w") as file:
+    json.dump(answers, file)
+os._exit(0)  # with the fake device registered, an interpreter does not shut down cleanly
+"""
+
+
+def _strategy(policy: dict[str, object]) -> Strategy:
+    return Strategy.model_validate({"micro_batch_size": MICRO_BATCH_SIZE, **policy})
+
+
+@pytest.fixture(scope="module")
+def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], RehearsedSize]:
+    """Every rehearsal by (kernels, name), made in one process."""
+    folder = tmp_path_factory.mktemp("rehearsals")
+    asked, answered = folder / "requests.json", folder / "answers.json"
+    cases = {("cpu", name): policy for name, policy in ON_CPU.items()}
+    cases |= {("cuda", name): policy for name, policy in ON_CUDA.items()}
+    requests = [
+        RehearsalRequest(
+            model=TINY,
+            batch=SHAPE,
+            strategy=_strategy(policy),
+            micro_batch_sizes=(MICRO_BATCH_SIZE,),
+            kernels=kernels,
+        ).model_dump(mode="json")
+        for (kernels, _), policy in cases.items()
+    ]
+    asked.write_text(json.dumps(requests))
+    done = subprocess.run(
+        [sys.executable, "-c", _REHEARSE_ALL, str(asked), str(answered)],
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    answers = [RehearsedSize.model_validate(value) for value in json.loads(answered.read_text())]
+    return dict(zip(cases, answers, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("policies")  # one worker makes all the rehearsals, once
+@pytest.mark.parametrize("name", ON_CPU)
+def test_the_rehearsal_of_a_policy_is_the_real_step_to_the_byte(
+    name: str, rehearsed: dict[tuple[str, str], RehearsedSize]
+) -> None:
+    strategy = _strategy(ON_CPU[name])
+    real = record(TINY, SHAPE, strategy, ObjectiveSpec(), torch.device("cpu"), World())
+    answer = rehearsed["cpu", name]
+    assert answer.params == real.params
+    assert answer.ledger == ledger(real.device, 1)
+    assert answer.timeline == real.device
+    phases = {"init", "forward", "backward", "step"} | ({"ema"} if strategy.ema else set())
+    assert {phase.phase for phase in answer.ledger.phases} == phases
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["selective-all", "offload", "lora-nf4"])
+def test_every_block_of_a_policy_is_one_of_the_allocator(name: str) -> None:
+    """Without the recorder torch allocates the same blocks: its presence changes no policy."""
+    strategy = _strategy(ON_CPU[name] | {"grad_accum_steps": 1})
+    recorded = record(TINY, SHAPE, strategy, ObjectiveSpec(), torch.device("cpu"), World()).device
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        changes, _ = _profiled(strategy)
+    finally:
+        torch.set_num_threads(threads)
+    real = [nbytes for _, nbytes in changes if nbytes > 0]
+    missing = [block for block in recorded.blocks if block.category not in ("parameter", "input")]
+    for nbytes in real:
+        missing = _without_one(missing, nbytes)
+    assert missing == []
+
+
+def _without_one(blocks: list, nbytes: int) -> list:
+    for i, block in enumerate(blocks):
+        if block.nbytes == nbytes:
+            return blocks[:i] + blocks[i + 1 :]
+    return blocks
+
+
+def _saved(found: Ledger) -> int:
+    return found.phase("forward").at_peak.get("saved activation", 0)
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("policies")
+def test_a_card_saves_less_the_more_is_recomputed(rehearsed: dict[tuple[str, str], RehearsedSize]) -> None:
+    none, selective, full = (rehearsed["cuda", name].ledger for name in ("full-0", "selective-3", "full-3"))
+    for measure in (_saved, lambda found: found.phase("backward").peak_bytes):
+        assert measure(none) > measure(selective) > measure(full)
+    assert "recomputed activation" in selective.phase("backward").at_peak
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("policies")
+def test_offloaded_activations_wait_in_pinned_memory(rehearsed: dict[tuple[str, str], RehearsedSize]) -> None:
+    plain, offloaded = rehearsed["cuda", "full-0"], rehearsed["cuda", "offload"]
+    assert _saved(offloaded.ledger) < _saved(plain.ledger) / 10
+    assert offloaded.ledger.phase("forward").peak_bytes < plain.ledger.phase("forward").peak_bytes
+    assert _pinned(offloaded) - _pinned(plain) >= _saved(plain.ledger) - _saved(offloaded.ledger)
+    # Of a checkpointed block its inputs wait there, and nothing else.
+    both, checkpointed = rehearsed["cuda", "offload-full-3"], rehearsed["cuda", "full-3"]
+    assert _saved(both.ledger) < _saved(checkpointed.ledger)
+    assert _pinned(plain) < _pinned(both) < _pinned(offloaded)
+
+
+def _pinned(answer: RehearsedSize) -> int:
+    return sum(block.nbytes for block in answer.host_timeline.blocks if block.pinned)
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("policies")
+def test_an_average_costs_four_bytes_a_parameter_where_it_is_kept(
+    rehearsed: dict[tuple[str, str], RehearsedSize],
+) -> None:
+    plain, on_gpu, on_host = (rehearsed["cuda", name] for name in ("full-0", "ema-gpu", "ema-cpu"))
+    assert _average(on_gpu.timeline) == 4 * plain.params
+    for phase in plain.ledger.phases:
+        found = on_host.ledger.phase(phase.phase)
+        assert (found.peak_bytes, found.at_peak) == (phase.peak_bytes, phase.at_peak)  # the device holds none of it
+    assert "EMA" not in on_host.ledger.phase("ema").at_peak
+    assert on_host.ledger.phase("ema").peak_bytes < plain.ledger.phase("step").peak_bytes
+    held = [block for block in on_host.host_timeline.blocks if block.category == "EMA"]
+    assert sum(block.nbytes for block in held if not block.pinned) == 4 * plain.params
+    assert [block.nbytes for block in held if block.pinned] == [max(block.nbytes for block in held)]
+
+
+def _average(timeline) -> int:
+    return sum(block.nbytes for block in timeline.blocks if block.category == "EMA")
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("policies")
+def test_a_quantised_base_has_its_size(rehearsed: dict[tuple[str, str], RehearsedSize]) -> None:
+    """Linear layers of blocks: 24 of 32 × 32. nf4: half a byte, an fp32 scale for 64, 16 fp32 values a layer;
+    int8: a byte, and an fp32 scale a row."""
+    plain, nf4, int8 = (rehearsed["cuda", name] for name in ("lora", "lora-nf4", "lora-int8"))
+    linears, elements = 8 * BLOCKS, 32 * 32
+    smaller = linears * (2 * elements - (elements // 2 + 4 * elements // 64 + 4 * 16))
+    assert _weights(plain) - _weights(nf4) == smaller
+    assert _weights(plain) - _weights(int8) == linears * (2 * elements - (elements + 4 * 32))
+    # The adapters alone have masters and state: rank 16, two matrices a layer.
+    step = nf4.ledger.phase("step").at_peak
+    assert step["master weight"] == 4 * linears * 2 * 16 * 32
+    # At the step all their gradients are in fp32, and the one that was converted last still is in bf16 as well.
+    assert step["gradient"] == step["master weight"] + 2 * 16 * 32
+
+
+def _weights(answer: RehearsedSize) -> int:
+    """Bytes of parameters on the device, without the allocator's rounding."""
+    return sum(block.nbytes for block in answer.timeline.blocks if block.category == "parameter")
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("policies")
+def test_bitsandbytes_keeps_the_inputs_of_int8_layers_through_checkpointing(
+    rehearsed: dict[tuple[str, str], RehearsedSize],
+) -> None:
+    """Its autograd function holds them as attributes, where hooks on saved tensors do not reach."""
+    nf4, int8 = rehearsed["cuda", "lora-nf4-full"].ledger, rehearsed["cuda", "lora-int8-full"].ledger
+    assert _saved(int8) > 2 * _saved(nf4)
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("policies")
+@given(kind=st.sampled_from(["full", "selective"]), pair=st.tuples(*[st.integers(0, BLOCKS)] * 2).map(sorted))
+def test_saved_activations_never_rise_with_the_number_of_checkpointed_blocks(
+    kind: str, pair: list[int], rehearsed: dict[tuple[str, str], RehearsedSize]
+) -> None:
+    few, many = (_saved(rehearsed["cuda", f"{kind}-{k}" if k else "full-0"].ledger) for k in pair)
+    assert many <= few
