@@ -33,6 +33,9 @@ def quiet_libraries() -> None:
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     # diffusers warns of tensors that are missing or left over, which models.load makes an error of.
     logging.getLogger("diffusers").setLevel(logging.ERROR)
+    # torchao names kernels that it cannot load here, and registers its enums as torch has come to do by itself.
+    logging.getLogger("torchao").setLevel(logging.ERROR)
+    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
 
 

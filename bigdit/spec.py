@@ -202,10 +202,10 @@ def _optimizer_problems(strategy: Strategy) -> list[str]:
     if strategy.precision == "bf16_sr":
         if engine == "deepspeed":
             problems.append("precision bf16_sr has no master weights, which DeepSpeed's ZeRO keeps; use precision bf16")
-        if name in BITSANDBYTES or name == "adafactor":
+        if name in BITSANDBYTES:
             problems.append(
                 f"optimizer.name {name} rounds to nearest, and precision bf16_sr needs stochastic rounding; "
-                "use optimizer.name adamw, adamw_8bit_ao, adamw_4bit_ao, came or came_8bit"
+                "use optimizer.name adamw, adamw_8bit_ao, adamw_4bit_ao, adafactor, came or came_8bit"
             )
     if strategy.optimizer_in_backward:
         if engine == "deepspeed":
@@ -238,6 +238,11 @@ def _memory_problems(strategy: Strategy) -> list[str]:
         problems.append(
             f"lora.base {strategy.lora.base} (bitsandbytes) keeps packed weights, which {strategy.engine} cannot "
             "shard; use lora.base bf16, or engine single"
+        )
+    if strategy.lora is not None and strategy.lora.base == "bf16" and not strategy.precision.startswith("bf16"):
+        problems.append(
+            f"lora.base bf16 is computed with in bf16, and precision is {strategy.precision}; use precision bf16, or "
+            "lora.base nf4"
         )
     if strategy.features == "cached" and strategy.encode_chunk is not None:
         problems.append("encode_chunk belongs to features online, and features is cached")

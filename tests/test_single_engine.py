@@ -1,28 +1,51 @@
-"""The single engine's own step: chunks of fp32 gradients change memory, and nothing else."""
+"""The single engine's own step: chunks, steps in the backward pass, precisions; and going on from a saved state."""
 
 import pytest
 import torch
+from safetensors.torch import load, save
 from test_rehearse import SHAPE, TINY
+from test_rehearse_proof import TINY as WIDE  # with weights of 4096 elements and more, which are quantised
 
 from bigdit import engines, models
 from bigdit.dist import World
-from bigdit.engines import single
+from bigdit.engines import scaling, single
+from bigdit.engines.scaling import LossScaler
+from bigdit.engines.state import load_local_state, local_state
+from bigdit.errors import UserError
 from bigdit.loader.batch import Batch
 from bigdit.spec import ObjectiveSpec, OptimizerSpec, Strategy
 from bigdit.train.step import train_step
 
 
-def trained(strategy, steps=3):
-    """Weights after a few steps on one batch, and the gradient norms."""
-    family = models.family(TINY.class_name)
-    model = models.build(TINY, device="cpu", dtype=engines.compute_dtype(strategy), seed=0)
-    engine = engines.create(strategy, model, family, device=torch.device("cpu"), world=World())
+def started(strategy, spec=TINY, seed=0):
+    """An engine over fresh weights, and its family."""
+    family = models.family(spec.class_name)
+    model = models.build(spec, device="cpu", dtype=engines.compute_dtype(strategy), seed=seed)
+    return engines.create(strategy, model, family, device=torch.device("cpu"), world=World()), family
+
+
+def step(engine, family, lr=1e-3):
+    """One step on one fixed batch; its result."""
     generator = torch.Generator().manual_seed(0)
     latents = torch.randn(2, *SHAPE.latents, generator=generator)
     text = torch.randn(2, *SHAPE.text, generator=generator)
     batch = Batch(latents, text, torch.ones(2, SHAPE.text[0]), (1, 2))
-    results = [train_step(engine, family, ObjectiveSpec(), [batch], lr=1e-3) for _ in range(steps)]
-    return dict(engine.full_weights()), [result.grad_norm for result in results]
+    return train_step(engine, family, ObjectiveSpec(), [batch], lr=lr)
+
+
+def weights(engine):
+    return {name: weight.clone() for name, weight in engine.full_weights()}
+
+
+def equal(some, others):
+    return some.keys() == others.keys() and all(torch.equal(some[name], others[name]) for name in some)
+
+
+def trained(strategy, steps=3):
+    """Weights after a few steps on one batch, and the gradient norms."""
+    engine, family = started(strategy)
+    results = [step(engine, family, lr=1e-3 * (i + 1)) for i in range(steps)]
+    return weights(engine), [result.grad_norm for result in results]
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit"])
@@ -31,7 +54,7 @@ def test_chunks_change_no_number(monkeypatch, optimizer):
     whole, norms = trained(strategy)
     monkeypatch.setattr(single, "CHUNK_BYTES", 2000)
     chunked, same_norms = trained(strategy)
-    assert all(torch.equal(whole[name], chunked[name]) for name in whole)
+    assert equal(whole, chunked)
     assert norms == same_norms
 
 
@@ -51,3 +74,127 @@ def test_clipping_agrees_with_torch():
         parameter.grad = gradient.float()
     norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
     torch.testing.assert_close(single._norm(gradients), norm, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "precision"),
+    [
+        *(("adamw", "fp32"), ("adamw", "bf16"), ("adamw_8bit", "bf16"), ("adamw_8bit_ao", "tf32")),
+        *(("came_8bit", "bf16"), ("adafactor", "fp32")),
+    ],
+)
+def test_steps_in_the_backward_pass_change_no_number(optimizer, precision):
+    """Also not where the learning rate changes from step to step."""
+    spec = OptimizerSpec(name=optimizer, lr=1e-3, weight_decay=0.1)
+    after, _ = trained(Strategy(precision=precision, optimizer=spec))
+    within, _ = trained(Strategy(precision=precision, optimizer=spec, optimizer_in_backward=True))
+    assert equal(after, within)
+
+
+def test_no_gradient_outlives_the_backward_pass():
+    engine, family = started(Strategy(optimizer_in_backward=True))
+    step(engine, family)
+    assert all(param.grad is None for param in (*engine.model.parameters(), *engine.masters))
+    assert len(engine.optimizer.state) == len(engine.masters)
+    assert [len(group["params"]) for group in engine.optimizer.param_groups] == [len(engine.masters)]
+
+
+def test_bf16_sr_keeps_bf16_weights_and_no_masters():
+    engine, family = started(Strategy(precision="bf16_sr"))
+    before = weights(engine)
+    step(engine, family, lr=1e-5)  # too small a step for weights near 1: rounded to nearest, most would stand still
+    assert all(master is param for master, param in zip(engine.masters, engine.model.parameters(), strict=True))
+    assert {master.dtype for master in engine.masters} == {torch.bfloat16}
+    assert not equal(before, weights(engine))
+
+
+@pytest.mark.parametrize("clipping", [None, 0.5])
+def test_fp16_scales_the_loss_and_takes_the_scale_out_again(monkeypatch, clipping):
+    """No number depends on a power of two, as long as nothing overflows and hardly anything vanishes."""
+    strategy = Strategy(precision="fp16", gradient_clipping=clipping)
+    results = []
+    for scale in (1024.0, 16384.0):
+        monkeypatch.setattr(scaling, "INITIAL_SCALE", scale)
+        results.append(trained(strategy))
+    (some, norms), (others, same_norms) = results
+    torch.testing.assert_close(norms, same_norms, rtol=1e-4, atol=0)
+    start = weights(started(strategy)[0])
+    apart, way = (sum((some[name] - far[name]).norm() ** 2 for name in some) ** 0.5 for far in (others, start))
+    assert apart < 0.01 * way
+
+
+def test_a_step_whose_gradients_overflow_fp16_is_passed_over(monkeypatch):
+    monkeypatch.setattr(scaling, "INITIAL_SCALE", 2.0**40)
+    engine, family = started(Strategy(precision="fp16", gradient_clipping=1.0))
+    before = weights(engine)
+    result = step(engine, family)
+    assert not torch.isfinite(result.grad_norm)
+    assert equal(before, weights(engine))
+    assert not engine.optimizer.state
+    assert engine.scaler.scale == 2.0**39
+    while equal(before, weights(engine)):  # until the scale has come down
+        step(engine, family)
+    assert 0 < engine.scaler.scale < 2.0**39
+    assert all(param.grad is None for param in engine.model.parameters())
+
+
+def test_the_loss_scale_follows_the_rule_of_torch_s_own(monkeypatch):
+    monkeypatch.setattr(scaling, "GROWTH_INTERVAL", 3)
+    ours = LossScaler()
+    theirs = torch.amp.GradScaler("cpu", growth_interval=3)
+    param = torch.nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([param], lr=1.0)
+    for overflow in (0, 0, 1, 0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0, 0):
+        param.grad = torch.full((2,), torch.inf if overflow else 1.0)
+        theirs.scale(torch.zeros(1))
+        theirs.step(optimizer)
+        theirs.update()
+        assert ours.overflowed(torch.linalg.vector_norm(param.grad)) == bool(overflow)
+        assert ours.scale == theirs.get_scale()
+
+
+def test_tf32_is_on_where_it_is_asked_for_and_nowhere_else():
+    for precision, wanted in (("tf32", "tf32"), ("fp32", "ieee"), ("bf16", "ieee")):
+        started(Strategy(precision=precision))
+        assert torch.backends.cuda.matmul.fp32_precision == wanted
+        assert torch.backends.cudnn.conv.fp32_precision == wanted
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "precision"),
+    [
+        *(("adamw", "fp16"), ("adamw", "bf16_sr"), ("adamw_8bit", "bf16"), ("lion_8bit", "fp32")),
+        *(("adamw_8bit_ao", "bf16"), ("adamw_4bit_ao", "bf16_sr"), ("adafactor", "bf16")),
+        *(("came", "bf16"), ("came_8bit", "bf16_sr")),
+    ],
+)
+def test_the_step_after_a_resume_is_the_one_that_would_have_come(monkeypatch, optimizer, precision):
+    """Through safetensors' bytes, into an engine with other weights: state, loss scale and random numbers."""
+    monkeypatch.setattr(scaling, "INITIAL_SCALE", 64.0)
+    strategy = Strategy(precision=precision, optimizer=OptimizerSpec(name=optimizer, lr=1e-3))
+    engine, family = started(strategy, WIDE)
+    for _ in range(2):
+        step(engine, family)
+    saved, before = load(save(local_state(engine))), weights(engine)
+    step(engine, family)
+    expected = weights(engine)
+    assert not equal(before, expected)
+
+    torch.manual_seed(7)
+    resumed, family = started(strategy, WIDE, seed=1)
+    resumed.model.load_state_dict(before, strict=False)
+    load_local_state(resumed, saved)
+    again = local_state(resumed)
+    assert again.keys() == saved.keys()
+    assert all(torch.equal(again[name], saved[name]) for name in saved)
+    step(resumed, family)
+    assert equal(weights(resumed), expected)
+
+
+def test_a_state_of_another_optimizer_is_refused():
+    engine, family = started(Strategy())
+    step(engine, family)
+    saved = local_state(engine)
+    other, _ = started(Strategy(optimizer=OptimizerSpec(name="came")))
+    with pytest.raises(UserError, match=r"the checkpoint holds nothing for state.0.square.* of the optimizer"):
+        load_local_state(other, saved)

@@ -6,11 +6,12 @@ import torch
 from torch import nn
 
 from bigdit.dist import World
-from bigdit.engines.protocol import Engine, compute_dtype
+from bigdit.engines.ema import Ema, ema_of
+from bigdit.engines.protocol import Engine, compute_dtype, use_matmul_precision
 from bigdit.models import Family
 from bigdit.spec import Strategy
 
-__all__ = ["Engine", "compute_dtype", "create"]
+__all__ = ["Ema", "Engine", "compute_dtype", "create", "ema_of"]
 
 
 def create(strategy: Strategy, model: nn.Module, family: Family, *, device: torch.device, world: World) -> Engine:
@@ -19,6 +20,7 @@ def create(strategy: Strategy, model: nn.Module, family: Family, *, device: torc
     The process group exists already where world_size > 1. Engines are imported here, when chosen: DeepSpeed
     takes seconds to import.
     """
+    use_matmul_precision(strategy)
     if strategy.engine == "deepspeed":
         from bigdit.engines.deepspeed import DeepSpeedEngine
 

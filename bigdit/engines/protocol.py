@@ -9,14 +9,16 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from bigdit.engines.scaling import LossScaler
 from bigdit.spec import Strategy
 
 
 class Engine(Protocol):
     """Owns the weights and the optimizer. `backward` of every micro-batch, then one `step`.
 
-    `masters` are the tensors that the optimizer updates on this process: fp32, flat or sharded as the engine
-    keeps them; `optimizer.state` is keyed by them.
+    `masters` are the tensors that the optimizer updates on this process: fp32 (bf16_sr: bf16), flat or sharded
+    as the engine keeps them; `optimizer.state` is keyed by them. With optimizer_in_backward the optimizer steps
+    with the lr that was set before `backward`. `scaler`: of the loss in fp16, where the engine scales it itself.
     """
 
     strategy: Strategy
@@ -24,6 +26,7 @@ class Engine(Protocol):
     model: nn.Module
     masters: list[torch.Tensor]
     optimizer: Optimizer
+    scaler: LossScaler | None
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
         """Add this micro-batch's share of the mean gradient; `last` marks the step's last micro-batch."""
@@ -38,7 +41,7 @@ class Engine(Protocol):
         ...
 
     def full_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every parameter by its name in the plain model, whole, fp32, on the host. All processes iterate it."""
+        """Every trained parameter by its name in the plain model, whole, fp32, on the host. All processes iterate."""
         ...
 
 
@@ -54,3 +57,13 @@ _COMPUTE_DTYPE = {
 def compute_dtype(strategy: Strategy) -> torch.dtype:
     """The dtype of weights and activations in forward and backward."""
     return _COMPUTE_DTYPE[strategy.precision]
+
+
+def use_matmul_precision(strategy: Strategy) -> None:
+    """Let fp32 matrix products and convolutions on CUDA use TF32 where the strategy says so, and only there.
+
+    TF32 keeps 10 bits of the mantissa; torch's own default is TF32 for cuDNN's convolutions alone.
+    """
+    precision = "tf32" if strategy.precision == "tf32" else "ieee"
+    torch.backends.cuda.matmul.fp32_precision = precision
+    torch.backends.cudnn.conv.fp32_precision = precision

@@ -1,4 +1,4 @@
-"""One process: plain PyTorch, with fp32 master weights beside bf16 ones."""
+"""One process: plain PyTorch, with fp32 master weights beside bf16 or fp16 ones."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from bigdit import optim
+from bigdit.engines.scaling import LossScaler
 from bigdit.spec import Strategy
 from bigdit.units import MIB
 
@@ -16,7 +17,10 @@ CHUNK_BYTES = 256 * MIB
 
 
 class SingleEngine:
-    """bf16 keeps fp32 masters, and turns the gradients to fp32 chunk by chunk as the optimizer takes them."""
+    """bf16 and fp16 keep fp32 masters, and turn the gradients to fp32 chunk by chunk as the optimizer takes them.
+
+    In the other precisions the parameters are their own masters. fp16 scales the loss dynamically.
+    """
 
     def __init__(self, strategy: Strategy, model: nn.Module, *, device: torch.device) -> None:
         self.strategy = strategy
@@ -24,15 +28,23 @@ class SingleEngine:
         self.model = model.to(device)
         self._named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         self._params = [p for _, p in self._named]
-        self._mixed = strategy.precision != "fp32"
+        self._mixed = strategy.precision in ("bf16", "fp16")
         self.masters = [p.detach().float() for p in self._params] if self._mixed else list(self._params)
-        self.optimizer = optim.build(strategy.optimizer, self.masters)
+        self.optimizer = optim.build(
+            strategy.optimizer, self.masters, stochastic_rounding=strategy.precision == "bf16_sr"
+        )
+        self.scaler = LossScaler() if strategy.precision == "fp16" else None
+        if strategy.optimizer_in_backward:
+            optim.step_in_backward(self.optimizer, self._params, self.masters)
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
-        (loss / self.strategy.grad_accum_steps).backward()
+        loss = loss / self.strategy.grad_accum_steps
+        (loss if self.scaler is None else loss * self.scaler.scale).backward()
 
     @torch.no_grad()
     def step(self, lr: float) -> torch.Tensor | None:
+        if self.strategy.optimizer_in_backward:
+            return None
         optim.set_lr(self.optimizer, lr)
         norm = self._step_masters() if self._mixed else self._step_params()
         self.optimizer.zero_grad(set_to_none=True)
@@ -54,22 +66,28 @@ class SingleEngine:
 
     def _step_masters(self) -> torch.Tensor | None:
         """Step the masters that have a gradient, a chunk at a time: the optimizer passes over the others."""
-        norm = scale = None
-        if self.strategy.gradient_clipping is not None:
-            norm = _norm([p.grad for p in self._params if p.grad is not None])
-            scale = (self.strategy.gradient_clipping / (norm + 1e-6)).clamp(max=1.0)  # as clip_grad_norm_ has it
+        limit = self.strategy.gradient_clipping
+        norm: torch.Tensor | None = None
+        factor: torch.Tensor | float = 1.0 if self.scaler is None else 1.0 / self.scaler.scale
+        if limit is not None or self.scaler is not None:
+            norm = _norm([p.grad for p in self._params if p.grad is not None]) * factor
+            if self.scaler is not None and self.scaler.overflowed(norm):
+                self.model.zero_grad(set_to_none=True)
+                return None if limit is None else norm
+            if limit is not None:
+                factor = factor * (limit / (norm + 1e-6)).clamp(max=1.0)  # as clip_grad_norm_ has it
         for chunk in _chunks(list(zip(self._params, self.masters, strict=True))):
             for param, master in chunk:
                 if param.grad is not None:
                     master.grad = param.grad.float()
                     param.grad = None
-                    if scale is not None:
-                        master.grad.mul_(scale)
+                    if norm is not None:
+                        master.grad.mul_(factor)
             self.optimizer.step()
             for param, master in chunk:
                 master.grad = None
                 param.copy_(master)
-        return norm
+        return None if limit is None else norm
 
 
 def _norm(gradients: list[torch.Tensor]) -> torch.Tensor:

@@ -7,23 +7,52 @@ from collections.abc import Iterable
 import torch
 from torch.optim import Optimizer
 
-from bigdit.spec import OptimizerSpec
+from bigdit.optim import libraries
+from bigdit.optim.adafactor import Adafactor
+from bigdit.optim.came import Came
+from bigdit.optim.in_backward import step_alone, step_in_backward
+from bigdit.spec import BITSANDBYTES, TORCHAO, OptimizerSpec
+
+__all__ = ["build", "set_lr", "step_alone", "step_in_backward"]
 
 
-def build(spec: OptimizerSpec, params: Iterable[torch.Tensor]) -> Optimizer:
-    """The optimizer that `spec` names, over `params`."""
-    if spec.name == "adamw_8bit":
-        # bitsandbytes: block-wise 8-bit state (Dettmers et al., arXiv:2110.02861); imported late, it probes CUDA.
-        from bitsandbytes.optim import AdamW8bit
+def build(spec: OptimizerSpec, params: Iterable[torch.Tensor], *, stochastic_rounding: bool = False) -> Optimizer:
+    """The optimizer that `spec` names, over `params`.
 
-        return AdamW8bit(params, lr=spec.lr, betas=spec.betas, eps=spec.eps, weight_decay=spec.weight_decay)
-    # fused: one kernel, and no temporary of the size of the parameters as foreach needs.
+    `stochastic_rounding`: `params` are bf16 without fp32 masters, and updates are rounded into them so that
+    they are right on average. `spec.eps` is Adam's alone.
+    """
+    if spec.name in BITSANDBYTES:
+        return libraries.bitsandbytes(spec, params)
+    if spec.name in TORCHAO or (spec.name == "adamw" and stochastic_rounding):
+        return libraries.torchao(spec, params, stochastic_rounding=stochastic_rounding)
+    if spec.name == "adafactor":
+        return Adafactor(params, lr=spec.lr, weight_decay=spec.weight_decay, stochastic_rounding=stochastic_rounding)
+    if spec.name in ("came", "came_8bit"):
+        return Came(
+            params,
+            lr=spec.lr,
+            betas=(*spec.betas, spec.beta3),
+            weight_decay=spec.weight_decay,
+            eight_bit=spec.name == "came_8bit",
+            stochastic_rounding=stochastic_rounding,
+        )
+    # fused: one kernel, and no temporary; foreach: one of the size of all parameters; a loop: two of the largest.
     return torch.optim.AdamW(
-        params, lr=spec.lr, betas=spec.betas, eps=spec.eps, weight_decay=spec.weight_decay, fused=True
+        params,
+        lr=spec.lr,
+        betas=spec.betas,
+        eps=spec.eps,
+        weight_decay=spec.weight_decay,
+        fused=spec.implementation == "fused",
+        foreach=spec.implementation == "foreach",
     )
 
 
 def set_lr(optimizer: Optimizer, lr: float) -> None:
     """Use `lr` in the coming step, for all parameters."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        if isinstance(group["lr"], torch.Tensor):  # torchao's
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr

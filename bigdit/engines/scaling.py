@@ -1,0 +1,41 @@
+"""Dynamic loss scaling: small fp16 gradients are kept from vanishing."""
+
+from __future__ import annotations
+
+import torch
+
+INITIAL_SCALE = 65536.0
+GROWTH_INTERVAL = 2000
+
+
+class LossScaler:
+    """The factor on the loss: doubled after 2000 steps without an overflow, halved at each.
+
+    Source: Micikevicius et al., arXiv:1710.03740, §3.2; the constants are those of torch.amp.GradScaler, which
+    wants all gradients of an optimizer at once, in fp32.
+    """
+
+    def __init__(self) -> None:
+        self.scale = INITIAL_SCALE
+        self._steps_since = 0
+
+    def overflowed(self, norm: torch.Tensor) -> bool:
+        """Whether the scaled gradients, of which `norm` is the norm, have an infinity or NaN: skip this step then.
+
+        Adapts `scale` for the coming steps. All processes must pass the norm of all gradients.
+        """
+        if bool(torch.isfinite(norm).logical_not()):
+            self.scale, self._steps_since = self.scale / 2, 0
+            return True
+        self._steps_since += 1
+        if self._steps_since == GROWTH_INTERVAL:
+            self.scale, self._steps_since = self.scale * 2, 0
+        return False
+
+    def state_dict(self) -> dict[str, float]:
+        """What `load_state_dict` goes on from, by the names of torch.amp.GradScaler."""
+        return {"scale": self.scale, "_growth_tracker": self._steps_since}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Go on from a `state_dict`."""
+        self.scale, self._steps_since = float(state["scale"]), int(state["_growth_tracker"])

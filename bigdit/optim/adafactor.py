@@ -1,0 +1,74 @@
+"""Adafactor (Shazeer & Stern, arXiv:1804.04235, Algorithm 4 with §8's schedule), over weights seen as matrices.
+
+The numbers are those of torch.optim.Adafactor, which factors a convolution's last two dimensions: of a 1×1
+convolution [O, I, 1, 1] it keeps two whole tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from bigdit.optim import factored
+from bigdit.optim.rounding import descend
+from bigdit.optim.shards import local, rms
+
+# Source: §9 of the paper: ε1, ε2, d, and the exponent of the decay β̂2 = 1 − t^−0.8.
+EPS_SQUARE = 1e-30
+EPS_SCALE = 1e-3
+CLIP_THRESHOLD = 1.0
+DECAY_EXPONENT = -0.8
+
+
+class Adafactor(Optimizer):
+    """Factored second moments (about 0 B a parameter), no momentum, steps relative to a weight's size.
+
+    `lr` bounds the relative step size min(lr, 1/√t), which is multiplied with RMS(weight) (at least 0.001).
+    Vectors keep their second moment whole. Temporaries: 4 B an element of one weight.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[torch.Tensor],
+        *,
+        lr: float,
+        weight_decay: float = 0.0,
+        stochastic_rounding: bool = False,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+        self._stochastic_rounding = stochastic_rounding
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        """Update every parameter that has a gradient, one after the other."""
+        for group in self.param_groups:
+            lr, decay = group["lr"], 1 - group["lr"] * group["weight_decay"]
+            for param in group["params"]:
+                if param.grad is not None:
+                    update = _update(param, self.state[param], lr)
+                    descend(param, update, 1.0, decay, self._stochastic_rounding)
+
+
+def _update(param: torch.Tensor, state: factored.State, lr: float) -> torch.Tensor:
+    matrix = factored.as_matrix(param.grad, param)  # type: ignore[arg-type]  # it has a gradient
+    if not state:
+        state["step"] = 0
+        if factored.factors(param):
+            factored.start(state, "square", matrix)
+        else:
+            state["square"] = torch.zeros_like(matrix)
+    state["step"] += 1
+    weight = state["step"] ** DECAY_EXPONENT  # 1 − β̂2
+    if factored.factors(param):
+        factored.update(state, "square", matrix, param, weight, EPS_SQUARE)
+        factored.divide_by_root_(matrix, state, "square")
+    else:
+        square = state["square"]
+        square.mul_(1 - weight).addcmul_(matrix, matrix, value=weight).add_(EPS_SQUARE, alpha=weight)
+        matrix.div_(square.sqrt())
+    factored.clip_rms_(matrix, param, CLIP_THRESHOLD)
+    relative = min(lr, state["step"] ** -0.5)  # ρ
+    return matrix.mul_(rms(local(param), param).clamp_(min=EPS_SCALE).mul_(relative))

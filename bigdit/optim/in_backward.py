@@ -1,0 +1,47 @@
+"""Optimizer steps inside the backward pass: a gradient is used where it appears, and freed.
+
+Source: Lv et al., arXiv:2306.09782 (LOMO), §3.1: the gradients of all parameters never exist at once.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+
+import torch
+from torch.optim import Optimizer
+
+
+def step_in_backward(
+    optimizer: Optimizer, params: Iterable[torch.Tensor], masters: Iterable[torch.Tensor] | None = None
+) -> None:
+    """Have `optimizer` step each of `params` as soon as its gradient is accumulated, with the lr set before.
+
+    `masters`: the fp32 tensors that the optimizer updates, one a parameter, where they are not the parameters.
+    """
+    params = list(params)
+    for param, master in zip(params, params if masters is None else masters, strict=True):
+        param.register_post_accumulate_grad_hook(functools.partial(_step_one, optimizer, master))
+
+
+def step_alone(optimizer: Optimizer, param: torch.Tensor) -> None:
+    """One step of `param`, whose gradient is there, in its own group; the others are not looked at."""
+    groups = optimizer.param_groups
+    # By identity: tensors compare by their values. ZeRO-3 empties the groups between steps: the first one serves.
+    own = next((group for group in groups if any(other is param for other in group["params"])), groups[0])
+    optimizer.param_groups = [own | {"params": [param]}]
+    try:
+        optimizer.step()
+    finally:
+        optimizer.param_groups = groups
+
+
+@torch.no_grad()
+def _step_one(optimizer: Optimizer, master: torch.Tensor, param: torch.Tensor) -> None:
+    if param is not master:
+        master.grad = param.grad.float()  # type: ignore[union-attr]  # it was accumulated just now
+        param.grad = None
+    step_alone(optimizer, master)
+    master.grad = None
+    if param is not master:
+        param.copy_(master)

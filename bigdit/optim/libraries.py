@@ -1,0 +1,71 @@
+"""Optimizers of bitsandbytes and torchao, which are imported when they are chosen."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from bigdit.errors import UserError
+from bigdit.spec import TORCHAO, OptimizerSpec
+
+
+def bitsandbytes(spec: OptimizerSpec, params: Iterable[torch.Tensor]) -> Optimizer:
+    """Block-wise 8-bit state (Dettmers et al., arXiv:2110.02861), in fp32 below 4096 elements.
+
+    Paged state is CUDA managed memory, which the driver moves to the host when the card is full; on CPU weights
+    its first step raises UserError.
+    """
+    from bitsandbytes.optim import AdamW8bit, Lion8bit, PagedAdamW8bit
+
+    if spec.name == "lion_8bit":
+        return Lion8bit(params, lr=spec.lr, betas=spec.betas, weight_decay=spec.weight_decay)
+    adamw = PagedAdamW8bit if spec.name == "paged_adamw_8bit" else AdamW8bit
+    optimizer = adamw(params, lr=spec.lr, betas=spec.betas, eps=spec.eps, weight_decay=spec.weight_decay)
+    if spec.name == "paged_adamw_8bit":
+        # Not before: DeepSpeed moves the weights after it was given the optimizer.
+        optimizer.register_step_pre_hook(_refuse_cpu)
+    return optimizer
+
+
+def _refuse_cpu(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if any(param.device.type == "cpu" for group in optimizer.param_groups for param in group["params"]):
+        raise UserError(
+            "optimizer.name paged_adamw_8bit keeps its state in CUDA's managed memory, and the weights that it "
+            "steps are on the CPU; use optimizer.name adamw_8bit"
+        )
+
+
+def torchao(spec: OptimizerSpec, params: Iterable[torch.Tensor], *, stochastic_rounding: bool) -> Optimizer:
+    """AdamW with block-wise 8-bit or 4-bit state (Li et al., arXiv:2309.01507), or in the weights' own dtype.
+
+    torchao compiles the step of every shape of weight. Here it runs as it is written, tensor by tensor: what a
+    compiler allocates is known only where it compiled, and compiling takes minutes at each start. Temporaries:
+    41 B an element of the largest weight, and 53 to 57 B with 8 or 4 bits, whose codes are searched for in int64.
+    """
+    from torchao.optim import AdamW4bit, AdamW8bit
+    from torchao.optim.adam import _AdamW
+
+    adamw = {"adamw_8bit_ao": AdamW8bit, "adamw_4bit_ao": AdamW4bit}.get(spec.name, _AdamW)
+    optimizer = adamw(
+        params,
+        lr=spec.lr,
+        betas=spec.betas,
+        eps=spec.eps,
+        weight_decay=spec.weight_decay,
+        bf16_stochastic_round=stochastic_rounding,
+    )
+    if spec.name in TORCHAO:
+        optimizer._subclass_zeros = functools.partial(_quantised_zeros, optimizer._subclass_zeros)
+    optimizer.step = torch.compiler.set_stance("force_eager")(optimizer.step)
+    return optimizer
+
+
+def _quantised_zeros(zeros: Callable[..., torch.Tensor], p: torch.Tensor, *args: Any) -> torch.Tensor:
+    # The dtype of quantised state is an appearance, which torchao's views lose: a DTensor of bf16 weights' state
+    # would then say bf16, and its part fp32. Here both say fp32, in which the step computes.
+    return zeros(SimpleNamespace(shape=p.shape, device=p.device, dtype=torch.float32), *args)
