@@ -15,7 +15,7 @@ from bigdit.dist import World
 from bigdit.errors import versions
 from bigdit.features import FeatureStore
 from bigdit.rehearse import RehearsalRequest, rehearse
-from bigdit.rehearse.drive import batch
+from bigdit.rehearse.data import batch, feed
 from bigdit.rehearse.request import Kernels
 from bigdit.spec import BatchShape, ModelSpec, ObjectiveSpec, Strategy
 from bigdit.train.measure import MemoryMeter
@@ -53,15 +53,19 @@ def bench_step(
         with MemoryMeter(device) as meter:
             meter.loaded(model)
             engine = engines.create(strategy, model, family, device=device, world=world)
-            meter.watch(engine)
+            ema = engines.ema_of(engine)
+            meter.watch(engine, ema)
+            ahead = feed(lambda: batch(shape, strategy, extras), strategy, pin=device.type == "cuda")
             for _ in range(steps):
-                micro_batches = [batch(shape, strategy, extras) for _ in range(strategy.grad_accum_steps)]
+                micro_batches = next(ahead)
                 began = time.perf_counter()
                 with meter.step(micro_batches) as (batches, phase):
-                    result = train_step(engine, family, objective, batches, lr=strategy.optimizer.lr, phase=phase)
+                    result = train_step(
+                        engine, family, objective, batches, lr=strategy.optimizer.lr, ema=ema, phase=phase
+                    )
                 float(result.loss)  # waits for the device
                 seconds.append(time.perf_counter() - began)
-                del result, batches  # or they would live, and be measured, in the next step
+                del result, batches, micro_batches  # or they would live, and be measured, in the next step
     measured = meter.peak_allocated_bytes
     assert measured is not None
     median = statistics.median(seconds[2:])

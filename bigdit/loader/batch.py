@@ -29,6 +29,16 @@ class Batch:
         some = (self.latents, self.text_embeds, self.text_mask, *self.extras.values())
         return [tensor for tensor in some if tensor is not None]
 
+    def pin_memory(self) -> Batch:
+        """A copy in page-locked memory, from which copies to a GPU overlap with its work."""
+        return Batch(
+            self.latents.pin_memory(),
+            None if self.text_embeds is None else self.text_embeds.pin_memory(),
+            None if self.text_mask is None else self.text_mask.pin_memory(),
+            self.seeds,
+            {name: tensor.pin_memory() for name, tensor in self.extras.items()},
+        )
+
     def to(self, device: torch.device, compute_dtype: torch.dtype) -> Batch:
         """The batch on `device`, conditions in `compute_dtype`; the copy overlaps where the host is pinned."""
 

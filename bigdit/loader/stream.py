@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections import deque
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import numpy.typing as npt
@@ -13,10 +12,9 @@ import torch
 
 from bigdit.dist import World
 from bigdit.features import FeatureStore
+from bigdit.loader.ahead import read_ahead
 from bigdit.loader.batch import Batch
 from bigdit.loader.order import Order, sample_seed
-
-READ_AHEAD_STEPS = 2
 
 
 class FeatureStream:
@@ -31,6 +29,7 @@ class FeatureStream:
         grad_accum_steps: int,
         seed: int,
         caption_dropout: float,
+        read_ahead_steps: int = 2,
         pin_memory: bool = False,
     ) -> None:
         self._store = store
@@ -39,20 +38,16 @@ class FeatureStream:
         self._grad_accum_steps = grad_accum_steps
         self._seed = seed
         self._caption_dropout = caption_dropout
+        self._read_ahead_steps = read_ahead_steps
         self._pin_memory = pin_memory
         self._buckets = sorted(store.buckets)
         global_batch_size = micro_batch_size * grad_accum_steps * world.world_size
         self.order = Order([len(store.buckets[bucket]) for bucket in self._buckets], global_batch_size, seed)
 
-    def steps(self, start: int, stop: int) -> Iterator[list[Batch]]:
-        """The micro-batches of steps [start, stop), read ahead by one thread."""
+    def steps(self, start: int, stop: int) -> Generator[list[Batch]]:
+        """The micro-batches of steps [start, stop), `read_ahead_steps` of them read ahead by one thread."""
         with ThreadPoolExecutor(1, thread_name_prefix="loader") as reader:
-            ahead: deque[Future[list[Batch]]] = deque()
-            for step in range(start, stop + READ_AHEAD_STEPS):
-                if step < stop:
-                    ahead.append(reader.submit(self.micro_batches, step))
-                if step >= start + READ_AHEAD_STEPS:
-                    yield ahead.popleft().result()
+            yield from read_ahead(self.micro_batches, range(start, stop), self._read_ahead_steps, reader)
 
     def micro_batches(self, step: int) -> list[Batch]:
         """The grad_accum_steps micro-batches of this process in this step."""
@@ -71,9 +66,8 @@ class FeatureStream:
             for seed, text in zip(seeds, texts, strict=True)
         ]
         text_embeds, text_mask = pad_text(texts, self._store.max_tokens)
-        if self._pin_memory:
-            latents, text_embeds, text_mask = latents.pin_memory(), text_embeds.pin_memory(), text_mask.pin_memory()
-        return Batch(latents, text_embeds, text_mask, seeds)
+        batch = Batch(latents, text_embeds, text_mask, seeds)
+        return batch.pin_memory() if self._pin_memory else batch
 
 
 def pad_text(texts: Sequence[torch.Tensor], max_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:

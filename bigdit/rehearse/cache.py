@@ -20,13 +20,15 @@ from bigdit.rehearse.request import RehearsalRequest, RehearsedSize
 _SOURCES = (
     "spec.py",
     "engines",
-    "loader/batch.py",
+    "features/encoders",
+    "loader",
     "memory",
     "models",
     "objectives",
     "optim",
     "record",
     "rehearse",
+    "train/encode.py",
     "train/step.py",
 )
 

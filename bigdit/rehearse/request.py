@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveInt
 
+from bigdit.catalog.encoders import OnlineEncoders
 from bigdit.memory import Ledger, Timeline
 from bigdit.spec import BatchShape, ModelSpec, ObjectiveSpec, Strategy, Strict
 
@@ -15,7 +16,8 @@ Kernels = Literal["cuda", "cpu"]
 class RehearsalRequest(Strict):
     """One strategy at several micro-batch sizes; its own `micro_batch_size` gives way to each of them.
 
-    `kernels`: whose kernels allocate, those of a CUDA card of `compute_capability` or those of a CPU.
+    `encoders`: what encodes on the device, with features online. `kernels`: whose kernels allocate, those of a
+    CUDA card of `compute_capability` or those of a CPU.
     """
 
     model: ModelSpec
@@ -23,6 +25,7 @@ class RehearsalRequest(Strict):
     strategy: Strategy
     micro_batch_sizes: tuple[PositiveInt, ...] = Field(min_length=1)
     objective: ObjectiveSpec = ObjectiveSpec()
+    encoders: OnlineEncoders | None = None
     kernels: Kernels = "cuda"
     compute_capability: tuple[int, int] = (8, 0)
 
@@ -30,8 +33,9 @@ class RehearsalRequest(Strict):
 class RehearsedSize(Strict):
     """The rehearsal of one micro-batch size, over two optimizer steps.
 
-    `ledger` counts in 512 B for CUDA and in single bytes for the CPU; `packed_timeline` is the whole record;
-    `params` counts elements; `seconds` is what this size took, without the start of the worker.
+    `ledger` counts in 512 B for CUDA and in single bytes for the CPU; `packed_timeline` is the device's whole
+    record, and `packed_host_timeline` that of the host beside a CUDA card; `params` counts elements; `notices`
+    are to be said beside the numbers; `seconds` is what this size took, without the start of the worker.
     """
 
     micro_batch_size: PositiveInt
@@ -40,6 +44,7 @@ class RehearsedSize(Strict):
     packed_timeline: str
     packed_host_timeline: str | None
     versions: dict[str, str]
+    notices: tuple[str, ...]
     seconds: NonNegativeFloat
 
     @property

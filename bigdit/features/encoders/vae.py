@@ -10,6 +10,7 @@ from bigdit.errors import UserError
 from bigdit.features.buckets import Color
 from bigdit.features.digest import config_digest, weights_digest
 from bigdit.features.encoders.folder import check_complete, read_config
+from bigdit.features.encoders.latents import encode_latents
 
 _KEY = "encoders.image.path"
 
@@ -51,9 +52,7 @@ class DiffusersVae:
 
     @torch.no_grad()
     def encode(self, pixels: torch.Tensor) -> torch.Tensor:
-        encoded = self._vae.encode(pixels.to(self._device))
-        z = encoded.latent if hasattr(encoded, "latent") else encoded.latent_dist.mode()
-        return (z - self._shift) * self._scale
+        return encode_latents(self._vae, pixels.to(self._device))
 
     @torch.no_grad()
     def decode(self, latents: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,172 @@
+"""What the loader holds: read ahead, pinned, and the same in the rehearsal as in a real stream."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bigdit.config import check, load_run
+from bigdit.config.check import strategy_of
+from bigdit.dist import World
+from bigdit.features import FeatureStore
+from bigdit.loader.ahead import read_ahead
+from bigdit.loader.batch import Batch
+from bigdit.loader.stream import FeatureStream
+from bigdit.memory import Block, HostMemory, Span, Timeline, host_memory, pinned_bytes
+from bigdit.rehearse import RehearsalRequest, rehearse
+from bigdit.rehearse.data import batch, feed
+from bigdit.spec import BatchShape, ModelSpec, Strategy
+
+DIGITS = Path(__file__).parents[1] / "launch/recipes/digits.yaml"
+TINY = ModelSpec(
+    name="tiny-sana",
+    class_name="SanaTransformer2DModel",
+    kwargs={
+        "in_channels": 4,
+        "out_channels": 4,
+        "num_attention_heads": 2,
+        "attention_head_dim": 8,
+        "num_layers": 2,
+        "num_cross_attention_heads": 2,
+        "cross_attention_head_dim": 8,
+        "cross_attention_dim": 16,
+        "caption_channels": 12,
+        "sample_size": 8,
+        "patch_size": 1,
+    },
+)
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 3, 9])
+def test_steps_come_in_order_and_so_many_ahead_are_asked_for(ahead: int) -> None:
+    asked: list[int] = []
+
+    def read(step: int) -> int:
+        asked.append(step)
+        return step * step
+
+    with ThreadPoolExecutor(1) as reader:
+        found = []
+        for square in read_ahead(read, range(2, 8), ahead, reader):
+            reader.submit(int).result()  # the thread has done what it was asked for
+            found.append((square, len(asked)))
+    assert found == [(step * step, min(step - 1 + ahead, 6)) for step in range(2, 8)]
+
+
+def test_an_error_of_the_reader_is_the_caller_s() -> None:
+    def read(step: int) -> int:
+        raise OSError(f"step {step}")
+
+    with ThreadPoolExecutor(1) as reader, pytest.raises(OSError, match="step 0"):
+        next(read_ahead(read, itertools.count(), 2, reader))
+
+
+def _held() -> int:
+    """Bytes of the batches that exist, each storage once."""
+    gc.collect()
+    storages = {
+        tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
+        for found in gc.get_referrers(Batch)
+        if type(found) is Batch
+        for tensor in found.tensors()
+    }
+    return sum(storages.values())
+
+
+def _settled() -> int:
+    """`_held` when the reading thread is done: two equal ones in a row, a moment apart."""
+    last = -1
+    while (now := _held()) != last:
+        last = now
+        time.sleep(0.2)
+    return now
+
+
+@pytest.mark.parametrize(("ahead", "grad_accum"), [(0, 1), (2, 2), (3, 1)])
+def test_the_real_stream_holds_what_the_rehearsal_holds(features: Path, ahead: int, grad_accum: int) -> None:
+    """Bytes of all batches while a step is trained on: the store's thread against zeros of the same buckets."""
+    store = FeatureStore.open(features)
+    buckets = sorted(store.buckets)
+    strategy = Strategy(micro_batch_size=3, grad_accum_steps=grad_accum, read_ahead_steps=ahead)
+    stream = FeatureStream(
+        store,
+        World(),
+        micro_batch_size=strategy.micro_batch_size,
+        grad_accum_steps=grad_accum,
+        seed=0,
+        caption_dropout=0.1,
+        read_ahead_steps=ahead,
+    )
+    numbers = itertools.count()
+
+    def make() -> Batch:
+        bucket = buckets[stream.order.batch(next(numbers) // grad_accum).bucket]
+        return batch(BatchShape(latents=bucket, text=(store.max_tokens, store.null_text.shape[1])), strategy)
+
+    assert _held() == 0
+    real, rehearsed = [], []
+    with closing(stream.steps(0, 50)) as steps:
+        for _ in range(3):
+            trained = next(steps)
+            real.append(_settled())
+            del trained
+    with closing(feed(make, strategy, pin=False)) as steps:
+        for _ in range(3):
+            trained = next(steps)
+            rehearsed.append(_held())
+            del trained
+    assert rehearsed == real
+    text = store.max_tokens * (store.null_text.shape[1] + 1) * 2
+    assert min(real) > (ahead + 1) * grad_accum * strategy.micro_batch_size * text
+
+
+def test_beside_a_gpu_batches_wait_pinned_on_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through the door: the host's timeline holds read_ahead_steps + 1 steps of pinned input."""
+    monkeypatch.setenv("BIGDIT_CACHE", str(tmp_path))
+    shape = BatchShape(latents=(4, 8, 8), text=(6, 12))
+    strategy = Strategy(micro_batch_size=2, grad_accum_steps=2, read_ahead_steps=3)
+    request = RehearsalRequest(model=TINY, batch=shape, strategy=strategy, micro_batch_sizes=(2,))
+    host = rehearse(request).size(2).host_timeline
+    one = [tensor.nbytes for tensor in batch(shape, strategy).tensors()]
+    live = most = 0
+    for event in host.events:
+        block = host.blocks[abs(event) - 1]
+        if block.category == "input":
+            assert block.pinned
+            live += block.nbytes if event > 0 else -block.nbytes
+            most = max(most, live)
+    assert most == (3 + 1) * 2 * sum(one)
+    locked = sum(4 * 2 * pinned_bytes(nbytes) for nbytes in one)
+    assert host_memory(host).page_locked_bytes == locked
+
+
+@given(st.integers(1, 1 << 40))
+def test_pinned_blocks_are_the_next_power_of_two(nbytes: int) -> None:
+    size = pinned_bytes(nbytes)
+    assert size.bit_count() == 1
+    assert size >= nbytes > size // 2
+
+
+def test_a_freed_pinned_block_stays_and_serves_its_own_size_again() -> None:
+    pinned = [Block(nbytes, "input", "", pinned=True) for nbytes in (5, 7, 9, 8)]
+    pageable = Block(100, "input", "")
+    timeline = Timeline((*pinned, pageable), (1, -1, 2, 3, -2, 4, 5, -5), (Span("init", 0, 8),))
+    # 8 for the first, reused by the second and, after its end, by the fourth; 16 for the third.
+    assert host_memory(timeline) == HostMemory(peak_bytes=8 + 16 + 100, page_locked_bytes=8 + 16)
+    assert pinned_bytes(0) == 0
+
+
+def test_the_run_s_config_says_how_far_to_read_ahead() -> None:
+    run = load_run(DIGITS, ["data.read_ahead_steps=5", "engine.name=single", "engine.ds_config=null"])
+    assert strategy_of(run, 1).read_ahead_steps == 5
+    with pytest.raises(Exception, match=r"data\.read_ahead_steps"):
+        load_run(DIGITS, ["data.read_ahead_steps=-1"])
+    check(run, TINY.model_copy(update={"kwargs": {}}))

@@ -1,0 +1,354 @@
+"""Encoders that stay on the device: the rehearsal against the real thing, and the catalogue's at full size."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from bigdit.catalog import batch_shape, model
+from bigdit.catalog.encoders import OnlineEncoders, TextEncoderSpec, VaeSpec, online_encoders
+from bigdit.dist import World
+from bigdit.errors import UserError
+from bigdit.features.encoders.frozen import FrozenEncoders
+from bigdit.memory import Timeline, ledger
+from bigdit.rehearse import RehearsalRequest, RehearsedSize, rehearse
+from bigdit.rehearse.data import raw_batch
+from bigdit.rehearse.drive import record
+from bigdit.spec import BatchShape, ModelSpec, ObjectiveSpec, Strategy
+from bigdit.train.encode import encode
+
+ROOT = Path(__file__).parents[1]
+CPU = torch.device("cpu")
+SHAPE = BatchShape(latents=(4, 8, 8), text=(6, 12))
+MICRO_BATCH_SIZE = 3
+SANA = ModelSpec(
+    name="tiny-sana",
+    class_name="SanaTransformer2DModel",
+    kwargs={
+        "in_channels": 4,
+        "out_channels": 4,
+        "num_attention_heads": 2,
+        "attention_head_dim": 8,
+        "num_layers": 2,
+        "num_cross_attention_heads": 2,
+        "cross_attention_head_dim": 8,
+        "cross_attention_dim": 16,
+        "caption_channels": 12,
+        "sample_size": 8,
+        "patch_size": 1,
+    },
+)
+KL = VaeSpec(
+    class_name="AutoencoderKL",
+    kwargs={
+        "block_out_channels": [8, 16],
+        "down_block_types": ["DownEncoderBlock2D"] * 2,
+        "up_block_types": ["UpDecoderBlock2D"] * 2,
+        "norm_num_groups": 4,
+        "latent_channels": 4,
+        "scaling_factor": 0.3611,
+        "shift_factor": 0.1159,
+    },
+)
+DC = VaeSpec(
+    class_name="AutoencoderDC",
+    kwargs={
+        "latent_channels": 4,
+        "encoder_block_out_channels": [8, 32],
+        "decoder_block_out_channels": [8, 32],
+        "encoder_layers_per_block": [1, 1],
+        "decoder_layers_per_block": [1, 1],
+        "encoder_block_types": ["ResBlock", "EfficientViTBlock"],
+        "decoder_block_types": ["ResBlock", "EfficientViTBlock"],
+        "encoder_qkv_multiscales": [[], [5]],
+        "decoder_qkv_multiscales": [[], [5]],
+        "scaling_factor": 0.41407,
+    },
+    dtype="bf16",
+)
+T5 = TextEncoderSpec(
+    class_name="T5EncoderModel",
+    config_class="T5Config",
+    kwargs={"vocab_size": 20, "d_model": 12, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 3},
+    tokens=6,
+)
+GEMMA = TextEncoderSpec(
+    class_name="Gemma2Model",
+    config_class="Gemma2Config",
+    kwargs={
+        "vocab_size": 20,
+        "hidden_size": 12,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+    },
+    tokens=8,
+    layers=(-2,),
+    skip=2,
+)
+CLIP = TextEncoderSpec(
+    class_name="CLIPTextModelWithProjection",
+    config_class="CLIPTextConfig",
+    kwargs={
+        "vocab_size": 20,
+        "hidden_size": 4,
+        "intermediate_size": 8,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "projection_dim": 5,
+        "max_position_embeddings": 8,
+    },
+    tokens=2,
+    gives="both",
+    layers=(-2,),
+)
+
+CONFIGS = [
+    (vae, text, precision, chunk)
+    for vae, text in ((KL, T5), (DC, GEMMA))
+    for precision, chunk in (("bf16", None), ("bf16", 2), ("fp32", 1))
+]
+
+# One process for all of them: the start of a worker is most of its time here.
+_REHEARSE_ALL = """
+import json, sys
+from bigdit.rehearse import RehearsalRequest
+from bigdit.rehearse.worker import rehearse_size
+requests = [RehearsalRequest.model_validate(value) for value in json.load(open(sys.argv[1]))]
+answers = [rehearse_size(request, request.micro_batch_sizes[0]).model_dump(mode="json") for request in requests]
+json.dump(answers, open(sys.argv[2], "w"))
+import os
+os._exit(0)
+"""
+
+
+def _encoders(vae: VaeSpec, text: TextEncoderSpec) -> OnlineEncoders:
+    return OnlineEncoders(pixels=(3, 16, 16), vae=vae, text=(text,))
+
+
+def _strategy(precision: str, chunk: int | None, **changes: object) -> Strategy:
+    return Strategy(
+        micro_batch_size=MICRO_BATCH_SIZE,
+        grad_accum_steps=2,
+        precision=precision,
+        features="online",
+        encode_chunk=chunk,
+        **changes,
+    )
+
+
+def _rehearse_all(folder: Path, requests: list[RehearsalRequest]) -> list[RehearsedSize]:
+    asked, answered = folder / "requests.json", folder / "answers.json"
+    asked.write_text(json.dumps([request.model_dump(mode="json") for request in requests]))
+    done = subprocess.run(
+        [sys.executable, "-c", _REHEARSE_ALL, str(asked), str(answered)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return [RehearsedSize.model_validate(value) for value in json.loads(answered.read_text())]
+
+
+@pytest.mark.slow
+def test_the_rehearsal_of_encoding_is_the_real_one_to_the_byte(tmp_path: Path) -> None:
+    """Every allocation and free of both steps, in order, with its label; and the phase encode has its peak."""
+    requests = [
+        RehearsalRequest(
+            model=SANA,
+            batch=SHAPE,
+            strategy=_strategy(precision, chunk),
+            micro_batch_sizes=(MICRO_BATCH_SIZE,),
+            encoders=_encoders(vae, text),
+            kernels="cpu",
+        )
+        for vae, text, precision, chunk in CONFIGS
+    ]
+    for request, answer in zip(requests, _rehearse_all(tmp_path, requests), strict=True):
+        real = record(SANA, SHAPE, request.strategy, ObjectiveSpec(), CPU, World(), request.encoders)
+        assert answer.timeline == real.device
+        assert answer.ledger == ledger(real.device, 1)
+        assert {phase.phase for phase in answer.ledger.phases} == {"init", "encode", "forward", "backward", "step"}
+        assert "saved activation" not in answer.ledger.phase("encode").at_peak
+
+
+def _real(vae: VaeSpec, text: TextEncoderSpec, chunk: int | None) -> Timeline:
+    return record(SANA, SHAPE, _strategy("bf16", chunk), ObjectiveSpec(), CPU, World(), _encoders(vae, text)).device
+
+
+def test_chunks_lower_the_peak_of_encoding_and_of_nothing_else() -> None:
+    whole, chunked = ledger(_real(KL, T5, None), 1), ledger(_real(KL, T5, 1), 1)
+    assert chunked.phase("encode").peak_bytes < whole.phase("encode").peak_bytes
+    assert chunked.phase("step") == whole.phase("step")
+    weights = FrozenEncoders(_encoders(KL, T5)).tensors()
+    assert whole.phase("step").at_peak["encoder"] == sum(tensor.nbytes for tensor in weights)
+
+
+def test_chunks_change_no_feature() -> None:
+    """The same latents, text and mask however many samples are encoded at once, to rounding."""
+    torch.manual_seed(0)
+    encoders = OnlineEncoders(pixels=(3, 16, 16), vae=KL, text=(T5.model_copy(update={"dtype": "fp32"}),))
+    frozen = FrozenEncoders(encoders)
+    raw = raw_batch(encoders, SHAPE, _strategy("fp32", None))
+    raw.pixels.random_(0, 256)
+    raw.tokens[0][0].random_(0, 20)
+    raw.tokens[0][1][:, -1] = 0
+    whole, chunked = (encode(frozen, chunk, raw, torch.float32) for chunk in (None, 2))
+    assert whole.latents.shape == (MICRO_BATCH_SIZE, *SHAPE.latents)
+    assert whole.text_embeds is not None
+    assert chunked.text_embeds is not None
+    assert whole.text_embeds.shape == (MICRO_BATCH_SIZE, *SHAPE.text)
+    assert torch.allclose(whole.latents, chunked.latents, atol=1e-5)
+    assert torch.allclose(whole.text_embeds, chunked.text_embeds, atol=1e-5)
+    assert torch.equal(whole.text_mask, chunked.text_mask)
+    assert whole.text_mask.sum() == MICRO_BATCH_SIZE * (T5.tokens - 1)
+    assert (whole.seeds, whole.latents.requires_grad) == (raw.seeds, False)
+
+
+def test_latents_are_those_of_the_extracting_codec(tmp_path: Path) -> None:
+    from bigdit.config.run import VaeCodec
+    from bigdit.features.codecs import load_image_codec, to_unit_range
+
+    frozen = FrozenEncoders(OnlineEncoders(pixels=(3, 16, 16), vae=KL))
+    frozen._vae.save_pretrained(tmp_path)
+    pixels = torch.randint(0, 256, (2, 3, 16, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    codec = load_image_codec(VaeCodec(class_name="AutoencoderKL", path=tmp_path))
+    assert torch.equal(frozen.encode(pixels, []).latents, codec.encode(to_unit_range(pixels)))
+
+
+def test_several_text_encoders_make_one_sequence_and_one_pooled_vector() -> None:
+    """As Stable Diffusion 3: two CLIPs side by side, padded to T5's width, then T5; the pooled vectors joined."""
+    encoders = OnlineEncoders(pixels=(3, 16, 16), vae=KL, text=(CLIP, CLIP, T5))
+    assert encoders.extras == ("pooled_text",)
+    raw = raw_batch(encoders, SHAPE, _strategy("bf16", None))
+    for _, mask in raw.tokens:
+        mask[:, -1] = 0
+    batch = encode(FrozenEncoders(encoders), None, raw, torch.bfloat16)
+    assert batch.text_embeds is not None
+    assert batch.text_mask is not None
+    assert batch.text_embeds.shape == (MICRO_BATCH_SIZE, 2 + 6, 12)
+    assert batch.text_embeds[:, :2, 8:].eq(0).all()
+    assert batch.text_mask[0].tolist() == [1, 0, 1, 1, 1, 1, 1, 0]
+    assert batch.extras["pooled_text"].shape == (MICRO_BATCH_SIZE, 10)
+
+
+PICTURES = (
+    "dit-xl-2",
+    "pixart-sigma-xl-2-512",
+    "sana-1600m-1024",
+    "sd3-medium",
+    "flux.1-dev",
+    "chroma1-hd",
+    "flux.2-klein-4b",
+    "lumina-image-2.0",
+    "qwen-image",
+    "z-image",
+)
+VIDEOS = {
+    "cogvideox-2b": (16, 5, 30, 45),
+    "wan2.1-t2v-1.3b": (16, 5, 30, 52),
+    "hunyuanvideo-t2v": (16, 5, 30, 40),
+    "ltx-video-0.9": (128, 3, 16, 24),
+    "sana-video-2b-480p": (16, 5, 30, 52),
+}
+_ENCODE_ALL = """
+import json, os, sys, torch
+from bigdit.catalog.encoders import OnlineEncoders
+from bigdit.features.encoders.frozen import FrozenEncoders
+from bigdit.rehearse.data import raw_batch
+from bigdit.rehearse.device import fake_device
+from bigdit.spec import BatchShape, Strategy
+from bigdit.train.encode import encode
+asked = json.load(open(sys.argv[1]))
+answers = {}
+with fake_device("cuda", (9, 0)) as device:
+    for name, (encoders, shape) in asked.items():
+        encoders, shape = OnlineEncoders.model_validate(encoders), BatchShape.model_validate(shape)
+        raw = raw_batch(encoders, shape, Strategy(features="online", micro_batch_size=2))
+        frozen = FrozenEncoders(encoders)
+        frozen.to(device)
+        batch = encode(frozen, None, raw.to(device, torch.bfloat16), torch.bfloat16)
+        text = batch.text_embeds
+        answers[name] = {
+            "latents": list(batch.latents.shape),
+            "text": None if text is None else list(text.shape),
+            "mask": None if text is None else list(batch.text_mask.shape),
+            "extras": {key: list(value.shape) for key, value in batch.extras.items()},
+            "device": batch.latents.device.type,
+            "bytes": sum(tensor.nbytes for tensor in frozen.tensors()),
+        }
+json.dump(answers, open(sys.argv[2], "w"))
+os._exit(0)
+"""
+
+
+@pytest.mark.slow
+def test_the_catalogue_s_encoders_make_what_its_models_are_fed(tmp_path: Path) -> None:
+    """The real VAEs and text encoders at full size, without memory: the shapes are those of a cached batch."""
+    text = {name: model(name).text for name in VIDEOS}
+    shapes = {name: batch_shape(model(name), model(name).resolution) for name in PICTURES} | {
+        name: BatchShape(latents=latents, text=text[name] and (text[name].tokens, text[name].dim))
+        for name, latents in VIDEOS.items()
+    }
+    encoders = {name: online_encoders(model(name), shape) for name, shape in shapes.items()}
+    asked, answered = tmp_path / "asked.json", tmp_path / "answered.json"
+    asked.write_text(
+        json.dumps({name: (encoders[name].model_dump(), shape.model_dump()) for name, shape in shapes.items()})
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", _ENCODE_ALL, str(asked), str(answered)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    answers = json.loads(answered.read_text())
+    for name, shape in shapes.items():
+        found = answers[name]
+        assert found["device"] == "fakegpu", name
+        assert found["latents"] == [2, *shape.latents], name
+        assert found["text"] == (shape.text and [2, *shape.text]), name
+        assert found["mask"] == (shape.text and [2, shape.text[0]]), name
+    assert answers["sd3-medium"]["extras"] == {"pooled_text": [2, 2048]}
+    assert answers["flux.1-dev"]["extras"] == {"pooled_text": [2, 768]}
+    assert answers["hunyuanvideo-t2v"]["extras"] == {"pooled_text": [2, 768]}
+    # Verified counts of parameters: Gemma 2 and T5-XXL in bf16, the VAEs in fp32 and bf16; Gemma has buffers of 514 B.
+    assert answers["sana-1600m-1024"]["bytes"] == 2614341888 * 2 + 312250275 * 4 + 514
+    assert answers["chroma1-hd"]["bytes"] == (4762310656 + 83819683) * 2
+
+
+def test_what_has_no_recipe_is_named() -> None:
+    flux2 = model("flux.2-dev")
+    with pytest.raises(UserError, match=r"flux\.2-dev cannot be rehearsed with features online: .* no recipe of its"):
+        online_encoders(flux2, batch_shape(flux2))
+    wan = model("wan2.2-ti2v-5b")
+    with pytest.raises(UserError, match=r"has no constructor arguments of its wan2\.2-vae; use features cached"):
+        online_encoders(wan, BatchShape(latents=(48, 3, 8, 8), text=(512, 4096)))
+
+
+def test_encoders_and_features_online_go_together() -> None:
+    request = RehearsalRequest(model=SANA, batch=SHAPE, strategy=_strategy("bf16", None), micro_batch_sizes=(1,))
+    with pytest.raises(UserError, match="features is online, and the rehearsal of tiny-sana was given no encoders"):
+        rehearse(request)
+    cached = request.model_copy(update={"strategy": Strategy(), "encoders": _encoders(KL, T5)})
+    with pytest.raises(UserError, match="encoders were given, and"):
+        rehearse(cached)
+
+
+def test_a_run_that_asks_for_online_features_is_told_to_extract() -> None:
+    from bigdit.config import check, load_run
+
+    run = load_run(ROOT / "launch/recipes/digits.yaml", ["data.features=online"])
+    with pytest.raises(UserError, match=r"data\.features is online, which is rehearsed but not trained yet"):
+        check(run, SANA)
