@@ -1,54 +1,71 @@
-"""How long a rehearsal takes, cold and from the cache, and what it finds: Sana-1600M at 1024 pixels on one card.
+"""How long rehearsals take, cold and from the cache on disk, with the host memory of the process that rehearses.
 
-python benchmarks/rehearsal_speed.py
+python benchmarks/rehearsal_speed.py [PART OF A NAME]
 """
 
 from __future__ import annotations
 
 import os
+import resource
+import sys
 import tempfile
 import time
 
 from bigdit import catalog
-from bigdit.rehearse import RehearsalRequest, rehearse
-from bigdit.spec import BatchShape, OptimizerSpec, Strategy
-from bigdit.units import gib
+from bigdit.config.strategy import parse_strategy
+from bigdit.rehearse import rehearse
+from bigdit.rehearse.ask import request_for
+from bigdit.units import GIB, KIB, gib
 
-LIMIT_S = 15.0
-MICRO_BATCH_SIZES = (1, 2)
+SMALL_S, LARGE_S, WARM_S, RSS_BYTES = 15.0, 40.0, 0.2, 3 * GIB
+"""Limits: of models of 1 to 2 B parameters, of 12 to 14 B, of the same question again, of host memory."""
+
+SANA = (
+    "single",
+    "single,checkpointed_blocks=all,optimizer.name=adamw_8bit",
+    "single,optimizer.name=came",
+    "zero1,world_size=8",
+    "zero2,world_size=8",
+    "zero3,world_size=8",
+    "zero3,world_size=4096",
+    "zero2-offload,world_size=8",
+    "zero3-offload-all,world_size=8",
+    "fsdp2,world_size=8",
+    "fsdp2,world_size=4096",
+    "fsdp2,world_size=64,dp_replicate=8",
+    "fsdp2-offload,world_size=8",
+)
+LARGE = ("zero3,world_size=8,checkpointed_blocks=all", "fsdp2,world_size=8,checkpointed_blocks=all")
+CASES = [
+    *(("sana-1600m-1024", strategy, SMALL_S) for strategy in SANA),
+    *(("flux.1-dev", strategy, LARGE_S) for strategy in LARGE),
+    *(("wan2.1-t2v-14b", strategy, LARGE_S) for strategy in LARGE),
+]
 
 
-def main() -> int:
-    """Print one line a question and the ledger of each answer; 1 where a cold one took longer than the limit."""
-    model = catalog.model("sana-1600m-1024")
-    shape = BatchShape(latents=(32, 32, 32), text=(300, 2304))
+def main(wanted: str) -> int:
+    """One line a question; 1 where one took more than its limit."""
+    print("| model | strategy | cold s | again ms | peak | most host memory so far |")
+    print("| --- | --- | --- | --- | --- | --- |")
     slow = False
-    for optimizer in ("adamw", "adamw_8bit"):
-        for checkpointed in (0, "all"):
-            strategy = Strategy(optimizer=OptimizerSpec(name=optimizer), checkpointed_blocks=checkpointed)
-            request = RehearsalRequest(
-                model=model.spec, batch=shape, strategy=strategy, micro_batch_sizes=MICRO_BATCH_SIZES
-            )
-            cold, answer = _timed(request)
-            warm, _ = _timed(request)
-            slow = slow or cold > LIMIT_S
-            print(f"{optimizer}, checkpointed_blocks {checkpointed}: {cold:.1f} s cold, {warm * 1000:.1f} ms again")
-            for size in answer.sizes:
-                ledger = size.ledger
-                parts = ", ".join(f"{name} {gib(nbytes)}" for name, nbytes in ledger.at_peak.items())
-                peak = f"{gib(ledger.peak_allocated_bytes)} in {ledger.deciding.phase}"
-                print(f"  micro_batch_size {size.micro_batch_size}: {peak}: {parts}")
-                print("    " + ", ".join(f"{phase.phase} {gib(phase.peak_bytes)}" for phase in ledger.phases))
+    for name, text, limit in CASES:
+        if wanted not in f"{name} {text}":
+            continue
+        request = request_for(catalog.model(name), catalog.gpu("a100-80g"), parse_strategy([text]))
+        began = time.perf_counter()
+        found = rehearse(request).sizes[0]
+        cold = time.perf_counter() - began
+        began = time.perf_counter()
+        rehearse(request)
+        warm = time.perf_counter() - began
+        rss = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * KIB
+        slow = slow or cold > limit or warm > WARM_S or rss > RSS_BYTES
+        peak = f"{gib(found.ledger.peak_allocated_bytes)} in {found.ledger.deciding.phase}"
+        print(f"| {name} | `{text}` | {cold:.1f} | {warm * 1000:.1f} | {peak} | {gib(rss)} |", flush=True)
     return int(slow)
-
-
-def _timed(request: RehearsalRequest):
-    began = time.perf_counter()
-    answer = rehearse(request)
-    return time.perf_counter() - began, answer
 
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         os.environ["BIGDIT_CACHE"] = folder
-        raise SystemExit(main())
+        raise SystemExit(main(sys.argv[1] if len(sys.argv) > 1 else ""))

@@ -53,7 +53,9 @@ def test_a_misplaced_key_names_its_section():
 def test_all_problems_of_values_are_told_at_once():
     found = problems(["train.steps=-1", "optimizer.name=adam", "output=null"])
     assert "train.steps: Input should be greater than 0; -1 was found" in found
-    assert "optimizer.name: Input should be 'adamw' or 'adamw_8bit'; 'adam' was found" in found
+    (name,) = (line for line in found if line.startswith("optimizer.name: "))
+    assert name.startswith("optimizer.name: Input should be 'adamw', 'adamw_8bit', ")
+    assert name.endswith("'came' or 'came_8bit'; 'adam' was found")
     assert len(found) == 3
 
 
@@ -77,7 +79,7 @@ def test_fsdp2_refuses_bitsandbytes():
     found = problems(["engine.name=fsdp2", "engine.ds_config=null", "optimizer.name=adamw_8bit"])
     assert found == [
         "optimizer.name adamw_8bit (bitsandbytes) cannot step FSDP2's sharded DTensors; "
-        "use optimizer.name adamw, or engine.name deepspeed"
+        "use optimizer.name adamw_8bit_ao, or engine deepspeed"
     ]
 
 
@@ -88,7 +90,7 @@ def test_ds_config_and_run_config_must_agree(tmp_path):
             {
                 "train_micro_batch_size_per_gpu": 8,
                 "optimizer": {"type": "Adam"},
-                "zero_optimization": {"stage": 4, "offload_optimizer": {"device": "cpu"}},
+                "zero_optimization": {"stage": 4},
             }
         )
     )
@@ -97,8 +99,6 @@ def test_ds_config_and_run_config_must_agree(tmp_path):
         "ds_config.optimizer: bigdit sets this with optimizer in the run's config; remove it from the JSON",
         'ds_config.train_micro_batch_size_per_gpu is 8, and train.micro_batch_size makes it 64; use "auto"',
         "ds_config.zero_optimization.stage is 4; it is 0, 1, 2 or 3",
-        "ds_config.zero_optimization.offload_optimizer needs DeepSpeed's own CPU optimizer, "
-        "which is not among optimizer.name yet; remove it",
     ]
 
 
