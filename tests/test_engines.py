@@ -78,6 +78,55 @@ def test_fsdp2(features, reference, tmp_path):
 
 
 @pytest.mark.slow
+def test_fsdp2_with_two_copies_of_the_model_and_everything_on_the_host(features, reference, tmp_path):
+    """HSDP adds its replicas' gradients up after the last micro-batch; offload changes no number."""
+    output = tmp_path / "run"
+    fsdp2 = ["engine.name=fsdp2", "engine.ds_config=null", "engine.dp_replicate=2", "engine.cpu_offload=true"]
+    done = run_command(
+        *(BIN / "torchrun", "--standalone", "--nproc-per-node", 4, ROOT / "launch/train.py", "--config", DIGITS),
+        *overrides(features, output, *fsdp2, "train.precision=fp32", "train.micro_batch_size=2"),
+    )
+    assert done.returncode == 0, done.stderr
+    assert losses(output) == pytest.approx(reference["fp32"], rel=TOLERANCE["fp32"])
+
+
+@pytest.fixture(scope="module")
+def curves():
+    """What tests/fsdp2_curves.py finds, in one launch."""
+    done = run_command(
+        *(BIN / "torchrun", "--standalone", "--nproc-per-node", 2, ROOT / "tests/fsdp2_curves.py"),
+        PYTHONPATH=str(ROOT),
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("fsdp2-curves")
+@pytest.mark.parametrize(
+    ("one", "other", "tolerance"),
+    [
+        ("fsdp2", "single", TOLERANCE["fp32"]),
+        ("in_backward", "fsdp2", 0.0),
+        ("offload", "fsdp2", 0.0),
+        # As bf16, with three bits more.
+        ("fsdp2 fp16", "single fp16", TOLERANCE["bf16"] / 8),
+        ("fsdp2 dit", "single dit", TOLERANCE["fp32"]),
+        ("in_backward dit", "fsdp2 dit", 0.0),
+    ],
+)
+def test_fsdp2_in_all_its_ways_trains_the_same_curve(curves, one, other, tolerance):
+    assert curves[one] == pytest.approx(curves[other], rel=tolerance, abs=0.0)
+    assert len({*curves[one]}) == len(curves[one])
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("fsdp2-curves")
+def test_an_overflow_on_one_process_is_passed_over_on_all(curves):
+    assert curves["overflow"] == {"kept": [True, True], "scale": [32768.0, 32768.0]}
+
+
+@pytest.mark.slow
 def test_accelerate_launch_checkpointing_and_accumulation(features, reference, tmp_path):
     """Recomputation changes no number, and four micro-batches of 2 on 2 processes are the same global batch."""
     output = tmp_path / "run"

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
 from torch.distributed import device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from bigdit import optim
 from bigdit.dist import World
 from bigdit.engines.protocol import compute_dtype
+from bigdit.engines.scaling import LossScaler
 from bigdit.models import Family
 from bigdit.spec import Strategy
 
 
 class Fsdp2Engine:
-    """Each block a unit, the rest of the model one more; fp32 shards are the masters, gathered in bf16."""
+    """Each block a unit, the rest of the model one more; the shards are the masters, gathered in the compute dtype.
+
+    Every micro-batch's gradients are reduce-scattered and added up as shards; HSDP's replicas agree after the last
+    one. fp16 scales the loss dynamically, and passes over a step in which any process's gradient overflowed.
+    """
 
     model: FSDPModule
 
@@ -27,31 +32,103 @@ class Fsdp2Engine:
     ) -> None:
         self.strategy = strategy
         self.device = device
-        mesh = device_mesh.init_device_mesh(device.type, (world.world_size,))
-        dtype = compute_dtype(strategy)
-        # Inputs are cast by the step: FSDP2's own cast would round t, which the embedding needs in fp32.
-        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-        model.float()  # from values already rounded to the compute dtype, where every engine starts
-        for unit in (*family.blocks(model), model):
-            fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=strategy.reshard_after_forward)
+        _shard(model, [*_shared_modules(family, model), *family.blocks(model), model], strategy, device)
         self.model = model
         self.masters = [p for p in model.parameters() if p.requires_grad]
-        self.optimizer = optim.build(strategy.optimizer, self.masters)
+        self.optimizer = optim.build(
+            strategy.optimizer, self.masters, stochastic_rounding=strategy.precision == "bf16_sr"
+        )
+        self.scaler = LossScaler() if strategy.precision == "fp16" else None
+        if strategy.optimizer_in_backward:
+            optim.step_in_backward(self.optimizer, self.masters)
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
-        self.model.set_requires_gradient_sync(last)
-        (loss / self.strategy.grad_accum_steps).backward()
+        self.model.set_requires_all_reduce(last)
+        loss = loss / self.strategy.grad_accum_steps
+        (loss if self.scaler is None else loss * self.scaler.scale).backward()
 
+    @torch.no_grad()
     def step(self, lr: float) -> torch.Tensor | None:
-        norm = None
-        if self.strategy.gradient_clipping is not None:
-            norm = nn.utils.clip_grad_norm_(self.masters, self.strategy.gradient_clipping)
-            norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        if self.strategy.optimizer_in_backward:
+            return None
         optim.set_lr(self.optimizer, lr)
-        self.optimizer.step()
+        limit, norm = self.strategy.gradient_clipping, None
+        overflowed = False
+        if limit is not None or self.scaler is not None:
+            norm, overflowed = self._unscale_and_clip()
+        if not overflowed:
+            self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return norm
+        return None if limit is None else norm
+
+    def _unscale_and_clip(self) -> tuple[torch.Tensor, bool]:
+        """The norm of all gradients, on every process, and whether the scaled ones overflowed on any."""
+        gradients = [master.grad for master in self.masters if master.grad is not None]
+        norm = nn.utils.get_total_norm(gradients)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        factor = torch.ones_like(norm)
+        if self.scaler is not None:
+            factor = factor / self.scaler.scale
+            norm = norm * factor
+            if self.scaler.overflowed(norm):
+                return norm, True
+        if self.strategy.gradient_clipping is not None:
+            # as clip_grad_norm_ has it
+            factor = factor * (self.strategy.gradient_clipping / (norm + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_([gradient.to_local() for gradient in gradients], factor)
+        return norm, False
+
+    def buffers(self) -> Iterable[torch.Tensor]:
+        return ()
 
     def full_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, param in self.model.named_parameters():
-            yield name, param.detach().full_tensor().float().cpu()
+            if not param.requires_grad:
+                continue
+            # Shards that are kept on the host are gathered on the device, where the group's collectives run.
+            yield name, param.detach().to(self.device).full_tensor().float().cpu()
+
+
+def _shard(model: nn.Module, units: list[nn.Module], strategy: Strategy, device: torch.device) -> None:
+    """Bring the model from the host to the device one unit at a time, as shards: no more than one is ever whole.
+
+    `units` in an order in which those inside others come first, the model last.
+    """
+    dtype = compute_dtype(strategy)
+    master = dtype if strategy.precision == "bf16_sr" else torch.float32
+    mesh = _mesh(strategy, device)
+    # Inputs are cast by the step: FSDP2's own cast would round t, which the embedding needs in fp32.
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    # The rest of the model is needed first in the backward pass, so that None keeps it gathered after the forward.
+    reshard = None if strategy.reshard_after_forward else False
+    offload = CPUOffloadPolicy(pin_memory=device.type != "cpu") if strategy.cpu_offload else OffloadPolicy()
+    moved: set[nn.Module] = set()
+    for unit in units:
+        for module in unit.modules():
+            for param in module.parameters(recurse=False) if module not in moved else ():
+                # The values are already rounded to the compute dtype, where every engine starts. What is not
+                # trained needs no master.
+                param.data = param.data.to(device, master if param.requires_grad else param.dtype)
+            moved.add(module)
+        fully_shard(
+            unit,
+            mesh=mesh,
+            mp_policy=policy,
+            offload_policy=offload,
+            reshard_after_forward=reshard,
+        )
+
+
+def _mesh(strategy: Strategy, device: torch.device) -> device_mesh.DeviceMesh:
+    """All processes in a row; HSDP's in a row for each copy of the model."""
+    if strategy.dp_replicate == 1:
+        return device_mesh.init_device_mesh(device.type, (strategy.world_size,))
+    shape = (strategy.dp_replicate, strategy.dp_shard)
+    return device_mesh.init_device_mesh(device.type, shape, mesh_dim_names=("dp_replicate", "dp_shard"))
+
+
+def _shared_modules(family: Family, model: nn.Module) -> list[nn.Module]:
+    """Modules within a block that the model also calls outside of it: units of their own, since a block's weights
+    are gathered only while it runs. Their inputs need no gradient, so that FSDP2 reduces theirs once, at the end."""
+    shared = getattr(family, "shared", None)
+    return [] if shared is None else shared(model)

@@ -5,26 +5,31 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed import device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from bigdit.dist import World
+from bigdit.rehearse.request import Kernels
 
 
 @contextmanager
-def fake_group(world_size: int) -> Iterator[World]:
-    """The first of `world_size` processes; its peers are torch's fake backend. To be entered before fake tensors."""
+def fake_group(world_size: int, kernels: Kernels) -> Iterator[World]:
+    """The first of `world_size` processes; its peers are torch's fake backend. To be entered before fake tensors.
+
+    Collectives allocate as NCCL's do for kernels of CUDA, and gloo's for those of the CPU.
+    """
     world = World(rank=0, local_rank=0, world_size=world_size)
     # What a launcher announces, and DeepSpeed asks for.
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size)}
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     try:
-        with _real_mesh():
+        with _real_mesh(), _as_gloo() if kernels == "cpu" else nullcontext():
             yield world
     finally:
         dist.destroy_process_group()
@@ -45,3 +50,25 @@ def _real_mesh() -> Iterator[None]:
         yield
     finally:
         device_mesh.init_device_mesh = original
+
+
+@contextmanager
+def _as_gloo() -> Iterator[None]:
+    """gloo's reduce-scatter is an all-reduce of a copy of its input, which lives until that is done.
+
+    Source: ProcessGroupGloo::_reduce_scatter_base in torch/csrc/distributed/c10d/ProcessGroupGloo.cpp.
+    """
+    original = dist.reduce_scatter_single
+
+    @functools.wraps(original)
+    def copying(output: torch.Tensor, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        copy = input.clone()
+        work = original(output, input, *args, **kwargs)
+        del copy
+        return work
+
+    dist.reduce_scatter_single = copying
+    try:
+        yield
+    finally:
+        dist.reduce_scatter_single = original

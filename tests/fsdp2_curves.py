@@ -1,0 +1,134 @@
+"""Loss curves of FSDP2 on two processes beside those of one, and an overflow on one of the two: a line of JSON.
+
+torchrun --nproc-per-node 2 tests/fsdp2_curves.py
+"""
+
+from __future__ import annotations
+
+import json
+
+import torch
+import torch.distributed as dist
+
+from bigdit import engines, models
+from bigdit.dist import World, world_from_env
+from bigdit.loader.batch import Batch
+from bigdit.spec import ModelSpec, ObjectiveSpec, OptimizerSpec, Strategy
+from bigdit.train.step import train_step
+
+SANA = ModelSpec(
+    name="tiny-sana",
+    class_name="SanaTransformer2DModel",
+    kwargs={
+        "in_channels": 4,
+        "out_channels": 4,
+        "num_attention_heads": 2,
+        "attention_head_dim": 8,
+        "num_layers": 2,
+        "num_cross_attention_heads": 2,
+        "cross_attention_head_dim": 8,
+        "cross_attention_dim": 16,
+        "caption_channels": 12,
+        "sample_size": 8,
+        "patch_size": 1,
+    },
+)
+# The first block's embedder is called from outside the block, too.
+DIT = ModelSpec(
+    name="tiny-dit",
+    class_name="DiTTransformer2DModel",
+    kwargs={
+        "num_attention_heads": 2,
+        "attention_head_dim": 8,
+        "in_channels": 4,
+        "out_channels": 4,
+        "num_layers": 2,
+        "num_embeds_ada_norm": 10,
+        "sample_size": 8,
+        "patch_size": 2,
+    },
+)
+STEPS, SAMPLES = 4, 4
+
+
+def strategy(world_size: int, **said: object) -> Strategy:
+    engine = "single" if world_size == 1 else "fsdp2"
+    fp32 = {"precision": "fp32", "micro_batch_size": SAMPLES // world_size, "optimizer": OptimizerSpec(lr=1e-2)}
+    return Strategy(**(fp32 | {"engine": engine, "world_size": world_size} | said))
+
+
+def batch(spec: ModelSpec, step: int, world: World) -> Batch:
+    """This process's share of the global batch of that step."""
+    draw = torch.Generator().manual_seed(step)
+    latents = torch.randn(SAMPLES, 4, 8, 8, generator=draw)
+    text = torch.randn(SAMPLES, 6, 12, generator=draw) if spec is SANA else None
+    mask = None if text is None else torch.ones(SAMPLES, 6)
+    labels = {"class_label": torch.arange(SAMPLES)} if spec is DIT else {}
+    mine = slice(world.rank, SAMPLES, world.world_size)
+    return Batch(
+        latents[mine],
+        None if text is None else text[mine],
+        None if mask is None else mask[mine],
+        tuple(range(10 * step, 10 * step + SAMPLES))[mine],
+        {name: label[mine] for name, label in labels.items()},
+    )
+
+
+def start(spec: ModelSpec, chosen: Strategy, world: World) -> tuple[engines.Engine, models.Family]:
+    family = models.family(spec.class_name)
+    model = models.build(spec, device="cpu", dtype=engines.compute_dtype(chosen), seed=0)
+    models.equip(model, family, chosen)
+    return engines.create(chosen, model, family, device=torch.device("cpu"), world=world), family
+
+
+def curve(spec: ModelSpec, chosen: Strategy, world: World) -> list[float]:
+    """The mean loss over all processes at each step."""
+    engine, family = start(spec, chosen, world)
+    if chosen.precision == "fp16":  # at which neither overflows: a process's own mean is of fewer samples, and larger
+        engine.scaler.scale = 1024.0
+    losses = []
+    for step in range(STEPS):
+        loss = train_step(engine, family, ObjectiveSpec(), [batch(spec, step, world)], lr=1e-2).loss.clone()
+        if world.world_size > 1:
+            dist.all_reduce(loss, op=dist.ReduceOp.AVG)
+        losses.append(float(loss))
+    return losses
+
+
+def overflow(world: World) -> dict[str, object]:
+    """One process's gradients are too large for fp16: do all pass over the step, and halve the scale?"""
+    engine, family = start(SANA, strategy(2, precision="fp16", gradient_clipping=1.0), world)
+    before = [master.detach().to_local().clone() for master in engine.masters]
+    fed = batch(SANA, 0, world)
+    if world.rank == 1:
+        fed = Batch(fed.latents * 1e4, fed.text_embeds, fed.text_mask, fed.seeds)
+    train_step(engine, family, ObjectiveSpec(), [fed], lr=1e-2)
+    same = all(torch.equal(old, master.to_local()) for old, master in zip(before, engine.masters, strict=True))
+    answers: list[object] = [None] * world.world_size
+    dist.all_gather_object(answers, [same, engine.scaler.scale])
+    return {"kept": [kept for kept, _ in answers], "scale": [scale for _, scale in answers]}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    world, alone = world_from_env(), World()
+    found = {
+        "single": curve(SANA, strategy(1), alone),
+        "fsdp2": curve(SANA, strategy(2), world),
+        "in_backward": curve(SANA, strategy(2, optimizer_in_backward=True), world),
+        "offload": curve(SANA, strategy(2, cpu_offload=True), world),
+        "single fp16": curve(SANA, strategy(1, precision="fp16"), alone),
+        "fsdp2 fp16": curve(SANA, strategy(2, precision="fp16"), world),
+        "single dit": curve(DIT, strategy(1), alone),
+        "fsdp2 dit": curve(DIT, strategy(2, checkpointed_blocks="all", gradient_clipping=None), world),
+        "in_backward dit": curve(DIT, strategy(2, optimizer_in_backward=True), world),
+        "overflow": overflow(world),
+    }
+    if world.is_main:
+        print(json.dumps(found))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
