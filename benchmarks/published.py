@@ -127,9 +127,9 @@ def _document(rows: list[dict[str, Any]], lines: list[str], errors: dict[str, li
         [
             "# Published training memory against the rehearsal",
             "",
-            "Made by `python benchmarks/published.py` from `published.json`, which has the sources. In GiB; a rounded GB",
-            "is read as GiB, as the tools that print it count. Reserved is by the allocator's replay; process is that and",
-            "the low end of context and NCCL. A report, not a target: nothing is fitted to it.",
+            "Made by `python benchmarks/published.py` from `published.json`, which has the sources. In GiB; a",
+            "rounded GB is read as GiB, as the tools that print it count. Reserved is by the allocator's replay;",
+            "process is that and the low end of context and NCCL. A report, not a target: nothing is fitted to it.",
             "",
             "| id | trust | model | strategy | published | allocated | reserved | process | off by |",
             "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",

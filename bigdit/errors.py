@@ -34,7 +34,17 @@ def nearest(name: str, known: Iterable[str], most: int = 3) -> str:
 def versions() -> dict[str, str]:
     """Installed versions of what decides a plan or a run, read without importing any of it."""
     found = {"python": platform.python_version()}
-    for name in ("bigdit", "torch", "deepspeed", "diffusers", "transformers", "bitsandbytes", "accelerate"):
+    for name in (
+        "bigdit",
+        "torch",
+        "deepspeed",
+        "diffusers",
+        "transformers",
+        "bitsandbytes",
+        "torchao",
+        "peft",
+        "accelerate",
+    ):
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

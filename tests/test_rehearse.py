@@ -127,7 +127,6 @@ def test_a_worker_that_leaves_without_a_result_gives_no_number(monkeypatch: pyte
         ({"strategy": Strategy(checkpointed_blocks=9)}, r"checkpointed_blocks is 9, and the model has 2 blocks"),
         ({"model": TINY.model_copy(update={"class_name": "NoTransformer"})}, "no family adapter drives"),
         ({"batch": BatchShape(latents=(4, 8, 8))}, "needs the shape of the model's text"),
-        ({"strategy": Strategy(engine="fsdp2")}, "engine.name fsdp2 cannot be rehearsed for cuda yet; known: single"),
     ],
 )
 def test_what_the_user_can_mend_is_one_line(changes: dict[str, object], said: str) -> None:

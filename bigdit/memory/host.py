@@ -11,10 +11,10 @@ from bigdit.spec import Strict
 
 
 class HostMemory(Strict):
-    """What one process holds of its host at the peak, tensors alone.
+    """What one process takes of its host, tensors alone: `peak_bytes` of pageable and page-locked memory together.
 
-    `page_locked_bytes` is what the pinned allocator has taken by then, its free blocks included: locked memory
-    counts for the whole process, and against the machine's limit on it.
+    `page_locked_bytes` is what the pinned allocator has taken in the end, its free blocks included: locked memory
+    is the process's until it ends, and counts against the machine's limit on it.
     """
 
     peak_bytes: NonNegativeInt
@@ -37,18 +37,17 @@ def host_memory(timeline: Timeline) -> HostMemory:
     the real allocator waits for that and may take another one.
     """
     free: Counter[int] = Counter()
-    pageable = locked = 0
-    peak = HostMemory(peak_bytes=0, page_locked_bytes=0)
+    pageable = locked = peak = 0
     for event in timeline.events:
         block = timeline.blocks[abs(event) - 1]
+        size = pinned_bytes(block.nbytes)
         if not block.pinned:
             pageable += block.nbytes if event > 0 else -block.nbytes
         elif event < 0:
-            free[pinned_bytes(block.nbytes)] += 1
-        elif free[pinned_bytes(block.nbytes)]:
-            free[pinned_bytes(block.nbytes)] -= 1
+            free[size] += 1
+        elif free[size]:
+            free[size] -= 1
         else:
-            locked += pinned_bytes(block.nbytes)
-        if pageable + locked > peak.peak_bytes:
-            peak = HostMemory(peak_bytes=pageable + locked, page_locked_bytes=locked)
-    return peak
+            locked += size
+        peak = max(peak, pageable + locked)
+    return HostMemory(peak_bytes=peak, page_locked_bytes=locked)

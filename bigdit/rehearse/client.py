@@ -9,12 +9,11 @@ import tempfile
 from pathlib import Path
 
 import bigdit
+from bigdit.catalog import FAMILIES
 from bigdit.errors import EXIT_USER, UserError
 from bigdit.rehearse import cache
 from bigdit.rehearse.request import Rehearsal, RehearsalRequest, RehearsedSize
 
-# Whose rehearsals are proved, by the kernels that they are rehearsed for.
-ENGINES = {"cuda": ("single",), "cpu": ("single", "deepspeed")}
 _LAST_LINES = 8
 
 
@@ -40,11 +39,17 @@ def rehearse(request: RehearsalRequest, *, timeout_s: float = 300.0) -> Rehearsa
 
 
 def _check(request: RehearsalRequest) -> None:
-    engine, known = request.strategy.engine, ENGINES[request.kernels]
-    if engine not in known:
+    inputs = FAMILIES.get(request.model.class_name)
+    if inputs is not None and inputs.text_dim is not None and request.batch.text is None:
+        raise UserError(f"a rehearsal of {request.model.name} needs the shape of the model's text, (tokens, dim)")
+    online = request.strategy.features == "online"
+    if online and request.encoders is None:
         raise UserError(
-            f"engine.name {engine} cannot be rehearsed for {request.kernels} yet; known: {', '.join(known)}"
+            f"strategy.features is online, and the rehearsal of {request.model.name} was given no encoders; "
+            "catalog.encoders.online_encoders has those of the catalogue's models"
         )
+    if not online and request.encoders is not None:
+        raise UserError("encoders were given, and strategy.features is cached, which needs none; set it to online")
 
 
 def _work(request: RehearsalRequest, timeout_s: float) -> tuple[RehearsedSize, ...]:

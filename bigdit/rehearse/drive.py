@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
 from dataclasses import dataclass
-from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import torch
 
 from bigdit import engines, models
+from bigdit.catalog.encoders import OnlineEncoders
 from bigdit.dist import World
 from bigdit.loader.batch import Batch
+from bigdit.loader.raw import RawBatch
 from bigdit.memory import Timeline
 from bigdit.record import Recorder, Watch
+from bigdit.rehearse.data import batch, feed, raw_batch
+from bigdit.rehearse.reads import named_in_errors
+from bigdit.rehearse.scratch import scratch_of
 from bigdit.spec import BatchShape, ModelSpec, ObjectiveSpec, Strategy
+from bigdit.train.encode import encode
 from bigdit.train.step import train_step
+
+if TYPE_CHECKING:
+    from bigdit.features.encoders.frozen import FrozenEncoders
 
 STEPS = 2  # optimizer state appears in the first one
 
@@ -48,49 +57,58 @@ def record(
     objective: ObjectiveSpec,
     device: torch.device,
     world: World,
+    encoders: OnlineEncoders | None = None,
 ) -> Recording:
-    """The record of the engine's start and two steps on `device`.
+    """The record of the engine's start and two steps on `device`, with `encoders` where features are online.
 
     Where the engine needs a process group, it exists already, of torch's fake backend or a real one.
 
-    As in the trainer, the model is built on the host before the recording begins.
+    As in the trainer, the model and the encoders are built on the host before the recording begins.
     """
     family = models.family(spec.class_name)
     model = models.build(spec, device="cpu", dtype=engines.compute_dtype(strategy))
     models.equip(model, family, strategy)
     extras = family.extras(model)
     params = sum(param.numel() for param in model.parameters())
-    with Recorder(device.type) as recorder:
+    frozen = None if encoders is None else _frozen(encoders)
+
+    def make() -> Batch | RawBatch:
+        if encoders is None:
+            return batch(shape, strategy, extras)
+        return raw_batch(encoders, shape, strategy, extras)
+
+    with Recorder(device.type, scratch_of(device)) as recorder, named_in_errors(spec.name, recorder):
         with recorder.phase("init"):
             recorder.mark(model.parameters(), "parameter")
             recorder.mark(model.buffers(), "buffer")
+            recorder.mark([] if frozen is None else frozen.tensors(), "encoder")
             engine = engines.create(strategy, model, family, device=device, world=world)
-            watch = Watch(recorder, engine)
+            ema = engines.ema_of(engine)
+            watch = Watch(recorder, engine, ema)
+            encoding = None
+            if frozen is not None:
+                frozen.to(device)
+                recorder.mark(frozen.tensors(), "encoder")
+                encoding = watch.encoding(functools.partial(encode, frozen, strategy.encode_chunk))
+            steps = feed(make, strategy, pin=device.type != "cpu", seen=watch.host_batch)
         for _ in range(STEPS):
-            micro_batches = [batch(shape, strategy, extras) for _ in range(strategy.grad_accum_steps)]
+            micro_batches = next(steps)
             train_step(
                 engine,
                 family,
                 objective,
                 watch.batches(micro_batches),
                 lr=strategy.optimizer.lr,
+                ema=ema,
                 phase=watch.phase,
+                encode=encoding,
             )
+            del micro_batches  # before the next ones are read, as the trainer does
         watch.close()
         return Recording(recorder.timeline(), recorder.host_timeline(), params)
 
 
-def batch(shape: BatchShape, strategy: Strategy, extras: Mapping[str, models.Extra] = MappingProxyType({})) -> Batch:
-    """A micro-batch on the host as the store gives it: latents in fp32, text in bf16."""
-    count = strategy.micro_batch_size
-    text = shape.text
-    return Batch(
-        latents=torch.zeros(count, *shape.latents),
-        text_embeds=None if text is None else torch.zeros(count, *text, dtype=torch.bfloat16),
-        text_mask=None if text is None else torch.ones(count, text[0], dtype=torch.bfloat16),
-        seeds=tuple(range(count)),
-        extras={
-            name: torch.full((count, *extra.sample_shape(shape.latents)), extra.fill, dtype=extra.dtype)
-            for name, extra in extras.items()
-        },
-    )
+def _frozen(encoders: OnlineEncoders) -> FrozenEncoders:
+    from bigdit.features.encoders.frozen import FrozenEncoders  # transformers takes seconds to import
+
+    return FrozenEncoders(encoders)

@@ -25,6 +25,17 @@ def refuse(func: Any) -> None:
 
 
 @contextmanager
+def by_engine() -> Iterator[None]:
+    """Reads in here are an engine's, though it may make them from within a module's forward pass."""
+    global _running
+    before, _running = _running, 0
+    try:
+        yield
+    finally:
+        _running = before
+
+
+@contextmanager
 def named_in_errors(model: str, recorder: Recorder) -> Iterator[None]:
     """Raises UserError with the operator and the module where data is read in here."""
     hooks = (
