@@ -100,7 +100,8 @@ class Unhurried(TorchDispatchMode):
             return unhurried(func)(*args)
         return func(*args, **(kwargs or {}))
 
-for name in ("all_reduce", "all_gather_single", "reduce_scatter_single"):
+gathers = ("all_gather_single", "reduce_scatter_single"), ("all_gather_into_tensor", "reduce_scatter_tensor")
+for name in ("all_reduce", *gathers[not hasattr(dist, "all_gather_single")]):  # before torch 2.13: the other names
     setattr(dist, name, unhurried(getattr(dist, name)))
 scaling.INITIAL_SCALE = 1.0
 torch.set_num_threads(1)

@@ -52,13 +52,17 @@ def _real_mesh() -> Iterator[None]:
         device_mesh.init_device_mesh = original
 
 
+# The name by which FSDP2 calls it: torch 2.13's, and that before it.
+_REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+
+
 @contextmanager
 def _as_gloo() -> Iterator[None]:
     """gloo's reduce-scatter is an all-reduce of a copy of its input, which lives until that is done.
 
     Source: ProcessGroupGloo::_reduce_scatter_base in torch/csrc/distributed/c10d/ProcessGroupGloo.cpp.
     """
-    original = dist.reduce_scatter_single
+    original = getattr(dist, _REDUCE_SCATTER)
 
     @functools.wraps(original)
     def copying(output: torch.Tensor, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -67,8 +71,8 @@ def _as_gloo() -> Iterator[None]:
         del copy
         return work
 
-    dist.reduce_scatter_single = copying
+    setattr(dist, _REDUCE_SCATTER, copying)
     try:
         yield
     finally:
-        dist.reduce_scatter_single = original
+        setattr(dist, _REDUCE_SCATTER, original)
