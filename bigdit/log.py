@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,12 +28,17 @@ def emit_json(value: Any) -> None:
 
 
 def quiet_libraries() -> None:
-    """Keep what concerns only the libraries' own developers from the user's screen; their errors stay."""
+    """Keep what concerns only the libraries' own developers from the user's screen; their errors stay.
+
+    To be called before diffusers and transformers are imported.
+    """
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     # bitsandbytes looks for optional CPU kernels of a package that it does not depend on.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-    # diffusers warns of tensors that are missing or left over, which models.load makes an error of.
-    logging.getLogger("diffusers").setLevel(logging.ERROR)
+    # diffusers warns of tensors that are missing or left over, which models.load makes an error of, and of parts of
+    # torchao that nothing here uses. Both set their own level when they are imported, by these.
+    os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     # torchao names kernels that it cannot load here, and registers its enums as torch has come to do by itself.
     logging.getLogger("torchao").setLevel(logging.ERROR)
     logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)

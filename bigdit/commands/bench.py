@@ -19,6 +19,8 @@ def run(
 ) -> None:
     """Run the run's step in one process: memory predicted and measured, time a step."""
     from bigdit import log
+
+    log.quiet_libraries()
     from bigdit.bench.step import bench_step, largest_batch_shape
     from bigdit.config import load_run
     from bigdit.files import write_json

@@ -17,6 +17,8 @@ def run(
 ) -> None:
     """Encode pictures and captions once, in parallel; the same command goes on where it stopped."""
     from bigdit import log
+
+    log.quiet_libraries()
     from bigdit.catalog.resolve import model_spec
     from bigdit.config import check, load_run
     from bigdit.features.extract import extract
