@@ -50,7 +50,10 @@ def test_what_does_not_fit_is_an_answer():
         ),
         (["--model", "sana-1600m", "--gpu", "a4"], "gpu 'a4' is not in the catalogue; did you mean a40"),
         (["--model", "no/config.json", "--gpu", "a40"], "no/config.json does not exist"),
-        (["--model", "sana-1600m", "--gpu", "a40", "--precision", "fp8"], "--precision: Input should be 'fp32', 'tf32'"),
+        (
+            ["--model", "sana-1600m", "--gpu", "a40", "--precision", "fp8"],
+            "--precision: Input should be 'fp32', 'tf32'",
+        ),
         (
             ["--model", "sana-600m", "--gpu", "v100-32g"],
             "computes no bf16 (compute capability 7.0), and precision is bf16; fp16",

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import deepspeed
 import torch
+import torch.nn.functional as F
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.linear import zero3_linear_wrap
+from deepspeed.runtime.zero.partition_parameters import Init, InsertPostInitMethodToModuleSubClasses
 from deepspeed.utils import safe_get_full_fp32_param
 from torch import nn
 
 from bigdit import optim
+from bigdit.engines.protocol import compute_dtype
+from bigdit.engines.scaling import LossScaler
+from bigdit.errors import UserError
 from bigdit.spec import Strategy
 
 
@@ -19,8 +26,10 @@ class DeepSpeedEngine:
     def __init__(self, strategy: Strategy, model: nn.Module, *, device: torch.device) -> None:
         self.strategy = strategy
         self.device = device
+        self.scaler: LossScaler | None = None  # DeepSpeed scales by itself
+        _check_fp16(strategy)
+        self._plain = _on_device(strategy, model, device)
         params = [p for p in model.parameters() if p.requires_grad]
-        self._plain = model
         optimizer = optim.build(strategy.optimizer, params)
         # Some of DeepSpeed's wrappers step once on zero gradients to allocate the state. That must not decay the
         # weights (learning rate 0), nor count in Adam's bias correction (the state is dropped, and comes anew).
@@ -32,6 +41,7 @@ class DeepSpeedEngine:
             config=strategy.ds_config,
             dist_init_required=False,
         )
+        self._zero = zero
         self.optimizer = getattr(zero, "optimizer", zero)
         self.optimizer.state.clear()
         self.masters = _masters(zero)
@@ -48,12 +58,63 @@ class DeepSpeedEngine:
         norm = self.model.get_global_grad_norm()  # None where DeepSpeed keeps none: stage 0 in fp32
         return None if norm is None else torch.as_tensor(norm)
 
+    def buffers(self) -> Iterable[torch.Tensor]:
+        for bucket in getattr(self._zero, "ipg_buckets", {}).values():  # one a dtype; ZeRO-1 and 2 hold up to two
+            yield from [bucket.buffer] if isinstance(bucket.buffer, torch.Tensor) else bucket.buffer or ()
+
+    def gradients(self) -> Iterable[torch.Tensor]:
+        """Gradients that DeepSpeed holds now beside those of parameters and masters: averaged, or of its partition."""
+        for name in ("averaged_gradients", "all_grad_tensors", "accumulated_grads_in_cpu"):
+            for held in (getattr(self._zero, name, None) or {}).values():
+                yield from [held] if isinstance(held, torch.Tensor) else held or ()
+        flat = getattr(self._zero, "grad_partitions_flat_buffer", None)  # ZeRO-3
+        if flat is not None:
+            yield flat
+
+    def calls(self) -> Iterable[tuple[object, str]]:
+        """Methods, by object and name, in which DeepSpeed allocates for itself: buckets, gathered weights."""
+        for name in ("setup_buckets", "reduce_ipg_grads", "independent_gradient_partition_epilogue"):
+            if hasattr(self._zero, name):
+                yield self._zero, name
+        offload = getattr(self._zero, "parameter_offload", None)  # ZeRO-3
+        if offload is not None:
+            yield offload.get_param_coordinator(), "fetch_sub_module"
+
     def full_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for i, (name, param) in enumerate(self._plain.named_parameters()):
+        trained = [(name, param) for name, param in self._plain.named_parameters() if param.requires_grad]
+        for i, (name, param) in enumerate(trained):
             full = safe_get_full_fp32_param(param)
             if full is None:  # stage 0 keeps whole fp32 masters in the order of the parameters
                 full = self.masters[i]
             yield name, full.detach().float().cpu()
+
+
+def forget() -> None:
+    """Undo what ZeRO-3 changed for the whole process, so that another engine can follow in it."""
+    if F.linear is zero3_linear_wrap:
+        F.linear = Init.linear_bk
+    if hasattr(Init, "linear_bk"):
+        del InsertPostInitMethodToModuleSubClasses.linear_bk
+    Init.num_persisted_parameters = Init.num_persisted_elements = 0
+
+
+def _check_fp16(strategy: Strategy) -> None:
+    if strategy.precision == "fp16" and not get_accelerator().is_fp16_supported():
+        raise UserError(
+            f"train.precision is fp16, which DeepSpeed does not train in on this {get_accelerator().device_name()}; "
+            "use train.precision bf16 or fp32, or engine.name single"
+        )
+
+
+def _on_device(strategy: Strategy, model: nn.Module, device: torch.device) -> nn.Module:
+    """The model where it will train; with ZeRO-3 a parameter at a time, so that it is never whole on the device."""
+    if strategy.zero_stage == 3:
+        Init(module=model, config_dict_or_path=strategy.ds_config, dtype=compute_dtype(strategy))
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                module.register_buffer(name, buffer.to(device), name not in module._non_persistent_buffers_set)
+        return model
+    return model.to(device)
 
 
 def _masters(zero: object) -> list[torch.Tensor]:

@@ -81,6 +81,12 @@ class Fsdp2Engine:
     def buffers(self) -> Iterable[torch.Tensor]:
         return ()
 
+    def gradients(self) -> Iterable[torch.Tensor]:
+        return ()
+
+    def calls(self) -> Iterable[tuple[object, str]]:
+        return ()
+
     def full_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, param in self.model.named_parameters():
             if not param.requires_grad:

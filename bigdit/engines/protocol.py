@@ -40,6 +40,14 @@ class Engine(Protocol):
         """What the engine holds now beyond parameters, masters, gradients and state, such as its buckets."""
         ...
 
+    def gradients(self) -> Iterable[torch.Tensor]:
+        """Gradients that the engine holds now beside those of parameters and masters."""
+        ...
+
+    def calls(self) -> Iterable[tuple[object, str]]:
+        """Methods, by object and name, in which the engine allocates for itself."""
+        ...
+
     def full_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every trained parameter by its name in the plain model, whole, fp32, on the host. All processes iterate."""
         ...

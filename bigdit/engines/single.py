@@ -53,6 +53,12 @@ class SingleEngine:
     def buffers(self) -> Iterable[torch.Tensor]:
         return ()
 
+    def gradients(self) -> Iterable[torch.Tensor]:
+        return ()
+
+    def calls(self) -> Iterable[tuple[object, str]]:
+        return ()
+
     def full_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         for (name, _), master in zip(self._named, self.masters, strict=True):
             yield name, master.detach().float().cpu()

@@ -64,9 +64,10 @@ def _make_state(engine: Engine, master: torch.Tensor) -> None:
 
     It steps on a zero gradient; what that writes is overwritten by what was saved.
     """
+    held = master.grad  # with offload DeepSpeed keeps this tensor, and views of it
     master.grad = torch.zeros_like(master)
     optim.step_alone(engine.optimizer, master)
-    master.grad = None
+    master.grad = held
 
 
 def _copy(part: torch.Tensor, tensors: Saved, name: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +24,10 @@ class Trained(Protocol):
     optimizer: Optimizer
 
     def buffers(self) -> Iterable[torch.Tensor]: ...
+
+    def gradients(self) -> Iterable[torch.Tensor]: ...
+
+    def calls(self) -> Iterable[tuple[object, str]]: ...
 
 
 class Averaged(Protocol):
@@ -54,12 +59,17 @@ class Watch:
             # The gradients of fp32 masters live and die within the step.
             engine.optimizer.register_step_pre_hook(lambda *_: self._mark_gradients()),
         )
+        self._calls = list(engine.calls())
+        for owner, name in self._calls:
+            setattr(owner, name, self._labelled(name, getattr(owner, name)))
         self._mark_weights()
 
     def close(self) -> None:
         """Take the hooks off again."""
         for hook in self._hooks:
             hook.remove()
+        for owner, name in self._calls:
+            delattr(owner, name)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -88,6 +98,16 @@ class Watch:
 
         return marked
 
+    def _labelled(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        """The engine's method; what it allocates is the engine's, where no mark says another."""
+
+        @functools.wraps(method)
+        def labelled(*args: Any, **kwargs: Any) -> Any:
+            with self._recorder.call(name, "engine buffer"):
+                return method(*args, **kwargs)
+
+        return labelled
+
     def _enter_module(self, module: nn.Module, args: Any) -> None:
         self._recorder.enter_module(self._names.get(module, type(module).__name__))
 
@@ -107,6 +127,7 @@ class Watch:
     def _mark_gradients(self) -> None:
         self._recorder.mark((p.grad for p in self._engine.model.parameters()), "gradient")
         self._recorder.mark((master.grad for master in self._engine.masters), "gradient")
+        self._recorder.mark(self._engine.gradients(), "gradient")
 
     def _mark_optimizer_state(self) -> None:
         for state in self._engine.optimizer.state.values():

@@ -1,19 +1,46 @@
-"""What DeepSpeed wants of its peers, answered where neither peers nor data are there."""
+"""What DeepSpeed wants of its peers and of its device, answered where neither they nor data are there."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
-from deepspeed.comm import torch as backend
+from deepspeed.accelerator import set_accelerator
+from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.runtime.zero import utils
+from deepspeed.utils import groups
+
+from bigdit.engines.deepspeed import forget
+from bigdit.rehearse import reads
+from bigdit.rehearse.deepspeed_accelerator import FakeGpuAccelerator
+from bigdit.rehearse.deepspeed_peers import once_for_all
+from bigdit.rehearse.request import Kernels
+
+# Their parents have other attributes by these names.
+_comm: Any = importlib.import_module("deepspeed.comm.comm")
+_backend: Any = importlib.import_module("deepspeed.comm.torch")
 
 
-def do_without_peers() -> None:
-    """Let DeepSpeed start and step alone in a group of any size. To be called before it is initialised."""
+@contextmanager
+def alone(kernels: Kernels, world_size: int) -> Iterator[None]:
+    """DeepSpeed starts and steps alone in here, as one of `world_size`, on the device of these kernels."""
+    set_accelerator(FakeGpuAccelerator() if kernels == "cuda" else CPU_Accelerator())
     # Its shared-memory collectives serve inference on CPUs; they are compiled at first use, and wait for the others.
-    backend.build_shm_op = _no_shm_op
+    _backend.build_shm_op = _no_shm_op
     if utils.get_lst_from_rank0.__module__ != __name__:
         utils.get_lst_from_rank0 = _agreeing(utils.get_lst_from_rank0)
+        utils.assert_lst_len_same_as_other_ranks = _agreeing_on_length
+    try:
+        # The CPU's bytes are counted one by one, and what stands in for loops counts CUDA's blocks.
+        with once_for_all(world_size) if kernels == "cuda" else nullcontext():
+            yield
+    finally:
+        forget()
+        # The next group may have another size.
+        groups._release_process_group_references()
+        _comm.cdb = None
 
 
 def _no_shm_op() -> None:
@@ -27,7 +54,12 @@ def _agreeing(broadcast: Callable[[list[int]], object]) -> Callable[[list[int]],
     """
 
     def answered(numbers: list[int]) -> list[int]:
-        broadcast(numbers)
+        with reads.by_engine():
+            broadcast(numbers)
         return numbers
 
     return answered
+
+
+def _agreeing_on_length(numbers: list[int]) -> None:
+    utils.get_lst_from_rank0([len(numbers)])  # eight bytes sent, as by the check that it stands for

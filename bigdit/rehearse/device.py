@@ -10,8 +10,10 @@ down cleanly: for a process of its own that leaves with `os._exit`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,10 +23,12 @@ from torch.optim import optimizer
 from torch.utils import _foreach_utils
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+from bigdit.rehearse import masks, streams
 from bigdit.rehearse.attention import CudaAttention
-from bigdit.rehearse.kernels import CpuKernels, CudaKernels
-from bigdit.rehearse.modules import convert_in_place
+from bigdit.rehearse.kernels import CpuKernels, CudaKernels, claim_cuda_kernels
+from bigdit.rehearse.modules import assignable_data, convert_in_place
 from bigdit.rehearse.request import Kernels
+from bigdit.rehearse.subclasses import make_subclass
 
 FAKE_GPU = "fakegpu"
 
@@ -32,27 +36,35 @@ FAKE_GPU = "fakegpu"
 @contextmanager
 def fake_device(kernels: Kernels, compute_capability: tuple[int, int]) -> Iterator[torch.device]:
     """Tensors are fake in here; on the device given they are laid out as the kernels would lay them out."""
+    fakes = FakeTensorMode()  # imports what looks at the things patched below
     nn.Module._apply = convert_in_place
+    FakeTensor.data = assignable_data
+    torch.Tensor._make_subclass = staticmethod(make_subclass)
     for types in (_foreach_utils._foreach_supported_types, optimizer._foreach_supported_types):
         # torch takes the multi-tensor path for plain tensors alone, by their exact type; a fake one stands for those.
         if FakeTensor not in types:
             types.append(FakeTensor)
     rules = CudaKernels() if kernels == "cuda" else CpuKernels()
-    attention = F.scaled_dot_product_attention
+    attention, one_hot = F.scaled_dot_product_attention, F.one_hot
+    F.one_hot = masks.one_hot
     if kernels == "cuda":
         _register_fake_gpu()
+        torch.get_device_module(FAKE_GPU).compute_capability = compute_capability
         # torch's own dispatcher would fall to the mathematical form, which saves quadratic tensors.
         F.scaled_dot_product_attention = CudaAttention(compute_capability)
     try:
         # Backward nodes run in this thread, in the order of the ready queue, as they do on a CPU.
-        with FakeTensorMode(), rules, torch.autograd.set_multithreading_enabled(False):
+        with fakes, rules, torch.autograd.set_multithreading_enabled(False):
             yield torch.device(FAKE_GPU if kernels == "cuda" else "cpu")
     finally:
-        F.scaled_dot_product_attention = attention
+        F.scaled_dot_product_attention, F.one_hot = attention, one_hot
 
 
 class _FakeGpu:
-    """What torch asks of a device's module."""
+    """What torch asks of a device's module; `compute_capability` is the card's that it stands for."""
+
+    compute_capability = (8, 0)
+    kernels: torch.library.Library
 
     def is_available(self) -> bool:
         return True
@@ -65,6 +77,22 @@ class _FakeGpu:
 
     def current_device(self) -> int:
         return 0
+
+    Stream = streams.Stream
+    Event = streams.Event
+
+    def current_stream(self, device: object = None) -> streams.Stream:
+        return streams.current()
+
+    def default_stream(self, device: object = None) -> streams.Stream:
+        return streams.DEFAULT
+
+    def stream(self, stream: streams.Stream | None) -> AbstractContextManager[None]:
+        return streams.entered(stream)
+
+    def set_device(self, device: object) -> None: ...
+
+    def synchronize(self, device: object = None) -> None: ...
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.float16, torch.bfloat16]
@@ -85,8 +113,22 @@ class _HostGenerator(torch.Generator):
         return super().__new__(cls, "cpu")
 
 
+def _from_host(tensor: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`torch.tensor` and `as_tensor` make a tensor of the host and copy it with all modes off: fakes do not survive."""
+
+    @functools.wraps(tensor)
+    def build(data: Any, *, device: torch.device | str | None = None, **options: Any) -> torch.Tensor:
+        made = tensor(data, **options)
+        return made if device is None else made.to(device)
+
+    return build
+
+
 def _register_fake_gpu() -> None:
     if torch._C._get_privateuse1_backend_name() == FAKE_GPU:
         return
     _setup_privateuseone_for_python_backend(FAKE_GPU, _FakeGpu())
+    _FakeGpu.kernels = claim_cuda_kernels()
     torch.Generator = _HostGenerator
+    torch.tensor, torch.as_tensor = _from_host(torch.tensor), _from_host(torch.as_tensor)
+    FakeTensor.record_stream = lambda tensor, stream: None

@@ -15,23 +15,32 @@ from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bigdit.rehearse import masks, reads, strides, uniform
+
 aten = torch.ops.aten
+
+_PINNED = "_bigdit_pinned"
 
 
 class CpuKernels(TorchDispatchMode):
     """The rules of both devices. To be entered inside FakeTensorMode, and outside the recorder."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _RULES.get(func, func)(*args, **(kwargs or {}))
+        return _followed(func, _RULES.get(func, func), args, kwargs)
 
 
 class CudaKernels(TorchDispatchMode):
     """The rules of both devices and those of CUDA. To be entered inside FakeTensorMode, outside the recorder."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _CUDA_RULES:
-            return _CUDA_RULES[func](*args, **(kwargs or {}))
-        return _RULES.get(func, func)(*args, **(kwargs or {}))
+        rule = _CUDA_RULES.get(func) or _RULES.get(func, func)
+        return _followed(func, rule, args, kwargs)
+
+
+def _followed(func: Any, rule: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    result = rule(*args, **(kwargs or {}))
+    uniform.follow(func, args, result)
+    return result
 
 
 def _convolution(input: torch.Tensor, weight: torch.Tensor, *options: Any) -> torch.Tensor:
@@ -59,6 +68,18 @@ def _efficient_attention(*args: Any, **options: Any) -> tuple[torch.Tensor, ...]
     # Source: _efficient_attention_forward in aten/src/ATen/native/transformers/cuda/attention.cu.
     out, logsumexp, seed, offset = aten._scaled_dot_product_efficient_attention.default(*args, **options)
     return out, logsumexp, torch.empty_like(seed, device="cpu"), torch.empty_like(offset, device="cpu")
+
+
+def _pin_memory(tensor: torch.Tensor, device: object = None) -> torch.Tensor:
+    # A copy with the same strides in a block of the pinned allocator's.
+    # Source: _pin_memory in aten/src/ATen/native/Memory.cpp.
+    pinned = torch.empty_like(tensor)
+    setattr(pinned, _PINNED, True)
+    return pinned
+
+
+def _is_pinned(tensor: torch.Tensor, device: object = None) -> bool:
+    return getattr(tensor, _PINNED, False)
 
 
 def _to_copy(tensor: torch.Tensor, **options: Any) -> torch.Tensor:
@@ -92,21 +113,55 @@ def _mse_loss_backward(
 
 
 def _local_scalar_dense(tensor: torch.Tensor) -> bool | int | float:
-    # A value that the program reads. Of those that were computed only bitsandbytes' quantisation map is read
-    # in a step, and its values decide nothing about memory: a question hears no (DeepSpeed keeps the flag of an
-    # overflow in a byte), all else hears 1.
+    # A value that the program reads. Masks are full, and say so; no other read of a model is answered. Of what
+    # optimizers and engines read nothing decides about memory: a question hears no (DeepSpeed keeps the flag of
+    # an overflow in a byte), all else hears 1.
+    known = uniform.value_of(tensor)
+    if known is not None:
+        return known
     if isinstance(tensor, FakeTensor) and tensor.constant is None:
+        reads.refuse(aten._local_scalar_dense.default)
         return 0 if tensor.dtype in (torch.bool, torch.uint8) else 1.0 if tensor.is_floating_point() else 1
     return aten._local_scalar_dense.default(tensor)
 
 
+def _wait_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    # A functional collective's result, when it is there; the meta kernel makes a tensor of its own.
+    # Source: wait_tensor in torch/csrc/distributed/c10d/Functional.cpp.
+    return tensor
+
+
+def claim_cuda_kernels() -> torch.library.Library:
+    """Let the fake GPU have the kernels that CUDA has and other devices compose; they are claimed while it lives.
+
+    Autograd then records one operation, which keeps its input and a number a row, where a composition keeps most
+    of its intermediate results. Source: _fused_rms_norm in aten/src/ATen/native/native_functions.yaml.
+    """
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_fused_rms_norm", _answered_by_fake_mode, "PrivateUse1")
+    return library
+
+
+def _answered_by_fake_mode(*args: Any) -> None:
+    raise NotImplementedError("the fake device computes nothing")
+
+
 _RULES: dict[Any, Callable[..., Any]] = {
+    **strides.RULES,
+    torch.ops._c10d_functional.wait_tensor.default: _wait_tensor,
     aten.mse_loss.default: _mse_loss,
     aten.mse_loss_backward.default: _mse_loss_backward,
     aten._local_scalar_dense.default: _local_scalar_dense,
+    aten.topk.default: masks.topk,
+    aten.eq.Scalar: masks.equal,
+    aten.index.Tensor: masks.index,
+    aten.index_put.default: masks.index_put,
+    aten.index_put_.default: masks.index_put_,
 }
 
 _CUDA_RULES: dict[Any, Callable[..., Any]] = {
+    aten._pin_memory.default: _pin_memory,
+    aten.is_pinned.default: _is_pinned,
     aten._to_copy.default: _to_copy,
     aten.convolution.default: _convolution,
     aten.convolution_backward.default: _convolution_backward,

@@ -1,4 +1,4 @@
-"""`Module.to` on fake parameters, with the frees that it has on real ones."""
+"""`Module.to` and `tensor.data = …` on fake tensors, with the frees that they have on real ones."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-_SUCCESSOR = "_bigdit_successor"
+_DATA = torch.Tensor.data
 
 
 def convert_in_place(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
@@ -21,26 +21,30 @@ def convert_in_place(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tenso
         for child in module.children():
             child._apply(fn)
     with torch.no_grad():
-        for name, param in module._parameters.items():
+        for param in module._parameters.values():
             if param is not None:
-                module._parameters[name] = _converted(param, fn)
+                data = fn(param)
+                if data is not param:
+                    param.data = data
     for name, buffer in module._buffers.items():
         if buffer is not None:
             module._buffers[name] = fn(buffer)
     return module
 
 
-def _converted(param: nn.Parameter, fn: Callable[[torch.Tensor], torch.Tensor]) -> nn.Parameter:
-    if hasattr(param, _SUCCESSOR):  # shared by two modules, and converted with the first
-        successor: nn.Parameter = getattr(param, _SUCCESSOR)
-        return successor
-    data = fn(param)
-    if data is param:
-        return param
-    if torch._has_compatible_shallow_copy_type(param, data):
-        param.data = data
-        return param
-    # From the host to the fake GPU: real tensors take the new data here too, fake ones cannot.
-    successor = nn.Parameter(data, requires_grad=param.requires_grad)
-    setattr(param, _SUCCESSOR, successor)
-    return successor
+def _data(tensor: torch.Tensor) -> torch.Tensor:
+    return _DATA.__get__(tensor)
+
+
+def _set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
+    """A fake tensor takes data of its own device only; from the host to the GPU it takes over the whole tensor."""
+    if torch._has_compatible_shallow_copy_type(tensor, data):
+        _DATA.__set__(tensor, data)
+        return
+    successor = data.detach().requires_grad_(tensor.requires_grad)
+    torch._C._swap_tensor_impl(tensor, successor)
+    tensor.fake_device, successor.fake_device = successor.fake_device, tensor.fake_device
+
+
+assignable_data = property(_data, _set_data)
+"""For `FakeTensor.data`: can be set to data on another device, as that of real tensors can."""

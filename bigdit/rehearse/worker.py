@@ -10,7 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 from bigdit.dist import World
@@ -20,6 +20,7 @@ from bigdit.memory import CUDA_GRANULARITY, ledger
 from bigdit.rehearse.device import fake_device
 from bigdit.rehearse.drive import record
 from bigdit.rehearse.group import fake_group
+from bigdit.rehearse.notices import notices
 from bigdit.rehearse.request import Kernels, Rehearsal, RehearsalRequest, RehearsedSize
 from bigdit.spec import Strategy
 
@@ -34,16 +35,26 @@ def main(request_file: Path, result_file: Path) -> None:
 def rehearse_size(request: RehearsalRequest, micro_batch_size: int) -> RehearsedSize:
     """The rehearsal of one micro-batch size, in this process."""
     began = time.perf_counter()
+    if request.encoders is not None:
+        from bigdit.features.encoders.frozen import look_into_fake_masks  # transformers takes seconds to import
+
+        look_into_fake_masks()
     strategy = request.strategy.with_micro_batch_size(micro_batch_size)
+    if strategy.optimizer.name == "paged_adamw_8bit" and request.kernels == "cuda":
+        from bigdit.rehearse.paged import page_on_the_host
+
+        page_on_the_host()
     with _world(strategy, request.kernels) as world, fake_device(request.kernels, request.compute_capability) as device:
-        recording = record(request.model, request.batch, strategy, request.objective, device, world)
+        recording = record(request.model, request.batch, strategy, request.objective, device, world, request.encoders)
+    found = versions()
     return RehearsedSize(
         micro_batch_size=micro_batch_size,
         params=recording.params,
         ledger=ledger(recording.device, CUDA_GRANULARITY if request.kernels == "cuda" else 1),
         packed_timeline=recording.device.pack(),
         packed_host_timeline=recording.host.pack() if request.kernels == "cuda" else None,
-        versions=versions(),
+        versions=found,
+        notices=notices(strategy, found),
         seconds=round(time.perf_counter() - began, 3),
     )
 
@@ -54,12 +65,17 @@ def _world(strategy: Strategy, kernels: Kernels) -> Iterator[World]:
     if strategy.engine == "single":
         yield World()
         return
+    peers: AbstractContextManager[None] = nullcontext()
     if strategy.engine == "deepspeed":
         os.environ["DS_ACCELERATOR"] = "cpu"  # or DeepSpeed looks for one, and warns
-        from bigdit.rehearse.deepspeed import do_without_peers
+        from bigdit.rehearse.deepspeed import alone
 
-        do_without_peers(kernels)
-    with fake_group(strategy.world_size) as world:
+        peers = alone(kernels, strategy.world_size)
+    if strategy.engine == "fsdp2":
+        from bigdit.rehearse.fsdp2 import do_without_data
+
+        do_without_data()
+    with peers, fake_group(strategy.world_size, kernels) as world:
         yield world
 
 

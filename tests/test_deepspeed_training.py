@@ -1,0 +1,94 @@
+"""Real training by DeepSpeed on two processes: what is offloaded to the host learns as what is not."""
+
+import json
+
+import pytest
+from conftest import BIN, ROOT, run_command
+from test_rehearse_sharded import TINY, request_of
+
+# One launch trains the tiny model in every way that is asked.
+_TRAIN = """
+import gc, json, sys
+import torch, torch.distributed as dist
+from bigdit import engines, models
+from bigdit.dist import world_from_env
+from bigdit.engines.deepspeed import forget
+from bigdit.loader.batch import Batch
+from bigdit.spec import ModelSpec, ObjectiveSpec, Strategy
+from bigdit.train.step import train_step
+
+def batches(strategy, rank, step):
+    draw = torch.Generator().manual_seed(100 * step + rank)
+    for i in range(strategy.grad_accum_steps):
+        yield Batch(
+            latents=torch.randn(2, 4, 8, 8, generator=draw),
+            text_embeds=torch.randn(2, 6, 12, generator=draw),
+            text_mask=torch.ones(2, 6),
+            seeds=tuple(1000 * step + 100 * rank + 10 * i + j for j in range(2)),
+        )
+
+def curve(spec, strategy, world):
+    torch.manual_seed(0)
+    family = models.family(spec.class_name)
+    model = models.build(spec, device="cpu", dtype=engines.compute_dtype(strategy))
+    models.equip(model, family, strategy)
+    engine = engines.create(strategy, model, family, device=torch.device("cpu"), world=world)
+    losses = []
+    for step in range(6):
+        result = train_step(engine, family, ObjectiveSpec(), list(batches(strategy, world.rank, step)), lr=1e-3)
+        dist.all_reduce(result.loss)
+        losses.append(float(result.loss) / world.world_size)
+    engine.model.destroy()
+    forget()
+    return losses
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+world = world_from_env()
+asked = json.load(open(sys.argv[1]))
+spec = ModelSpec.model_validate(asked["model"])
+curves = []
+for value in asked["strategies"]:
+    curves.append(curve(spec, Strategy.model_validate(value), world))
+    gc.collect()
+if world.is_main:
+    json.dump(curves, open(sys.argv[2], "w"))
+dist.destroy_process_group()
+"""
+
+WAYS = [
+    (engine, precision, optimizer, grad_accum)
+    for precision, optimizer, grad_accum in (("fp32", "adamw", 2), ("bf16", "adamw", 1), ("fp32", "adamw_8bit", 1))
+    for engine in ("zero2", "zero2-optimizer", "zero3", "zero3-optimizer", "zero3-param")
+]
+# For the norm that clips, the host adds squares up in another order: the last digits of fp32, a few steps on.
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(scope="module")
+def curves(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("training")
+    script, asked, answered = (folder / name for name in ("train.py", "asked.json", "curves.json"))
+    script.write_text(_TRAIN)
+    strategies = [
+        request_of(engine, 2, precision, optimizer, 0, grad_accum).strategy.model_dump(mode="json")
+        for engine, precision, optimizer, grad_accum in WAYS
+    ]
+    asked.write_text(json.dumps({"model": TINY.model_dump(mode="json"), "strategies": strategies}))
+    done = run_command(
+        *(BIN / "torchrun", "--standalone", "--nproc-per-node", 2, script, asked, answered),
+        PYTHONPATH=str(ROOT),
+        DS_ACCELERATOR="cpu",
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return dict(zip(WAYS, json.loads(answered.read_text()), strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("deepspeed-training")
+@pytest.mark.parametrize("way", [way for way in WAYS if "-" in way[0]], ids=lambda way: "-".join(map(str, way)))
+def test_what_is_offloaded_learns_the_same(curves, way):
+    engine, *rest = way
+    plain = curves[(engine.partition("-")[0], *rest)]
+    assert len(set(plain)) == 6
+    assert curves[way] == pytest.approx(plain, rel=TOLERANCE)
