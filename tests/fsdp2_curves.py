@@ -9,6 +9,7 @@ import json
 
 import torch
 import torch.distributed as dist
+from rehearsing import SANA
 
 from bigdit import engines, models
 from bigdit.dist import World, world_from_env
@@ -16,23 +17,6 @@ from bigdit.loader.batch import Batch
 from bigdit.spec import ModelSpec, ObjectiveSpec, OptimizerSpec, Strategy
 from bigdit.train.step import train_step
 
-SANA = ModelSpec(
-    name="tiny-sana",
-    class_name="SanaTransformer2DModel",
-    kwargs={
-        "in_channels": 4,
-        "out_channels": 4,
-        "num_attention_heads": 2,
-        "attention_head_dim": 8,
-        "num_layers": 2,
-        "num_cross_attention_heads": 2,
-        "cross_attention_head_dim": 8,
-        "cross_attention_dim": 16,
-        "caption_channels": 12,
-        "sample_size": 8,
-        "patch_size": 1,
-    },
-)
 # The first block's embedder is called from outside the block, too.
 DIT = ModelSpec(
     name="tiny-dit",

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import functools
-import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from rehearsing import rehearse_all
 from torch import nn
 
 from bigdit import models
@@ -88,21 +85,10 @@ def strategy(checkpointed: int | str) -> Strategy:
 
 CONFIGS = [(class_name, checkpointed) for class_name in TINY for checkpointed in (0, "all")]
 
-# One process for all of them: the start of a worker is most of its time here.
-_REHEARSE_ALL = """
-import json, sys
-from bigdit.rehearse import RehearsalRequest
-from bigdit.rehearse.worker import rehearse_size
-requests = [RehearsalRequest.model_validate(value) for value in json.load(open(sys.argv[1]))]
-answers = [rehearse_size(request, request.micro_batch_sizes[0]).model_dump(mode="json") for request in requests]
-json.dump(answers, open(sys.argv[2], "w"))
-"""
-
 
 @pytest.fixture(scope="module")
 def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[object, ...], RehearsedSize]:
     folder = tmp_path_factory.mktemp("rehearsals")
-    asked, answered = folder / "requests.json", folder / "answers.json"
     requests = [
         RehearsalRequest(
             model=spec_of(class_name),
@@ -110,21 +96,10 @@ def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[object, ..
             strategy=strategy(checkpointed),
             micro_batch_sizes=(MICRO_BATCH_SIZE,),
             kernels="cpu",
-        ).model_dump(mode="json")
+        )
         for class_name, checkpointed in CONFIGS
     ]
-    asked.write_text(json.dumps(requests))
-    done = subprocess.run(
-        [sys.executable, "-c", _REHEARSE_ALL, str(asked), str(answered)],
-        cwd=Path(__file__).parents[1],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    answers = [RehearsedSize.model_validate(value) for value in json.loads(answered.read_text())]
-    return dict(zip(CONFIGS, answers, strict=True))
+    return dict(zip(CONFIGS, rehearse_all(folder, requests), strict=True))
 
 
 @pytest.mark.slow

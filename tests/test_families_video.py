@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rehearsing import rehearse_all
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -36,18 +37,6 @@ MICRO_BATCH_SIZE = 2
 TINY = json.loads((Path(__file__).parent / "tiny_video.json").read_text())
 CASES: list[tuple[str, int | str]] = [*((name, "all") for name in TINY), ("wan-i2v", 0), ("hidream", 0)]
 
-# One process for all of them, and both kinds of kernels: the start of a worker is most of its time here.
-_REHEARSE_ALL = """
-import json, os, sys
-from bigdit.rehearse import RehearsalRequest
-from bigdit.rehearse.worker import rehearse_size
-requests = [RehearsalRequest.model_validate(value) for value in json.load(open(sys.argv[1]))]
-answers = [rehearse_size(request, request.micro_batch_sizes[0]).model_dump(mode="json") for request in requests]
-with open(sys.argv[2], "w") as file:
-    json.dump(answers, file)
-os._exit(0)
-"""
-
 
 def _spec(name: str) -> ModelSpec:
     return ModelSpec(name=name, class_name=TINY[name]["class_name"], kwargs=TINY[name]["kwargs"])
@@ -64,7 +53,6 @@ def _strategy(checkpointed: int | str) -> Strategy:
 @pytest.fixture(scope="module")
 def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int | str, str], RehearsedSize]:
     folder = tmp_path_factory.mktemp("rehearsals")
-    asked, answered = folder / "requests.json", folder / "answers.json"
     keys = [(*case, "cpu") for case in CASES] + [(name, "all", "cuda") for name in TINY]
     requests = [
         RehearsalRequest(
@@ -73,21 +61,10 @@ def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int |
             strategy=_strategy(checkpointed),
             micro_batch_sizes=(MICRO_BATCH_SIZE,),
             kernels=kernels,
-        ).model_dump(mode="json")
+        )
         for name, checkpointed, kernels in keys
     ]
-    asked.write_text(json.dumps(requests))
-    done = subprocess.run(
-        [sys.executable, "-c", _REHEARSE_ALL, str(asked), str(answered)],
-        cwd=Path(__file__).parents[1],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    answers = [RehearsedSize.model_validate(value) for value in json.loads(answered.read_text())]
-    return dict(zip(keys, answers, strict=True))
+    return dict(zip(keys, rehearse_all(folder, requests), strict=True))
 
 
 @pytest.mark.slow

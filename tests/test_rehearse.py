@@ -10,29 +10,11 @@ import time
 from pathlib import Path
 
 import pytest
+from rehearsing import SANA, SHAPE
 
 from bigdit.errors import UserError
 from bigdit.rehearse import RehearsalError, RehearsalRequest, client, rehearse
-from bigdit.spec import BatchShape, ModelSpec, Strategy
-
-TINY = ModelSpec(
-    name="tiny-sana",
-    class_name="SanaTransformer2DModel",
-    kwargs={
-        "in_channels": 4,
-        "out_channels": 4,
-        "num_attention_heads": 2,
-        "attention_head_dim": 8,
-        "num_layers": 2,
-        "num_cross_attention_heads": 2,
-        "cross_attention_head_dim": 8,
-        "cross_attention_dim": 16,
-        "caption_channels": 12,
-        "sample_size": 8,
-        "patch_size": 1,
-    },
-)
-SHAPE = BatchShape(latents=(4, 8, 8), text=(6, 12))
+from bigdit.spec import BatchShape, Strategy
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +24,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def _request(*sizes: int, **changes: object) -> RehearsalRequest:
-    return RehearsalRequest(model=TINY, batch=SHAPE, strategy=Strategy(), micro_batch_sizes=sizes, **changes)
+    return RehearsalRequest(model=SANA, batch=SHAPE, strategy=Strategy(), micro_batch_sizes=sizes, **changes)
 
 
 def _no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +107,7 @@ def test_a_worker_that_leaves_without_a_result_gives_no_number(monkeypatch: pyte
     ("changes", "said"),
     [
         ({"strategy": Strategy(checkpointed_blocks=9)}, r"checkpointed_blocks is 9, and the model has 2 blocks"),
-        ({"model": TINY.model_copy(update={"class_name": "NoTransformer"})}, "no family adapter drives"),
+        ({"model": SANA.model_copy(update={"class_name": "NoTransformer"})}, "no family adapter drives"),
         ({"batch": BatchShape(latents=(4, 8, 8))}, "needs the shape of the model's text"),
     ],
 )

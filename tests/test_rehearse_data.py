@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rehearsing import SANA
 
 from bigdit.config import check, load_run
 from bigdit.config.check import strategy_of
@@ -23,26 +24,9 @@ from bigdit.loader.stream import FeatureStream
 from bigdit.memory import Block, HostMemory, Span, Timeline, host_memory, pinned_bytes
 from bigdit.rehearse import RehearsalRequest, rehearse
 from bigdit.rehearse.data import batch, feed
-from bigdit.spec import BatchShape, ModelSpec, Strategy
+from bigdit.spec import BatchShape, Strategy
 
 DIGITS = Path(__file__).parents[1] / "launch/recipes/digits.yaml"
-TINY = ModelSpec(
-    name="tiny-sana",
-    class_name="SanaTransformer2DModel",
-    kwargs={
-        "in_channels": 4,
-        "out_channels": 4,
-        "num_attention_heads": 2,
-        "attention_head_dim": 8,
-        "num_layers": 2,
-        "num_cross_attention_heads": 2,
-        "cross_attention_head_dim": 8,
-        "cross_attention_dim": 16,
-        "caption_channels": 12,
-        "sample_size": 8,
-        "patch_size": 1,
-    },
-)
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 3, 9])
@@ -133,7 +117,7 @@ def test_beside_a_gpu_batches_wait_pinned_on_the_host(tmp_path: Path, monkeypatc
     monkeypatch.setenv("BIGDIT_CACHE", str(tmp_path))
     shape = BatchShape(latents=(4, 8, 8), text=(6, 12))
     strategy = Strategy(micro_batch_size=2, grad_accum_steps=2, read_ahead_steps=3)
-    request = RehearsalRequest(model=TINY, batch=shape, strategy=strategy, micro_batch_sizes=(2,))
+    request = RehearsalRequest(model=SANA, batch=shape, strategy=strategy, micro_batch_sizes=(2,))
     host = rehearse(request).size(2).host_timeline
     one = [tensor.nbytes for tensor in batch(shape, strategy).tensors()]
     live = most = 0
@@ -169,4 +153,4 @@ def test_the_run_s_config_says_how_far_to_read_ahead() -> None:
     assert strategy_of(run, 1).read_ahead_steps == 5
     with pytest.raises(Exception, match=r"data\.read_ahead_steps"):
         load_run(DIGITS, ["data.read_ahead_steps=-1"])
-    check(run, TINY.model_copy(update={"kwargs": {}}))
+    check(run, SANA.model_copy(update={"kwargs": {}}))

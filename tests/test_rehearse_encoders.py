@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rehearsing import SANA, SHAPE, rehearse_all
 
 from bigdit.catalog import batch_shape, model
 from bigdit.catalog.encoders import OnlineEncoders, TextEncoderSpec, VaeSpec, online_encoders
@@ -16,33 +17,15 @@ from bigdit.dist import World
 from bigdit.errors import UserError
 from bigdit.features.encoders.frozen import FrozenEncoders
 from bigdit.memory import Timeline, ledger
-from bigdit.rehearse import RehearsalRequest, RehearsedSize, rehearse
+from bigdit.rehearse import RehearsalRequest, rehearse
 from bigdit.rehearse.data import raw_batch
 from bigdit.rehearse.drive import record
-from bigdit.spec import BatchShape, ModelSpec, ObjectiveSpec, Strategy
+from bigdit.spec import BatchShape, ObjectiveSpec, Strategy
 from bigdit.train.encode import encode
 
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
-SHAPE = BatchShape(latents=(4, 8, 8), text=(6, 12))
 MICRO_BATCH_SIZE = 3
-SANA = ModelSpec(
-    name="tiny-sana",
-    class_name="SanaTransformer2DModel",
-    kwargs={
-        "in_channels": 4,
-        "out_channels": 4,
-        "num_attention_heads": 2,
-        "attention_head_dim": 8,
-        "num_layers": 2,
-        "num_cross_attention_heads": 2,
-        "cross_attention_head_dim": 8,
-        "cross_attention_dim": 16,
-        "caption_channels": 12,
-        "sample_size": 8,
-        "patch_size": 1,
-    },
-)
 KL = VaeSpec(
     class_name="AutoencoderKL",
     kwargs={
@@ -116,18 +99,6 @@ CONFIGS = [
     for precision, chunk in (("bf16", None), ("bf16", 2), ("fp32", 1))
 ]
 
-# One process for all of them: the start of a worker is most of its time here.
-_REHEARSE_ALL = """
-import json, sys
-from bigdit.rehearse import RehearsalRequest
-from bigdit.rehearse.worker import rehearse_size
-requests = [RehearsalRequest.model_validate(value) for value in json.load(open(sys.argv[1]))]
-answers = [rehearse_size(request, request.micro_batch_sizes[0]).model_dump(mode="json") for request in requests]
-json.dump(answers, open(sys.argv[2], "w"))
-import os
-os._exit(0)
-"""
-
 
 def _encoders(vae: VaeSpec, text: TextEncoderSpec) -> OnlineEncoders:
     return OnlineEncoders(pixels=(3, 16, 16), vae=vae, text=(text,))
@@ -144,21 +115,6 @@ def _strategy(precision: str, chunk: int | None, **changes: object) -> Strategy:
     )
 
 
-def _rehearse_all(folder: Path, requests: list[RehearsalRequest]) -> list[RehearsedSize]:
-    asked, answered = folder / "requests.json", folder / "answers.json"
-    asked.write_text(json.dumps([request.model_dump(mode="json") for request in requests]))
-    done = subprocess.run(
-        [sys.executable, "-c", _REHEARSE_ALL, str(asked), str(answered)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return [RehearsedSize.model_validate(value) for value in json.loads(answered.read_text())]
-
-
 @pytest.mark.slow
 def test_the_rehearsal_of_encoding_is_the_real_one_to_the_byte(tmp_path: Path) -> None:
     """Every allocation and free of both steps, in order, with its label; and the phase encode has its peak."""
@@ -173,7 +129,7 @@ def test_the_rehearsal_of_encoding_is_the_real_one_to_the_byte(tmp_path: Path) -
         )
         for vae, text, precision, chunk in CONFIGS
     ]
-    for request, answer in zip(requests, _rehearse_all(tmp_path, requests), strict=True):
+    for request, answer in zip(requests, rehearse_all(tmp_path, requests), strict=True):
         real = record(SANA, SHAPE, request.strategy, ObjectiveSpec(), CPU, World(), request.encoders)
         assert answer.timeline == real.device
         assert answer.ledger == ledger(real.device, 1)

@@ -27,7 +27,7 @@ ENGINES = {
     "hsdp": {"world_size": 4, "dp_replicate": 2},
     "offload": {"world_size": 2, "cpu_offload": True},
 }
-OPTIMIZERS = ("adamw", "came")
+OPTIMIZERS = ("adamw", "adamw_8bit_ao", "came")
 CHECKPOINTED = (0, 1, "all")
 MORE = {
     "reshard-4-adamw_8bit_ao": {"world_size": 4, "optimizer": OptimizerSpec(name="adamw_8bit_ao")},

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from rehearsing import rehearse_all
 from test_rehearse_proof import MICRO_BATCH_SIZE, SHAPE, TINY, _profiled
 
 from bigdit.dist import World
@@ -62,18 +58,6 @@ ON_CUDA = {
     "lora-nf4-full": {"lora": LoraSpec(base="nf4"), "checkpointed_blocks": "all"},
 }
 
-_REHEARSE_ALL = """
-import json, logging, os, sys
-logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-from bigdit.rehearse import RehearsalRequest
-from bigdit.rehearse.worker import rehearse_size
-requests = [RehearsalRequest.model_validate(value) for value in json.load(open(sys.argv[1]))]
-answers = [rehearse_size(request, request.micro_batch_sizes[0]).model_dump(mode="json") for request in requests]
-with open(sys.argv[2], "w") as file:
-    json.dump(answers, file)
-os._exit(0)  # with the fake device registered, an interpreter does not shut down cleanly
-"""
-
 
 def _strategy(policy: dict[str, object]) -> Strategy:
     return Strategy.model_validate({"micro_batch_size": MICRO_BATCH_SIZE, **policy})
@@ -83,7 +67,6 @@ def _strategy(policy: dict[str, object]) -> Strategy:
 def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], RehearsedSize]:
     """Every rehearsal by (kernels, name), made in one process."""
     folder = tmp_path_factory.mktemp("rehearsals")
-    asked, answered = folder / "requests.json", folder / "answers.json"
     cases = {("cpu", name): policy for name, policy in ON_CPU.items()}
     cases |= {("cuda", name): policy for name, policy in ON_CUDA.items()}
     requests = [
@@ -93,21 +76,10 @@ def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str],
             strategy=_strategy(policy),
             micro_batch_sizes=(MICRO_BATCH_SIZE,),
             kernels=kernels,
-        ).model_dump(mode="json")
+        )
         for (kernels, _), policy in cases.items()
     ]
-    asked.write_text(json.dumps(requests))
-    done = subprocess.run(
-        [sys.executable, "-c", _REHEARSE_ALL, str(asked), str(answered)],
-        cwd=Path(__file__).parents[1],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    answers = [RehearsedSize.model_validate(value) for value in json.loads(answered.read_text())]
-    return dict(zip(cases, answers, strict=True))
+    return dict(zip(cases, rehearse_all(folder, requests), strict=True))
 
 
 @pytest.mark.slow

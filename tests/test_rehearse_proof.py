@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import gc
-import json
-import subprocess
-import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
+from rehearsing import rehearse_all
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -80,12 +77,14 @@ CONFIGS = dict(
             _config(precision, "adamw", checkpointed_blocks=checkpointed, grad_accum_steps=grad_accum)
             for precision, checkpointed, grad_accum in (
                 *(("fp32", 0, 1), ("fp32", 1, 2), ("fp32", "all", 1)),
-                *(("bf16", 0, 1), ("bf16", 0, 2), ("bf16", "all", 1), ("bf16", "all", 2)),
+                *(("bf16", 0, 1), ("bf16", 0, 2), ("bf16", 1, 1), ("bf16", "all", 1), ("bf16", "all", 2)),
             )
         ),
         _config("fp32", "adamw", gradient_clipping=1.0),
         _config("bf16", "adamw_8bit", checkpointed_blocks="all", grad_accum_steps=2, gradient_clipping=1.0),
         _config("bf16", "adamw_8bit", checkpointed_blocks=1, grad_accum_steps=2),
+        _config("bf16", "adamw_8bit"),
+        *(_config("bf16", "came", checkpointed_blocks=checkpointed) for checkpointed in (1, "all")),
         *(_config(precision, "adamw", "foreach") for precision in ("fp32", "bf16")),
         _config("fp32", "adamw", "for_loop"),
         *(_config("bf16", name) for name in ("lion_8bit", "adamw_8bit_ao", "adamw_4bit_ao")),
@@ -118,18 +117,6 @@ FOR_CUDA = dict(
 )
 PAGED = dict([_config("bf16", "adamw_8bit"), _config("bf16", "paged_adamw_8bit")])
 
-# One process for all of them: the start of a worker is most of its time here.
-_REHEARSE_ALL = """
-import json, sys
-from bigdit.record.in_place import InPlace
-from bigdit.rehearse import RehearsalRequest
-from bigdit.rehearse.worker import rehearse_size
-requests = [RehearsalRequest.model_validate(value) for value in json.load(open(sys.argv[1]))]
-answers = [rehearse_size(request, request.micro_batch_sizes[0]).model_dump(mode="json") for request in requests]
-json.dump(answers, open(sys.argv[2], "w"))
-"""
-
-
 Answers = dict[tuple[str, str], RehearsedSize]
 
 
@@ -137,7 +124,6 @@ Answers = dict[tuple[str, str], RehearsedSize]
 def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> Answers:
     """By kernels and configuration: ("cpu", "fp32-adamw-…"), ("cuda", …), and ("paged", …) of the wide model."""
     folder = tmp_path_factory.mktemp("rehearsals")
-    asked, answered = folder / "requests.json", folder / "answers.json"
     requests = {
         (group, name): RehearsalRequest(
             model=WIDE if group == "paged" else TINY,
@@ -145,22 +131,11 @@ def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> Answers:
             strategy=strategy,
             micro_batch_sizes=(MICRO_BATCH_SIZE,),
             kernels="cpu" if group == "cpu" else "cuda",
-        ).model_dump(mode="json")
+        )
         for group, strategies in (("cpu", CONFIGS), ("cuda", FOR_CUDA), ("paged", PAGED))
         for name, strategy in strategies.items()
     }
-    asked.write_text(json.dumps(list(requests.values())))
-    done = subprocess.run(
-        [sys.executable, "-c", _REHEARSE_ALL, str(asked), str(answered)],
-        cwd=Path(__file__).parents[1],
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    answers = [RehearsedSize.model_validate(value) for value in json.loads(answered.read_text())]
-    return dict(zip(requests, answers, strict=True))
+    return dict(zip(requests, rehearse_all(folder, list(requests.values())), strict=True))
 
 
 def _real(strategy: Strategy) -> tuple[Timeline, int]:

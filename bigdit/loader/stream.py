@@ -12,7 +12,7 @@ import torch
 
 from bigdit.dist import World
 from bigdit.features import FeatureStore
-from bigdit.loader.ahead import read_ahead
+from bigdit.loader.ahead import Held, read_ahead
 from bigdit.loader.batch import Batch
 from bigdit.loader.order import Order, sample_seed
 
@@ -44,10 +44,11 @@ class FeatureStream:
         global_batch_size = micro_batch_size * grad_accum_steps * world.world_size
         self.order = Order([len(store.buckets[bucket]) for bucket in self._buckets], global_batch_size, seed)
 
-    def steps(self, start: int, stop: int) -> Generator[list[Batch]]:
-        """The micro-batches of steps [start, stop), `read_ahead_steps` of them read ahead by one thread."""
+    def steps(self, start: int, stop: int, held: Held[list[Batch]] = lambda futures: None) -> Generator[list[Batch]]:
+        """The micro-batches of steps [start, stop), `read_ahead_steps` of them read ahead by one thread; `held` is
+        told of all that exist before each is handed out."""
         with ThreadPoolExecutor(1, thread_name_prefix="loader") as reader:
-            yield from read_ahead(self.micro_batches, range(start, stop), self._read_ahead_steps, reader)
+            yield from read_ahead(self.micro_batches, range(start, stop), self._read_ahead_steps, reader, held)
 
     def micro_batches(self, step: int) -> list[Batch]:
         """The grad_accum_steps micro-batches of this process in this step."""

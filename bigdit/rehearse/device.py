@@ -49,6 +49,7 @@ def fake_device(kernels: Kernels, compute_capability: tuple[int, int]) -> Iterat
     F.one_hot = masks.one_hot
     if kernels == "cuda":
         _register_fake_gpu()
+        streams.count_anew()
         torch.get_device_module(FAKE_GPU).compute_capability = compute_capability
         # torch's own dispatcher would fall to the mathematical form, which saves quadratic tensors.
         F.scaled_dot_product_attention = CudaAttention(compute_capability)

@@ -56,6 +56,11 @@ DEFAULT = _default()
 _entered = [DEFAULT]
 
 
+def count_anew() -> None:
+    """The next stream has number 1: a rehearsal's numbers do not depend on those before it in the process."""
+    Stream._numbers = itertools.count(1)
+
+
 def current() -> Stream:
     """The stream of the innermost `entered`; DEFAULT outside of all."""
     return _entered[-1]

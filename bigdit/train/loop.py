@@ -73,7 +73,7 @@ def train(run: RunConfig, spec: ModelSpec, strategy: Strategy, world: World) -> 
         meter.watch(engine, ema)
         stop, images = run.train.steps, strategy.global_batch_size
         metrics = stack.enter_context(Metrics(run.output, world, device, start=start, stop=stop, images=images))
-        steps = stack.enter_context(closing(stream.steps(start, stop)))
+        steps = stack.enter_context(closing(stream.steps(start, stop, meter.held)))
         for step in range(start, stop):
             micro_batches = next(steps)
             lr = learning_rate(run, step)

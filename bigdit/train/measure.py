@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -57,6 +58,13 @@ class MemoryMeter:
         """From here on the engine's tensors are known by their meaning."""
         if self._recorder is not None:
             self._watch = Watch(self._recorder, engine, ema)
+
+    def held(self, futures: Iterable[Future[list[Batch]]]) -> None:
+        """These micro-batches wait on the host. They are read in a thread, whose allocations no recorder sees."""
+        if self._watch is not None:
+            for future in futures:
+                for batch in future.result():
+                    self._watch.host_batch(batch)
 
     @contextmanager
     def step(self, micro_batches: Sequence[Batch]) -> Iterator[tuple[Sequence[Any], Phase]]:

@@ -1,0 +1,59 @@
+"""What tests of rehearsals share: a small Sana and its sample, and many rehearsals in one process."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from bigdit.rehearse import RehearsalRequest, RehearsedSize
+from bigdit.spec import BatchShape, ModelSpec
+
+SANA = ModelSpec(
+    name="tiny-sana",
+    class_name="SanaTransformer2DModel",
+    kwargs={
+        "in_channels": 4,
+        "out_channels": 4,
+        "num_attention_heads": 2,
+        "attention_head_dim": 8,
+        "num_layers": 2,
+        "num_cross_attention_heads": 2,
+        "cross_attention_head_dim": 8,
+        "cross_attention_dim": 16,
+        "caption_channels": 12,
+        "sample_size": 8,
+        "patch_size": 1,
+    },
+)
+SHAPE = BatchShape(latents=(4, 8, 8), text=(6, 12))
+
+# One process for all of them: the start of a worker is most of its time here.
+_REHEARSE_ALL = """
+import json, os, sys
+from bigdit.log import quiet_libraries
+quiet_libraries()
+from bigdit.rehearse import RehearsalRequest
+from bigdit.rehearse.worker import rehearse_size
+requests = [RehearsalRequest.model_validate(value) for value in json.load(open(sys.argv[1]))]
+answers = [rehearse_size(request, request.micro_batch_sizes[0]).model_dump(mode="json") for request in requests]
+with open(sys.argv[2], "w") as file:
+    json.dump(answers, file)
+os._exit(0)  # with the fake device registered, an interpreter does not shut down cleanly
+"""
+
+
+def rehearse_all(folder: Path, requests: Sequence[RehearsalRequest]) -> list[RehearsedSize]:
+    """The rehearsal of each request at its first micro-batch size."""
+    asked, answered = folder / "requests.json", folder / "answers.json"
+    asked.write_text(json.dumps([request.model_dump(mode="json") for request in requests]))
+    done = subprocess.run(
+        [sys.executable, "-c", _REHEARSE_ALL, str(asked), str(answered)],
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+        timeout=550,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return [RehearsedSize.model_validate(value) for value in json.loads(answered.read_text())]
