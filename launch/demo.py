@@ -61,6 +61,7 @@ class Demo:
 
 
 def main() -> None:
+    log.quiet_libraries()
     parser = argparse.ArgumentParser(description="Plan, extract, train and sample, end to end.")
     parser.add_argument("--folder", type=Path, default=FOLDER, help="where everything is written")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a config key")
