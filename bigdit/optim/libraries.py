@@ -47,8 +47,14 @@ def torchao(spec: OptimizerSpec, params: Iterable[torch.Tensor], *, stochastic_r
     compiler allocates is known only where it compiled, and compiling takes minutes at each start. Temporaries:
     41 B an element of the largest weight, and 53 to 57 B with 8 or 4 bits, whose codes are searched for in int64.
     """
-    from torchao.optim import AdamW4bit, AdamW8bit
+    from torchao.optim import AdamW4bit, AdamW8bit, subclass_4bit, subclass_8bit
     from torchao.optim.adam import _AdamW
+
+    # Its maps are made by tensor operations at first use and kept: the first optimizer of a process would be unlike
+    # the others, and a rehearsal unlike the run.
+    for maps in (subclass_4bit, subclass_8bit):
+        maps.get_qmap_signed.cache_clear()
+        maps.get_qmap_unsigned.cache_clear()
 
     adamw = {"adamw_8bit_ao": AdamW8bit, "adamw_4bit_ao": AdamW4bit}.get(spec.name, _AdamW)
     optimizer = adamw(
