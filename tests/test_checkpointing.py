@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_rehearse import SHAPE, TINY
+from rehearsing import SANA as TINY
+from rehearsing import SHAPE
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -8,10 +8,10 @@ import diffusers
 import pytest
 import torch
 from conftest import BIN, DIGITS, ROOT, run_command
+from rehearsing import SANA as MODEL
+from rehearsing import SHAPE
 from safetensors.torch import load_file
 from test_ema import run_to
-from test_rehearse import SHAPE
-from test_rehearse import TINY as MODEL
 
 from bigdit import checkpoint, engines, models
 from bigdit.config import load_run

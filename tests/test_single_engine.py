@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from rehearsing import SANA as TINY
+from rehearsing import SHAPE
 from safetensors.torch import load, save
-from test_rehearse import SHAPE, TINY
 from test_rehearse_proof import TINY as WIDE  # with weights of 4096 elements and more, which are quantised
 
 from bigdit import engines, models
