@@ -11,6 +11,8 @@ class Inputs(Strict):
     `text_dim`: the constructor argument with the width of the text embeddings (a list says it first), None without
     text; `text_layers`: the one with the number of layers that are joined in them. `extras`: the further inputs, as
     its adapter names them. `packs`: latents go in as 2 × 2 patches in the channels. `video`: latents have frames.
+    `depths`: the lists of like blocks, in the order of the forward pass, each with the constructor argument that
+    says its length.
     """
 
     text_dim: str | None = None
@@ -18,33 +20,53 @@ class Inputs(Strict):
     extras: tuple[str, ...] = ()
     packs: bool = False
     video: bool = False
+    depths: dict[str, str] = {"transformer_blocks": "num_layers"}
 
+
+_TWO_LISTS = {"transformer_blocks": "num_layers", "single_transformer_blocks": "num_single_layers"}
 
 FAMILIES: dict[str, Inputs] = {
     "SanaTransformer2DModel": Inputs(text_dim="caption_channels"),
     "SanaVideoTransformer3DModel": Inputs(text_dim="caption_channels", video=True),
     "CogVideoXTransformer3DModel": Inputs(text_dim="text_embed_dim", video=True),
-    "WanTransformer3DModel": Inputs(text_dim="text_dim", video=True),
-    "HunyuanVideoTransformer3DModel": Inputs(text_dim="text_embed_dim", extras=("pooled_text",), video=True),
+    "WanTransformer3DModel": Inputs(text_dim="text_dim", video=True, depths={"blocks": "num_layers"}),
+    "HunyuanVideoTransformer3DModel": Inputs(
+        text_dim="text_embed_dim", extras=("pooled_text",), video=True, depths=_TWO_LISTS
+    ),
     "LTXVideoTransformer3DModel": Inputs(text_dim="caption_channels", video=True),
     "QwenImageTransformer2DModel": Inputs(text_dim="joint_attention_dim", packs=True),
-    "ZImageTransformer2DModel": Inputs(text_dim="cap_feat_dim"),
+    "ZImageTransformer2DModel": Inputs(text_dim="cap_feat_dim", depths={"layers": "n_layers"}),
     "Krea2Transformer2DModel": Inputs(text_dim="text_hidden_dim", text_layers="num_text_layers", packs=True),
-    "PRXTransformer2DModel": Inputs(text_dim="context_in_dim"),
+    "PRXTransformer2DModel": Inputs(text_dim="context_in_dim", depths={"blocks": "depth"}),
     "CogView4Transformer2DModel": Inputs(text_dim="text_embed_dim"),
-    "HunyuanImageTransformer2DModel": Inputs(text_dim="text_embed_dim", extras=("glyph_text", "glyph_mask")),
-    "HiDreamImageTransformer2DModel": Inputs(text_dim="caption_channels", extras=("pooled_text", "llama_text")),
+    "HunyuanImageTransformer2DModel": Inputs(
+        text_dim="text_embed_dim", extras=("glyph_text", "glyph_mask"), depths=_TWO_LISTS
+    ),
+    "HiDreamImageTransformer2DModel": Inputs(
+        text_dim="caption_channels",
+        extras=("pooled_text", "llama_text"),
+        depths={"double_stream_blocks": "num_layers", "single_stream_blocks": "num_single_layers"},
+    ),
     "DiTTransformer2DModel": Inputs(extras=("class_label",)),
-    "PaperDiT": Inputs(extras=("class_label",)),
+    "PaperDiT": Inputs(extras=("class_label",), depths={"blocks": "depth"}),
     "PixArtTransformer2DModel": Inputs(text_dim="caption_channels"),
     "SD3Transformer2DModel": Inputs(text_dim="joint_attention_dim", extras=("pooled_text",)),
-    "FluxTransformer2DModel": Inputs(text_dim="joint_attention_dim", extras=("pooled_text",), packs=True),
-    "ChromaTransformer2DModel": Inputs(text_dim="joint_attention_dim", packs=True),
-    "Flux2Transformer2DModel": Inputs(text_dim="joint_attention_dim", packs=True),
-    "AuraFlowTransformer2DModel": Inputs(text_dim="joint_attention_dim"),
-    "HunyuanDiT2DModel": Inputs(text_dim="cross_attention_dim_t5", extras=("clip_text_embeds", "clip_text_mask")),
-    "Lumina2Transformer2DModel": Inputs(text_dim="cap_feat_dim"),
-    "LuminaNextDiT2DModel": Inputs(text_dim="cross_attention_dim"),
+    "FluxTransformer2DModel": Inputs(
+        text_dim="joint_attention_dim", extras=("pooled_text",), packs=True, depths=_TWO_LISTS
+    ),
+    "ChromaTransformer2DModel": Inputs(text_dim="joint_attention_dim", packs=True, depths=_TWO_LISTS),
+    "Flux2Transformer2DModel": Inputs(text_dim="joint_attention_dim", packs=True, depths=_TWO_LISTS),
+    "AuraFlowTransformer2DModel": Inputs(
+        text_dim="joint_attention_dim",
+        depths={"joint_transformer_blocks": "num_mmdit_layers", "single_transformer_blocks": "num_single_dit_layers"},
+    ),
+    "HunyuanDiT2DModel": Inputs(
+        text_dim="cross_attention_dim_t5",
+        extras=("clip_text_embeds", "clip_text_mask"),
+        depths={"blocks": "num_layers"},
+    ),
+    "Lumina2Transformer2DModel": Inputs(text_dim="cap_feat_dim", depths={"layers": "num_layers"}),
+    "LuminaNextDiT2DModel": Inputs(text_dim="cross_attention_dim", depths={"layers": "num_layers"}),
 }
 
 

@@ -48,7 +48,7 @@ def user_model(path: Path) -> CatalogModel:
             "spec": spec,
             "params": None,
             "buffer_elems": None,
-            "block_lists": (),
+            "block_lists": _block_lists(spec, inputs, sibling),
             "text": _text(spec, inputs, sibling),
             "vae": vae,
             "patch_size": _patch_size(spec, inputs, sibling),
@@ -57,6 +57,16 @@ def user_model(path: Path) -> CatalogModel:
             "unverified": f"the VAE and the text tokens, which are those of {sibling.name}",
             "notes": None,
         }
+    )
+
+
+def _block_lists(spec: ModelSpec, inputs: Inputs, sibling: CatalogModel) -> tuple[tuple[str, int], ...]:
+    """The sibling's lists, at the lengths that the config says."""
+    return tuple(
+        (name, _whole(spec, inputs.depths[name], spec.kwargs.get(inputs.depths[name], length)))
+        if name in inputs.depths
+        else (name, length)
+        for name, length in sibling.block_lists
     )
 
 

@@ -1,8 +1,9 @@
-"""Ask for a rehearsal: from the cache, or from a worker process. Nothing here imports torch."""
+"""Ask for rehearsals: from the cache, or from worker processes. Nothing here imports torch."""
 
 from __future__ import annotations
 
 import os
+import select
 import subprocess
 import sys
 import tempfile
@@ -27,18 +28,73 @@ def rehearse(request: RehearsalRequest, *, timeout_s: float = 300.0) -> Rehearsa
     Raises UserError for what cannot be rehearsed or takes longer than `timeout_s`, and RehearsalError where
     the worker dies.
     """
-    _check(request)
+    check(request)
     kept = {size: cache.find(request, size) for size in request.micro_batch_sizes}
     known = {size: found for size, found in kept.items() if found is not None}
     missing = tuple(size for size in kept if size not in known)
     if missing:
-        for found in _work(request.model_copy(update={"micro_batch_sizes": missing}), timeout_s):
-            cache.keep(request, found)
-            known[found.micro_batch_size] = found
+        with Worker() as worker:
+            for found in worker.ask(request.model_copy(update={"micro_batch_sizes": missing}), timeout_s):
+                cache.keep(request, found)
+                known[found.micro_batch_size] = found
     return Rehearsal(sizes=tuple(known[size] for size in request.micro_batch_sizes))
 
 
-def _check(request: RehearsalRequest) -> None:
+class Worker:
+    """One process that rehearses, one request after another; it starts at once, and ends with the `with` block."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="bigdit-rehearsal-")
+        self._stderr = Path(self._folder.name) / "stderr"
+        try:
+            with open(self._stderr, "wb") as sink:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "bigdit.rehearse.worker"],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=sink,
+                    env=worker_environment(),
+                )
+        except OSError:
+            self._folder.cleanup()
+            raise
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+        self._folder.cleanup()
+
+    def ask(self, request: RehearsalRequest, timeout_s: float) -> tuple[RehearsedSize, ...]:
+        """The answers to `request`. Raises as `rehearse` does; the worker is of no use after that."""
+        asked, answered = (Path(self._folder.name) / name for name in ("request.json", "result.json"))
+        answered.unlink(missing_ok=True)
+        asked.write_text(request.model_dump_json())
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            self._process.stdin.write(f"{asked}\t{answered}\n".encode())
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            pass  # it has ended, and its status and last lines say why
+        if not select.select([self._process.stdout], [], [], timeout_s)[0]:
+            raise UserError(
+                f"the rehearsal of {request.model.name} took more than {timeout_s:g} s and was stopped; "
+                f"ask for fewer micro-batch sizes at once, or give it more time"
+            )
+        if not self._process.stdout.readline() or not answered.exists():
+            lines = self._stderr.read_text(errors="replace").splitlines()
+            raise _failure(request, self._process.wait(), lines)
+        sizes = Rehearsal.model_validate_json(answered.read_bytes()).sizes
+        if tuple(size.micro_batch_size for size in sizes) != request.micro_batch_sizes:
+            raise RehearsalError(f"the rehearsal of {request.model.name} answered another question")
+        return sizes
+
+
+def check(request: RehearsalRequest) -> None:
+    """Raise UserError for a request that no worker could answer."""
     inputs = FAMILIES.get(request.model.class_name)
     if inputs is not None and inputs.text_dim is not None and request.batch.text is None:
         raise UserError(f"a rehearsal of {request.model.name} needs the shape of the model's text, (tokens, dim)")
@@ -50,38 +106,6 @@ def _check(request: RehearsalRequest) -> None:
         )
     if not online and request.encoders is not None:
         raise UserError("encoders were given, and strategy.features is cached, which needs none; set it to online")
-
-
-def _work(request: RehearsalRequest, timeout_s: float) -> tuple[RehearsedSize, ...]:
-    with tempfile.TemporaryDirectory(prefix="bigdit-rehearsal-") as name:
-        asked, answered, stderr = (Path(name) / file for file in ("request.json", "result.json", "stderr"))
-        asked.write_text(request.model_dump_json())
-        command = [sys.executable, "-m", "bigdit.rehearse.worker", str(asked), str(answered)]
-        with open(stderr, "wb") as sink:
-            try:
-                status = subprocess.run(
-                    command,
-                    stdout=sink,
-                    stderr=sink,
-                    stdin=subprocess.DEVNULL,
-                    env=worker_environment(),
-                    timeout=timeout_s,
-                ).returncode
-            except subprocess.TimeoutExpired:
-                raise UserError(
-                    f"the rehearsal of {request.model.name} took more than {timeout_s:g} s and was stopped; "
-                    f"ask for fewer micro-batch sizes at once, or give it more time"
-                ) from None
-        if status != 0 or not answered.exists():
-            raise _failure(request, status, stderr.read_text(errors="replace").splitlines())
-        return _read(answered, request)
-
-
-def _read(answered: Path, request: RehearsalRequest) -> tuple[RehearsedSize, ...]:
-    sizes = Rehearsal.model_validate_json(answered.read_bytes()).sizes
-    if tuple(size.micro_batch_size for size in sizes) != request.micro_batch_sizes:
-        raise RehearsalError(f"the rehearsal of {request.model.name} answered another question")
-    return sizes
 
 
 def _failure(request: RehearsalRequest, status: int, lines: list[str]) -> Exception:

@@ -1,7 +1,8 @@
-"""The process that rehearses: `python -m bigdit.rehearse.worker REQUEST.json RESULT.json`.
+"""The process that rehearses: `python -m bigdit.rehearse.worker`, which reads `REQUEST.json<tab>RESULT.json` a line.
 
-A process of its own keeps the fake device and all that is patched for it away from the user's, and may leave
-without torch's shutdown, which aborts once a python backend is registered.
+Each result is a file, written whole, and then its name a line of output; the first failure ends the process. A process
+of its own keeps the fake device and all that is patched for it away from the user's, and may leave without torch's
+shutdown, which aborts once a python backend is registered.
 """
 
 from __future__ import annotations
@@ -25,7 +26,17 @@ from bigdit.rehearse.request import Kernels, Rehearsal, RehearsalRequest, Rehear
 from bigdit.spec import Strategy
 
 
-def main(request_file: Path, result_file: Path) -> None:
+def serve() -> None:
+    """Answer one request after another, until there are no more."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print is no answer
+    for line in sys.stdin:
+        asked, answered = line.rstrip("\n").split("\t")
+        answer(Path(asked), Path(answered))
+        print(answered, file=answers, flush=True)
+
+
+def answer(request_file: Path, result_file: Path) -> None:
     """Rehearse each micro-batch size of the request and write the Rehearsal, whole or not at all."""
     request = RehearsalRequest.model_validate_json(request_file.read_text())
     sizes = tuple(rehearse_size(request, size) for size in request.micro_batch_sizes)
@@ -80,6 +91,6 @@ def _world(strategy: Strategy, kernels: Kernels) -> Iterator[World]:
 
 
 if __name__ == "__main__":
-    status = guard(lambda: main(Path(sys.argv[1]), Path(sys.argv[2])))
+    status = guard(serve)
     sys.stderr.flush()
     os._exit(status)

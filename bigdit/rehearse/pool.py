@@ -1,0 +1,87 @@
+"""Many rehearsals, side by side in a few worker processes that stay for the next ones."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+from bigdit.errors import UserError
+from bigdit.rehearse import cache
+from bigdit.rehearse.client import Worker, check
+from bigdit.rehearse.request import RehearsalRequest, RehearsedSize
+
+Done = Callable[[int, int], None]
+"""Called with the rehearsals that are done and all that are asked for."""
+
+
+class Pool:
+    """Answers requests of one micro-batch size each, from the cache or by `workers` processes.
+
+    Processes start when the cache does not know an answer, and end with the `with` block.
+    """
+
+    def __init__(self, workers: int = 2, *, timeout_s: float = 300.0, done: Done | None = None) -> None:
+        self._workers: list[Worker | None] = [None] * workers
+        self._timeout_s = timeout_s
+        self._done = done
+        self._asked = self._answered = 0
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for worker in self._workers:
+            if worker is not None:
+                worker.__exit__()
+
+    def rehearse(self, requests: Sequence[RehearsalRequest]) -> list[RehearsedSize | UserError]:
+        """An answer for each request, in their order; what the user could mend stands in its place.
+
+        Raises what is no user's error, such as RehearsalError.
+        """
+        for request in requests:
+            check(request)
+        found: list[RehearsedSize | UserError | None] = [
+            cache.find(request, request.micro_batch_sizes[0]) for request in requests
+        ]
+        waiting = [at for at, answer in enumerate(found) if answer is None]
+        self._asked += len(waiting)
+        bugs: list[BaseException] = []
+
+        def work(number: int) -> None:
+            while not bugs:
+                with self._lock:
+                    if not waiting:
+                        return
+                    at = waiting.pop(0)
+                try:
+                    found[at] = self._answer(number, requests[at])
+                except BaseException as error:
+                    bugs.append(error)
+
+        needed = range(min(len(self._workers), len(waiting)))
+        threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in needed]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if bugs:
+            raise bugs[0]
+        return [answer for answer in found if answer is not None]
+
+    def _answer(self, number: int, request: RehearsalRequest) -> RehearsedSize | UserError:
+        worker = self._workers[number] = self._workers[number] or Worker()
+        answer: RehearsedSize | UserError
+        try:
+            (answer,) = worker.ask(request, self._timeout_s)
+            cache.keep(request, answer)
+        except UserError as error:
+            answer = error
+            worker.__exit__()
+            self._workers[number] = None
+        with self._lock:
+            self._answered += 1
+            if self._done is not None:
+                self._done(self._answered, self._asked)
+        return answer
