@@ -1,3 +1,17 @@
 """bigdit: plan and train large diffusion transformers; the step is rehearsed before it is run."""
 
+import importlib
+from typing import Any
+
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """`bigdit.plan`, once it is asked for: until then `import bigdit` takes no time."""
+    if name == "plan":
+        return importlib.import_module("bigdit.search.notebook").plan
+    raise AttributeError(f"module 'bigdit' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted((*globals(), "plan"))

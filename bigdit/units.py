@@ -39,7 +39,7 @@ def duration(seconds: float) -> str:
 
 def parse_bytes(text: str) -> int:
     """`46068MiB`, `24GB`, `1024` in bytes. Raises UserError with the accepted forms."""
-    match = re.fullmatch(r"\s*([\d.]+)\s*([A-Za-z]*)\s*", text)
+    match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([A-Za-z]*)\s*", text)
     if not match or match[2].upper() not in _SUFFIXES:
         raise UserError(f"a memory size was expected, such as 46068MiB or 24GB, and {text!r} was found")
     return int(float(match[1]) * _SUFFIXES[match[2].upper()])

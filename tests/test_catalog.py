@@ -24,7 +24,7 @@ NAMES = [m.name for m in models()]
 
 def test_counts():
     assert len(models()) == 71
-    assert len(gpus()) >= 40
+    assert len(gpus()) == 80
     document = load_json("models.json")
     assert (len(document["text_encoders"]), len(document["native_dit"])) == (9, 12)
     assert document["native_dit"]["DiT-XL/2"]["params_trainable"] == 674834720
@@ -48,6 +48,8 @@ def test_every_model_has_what_a_plan_needs(name):
     assert m.params > 0
     assert m.block_lists
     assert m.vae.name in load_json("models.json")["vaes"]
+    assert (m.text is None) == (FAMILIES[m.spec.class_name].text_dim is None)
+    assert m.text is None or (m.text.encoder and m.text.dim and m.text.tokens)
     sample_size = m.spec.kwargs.get("sample_size")
     if sample_size and not m.video:
         assert m.resolution == sample_size * m.vae.downsample
@@ -175,6 +177,7 @@ def test_every_card_is_sane_and_sourced(card):
         assert rates.tf32 == pytest.approx(rates.bf16 / 2, rel=0.02)
     assert 4 <= rates.fp32 < rates.fp16 <= 2500
     assert 190 <= card.bandwidth_gbs <= 8000
+    assert 15 < card.pcie_gbs <= card.host_gbs <= 450
     assert card.nvlink_gbs is None or 100 <= card.nvlink_gbs <= 1800
 
 
@@ -184,6 +187,43 @@ def test_known_cards():
     assert a40.compute_capability == (8, 6)
     assert gpu("v100-32g").tflops.bf16 is None
     assert gpu("h200").usable_mib == 143156
+
+
+def test_the_cards_that_people_train_on():
+    """Each of these as its driver names it, with the figures of its data sheet: bf16, memory GB/s, both NVLink ways."""
+    asked = {
+        "NVIDIA L4": (121, 300, None),
+        "NVIDIA L40S": (362, 864, None),
+        "NVIDIA A10G": (70, 600, None),
+        "NVIDIA RTX A6000": (154.8, 768, 112.5),
+        "NVIDIA RTX 6000 Ada Generation": (364.2, 960, None),
+        "NVIDIA RTX PRO 6000 Blackwell Workstation Edition": (503.8, 1792, None),
+        "NVIDIA GeForce RTX 5090": (209.5, 1792, None),
+        "NVIDIA H100 PCIe": (756, 2039, 600),
+        "NVIDIA H100 80GB HBM3": (989, 3350, 900),
+        "NVIDIA H100 NVL": (835, 3938, 600),
+        "NVIDIA H20": (148, 4000, 900),
+        "NVIDIA H200": (989, 4800, 900),
+        "NVIDIA B200": (2250, 8000, 1800),
+        "NVIDIA A800-SXM4-80GB": (312, 2039, 400),
+        "NVIDIA A100-SXM4-40GB": (312, 1555, 600),
+        "Tesla V100-SXM2-32GB": (None, 900, 300),
+    }
+    for title, figures in asked.items():
+        card = gpu(title)
+        assert (card.tflops.bf16, card.bandwidth_gbs, card.nvlink_gbs) == figures
+
+
+def test_links_one_way():
+    """PCIe's rates are those that the PCI-SIG's generations give 16 lanes; Grace has its own link to its GPUs."""
+    assert gpu("v100-32g").pcie_gbs == pytest.approx(15.754, abs=0.001)
+    assert gpu("a40").pcie_gbs == pytest.approx(31.508, abs=0.001)
+    assert gpu("h100-sxm").pcie_gbs == pytest.approx(63.015, abs=0.001)
+    assert gpu("b300").pcie_gbs == 121
+    assert gpu("rtx-4060").pcie_gbs == gpu("a40").pcie_gbs / 2
+    assert (gpu("a100-80g").nvlink_one_way_gbs, gpu("l40s").nvlink_one_way_gbs) == (300, None)
+    assert (gpu("gh200-96g").host_gbs, gpu("gb200").host_gbs) == (450, 225)
+    assert gpu("h200").host_gbs == gpu("h200").pcie_gbs
 
 
 @pytest.mark.parametrize(
@@ -198,6 +238,10 @@ def test_known_cards():
         ("Tesla T4", "t4"),
         ("NVIDIA RTX 6000 Ada Generation", "rtx-6000-ada"),
         ("a6000", "rtx-a6000"),
+        ("RTX4090", "rtx-4090"),
+        ("NVIDIA GeForce RTX 4090 D", "rtx-4090-d"),
+        ("NVIDIA A800 80GB PCIe", "a800-80g-pcie"),
+        ("h100-80g", "h100-sxm"),
     ],
 )
 def test_card_aliases(written, meant):

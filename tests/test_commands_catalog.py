@@ -57,10 +57,12 @@ def test_models_read_well_at_80_columns(printed):
 def test_gpus_read_well_at_80_columns(printed):
     text = printed(gpus.run)
     assert all(len(line) <= 80 for line in text.splitlines())
-    assert " ".join(row(text, "a40")) == "a40 44.35 GiB 46068 8.6 149.7 149.7 696 112.5"
-    assert " ".join(row(text, "b200")) == "b200 178.35 GiB 183359 10.0 2250 2250 8000 1800"
+    assert " ".join(row(text, "a40")) == "a40 44.35 46068 8.6 149.7 149.7 696 32 56.25"
+    assert " ".join(row(text, "b200")) == "b200 178.35 183359 10.0 2250 2250 8000 63 900"
     assert row(text, "gb200")[1].startswith("~")
-    assert row(text, "t4")[5] == "–"
+    assert row(text, "t4")[4] == "–"
+    assert row(text, "rtx-pro-6000-server")[1] == "94.96"
+    assert "80 cards" in text
 
 
 def test_filter_and_json():
@@ -77,13 +79,53 @@ def test_filter_and_json():
     hopper = json.loads(options(gpus.run, "--filter", "hopper", "--json").stdout)
     assert {"h100-sxm", "h200-sxm"} <= {card["name"] for card in hopper}
     assert all(card["usable_bytes"] == card["usable_mib"] * 2**20 for card in hopper)
+    (h200,) = [card for card in hopper if card["name"] == "h200-sxm"]
+    assert (h200["pcie_gbs"], h200["host_gbs"], h200["nvlink_one_way_gbs"]) == (63.02, 63.02, 450)
+    assert h200["aliases"] == ["h200"]
+    assert h200["mig_profiles"][0] == "1g.18gb"
+
+
+def test_aliases_are_found_and_shown():
+    (sana,) = json.loads(options(models.run, "--filter", "sana-1600m-1024", "--json").stdout)
+    assert sana["aliases"] == ["sana-1.6b", "sana-1600m"]
+    (schnell,) = json.loads(options(models.run, "--filter", "flux-schnell", "--json").stdout)
+    assert (schnell["spec"]["name"], schnell["aliases"]) == ("flux.1-schnell", ["flux-schnell"])
+    (medium,) = json.loads(options(models.run, "--filter", "stable-diffusion-3-medium", "--json").stdout)
+    assert medium["spec"]["name"] == "sd3-medium"
+    shown = json.loads(options(gpus.run, "--filter", "h100-80g", "--json").stdout)
+    assert {"h100-sxm"} <= {card["name"] for card in shown} <= {"h100-sxm", "h100-pcie"}
+
+
+def test_cards_by_memory():
+    """The vendor's sizes, by what nvidia-smi shows in total: an A10 of 23028 MiB is a card of 24 GB."""
+
+    def names(*arguments):
+        return {card["name"] for card in json.loads(options(gpus.run, *arguments, "--json").stdout)}
+
+    large = names("--min-memory", "24GB")
+    assert {"a10", "l4", "rtx-4090", "b200"} <= large
+    assert not {"rtx-4080", "rtx-a4500", "t4"} & large
+    assert names("--min-memory", "80GB", "--filter", "ampere") == {
+        "a100-80g-pcie",
+        "a100-80g-sxm",
+        "a800-80g-pcie",
+        "a800-80g-sxm",
+    }
 
 
 def test_a_filter_that_finds_nothing():
-    with pytest.raises(UserError, match=r"no model has 'sanna-1600' in its name or class; did you mean sana-"):
+    with pytest.raises(UserError, match=r"no model has 'sanna-1600' in its name, alias or class; did you mean sana-"):
         models.run(containing="sanna-1600")
-    with pytest.raises(UserError, match=r"no card has 'a4o' in its name or architecture; did you mean a40"):
+    with pytest.raises(UserError, match=r"no card has 'a4o' in its name, alias or architecture; did you mean a40"):
         gpus.run(containing="a4o")
+    with pytest.raises(
+        UserError, match=r"^no card has 931.32 GiB \(--min-memory 1000GB\); the largest is the b300, 268"
+    ):
+        gpus.run(min_memory="1000GB")
+    with pytest.raises(UserError, match=r"^no card with 'turing' in its name has 74.51 GiB \(--min-memory 80GB\); the"):
+        gpus.run(containing="turing", min_memory="80GB")
+    with pytest.raises(UserError, match=r"^a memory size was expected, such as 46068MiB or 24GB, and 'big' was found$"):
+        gpus.run(min_memory="big")
 
 
 def test_listing_imports_no_torch():

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from bigdit import engines, models
 from bigdit.dist import World
-from bigdit.errors import versions
 from bigdit.features import FeatureStore
+from bigdit.receipt import Receipt
 from bigdit.rehearse import RehearsalRequest, rehearse
 from bigdit.rehearse.data import batch, feed
 from bigdit.rehearse.request import Kernels
 from bigdit.spec import BatchShape, ModelSpec, ObjectiveSpec, Strategy
+from bigdit.train import loop
 from bigdit.train.measure import MemoryMeter
 from bigdit.train.process import process_group
 from bigdit.train.step import train_step
@@ -25,7 +24,7 @@ from bigdit.train.step import train_step
 
 def bench_step(
     spec: ModelSpec, shape: BatchShape, strategy: Strategy, objective: ObjectiveSpec, *, steps: int, seed: int
-) -> dict[str, Any]:
+) -> Receipt:
     """A receipt: predicted and measured peak bytes, seconds a step (median, the first two steps left out).
 
     On a GPU the measured peak is the caching allocator's; on a CPU the recorder's.
@@ -69,24 +68,28 @@ def bench_step(
     measured = meter.peak_allocated_bytes
     assert measured is not None
     median = statistics.median(seconds[2:])
-    return {
-        "model": spec.model_dump(mode="json"),
-        "batch": shape.model_dump(mode="json"),
-        "strategy": strategy.model_dump(mode="json"),
-        "device": meter.device_name,
-        "predicted_peak_allocated_bytes": predicted,
-        "measured_peak_allocated_bytes": measured,
-        "measured_with": meter.method,
-        "error_percent": round(100 * (predicted - measured) / measured, 4),
-        "seconds_per_step": round(median, 5),
-        "images_per_second": round(strategy.global_batch_size / median, 2),
-        "steps": steps,
-        "versions": versions(),
-    }
+    return Receipt(
+        kind="bench",
+        model=spec,
+        batch=shape,
+        buckets=1,
+        strategy=strategy,
+        objective=objective,
+        device=meter.device_name,
+        compute_capability=meter.compute_capability,
+        gpus_per_node=1,
+        steps=steps,
+        seconds=round(sum(seconds), 3),
+        seconds_per_step=round(median, 5),
+        images_per_second=round(strategy.global_batch_size / median, 2),
+        predicted_peak_allocated_bytes=predicted,
+        measured_peak_allocated_bytes=measured,
+        measured_peak_reserved_bytes=meter.peak_reserved_bytes,
+        measured_with=meter.method,
+        error_percent=round(100 * (predicted - measured) / measured, 4),
+    )
 
 
 def largest_batch_shape(features: Path) -> BatchShape:
     """Shapes of the largest bucket in a feature store, with text of its max_tokens."""
-    store = FeatureStore.open(features)
-    latents = max(store.buckets, key=math.prod)
-    return BatchShape(latents=latents, text=(store.max_tokens, store.null_text.shape[1]))
+    return loop.largest_batch_shape(FeatureStore.open(features))

@@ -3,8 +3,10 @@
 The listings are `catalog.models.models()` and `catalog.gpus.gpus()`.
 """
 
+from bigdit.catalog.asked import resolve_gpu
 from bigdit.catalog.families import FAMILIES
 from bigdit.catalog.gpus import Gpu, gpu
+from bigdit.catalog.machine import found_gpus
 from bigdit.catalog.models import CatalogModel, batch_shape, latent_shape, model
 from bigdit.catalog.user import find_model, user_model
 
@@ -14,8 +16,10 @@ __all__ = [
     "Gpu",
     "batch_shape",
     "find_model",
+    "found_gpus",
     "gpu",
     "latent_shape",
     "model",
+    "resolve_gpu",
     "user_model",
 ]

@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import re
 from functools import cache
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from bigdit.catalog.names import load_json, normalise, resolve
+from bigdit.catalog.names import aliases_of, load_json, normalise, resolve
 from bigdit.spec import Strict
 from bigdit.units import MIB
+
+PCIE_LANE_GBS = {
+    "3.0": 8 * 128 / 130 / 8,
+    "4.0": 16 * 128 / 130 / 8,
+    "5.0": 32 * 128 / 130 / 8,
+    "6.0": 64 * 242 / 256 / 8,
+}
+"""10⁹ bytes a second that one lane carries one way, by generation: transfers a second × the share of them that is
+not coding, over 8 bits. Headers of packets are not taken off.
+
+Source: PCI Express Base Specification: 8, 16, 32 GT/s coded 128b/130b; 64 GT/s in flits of 242 bytes out of 256.
+"""
 
 
 class Tflops(Strict):
@@ -35,7 +47,8 @@ class Sources(Strict):
 class Gpu(Strict):
     """A card. `total_mib` is what nvidia-smi shows, `usable_mib` what a CUDA process is told: the total less
     what the driver keeps. `verified` is False where no sighting was at hand and the source says how the figure
-    came about. `bandwidth_gbs` of the memory and `nvlink_gbs` of all links, both directions, in 10⁹ B/s."""
+    came about. `bandwidth_gbs` of the memory; `nvlink_gbs` of all links to other cards and `c2c_gbs` of NVLink-C2C
+    to the host's processor, both directions, None where there is none; in 10⁹ B/s. `pcie` as `4.0 x16`."""
 
     name: str
     title: str
@@ -47,8 +60,9 @@ class Gpu(Strict):
     usable_verified: bool
     tflops: Tflops
     bandwidth_gbs: PositiveFloat
-    pcie: str
+    pcie: Annotated[str, Field(pattern=r"^[3456]\.0 x(4|8|16)$")]
     nvlink_gbs: PositiveFloat | None
+    c2c_gbs: PositiveFloat | None = None
     sources: Sources
 
     @model_validator(mode="after")
@@ -66,6 +80,28 @@ class Gpu(Strict):
         """What a plan may fill, the CUDA context included."""
         return self.usable_mib * MIB
 
+    @property
+    def memory_bounds(self) -> tuple[int, int]:
+        """The bytes that a card of this kind can have: from an eighth of it, the smallest slice that MIG makes of one,
+        to a little over twice, where its chips were exchanged for larger ones (RTX 4090 of 49140 MiB)."""
+        return self.total_bytes // 8, self.total_bytes * 21 // 10
+
+    @property
+    def pcie_gbs(self) -> float:
+        """Peak of PCIe one way, in 10⁹ B/s; see PCIE_LANE_GBS."""
+        generation, lanes = self.pcie.split(" x")
+        return PCIE_LANE_GBS[generation] * int(lanes)
+
+    @property
+    def nvlink_one_way_gbs(self) -> float | None:
+        """Peak of all NVLinks to other cards one way, in 10⁹ B/s; None without NVLink."""
+        return None if self.nvlink_gbs is None else self.nvlink_gbs / 2
+
+    @property
+    def host_gbs(self) -> float:
+        """Peak to and from host memory one way, in 10⁹ B/s: over NVLink-C2C where there is one, else PCIe."""
+        return self.pcie_gbs if self.c2c_gbs is None else self.c2c_gbs / 2
+
 
 @cache
 def _document() -> dict[str, Any]:
@@ -77,15 +113,31 @@ def _gpu(name: str) -> Gpu:
     return Gpu(name=name, **_document()["gpus"][name])
 
 
+def _plain(name: str) -> str:
+    """Without the vendor's words, and `rtx4090` as rtx-4090."""
+    return re.sub(r"^rtx(?=\d)", "rtx-", re.sub(r"^(nvidia-)?(geforce-|tesla-)?", "", normalise(name)))
+
+
 def gpus() -> list[Gpu]:
     """All cards, in the order of the catalogue: by architecture, consumer cards first."""
     return [_gpu(name) for name in _document()["gpus"]]
 
 
 def gpu(name: str) -> Gpu:
-    """The card of that name, alias or driver's name (`NVIDIA GeForce RTX 4090`).
+    """The card of that name, alias or driver's name (`NVIDIA GeForce RTX 4090`). `asked.resolve_gpu` knows slices
+    of cards, other memories and this machine's cards besides.
 
     Raises UserError for an unknown name, and for one that means cards of different memory (`a100`).
     """
-    plain = re.sub(r"^(nvidia-)?(geforce-|tesla-)?", "", normalise(name))
-    return _gpu(resolve("gpu", name, plain, _document()["gpus"], _document()["aliases"]))
+    return _gpu(resolve("gpu", name, _plain(name), _document()["gpus"], _document()["aliases"]))
+
+
+def named(name: str) -> list[Gpu]:
+    """All cards that a name, alias or driver's name can mean; none for an unknown one."""
+    plain, document = _plain(name), _document()
+    return [_gpu(found) for found in ([plain] if plain in document["gpus"] else document["aliases"].get(plain, ()))]
+
+
+def gpu_aliases(name: str) -> tuple[str, ...]:
+    """The further names that mean this card alone."""
+    return aliases_of(name, _document()["aliases"])

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import NonNegativeInt, PositiveInt
 
 from bigdit.catalog.families import FAMILIES, training_obstacle
-from bigdit.catalog.names import load_json, normalise, resolve
+from bigdit.catalog.names import aliases_of, load_json, normalise, resolve
 from bigdit.errors import UserError
 from bigdit.spec import BatchShape, ModelSpec, Strict
 
@@ -119,6 +119,11 @@ def models() -> list[CatalogModel]:
 def model(name: str) -> CatalogModel:
     """The model of that name or alias. Raises UserError for an unknown or ambiguous name."""
     return _model(resolve("model", name, normalise(name), _document()["models"], _document()["aliases"]))
+
+
+def model_aliases(name: str) -> tuple[str, ...]:
+    """The further names that mean this model alone."""
+    return aliases_of(name, _document()["aliases"])
 
 
 def latent_shape(

@@ -37,3 +37,8 @@ def resolve(kind: str, asked: str, plain: str, known: Collection[str], aliases: 
         raise UserError(f"{kind} {asked!r} is ambiguous; name one of {', '.join(targets)}")
     near = nearest(plain, [*known, *aliases])
     raise UserError(f"{kind} {asked!r} is not in the catalogue; {near} (`bigdit {kind}s` lists all)")
+
+
+def aliases_of(name: str, aliases: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+    """The aliases that mean `name` and nothing else."""
+    return tuple(alias for alias, targets in aliases.items() if list(targets) == [name])

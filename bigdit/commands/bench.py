@@ -23,7 +23,7 @@ def run(
     log.quiet_libraries()
     from bigdit.bench.step import bench_step, largest_batch_shape
     from bigdit.config import load_run
-    from bigdit.files import write_json
+    from bigdit.receipt import keep, write
     from bigdit.report.tables import table
     from bigdit.train.prepare import prepare
     from bigdit.units import gib
@@ -34,15 +34,19 @@ def run(
     shape = largest_batch_shape(run_config.data.features)
     receipt = bench_step(spec, shape, strategy, run_config.objective, steps=steps, seed=run_config.train.seed)
     if as_json:
-        log.emit_json(receipt)
+        log.emit_json(receipt.model_dump(mode="json"))
     else:
-        predicted, measured = receipt["predicted_peak_allocated_bytes"], receipt["measured_peak_allocated_bytes"]
-        rows = table(f"one process on {receipt['device']}, micro-batch {strategy.micro_batch_size}", ["", "value"])
+        predicted, measured = receipt.predicted_peak_allocated_bytes, receipt.measured_peak_allocated_bytes
+        assert predicted is not None  # by the benchmark both are
+        assert measured is not None
+        rows = table(f"one process on {receipt.device}, micro-batch {strategy.micro_batch_size}", ["", "value"])
         rows.add_row("peak, rehearsed", f"{gib(predicted)} ({predicted} bytes)")
-        rows.add_row("peak, measured", f"{gib(measured)} ({measured} bytes; {receipt['measured_with']})")
-        rows.add_row("off by", f"{receipt['error_percent']} %")
-        rows.add_row("a step", f"{receipt['seconds_per_step']} s, {receipt['images_per_second']} images/s")
+        rows.add_row("peak, measured", f"{gib(measured)} ({measured} bytes; {receipt.measured_with})")
+        rows.add_row("off by", f"{receipt.error_percent} %")
+        rows.add_row("a step", f"{receipt.seconds_per_step} s, {receipt.images_per_second} images/s")
         log.out.print(rows)
-    if out is not None:
-        write_json(out, receipt)
+    if out is None:
+        keep(receipt)
+    else:
+        write(receipt, out)
         log.notice(f"wrote {out}")

@@ -14,33 +14,32 @@ if TYPE_CHECKING:
 
 def run(
     containing: Annotated[
-        str | None, typer.Option("--filter", metavar="TEXT", help="Only models whose name or class has TEXT.")
+        str | None, typer.Option("--filter", metavar="TEXT", help="Only models whose name, alias or class has TEXT.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON with every field.")] = False,
 ) -> None:
     """List the diffusion transformers that are known, which of them can be rehearsed, and which trained now."""
     from bigdit import log
-    from bigdit.catalog.models import models
+    from bigdit.catalog.models import model_aliases, models
     from bigdit.errors import UserError, nearest
 
     wanted = (containing or "").casefold()
-    found = [m for m in models() if wanted in f"{m.name} {m.spec.class_name}".casefold()]
+    known = models()
+    found = [m for m in known if wanted in f"{m.name} {m.spec.class_name} {' '.join(model_aliases(m.name))}".casefold()]
     if not found:
-        raise UserError(f"no model has {containing!r} in its name or class; {nearest(wanted, _names())}")
+        near = nearest(wanted, [m.name for m in known])
+        raise UserError(f"no model has {containing!r} in its name, alias or class; {near}")
     if as_json:
         log.emit_json([_fields(m) for m in found])
     else:
         log.out.print(_table(found))
 
 
-def _names() -> list[str]:
-    from bigdit.catalog.models import models
-
-    return [m.name for m in models()]
-
-
 def _fields(model: CatalogModel) -> dict[str, Any]:
+    from bigdit.catalog.models import model_aliases
+
     return model.model_dump(mode="json") | {
+        "aliases": model_aliases(model.name),
         "rehearsable": model.rehearsable,
         "obstacle": model.obstacle,
         "trainable": model.trainable,
@@ -75,7 +74,8 @@ def _table(found: list[CatalogModel]) -> Table:
             "train" if m.trainable else "plan" if m.rehearsable else DASH,
         )
     made.caption = (
-        f"{len(found)} models\nfor train: can be rehearsed, and trained from a feature store; "
-        "plan: can be rehearsed;\nwhat is in the way: --json"
+        f"{len(found)} model{'' if len(found) == 1 else 's'}\n"
+        "for train: can be rehearsed, and trained from a feature store; plan: can be rehearsed;\n"
+        "what is in the way: --json"
     )
     return made

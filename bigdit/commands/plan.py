@@ -1,106 +1,129 @@
-"""`bigdit plan`: what the training step takes on a card."""
+"""`bigdit plan`: will it fit, how fast, what must be set, and why."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import Annotated
 
 import typer
 
 from bigdit.commands.options import Json
 
-if TYPE_CHECKING:
-    from bigdit.search import Plan
-
 EXIT_DOES_NOT_FIT = 2
 
 
 def run(
-    model: Annotated[str, typer.Option(help="A model of `bigdit models`, or a diffusers config.json.")],
-    gpu: Annotated[str, typer.Option(help="A card of `bigdit gpus`.")],
-    resolution: Annotated[int | None, typer.Option(min=1, help="Pixels a side; the model's own if left out.")] = None,
-    optimizer: Annotated[str, typer.Option(help="adamw or adamw_8bit.")] = "adamw",
-    precision: Annotated[str, typer.Option(help="bf16 (with fp32 master weights) or fp32.")] = "bf16",
-    checkpointed_blocks: Annotated[str, typer.Option(metavar="K", help="The first K blocks, or all.")] = "0",
+    model: Annotated[str, typer.Option(metavar="NAME", help="A model of `bigdit models`, or a diffusers config.json.")],
+    gpu: Annotated[
+        str,
+        typer.Option(metavar="NAME", help="A card of `bigdit gpus`; CARD:PROFILE, a MIG slice; auto, this machine's."),
+    ],
+    gpu_memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="The card's used + free in nvidia-smi, such as 45416MiB.")
+    ] = None,
+    gpus: Annotated[int | None, typer.Option(metavar="N", help="Cards in all; 1 if left out.")] = None,
+    gpus_per_node: Annotated[int | None, typer.Option(metavar="N", help="Cards in a machine; 8 if left out.")] = None,
+    network: Annotated[
+        float | None, typer.Option(metavar="GB/S", help="10^9 bytes a second between machines; 12.5 if left out.")
+    ] = None,
+    resolution: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PIXELS",
+            help="1024, or 480x832 (height x width); the model's own if left out. Of several, with commas or by "
+            "repetition, the first decides and the others are buckets.",
+        ),
+    ] = None,
+    buckets: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PIXELS", help="Further sizes whose largest micro-batch is wanted, or aspect: 4:3, 3:4, 16:9, 9:16."
+        ),
+    ] = None,
+    frames: Annotated[
+        int | None, typer.Option(metavar="N", help="Frames of a video; the model's own if left out.")
+    ] = None,
+    global_batch: Annotated[
+        int | None, typer.Option(metavar="N", help="Samples in an optimizer step over all cards.")
+    ] = None,
+    images: Annotated[
+        str | None, typer.Option(metavar="N", help="Samples of the data set: 250000, 1.5k, 30M; for time and disk.")
+    ] = None,
+    epochs: Annotated[
+        float | None, typer.Option(metavar="N", help="How often each is trained on; once if left out.")
+    ] = None,
+    price: Annotated[
+        float | None, typer.Option(metavar="MONEY", help="Of one card for an hour, in your currency.")
+    ] = None,
+    receipts: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Receipts of measured runs, to calibrate the speed by.")
+    ] = None,
+    engine: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Fix the engine: single, zero0 to zero3, zero2-offload, fsdp2, …")
+    ] = None,
+    optimizer: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Fix the optimizer: adamw, adamw_8bit, came, …")
+    ] = None,
+    precision: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Fix the precision: bf16, bf16_sr, fp16, tf32, fp32.")
+    ] = None,
+    checkpointed_blocks: Annotated[
+        str | None, typer.Option(metavar="K", help="Fix how many blocks are recomputed: a number, or all.")
+    ] = None,
+    micro_batch: Annotated[int | None, typer.Option(metavar="N", help="Fix the samples of a card in one pass.")] = None,
+    ema: Annotated[
+        str | None, typer.Option(metavar="PLACE", help="Keep a moving average: auto, gpu or cpu; none if left out.")
+    ] = None,
+    lora: Annotated[int | None, typer.Option(metavar="RANK", help="Train adapters of this rank.")] = None,
+    features: Annotated[
+        str | None, typer.Option(metavar="WHEN", help="cached (if left out), or online: encode while training.")
+    ] = None,
+    full: Annotated[bool | None, typer.Option("--full", help="Train all weights: propose no adapters instead.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Write plan.yaml, ds_config.json and report.html to DIR.")
+    ] = None,
     as_json: Json = False,
 ) -> int:
-    """Rehearse the training step on a fake GPU and hold its memory against the card's."""
-    from pydantic import ValidationError
-
-    from bigdit import catalog, log
-    from bigdit.errors import UserError
-    from bigdit.search import make_plan
-    from bigdit.spec import Strategy
-
-    wanted = {
-        "optimizer": {"name": optimizer},
-        "precision": precision,
-        "checkpointed_blocks": int(checkpointed_blocks) if checkpointed_blocks.isdigit() else checkpointed_blocks,
-        "gradient_clipping": 1.0,
-    }
-    try:
-        strategy = Strategy.model_validate(wanted)
-    except ValidationError as error:
-        raise UserError(
-            *(
-                f"--{str(detail['loc'][0]).replace('_', '-')}: {detail['msg']}; {detail['input']!r} was found"
-                for detail in error.errors()
-            )
-        ) from None
-    chosen_model, chosen_gpu = catalog.find_model(model), catalog.gpu(gpu)
-    with log.err.status(f"rehearsing the training step of {chosen_model.name}"):
-        plan = make_plan(chosen_model, chosen_gpu, strategy, resolution=resolution)
-    if as_json:
-        log.emit_json(plan.model_dump(mode="json") | {"fits": plan.fits})
-    else:
-        _show(plan, chosen_gpu.title)
-    return 0 if plan.fits else EXIT_DOES_NOT_FIT
-
-
-def _show(plan: Plan, card: str) -> None:
+    """Plan a training: whether it fits the cards, how fast it goes, what to set, and why."""
     from bigdit import log
-    from bigdit.report import plan as report
-    from bigdit.units import count, gib
+    from bigdit.search.ask import question_for
 
-    ledgers = {size.micro_batch_size: size.ledger for size in plan.sizes}
-    strategy, latents = plan.strategy, plan.batch.latents
-    blocks = strategy.checkpointed_blocks
-    log.out.print(f"[bold]{plan.model}[/bold], {count(plan.params)} parameters, on one {card}", highlight=False)
-    text = f", text {plan.batch.text[0]} × {plan.batch.text[1]}" if plan.batch.text else ""
-    log.out.print(f"a sample: latents {' × '.join(map(str, latents))}{text}", highlight=False)
-    log.out.print(
-        f"one process, {strategy.precision}{' with fp32 masters' if strategy.precision == 'bf16' else ''}, "
-        f"{strategy.optimizer.name}, checkpointed blocks: {blocks or 'none'}, cached features\n",
-        highlight=False,
+    question = question_for(
+        model,
+        gpu,
+        gpu_memory=gpu_memory,
+        gpus=gpus,
+        gpus_per_node=gpus_per_node,
+        network=network,
+        resolution=resolution,
+        buckets=buckets,
+        frames=frames,
+        global_batch=global_batch,
+        images=images,
+        epochs=epochs,
+        price=price,
+        receipts=receipts,
+        engine=engine,
+        optimizer=optimizer,
+        precision=precision,
+        checkpointed_blocks=checkpointed_blocks,
+        micro_batch=micro_batch,
+        ema=ema,
+        lora=lora,
+        features=features,
+        full=full,
     )
-    log.out.print(report.phases(ledgers))
-    log.out.print()
-    log.out.print(report.at_peak(ledgers))
-    log.out.print()
-    if plan.fits:
-        log.out.print(
-            f"largest micro-batch below the card's {gib(plan.usable_bytes)}: "
-            f"[bold]{plan.largest_micro_batch_size}[/bold], at "
-            f"{gib(plan.largest_peak_bytes)} (each phase continued by its line through the two sizes)",
-            highlight=False,
-        )
+    from bigdit.report.plan import show
+    from bigdit.search.answer import make_plan
+
+    with log.err.status(f"planning the training of {question.model.name}") as status:
+        plan = make_plan(question, progress=status.update)
+    if out is not None:
+        from bigdit.report.folder import write_plan  # here: it draws, and imports what draws
+
+        log.notice(f"wrote {out}: {', '.join(file.name for file in write_plan(plan, out))}")
+    if as_json:
+        log.emit_json(plan.model_dump(mode="json", exclude={"packed_timeline"}) | {"fits": plan.fits})
     else:
-        log.out.print(
-            f"[bold]does not fit[/bold]: a micro-batch of 1 takes {gib(plan.largest_peak_bytes)} of the card's "
-            f"{gib(plan.usable_bytes)}; {_nearest_fix(plan)}",
-            highlight=False,
-        )
-    log.out.print(
-        f"headroom: {gib(plan.headroom_bytes)}; out of it come the CUDA context and what the allocator loses to "
-        "fragmentation, which this plan does not count yet and `bigdit rehearse` does",
-        highlight=False,
-    )
-
-
-def _nearest_fix(plan: Plan) -> str:
-    """What of the choices here takes less, if it is not chosen already."""
-    choices = []
-    if plan.strategy.optimizer.name != "adamw_8bit":
-        choices.append("--optimizer adamw_8bit")
-    if plan.strategy.checkpointed_blocks != "all":
-        choices.append("--checkpointed-blocks all")
-    return f"less: {' and '.join(choices)}, or a larger card" if choices else "a larger card is needed"
+        show(plan, out)
+    return 0 if plan.fits else EXIT_DOES_NOT_FIT

@@ -48,7 +48,7 @@ def run(
         catalog.find_model(model),
         card,
         parse_strategy(strategy),
-        resolution=parse_resolution(resolution),
+        resolution=None if resolution is None else parse_resolution(resolution),
         frames=frames,
     )
     with log.err.status(f"rehearsing the training step of {request.model.name}"):
@@ -164,6 +164,7 @@ def _document(request: RehearsalRequest, found: RehearsedSize, taken: Footprint,
                 "phase": phases[each.span],
                 "operator": each.operator,
                 "dtype": each.dtype,
+                "place": each.place,
                 "calls": each.calls,
                 "flops": each.flops,
                 "nbytes": each.nbytes,

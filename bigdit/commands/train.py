@@ -3,29 +3,53 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from bigdit.commands.options import Config, Set
+
+if TYPE_CHECKING:
+    from bigdit.config.plan_file import PlanFile
 
 
 def run(
     config: Config,
     overrides: Set = [],  # noqa: B006  # typer reads the default; it is not changed
     ds_config: Annotated[Path | None, typer.Option(help="DeepSpeed's JSON; chooses the engine deepspeed.")] = None,
+    plan: Annotated[
+        Path | None, typer.Option(help="A folder of `bigdit plan --out`; decides how the step is run.")
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved config and stop.")] = False,
 ) -> int:
     """Train as the run's config says, with as many processes; the same command resumes."""
     from bigdit import log
-    from bigdit.config import load_run
+    from bigdit.catalog.revision import revision
+    from bigdit.config.plan_file import read_plan_file
+    from bigdit.config.planned import plan_notices
     from bigdit.train.launch import launch
-    from bigdit.train.prepare import prepare, with_ds_config
+    from bigdit.train.prepare import load, prepare, with_ds_config
 
     overrides = with_ds_config(overrides, ds_config)
-    run_config = load_run(config, overrides)
-    _, strategy = prepare(run_config, run_config.engine.processes)
+    planned = None if plan is None else read_plan_file(plan)
+    run_config = load(config, overrides, planned, plan)
+    if planned is not None:
+        _check_one_machine(planned)
+    _, strategy = prepare(run_config, run_config.engine.processes, planned)
     if dry_run:
+        for line in plan_notices(run_config, planned, revision()) if planned else ():
+            log.notice(f"note: {line}")
         log.emit_json({"run": run_config.model_dump(mode="json"), "strategy": strategy.model_dump(mode="json")})
         return 0
-    return launch(run_config.engine, config, overrides)
+    return launch(run_config.engine, config, overrides, plan)
+
+
+def _check_one_machine(plan: PlanFile) -> None:
+    from bigdit.errors import UserError
+
+    spread = plan.processes_per_node
+    if len(spread) > 1:
+        raise UserError(
+            f"the plan is for {plan.strategy.world_size} processes on {len(spread)} machines, and `bigdit train` "
+            "starts those of one; start launch/train.py with the commands that `bigdit plan` printed"
+        )

@@ -16,10 +16,15 @@ from bigdit.errors import UserError, nearest
 
 def load_run(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """The run that `path` describes, with `key.path=value` overrides. Raises UserError with all problems."""
+    return parse_run(read_run(path, overrides), str(path))
+
+
+def read_run(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """The document in `path` with its overrides, not yet validated. Raises UserError where it is no mapping."""
     document = _read_yaml(path)
     for override in overrides:
         _apply(document, override)
-    return parse_run(document, str(path))
+    return document
 
 
 def parse_run(document: dict[str, Any], source: str) -> RunConfig:

@@ -61,9 +61,16 @@ class Collective:
     group_size: int
 
 
+Place = Literal["device", "host", "to device", "to host"]
+"""Where an operator computes, or the way that a copy between the two goes."""
+
+
 @dataclass(frozen=True, slots=True)
 class OperatorCost:
-    """All calls of one operator with one dtype in one span: floating-point operations and bytes moved."""
+    """All calls of one operator with one dtype in one span: floating-point operations and bytes moved.
+
+    Of a copy between host and device the bytes are those that cross.
+    """
 
     span: int
     operator: str
@@ -71,6 +78,7 @@ class OperatorCost:
     calls: int
     flops: int
     nbytes: int
+    place: Place = "device"
 
 
 @dataclass(frozen=True)

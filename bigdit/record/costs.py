@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import conv_flop_count, flop_registry
 
-from bigdit.memory import Collective, OperatorCost
+from bigdit.memory import Collective, OperatorCost, Place
+
+aten = torch.ops.aten
 
 # Collectives as the dispatcher names them: c10d's methods, and the functional ones that DTensor calls.
 _COLLECTIVES = {
@@ -33,12 +37,21 @@ _COLLECTIVES = {
 _NAMESPACES = ("c10d", "_c10d_functional")
 # They allocate, and neither read nor write; or hand one number to the program.
 _FREE = {
-    torch.ops.aten.empty,
-    torch.ops.aten.empty_like,
-    torch.ops.aten.empty_strided,
-    torch.ops.aten.new_empty,
-    torch.ops.aten._local_scalar_dense,
+    aten.empty,
+    aten.empty_like,
+    aten.empty_strided,
+    aten.new_empty,
+    aten.is_pinned,
+    aten._local_scalar_dense,
+    aten._unsafe_view,
 }
+# What they write to they do not read.
+_OVERWRITE = {aten.copy_, aten._foreach_copy_, aten.fill_, aten.zero_, aten._foreach_zero_, aten.normal_, aten.uniform_}
+_COPIES = {aten.copy_, aten._foreach_copy_, aten._to_copy}
+# Products with packed weights, which torch's flop counter does not know: bitsandbytes is imported where it is used.
+_PACKED_PRODUCTS = {"bitsandbytes.gemm_4bit", "bitsandbytes.int8_scaled_mm", "bitsandbytes.int8_linear_matmul"}
+# Where the number of groups stands among their arguments.
+_GROUPS = {aten.convolution: 8, aten.convolution_backward: 9}
 
 
 def _convolution_backward_flops(
@@ -56,15 +69,20 @@ def _convolution_backward_flops(
 _FORMULAS = flop_registry | {torch.ops.aten.convolution_backward: _convolution_backward_flops}
 
 
-Key = tuple[int, str, str]
-"""Span, operator, dtype."""
+Key = tuple[int, str, str, Place]
+"""Span, operator, dtype, place."""
 
 
 class Costs:
-    """Sums by phase and operator. FLOPs follow the formulas of torch.utils.flop_counter (a multiply-add is 2);
-    bytes are those of every tensor that an operator reads and writes, once each."""
+    """Sums by phase, operator, dtype and place, of a recording whose device is of `device_type`.
 
-    def __init__(self) -> None:
+    FLOPs follow the formulas of torch.utils.flop_counter (a multiply-add is 2); bytes are those of every tensor that
+    an operator reads or writes, once each, and twice where it reads and writes it. Grouped convolutions, whose
+    kernels are others than those of dense ones, are named apart.
+    """
+
+    def __init__(self, device_type: str) -> None:
+        self._device_type = device_type
         self._calls: Counter[Key] = Counter()
         self._flops: Counter[Key] = Counter()
         self._bytes: Counter[Key] = Counter()
@@ -78,19 +96,28 @@ class Costs:
         packet = func._overloadpacket
         if func.is_view or packet in _FREE:
             return
-        tensors = _tensors((args, result))
+        results = _tensors(result)
+        tensors = [*_tensors(args), *_tensors(tuple(kwargs.values())), *results]
         if not tensors:
             return
+        place = self._place(packet, tensors, results)
         # The dtype of the arithmetic decides its rate.
-        key = (span, str(packet), str(tensors[0].dtype).removeprefix("torch."))
+        key = (span, _name(packet, args), str(tensors[0].dtype).removeprefix("torch."), place)
         self._calls[key] += 1
-        self._bytes[key] += sum({id(tensor): tensor.nbytes for tensor in tensors}.values())
+        if place in ("to device", "to host"):
+            self._bytes[key] += sum(tensor.nbytes for tensor in results or _tensors(args[0]))
+        else:
+            again = _tensors([args[i] for i in _written(func) if i < len(args)])
+            self._bytes[key] += sum({id(tensor): tensor.nbytes for tensor in tensors}.values())
+            self._bytes[key] += sum(tensor.nbytes for tensor in again)
         if packet in _FORMULAS:
             self._flops[key] += _FORMULAS[packet](*args, **kwargs, out_val=result)
+        elif str(packet) in _PACKED_PRODUCTS:
+            self._flops[key] += 2 * args[0].shape[-1] * results[0].numel()
 
     def operators(self) -> tuple[OperatorCost, ...]:
         return tuple(
-            OperatorCost(*key, calls=calls, flops=self._flops[key], nbytes=self._bytes[key])
+            OperatorCost(*key[:3], calls=calls, flops=self._flops[key], nbytes=self._bytes[key], place=key[3])
             for key, calls in self._calls.items()
         )
 
@@ -105,6 +132,36 @@ class Costs:
         # Of an all-gather the whole result counts, of a reduce-scatter the whole input: the largest tensor it has.
         nbytes = max(tensor.nbytes for tensor in _tensors((args, result)))
         self._collectives.append(Collective(span, name, nbytes, _group_size([*args, *kwargs.values()])))
+
+    def _place(self, packet: Any, tensors: list[torch.Tensor], results: list[torch.Tensor]) -> Place:
+        on_host = [_on_host(tensor) for tensor in tensors]
+        if self._device_type == "cpu" or not any(on_host):
+            return "device"
+        if all(on_host):
+            return "host"
+        if packet not in _COPIES:
+            return "device"  # a kernel that was handed a number, or an index, of the host's
+        # What is written comes last; a list that is copied into comes first, and nothing is returned.
+        return "to host" if (on_host[-1] if results else on_host[0]) else "to device"
+
+
+def _name(packet: Any, args: Any) -> str:
+    grouped = packet in _GROUPS and args[_GROUPS[packet]] > 1
+    return f"{packet} (grouped)" if grouped else str(packet)
+
+
+@functools.cache
+def _written(func: Any) -> tuple[int, ...]:
+    """The positions of the arguments that `func` reads and writes."""
+    if func._overloadpacket in _OVERWRITE:
+        return ()
+    arguments = func._schema.arguments
+    return tuple(i for i, each in enumerate(arguments) if each.is_write and not each.is_out)
+
+
+def _on_host(tensor: torch.Tensor) -> bool:
+    # Asking a fake tensor for its `device` is an operation, that runs through every mode.
+    return (tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device).type == "cpu"
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

@@ -22,6 +22,8 @@ from bigdit.record.track import Track
 HOST = "cpu"
 Scratch = Callable[[Any, Sequence[Any], Mapping[str, Any]], list[torch.Tensor]]
 """What an operation, called with these arguments, holds while it runs, where its kernel shows none of it."""
+Known = Callable[[Any, Sequence[Any], Mapping[str, Any]], tuple[Any] | None]
+"""The result of an operation where it is known without running it, as that of fake tensors may be."""
 
 
 class Recorder(TorchDispatchMode):
@@ -38,14 +40,15 @@ class Recorder(TorchDispatchMode):
     Use as a context manager, inside FakeTensorMode where the tensors are fake.
     """
 
-    def __init__(self, device_type: str, scratch: Scratch | None = None) -> None:
+    def __init__(self, device_type: str, scratch: Scratch | None = None, known: Known | None = None) -> None:
         super().__init__()
         self._scratch = scratch
+        self._known = known
         self._device_type = device_type
         self._tracks = {kind: Track(kind) for kind in (device_type, HOST)}
         self._phases: list[str] = []
         self._callers: list[tuple[str, Category | None]] = []
-        self._costs = Costs()
+        self._costs = Costs(device_type)
         self._in_place = InPlace()
         self._hooks = ExitStack()
         self._collect = False
@@ -53,9 +56,14 @@ class Recorder(TorchDispatchMode):
         self.broke_in: str | None = None
         """The module or the engine's call in which an operation raised the first error."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and keeping the compiler out takes its time at every operation
+
     def __enter__(self) -> Recorder:
         self._collect = gc.isenabled()
-        gc.collect()
+        if self._known is None:
+            gc.collect()  # real tensors hold memory; the garbage of fake ones may wait
         gc.freeze()  # what exists by now is not this recording's garbage: collections stay cheap
         gc.disable()
         self._hooks.enter_context(self._in_place.watching())
@@ -77,23 +85,28 @@ class Recorder(TorchDispatchMode):
             return NotImplemented  # then the wrapper runs it on the tensors within, and those operations come here
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # two of three operations; answered here they cost a tenth
+        kwargs = kwargs or {}
         if self._in_place.is_in_place(func, args):
-            result = func(*args)
+            result = self._run(func, args, kwargs)
             self._take_over(result, args[0])
         else:
-            held = self._hold_scratch(func, args, kwargs or {})
+            held = self._hold_scratch(func, args, kwargs)
             try:
-                result = func(*args, **(kwargs or {}))
+                result = self._run(func, args, kwargs)
             except Exception:
                 self.broke_in = self.broke_in or self.caller
                 raise
             self._see_all(result, func)
             del held
-        if func is torch.ops.aten._pin_memory.default or (kwargs and kwargs.get("pin_memory")):
+        if func is torch.ops.aten._pin_memory.default or kwargs.get("pin_memory"):
             self._tracks[HOST].pin(result.untyped_storage())
         if not self._paused and self._phases:
-            self._costs.add(len(self._phases) - 1, func, args, kwargs or {}, result)
+            self._costs.add(len(self._phases) - 1, func, args, kwargs, result)
         return result
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        found = None if self._known is None else self._known(func, args, kwargs)
+        return func(*args, **kwargs) if found is None else found[0]
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -156,7 +169,7 @@ class Recorder(TorchDispatchMode):
 
     def host_timeline(self) -> Timeline:
         """What was recorded of the host so far; the same as the device's where the device is the CPU."""
-        return self._timeline(self._tracks[HOST], Costs())
+        return self._timeline(self._tracks[HOST], Costs(HOST))
 
     def _timeline(self, track: Track, costs: Costs) -> Timeline:
         stops = [*track.starts[1:], len(track.events)]

@@ -8,7 +8,7 @@ from bigdit.catalog import CatalogModel, Gpu, batch_shape
 from bigdit.catalog.encoders import online_encoders
 from bigdit.errors import UserError
 from bigdit.rehearse.request import RehearsalRequest
-from bigdit.spec import Strategy
+from bigdit.spec import Precision, Strategy
 
 
 def request_for(
@@ -24,14 +24,9 @@ def request_for(
     What is left out is the model's own. Raises UserError for a model that cannot be rehearsed, pixels that do not
     fit it, and a precision that the card does not compute.
     """
-    if model.obstacle is not None:
-        raise UserError(f"{model.name} cannot be rehearsed: {model.obstacle}; `bigdit models` lists those that can")
-    if strategy.precision in ("bf16", "bf16_sr") and gpu.tflops.bf16 is None:
-        capability = ".".join(str(part) for part in gpu.compute_capability)
-        raise UserError(
-            f"{gpu.title} computes no bf16 (compute capability {capability}), and precision is {strategy.precision}; "
-            "fp16 and fp32 fit it"
-        )
+    problems = [*model_problems(model), *precision_problems(gpu, strategy.precision)]
+    if problems:
+        raise UserError(*problems)
     batch = batch_shape(model, resolution, frames)
     return RehearsalRequest(
         model=model.spec,
@@ -43,11 +38,27 @@ def request_for(
     )
 
 
-def parse_resolution(text: str | None) -> int | tuple[int, int] | None:
-    """`1024` or `480x832` (height × width). Raises UserError for anything else."""
-    if text is None:
-        return None
+def model_problems(model: CatalogModel) -> list[str]:
+    """Why `model` cannot be rehearsed; none where it can."""
+    if model.obstacle is None:
+        return []
+    return [f"{model.name} cannot be rehearsed: {model.obstacle}; `bigdit models` lists those that can"]
+
+
+def precision_problems(gpu: Gpu, precision: Precision) -> list[str]:
+    """Why `gpu` does not compute in `precision`; none where it does."""
+    if precision not in ("bf16", "bf16_sr") or gpu.tflops.bf16 is not None:
+        return []
+    capability = ".".join(str(part) for part in gpu.compute_capability)
+    return [
+        f"{gpu.title} computes no bf16 (compute capability {capability}), and precision is {precision}; "
+        "fp16 and fp32 fit it"
+    ]
+
+
+def parse_resolution(text: str, option: str = "--resolution") -> int | tuple[int, int]:
+    """`1024` or `480x832` (height × width), as `option` was given. Raises UserError for anything else."""
     match = re.fullmatch(r"(\d+)(?:[x×](\d+))?", text.strip())
-    if match is None or not int(match[1]):
-        raise UserError(f"--resolution expects pixels such as 1024 or 480x832 (height x width), and {text!r} was found")
+    if match is None or not all(int(side) for side in match.groups() if side is not None):
+        raise UserError(f"{option} expects pixels such as 1024 or 480x832 (height x width), and {text!r} was found")
     return (int(match[1]), int(match[2])) if match[2] else int(match[1])

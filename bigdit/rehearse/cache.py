@@ -42,10 +42,15 @@ def folder() -> Path:
 
 
 def find(request: RehearsalRequest, micro_batch_size: int) -> RehearsedSize | None:
-    """The rehearsal that is kept for this micro-batch size; None where there is none, or none that can be read."""
+    """The rehearsal that is kept for this micro-batch size; None where there is none, and with a notice where it is
+    damaged."""
+    file = _file(request, micro_batch_size)
     try:
-        return RehearsedSize.model_validate_json(_file(request, micro_batch_size).read_bytes())
+        return RehearsedSize.model_validate_json(file.read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        return None
     except (OSError, ValidationError):
+        log.notice(f"{file} is damaged, and the step is rehearsed anew")
         return None
 
 
@@ -61,7 +66,7 @@ def _file(request: RehearsalRequest, micro_batch_size: int) -> Path:
     question = request.model_copy(update={"micro_batch_sizes": (micro_batch_size,)})
     strategy = question.strategy.with_micro_batch_size(micro_batch_size)
     question = question.model_copy(update={"strategy": strategy})
-    decides = [question.model_dump_json(), json.dumps(_versions(), sort_keys=True), _sources()]
+    decides = [question.model_dump_json(), json.dumps(_versions(), sort_keys=True), sources()]
     return folder() / f"{hashlib.sha256('|'.join(decides).encode()).hexdigest()[:32]}.json"
 
 
@@ -71,7 +76,7 @@ def _versions() -> dict[str, str]:
 
 
 @functools.cache
-def _sources() -> str:
+def sources() -> str:
     """A digest of the sources: the number of a version does not change with each edit."""
     root = Path(bigdit.__file__).parent
     digest = hashlib.sha256()

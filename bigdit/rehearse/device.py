@@ -25,7 +25,8 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 from bigdit.rehearse import masks, streams
 from bigdit.rehearse.attention import CudaAttention
-from bigdit.rehearse.kernels import CpuKernels, CudaKernels, claim_cuda_kernels
+from bigdit.rehearse.kernels import Kernels as KernelRules
+from bigdit.rehearse.kernels import claim_cuda_kernels
 from bigdit.rehearse.modules import assignable_data, convert_in_place
 from bigdit.rehearse.request import Kernels
 from bigdit.rehearse.subclasses import make_subclass
@@ -44,7 +45,7 @@ def fake_device(kernels: Kernels, compute_capability: tuple[int, int]) -> Iterat
         # torch takes the multi-tensor path for plain tensors alone, by their exact type; a fake one stands for those.
         if FakeTensor not in types:
             types.append(FakeTensor)
-    rules = CudaKernels() if kernels == "cuda" else CpuKernels()
+    rules = KernelRules(fakes, kernels)
     attention, one_hot = F.scaled_dot_product_attention, F.one_hot
     F.one_hot = masks.one_hot
     if kernels == "cuda":

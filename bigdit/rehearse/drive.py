@@ -16,6 +16,7 @@ from bigdit.loader.raw import RawBatch
 from bigdit.memory import Timeline
 from bigdit.record import Recorder, Watch
 from bigdit.rehearse.data import batch, feed, raw_batch
+from bigdit.rehearse.kernels import known_answers
 from bigdit.rehearse.reads import named_in_errors
 from bigdit.rehearse.scratch import scratch_of
 from bigdit.spec import BatchShape, ModelSpec, ObjectiveSpec, Strategy
@@ -77,7 +78,8 @@ def record(
             return batch(shape, strategy, extras)
         return raw_batch(encoders, shape, strategy, extras)
 
-    with Recorder(device.type, scratch_of(device)) as recorder, named_in_errors(spec.name, recorder):
+    recorder = Recorder(device.type, scratch_of(device), known_answers())
+    with recorder, named_in_errors(spec.name, recorder):
         with recorder.phase("init"):
             recorder.mark(model.parameters(), "parameter")
             recorder.mark(model.buffers(), "buffer")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.distributed.fsdp._fully_shard import _fsdp_param
+from torch.distributed.tensor import _sharding_prop
 
 
 def do_without_data() -> None:
@@ -12,9 +15,16 @@ def do_without_data() -> None:
     # model's parameters, and makes them anew where they are not. Nothing replaces them in a rehearsal.
     _fsdp_param.FSDPParam.reset_sharded_param = _same
     _fsdp_param._chunk_with_empty = _first_chunk
+    # For each tensor of an operation on lists it looks at all of them, in search of shards that FSDP2 alone never
+    # makes; of a thousand weights that would be half of the rehearsal. Torch before 2.13 does not look.
+    _sharding_prop._propagate_use_strided_shard_flag = _no_strided_shards
 
 
 def _same(param: _fsdp_param.FSDPParam) -> None:
+    return None
+
+
+def _no_strided_shards(op_strategy: Any, op_schema: Any) -> None:
     return None
 
 

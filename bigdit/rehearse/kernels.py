@@ -8,39 +8,55 @@ found by a difference between the record of a real run and the rehearsal of it, 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch._prims_common import suggest_memory_format
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from bigdit.rehearse import masks, reads, strides, uniform
+from bigdit.rehearse.answers import Answers
 
 aten = torch.ops.aten
 
 _PINNED = "_bigdit_pinned"
 
 
-class CpuKernels(TorchDispatchMode):
-    """The rules of both devices. To be entered inside FakeTensorMode, and outside the recorder."""
+class Kernels(TorchDispatchMode):
+    """The rules of this device, `cuda` or `cpu`. To be entered inside FakeTensorMode, and outside the recorder."""
+
+    def __init__(self, fakes: FakeTensorMode, device: Literal["cuda", "cpu"]) -> None:
+        super().__init__()
+        self._rules = _RULES if device == "cpu" else _RULES | _CUDA_RULES
+        self._answers = Answers(fakes, _BY_VALUE)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and keeping the compiler out takes its time at every operation
+
+    def known(self, func: Any, args: Any, kwargs: Any) -> tuple[Any] | None:
+        """What this call results in, newly made, where it was asked before: as by `__torch_dispatch__`."""
+        found = self._answers.find(func, args, kwargs)
+        if found is not None:
+            uniform.follow(func, args, found[0])
+        return found
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _followed(func, _RULES.get(func, func), args, kwargs)
+        kwargs = kwargs or {}
+        found = self.known(func, args, kwargs)
+        if found is not None:
+            return found[0]
+        result = self._rules.get(func, func)(*args, **kwargs)
+        self._answers.keep(func, args, kwargs, result)
+        uniform.follow(func, args, result)
+        return result
 
 
-class CudaKernels(TorchDispatchMode):
-    """The rules of both devices and those of CUDA. To be entered inside FakeTensorMode, outside the recorder."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        rule = _CUDA_RULES.get(func) or _RULES.get(func, func)
-        return _followed(func, rule, args, kwargs)
-
-
-def _followed(func: Any, rule: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    result = rule(*args, **(kwargs or {}))
-    uniform.follow(func, args, result)
-    return result
+def known_answers() -> Callable[[Any, Any, Any], tuple[Any] | None] | None:
+    """`Kernels.known` of the kernels that are entered here; None where there are none, and tensors are real."""
+    kernels = _get_current_dispatch_mode()
+    return kernels.known if isinstance(kernels, Kernels) else None
 
 
 def _convolution(input: torch.Tensor, weight: torch.Tensor, *options: Any) -> torch.Tensor:
@@ -166,4 +182,16 @@ _CUDA_RULES: dict[Any, Callable[..., Any]] = {
     aten.convolution.default: _convolution,
     aten.convolution_backward.default: _convolution_backward,
     aten._scaled_dot_product_efficient_attention.default: _efficient_attention,
+}
+
+# What these answer, or leave behind, depends on more than shapes.
+_BY_VALUE = {
+    aten._local_scalar_dense.default,
+    aten.topk.default,
+    aten.eq.Scalar,
+    aten.index.Tensor,
+    aten.index_put.default,
+    aten.index_put_.default,
+    aten._pin_memory.default,
+    aten.is_pinned.default,
 }

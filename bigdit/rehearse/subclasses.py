@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-_MAKE_SUBCLASS = torch.Tensor._make_subclass
+MAKE_SUBCLASS = torch.Tensor._make_subclass
 
 
 def make_subclass(cls: type, data: torch.Tensor, require_grad: bool = False, **options: Any) -> torch.Tensor:
     """`torch.Tensor._make_subclass`, which refuses data of a subclass: over fake data it is of both classes."""
     if not isinstance(data, FakeTensor) or issubclass(cls, FakeTensor):
-        return _MAKE_SUBCLASS(cls, data, require_grad, **options)
+        return MAKE_SUBCLASS(cls, data, require_grad, **options)
     tensor = data.detach().requires_grad_(require_grad)
     tensor.__class__ = _fake(cls)
     return tensor

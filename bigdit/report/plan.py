@@ -1,44 +1,190 @@
-"""A plan as tables: each phase, what is live at the peak, and what the card leaves."""
+"""A plan in the terminal: what a person wants first comes first, and reads at 80 columns without colour."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
+from rich.console import Console, RenderableType
 from rich.table import Table
+from rich.text import Text
 
-from bigdit.memory import Ledger
-from bigdit.report.tables import DASH, table
-from bigdit.units import gib
+from bigdit import log
+from bigdit.config.plan_file import FILE
+from bigdit.report import words
+from bigdit.report.commands import commands, obstacle
+from bigdit.report.needs import needs, speed
+from bigdit.report.skeleton import RUN
+from bigdit.report.tables import table
+from bigdit.search.plan import Choice, Plan
+from bigdit.units import count, gib
+
+PARTS = 3
+"""Of the step's time, the longest."""
+MOST_ROWS = 5
+"""Of the front, in the terminal; all of it is in report.html and --json."""
+
+_SAID = {"FITS": "fits", "TIGHT": "tight", "DOES NOT FIT": "no"}
+_STYLES = {"FITS": "bold green", "TIGHT": "bold yellow", "DOES NOT FIT": "bold red"}
 
 
-def phases(ledgers: Mapping[int, Ledger]) -> Table:
-    """Peak of each phase by micro-batch size; the deciding one is marked."""
-    rows = table("peak allocated, by phase", ["phase", *_heads(ledgers)], numeric=_heads(ledgers))
-    for phase in _union([p.phase for p in ledger.phases] for ledger in ledgers.values()):
-        cells = []
-        for ledger in ledgers.values():
-            mark = "◂ " if ledger.deciding.phase == phase else ""
-            cells.append(mark + gib(ledger.phase(phase).peak_bytes))
-        rows.add_row(phase, *cells)
-    rows.caption = "◂ decides; phases are not summed"
+def show(plan: Plan, folder: Path | None = None, console: Console | None = None) -> None:
+    """Print `plan`; `folder` is where its files lie, if they were written."""
+    console = console or log.out
+    for part in (
+        _headline(plan),
+        *([_choices("what would fit", plan.fixes, plan)] if plan.fixes else []),
+        _lines("recommended" if plan.fits else "nearest to fitting", _recommended(plan)),
+        _lines("speed and cost", speed(plan, PARTS)),
+        _memory(plan),
+        *([_limits(plan)] if plan.buckets else []),
+        *([_choices("alternatives", plan.front, plan)] if len(plan.front) > 1 else []),
+        *([_rejected(plan)] if plan.rejected else []),
+        _lines("on the host and on disk", needs(plan, notes=False)),
+    ):
+        console.print(part, highlight=False)
+        console.print()
+    for notice in plan.notices:
+        console.print(f"note: {notice}", highlight=False, markup=False)
+    _print_commands(plan, folder, console)
+
+
+def _headline(plan: Plan) -> RenderableType:
+    question = plan.question
+    sides = " × ".join(str(side) for side in question.resolution)
+    frames = f", {question.frames} frames" if question.frames else ""
+    lines = Table.grid()
+    lines.add_row(
+        Text.assemble(
+            (question.model.name, "bold"),
+            f", {count(plan.params)} parameters, {sides} pixels{frames}, on {words.subject(plan)}",
+        )
+    )
+    lines.add_row("")
+    lines.add_row(Text.assemble((plan.verdict, _STYLES[plan.verdict]), f": {words.verdict(plan)}"))
+    lines.add_row(Text(words.band(plan)))
+    return lines
+
+
+def _recommended(plan: Plan) -> dict[str, str]:
+    chosen = plan.chosen
+    lossy = "" if chosen.lossless else "; lossy: not the numbers of AdamW with fp32 masters"
+    return words.settings(chosen, plan) | {"why": f"{words.reason(chosen)}{lossy}"}
+
+
+def _lines(title: str, found: Mapping[str, str]) -> Table:
+    """Names and what is said of them, side by side, under a title."""
+    made = Table.grid(padding=(0, 2, 0, 0))
+    made.title, made.title_justify, made.title_style = title, "left", "bold"
+    made.add_column(no_wrap=max(map(len, found), default=0) <= 24)
+    made.add_column(overflow="fold")
+    for name, text in found.items():
+        made.add_row(Text(name), Text(text))
+    return made
+
+
+def _memory(plan: Plan) -> Table:
+    """Peaks of the phases and the way to nvidia-smi on the left, what is live at the peak on the right."""
+    sides = Table.grid(padding=(0, 4, 0, 0))
+    left = Table.grid()
+    left.add_row(_phases(plan))
+    left.add_row("")
+    left.add_row(_card(plan))
+    sides.add_row(left, _at_peak(plan))
+    return sides
+
+
+def _phases(plan: Plan) -> Table:
+    rows = table("memory by phase", ["phase", "peak"], numeric=["peak"])
+    for phase in plan.ledger.phases:
+        mark = "◂ " if phase is plan.ledger.deciding else ""
+        rows.add_row(phase.phase, mark + gib(phase.peak_bytes))
+    rows.caption = "◂ decides"
     return rows
 
 
-def at_peak(ledgers: Mapping[int, Ledger]) -> Table:
-    """What is live at the peak, by category; the parts sum to the total."""
-    rows = table("live at the peak, by category", ["category", *_heads(ledgers)], numeric=_heads(ledgers))
-    for category in _union(ledger.at_peak for ledger in ledgers.values()):
-        parts = [ledger.at_peak.get(category) for ledger in ledgers.values()]  # type: ignore[call-overload]
-        rows.add_row(category, *(gib(part) if part else DASH for part in parts))
+def _card(plan: Plan) -> Table:
+    torch, beside, process = words.held(plan.footprint, plan.chosen)
+    rows = table("on the card, at most", ["part", "bytes"], numeric=["bytes"])
+    rows.show_header = False
+    rows.add_row("reserved by torch", gib(torch))
+    rows.add_row("CUDA context, NCCL", gib(beside))
+    rows.add_row("process (nvidia-smi)", gib(process))
+    rows.add_row("usable", gib(plan.question.gpu.usable_bytes))
+    rows.add_row("left", gib(plan.question.gpu.usable_bytes - process))
+    return rows
+
+
+def _at_peak(plan: Plan) -> Table:
+    ledger = plan.ledger
+    rows = table(f"live at the peak, in {ledger.deciding.phase}", ["category", "bytes", "share"], ["bytes", "share"])
+    total = ledger.peak_allocated_bytes
+    for category, nbytes in ledger.at_peak.items():
+        rows.add_row(category, gib(nbytes), f"{100 * nbytes / total:.1f} %")
     rows.add_section()
-    rows.add_row("total", *(gib(ledger.peak_allocated_bytes) for ledger in ledgers.values()))
+    rows.add_row("total allocated", gib(total), "100.0 %")
     return rows
 
 
-def _heads(ledgers: Mapping[int, Ledger]) -> list[str]:
-    return [f"micro-batch {size}" for size in ledgers]
+def _limits(plan: Plan) -> Table:
+    """The largest micro-batch of each size; the strategy's own checkpointing only where it is neither none nor all."""
+    total, chosen = words.blocks(plan), plan.chosen.strategy.checkpointed_blocks
+    heads = {"none": "none", "recommended": f"{chosen} of {total or '…'}", "full": f"all {total}" if total else "all"}
+    if chosen in (0, "all", total):
+        del heads["recommended"]
+    rows = table("largest micro-batch a card", ["checkpointed", *heads.values()], heads.values())
+    for limit in plan.buckets:
+        rows.add_row(f"{limit.height} × {limit.width}", *(str(getattr(limit, key) or "none fits") for key in heads))
+    return rows
 
 
-def _union(lists: Iterable[Iterable[str]]) -> list[str]:
-    """All names, in the order in which they first come."""
-    return list(dict.fromkeys(name for names in lists for name in names))
+def _choices(title: str, choices: Sequence[Choice], plan: Plan) -> Table:
+    """Rows of what takes how much and goes how fast; the recommended one is marked."""
+    shown = list(choices[:MOST_ROWS])
+    if plan.chosen in choices and plan.chosen not in shown:
+        shown[-1] = plan.chosen
+    numbers = ["process", "images/s", "fits"]
+    rows = table(title, [*numbers, "what and why"], numeric=numbers)
+    for choice in shown:
+        what = Text.assemble(
+            ("▸ " if choice == plan.chosen else "", "bold"),
+            (choice.title, "bold"),
+            "" if choice.lossless else " (lossy)",
+            "" if choice == plan.chosen else f": {choice.reason}",
+        )
+        predicted = "" if choice.confirmed else "~"
+        rows.add_row(
+            predicted + gib(choice.process.high_bytes),
+            words.between(choice.images_per_second_per_card),
+            _SAID[choice.verdict],
+            what,
+        )
+    notes = ["images/s a card"]
+    notes += ["~ predicted, the others rehearsed"] if any(not choice.confirmed for choice in shown) else []
+    notes += ["▸ recommended"] if plan.chosen in shown and plan.fits else []
+    notes += [f"{len(choices) - len(shown)} more in report.html and --json"] if len(choices) > len(shown) else []
+    rows.caption = "; ".join(notes)
+    return rows
+
+
+def _rejected(plan: Plan) -> Table:
+    made = Table.grid(padding=(0, 1, 0, 0))
+    made.title, made.title_justify, made.title_style = "not taken", "left", "bold"
+    for each in plan.rejected:
+        made.add_row("-", Text.assemble((each.choice, "bold"), f": {each.reason}"))
+    return made
+
+
+def _print_commands(plan: Plan, folder: Path | None, console: Console) -> None:
+    reason = obstacle(plan)
+    if reason is not None:
+        console.print(f"nothing to run: {reason}", highlight=False, markup=False)
+        return
+    if folder is None:
+        console.print("to run it: ask again with --out DIR, which writes the plan and prints the commands")
+        return
+    console.print(Text(f"to run it ({FILE} decides how; fill in {RUN} first)", style="bold"))
+    for command in commands(plan, folder):
+        console.print(f"# {command.comment}", highlight=False, markup=False)
+        for line in command.lines():
+            console.print(line, soft_wrap=True, highlight=False, markup=False)

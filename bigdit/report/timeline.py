@@ -15,6 +15,7 @@ from bigdit.units import GIB, KIB, MIB, gib
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 COLOURS: dict[Category, str] = {
     "parameter": "#332288",
@@ -61,6 +62,20 @@ def plot_timeline(
 
     `card_bytes` is a card's usable memory, drawn as a line. Raises UserError where the file cannot be written.
     """
+    figure = timeline_figure(timeline, title=title, card_bytes=card_bytes, granularity=granularity)
+    with replacing(path) as temporary:
+        figure.savefig(temporary, format="png")
+
+
+def timeline_figure(
+    timeline: Timeline,
+    *,
+    title: str,
+    card_bytes: int | None = None,
+    granularity: int = CUDA_GRANULARITY,
+    most: int = MOST_COLUMNS,
+) -> Figure:
+    """The same as a figure, of fewer than `most` points a category."""
     from matplotlib.figure import Figure
 
     live = live_bytes(timeline, granularity)
@@ -71,11 +86,10 @@ def plot_timeline(
     axes = figure.subplots()
     axes.set_title(title, loc="left")
     axes.set_ylabel(f"allocated, {name}")
-    _draw_categories(axes, live, columns(total), peak, unit)
+    _draw_categories(axes, live, columns(total, most), peak, unit)
     _draw_phases(axes, timeline)
     _draw_limits(axes, timeline, peak, int(total[peak]), card_bytes, unit)
-    with replacing(path) as temporary:
-        figure.savefig(temporary, format="png")
+    return figure
 
 
 def live_bytes(timeline: Timeline, granularity: int) -> Bytes:

@@ -1,5 +1,1 @@
-"""From a model and a card to a plan. Nothing here imports torch: rehearsals run in processes of their own."""
-
-from bigdit.search.plan import Plan, make_plan
-
-__all__ = ["Plan", "make_plan"]
+"""Plans: what fits a card, how fast it goes, and what to set."""

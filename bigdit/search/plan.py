@@ -1,101 +1,134 @@
-"""The plan of the single-GPU step: its memory, rehearsed at two micro-batch sizes, against a card's bytes."""
+"""A plan: the answer to a question, with all that was found on the way. Values only; search/answer.py makes it."""
 
 from __future__ import annotations
 
-from pydantic import NonNegativeInt, PositiveInt
+from typing import Literal
 
-from bigdit.catalog import CatalogModel, Gpu
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+
 from bigdit.memory import Ledger
-from bigdit.rehearse import rehearse
-from bigdit.rehearse.ask import request_for
+from bigdit.memory.footprint import Footprint
+from bigdit.memory.process import ByteRange
+from bigdit.search.dataset import DatasetNeed
+from bigdit.search.host import HostNeed
+from bigdit.search.interval import Interval
+from bigdit.search.question import Question
+from bigdit.search.speed import StepTime
 from bigdit.spec import BatchShape, Strategy, Strict
 
-MICRO_BATCH_SIZES = (1, 2)
+Verdict = Literal["FITS", "TIGHT", "DOES NOT FIT"]
 
 
-class PlannedSize(Strict):
-    """The rehearsed ledger of one micro-batch size."""
+class Choice(Strict):
+    """One strategy, what it takes of the card and how fast it goes.
 
-    micro_batch_size: PositiveInt
+    `title` says what sets it apart in a few words; `reason` why it is listed. `confirmed`: rehearsed exactly as it
+    stands, at full depth; else predicted from shallower siblings of the model. `peak_reserved_bytes` is of torch's
+    default allocator, without a limit; `process` adds what is beside torch; `headroom_bytes` is what the card has
+    left at the high end of `process`. `host_bytes` are the tensors of one process on its host. `lossless`: the
+    numbers are those of AdamW with fp32 masters.
+    """
+
+    title: str
+    strategy: Strategy
+    confirmed: bool
+    phases: dict[str, NonNegativeInt]
     peak_allocated_bytes: NonNegativeInt
-    deciding_phase: str
-    ledger: Ledger
+    peak_reserved_bytes: NonNegativeInt
+    process: ByteRange
+    verdict: Verdict
+    headroom_bytes: int
+    host_bytes: NonNegativeInt
+    step: StepTime
+    images_per_second_per_card: Interval
+    lossless: bool
+    reason: str
+
+
+class Rejected(Strict):
+    """An obvious choice that was not taken, and why."""
+
+    choice: str
+    reason: str
+
+
+class BucketLimit(Strict):
+    """The largest micro-batch of one size in pixels: without checkpointing, with the recommended number of blocks,
+    and with all; 0 where none fits."""
+
+    height: PositiveInt
+    width: PositiveInt
+    none: NonNegativeInt
+    recommended: NonNegativeInt
+    full: NonNegativeInt
+
+
+class Curve(Strict):
+    """Peak of the process (high end, bytes) against the micro-batch size."""
+
+    label: str
+    micro_batch_sizes: tuple[PositiveInt, ...]
+    process_bytes: tuple[NonNegativeInt, ...]
+
+
+class Band(Strict):
+    """How far a prediction may be off: a share of the reserved peak, and where that comes from."""
+
+    share: float = Field(ge=0, lt=1)
+    source: str
+
+
+class Run(Strict):
+    """The whole training: optimizer steps, and seconds, GPU-hours and money as intervals."""
+
+    steps: PositiveInt
+    seconds: Interval
+    gpu_hours: Interval
+    money: Interval | None
+    images_per_second: Interval
+
+
+class Step(Strict):
+    """One bar of the waterfall from the naive setting to what fits: what was changed, and what it left."""
+
+    change: str
+    process_bytes: NonNegativeInt
+    verdict: Verdict
+    saved_by: str
 
 
 class Plan(Strict):
-    """What the step takes on one card.
+    """The answer. `chosen` is the recommended strategy, or the one nearest to fitting where `verdict` is DOES NOT FIT.
 
-    `largest_micro_batch_size` is the largest whose extrapolated peak (`largest_peak_bytes`) stays below the
-    card's usable bytes; 0, with the peak at 1, where none does. Phases are affine in the micro-batch size: each
-    is continued by its own line through the two rehearsed sizes, and the highest counts.
+    `ledger`, `footprint` and `packed_timeline` (see memory.Timeline) are of the chosen strategy's rehearsal;
+    `fixes` are what would fit, where nothing asked for does; `front` is the Pareto front of memory against speed.
     """
 
-    model: str
+    question: Question
     params: PositiveInt
-    gpu: str
-    usable_bytes: PositiveInt
     batch: BatchShape
-    strategy: Strategy
-    sizes: tuple[PlannedSize, ...]
-    largest_micro_batch_size: NonNegativeInt
-    largest_peak_bytes: NonNegativeInt
-    headroom_bytes: int
+    verdict: Verdict
+    band: Band
+    chosen: Choice
+    ledger: Ledger
+    footprint: Footprint
+    packed_timeline: str
+    host: HostNeed
+    front: tuple[Choice, ...]
+    rejected: tuple[Rejected, ...]
+    buckets: tuple[BucketLimit, ...]
+    curves: tuple[Curve, ...]
+    fixes: tuple[Choice, ...]
+    dataset: DatasetNeed | None
+    run: Run | None
+    waterfall: tuple[Step, ...]
+    calibration: str
+    notices: tuple[str, ...]
     versions: dict[str, str]
+    catalogue: str
+    seconds: PositiveFloat
 
     @property
     def fits(self) -> bool:
-        """Whether a micro-batch of one leaves anything of the card."""
-        return self.largest_micro_batch_size > 0
-
-
-def make_plan(
-    model: CatalogModel, gpu: Gpu, strategy: Strategy, *, resolution: int | tuple[int, int] | None = None
-) -> Plan:
-    """Rehearse the step and hold it against the card. Raises UserError for a model that cannot be rehearsed."""
-    asked = request_for(model, gpu, strategy, resolution=resolution)
-    request = asked.model_copy(update={"micro_batch_sizes": MICRO_BATCH_SIZES})
-    rehearsed = rehearse(request).sizes
-    ledgers = (rehearsed[0].ledger, rehearsed[1].ledger)
-    largest = largest_micro_batch_size(ledgers, gpu.usable_bytes)
-    peak = extrapolated_peak(ledgers, max(largest, 1))
-    return Plan(
-        model=model.name,
-        params=rehearsed[0].params,
-        gpu=gpu.name,
-        usable_bytes=gpu.usable_bytes,
-        batch=request.batch,
-        strategy=strategy,
-        sizes=tuple(
-            PlannedSize(
-                micro_batch_size=size.micro_batch_size,
-                peak_allocated_bytes=size.ledger.peak_allocated_bytes,
-                deciding_phase=size.ledger.deciding.phase,
-                ledger=size.ledger,
-            )
-            for size in rehearsed
-        ),
-        largest_micro_batch_size=largest,
-        largest_peak_bytes=peak,
-        headroom_bytes=gpu.usable_bytes - peak,
-        versions=rehearsed[0].versions,
-    )
-
-
-def extrapolated_peak(ledgers: tuple[Ledger, Ledger], micro_batch_size: int) -> int:
-    """Peak bytes at a micro-batch size, from the ledgers at sizes 1 and 2."""
-    one, two = ledgers
-    lines = ((phase.peak_bytes, two.phase(phase.phase).peak_bytes) for phase in one.phases)
-    return max(at_one + (micro_batch_size - 1) * (at_two - at_one) for at_one, at_two in lines)
-
-
-def largest_micro_batch_size(ledgers: tuple[Ledger, Ledger], usable_bytes: int) -> int:
-    """The largest size whose extrapolated peak is within `usable_bytes`; 0 where there is none."""
-    one, two = ledgers
-    largest: list[int] = []
-    for phase in one.phases:
-        at_one, at_two = phase.peak_bytes, two.phase(phase.phase).peak_bytes
-        if at_one > usable_bytes:
-            return 0
-        if at_two > at_one:
-            largest.append(1 + (usable_bytes - at_one) // (at_two - at_one))
-    return min(largest)
+        """Whether the chosen strategy fits, with or without the band."""
+        return self.verdict != "DOES NOT FIT"

@@ -12,9 +12,10 @@ from pathlib import Path
 from bigdit.config.run import EngineConfig
 
 
-def launch(engine: EngineConfig, config: Path, overrides: Sequence[str]) -> int:
+def launch(engine: EngineConfig, config: Path, overrides: Sequence[str], plan: Path | None = None) -> int:
     """Run `python -m bigdit.train` under the engine's launcher; returns the exit status, 0 or a failure's."""
     arguments = ["--config", str(config), *(part for override in overrides for part in ("--set", override))]
+    arguments += [] if plan is None else ["--plan", str(plan)]
     status = subprocess.run([*command(engine), *arguments], env=os.environ | _environment(), check=False).returncode
     return status if status >= 0 else 128 - status  # a signal, as a shell reports it
 

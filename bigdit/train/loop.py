@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import time
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any
 
+import torch
 from torch import nn
 
-from bigdit import checkpoint, engines, log, models
+from bigdit import checkpoint, engines, log, models, receipt
 from bigdit.config import RunConfig
 from bigdit.dist import World
-from bigdit.errors import UserError, versions
+from bigdit.errors import UserError
 from bigdit.features import FeatureStore
-from bigdit.files import write_json
 from bigdit.loader.stream import FeatureStream
-from bigdit.spec import ModelSpec, Strategy
+from bigdit.spec import BatchShape, ModelSpec, Strategy
 from bigdit.train.measure import MemoryMeter
 from bigdit.train.metrics import Metrics
 from bigdit.train.process import process_group
@@ -95,7 +95,8 @@ def train(run: RunConfig, spec: ModelSpec, strategy: Strategy, world: World) -> 
                     keep=run.train.keep_checkpoints,
                 )
         if world.is_main:
-            _write_receipt(run, strategy, meter, steps=stop - start, seconds=time.perf_counter() - began)
+            seconds = time.perf_counter() - began
+            _write_receipt(run, spec, strategy, store, meter, metrics.seconds_per_step, stop - start, seconds)
     return last
 
 
@@ -127,16 +128,40 @@ def _weights(run: RunConfig, spec: ModelSpec, strategy: Strategy, found: checkpo
     return models.build(spec, device="cpu", dtype=dtype, seed=run.train.seed)
 
 
-def _write_receipt(run: RunConfig, strategy: Strategy, meter: MemoryMeter, *, steps: int, seconds: float) -> None:
-    receipt: dict[str, Any] = {
-        "strategy": strategy.model_dump(mode="json"),
-        "device": meter.device_name,
-        "steps": steps,
-        "seconds": round(seconds, 3),
-        "images_per_second": round(steps * strategy.global_batch_size / seconds, 2),
-        "measured_peak_allocated_bytes": meter.peak_allocated_bytes,
-        "measured_with": meter.method,
-        "versions": versions(),
-    }
-    write_json(run.output / RECEIPT, receipt)
-    log.notice(f"wrote {run.output / RECEIPT}")
+def _write_receipt(
+    run: RunConfig,
+    spec: ModelSpec,
+    strategy: Strategy,
+    store: FeatureStore,
+    meter: MemoryMeter,
+    seconds_per_step: float | None,
+    steps: int,
+    seconds: float,
+) -> None:
+    path = run.output / RECEIPT
+    written = receipt.Receipt(
+        kind="train",
+        model=spec,
+        batch=largest_batch_shape(store),
+        buckets=len(store.buckets),
+        strategy=strategy,
+        objective=run.objective,
+        device=meter.device_name,
+        compute_capability=meter.compute_capability,
+        gpus_per_node=min(strategy.world_size, torch.cuda.device_count() or strategy.world_size),
+        steps=steps,
+        seconds=round(seconds, 3),
+        seconds_per_step=seconds_per_step,
+        images_per_second=round(strategy.global_batch_size / (seconds_per_step or seconds / steps), 2),
+        measured_peak_allocated_bytes=meter.peak_allocated_bytes,
+        measured_peak_reserved_bytes=meter.peak_reserved_bytes,
+        measured_with=meter.method,
+    )
+    receipt.write(written, path)
+    log.notice(f"wrote {path}")
+
+
+def largest_batch_shape(store: FeatureStore) -> BatchShape:
+    """Shapes of the largest bucket in a feature store, with text of its max_tokens."""
+    latents = max(store.buckets, key=math.prod)
+    return BatchShape(latents=latents, text=(store.max_tokens, store.null_text.shape[1]))

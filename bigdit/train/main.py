@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from bigdit import log
-from bigdit.config import load_run
+from bigdit.catalog.revision import revision
+from bigdit.config.plan_file import read_plan_file
+from bigdit.config.planned import plan_notices
 from bigdit.dist import world_from_env
 from bigdit.errors import guard
-from bigdit.train.prepare import prepare, with_ds_config
+from bigdit.train.prepare import load, prepare, with_ds_config
+
+EXPANDABLE = "expandable_segments:True"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -18,17 +23,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="train.py", description="Train as the run's config says.")
     parser.add_argument("--config", type=Path, required=True, help="the run's YAML")
     parser.add_argument("--ds-config", type=Path, help="DeepSpeed's JSON; chooses engine.name deepspeed")
+    parser.add_argument("--plan", type=Path, help="plan.yaml of `bigdit plan --out`; decides how the step is run")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a config key")
     # The deepspeed launcher passes it; the environment says the same.
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
     parsed = parser.parse_args(arguments)
-    return guard(lambda: _train(parsed.config, with_ds_config(parsed.set, parsed.ds_config)))
+    return guard(lambda: _train(parsed.config, with_ds_config(parsed.set, parsed.ds_config), parsed.plan))
 
 
-def _train(config: Path, overrides: Sequence[str]) -> None:
+def _train(config: Path, overrides: Sequence[str], source: Path | None) -> None:
     world = world_from_env()
-    run = load_run(config, overrides)
-    spec, strategy = prepare(run, world.world_size)
+    plan = None if source is None else read_plan_file(source)
+    run = load(config, overrides, plan, source)
+    spec, strategy = prepare(run, world.world_size, plan)
+    if plan is not None:
+        for line in plan_notices(run, plan, revision()) if world.is_main else ():
+            log.notice(f"note: {line}")
+        if plan.expandable_segments:  # torch reads it when it first allocates
+            os.environ.setdefault("PYTORCH_ALLOC_CONF", EXPANDABLE)
     log.quiet_libraries()
     from bigdit.train.loop import train  # torch and the engines, only when the config is known to be good
 

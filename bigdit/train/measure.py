@@ -20,7 +20,7 @@ STEPS = 2  # optimizer state appears in the first one
 
 
 class MemoryMeter:
-    """The peak of allocated bytes from the engine's start through the first two steps.
+    """The peak of allocated (on a GPU, reserved) bytes from the engine's start through the first two steps.
 
     On a GPU the caching allocator counts. A CPU's allocator does not, so the recorder of the rehearsal tracks
     the real tensors, and is taken off after the second step since it slows every operation.
@@ -33,7 +33,9 @@ class MemoryMeter:
         self._watch: Watch | None = None
         self._steps = 0
         self.peak_allocated_bytes: int | None = None
+        self.peak_reserved_bytes: int | None = None
         self.device_name = torch.cuda.get_device_name(device) if self._cuda else "cpu"
+        self.compute_capability = torch.cuda.get_device_capability(device) if self._cuda else None
         self.method = "torch.cuda.max_memory_allocated" if self._cuda else "storages of the first two steps"
 
     def __enter__(self) -> MemoryMeter:
@@ -83,6 +85,7 @@ class MemoryMeter:
     def _finish(self) -> None:
         if self._cuda:
             self.peak_allocated_bytes = torch.cuda.max_memory_allocated()
+            self.peak_reserved_bytes = torch.cuda.max_memory_reserved()
             return
         assert self._recorder is not None
         assert self._watch is not None

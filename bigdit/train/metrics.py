@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import resource
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -39,6 +40,7 @@ class Metrics:
         self._pending: list[tuple[int, float, StepResult]] = []
         self._path = output / FILE
         self._since = time.perf_counter()
+        self._seconds: list[float] = []  # a step, of each flush
         self._progress = Progress(
             TextColumn("train"),
             BarColumn(bar_width=None),
@@ -74,7 +76,8 @@ class Metrics:
             dist.all_reduce(losses)
             losses /= self._world.world_size
         now = time.perf_counter()
-        rate = len(self._pending) * self._images / (now - self._since)
+        self._seconds.append((now - self._since) / len(self._pending))
+        rate = self._images / self._seconds[-1]
         self._since = now
         rows = [
             {"step": step, "loss": loss, "grad_norm": _number(result.grad_norm), "lr": lr, "images_per_second": rate}
@@ -89,6 +92,11 @@ class Metrics:
             self._progress.update(
                 self._task, completed=last["step"] + 1, loss=f"{last['loss']:.4f}", rate=f"{rate:.0f}", memory=memory
             )
+
+    @property
+    def seconds_per_step(self) -> float | None:
+        """The median over all flushes but the first, which has the start in it; None before there is another."""
+        return statistics.median(self._seconds[1:]) if self._seconds[1:] else None
 
     def _write(self, rows: list[dict[str, Any]]) -> None:
         with open(self._path, "a") as file:

@@ -7,19 +7,49 @@ from pathlib import Path
 
 from bigdit.catalog.families import training_obstacle
 from bigdit.catalog.resolve import model_spec
-from bigdit.config import RunConfig, check, strategy_of
+from bigdit.config import RunConfig, check, load_run, strategy_of
+from bigdit.config.plan_file import PlanFile
+from bigdit.config.planned import planned_run, planned_strategy
 from bigdit.errors import UserError
 from bigdit.spec import ModelSpec, Strategy
 
 
-def prepare(run: RunConfig, world_size: int) -> tuple[ModelSpec, Strategy]:
+def load(config: Path, overrides: Sequence[str], plan: PlanFile | None, source: Path | None) -> RunConfig:
+    """The run in `config`, by the plan that was read from `source` where there is one. Raises UserError."""
+    if plan is None or source is None:
+        return load_run(config, overrides)
+    return planned_run(config, overrides, plan, source)
+
+
+def prepare(run: RunConfig, world_size: int, plan: PlanFile | None = None) -> tuple[ModelSpec, Strategy]:
     """The model and the strategy of `run` on `world_size` processes. Raises UserError with all problems."""
     spec = model_spec(run.model)
     obstacle = training_obstacle(spec.class_name)
     if obstacle is not None:
         raise UserError(f"model {spec.name} cannot be trained: {obstacle}; `bigdit models` lists those that can")
+    if plan is not None:
+        _check_model(spec, plan.model)
     check(run, spec)
-    return spec, strategy_of(run, world_size)
+    return spec, strategy_of(run, world_size) if plan is None else planned_strategy(run, plan, world_size)
+
+
+def _check_model(spec: ModelSpec, planned: ModelSpec) -> None:
+    """Raise UserError where the run's model is not the plan's. What only one of them names may be a default."""
+    if spec.class_name != planned.class_name:
+        raise UserError(
+            f"model is a {spec.class_name}, and the plan's model is {planned.name}, a {planned.class_name}; leave "
+            "model out, or ask `bigdit plan` for it"
+        )
+    # As JSON has it: a config.json's lists are a constructor's tuples.
+    own, wanted = (ModelSpec.model_validate_json(each.model_dump_json()).kwargs for each in (spec, planned))
+    problems = [
+        f"model has {key} {own[key]!r}, and the plan's model.kwargs.{key} is {wanted[key]!r} ({planned.name}); leave "
+        "model out, or ask `bigdit plan` for it"
+        for key in sorted(own.keys() & wanted.keys())
+        if own[key] != wanted[key]
+    ]
+    if problems:
+        raise UserError(*problems)
 
 
 def with_ds_config(overrides: Sequence[str], ds_config: Path | None) -> list[str]:

@@ -1,0 +1,210 @@
+"""A run by a plan: the plan decides how it is stepped, the YAML what is trained on and how fast it learns."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from bigdit.config.deepspeed import complete_ds_config, ds_values, read_ds_config
+from bigdit.config.load import parse_run, read_run
+from bigdit.config.plan_file import DS_CONFIG, PlanFile, plan_file
+from bigdit.config.run import RunConfig
+from bigdit.errors import UserError, versions
+from bigdit.spec import Strategy
+from bigdit.units import gib
+
+# Keys of a run that a plan decides, and the keys of its strategy. What is not here is the run's own.
+_DECIDED = {
+    "engine.name": "engine",
+    "engine.reshard_after_forward": "reshard_after_forward",
+    "engine.dp_replicate": "dp_replicate",
+    "engine.cpu_offload": "cpu_offload",
+    "optimizer.name": "optimizer.name",
+    "optimizer.implementation": "optimizer.implementation",
+    "train.micro_batch_size": "micro_batch_size",
+    "train.grad_accum_steps": "grad_accum_steps",
+    "train.precision": "precision",
+    "train.optimizer_in_backward": "optimizer_in_backward",
+    "train.checkpointed_blocks": "checkpointed_blocks",
+    "train.checkpointing": "checkpointing",
+    "train.offload_activations": "offload_activations",
+    "data.read_ahead_steps": "read_ahead_steps",
+}
+# Of these the plan decides whether they are there, and these keys within; the rest (a decay, alpha) is the run's.
+_SECTIONS = {"ema": ("device",), "lora": ("rank", "targets", "base")}
+
+
+def planned_run(path: Path, overrides: Sequence[str], plan: PlanFile, source: Path) -> RunConfig:
+    """The run in `path`, where it says nothing of what the plan in the folder or file `source` decides filled in.
+
+    Raises UserError with every value that contradicts the plan, by both keys, and with what `load_run` finds.
+    """
+    document = read_run(path, overrides)
+    wanted = _wanted(plan, document)
+    for key, (value, _) in wanted.items():
+        _fill(document, key.split("."), value)
+    _fill(document, ["train", "gradient_clipping"], plan.strategy.gradient_clipping)
+    if plan.strategy.engine == "deepspeed":
+        _fill(document, ["engine", "ds_config"], str(plan_file(source).parent / DS_CONFIG))
+    if not any(_at(document, ["model", way]) for way in ("name", "path", "class_name")):
+        _fill(document, ["model", "class_name"], plan.model.class_name)
+        _fill(document, ["model", "kwargs"], plan.model.kwargs)
+    run = parse_run(document, str(path))
+    problems = [*_contradictions(run, wanted, plan), *_ds_config_problems(run, plan.strategy)]
+    if problems:
+        raise UserError(*(f"{path}: {problem}" for problem in problems))
+    return run
+
+
+def planned_strategy(run: RunConfig, plan: PlanFile, world_size: int) -> Strategy:
+    """The plan's strategy with the run's own constants: of the optimizer, the average, adapters and clipping.
+
+    Raises UserError where so many processes are not the plan's, and for what is planned but not trained yet.
+    """
+    planned, problems = plan.strategy, []
+    if world_size != planned.world_size:
+        problems.append(
+            f"the plan is for {planned.world_size} processes (strategy.world_size), and {world_size} "
+            f"{'runs' if world_size == 1 else 'run'} (WORLD_SIZE, engine.processes); start {planned.world_size}, or "
+            f"ask `bigdit plan` with --gpus {world_size}"
+        )
+    if planned.features == "online":
+        problems.append(
+            "the plan's strategy.features is online, which is rehearsed but not trained yet; ask `bigdit plan` with "
+            "cached features"
+        )
+    if plan.expected.verdict == "DOES NOT FIT":
+        problems.append(
+            f"the plan's verdict is DOES NOT FIT: {gib(plan.expected.process_bytes[1])} wanted of "
+            f"{gib(plan.expected.usable_bytes)} (expected); take one of the fixes in its report.html"
+        )
+    if problems:
+        raise UserError(*problems)
+    clipping = run.train.gradient_clipping
+    ds_config = planned.ds_config and planned.ds_config | {"gradient_clipping": clipping or 0.0}
+    own = {
+        "optimizer": run.optimizer,
+        "ema": run.train.ema,
+        "lora": run.train.lora,
+        "gradient_clipping": clipping,
+        "ds_config": ds_config,
+    }
+    return planned.model_copy(update=own)
+
+
+def plan_notices(run: RunConfig, plan: PlanFile, catalogue: str) -> list[str]:
+    """What of this run the plan did not foresee: other versions, another `catalogue`, larger samples; a line each."""
+    lines, installed = [], versions() | {"python": plan.versions.get("python", "")}  # which takes no part in memory
+    moved = [
+        f"{name} {was} ({installed[name]} is installed)"
+        for name, was in plan.versions.items()
+        if name in installed and installed[name] != was
+    ]
+    if moved:
+        lines.append(f"the plan was made with {', '.join(moved)}, which may take other memory; plan again to be sure")
+    if plan.catalogue != catalogue:
+        lines.append(
+            f"the plan was made with catalogue {plan.catalogue}, and this is {catalogue}; plan again to be sure"
+        )
+    height, width = plan.question.resolution
+    larger = [f"{h} × {w}" for h, w in run.data.buckets if h * w > height * width]
+    if larger:
+        lines.append(
+            f"data.buckets holds {', '.join(larger)}, and the plan is for {height} × {width} (question.resolution): "
+            "larger samples take more memory than it says"
+        )
+    tokens = plan.batch.text and plan.batch.text[0]
+    if tokens and run.encoders.text.max_tokens > tokens:
+        lines.append(
+            f"encoders.text.max_tokens is {run.encoders.text.max_tokens}, and the plan is for {tokens} (batch.text): "
+            "longer text takes more memory than it says"
+        )
+    return lines
+
+
+def _wanted(plan: PlanFile, document: dict[str, Any]) -> dict[str, tuple[Any, str]]:
+    """Keys of the run, the values that the plan gives them, and the keys of its strategy."""
+    strategy = plan.strategy.model_dump(mode="json")
+    wanted = {key: (_at(strategy, of.split(".")), of) for key, of in _DECIDED.items()}
+    for section, keys in _SECTIONS.items():
+        if strategy[section] is None:
+            wanted[f"train.{section}"] = (None, section)
+        else:
+            wanted |= {f"train.{section}.{key}": (strategy[section][key], f"{section}.{key}") for key in keys}
+    if _at(document, ["train", "global_batch_size"]) is not None:
+        wanted["train.global_batch_size"] = (plan.strategy.global_batch_size, "global_batch_size")
+        if _at(document, ["train", "grad_accum_steps"]) is None:  # it follows, and both together are refused
+            del wanted["train.grad_accum_steps"]
+    wanted["engine.processes"] = (max(plan.processes_per_node), "world_size")
+    return wanted
+
+
+def _contradictions(run: RunConfig, wanted: dict[str, tuple[Any, str]], plan: PlanFile) -> Iterator[str]:
+    document = run.model_dump(mode="json")
+    for key, (value, of) in wanted.items():
+        found = _at(document, key.split("."))
+        if found != value:
+            yield _contradiction(key, found, of, value if of != "world_size" else _spread(plan))
+    found, planned = run.train.gradient_clipping, plan.strategy.gradient_clipping
+    if (found is None) != (planned is None):  # the norm takes memory, and its limit none: that is the run's
+        yield _contradiction("train.gradient_clipping", found, "gradient_clipping", planned)
+
+
+def _spread(plan: PlanFile) -> str:
+    """`32 (8 on a machine)`."""
+    on_each = plan.processes_per_node
+    return f"{plan.strategy.world_size}" + (f" ({on_each[0]} on a machine)" if len(on_each) > 1 else "")
+
+
+def _ds_config_problems(run: RunConfig, planned: Strategy) -> Iterator[str]:
+    path = run.engine.ds_config
+    if planned.ds_config is None or path is None:
+        if path is not None or planned.ds_config is not None:
+            engine = "engine deepspeed, with a ds_config" if path is None else f"engine {planned.engine}"
+            yield f"engine.ds_config is {path or 'null'}, and the plan's strategy has {engine}; leave it out"
+        return
+    document, problems = complete_ds_config(read_ds_config(path), ds_values(planned, "the plan's strategy."))
+    yield from (f"engine.ds_config {path}: {problem}" for problem in problems)
+    if not problems:
+        for key, found, wanted in _differences(document, planned.ds_config, ""):
+            yield _contradiction(f"engine.ds_config: in {path}, {key}", found, f"ds_config.{key}", wanted)
+
+
+def _contradiction(key: str, found: Any, of: str, wanted: Any) -> str:
+    return (
+        f"{key} is {_said(found)}, and the plan's strategy.{of} is {_said(wanted)}; leave it out, or ask "
+        "`bigdit plan` for it"
+    )
+
+
+def _differences(found: Any, wanted: Any, key: str) -> Iterator[tuple[str, Any, Any]]:
+    """(key, found, wanted) of every value that two documents do not share."""
+    if isinstance(found, dict) and isinstance(wanted, dict):
+        for name in sorted(found.keys() | wanted.keys()):
+            yield from _differences(found.get(name), wanted.get(name), f"{key}.{name}".removeprefix("."))
+    elif found != wanted:
+        yield key, found, wanted
+
+
+def _fill(document: dict[str, Any], keys: Sequence[str], value: Any) -> None:
+    """Put `value` where the document says nothing; a value in the place of a section stays, to be complained of."""
+    *parents, last = keys
+    node: Any = document
+    for parent in parents:
+        node = node.setdefault(parent, {})
+        if not isinstance(node, dict):
+            return
+    node.setdefault(last, value)
+
+
+def _at(document: Any, keys: Sequence[str]) -> Any:
+    """The value at `keys`; None where there is none."""
+    for key in keys:
+        document = document.get(key) if isinstance(document, dict) else None
+    return document
+
+
+def _said(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

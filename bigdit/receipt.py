@@ -1,0 +1,75 @@
+"""What a training really took: written by the trainer and the benchmark, read by the planner."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import re
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+
+from bigdit import log
+from bigdit.errors import UserError, versions
+from bigdit.files import write_json
+from bigdit.spec import BatchShape, ModelSpec, ObjectiveSpec, Strategy, Strict
+
+
+class Receipt(Strict):
+    """One run's step, how it was asked for and what was measured.
+
+    `batch` is the largest bucket's shape, of `buckets` of them. `device` is the card as its driver names it, or
+    `cpu`; `gpus_per_node` the processes of one machine. `seconds_per_step` is a median, start and first steps left
+    out; `seconds` are of the whole run. Peaks are of one process, in bytes, by what `measured_with` names; reserved
+    ones are known on a GPU alone, predicted ones to the benchmark alone.
+    """
+
+    kind: Literal["train", "bench"]
+    written: datetime.date = Field(default_factory=datetime.date.today)
+    model: ModelSpec
+    batch: BatchShape
+    buckets: PositiveInt
+    strategy: Strategy
+    objective: ObjectiveSpec
+    device: str
+    compute_capability: tuple[int, int] | None
+    gpus_per_node: PositiveInt
+    steps: PositiveInt
+    seconds: NonNegativeFloat
+    seconds_per_step: PositiveFloat | None
+    images_per_second: PositiveFloat
+    predicted_peak_allocated_bytes: PositiveInt | None = None
+    measured_peak_allocated_bytes: PositiveInt | None
+    measured_peak_reserved_bytes: PositiveInt | None
+    measured_with: str
+    error_percent: float | None = None
+    versions: dict[str, str] = Field(default_factory=versions)
+
+
+def folder() -> Path:
+    """Where receipts are kept: BIGDIT_RECEIPTS, or bigdit's folder in the user's data (XDG base directories)."""
+    chosen = os.environ.get("BIGDIT_RECEIPTS")
+    if chosen:
+        return Path(chosen)
+    return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local/share") / "bigdit" / "receipts"
+
+
+def write(receipt: Receipt, path: Path) -> None:
+    """Write a receipt to `path`, and keep it for plans. Raises UserError where `path` cannot be written."""
+    write_json(path, receipt.model_dump(mode="json"))
+    keep(receipt)
+
+
+def keep(receipt: Receipt) -> None:
+    """Put a GPU's receipt into `folder()`, by its date, model, device and digest; plans have no use for a CPU's.
+
+    Where that cannot be written, says so and goes on.
+    """
+    if receipt.device == "cpu":
+        return
+    name = f"{receipt.written}-{receipt.model.name}-{receipt.device}-{receipt.digest()}"
+    try:
+        write_json(folder() / (re.sub(r"[^A-Za-z0-9.-]+", "-", name) + ".json"), receipt.model_dump(mode="json"))
+    except UserError as error:
+        log.notice(f"the receipt is not kept for plans: {error}")

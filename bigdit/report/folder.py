@@ -1,0 +1,101 @@
+"""The folder of a plan: all of its files, or none of them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import uuid
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from bigdit.config.plan_file import DS_CONFIG, FILE, write_plan_file
+from bigdit.errors import UserError
+from bigdit.files import TEMPORARY, commit_folder, write_json, write_text
+from bigdit.memory import Timeline
+from bigdit.report.curve import plot_curves
+from bigdit.report.page import page
+from bigdit.report.skeleton import RUN, skeleton
+from bigdit.report.timeline import plot_timeline
+from bigdit.report.words import subject
+from bigdit.search.plan import Plan
+from bigdit.search.record import record
+
+JSON, PAGE, MEMORY, CURVE = "plan.json", "report.html", "memory.png", "curve.png"
+OURS = {FILE, DS_CONFIG, JSON, PAGE, MEMORY, CURVE, RUN}
+
+
+def write_plan(plan: Plan, folder: Path) -> list[Path]:
+    """Write `plan`'s files; an older plan in `folder` gives way, but for a run.yaml that was edited since.
+
+    Raises UserError where `folder` holds anything that no plan wrote, and where it cannot be written.
+    """
+    kept = _kept_run(folder)
+    temporary = folder.with_name(f"{TEMPORARY}{folder.name}-{uuid.uuid4().hex[:8]}")
+    try:
+        temporary.mkdir(parents=True)
+        _fill(plan, temporary, folder)
+        if kept is not None:
+            write_text(temporary / RUN, kept)
+        commit_folder(temporary, folder)
+    except OSError as error:
+        raise UserError(f"--out: cannot write {folder}: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return sorted(folder.iterdir())
+
+
+def _fill(plan: Plan, temporary: Path, folder: Path) -> None:
+    write_plan_file(temporary / FILE, record(plan))
+    write_text(temporary / JSON, document(plan))
+    if plan.chosen.strategy.ds_config is not None:
+        write_json(temporary / DS_CONFIG, plan.chosen.strategy.ds_config)
+    run = skeleton(plan)
+    if run is not None:
+        write_text(temporary / RUN, run)
+    title = f"{plan.question.model.name} on {subject(plan)}, {plan.chosen.title}"
+    card = plan.question.gpu.usable_bytes
+    plot_timeline(Timeline.unpack(plan.packed_timeline), temporary / MEMORY, title=title, card_bytes=card)
+    if plan.curves:
+        plot_curves(plan, temporary / CURVE)
+    write_text(temporary / PAGE, page(plan, folder))
+
+
+def document(plan: Plan) -> str:
+    """`plan` as JSON, with what `--json` adds."""
+    return json.dumps(plan.model_dump(mode="json") | {"fits": plan.fits}, indent=2) + "\n"
+
+
+def _kept_run(folder: Path) -> str | None:
+    """The run.yaml in `folder` where someone has edited it. Raises UserError unless a plan may take the folder."""
+    if not folder.exists():
+        return None
+    if not folder.is_dir():
+        raise UserError(f"--out: {folder} is a file; name a folder")
+    found = {file.name for file in folder.iterdir()}
+    if not found:
+        return None
+    if FILE not in found:
+        raise UserError(f"--out: {folder} holds {_some(found)} and no plan; name another folder, or an empty one")
+    if found - OURS:
+        raise UserError(
+            f"--out: {folder} holds {_some(found - OURS)}, which no plan wrote and a new one would delete; move it, "
+            "or name another folder"
+        )
+    try:
+        text = (folder / RUN).read_text() if RUN in found else None
+        known = skeleton(Plan.model_validate_json(_without_fits(folder / JSON)))
+    except (OSError, ValueError, ValidationError):  # of another version, or damaged: better keep too much
+        known = None
+    return None if text == known else text
+
+
+def _without_fits(file: Path) -> str:
+    found = json.loads(file.read_text())
+    found.pop("fits", None)
+    return json.dumps(found)
+
+
+def _some(names: set[str]) -> str:
+    first = sorted(names)[:3]
+    return ", ".join(first) + (" …" if len(names) > 3 else "")

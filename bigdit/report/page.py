@@ -1,0 +1,175 @@
+"""A plan as one page of HTML that needs nothing beside it: no network, no scripts, no other file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from bigdit.memory import CATEGORIES, PhasePeak, Timeline
+from bigdit.report import words
+from bigdit.report.commands import commands, obstacle
+from bigdit.report.curve import curves_figure, front_figure
+from bigdit.report.needs import needs, speed
+from bigdit.report.svg import DARK, inline, variable
+from bigdit.report.timeline import COLOURS, timeline_figure
+from bigdit.search.plan import Plan
+from bigdit.units import count, gib
+
+COLUMNS = 400
+"""Points of memory over time on the page: enough for its width, and a tenth of the bytes of all."""
+
+
+class Piece(NamedTuple):
+    """A part of a bar: its name, its colour on the page, its bytes, and its share of the bar's whole length in %."""
+
+    name: str
+    colour: str
+    nbytes: int
+    percent: float
+
+
+class Bar(NamedTuple):
+    """A stacked bar with its name, what it adds up to in words, and what is to be marked about it."""
+
+    name: str
+    total: str
+    pieces: Sequence[Piece]
+    mark: str = ""
+
+
+def page(plan: Plan, folder: Path | None = None) -> str:
+    """The page; with the commands that run the plan from `folder`, where it lies."""
+    environment = Environment(
+        loader=PackageLoader("bigdit.report"), autoescape=True, undefined=StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    environment.filters |= {"gib": gib, "size": words.size, "count": count, "between": words.between}
+    return environment.get_template("plan.html").render(_found(plan, folder))
+
+
+def _found(plan: Plan, folder: Path | None) -> dict[str, Any]:
+    """All that the template shows."""
+    usable = plan.question.gpu.usable_bytes
+    longest = max(usable, plan.chosen.process.high_bytes)
+    return {
+        "plan": plan,
+        "words": words,
+        "usable": usable,
+        "colours": {variable(category): (COLOURS[category], DARK[category]) for category in CATEGORIES},
+        "settings": words.settings(plan.chosen, plan),
+        "speed": speed(plan),
+        "needs": needs(plan),
+        "facts": _facts(plan),
+        "card": _card_bar(plan, longest),
+        "card_line": 100 * usable / longest,
+        "phases": _phase_bars(plan),
+        "categories": [name for name in CATEGORIES if any(name in phase.at_peak for phase in plan.ledger.phases)],
+        "variable": variable,
+        "waterfall": _waterfall(plan),
+        "waterfall_line": 100 * usable / max([usable, *(step.process_bytes for step in plan.waterfall)]),
+        "timeline": _timeline(plan),
+        "curves": _curves(plan) if plan.curves else None,
+        "front": _front(plan) if len(plan.front) > 1 else None,
+        "commands": [
+            (command.comment, "\n".join(command.lines()))
+            for command in (commands(plan, folder) if folder and obstacle(plan) is None else ())
+        ],
+        "blocks": words.blocks(plan),
+    }
+
+
+def _facts(plan: Plan) -> dict[str, tuple[str, str]]:
+    """The figures at the top: name, value, and what it means."""
+    chosen, gpus = plan.chosen, plan.question.cluster.gpus
+    left = chosen.headroom_bytes
+    found = {
+        "left on the card" if left >= 0 else "too much": (
+            gib(abs(left)),
+            f"of {gib(plan.question.gpu.usable_bytes)}",
+        ),
+        "micro-batch": (str(chosen.strategy.micro_batch_size), f"{chosen.strategy.global_batch_size:,} a step"),
+        "images/s a card": (words.between(chosen.images_per_second_per_card), f"{gpus} card{'s' if gpus > 1 else ''}"),
+    }
+    if plan.run is not None:
+        found["whole run"] = (words.span(plan.run.seconds), f"{plan.run.steps:,} steps")
+        if plan.run.money is not None:
+            found["cost"] = (words.between(plan.run.money), f"{words.between(plan.run.gpu_hours)} GPU-hours")
+        else:
+            found["GPU-hours"] = (words.between(plan.run.gpu_hours), "over all cards")
+    return found
+
+
+def _card_bar(plan: Plan, longest: int) -> Bar:
+    """The process at its peak: what is allocated, what lies idle in the allocator, what is beside torch."""
+    reserved, beside, process = words.held(plan.footprint, plan.chosen)
+    ledger = plan.ledger
+    pieces = _pieces(ledger.deciding, longest)
+    idle = max(reserved - ledger.peak_allocated_bytes, 0)
+    pieces += [
+        Piece("idle in the allocator", "--idle", idle, 100 * idle / longest),
+        Piece("CUDA context, NCCL", "--beside", beside, 100 * beside / longest),
+    ]
+    return Bar("the process at its peak", gib(process), pieces)
+
+
+def _phase_bars(plan: Plan) -> list[Bar]:
+    highest = plan.ledger.peak_allocated_bytes
+    return [
+        Bar(
+            phase.phase,
+            gib(phase.peak_bytes),
+            _pieces(phase, highest),
+            "decides" if phase is plan.ledger.deciding else "",
+        )
+        for phase in plan.ledger.phases
+    ]
+
+
+def _pieces(phase: PhasePeak, longest: int) -> list[Piece]:
+    return [
+        Piece(category, variable(category), nbytes, 100 * nbytes / longest)
+        for category, nbytes in phase.at_peak.items()
+    ]
+
+
+def _waterfall(plan: Plan) -> list[tuple[str, str, str, str, float]]:
+    """A row a change: what was changed, why it saves, what is wanted then, the verdict, and the bar's length in %."""
+    longest = max([plan.question.gpu.usable_bytes, *(step.process_bytes for step in plan.waterfall)])
+    return [
+        (step.change, step.saved_by, gib(step.process_bytes), step.verdict, 100 * step.process_bytes / longest)
+        for step in plan.waterfall
+    ]
+
+
+def _timeline(plan: Plan) -> Markup:
+    ledger = plan.ledger
+    figure = timeline_figure(
+        Timeline.unpack(plan.packed_timeline), title="", card_bytes=plan.question.gpu.usable_bytes, most=COLUMNS
+    )
+    peaks = ", ".join(f"{phase.phase} {gib(phase.peak_bytes)}" for phase in ledger.phases)
+    said = (
+        f"Allocated memory from the engine's start through two steps. Peaks: {peaks}; {ledger.deciding.phase} decides."
+    )
+    return inline(figure, "timeline", "Memory over time", said)
+
+
+def _curves(plan: Plan) -> Markup:
+    limit = gib(plan.question.gpu.usable_bytes)
+    ends = "; ".join(
+        f"{each.label}: {gib(each.process_bytes[0])} at {each.micro_batch_sizes[0]} "
+        f"to {gib(each.process_bytes[-1])} at {each.micro_batch_sizes[-1]}"
+        for each in plan.curves
+    )
+    said = f"Peak of the process against the micro-batch size, with the card's {limit}. {ends}."
+    return inline(curves_figure(plan), "curves", "Memory against the micro-batch size", said)
+
+
+def _front(plan: Plan) -> Markup:
+    said = (
+        "Images a second a card against the peak of the process; the points are the numbered rows of the table below."
+    )
+    return inline(front_figure(plan), "front", "Memory against speed", said)

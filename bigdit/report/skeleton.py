@@ -1,0 +1,60 @@
+"""The run's YAML to begin with: what a plan does not decide, with the places that are to be filled in."""
+
+from __future__ import annotations
+
+import yaml
+
+from bigdit.search.plan import Plan
+
+_HEAD = """\
+# A run by the plan beside this file, which decides how the step is run: engine, micro-batch, precision and the like.
+# The folders are to be filled in. What else may be said here: model.init_from (weights to start from), train.seed,
+# train.checkpoint_every, optimizer.betas, data.caption_dropout; bigdit/config/run.py has all keys.
+"""
+RUN = "run.yaml"
+_STEPS = 100_000
+_OTHER_TEXT = "Text is encoded by T5 here; features of {}, which this model knows, come from elsewhere."
+FOLDER = "path/to"
+"""What the folders to fill in begin with."""
+
+
+def skeleton(plan: Plan) -> str | None:
+    """The YAML; None for a model that is not trained here, or whose VAE or text this version does not encode."""
+    question = plan.question
+    model = question.model
+    if not model.trainable or model.vae.class_name not in ("AutoencoderKL", "AutoencoderDC") or model.text is None:
+        return None
+    size = plan.chosen.strategy.micro_batch_size  # one for all buckets
+    fitting = ((limit.height, limit.width) for limit in plan.buckets if limit.recommended >= size)
+    sizes = dict.fromkeys((question.resolution, *fitting))
+    spec, steps = model.spec, plan.run.steps if plan.run else _STEPS
+    known = model.params is not None  # of the catalogue; a user's own model is written out
+    run = {
+        "model": {"name": model.name} if known else {"class_name": spec.class_name, "kwargs": spec.kwargs},
+        "data": {
+            "images": f"{FOLDER}/pictures",
+            "features": f"{FOLDER}/features",
+            "buckets": [list(sides) for sides in sizes],
+        },
+        "encoders": {
+            "image": {"name": "vae", "class_name": model.vae.class_name, "path": f"{FOLDER}/{model.vae.name}"},
+            "text": {"path": f"{FOLDER}/text_encoder", "max_tokens": model.text.tokens or 300},
+        },
+        "optimizer": {"lr": plan.chosen.strategy.optimizer.lr},
+        "train": {
+            "steps": steps,
+            "micro_batch_size": size,
+            "warmup_steps": min(1000, steps),
+            "lr_schedule": "constant",
+        },
+        "output": f"{FOLDER}/run",
+    }
+    text = yaml.safe_dump(run, sort_keys=False, default_flow_style=None, width=100)
+    note = "" if extractable(plan) else f"# {_OTHER_TEXT.format(model.text.encoder)}\n"
+    return _HEAD + note + text
+
+
+def extractable(plan: Plan) -> bool:
+    """Whether `bigdit extract` encodes the text that this model takes: that of T5's encoder."""
+    text = plan.question.model.text
+    return text is not None and text.encoder.startswith("t5-v1_1-xxl") and " " not in text.encoder

@@ -1,0 +1,59 @@
+"""A matplotlib figure as inline SVG that takes the page's colours and font, in light and in dark."""
+
+from __future__ import annotations
+
+import re
+from io import StringIO
+from typing import TYPE_CHECKING
+
+from markupsafe import Markup
+
+from bigdit.memory import Category
+from bigdit.report.timeline import COLOURS
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+DARK: dict[Category, str] = COLOURS | {"parameter": "#7466D9", "workspace": "#8C8C8C"}
+"""COLOURS on a dark page: the two that would sink into it are lighter."""
+
+
+def variable(category: Category) -> str:
+    """The name of a category's colour on the page."""
+    return f"--{category.lower().replace(' ', '-')}"
+
+
+def inline(figure: Figure, name: str, title: str, description: str) -> Markup:
+    """The figure as an <svg> element; `name` sets its ids apart from those of others on the page.
+
+    `title` and `description` are for those who cannot see it.
+    """
+    import matplotlib
+
+    out = StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
+        figure.savefig(out, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    text = out.getvalue()
+    text = re.sub(r"<(metadata|style).*?</\1>", "", text[text.index("<svg") :], flags=re.DOTALL)
+    text = re.sub(r' (width|height)="[\d.]+pt"', "", text, count=2)
+    text = re.sub(r'(\bid="|"#|url\(#)', rf"\g<1>{name}-", text)
+    text = re.sub(r"font(-family)?: [^;\"]*?(?=[;\"])", _font, text)
+    for colour, value in _on_page().items():
+        text = re.sub(re.escape(colour), value, text, flags=re.IGNORECASE)
+    label = Markup('<svg role="img" aria-labelledby="{0}-title {0}-desc"').format(name)
+    head = Markup('<title id="{0}-title">{1}</title><desc id="{0}-desc">{2}</desc>').format(name, title, description)
+    opening, _, rest = text.removeprefix("<svg").partition(">")
+    return Markup(f"{label}{opening}>{head}{rest}")  # matplotlib has escaped what it was given
+
+
+def _font(style: re.Match[str]) -> str:
+    """The page's font in the size and weight that the figure asks for."""
+    size = re.search(r"[\d.]+px", style[0])
+    weight = "font-weight: bold; " if "bold" in style[0] or " 700 " in style[0] else ""
+    return f"{weight}font-size: {size[0]}" if size else ""
+
+
+def _on_page() -> dict[str, str]:
+    """Colours of the figure, and what the page calls them."""
+    named = {colour: f"var({variable(category)})" for category, colour in COLOURS.items()}
+    return named | {"#000000": "currentColor", "#ffffff": "var(--paper)"}

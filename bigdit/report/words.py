@@ -1,0 +1,197 @@
+"""A strategy, a range and a size in the words of the field."""
+
+from __future__ import annotations
+
+from bigdit.memory.footprint import Footprint
+from bigdit.search.interval import Interval
+from bigdit.search.plan import Choice, Plan
+from bigdit.search.record import needs_expandable_segments
+from bigdit.spec import Strategy
+from bigdit.units import GIB, count, gib
+
+OPTIMIZERS = {
+    "adamw": "AdamW",
+    "adamw_8bit": "8-bit AdamW (bitsandbytes)",
+    "paged_adamw_8bit": "paged 8-bit AdamW (bitsandbytes)",
+    "lion_8bit": "8-bit Lion (bitsandbytes)",
+    "adamw_8bit_ao": "8-bit AdamW (torchao)",
+    "adamw_4bit_ao": "4-bit AdamW (torchao)",
+    "adafactor": "Adafactor",
+    "came": "CAME",
+    "came_8bit": "8-bit CAME",
+}
+PRECISIONS = {
+    "fp32": "fp32",
+    "tf32": "fp32, with TF32 matrix products",
+    "bf16": "bf16, with fp32 master weights",
+    "bf16_sr": "bf16 without masters, rounded stochastically",
+    "fp16": "fp16 with loss scaling and fp32 master weights",
+}
+ALLOCATOR = "PYTORCH_ALLOC_CONF=expandable_segments:True"
+
+_SPANS = ((86_400, "days"), (3_600, "h"), (60, "min"), (1, "s"), (1e-3, "ms"))
+
+
+def number(value: float) -> str:
+    """Three digits, or all before the point: 0.043, 1.25, 38.5, 1,208."""
+    digits = 0 if value >= 100 else 1 if value >= 10 else 2
+    return f"{value:,.{digits}f}" if value >= 1 or not value else f"{value:.2g}"
+
+
+def between(interval: Interval, unit: float = 1) -> str:
+    """`28.4–37.1`, or one number where both bounds read the same."""
+    low, high = number(interval.low / unit), number(interval.high / unit)
+    return low if low == high else f"{low}–{high}"
+
+
+def span(seconds: Interval) -> str:
+    """A range of seconds in the largest unit that it fills: `38.5–50.3 days`."""
+    unit, name = next(((unit, name) for unit, name in _SPANS if seconds.low >= unit), _SPANS[-1])
+    return f"{between(seconds, unit)} {name}"
+
+
+def size(nbytes: float) -> str:
+    """Bytes as units.gib has them, and large ones without decimals: 40,455 GiB."""
+    return gib(nbytes) if abs(nbytes) < 1000 * GIB else f"{nbytes / GIB:,.0f} GiB"
+
+
+def gibs(low: float, high: float) -> str:
+    """Two sizes as a range: `40.09–40.48 GiB`."""
+    first, last = size(low), size(high)
+    if first == last:
+        return last
+    return f"{first.rpartition(' ')[0]}–{last}" if first.split()[-1] == last.split()[-1] else f"{first} to {last}"
+
+
+def blocks(plan: Plan) -> int | None:
+    """The transformer blocks of the model; None in a user's own model, where nobody has counted."""
+    return sum(length for _, length in plan.question.model.block_lists) or None
+
+
+def subject(plan: Plan) -> str:
+    """`8 × NVIDIA A40`, with the machines where there are several."""
+    cluster = plan.question.cluster
+    if cluster.gpus == 1:
+        return f"one {plan.question.gpu.title}"
+    machines = f" in {cluster.nodes} machines" if cluster.nodes > 1 else ""
+    return f"{cluster.gpus} × {plan.question.gpu.title}{machines}"
+
+
+def checkpointing(strategy: Strategy, total: int | None) -> str:
+    """`12 of 20 blocks recomputed in the backward pass`."""
+    chosen = strategy.checkpointed_blocks
+    if chosen == 0:
+        return "none: nothing is recomputed"
+    if chosen == "all" or chosen == total:
+        count = f"all {total} blocks" if total else "all blocks"
+    else:
+        count = f"{chosen} of {total} blocks" if total else f"the first {chosen} blocks"
+    kept = ", but for matrix products and attention" if strategy.checkpointing == "selective" else ""
+    return f"{count} recomputed in the backward pass{kept}"
+
+
+def engine(strategy: Strategy) -> str:
+    """The engine, and what it shards and offloads."""
+    world = strategy.world_size
+    if strategy.engine == "single":
+        return "one process, no sharding"
+    if strategy.engine == "fsdp2":
+        copies = f"HSDP, {strategy.dp_replicate} copies over {strategy.dp_shard} processes each"
+        text = copies if strategy.dp_replicate > 1 else f"FSDP2 over {world} processes"
+        text += "" if strategy.reshard_after_forward else ", weights stay gathered until the backward pass"
+        return text + (", shards and optimizer on the host" if strategy.cpu_offload else "")
+    zero = (strategy.ds_config or {}).get("zero_optimization", {})
+    host = [
+        name
+        for name, key in (("optimizer", "offload_optimizer"), ("parameters", "offload_param"))
+        if (zero.get(key) or {}).get("device", "none") == "cpu"
+    ]
+    text = f"DeepSpeed ZeRO-{strategy.zero_stage} over {world} process{'es' if world > 1 else ''}"
+    return text + (f", {' and '.join(host)} on the host" if host else "")
+
+
+def reason(choice: Choice) -> str:
+    """Why a choice is listed, without saying that it is the recommended one."""
+    return choice.reason.removeprefix("recommended: ")
+
+
+def settings(choice: Choice, plan: Plan) -> dict[str, str]:
+    """The strategy, a line for each thing that is set."""
+    strategy = choice.strategy
+    optimizer = OPTIMIZERS[strategy.optimizer.name]
+    if strategy.optimizer.name == "adamw":
+        optimizer += f" ({strategy.optimizer.implementation.replace('_', '-')})"
+    if strategy.optimizer_in_backward:
+        optimizer += ", stepped within the backward pass"
+    found = {
+        "engine": engine(strategy),
+        "precision": PRECISIONS[strategy.precision],
+        "optimizer": optimizer,
+        "checkpoint": checkpointing(strategy, blocks(plan)),
+        "batch": batch(strategy),
+        "beside": _beside(strategy),
+    }
+    if strategy.offload_activations:
+        found["activations"] = "what the blocks save waits on the host"
+    if strategy.lora is not None:
+        found["adapters"] = f"LoRA of rank {strategy.lora.rank} over a frozen {strategy.lora.base} base"
+    found |= _buckets(strategy)
+    if needs_expandable_segments(plan.footprint) and choice == plan.chosen:
+        found["allocator"] = ALLOCATOR
+    return found
+
+
+def _beside(strategy: Strategy) -> str:
+    """The average and the encoders: what is kept that the step itself does not need."""
+    average = "no EMA" if strategy.ema is None else f"EMA in fp32 on the {_place(strategy.ema.device)}"
+    if strategy.features == "cached":
+        return f"{average}; features cached: encoders are not on the card"
+    return f"{average}; features online: VAE and text encoder stay on the card"
+
+
+def _place(device: str) -> str:
+    return "host" if device == "cpu" else "card"
+
+
+def _buckets(strategy: Strategy) -> dict[str, str]:
+    """DeepSpeed's buckets in elements; none for the other engines."""
+    zero = (strategy.ds_config or {}).get("zero_optimization", {})
+    sizes = [
+        f"{name} {count(zero[key])}"
+        for name, key in (("reduce", "reduce_bucket_size"), ("all-gather", "allgather_bucket_size"))
+        if isinstance(zero.get(key), int | float)
+    ]
+    return {"buckets": f"{', '.join(sizes)} elements (DeepSpeed's own: 500.0 M)"} if sizes else {}
+
+
+def batch(strategy: Strategy) -> str:
+    """`micro-batch 8 × 32 accumulated = 256 a step`."""
+    parts = [f"micro-batch {strategy.micro_batch_size}"]
+    if strategy.grad_accum_steps > 1:
+        parts.append(f"{strategy.grad_accum_steps} accumulated")
+    if strategy.world_size > 1:
+        parts.append(f"{strategy.world_size} cards")
+    return " × ".join(parts) + (f" = {strategy.global_batch_size:,} a step" if len(parts) > 1 else " a step")
+
+
+def verdict(plan: Plan) -> str:
+    """What is wanted of what there is, and what that leaves."""
+    chosen, usable = plan.chosen, plan.question.gpu.usable_bytes
+    wants = f"wants {gibs(chosen.process.low_bytes, chosen.process.high_bytes)} of {gib(usable)} usable"
+    left = chosen.headroom_bytes
+    wants += f", {gib(left)} left" if left >= 0 else f", {gib(-left)} too much"
+    return wants + (", which is within the error band" if plan.verdict == "TIGHT" else "")
+
+
+def band(plan: Plan) -> str:
+    """How the figure was found, the error band in bytes, and where that comes from."""
+    margin = plan.band.share * plan.chosen.peak_reserved_bytes
+    found = "rehearsed exactly as it stands" if plan.chosen.confirmed else "predicted from shallower siblings"
+    share = f"{100 * plan.band.share:.2g}"
+    return f"{found}; error band ±{share} % of reserved memory, ±{gib(margin)} ({plan.band.source})"
+
+
+def held(footprint: Footprint, choice: Choice) -> tuple[int, int, int]:
+    """The high end in parts: bytes reserved by torch, beside torch, and their sum."""
+    beside = footprint.beside.high_bytes
+    return choice.process.high_bytes - beside, beside, choice.process.high_bytes

@@ -1,0 +1,230 @@
+"""The answer to a question: propose, rehearse siblings, choose, confirm, and say what it means."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from bigdit.catalog import batch_shape
+from bigdit.catalog.revision import revision
+from bigdit.errors import UserError
+from bigdit.rehearse import RehearsalRequest, RehearsedSize
+from bigdit.rehearse.pool import Pool
+from bigdit.search import kept, receipts
+from bigdit.search.anchors import Sample
+from bigdit.search.candidates import Candidate, Option, beside, candidate, capacity, fitting
+from bigdit.search.choices import confirmed, front
+from bigdit.search.confirm import Confirmed, confirm, confirmed_best
+from bigdit.search.dataset import DatasetNeed, dataset_need, encoding_request
+from bigdit.search.evidence import Evidence
+from bigdit.search.explore import explore, hopeless, selective
+from bigdit.search.fixes import fixes
+from bigdit.search.host import host_need
+from bigdit.search.limits import bucket_limits, curves
+from bigdit.search.plan import Plan, Rejected, Run
+from bigdit.search.question import Question
+from bigdit.search.schedule import run
+from bigdit.search.space import Proposal, proposals
+from bigdit.search.speed import StepTime
+from bigdit.spec import BatchShape, Strategy
+
+Progress = Callable[[str], None]
+
+
+def make_plan(question: Question, *, progress: Progress | None = None) -> Plan:
+    """The plan for `question`, from the cache where it was made before with the same versions, catalogue and receipts.
+
+    `progress` is told what is going on, in a line. Raises UserError where the model cannot be rehearsed.
+    """
+    say = progress or (lambda line: None)
+    places = receipts.folders() if question.receipts is None else [question.receipts]
+    found, notices = receipts.read(places)
+    own = receipts.of_card(found, question.gpu)
+    plan = kept.find(question, own)
+    if plan is not None:
+        return plan
+    began = time.perf_counter()
+
+    def done(answered: int, asked: int) -> None:
+        say(f"planning the training of {question.model.name}: {answered} of {asked} rehearsals")
+
+    with Pool(done=done) as pool:
+        checked, more = receipts.check(own, question.gpu, _one_by(pool))
+        plan = _plan(pool, question, Evidence(tuple(checked)))
+    seconds = round(time.perf_counter() - began, 3)
+    plan = plan.model_copy(update={"seconds": seconds, "notices": (*plan.notices, *notices, *more)})
+    kept.keep(question, own, plan)
+    return plan
+
+
+def _one_by(pool: Pool) -> Callable[[RehearsalRequest], RehearsedSize]:
+    def rehearse(request: RehearsalRequest) -> RehearsedSize:
+        (answer,) = pool.rehearse([request])
+        if isinstance(answer, UserError):
+            raise answer
+        return answer
+
+    return rehearse
+
+
+@dataclass
+class _Found:
+    """What the search has come to: options in which something fits, and the rehearsals of the best."""
+
+    options: list[Option]
+    rejected: list[Rejected]
+    best: list[Confirmed]
+
+
+def _plan(pool: Pool, question: Question, evidence: Evidence) -> Plan:
+    sample = Sample(question.model, question.gpu, question.resolution, question.frames)
+    batch = batch_shape(question.model, question.resolution, question.frames)
+    found = _search(pool, sample, question, evidence)
+    chosen = found.best[0]
+    known = [confirmed(question, each, evidence) for each in found.best]
+    option, answer = chosen.candidate.option, chosen.answer
+    fits = chosen.verdict != "DOES NOT FIT"
+    room = capacity(question, option.proposal, evidence)
+    rooms = [capacity(question, each.proposal, evidence) for each in found.options]
+    rows = front(question, found.options, known, rooms, evidence)
+    count, blocks = option.arrangement.count, chosen.candidate.blocks
+    labels = {blocks: f"{blocks} of {count} blocks", 0: "nothing recomputed", count: "all blocks recomputed"}
+    return Plan(
+        question=question,
+        params=answer.params,
+        batch=batch,
+        verdict=chosen.verdict,
+        band=evidence.band,
+        chosen=next(row for row in rows if row.title == known[0].title),
+        ledger=answer.ledger,
+        footprint=chosen.footprint,
+        packed_timeline=answer.packed_timeline,
+        host=host_need(answer.host_timeline, question.cluster),
+        front=rows,
+        rejected=tuple(found.rejected),
+        buckets=bucket_limits(pool, sample, question, chosen.candidate, room),
+        curves=curves(question, chosen.candidate, labels),
+        fixes=() if fits else fixes(pool, sample, question, evidence, known[0]),
+        dataset=_dataset(pool, question, batch),
+        run=_run(question, known[0].strategy, known[0].step),
+        waterfall=(),
+        calibration=evidence.said(known[0].strategy),
+        notices=answer.notices,
+        versions=answer.versions,
+        catalogue=revision(),
+        seconds=1.0,
+    )
+
+
+def _search(pool: Pool, sample: Sample, question: Question, evidence: Evidence) -> _Found:
+    """Strategies without a last resort; where none of them fits, those too; where none does, what comes nearest."""
+    proposed, rejected = proposals(question)
+    options: list[Option] = []
+
+    def ranked() -> list[Candidate]:
+        return _ranked(question, options, evidence)
+
+    for last_resort in (False, True):
+        group = [each for each in proposed if each.last_resort == last_resort]
+        rejected += _explore(pool, sample, question, evidence, group, options)
+        best = confirmed_best(pool, sample, evidence.band, ranked)
+        if best and best[0].verdict != "DOES NOT FIT":
+            if not last_resort:
+                rejected += _last_resorts(proposed)
+            return _Found(options, rejected, best)
+    if not options:
+        raise UserError(*(f"{each.choice}: {each.reason}" for each in rejected[-3:]))
+    return _Found(options, rejected, confirm(pool, sample, evidence.band, [_smallest(question, options, evidence)]))
+
+
+def _explore(
+    pool: Pool,
+    sample: Sample,
+    question: Question,
+    evidence: Evidence,
+    group: Sequence[Proposal],
+    options: list[Option],
+) -> list[Rejected]:
+    """Add the group's engines to `options`; then, of the best engine, other optimizers, masters and averages, and
+    blocks that are recomputed in part. Of all engines, where nothing fits yet. Returns what could not be rehearsed."""
+    engines, rejected = _hopeful(pool, sample, question, group)
+    found, failed = explore(pool, sample, engines)
+    rejected += failed
+    ranked = _ranked(question, found, evidence)
+    bases = {option.proposal.title for option in ([ranked[0].option] if ranked else found)}
+    more, failed = explore(pool, sample, [each for each in group if each.base and each.base.title in bases], found)
+    options += [*found, *more]
+    ranked = _ranked(question, [*found, *more], evidence)
+    if ranked and ranked[0].blocks and not ranked[0].option.proposal.last_resort:
+        base = ranked[0].option.proposal.base or ranked[0].option.proposal
+        alike = [each for each in (*found, *more) if (each.proposal.base or each.proposal) is base]
+        options += selective(pool, sample, alike)
+    return rejected + failed
+
+
+def _hopeful(
+    pool: Pool, sample: Sample, question: Question, group: Sequence[Proposal]
+) -> tuple[list[Proposal], list[Rejected]]:
+    """The engines of the group whose state leaves anything of the card, with any of their optimizers."""
+    engines, rejected = [], []
+    for base in (each for each in group if each.base is None):
+        most = question.gpu.usable_bytes - beside(question, base.strategy).low_bytes
+        if all(hopeless(pool, sample, each, most) for each in group if base in (each, each.base)):
+            rejected.append(Rejected(choice=base.title, reason="its state alone takes more than the card has"))
+        else:
+            engines.append(base)
+    return engines, rejected
+
+
+def _ranked(question: Question, options: Sequence[Option], evidence: Evidence) -> list[Candidate]:
+    """The best candidate of each option in which something fits, the best of all first."""
+    best = []
+    for option in options:
+        room = capacity(question, option.proposal, evidence)
+        found = list(fitting(question, option, room, evidence))
+        if found:
+            best.append(max(found, key=lambda each: each.worth))
+    return sorted(best, key=lambda each: -each.worth)
+
+
+def _smallest(question: Question, options: Sequence[Option], evidence: Evidence) -> Candidate:
+    """The option that takes least at the smallest micro-batch, with all that may be recomputed."""
+    pins = question.pins
+    size = pins.micro_batch_size or 1
+
+    def blocks(option: Option) -> int:
+        count = option.arrangement.count
+        return count if pins.checkpointed_blocks in (None, "all") else int(pins.checkpointed_blocks or 0)
+
+    least = min(options, key=lambda option: option.reserved(size, blocks(option)))
+    return candidate(question, least, size, blocks(least), evidence)
+
+
+def _last_resorts(proposed: Sequence[Proposal]) -> list[Rejected]:
+    titles = [each.title for each in proposed if each.last_resort]
+    if not titles:
+        return []
+    reason = "every step would wait for copies over PCIe and the host's cores, and something fits without that"
+    return [Rejected(choice="; ".join(titles), reason=reason)]
+
+
+def _dataset(pool: Pool, question: Question, batch: BatchShape) -> DatasetNeed | None:
+    if question.images is None:
+        return None
+    request = encoding_request(question, batch)
+    encoding = None if request is None else pool.rehearse([request])[0]
+    return dataset_need(question, batch, None if isinstance(encoding, UserError) else encoding)
+
+
+def _run(question: Question, strategy: Strategy, step: StepTime) -> Run | None:
+    if question.images is None:
+        return None
+    return run(
+        question.images,
+        question.epochs,
+        strategy.global_batch_size,
+        step,
+        question.cluster.gpus,
+        question.price,
+    )

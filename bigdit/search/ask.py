@@ -1,0 +1,189 @@
+"""From what a person writes to a question that can be answered, or to all that is wrong with it at once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from bigdit.catalog import find_model
+from bigdit.catalog.asked import resolve_gpu
+from bigdit.errors import UserError, nearest
+from bigdit.search.buckets import Asked, Size, aspect_sizes, parse_sizes
+from bigdit.search.check import cluster_problems, fitting_shape, model_fits, pin_problems
+from bigdit.search.question import Cluster, Pins, Question
+from bigdit.spec import Strict
+
+_OPTIONS = {
+    "network_gbs": "--network",
+    "global_batch_size": "--global-batch",
+    "micro_batch_size": "--micro-batch",
+    "lora_rank": "--lora",
+}
+"""Fields of a question whose options are called otherwise."""
+
+_THOUSANDS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9}
+
+WORDS = (None, "none", "aspect")
+"""What `buckets` may be beside sizes."""
+
+Found = TypeVar("Found")
+
+
+def question_for(
+    model: str,
+    gpu: str | None = None,
+    *,
+    gpu_memory: str | None = None,
+    gpus: int | None = None,
+    gpus_per_node: int | None = None,
+    network: float | None = None,
+    resolution: Asked | Sequence[Asked] | None = None,
+    buckets: Asked | Sequence[Asked] | Literal["none", "aspect"] | None = None,
+    frames: int | None = None,
+    global_batch: int | None = None,
+    images: int | str | None = None,
+    epochs: float | None = None,
+    price: float | None = None,
+    receipts: Path | str | None = None,
+    engine: str | None = None,
+    optimizer: str | None = None,
+    precision: str | None = None,
+    checkpointed_blocks: int | str | None = None,
+    micro_batch: int | None = None,
+    ema: str | None = None,
+    lora: int | None = None,
+    features: str | None = None,
+    full: bool | None = None,
+) -> Question:
+    """The question that these options of `bigdit plan` ask; what is None is as in Question, Cluster and Pins.
+
+    `resolution`: 1024, "480x832" (height x width), (480, 832), or several of them in a list or with commas: the first
+    is planned for, the others are buckets, to which `buckets` adds: sizes, or "aspect", the usual aspect ratios.
+    `images` may be "30M". Raises UserError with every problem that is known.
+    """
+    problems: list[str] = []
+    found_model = _attempt(problems, "--model", lambda: find_model(model))
+    card = _attempt(problems, "--gpu", lambda: resolve_gpu(gpu, gpu_memory))
+    sizes = _attempt(problems, "--resolution", lambda: _sizes("--resolution", resolution)) or ()
+    more = _attempt(problems, "--buckets", lambda: () if buckets in WORDS else _sizes("--buckets", buckets)) or ()
+    count = _attempt(problems, "--images", lambda: _count("--images", images))
+    folder = _attempt(problems, "--receipts", lambda: _folder("--receipts", receipts))
+
+    cards = {"gpus": gpus, "gpus_per_node": gpus_per_node, "network_gbs": network}
+    pinned = {
+        "engine": engine,
+        "optimizer": optimizer,
+        "precision": precision,
+        "checkpointed_blocks": checkpointed_blocks,
+        "micro_batch_size": micro_batch,
+        "ema": ema,
+        "lora_rank": lora,
+        "features": features,
+        "full": full,
+    }
+    wanted = {"frames": frames, "global_batch_size": global_batch, "images": count, "epochs": epochs, "price": price}
+    cluster, pins = Cluster(**_sound(Cluster, cards, problems)), Pins(**_sound(Pins, pinned, problems))
+    amounts = _sound(Question, wanted, problems)
+
+    problems += cluster_problems(cluster, pins, amounts.get("global_batch_size"))
+    problems += pin_problems(cluster, pins, card)
+    shape = None
+    if found_model is not None:
+        asked = {**dict.fromkeys(more, "--buckets"), **dict.fromkeys(sizes, "--resolution")}
+        shape, misfits = fitting_shape(found_model, next(iter(sizes), None), amounts.get("frames"), asked)
+        problems += [*misfits, *model_fits(found_model, pins, shape)]
+    if problems or found_model is None or card is None or shape is None:
+        raise UserError(*problems)
+
+    height, width = (side * found_model.vae.downsample for side in shape.latents[-2:])
+    if buckets == "aspect":
+        more = aspect_sizes(found_model, (height, width))
+    further = dict.fromkeys(size for size in (*sizes, *more) if size != (height, width))
+    return Question(
+        model=found_model,
+        gpu=card,
+        cluster=cluster,
+        resolution=(height, width),
+        buckets=tuple(further),
+        receipts=folder,
+        pins=pins,
+        **({"frames": found_model.clip.frames} if found_model.clip is not None else {}) | amounts,
+    )
+
+
+def _attempt(problems: list[str], option: str, make: Callable[[], Found]) -> Found | None:
+    """What `make` gives, or None with the user's errors in `problems`, behind the name of the `option`."""
+    try:
+        return make()
+    except UserError as error:
+        problems += [_with_option(option, problem) for problem in error.problems]
+        return None
+
+
+def _with_option(option: str, problem: str) -> str:
+    if option in problem:
+        return problem
+    return f"--{problem}" if f"--{problem}".startswith(f"{option} ") else f"{option}: {problem}"
+
+
+def _sizes(option: str, asked: Asked | Sequence[Asked] | None) -> tuple[Size, ...]:
+    return () if asked is None else parse_sizes(option, asked)
+
+
+def _count(option: str, asked: int | str | None) -> int | None:
+    """`250000`, `30M`, `1.5k` as a number."""
+    if not isinstance(asked, str):
+        return asked
+    match = re.fullmatch(r"([\d_]+(?:\.\d+)?)\s*([kmbg]?)", asked.strip().lower())
+    number = float(match[1]) * _THOUSANDS[match[2]] if match else 0.5
+    if not number.is_integer():
+        raise UserError(f"{option} expects a number such as 250000, 1.5k or 30M, and {asked!r} was found")
+    return int(number)
+
+
+def _folder(option: str, asked: Path | str | None) -> Path | None:
+    if asked is not None and not Path(asked).is_dir():
+        raise UserError(f"{option}: {asked} is no folder; one with receipts, as training writes them, was expected")
+    return None if asked is None else Path(asked)
+
+
+def _sound(kind: type[Strict], given: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
+    """Of the values given, those that their fields of `kind` take; a line in `problems` for each of the others."""
+    sound: dict[str, Any] = {}
+    for name, value in given.items():
+        if value is None:
+            continue
+        field = kind.model_fields[name]
+        wanted: Any = Annotated[field.annotation, field]
+        try:
+            sound[name] = TypeAdapter(wanted).validate_python(value)
+        except ValidationError as error:
+            problems.append(_line(_OPTIONS.get(name, f"--{name.replace('_', '-')}"), value, error))
+    return sound
+
+
+def _line(option: str, value: Any, error: ValidationError) -> str:
+    details = error.errors()
+    names = [
+        name for detail in details for name in re.findall(r"'([^']+)'", str(detail.get("ctx", {}).get("expected")))
+    ]
+    if len(names) > 1:
+        return f"{option} is {value!r}, which is not known; {nearest(str(value), names)}"
+    expected = [_expected(detail) for detail in details if detail["type"] != "literal_error"] + names
+    return f"{option} is {value!r}, and {' or '.join(expected)} was expected"
+
+
+def _expected(detail: Any) -> str:
+    context = detail.get("ctx", {})
+    known: dict[str, str] = {
+        "greater_than": "1 or more" if isinstance(context.get("gt"), int) else "a number above 0",
+        "greater_than_equal": f"{context.get('ge')} or more",
+        "int_parsing": "a whole number",
+        "int_from_float": "a whole number",
+        "float_parsing": "a number",
+    }
+    return known.get(detail["type"], str(detail["msg"]))

@@ -1,0 +1,177 @@
+"""From predicted arrangements to strategies in order: the micro-batch, the blocks to checkpoint, the speed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from bigdit.memory.process import ByteRange, beside_torch
+from bigdit.search.evidence import Evidence
+from bigdit.search.interval import Interval
+from bigdit.search.outline import Arrangement
+from bigdit.search.question import Question
+from bigdit.search.space import Proposal, settled
+from bigdit.search.speed import StepTime, step_time
+from bigdit.search.verdict import safe_bytes
+from bigdit.spec import Strategy
+
+LARGEST_MICRO_BATCH = 512
+
+EQUAL_SPEED = 1.10
+"""A lossy strategy is preferred to a lossless one where it is faster by more than this: predictions whose bounds are
+two to three times apart do not tell smaller differences."""
+
+
+@dataclass
+class Option:
+    """A proposal with its arrangement. `corrections`: by how many bytes rehearsals at full depth differed from it, at
+    their micro-batch sizes and checkpointed blocks."""
+
+    proposal: Proposal
+    arrangement: Arrangement
+    corrections: dict[tuple[int, int], float] = field(default_factory=dict)
+
+    def correct(self, micro_batch_size: int, blocks: int, more_bytes: float) -> None:
+        """Predict so many bytes more at this place, and fewer of them the farther from it."""
+        self.corrections[micro_batch_size, blocks] = more_bytes + self._off(micro_batch_size, blocks)
+
+    def reserved(self, micro_batch_size: int, blocks: int) -> float:
+        """What torch's default allocator is expected to reserve."""
+        return self.arrangement.reserved(micro_batch_size, blocks) + self._off(micro_batch_size, blocks)
+
+    def _off(self, micro_batch_size: int, blocks: int) -> float:
+        """The nearest correction. What is off is how the allocator's pieces fit, which changes from place to place."""
+        if not self.corrections:
+            return 0.0
+        away = {
+            at: abs(math.log(at[0] / micro_batch_size)) + abs(at[1] - blocks) / max(self.arrangement.count, 1)
+            for at in self.corrections
+        }
+        nearest = min(away, key=lambda at: away[at])
+        return self.corrections[nearest] * math.exp(-away[nearest])
+
+    def fewest_blocks(self, micro_batch_size: int, capacity_bytes: float) -> int | None:
+        """The fewest first blocks to checkpoint so that `capacity_bytes` are enough; None where all are too few."""
+        low, high = 0, self.arrangement.count
+        if self.reserved(micro_batch_size, high) > capacity_bytes:
+            return None
+        while low < high:
+            middle = (low + high) // 2
+            if self.reserved(micro_batch_size, middle) <= capacity_bytes:
+                high = middle
+            else:
+                low = middle + 1
+        return low
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """An option at one micro-batch size, accumulation and number of checkpointed blocks."""
+
+    option: Option
+    micro_batch_size: int
+    grad_accum_steps: int
+    blocks: int
+    step: StepTime
+
+    @property
+    def strategy(self) -> Strategy:
+        return settled(
+            self.option.proposal.strategy,
+            micro_batch_size=self.micro_batch_size,
+            grad_accum_steps=self.grad_accum_steps,
+            checkpointed_blocks=self.blocks,
+        )
+
+    @property
+    def reserved_bytes(self) -> float:
+        return self.option.reserved(self.micro_batch_size, self.blocks)
+
+    @property
+    def rate(self) -> Interval:
+        """Images a second of one card."""
+        return self.step.seconds.per(self.micro_batch_size * self.grad_accum_steps)
+
+    @property
+    def worth(self) -> float:
+        """What candidates are ordered by: their speed, a lossless one's counting a little more."""
+        return self.rate.middle * (EQUAL_SPEED if self.option.proposal.lossless else 1.0)
+
+
+def beside(question: Question, strategy: Strategy) -> ByteRange:
+    """What the process takes of the card beside torch; HSDP has a communicator for each of its two groups."""
+    communicators = 2 if 1 < strategy.dp_replicate < strategy.world_size else 1
+    return beside_torch(question.gpu.compute_capability, strategy.world_size, communicators)
+
+
+def capacity(question: Question, proposal: Proposal, evidence: Evidence) -> float:
+    """What torch may reserve for the strategy to FIT."""
+    return safe_bytes(question.gpu, beside(question, proposal.strategy), evidence.band)
+
+
+def candidate(question: Question, option: Option, micro_batch_size: int, blocks: int, evidence: Evidence) -> Candidate:
+    """The option at these sizes, accumulated to the global batch that is asked for, and timed."""
+    accum = accumulation(question, micro_batch_size, option.proposal.strategy.world_size)
+    strategy = settled(
+        option.proposal.strategy,
+        micro_batch_size=micro_batch_size,
+        grad_accum_steps=accum,
+        checkpointed_blocks=blocks,
+    )
+    work = option.arrangement.work(micro_batch_size, blocks)
+    return Candidate(
+        option=option,
+        micro_batch_size=micro_batch_size,
+        grad_accum_steps=accum,
+        blocks=blocks,
+        step=step_time(work, strategy, question.gpu, question.cluster, evidence.calibration(strategy)),
+    )
+
+
+def accumulation(question: Question, micro_batch_size: int, world_size: int) -> int:
+    """The micro-batches of a step for the global batch that is asked for; one where none is."""
+    if question.global_batch_size is None:
+        return 1
+    return question.global_batch_size // (micro_batch_size * world_size)
+
+
+def fitting(question: Question, option: Option, capacity_bytes: float, evidence: Evidence) -> Iterator[Candidate]:
+    """At each micro-batch size that fits, the fewest checkpointed blocks with which it does."""
+    pinned = question.pins.checkpointed_blocks
+    count = option.arrangement.count
+    for size in micro_batch_sizes(question, option.proposal.strategy.world_size):
+        if pinned is None:
+            blocks = option.fewest_blocks(size, capacity_bytes)
+        else:
+            blocks = count if pinned == "all" else pinned
+            blocks = blocks if option.reserved(size, blocks) <= capacity_bytes else None
+        if blocks is None:
+            return  # bytes never fall as the micro-batch grows
+        yield candidate(question, option, size, blocks, evidence)
+
+
+def micro_batch_sizes(question: Question, world_size: int) -> Iterator[int]:
+    """Sizes in order: the pinned one, the divisors of a card's share of the global batch, or all to 32 and then
+    ever larger steps."""
+    if question.pins.micro_batch_size is not None:
+        yield question.pins.micro_batch_size
+        return
+    share = None if question.global_batch_size is None else question.global_batch_size // world_size
+    size = 1
+    while size <= min(share or LARGEST_MICRO_BATCH, LARGEST_MICRO_BATCH):
+        if share is None or share % size == 0:
+            yield size
+        size += 1 if share is not None or size < 32 else size // 16
+
+
+def largest_micro_batch(option: Option, blocks: int, capacity_bytes: float) -> int:
+    """The largest micro-batch that fits with so many checkpointed blocks, to LARGEST_MICRO_BATCH; 0 for none."""
+    low, high = 0, LARGEST_MICRO_BATCH
+    while low < high:
+        middle = (low + high + 1) // 2
+        if option.reserved(middle, blocks) <= capacity_bytes:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -1,0 +1,145 @@
+"""Candidates as they are shown: with what they take, how fast they go, and why they are listed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from bigdit.memory.host import host_memory
+from bigdit.memory.process import ByteRange
+from bigdit.search.candidates import Candidate, Option, beside, candidate, largest_micro_batch, micro_batch_sizes
+from bigdit.search.confirm import Confirmed
+from bigdit.search.evidence import Evidence
+from bigdit.search.plan import Choice
+from bigdit.search.question import Question
+from bigdit.search.speed import step_time
+from bigdit.search.verdict import expected
+from bigdit.search.work import work_of
+from bigdit.units import gib
+
+MOST_ROWS = 12
+
+
+def predicted(question: Question, found: Candidate, evidence: Evidence) -> Choice:
+    """The choice as the anchors predict it."""
+    strategy = found.strategy
+    peaks = found.option.arrangement.peaks(found.micro_batch_size, found.blocks)
+    reserved = max(round(found.reserved_bytes), 0)
+    process = ByteRange(low_bytes=reserved, high_bytes=reserved) + beside(question, strategy)
+    return Choice(
+        title=title(found),
+        strategy=strategy,
+        confirmed=False,
+        phases={phase: round(max(peak, 0.0)) for phase, peak in peaks.items()},
+        peak_allocated_bytes=round(max(peaks.values())),
+        peak_reserved_bytes=reserved,
+        process=process,
+        verdict=expected(reserved, question.gpu, beside(question, strategy), evidence.band),
+        headroom_bytes=question.gpu.usable_bytes - process.high_bytes,
+        host_bytes=round(found.option.arrangement.host(found.micro_batch_size, found.blocks)),
+        step=found.step,
+        images_per_second_per_card=found.rate,
+        lossless=found.option.proposal.lossless,
+        reason="",
+    )
+
+
+def confirmed(question: Question, found: Confirmed, evidence: Evidence) -> Choice:
+    """The choice as it was rehearsed."""
+    strategy, ledger = found.candidate.strategy, found.answer.ledger
+    step = step_time(
+        work_of(found.timeline, strategy), strategy, question.gpu, question.cluster, evidence.calibration(strategy)
+    )
+    process = found.footprint.process
+    return Choice(
+        title=title(found.candidate),
+        strategy=strategy,
+        confirmed=True,
+        phases={phase.phase: phase.peak_bytes for phase in ledger.phases},
+        peak_allocated_bytes=ledger.peak_allocated_bytes,
+        peak_reserved_bytes=found.footprint.segments.wanted_bytes,
+        process=process,
+        verdict=found.verdict,
+        headroom_bytes=question.gpu.usable_bytes - process.high_bytes,
+        host_bytes=host_memory(found.answer.host_timeline).peak_bytes,
+        step=step,
+        images_per_second_per_card=step.seconds.per(strategy.micro_batch_size * strategy.grad_accum_steps),
+        lossless=found.candidate.option.proposal.lossless,
+        reason="",
+    )
+
+
+def title(found: Candidate) -> str:
+    """`ZeRO-2 on 8, AdamW, micro-batch 6, 4 of 20 blocks recomputed`."""
+    count = found.option.arrangement.count
+    blocks = {0: "nothing recomputed", count: "all blocks recomputed"}.get(
+        found.blocks, f"{found.blocks} of {count} blocks recomputed"
+    )
+    return f"{found.option.proposal.title}, micro-batch {found.micro_batch_size}, {blocks}"
+
+
+def front(
+    question: Question,
+    options: Sequence[Option],
+    known: Sequence[Choice],
+    capacities: Sequence[float],
+    evidence: Evidence,
+) -> tuple[Choice, ...]:
+    """The Pareto front of memory against speed, among the choices `known` and what else fits; MOST_ROWS at most.
+
+    `known` come first where they are on it or not; the first of them is the recommended one.
+    """
+    titles = {choice.title for choice in known}
+    more = [
+        predicted(question, each, evidence)
+        for option, capacity in zip(options, capacities, strict=True)
+        for each in _spread(question, option, capacity, evidence)
+    ]
+    every = [*known, *(choice for choice in more if choice.title not in titles)]
+    best: list[Choice] = []
+    for choice in sorted(every, key=lambda each: (each.process.high_bytes, -each.images_per_second_per_card.middle)):
+        if not best or choice.images_per_second_per_card.middle > best[-1].images_per_second_per_card.middle:
+            best.append(choice)
+    shown = _thinned([choice for choice in best if choice.title not in titles], MOST_ROWS - len(known))
+    rows = [*known, *shown]
+    return tuple(
+        choice.model_copy(update={"reason": _reason(choice, known[0])})
+        for choice in sorted(rows, key=lambda each: -each.images_per_second_per_card.middle)
+    )
+
+
+def _spread(question: Question, option: Option, capacity: float, evidence: Evidence) -> list[Candidate]:
+    """The option with none to all blocks recomputed in quarters, at micro-batches up to the largest."""
+    count, pinned = option.arrangement.count, question.pins.checkpointed_blocks
+    quarters = {0, count // 4, count // 2, 3 * count // 4, count}
+    steps = sorted(quarters) if pinned is None else [count if pinned == "all" else pinned]
+    sizes = list(micro_batch_sizes(question, option.proposal.strategy.world_size))
+    found = []
+    for blocks in steps:
+        most = largest_micro_batch(option, blocks, capacity)
+        fitting = [size for size in sizes if size <= most]
+        chosen = {*fitting[:1], *fitting[-1:], *(size for size in fitting if size & (size - 1) == 0)}
+        found += [candidate(question, option, size, blocks, evidence) for size in sorted(chosen)]
+    return found
+
+
+def _thinned(rows: Sequence[Choice], most: int) -> list[Choice]:
+    """At most so many of the rows, the first and the last among them."""
+    if len(rows) <= most:
+        return list(rows)
+    if most < 2:
+        return list(rows[:most])
+    return [rows[round(at * (len(rows) - 1) / (most - 1))] for at in range(most)]
+
+
+def _reason(choice: Choice, recommended: Choice) -> str:
+    if choice.title == recommended.title:
+        return "recommended: the fastest that fits" + ("" if choice.lossless else ", beyond what lossless ones reach")
+    speed = choice.images_per_second_per_card.middle / recommended.images_per_second_per_card.middle - 1
+    less = recommended.process.high_bytes - choice.process.high_bytes
+    parts = ["as fast" if abs(speed) < 0.005 else f"{abs(speed):.0%} {'faster' if speed > 0 else 'slower'}"]
+    parts.append(f"{gib(abs(less))} {'less' if less >= 0 else 'more'}")
+    if recommended.lossless and not choice.lossless:
+        parts.append("not AdamW's own numbers")
+    if choice.verdict != "FITS":
+        parts.append(choice.verdict.lower())
+    return "; ".join(parts)

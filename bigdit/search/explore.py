@@ -1,0 +1,110 @@
+"""Proposals become options: their anchors are rehearsed side by side, and continued to the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
+
+from bigdit.errors import UserError
+from bigdit.rehearse import RehearsalRequest, RehearsedSize
+from bigdit.rehearse.pool import Pool
+from bigdit.search.anchors import SIZES, Sample, outline, requests
+from bigdit.search.candidates import Option
+from bigdit.search.outline import OF_ACTIVATIONS, Arrangement, Outline, varied
+from bigdit.search.plan import Rejected
+from bigdit.search.space import Proposal
+from bigdit.spec import Strategy
+
+
+def explore(
+    pool: Pool, sample: Sample, proposed: Sequence[Proposal], known: Sequence[Option] = ()
+) -> tuple[list[Option], list[Rejected]]:
+    """An option for each proposal, bases standing before what varies them or being among the `known`; and those that
+    could not be rehearsed."""
+    asked = {proposal.title: _asked(proposal) for proposal in proposed}
+    batches: dict[str, list[RehearsalRequest]] = {
+        title: [request for strategy, sizes in strategies for request in requests(sample, strategy, sizes)]
+        for title, strategies in asked.items()
+    }
+    answers = iter(pool.rehearse([request for batch in batches.values() for request in batch]))
+    arrangements = {option.proposal.title: option.arrangement for option in known}
+    options, rejected = [], []
+    for proposal in proposed:
+        found = [next(answers) for _ in batches[proposal.title]]
+        problems = [each for each in found if isinstance(each, UserError)]
+        base = None if proposal.base is None else arrangements.get(proposal.base.title)
+        if problems or (proposal.base is not None and base is None):
+            why = str(problems[0]) if problems else "what it varies could not be rehearsed"
+            rejected.append(Rejected(choice=proposal.title, reason=why))
+            continue
+        sizes = [each for each in found if isinstance(each, RehearsedSize)]
+        made = _arrangement(sample, proposal, base, sizes)
+        arrangements[proposal.title] = made
+        options.append(Option(proposal, made))
+    return options, rejected
+
+
+def hopeless(pool: Pool, sample: Sample, proposal: Proposal, capacity_bytes: float) -> bool:
+    """Whether what has no activations, the start and the optimizer's step, takes more than the card has."""
+    strategy = _checkpointed(proposal.strategy, "all")
+    answers = pool.rehearse(requests(sample, strategy, SIZES[:1]))
+    known = [each for each in answers if isinstance(each, RehearsedSize)]
+    if len(known) < len(answers):
+        return False  # which is said where it is explored
+    peaks = outline(sample.model, strategy, known).peaks(SIZES[0])
+    return max(peak for phase, peak in peaks.items() if phase not in OF_ACTIVATIONS) > capacity_bytes
+
+
+def selective(pool: Pool, sample: Sample, options: Sequence[Option]) -> list[Option]:
+    """`options`, which share activations, with checkpointed blocks that keep matrix products and attention.
+
+    None where the model cannot be rehearsed so.
+    """
+    first = options[0]
+    strategy = _checkpointed(first.proposal.strategy, "all", "selective")
+    answers = pool.rehearse(requests(sample, strategy))
+    known = [each for each in answers if isinstance(each, RehearsedSize)]
+    if len(known) < len(answers):
+        return []
+    kept = outline(sample.model, strategy, known)
+    found = []
+    for option in options:
+        state = option.arrangement.full
+        full = kept if option is first else varied(kept, first.arrangement.full, state)
+        proposal = replace(
+            option.proposal,
+            title=f"{option.proposal.title}, selective",
+            strategy=option.proposal.strategy.model_copy(update={"checkpointing": "selective"}),
+        )
+        found.append(Option(proposal, replace(option.arrangement, full=full)))
+    return found
+
+
+def _asked(proposal: Proposal) -> list[tuple[Strategy, tuple[int, ...]]]:
+    """The strategies to rehearse siblings of, and at which micro-batch sizes."""
+    full = _checkpointed(proposal.strategy, "all")
+    if proposal.base is not None:
+        return [(full, SIZES[:1])]
+    return [(_checkpointed(proposal.strategy, 0), SIZES), (full, SIZES)]
+
+
+def _arrangement(
+    sample: Sample, proposal: Proposal, base: Arrangement | None, known: Sequence[RehearsedSize]
+) -> Arrangement:
+    full_strategy = _checkpointed(proposal.strategy, "all")
+    if base is not None:
+        full: Outline = outline(sample.model, full_strategy, known)
+        return replace(base, none=varied(base.none, base.full, full), full=varied(base.full, base.full, full))
+    half = len(known) // 2
+    return Arrangement(
+        none=outline(sample.model, _checkpointed(proposal.strategy, 0), known[:half]),
+        full=outline(sample.model, full_strategy, known[half:]),
+        blocks=sample.model.block_lists,
+    )
+
+
+def _checkpointed(
+    strategy: Strategy, blocks: int | Literal["all"], kind: Literal["full", "selective"] = "full"
+) -> Strategy:
+    return strategy.model_copy(update={"checkpointed_blocks": blocks, "checkpointing": kind})

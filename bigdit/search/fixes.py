@@ -1,0 +1,88 @@
+"""Where nothing that was asked for fits: the nearest that does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from bigdit.catalog import gpus
+from bigdit.rehearse.pool import Pool
+from bigdit.search.anchors import Sample
+from bigdit.search.candidates import Candidate, capacity, fitting
+from bigdit.search.choices import predicted
+from bigdit.search.evidence import Evidence
+from bigdit.search.explore import explore
+from bigdit.search.plan import Choice
+from bigdit.search.question import Pins, Question
+from bigdit.search.space import proposals
+
+MORE_CARDS = (2, 4, 8)
+"""As many times the cards that were asked for."""
+
+ADAPTER_RANK = 16
+
+
+def fixes(pool: Pool, sample: Sample, question: Question, evidence: Evidence, smallest: Choice) -> tuple[Choice, ...]:
+    """What would fit, one for each way out: without the pins, more cards, adapters, a larger card. `smallest` is what
+    comes nearest of what was asked for."""
+    found: list[Choice] = []
+    for why, other in _ways(question):
+        best = _best(pool, sample, other, evidence)
+        if best is not None:
+            found.append(predicted(other, best, evidence).model_copy(update={"reason": why}))
+    return (*found, *_larger_card(question, smallest))
+
+
+def _ways(question: Question) -> Iterator[tuple[str, Question]]:
+    pins = question.pins
+    free = Pins(features=pins.features, ema=pins.ema, lora_rank=pins.lora_rank, full=pins.full)
+    if pins.features == "online":
+        cached = free.model_copy(update={"features": "cached"})
+        yield "encode once, and train from cached features", question.model_copy(update={"pins": cached})
+    elif pins != free:
+        yield "without what was fixed", question.model_copy(update={"pins": free})
+    for times in MORE_CARDS:
+        cards = question.cluster.gpus * times
+        cluster = question.cluster.model_copy(update={"gpus": cards})
+        if cards <= cluster.gpus_per_node or cards % cluster.gpus_per_node == 0:
+            sharded = free.model_copy(update={"engine": "fsdp2"})
+            more = question.model_copy(update={"cluster": cluster, "pins": sharded, "global_batch_size": None})
+            yield f"{cards} cards instead of {question.cluster.gpus}", more
+    if pins.lora_rank is None and not pins.full:
+        adapters = free.model_copy(update={"lora_rank": ADAPTER_RANK})
+        yield "adapters beside frozen weights: another training", question.model_copy(update={"pins": adapters})
+
+
+def _best(pool: Pool, sample: Sample, question: Question, evidence: Evidence) -> Candidate | None:
+    """The fastest that fits, among what needs no last resort."""
+    proposed, _ = proposals(question)
+    options, _ = explore(pool, sample, [each for each in proposed if not each.last_resort])
+    found = [
+        each
+        for option in options
+        for each in fitting(question, option, capacity(question, option.proposal, evidence), evidence)
+    ]
+    return max(found, key=lambda each: each.worth, default=None)
+
+
+def _larger_card(question: Question, smallest: Choice) -> list[Choice]:
+    """The smallest card of the catalogue on which `smallest` would fit as it stands."""
+    needed = smallest.process.high_bytes
+    larger = [card for card in gpus.gpus() if card.usable_bytes >= needed * (1 + UNLIKE)]
+    if not larger:
+        return []
+    card = min(larger, key=lambda each: each.usable_bytes)
+    return [
+        smallest.model_copy(
+            update={
+                "title": f"{smallest.title}, on {card.title}",
+                "verdict": "FITS",
+                "confirmed": False,
+                "headroom_bytes": card.usable_bytes - needed,
+                "reason": "a larger card",
+            }
+        )
+    ]
+
+
+UNLIKE = 0.05
+"""Cards of another architecture take other workspaces and contexts: so much of a margin is asked of a larger one."""

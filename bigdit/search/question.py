@@ -1,0 +1,76 @@
+"""What a plan is asked: the model, the cards, the data, and what is fixed beforehand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
+
+from bigdit.catalog import CatalogModel, Gpu
+from bigdit.spec import OptimizerName, Precision, Strict
+
+EngineChoice = Literal[
+    "single",
+    "zero0",
+    "zero1",
+    "zero2",
+    "zero3",
+    "zero2-offload",
+    "zero3-offload",
+    "zero3-offload-all",
+    "fsdp2",
+    "fsdp2-offload",
+]
+"""Engines by the names of config/strategy.py's presets."""
+
+
+class Cluster(Strict):
+    """The cards of the run: `gpus` of them, `gpus_per_node` in a machine, machines joined by `network_gbs`.
+
+    `network_gbs`: 10⁹ bytes a second that one machine sends, and receives at the same time.
+    """
+
+    gpus: PositiveInt = 1
+    gpus_per_node: PositiveInt = 8
+    network_gbs: PositiveFloat = 12.5
+
+    @property
+    def nodes(self) -> int:
+        return -(-self.gpus // self.gpus_per_node)
+
+
+class Pins(Strict):
+    """What the user has fixed; None leaves it to the search. `full`: no adapters are proposed in its place."""
+
+    engine: EngineChoice | None = None
+    optimizer: OptimizerName | None = None
+    precision: Precision | None = None
+    checkpointed_blocks: NonNegativeInt | Literal["all"] | None = None
+    micro_batch_size: PositiveInt | None = None
+    ema: Literal["none", "auto", "gpu", "cpu"] = "none"
+    lora_rank: PositiveInt | None = None
+    features: Literal["cached", "online"] = "cached"
+    full: bool = False
+
+
+class Question(Strict):
+    """One question to the planner, checked as a whole.
+
+    `resolution` is (height, width) in pixels, `frames` of a video; `buckets` are further sizes whose largest
+    micro-batch is wanted. `images` of the data set are seen `epochs` times; `price` is of one card for an hour, in
+    the user's currency. `receipts`: a folder of measured runs, whose speeds count for the same card.
+    """
+
+    model: CatalogModel
+    gpu: Gpu
+    cluster: Cluster = Cluster()
+    resolution: tuple[PositiveInt, PositiveInt]
+    frames: PositiveInt | None = None
+    buckets: tuple[tuple[PositiveInt, PositiveInt], ...] = ()
+    global_batch_size: PositiveInt | None = None
+    images: PositiveInt | None = None
+    epochs: PositiveFloat = 1.0
+    price: PositiveFloat | None = None
+    receipts: Path | None = None
+    pins: Pins = Pins()

@@ -1,0 +1,132 @@
+"""Receipts of a card: read, rehearsed again, and held against what is predicted for them now."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from bigdit import receipt
+from bigdit.catalog import Gpu, gpu
+from bigdit.errors import UserError
+from bigdit.memory.footprint import footprint
+from bigdit.receipt import Receipt
+from bigdit.rehearse import RehearsalError, RehearsalRequest, RehearsedSize
+from bigdit.search.calibration import Calibration, calibration_of
+from bigdit.search.question import Cluster
+from bigdit.search.speed import StepTime, step_time
+from bigdit.search.work import work_of
+from bigdit.spec import Strategy
+
+NEWEST = 8
+"""So many receipts of a card are used: each is rehearsed, which takes some seconds where it is new."""
+
+Rehearse = Callable[[RehearsalRequest], RehearsedSize]
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A receipt beside what is predicted for it: seconds of a step, and the allocator's reserved peak in bytes."""
+
+    receipt: Receipt
+    step: StepTime
+    peak_reserved_bytes: int
+
+
+def folders() -> list[Path]:
+    """Where receipts are looked for: the repository's own, where bigdit runs from one, and the user's."""
+    return [Path(receipt.__file__).parents[1] / "benchmarks" / "receipts", receipt.folder()]
+
+
+def read(places: Iterable[Path]) -> tuple[list[Receipt], list[str]]:
+    """All receipts of these folders, oldest first, and a line for each file that is none."""
+    found, notices = [], []
+    for path in sorted({path for place in places for path in place.glob("*.json")}):
+        try:
+            found.append(Receipt.model_validate_json(path.read_bytes()))
+        except ValidationError as error:
+            first = error.errors()[0]
+            at = ".".join(str(part) for part in first["loc"]) or "the file"
+            notices.append(f"{path} is no receipt and was passed over: {at}: {first['msg']}")
+        except OSError as error:
+            notices.append(f"{path} cannot be read and was passed over: {error.strerror or error}")
+    return sorted(found, key=lambda each: each.written), notices
+
+
+def of_card(receipts: Iterable[Receipt], card: Gpu) -> list[Receipt]:
+    """The newest receipts of this card whose steps all had one shape."""
+    fitting = [each for each in receipts if each.buckets == 1 and _is(each.device, card)]
+    return fitting[-NEWEST:]
+
+
+def check(receipts: Iterable[Receipt], card: Gpu, rehearse: Rehearse) -> tuple[list[Checked], list[str]]:
+    """Rehearse what each receipt was asked for on `card`, and predict it; a line for each that cannot be."""
+    checked, notices = [], []
+    for each in receipts:
+        try:
+            size = rehearse(_request(each, card))
+        except (UserError, RehearsalError) as error:
+            problem = str(error).splitlines()[0]
+            notices.append(f"the receipt of {each.model.name}, {each.written}, is left out: {problem}")
+            continue
+        timeline, cluster = size.timeline, Cluster(gpus=each.strategy.world_size, gpus_per_node=each.gpus_per_node)
+        step = step_time(work_of(timeline, each.strategy), each.strategy, card, cluster)
+        taken = footprint(timeline, card.usable_bytes, card.compute_capability, each.strategy.world_size)
+        checked.append(Checked(each, step, taken.segments.wanted_bytes))
+    return checked, notices
+
+
+def calibration(checked: Iterable[Checked], strategy: Strategy) -> Calibration | None:
+    """What the receipts of strategies like this one say about its time; None where there are none.
+
+    Like: on one card or on several, with the optimizer on the card or on the host, since different links decide.
+    """
+    alike = [each for each in checked if _kind(each.receipt.strategy) == _kind(strategy)]
+    timed = [(each.receipt.seconds_per_step, each) for each in alike]
+    ratios = [seconds / each.step.seconds.middle for seconds, each in timed if seconds is not None]
+    devices = sorted({each.receipt.device for _, each in timed})
+    return calibration_of(ratios, f"{', '.join(devices)}, {_kind(strategy)}")
+
+
+def memory_band(checked: Iterable[Checked]) -> tuple[float, str] | None:
+    """How far off the reserved peak may be, as a share of it, and where that comes from; None without measurements.
+
+    The largest error that n receipts show is exceeded by the next with probability 1 / (n + 1); (n + 1) / n of it
+    is what the largest error is where errors are spread evenly up to it (the estimator of a uniform distribution's
+    bound that has no bias).
+    """
+    measured = [(each.receipt.measured_peak_reserved_bytes, each.peak_reserved_bytes) for each in checked]
+    errors = [abs(found / predicted - 1) for found, predicted in measured if found is not None]
+    if not errors:
+        return None
+    count = len(errors)
+    share = min(max(errors) * (count + 1) / count, 0.99)
+    return share, f"{count} receipt{'s' * (count > 1)} of this card, off by {max(errors):.1%} at most"
+
+
+def _is(device: str, card: Gpu) -> bool:
+    try:
+        return gpu(device).name == card.name
+    except UserError:
+        return False
+
+
+def _request(each: Receipt, card: Gpu) -> RehearsalRequest:
+    return RehearsalRequest(
+        model=each.model,
+        batch=each.batch,
+        strategy=each.strategy,
+        micro_batch_sizes=(each.strategy.micro_batch_size,),
+        objective=each.objective,
+        compute_capability=card.compute_capability,
+    )
+
+
+def _kind(strategy: Strategy) -> str:
+    cards = "one card" if strategy.world_size == 1 else "several cards"
+    zero = (strategy.ds_config or {}).get("zero_optimization", {})
+    optimizer = zero.get("offload_optimizer") or {}
+    offload = strategy.cpu_offload or optimizer.get("device", "none") != "none"
+    return f"{cards}, state on the host" if offload else cards

@@ -1,0 +1,237 @@
+"""Which strategies are looked at, which are not, and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from bigdit.config.strategy import parse_strategy
+from bigdit.errors import UserError
+from bigdit.rehearse.ask import precision_problems
+from bigdit.search.plan import Rejected
+from bigdit.search.question import Question
+from bigdit.search.sibling import block_count
+from bigdit.spec import FACTORED, OptimizerName, Precision, Strategy
+from bigdit.units import gib
+
+ENGINE_TITLES = {
+    "single": "one process",
+    "zero0": "ZeRO-0 (plain data parallelism)",
+    "zero1": "ZeRO-1",
+    "zero2": "ZeRO-2",
+    "zero3": "ZeRO-3",
+    "zero2-offload": "ZeRO-2, optimizer on the host",
+    "zero3-offload": "ZeRO-3, optimizer on the host",
+    "zero3-offload-all": "ZeRO-3, optimizer and weights on the host",
+    "fsdp2": "FSDP2",
+    "fsdp2-offload": "FSDP2, weights and optimizer on the host",
+}
+OPTIMIZER_TITLES: dict[OptimizerName, str] = {
+    "adamw": "AdamW",
+    "adamw_8bit": "8-bit AdamW",
+    "paged_adamw_8bit": "paged 8-bit AdamW",
+    "lion_8bit": "8-bit Lion",
+    "adamw_8bit_ao": "8-bit AdamW (torchao)",
+    "adamw_4bit_ao": "4-bit AdamW (torchao)",
+    "adafactor": "Adafactor",
+    "came": "CAME",
+    "came_8bit": "8-bit CAME",
+}
+
+BUCKETS = (5_000_000, 50_000_000)
+"""Elements of DeepSpeed's buckets, at least and at most: one block's parameters between these. Its own 5e8 cost up to
+1.9 GiB, and below some MB a collective lasts as long as its latency."""
+
+
+COPIES = {"single": 2, "zero0": 2, "zero1": 2, "zero2": 1, "zero2-offload": 1}
+"""What no engine of these does without on every card at the end of the backward pass: the weights, and but for ZeRO-2
+as many gradients."""
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """An engine with an optimizer, at a micro-batch of one and nothing checkpointed.
+
+    `base` is the proposal whose activations and gradients it has, with another state; None for one of its own kind.
+    `last_resort`: it pays with much time for little memory, and is looked at where nothing else fits.
+    """
+
+    title: str
+    strategy: Strategy
+    base: Proposal | None = None
+    last_resort: bool = False
+
+    @property
+    def lossless(self) -> bool:
+        """Whether the numbers are those of AdamW with fp32 masters."""
+        strategy = self.strategy
+        quantised = strategy.lora is not None and strategy.lora.base != "bf16"
+        return strategy.optimizer.name == "adamw" and strategy.precision != "bf16_sr" and not quantised
+
+
+def proposals(question: Question) -> tuple[list[Proposal], list[Rejected]]:
+    """What the search looks at, bases before what varies them, and what it leaves out."""
+    found: list[Proposal] = []
+    left_out = _left_out(question)
+    for engine in _engines(question):
+        least = COPIES.get(engine, 0) * _weights(question)
+        if least > question.gpu.usable_bytes:
+            what = "weights and gradients" if COPIES[engine] > 1 else "the weights"
+            reason = f"{what} alone take {gib(least)} of the card's {gib(question.gpu.usable_bytes)}"
+            left_out.append(Rejected(choice=_engine_title(question, engine), reason=reason))
+            continue
+        base: Proposal | None = None
+        for settings in _settings(question, engine):
+            strategy = _strategy(question, engine, settings)
+            if strategy is None:
+                continue
+            title = f"{_engine_title(question, engine)}, {_setting_title(question, settings)}"
+            offload = "offload" in engine and question.pins.engine is None
+            proposal = Proposal(title, strategy, base, offload)
+            found.append(proposal)
+            base = base or proposal
+    return found, left_out
+
+
+def settled(strategy: Strategy, *, micro_batch_size: int, grad_accum_steps: int, checkpointed_blocks: int) -> Strategy:
+    """The strategy at these sizes, in DeepSpeed's document too."""
+    ds_config = strategy.ds_config and strategy.ds_config | {
+        "train_micro_batch_size_per_gpu": micro_batch_size,
+        "gradient_accumulation_steps": grad_accum_steps,
+    }
+    return strategy.model_copy(
+        update={
+            "micro_batch_size": micro_batch_size,
+            "grad_accum_steps": grad_accum_steps,
+            "checkpointed_blocks": checkpointed_blocks,
+            "ds_config": ds_config,
+        }
+    )
+
+
+def precision_of(question: Question) -> Precision:
+    """What is pinned, or bf16 with fp32 masters; fp16 where the card computes no bf16."""
+    return question.pins.precision or ("fp16" if precision_problems(question.gpu, "bf16") else "bf16")
+
+
+def _engines(question: Question) -> tuple[str, ...]:
+    """Presets, and `hsdp` for FSDP2 with a copy of the model in each machine."""
+    if question.pins.engine is not None:
+        return (question.pins.engine,)
+    if question.cluster.gpus == 1:
+        return "single", "zero2-offload", "fsdp2-offload"
+    hsdp = ("hsdp",) if question.cluster.nodes > 1 else ()
+    return "zero1" if _accumulates(question) else "zero2", "fsdp2", *hsdp, "zero2-offload", "fsdp2-offload"
+
+
+def _weights(question: Question) -> int:
+    """Bytes of the whole model's weights; 0 where they are not known, or frozen in another form."""
+    if question.pins.lora_rank is not None or question.model.params is None:
+        return 0
+    return question.model.params * (4 if precision_of(question) in ("fp32", "tf32") else 2)
+
+
+def _accumulates(question: Question) -> bool:
+    """Whether a card's share of the global batch may come in several micro-batches."""
+    share = (question.global_batch_size or 0) // question.cluster.gpus
+    return share > (question.pins.micro_batch_size or 1)
+
+
+def _settings(question: Question, engine: str) -> list[dict[str, Any]]:
+    """Optimizer, precision, average and adapters: the lossless ones first."""
+    pins, precision = question.pins, precision_of(question)
+    places: dict[str, list[str | None]] = {"none": [None], "auto": ["gpu", "cpu"]}
+    averages = places.get(pins.ema, [pins.ema])
+    bases: list[Any] = [None] if pins.lora_rank is None else ["bf16", "nf4"]
+    if pins.optimizer is not None:
+        pairs: list[tuple[str, str]] = [(pins.optimizer, precision)]
+    elif "offload" in engine or pins.lora_rank is not None:
+        pairs = [("adamw", precision)]
+    else:
+        sharded = engine in ("fsdp2", "hsdp")
+        pairs = [("adamw", precision), ("adamw_8bit_ao" if sharded else "adamw_8bit", precision)]
+        if sharded or engine == "single":
+            pairs.append(("came", precision))
+        if precision == "bf16" and pins.precision is None and (sharded or engine == "single"):
+            pairs.append(("adamw", "bf16_sr"))
+    return [
+        {"optimizer.name": optimizer, "precision": kind, "ema.device": average, "lora.base": base}
+        for optimizer, kind in pairs
+        for base in bases
+        for average in averages
+    ]
+
+
+def _strategy(question: Question, engine: str, settings: dict[str, Any]) -> Strategy | None:
+    """None where the engine refuses these settings, which Strategy's own rules say."""
+    world_size = 1 if engine == "single" else question.cluster.gpus
+    texts = ["fsdp2" if engine == "hsdp" else engine, f"world_size={world_size}"]
+    texts += [f"{key}={value}" for key, value in settings.items() if value is not None]
+    texts += [f"features={question.pins.features}"]
+    if engine == "hsdp":
+        texts.append(f"dp_replicate={question.cluster.nodes}")
+    if question.pins.lora_rank is not None:
+        texts.append(f"lora.rank={question.pins.lora_rank}")
+    if engine.startswith("zero") and question.model.params is not None:
+        block = question.model.params // max(block_count(question.model), 1)
+        size = min(max(block, BUCKETS[0]), BUCKETS[1])
+        texts += [f"ds_config.zero_optimization.{kind}_bucket_size={size}" for kind in ("reduce", "allgather")]
+    try:
+        return parse_strategy(texts)
+    except UserError:
+        return None
+
+
+def _engine_title(question: Question, engine: str) -> str:
+    cluster = question.cluster
+    if engine == "hsdp":
+        return f"HSDP {cluster.nodes} × {cluster.gpus_per_node}"
+    title = ENGINE_TITLES[engine]
+    return title if cluster.gpus == 1 else f"{title} on {cluster.gpus}"
+
+
+def _setting_title(question: Question, settings: dict[str, Any]) -> str:
+    parts = [OPTIMIZER_TITLES[settings["optimizer.name"]]]
+    if settings["precision"] == "bf16_sr":
+        parts.append("bf16 without masters")
+    if settings["lora.base"] is not None:
+        parts.append(f"LoRA {question.pins.lora_rank} over {settings['lora.base']}")
+    if settings["ema.device"] is not None:
+        parts.append(f"EMA on the {'host' if settings['ema.device'] == 'cpu' else 'card'}")
+    return ", ".join(parts)
+
+
+def _left_out(question: Question) -> list[Rejected]:
+    """The obvious choices that the search does not look at."""
+    pins, one_card = question.pins, question.cluster.gpus == 1
+    reasons: dict[str, str] = {}
+    if pins.engine is None and one_card:
+        reasons["ZeRO-1, ZeRO-2, ZeRO-3 and FSDP2 on one card"] = (
+            "they shard over cards, and on one card shard nothing: their buffers and flat copies come on top"
+        )
+    if pins.engine is None and not one_card:
+        reasons["ZeRO-3"] = "FSDP2 shards the same and gathers one block at a time; --engine zero3 asks for it"
+        if _accumulates(question):
+            reasons["ZeRO-2"] = (
+                "it reduces gradients in every micro-batch, ZeRO-1 once a step; where memory is short, FSDP2 takes less"
+            )
+        else:
+            reasons["ZeRO-1"] = "with one micro-batch a step it communicates as ZeRO-2 does, and keeps whole gradients"
+        reasons["ZeRO-0, plain data parallelism"] = (
+            "it communicates as much as ZeRO-1 and ZeRO-2 do, and keeps the whole optimizer state on every card"
+        )
+    if pins.optimizer is None and not one_card:
+        named = " and ".join(OPTIMIZER_TITLES[name] for name in FACTORED[1:2])
+        reasons[f"{named} under ZeRO"] = (
+            "ZeRO hands the optimizer flat partitions, which cannot be factored: it takes as much as AdamW there"
+        )
+    if pins.precision is None and precision_of(question) == "bf16":
+        reasons["fp16"] = "the bytes of bf16, and losses must be scaled; --precision fp16 asks for it"
+    if pins.precision is None and precision_of(question) == "fp16":
+        reasons["bf16"] = f"{question.gpu.title} does not compute it; fp16 with loss scaling takes the same bytes"
+    if pins.features == "cached":
+        reasons["encoders online"] = (
+            "VAE and text encoder would stay on the card and run in every step; `bigdit extract` runs them once; "
+            "--features online asks for it"
+        )
+    return [Rejected(choice=choice, reason=reason) for choice, reason in reasons.items()]

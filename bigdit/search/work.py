@@ -1,0 +1,177 @@
+"""What one optimizer step does, by operator and collective: values that add up, so that they can be interpolated."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
+
+from bigdit.memory import Place, Span, Timeline
+from bigdit.spec import Strategy
+
+Key = TypeVar("Key")
+
+
+class Operation(NamedTuple):
+    """An operator of one dtype in one phase (encode, forward, backward, step, ema), computed at one place."""
+
+    phase: str
+    operator: str
+    dtype: str
+    place: Place
+
+
+class Exchange(NamedTuple):
+    """A collective over `group_size` processes in one phase."""
+
+    phase: str
+    name: str
+    group_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Amount:
+    """How often, floating-point operations, bytes. Numbers between two rehearsals need not be whole."""
+
+    calls: float = 0.0
+    flops: float = 0.0
+    nbytes: float = 0.0
+
+    def __add__(self, other: Amount) -> Amount:
+        return Amount(self.calls + other.calls, self.flops + other.flops, self.nbytes + other.nbytes)
+
+    def __mul__(self, times: float) -> Amount:
+        return Amount(self.calls * times, self.flops * times, self.nbytes * times)
+
+    def clamped(self) -> Amount:
+        """Nothing below zero, where an interpolation went there."""
+        return Amount(max(self.calls, 0.0), max(self.flops, 0.0), max(self.nbytes, 0.0))
+
+
+@dataclass(frozen=True)
+class Load:
+    """Amounts of operations and exchanges, as a vector: `a + b`, `a - b`, `a * 0.5`."""
+
+    operations: Mapping[Operation, Amount]
+    exchanges: Mapping[Exchange, Amount]
+
+    def __add__(self, other: Load) -> Load:
+        return Load(_sum(self.operations, other.operations), _sum(self.exchanges, other.exchanges))
+
+    def __mul__(self, times: float) -> Load:
+        return Load(
+            {key: amount * times for key, amount in self.operations.items()},
+            {key: amount * times for key, amount in self.exchanges.items()},
+        )
+
+    def __sub__(self, other: Load) -> Load:
+        return self + other * -1.0
+
+    def clamped(self) -> Load:
+        return Load(
+            {key: amount.clamped() for key, amount in self.operations.items()},
+            {key: amount.clamped() for key, amount in self.exchanges.items()},
+        )
+
+
+NOTHING = Load({}, {})
+
+
+@dataclass(frozen=True)
+class Work:
+    """One optimizer step on one process: every micro-batch does `micro`, the last one `last` beside it, then `step`.
+
+    `micro` is encode, forward and backward; `last` is what waits for the last micro-batch, such as the reduction of
+    accumulated gradients; `step` is the optimizer's and the moving average's. All of it is linear: rehearsals at
+    other micro-batch sizes, depths and numbers of checkpointed blocks can be added and scaled. What comes out below
+    zero counts as nothing once it is timed.
+    """
+
+    micro: Load
+    last: Load
+    step: Load
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.micro + other.micro, self.last + other.last, self.step + other.step)
+
+    def __mul__(self, times: float) -> Work:
+        return Work(self.micro * times, self.last * times, self.step * times)
+
+    __rmul__ = __mul__
+
+    def __sub__(self, other: Work) -> Work:
+        return self + other * -1.0
+
+    def accumulated(self, grad_accum_steps: int) -> Load:
+        """The whole step, over that many micro-batches."""
+        return self.micro * grad_accum_steps + self.last + self.step
+
+
+def work_of(timeline: Timeline, strategy: Strategy) -> Work:
+    """The work of the last optimizer step that `timeline` recorded, by when `strategy` has optimizer state.
+
+    With several micro-batches recorded, `micro` is the mean of all but the last, and `last` what the last one does
+    beyond it. With one, nothing tells them apart but the engine's rules: ZeRO-0 and 1, and HSDP between its replicas,
+    reduce gradients once a step, all others in each micro-batch; what else an engine does only at the end (ZeRO's
+    copies of averaged gradients) then counts for every micro-batch. Raises ValueError for a timeline without a step.
+    """
+    micro_batches, step = _last_step(timeline.spans)
+    loads = [_load(timeline, spans) for spans in micro_batches]
+    if len(loads) > 1:
+        micro = sum(loads[1:-1], loads[0]) * (1.0 / (len(loads) - 1))
+        last = loads[-1] - micro
+    else:
+        waiting = {key: amount for key, amount in loads[0].exchanges.items() if _once_a_step(key, strategy)}
+        last = Load({}, waiting)
+        micro = Load(loads[0].operations, {k: v for k, v in loads[0].exchanges.items() if k not in waiting})
+    return Work(micro, last, _load(timeline, step))
+
+
+def _last_step(spans: Iterable[Span]) -> tuple[list[list[int]], list[int]]:
+    """Spans by number: those of each micro-batch of the last optimizer step, and those of its end."""
+    micro_batches: list[list[int]] = []
+    step: list[int] = []
+    before = "init"
+    for i, span in enumerate(spans):
+        if span.phase in ("step", "ema"):
+            step.append(i)
+        elif span.phase != "init":
+            if step:
+                micro_batches, step = [], []
+            if span.phase == "encode" or (span.phase == "forward" and before != "encode"):
+                micro_batches.append([])
+            micro_batches[-1].append(i)
+        before = span.phase
+    if not micro_batches or not step:
+        raise ValueError("the timeline has no optimizer step")
+    return micro_batches, step
+
+
+def _load(timeline: Timeline, spans: list[int]) -> Load:
+    phases = {i: timeline.spans[i].phase for i in spans}
+    operations: defaultdict[Operation, Amount] = defaultdict(Amount)
+    exchanges: defaultdict[Exchange, Amount] = defaultdict(Amount)
+    for cost in timeline.operators:
+        if cost.span in phases:
+            key = Operation(phases[cost.span], cost.operator, cost.dtype, cost.place)
+            operations[key] += Amount(cost.calls, cost.flops, cost.nbytes)
+    for sent in timeline.collectives:
+        if sent.span in phases and sent.group_size > 1:
+            exchanges[Exchange(phases[sent.span], sent.name, sent.group_size)] += Amount(1, 0, sent.nbytes)
+    return Load(dict(operations), dict(exchanges))
+
+
+def _once_a_step(exchange: Exchange, strategy: Strategy) -> bool:
+    if exchange.phase != "backward":
+        return False
+    if strategy.engine == "deepspeed":
+        return strategy.zero_stage in (0, 1)
+    return strategy.dp_replicate > 1 and exchange.name == "all_reduce"
+
+
+def _sum(first: Mapping[Key, Amount], second: Mapping[Key, Amount]) -> dict[Key, Amount]:
+    total = dict(first)
+    for key, amount in second.items():
+        total[key] = total.get(key, Amount()) + amount
+    return total

@@ -1,0 +1,240 @@
+"""A plan to show, write and train by: one real rehearsal, and made-up figures for what a search would add."""
+
+import functools
+from typing import Any
+
+from bigdit import catalog
+from bigdit.errors import versions
+from bigdit.memory.footprint import footprint
+from bigdit.memory.host import host_memory
+from bigdit.rehearse import rehearse
+from bigdit.rehearse.ask import request_for
+from bigdit.search.dataset import DatasetNeed
+from bigdit.search.host import HostNeed
+from bigdit.search.interval import Interval
+from bigdit.search.plan import Band, BucketLimit, Choice, Curve, Plan, Rejected, Run, Step, Verdict
+from bigdit.search.question import Cluster, Pins, Question
+from bigdit.search.speed import StepTime
+from bigdit.spec import EmaSpec, OptimizerSpec, Strategy
+from bigdit.units import GIB, KIB
+
+IMAGES = 30_000_000
+GLOBAL_BATCH = 256
+
+
+def interval(low: float, high: float) -> Interval:
+    return Interval(low=low, high=high)
+
+
+def strategy(**changes: Any) -> Strategy:
+    """One process on its own card; `changes` over it."""
+    usual = {"micro_batch_size": 8, "grad_accum_steps": 32, "checkpointed_blocks": 12, "gradient_clipping": 1.0}
+    return Strategy(**(usual | changes))
+
+
+@functools.cache
+def made_plan() -> Plan:
+    """Sana-1600M on one A40 at 1024 × 1024: rehearsed; the other strategies, speeds and the data set are made up."""
+    model, gpu = catalog.model("sana-1600m"), catalog.gpu("a40")
+    # Two micro-batches show all that thirty-two do.
+    found = rehearse(request_for(model, gpu, strategy(grad_accum_steps=2))).sizes[0]
+    taken = footprint(found.timeline, gpu.usable_bytes, gpu.compute_capability, 1)
+    host = host_memory(found.host_timeline)
+    step = StepTime(seconds=interval(28.4, 37.1), parts={"compute": interval(26.0, 32.2), "memory": interval(2.4, 4.9)})
+    chosen = Choice(
+        title="12 of 20 blocks checkpointed",
+        strategy=strategy(),
+        confirmed=True,
+        phases={phase.phase: phase.peak_bytes for phase in found.ledger.phases},
+        peak_allocated_bytes=found.ledger.peak_allocated_bytes,
+        peak_reserved_bytes=taken.segments.wanted_bytes,
+        process=taken.process,
+        verdict="FITS",
+        headroom_bytes=gpu.usable_bytes - taken.process.high_bytes,
+        host_bytes=host.peak_bytes,
+        step=step,
+        images_per_second_per_card=step.seconds.per(GLOBAL_BATCH),
+        lossless=True,
+        reason="the fewest checkpointed blocks with which a micro-batch of 8 fits; larger ones gain nothing here",
+    )
+    return Plan(
+        question=Question(
+            model=model,
+            gpu=gpu,
+            cluster=Cluster(),
+            resolution=(1024, 1024),
+            buckets=((1024, 1024), (832, 1248), (512, 512)),
+            global_batch_size=GLOBAL_BATCH,
+            images=IMAGES,
+            price=0.49,
+        ),
+        params=found.params,
+        batch=catalog.batch_shape(model),
+        verdict="FITS",
+        band=Band(share=0.03, source="the step of 9 engines rehearsed and run on this machine's CPU"),
+        chosen=chosen,
+        ledger=found.ledger,
+        footprint=taken,
+        packed_timeline=found.packed_timeline,
+        host=HostNeed(
+            process_bytes=host.peak_bytes,
+            page_locked_bytes=host.page_locked_bytes,
+            processes_per_node=1,
+            node_bytes=host.peak_bytes + 3 * GIB,
+        ),
+        front=front(chosen),
+        rejected=REJECTED,
+        buckets=(
+            BucketLimit(height=1024, width=1024, none=4, recommended=9, full=31),
+            BucketLimit(height=832, width=1248, none=4, recommended=9, full=31),
+            BucketLimit(height=512, width=512, none=19, recommended=38, full=127),
+        ),
+        curves=(
+            curve("none", chosen, 2.0),
+            curve("12 of 20 blocks", chosen, 1.0),
+            curve("all 20 blocks", chosen, 0.3),
+        ),
+        fixes=(),
+        dataset=DatasetNeed(
+            images=IMAGES,
+            latent_bytes=64 * KIB,
+            text_bytes=interval(138_240, 1_382_400),
+            padded_text_bytes=300 * 2304 * 2,
+            store_bytes=interval(IMAGES * (64 * KIB + 138_240), IMAGES * (64 * KIB + 1_382_400)),
+            extraction_seconds=interval(1.6e5, 3.1e5),
+            notes=("text is stored unpadded; captions of 30 to 300 tokens are taken",),
+        ),
+        run=Run(
+            steps=IMAGES // GLOBAL_BATCH,
+            seconds=step.seconds * (IMAGES // GLOBAL_BATCH),
+            gpu_hours=step.seconds * (IMAGES // GLOBAL_BATCH / 3600),
+            money=step.seconds * (IMAGES // GLOBAL_BATCH / 3600 * 0.49),
+            images_per_second=step.seconds.per(GLOBAL_BATCH),
+        ),
+        waterfall=WATERFALL,
+        calibration="a roofline of the A40 at 45 to 60 % of its bf16 rate and 70 to 85 % of its bandwidth; no receipts",
+        notices=("Gemma-2's text encoder and the VAE are needed for extraction alone",),
+        versions=versions(),
+        catalogue="0123456789abcdef",
+        seconds=12.3,
+    )
+
+
+def curve(label: str, chosen: Choice, share: float) -> Curve:
+    """A line that is flat while the step decides, and then rises by a `share` of what a picture takes here."""
+    sizes = (1, 2, 4, 6, 8, 12, 16, 24, 32)
+    flat, peak = chosen.phases["step"] + GIB, chosen.process.high_bytes
+    each = share * (peak - 21 * GIB) / chosen.strategy.micro_batch_size
+    return Curve(
+        label=label,
+        micro_batch_sizes=sizes,
+        process_bytes=tuple(int(max(flat, 21 * GIB + each * size)) for size in sizes),
+    )
+
+
+def front(chosen: Choice) -> tuple[Choice, ...]:
+    """The chosen one among neighbours that take less and go slower, or take more."""
+    came = OptimizerSpec(name="came")
+    eight = OptimizerSpec(name="adamw_8bit")
+    rows: list[tuple[str, dict[str, Any], float, float, bool, Verdict, str]] = [
+        ("no checkpointing", {"micro_batch_size": 4, "grad_accum_steps": 64, "checkpointed_blocks": 0}, 0.91, 0.97,
+         True, "FITS", "no recomputation, and half the micro-batch"),
+        ("16 of 20 blocks", {"checkpointed_blocks": 16}, 0.86, 0.94, True, "FITS", "5 GiB more headroom for 6 %"),
+        ("all blocks", {"checkpointed_blocks": "all", "micro_batch_size": 16, "grad_accum_steps": 16}, 0.77, 0.88,
+         True, "FITS", "the least memory that keeps the numbers of AdamW"),
+        ("8-bit AdamW", {"optimizer": eight, "checkpointed_blocks": 2}, 0.97, 1.05, False, "TIGHT",
+         "state of 2 B/param leaves room for activations; rounds the state"),
+        ("8-bit AdamW, all blocks", {"optimizer": eight, "checkpointed_blocks": "all"}, 0.51, 0.87, False, "FITS",
+         "fits a 24 GB card"),
+        ("CAME", {"optimizer": came, "checkpointed_blocks": 2}, 0.93, 0.99, False, "FITS",
+         "factored second moments"),
+    ]  # fmt: skip
+    return tuple(
+        [chosen]
+        + [
+            chosen.model_copy(
+                update={
+                    "title": title,
+                    "strategy": strategy(**changes),
+                    "confirmed": at < 2,
+                    "verdict": verdict,
+                    "peak_reserved_bytes": int(chosen.peak_reserved_bytes * less),
+                    "process": chosen.process.model_copy(
+                        update={
+                            "low_bytes": int(chosen.process.low_bytes * less),
+                            "high_bytes": int(chosen.process.high_bytes * less),
+                        }
+                    ),
+                    "headroom_bytes": chosen.headroom_bytes + int(chosen.process.high_bytes * (1 - less)),
+                    "images_per_second_per_card": chosen.images_per_second_per_card * speed,
+                    "lossless": lossless,
+                    "reason": reason,
+                }
+            )
+            for at, (title, changes, less, speed, lossless, verdict, reason) in enumerate(rows)
+        ]
+    )
+
+
+REJECTED = (
+    Rejected(choice="ZeRO-2", reason="on one card it shards nothing, and its buckets cost 0.19 GiB"),
+    Rejected(choice="CPU offload", reason="the optimizer's state fits the card; the step would wait for PCIe"),
+    Rejected(choice="fp16", reason="needs loss scaling, and the A40 computes bf16 at the same rate"),
+)
+WATERFALL = (
+    Step(change="as is: AdamW, micro-batch 16, online encoders", process_bytes=92 * GIB, verdict="DOES NOT FIT",
+         saved_by="–"),
+    Step(change="features cached", process_bytes=84 * GIB, verdict="DOES NOT FIT",
+         saved_by="Gemma-2 and the VAE leave the card"),
+    Step(change="DeepSpeed's buckets left out", process_bytes=82 * GIB, verdict="DOES NOT FIT",
+         saved_by="one process needs none"),
+    Step(change="micro-batch 8", process_bytes=54 * GIB, verdict="DOES NOT FIT", saved_by="fewer activations"),
+    Step(change="12 of 20 blocks checkpointed", process_bytes=40 * GIB, verdict="FITS", saved_by="recomputed"),
+)  # fmt: skip
+
+
+def unfitting_plan() -> Plan:
+    """The same on a card of 16 GB: what is nearest does not fit, and what would."""
+    plan = made_plan()
+    gpu = catalog.gpu("rtx-4080")
+    chosen = plan.chosen.model_copy(
+        update={
+            "verdict": "DOES NOT FIT",
+            "headroom_bytes": gpu.usable_bytes - plan.chosen.process.high_bytes,
+            "reason": "the nearest to fitting of all that keep the numbers of AdamW",
+        }
+    )
+    fits = chosen.process.model_copy(update={"low_bytes": 14 * GIB, "high_bytes": 15 * GIB})
+    fixing = {"verdict": "FITS", "process": fits, "headroom_bytes": gpu.usable_bytes - fits.high_bytes}
+    fixes = tuple(choice.model_copy(update=fixing) for choice in plan.front[-2:])
+    return plan.model_copy(
+        update={
+            "question": plan.question.model_copy(update={"gpu": gpu}),
+            "verdict": "DOES NOT FIT",
+            "chosen": chosen,
+            "footprint": footprint_on(plan, gpu),
+            "fixes": fixes,
+            "front": (chosen,),
+            "waterfall": plan.waterfall[:-1],
+        }
+    )
+
+
+def footprint_on(plan: Plan, gpu: catalog.Gpu) -> Any:
+    from bigdit.memory import Timeline
+
+    return footprint(Timeline.unpack(plan.packed_timeline), gpu.usable_bytes, gpu.compute_capability, 1)
+
+
+def sharded_plan(world_size: int = 32) -> Plan:
+    """The same by ZeRO-2 with an average on the host, on four machines; the ledger stays that of one card."""
+    from bigdit.config.strategy import parse_strategy
+
+    plan = made_plan()
+    asked = [f"zero2,world_size={world_size},micro_batch_size=8,checkpointed_blocks=12"]
+    zero2 = parse_strategy(asked).model_copy(update={"ema": EmaSpec(device="cpu")})
+    question = plan.question.model_copy(
+        update={"cluster": Cluster(gpus=world_size), "pins": Pins(engine="zero2", ema="cpu")}
+    )
+    chosen = plan.chosen.model_copy(update={"strategy": zero2, "title": "ZeRO-2, 12 of 20 blocks checkpointed"})
+    return plan.model_copy(update={"question": question, "chosen": chosen, "front": (chosen, *plan.front[1:])})

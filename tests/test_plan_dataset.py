@@ -1,0 +1,147 @@
+"""What a data set takes on disk and a machine of its memory: against a real store, a real process, and by hand."""
+
+import sys
+
+import pytest
+import torch
+from conftest import run_command
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bigdit import catalog
+from bigdit.features.part import Encoded, write_part
+from bigdit.memory import Block, Span, Timeline
+from bigdit.rehearse import rehearse
+from bigdit.search.ask import question_for
+from bigdit.search.dataset import dataset_need, encoding_request, written
+from bigdit.search.host import LIBRARIES_BYTES, host_need
+from bigdit.search.question import Cluster
+from bigdit.units import GIB, KIB, MIB
+
+
+def need(name, encoding=None, **options):
+    question = question_for(name, "a100-80g", **options)
+    batch = catalog.batch_shape(question.model, question.resolution, question.frames)
+    return dataset_need(question, batch, encoding)
+
+
+def test_a_real_store_takes_as_many_bytes(tmp_path):
+    """Two parts of the store that extraction writes, for PixArt-Sigma at 256: all but headers and captions."""
+    need_of = need("pixart-sigma-xl-2-256", images=1)
+    sizes = []
+    for count in (1, 9):
+        texts = {f"{index:04d}": torch.zeros(100, 4096, dtype=torch.bfloat16) for index in range(count)}
+        encoded = Encoded(
+            latents={(4, 32, 32): torch.zeros(count, 4, 32, 32, dtype=torch.bfloat16)},
+            indices={(4, 32, 32): list(range(count))},
+            captions=dict(enumerate(texts)),
+            texts=texts,
+            skipped=[],
+        )
+        write_part(tmp_path / f"{count}.safetensors", encoded)
+        sizes.append((tmp_path / f"{count}.safetensors").stat().st_size)
+    rows = need_of.store_bytes.low - need_of.latent_bytes - need_of.text_bytes.low
+    wanted = need_of.latent_bytes + rows + 100 * 4096 * 2
+    captions = len('"0": "0000", ')
+    assert (sizes[1] - sizes[0]) / 8 == pytest.approx(wanted + captions, abs=8)  # the header's numbers grow, too
+
+
+def test_padded_text_is_said_before_it_fills_a_disk():
+    found = need("pixart-sigma-xl-2-1024", images="30M")
+    assert found.latent_bytes == 4 * 128 * 128 * 2
+    assert found.padded_text_bytes == 300 * 4096 * 2
+    assert (found.text_bytes.low, found.text_bytes.high) == (49 * 8192, 168 * 8192)
+    assert found.store_bytes.high == 30_000_000 * (131_072 + 168 * 8192 + 32)
+    assert found.notes[0] == (
+        "padded to 300 × 4096 in bf16, the text of an image takes 2.46 MB, and that of all images 73.7 TB; it is "
+        "stored without padding: 401 kB to 1.38 MB an image, with captions of 49 tokens (two or three sentences) to "
+        "168 (detailed ones) on the mean"
+    )
+    assert found.notes[1] == "the store takes 16 TB to 45.2 TB: up to 12 disks of 3.84 TB"
+
+
+def test_captions_are_cut_to_what_the_model_is_fed():
+    found = need("pixart-alpha-xl-2-256", images=1000)
+    assert found.text_bytes.high == found.padded_text_bytes == 120 * 8192
+    assert "49 tokens (two or three sentences) to 120 (detailed ones)" in found.notes[0]
+
+
+def test_without_captions_the_store_is_known_exactly():
+    found = need("dit-xl-2", images=1_281_167)
+    assert found.text_bytes.high == found.padded_text_bytes == 0
+    assert found.store_bytes.low == found.store_bytes.high == 1_281_167 * (4 * 32 * 32 * 2 + 32)
+    assert found.notes[0] == "the store takes 10.5 GB, 0.3% of a disk of 3.84 TB"
+
+
+def test_what_no_store_can_hold_yet_is_said():
+    notes = need("flux.1-dev", images=10).notes
+    assert notes[-1] == (
+        "such a store cannot be trained from yet: the feature store keeps no pooled_text, which "
+        "FluxTransformer2DModel is fed"
+    )
+
+
+def test_without_images_there_is_no_data_set():
+    assert need("dit-xl-2") is None
+
+
+def test_unknown_encoders_have_no_time():
+    question = question_for("flux.2-dev", "a100-80g", images=10)
+    batch = catalog.batch_shape(question.model)
+    assert encoding_request(question, batch) is None
+    found = dataset_need(question, batch, None)
+    assert found.extraction_seconds is None
+    assert "how long extraction takes is not known: the catalogue has not all encoders of flux.2-dev" in found.notes
+
+
+def test_an_old_card_encodes_in_what_it_computes():
+    for gpu, precision in (("v100-32g", "fp16"), ("a40", "bf16")):
+        question = question_for("pixart-sigma-xl-2-512", gpu, images=10)
+        request = encoding_request(question, catalog.batch_shape(question.model))
+        assert request.strategy.precision == precision
+        assert request.model.kwargs["num_layers"] == 1
+
+
+def test_extraction_takes_the_encoders_alone():
+    """The VAE of DiT: 16 pictures a pass, between its arithmetic at the card's rate and a hundred times that."""
+    question = question_for("dit-s-8", "a100-80g", images=1_000_000)
+    batch = catalog.batch_shape(question.model)
+    encoding = rehearse(encoding_request(question, batch)).sizes[0]
+    timeline = encoding.timeline
+    encode = [span for span, each in enumerate(timeline.spans) if each.phase == "encode"]
+    flops = sum(each.flops for each in timeline.operators if each.span == encode[-1])
+    fastest = flops / 16 / (question.gpu.tflops.fp32 * 1e12)
+    one, many = (need("dit-s-8", encoding, images=1_000_000, gpus=gpus).extraction_seconds for gpus in (1, 8))
+    assert 1e6 * fastest < one.low < one.high < 1e8 * fastest
+    assert many.low == pytest.approx(one.low / 8)
+    assert many.high == pytest.approx(one.high / 8)
+
+
+@given(st.floats(1, 1e18))
+def test_sizes_on_disk_are_written_to_three_digits(nbytes):
+    number, unit = written(nbytes).split()
+    scale = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}[unit]
+    assert float(number.replace(",", "")) * scale == pytest.approx(nbytes, rel=6e-3, abs=0.5)
+
+
+def test_a_machine_holds_all_of_its_processes():
+    blocks = (Block(GIB, "parameter", ""), Block(3 * MIB, "input", "", pinned=True))
+    timeline = Timeline(blocks, (1, 2, -1), (Span("init", 0, 3),))
+    for cluster, processes in ((Cluster(), 1), (Cluster(gpus=4), 4), (Cluster(gpus=32), 8)):
+        found = host_need(timeline, cluster)
+        assert found.processes_per_node == processes
+        assert found.process_bytes == GIB + 4 * MIB  # the pinned allocator takes the next power of two
+        assert found.page_locked_bytes == 4 * MIB
+        assert found.node_bytes == processes * (GIB + 4 * MIB + LIBRARIES_BYTES)
+
+
+def test_the_libraries_take_no_more_than_is_allowed_for_them():
+    """Without CUDA they take a sixth of the allowance; with it, the rest is the driver's and its libraries'."""
+    code = (
+        "import deepspeed, bigdit.engines.deepspeed, bigdit.optim, bigdit.train.main\n"
+        "from diffusers import SanaTransformer2DModel\n"
+        "print([line for line in open('/proc/self/status') if line.startswith('VmRSS')][0].split()[1])"
+    )
+    done = run_command(sys.executable, "-c", code)
+    assert done.returncode == 0, done.stderr
+    assert LIBRARIES_BYTES / 12 < int(done.stdout.split()[-1]) * KIB < LIBRARIES_BYTES / 3

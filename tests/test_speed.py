@@ -1,0 +1,337 @@
+"""Step times: laws of the arithmetic, examples worked out by hand, and work that real rehearsals recorded."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rehearsing import SANA, SHAPE, rehearse_all
+
+from bigdit import catalog
+from bigdit.config.strategy import parse_strategy
+from bigdit.memory import Timeline
+from bigdit.rehearse import RehearsalRequest
+from bigdit.search.calibration import Calibration
+from bigdit.search.interval import Interval
+from bigdit.search.links import HOST_LINK, HOST_MEMORY, LATENCY, NVLINK
+from bigdit.search.question import Cluster
+from bigdit.search.roofline import BANDWIDTH, LAUNCH_SECONDS, PRODUCTS
+from bigdit.search.schedule import run
+from bigdit.search.speed import PARTS, StepTime, step_time
+from bigdit.search.work import NOTHING, Amount, Exchange, Load, Operation, Work, work_of
+from bigdit.spec import Strategy
+
+A100 = catalog.gpu("a100-80g-sxm")
+RTX_4090 = catalog.gpu("rtx-4090")
+ONE = Strategy()
+MM = Operation("forward", "aten.mm", "bfloat16", "device")
+
+OPERATORS = ("aten.mm", "aten.add", "aten.convolution", "aten.convolution (grouped)", "aten._flash_attention_forward")
+amounts = st.builds(Amount, st.floats(0, 1e5), st.floats(0, 1e16), st.floats(0, 1e13))
+operations = st.builds(
+    Operation,
+    st.sampled_from(["encode", "forward", "backward", "step", "ema"]),
+    st.sampled_from(OPERATORS),
+    st.sampled_from(["bfloat16", "float16", "float32", "int8"]),
+    st.sampled_from(["device", "host", "to device", "to host"]),
+)
+exchanges = st.builds(
+    Exchange,
+    st.sampled_from(["forward", "backward", "step"]),
+    st.sampled_from(["all_reduce", "all_gather", "reduce_scatter", "broadcast"]),
+    st.sampled_from([2, 8, 16]),
+)
+loads = st.builds(
+    Load, st.dictionaries(operations, amounts, max_size=5), st.dictionaries(exchanges, amounts, max_size=3)
+)
+works = st.builds(Work, loads, loads, loads)
+cards = st.sampled_from([catalog.gpu(name) for name in ("a100-80g-sxm", "v100-32g", "rtx-4090", "a40", "h100-sxm")])
+clusters = st.sampled_from([Cluster(gpus=16), Cluster(gpus=8), Cluster(gpus=16, gpus_per_node=2, network_gbs=1.0)])
+
+
+def one(load: Load) -> Work:
+    return Work(load, NOTHING, NOTHING)
+
+
+def no_longer(first: StepTime, second: StepTime) -> bool:
+    slack = 1 + 1e-9  # sums in another order
+    return first.seconds.low <= second.seconds.low * slack and first.seconds.high <= second.seconds.high * slack
+
+
+@settings(deadline=None)
+@given(works, loads, cards, clusters)
+def test_more_work_never_takes_less_time(work, more, card, cluster):
+    before = step_time(work, ONE, card, cluster)
+    for added in (one(more), Work(NOTHING, more, NOTHING), Work(NOTHING, NOTHING, more)):
+        assert no_longer(before, step_time(work + added, ONE, card, cluster))
+    assert no_longer(before, step_time(work, ONE.model_copy(update={"grad_accum_steps": 3}), card, cluster))
+
+
+@settings(deadline=None)
+@given(works, cards, clusters, st.floats(1, 10))
+def test_a_faster_card_or_link_never_takes_longer(work, card, cluster, times):
+    rates = card.tflops
+    faster = rates.model_copy(
+        update={name: value and value * times for name, value in rates.model_dump().items()},
+    )
+    before = step_time(work, ONE, card, cluster)
+    for update in ({"bandwidth_gbs": card.bandwidth_gbs * times}, {"tflops": faster}, {"pcie": "6.0 x16"}):
+        assert no_longer(step_time(work, ONE, card.model_copy(update=update), cluster), before)
+    network = cluster.model_copy(update={"network_gbs": cluster.network_gbs * times})
+    assert no_longer(step_time(work, ONE, card, network), before)
+
+
+@settings(deadline=None)
+@given(works, cards, clusters)
+def test_parts_add_up_to_the_whole(work, card, cluster):
+    found = step_time(work, ONE, card, cluster)
+    assert set(found.parts) <= set(PARTS)
+    assert sum(part.low for part in found.parts.values()) == pytest.approx(found.seconds.low)
+    assert sum(part.high for part in found.parts.values()) == pytest.approx(found.seconds.high)
+
+
+@settings(deadline=None)
+@given(works, cards, clusters, st.floats(0.2, 5), st.floats(0, 1), st.integers(1, 9))
+def test_a_calibrated_interval_is_moved_and_never_wider(work, card, cluster, ratio, spread, count):
+    told = Calibration(ratio=ratio, spread=spread, count=count, source="")
+    plain, found = step_time(work, ONE, card, cluster), step_time(work, ONE, card, cluster, told)
+    assert plain.seconds.low * ratio <= found.seconds.low * (1 + 1e-9)
+    assert found.seconds.high <= plain.seconds.high * ratio * (1 + 1e-9)
+    if plain.seconds.low:
+        assert found.seconds.middle == pytest.approx(plain.seconds.middle * ratio)
+        more = step_time(work, ONE, card, cluster, told.model_copy(update={"count": count + 5}))
+        assert more.seconds.high <= found.seconds.high * (1 + 1e-9)
+    assert sum(part.high for part in found.parts.values()) == pytest.approx(found.seconds.high)
+
+
+@settings(deadline=None)
+@given(works, works, st.floats(-3, 3))
+def test_work_is_linear(first, second, times):
+    mixed = (first + (second - first) * times).accumulated(2)
+    by_hand = first.accumulated(2) * (1 - times) + second.accumulated(2) * times
+    for key in mixed.operations.keys() | by_hand.operations.keys():
+        assert mixed.operations[key].flops == pytest.approx(by_hand.operations[key].flops, rel=1e-6, abs=1e3)
+
+
+def test_what_interpolates_below_zero_counts_as_nothing():
+    below = Load({MM: Amount(-1, -1e12, -1e9)}, {Exchange("backward", "all_reduce", 8): Amount(-1, 0, -1e9)})
+    assert step_time(one(below), ONE, A100, Cluster(gpus=8)).seconds == Interval(low=0, high=0)
+
+
+def test_a_product_that_arithmetic_decides():
+    work = one(Load({MM: Amount(10, 312e12, 1e9)}, {}))
+    found = step_time(work, ONE, A100, Cluster())
+    share = PRODUCTS[A100.compute_capability]
+    assert found.seconds.low == pytest.approx(1 / share.high)
+    assert found.seconds.high == pytest.approx(1 / share.low)
+    assert set(found.parts) == {"matrix products"}
+    accumulated = step_time(work, ONE.model_copy(update={"grad_accum_steps": 4}), A100, Cluster())
+    assert accumulated.seconds.low == pytest.approx(4 / share.high)
+
+
+def test_the_dtype_and_the_precision_choose_the_rate():
+    single = one(Load({MM._replace(dtype="float32"): Amount(1, 1e15, 0)}, {}))
+    tf32 = step_time(single, Strategy(precision="tf32"), A100, Cluster()).seconds
+    fp32 = step_time(single, Strategy(precision="fp32"), A100, Cluster()).seconds
+    assert fp32.low > 4 * tf32.low
+    assert step_time(single, Strategy(precision="tf32"), catalog.gpu("v100-32g"), Cluster()).seconds.low > fp32.low
+    int8 = one(Load({MM._replace(dtype="int8"): Amount(1, 312e12, 0)}, {}))
+    assert step_time(int8, ONE, A100, Cluster()).seconds.low == pytest.approx(1 / PRODUCTS[8, 0].high)
+
+
+def test_an_operator_that_memory_decides():
+    work = one(Load({MM._replace(operator="aten.add"): Amount(1, 0, A100.bandwidth_gbs * 1e9)}, {}))
+    found = step_time(work, ONE, A100, Cluster())
+    assert found.seconds.low == pytest.approx(1 / BANDWIDTH.high)
+    assert found.seconds.high == pytest.approx(1 / BANDWIDTH.low)
+    assert set(found.parts) == {"memory-bound operators"}
+
+
+def test_many_small_kernels_wait_for_the_host():
+    found = step_time(one(Load({MM: Amount(10_000, 1e6, 1e6)}, {})), ONE, A100, Cluster())
+    assert found.seconds.low == pytest.approx(10_000 * LAUNCH_SECONDS.low)
+    assert found.seconds.high == pytest.approx(10_000 * LAUNCH_SECONDS.high)
+    assert found.parts["launches"].low > 0.99 * found.seconds.low
+
+
+def test_a_ring_within_a_machine():
+    gathered = one(Load({}, {Exchange("forward", "all_gather", 8): Amount(1, 0, 300e9)}))
+    found = step_time(gathered, Strategy(world_size=8, engine="fsdp2"), A100, Cluster(gpus=8)).seconds
+    assert found.low == pytest.approx(7 / 8 / NVLINK.high + LATENCY.low)
+    assert found.high == pytest.approx(7 / 8 / NVLINK.low + LATENCY.high + 7 * 3.4e-6)
+    reduced = one(Load({}, {Exchange("backward", "all_reduce", 8): Amount(1, 0, 300e9)}))
+    twice = step_time(reduced, Strategy(world_size=8, engine="fsdp2"), A100, Cluster(gpus=8)).seconds
+    assert twice.low == pytest.approx(2 * found.low, rel=1e-4)
+    over_pcie = step_time(gathered, Strategy(world_size=8, engine="fsdp2"), RTX_4090, Cluster(gpus=8)).seconds
+    assert over_pcie.low > 5 * found.low
+
+
+def test_a_ring_between_machines_takes_the_network_s_time():
+    gathered = one(Load({}, {Exchange("forward", "all_gather", 16): Amount(1, 0, 300e9)}))
+    strategy = Strategy(world_size=16, engine="fsdp2")
+    found = step_time(gathered, strategy, A100, Cluster(gpus=16, network_gbs=12.5)).seconds
+    assert found.low == pytest.approx(300 / 12.5 / 2 / 0.95, rel=1e-3)
+    assert found.high > 300 / 12.5 * 15 / 16 / 0.6
+    fast = step_time(gathered, strategy, A100, Cluster(gpus=16, network_gbs=400)).seconds
+    assert fast.high < found.low / 2
+    # HSDP shards within a machine and reduces between: the replicas of eight shards share the network.
+    hybrid = Strategy(world_size=32, engine="fsdp2", dp_replicate=4)
+    within = one(Load({}, {Exchange("forward", "all_gather", 8): Amount(1, 0, 300e9)}))
+    between = one(Load({}, {Exchange("backward", "all_reduce", 4): Amount(1, 0, 300e9 / 8)}))
+    cluster = Cluster(gpus=32, network_gbs=12.5)
+    assert step_time(within, hybrid, A100, cluster).seconds.high < 2
+    assert step_time(between, hybrid, A100, cluster).seconds.low == pytest.approx(
+        2 * 3 / 4 * 300 / 12.5 / 0.95, rel=1e-3
+    )
+
+
+def test_collectives_hide_behind_the_products_at_best():
+    product, gathered = {MM: Amount(1, 312e12, 0)}, {Exchange("forward", "all_gather", 8): Amount(1, 0, 30e9)}
+    strategy, cluster = Strategy(world_size=8, engine="fsdp2"), Cluster(gpus=8)
+    alone, apart, both = (
+        step_time(one(load), strategy, A100, cluster).seconds
+        for load in (Load(product, {}), Load({}, gathered), Load(product, gathered))
+    )
+    assert both.low == alone.low
+    assert both.high == pytest.approx(alone.high + apart.high)
+
+
+def test_the_optimizer_on_the_host_waits_for_the_gradients_and_shares_the_memory_of_its_machine():
+    product = Load({MM: Amount(1, 312e12, 0)}, {})
+    adam = Load({Operation("step", "aten._fused_adamw_", "float32", "host"): Amount(1, 0, 30e9)}, {})
+    sent = Load({Operation("step", "aten.copy_", "bfloat16", "to device"): Amount(1, 0, A100.host_gbs * 1e9)}, {})
+    alone = step_time(one(product), ONE, A100, Cluster()).seconds
+    stepped = step_time(Work(product, NOTHING, adam), ONE, A100, Cluster()).seconds
+    assert stepped.low == pytest.approx(alone.low + 30e9 / HOST_MEMORY.high, rel=1e-5)
+    eight = step_time(Work(product, NOTHING, adam), ONE, A100, Cluster(gpus=8))
+    assert eight.seconds.low == pytest.approx(alone.low + 8 * 30e9 / HOST_MEMORY.high, rel=1e-5)
+    assert eight.parts["host"].low == pytest.approx(8 * 30e9 / HOST_MEMORY.high, rel=1e-5)
+    copied = step_time(Work(NOTHING, NOTHING, sent), ONE, A100, Cluster())
+    assert copied.seconds.low == pytest.approx(1 / HOST_LINK.high)
+    assert set(copied.parts) == {"copies to and from the host"}
+
+
+def test_the_whole_training():
+    step = StepTime(seconds=Interval(low=1, high=2), parts={})
+    found = run(images=1000, epochs=1.5, global_batch_size=256, step=step, gpus=8, price=3.0)
+    assert found.steps == 6
+    assert found.seconds == Interval(low=6, high=12)
+    assert found.gpu_hours.high == pytest.approx(12 * 8 / 3600)
+    assert found.money is not None
+    assert found.money.low == pytest.approx(6 * 8 / 3600 * 3)
+    assert (found.images_per_second.low, found.images_per_second.high) == (128, 256)
+    assert run(images=1, epochs=1, global_batch_size=256, step=step, gpus=1, price=None).money is None
+
+
+STRATEGIES = {
+    "single": "single",
+    "single, 3": "single,grad_accum_steps=3",
+    "zero1": "zero1,world_size=8",
+    "zero1, 2": "zero1,world_size=8,grad_accum_steps=2",
+    "zero2": "zero2,world_size=8",
+    "zero2, 2": "zero2,world_size=8,grad_accum_steps=2",
+    "zero2-offload": "zero2-offload,world_size=8",
+    "fsdp2": "fsdp2,world_size=8",
+    "fsdp2, 2": "fsdp2,world_size=8,grad_accum_steps=2",
+    "hsdp": "fsdp2,world_size=8,dp_replicate=2",
+    "hsdp, 2": "fsdp2,world_size=8,dp_replicate=2,grad_accum_steps=2",
+    "activations": "single,offload_activations=true,ema.device=cpu",
+    "two": "single,micro_batch_size=2",
+    "four": "single,micro_batch_size=4",
+    "six": "single,micro_batch_size=6",
+}
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    """Strategy and work of each name in STRATEGIES, of a tiny Sana."""
+    strategies = {name: parse_strategy([text]) for name, text in STRATEGIES.items()}
+    requests = [
+        RehearsalRequest(model=SANA, batch=SHAPE, strategy=each, micro_batch_sizes=(each.micro_batch_size,))
+        for each in strategies.values()
+    ]
+    sizes = rehearse_all(tmp_path_factory.mktemp("speed"), requests)
+    return {
+        name: (strategy, work_of(size.timeline, strategy))
+        for (name, strategy), size in zip(strategies.items(), sizes, strict=True)
+    }
+
+
+def flops(load: Load) -> float:
+    return sum(amount.flops for amount in load.operations.values())
+
+
+def sent(load: Load, phase: str) -> dict[tuple[str, int], float]:
+    return {
+        (key.name, key.group_size): amount.nbytes
+        for key, amount in load.exchanges.items()
+        if key.phase == phase and amount.nbytes > 1e-6
+    }
+
+
+def moved(load: Load, place: str, phase: str) -> float:
+    return sum(a.nbytes for key, a in load.operations.items() if key.place == place and key.phase == phase)
+
+
+def test_accumulation_repeats_the_micro_batches_and_not_the_step(recorded):
+    _, once = recorded["single"]
+    _, thrice = recorded["single, 3"]
+    assert flops(thrice.micro) == flops(once.micro) > 0
+    assert flops(once.accumulated(3)) == pytest.approx(flops(thrice.accumulated(3)))
+    adamw = Operation("step", "aten._fused_adamw_", "float32", "device")
+    assert once.step.operations[adamw] == thrice.step.operations[adamw]
+    assert not once.micro.exchanges
+
+
+def test_reductions_are_where_the_engine_makes_them(recorded):
+    for name, every, last in (
+        ("zero1", {}, {("all_reduce", 8)}),
+        ("zero2", {("all_reduce", 8)}, {}),
+        ("fsdp2", {("all_gather", 8), ("reduce_scatter", 8)}, {}),
+        ("hsdp", {("all_gather", 4), ("reduce_scatter", 4)}, {("all_reduce", 2)}),
+    ):
+        for recording in (name, f"{name}, 2"):  # told by the engine's rules, and seen
+            _, work = recorded[recording]
+            assert set(sent(work.micro, "backward")) == set(every), recording
+            assert set(sent(work.last, "backward")) == set(last), recording
+        assert sent(recorded[name][1].accumulated(2), "backward") == pytest.approx(
+            sent(recorded[f"{name}, 2"][1].accumulated(2), "backward")
+        )
+
+
+def test_what_is_offloaded_crosses_the_link_and_is_computed_on_the_host(recorded):
+    _, zero2 = recorded["zero2-offload"]
+    params = 16740  # of the tiny Sana; a partition of an eighth, with its padding
+    assert moved(zero2.micro, "to host", "backward") == pytest.approx(4 * params / 8, rel=0.01)
+    assert moved(zero2.step, "to device", "step") == pytest.approx(2 * params / 8, rel=0.01)
+    # AdamW's four tensors, read and written
+    assert zero2.step.operations[Operation("step", "aten._fused_adamw_", "float32", "host")].nbytes == pytest.approx(
+        2 * 4 * 4 * params / 8, rel=0.01
+    )
+    assert not any("adamw" in key.operator for key in recorded["zero2"][1].step.operations if key.place == "host")
+    _, saved = recorded["activations"]
+    assert moved(saved.micro, "to host", "forward") == pytest.approx(moved(saved.micro, "to device", "backward"), 0.01)
+    assert moved(saved.step, "to host", "ema") == 4 * params
+    assert moved(saved.step, "host", "ema") == 3 * 4 * params  # weights and average read, the average written
+
+
+def test_offload_shows_in_the_parts(recorded):
+    strategy, work = recorded["zero2-offload"]
+    offloaded = step_time(work, strategy, A100, Cluster(gpus=8)).parts
+    assert {"host", "copies to and from the host", "collectives"} <= set(offloaded)
+    strategy, work = recorded["single"]
+    kept = step_time(work, strategy, A100, Cluster()).parts
+    assert "collectives" not in kept
+    assert kept["optimizer"].low > 100 * kept.get("host", Interval(low=0, high=0)).low
+
+
+def test_a_micro_batch_between_two_is_worth_their_mean(recorded):
+    (_, two), (_, four), (_, six) = recorded["two"], recorded["four"], recorded["six"]
+    predicted = (two + six) * 0.5
+    assert flops(predicted.accumulated(1)) == pytest.approx(flops(four.accumulated(1)))
+    found, real = (step_time(work, ONE, A100, Cluster()).seconds for work in (predicted, four))
+    assert found.low == pytest.approx(real.low, rel=1e-3)
+    assert found.high == pytest.approx(real.high, rel=1e-3)
+
+
+def test_a_timeline_without_a_step_is_refused():
+    with pytest.raises(ValueError, match="no optimizer step"):
+        work_of(Timeline((), (), ()), ONE)

@@ -1,0 +1,211 @@
+"""Receipts: what a run leaves behind, what is refused of a folder of them, and what plans learn from them."""
+
+import datetime
+import json
+import math
+
+import pytest
+from conftest import DIGITS, SINGLE, TINY, with_set
+from conftest import bigdit as command
+from rehearsing import SANA, SHAPE, rehearse_all
+
+from bigdit import catalog, receipt
+from bigdit.config.strategy import parse_strategy
+from bigdit.errors import UserError
+from bigdit.receipt import Receipt
+from bigdit.rehearse import RehearsalRequest
+from bigdit.search import receipts
+from bigdit.search.question import Cluster
+from bigdit.search.speed import step_time
+from bigdit.search.work import work_of
+from bigdit.spec import ObjectiveSpec
+
+A100 = catalog.gpu("a100-80g-sxm")
+GIB = 1 << 30
+
+
+def receipt_of(text="single", **fields):
+    """Of a tiny Sana on an A100; `text` is its strategy."""
+    known = {
+        "kind": "train",
+        "written": datetime.date(2026, 1, 2),
+        "model": SANA,
+        "batch": SHAPE,
+        "buckets": 1,
+        "strategy": parse_strategy([text]),
+        "objective": ObjectiveSpec(),
+        "device": "NVIDIA A100-SXM4-80GB",
+        "compute_capability": (8, 0),
+        "gpus_per_node": 8,
+        "steps": 100,
+        "seconds": 20.0,
+        "seconds_per_step": 0.1,
+        "images_per_second": 10.0,
+        "measured_peak_allocated_bytes": GIB,
+        "measured_peak_reserved_bytes": 2 * GIB,
+        "measured_with": "torch.cuda.max_memory_allocated",
+    }
+    return Receipt(**(known | fields))
+
+
+@pytest.fixture(scope="module")
+def rehearsed(tmp_path_factory):
+    """The rehearsal of a request for one of two strategies."""
+    known = {text: receipt_of(text) for text in ("single", "zero2-offload,world_size=8")}
+    requests = [
+        RehearsalRequest(model=SANA, batch=SHAPE, strategy=each.strategy, micro_batch_sizes=(1,))
+        for each in known.values()
+    ]
+    sizes = rehearse_all(tmp_path_factory.mktemp("receipts"), requests)
+    by_strategy = {request.strategy.digest(): size for request, size in zip(requests, sizes, strict=True)}
+
+    def rehearse(request):
+        if request.strategy.digest() not in by_strategy:
+            raise UserError("the model is not in this release of diffusers")
+        return by_strategy[request.strategy.digest()]
+
+    return rehearse
+
+
+def test_a_card_s_receipt_is_kept_and_read_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("BIGDIT_RECEIPTS", str(tmp_path / "kept"))
+    written = receipt_of()
+    receipt.write(written, tmp_path / "run/receipt.json")
+    found, notices = receipts.read([receipt.folder()])
+    assert (found, notices) == ([written], [])
+    assert Receipt.model_validate_json((tmp_path / "run/receipt.json").read_bytes()) == written
+    (name,) = [path.name for path in receipt.folder().iterdir()]
+    assert name.startswith("2026-01-02-tiny-sana-NVIDIA-A100-SXM4-80GB-")
+
+
+def test_a_cpu_s_receipt_is_of_no_use_to_plans(tmp_path, monkeypatch):
+    monkeypatch.setenv("BIGDIT_RECEIPTS", str(tmp_path / "kept"))
+    receipt.write(receipt_of(device="cpu", compute_capability=None), tmp_path / "receipt.json")
+    assert not receipt.folder().exists()
+
+
+def test_a_folder_that_cannot_be_written_is_said(tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("BIGDIT_RECEIPTS", str(tmp_path / "file"))
+    receipt.write(receipt_of(), tmp_path / "receipt.json")
+    assert "the receipt is not kept for plans: cannot write" in capsys.readouterr().err
+    assert (tmp_path / "receipt.json").exists()
+
+
+def test_the_user_s_folder_is_where_data_is_kept(monkeypatch, tmp_path):
+    monkeypatch.delenv("BIGDIT_RECEIPTS", raising=False)
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    assert receipt.folder() == tmp_path / "bigdit" / "receipts"
+    assert receipts.folders()[-1] == receipt.folder()
+
+
+def test_files_that_are_no_receipts_are_named_and_passed_over(tmp_path):
+    good = receipt_of()
+    receipt.write(good.model_copy(update={"device": "cpu"}), tmp_path / "a.json")
+    (tmp_path / "broken.json").write_text("{")
+    (tmp_path / "other.json").write_text(json.dumps(good.model_dump(mode="json") | {"speed": 1}))
+    (tmp_path / "short.json").write_text(json.dumps({"kind": "train"}))
+    found, notices = receipts.read([tmp_path, tmp_path / "nowhere"])
+    assert len(found) == 1
+    assert [line.split(" is no receipt")[0] for line in notices] == [
+        str(tmp_path / name) for name in ("broken.json", "other.json", "short.json")
+    ]
+    assert "speed: Extra inputs are not permitted" in notices[1]
+    assert "model: Field required" in notices[2]
+
+
+def test_only_receipts_of_the_card_and_of_one_shape_count():
+    mine = receipt_of()
+    others = [
+        receipt_of(device="NVIDIA A40"),
+        receipt_of(device="a card of 2031"),
+        receipt_of(device="cpu"),
+        receipt_of(buckets=5),
+    ]
+    assert receipts.of_card([*others, mine], A100) == [mine]
+    many = [receipt_of(seconds=float(i)) for i in range(12)]
+    assert receipts.of_card(many, A100) == many[-receipts.NEWEST :]
+
+
+def test_measured_steps_move_and_narrow_the_prediction(rehearsed):
+    strategy = receipt_of().strategy
+    request = RehearsalRequest(model=SANA, batch=SHAPE, strategy=strategy, micro_batch_sizes=(1,))
+    work = work_of(rehearsed(request).timeline, strategy)
+    plain = step_time(work, strategy, A100, Cluster()).seconds
+    measured = [receipt_of(seconds_per_step=plain.middle * times) for times in (1.5, 1.6, 1.7)]
+    checked, notices = receipts.check(measured, A100, rehearsed)
+    assert notices == []
+    told = receipts.calibration(checked, strategy)
+    assert told is not None
+    assert (told.count, told.ratio) == (3, pytest.approx(1.6))
+    assert told.spread == pytest.approx(math.log(1.6 / 1.5))
+    assert told.source.startswith("3 receipts of NVIDIA A100-SXM4-80GB, one card: steps took 1.60 times")
+    found = step_time(work, strategy, A100, Cluster(), told).seconds
+    assert found.low < 1.5 * plain.middle < 1.7 * plain.middle < found.high
+    assert found.high / found.low < plain.high / plain.low
+
+
+def test_receipts_speak_for_strategies_like_theirs(rehearsed):
+    offloaded = receipt_of("zero2-offload,world_size=8")
+    checked, _ = receipts.check([offloaded], A100, rehearsed)
+    assert receipts.calibration(checked, receipt_of().strategy) is None
+    told = receipts.calibration(checked, offloaded.strategy)
+    assert told is not None
+    assert "several cards, state on the host" in told.source
+    untimed, _ = receipts.check([receipt_of(seconds_per_step=None)], A100, rehearsed)
+    assert receipts.calibration(untimed, receipt_of().strategy) is None
+
+
+def test_measured_peaks_give_the_band(rehearsed):
+    (seen,), _ = receipts.check([receipt_of()], A100, rehearsed)
+    assert receipts.memory_band([]) is None
+    assert (
+        receipts.memory_band(receipts.check([receipt_of(measured_peak_reserved_bytes=None)], A100, rehearsed)[0])
+        is None
+    )
+    measured = [round(seen.peak_reserved_bytes * times) for times in (1.02, 0.99, 1.01)]
+    checked, _ = receipts.check([receipt_of(measured_peak_reserved_bytes=each) for each in measured], A100, rehearsed)
+    band = receipts.memory_band(checked)
+    assert band is not None
+    assert band[0] == pytest.approx(0.02 * 4 / 3, rel=1e-3)
+    assert band[1] == "3 receipts of this card, off by 2.0% at most"
+
+
+def test_a_receipt_that_cannot_be_rehearsed_is_said(rehearsed):
+    lost = receipt_of("single,grad_accum_steps=7")
+    checked, notices = receipts.check([lost], A100, rehearsed)
+    assert checked == []
+    assert notices == [
+        "the receipt of tiny-sana, 2026-01-02, is left out: the model is not in this release of diffusers"
+    ]
+
+
+def test_the_trainer_s_receipt_says_what_a_plan_needs(trained):
+    found = Receipt.model_validate_json((trained / "receipt.json").read_bytes())
+    assert (found.kind, found.device, found.steps, found.gpus_per_node) == ("train", "cpu", 8, 1)
+    assert found.measured_peak_allocated_bytes
+    assert found.measured_peak_reserved_bytes is None
+    assert found.images_per_second > 0
+    assert found.versions["torch"]
+    assert found.batch.latents[0] == found.model.kwargs["in_channels"]
+
+
+@pytest.mark.slow
+def test_the_benchmark_s_receipt_says_it_too(tmp_path, features):
+    out = tmp_path / "bench.json"
+    done = command(
+        "bench",
+        "--config",
+        DIGITS,
+        "--steps",
+        4,
+        "--out",
+        out,
+        "--json",
+        *with_set([*TINY, *SINGLE, f"data.features={features}"]),
+    )
+    assert done.returncode == 0, done.stderr
+    found = Receipt.model_validate_json(out.read_bytes())
+    assert found == Receipt.model_validate_json(done.stdout)
+    assert found.predicted_peak_allocated_bytes == found.measured_peak_allocated_bytes
+    assert found.seconds_per_step

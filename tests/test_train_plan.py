@@ -1,0 +1,114 @@
+"""`--plan` trains precisely by the plan: the receipt has its strategy, whatever started the processes."""
+
+import json
+import sys
+
+import pytest
+import yaml
+from conftest import BIN, DIGITS, TINY, bigdit, run_command
+from test_plan_file import SINGLE, plan_of, run_yaml, write, zero2
+
+from bigdit.catalog.revision import revision
+from bigdit.spec import EmaSpec, OptimizerSpec, Strategy
+from bigdit.train.launch import free_port
+
+KWARGS = yaml.safe_load(DIGITS.read_text())["model"]["kwargs"] | {
+    key.removeprefix("model.kwargs."): int(value)
+    for key, _, value in (override.partition("=") for override in TINY)
+    if key.startswith("model.kwargs.")
+}
+PLANS = {
+    "single": plan_of(
+        SINGLE.model_copy(update={"optimizer": OptimizerSpec(name="adamw_8bit"), "ema": EmaSpec(device="cpu")}),
+        kwargs=KWARGS,
+        expandable_segments=True,
+    ),
+    "deepspeed": plan_of(zero2(checkpointed_blocks="all"), kwargs=KWARGS),
+    "fsdp2": plan_of(
+        Strategy(engine="fsdp2", world_size=2, micro_batch_size=4, gradient_clipping=1.0, reshard_after_forward=False),
+        kwargs=KWARGS,
+    ),
+}
+# What main is asked for, in a process of its own, and what it leaves to the allocator.
+_MAIN = "import os, sys; from bigdit.train.main import main; status = main(sys.argv[1:]); \
+print(os.environ.get('PYTORCH_ALLOC_CONF')); sys.exit(status)"
+
+
+def started(plan, folder, config):
+    """The command that runs a plan, as `bigdit plan` prints it, on a machine without cards."""
+    by_plan = ("--plan", folder / "plan.yaml", "--config", config)
+    if plan.strategy.engine == "deepspeed":
+        options = ("--num_gpus", 2, "--master_port", free_port())
+        return BIN / "deepspeed", *options, "launch/train.py", "--ds-config", folder / "ds_config.json", *by_plan
+    if plan.strategy.engine == "fsdp2":
+        return BIN / "bigdit", "train", "--plan", folder, "--config", config
+    return sys.executable, "-c", _MAIN, *by_plan
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", PLANS)
+def test_the_receipt_has_the_plans_strategy(engine, features, tmp_path):
+    plan, output = PLANS[engine], tmp_path / "run"
+    folder = write(plan, tmp_path / "plan")
+    config = run_yaml(tmp_path, data={"features": str(features)}, train={"steps": 3, "warmup_steps": 1})
+    config.write_text(config.read_text().replace("output: demo/run", f"output: {output}"))
+    done = run_command(*started(plan, folder, config), DS_ACCELERATOR="cpu", PYTHONPATH=".")
+    assert done.returncode == 0, done.stderr[-3000:]
+    strategy = Strategy.model_validate(json.loads((output / "receipt.json").read_text())["strategy"])
+    assert (strategy.optimizer.lr, strategy.optimizer.betas) == (2e-3, (0.9, 0.99))  # of the YAML
+    assert strategy.model_copy(update={"optimizer": plan.strategy.optimizer}) == plan.strategy
+    assert strategy.optimizer.name == plan.strategy.optimizer.name
+    assert (
+        done.stderr.count(f"note: the plan was made with catalogue 0123456789abcdef, and this is {revision()}") == 1
+    ), done.stderr
+    if engine == "single":
+        assert done.stdout.splitlines()[-1] == "expandable_segments:True"
+
+
+def test_dry_run_shows_the_plans_strategy(tmp_path):
+    plan = PLANS["deepspeed"]
+    folder, config = write(plan, tmp_path / "plan"), run_yaml(tmp_path)
+    done = bigdit("train", "--plan", folder, "--config", config, "--dry-run")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    strategy = Strategy.model_validate(found["strategy"])
+    assert strategy.model_copy(update={"optimizer": plan.strategy.optimizer}) == plan.strategy
+    assert found["run"]["engine"]["processes"] == 2
+    assert done.stderr.startswith("note: the plan was made with catalogue 0123456789abcdef")
+
+
+def errors(done):
+    assert done.returncode == 1, done.stderr
+    assert done.stdout == ""
+    return done.stderr.splitlines()
+
+
+def test_other_processes_are_refused_with_both_numbers(tmp_path):
+    folder, config = write(PLANS["deepspeed"], tmp_path / "plan"), run_yaml(tmp_path)
+    done = run_command(sys.executable, "launch/train.py", "--plan", folder, "--config", config)
+    assert errors(done) == [
+        "error: the plan is for 2 processes (strategy.world_size), and 1 runs (WORLD_SIZE, engine.processes); start 2, "
+        "or ask `bigdit plan` with --gpus 1"
+    ]
+
+
+def test_several_machines_need_their_launcher(tmp_path):
+    plan = plan_of(Strategy(engine="fsdp2", world_size=16, gradient_clipping=1.0))
+    done = bigdit("train", "--plan", write(plan, tmp_path / "plan"), "--config", run_yaml(tmp_path))
+    assert errors(done) == [
+        "error: the plan is for 16 processes on 2 machines, and `bigdit train` starts those of one; start "
+        "launch/train.py with the commands that `bigdit plan` printed"
+    ]
+
+
+def test_another_model_is_refused(tmp_path):
+    folder = write(PLANS["single"], tmp_path / "plan")
+    config = run_yaml(tmp_path, model={"class_name": "SanaTransformer2DModel", "kwargs": KWARGS | {"num_layers": 3}})
+    again = "leave model out, or ask `bigdit plan` for it"
+    assert errors(bigdit("train", "--plan", folder, "--config", config)) == [
+        f"error: model has num_layers 3, and the plan's model.kwargs.num_layers is 2 (digits); {again}"
+    ]
+    config = run_yaml(tmp_path, model={"name": "pixart-sigma-xl-2-1024"})
+    assert errors(bigdit("train", "--plan", folder, "--config", config, "--set", "data.buckets=[[8,8]]")) == [
+        "error: model is a PixArtTransformer2DModel, and the plan's model is digits, a SanaTransformer2DModel; " + again
+    ]
