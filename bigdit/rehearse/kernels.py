@@ -150,11 +150,13 @@ def _wait_tensor(tensor: torch.Tensor) -> torch.Tensor:
 def claim_cuda_kernels() -> torch.library.Library:
     """Let the fake GPU have the kernels that CUDA has and other devices compose; they are claimed while it lives.
 
-    Autograd then records one operation, which keeps its input and a number a row, where a composition keeps most
-    of its intermediate results. Source: _fused_rms_norm in aten/src/ATen/native/native_functions.yaml.
+    Autograd then records one operation of _fused_rms_norm, which keeps its input and a number a row, where a
+    composition keeps most of its intermediate results; and the two backward kernels take one new tensor, where
+    compositions take several. Source: their entries in aten/src/ATen/native/native_functions.yaml.
     """
     library = torch.library.Library("aten", "IMPL")
-    library.impl("_fused_rms_norm", _answered_by_fake_mode, "PrivateUse1")
+    for operator in ("_fused_rms_norm", "silu_backward", "mish_backward"):
+        library.impl(operator, _answered_by_fake_mode, "PrivateUse1")
     return library
 
 

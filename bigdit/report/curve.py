@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from bigdit.files import replacing
 from bigdit.report.timeline import BEHIND, COLOURS
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+MOST_MARKERS = 12
 LINES = (
     (COLOURS["gradient"], "s"),
     (COLOURS["parameter"], "o"),
@@ -40,7 +41,9 @@ def curves_figure(plan: Plan) -> Figure:
     axes = figure.subplots()
     for curve, (colour, marker) in zip(plan.curves, LINES * len(plan.curves), strict=False):
         sizes = [nbytes / GIB for nbytes in curve.process_bytes]
-        axes.plot(curve.micro_batch_sizes, sizes, color=colour, marker=marker, markersize=5, label=curve.label)
+        every = -(-len(sizes) // MOST_MARKERS)
+        line = axes.plot(curve.micro_batch_sizes, sizes, color=colour, label=curve.label)[0]
+        line.set(marker=marker, markersize=5, markevery=every)
     _draw_card(axes, plan, horizontal=True)
     size, held = chosen.strategy.micro_batch_size, chosen.process.high_bytes
     axes.plot([size], [held / GIB], "o", markersize=13, markerfacecolor="none", markeredgecolor="black")
@@ -80,7 +83,6 @@ def front_figure(plan: Plan) -> Figure:
             markersize=13 if choice == plan.chosen else 8,
             capsize=3,
             linewidth=1,
-            label={True: "numbers of AdamW", False: "lossy"}[choice.lossless],
         )
         axes.annotate(
             str(at), (held, rate.high), xytext=(0, 4), textcoords="offset points", ha="center", fontweight="bold"
@@ -90,7 +92,11 @@ def front_figure(plan: Plan) -> Figure:
     axes.set_xlim(0, 1.1 * max([plan.question.gpu.usable_bytes, *(c.process.high_bytes for c in plan.front)]) / GIB)
     axes.set_xlabel("process at its peak, GiB")
     axes.set_ylabel("images/s a card")
-    _finish(axes, "large: recommended")
+    marks = [
+        axes.plot([], [], "o", color=COLOURS["parameter"], label="the numbers of AdamW")[0],
+        axes.plot([], [], "s", color=COLOURS["gradient"], markerfacecolor="white", label="not those: lossy")[0],
+    ]
+    _finish(axes, handles=marks, title="large: recommended" if plan.fits else "large: nearest to fitting")
     return figure
 
 
@@ -101,30 +107,18 @@ def _draw_card(axes: Axes, plan: Plan, *, horizontal: bool) -> None:
     line, area = (axes.axhline, axes.axhspan) if horizontal else (axes.axvline, axes.axvspan)
     line(usable / GIB, color="black", linestyle="--", linewidth=1.2)
     area((usable - margin) / GIB, usable / GIB, color=COLOURS["saved activation"], alpha=0.35, linewidth=0)
-    across = axes.get_yaxis_transform() if horizontal else axes.get_xaxis_transform()
     axes.annotate(
         f"usable {gib(usable)}; shaded: error band",
-        (0.01, usable / GIB) if horizontal else ((usable - margin) / GIB, 0.02),
-        xycoords=across,
-        xytext=(0, 5) if horizontal else (-5, 0),
+        (0.01, usable / GIB) if horizontal else (usable / GIB, 1.0),
+        xycoords=axes.get_yaxis_transform() if horizontal else axes.get_xaxis_transform(),
+        xytext=(0, 5),
         textcoords="offset points",
-        rotation=0 if horizontal else 90,
         ha="left" if horizontal else "right",
         bbox=BEHIND,
     )
 
 
-def _finish(axes: Axes, title: str | None = None) -> None:
+def _finish(axes: Axes, **legend: Any) -> None:
     axes.grid(linewidth=0.4, alpha=0.5)
     axes.spines[["top", "right"]].set_visible(False)
-    handles, labels = axes.get_legend_handles_labels()
-    once = dict(zip(labels, handles, strict=True))
-    axes.legend(
-        once.values(),
-        once.keys(),
-        title=title,
-        alignment="left",
-        loc="upper left",
-        bbox_to_anchor=(1.0, 1.0),
-        frameon=False,
-    )
+    axes.legend(alignment="left", loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, **legend)

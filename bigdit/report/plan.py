@@ -127,11 +127,7 @@ def _at_peak(plan: Plan) -> Table:
 
 
 def _limits(plan: Plan) -> Table:
-    """The largest micro-batch of each size; the strategy's own checkpointing only where it is neither none nor all."""
-    total, chosen = words.blocks(plan), plan.chosen.strategy.checkpointed_blocks
-    heads = {"none": "none", "recommended": f"{chosen} of {total or '…'}", "full": f"all {total}" if total else "all"}
-    if chosen in (0, "all", total):
-        del heads["recommended"]
+    heads = words.limits(plan)
     rows = table("largest micro-batch a card", ["checkpointed", *heads.values()], heads.values())
     for limit in plan.buckets:
         rows.add_row(f"{limit.height} × {limit.width}", *(str(getattr(limit, key) or "none fits") for key in heads))
@@ -149,7 +145,6 @@ def _choices(title: str, choices: Sequence[Choice], plan: Plan) -> Table:
         what = Text.assemble(
             ("▸ " if choice == plan.chosen else "", "bold"),
             (choice.title, "bold"),
-            "" if choice.lossless else " (lossy)",
             "" if choice == plan.chosen else f": {choice.reason}",
         )
         predicted = "" if choice.confirmed else "~"

@@ -90,6 +90,15 @@ def checkpointing(strategy: Strategy, total: int | None) -> str:
     return f"{count} recomputed in the backward pass{kept}"
 
 
+def limits(plan: Plan) -> dict[str, str]:
+    """Columns of BucketLimit and their heads; the strategy's own blocks only where they are neither none nor all."""
+    total, chosen = blocks(plan), plan.chosen.strategy.checkpointed_blocks
+    heads = {"none": "none", "recommended": f"{chosen} of {total or '…'}", "full": f"all {total}" if total else "all"}
+    if chosen in (0, "all", total):
+        del heads["recommended"]
+    return heads
+
+
 def engine(strategy: Strategy) -> str:
     """The engine, and what it shards and offloads."""
     world = strategy.world_size

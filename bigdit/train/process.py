@@ -13,6 +13,12 @@ from bigdit import log
 from bigdit.dist import World
 
 
+def _processes_here(world: World) -> int:
+    """The processes of this machine, as torchrun and accelerate (LOCAL_WORLD_SIZE) and deepspeed (LOCAL_SIZE) say."""
+    found = os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", ""))
+    return int(found) if found.isdigit() and int(found) else world.world_size
+
+
 @contextmanager
 def process_group(world: World, *, needed: bool, on_host: bool = False) -> Iterator[torch.device]:
     """The device of this process, inside a process group where one is `needed` or several processes run.
@@ -26,9 +32,10 @@ def process_group(world: World, *, needed: bool, on_host: bool = False) -> Itera
         torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl" if on_host else "nccl"
     else:
-        # DeepSpeed would guess at an accelerator and warn; the launcher's processes share the cores.
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world.world_size))
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed guesses at one, and warns
+    # A machine's processes share its cores: torchrun gives each a single one, which an optimizer on the host would
+    # wait for.
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // _processes_here(world)))
     log.quiet_libraries()
     if not needed and world.world_size == 1:
         yield device
