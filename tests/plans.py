@@ -16,7 +16,7 @@ from bigdit.search.plan import Band, BucketLimit, Choice, Curve, Plan, Rejected,
 from bigdit.search.question import Cluster, Pins, Question
 from bigdit.search.speed import StepTime
 from bigdit.spec import EmaSpec, OptimizerSpec, Strategy
-from bigdit.units import GIB, KIB
+from bigdit.units import GIB, KIB, MIB
 
 IMAGES = 30_000_000
 GLOBAL_BATCH = 256
@@ -218,6 +218,19 @@ def unfitting_plan() -> Plan:
             "waterfall": plan.waterfall[:-1],
         }
     )
+
+
+def expandable_plan() -> Plan:
+    """The same on a card that torch's default allocator overruns, and expandable segments do not."""
+    plan = made_plan()
+    found = footprint_on(plan, plan.question.gpu)
+    wanted = found.expandable_segments.wanted_bytes + found.beside.high_bytes
+    gpu = plan.question.gpu.model_copy(update={"usable_mib": -(-wanted // MIB)})
+    taken = footprint_on(plan, gpu)
+    assert taken.expandable_segments.on_card.fits
+    assert not taken.segments.on_card.fits
+    question = plan.question.model_copy(update={"gpu": gpu})
+    return plan.model_copy(update={"question": question, "footprint": taken})
 
 
 def footprint_on(plan: Plan, gpu: catalog.Gpu) -> Any:

@@ -14,7 +14,7 @@ from bigdit.report.timeline import COLOURS
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-DARK: dict[Category, str] = COLOURS | {"parameter": "#7466D9", "workspace": "#8C8C8C"}
+DARK: dict[Category, str] = COLOURS | {"parameter": "#7466D9", "workspace": "#FFFFFF"}
 """COLOURS on a dark page: the two that would sink into it are lighter."""
 
 

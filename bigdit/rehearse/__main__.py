@@ -1,0 +1,27 @@
+"""The process that rehearses: `python -m bigdit.rehearse`, which reads `REQUEST.json<tab>RESULT.json` a line.
+
+A process of its own keeps the fake device and all that is patched for it away from the user's, and may leave
+without torch's shutdown, which aborts once a python backend is registered.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+
+from bigdit.errors import guard
+
+
+def main() -> None:
+    """Answer one request after another, until there are no more."""
+    gc.disable()  # what is imported stays, and collections look through all of it time and again
+    from bigdit.rehearse.worker import serve
+
+    serve()
+
+
+if __name__ == "__main__":
+    status = guard(main)
+    sys.stderr.flush()
+    os._exit(status)

@@ -1,0 +1,324 @@
+"""A plan in the terminal: what is said, in what order, at 80 columns; and the commands that run it."""
+
+import json
+import shlex
+import subprocess
+import sys
+from io import StringIO
+from pathlib import Path
+
+import plans
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from bigdit.config.plan_file import FILE
+from bigdit.report import words
+from bigdit.report.commands import PORT, Command, commands, obstacle
+from bigdit.report.plan import show
+from bigdit.search.interval import Interval
+from bigdit.search.question import Cluster
+from bigdit.spec import Strategy
+from bigdit.units import GIB, gib
+
+FOLDER = Path("plans/a folder")
+
+
+def shown(plan, folder=None):
+    out = StringIO()
+    show(plan, folder, Console(width=80, no_color=True, file=out))
+    return out.getvalue()
+
+
+@pytest.fixture(scope="module")
+def made():
+    return plans.made_plan()
+
+
+WAYS = {
+    "fits": plans.made_plan,
+    "does not fit": plans.unfitting_plan,
+    "32 cards": plans.sharded_plan,
+    "expandable": plans.expandable_plan,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("plan")
+@pytest.mark.parametrize("way", WAYS)
+def test_it_reads_at_80_columns_and_without_colour(way):
+    text = shown(WAYS[way](), Path("plans/sana"))
+    assert max(map(len, text.splitlines())) <= 80
+    assert len(text.splitlines()) <= 90
+    assert "\x1b" not in text
+    assert all(sign.isprintable() or sign == "\n" for sign in text)
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("plan")
+def test_the_answer_comes_first_and_the_commands_last(made):
+    text = shown(made, Path("plans/sana"))
+    order = [
+        "sana-1600m-1024, 1.604 B parameters, 1024 × 1024 pixels, on one NVIDIA A40",
+        "FITS: wants ",
+        "recommended",
+        "checkpoint  12 of 20 blocks recomputed in the backward pass",
+        "batch       micro-batch 8 × 32 accumulated = 256 a step",
+        "speed and cost",
+        "memory by phase",
+        "largest micro-batch a card",
+        "alternatives",
+        "not taken",
+        "on the host and on disk",
+        "note: Gemma-2's text encoder",
+        "bigdit train --plan plans/sana --config plans/sana/run.yaml",
+        "python launch/train.py --plan plans/sana/plan.yaml",
+    ]
+    places = [text.index(line) for line in order]
+    assert places == sorted(places)
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("plan")
+def test_the_numbers_are_the_plans(made):
+    text = shown(made)
+    process = made.chosen.process
+    left = made.question.gpu.usable_bytes - process.high_bytes
+    assert f"{process.low_bytes / GIB:.2f}–{gib(process.high_bytes)} of 44.35 GiB usable, {gib(left)} left" in text
+    for phase in made.ledger.phases:
+        assert gib(phase.peak_bytes) in text
+    for category, nbytes in made.ledger.at_peak.items():
+        assert category in text
+        assert gib(nbytes) in text
+    assert f"total allocated   {gib(made.ledger.peak_allocated_bytes)}  100.0 %" in text
+    held, beside, total = words.held(made.footprint, made.chosen)
+    assert held + beside == total == process.high_bytes
+    assert "step   28.4–37.1 s: compute 26.0–32.2 s, memory 2.40–4.90 s" in text
+    assert "run    30,000,000 images × 1 epoch, 117,187 steps: 38.5–50.3 days" in text
+    assert "cost   924–1,208 GPU-hours, 453–592 at 0.49 an hour a card" in text
+    assert "disk      5,693–40,455 GiB for 30,000,000 encoded images" in text
+    assert "2 more in report.html and --json" in " ".join(text.split())
+    assert "ask again with --out DIR" in text
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("plan")
+def test_what_does_not_fit_is_answered_with_what_would():
+    plan = plans.unfitting_plan()
+    text = shown(plan, Path("plans/sana"))
+    assert "DOES NOT FIT: wants " in text
+    assert f"of 15.67 GiB usable, {gib(-plan.chosen.headroom_bytes)} too much" in text
+    assert text.index("what would fit") < text.index("nearest to fitting") < text.index("memory by phase")
+    assert "8-bit AdamW, all blocks" in text
+    assert "nothing to run: it does not fit" in text
+    assert "bigdit train" not in text
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("plan")
+def test_a_tight_plan_says_so(made):
+    margin = int(made.chosen.peak_reserved_bytes * made.band.share)
+    chosen = made.chosen.model_copy(update={"headroom_bytes": margin // 2, "verdict": "TIGHT"})
+    text = shown(made.model_copy(update={"chosen": chosen, "verdict": "TIGHT"}))
+    assert f"{gib(margin // 2)} left, which is within the error band" in " ".join(text.split())
+    assert f"error band ±3 % of reserved memory, ±{gib(margin)} (the step of 9 engines" in " ".join(text.split())
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("plan")
+def test_what_the_allocator_needs_is_said():
+    plan = plans.expandable_plan()
+    assert "allocator   PYTORCH_ALLOC_CONF=expandable_segments:True" in shown(plan)
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("plan")
+def test_the_recommended_row_is_shown_however_long_the_front(made):
+    last = made.model_copy(update={"front": (*made.front[1:], made.chosen)})
+    assert "▸ 12 of 20 blocks checkpointed" in shown(last)
+
+
+STRATEGIES = {
+    "zero2, offload": (
+        {"engine": "deepspeed", "world_size": 8},
+        {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+        "DeepSpeed ZeRO-2 over 8 processes, optimizer on the host",
+    ),
+    "zero3, all": (
+        {"engine": "deepspeed", "world_size": 8},
+        {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
+        "DeepSpeed ZeRO-3 over 8 processes, optimizer and parameters on the host",
+    ),
+    "zero1": ({"engine": "deepspeed"}, {"stage": 1}, "DeepSpeed ZeRO-1 over 1 process"),
+    "fsdp2": ({"engine": "fsdp2", "world_size": 4}, None, "FSDP2 over 4 processes"),
+    "fsdp2, gathered, offload": (
+        {"engine": "fsdp2", "world_size": 4, "reshard_after_forward": False, "cpu_offload": True},
+        None,
+        "FSDP2 over 4 processes, weights stay gathered until the backward pass, shards and optimizer on the host",
+    ),
+    "hsdp": (
+        {"engine": "fsdp2", "world_size": 8, "dp_replicate": 2},
+        None,
+        "HSDP, 2 copies over 4 processes each",
+    ),
+    "single": ({}, None, "one process, no sharding"),
+}
+
+
+@pytest.mark.parametrize("way", STRATEGIES)
+def test_engines_in_words(way):
+    fields, zero, text = STRATEGIES[way]
+    strategy = Strategy(**fields, ds_config=None if zero is None else {"zero_optimization": zero})
+    assert words.engine(strategy) == text
+
+
+@pytest.mark.parametrize(
+    ("blocks", "total", "kind", "text"),
+    [
+        (0, 20, "full", "none: nothing is recomputed"),
+        (12, 20, "full", "12 of 20 blocks recomputed in the backward pass"),
+        ("all", 20, "full", "all 20 blocks recomputed in the backward pass"),
+        (20, 20, "full", "all 20 blocks recomputed in the backward pass"),
+        (3, None, "full", "the first 3 blocks recomputed in the backward pass"),
+        (
+            "all",
+            None,
+            "selective",
+            "all blocks recomputed in the backward pass, but for matrix products and attention",
+        ),
+    ],
+)
+def test_checkpointing_in_words(blocks, total, kind, text):
+    assert words.checkpointing(Strategy(checkpointed_blocks=blocks, checkpointing=kind), total) == text
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "text"),
+    [
+        (0.0042, 0.0061, "4.20–6.10 ms"),
+        (28.4, 37.1, "28.4–37.1 s"),
+        (90, 3700, "1.50–61.7 min"),
+        (7200, 7201, "2.00 h"),
+        (86_400 * 38.5, 86_400 * 50.3, "38.5–50.3 days"),
+        (0, 2, "0.00–2,000 ms"),
+    ],
+)
+def test_ranges_of_time_in_the_largest_unit_that_they_fill(low, high, text):
+    assert words.span(Interval(low=low, high=high)) == text
+
+
+@given(st.integers(0, 1 << 50), st.integers(0, 1 << 50))
+def test_ranges_of_bytes_name_their_unit_once_where_it_is_one(one, other):
+    low, high = sorted((one, other))
+    text = words.gibs(low, high)
+    assert words.size(high) in text
+    assert words.size(low).split()[0] in text
+    assert text.count("iB") + text.count(" B") <= 2
+
+
+# --- commands
+
+
+def printed(plan, folder=Path("plans/x")):
+    return [" ".join(command.words) for command in commands(plan, folder)]
+
+
+BY_PLAN = "--plan plans/x/plan.yaml --config plans/x/run.yaml"
+SHORT = "bigdit train --plan plans/x --config plans/x/run.yaml"
+
+
+def on(made, strategy, gpus_per_node=8):
+    cluster = Cluster(gpus=strategy.world_size, gpus_per_node=gpus_per_node)
+    question = made.question.model_copy(update={"cluster": cluster})
+    chosen = made.chosen.model_copy(update={"strategy": strategy})
+    return made.model_copy(update={"question": question, "chosen": chosen})
+
+
+def fsdp2(world):
+    return Strategy(engine="fsdp2", world_size=world, gradient_clipping=1.0)
+
+
+def node(nodes, processes, rank):
+    return (
+        f"torchrun --nnodes {nodes} --nproc-per-node {processes} --node-rank {rank} --master-addr $HEAD "
+        f"--master-port {PORT} launch/train.py {BY_PLAN}"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("plan")
+def test_commands_are_those_of_the_engine_and_the_machines(made):
+    deepspeed = f"launch/train.py --ds-config plans/x/ds_config.json {BY_PLAN}"
+    zero2 = plans.sharded_plan(8)
+    assert printed(made) == [SHORT, f"python launch/train.py {BY_PLAN}"]
+    assert printed(zero2) == [SHORT, f"deepspeed --num_gpus 8 {deepspeed}"]
+    assert printed(plans.sharded_plan(32)) == [f"deepspeed --hostfile hostfile {deepspeed}"]
+    (on_four,) = commands(plans.sharded_plan(32), Path("plans/x"))
+    assert on_four.comment == "on the first machine, with 4 lines `host slots=8` in hostfile"
+    (uneven,) = commands(plans.sharded_plan(9), Path("plans/x"))
+    assert uneven.comment == "on the first machine, with `host slots=8`, `host slots=1` in hostfile"
+    assert printed(on(made, fsdp2(8))) == [
+        SHORT,
+        f"torchrun --standalone --nproc-per-node 8 launch/train.py {BY_PLAN}",
+    ]
+    assert printed(on(made, fsdp2(12))) == [node(2, 6, "$NODE_RANK")]
+    assert printed(on(made, fsdp2(9))) == [node(2, 8, 0), node(2, 1, 1)]
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("plan")
+def test_launchers_read_the_commands_as_they_are_meant(made):
+    """torchrun's and DeepSpeed's own parsers, on every form that is printed."""
+    lines = [
+        "\n".join(command.lines())
+        for plan in (on(made, fsdp2(8)), on(made, fsdp2(12)), plans.sharded_plan(8), plans.sharded_plan(32))
+        for command in commands(plan, FOLDER)
+        if command.words[0] != "bigdit"
+    ]
+    parse = """
+import json, shlex, sys
+from deepspeed.launcher import runner
+from torch.distributed.run import get_args_parser
+found = []
+for line in json.load(sys.stdin):
+    name, *words = shlex.split(line.replace("\\\\\\n", " ").replace("$NODE_RANK", "1"))
+    if name == "torchrun":
+        parsed = get_args_parser().parse_args(words)
+        found.append([parsed.nnodes, parsed.nproc_per_node, parsed.node_rank, parsed.training_script,
+                      parsed.training_script_args])
+    else:
+        parsed = runner.parse_args(words)
+        found.append([parsed.hostfile, parsed.num_gpus, 0, parsed.user_script, parsed.user_args])
+print(json.dumps(found))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", parse], input=json.dumps(lines), capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    by_plan = ["--plan", str(FOLDER / FILE), "--config", str(FOLDER / "run.yaml")]
+    ds = ["--ds-config", str(FOLDER / "ds_config.json")]
+    assert json.loads(done.stdout.splitlines()[-1]) == [
+        ["1:1", "8", 0, "launch/train.py", by_plan],
+        ["2", "6", 1, "launch/train.py", by_plan],
+        ["/job/hostfile", 8, 0, "launch/train.py", ds + by_plan],
+        ["hostfile", -1, 0, "launch/train.py", ds + by_plan],
+    ]
+
+
+@given(st.lists(st.text(st.characters(codec="ascii", categories=["L", "N", "Zs"]), min_size=1), min_size=1))
+def test_a_shell_reads_a_command_as_its_words(arguments):
+    command = Command("", ("torchrun", "--standalone", "--nnodes", "2", *arguments))
+    lines = command.lines(40)
+    assert shlex.split("\n".join(lines).replace("\\\n", " ")) == list(command.words)
+    assert all(line.endswith(" \\") for line in lines[:-1])
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("plan")
+def test_what_cannot_be_trained_here_has_no_command(made):
+    online = made.chosen.strategy.model_copy(update={"features": "online"})
+    plan = made.model_copy(update={"chosen": made.chosen.model_copy(update={"strategy": online})})
+    assert obstacle(plan) == "features online are rehearsed, not trained yet"
+    assert "nothing to run: features online are rehearsed, not trained yet" in shown(plan, Path("plans/x"))
+    assert obstacle(made) is None

@@ -1,0 +1,319 @@
+"""The page of a plan and its pictures: whole in one file, for every eye and on paper; and the folder they lie in."""
+
+import itertools
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import plans
+import pytest
+import yaml
+from conftest import bigdit
+from PIL import Image
+from test_report_timeline import VISIONS, lab
+
+from bigdit.config.deepspeed import complete_ds_config, ds_values
+from bigdit.config.plan_file import read_plan_file
+from bigdit.config.planned import planned_run, planned_strategy
+from bigdit.errors import UserError
+from bigdit.memory import CATEGORIES
+from bigdit.report.curve import plot_curves
+from bigdit.report.folder import OURS, write_plan
+from bigdit.report.page import page
+from bigdit.report.skeleton import skeleton
+from bigdit.report.svg import DARK
+from bigdit.report.timeline import COLOURS
+from bigdit.search.plan import Plan
+from bigdit.search.record import record
+from bigdit.units import gib
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("plan")]  # but for the rehearsal, none takes long
+
+VOID = {"meta", "br", "img", "input", "hr", "link", "path", "use"}
+
+
+class Outline(HTMLParser):
+    """Elements with their attributes, in order, and the text within those that are open."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.elements, self.open, self.texts = [], [], []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        if tag not in VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if not {"style", "svg"} & set(self.open):
+            self.texts.append(data)
+
+    @property
+    def text(self):
+        return " ".join(" ".join(self.texts).split())
+
+
+@pytest.fixture(scope="module")
+def made():
+    return plans.made_plan()
+
+
+@pytest.fixture(scope="module")
+def shown(made):
+    return page(made, Path("plans/x"))
+
+
+def test_it_asks_for_nothing_beside_itself(shown):
+    outline = Outline(shown)
+    assert outline.open == []
+    assert not {"script", "link", "img", "iframe", "object"} & {tag for tag, _ in outline.elements}
+    for tag, attributes in outline.elements:
+        for name, value in attributes.items():
+            if name in ("src", "href", "xlink:href"):
+                assert value.startswith("#"), (tag, value)
+    assert not re.search(r"url\((?!#)|@import", shown)
+    assert set(re.findall(r"https?://[^\s\"<]+", shown)) <= {
+        "http://www.w3.org/1999/xlink",
+        "http://www.w3.org/2000/svg",
+    }
+    assert len(shown) < 1_000_000
+
+
+def test_it_is_for_those_who_cannot_see_it_too(shown):
+    elements = Outline(shown).elements
+    ids = [attributes["id"] for _, attributes in elements if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    assert elements[0] == ("html", {"lang": "en"})
+    pictures = [attributes for tag, attributes in elements if tag == "svg"]
+    assert len(pictures) == 3
+    for attributes in pictures:
+        assert attributes["role"] == "img"
+        assert all(name in ids for name in attributes["aria-labelledby"].split())
+    assert all("scope" in attributes for tag, attributes in elements if tag == "th")
+    levels = [int(tag[1]) for tag, _ in elements if re.fullmatch("h[1-6]", tag)]
+    assert levels[0] == 1
+    assert levels.count(1) == 1
+    assert all(after <= before + 1 for before, after in itertools.pairwise(levels))
+    regions = [attributes for _, attributes in elements if attributes.get("class") == "wide"]
+    assert all(attributes["tabindex"] == "0" and attributes["aria-label"] for attributes in regions)
+
+
+def test_references_within_pictures_are_met(shown):
+    ids = {attributes["id"] for _, attributes in Outline(shown).elements if "id" in attributes}
+    assert set(re.findall(r"(?:href=\"|url\()#([\w.-]+)", shown)) <= ids
+
+
+def test_pictures_take_the_pages_colours(shown):
+    pictures = re.findall(r"<svg.*?</svg>", shown, re.DOTALL)
+    for picture in pictures:
+        for colour in ("#000000", "#ffffff", *COLOURS.values()):
+            assert colour.lower() not in picture.lower()
+        assert "<style" not in picture
+    styles = re.search(r"<style>(.*?)</style>", shown, re.DOTALL)[1]
+    defined = set(re.findall(r"(--[\w-]+):", styles))
+    assert set(re.findall(r"var\((--[\w-]+)\)", shown)) <= defined | {"--colour"}
+    assert "prefers-color-scheme: dark" in styles
+    assert "@media print" in styles
+
+
+def test_the_page_has_all_that_was_found(made, shown):
+    text = Outline(shown).text
+    assert "FITS wants" in text
+    for phase in made.ledger.phases:
+        assert f"{phase.phase}" in text
+        assert gib(phase.peak_bytes) in text
+        for nbytes in phase.at_peak.values():
+            assert gib(nbytes) in text
+    for choice in made.front:
+        assert choice.title in text
+        assert choice.reason in text
+    for each in made.rejected:
+        assert each.reason in text
+    for step in made.waterfall:
+        assert step.change in text
+    for limit in made.buckets:
+        assert f"{limit.height} × {limit.width} {limit.none} {limit.recommended} {limit.full}" in text
+    for name, version in made.versions.items():
+        assert f"{name} {version}" in text
+    assert made.catalogue in text
+    assert made.calibration in text
+    assert all(notice in text for notice in made.notices)
+    assert "bigdit train --plan plans/x --config plans/x/run.yaml" in text
+
+
+def test_bars_are_as_long_as_their_bytes(made, shown):
+    process = made.chosen.process.high_bytes
+    bars = re.findall(r'<div class="bar".*?</div>', shown, re.DOTALL)
+    lengths = [sum(float(part) for part in re.findall(r"width: ([\d.]+)%", bar)) for bar in bars]
+    usable, highest = made.question.gpu.usable_bytes, made.ledger.peak_allocated_bytes
+    wanted = [100 * process / usable, *(100 * phase.peak_bytes / highest for phase in made.ledger.phases)]
+    assert lengths == pytest.approx(wanted, abs=0.02)
+
+
+def test_what_does_not_fit_leads_with_what_would():
+    plan = plans.unfitting_plan()
+    text = Outline(page(plan, Path("plans/x"))).text
+    assert "DOES NOT FIT wants" in text
+    assert text.index("What would fit") < text.index("Nearest to fitting")
+    assert "bigdit train" not in text
+
+
+def test_a_plan_with_little_to_show_has_a_page(made):
+    bare = {"front": (made.chosen,), "rejected": (), "buckets": (), "curves": (), "waterfall": (), "notices": ()}
+    plan = made.model_copy(update=bare | {"dataset": None, "run": None})
+    outline = Outline(page(plan))
+    assert outline.open == []
+    assert "To run it" not in outline.text
+
+
+def test_names_are_text_and_not_markup(made):
+    spec = made.question.model.spec.model_copy(update={"name": "<script>alert(1)</script>&"})
+    model = made.question.model.model_copy(update={"spec": spec})
+    chosen = made.chosen.model_copy(update={"title": "<u>", "reason": "a < b & c"})
+    curves = tuple(curve.model_copy(update={"label": "<i>&"}) for curve in made.curves)
+    question = made.question.model_copy(update={"model": model})
+    hostile = {"question": question, "chosen": chosen, "front": (chosen, *made.front[1:]), "curves": curves}
+    outline = Outline(page(made.model_copy(update=hostile), Path("<out>")))
+    assert not {"script", "u", "i"} & {tag for tag, attributes in outline.elements if not attributes}
+    assert "<script>alert(1)</script>& on one NVIDIA A40" in outline.text
+
+
+@pytest.mark.parametrize("vision", VISIONS)
+def test_in_the_dark_too_no_colour_is_taken_for_another(vision):
+    assert set(DARK) == set(CATEGORIES)
+    seen = {name: lab(colour, np.array(VISIONS[vision])) for name, colour in DARK.items()}
+    for one, other in itertools.combinations(seen, 2):
+        assert np.linalg.norm(seen[one] - seen[other]) > 10, (one, other)
+
+
+def test_in_the_dark_colours_stand_out_from_the_page():
+    paper = lab("#161b22", np.eye(3))
+    for name, colour in DARK.items():
+        assert lab(colour, np.eye(3))[0] - paper[0] > 20, name
+
+
+def test_curves_are_drawn_and_the_card_is_among_them(made, tmp_path):
+    plot_curves(made, tmp_path / "curve.png")
+    with Image.open(tmp_path / "curve.png") as picture:
+        pixels = np.asarray(picture.convert("RGB"))
+    assert pixels.shape[:2] == (600, 1200)
+    for colour in (COLOURS["gradient"], COLOURS["parameter"], COLOURS["optimizer state"]):
+        rgb = tuple(int(colour[at : at + 2], 16) for at in (1, 3, 5))
+        assert (pixels == rgb).all(axis=-1).sum() > 100, colour
+    black = (pixels < 40).all(axis=-1).sum(axis=1)
+    assert (black > 500).sum() >= 2  # the axis below, and the dashed line of the card
+
+
+# --- the folder
+
+
+def test_the_folder_of_a_plan(made, tmp_path):
+    folder = tmp_path / "new/plan"
+    written = write_plan(made, folder)
+    assert {file.name for file in written} == OURS - {"ds_config.json"}
+    assert read_plan_file(folder) == record(made)
+    document = json.loads((folder / "plan.json").read_text())
+    assert document.pop("fits") is True
+    assert Plan.model_validate(document) == made
+    for picture in ("memory.png", "curve.png"):
+        assert (folder / picture).read_bytes().startswith(b"\x89PNG")
+    assert list(folder.parent.iterdir()) == [folder]
+
+
+def test_deepspeeds_document_is_complete_and_accepted(tmp_path):
+    plan = plans.sharded_plan(8)
+    write_plan(plan, tmp_path / "plan")
+    text = (tmp_path / "plan/ds_config.json").read_text()
+    assert "auto" not in text
+    strategy = plan.chosen.strategy
+    assert complete_ds_config(json.loads(text), ds_values(strategy)) == (strategy.ds_config, [])
+
+
+@pytest.mark.parametrize("make", [plans.made_plan, lambda: plans.sharded_plan(8)], ids=["single", "deepspeed"])
+def test_the_skeleton_runs_by_its_plan(make, tmp_path):
+    plan = make()
+    folder = tmp_path / "plan"
+    write_plan(plan, folder)
+    recorded = read_plan_file(folder)
+    run = planned_run(folder / "run.yaml", [], recorded, folder)
+    strategy = planned_strategy(run, recorded, plan.chosen.strategy.world_size)
+    assert strategy == plan.chosen.strategy
+    assert run.train.steps == plan.run.steps
+    assert run.data.buckets == ((1024, 1024), (832, 1248), (512, 512))
+    done = bigdit("train", "--plan", folder, "--config", folder / "run.yaml", "--dry-run")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["strategy"] == plan.chosen.strategy.model_dump(mode="json")
+
+
+def test_a_bucket_that_is_too_large_for_the_micro_batch_is_left_out(made):
+    small = made.buckets[1].model_copy(update={"recommended": 7})
+    run = yaml.safe_load(skeleton(made.model_copy(update={"buckets": (made.buckets[0], small)})))
+    assert run["data"]["buckets"] == [[1024, 1024]]
+
+
+def test_a_newer_plan_takes_the_place_of_an_older_one(made, tmp_path):
+    folder = tmp_path / "plan"
+    write_plan(plans.sharded_plan(8), folder)
+    write_plan(made, folder)
+    assert not (folder / "ds_config.json").exists()
+    assert read_plan_file(folder) == record(made)
+
+
+def test_a_run_that_was_edited_is_kept_and_one_that_was_not_follows_the_plan(made, tmp_path):
+    folder = tmp_path / "plan"
+    write_plan(made, folder)
+    other = made.model_copy(update={"buckets": made.buckets[:1]})
+    write_plan(other, folder)
+    assert (folder / "run.yaml").read_text() == skeleton(other)
+    (folder / "run.yaml").write_text("mine: true\n")
+    write_plan(made, folder)
+    assert (folder / "run.yaml").read_text() == "mine: true\n"
+    (folder / "plan.json").write_text("{")
+    write_plan(made, folder)
+    assert (folder / "run.yaml").read_text() == "mine: true\n"
+
+
+def refused(plan, folder):
+    with pytest.raises(UserError) as caught:
+        write_plan(plan, folder)
+    (line,) = caught.value.problems
+    return line
+
+
+def test_what_no_plan_wrote_is_not_deleted(made, tmp_path):
+    (tmp_path / "weights.bin").write_text("precious")
+    assert refused(made, tmp_path) == (
+        f"--out: {tmp_path} holds weights.bin and no plan; name another folder, or an empty one"
+    )
+    folder = tmp_path / "plan"
+    write_plan(made, folder)
+    (folder / "notes").mkdir()
+    assert refused(made, folder) == (
+        f"--out: {folder} holds notes, which no plan wrote and a new one would delete; move it, or name another folder"
+    )
+    assert refused(made, tmp_path / "weights.bin") == f"--out: {tmp_path}/weights.bin is a file; name a folder"
+    assert refused(made, tmp_path / "weights.bin/plan").startswith(f"--out: cannot write {tmp_path}/weights.bin/plan: ")
+    assert (tmp_path / "weights.bin").read_text() == "precious"
+    assert {file.name for file in tmp_path.iterdir()} == {"weights.bin", "plan"}
+
+
+def test_a_plan_that_cannot_be_finished_leaves_the_old_one(made, tmp_path, monkeypatch):
+    folder = tmp_path / "plan"
+    write_plan(plans.sharded_plan(8), folder)
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    damaged = made.model_copy(update={"packed_timeline": "not a timeline"})
+    with pytest.raises(ValueError, match="not a packed timeline"):
+        write_plan(damaged, folder)
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+    assert list(tmp_path.iterdir()) == [folder]

@@ -1,0 +1,177 @@
+"""Predictions from shallow siblings against rehearsals of the whole model, and the search against brute force."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bigdit import catalog
+from bigdit.config.strategy import parse_strategy
+from bigdit.rehearse import RehearsedSize
+from bigdit.rehearse.pool import Pool
+from bigdit.search.anchors import Sample, grid
+from bigdit.search.answer import make_plan
+from bigdit.search.candidates import Option
+from bigdit.search.evidence import UNPROVED
+from bigdit.search.explore import explore
+from bigdit.search.moments import counterparts
+from bigdit.search.question import Pins, Question
+from bigdit.search.sibling import block_count, sibling
+from bigdit.search.space import Proposal, proposals, settled
+from bigdit.search.speed import step_time
+from bigdit.search.verdict import verdict
+from bigdit.search.work import work_of
+
+BLOCKS = 8
+SANA = catalog.model("sana-1600m")
+SMALL = SANA.model_copy(
+    update={
+        "spec": SANA.spec.model_copy(
+            update={
+                "name": "small-sana",
+                "kwargs": SANA.spec.kwargs
+                | {
+                    "num_layers": BLOCKS,
+                    "num_attention_heads": 16,
+                    "num_cross_attention_heads": 8,
+                    "cross_attention_head_dim": 64,
+                    "cross_attention_dim": 512,
+                },
+            }
+        ),
+        "params": None,
+        "block_lists": (("transformer_blocks", BLOCKS),),
+    }
+)
+A40 = catalog.gpu("a40")
+SAMPLE = Sample(SMALL, A40, (1024, 1024))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("BIGDIT_CACHE", str(folder))
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    with Pool() as found:
+        yield found
+
+
+def question(**changes: object) -> Question:
+    return Question(model=SMALL, gpu=A40, resolution=(1024, 1024)).model_copy(update=changes)
+
+
+@pytest.fixture(scope="module", params=["single", "zero2,world_size=8", "fsdp2,world_size=8"])
+def option(request: pytest.FixtureRequest, pool: Pool) -> Option:
+    strategy = parse_strategy([*request.param.split(",")])
+    (found,), rejected = explore(pool, SAMPLE, [Proposal(request.param, strategy)])
+    assert not rejected
+    return found
+
+
+@pytest.mark.slow
+def test_moments_of_siblings_continue_to_the_whole_model(option: Option, pool: Pool) -> None:
+    """None, the first three and all blocks recomputed, at micro-batches inside and outside the rehearsed ones."""
+    places = [(size, blocks) for size in (2, 3, 9) for blocks in (0, 3, BLOCKS)]
+    strategies = [
+        settled(option.proposal.strategy, micro_batch_size=size, grad_accum_steps=1, checkpointed_blocks=blocks)
+        for size, blocks in places
+    ]
+    answers = pool.rehearse([SAMPLE.request(strategy) for strategy in strategies])
+    for (size, blocks), answer in zip(places, answers, strict=True):
+        assert isinstance(answer, RehearsedSize)
+        expected = option.arrangement.peaks(size, blocks)
+        for phase in ("forward", "backward"):
+            found = answer.ledger.phase(phase).peak_bytes
+            assert expected[phase] == pytest.approx(found, rel=1e-4), (size, blocks, phase)
+        assert option.arrangement.none.params == answer.params
+
+
+@pytest.mark.slow
+def test_the_search_finds_what_brute_force_finds(pool: Pool) -> None:
+    """Micro-batches around the limit, every number of blocks, whole or in part: all rehearsed, on a small card."""
+    card = A40.model_copy(update={"usable_mib": 3200})
+    asked = question(gpu=card, pins=Pins(optimizer="adamw", engine="single"))
+    plan = make_plan(asked)
+    assert (plan.verdict, plan.chosen.confirmed) == ("FITS", True)
+    chosen = plan.chosen.strategy
+    sizes = range(chosen.micro_batch_size - 1, chosen.micro_batch_size + 3)
+    best = brute_force(pool, asked, sizes)
+    assert (chosen.micro_batch_size, chosen.checkpointed_blocks, chosen.checkpointing) in best
+    assert plan.chosen.images_per_second_per_card.middle == pytest.approx(max(best.values()), rel=0.01)
+
+
+def brute_force(pool: Pool, asked: Question, sizes: Iterable[int]) -> dict[tuple[int, int, str], float]:
+    """Images a second of all that fits, by micro-batch, blocks and how they are recomputed."""
+    (proposed, *_), _ = proposals(asked)
+    strategies = [
+        settled(
+            proposed.strategy.model_copy(update={"checkpointing": kind}),
+            micro_batch_size=size,
+            grad_accum_steps=1,
+            checkpointed_blocks=blocks,
+        )
+        for kind in ("full", "selective")
+        for size in sizes
+        for blocks in range(kind == "selective", BLOCKS + 1)
+    ]
+    sample = Sample(SMALL, asked.gpu, asked.resolution)
+    answers = pool.rehearse([sample.request(strategy) for strategy in strategies])
+    found = {}
+    for strategy, answer in zip(strategies, answers, strict=True):
+        assert isinstance(answer, RehearsedSize)
+        said, _ = verdict(answer.timeline, asked.gpu, 1, UNPROVED)
+        if said == "FITS":
+            step = step_time(work_of(answer.timeline, strategy), strategy, asked.gpu, asked.cluster)
+            key = strategy.micro_batch_size, int(strategy.checkpointed_blocks), strategy.checkpointing
+            found[key] = step.seconds.per(strategy.micro_batch_size).middle
+    return found
+
+
+blocks_of_marks = st.lists(st.integers(1, 50), min_size=3, max_size=12)
+
+
+@given(blocks_of_marks, blocks_of_marks, blocks_of_marks, st.integers(2, 4), st.integers(0, 4))
+def test_every_moment_of_fewer_blocks_is_found_among_more_blocks(
+    head: list[int], block: list[int], tail: list[int], few: int, more: int
+) -> None:
+    """In the halves that begin and end alike, with the blocks between them repeated."""
+    short, long = (np.array([*head, *block * count, *tail]) for count in (few, few + more))
+    found = counterparts(short, long)
+    assert (found >= 0).all()
+    assert (short == long[found]).all()
+    assert (np.diff(found) >= 1).all()
+    assert found[0] == 0
+    assert found[-1] == len(long) - 1
+
+
+def test_moments_that_are_nowhere_else_are_left_out() -> None:
+    short, long = np.array([1, 2, 3, 4, 9]), np.array([1, 2, 7, 7, 7, 9])
+    assert counterparts(short, long).tolist() == [0, 1, -1, -1, 5]
+
+
+@pytest.mark.parametrize("name", ["sana-1600m", "flux.1-dev", "lumina-image-2.0", "sd3.5-medium", "hidream-i1"])
+def test_siblings_add_up_to_the_model(name: str) -> None:
+    """What is affine in the depths: their weights sum to one, and their blocks to all that can be checkpointed."""
+    model = catalog.model(name)
+    found = grid(model)
+    assert sum(found.weights) == pytest.approx(1)
+    blocks = sum(weight * block_count(each) for weight, each in zip(found.weights, found.siblings, strict=True))
+    assert blocks == pytest.approx(block_count(model))
+
+
+@pytest.mark.parametrize("name", ["sd3.5-medium", "hidream-i1"])
+def test_what_goes_with_single_blocks_goes_with_them(name: str) -> None:
+    model = catalog.model(name)
+    kwargs = sibling(model, dict.fromkeys(dict(model.block_lists), 2)).spec.kwargs
+    assert all(at < 2 for at in kwargs.get("dual_attention_layers", []))
+    assert len(kwargs.get("llama_layers", [0] * 4)) == 4
