@@ -201,10 +201,12 @@ def test_checkpointing_in_words(blocks, total, kind, text):
         (90, 3700, "1.50–61.7 min"),
         (7200, 7201, "2.00 h"),
         (86_400 * 38.5, 86_400 * 50.3, "38.5–50.3 days"),
-        (0, 2, "0.00–2,000 ms"),
+        (0.708, 2.341, "0.71–2.34 s"),
+        (0, 2, "0.00–2.00 s"),
+        (0, 0, "0.00 ms"),
     ],
 )
-def test_ranges_of_time_in_the_largest_unit_that_they_fill(low, high, text):
+def test_ranges_of_time_in_the_unit_of_their_middle(low, high, text):
     assert words.span(Interval(low=low, high=high)) == text
 
 

@@ -37,7 +37,9 @@ def run(
     buckets: Annotated[
         str | None,
         typer.Option(
-            metavar="PIXELS", help="Further sizes whose largest micro-batch is wanted, or aspect: 4:3, 3:4, 16:9, 9:16."
+            metavar="PIXELS",
+            help="Further sizes whose largest micro-batch is wanted, or none; of pictures the usual aspect ratios if left "
+            "out (aspect).",
         ),
     ] = None,
     frames: Annotated[

@@ -23,7 +23,9 @@ def run(
         list[str],
         typer.Option(help="Presets, key=value and YAML files: zero2,world_size=8,checkpointed_blocks=all; repeatable."),
     ] = ["single"],  # noqa: B006
-    gpu: Annotated[str, typer.Option(help="A card of `bigdit gpus`.")] = "a100-80g",
+    gpu: Annotated[
+        str, typer.Option(help="A card of `bigdit gpus`, a MIG slice (a100-80g:3g.40gb), or auto.")
+    ] = "a100-80g",
     resolution: Annotated[
         str | None,
         typer.Option(metavar="PIXELS", help="1024 or 480x832 (height x width); the model's own if left out."),
@@ -43,7 +45,7 @@ def run(
     from bigdit.rehearse import rehearse
     from bigdit.rehearse.ask import parse_resolution, request_for
 
-    card = catalog.gpu(gpu)
+    card = catalog.resolve_gpu(gpu)
     request = request_for(
         catalog.find_model(model),
         card,

@@ -49,7 +49,7 @@ class Worker:
         try:
             with open(self._stderr, "wb") as sink:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-m", "bigdit.rehearse.worker"],
+                    [sys.executable, "-m", "bigdit.rehearse"],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=sink,

@@ -1,12 +1,8 @@
-"""The process that rehearses: `python -m bigdit.rehearse.worker`, which reads `REQUEST.json<tab>RESULT.json` a line.
-
-Each result is a file, written whole, and then its name a line of output; the first failure ends the process. A process
-of its own keeps the fake device and all that is patched for it away from the user's, and may leave without torch's
-shutdown, which aborts once a python backend is registered.
-"""
+"""Rehearsals in this process, which `python -m bigdit.rehearse` starts for them."""
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import time
@@ -15,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 from bigdit.dist import World
-from bigdit.errors import guard, versions
+from bigdit.errors import versions
 from bigdit.files import write_text
 from bigdit.memory import CUDA_GRANULARITY, ledger
 from bigdit.rehearse.device import fake_device
@@ -25,15 +21,23 @@ from bigdit.rehearse.notices import notices
 from bigdit.rehearse.request import Kernels, Rehearsal, RehearsalRequest, RehearsedSize
 from bigdit.spec import Strategy
 
+_COLLECT_EVERY = 8
+"""Rehearsals after which their garbage, some 10 MB each, is looked for: that takes as long as a part of one."""
+
 
 def serve() -> None:
-    """Answer one request after another, until there are no more."""
+    """Answer one request after another: each result is a file, written whole, and then its name a line of output.
+
+    Returns when there are no more; the first failure ends it.
+    """
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer
-    for line in sys.stdin:
+    for number, line in enumerate(sys.stdin, start=1):
         asked, answered = line.rstrip("\n").split("\t")
         answer(Path(asked), Path(answered))
         print(answered, file=answers, flush=True)
+        if number % _COLLECT_EVERY == 0:
+            gc.collect()
 
 
 def answer(request_file: Path, result_file: Path) -> None:
@@ -88,9 +92,3 @@ def _world(strategy: Strategy, kernels: Kernels) -> Iterator[World]:
         do_without_data()
     with peers, fake_group(strategy.world_size, kernels) as world:
         yield world
-
-
-if __name__ == "__main__":
-    status = guard(serve)
-    sys.stderr.flush()
-    os._exit(status)

@@ -45,8 +45,9 @@ def between(interval: Interval, unit: float = 1) -> str:
 
 
 def span(seconds: Interval) -> str:
-    """A range of seconds in the largest unit that it fills: `38.5–50.3 days`."""
-    unit, name = next(((unit, name) for unit, name in _SPANS if seconds.low >= unit), _SPANS[-1])
+    """A range of seconds in the unit that suits its middle: `38.5–50.3 days`."""
+    middle = seconds.middle or seconds.high
+    unit, name = next(((unit, name) for unit, name in _SPANS if middle >= unit), _SPANS[-1])
     return f"{between(seconds, unit)} {name}"
 
 

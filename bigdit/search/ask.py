@@ -62,8 +62,8 @@ def question_for(
     """The question that these options of `bigdit plan` ask; what is None is as in Question, Cluster and Pins.
 
     `resolution`: 1024, "480x832" (height x width), (480, 832), or several of them in a list or with commas: the first
-    is planned for, the others are buckets, to which `buckets` adds: sizes, or "aspect", the usual aspect ratios.
-    `images` may be "30M". Raises UserError with every problem that is known.
+    is planned for, the others are buckets, to which `buckets` adds: sizes, "aspect", the usual aspect ratios (of
+    pictures, if left out), or "none". `images` may be "30M". Raises UserError with every problem that is known.
     """
     problems: list[str] = []
     found_model = _attempt(problems, "--model", lambda: find_model(model))
@@ -100,7 +100,7 @@ def question_for(
         raise UserError(*problems)
 
     height, width = (side * found_model.vae.downsample for side in shape.latents[-2:])
-    if buckets == "aspect":
+    if buckets == "aspect" or (buckets is None and not found_model.video):
         more = aspect_sizes(found_model, (height, width))
     further = dict.fromkeys(size for size in (*sizes, *more) if size != (height, width))
     return Question(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from bigdit.memory.process import ByteRange, beside_torch
@@ -36,11 +36,11 @@ class Option:
         """Predict so many bytes more at this place, and fewer of them the farther from it."""
         self.corrections[micro_batch_size, blocks] = more_bytes + self._off(micro_batch_size, blocks)
 
-    def reserved(self, micro_batch_size: int, blocks: int) -> float:
+    def reserved(self, micro_batch_size: float, blocks: int) -> float:
         """What torch's default allocator is expected to reserve."""
         return self.arrangement.reserved(micro_batch_size, blocks) + self._off(micro_batch_size, blocks)
 
-    def _off(self, micro_batch_size: int, blocks: int) -> float:
+    def _off(self, micro_batch_size: float, blocks: int) -> float:
         """The nearest correction. What is off is how the allocator's pieces fit, which changes from place to place."""
         if not self.corrections:
             return 0.0
@@ -58,10 +58,8 @@ class Option:
             return None
         while low < high:
             middle = (low + high) // 2
-            if self.reserved(micro_batch_size, middle) <= capacity_bytes:
-                high = middle
-            else:
-                low = middle + 1
+            fits = self.reserved(micro_batch_size, middle) <= capacity_bytes
+            low, high = (low, middle) if fits else (middle + 1, high)
         return low
 
 
@@ -167,11 +165,13 @@ def micro_batch_sizes(question: Question, world_size: int) -> Iterator[int]:
 
 def largest_micro_batch(option: Option, blocks: int, capacity_bytes: float) -> int:
     """The largest micro-batch that fits with so many checkpointed blocks, to LARGEST_MICRO_BATCH; 0 for none."""
+    return most(lambda size: option.reserved(size, blocks) <= capacity_bytes)
+
+
+def most(fits: Callable[[int], bool]) -> int:
+    """The largest micro-batch size that `fits`, as all smaller ones do, to LARGEST_MICRO_BATCH; 0 for none."""
     low, high = 0, LARGEST_MICRO_BATCH
     while low < high:
         middle = (low + high + 1) // 2
-        if option.reserved(middle, blocks) <= capacity_bytes:
-            low = middle
-        else:
-            high = middle - 1
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
     return low

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from bigdit.rehearse.pool import Pool
 from bigdit.search.anchors import Sample
-from bigdit.search.candidates import LARGEST_MICRO_BATCH, Candidate, Option, beside, largest_micro_batch
+from bigdit.search.candidates import Candidate, beside, largest_micro_batch, most
 from bigdit.search.explore import explore
 from bigdit.search.plan import BucketLimit, Curve
 from bigdit.search.question import Question
@@ -15,47 +15,52 @@ from bigdit.search.space import Proposal
 
 MOST_POINTS = 40
 
+NEAR = 0.05
+"""Buckets of an area within this share of the planned one are not rehearsed: what a sample takes is scaled with the
+area, though its text stays, which is off by this share of the text's part."""
+
 
 def bucket_limits(
     pool: Pool, sample: Sample, question: Question, chosen: Candidate, capacity_bytes: float
 ) -> tuple[BucketLimit, ...]:
     """The planned size and the question's further ones, with the chosen strategy.
 
-    A bucket of another area than the planned one is rehearsed as that was, and those between are interpolated: the
-    flash and linear attention of these models take memory in proportion to the tokens.
+    The bucket farthest from the planned area is rehearsed as that was, and those between are interpolated: the flash
+    and linear attention of these models take memory in proportion to the tokens.
     """
-    option, blocks = chosen.option, chosen.blocks
-    planned = question.resolution
-    sizes = (planned, *question.buckets)
-    area = planned[0] * planned[1]
-    farthest = max(sizes, key=lambda size: abs(size[0] * size[1] - area))
-    other = option
-    if farthest[0] * farthest[1] != area:
+    option, planned = chosen.option, _area(question.resolution)
+    sizes = (question.resolution, *question.buckets)
+    farthest = max(sizes, key=lambda size: abs(_area(size) - planned))
+    other = None
+    if abs(_area(farthest) / planned - 1) > NEAR:
         alone = Proposal(option.proposal.title, option.proposal.strategy)
         found, _ = explore(pool, replace(sample, resolution=farthest), [alone])
-        if not found:
-            return ()
-        other = replace(found[0], corrections=option.corrections)
-    limits = []
-    for height, width in sizes:
-        share = (height * width - area) / ((farthest[0] * farthest[1] - area) or 1)
-        none, recommended, full = (
-            _largest(option, other, share, each, capacity_bytes) for each in (0, blocks, option.arrangement.count)
+        other = replace(found[0], corrections=option.corrections) if found else None
+
+    def reserved(size: tuple[int, int], micro_batch_size: int, blocks: int) -> float:
+        if other is None:
+            return option.reserved(micro_batch_size * _area(size) / planned, blocks)
+        share = (_area(size) - planned) / (_area(farthest) - planned)
+        near, far = (each.reserved(micro_batch_size, blocks) for each in (option, other))
+        return (1 - share) * near + share * far
+
+    def largest(size: tuple[int, int], blocks: int) -> int:
+        return most(lambda micro_batch_size: reserved(size, micro_batch_size, blocks) <= capacity_bytes)
+
+    return tuple(
+        BucketLimit(
+            height=size[0],
+            width=size[1],
+            none=largest(size, 0),
+            recommended=largest(size, chosen.blocks),
+            full=largest(size, option.arrangement.count),
         )
-        limits.append(BucketLimit(height=height, width=width, none=none, recommended=recommended, full=full))
-    return tuple(limits)
+        for size in sizes
+    )
 
 
-def _largest(option: Option, other: Option, share: float, blocks: int, capacity_bytes: float) -> int:
-    """As `largest_micro_batch`, `share` of the way from `option` to `other`."""
-    if other is option:
-        return largest_micro_batch(option, blocks, capacity_bytes)
-    low, high = 0, LARGEST_MICRO_BATCH
-    while low < high:
-        middle = (low + high + 1) // 2
-        reserved = (1 - share) * option.reserved(middle, blocks) + share * other.reserved(middle, blocks)
-        low, high = (middle, high) if reserved <= capacity_bytes else (low, middle - 1)
-    return low
+def _area(size: tuple[int, int]) -> int:
+    return size[0] * size[1]
 
 
 def curves(question: Question, chosen: Candidate, labels: Mapping[int, str]) -> tuple[Curve, ...]:

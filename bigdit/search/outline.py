@@ -24,7 +24,7 @@ class Line:
     start: Bytes
     slope: Bytes
 
-    def at(self, micro_batch_size: int) -> Bytes:
+    def at(self, micro_batch_size: float) -> Bytes:
         """The numbers at that micro-batch size."""
         value: Bytes = self.start + (micro_batch_size - FIRST_SIZE) * self.slope
         return value
@@ -49,14 +49,14 @@ class Outline:
     work: tuple[Work, Work]
     params: int
 
-    def peaks(self, micro_batch_size: int) -> dict[str, float]:
+    def peaks(self, micro_batch_size: float) -> dict[str, float]:
         """The highest bytes of each phase."""
         found: dict[str, float] = {}
         for phase, live in zip(self.phases, self.live, strict=True):
             found[phase] = max(found.get(phase, 0.0), float(live.at(micro_batch_size).max()))
         return found
 
-    def work_at(self, micro_batch_size: int) -> Work:
+    def work_at(self, micro_batch_size: float) -> Work:
         """What one step does."""
         start, slope = self.work
         return start + slope * (micro_batch_size - FIRST_SIZE)
@@ -77,7 +77,7 @@ class Arrangement:
     def count(self) -> int:
         return sum(length for _, length in self.blocks)
 
-    def peaks(self, micro_batch_size: int, checkpointed: int) -> dict[str, float]:
+    def peaks(self, micro_batch_size: float, checkpointed: int) -> dict[str, float]:
         """Bytes of each phase with the first `checkpointed` blocks recomputed.
 
         Until the backward pass comes to those blocks it is as without checkpointing, less what they did not save;
@@ -94,7 +94,7 @@ class Arrangement:
             phase: max(recomputed[phase], plain[phase] - less) for phase in OF_ACTIVATIONS if phase in plain
         }
 
-    def spared(self, micro_batch_size: int, checkpointed: int) -> float:
+    def spared(self, micro_batch_size: float, checkpointed: int) -> float:
         """Bytes that the first `checkpointed` blocks do not save."""
         spared, left = 0.0, checkpointed
         for name, length in self.blocks:
@@ -105,18 +105,18 @@ class Arrangement:
                 spared += first * float(each)
         return spared
 
-    def reserved(self, micro_batch_size: int, checkpointed: int) -> float:
+    def reserved(self, micro_batch_size: float, checkpointed: int) -> float:
         """Bytes that the allocator is expected to reserve."""
         gap = max(float(self.none.gap.at(micro_batch_size)), float(self.full.gap.at(micro_batch_size)), 0.0)
         return max(self.peaks(micro_batch_size, checkpointed).values()) + gap
 
-    def work(self, micro_batch_size: int, checkpointed: int) -> Work:
+    def work(self, micro_batch_size: float, checkpointed: int) -> Work:
         """What one step does with that many blocks recomputed, each costing the same."""
         share = checkpointed / max(self.count, 1)
         none, full = self.none.work_at(micro_batch_size), self.full.work_at(micro_batch_size)
         return none * (1 - share) + full * share
 
-    def host(self, micro_batch_size: int, checkpointed: int) -> float:
+    def host(self, micro_batch_size: float, checkpointed: int) -> float:
         """Bytes of the host's peak."""
         outline = self.full if checkpointed else self.none
         return max(float(outline.host.at(micro_batch_size)), 0.0)

@@ -1,0 +1,207 @@
+"""What the search proposes, orders and says: without rehearsals."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from traces import timelines
+
+from bigdit import catalog
+from bigdit.catalog import CatalogModel
+from bigdit.memory.allocator import replay
+from bigdit.memory.process import ByteRange
+from bigdit.search.candidates import LARGEST_MICRO_BATCH, Option, accumulation, micro_batch_sizes, most
+from bigdit.search.evidence import UNPROVED
+from bigdit.search.interval import Interval
+from bigdit.search.plan import Band
+from bigdit.search.question import Cluster, Pins, Question
+from bigdit.search.space import Proposal, proposals, settled
+from bigdit.search.verdict import expected, safe_bytes, verdict
+from bigdit.spec import Strategy
+from bigdit.units import GIB, MIB
+
+A40 = catalog.gpu("a40")
+
+
+def question(model: str | CatalogModel = "sana-1600m", gpu: str = "a40", **changes: object) -> Question:
+    found = catalog.model(model) if isinstance(model, str) else model
+    return Question(model=found, gpu=catalog.gpu(gpu), resolution=(1024, 1024)).model_copy(update=changes)
+
+
+def titles(asked: Question) -> list[str]:
+    return [proposal.title for proposal in proposals(asked)[0]]
+
+
+def reasons(asked: Question) -> dict[str, str]:
+    return {rejected.choice: rejected.reason for rejected in proposals(asked)[1]}
+
+
+def test_one_card_is_not_sharded_and_offload_is_a_last_resort() -> None:
+    found, _ = proposals(question())
+    assert {proposal.strategy.engine for proposal in found if not proposal.last_resort} == {"single"}
+    assert {proposal.title for proposal in found if proposal.last_resort} == {
+        "ZeRO-2, optimizer on the host, AdamW",
+        "FSDP2, weights and optimizer on the host, AdamW",
+    }
+    assert "on one card shard nothing" in reasons(question())["ZeRO-1, ZeRO-2, ZeRO-3 and FSDP2 on one card"]
+
+
+def test_engines_of_several_cards_depend_on_accumulation_and_machines() -> None:
+    eight = question(cluster=Cluster(gpus=8))
+    assert titles(eight)[0] == "ZeRO-2 on 8, AdamW"
+    assert "ZeRO-1" in reasons(eight)
+    accumulated = question(cluster=Cluster(gpus=8), global_batch_size=256)
+    assert titles(accumulated)[0] == "ZeRO-1 on 8, AdamW"
+    assert "ZeRO-2" in reasons(accumulated)
+    assert "HSDP 4 × 8, AdamW" in titles(question(cluster=Cluster(gpus=32)))
+
+
+def test_bases_come_first_and_what_varies_them_names_them() -> None:
+    found, _ = proposals(question(cluster=Cluster(gpus=8)))
+    for at, proposal in enumerate(found):
+        assert proposal.base is None or proposal.base in found[:at]
+        assert (proposal.base is None) == (proposal.strategy.optimizer.name == "adamw" and proposal.lossless)
+
+
+def test_deepspeed_s_buckets_hold_a_block_and_not_half_a_billion() -> None:
+    for name in ("sana-600m", "sana-1600m", "flux.1-dev"):
+        found, _ = proposals(question(name, cluster=Cluster(gpus=8)))
+        zero = found[0].strategy.ds_config["zero_optimization"]
+        assert 5_000_000 <= zero["reduce_bucket_size"] <= 50_000_000
+        assert zero["reduce_bucket_size"] == zero["allgather_bucket_size"]
+
+
+def test_a_card_without_bf16_trains_in_fp16() -> None:
+    found, _ = proposals(question("pixart-sigma-xl-2-1024", "v100-32g-sxm2", cluster=Cluster(gpus=32)))
+    assert {proposal.strategy.precision for proposal in found} == {"fp16"}
+    assert "does not compute it" in reasons(question(gpu="v100-32g-sxm2"))["bf16"]
+
+
+def test_pins_are_kept() -> None:
+    pins = Pins(engine="fsdp2", optimizer="came", precision="bf16_sr", ema="cpu")
+    (found,), _ = proposals(question(pins=pins, cluster=Cluster(gpus=8)))
+    strategy = found.strategy
+    assert (strategy.engine, strategy.optimizer.name, strategy.precision) == ("fsdp2", "came", "bf16_sr")
+    assert strategy.ema is not None
+    assert strategy.ema.device == "cpu"
+    assert not found.lossless
+
+
+def test_an_average_is_placed_where_it_was_asked_for() -> None:
+    places = {
+        ema: {proposal.strategy.ema and proposal.strategy.ema.device for proposal in proposals(asked)[0]}
+        for ema in ("none", "auto", "gpu", "cpu")
+        for asked in [question(pins=Pins.model_validate({"ema": ema}))]
+    }
+    assert places == {"none": {None}, "auto": {"gpu", "cpu"}, "gpu": {"gpu"}, "cpu": {"cpu"}}
+
+
+def test_adapters_are_proposed_over_every_base_that_the_engine_takes() -> None:
+    one, several = (question(pins=Pins(lora_rank=16), cluster=Cluster(gpus=gpus)) for gpus in (1, 8))
+    assert "one process, AdamW, LoRA 16 over nf4" in titles(one)
+    assert not any("nf4" in title for title in titles(several))
+
+
+def test_what_cannot_hold_weights_and_gradients_is_not_rehearsed() -> None:
+    assert not any(title.startswith("one process") for title in titles(question("flux.1-dev", "rtx-4090")))
+    assert reasons(question("flux.1-dev", "rtx-4090"))["one process"] == (
+        "weights and gradients alone take 44.34 GiB of the card's 23.60 GiB"
+    )
+
+
+def test_a_settled_strategy_says_the_same_in_deepspeed_s_document() -> None:
+    found, _ = proposals(question(cluster=Cluster(gpus=8)))
+    strategy = settled(found[0].strategy, micro_batch_size=6, grad_accum_steps=3, checkpointed_blocks=4)
+    assert Strategy.model_validate(strategy.model_dump()) == strategy
+    assert strategy.ds_config["train_micro_batch_size_per_gpu"] == 6
+    assert strategy.ds_config["gradient_accumulation_steps"] == 3
+
+
+@given(st.integers(1, 64), st.integers(1, 64))
+def test_micro_batches_divide_a_card_s_share_of_the_global_batch(gpus: int, share: int) -> None:
+    asked = question(cluster=Cluster(gpus=gpus), global_batch_size=gpus * share)
+    sizes = list(micro_batch_sizes(asked, gpus))
+    assert sizes == [size for size in range(1, share + 1) if share % size == 0]
+    assert all(size * accumulation(asked, size, gpus) * gpus == gpus * share for size in sizes)
+
+
+def test_without_a_global_batch_every_small_size_is_tried_and_large_ones_in_steps() -> None:
+    sizes = list(micro_batch_sizes(question(), 1))
+    assert sizes[:32] == list(range(1, 33))
+    assert sizes[-1] <= LARGEST_MICRO_BATCH
+    assert all(after / before < 1.1 for before, after in itertools.pairwise(sizes[31:]))
+
+
+@given(st.integers(-2, LARGEST_MICRO_BATCH + 2))
+def test_the_most_that_fits(limit: int) -> None:
+    assert most(lambda size: size <= limit) == min(max(limit, 0), LARGEST_MICRO_BATCH)
+
+
+@dataclass(frozen=True)
+class Affine:
+    """An arrangement of four blocks, each of which spares ten bytes a sample."""
+
+    count: int = 4
+
+    def reserved(self, micro_batch_size: float, blocks: int) -> float:
+        return 100 + micro_batch_size * (50 - 10 * blocks)
+
+
+def option() -> Option:
+    return Option(Proposal("affine", Strategy()), Affine())  # type: ignore[arg-type]
+
+
+@given(st.integers(1, 20), st.integers(90, 900))
+def test_the_fewest_blocks_fit_and_one_less_does_not(size: int, capacity: int) -> None:
+    found = option().fewest_blocks(size, capacity)
+    if found is None:
+        assert option().reserved(size, 4) > capacity
+    else:
+        assert option().reserved(size, found) <= capacity
+        assert found == 0 or option().reserved(size, found - 1) > capacity
+
+
+def test_a_correction_counts_where_it_was_found_and_fades() -> None:
+    made = option()
+    made.correct(4, 2, 30.0)
+    assert made.reserved(4, 2) == Affine().reserved(4, 2) + 30
+    away = [made.reserved(size, 2) - Affine().reserved(size, 2) for size in (4, 5, 8, 32)]
+    assert away == sorted(away, reverse=True)
+    made.correct(4, 2, -5.0)
+    assert made.reserved(4, 2) == pytest.approx(Affine().reserved(4, 2) + 25)
+
+
+@given(timelines(), st.integers(600, 1200), st.floats(0, 0.3))
+def test_what_fits_comes_through_the_card_with_the_band_added(trace, usable_mib: int, share: float) -> None:  # type: ignore[no-untyped-def]
+    card = A40.model_copy(update={"usable_mib": usable_mib})
+    said, found = verdict(trace, card, 1, Band(share=share, source=""))
+    left = card.usable_bytes - found.beside.high_bytes
+    if said == "FITS":
+        assert found.segments.wanted_bytes * (1 + share) <= max(left, 1 + share)
+        assert left <= 0 or replay(trace, left).cache_flushes == 0
+    if said == "DOES NOT FIT":
+        assert not found.fits
+        assert not replay(trace, max(card.usable_bytes - found.beside.low_bytes, 1), expandable_segments=True).fits
+
+
+def test_a_prediction_is_judged_by_the_same_bounds() -> None:
+    beside = ByteRange(low_bytes=300 * MIB, high_bytes=500 * MIB)
+    safe = safe_bytes(A40, beside, UNPROVED)
+    assert safe == int((A40.usable_bytes - 500 * MIB) / 1.05)
+    assert expected(safe, A40, beside, UNPROVED) == "FITS"
+    assert expected(safe + 1, A40, beside, UNPROVED) == "TIGHT"
+    assert expected(A40.usable_bytes - 300 * MIB + 1, A40, beside, UNPROVED) == "DOES NOT FIT"
+    assert expected(50 * GIB, A40, beside, UNPROVED) == "DOES NOT FIT"
+
+
+@given(st.floats(0.1, 1e6), st.floats(1, 100), st.floats(0.1, 1e3))
+def test_a_rate_turns_an_interval_around(low: float, wider: float, amount: float) -> None:
+    seconds = Interval(low=low, high=low * wider)
+    rate = seconds.per(amount)
+    assert rate.low <= rate.middle * 1.0001
+    assert rate.middle <= rate.high * 1.0001
+    assert rate.middle * seconds.middle == pytest.approx(amount)
