@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
 
 SMALL_S, LARGE_S, WARM_S = 30.0, 60.0, 1.0
 """Limits: of models of 1 to 2 B parameters, of 12 to 14 B, of the same question again."""
@@ -47,7 +48,7 @@ def main(wanted: str) -> int:
 def _ask(arguments: str, cache: str) -> tuple[float, dict[str, dict[str, str]]]:
     began = time.perf_counter()
     done = subprocess.run(
-        [sys.executable, "-m", "bigdit", "plan", *arguments.split(), "--json"],
+        [str(Path(sys.executable).parent / "bigdit"), "plan", *arguments.split(), "--json"],
         env=os.environ | {"BIGDIT_CACHE": cache},
         stdout=subprocess.PIPE,
         check=False,

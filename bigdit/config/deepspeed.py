@@ -115,6 +115,11 @@ def _zero_problems(zero: dict[str, Any]) -> list[str]:
         for key, (off, reason) in _REFUSED.items()
         if zero.get(key, off) not in (off, "auto")
     ]
+    size = zero.get("allgather_bucket_size", 2)
+    if isinstance(size, int) and size % 2:
+        problems.append(
+            f"ds_config.zero_optimization.allgather_bucket_size is {size}: DeepSpeed aligns by 2; nearest: {size + 1}"
+        )
     for section, lowest in (("offload_optimizer", 1), ("offload_param", 3)):
         problems += _offload_problems(zero.get(section) or {}, section, stage, lowest)
     return problems

@@ -174,7 +174,8 @@ def _strategy(question: Question, engine: str, settings: dict[str, Any]) -> Stra
         texts.append(f"lora.rank={question.pins.lora_rank}")
     if engine.startswith("zero") and question.model.params is not None:
         block = question.model.params // max(block_count(question.model), 1)
-        size = min(max(block, BUCKETS[0]), BUCKETS[1])
+        # Whole millions, for people; DeepSpeed wants an even number.
+        size = min(max(round(block, -6), BUCKETS[0]), BUCKETS[1])
         texts += [f"ds_config.zero_optimization.{kind}_bucket_size={size}" for kind in ("reduce", "allgather")]
     try:
         return parse_strategy(texts)

@@ -1,0 +1,129 @@
+"""The commands that a plan prints: right for its engine, its cards and its machines, as their launchers read them."""
+
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import plans
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_report_plan import shown
+
+from bigdit.config.plan_file import FILE
+from bigdit.report.commands import PORT, Command, commands, obstacle
+from bigdit.search.question import Cluster
+from bigdit.spec import Strategy
+
+FOLDER = Path("plans/a folder")
+
+
+@pytest.fixture(scope="module")
+def made():
+    return plans.made_plan()
+
+
+def printed(plan, folder=Path("plans/x")):
+    return [" ".join(command.words) for command in commands(plan, folder)]
+
+
+BY_PLAN = "--plan plans/x/plan.yaml --config plans/x/run.yaml"
+SHORT = "bigdit train --plan plans/x --config plans/x/run.yaml"
+
+
+def on(made, strategy, gpus_per_node=8):
+    cluster = Cluster(gpus=strategy.world_size, gpus_per_node=gpus_per_node)
+    question = made.question.model_copy(update={"cluster": cluster})
+    chosen = made.chosen.model_copy(update={"strategy": strategy})
+    return made.model_copy(update={"question": question, "chosen": chosen})
+
+
+def fsdp2(world):
+    return Strategy(engine="fsdp2", world_size=world, gradient_clipping=1.0)
+
+
+def node(nodes, processes, rank):
+    return (
+        f"torchrun --nnodes {nodes} --nproc-per-node {processes} --node-rank {rank} --master-addr $HEAD "
+        f"--master-port {PORT} launch/train.py {BY_PLAN}"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("plan")
+def test_commands_are_those_of_the_engine_and_the_machines(made):
+    deepspeed = f"launch/train.py --ds-config plans/x/ds_config.json {BY_PLAN}"
+    zero2 = plans.sharded_plan(8)
+    assert printed(made) == [SHORT, f"python launch/train.py {BY_PLAN}"]
+    assert printed(zero2) == [SHORT, f"deepspeed --num_gpus 8 {deepspeed}"]
+    assert printed(plans.sharded_plan(32)) == [f"deepspeed --hostfile hostfile {deepspeed}"]
+    (on_four,) = commands(plans.sharded_plan(32), Path("plans/x"))
+    assert on_four.comment == "on the first machine, with 4 lines `host slots=8` in hostfile"
+    (uneven,) = commands(plans.sharded_plan(9), Path("plans/x"))
+    assert uneven.comment == "on the first machine, with `host slots=8`, `host slots=1` in hostfile"
+    assert printed(on(made, fsdp2(8))) == [
+        SHORT,
+        f"torchrun --standalone --nproc-per-node 8 launch/train.py {BY_PLAN}",
+    ]
+    assert printed(on(made, fsdp2(12))) == [node(2, 6, "$NODE_RANK")]
+    assert printed(on(made, fsdp2(9))) == [node(2, 8, 0), node(2, 1, 1)]
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("plan")
+def test_launchers_read_the_commands_as_they_are_meant(made):
+    """torchrun's and DeepSpeed's own parsers, on every form that is printed."""
+    lines = [
+        "\n".join(command.lines())
+        for plan in (on(made, fsdp2(8)), on(made, fsdp2(12)), plans.sharded_plan(8), plans.sharded_plan(32))
+        for command in commands(plan, FOLDER)
+        if command.words[0] != "bigdit"
+    ]
+    parse = """
+import json, shlex, sys
+from deepspeed.launcher import runner
+from torch.distributed.run import get_args_parser
+found = []
+for line in json.load(sys.stdin):
+    name, *words = shlex.split(line.replace("\\\\\\n", " ").replace("$NODE_RANK", "1"))
+    if name == "torchrun":
+        parsed = get_args_parser().parse_args(words)
+        found.append([parsed.nnodes, parsed.nproc_per_node, parsed.node_rank, parsed.training_script,
+                      parsed.training_script_args])
+    else:
+        parsed = runner.parse_args(words)
+        found.append([parsed.hostfile, parsed.num_gpus, 0, parsed.user_script, parsed.user_args])
+print(json.dumps(found))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", parse], input=json.dumps(lines), capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    by_plan = ["--plan", str(FOLDER / FILE), "--config", str(FOLDER / "run.yaml")]
+    ds = ["--ds-config", str(FOLDER / "ds_config.json")]
+    assert json.loads(done.stdout.splitlines()[-1]) == [
+        ["1:1", "8", 0, "launch/train.py", by_plan],
+        ["2", "6", 1, "launch/train.py", by_plan],
+        ["/job/hostfile", 8, 0, "launch/train.py", ds + by_plan],
+        ["hostfile", -1, 0, "launch/train.py", ds + by_plan],
+    ]
+
+
+@given(st.lists(st.text(st.characters(codec="ascii", categories=["L", "N", "Zs"]), min_size=1), min_size=1))
+def test_a_shell_reads_a_command_as_its_words(arguments):
+    command = Command("", ("torchrun", "--standalone", "--nnodes", "2", *arguments))
+    lines = command.lines(40)
+    assert shlex.split("\n".join(lines).replace("\\\n", " ")) == list(command.words)
+    assert all(line.endswith(" \\") for line in lines[:-1])
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("plan")
+def test_what_cannot_be_trained_here_has_no_command(made):
+    online = made.chosen.strategy.model_copy(update={"features": "online"})
+    plan = made.model_copy(update={"chosen": made.chosen.model_copy(update={"strategy": online})})
+    assert obstacle(plan) == "features online are rehearsed, not trained yet"
+    assert "nothing to run: features online are rehearsed, not trained yet" in shown(plan, Path("plans/x"))
+    assert obstacle(made) is None

@@ -1,0 +1,125 @@
+"""The folder of a plan: whole or absent, never over what is someone else's, and training runs by it."""
+
+import json
+
+import plans
+import pytest
+import yaml
+from conftest import bigdit
+
+from bigdit.config.deepspeed import complete_ds_config, ds_values
+from bigdit.config.plan_file import read_plan_file
+from bigdit.config.planned import planned_run, planned_strategy
+from bigdit.errors import UserError
+from bigdit.report.folder import OURS, write_plan
+from bigdit.report.skeleton import skeleton
+from bigdit.search.plan import Plan
+from bigdit.search.record import record
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("plan")]  # but for the rehearsal, none takes long
+
+
+@pytest.fixture(scope="module")
+def made():
+    return plans.made_plan()
+
+
+def test_the_folder_of_a_plan(made, tmp_path):
+    folder = tmp_path / "new/plan"
+    written = write_plan(made, folder)
+    assert {file.name for file in written} == OURS - {"ds_config.json"}
+    assert read_plan_file(folder) == record(made)
+    document = json.loads((folder / "plan.json").read_text())
+    assert document.pop("fits") is True
+    assert Plan.model_validate(document) == made
+    for picture in ("memory.png", "curve.png"):
+        assert (folder / picture).read_bytes().startswith(b"\x89PNG")
+    assert list(folder.parent.iterdir()) == [folder]
+
+
+def test_deepspeeds_document_is_complete_and_accepted(tmp_path):
+    plan = plans.sharded_plan(8)
+    write_plan(plan, tmp_path / "plan")
+    text = (tmp_path / "plan/ds_config.json").read_text()
+    assert "auto" not in text
+    strategy = plan.chosen.strategy
+    assert complete_ds_config(json.loads(text), ds_values(strategy)) == (strategy.ds_config, [])
+
+
+@pytest.mark.parametrize("make", [plans.made_plan, lambda: plans.sharded_plan(8)], ids=["single", "deepspeed"])
+def test_the_skeleton_runs_by_its_plan(make, tmp_path):
+    plan = make()
+    folder = tmp_path / "plan"
+    write_plan(plan, folder)
+    recorded = read_plan_file(folder)
+    run = planned_run(folder / "run.yaml", [], recorded, folder)
+    strategy = planned_strategy(run, recorded, plan.chosen.strategy.world_size)
+    assert strategy == plan.chosen.strategy
+    assert run.train.steps == plan.run.steps
+    assert run.data.buckets == ((1024, 1024), (832, 1248), (512, 512))
+    done = bigdit("train", "--plan", folder, "--config", folder / "run.yaml", "--dry-run")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["strategy"] == plan.chosen.strategy.model_dump(mode="json")
+
+
+def test_a_bucket_that_is_too_large_for_the_micro_batch_is_left_out(made):
+    small = made.buckets[1].model_copy(update={"recommended": 7})
+    run = yaml.safe_load(skeleton(made.model_copy(update={"buckets": (made.buckets[0], small)})))
+    assert run["data"]["buckets"] == [[1024, 1024]]
+
+
+def test_a_newer_plan_takes_the_place_of_an_older_one(made, tmp_path):
+    folder = tmp_path / "plan"
+    write_plan(plans.sharded_plan(8), folder)
+    write_plan(made, folder)
+    assert not (folder / "ds_config.json").exists()
+    assert read_plan_file(folder) == record(made)
+
+
+def test_a_run_that_was_edited_is_kept_and_one_that_was_not_follows_the_plan(made, tmp_path):
+    folder = tmp_path / "plan"
+    write_plan(made, folder)
+    other = made.model_copy(update={"buckets": made.buckets[:1]})
+    write_plan(other, folder)
+    assert (folder / "run.yaml").read_text() == skeleton(other)
+    (folder / "run.yaml").write_text("mine: true\n")
+    write_plan(made, folder)
+    assert (folder / "run.yaml").read_text() == "mine: true\n"
+    (folder / "plan.json").write_text("{")
+    write_plan(made, folder)
+    assert (folder / "run.yaml").read_text() == "mine: true\n"
+
+
+def refused(plan, folder):
+    with pytest.raises(UserError) as caught:
+        write_plan(plan, folder)
+    (line,) = caught.value.problems
+    return line
+
+
+def test_what_no_plan_wrote_is_not_deleted(made, tmp_path):
+    (tmp_path / "weights.bin").write_text("precious")
+    assert refused(made, tmp_path) == (
+        f"--out: {tmp_path} holds weights.bin and no plan; name another folder, or an empty one"
+    )
+    folder = tmp_path / "plan"
+    write_plan(made, folder)
+    (folder / "notes").mkdir()
+    assert refused(made, folder) == (
+        f"--out: {folder} holds notes, which no plan wrote and a new one would delete; move it, or name another folder"
+    )
+    assert refused(made, tmp_path / "weights.bin") == f"--out: {tmp_path}/weights.bin is a file; name a folder"
+    assert refused(made, tmp_path / "weights.bin/plan").startswith(f"--out: cannot write {tmp_path}/weights.bin/plan: ")
+    assert (tmp_path / "weights.bin").read_text() == "precious"
+    assert {file.name for file in tmp_path.iterdir()} == {"weights.bin", "plan"}
+
+
+def test_a_plan_that_cannot_be_finished_leaves_the_old_one(made, tmp_path, monkeypatch):
+    folder = tmp_path / "plan"
+    write_plan(plans.sharded_plan(8), folder)
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    damaged = made.model_copy(update={"packed_timeline": "not a timeline"})
+    with pytest.raises(ValueError, match="not a packed timeline"):
+        write_plan(damaged, folder)
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+    assert list(tmp_path.iterdir()) == [folder]
