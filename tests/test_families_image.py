@@ -83,14 +83,7 @@ def strategy(checkpointed: int | str) -> Strategy:
     return Strategy(micro_batch_size=MICRO_BATCH_SIZE, precision=precision, checkpointed_blocks=checkpointed)
 
 
-# PaperDiT in bf16 without checkpointing is left out: as the first real step of the process it has three small tensors
-# more at its start (8, 8 and 112 bytes, by lift_fresh), as of a module imported there; which one is not known yet.
-CONFIGS = [
-    (class_name, checkpointed)
-    for class_name in TINY
-    for checkpointed in (0, "all")
-    if (class_name, checkpointed) != ("PaperDiT", 0)
-]
+CONFIGS = [(class_name, checkpointed) for class_name in TINY for checkpointed in (0, "all")]
 
 
 @pytest.fixture(scope="module")

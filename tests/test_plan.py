@@ -55,6 +55,20 @@ def test_errors_are_a_line_each(arguments, errors):
 
 
 @pytest.mark.slow
+def test_the_first_plan(golden):
+    """What the README shows is what the command prints, at 80 columns and without colour."""
+    done = bigdit("plan", "--model", "sana-1600m", "--gpu", "a40", timeout=500)
+    assert done.returncode == 0, done.stderr
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    golden("plan-sana-1600m-a40.txt", "".join(line.rstrip() + "\n" for line in done.stdout.splitlines()))
+
+
+def test_the_readme_shows_the_plan():
+    plan = (ROOT / "tests/golden/plan-sana-1600m-a40.txt").read_text()
+    assert plan.strip() in (ROOT / "README.md").read_text()
+
+
+@pytest.mark.slow
 def test_a_plan_for_people_for_machines_and_for_python(tmp_path):
     """One question, asked three ways; the second and third are answered from the cache of rehearsals."""
     question = (*TINY, "--gpu", "rtx-3060", "--images", "10k", "--global-batch", "64")
@@ -86,9 +100,15 @@ def test_a_plan_for_people_for_machines_and_for_python(tmp_path):
 
 @pytest.mark.slow
 def test_what_does_not_fit_is_an_answer_with_status_2():
-    status, found, _ = plan_json(*TINY, "--gpu", "rtx-3060", "--full", "--micro-batch", "65536", "--engine", "single")
+    pinned = ("--engine", "single", "--optimizer", "adamw")
+    status, found, _ = plan_json("--model", "sana-1600m", "--gpu", "rtx-3060-12g", *pinned)
     assert (status, found["fits"], found["verdict"]) == (2, False, "DOES NOT FIT")
     assert found["chosen"]["headroom_bytes"] < 0
+    assert found["chosen"]["confirmed"]
+    ways = [fix["reason"] for fix in found["fixes"]]
+    assert ways[:2] == ["without what was fixed", "2 cards instead of 1"]
+    assert ways[-1] == "a larger card"
+    assert all(fix["verdict"] == "FITS" for fix in found["fixes"])
 
 
 def test_python_asks_as_the_command_does():

@@ -87,7 +87,14 @@ def test_the_usual_aspect_ratios_keep_the_area():
     assert asked.buckets == ((896, 1184), (1184, 896), (768, 1376), (1376, 768))
 
 
-@given(st.sampled_from([SANA, "pixart-sigma-xl-2-512", "flux.1-dev", "dit-xl-2"]), st.integers(4, 64))
+def test_models_of_squares_alone_say_so():
+    assert question_for("dit-s-8", "rtx-3060-12g").buckets == ()
+    assert problems("dit-s-8", "rtx-3060-12g", resolution="256x512") == (
+        "--resolution 256x512: dit-s-8 takes squares alone, and 256 × 512 was asked for; nearest: 256 × 256",
+    )
+
+
+@given(st.sampled_from([SANA, "pixart-sigma-xl-2-512", "flux.1-dev", "sd3.5-medium"]), st.integers(4, 64))
 def test_aspect_sizes_are_what_the_model_takes(name, multiples):
     model = catalog.model(name)
     multiple = model.vae.downsample * model.patch_size

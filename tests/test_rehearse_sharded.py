@@ -4,20 +4,17 @@ On the CPU device and host are the same memory: what is offloaded is proved in o
 """
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
-from conftest import BIN, ROOT, run_command
+from conftest import ROOT
+from proving import prove
 from test_rehearse_proof import SHAPE
 from test_rehearse_proof import TINY as THREE_BLOCKS
 
-from bigdit.memory import Timeline, ledger
-from bigdit.rehearse import RehearsalRequest, RehearsedSize
+from bigdit.memory import ledger
+from bigdit.rehearse import RehearsalRequest
 from bigdit.spec import OptimizerSpec, Strategy
 
-ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 MICRO_BATCH_SIZE = 2
 TINY = THREE_BLOCKS.model_copy(update={"kwargs": THREE_BLOCKS.kwargs | {"num_layers": 2}})
 
@@ -50,66 +47,6 @@ def _configs():
 
 
 CONFIGS = list(_configs())
-
-# DeepSpeed asks for a processor that is made for fp16; others compute it too.
-_FP16 = """
-from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
-CPU_Accelerator.is_fp16_supported = lambda self: True
-"""
-
-# What N real processes run over gloo. gloo's own thread lets go of a collective's tensors a moment after the
-# collective ended, and waits for the interpreter's lock to do it: it is given that moment, for without it the
-# record has the few bytes of an overflow flag now sooner, now later.
-_REAL = (
-    _FP16
-    + """
-import gc, json, sys, time
-import torch, torch.distributed as dist
-from bigdit.rehearse import RehearsalRequest
-from bigdit.rehearse.drive import drive
-from bigdit.dist import world_from_env
-from bigdit.engines.deepspeed import forget
-
-def unhurried(collective):
-    def call(*args, **kwargs):
-        work = collective(*args, **kwargs)
-        time.sleep(0.002)
-        return work
-    return call
-
-for name in ("all_reduce", "broadcast", "reduce", "all_gather_into_tensor", "reduce_scatter_tensor"):
-    setattr(dist, name, unhurried(getattr(dist, name)))
-torch.set_num_threads(1)
-dist.init_process_group("gloo")
-world = world_from_env()
-requests = [RehearsalRequest.model_validate(value) for value in json.load(open(sys.argv[1]))]
-answers = []
-for request in requests:
-    timeline, _ = drive(request.model, request.batch, request.strategy, request.objective, torch.device("cpu"), world)
-    answers.append(timeline.pack())
-    forget()
-    gc.collect()
-if world.is_main:
-    json.dump(answers, open(sys.argv[2], "w"))
-dist.destroy_process_group()
-"""
-)
-
-_REHEARSED = (
-    """
-import os
-os.environ["DS_ACCELERATOR"] = "cpu"
-"""
-    + _FP16
-    + """
-import json, sys
-from bigdit.rehearse import RehearsalRequest
-from bigdit.rehearse.worker import rehearse_size
-requests = [RehearsalRequest.model_validate(value) for value in json.load(open(sys.argv[1]))]
-answers = [rehearse_size(request, request.micro_batch_sizes[0]).model_dump(mode="json") for request in requests]
-json.dump(answers, open(sys.argv[2], "w"))
-"""
-)
 
 
 def request_of(engine, processes, precision, optimizer, checkpointed, grad_accum):
@@ -148,39 +85,9 @@ def request_of(engine, processes, precision, optimizer, checkpointed, grad_accum
 
 @pytest.fixture(scope="module")
 def proved(tmp_path_factory):
-    """The record and the rehearsal of each configuration: a launch for each number of processes, one rehearsing."""
-    folder = tmp_path_factory.mktemp("sharded")
-    answered, log = folder / "answers.json", folder / "rehearsed.log"
-    command = [sys.executable, "-c", _REHEARSED, _asked(folder / "asked.json", CONFIGS), answered]
-    with open(log, "wb") as sink:
-        process = subprocess.Popen(command, cwd=ROOT, env=os.environ | ONE_THREAD, stdout=sink, stderr=sink)
-    try:
-        real = _real(folder, 2) | _real(folder, 4)
-        assert process.wait(timeout=500) == 0, log.read_text()[-3000:]
-    finally:
-        process.kill()
-    answers = [RehearsedSize.model_validate(value) for value in json.loads(answered.read_text())]
-    return {config: (real[config], answer) for config, answer in zip(CONFIGS, answers, strict=True)}
-
-
-def _real(folder, processes):
-    configs = [config for config in CONFIGS if config[1] == processes]
-    asked, recorded = _asked(folder / f"asked{processes}.json", configs), folder / f"real{processes}.json"
-    script = folder / "real.py"
-    script.write_text(_REAL)
-    done = run_command(
-        *(BIN / "torchrun", "--standalone", "--nproc-per-node", processes, script, asked, recorded),
-        PYTHONPATH=str(ROOT),
-        DS_ACCELERATOR="cpu",
-        timeout=500,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return dict(zip(configs, map(Timeline.unpack, json.loads(recorded.read_text())), strict=True))
-
-
-def _asked(file, configs):
-    file.write_text(json.dumps([request_of(*config).model_dump(mode="json") for config in configs]))
-    return file
+    """The record and the rehearsal of each configuration."""
+    requests = [request_of(*config) for config in CONFIGS]
+    return dict(zip(CONFIGS, prove(tmp_path_factory.mktemp("sharded"), requests, timeout=550), strict=True))
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ class Inputs(Strict):
     `text_dim`: the constructor argument with the width of the text embeddings (a list says it first), None without
     text; `text_layers`: the one with the number of layers that are joined in them. `extras`: the further inputs, as
     its adapter names them. `packs`: latents go in as 2 × 2 patches in the channels. `video`: latents have frames.
+    `square`: height and width are one number to it.
     `depths`: the lists of like blocks, in the order of the forward pass, each with the constructor argument that
     says its length.
     """
@@ -20,6 +21,7 @@ class Inputs(Strict):
     extras: tuple[str, ...] = ()
     packs: bool = False
     video: bool = False
+    square: bool = False
     depths: dict[str, str] = {"transformer_blocks": "num_layers"}
 
 
@@ -47,8 +49,8 @@ FAMILIES: dict[str, Inputs] = {
         extras=("pooled_text", "llama_text"),
         depths={"double_stream_blocks": "num_layers", "single_stream_blocks": "num_single_layers"},
     ),
-    "DiTTransformer2DModel": Inputs(extras=("class_label",)),
-    "PaperDiT": Inputs(extras=("class_label",), depths={"blocks": "depth"}),
+    "DiTTransformer2DModel": Inputs(extras=("class_label",), square=True),
+    "PaperDiT": Inputs(extras=("class_label",), square=True, depths={"blocks": "depth"}),
     "PixArtTransformer2DModel": Inputs(text_dim="caption_channels"),
     "SD3Transformer2DModel": Inputs(text_dim="joint_attention_dim", extras=("pooled_text",)),
     "FluxTransformer2DModel": Inputs(

@@ -87,6 +87,12 @@ class CatalogModel(Strict):
         return training_obstacle(self.spec.class_name)
 
     @property
+    def square(self) -> bool:
+        """Whether it takes squares alone."""
+        inputs = FAMILIES.get(self.spec.class_name)
+        return inputs is not None and inputs.square
+
+    @property
     def rehearsable(self) -> bool:
         return self.obstacle is None
 
@@ -136,6 +142,11 @@ def latent_shape(
     """
     vae = model.vae
     problems = [*_misfit(model, "height", height), *_misfit(model, "width", width), *_frames_misfit(model, frames)]
+    if model.square and height != width:
+        side = min(height, width)
+        problems.append(
+            f"{model.name} takes squares alone, and {height} × {width} was asked for; nearest: {side} × {side}"
+        )
     if problems:
         raise UserError(*problems)
     sides = height // vae.downsample, width // vae.downsample

@@ -38,8 +38,8 @@ def run(
         str | None,
         typer.Option(
             metavar="PIXELS",
-            help="Further sizes whose largest micro-batch is wanted, or none; of pictures the usual aspect ratios if left "
-            "out (aspect).",
+            help="Further sizes whose largest micro-batch is wanted, or none; of pictures the usual aspect ratios, if "
+            "left out (aspect).",
         ),
     ] = None,
     frames: Annotated[

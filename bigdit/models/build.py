@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,8 @@ def _in_training(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def _model_class(spec: ModelSpec) -> Any:
+    # diffusers' `to` imports it at its first call, and it makes tensors: not on the account of the engine that calls.
+    importlib.import_module("diffusers.hooks")
     family(spec.class_name)
     model_class = PaperDiT if spec.class_name == PaperDiT.__name__ else getattr(diffusers, spec.class_name)
     known = list(inspect.signature(model_class).parameters)

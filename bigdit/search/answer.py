@@ -133,8 +133,10 @@ def _search(pool: Pool, sample: Sample, question: Question, evidence: Evidence) 
             if not last_resort:
                 rejected += _last_resorts(proposed)
             return _Found(options, rejected, best)
-    if not options:
-        raise UserError(*(f"{each.choice}: {each.reason}" for each in rejected[-3:]))
+    if not options:  # state alone is too much everywhere: by how much is still an answer
+        options, failed = explore(pool, sample, [each for each in proposed if each.base is None][-1:])
+        if not options:
+            raise UserError(*(f"{each.choice}: {each.reason}" for each in failed))
     return _Found(options, rejected, confirm(pool, sample, evidence.band, [_smallest(question, options, evidence)]))
 
 

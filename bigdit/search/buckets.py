@@ -32,7 +32,10 @@ def parse_sizes(option: str, asked: Asked | Sequence[Asked]) -> tuple[Size, ...]
 
 
 def aspect_sizes(model: CatalogModel, size: Size) -> tuple[Size, ...]:
-    """The usual aspect ratios at about the area of `size`, with sides that the VAE and the patches divide."""
+    """The usual aspect ratios at about the area of `size`, with sides that the VAE and the patches divide;
+    for a model of squares alone the `size` itself."""
+    if model.square:
+        return (size,)
     multiple = model.vae.downsample * model.patch_size
     area = size[0] * size[1]
 

@@ -132,6 +132,8 @@ def _thinned(rows: Sequence[Choice], most: int) -> list[Choice]:
 
 
 def _reason(choice: Choice, recommended: Choice) -> str:
+    if choice.title == recommended.title and choice.verdict == "DOES NOT FIT":
+        return "what takes least of what was asked for"
     if choice.title == recommended.title:
         return "recommended: the fastest that fits" + ("" if choice.lossless else ", beyond what lossless ones reach")
     speed = choice.images_per_second_per_card.middle / recommended.images_per_second_per_card.middle - 1

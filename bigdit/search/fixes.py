@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from bigdit.catalog import gpus
 from bigdit.rehearse.pool import Pool
@@ -14,42 +14,59 @@ from bigdit.search.explore import explore
 from bigdit.search.plan import Choice
 from bigdit.search.question import Pins, Question
 from bigdit.search.space import proposals
+from bigdit.spec import BITSANDBYTES
 
 MORE_CARDS = (2, 4, 8)
 """As many times the cards that were asked for."""
 
 ADAPTER_RANK = 16
 
+UNLIKE = 0.05
+"""Cards of another architecture take other workspaces and contexts: so much of a margin is asked of a larger one."""
+
 
 def fixes(pool: Pool, sample: Sample, question: Question, evidence: Evidence, smallest: Choice) -> tuple[Choice, ...]:
     """What would fit, one for each way out: without the pins, more cards, adapters, a larger card. `smallest` is what
     comes nearest of what was asked for."""
-    found: list[Choice] = []
-    for why, other in _ways(question):
-        best = _best(pool, sample, other, evidence)
-        if best is not None:
-            found.append(predicted(other, best, evidence).model_copy(update={"reason": why}))
-    return (*found, *_larger_card(question, smallest))
+
+    def first(ways: Iterable[tuple[str, Question]]) -> list[Choice]:
+        for why, other in ways:
+            best = _best(pool, sample, other, evidence)
+            if best is not None:
+                return [predicted(other, best, evidence).model_copy(update={"reason": why})]
+        return []
+
+    ways = (_unpinned(question), _more_cards(question), _adapters(question))
+    return (*(choice for way in ways for choice in first(way)), *_larger_card(question, smallest))
 
 
-def _ways(question: Question) -> Iterator[tuple[str, Question]]:
+def _unpinned(question: Question) -> Iterator[tuple[str, Question]]:
     pins = question.pins
-    free = Pins(features=pins.features, ema=pins.ema, lora_rank=pins.lora_rank, full=pins.full)
     if pins.features == "online":
-        cached = free.model_copy(update={"features": "cached"})
+        cached = pins.model_copy(update={"features": "cached"})
         yield "encode once, and train from cached features", question.model_copy(update={"pins": cached})
-    elif pins != free:
+    free = Pins(features=pins.features, ema=pins.ema, lora_rank=pins.lora_rank, full=pins.full)
+    if pins != free:
         yield "without what was fixed", question.model_copy(update={"pins": free})
+
+
+def _more_cards(question: Question) -> Iterator[tuple[str, Question]]:
+    """FSDP2 with AdamW, or the optimizer that is pinned, on the fewest cards."""
+    pins = question.pins.model_copy(update={"engine": "fsdp2", "optimizer": question.pins.optimizer or "adamw"})
+    if pins.optimizer in BITSANDBYTES:
+        pins = pins.model_copy(update={"optimizer": "adamw_8bit_ao"})
     for times in MORE_CARDS:
         cards = question.cluster.gpus * times
         cluster = question.cluster.model_copy(update={"gpus": cards})
         if cards <= cluster.gpus_per_node or cards % cluster.gpus_per_node == 0:
-            sharded = free.model_copy(update={"engine": "fsdp2"})
-            more = question.model_copy(update={"cluster": cluster, "pins": sharded, "global_batch_size": None})
+            more = question.model_copy(update={"cluster": cluster, "pins": pins, "global_batch_size": None})
             yield f"{cards} cards instead of {question.cluster.gpus}", more
-    if pins.lora_rank is None and not pins.full:
-        adapters = free.model_copy(update={"lora_rank": ADAPTER_RANK})
-        yield "adapters beside frozen weights: another training", question.model_copy(update={"pins": adapters})
+
+
+def _adapters(question: Question) -> Iterator[tuple[str, Question]]:
+    if question.pins.lora_rank is None and not question.pins.full:
+        pins = Pins(features=question.pins.features, lora_rank=ADAPTER_RANK)
+        yield "adapters beside frozen weights: another training", question.model_copy(update={"pins": pins})
 
 
 def _best(pool: Pool, sample: Sample, question: Question, evidence: Evidence) -> Candidate | None:
@@ -82,7 +99,3 @@ def _larger_card(question: Question, smallest: Choice) -> list[Choice]:
             }
         )
     ]
-
-
-UNLIKE = 0.05
-"""Cards of another architecture take other workspaces and contexts: so much of a margin is asked of a larger one."""

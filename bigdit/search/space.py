@@ -75,7 +75,7 @@ def proposals(question: Question) -> tuple[list[Proposal], list[Rejected]]:
     left_out = _left_out(question)
     for engine in _engines(question):
         least = COPIES.get(engine, 0) * _weights(question)
-        if least > question.gpu.usable_bytes:
+        if least > question.gpu.usable_bytes and question.pins.engine is None:
             what = "weights and gradients" if COPIES[engine] > 1 else "the weights"
             reason = f"{what} alone take {gib(least)} of the card's {gib(question.gpu.usable_bytes)}"
             left_out.append(Rejected(choice=_engine_title(question, engine), reason=reason))
