@@ -39,6 +39,8 @@ def prove(folder: Path, requests: Sequence[RehearsalRequest], timeout: float) ->
 def main(asked: Path, answered: Path) -> None:
     requests = [RehearsalRequest.model_validate(value) for value in json.loads(asked.read_text())]
     _import(requests)
+    gc.collect()
+    gc.freeze()  # the recordings' many collections need not look through all that was imported
     rehearsed = asked.with_name("rehearsed.json")
     sizes = sorted({request.strategy.world_size for request in requests})
     launches = {size: [request for request in requests if request.strategy.world_size == size] for size in sizes}
@@ -63,9 +65,12 @@ def _real(asked: Path, size: int) -> Path:
 def _import(requests: Sequence[RehearsalRequest]) -> None:
     import torch
 
+    from bigdit import models
     from bigdit.engines import scaling
 
     torch.set_num_threads(1)
+    for request in requests:
+        models.build(request.model, device="meta", dtype=torch.float32)  # diffusers imports as it is asked
     # A rehearsal's gradients never overflow, and in fp16 these do not either: a step that is passed over would leave
     # no optimizer state.
     scaling.INITIAL_SCALE = 1.0
@@ -133,7 +138,6 @@ def _record(requests: Sequence[RehearsalRequest], rank: int, size: int, store: P
             from bigdit.engines.deepspeed import forget
 
             forget()
-        gc.collect()
     if rank == 0:
         answered.write_text(json.dumps(answers))
     dist.destroy_process_group()

@@ -106,7 +106,8 @@ def test_what_does_not_fit_is_an_answer_with_status_2():
     assert found["chosen"]["headroom_bytes"] < 0
     assert found["chosen"]["confirmed"]
     ways = [fix["reason"] for fix in found["fixes"]]
-    assert ways[:2] == ["without what was fixed", "2 cards instead of 1"]
+    assert ways[0] == "without what was fixed"
+    assert "cards instead of 1" in ways[1]
     assert ways[-1] == "a larger card"
     assert all(fix["verdict"] == "FITS" for fix in found["fixes"])
 

@@ -51,7 +51,7 @@ class Recorder(TorchDispatchMode):
         self._costs = Costs(device_type)
         self._in_place = InPlace()
         self._hooks = ExitStack()
-        self._collect = False
+        self._collect = self._froze = False
         self._paused = False
         self.broke_in: str | None = None
         """The module or the engine's call in which an operation raised the first error."""
@@ -64,7 +64,11 @@ class Recorder(TorchDispatchMode):
         self._collect = gc.isenabled()
         if self._known is None:
             gc.collect()  # real tensors hold memory; the garbage of fake ones may wait
-        gc.freeze()  # what exists by now is not this recording's garbage: collections stay cheap
+        # What exists by now is not this recording's garbage: collections stay cheap. A process that has frozen what it
+        # imported has done so itself.
+        self._froze = gc.get_freeze_count() == 0
+        if self._froze:
+            gc.freeze()
         gc.disable()
         self._hooks.enter_context(self._in_place.watching())
         self._hooks.enter_context(self._watching_resize())
@@ -76,7 +80,8 @@ class Recorder(TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self._hooks.close()
-        gc.unfreeze()
+        if self._froze:
+            gc.unfreeze()
         if self._collect:
             gc.enable()
 

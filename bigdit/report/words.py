@@ -107,7 +107,7 @@ def engine(strategy: Strategy) -> str:
         return "one process, no sharding"
     if strategy.engine == "fsdp2":
         copies = f"HSDP, {strategy.dp_replicate} copies over {strategy.dp_shard} processes each"
-        text = copies if strategy.dp_replicate > 1 else f"FSDP2 over {world} processes"
+        text = copies if strategy.dp_replicate > 1 else f"FSDP2 over {world} process{'es' * (world > 1)}"
         text += "" if strategy.reshard_after_forward else ", weights stay gathered until the backward pass"
         return text + (", shards and optimizer on the host" if strategy.cpu_offload else "")
     zero = (strategy.ds_config or {}).get("zero_optimization", {})

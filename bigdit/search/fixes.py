@@ -70,15 +70,18 @@ def _adapters(question: Question) -> Iterator[tuple[str, Question]]:
 
 
 def _best(pool: Pool, sample: Sample, question: Question, evidence: Evidence) -> Candidate | None:
-    """The fastest that fits, among what needs no last resort."""
+    """The fastest that fits, a last resort where nothing else does."""
     proposed, _ = proposals(question)
-    options, _ = explore(pool, sample, [each for each in proposed if not each.last_resort])
-    found = [
-        each
-        for option in options
-        for each in fitting(question, option, capacity(question, option.proposal, evidence), evidence)
-    ]
-    return max(found, key=lambda each: each.worth, default=None)
+    for last_resort in (False, True):
+        options, _ = explore(pool, sample, [each for each in proposed if each.last_resort == last_resort])
+        found = [
+            each
+            for option in options
+            for each in fitting(question, option, capacity(question, option.proposal, evidence), evidence)
+        ]
+        if found:
+            return max(found, key=lambda each: each.worth)
+    return None
 
 
 def _larger_card(question: Question, smallest: Choice) -> list[Choice]:

@@ -153,7 +153,7 @@ def _settings(question: Question, engine: str) -> list[dict[str, Any]]:
         if sharded or engine == "single":
             pairs.append(("came", precision))
         if precision == "bf16" and pins.precision is None and (sharded or engine == "single"):
-            pairs.append(("adamw", "bf16_sr"))
+            pairs += [("adamw", "bf16_sr"), ("came", "bf16_sr")]
     return [
         {"optimizer.name": optimizer, "precision": kind, "ema.device": average, "lora.base": base}
         for optimizer, kind in pairs

@@ -1,17 +1,23 @@
-"""From the setting that people copy to the recommended one, a change at a time: what each of them leaves of the bytes."""
+"""From the setting that people copy to the recommended one, a change at a time: what each leaves of the bytes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from bigdit.catalog import batch_shape
 from bigdit.catalog.encoders import online_encoders
 from bigdit.errors import UserError
+from bigdit.memory import Timeline
+from bigdit.memory.allocator import replay
+from bigdit.memory.footprint import UNLIMITED
+from bigdit.memory.process import ByteRange
 from bigdit.rehearse import RehearsedSize
 from bigdit.rehearse.pool import Pool
-from bigdit.search.anchors import Sample, outline, requests
+from bigdit.search.anchors import Sample, grid, outline, requests
 from bigdit.search.candidates import Candidate, beside
 from bigdit.search.confirm import Confirmed
 from bigdit.search.evidence import Evidence
@@ -19,14 +25,17 @@ from bigdit.search.plan import Step, Verdict
 from bigdit.search.question import Question
 from bigdit.search.space import OPTIMIZER_TITLES, settled
 from bigdit.search.verdict import expected
-from bigdit.spec import EmaSpec, OptimizerSpec, Strategy
+from bigdit.spec import EmaSpec, OptimizerSpec, Precision, Strategy
 from bigdit.units import gib
 
 DEEPSPEED_BUCKET = 500_000_000
 """Elements. Source: reduce_bucket_size and allgather_bucket_size in DeepSpeed's documentation of ZeRO."""
 
-BUCKET_KEYS = ("reduce_bucket_size", "allgather_bucket_size")
-OFFLOAD_KEYS = ("offload_optimizer", "offload_param")
+BUCKETS = ("reduce_bucket_size", "allgather_bucket_size")
+OFFLOADS = ("offload_optimizer", "offload_param")
+
+WORTH_SAYING = 0.005
+"""Of the bytes before: smaller effects are called nothing."""
 
 
 class Change(NamedTuple):
@@ -38,12 +47,21 @@ class Change(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Bar:
-    """What torch reserves at a strategy; the phase that decides it, and bytes of encoders on the card."""
+class Bar:
+    """Allocated bytes by phase; what torch's default allocator reserves beyond their peak; bytes of encoders."""
 
-    reserved_bytes: int
-    phase: str
+    peaks: Mapping[str, float]
+    idle_bytes: float
     encoder_bytes: int = 0
+
+    @property
+    def phase(self) -> str:
+        """The phase that decides."""
+        return max(self.peaks, key=lambda phase: self.peaks[phase])
+
+    @property
+    def peak_bytes(self) -> int:
+        return round(max(self.peaks.values()))
 
 
 def waterfall(
@@ -51,189 +69,200 @@ def waterfall(
 ) -> tuple[Step, ...]:
     """The bars from the naive setting to `chosen`.
 
-    What differs without recomputation is rehearsed with shallow siblings at the naive micro-batch itself; recomputed
-    blocks and the recommended micro-batch are the search's own predictions, and the last bar is `chosen` as it was
-    confirmed. Raises UserError where a sibling cannot be rehearsed.
+    All that comes before recomputation and the recommended micro-batch is rehearsed with shallow siblings, at the
+    naive micro-batch itself; those two are the search's predictions, and the last bar is `chosen` as it was
+    confirmed. Bars differ by what is allocated: each takes beside that what the allocator holds idle in `chosen`, for
+    idle pieces of their own would hide what a change saves; they count for the verdict, which is TIGHT for them alone.
+    Raises UserError where a sibling cannot be rehearsed.
     """
-    changes = _changes(sample, question, chosen.candidate)
-    bars = _bars(pool, sample, chosen.candidate, changes)
-    steps: list[Step] = []
-    for at, (change, bar) in enumerate(zip(changes, bars, strict=True)):
+    steps = changes(sample, question, chosen.candidate)
+    found = bars(pool, sample, chosen.candidate, steps)
+    process = chosen.footprint.process.high_bytes
+    shared = process - chosen.footprint.beside.high_bytes - chosen.answer.ledger.peak_allocated_bytes
+    shown = []
+    for at, (change, bar) in enumerate(zip(steps, found, strict=True)):
         around = beside(question, change.strategy)
-        verdict: Verdict = expected(bar.reserved_bytes, question.gpu, around, evidence.band)
-        steps.append(
+        shown.append(
             Step(
                 change=change.title,
-                process_bytes=bar.reserved_bytes + around.high_bytes,
-                verdict=verdict,
-                saved_by=_said(change, bars[at - 1] if at else None, bar),
+                process_bytes=bar.peak_bytes + shared + around.high_bytes,
+                verdict=_verdict(question, evidence, bar, around),
+                saved_by=said(change, found[at - 1] if at else None, bar),
             )
         )
-    if len(steps) > 1:
-        known = {"process_bytes": chosen.footprint.process.high_bytes, "verdict": chosen.verdict}
-        steps[-1] = steps[-1].model_copy(update=known)
-    return tuple(steps)
+    confirmed = {"process_bytes": process, "verdict": chosen.verdict}
+    return (*shown[:-1], shown[-1].model_copy(update=confirmed))
 
 
-def naive(sample: Sample, question: Question, chosen: Strategy) -> Strategy:
-    """What is copied: the engine of `chosen` with AdamW in fp32 by torch's loop over lists of tensors, encoders and
+def naive(sample: Sample, question: Question, target: Strategy) -> Strategy:
+    """What is copied: the engine of `target` with AdamW in fp32 by torch's loop over lists of tensors, encoders and
     moving average on the card, nothing recomputed or offloaded, DeepSpeed's own buckets.
 
     Its micro-batch is the pinned one, or a card's whole share of the global batch, or one.
     """
-    share = (question.global_batch_size or 0) // chosen.world_size
+    share = (question.global_batch_size or 0) // target.world_size
     size = question.pins.micro_batch_size or share or 1
-    strategy = chosen.model_copy(
+    precision: Precision = "fp32" if target.lora is None else target.precision
+    strategy = target.model_copy(
         update={
-            "precision": "fp32" if chosen.lora is None else chosen.precision,
+            "precision": precision,
             "optimizer": OptimizerSpec(implementation="foreach"),
             "checkpointing": "full",
             "ema": EmaSpec(),
             "cpu_offload": False,
-            "features": "online" if _has_encoders(sample) else "cached",
+            "features": "online" if _has_encoders(sample) else target.features,
+            "ds_config": _document(target, precision, own_buckets=True, offloaded=False),
         }
     )
-    strategy = _with_ds(strategy, precision=strategy.precision, zero=_copied_zero(strategy))
     return settled(strategy, micro_batch_size=size, grad_accum_steps=1, checkpointed_blocks=0)
 
 
-def _changes(sample: Sample, question: Question, chosen: Candidate) -> list[Change]:
-    """The naive setting and every change that leads from it to `chosen`."""
+def changes(sample: Sample, question: Question, chosen: Candidate) -> list[Change]:
+    """The naive setting and every change that leads from it to `chosen`; the last strategy is that of `chosen`."""
     target = chosen.strategy
-    found = [Change("as it is copied", "", naive(sample, question, target))]
-    found[0] = found[0]._replace(title=_naive_title(found[0].strategy))
-
-    def change(title: str, why: str, **update: Any) -> None:
+    start = naive(sample, question, target)
+    found = [Change(_naive_title(start), "", start)]
+    for title, why, update in _updates(start, target):
         before = found[-1].strategy
-        after = before.model_copy(update=update)
+        after = settled(
+            before.model_copy(update=update),
+            micro_batch_size=start.micro_batch_size,
+            grad_accum_steps=1,
+            checkpointed_blocks=0,
+        )
         if after != before:
             found.append(Change(title, why, after))
-
-    change("features cached", "VAE and text encoders leave the card", features=target.features)
-    if found[-1].strategy.precision != target.precision:
-        masters = "without masters" if target.precision == "bf16_sr" else "with fp32 masters"
-        kind = target.precision.removesuffix("_sr")
-        why = "weights, gradients and activations in 2 B instead of 4" if kind in ("bf16", "fp16") else ""
-        ds_config = _with_ds(found[-1].strategy, precision=target.precision).ds_config
-        change(f"{kind} {masters}", why, precision=target.precision, ds_config=ds_config)
-    if target.ds_config is not None:
-        _deepspeed(change, found[-1].strategy, target)
-    if target.cpu_offload:
-        change("weights and optimizer on the host", "the card holds what it computes with", cpu_offload=True)
-    change(
-        "fused optimizer",
-        "the loop over lists of tensors takes as much again as the weights it steps",
-        optimizer=OptimizerSpec(),
-    )
-    if target.ema is None:
-        change("no moving average", "its fp32 copy of the weights leaves the card", ema=None)
-    else:
-        change("moving average on the host", "its fp32 copy of the weights leaves the card", ema=target.ema)
-    change(OPTIMIZER_TITLES[target.optimizer.name], "less state for each weight", optimizer=target.optimizer)
-    _sizes(found, chosen)
-    return found
+    return [*found, *_sizes(start.micro_batch_size, chosen)]
 
 
-def _deepspeed(change: Callable[..., None], before: Strategy, target: Strategy) -> None:
-    assert target.ds_config is not None
-    theirs = target.ds_config["zero_optimization"]
-    known = {key: theirs[key] for key in BUCKET_KEYS if key in theirs}
-    smaller = _with_ds(before, zero={**_zero(before), **known})
-    size = known.get("reduce_bucket_size", DEEPSPEED_BUCKET)
-    change(
-        f"DeepSpeed buckets of {size / 1e6:.0f} M elements",
-        f"instead of its own {DEEPSPEED_BUCKET / 1e6:.0f} M",
-        ds_config=smaller.ds_config,
-    )
-    if any(key in theirs for key in OFFLOAD_KEYS):
-        what = "weights and optimizer" if "offload_param" in theirs else "optimizer"
-        offloaded = _with_ds(smaller, zero=theirs)
-        change(f"{what} on the host", "the card holds what it computes with", ds_config=offloaded.ds_config)
+def _updates(start: Strategy, target: Strategy) -> list[tuple[str, str, dict[str, Any]]]:
+    """Changes in their order, with those that change nothing here among them."""
+    masters: Precision = "bf16" if target.precision == "bf16_sr" else target.precision
+    theirs = (target.ds_config or {}).get("zero_optimization", {})
+    bucket = theirs.get(BUCKETS[0], DEEPSPEED_BUCKET)
+    on_host = "weights and optimizer" if target.cpu_offload or OFFLOADS[1] in theirs else "optimizer"
+    lossy = "bf16 without masters" if target.precision == "bf16_sr" else OPTIMIZER_TITLES[target.optimizer.name]
+    average = "no moving average" if target.ema is None else "moving average on the host"
+
+    def document(precision: Precision, *, offloaded: bool = False) -> dict[str, Any] | None:
+        return _document(target, precision, own_buckets=False, offloaded=offloaded)
+
+    return [
+        ("features cached", "VAE and text encoders leave the card", {"features": target.features}),
+        (
+            f"DeepSpeed's buckets of {bucket / 1e6:.0f} M elements",
+            f"instead of {DEEPSPEED_BUCKET / 1e6:.0f} M, its own",
+            {"ds_config": document(start.precision)},
+        ),
+        (
+            masters if masters in ("fp32", "tf32") else f"{masters} with fp32 masters",
+            "weights, gradients and activations of 2 B instead of 4, and masters of 4 beside them",
+            {"precision": masters, "ds_config": document(masters)},
+        ),
+        (
+            f"{on_host} on the host",
+            "the card keeps what it computes with",
+            {"cpu_offload": target.cpu_offload, "ds_config": document(masters, offloaded=True)},
+        ),
+        (
+            "fused optimizer",
+            "no temporary of the size of what is stepped",
+            {"optimizer": OptimizerSpec()},
+        ),
+        (average, "its fp32 copy of the weights leaves the card", {"ema": target.ema}),
+        (lossy, "less state beside each weight", {"optimizer": target.optimizer, "precision": target.precision}),
+    ]
 
 
-def _sizes(found: list[Change], chosen: Candidate) -> None:
-    """Recomputation and the micro-batch: what takes less last, so that it says what it is for."""
-    count, before = chosen.option.arrangement.count, found[-1].strategy
-    first, last = before.micro_batch_size, chosen.micro_batch_size
-    accumulated = f" × {chosen.grad_accum_steps} accumulated" if chosen.grad_accum_steps > 1 else ""
-    why = "fewer activations at a time" if last < first else "what was saved goes into more samples at a time"
-    micro_batch = (f"micro-batch {last}{accumulated}", why, last, None)
+def _sizes(first: int, chosen: Candidate) -> list[Change]:
+    """Recomputation and the micro-batch; what takes less comes last where the other takes more."""
+    count, last, accum = chosen.option.arrangement.count, chosen.micro_batch_size, chosen.grad_accum_steps
     kept = ", but for matrix products and attention" if chosen.strategy.checkpointing == "selective" else ""
-    blocks = (
-        f"{chosen.blocks} of {count} blocks recomputed{kept}",
-        "their activations are not kept",
-        None,
-        chosen.blocks,
+    recomputed = (f"{chosen.blocks} of {count} blocks recomputed{kept}", "their activations are not kept")
+    why = "fewer activations at once" if last < first else "what was saved goes into activations of more samples"
+    resized = (f"micro-batch {last}" + (f", {accum} of them accumulated" if accum > 1 else ""), why)
+    grows = last > first
+    between = settled(
+        chosen.strategy,
+        micro_batch_size=last if grows else first,
+        grad_accum_steps=accum if grows else 1,
+        checkpointed_blocks=0 if grows else chosen.blocks,
     )
-    wanted = [each for each, new in ((micro_batch, last != first), (blocks, chosen.blocks > 0)) if new]
-    if last < first:
-        wanted.reverse()
-    size, recomputed = first, 0
-    for title, reason, new_size, new_blocks in wanted:
-        size, recomputed = new_size or size, new_blocks or recomputed
-        strategy = settled(
-            chosen.strategy,
-            micro_batch_size=size,
-            grad_accum_steps=chosen.grad_accum_steps if size == last else 1,
-            checkpointed_blocks=recomputed,
-        )
-        found.append(Change(title, reason, strategy))
+    if last == first:
+        return [Change(*recomputed, chosen.strategy)] if chosen.blocks else []
+    if not chosen.blocks:
+        return [Change(*resized, chosen.strategy)]
+    order = (resized, recomputed) if grows else (recomputed, resized)
+    return [Change(*order[0], between), Change(*order[1], chosen.strategy)]
 
 
-def _bars(pool: Pool, sample: Sample, chosen: Candidate, changes: Sequence[Change]) -> list[_Bar]:
-    size = changes[0].strategy.micro_batch_size
+def bars(pool: Pool, sample: Sample, chosen: Candidate, steps: Sequence[Change]) -> list[Bar]:
+    """A bar for each of `changes`."""
+    size = steps[0].strategy.micro_batch_size
     plain = [
-        change.strategy
-        for change in changes
-        if change.strategy.micro_batch_size == size and not change.strategy.checkpointed_blocks
+        each.strategy
+        for each in steps
+        if (each.strategy.micro_batch_size, each.strategy.checkpointed_blocks) == (size, 0)
     ]
     asked = [requests(sample, strategy, (size,)) for strategy in plain]
     answers = iter(pool.rehearse([request for batch in asked for request in batch]))
-    bars = [
-        _rehearsed(sample, strategy, [next(answers) for _ in batch])
-        for strategy, batch in zip(plain, asked, strict=True)
-    ]
-    for change in changes[len(plain) :]:
+    found = [_rehearsed(sample, each, [next(answers) for _ in batch]) for each, batch in zip(plain, asked, strict=True)]
+    for change in steps[len(plain) :]:
         at = change.strategy.micro_batch_size, int(change.strategy.checkpointed_blocks)
         peaks = chosen.option.arrangement.peaks(*at)
-        bars.append(_Bar(round(max(chosen.option.reserved(*at), 0.0)), max(peaks, key=lambda phase: peaks[phase])))
-    return bars
+        found.append(Bar(peaks, chosen.option.reserved(*at) - max(peaks.values())))
+    return found
 
 
-def _rehearsed(sample: Sample, strategy: Strategy, answers: Sequence[RehearsedSize | UserError]) -> _Bar:
+def _rehearsed(sample: Sample, strategy: Strategy, answers: Sequence[RehearsedSize | UserError]) -> Bar:
     known = []
     for answer in answers:
         if isinstance(answer, UserError):
             raise answer
         known.append(answer)
-    found = outline(sample.model, strategy, known)
-    peaks = found.peaks(strategy.micro_batch_size)
-    phase = max(peaks, key=lambda name: peaks[name])
-    gap = max(float(found.gap.at(strategy.micro_batch_size)), 0.0)
-    encoders = max(each.at_peak.get("encoder", 0) for each in known[0].ledger.phases)
-    return _Bar(round(max(peaks[phase] + gap, 0.0)), phase, encoders)
+    peaks = outline(sample.model, strategy, known).peaks(strategy.micro_batch_size)
+    # Flat partitions and temporaries as large as they leave pieces that grow with the depth, as the bytes do.
+    idle = [_idle(answer.timeline) for answer in known]
+    encoders = max(phase.at_peak.get("encoder", 0) for phase in known[0].ledger.phases)
+    return Bar(peaks, max(float(np.dot(grid(sample.model).weights, idle)), idle[-1]), encoders)
 
 
-def _said(change: Change, before: _Bar | None, bar: _Bar) -> str:
-    """Why the bar has its length: `VAE and text encoders leave the card (6.02 GiB): 9.41 GiB less; step decides`."""
-    held = bar.encoder_bytes if before is None else max(before.encoder_bytes - bar.encoder_bytes, 0)
+def _idle(timeline: Timeline) -> int:
+    return replay(timeline, UNLIMITED).peak_reserved_bytes - timeline.peak_allocated_bytes
+
+
+def _verdict(question: Question, evidence: Evidence, bar: Bar, around: ByteRange) -> Verdict:
+    """As `expected`; TIGHT where what is allocated fits, and idle pieces do not."""
+    found = expected(bar.peak_bytes + bar.idle_bytes, question.gpu, around, evidence.band)
+    if found == "DOES NOT FIT" and bar.peak_bytes <= question.gpu.usable_bytes - around.low_bytes:
+        return "TIGHT"
+    return found
+
+
+def said(change: Change, before: Bar | None, bar: Bar) -> str:
+    """Why the bar is as long as it is: `VAE and text encoders leave the card (6.03 GiB): 8.55 GiB less`."""
     if before is None:
-        return f"{bar.phase} decides" + (f"; encoders hold {gib(held)}" if held else "")
-    why = f"{change.why} ({gib(held)})" if held else change.why
-    less = before.reserved_bytes - bar.reserved_bytes
-    if abs(less) < before.reserved_bytes * 0.001:
-        effect = f"nothing at the peak, which the {bar.phase} has" if bar.phase == before.phase else "nothing"
-    else:
-        effect = f"{gib(abs(less))} {'less' if less > 0 else 'more'}"
-    moved = "" if bar.phase == before.phase else f"; now {bar.phase} decides"
-    return f"{why}: {effect}{moved}" if why else f"{effect}{moved}"
+        held = f"; the encoders hold {gib(bar.encoder_bytes)}" if bar.encoder_bytes else ""
+        return f"the {bar.phase} decides{held}"
+    left = before.encoder_bytes - bar.encoder_bytes
+    less = before.peak_bytes - bar.peak_bytes
+    least = before.peak_bytes * WORTH_SAYING
+    effect = f"{gib(abs(less))} {'less' if less > 0 else 'more'}" if abs(less) >= least else "nothing at the peak"
+    drops = {phase: before.peaks[phase] - peak for phase, peak in bar.peaks.items() if phase in before.peaks}
+    most = max(drops, key=lambda phase: drops[phase])
+    parts = [f"{change.why}{f' ({gib(left)})' if left > 0 else ''}: {effect}"]
+    if most != bar.phase and drops[most] > max(less, 0) + least:
+        parts.append(f"{gib(drops[most])} less in the {most}, which does not decide")
+    if bar.phase != before.phase:
+        parts.append(f"now the {bar.phase} decides")
+    return "; ".join(parts)
 
 
 def _naive_title(strategy: Strategy) -> str:
-    parts = ["fp32" if strategy.precision == "fp32" else strategy.precision, "AdamW", "average"]
-    parts += ["encoders"] if strategy.features == "online" else []
+    precision = "bf16" if strategy.precision == "bf16_sr" else strategy.precision
+    encoders = "encoders and average" if strategy.features == "online" else "average"
     buckets = ", DeepSpeed's own buckets" if strategy.ds_config else ""
-    return f"as it is copied: {', '.join(parts)} on the card{buckets}, micro-batch {strategy.micro_batch_size}"
+    return f"as copied: {precision}, AdamW, {encoders} on the card{buckets}, micro-batch {strategy.micro_batch_size}"
 
 
 def _has_encoders(sample: Sample) -> bool:
@@ -244,24 +273,14 @@ def _has_encoders(sample: Sample) -> bool:
     return True
 
 
-def _zero(strategy: Strategy) -> dict[str, Any]:
-    return dict((strategy.ds_config or {}).get("zero_optimization", {}))
-
-
-def _copied_zero(strategy: Strategy) -> dict[str, Any]:
-    """The section as DeepSpeed fills it in: its own buckets, and everything on the card."""
-    ours = {key: value for key, value in _zero(strategy).items() if key not in OFFLOAD_KEYS}
-    return ours | dict.fromkeys(BUCKET_KEYS, DEEPSPEED_BUCKET)
-
-
-def _with_ds(strategy: Strategy, *, precision: str | None = None, zero: dict[str, Any] | None = None) -> Strategy:
-    """The strategy with DeepSpeed's document changed; as it is where the engine is another."""
-    if strategy.ds_config is None:
-        return strategy
-    changed = dict(strategy.ds_config)
-    if zero is not None:
-        changed["zero_optimization"] = zero
-    if precision is not None:
-        for name in ("bf16", "fp16"):
-            changed[name] = changed.get(name, {}) | {"enabled": precision == name}
-    return strategy.model_copy(update={"ds_config": changed})
+def _document(target: Strategy, precision: Precision, *, own_buckets: bool, offloaded: bool) -> dict[str, Any] | None:
+    """DeepSpeed's document of `target`, changed; None where the engine is another."""
+    if target.ds_config is None:
+        return None
+    zero = {
+        key: value for key, value in target.ds_config["zero_optimization"].items() if offloaded or key not in OFFLOADS
+    }
+    if own_buckets:
+        zero |= dict.fromkeys(BUCKETS, DEEPSPEED_BUCKET)
+    enabled = {name: target.ds_config.get(name, {}) | {"enabled": precision == name} for name in ("bf16", "fp16")}
+    return target.ds_config | {"zero_optimization": zero} | enabled
