@@ -8,7 +8,7 @@ flat tuple. Kept is what follows from the question alone: how each result is lai
 from __future__ import annotations
 
 import functools
-from collections.abc import Container, Mapping
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,19 +24,22 @@ _TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.
 _LIFTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
 _AS_STRIDED = torch.ops.aten.as_strided.default
 
+# The attributes of a fake tensor of which nothing is known but its device.
+_BLANK = vars(FakeTensor(FakeTensorMode(), torch.empty(0, device=_META), torch.device("cpu"))) | {"fake_mode": None}
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, slots=True)
 class _Made:
     """A result: on a storage of its own, or so many bytes behind the start of the question's tensor of this number."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
-    attributes: Mapping[str, Any]
+    device: torch.device
     views: int | None
     behind: int
 
-    def make(self, tensors: list[FakeTensor]) -> FakeTensor:
+    def make(self, tensors: list[FakeTensor], fakes: FakeTensorMode) -> FakeTensor:
         with torch._C._DisableTorchDispatch():
             if self.views is None:
                 plain = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=_META)
@@ -45,55 +48,57 @@ class _Made:
                 viewed = tensors[self.views]
                 offset = (viewed.storage_offset() * viewed.dtype.itemsize + self.behind) // self.dtype.itemsize
                 plain.set_(viewed.untyped_storage(), offset, self.shape, self.strides)
-            made = MAKE_SUBCLASS(
-                FakeTensor, plain, False, dispatch_device=True, device_for_backend_keys=self.attributes["_fake_device"]
-            )
-        if self.attributes["fake_mode"]._allow_unsafe_data_ptr_access:  # as FakeTensor.__new__ has it
+            made = MAKE_SUBCLASS(FakeTensor, plain, False, dispatch_device=True, device_for_backend_keys=self.device)
+        if fakes._allow_unsafe_data_ptr_access:  # as FakeTensor.__new__ has it
             torch._C._set_warn_deprecated_on_mutable_data_ptr(made)
         else:
             torch._C._set_throw_on_mutable_data_ptr(made)
-        made.__dict__.update(self.attributes)
+        made.__dict__.update(_BLANK, fake_mode=fakes, _fake_device=self.device)
         return made
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Same:
     """A result that is the question's tensor of this number."""
 
     number: int
 
-    def make(self, tensors: list[FakeTensor]) -> FakeTensor:
+    def make(self, tensors: list[FakeTensor], fakes: FakeTensorMode) -> FakeTensor:
         return tensors[self.number]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Number:
     """A result that is no tensor."""
 
     value: bool | int | float | None
 
-    def make(self, tensors: list[FakeTensor]) -> bool | int | float | None:
+    def make(self, tensors: list[FakeTensor], fakes: FakeTensorMode) -> bool | int | float | None:
         return self.value
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Answer:
     kind: type | None  # of the sequence that the results are in
     results: tuple[_Made | _Same | _Number, ...]
 
-    def make(self, tensors: list[FakeTensor]) -> Any:
+    def make(self, tensors: list[FakeTensor], fakes: FakeTensorMode) -> Any:
         if self.kind is None:
-            return self.results[0].make(tensors)
-        return self.kind([result.make(tensors) for result in self.results])
+            return self.results[0].make(tensors, fakes)
+        return self.kind([result.make(tensors, fakes) for result in self.results])
+
+
+Kept = dict[tuple[Any, ...], _Answer]
+"""By question; for as long as the process lives, as FakeTensorMode keeps its own."""
 
 
 class Answers:
-    """Of one FakeTensorMode and the rules of one kind of kernels; `unlike` are operators that look at more."""
+    """Of one FakeTensorMode. `kept` are those of one kind of kernels; `unlike` are operators that look at more."""
 
-    def __init__(self, fakes: FakeTensorMode, unlike: Container[Any]) -> None:
+    def __init__(self, fakes: FakeTensorMode, kept: Kept, unlike: Container[Any]) -> None:
         self._fakes = fakes
         self._unlike = unlike
-        self._kept: dict[tuple[Any, ...], _Answer] = {}
+        self._kept = kept
 
     def find(self, func: Any, args: Any, kwargs: Any) -> tuple[Any] | None:
         """The result, newly made; None where this was not asked before, or its answer follows from more."""
@@ -102,7 +107,7 @@ class Answers:
         tensors: list[FakeTensor] = []
         key = self._key(func, args, kwargs, tensors)
         answer = None if key is None else self._kept.get(key)
-        return None if answer is None else (answer.make(tensors),)
+        return None if answer is None else (answer.make(tensors, self._fakes),)
 
     def keep(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Remember this answer, if it follows from the question."""
@@ -120,7 +125,7 @@ class Answers:
         if kind not in (None, list, tuple) or len(results) < len(described) or _share(described, result):
             return
         answer = _Answer(kind, results)
-        if _keys(answer.make(tensors)) == _keys(result):
+        if _keys(answer.make(tensors, self._fakes)) == _keys(result):
             self._kept[key] = answer
 
     def _key(self, func: Any, args: Any, kwargs: Any, tensors: list[FakeTensor]) -> tuple[Any, ...] | None:
@@ -188,7 +193,9 @@ def _describe(
         start -= tensors[views].storage_offset() * tensors[views].dtype.itemsize
     elif start or storage.nbytes() != _extent(shape, strides) * item.dtype.itemsize:
         return None
-    return _Made(shape, strides, item.dtype, dict(item.__dict__), views, start)
+    if vars(item) != _BLANK | {"fake_mode": item.fake_mode, "_fake_device": item._fake_device}:
+        return None
+    return _Made(shape, strides, item.dtype, item._fake_device, views, start)
 
 
 def _extent(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:

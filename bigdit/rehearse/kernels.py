@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from bigdit.rehearse import masks, reads, strides, uniform
-from bigdit.rehearse.answers import Answers
+from bigdit.rehearse.answers import Answers, Kept
 
 aten = torch.ops.aten
 
@@ -29,7 +29,7 @@ class Kernels(TorchDispatchMode):
     def __init__(self, fakes: FakeTensorMode, device: Literal["cuda", "cpu"]) -> None:
         super().__init__()
         self._rules = _RULES if device == "cpu" else _RULES | _CUDA_RULES
-        self._answers = Answers(fakes, _BY_VALUE)
+        self._answers = Answers(fakes, _KEPT[device], _BY_VALUE)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -197,3 +197,5 @@ _BY_VALUE = {
     aten._pin_memory.default,
     aten.is_pinned.default,
 }
+
+_KEPT: dict[str, Kept] = {"cuda": {}, "cpu": {}}
