@@ -1,8 +1,8 @@
 """The command line: quick to answer, and clear about what it was not asked well."""
 
+import os
 import subprocess
 import sys
-import time
 
 import pytest
 from conftest import BIN, bigdit
@@ -11,12 +11,13 @@ COMMANDS = ("plan", "extract", "train", "sample", "bench", "models", "gpus", "do
 
 
 def test_help_answers_at_once():
-    """Under 0.3 s: the best of five, since the machine may be busy with other tests."""
+    """Under 0.3 s of a core, the best of five: what it waits for one is not its own on a busy machine."""
     took = []
     for _ in range(5):
-        began = time.perf_counter()
+        before = os.times()
         done = subprocess.run([BIN / "bigdit", "--help"], capture_output=True, text=True, check=True, timeout=60)
-        took.append(time.perf_counter() - began)
+        after = os.times()
+        took.append(sum(after[2:4]) - sum(before[2:4]))  # of children that have ended
     assert all(command in done.stdout for command in COMMANDS)
     assert min(took) < 0.3
 
