@@ -28,9 +28,10 @@ SANA = ModelSpec(
 )
 SHAPE = BatchShape(latents=(4, 8, 8), text=(6, 12))
 
-# One process for all of them: the start of a worker is most of its time here.
+# One process for all of them: the start of a worker is most of its time here. What it leaves behind is small.
 _REHEARSE_ALL = """
-import json, os, sys
+import gc, json, os, sys
+gc.disable()
 from bigdit.log import quiet_libraries
 quiet_libraries()
 from bigdit.rehearse import RehearsalRequest

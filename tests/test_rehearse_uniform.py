@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from bigdit.rehearse.kernels import CpuKernels
+from bigdit.rehearse.kernels import Kernels
 
 READS: dict[str, Callable[[torch.Tensor], object]] = {
     "lengths": lambda mask: mask.to(torch.int64).sum(dim=1).tolist(),
@@ -28,7 +28,7 @@ READS: dict[str, Callable[[torch.Tensor], object]] = {
 @pytest.mark.parametrize("read", READS.values(), ids=READS)
 def test_a_full_mask_says_what_a_real_one_says(read: Callable[[torch.Tensor], object]) -> None:
     real = read(torch.ones(2, 5, dtype=torch.bfloat16))
-    with FakeTensorMode(), CpuKernels():
+    with FakeTensorMode() as fakes, Kernels(fakes, "cpu"):
         assert read(torch.ones(2, 5, dtype=torch.bfloat16)) == real
 
 
@@ -42,7 +42,7 @@ CHANGES: dict[str, Callable[[torch.Tensor], object]] = {
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_what_was_changed_in_place_is_known_no_more(change: Callable[[torch.Tensor], object]) -> None:
-    with FakeTensorMode(), CpuKernels():
+    with FakeTensorMode() as fakes, Kernels(fakes, "cpu"):
         ones = torch.ones(7, dtype=torch.int64)
         assert ones.sum().item() == 7
         change(ones)

@@ -35,7 +35,9 @@ class Recorder(TorchDispatchMode):
     one operation is not seen. Of a DTensor, or another wrapper, it sees the tensors within and what is done with them.
 
     Frees follow reference counts. A cycle would live until the garbage collector happens to run, which no two
-    runs agree on: automatic collection is off while the mode is on, and a full one closes each phase.
+    runs agree on: automatic collection is off while the mode is on, and a full one closes each phase. It passes over
+    what was there before; where automatic collection was off already, so do all later ones: garbage is then the
+    process's own affair.
 
     Use as a context manager, inside FakeTensorMode where the tensors are fake.
     """
@@ -51,7 +53,7 @@ class Recorder(TorchDispatchMode):
         self._costs = Costs(device_type)
         self._in_place = InPlace()
         self._hooks = ExitStack()
-        self._collect = self._froze = False
+        self._collect = False
         self._paused = False
         self.broke_in: str | None = None
         """The module or the engine's call in which an operation raised the first error."""
@@ -62,14 +64,9 @@ class Recorder(TorchDispatchMode):
 
     def __enter__(self) -> Recorder:
         self._collect = gc.isenabled()
-        if self._known is None:
-            gc.collect()  # real tensors hold memory; the garbage of fake ones may wait
-        # What exists by now is not this recording's garbage: collections stay cheap. A process that has frozen what it
-        # imported has done so itself.
-        self._froze = gc.get_freeze_count() == 0
-        if self._froze:
-            gc.freeze()
         gc.disable()
+        gc.collect()
+        gc.freeze()  # what exists by now is not this recording's garbage: collections stay cheap
         self._hooks.enter_context(self._in_place.watching())
         self._hooks.enter_context(self._watching_resize())
         self._hooks.enter_context(self._passing_over_propagation())
@@ -80,9 +77,8 @@ class Recorder(TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self._hooks.close()
-        if self._froze:
-            gc.unfreeze()
         if self._collect:
+            gc.unfreeze()
             gc.enable()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

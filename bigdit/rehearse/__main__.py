@@ -15,7 +15,7 @@ from bigdit.errors import guard
 
 def main() -> None:
     """Answer one request after another, until there are no more."""
-    gc.disable()  # what is imported stays, and collections look through all of it time and again
+    gc.disable()  # what is imported stays, and collections would look through all of it time and again
     from bigdit.rehearse.worker import serve
 
     serve()

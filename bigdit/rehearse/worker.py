@@ -37,6 +37,7 @@ def serve() -> None:
         answer(Path(asked), Path(answered))
         print(answered, file=answers, flush=True)
         if number % _COLLECT_EVERY == 0:
+            gc.unfreeze()
             gc.collect()
 
 
