@@ -198,6 +198,10 @@ def test_sizes_read_as_they_are_written(sizes):
         ),
         ({"gpus": 2 * MOST_GPUS}, "--gpus is 8192, and plans go up to 4096"),
         (
+            {"gpus": 2, "gpu": "a100-80g-sxm:3g.40gb"},
+            "--gpus is 2, and NCCL joins no MIG slices (a100-80g-sxm:3g.40gb); use --gpus 1, or whole cards",
+        ),
+        (
             {"gpus": 2, "engine": "single"},
             "--engine single runs on one card, and --gpus is 2; use --engine zero1, zero2, zero3 or fsdp2, or --gpus 1",
         ),

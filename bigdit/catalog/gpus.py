@@ -72,6 +72,11 @@ class Gpu(Strict):
         return self
 
     @property
+    def mig(self) -> bool:
+        """Whether this is a slice of a card, `CARD:PROFILE`."""
+        return ":" in self.name
+
+    @property
     def total_bytes(self) -> int:
         return self.total_mib * MIB
 

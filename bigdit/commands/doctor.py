@@ -141,17 +141,9 @@ def _look_at_torch(health: Health) -> None:
 
 def _in_catalog(name: str, total_bytes: int) -> str | None:
     """The catalogue's card of that driver's name and about that memory; None where it has none."""
-    from bigdit.catalog import gpu
-    from bigdit.catalog.gpus import gpus
-    from bigdit.errors import UserError
+    from bigdit.catalog.gpus import named
 
-    cards = [card for card in gpus() if card.title == name]
-    if not cards:
-        try:
-            cards = [gpu(name)]
-        except UserError:
-            return None
-    return next((c.name for c in cards if abs(c.usable_bytes - total_bytes) < 0.05 * total_bytes), None)
+    return next((c.name for c in named(name) if abs(c.usable_bytes - total_bytes) < 0.05 * total_bytes), None)
 
 
 def _look_at_engines(health: Health, errors: dict[str, str | None]) -> None:

@@ -89,7 +89,7 @@ def question_for(
     cluster, pins = Cluster(**_sound(Cluster, cards, problems)), Pins(**_sound(Pins, pinned, problems))
     amounts = _sound(Question, wanted, problems)
 
-    problems += cluster_problems(cluster, pins, amounts.get("global_batch_size"))
+    problems += cluster_problems(cluster, pins, amounts.get("global_batch_size"), card)
     problems += pin_problems(cluster, pins, card)
     shape = None
     if found_model is not None:

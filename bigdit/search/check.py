@@ -23,9 +23,14 @@ MOST_GPUS = 4096
 to hold beyond that."""
 
 
-def cluster_problems(cluster: Cluster, pins: Pins, global_batch_size: int | None) -> list[str]:
-    """Whether the cards make a layout, and the global batch can be shared out over it."""
+def cluster_problems(cluster: Cluster, pins: Pins, global_batch_size: int | None, gpu: Gpu | None) -> list[str]:
+    """Whether the cards make a layout, and the global batch can be shared out over it.
+
+    Source: https://github.com/NVIDIA/nccl/issues/1716, NCCL without MIG.
+    """
     gpus, per_node, problems = cluster.gpus, cluster.gpus_per_node, []
+    if gpu is not None and gpu.mig and gpus > 1:
+        problems.append(f"--gpus is {gpus}, and NCCL joins no MIG slices ({gpu.name}); use --gpus 1, or whole cards")
     if gpus > MOST_GPUS:
         problems.append(f"--gpus is {gpus}, and plans go up to {MOST_GPUS}")
     if gpus > per_node and gpus % per_node:
