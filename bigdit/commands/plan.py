@@ -81,6 +81,9 @@ def run(
         str | None, typer.Option(metavar="WHEN", help="cached (if left out), or online: encode while training.")
     ] = None,
     full: Annotated[bool | None, typer.Option("--full", help="Train all weights: propose no adapters instead.")] = None,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Show the way from the setting that people copy to the recommended one.")
+    ] = False,
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Write plan.yaml, ds_config.json and report.html to DIR.")
     ] = None,
@@ -114,6 +117,7 @@ def run(
         lora=lora,
         features=features,
         full=full,
+        explain=explain,
     )
     from bigdit.report.plan import show
     from bigdit.search.answer import make_plan

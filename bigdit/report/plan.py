@@ -37,6 +37,7 @@ def show(plan: Plan, folder: Path | None = None, console: Console | None = None)
         _lines("recommended" if plan.fits else "nearest to fitting", _recommended(plan)),
         _lines("speed and cost", speed(plan, PARTS)),
         _memory(plan),
+        *([_waterfall(plan)] if plan.waterfall else []),
         *([_limits(plan)] if plan.buckets else []),
         *([_choices("alternatives", plan.front, plan)] if len(plan.front) > 1 else []),
         *([_rejected(plan)] if plan.rejected else []),
@@ -123,6 +124,16 @@ def _at_peak(plan: Plan) -> Table:
         rows.add_row(category, gib(nbytes), f"{100 * nbytes / total:.1f} %")
     rows.add_section()
     rows.add_row("total allocated", gib(total), "100.0 %")
+    return rows
+
+
+def _waterfall(plan: Plan) -> Table:
+    rows = table("from the copied setting to this one", ["process", "fits", "change and what it does"], ["process"])
+    for step in plan.waterfall:
+        rows.add_row(
+            gib(step.process_bytes), _SAID[step.verdict], Text.assemble((step.change, "bold"), f": {step.saved_by}")
+        )
+    rows.caption = "each change on top of those above it"
     return rows
 
 

@@ -22,11 +22,12 @@ from bigdit.search.explore import explore, hopeless, selective
 from bigdit.search.fixes import fixes
 from bigdit.search.host import host_need
 from bigdit.search.limits import bucket_limits, curves
-from bigdit.search.plan import Plan, Rejected, Run
+from bigdit.search.plan import Plan, Rejected, Run, Step
 from bigdit.search.question import Question
 from bigdit.search.schedule import run
 from bigdit.search.space import Proposal, proposals
 from bigdit.search.speed import StepTime
+from bigdit.search.waterfall import waterfall
 from bigdit.spec import BatchShape, Strategy
 
 Progress = Callable[[str], None]
@@ -89,6 +90,7 @@ def _plan(pool: Pool, question: Question, evidence: Evidence) -> Plan:
     rooms = [capacity(question, each.proposal, evidence) for each in found.options]
     rows = front(question, found.options, known, rooms, evidence)
     count, blocks = option.arrangement.count, chosen.candidate.blocks
+    steps, notices = _explained(pool, sample, question, evidence, chosen)
     labels = {blocks: f"{blocks} of {count} blocks", 0: "nothing recomputed", count: "all blocks recomputed"}
     return Plan(
         question=question,
@@ -108,9 +110,9 @@ def _plan(pool: Pool, question: Question, evidence: Evidence) -> Plan:
         fixes=() if fits else fixes(pool, sample, question, evidence, known[0]),
         dataset=_dataset(pool, question, batch),
         run=_run(question, known[0].strategy, known[0].step),
-        waterfall=(),
+        waterfall=steps,
         calibration=evidence.said(known[0].strategy),
-        notices=answer.notices,
+        notices=(*answer.notices, *notices),
         versions=answer.versions,
         catalogue=revision(),
         seconds=1.0,
@@ -209,6 +211,18 @@ def _last_resorts(proposed: Sequence[Proposal]) -> list[Rejected]:
         return []
     reason = "every step would wait for copies over PCIe and the host's cores, and something fits without that"
     return [Rejected(choice="; ".join(titles), reason=reason)]
+
+
+def _explained(
+    pool: Pool, sample: Sample, question: Question, evidence: Evidence, chosen: Confirmed
+) -> tuple[tuple[Step, ...], tuple[str, ...]]:
+    """The waterfall where it is wanted, or a notice of what on the way to `chosen` could not be rehearsed."""
+    if not question.explain:
+        return (), ()
+    try:
+        return waterfall(pool, sample, question, evidence, chosen), ()
+    except UserError as error:
+        return (), (f"the way to the recommended setting is not shown: {error}",)
 
 
 def _dataset(pool: Pool, question: Question, batch: BatchShape) -> DatasetNeed | None:

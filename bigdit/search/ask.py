@@ -58,6 +58,7 @@ def question_for(
     lora: int | None = None,
     features: str | None = None,
     full: bool | None = None,
+    explain: bool = False,
 ) -> Question:
     """The question that these options of `bigdit plan` ask; what is None is as in Question, Cluster and Pins.
 
@@ -111,6 +112,7 @@ def question_for(
         buckets=tuple(further),
         receipts=folder,
         pins=pins,
+        explain=explain,
         **({"frames": found_model.clip.frames} if found_model.clip is not None else {}) | amounts,
     )
 

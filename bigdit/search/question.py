@@ -59,7 +59,8 @@ class Question(Strict):
 
     `resolution` is (height, width) in pixels, `frames` of a video; `buckets` are further sizes whose largest
     micro-batch is wanted. `images` of the data set are seen `epochs` times; `price` is of one card for an hour, in
-    the user's currency. `receipts`: a folder of measured runs, whose speeds count for the same card.
+    the user's currency. `receipts`: a folder of measured runs, whose speeds count for the same card. `explain`: the
+    way from the setting that people copy to the recommended one is wanted too.
     """
 
     model: CatalogModel
@@ -74,3 +75,4 @@ class Question(Strict):
     price: PositiveFloat | None = None
     receipts: Path | None = None
     pins: Pins = Pins()
+    explain: bool = False

@@ -47,6 +47,10 @@ COPIES = {"single": 2, "zero0": 2, "zero1": 2, "zero2": 1, "zero2-offload": 1}
 """What no engine of these does without on every card at the end of the backward pass: the weights, and but for ZeRO-2
 as many gradients."""
 
+ONLINE_ENCODE_CHUNK = 1
+"""Samples that online encoders take at a time. In fp32 a VAE takes 2 to 3 GiB for each picture of 1024 × 1024: all of
+a micro-batch at once, these decide the peak, whatever else is saved. One such picture fills a card's cores."""
+
 
 @dataclass(frozen=True)
 class Proposal:
@@ -168,6 +172,8 @@ def _strategy(question: Question, engine: str, settings: dict[str, Any]) -> Stra
     texts = ["fsdp2" if engine == "hsdp" else engine, f"world_size={world_size}"]
     texts += [f"{key}={value}" for key, value in settings.items() if value is not None]
     texts += [f"features={question.pins.features}"]
+    if question.pins.features == "online":
+        texts.append(f"encode_chunk={ONLINE_ENCODE_CHUNK}")
     if engine == "hsdp":
         texts.append(f"dp_replicate={question.cluster.nodes}")
     if question.pins.lora_rank is not None:

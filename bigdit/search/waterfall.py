@@ -1,15 +1,12 @@
-"""From the setting that people copy to the recommended one, a change at a time: what each leaves of the bytes."""
+"""What each change from the copied setting to the recommended one leaves of the card's bytes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import numpy as np
 
-from bigdit.catalog import batch_shape
-from bigdit.catalog.encoders import online_encoders
 from bigdit.errors import UserError
 from bigdit.memory import Timeline
 from bigdit.memory.allocator import replay
@@ -19,31 +16,17 @@ from bigdit.rehearse import RehearsedSize
 from bigdit.rehearse.pool import Pool
 from bigdit.search.anchors import Sample, grid, outline, requests
 from bigdit.search.candidates import Candidate, beside
+from bigdit.search.changes import Change, changes
 from bigdit.search.confirm import Confirmed
 from bigdit.search.evidence import Evidence
 from bigdit.search.plan import Step, Verdict
 from bigdit.search.question import Question
-from bigdit.search.space import OPTIMIZER_TITLES, settled
 from bigdit.search.verdict import expected
-from bigdit.spec import EmaSpec, OptimizerSpec, Precision, Strategy
+from bigdit.spec import Strategy
 from bigdit.units import gib
-
-DEEPSPEED_BUCKET = 500_000_000
-"""Elements. Source: reduce_bucket_size and allgather_bucket_size in DeepSpeed's documentation of ZeRO."""
-
-BUCKETS = ("reduce_bucket_size", "allgather_bucket_size")
-OFFLOADS = ("offload_optimizer", "offload_param")
 
 WORTH_SAYING = 0.005
 """Of the bytes before: smaller effects are called nothing."""
-
-
-class Change(NamedTuple):
-    """A strategy, what is new in it, and why that takes less (or more)."""
-
-    title: str
-    why: str
-    strategy: Strategy
 
 
 @dataclass(frozen=True)
@@ -82,118 +65,13 @@ def waterfall(
     shown = []
     for at, (change, bar) in enumerate(zip(steps, found, strict=True)):
         around = beside(question, change.strategy)
-        shown.append(
-            Step(
-                change=change.title,
-                process_bytes=bar.peak_bytes + shared + around.high_bytes,
-                verdict=_verdict(question, evidence, bar, around),
-                saved_by=said(change, found[at - 1] if at else None, bar),
-            )
-        )
+        taken, verdict = bar.peak_bytes + shared + around.high_bytes, _verdict(question, evidence, bar, around)
+        why = said(change, found[at - 1] if at else None, bar)
+        if verdict == "TIGHT" and taken > question.gpu.usable_bytes:
+            why += "; what is allocated would fit, without idle pieces beside it"
+        shown.append(Step(change=change.title, process_bytes=taken, verdict=verdict, saved_by=why))
     confirmed = {"process_bytes": process, "verdict": chosen.verdict}
     return (*shown[:-1], shown[-1].model_copy(update=confirmed))
-
-
-def naive(sample: Sample, question: Question, target: Strategy) -> Strategy:
-    """What is copied: the engine of `target` with AdamW in fp32 by torch's loop over lists of tensors, encoders and
-    moving average on the card, nothing recomputed or offloaded, DeepSpeed's own buckets.
-
-    Its micro-batch is the pinned one, or a card's whole share of the global batch, or one.
-    """
-    share = (question.global_batch_size or 0) // target.world_size
-    size = question.pins.micro_batch_size or share or 1
-    precision: Precision = "fp32" if target.lora is None else target.precision
-    strategy = target.model_copy(
-        update={
-            "precision": precision,
-            "optimizer": OptimizerSpec(implementation="foreach"),
-            "checkpointing": "full",
-            "ema": EmaSpec(),
-            "cpu_offload": False,
-            "features": "online" if _has_encoders(sample) else target.features,
-            "ds_config": _document(target, precision, own_buckets=True, offloaded=False),
-        }
-    )
-    return settled(strategy, micro_batch_size=size, grad_accum_steps=1, checkpointed_blocks=0)
-
-
-def changes(sample: Sample, question: Question, chosen: Candidate) -> list[Change]:
-    """The naive setting and every change that leads from it to `chosen`; the last strategy is that of `chosen`."""
-    target = chosen.strategy
-    start = naive(sample, question, target)
-    found = [Change(_naive_title(start), "", start)]
-    for title, why, update in _updates(start, target):
-        before = found[-1].strategy
-        after = settled(
-            before.model_copy(update=update),
-            micro_batch_size=start.micro_batch_size,
-            grad_accum_steps=1,
-            checkpointed_blocks=0,
-        )
-        if after != before:
-            found.append(Change(title, why, after))
-    return [*found, *_sizes(start.micro_batch_size, chosen)]
-
-
-def _updates(start: Strategy, target: Strategy) -> list[tuple[str, str, dict[str, Any]]]:
-    """Changes in their order, with those that change nothing here among them."""
-    masters: Precision = "bf16" if target.precision == "bf16_sr" else target.precision
-    theirs = (target.ds_config or {}).get("zero_optimization", {})
-    bucket = theirs.get(BUCKETS[0], DEEPSPEED_BUCKET)
-    on_host = "weights and optimizer" if target.cpu_offload or OFFLOADS[1] in theirs else "optimizer"
-    lossy = "bf16 without masters" if target.precision == "bf16_sr" else OPTIMIZER_TITLES[target.optimizer.name]
-    average = "no moving average" if target.ema is None else "moving average on the host"
-
-    def document(precision: Precision, *, offloaded: bool = False) -> dict[str, Any] | None:
-        return _document(target, precision, own_buckets=False, offloaded=offloaded)
-
-    return [
-        ("features cached", "VAE and text encoders leave the card", {"features": target.features}),
-        (
-            f"DeepSpeed's buckets of {bucket / 1e6:.0f} M elements",
-            f"instead of {DEEPSPEED_BUCKET / 1e6:.0f} M, its own",
-            {"ds_config": document(start.precision)},
-        ),
-        (
-            masters if masters in ("fp32", "tf32") else f"{masters} with fp32 masters",
-            "weights, gradients and activations of 2 B instead of 4, and masters of 4 beside them",
-            {"precision": masters, "ds_config": document(masters)},
-        ),
-        (
-            f"{on_host} on the host",
-            "the card keeps what it computes with",
-            {"cpu_offload": target.cpu_offload, "ds_config": document(masters, offloaded=True)},
-        ),
-        (
-            "fused optimizer",
-            "no temporary of the size of what is stepped",
-            {"optimizer": OptimizerSpec()},
-        ),
-        (average, "its fp32 copy of the weights leaves the card", {"ema": target.ema}),
-        (lossy, "less state beside each weight", {"optimizer": target.optimizer, "precision": target.precision}),
-    ]
-
-
-def _sizes(first: int, chosen: Candidate) -> list[Change]:
-    """Recomputation and the micro-batch; what takes less comes last where the other takes more."""
-    count, last, accum = chosen.option.arrangement.count, chosen.micro_batch_size, chosen.grad_accum_steps
-    kept = ", but for matrix products and attention" if chosen.strategy.checkpointing == "selective" else ""
-    recomputed = (f"{chosen.blocks} of {count} blocks recomputed{kept}", "their activations are not kept")
-    why = "fewer activations at once" if last < first else "what was saved goes into activations of more samples"
-    resized = (f"micro-batch {last}" + (f", {accum} of them accumulated" if accum > 1 else ""), why)
-    grows = last > first
-    between = settled(
-        chosen.strategy,
-        micro_batch_size=last if grows else first,
-        grad_accum_steps=accum if grows else 1,
-        checkpointed_blocks=0 if grows else chosen.blocks,
-    )
-    if last == first:
-        return [Change(*recomputed, chosen.strategy)] if chosen.blocks else []
-    if not chosen.blocks:
-        return [Change(*resized, chosen.strategy)]
-    order = (resized, recomputed) if grows else (recomputed, resized)
-    return [Change(*order[0], between), Change(*order[1], chosen.strategy)]
 
 
 def bars(pool: Pool, sample: Sample, chosen: Candidate, steps: Sequence[Change]) -> list[Bar]:
@@ -256,31 +134,3 @@ def said(change: Change, before: Bar | None, bar: Bar) -> str:
     if bar.phase != before.phase:
         parts.append(f"now the {bar.phase} decides")
     return "; ".join(parts)
-
-
-def _naive_title(strategy: Strategy) -> str:
-    precision = "bf16" if strategy.precision == "bf16_sr" else strategy.precision
-    encoders = "encoders and average" if strategy.features == "online" else "average"
-    buckets = ", DeepSpeed's own buckets" if strategy.ds_config else ""
-    return f"as copied: {precision}, AdamW, {encoders} on the card{buckets}, micro-batch {strategy.micro_batch_size}"
-
-
-def _has_encoders(sample: Sample) -> bool:
-    try:
-        online_encoders(sample.model, batch_shape(sample.model, sample.resolution, sample.frames))
-    except UserError:
-        return False
-    return True
-
-
-def _document(target: Strategy, precision: Precision, *, own_buckets: bool, offloaded: bool) -> dict[str, Any] | None:
-    """DeepSpeed's document of `target`, changed; None where the engine is another."""
-    if target.ds_config is None:
-        return None
-    zero = {
-        key: value for key, value in target.ds_config["zero_optimization"].items() if offloaded or key not in OFFLOADS
-    }
-    if own_buckets:
-        zero |= dict.fromkeys(BUCKETS, DEEPSPEED_BUCKET)
-    enabled = {name: target.ds_config.get(name, {}) | {"enabled": precision == name} for name in ("bf16", "fp16")}
-    return target.ds_config | {"zero_optimization": zero} | enabled
