@@ -1,0 +1,1 @@
+"""Claims about training memory and time, and what answers them."""

@@ -1,0 +1,62 @@
+"""A rehearsal with CAME as it was published: `python benchmarks/claims/published_came.py REQUEST.json RESULT.json`.
+
+The released code factors the last two dimensions of every weight, so that a 1×1 convolution [O, I, 1, 1] keeps four
+statistics of [O, I] where bigdit keeps four vectors. It is put in the place of bigdit's view here, in a process of its
+own, for benchmarks/scenarios.py; no strategy can ask for it.
+
+Source: came_pytorch/CAME.py of github.com/yangluo7/CAME. Its temporaries are not copied: three of the size of one
+weight, where bigdit has one.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+from bigdit.log import quiet_libraries
+from bigdit.optim import factored
+from bigdit.optim.factored import State
+from bigdit.optim.shards import local
+from bigdit.rehearse.worker import answer
+
+
+def factors(param: torch.Tensor) -> bool:
+    """Every weight of two dimensions and more."""
+    return bool(param.dim() > 1)
+
+
+def as_it_is(grad: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """An fp32 copy in the shape of the weight."""
+    return local(grad).to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+
+
+def start(state: State, name: str, matrix: torch.Tensor) -> None:
+    """Zero statistics over the last dimension, and over the one before it."""
+    state[f"{name}_row"] = matrix.new_zeros(matrix.shape[:-1])
+    state[f"{name}_col"] = matrix.new_zeros(matrix.shape[:-2] + matrix.shape[-1:])
+
+
+def update(state: State, name: str, matrix: torch.Tensor, param: torch.Tensor, weight: float, eps: float) -> None:
+    """Move the statistics towards those of matrix² + eps."""
+    square = matrix.square().add_(eps)
+    state[f"{name}_row"].lerp_(square.mean(-1), weight)
+    state[f"{name}_col"].lerp_(square.mean(-2), weight)
+
+
+def divide_by_root_(matrix: torch.Tensor, state: State, name: str) -> torch.Tensor:
+    """matrix / √V, in place."""
+    row, col = state[f"{name}_row"], state[f"{name}_col"]
+    row = (row / row.mean(-1, keepdim=True)).rsqrt_().unsqueeze(-1)
+    return matrix.mul_(row).mul_(col.rsqrt().unsqueeze(-2))
+
+
+if __name__ == "__main__":
+    quiet_libraries()
+    factored.factors, factored.as_matrix = factors, as_it_is
+    factored.start, factored.update, factored.divide_by_root_ = start, update, divide_by_root_
+    answer(Path(sys.argv[1]), Path(sys.argv[2]))
+    sys.stderr.flush()
+    os._exit(0)  # with the fake device registered, an interpreter does not shut down cleanly

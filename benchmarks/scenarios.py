@@ -1,0 +1,76 @@
+"""Claims about training memory and time, answered by plans and rehearsals: writes benchmarks/scenarios.md.
+
+python benchmarks/scenarios.py [NUMBER ...]
+
+Answers are kept in bigdit's cache, so that a run that was interrupted goes on where it stopped. With numbers, those
+cases are answered and printed, and nothing is written.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+from claims import dit, pixart, sana
+from claims.answers import Case
+
+from bigdit.rehearse.pool import Pool
+
+FILE = Path(__file__).parent / "scenarios.md"
+
+CASES = (
+    sana.came_on_sana,
+    sana.sana_cached,
+    dit.dit_batches,
+    pixart.pixart_batch_20,
+    pixart.pixart_days,
+    dit.half_precision,
+    sana.sana_waterfall,
+)
+
+HEAD = """# Claims, and what the planner says
+
+Made by `python benchmarks/scenarios.py`: each answer is a plan or a rehearsal of the real step. Process is what
+nvidia-smi would show at most; FITS leaves a margin of 5 %, TIGHT is within it. Sizes in GiB."""
+
+
+def main(wanted: list[int]) -> None:
+    """Answer the cases, all or by number."""
+    parts = [HEAD]
+    with Pool(done=lambda answered, asked: _say(f"{answered} of {asked} rehearsals")) as pool:
+        for number, answer in enumerate(CASES, 1):
+            if wanted and number not in wanted:
+                continue
+            began = time.perf_counter()
+            _say(f"case {number}")
+            parts.append(_section(number, answer(pool, _say)))
+            _say(f"case {number}: {time.perf_counter() - began:.0f} s")
+            if wanted:
+                print(parts[-1], flush=True)
+    if not wanted:
+        FILE.write_text("\n\n".join(parts) + "\n")
+
+
+def _section(number: int, case: Case) -> str:
+    head, *rows = case.rows
+    table = [head, ["---"] * len(head), *rows]
+    return "\n".join(
+        [
+            f"## {number}. {case.title}",
+            "",
+            f"Claim: {case.claim}",
+            "",
+            *(f"| {' | '.join(row)} |" for row in table),
+            "",
+            *(f"- {line}" for line in case.why),
+        ]
+    )
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main([int(each) for each in sys.argv[1:]])
