@@ -17,12 +17,13 @@ TEMPORARY = ".tmp-"
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def replacing(path: Path, scratch: Path | None = None) -> Iterator[Path]:
     """A temporary file to write, that takes `path`'s place when the block ends well, and vanishes otherwise.
 
+    With `scratch`, a folder of this process alone on the same disk, it has its final name there.
     Raises UserError where the folder cannot be written or the disk is full.
     """
-    temporary = path.with_name(f"{TEMPORARY}{path.name}-{uuid.uuid4().hex[:8]}")
+    temporary = scratch / path.name if scratch else path.with_name(f"{TEMPORARY}{path.name}-{uuid.uuid4().hex[:8]}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield temporary

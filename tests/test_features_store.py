@@ -17,7 +17,8 @@ from bigdit.features.codecs import load_image_codec, to_bytes, to_unit_range
 from bigdit.features.encoders.text import T5TextEncoder
 from bigdit.features.header import read_header
 from bigdit.features.null_text import write_null_text
-from bigdit.features.part import part_path, write_part
+from bigdit.features.part import part_path, store_identity, write_part
+from bigdit.features.reader import Part
 from bigdit.features.schema import StoreSchema, claim
 from bigdit.features.sources.folder import ImageFolder
 from bigdit.features.unit import TEXT_DTYPE, encode_unit
@@ -71,7 +72,8 @@ def root(tmp_path, pictures, schema, codec, text_encoder):
     write_null_text(root, text_encoder.null().states.to(TEXT_DTYPE))
     for start, end in schema.ranges():
         items = ImageFolder(pictures).items(start, end)
-        write_part(part_path(root, start, end), encode_unit(items, BUCKETS, codec, text_encoder, lambda _: None))
+        encoded = encode_unit(items, BUCKETS, codec, text_encoder, lambda _: None)
+        write_part(part_path(root, start, end), encoded, identity=store_identity(schema))
     return root
 
 
@@ -94,7 +96,7 @@ def test_every_sample_is_read_as_it_was_encoded(root, pictures, codec, text_enco
             assert np.array_equal(pixels, np.asarray(Image.open(pictures / f"{index:02d}.png")))
             expected = text_encoder.encode([f"number {index % 2}"])[0].states
             # bfloat16 keeps 8 bits of significance.
-            assert torch.allclose(text.float(), expected, rtol=2**-7, atol=1e-4)
+            assert torch.allclose(text.states.float(), expected, rtol=2**-7, atol=1e-4)
         seen += indices
     assert sorted(seen) == [i for i in range(COUNT) if i != BAD]
     assert torch.equal(store.null_text, text_encoder.null().states.bfloat16())
@@ -109,14 +111,15 @@ def test_a_vaes_latents_are_kept_in_bfloat16(tmp_path, pictures, schema, text_en
     one_part = schema.model_copy(update={"codec": codec.identity, "source": {"count": 4}})
     claim(root, one_part)
     write_null_text(root, text_encoder.null().states.to(TEXT_DTYPE))
-    write_part(part_path(root, 0, 4), encode_unit(items, BUCKETS, codec, text_encoder, lambda _: None))
+    encoded = encode_unit(items, BUCKETS, codec, text_encoder, lambda _: None)
+    write_part(part_path(root, 0, 4), encoded, identity=store_identity(one_part))
     store = FeatureStore.open(root)
     latents, _, indices = store.read((4, 8, 12), [1])
     pixels = torch.from_numpy(np.asarray(Image.open(items[3].picture).convert("RGB")).copy()).permute(2, 0, 1)
     assert indices == [3]
-    assert load_file(part_path(root, 0, 4))["latents/4x8x12"].dtype == torch.bfloat16
+    assert load_file(part_path(root, 0, 4))["latent/4x8x12"].dtype == torch.bfloat16
     # bfloat16 keeps 8 bits of significance; the batch of two that encoded it sums in another order.
-    assert torch.allclose(latents[0], codec.encode(to_unit_range(pixels[None]))[0], rtol=2**-7, atol=1e-4)
+    assert torch.allclose(latents[0].float(), codec.encode(to_unit_range(pixels[None]))[0], rtol=2**-7, atol=1e-4)
 
 
 def test_rows_are_found_by_part_and_number(root):
@@ -129,13 +132,15 @@ def test_rows_are_found_by_part_and_number(root):
 def test_a_part_is_plain_safetensors_with_each_caption_once(root):
     part = load_file(part_path(root, 4, 8))
     assert {name: tuple(tensor.shape) for name, tensor in part.items() if name != "captions"} == {
-        "latents/4x4x4": (2, 4, 4, 4),
-        "rows/4x4x4": (2, 4),
-        "latents/4x4x6": (1, 4, 4, 6),
-        "rows/4x4x6": (1, 4),
+        "latent/4x4x4": (2, 4, 4, 4),
+        "row/4x4x4": (2, 4),
+        "latent/4x4x6": (1, 4, 4, 6),
+        "row/4x4x6": (1, 4),
         "text": (2 * 9, 16),
+        "caption": (3, 4),
+        "digests": (3,),
     }
-    assert json.loads(bytes(part["captions"])) == {"4": "number 0", "6": "number 0", "7": "number 1"}
+    assert json.loads(bytes(part["captions"])) == {str(index): [[f"number {index % 2}", 1.0]] for index in (4, 6, 7)}
     (skipped,) = read_header(part_path(root, 4, 8)).skipped()
     assert (skipped.index, skipped.name, skipped.reason) == (5, "05.png", "caption 05.txt is missing")
 
@@ -145,28 +150,41 @@ def test_parts_are_as_readable_as_other_files(root):
     assert len(modes) == 1
 
 
-def test_opening_reads_headers_alone(root, monkeypatch):
+def test_opening_reads_headers_alone(root):
     for file in root.glob("part-*"):  # data that would not survive a look
         columns = read_header(file).columns.values()
         start, size = min(column.offset for column in columns), file.stat().st_size
         file.write_bytes(file.read_bytes()[:start] + b"\xff" * (size - start))
     store = FeatureStore.open(root)
     assert sum(len(rows) for rows in store.buckets.values()) == COUNT - 1
-    with pytest.raises(UserError, match="is damaged in row 0"):
+    with pytest.raises(UserError, match="is damaged in its header or tables"):
         store.read((4, 4, 4), [0])
 
 
-@pytest.mark.parametrize("column", ["latents/4x4x4", "rows/4x4x4", "text"])
+@pytest.mark.parametrize("column", ["latent/4x4x4", "row/4x4x4", "text", "caption"])
 def test_a_flipped_bit_is_found_when_its_row_is_read(root, column):
     file = part_path(root, 0, 4)
     found = read_header(file).columns[column]
-    store = FeatureStore.open(root)
-    for byte in range(math.prod(found.shape) * found.dtype.itemsize):
+    for byte in range(0, math.prod(found.shape) * found.dtype.itemsize, 3):
         flip_bit(file, found.offset + byte)
-        with pytest.raises(UserError, match=r"part-0+-0+4\.safetensors is damaged in row \d of 4x4x4: .*digest"):
-            store.read((4, 4, 4), [0, 1])
+        store = FeatureStore.open(root)
+        with pytest.raises(UserError, match=r"part-0+-0+4\.safetensors is damaged in .*: (its|their) digest differs"):
+            [store.read(bucket, range(len(store.buckets[bucket]))) for bucket in store.buckets]
         flip_bit(file, found.offset + byte)
-    store.read((4, 4, 4), [0, 1])
+    FeatureStore.open(root).read((4, 4, 4), [0, 1])
+
+
+def test_a_bit_flipped_anywhere_in_a_part_is_found_by_verifying(root):
+    file = part_path(root, 0, 4)
+    assert list(Part.open(file).damages()) == []
+    for byte in range(0, file.stat().st_size, 3):
+        flip_bit(file, byte)
+        try:
+            found = list(Part.open(file).damages())
+        except UserError as error:
+            found = [str(error)]
+        assert found, byte
+        flip_bit(file, byte)
 
 
 def test_a_truncated_part_is_named_with_its_bytes(root):
@@ -185,12 +203,13 @@ def test_a_truncated_part_is_named_with_its_bytes(root):
     with pytest.raises(UserError, match="is too long"):
         FeatureStore.open(root)
     file.write_bytes(whole.replace(b'"BF16"', b'"BF61"'))
-    with pytest.raises(UserError, match="has a damaged header; delete it"):
+    with pytest.raises(UserError, match=r"has a damaged header \(dtype 'BF61'\); delete it"):
         FeatureStore.open(root)
 
 
 def test_a_part_truncated_after_opening_is_an_error_not_a_hang(root):
     store = FeatureStore.open(root)
+    store.read((4, 4, 4), [0, 1])
     file = part_path(root, 0, 4)
     file.write_bytes(file.read_bytes()[:-1000])
     with pytest.raises(UserError, match=r"ends at byte \d+, before its data does"):

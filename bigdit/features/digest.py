@@ -1,4 +1,4 @@
-"""Fingerprints: of a sample's bytes, to find damage on the disk, and of weights and sources, to tell them apart."""
+"""Fingerprints: of stored bytes, to find damage on the disk, and of weights and sources, to tell them apart."""
 
 from __future__ import annotations
 
@@ -15,12 +15,17 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data)
 
 
-def sample_digest(index: int, latents: torch.Tensor, text: torch.Tensor) -> int:
-    """xxh3-64, as int64, over the source index, the latents' bytes and the text's bytes."""
-    digest = xxhash.xxh3_64(index.to_bytes(8, "little"))
-    digest.update(bytes_of(latents))
-    digest.update(bytes_of(text))
-    return int.from_bytes(digest.digest(), "big", signed=True)
+def chained_digest(buffers: Iterable[memoryview | bytes], seed: int = 0) -> int:
+    """xxh3-64, as int64, of contiguous bytes one after another: each digest is the seed of the next one's."""
+    digest = seed
+    for buffer in buffers:
+        digest = xxhash.xxh3_64_intdigest(buffer, digest)
+    return digest - (1 << 64) if digest >> 63 else digest
+
+
+def row_digest(index: int, latents: memoryview) -> int:
+    """The digest of a sample's latents, as stored, under its source index."""
+    return chained_digest((latents,), index)
 
 
 def weights_digest(state: Mapping[str, torch.Tensor]) -> str:

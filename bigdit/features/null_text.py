@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 
-from bigdit.features.digest import sample_digest
+from bigdit.features.digest import bytes_of, chained_digest
 from bigdit.features.header import damaged, read_header
-from bigdit.features.reader import FileReader
+from bigdit.features.reader import read_column
 from bigdit.features.tensors import commit_tensors
 
 FILE = "null_text.safetensors"
@@ -23,13 +23,11 @@ def write_null_text(root: Path, text: torch.Tensor) -> None:
 def read_null_text(root: Path) -> torch.Tensor:
     """The hidden states [len, dim]. Raises UserError where the file is damaged."""
     header = read_header(root / FILE)
-    with FileReader(header) as reader:
-        text = reader.rows("text", 0, header.columns["text"].shape[0])
-        digest = int(reader.rows("digest", 0, 1))
-    if digest != _digest(text):
+    text = read_column(header, "text")
+    if int(read_column(header, "digest")) != _digest(text):
         raise damaged(header.path, "is damaged: its digest differs")
     return text
 
 
 def _digest(text: torch.Tensor) -> int:
-    return sample_digest(0, text.new_empty(0), text)
+    return chained_digest([bytes_of(text)])

@@ -1,65 +1,273 @@
-"""Rows of one part, read at their offsets into the memory of tensors, and held against their digests."""
+"""A part that is open: its tables in memory, its rows read at their offsets into the memory of batches.
+
+Two ways to the bytes. `pread` copies them from the page cache into the batch in one system call that other threads
+run beside. `mmap` maps the file: it saves a call a read, which is seen where rows are small and the file is cached,
+and reads more than it was asked for where it is not; a file that is cut or a network that fails while it is mapped
+kills the process (SIGBUS), where pread gives an error.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 import os
+import weakref
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from bigdit.errors import UserError
-from bigdit.features.digest import bytes_of, sample_digest
-from bigdit.features.header import Column, Header, damaged
+from bigdit.features import fp8
+from bigdit.features.digest import bytes_of, chained_digest, row_digest
+from bigdit.features.header import Column, Header, check_part, damaged, read_header
 from bigdit.features.part import Shape, shape_name
+from bigdit.features.text import Text
+
+ReaderName = Literal["pread", "mmap"]
 
 
-class FileReader:
-    """A file of the store, open for reads at offsets while the `with` block lasts."""
+class File(Protocol):
+    """A file that is open for reads at offsets; it closes when nothing refers to it. Threads may share it."""
 
-    def __init__(self, header: Header) -> None:
-        self.header = header
+    def read_into(self, memory: memoryview, offset: int) -> None:
+        """Fill `memory` with the bytes from `offset` on. Raises UserError where there are fewer, or none to be had."""
+        ...
 
-    def __enter__(self) -> FileReader:
-        try:
-            self._descriptor = os.open(self.header.path, os.O_RDONLY)
-        except OSError as error:
-            raise UserError(f"data.features: {self.header.path} cannot be read: {error.strerror}") from None
-        return self
+    def advise(self, offset: int, nbytes: int) -> None:
+        """These bytes will be read soon."""
+        ...
 
-    def __exit__(self, *_: object) -> None:
-        os.close(self._descriptor)
 
-    def rows(self, name: str, first: int, count: int) -> torch.Tensor:
-        """Rows [first, first + count) of a column, as stored."""
-        column = self.header.columns[name]
-        rows = torch.empty((count, *column.shape[1:]), dtype=column.dtype)
-        self.rows_into(column, first, rows)
-        return rows
+class PreadFile:
+    """Reads by system calls; the kernel is told that offsets are random, or it would read ahead in vain."""
 
-    def rows_into(self, column: Column, first: int, rows: torch.Tensor) -> None:
-        """Fill the contiguous tensor `rows` with as many rows from `first` on. Raises UserError at the file's end."""
-        memory = bytes_of(rows)
-        offset = column.offset + first * column.row_bytes
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._descriptor = _open(path)
+        weakref.finalize(self, os.close, self._descriptor)
+        os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+
+    def read_into(self, memory: memoryview, offset: int) -> None:
         while memory:
             try:
                 count = os.preadv(self._descriptor, [memory], offset)
             except OSError as error:
-                raise UserError(f"data.features: {self.header.path} cannot be read: {error.strerror}") from None
+                raise UserError(f"data.features: {self._path} cannot be read: {error.strerror}") from None
             if not count:
-                raise damaged(self.header.path, f"ends at byte {offset}, before its data does")
+                raise damaged(self._path, f"ends at byte {offset}, before its data does")
             memory, offset = memory[count:], offset + count
 
-    def sample(self, shape: Shape, row: int, latents: torch.Tensor) -> tuple[int, torch.Tensor]:
-        """Fill `latents` [C, H, W] with a part's row; its source index and text [len, dim].
+    def advise(self, offset: int, nbytes: int) -> None:
+        os.posix_fadvise(self._descriptor, offset, nbytes, os.POSIX_FADV_WILLNEED)
 
-        Raises UserError where the digest is not that of the bytes read.
-        """
-        name = shape_name(shape)
-        index, text_start, text_len, digest = self.rows(f"rows/{name}", row, 1)[0].tolist()
-        self.rows_into(self.header.columns[f"latents/{name}"], row, latents)
-        text_rows = self.header.columns["text"].shape[0]
-        # The bounds come first: a flipped bit in them could ask for more memory than there is.
-        if index >= 0 and 0 <= text_start <= text_start + text_len <= text_rows and text_len >= 0:
-            text = self.rows("text", text_start, text_len)
-            if digest == sample_digest(index, latents, text):
-                return index, text
-        raise damaged(self.header.path, f"is damaged in row {row} of {name}: its digest differs")
+
+class MappedFile:
+    """Copies from the file's pages in memory."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        descriptor = _open(path)
+        try:
+            self._map = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
+        finally:
+            os.close(descriptor)
+        self._map.madvise(mmap.MADV_RANDOM)
+        self._bytes = np.frombuffer(self._map, np.uint8)
+
+    def read_into(self, memory: memoryview, offset: int) -> None:
+        rows = self._bytes[offset : offset + len(memory)]
+        if len(rows) < len(memory):
+            raise damaged(self._path, f"ends at byte {len(self._bytes)}, before its data does")
+        np.copyto(np.frombuffer(memory, np.uint8), rows)  # other threads run meanwhile
+
+    def advise(self, offset: int, nbytes: int) -> None:
+        start = offset - offset % mmap.PAGESIZE
+        with contextlib.suppress(ValueError):  # beyond the end of a file that was cut
+            self._map.madvise(mmap.MADV_WILLNEED, start, offset + nbytes - start)
+
+
+READERS: dict[str, type[PreadFile] | type[MappedFile]] = {"pread": PreadFile, "mmap": MappedFile}
+
+
+class Part:
+    """An open part. `rows`: int64 [n, 4] of each shape, `captions`: int64 [m, 4], as in part.py; `weights`: [m]."""
+
+    def __init__(self, header: Header, file: File, identity: str | None = None) -> None:
+        """Read and check the tables of a file with this header. Raises UserError where they are damaged."""
+        check_part(header, identity)
+        self.header = header
+        self._file = file
+        self._latents = {shape: header.columns[f"latent/{shape_name(shape)}"] for shape in header.shapes()}
+        self.rows = {shape: self._table(header.columns[f"row/{shape_name(shape)}"]) for shape in self._latents}
+        self.captions = self._table(header.columns["caption"])
+        self.weights = self.captions[:, 2].astype(np.uint32).view(np.float32)
+        self._text = header.columns.get("text")
+        self._scale = header.columns.get("text_scale")
+        self._pooled = header.columns.get("pooled")
+        self._check_tables()
+        self.header = replace(header, start=b"")  # many parts are open at once
+
+    @classmethod
+    def open(cls, path: Path, reader: ReaderName = "pread", identity: str | None = None) -> Part:
+        """Open the part at `path`, of the store of `identity`. Raises UserError where it is damaged or another's."""
+        return cls(read_header(path), READERS[reader](path), identity)
+
+    @property
+    def latent_dtype(self) -> torch.dtype:
+        """Of all latents as stored."""
+        return next(iter(self._latents.values())).dtype
+
+    def has_deviation(self, shape: Shape) -> bool:
+        """Whether rows of this shape are mean and deviation, [2, *shape]."""
+        return len(self._latents[shape].shape) == len(shape) + 2
+
+    def choose_caption(self, shape: Shape, row: int, draw: float) -> int:
+        """The number of one of a row's captions, by their weights and a number in [0, 1)."""
+        _, first, count, _ = self.rows[shape][row].tolist()
+        if count == 1:
+            return int(first)
+        sums = np.cumsum(self.weights[first : first + count], dtype=np.float64)
+        return int(first + min(np.searchsorted(sums, draw * sums[-1], "right"), count - 1))
+
+    def latents_span(self, shape: Shape, row: int) -> tuple[int, int]:
+        """Offset and bytes of a row's latents."""
+        column = self._latents[shape]
+        return column.offset + row * column.row_bytes, column.row_bytes
+
+    def states_span(self, caption: int) -> tuple[int, int]:
+        """Offset and bytes of a caption's states."""
+        assert self._text is not None
+        width, (start, length) = self._text.row_bytes, self.captions[caption, :2].tolist()
+        return self._text.offset + start * width, length * width
+
+    def advise(self, shape: Shape, row: int, caption: int) -> None:
+        """This sample will be read soon."""
+        self._file.advise(*self.latents_span(shape, row))
+        self._file.advise(*self.states_span(caption))
+
+    def read_latents(self, shape: Shape, row: int, memory: memoryview) -> int:
+        """Fill `memory` with a row's latents as stored; its source index. Raises UserError where they are damaged."""
+        self._file.read_into(memory, self.latents_span(shape, row)[0])
+        index, _, _, digest = self.rows[shape][row].tolist()
+        if row_digest(index, memory) != digest:
+            raise self._damaged(f"is damaged in row {row} of {shape_name(shape)}: its digest differs")
+        return int(index)
+
+    def latents(self, shape: Shape, row: int) -> tuple[int, torch.Tensor]:
+        """A row's source index and its latents as stored."""
+        column = self._latents[shape]
+        latents = torch.empty(column.shape[1:], dtype=column.dtype)
+        return self.read_latents(shape, row, bytes_of(latents)), latents
+
+    def text(self, caption: int) -> Text:
+        """A caption's states [len, dim] and vector [p] in bf16. Raises UserError where they are damaged."""
+        assert self._text is not None
+        states = torch.empty((int(self.captions[caption, 1]), self._text.shape[1]), dtype=torch.bfloat16)
+        return Text(states, self.read_text(caption, states))
+
+    def read_text(self, caption: int, states: torch.Tensor) -> torch.Tensor | None:
+        """Fill `states` [len, dim] bf16 with a caption's; its pooled vector [p], where there is one."""
+        memory = bytes_of(states)
+        if self._scale is None and self._pooled is None:
+            self.read_states(caption, memory)
+            return None
+        assert self._text is not None
+        start, length = self.captions[caption, :2].tolist()
+        stored = states if self._scale is None else torch.empty(states.shape, dtype=fp8.DTYPE)
+        self._file.read_into(bytes_of(stored), self.states_span(caption)[0])
+        scale = None if self._scale is None else self._read(self._scale, start, length)
+        pooled = None if self._pooled is None else self._read(self._pooled, caption, 1)[0]
+        self._check_text(caption, [bytes_of(each) for each in (stored, scale, pooled) if each is not None])
+        if scale is not None:
+            states.copy_(fp8.dequantise(stored, scale))
+        return pooled
+
+    def read_states(self, caption: int, memory: memoryview) -> None:
+        """Fill `memory` with a caption's states as stored, of a part without scales and vectors."""
+        self._file.read_into(memory, self.states_span(caption)[0])
+        self._check_text(caption, [memory])
+
+    def damages(self) -> Iterator[str]:
+        """Read all of the part; what is wrong with it, a line each."""
+        header = self.header
+        captions = self._read(header.columns["captions"], 0, header.columns["captions"].shape[0])
+        if chained_digest([bytes_of(captions)]) != self._digests[2]:
+            yield f"{header.path}: the captions' digest differs"
+        for shape, rows in self.rows.items():
+            memory = memoryview(bytearray(self._latents[shape].row_bytes))
+            yield from self._problems(lambda row: self.read_latents(shape, row, memory), len(rows))  # noqa: B023
+        yield from self._problems(self.text, len(self.captions))
+
+    def _problems(self, read: object, count: int) -> Iterator[str]:
+        for number in range(count):
+            try:
+                read(number)  # type: ignore[operator]
+            except UserError as error:
+                yield str(error)
+
+    def _check_text(self, caption: int, buffers: list[memoryview]) -> None:
+        if chained_digest(buffers) != int(self.captions[caption, 3]):
+            raise self._damaged(f"is damaged in caption {caption}: its digest differs")
+
+    def _damaged(self, what: str) -> UserError:
+        return damaged(self.header.path, what)
+
+    def _read(self, column: Column, first: int, count: int) -> torch.Tensor:
+        rows = torch.empty((count, *column.shape[1:]), dtype=column.dtype)
+        self._file.read_into(bytes_of(rows), column.offset + first * column.row_bytes)
+        return rows
+
+    def _table(self, column: Column) -> npt.NDArray[np.int64]:
+        """A table of four columns, out of the bytes that came with the header where they reach so far."""
+        end = column.offset + column.nbytes
+        data = self.header.start[column.offset : end]
+        if end > len(self.header.start):
+            data = bytes_of(self._read(column, 0, column.shape[0]))  # type: ignore[assignment]
+        return np.frombuffer(data, np.int64).reshape(column.shape)
+
+    def _check_tables(self) -> None:
+        """Digests of the header and the tables; and bounds, since a digest does not keep malice out."""
+        header = self.header
+        self._digests = self._table_of(header.columns["digests"])
+        tables = [self.captions, *(self.rows[shape] for shape in sorted(self.rows, key=shape_name))]
+        found = [chained_digest([header.start[: header.nbytes]]), chained_digest(table.tobytes() for table in tables)]
+        if found != self._digests[:2]:
+            raise self._damaged("is damaged in its header or tables: their digest differs")
+        tokens = 0 if self._text is None else self._text.shape[0]
+        start, length = self.captions[:, 0], self.captions[:, 1]
+        sound = (start >= 0) & (length >= 0) & (start <= tokens) & (length <= tokens - start)
+        sound &= np.isfinite(self.weights) & (self.weights > 0)
+        if not sound.all():
+            raise self._damaged(f"is damaged in caption {int(np.argmin(sound))}: its place is not in the file")
+        for shape, rows in self.rows.items():
+            index, first, count = rows[:, 0], rows[:, 1], rows[:, 2]
+            sound = (index >= 0) & (first >= 0) & (count >= 1) & (first <= len(start)) & (count <= len(start) - first)
+            if not sound.all():
+                row = int(np.argmin(sound))
+                raise self._damaged(f"is damaged in row {row} of {shape_name(shape)}: its captions are not in the file")
+
+    def _table_of(self, column: Column) -> list[int]:
+        values: list[int] = self._read(column, 0, column.shape[0]).tolist()
+        return values
+
+
+def read_column(header: Header, name: str) -> torch.Tensor:
+    """A whole tensor of a small file, not verified. Raises UserError where it is missing or cannot be read."""
+    if name not in header.columns:
+        raise damaged(header.path, f"has a damaged header: {name} is missing")
+    column = header.columns[name]
+    values = torch.empty(column.shape, dtype=column.dtype)
+    PreadFile(header.path).read_into(bytes_of(values), column.offset)
+    return values
+
+
+def _open(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDONLY)
+    except OSError as error:
+        raise UserError(f"data.features: {path} cannot be read: {error.strerror}") from None

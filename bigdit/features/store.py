@@ -1,71 +1,76 @@
-"""The store as training reads it: opened by its headers, read row by row at their offsets."""
+"""The store as training reads it: opened by its index, read row by row at their offsets."""
 
 from __future__ import annotations
 
-import bisect
 import functools
-import itertools
-from collections import defaultdict
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from bigdit.errors import UserError
 from bigdit.features import null_text
-from bigdit.features.header import Header, read_header
-from bigdit.features.part import Shape, part_path, shape_name
-from bigdit.features.reader import FileReader
+from bigdit.features.index import Index, check_counts, load_index
+from bigdit.features.part import Shape, part_name, part_path, store_identity
+from bigdit.features.reader import Part, ReaderName
 from bigdit.features.schema import EXTRACT, StoreSchema, read_schema
+from bigdit.features.text import Text
+
+OPEN_PARTS = 256
+"""Parts that are open at once: of a window of the order and of what is carried over; about 20 kB of tables each."""
 
 
 class BucketRows:
     """The samples of one bucket in source order: position i is (part, row). Memory grows with parts alone."""
 
-    def __init__(self, parts: Sequence[int], counts: Sequence[int]) -> None:
-        self._parts = parts
-        self._ends = list(itertools.accumulate(counts))
+    def __init__(self, counts: npt.NDArray[np.int64]) -> None:
+        self._ends = np.cumsum(counts)
 
     def __len__(self) -> int:
-        return self._ends[-1]
+        return int(self._ends[-1])
 
     def __getitem__(self, position: int) -> tuple[int, int]:
         if not 0 <= position < len(self):
             raise IndexError(position)
-        at = bisect.bisect_right(self._ends, position)
-        return self._parts[at], position - (self._ends[at - 1] if at else 0)
+        part = int(np.searchsorted(self._ends, position, "right"))
+        return part, position - (int(self._ends[part - 1]) if part else 0)
 
 
 class FeatureStore:
-    """Latents and text of a source, by bucket (C, H, W) and position; open it with `FeatureStore.open`."""
+    """Latents and text of a source, by bucket (C, H, W) and part; open it with `FeatureStore.open`."""
 
-    def __init__(self, root: Path, schema: StoreSchema, parts: list[Header]) -> None:
+    def __init__(self, root: Path, schema: StoreSchema, index: Index, reader: ReaderName = "pread") -> None:
         self.root = root
         self.schema = schema
-        self.parts = parts
-        found: dict[Shape, list[tuple[int, int]]] = defaultdict(list)
-        for number, part in enumerate(parts):
-            for shape, count in part.shapes().items():
-                found[shape].append((number, count))
-        self.buckets = {shape: BucketRows(*zip(*found[shape], strict=True)) for shape in sorted(found)}
+        self.index = index
+        self._reader: ReaderName = reader
+        self._identity = store_identity(schema)
+        self.buckets = {shape: BucketRows(index.counts[:, column]) for column, shape in enumerate(index.shapes)}
+        self.part = functools.lru_cache(OPEN_PARTS)(self._open)
 
     @classmethod
-    def open(cls, root: Path) -> FeatureStore:
-        """Read the headers of all parts. Raises UserError where parts are missing, damaged, or all empty."""
+    def open(cls, root: Path, reader: ReaderName = "pread") -> FeatureStore:
+        """Open the store in `root`. Raises UserError where parts are missing, damaged, or all empty."""
         schema = read_schema(root)
         if schema is None:
             raise UserError(f"data.features: {root} holds no features; {EXTRACT} makes them")
-        paths = [part_path(root, start, end) for start, end in schema.ranges()]
-        missing = [path for path in (*paths, root / null_text.FILE) if not path.exists()]
+        ranges = schema.ranges()
+        sizes = {entry.name: entry.stat().st_size for entry in os.scandir(root)}
+        names = [part_name(start, end) for start, end in ranges]
+        missing = [name for name in (*names, null_text.FILE) if name not in sizes]
         if missing:
             raise UserError(
-                f"data.features: {root} lacks {len(missing)} of {len(paths) + 1} files, the first {missing[0].name}; "
+                f"data.features: {root} lacks {len(missing)} of {len(names) + 1} files, the first {missing[0]}; "
                 f"{EXTRACT} finishes it"
             )
-        store = cls(root, schema, [read_header(path) for path in paths])
-        if not store.buckets:
+        parts = [(start, end, sizes[name]) for (start, end), name in zip(ranges, names, strict=True)]
+        index = load_index(root, parts, store_identity(schema))
+        if not index.counts.sum():
             raise UserError(f"data.features: all pictures of {root} were skipped; report.json there says why")
-        return store
+        return cls(root, schema, index, reader)
 
     @property
     def max_tokens(self) -> int:
@@ -77,22 +82,24 @@ class FeatureStore:
         """Hidden states [len, dim] of the empty caption, for guidance."""
         return null_text.read_null_text(self.root)
 
-    def read(self, bucket: Shape, positions: Sequence[int]) -> tuple[torch.Tensor, list[torch.Tensor], list[int]]:
-        """Latents [B, C, H, W] fp32, texts [len_i, dim] as stored, source indices of samples of one bucket.
+    def read(self, bucket: Shape, positions: Sequence[int]) -> tuple[torch.Tensor, list[Text], list[int]]:
+        """Latents [B, *bucket] or [B, 2, *bucket] as stored, first captions' texts in bf16, source indices.
 
         Raises UserError, with part and row, where the bytes on the disk are not those that were written.
         """
-        wanted: dict[int, list[tuple[int, int]]] = defaultdict(list)
-        for place, position in enumerate(positions):
-            part, row = self.buckets[bucket][position]
-            wanted[part].append((place, row))
-        dtype = self.parts[next(iter(wanted))].columns[f"latents/{shape_name(bucket)}"].dtype
-        latents = torch.empty((len(positions), *bucket), dtype=dtype)
-        texts: dict[int, torch.Tensor] = {}
-        indices: dict[int, int] = {}
-        for part, rows in wanted.items():
-            with FileReader(self.parts[part]) as reader:
-                for place, row in rows:
-                    indices[place], texts[place] = reader.sample(bucket, row, latents[place])
-        places = range(len(positions))
-        return latents.float(), [texts[place] for place in places], [indices[place] for place in places]
+        places = [self.buckets[bucket][position] for position in positions]
+        latents, texts, indices = [], [], []
+        for number, row in places:
+            part = self.part(number)
+            index, sample = part.latents(bucket, row)
+            indices.append(index)
+            latents.append(sample)
+            texts.append(part.text(part.choose_caption(bucket, row, 0.0)))
+        return torch.stack(latents), texts, indices
+
+    def _open(self, number: int) -> Part:
+        start, end, _ = self.index.parts[number].tolist()
+        path = part_path(self.root, start, end)
+        part = Part.open(path, self._reader, self._identity)
+        check_counts(path, self.index, number, {shape: len(rows) for shape, rows in part.rows.items()})
+        return part

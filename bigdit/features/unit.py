@@ -11,7 +11,7 @@ import torch
 
 from bigdit.features.buckets import bucket_pixels
 from bigdit.features.codecs import ImageCodec, to_unit_range
-from bigdit.features.part import Encoded, Shape, Skipped
+from bigdit.features.part import Caption, Encoded, Shape, Skipped
 from bigdit.features.sources import Item, Unusable
 from bigdit.features.text import TextEncoder
 
@@ -30,7 +30,7 @@ def encode_unit(
     waiting: dict[tuple[int, int], list[npt.NDArray[np.uint8]]] = defaultdict(list)
     latents: dict[Shape, list[torch.Tensor]] = defaultdict(list)
     indices: dict[Shape, list[int]] = defaultdict(list)
-    captions: dict[int, str] = {}
+    captions: dict[int, tuple[Caption, ...]] = {}
     skipped: list[Skipped] = []
 
     def encode_waiting(bucket: tuple[int, int]) -> None:
@@ -48,20 +48,20 @@ def encode_unit(
             on_progress(1)
             continue
         bucket, pixels = bucket_pixels(sample.image, buckets, codec.color)
-        captions[item.index] = max(sample.captions, key=lambda caption: caption.weight).text
+        captions[item.index] = sample.captions
         indices[_shape(codec, bucket)].append(item.index)
         waiting[bucket].append(pixels)
         if len(waiting[bucket]) == ENCODE_BATCH:
             encode_waiting(bucket)
     for bucket in list(waiting):
         encode_waiting(bucket)
-    distinct = list(dict.fromkeys(captions.values()))
+    distinct = list(dict.fromkeys(caption.text for each in captions.values() for caption in each))
     texts = text_encoder.encode(distinct)
     return Encoded(
         {shape: torch.cat(batches) for shape, batches in latents.items()},
         indices,
         captions,
-        {caption: text.states.to("cpu", TEXT_DTYPE) for caption, text in zip(distinct, texts, strict=True)},
+        {caption: text.to("cpu", TEXT_DTYPE) for caption, text in zip(distinct, texts, strict=True)},
         skipped,
     )
 

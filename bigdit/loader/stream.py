@@ -63,11 +63,11 @@ class FeatureStream:
         latents, texts, _ = self._store.read(self._buckets[bucket], [int(positions[place]) for place in places])
         # A seed's first draw decides on dropout; noise and t come from the same seed by other generators.
         texts = [
-            self._store.null_text if random.Random(f"dropout/{seed}").random() < self._caption_dropout else text
+            self._store.null_text if random.Random(f"dropout/{seed}").random() < self._caption_dropout else text.states
             for seed, text in zip(seeds, texts, strict=True)
         ]
         text_embeds, text_mask = pad_text(texts, self._store.max_tokens)
-        batch = Batch(latents, text_embeds, text_mask, seeds)
+        batch = Batch(latents.float(), text_embeds, text_mask, seeds)
         return batch.pin_memory() if self._pin_memory else batch
 
 
