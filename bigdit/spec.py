@@ -46,10 +46,12 @@ class ModelSpec(Strict):
 
 class BatchShape(Strict):
     """Shapes of one sample: latents (channels, height, width), or (channels, frames, height, width) of a video;
-    text (tokens, dim), None without text. What else a family feeds its model follows from the model."""
+    text (tokens, dim), None without text; `latents_dtype`: on the host, as they are stored. What else a family feeds
+    its model follows from the model."""
 
     latents: tuple[PositiveInt, PositiveInt, PositiveInt] | tuple[PositiveInt, PositiveInt, PositiveInt, PositiveInt]
     text: tuple[PositiveInt, PositiveInt] | None = None
+    latents_dtype: Literal["fp32", "bf16"] = "fp32"
 
 
 class OptimizerSpec(Strict):

@@ -21,7 +21,7 @@ from bigdit.features.part import part_path, store_identity, write_part
 from bigdit.features.reader import Part
 from bigdit.features.schema import StoreSchema, claim
 from bigdit.features.sources.folder import ImageFolder
-from bigdit.features.unit import TEXT_DTYPE, encode_unit
+from bigdit.features.unit import encode_unit
 
 BUCKETS = [(8, 8), (8, 12)]
 COUNT, PART_SIZE = 11, 4
@@ -69,7 +69,7 @@ def root(tmp_path, pictures, schema, codec, text_encoder):
     """A whole store."""
     root = tmp_path / "store"
     claim(root, schema)
-    write_null_text(root, text_encoder.null().states.to(TEXT_DTYPE))
+    write_null_text(root, text_encoder.null())
     for start, end in schema.ranges():
         items = ImageFolder(pictures).items(start, end)
         encoded = encode_unit(items, BUCKETS, codec, text_encoder, lambda _: None)
@@ -99,7 +99,7 @@ def test_every_sample_is_read_as_it_was_encoded(root, pictures, codec, text_enco
             assert torch.allclose(text.states.float(), expected, rtol=2**-7, atol=1e-4)
         seen += indices
     assert sorted(seen) == [i for i in range(COUNT) if i != BAD]
-    assert torch.equal(store.null_text, text_encoder.null().states.bfloat16())
+    assert torch.equal(store.null_text.states, text_encoder.null().states.bfloat16())
     assert store.max_tokens == 20
 
 
@@ -110,7 +110,7 @@ def test_a_vaes_latents_are_kept_in_bfloat16(tmp_path, pictures, schema, text_en
     root, items = tmp_path / "store", ImageFolder(pictures).items(0, 4)
     one_part = schema.model_copy(update={"codec": codec.identity, "source": {"count": 4}})
     claim(root, one_part)
-    write_null_text(root, text_encoder.null().states.to(TEXT_DTYPE))
+    write_null_text(root, text_encoder.null())
     encoded = encode_unit(items, BUCKETS, codec, text_encoder, lambda _: None)
     write_part(part_path(root, 0, 4), encoded, identity=store_identity(one_part))
     store = FeatureStore.open(root)

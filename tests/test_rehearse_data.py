@@ -20,6 +20,7 @@ from bigdit.dist import World
 from bigdit.features import FeatureStore
 from bigdit.loader.ahead import read_ahead
 from bigdit.loader.batch import Batch
+from bigdit.loader.order import Order
 from bigdit.loader.stream import FeatureStream
 from bigdit.memory import Block, HostMemory, Span, Timeline, host_memory, pinned_bytes
 from bigdit.rehearse import RehearsalRequest, rehearse
@@ -83,6 +84,7 @@ def test_the_real_stream_holds_what_the_rehearsal_holds(features: Path, ahead: i
     stream = FeatureStream(
         store,
         World(),
+        Order(store.index.counts, store.index.shapes, 3 * grad_accum, seed=0),
         micro_batch_size=strategy.micro_batch_size,
         grad_accum_steps=grad_accum,
         seed=0,
@@ -93,7 +95,7 @@ def test_the_real_stream_holds_what_the_rehearsal_holds(features: Path, ahead: i
 
     def make() -> Batch:
         bucket = buckets[stream.order.batch(next(numbers) // grad_accum).bucket]
-        return batch(BatchShape(latents=bucket, text=(store.max_tokens, store.null_text.shape[1])), strategy)
+        return batch(BatchShape(latents=bucket, text=(store.max_tokens, store.null_text.states.shape[1])), strategy)
 
     assert _held() == 0
     real, rehearsed = [], []
@@ -108,7 +110,7 @@ def test_the_real_stream_holds_what_the_rehearsal_holds(features: Path, ahead: i
             rehearsed.append(_held())
             del trained
     assert rehearsed == real
-    text = store.max_tokens * (store.null_text.shape[1] + 1) * 2
+    text = store.max_tokens * (store.null_text.states.shape[1] + 1) * 2
     assert min(real) > (ahead + 1) * grad_accum * strategy.micro_batch_size * text
 
 

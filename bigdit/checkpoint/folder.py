@@ -104,7 +104,8 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     """A checkpoint's folder. Raises UserError where its state.json is missing or not readable."""
     try:
         state = json.loads((folder / STATE).read_text())
-        return Checkpoint(folder, {key: state[key] for key in ("step", "model", "strategy", "run", "checksums")})
+        kept = {key: state[key] for key in ("step", "model", "strategy", "run", "checksums")}
+        return Checkpoint(folder, kept | {"data": state.get("data")})
     except FileNotFoundError:
         raise UserError(f"{folder} is not a checkpoint: it holds no {STATE}") from None
     except (json.JSONDecodeError, KeyError, TypeError) as error:

@@ -41,13 +41,14 @@ def save(
     ema: Ema | None = None,
     step: int,
     run: dict[str, Any],
+    data: dict[str, Any] | None = None,
     world: World,
     keep: int,
 ) -> Path:
     """Write the checkpoint of `step`, move `latest` to it and keep the `keep` newest. All processes call this.
 
-    `model` is the plain module that the engine trains, for its diffusers config; `run` the run's config as
-    JSON. Raises UserError where the output cannot be written.
+    `model` is the plain module that the engine trains, for its diffusers config; `run` the run's config, and
+    `data` the state of its data, as JSON. Raises UserError where the output cannot be written.
     """
     root = output / CHECKPOINTS
     name = f"step-{step:08d}"
@@ -71,6 +72,7 @@ def save(
                 "model": spec.model_dump(mode="json"),
                 "strategy": engine.strategy.model_dump(mode="json"),
                 "run": run,
+                "data": data,
                 "versions": versions(),
                 "checksums": {str(file.relative_to(temporary)): checksum(file) for file in files},
             }

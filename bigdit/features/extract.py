@@ -18,7 +18,6 @@ from bigdit.features.report import ExtractReport, make_report
 from bigdit.features.schema import StoreSchema, claim
 from bigdit.features.sources import Source, open_source
 from bigdit.features.text import TextEncoder, load_text_encoder
-from bigdit.features.unit import TEXT_DTYPE
 from bigdit.features.worker import Unit
 from bigdit.files import TEMPORARY, write_text
 from bigdit.spec import ModelSpec
@@ -65,7 +64,7 @@ def _prepare(run: RunConfig, model: ModelSpec, source: Source) -> StoreSchema:
     )
     claim(run.data.features, schema)
     _remove_abandoned(run.data.features)
-    write_null_text(run.data.features, text_encoder.null().states.to(TEXT_DTYPE))
+    write_null_text(run.data.features, text_encoder.null())
     return schema
 
 

@@ -10,24 +10,29 @@ from bigdit.features.digest import bytes_of, chained_digest
 from bigdit.features.header import damaged, read_header
 from bigdit.features.reader import read_column
 from bigdit.features.tensors import commit_tensors
+from bigdit.features.text import Text
 
 FILE = "null_text.safetensors"
 
 
-def write_null_text(root: Path, text: torch.Tensor) -> None:
-    """Commit the hidden states [len, dim] of the empty caption, unless they are there already."""
+def write_null_text(root: Path, text: Text, scratch: Path | None = None) -> None:
+    """Commit the text of the empty caption, in bf16, unless it is there already."""
     if not (root / FILE).exists():
-        commit_tensors(root / FILE, {"text": text, "digest": torch.tensor([_digest(text)])}, {})
+        stored = text.to("cpu", torch.bfloat16)
+        pooled = {} if stored.pooled is None else {"pooled": stored.pooled}
+        tensors = {"text": stored.states, "digest": torch.tensor([_digest(stored)]), **pooled}
+        commit_tensors(root / FILE, tensors, {}, scratch)
 
 
-def read_null_text(root: Path) -> torch.Tensor:
-    """The hidden states [len, dim]. Raises UserError where the file is damaged."""
+def read_null_text(root: Path) -> Text:
+    """The text, in bf16. Raises UserError where the file is damaged."""
     header = read_header(root / FILE)
-    text = read_column(header, "text")
+    pooled = read_column(header, "pooled") if "pooled" in header.columns else None
+    text = Text(read_column(header, "text"), pooled)
     if int(read_column(header, "digest")) != _digest(text):
         raise damaged(header.path, "is damaged: its digest differs")
     return text
 
 
-def _digest(text: torch.Tensor) -> int:
-    return chained_digest([bytes_of(text)])
+def _digest(text: Text) -> int:
+    return chained_digest(bytes_of(each.contiguous()) for each in (text.states, text.pooled) if each is not None)

@@ -118,7 +118,7 @@ class Part:
         return cls(read_header(path), READERS[reader](path), identity)
 
     @property
-    def latent_dtype(self) -> torch.dtype:
+    def latents_dtype(self) -> torch.dtype:
         """Of all latents as stored."""
         return next(iter(self._latents.values())).dtype
 
@@ -145,10 +145,27 @@ class Part:
         width, (start, length) = self._text.row_bytes, self.captions[caption, :2].tolist()
         return self._text.offset + start * width, length * width
 
-    def advise(self, shape: Shape, row: int, caption: int) -> None:
-        """This sample will be read soon."""
+    @property
+    def is_plain(self) -> bool:
+        """Whether texts are states alone, as they stand in the file: no vectors, no scales."""
+        return self._scale is None and self._pooled is None
+
+    def tokens(self, caption: int) -> int:
+        """Tokens of a caption."""
+        return int(self.captions[caption, 1])
+
+    def check_fits(self, caption: int, shape: tuple[int, int]) -> None:
+        """Raise UserError where a caption's states do not fit into [max_tokens, dim]."""
+        assert self._text is not None
+        if self.tokens(caption) > shape[0] or self._text.shape[1] != shape[1]:
+            found = (self.tokens(caption), self._text.shape[1])
+            raise self._damaged(f"has a caption of {found[0]} × {found[1]}, and at most {shape[0]} × {shape[1]} fits")
+
+    def advise(self, shape: Shape, row: int, caption: int | None) -> None:
+        """This row will be read soon, with this caption."""
         self._file.advise(*self.latents_span(shape, row))
-        self._file.advise(*self.states_span(caption))
+        if caption is not None:
+            self._file.advise(*self.states_span(caption))
 
     def read_latents(self, shape: Shape, row: int, memory: memoryview) -> int:
         """Fill `memory` with a row's latents as stored; its source index. Raises UserError where they are damaged."""
@@ -172,9 +189,8 @@ class Part:
 
     def read_text(self, caption: int, states: torch.Tensor) -> torch.Tensor | None:
         """Fill `states` [len, dim] bf16 with a caption's; its pooled vector [p], where there is one."""
-        memory = bytes_of(states)
-        if self._scale is None and self._pooled is None:
-            self.read_states(caption, memory)
+        if self.is_plain:
+            self.read_states(caption, bytes_of(states))
             return None
         assert self._text is not None
         start, length = self.captions[caption, :2].tolist()

@@ -78,9 +78,24 @@ class FeatureStore:
         return int(self.schema.text_encoder["max_tokens"])
 
     @functools.cached_property
-    def null_text(self) -> torch.Tensor:
-        """Hidden states [len, dim] of the empty caption, for guidance."""
+    def null_text(self) -> Text:
+        """The empty caption's, in bf16, for guidance."""
         return null_text.read_null_text(self.root)
+
+    @functools.cached_property
+    def latents_dtype(self) -> torch.dtype:
+        """Of latents as stored."""
+        return self._first.latents_dtype
+
+    @functools.cached_property
+    def has_deviation(self) -> bool:
+        """Whether latents are stored as mean and standard deviation, to be drawn anew each time."""
+        return any(self._first.has_deviation(shape) for shape in self._first.rows)
+
+    @property
+    def _first(self) -> Part:
+        """A part that has rows; all are made by the same encoders."""
+        return self.part(int(np.argmax(self.index.counts.any(axis=1))))
 
     def read(self, bucket: Shape, positions: Sequence[int]) -> tuple[torch.Tensor, list[Text], list[int]]:
         """Latents [B, *bucket] or [B, 2, *bucket] as stored, first captions' texts in bf16, source indices.

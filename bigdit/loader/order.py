@@ -1,12 +1,15 @@
-"""Which samples make up which global batch: a pure function of (seed, step), with nothing to save or restore.
+"""Which samples make up which global batch: a pure function of (seed, step) and of the data's stages.
 
-Each bucket is an endless stream, one permutation of its samples after another, cut into global batches; a
-remainder at the end of an epoch opens the next batch, so no sample is lost. In each epoch the batches that end
-in it, of all buckets, come in a shuffled order.
+An epoch permutes the parts and cuts them into windows; the rows of a window are shuffled, so that reads stay within a
+few files, and a window's plan takes no memory of the others. Each bucket is an endless stream of these rows, window
+after window and epoch after epoch, cut into global batches: what remains at the end of a window or an epoch opens the
+bucket's next batch, so that no sample is lost. The batches that end in a window, of all buckets, come in a shuffled
+order. Data that is added later enters with an epoch: a stage says from which epoch on how many parts are read.
 """
 
 from __future__ import annotations
 
+import bisect
 import functools
 import hashlib
 from collections.abc import Sequence
@@ -15,66 +18,147 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+Ints = npt.NDArray[np.int64]
+
+WINDOW_PARTS = 64
+"""Parts whose rows are shuffled among each other: 16 384 samples of parts of 256."""
+
+_PARTS, _TURNS, _ROWS = 1, 2, 3  # what is drawn, so that no two draws share their random numbers
+
+
+@dataclass(frozen=True)
+class Stage:
+    """From epoch `first_epoch` on, the first `parts` parts of the store are read."""
+
+    first_epoch: int
+    parts: int
+
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """`positions` [global_batch_size]: samples of the bucket numbered `bucket`."""
+    """Samples of the bucket numbered `bucket`: `parts` and their `rows`, both int64 [global_batch_size]."""
 
     bucket: int
-    positions: npt.NDArray[np.int64]
+    parts: Ints
+    rows: Ints
+
+
+@dataclass(frozen=True)
+class _Epoch:
+    """`parts`: permuted; `before` [windows + 1, buckets]: samples of the epoch before each window; `batches`
+    [windows + 1]: those that end in the epoch before each window's end."""
+
+    parts: Ints
+    before: Ints
+    batches: Ints
 
 
 class Order:
-    """The order of training over buckets of the given sizes."""
+    """The order of training over `counts` int64 [parts, buckets]: samples of each shape in each part."""
 
-    def __init__(self, bucket_sizes: Sequence[int], global_batch_size: int, seed: int) -> None:
-        self.bucket_sizes = tuple(bucket_sizes)
+    def __init__(
+        self,
+        counts: Ints,
+        shapes: Sequence[tuple[int, ...]],
+        global_batch_size: int,
+        seed: int,
+        *,
+        stages: Sequence[Stage] = (),
+        window_parts: int = WINDOW_PARTS,
+    ) -> None:
         self.global_batch_size = global_batch_size
-        self.seed = seed
-        self._permutation = functools.lru_cache(maxsize=2 * len(self.bucket_sizes))(self._draw_permutation)
-        self._schedule = functools.lru_cache(maxsize=2)(self._draw_schedule)
+        self.stages = tuple(stages) or (Stage(0, len(counts)),)
+        self._counts = counts
+        self._shapes = tuple(shapes)
+        self._seed = seed
+        self._window_parts = window_parts
+        self._totals = [counts[: stage.parts].sum(0) for stage in self.stages]
+        self._before_stage = [np.zeros(counts.shape[1], np.int64)]
+        for stage, following, total in zip(self.stages, self.stages[1:], self._totals, strict=False):
+            self._before_stage.append(self._before_stage[-1] + (following.first_epoch - stage.first_epoch) * total)
+        self.batches_before = functools.lru_cache(256)(self._count_batches_before)
+        self._epoch = functools.lru_cache(2)(self._draw_epoch)
+        self._turns = functools.lru_cache(2)(self._draw_turns)
+        self._rows = functools.lru_cache(4 * len(self._shapes))(self._draw_rows)
 
     def epoch_of(self, step: int) -> int:
         """The epoch in which the batch of this step ends."""
-        epoch = step * self.global_batch_size // sum(self.bucket_sizes)
-        while self._batches_before(epoch) > step:
-            epoch -= 1
-        while self._batches_before(epoch + 1) <= step:
-            epoch += 1
-        return epoch
+        most = self.stages[-1].first_epoch + (step + len(self._shapes) + 1) * self.global_batch_size
+        return bisect.bisect_right(range(most), step, key=self.batches_before) - 1
 
     def batch(self, step: int) -> GlobalBatch:
         """The samples of this step."""
         epoch = self.epoch_of(step)
-        bucket, index = self._schedule(epoch)[step - self._batches_before(epoch)]
-        size = self.bucket_sizes[bucket]
-        stream = np.arange(index * self.global_batch_size, (index + 1) * self.global_batch_size)
-        epochs, places = np.divmod(stream, size)
-        positions = np.empty(len(stream), np.int64)
-        for e in np.unique(epochs):
-            here = epochs == e
-            positions[here] = self._permutation(bucket, int(e))[places[here]]
-        return GlobalBatch(bucket, positions)
+        plan, place = self._epoch(epoch), step - self.batches_before(epoch)
+        window = int(np.searchsorted(plan.batches, place, "right")) - 1
+        turns = self._turns(epoch, window)
+        turn = place - int(plan.batches[window])
+        bucket = int(turns[turn])
+        before = int(self._samples_before(epoch)[bucket] + plan.before[window, bucket])
+        number = before // self.global_batch_size + int((turns[:turn] == bucket).sum())
+        return self._cut(bucket, number * self.global_batch_size)
 
-    def _batches_before(self, epoch: int) -> int:
-        return sum(epoch * size // self.global_batch_size for size in self.bucket_sizes)
+    def _cut(self, bucket: int, start: int) -> GlobalBatch:
+        """The global batch that begins at place `start` of a bucket's stream."""
+        parts, rows, missing = [], [], self.global_batch_size
+        while missing:
+            epoch = self._epoch_of_sample(bucket, start)
+            before = self._epoch(epoch).before[:, bucket]
+            place = start - int(self._samples_before(epoch)[bucket])
+            window = int(np.searchsorted(before, place, "right")) - 1
+            found = self._rows(epoch, window, bucket)[:, place - int(before[window]) :][:, :missing]
+            parts.append(found[0])
+            rows.append(found[1])
+            start, missing = start + found.shape[1], missing - found.shape[1]
+        return GlobalBatch(bucket, np.concatenate(parts), np.concatenate(rows))
 
-    def _draw_schedule(self, epoch: int) -> list[tuple[int, int]]:
-        """(bucket, index in the bucket's stream) of the batches that end in this epoch, shuffled across buckets."""
-        counts = [
-            range(epoch * size // self.global_batch_size, (epoch + 1) * size // self.global_batch_size)
-            for size in self.bucket_sizes
-        ]
-        turns = np.repeat(np.arange(len(counts)), [len(count) for count in counts])
-        self._generator(epoch, len(self.bucket_sizes)).shuffle(turns)
-        queues = [iter(count) for count in counts]
-        return [(int(bucket), next(queues[bucket])) for bucket in turns]
+    def _stage_of(self, epoch: int) -> int:
+        return bisect.bisect_right(self.stages, epoch, key=lambda stage: stage.first_epoch) - 1
 
-    def _draw_permutation(self, bucket: int, epoch: int) -> npt.NDArray[np.int64]:
-        return self._generator(epoch, bucket).permutation(self.bucket_sizes[bucket])
+    def _samples_before(self, epoch: int) -> Ints:
+        """Samples of each bucket in the epochs before this one."""
+        number = self._stage_of(epoch)
+        whole: Ints = self._before_stage[number] + (epoch - self.stages[number].first_epoch) * self._totals[number]
+        return whole
 
-    def _generator(self, epoch: int, stream: int) -> np.random.Generator:
-        return np.random.Generator(np.random.Philox(np.random.SeedSequence((self.seed, epoch, stream))))
+    def _count_batches_before(self, epoch: int) -> int:
+        """Batches that end before this epoch."""
+        return int((self._samples_before(epoch) // self.global_batch_size).sum())
+
+    def _epoch_of_sample(self, bucket: int, place: int) -> int:
+        """The epoch of a place in a bucket's stream."""
+        number = bisect.bisect_right(self._before_stage, place, key=lambda before: int(before[bucket])) - 1
+        beyond = place - int(self._before_stage[number][bucket])
+        return self.stages[number].first_epoch + beyond // int(self._totals[number][bucket])
+
+    def _draw_epoch(self, epoch: int) -> _Epoch:
+        parts = self._generator(_PARTS, epoch).permutation(self.stages[self._stage_of(epoch)].parts)
+        starts = np.arange(0, len(parts), self._window_parts)
+        before = np.zeros((len(starts) + 1, len(self._shapes)), np.int64)
+        np.cumsum(np.add.reduceat(self._counts[parts], starts, axis=0), axis=0, out=before[1:])
+        batches = ((self._samples_before(epoch) + before) // self.global_batch_size).sum(1)
+        return _Epoch(parts, before, batches - batches[0])
+
+    def _draw_turns(self, epoch: int, window: int) -> Ints:
+        """The buckets of the batches that end in this window, shuffled."""
+        samples = self._samples_before(epoch) + self._epoch(epoch).before[window : window + 2]
+        counts = np.diff(samples // self.global_batch_size, axis=0)[0]
+        turns = np.repeat(np.arange(len(counts)), counts)
+        self._generator(_TURNS, epoch, window).shuffle(turns)
+        return turns
+
+    def _draw_rows(self, epoch: int, window: int, bucket: int) -> Ints:
+        """Parts and rows [2, n] of a window's samples of a bucket, shuffled."""
+        start = window * self._window_parts
+        parts = self._epoch(epoch).parts[start : start + self._window_parts]
+        ends = np.cumsum(self._counts[parts, bucket])
+        # By the bucket's shape and not its number: data added later may bring other buckets.
+        chosen = self._generator(_ROWS, epoch, window, *self._shapes[bucket]).permutation(int(ends[-1]))
+        at = np.searchsorted(ends, chosen, "right")
+        return np.stack([parts[at], chosen - (ends - self._counts[parts, bucket])[at]])
+
+    def _generator(self, *names: int) -> np.random.Generator:
+        return np.random.Generator(np.random.Philox(np.random.SeedSequence((self._seed, *names))))
 
 
 def sample_seed(seed: int, step: int, position: int) -> int:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import random
+import threading
 from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from bigdit.dist import World
 from bigdit.features import FeatureStore
+from bigdit.features.part import Shape
 from bigdit.loader.ahead import Held, read_ahead
 from bigdit.loader.batch import Batch
-from bigdit.loader.order import Order, sample_seed
+from bigdit.loader.order import Ints, Order, sample_seed
+from bigdit.loader.read import BatchReader
+
+ADVISED_AHEAD = 8
+"""Micro-batches that the system is asked to fetch before they are read: a disk's queue stays full, and they take the
+page cache's memory alone."""
 
 
 class FeatureStream:
@@ -24,51 +28,67 @@ class FeatureStream:
         self,
         store: FeatureStore,
         world: World,
+        order: Order,
         *,
         micro_batch_size: int,
         grad_accum_steps: int,
         seed: int,
         caption_dropout: float,
         read_ahead_steps: int = 2,
+        threads: int = 2,
         pin_memory: bool = False,
     ) -> None:
-        self._store = store
+        self.order = order
         self._world = world
         self._micro_batch_size = micro_batch_size
         self._grad_accum_steps = grad_accum_steps
         self._seed = seed
-        self._caption_dropout = caption_dropout
         self._read_ahead_steps = read_ahead_steps
-        self._pin_memory = pin_memory
-        self._buckets = sorted(store.buckets)
-        global_batch_size = micro_batch_size * grad_accum_steps * world.world_size
-        self.order = Order([len(store.buckets[bucket]) for bucket in self._buckets], global_batch_size, seed)
+        self._threads = threads
+        self._buckets = list(store.buckets)
+        self._reader = BatchReader(store, micro_batch_size, caption_dropout, pinned=pin_memory)
+        self._lock = threading.Lock()
+        self._advised = 0  # the first step that the system was not told of
 
     def steps(self, start: int, stop: int, held: Held[list[Batch]] = lambda futures: None) -> Generator[list[Batch]]:
-        """The micro-batches of steps [start, stop), `read_ahead_steps` of them read ahead by one thread; `held` is
-        told of all that exist before each is handed out."""
-        with ThreadPoolExecutor(1, thread_name_prefix="loader") as reader:
-            yield from read_ahead(self.micro_batches, range(start, stop), self._read_ahead_steps, reader, held)
+        """The micro-batches of steps [start, stop), `read_ahead_steps` of them read ahead by threads, a step each;
+        `held` is told of all that exist before each is handed out."""
+        readers = ThreadPoolExecutor(self._threads, thread_name_prefix="loader")
+        try:
+            yield from read_ahead(
+                lambda step: self._fetched(step, stop), range(start, stop), self._read_ahead_steps, readers, held
+            )
+        finally:
+            readers.shutdown(cancel_futures=True)
 
     def micro_batches(self, step: int) -> list[Batch]:
         """The grad_accum_steps micro-batches of this process in this step."""
+        return [self._reader.read(*each) for each in self._samples(step)]
+
+    def _fetched(self, step: int, stop: int) -> list[Batch]:
+        """The micro-batches of a step, after the system was told of those that follow."""
+        last = min(step + 1 + -(-ADVISED_AHEAD // self._grad_accum_steps), stop)
+        with self._lock:
+            first, self._advised = max(self._advised, step + 1), max(self._advised, last)
+        for ahead in range(first, last):
+            for each in self._samples(ahead):
+                self._reader.advise(*each)
+        return self.micro_batches(step)
+
+    def _samples(self, step: int) -> list[tuple[Shape, Ints, Ints, tuple[int, ...]]]:
+        """Bucket, parts, rows and seeds of each micro-batch of a step."""
         batch = self.order.batch(step)
         micro, size = self._micro_batch_size, self._world.world_size
-        starts = ((i * size + self._world.rank) * micro for i in range(self._grad_accum_steps))
-        return [self._read(step, batch.bucket, batch.positions, start) for start in starts]
-
-    def _read(self, step: int, bucket: int, positions: npt.NDArray[np.int64], start: int) -> Batch:
-        places = range(start, start + self._micro_batch_size)
-        seeds = tuple(sample_seed(self._seed, step, place) for place in places)
-        latents, texts, _ = self._store.read(self._buckets[bucket], [int(positions[place]) for place in places])
-        # A seed's first draw decides on dropout; noise and t come from the same seed by other generators.
-        texts = [
-            self._store.null_text if random.Random(f"dropout/{seed}").random() < self._caption_dropout else text.states
-            for seed, text in zip(seeds, texts, strict=True)
+        starts = [(i * size + self._world.rank) * micro for i in range(self._grad_accum_steps)]
+        return [
+            (
+                self._buckets[batch.bucket],
+                batch.parts[start : start + micro],
+                batch.rows[start : start + micro],
+                tuple(sample_seed(self._seed, step, place) for place in range(start, start + micro)),
+            )
+            for start in starts
         ]
-        text_embeds, text_mask = pad_text(texts, self._store.max_tokens)
-        batch = Batch(latents.float(), text_embeds, text_mask, seeds)
-        return batch.pin_memory() if self._pin_memory else batch
 
 
 def pad_text(texts: Sequence[torch.Tensor], max_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -17,15 +17,16 @@ from bigdit.loader.batch import Batch
 from bigdit.loader.raw import RawBatch
 from bigdit.spec import BatchShape, Strategy
 
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 NO_EXTRAS: Mapping[str, models.Extra] = MappingProxyType({})
 
 
 def batch(shape: BatchShape, strategy: Strategy, extras: Mapping[str, models.Extra] = NO_EXTRAS) -> Batch:
-    """A micro-batch on the host as the store gives it: latents in fp32, text in bf16."""
+    """A micro-batch on the host as the store gives it: latents as they are stored, text in bf16."""
     count = strategy.micro_batch_size
     text = shape.text
     return Batch(
-        latents=torch.zeros(count, *shape.latents),
+        latents=torch.zeros(count, *shape.latents, dtype=_DTYPES[shape.latents_dtype]),
         text_embeds=None if text is None else torch.zeros(count, *text, dtype=torch.bfloat16),
         text_mask=None if text is None else torch.ones(count, text[0], dtype=torch.bfloat16),
         seeds=tuple(range(count)),

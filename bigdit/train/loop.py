@@ -15,6 +15,7 @@ from bigdit.config import RunConfig
 from bigdit.dist import World
 from bigdit.errors import UserError
 from bigdit.features import FeatureStore
+from bigdit.loader.stages import data_state, plan_order
 from bigdit.loader.stream import FeatureStream
 from bigdit.spec import BatchShape, ModelSpec, Strategy
 from bigdit.train.measure import MemoryMeter
@@ -32,7 +33,7 @@ def train(run: RunConfig, spec: ModelSpec, strategy: Strategy, world: World) -> 
     The pieces were checked against each other before; what is found only now (a store of other encoders, a
     checkpoint of another model) raises UserError before the first step.
     """
-    store = FeatureStore.open(run.data.features)
+    store = FeatureStore.open(run.data.features, run.data.reader)
     _check_store(store, run, spec)
     found = checkpoint.latest(run.output)
     if found is not None:
@@ -42,6 +43,11 @@ def train(run: RunConfig, spec: ModelSpec, strategy: Strategy, world: World) -> 
         if world.is_main:
             log.notice(f"{found.folder} has its {start} steps already; raise train.steps to go on")
         return found.folder
+
+    saved, where = (found.state.get("data"), found.folder) if found else (None, run.output)
+    order, notices = plan_order(store, strategy.global_batch_size, run.train.seed, saved, start, where)
+    for line in notices if world.is_main else ():
+        log.notice(f"note: {line}")
 
     began = time.perf_counter()
     needed, on_host = strategy.engine != "single", strategy.cpu_offload
@@ -63,11 +69,13 @@ def train(run: RunConfig, spec: ModelSpec, strategy: Strategy, world: World) -> 
         stream = FeatureStream(
             store,
             world,
+            order,
             micro_batch_size=strategy.micro_batch_size,
             grad_accum_steps=strategy.grad_accum_steps,
             seed=run.train.seed,
             caption_dropout=run.data.caption_dropout,
             read_ahead_steps=strategy.read_ahead_steps,
+            threads=run.data.read_threads,
             pin_memory=device.type == "cuda",
         )
         meter.watch(engine, ema)
@@ -91,6 +99,7 @@ def train(run: RunConfig, spec: ModelSpec, strategy: Strategy, world: World) -> 
                     ema=ema,
                     step=step + 1,
                     run=run.model_dump(mode="json"),
+                    data=data_state(store, order, run.train.seed).model_dump(mode="json"),
                     world=world,
                     keep=run.train.keep_checkpoints,
                 )
@@ -106,7 +115,7 @@ def _check_store(store: FeatureStore, run: RunConfig, spec: ModelSpec) -> None:
     channels, wanted = {shape[0] for shape in store.buckets}, spec.kwargs.get("in_channels")
     if wanted is not None and channels != {wanted}:
         problems.append(f"its latents have {sorted(channels)} channels, and the model's in_channels is {wanted}")
-    dim, wanted = store.null_text.shape[1], spec.kwargs.get("caption_channels")
+    dim, wanted = store.null_text.states.shape[1], spec.kwargs.get("caption_channels")
     if wanted is not None and dim != wanted:
         problems.append(f"its text has {dim} features, and the model's caption_channels is {wanted}")
     if store.max_tokens != run.encoders.text.max_tokens:
@@ -164,4 +173,6 @@ def _write_receipt(
 def largest_batch_shape(store: FeatureStore) -> BatchShape:
     """Shapes of the largest bucket in a feature store, with text of its max_tokens."""
     latents = max(store.buckets, key=math.prod)
-    return BatchShape(latents=latents, text=(store.max_tokens, store.null_text.shape[1]))
+    wide = store.has_deviation or store.latents_dtype == torch.float32
+    text = (store.max_tokens, store.null_text.states.shape[1])
+    return BatchShape(latents=latents, latents_dtype="fp32" if wide else "bf16", text=text)

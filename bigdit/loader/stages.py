@@ -1,0 +1,115 @@
+"""What a run remembers of its data: a handful of numbers beside the step, from which the order goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import xxhash
+from pydantic import NonNegativeInt, PositiveInt, ValidationError
+
+from bigdit.errors import UserError
+from bigdit.features import FeatureStore
+from bigdit.features.part import shape_name
+from bigdit.loader.order import WINDOW_PARTS, Order, Stage
+from bigdit.spec import Strict
+
+
+class DataState(Strict):
+    """Stages as (first epoch, parts); `parts_digest`: of the parts of the last; what else the order follows from."""
+
+    seed: NonNegativeInt
+    global_batch_size: PositiveInt
+    window_parts: PositiveInt
+    stages: list[tuple[NonNegativeInt, PositiveInt]]
+    parts_digest: str
+
+
+def data_state(store: FeatureStore, order: Order, seed: int) -> DataState:
+    """What a checkpoint keeps of the order."""
+    return DataState(
+        seed=seed,
+        global_batch_size=order.global_batch_size,
+        window_parts=WINDOW_PARTS,
+        stages=[(stage.first_epoch, stage.parts) for stage in order.stages],
+        parts_digest=_digest(store, order.stages[-1].parts),
+    )
+
+
+def plan_order(
+    store: FeatureStore, global_batch_size: int, seed: int, saved: dict[str, Any] | None, step: int, where: Path
+) -> tuple[Order, list[str]]:
+    """The order of a run over the store that goes on at `step` from what the checkpoint `where` saved of it.
+
+    Parts that the store has gained enter with the first epoch that has not begun. The second value: what a person
+    should know. Raises UserError where the store, the seed or the global batch are not those of the checkpoint.
+    """
+    index = store.index
+    if saved is None:
+        order = Order(index.counts, index.shapes, global_batch_size, seed)
+        return order, _carried_over(order, store)
+    state = _parse(saved, where)
+    problems = [
+        f"{key} is {asked}, and {where} was trained with {found}: samples would come twice, or never; set it to {found}"
+        for key, found, asked in (
+            ("train.seed", state.seed, seed),
+            ("the global batch (train.global_batch_size)", state.global_batch_size, global_batch_size),
+        )
+        if found != asked
+    ]
+    parts = state.stages[-1][1]
+    if parts > len(index.parts) or _digest(store, parts) != state.parts_digest:
+        problems.append(
+            f"data.features: the first {parts} parts of {store.root} are not those that {where} was trained on; bring "
+            "them back, or choose another output"
+        )
+    if problems:
+        raise UserError(*problems)
+    stages = [Stage(*each) for each in state.stages]
+    order = Order(index.counts, index.shapes, global_batch_size, seed, stages=stages, window_parts=state.window_parts)
+    if parts == len(index.parts):
+        return order, []
+    epoch = order.epoch_of(step)
+    first = epoch if step == order.batches_before(epoch) else epoch + 1
+    kept = [stage for stage in stages if stage.first_epoch < first]
+    order = Order(
+        index.counts,
+        index.shapes,
+        global_batch_size,
+        seed,
+        stages=[*kept, Stage(first, len(index.parts))],
+        window_parts=state.window_parts,
+    )
+    added = len(index.parts) - parts
+    samples = int(index.counts[parts:].sum())
+    return order, [
+        f"{store.root} has {added} more parts ({samples} samples) than before: they enter with epoch {first}, and what "
+        "was planned until then stays",
+        *_carried_over(order, store),
+    ]
+
+
+def _carried_over(order: Order, store: FeatureStore) -> list[str]:
+    totals = store.index.counts.sum(0).tolist()
+    return [
+        f"bucket {shape_name(shape)} has {total} samples, fewer than a global batch of {order.global_batch_size}: they "
+        "are carried over from epoch to epoch until a batch is full"
+        for shape, total in zip(store.index.shapes, totals, strict=True)
+        if 0 < total < order.global_batch_size
+    ]
+
+
+def _parse(saved: dict[str, Any], where: Path) -> DataState:
+    try:
+        return DataState.model_validate(saved)
+    except ValidationError:
+        raise UserError(f"{where} has a damaged state of its data; resume from an earlier checkpoint") from None
+
+
+def _digest(store: FeatureStore, parts: int) -> str:
+    """Of the ranges and the samples of the first `parts` parts; buckets that come later do not change it."""
+    digest = xxhash.xxh3_64(store.index.parts[:parts, :2].tobytes())
+    for shape, column in zip(store.index.shapes, store.index.counts.T, strict=True):
+        if column[:parts].any():
+            digest.update(shape_name(shape).encode() + column[:parts].tobytes())
+    return digest.hexdigest()
