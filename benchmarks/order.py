@@ -108,7 +108,7 @@ def first_batch(root: Path) -> None:
     most = most_megabytes()
     print(f"{int(store.index.counts.sum())} samples in {len(store.index.parts)} parts: first batch after {first:.2f} s")
     print(
-        f"(imports {imported:.2f}, index {opened - imported:.2f}); at most {most:.0f} MB, of which imports {before:.0f};"
+        f"(imports {imported:.2f}, index {opened - imported:.2f}); at most {most:.0f} MB ({before:.0f} after imports);"
     )
     print(f"a batch anywhere in three epochs is found in {1e3 * anywhere:.1f} ms")
     print("as asked" if first < SECONDS and most < MEGABYTES else f"not within {SECONDS} s and {MEGABYTES} MB")

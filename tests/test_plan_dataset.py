@@ -51,7 +51,7 @@ def test_padded_text_is_said_before_it_fills_a_disk():
     assert found.latent_bytes == 4 * 128 * 128 * 2
     assert found.padded_text_bytes == 300 * 4096 * 2
     assert (found.text_bytes.low, found.text_bytes.high) == (49 * 8192, 168 * 8192)
-    assert found.store_bytes.high == 30_000_000 * (131_072 + 168 * 8192 + 32)
+    assert found.store_bytes.high == 30_000_000 * (131_072 + 168 * 8192 + 64)
     assert found.notes[0] == (
         "padded to 300 × 4096 in bf16, the text of an image takes 2.46 MB, and that of all images 73.7 TB; it is "
         "stored without padding: 401 kB to 1.38 MB an image, with captions of 49 tokens (two or three sentences) to "
@@ -69,7 +69,7 @@ def test_captions_are_cut_to_what_the_model_is_fed():
 def test_without_captions_the_store_is_known_exactly():
     found = need("dit-xl-2", images=1_281_167)
     assert found.text_bytes.high == found.padded_text_bytes == 0
-    assert found.store_bytes.low == found.store_bytes.high == 1_281_167 * (4 * 32 * 32 * 2 + 32)
+    assert found.store_bytes.low == found.store_bytes.high == 1_281_167 * (4 * 32 * 32 * 2 + 64)
     assert found.notes[0] == "the store takes 10.5 GB, 0.3% of a disk of 3.84 TB"
 
 

@@ -22,8 +22,8 @@ STORED_BYTES = 2
 """Latents of a VAE (the mode of its distribution, no deviation beside it) and hidden states are stored in bf16, as
 features/codecs.py and features/unit.py say."""
 
-ROW_BYTES = 32
-"""Index, place of the text, its length and digest of a sample: four int64, as in features/part.py."""
+ROW_BYTES = 64
+"""A row and one caption in the tables of a part, four int64 each, as in features/part.py."""
 
 CAPTION_TOKENS = Interval(low=49, high=168)
 """Mean length of a caption. Low: what a LLaVA writes in two or three sentences, 49.4 tokens over 1.3 billion images
