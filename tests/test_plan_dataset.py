@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 from bigdit import catalog
 from bigdit.features.part import Encoded, write_part
+from bigdit.features.sources import Caption
+from bigdit.features.text import Text
 from bigdit.memory import Block, Span, Timeline
 from bigdit.rehearse import rehearse
 from bigdit.search.ask import question_for
@@ -30,19 +32,19 @@ def test_a_real_store_takes_as_many_bytes(tmp_path):
     need_of = need("pixart-sigma-xl-2-256", images=1)
     sizes = []
     for count in (1, 9):
-        texts = {f"{index:04d}": torch.zeros(100, 4096, dtype=torch.bfloat16) for index in range(count)}
+        texts = {f"{index:04d}": Text(torch.zeros(100, 4096, dtype=torch.bfloat16)) for index in range(count)}
         encoded = Encoded(
             latents={(4, 32, 32): torch.zeros(count, 4, 32, 32, dtype=torch.bfloat16)},
             indices={(4, 32, 32): list(range(count))},
-            captions=dict(enumerate(texts)),
+            captions={index: (Caption(text),) for index, text in enumerate(texts)},
             texts=texts,
             skipped=[],
         )
-        write_part(tmp_path / f"{count}.safetensors", encoded)
+        write_part(tmp_path / f"{count}.safetensors", encoded, identity="")
         sizes.append((tmp_path / f"{count}.safetensors").stat().st_size)
     rows = need_of.store_bytes.low - need_of.latent_bytes - need_of.text_bytes.low
     wanted = need_of.latent_bytes + rows + 100 * 4096 * 2
-    captions = len('"0": "0000", ')
+    captions = len('"0": [["0000", 1.0]], ')
     assert (sizes[1] - sizes[0]) / 8 == pytest.approx(wanted + captions, abs=8)  # the header's numbers grow, too
 
 
@@ -70,7 +72,7 @@ def test_without_captions_the_store_is_known_exactly():
     found = need("dit-xl-2", images=1_281_167)
     assert found.text_bytes.high == found.padded_text_bytes == 0
     assert found.store_bytes.low == found.store_bytes.high == 1_281_167 * (4 * 32 * 32 * 2 + 64)
-    assert found.notes[0] == "the store takes 10.5 GB, 0.3% of a disk of 3.84 TB"
+    assert found.notes[0] == "the store takes 10.6 GB, 0.3% of a disk of 3.84 TB"
 
 
 def test_what_no_store_can_hold_yet_is_said():
