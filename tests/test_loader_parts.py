@@ -15,8 +15,9 @@ from test_loader import Caption, make_store
 
 from bigdit.errors import UserError
 from bigdit.features.header import LONGEST_HEADER, read_header
+from bigdit.features.local import READERS
 from bigdit.features.part import Encoded, part_path, write_part
-from bigdit.features.reader import READERS, Part
+from bigdit.features.reader import Part
 from bigdit.features.text import Text
 from bigdit.features.writer import WAITING_PARTS, PartWriter
 

@@ -19,8 +19,8 @@ import torch
 from bigdit.errors import UserError
 from bigdit.features.digest import bytes_of, chained_digest
 from bigdit.features.header import Header, check_part, damaged, read_header
+from bigdit.features.local import read_column
 from bigdit.features.part import Shape, parse_shape, part_name, shape_name
-from bigdit.features.reader import read_column
 from bigdit.features.tensors import commit_tensors
 
 FILE = "index.safetensors"

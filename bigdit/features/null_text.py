@@ -8,7 +8,7 @@ import torch
 
 from bigdit.features.digest import bytes_of, chained_digest
 from bigdit.features.header import damaged, read_header
-from bigdit.features.reader import read_column
+from bigdit.features.local import read_column
 from bigdit.features.tensors import commit_tensors
 from bigdit.features.text import Text
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from bigdit.errors import UserError
 from bigdit.features.header import Header, damaged, header_by
-from bigdit.features.reader import File
+from bigdit.features.local import File
 from bigdit.units import gib
 
 BLOCK = 1 << 20

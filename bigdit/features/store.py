@@ -14,8 +14,9 @@ from bigdit.errors import UserError
 from bigdit.features import null_text
 from bigdit.features.index import FILE as INDEX
 from bigdit.features.index import Index, check_counts, load_index
+from bigdit.features.local import LocalParts, ReaderName
 from bigdit.features.part import Shape, part_name, store_identity
-from bigdit.features.reader import LocalParts, Part, ReaderName
+from bigdit.features.reader import Part
 from bigdit.features.remote import RemoteParts, open_remote
 from bigdit.features.schema import EXTRACT, StoreSchema, read_schema
 from bigdit.features.schema import FILE as SCHEMA
