@@ -1,4 +1,4 @@
-"""The process that encodes: it is sent units, answers with progress, and commits each part itself."""
+"""The process that encodes: it asks for units, answers with progress, and commits each part itself."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import signal
 import time
 import traceback
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -14,11 +15,14 @@ import torch
 
 from bigdit.config.run import EncodersConfig
 from bigdit.errors import UserError
-from bigdit.features.codecs import load_image_codec
-from bigdit.features.part import part_path, store_identity, write_part
-from bigdit.features.schema import read_schema
+from bigdit.features import speed
+from bigdit.features.codecs import ImageCodec, load_image_codec
+from bigdit.features.in_hand import own_folder
+from bigdit.features.part import Encoded, part_path, store_identity, write_part
+from bigdit.features.schema import StoreSchema, check_same
 from bigdit.features.sources import Item
-from bigdit.features.text import load_text_encoder
+from bigdit.features.speed import Stopwatch, UnitSpeed
+from bigdit.features.text import TextEncoder, load_text_encoder
 from bigdit.features.unit import encode_unit
 
 
@@ -32,6 +36,11 @@ class Unit:
 
 
 @dataclass(frozen=True)
+class Ready:
+    """The worker wants a unit; None instead of one ends it."""
+
+
+@dataclass(frozen=True)
 class Progress:
     """So many more pictures of the unit are encoded or skipped."""
 
@@ -40,10 +49,14 @@ class Progress:
 
 @dataclass(frozen=True)
 class Done:
-    """The part of a unit of so many pictures is committed, after `seconds` of work on it."""
+    """The part of a unit is committed."""
 
-    pictures: int
-    seconds: float
+    speed: UnitSpeed
+
+
+@dataclass(frozen=True)
+class Finished:
+    """All that the worker was given is committed: its last word."""
 
 
 @dataclass(frozen=True)
@@ -54,23 +67,77 @@ class Failed:
     bug: str | None = None
 
 
-def work(pipe: Connection, encoders: EncodersConfig, buckets: Sequence[tuple[int, int]], root: Path) -> None:
-    """Encode units from `pipe` until it closes or sends None. One thread: the workers are the parallelism."""
+def work(pipe: Connection, number: int, encoders: EncodersConfig, schema: StoreSchema, root: Path) -> None:
+    """Encode the units that `pipe` gives. One thread, and one that writes: the workers are the parallelism."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends its workers
     torch.set_num_threads(1)
     try:
-        schema = read_schema(root)
-        assert schema is not None, "the parent claimed the store"
-        identity = store_identity(schema)
-        codec, text_encoder = load_image_codec(encoders.image), load_text_encoder(encoders.text)
-        while (unit := pipe.recv()) is not None:
-            began = time.perf_counter()
-            encoded = encode_unit(unit.items, buckets, codec, text_encoder, lambda n: pipe.send(Progress(n)))
-            write_part(part_path(root, unit.start, unit.end), encoded, identity=identity)
-            pipe.send(Done(len(unit.items), time.perf_counter() - began))
-    except (EOFError, BrokenPipeError):
+        device = _device(number)
+        codec, text_encoder = load_image_codec(encoders.image, device), load_text_encoder(encoders.text, device)
+        found = {"codec": codec.identity, "text_encoder": text_encoder.identity}
+        check_same(root, schema, schema.model_copy(update=found))
+        with own_folder(root) as folder:
+            _work_through(pipe, root, folder, device, schema, codec, text_encoder)
+        pipe.send(Finished())
+    except (EOFError, BrokenPipeError, ConnectionResetError):
         return  # the parent is gone
     except UserError as error:
         pipe.send(Failed(error.problems))
     except Exception:
         pipe.send(Failed((), traceback.format_exc()))
+
+
+def _work_through(
+    pipe: Connection,
+    root: Path,
+    folder: Path,
+    device: str,
+    schema: StoreSchema,
+    codec: ImageCodec,
+    text_encoder: TextEncoder,
+) -> None:
+    """Encode one unit while the one before it is written."""
+    writing: Future[UnitSpeed] | None = None
+    identity = store_identity(schema)
+    with ThreadPoolExecutor(1, thread_name_prefix="writer") as writer:
+        while (unit := _next_unit(pipe)) is not None:
+            watch = Stopwatch()
+            _mark(folder, part_path(root, unit.start, unit.end).name)
+            encoded = encode_unit(
+                unit.items, schema.buckets, codec, text_encoder, lambda n: pipe.send(Progress(n)), watch
+            )
+            if writing is not None:
+                with watch.at("waiting"):
+                    pipe.send(Done(writing.result()))
+            writing = writer.submit(_commit, root, folder, encoded, watch.stop(unit.start, unit.end, device), identity)
+        if writing is not None:
+            pipe.send(Done(writing.result()))
+
+
+def _next_unit(pipe: Connection) -> Unit | None:
+    pipe.send(Ready())
+    unit: Unit | None = pipe.recv()
+    return unit
+
+
+def _mark(folder: Path, name: str) -> None:
+    """Say in the store what is in hand."""
+    try:
+        (folder / name).touch()
+    except OSError as error:
+        raise UserError(f"cannot write {folder / name}: {error.strerror}") from None
+
+
+def _commit(root: Path, folder: Path, encoded: Encoded, unit: UnitSpeed, identity: str) -> UnitSpeed:
+    """Write a part in place of its mark, move it to its place in the store, and note its speed."""
+    began = time.perf_counter()
+    path = part_path(root, unit.start, unit.end)
+    write_part(path, encoded, folder, identity=identity)
+    written = unit.model_copy(update={"writing_s": time.perf_counter() - began})
+    speed.append(root, folder.name, written)
+    return written
+
+
+def _device(number: int) -> str:
+    """The GPUs in turn, where there are any."""
+    return f"cuda:{number % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu"

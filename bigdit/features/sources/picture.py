@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import warnings
 
 import numpy as np
@@ -30,7 +31,8 @@ def decode(data: bytes) -> Image.Image:
     except (MemoryError, Unusable):
         raise
     except Exception as error:  # Pillow's decoders raise many classes on damaged files
-        reason = " ".join(str(error).split())
+        # Without the addresses that objects happen to have: the same picture gives the same reason.
+        reason = re.sub(r" object at 0x[0-9a-f]+", "", " ".join(str(error).split()))
         raise Unusable(f"damaged picture: {type(error).__name__}: {reason}") from None
 
 
