@@ -6,6 +6,7 @@ leaves is taken by the others, or by the same command run again.
 
 from __future__ import annotations
 
+import re
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -20,6 +21,7 @@ from bigdit.features.sources import Source
 
 LOGS = "slurm"
 _LOOK_S = 0.5  # how often, at most, the store is looked at while others work
+_TIMEOUT_MIN = 24 * 60  # of a task, where nothing else is asked; submitit's own is 5 minutes
 # What ray.remote takes of a task that one may ask for. Source: ray 2.60, ray.remote_function.RemoteFunction.options.
 _RAY_OPTIONS = ("num_cpus", "num_gpus", "memory", "resources", "accelerator_type", "scheduling_strategy")
 
@@ -43,22 +45,27 @@ class _Task:
 @dataclass(frozen=True)
 class Slurm:
     """An array of `tasks`; `resources`: submitit's parameters, such as slurm_partition, timeout_min, gpus_per_node.
-    `cluster`: slurm, or local, which runs the same tasks as processes of this machine."""
+
+    Among them `cluster`: slurm, or local, which runs the same tasks as processes of this machine.
+    """
 
     tasks: int
     resources: Mapping[str, Any]
-    cluster: str = "slurm"
 
     def __call__(self, job: Job, source: Source) -> None:
         try:
             import submitit
         except ImportError:
             raise UserError("--engine slurm: submitit is missing; pip install 'bigdit[slurm]'") from None
-        if self.cluster == "slurm" and shutil.which("sbatch") is None:
+        asked: dict[str, Any] = {"timeout_min": _TIMEOUT_MIN, "cpus_per_task": job.workers, **self.resources}
+        cluster = asked.pop("cluster", "slurm")
+        if cluster not in ("slurm", "local"):
+            raise UserError(f"--resource: cluster={cluster} was asked, and slurm or local was expected")
+        if cluster == "slurm" and shutil.which("sbatch") is None:
             raise UserError("--engine slurm: sbatch was not found on this machine; run this where SLURM submits from")
-        executor = submitit.AutoExecutor(folder=job.data.features / LOGS, cluster=self.cluster)
+        executor = submitit.AutoExecutor(folder=job.data.features / LOGS, cluster=cluster)
         try:
-            executor.update_parameters(name="bigdit-extract", cpus_per_task=job.workers, **self.resources)
+            executor.update_parameters(name="bigdit-extract", **asked)
         except (NameError, TypeError, ValueError) as error:
             raise UserError(f"--resource: submitit refuses it: {' '.join(str(error).split())}") from None
         jobs = executor.submit_array([_Task(job)] * self.tasks)
@@ -106,9 +113,11 @@ class Ray:
 
 
 def _failed(count: int, tasks: int, error: str, where: str) -> UserError:
-    last = error.strip().splitlines()[-1] if error.strip() else "no reason given"
+    """The error of tasks that failed, with what the first one's traceback, somewhere in `error`, comes to."""
+    reasons = re.findall(r"^[\w.]*(?:Error|Exception|Interrupt): .*", error, re.MULTILINE)
+    reason = reasons[-1].removeprefix("bigdit.errors.UserError: ") if reasons else " ".join(error.split())[:300]
     goes_on = f"{EXTRACT} goes on from the parts done"
-    return UserError(f"{count} of {tasks} tasks failed, the first: {last}; {where}; {goes_on}")
+    return UserError(f"{count} of {tasks} tasks failed, the first: {reason}; {where}; {goes_on}")
 
 
 def _watch(job: Job, over: Callable[[], bool]) -> None:
