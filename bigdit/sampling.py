@@ -14,7 +14,7 @@ from bigdit.config import RunConfig
 from bigdit.config.load import parse_run
 from bigdit.errors import UserError
 from bigdit.features.codecs import load_image_codec, to_bytes
-from bigdit.features.encoders.text import T5TextEncoder
+from bigdit.features.text import load_text_encoder
 from bigdit.loader.batch import Batch
 from bigdit.loader.stream import pad_text
 from bigdit.spec import ModelSpec, Strategy
@@ -46,7 +46,7 @@ class Sampler:
         self._family = models.family(spec.class_name)
         self._model = _load(checkpoint, run, spec, self._family, ema=ema).to(device).eval()
         self._codec = load_image_codec(run.encoders.image, device)
-        self._text = T5TextEncoder(run.encoders.text, device)
+        self._text = load_text_encoder(run.encoders.text, device)
         self._shift = run.objective.shift
         self.buckets = run.data.buckets
 
@@ -67,9 +67,9 @@ class Sampler:
 
     def _guided(self, captions: Sequence[str], guidance: float) -> objectives.Predict:
         """The velocity towards the captions, pushed away from that of the empty caption."""
-        encoded = self._text.encode([*captions, ""])
-        texts = [*encoded[:-1], *[encoded[-1]] * len(captions)]
-        text_embeds, text_mask = (each.to(self._device) for each in pad_text(texts, self._text.max_tokens))
+        texts = [*self._text.encode(captions), *[self._text.null()] * len(captions)]
+        states = [text.states for text in texts]
+        text_embeds, text_mask = (each.to(self._device) for each in pad_text(states, self._text.max_tokens))
 
         def predict(latents: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
             doubled = Batch(latents.repeat(2, 1, 1, 1), text_embeds, text_mask, seeds=())

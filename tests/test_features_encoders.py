@@ -118,11 +118,11 @@ def test_missing_weights_are_not_drawn_at_random(tmp_path):
 def test_padding_does_not_reach_the_encoding():
     encoder = T5TextEncoder(TextEncoderConfig(config=TINY_T5, max_tokens=24))
     together = encoder.encode(CAPTIONS)
-    assert [text.shape for text in together] == [(6, 32), (1, 32), (24, 32), (12, 32), (6, 32)]  # bytes and </s>
+    assert [text.states.shape for text in together] == [(6, 32), (1, 32), (24, 32), (12, 32), (6, 32)]  # bytes and </s>
     for caption, text in zip(CAPTIONS, together, strict=True):
         # Masked positions have weight zero; fp32 sums of another length may differ in the last bits.
-        assert torch.allclose(encoder.encode([caption])[0], text, atol=1e-5)
-    assert not torch.allclose(together[0][:1], together[3][:1], atol=1e-2)
+        assert torch.allclose(encoder.encode([caption])[0].states, text.states, atol=1e-5)
+    assert not torch.allclose(together[0].states[:1], together[3].states[:1], atol=1e-2)
 
 
 def test_a_seed_gives_the_same_encoder_and_leaves_the_random_state_alone():
@@ -131,7 +131,7 @@ def test_a_seed_gives_the_same_encoder_and_leaves_the_random_state_alone():
     torch.manual_seed(5)
     first, again, other = (T5TextEncoder(TextEncoderConfig(config=TINY_T5, seed=seed)) for seed in (1, 1, 2))
     assert torch.equal(torch.rand(3), expected)
-    assert torch.equal(first.encode(["a"])[0], again.encode(["a"])[0])
+    assert torch.equal(first.encode(["a"])[0].states, again.encode(["a"])[0].states)
     assert first.identity == again.identity
     assert {key for key in first.identity if first.identity[key] != other.identity[key]} == {"weights"}
 
@@ -146,7 +146,7 @@ def test_a_text_encoder_from_a_folder_is_the_one_that_was_saved(tmp_path):
     tokens = ByT5Tokenizer()("a cat", return_tensors="pt")
     with torch.no_grad():
         expected = model(**tokens).last_hidden_state[0]
-    assert torch.allclose(encoder.encode(["a cat"])[0], expected, atol=1e-6)
+    assert torch.allclose(encoder.encode(["a cat"])[0].states, expected, atol=1e-6)
     assert (encoder.dim, encoder.identity["class_name"]) == (32, "T5EncoderModel")
 
 

@@ -68,7 +68,7 @@ def root(tmp_path, pictures, schema, codec, text_encoder):
     """A whole store."""
     root = tmp_path / "store"
     claim(root, schema)
-    write_null_text(root, text_encoder.encode([""])[0].to(TEXT_DTYPE))
+    write_null_text(root, text_encoder.null().states.to(TEXT_DTYPE))
     for start, end in schema.ranges():
         items = ImageFolder(pictures).items(start, end)
         write_part(part_path(root, start, end), encode_unit(items, BUCKETS, codec, text_encoder, lambda _: None))
@@ -92,12 +92,12 @@ def test_every_sample_is_read_as_it_was_encoded(root, pictures, codec, text_enco
         for sample, text, index in zip(latents, texts, indices, strict=True):
             pixels = to_bytes(codec.decode(sample[None]))[0, 0].numpy()
             assert np.array_equal(pixels, np.asarray(Image.open(pictures / f"{index:02d}.png")))
-            expected = text_encoder.encode([f"number {index % 2}"])[0]
+            expected = text_encoder.encode([f"number {index % 2}"])[0].states
             # bfloat16 keeps 8 bits of significance.
             assert torch.allclose(text.float(), expected, rtol=2**-7, atol=1e-4)
         seen += indices
     assert sorted(seen) == [i for i in range(COUNT) if i != BAD]
-    assert torch.equal(store.null_text, text_encoder.encode([""])[0].bfloat16())
+    assert torch.equal(store.null_text, text_encoder.null().states.bfloat16())
     assert store.max_tokens == 20
 
 
@@ -108,7 +108,7 @@ def test_a_vaes_latents_are_kept_in_bfloat16(tmp_path, pictures, schema, text_en
     root, items = tmp_path / "store", ImageFolder(pictures).items(0, 4)
     one_part = schema.model_copy(update={"codec": codec.identity, "source": {"count": 4}})
     claim(root, one_part)
-    write_null_text(root, text_encoder.encode([""])[0].to(TEXT_DTYPE))
+    write_null_text(root, text_encoder.null().states.to(TEXT_DTYPE))
     write_part(part_path(root, 0, 4), encode_unit(items, BUCKETS, codec, text_encoder, lambda _: None))
     store = FeatureStore.open(root)
     latents, _, indices = store.read((4, 8, 12), [1])

@@ -10,7 +10,6 @@ from bigdit import log
 from bigdit.config.run import RunConfig
 from bigdit.errors import UserError
 from bigdit.features.codecs import ImageCodec, load_image_codec
-from bigdit.features.encoders.text import T5TextEncoder
 from bigdit.features.null_text import write_null_text
 from bigdit.features.part import part_path
 from bigdit.features.pool import Worker, encode_in_workers
@@ -18,6 +17,7 @@ from bigdit.features.report import FILE as REPORT
 from bigdit.features.report import ExtractReport, make_report
 from bigdit.features.schema import StoreSchema, claim
 from bigdit.features.source import ImageFolder
+from bigdit.features.text import TextEncoder, load_text_encoder
 from bigdit.features.unit import TEXT_DTYPE
 from bigdit.features.worker import Unit
 from bigdit.files import TEMPORARY, write_text
@@ -52,7 +52,7 @@ def extract(run: RunConfig, model: ModelSpec, workers: int | None = None) -> Ext
 
 def _prepare(run: RunConfig, model: ModelSpec, source: ImageFolder) -> StoreSchema:
     """Load the encoders once to name them, check what hangs together, and claim the store."""
-    codec, text_encoder = load_image_codec(run.encoders.image), T5TextEncoder(run.encoders.text)
+    codec, text_encoder = load_image_codec(run.encoders.image), load_text_encoder(run.encoders.text)
     problems = [*_unfit_buckets(run, codec), *_unfit_model(model, codec, text_encoder)]
     if problems:
         raise UserError(*problems)
@@ -65,7 +65,7 @@ def _prepare(run: RunConfig, model: ModelSpec, source: ImageFolder) -> StoreSche
     )
     claim(run.data.features, schema)
     _remove_abandoned(run.data.features)
-    write_null_text(run.data.features, text_encoder.encode([""])[0].to(TEXT_DTYPE))
+    write_null_text(run.data.features, text_encoder.null().states.to(TEXT_DTYPE))
     return schema
 
 
@@ -79,7 +79,7 @@ def _unfit_buckets(run: RunConfig, codec: ImageCodec) -> list[str]:
     ]
 
 
-def _unfit_model(model: ModelSpec, codec: ImageCodec, text_encoder: T5TextEncoder) -> list[str]:
+def _unfit_model(model: ModelSpec, codec: ImageCodec, text_encoder: TextEncoder) -> list[str]:
     problems = []
     channels, width = model.kwargs.get("in_channels"), model.kwargs.get("caption_channels")
     if channels not in (None, codec.channels):

@@ -11,9 +11,9 @@ import torch
 
 from bigdit.features.buckets import bucket_pixels
 from bigdit.features.codecs import ImageCodec, to_unit_range
-from bigdit.features.encoders.text import T5TextEncoder
 from bigdit.features.part import Encoded, Shape, Skipped
 from bigdit.features.source import Item, Unusable
+from bigdit.features.text import TextEncoder
 
 ENCODE_BATCH = 16  # pictures that the codec is given at once; more cost memory and, on a CPU, gain no speed
 TEXT_DTYPE = torch.bfloat16  # what training computes in; half the bytes of fp32
@@ -23,7 +23,7 @@ def encode_unit(
     items: Sequence[Item],
     buckets: Sequence[tuple[int, int]],
     codec: ImageCodec,
-    text_encoder: T5TextEncoder,
+    text_encoder: TextEncoder,
     on_progress: Callable[[int], None],
 ) -> Encoded:
     """Features of `items`, those that cannot be used left out; `on_progress` hears of pictures done."""
@@ -61,7 +61,7 @@ def encode_unit(
         {shape: torch.cat(batches) for shape, batches in latents.items()},
         indices,
         captions,
-        {caption: text.to("cpu", TEXT_DTYPE) for caption, text in zip(distinct, texts, strict=True)},
+        {caption: text.states.to("cpu", TEXT_DTYPE) for caption, text in zip(distinct, texts, strict=True)},
         skipped,
     )
 

@@ -13,6 +13,7 @@ from bigdit.config.run import TextEncoderConfig
 from bigdit.errors import UserError, nearest
 from bigdit.features.digest import config_digest, lines_digest, weights_digest
 from bigdit.features.encoders.folder import check_complete, read_config
+from bigdit.features.text import Text
 
 _KEY = "encoders.text"
 _BATCH = 32  # captions that are encoded at once
@@ -36,6 +37,7 @@ class T5TextEncoder:
         self._model = model.to(self._device).eval()
         self.max_tokens = config.max_tokens
         self.dim = int(model.config.d_model)
+        self.pooled_dim = None
         self.identity = {
             "class_name": config.class_name,
             "config": config_digest(described),
@@ -46,10 +48,10 @@ class T5TextEncoder:
         }
 
     @torch.no_grad()
-    def encode(self, captions: Sequence[str]) -> list[torch.Tensor]:
-        """Captions to hidden states [len_i, dim] fp32, len_i ≤ max_tokens; padding is masked and cut off."""
+    def encode(self, captions: Sequence[str]) -> list[Text]:
+        """Captions to hidden states fp32 of at most max_tokens tokens; padding is masked and cut off."""
         order = sorted(range(len(captions)), key=lambda i: (len(captions[i]), i))  # little padding in a batch
-        encoded: dict[int, torch.Tensor] = {}
+        encoded: dict[int, Text] = {}
         for start in range(0, len(order), _BATCH):
             chosen = order[start : start + _BATCH]
             tokens = self._tokenizer(
@@ -61,8 +63,12 @@ class T5TextEncoder:
             ).to(self._device)
             hidden = self._model(input_ids=tokens.input_ids, attention_mask=tokens.attention_mask).last_hidden_state
             for i, states, mask in zip(chosen, hidden, tokens.attention_mask.bool(), strict=True):
-                encoded[i] = states[mask]
+                encoded[i] = Text(states[mask])
         return [encoded[i] for i in range(len(captions))]
+
+    def null(self) -> Text:
+        """The text of the empty caption."""
+        return self.encode([""])[0]
 
 
 def _from_folder(config: TextEncoderConfig) -> tuple[T5EncoderModel, PreTrainedTokenizerBase, dict[str, Any]]:
