@@ -2,31 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 from torch.nn import functional as F
 
 from bigdit.config.run import IdentityCodec, VaeCodec
+from bigdit.errors import UserError
 from bigdit.features.buckets import Color
 
 
 class ImageCodec(Protocol):
     """`channels` of the latents; `downsample` pixels a side for one latent; `color` of the pixels; the dtype
-    that latents are stored in; `identity`: what distinguishes these latents from those of another codec."""
+    that latents are stored in."""
 
     channels: int
     downsample: int
     color: Color
     stored_dtype: torch.dtype
-    identity: dict[str, Any]
 
-    def encode(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Pixels [B, 1 or 3, H, W] fp32 in [-1, 1] to latents [B, C, H / downsample, W / downsample] fp32."""
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What distinguishes these latents from those of another codec: a JSON object."""
+        ...
+
+    def latent_shape(self, bucket: tuple[int, int]) -> tuple[int, ...]:
+        """The latents [C, (1,) h, w] of a picture of `bucket` [height, width] pixels; one frame of video VAEs.
+
+        Raises UserError where a side does not divide.
+        """
+        ...
+
+    def encode(self, pixels: torch.Tensor, indices: Sequence[int] = ()) -> torch.Tensor:
+        """Pixels [B, 1 or 3, H, W] fp32 in [-1, 1] to latents [B, C, (1,) h, w] fp32; [B, 2, C, (1,) h, w] where
+        mean and standard deviation are kept. Samples are drawn by their source `indices`, the others need none."""
         ...
 
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
-        """Latents [B, C, h, w] to pixels [B, 1 or 3, H, W] fp32, not clipped."""
+        """Latents [B, C, (1,) h, w] to pixels [B, 1 or 3, H, W] fp32, not clipped."""
         ...
 
 
@@ -41,7 +55,13 @@ class PixelCodec:
         self.channels = config.factor**2 * (1 if config.color == "gray" else 3)
         self.identity = {"name": "identity", "factor": config.factor, "color": config.color}
 
-    def encode(self, pixels: torch.Tensor) -> torch.Tensor:
+    def latent_shape(self, bucket: tuple[int, int]) -> tuple[int, ...]:
+        side = self.downsample
+        if bucket[0] % side or bucket[1] % side:
+            raise UserError(f"data.buckets: {bucket[0]} × {bucket[1]} does not divide by {side}")
+        return self.channels, bucket[0] // side, bucket[1] // side
+
+    def encode(self, pixels: torch.Tensor, indices: Sequence[int] = ()) -> torch.Tensor:
         return F.pixel_unshuffle(pixels, self.downsample)
 
     def decode(self, latents: torch.Tensor) -> torch.Tensor:

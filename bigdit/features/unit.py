@@ -35,8 +35,9 @@ def encode_unit(
 
     def encode_waiting(bucket: tuple[int, int]) -> None:
         pixels = to_unit_range(torch.from_numpy(np.stack(waiting.pop(bucket))))
+        places = indices[_shape(codec, bucket)][-len(pixels) :]
         # Convolutions may answer in channels_last memory, and files hold rows of [C, H, W].
-        encoded = codec.encode(pixels).to("cpu", codec.stored_dtype).contiguous()
+        encoded = codec.encode(pixels, places).to("cpu", codec.stored_dtype).contiguous()
         latents[_shape(codec, bucket)].append(encoded)
         on_progress(len(encoded))
 
