@@ -73,7 +73,7 @@ def _load(folder: Path, name: str, entry: list[str], dtype: torch.dtype, device:
     """One part, of the class that the index names, if that is one of transformers."""
     library, class_name = entry
     found: Any = getattr(transformers, class_name, None) if library == "transformers" else None
-    if not inspect.isclass(found):
+    if not hasattr(found, "from_pretrained"):
         raise UserError(f"{KEY}: {folder / _INDEX} asks for {library}.{class_name} as {name}; transformers has none")
     key, place = f"{KEY}: {name}", folder / name
     try:
