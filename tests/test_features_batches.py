@@ -7,11 +7,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bigdit.config.run import EncodersConfig
 from bigdit.errors import UserError
-from bigdit.features.batch_size import BatchSize
+from bigdit.features.batch_size import CPU_BATCH, BatchSize
 from bigdit.features.device import encoding_device
 from bigdit.features.encoders.by_length import encode_by_length
 from bigdit.features.fp8 import dequantise, quantise
+from bigdit.features.load import load_encoders
 from bigdit.features.text import Text
 from bigdit.features.text_cache import TextCache
 
@@ -60,7 +62,7 @@ def test_batches_grow_again_and_what_fails_is_tried_less_and_less():
 
 
 def test_what_does_not_fit_alone_is_an_error_of_the_user():
-    with pytest.raises(UserError, match=r"data\.encode_batch_size: memory does not do for one sample at a time"):
+    with pytest.raises(UserError, match=r"encoders\.batch_size: memory does not do for one sample at a time"):
         BatchSize(4).map(Memory(0, host_fails), range(3))
 
 
@@ -91,6 +93,8 @@ def test_texts_come_in_the_order_of_their_captions(captions, most, room):
 class Counting:
     """A text encoder that keeps what it was asked: four tokens a caption."""
 
+    dim, pooled_dim, max_tokens, identity = 8, 2, 4, {"name": "counting"}
+
     def __init__(self):
         self.asked = []
 
@@ -98,34 +102,35 @@ class Counting:
         self.asked.append(list(captions))
         return [Text(torch.full((4, 8), float(len(caption))), torch.ones(2)) for caption in captions]
 
+    def null(self):
+        return Text(torch.zeros(4, 8))
+
 
 def test_a_repeated_caption_is_encoded_once():
     encoder = Counting()
-    cache = TextCache(encoder, torch.bfloat16)
+    cache = TextCache(encoder)
     first = cache.encode(["a", "bb", "a", "bb"])
     second = cache.encode(["ccc", "a"])
     assert encoder.asked == [["a", "bb"], ["ccc"]]
-    assert list(first) == ["a", "bb"]
-    assert list(second) == ["ccc", "a"]
-    assert second["a"].states.dtype == second["a"].pooled.dtype == torch.bfloat16
-    assert torch.equal(second["a"].states, torch.full((4, 8), 1.0).bfloat16())
+    assert [float(text.states[0, 0]) for text in first + second] == [1, 2, 1, 2, 3, 1]
+    assert second[1].states.dtype == second[1].pooled.dtype == cache.null().states.dtype == torch.bfloat16
+    assert first[0].states is second[1].states
+    assert (cache.dim, cache.pooled_dim, cache.max_tokens, cache.identity) == (8, 2, 4, encoder.identity)
+    assert cache.encode([]) == []
 
 
 def test_the_cache_is_bounded_in_bytes_and_lets_the_longest_unused_go():
     encoder = Counting()
     text_bytes = (4 * 8 + 2) * 2
-    cache = TextCache(encoder, torch.bfloat16, capacity_bytes=2 * text_bytes)
-    cache.encode(["a"])
-    cache.encode(["b"])
-    cache.encode(["a"])
-    cache.encode(["c"])  # b goes
+    cache = TextCache(encoder, capacity_bytes=2 * text_bytes)
+    for caption in ("a", "b", "a", "c"):  # at the last, b goes
+        cache.encode([caption])
     assert cache.nbytes == 2 * text_bytes
     cache.encode(["a", "c"])
     assert encoder.asked == [["a"], ["b"], ["c"]]
     cache.encode(["b"])
     assert encoder.asked[-1] == ["b"]
-    many = cache.encode(list("defgh"))  # more than it keeps are still given
-    assert list(many) == list("defgh")
+    assert len(cache.encode(list("defgh"))) == 5  # more than it keeps are still given
     assert cache.nbytes == 2 * text_bytes
 
 
@@ -161,6 +166,17 @@ def test_zeros_stay_zeros_and_bf16_is_what_comes_back():
     values, per_token = quantise(states)
     assert torch.equal(dequantise(values, per_token), states)
     assert torch.equal(dequantise(*quantise(torch.zeros(0, 16))), torch.zeros(0, 16, dtype=torch.bfloat16))
+
+
+def test_the_encoders_of_a_run_are_loaded_together():
+    text = {"config": {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}, "max_tokens": 7}
+    run = EncodersConfig.model_validate({"image": {"name": "identity"}, "text": text, "device": "cpu", "batch_size": 3})
+    encoders = load_encoders(run)
+    assert (encoders.image.batch_size, encoders.device) == (3, torch.device("cpu"))
+    assert load_encoders(run.model_copy(update={"batch_size": "auto"})).image.batch_size == CPU_BATCH
+    first, again = (encoders.text.encode(["a cat"])[0] for _ in range(2))
+    assert first.states.dtype == torch.bfloat16
+    assert first is again
 
 
 def test_devices_are_taken_by_turns_or_refused(monkeypatch):

@@ -230,8 +230,29 @@ def test_samples_are_drawn_by_the_pictures_place_and_in_no_other_order(tmp_path,
     assert torch.allclose(load("sampled").encode(pixels.flip(0), [3, 7]).flip(0), drawn, atol=1e-6)
     assert torch.equal(load("sampled").encode(pixels, [7, 3]), drawn)
     assert not torch.allclose(load("sampled", seed=1).encode(pixels, [7, 3]), drawn, atol=0.1)
+    with pytest.raises(ValueError, match="2 pictures are drawn by as many indices, and 0 were given"):
+        load("sampled").encode(pixels)
     assert load("sampled").identity["seed"] == 0
     assert load("sampled").identity != load("moments").identity != load("mode").identity
+
+
+def test_pictures_that_memory_does_not_do_for_at_once_are_encoded_in_smaller_batches(tmp_path, monkeypatch):
+    kl().save_pretrained(tmp_path)
+    config = VaeCodec(class_name="AutoencoderKL", path=tmp_path, latents="sampled")
+    pixels = torch.rand(9, 3, 16, 24, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    whole = load_image_codec(config, batch_size=9).encode(pixels, range(9))
+    codec = load_image_codec(config, batch_size=9)
+    batches, encode = [], codec._vae.encode
+
+    def in_little_memory(some):
+        batches.append(len(some))
+        if len(some) > 2:
+            torch.empty(2**60, dtype=torch.uint8)  # a real failure of torch's allocator
+        return encode(some)
+
+    monkeypatch.setattr(codec._vae, "encode", in_little_memory)
+    assert torch.allclose(codec.encode(pixels, range(9)), whole, atol=1e-6)
+    assert batches == [9, 4, 2, 2, 2, 2, 1]
 
 
 def test_an_ltx_decoder_that_asks_for_noise_is_told_that_there_is_none(tmp_path, pixels):

@@ -33,8 +33,7 @@ class DataConfig(Strict):
     ratio. `part_size`: pictures of the source in one part of the store; `workers`: processes that encode.
     `caption_dropout`: the share of samples trained on the empty caption, for classifier-free guidance
     (Ho & Salimans, arXiv:2207.12598). `read_ahead_steps`: steps whose micro-batches are read, and held on the
-    host, before they are trained on. `encode_batch_size`: pictures, and captions, that are encoded at once; auto:
-    what the rehearsed encode phase leaves room for on the GPU, 16 on a CPU; halved where memory runs out.
+    host, before they are trained on.
     """
 
     images: Path
@@ -42,7 +41,6 @@ class DataConfig(Strict):
     buckets: tuple[tuple[PositiveInt, PositiveInt], ...] = Field(min_length=1)
     part_size: PositiveInt = 256
     workers: PositiveInt = 1
-    encode_batch_size: PositiveInt | Literal["auto"] = "auto"
     caption_dropout: float = Field(default=0.1, ge=0, lt=1)
     read_ahead_steps: NonNegativeInt = 2
 
@@ -106,11 +104,14 @@ class EncodersConfig(Strict):
     """What turns pictures and captions into features. The same encoders serve sampling.
 
     `device`: where they encode; auto: on the GPUs of the machine, its workers by turns, or else on its cores.
+    `batch_size`: pictures, and captions, that are encoded at once; auto: on a GPU what the rehearsed encode phase of
+    a catalogue's model leaves room for, else 16. It is halved where memory runs out, and raised again.
     """
 
     image: IdentityCodec | VaeCodec = Field(discriminator="name")
     text: TextEncoderConfig
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    batch_size: PositiveInt | Literal["auto"] = "auto"
 
 
 class TrainConfig(Strict):

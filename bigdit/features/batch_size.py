@@ -13,7 +13,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 CPU_BATCH = 16
-"""On a CPU: more cost memory and gain no speed."""
+"""Where nothing is known of the device's memory; on a CPU, more cost memory and gain no speed."""
 
 _PATIENCE = 8  # batches that must do before a larger one is tried; twice as many after each failure
 
@@ -55,7 +55,7 @@ class BatchSize:
             torch.cuda.empty_cache()  # what the larger batch left in pieces
         if failed == 1:
             raise UserError(
-                "data.encode_batch_size: memory does not do for one sample at a time; smaller data.buckets, bf16 as "
+                "encoders.batch_size: memory does not do for one sample at a time; smaller data.buckets, bf16 as "
                 "the encoders' dtype, or fewer workers take less"
             )
         self.size = failed // 2

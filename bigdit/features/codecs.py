@@ -10,24 +10,27 @@ from torch.nn import functional as F
 
 from bigdit.config.run import IdentityCodec, VaeCodec
 from bigdit.errors import UserError
+from bigdit.features.batch_size import CPU_BATCH
 from bigdit.features.buckets import Color
+from bigdit.features.part import Shape
 
 
 class ImageCodec(Protocol):
     """`channels` of the latents; `downsample` pixels a side for one latent; `color` of the pixels; the dtype
-    that latents are stored in."""
+    that latents are stored in; `batch_size`: pictures worth collecting for one call."""
 
     channels: int
     downsample: int
     color: Color
     stored_dtype: torch.dtype
+    batch_size: int
 
     @property
     def identity(self) -> dict[str, Any]:
         """What distinguishes these latents from those of another codec: a JSON object."""
         ...
 
-    def latent_shape(self, bucket: tuple[int, int]) -> tuple[int, ...]:
+    def latent_shape(self, bucket: tuple[int, int]) -> Shape:
         """The latents [C, (1,) h, w] of a picture of `bucket` [height, width] pixels; one frame of video VAEs.
 
         Raises UserError where a side does not divide.
@@ -49,13 +52,14 @@ class PixelCodec:
 
     stored_dtype = torch.float32
 
-    def __init__(self, config: IdentityCodec) -> None:
+    def __init__(self, config: IdentityCodec, batch_size: int) -> None:
+        self.batch_size = batch_size
         self.color: Color = config.color
         self.downsample = config.factor
         self.channels = config.factor**2 * (1 if config.color == "gray" else 3)
         self.identity = {"name": "identity", "factor": config.factor, "color": config.color}
 
-    def latent_shape(self, bucket: tuple[int, int]) -> tuple[int, ...]:
+    def latent_shape(self, bucket: tuple[int, int]) -> Shape:
         side = self.downsample
         if bucket[0] % side or bucket[1] % side:
             raise UserError(f"data.buckets: {bucket[0]} × {bucket[1]} does not divide by {side}")
@@ -68,13 +72,18 @@ class PixelCodec:
         return F.pixel_shuffle(latents, self.downsample)
 
 
-def load_image_codec(config: IdentityCodec | VaeCodec, device: torch.device | str = "cpu") -> ImageCodec:
-    """The codec that a run names, on `device`. Raises UserError where its weights cannot be loaded."""
+def load_image_codec(
+    config: IdentityCodec | VaeCodec, device: torch.device | str = "cpu", batch_size: int = CPU_BATCH
+) -> ImageCodec:
+    """The codec that a run names, on `device`, for at most `batch_size` pictures at once.
+
+    Raises UserError where its weights cannot be loaded.
+    """
     if isinstance(config, IdentityCodec):
-        return PixelCodec(config)
+        return PixelCodec(config, batch_size)
     from bigdit.features.encoders.vae import DiffusersVae  # diffusers takes seconds to import
 
-    return DiffusersVae(config, device)
+    return DiffusersVae(config, device, batch_size)
 
 
 def to_unit_range(pixels: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ import torch
 from bigdit.features.digest import sample_digest
 from bigdit.features.tensors import commit_tensors
 
-Shape = tuple[int, int, int]
+Shape = tuple[int, int, int] | tuple[int, int, int, int]
 
 
 @dataclass(frozen=True)

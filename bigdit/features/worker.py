@@ -14,10 +14,9 @@ import torch
 
 from bigdit.config.run import EncodersConfig
 from bigdit.errors import UserError
-from bigdit.features.codecs import load_image_codec
+from bigdit.features.load import load_encoders
 from bigdit.features.part import part_path, write_part
 from bigdit.features.source import Item
-from bigdit.features.text import load_text_encoder
 from bigdit.features.unit import encode_unit
 
 
@@ -58,10 +57,10 @@ def work(pipe: Connection, encoders: EncodersConfig, buckets: Sequence[tuple[int
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends its workers
     torch.set_num_threads(1)
     try:
-        codec, text_encoder = load_image_codec(encoders.image), load_text_encoder(encoders.text)
+        loaded = load_encoders(encoders)
         while (unit := pipe.recv()) is not None:
             began = time.perf_counter()
-            encoded = encode_unit(unit.items, buckets, codec, text_encoder, lambda n: pipe.send(Progress(n)))
+            encoded = encode_unit(unit.items, buckets, loaded.image, loaded.text, lambda n: pipe.send(Progress(n)))
             write_part(part_path(root, unit.start, unit.end), encoded)
             pipe.send(Done(len(unit.items), time.perf_counter() - began))
     except (EOFError, BrokenPipeError):

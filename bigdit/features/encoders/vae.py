@@ -12,10 +12,12 @@ import torch
 
 from bigdit.config.run import VaeCodec
 from bigdit.errors import UserError
+from bigdit.features.batch_size import BatchSize
 from bigdit.features.buckets import Color
 from bigdit.features.digest import config_digest, weights_digest
 from bigdit.features.encoders.folder import DTYPES, check_complete, read_config
 from bigdit.features.encoders.latents import VIDEO_VAES, decode_latents, encode_latents, encode_moments, normalisation
+from bigdit.features.part import Shape
 
 _KEY = "encoders.image.path"
 _OF_PICTURES = "AutoencoderKLQwenImage"  # a video VAE whose transformers are fed latents without frames
@@ -26,7 +28,7 @@ class DiffusersVae:
 
     stored_dtype = torch.bfloat16
 
-    def __init__(self, config: VaeCodec, device: torch.device | str) -> None:
+    def __init__(self, config: VaeCodec, device: torch.device | str, batch_size: int) -> None:
         self._saved = read_config(_KEY, config.path)
         if self._saved.get("_class_name") != config.class_name:
             raise UserError(
@@ -38,6 +40,8 @@ class DiffusersVae:
                 f"encoders.image.latents is {config.latents}, and AutoencoderDC gives no distribution; use mode"
             )
         self._config = config
+        self.batch_size = batch_size
+        self._size = BatchSize(batch_size)
         self._vae = _load(config).to(device)
         self._device = torch.device(device)
         found = self._vae.config
@@ -46,7 +50,7 @@ class DiffusersVae:
             getattr(self._vae, "spatial_compression_ratio", None) or 2 ** (len(found.block_out_channels) - 1)
         )
         self.color: Color = "gray" if found.get("in_channels") == 1 else "rgb"
-        self._frames = (1,) if config.class_name in VIDEO_VAES and config.class_name != _OF_PICTURES else ()
+        self._frames = config.class_name in VIDEO_VAES and config.class_name != _OF_PICTURES
 
     @functools.cached_property
     def identity(self) -> dict[str, Any]:
@@ -62,14 +66,23 @@ class DiffusersVae:
             **normalisation(self._vae).described(),
         }
 
-    def latent_shape(self, bucket: tuple[int, int]) -> tuple[int, ...]:
+    def latent_shape(self, bucket: tuple[int, int]) -> Shape:
         side = self.downsample * normalisation(self._vae).patch
         if bucket[0] % side or bucket[1] % side:
             raise UserError(f"data.buckets: {bucket[0]} × {bucket[1]} does not divide by {side}")
-        return self.channels, *self._frames, bucket[0] // self.downsample, bucket[1] // self.downsample
+        height, width = bucket[0] // self.downsample, bucket[1] // self.downsample
+        return (self.channels, 1, height, width) if self._frames else (self.channels, height, width)
+
+    def encode(self, pixels: torch.Tensor, indices: Sequence[int] = ()) -> torch.Tensor:
+        def encode(places: Sequence[int]) -> torch.Tensor:
+            rows = slice(places[0], places[-1] + 1)
+            return self._encode(pixels[rows], indices[rows])
+
+        return torch.stack(self._size.map(encode, range(len(pixels))))
 
     @torch.no_grad()
-    def encode(self, pixels: torch.Tensor, indices: Sequence[int] = ()) -> torch.Tensor:
+    def _encode(self, pixels: torch.Tensor, indices: Sequence[int]) -> torch.Tensor:
+        """One batch, which memory may not do for."""
         pixels = pixels.to(self._device, DTYPES[self._config.dtype])
         if self._frames:
             pixels = pixels.unsqueeze(2)
@@ -79,6 +92,8 @@ class DiffusersVae:
         if self._config.latents == "moments":
             return moments
         mean, deviation = moments.unbind(1)
+        if len(indices) != len(mean):
+            raise ValueError(f"{len(mean)} pictures are drawn by as many indices, and {len(indices)} were given")
         noise = torch.stack([_noise(self._config.seed, index, mean.shape[1:]) for index in indices])
         return mean + deviation * noise.to(mean)
 
