@@ -23,11 +23,13 @@ def run(
     from bigdit.config import check, load_run
     from bigdit.features.extract import extract
     from bigdit.features.report import FILE as REPORT
+    from bigdit.search.encode_batch import with_batch_size
     from bigdit.units import duration
 
     run_config = load_run(config, overrides)
     model = model_spec(run_config.model)
     check(run_config, model)
+    run_config = with_batch_size(run_config, workers or run_config.data.workers)
     report = extract(run_config, model, workers)
     if as_json:
         log.emit_json(report.model_dump(mode="json"))

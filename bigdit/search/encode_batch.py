@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from bigdit.catalog import Gpu, batch_shape, find_model
+from bigdit import log
+from bigdit.catalog import Gpu, batch_shape, find_model, found_gpus
 from bigdit.config.run import RunConfig, VaeCodec
 from bigdit.errors import UserError
 from bigdit.memory.process import cuda_context
@@ -17,8 +18,29 @@ _PROBED = (2, 8)  # samples at once that are rehearsed: what they take grows eve
 _KEPT_FREE = 0.1  # of the card: for the pieces between allocations
 
 
-def encode_batch_size(run: RunConfig, gpu: Gpu) -> int | None:
-    """The largest power of two that `gpu` has room for, in the largest of the run's buckets; at most MOST.
+def with_batch_size(run: RunConfig, workers: int) -> RunConfig:
+    """The run with encoders.batch_size chosen for this machine's cards, which `workers` share, where it is auto.
+
+    Unchanged where encoders run on the host or there are no cards, and, with a notice, where the catalogue cannot say.
+    """
+    if run.encoders.batch_size != "auto" or run.encoders.device == "cpu":
+        return run
+    try:
+        cards = found_gpus()
+    except UserError:
+        return run
+    least = min(cards, key=lambda card: card.usable_bytes)
+    size = encode_batch_size(run, least, -(-workers // len(cards)))
+    if size is None:
+        log.notice("encoders.batch_size: the catalogue cannot say what these encoders take; it stays at its default")
+        return run
+    log.notice(f"encoders.batch_size: {size}, of which the rehearsed encode phase fits the {least.title}")
+    return run.model_copy(update={"encoders": run.encoders.model_copy(update={"batch_size": size})})
+
+
+def encode_batch_size(run: RunConfig, gpu: Gpu, processes: int = 1) -> int | None:
+    """The largest power of two that each of `processes` has room for on `gpu`, in the run's largest bucket; at most
+    MOST.
 
     None where the catalogue does not have the model of the run, or its encoders. 1 where not even one fits.
     """
@@ -27,7 +49,7 @@ def encode_batch_size(run: RunConfig, gpu: Gpu) -> int | None:
         return None
     few, many = (size.ledger.phase("encode").peak_bytes for size in rehearse(request).sizes)
     sample_bytes = max((many - few) / (_PROBED[1] - _PROBED[0]), 1)
-    room = gpu.usable_bytes * (1 - _KEPT_FREE) - cuda_context(gpu.compute_capability).high_bytes
+    room = gpu.usable_bytes * (1 - _KEPT_FREE) / processes - cuda_context(gpu.compute_capability).high_bytes
     fitting = int((room - (few - _PROBED[0] * sample_bytes)) / sample_bytes)
     return min(1 << max(fitting.bit_length() - 1, 0), MOST) if fitting > 0 else 1
 
