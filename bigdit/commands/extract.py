@@ -43,10 +43,12 @@ def run(
     from bigdit.catalog.resolve import model_spec
     from bigdit.config import check, load_run
     from bigdit.features.extract import extract
+    from bigdit.search.encode_batch import with_batch_size
 
     run_config = load_run(config, overrides)
     model = model_spec(run_config.model)
     check(run_config, model)
+    run_config = with_batch_size(run_config, workers or run_config.data.workers)
     report = extract(
         run_config,
         model,

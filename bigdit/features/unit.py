@@ -16,7 +16,6 @@ from bigdit.features.sources import Caption, Item, Unusable
 from bigdit.features.speed import Stopwatch
 from bigdit.features.text import TextEncoder
 
-ENCODE_BATCH = 16  # pictures that the codec is given at once; more cost memory and, on a CPU, gain no speed
 TEXT_DTYPE = torch.bfloat16  # what training computes in; half the bytes of fp32
 
 
@@ -40,9 +39,11 @@ def encode_unit(
     def encode_waiting(bucket: tuple[int, int]) -> None:
         with watch.at("encoding"):
             pixels = to_unit_range(torch.from_numpy(np.stack(waiting.pop(bucket))))
+            shape = codec.latent_shape(bucket)
+            places = indices[shape][-len(pixels) :]
             # Convolutions may answer in channels_last memory, and files hold rows of [C, H, W].
-            encoded = codec.encode(pixels).to("cpu", codec.stored_dtype).contiguous()
-        latents[_shape(codec, bucket)].append(encoded)
+            encoded = codec.encode(pixels, places).to("cpu", codec.stored_dtype).contiguous()
+        latents[shape].append(encoded)
         on_progress(len(encoded))
 
     for item in items:
@@ -55,9 +56,9 @@ def encode_unit(
             on_progress(1)
             continue
         captions[item.index] = sample.captions
-        indices[_shape(codec, bucket)].append(item.index)
+        indices[codec.latent_shape(bucket)].append(item.index)
         waiting[bucket].append(pixels)
-        if len(waiting[bucket]) == ENCODE_BATCH:
+        if len(waiting[bucket]) == codec.batch_size:
             encode_waiting(bucket)
     for bucket in list(waiting):
         encode_waiting(bucket)
@@ -71,8 +72,3 @@ def encode_unit(
         dict(zip(distinct, encoded, strict=True)),
         skipped,
     )
-
-
-def _shape(codec: ImageCodec, bucket: tuple[int, int]) -> Shape:
-    """The latents of a bucket, which the codec downsamples."""
-    return codec.channels, bucket[0] // codec.downsample, bucket[1] // codec.downsample

@@ -15,14 +15,12 @@ import torch
 
 from bigdit.config.run import EncodersConfig
 from bigdit.errors import UserError
-from bigdit.features import speed
-from bigdit.features.codecs import ImageCodec, load_image_codec
 from bigdit.features.in_hand import own_folder
+from bigdit.features.load import Encoders, load_encoders
 from bigdit.features.part import Encoded, part_path, store_identity, write_part
 from bigdit.features.schema import StoreSchema, check_same
 from bigdit.features.sources import Item
-from bigdit.features.speed import Stopwatch, UnitSpeed
-from bigdit.features.text import TextEncoder, load_text_encoder
+from bigdit.features.speed import Stopwatch, UnitSpeed, append
 from bigdit.features.unit import encode_unit
 
 
@@ -72,12 +70,11 @@ def work(pipe: Connection, number: int, encoders: EncodersConfig, schema: StoreS
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends its workers
     torch.set_num_threads(1)
     try:
-        device = _device(number)
-        codec, text_encoder = load_image_codec(encoders.image, device), load_text_encoder(encoders.text, device)
-        found = {"codec": codec.identity, "text_encoder": text_encoder.identity}
+        loaded = load_encoders(encoders, number)
+        found = {"codec": loaded.image.identity, "text_encoder": loaded.text.identity}
         check_same(root, schema, schema.model_copy(update=found))
         with own_folder(root) as folder:
-            _work_through(pipe, root, folder, device, schema, codec, text_encoder)
+            _work_through(pipe, root, folder, schema, loaded)
         pipe.send(Finished())
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return  # the parent is gone
@@ -87,15 +84,7 @@ def work(pipe: Connection, number: int, encoders: EncodersConfig, schema: StoreS
         pipe.send(Failed((), traceback.format_exc()))
 
 
-def _work_through(
-    pipe: Connection,
-    root: Path,
-    folder: Path,
-    device: str,
-    schema: StoreSchema,
-    codec: ImageCodec,
-    text_encoder: TextEncoder,
-) -> None:
+def _work_through(pipe: Connection, root: Path, folder: Path, schema: StoreSchema, encoders: Encoders) -> None:
     """Encode one unit while the one before it is written."""
     writing: Future[UnitSpeed] | None = None
     identity = store_identity(schema)
@@ -104,12 +93,13 @@ def _work_through(
             watch = Stopwatch()
             _mark(folder, part_path(root, unit.start, unit.end).name)
             encoded = encode_unit(
-                unit.items, schema.buckets, codec, text_encoder, lambda n: pipe.send(Progress(n)), watch
+                unit.items, schema.buckets, encoders.image, encoders.text, lambda n: pipe.send(Progress(n)), watch
             )
             if writing is not None:
                 with watch.at("waiting"):
                     pipe.send(Done(writing.result()))
-            writing = writer.submit(_commit, root, folder, encoded, watch.stop(unit.start, unit.end, device), identity)
+            speed = watch.stop(unit.start, unit.end, str(encoders.device))
+            writing = writer.submit(_commit, root, folder, encoded, speed, identity)
         if writing is not None:
             pipe.send(Done(writing.result()))
 
@@ -134,10 +124,5 @@ def _commit(root: Path, folder: Path, encoded: Encoded, unit: UnitSpeed, identit
     path = part_path(root, unit.start, unit.end)
     write_part(path, encoded, folder, identity=identity)
     written = unit.model_copy(update={"writing_s": time.perf_counter() - began})
-    speed.append(root, folder.name, written)
+    append(root, folder.name, written)
     return written
-
-
-def _device(number: int) -> str:
-    """The GPUs in turn, where there are any."""
-    return f"cuda:{number % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu"
