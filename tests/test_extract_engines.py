@@ -12,7 +12,7 @@ from bigdit.config.run import SourceConfig
 from bigdit.errors import UserError
 from bigdit.features import FeatureStore
 from bigdit.features.extract import extract
-from bigdit.features.remote import Ray, Slurm, _Task
+from bigdit.features.tasks import Ray, Slurm, _Task
 
 PARTS = 12
 

@@ -67,7 +67,7 @@ def run(
 def _engine(name: str, tasks: int | None, resources: list[str]) -> Engine:
     from bigdit.errors import UserError
     from bigdit.features.job import encode_here
-    from bigdit.features.remote import Ray, Slurm
+    from bigdit.features.tasks import Ray, Slurm
 
     asked = _parse(resources)
     if name == "slurm":

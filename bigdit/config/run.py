@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 
 from bigdit.spec import EmaSpec, EngineName, LoraSpec, ObjectiveSpec, OptimizerSpec, Precision, Strict
+from bigdit.units import GIB, parse_bytes
+
+
+def _as_bytes(value: Any) -> Any:
+    """`16GiB` as bytes; pydantic judges the rest."""
+    return parse_bytes(value) if isinstance(value, str) else value
 
 T5_TOKENS = 300
 """Where nothing else is said, as in PixArt-Σ (arXiv:2403.04692) and Sana (arXiv:2410.10629)."""
@@ -77,7 +91,8 @@ class DataConfig(Strict):
     (Ho & Salimans, arXiv:2207.12598). `read_ahead_steps`: steps whose micro-batches are read, and held on the
     host, before they are trained on; `read_threads`: that read them. `reader`: how the store's files are read: pread,
     or mmap, which spends less of the CPU on a store that is on a local disk and fits into the page cache, reads too
-    much where it does not, and dies where a network's file system fails.
+    much where it does not, and dies where a network's file system fails. `features` may be a URL (s3://, gs://, az://):
+    each process keeps at most `remote_cache` bytes of it (`16GiB`) in a temporary folder, best a window of 64 parts.
     """
 
     images: tuple[SourceConfig, ...] = Field(min_length=1)
@@ -89,6 +104,7 @@ class DataConfig(Strict):
     read_ahead_steps: NonNegativeInt = 2
     read_threads: PositiveInt = 2
     reader: Literal["pread", "mmap"] = "pread"
+    remote_cache: Annotated[PositiveInt, BeforeValidator(_as_bytes)] = 16 * GIB
 
     @field_validator("images", mode="before")
     @classmethod

@@ -10,7 +10,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,25 +86,30 @@ def read_header(path: Path) -> Header:
     """Read the header of any safetensors file. Raises UserError where it cannot be, or does not describe the file."""
     try:
         with open(path, "rb", buffering=0) as file:
-            size = os.fstat(file.fileno()).st_size
-            start = file.read(FIRST_READ)
-            length = int.from_bytes(start[:8], "little")
-            if length > LONGEST_HEADER:
-                raise damaged(path, f"has a damaged header: {length} bytes long, and at most {LONGEST_HEADER} are read")
-            if size < 8 + length:
-                raise damaged(path, f"is truncated: at least {8 + length} bytes were expected, {size} were found")
-            while len(start) < 8 + length:
-                more = file.read(8 + length - len(start))
-                if not more:
-                    raise damaged(path, f"is truncated: at least {8 + length} bytes were expected")
-                start += more
+            descriptor = file.fileno()
+            size = os.fstat(descriptor).st_size
+            return header_by(path, lambda offset, nbytes: os.pread(descriptor, nbytes, offset), size)
     except OSError as error:
         raise UserError(f"data.features: {path} cannot be read: {error.strerror}") from None
-    return parse_header(path, start, size)
 
 
-def parse_header(path: Path, start: bytes, size: int) -> Header:
-    """The header in the first bytes of a file of `size` bytes, which `path` names in errors, which are UserErrors."""
+def header_by(path: Path, read: Callable[[int, int], bytes], size: int) -> Header:
+    """The header of a file of `size` bytes, given as `read(offset, bytes)`, which `path` names in errors."""
+    start = read(0, FIRST_READ)
+    length = int.from_bytes(start[:8], "little")
+    if length > LONGEST_HEADER:
+        raise damaged(path, f"has a damaged header: {length} bytes long, and at most {LONGEST_HEADER} are read")
+    if size < 8 + length:
+        raise damaged(path, f"is truncated: at least {8 + length} bytes were expected, {size} were found")
+    while len(start) < 8 + length:
+        more = read(len(start), 8 + length - len(start))
+        if not more:
+            raise damaged(path, f"is truncated: at least {8 + length} bytes were expected")
+        start += more
+    return _parsed(path, start, size)
+
+
+def _parsed(path: Path, start: bytes, size: int) -> Header:
     length = int.from_bytes(start[:8], "little")
     try:
         entries: dict[str, Any] = json.loads(start[8 : 8 + length], object_pairs_hook=_distinct)

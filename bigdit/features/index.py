@@ -7,7 +7,7 @@ any time. What it lacks is read, as is a part of other bytes, and a part that is
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +18,8 @@ import torch
 
 from bigdit.errors import UserError
 from bigdit.features.digest import bytes_of, chained_digest
-from bigdit.features.header import check_part, damaged, read_header
-from bigdit.features.part import Shape, parse_shape, part_path, shape_name
+from bigdit.features.header import Header, check_part, damaged, read_header
+from bigdit.features.part import Shape, parse_shape, part_name, shape_name
 from bigdit.features.reader import read_column
 from bigdit.features.tensors import commit_tensors
 
@@ -36,7 +36,9 @@ class Index:
     counts: npt.NDArray[np.int64]
 
 
-def load_index(root: Path, parts: Sequence[tuple[int, int, int]], identity: str) -> Index:
+def load_index(
+    root: Path, parts: Sequence[tuple[int, int, int]], header_of: Callable[[str], Header], identity: str
+) -> Index:
     """The index of parts (start, end, bytes): by the file where it has them, by their headers otherwise.
 
     Writes the file anew where it lacked any. Raises UserError where a header is damaged or of another store.
@@ -54,7 +56,7 @@ def load_index(root: Path, parts: Sequence[tuple[int, int, int]], identity: str)
 
     def shapes_of(number: int) -> dict[Shape, int]:
         start, end, _ = parts[number]
-        header = read_header(part_path(root, start, end))
+        header = header_of(part_name(start, end))
         check_part(header, identity)
         return header.shapes()
 

@@ -12,7 +12,7 @@ import contextlib
 import mmap
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal, Protocol
@@ -92,6 +92,32 @@ class MappedFile:
 
 
 READERS: dict[str, type[PreadFile] | type[MappedFile]] = {"pread": PreadFile, "mmap": MappedFile}
+
+
+class LocalParts:
+    """The files of a store in a folder of this machine."""
+
+    def __init__(self, root: Path, reader: ReaderName = "pread") -> None:
+        self.root = root
+        self._reader = reader
+
+    def __str__(self) -> str:
+        return str(self.root)
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each file."""
+        return {entry.name: entry.stat().st_size for entry in os.scandir(self.root) if entry.is_file()}
+
+    def fetch(self, names: Iterable[str]) -> None:
+        """Bring files to `root`, where they are."""
+
+    def header(self, name: str) -> Header:
+        """The header of a part."""
+        return read_header(self.root / name)
+
+    def open(self, name: str) -> File:
+        """A part, open for reads."""
+        return READERS[self._reader](self.root / name)
 
 
 class Part:

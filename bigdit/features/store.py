@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,11 +12,15 @@ import torch
 
 from bigdit.errors import UserError
 from bigdit.features import null_text
+from bigdit.features.index import FILE as INDEX
 from bigdit.features.index import Index, check_counts, load_index
-from bigdit.features.part import Shape, part_name, part_path, store_identity
-from bigdit.features.reader import Part, ReaderName
+from bigdit.features.part import Shape, part_name, store_identity
+from bigdit.features.reader import LocalParts, Part, ReaderName
+from bigdit.features.remote import RemoteParts, open_remote
 from bigdit.features.schema import EXTRACT, StoreSchema, read_schema
+from bigdit.features.schema import FILE as SCHEMA
 from bigdit.features.text import Text
+from bigdit.units import GIB
 
 OPEN_PARTS = 256
 """Parts that are open at once: of a window of the order and of what is carried over; about 20 kB of tables each."""
@@ -42,35 +45,40 @@ class BucketRows:
 class FeatureStore:
     """Latents and text of a source, by bucket (C, H, W) and part; open it with `FeatureStore.open`."""
 
-    def __init__(self, root: Path, schema: StoreSchema, index: Index, reader: ReaderName = "pread") -> None:
-        self.root = root
+    def __init__(self, files: LocalParts | RemoteParts, schema: StoreSchema, index: Index) -> None:
+        self.root = files.root
         self.schema = schema
         self.index = index
-        self._reader: ReaderName = reader
+        self._files = files
         self._identity = store_identity(schema)
         self.buckets = {shape: BucketRows(index.counts[:, column]) for column, shape in enumerate(index.shapes)}
         self.part = functools.lru_cache(OPEN_PARTS)(self._open)
 
     @classmethod
-    def open(cls, root: Path, reader: ReaderName = "pread") -> FeatureStore:
-        """Open the store in `root`. Raises UserError where parts are missing, damaged, or all empty."""
-        schema = read_schema(root)
+    def open(cls, root: Path, reader: ReaderName = "pread", cache_bytes: int = 16 * GIB) -> FeatureStore:
+        """Open the store in a folder, or at a URL, of which at most `cache_bytes` are kept on this machine.
+
+        Raises UserError where parts are missing, damaged, or all empty.
+        """
+        files = open_remote(root, cache_bytes) or LocalParts(root, reader)
+        files.fetch((SCHEMA, INDEX, null_text.FILE))
+        schema = read_schema(files.root)
         if schema is None:
-            raise UserError(f"data.features: {root} holds no features; {EXTRACT} makes them")
+            raise UserError(f"data.features: {files} holds no features; {EXTRACT} makes them")
         ranges = schema.ranges()
-        sizes = {entry.name: entry.stat().st_size for entry in os.scandir(root)}
+        sizes = files.sizes()
         names = [part_name(start, end) for start, end in ranges]
         missing = [name for name in (*names, null_text.FILE) if name not in sizes]
         if missing:
             raise UserError(
-                f"data.features: {root} lacks {len(missing)} of {len(names) + 1} files, the first {missing[0]}; "
+                f"data.features: {files} lacks {len(missing)} of {len(names) + 1} files, the first {missing[0]}; "
                 f"{EXTRACT} finishes it"
             )
         parts = [(start, end, sizes[name]) for (start, end), name in zip(ranges, names, strict=True)]
-        index = load_index(root, parts, store_identity(schema))
+        index = load_index(files.root, parts, files.header, store_identity(schema))
         if not index.counts.sum():
-            raise UserError(f"data.features: all pictures of {root} were skipped; report.json there says why")
-        return cls(root, schema, index, reader)
+            raise UserError(f"data.features: all pictures of {files} were skipped; report.json there says why")
+        return cls(files, schema, index)
 
     @property
     def max_tokens(self) -> int:
@@ -114,7 +122,7 @@ class FeatureStore:
 
     def _open(self, number: int) -> Part:
         start, end, _ = self.index.parts[number].tolist()
-        path = part_path(self.root, start, end)
-        part = Part.open(path, self._reader, self._identity)
-        check_counts(path, self.index, number, {shape: len(rows) for shape, rows in part.rows.items()})
+        name = part_name(start, end)
+        part = Part(self._files.header(name), self._files.open(name), self._identity)
+        check_counts(part.header.path, self.index, number, {shape: len(rows) for shape, rows in part.rows.items()})
         return part

@@ -33,7 +33,7 @@ def train(run: RunConfig, spec: ModelSpec, strategy: Strategy, world: World) -> 
     The pieces were checked against each other before; what is found only now (a store of other encoders, a
     checkpoint of another model) raises UserError before the first step.
     """
-    store = FeatureStore.open(run.data.features, run.data.reader)
+    store = FeatureStore.open(run.data.features, run.data.reader, run.data.remote_cache)
     _check_store(store, run, spec)
     found = checkpoint.latest(run.output)
     if found is not None:

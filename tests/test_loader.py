@@ -1,0 +1,309 @@
+"""The loader: what a batch holds, drawn from seeds alone, in bounded memory, and its errors."""
+
+import gc
+from collections import Counter
+from contextlib import closing
+from dataclasses import dataclass
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from bigdit.catalog.encoders import POOLED_TEXT
+from bigdit.dist import World
+from bigdit.errors import UserError
+from bigdit.features import FeatureStore, fp8
+from bigdit.features.digest import lines_digest
+from bigdit.features.null_text import write_null_text
+from bigdit.features.part import Encoded, part_path, store_identity, write_part
+from bigdit.features.schema import FILE, StoreSchema
+from bigdit.features.text import Text
+from bigdit.loader.order import Order
+from bigdit.loader.read import BatchReader, draw
+from bigdit.loader.stages import data_state, plan_order
+from bigdit.loader.stream import FeatureStream
+from bigdit.rehearse.data import batch as rehearsed_batch
+from bigdit.spec import BatchShape, Strategy
+
+SHAPES = [(4, 6, 6), (4, 4, 8)]
+DIM, TOKENS, POOLED, PART = 16, 12, 6, 8
+NULL = Text(torch.full((2, DIM), 7.0), torch.full((POOLED,), 9.0))
+
+
+@dataclass(frozen=True)
+class Caption:
+    text: str
+    weight: float = 1.0
+
+
+def make_store(root, count=40, *, deviation=False, pooled=False, eight_bits=False, dtype=torch.bfloat16, several=False):
+    """Random features; sample i's second caption weighs three times its first."""
+    sources = {"sources": [{"kind": "random", "count": count}]}
+    if "sources" not in StoreSchema.model_fields:
+        sources = {"source": {"kind": "random", "count": count}}
+    document = {"codec": {}, "text_encoder": {"max_tokens": TOKENS}, "buckets": [(8, 8)], "part_size": PART, **sources}
+    schema = StoreSchema.model_validate(document)
+    root.mkdir(exist_ok=True)
+    (root / FILE).write_text(schema.model_dump_json())
+    write_null_text(root, NULL if pooled else Text(NULL.states))
+    truth = {}
+    for start, end in schema.ranges():
+        generator = torch.Generator().manual_seed(start)
+        latents, indices, captions, texts = {}, {}, {}, {}
+        for number, shape in enumerate(SHAPES):
+            chosen = indices[shape] = [index for index in range(start, end) if (index % 3 == 0) == (number == 1)]
+            size = (len(chosen), 2, *shape) if deviation else (len(chosen), *shape)
+            latents[shape] = torch.randn(size, generator=generator).abs().to(dtype)
+        for index in range(start, end):
+            names = [f"{index}a", f"{index}b"] if several else [f"{index % 5}"]
+            captions[index] = tuple(Caption(name, 1.0 + 2.0 * i) for i, name in enumerate(names))
+            for name in names:
+                length = 1 + (index + len(texts)) % TOKENS
+                vector = torch.randn(POOLED, generator=generator) if pooled else None
+                texts.setdefault(name, Text(torch.randn(length, DIM, generator=generator), vector))
+        for shape, chosen in indices.items():
+            for sample, index in zip(latents[shape], chosen, strict=True):
+                truth[index] = (sample, [texts[caption.text] for caption in captions[index]])
+        encoded = Encoded(latents, indices, captions, texts, [])
+        write_part(part_path(root, start, end), encoded, identity=store_identity(schema), eight_bits=eight_bits)
+    return truth
+
+
+def stream_of(store, micro=4, accum=1, world=None, **options):
+    world = world or World()
+    order = Order(store.index.counts, store.index.shapes, micro * accum * world.world_size, seed=0)
+    options = {"caption_dropout": 0.0, "seed": 0} | options
+    return FeatureStream(store, world, order, micro_batch_size=micro, grad_accum_steps=accum, **options)
+
+
+def read_all(store, steps, **options):
+    with closing(stream_of(store, **options).steps(0, steps)) as found:
+        return [batch for step in found for batch in step]
+
+
+def indices_of(store, stream, step):
+    return [
+        int(store.part(part).rows[bucket][row, 0])
+        for bucket, parts, rows, _ in stream._samples(step)
+        for part, row in zip(parts.tolist(), rows.tolist(), strict=True)
+    ]
+
+
+@pytest.mark.parametrize("reader", ["pread", "mmap"])
+@pytest.mark.parametrize(
+    "kind", [{}, {"pooled": True}, {"eight_bits": True, "pooled": True}, {"dtype": torch.float32}], ids=str
+)
+def test_batches_hold_what_was_encoded(tmp_path, reader, kind):
+    truth = make_store(tmp_path / "store", **kind)
+    store = FeatureStore.open(tmp_path / "store", reader)
+    stream = stream_of(store)
+    seen = Counter()
+    with closing(stream.steps(0, 20)) as steps:
+        for step, (batch,) in enumerate(steps):
+            indices = indices_of(store, stream, step)
+            seen.update(indices)
+            for place, index in enumerate(indices):
+                latents, (text,) = truth[index]
+                assert torch.equal(batch.latents[place], latents)
+                states = text.states.bfloat16()
+                if kind.get("eight_bits"):
+                    states = fp8.dequantise(*fp8.quantise(text.states))
+                assert torch.equal(batch.text_embeds[place, : len(states)], states)
+                assert not batch.text_embeds[place, len(states) :].any()  # memory that is used again is cleared
+                assert batch.text_mask[place].tolist() == [1.0] * len(states) + [0.0] * (TOKENS - len(states))
+                if kind.get("pooled"):
+                    assert torch.equal(batch.extras[POOLED_TEXT][place], text.pooled.bfloat16())
+    assert len(seen) == 40
+
+
+def test_memory_is_used_again_only_when_nothing_refers_to_it(tmp_path):
+    make_store(tmp_path / "store")
+    store = FeatureStore.open(tmp_path / "store")
+    kept = [batch.text_embeds for batch in read_all(store, 20)]
+    again = [batch.text_embeds for batch in read_all(store, 20)]
+    assert all(torch.equal(one, other) for one, other in zip(kept, again, strict=True))
+    assert len({each.data_ptr() for each in kept}) == 20
+    pointers = set()
+    with closing(stream_of(store, read_ahead_steps=1).steps(0, 20)) as steps:
+        for (batch,) in steps:
+            pointers.add(batch.text_embeds.data_ptr())
+            graph = batch.text_embeds.float().requires_grad_()  # a view that outlives its batch for a while
+            del batch, graph
+    assert len(pointers) <= 3
+
+
+def test_dropped_captions_are_the_empty_one(tmp_path):
+    make_store(tmp_path / "store", pooled=True)
+    store = FeatureStore.open(tmp_path / "store")
+    dropped = 0
+    for batch in read_all(store, 40, caption_dropout=0.5):
+        for place, seed in enumerate(batch.seeds):
+            is_null = bool((batch.text_embeds[place, :2] == 7.0).all())
+            assert is_null == (draw(seed, b"dropout") < 0.5) == bool((batch.extras[POOLED_TEXT][place] == 9.0).all())
+            dropped += is_null
+    assert 55 < dropped < 105  # of 160, five deviations of the binomial
+
+
+def test_captions_are_drawn_by_their_weights(tmp_path):
+    truth = make_store(tmp_path / "store", count=8, several=True)
+    store = FeatureStore.open(tmp_path / "store")
+    reader = BatchReader(store, 1, 0.0, pinned=False)
+    (row, index) = next((row, int(each[0])) for row, each in enumerate(store.part(0).rows[SHAPES[0]]))
+    found = Counter()
+    for seed in range(400):
+        batch = reader.read(SHAPES[0], np.array([0]), np.array([row]), [seed])
+        length = int(batch.text_mask.sum())
+        text = batch.text_embeds[0, :length]
+        (which,) = [i for i, each in enumerate(truth[index][1]) if torch.equal(each.states.bfloat16(), text)]
+        found[which] += 1
+        again = reader.read(SHAPES[0], np.array([0]), np.array([row]), [seed])
+        assert torch.equal(again.text_embeds, batch.text_embeds)
+    assert 255 < found[1] < 345  # 300 of 400, five deviations
+
+
+def test_latents_are_drawn_anew_from_mean_and_deviation(tmp_path):
+    truth = make_store(tmp_path / "store", count=8, deviation=True)
+    store = FeatureStore.open(tmp_path / "store")
+    reader = BatchReader(store, 2, 0.0, pinned=False)
+    index = int(store.part(0).rows[SHAPES[0]][0, 0])
+    mean, deviation = truth[index][0].float()
+
+    def drawn(seeds):
+        return reader.read(SHAPES[0], np.zeros(2, int), np.zeros(2, int), seeds).latents.clone()
+
+    samples = torch.cat([drawn([seed, 1000 + seed]) for seed in range(200)])
+    noise = (samples - mean) / deviation
+    assert samples.dtype == torch.float32
+    assert abs(noise.mean()) < 0.05
+    assert abs(noise.std() - 1) < 0.05
+    assert torch.equal(drawn([3, 4]), drawn([4, 3]).flip(0))
+    assert not torch.equal(*drawn([3, 4]))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_ranks_share_the_same_samples_after_a_resume_in_mid_epoch(tmp_path, ranks):
+    make_store(tmp_path / "store")
+    store = FeatureStore.open(tmp_path / "store")
+    (alone,) = zip(*stream_of(store, micro=8).steps(3, 7), strict=True)
+    for step, whole in zip(range(3, 7), alone, strict=True):
+        shares = []
+        for rank in range(ranks):
+            world = World(rank=rank, world_size=ranks)
+            shares += stream_of(store, micro=8 // ranks, world=world).micro_batches(step)
+        assert [seed for share in shares for seed in share.seeds] == list(whole.seeds)
+        assert torch.equal(torch.cat([share.latents for share in shares]), whole.latents)
+        assert torch.equal(torch.cat([share.text_embeds for share in shares]), whole.text_embeds)
+
+
+def test_a_bit_that_flips_while_training_ends_it_with_the_part(tmp_path):
+    make_store(tmp_path / "store")
+    store = FeatureStore.open(tmp_path / "store")
+    stream = stream_of(store)
+    file = part_path(tmp_path / "store", 8, 16)
+    data = bytearray(file.read_bytes())
+    store.part(1)  # open, with its tables
+    offset = store.part(1).header.columns["text"].offset
+    data[offset:] = bytes(255 - byte for byte in data[offset:])
+    with open(file, "r+b") as opened:
+        opened.write(data)
+    with pytest.raises(UserError, match=r"part-0+8-0+16\.safetensors is damaged in caption \d+: its digest differs"):
+        list(stream.steps(0, 10))
+
+
+def test_added_data_enters_with_the_next_epoch_and_is_told(tmp_path):
+    root = tmp_path / "store"
+    make_store(root, 40)
+    store = FeatureStore.open(root)
+    order, notices = plan_order(store, 4, 0, None, 0, tmp_path)
+    assert notices == []
+    saved = data_state(store, order, 0).model_dump(mode="json")
+    before = [order.batch(step) for step in range(12)]
+    make_store(root, 56)
+    grown = FeatureStore.open(root)
+    again, notices = plan_order(grown, 4, 0, saved, 5, tmp_path)
+    assert [(stage.first_epoch, stage.parts) for stage in again.stages] == [(0, 5), (1, 7)]
+    assert f"{root} has 2 more parts (16 samples) than before: they enter with epoch 1" in notices[0]
+    for step, batch in enumerate(before[: again.batches_before(1)]):
+        assert batch.parts.tolist() == again.batch(step).parts.tolist()
+    assert max(again.batch(step).parts.max() for step in range(10, 24)) == 6
+    saved = data_state(grown, again, 0).model_dump(mode="json")
+    assert plan_order(grown, 4, 0, saved, 13, tmp_path)[0].stages == again.stages
+    with pytest.raises(UserError, match=r"global_batch_size\) is 8, and .* was trained with 4.*set it to 4"):
+        plan_order(grown, 8, 0, saved, 13, tmp_path)
+    with pytest.raises(UserError, match=r"the first 7 parts of .* are not those that"):
+        plan_order(store, 4, 0, saved, 13, tmp_path)
+    with pytest.raises(UserError, match=r"has a damaged state of its data"):
+        plan_order(store, 4, 0, {"seed": 0}, 13, tmp_path)
+
+
+def test_small_buckets_are_told_of(tmp_path):
+    make_store(tmp_path / "store", 40)
+    _, notices = plan_order(FeatureStore.open(tmp_path / "store"), 16, 0, None, 0, tmp_path)
+    assert notices == [
+        "bucket 4x4x8 has 14 samples, fewer than a global batch of 16: they are carried over from epoch to epoch "
+        "until a batch is full"
+    ]
+
+
+def test_an_index_spares_the_headers_and_is_made_again_where_it_is_wrong(tmp_path):
+    root = tmp_path / "store"
+    make_store(root)
+    whole = FeatureStore.open(root)
+    index = root / "index.safetensors"
+    assert index.exists()
+    written = index.stat().st_mtime_ns
+    FeatureStore.open(root)
+    assert index.stat().st_mtime_ns == written
+    for damage in (b"", index.read_bytes()[:-3], index.read_bytes()[:-8] + b"\1" * 8):
+        index.write_bytes(damage)
+        again = FeatureStore.open(root)
+        assert np.array_equal(again.index.counts, whole.index.counts)
+        assert np.array_equal(again.index.parts, whole.index.parts)
+
+
+def anonymous():
+    gc.collect()
+    return psutil.Process().memory_full_info().uss
+
+
+@pytest.mark.timeout(120)
+def test_the_host_memory_that_is_predicted_is_what_the_loader_takes(tmp_path, monkeypatch):
+    """The ledger's bytes of host batches, and this process's own memory while batches of that size are read."""
+    from bigdit.rehearse import data as rehearsed
+
+    monkeypatch.setattr("test_loader.SHAPES", [(4, 64, 64), (4, 32, 128)])
+    monkeypatch.setattr("test_loader.TOKENS", 64)
+    monkeypatch.setattr("test_loader.DIM", 512)
+    monkeypatch.setattr("test_loader.NULL", Text(torch.full((2, 512), 7.0)))
+    make_store(tmp_path / "store", 256)
+    store = FeatureStore.open(tmp_path / "store")
+    micro, ahead = 32, 5
+    strategy = Strategy(micro_batch_size=micro, read_ahead_steps=ahead)
+    shape = BatchShape(latents=(4, 64, 64), latents_dtype="bf16", text=(64, 512))
+    one = sum(tensor.nbytes for tensor in rehearsed_batch(shape, strategy).tensors())
+    live = []
+    feed = rehearsed.feed(lambda: rehearsed_batch(shape, strategy), strategy, pin=False, seen=live.append)
+    next(feed)
+    predicted = sum(tensor.nbytes for batch in live for tensor in batch.tensors())
+    assert predicted == (ahead + 1) * one
+    del live, feed
+    read_all(store, 1, micro=micro)  # what is imported and started once
+    before, most = anonymous(), 0
+    with closing(stream_of(store, micro=micro, read_ahead_steps=ahead).steps(0, 24)) as steps:
+        for (batch,) in steps:
+            batch.text_embeds[:, -1] = 0  # every page is the process's own, as a copy to a device would find it
+            most = max(most, anonymous() - before)
+            del batch
+    # Tables and headers of open parts, and Python's own: a few MB.
+    assert most <= predicted + one + 8 * 2**20
+    assert most >= 0.5 * predicted  # texts are shorter than max_tokens, and untouched padding takes no memory
+
+
+def test_the_identity_of_a_store_is_that_of_its_encoders(tmp_path):
+    make_store(tmp_path / "one")
+    file = part_path(tmp_path / "one", 0, 8)
+    other = lines_digest([b"other"])
+    write_part(file, Encoded({}, {}, {}, {}, []), identity=other)
+    with pytest.raises(UserError, match="is of another store: other encoders made it"):
+        FeatureStore.open(tmp_path / "one")
