@@ -19,7 +19,7 @@ from bigdit.features.header import read_header
 from bigdit.features.null_text import write_null_text
 from bigdit.features.part import part_path, write_part
 from bigdit.features.schema import StoreSchema, claim
-from bigdit.features.source import ImageFolder
+from bigdit.features.sources.folder import ImageFolder
 from bigdit.features.unit import TEXT_DTYPE, encode_unit
 
 BUCKETS = [(8, 8), (8, 12)]

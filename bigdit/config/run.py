@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from bigdit.spec import EmaSpec, EngineName, LoraSpec, ObjectiveSpec, OptimizerSpec, Precision, Strict
 
@@ -23,8 +23,50 @@ class ModelConfig(Strict):
     init_from: Path | None = None
 
 
+SourceKind = Literal["folder", "csv", "parquet", "webdataset", "datasets"]
+
+
+class SourceConfig(Strict):
+    """Pictures and their captions. A string stands for a `path` alone.
+
+    `path`: a folder of pictures with `.txt` or `.json` captions beside them; a CSV or Parquet file of paths and
+    captions; Parquet files or WebDataset tars: one, a folder, or a pattern (`*.tar`, `{000..099}.tar`); a folder of
+    Hugging Face `datasets`. `kind`: which of these it is, where the path does not show it.
+    Of tables: `image`, the column of pictures or of their paths, and `captions`, the columns of captions: one,
+    several, or a mapping of columns to their weights, each a number or the column that holds it. `split`: which
+    of several a `datasets` or Parquet folder is read.
+    """
+
+    path: Path
+    kind: SourceKind | None = None
+    image: str | None = None
+    captions: dict[str, PositiveFloat | str] = {}
+    split: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _path_alone(cls, value: Any) -> Any:
+        return {"path": value} if isinstance(value, str | Path) else value
+
+    @field_validator("captions", mode="before")
+    @classmethod
+    def _columns_alone(cls, value: Any) -> Any:
+        columns = [value] if isinstance(value, str) else value
+        return dict.fromkeys(columns, 1.0) if isinstance(columns, list | tuple) else columns
+
+    @model_validator(mode="after")
+    def _fits_kind(self) -> Self:
+        tables = ("csv", "parquet", "datasets", None)
+        if self.kind not in tables and (self.image or self.captions):
+            raise ValueError(f"image and captions name columns, and kind {self.kind} has none; leave them out")
+        if self.split and self.kind not in ("parquet", "datasets", None):
+            raise ValueError(f"split chooses among those of a datasets folder, and kind {self.kind} has none")
+        return self
+
+
 class DataConfig(Strict):
-    """`images`: a folder of pictures, a `.txt` caption beside each; `features`: where they are encoded to.
+    """`images`: the source of pictures and captions, or a list of sources, one after another: what is appended
+    to the list later leaves the features before it as they are. `features`: where they are encoded to.
 
     `buckets`: the sizes [height, width] in pixels that pictures are brought to, each to the nearest aspect
     ratio. `part_size`: pictures of the source in one part of the store; `workers`: processes that encode.
@@ -33,13 +75,18 @@ class DataConfig(Strict):
     host, before they are trained on.
     """
 
-    images: Path
+    images: tuple[SourceConfig, ...] = Field(min_length=1)
     features: Path
     buckets: tuple[tuple[PositiveInt, PositiveInt], ...] = Field(min_length=1)
     part_size: PositiveInt = 256
     workers: PositiveInt = 1
     caption_dropout: float = Field(default=0.1, ge=0, lt=1)
     read_ahead_steps: NonNegativeInt = 2
+
+    @field_validator("images", mode="before")
+    @classmethod
+    def _one_source(cls, value: Any) -> Any:
+        return value if isinstance(value, list | tuple) else [value]
 
 
 class IdentityCodec(Strict):

@@ -1,4 +1,4 @@
-"""From a decoded picture to the pixels of its bucket: orientation, color, size."""
+"""From a decoded picture to the pixels of its bucket."""
 
 from __future__ import annotations
 
@@ -27,26 +27,12 @@ def nearest_bucket(height: int, width: int, buckets: Sequence[tuple[int, int]]) 
 def bucket_pixels(
     image: Image.Image, buckets: Sequence[tuple[int, int]], color: Color
 ) -> tuple[tuple[int, int], npt.NDArray[np.uint8]]:
-    """The picture's bucket [height, width], and its pixels there: uint8 [C, H, W].
+    """The bucket [height, width] of a decoded picture (RGB or L, upright), and its pixels there: uint8 [C, H, W].
 
-    EXIF rotation is applied, transparency laid over white, the longer side cropped about the centre; a picture
-    of the bucket's size keeps its pixels as they are.
+    The longer side is cropped about the centre; a picture of the bucket's size keeps its pixels as they are.
     """
-    upright = _flat(ImageOps.exif_transpose(image), color)
-    bucket = nearest_bucket(upright.height, upright.width, buckets)
-    fitted = ImageOps.fit(upright, (bucket[1], bucket[0]), Image.Resampling.LANCZOS)
+    bucket = nearest_bucket(image.height, image.width, buckets)
+    fitted = ImageOps.fit(image.convert("L" if color == "gray" else "RGB"), bucket[::-1], Image.Resampling.LANCZOS)
     pixels = np.asarray(fitted)
     channels_first = pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
     return bucket, np.ascontiguousarray(channels_first)
-
-
-def _flat(image: Image.Image, color: Color) -> Image.Image:
-    """The picture in the mode of the codec: L or RGB, 8 bits, opaque."""
-    if image.mode.startswith("I;16") or image.mode in ("I", "F"):
-        # Pillow clips these modes at 255 instead of scaling them; files of this kind hold 16 bits.
-        high = np.asarray(image, np.float64) / 257.0
-        image = Image.fromarray(high.round().clip(0, 255).astype(np.uint8))
-    if image.has_transparency_data:
-        opaque = Image.new("RGBA", image.size, "white")
-        image = Image.alpha_composite(opaque, image.convert("RGBA"))
-    return image.convert("L" if color == "gray" else "RGB")

@@ -17,7 +17,7 @@ from bigdit.features.pool import Worker, encode_in_workers
 from bigdit.features.report import FILE as REPORT
 from bigdit.features.report import ExtractReport, make_report
 from bigdit.features.schema import StoreSchema, claim
-from bigdit.features.source import ImageFolder
+from bigdit.features.sources import Source, open_source
 from bigdit.features.unit import TEXT_DTYPE
 from bigdit.features.worker import Unit
 from bigdit.files import TEMPORARY, write_text
@@ -33,7 +33,7 @@ def extract(run: RunConfig, model: ModelSpec, workers: int | None = None) -> Ext
     written, a worker dies, or every picture was skipped.
     """
     began = time.perf_counter()
-    source = ImageFolder(run.data.images)
+    source = open_source(run.data)
     root = run.data.features
     schema = _prepare(run, model, source)
     missing = [(start, end) for start, end in schema.ranges() if not part_path(root, start, end).exists()]
@@ -44,13 +44,13 @@ def extract(run: RunConfig, model: ModelSpec, workers: int | None = None) -> Ext
     if not report.encoded:
         first = report.skipped[0]
         raise UserError(
-            f"data.images: all {report.pictures} pictures of {source.root} were skipped, the first {first.name}: "
+            f"data.images: all {report.pictures} pictures were skipped, the first {first.name}: "
             f"{first.reason}; mend them, delete {root}, and run again"
         )
     return report
 
 
-def _prepare(run: RunConfig, model: ModelSpec, source: ImageFolder) -> StoreSchema:
+def _prepare(run: RunConfig, model: ModelSpec, source: Source) -> StoreSchema:
     """Load the encoders once to name them, check what hangs together, and claim the store."""
     codec, text_encoder = load_image_codec(run.encoders.image), T5TextEncoder(run.encoders.text)
     problems = [*_unfit_buckets(run, codec), *_unfit_model(model, codec, text_encoder)]
@@ -97,7 +97,7 @@ def _remove_abandoned(root: Path) -> None:
                 temporary.unlink()
 
 
-def _encode(run: RunConfig, source: ImageFolder, missing: list[tuple[int, int]], workers: int) -> list[Worker]:
+def _encode(run: RunConfig, source: Source, missing: list[tuple[int, int]], workers: int) -> list[Worker]:
     """Encode the missing ranges behind a progress bar on stderr."""
     units = (Unit(start, end, source.items(start, end)) for start, end in missing)
     with log.progress("extract", total=sum(end - start for start, end in missing), unit="images") as advance:

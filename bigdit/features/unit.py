@@ -13,7 +13,7 @@ from bigdit.features.buckets import bucket_pixels
 from bigdit.features.codecs import ImageCodec, to_unit_range
 from bigdit.features.encoders.text import T5TextEncoder
 from bigdit.features.part import Encoded, Shape, Skipped
-from bigdit.features.source import Item, Unusable
+from bigdit.features.sources import Item, Unusable
 
 ENCODE_BATCH = 16  # pictures that the codec is given at once; more cost memory and, on a CPU, gain no speed
 TEXT_DTYPE = torch.bfloat16  # what training computes in; half the bytes of fp32
@@ -42,13 +42,13 @@ def encode_unit(
 
     for item in items:
         try:
-            image, caption = item.load()
-            bucket, pixels = bucket_pixels(image, buckets, codec.color)
+            sample = item.load()
         except Unusable as error:
             skipped.append(Skipped(item.index, item.name, str(error)))
             on_progress(1)
             continue
-        captions[item.index] = caption
+        bucket, pixels = bucket_pixels(sample.image, buckets, codec.color)
+        captions[item.index] = max(sample.captions, key=lambda caption: caption.weight).text
         indices[_shape(codec, bucket)].append(item.index)
         waiting[bucket].append(pixels)
         if len(waiting[bucket]) == ENCODE_BATCH:

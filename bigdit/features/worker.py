@@ -17,7 +17,7 @@ from bigdit.errors import UserError
 from bigdit.features.codecs import load_image_codec
 from bigdit.features.encoders.text import T5TextEncoder
 from bigdit.features.part import part_path, write_part
-from bigdit.features.source import Item
+from bigdit.features.sources import Item
 from bigdit.features.unit import encode_unit
 
 
@@ -27,7 +27,7 @@ class Unit:
 
     start: int
     end: int
-    items: list[Item]
+    items: Sequence[Item]
 
 
 @dataclass(frozen=True)

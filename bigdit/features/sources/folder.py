@@ -1,0 +1,121 @@
+"""A folder of pictures, each with its captions beside it in a `.json` or a `.txt` file of its name."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from bigdit.errors import UserError
+from bigdit.features.sources.captions import json_captions, text_captions
+from bigdit.features.sources.disk import CAPTION_BYTES, PICTURE_BYTES, read_file, unreadable
+from bigdit.features.sources.names import Names
+from bigdit.features.sources.picture import SUFFIXES, decode
+from bigdit.features.sources.protocol import Caption, Sample, Unusable
+
+
+@dataclass(frozen=True)
+class FolderItem:
+    """The picture `name` below `root`."""
+
+    index: int
+    root: Path
+    name: str
+
+    @property
+    def picture(self) -> Path:
+        """The file."""
+        return self.root / self.name
+
+    def load(self) -> Sample:
+        """As Item.load."""
+        captions = _captions(self.picture)
+        try:
+            data = read_file(self.picture, PICTURE_BYTES)
+        except FileNotFoundError as error:
+            if self.picture.is_symlink():
+                raise Unusable(f"{self.picture.name} is a link to nothing") from None
+            raise unreadable(self.picture, error) from None
+        return Sample(decode(data), captions)
+
+
+class ImageFolder:
+    """All pictures below `root`, in the order of their relative paths; folders that are links are not entered."""
+
+    def __init__(self, root: Path, key: str = "data.images") -> None:
+        """List the folder. Raises UserError, which names `key`, where it is missing or holds no pictures."""
+        self.root = root
+        digest = xxhash.xxh3_128()
+        try:
+            self._names = Names(_digested(root, digest))
+        except NotADirectoryError:
+            raise UserError(f"{key}: {root} is not a folder") from None
+        except FileNotFoundError as error:
+            missing = "does not exist" if error.filename == str(root) else f"changes: {error.filename} has vanished"
+            raise UserError(f"{key}: the folder {root} {missing}") from None
+        except OSError as error:
+            raise UserError(f"{key}: {error.filename} cannot be listed: {error.strerror}") from None
+        if not len(self._names):
+            raise UserError(f"{key}: {root} holds no pictures ({', '.join(SUFFIXES)})")
+        self.identity = {"kind": "folder", "count": len(self._names), "digest": digest.hexdigest()}
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def items(self, start: int, end: int) -> list[FolderItem]:
+        """Pictures [start, end) of the order."""
+        return [FolderItem(index, self.root, name) for index, name in enumerate(self._names.range(start, end), start)]
+
+
+def _digested(root: Path, digest: xxhash.xxh3_128) -> Iterator[str]:
+    """Names of pictures, sorted; names and sizes of pictures and captions go into the digest: a caption that was
+    edited changes the features as much as a picture."""
+    for name, sizes in _pictures(root, ""):
+        digest.update(os.fsencode(f"{name}\0{sizes}\n"))
+        yield name
+
+
+def _pictures(root: Path, folder: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Relative paths of pictures below `folder`, sorted, with the bytes of picture, `.json` and `.txt`, -1 for what
+    is missing.
+
+    A folder is sorted as if its name ended in a slash, which gives the order of whole paths: one folder of each
+    level is held at a time, never the whole tree.
+    """
+    with os.scandir(root / folder) as scanned:
+        entries = {f"{entry.name}/" if entry.is_dir(follow_symlinks=False) else entry.name for entry in scanned}
+    for entry in sorted(entries):
+        if entry.endswith("/"):
+            yield from _pictures(root, folder + entry)
+        elif entry.lower().endswith(SUFFIXES):
+            stem = os.path.splitext(entry)[0]
+            files = (entry, f"{stem}.json", f"{stem}.txt")
+            # A listing tells what is missing; asking for it would be a round trip on a network file system.
+            yield folder + entry, tuple(_size(root / folder / file) if file in entries else -1 for file in files)
+
+
+def _size(path: Path) -> int:
+    try:
+        return os.stat(path).st_size
+    except FileNotFoundError:
+        return -1  # a link to nothing: loading it will tell
+
+
+def _captions(picture: Path) -> tuple[Caption, ...]:
+    """Of the `.json` where it has captions, else of the `.txt`."""
+    captions = None
+    try:
+        path = picture.with_suffix(".json")
+        captions = json_captions(read_file(path, CAPTION_BYTES), path.name)
+    except FileNotFoundError:
+        pass
+    if captions is not None:
+        return captions
+    path = picture.with_suffix(".txt")
+    try:
+        return text_captions(read_file(path, CAPTION_BYTES), path.name)
+    except FileNotFoundError:
+        raise Unusable(f"caption {path.name} is missing") from None

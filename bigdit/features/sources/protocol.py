@@ -1,0 +1,65 @@
+"""What a source of pictures and captions is to the rest: a count, an identity, and items that load themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from PIL import Image
+
+
+class Unusable(Exception):
+    """A picture or a caption that cannot be trained on: it is skipped, and its reason reported."""
+
+
+@dataclass(frozen=True)
+class Caption:
+    """One description of a picture; one of several is drawn with a probability in proportion to its `weight` > 0."""
+
+    text: str
+    weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A decoded picture, upright, opaque, of mode RGB or L, and its captions, at least one."""
+
+    image: Image.Image
+    captions: tuple[Caption, ...]
+
+
+class Item(Protocol):
+    """One picture of a source: its `index` there, its `name` for people. Items can be sent to other processes:
+    they hold paths and offsets, and no open files."""
+
+    @property
+    def index(self) -> int: ...
+
+    @property
+    def name(self) -> str: ...
+
+    def load(self) -> Sample:
+        """Read and decode.
+
+        Raises Unusable for a damaged picture and for captions that are missing, empty or malformed; UserError
+        where files cannot be read at all, since then the disk and not the data is at fault.
+        """
+        ...
+
+
+class Source(Protocol):
+    """Pictures in a fixed order."""
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """`kind`, `count` and `digest`: equal where the items and their order are; free of paths and times, so
+        that a copied source stays the same one. What `open_source` returns has `sources` as well, the identity
+        of each source of the list in its order."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def items(self, start: int, end: int) -> Sequence[Item]:
+        """Items [start, end) of the order; pictures are not touched before their `load`."""
+        ...

@@ -1,0 +1,257 @@
+"""Sources of pictures and captions, from real files of every kind."""
+
+import os
+import pickle
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from bigdit.config.run import DataConfig
+from bigdit.errors import UserError
+from bigdit.features.sources import Caption, Unusable, open_source
+from bigdit.features.sources.names import Names
+
+
+def opened(images, features="features"):
+    """The source of a run whose `data.images` is `images`."""
+    return open_source(DataConfig(images=images, features=features, buckets=[(8, 8)]))
+
+
+def gradient(width=8, height=8, mode="RGB"):
+    """A picture in which each pixel differs from its neighbours."""
+    rows, columns = np.mgrid[:height, :width]
+    rgb = np.stack([rows * 7 % 256, columns * 11 % 256, (rows + columns) * 5 % 256], axis=-1)
+    return Image.fromarray(rgb.astype(np.uint8)).convert(mode)
+
+
+def save(path, caption="a caption", picture=None, **options):
+    """A picture with a `.txt` beside it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    (picture or gradient()).save(path, **options)
+    if caption is not None:
+        path.with_suffix(".txt").write_text(caption)
+
+
+def pixels(image):
+    return np.asarray(image).tolist()
+
+
+def test_a_folder_is_listed_in_the_order_of_paths(tmp_path):
+    names = ("b/2.PNG", "a.jpg", "b/1.webp", "c.bmp", "notes.md", "b-1/x.png", "b.png", "b/d/e.tif")
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"x")
+    source = opened(str(tmp_path))
+    pictures = sorted(set(names) - {"notes.md"})
+    assert len(source) == len(pictures)
+    assert [item.name for item in source.items(0, 99)] == pictures
+    assert [(item.index, item.name) for item in source.items(2, 4)] == list(enumerate(pictures))[2:4]
+
+
+@given(st.lists(st.text(st.characters(exclude_characters="\0/"), min_size=1, max_size=9), max_size=40))
+def test_names_are_kept_as_they_are(names):
+    kept = Names(names * 60)  # several blocks
+    assert len(kept) == 60 * len(names)
+    start, end = len(kept) // 3, len(kept) // 2
+    assert list(kept.range(start, end)) == (names * 60)[start:end]
+    assert list(kept.range(0, len(kept) + 5)) == names * 60
+
+
+def test_the_identity_of_a_folder_follows_its_files_and_not_its_place(tmp_path):
+    root = tmp_path / "first"
+    save(root / "a.png", None)
+    seen = [opened(str(root)).identity["digest"]]
+    (root / "a.txt").write_text("a caption")
+    seen.append(opened(str(root)).identity["digest"])
+    (root / "a.json").write_text('"a caption"')
+    seen.append(opened(str(root)).identity["digest"])
+    for name in ("png", "txt", "json"):
+        (root / f"a.{name}").rename(root / f"b.{name}")
+    seen.append(opened(str(root)).identity["digest"])
+    assert len(set(seen)) == 4
+    root.rename(tmp_path / "second")
+    assert opened(str(tmp_path / "second")).identity["digest"] == seen[-1]
+
+
+def test_a_missing_and_an_empty_folder_are_errors(tmp_path):
+    with pytest.raises(UserError, match=r"data\.images: the folder .*nowhere does not exist"):
+        opened(str(tmp_path / "nowhere"))
+    (tmp_path / "a.txt").write_text("a caption")
+    with pytest.raises(UserError, match=r"data\.images: .* holds no pictures \(\.png, \.jpg"):
+        opened(str(tmp_path))
+
+
+def load_with(tmp_path, **captions):
+    """The captions of a picture with such files beside it."""
+    save(tmp_path / "a.png", None)
+    for suffix, content in captions.items():
+        (tmp_path / f"a.{suffix}").write_bytes(content.encode() if isinstance(content, str) else content)
+    return opened(str(tmp_path)).items(0, 1)[0].load().captions
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ('"one"', [("one", 1)]),
+        ('["one", " two "]', [("one", 1), ("two", 1)]),
+        ('{"caption": "one", "url": "x"}', [("one", 1)]),
+        ('{"captions": ["one", "two"], "weights": [2, 0.5]}', [("one", 2), ("two", 0.5)]),
+        ('{"captions": ["one", "", null, "two"], "weights": [1, 2, 3, 0]}', [("one", 1)]),
+        ('\ufeff{"caption": "größer"}', [("größer", 1)]),
+        ('{"url": "metadata alone"}', [("of the txt", 1)]),
+    ],
+)
+def test_the_forms_of_json_captions(tmp_path, content, expected):
+    found = load_with(tmp_path, json=content, txt="of the txt\n")
+    assert found == tuple(Caption(text, weight) for text, weight in expected)
+
+
+@pytest.mark.parametrize(
+    ("files", "reason"),
+    [
+        ({}, "caption a.txt is missing"),
+        ({"txt": " \n"}, "caption a.txt is empty"),
+        ({"txt": b"\xff\xfe"}, "caption a.txt is not UTF-8"),
+        ({"txt": b"x" * (2**20 + 1)}, "a.txt has 1048577 bytes; 1048576 are the most that is read"),
+        ({"json": "{"}, "caption a.json is not JSON"),
+        ({"json": "[" * 100_000}, "caption a.json is not JSON"),
+        ({"json": "[]"}, "caption a.json is empty"),
+        ({"json": "3"}, "caption a.json holds int, not text"),
+        ({"json": '"\\ud800"'}, "caption a.json is not UTF-8"),
+        ({"json": '{"captions": ["a", "b"], "weights": [1]}'}, "caption a.json has 2 texts and 1 weights"),
+        ({"json": '{"captions": ["a"], "weights": [-1]}'}, "caption a.json has the weight -1; weights are numbers"),
+        ({"json": '{"captions": ["a"], "weights": [NaN]}'}, "caption a.json has the weight nan"),
+        ({"json": '{"captions": ["a"], "weights": ["x"]}'}, "caption a.json has the weight x"),
+        ({"json": '{"captions": ["a"], "weights": [0]}'}, "caption a.json is empty"),
+        ({"json": '{"url": "x"}'}, "caption a.txt is missing"),
+    ],
+)
+def test_captions_that_cannot_be_used(tmp_path, files, reason):
+    with pytest.raises(Unusable, match=f"^{reason}"):
+        load_with(tmp_path, **files)
+
+
+def test_damaged_pictures_are_unusable_and_vanished_ones_an_error(tmp_path):
+    save(tmp_path / "a.png", picture=gradient(64, 64))
+    item = opened(str(tmp_path)).items(0, 1)[0]
+    picture = tmp_path / "a.png"
+    whole = picture.read_bytes()
+    for damaged in (whole[: len(whole) // 2], b"not a picture", b""):
+        picture.write_bytes(damaged)
+        with pytest.raises(Unusable, match="damaged picture: "):
+            item.load()
+    picture.unlink()
+    with pytest.raises(UserError, match=r"data\.images: .*a\.png cannot be read: No such file"):
+        item.load()
+
+
+def test_what_is_no_file_is_unusable_and_holds_nobody_up(tmp_path):
+    os.mkfifo(tmp_path / "a.png")
+    (tmp_path / "b.png").symlink_to("/dev/zero")
+    (tmp_path / "c.png").symlink_to(tmp_path / "nothing")
+    for name in "abc":
+        (tmp_path / f"{name}.txt").write_text("a caption")
+    reasons = []
+    for item in opened(str(tmp_path)).items(0, 3):
+        with pytest.raises(Unusable) as error:
+            item.load()
+        reasons.append(str(error.value))
+    assert reasons == ["a.png is not a file", "b.png is not a file", "c.png is a link to nothing"]
+
+
+@pytest.mark.parametrize(
+    ("mode", "suffix"),
+    [
+        *[(mode, "png") for mode in ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")],
+        *[(mode, "tif") for mode in ("CMYK", "YCbCr", "LAB", "I;16B")],
+        *[(mode, "jpg") for mode in ("L", "RGB", "CMYK")],
+        *[("RGB", suffix) for suffix in ("webp", "bmp", "gif")],
+    ],
+)
+def test_pictures_of_every_mode_become_rgb_or_gray(tmp_path, mode, suffix):
+    gray = mode in ("1", "L", "LA", "I;16", "I;16B")
+    picture = gradient(16, 16, "L").convert(mode) if mode.startswith("I;16") else gradient(16, 16, mode)
+    save(tmp_path / f"a.{suffix}", picture=picture)
+    image = opened(str(tmp_path)).items(0, 1)[0].load().image
+    assert image.mode == ("L" if gray else "RGB")
+    assert image.size == (16, 16)
+
+
+def loaded(tmp_path, picture, suffix="png", **options):
+    """A picture, written and read."""
+    save(tmp_path / f"a.{suffix}", picture=picture, **options)
+    return opened(str(tmp_path)).items(0, 1)[0].load().image
+
+
+def test_exif_rotation_is_applied(tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = 6  # the camera was turned: rotate by 270° to see it upright
+    upright = loaded(tmp_path, gradient(12, 8), exif=exif)
+    assert pixels(upright) == np.rot90(np.asarray(gradient(12, 8)), -1).tolist()
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
+def test_transparency_lies_over_white(tmp_path, mode):
+    if mode == "P":
+        clear, options = Image.new("P", (8, 8), 3), {"transparency": 3}
+    else:
+        clear, options = Image.new("RGBA", (8, 8), (255, 0, 0, 0)).convert(mode), {}
+    assert set(np.asarray(loaded(tmp_path, clear, **options)).flat) == {255}
+
+
+def test_cmyk_without_ink_is_white_and_with_all_black(tmp_path):
+    cmyk = Image.new("CMYK", (16, 8))
+    cmyk.paste((0, 0, 0, 255), (8, 0, 16, 8))
+    image = loaded(tmp_path, cmyk, "tif")
+    assert (image.getpixel((0, 0)), image.getpixel((15, 7))) == ((255,) * 3, (0,) * 3)
+
+
+@pytest.mark.parametrize("suffix", ["png", "tif"])
+def test_16_bits_are_scaled(tmp_path, suffix):
+    deep = np.arange(256, dtype=np.uint16).reshape(16, 16) * 257
+    image = loaded(tmp_path, Image.fromarray(deep), suffix)
+    assert pixels(image) == np.arange(256).reshape(16, 16).tolist()
+
+
+def test_32_bits_are_refused_by_name(tmp_path):
+    with pytest.raises(Unusable, match=r"32 bits a sample \(mode F\), whose white is unknown; save it with 8 or 16"):
+        loaded(tmp_path, gradient(8, 8, "F"), "tif")
+
+
+def test_more_pixels_than_pillow_allows_are_refused_before_they_are_decoded(tmp_path):
+    save(tmp_path / "a.png", picture=Image.new("1", (20_000, 10_000)))  # 25 kB on the disk, 200 MB as gray
+    with pytest.raises(Unusable, match=r"picture of 20000 × 10000 pixels; \d+ are the most|DecompressionBombError"):
+        opened(str(tmp_path)).items(0, 1)[0].load()
+    save(tmp_path / "a.png", picture=Image.new("1", (10_000, 9_000)))
+    with pytest.raises(Unusable, match=r"picture of 10000 × 9000 pixels; \d+ are the most that is decoded"):
+        opened(str(tmp_path)).items(0, 1)[0].load()
+
+
+def test_several_sources_follow_one_another_and_appending_changes_nothing_before(tmp_path):
+    for name in ("one/a.png", "one/b.png", "two/c.png", "three/d.png", "three/e.png"):
+        save(tmp_path / name, name)
+    folders = [str(tmp_path / name) for name in ("one", "two", "three")]
+    short, whole = opened(folders[:2]), opened(folders)
+    assert (len(short), len(whole)) == (3, 5)
+    assert whole.identity["sources"][:2] == short.identity["sources"]
+    assert [each["count"] for each in whole.identity["sources"]] == [2, 1, 2]
+    assert opened(folders[0]).identity["sources"] == whole.identity["sources"][:1]
+    items = whole.items(1, 4)
+    assert [(item.index, item.name) for item in items] == [
+        (1, f"{folders[0]}: b.png"),
+        (2, f"{folders[1]}: c.png"),
+        (3, f"{folders[2]}: d.png"),
+    ]
+    moved = pickle.loads(pickle.dumps(items))  # as they travel to a worker
+    assert [item.load().captions[0].text for item in moved] == ["one/b.png", "two/c.png", "three/d.png"]
+    assert whole.items(0, 2)[0].name == f"{folders[0]}: a.png"
+    assert whole.items(5, 9) == []
+
+
+def test_an_error_names_the_source_of_the_list(tmp_path):
+    save(tmp_path / "one/a.png")
+    with pytest.raises(UserError, match=r"data\.images\[1\]: the folder .*two does not exist"):
+        opened([str(tmp_path / "one"), str(tmp_path / "two")])
