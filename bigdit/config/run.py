@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
 
@@ -53,15 +53,6 @@ class SourceConfig(Strict):
     def _columns_alone(cls, value: Any) -> Any:
         columns = [value] if isinstance(value, str) else value
         return dict.fromkeys(columns, 1.0) if isinstance(columns, list | tuple) else columns
-
-    @model_validator(mode="after")
-    def _fits_kind(self) -> Self:
-        tables = ("csv", "parquet", "datasets", None)
-        if self.kind not in tables and (self.image or self.captions):
-            raise ValueError(f"image and captions name columns, and kind {self.kind} has none; leave them out")
-        if self.split and self.kind not in ("parquet", "datasets", None):
-            raise ValueError(f"split chooses among those of a datasets folder, and kind {self.kind} has none")
-        return self
 
 
 class DataConfig(Strict):
