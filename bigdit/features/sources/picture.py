@@ -11,8 +11,8 @@ from PIL import Image, ImageOps
 from bigdit.features.sources.protocol import Unusable
 
 # What pictures of data sets are; Pillow's other decoders, some of which start programs, are never tried.
-FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF")
-SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif")
+FORMATS = ("PNG", "JPEG", "WEBP", "AVIF", "BMP", "TIFF", "GIF")
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".avif", ".bmp", ".tif", ".tiff", ".gif")
 
 # Pillow only warns of pictures above its limit and below twice as much; here they are refused by name.
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
@@ -29,6 +29,8 @@ def decode(data: bytes) -> Image.Image:
             return _flat(image)
     except (MemoryError, Unusable):
         raise
+    except Image.DecompressionBombError as error:
+        raise Unusable(f"picture too large: {error}") from None
     except Exception as error:  # Pillow's decoders raise many classes on damaged files
         reason = " ".join(str(error).split())
         raise Unusable(f"damaged picture: {type(error).__name__}: {reason}") from None
@@ -37,7 +39,7 @@ def decode(data: bytes) -> Image.Image:
 def _check_pixels(image: Image.Image) -> None:
     limit = Image.MAX_IMAGE_PIXELS
     if limit is not None and image.width * image.height > limit:
-        raise Unusable(f"picture of {image.width} × {image.height} pixels; {limit} are the most that is decoded")
+        raise Unusable(f"picture too large: {image.width} × {image.height} pixels; {limit} are the most")
 
 
 def _flat(image: Image.Image) -> Image.Image:
