@@ -91,28 +91,38 @@ def _pictures(root: Path, folder: str, passed_over: Counter[str]) -> Iterator[tu
     A folder is sorted as if its name ended in a slash, which gives the order of whole paths: one folder of each
     level is held at a time, never the whole tree.
     """
+    descriptor = os.open(root / folder, os.O_RDONLY)  # paths from here are short: the kernel walks nothing twice
+    try:
+        entries = _entries(descriptor, passed_over)
+        for name in sorted(entries):
+            stem, suffix = os.path.splitext(name)
+            if name.endswith("/"):
+                yield from _pictures(root, folder + name, passed_over)
+            elif suffix.lower() in SUFFIXES:
+                # A listing tells what is missing; asking for it would be a round trip on a network file system.
+                files = (name, f"{stem}.json", f"{stem}.txt")
+                yield folder + name, tuple(_size(file, descriptor) if file in entries else -1 for file in files)
+            elif suffix not in (".json", ".txt"):
+                passed_over[f"{suffix or 'other'} files"[:20]] += 1
+    finally:
+        os.close(descriptor)
+
+
+def _entries(descriptor: int, passed_over: Counter[str]) -> set[str]:
+    """Names in a folder, those of folders with a slash."""
     entries = set()
-    with os.scandir(root / folder) as scanned:
+    with os.scandir(descriptor) as scanned:
         for entry in scanned:
             if entry.is_symlink() and entry.is_dir():
                 passed_over["links to folders"] += 1
             else:
                 entries.add(f"{entry.name}/" if entry.is_dir() else entry.name)
-    for name in sorted(entries):
-        stem, suffix = os.path.splitext(name)
-        if name.endswith("/"):
-            yield from _pictures(root, folder + name, passed_over)
-        elif suffix.lower() in SUFFIXES:
-            # A listing tells what is missing; asking for it would be a round trip on a network file system.
-            files = (name, f"{stem}.json", f"{stem}.txt")
-            yield folder + name, tuple(_size(root / folder / file) if file in entries else -1 for file in files)
-        elif suffix not in (".json", ".txt"):
-            passed_over[f"{suffix or 'other'} files"[:20]] += 1
+    return entries
 
 
-def _size(path: Path) -> int:
+def _size(name: str, descriptor: int) -> int:
     try:
-        return os.stat(path).st_size
+        return os.stat(name, dir_fd=descriptor).st_size
     except FileNotFoundError:
         return -1  # a link to nothing: loading it will tell
 
