@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import datasets
 import numpy as np
@@ -83,6 +84,20 @@ def test_a_picture_whose_folder_is_gone_stops_the_run(folder):
     (folder / "list.csv").write_text("path,caption\nelsewhere/1.png,one\n")
     with pytest.raises(UserError, match=r"data\.images: .*elsewhere/1\.png cannot be read: No such file"):
         opened(str(folder / "list.csv")).items(0, 1)[0].load()
+
+
+def test_paths_that_name_no_file_are_skipped(folder):
+    (folder / "pictures/loop.png").symlink_to(folder / "pictures/loop.png")
+    paths = ["a\0b", "x" * 5000, "pictures/1.png/x.png", "pictures", "pictures/loop.png", None]
+    pq.write_table(pa.table({"path": paths, "caption": ["a caption"] * 6}), folder / "list.parquet")
+    assert [reason(item) for item in opened(str(folder / "list.parquet")).items(0, 6)] == [
+        "path with a zero byte",
+        f"path {'x' * 50}: File name too long",
+        "path x.png: Not a directory",
+        "path pictures: Is a directory",
+        "path loop.png: Too many levels of symbolic links",
+        "column path names no picture",
+    ]
 
 
 def test_several_columns_of_captions_have_weights(folder):
@@ -343,3 +358,25 @@ def test_pixels_survive_every_kind(folder):
         sample = item.load()
         assert pixels(sample.image) == pixels(picture)
         assert [caption.text for caption in sample.captions] == ["a gradient"]
+
+
+def test_a_large_row_group_is_read_in_little_memory(tmp_path):
+    random = np.random.default_rng(0)
+    pictures = [random.bytes(100_000) for _ in range(600)]  # 60 MB in one row group; none is a picture
+    table = pa.table({"image": pictures, "text": ["x"] * 600})
+    # Pages of a few pictures; as a rule writers look at a page's size after 1024 rows.
+    pq.write_table(table, tmp_path / "a.parquet", use_dictionary=False, write_batch_size=8)
+    del table
+    before, most = pa.total_allocated_bytes(), 0
+    del pictures
+    for item in opened(str(tmp_path / "a.parquet")).items(0, 600):
+        assert reason(item).startswith("damaged picture: ")
+        most = max(most, pa.total_allocated_bytes() - before)
+    assert most < 16e6
+
+
+def test_threads_read_the_same_parquet(tmp_path):
+    snapshot(tmp_path, "a.parquet", range(200), group=64)
+    items = opened(str(tmp_path / "a.parquet")).items(0, 200)
+    with ThreadPoolExecutor(8) as pool:
+        assert [value(sample) for sample in pool.map(lambda item: item.load(), items)] == list(range(200))

@@ -19,7 +19,7 @@ from bigdit.features.sources.rows import Row
 
 BLOCK = 1024  # rows that are read at a time
 BLOCK_BYTES = 2**28  # 256 KiB a row: more is a quote that was never closed
-CHUNK_BYTES = 2**24
+CHUNK_BYTES = 2**22
 
 
 class CsvRows:

@@ -1,4 +1,5 @@
-"""One Parquet file read forward: a few batches of rows are held, and never a whole row group."""
+"""One Parquet file read forward: a few batches of rows are held, and one page of each column, which pyarrow decodes as
+a whole: at most 1024 rows as its writer cuts them, and a row group where that has fewer."""
 
 from __future__ import annotations
 

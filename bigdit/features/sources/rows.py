@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,10 +61,20 @@ class FilePicture:
         try:
             return read_file(self.path, PICTURE_BYTES)
         except FileNotFoundError as error:
-            folder = self.path.parent
-            if folder.is_dir() and any(folder.iterdir()):
+            if _holds_files(self.path.parent):
                 raise Unusable(f"picture {self.path.name} is missing") from None
             raise unreadable(self.path, error) from None
+        except ValueError:
+            raise Unusable("path with a zero byte") from None
+
+
+def _holds_files(folder: Path) -> bool:
+    """Whether a folder is there, and is not the empty place of a disk that is gone."""
+    try:
+        with os.scandir(folder) as entries:
+            return any(entries)
+    except OSError:
+        return False
 
 
 @dataclass(frozen=True)
