@@ -10,7 +10,7 @@ import os
 import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 BLOCK = tarfile.BLOCKSIZE
 HEADER_BYTES = 2**16  # the headers of one member, extended ones with long names and attributes included
@@ -93,8 +93,7 @@ class _Headers:
 def _checked(member: tarfile.TarInfo, size: int) -> Member:
     name = member.name.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
     shown = ascii(name[:100])
-    path = PurePosixPath(name)
-    if path.is_absolute() or ".." in path.parts:
+    if name.startswith("/") or ".." in name.split("/"):
         raise Refused(f"has the member {shown}, whose name leads out of it")
     if member.issym() or member.islnk():
         raise Refused(f"has the member {shown}, a link to {member.linkname[:100]!a}")
