@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BeforeValidator,
@@ -22,6 +22,7 @@ from bigdit.units import GIB, parse_bytes
 def _as_bytes(value: Any) -> Any:
     """`16GiB` as bytes; pydantic judges the rest."""
     return parse_bytes(value) if isinstance(value, str) else value
+
 
 T5_TOKENS = 300
 """Where nothing else is said, as in PixArt-Σ (arXiv:2403.04692) and Sana (arXiv:2410.10629)."""
@@ -70,15 +71,6 @@ class SourceConfig(Strict):
     def _columns_alone(cls, value: Any) -> Any:
         columns = [value] if isinstance(value, str) else value
         return dict.fromkeys(columns, 1.0) if isinstance(columns, list | tuple) else columns
-
-    @model_validator(mode="after")
-    def _fits_kind(self) -> Self:
-        tables = ("csv", "parquet", "datasets", None)
-        if self.kind not in tables and (self.image or self.captions):
-            raise ValueError(f"image and captions name columns, and kind {self.kind} has none; leave them out")
-        if self.split and self.kind not in ("parquet", "datasets", None):
-            raise ValueError(f"split chooses among those of a datasets folder, and kind {self.kind} has none")
-        return self
 
 
 class DataConfig(Strict):

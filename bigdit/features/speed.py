@@ -20,9 +20,9 @@ FOLDER = "speed"
 
 
 class UnitSpeed(Strict):
-    """The unit of the range [start, end), in seconds: from its first picture to its features, of which reading and
-    decoding pictures, encoding (in `gpu_s` a GPU), waiting for the writer; the writer's own, beside the next unit's
-    encoding; and the process' cores'."""
+    """The unit of the range [start, end), in seconds: from the end of the one before it to its features, of which
+    waiting for the writer, reading and decoding pictures, encoding (in `gpu_s` on a GPU); the writer's own, beside the
+    next unit's; and those of the process' cores."""
 
     start: int
     end: int

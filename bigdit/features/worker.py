@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import signal
 import time
 import traceback
+from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -17,11 +18,12 @@ from bigdit.config.run import EncodersConfig
 from bigdit.errors import UserError
 from bigdit.features.in_hand import own_folder
 from bigdit.features.load import Encoders, load_encoders
-from bigdit.features.part import Encoded, part_path, store_identity, write_part
+from bigdit.features.part import part_path, store_identity
 from bigdit.features.schema import StoreSchema, check_same
 from bigdit.features.sources import Item
 from bigdit.features.speed import Stopwatch, UnitSpeed, append
 from bigdit.features.unit import encode_unit
+from bigdit.features.writer import PartWriter
 
 
 @dataclass(frozen=True)
@@ -85,44 +87,57 @@ def work(pipe: Connection, number: int, encoders: EncodersConfig, schema: StoreS
 
 
 def _work_through(pipe: Connection, root: Path, folder: Path, schema: StoreSchema, encoders: Encoders) -> None:
-    """Encode one unit while the one before it is written."""
-    writing: Future[UnitSpeed] | None = None
-    identity = store_identity(schema)
-    with ThreadPoolExecutor(1, thread_name_prefix="writer") as writer:
-        while (unit := _next_unit(pipe)) is not None:
-            watch = Stopwatch()
-            _mark(folder, part_path(root, unit.start, unit.end).name)
+    """Encode units while those before them are written."""
+    committed: deque[UnitSpeed] = deque()  # by the writer's thread; this one alone talks through the pipe
+    with PartWriter(store_identity(schema), eight_bits=schema.text_encoder.get("stored") == "fp8") as writer:
+        clock = _WriterClock()
+        watch = Stopwatch()
+        while (unit := _next_unit(pipe, committed)) is not None:
+            path = part_path(root, unit.start, unit.end)
+            _mark(folder / path.name)
             encoded = encode_unit(
                 unit.items, schema.buckets, encoders.image, encoders.text, lambda n: pipe.send(Progress(n)), watch
             )
-            if writing is not None:
-                with watch.at("waiting"):
-                    pipe.send(Done(writing.result()))
             speed = watch.stop(unit.start, unit.end, str(encoders.device))
-            writing = writer.submit(_commit, root, folder, encoded, speed, identity)
-        if writing is not None:
-            pipe.send(Done(writing.result()))
+            watch = Stopwatch()  # waiting for the writer is a part of the next unit's time
+            note = functools.partial(_note, root, folder.name, speed, clock, time.perf_counter(), committed)
+            with watch.at("waiting"):
+                writer.write(path, encoded, folder, note)
+    _tell(pipe, committed)
 
 
-def _next_unit(pipe: Connection) -> Unit | None:
+def _next_unit(pipe: Connection, committed: deque[UnitSpeed]) -> Unit | None:
+    _tell(pipe, committed)
     pipe.send(Ready())
     unit: Unit | None = pipe.recv()
     return unit
 
 
-def _mark(folder: Path, name: str) -> None:
-    """Say in the store what is in hand."""
+def _tell(pipe: Connection, committed: deque[UnitSpeed]) -> None:
+    while committed:
+        pipe.send(Done(committed.popleft()))
+
+
+def _mark(path: Path) -> None:
+    """Say in the store what is in hand; the part is written in place of it."""
     try:
-        (folder / name).touch()
+        path.touch()
     except OSError as error:
-        raise UserError(f"cannot write {folder / name}: {error.strerror}") from None
+        raise UserError(f"cannot write {path}: {error.strerror}") from None
 
 
-def _commit(root: Path, folder: Path, encoded: Encoded, unit: UnitSpeed, identity: str) -> UnitSpeed:
-    """Write a part in place of its mark, move it to its place in the store, and note its speed."""
-    began = time.perf_counter()
-    path = part_path(root, unit.start, unit.end)
-    write_part(path, encoded, folder, identity=identity)
-    written = unit.model_copy(update={"writing_s": time.perf_counter() - began})
-    append(root, folder.name, written)
-    return written
+@dataclass
+class _WriterClock:
+    """When the writer ended its last part: it began the next one then, or when it was given that."""
+
+    ended: float = 0.0
+
+
+def _note(
+    root: Path, worker: str, speed: UnitSpeed, clock: _WriterClock, given: float, committed: deque[UnitSpeed]
+) -> None:
+    """In the writer's thread: keep the speed of a unit that is on disk."""
+    began, clock.ended = max(given, clock.ended), time.perf_counter()
+    written = speed.model_copy(update={"writing_s": clock.ended - began})
+    append(root, worker, written)
+    committed.append(written)

@@ -37,8 +37,7 @@ class Option:
         return Option(other.proposal, other.arrangement, self.corrections)
 
     def correct(self, micro_batch_size: int, blocks: int, reserved_bytes: int) -> None:
-        """A rehearsal reserved so many bytes here: predict by that share more, or less, up to where another correction is
-        nearer."""
+        """A rehearsal reserved so many bytes here: predict that share more, or less, to where another one is nearer."""
         off = reserved_bytes / self.arrangement.reserved(micro_batch_size, blocks) - 1
         self.corrections[self.proposal.title, micro_batch_size, blocks] = off
 
