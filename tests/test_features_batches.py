@@ -179,6 +179,18 @@ def test_the_encoders_of_a_run_are_loaded_together():
     assert first is again
 
 
+def test_on_a_cpu_a_caption_has_the_same_bytes_in_any_company():
+    sizes = {"d_model": 256, "d_kv": 32, "d_ff": 512, "num_layers": 2, "num_heads": 8}
+    text = {"config": sizes, "max_tokens": 64}
+    run = EncodersConfig.model_validate({"image": {"name": "identity"}, "text": text, "device": "cpu"})
+    captions = [f"caption {'x' * (7 * i % 40)} of {i}" for i in range(20)]
+    together = load_encoders(run).text.encode(captions)
+    reversed_halves = load_encoders(run).text
+    again = [*reversed_halves.encode(captions[:9:-1]), *reversed_halves.encode(captions[9::-1])][::-1]
+    for one, two in zip(together, again, strict=True):
+        assert torch.equal(one.states, two.states)
+
+
 def test_devices_are_taken_by_turns_or_refused(monkeypatch):
     assert encoding_device("cpu") == torch.device("cpu")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)  # on a machine without

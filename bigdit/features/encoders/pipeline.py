@@ -29,7 +29,7 @@ class PipelineTextEncoder:
 
     def __init__(self, config: TextEncoderConfig, device: torch.device | str, batch_size: int) -> None:
         assert config.pipeline is not None
-        self._folder, self._dtype = config.pipeline, config.dtype
+        self._config, self._folder = config, config.pipeline
         self._device = torch.device(device)
         self._pipeline = load_text_pipeline(config.pipeline, DTYPES[config.dtype], self._device)
         self._class_name = type(self._pipeline).__name__
@@ -50,7 +50,8 @@ class PipelineTextEncoder:
         return {
             "class_name": self._class_name,
             "components": describe(self._folder, self._pipeline),
-            "dtype": self._dtype,
+            "dtype": self._config.dtype,
+            "stored": self._config.stored,
             "max_tokens": self.max_tokens,
             _LENGTH: self._longest or None,
             "dim": self.dim,

@@ -55,6 +55,7 @@ class T5TextEncoder:
             "weights": weights_digest(self._model.state_dict()),
             "tokenizer": tokenizer_digest(self._tokenizer),
             "dtype": self._config.dtype,
+            "stored": self._config.stored,
             "max_tokens": self.max_tokens,
             "dim": self.dim,
         }
