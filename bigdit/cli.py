@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from bigdit import __version__
-from bigdit.commands import bench, doctor, extract, gpus, models, plan, rehearse, sample, train
+from bigdit.commands import bench, doctor, extract, features, gpus, models, plan, rehearse, sample, train
 from bigdit.errors import EXIT_USER, guard
 
 # typer carries its own click, whose UsageError it does not export.
@@ -35,6 +35,7 @@ for name, module in {
     "doctor": doctor,
 }.items():
     app.command(name)(module.run)
+app.add_typer(features.app, name="features")
 
 
 def _show_version(asked: bool) -> None:

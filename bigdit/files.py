@@ -37,10 +37,32 @@ def replacing(path: Path, scratch: Path | None = None) -> Iterator[Path]:
         temporary.unlink(missing_ok=True) if temporary.parent.is_dir() else None
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a small text file as a whole or not at all."""
-    with replacing(path) as temporary:
+def write_text(path: Path, text: str, scratch: Path | None = None) -> None:
+    """Write a small text file as a whole or not at all, by way of `scratch` as in `replacing`."""
+    with replacing(path, scratch) as temporary:
         temporary.write_text(text)
+
+
+def create_text(path: Path, text: str, scratch: Path) -> bool:
+    """Write a small text file as a whole where there is none; False, and nothing done, where there is one.
+
+    Of processes that try at once, each by way of its own folder `scratch`, one succeeds. Raises UserError where the
+    folder cannot be written.
+    """
+    temporary = scratch / path.name
+    try:
+        temporary.write_text(text)
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
+        os.link(temporary, path)  # unlike a rename, a link never takes the place of another
+        fsync_folder(path.parent)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror or error}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+    return True
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -6,9 +6,9 @@ import json
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -45,21 +45,30 @@ def quiet_libraries() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
 
 
+class Advance(Protocol):
+    """Moves a progress bar on by `count`; a `note` that is not empty takes the place of the last one."""
+
+    def __call__(self, count: int, note: str = "") -> None: ...
+
+
 @contextmanager
-def progress(what: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
-    """A progress bar on stderr with count, rate and time left; yields the function that advances it."""
+def progress(what: str, total: int, unit: str) -> Iterator[Advance]:
+    """A progress bar on stderr with count, rate, time left and a note; yields the function that advances it."""
     columns = (
         TextColumn(what),
         BarColumn(bar_width=None),
         MofNCompleteColumn(),
         TextColumn("{task.fields[rate]}"),
         TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}"),
     )
     with Progress(*columns, console=err) as bar:
-        task = bar.add_task("", total=total, rate="")
+        task = bar.add_task("", total=total, rate="", note="")
 
-        def advance(count: int) -> None:
+        def advance(count: int, note: str = "") -> None:
             bar.update(task, advance=count)
+            if note:
+                bar.update(task, note=note)
             speed = bar.tasks[task].speed
             bar.update(task, rate=f"{speed:.1f} {unit}/s" if speed else "")
 

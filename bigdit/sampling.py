@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from bigdit import models, objectives
+from bigdit.catalog.encoders import POOLED_TEXT
 from bigdit.checkpoint import Checkpoint
 from bigdit.config import RunConfig
 from bigdit.config.load import parse_run
@@ -33,7 +34,7 @@ class SamplingOptions:
 
 
 class Sampler:
-    """The model of a checkpoint with the encoders it was trained on, in fp32."""
+    """The model of a checkpoint, in fp32, with the encoders it was trained on."""
 
     def __init__(self, checkpoint: Checkpoint, device: torch.device, *, ema: bool = False) -> None:
         """Load everything; with `ema` the moving average of the weights.
@@ -47,6 +48,7 @@ class Sampler:
         self._model = _load(checkpoint, run, spec, self._family, ema=ema).to(device).eval()
         self._codec = load_image_codec(run.encoders.image, device)
         self._text = load_text_encoder(run.encoders.text, device)
+        self._null = self._text.null()
         self._shift = run.objective.shift
         self.buckets = run.data.buckets
 
@@ -56,7 +58,7 @@ class Sampler:
         side = self._codec.downsample
         if options.height % side or options.width % side:
             raise UserError(f"--size {options.height}x{options.width} does not divide by the codec's {side}")
-        shape = (self._codec.channels, options.height // side, options.width // side)
+        shape = self._codec.latent_shape((options.height, options.width))
         for start in range(0, len(captions), options.micro_batch_size):
             chosen = captions[start : start + options.micro_batch_size]
             seeds = [options.seed + start + i for i in range(len(chosen))]
@@ -67,12 +69,14 @@ class Sampler:
 
     def _guided(self, captions: Sequence[str], guidance: float) -> objectives.Predict:
         """The velocity towards the captions, pushed away from that of the empty caption."""
-        texts = [*self._text.encode(captions), *[self._text.null()] * len(captions)]
-        states = [text.states for text in texts]
-        text_embeds, text_mask = (each.to(self._device) for each in pad_text(states, self._text.max_tokens))
+        texts = [*self._text.encode(captions), *[self._null] * len(captions)]
+        texts = [text.to(self._device, torch.float32) for text in texts]
+        text_embeds, text_mask = pad_text([text.states for text in texts], self._text.max_tokens)
+        pooled = [text.pooled for text in texts if text.pooled is not None]
+        extras = {POOLED_TEXT: torch.stack(pooled)} if pooled else {}
 
         def predict(latents: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
-            doubled = Batch(latents.repeat(2, 1, 1, 1), text_embeds, text_mask, seeds=())
+            doubled = Batch(torch.cat([latents, latents]), text_embeds, text_mask, seeds=(), extras=extras)
             both = self._family.predict(self._model, doubled.latents, t.repeat(2), doubled)
             conditional, unconditional = both.chunk(2)
             return unconditional + guidance * (conditional - unconditional)

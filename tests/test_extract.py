@@ -1,23 +1,28 @@
 """`bigdit extract`: real pictures through worker processes into a store."""
 
 import json
+import multiprocessing
 import os
 import re
 import signal
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
-import psutil
 import pytest
 from conftest import DIGITS, bigdit, run_command, with_set
 from PIL import Image
 
 from bigdit.catalog.resolve import model_spec
 from bigdit.config import load_run
+from bigdit.config.run import SourceConfig
 from bigdit.errors import UserError
 from bigdit.features import FeatureStore
 from bigdit.features.extract import extract
+from bigdit.features.in_hand import WorkerName
+from bigdit.features.job import encode_here
+from bigdit.features.speed import read_units, shares_of
 
 COUNT, PART_SIZE = 48, 4
 BUCKETS = "data.buckets=[[128, 128], [128, 192]]"
@@ -46,7 +51,7 @@ def one_worker(noise, tmp_path_factory):
     """The store that one process makes."""
     folder = tmp_path_factory.mktemp("one") / "features"
     report = extract(*configured(noise, folder), workers=1)
-    assert (report.encoded, len(report.workers), report.workers[0].parts) == (COUNT, 1, COUNT // PART_SIZE)
+    assert (report.store.encoded, len(report.workers), report.workers[0].parts) == (COUNT, 1, COUNT // PART_SIZE)
     return folder
 
 
@@ -60,9 +65,8 @@ def all_indices(folder):
 
 
 def encoders():
-    """The worker processes of this process; multiprocessing's own bookkeeping is left alone."""
-    children = psutil.Process().children()
-    return [child for child in children if any("spawn_main" in word for word in child.cmdline())]
+    """The worker processes of this process."""
+    return [child for child in multiprocessing.active_children() if child.name.startswith("extract-")]
 
 
 @pytest.mark.slow
@@ -111,20 +115,58 @@ def test_a_killed_worker_is_an_error_and_the_same_call_goes_on(noise, one_worker
 
 
 def test_a_complete_store_is_left_as_it_is(noise, one_worker):
-    before = {file.name: file.stat().st_mtime_ns for file in one_worker.iterdir()}
+    before = {file.name: file.stat().st_mtime_ns for file in one_worker.iterdir() if file.is_file()}
     report = extract(*configured(noise, one_worker), workers=2)
-    assert (report.encoded, report.workers) == (COUNT, [])
-    assert {file.name: file.stat().st_mtime_ns for file in one_worker.iterdir()} == before
+    assert (report.store.encoded, report.parts, report.workers) == (COUNT, 0, [])
+    assert {file.name: file.stat().st_mtime_ns for file in one_worker.iterdir() if file.is_file()} == before
 
 
-def test_abandoned_files_are_removed_and_young_ones_are_not(noise, one_worker):
-    old, young = (one_worker / f".tmp-part-{name}" for name in ("old", "young"))
-    old.write_bytes(b"half")
-    young.write_bytes(b"half")
-    os.utime(old, (time.time() - 7200,) * 2)
-    extract(*configured(noise, one_worker))
-    assert (old.exists(), young.exists()) == (False, True)
-    young.unlink()
+@pytest.mark.slow
+def test_uneven_splits_make_what_one_extraction_makes(noise, one_worker, tmp_path):
+    """Two by index, one of them cut in the middle of a part, and one that finds what is left as shard 1 of 1."""
+    folder = tmp_path / "splits"
+    first = extract(*configured(noise, folder), end=11)
+    assert (first.parts, first.pictures, first.store) == (3, 12, None)  # the part of 8 to 11 starts before 11
+    again = extract(*configured(noise, folder), end=11)
+    assert (again.parts, again.workers, again.store) == (0, [], None)
+    second = extract(*configured(noise, folder), start=11, end=40)
+    assert (second.parts, second.store) == (7, None)
+    assert not (folder / "report.json").exists()
+    last = extract(*configured(noise, folder), shard="1/1")
+    assert (last.parts, last.pictures, last.store.encoded) == (2, 8, COUNT)
+    assert parts(folder) == parts(one_worker)
+    assert json.loads((folder / "report.json").read_text()) == last.store.model_dump(mode="json")
+
+
+@pytest.mark.slow
+def test_data_added_later_is_encoded_alone(noise, flawed, tmp_path):
+    folder = tmp_path / "grown"
+    run, model = configured(noise, folder)
+    extract(run, model)
+    before = {file.name: file.stat().st_mtime_ns for file in folder.glob("part-*")}
+    images = (*run.data.images, SourceConfig(path=flawed))
+    grown = run.model_copy(update={"data": run.data.model_copy(update={"images": images})})
+    report = extract(grown, model)
+    assert (report.parts, report.store.pictures, report.store.encoded) == (1, COUNT + 4, COUNT + 2)
+    assert {name: (folder / name).stat().st_mtime_ns for name in before} == before
+    assert all_indices(folder) == [*range(COUNT), COUNT, COUNT + 2]
+    with pytest.raises(UserError, match=r"sources\[1\] is .* there, and missing in this run"):
+        extract(run, model)
+
+
+def test_the_speed_of_units_adds_up(one_worker):
+    ((worker, units),) = read_units(one_worker).items()
+    assert sorted((unit.start, unit.end) for unit in units) == [(i, i + PART_SIZE) for i in range(0, COUNT, PART_SIZE)]
+    assert WorkerName.parse(worker).pid > 0
+    for unit in units:
+        assert 0 < unit.reading_s + unit.encoding_s + unit.waiting_s <= unit.seconds
+        assert unit.writing_s > 0
+        assert (unit.device, unit.gpu_s) == ("cpu", 0)
+    shares = shares_of(units)
+    assert shares.cpu + shares.io == pytest.approx(1, abs=0.002)
+    with open(one_worker / "speed" / f"{worker}.jsonl", "a") as file:
+        file.write('{"start": 4, "en')  # a crash of the machine cut the line
+    assert read_units(one_worker) == {worker: units}
 
 
 def test_another_run_is_refused_in_one_line(noise, one_worker):
@@ -146,6 +188,19 @@ def test_what_does_not_fit_together_is_said_before_encoding(noise, tmp_path):
         "encoders.text gives 64 features, and the model's caption_channels is 2304",
     )
     assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.slow
+def test_weights_that_changed_after_the_claim_are_refused_by_the_worker(noise, tmp_path):
+    run, model = configured(noise, tmp_path / "f")
+    seeded = run.encoders.text.model_copy(update={"seed": 5})
+
+    def changed(job, source):
+        encode_here(replace(job, encoders=job.encoders.model_copy(update={"text": seeded})), source)
+
+    with pytest.raises(UserError, match=r"was encoded otherwise: text_encoder\.weights is "):
+        extract(run, model, engine=changed)
+    assert parts(tmp_path / "f") == {}
 
 
 @pytest.fixture
@@ -171,11 +226,13 @@ def test_the_command_reports_what_was_skipped_and_why(flawed, tmp_path):
     done = command(flawed, tmp_path / "f", "--json")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
-    assert (report["pictures"], report["encoded"], report["buckets"]) == (4, 2, {"4x4x4": 2})
-    assert [(item["index"], item["name"]) for item in report["skipped"]] == [(1, "b.png"), (3, "d.png")]
-    assert report["skipped"][0]["reason"].startswith("damaged picture: ")
-    assert report["skipped"][1]["reason"] == "caption d.txt is missing"
-    assert report == json.loads((tmp_path / "f/report.json").read_text())
+    assert (report["parts"], report["pictures"], len(report["workers"])) == (1, 4, 1)
+    store = report["store"]
+    assert (store["pictures"], store["encoded"], store["buckets"]) == (4, 2, {"4x4x4": 2})
+    assert [(item["index"], item["name"]) for item in store["skipped"]] == [(1, "b.png"), (3, "d.png")]
+    assert store["skipped"][0]["reason"].startswith("damaged picture: ")
+    assert store["skipped"][1]["reason"] == "caption d.txt is missing"
+    assert store == json.loads((tmp_path / "f/report.json").read_text())
     assert all_indices(tmp_path / "f") == [0, 2]
 
     again = command(flawed, tmp_path / "f", "--workers", "2")
@@ -207,7 +264,8 @@ def test_a_folder_that_cannot_be_made_is_one_line(flawed, tmp_path):
     (tmp_path / "file").write_text("not a folder")
     done = command(flawed, tmp_path / "file/features")
     assert done.returncode == 1
-    assert done.stderr == f"error: cannot write {tmp_path}/file/features/schema.json: Not a directory\n"
+    expected = rf"error: cannot write {tmp_path}/file/features/workers/\S+: Not a directory\n"
+    assert re.fullmatch(expected, done.stderr)
 
 
 @pytest.mark.slow
@@ -221,4 +279,6 @@ def test_a_disk_that_refuses_more_is_one_line(noise, tmp_path):
     assert done.returncode == 1, done.stderr
     last = done.stderr.strip().splitlines()[-1]
     assert re.fullmatch(rf"error: cannot write {tmp_path}/f/part-\d+-\d+\.safetensors: File too large", last)
-    assert sorted(file.name for file in (tmp_path / "f").iterdir()) == ["null_text.safetensors", "schema.json"]
+    names = ["null_text.safetensors", "schema.json", "workers"]
+    assert sorted(file.name for file in (tmp_path / "f").iterdir()) == names
+    assert list((tmp_path / "f/workers").iterdir()) == []

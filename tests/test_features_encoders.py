@@ -1,43 +1,38 @@
 """Encoders with weights: VAEs of diffusers, T5 of transformers, loaded from folders that they saved."""
 
-import diffusers
+import json
+
 import pytest
 import torch
+from tiny_vaes import STATISTICS, VAES, dc, flux2, kl, ltx
 from transformers import T5Config, T5EncoderModel
 
 from bigdit.config.run import TextEncoderConfig, VaeCodec
 from bigdit.errors import UserError
 from bigdit.features.codecs import load_image_codec
+from bigdit.features.encoders.latents import VIDEO_VAES
 from bigdit.features.encoders.text import T5TextEncoder
 
 TINY_T5 = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
 CAPTIONS = ["a cat", "", "a much longer caption, of many more bytes", "ünïcödé", "a cat"]
 
 
-def kl(**config):
-    return diffusers.AutoencoderKL(
-        block_out_channels=(8, 16),
-        down_block_types=("DownEncoderBlock2D",) * 2,
-        up_block_types=("UpDecoderBlock2D",) * 2,
-        norm_num_groups=4,
-        latent_channels=4,
-        **config,
-    )
+def channels(values, z):
+    return torch.as_tensor(values).view(1, -1, *[1] * (z.dim() - 2))
 
 
-def dc():
-    return diffusers.AutoencoderDC(
-        latent_channels=8,
-        encoder_block_out_channels=(8, 16, 16),
-        decoder_block_out_channels=(8, 16, 16),
-        encoder_layers_per_block=(1, 1, 1),
-        decoder_layers_per_block=(1, 1, 1),
-        encoder_block_types="ResBlock",
-        decoder_block_types="ResBlock",
-        encoder_qkv_multiscales=((), (), ()),
-        decoder_qkv_multiscales=((), (), ()),
-        scaling_factor=0.41407,
-    )
+def normalised(vae, z, kind):
+    """As the pipelines that encode pictures write it."""
+    if kind == "scale":
+        return z * vae.config.scaling_factor
+    if kind == "buffers":  # LTXPipeline._normalize_latents
+        return (z - channels(vae.latents_mean, z)) * vae.config.scaling_factor / channels(vae.latents_std, z)
+    if kind == "batch norm":  # Flux2Pipeline: patches as channels
+        patches = torch.nn.functional.pixel_unshuffle(z, 2)
+        deviation = torch.sqrt(channels(vae.bn.running_var, z) + vae.config.batch_norm_eps)
+        return torch.nn.functional.pixel_shuffle((patches - channels(vae.bn.running_mean, z)) / deviation, 2)
+    mean, deviation = channels(STATISTICS["latents_mean"], z), channels(STATISTICS["latents_std"], z)
+    return (z - mean) * vae.config.get("scaling_factor", 1.0) / deviation
 
 
 @pytest.fixture
@@ -73,6 +68,111 @@ def test_a_deep_compression_vae_goes_through_the_same_path(tmp_path, pixels):
     assert codec.decode(latents).shape == pixels.shape
 
 
+@pytest.mark.parametrize("class_name", sorted(VAES))
+def test_every_vae_gives_the_latents_that_its_transformers_are_fed(class_name, tmp_path, pixels):
+    make, shape, kind = VAES[class_name]
+    torch.manual_seed(0)
+    vae = make().eval()
+    vae.save_pretrained(tmp_path)
+    codec = load_image_codec(VaeCodec(class_name=class_name, path=tmp_path))
+    latents = codec.encode(pixels)
+    assert codec.latent_shape((16, 24)) == shape
+    assert (codec.channels, codec.downsample) == (4, 16 // shape[-2])
+    assert latents.shape == (2, *shape)
+    video = pixels.unsqueeze(2) if class_name in VIDEO_VAES else pixels
+    with torch.no_grad():
+        z = vae.encode(video).latent_dist.mode()
+        decoded = vae.decode(z).sample
+    assert torch.allclose(latents, normalised(vae, z, kind).reshape(latents.shape), atol=1e-6)
+    assert torch.allclose(codec.decode(latents), decoded.reshape(pixels.shape), atol=1e-4)
+    assert codec.identity == json.loads(json.dumps(codec.identity))
+
+
+@pytest.mark.parametrize("class_name", sorted(VAES))
+def test_moments_are_normalised_with_their_latents(class_name, tmp_path, pixels):
+    make, shape, kind = VAES[class_name]
+    torch.manual_seed(0)
+    vae = make().eval()
+    vae.save_pretrained(tmp_path)
+    moments = load_image_codec(VaeCodec(class_name=class_name, path=tmp_path, latents="moments")).encode(pixels)
+    assert moments.shape == (2, 2, *shape)
+    video = pixels.unsqueeze(2) if class_name in VIDEO_VAES else pixels
+    with torch.no_grad():
+        distribution = vae.encode(video).latent_dist
+    draw = distribution.mean + 0.7 * distribution.std
+    mean, deviation = moments.unbind(1)
+    assert torch.allclose(mean + 0.7 * deviation, normalised(vae, draw, kind).reshape(mean.shape), atol=1e-5)
+    assert (deviation > 0).all()
+
+
+def test_samples_are_drawn_by_the_pictures_place_and_in_no_other_order(tmp_path, pixels):
+    kl(scaling_factor=0.5).save_pretrained(tmp_path)
+
+    def load(latents, seed=0):
+        return load_image_codec(VaeCodec(class_name="AutoencoderKL", path=tmp_path, latents=latents, seed=seed))
+
+    drawn = load("sampled").encode(pixels, [7, 3])
+    mean, deviation = load("moments").encode(pixels).unbind(1)
+    noise = (drawn - mean) / deviation
+    assert abs(noise.mean()) < 0.1
+    assert abs(noise.std() - 1) < 0.1
+    assert not torch.allclose(noise[0], noise[1], atol=0.1)
+    # The place decides, not the batch: convolutions of other batches differ in the last bits.
+    assert torch.allclose(load("sampled").encode(pixels.flip(0), [3, 7]).flip(0), drawn, atol=1e-6)
+    assert torch.equal(load("sampled").encode(pixels, [7, 3]), drawn)
+    assert not torch.allclose(load("sampled", seed=1).encode(pixels, [7, 3]), drawn, atol=0.1)
+    with pytest.raises(ValueError, match="2 pictures are drawn by as many indices, and 0 were given"):
+        load("sampled").encode(pixels)
+    assert load("sampled").identity["seed"] == 0
+    assert load("sampled").identity != load("moments").identity != load("mode").identity
+
+
+def test_pictures_that_memory_does_not_do_for_at_once_are_encoded_in_smaller_batches(tmp_path, monkeypatch):
+    kl().save_pretrained(tmp_path)
+    config = VaeCodec(class_name="AutoencoderKL", path=tmp_path, latents="sampled")
+    pixels = torch.rand(9, 3, 16, 24, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    whole = load_image_codec(config, batch_size=9).encode(pixels, range(9))
+    codec = load_image_codec(config, batch_size=9)
+    batches, encode = [], codec._vae.encode
+
+    def in_little_memory(some):
+        batches.append(len(some))
+        if len(some) > 2:
+            torch.empty(2**60, dtype=torch.uint8)  # a real failure of torch's allocator
+        return encode(some)
+
+    monkeypatch.setattr(codec._vae, "encode", in_little_memory)
+    assert torch.allclose(codec.encode(pixels, range(9)), whole, atol=1e-6)
+    assert batches == [9, 4, 2, 2, 2, 2, 1]
+
+
+def test_an_ltx_decoder_that_asks_for_noise_is_told_that_there_is_none(tmp_path, pixels):
+    ltx(timestep_conditioning=True).save_pretrained(tmp_path)
+    codec = load_image_codec(VaeCodec(class_name="AutoencoderKLLTXVideo", path=tmp_path))
+    assert codec.decode(codec.encode(pixels)).shape == pixels.shape
+
+
+def test_vaes_compute_in_the_dtype_that_is_asked_for(tmp_path, pixels):
+    kl().save_pretrained(tmp_path)
+    exact, rounded = (
+        load_image_codec(VaeCodec(class_name="AutoencoderKL", path=tmp_path, dtype=dtype)).encode(pixels)
+        for dtype in ("fp32", "bf16")
+    )
+    assert rounded.dtype == torch.float32
+    assert torch.equal(rounded, rounded.bfloat16().float())
+    assert 1e-4 < (rounded - exact).abs().mean() / exact.abs().mean() < 0.1
+
+
+def test_what_a_vae_cannot_give_is_refused(tmp_path):
+    dc().save_pretrained(tmp_path / "dc")
+    with pytest.raises(UserError, match=r"latents is moments, and AutoencoderDC gives no distribution"):
+        load_image_codec(VaeCodec(class_name="AutoencoderDC", path=tmp_path / "dc", latents="moments"))
+    flux2().save_pretrained(tmp_path / "flux2")
+    codec = load_image_codec(VaeCodec(class_name="AutoencoderKLFlux2", path=tmp_path / "flux2"))
+    with pytest.raises(UserError, match=r"data\.buckets: 16 × 22 does not divide by 4"):
+        codec.latent_shape((16, 22))
+
+
 def test_the_identity_of_a_vae_is_its_weights_not_its_place(tmp_path):
     vae = kl()
     for name in ("here", "there"):
@@ -98,9 +198,6 @@ def test_vaes_that_cannot_be_used_are_named(tmp_path):
     (tmp_path / "diffusion_pytorch_model.safetensors").unlink()
     with pytest.raises(UserError, match=r"encoders\.image\.path: .* cannot be loaded"):
         load(tmp_path)
-    kl(latents_mean=[0.0] * 4, latents_std=[1.0] * 4).save_pretrained(tmp_path / "normed")
-    with pytest.raises(UserError, match="normalises by latents_mean, which bigdit does not apply"):
-        load(tmp_path / "normed")
 
 
 def test_missing_weights_are_not_drawn_at_random(tmp_path):

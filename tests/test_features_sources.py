@@ -1,14 +1,19 @@
 """Sources of pictures and captions, from real files of every kind."""
 
+import json
 import os
 import pickle
+import struct
+import zlib
 
 import numpy as np
 import pytest
+from conftest import DIGITS
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from bigdit.config import load_run
 from bigdit.config.run import DataConfig
 from bigdit.errors import UserError
 from bigdit.features.sources import Caption, Unusable, open_source
@@ -51,7 +56,20 @@ def test_a_folder_is_listed_in_the_order_of_paths(tmp_path):
     assert [(item.index, item.name) for item in source.items(2, 4)] == list(enumerate(pictures))[2:4]
 
 
-@given(st.lists(st.text(st.characters(exclude_characters="\0/"), min_size=1, max_size=9), max_size=40))
+def test_what_a_folder_holds_besides_is_told(tmp_path, capsys):
+    save(tmp_path / "a.png")
+    (tmp_path / "b.heic").touch()
+    (tmp_path / "c.heic").touch()
+    (tmp_path / "link").symlink_to(tmp_path)
+    assert len(opened(str(tmp_path))) == 1
+    told = f"data.images: {tmp_path} also holds what is not read: 2 .heic files, 1 links to folders\n"
+    assert capsys.readouterr().err == told
+
+
+FILE_NAMES = st.binary(min_size=1, max_size=9).map(lambda name: os.fsdecode(name.translate(None, b"\0/") or b"x"))
+
+
+@given(st.lists(FILE_NAMES, max_size=40))
 def test_names_are_kept_as_they_are(names):
     kept = Names(names * 60)  # several blocks
     assert len(kept) == 60 * len(names)
@@ -168,7 +186,7 @@ def test_what_is_no_file_is_unusable_and_holds_nobody_up(tmp_path):
         *[(mode, "png") for mode in ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")],
         *[(mode, "tif") for mode in ("CMYK", "YCbCr", "LAB", "I;16B")],
         *[(mode, "jpg") for mode in ("L", "RGB", "CMYK")],
-        *[("RGB", suffix) for suffix in ("webp", "bmp", "gif")],
+        *[("RGB", suffix) for suffix in ("webp", "avif", "bmp", "gif")],
     ],
 )
 def test_pictures_of_every_mode_become_rgb_or_gray(tmp_path, mode, suffix):
@@ -196,16 +214,17 @@ def test_exif_rotation_is_applied(tmp_path):
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
 def test_transparency_lies_over_white(tmp_path, mode):
     if mode == "P":
-        clear, options = Image.new("P", (8, 8), 3), {"transparency": 3}
+        clear, options = gradient(8, 8, "P").point(lambda _: 3), {"transparency": 3}
     else:
         clear, options = Image.new("RGBA", (8, 8), (255, 0, 0, 0)).convert(mode), {}
     assert set(np.asarray(loaded(tmp_path, clear, **options)).flat) == {255}
 
 
-def test_cmyk_without_ink_is_white_and_with_all_black(tmp_path):
+@pytest.mark.parametrize("suffix", ["tif", "jpg"])
+def test_cmyk_without_ink_is_white_and_with_all_black(tmp_path, suffix):
     cmyk = Image.new("CMYK", (16, 8))
     cmyk.paste((0, 0, 0, 255), (8, 0, 16, 8))
-    image = loaded(tmp_path, cmyk, "tif")
+    image = loaded(tmp_path, cmyk, suffix)
     assert (image.getpixel((0, 0)), image.getpixel((15, 7))) == ((255,) * 3, (0,) * 3)
 
 
@@ -216,17 +235,51 @@ def test_16_bits_are_scaled(tmp_path, suffix):
     assert pixels(image) == np.arange(256).reshape(16, 16).tolist()
 
 
+def png_16(samples, color_type, *chunks):
+    """A PNG of 16-bit samples [H, W, C], which Pillow does not write for every color type."""
+
+    def chunk(kind, data):
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    height, width = samples.shape[:2]
+    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in samples)
+    size = struct.pack(">IIBBBBB", width, height, 16, color_type, 0, 0, 0)
+    parts = [(b"IHDR", size), *chunks, (b"IDAT", zlib.compress(rows)), (b"IEND", b"")]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*part) for part in parts)
+
+
+@pytest.mark.parametrize(("color_type", "channels"), [(0, 1), (2, 3), (4, 2), (6, 4)])
+def test_16_bits_of_every_png_are_scaled(tmp_path, color_type, channels):
+    """0 is gray, 2 RGB, 4 and 6 with alpha, which is opaque here."""
+    deep = np.repeat(np.arange(0, 65536, 257, dtype=np.uint16).reshape(16, 16, 1), channels, axis=2)
+    if color_type in (4, 6):
+        deep[..., -1] = 65535
+    save(tmp_path / "a.png")
+    (tmp_path / "a.png").write_bytes(png_16(deep, color_type))
+    image = opened(str(tmp_path)).items(0, 1)[0].load().image
+    assert image.mode == ("L" if color_type == 0 else "RGB")  # Pillow reads gray with alpha as RGBA
+    assert np.array_equal(np.asarray(image).reshape(256, -1)[:, 0], np.arange(256))
+
+
+def test_a_gray_of_16_bits_that_means_transparent_becomes_white(tmp_path):
+    deep = np.array([[[0], [1000], [65535]]], np.uint16)
+    save(tmp_path / "a.png")
+    (tmp_path / "a.png").write_bytes(png_16(deep, 0, (b"tRNS", struct.pack(">H", 1000))))
+    assert pixels(opened(str(tmp_path)).items(0, 1)[0].load().image) == [[0, 255, 255]]
+
+
 def test_32_bits_are_refused_by_name(tmp_path):
     with pytest.raises(Unusable, match=r"32 bits a sample \(mode F\), whose white is unknown; save it with 8 or 16"):
         loaded(tmp_path, gradient(8, 8, "F"), "tif")
 
 
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")  # pytest undoes filters of modules
 def test_more_pixels_than_pillow_allows_are_refused_before_they_are_decoded(tmp_path):
     save(tmp_path / "a.png", picture=Image.new("1", (20_000, 10_000)))  # 25 kB on the disk, 200 MB as gray
-    with pytest.raises(Unusable, match=r"picture of 20000 × 10000 pixels; \d+ are the most|DecompressionBombError"):
+    with pytest.raises(Unusable, match="picture too large: Image size \\(200000000 pixels\\)"):
         opened(str(tmp_path)).items(0, 1)[0].load()
     save(tmp_path / "a.png", picture=Image.new("1", (10_000, 9_000)))
-    with pytest.raises(Unusable, match=r"picture of 10000 × 9000 pixels; \d+ are the most that is decoded"):
+    with pytest.raises(Unusable, match=r"picture too large: 10000 × 9000 pixels; \d+ are the most"):
         opened(str(tmp_path)).items(0, 1)[0].load()
 
 
@@ -255,3 +308,33 @@ def test_an_error_names_the_source_of_the_list(tmp_path):
     save(tmp_path / "one/a.png")
     with pytest.raises(UserError, match=r"data\.images\[1\]: the folder .*two does not exist"):
         opened([str(tmp_path / "one"), str(tmp_path / "two")])
+
+
+@pytest.mark.parametrize(
+    ("images", "problem"),
+    [
+        ([], "data.images: Tuple should have at least 1 item"),
+        ({"path": "x", "captoins": "y"}, "data.images.0.captoins: unknown key; did you mean captions?"),
+        ({"kind": "csv"}, "data.images.0.path: missing; it has no default"),
+        ({"path": "x", "kind": "zip"}, "data.images.0.kind: Input should be 'folder', 'csv', 'parquet', 'webdataset'"),
+        ({"path": "x", "captions": {"short": -1}}, "data.images.0.captions.short"),
+    ],
+)
+def test_sources_are_checked_by_the_config(images, problem):
+    with pytest.raises(UserError) as error:
+        load_run(DIGITS, [f"data.images={json.dumps(images)}"])
+    assert problem in str(error.value)
+
+
+def test_what_does_not_go_with_a_kind_is_said_for_all_sources_at_once(tmp_path):
+    for name in ("one", "two"):
+        save(tmp_path / name / "a.png")
+    (tmp_path / "two/a.tar").touch()
+    sources = [{"path": str(tmp_path / "one"), "captions": "text"}, str(tmp_path / "two"), str(tmp_path / "three")]
+    with pytest.raises(UserError) as error:
+        opened(sources)
+    assert error.value.problems == (
+        f"data.images[0]: {tmp_path}/one is of kind folder, which has no columns; leave out image and captions",
+        f"data.images[1].kind: {tmp_path}/two holds files of folder and webdataset; say which is meant",
+        f"data.images[2]: the folder {tmp_path}/three does not exist",
+    )

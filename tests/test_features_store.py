@@ -59,7 +59,7 @@ def schema(pictures, codec, text_encoder):
         codec=codec.identity,
         text_encoder=text_encoder.identity,
         buckets=BUCKETS,
-        source=ImageFolder(pictures).identity,
+        sources=[ImageFolder(pictures).identity],
         part_size=PART_SIZE,
     )
 
@@ -108,7 +108,7 @@ def test_a_vaes_latents_are_kept_in_bfloat16(tmp_path, pictures, schema, text_en
     vae.save_pretrained(tmp_path / "vae")
     codec = load_image_codec(VaeCodec(class_name="AutoencoderKL", path=tmp_path / "vae"))
     root, items = tmp_path / "store", ImageFolder(pictures).items(0, 4)
-    one_part = schema.model_copy(update={"codec": codec.identity, "source": {"count": 4}})
+    one_part = schema.model_copy(update={"codec": codec.identity, "sources": [{"count": 4}]})
     claim(root, one_part)
     write_null_text(root, text_encoder.null())
     encoded = encode_unit(items, BUCKETS, codec, text_encoder, lambda _: None)
@@ -146,7 +146,7 @@ def test_a_part_is_plain_safetensors_with_each_caption_once(root):
 
 
 def test_parts_are_as_readable_as_other_files(root):
-    modes = {file.stat().st_mode for file in root.iterdir()}
+    modes = {file.stat().st_mode for file in root.iterdir() if file.is_file()}
     assert len(modes) == 1
 
 
@@ -239,5 +239,5 @@ def test_another_schema_is_refused_by_the_keys_that_differ(root, schema):
     assert len(error.value.problems) == 1
     assert "codec.factor is 2 there, and 1 in this run; part_size is 4 there, and 5 in this run" in str(error.value)
     (root / "schema.json").write_text("{")
-    with pytest.raises(UserError, match=r"schema\.json is not a schema of version 1; delete"):
+    with pytest.raises(UserError, match=r"schema\.json is not a schema of version 2; delete"):
         claim(root, schema)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from traces import MIB, ROOMY, allocator, timeline
 
@@ -110,6 +112,15 @@ def test_a_segment_that_a_block_splits_stays_and_memory_runs_out() -> None:
     assert (failure.reserved_bytes, failure.allocated_bytes, failure.free_bytes) == (20 * MIB, 5 * MIB, 20 * MIB)
     assert [phase.phase for phase in result.phases] == ["init", "forward", "backward"]
     assert replay(trace, 42 * MIB).fits
+
+
+def test_what_an_engine_gives_back_is_free_for_other_sizes() -> None:
+    # 20 MiB are cached and too few for 30: both are reserved, unless the cache is emptied in between.
+    trace = timeline(20 * MIB, -1, 30 * MIB)
+    assert replay(trace, ROOMY).peak_reserved_bytes == 50 * MIB
+    emptied = replay(replace(trace, emptied=(2,)), ROOMY)
+    assert (emptied.peak_reserved_bytes, emptied.cache_flushes) == (30 * MIB, 0)
+    assert replay(replace(trace, emptied=(1, 3)), ROOMY).peak_reserved_bytes == 50 * MIB
 
 
 def test_each_phase_has_its_own_reserved_peak() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -75,6 +76,8 @@ def test_rounding_adds_less_than_one_granule_a_block(timeline: Timeline) -> None
 @given(timelines())
 def test_a_packed_timeline_comes_back_as_it_was(timeline: Timeline) -> None:
     assert Timeline.unpack(timeline.pack()) == timeline
+    emptied = replace(timeline, emptied=(0, len(timeline.events)))
+    assert Timeline.unpack(emptied.pack()) == emptied
 
 
 @pytest.mark.parametrize("text", ["", 'not base 85 "', "c$", Timeline((), (), ()).pack()[:-3]])

@@ -101,6 +101,7 @@ def _request(
     optimizer: str = "adamw",
     grad_accum_steps: int = 1,
     batch: BatchShape = SHAPE,
+    device_bytes: int | None = None,
 ) -> RehearsalRequest:
     document = json.loads((ROOT / "ds_configs/zero2_bf16.json").read_text())
     document["zero_optimization"] |= {"stage": stage, "reduce_bucket_size": 4000, **(zero or {})}
@@ -121,7 +122,9 @@ def _request(
         gradient_clipping=1.0,
         ds_config=document,
     )
-    return RehearsalRequest(model=model, batch=batch, strategy=strategy, micro_batch_sizes=(1,), kernels="cuda")
+    return RehearsalRequest(
+        model=model, batch=batch, strategy=strategy, micro_batch_sizes=(1,), device_bytes=device_bytes
+    )
 
 
 def _states(size: RehearsedSize) -> dict[str, int]:
@@ -229,6 +232,17 @@ def test_the_reduce_bucket_is_there_in_the_size_that_was_asked(ask: Ask, stage: 
         assert len(found) >= (1 if stage == 3 else 2)
     alone = ask(stage, 2, zero={"overlap_comm": False}).ledger.phase("backward").peak_bytes
     assert alone <= ask(stage, 2).ledger.phase("backward").peak_bytes
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_weights_are_flattened_on_the_host_where_the_card_has_no_room_for_them_twice(ask: Ask, stage: int) -> None:
+    """What this machine has itself does not count. Either way DeepSpeed empties the allocator's caches before."""
+    weights = 2 * sum(_numels())
+    roomy, tight = (ask(stage, 2, device_bytes=share * weights // 10) for share in (21, 19))
+    assert roomy.ledger.phase("init").peak_bytes >= 2 * weights > tight.ledger.phase("init").peak_bytes
+    flat = [block.nbytes for block in tight.host_timeline.blocks]
+    assert max(flat) >= weights > max(block.nbytes for block in roomy.host_timeline.blocks)
+    assert [len(size.timeline.emptied) for size in (roomy, tight)] == [1, 2]
 
 
 def test_sana_in_zero2_on_eight(ask: Ask) -> None:

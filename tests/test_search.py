@@ -165,14 +165,28 @@ def test_the_fewest_blocks_fit_and_one_less_does_not(size: int, capacity: int) -
         assert found == 0 or option().reserved(size, found - 1) > capacity
 
 
-def test_a_correction_counts_where_it_was_found_and_fades() -> None:
+def share(found: Option, size: int, blocks: int) -> float:
+    return found.reserved(size, blocks) / Affine().reserved(size, blocks)
+
+
+def test_a_correction_counts_up_to_where_another_is_nearer() -> None:
     made = option()
-    made.correct(4, 2, 30.0)
-    assert made.reserved(4, 2) == Affine().reserved(4, 2) + 30
-    away = [made.reserved(size, 2) - Affine().reserved(size, 2) for size in (4, 5, 8, 32)]
-    assert away == sorted(away, reverse=True)
-    made.correct(4, 2, -5.0)
-    assert made.reserved(4, 2) == pytest.approx(Affine().reserved(4, 2) + 25)
+    made.correct(4, 2, 330)  # of 220
+    assert made.reserved(4, 2) == 330
+    assert [share(made, size, 2) for size in (1, 5, 32)] == [1.5, 1.5, 1.5]
+    made.correct(4, 2, 275)
+    assert made.reserved(4, 2) == 275
+    made.correct(16, 2, 290)  # of 580
+    assert [share(made, size, 2) for size in (5, 15)] == [1.25, 0.5]
+
+
+def test_options_that_share_activations_share_corrections_until_they_have_their_own() -> None:
+    made = option()
+    other = made.like(Option(Proposal("another", Strategy()), Affine()))  # type: ignore[arg-type]
+    made.correct(4, 2, 330)
+    assert other.reserved(4, 2) == 330
+    other.correct(1, 0, 75)  # of 150
+    assert (share(made, 1, 0), share(other, 4, 2)) == (1.5, 0.5)
 
 
 @given(timelines(), st.integers(600, 1200), st.floats(0, 0.3))

@@ -2,43 +2,115 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from bigdit.commands.options import Config, Json, Set
 
+if TYPE_CHECKING:
+    from bigdit.features.extract import Engine
+    from bigdit.features.part import Skipped
+    from bigdit.features.report import ExtractReport
+
 
 def run(
     config: Config,
     overrides: Set = [],  # noqa: B006  # typer reads the default; it is not changed
+    start_index: Annotated[int | None, typer.Option(help="The first picture: parts that start from here on.")] = None,
+    end_index: Annotated[int | None, typer.Option(help="The end: parts that start before this picture.")] = None,
+    shard: Annotated[str | None, typer.Option(metavar="K/N", help="The K-th of N even splits: 1/N to N/N.")] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Processes that encode; default: data.workers.")] = None,
+    engine: Annotated[Literal["local", "slurm", "ray"], typer.Option(help="What starts the tasks.")] = "local",
+    tasks: Annotated[int | None, typer.Option(min=1, help="Of slurm and ray: tasks of so many workers each.")] = None,
+    resources: Annotated[
+        list[str],
+        typer.Option(
+            "--resource",
+            metavar="KEY=VALUE",
+            help="What each task asks for: submitit's parameters, such as slurm_partition, or Ray's, such as num_gpus.",
+        ),
+    ] = [],  # noqa: B006
     as_json: Json = False,
 ) -> None:
-    """Encode pictures and captions once, in parallel; the same command goes on where it stopped."""
+    """Encode pictures and captions once, in parallel; the same command goes on where it stopped.
+
+    Any number of these may run at once, on any machines that share the folder: each takes what nobody has done.
+    """
     from bigdit import log
 
     log.quiet_libraries()
     from bigdit.catalog.resolve import model_spec
     from bigdit.config import check, load_run
     from bigdit.features.extract import extract
-    from bigdit.features.report import FILE as REPORT
-    from bigdit.units import duration
+    from bigdit.search.encode_batch import with_batch_size
 
     run_config = load_run(config, overrides)
     model = model_spec(run_config.model)
     check(run_config, model)
-    report = extract(run_config, model, workers)
+    run_config = with_batch_size(run_config, workers or run_config.data.workers)
+    report = extract(
+        run_config,
+        model,
+        workers,
+        start=start_index,
+        end=end_index,
+        shard=shard,
+        engine=_engine(engine, tasks, resources),
+    )
     if as_json:
         log.emit_json(report.model_dump(mode="json"))
+    else:
+        _print(report)
+
+
+def _engine(name: str, tasks: int | None, resources: list[str]) -> Engine:
+    from bigdit.errors import UserError
+    from bigdit.features.job import encode_here
+    from bigdit.features.tasks import Ray, Slurm
+
+    asked = _parse(resources)
+    if name == "slurm":
+        return Slurm(tasks or 1, asked)
+    if name == "ray":
+        return Ray(tasks or 1, asked)
+    if tasks or asked:
+        raise UserError("--tasks and --resource: --engine local has none; its processes are --workers")
+    return encode_here
+
+
+def _parse(resources: list[str]) -> dict[str, Any]:
+    import yaml
+
+    from bigdit.errors import UserError
+
+    if wrong := [text for text in resources if "=" not in text]:
+        raise UserError(f"--resource: KEY=VALUE was expected, and {wrong[0]} was found")
+    pairs = (text.partition("=") for text in resources)
+    return {key: yaml.safe_load(value) for key, _, value in pairs}
+
+
+def _print(report: ExtractReport) -> None:
+    from bigdit.features.report import FILE as REPORT
+    from bigdit.units import duration
+
+    speed = f"{report.images_per_s:.1f} images/s" if report.parts else "nothing was left to do"
+    done = f"{duration(report.seconds)}, {speed}"
+    if report.store is None:
+        print(f"{report.features}: {report.pictures} pictures in {report.parts} parts are done; others are missing")
+        print(f"{done}; `bigdit features info {report.features}` shows the store")
         return
-    buckets = ", ".join(f"{count} of {shape}" for shape, count in report.buckets.items())
-    speed = f"{report.images_per_s:.1f} images/s" if report.workers else "nothing was left to do"
-    print(f"{report.features}: {report.encoded} of {report.pictures} pictures encoded ({buckets})")
-    print(f"{duration(report.seconds)}, {speed}; report: {report.features / REPORT}")
-    if report.skipped:
-        print(f"{len(report.skipped)} skipped:")
-        for item in report.skipped[:10]:
+    buckets = ", ".join(f"{count} of {shape}" for shape, count in report.store.buckets.items())
+    print(f"{report.features}: {report.store.encoded} of {report.store.pictures} pictures encoded ({buckets})")
+    print(f"{done}; report: {report.features / REPORT}")
+    print_skipped(report.store.skipped)
+
+
+def print_skipped(skipped: list[Skipped]) -> None:
+    """The first of what was skipped, with reasons."""
+    if skipped:
+        print(f"{len(skipped)} skipped:")
+        for item in skipped[:10]:
             print(f"  {item.name}: {item.reason}")
-        if len(report.skipped) > 10:
-            print(f"  and {len(report.skipped) - 10} more in the report")
+        if len(skipped) > 10:
+            print(f"  and {len(skipped) - 10} more in the report")

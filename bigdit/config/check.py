@@ -114,8 +114,11 @@ def _check_latents(run: RunConfig, model: ModelSpec) -> list[str]:
 
 def _check_text(run: RunConfig, model: ModelSpec) -> list[str]:
     text = run.encoders.text
-    if (text.path is None) == (text.config is None):
-        return ["encoders.text needs one of path (weights on disk) and config (random weights)"]
+    if sum(way is not None for way in (text.pipeline, text.path, text.config)) != 1:
+        return [
+            "encoders.text needs one of pipeline (a diffusers pipeline's folder), path (a T5's folder) and config "
+            "(random weights)"
+        ]
     dim, wanted = (text.config or {}).get("d_model"), model.kwargs.get("caption_channels")
     if dim is not None and wanted is not None and dim != wanted:
         return [f"encoders.text.config.d_model is {dim}, and the model's caption_channels is {wanted}"]

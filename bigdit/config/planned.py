@@ -116,9 +116,9 @@ def plan_notices(run: RunConfig, plan: PlanFile, catalogue: str) -> list[str]:
             "larger samples take more memory than it says"
         )
     tokens = plan.batch.text and plan.batch.text[0]
-    if tokens and run.encoders.text.max_tokens > tokens:
+    if tokens and (run.encoders.text.tokens_asked or 0) > tokens:
         lines.append(
-            f"encoders.text.max_tokens is {run.encoders.text.max_tokens}, and the plan is for {tokens} (batch.text): "
+            f"encoders.text.max_tokens is {run.encoders.text.tokens_asked}, and the plan is for {tokens} (batch.text): "
             "longer text takes more memory than it says"
         )
     return lines

@@ -2,31 +2,42 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from bigdit import log
 from bigdit.config.run import RunConfig
 from bigdit.errors import UserError
 from bigdit.features.codecs import ImageCodec, load_image_codec
+from bigdit.features.in_hand import own_folder, remove_left
+from bigdit.features.job import Job, encode_here
 from bigdit.features.null_text import write_null_text
-from bigdit.features.part import part_path
-from bigdit.features.pool import Worker, encode_in_workers
+from bigdit.features.ranges import missing, parse_split
 from bigdit.features.report import FILE as REPORT
-from bigdit.features.report import ExtractReport, make_report
-from bigdit.features.schema import StoreSchema, claim
+from bigdit.features.report import ExtractReport, StoreReport, extract_report, store_report
+from bigdit.features.schema import Range, StoreSchema, claim
 from bigdit.features.sources import Source, open_source
 from bigdit.features.text import TextEncoder, load_text_encoder
-from bigdit.features.worker import Unit
-from bigdit.files import TEMPORARY, write_text
+from bigdit.files import write_text
 from bigdit.spec import ModelSpec
 
-ABANDONED_S = 3600  # a part is written in seconds: an older temporary file has lost its process
+Engine = Callable[[Job, Source], None]
+"""Completes a job, by processes of this machine or of others. Raises UserError where it cannot."""
 
 
-def extract(run: RunConfig, model: ModelSpec, workers: int | None = None) -> ExtractReport:
-    """Complete the store of `run` with `workers` processes, data.workers by default; the same call goes on.
+def extract(
+    run: RunConfig,
+    model: ModelSpec,
+    workers: int | None = None,
+    *,
+    start: int | None = None,
+    end: int | None = None,
+    shard: str | None = None,
+    engine: Engine = encode_here,
+    only: Sequence[Range] | None = None,
+) -> ExtractReport:
+    """Complete the store of `run`, or the parts that start in source indices [start, end) or in shard k/n, or `only`
+    some, with `workers` processes (of each task of an engine), data.workers by default. The same call goes on.
 
     Raises UserError where pictures, encoders, buckets, model and store do not go together, the disk cannot be
     written, a worker dies, or every picture was skipped.
@@ -34,19 +45,16 @@ def extract(run: RunConfig, model: ModelSpec, workers: int | None = None) -> Ext
     began = time.perf_counter()
     source = open_source(run.data)
     root = run.data.features
+    first, last = parse_split(len(source), start, end, shard)
     schema = _prepare(run, model, source)
-    missing = [(start, end) for start, end in schema.ranges() if not part_path(root, start, end).exists()]
-    done = _encode(run, source, missing, min(workers or run.data.workers, len(missing))) if missing else []
-    report = make_report(root, schema, done, time.perf_counter() - began)
-    if missing or not (root / REPORT).exists():  # a run that found nothing to do has no speeds to tell
-        write_text(root / REPORT, report.model_dump_json(indent=2) + "\n")
-    if not report.encoded:
-        first = report.skipped[0]
-        raise UserError(
-            f"data.images: all {report.pictures} pictures were skipped, the first {first.name}: "
-            f"{first.reason}; mend them, delete {root}, and run again"
-        )
-    return report
+    chosen = None if only is None else tuple(only)
+    job = Job(run.data, run.encoders, schema, (first, last), chosen, workers or run.data.workers, Path.cwd())
+    wanted = job.left()
+    if wanted:
+        engine(job, source)
+    whole = not missing(root, schema.ranges())
+    store = _whole(root, schema, changed=bool(wanted)) if whole else None
+    return extract_report(root, wanted, time.perf_counter() - began, store)
 
 
 def _prepare(run: RunConfig, model: ModelSpec, source: Source) -> StoreSchema:
@@ -59,12 +67,14 @@ def _prepare(run: RunConfig, model: ModelSpec, source: Source) -> StoreSchema:
         codec=codec.identity,
         text_encoder=text_encoder.identity,
         buckets=list(run.data.buckets),
-        source=source.identity,
+        sources=source.identity["sources"],
         part_size=run.data.part_size,
     )
-    claim(run.data.features, schema)
-    _remove_abandoned(run.data.features)
-    write_null_text(run.data.features, text_encoder.null())
+    root = run.data.features
+    claim(root, schema)
+    with own_folder(root) as folder:
+        write_null_text(root, text_encoder.null(), folder)
+    remove_left(root)
     return schema
 
 
@@ -88,16 +98,16 @@ def _unfit_model(model: ModelSpec, codec: ImageCodec, text_encoder: TextEncoder)
     return problems
 
 
-def _remove_abandoned(root: Path) -> None:
-    """Delete what killed processes left half-written; a younger file may be another extraction's."""
-    for temporary in root.glob(f"{TEMPORARY}*"):
-        with contextlib.suppress(FileNotFoundError):  # it was that extraction's, and has its final name by now
-            if time.time() - temporary.stat().st_mtime > ABANDONED_S:
-                temporary.unlink()
-
-
-def _encode(run: RunConfig, source: Source, missing: list[tuple[int, int]], workers: int) -> list[Worker]:
-    """Encode the missing ranges behind a progress bar on stderr."""
-    units = (Unit(start, end, source.items(start, end)) for start, end in missing)
-    with log.progress("extract", total=sum(end - start for start, end in missing), unit="images") as advance:
-        return encode_in_workers(units, workers, run.encoders, run.data.buckets, run.data.features, advance)
+def _whole(root: Path, schema: StoreSchema, *, changed: bool) -> StoreReport:
+    """The report of a whole store, and its file, which an extraction that found nothing to do leaves as it is."""
+    report = store_report(root, schema)
+    if changed or not (root / REPORT).exists():
+        with own_folder(root) as folder:
+            write_text(root / REPORT, report.model_dump_json(indent=2) + "\n", folder)
+    if not report.encoded:
+        first = report.skipped[0]
+        raise UserError(
+            f"data.images: all {report.pictures} pictures were skipped, the first {first.name}: "
+            f"{first.reason}; mend them, delete {root}, and run again"
+        )
+    return report

@@ -4,99 +4,100 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 from bigdit.config.run import EncodersConfig
 from bigdit.errors import UserError
-from bigdit.features.schema import EXTRACT
-from bigdit.features.worker import Done, Failed, Progress, Unit, work
+from bigdit.features.in_hand import remove_left
+from bigdit.features.schema import EXTRACT, StoreSchema
+from bigdit.features.speed import UnitSpeed
+from bigdit.features.worker import Done, Failed, Finished, Progress, Ready, Unit, work
+
+OnProgress = Callable[[int, list[UnitSpeed]], None]
+"""Called with the pictures that were encoded or skipped since, and all units that were committed so far."""
 
 
 @dataclass
 class Worker:
-    """One process, the parent's end of its pipe, the unit it is at, and what it has done."""
+    """One process, the parent's end of its pipe, the unit it is at, and whether it said its last word."""
 
     number: int
-    process: SpawnProcess
+    process: ForkServerProcess
     pipe: Connection
     unit: Unit | None = None
-    parts: int = 0
-    pictures: int = 0
-    seconds: float = 0.0
+    finished: bool = False
 
 
 def encode_in_workers(
     units: Iterator[Unit],
     count: int,
     encoders: EncodersConfig,
-    buckets: Sequence[tuple[int, int]],
+    schema: StoreSchema,
     root: Path,
-    on_progress: Callable[[int], None],
-) -> list[Worker]:
+    on_progress: OnProgress,
+) -> list[UnitSpeed]:
     """Encode all units in `count` processes; no process is left behind, however this ends.
 
     Raises UserError where a worker reports one or dies; RuntimeError with the traceback of a bug in a worker.
     """
     workers: list[Worker] = []
+    done: list[UnitSpeed] = []
     try:
         for number in range(count):
-            workers.append(_start(number, encoders, buckets, root))
-        for worker in workers:
-            _hand_over(worker, units)
-        while busy := {worker.pipe: worker for worker in workers if worker.unit is not None}:
-            for pipe in wait(list(busy)):
-                _hear(busy[pipe], units, on_progress)  # type: ignore[index]  # wait() gives back what it was given
+            workers.append(_start(number, encoders, schema, root))
+        while at_work := {worker.pipe: worker for worker in workers if not worker.finished}:
+            for pipe in wait(list(at_work)):
+                pictures = _hear(at_work[pipe], units, done)  # type: ignore[index]  # wait() gives what it was given
+                on_progress(pictures, done)
     finally:
         for worker in workers:
-            if worker.unit is not None:  # in the middle of a unit: it leaves a temporary file at most
+            if not worker.finished:  # in the middle of a unit: what it was at is taken away below
                 worker.process.terminate()
             worker.pipe.close()
         for worker in workers:
             worker.process.join()
-    return workers
+        remove_left(root)
+    return done
 
 
-def _start(number: int, encoders: EncodersConfig, buckets: Sequence[tuple[int, int]], root: Path) -> Worker:
-    context = multiprocessing.get_context("spawn")  # torch's threads and locks do not survive a fork
+def _start(number: int, encoders: EncodersConfig, schema: StoreSchema, root: Path) -> Worker:
+    # torch's threads and locks do not survive a fork of this process: workers are forked from a server that has
+    # imported it, and done nothing else. So they start at once, and share the memory of the libraries.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["bigdit.features.preload"])
     ours, theirs = context.Pipe()
     process = context.Process(
-        target=work, args=(theirs, encoders, buckets, root), name=f"extract-{number}", daemon=True
+        target=work, args=(theirs, number, encoders, schema, root), name=f"extract-{number}", daemon=True
     )
     process.start()
     theirs.close()  # with this end held by the worker alone, its death closes the pipe
     return Worker(number, process, ours)
 
 
-def _hand_over(worker: Worker, units: Iterator[Unit]) -> None:
-    """The next unit, or None when there are no more."""
-    worker.unit = next(units, None)
-    try:
-        worker.pipe.send(worker.unit)
-    except (BrokenPipeError, ConnectionResetError):
-        raise _death(worker) from None
-
-
-def _hear(worker: Worker, units: Iterator[Unit], on_progress: Callable[[int], None]) -> None:
-    """Take one message of a worker."""
+def _hear(worker: Worker, units: Iterator[Unit], done: list[UnitSpeed]) -> int:
+    """Take one message of a worker; the pictures that it tells of."""
     try:
         message = worker.pipe.recv()
-    except (EOFError, ConnectionResetError):
+        if isinstance(message, Ready):
+            worker.unit = next(units, None)
+            worker.pipe.send(worker.unit)
+    except (EOFError, BrokenPipeError, ConnectionResetError):
         raise _death(worker) from None
     if isinstance(message, Progress):
-        on_progress(message.pictures)
-    elif isinstance(message, Done):
-        worker.parts += 1
-        worker.pictures += message.pictures
-        worker.seconds += message.seconds
-        _hand_over(worker, units)
+        return message.pictures
+    if isinstance(message, Done):
+        done.append(message.speed)
+    elif isinstance(message, Finished):
+        worker.finished = True
     elif isinstance(message, Failed):
         if message.bug is not None:
             raise RuntimeError(f"extraction worker {worker.number} failed:\n{message.bug}")
         raise UserError(*message.problems)
+    return 0
 
 
 def _death(worker: Worker) -> UserError:

@@ -1,63 +1,112 @@
-"""What an extraction did: `report.json` in the store."""
+"""What a store holds, `report.json` when it is whole, and what an extraction did."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from bigdit.features import speed
 from bigdit.features.header import read_header
+from bigdit.features.in_hand import Fate, all_held
 from bigdit.features.part import Skipped, part_path, shape_name
-from bigdit.features.pool import Worker
-from bigdit.features.schema import StoreSchema
+from bigdit.features.ranges import missing
+from bigdit.features.schema import Range, StoreSchema
+from bigdit.features.speed import WorkerSpeed
 from bigdit.spec import Strict
 
 FILE = "report.json"
 
 
-class WorkerReport(Strict):
-    """The share of one process in this run; speed without start-up, in pictures a second."""
+class AtWork(Strict):
+    """A worker that has ranges in hand, or left them: alive or dead on this machine, or on another."""
 
-    worker: int
-    parts: int
-    pictures: int
-    images_per_s: float
+    worker: str
+    fate: Fate
+    parts: list[str]
+    bytes: int
 
 
-class ExtractReport(Strict):
-    """The whole store: pictures by latents' shape, and what was skipped. This run: `seconds`, and its workers,
-    none where nothing was left to do."""
+class StoreReport(Strict):
+    """A store as it is: parts that are done of all, pictures of the sources, and of the parts that are done encoded
+    pictures by latents' shape, what was skipped, bytes by column; encoders; every worker that ever wrote a part."""
 
     features: Path
+    parts_done: int
+    parts: int
     pictures: int
     encoded: int
     buckets: dict[str, int]
     skipped: list[Skipped]
+    bytes: int
+    bytes_by_column: dict[str, int]
+    codec: dict[str, Any]
+    text_encoder: dict[str, Any]
+    sources: list[dict[str, Any]]
+    workers: list[WorkerSpeed]
+    at_work: list[AtWork]
+
+
+class ExtractReport(Strict):
+    """What an extraction did: parts and their pictures, the workers that wrote them; `store` where it is whole."""
+
+    features: Path
+    parts: int
+    pictures: int
     seconds: float
     images_per_s: float
-    workers: list[WorkerReport]
+    workers: list[WorkerSpeed]
+    store: StoreReport | None
 
 
-def make_report(root: Path, schema: StoreSchema, workers: list[Worker], seconds: float) -> ExtractReport:
-    """Count the store by its parts' headers."""
-    headers = [read_header(part_path(root, start, end)) for start, end in schema.ranges()]
-    buckets: dict[str, int] = {}
+def store_report(root: Path, schema: StoreSchema) -> StoreReport:
+    """Count the store by its parts' headers. Raises UserError where one is damaged."""
+    ranges = schema.ranges()
+    absent = set(missing(root, ranges))
+    headers = [read_header(part_path(root, *each)) for each in ranges if each not in absent]
+    buckets: Counter[str] = Counter()
+    columns: Counter[str] = Counter()
     for header in headers:
-        for shape, count in header.shapes().items():
-            buckets[shape_name(shape)] = buckets.get(shape_name(shape), 0) + count
-    return ExtractReport(
+        buckets.update({shape_name(shape): count for shape, count in header.shapes().items()})
+        for name, column in header.columns.items():
+            columns[name.partition("/")[0]] += column.nbytes
+    return StoreReport(
         features=root,
-        pictures=int(schema.source["count"]),
+        parts_done=len(headers),
+        parts=len(ranges),
+        pictures=schema.count,
         encoded=sum(buckets.values()),
         buckets=dict(sorted(buckets.items())),
         skipped=[item for header in headers for item in header.skipped()],
-        seconds=round(seconds, 3),
-        images_per_s=round(sum(worker.pictures for worker in workers) / seconds, 2),
-        workers=[
-            WorkerReport(
-                worker=worker.number,
-                parts=worker.parts,
-                pictures=worker.pictures,
-                images_per_s=round(worker.pictures / worker.seconds, 2) if worker.seconds else 0.0,
-            )
-            for worker in workers
+        bytes=sum(part_path(root, *each).stat().st_size for each in ranges if each not in absent),
+        bytes_by_column=dict(sorted(columns.items())),
+        codec=schema.codec,
+        text_encoder=schema.text_encoder,
+        sources=schema.sources,
+        workers=[speed.worker_speed(worker, units) for worker, units in speed.read_units(root).items()],
+        at_work=[
+            AtWork(worker=str(held.worker), fate=held.fate, parts=list(held.marks), bytes=held.nbytes)
+            for held in all_held(root)
+            if held.marks
         ],
+    )
+
+
+def extract_report(root: Path, ranges: Sequence[Range], seconds: float, store: StoreReport | None) -> ExtractReport:
+    """What was done of `ranges`, all of which are in the store now, by whom."""
+    wanted = set(ranges)
+    pictures = sum(end - start for start, end in ranges)
+    by_worker = {
+        worker: [unit for unit in units if (unit.start, unit.end) in wanted]
+        for worker, units in (speed.read_units(root).items() if wanted else ())
+    }
+    return ExtractReport(
+        features=root,
+        parts=len(ranges),
+        pictures=pictures,
+        seconds=round(seconds, 3),
+        images_per_s=round(pictures / seconds, 2),
+        workers=[speed.worker_speed(worker, units) for worker, units in by_worker.items() if units],
+        store=store,
     )

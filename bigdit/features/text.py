@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from bigdit.config.run import TextEncoderConfig
+from bigdit.features.batch_size import CPU_BATCH
 
 
 @dataclass(frozen=True)
@@ -30,13 +31,16 @@ class Text:
 
 
 class TextEncoder(Protocol):
-    """`dim` of the states and `pooled_dim` of the vector, None where there is none; the most tokens of a caption;
-    `identity`: what distinguishes these texts from those of another encoder."""
+    """`dim` of the states and `pooled_dim` of the vector, None where there is none; the most states of a caption."""
 
     dim: int
     pooled_dim: int | None
     max_tokens: int
-    identity: dict[str, Any]
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What distinguishes these texts from those of another encoder: a JSON object."""
+        ...
 
     def encode(self, captions: Sequence[str]) -> list[Text]:
         """Captions to their texts, on the encoder's device."""
@@ -47,8 +51,18 @@ class TextEncoder(Protocol):
         ...
 
 
-def load_text_encoder(config: TextEncoderConfig, device: torch.device | str = "cpu") -> TextEncoder:
-    """The text encoder that a run names, on `device`. Raises UserError where it cannot be loaded."""
-    from bigdit.features.encoders.text import T5TextEncoder  # transformers takes seconds to import
+def load_text_encoder(
+    config: TextEncoderConfig, device: torch.device | str = "cpu", batch_size: int = CPU_BATCH
+) -> TextEncoder:
+    """The text encoder that a run names, on `device`, for at most `batch_size` captions at once.
 
-    return T5TextEncoder(config, device)
+    Raises UserError where it cannot be loaded.
+    """
+    # Only here: transformers and diffusers take seconds to import.
+    if config.pipeline is not None:
+        from bigdit.features.encoders.pipeline import PipelineTextEncoder
+
+        return PipelineTextEncoder(config, device, batch_size)
+    from bigdit.features.encoders.text import T5TextEncoder
+
+    return T5TextEncoder(config, device, batch_size)

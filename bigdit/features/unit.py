@@ -11,11 +11,11 @@ import torch
 
 from bigdit.features.buckets import bucket_pixels
 from bigdit.features.codecs import ImageCodec, to_unit_range
-from bigdit.features.part import Caption, Encoded, Shape, Skipped
-from bigdit.features.sources import Item, Unusable
+from bigdit.features.part import Encoded, Shape, Skipped
+from bigdit.features.sources import Caption, Item, Unusable
+from bigdit.features.speed import Stopwatch
 from bigdit.features.text import TextEncoder
 
-ENCODE_BATCH = 16  # pictures that the codec is given at once; more cost memory and, on a CPU, gain no speed
 TEXT_DTYPE = torch.bfloat16  # what training computes in; half the bytes of fp32
 
 
@@ -25,8 +25,11 @@ def encode_unit(
     codec: ImageCodec,
     text_encoder: TextEncoder,
     on_progress: Callable[[int], None],
+    watch: Stopwatch | None = None,
 ) -> Encoded:
-    """Features of `items`, those that cannot be used left out; `on_progress` hears of pictures done."""
+    """Features of `items`, those that cannot be used left out; `on_progress` hears of pictures done, and `watch` of
+    the seconds that went into `reading` and `encoding`."""
+    watch = watch or Stopwatch()
     waiting: dict[tuple[int, int], list[npt.NDArray[np.uint8]]] = defaultdict(list)
     latents: dict[Shape, list[torch.Tensor]] = defaultdict(list)
     indices: dict[Shape, list[int]] = defaultdict(list)
@@ -34,38 +37,38 @@ def encode_unit(
     skipped: list[Skipped] = []
 
     def encode_waiting(bucket: tuple[int, int]) -> None:
-        pixels = to_unit_range(torch.from_numpy(np.stack(waiting.pop(bucket))))
-        # Convolutions may answer in channels_last memory, and files hold rows of [C, H, W].
-        encoded = codec.encode(pixels).to("cpu", codec.stored_dtype).contiguous()
-        latents[_shape(codec, bucket)].append(encoded)
+        with watch.at("encoding"):
+            pixels = to_unit_range(torch.from_numpy(np.stack(waiting.pop(bucket))))
+            shape = codec.latent_shape(bucket)
+            places = indices[shape][-len(pixels) :]
+            # Convolutions may answer in channels_last memory, and files hold rows of [C, H, W].
+            encoded = codec.encode(pixels, places).to("cpu", codec.stored_dtype).contiguous()
+        latents[shape].append(encoded)
         on_progress(len(encoded))
 
     for item in items:
         try:
-            sample = item.load()
+            with watch.at("reading"):
+                sample = item.load()
+                bucket, pixels = bucket_pixels(sample.image, buckets, codec.color)
         except Unusable as error:
             skipped.append(Skipped(item.index, item.name, str(error)))
             on_progress(1)
             continue
-        bucket, pixels = bucket_pixels(sample.image, buckets, codec.color)
         captions[item.index] = sample.captions
-        indices[_shape(codec, bucket)].append(item.index)
+        indices[codec.latent_shape(bucket)].append(item.index)
         waiting[bucket].append(pixels)
-        if len(waiting[bucket]) == ENCODE_BATCH:
+        if len(waiting[bucket]) == codec.batch_size:
             encode_waiting(bucket)
     for bucket in list(waiting):
         encode_waiting(bucket)
     distinct = list(dict.fromkeys(caption.text for each in captions.values() for caption in each))
-    texts = text_encoder.encode(distinct)
+    with watch.at("encoding"):
+        encoded = [text.to("cpu", TEXT_DTYPE) for text in text_encoder.encode(distinct)]
     return Encoded(
         {shape: torch.cat(batches) for shape, batches in latents.items()},
         indices,
         captions,
-        {caption: text.to("cpu", TEXT_DTYPE) for caption, text in zip(distinct, texts, strict=True)},
+        dict(zip(distinct, encoded, strict=True)),
         skipped,
     )
-
-
-def _shape(codec: ImageCodec, bucket: tuple[int, int]) -> Shape:
-    """The latents of a bucket, which the codec downsamples."""
-    return codec.channels, bucket[0] // codec.downsample, bucket[1] // codec.downsample

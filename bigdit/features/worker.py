@@ -1,10 +1,12 @@
-"""The process that encodes: it is sent units, answers with progress, and commits each part itself."""
+"""The process that encodes: it asks for units, answers with progress, and commits each part itself."""
 
 from __future__ import annotations
 
+import functools
 import signal
 import time
 import traceback
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -14,12 +16,14 @@ import torch
 
 from bigdit.config.run import EncodersConfig
 from bigdit.errors import UserError
-from bigdit.features.codecs import load_image_codec
-from bigdit.features.part import part_path, store_identity, write_part
-from bigdit.features.schema import read_schema
+from bigdit.features.in_hand import own_folder
+from bigdit.features.load import Encoders, load_encoders
+from bigdit.features.part import part_path, store_identity
+from bigdit.features.schema import StoreSchema, check_same
 from bigdit.features.sources import Item
-from bigdit.features.text import load_text_encoder
+from bigdit.features.speed import Stopwatch, UnitSpeed, append
 from bigdit.features.unit import encode_unit
+from bigdit.features.writer import PartWriter
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,11 @@ class Unit:
 
 
 @dataclass(frozen=True)
+class Ready:
+    """The worker wants a unit; None instead of one ends it."""
+
+
+@dataclass(frozen=True)
 class Progress:
     """So many more pictures of the unit are encoded or skipped."""
 
@@ -40,10 +49,14 @@ class Progress:
 
 @dataclass(frozen=True)
 class Done:
-    """The part of a unit of so many pictures is committed, after `seconds` of work on it."""
+    """The part of a unit is committed."""
 
-    pictures: int
-    seconds: float
+    speed: UnitSpeed
+
+
+@dataclass(frozen=True)
+class Finished:
+    """All that the worker was given is committed: its last word."""
 
 
 @dataclass(frozen=True)
@@ -54,23 +67,77 @@ class Failed:
     bug: str | None = None
 
 
-def work(pipe: Connection, encoders: EncodersConfig, buckets: Sequence[tuple[int, int]], root: Path) -> None:
-    """Encode units from `pipe` until it closes or sends None. One thread: the workers are the parallelism."""
+def work(pipe: Connection, number: int, encoders: EncodersConfig, schema: StoreSchema, root: Path) -> None:
+    """Encode the units that `pipe` gives. One thread, and one that writes: the workers are the parallelism."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends its workers
     torch.set_num_threads(1)
     try:
-        schema = read_schema(root)
-        assert schema is not None, "the parent claimed the store"
-        identity = store_identity(schema)
-        codec, text_encoder = load_image_codec(encoders.image), load_text_encoder(encoders.text)
-        while (unit := pipe.recv()) is not None:
-            began = time.perf_counter()
-            encoded = encode_unit(unit.items, buckets, codec, text_encoder, lambda n: pipe.send(Progress(n)))
-            write_part(part_path(root, unit.start, unit.end), encoded, identity=identity)
-            pipe.send(Done(len(unit.items), time.perf_counter() - began))
-    except (EOFError, BrokenPipeError):
+        loaded = load_encoders(encoders, number)
+        found = {"codec": loaded.image.identity, "text_encoder": loaded.text.identity}
+        check_same(root, schema, schema.model_copy(update=found))
+        with own_folder(root) as folder:
+            _work_through(pipe, root, folder, schema, loaded)
+        pipe.send(Finished())
+    except (EOFError, BrokenPipeError, ConnectionResetError):
         return  # the parent is gone
     except UserError as error:
         pipe.send(Failed(error.problems))
     except Exception:
         pipe.send(Failed((), traceback.format_exc()))
+
+
+def _work_through(pipe: Connection, root: Path, folder: Path, schema: StoreSchema, encoders: Encoders) -> None:
+    """Encode units while those before them are written."""
+    committed: deque[UnitSpeed] = deque()  # by the writer's thread; this one alone talks through the pipe
+    with PartWriter(store_identity(schema), eight_bits=schema.text_encoder.get("stored") == "fp8") as writer:
+        clock = _WriterClock()
+        watch = Stopwatch()
+        while (unit := _next_unit(pipe, committed)) is not None:
+            path = part_path(root, unit.start, unit.end)
+            _mark(folder / path.name)
+            encoded = encode_unit(
+                unit.items, schema.buckets, encoders.image, encoders.text, lambda n: pipe.send(Progress(n)), watch
+            )
+            speed = watch.stop(unit.start, unit.end, str(encoders.device))
+            watch = Stopwatch()  # waiting for the writer is a part of the next unit's time
+            note = functools.partial(_note, root, folder.name, speed, clock, time.perf_counter(), committed)
+            with watch.at("waiting"):
+                writer.write(path, encoded, folder, note)
+    _tell(pipe, committed)
+
+
+def _next_unit(pipe: Connection, committed: deque[UnitSpeed]) -> Unit | None:
+    _tell(pipe, committed)
+    pipe.send(Ready())
+    unit: Unit | None = pipe.recv()
+    return unit
+
+
+def _tell(pipe: Connection, committed: deque[UnitSpeed]) -> None:
+    while committed:
+        pipe.send(Done(committed.popleft()))
+
+
+def _mark(path: Path) -> None:
+    """Say in the store what is in hand; the part is written in place of it."""
+    try:
+        path.touch()
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from None
+
+
+@dataclass
+class _WriterClock:
+    """When the writer ended its last part: it began the next one then, or when it was given that."""
+
+    ended: float = 0.0
+
+
+def _note(
+    root: Path, worker: str, speed: UnitSpeed, clock: _WriterClock, given: float, committed: deque[UnitSpeed]
+) -> None:
+    """In the writer's thread: keep the speed of a unit that is on disk."""
+    began, clock.ended = max(given, clock.ended), time.perf_counter()
+    written = speed.model_copy(update={"writing_s": clock.ended - began})
+    append(root, worker, written)
+    committed.append(written)

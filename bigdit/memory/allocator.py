@@ -88,12 +88,15 @@ class Playback:
         on_change: OnChange | None = None,
     ) -> None:
         self._timeline = timeline
+        self._emptied = frozenset(timeline.emptied)
         self.live: dict[int, Block] = {}
         self.device = Device(capacity_bytes, on_change)
         self.allocator = CachingAllocator((ExpandableSegments if expandable_segments else WholeSegments)(self.device))
 
     def step(self, at: int) -> Block | None:
         """Do event `at`; the block that it allocated or freed, None for one of no bytes. Raises OutOfMemory."""
+        if at in self._emptied:
+            self.allocator.empty_cache()
         event = self._timeline.events[at]
         if event < 0:
             block = self.live.pop(-event, None)

@@ -85,7 +85,8 @@ class OperatorCost:
 class Timeline:
     """Blocks, and the events that allocate and free them: `i + 1` allocates block i, `-(i + 1)` frees it.
 
-    Spans follow one another and cover all events. A block is allocated once, and freed at most once.
+    Spans follow one another and cover all events. A block is allocated once, and freed at most once. `emptied`: the
+    events before which the caching allocator was told to give back what it holds idle.
     """
 
     blocks: tuple[Block, ...]
@@ -93,6 +94,7 @@ class Timeline:
     spans: tuple[Span, ...]
     collectives: tuple[Collective, ...] = ()
     operators: tuple[OperatorCost, ...] = ()
+    emptied: tuple[int, ...] = ()
 
     def changes(self, span: Span, granularity: int = 1) -> Iterator[tuple[Block, int]]:
         """Each event of `span` as its block and the bytes that it adds (or, negative, takes away)."""
@@ -125,6 +127,7 @@ class Timeline:
             "spans": [(s.phase, s.start, s.stop) for s in self.spans],
             "collectives": [astuple(collective) for collective in self.collectives],
             "operators": [astuple(operator) for operator in self.operators],
+            "emptied": self.emptied,
         }
         text = json.dumps(columns, separators=(",", ":"))
         return base64.b85encode(zlib.compress(text.encode(), 6)).decode()
@@ -145,6 +148,7 @@ class Timeline:
                 spans=tuple(Span(*row) for row in columns["spans"]),
                 collectives=tuple(Collective(*row) for row in columns["collectives"]),
                 operators=tuple(OperatorCost(*row) for row in columns["operators"]),
+                emptied=tuple(columns["emptied"]),
             )
         except (zlib.error, ValueError, KeyError, IndexError, TypeError) as error:
             raise ValueError(f"not a packed timeline: {error}") from None

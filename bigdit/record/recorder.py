@@ -69,6 +69,7 @@ class Recorder(TorchDispatchMode):
         gc.freeze()  # what exists by now is not this recording's garbage: collections stay cheap
         self._hooks.enter_context(self._in_place.watching())
         self._hooks.enter_context(self._watching_resize())
+        self._hooks.enter_context(self._watching_cache())
         self._hooks.enter_context(self._passing_over_propagation())
         self._hooks.enter_context(watching_fsdp2(self))
         super().__enter__()
@@ -177,7 +178,9 @@ class Recorder(TorchDispatchMode):
         spans = tuple(
             Span(name, start, stop) for name, start, stop in zip(self._phases, track.starts, stops, strict=True)
         )
-        return Timeline(track.blocks(), tuple(track.events), spans, costs.collectives(), costs.operators())
+        return Timeline(
+            track.blocks(), tuple(track.events), spans, costs.collectives(), costs.operators(), tuple(track.emptied)
+        )
 
     def _hold_scratch(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
         held = [] if self._scratch is None or self._paused else self._scratch(func, args, kwargs)
@@ -222,6 +225,25 @@ class Recorder(TorchDispatchMode):
             yield
         finally:
             torch.UntypedStorage.resize_ = original
+
+    @contextmanager
+    def _watching_cache(self) -> Iterator[None]:
+        """Engines empty the device's caching allocator at times, and ask what is allocated."""
+        if self._device_type == HOST:
+            yield
+            return
+        track, module = self._tracks[self._device_type], torch.get_device_module(self._device_type)
+        originals = module.empty_cache, module.memory_allocated
+
+        def empty_cache() -> None:
+            track.emptied.append(len(track.events))
+            originals[0]()
+
+        module.empty_cache, module.memory_allocated = empty_cache, lambda device=None: track.live_bytes()
+        try:
+            yield
+        finally:
+            module.empty_cache, module.memory_allocated = originals
 
     @contextmanager
     def _passing_over_propagation(self) -> Iterator[None]:

@@ -21,6 +21,7 @@ class Track:
         self.device_type = device_type
         self.events: list[int] = []
         self.starts: list[int] = []
+        self.emptied: list[int] = []
         self._live: dict[int, tuple[weakref.ref[Any], int]] = {}  # storage address -> finaliser, block
         self._nbytes: list[int] = []
         self._category: list[Category | None] = []
@@ -30,6 +31,10 @@ class Track:
         self._marked: set[int] = set()
         # A GPU's caching allocator keeps a pool for each stream.
         self._device = None if device_type == "cpu" else torch.get_device_module(device_type)
+
+    def live_bytes(self) -> int:
+        """The bytes of all storages that live."""
+        return sum(self._nbytes[block] for _, block in self._live.values())
 
     def see(self, storage: torch.UntypedStorage, category: Category | None, label: Callable[[], str]) -> None:
         """A tensor on this storage exists: allocated now where it was not known, or where its size changed."""

@@ -35,7 +35,16 @@ def request_for(
         micro_batch_sizes=(strategy.micro_batch_size,),
         encoders=online_encoders(model, batch) if strategy.features == "online" else None,
         compute_capability=gpu.compute_capability,
+        device_bytes=device_bytes(gpu, strategy),
     )
+
+
+def device_bytes(gpu: Gpu, strategy: Strategy) -> int | None:
+    """What the engine is told that the card has, where it asks: ZeRO-1 and 2 do, to choose where they flatten weights.
+
+    None for all others, whose rehearsals are then those of every card of the same compute capability.
+    """
+    return gpu.usable_bytes if strategy.zero_stage in (1, 2) else None
 
 
 def model_problems(model: CatalogModel) -> list[str]:

@@ -42,6 +42,21 @@ class FakeGpuAccelerator(CPU_Accelerator):
     def device_count(self) -> int:
         return 1
 
+    # ZeRO-1 and 2 flatten weights on the card where it has room for them twice, and on the host else.
+    def available_memory(self, device_index: int | None = None) -> int:
+        free, _ = torch.get_device_module(FAKE_GPU).mem_get_info()
+        return int(free)
+
+    def total_memory(self, device_index: int | None = None) -> int:
+        _, total = torch.get_device_module(FAKE_GPU).mem_get_info()
+        return int(total)
+
+    def memory_allocated(self, device_index: int | None = None) -> int:
+        return int(torch.get_device_module(FAKE_GPU).memory_allocated())
+
+    def empty_cache(self) -> None:
+        torch.get_device_module(FAKE_GPU).empty_cache()
+
     def communication_backend_name(self) -> str:
         return "fake"
 

@@ -33,10 +33,17 @@ from bigdit.rehearse.subclasses import make_subclass
 
 FAKE_GPU = "fakegpu"
 
+_AMPLE = 1 << 50
+
 
 @contextmanager
-def fake_device(kernels: Kernels, compute_capability: tuple[int, int]) -> Iterator[torch.device]:
-    """Tensors are fake in here; on the device given they are laid out as the kernels would lay them out."""
+def fake_device(
+    kernels: Kernels, compute_capability: tuple[int, int], device_bytes: int | None = None
+) -> Iterator[torch.device]:
+    """Tensors are fake in here; on the device given they are laid out as the kernels would lay them out.
+
+    `device_bytes`: what engines that ask are told the card has; None: more than they want.
+    """
     fakes = FakeTensorMode()  # imports what looks at the things patched below
     nn.Module._apply = convert_in_place
     FakeTensor.data = assignable_data
@@ -51,7 +58,8 @@ def fake_device(kernels: Kernels, compute_capability: tuple[int, int]) -> Iterat
     if kernels == "cuda":
         _register_fake_gpu()
         streams.count_anew()
-        torch.get_device_module(FAKE_GPU).compute_capability = compute_capability
+        card = torch.get_device_module(FAKE_GPU)
+        card.compute_capability, card.device_bytes = compute_capability, device_bytes
         # torch's own dispatcher would fall to the mathematical form, which saves quadratic tensors.
         F.scaled_dot_product_attention = CudaAttention(compute_capability)
     try:
@@ -63,9 +71,10 @@ def fake_device(kernels: Kernels, compute_capability: tuple[int, int]) -> Iterat
 
 
 class _FakeGpu:
-    """What torch asks of a device's module; `compute_capability` is the card's that it stands for."""
+    """What torch asks of a device's module. `compute_capability` and `device_bytes` are of the card it stands for."""
 
     compute_capability = (8, 0)
+    device_bytes: int | None = None
     kernels: torch.library.Library
 
     def is_available(self) -> bool:
@@ -91,6 +100,17 @@ class _FakeGpu:
 
     def stream(self, stream: streams.Stream | None) -> AbstractContextManager[None]:
         return streams.entered(stream)
+
+    # The recorder knows of both.
+    def empty_cache(self) -> None: ...
+
+    def memory_allocated(self, device: object = None) -> int:
+        return 0
+
+    def mem_get_info(self, device: object = None) -> tuple[int, int]:
+        """Bytes free and in all."""
+        total = _AMPLE if self.device_bytes is None else self.device_bytes
+        return max(total - self.memory_allocated(), 0), total
 
     def set_device(self, device: object) -> None: ...
 

@@ -17,7 +17,8 @@ class RehearsalRequest(Strict):
     """One strategy at several micro-batch sizes; its own `micro_batch_size` gives way to each of them.
 
     `encoders`: what encodes on the device, with features online. `kernels`: whose kernels allocate, those of a
-    CUDA card of `compute_capability` or those of a CPU.
+    CUDA card of `compute_capability` or those of a CPU. `device_bytes`: what engines that ask are told the card
+    has; None: more than they want.
     """
 
     model: ModelSpec
@@ -28,6 +29,7 @@ class RehearsalRequest(Strict):
     encoders: OnlineEncoders | None = None
     kernels: Kernels = "cuda"
     compute_capability: tuple[int, int] = (8, 0)
+    device_bytes: PositiveInt | None = None
 
 
 class RehearsedSize(Strict):

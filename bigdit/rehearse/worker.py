@@ -60,7 +60,8 @@ def rehearse_size(request: RehearsalRequest, micro_batch_size: int) -> Rehearsed
         from bigdit.rehearse.paged import page_on_the_host
 
         page_on_the_host()
-    with _world(strategy, request.kernels) as world, fake_device(request.kernels, request.compute_capability) as device:
+    card = fake_device(request.kernels, request.compute_capability, request.device_bytes)
+    with _world(strategy, request.kernels) as world, card as device:
         recording = record(request.model, request.batch, strategy, request.objective, device, world, request.encoders)
     found = versions()
     return RehearsedSize(

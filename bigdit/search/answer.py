@@ -13,7 +13,15 @@ from bigdit.rehearse import RehearsalRequest, RehearsedSize
 from bigdit.rehearse.pool import Pool
 from bigdit.search import kept, receipts
 from bigdit.search.anchors import Sample
-from bigdit.search.candidates import Candidate, Option, beside, candidate, capacity, fitting
+from bigdit.search.candidates import (
+    Candidate,
+    Option,
+    beside,
+    candidate,
+    capacity,
+    fastest_without_state,
+    fitting,
+)
 from bigdit.search.choices import confirmed, front
 from bigdit.search.confirm import Confirmed, confirm, confirmed_best
 from bigdit.search.dataset import DatasetNeed, dataset_need, encoding_request
@@ -130,7 +138,7 @@ def _search(pool: Pool, sample: Sample, question: Question, evidence: Evidence) 
     for last_resort in (False, True):
         group = [each for each in proposed if each.last_resort == last_resort]
         rejected += _explore(pool, sample, question, evidence, group, options)
-        best = confirmed_best(pool, sample, evidence.band, ranked)
+        best = confirmed_best(pool, sample, question, evidence, ranked)
         if best and best[0].verdict != "DOES NOT FIT":
             if not last_resort:
                 rejected += _last_resorts(proposed)
@@ -157,14 +165,35 @@ def _explore(
     rejected += failed
     ranked = _ranked(question, found, evidence)
     bases = {option.proposal.title for option in ([ranked[0].option] if ranked else found)}
-    more, failed = explore(pool, sample, [each for each in group if each.base and each.base.title in bases], found)
+    variants, slower = _worthwhile(
+        question, evidence, ranked[:1], [each for each in group if each.base and each.base.title in bases]
+    )
+    more, failed_too = explore(pool, sample, variants, found)
+    rejected += [*slower, *failed_too]
     options += [*found, *more]
     ranked = _ranked(question, [*found, *more], evidence)
     if ranked and ranked[0].blocks and not ranked[0].option.proposal.last_resort:
         base = ranked[0].option.proposal.base or ranked[0].option.proposal
         alike = [each for each in (*found, *more) if (each.proposal.base or each.proposal) is base]
         options += selective(pool, sample, alike)
-    return rejected + failed
+    return rejected
+
+
+def _worthwhile(
+    question: Question, evidence: Evidence, best: Sequence[Candidate], variants: Sequence[Proposal]
+) -> tuple[list[Proposal], list[Rejected]]:
+    """The variants, but for lossy ones over several cards that could not be preferred even if they took nothing: a card
+    has its shard of the state alone, so that they save little of it. On one card they are worth seeing beside it."""
+    if not best or best[0].strategy.world_size == 1:
+        return list(variants), []
+    option, rate = best[0].option, best[0].rate.middle
+    bound = fastest_without_state(question, option, capacity(question, option.proposal, evidence), evidence)
+    if bound > best[0].worth:
+        return list(variants), []
+    kept, lossy = ([each for each in variants if each.lossless == wanted] for wanted in (True, False))
+    more = max(bound / rate - 1, 0)
+    reason = f"without any state in the way it would be {more:.0%} faster at most; --optimizer asks for it"
+    return kept, [Rejected(choice="; ".join(each.title for each in lossy), reason=reason)] if lossy else []
 
 
 def _hopeful(

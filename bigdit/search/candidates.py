@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from bigdit.memory.process import ByteRange, beside_torch
 from bigdit.search.evidence import Evidence
 from bigdit.search.interval import Interval
-from bigdit.search.outline import Arrangement
+from bigdit.search.outline import OF_ACTIVATIONS, Arrangement
 from bigdit.search.question import Question
 from bigdit.search.space import Proposal, settled
 from bigdit.search.speed import StepTime, step_time
@@ -25,31 +25,37 @@ two to three times apart do not tell smaller differences."""
 
 @dataclass
 class Option:
-    """A proposal with its arrangement. `corrections`: by how many bytes rehearsals at full depth differed from it, at
-    their micro-batch sizes and checkpointed blocks."""
+    """A proposal with its arrangement. `corrections`: by what share rehearsals at full depth differed from what it
+    predicts, by title, micro-batch size and checkpointed blocks; of this option and all that share activations."""
 
     proposal: Proposal
     arrangement: Arrangement
-    corrections: dict[tuple[int, int], float] = field(default_factory=dict)
+    corrections: dict[tuple[str, int, int], float] = field(default_factory=dict)
 
-    def correct(self, micro_batch_size: int, blocks: int, more_bytes: float) -> None:
-        """Predict so many bytes more at this place, and fewer of them the farther from it."""
-        self.corrections[micro_batch_size, blocks] = more_bytes + self._off(micro_batch_size, blocks)
+    def like(self, other: Option) -> Option:
+        """`other`, which shares activations with this one, and so its corrections."""
+        return Option(other.proposal, other.arrangement, self.corrections)
+
+    def correct(self, micro_batch_size: int, blocks: int, reserved_bytes: int) -> None:
+        """A rehearsal reserved so many bytes here: predict that share more, or less, to where another one is nearer."""
+        off = reserved_bytes / self.arrangement.reserved(micro_batch_size, blocks) - 1
+        self.corrections[self.proposal.title, micro_batch_size, blocks] = off
 
     def reserved(self, micro_batch_size: float, blocks: int) -> float:
         """What torch's default allocator is expected to reserve."""
-        return self.arrangement.reserved(micro_batch_size, blocks) + self._off(micro_batch_size, blocks)
+        return self.arrangement.reserved(micro_batch_size, blocks) * (1 + self._off(micro_batch_size, blocks))
 
     def _off(self, micro_batch_size: float, blocks: int) -> float:
-        """The nearest correction. What is off is how the allocator's pieces fit, which changes from place to place."""
+        """The nearest correction, of this option if there is any. What is off is how the allocator's pieces fit, which
+        changes from place to place."""
         if not self.corrections:
             return 0.0
+        own = [at for at in self.corrections if at[0] == self.proposal.title]
         away = {
-            at: abs(math.log(at[0] / micro_batch_size)) + abs(at[1] - blocks) / max(self.arrangement.count, 1)
-            for at in self.corrections
+            at: abs(math.log(at[1] / micro_batch_size)) + abs(at[2] - blocks) / max(self.arrangement.count, 1)
+            for at in own or self.corrections
         }
-        nearest = min(away, key=lambda at: away[at])
-        return self.corrections[nearest] * math.exp(-away[nearest])
+        return self.corrections[min(away, key=lambda at: away[at])]
 
     def fewest_blocks(self, micro_batch_size: int, capacity_bytes: float) -> int | None:
         """The fewest first blocks to checkpoint so that `capacity_bytes` are enough; None where all are too few."""
@@ -147,6 +153,17 @@ def fitting(question: Question, option: Option, capacity_bytes: float, evidence:
         if blocks is None:
             return  # bytes never fall as the micro-batch grows
         yield candidate(question, option, size, blocks, evidence)
+
+
+def fastest_without_state(question: Question, option: Option, capacity_bytes: float, evidence: Evidence) -> float:
+    """A bound of the images a second of one card that any optimizer or masters can come to in place of the option's:
+    nothing recomputed, at micro-batches that fit where all that is there without activations takes nothing."""
+    size = 1 if question.pins.micro_batch_size is None else question.pins.micro_batch_size
+    peaks = option.arrangement.peaks(size, option.arrangement.count)
+    state = max(peak for phase, peak in peaks.items() if phase not in OF_ACTIVATIONS)
+    found = fitting(question, option, capacity_bytes + state, evidence)
+    rates = (candidate(question, option, each.micro_batch_size, 0, evidence).rate.middle for each in found)
+    return max(rates, default=0.0)
 
 
 def micro_batch_sizes(question: Question, world_size: int) -> Iterator[int]:

@@ -11,13 +11,18 @@ from bigdit.memory.footprint import Footprint
 from bigdit.rehearse import RehearsalRequest, RehearsedSize
 from bigdit.rehearse.pool import Pool
 from bigdit.search.anchors import Sample
-from bigdit.search.candidates import Candidate
+from bigdit.search.candidates import Candidate, candidate
+from bigdit.search.evidence import Evidence
 from bigdit.search.plan import Band, Verdict
+from bigdit.search.question import Question
 from bigdit.search.space import settled
 from bigdit.search.verdict import verdict
 
-ROUNDS = 4
-"""Rehearsals at full depth that the best candidate may take: predictions are moved by what each one found."""
+ROUNDS = 5
+"""Pairs of rehearsals at full depth at most: predictions are moved by what each one found."""
+
+AT_LEAST = 3
+"""The recommended one, and the two next."""
 
 RECORDED_ACCUMULATION = 2
 """Micro-batches of a step in a rehearsal, at most: from the second on all find the same memory."""
@@ -52,39 +57,48 @@ def confirm(pool: Pool, sample: Sample, band: Band, candidates: Sequence[Candida
     """
     answers = pool.rehearse([request(sample, each) for each in candidates])
     found = []
-    for candidate, answer in zip(candidates, answers, strict=True):
+    for each, answer in zip(candidates, answers, strict=True):
         if isinstance(answer, UserError):
             raise answer
         timeline = answer.timeline
-        said, footprint = verdict(timeline, sample.gpu, candidate.strategy.world_size, band)
-        off = footprint.segments.wanted_bytes - candidate.reserved_bytes
-        candidate.option.correct(candidate.micro_batch_size, candidate.blocks, off)
-        found.append(Confirmed(candidate, answer, timeline, footprint, said))
+        said, footprint = verdict(timeline, sample.gpu, each.strategy.world_size, band)
+        each.option.correct(each.micro_batch_size, each.blocks, footprint.segments.wanted_bytes)
+        found.append(Confirmed(each, answer, timeline, footprint, said))
     return found
 
 
 def confirmed_best(
     pool: Pool,
     sample: Sample,
-    band: Band,
+    question: Question,
+    evidence: Evidence,
     ranked: Callable[[], list[Candidate]],
 ) -> list[Confirmed]:
     """The best that fits first, then what else was rehearsed on the way.
 
     `ranked` orders candidates by the predictions as they are then: the first three are rehearsed, and after that
-    whatever has come to the top, until the top has been rehearsed or ROUNDS are over.
+    whatever has come to the top, until the top has been rehearsed or ROUNDS are over; two at a time, as a Pool does.
     """
     known: dict[tuple[str, int, int], Confirmed] = {}
-    for number in range(ROUNDS):
+    for _ in range(ROUNDS):
         order = ranked()
-        if not order:
+        new = [each for each in order if _key(each) not in known]
+        if not new or (len(known) >= AT_LEAST and new[0] is not order[0]):
             break
-        wanted = [each for each in order[: 3 if number == 0 else 1] if _key(each) not in known]
-        if not wanted:
-            break
-        known |= {_key(each.candidate): each for each in confirm(pool, sample, band, wanted)}
+        pair = _pair(question, evidence, new)
+        known |= {_key(each.candidate): each for each in confirm(pool, sample, evidence.band, pair)}
     rank: dict[Verdict, int] = {"FITS": 0, "TIGHT": 1, "DOES NOT FIT": 2}
     return sorted(known.values(), key=lambda each: (rank[each.verdict], -each.candidate.worth))
+
+
+def _pair(question: Question, evidence: Evidence, new: Sequence[Candidate]) -> list[Candidate]:
+    """The two best; or the best and itself with one more block recomputed, where it is a second attempt: such a one is
+    often short of a few MiB, as the allocator's pieces fit."""
+    best = new[0]
+    tried = any(title == best.option.proposal.title for title, _, _ in best.option.corrections)
+    if not tried or question.pins.checkpointed_blocks is not None or best.blocks == best.option.arrangement.count:
+        return list(new[:2])
+    return [best, candidate(question, best.option, best.micro_batch_size, best.blocks + 1, evidence)]
 
 
 def _key(candidate: Candidate) -> tuple[str, int, int]:

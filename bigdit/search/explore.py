@@ -28,20 +28,19 @@ def explore(
         for title, strategies in asked.items()
     }
     answers = iter(pool.rehearse([request for batch in batches.values() for request in batch]))
-    arrangements = {option.proposal.title: option.arrangement for option in known}
+    bases = {option.proposal.title: option for option in known}
     options, rejected = [], []
     for proposal in proposed:
         found = [next(answers) for _ in batches[proposal.title]]
         problems = [each for each in found if isinstance(each, UserError)]
-        base = None if proposal.base is None else arrangements.get(proposal.base.title)
+        base = None if proposal.base is None else bases.get(proposal.base.title)
         if problems or (proposal.base is not None and base is None):
             why = str(problems[0]) if problems else "what it varies could not be rehearsed"
             rejected.append(Rejected(choice=proposal.title, reason=why))
             continue
         sizes = [each for each in found if isinstance(each, RehearsedSize)]
-        made = _arrangement(sample, proposal, base, sizes)
-        arrangements[proposal.title] = made
-        options.append(Option(proposal, made))
+        made = Option(proposal, _arrangement(sample, proposal, base.arrangement if base else None, sizes))
+        options.append(bases.setdefault(proposal.title, made if base is None else base.like(made)))
     return options, rejected
 
 
@@ -77,7 +76,7 @@ def selective(pool: Pool, sample: Sample, options: Sequence[Option]) -> list[Opt
             title=f"{option.proposal.title}, selective",
             strategy=option.proposal.strategy.model_copy(update={"checkpointing": "selective"}),
         )
-        found.append(Option(proposal, replace(option.arrangement, full=full)))
+        found.append(option.like(Option(proposal, replace(option.arrangement, full=full))))
     return found
 
 

@@ -14,6 +14,7 @@ from bigdit.errors import UserError
 from bigdit.memory.footprint import footprint
 from bigdit.receipt import Receipt
 from bigdit.rehearse import RehearsalError, RehearsalRequest, RehearsedSize
+from bigdit.rehearse.ask import device_bytes
 from bigdit.search.calibration import Calibration, calibration_of
 from bigdit.search.question import Cluster
 from bigdit.search.speed import StepTime, step_time
@@ -121,6 +122,7 @@ def _request(each: Receipt, card: Gpu) -> RehearsalRequest:
         micro_batch_sizes=(each.strategy.micro_batch_size,),
         objective=each.objective,
         compute_capability=card.compute_capability,
+        device_bytes=device_bytes(card, each.strategy),
     )
 
 

@@ -152,12 +152,13 @@ def _settings(question: Question, engine: str) -> list[dict[str, Any]]:
     elif "offload" in engine or pins.lora_rank is not None:
         pairs = [("adamw", precision)]
     else:
-        sharded = engine in ("fsdp2", "hsdp")
-        pairs = [("adamw", precision), ("adamw_8bit_ao" if sharded else "adamw_8bit", precision)]
-        if sharded or engine == "single":
+        without_masters = precision == "bf16" and pins.precision is None
+        pairs = [("adamw", precision), ("adamw_8bit_ao" if engine in ("fsdp2", "hsdp") else "adamw_8bit", precision)]
+        if engine == "single":
             pairs.append(("came", precision))
-        if precision == "bf16" and pins.precision is None and (sharded or engine == "single"):
-            pairs += [("adamw", "bf16_sr"), ("came", "bf16_sr")]
+            pairs += [("adamw", "bf16_sr"), ("came", "bf16_sr")] if without_masters else []
+        elif engine in ("fsdp2", "hsdp"):  # of a shard of the state, the least that there is of it
+            pairs.append(("came", "bf16_sr" if without_masters else precision))
     return [
         {"optimizer.name": optimizer, "precision": kind, "ema.device": average, "lora.base": base}
         for optimizer, kind in pairs

@@ -118,11 +118,10 @@ def _check_store(store: FeatureStore, run: RunConfig, spec: ModelSpec) -> None:
     dim, wanted = store.null_text.states.shape[1], spec.kwargs.get("caption_channels")
     if wanted is not None and dim != wanted:
         problems.append(f"its text has {dim} features, and the model's caption_channels is {wanted}")
-    if store.max_tokens != run.encoders.text.max_tokens:
-        problems.append(
-            f"its text has at most {store.max_tokens} tokens, and encoders.text.max_tokens is "
-            f"{run.encoders.text.max_tokens}"
-        )
+    encoder, asked = store.schema.text_encoder, run.encoders.text.tokens_asked
+    most = encoder.get("max_sequence_length", encoder["max_tokens"])
+    if asked not in (None, most):
+        problems.append(f"its text has at most {most} tokens, and encoders.text.max_tokens is {asked}")
     if problems:
         raise UserError(*(f"data.features: {store.root} does not fit: {problem}" for problem in problems))
 

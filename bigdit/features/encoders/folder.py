@@ -7,7 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from bigdit.errors import UserError
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def read_config(key: str, folder: Path) -> dict[str, Any]:

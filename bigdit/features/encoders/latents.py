@@ -1,7 +1,8 @@
-"""A VAE's encoding as the latents that transformers are trained on."""
+"""A VAE's encoding as the latents that transformers are trained on, and back."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,33 +18,104 @@ VIDEO_VAES = (
 )
 
 
+@dataclass(frozen=True)
+class Normalisation:
+    """latents = (z − mean) × scale / deviation, over the channels of z, or of its patches of `patch` a side."""
+
+    mean: float | torch.Tensor
+    scale: float = 1.0
+    deviation: torch.Tensor | None = None
+    patch: int = 1
+
+    def apply(self, z: torch.Tensor) -> torch.Tensor:
+        """Latents of the VAE's z [B, C, (F,) h, w]."""
+        channels = self._patches(z)
+        return self._whole(self._scaled(channels - _like(self.mean, channels)))
+
+    def spread(self, deviation: torch.Tensor) -> torch.Tensor:
+        """The standard deviation of latents of that of z."""
+        return self._whole(self._scaled(self._patches(deviation)))
+
+    def undo(self, latents: torch.Tensor) -> torch.Tensor:
+        """The z of latents."""
+        channels = self._patches(latents)
+        if self.deviation is not None:
+            channels = channels * _like(self.deviation, channels)
+        return self._whole(channels / self.scale + _like(self.mean, channels))
+
+    def described(self) -> dict[str, Any]:
+        """What it does, in numbers; channels in the VAE's order."""
+        mean = self.mean.tolist() if isinstance(self.mean, torch.Tensor) else self.mean
+        deviation = {} if self.deviation is None else {"latents_std": self.deviation.tolist()}
+        return {"scaling_factor": self.scale, "shift_factor" if isinstance(mean, float) else "latents_mean": mean} | (
+            deviation
+        )
+
+    def _scaled(self, channels: torch.Tensor) -> torch.Tensor:
+        if self.deviation is None:
+            return channels * self.scale
+        scaled = channels if self.scale == 1 else channels * self.scale
+        return scaled / _like(self.deviation, channels)
+
+    def _patches(self, z: torch.Tensor) -> torch.Tensor:
+        return z if self.patch == 1 else F.pixel_unshuffle(z, self.patch)
+
+    def _whole(self, channels: torch.Tensor) -> torch.Tensor:
+        return channels if self.patch == 1 else F.pixel_shuffle(channels, self.patch)
+
+
+def normalisation(vae: Any) -> Normalisation:
+    """As the VAE's config says. Source: the family's pipeline in diffusers 0.42.1."""
+    name, config = type(vae).__name__, vae.config
+    if name == "AutoencoderKLFlux2":  # by a batch norm's statistics, over 2 × 2 patches as channels
+        deviation = torch.sqrt(vae.bn.running_var + config.batch_norm_eps)
+        return Normalisation(vae.bn.running_mean, deviation=deviation, patch=2)
+    if name == "AutoencoderKLLTXVideo":
+        return Normalisation(vae.latents_mean, config.scaling_factor, vae.latents_std)
+    scale = float(config.get("scaling_factor") or 1.0)
+    if config.get("latents_mean") is not None and config.get("latents_std") is not None:
+        return Normalisation(torch.tensor(config.latents_mean), scale, torch.tensor(config.latents_std))
+    return Normalisation(float(config.get("shift_factor") or 0.0), scale)
+
+
 def encode_latents(vae: Any, pixels: torch.Tensor) -> torch.Tensor:
     """Latents [B, C, (F,) h, w] of pixels [B, 3, (F,) H, W] in [-1, 1] and the VAE's dtype, normalised.
 
     A distribution gives its mode: features are the same whenever they are encoded.
     """
-    picture = pixels.dim() == 4 and type(vae).__name__ in VIDEO_VAES
-    encoded = vae.encode(pixels.unsqueeze(2) if picture else pixels)
+    encoded, picture = _encoded(vae, pixels)
     z = encoded.latent if hasattr(encoded, "latent") else encoded.latent_dist.mode()
-    return _normalised(vae, z.squeeze(2) if picture else z)
+    return normalisation(vae).apply(z.squeeze(2) if picture else z)
 
 
-def _normalised(vae: Any, z: torch.Tensor) -> torch.Tensor:
-    """Shift and scale as the VAE's config says. Source: the family's pipeline in diffusers 0.42.1."""
-    name, config = type(vae).__name__, vae.config
-    if name == "AutoencoderKLFlux2":  # by a batch norm's statistics, over 2 × 2 patches as channels
-        patches = F.pixel_unshuffle(z, 2)
-        mean, variance = (each.view(1, -1, 1, 1) for each in (vae.bn.running_mean, vae.bn.running_var))
-        deviation = torch.sqrt(variance + config.batch_norm_eps)
-        return F.pixel_shuffle((patches - mean.to(z)) / deviation.to(z), 2)
-    if name == "AutoencoderKLLTXVideo":
-        mean, deviation = (_per_channel(each, z) for each in (vae.latents_mean, vae.latents_std))
-        return (z - mean) * config.scaling_factor / deviation
-    if name in ("AutoencoderKLWan", "AutoencoderKLQwenImage"):
-        mean, deviation = (_per_channel(torch.tensor(each), z) for each in (config.latents_mean, config.latents_std))
-        return (z - mean) / deviation
-    return (z - float(config.get("shift_factor") or 0.0)) * float(config.scaling_factor)
+def encode_moments(vae: Any, pixels: torch.Tensor) -> torch.Tensor:
+    """The mean and the standard deviation [B, 2, C, (F,) h, w] of the latents' distribution, as `encode_latents`."""
+    encoded, picture = _encoded(vae, pixels)
+    mean, deviation = encoded.latent_dist.mean, encoded.latent_dist.std
+    if picture:
+        mean, deviation = mean.squeeze(2), deviation.squeeze(2)
+    found = normalisation(vae)
+    return torch.stack([found.apply(mean), found.spread(deviation)], dim=1)
 
 
-def _per_channel(values: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-    return values.view(1, -1, *(1 for _ in z.shape[2:])).to(z)
+def decode_latents(vae: Any, latents: torch.Tensor) -> torch.Tensor:
+    """Pixels [B, 3, (F,) H, W] of latents [B, C, (F,) h, w] in the VAE's dtype."""
+    z = normalisation(vae).undo(latents)
+    picture = z.dim() == 4 and type(vae).__name__ in VIDEO_VAES
+    if picture:
+        z = z.unsqueeze(2)
+    # LTX decoders from 0.9.1 on are told how noisy the latents are: not at all, as LTXPipeline's default says.
+    noise = (z.new_zeros(len(z)),) if vae.config.get("timestep_conditioning") else ()
+    pixels: torch.Tensor = vae.decode(z, *noise).sample
+    return pixels.squeeze(2) if picture else pixels
+
+
+def _encoded(vae: Any, pixels: torch.Tensor) -> tuple[Any, bool]:
+    """What the VAE answers, and whether it took the pixels as a video of one frame."""
+    picture = pixels.dim() == 4 and type(vae).__name__ in VIDEO_VAES
+    return vae.encode(pixels.unsqueeze(2) if picture else pixels), picture
+
+
+def _like(values: float | torch.Tensor, z: torch.Tensor) -> float | torch.Tensor:
+    """A number, or one value a channel in the shape, dtype and place of z."""
+    return values.view(1, -1, *(1 for _ in z.shape[2:])).to(z) if isinstance(values, torch.Tensor) else values

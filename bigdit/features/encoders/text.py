@@ -1,7 +1,8 @@
-"""Text encoders from transformers: captions to the hidden states of their tokens, without padding."""
+"""T5 from transformers: captions to the hidden states of their tokens, without padding."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Sequence
 from typing import Any
@@ -9,14 +10,16 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerBase, T5Config, T5EncoderModel
 
-from bigdit.config.run import TextEncoderConfig
+from bigdit.config.run import T5_TOKENS, TextEncoderConfig
 from bigdit.errors import UserError, nearest
-from bigdit.features.digest import config_digest, lines_digest, weights_digest
-from bigdit.features.encoders.folder import check_complete, read_config
+from bigdit.features.batch_size import CPU_BATCH, BatchSize
+from bigdit.features.digest import config_digest, weights_digest
+from bigdit.features.encoders.by_length import encode_by_length
+from bigdit.features.encoders.folder import DTYPES, check_complete, read_config
+from bigdit.features.encoders.tokenizer import tokenizer_digest
 from bigdit.features.text import Text
 
 _KEY = "encoders.text"
-_BATCH = 32  # captions that are encoded at once
 # What an encoder of a given width may be asked for; the rest of T5Config is the decoder's or the tokenizer's.
 _ENCODER_ARGUMENTS = tuple(
     name
@@ -28,47 +31,56 @@ _ENCODER_ARGUMENTS = tuple(
 
 
 class T5TextEncoder:
-    """A T5 encoder in fp32 and eval mode; `dim` is the width of its hidden states."""
+    """A T5 encoder in eval mode; `dim` is the width of its hidden states."""
 
-    def __init__(self, config: TextEncoderConfig, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, config: TextEncoderConfig, device: torch.device | str = "cpu", batch_size: int = CPU_BATCH
+    ) -> None:
         """Load from `config.path`, or draw from `config.seed`. Raises UserError where that is not possible."""
         self._device = torch.device(device)
-        model, self._tokenizer, described = _from_folder(config) if config.path else _from_seed(config)
-        self._model = model.to(self._device).eval()
-        self.max_tokens = config.max_tokens
+        self._config = config
+        model, self._tokenizer, self._described = _from_folder(config) if config.path else _from_seed(config)
+        self._model = model.to(self._device, DTYPES[config.dtype]).eval()
+        self._size = BatchSize(batch_size)
+        self.max_tokens = config.max_tokens or T5_TOKENS
         self.dim = int(model.config.d_model)
-        self.pooled_dim = None
-        self.identity = {
-            "class_name": config.class_name,
-            "config": config_digest(described),
-            "weights": weights_digest(model.state_dict()),
-            "tokenizer": _tokenizer_digest(self._tokenizer),
-            "max_tokens": config.max_tokens,
+        self.pooled_dim: int | None = None
+
+    @functools.cached_property
+    def identity(self) -> dict[str, Any]:
+        """What decides over the texts; the weights are read once for it."""
+        return {
+            "class_name": self._config.class_name,
+            "config": config_digest(self._described),
+            "weights": weights_digest(self._model.state_dict()),
+            "tokenizer": tokenizer_digest(self._tokenizer),
+            "dtype": self._config.dtype,
+            "stored": self._config.stored,
+            "max_tokens": self.max_tokens,
             "dim": self.dim,
         }
 
-    @torch.no_grad()
     def encode(self, captions: Sequence[str]) -> list[Text]:
-        """Captions to hidden states fp32 of at most max_tokens tokens; padding is masked and cut off."""
-        order = sorted(range(len(captions)), key=lambda i: (len(captions[i]), i))  # little padding in a batch
-        encoded: dict[int, Text] = {}
-        for start in range(0, len(order), _BATCH):
-            chosen = order[start : start + _BATCH]
-            tokens = self._tokenizer(
-                [captions[i] for i in chosen],
-                padding=True,
-                truncation=True,
-                max_length=self.max_tokens,
-                return_tensors="pt",
-            ).to(self._device)
-            hidden = self._model(input_ids=tokens.input_ids, attention_mask=tokens.attention_mask).last_hidden_state
-            for i, states, mask in zip(chosen, hidden, tokens.attention_mask.bool(), strict=True):
-                encoded[i] = Text(states[mask])
-        return [encoded[i] for i in range(len(captions))]
+        """Captions to hidden states of at most max_tokens tokens; padding is masked and cut off."""
+        if not captions:
+            return []
+        ids = self._tokenizer(list(captions), truncation=True, max_length=self.max_tokens).input_ids
+
+        def encode(places: Sequence[int]) -> list[Text]:
+            return self._read([ids[place] for place in places])
+
+        return encode_by_length(captions, [len(each) for each in ids], self._size, encode)
 
     def null(self) -> Text:
         """The text of the empty caption."""
         return self.encode([""])[0]
+
+    @torch.no_grad()
+    def _read(self, ids: list[list[int]]) -> list[Text]:
+        """The states of each caption's tokens, in one pass."""
+        padded = self._tokenizer.pad({"input_ids": ids}, return_tensors="pt").to(self._device)
+        hidden = self._model(input_ids=padded.input_ids, attention_mask=padded.attention_mask).last_hidden_state
+        return [Text(states[mask]) for states, mask in zip(hidden, padded.attention_mask.bool(), strict=True)]
 
 
 def _from_folder(config: TextEncoderConfig) -> tuple[T5EncoderModel, PreTrainedTokenizerBase, dict[str, Any]]:
@@ -107,10 +119,3 @@ def _from_seed(config: TextEncoderConfig) -> tuple[T5EncoderModel, PreTrainedTok
     except (TypeError, ValueError, RuntimeError) as error:
         raise UserError(f"{_KEY}.config: T5EncoderModel refuses it: {' '.join(str(error).split())}") from None
     return model, tokenizer, arguments
-
-
-def _tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The class and the numbered vocabulary."""
-    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda entry: (entry[1], entry[0]))
-    lines = (f"{number} {token!r}".encode() for token, number in vocabulary)
-    return lines_digest([type(tokenizer).__name__.encode(), *lines])

@@ -1,72 +1,121 @@
-"""Image codecs from diffusers: a VAE in a folder, its latents scaled and shifted as its config says."""
+"""Image codecs from diffusers: a VAE in a folder, its latents normalised as its config says."""
 
 from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Sequence
+from typing import Any
 
 import diffusers
 import torch
 
 from bigdit.config.run import VaeCodec
 from bigdit.errors import UserError
+from bigdit.features.batch_size import BatchSize
 from bigdit.features.buckets import Color
 from bigdit.features.digest import config_digest, weights_digest
-from bigdit.features.encoders.folder import check_complete, read_config
-from bigdit.features.encoders.latents import encode_latents
+from bigdit.features.encoders.folder import DTYPES, check_complete, read_config
+from bigdit.features.encoders.latents import VIDEO_VAES, decode_latents, encode_latents, encode_moments, normalisation
+from bigdit.features.part import Shape
 
 _KEY = "encoders.image.path"
+_OF_PICTURES = "AutoencoderKLQwenImage"  # a video VAE whose transformers are fed latents without frames
 
 
 class DiffusersVae:
-    """AutoencoderKL (the mode of its distribution) or AutoencoderDC, in fp32.
-
-    latents = (z − shift_factor) × scaling_factor. Source: diffusers, StableDiffusion3Pipeline and SanaPipeline.
-    """
+    """Any VAE that VaeCodec names, in eval mode; pictures are videos of one frame to those of videos."""
 
     stored_dtype = torch.bfloat16
 
-    def __init__(self, config: VaeCodec, device: torch.device | str) -> None:
-        saved = read_config(_KEY, config.path)
-        if saved.get("_class_name") != config.class_name:
+    def __init__(self, config: VaeCodec, device: torch.device | str, batch_size: int) -> None:
+        self._saved = read_config(_KEY, config.path)
+        if self._saved.get("_class_name") != config.class_name:
             raise UserError(
-                f"{_KEY}: {config.path} holds a {saved.get('_class_name')}, and "
+                f"{_KEY}: {config.path} holds a {self._saved.get('_class_name')}, and "
                 f"encoders.image.class_name is {config.class_name}"
             )
-        for statistic in ("latents_mean", "latents_std"):
-            if saved.get(statistic) is not None:
-                raise UserError(f"{_KEY}: {config.path} normalises by {statistic}, which bigdit does not apply")
+        if config.latents != "mode" and config.class_name == "AutoencoderDC":
+            raise UserError(
+                f"encoders.image.latents is {config.latents}, and AutoencoderDC gives no distribution; use mode"
+            )
+        self._config = config
+        self.batch_size = batch_size
+        self._size = BatchSize(batch_size)
         self._vae = _load(config).to(device)
         self._device = torch.device(device)
-        self._scale = float(self._vae.config.scaling_factor)
-        self._shift = float(self._vae.config.get("shift_factor") or 0.0)
-        self.channels = int(self._vae.config.latent_channels)
-        levels = self._vae.config.get("block_out_channels") or self._vae.config.encoder_block_out_channels
-        self.downsample = 2 ** (len(levels) - 1)
-        self.color: Color = "gray" if self._vae.config.in_channels == 1 else "rgb"
-        self.identity = {
+        found = self._vae.config
+        self.channels = int(found.get("latent_channels") or found.z_dim)
+        self.downsample = int(
+            getattr(self._vae, "spatial_compression_ratio", None) or 2 ** (len(found.block_out_channels) - 1)
+        )
+        self.color: Color = "gray" if found.get("in_channels") == 1 else "rgb"
+        self._frames = config.class_name in VIDEO_VAES and config.class_name != _OF_PICTURES
+
+    @functools.cached_property
+    def identity(self) -> dict[str, Any]:
+        """What decides over the latents; the weights are read once for it."""
+        return {
             "name": "vae",
-            "class_name": config.class_name,
-            "config": config_digest(saved),
+            "class_name": self._config.class_name,
+            "config": config_digest(self._saved),
             "weights": weights_digest(self._vae.state_dict()),
-            "scaling_factor": self._scale,
-            "shift_factor": self._shift,
+            "dtype": self._config.dtype,
+            "latents": self._config.latents,
+            **({"seed": self._config.seed} if self._config.latents == "sampled" else {}),
+            **normalisation(self._vae).described(),
         }
 
+    def latent_shape(self, bucket: tuple[int, int]) -> Shape:
+        side = self.downsample * normalisation(self._vae).patch
+        if bucket[0] % side or bucket[1] % side:
+            raise UserError(f"data.buckets: {bucket[0]} × {bucket[1]} does not divide by {side}")
+        height, width = bucket[0] // self.downsample, bucket[1] // self.downsample
+        return (self.channels, 1, height, width) if self._frames else (self.channels, height, width)
+
+    def encode(self, pixels: torch.Tensor, indices: Sequence[int] = ()) -> torch.Tensor:
+        def encode(places: Sequence[int]) -> torch.Tensor:
+            rows = slice(places[0], places[-1] + 1)
+            return self._encode(pixels[rows], indices[rows])
+
+        return torch.stack(self._size.map(encode, range(len(pixels))))
+
     @torch.no_grad()
-    def encode(self, pixels: torch.Tensor) -> torch.Tensor:
-        return encode_latents(self._vae, pixels.to(self._device))
+    def _encode(self, pixels: torch.Tensor, indices: Sequence[int]) -> torch.Tensor:
+        """One batch, which memory may not do for."""
+        pixels = pixels.to(self._device, DTYPES[self._config.dtype])
+        if self._frames:
+            pixels = pixels.unsqueeze(2)
+        if self._config.latents == "mode":
+            return encode_latents(self._vae, pixels).float()
+        moments = encode_moments(self._vae, pixels).float()
+        if self._config.latents == "moments":
+            return moments
+        mean, deviation = moments.unbind(1)
+        if len(indices) != len(mean):
+            raise ValueError(f"{len(mean)} pictures are drawn by as many indices, and {len(indices)} were given")
+        noise = torch.stack([_noise(self._config.seed, index, mean.shape[1:]) for index in indices])
+        return mean + deviation * noise.to(mean)
 
     @torch.no_grad()
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
-        z = latents.to(self._device, torch.float32) / self._scale + self._shift
-        pixels: torch.Tensor = self._vae.decode(z).sample
-        return pixels
+        pixels = decode_latents(self._vae, latents.to(self._device, DTYPES[self._config.dtype])).float()
+        return pixels.squeeze(2) if self._frames else pixels
 
 
-def _load(config: VaeCodec) -> diffusers.AutoencoderKL | diffusers.AutoencoderDC:
-    """The VAE in fp32 and eval mode, from safetensors only: a pickle can run code."""
+def _noise(seed: int, index: int, shape: Sequence[int]) -> torch.Tensor:
+    """Standard normal numbers of one sample: the same on every device, in every batch and for every worker."""
+    digest = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "big", signed=True))
+    return torch.randn(tuple(shape), generator=generator)
+
+
+def _load(config: VaeCodec) -> Any:
+    """The VAE in eval mode, from safetensors only: a pickle can run code."""
     try:
         vae, info = getattr(diffusers, config.class_name).from_pretrained(
             config.path,
-            torch_dtype=torch.float32,
+            torch_dtype=DTYPES[config.dtype],
             local_files_only=True,
             use_safetensors=True,
             output_loading_info=True,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from bigdit.features.sources.protocol import Unusable
 
 PICTURE_BYTES = 2**30  # a picture within Pillow's limit of pixels takes less, unless it was made to fill the memory
 CAPTION_BYTES = 2**20
+IMPOSSIBLE = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)  # of paths that name no file
 
 
 def read_file(path: Path, limit: int) -> bytes:
@@ -60,4 +62,6 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
     except FileNotFoundError:
         raise
     except OSError as error:
+        if error.errno in IMPOSSIBLE:
+            raise Unusable(f"path {path.name[:50]}: {error.strerror}") from None
         raise unreadable(path, error) from None

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import xxhash
 
+from bigdit import log
 from bigdit.errors import UserError
 from bigdit.features.sources.captions import json_captions, text_captions
 from bigdit.features.sources.disk import CAPTION_BYTES, PICTURE_BYTES, read_file, unreadable
@@ -49,8 +51,9 @@ class ImageFolder:
         """List the folder. Raises UserError, which names `key`, where it is missing or holds no pictures."""
         self.root = root
         digest = xxhash.xxh3_128()
+        passed_over: Counter[str] = Counter()
         try:
-            self._names = Names(_digested(root, digest))
+            self._names = Names(_digested(root, digest, passed_over))
         except NotADirectoryError:
             raise UserError(f"{key}: {root} is not a folder") from None
         except FileNotFoundError as error:
@@ -60,6 +63,9 @@ class ImageFolder:
             raise UserError(f"{key}: {error.filename} cannot be listed: {error.strerror}") from None
         if not len(self._names):
             raise UserError(f"{key}: {root} holds no pictures ({', '.join(SUFFIXES)})")
+        if passed_over:
+            kinds = ", ".join(f"{count} {kind}" for kind, count in passed_over.most_common(5))
+            log.notice(f"{key}: {root} also holds what is not read: {kinds}")
         self.identity = {"kind": "folder", "count": len(self._names), "digest": digest.hexdigest()}
 
     def __len__(self) -> int:
@@ -70,36 +76,53 @@ class ImageFolder:
         return [FolderItem(index, self.root, name) for index, name in enumerate(self._names.range(start, end), start)]
 
 
-def _digested(root: Path, digest: xxhash.xxh3_128) -> Iterator[str]:
+def _digested(root: Path, digest: xxhash.xxh3_128, passed_over: Counter[str]) -> Iterator[str]:
     """Names of pictures, sorted; names and sizes of pictures and captions go into the digest: a caption that was
     edited changes the features as much as a picture."""
-    for name, sizes in _pictures(root, ""):
+    for name, sizes in _pictures(root, "", passed_over):
         digest.update(os.fsencode(f"{name}\0{sizes}\n"))
         yield name
 
 
-def _pictures(root: Path, folder: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _pictures(root: Path, folder: str, passed_over: Counter[str]) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Relative paths of pictures below `folder`, sorted, with the bytes of picture, `.json` and `.txt`, -1 for what
-    is missing.
+    is missing; what is neither is counted in `passed_over`.
 
     A folder is sorted as if its name ended in a slash, which gives the order of whole paths: one folder of each
     level is held at a time, never the whole tree.
     """
-    with os.scandir(root / folder) as scanned:
-        entries = {f"{entry.name}/" if entry.is_dir(follow_symlinks=False) else entry.name for entry in scanned}
-    for entry in sorted(entries):
-        if entry.endswith("/"):
-            yield from _pictures(root, folder + entry)
-        elif entry.lower().endswith(SUFFIXES):
-            stem = os.path.splitext(entry)[0]
-            files = (entry, f"{stem}.json", f"{stem}.txt")
-            # A listing tells what is missing; asking for it would be a round trip on a network file system.
-            yield folder + entry, tuple(_size(root / folder / file) if file in entries else -1 for file in files)
-
-
-def _size(path: Path) -> int:
+    descriptor = os.open(root / folder, os.O_RDONLY)  # paths from here are short: the kernel walks nothing twice
     try:
-        return os.stat(path).st_size
+        entries = _entries(descriptor, passed_over)
+        for name in sorted(entries):
+            stem, suffix = os.path.splitext(name)
+            if name.endswith("/"):
+                yield from _pictures(root, folder + name, passed_over)
+            elif suffix.lower() in SUFFIXES:
+                # A listing tells what is missing; asking for it would be a round trip on a network file system.
+                files = (name, f"{stem}.json", f"{stem}.txt")
+                yield folder + name, tuple(_size(file, descriptor) if file in entries else -1 for file in files)
+            elif suffix not in (".json", ".txt"):
+                passed_over[f"{suffix or 'other'} files"[:20]] += 1
+    finally:
+        os.close(descriptor)
+
+
+def _entries(descriptor: int, passed_over: Counter[str]) -> set[str]:
+    """Names in a folder, those of folders with a slash."""
+    entries = set()
+    with os.scandir(descriptor) as scanned:
+        for entry in scanned:
+            if entry.is_symlink() and entry.is_dir():
+                passed_over["links to folders"] += 1
+            else:
+                entries.add(f"{entry.name}/" if entry.is_dir() else entry.name)
+    return entries
+
+
+def _size(name: str, descriptor: int) -> int:
+    try:
+        return os.stat(name, dir_fd=descriptor).st_size
     except FileNotFoundError:
         return -1  # a link to nothing: loading it will tell
 

@@ -11,7 +11,7 @@ BLOCK = 1024
 
 
 class Names:
-    """File names in the order in which they were given. About 5 bytes each where they are numbered."""
+    """File names in their order: 2 bytes each where they are numbered, 21 where they are 32 random characters."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self._blocks: list[bytes] = []

@@ -10,9 +10,17 @@ from typing import Any
 
 import xxhash
 
-from bigdit.config.run import DataConfig, SourceConfig
+from bigdit.config.run import DataConfig, SourceConfig, SourceKind
+from bigdit.errors import UserError
+from bigdit.features.sources.csv_rows import CsvRows
+from bigdit.features.sources.file_rows import FileRows
 from bigdit.features.sources.folder import ImageFolder
+from bigdit.features.sources.places import SPLITS, STATE, files_of, kind_of, saved_files
 from bigdit.features.sources.protocol import Item, Sample, Source
+from bigdit.features.sources.rows import TableSource
+from bigdit.features.sources.webdataset import WebDataset
+
+INDEX = "index"  # the folder within data.features where what is costly to list is kept
 
 
 @dataclass(frozen=True)
@@ -63,14 +71,37 @@ class SourceList:
 def open_source(data: DataConfig) -> SourceList:
     """List what `data.images` names, without reading pictures.
 
-    Raises UserError, naming the source, where one is missing, empty, of no known kind, damaged or hostile.
+    Raises UserError with all problems, each naming its source: what is missing, empty, damaged or hostile.
     """
-    sources = []
+    sources: list[Source] = []
+    problems: list[str] = []
     for number, config in enumerate(data.images):
-        key = "data.images" if len(data.images) == 1 else f"data.images[{number}]"
-        sources.append(_open(config, key))
+        try:
+            sources.append(_open(config, data, "data.images" if len(data.images) == 1 else f"data.images[{number}]"))
+        except UserError as error:
+            problems += error.problems
+    if problems:
+        raise UserError(*problems)
     return SourceList(sources, [str(config.path) for config in data.images])
 
 
-def _open(config: SourceConfig, key: str) -> Source:
-    return ImageFolder(config.path, key)
+def _open(config: SourceConfig, data: DataConfig, key: str) -> Source:
+    kind = kind_of(config, key)
+    _refuse_columns(config, kind, key)
+    if kind == "folder":
+        return ImageFolder(config.path, key)
+    if kind == "csv":
+        return TableSource(kind, CsvRows(config.path, key), config, key)
+    if kind == "webdataset":
+        return WebDataset(files_of(config, ".tar", key), data.features / INDEX, data.workers, key)
+    if kind == "datasets" and any((config.path / name).exists() for name in (STATE, SPLITS)):
+        return TableSource(kind, FileRows(saved_files(config, key), "arrow", str(config.path), key), config, key)
+    return TableSource(kind, FileRows(files_of(config, ".parquet", key), "parquet", str(config.path), key), config, key)
+
+
+def _refuse_columns(config: SourceConfig, kind: SourceKind, key: str) -> None:
+    """What the config could not see: whether the kind that the path shows has the columns and splits it names."""
+    if kind in ("folder", "webdataset") and (config.image or config.captions):
+        raise UserError(f"{key}: {config.path} is of kind {kind}, which has no columns; leave out image and captions")
+    if kind in ("folder", "webdataset", "csv") and config.split:
+        raise UserError(f"{key}.split: {config.path} is of kind {kind}, which has no splits; leave it out")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import warnings
 
 import numpy as np
@@ -11,8 +12,8 @@ from PIL import Image, ImageOps
 from bigdit.features.sources.protocol import Unusable
 
 # What pictures of data sets are; Pillow's other decoders, some of which start programs, are never tried.
-FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF")
-SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif")
+FORMATS = ("PNG", "JPEG", "WEBP", "AVIF", "BMP", "TIFF", "GIF")
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".avif", ".bmp", ".tif", ".tiff", ".gif")
 
 # Pillow only warns of pictures above its limit and below twice as much; here they are refused by name.
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
@@ -29,15 +30,18 @@ def decode(data: bytes) -> Image.Image:
             return _flat(image)
     except (MemoryError, Unusable):
         raise
+    except Image.DecompressionBombError as error:
+        raise Unusable(f"picture too large: {error}") from None
     except Exception as error:  # Pillow's decoders raise many classes on damaged files
-        reason = " ".join(str(error).split())
+        # Without the addresses that objects happen to have: the same picture gives the same reason.
+        reason = re.sub(r" object at 0x[0-9a-f]+", "", " ".join(str(error).split()))
         raise Unusable(f"damaged picture: {type(error).__name__}: {reason}") from None
 
 
 def _check_pixels(image: Image.Image) -> None:
     limit = Image.MAX_IMAGE_PIXELS
     if limit is not None and image.width * image.height > limit:
-        raise Unusable(f"picture of {image.width} × {image.height} pixels; {limit} are the most that is decoded")
+        raise Unusable(f"picture too large: {image.width} × {image.height} pixels; {limit} are the most")
 
 
 def _flat(image: Image.Image) -> Image.Image:

@@ -1,0 +1,1 @@
+"""Faults, and what must be true of a store after each."""

@@ -1,0 +1,153 @@
+"""`bigdit features`: look at a feature store, check every byte of it, and mend it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from bigdit.commands.options import Json, Set
+
+if TYPE_CHECKING:
+    from bigdit.features.report import StoreReport
+    from bigdit.features.verify import Damaged
+
+app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="Look at a feature store, check every byte of it, and mend it.",
+)
+
+Folder = Annotated[Path, typer.Argument(metavar="FEATURES", help="The store: data.features of the run.")]
+
+
+@app.command()
+def info(folder: Folder, as_json: Json = False) -> None:
+    """Counts, buckets, sizes, encoders, the speed of each worker, what was skipped, and what is in hand."""
+    from bigdit import log
+    from bigdit.features.report import store_report
+    from bigdit.features.verify import open_schema
+
+    report = store_report(folder, open_schema(folder))
+    if as_json:
+        log.emit_json(report.model_dump(mode="json"))
+    else:
+        _print_info(report)
+
+
+@app.command()
+def verify(
+    folder: Folder,
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes that read; default: one a core.")] = None,
+    repair: Annotated[bool, typer.Option("--repair", help="Encode the damaged parts again; needs --config.")] = False,
+    config: Annotated[Path | None, typer.Option("--config", help="The run's YAML, for --repair.")] = None,
+    overrides: Set = [],  # noqa: B006  # typer reads the default; it is not changed
+    as_json: Json = False,
+) -> int:
+    """Read every byte and hold it against its digest; exit with 1 where something is damaged and stays so."""
+    import os
+
+    from bigdit import log
+    from bigdit.errors import EXIT_USER, UserError
+    from bigdit.features.verify import verify as verify_store
+    from bigdit.units import gib
+
+    if repair and config is None:
+        raise UserError("--repair: the damaged parts are encoded again, which takes the run's encoders; add --config")
+    count = workers or os.cpu_count() or 1
+    report = verify_store(folder, count)
+    mended = False
+    if report.damaged and repair and config is not None:
+        _repair(folder, config, overrides, workers, report.damaged)
+        mended = True
+        report = report.model_copy(update={"repaired": True})
+    if as_json:
+        log.emit_json(report.model_dump(mode="json"))
+    else:
+        for each in report.damaged:
+            print(f"{each.file}: encoded again" if mended else each.problem)
+        rate = gib(report.bytes / report.seconds)
+        print(f"{report.parts} parts, {gib(report.bytes)}, {rate}/s; {len(report.damaged)} damaged, ", end="")
+        print(f"{report.missing} missing")
+    return EXIT_USER if report.damaged and not mended else 0
+
+
+@app.command()
+def clean(
+    folder: Folder,
+    other_machines: Annotated[
+        bool, typer.Option("--other-machines", help="Also of other machines: say so if no extraction runs there.")
+    ] = False,
+) -> None:
+    """Remove what dead workers left half-written; of other machines nobody here knows who is dead."""
+    from bigdit.features.in_hand import remove_left
+    from bigdit.features.verify import open_schema
+    from bigdit.units import gib
+
+    open_schema(folder)
+    left = remove_left(folder, other_machines=other_machines)
+    for each in left:
+        print(f"removed {each.folder.name}: {len(each.marks)} parts begun, {gib(each.nbytes)}")
+    print(f"{len(left)} dead workers' folders removed")
+
+
+def _repair(folder: Path, config: Path, overrides: list[str], workers: int | None, damaged: list[Damaged]) -> None:
+    """Remove the damaged files, which makes them missing, and encode what they held."""
+    from bigdit import log
+
+    log.quiet_libraries()
+    from bigdit.catalog.resolve import model_spec
+    from bigdit.config import check, load_run
+    from bigdit.errors import UserError
+    from bigdit.features.extract import extract
+
+    run = load_run(config, overrides)
+    model = model_spec(run.model)
+    check(run, model)
+    if run.data.features.resolve() != folder.resolve():
+        raise UserError(f"data.features: {run.data.features} is in {config}, and {folder} was verified; name the same")
+    for each in damaged:
+        (folder / each.file).unlink(missing_ok=True)
+    extract(run, model, workers, only=[(each.start, each.end) for each in damaged if each.end > each.start])
+
+
+def _print_info(report: StoreReport) -> None:
+    from bigdit import log
+    from bigdit.commands.extract import print_skipped
+    from bigdit.report.tables import table
+    from bigdit.units import gib
+
+    done = "whole" if report.parts_done == report.parts else f"{report.parts_done} of {report.parts} parts done"
+    print(f"{report.features}: {done}; {report.encoded} of {report.pictures} pictures encoded, {gib(report.bytes)}")
+    sizes = ", ".join(f"{name} {gib(size)}" for name, size in report.bytes_by_column.items())
+    print(f"bytes    {sizes}")
+    for number, source in enumerate(report.sources):
+        print(f"source {number} {source.get('kind')}: {source['count']} pictures, digest {source.get('digest')}")
+    for what, identity in (("image", report.codec), ("text", report.text_encoder)):
+        print(f"{what:8} {', '.join(f'{key} {value}' for key, value in identity.items())}")
+    buckets = table("", ["bucket", "pictures", "share"], numeric=["pictures", "share"])
+    for shape, count in report.buckets.items():
+        buckets.add_row(shape, str(count), f"{count / report.encoded:.1%}")
+    log.out.print(buckets)
+    columns = ["worker", "on", "parts", "images", "images/s", "reading, encoding, waiting", "CPU, GPU, IO"]
+    speeds = table("", columns, numeric=columns[2:])
+    for each in report.workers:
+        shares = each.shares
+        host, _, _, pid, _, _ = each.worker.rsplit("_", 5)
+        speeds.add_row(
+            f"{host} {pid}",
+            each.device,
+            str(each.parts),
+            str(each.pictures),
+            f"{each.images_per_s:.1f}",
+            f"{shares.reading:.0%} {shares.encoding:.0%} {shares.waiting:.0%}",
+            f"{shares.cpu:.0%} {shares.gpu:.0%} {shares.io:.0%}",
+        )
+    log.out.print(speeds)
+    for held in report.at_work:
+        what = {"alive": "is at work", "dead": "is dead", "unknown": "is of another machine: alive or dead"}[held.fate]
+        print(f"{held.worker} {what}; in hand: {', '.join(held.parts)}, {gib(held.bytes)}")
+    if any(held.fate != "alive" for held in report.at_work):
+        print(f"`bigdit features clean {report.features}` removes what dead workers left; see its --other-machines")
+    print_skipped(report.skipped)

@@ -1,0 +1,107 @@
+"""Every byte of a store held against its digests, by processes of this machine; damaged parts are named."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+
+from bigdit import log
+from bigdit.errors import UserError
+from bigdit.features import null_text
+from bigdit.features.part import part_path, store_identity
+from bigdit.features.ranges import missing
+from bigdit.features.reader import Part
+from bigdit.features.schema import EXTRACT, Range, StoreSchema, read_schema
+from bigdit.spec import Strict
+from bigdit.units import gib
+
+_AT_ONCE = 64  # parts that are queued a process: what is queued is held in memory
+
+
+class Damaged(Strict):
+    """A file of the store whose bytes are not those that were written; the source range [start, end) of a part."""
+
+    file: str
+    start: int
+    end: int
+    problem: str
+
+
+class VerifyReport(Strict):
+    """Parts that were read, their bytes, the damaged ones; how many are not there yet."""
+
+    features: Path
+    parts: int
+    bytes: int
+    damaged: list[Damaged]
+    missing: int
+    seconds: float
+    repaired: bool = False
+
+
+def open_schema(root: Path) -> StoreSchema:
+    """The schema of a store that is there. Raises UserError where none is."""
+    schema = read_schema(root)
+    if schema is None:
+        raise UserError(f"data.features: {root} holds no features; {EXTRACT} makes them")
+    return schema
+
+
+def verify(root: Path, workers: int = 1) -> VerifyReport:
+    """Read all parts of the store at `root` in `workers` processes, behind a progress bar on stderr.
+
+    Raises UserError where there is no store.
+    """
+    began = time.perf_counter()
+    schema = open_schema(root)
+    ranges = schema.ranges()
+    absent = set(missing(root, ranges))
+    there = [each for each in ranges if each not in absent]
+    damaged = _null_text(root)
+    total, done = 0, 0
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["bigdit.features.preload"])
+    identity = store_identity(schema)
+    with (
+        ProcessPoolExecutor(max(min(workers, len(there)), 1), mp_context=context) as pool,
+        log.progress("verify", total=len(there), unit="parts") as advance,
+    ):
+        for first in range(0, len(there), _AT_ONCE * workers):
+            some = there[first : first + _AT_ONCE * workers]
+            for each in as_completed([pool.submit(_check, root, chosen, identity) for chosen in some]):
+                nbytes, problem = each.result()
+                total += nbytes
+                damaged += problem
+                done += 1
+                advance(1, f"{gib(total / max(time.perf_counter() - began, 1e-9))}/s")
+    return VerifyReport(
+        features=root,
+        parts=done,
+        bytes=total,
+        damaged=sorted(damaged, key=lambda each: each.file),
+        missing=len(absent),
+        seconds=round(time.perf_counter() - began, 3),
+    )
+
+
+def _check(root: Path, each: Range, identity: str) -> tuple[int, list[Damaged]]:
+    """Bytes of a part, and the first of its damages."""
+    path = part_path(root, *each)
+    try:
+        problem = next(iter(Part.open(path, identity=identity).damages()), None)
+        size = path.stat().st_size
+    except UserError as error:
+        problem, size = str(error), 0
+    return size, [Damaged(file=path.name, start=each[0], end=each[1], problem=problem)] if problem else []
+
+
+def _null_text(root: Path) -> list[Damaged]:
+    if not (root / null_text.FILE).exists():
+        return []
+    try:
+        null_text.read_null_text(root)
+    except UserError as error:
+        return [Damaged(file=null_text.FILE, start=0, end=0, problem=str(error))]
+    return []

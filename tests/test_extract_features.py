@@ -1,0 +1,101 @@
+"""`bigdit features`: what a store holds, whether every byte is right, and mending what is not."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import pytest
+from conftest import DIGITS, bigdit, with_set
+
+from bigdit.errors import UserError
+from bigdit.features.in_hand import FOLDER, WorkerName
+from bigdit.features.verify import verify
+
+PART = "part-000000000000-000000000240.safetensors"
+
+
+@pytest.fixture
+def store(features, tmp_path):
+    """A copy of the digits' store that may be harmed."""
+    return shutil.copytree(features, tmp_path / "store")
+
+
+def flip(file, byte):
+    data = bytearray(file.read_bytes())
+    data[byte] ^= 4
+    file.write_bytes(data)
+
+
+def left_half_written(store):
+    """By a worker of a machine that is gone, and by one of this machine that is dead."""
+    me = WorkerName.here()
+    folders = [store / FOLDER / str(worker) for worker in (replace(me, host="node7"), replace(me, started=1))]
+    for folder in folders:
+        folder.mkdir(parents=True)
+        (folder / "part-000000000000-000000000240.safetensors").write_bytes(b"half")
+    return folders
+
+
+def test_info_tells_what_is_there_and_who_is_at_it(store):
+    gone, dead = left_half_written(store)
+    done = bigdit("features", "info", store, COLUMNS="160")
+    assert done.returncode == 0, done.stderr
+    assert f"{store}: whole; 240 of 240 pictures encoded, " in done.stdout
+    for expected in ("source 0 folder: 240 pictures", "image    name identity, factor 2", "text     class_name T5"):
+        assert expected in done.stdout
+    assert "4x4x4 240 100.0%" in " ".join(done.stdout.split())
+    assert f"{gone.name} is of another machine: alive or dead; in hand: {PART}, 4 B" in done.stdout
+    assert f"{dead.name} is dead; in hand: {PART}, 4 B" in done.stdout
+    assert f"`bigdit features clean {store}` removes what dead workers left" in done.stdout
+    report = json.loads(bigdit("features", "info", store, "--json").stdout)
+    assert (report["parts_done"], report["parts"], report["encoded"], report["skipped"]) == (1, 1, 240, [])
+    assert report["bytes"] == (store / PART).stat().st_size
+    assert 0 < report["bytes"] - sum(report["bytes_by_column"].values()) < 2000  # the header
+    assert sum(worker["pictures"] for worker in report["workers"]) == 240
+    assert report["workers"][0]["images_per_s"] > 0
+    assert {held["fate"] for held in report["at_work"]} == {"dead", "unknown"}
+
+
+def test_clean_takes_other_machines_on_demand_alone(store):
+    gone, dead = left_half_written(store)
+    done = bigdit("features", "clean", store)
+    assert done.stdout == f"removed {dead.name}: 1 parts begun, 4 B\n1 dead workers' folders removed\n"
+    assert (gone.exists(), dead.exists()) == (True, False)
+    done = bigdit("features", "clean", store, "--other-machines")
+    assert done.stdout.splitlines()[-1] == "1 dead workers' folders removed"
+    assert not gone.exists()
+
+
+@pytest.mark.slow
+def test_damage_is_found_named_and_repaired(store, pictures):
+    whole = (store / PART).read_bytes()
+    null_text = (store / "null_text.safetensors").read_bytes()
+    flip(store / PART, len(whole) // 2)
+    flip(store / "null_text.safetensors", -1)
+    settings = with_set([f"data.images={pictures}", f"data.features={store}"])
+    done = bigdit("features", "verify", store)
+    assert done.returncode == 1
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith(f"data.features: {store}/null_text.safetensors is damaged")
+    assert lines[1].startswith(f"data.features: {store}/{PART} is damaged in ")
+    assert lines[2].endswith("; 2 damaged, 0 missing")
+
+    refused = bigdit("features", "verify", store, "--repair")
+    assert refused.returncode == 1
+    assert refused.stderr.startswith("error: --repair: the damaged parts are encoded again")
+    mended = bigdit("features", "verify", store, "--repair", "--config", DIGITS, *settings)
+    assert mended.returncode == 0, mended.stderr
+    assert f"{PART}: encoded again" in mended.stdout
+    assert (store / PART).read_bytes() == whole
+    assert (store / "null_text.safetensors").read_bytes() == null_text
+    report = verify(store, workers=2)
+    assert (report.parts, report.damaged, report.missing) == (1, [], 0)
+    assert report.bytes == len(whole)
+
+
+def test_what_is_missing_is_counted_and_no_store_is_one_line(store, tmp_path):
+    (store / PART).unlink()
+    report = verify(store)
+    assert (report.parts, report.damaged, report.missing) == (0, [], 1)
+    with pytest.raises(UserError, match=r"nowhere holds no features; `bigdit extract --config RUN\.yaml` makes them"):
+        verify(tmp_path / "nowhere")

@@ -1,0 +1,64 @@
+"""Sources of several kinds through `bigdit extract` into one store, and what was skipped in its report."""
+
+import io
+import json
+
+import pytest
+from conftest import DIGITS, bigdit, with_set
+from PIL import Image
+from test_features_tables import png, snapshot
+from test_features_tars import write_tar
+
+from bigdit.features import FeatureStore
+
+
+@pytest.fixture
+def sources(tmp_path):
+    """A folder, a CSV, tars and Parquet: fifteen pictures, four of them of no use."""
+    (tmp_path / "folder").mkdir()
+    for number in range(3):
+        (tmp_path / f"folder/{number}.png").write_bytes(png(number))
+        (tmp_path / f"folder/{number}.txt").write_text(f"number {number}")
+    (tmp_path / "folder/1.txt").unlink()
+    rows = "folder/0.png,a zero,an early zero\nfolder/9.png,a nine,a late nine\n"
+    (tmp_path / "list.csv").write_text(f"path,short,long\n{rows}")
+    wide = io.BytesIO()
+    Image.new("L", (12, 8), 77).save(wide, "png")
+    good = [("a.png", png(3)), ("a.json", b'["three", "a three"]')]
+    bad = [("b.png", png(4)[:50]), ("b.txt", b"four"), ("c.txt", b"no picture")]
+    write_tar(tmp_path / "tars/0.tar", [*good, *bad])
+    write_tar(tmp_path / "tars/1.tar", [("d.png", wide.getvalue()), ("d.txt", b"wide")])
+    snapshot(tmp_path / "table", "a.parquet", range(5, 11))
+    return [
+        str(tmp_path / "folder"),
+        {"path": str(tmp_path / "list.csv"), "captions": {"short": 1, "long": 2}},
+        str(tmp_path / "tars/{0..1}.tar"),
+        str(tmp_path / "table"),
+    ]
+
+
+@pytest.mark.slow
+def test_a_store_of_every_kind_of_source(sources, tmp_path):
+    root = tmp_path / "features"
+    settings = [f"data.images={json.dumps(sources)}", f"data.features={root}", "data.part_size=4", "data.workers=1"]
+    done = bigdit("extract", "--config", DIGITS, *with_set(settings), "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert (report["pictures"], report["encoded"]) == (15, 11)
+    assert report["buckets"] == {"4x4x4": 10, "4x4x6": 1}
+    assert [(item["index"], item["name"]) for item in report["skipped"]] == [
+        (1, f"{tmp_path}/folder: 1.png"),
+        (4, f"{tmp_path}/list.csv: folder/9.png"),
+        (6, f"{tmp_path}/tars/{{0..1}}.tar: 0.tar/b"),
+        (7, f"{tmp_path}/tars/{{0..1}}.tar: 0.tar/c"),
+    ]
+    reasons = [item["reason"] for item in report["skipped"]]
+    assert reasons[:2] == ["caption 1.txt is missing", "picture 9.png is missing"]
+    assert reasons[2].startswith("damaged picture: ")
+    assert reasons[3] == "sample of 0 pictures among txt, not of one"
+
+    store = FeatureStore.open(root)
+    bucket = (4, 4, 4)
+    latents, _, indices = store.read(bucket, range(len(store.buckets[bucket])))
+    found = {index: round((float(sample.mean()) + 1) * 127.5) for index, sample in zip(indices, latents, strict=True)}
+    assert found == {0: 0, 2: 2, 3: 0, 5: 3, 9: 5, 10: 6, 11: 7, 12: 8, 13: 9, 14: 10}

@@ -1,0 +1,382 @@
+"""CSV, Parquet and `datasets` folders as sources: real files, written by the libraries that people write them with."""
+
+import csv
+import io
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_features_sources import gradient, opened, pixels
+
+from bigdit.errors import UserError
+from bigdit.features.sources import Unusable
+from bigdit.features.sources.csv_rows import CsvRows
+
+
+def png(number=0):
+    """The bytes of a small gray picture of one value."""
+    buffer = io.BytesIO()
+    gradient().convert("L").point(lambda _: number).save(buffer, "png")
+    return buffer.getvalue()
+
+
+def value(sample):
+    return np.asarray(sample.image).flat[0]
+
+
+def texts(item):
+    return [(caption.text, caption.weight) for caption in item.load().captions]
+
+
+def reason(item):
+    with pytest.raises(Unusable) as error:
+        item.load()
+    return str(error.value)
+
+
+def load_all(path):
+    for item in opened(str(path)).items(0, 10**6):
+        item.load()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Pictures 0.png to 9.png, each of its number's value."""
+    (tmp_path / "pictures").mkdir()
+    for number in range(10):
+        (tmp_path / f"pictures/{number}.png").write_bytes(png(number))
+    return tmp_path
+
+
+def test_a_csv_names_pictures_relative_to_itself(folder):
+    (folder / "list.csv").write_text(
+        "path,caption,source\n"
+        'pictures/1.png,"a ""quoted"", and\nlong caption",x\n'
+        f"{folder}/pictures/2.png,größer,x\n"
+        "pictures/11.png,gone,x\n"
+        "pictures/3.png,,x\n"
+        ",no picture,x\n"
+        "pictures/4.png,an, unquoted comma,x\n"
+        "\n"
+        "pictures/5.png,last,x"
+    )
+    items = opened(str(folder / "list.csv")).items(0, 99)
+    assert [item.name for item in items[:2]] == ["pictures/1.png", f"{folder}/pictures/2.png"]
+    assert texts(items[0]) == [('a "quoted", and\nlong caption', 1)]
+    assert (value(items[0].load()), value(items[1].load()), value(items[7].load())) == (1, 2, 5)
+    assert [reason(item) for item in items[2:7]] == [
+        "picture 11.png is missing",
+        "caption column caption is empty",
+        "column path names no picture",
+        "row of 4 cells under 3 columns",
+        "row of 0 cells under 3 columns",
+    ]
+    assert items[4].name == "list.csv row 5"
+
+
+def test_a_picture_whose_folder_is_gone_stops_the_run(folder):
+    (folder / "list.csv").write_text("path,caption\nelsewhere/1.png,one\n")
+    with pytest.raises(UserError, match=r"data\.images: .*elsewhere/1\.png cannot be read: No such file"):
+        opened(str(folder / "list.csv")).items(0, 1)[0].load()
+
+
+def test_paths_that_name_no_file_are_skipped(folder):
+    (folder / "pictures/loop.png").symlink_to(folder / "pictures/loop.png")
+    paths = ["a\0b", "x" * 5000, "pictures/1.png/x.png", "pictures", "pictures/loop.png", None]
+    pq.write_table(pa.table({"path": paths, "caption": ["a caption"] * 6}), folder / "list.parquet")
+    assert [reason(item) for item in opened(str(folder / "list.parquet")).items(0, 6)] == [
+        "path with a zero byte",
+        f"path {'x' * 50}: File name too long",
+        "path x.png: Not a directory",
+        "path pictures: Is a directory",
+        "path loop.png: Too many levels of symbolic links",
+        "column path names no picture",
+    ]
+
+
+def test_several_columns_of_captions_have_weights(folder):
+    (folder / "list.tsv").write_text(
+        "image\tshort\tlong\tscore\n"
+        "pictures/1.png\ta cat\ta cat, at length\t0.25\n"
+        "pictures/2.png\t\ta dog, at length\t3\n"
+        "pictures/3.png\ta cow\ta cow, at length\tmany\n"
+    )
+    path = str(folder / "list.tsv")
+    items = opened({"path": path, "captions": {"short": 2, "long": "score"}}).items(0, 3)
+    assert texts(items[0]) == [("a cat", 2), ("a cat, at length", 0.25)]
+    assert texts(items[1]) == [("a dog, at length", 3)]
+    assert reason(items[2]) == "weight column score holds 'many', not a number"
+    assert texts(opened({"path": path, "captions": ["short", "long"]}).items(0, 1)[0])[1][1] == 1
+    one, other = (opened({"path": path, "captions": column}).identity["digest"] for column in ("short", "long"))
+    assert one != other
+
+
+@pytest.mark.parametrize(
+    ("text", "config", "problem"),
+    [
+        (None, {}, r"the file .*list\.csv does not exist"),
+        ("", {}, r"list\.csv is empty; its first line should name its columns"),
+        ("path,caption\n", {}, r"list\.csv has no rows"),
+        ("path,path\n1,2\n", {}, r"has columns of the same name: path, path"),
+        ('path,caption\n1.png,"open\n2.png,two\n', {}, r"a quote in .* is never closed"),
+        ("a,b\n1,2\n", {}, r"images\.image: .* has none of image, path, .*; its columns: a, b; data\.images\.captions"),
+        ("path,image,text\n1,2,3\n", {}, r"images\.image: .* has image, path: say which is meant; its columns: path"),
+        ("path,text\n1,2\n", {"captions": "txt"}, r"images\.captions: .* has no column txt; did you mean text\?"),
+        ("path,text\n1,2\n", {"split": "train"}, r"images\.split: .* is of kind csv, which has no splits"),
+    ],
+)
+def test_tables_that_cannot_be_used_are_one_line(tmp_path, text, config, problem):
+    path = tmp_path / "list.csv"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(UserError, match=problem) as error:
+        opened({"path": str(path), **config})
+    assert all("\n" not in line for line in error.value.problems)
+
+
+def test_a_stray_quote_is_an_error_of_its_rows(tmp_path):
+    rows = "".join(f'{number}.png,a {12}" screen\n' for number in range(4))
+    (tmp_path / "list.csv").write_text("path,caption\n" + rows)
+    with pytest.raises(UserError, match=r"has a stray quote or carriage return within rows 1 to \d"):
+        opened(str(tmp_path / "list.csv")).items(0, 1)
+
+
+CELLS = st.text(st.characters(exclude_characters="\r\0", exclude_categories=["Cs"]), max_size=12)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(rows=st.lists(st.tuples(CELLS, CELLS), min_size=1, max_size=30), ending=st.sampled_from(["\n", "\r\n"]))
+def test_csv_is_read_as_it_was_written(tmp_path, rows, ending):
+    rows = rows * 90  # several blocks of 1024
+    with (tmp_path / "list.csv").open("w", newline="") as file:
+        csv.writer(file, lineterminator=ending, quoting=csv.QUOTE_ALL).writerows([("path", "caption"), *rows])
+    read = CsvRows(tmp_path / "list.csv", "data.images")
+    assert len(read) == len(rows)
+    for start, end in ((0, len(rows)), (len(rows) // 3, len(rows) // 2), (1022, 1026)):
+        assert [(row["path"], row["caption"]) for row in read.read(start, end, ["path", "caption"])] == rows[start:end]
+
+
+def test_csv_across_the_chunks_it_is_scanned_in(tmp_path, monkeypatch):
+    rows = [(f"{number}.png", f'"{number}",\n' * (number % 5)) for number in range(3000)]
+    with (tmp_path / "list.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([("path", "caption"), *rows])
+    whole = CsvRows(tmp_path / "list.csv", "data.images")
+    monkeypatch.setattr("bigdit.features.sources.csv_rows.CHUNK_BYTES", 97)
+    for read in (whole, CsvRows(tmp_path / "list.csv", "data.images")):
+        assert read.digest == whole.digest
+        assert [tuple(row.values()) for row in read.read(1000, 3000, ["path", "caption"])] == rows[1000:]
+
+
+def test_csv_in_other_encodings_loses_just_the_rows_that_are(folder):
+    (folder / "list.csv").write_bytes("path,caption\npictures/1.png,größer\npictures/2.png,two\n".encode("latin-1"))
+    first, second = opened(str(folder / "list.csv")).items(0, 2)
+    assert reason(first) == "caption column caption is not UTF-8"
+    assert texts(second) == [("two", 1)]
+
+
+def test_parquet_of_paths_with_lists_of_captions_and_weights(folder):
+    table = pa.table(
+        {
+            "file_name": [f"pictures/{number}.png" for number in range(4)],
+            "captions": [["a", "b"], ["c"], [], None],
+            "weights": [[1.0, 3.0], [1.0, 2.0], [], None],
+        }
+    )
+    pq.write_table(table, folder / "list.parquet")
+    items = opened({"path": str(folder / "list.parquet"), "captions": {"captions": "weights"}}).items(0, 4)
+    assert texts(items[0]) == [("a", 1), ("b", 3)]
+    assert [reason(item) for item in items[1:]] == [
+        "caption column captions has 1 texts and 2 weights",
+        "caption column captions is empty",
+        "caption column captions is empty",
+    ]
+    assert texts(opened({"path": str(folder / "list.parquet"), "captions": {"captions": 5}}).items(1, 2)[0]) == [
+        ("c", 5)
+    ]
+
+
+def snapshot(folder, name, numbers, group=7):
+    """Parquet as the hub keeps it: pictures within, in small row groups."""
+    folder.mkdir(parents=True, exist_ok=True)
+    pictures = [{"bytes": png(number), "path": f"{number}.png"} for number in numbers]
+    table = pa.table({"image": pictures, "text": [f"number {number}" for number in numbers]})
+    pq.write_table(table, folder / name, row_group_size=group)
+
+
+def test_a_parquet_snapshot_is_read_in_any_order_by_split(tmp_path):
+    snapshot(tmp_path / "data", "train-00000-of-00002.parquet", range(50))
+    snapshot(tmp_path / "data", "train-00001-of-00002.parquet", range(50, 90))
+    snapshot(tmp_path / "data", "test-00000-of-00001.parquet", range(90, 95))
+    with pytest.raises(UserError, match=r"data\.images\.split: missing; there are test, train"):
+        opened(str(tmp_path))
+    with pytest.raises(UserError, match=r"data\.images\.split: there is no tain; did you mean train\?"):
+        opened({"path": str(tmp_path), "split": "tain"})
+    source = opened({"path": str(tmp_path), "split": "train"})
+    assert (len(source), source.identity["sources"][0]["kind"]) == (90, "parquet")
+    items = source.items(0, 90)
+    assert items[57].name == "train-00001-of-00002.parquet row 7"
+    order = [*range(90), *reversed(range(90)), *np.random.default_rng(0).permutation(90)]
+    assert [value(items[number].load()) for number in order] == order
+    assert [texts(item)[0][0] for item in items] == [f"number {number}" for number in range(90)]
+    assert [item.index for item in source.items(45, 55)] == list(range(45, 55))
+    other = opened({"path": str(tmp_path / "data/train-*.parquet")})
+    assert other.identity == source.identity
+
+
+def test_parquet_text_that_is_not_utf8_is_reported_by_row(folder):
+    broken = pa.StringArray.from_buffers(2, pa.py_buffer(np.int32([0, 2, 4]).tobytes()), pa.py_buffer(b"ok\xff\xfe"))
+    table = pa.table({"path": ["pictures/1.png", "pictures/2.png"], "caption": broken})
+    pq.write_table(table, folder / "list.parquet")
+    first, second = opened(str(folder / "list.parquet")).items(0, 2)
+    assert texts(first) == [("ok", 1)]
+    assert reason(second) == "row of text that is not UTF-8"
+
+
+def test_damaged_parquet_is_one_line(tmp_path):
+    snapshot(tmp_path, "a.parquet", range(20))
+    whole = (tmp_path / "a.parquet").read_bytes()
+    for damaged in (b"", b"text", whole[:-100], whole[: len(whole) // 2]):
+        (tmp_path / "a.parquet").write_bytes(damaged)
+        with pytest.raises(UserError, match=r"data\.images: .*a\.parquet is not read as parquet: ") as error:
+            opened(str(tmp_path / "a.parquet"))
+        assert "\n" not in str(error.value)
+    zeroed = whole[:4] + bytes(len(whole) // 2) + whole[4 + len(whole) // 2 :]
+    (tmp_path / "b.parquet").write_bytes(zeroed)
+    with pytest.raises(UserError, match=r"data\.images: rows \d+ to \d+ of .*b\.parquet cannot be read: "):
+        load_all(tmp_path / "b.parquet")
+
+
+def test_shards_with_other_columns_are_refused(tmp_path):
+    snapshot(tmp_path, "a.parquet", range(3))
+    pq.write_table(pa.table({"image": ["x"], "text": ["y"]}), tmp_path / "b.parquet")
+    with pytest.raises(UserError, match=r"b\.parquet differs from .*a\.parquet in the columns image"):
+        opened({"path": str(tmp_path), "kind": "parquet"})
+
+
+def saved(numbers):
+    """A data set of pictures as the `datasets` library makes it."""
+    features = datasets.Features({"image": datasets.Image(), "text": datasets.Value("string")})
+    rows = {
+        "image": [{"bytes": png(number), "path": None} for number in numbers],
+        "text": [f"number {number}" for number in numbers],
+    }
+    return datasets.Dataset.from_dict(rows, features=features)
+
+
+def test_what_datasets_saved_is_read_without_it(tmp_path):
+    saved(range(60)).save_to_disk(tmp_path / "one", num_shards=3)
+    source = opened(str(tmp_path / "one"))
+    assert (len(source), source.identity["sources"][0]["kind"]) == (60, "datasets")
+    items = source.items(0, 60)
+    assert [value(item.load()) for item in items] == list(range(60))
+    assert [texts(item)[0][0] for item in items] == [f"number {number}" for number in range(60)]
+    assert items[59].name == "data-00002-of-00003.arrow row 19"
+
+    both = datasets.DatasetDict({"train": saved(range(5)), "test": saved(range(2))})
+    both.save_to_disk(tmp_path / "both")
+    assert len(opened({"path": str(tmp_path / "both"), "split": "train"})) == 5
+    with pytest.raises(UserError, match=r"data\.images\.split: missing; there are train, test"):
+        opened(str(tmp_path / "both"))
+
+
+def test_pictures_that_datasets_names_by_path(folder):
+    features = datasets.Features({"image": datasets.Image(), "text": datasets.Value("string")})
+    rows = {"image": [str(folder / "pictures/3.png"), None], "text": ["three", "none"]}
+    datasets.Dataset.from_dict(rows, features=features).save_to_disk(folder / "saved")
+    first, second = opened(str(folder / "saved")).items(0, 2)
+    assert value(first.load()) == 3
+    assert reason(second) == "column image holds no picture"
+
+
+def test_damaged_datasets_folders_are_one_line(tmp_path):
+    saved(range(30)).save_to_disk(tmp_path)
+    file = tmp_path / "data-00000-of-00001.arrow"
+    whole = file.read_bytes()
+    for damaged in (b"", b"text" * 10, whole[:-8], whole[: len(whole) // 2], whole[: len(whole) // 2] + whole[-8:]):
+        file.write_bytes(damaged)
+        with pytest.raises(UserError, match=r"data\.images: .*arrow is not read as arrow: ") as error:
+            opened(str(tmp_path))
+        assert "\n" not in str(error.value)
+    file.unlink()
+    with pytest.raises(UserError, match=r"lacks 1 of 1 files, the first data-00000-of-00001\.arrow"):
+        opened(str(tmp_path))
+    (tmp_path / "state.json").write_text(json.dumps({"_data_files": [{"filename": "../../etc/passwd"}]}))
+    with pytest.raises(UserError, match=r"state\.json names no data files of its folder"):
+        opened(str(tmp_path))
+    (tmp_path / "state.json").write_text("{")
+    with pytest.raises(UserError, match=r"state\.json is missing or damaged; save the data set again"):
+        opened(str(tmp_path))
+
+
+def test_hostile_offsets_and_compressed_arrow_are_refused(tmp_path):
+    (tmp_path / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data.arrow"}]}))
+
+    def write(table, **options):
+        written = pa.ipc.IpcWriteOptions(**options)
+        with (
+            pa.OSFile(str(tmp_path / "data.arrow"), "wb") as file,
+            pa.ipc.new_stream(file, table.schema, options=written) as writer,
+        ):
+            writer.write_table(table)
+
+    write(pa.table({"path": ["a", "b"], "caption": ["abc", "defg"]}))
+    honest, hostile = (np.int32(offsets).tobytes() for offsets in ([0, 3, 7], [0, 3, 2**30]))
+    plain = (tmp_path / "data.arrow").read_bytes()
+    assert plain.count(honest) == 1
+    (tmp_path / "data.arrow").write_bytes(plain.replace(honest, hostile))
+    with pytest.raises(UserError, match=r"rows 0 to 1 of .*data\.arrow cannot be read: "):
+        opened(str(tmp_path)).items(0, 2)
+    write(pa.table({"path": ["a"] * 10**6, "caption": ["b"] * 10**6}), compression="lz4")
+    with pytest.raises(UserError, match=r"compressed Arrow files are not read"):
+        opened(str(tmp_path))
+
+
+def test_pixels_survive_every_kind(folder):
+    """The same pictures and captions, from a folder, a CSV, Parquet, and what datasets saved."""
+    picture = gradient(24, 16)
+    buffer = io.BytesIO()
+    picture.save(buffer, "png")
+    root = folder / "kinds"
+    (root / "plain").mkdir(parents=True)
+    (root / "plain/a.png").write_bytes(buffer.getvalue())
+    (root / "plain/a.txt").write_text("a gradient")
+    (root / "list.csv").write_text("path,caption\nplain/a.png,a gradient\n")
+    pq.write_table(pa.table({"image": [buffer.getvalue()], "caption": ["a gradient"]}), root / "a.parquet")
+    features = datasets.Features({"image": datasets.Image(), "caption": datasets.Value("string")})
+    rows = {"image": [{"bytes": buffer.getvalue(), "path": None}], "caption": ["a gradient"]}
+    datasets.Dataset.from_dict(rows, features=features).save_to_disk(root / "saved")
+    source = opened([str(root / name) for name in ("plain", "list.csv", "a.parquet", "saved")])
+    kinds = [each["kind"] for each in source.identity["sources"]]
+    assert kinds == ["folder", "csv", "parquet", "datasets"]
+    for item in source.items(0, 4):
+        sample = item.load()
+        assert pixels(sample.image) == pixels(picture)
+        assert [caption.text for caption in sample.captions] == ["a gradient"]
+
+
+def test_a_large_row_group_is_read_in_little_memory(tmp_path):
+    random = np.random.default_rng(0)
+    pictures = [random.bytes(100_000) for _ in range(600)]  # 60 MB in one row group; none is a picture
+    table = pa.table({"image": pictures, "text": ["x"] * 600})
+    # Pages of a few pictures; as a rule writers look at a page's size after 1024 rows.
+    pq.write_table(table, tmp_path / "a.parquet", use_dictionary=False, write_batch_size=8)
+    del table
+    before, most = pa.total_allocated_bytes(), 0
+    del pictures
+    for item in opened(str(tmp_path / "a.parquet")).items(0, 600):
+        assert reason(item).startswith("damaged picture: ")
+        most = max(most, pa.total_allocated_bytes() - before)
+    assert most < 16e6
+
+
+def test_threads_read_the_same_parquet(tmp_path):
+    snapshot(tmp_path, "a.parquet", range(200), group=64)
+    items = opened(str(tmp_path / "a.parquet")).items(0, 200)
+    with ThreadPoolExecutor(8) as pool:
+        assert [value(sample) for sample in pool.map(lambda item: item.load(), items)] == list(range(200))

@@ -1,0 +1,234 @@
+"""Captions through the text encoders of pipelines, as diffusers encodes them."""
+
+import inspect
+import json
+
+import pytest
+import tiny_pipelines
+import torch
+from tiny_pipelines import CAPTIONS, PARTS, pipeline_of
+
+from bigdit.config.run import TextEncoderConfig
+from bigdit.errors import UserError
+from bigdit.features.encoders.recipes import RECIPES
+from bigdit.features.text import load_text_encoder
+
+# What each pipeline's own call asks of its encode_prompt, written out: its defaults, read in diffusers 0.42.1.
+CALLS = {
+    "AuraFlowPipeline": {"max_sequence_length": 256},
+    "ChromaPipeline": {"max_sequence_length": 512},
+    "CogVideoXPipeline": {"max_sequence_length": 226},
+    "Flux2KleinPipeline": {"max_sequence_length": 512},
+    "FluxPipeline": {"max_sequence_length": 512, "prompt_2": None},
+    "HunyuanVideoPipeline": {"max_sequence_length": 256},
+    "LTXPipeline": {"max_sequence_length": 128},
+    "Lumina2Pipeline": {"max_sequence_length": 256},
+    "PixArtAlphaPipeline": {"max_sequence_length": 120, "clean_caption": True},
+    "PixArtSigmaPipeline": {"max_sequence_length": 300, "clean_caption": True},
+    "QwenImagePipeline": {"max_sequence_length": 512},
+    "SanaPipeline": {"max_sequence_length": 300},
+    "SanaSprintPipeline": {"max_sequence_length": 300},
+    "SanaVideoPipeline": {"max_sequence_length": 300},
+    "StableDiffusion3Pipeline": {"max_sequence_length": 256, "prompt_2": None, "prompt_3": None},
+    "StableDiffusionXLPipeline": {},
+    "WanPipeline": {"max_sequence_length": 512},
+    "ZImagePipeline": {"max_sequence_length": 512},
+}
+WITH_INSTRUCTION = ("SanaPipeline", "SanaSprintPipeline", "SanaVideoPipeline")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """The folder and the parts of a pipeline's text half, each made once."""
+    made = {}
+
+    def of(class_name):
+        if class_name not in made:
+            folder = tmp_path_factory.mktemp(class_name)
+            made[class_name] = folder, tiny_pipelines.save(folder, class_name)
+        return made[class_name]
+
+    return of
+
+
+def call(class_name, pipeline, caption, **arguments):
+    """The pipeline's own encode_prompt of one caption, padded as in its call: names to what it returns."""
+    asked = CALLS[class_name] | arguments
+    if class_name in WITH_INSTRUCTION:
+        parameters = inspect.signature(type(pipeline).__call__).parameters
+        asked["complex_human_instruction"] = parameters["complex_human_instruction"].default
+    with torch.no_grad():
+        returned = pipeline.encode_prompt(prompt=[caption], device=torch.device("cpu"), **asked)
+    return dict(zip(RECIPES[class_name].gives, returned, strict=True))
+
+
+def fed(class_name, given, prefix=""):
+    """What the pipeline's transformer sees of one caption: states without what it masks, and the pooled vector."""
+    states, pooled = given[f"{prefix}states"][0], given.get(f"{prefix}pooled")
+    mask = given.get(f"{prefix}mask")
+    return states if mask is None else states[mask[0].bool()], None if pooled is None else pooled[0]
+
+
+def same(text, states, pooled):
+    # What comes after the text is what the loader pads with.
+    assert torch.allclose(text.states, states[: len(text.states)], atol=2e-5)
+    assert not states[len(text.states) :].any()
+    assert (text.pooled is None) == (pooled is None)
+    assert pooled is None or torch.allclose(text.pooled, pooled, atol=2e-5)
+
+
+@pytest.mark.parametrize("class_name", sorted(PARTS))
+def test_captions_are_encoded_as_the_pipeline_does(class_name, saved):
+    folder, parts = saved(class_name)
+    encoder = load_text_encoder(TextEncoderConfig(pipeline=folder), batch_size=3)
+    pipeline = pipeline_of(class_name, parts)
+    texts = encoder.encode(CAPTIONS)
+    for caption, text in zip(CAPTIONS, texts, strict=True):
+        states, pooled = fed(class_name, call(class_name, pipeline, caption))
+        same(text, states, pooled)
+        assert (text.states.shape[1], text.states.dtype) == (encoder.dim, torch.float32)
+        assert (None if text.pooled is None else len(text.pooled)) == encoder.pooled_dim
+    lengths = [len(text.states) for text in texts]
+    if RECIPES[class_name].padding == "kept":
+        assert set(lengths) == {encoder.max_tokens}
+    else:
+        assert max(lengths) == encoder.max_tokens  # the caption that is too long fills it
+        assert lengths[1] < lengths[4] <= lengths[0] < lengths[2]
+    assert not torch.allclose(texts[0].states[-3:], texts[6].states[-3:], atol=1e-3)
+
+
+@pytest.mark.parametrize("class_name", sorted(name for name in PARTS if "null_states" in RECIPES[name].gives))
+def test_no_caption_is_the_pipelines_negative_prompt(class_name, saved):
+    folder, parts = saved(class_name)
+    null = load_text_encoder(TextEncoderConfig(pipeline=folder)).null()
+    given = call(class_name, pipeline_of(class_name, parts), "a cat", do_classifier_free_guidance=True)
+    same(null, *fed(class_name, given, "null_"))
+
+
+def test_no_caption_is_the_empty_one_where_a_pipeline_has_no_negative_prompt(saved):
+    encoder = load_text_encoder(TextEncoderConfig(pipeline=saved("HunyuanVideoPipeline")[0]))
+    null, empty = encoder.null(), encoder.encode([""])[0]
+    assert torch.equal(null.states, empty.states)
+    assert torch.equal(null.pooled, empty.pooled)
+
+
+def test_sana_reads_captions_after_its_instruction_and_no_caption_without(saved):
+    encoder = load_text_encoder(TextEncoderConfig(pipeline=saved("SanaPipeline")[0]))
+    assert "Enhanced prompt" in encoder.identity["complex_human_instruction"]
+    assert not torch.allclose(encoder.null().states[-1], encoder.encode([""])[0].states[-1], atol=1e-2)
+
+
+def test_batches_of_like_lengths_are_padded_to_their_longest_alone(saved, monkeypatch):
+    encoder = load_text_encoder(TextEncoderConfig(pipeline=saved("PixArtSigmaPipeline")[0]), batch_size=2)
+    model, shapes = encoder._pipeline.text_encoder, []
+    forward = model.forward
+    monkeypatch.setattr(model, "forward", lambda ids, **rest: shapes.append(tuple(ids.shape)) or forward(ids, **rest))
+    captions = ["a cat", "a red house and a blue car under the evening sun", "two", "a red house and a blue car"]
+    texts = encoder.encode(captions)
+    lengths = sorted((len(text.states) for text in texts), reverse=True)
+    batches = shapes[-2:]
+    assert [count for count, _ in batches] == [2, 2]
+    for (_, padded), longest in zip(batches, lengths[::2], strict=True):
+        assert longest < padded <= longest + 2
+
+
+def test_captions_are_cut_where_the_run_says(saved):
+    folder, parts = saved("WanPipeline")
+    encoder = load_text_encoder(TextEncoderConfig(pipeline=folder, max_tokens=9))
+    pipeline = pipeline_of("WanPipeline", parts)
+    for caption, text in zip(CAPTIONS, encoder.encode(CAPTIONS), strict=True):
+        same(text, *fed("WanPipeline", call("WanPipeline", pipeline, caption, max_sequence_length=9)))
+    assert encoder.max_tokens == 9
+    with pytest.raises(UserError, match=r"encoders\.text\.max_tokens: StableDiffusionXLPipeline has a length of its"):
+        load_text_encoder(TextEncoderConfig(pipeline=saved("StableDiffusionXLPipeline")[0], max_tokens=9))
+
+
+def test_encoders_compute_in_the_dtype_that_is_asked_for(saved):
+    folder, _ = saved("FluxPipeline")
+    exact = load_text_encoder(TextEncoderConfig(pipeline=folder)).encode(CAPTIONS[:1])[0]
+    rounded = load_text_encoder(TextEncoderConfig(pipeline=folder, dtype="bf16")).encode(CAPTIONS[:1])[0]
+    assert (rounded.states.dtype, rounded.pooled.dtype) == (torch.bfloat16, torch.bfloat16)
+    # Two layers, each rounding to 8 bits of significance, of states of about 1.
+    assert torch.allclose(rounded.states.float(), exact.states, atol=0.1)
+    assert not torch.equal(rounded.states.float(), exact.states)
+
+
+def test_the_identity_names_every_part(saved, tmp_path):
+    folder, _ = saved("FluxPipeline")
+    found = load_text_encoder(TextEncoderConfig(pipeline=folder)).identity
+    assert found == json.loads(json.dumps(found))
+    assert found["class_name"] == "FluxPipeline"
+    assert (found["max_tokens"], found["dim"], found["pooled_dim"]) == (512, 16, 8)
+    assert {name: part["class_name"] for name, part in found["components"].items()} == {
+        "text_encoder": "CLIPTextModel",
+        "text_encoder_2": "T5EncoderModel",
+        "tokenizer": "CLIPTokenizer",
+        "tokenizer_2": "T5Tokenizer",
+    }
+    tiny_pipelines.save(tmp_path, "FluxPipeline", seed=1)
+    other = load_text_encoder(TextEncoderConfig(pipeline=tmp_path)).identity
+    differing = {name for name in found["components"] if found["components"][name] != other["components"][name]}
+    assert differing == {"text_encoder", "text_encoder_2"}
+
+
+def test_pipelines_that_cannot_be_used_are_named(tmp_path):
+    def load():
+        load_text_encoder(TextEncoderConfig(pipeline=tmp_path))
+
+    index = tmp_path / "model_index.json"
+    with pytest.raises(UserError, match=r"encoders\.text\.pipeline: .*model_index\.json cannot be read \(No such"):
+        load()
+    index.write_text("[]")
+    with pytest.raises(UserError, match=r"model_index\.json does not name a pipeline's class"):
+        load()
+    index.write_text('{"_class_name": "FluxFillPipeline"}')
+    with pytest.raises(UserError, match=r"holds a FluxFillPipeline, which has no recipe; did you mean FluxPipeline"):
+        load()
+    index.write_text('{"_class_name": "WanPipeline", "text_encoder": ["custom", "Encoder"]}')
+    with pytest.raises(UserError, match=r"asks for custom\.Encoder as text_encoder; transformers has none"):
+        load()
+    tiny_pipelines.save(tmp_path, "WanPipeline")
+    (tmp_path / "text_encoder/model.safetensors").unlink()
+    with pytest.raises(UserError, match=r"encoders\.text\.pipeline: text_encoder: .* cannot be loaded"):
+        load()
+
+
+def test_weights_are_not_unpickled_and_missing_ones_not_drawn(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    tiny_pipelines.save(tmp_path, "WanPipeline")
+    file = tmp_path / "text_encoder/model.safetensors"
+    state = load_file(file)
+    torch.save(state, tmp_path / "text_encoder/pytorch_model.bin")
+    dropped = next(name for name in state if "SelfAttention.q" in name)
+    save_file({name: tensor for name, tensor in state.items() if name != dropped}, file, metadata={"format": "pt"})
+    with pytest.raises(UserError, match="has 1 missing weights"):
+        load_text_encoder(TextEncoderConfig(pipeline=tmp_path))
+    file.unlink()
+    with pytest.raises(UserError, match="cannot be loaded"):
+        load_text_encoder(TextEncoderConfig(pipeline=tmp_path))
+
+
+def test_a_tokenizer_of_sentencepiece_alone_is_read(tmp_path):
+    """As the published PixArt-Σ has it: spiece.model, and no tokenizer.json."""
+    import sentencepiece
+
+    tiny_pipelines.save(tmp_path, "PixArtSigmaPipeline")
+    folder = tmp_path / "tokenizer"
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter([word for caption in CAPTIONS for word in caption.split()]),
+        model_prefix=str(folder / "spiece"),
+        vocab_size=60,
+        pad_id=0,
+        eos_id=1,
+        unk_id=2,
+        bos_id=-1,
+        minloglevel=2,
+    )
+    (folder / "tokenizer.json").unlink()
+    encoder = load_text_encoder(TextEncoderConfig(pipeline=tmp_path))
+    pieces = sentencepiece.SentencePieceProcessor(model_file=str(folder / "spiece.model"))
+    texts = encoder.encode(["a cat on a mat", "a cat"])
+    assert [len(text.states) for text in texts] == [
+        len(pieces.encode(caption)) + 1 for caption in ("a cat on a mat", "a cat")
+    ]

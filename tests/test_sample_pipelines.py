@@ -1,0 +1,96 @@
+"""Sampling with the encoders of pipelines: what the transformer is fed is what the pipeline's own would be."""
+
+import diffusers
+import pytest
+import tiny_pipelines
+import tiny_vaes
+import torch
+
+from bigdit import models, objectives
+from bigdit.checkpoint.folder import Checkpoint, checksum
+from bigdit.loader.batch import Batch
+from bigdit.sampling import Sampler, SamplingOptions
+from bigdit.spec import ModelSpec
+
+SD3 = {
+    "sample_size": 8,
+    "patch_size": 2,
+    "in_channels": 4,
+    "out_channels": 4,
+    "num_layers": 2,
+    "num_attention_heads": 2,
+    "attention_head_dim": 8,
+    "joint_attention_dim": 16,
+    "caption_projection_dim": 16,
+    "pooled_projection_dim": 12,
+    "pos_embed_max_size": 16,
+}
+WAN = {
+    "patch_size": [1, 2, 2],
+    "num_attention_heads": 2,
+    "attention_head_dim": 12,
+    "in_channels": 4,
+    "out_channels": 4,
+    "text_dim": 16,
+    "freq_dim": 16,
+    "ffn_dim": 32,
+    "num_layers": 2,
+}
+# By name: the transformer and its arguments, the pipeline, the VAE, the latents of 16 × 24 pixels.
+CASES = {
+    "sd3": ("SD3Transformer2DModel", SD3, "StableDiffusion3Pipeline", "AutoencoderKL", (4, 8, 12)),
+    "wan": ("WanTransformer3DModel", WAN, "WanPipeline", "AutoencoderKLWan", (4, 1, 8, 12)),
+}
+
+
+def checkpoint(folder, class_name, kwargs, pipeline, vae):
+    """A checkpoint as training leaves it, of random weights, beside its encoders; and the parts of its pipeline."""
+    torch.manual_seed(0)
+    model = getattr(diffusers, class_name)(**kwargs)
+    model.save_pretrained(folder / "transformer")
+    tiny_vaes.VAES[vae][0]().save_pretrained(folder / "vae")
+    (folder / "pipeline").mkdir()
+    parts = tiny_pipelines.save(folder / "pipeline", pipeline)
+    run = {
+        "model": {"class_name": class_name, "kwargs": kwargs},
+        "data": {"images": "pictures", "features": "features", "buckets": [[16, 24]]},
+        "encoders": {
+            "image": {"name": "vae", "class_name": vae, "path": str(folder / "vae")},
+            "text": {"pipeline": str(folder / "pipeline")},
+        },
+        "train": {"steps": 1, "micro_batch_size": 1},
+        "output": "run",
+    }
+    checksums = {f"transformer/{file.name}": checksum(file) for file in (folder / "transformer").iterdir()}
+    spec = ModelSpec(name="tiny", class_name=class_name, kwargs=kwargs)
+    return Checkpoint(folder, {"run": run, "model": spec.model_dump(mode="json"), "checksums": checksums}), parts
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_pictures_follow_from_what_the_pipeline_encodes(name, tmp_path):
+    class_name, kwargs, pipeline_name, vae, shape = CASES[name]
+    saved, parts = checkpoint(tmp_path, class_name, kwargs, pipeline_name, vae)
+    sampler = Sampler(saved, torch.device("cpu"))
+    options = SamplingOptions(height=16, width=24, steps=1, guidance=2.0, seed=3)
+    picture = next(sampler.sample(["a cat on a mat"], options))
+    assert (picture.shape, picture.dtype) == ((3, 16, 24), torch.uint8)
+
+    pipeline = tiny_pipelines.pipeline_of(pipeline_name, parts)
+    more = {"prompt_2": None, "prompt_3": None} if name == "sd3" else {"max_sequence_length": 512}
+    noise = objectives.draw_noise(torch.empty(1, *shape), [3])
+    with torch.no_grad():
+        given = pipeline.encode_prompt(
+            prompt=["a cat on a mat"], device="cpu", do_classifier_free_guidance=True, **more
+        )
+        family, model = models.family(class_name), getattr(diffusers, class_name).from_pretrained(saved.transformer)
+        velocities = []
+        for place in (0, 1):  # of the caption, of none
+            extras = {"pooled_text": given[2 + place]} if name == "sd3" else {}
+            states = given[place]
+            batch = Batch(noise, states, torch.ones(states.shape[:2]), seeds=(), extras=extras)
+            velocities.append(family.predict(model, noise, torch.ones(1), batch))
+        caption, none = velocities
+        latents = noise - (none + 2.0 * (caption - none))  # one Euler step over all of t
+        expected = ((sampler._codec.decode(latents) + 1) * 127.5).round().clamp(0, 255)
+    assert (picture.float() - expected[0]).abs().max() <= 1  # at a rounding border
+    assert expected.std() > 5

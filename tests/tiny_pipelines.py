@@ -1,0 +1,249 @@
+"""Diffusers pipelines whose text halves are tiny: random weights, and tokenizers trained on a few sentences."""
+
+import functools
+import inspect
+import json
+
+import diffusers
+import torch
+import transformers
+from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video import DEFAULT_PROMPT_TEMPLATE
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
+
+CAPTIONS = [
+    "a cat on a mat",
+    "",
+    "An oil painting of two ships in a storm, waves high above the masts, dark clouds, a lighthouse far away",
+    "ünïcödé & symbols: <b>50%</b> #1",
+    "a cat",
+    "one " * 600,  # longer than any pipeline takes
+    "Two dogs, a red house and a blue car under the evening sun",
+]
+_TEMPLATES = [
+    DEFAULT_PROMPT_TEMPLATE["template"],
+    *inspect.signature(diffusers.SanaPipeline.__call__).parameters["complex_human_instruction"].default,
+    "<|im_start|>system Describe the image by detailing the color, shape, size, texture, quantity, text, spatial "
+    "relationships of the objects and background:<|im_end|> <|im_start|>user assistant",
+    "You are an assistant designed to generate superior images with the superior degree of image-text alignment based "
+    "on textual prompts or user prompts. <Prompt Start>",
+]
+_CHAT = (
+    "{% for message in messages %}<|im_start|>{{ message.role }} {{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant{% if enable_thinking is false %} <think></think>{% endif %}"
+    "{% endif %}"
+)
+_SIZES = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+}
+
+
+@functools.cache
+def _merges(end_of_word=""):
+    """The vocabulary and the merges of a byte-level BPE."""
+    suffix = {"end_of_word_suffix": end_of_word} if end_of_word else {}
+    tokenizer = Tokenizer(models.BPE(**suffix))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=900,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=["<|startoftext|>", "<|endoftext|>"] if end_of_word else ["<|endoftext|>"],
+        show_progress=False,
+        **suffix,
+    )
+    tokenizer.train_from_iterator([*_TEMPLATES, *CAPTIONS], trainer)
+    return _model_of(tokenizer)
+
+
+@functools.cache
+def _sentencepiece_merges(*special, size=900):
+    """The vocabulary and the merges of a BPE over characters, with bytes for those that it does not know."""
+    tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, special_tokens=[*special, *(f"<0x{byte:02X}>" for byte in range(256))], show_progress=False
+    )
+    words = (word for text in (*_TEMPLATES, *CAPTIONS) for word in text.split(" "))
+    tokenizer.train_from_iterator([f"▁{word}" for word in words], trainer)
+    return _model_of(tokenizer)
+
+
+def _model_of(tokenizer):
+    model = json.loads(tokenizer.to_str())["model"]
+    return model["vocab"], [tuple(pair) for pair in model["merges"]]
+
+
+@functools.cache
+def clip_tokenizer():
+    vocab, merges = _merges("</w>")
+    return transformers.CLIPTokenizer(vocab=dict(vocab), merges=merges, model_max_length=77)
+
+
+@functools.cache
+def t5_tokenizer():
+    tokenizer = Tokenizer(models.Unigram())
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    trainer = trainers.UnigramTrainer(
+        vocab_size=250, special_tokens=["<pad>", "</s>", "<unk>"], unk_token="<unk>", show_progress=False
+    )
+    tokenizer.train_from_iterator([*_TEMPLATES, *CAPTIONS], trainer)
+    vocab = [tuple(piece) for piece in json.loads(tokenizer.to_str())["model"]["vocab"]]
+    return transformers.T5Tokenizer(vocab=vocab, extra_ids=0, model_max_length=512)
+
+
+@functools.cache
+def gemma_tokenizer():
+    vocab, merges = _sentencepiece_merges("<pad>", "<eos>", "<bos>", "<unk>", "<mask>")
+    tokenizer = transformers.GemmaTokenizer(vocab=dict(vocab), merges=merges)
+    return _beginning(tokenizer, "<bos>")
+
+
+@functools.cache
+def llama_tokenizer():
+    # So small that the template has more tokens than the 95 that its pipeline cuts off.
+    vocab, merges = _sentencepiece_merges("<unk>", "<s>", "</s>", "<pad>", size=600)
+    tokenizer = transformers.LlamaTokenizer(vocab=dict(vocab), merges=merges, pad_token="<pad>", padding_side="right")
+    return _beginning(tokenizer, "<s>")
+
+
+@functools.cache
+def qwen_tokenizer():
+    vocab, merges = _merges()
+    tokenizer = transformers.Qwen2Tokenizer(vocab=dict(vocab), merges=merges)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer.chat_template = _CHAT
+    return tokenizer
+
+
+def _beginning(tokenizer, token):
+    """The tokenizer with `token` put before every text, as the published ones do."""
+    from tokenizers.processors import TemplateProcessing
+
+    number = tokenizer.convert_tokens_to_ids(token)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{token} $A", pair=f"{token} $A $B", special_tokens=[(token, number)]
+    )
+    return tokenizer
+
+
+def t5(tokenizer):
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
+    return transformers.T5EncoderModel(transformers.T5Config(**sizes, vocab_size=len(tokenizer)))
+
+
+def umt5(tokenizer):
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
+    return transformers.UMT5EncoderModel(transformers.UMT5Config(**sizes, vocab_size=len(tokenizer)))
+
+
+def clip(tokenizer, projected=False, width=8):
+    config = transformers.CLIPTextConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=width,
+        intermediate_size=16,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        projection_dim=6,
+        max_position_embeddings=77,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return (transformers.CLIPTextModelWithProjection if projected else transformers.CLIPTextModel)(config)
+
+
+def gemma(tokenizer):
+    return transformers.Gemma2Model(transformers.Gemma2Config(**_SIZES, vocab_size=len(tokenizer)))
+
+
+def llama(tokenizer):
+    return transformers.LlamaModel(transformers.LlamaConfig(**_SIZES, vocab_size=len(tokenizer)))
+
+
+def qwen3(tokenizer, layers=4):
+    sizes = _SIZES | {"num_hidden_layers": layers}
+    return transformers.Qwen3Model(transformers.Qwen3Config(**sizes, vocab_size=len(tokenizer)))
+
+
+def qwen_vl(tokenizer):
+    text = {key: value for key, value in _SIZES.items() if key != "head_dim"} | {
+        "vocab_size": len(tokenizer),
+        "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]},
+    }
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 16}
+    config = transformers.Qwen2_5_VLConfig(text_config=text, vision_config=vision)
+    return transformers.Qwen2_5_VLForConditionalGeneration(config)
+
+
+def _one(tokenizer, model):
+    """One encoder with its tokenizer."""
+    made = tokenizer()
+    return {"tokenizer": made, "text_encoder": model(made)}
+
+
+def _two_clips():
+    tokenizer = clip_tokenizer()
+    return {
+        "tokenizer": tokenizer,
+        "text_encoder": clip(tokenizer, projected=True),
+        "tokenizer_2": tokenizer,
+        "text_encoder_2": clip(tokenizer, projected=True),
+    }
+
+
+def _third_t5():
+    tokenizer = t5_tokenizer()
+    return {"tokenizer_3": tokenizer, "text_encoder_3": t5(tokenizer)}
+
+
+def _second(parts):
+    """The parts under the names of a second encoder."""
+    return {f"{name}_2": part for name, part in parts.items()}
+
+
+PARTS = {
+    "AuraFlowPipeline": lambda: _one(t5_tokenizer, umt5),
+    "ChromaPipeline": lambda: _one(t5_tokenizer, t5),
+    "CogVideoXPipeline": lambda: _one(t5_tokenizer, t5),
+    "Flux2KleinPipeline": lambda: _one(qwen_tokenizer, lambda made: qwen3(made, layers=28)),
+    "FluxPipeline": lambda: _one(clip_tokenizer, clip) | _second(_one(t5_tokenizer, t5)),
+    "HunyuanVideoPipeline": lambda: _one(llama_tokenizer, llama) | _second(_one(clip_tokenizer, clip)),
+    "LTXPipeline": lambda: _one(t5_tokenizer, t5),
+    "Lumina2Pipeline": lambda: _one(gemma_tokenizer, gemma),
+    "PixArtAlphaPipeline": lambda: _one(t5_tokenizer, t5),
+    "PixArtSigmaPipeline": lambda: _one(t5_tokenizer, t5),
+    "QwenImagePipeline": lambda: _one(qwen_tokenizer, qwen_vl),
+    "SanaPipeline": lambda: _one(gemma_tokenizer, gemma),
+    "SanaSprintPipeline": lambda: _one(gemma_tokenizer, gemma),
+    "SanaVideoPipeline": lambda: _one(gemma_tokenizer, gemma),
+    "StableDiffusion3Pipeline": lambda: _two_clips() | _third_t5(),
+    "StableDiffusionXLPipeline": lambda: _two_clips() | {"text_encoder": clip(clip_tokenizer())},
+    "WanPipeline": lambda: _one(t5_tokenizer, umt5),
+    "ZImagePipeline": lambda: _one(qwen_tokenizer, qwen3),
+}
+"""The parts that encode text, by the pipeline's class."""
+
+
+def save(folder, class_name, seed=0):
+    """Write the text half of a pipeline in diffusers' layout, and give its parts."""
+    torch.manual_seed(seed)
+    parts = PARTS[class_name]()
+    index = {"_class_name": class_name, "vae": ["diffusers", "AutoencoderKL"]}
+    for name, part in parts.items():
+        part.eval() if isinstance(part, torch.nn.Module) else None
+        part.save_pretrained(folder / name)
+        index[name] = ["transformers", type(part).__name__]
+    (folder / "model_index.json").write_text(json.dumps(index))
+    return parts
+
+
+def pipeline_of(class_name, parts):
+    """The diffusers pipeline of these parts, and of nothing else."""
+    pipeline = getattr(diffusers, class_name)
+    parameters = inspect.signature(pipeline.__init__).parameters.values()
+    absent = {each.name: None for each in parameters if each.default is each.empty and each.name != "self"}
+    return pipeline(**(absent | parts))

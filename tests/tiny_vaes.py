@@ -1,0 +1,112 @@
+"""VAEs of diffusers with a few narrow blocks and random weights."""
+
+import diffusers
+
+
+def kl(**config):
+    return diffusers.AutoencoderKL(
+        block_out_channels=(8, 16),
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        norm_num_groups=4,
+        latent_channels=4,
+        **config,
+    )
+
+
+def pyramid(blocks, **config):
+    """The arguments of a small VAE of two levels; `blocks`: their name, with {} for Down and Up."""
+    return {
+        "block_out_channels": (8, 16),
+        "down_block_types": (blocks.format("Down"),) * 2,
+        "up_block_types": (blocks.format("Up"),) * 2,
+        "latent_channels": 4,
+        "norm_num_groups": 4,
+        "layers_per_block": 1,
+        **config,
+    }
+
+
+STATISTICS = {"latents_mean": [0.1, -0.2, 0.3, -0.4], "latents_std": [1.5, 2.0, 2.5, 3.0]}
+
+
+def flux2():
+    vae = diffusers.AutoencoderKLFlux2(**pyramid("DownEncoderBlock2D", up_block_types=("UpDecoderBlock2D",) * 2))
+    vae.bn.running_mean.uniform_(-1, 1)
+    vae.bn.running_var.uniform_(0.5, 2)
+    return vae
+
+
+def wan():
+    return diffusers.AutoencoderKLWan(
+        base_dim=8,
+        z_dim=4,
+        dim_mult=[1, 2],
+        num_res_blocks=1,
+        temperal_downsample=[False],
+        scale_factor_spatial=2,
+        **STATISTICS,
+    )
+
+
+def qwen_image():
+    return diffusers.AutoencoderKLQwenImage(
+        base_dim=8, z_dim=4, dim_mult=[1, 2], num_res_blocks=1, temperal_downsample=[False], **STATISTICS
+    )
+
+
+def ltx(**config):
+    vae = diffusers.AutoencoderKLLTXVideo(
+        latent_channels=4,
+        block_out_channels=(8, 8),
+        decoder_block_out_channels=(8, 8),
+        down_block_types=("LTXVideoDownBlock3D",) * 2,
+        layers_per_block=(1, 1, 1),
+        decoder_layers_per_block=(1, 1, 1),
+        spatio_temporal_scaling=(True, False),
+        decoder_spatio_temporal_scaling=(True, False),
+        decoder_inject_noise=(False, False, False),
+        downsample_type=("conv", "conv"),
+        upsample_residual=(False, False),
+        upsample_factor=(1, 1),
+        patch_size=2,
+        **config,
+    )
+    vae.latents_mean.uniform_(-1, 1)
+    vae.latents_std.uniform_(0.5, 2)
+    return vae
+
+
+def hunyuan():
+    return diffusers.AutoencoderKLHunyuanVideo(**pyramid("HunyuanVideo{}Block3D"), spatial_compression_ratio=2)
+
+
+def cogvideox():
+    return diffusers.AutoencoderKLCogVideoX(**pyramid("CogVideoX{}Block3D"), temporal_compression_ratio=1)
+
+
+# By class: a small one, the latents that its transformers are fed for 16 × 24 pixels, and its pipeline's arithmetic.
+VAES = {
+    "AutoencoderKL": (lambda: kl(**STATISTICS, scaling_factor=0.5), (4, 8, 12), "statistics"),
+    "AutoencoderKLFlux2": (flux2, (4, 8, 12), "batch norm"),
+    "AutoencoderKLQwenImage": (qwen_image, (4, 8, 12), "statistics"),
+    "AutoencoderKLWan": (wan, (4, 1, 8, 12), "statistics"),
+    "AutoencoderKLLTXVideo": (ltx, (4, 1, 4, 6), "buffers"),
+    "AutoencoderKLHunyuanVideo": (hunyuan, (4, 1, 8, 12), "scale"),
+    "AutoencoderKLCogVideoX": (cogvideox, (4, 1, 8, 12), "scale"),
+}
+
+
+def dc():
+    return diffusers.AutoencoderDC(
+        latent_channels=8,
+        encoder_block_out_channels=(8, 16, 16),
+        decoder_block_out_channels=(8, 16, 16),
+        encoder_layers_per_block=(1, 1, 1),
+        decoder_layers_per_block=(1, 1, 1),
+        encoder_block_types="ResBlock",
+        decoder_block_types="ResBlock",
+        encoder_qkv_multiscales=((), (), ()),
+        decoder_qkv_multiscales=((), (), ()),
+        scaling_factor=0.41407,
+    )
