@@ -33,7 +33,7 @@ from bigdit.features.text import load_text_encoder
 from bigdit.features.worker import Unit
 
 ROOT = Path(__file__).parents[1]
-COUNT, PART_SIZE, SIDE = 384, 8, 256
+COUNT, PART_SIZE, SIDE = 192, 8, 256
 LIMIT = 1.9
 
 
