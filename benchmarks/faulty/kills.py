@@ -18,9 +18,10 @@ from bigdit import log
 from bigdit.errors import UserError
 from bigdit.features.in_hand import all_held
 from bigdit.features.job import Job
-from faulty.case import WORKERS, Case, attempt, check_never_half, check_whole
+from faulty.case import Case, attempt, check_never_half, check_whole
 
 KILLS = 3  # of a round at most
+_PLACES = {False: "while encoding", True: "while writing"}
 
 
 class Killer:
@@ -41,23 +42,22 @@ class Killer:
         self._thread.join()
 
     def _run(self) -> None:
-        while self._limit > sum(self.where.values()) and not self._over.wait(self._random.uniform(0, self._span_s)):
-            living = [process for process in multiprocessing.active_children() if process.name.startswith("extract-")]
-            if living:
-                victim = self._random.choice(living)
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(victim.pid or 0, signal.SIGKILL)
-                    self.where[self._at(victim.pid or 0)] += 1
+        while self._limit > self.where.total():
+            at_work = self._random.random() < 0.8  # starting takes longer than working, and has less to lose
+            if self._over.wait(self._random.uniform(0, 0.1 if at_work else self._span_s)):
+                return
+            marked = {held.worker.pid for held in all_held(self._root) if held.marks}
+            living = [each.pid or 0 for each in multiprocessing.active_children() if each.name.startswith("extract-")]
+            victims = [pid for pid in living if pid in marked or not at_work]
+            if victims:
+                self._kill(self._random.choice(victims))
 
-    def _at(self, pid: int) -> str:
-        """What the dead one left behind, as far as it is not yet taken away."""
-        for folder in (self._root / WORKERS).glob(f"*_{pid}_*"):
-            with contextlib.suppress(FileNotFoundError):
-                sizes = [entry.stat().st_size for entry in os.scandir(folder)]
-                if any(sizes):
-                    return "while writing"
-                return "while encoding" if sizes else "between units"
-        return "while starting, or ended"
+    def _kill(self, pid: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGSTOP)  # to see where it is
+            sizes = [held.nbytes for held in all_held(self._root) if held.worker.pid == pid and held.marks]
+            os.kill(pid, signal.SIGKILL)
+            self.where["while starting or between units" if not sizes else _PLACES[sizes[0] > 0]] += 1
 
 
 def kill_round(case: Case, seed: int) -> tuple[Counter[str], int]:

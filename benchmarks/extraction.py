@@ -1,0 +1,119 @@
+"""How much faster two workers extract than one, on two cores: by turns, the median of several runs.
+
+    python benchmarks/extraction.py [--runs 5]
+
+Encoders compute on one thread each: an AutoencoderKL and a T5 with random weights. `steady` is what the workers do
+from their first unit on, waiting included; `whole` counts the start of processes, the loading of encoders, and the end
+too, when one worker has nothing left to do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import diffusers
+import numpy as np
+from PIL import Image
+
+from bigdit import log
+from bigdit.config import load_run
+from bigdit.features.codecs import load_image_codec
+from bigdit.features.pool import encode_in_workers
+from bigdit.features.schema import StoreSchema, claim
+from bigdit.features.sources import open_source
+from bigdit.features.speed import UnitSpeed, read_units, shares_of, worker_speed
+from bigdit.features.text import load_text_encoder
+from bigdit.features.worker import Unit
+
+ROOT = Path(__file__).parents[1]
+COUNT, PART_SIZE, SIDE = 192, 8, 256
+LIMIT = 1.9
+
+
+@dataclass(frozen=True)
+class Run:
+    """Pictures a second: of all workers from their first unit on, and of the whole, the start of processes too."""
+
+    steady: float
+    whole: float
+    units: list[UnitSpeed]
+
+
+def main() -> None:
+    log.quiet_libraries()
+    parser = argparse.ArgumentParser(description="Time extraction by one worker and by two.")
+    parser.add_argument("--runs", type=int, default=5)
+    runs = parser.parse_args().runs
+    with tempfile.TemporaryDirectory() as name:
+        found = [(_timed(Path(name), number, 1), _timed(Path(name), number, 2)) for number in range(runs + 1)][1:]
+    for what in ("steady", "whole"):
+        ones, twos = ([getattr(pair[i], what) for pair in found] for i in (0, 1))
+        ratios = [two / one for one, two in zip(ones, twos, strict=True)]
+        print(
+            f"{what:6}  one worker {statistics.median(ones):6.1f} images/s, two {statistics.median(twos):6.1f}: "
+            f"{statistics.median(ratios):.2f} × (each run: {' '.join(f'{ratio:.2f}' for ratio in ratios)}; "
+            f"steady should reach {LIMIT})"
+        )
+    print(f"two workers: {json.dumps(shares_of(found[-1][1].units).model_dump())}; load {os.getloadavg()[0]:.1f}")
+
+
+def _timed(folder: Path, number: int, workers: int) -> Run:
+    """Extract all pictures into a new store."""
+    if not (folder / "pictures").exists():
+        _write(folder)
+    run = load_run(
+        ROOT / "launch/recipes/digits.yaml",
+        [
+            f"data.images={folder / 'pictures'}",
+            f"data.features={folder / f'features-{number}-{workers}'}",
+            f"data.part_size={PART_SIZE}",
+            f"data.buckets=[[{SIDE}, {SIDE}]]",
+            f"encoders.image={{name: vae, class_name: AutoencoderKL, path: {folder / 'vae'}}}",
+            "encoders.text.config={d_model: 256, d_kv: 32, d_ff: 1024, num_layers: 4, num_heads: 8}",
+            "encoders.text.max_tokens=120",
+        ],
+    )
+    source = open_source(run.data)
+    schema = StoreSchema(
+        codec=load_image_codec(run.encoders.image).identity,
+        text_encoder=load_text_encoder(run.encoders.text).identity,
+        buckets=list(run.data.buckets),
+        sources=source.identity["sources"],
+        part_size=PART_SIZE,
+    )
+    claim(run.data.features, schema)
+    units = (Unit(start, end, source.items(start, end)) for start, end in schema.ranges())
+    began = time.perf_counter()
+    done = encode_in_workers(units, workers, run.encoders, schema, run.data.features, lambda pictures, done: None)
+    seconds = time.perf_counter() - began
+    speeds = [worker_speed(name, units) for name, units in read_units(run.data.features).items()]
+    return Run(sum(speed.images_per_s for speed in speeds), COUNT / seconds, done)
+
+
+def _write(folder: Path) -> None:
+    """Pictures, their captions, and a small VAE with random weights."""
+    (folder / "pictures").mkdir()
+    noise = np.random.default_rng(0)
+    for i in range(COUNT):
+        small = noise.integers(0, 256, (SIDE // 8, SIDE // 8, 3), dtype=np.uint8)
+        Image.fromarray(small).resize((SIDE + 64, SIDE + 64)).save(folder / f"pictures/{i:04d}.jpg")
+        (folder / f"pictures/{i:04d}.txt").write_text(f"picture {i}: " + "colors that drift into one another, " * 3)
+    vae = diffusers.AutoencoderKL(
+        down_block_types=("DownEncoderBlock2D",) * 4,
+        up_block_types=("UpDecoderBlock2D",) * 4,
+        block_out_channels=(16, 16, 32, 32),
+        norm_num_groups=8,
+        latent_channels=4,
+    )
+    vae.save_pretrained(folder / "vae")
+
+
+if __name__ == "__main__":
+    main()
