@@ -60,9 +60,9 @@ class FileRows:
         for path in self._paths:
             try:
                 count, schema, contents = _FILES[file_format].describe(path)
-            except (OSError, pa.ArrowException) as error:
+                columns = cells_of(schema)
+            except (OSError, ValueError, pa.ArrowException) as error:  # ValueError: names that are not UTF-8
                 raise UserError(f"{key}: {path} is not read as {file_format}: {_line(error)}") from None
-            columns = cells_of(schema)
             if counts and columns != self.columns:
                 differ = sorted(dict(columns.items() ^ self.columns.items()))
                 raise UserError(f"{key}: {path} differs from {self._paths[0]} in the columns {', '.join(differ)}")

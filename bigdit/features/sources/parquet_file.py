@@ -22,6 +22,8 @@ def describe(path: Path) -> tuple[int, pa.Schema, str]:
     """Rows, schema, and the digest of the footer, which holds sizes and offsets of all columns, and as a rule their
     least and greatest values. Raises OSError or ArrowException for what is no Parquet file."""
     with path.open("rb") as file, pq.ParquetFile(file) as parquet:
+        if parquet.metadata.num_rows < 0:
+            raise pa.ArrowInvalid("its footer counts less than no rows")
         size = file.seek(0, 2)
         file.seek(size - 8)
         footer = int.from_bytes(file.read(4), "little")
@@ -66,7 +68,9 @@ class _Cursor:
         """Rows [start, end)."""
         found = [_part(first, batch, start, end) for first, batch in self._kept]
         while self._end < end:
-            batch = next(self._batches)
+            batch = next(self._batches, None)
+            if batch is None:
+                raise pa.ArrowInvalid(f"it ends at row {self._end}, and its footer counts more")
             self._kept.append((self._end, batch))
             found.append(_part(self._end, batch, start, end))
             self._end += batch.num_rows
