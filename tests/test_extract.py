@@ -163,7 +163,8 @@ def test_the_speed_of_units_adds_up(one_worker):
         assert unit.writing_s > 0
         assert (unit.device, unit.gpu_s) == ("cpu", 0)
     shares = shares_of(units)
-    assert shares.cpu + shares.io == pytest.approx(1, abs=0.002)
+    assert 0 < shares.cpu <= 1
+    assert shares.io == pytest.approx(max(1 - shares.cpu - shares.queue, 0), abs=0.002)
     with open(one_worker / "speed" / f"{worker}.jsonl", "a") as file:
         file.write('{"start": 4, "en')  # a crash of the machine cut the line
     assert read_units(one_worker) == {worker: units}

@@ -43,7 +43,7 @@ def test_info_tells_what_is_there_and_who_is_at_it(store):
     assert f"{store}: whole; 240 of 240 pictures encoded, " in done.stdout
     for expected in ("source 0 folder: 240 pictures", "image    name identity, factor 2", "text     class_name T5"):
         assert expected in done.stdout
-    assert "4x4x4 240 100.0%" in " ".join(done.stdout.split())
+    assert "4x4x4 80 33.3%" in " ".join(done.stdout.split())
     assert f"{gone.name} is of another machine: alive or dead; in hand: {PART}, 4 B" in done.stdout
     assert f"{dead.name} is dead; in hand: {PART}, 4 B" in done.stdout
     assert f"`bigdit features clean {store}` removes what dead workers left" in done.stdout

@@ -130,7 +130,7 @@ def _print_info(report: StoreReport) -> None:
     for shape, count in report.buckets.items():
         buckets.add_row(shape, str(count), f"{count / report.encoded:.1%}")
     log.out.print(buckets)
-    columns = ["worker", "on", "parts", "images", "images/s", "reading, encoding, waiting", "CPU, GPU, IO"]
+    columns = ["worker", "on", "parts", "images", "images/s", "reading, encoding, waiting", "CPU, GPU, IO, queued"]
     speeds = table("", columns, numeric=columns[2:])
     for each in report.workers:
         shares = each.shares
@@ -142,7 +142,7 @@ def _print_info(report: StoreReport) -> None:
             str(each.pictures),
             f"{each.images_per_s:.1f}",
             f"{shares.reading:.0%} {shares.encoding:.0%} {shares.waiting:.0%}",
-            f"{shares.cpu:.0%} {shares.gpu:.0%} {shares.io:.0%}",
+            f"{shares.cpu:.0%} {shares.gpu:.0%} {shares.io:.0%} {shares.queue:.0%}",
         )
     log.out.print(speeds)
     for held in report.at_work:

@@ -1,7 +1,7 @@
 """Which ranges an extraction works on: its split of the sources, and the next one that nobody has done.
 
 Nothing is handed out by a server, and no lock is taken: the store says what is done and what is in hand. Two workers
-that take the same range all the same do no harm: they write the same bytes under the same name.
+that take the same range all the same do no harm: both write it whole under one name, on a CPU to the same byte.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ FOLDER = "speed"
 class UnitSpeed(Strict):
     """The unit of the range [start, end), in seconds: from the end of the one before it to its features, of which
     waiting for the writer, reading and decoding pictures, encoding (in `gpu_s` on a GPU); the writer's own, beside the
-    next unit's; and those of the process' cores."""
+    next unit's; those of the process' cores, and those in which the encoding thread waited for a core to be free."""
 
     start: int
     end: int
@@ -34,11 +34,12 @@ class UnitSpeed(Strict):
     writing_s: float
     cpu_s: float
     gpu_s: float
+    queue_s: float
 
 
 class Shares(Strict):
     """Of the workers' time: what they were at (the rest is theirs between), and what was at work: cores, a GPU, or
-    neither, which waited for the disk or for its turn."""
+    neither, where they waited for the disk; `queue`: they waited for a core that others kept busy."""
 
     reading: float
     encoding: float
@@ -46,6 +47,7 @@ class Shares(Strict):
     cpu: float
     gpu: float
     io: float
+    queue: float
 
     def at_work(self) -> str:
         """Of cores, GPU and disk."""
@@ -70,6 +72,7 @@ class Stopwatch:
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
         self._began, self._cpu = time.perf_counter(), time.process_time()
+        self._queued = _queued_s()
 
     @contextlib.contextmanager
     def at(self, what: str) -> Iterator[None]:
@@ -94,6 +97,7 @@ class Stopwatch:
             writing_s=0.0,
             cpu_s=time.process_time() - self._cpu,
             gpu_s=encoding if device.startswith("cuda") else 0.0,
+            queue_s=_queued_s() - self._queued,
         )
 
 
@@ -104,15 +108,25 @@ def shares_of(units: list[UnitSpeed]) -> Shares:
     def share(name: str) -> float:
         return round(min(sum(getattr(unit, name) for unit in units) / total, 1.0), 3)
 
-    cpu, gpu = share("cpu_s"), share("gpu_s")
+    cpu, gpu, queue = share("cpu_s"), share("gpu_s"), share("queue_s")
     return Shares(
         reading=share("reading_s"),
         encoding=share("encoding_s"),
         waiting=share("waiting_s"),
         cpu=cpu,
         gpu=gpu,
-        io=round(max(1 - cpu - gpu, 0.0), 3),
+        io=round(max(1 - cpu - gpu - queue, 0.0), 3),
+        queue=queue,
     )
+
+
+def _queued_s() -> float:
+    """Seconds that this thread was ready to run, and no core was free. Source: Linux, Documentation/scheduler/
+    sched-stats.rst, the second number; 0 where the kernel does not keep it."""
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+    except OSError:
+        return 0.0
 
 
 def append(root: Path, worker: str, unit: UnitSpeed) -> None:
