@@ -39,11 +39,13 @@ class Caption:
 
 def make_store(root, count=40, *, deviation=False, pooled=False, eight_bits=False, dtype=torch.bfloat16, several=False):
     """Random features; sample i's second caption weighs three times its first."""
-    sources = {"sources": [{"kind": "random", "count": count}]}
-    if "sources" not in StoreSchema.model_fields:
-        sources = {"source": {"kind": "random", "count": count}}
-    document = {"codec": {}, "text_encoder": {"max_tokens": TOKENS}, "buckets": [(8, 8)], "part_size": PART, **sources}
-    schema = StoreSchema.model_validate(document)
+    schema = StoreSchema(
+        codec={},
+        text_encoder={"max_tokens": TOKENS},
+        buckets=[(8, 8)],
+        sources=[{"kind": "random", "count": count}],
+        part_size=PART,
+    )
     root.mkdir(exist_ok=True)
     (root / FILE).write_text(schema.model_dump_json())
     write_null_text(root, NULL if pooled else Text(NULL.states))
