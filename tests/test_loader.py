@@ -279,7 +279,7 @@ def test_the_host_memory_that_is_predicted_is_what_the_loader_takes(tmp_path, mo
     monkeypatch.setattr("test_loader.TOKENS", 64)
     monkeypatch.setattr("test_loader.DIM", 512)
     monkeypatch.setattr("test_loader.NULL", Text(torch.full((2, 512), 7.0)))
-    make_store(tmp_path / "store", 256)
+    make_store(tmp_path / "store", 96)
     store = FeatureStore.open(tmp_path / "store")
     micro, ahead = 32, 5
     strategy = Strategy(micro_batch_size=micro, read_ahead_steps=ahead)
