@@ -48,14 +48,12 @@ class Caption:
 
 def make_store(root: Path, samples: int) -> None:
     """Commit random features to `root`, unless they are there."""
-    schema = StoreSchema.model_validate(
-        {
-            "codec": {"class_name": "random"},
-            "text_encoder": {"max_tokens": TOKENS},
-            "buckets": [(height * 32, width * 32) for _, height, width in SHAPES],
-            "part_size": PART,
-            **_source(samples),
-        }
+    schema = StoreSchema(
+        codec={"class_name": "random"},
+        text_encoder={"max_tokens": TOKENS},
+        buckets=[(height * 32, width * 32) for _, height, width in SHAPES],
+        sources=[{"kind": "random", "count": samples, "digest": ""}],
+        part_size=PART,
     )
     random = np.random.default_rng(0)
     root.mkdir(parents=True, exist_ok=True)
@@ -64,11 +62,6 @@ def make_store(root: Path, samples: int) -> None:
     for start, end in schema.ranges():
         if not part_path(root, start, end).exists():
             write_part(part_path(root, start, end), random_part(random, start, end), identity=store_identity(schema))
-
-
-def _source(samples: int) -> dict[str, object]:
-    source = {"kind": "random", "count": samples, "digest": ""}
-    return {"sources": [source]} if "sources" in StoreSchema.model_fields else {"source": source}
 
 
 def random_part(random: np.random.Generator, start: int, end: int) -> Encoded:

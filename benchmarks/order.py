@@ -35,15 +35,12 @@ def make(root: Path, samples: int) -> None:
     from bigdit.features.text import Text
     from bigdit.loader.order import Order
 
-    source = {"kind": "random", "count": samples, "digest": ""}
-    schema = StoreSchema.model_validate(
-        {
-            "codec": {"class_name": "random"},
-            "text_encoder": {"max_tokens": TOKENS},
-            "buckets": [(height * 32, width * 32) for _, height, width in SHAPES],
-            "part_size": PART,
-            **({"sources": [source]} if "sources" in StoreSchema.model_fields else {"source": source}),
-        }
+    schema = StoreSchema(
+        codec={"class_name": "random"},
+        text_encoder={"max_tokens": TOKENS},
+        buckets=[(height * 32, width * 32) for _, height, width in SHAPES],
+        sources=[{"kind": "random", "count": samples, "digest": ""}],
+        part_size=PART,
     )
     (root / FILE).write_text(schema.model_dump_json())
     write_null_text(root, Text(torch.zeros(2, DIM)))

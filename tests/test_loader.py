@@ -4,9 +4,9 @@ import gc
 from collections import Counter
 from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 import torch
 
@@ -39,11 +39,13 @@ class Caption:
 
 def make_store(root, count=40, *, deviation=False, pooled=False, eight_bits=False, dtype=torch.bfloat16, several=False):
     """Random features; sample i's second caption weighs three times its first."""
-    sources = {"sources": [{"kind": "random", "count": count}]}
-    if "sources" not in StoreSchema.model_fields:
-        sources = {"source": {"kind": "random", "count": count}}
-    document = {"codec": {}, "text_encoder": {"max_tokens": TOKENS}, "buckets": [(8, 8)], "part_size": PART, **sources}
-    schema = StoreSchema.model_validate(document)
+    schema = StoreSchema(
+        codec={},
+        text_encoder={"max_tokens": TOKENS},
+        buckets=[(8, 8)],
+        sources=[{"kind": "random", "count": count}],
+        part_size=PART,
+    )
     root.mkdir(exist_ok=True)
     (root / FILE).write_text(schema.model_dump_json())
     write_null_text(root, NULL if pooled else Text(NULL.states))
@@ -264,7 +266,8 @@ def test_an_index_spares_the_headers_and_is_made_again_where_it_is_wrong(tmp_pat
 
 def anonymous():
     gc.collect()
-    return psutil.Process().memory_full_info().uss
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith("Anonymous:"))
 
 
 @pytest.mark.timeout(120)
@@ -276,7 +279,7 @@ def test_the_host_memory_that_is_predicted_is_what_the_loader_takes(tmp_path, mo
     monkeypatch.setattr("test_loader.TOKENS", 64)
     monkeypatch.setattr("test_loader.DIM", 512)
     monkeypatch.setattr("test_loader.NULL", Text(torch.full((2, 512), 7.0)))
-    make_store(tmp_path / "store", 256)
+    make_store(tmp_path / "store", 96)
     store = FeatureStore.open(tmp_path / "store")
     micro, ahead = 32, 5
     strategy = Strategy(micro_batch_size=micro, read_ahead_steps=ahead)

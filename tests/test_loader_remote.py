@@ -7,12 +7,16 @@ from pathlib import Path
 import obstore
 import pytest
 import torch
+from conftest import DIGITS
 from obstore.store import LocalStore, MemoryStore, S3Store
 from test_loader import make_store, read_all, stream_of
 
+from bigdit.catalog.resolve import model_spec
+from bigdit.config import load_run
 from bigdit.config.run import DataConfig
 from bigdit.errors import UserError
 from bigdit.features import FeatureStore, remote
+from bigdit.features.extract import extract
 from bigdit.features.remote import RemoteParts, url_of
 
 
@@ -152,6 +156,12 @@ def test_urls_are_known_behind_paths():
         assert url_of(Path(url)) == url
     assert url_of(Path("/srv/features")) is None
     assert url_of(Path("features")) is None
+
+
+def test_extraction_into_a_url_is_refused(tmp_path):
+    run = load_run(DIGITS, [f"data.images={tmp_path}", "data.features=s3://b/x"])
+    with pytest.raises(UserError, match=r"s3://b/x is read, and not extracted to; extract into a folder"):
+        extract(run, model_spec(run.model))
 
 
 def test_a_missing_obstore_is_named_with_its_fix(monkeypatch):

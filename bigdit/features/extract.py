@@ -13,6 +13,7 @@ from bigdit.features.in_hand import own_folder, remove_left
 from bigdit.features.job import Job, encode_here
 from bigdit.features.null_text import write_null_text
 from bigdit.features.ranges import missing, parse_split
+from bigdit.features.remote import url_of
 from bigdit.features.report import FILE as REPORT
 from bigdit.features.report import ExtractReport, StoreReport, extract_report, store_report
 from bigdit.features.schema import Range, StoreSchema, claim
@@ -43,8 +44,12 @@ def extract(
     written, a worker dies, or every picture was skipped.
     """
     began = time.perf_counter()
-    source = open_source(run.data)
     root = run.data.features
+    if url_of(root) is not None:
+        raise UserError(
+            f"data.features: {url_of(root)} is read, and not extracted to; extract into a folder, and copy it there"
+        )
+    source = open_source(run.data)
     first, last = parse_split(len(source), start, end, shard)
     schema = _prepare(run, model, source)
     chosen = None if only is None else tuple(only)

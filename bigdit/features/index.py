@@ -7,7 +7,7 @@ any time. What it lacks is read, as is a part of other bytes, and a part that is
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,17 +36,15 @@ class Index:
     counts: npt.NDArray[np.int64]
 
 
-def load_index(
-    root: Path, parts: Sequence[tuple[int, int, int]], header_of: Callable[[str], Header], identity: str
-) -> Index:
-    """The index of parts (start, end, bytes): by the file where it has them, by their headers otherwise.
+def load_index(root: Path, wanted: npt.NDArray[np.int64], header_of: Callable[[str], Header], identity: str) -> Index:
+    """The index of `wanted` parts (start, end, bytes): by the file where it has them, by their headers otherwise.
 
     Writes the file anew where it lacked any. Raises UserError where a header is damaged or of another store.
     """
-    wanted = np.array(parts, np.int64).reshape(-1, 3)
     saved = _read(root / FILE, identity)
     if saved is not None and np.array_equal(saved.parts, wanted):
         return saved
+    parts = [tuple(each) for each in wanted.tolist()]
     counts: list[dict[Shape, int]] = [{} for _ in parts]
     known = {} if saved is None else {tuple(each): row for row, each in enumerate(saved.parts.tolist())}
     new = [number for number, part in enumerate(parts) if part not in known]

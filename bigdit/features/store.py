@@ -68,14 +68,17 @@ class FeatureStore:
             raise UserError(f"data.features: {files} holds no features; {EXTRACT} makes them")
         ranges = schema.ranges()
         sizes = files.sizes()
-        names = [part_name(start, end) for start, end in ranges]
-        missing = [name for name in (*names, null_text.FILE) if name not in sizes]
+        parts = np.empty((len(ranges), 3), np.int64)
+        for number, (start, end) in enumerate(ranges):  # a hundred thousand: what a list of them took would be seen
+            parts[number] = start, end, sizes.get(part_name(start, end), -1)
+        missing = [part_name(start, end) for start, end, size in parts[parts[:, 2] < 0].tolist()]
+        missing += [name for name in (null_text.FILE,) if name not in sizes]
+        del sizes, ranges
         if missing:
             raise UserError(
-                f"data.features: {files} lacks {len(missing)} of {len(names) + 1} files, the first {missing[0]}; "
+                f"data.features: {files} lacks {len(missing)} of {len(parts) + 1} files, the first {missing[0]}; "
                 f"{EXTRACT} finishes it"
             )
-        parts = [(start, end, sizes[name]) for (start, end), name in zip(ranges, names, strict=True)]
         index = load_index(files.root, parts, files.header, store_identity(schema))
         if not index.counts.sum():
             raise UserError(f"data.features: all pictures of {files} were skipped; report.json there says why")
