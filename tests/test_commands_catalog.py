@@ -72,8 +72,10 @@ def test_filter_and_json():
     assert (shown[1]["obstacle"], shown[1]["training_obstacle"]) == (None, None)
     assert shown[1]["text"]["tokens"] == 300
     (flux,) = json.loads(options(models.run, "--filter", "flux.1-dev", "--json").stdout)
-    assert (flux["rehearsable"], flux["trainable"], flux["obstacle"]) == (True, False, None)
-    assert flux["training_obstacle"].startswith("the feature store keeps no pooled_text, which Flux")
+    assert (flux["rehearsable"], flux["trainable"], flux["obstacle"]) == (True, True, None)
+    hidream = json.loads(options(models.run, "--filter", "hidream", "--json").stdout)[0]
+    assert (hidream["rehearsable"], hidream["trainable"], hidream["obstacle"]) == (True, False, None)
+    assert hidream["training_obstacle"].startswith("the feature store keeps no llama_text, which HiDream")
     (a40,) = json.loads(options(gpus.run, "--filter", "a40", "--json").stdout)[-1:]
     assert a40["sources"]["usable"]
     hopper = json.loads(options(gpus.run, "--filter", "hopper", "--json").stdout)
