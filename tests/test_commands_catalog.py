@@ -48,7 +48,7 @@ def test_models_read_well_at_80_columns(printed):
     assert "\x1b" not in text
     assert all(len(line) <= 80 for line in text.splitlines())
     assert " ".join(row(text, "sana-1600m-1024")) == "sana-1600m-1024 1.604 B 20 1024 32×32×32 300×2304 train"
-    assert row(text, "flux.1-dev")[3:] == ["19+38", "1024", "16×128×128", "512×4096", "plan"]
+    assert row(text, "flux.1-dev")[3:] == ["19+38", "1024", "16×128×128", "512×4096", "train"]
     assert row(text, "ltx-video-0.9")[-2:] == ["128×4096", "plan"]
     assert row(text, "dit-xl-2-paper")[1:] == ["674.8", "M", "28", "256", "4×32×32", "–", "plan"]
     assert "71 models" in text
