@@ -76,10 +76,10 @@ def test_without_captions_the_store_is_known_exactly():
 
 
 def test_what_no_store_can_hold_yet_is_said():
-    notes = need("flux.1-dev", images=10).notes
+    notes = need("hunyuandit-v1.2", images=10).notes
     assert notes[-1] == (
-        "such a store cannot be trained from yet: the feature store keeps no pooled_text, which "
-        "FluxTransformer2DModel is fed"
+        "such a store cannot be trained from yet: the feature store keeps no clip_text_embeds and no clip_text_mask, "
+        "which HunyuanDiT2DModel is fed"
     )
 
 

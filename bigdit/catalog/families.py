@@ -73,10 +73,12 @@ FAMILIES: dict[str, Inputs] = {
 
 
 def training_obstacle(class_name: str) -> str | None:
-    """Why a class cannot be trained from a feature store, of latents and one text sequence; None where it can."""
+    """Why a class cannot be trained from a feature store, of latents, one text sequence and its pooled vector; None
+    where it can."""
     inputs = FAMILIES.get(class_name)
     if inputs is None:
         return f"no family adapter yet: {class_name}"
-    if inputs.extras:
-        return f"the feature store keeps no {' and no '.join(inputs.extras)}, which {class_name} is fed"
+    missing = [extra for extra in inputs.extras if extra != "pooled_text"]
+    if missing:
+        return f"the feature store keeps no {' and no '.join(missing)}, which {class_name} is fed"
     return f"the feature store keeps pictures, and {class_name} makes videos" if inputs.video else None

@@ -9,6 +9,7 @@ from pathlib import Path
 from bigdit.config.run import RunConfig
 from bigdit.errors import UserError
 from bigdit.features.codecs import ImageCodec, load_image_codec
+from bigdit.features.fit import latent_misfits, text_misfits
 from bigdit.features.in_hand import own_folder, remove_left
 from bigdit.features.job import Job, encode_here
 from bigdit.features.null_text import write_null_text
@@ -94,13 +95,10 @@ def _unfit_buckets(run: RunConfig, codec: ImageCodec) -> list[str]:
 
 
 def _unfit_model(model: ModelSpec, codec: ImageCodec, text_encoder: TextEncoder) -> list[str]:
-    problems = []
-    channels, width = model.kwargs.get("in_channels"), model.kwargs.get("caption_channels")
-    if channels not in (None, codec.channels):
-        problems.append(f"encoders.image gives {codec.channels} channels, and the model's in_channels is {channels}")
-    if width not in (None, text_encoder.dim):
-        problems.append(f"encoders.text gives {text_encoder.dim} features, and the model's caption_channels is {width}")
-    return problems
+    return [
+        *(f"encoders.image gives {misfit}" for misfit in latent_misfits(model, codec.channels)),
+        *(f"encoders.text gives {misfit}" for misfit in text_misfits(model, text_encoder.dim, text_encoder.pooled_dim)),
+    ]
 
 
 def _whole(root: Path, schema: StoreSchema, *, changed: bool) -> StoreReport:

@@ -15,6 +15,7 @@ from bigdit.config import RunConfig
 from bigdit.dist import World
 from bigdit.errors import UserError
 from bigdit.features import FeatureStore
+from bigdit.features.fit import latent_misfits, text_misfits
 from bigdit.loader.stages import data_state, plan_order
 from bigdit.loader.stream import FeatureStream
 from bigdit.spec import BatchShape, ModelSpec, Strategy
@@ -111,13 +112,12 @@ def train(run: RunConfig, spec: ModelSpec, strategy: Strategy, world: World) -> 
 
 def _check_store(store: FeatureStore, run: RunConfig, spec: ModelSpec) -> None:
     """Raise UserError where the store's features are not what this model takes."""
-    problems = []
-    channels, wanted = {shape[0] for shape in store.buckets}, spec.kwargs.get("in_channels")
-    if wanted is not None and channels != {wanted}:
-        problems.append(f"its latents have {sorted(channels)} channels, and the model's in_channels is {wanted}")
-    dim, wanted = store.null_text.states.shape[1], spec.kwargs.get("caption_channels")
-    if wanted is not None and dim != wanted:
-        problems.append(f"its text has {dim} features, and the model's caption_channels is {wanted}")
+    null = store.null_text
+    pooled_dim = None if null.pooled is None else len(null.pooled)
+    problems = [
+        *(f"its latents have {misfit}" for misfit in latent_misfits(spec, next(iter(store.buckets))[0])),
+        *(f"its text has {misfit}" for misfit in text_misfits(spec, null.states.shape[1], pooled_dim)),
+    ]
     encoder, asked = store.schema.text_encoder, run.encoders.text.tokens_asked
     most = encoder.get("max_sequence_length", encoder["max_tokens"])
     if asked not in (None, most):

@@ -1,0 +1,64 @@
+"""A model of two text inputs, from pictures to samples: the encoders of a pipeline, a store in 8 bits, training."""
+
+import json
+
+import pytest
+import tiny_pipelines
+import tiny_vaes
+import torch
+import yaml
+from conftest import bigdit
+from test_sample_pipelines import SD3
+
+from bigdit.features import FeatureStore
+from bigdit.features.fp8 import dequantise, quantise
+
+CLASS = "SD3Transformer2DModel"
+
+
+def config(folder, pictures):
+    return {
+        "model": {"class_name": CLASS, "kwargs": SD3},
+        "data": {"images": str(pictures), "features": str(folder / "features"), "buckets": [[16, 16]]},
+        "encoders": {
+            "image": {"name": "vae", "class_name": "AutoencoderKL", "path": str(folder / "vae")},
+            "text": {"pipeline": str(folder / "pipeline"), "stored": "fp8"},
+        },
+        "train": {"steps": 2, "micro_batch_size": 4, "precision": "fp32"},
+        "output": str(folder / "run"),
+    }
+
+
+@pytest.mark.slow
+def test_stable_diffusion_3_is_encoded_trained_and_sampled(tmp_path, pictures):
+    torch.manual_seed(0)
+    tiny_vaes.VAES["AutoencoderKL"][0]().save_pretrained(tmp_path / "vae")
+    (tmp_path / "pipeline").mkdir()
+    parts = tiny_pipelines.save(tmp_path / "pipeline", "StableDiffusion3Pipeline")
+    few = tmp_path / "pictures"
+    few.mkdir()
+    for file in sorted(pictures.iterdir())[:32]:  # sixteen digits and their captions
+        (few / file.name).write_bytes(file.read_bytes())
+    run = tmp_path / "run.yaml"
+    run.write_text(yaml.safe_dump(config(tmp_path, few)))
+
+    done = bigdit("extract", "--config", run, "--json")
+    assert done.returncode == 0, done.stderr
+    store = FeatureStore.open(tmp_path / "features")
+    pipeline = tiny_pipelines.pipeline_of("StableDiffusion3Pipeline", parts)
+    latents, texts, indices = store.read((4, 8, 8), [3])
+    caption = sorted(few.glob("*.txt"))[indices[0]].read_text().strip()
+    with torch.no_grad():
+        states, null, pooled, _ = pipeline.encode_prompt([caption], None, None, device="cpu")
+    assert latents.shape == (1, 4, 8, 8)
+    assert torch.allclose(texts[0].states.float(), dequantise(*quantise(states[0].bfloat16())).float(), atol=1e-6)
+    assert (texts[0].states.float() - states[0]).norm() < 0.03 * states.norm()
+    assert torch.equal(texts[0].pooled, pooled[0].bfloat16())
+    assert torch.allclose(store.null_text.states.float(), null[0], rtol=2**-7, atol=1e-4)
+
+    done = bigdit("train", "--config", run)
+    assert done.returncode == 0, done.stderr
+    done = bigdit("sample", "--checkpoint", tmp_path / "run", "--caption", "a handwritten six", "--size", "16x16",
+                  "--steps", "2", "--out", tmp_path / "samples", "--json")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert len(json.loads(done.stdout)["pictures"]) == 1
