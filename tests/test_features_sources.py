@@ -1,5 +1,7 @@
 """Sources of pictures and captions, from real files of every kind."""
 
+import contextlib
+import io
 import json
 import os
 import pickle
@@ -18,6 +20,7 @@ from bigdit.config.run import DataConfig
 from bigdit.errors import UserError
 from bigdit.features.sources import Caption, Unusable, open_source
 from bigdit.features.sources.names import Names
+from bigdit.features.sources.picture import decode
 
 
 def opened(images, features="features"):
@@ -281,6 +284,34 @@ def test_more_pixels_than_pillow_allows_are_refused_before_they_are_decoded(tmp_
     save(tmp_path / "a.png", picture=Image.new("1", (10_000, 9_000)))
     with pytest.raises(Unusable, match=r"picture too large: 10000 × 9000 pixels; \d+ are the most"):
         opened(str(tmp_path)).items(0, 1)[0].load()
+
+
+def damage(data, seed):
+    """The bytes with a few of them flipped, overwritten or cut off."""
+    random = np.random.default_rng(seed)
+    damaged = bytearray(data)
+    for _ in range(random.integers(1, 5)):
+        at = int(random.integers(len(damaged)))
+        how = random.integers(4)
+        if how == 0:
+            damaged[at] ^= 1 << int(random.integers(8))
+        elif how == 1:
+            damaged[at] = int(random.choice([0, 127, 128, 255]))
+        elif how == 2:
+            damaged[at : at + 4] = random.bytes(len(damaged[at : at + 4]))
+        else:
+            del damaged[max(at, 1) :]
+    return bytes(damaged)
+
+
+@pytest.mark.filterwarnings("ignore:.*:UserWarning")  # of Pillow, about damaged metadata
+@pytest.mark.parametrize("suffix", ["png", "jpg", "webp", "avif", "tif", "gif", "bmp"])
+def test_damaged_pictures_are_decoded_or_unusable(suffix):
+    buffer = io.BytesIO()
+    gradient(32, 24).save(buffer, {"jpg": "JPEG", "tif": "TIFF"}.get(suffix, suffix.upper()))
+    for seed in range(80):
+        with contextlib.suppress(Unusable):
+            assert decode(damage(buffer.getvalue(), seed)).mode in ("L", "RGB")
 
 
 def test_several_sources_follow_one_another_and_appending_changes_nothing_before(tmp_path):
