@@ -344,17 +344,21 @@ def test_an_error_names_the_source_of_the_list(tmp_path):
 @pytest.mark.parametrize(
     ("images", "problem"),
     [
-        ([], "data.images: Tuple should have at least 1 item"),
+        ([], "data.images: the list is empty; name a source, such as a folder of pictures"),
         ({"path": "x", "captoins": "y"}, "data.images.0.captoins: unknown key; did you mean captions?"),
         ({"kind": "csv"}, "data.images.0.path: missing; it has no default"),
         ({"path": "x", "kind": "zip"}, "data.images.0.kind: Input should be 'folder', 'csv', 'parquet', 'webdataset'"),
-        ({"path": "x", "captions": {"short": -1}}, "data.images.0.captions.short"),
+        (
+            {"path": "x", "captions": {"short": -1}},
+            "data.images.0.captions: the weight of short is a number above 0, or a column; -1 was",
+        ),
     ],
 )
 def test_sources_are_checked_by_the_config(images, problem):
     with pytest.raises(UserError) as error:
         load_run(DIGITS, [f"data.images={json.dumps(images)}"])
-    assert problem in str(error.value)
+    (line,) = error.value.problems
+    assert problem in line
 
 
 def test_what_does_not_go_with_a_kind_is_said_for_all_sources_at_once(tmp_path):
