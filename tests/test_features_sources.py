@@ -1,5 +1,7 @@
 """Sources of pictures and captions, from real files of every kind."""
 
+import contextlib
+import io
 import json
 import os
 import pickle
@@ -18,6 +20,7 @@ from bigdit.config.run import DataConfig
 from bigdit.errors import UserError
 from bigdit.features.sources import Caption, Unusable, open_source
 from bigdit.features.sources.names import Names
+from bigdit.features.sources.picture import decode
 
 
 def opened(images, features="features"):
@@ -283,6 +286,34 @@ def test_more_pixels_than_pillow_allows_are_refused_before_they_are_decoded(tmp_
         opened(str(tmp_path)).items(0, 1)[0].load()
 
 
+def damage(data, seed):
+    """The bytes with a few of them flipped, overwritten or cut off."""
+    random = np.random.default_rng(seed)
+    damaged = bytearray(data)
+    for _ in range(random.integers(1, 5)):
+        at = int(random.integers(len(damaged)))
+        how = random.integers(4)
+        if how == 0:
+            damaged[at] ^= 1 << int(random.integers(8))
+        elif how == 1:
+            damaged[at] = int(random.choice([0, 127, 128, 255]))
+        elif how == 2:
+            damaged[at : at + 4] = random.bytes(len(damaged[at : at + 4]))
+        else:
+            del damaged[max(at, 1) :]
+    return bytes(damaged)
+
+
+@pytest.mark.filterwarnings("ignore:.*:UserWarning")  # of Pillow, about damaged metadata
+@pytest.mark.parametrize("suffix", ["png", "jpg", "webp", "avif", "tif", "gif", "bmp"])
+def test_damaged_pictures_are_decoded_or_unusable(suffix):
+    buffer = io.BytesIO()
+    gradient(32, 24).save(buffer, {"jpg": "JPEG", "tif": "TIFF"}.get(suffix, suffix.upper()))
+    for seed in range(80):
+        with contextlib.suppress(Unusable):
+            assert decode(damage(buffer.getvalue(), seed)).mode in ("L", "RGB")
+
+
 def test_several_sources_follow_one_another_and_appending_changes_nothing_before(tmp_path):
     for name in ("one/a.png", "one/b.png", "two/c.png", "three/d.png", "three/e.png"):
         save(tmp_path / name, name)
@@ -313,17 +344,21 @@ def test_an_error_names_the_source_of_the_list(tmp_path):
 @pytest.mark.parametrize(
     ("images", "problem"),
     [
-        ([], "data.images: Tuple should have at least 1 item"),
+        ([], "data.images: the list is empty; name a source, such as a folder of pictures"),
         ({"path": "x", "captoins": "y"}, "data.images.0.captoins: unknown key; did you mean captions?"),
         ({"kind": "csv"}, "data.images.0.path: missing; it has no default"),
         ({"path": "x", "kind": "zip"}, "data.images.0.kind: Input should be 'folder', 'csv', 'parquet', 'webdataset'"),
-        ({"path": "x", "captions": {"short": -1}}, "data.images.0.captions.short"),
+        (
+            {"path": "x", "captions": {"short": -1}},
+            "data.images.0.captions: the weight of short is a number above 0, or a column; -1 was",
+        ),
     ],
 )
 def test_sources_are_checked_by_the_config(images, problem):
     with pytest.raises(UserError) as error:
         load_run(DIGITS, [f"data.images={json.dumps(images)}"])
-    assert problem in str(error.value)
+    (line,) = error.value.problems
+    assert problem in line
 
 
 def test_what_does_not_go_with_a_kind_is_said_for_all_sources_at_once(tmp_path):

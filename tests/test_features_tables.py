@@ -1,5 +1,6 @@
 """CSV, Parquet and `datasets` folders as sources: real files, written by the libraries that people write them with."""
 
+import contextlib
 import csv
 import io
 import json
@@ -12,11 +13,14 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_features_sources import gradient, opened, pixels
+from test_features_sources import damage, gradient, opened, pixels
 
+from bigdit.config.run import SourceConfig
 from bigdit.errors import UserError
 from bigdit.features.sources import Unusable
 from bigdit.features.sources.csv_rows import CsvRows
+from bigdit.features.sources.file_rows import FileRows
+from bigdit.features.sources.rows import TableSource
 
 
 def png(number=0):
@@ -380,3 +384,26 @@ def test_threads_read_the_same_parquet(tmp_path):
     items = opened(str(tmp_path / "a.parquet")).items(0, 200)
     with ThreadPoolExecutor(8) as pool:
         assert [value(sample) for sample in pool.map(lambda item: item.load(), items)] == list(range(200))
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+def test_damaged_tables_are_refused_or_skipped_row_by_row(tmp_path, suffix):
+    snapshot(tmp_path, "a.parquet", range(20))
+    whole = (tmp_path / "a.parquet").read_bytes()
+    if suffix == "arrow":
+        saved(range(20)).save_to_disk(tmp_path / "saved")
+        whole = next((tmp_path / "saved").glob("*.arrow")).read_bytes()
+    loaded, problems = 0, []
+    for seed in range(100):
+        path = tmp_path / f"{seed}.{suffix}"
+        path.write_bytes(damage(whole, seed))
+        try:
+            rows = FileRows([path], suffix, str(path), "data.images")
+            for item in TableSource("parquet", rows, SourceConfig(path=path), "data.images").items(0, 20):
+                with contextlib.suppress(Unusable):
+                    loaded += item.load().image.size == (8, 8)
+        except UserError as error:
+            problems += error.problems
+    assert loaded > 0
+    assert problems
+    assert not [problem for problem in problems if "\n" in problem]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -58,7 +59,7 @@ class SourceConfig(Strict):
     path: Path
     kind: SourceKind | None = None
     image: str | None = None
-    captions: dict[str, PositiveFloat | str] = {}
+    captions: dict[str, float | str] = {}
     split: str | None = None
 
     @model_validator(mode="before")
@@ -70,7 +71,14 @@ class SourceConfig(Strict):
     @classmethod
     def _columns_alone(cls, value: Any) -> Any:
         columns = [value] if isinstance(value, str) else value
-        return dict.fromkeys(columns, 1.0) if isinstance(columns, list | tuple) else columns
+        if isinstance(columns, list | tuple) and all(isinstance(column, str) for column in columns):
+            return dict.fromkeys(columns, 1.0)
+        if not isinstance(columns, dict):
+            raise ValueError("it is a column, a list of columns, or a mapping of columns to weights")
+        for column, weight in columns.items():
+            if not isinstance(weight, str) and not (isinstance(weight, int | float) and 0 < weight < math.inf):
+                raise ValueError(f"the weight of {column} is a number above 0, or a column; {weight!r} was found")
+        return columns
 
 
 class DataConfig(Strict):
@@ -87,7 +95,7 @@ class DataConfig(Strict):
     each process keeps at most `remote_cache` bytes of it (`16GiB`) in a temporary folder, best a window of 64 parts.
     """
 
-    images: tuple[SourceConfig, ...] = Field(min_length=1)
+    images: tuple[SourceConfig, ...]
     features: Path
     buckets: tuple[tuple[PositiveInt, PositiveInt], ...] = Field(min_length=1)
     part_size: PositiveInt = 256
@@ -101,6 +109,8 @@ class DataConfig(Strict):
     @field_validator("images", mode="before")
     @classmethod
     def _one_source(cls, value: Any) -> Any:
+        if value in ([], ()):
+            raise ValueError("the list is empty; name a source, such as a folder of pictures")
         return value if isinstance(value, list | tuple) else [value]
 
 

@@ -37,7 +37,10 @@ class CellPicture:
     def read(self) -> bytes:
         """Raises Unusable where the cell is empty; otherwise as FilePicture."""
         rows = _read(self.format, self.path, self.row, self.row + 1, [self.column], PICTURE_ROWS)
-        cell: Any = rows.column(0)[0].as_py()
+        try:
+            cell: Any = rows.column(0)[0].as_py()
+        except UnicodeDecodeError:
+            raise Unusable(f"column {self.column} has a path that is not UTF-8") from None
         if isinstance(cell, dict):
             if cell["bytes"] is None and cell.get("path"):
                 return FilePicture(self.path.parent / cell["path"]).read()
@@ -111,7 +114,7 @@ class FileRows:
 def _read(file_format: Format, path: Path, start: int, end: int, columns: Sequence[str], batch_rows: int) -> pa.Table:
     try:
         return _FILES[file_format].read(path, start, end, columns, batch_rows)
-    except (OSError, pa.ArrowException) as error:
+    except (OSError, ValueError, pa.ArrowException) as error:  # ValueError: texts of errors that are not UTF-8
         raise UserError(
             f"data.images: rows {start} to {end - 1} of {path} cannot be read: {_line(error)}; run again to go on, or "
             f"replace the file"

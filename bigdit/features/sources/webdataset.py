@@ -77,7 +77,9 @@ class WebDataset:
         except OSError as error:
             raise UserError(f"{key}: {error.filename} cannot be read: {error.strerror}") from None
         missing = [pair for pair in zip(self._tars, self._indices, strict=True) if not _is_whole(pair[1])]
-        problems = [f"{key}: {problem}" for problem in _index(missing, workers) if problem]
+        problems = [
+            f"{key}: {problem}; make it anew, or leave it out" for problem in _index(missing, workers) if problem
+        ]
         if problems:
             raise UserError(*problems)
         digest = xxhash.xxh3_128()
