@@ -98,7 +98,7 @@ def test_a_killed_worker_is_an_error_and_the_same_call_goes_on(noise, one_worker
     os.kill(victim.pid, signal.SIGKILL)
     thread.join(60)
     assert not thread.is_alive()
-    assert re.search(r"extraction worker \d was killed by SIGKILL at pictures \d+ to \d+ .*`bigdit extract", raised[0])
+    assert re.search(r"extraction worker \d was killed by SIGKILL.*`bigdit extract", raised[0])
     assert encoders() == []
     before = {file.name: file.stat().st_mtime_ns for file in folder.glob("part-*")}
     whole = parts(one_worker)

@@ -8,6 +8,7 @@ import tiny_pipelines
 import torch
 from tiny_pipelines import CAPTIONS, PARTS, pipeline_of
 
+from bigdit.catalog.families import PIPELINES
 from bigdit.config.run import TextEncoderConfig
 from bigdit.errors import UserError
 from bigdit.features.encoders.recipes import RECIPES
@@ -232,3 +233,7 @@ def test_a_tokenizer_of_sentencepiece_alone_is_read(tmp_path):
     assert [len(text.states) for text in texts] == [
         len(pieces.encode(caption)) + 1 for caption in ("a cat on a mat", "a cat")
     ]
+
+
+def test_the_catalogue_names_pipelines_that_have_recipes():
+    assert set(PIPELINES.values()) <= set(RECIPES)

@@ -30,6 +30,7 @@ def printed(plan, folder=Path("plans/x")):
 
 
 BY_PLAN = "--plan plans/x/plan.yaml --config plans/x/run.yaml"
+EXTRACT = "bigdit extract --config plans/x/run.yaml"
 SHORT = "bigdit train --plan plans/x --config plans/x/run.yaml"
 
 
@@ -56,19 +57,20 @@ def node(nodes, processes, rank):
 def test_commands_are_those_of_the_engine_and_the_machines(made):
     deepspeed = f"launch/train.py --ds-config plans/x/ds_config.json {BY_PLAN}"
     zero2 = plans.sharded_plan(8)
-    assert printed(made) == [SHORT, f"python launch/train.py {BY_PLAN}"]
-    assert printed(zero2) == [SHORT, f"deepspeed --num_gpus 8 {deepspeed}"]
-    assert printed(plans.sharded_plan(32)) == [f"deepspeed --hostfile hostfile {deepspeed}"]
-    (on_four,) = commands(plans.sharded_plan(32), Path("plans/x"))
+    assert printed(made) == [EXTRACT, SHORT, f"python launch/train.py {BY_PLAN}"]
+    assert printed(zero2) == [EXTRACT, SHORT, f"deepspeed --num_gpus 8 {deepspeed}"]
+    assert printed(plans.sharded_plan(32)) == [EXTRACT, f"deepspeed --hostfile hostfile {deepspeed}"]
+    _, on_four = commands(plans.sharded_plan(32), Path("plans/x"))
     assert on_four.comment == "on the first machine, with 4 lines `host slots=8` in hostfile"
-    (uneven,) = commands(plans.sharded_plan(9), Path("plans/x"))
+    _, uneven = commands(plans.sharded_plan(9), Path("plans/x"))
     assert uneven.comment == "on the first machine, with `host slots=8`, `host slots=1` in hostfile"
     assert printed(on(made, fsdp2(8))) == [
+        EXTRACT,
         SHORT,
         f"torchrun --standalone --nproc-per-node 8 launch/train.py {BY_PLAN}",
     ]
-    assert printed(on(made, fsdp2(12))) == [node(2, 6, "$NODE_RANK")]
-    assert printed(on(made, fsdp2(9))) == [node(2, 8, 0), node(2, 1, 1)]
+    assert printed(on(made, fsdp2(12))) == [EXTRACT, node(2, 6, "$NODE_RANK")]
+    assert printed(on(made, fsdp2(9))) == [EXTRACT, node(2, 8, 0), node(2, 1, 1)]
 
 
 @pytest.mark.slow

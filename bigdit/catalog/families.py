@@ -71,6 +71,19 @@ FAMILIES: dict[str, Inputs] = {
     "LuminaNextDiT2DModel": Inputs(text_dim="cross_attention_dim", depths={"layers": "num_layers"}),
 }
 
+PIPELINES = {
+    "AuraFlowTransformer2DModel": "AuraFlowPipeline",
+    "ChromaTransformer2DModel": "ChromaPipeline",
+    "FluxTransformer2DModel": "FluxPipeline",
+    "Lumina2Transformer2DModel": "Lumina2Pipeline",
+    "PixArtTransformer2DModel": "PixArtSigmaPipeline",
+    "QwenImageTransformer2DModel": "QwenImagePipeline",
+    "SD3Transformer2DModel": "StableDiffusion3Pipeline",
+    "SanaTransformer2DModel": "SanaPipeline",
+    "ZImageTransformer2DModel": "ZImagePipeline",
+}
+"""The diffusers pipeline in whose folder lie the VAE and the text encoders that a class is trained with here."""
+
 
 def training_obstacle(class_name: str) -> str | None:
     """Why a class cannot be trained from a feature store, of latents, one text sequence and its pooled vector; None

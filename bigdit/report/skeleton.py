@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import yaml
 
+from bigdit.catalog.families import PIPELINES
+from bigdit.config.run import VaeCodec
 from bigdit.search.plan import Plan
 
 _HEAD = """\
@@ -13,22 +17,24 @@ _HEAD = """\
 """
 RUN = "run.yaml"
 _STEPS = 100_000
-_OTHER_TEXT = "Text is encoded by T5 here; features of {}, which this model knows, come from elsewhere."
+_OTHER_TEXT = "`bigdit extract` does not encode text as {} is fed it ({}): its features come from elsewhere."
+_VAES = get_args(VaeCodec.model_fields["class_name"].annotation)
 FOLDER = "path/to"
 """What the folders to fill in begin with."""
 
 
 def skeleton(plan: Plan) -> str | None:
-    """The YAML; None for a model that is not trained here, or whose VAE or text this version does not encode."""
+    """The YAML; None for a model that is not trained here, has no text, or whose VAE this version does not know."""
     question = plan.question
     model = question.model
-    if not model.trainable or model.vae.class_name not in ("AutoencoderKL", "AutoencoderDC") or model.text is None:
+    if not model.trainable or model.vae.class_name not in _VAES or model.text is None:
         return None
     size = plan.chosen.strategy.micro_batch_size  # one for all buckets
     fitting = ((limit.height, limit.width) for limit in plan.buckets if limit.recommended >= size)
     sizes = dict.fromkeys((question.resolution, *fitting))
     spec, steps = model.spec, plan.run.steps if plan.run else _STEPS
     known = model.params is not None  # of the catalogue; a user's own model is written out
+    pipeline = f"{FOLDER}/{PIPELINES.get(spec.class_name, 'pipeline')}"
     run = {
         "model": {"name": model.name} if known else {"class_name": spec.class_name, "kwargs": spec.kwargs},
         "data": {
@@ -37,8 +43,8 @@ def skeleton(plan: Plan) -> str | None:
             "buckets": [list(sides) for sides in sizes],
         },
         "encoders": {
-            "image": {"name": "vae", "class_name": model.vae.class_name, "path": f"{FOLDER}/{model.vae.name}"},
-            "text": {"path": f"{FOLDER}/text_encoder", "max_tokens": model.text.tokens or 300},
+            "image": {"name": "vae", "class_name": model.vae.class_name, "path": f"{pipeline}/vae"},
+            "text": {"pipeline": pipeline} | ({"max_tokens": model.text.tokens} if model.text.tokens else {}),
         },
         "optimizer": {"lr": plan.chosen.strategy.optimizer.lr},
         "train": {
@@ -50,11 +56,10 @@ def skeleton(plan: Plan) -> str | None:
         "output": f"{FOLDER}/run",
     }
     text = yaml.safe_dump(run, sort_keys=False, default_flow_style=None, width=100)
-    note = "" if extractable(plan) else f"# {_OTHER_TEXT.format(model.text.encoder)}\n"
+    note = "" if extractable(plan) else f"# {_OTHER_TEXT.format(spec.class_name, model.text.encoder)}\n"
     return _HEAD + note + text
 
 
 def extractable(plan: Plan) -> bool:
-    """Whether `bigdit extract` encodes the text that this model takes: that of T5's encoder."""
-    text = plan.question.model.text
-    return text is not None and text.encoder.startswith("t5-v1_1-xxl") and " " not in text.encoder
+    """Whether `bigdit extract` encodes the text that this model takes, by its pipeline."""
+    return plan.question.model.spec.class_name in PIPELINES
