@@ -131,6 +131,7 @@ def test_sizes_read_as_they_are_written(sizes):
         ({"micro_batch": 0}, "--micro-batch is 0, and 1 or more was expected"),
         ({"price": 0.0}, "--price is 0.0, and a number above 0 was expected"),
         ({"epochs": -1}, "--epochs is -1, and a number above 0 was expected"),
+        ({"epochs": float("inf")}, "--epochs is inf, and a finite number was expected"),
         ({"images": 0}, "--images is 0, and 1 or more was expected"),
         ({"images": "many"}, "--images expects a number such as 250000, 1.5k or 30M, and 'many' was found"),
         ({"images": "0.5"}, "--images expects a number such as 250000, 1.5k or 30M, and '0.5' was found"),

@@ -187,5 +187,6 @@ def _expected(detail: Any) -> str:
         "int_parsing": "a whole number",
         "int_from_float": "a whole number",
         "float_parsing": "a number",
+        "finite_number": "a finite number",
     }
     return known.get(detail["type"], str(detail["msg"]))

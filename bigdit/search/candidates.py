@@ -37,7 +37,7 @@ class Option:
         return Option(other.proposal, other.arrangement, self.corrections)
 
     def correct(self, micro_batch_size: int, blocks: int, reserved_bytes: int) -> None:
-        """A rehearsal reserved so many bytes here: predict that share more, or less, to where another one is nearer."""
+        """A rehearsal reserved so many bytes here: predict that share more, or less; less of it far away."""
         off = reserved_bytes / self.arrangement.reserved(micro_batch_size, blocks) - 1
         self.corrections[self.proposal.title, micro_batch_size, blocks] = off
 
@@ -55,7 +55,8 @@ class Option:
             at: abs(math.log(at[1] / micro_batch_size)) + abs(at[2] - blocks) / max(self.arrangement.count, 1)
             for at in own or self.corrections
         }
-        return self.corrections[min(away, key=lambda at: away[at])]
+        nearest = min(away, key=lambda at: away[at])
+        return self.corrections[nearest] * math.exp(-away[nearest] / 2)
 
     def fewest_blocks(self, micro_batch_size: int, capacity_bytes: float) -> int | None:
         """The fewest first blocks to checkpoint so that `capacity_bytes` are enough; None where all are too few."""

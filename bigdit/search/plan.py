@@ -112,7 +112,7 @@ class Plan(Strict):
     chosen: Choice
     ledger: Ledger
     footprint: Footprint
-    packed_timeline: str
+    packed_timeline: str = Field(repr=False)
     host: HostNeed
     front: tuple[Choice, ...]
     rejected: tuple[Rejected, ...]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from bigdit.catalog import CatalogModel, Gpu
 from bigdit.spec import OptimizerName, Precision, Strict
@@ -25,6 +25,9 @@ EngineChoice = Literal[
 """Engines by the names of config/strategy.py's presets."""
 
 
+Amount = Annotated[PositiveFloat, Field(allow_inf_nan=False)]
+
+
 class Cluster(Strict):
     """The cards of the run: `gpus` of them, `gpus_per_node` in a machine, machines joined by `network_gbs`.
 
@@ -33,7 +36,7 @@ class Cluster(Strict):
 
     gpus: PositiveInt = 1
     gpus_per_node: PositiveInt = 8
-    network_gbs: PositiveFloat = 12.5
+    network_gbs: Amount = 12.5
 
     @property
     def nodes(self) -> int:
@@ -71,8 +74,8 @@ class Question(Strict):
     buckets: tuple[tuple[PositiveInt, PositiveInt], ...] = ()
     global_batch_size: PositiveInt | None = None
     images: PositiveInt | None = None
-    epochs: PositiveFloat = 1.0
-    price: PositiveFloat | None = None
+    epochs: Amount = 1.0
+    price: Amount | None = None
     receipts: Path | None = None
     pins: Pins = Pins()
     explain: bool = False
