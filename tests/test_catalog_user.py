@@ -8,6 +8,7 @@ import pytest
 from bigdit.catalog import batch_shape, find_model, model, user_model
 from bigdit.catalog.models import models
 from bigdit.errors import UserError
+from bigdit.spec import BatchShape
 
 
 def written(folder, class_name, kwargs):
@@ -40,11 +41,11 @@ def test_the_catalogues_own_arguments_give_the_catalogues_shapes(name, tmp_path)
 def test_what_differs_from_the_sibling_is_read_from_the_config(tmp_path):
     kwargs = model("sana-1600m-1024").spec.kwargs | {"in_channels": 16, "sample_size": 24, "caption_channels": 640}
     user = find_model(str(written(tmp_path / "small-sana", "SanaTransformer2DModel", kwargs)))
-    assert batch_shape(user).model_dump() == {"latents": (16, 24, 24), "text": (300, 640)}
+    assert batch_shape(user) == BatchShape(latents=(16, 24, 24), text=(300, 640))
     assert (user.resolution, user.vae.name, user.vae.downsample) == (768, "a VAE of 16 channels", 32)
     flux = model("flux.1-dev").spec.kwargs | {"in_channels": 128, "joint_attention_dim": 2048}
     user = find_model(str(written(tmp_path / "wide-flux", "FluxTransformer2DModel", flux).parent))
-    assert batch_shape(user, 512).model_dump() == {"latents": (32, 64, 64), "text": (512, 2048)}
+    assert batch_shape(user, 512) == BatchShape(latents=(32, 64, 64), text=(512, 2048))
 
 
 def test_a_name_is_still_a_name():

@@ -43,7 +43,7 @@ def test_a_store_of_every_kind_of_source(sources, tmp_path):
     settings = [f"data.images={json.dumps(sources)}", f"data.features={root}", "data.part_size=4", "data.workers=1"]
     done = bigdit("extract", "--config", DIGITS, *with_set(settings), "--json")
     assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
+    report = json.loads(done.stdout)["store"]
     assert (report["pictures"], report["encoded"]) == (15, 11)
     assert report["buckets"] == {"4x4x4": 10, "4x4x6": 1}
     assert [(item["index"], item["name"]) for item in report["skipped"]] == [

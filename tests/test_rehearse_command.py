@@ -38,7 +38,7 @@ def test_a_user_s_model_under_zero(config, tmp_path):
 
     again = bigdit("rehearse", *question, "--json", **cache)  # from the cache
     found = json.loads(again.stdout)
-    assert found["batch"] == {"latents": [32, 16, 8], "text": [300, 12]}
+    assert found["batch"] == {"latents": [32, 16, 8], "latents_dtype": "fp32", "text": [300, 12]}
     for phase in found["ledger"]["phases"]:
         assert sum(phase["at_peak"].values()) == phase["peak_bytes"]
     assert [phase["phase"] for phase in found["ledger"]["phases"]] == ["init", "forward", "backward", "step"]
