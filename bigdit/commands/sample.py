@@ -30,15 +30,17 @@ def run(
         raise UserError("no caption was given; pass --caption TEXT, or --captions FILE with one a line")
     height_width = _size(size) if size else None
 
+    from bigdit import log
+
+    log.quiet_libraries()
+
     import torch
     from PIL import Image
 
-    from bigdit import log
     from bigdit.files import replacing, write_json
     from bigdit.report.grid import grid_png
     from bigdit.sampling import Sampler, SamplingOptions, find_checkpoint
 
-    log.quiet_libraries()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     found = find_checkpoint(checkpoint)
     sampler = Sampler(found, device, ema=ema)
