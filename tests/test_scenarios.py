@@ -140,7 +140,7 @@ def test_the_optimal_batches_of_dit_are_far_from_the_cards_limits(pool: Pool) ->
         assert ours.process_bytes < theirs.process_bytes < 0.5 * theirs.usable_bytes
         params[model] = ours.answer.params
     # As the paper has them: 131, 458 and 675 M; elsewhere 79 M and 1.06 B are said of the first and the last.
-    assert params == {"dit-b-8-paper": 130_893_056, "dit-l-4-paper": 457_974_144, "dit-xl-2-paper": 674_834_720}
+    assert params == {"dit-b-8-paper": 130_869_248, "dit-l-4-paper": 457_988_224, "dit-xl-2-paper": 674_834_720}
 
 
 @pytest.mark.slow
@@ -149,7 +149,7 @@ def test_dit_b_8_fits_24_gb_a_hundred_times_over(pool: Pool) -> None:
     found = largest(pool, question, option(pool, question, DIT_OURS), 0)
     (row,) = (row for row in stated(3) if row["model"] == "dit-b-8-paper")
     assert found > 90 * 32
-    assert list(row.values())[-1] == f"{found:,}"
+    assert row["largest, cached"] == f"{found:,}"
 
 
 @pytest.mark.slow
@@ -167,7 +167,7 @@ def test_six_minutes_an_iteration_of_pixart_are_not_compute(pool: Pool) -> None:
 
 @pytest.mark.slow
 def test_thirty_million_images_on_32_v100(pool: Pool) -> None:
-    """An epoch at 1024 pixels takes weeks, and one at 256 days."""
+    """An epoch takes days at 1024 pixels, and hours at 256."""
     days = {}
     for pixels, size, blocks in ((256, 16, 0), (1024, 4, 28)):
         question = question_for(model=f"pixart-sigma-xl-2-{pixels}", gpu="v100-32g", gpus=32, images="30M")
@@ -175,9 +175,10 @@ def test_thirty_million_images_on_32_v100(pool: Pool) -> None:
         assert found.reserved(size, blocks) < capacity(question, found.proposal, EVIDENCE)
         step = candidate(question, found, size, blocks, EVIDENCE).step
         days[pixels] = run(30_000_000, 1, 32 * size, step, 32, None).seconds * (1 / 86_400)
-    assert days[256].high < 17
-    assert days[256].high < days[1024].low
-    stated_days = {row["resolution"]: row["days for one epoch"] for row in stated(5)}
+    assert days[256].high < 1 < days[1024].low
+    assert days[1024].high < 17
+    planned = [row for row in stated(5) if not row["strategy"].startswith("as in its repository")]
+    stated_days = {row["resolution"]: row["days for one epoch"] for row in planned}
     for pixels, found_days in days.items():
         low, high = map(float, stated_days[str(pixels)].split("–"))
         # The plan's own strategy is at least as fast as these.

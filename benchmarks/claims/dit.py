@@ -24,7 +24,9 @@ BATCHES = (1, 8, 32, 64, 128)
 
 def dit_batches(pool: Pool, say: Say) -> Case:
     """How far the "optimal" batches of DiT are from the cards' limits."""
-    rows = [["model", "parameters", "card", "claimed", "as DiT's train.py", "largest", "cached, bf16", "largest"]]
+    rows = [
+        ["model", "parameters", "card", "claimed", "as DiT's train.py", "largest so", "cached, bf16", "largest, cached"]
+    ]
     for model, card, claimed in DIT_CLAIMS:
         say(f"case 3: {model}")
         question = question_for(model=model, gpu=card)
