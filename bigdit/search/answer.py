@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -211,14 +212,15 @@ def _hopeful(
 
 
 def _ranked(question: Question, options: Sequence[Option], evidence: Evidence) -> list[Candidate]:
-    """The best candidate of each option in which something fits, the best of all first."""
-    best = []
+    """The best candidate of each option in which something fits, the best of all first; after them the second ones."""
+    best: list[Candidate] = []
+    second: list[Candidate] = []
     for option in options:
         room = capacity(question, option.proposal, evidence)
-        found = list(fitting(question, option, room, evidence))
-        if found:
-            best.append(max(found, key=lambda each: each.worth))
-    return sorted(best, key=lambda each: -each.worth)
+        two = heapq.nlargest(2, fitting(question, option, room, evidence), key=lambda each: each.worth)
+        best += two[:1]
+        second += two[1:]
+    return [each for group in (best, second) for each in sorted(group, key=lambda each: -each.worth)]
 
 
 def _smallest(question: Question, options: Sequence[Option], evidence: Evidence) -> Candidate:

@@ -157,14 +157,13 @@ def fitting(question: Question, option: Option, capacity_bytes: float, evidence:
 
 
 def fastest_without_state(question: Question, option: Option, capacity_bytes: float, evidence: Evidence) -> float:
-    """A bound of the images a second of one card that any optimizer or masters can come to in place of the option's:
-    nothing recomputed, at micro-batches that fit where all that is there without activations takes nothing."""
+    """The images a second of one card that any optimizer or masters can come to in place of the option's, at most:
+    where all that is there without activations takes nothing. Recomputing blocks in part serves both alike."""
     size = 1 if question.pins.micro_batch_size is None else question.pins.micro_batch_size
     peaks = option.arrangement.peaks(size, option.arrangement.count)
     state = max(peak for phase, peak in peaks.items() if phase not in OF_ACTIVATIONS)
     found = fitting(question, option, capacity_bytes + state, evidence)
-    rates = (candidate(question, option, each.micro_batch_size, 0, evidence).rate.middle for each in found)
-    return max(rates, default=0.0)
+    return max((each.rate.middle for each in found), default=0.0)
 
 
 def micro_batch_sizes(question: Question, world_size: int) -> Iterator[int]:

@@ -76,8 +76,9 @@ def confirmed_best(
 ) -> list[Confirmed]:
     """The best that fits first, then what else was rehearsed on the way.
 
-    `ranked` orders candidates by the predictions as they are then: the first three are rehearsed, and after that
-    whatever has come to the top, until the top has been rehearsed or ROUNDS are over; two at a time, as a Pool does.
+    `ranked` orders candidates by the predictions as they are then, the best of each option before the second ones: the
+    first three are rehearsed, and after that whatever has come to the top, until the top has been rehearsed or ROUNDS
+    are over; two at a time, as a Pool does.
     """
     known: dict[tuple[str, int, int], Confirmed] = {}
     for _ in range(ROUNDS):
@@ -85,7 +86,7 @@ def confirmed_best(
         new = [each for each in order if _key(each) not in known]
         if not new or (len(known) >= AT_LEAST and new[0] is not order[0]):
             break
-        pair = _pair(question, evidence, new)
+        pair = _pair(question, evidence, new) if new[0] is order[0] else new[: AT_LEAST - len(known)][:2]
         known |= {_key(each.candidate): each for each in confirm(pool, sample, evidence.band, pair)}
     rank: dict[Verdict, int] = {"FITS": 0, "TIGHT": 1, "DOES NOT FIT": 2}
     return sorted(known.values(), key=lambda each: (rank[each.verdict], -each.candidate.worth))
