@@ -11,12 +11,10 @@ from typing import Any
 import numpy as np
 
 from bigdit.catalog import CatalogModel, Gpu
-from bigdit.memory import Timeline
-from bigdit.memory.allocator import replay
-from bigdit.memory.footprint import UNLIMITED
 from bigdit.memory.host import host_memory
 from bigdit.rehearse import RehearsalRequest, RehearsedSize
 from bigdit.rehearse.ask import request_for
+from bigdit.search.gap import Gap
 from bigdit.search.moments import family, moments
 from bigdit.search.outline import FIRST_SIZE, Line, Outline
 from bigdit.search.sibling import depths, sibling
@@ -107,14 +105,12 @@ def outline(model: CatalogModel, strategy: Strategy, answers: Sequence[Rehearsed
     works = [work_of(timeline, strategy) for timeline in timelines]
     whole = [_weighted(works[at : at + count], plan.weights) for at in range(0, len(works), count)]
     growth = (whole[-1] - whole[0]) * (1 / (SIZES[1] - SIZES[0]))
-    # Where blocks repeat, the pieces that the allocator cannot use do not: the deepest sibling stands for the model.
-    gaps = [_gap(timelines[at + count - 1]) for at in range(0, len(timelines), count)]
     return Outline(
         phases=shared.phases,
         live=tuple(line(list(rows)) for rows in shared.live),
         saved={name: saved(at) for at, name in enumerate(plan.varied)},
         host=line([host_memory(answer.host_timeline).peak_bytes for answer in answers]),
-        gap=_through([np.asarray(gap) for gap in gaps]),
+        gap=Gap((SIZES[0], SIZES[-1]), timelines[count - 1], timelines[-1]),
         work=(whole[0], growth),
         params=round(float(np.dot(plan.weights, [answer.params for answer in answers[:count]]))),
     )
@@ -127,8 +123,3 @@ def _through(values: list[np.ndarray[Any, Any]]) -> Line:
 
 def _weighted(works: Sequence[Work], weights: Sequence[float]) -> Work:
     return reduce(add, (work * weight for work, weight in zip(works, weights, strict=True)))
-
-
-def _gap(timeline: Timeline) -> float:
-    """What torch's default allocator reserves beyond the allocated peak, on a card without a limit."""
-    return float(replay(timeline, UNLIMITED).peak_reserved_bytes - timeline.peak_allocated_bytes)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from bigdit.search.gap import Gap
 from bigdit.search.moments import Bytes
 from bigdit.search.work import Work
 
@@ -38,14 +39,15 @@ class Outline:
     """One checkpointing policy of one strategy.
 
     `live` are bytes at the moments of each span (see moments.Family); `saved` what one block of each list keeps from
-    the forward to the backward pass; `host` the host's peak; `gap` what the allocator reserves beyond the peak.
+    the forward to the backward pass; `host` the host's peak; `gap` what the allocator reserves beyond the peak of the
+    deepest sibling, which stands for the model: where blocks repeat, most of what does not fit does so within one.
     """
 
     phases: tuple[str, ...]
     live: tuple[Line, ...]
     saved: Mapping[str, Line]
     host: Line
-    gap: Line
+    gap: Gap
     work: tuple[Work, Work]
     params: int
 
@@ -107,7 +109,7 @@ class Arrangement:
 
     def reserved(self, micro_batch_size: float, checkpointed: int) -> float:
         """Bytes that the allocator is expected to reserve."""
-        gap = max(float(self.none.gap.at(micro_batch_size)), float(self.full.gap.at(micro_batch_size)), 0.0)
+        gap = max(self.none.gap.at(micro_batch_size), self.full.gap.at(micro_batch_size))
         return max(self.peaks(micro_batch_size, checkpointed).values()) + gap
 
     def work(self, micro_batch_size: float, checkpointed: int) -> Work:
