@@ -39,8 +39,8 @@ class Outline:
     """One checkpointing policy of one strategy.
 
     `live` are bytes at the moments of each span (see moments.Family); `saved` what one block of each list keeps from
-    the forward to the backward pass; `host` the host's peak; `gap` what the allocator reserves beyond the peak of the
-    deepest sibling, which stands for the model: where blocks repeat, most of what does not fit does so within one.
+    the forward to the backward pass; `host` the host's peak; `gap` what the allocator reserves beyond the peak, of the
+    deepest sibling: the model itself leaves more pieces, which is found when the best are confirmed.
     """
 
     phases: tuple[str, ...]
