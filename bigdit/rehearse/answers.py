@@ -26,6 +26,7 @@ _AS_STRIDED = torch.ops.aten.as_strided.default
 
 # The attributes of a fake tensor of which nothing is known but its device.
 _BLANK = vars(FakeTensor(FakeTensorMode(), torch.empty(0, device=_META), torch.device("cpu"))) | {"fake_mode": None}
+_DEVICE = "_fake_device" if "_fake_device" in _BLANK else "fake_device"  # the latter in torch 2.11
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ class _Made:
             torch._C._set_warn_deprecated_on_mutable_data_ptr(made)
         else:
             torch._C._set_throw_on_mutable_data_ptr(made)
-        made.__dict__.update(_BLANK, fake_mode=fakes, _fake_device=self.device)
+        made.__dict__.update(_BLANK, fake_mode=fakes, **{_DEVICE: self.device})
         return made
 
 
@@ -148,7 +149,7 @@ class Answers:
                 if value.constant is not None or value.fake_mode is not self._fakes or not _is_plain(value):
                     return False
                 tensors.append(value)
-                parts += (value.shape, value.stride(), value.dtype, value._fake_device, value.requires_grad)
+                parts += (value.shape, value.stride(), value.dtype, value.__dict__[_DEVICE], value.requires_grad)
             elif kind in _PLAIN:
                 parts += (kind, value)  # 1, 1.0 and True are the same key, and not the same question
             elif kind is list or kind is tuple:
@@ -193,9 +194,9 @@ def _describe(
         start -= tensors[views].storage_offset() * tensors[views].dtype.itemsize
     elif start or storage.nbytes() != _extent(shape, strides) * item.dtype.itemsize:
         return None
-    if vars(item) != _BLANK | {"fake_mode": item.fake_mode, "_fake_device": item._fake_device}:
+    if vars(item) != _BLANK | {"fake_mode": item.fake_mode, _DEVICE: item.fake_device}:
         return None
-    return _Made(shape, strides, item.dtype, item._fake_device, views, start)
+    return _Made(shape, strides, item.dtype, item.fake_device, views, start)
 
 
 def _extent(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
