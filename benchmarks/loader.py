@@ -46,15 +46,20 @@ class Caption:
     weight: float = 1.0
 
 
-def make_store(root: Path, samples: int) -> None:
-    """Commit random features to `root`, unless they are there."""
-    schema = StoreSchema(
+def random_schema(samples: int, tokens: int) -> StoreSchema:
+    """Of a store that no encoder made."""
+    return StoreSchema(
         codec={"class_name": "random"},
-        text_encoder={"max_tokens": TOKENS},
+        text_encoder={"max_tokens": tokens},
         buckets=[(height * 32, width * 32) for _, height, width in SHAPES],
         sources=[{"kind": "random", "count": samples, "digest": ""}],
         part_size=PART,
     )
+
+
+def make_store(root: Path, samples: int) -> None:
+    """Commit random features to `root`, unless they are there."""
+    schema = random_schema(samples, TOKENS)
     random = np.random.default_rng(0)
     root.mkdir(parents=True, exist_ok=True)
     (root / FILE).write_text(schema.model_dump_json())

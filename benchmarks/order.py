@@ -16,8 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
-SHAPES = [(32, 32, 32), (32, 28, 36), (32, 36, 28), (32, 24, 42), (32, 42, 24)]
-PART, BATCH, TOKENS, DIM = 256, 256, 20, 64
+BATCH, TOKENS, DIM = 256, 20, 64
 SECONDS, MEGABYTES = 5.0, 300.0
 
 
@@ -25,23 +24,17 @@ def make(root: Path, samples: int) -> None:
     """The store: names, index, and the parts of the first batches."""
     import numpy as np
     import torch
-    from loader import Caption
+    from loader import SHAPES, Caption, random_schema
 
     from bigdit.features.index import FILE as INDEX
     from bigdit.features.index import Index, write_index
     from bigdit.features.null_text import write_null_text
     from bigdit.features.part import Encoded, part_name, store_identity, write_part
-    from bigdit.features.schema import FILE, StoreSchema
+    from bigdit.features.schema import FILE
     from bigdit.features.text import Text
     from bigdit.loader.order import Order
 
-    schema = StoreSchema(
-        codec={"class_name": "random"},
-        text_encoder={"max_tokens": TOKENS},
-        buckets=[(height * 32, width * 32) for _, height, width in SHAPES],
-        sources=[{"kind": "random", "count": samples, "digest": ""}],
-        part_size=PART,
-    )
+    schema = random_schema(samples, TOKENS)
     (root / FILE).write_text(schema.model_dump_json())
     write_null_text(root, Text(torch.zeros(2, DIM)))
     ranges = schema.ranges()

@@ -119,6 +119,7 @@ def test_untested_versions_and_lost_factors_are_said_aloud():
 # A forward pass that reads its data, in a process of its own as every rehearsal is.
 _READS = """
 import os, sys
+import torch
 sys.path.insert(0, "tests")
 from diffusers.models.transformers.sana_transformer import SanaTransformerBlock as Block
 from test_rehearse_proof import SHAPE, TINY
@@ -130,6 +131,8 @@ forward = Block.forward
 def reading(block, hidden_states, *args, **kwargs):
     if sys.argv[1] == "item":
         hidden_states.abs().max().item()
+    elif sys.argv[1] == "one_hot":
+        torch.nn.functional.one_hot(hidden_states.abs().long())
     else:
         hidden_states[hidden_states > 0]
     return forward(block, hidden_states, *args, **kwargs)
@@ -142,7 +145,10 @@ os._exit(status)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("how", "operator"), [("item", "aten._local_scalar_dense"), ("mask", "aten.nonzero")])
+@pytest.mark.parametrize(
+    ("how", "operator"),
+    [("item", "aten._local_scalar_dense"), ("one_hot", "aten._local_scalar_dense"), ("mask", "aten.nonzero")],
+)
 def test_a_model_that_reads_data_is_named(how, operator):
     command = [sys.executable, "-c", _READS, how]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)

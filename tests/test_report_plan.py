@@ -59,7 +59,7 @@ def test_the_answer_comes_first_and_the_commands_last(made):
         "batch       micro-batch 8 × 32 accumulated = 256 a step",
         "speed and cost",
         "memory by phase",
-        "largest micro-batch a card",
+        "~ largest micro-batch",
         "alternatives",
         "not taken",
         "on the host and on disk",

@@ -161,6 +161,7 @@ def claim_cuda_kernels() -> torch.library.Library:
 
 
 def _answered_by_fake_mode(*args: Any) -> None:
+    # Never called while FakeTensorMode is on, which answers by the shapes: the dispatcher only wants to see a kernel.
     raise NotImplementedError("the fake device computes nothing")
 
 

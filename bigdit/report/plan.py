@@ -139,7 +139,7 @@ def _waterfall(plan: Plan) -> Table:
 
 def _limits(plan: Plan) -> Table:
     heads = words.limits(plan)
-    rows = table("largest micro-batch a card", ["checkpointed", *heads.values()], heads.values())
+    rows = table("~ largest micro-batch", ["checkpointed", *heads.values()], heads.values())
     for limit in plan.buckets:
         rows.add_row(f"{limit.height} × {limit.width}", *(str(getattr(limit, key) or "none fits") for key in heads))
     return rows
