@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 import bigdit.catalog
 from bigdit.catalog import FAMILIES, batch_shape, gpu, latent_shape, model
+from bigdit.catalog.capability import CAPABILITIES, capability
 from bigdit.catalog.gpus import gpus
+from bigdit.catalog.mig import mig_profiles, mig_slice
 from bigdit.catalog.models import models
 from bigdit.catalog.names import load_json
 from bigdit.errors import UserError
@@ -162,7 +164,8 @@ def test_latents_cover_the_picture_or_are_refused(name, height, width):
 
 @pytest.mark.parametrize("card", gpus(), ids=lambda card: card.name)
 def test_every_card_is_sane_and_sourced(card):
-    assert all(len(source) > 10 for source in card.sources.model_dump().values())
+    assert all(len(source) > 10 for source in card.sources.model_dump(exclude_none=True).values())
+    assert (card.l2_mib is None) == (card.sources.l2 is None)
     assert 7 * 1024 < card.usable_mib <= card.total_mib
     assert card.usable_mib > 0.95 * card.total_mib
     for verified, source in (
@@ -179,6 +182,52 @@ def test_every_card_is_sane_and_sourced(card):
     assert 190 <= card.bandwidth_gbs <= 8000
     assert 15 < card.pcie_gbs <= card.host_gbs <= 450
     assert card.nvlink_gbs is None or 100 <= card.nvlink_gbs <= 1800
+
+
+@pytest.mark.parametrize("card", gpus(), ids=lambda card: card.name)
+def test_multiprocessors_agree_with_the_peak_rate(card):
+    """Two operations a clock cycle and core give the rate at a clock that such chips have."""
+    cores = card.multiprocessors * capability(card.compute_capability).cores
+    assert 0.9 <= card.tflops.fp32 * 1e3 / (2 * cores) <= 3.1  # GHz
+
+
+@pytest.mark.parametrize("card", gpus(), ids=lambda card: card.name)
+def test_slices_have_multiprocessors_of_their_own(card):
+    for part in (mig_slice(card, profile) for profile in mig_profiles(card)):
+        share = part.multiprocessors / card.multiprocessors
+        assert 0 < share <= 1
+        assert part.tflops.fp32 == pytest.approx(card.tflops.fp32 * share, abs=0.01)
+        assert part.l2_mib is part.sources.l2 is None
+
+
+def test_what_devices_report_of_a_multiprocessor():
+    assert {card.compute_capability for card in gpus()} == set(CAPABILITIES)
+    for each in CAPABILITIES.values():
+        assert each.threads % 32 == 0
+        assert each.threads // each.blocks >= 32
+        assert 48 * 1024 <= each.shared_optin_bytes <= each.shared_bytes
+    a100, a40 = capability((8, 0)), capability((8, 6))
+    assert (a100.threads, a100.blocks, a100.shared_bytes, a100.shared_optin_bytes) == (2048, 32, 167936, 166912)
+    assert (a40.threads, a40.blocks, a40.shared_bytes, a40.shared_optin_bytes) == (1536, 16, 102400, 101376)
+    with pytest.raises(UserError, match=r"^compute capability 6\.1 is not in the catalogue, which has 7\.0, 7\.5, "):
+        capability((6, 1))
+
+
+def test_multiprocessors_that_were_seen():
+    """As torch.cuda.get_device_properties told them in public logs, with the second-level cache."""
+    seen = {
+        "Tesla T4": (40, 4),
+        "NVIDIA A10G": (80, 6),
+        "NVIDIA RTX A5000": (64, 6),
+        "NVIDIA GeForce RTX 4090": (128, 72),
+        "NVIDIA GeForce RTX 5080": (84, 64),
+        "NVIDIA H100 80GB HBM3": (132, 50),
+        "NVIDIA H200": (132, 60),
+        "NVIDIA B200": (148, 126.5),
+        "NVIDIA RTX PRO 6000 Blackwell Server Edition": (188, 128),
+    }
+    assert {title: (gpu(title).multiprocessors, gpu(title).l2_mib) for title in seen} == seen
+    assert mig_slice(gpu("a100-80g"), "3g.40gb").multiprocessors == 42
 
 
 def test_known_cards():

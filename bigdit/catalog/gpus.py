@@ -39,6 +39,8 @@ class Sources(Strict):
 
     total: str
     usable: str
+    multiprocessors: str
+    l2: str | None = None
     compute: str
     bandwidth: str
     link: str
@@ -47,13 +49,16 @@ class Sources(Strict):
 class Gpu(Strict):
     """A card. `total_mib` is what nvidia-smi shows, `usable_mib` what a CUDA process is told: the total less
     what the driver keeps. `verified` is False where no sighting was at hand and the source says how the figure
-    came about. `bandwidth_gbs` of the memory; `nvlink_gbs` of all links to other cards and `c2c_gbs` of NVLink-C2C
-    to the host's processor, both directions, None where there is none; in 10⁹ B/s. `pcie` as `4.0 x16`."""
+    came about. `l2_mib` is of the second-level cache, None where it was not sighted. `bandwidth_gbs` of the memory;
+    `nvlink_gbs` of all links to other cards and `c2c_gbs` of NVLink-C2C to the host's processor, both directions, None
+    where there is none; in 10⁹ B/s. `pcie` as `4.0 x16`."""
 
     name: str
     title: str
     architecture: str
     compute_capability: tuple[int, int]
+    multiprocessors: PositiveInt
+    l2_mib: PositiveFloat | None = None
     total_mib: PositiveInt
     total_verified: bool
     usable_mib: PositiveInt
@@ -69,6 +74,12 @@ class Gpu(Strict):
     def _usable_within_total(self) -> Gpu:
         if self.usable_mib > self.total_mib:
             raise ValueError(f"{self.name}: usable {self.usable_mib} MiB of a total of {self.total_mib}")
+        return self
+
+    @model_validator(mode="after")
+    def _cache_is_sourced(self) -> Gpu:
+        if (self.l2_mib is None) != (self.sources.l2 is None):
+            raise ValueError(f"{self.name}: l2_mib {self.l2_mib} from {self.sources.l2}; give both or neither")
         return self
 
     @property

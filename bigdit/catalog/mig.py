@@ -68,6 +68,8 @@ def mig_slice(card: Gpu, profile: str) -> Gpu:
         update={
             "name": f"{card.name}:{name}",
             "title": f"{card.title} MIG {name}",
+            "multiprocessors": found.sms,
+            "l2_mib": None,
             "total_mib": usable_mib,
             "total_verified": found.sighted,
             "usable_mib": usable_mib,
@@ -78,6 +80,7 @@ def mig_slice(card: Gpu, profile: str) -> Gpu:
             "sources": Sources(
                 total=origin,
                 usable=origin,
+                multiprocessors=origin,
                 compute=f"{found.sms} of {layout.sms} multiprocessors ({origin}); the card: {card.sources.compute}",
                 bandwidth=f"{found.slices} of {layout.slices} memory slices ({guide}); the card: "
                 f"{card.sources.bandwidth}",
