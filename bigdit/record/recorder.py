@@ -20,8 +20,12 @@ from bigdit.record.in_place import InPlace
 from bigdit.record.track import Track
 
 HOST = "cpu"
-Scratch = Callable[[Any, Sequence[Any], Mapping[str, Any]], list[torch.Tensor]]
-"""What an operation, called with these arguments, holds while it runs, where its kernel shows none of it."""
+Seen = Callable[[Any], None]
+Rule = Callable[[Sequence[Any], Mapping[str, Any], Any, Seen, Seen], None]
+"""What an operation allocates inside, told in its order: called with arguments and result, it shows the first `Seen`
+results, and the second one what is taken beside them, each when its kernel takes it; and drops that when it does."""
+Scratch = Callable[[Any], Rule | None]
+"""The rule of an operation, where its kernel takes more than its results."""
 Known = Callable[[Any, Sequence[Any], Mapping[str, Any]], tuple[Any] | None]
 """The result of an operation where it is known without running it, as that of fake tensors may be."""
 
@@ -32,7 +36,8 @@ class Recorder(TorchDispatchMode):
     A storage is new when an operation returns a tensor on it for the first time; views share it. It is freed
     when its finaliser runs. FSDP2 frees by resizing a storage to nothing, which no operation and no finaliser
     sees: `UntypedStorage.resize_` is hooked while the mode is on. What a kernel takes and gives back inside
-    one operation is not seen. Of a DTensor, or another wrapper, it sees the tensors within and what is done with them.
+    one operation is not seen, but told by `scratch`. Of a DTensor, or another wrapper, it sees the tensors within and
+    what is done with them.
 
     Frees follow reference counts. A cycle would live until the garbage collector happens to run, which no two
     runs agree on: automatic collection is off while the mode is on, and a full one closes each phase. It passes over
@@ -92,14 +97,15 @@ class Recorder(TorchDispatchMode):
             result = self._run(func, args, kwargs)
             self._take_over(result, args[0])
         else:
-            held = self._hold_scratch(func, args, kwargs)
             try:
                 result = self._run(func, args, kwargs)
             except Exception:
                 self.broke_in = self.broke_in or self.caller
                 raise
+            rule = None if self._scratch is None or self._paused else self._scratch(func)
+            if rule is not None:
+                rule(args, kwargs, result, lambda results: self._see_all(results, func), self._workspace(func))
             self._see_all(result, func)
-            del held
         if func is torch.ops.aten._pin_memory.default or kwargs.get("pin_memory"):
             self._tracks[HOST].pin(result.untyped_storage())
         if not self._paused and self._phases:
@@ -182,11 +188,9 @@ class Recorder(TorchDispatchMode):
             track.blocks(), tuple(track.events), spans, costs.collectives(), costs.operators(), tuple(track.emptied)
         )
 
-    def _hold_scratch(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-        held = [] if self._scratch is None or self._paused else self._scratch(func, args, kwargs)
-        for tensor in held:
-            self._tracks[self._device_type].see(tensor.untyped_storage(), "workspace", lambda: str(func))
-        return held
+    def _workspace(self, func: Any) -> Seen:
+        track = self._tracks[self._device_type]
+        return lambda tensor: track.see(tensor.untyped_storage(), "workspace", lambda: str(func))
 
     def _see_all(self, result: Any, func: Any) -> None:
         if isinstance(result, torch.Tensor):

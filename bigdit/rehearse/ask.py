@@ -35,6 +35,7 @@ def request_for(
         micro_batch_sizes=(strategy.micro_batch_size,),
         encoders=online_encoders(model, batch) if strategy.features == "online" else None,
         compute_capability=gpu.compute_capability,
+        multiprocessors=gpu.multiprocessors,
         device_bytes=device_bytes(gpu, strategy),
     )
 
@@ -42,7 +43,7 @@ def request_for(
 def device_bytes(gpu: Gpu, strategy: Strategy) -> int | None:
     """What the engine is told that the card has, where it asks: ZeRO-1 and 2 do, to choose where they flatten weights.
 
-    None for all others, whose rehearsals are then those of every card of the same compute capability.
+    None for all others, whose rehearsals are then those of every card of as many multiprocessors that computes as it.
     """
     return gpu.usable_bytes if strategy.zero_stage in (1, 2) else None
 

@@ -28,7 +28,7 @@ from bigdit.rehearse.attention import CudaAttention
 from bigdit.rehearse.kernels import Kernels as KernelRules
 from bigdit.rehearse.kernels import claim_cuda_kernels
 from bigdit.rehearse.modules import assignable_data, convert_in_place
-from bigdit.rehearse.request import Kernels
+from bigdit.rehearse.request import A100_MULTIPROCESSORS, Kernels
 from bigdit.rehearse.subclasses import make_subclass
 
 FAKE_GPU = "fakegpu"
@@ -38,7 +38,10 @@ _AMPLE = 1 << 50
 
 @contextmanager
 def fake_device(
-    kernels: Kernels, compute_capability: tuple[int, int], device_bytes: int | None = None
+    kernels: Kernels,
+    compute_capability: tuple[int, int],
+    device_bytes: int | None = None,
+    multiprocessors: int = A100_MULTIPROCESSORS,
 ) -> Iterator[torch.device]:
     """Tensors are fake in here; on the device given they are laid out as the kernels would lay them out.
 
@@ -60,6 +63,7 @@ def fake_device(
         streams.count_anew()
         card = torch.get_device_module(FAKE_GPU)
         card.compute_capability, card.device_bytes = compute_capability, device_bytes
+        card.multiprocessors = multiprocessors
         # torch's own dispatcher would fall to the mathematical form, which saves quadratic tensors.
         F.scaled_dot_product_attention = CudaAttention(compute_capability)
     try:
@@ -71,9 +75,10 @@ def fake_device(
 
 
 class _FakeGpu:
-    """What torch asks of a device's module. `compute_capability` and `device_bytes` are of the card it stands for."""
+    """What torch asks of a device's module. `compute_capability` and the like are of the card it stands for."""
 
     compute_capability = (8, 0)
+    multiprocessors = A100_MULTIPROCESSORS
     device_bytes: int | None = None
     kernels: torch.library.Library
 

@@ -12,13 +12,16 @@ from bigdit.spec import BatchShape, ModelSpec, ObjectiveSpec, Strategy, Strict
 
 Kernels = Literal["cuda", "cpu"]
 
+A100_MULTIPROCESSORS = 108
+"""Of the card that a request is about where it names none. Source: NVIDIA A100 Tensor Core GPU Architecture."""
+
 
 class RehearsalRequest(Strict):
     """One strategy at several micro-batch sizes; its own `micro_batch_size` gives way to each of them.
 
     `encoders`: what encodes on the device, with features online. `kernels`: whose kernels allocate, those of a
-    CUDA card of `compute_capability` or those of a CPU. `device_bytes`: what engines that ask are told the card
-    has; None: more than they want.
+    CUDA card of `compute_capability` with so many `multiprocessors`, or those of a CPU. `device_bytes`: what engines
+    that ask are told the card has; None: more than they want.
     """
 
     model: ModelSpec
@@ -29,6 +32,7 @@ class RehearsalRequest(Strict):
     encoders: OnlineEncoders | None = None
     kernels: Kernels = "cuda"
     compute_capability: tuple[int, int] = (8, 0)
+    multiprocessors: PositiveInt = A100_MULTIPROCESSORS
     device_bytes: PositiveInt | None = None
 
 

@@ -60,7 +60,7 @@ def rehearse_size(request: RehearsalRequest, micro_batch_size: int) -> Rehearsed
         from bigdit.rehearse.paged import page_on_the_host
 
         page_on_the_host()
-    card = fake_device(request.kernels, request.compute_capability, request.device_bytes)
+    card = fake_device(request.kernels, request.compute_capability, request.device_bytes, request.multiprocessors)
     with _world(strategy, request.kernels) as world, card as device:
         recording = record(request.model, request.batch, strategy, request.objective, device, world, request.encoders)
     found = versions()

@@ -122,6 +122,7 @@ def _request(each: Receipt, card: Gpu) -> RehearsalRequest:
         micro_batch_sizes=(each.strategy.micro_batch_size,),
         objective=each.objective,
         compute_capability=card.compute_capability,
+        multiprocessors=card.multiprocessors,
         device_bytes=device_bytes(card, each.strategy),
     )
 

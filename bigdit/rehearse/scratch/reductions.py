@@ -1,0 +1,186 @@
+"""Reductions that several blocks of threads share: the buffer in which they meet, and a semaphore a tile of outputs.
+
+Source: setReduceConfig, gpu_reduce_kernel, global_memory_size and semaphore_size in Reduce.cuh, torch 2.11 to 2.13, in
+aten/src/ATen/native/cuda; widths of loads and accumulators: ReduceSumProdKernel.cu, ReduceMomentKernel.cu,
+ReduceNormKernel.cu and ReduceAMinMaxKernel.cu there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from bigdit.catalog.capability import WARP_SIZE
+from bigdit.rehearse.scratch.iteration import Loop, loop
+from bigdit.rehearse.scratch.launch import Card, Launch, Rule, bytes_of
+
+aten = torch.ops.aten
+
+_MOST_THREADS = 512
+_FEWEST_VALUES, _MOST_VALUES = 16, 256  # that a thread reads, where there are enough of them
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Reducer:
+    """A kernel: bytes of what it accumulates in, bytes of an element, and how many a thread loads at once."""
+
+    accumulator_bytes: int
+    element_bytes: int
+    load: int
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """What blocks share: bytes of their partial results, and of the semaphores."""
+
+    buffer_bytes: int
+    semaphore_bytes: int
+
+
+def meeting(loop: Loop, kernel: Reducer, card: Card) -> Meeting | None:
+    """None where every output is one block's own work. The loop's offsets fit 32 bits."""
+    outputs = loop.outputs
+    inputs = _product(loop.shape) // outputs
+    along_input = not loop.shape or loop.reduced == len(loop.shape) or loop.input[0] < loop.input[loop.reduced]
+    across, down = (inputs, outputs) if along_input else (outputs, inputs)
+    fastest = (loop.input[0] if along_input else loop.input[loop.reduced]) if loop.shape else kernel.element_bytes
+    vector = 1
+    if fastest == kernel.element_bytes:
+        if along_input and across >= 128 and loop.reduced == 1:
+            across //= kernel.load
+        elif not along_input:
+            vector = _output_vector(loop, kernel.element_bytes)
+            across //= vector
+    width, height = _block(across, down, _MOST_THREADS // vector)
+
+    inputs_a_step, outputs_a_step = (width, 1) if along_input else (1, width)
+    values = -(-inputs // inputs_a_step)
+    if values < min(height * 16, _MOST_VALUES):
+        return None  # warps have outputs of their own
+    inputs_a_step *= height
+    values = -(-inputs // inputs_a_step)
+    tiles = -(-(outputs // vector) // outputs_a_step)
+    blocks = card.multiprocessors * (card.limits.threads // (width * height))
+    if values < _MOST_VALUES or tiles > blocks:
+        return None
+    sharing = max(min(-(-blocks // tiles), -(-values // _FEWEST_VALUES)), -(-values // _MOST_VALUES))
+    if sharing < 2:
+        return None
+    lanes = 1 if along_input else width * vector
+    return Meeting(kernel.accumulator_bytes * outputs * sharing * lanes, 4 * tiles)
+
+
+def _block(across: int, down: int, most: int) -> tuple[int, int]:
+    """Width and height of a block of at most so many threads, powers of 2."""
+    across, down = (_power_below(n) if n < most else most for n in (across, down))
+    width = min(across, WARP_SIZE)
+    height = min(down, most // width)
+    return min(across, most // height), height
+
+
+def _output_vector(loop: Loop, element_bytes: int) -> int:
+    """How many neighbouring outputs a thread computes at once: as many as everything is a multiple of."""
+    outer = loop.reduced
+    steps = (stride // element_bytes for dim, stride in enumerate(loop.input) if dim != outer)
+    vector = 4
+    for n in (loop.offset // element_bytes, loop.shape[outer], *steps):
+        while n % vector:
+            vector //= 2
+    return vector
+
+
+def reduce(launch: Launch, tensor: torch.Tensor, dims: Sequence[int], output: torch.dtype, kernel: Reducer) -> None:
+    """One reduction of `tensor` over `dims` into a result that is there, or none where nothing is to be reduced."""
+    if tensor.numel() == 0:
+        return
+    whole = loop(tensor.shape, tensor.stride(), tensor.storage_offset(), dims, tensor.dtype.itemsize, output.itemsize)
+    pieces = list(whole.pieces())
+    # Half-precision results cannot hold sums between launches.
+    rounds = len(pieces) > 1 and output in _HALF and tensor.dtype == output
+    with launch.holding(*([kernel.accumulator_bytes * _extent(whole, output)] if rounds else [])):
+        for piece in pieces:
+            needed = meeting(piece, kernel, launch.card)
+            if needed is not None:
+                launch.briefly(needed.buffer_bytes, needed.semaphore_bytes)
+
+
+def _extent(whole: Loop, output: torch.dtype) -> int:
+    """Elements that an accumulator of a result has."""
+    ends = (length * stride for length, stride in zip(whole.shape, whole.output, strict=True))
+    return max(output.itemsize, *ends) // output.itemsize
+
+
+def _dims(tensor: torch.Tensor, dims: Any) -> tuple[int, ...]:
+    """All of them where none are named."""
+    named = [dims] if isinstance(dims, int) else list(dims or [])
+    return tuple(dim % max(tensor.dim(), 1) for dim in named) or tuple(range(tensor.dim()))
+
+
+def _cast(launch: Launch, tensor: torch.Tensor, dtype: torch.dtype, dims: Sequence[int], kernel: Reducer) -> None:
+    """Results, and the reduction in `dtype`: half precision is read as it is where the result is fp32."""
+    launch.results()
+    output = (launch.result[0] if isinstance(launch.result, tuple) else launch.result).dtype
+    if tensor.dtype == dtype or (tensor.dtype in _HALF and dtype == torch.float32):
+        reduce(launch, tensor, dims, output, kernel)
+        return
+    with launch.holding(bytes_of(tensor.shape, dtype)):
+        reduce(launch, torch.empty_like(tensor, dtype=dtype), dims, output, kernel)
+
+
+def total(launch: Launch, tensor: torch.Tensor, dim: Any = None, keepdim: bool = False, **options: Any) -> None:
+    """sum and mean: accumulated in fp32 where the input is half precision."""
+    output = launch.result.dtype
+    read = tensor.dtype if tensor.dtype in _HALF and output == torch.float32 else output
+    kernel = Reducer(_accumulator(read).itemsize, read.itemsize, 8 if read.itemsize == 2 else 4)
+    _cast(launch, tensor, output, _dims(tensor, dim), kernel)
+
+
+def _accumulator(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in _HALF else dtype
+
+
+def _product(shape: Sequence[int]) -> int:
+    found = 1
+    for length in shape:
+        found *= length
+    return found
+
+
+def _power_below(n: int) -> int:
+    return 1 << (max(n, 1).bit_length() - 1)
+
+
+def _norm(
+    launch: Launch, tensor: torch.Tensor, ord: float = 2, dim: Any = None, keepdim: bool = False, **options: Any
+) -> None:
+    output = launch.result.dtype
+    read = tensor.dtype if tensor.dtype in _HALF and output == torch.float32 else output
+    kernel = Reducer(_accumulator(read).itemsize, read.itemsize, 4)
+    _cast(launch, tensor, output, _dims(tensor, dim), kernel)
+
+
+def _extreme(launch: Launch, tensor: torch.Tensor, dim: Any = None, keepdim: bool = False) -> None:
+    launch.results()
+    kernel = Reducer(tensor.dtype.itemsize, tensor.dtype.itemsize, 4)
+    reduce(launch, tensor, _dims(tensor, dim), tensor.dtype, kernel)
+
+
+def _spread(launch: Launch, tensor: torch.Tensor, dim: Any = None, **options: Any) -> None:
+    # Mean, squares and two counts; twice the bytes in fp64.
+    launch.results()
+    kernel = Reducer(4 * _accumulator(tensor.dtype).itemsize, tensor.dtype.itemsize, 2)
+    reduce(launch, tensor, _dims(tensor, dim), tensor.dtype, kernel)
+
+
+RULES: dict[Any, Rule] = {
+    **dict.fromkeys((aten.sum.default, aten.mean.default), total),
+    **dict.fromkeys((aten.sum.dim_IntList, aten.mean.dim), total),
+    aten.linalg_vector_norm.default: _norm,
+    **dict.fromkeys((aten.amax.default, aten.amin.default, aten.max.default, aten.min.default), _extreme),
+    **dict.fromkeys((aten.var.correction, aten.var_mean.correction, aten.std.correction), _spread),
+}
