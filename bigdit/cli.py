@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from bigdit import __version__
-from bigdit.commands import bench, doctor, extract, features, gpus, models, plan, rehearse, sample, train
+from bigdit.commands import bench, doctor, emulate, extract, features, gpus, models, plan, rehearse, sample, train
 from bigdit.errors import EXIT_USER, guard
 
 # typer carries its own click, whose UsageError it does not export.
@@ -26,6 +26,7 @@ app = typer.Typer(
 for name, module in {
     "plan": plan,
     "rehearse": rehearse,
+    "emulate": emulate,
     "extract": extract,
     "train": train,
     "sample": sample,

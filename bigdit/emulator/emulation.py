@@ -1,0 +1,102 @@
+"""What an emulated command did: its runs, what each process took of its card, and what must be said of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
+
+from bigdit.catalog import Gpu
+from bigdit.emulator.account import Account, CardAccount
+from bigdit.memory.process import ByteRange, beside_torch
+from bigdit.spec import Strict
+
+EXIT_DOES_NOT_FIT = 2
+
+
+class Run(Strict):
+    """The command from its start to its end. `lost`: processes that used a card and left no account."""
+
+    first_step_skipped: bool
+    exit_status: NonNegativeInt
+    seconds: NonNegativeFloat
+    accounts: tuple[Account, ...]
+    lost: tuple[NonNegativeInt, ...]
+
+    @property
+    def fits(self) -> bool:
+        return all(account.fits for account in self.accounts)
+
+    @property
+    def scales_loss(self) -> bool:
+        return any(account.loss_scaler for account in self.accounts)
+
+    @property
+    def highest(self) -> tuple[Account, CardAccount] | None:
+        """The process and card with the most reserved memory; one that ran out before all others."""
+        found = [(account, card) for account in self.accounts for card in account.cards]
+        return max(found, key=lambda each: (not each[0].fits, each[1].peak_reserved_bytes), default=None)
+
+
+class Emulation(Strict):
+    """A command on emulated cards: as it is, and where a loss scaler was seen with its first step skipped too."""
+
+    command: tuple[str, ...]
+    gpu: Gpu
+    cards: PositiveInt
+    runs: tuple[Run, ...]
+
+    @property
+    def fits(self) -> bool:
+        return all(run.fits for run in self.runs)
+
+    @property
+    def exit_status(self) -> int:
+        """2 where a process ran out of memory; else the command's own."""
+        return next((run.exit_status for run in self.runs if run.exit_status), 0) if self.fits else EXIT_DOES_NOT_FIT
+
+    def process(self, account: Account, card: CardAccount) -> ByteRange:
+        """What nvidia-smi would show of a process at its peak: reserved memory, CUDA context and NCCL."""
+        reserved = ByteRange(low_bytes=card.peak_reserved_bytes, high_bytes=card.peak_reserved_bytes)
+        return reserved + beside_torch(self.gpu.compute_capability, account.world_size)
+
+    @property
+    def notices(self) -> list[str]:
+        return list(dict.fromkeys(text for run in self.runs for text in _notices(run, self)))
+
+
+def _notices(run: Run, emulation: Emulation) -> Iterator[str]:
+    if not run.accounts and not run.lost:
+        yield "no process used a card: the command's python may ignore PYTHONPATH, or it trains on the host"
+    for pid in run.lost:
+        yield f"process {pid} used a card and left no account: it was killed, or crashed; its memory is not in this"
+    yield from _of_processes(run)
+    used = Counter(card.index for account in run.accounts for card in account.cards)
+    for index, count in sorted(used.items()):
+        if count > 1:
+            yield f"{count} processes used card {index}, and shared its memory"
+    for account in run.accounts:
+        if account.out_of_memory_count and account.fits:
+            times = "once" if account.out_of_memory_count == 1 else f"{account.out_of_memory_count} times"
+            yield f"{account.title} ran out of memory {times}, and the script caught it and trained on"
+        off = max((card.phases_off_bytes for card in account.cards), default=0)
+        if off:
+            yield f"{account.title}: figures by phase may be off by up to {off:,} bytes; the peaks are torch's own"
+
+
+def _of_processes(run: Run) -> Iterator[str]:
+    """The processes' own notices: one line for all that say the same."""
+    said: dict[str, list[str]] = {}
+    counts: Counter[str] = Counter()
+    places: dict[str, str] = {}
+    for account in run.accounts:
+        for notice in account.notices:
+            said.setdefault(notice.text, []).append(account.title)
+            counts[notice.text] += notice.count
+            if notice.place is not None:
+                places.setdefault(notice.text, f"{notice.place.file}:{notice.place.line}")
+    for text, titles in said.items():
+        who = titles[0] if len(titles) == 1 else f"{titles[0]} and {len(titles) - 1} more"
+        times = f", {counts[text]} times" if counts[text] > len(titles) else ""
+        yield f"{text} ({who}{times}{', first at ' + places[text] if text in places else ''})"

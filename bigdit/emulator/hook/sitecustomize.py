@@ -1,0 +1,34 @@
+"""Run by every python process of an emulated command, before its script: loads `inside` and begins to observe.
+
+The process may be of another environment, where bigdit is not: so the folder is loaded by its path.
+"""
+
+import importlib.machinery
+import importlib.util
+import os
+import sys
+
+
+def _observe() -> None:
+    folder = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "inside")
+    spec = importlib.util.spec_from_file_location(
+        "bigdit_emulated", os.path.join(folder, "__init__.py"), submodule_search_locations=[folder]
+    )
+    assert spec is not None and spec.loader is not None
+    module = sys.modules["bigdit_emulated"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.start()
+
+
+def _next() -> None:
+    """The environment's own sitecustomize, which this one stands before."""
+    here = os.path.dirname(os.path.abspath(__file__))
+    others = [entry for entry in sys.path if os.path.abspath(entry) != here]
+    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", others)
+    if spec is not None and spec.loader is not None:
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+if "BIGDIT_EMULATED_CARD" in os.environ:
+    _observe()
+_next()

@@ -1,0 +1,58 @@
+"""What runs inside every python process of an emulated script, whatever environment that is of.
+
+The standard library, and torch where the script imports it; nothing of bigdit, which is not there. Never imported
+by bigdit's own processes, but for the parts that only compute (`replay`).
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from importlib.machinery import ModuleSpec
+from typing import Any
+
+
+def start() -> None:
+    """Put the card in, and begin to observe where the parent wants to know: called once, before the script."""
+    import sys
+
+    from . import deepspeed_engine, ending, imports, options
+
+    sys.meta_path.insert(0, imports.Finder())
+    imports.before("torch", _before_torch)
+    imports.after("torch", _after_torch)
+    if options.OUT:
+        ending.install()
+        deepspeed_engine.install()
+
+
+def _before_torch(spec: ModuleSpec) -> None:
+    """The stub libraries, before torch asks for CUDA's."""
+    from . import libraries, refusal
+
+    if spec.submodule_search_locations:
+        try:
+            libraries.before_torch(next(iter(spec.submodule_search_locations)))
+        except libraries.NoCard as why:
+            refusal.refuse(str(why))
+
+
+def _after_torch(torch: Any) -> None:
+    from . import history, libraries, loss_scaler, options, phases, steps
+
+    libraries.install(torch)
+    for name in ("host", "values"):
+        part = _part(name)
+        if hasattr(part, "install"):
+            part.install(torch)
+    if options.OUT:
+        for observer in (_part("saves"), history, phases, steps, loss_scaler):
+            if hasattr(observer, "install"):
+                observer.install(torch)
+
+
+def _part(name: str) -> Any:
+    """A module of this folder, where there is one."""
+    if importlib.util.find_spec(f"{__name__}.{name}") is None:
+        return None
+    return importlib.import_module(f"{__name__}.{name}")

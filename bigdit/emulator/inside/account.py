@@ -1,0 +1,163 @@
+"""What a process did of a card, as a document: see bigdit/emulator/account.py, which reads it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import sys
+import traceback
+from collections.abc import Iterable
+from typing import Any
+
+from . import counts_of_work, files, frames, history, loss_scaler, notices, ooms, replay, steps
+
+_LARGEST = 40
+"""Groups of live tensors that are listed; the rest is summed up."""
+
+
+def write(how: str, seconds: float) -> None:
+    """Write the account, where this process used a card."""
+    if not history.used():
+        return
+    pid = os.getpid()
+    history.fold(snapshot=f"snapshot-{pid}.pickle")
+    files.write_json(f"account-{pid}.json", _document(how, seconds))
+
+
+def _document(how: str, seconds: float) -> dict[str, Any]:
+    import torch
+
+    error = _uncaught() if how == "exit" else None
+    if steps.backwards and not steps.done:
+        notices.add("backward ran and no optimizer stepped: optimizer state is missing from the peak")
+    world = _world_size(torch)
+    return {
+        "pid": os.getpid(),
+        "rank": _number("RANK"),
+        "world_size": world,
+        "argv": [str(part) for part in sys.argv],
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, "cuda": str(torch.version.cuda)},
+        "ended": "exception" if error else how,
+        "error": error,
+        "seconds": seconds,
+        "steps": steps.done,
+        "skipped_steps": steps.skipped,
+        "backwards": steps.backwards,
+        "stepped_after_oom": steps.stepped_after_oom,
+        "loss_scaler": loss_scaler.seen,
+        "host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "cards": [_card(torch, card) for card in range(torch.cuda.device_count()) if _was_used(card)],
+        "out_of_memory": [_oom(at) for at in range(len(ooms.found))],
+        "out_of_memory_count": ooms.count,
+        "work": counts_of_work.read(),
+        "work_by_step": counts_of_work.by_step,
+        "notices": notices.found(),
+    }
+
+
+def _was_used(card: int) -> bool:
+    found = history.stats(card)
+    return bool(found) and (found["reserved_bytes"]["all"]["peak"] > 0 or card in history.cards)
+
+
+def _card(torch: Any, card: int) -> dict[str, Any]:
+    found = history.stats(card)
+    properties = torch.cuda.get_device_properties(card)
+    replayed = history.cards.get(card, replay.Replay())
+    peak = replay.Peak(replayed.peak.allocated_bytes, replayed.peak.reserved_bytes)
+    highest = [found[name]["all"]["peak"] for name in ("allocated_bytes", "reserved_bytes")]
+    peak.rise(*highest)
+    reset = history.reset_peaks.get(card, replay.Peak())
+    peak.rise(reset.allocated_bytes, reset.reserved_bytes)
+    off = max(replayed.off_bytes, peak.allocated_bytes - replayed.peak.allocated_bytes)
+    return {
+        "index": card,
+        "name": properties.name,
+        "compute_capability": [properties.major, properties.minor],
+        "total_bytes": properties.total_memory,
+        "peak_allocated_bytes": peak.allocated_bytes,
+        "peak_reserved_bytes": peak.reserved_bytes,
+        "peak_phase": replayed.peak_phase,
+        "peak_event": replayed.peak_event,
+        "retries": found["num_alloc_retries"],
+        "phases": [
+            {"phase": name, "peak_allocated_bytes": each.allocated_bytes, "peak_reserved_bytes": each.reserved_bytes}
+            for name, each in replayed.phases.items()
+        ],
+        "phases_off_bytes": off,
+        "spans": [{"phase": phase, "start": start} for phase, start in replayed.spans[:_LONGEST]],
+        "events": replayed.events,
+        "curve": [list(point) for point in replay.thin(replayed.curve)],
+        "live": _groups(replayed.at_peak, replayed),
+    }
+
+
+_LONGEST = 4000
+"""Phases that are listed: more than a picture can tell apart."""
+
+
+def _oom(at: int) -> dict[str, Any]:
+    """The `at`th time that memory ran out, with what was live then on its card."""
+    found = ooms.found[at]
+    replayed = history.cards.get(found["card"], replay.Replay())
+    before = sum(each["card"] == found["card"] for each in ooms.found[:at])
+    live = replayed.ooms[before] if before < len(replayed.ooms) else []
+    return found | {"allocated_bytes": sum(tensor.nbytes for tensor in live), "live": _groups(live, replayed)}
+
+
+def _groups(tensors: Iterable[replay.Tensor], replayed: replay.Replay) -> list[dict[str, Any]]:
+    """Live tensors by the lines that made them, the largest first; the last group is what is left."""
+    groups: dict[Any, dict[str, Any]] = {}
+    for tensor in tensors:
+        phase = replayed.marks[tensor.mark].phase if tensor.mark >= 0 else "start"
+        script, library = frames.places(frames.of_snapshot(tensor.frames))
+        if script is None and tensor.mark >= 0:  # made by a thread of autograd, whose stack is C++
+            script = replayed.marks[tensor.mark].place
+        key = (_key(script), _key(library), phase)
+        group = groups.setdefault(key, {"script": script, "library": library, "phase": phase, "nbytes": 0, "count": 0})
+        group["nbytes"] += tensor.nbytes
+        group["count"] += 1
+    largest = sorted(groups.values(), key=lambda group: -group["nbytes"])
+    rest = largest[_LARGEST:]
+    if rest:
+        nbytes, count = (sum(group[name] for group in rest) for name in ("nbytes", "count"))
+        largest[_LARGEST:] = [{"script": None, "library": None, "phase": None, "nbytes": nbytes, "count": count}]
+    return largest
+
+
+def _key(line: frames.Line | None) -> tuple[Any, ...] | None:
+    return None if line is None else (line["file"], line["line"])
+
+
+def _uncaught() -> dict[str, Any] | None:
+    """The exception that ends this process; python has kept it where nobody caught it."""
+    import torch
+
+    error = getattr(sys, "last_value", None)
+    if error is None or isinstance(error, (SystemExit, KeyboardInterrupt)):
+        return None
+    chain: list[BaseException] = []
+    at: BaseException | None = error
+    while at is not None and at not in chain:
+        chain.append(at)
+        at = at.__cause__ or at.__context__
+    stack = [(step.filename, step.lineno or 0, step.name) for step in traceback.extract_tb(error.__traceback__)]
+    return {
+        "type": type(error).__name__,
+        "text": str(error)[:2000],
+        "out_of_memory": any(isinstance(each, torch.OutOfMemoryError) for each in chain),
+        "frames": frames.shown(stack[::-1]),
+    }
+
+
+def _world_size(torch: Any) -> int:
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        return int(distributed.get_world_size())
+    return _number("WORLD_SIZE") or 1
+
+
+def _number(name: str) -> int | None:
+    text = os.environ.get(name, "")
+    return int(text) if text.isdigit() else None

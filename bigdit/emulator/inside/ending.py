@@ -1,0 +1,74 @@
+"""The account is written once, however the process ends: by itself, by an error, by a signal, after its steps."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from types import FrameType
+from typing import Any
+
+from . import account, files
+
+began = time.time()
+_written = False
+_owner = os.getpid()
+_exit = os._exit
+
+
+def install() -> None:
+    """To be called as the first thing, so that it is the last thing at exit."""
+    atexit.register(lambda: write("exit"))
+    os.register_at_fork(after_in_child=_in_child)
+    os._exit = leave  # type: ignore[assignment]
+
+
+def begin() -> None:
+    """This process uses a card from now on."""
+    files.write_json(f"begun-{os.getpid()}.json", {"argv": sys.argv, "rank": os.environ.get("RANK")})
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _on_signal)
+
+
+def end_after_steps() -> None:
+    """All steps that were asked for are done: end well, at once."""
+    write("steps")
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # closed: nobody reads it
+            stream.flush()
+    _exit(0)
+
+
+def leave(status: int) -> Any:
+    """os._exit, after the account."""
+    write("exit")
+    _exit(status)
+
+
+def write(how: str) -> None:
+    """Write the account of this process, once."""
+    global _written
+    if _written or os.getpid() != _owner:
+        return
+    _written = True
+    account.write(how, time.time() - began)
+
+
+def _on_signal(number: int, _: FrameType | None) -> None:
+    write("signal")
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+
+
+def _in_child() -> None:
+    """A forked process has its own account, and nothing of its parent's in it."""
+    global _written, _owner, began
+    from . import counts_of_work, history, notices, ooms, phases, steps
+
+    _written, _owner, began = False, os.getpid(), time.time()
+    for module in (history, notices, ooms, phases, steps, counts_of_work):
+        module.forget()

@@ -1,0 +1,64 @@
+"""What is to be done before and after modules are imported, without importing them earlier than the script does."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+_before: dict[str, list[Callable[[ModuleSpec], None]]] = {}
+_after: dict[str, list[Callable[[ModuleType], None]]] = {}
+
+
+def before(name: str, do: Callable[[ModuleSpec], None]) -> None:
+    """Call `do` with the module's spec just before its code is executed."""
+    _before.setdefault(name, []).append(do)
+
+
+def after(name: str, do: Callable[[Any], None]) -> None:
+    """Call `do` with the module once its code has been executed; at once where it has been."""
+    module = sys.modules.get(name)
+    if module is not None and not getattr(getattr(module, "__spec__", None), "_initializing", False):
+        do(module)
+    else:
+        _after.setdefault(name, []).append(do)
+
+
+class Finder:
+    """Finds what others find, and has the loader of a watched module call those who wait for it.
+
+    To be found is not to be imported (`find_spec("torch")` is asked by those who only want to know whether it is
+    there): only the loader's work counts.
+    """
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name not in _before and name not in _after:
+            return None
+        spec = self._found_by_others(name, path, target)
+        if spec is not None and spec.loader is not None and hasattr(spec.loader, "exec_module"):
+            _watch(name, spec)
+        return spec
+
+    def _found_by_others(self, name: str, path: Sequence[str] | None, target: ModuleType | None) -> ModuleSpec | None:
+        for finder in sys.meta_path:
+            if finder is not self and hasattr(finder, "find_spec"):
+                spec = finder.find_spec(name, path, target)
+                if spec is not None:
+                    return spec
+        return None
+
+
+def _watch(name: str, spec: ModuleSpec) -> None:
+    loader: Any = spec.loader
+    execute = loader.exec_module
+
+    def exec_module(module: ModuleType) -> None:
+        for do in _before.pop(name, ()):
+            do(spec)
+        execute(module)
+        for then in _after.pop(name, ()):
+            then(module)
+
+    loader.exec_module = exec_module  # of this one loader: inspect and importlib.resources ask it for more

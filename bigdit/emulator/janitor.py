@@ -1,0 +1,71 @@
+"""Takes away what an emulation leaves, also where bigdit itself was killed: its processes, folder, shared memory.
+
+Runs as a process of its own, which waits for the end of its standard input: that comes when bigdit closes it, and
+when bigdit is no more. The standard library alone, so that it starts at once.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+PATIENCE_S = 5.0
+"""How long processes have to end by themselves, once they are told to."""
+
+
+def processes(folder: Path) -> list[int]:
+    """Processes whose environment names `folder` as where their accounts go, wherever they have moved in the tree."""
+    mark = f"BIGDIT_EMULATED_OUT={folder}".encode()
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark in (entry / "environ").read_bytes().split(b"\0"):
+                found.append(int(entry.name))
+        except OSError:  # it has ended, or is another user's
+            continue
+    return [pid for pid in found if pid != os.getpid() and not _is_zombie(pid)]
+
+
+def end(folder: Path, patience_s: float = PATIENCE_S) -> None:
+    """End all processes of an emulation: ask them, wait, then kill."""
+    _signal(processes(folder), signal.SIGTERM)
+    deadline = time.monotonic() + patience_s
+    while (left := processes(folder)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    while left:
+        _signal(left, signal.SIGKILL)
+        time.sleep(0.05)
+        left = processes(folder)
+
+
+def remove(folder: Path) -> None:
+    """Remove the folder, and shared memory that carries its name."""
+    shutil.rmtree(folder, ignore_errors=True)
+    for file in Path("/dev/shm").glob(f"*{folder.name}*"):
+        file.unlink(missing_ok=True)
+
+
+def _signal(pids: list[int], number: signal.Signals) -> None:
+    for pid in pids:
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            continue
+
+
+def _is_zombie(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.stdin.buffer.read()
+    end(Path(sys.argv[1]))
+    remove(Path(sys.argv[1]))

@@ -1,0 +1,143 @@
+"""Run somebody's command on emulated cards, and gather what its processes have to say."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+
+from bigdit.emulator import janitor
+from bigdit.emulator.account import Account, read_account
+from bigdit.emulator.emulation import Run
+from bigdit.errors import UserError
+
+
+def run_emulated(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    steps: int | None = None,
+    skip_first: bool = False,
+    snapshots: Path | None = None,
+    stdout_to_stderr: bool = False,
+) -> Run:
+    """Run `command` with `environment` beside its own, to its end or for so many optimizer `steps` of each process.
+
+    `skip_first`: its loss scaler finds its first step to overflow. `snapshots`: a folder for PyTorch's page of memory.
+    What it prints passes through. Raises UserError where it cannot be started, or cannot be emulated.
+    """
+    program = shutil.which(command[0], path=environment.get("PATH", os.environ.get("PATH")))
+    if program is None:
+        raise UserError(f"the command {command[0]!r} was not found; what follows -- is run as a shell would run it")
+    with _folder() as folder:
+        began = time.monotonic()
+        asked = {
+            "BIGDIT_EMULATED_OUT": str(folder),
+            "BIGDIT_EMULATED_STEPS": str(steps or 0),
+            "BIGDIT_EMULATED_SKIP_FIRST": str(int(skip_first)),
+            "BIGDIT_EMULATED_SNAPSHOT": str(int(snapshots is not None)),
+        }
+        whole = {**os.environ, **environment, **asked}
+        status = _wait([program, *command[1:]], whole, folder, stdout_to_stderr)
+        _refuse(folder, status)
+        return _gather(folder, status, time.monotonic() - began, skip_first, snapshots)
+
+
+@contextlib.contextmanager
+def _folder() -> Iterator[Path]:
+    """A folder for the accounts, that is gone afterwards with all processes that know it, whatever happens."""
+    folder = Path(tempfile.mkdtemp(prefix="bigdit-emulate-"))
+    waiting = subprocess.Popen(
+        [sys.executable, "-I", "-S", janitor.__file__, str(folder)], stdin=subprocess.PIPE, start_new_session=True
+    )
+    try:
+        yield folder
+    finally:
+        assert waiting.stdin is not None
+        waiting.stdin.close()
+        waiting.wait()
+
+
+def _wait(command: Sequence[str], environment: Mapping[str, str], folder: Path, stdout_to_stderr: bool) -> int:
+    """The command's exit status, as a shell reports it. Whatever ends this process ends the command's processes."""
+    stdout = sys.stderr if stdout_to_stderr else None
+    try:
+        process = subprocess.Popen(command, env=environment, stdout=stdout, start_new_session=True)
+    except OSError as error:
+        raise UserError(f"{command[0]} cannot be run: {error.strerror}") from error
+    with _passed_on(process):
+        status = process.wait()
+    janitor.end(folder)
+    return status if status >= 0 else 128 - status
+
+
+@contextlib.contextmanager
+def _passed_on(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """SIGINT and SIGTERM go to the command, and end this process when it has ended."""
+    came: list[int] = []
+
+    def pass_on(number: int, _: FrameType | None) -> None:
+        came.append(number)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number if len(came) == 1 else signal.SIGKILL)
+
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if came:
+        raise KeyboardInterrupt
+
+
+def _refuse(folder: Path, status: int) -> None:
+    """Raise UserError where a process said that it cannot be emulated."""
+    reasons = dict.fromkeys(_text(path, "reason") for path in sorted(folder.glob("refused-*.json")))
+    if reasons and status:
+        raise UserError(*(reason for reason in reasons if reason))
+
+
+def _gather(folder: Path, status: int, seconds: float, skip_first: bool, snapshots: Path | None) -> Run:
+    accounts: list[Account] = []
+    lost = []
+    for begun in sorted(folder.glob("begun-*.json")):
+        pid = begun.stem.removeprefix("begun-")
+        account = read_account(folder / f"account-{pid}.json")
+        if account is None:
+            lost.append(int(pid) if pid.isdigit() else 0)
+        elif account.cards:
+            accounts.append(account)
+            _keep_snapshot(folder / f"snapshot-{pid}.pickle", account, snapshots)
+    accounts.sort(key=lambda each: (each.rank is None, each.rank or 0, each.pid))
+    return Run(
+        first_step_skipped=skip_first, exit_status=status, seconds=seconds, accounts=tuple(accounts), lost=tuple(lost)
+    )
+
+
+def _keep_snapshot(found: Path, account: Account, snapshots: Path | None) -> None:
+    """Move a process's snapshot, which is never opened here, to where it was asked for."""
+    if snapshots is None or not found.is_file():
+        return
+    name = f"pid{account.pid}" if account.rank is None else f"rank{account.rank}"
+    snapshots.mkdir(parents=True, exist_ok=True)
+    shutil.move(found, snapshots / f"snapshot-{name}.pickle")
+
+
+def _text(path: Path, key: str) -> str:
+    """A line of text that a process wrote; empty where it is none."""
+    try:
+        found = json.loads(path.read_text()[:10_000])
+    except (OSError, ValueError):
+        return ""
+    value = found.get(key, "") if isinstance(found, dict) else ""
+    return " ".join(str(value).split())

@@ -1,0 +1,250 @@
+"""What an emulated script took of its cards, for the terminal and as JSON."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import statistics
+from collections.abc import Iterator
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from bigdit import log
+from bigdit.emulator.account import Account, CardAccount, Line, Live, OutOfMemory
+from bigdit.emulator.emulation import Emulation, Run
+from bigdit.memory.process import ByteRange
+from bigdit.report.tables import DASH, table
+from bigdit.report.words import gibs
+from bigdit.units import duration, gib
+
+LINES = 8
+"""Groups of live tensors that the terminal shows; the page and JSON have all."""
+
+WORK = {
+    "launches": "kernels launched",
+    "copies_to_device": "copies to the card",
+    "copies_to_host": "copies to the host",
+    "copies_on_device": "copies on the card",
+    "host_syncs": "waits of the host for the card",
+}
+
+
+def show(emulation: Emulation) -> None:
+    """Print the report, no wider than the terminal."""
+    _say(f"[bold]{escape(title(emulation))}[/bold]")
+    _say(escape(subtitle(emulation)))
+    for run in emulation.runs:
+        _show_run(run, emulation)
+    log.out.print()
+    for text in emulation.notices:
+        _say(f"note: {escape(text)}")
+    for run in emulation.runs:
+        word, why = verdict(run, emulation)
+        of = _which(run) if len(emulation.runs) > 1 else ""
+        _say(f"{of}[bold]{word}[/bold]{escape(why)}")
+
+
+def document(emulation: Emulation) -> dict[str, Any]:
+    """The emulation as JSON, with what follows from it."""
+    found = emulation.model_dump(mode="json")
+    for run, dumped in zip(emulation.runs, found["runs"], strict=True):
+        dumped["fits"] = run.fits
+        for account, each in zip(run.accounts, dumped["accounts"], strict=True):
+            each |= {"fits": account.fits, "work_a_step": work(account)}
+            for card, shown in zip(account.cards, each["cards"], strict=True):
+                shown["process"] = emulation.process(account, card).model_dump(mode="json")
+    return {
+        "grade": "emulated",
+        "fits": emulation.fits,
+        "exit_status": emulation.exit_status,
+        **found,
+        "notices": emulation.notices,
+    }
+
+
+def title(emulation: Emulation) -> str:
+    cards = f"{emulation.cards} × " if emulation.cards > 1 else ""
+    return f"{shlex.join(emulation.command)} on {cards}{emulation.gpu.title}"
+
+
+def subtitle(emulation: Emulation) -> str:
+    run = emulation.runs[0]
+    versions = run.accounts[0].versions if run.accounts else {}
+    torch = f"torch {versions['torch']}, " if "torch" in versions else ""
+    steps = max((account.steps for account in run.accounts), default=0)
+    many = f"{steps} optimizer step{'' if steps == 1 else 's'}"
+    return f"emulated: {torch}kernels not run, no GPU; {many} in {duration(run.seconds)}"
+
+
+def verdict(run: Run, emulation: Emulation) -> tuple[str, str]:
+    """The verdict in a word or three, and why."""
+    highest = run.highest
+    if highest is None:
+        return "no answer", f": {ending(run)}"
+    account, card = highest
+    if not run.fits:
+        return "does not fit", f": {account.title} ran out of memory"
+    taken = emulation.process(account, card)
+    usable = emulation.gpu.usable_bytes
+    many = len(run.accounts) > 1
+    said = f": {account.title if many else 'the process'} takes {between(taken)} of {gib(usable)}"
+    if run.exit_status:
+        return "no answer", f": {ending(run)}; until then it took {between(taken)} of {gib(usable)}"
+    if taken.high_bytes > usable:
+        said += ", but with the most that CUDA and NCCL may take beside torch it is too much"
+    return "fits", said
+
+
+def ending(run: Run) -> str:
+    if run.exit_status == 0:
+        return "the command ended well"
+    if run.exit_status > 128:
+        return f"the command was ended by signal {run.exit_status - 128}"
+    return f"the command ended with status {run.exit_status}"
+
+
+def between(found: ByteRange) -> str:
+    return gibs(found.low_bytes, found.high_bytes)
+
+
+def work(account: Account) -> dict[str, int]:
+    """Kernels, copies and waits of a step: the median of all steps but the first, which sets up what others use."""
+    steps = account.work_by_step[1:] or account.work_by_step
+    names = [name for name in WORK if any(name in step for step in steps)]
+    return {name: int(statistics.median(step.get(name, 0) for step in steps)) for name in names}
+
+
+def place(line: Line | None) -> str:
+    """`train.py:41`, from where the command was started; of a library from its package on."""
+    if line is None:
+        return DASH
+    return f"{shown_path(line.file)}:{line.line}"
+
+
+def shown_path(file: str) -> str:
+    for installed in ("site-packages/", "dist-packages/"):
+        if installed in file:
+            return file.rpartition(installed)[2]
+    relative = os.path.relpath(file)
+    return file if relative.startswith("..") and len(relative) > len(file) else relative
+
+
+def _show_run(run: Run, emulation: Emulation) -> None:
+    log.out.print()
+    if len(emulation.runs) > 1:
+        _say(f"[bold]{_which(run)}[/bold]")
+    if run.accounts:
+        log.out.print(processes(run, emulation))
+    for account in run.accounts:
+        for at, oom in enumerate(account.out_of_memory[:2]):
+            if not account.fits or at == 0:
+                log.out.print()
+                _show_oom(account, oom)
+    highest = run.highest
+    if highest is None:
+        return
+    account, card = highest
+    log.out.print()
+    log.out.print(phases(account, card))
+    if account.fits:
+        log.out.print()
+        log.out.print(live(card.live, f"largest live tensors at the peak, in {card.peak_phase}"))
+    counted = work(account)
+    if any(counted.values()):
+        log.out.print()
+        said = ", ".join(f"{WORK[name]} {count:,}" for name, count in counted.items())
+        _say(f"a step of {account.title}: {said}")
+
+
+def processes(run: Run, emulation: Emulation) -> Table:
+    """Each process's peaks, and what nvidia-smi would show of it."""
+    numeric = ["card", "allocated", "reserved", "process", "steps"]
+    rows = table("peaks by process", ["process", *numeric, ""], numeric)
+    for account in run.accounts:
+        for card in account.cards:
+            rows.add_row(
+                account.title,
+                str(card.index),
+                gib(card.peak_allocated_bytes),
+                gib(card.peak_reserved_bytes),
+                between(emulation.process(account, card)),
+                _steps(account),
+                _end(account),
+            )
+    rows.caption = (
+        f"process: with CUDA context and NCCL, as nvidia-smi shows it; usable {gib(emulation.gpu.usable_bytes)}"
+    )
+    return rows
+
+
+def phases(account: Account, card: CardAccount) -> Table:
+    """The highest process's peaks by phase."""
+    numeric = ["allocated", "reserved"]
+    rows = table(f"peaks by phase, {account.title}", ["phase", *numeric], numeric)
+    for phase in card.phases:
+        mark = "◂ " if phase.phase == card.peak_phase else ""
+        rows.add_row(phase.phase, mark + gib(phase.peak_allocated_bytes), gib(phase.peak_reserved_bytes))
+    rows.caption = "start: all before the first training forward; forward: the rest of a step"
+    return rows
+
+
+def live(groups: tuple[Live, ...], heading: str, most: int = LINES) -> Table:
+    """Live tensors by the lines that made them."""
+    rows = table(heading, ["bytes", "count", "made in", "by"], ["bytes", "count"])
+    for group in groups[:most]:
+        rows.add_row(gib(group.nbytes), str(group.count), group.phase or DASH, "\n".join(map(escape, made_by(group))))
+    rest = groups[most:]
+    if rest:
+        rows.add_row(gib(sum(each.nbytes for each in rest)), str(sum(each.count for each in rest)), DASH, "all others")
+    return rows
+
+
+def made_by(group: Live) -> Iterator[str]:
+    """The script's line and its code, then the library's."""
+    if group.phase is None:
+        yield "all others"
+    elif group.script is not None:
+        yield f"{place(group.script)} {group.script.code}"
+    elif group.library is None:
+        yield "no line of python: made within torch"
+    if group.library is not None:
+        yield f"  {place(group.library)} {group.library.name}"
+
+
+def _show_oom(account: Account, oom: OutOfMemory) -> None:
+    _say(f"[bold]{account.title} ran out of memory[/bold] in {oom.phase}, after {oom.steps} steps, on card {oom.card}:")
+    _say(f"  {gib(oom.asked_bytes)} asked, {gib(oom.free_bytes)} free of {gib(oom.total_bytes)}; "
+         f"{gib(oom.allocated_bytes)} allocated")  # fmt: skip
+    for line in own_lines(oom):
+        _say(escape(f"  {place(line)} in {line.name}: {line.code}"))
+    log.out.print()
+    log.out.print(live(oom.live, "live when memory ran out"))
+
+
+def own_lines(oom: OutOfMemory) -> list[Line]:
+    """The script's own lines of the traceback, outermost first, then the innermost of a library."""
+    own = [line for line in oom.frames if line.own]
+    within = [line for line in oom.frames[:1] if not line.own]
+    return [*reversed(own), *within]
+
+
+def _which(run: Run) -> str:
+    return "first step skipped by the loss scaler: " if run.first_step_skipped else "as it is, first step taken: "
+
+
+def _steps(account: Account) -> str:
+    return f"{account.steps}" + (f" ({account.skipped_steps} skipped)" if account.skipped_steps else "")
+
+
+def _end(account: Account) -> str:
+    if not account.fits:
+        return "out of memory"
+    if account.error is not None:
+        return account.error.type
+    return {"signal": "ended by a signal", "steps": "", "exit": "", "exception": ""}[account.ended]
+
+
+def _say(line: str) -> None:
+    log.out.print(line, highlight=False)
