@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -64,16 +63,6 @@ class Launch:
 
 Rule = Callable[..., None]
 """Called with a Launch and the operator's own arguments."""
-
-
-def bytes_of(shape: Sequence[int], dtype: torch.dtype) -> int:
-    """The bytes of a dense tensor."""
-    return math.prod(shape) * dtype.itemsize
-
-
-def copied(tensor: torch.Tensor) -> list[int]:
-    """What `contiguous` takes of this tensor: a copy where it is not, and nothing where it is."""
-    return [] if tensor.is_contiguous() else [bytes_of(tensor.shape, tensor.dtype)]
 
 
 def up(n: int, multiple: int) -> int:

@@ -7,15 +7,17 @@ ReduceNormKernel.cu and ReduceAMinMaxKernel.cu there.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from bigdit.catalog.capability import WARP_SIZE
 from bigdit.rehearse.scratch.iteration import Loop, loop
-from bigdit.rehearse.scratch.launch import Card, Launch, Rule, bytes_of
+from bigdit.rehearse.scratch.launch import Card, Launch, Rule
+from bigdit.rehearse.scratch.layout import Layout
 
 aten = torch.ops.aten
 
@@ -45,7 +47,7 @@ class Meeting:
 def meeting(loop: Loop, kernel: Reducer, card: Card) -> Meeting | None:
     """None where every output is one block's own work. The loop's offsets fit 32 bits."""
     outputs = loop.outputs
-    inputs = _product(loop.shape) // outputs
+    inputs = math.prod(loop.shape) // outputs
     along_input = not loop.shape or loop.reduced == len(loop.shape) or loop.input[0] < loop.input[loop.reduced]
     across, down = (inputs, outputs) if along_input else (outputs, inputs)
     fastest = (loop.input[0] if along_input else loop.input[loop.reduced]) if loop.shape else kernel.element_bytes
@@ -94,19 +96,48 @@ def _output_vector(loop: Loop, element_bytes: int) -> int:
     return vector
 
 
-def reduce(launch: Launch, tensor: torch.Tensor, dims: Sequence[int], output: torch.dtype, kernel: Reducer) -> None:
-    """One reduction of `tensor` over `dims` into a result that is there, or none where nothing is to be reduced."""
-    if tensor.numel() == 0:
+def reduce(launch: Launch, tensor: Layout, dims: Sequence[int], output: torch.dtype, kernel: Reducer) -> None:
+    """One reduction of `tensor` over `dims` into a result that is there; none where nothing is to be reduced."""
+    if not tensor.nbytes:
         return
-    whole = loop(tensor.shape, tensor.stride(), tensor.storage_offset(), dims, tensor.dtype.itemsize, output.itemsize)
+    itemsize = tensor.dtype.itemsize
+    whole = loop(tensor.shape, tensor.strides, tensor.offset, dims, itemsize, output.itemsize)
     pieces = list(whole.pieces())
-    # Half-precision results cannot hold sums between launches.
-    rounds = len(pieces) > 1 and output in _HALF and tensor.dtype == output
-    with launch.holding(*([kernel.accumulator_bytes * _extent(whole, output)] if rounds else [])):
+    # Results in half precision cannot hold sums between launches.
+    kept = len(pieces) > 1 and output in _HALF and tensor.dtype == output
+    with launch.holding(*([kernel.accumulator_bytes * _extent(whole, output)] if kept else [])):
         for piece in pieces:
             needed = meeting(piece, kernel, launch.card)
             if needed is not None:
                 launch.briefly(needed.buffer_bytes, needed.semaphore_bytes)
+
+
+def total(launch: Launch, tensor: Layout, dims: Sequence[int], output: torch.dtype) -> None:
+    """sum or mean into a result that is there: half precision is added up in fp32, and read 8 numbers at a time."""
+    read = _read(tensor.dtype, output)
+    kernel = Reducer(_accumulator(read).itemsize, read.itemsize, 8 if read.itemsize == 2 else 4)
+    _reduce_as(launch, tensor, read, dims, output, kernel)
+
+
+def _reduce_as(
+    launch: Launch, tensor: Layout, read: torch.dtype, dims: Sequence[int], output: torch.dtype, kernel: Reducer
+) -> None:
+    """The reduction of the tensor in another dtype, where that is not its own: it is cast first."""
+    if tensor.dtype == read:
+        reduce(launch, tensor, dims, output, kernel)
+        return
+    cast = replace(tensor, dtype=read, offset=0)
+    with launch.holding(cast.nbytes):
+        reduce(launch, cast, dims, output, kernel)
+
+
+def _read(dtype: torch.dtype, output: torch.dtype) -> torch.dtype:
+    """What a kernel reads for a result in `output`: half precision as it is where that is fp32, all else cast."""
+    return dtype if dtype in _HALF and output == torch.float32 else output
+
+
+def _accumulator(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in _HALF else dtype
 
 
 def _extent(whole: Loop, output: torch.dtype) -> int:
@@ -121,65 +152,40 @@ def _dims(tensor: torch.Tensor, dims: Any) -> tuple[int, ...]:
     return tuple(dim % max(tensor.dim(), 1) for dim in named) or tuple(range(tensor.dim()))
 
 
-def _cast(launch: Launch, tensor: torch.Tensor, dtype: torch.dtype, dims: Sequence[int], kernel: Reducer) -> None:
-    """Results, and the reduction in `dtype`: half precision is read as it is where the result is fp32."""
-    launch.results()
-    output = (launch.result[0] if isinstance(launch.result, tuple) else launch.result).dtype
-    if tensor.dtype == dtype or (tensor.dtype in _HALF and dtype == torch.float32):
-        reduce(launch, tensor, dims, output, kernel)
-        return
-    with launch.holding(bytes_of(tensor.shape, dtype)):
-        reduce(launch, torch.empty_like(tensor, dtype=dtype), dims, output, kernel)
-
-
-def total(launch: Launch, tensor: torch.Tensor, dim: Any = None, keepdim: bool = False, **options: Any) -> None:
-    """sum and mean: accumulated in fp32 where the input is half precision."""
-    output = launch.result.dtype
-    read = tensor.dtype if tensor.dtype in _HALF and output == torch.float32 else output
-    kernel = Reducer(_accumulator(read).itemsize, read.itemsize, 8 if read.itemsize == 2 else 4)
-    _cast(launch, tensor, output, _dims(tensor, dim), kernel)
-
-
-def _accumulator(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype in _HALF else dtype
-
-
-def _product(shape: Sequence[int]) -> int:
-    found = 1
-    for length in shape:
-        found *= length
-    return found
-
-
 def _power_below(n: int) -> int:
     return 1 << (max(n, 1).bit_length() - 1)
+
+
+def _total(launch: Launch, tensor: torch.Tensor, dim: Any = None, keepdim: bool = False, **options: Any) -> None:
+    launch.results()
+    total(launch, Layout.of(tensor), _dims(tensor, dim), launch.result.dtype)
 
 
 def _norm(
     launch: Launch, tensor: torch.Tensor, ord: float = 2, dim: Any = None, keepdim: bool = False, **options: Any
 ) -> None:
+    launch.results()
     output = launch.result.dtype
-    read = tensor.dtype if tensor.dtype in _HALF and output == torch.float32 else output
+    read = _read(tensor.dtype, output)
     kernel = Reducer(_accumulator(read).itemsize, read.itemsize, 4)
-    _cast(launch, tensor, output, _dims(tensor, dim), kernel)
+    _reduce_as(launch, Layout.of(tensor), read, _dims(tensor, dim), output, kernel)
 
 
 def _extreme(launch: Launch, tensor: torch.Tensor, dim: Any = None, keepdim: bool = False) -> None:
     launch.results()
     kernel = Reducer(tensor.dtype.itemsize, tensor.dtype.itemsize, 4)
-    reduce(launch, tensor, _dims(tensor, dim), tensor.dtype, kernel)
+    reduce(launch, Layout.of(tensor), _dims(tensor, dim), tensor.dtype, kernel)
 
 
 def _spread(launch: Launch, tensor: torch.Tensor, dim: Any = None, **options: Any) -> None:
     # Mean, squares and two counts; twice the bytes in fp64.
     launch.results()
     kernel = Reducer(4 * _accumulator(tensor.dtype).itemsize, tensor.dtype.itemsize, 2)
-    reduce(launch, tensor, _dims(tensor, dim), tensor.dtype, kernel)
+    reduce(launch, Layout.of(tensor), _dims(tensor, dim), tensor.dtype, kernel)
 
 
 RULES: dict[Any, Rule] = {
-    **dict.fromkeys((aten.sum.default, aten.mean.default), total),
-    **dict.fromkeys((aten.sum.dim_IntList, aten.mean.dim), total),
+    **dict.fromkeys((aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim), _total),
     aten.linalg_vector_norm.default: _norm,
     **dict.fromkeys((aten.amax.default, aten.amin.default, aten.max.default, aten.min.default), _extreme),
     **dict.fromkeys((aten.var.correction, aten.var_mean.correction, aten.std.correction), _spread),
