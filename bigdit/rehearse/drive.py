@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
-from bigdit import engines, models
 from bigdit.catalog.encoders import OnlineEncoders
 from bigdit.dist import World
-from bigdit.loader.batch import Batch
-from bigdit.loader.raw import RawBatch
+from bigdit.engines import Ema, Engine
 from bigdit.memory import Timeline
 from bigdit.record import Recorder, Watch
-from bigdit.rehearse.data import batch, feed, raw_batch
+from bigdit.rehearse.data import batch
 from bigdit.rehearse.kernels import known_answers
 from bigdit.rehearse.reads import named_in_errors
 from bigdit.rehearse.scratch import scratch_of
+from bigdit.rehearse.steps import STEPS, Witness, prepare, two_steps
 from bigdit.spec import BatchShape, ModelSpec, ObjectiveSpec, Strategy
-from bigdit.train.encode import encode
-from bigdit.train.step import train_step
+from bigdit.train.encode import Encode
 
 if TYPE_CHECKING:
     from bigdit.features.encoders.frozen import FrozenEncoders
 
-STEPS = 2  # optimizer state appears in the first one
+__all__ = ["STEPS", "Recording", "batch", "drive", "record"]
 
 
 @dataclass(frozen=True)
@@ -60,57 +60,53 @@ def record(
     world: World,
     encoders: OnlineEncoders | None = None,
 ) -> Recording:
-    """The record of the engine's start and two steps on `device`, with `encoders` where features are online.
-
-    Where the engine needs a process group, it exists already, of torch's fake backend or a real one.
-
-    As in the trainer, the model and the encoders are built on the host before the recording begins.
-    """
-    family = models.family(spec.class_name)
-    model = models.build(spec, device="cpu", dtype=engines.compute_dtype(strategy))
-    models.equip(model, family, strategy)
-    extras = family.extras(model)
-    params = sum(param.numel() for param in model.parameters())
-    frozen = None if encoders is None else _frozen(encoders)
-
-    def make() -> Batch | RawBatch:
-        if encoders is None:
-            return batch(shape, strategy, extras)
-        return raw_batch(encoders, shape, strategy, extras)
-
+    """The record of the engine's start and two steps on `device`, with `encoders` where features are online."""
+    workload = prepare(spec, shape, strategy, encoders)
     recorder = Recorder(device.type, scratch_of(device), known_answers())
     with recorder, named_in_errors(spec.name, recorder):
-        with recorder.phase("init"):
-            recorder.mark(model.parameters(), "parameter")
-            recorder.mark(model.buffers(), "buffer")
-            recorder.mark([] if frozen is None else frozen.tensors(), "encoder")
-            engine = engines.create(strategy, model, family, device=device, world=world)
-            ema = engines.ema_of(engine)
-            watch = Watch(recorder, engine, ema)
-            encoding = None
-            if frozen is not None:
-                frozen.to(device)
-                recorder.mark(frozen.tensors(), "encoder")
-                encoding = watch.encoding(functools.partial(encode, frozen, strategy.encode_chunk))
-            steps = feed(make, strategy, pin=device.type != "cpu", seen=watch.host_batch)
-        for _ in range(STEPS):
-            micro_batches = next(steps)
-            train_step(
-                engine,
-                family,
-                objective,
-                watch.batches(micro_batches),
-                lr=strategy.optimizer.lr,
-                ema=ema,
-                phase=watch.phase,
-                encode=encoding,
-            )
-            del micro_batches  # before the next ones are read, as the trainer does
-        watch.close()
-        return Recording(recorder.timeline(), recorder.host_timeline(), params)
+        marks = _Marks(recorder)
+        two_steps(workload, objective, device, world, marks)
+        marks.close()
+        return Recording(recorder.timeline(), recorder.host_timeline(), workload.params)
 
 
-def _frozen(encoders: OnlineEncoders) -> FrozenEncoders:
-    from bigdit.features.encoders.frozen import FrozenEncoders  # transformers takes seconds to import
+class _Marks(Witness):
+    """Tells the recorder what the storages are."""
 
-    return FrozenEncoders(encoders)
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._watch: Watch | None = None
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        with (self._watch or self._recorder).phase(name):
+            yield
+
+    def built(self, model: nn.Module, frozen: FrozenEncoders | None) -> None:
+        self._recorder.mark(model.parameters(), "parameter")
+        self._recorder.mark(model.buffers(), "buffer")
+        self._recorder.mark([] if frozen is None else frozen.tensors(), "encoder")
+
+    def started(self, engine: Engine, ema: Ema | None) -> None:
+        self._watch = Watch(self._recorder, engine, ema)
+
+    def moved(self, frozen: FrozenEncoders) -> None:
+        self._recorder.mark(frozen.tensors(), "encoder")
+
+    def held(self, batch: Any) -> None:
+        self._watching.host_batch(batch)
+
+    def batches(self, micro_batches: Sequence[Any]) -> Sequence[Any]:
+        return self._watching.batches(micro_batches)
+
+    def encoding(self, encode: Encode) -> Encode:
+        return self._watching.encoding(encode)
+
+    def close(self) -> None:
+        """Take the watch's hooks off again."""
+        self._watching.close()
+
+    @property
+    def _watching(self) -> Watch:
+        assert self._watch is not None  # from `started` on
+        return self._watch

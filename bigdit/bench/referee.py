@@ -1,0 +1,85 @@
+"""The referee: a rehearsal and two steps on an emulated card, of one question, held against each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from bigdit import catalog
+from bigdit.bench.against_card import Against, Reserved, against
+from bigdit.catalog import Gpu
+from bigdit.config.strategy import parse_strategy
+from bigdit.errors import UserError
+from bigdit.memory.caching import OutOfMemory
+from bigdit.rehearse.ask import request_for
+from bigdit.rehearse.card_client import Card
+from bigdit.rehearse.client import RehearsalError
+from bigdit.rehearse.pool import Pool
+from bigdit.rehearse.request import RehearsalRequest
+from bigdit.search.sibling import depths, sibling
+
+
+@dataclass(frozen=True)
+class Row:
+    """A model of the catalogue with at most `blocks` of each list of blocks (0: all of them), a card, a strategy."""
+
+    model: str
+    gpu: str
+    strategy: str
+    blocks: int = 2
+
+    @property
+    def name(self) -> str:
+        depth = f"{self.blocks} blocks" if self.blocks else "whole"
+        return f"{self.model} ({depth}) · {self.gpu} · {self.strategy}"
+
+    def question(self) -> tuple[RehearsalRequest, Gpu]:
+        """What both sides are asked. Raises UserError for what the catalogue does not know, or cannot be rehearsed."""
+        gpu, model = catalog.resolve_gpu(self.gpu), catalog.find_model(self.model)
+        if self.blocks:
+            model = sibling(model, {name: min(self.blocks, length) for name, length in depths(model).items()})
+        return request_for(model, gpu, parse_strategy([self.strategy])), gpu
+
+
+def judge(rows: Sequence[Row], *, timeout_s: float = 300.0) -> Iterator[tuple[Row, Against | str]]:
+    """Each row with its comparison, or with why there is none; by cards, each of which is started once."""
+    with Pool(1, timeout_s=timeout_s) as pool, ThreadPoolExecutor(1) as aside:
+        for gpu in dict.fromkeys(row.gpu for row in rows):
+            with Card(catalog.resolve_gpu(gpu)) as card:
+                for row in (row for row in rows if row.gpu == gpu):
+                    yield row, _judged(row, card, pool, aside, timeout_s)
+
+
+def _judged(row: Row, card: Card, pool: Pool, aside: ThreadPoolExecutor, timeout_s: float) -> Against | str:
+    try:
+        request, gpu = row.question()
+        rehearsal = aside.submit(pool.rehearse, [request])
+        try:
+            run = card.run(request, timeout_s)
+        finally:
+            (rehearsed,) = rehearsal.result()
+        if isinstance(rehearsed, UserError):
+            return f"rehearsal: {rehearsed}"
+        counters = [
+            Reserved(allocated_bytes=phase.peak_allocated_bytes, reserved_bytes=phase.peak_reserved_bytes)
+            for phase in run.phases
+        ]
+        return against(rehearsed.timeline, run.timeline, counters, gpu.usable_bytes)
+    except (UserError, RehearsalError, OutOfMemory, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def lines(found: Against, most: int = 12) -> Iterable[str]:
+    """The phases of one comparison side by side, and the largest differences of each by operator."""
+    for at, phase in enumerate(found.phases):
+        yield (
+            f"{phase.phase:9} allocated {phase.rehearsed_allocated_bytes:15,} {phase.card_allocated_bytes:15,} "
+            f"{phase.allocated_difference:12,}   reserved {phase.rehearsed_reserved_bytes:15,} "
+            f"{phase.card_reserved_bytes:15,} {phase.reserved_difference:12,}"
+        )
+        for at_peak in (True, False):
+            here = [each for each in found.differences if each.span == at and each.at_peak == at_peak]
+            for each in sorted(here, key=lambda each: -each.nbytes * each.count)[:most]:
+                when = "at peak " if at_peak else "only in "
+                yield f"    {when} {each.side:9} {each.count:4} x {each.nbytes:13,}  {each.operator}"

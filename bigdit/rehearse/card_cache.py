@@ -1,0 +1,71 @@
+"""Runs on emulated cards, on disk: a file for each question, named by all that decides its answer."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from pathlib import Path
+
+from pydantic import ValidationError
+
+import bigdit
+from bigdit.catalog import Gpu
+from bigdit.files import write_text
+from bigdit.rehearse import cache
+from bigdit.rehearse.card_run import CardRequest, CardRun
+
+# Whose sources decide what a card does: those of the step, and of the card; rules of rehearsals are not among them.
+_SOURCES = (
+    "spec.py",
+    "emulator",
+    "engines",
+    "features/encoders",
+    "loader",
+    "models",
+    "objectives",
+    "optim",
+    "rehearse/card_client.py",
+    "rehearse/card_reads.py",
+    "rehearse/card_run.py",
+    "rehearse/card_trace.py",
+    "rehearse/card_worker.py",
+    "rehearse/data.py",
+    "rehearse/on_card.py",
+    "rehearse/steps.py",
+    "rehearse/unwritten.py",
+    "train/encode.py",
+    "train/step.py",
+)
+
+
+def find(gpu: Gpu, asked: CardRequest, build: str) -> CardRun | None:
+    """The run that is kept; None where there is none, or a damaged one. `build`: of the CUDA environment's torch."""
+    try:
+        return CardRun.model_validate_json(_file(gpu, asked, build).read_bytes())
+    except (OSError, ValidationError):
+        return None
+
+
+def keep(gpu: Gpu, asked: CardRequest, build: str, run: CardRun) -> None:
+    """Keep a run, in place of what was there. Raises UserError where the folder cannot be written."""
+    write_text(_file(gpu, asked, build), run.model_dump_json())
+
+
+def _file(gpu: Gpu, asked: CardRequest, build: str) -> Path:
+    decides = "|".join((gpu.model_dump_json(), asked.model_dump_json(), build, sources()))
+    return cache.folder().parent / "cards" / f"{hashlib.sha256(decides.encode()).hexdigest()[:32]}.json"
+
+
+@functools.cache
+def sources() -> str:
+    """A digest of the sources."""
+    root = Path(bigdit.__file__).parent
+    digest = hashlib.sha256()
+    for name in _SOURCES:
+        path = root / name
+        files = (
+            sorted(file for file in path.rglob("*") if file.suffix in (".py", ".c", ".h")) if path.is_dir() else [path]
+        )
+        for file in files:
+            digest.update(file.read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,51 @@
+"""Weights that are never drawn: a model stands on the host as address space, until its bytes are copied to a card."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from bigdit.units import MIB
+
+_LEAST_BYTES = MIB
+"""Smaller weights are made and cast as they are: some of them hold values that models read."""
+
+
+@contextmanager
+def unwritten_weights() -> Iterator[None]:
+    """In here initialisers write nothing, and a cast of a large host tensor makes an empty one of the other dtype.
+
+    Memory that nobody wrote has no pages: a model of any size takes as much of the host as its small tensors.
+    """
+    names = [name for name in dir(nn.init) if name.endswith("_") and not name.startswith("_")]
+    originals = {name: getattr(nn.init, name) for name in names}
+    apply = nn.Module._apply
+    for name in names:
+        setattr(nn.init, name, _nothing)
+    nn.Module._apply = _casting_unwritten(apply)
+    try:
+        yield
+    finally:
+        nn.Module._apply = apply
+        for name, original in originals.items():
+            setattr(nn.init, name, original)
+
+
+def _nothing(tensor: torch.Tensor, *args: object, **options: object) -> torch.Tensor:
+    return tensor
+
+
+def _casting_unwritten(apply: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    def applied(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        def cast(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.device.type != "cpu" or tensor.nbytes < _LEAST_BYTES:
+                return fn(tensor)
+            wanted = fn(tensor.new_empty(0))
+            return torch.empty_like(tensor, dtype=wanted.dtype) if wanted.device.type == "cpu" else fn(tensor)
+
+        return apply(module, cast, recurse)
+
+    return applied
