@@ -38,7 +38,7 @@ def made_plan() -> Plan:
     model, gpu = catalog.model("sana-1600m"), catalog.gpu("a40")
     # Two micro-batches show all that thirty-two do.
     found = rehearse(request_for(model, gpu, strategy(grad_accum_steps=2))).sizes[0]
-    taken = footprint(found.timeline, gpu.usable_bytes, gpu.compute_capability, 1)
+    taken = footprint(found.timeline, gpu.usable_bytes, gpu.compute_capability, 1, gpu.multiprocessors)
     host = host_memory(found.host_timeline)
     step = StepTime(seconds=interval(28.4, 37.1), parts={"compute": interval(26.0, 32.2), "memory": interval(2.4, 4.9)})
     chosen = Choice(
@@ -236,7 +236,8 @@ def expandable_plan() -> Plan:
 def footprint_on(plan: Plan, gpu: catalog.Gpu) -> Any:
     from bigdit.memory import Timeline
 
-    return footprint(Timeline.unpack(plan.packed_timeline), gpu.usable_bytes, gpu.compute_capability, 1)
+    timeline = Timeline.unpack(plan.packed_timeline)
+    return footprint(timeline, gpu.usable_bytes, gpu.compute_capability, 1, gpu.multiprocessors)
 
 
 def sharded_plan(world_size: int = 32) -> Plan:

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from bigdit.catalog.gpus import gpus
 from bigdit.errors import UserError
-from bigdit.memory.process import ARCHITECTURES, ByteRange, beside_torch, cuda_context, nccl_buffers, process_bytes
+from bigdit.memory.process import CHANNELS, ByteRange, beside_torch, cuda_context, nccl_buffers, process_bytes
 
 MIB = 2**20
-KNOWN = st.sampled_from(sorted(ARCHITECTURES))
+KNOWN = st.sampled_from(sorted(CHANNELS))
 
 
 def holds(found: ByteRange, mib: int) -> bool:
@@ -33,6 +33,17 @@ def test_contexts_that_were_measured_lie_in_the_range(compute_capability, mib):
 def test_the_context_of_an_a100_by_hand():
     # Stacks: 56 × 2048 × 1 KiB = 112 MiB on an A30, 108 × 2048 × 1 KiB = 216 MiB on an A100.
     assert cuda_context((8, 0)) == ByteRange(low_bytes=(112 + 133) * MIB, high_bytes=(216 + 213 + 205) * MIB)
+
+
+def test_the_context_of_a_known_card_has_its_own_stacks():
+    # The range of a compute capability is that of its cards: 52 multiprocessors are 104 MiB of stacks.
+    for gpu in gpus():
+        own, any_card = cuda_context(gpu.compute_capability, gpu.multiprocessors), cuda_context(gpu.compute_capability)
+        assert any_card.low_bytes <= own.low_bytes < own.high_bytes <= any_card.high_bytes
+        assert own.high_bytes - own.low_bytes == (213 - 133 + 205) * MIB
+    a30, a100 = cuda_context((8, 0), 56), cuda_context((8, 0), 108)
+    assert a100.high_bytes - a30.high_bytes == 52 * 2 * MIB
+    assert beside_torch((8, 0), 8, multiprocessors=56) == a30 + nccl_buffers((8, 0), 8)
 
 
 @pytest.mark.parametrize("mib", [544, 688])  # two and four A100 (NVIDIA/nccl#964)
@@ -69,7 +80,7 @@ def test_every_card_of_the_catalogue_is_known():
 
 
 def test_an_unknown_compute_capability_is_an_error():
-    with pytest.raises(UserError, match=r"compute capability 6\.1 is not known; known are 7\.0, 7\.5, 8\.0"):
+    with pytest.raises(UserError, match=r"compute capability 6\.1 is not in the catalogue, which has 7\.0, 7\.5, 8\.0"):
         process_bytes(0, (6, 1), 1)
 
 

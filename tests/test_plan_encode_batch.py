@@ -35,7 +35,7 @@ def card():
 @pytest.mark.slow
 def test_the_largest_batch_that_fits_is_chosen(card):
     chosen = encode_batch_size(run(DIT), card)
-    room = card.usable_bytes * 0.9 - cuda_context(card.compute_capability).high_bytes
+    room = card.usable_bytes * 0.9 - cuda_context(card.compute_capability, card.multiprocessors).high_bytes
     request = encode_batch._request(run(DIT), card)
     assert (request.batch.latents, request.encoders.vae.dtype) == ((4, 32, 32), "fp32")  # the largest bucket
     answers = rehearse(request.model_copy(update={"micro_batch_sizes": (chosen, 2 * chosen)})).sizes

@@ -55,7 +55,8 @@ def run(
     )
     with log.err.status(f"rehearsing the training step of {request.model.name}"):
         found = rehearse(request, timeout_s=timeout).sizes[0]
-    taken = footprint(found.timeline, card.usable_bytes, card.compute_capability, request.strategy.world_size)
+    world_size = request.strategy.world_size
+    taken = footprint(found.timeline, card.usable_bytes, card.compute_capability, world_size, card.multiprocessors)
     if as_json:
         log.emit_json(_document(request, found, taken, card))
     else:

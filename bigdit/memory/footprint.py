@@ -42,11 +42,20 @@ class Footprint(Strict):
         return ByteRange(low_bytes=reserved, high_bytes=reserved) + self.beside
 
 
-def footprint(timeline: Timeline, usable_bytes: int, compute_capability: tuple[int, int], world_size: int) -> Footprint:
-    """Replay `timeline` on a card of `usable_bytes`. Raises UserError for an unknown compute capability."""
+def footprint(
+    timeline: Timeline,
+    usable_bytes: int,
+    compute_capability: tuple[int, int],
+    world_size: int,
+    multiprocessors: int | None = None,
+) -> Footprint:
+    """Replay `timeline` on a card of `usable_bytes`; `multiprocessors` as `cuda_context` takes them.
+
+    Raises UserError for an unknown compute capability.
+    """
     # NCCL makes a communicator for each group; groups of one size are taken to be one.
     communicators = len({each.group_size for each in timeline.collectives if each.group_size > 1}) or 1
-    beside = beside_torch(compute_capability, world_size, communicators)
+    beside = beside_torch(compute_capability, world_size, communicators, multiprocessors)
     capacity = max(usable_bytes - beside.high_bytes, 1)
 
     def way(expandable_segments: bool) -> Reserved:

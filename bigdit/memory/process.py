@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from pydantic import NonNegativeInt, model_validator
 
-from bigdit.errors import UserError
+from bigdit.catalog.capability import capability
+from bigdit.catalog.gpus import gpus
 from bigdit.spec import Strict
 from bigdit.units import KIB, MIB
 
@@ -33,32 +34,22 @@ class ByteRange(Strict):
         return ByteRange(low_bytes=self.low_bytes * times, high_bytes=self.high_bytes * times)
 
 
-class Architecture(Strict):
-    """Cards of one compute capability: `threads` resident on one of `sms` multiprocessors (fewest, most), and the
-    `channels` that NCCL opens between them (over PCIe, over the most NVLinks)."""
-
-    threads: NonNegativeInt
-    sms: tuple[NonNegativeInt, NonNegativeInt]
-    channels: tuple[NonNegativeInt, NonNegativeInt]
-
-
-ARCHITECTURES = {
-    (7, 0): Architecture(threads=2048, sms=(80, 80), channels=(2, 12)),  # V100, 6 NVLinks
-    (7, 5): Architecture(threads=1024, sms=(40, 72), channels=(2, 4)),  # T4 to Quadro RTX 6000, 2 NVLinks
-    (8, 0): Architecture(threads=2048, sms=(56, 108), channels=(2, 24)),  # A30 to A100, 12 NVLinks
-    (8, 6): Architecture(threads=1536, sms=(10, 84), channels=(2, 8)),  # A2 to A40, 4 NVLinks
-    (8, 9): Architecture(threads=1536, sms=(22, 142), channels=(2, 4)),  # RTX 2000 Ada to L40S, no NVLink
-    (9, 0): Architecture(threads=2048, sms=(78, 132), channels=(2, 32)),  # H20 to H200
-    (10, 0): Architecture(threads=2048, sms=(148, 148), channels=(2, 32)),  # B200
-    (10, 3): Architecture(threads=2048, sms=(148, 160), channels=(2, 32)),  # B300
-    (12, 0): Architecture(threads=1536, sms=(30, 188), channels=(2, 4)),  # RTX 5060 to RTX PRO 6000, no NVLink
+CHANNELS = {
+    (7, 0): (2, 12),  # V100, 6 NVLinks
+    (7, 5): (2, 4),  # T4 to Quadro RTX 6000, 2 NVLinks
+    (8, 0): (2, 24),  # A30 to A100, 12 NVLinks
+    (8, 6): (2, 8),  # A2 to A40, 4 NVLinks
+    (8, 9): (2, 4),  # RTX 2000 Ada to L40S, no NVLink
+    (9, 0): (2, 32),  # H20 to H200
+    (10, 0): (2, 32),  # B200
+    (10, 3): (2, 32),  # B300
+    (12, 0): (2, 4),  # RTX 5060 to RTX PRO 6000, no NVLink
 }
-"""By compute capability.
+"""Channels that NCCL opens between cards of one compute capability: over PCIe, over the most NVLinks.
 
-Source: threads, "Maximum number of resident threads per SM" in the CUDA C++ programming guide; multiprocessors,
-NVIDIA's data sheets; both entered from memory of these, not read again. Channels measured: 2 over PCIe
-(rwth-i6/returnn#1469), 24 on A100 (NVIDIA/nccl#1785), 32 on H100 (NVIDIA/nccl#1685). Channels derived: two to an
-NVLink, as on A100 (NVIDIA/nccl#1225), 4 where there are two links or none, 32 on Blackwell as on Hopper.
+Source: measured: 2 over PCIe (rwth-i6/returnn#1469), 24 on A100 (NVIDIA/nccl#1785), 32 on H100 (NVIDIA/nccl#1685).
+Derived: two to an NVLink, as on A100 (NVIDIA/nccl#1225), 4 where there are two links or none, 32 on Blackwell as on
+Hopper.
 """
 
 STACK = KIB
@@ -96,11 +87,17 @@ over the 24 channels of four A100, of which two alone took 544 MiB (NVIDIA/nccl#
 """
 
 
-def cuda_context(compute_capability: tuple[int, int]) -> ByteRange:
-    """The context of a process that trains on one card. Raises UserError for an unknown compute capability."""
-    cards = _architecture(compute_capability)
-    fewest, most = (sms * cards.threads * STACK for sms in cards.sms)
-    return ByteRange(low_bytes=fewest, high_bytes=most) + DRIVER + KERNELS
+def cuda_context(compute_capability: tuple[int, int], multiprocessors: int | None = None) -> ByteRange:
+    """The context of a process that trains on one card, of any that has this compute capability where the card's
+    `multiprocessors` are not given. Raises UserError for an unknown compute capability."""
+    threads = capability(compute_capability).threads
+    counts = [multiprocessors] if multiprocessors is not None else _multiprocessors(compute_capability)
+    stacks = ByteRange(low_bytes=min(counts) * threads * STACK, high_bytes=max(counts) * threads * STACK)
+    return stacks + DRIVER + KERNELS
+
+
+def _multiprocessors(compute_capability: tuple[int, int]) -> list[int]:
+    return [card.multiprocessors for card in gpus() if card.compute_capability == compute_capability]
 
 
 def nccl_buffers(compute_capability: tuple[int, int], world_size: int, communicators: int = 1) -> ByteRange:
@@ -108,17 +105,21 @@ def nccl_buffers(compute_capability: tuple[int, int], world_size: int, communica
 
     How many processes there are does not matter beyond two nodes (NVIDIA/nccl#986).
     """
-    cards = _architecture(compute_capability)
+    capability(compute_capability)  # refuses one that is not known, also for a process alone
     if world_size == 1:
         return ByteRange(low_bytes=0, high_bytes=0)
-    few, many = cards.channels
+    few, many = CHANNELS[compute_capability]
     channels = ByteRange(low_bytes=NCCL_CHANNEL.low_bytes * few, high_bytes=NCCL_CHANNEL.high_bytes * many)
     return NCCL_LIBRARY + channels * communicators
 
 
-def beside_torch(compute_capability: tuple[int, int], world_size: int, communicators: int = 1) -> ByteRange:
+def beside_torch(
+    compute_capability: tuple[int, int], world_size: int, communicators: int = 1, multiprocessors: int | None = None
+) -> ByteRange:
     """What the process takes of a card beside torch's reserved memory. Raises UserError as `cuda_context` does."""
-    return cuda_context(compute_capability) + nccl_buffers(compute_capability, world_size, communicators)
+    return cuda_context(compute_capability, multiprocessors) + nccl_buffers(
+        compute_capability, world_size, communicators
+    )
 
 
 def process_bytes(
@@ -127,12 +128,3 @@ def process_bytes(
     """What nvidia-smi shows for a process that has reserved that much. Raises UserError as `cuda_context` does."""
     reserved = ByteRange(low_bytes=reserved_bytes, high_bytes=reserved_bytes)
     return reserved + beside_torch(compute_capability, world_size, communicators)
-
-
-def _architecture(compute_capability: tuple[int, int]) -> Architecture:
-    found = ARCHITECTURES.get(compute_capability)
-    if found is None:
-        known = ", ".join(f"{major}.{minor}" for major, minor in ARCHITECTURES)
-        asked = ".".join(map(str, compute_capability))
-        raise UserError(f"what a process takes at compute capability {asked} is not known; known are {known}")
-    return found

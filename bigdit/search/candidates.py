@@ -107,7 +107,8 @@ class Candidate:
 def beside(question: Question, strategy: Strategy) -> ByteRange:
     """What the process takes of the card beside torch; HSDP has a communicator for each of its two groups."""
     communicators = 2 if 1 < strategy.dp_replicate < strategy.world_size else 1
-    return beside_torch(question.gpu.compute_capability, strategy.world_size, communicators)
+    gpu = question.gpu
+    return beside_torch(gpu.compute_capability, strategy.world_size, communicators, gpu.multiprocessors)
 
 
 def capacity(question: Question, proposal: Proposal, evidence: Evidence) -> float:

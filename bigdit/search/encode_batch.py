@@ -49,7 +49,8 @@ def encode_batch_size(run: RunConfig, gpu: Gpu, processes: int = 1) -> int | Non
         return None
     few, many = (size.ledger.phase("encode").peak_bytes for size in rehearse(request).sizes)
     sample_bytes = max((many - few) / (_PROBED[1] - _PROBED[0]), 1)
-    room = gpu.usable_bytes * (1 - _KEPT_FREE) / processes - cuda_context(gpu.compute_capability).high_bytes
+    context = cuda_context(gpu.compute_capability, gpu.multiprocessors)
+    room = gpu.usable_bytes * (1 - _KEPT_FREE) / processes - context.high_bytes
     fitting = int((room - (few - _PROBED[0] * sample_bytes)) / sample_bytes)
     return min(1 << max(fitting.bit_length() - 1, 0), MOST) if fitting > 0 else 1
 

@@ -74,7 +74,9 @@ def check(receipts: Iterable[Receipt], card: Gpu, rehearse: Rehearse) -> tuple[l
             continue
         timeline, cluster = size.timeline, Cluster(gpus=each.strategy.world_size, gpus_per_node=each.gpus_per_node)
         step = step_time(work_of(timeline, each.strategy), each.strategy, card, cluster)
-        taken = footprint(timeline, card.usable_bytes, card.compute_capability, each.strategy.world_size)
+        taken = footprint(
+            timeline, card.usable_bytes, card.compute_capability, each.strategy.world_size, card.multiprocessors
+        )
         checked.append(Checked(each, step, taken.segments.wanted_bytes))
     return checked, notices
 

@@ -21,7 +21,7 @@ def verdict(timeline: Timeline, gpu: Gpu, world_size: int, band: Band) -> tuple[
     TIGHT: it fits within the band only, or with emptied caches, expandable segments or the least that the process
     may take beside torch. Raises UserError for a card of unknown compute capability.
     """
-    found = footprint(timeline, gpu.usable_bytes, gpu.compute_capability, world_size)
+    found = footprint(timeline, gpu.usable_bytes, gpu.compute_capability, world_size, gpu.multiprocessors)
     if found.segments.wanted_bytes <= safe_bytes(gpu, found.beside, band):
         return "FITS", found
     most = gpu.usable_bytes - found.beside.low_bytes
