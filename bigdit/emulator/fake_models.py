@@ -1,0 +1,90 @@
+"""`python -m bigdit.emulator.fake_models` writes weights that are holes beside every config of the folders it is given.
+
+It takes torch, diffusers and transformers, and so has a process of its own: standard input is a JSON object, by
+folder the dtype of the weights that its configs do not name.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from bigdit.emulator.inside import holes
+from bigdit.errors import UserError, guard
+
+VARIANTS = {"fp16": "float16", "bf16": "bfloat16"}
+"""What `variant=` of from_pretrained names, and the dtype of these files."""
+
+
+def main() -> None:
+    """Write the weights of all folders. Raises UserError for a config that cannot be built."""
+    for folder, dtype in json.load(sys.stdin).items():
+        for config in sorted(Path(folder).rglob("config.json")):
+            write_weights(config, dtype)
+
+
+def write_weights(config: Path, dtype: str) -> None:
+    """Write the weights of one component, in the dtype that its config names or in `dtype`, and its variants."""
+    document = json.loads(config.read_text(encoding="utf-8"))
+    try:
+        if "_class_name" in document:
+            model, stem = _diffusers_model(document, config.parent), "diffusion_pytorch_model"
+        else:
+            model, stem = _transformers_model(document, config.parent), "model"
+    except (AttributeError, ValueError, TypeError, KeyError) as error:
+        raise UserError(f"--fake-weights: no model can be built from {config}: {error}") from error
+    stored = document.get("dtype") or document.get("torch_dtype") or dtype
+    for variant, variant_dtype in {"": stored, **VARIANTS}.items():
+        name = f"{stem}.{variant}.safetensors" if variant else f"{stem}.safetensors"
+        holes.write(config.parent / name, _entries(model, variant_dtype), {"format": "pt"})
+
+
+def _diffusers_model(document: dict[str, Any], folder: Path) -> Any:
+    """The model on the meta device; a config of the catalogue, which names no version, is written out with defaults."""
+    import diffusers
+    import torch
+
+    with torch.device("meta"):
+        model = getattr(diffusers, document["_class_name"]).from_config(document)
+    if "_diffusers_version" not in document:
+        model.save_config(folder)
+    return model
+
+
+def _transformers_model(document: dict[str, Any], folder: Path) -> Any:
+    import torch
+    import transformers
+
+    class_name = (document.get("architectures") or [None])[0]
+    if class_name is None:
+        raise ValueError('its "architectures" name no class')
+    with torch.device("meta"):
+        built = getattr(transformers, class_name)
+        return built(built.config_class.from_pretrained(folder))
+
+
+def _entries(model: Any, dtype: str) -> list[holes.Entry]:
+    """What a file of the model holds: floating-point tensors in `dtype`, each shared one once, under its first name."""
+    tensors = {id(tensor): (name, tensor) for name, tensor in reversed(model.state_dict(keep_vars=True).items())}
+    return [
+        holes.Entry(
+            _stored_name(model, name),
+            dtype if tensor.is_floating_point() else str(tensor.dtype).removeprefix("torch."),
+            tuple(tensor.shape),
+        )
+        for name, tensor in tensors.values()
+    ]
+
+
+def _stored_name(model: Any, name: str) -> str:
+    """A tensor's name in files, which transformers before version 5 takes literally: CLIP's text model lies under
+    `text_model`, which its class no longer has."""
+    if type(model).__name__ == "CLIPTextModel" and not name.startswith("text_model."):
+        return f"text_model.{name}"
+    return name
+
+
+if __name__ == "__main__":
+    sys.exit(guard(main))

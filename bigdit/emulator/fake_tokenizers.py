@@ -1,0 +1,177 @@
+"""Tokenizers of the right class, size and special tokens, whose pieces are runs of letters instead of learnt ones.
+
+A caption becomes at most about twice as many ids as with the published tokenizer: a piece is three letters at most,
+theirs are longer. Which ids they are decides no bytes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from bigdit.emulator.repositories import document
+from bigdit.files import write_text
+
+_LETTERS = "etaoinshrdlcumwfgypbvkjxqz"
+_WORD = "▁"
+_ASCII = [chr(code) for code in range(33, 127)]
+
+
+def write_tokenizer(kind: str, folder: Path) -> None:
+    """Write the files of a tokenizer of repositories.json, as transformers reads them from version 4.45 on."""
+    recipe = document()["tokenizers"][kind]
+    folder.mkdir(parents=True, exist_ok=True)
+    _WRITERS[recipe["model"]](recipe, folder)
+    special = {role: token for role, (token, _) in recipe["special"].items()}
+    config = {"tokenizer_class": recipe["class"], "model_max_length": recipe["longest"], **special}
+    if "extra_ids" in recipe:
+        config["extra_ids"] = recipe["extra_ids"]
+        config["additional_special_tokens"] = [f"<extra_id_{number}>" for number in range(recipe["extra_ids"])]
+    added = {number: token for token, number in recipe["special"].values()}
+    added.update(enumerate(recipe.get("added", ()), start=max(added) + 1))
+    if recipe["model"] != "unigram":  # whose special tokens are pieces of its own
+        config["added_tokens_decoder"] = {
+            str(number): {"content": added[number], "special": True, **_PLAIN} for number in sorted(added)
+        }
+    if recipe["class"] == "Qwen2Tokenizer":
+        config["chat_template"] = _CHAT
+    _write_json(folder / "tokenizer_config.json", config)
+    _write_json(folder / "special_tokens_map.json", special)
+
+
+_PLAIN = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
+_CHAT = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def _merges(start: str = "", end: str = "") -> list[tuple[str, str]]:
+    """The merges of a byte pair encoding that makes runs of three letters, those at a word's start or end, where that
+    is marked, with `start` before them or `end` after them."""
+    pairs = [(a, b) for a in _LETTERS for b in _LETTERS]
+    if end:
+        pairs += [(a, b + end) for a, b in pairs]
+        return pairs + [(a, first + second) for a in _LETTERS for first, second in pairs]
+    threes = [(a, b, c) for a in _LETTERS for b, c in pairs]
+    inside = [*pairs, *((a, b + c) for a, b, c in threes), *((a + b, c) for a, b, c in threes)]
+    starts = [(start, a) for a in _LETTERS] + [(start, a + b) for a, b in pairs] + [(start + a, b) for a, b in pairs]
+    starts += [(start, a + b + c) for a, b, c in threes]
+    return inside + starts + [(start + a, b + c) for a, b, c in threes] + [(start + a + b, c) for a, b, c in threes]
+
+
+def _write_bpe(recipe: dict[str, Any], folder: Path) -> None:
+    """vocab.json and merges.txt over bytes: CLIP's, where a word's last letter is marked, or GPT-2's, its first."""
+    clip = recipe["class"] == "CLIPTokenizer"
+    alphabet = [*_byte_characters()]
+    tokens = alphabet + [f"{byte}</w>" for byte in alphabet] if clip else alphabet
+    special = {number: token for token, number in recipe["special"].values() if number >= len(tokens)}
+    merges = _merges(end="</w>") if clip else _merges(start="Ġ")
+    tokens += dict.fromkeys(left + right for left, right in merges)
+    vocabulary = _filled(tokens, recipe["size"], special)
+    _write_json(folder / "vocab.json", vocabulary)
+    write_text(folder / "merges.txt", "\n".join(["#version: 0.2", *(f"{a} {b}" for a, b in merges)]) + "\n")
+
+
+def _write_sentencepiece_bpe(recipe: dict[str, Any], folder: Path) -> None:
+    """tokenizer.json of a BPE over characters, with bytes for those that it does not know, as Gemma's is."""
+    special = {number: token for token, number in recipe["special"].values()}
+    letters = [_WORD, *_ASCII]
+    tokens = [f"<0x{byte:02X}>" for byte in range(256)] + letters
+    merges = _merges(start=_WORD)
+    tokens += dict.fromkeys(left + right for left, right in merges)
+    begin = recipe["special"]["bos_token"][0]
+    first = {"SpecialToken": {"id": begin, "type_id": 0}}
+    _write_json(
+        folder / "tokenizer.json",
+        {
+            "version": "1.0",
+            "truncation": None,
+            "padding": None,
+            "added_tokens": [
+                {"id": number, "content": special[number], "special": True, **_PLAIN} for number in sorted(special)
+            ],
+            "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": _WORD},
+            "pre_tokenizer": {
+                "type": "Split",
+                "pattern": {"String": " "},
+                "behavior": "MergedWithPrevious",
+                "invert": False,
+            },
+            "post_processor": {
+                "type": "TemplateProcessing",
+                "single": [first, {"Sequence": {"id": "A", "type_id": 0}}],
+                "pair": [first, {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+                "special_tokens": {begin: {"id": begin, "ids": [recipe["special"]["bos_token"][1]], "tokens": [begin]}},
+            },
+            "decoder": {"type": "Replace", "pattern": {"String": _WORD}, "content": " "},
+            "model": {
+                "type": "BPE",
+                "dropout": None,
+                "unk_token": recipe["special"]["unk_token"][0],
+                "continuing_subword_prefix": None,
+                "end_of_word_suffix": None,
+                "fuse_unk": True,
+                "byte_fallback": True,
+                "vocab": _filled(tokens, recipe["size"], special),
+                "merges": [f"{left} {right}" for left, right in merges],
+            },
+        },
+    )
+
+
+def _write_unigram(recipe: dict[str, Any], folder: Path) -> None:
+    """spiece.model of a unigram model: all pieces are as likely, so a word becomes as few as it can."""
+    from sentencepiece import sentencepiece_model_pb2
+
+    proto = sentencepiece_model_pb2.ModelProto()
+    kinds = proto.SentencePiece
+    special = {number: token for token, number in recipe["special"].values()}
+    for token, number in _filled(_pieces(recipe["size"] - len(special)), recipe["size"], special).items():
+        kind = kinds.NORMAL if number not in special else kinds.CONTROL
+        kind = kinds.UNKNOWN if number == recipe["special"]["unk_token"][1] else kind
+        proto.pieces.add(piece=token, score=-10.0 if kind == kinds.NORMAL else 0.0, type=kind)
+    trainer = proto.trainer_spec
+    trainer.model_type, trainer.vocab_size = trainer.UNIGRAM, recipe["size"]
+    trainer.bos_id = -1
+    trainer.pad_id, trainer.eos_id, trainer.unk_id = (
+        recipe["special"][role][1] for role in ("pad_token", "eos_token", "unk_token")
+    )
+    proto.normalizer_spec.name = "identity"
+    (folder / "spiece.model").write_bytes(proto.SerializeToString())
+
+
+_WRITERS = {"bpe": _write_bpe, "sentencepiece-bpe": _write_sentencepiece_bpe, "unigram": _write_unigram}
+
+
+def _pieces(room: int) -> list[str]:
+    """`room` pieces: single characters, then runs of letters by length, at the start of words and inside them."""
+    runs = (
+        mark + "".join(letters)
+        for length in itertools.count(2)
+        for mark in (_WORD, "")
+        for letters in itertools.product(_LETTERS, repeat=length)
+    )
+    return [_WORD, *_ASCII, *(_WORD + letter for letter in _LETTERS), *itertools.islice(runs, room)][:room]
+
+
+def _filled(tokens: list[str], size: int, special: dict[int, str]) -> dict[str, int]:
+    """A vocabulary with the special tokens at their numbers, the others in their order around them, and fillers up to
+    `size` tokens, or to the last special one."""
+    rest = itertools.chain(tokens, (f"<unused{number}>" for number in itertools.count()))
+    numbers = range(max(size, *(number + 1 for number in special)) if special else size)
+    return {special[number] if number in special else next(rest): number for number in numbers}
+
+
+def _byte_characters() -> Iterator[str]:
+    """The printable stand-ins of the 256 bytes. Source: GPT-2's encoder, `bytes_to_unicode`."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    yield from map(chr, printable)
+    yield from (chr(256 + number) for number in range(256 - len(printable)))
+
+
+def _write_json(path: Path, value: Any) -> None:
+    write_text(path, json.dumps(value, ensure_ascii=False, separators=(",", ":")) + "\n")

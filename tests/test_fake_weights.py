@@ -1,0 +1,200 @@
+"""`--fake-weights`: pipelines that from_pretrained loads without a network, without disk and without RAM."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bigdit.catalog.models import models
+from bigdit.catalog.names import load_json
+from bigdit.emulator import repositories
+from bigdit.emulator.fake_tokenizers import write_tokenizer
+from bigdit.emulator.fake_weights import lay_out
+from bigdit.errors import UserError
+
+PIPELINES = {
+    "black-forest-labs/FLUX.1-dev": "bfloat16",
+    "Efficient-Large-Model/Sana_1600M_1024px_BF16_diffusers": "bfloat16",
+    "stabilityai/stable-diffusion-3.5-medium": "bfloat16",
+    "THUDM/CogVideoX-2b": "float16",
+}
+DISK_BYTES = 20_000_000
+CAPTION = "An oil painting of two ships in a storm, waves high above the masts, dark clouds, a lighthouse far away"
+
+LOAD = """
+import json, resource, sys
+import diffusers, torch
+
+for name, dtype in json.loads(sys.argv[1]).items():
+    pipeline = diffusers.DiffusionPipeline.from_pretrained(name, torch_dtype=getattr(torch, dtype))
+    parts = {}
+    for part, value in pipeline.components.items():
+        found = {"class": type(value).__name__}
+        if hasattr(value, "parameters"):
+            found["params"] = sum(parameter.numel() for parameter in value.parameters())
+            found["dtypes"] = sorted({str(parameter.dtype) for parameter in value.parameters()})
+            found["zero"] = not any(parameter.flatten()[:8].any() for parameter in value.parameters())
+        parts[part] = found
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    print(json.dumps({"name": name, "pipeline": type(pipeline).__name__, "parts": parts, "peak": peak}))
+    del pipeline, value
+"""
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hub")
+    return folder, lay_out(list(PIPELINES), folder)
+
+
+def disk_bytes(folder):
+    return sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
+
+
+def python(code, *arguments, environment):
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def loaded(hub):
+    lines = python(LOAD, json.dumps(PIPELINES), environment=hub[1]).splitlines()
+    return {found["name"]: found for found in map(json.loads, lines)}
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_diffusers_loads_the_pipeline(loaded, name):
+    found = loaded[name]
+    entry = repositories.document()["repositories"][name]
+    model = next(model for model in models() if model.name == entry["model"])
+    recipe = repositories.document()["pipelines"][model.spec.class_name]
+    assert found["pipeline"] == recipe["pipeline"]
+    parts = found["parts"]
+    assert parts["transformer"]["params"] == model.params
+    assert parts["vae"]["params"] == model.vae.params
+    for suffix, (encoder, class_name, tokenizer) in zip(("", "_2", "_3"), recipe["text"], strict=False):
+        assert parts[f"text_encoder{suffix}"]["class"] == class_name
+        expected = load_json("models.json")["text_encoders"][encoder]
+        if expected["class_name"] == class_name:
+            assert parts[f"text_encoder{suffix}"]["params"] == expected["params"]
+        assert parts[f"tokenizer{suffix}"]["class"] == repositories.document()["tokenizers"][tokenizer]["class"]
+    models_loaded = [part for part in parts.values() if "params" in part]
+    assert all(part["zero"] and f"torch.{PIPELINES[name]}" in part["dtypes"] for part in models_loaded)
+    # FLUX.1-dev alone has 33 GB of weights; of T5 in fp16 transformers makes a third anew, in fp32.
+    assert found["peak"] < 8 * 2**30
+
+
+def test_hardly_any_disk(hub):
+    folder, _ = hub
+    assert disk_bytes(folder) < DISK_BYTES
+    assert sum(path.stat().st_size for path in folder.rglob("*")) > 150e9
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "fewest", "most"),
+    [("clip", 49408, 20, 50), ("clip-g", 49408, 20, 50), ("t5", 32100, 18, 50), ("gemma", 256000, 18, 50),
+     ("qwen", 151646, 18, 50)],
+)  # fmt: skip
+def test_tokenizers_have_their_size_and_pieces_like_the_published(tmp_path, kind, size, fewest, most):
+    import transformers
+
+    write_tokenizer(kind, tmp_path)
+    recipe = repositories.document()["tokenizers"][kind]
+    for tokenizer in (getattr(transformers, recipe["class"]), transformers.AutoTokenizer):
+        found = tokenizer.from_pretrained(tmp_path)
+        assert len(found) == size
+        assert found.model_max_length == recipe["longest"]
+        for role, (token, number) in recipe["special"].items():
+            assert getattr(found, role) == token
+            assert found.convert_tokens_to_ids(token) == number
+        assert fewest <= len(found(CAPTION).input_ids) <= most
+        padded = found([CAPTION, ""], padding="max_length", max_length=77, truncation=True)
+        assert [len(ids) for ids in padded.input_ids] == [77, 77]
+
+
+def configs(folder):
+    for part, config in {
+        "transformer": {"_class_name": "SanaTransformer2DModel", "num_layers": 1, "_diffusers_version": "0.42.1"},
+        "text_encoder": {"architectures": ["T5EncoderModel"], "model_type": "t5", "num_layers": 1,
+                         "torch_dtype": "bfloat16"},
+    }.items():  # fmt: skip
+        (folder / part).mkdir(parents=True)
+        (folder / part / "config.json").write_text(json.dumps(config))
+    (folder / "transformer" / "old.safetensors").write_bytes(b"weights")
+    index = {"_class_name": "SomePipeline", "tokenizer": ["transformers", "T5TokenizerFast"]}
+    (folder / "model_index.json").write_text(json.dumps(index))
+
+
+def test_a_folder_of_configs(tmp_path):
+    configs(tmp_path / "configs")
+    environment = lay_out([f"someone/theirs={tmp_path / 'configs'}"], tmp_path / "laid")
+    hub = Path(environment["HF_HUB_CACHE"]) / "models--someone--theirs"
+    snapshot = hub / "snapshots" / (hub / "refs" / "main").read_text()
+    code = """
+import sys, torch, transformers, diffusers
+name = sys.argv[1]
+model = diffusers.SanaTransformer2DModel.from_pretrained(name, subfolder="transformer", variant="fp16")
+assert len(model.transformer_blocks) == 1 and not any(parameter.any() for parameter in model.parameters())
+encoder = transformers.T5EncoderModel.from_pretrained(name, subfolder="text_encoder")
+assert encoder.dtype == torch.bfloat16
+assert len(transformers.AutoTokenizer.from_pretrained(name, subfolder="tokenizer")) == 32100
+"""
+    python(code, "someone/theirs", environment=environment)
+    assert not (snapshot / "transformer" / "old.safetensors").exists()
+    assert json.loads((snapshot / "transformer" / "config.json").read_text())["_diffusers_version"] == "0.42.1"
+
+
+def test_another_name_of_a_known_repository_and_one_component(tmp_path):
+    environment = lay_out(["me/my-vae=stabilityai/sd-vae-ft-ema"], tmp_path)
+    code = """
+import sys, diffusers
+print(sum(parameter.numel() for parameter in diffusers.AutoencoderKL.from_pretrained(sys.argv[1]).parameters()))
+"""
+    params = int(python(code, "me/my-vae", environment=environment))
+    assert params == load_json("models.json")["vaes"]["sd-vae-ft"]["params"]
+
+
+def test_what_the_users_own_cache_holds_stays_at_hand(tmp_path, monkeypatch):
+    own = tmp_path / "own"
+    (own / "datasets--some--pictures").mkdir(parents=True)
+    (own / "models--stabilityai--sd-vae-ft-ema").mkdir()
+    monkeypatch.setenv("HF_HUB_CACHE", str(own))
+    environment = lay_out(["stabilityai/sd-vae-ft-ema"], tmp_path / "laid")
+    hub = Path(environment["HF_HUB_CACHE"])
+    assert (hub / "datasets--some--pictures").resolve() == own / "datasets--some--pictures"
+    assert not (hub / "models--stabilityai--sd-vae-ft-ema").is_symlink()
+    assert not any((own / "models--stabilityai--sd-vae-ft-ema").iterdir())
+
+
+def test_names_that_cannot_be_laid_out(tmp_path):
+    with pytest.raises(UserError, match=r"does not know this repository; did you mean black-forest-labs/FLUX.1-dev"):
+        lay_out(["black-forest-labs/FLUX.1-dav"], tmp_path / "a")
+    with pytest.raises(UserError, match=r"--fake-weights x/y=/nowhere: there is no such folder"):
+        lay_out(["x/y=/nowhere"], tmp_path / "b")
+    with pytest.raises(UserError, match="write --fake-weights NAME=/some/folder"):
+        lay_out(["/some/folder"], tmp_path / "c")
+    with pytest.raises(UserError, match="was given twice"):
+        lay_out(["stabilityai/sd-vae-ft-ema", "stabilityai/sd-vae-ft-ema"], tmp_path / "d")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=r"holds no config\.json"):
+        lay_out([f"x/y={tmp_path / 'empty'}"], tmp_path / "e")
+    (tmp_path / "wrong").mkdir()
+    (tmp_path / "wrong" / "config.json").write_text('{"_class_name": "NoSuchModel"}')
+    with pytest.raises(UserError, match=r"no model can be built from .*config\.json: .*NoSuchModel"):
+        lay_out([f"x/y={tmp_path / 'wrong'}"], tmp_path / "f")
+
+
+def test_every_repository_names_what_the_catalogue_has():
+    for name in repositories.known():
+        found = repositories.repository(name)
+        assert all("_class_name" in config or "architectures" in config for config in found.configs.values())
