@@ -1,0 +1,116 @@
+/* libbigdit-host: host tensors of 32 MiB and more lie many times over on the same 64 MiB of RAM, so that a model of 12 billion
+ * parameters can be built where there is no room for it. What is written there is lost, which no count of bytes minds.
+ *
+ * torch takes host memory by libc10's calls of posix_memalign and gives it back by its calls of free. `host_share` puts the
+ * functions of this file in their place, in that library alone: other libraries' data stays what it is. */
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <elf.h>
+#include <link.h>
+#include <pthread.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#define LEAST ((size_t)32 << 20)
+#define CHUNK ((size_t)64 << 20)
+#define PAGE ((size_t)2 << 20)
+#define ARENA ((size_t)16 << 40)
+
+static char *arena, *next;
+static size_t *sizes; /* of what begins at a page of the arena */
+static size_t live_bytes, peak_bytes;
+static int chunk = -1;
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static pthread_once_t once = PTHREAD_ONCE_INIT;
+
+static void prepare(void) {
+    chunk = memfd_create("bigdit-host", MFD_CLOEXEC);
+    if (chunk < 0 || ftruncate(chunk, CHUNK)) return;
+    int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+    sizes = mmap(NULL, ARENA / PAGE * sizeof *sizes, PROT_READ | PROT_WRITE, flags, -1, 0);
+    char *at = mmap(NULL, ARENA, PROT_NONE, flags, -1, 0);
+    if (at == MAP_FAILED || (void *)sizes == MAP_FAILED) return;
+    arena = next = (char *)(((uintptr_t)at + PAGE - 1) & ~(PAGE - 1));
+}
+
+int host_has(const void *at) { return arena && (const char *)at >= arena && (const char *)at < next; }
+size_t host_peak_bytes(void) { return peak_bytes; }
+
+/* Memory for `n` bytes on the shared pages; NULL where that is too little to be worth it, or there is no room. */
+void *host_take(size_t n) {
+    if (n < LEAST || pthread_once(&once, prepare) || !arena) return NULL;
+    size_t whole = (n + PAGE - 1) & ~(PAGE - 1);
+    pthread_mutex_lock(&lock);
+    char *at = next;
+    if (at + whole > arena + ARENA - PAGE) at = NULL;
+    else next += whole, sizes[(at - arena) / PAGE] = whole, live_bytes += whole;
+    if (live_bytes > peak_bytes) peak_bytes = live_bytes;
+    pthread_mutex_unlock(&lock);
+    for (size_t done = 0; at && done < whole; done += CHUNK) {
+        size_t part = whole - done < CHUNK ? whole - done : CHUNK;
+        if (mmap(at + done, part, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, chunk, 0) == MAP_FAILED) return NULL;
+    }
+    return at;
+}
+int host_release(void *at) {
+    if (!host_has(at)) return 0;
+    size_t n = sizes[((char *)at - arena) / PAGE];
+    mmap(at, n, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0);
+    pthread_mutex_lock(&lock);
+    live_bytes -= n;
+    pthread_mutex_unlock(&lock);
+    return 1;
+}
+
+static int take_aligned(void **out, size_t align, size_t n) {
+    void *at = align <= PAGE ? host_take(n) : NULL;
+    return at ? (*out = at, 0) : posix_memalign(out, align, n);
+}
+static void give(void *at) {
+    if (!host_release(at)) free(at);
+}
+
+static int put(void **slot, void *function) {
+    long page = sysconf(_SC_PAGESIZE);
+    void *at = (void *)((uintptr_t)slot & ~(uintptr_t)(page - 1));
+    if (mprotect(at, (size_t)page, PROT_READ | PROT_WRITE)) return 0; /* it may be read-only since its relocation */
+    return *slot = function, 1;
+}
+static int replace(const ElfW(Rela) *entries, size_t n, const ElfW(Sym) *symbols, const char *names, ElfW(Addr) base) {
+    int done = 0;
+    for (size_t i = 0; i < n; i++) {
+        unsigned type = ELF64_R_TYPE(entries[i].r_info);
+        if (type != R_X86_64_JUMP_SLOT && type != R_X86_64_GLOB_DAT) continue;
+        const char *name = names + symbols[ELF64_R_SYM(entries[i].r_info)].st_name;
+        void **slot = (void **)(base + entries[i].r_offset);
+        if (!strcmp(name, "posix_memalign")) done |= put(slot, (void *)take_aligned) << 0;
+        if (!strcmp(name, "free")) done |= put(slot, (void *)give) << 1;
+    }
+    return done;
+}
+
+/* Share the host memory of the libc10 that is loaded from `path`: 0, or 1 where its calls were not found. */
+int host_share(const char *path) {
+    void *library = dlopen(path, RTLD_NOW | RTLD_NOLOAD);
+    struct link_map *map;
+    if (!library || dlinfo(library, RTLD_DI_LINKMAP, &map)) return 1;
+    const ElfW(Sym) *symbols = NULL;
+    const char *names = NULL;
+    const ElfW(Rela) *calls = NULL, *data = NULL;
+    size_t call_bytes = 0, data_bytes = 0;
+    for (const ElfW(Dyn) *d = map->l_ld; d->d_tag != DT_NULL; d++) switch (d->d_tag) {
+        case DT_SYMTAB: symbols = (void *)d->d_un.d_ptr; break;
+        case DT_STRTAB: names = (void *)d->d_un.d_ptr; break;
+        case DT_JMPREL: calls = (void *)d->d_un.d_ptr; break;
+        case DT_PLTRELSZ: call_bytes = d->d_un.d_val; break;
+        case DT_RELA: data = (void *)d->d_un.d_ptr; break;
+        case DT_RELASZ: data_bytes = d->d_un.d_val; break;
+    }
+    /* memory that was taken before is given back through `give`, which hands on what is not its own */
+    int done = replace(calls, call_bytes / sizeof *calls, symbols, names, map->l_addr);
+    done |= replace(data, data_bytes / sizeof *data, symbols, names, map->l_addr);
+    return done == 3 ? 0 : 1;
+}

@@ -1,0 +1,51 @@
+"""What the libraries counted since the process began."""
+
+from __future__ import annotations
+
+import ctypes
+
+from .libraries import library
+
+NAMES = (
+    "launches",
+    "copies_to_device",
+    "copies_to_host",
+    "copies_on_device",
+    "host_syncs",
+    "bytes_to_device",
+    "bytes_to_host",
+    "bytes_on_device",
+)
+"""The fields of card_counts, in card.h."""
+
+
+def read() -> dict[str, int]:
+    """Kernels launched, copies by direction with their bytes, and waits of the host for the card."""
+    counted = library("libcuda").card_counted
+    counted.restype = ctypes.POINTER(ctypes.c_uint64 * len(NAMES))
+    return dict(zip(NAMES, counted().contents, strict=True))
+
+
+def kernels() -> dict[str, int]:
+    """By mangled name, how often each kernel was launched through the runtime."""
+    found: dict[str, int] = {}
+    tell = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_uint64)
+    library("libcudart").card_kernels(tell(lambda name, times: found.update({name.decode(): times})))
+    return found
+
+
+def refused() -> list[str]:
+    """The functions of libraries that were called and have no answer."""
+    ask = library("libcuda").card_refused
+    ask.restype = ctypes.c_char_p
+    found = []
+    while (name := ask(len(found))) is not None:
+        found.append(name.decode())
+    return found
+
+
+def taken_bytes(device: int) -> int:
+    """What this process took of a card beside torch and with it: context, NCCL, all that was allocated."""
+    ask = library("libcuda").card_taken
+    ask.restype = ctypes.c_size_t
+    return int(ask(device))

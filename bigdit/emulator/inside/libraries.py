@@ -1,0 +1,108 @@
+"""The stub libraries, loaded before torch asks for the real ones."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib.machinery
+import os
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+OTHERS = ("bitsandbytes", "torchao", "torchvision", "torchaudio", "xformers", "flash_attn")
+"""Packages beside torch whose libraries want functions of CUDA."""
+
+loaded: dict[str, ctypes.CDLL] = {}
+"""By file name; empty in a process that has not imported torch."""
+
+
+class NoCard(Exception):
+    """Why this process cannot have an emulated card; one line for the user."""
+
+
+def before_torch(torch_folder: str) -> None:
+    """Load the stub libraries, built first where they are not in the cache.
+
+    The dynamic linker takes a library that is already loaded under the wanted name before it looks into any path, so
+    that these stand before NVIDIA's own wherever those lie: torch's DT_RPATH would win over LD_LIBRARY_PATH.
+
+    Raises NoCard for a torch without CUDA, and where the libraries cannot be built.
+    """
+    torch = Path(torch_folder)
+    _check_cuda(torch)
+    packages = [torch, *_installed(OTHERS)]
+    folder = Path(os.environ["BIGDIT_EMULATED_CACHE"]) / _key(packages)
+    if not folder.is_dir():
+        _build(packages, folder)
+    for name in sorted(os.listdir(folder), key=lambda name: name != "libcuda.so.1"):  # the others are linked to it
+        loaded[name] = ctypes.CDLL(str(folder / name), mode=ctypes.RTLD_GLOBAL)
+    os.environ["TRITON_LIBCUDA_PATH"] = str(folder)
+    _keep_nvidia_out()
+
+
+def library(stem: str) -> ctypes.CDLL:
+    """The loaded library of that name, `libcudart`. Raises KeyError before torch was imported."""
+    return next(found for name, found in loaded.items() if name.startswith(stem + ".so"))
+
+
+def install(torch: Any) -> None:
+    """After torch's import: ctypes loads again what it is asked for."""
+    ctypes.CDLL = _real  # type: ignore[misc]
+
+
+_real = ctypes.CDLL
+
+
+def _keep_nvidia_out() -> None:
+    """Keep torch's import from loading NVIDIA's libraries by path, as it does where their packages are installed."""
+
+    def stub(name: object, *args: Any, **kwargs: Any) -> ctypes.CDLL:
+        if "/nvidia/" in str(name):
+            raise OSError(f"{name} stays out of an emulated process")
+        return _real(name, *args, **kwargs)  # type: ignore[arg-type]
+
+    ctypes.CDLL = stub  # type: ignore[assignment, misc]
+
+
+def _check_cuda(torch: Path) -> None:
+    text = (torch / "version.py").read_text()
+    found: dict[str, str] = dict(re.findall(r"^(\w+)[^=\n]*= '([^']*)'", text, re.MULTILINE))
+    if "cuda" not in found:
+        version = found.get("__version__", "?")
+        plain = version.partition("+")[0]
+        raise NoCard(
+            f"torch {version} in {torch.parent} has no CUDA, and an emulated card runs CUDA's own code: "
+            f"pip install 'torch==={plain}' (three equals signs: the CUDA build; it needs no GPU, and with "
+            "--no-deps none of NVIDIA's packages)"
+        )
+
+
+def _installed(names: tuple[str, ...]) -> list[Path]:
+    found = []
+    for name in names:
+        spec = importlib.machinery.PathFinder.find_spec(name)
+        if spec is not None and spec.submodule_search_locations:
+            found.append(Path(next(iter(spec.submodule_search_locations))))
+    return found
+
+
+def _key(packages: list[Path]) -> str:
+    """A name for what is built: the recipe, and the files of the packages by size and time."""
+    digest = hashlib.sha256(os.environ["BIGDIT_EMULATED_RECIPE"].encode())
+    for package in packages:
+        for file in sorted([*package.glob("*.so"), *package.glob("lib/*.so")]):
+            stat = file.stat()
+            digest.update(f"{file} {stat.st_size} {stat.st_mtime_ns}\n".encode())
+    return digest.hexdigest()[:32]
+
+
+def _build(packages: list[Path], folder: Path) -> None:
+    own = {"PYTHONPATH", "PYTHONHOME", "LD_PRELOAD"}
+    environment = {key: value for key, value in os.environ.items() if key not in own and "EMULATED" not in key}
+    environment["PYTHONPATH"] = os.environ["BIGDIT_EMULATED_HOME"]
+    command = [os.environ["BIGDIT_EMULATED_BUILDER"], "-m", "bigdit.emulator.build", str(folder), *map(str, packages)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise NoCard(done.stderr.strip() or f"building the emulated card's libraries ended with {done.returncode}")

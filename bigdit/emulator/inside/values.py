@@ -1,0 +1,169 @@
+"""Values of small tensors: operators on at most 64 KiB are computed by the CPU, in the card's own memory.
+
+Timesteps, masks, norms, flags and the checks of engines are then right; what comes of larger tensors is zero, and is
+known to be unknown. The operators' CUDA kernels are wrapped where the dispatcher has them, below autograd: no mode is
+active, which would keep autograd from summing gradients in place and so change what is allocated.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from .known import Known
+from .reads import Reads
+
+_LEFT = (
+    "record_stream",
+    "set_",
+    "resize_",
+    "_pin_memory",
+    "pin_memory",
+    "is_pinned",
+    "_assert_async",
+    "_sparse",
+    "_cudnn",
+)
+"""How operators begin that neither compute nor read values."""
+
+_BEYOND_CUDA = ("aten::copy_",)
+"""Operators that torch implements for all devices at once, and that compute."""
+
+_OVERWRITE = {"copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_"}
+"""Operators in place whose result does not depend on what was there."""
+
+_NUMBERS = (bool, int, float, complex)
+
+_libraries: list[Any] = []
+"""What was registered stays as long as the library that registered it."""
+
+
+def install(torch: Any) -> None:
+    """Wrap the kernels of this torch. Raises AttributeError for a torch that does not hand out its kernels."""
+    kernels = Kernels(torch)
+    names = torch._C._dispatch_get_registrations_for_dispatch_key("CUDA")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of kernels that take another's place
+        for name in [*(name for name in names if name.startswith("aten::")), *_BEYOND_CUDA]:
+            kernels.wrap(name)
+
+
+class Kernels:
+    """The kernels of one torch, each followed by what it would have computed where that is little."""
+
+    def __init__(self, torch: Any) -> None:
+        self._torch = torch
+        self._library = torch.library.Library("aten", "IMPL")
+        _libraries.append(self._library)
+        self._known = Known(torch)
+        self._reads = Reads(torch, self._known)
+        self._random = torch.Generator("cpu")
+        self._random.manual_seed(0)
+        self._without_cpu: set[Any] = set()
+
+    def wrap(self, name: str) -> None:
+        base, _, overload = name.removeprefix("aten::").partition(".")
+        operator = getattr(getattr(self._torch.ops.aten, base), overload or "default")
+        if operator.is_view or base.startswith(_LEFT):
+            return
+        kernel = self._torch.library.get_kernel(name, "CUDA")
+        function = self._reads.instead_of(operator, kernel)
+        if function is None:
+            function = self._emptying(kernel) if "empty" in base else self._computing(operator, kernel)
+        self._library.impl(name.removeprefix("aten::"), function, "CUDA", with_keyset=True, allow_override=True)
+
+    def _emptying(self, kernel: Any) -> Callable[..., Any]:
+        """The kernel of an operator that only takes memory: small tensors begin as zeros, whatever lay there before."""
+
+        def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
+            tensor = kernel.call_boxed(keys, *args, **kwargs)
+            self._leave([tensor], [])
+            return tensor
+
+        return run
+
+    def _computing(self, operator: Any, kernel: Any) -> Callable[..., Any]:
+        """The kernel, and then the values of its results where all tensors are small."""
+        arguments = operator._schema.arguments
+        written = [(i, one.name) for i, one in enumerate(arguments) if one.alias_info and one.alias_info.is_write]
+        tensors = [i for i, one in enumerate(arguments) if str(one.type) == "Tensor"]
+        fresh_start = operator._schema.overload_name.endswith("out") or operator._schema.name[6:] in _OVERWRITE
+
+        def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
+            args = self._with_tensors(args, tensors)
+            results = kernel.call_boxed(keys, *args, **kwargs)
+            mutated = [t for i, name in written for t in _tensors(args[i] if i < len(args) else kwargs.get(name))]
+            fresh = [] if written else list(_tensors(results))
+            touched = [*_tensors(args), *_tensors(list(kwargs.values()))]
+            if operator not in self._without_cpu and all(map(self._known.small, touched + fresh)):
+                read = [t for t in touched if not any(t is one for one in mutated)] if fresh_start else touched
+                self._compute(operator, args, kwargs, read, mutated, fresh)
+            else:
+                self._leave(fresh, mutated)
+            return results
+
+        return run
+
+    def _with_tensors(self, args: tuple[Any, ...], tensors: list[int]) -> tuple[Any, ...]:
+        """The arguments with numbers as tensors again, of the result's dtype: so they were before they came here."""
+        if not any(i < len(args) and isinstance(args[i], _NUMBERS) for i in tensors):
+            return args
+        torch, found = self._torch, list(args)
+        other = next((one for one in args if isinstance(one, torch.Tensor)), torch.tensor(0))
+        for i in tensors:
+            if i < len(args) and isinstance(args[i], _NUMBERS):
+                found[i] = torch.tensor(args[i], dtype=torch.result_type(other, args[i]))
+        return tuple(found)
+
+    def _compute(
+        self, operator: Any, args: Any, kwargs: Any, read: list[Any], mutated: list[Any], fresh: list[Any]
+    ) -> None:
+        known = all(map(self._known.holds, read))
+        try:
+            computed = operator(*map(self._seen, args), **{key: self._seen(value) for key, value in kwargs.items()})
+        except (NotImplementedError, RuntimeError, TypeError, IndexError) as why:
+            if isinstance(why, NotImplementedError):
+                self._without_cpu.add(operator)
+            self._leave(fresh, mutated)
+            return
+        for result, value in zip(fresh, _tensors(computed), strict=False):
+            if result.numel():
+                self._known.on_host(result).copy_(value)
+            self._known.note(result, known)
+        for tensor in mutated:
+            self._known.note(tensor, known and (self._known.holds(tensor) or self._known.whole(tensor)))
+
+    def _leave(self, fresh: Iterable[Any], mutated: Iterable[Any]) -> None:
+        """Small results of what is not computed are zero, and not known; what was known of a small one stays there."""
+        for tensor in fresh:
+            if tensor.is_cuda and self._known.small(tensor):
+                self._known.on_host(tensor).zero_()
+                self._known.note(tensor, False)
+        for tensor in mutated:
+            if tensor.is_cuda and self._known.small(tensor):
+                if not self._known.holds(tensor):
+                    self._known.on_host(tensor).zero_()
+                self._known.note(tensor, False)
+
+    def _seen(self, value: Any) -> Any:
+        """An argument as the CPU's operator takes it."""
+        torch = self._torch
+        if isinstance(value, torch.Tensor):
+            return self._known.on_host(value) if value.is_cuda else value
+        if isinstance(value, (list, tuple)):
+            return type(value)(map(self._seen, value))
+        if isinstance(value, torch.device):
+            return torch.device("cpu")
+        if isinstance(value, torch.Generator):
+            return self._random
+        return value
+
+
+def _tensors(value: Any) -> Iterator[Any]:
+    """The tensors in an argument or a result."""
+    if hasattr(value, "untyped_storage"):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for one in value:
+            yield from _tensors(one)
