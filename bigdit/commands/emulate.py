@@ -45,6 +45,10 @@ def run(
     from bigdit.report.emulation import document, show
 
     card = catalog.resolve_gpu(gpu, gpu_memory)
+    if out is not None:
+        from bigdit.report.emulation_page import make_folder
+
+        make_folder(out)
     found = _emulate(command, card, processes, steps, fake_weights, out, as_json)
     if out is not None:
         from bigdit.report.emulation_page import write_emulation

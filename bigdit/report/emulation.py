@@ -74,8 +74,7 @@ def subtitle(emulation: Emulation) -> str:
     versions = run.accounts[0].versions if run.accounts else {}
     torch = f"torch {versions['torch']}, " if "torch" in versions else ""
     steps = max((account.steps for account in run.accounts), default=0)
-    many = f"{steps} optimizer step{'' if steps == 1 else 's'}"
-    return f"emulated: {torch}kernels not run, no GPU; {many} in {duration(run.seconds)}"
+    return f"emulated, kernels not run: {torch}{steps} step{'' if steps == 1 else 's'} in {duration(run.seconds)}"
 
 
 def verdict(run: Run, emulation: Emulation) -> tuple[str, str]:
@@ -85,7 +84,7 @@ def verdict(run: Run, emulation: Emulation) -> tuple[str, str]:
         return "no answer", f": {ending(run)}"
     account, card = highest
     if not run.fits:
-        return "does not fit", f": {account.title} ran out of memory"
+        return "does not fit", f": {account.title} ran out of memory{_asked(account)}"
     taken = emulation.process(account, card)
     usable = emulation.gpu.usable_bytes
     many = len(run.accounts) > 1
@@ -95,6 +94,13 @@ def verdict(run: Run, emulation: Emulation) -> tuple[str, str]:
     if taken.high_bytes > usable:
         said += ", but with the most that CUDA and NCCL may take beside torch it is too much"
     return "fits", said
+
+
+def _asked(account: Account) -> str:
+    if not account.out_of_memory:
+        return ""
+    oom = account.out_of_memory[-1]
+    return f" in {oom.phase}: {gib(oom.asked_bytes)} asked, {gib(oom.free_bytes)} free"
 
 
 def ending(run: Run) -> str:
@@ -137,17 +143,17 @@ def _show_run(run: Run, emulation: Emulation) -> None:
         _say(f"[bold]{_which(run)}[/bold]")
     if run.accounts:
         log.out.print(processes(run, emulation))
-    for account in run.accounts:
-        for at, oom in enumerate(account.out_of_memory[:2]):
-            if not account.fits or at == 0:
-                log.out.print()
-                _show_oom(account, oom)
+        _say("process: with CUDA context and NCCL, as nvidia-smi shows it")
     highest = run.highest
     if highest is None:
         return
     account, card = highest
+    if account.out_of_memory and not account.fits:
+        log.out.print()
+        _show_oom(account, account.out_of_memory[-1])
     log.out.print()
-    log.out.print(phases(account, card))
+    log.out.print(phases(card))
+    _say(f"of {account.title}; start: all before the first training forward; forward: the rest of a step")
     if account.fits:
         log.out.print()
         log.out.print(live(card.live, f"largest live tensors at the peak, in {card.peak_phase}"))
@@ -170,23 +176,19 @@ def processes(run: Run, emulation: Emulation) -> Table:
                 gib(card.peak_allocated_bytes),
                 gib(card.peak_reserved_bytes),
                 between(emulation.process(account, card)),
-                _steps(account),
-                _end(account),
+                steps(account),
+                end(account),
             )
-    rows.caption = (
-        f"process: with CUDA context and NCCL, as nvidia-smi shows it; usable {gib(emulation.gpu.usable_bytes)}"
-    )
     return rows
 
 
-def phases(account: Account, card: CardAccount) -> Table:
-    """The highest process's peaks by phase."""
+def phases(card: CardAccount) -> Table:
+    """A process's peaks by phase."""
     numeric = ["allocated", "reserved"]
-    rows = table(f"peaks by phase, {account.title}", ["phase", *numeric], numeric)
+    rows = table("peaks by phase", ["phase", *numeric], numeric)
     for phase in card.phases:
         mark = "◂ " if phase.phase == card.peak_phase else ""
         rows.add_row(phase.phase, mark + gib(phase.peak_allocated_bytes), gib(phase.peak_reserved_bytes))
-    rows.caption = "start: all before the first training forward; forward: the rest of a step"
     return rows
 
 
@@ -234,11 +236,11 @@ def _which(run: Run) -> str:
     return "first step skipped by the loss scaler: " if run.first_step_skipped else "as it is, first step taken: "
 
 
-def _steps(account: Account) -> str:
+def steps(account: Account) -> str:
     return f"{account.steps}" + (f" ({account.skipped_steps} skipped)" if account.skipped_steps else "")
 
 
-def _end(account: Account) -> str:
+def end(account: Account) -> str:
     if not account.fits:
         return "out of memory"
     if account.error is not None:

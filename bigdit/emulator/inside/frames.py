@@ -46,6 +46,8 @@ def places(frames: Iterable[tuple[str, int, str]]) -> tuple[Line | None, Line | 
     torch: Line | None = None
     for file, number, name in frames:
         whose = owner(file)
+        if file.startswith(_HERE):  # what it called within was not the library's doing
+            library = torch = None
         if whose == "script":
             return line(file, number, name), library or torch
         if whose == "library" and _TORCH not in file:

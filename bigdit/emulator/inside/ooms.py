@@ -22,7 +22,7 @@ def observe(card: int, asked: int, total: int, free: int) -> None:
     steps.stepped_after_oom = False
     if len(found) >= _MOST:
         return
-    here = frames.of_stack(sys._getframe(1))
+    here = frames.of_stack(sys._getframe().f_back)
     main = frames.of_stack(sys._current_frames().get(threading.main_thread().ident or 0))
     if frames.places(here)[0] is None:  # a thread of autograd: the script waits for it
         here += main
