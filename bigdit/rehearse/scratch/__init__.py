@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from bigdit.rehearse.device import FAKE_GPU
-from bigdit.rehearse.scratch import attention, convolutions, losses, normalisation, reductions
+from bigdit.rehearse.scratch import attention, convolutions, elementwise, lists, losses, normalisation, reductions
 from bigdit.rehearse.scratch.blas import Workspaces, cublas_workspace_bytes
 from bigdit.rehearse.scratch.launch import Card, Launch, Rule
 from bigdit.rehearse.scratch.quantised import QuantisedProducts
@@ -28,7 +28,7 @@ class Scratch:
         self._card = card
         workspaces = Workspaces()
         self._rules: dict[Any, Rule | None] = {**workspaces.rules()}
-        for kind in (attention, convolutions, losses, normalisation, reductions):
+        for kind in (attention, convolutions, elementwise, lists, losses, normalisation, reductions):
             self._rules |= kind.RULES
         self._by_name = QuantisedProducts(workspaces).by_name()
 

@@ -1,0 +1,96 @@
+"""Operators that the dispatcher knows as one and CUDA computes by several, and copies that change more than the place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch._prims_common import is_non_overlapping_and_dense_or_false as is_dense
+from torch._subclasses.fake_tensor import FakeTensor
+
+from bigdit.rehearse.scratch.launch import Launch, Rule
+
+aten = torch.ops.aten
+
+
+def _isinf(launch: Launch, tensor: torch.Tensor) -> None:
+    """The magnitudes, which are compared with infinity. Source: isinf in aten/src/ATen/native/TensorCompare.cpp."""
+    if not tensor.dtype.is_floating_point:
+        launch.results()
+        return
+    with launch.holding(tensor.numel() * tensor.dtype.itemsize):
+        launch.results()
+
+
+def _where(launch: Launch, condition: torch.Tensor, *chosen: Any) -> None:
+    """What is chosen from, in the result's dtype. Source: where in aten/src/ATen/native/TensorCompare.cpp."""
+    dtype = launch.result.dtype
+    taken = [
+        each.numel() * dtype.itemsize if isinstance(each, torch.Tensor) else dtype.itemsize
+        for each in chosen
+        if not isinstance(each, torch.Tensor) or each.dtype != dtype
+    ]
+    with launch.holding(*taken):
+        launch.results()
+
+
+def _index(launch: Launch, tensor: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> None:
+    """Indices of 32 bits in 64. Source: make_info in aten/src/ATen/native/TensorAdvancedIndexingUtils.h."""
+    narrow = [index.numel() * 8 for index in indices if index is not None and index.dtype == torch.int32]
+    with launch.holding(*narrow):
+        launch.results()
+
+
+def _to_copy(launch: Launch, source: torch.Tensor, *, non_blocking: bool = False, **options: Any) -> None:
+    launch.results()
+    _copy_between(launch, launch.result, source, non_blocking)
+
+
+def _copy(launch: Launch, target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> None:
+    _copy_between(launch, target, source, non_blocking)
+
+
+def _copy_between(launch: Launch, target: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> None:
+    """Between host and card bytes are copied as they lie: before or after, the card lays them out and converts them.
+
+    It converts only what may arrive later; else the host does. Source: copy_kernel_cuda in
+    aten/src/ATen/native/cuda/Copy.cu.
+    """
+    here = launch.card.device.type
+    arrives, leaves = _device(target) == here, _device(source) == here
+    if arrives == leaves or (source.dtype == target.dtype and _lie_alike(target, source)):
+        return
+    numel = target.numel()
+    if arrives:
+        dtype = source.dtype if non_blocking else target.dtype
+        if dtype != target.dtype or not target.is_contiguous():
+            launch.briefly(numel * dtype.itemsize)
+        return
+    converted = [source.numel() * target.dtype.itemsize] if non_blocking and source.dtype != target.dtype else []
+    dtype = target.dtype if non_blocking else source.dtype
+    dense = source.shape == target.shape and source.is_contiguous()
+    launch.briefly(*converted, *([] if dense else [numel * dtype.itemsize]))
+
+
+def _lie_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether one run of bytes is the other."""
+    if one.shape != other.shape:
+        return False
+    if one.is_contiguous() and other.is_contiguous():
+        return True
+    return one.stride() == other.stride() and is_dense(one)
+
+
+def _device(tensor: torch.Tensor) -> str:
+    # Asking a fake tensor for its `device` is an operation, that runs through every mode.
+    return tensor.fake_device.type if isinstance(tensor, FakeTensor) else tensor.device.type
+
+
+RULES: dict[Any, Rule] = {
+    aten.isinf.default: _isinf,
+    **dict.fromkeys((aten.where.self, aten.where.Scalar, aten.where.ScalarSelf, aten.where.ScalarOther), _where),
+    aten.index.Tensor: _index,
+    aten._to_copy.default: _to_copy,
+    aten.copy_.default: _copy,
+}
