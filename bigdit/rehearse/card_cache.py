@@ -12,7 +12,8 @@ import bigdit
 from bigdit.catalog import Gpu
 from bigdit.files import write_text
 from bigdit.rehearse import cache
-from bigdit.rehearse.card_run import CardRequest, CardRun
+from bigdit.rehearse.card_run import CardRun
+from bigdit.rehearse.request import RehearsalRequest
 
 # Whose sources decide what a card does: those of the step, and of the card; rules of rehearsals are not among them.
 _SOURCES = (
@@ -25,7 +26,6 @@ _SOURCES = (
     "objectives",
     "optim",
     "rehearse/card_client.py",
-    "rehearse/card_reads.py",
     "rehearse/card_run.py",
     "rehearse/card_trace.py",
     "rehearse/card_worker.py",
@@ -38,7 +38,7 @@ _SOURCES = (
 )
 
 
-def find(gpu: Gpu, asked: CardRequest, build: str) -> CardRun | None:
+def find(gpu: Gpu, asked: RehearsalRequest, build: str) -> CardRun | None:
     """The run that is kept; None where there is none, or a damaged one. `build`: of the CUDA environment's torch."""
     try:
         return CardRun.model_validate_json(_file(gpu, asked, build).read_bytes())
@@ -46,12 +46,12 @@ def find(gpu: Gpu, asked: CardRequest, build: str) -> CardRun | None:
         return None
 
 
-def keep(gpu: Gpu, asked: CardRequest, build: str, run: CardRun) -> None:
+def keep(gpu: Gpu, asked: RehearsalRequest, build: str, run: CardRun) -> None:
     """Keep a run, in place of what was there. Raises UserError where the folder cannot be written."""
     write_text(_file(gpu, asked, build), run.model_dump_json())
 
 
-def _file(gpu: Gpu, asked: CardRequest, build: str) -> Path:
+def _file(gpu: Gpu, asked: RehearsalRequest, build: str) -> Path:
     decides = "|".join((gpu.model_dump_json(), asked.model_dump_json(), build, sources()))
     return cache.folder().parent / "cards" / f"{hashlib.sha256(decides.encode()).hexdigest()[:32]}.json"
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import bigdit
 from bigdit.catalog import Gpu
+from bigdit.emulator import emulated_environment
 from bigdit.errors import EXIT_USER, UserError
 from bigdit.rehearse import card_cache
-from bigdit.rehearse.card_environment import card_environment
-from bigdit.rehearse.card_run import CardRequest, CardRun
+from bigdit.rehearse.card_run import CardRun
 from bigdit.rehearse.client import RehearsalError
 from bigdit.rehearse.request import RehearsalRequest
 
@@ -82,16 +82,15 @@ class Card:
 
         Raises UserError where they take longer, and for what the user can mend; RehearsalError where the process dies.
         """
-        asked = CardRequest(request=request)
-        kept = card_cache.find(self.gpu, asked, self._build)
+        kept = card_cache.find(self.gpu, request, self._build)
         if kept is None:
-            kept = self._run(asked, timeout_s)
-            card_cache.keep(self.gpu, asked, self._build, kept)
+            kept = self._run(request, timeout_s)
+            card_cache.keep(self.gpu, request, self._build, kept)
         return kept
 
-    def _run(self, question: CardRequest, timeout_s: float) -> CardRun:
+    def _run(self, question: RehearsalRequest, timeout_s: float) -> CardRun:
         process = self._process = self._process or self._start()
-        name = question.request.model.name
+        name = question.model.name
         asked, answered = (Path(self._folder.name) / name for name in ("request.json", "result.json"))
         answered.unlink(missing_ok=True)
         asked.write_text(question.model_dump_json())
@@ -134,11 +133,11 @@ class Card:
 
 
 def worker_environment(gpu: Gpu) -> dict[str, str]:
-    """The card, no network, and no place in a launched group."""
+    """The card, no peers, no network, and no place in a launched group."""
     own = {key: value for key, value in os.environ.items() if key not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
     own.pop("CUDA_VISIBLE_DEVICES", None)
-    paths = [str(_ROOT), own.get("PYTHONPATH", "")]
-    return own | card_environment(gpu) | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    card = emulated_environment(gpu, peers=False)
+    return own | card | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join((str(_ROOT), card["PYTHONPATH"]))}
 
 
 def _failure(name: str, line: list[str], said: list[str]) -> Exception:

@@ -1,22 +1,11 @@
-"""What two steps on a CUDA device were asked to be, and what its caching allocator did. Nothing here imports torch."""
+"""What the caching allocator of a CUDA device did over two training steps. Nothing here imports torch."""
 
 from __future__ import annotations
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from bigdit.memory import Timeline
-from bigdit.rehearse.request import RehearsalRequest
 from bigdit.spec import Strict
-
-
-class CardRequest(Strict):
-    """A rehearsal's question, for a CUDA device; of its micro-batch sizes the first.
-
-    `emulated`: no kernel runs, and what engines read of the device is answered as in a rehearsal.
-    """
-
-    request: RehearsalRequest
-    emulated: bool = True
 
 
 class CardPhase(Strict):

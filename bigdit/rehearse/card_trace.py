@@ -8,6 +8,8 @@ from typing import Any
 
 _OPERATOR = re.compile(r"at::_ops::(\w+)::(?:call|redispatch)")
 _NODE = re.compile(r"torch::autograd::(?:generated::)?(\w+)::(?:apply|operator\(\))")
+_EMULATOR = "/bigdit/emulator/"
+"""Its functions stand around the kernels whose small results it computes."""
 _MAKERS = ("empty", "resize_")
 """How operators' names begin that make a tensor for others."""
 
@@ -25,7 +27,7 @@ def operator(frames: Iterable[Mapping[str, Any]]) -> str:
                 operators.append(match[1])
         elif (node := _NODE.search(name)) and node[1] not in ("Node", "Engine"):
             return f"{_chain(operators)} in {node[1]}"
-        elif frame["filename"].endswith(".py"):
+        elif frame["filename"].endswith(".py") and _EMULATOR not in frame["filename"]:
             return f"{_chain(operators)} in {frame['filename'].rsplit('/', 1)[-1]}:{name}"
     return _chain(operators)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from bigdit.errors import guard
 from bigdit.files import write_text
 from bigdit.log import quiet_libraries
-from bigdit.rehearse.card_run import CardRequest
+from bigdit.rehearse.request import RehearsalRequest
 
 
 def main(arguments: list[str]) -> None:
@@ -38,7 +38,7 @@ def answer(asked: Path, answered: Path) -> None:
     """Run the request's steps and write the CardRun, whole or not at all."""
     from bigdit.rehearse.on_card import run
 
-    write_text(answered, run(CardRequest.model_validate_json(asked.read_text())).model_dump_json())
+    write_text(answered, run(RehearsalRequest.model_validate_json(asked.read_text())).model_dump_json())
 
 
 def _import() -> None:

@@ -10,7 +10,7 @@ import os
 import resource
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,9 +19,9 @@ import torch.distributed as dist
 from bigdit.dist import World
 from bigdit.errors import versions
 from bigdit.memory import Block, Span, Timeline
-from bigdit.rehearse.card_reads import answered_reads
-from bigdit.rehearse.card_run import CardPhase, CardRequest, CardRun, Segment
+from bigdit.rehearse.card_run import CardPhase, CardRun, Segment
 from bigdit.rehearse.card_trace import operator
+from bigdit.rehearse.request import RehearsalRequest
 from bigdit.rehearse.steps import Witness, prepare, two_steps
 from bigdit.rehearse.unwritten import unwritten_weights
 from bigdit.spec import Strategy
@@ -30,20 +30,19 @@ _ALL = 1 << 40
 """More events than any two steps have."""
 
 
-def run(asked: CardRequest) -> CardRun:
-    """Two steps on the first CUDA device, in a process that has allocated nothing there so far."""
+def run(request: RehearsalRequest) -> CardRun:
+    """Two steps of the request's first micro-batch size on the first CUDA device, where this process has nothing yet.
+
+    On an emulated card, what engines read of values that no kernel wrote is 0: nothing overflows, as in a rehearsal.
+    """
     began = time.perf_counter()
-    request = asked.request
     strategy = request.strategy.with_micro_batch_size(request.micro_batch_sizes[0])
     with unwritten_weights():
         workload = prepare(request.model, request.batch, strategy, request.encoders)
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
     torch.cuda.init()
-    with ExitStack() as stack:
-        world = stack.enter_context(_first_of(strategy))
-        if asked.emulated:
-            stack.enter_context(answered_reads())
+    with _first_of(strategy) as world:
         trace = _Trace()
         two_steps(workload, request.objective, device, world, trace)
         phases, timeline, segments, deferred = trace.close()
