@@ -1,0 +1,173 @@
+"""What scripts save on an emulated card: small files as they are, large ones with holes that load as zeros."""
+
+import json
+import os
+import struct
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+from bigdit.emulator.inside import holes
+
+BEGIN = """
+import os
+import sys
+import torch
+from bigdit.emulator.inside import imports, notices, saves
+sys.meta_path.insert(0, imports.Finder())
+saves.install(torch)
+
+def disk(path):
+    return os.stat(path).st_blocks * 512
+
+def said():
+    return [found["text"].split(":")[0] for found in notices.found()]
+
+BIG = 100 * 2**20
+big = torch.ones(BIG // 4)
+"""
+
+
+def script(tmp_path, text):
+    """Run a script in an interpreter of its own, as the hook would: it patches torch."""
+    done = subprocess.run(
+        [sys.executable, "-c", BEGIN + textwrap.dedent(text)], cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_torch_save_keeps_the_first_mebibyte_and_leaves_holes(tmp_path):
+    script(
+        tmp_path,
+        """
+        torch.save({"small": torch.arange(7), "big": big, "step": 3, "again": big}, "state.pt")
+        assert os.path.getsize("state.pt") > BIG > 50 * disk("state.pt"), disk("state.pt")
+        state = torch.load("state.pt")
+        assert state["step"] == 3 and state["small"].tolist() == list(range(7))
+        assert state["big"].shape == big.shape and not state["big"].any()
+        assert state["again"].data_ptr() == state["big"].data_ptr()
+        assert said() == ["torch.save"]
+        with open("old.pt", "wb") as file:
+            torch.serialization.save({"big": big}, file, _use_new_zipfile_serialization=False)
+        assert disk("old.pt") < 2**21 and torch.load("old.pt")["big"].shape == big.shape
+        """,
+    )
+
+
+def test_small_files_are_written_as_they_are(tmp_path):
+    script(
+        tmp_path,
+        """
+        import io
+        from safetensors.torch import load_file, save_file
+        lora = {f"lora.{number}": torch.full((100, 100), float(number)) for number in range(20)}
+        torch.save(lora, "lora.pt")
+        save_file(lora, "lora.safetensors", metadata={"format": "pt"})
+        buffer = io.BytesIO()
+        torch.save({"big": big}, buffer)
+        for found in (torch.load("lora.pt"), load_file("lora.safetensors")):
+            assert all(found[name].equal(tensor) for name, tensor in lora.items())
+        assert torch.load(io.BytesIO(buffer.getvalue()))["big"].equal(big)
+        assert said() == []
+        """,
+    )
+
+
+def test_safetensors_have_their_header_over_a_hole(tmp_path):
+    script(
+        tmp_path,
+        """
+        import pathlib
+        import safetensors.torch
+        from safetensors import safe_open
+        tensors = {"b": big, "a": big.to(torch.bfloat16), "flags": torch.ones(3, dtype=torch.bool)}
+        safetensors.torch.save_file(tensors, pathlib.Path("model.safetensors"), metadata={"format": "pt"})
+        assert disk("model.safetensors") < 2**16
+        assert os.path.getsize("model.safetensors") > 1.5 * BIG
+        with safe_open("model.safetensors", "pt") as file:
+            assert file.metadata() == {"format": "pt"}
+            assert set(file.keys()) == set(tensors)
+        loaded = safetensors.torch.load_file("model.safetensors")
+        assert all(loaded[name].shape == tensors[name].shape for name in tensors)
+        assert all(loaded[name].dtype == tensors[name].dtype and not loaded[name].any() for name in tensors)
+        model = torch.nn.Linear(1000, 1000)
+        safetensors.torch.save_model(model, "linear.safetensors")
+        assert disk("linear.safetensors") < 2**16
+        assert said() == ["safetensors", "safetensors"]  # at two lines
+        for refused in ({"a": big, "b": big}, {"a": torch.ones(1000, 2000).T}, [big]):
+            try:
+                safetensors.torch.save_file(refused, "refused.safetensors")
+            except (RuntimeError, ValueError) as error:
+                assert "safetensors" in str(error) or "contiguous" in str(error) or "Expected a dict" in str(error)
+            else:
+                raise AssertionError(refused)
+        """,
+    )
+
+
+def test_distributed_checkpoints_and_optimizers(tmp_path):
+    script(
+        tmp_path,
+        """
+        import torch.distributed.checkpoint as checkpoint
+        model = torch.nn.Linear(4000, 4000)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.ones(1, 4000)).sum().backward()
+        optimizer.step()
+        torch.save(optimizer.state_dict(), "optimizer.pt")
+        assert disk("optimizer.pt") < 2**21
+        optimizer.load_state_dict(torch.load("optimizer.pt"))
+        checkpoint.save(model.state_dict(), checkpoint_id="dcp")
+        written = sum(disk(f"dcp/{name}") for name in os.listdir("dcp"))
+        assert written < 2**21, written
+        state = model.state_dict()
+        checkpoint.load(state, checkpoint_id="dcp")
+        assert not state["weight"].any()
+        assert set(said()) == {"torch.save"}
+        """,
+    )
+
+
+def test_deepspeed_checkpoints(tmp_path):
+    code = """
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(FREE))
+        import deepspeed
+        engine, *_ = deepspeed.initialize(
+            model=torch.nn.Linear(2000, 2000),
+            config={"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2},
+                    "optimizer": {"type": "AdamW", "params": {"torch_adam": True}}, "bf16": {"enabled": True}},
+        )
+        engine.backward(engine(torch.ones(1, 2000, dtype=torch.bfloat16, device=engine.device)).sum())
+        engine.step()
+        engine.save_checkpoint("checkpoints", tag="one")
+        written = {path: disk(f"checkpoints/one/{path}") for path in os.listdir("checkpoints/one")}
+        assert len(written) == 2 and sum(written.values()) < 5 * 2**20, written
+        assert sum(os.path.getsize(f"checkpoints/one/{path}") for path in written) > 50e6
+        engine.load_checkpoint("checkpoints", tag="one")
+        assert set(said()) == {"torch.save"}
+        torch.distributed.destroy_process_group()
+    """
+    script(tmp_path, code.replace("FREE", str(20000 + os.getpid() % 20000)))
+
+
+def test_headers_are_aligned_and_of_every_dtype(tmp_path):
+    entries = [
+        holes.Entry("flag", "bool", (3,)),
+        holes.Entry("wide", "float64", (5,)),
+        holes.Entry("none", "int8", (0,)),
+    ]
+    data_bytes = holes.write(tmp_path / "a.safetensors", entries)
+    text = (tmp_path / "a.safetensors").read_bytes()
+    (length,) = struct.unpack("<Q", text[:8])
+    header = json.loads(text[8 : 8 + length])
+    assert length % 8 == 0
+    assert len(text) == 8 + length + data_bytes
+    assert data_bytes == 3 + 40
+    assert header["wide"]["data_offsets"] == [0, 40]
+    with pytest.raises(KeyError):
+        holes.nbytes(holes.Entry("a", "complex128", (1,)))
+    for name, (_, size) in holes.DTYPES.items():
+        assert getattr(torch, name).itemsize == size
