@@ -1,4 +1,4 @@
-"""Operators that the dispatcher knows as one and CUDA computes by several, and copies that change more than the place."""
+"""Operators that the dispatcher knows as one and CUDA computes by several; copies that change more than the place."""
 
 from __future__ import annotations
 
@@ -87,7 +87,15 @@ def _device(tensor: torch.Tensor) -> str:
     return tensor.fake_device.type if isinstance(tensor, FakeTensor) else tensor.device.type
 
 
+def _power_of_number(launch: Launch, number: float, exponent: torch.Tensor) -> None:
+    """The number as a tensor of 8 bytes. Source: TORCH_IMPL_FUNC(pow_Scalar_out) in aten/src/ATen/native/Pow.cpp."""
+    launch.results()
+    if number != 1:
+        launch.briefly(8)
+
+
 RULES: dict[Any, Rule] = {
+    aten.pow.Scalar: _power_of_number,
     aten.isinf.default: _isinf,
     **dict.fromkeys((aten.where.self, aten.where.Scalar, aten.where.ScalarSelf, aten.where.ScalarOther), _where),
     aten.index.Tensor: _index,
