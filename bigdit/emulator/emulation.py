@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 
@@ -16,13 +17,15 @@ EXIT_DOES_NOT_FIT = 2
 
 
 class Run(Strict):
-    """The command from its start to its end. `lost`: processes that used a card and left no account."""
+    """The command from its start to its end. `lost`: processes that used a card and left no account; `crowd`: how
+    many processes it started on this machine where they are more than the cards, else 0."""
 
     first_step_skipped: bool
     exit_status: NonNegativeInt
     seconds: NonNegativeFloat
     accounts: tuple[Account, ...]
     lost: tuple[NonNegativeInt, ...]
+    crowd: NonNegativeInt
 
     @property
     def fits(self) -> bool:
@@ -63,30 +66,44 @@ class Emulation(Strict):
 
     @property
     def notices(self) -> list[str]:
-        return list(dict.fromkeys(text for run in self.runs for text in _notices(run, self)))
+        """What must be said, a line each; of a second run only what the first did not have."""
+        found: dict[str, str] = {}
+        for run in self.runs:
+            for text, details in _notices(run):
+                found.setdefault(text, f"{text} ({details})" if details else text)
+        return list(found.values())
 
 
-def _notices(run: Run, emulation: Emulation) -> Iterator[str]:
+def _notices(run: Run) -> Iterator[tuple[str, str]]:
+    """A text, and what may differ between runs."""
     if not run.accounts and not run.lost:
-        yield "no process used a card: the command's python may ignore PYTHONPATH, or it trains on the host"
+        yield "no process used a card: the command's python may ignore PYTHONPATH, or it trains on the host", ""
     for pid in run.lost:
-        yield f"process {pid} used a card and left no account: it was killed, or crashed; its memory is not in this"
+        yield (
+            "a process used a card and left no account: killed or crashed, its memory is not in this",
+            f"process {pid}",
+        )
+    if run.crowd:
+        yield (
+            f"the command started {run.crowd} processes on fewer cards: --processes {run.crowd} gives each its own",
+            "",
+        )
     yield from _of_processes(run)
     used = Counter(card.index for account in run.accounts for card in account.cards)
     for index, count in sorted(used.items()):
         if count > 1:
-            yield f"{count} processes used card {index}, and shared its memory"
+            yield f"{count} processes used card {index}, and shared its memory", ""
     for account in run.accounts:
         if account.out_of_memory_count and account.fits:
             times = "once" if account.out_of_memory_count == 1 else f"{account.out_of_memory_count} times"
-            yield f"{account.title} ran out of memory {times}, and the script caught it and trained on"
+            yield f"memory ran out {times}, and the script caught it and trained on", account.title
         off = max((card.phases_off_bytes for card in account.cards), default=0)
         if off:
-            yield f"{account.title}: figures by phase may be off by up to {off:,} bytes; the peaks are torch's own"
+            yield f"figures by phase may be off by up to {off:,} bytes; the peaks are torch's own", account.title
 
 
-def _of_processes(run: Run) -> Iterator[str]:
-    """The processes' own notices: one line for all that say the same."""
+def _of_processes(run: Run) -> Iterator[tuple[str, str]]:
+    """The processes' own notices: one for all that say the same."""
     said: dict[str, list[str]] = {}
     counts: Counter[str] = Counter()
     places: dict[str, str] = {}
@@ -95,8 +112,9 @@ def _of_processes(run: Run) -> Iterator[str]:
             said.setdefault(notice.text, []).append(account.title)
             counts[notice.text] += notice.count
             if notice.place is not None:
-                places.setdefault(notice.text, f"{notice.place.file}:{notice.place.line}")
+                places.setdefault(notice.text, f"{Path(notice.place.file).name}:{notice.place.line}")
     for text, titles in said.items():
-        who = titles[0] if len(titles) == 1 else f"{titles[0]} and {len(titles) - 1} more"
-        times = f", {counts[text]} times" if counts[text] > len(titles) else ""
-        yield f"{text} ({who}{times}{', first at ' + places[text] if text in places else ''})"
+        details = [titles[0] if len(titles) == 1 else f"{titles[0]} and {len(titles) - 1} more"]
+        details += [f"{counts[text]} times"] if counts[text] > len(titles) else []
+        details += [f"first at {places[text]}"] if text in places else []
+        yield text, ", ".join(details)

@@ -119,8 +119,14 @@ def _gather(folder: Path, status: int, seconds: float, skip_first: bool, snapsho
             accounts.append(account)
             _keep_snapshot(folder / f"snapshot-{pid}.pickle", account, snapshots)
     accounts.sort(key=lambda each: (each.rank is None, each.rank or 0, each.pid))
+    crowds = (_text(path, "processes") for path in folder.glob("crowd-*.json"))
     return Run(
-        first_step_skipped=skip_first, exit_status=status, seconds=seconds, accounts=tuple(accounts), lost=tuple(lost)
+        first_step_skipped=skip_first,
+        exit_status=status,
+        seconds=seconds,
+        accounts=tuple(accounts),
+        lost=tuple(lost),
+        crowd=max((int(count) for count in crowds if count.isdigit()), default=0),
     )
 
 

@@ -132,7 +132,8 @@ def place(line: Line | None) -> str:
 def shown_path(file: str) -> str:
     for installed in ("site-packages/", "dist-packages/"):
         if installed in file:
-            return file.rpartition(installed)[2]
+            parts = file.rpartition(installed)[2].split("/")
+            return "/".join(parts if len(parts) < 4 else (parts[0], "…", parts[-1]))
     relative = os.path.relpath(file)
     return file if relative.startswith("..") and len(relative) > len(file) else relative
 
@@ -157,11 +158,9 @@ def _show_run(run: Run, emulation: Emulation) -> None:
     if account.fits:
         log.out.print()
         log.out.print(live(card.live, f"largest live tensors at the peak, in {card.peak_phase}"))
-    counted = work(account)
-    if any(counted.values()):
+    if any(work(account).values()):
         log.out.print()
-        said = ", ".join(f"{WORK[name]} {count:,}" for name, count in counted.items())
-        _say(f"a step of {account.title}: {said}")
+        log.out.print(work_table(account))
 
 
 def processes(run: Run, emulation: Emulation) -> Table:
@@ -189,6 +188,13 @@ def phases(card: CardAccount) -> Table:
     for phase in card.phases:
         mark = "◂ " if phase.phase == card.peak_phase else ""
         rows.add_row(phase.phase, mark + gib(phase.peak_allocated_bytes), gib(phase.peak_reserved_bytes))
+    return rows
+
+
+def work_table(account: Account) -> Table:
+    rows = table("work a step", ["", "count"], ["count"])
+    for name, count in work(account).items():
+        rows.add_row(WORK[name], f"{count:,}")
     return rows
 
 

@@ -170,10 +170,10 @@ def _draw_oom(axes: Axes, account: Account, card: CardAccount, end: int) -> None
     if oom.card != card.index:
         return
     height = (oom.allocated_bytes + oom.asked_bytes) / GIB
-    low, high = axes.get_ylim()
+    highest = axes.get_ylim()[1]
     axes.annotate(
         f"out of memory: {gib(oom.asked_bytes)} more asked",
-        (end, min(height, high)),
+        (end, min(height, highest)),
         xytext=(-10, -22),
         textcoords="offset points",
         ha="right",

@@ -32,6 +32,8 @@ def _document(how: str, seconds: float) -> dict[str, Any]:
     if steps.backwards and not steps.done:
         notices.add("backward ran and no optimizer stepped: optimizer state is missing from the peak")
     world = _world_size(torch)
+    for name in counts_of_work.refused():
+        notices.add(f"{name} was called, and has no answer on an emulated card")
     return {
         "pid": os.getpid(),
         "rank": _number("RANK"),

@@ -16,6 +16,15 @@ def read() -> dict[str, int]:
     return counts.read()
 
 
+def refused() -> list[str]:
+    """Functions of the libraries that were called and have no answer."""
+    try:
+        from . import counts
+    except ImportError:
+        return []
+    return counts.refused()
+
+
 def sample() -> None:
     """Note what was counted since the last step ended."""
     global _last

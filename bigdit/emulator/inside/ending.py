@@ -34,6 +34,14 @@ def begin() -> None:
         signal.signal(signal.SIGTERM, _on_signal)
 
 
+def note_crowd(cards: int) -> None:
+    """Say so where a launcher started more processes on this machine than there are cards."""
+    counts = [os.environ.get(name, "") for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")]
+    processes = max((int(count) for count in counts if count.isdigit()), default=1)
+    if processes > cards:
+        files.write_json(f"crowd-{os.getpid()}.json", {"processes": processes})
+
+
 def end_after_steps() -> None:
     """All steps that were asked for are done: end well, at once."""
     write("steps")

@@ -14,6 +14,7 @@ Line = dict[str, Any]
 """`file`, `line`, `name` of the function, `code` as it stands in the file, `own`: the script's, not a library's."""
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
+_COMPUTING = tuple(os.path.join(_HERE, name) for name in ("values.py", "host.py"))
 _STDLIB = tuple(os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("stdlib", "platstdlib"))
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 _TORCH = f"{os.sep}site-packages{os.sep}torch{os.sep}"
@@ -46,7 +47,7 @@ def places(frames: Iterable[tuple[str, int, str]]) -> tuple[Line | None, Line | 
     torch: Line | None = None
     for file, number, name in frames:
         whose = owner(file)
-        if file.startswith(_HERE):  # what it called within was not the library's doing
+        if file in _COMPUTING:  # within it torch is asked by the emulation, not by the library
             library = torch = None
         if whose == "script":
             return line(file, number, name), library or torch

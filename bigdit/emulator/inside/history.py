@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from . import files, notices, ooms, options, replay
+from . import ending, files, notices, ooms, options, replay
 
 _FOLD = 300_000
 """Events kept at most, about: what is older is summed up, or a long run would fill the host."""
@@ -30,6 +30,7 @@ def install(torch: Any) -> None:
     global _torch
     _torch = torch
     torch.cuda._lazy_call(_begin)
+    ending.note_crowd(torch.cuda.device_count())
     _keep_what_scripts_reset(torch)
     record = _originals["record"] = torch.cuda.memory._record_memory_history
 
@@ -46,8 +47,6 @@ def install(torch: Any) -> None:
 
 def _begin() -> None:
     global _recording
-    from . import ending
-
     ending.begin()
     if _torch.cuda.get_allocator_backend() != "native":
         notices.add("the script chose another allocator than torch's own: only its peaks are known")
