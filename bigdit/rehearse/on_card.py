@@ -92,7 +92,7 @@ class _Trace(Witness):
         gc.collect()
         self._end()
         stop = self._count() - self._before
-        (trace,) = torch.cuda.memory._snapshot()["device_traces"][:1]
+        trace = torch.cuda.memory._snapshot()["device_traces"][0]
         blocks, events, segments, deferred = _read(trace)
         if len(events) != stop:
             raise RuntimeError(f"the allocator counted {stop} events, and its history has {len(events)}")
@@ -100,7 +100,11 @@ class _Trace(Witness):
         spans = tuple(
             Span(name, start, end) for (name, start), end in zip(self._spans, [*starts[1:], stop], strict=True)
         )
-        return tuple(self._phases), Timeline(tuple(blocks), tuple(events), spans), tuple(segments), deferred
+        # An allocator that never ran out gives segments back where it is told to.
+        full = torch.cuda.memory_stats()["num_alloc_retries"]
+        emptied = () if full else tuple(sorted({segment.at for segment in segments if segment.nbytes < 0}))
+        timeline = Timeline(tuple(blocks), tuple(events), spans, emptied=emptied)
+        return tuple(self._phases), timeline, tuple(segments), deferred
 
     def _count(self) -> int:
         """Blocks that torch was given so far, and those that it has freed."""
