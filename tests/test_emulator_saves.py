@@ -96,7 +96,7 @@ def test_safetensors_have_their_header_over_a_hole(tmp_path):
         model = torch.nn.Linear(1000, 1000)
         safetensors.torch.save_model(model, "linear.safetensors")
         assert disk("linear.safetensors") < 2**16
-        assert said() == ["safetensors", "safetensors"]  # at two lines
+        assert set(said()) == {"safetensors"}
         for refused in ({"a": big, "b": big}, {"a": torch.ones(1000, 2000).T}, [big]):
             try:
                 safetensors.torch.save_file(refused, "refused.safetensors")
