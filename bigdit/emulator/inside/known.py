@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
 from typing import Any
 
 LIMIT_BYTES = 64 << 10
@@ -81,3 +82,12 @@ def _check_layout(torch: Any) -> None:
         probe = torch.empty(count, dtype=torch.uint8)
         if _fields(torch, probe) != (probe.data_ptr(), count):
             raise RuntimeError(f"torch {torch.__version__} lays storages out otherwise than is known of 2.11 to 2.15")
+
+
+def tensors(value: Any) -> Iterator[Any]:
+    """The tensors in an argument or a result."""
+    if hasattr(value, "untyped_storage"):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for one in value:
+            yield from tensors(one)

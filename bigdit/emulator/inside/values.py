@@ -8,10 +8,11 @@ active, which would keep autograd from summing gradients in place and so change 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from .known import Known
+from . import exchanged
+from .known import Known, tensors
 from .reads import Reads
 
 _LEFT = (
@@ -47,17 +48,21 @@ def install(torch: Any) -> None:
         warnings.simplefilter("ignore")  # of kernels that take another's place
         for name in [*(name for name in names if name.startswith("aten::")), *_BEYOND_CUDA]:
             kernels.wrap(name)
+    exchanged.install(torch, kernels.known)
 
 
 class Kernels:
-    """The kernels of one torch, each followed by what it would have computed where that is little."""
+    """The kernels of one torch, each followed by what it would have computed where that is little.
+
+    `known`: which tensors hold what was computed.
+    """
 
     def __init__(self, torch: Any) -> None:
         self._torch = torch
         self._library = torch.library.Library("aten", "IMPL")
         _libraries.append(self._library)
-        self._known = Known(torch)
-        self._reads = Reads(torch, self._known)
+        self.known = Known(torch)
+        self._reads = Reads(torch, self.known)
         self._random = torch.Generator("cpu")
         self._random.manual_seed(0)
         self._without_cpu: set[Any] = set()
@@ -87,16 +92,16 @@ class Kernels:
         """The kernel, and then the values of its results where all tensors are small."""
         arguments = operator._schema.arguments
         written = [(i, one.name) for i, one in enumerate(arguments) if one.alias_info and one.alias_info.is_write]
-        tensors = [i for i, one in enumerate(arguments) if str(one.type) == "Tensor"]
+        places = [i for i, one in enumerate(arguments) if str(one.type) == "Tensor"]
         fresh_start = operator._schema.overload_name.endswith("out") or operator._schema.name[6:] in _OVERWRITE
 
         def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
-            args = self._with_tensors(args, tensors)
+            args = self._with_tensors(args, places)
             results = kernel.call_boxed(keys, *args, **kwargs)
-            mutated = [t for i, name in written for t in _tensors(args[i] if i < len(args) else kwargs.get(name))]
-            fresh = [] if written else list(_tensors(results))
-            touched = [*_tensors(args), *_tensors(list(kwargs.values()))]
-            if operator not in self._without_cpu and all(map(self._known.small, touched + fresh)):
+            mutated = [t for i, name in written for t in tensors(args[i] if i < len(args) else kwargs.get(name))]
+            fresh = [] if written else list(tensors(results))
+            touched = [*tensors(args), *tensors(list(kwargs.values()))]
+            if operator not in self._without_cpu and all(map(self.known.small, touched + fresh)):
                 read = [t for t in touched if not any(t is one for one in mutated)] if fresh_start else touched
                 self._compute(operator, args, kwargs, read, mutated, fresh)
             else:
@@ -105,13 +110,13 @@ class Kernels:
 
         return run
 
-    def _with_tensors(self, args: tuple[Any, ...], tensors: list[int]) -> tuple[Any, ...]:
+    def _with_tensors(self, args: tuple[Any, ...], places: list[int]) -> tuple[Any, ...]:
         """The arguments with numbers as tensors again, of the result's dtype: so they were before they came here."""
-        if not any(i < len(args) and isinstance(args[i], _NUMBERS) for i in tensors):
+        if not any(i < len(args) and isinstance(args[i], _NUMBERS) for i in places):
             return args
         torch, found = self._torch, list(args)
         other = next((one for one in args if isinstance(one, torch.Tensor)), torch.tensor(0))
-        for i in tensors:
+        for i in places:
             if i < len(args) and isinstance(args[i], _NUMBERS):
                 found[i] = torch.tensor(args[i], dtype=torch.result_type(other, args[i]))
         return tuple(found)
@@ -119,7 +124,7 @@ class Kernels:
     def _compute(
         self, operator: Any, args: Any, kwargs: Any, read: list[Any], mutated: list[Any], fresh: list[Any]
     ) -> None:
-        known = all(map(self._known.holds, read))
+        known = all(map(self.known.holds, read))
         try:
             computed = operator(*map(self._seen, args), **{key: self._seen(value) for key, value in kwargs.items()})
         except (NotImplementedError, RuntimeError, TypeError, IndexError) as why:
@@ -127,30 +132,30 @@ class Kernels:
                 self._without_cpu.add(operator)
             self._leave(fresh, mutated)
             return
-        for result, value in zip(fresh, _tensors(computed), strict=False):
+        for result, value in zip(fresh, tensors(computed), strict=False):
             if result.numel():
-                self._known.on_host(result).copy_(value)
-            self._known.note(result, known)
+                self.known.on_host(result).copy_(value)
+            self.known.note(result, known)
         for tensor in mutated:
-            self._known.note(tensor, known and (self._known.holds(tensor) or self._known.whole(tensor)))
+            self.known.note(tensor, known and (self.known.holds(tensor) or self.known.whole(tensor)))
 
     def _leave(self, fresh: Iterable[Any], mutated: Iterable[Any]) -> None:
         """Small results of what is not computed are zero, and not known; what was known of a small one stays there."""
         for tensor in fresh:
-            if tensor.is_cuda and self._known.small(tensor):
-                self._known.on_host(tensor).zero_()
-                self._known.note(tensor, False)
+            if tensor.is_cuda and self.known.small(tensor):
+                self.known.on_host(tensor).zero_()
+                self.known.note(tensor, False)
         for tensor in mutated:
-            if tensor.is_cuda and self._known.small(tensor):
-                if not self._known.holds(tensor):
-                    self._known.on_host(tensor).zero_()
-                self._known.note(tensor, False)
+            if tensor.is_cuda and self.known.small(tensor):
+                if not self.known.holds(tensor):
+                    self.known.on_host(tensor).zero_()
+                self.known.note(tensor, False)
 
     def _seen(self, value: Any) -> Any:
         """An argument as the CPU's operator takes it."""
         torch = self._torch
         if isinstance(value, torch.Tensor):
-            return self._known.on_host(value) if value.is_cuda else value
+            return self.known.on_host(value) if value.is_cuda else value
         if isinstance(value, (list, tuple)):
             return type(value)(map(self._seen, value))
         if isinstance(value, torch.device):
@@ -158,12 +163,3 @@ class Kernels:
         if isinstance(value, torch.Generator):
             return self._random
         return value
-
-
-def _tensors(value: Any) -> Iterator[Any]:
-    """The tensors in an argument or a result."""
-    if hasattr(value, "untyped_storage"):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for one in value:
-            yield from _tensors(one)
