@@ -90,7 +90,7 @@ def _device(tensor: torch.Tensor) -> str:
 def _power_of_number(launch: Launch, number: float, exponent: torch.Tensor) -> None:
     """The number as a tensor of 8 bytes. Source: TORCH_IMPL_FUNC(pow_Scalar_out) in aten/src/ATen/native/Pow.cpp."""
     launch.results()
-    if number != 1:
+    if number != 1 and _device(exponent) == launch.card.device.type:
         launch.briefly(8)
 
 
