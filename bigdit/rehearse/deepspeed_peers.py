@@ -73,12 +73,13 @@ def _merging(scatter: Callable[..., None]) -> Callable[..., None]:
         mergeable = False
         for part in bucket:
             others = ours not in part[0]
+            first = numel == 0  # stays alone: of one tensor no flat copy is made, and of two as much as of many
             if mergeable and others:
                 runs[-1].append(part)
             else:
                 runs.append([part])
             numel = numel + part[1].numel()
-            mergeable = others and numel <= numel_per_bucket
+            mergeable = others and not first and numel <= numel_per_bucket
             numel = numel if numel <= numel_per_bucket else 0
         scatter(zero, list(map(_whole, runs)), dtype, numel_per_bucket=numel_per_bucket, **options)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch.distributed import device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from bigdit.dist import World
+from bigdit.rehearse.device import FAKE_GPU
 from bigdit.rehearse.request import Kernels
 
 
@@ -29,7 +30,7 @@ def fake_group(world_size: int, kernels: Kernels) -> Iterator[World]:
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size)}
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     try:
-        with _real_mesh(), _as_gloo() if kernels == "cpu" else nullcontext():
+        with _real_mesh(), _as_gloo() if kernels == "cpu" else _as_nccl():
             yield world
     finally:
         dist.destroy_process_group()
@@ -76,3 +77,27 @@ def _as_gloo() -> Iterator[None]:
         yield
     finally:
         setattr(dist, _REDUCE_SCATTER, original)
+
+
+@contextmanager
+def _as_nccl() -> Iterator[None]:
+    """NCCL's barrier sums a number of every process's, beside the tensor by which the group finds the device.
+
+    Source: ProcessGroup::barrier in ProcessGroup.hpp and ProcessGroupNCCL::barrier in ProcessGroupNCCL.cpp, both in
+    torch/csrc/distributed/c10d.
+    """
+    original = dist.barrier
+
+    @functools.wraps(original)
+    def allocating(*args: Any, **kwargs: Any) -> Any:
+        place = torch.empty(1, dtype=torch.uint8, device=FAKE_GPU)
+        summed = torch.zeros(1, dtype=torch.float32, device=FAKE_GPU)
+        work = original(*args, **kwargs)
+        del place, summed
+        return work
+
+    dist.barrier = allocating
+    try:
+        yield
+    finally:
+        dist.barrier = original
