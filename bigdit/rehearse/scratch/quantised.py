@@ -34,6 +34,7 @@ class QuantisedProducts:
             "bitsandbytes.int8_scaled_mm.default": _int8_scaled_mm,
             "bitsandbytes.int8_vectorwise_quant.default": _scales_first,
             "bitsandbytes.quantize_4bit.default": _scales_first,
+            "bitsandbytes.quantize_blockwise.default": _scales_first,
         }
 
     def _gemm_4bit(
