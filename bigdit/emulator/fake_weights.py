@@ -4,8 +4,10 @@ nothing and takes no disk."""
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -25,8 +27,9 @@ def lay_out(names: Sequence[str], folder: Path, environment: Mapping[str, str] |
 
     A name is that of a repository that the catalogue knows, or `NAME=FOLDER` or `NAME=REPOSITORY`: what the script
     asks for under NAME is then of a folder with configs, or of a repository that is known. What the user's own
-    cache holds stays at hand; nothing is asked of the network. `environment` is what torch can be imported in, where
-    that is not this process's own. Raises UserError for names and folders from which nothing can be built.
+    cache holds stays at hand; nothing is asked of the network. `environment` are the variables, over this process's
+    own, with which a CUDA build of torch can be imported where there is no CUDA. Raises UserError for names and
+    folders from which nothing can be built.
     """
     hub = folder / "hub"
     hub.mkdir(parents=True, exist_ok=True)
@@ -110,7 +113,7 @@ def _write_weights(dtypes: Mapping[str, str], environment: Mapping[str, str] | N
         input=json.dumps(dtypes),
         capture_output=True,
         text=True,
-        env=None if environment is None else dict(environment),
+        env={**os.environ, **(environment or {})} if _built_for_cuda() else None,
     )
     if done.returncode == 1:
         problems = [line.removeprefix("error: ") for line in done.stderr.splitlines() if line.startswith("error: ")]
@@ -118,6 +121,14 @@ def _write_weights(dtypes: Mapping[str, str], environment: Mapping[str, str] | N
             raise UserError(*problems)
     if done.returncode:
         raise RuntimeError(f"bigdit.emulator.fake_models exited with {done.returncode}:\n{done.stderr}")
+
+
+def _built_for_cuda() -> bool:
+    """Whether torch here is a build that wants CUDA's libraries; one for CPUs alone refuses an emulated card."""
+    found = importlib.util.find_spec("torch")
+    if found is None or found.origin is None:
+        return False
+    return re.search(r"^cuda\b.*= '", Path(found.origin).with_name("version.py").read_text(), re.MULTILINE) is not None
 
 
 def _link_own(hub: Path) -> None:
