@@ -1,7 +1,8 @@
-"""What the backward passes of attention take beside the gradients."""
+"""What attention takes beside its results: splits of the keys, and sums in fp32 in the backward passes."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,46 @@ from bigdit.rehearse.scratch.reductions import total
 from bigdit.units import KIB
 
 aten = torch.ops.aten
+
+
+def _flash(
+    launch: Launch,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    dropout_p: float = 0.0,
+    *rest: Any,
+    **options: Any,
+) -> None:
+    """Where heads and queries keep too few multiprocessors busy, the keys are split: fp32 results of each split.
+
+    Source: mha_fwd and set_params_splitkv in third_party/flash-attention/csrc/flash_attn/flash_api.cpp.
+    """
+    batch, heads, tokens, dim = query.shape
+    splits = 1 if dropout_p else _splits(batch * heads * -(-tokens // 64), key.shape[2], dim, launch.card)
+    rows = splits * batch * heads * tokens
+    launch.results(0, 1)
+    with launch.holding(*([4 * rows, 4 * rows * _rounded(dim)] if splits > 1 else [])):
+        launch.results()
+
+
+def _splits(blocks: int, keys: int, dim: int, card: Card) -> int:
+    """Into how many parts the keys go, for so many blocks of queries: the fewest that come near to the best filling
+    of the card. Source: num_splits_heuristic, as above."""
+    room = 2 * card.multiprocessors
+    if blocks >= 0.8 * room:
+        return 1
+    key_blocks = -(-keys // (256 if dim <= 64 else 128 if dim <= 128 else 64))
+    filled = {}
+    for splits in range(1, min(128, room, key_blocks) + 1):
+        if splits == 1 or -(-key_blocks // splits) != -(-key_blocks // (splits - 1)):
+            waves = blocks * splits / room
+            filled[splits] = waves / math.ceil(waves)
+    return next(splits for splits, share in filled.items() if share >= 0.85 * max(filled.values()))
+
+
+def _rounded(dim: int) -> int:
+    return up(dim, 32) if dim <= 192 else 256
 
 
 def _flash_backward(
@@ -31,8 +72,7 @@ def _flash_backward(
     third_party/flash-attention/csrc/flash_attn/flash_api.cpp.
     """
     batch, heads, tokens, dim = query.shape
-    tokens = up(tokens, 128)
-    dim = up(dim, 32) if dim <= 192 else 256
+    tokens, dim = up(tokens, 128), _rounded(dim)
     with launch.holding(*copies(grad_out.transpose(1, 2), out.transpose(1, 2))):
         launch.results()
         launch.briefly(4 * batch * heads * tokens, 4 * batch * tokens * heads * dim)
@@ -142,6 +182,7 @@ def _workspace_bytes(tile: _Tile, query: torch.Tensor, key: torch.Tensor, value:
 
 
 RULES: dict[Any, Rule] = {
+    aten._scaled_dot_product_flash_attention.default: _flash,
     aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
     aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
 }

@@ -36,10 +36,22 @@ def _where(launch: Launch, condition: torch.Tensor, *chosen: Any) -> None:
 
 
 def _index(launch: Launch, tensor: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> None:
-    """Indices of 32 bits in 64. Source: make_info in aten/src/ATen/native/TensorAdvancedIndexingUtils.h."""
-    narrow = [index.numel() * 8 for index in indices if index is not None and index.dtype == torch.int32]
-    with launch.holding(*narrow):
+    """Indices of 32 bits in 64, and the positions where a mask is true.
+
+    Not here: what CUB takes to count and select them, some KiB. Source: make_info in
+    aten/src/ATen/native/TensorAdvancedIndexingUtils.h, nonzero_cuda_out_impl in aten/src/ATen/native/cuda/Nonzero.cu.
+    """
+    given = [index for index in indices if index is not None]
+    narrow = [index.numel() * 8 for index in given if index.dtype == torch.int32]
+    masks = [8 * index.dim() * launch.result.shape[0] for index in given if index.dtype == torch.bool]
+    with launch.holding(*narrow, *masks):
         launch.results()
+
+
+def _softmax_backward(launch: Launch, grad_output: torch.Tensor, output: torch.Tensor, *options: Any) -> None:
+    """The gradient times the output. Source: softmax_backward_cuda_out in aten/src/ATen/native/cuda/SoftMax.cu."""
+    launch.results()
+    launch.briefly(output.numel() * torch.result_type(grad_output, output).itemsize)
 
 
 def _to_copy(launch: Launch, source: torch.Tensor, *, non_blocking: bool = False, **options: Any) -> None:
@@ -99,6 +111,7 @@ RULES: dict[Any, Rule] = {
     aten.isinf.default: _isinf,
     **dict.fromkeys((aten.where.self, aten.where.Scalar, aten.where.ScalarSelf, aten.where.ScalarOther), _where),
     aten.index.Tensor: _index,
+    aten._softmax_backward_data.default: _softmax_backward,
     aten._to_copy.default: _to_copy,
     aten.copy_.default: _copy,
 }
