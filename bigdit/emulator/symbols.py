@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -65,12 +65,13 @@ def wanted(packages: Sequence[Path]) -> dict[str, Library]:
 
 
 def _read_all(package: Path, found: dict[str, Library]) -> None:
+    bundled = {file.name for file in package.with_name(f"{package.name}.libs").glob("*")}  # renamed, as auditwheel does
     for file in sorted(package.rglob("*.so*")):
-        if not file.is_symlink():
-            _read(file, found)
+        if file.is_file():
+            _read(file, found, bundled)
 
 
-def _read(file: Path, found: dict[str, Library]) -> None:
+def _read(file: Path, found: dict[str, Library], bundled: Container[str]) -> None:
     with open(file, "rb") as opened:
         if opened.read(4) != b"\x7fELF":
             return
@@ -78,14 +79,14 @@ def _read(file: Path, found: dict[str, Library]) -> None:
         dynamic = elf.get_section_by_name(".dynamic")
         if dynamic is None or elf.get_machine_arch() not in ("x64", "AArch64"):
             return
-        needed = [tag.needed for tag in dynamic.iter_tags("DT_NEEDED")]
+        needed = [tag.needed for tag in dynamic.iter_tags("DT_NEEDED") if tag.needed not in bundled]
         if not any(_CUDA.match(name) for name in needed):
             return
         for name in filter(_CUDA.match, needed):
             found.setdefault(name, Library())
         for name, library, version in _undefined(elf):
             owner = library or _by_prefix(name, needed)
-            if owner is not None:
+            if owner is not None and owner not in bundled:
                 found.setdefault(owner, Library()).functions[name] = version
         if file.name == "libc10_cuda.so":
             for name in _looked_up(elf):
