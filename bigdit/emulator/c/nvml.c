@@ -60,6 +60,10 @@ int nvmlDeviceGetMemoryInfo_v2(void *device, struct memory_v2 *out) {
     out->total = found.total, out->reserved = card()->total_bytes - card()->usable_bytes, out->free = found.free, out->used = found.used;
     return OK;
 }
+/* No fabric of NVSwitches over several machines: what torch asks before it shares expandable segments. */
+struct fabric { unsigned version; unsigned char cluster[16]; unsigned status, clique; unsigned char state; };
+int nvmlDeviceGetGpuFabricInfoV(void *device, struct fabric *out) { return (void)device, out->status = 0, out->state = 0, OK; }
+
 /* The processes of a card: `*count` is the room there is, and then their number. */
 static int processes(void *device, unsigned *count, void (*put)(void *rows, unsigned i, int process, size_t bytes), void *rows) {
     unsigned room = *count, n = 0;

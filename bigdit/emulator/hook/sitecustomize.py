@@ -14,7 +14,8 @@ def _observe() -> None:
     spec = importlib.util.spec_from_file_location(
         "bigdit_emulated", os.path.join(folder, "__init__.py"), submodule_search_locations=[folder]
     )
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = sys.modules["bigdit_emulated"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     module.start()

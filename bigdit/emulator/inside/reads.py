@@ -50,9 +50,8 @@ class Reads:
             device = next(tensor.device for tensor in tensors if tensor.is_cuda)
             known = all(self._known.holds(tensor) for tensor in tensors)
             if not known:
-                notices.add(
-                    f"{operator._schema.name.removeprefix('aten::')} looked into values that no kernel computed: they are 0"
-                )
+                name = operator._schema.name.removeprefix("aten::")
+                notices.add(f"{name} looked into values that no kernel computed: they are 0")
             found = operator(*map(self._seen, args), **{key: self._seen(value) for key, value in kwargs.items()})
             return self._to_card(found, device, known)
 

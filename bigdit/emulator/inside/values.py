@@ -7,6 +7,7 @@ active, which would keep autograd from summing gradients in place and so change 
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -41,7 +42,12 @@ _libraries: list[Any] = []
 
 
 def install(torch: Any) -> None:
-    """Wrap the kernels of this torch. Raises AttributeError for a torch that does not hand out its kernels."""
+    """Wrap the kernels of this torch, but with BIGDIT_EMULATED_VALUES=0: all values are then what lay in memory.
+
+    Raises AttributeError for a torch that does not hand out its kernels.
+    """
+    if os.environ.get("BIGDIT_EMULATED_VALUES") == "0":
+        return
     kernels = Kernels(torch)
     names = torch._C._dispatch_get_registrations_for_dispatch_key("CUDA")
     with warnings.catch_warnings():

@@ -1,0 +1,53 @@
+"""Scripts run on emulated cards, in the environment that has the CUDA build of torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import textwrap
+from pathlib import Path
+from typing import Any
+
+from bigdit import catalog
+from bigdit.emulator import emulated_environment, shared_state
+from bigdit.rehearse.card_client import cuda_python
+
+TIME_LIMIT_S = 240
+
+
+def on_card(gpu: str, script: str, cards: int = 1, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run python code in a process with emulated cards."""
+    environment = os.environ | emulated_environment(catalog.resolve_gpu(gpu), cards) | variables
+    command = [str(cuda_python()), "-W", "ignore", "-c", textwrap.dedent(script)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIME_LIMIT_S)
+
+
+def answers(gpu: str, script: str, cards: int = 1, **variables: str) -> Any:
+    """What the script prints as JSON in its last line; a script that fails fails the test, with what it said."""
+    done = on_card(gpu, script, cards, **variables)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def on_cards(gpu: str, folder: Path, script: str, *arguments: str, processes: int = 2) -> list[Any]:
+    """Run python code under torchrun, a process a card; what each rank left by `leave(value)`, in their order."""
+    file = folder / "script.py"
+    file.write_text(_LEAVE + textwrap.dedent(script))
+    with shared_state() as state:
+        environment = os.environ | emulated_environment(catalog.resolve_gpu(gpu), processes, state)
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+        command = [str(cuda_python()), "-W", "ignore", *launcher, str(file), *arguments]
+        done = subprocess.run(
+            command, env=environment, cwd=folder, capture_output=True, text=True, timeout=TIME_LIMIT_S
+        )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(processes)]
+
+
+_LEAVE = """
+import json, os
+def leave(value):
+    with open(f"rank{os.environ['RANK']}.json", "w") as file:
+        json.dump(value, file)
+"""

@@ -1,0 +1,273 @@
+"""The card that is not there, as the CUDA build of torch sees it: figures, bytes, refusals, and what is left of it."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from cards import answers, on_card
+
+from bigdit import catalog
+from bigdit.catalog.capability import capability
+from bigdit.emulator import build, emulated_environment, shared_state
+from bigdit.errors import UserError
+from bigdit.memory.process import cuda_context
+from bigdit.rehearse.card_client import cuda_python
+from bigdit.units import GIB, MIB
+
+FIGURES = """
+import json, torch
+p = torch.cuda.get_device_properties(0)
+shared = [p.shared_memory_per_multiprocessor, p.shared_memory_per_block_optin]
+threads = p.max_threads_per_multi_processor
+n = torch.cuda.device_count()
+print(json.dumps([p.name, [p.major, p.minor], p.multi_processor_count, p.total_memory, threads, *shared, n]))
+"""
+
+
+@pytest.mark.parametrize("name", ["a40", "rtx-5090", "h100-sxm", "a100-80g:3g.40gb"])
+def test_a_card_is_the_catalogues(name):
+    gpu = catalog.resolve_gpu(name)
+    has = capability(gpu.compute_capability)
+    assert answers(name, FIGURES, cards=3) == [
+        gpu.title,
+        list(gpu.compute_capability),
+        gpu.multiprocessors,
+        gpu.usable_bytes,
+        has.threads,
+        has.shared_bytes,
+        has.shared_optin_bytes,
+        3,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("visible", "seen"),
+    [("1", 1), ("2,0", 2), ("", 0), ("-1", 0), ("0,7,1", 1), ("GPU-b1b1b1b1-b1b1-b1b1-b1b1-b1b1b1b1b102", 1)],
+)
+def test_visible_devices_are_those_that_cuda_would_show(visible, seen):
+    found = answers(
+        "a40",
+        """
+        import ctypes, json, torch
+        n = torch._C._cuda_getDeviceCount()
+        print(json.dumps([n, [torch.cuda.get_device_properties(i).uuid.bytes[-1] for i in range(n)]]))
+        """,
+        cards=3,
+        CUDA_VISIBLE_DEVICES=visible,
+    )
+    assert found[0] == seen
+    which = {"1": [1], "2,0": [2, 0], "0,7,1": [0], "GPU-b1b1b1b1-b1b1-b1b1-b1b1-b1b1b1b1b102": [2]}
+    assert found[1] == which.get(visible, [])
+
+
+FILL = """
+import json, torch
+free, total = torch.cuda.mem_get_info()
+held = []
+try:
+    while True:
+        held.append(torch.empty(1 << 30, dtype=torch.uint8, device="cuda"))
+except torch.cuda.OutOfMemoryError as error:
+    print(json.dumps([free, total, len(held), torch.cuda.memory_reserved(), str(error)]))
+"""
+
+
+@pytest.mark.parametrize("setting", ["", "expandable_segments:True"])
+def test_memory_ends_where_the_cards_bytes_end(setting):
+    gpu = catalog.resolve_gpu("rtx-3060-12g")
+    free, total, held, reserved, message = answers(gpu.name, FILL, PYTORCH_CUDA_ALLOC_CONF=setting)
+    context = cuda_context(gpu.compute_capability, gpu.multiprocessors).high_bytes
+    assert total == gpu.usable_bytes
+    assert free == gpu.usable_bytes - context
+    assert held == free // GIB
+    step = 20 * MIB if setting else GIB  # expandable segments grow by as much
+    assert reserved == -(-held * GIB // step) * step
+    assert "Tried to allocate 1024.00 MiB" in message or "Tried to allocate 1.00 GiB" in message
+    assert f"total capacity of {gpu.usable_bytes / GIB:.2f} GiB" in message
+
+
+def test_processes_of_an_emulation_fill_the_same_card(tmp_path):
+    gpu = catalog.resolve_gpu("rtx-3060-12g")
+    hold = """
+import sys, torch
+x = torch.empty(5 << 30, dtype=torch.uint8, device="cuda")
+print("held", flush=True)
+sys.stdin.read()
+"""
+    with shared_state() as state:
+        environment = os.environ | emulated_environment(gpu, 1, state)
+        command = [str(cuda_python()), "-c", hold]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": environment}
+        with subprocess.Popen(command, **pipes) as first:
+            assert first.stdout.readline() == "held\n"
+            full = subprocess.run([str(cuda_python()), "-c", FILL], env=environment, capture_output=True, text=True)
+            first.send_signal(signal.SIGKILL)
+            first.wait()
+        again = subprocess.run([str(cuda_python()), "-c", FILL], env=environment, capture_output=True, text=True)
+    assert '"CUDA out of memory' in full.stdout
+    assert f"Process {first.pid} has" in full.stdout  # torch asks NVML who else is there
+    free = [int(done.stdout.split(",")[0].strip("[")) for done in (full, again)]
+    assert free[1] - free[0] > 5 * GIB  # what a killed process held is free again
+
+
+def test_graphs_and_compiled_kernels_are_taken_and_counted():
+    found = answers(
+        "a40",
+        """
+        import json, torch
+        from bigdit_emulated import counts
+        x = torch.zeros(1 << 20, device="cuda")
+        before = counts.read()["launches"]
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = x * 2 + 1
+        captured = counts.read()["launches"] - before
+        graph.replay()
+        replayed = counts.read()["launches"] - before - captured
+        torch.special.airy_ai(x)  # a kernel that nvrtc compiles
+        torch.cuda.synchronize()
+        print(json.dumps([captured, replayed, counts.read()["host_syncs"] > 0]))
+        """,
+    )
+    assert found == [2, 2, True]
+
+
+def test_what_has_no_answer_is_named():
+    done = on_card("a40", "import torch; torch.linalg.eigh(torch.ones(500, 500, device='cuda') * 2, UPLO='L')")
+    small = on_card("a40", "import torch; print(torch.linalg.inv(torch.eye(2, device='cuda') * 4).tolist())")
+    assert small.stdout == "[[0.25, 0.0], [0.0, 0.25]]\n"
+    assert done.returncode == 0 or "has no answer without a GPU" in done.stderr
+
+
+def test_host_tensors_share_pages_and_weights_are_not_drawn():
+    found = answers(
+        "a40",
+        """
+        import json, resource, time, torch
+        began = time.perf_counter()
+        layers = [torch.nn.Linear(16384, 16384) for _ in range(24)]
+        pinned = torch.empty(4 << 30, dtype=torch.uint8, pin_memory=True)
+        layers[0].cuda()
+        took = time.perf_counter() - began
+        small = torch.nn.Linear(8, 8)
+        with open("/proc/self/status") as file:
+            anonymous = next(int(line.split()[1]) for line in file if line.startswith("RssAnon"))
+        print(json.dumps([anonymous, took, float(small.weight.std()), pinned.is_pinned()]))
+        """,
+    )
+    anonymous_kib, took, deviation, pinned = found
+    assert anonymous_kib < 2 * MIB  # KiB: 24 GiB of weights lie in 2 at most, libraries included
+    assert took < 60
+    assert deviation > 0.05
+    assert pinned
+
+
+def test_libraries_stand_before_those_of_installed_packages(tmp_path):
+    """torch's DT_RPATH leads to NVIDIA's packages beside it, before LD_LIBRARY_PATH is asked."""
+    site = tmp_path / "site"
+    torch = Path(
+        subprocess.run(
+            [cuda_python(), "-c", "import importlib.util as u; print(u.find_spec('torch').origin)"],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.strip()
+    ).parent
+    (site / "torch" / "lib").mkdir(parents=True)
+    for file in torch.iterdir():
+        if file.name != "lib":
+            (site / "torch" / file.name).symlink_to(file)
+    for file in (torch / "lib").iterdir():
+        (site / "torch" / "lib" / file.name).symlink_to(file)
+    nvidia = site / "nvidia" / "cu13" / "lib"
+    nvidia.mkdir(parents=True)
+    source = tmp_path / "real.c"
+    source.write_text("#include <unistd.h>\n__attribute__((constructor)) void loaded(void) { _exit(77); }\n")
+    name = "libcudart.so.13"
+    subprocess.run(
+        [build.compiler(), "-shared", "-fPIC", f"-Wl,-soname,{name}", source, "-o", nvidia / name], check=True
+    )
+    environment = os.environ | emulated_environment(catalog.resolve_gpu("a40"))
+    script = (
+        f"import sys; sys.path.insert(0, {str(site)!r}); import torch; print(torch.__file__, torch.cuda.is_available())"
+    )
+    command = [str(cuda_python()), "-c", script]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.stdout == f"{site}/torch/__init__.py True\n", done.stderr
+    built = next(folder for folder in build.cache_folder().iterdir() if (folder / name).exists())
+    plain = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {"LD_LIBRARY_PATH": str(built)}
+    assert subprocess.run(command, env=plain, capture_output=True).returncode == 77  # without the hook NVIDIA's wins
+
+
+def test_a_torch_without_cuda_says_how_to_get_one():
+    environment = os.environ | emulated_environment(catalog.resolve_gpu("a40"))
+    done = subprocess.run([sys.executable, "-c", "import torch"], env=environment, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 1
+    assert "has no CUDA" in done.stderr
+    assert "pip install 'torch===" in done.stderr
+
+
+def test_a_missing_compiler_is_a_line(monkeypatch):
+    monkeypatch.setenv("CC", "no-such-compiler")
+    build.recipe.cache_clear()
+    with pytest.raises(UserError, match="no C compiler: no-such-compiler is not found"):
+        emulated_environment(catalog.resolve_gpu("a40"))
+    build.recipe.cache_clear()
+
+
+@pytest.mark.parametrize("cards", [0, 17])
+def test_as_many_cards_as_a_machine_has(cards):
+    with pytest.raises(UserError, match=f"{cards} cards are asked for; one machine is emulated with 1 to 16"):
+        emulated_environment(catalog.resolve_gpu("a40"), cards)
+
+
+def test_libraries_are_built_once_and_by_one(tmp_path):
+    environment = (
+        os.environ | emulated_environment(catalog.resolve_gpu("a40")) | {"BIGDIT_EMULATED_CACHE": str(tmp_path)}
+    )
+    command = [str(cuda_python()), "-c", "import torch; print(torch.cuda.device_count())"]
+    both = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    assert [process.communicate()[0] for process in both] == ["1\n", "1\n"]
+    (folder,) = tmp_path.iterdir()  # nothing half-built lies beside it
+    built = (folder / "libcuda.so.1").stat().st_mtime_ns
+    subprocess.run(command, env=environment, check=True)
+    assert (folder / "libcuda.so.1").stat().st_mtime_ns == built
+
+
+def test_a_killed_process_leaves_nothing(tmp_path):
+    def left() -> set[str]:
+        return {name for name in os.listdir("/dev/shm") if "bigdit" in name}
+
+    before = left()
+    environment = os.environ | emulated_environment(catalog.resolve_gpu("a40")) | {"TMPDIR": str(tmp_path)}
+    script = "import time, torch; x = torch.empty(1 << 30, device='cuda'); print('on', flush=True); time.sleep(600)"
+    with subprocess.Popen([str(cuda_python()), "-c", script], env=environment, stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"on\n"
+        process.send_signal(signal.SIGKILL)
+        process.wait(timeout=30)
+    time.sleep(0.1)
+    assert left() == before
+    assert not list(tmp_path.iterdir())
+
+
+def test_building_needs_only_a_compiler(tmp_path):
+    """No header and no library of NVIDIA's: the C stands for itself, and without a warning."""
+    for source in sorted(build.C.glob("*.c")):
+        command = [build.compiler(), "-O1", "-Wall", "-Wextra", "-Werror", "-fPIC", "-nostdinc", "-c", source]
+        standard = [f"-isystem{path}" for path in _include_paths()]
+        subprocess.run([*command, *standard, "-o", tmp_path / "out.o"], check=True)
+    assert shutil.which(build.compiler())
+
+
+def _include_paths() -> list[str]:
+    done = subprocess.run([build.compiler(), "-E", "-v", "-x", "c", "/dev/null"], capture_output=True, text=True)
+    lines = done.stderr.splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith("#include <"))
+    last = next(i for i, line in enumerate(lines) if line.startswith("End of search list"))
+    return [line.strip() for line in lines[first + 1 : last]]

@@ -1,0 +1,171 @@
+"""Values on the emulated card: small tensors hold what their operators compute; what nobody computed says so."""
+
+from __future__ import annotations
+
+from cards import answers, on_cards
+
+COMPUTED = """
+import json, torch
+import torch.nn.functional as F
+device = "cuda"
+x = torch.arange(10, device=device)
+half = torch.ones(3, device=device, dtype=torch.bfloat16)
+weights = torch.ones(5, device=device, requires_grad=True)
+((weights * 2) ** 2).sum().backward()
+optimizer = torch.optim.AdamW([weights], lr=0.1)
+optimizer.step()
+part = torch.zeros(4, device=device)
+part[1] = 5
+scaler = torch.amp.GradScaler()
+linear = torch.nn.Linear(4, 4, device=device)
+scaler.scale(linear(torch.ones(2, 4, device=device)).sum()).backward()
+scaler.step(torch.optim.SGD(linear.parameters(), lr=0.1))
+scaler.update()
+square = torch.tensor([[1.0, 2.0], [3.0, 4.0]], device=device)
+drawn = torch.randint(0, 1000, (64,), device=device)
+print(json.dumps({
+    "sum": x.sum().item(),
+    "where": (x == 3).nonzero().tolist(),
+    "masked": x[x > 5].tolist(),
+    "unique": torch.unique(x % 3).tolist(),
+    "scalars": [(half * 0.5).tolist(), (1 - half).tolist(), (x ** 2).tolist()],
+    "dtypes": [str((half * 0.5).dtype), str((2 * x).dtype), str((x / 2).dtype)],
+    "gradient": weights.grad.tolist(),
+    "stepped": bool((weights < 1).all()),
+    "part": part.tolist(),
+    "softmax": F.softmax(torch.zeros(2, 4, device=device), -1).tolist(),
+    "converted": square.t().contiguous().to(torch.float16).cpu().tolist(),
+    "scale": scaler.get_scale(),
+    "unscaled": linear.weight.grad[0].tolist(),
+    "drawn": [int(drawn.min()) >= 0, int(drawn.max()) < 1000, drawn.unique().numel() > 32],
+    "sorted": torch.sort(x, descending=True)[0][:3].tolist(),
+    "equal": torch.equal(x, x.clone()),
+    "norm": round(torch.nn.utils.get_total_norm([torch.full((4,), 3.0, device=device)]).item(), 3),
+}))
+"""
+
+
+def test_small_tensors_are_computed():
+    assert answers("a40", COMPUTED) == {
+        "sum": 45,
+        "where": [[3]],
+        "masked": [6, 7, 8, 9],
+        "unique": [0, 1, 2],
+        "scalars": [[0.5] * 3, [0.0] * 3, [n**2 for n in range(10)]],
+        "dtypes": ["torch.bfloat16", "torch.int64", "torch.float32"],
+        "gradient": [8.0] * 5,
+        "stepped": True,
+        "part": [0.0, 5.0, 0.0, 0.0],
+        "softmax": [[0.25] * 4] * 2,
+        "converted": [[1.0, 3.0], [2.0, 4.0]],
+        "scale": 65536.0,
+        "unscaled": [2.0] * 4,
+        "drawn": [True, True, True],
+        "sorted": [9, 8, 7],
+        "equal": True,
+        "norm": 6.0,
+    }
+
+
+UNKNOWN = """
+import json, torch
+from bigdit_emulated import notices
+big = torch.ones(1 << 20, device="cuda")
+total = big.sum()
+derived = (total * 2 + 1).isnan()
+read = [total.item(), bool(derived), big[5].item(), (big > 0).nonzero().shape[0], torch.full_like(total, 7).item()]
+print(json.dumps([read, [[found["text"], found["count"]] for found in notices.found()]]))
+"""
+
+
+def test_what_no_kernel_computed_reads_zero_and_is_said():
+    read, said = answers("a40", UNKNOWN)
+    assert read == [0.0, False, 0.0, 0, 7.0]
+    assert said == [
+        ["a value was read that no kernel computed: it is 0", 3],
+        ["nonzero looked into values that no kernel computed: they are 0", 1],
+    ]
+
+
+def test_values_change_no_allocation():
+    """A dispatch mode would: under one, autograd sums gradients into new tensors."""
+    script = """
+    import json, torch
+    from torch import nn
+    torch.cuda.memory._record_memory_history(max_entries=100000, stacks="python")
+    model = nn.Sequential(nn.Linear(512, 512), nn.LayerNorm(512), nn.Linear(512, 512)).cuda()
+    x = torch.randn(64, 512, device="cuda", requires_grad=True)
+    y = model(x)
+    (y + model(y) + y * 2).sum().backward()
+    trace = torch.cuda.memory._snapshot()["device_traces"][0]
+    print(json.dumps([(e["action"], e["size"]) for e in trace]))
+    """
+    assert answers("a40", script) == answers("a40", script, BIGDIT_EMULATED_VALUES="0")
+
+
+EXCHANGE = """
+import torch, torch.distributed as dist
+rank = int(os.environ["RANK"])
+torch.cuda.set_device(rank)
+dist.init_process_group("nccl")
+device = torch.device("cuda", rank)
+summed = torch.tensor([rank + 1.0], device=device)
+dist.all_reduce(summed)
+mean = torch.tensor([rank + 1.0], device=device, dtype=torch.bfloat16)
+dist.all_reduce(mean, op=dist.ReduceOp.AVG)
+objects = [None, None, None]
+dist.all_gather_object(objects, {"rank": rank})
+gathered = torch.empty(3, device=device)
+dist.all_gather_into_tensor(gathered, torch.tensor([float(rank)], device=device))
+scattered = torch.empty(1, device=device)
+dist.reduce_scatter_tensor(scattered, torch.arange(3.0, device=device))
+told = torch.tensor([float(rank)], device=device)
+dist.broadcast(told, 2)
+swapped = torch.empty(1, device=device)
+ahead, behind = (rank + 1) % 3, (rank - 1) % 3
+own = torch.tensor([10.0 * rank], device=device)
+requests = [dist.P2POp(dist.isend, own, ahead), dist.P2POp(dist.irecv, swapped, behind)]
+for request in dist.batch_isend_irecv(requests):
+    request.wait()
+pair = dist.new_group([0, 2])
+half = torch.tensor([1.0], device=device)
+if rank != 1:
+    dist.all_reduce(half, group=pair)
+large = torch.ones(1 << 20, device=device)
+dist.all_reduce(large)
+leave([summed.item(), mean.item(), [o["rank"] for o in objects], gathered.tolist(), scattered.item(), told.item(),
+       swapped.item(), half.item()])
+dist.destroy_process_group()
+"""
+
+
+def test_processes_exchange_small_payloads(tmp_path):
+    found = on_cards("a40", tmp_path, EXCHANGE, processes=3)
+    for rank, one in enumerate(found):
+        behind, pair = 10.0 * ((rank - 1) % 3), 1.0 if rank == 1 else 2.0
+        assert one == [6.0, 2.0, [0, 1, 2], [0.0, 1.0, 2.0], 3.0 * rank, 2.0, behind, pair]
+
+
+DEAD = """
+import time, torch, torch.distributed as dist
+rank = int(os.environ["RANK"])
+torch.cuda.set_device(rank)
+dist.init_process_group("nccl")
+x = torch.ones(1, device="cuda")
+dist.all_reduce(x)
+leave(x.item())
+if rank == 1:
+    os._exit(0)
+try:
+    dist.all_reduce(x)
+    torch.cuda.synchronize()
+except dist.DistBackendError as error:
+    leave(str(error).splitlines()[0])
+os._exit(0)
+"""
+
+
+def test_a_rank_that_has_ended_is_not_waited_for(tmp_path):
+    waited, ended = on_cards("a40", tmp_path, DEAD)
+    assert ended == 2.0
+    assert "NCCL" in waited
