@@ -181,7 +181,25 @@ def _workspace_bytes(tile: _Tile, query: torch.Tensor, key: torch.Tensor, value:
     return batch * heads * (4 * splits * tile.keys * columns + tiles * (4 * tile.queries * tile.keys + 16))
 
 
+def _cudnn(launch: Launch, *args: Any, **options: Any) -> None:
+    """The state of dropout first. Source: _cudnn_attention_forward in attention.cu beside attention_backward.cu."""
+    launch.results(6, 7)
+
+
+def _cudnn_backward(launch: Launch, grad_out: torch.Tensor, query: torch.Tensor, *rest: Any, **options: Any) -> None:
+    """dq and the row sums of gradient times output in fp32, as one block, which its graph asks for.
+
+    What the plan itself asks for beside that is cuDNN's to say on the card. Source: run_cudnn_SDP_bprop in
+    aten/src/ATen/native/cudnn/MHA.cpp and the backward node of attention in cudnn-frontend, 1.x.
+    """
+    batch, heads, tokens, dim = query.shape
+    launch.results()
+    launch.briefly(4 * batch * heads * tokens * (dim + 1))
+
+
 RULES: dict[Any, Rule] = {
+    aten._scaled_dot_product_cudnn_attention.default: _cudnn,
+    aten._scaled_dot_product_cudnn_attention_backward.default: _cudnn_backward,
     aten._scaled_dot_product_flash_attention.default: _flash,
     aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
     aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
