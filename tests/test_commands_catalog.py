@@ -143,7 +143,7 @@ def test_doctor_on_this_machine(printed):
     assert row(text, "cores") == ["cores", str(len(os.sched_getaffinity(0)))]
     assert row(text, "fsdp2")[1] == "yes"
     assert row(text, "collectives")[1].startswith("gloo")
-    assert "supported: 2.11 to 2.13" in text
+    assert "supported: 2.11 to 2.15" in text
 
 
 def test_doctor_without_a_compiler(monkeypatch, tmp_path):
@@ -187,7 +187,8 @@ def test_the_supported_torch_is_that_of_the_package():
     (requirement,) = [r for r in setup["options"]["install_requires"].split() if r.startswith("torch>")]
     first, last = doctor.TORCH_FIRST, doctor.TORCH_LAST
     assert requirement == f"torch>={first[0]}.{first[1]},<{last[0]}.{last[1] + 1}"
-    supported = {"2.11.0": True, "2.13.0+cpu": True, "2.10.2": False, "2.14.0a0+git1": False, "3.0.0": False}
+    supported = {"2.11.0": True, "2.13.0+cpu": True, "2.15.0+cu132": True}
+    supported |= {"2.10.2": False, "2.16.0a0+git1": False, "3.0.0": False}
     assert {version: doctor.torch_supported(version) for version in supported} == supported
 
 

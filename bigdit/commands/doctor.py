@@ -13,8 +13,8 @@ from typing import Annotated
 
 import typer
 
-# The bounds of setup.cfg's `torch>=2.11,<2.14`, as first and last minor release, and what the tests ran with.
-TORCH_FIRST, TORCH_LAST, TORCH_TESTED = (2, 11), (2, 13), "2.13.0+cpu"
+# The bounds of setup.cfg's `torch>=2.11,<2.16`, as first and last minor release, and what the tests ran with.
+TORCH_FIRST, TORCH_LAST, TORCH_TESTED = (2, 11), (2, 15), "2.13.0+cpu"
 
 # What each engine cannot do without.
 IMPORTS = {
@@ -100,7 +100,7 @@ def _check_versions(health: Health) -> None:
             health.fixes.append(f"{name} is not installed: pip install {name}")
     torch = health.versions["torch"]
     if torch != "missing" and not torch_supported(torch):
-        health.fixes.append(f"torch {torch} is not supported, {_range()} is: pip install 'torch>=2.11,<2.14'")
+        health.fixes.append(f"torch {torch} is not supported, {_range()} is: pip install 'torch>=2.11,<2.16'")
 
 
 def _range() -> str:

@@ -6,10 +6,17 @@ import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from torch.autograd import DeviceType
+
 
 class Stream:
-    """A stream with a number of its own; the default one has 0. What orders streams and waits for them passes."""
+    """A stream with a number of its own; the default one has 0. What orders streams and waits for them passes.
 
+    FSDP2 of torch 2.15 tells an operator of its own, which does nothing, which stream reads the gradients: by that
+    number, and the two by which torch's streams name their device."""
+
+    device_index = 0
+    device_type = DeviceType.PrivateUse1.value
     _numbers = itertools.count(1)
 
     def __init__(self, device: object = None, priority: int = 0) -> None:
