@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from bigdit.rehearse.device import FAKE_GPU
 from bigdit.rehearse.scratch import attention, convolutions, elementwise, lists, losses, normalisation, reductions
@@ -47,9 +48,16 @@ class Scratch:
             see_results: Callable[[Any], None],
             see_workspace: Callable[[torch.Tensor], None],
         ) -> None:
-            rule(Launch(self._card, result, see_results, see_workspace), *args, **kwargs)
+            if _is_any_on_the_card((result, args)):  # what is offloaded is computed on the host
+                rule(Launch(self._card, result, see_results, see_workspace), *args, **kwargs)
 
         return run
+
+
+def _is_any_on_the_card(value: Any) -> bool:
+    if isinstance(value, FakeTensor):
+        return value.fake_device.type == FAKE_GPU
+    return isinstance(value, list | tuple) and any(map(_is_any_on_the_card, value))
 
 
 def scratch_of(device: torch.device) -> Scratch | None:

@@ -79,10 +79,13 @@ def _copy_between(launch: Launch, target: torch.Tensor, source: torch.Tensor, no
         if dtype != target.dtype or not target.is_contiguous():
             launch.briefly(numel * dtype.itemsize)
         return
-    converted = [source.numel() * target.dtype.itemsize] if non_blocking and source.dtype != target.dtype else []
-    dtype = target.dtype if non_blocking else source.dtype
-    dense = source.shape == target.shape and source.is_contiguous()
-    launch.briefly(*converted, *([] if dense else [numel * dtype.itemsize]))
+    converts = non_blocking and source.dtype != target.dtype
+    taken = [source.numel() * target.dtype.itemsize] if converts else []
+    # What is converted is packed by that, unless it is dense in another order, which stays.
+    packed = source.is_contiguous() or (converts and not is_dense(source))
+    if not packed or source.shape != target.shape:
+        taken.append(numel * (target.dtype if non_blocking else source.dtype).itemsize)
+    launch.briefly(*taken)
 
 
 def _lie_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
