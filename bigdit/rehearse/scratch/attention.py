@@ -99,8 +99,10 @@ _SMALL = (_Tile(64, 64, 32), _Tile(64, 64, 64))
 _HALF_AMPERE = (*_SMALL, _Tile(128, 128, 128, ample=True), _Tile(64, 64, 128), _Tile(128, 64, _ANY))
 _HALF_ADA = (*_SMALL, _Tile(128, 64, 96), *_HALF_AMPERE[2:])  # sm_86 and sm_89 alone
 _HALF_VOLTA = (*_SMALL, _Tile(128, 64, 128), _Tile(128, 64, _ANY))
-_FULL_AMPERE = (*_SMALL, _Tile(128, 64, 128, ample=True), _Tile(64, 64, 128), _Tile(128, 64, _ANY, ample=True))
-_FULL_AMPERE += (_Tile(64, 64, _ANY),)
+_FULL_AMPERE = (
+    *(*_SMALL, _Tile(128, 64, 128, ample=True), _Tile(64, 64, 128)),
+    *(_Tile(128, 64, _ANY, ample=True), _Tile(64, 64, _ANY)),
+)
 _FULL_VOLTA = (*_SMALL, _Tile(64, 64, _ANY))
 _AMPLE_BYTES = 128 * KIB
 
@@ -108,6 +110,7 @@ _AMPLE_BYTES = 128 * KIB
 def _tile(card: Card, dtype: torch.dtype, dim: int, dropout: bool) -> _Tile:
     """The first kernel that takes heads of `dim` on this card."""
     half = dtype != torch.float32
+    tiles: tuple[_Tile, ...]
     if card.compute_capability < (8, 0):
         tiles = _HALF_VOLTA if half else _FULL_VOLTA
     elif not half:

@@ -88,8 +88,8 @@ def _sorted(whole: Loop) -> Loop:
             if compared > 0:
                 order[before], order[here] = order[here], order[before]
                 here = before
-    pick = [tuple(values[dim] for dim in order) for values in (whole.shape, whole.output, whole.input)]
-    return Loop(*pick, offset=whole.offset)
+    shape, output, input = (tuple(values[dim] for dim in order) for values in (whole.shape, whole.output, whole.input))
+    return Loop(shape, output, input, whole.offset)
 
 
 def _compare(whole: Loop, first: int, second: int) -> int:
@@ -108,15 +108,15 @@ def _compare(whole: Loop, first: int, second: int) -> int:
 
 def _joined(whole: Loop) -> Loop:
     dims: list[tuple[int, int, int]] = []
-    for length, *strides in zip(whole.shape, whole.output, whole.input, strict=True):
-        before = dims[-1] if dims else None
-        if before is not None and _can_join(before, (length, *strides)):
-            kept = strides if before[0] == 1 else before[1:]
-            dims[-1] = (before[0] * length, *kept)
+    for dim in zip(whole.shape, whole.output, whole.input, strict=True):
+        if dims and _can_join(dims[-1], dim):
+            length, *strides = dims.pop()
+            output, input = dim[1:] if length == 1 else strides
+            dims.append((length * dim[0], output, input))
         else:
-            dims.append((length, *strides))
-    shape, output, input = zip(*dims, strict=True) if dims else ((), (), ())
-    return Loop(shape, output, input, whole.offset)
+            dims.append(dim)
+    shape, outputs, inputs = (tuple(column) for column in zip(*dims, strict=True)) if dims else ((), (), ())
+    return Loop(shape, outputs, inputs, whole.offset)
 
 
 def _can_join(before: tuple[int, ...], dim: tuple[int, ...]) -> bool:

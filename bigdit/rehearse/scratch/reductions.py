@@ -103,8 +103,8 @@ def reduce(launch: Launch, tensor: Layout, dims: Sequence[int], output: torch.dt
     itemsize = tensor.dtype.itemsize
     whole = loop(tensor.shape, tensor.strides, tensor.offset, dims, itemsize, output.itemsize)
     pieces = list(whole.pieces())
-    # Results in half precision cannot hold sums between launches.
-    kept = len(pieces) > 1 and output in _HALF and tensor.dtype == output
+    # What is accumulated between launches does not fit the result's elements.
+    kept = len(pieces) > 1 and kernel.accumulator_bytes > output.itemsize
     with launch.holding(*([kernel.accumulator_bytes * _extent(whole, output)] if kept else [])):
         for piece in pieces:
             needed = meeting(piece, kernel, launch.card)
