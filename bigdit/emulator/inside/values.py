@@ -29,6 +29,10 @@ _LEFT = (
 )
 """How operators begin that neither compute nor read values."""
 
+_NUMBERS_ON_THE_CARD = ("aten::pow.Tensor_Tensor_out",)
+"""Operators that others call with a number that is a tensor of the card, which no function of Python can be handed: the
+values are computed by their callers, `pow.Scalar` here. Source: pow_Scalar_out in aten/src/ATen/native/Pow.cpp."""
+
 _BEYOND_CUDA = ("aten::copy_",)
 """Operators that torch implements for all devices at once, and that compute."""
 
@@ -76,7 +80,7 @@ class Kernels:
     def wrap(self, name: str) -> None:
         base, _, overload = name.removeprefix("aten::").partition(".")
         operator = getattr(getattr(self._torch.ops.aten, base), overload or "default")
-        if operator.is_view or base.startswith(_LEFT):
+        if operator.is_view or base.startswith(_LEFT) or name in _NUMBERS_ON_THE_CARD:
             return
         kernel = self._torch.library.get_kernel(name, "CUDA")
         function = self._reads.instead_of(operator, kernel)
@@ -124,7 +128,8 @@ class Kernels:
         other = next((one for one in args if isinstance(one, torch.Tensor)), torch.tensor(0))
         for i in places:
             if i < len(args) and isinstance(args[i], _NUMBERS):
-                found[i] = torch.tensor(args[i], dtype=torch.result_type(other, args[i]))
+                exact = torch.tensor(args[i], dtype=torch.float64 if isinstance(args[i], float) else None)
+                found[i] = exact.to(torch.result_type(other, args[i]))  # an integer too large wraps, as in kernels
         return tuple(found)
 
     def _compute(
