@@ -77,7 +77,8 @@ class Emulation(Strict):
 def _notices(run: Run) -> Iterator[tuple[str, str]]:
     """A text, and what may differ between runs."""
     if not run.accounts and not run.lost:
-        yield "no process used a card: the command's python may ignore PYTHONPATH, or it trains on the host", ""
+        why = "the command's python may ignore PYTHONPATH, or it trains on the host"
+        yield "no process used a card" + (f": {why}" if run.exit_status == 0 else " before the command failed"), ""
     for pid in run.lost:
         yield (
             "a process used a card and left no account: killed or crashed, its memory is not in this",
@@ -109,7 +110,8 @@ def _of_processes(run: Run) -> Iterator[tuple[str, str]]:
     places: dict[str, str] = {}
     for account in run.accounts:
         for notice in account.notices:
-            said.setdefault(notice.text, []).append(account.title)
+            titles = said.setdefault(notice.text, [])
+            titles += [] if account.title in titles else [account.title]
             counts[notice.text] += notice.count
             if notice.place is not None:
                 places.setdefault(notice.text, f"{Path(notice.place.file).name}:{notice.place.line}")

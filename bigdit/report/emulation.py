@@ -23,7 +23,7 @@ LINES = 8
 """Groups of live tensors that the terminal shows; the page and JSON have all."""
 
 WORK = {
-    "launches": "kernels launched",
+    "launches": "kernels launched, beside cuBLAS's and cuDNN's own",
     "copies_to_device": "copies to the card",
     "copies_to_host": "copies to the host",
     "copies_on_device": "copies on the card",

@@ -10,7 +10,6 @@ from markupsafe import Markup
 
 from bigdit.emulator.account import Account, CardAccount
 from bigdit.emulator.emulation import Emulation, Run
-from bigdit.errors import UserError
 from bigdit.files import replacing, write_json, write_text
 from bigdit.memory import CATEGORIES
 from bigdit.memory.process import beside_torch
@@ -39,13 +38,11 @@ def make_folder(folder: Path) -> None:
 
     Raises UserError where it cannot be written.
     """
-    try:
-        for file in folder.rglob("snapshot-*.pickle") if (folder / JSON).exists() else ():
-            file.unlink()
-        with replacing(folder / PAGE) as empty:
-            empty.touch()
-    except OSError as error:
-        raise UserError(f"--out: cannot write {folder}: {error.strerror or error}") from error
+    ours = (folder / JSON).exists()
+    with replacing(folder / PAGE) as empty:
+        empty.touch()
+    for file in (folder / JSON, *folder.rglob("snapshot-*.pickle")) if ours else ():
+        file.unlink(missing_ok=True)
 
 
 def write_emulation(emulation: Emulation, folder: Path) -> list[Path]:

@@ -31,6 +31,8 @@ def _document(how: str, seconds: float) -> dict[str, Any]:
     error = _uncaught() if how == "exit" else None
     if steps.backwards and not steps.done:
         notices.add("backward ran and no optimizer stepped: optimizer state is missing from the peak")
+    if how == "steps" and steps.done - steps.skipped < 2:
+        notices.add("no backward pass ran beside the optimizer's state, which may be the peak: one step more shows it")
     world = _world_size(torch)
     for name in counts_of_work.refused():
         notices.add(f"{name} was called, and has no answer on an emulated card")

@@ -19,7 +19,9 @@ cards: dict[int, replay.Replay] = {}
 reset_peaks: dict[int, replay.Peak] = {}
 """Peaks that the script reset, by card."""
 
+_began = False
 _recording = False
+_theirs = False  # the script has taken the history for itself
 _torch: Any = None
 _originals: dict[str, Callable[..., Any]] = {}
 _offsets: dict[int, tuple[int, int]] = {}  # allocations and frees that the script reset, by card
@@ -35,25 +37,26 @@ def install(torch: Any) -> None:
     record = _originals["record"] = torch.cuda.memory._record_memory_history
 
     def by_the_script(*args: Any, **kwargs: Any) -> Any:
-        global _recording
-        if _recording:
-            fold()
-            _recording = False
-            notices.add("the script records the allocator's history itself: phases and lines are known up to there")
+        global _recording, _theirs
+        fold()
+        _recording, _theirs = False, True
+        notices.add("the script records the allocator's history itself: phases and lines are known up to there")
         return record(*args, **kwargs)
 
     torch.cuda.memory._record_memory_history = by_the_script
 
 
 def _begin() -> None:
-    global _recording
+    global _began, _recording
+    _began = True
     ending.begin()
     if _torch.cuda.get_allocator_backend() != "native":
-        notices.add("the script chose another allocator than torch's own: only its peaks are known")
+        notices.add("the script chose another allocator than torch's own, which keeps no history: no phases, no lines")
         return
-    _recording = True
-    _record(clear=False)
     _torch._C._cuda_attach_out_of_memory_observer(ooms.observe)
+    if not _theirs:
+        _recording = True
+        _record(clear=False)
 
 
 def _record(*, clear: bool) -> None:
@@ -105,13 +108,13 @@ def fold(*, snapshot: str = "") -> None:
 
 
 def forget() -> None:
-    global _recording
-    _recording = False
+    global _began, _recording
+    if _began:  # else it still waits for this process's own first use
+        _torch.cuda._lazy_call(_begin)
+    _began = _recording = False
     cards.clear()
     reset_peaks.clear()
     _offsets.clear()
-    if _torch is not None and not used():
-        _torch.cuda._lazy_call(_begin)
 
 
 def _keep_what_scripts_reset(torch: Any) -> None:

@@ -55,6 +55,7 @@ def forget() -> None:
 def _within_backward(run: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(run)
     def within(*args: Any, **kwargs: Any) -> Any:
+        global _base
         if BACKWARD not in _stack:  # the thread of a recomputation finds it there
             steps.before_backward()
             _stack.clear()
@@ -65,6 +66,7 @@ def _within_backward(run: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return run(*args, **kwargs)
         finally:
+            _base = FORWARD  # also where what trains is no module
             leave(BACKWARD)
 
     return within

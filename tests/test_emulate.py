@@ -1,0 +1,345 @@
+"""`bigdit emulate`: scripts as they stand, on cards that are not there, through the command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import shutil
+import signal
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import BIN, ROOT, bigdit
+
+from bigdit.rehearse.card_client import cuda_python
+
+GIB = 2**30
+
+TRAINS = """
+import torch
+model = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024) for _ in range(8)]).cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+for step in range(100):
+    x = torch.randn(2000, 1024, device="cuda")
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    print("peak", torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved(), flush=True)
+"""
+
+RUNS_OUT = """
+import torch
+
+class Greedy(torch.autograd.Function):
+    @staticmethod
+    def forward(context, x):
+        return x * 2
+    @staticmethod
+    def backward(context, gradient):
+        return gradient + torch.empty(100 * 2**30, dtype=torch.uint8, device="cuda")[0]
+
+def train(x):
+    kept = torch.empty(3 * 2**30, dtype=torch.uint8, device="cuda")
+    Greedy.apply(x).sum().backward()
+
+train(torch.nn.Linear(1000, 1000).cuda().weight)
+"""
+
+CATCHES = """
+import torch
+model = torch.nn.Linear(4096, 4096, device="cuda")
+optimizer = torch.optim.SGD(model.parameters())
+rows = 2**23
+while True:
+    try:
+        model(torch.empty(rows, 4096, device="cuda")).sum().backward()
+        break
+    except torch.OutOfMemoryError:
+        rows //= 2
+optimizer.step()
+print("rows", rows)
+"""
+
+NOTICES = """
+import torch
+
+class Stateless(torch.optim.Optimizer):
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+    def step(self):
+        pass
+
+torch.cuda.memory._record_memory_history(max_entries=1000)
+model = torch.nn.Linear(10, 10).cuda()
+model(torch.ones(1, 10, device="cuda")).sum().backward()
+Stateless(model.parameters()).step()
+print(len(torch.cuda.memory._snapshot()["device_traces"][0]))
+"""
+
+SHARDS = """
+import os, torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+dist.init_process_group("nccl")
+model = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024) for _ in range(4)]).cuda()
+if "ddp" in os.environ["HOW"]:
+    model = DistributedDataParallel(model)
+else:
+    fully_shard(model)
+optimizer = torch.optim.AdamW(model.parameters())
+for step in range(100):
+    model(torch.randn(100, 1024, device="cuda")).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+HALF = """
+import torch
+from accelerate import Accelerator
+accelerator = Accelerator(mixed_precision="fp16", gradient_accumulation_steps=2)
+model = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024) for _ in range(4)])
+model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+for _ in range(100):
+    with accelerator.accumulate(model):
+        loss = model(torch.randn(100, 1024, device="cuda")).float().square().mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+@dataclass
+class Done:
+    """A finished command, and its report."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+    @property
+    def report(self) -> dict[str, Any]:
+        return json.loads(self.stdout)
+
+    @property
+    def account(self) -> dict[str, Any]:
+        return self.report["runs"][0]["accounts"][0]
+
+
+def emulate(*arguments: object, timeout: float = 120, **environment: str) -> Done:
+    """The command line, with the environment of the CUDA build in front of all others."""
+    path = f"{cuda_python().parent}{os.pathsep}{BIN}{os.pathsep}{os.environ['PATH']}"
+    done = bigdit("emulate", *arguments, timeout=timeout, PATH=path, **environment)
+    return Done(done.returncode, done.stdout, done.stderr)
+
+
+def script(folder: Path, text: str) -> Path:
+    file = folder / "train.py"
+    file.write_text(text)
+    return file
+
+
+def peaks(account: dict[str, Any]) -> dict[str, int]:
+    return {phase["phase"]: phase["peak_allocated_bytes"] for phase in account["cards"][0]["phases"]}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Done, Path, Path]:
+    """Three steps of a plain script, with its report in a folder."""
+    folder = tmp_path_factory.mktemp("trains")
+    file, out = script(folder, TRAINS), folder / "out"
+    return emulate("--gpu", "a40", "--steps", 3, "--out", out, "--json", "--", "python", file), file, out
+
+
+def test_peaks_are_those_that_torch_tells_the_script(trained: tuple[Done, Path, Path]) -> None:
+    done, _, _ = trained
+    assert done.returncode == 0, done.stderr
+    told = re.findall(r"^peak (\d+) (\d+)$", done.stderr, re.MULTILINE)  # what it prints gives way to the JSON
+    assert len(told) == 3
+    card = done.account["cards"][0]
+    assert [card["peak_allocated_bytes"], card["peak_reserved_bytes"]] == [int(nbytes) for nbytes in told[-1]]
+    assert card["phases_off_bytes"] == 0
+    assert max(point[1] for point in card["curve"]) == card["peak_allocated_bytes"]
+    assert max(point[2] for point in card["curve"]) == card["peak_reserved_bytes"]
+    assert done.report["fits"]
+    assert done.report["notices"] == []
+    assert done.account["ended"] == "steps"
+    assert done.account["steps"] == 3
+
+
+def test_phases_are_told_apart(trained: tuple[Done, Path, Path]) -> None:
+    """Eight layers of 1024 × 1025 parameters in fp32, and 2000 rows of 1024 saved for each."""
+    done, _, _ = trained
+    found = peaks(done.account)
+    parameters, rows = 8 * (1024 + 1) * 1024 * 4, 2000 * 1024 * 4
+    assert parameters + rows <= found["start"] < parameters + 2 * rows
+    assert found["forward"] > 3 * parameters + 9 * rows  # of the second step: parameters, two states, what is saved
+    assert found["backward"] > found["forward"]
+    assert 4 * parameters < found["step"] < found["backward"]
+    spans = [span["phase"] for span in done.account["cards"][0]["spans"]]
+    assert spans[:5] == ["forward", "backward", "forward", "step", "forward"]
+
+
+def test_live_tensors_are_named_by_the_scripts_lines(trained: tuple[Done, Path, Path]) -> None:
+    done, file, _ = trained
+    card = done.account["cards"][0]
+    assert sum(group["nbytes"] for group in card["live"]) == card["peak_allocated_bytes"]
+    code = "loss = model(x).square().mean()"
+    saved = next(group for group in card["live"] if group["script"]["code"] == code)  # the largest comes first
+    assert saved["script"]["file"] == str(file)
+    assert saved["script"]["line"] == 7
+    assert saved["library"]["file"].endswith("torch/nn/modules/linear.py")
+    assert saved["phase"] == "forward"
+    states = [group for group in card["live"] if group["phase"] == "step"]
+    assert {group["script"]["code"] for group in states} == {"optimizer.step()"}
+    assert sum(group["nbytes"] for group in states) >= 2 * 8 * (1024 + 1) * 1024 * 4
+
+
+def test_the_folder_has_a_page_that_stands_alone_and_a_snapshot(trained: tuple[Done, Path, Path]) -> None:
+    done, _, out = trained
+    page = (out / "report.html").read_text()
+    assert "<svg" in page
+    assert "fits" in page
+    assert "loss = model(x).square().mean()" in page
+    assert not re.search(r"(src|href)=\"(?!#)|@import|<script", page)
+    assert json.loads((out / "report.json").read_text()) == done.report
+    (snapshot,) = out.glob("snapshot-*.pickle")
+    assert len(pickle.loads(snapshot.read_bytes())["device_traces"][0]) == done.account["cards"][0]["events"]
+
+
+def test_work_is_counted_a_step(trained: tuple[Done, Path, Path]) -> None:
+    done, _, _ = trained
+    work = done.account["work_a_step"]
+    assert work["launches"] >= 8  # a sum for each bias's gradient
+    assert set(work) == {"launches", "copies_to_device", "copies_to_host", "copies_on_device", "host_syncs"}
+
+
+def test_out_of_memory_in_a_thread_of_autograd(tmp_path: Path) -> None:
+    done = emulate("--gpu", "a40", "--", "python", script(tmp_path, RUNS_OUT))
+    assert done.returncode == 2
+    assert "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 100.00 GiB" in done.stderr
+    text = " ".join(done.stdout.split())
+    assert "ran out of memory in backward, after 0 steps, on card 0: 100.00 GiB asked" in text
+    assert "train.py:10 in backward: return gradient + torch.empty(100 * 2**30" in text
+    assert "3.00 GiB 1 start" in text
+    assert "does not fit" in text
+    assert all(len(line) <= 80 for line in done.stdout.splitlines())
+
+
+def test_a_script_that_catches_it_and_trains_on_fits(tmp_path: Path) -> None:
+    done = emulate("--gpu", "a40", "--json", "--", "python", script(tmp_path, CATCHES))
+    assert done.returncode == 0, done.stderr
+    assert "rows 524288" in done.stderr
+    assert done.account["out_of_memory_count"] == 4
+    assert done.account["fits"]
+    (notice,) = done.report["notices"]  # none of SGD, which has no state to hold
+    assert notice.startswith("memory ran out 4 times, and the script caught it")
+    live = done.account["out_of_memory"][0]["live"]
+    assert sum(group["nbytes"] for group in live) == done.account["out_of_memory"][0]["allocated_bytes"]
+
+
+def test_what_would_make_figures_wrong_is_said(tmp_path: Path) -> None:
+    done = emulate("--gpu", "a40", "--json", "--", "python", script(tmp_path, NOTICES))
+    assert done.returncode == 0, done.stderr
+    said = "\n".join(done.report["notices"])
+    assert "Stateless holds no state after its step" in said
+    assert "first at train.py:13" in said
+    assert "the script records the allocator's history itself" in said
+    assert int(done.stderr.strip().splitlines()[-1]) > 0  # which it finds as it left it
+
+
+@pytest.mark.parametrize("how", ["fsdp", "ddp"])
+def test_two_processes_on_two_cards(tmp_path: Path, how: str) -> None:
+    command = ("torchrun", "--standalone", "--nproc-per-node", 2, script(tmp_path, SHARDS))
+    done = emulate("--gpu", "a40", "--processes", 2, "--steps", 2, "--json", "--", *command, HOW=how)
+    assert done.returncode == 0, done.stderr
+    accounts = done.report["runs"][0]["accounts"]
+    assert [(each["rank"], each["steps"], each["cards"][0]["index"]) for each in accounts] == [(0, 2, 0), (1, 2, 1)]
+    parameters = 4 * (1024 + 1) * 1024 * 4
+    state = 2 * parameters // (2 if how == "fsdp" else 1)
+    held = sum(group["nbytes"] for group in accounts[0]["cards"][0]["live"] if group["phase"] == "step")
+    assert held >= state
+    process = accounts[0]["cards"][0]["process"]
+    assert process["high_bytes"] - process["low_bytes"] > GIB // 2  # NCCL's buffers, whose size is not known
+
+
+def test_fp16_has_two_answers(tmp_path: Path) -> None:
+    command = ("python", "-m", "accelerate.commands.accelerate_cli", "launch", script(tmp_path, HALF))
+    done = emulate("--gpu", "a40", "--steps", 1, "--json", "--", *command)
+    assert done.returncode == 0, done.stderr
+    taken, skipped = done.report["runs"]
+    assert (taken["first_step_skipped"], skipped["first_step_skipped"]) == (False, True)
+    assert [run["accounts"][0]["skipped_steps"] for run in (taken, skipped)] == [0, 1]
+    states = 2 * 4 * (1024 + 1) * 1024 * 4
+    assert peaks(taken["accounts"][0])["step"] > peaks(skipped["accounts"][0])["backward"] + states // 2
+    assert "step" not in peaks(skipped["accounts"][0])
+
+
+def test_a_script_that_dies_says_so_itself(tmp_path: Path) -> None:
+    file = script(tmp_path, "import sys, torch\ntorch.ones(1).cuda()\nprint('dying', file=sys.stderr)\nsys.exit(7)\n")
+    done = emulate("--gpu", "a40", "--", "python", file)
+    assert done.returncode == 7
+    assert "dying" in done.stderr
+    assert "the command ended with status 7" in done.stdout
+
+
+def test_more_processes_than_cards(tmp_path: Path) -> None:
+    command = ("torchrun", "--standalone", "--nproc-per-node", 2, script(tmp_path, SHARDS))
+    done = emulate("--gpu", "a40", "--json", "--", *command, HOW="fsdp")
+    assert done.returncode == 1
+    assert any("--processes 2 gives each its own" in notice for notice in done.report["notices"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (("--gpu", "a41", "--", "python", "-c", "pass"), "a41.*did you mean a40"),
+        (("--gpu", "a40", "--", "pithon", "-c", "pass"), "the command 'pithon' was not found"),
+        (("--gpu", "a40", "--", BIN / "python", "-c", "import torch"), r"pip install 'torch===\d"),
+        (("--gpu", "a40", "--out", "/proc/none", "--", "python", "-c", "pass"), "cannot write /proc/none"),
+    ],
+)
+def test_bad_input_is_one_line(arguments: tuple[object, ...], problem: str) -> None:
+    done = emulate(*arguments)
+    assert done.returncode == 1
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1, done.stderr
+    assert re.search(problem, errors[0])
+    assert "Traceback" not in done.stderr
+
+
+def test_a_command_that_uses_no_card_is_no_answer() -> None:
+    done = emulate("--gpu", "a40", "--", "true")
+    assert done.returncode == 0
+    assert "no process used a card" in done.stdout
+    assert "no answer" in done.stdout
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_nothing_is_left_of_a_killed_emulation(tmp_path: Path, number: signal.Signals) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    file = script(tmp_path, "import torch, time\ntorch.ones(1).cuda()\nprint('ready', flush=True)\ntime.sleep(600)\n")
+    python = shutil.which("python", path=str(cuda_python().parent))
+    command = [BIN / "bigdit", "emulate", "--gpu", "a40", "--", python, file]
+    environment = os.environ | {"TMPDIR": str(temporary)}
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as running:
+        assert running.stdout is not None
+        assert running.stdout.readline() == "ready\n"
+        assert len(list(temporary.glob("bigdit-emulate-*"))) == 1
+        running.send_signal(number)
+        assert running.wait(timeout=60) == (130 if number == signal.SIGINT else -number)
+    deadline = time.monotonic() + 30
+    while list(temporary.iterdir()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not list(temporary.iterdir())
+    alive = subprocess.run(["pgrep", "-f", str(file)], capture_output=True, text=True, check=False).stdout
+    assert alive == ""
