@@ -20,9 +20,10 @@ class Receipt(Strict):
     """One run's step, how it was asked for and what was measured.
 
     `batch` is the largest bucket's shape, of `buckets` of them. `device` is the card as its driver names it, or
-    `cpu`; `gpus_per_node` the processes of one machine. `seconds_per_step` is a median, start and first steps left
-    out; `seconds` are of the whole run. Peaks are of one process, in bytes, by what `measured_with` names; reserved
-    ones are known on a GPU alone, predicted ones to the benchmark alone.
+    `cpu`; of an `emulated` one bytes are what torch's own allocator says, and times say nothing. `gpus_per_node` are
+    the processes of one machine. `seconds_per_step` is a median, start and first steps left out; `seconds` are of the
+    whole run. Peaks are of one process, in bytes, by what `measured_with` names; reserved ones are known on a GPU
+    alone, predicted ones to the benchmark alone.
     """
 
     kind: Literal["train", "bench"]
@@ -33,6 +34,7 @@ class Receipt(Strict):
     strategy: Strategy
     objective: ObjectiveSpec
     device: str
+    emulated: bool = False
     compute_capability: tuple[int, int] | None
     gpus_per_node: PositiveInt
     steps: PositiveInt
@@ -62,11 +64,12 @@ def write(receipt: Receipt, path: Path) -> None:
 
 
 def keep(receipt: Receipt) -> None:
-    """Put a GPU's receipt into `folder()`, by its date, model, device and digest; plans have no use for a CPU's.
+    """Put a GPU's receipt into `folder()`, by its date, model, device and digest.
 
-    Where that cannot be written, says so and goes on.
+    Plans have no use for a CPU's, and an emulated card's would pass for a measurement. Where it cannot be written,
+    says so and goes on.
     """
-    if receipt.device == "cpu":
+    if receipt.device == "cpu" or receipt.emulated:
         return
     name = f"{receipt.written}-{receipt.model.name}-{receipt.device}-{receipt.digest()}"
     try:

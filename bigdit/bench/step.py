@@ -14,7 +14,7 @@ from bigdit.features import FeatureStore
 from bigdit.receipt import Receipt
 from bigdit.rehearse import RehearsalRequest, rehearse
 from bigdit.rehearse.data import batch, feed
-from bigdit.rehearse.request import Kernels
+from bigdit.rehearse.request import A100_MULTIPROCESSORS, Kernels
 from bigdit.spec import BatchShape, ModelSpec, ObjectiveSpec, Strategy
 from bigdit.train import loop
 from bigdit.train.measure import MemoryMeter
@@ -32,7 +32,7 @@ def bench_step(
     world = World()
     with process_group(world, needed=False) as device:
         kernels: Kernels = "cuda" if device.type == "cuda" else "cpu"
-        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0)
+        card = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
         request = RehearsalRequest(
             model=spec,
             batch=shape,
@@ -40,7 +40,8 @@ def bench_step(
             micro_batch_sizes=(strategy.micro_batch_size,),
             objective=objective,
             kernels=kernels,
-            compute_capability=capability,
+            compute_capability=(8, 0) if card is None else (card.major, card.minor),
+            multiprocessors=A100_MULTIPROCESSORS if card is None else card.multi_processor_count,
         )
         predicted = rehearse(request).sizes[0].ledger.peak_allocated_bytes
 
@@ -76,6 +77,7 @@ def bench_step(
         strategy=strategy,
         objective=objective,
         device=meter.device_name,
+        emulated=meter.emulated,
         compute_capability=meter.compute_capability,
         gpus_per_node=1,
         steps=steps,

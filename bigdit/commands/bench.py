@@ -39,11 +39,13 @@ def run(
         predicted, measured = receipt.predicted_peak_allocated_bytes, receipt.measured_peak_allocated_bytes
         assert predicted is not None  # by the benchmark both are
         assert measured is not None
-        rows = table(f"one process on {receipt.device}, micro-batch {strategy.micro_batch_size}", ["", "value"])
+        card = f"an emulated {receipt.device}" if receipt.emulated else receipt.device
+        rows = table(f"one process on {card}, micro-batch {strategy.micro_batch_size}", ["", "value"])
         rows.add_row("peak, rehearsed", f"{gib(predicted)} ({predicted} bytes)")
         rows.add_row("peak, measured", f"{gib(measured)} ({measured} bytes; {receipt.measured_with})")
         rows.add_row("off by", f"{receipt.error_percent} %")
-        rows.add_row("a step", f"{receipt.seconds_per_step} s, {receipt.images_per_second} images/s")
+        if not receipt.emulated:  # whose kernels are not run
+            rows.add_row("a step", f"{receipt.seconds_per_step} s, {receipt.images_per_second} images/s")
         log.out.print(rows)
     if out is None:
         keep(receipt)

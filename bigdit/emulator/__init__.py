@@ -4,6 +4,6 @@
 runs within an emulated process. Torch's own code is not here, and what a script did there is told by `report`.
 """
 
-from bigdit.emulator.launch import emulated_environment, shared_state
+from bigdit.emulator.launch import emulated_environment, on_emulated_card, shared_state
 
-__all__ = ["emulated_environment", "shared_state"]
+__all__ = ["emulated_environment", "on_emulated_card", "shared_state"]

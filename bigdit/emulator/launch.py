@@ -42,6 +42,11 @@ def emulated_environment(
     }
 
 
+def on_emulated_card() -> bool:
+    """Whether this process's CUDA devices, if it has any, are emulated."""
+    return "BIGDIT_EMULATED_CARD" in os.environ
+
+
 @contextmanager
 def shared_state() -> Iterator[str]:
     """The path of a file without a name, in which the processes of one emulation count their bytes together.

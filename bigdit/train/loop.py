@@ -155,6 +155,7 @@ def _write_receipt(
         strategy=strategy,
         objective=run.objective,
         device=meter.device_name,
+        emulated=meter.emulated,
         compute_capability=meter.compute_capability,
         gpus_per_node=min(strategy.world_size, torch.cuda.device_count() or strategy.world_size),
         steps=steps,

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.profiler import record_function
 
+from bigdit.emulator import on_emulated_card
 from bigdit.engines import Ema, Engine
 from bigdit.loader.batch import Batch
 from bigdit.record import Recorder, Watch
@@ -34,6 +35,7 @@ class MemoryMeter:
         self._steps = 0
         self.peak_allocated_bytes: int | None = None
         self.peak_reserved_bytes: int | None = None
+        self.emulated = self._cuda and on_emulated_card()
         self.device_name = torch.cuda.get_device_name(device) if self._cuda else "cpu"
         self.compute_capability = torch.cuda.get_device_capability(device) if self._cuda else None
         self.method = "torch.cuda.max_memory_allocated" if self._cuda else "storages of the first two steps"

@@ -1,0 +1,121 @@
+"""bigdit's own trainer on emulated cards: CUDA's paths through every engine and optimizer, with torch's own peaks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+
+import pytest
+from cards import TIME_LIMIT_S, answers
+from conftest import DIGITS, ROOT, SINGLE, TINY, with_set
+
+from bigdit import catalog
+from bigdit.emulator import emulated_environment, shared_state
+from bigdit.rehearse.card_client import cuda_python
+from bigdit.train.metrics import read_metrics
+
+STEPS = ("train.steps=3", "train.checkpoint_every=3")
+FSDP2 = ("engine.name=fsdp2", "engine.ds_config=null")
+
+
+def on_two_cards(features, output, *command, overrides=()):
+    """Run a launcher's command on two emulated A40s; the receipt that the run wrote."""
+    chosen = with_set([*TINY, *STEPS, f"data.features={features}", f"output={output}", *overrides])
+    with shared_state() as state:
+        environment = os.environ | emulated_environment(catalog.resolve_gpu("a40"), 2, state)
+        environment["OMP_NUM_THREADS"] = "1"
+        line = [str(cuda_python()), "-W", "ignore", *command, "--config", str(DIGITS), *chosen]
+        done = subprocess.run(
+            line, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=TIME_LIMIT_S, check=False
+        )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "overflow" not in (done.stdout + done.stderr).lower()
+    assert "skipping step" not in (done.stdout + done.stderr).lower()
+    return json.loads((output / "receipt.json").read_text())
+
+
+def check(receipt, output, world_size):
+    """A receipt of a card that is not there, with the allocator's own peaks, and a whole checkpoint."""
+    assert receipt["emulated"]
+    assert receipt["device"] == "NVIDIA A40"
+    assert receipt["strategy"]["world_size"] == world_size
+    assert receipt["measured_with"] == "torch.cuda.max_memory_allocated"
+    assert receipt["measured_peak_allocated_bytes"] <= receipt["measured_peak_reserved_bytes"]
+    losses = [row["loss"] for row in read_metrics(output / "metrics.jsonl")]
+    assert len(set(losses)) == 3  # the digits' tensors are small, so that losses are computed, and move
+    assert all(0.5 < loss < 5 for loss in losses), losses
+    assert (output / "checkpoints/latest").read_text() == "step-00000003\n"
+
+
+DEEPSPEED = ("-m", "deepspeed.launcher.runner", "--log_level", "warning", "--num_gpus", "2")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["zero2_bf16", "zero3_bf16"])
+def test_deepspeed_trains_on_two_cards(features, tmp_path, stage):
+    command = (*DEEPSPEED, "--master_port", str(_port()), "launch/train.py", "--ds-config", f"ds_configs/{stage}.json")
+    check(on_two_cards(features, tmp_path, *command), tmp_path, 2)
+
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "launch/train.py")
+BIGDIT = ("-c", "from bigdit.cli import main; main()", "train")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("command", "replicate"), [(TORCHRUN, 1), (BIGDIT, 2)], ids=["torchrun, fsdp2", "bigdit train, hsdp"]
+)
+def test_fsdp2_trains_on_two_cards(features, tmp_path, command, replicate):
+    overrides = (*FSDP2, f"engine.dp_replicate={replicate}")
+    check(on_two_cards(features, tmp_path, *command, overrides=overrides), tmp_path, 2)
+
+
+OPTIMIZERS = (
+    "adamw",
+    "adamw_8bit",
+    "paged_adamw_8bit",
+    "lion_8bit",
+    "adamw_8bit_ao",
+    "adamw_4bit_ao",
+    "adafactor",
+    "came",
+    "came_8bit",
+)
+
+EACH = """
+import json, os, sys
+from bigdit.train.main import main
+found = {}
+for name in json.loads(os.environ["OPTIMIZERS"]):
+    output = os.path.join(os.environ["OUTPUT"], name)
+    arguments = json.loads(os.environ["ARGUMENTS"])
+    status = main([*arguments, "--set", f"output={output}", "--set", f"optimizer.name={name}"])
+    found[name] = [status, os.path.exists(os.path.join(output, "receipt.json"))]
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.slow
+def test_every_optimizer_steps_on_a_card(features, tmp_path):
+    """In one process, one after another: each trains, and its state is there when it has stepped."""
+    arguments = ["--config", str(DIGITS), *with_set([*TINY, *STEPS, *SINGLE, f"data.features={features}"])]
+    found = answers(
+        "a40",
+        EACH,
+        OPTIMIZERS=json.dumps(OPTIMIZERS),
+        OUTPUT=str(tmp_path),
+        ARGUMENTS=json.dumps(arguments),
+        OMP_NUM_THREADS="1",
+    )
+    assert found == {name: [0, True] for name in OPTIMIZERS}
+    for name in OPTIMIZERS:
+        receipt = json.loads((tmp_path / name / "receipt.json").read_text())
+        assert receipt["strategy"]["optimizer"]["name"] == name
+        check(receipt, tmp_path / name, 1)
+
+
+def _port():
+    from bigdit.train.launch import free_port
+
+    return free_port()
