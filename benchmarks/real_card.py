@@ -15,9 +15,11 @@ import sys
 import time
 from pathlib import Path
 
+from referee_rows import Row
+
 from bigdit import catalog
 from bigdit.bench.against_card import Against, Reserved, against
-from bigdit.bench.referee import Row, lines
+from bigdit.bench.referee import lines
 from bigdit.catalog import Gpu
 from bigdit.errors import UserError, guard
 from bigdit.files import write_text

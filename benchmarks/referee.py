@@ -13,41 +13,40 @@ import sys
 import time
 from pathlib import Path
 
-from referee_report import Judged, is_equal, page, share
-from referee_rows import PART, rows
+from referee_report import is_equal, page, share
+from referee_rows import PART, Row, rows
 
 from bigdit.bench.against_card import Against
-from bigdit.bench.referee import Row, judge, lines
+from bigdit.bench.referee import judge, lines
 from bigdit.errors import UserError, guard, versions
 from bigdit.files import write_text
 from bigdit.rehearse.card_client import cuda_build, cuda_python
 
 PAGE = Path(__file__).with_suffix(".md")
+_WRITTEN_EVERY = 20
 
 
 def main(arguments: list[str]) -> int:
     match arguments:
         case []:
-            judged = followed(rows())
-            write_text(PAGE, page(judged, _versions()))
-            return int(any(isinstance(found, str) for _, found in judged))
+            return followed(rows(), PAGE)
         case ["--part"]:
-            return int(any(isinstance(found, str) for _, found in followed(list(PART))))
+            return followed(list(PART), None)
         case ["--row", model, gpu, strategy, blocks] if blocks.isdigit():
             return show(Row(model, gpu, strategy, int(blocks)))
     raise UserError(f"{' '.join(arguments)!r} was asked; `--part`, `--row MODEL GPU STRATEGY BLOCKS`, or nothing")
 
 
-def followed(asked: list[Row]) -> Judged:
-    """All rows, in the order asked, with a line for each as it comes."""
+def followed(asked: list[Row], written: Path | None) -> int:
+    """All rows, with a line for each as it comes; what is found so far is `written` now and then, and at the end."""
     began, found = time.perf_counter(), dict[Row, Against | str]()
     for row, answer in judge(asked):
         found[row] = answer
-        print(
-            f"{len(found):4} of {len(asked)}, {time.perf_counter() - began:5.0f} s  {row.name}: {_said(answer)}",
-            flush=True,
-        )
-    return [(row, found[row]) for row in asked]
+        took = time.perf_counter() - began
+        print(f"{len(found):4} of {len(asked)}, {took:5.0f} s  {row.name}: {_said(answer)}", flush=True)
+        if written is not None and (len(found) % _WRITTEN_EVERY == 0 or len(found) == len(asked)):
+            write_text(written, page([(row, found[row]) for row in asked if row in found], len(asked), _versions()))
+    return int(any(isinstance(answer, str) for answer in found.values()))
 
 
 def show(row: Row) -> int:

@@ -8,8 +8,9 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from referee_rows import Row
+
 from bigdit.bench.against_card import Against, Difference, PhaseAgainst
-from bigdit.bench.referee import Row
 from bigdit.units import MIB
 
 Judged = Sequence[tuple[Row, Against | str]]
@@ -54,11 +55,11 @@ def is_equal(found: Against) -> bool:
     return not any(phase.allocated_difference for phase in found.phases)
 
 
-def page(judged: Judged, versions: str) -> str:
-    """The whole of benchmarks/referee.md."""
+def page(judged: Judged, asked: int, versions: str) -> str:
+    """The whole of benchmarks/referee.md, of the rows so far out of those `asked`."""
     answered = [(row, found) for row, found in judged if isinstance(found, Against)]
     failed = [(row, found) for row, found in judged if isinstance(found, str)]
-    parts = [HEAD, f"{versions}.\n", *_summary(answered, len(judged)), *_by("By phase", "phase", _by_phase(answered))]
+    parts = [HEAD, f"{versions}.\n", *_summary(answered, asked), *_by("By phase", "phase", _by_phase(answered))]
     parts += _by("By engine", "engine", _by_row(answered, _engine))
     parts += _by("By card", "card", _by_row(answered, lambda row: row.gpu))
     parts += _operators(answered)
@@ -73,7 +74,7 @@ def _summary(answered: Sequence[tuple[Row, Against]], asked: int) -> Iterator[st
     allocated, reserved = Spread.of(phases, "allocated"), Spread.of(phases, "reserved")
     equal = sum(is_equal(found) for _, found in answered)
     exact = sum(found.allocator_exact for _, found in answered)
-    yield f"- {asked} rows, {len(answered)} with an answer of both sides"
+    yield f"- {asked} rows are asked; both sides have answered {len(answered)}"
     part = f"{equal} rows ({equal / len(answered):.1%})"
     yield f"- allocated equal to the byte in every phase: {part}; worst {_share(allocated.worst)}"
     yield f"- reserved: median {_share(reserved.median)}, P95 {_share(reserved.p95)}, worst {_share(reserved.worst)}"

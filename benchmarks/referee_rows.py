@@ -3,9 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
-from bigdit.bench.referee import Row
+from bigdit import catalog
+from bigdit.catalog import Gpu
 from bigdit.catalog.models import models
+from bigdit.config.strategy import parse_strategy
+from bigdit.rehearse.ask import request_for
+from bigdit.rehearse.request import RehearsalRequest
+from bigdit.search.sibling import depths, sibling
+
+
+@dataclass(frozen=True)
+class Row:
+    """A model of the catalogue with at most `blocks` of each list of blocks (0: all of them), a card, a strategy."""
+
+    model: str
+    gpu: str
+    strategy: str
+    blocks: int = 2
+
+    @property
+    def name(self) -> str:
+        depth = f"{self.blocks} blocks" if self.blocks else "whole"
+        return f"{self.model} ({depth}) · {self.gpu} · {self.strategy}"
+
+    def question(self) -> tuple[RehearsalRequest, Gpu]:
+        """What both sides are asked. Raises UserError for what the catalogue does not know, or cannot be rehearsed."""
+        gpu, model = catalog.resolve_gpu(self.gpu), catalog.find_model(self.model)
+        if self.blocks:
+            model = sibling(model, {name: min(self.blocks, length) for name, length in depths(model).items()})
+        return request_for(model, gpu, parse_strategy([self.strategy])), gpu
+
 
 CARDS = ("a40", "a100-80g-sxm", "l40s", "h100-sxm", "rtx-pro-6000")
 """Compute capabilities 8.6, 8.0, 8.9, 9.0 and 12.0."""

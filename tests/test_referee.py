@@ -10,11 +10,11 @@ from conftest import ROOT
 sys.path.insert(0, str(ROOT / "benchmarks"))
 from referee_known import KNOWN
 from referee_report import share
-from referee_rows import PART
+from referee_rows import PART, Row
 
 from bigdit.bench.against_card import Against
 from bigdit.bench.alignment import unmatched
-from bigdit.bench.referee import Row, judge
+from bigdit.bench.referee import judge
 
 pytestmark = [pytest.mark.xdist_group("referee"), pytest.mark.slow]
 

@@ -42,7 +42,8 @@ def _edits(a: Sequence[int], b: Sequence[int]) -> tuple[list[int], list[int]] | 
 
 
 def _traced(history: list[dict[int, int]], x: int, y: int) -> tuple[list[int], list[int]]:
-    deleted, inserted = [], []
+    deleted: list[int] = []
+    inserted: list[int] = []
     for edits in range(len(history) - 1, 0, -1):
         furthest, k = history[edits], x - y
         down = k == -edits or (k != edits and furthest[k - 1] < furthest[k + 1])

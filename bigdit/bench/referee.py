@@ -4,42 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 from bigdit import catalog
 from bigdit.bench.against_card import Against, Reserved, against
 from bigdit.catalog import Gpu
-from bigdit.config.strategy import parse_strategy
 from bigdit.errors import UserError
 from bigdit.memory.caching import OutOfMemory
-from bigdit.rehearse.ask import request_for
 from bigdit.rehearse.card_client import Card
 from bigdit.rehearse.client import RehearsalError
 from bigdit.rehearse.pool import Pool
 from bigdit.rehearse.request import RehearsalRequest
-from bigdit.search.sibling import depths, sibling
 
 
-@dataclass(frozen=True)
-class Row:
-    """A model of the catalogue with at most `blocks` of each list of blocks (0: all of them), a card, a strategy."""
+class Asks(Protocol):
+    """A row of the referee's: a question, and the card of the catalogue that it is asked of."""
 
-    model: str
     gpu: str
-    strategy: str
-    blocks: int = 2
-
-    @property
-    def name(self) -> str:
-        depth = f"{self.blocks} blocks" if self.blocks else "whole"
-        return f"{self.model} ({depth}) · {self.gpu} · {self.strategy}"
 
     def question(self) -> tuple[RehearsalRequest, Gpu]:
         """What both sides are asked. Raises UserError for what the catalogue does not know, or cannot be rehearsed."""
-        gpu, model = catalog.resolve_gpu(self.gpu), catalog.find_model(self.model)
-        if self.blocks:
-            model = sibling(model, {name: min(self.blocks, length) for name, length in depths(model).items()})
-        return request_for(model, gpu, parse_strategy([self.strategy])), gpu
+        ...
+
+
+Row = TypeVar("Row", bound=Asks)
 
 
 def judge(rows: Sequence[Row], *, timeout_s: float = 300.0) -> Iterator[tuple[Row, Against | str]]:
@@ -51,7 +39,7 @@ def judge(rows: Sequence[Row], *, timeout_s: float = 300.0) -> Iterator[tuple[Ro
                     yield row, _judged(row, card, pool, aside, timeout_s)
 
 
-def _judged(row: Row, card: Card, pool: Pool, aside: ThreadPoolExecutor, timeout_s: float) -> Against | str:
+def _judged(row: Asks, card: Card, pool: Pool, aside: ThreadPoolExecutor, timeout_s: float) -> Against | str:
     try:
         request, gpu = row.question()
         rehearsal = aside.submit(pool.rehearse, [request])

@@ -76,10 +76,12 @@ class Pool:
         try:
             (answer,) = worker.ask(request, self._timeout_s)
             cache.keep(request, answer)
-        except UserError as error:
-            answer = error
+        except BaseException as error:
             worker.__exit__()
-            self._workers[number] = None
+            self._workers[number] = None  # the next question has a new one
+            if not isinstance(error, UserError):
+                raise
+            answer = error
         with self._lock:
             self._answered += 1
             if self._done is not None:
