@@ -11,6 +11,11 @@ from bigdit.units import KIB, MIB
 
 aten = torch.ops.aten
 
+_PRODUCTS = (
+    *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten._addmm_activation.default),
+    *(aten.mv.default, aten.addmv.default, aten.dot.default),
+)
+
 
 class Workspaces:
     """Those of one process. Source: getCurrentCUDABlasHandle in aten/src/ATen/cuda/CublasHandlePool.cpp."""
