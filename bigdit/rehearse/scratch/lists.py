@@ -14,7 +14,7 @@ import torch
 from torch._prims_common import is_non_overlapping_and_dense_or_false as is_dense
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives as _  # noqa: F401  defines the operators
 
-from bigdit.rehearse.scratch.launch import Card, Launch, Rule
+from bigdit.rehearse.scratch.launch import Card, Launch, Rule, up
 
 _THREADS = 128
 _TILE_BYTES = 16 * _THREADS
@@ -58,6 +58,11 @@ def _chunk_cat(
     if all(map(is_dense, tensors)) and (dtype == out.dtype or widens):
         elements = (-(-t.shape[dim] // num_chunks) * math.prod(t.shape[dim + 1 :]) for t in tensors)
         launch.briefly(cat_table_bytes([each * out.dtype.itemsize for each in elements]))
+        return
+    # Each tensor that does not come out even is padded for itself. Source: _pad_chunk in
+    # aten/src/ATen/native/TensorShape.cpp.
+    uneven = (t for t in tensors if t.shape[dim] % num_chunks)
+    launch.briefly(*(up(t.shape[dim], num_chunks) * (t.numel() // t.shape[dim]) * dtype.itemsize for t in uneven))
 
 
 RULES: dict[Any, Rule] = {

@@ -177,6 +177,13 @@ def _extreme(launch: Launch, tensor: torch.Tensor, dim: Any = None, keepdim: boo
     reduce(launch, Layout.of(tensor), _dims(tensor, dim), tensor.dtype, kernel)
 
 
+def _truth(launch: Launch, tensor: torch.Tensor, dim: Any = None, keepdim: bool = False) -> None:
+    # Source: ReduceLogicKernel.cu beside the others.
+    launch.results()
+    kernel = Reducer(torch.bool.itemsize, tensor.dtype.itemsize, 4)
+    reduce(launch, Layout.of(tensor), _dims(tensor, dim), torch.bool, kernel)
+
+
 def _spread(launch: Launch, tensor: torch.Tensor, dim: Any = None, **options: Any) -> None:
     # Mean, squares and two counts; twice the bytes in fp64.
     launch.results()
@@ -188,5 +195,6 @@ RULES: dict[Any, Rule] = {
     **dict.fromkeys((aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim), _total),
     aten.linalg_vector_norm.default: _norm,
     **dict.fromkeys((aten.amax.default, aten.amin.default, aten.max.default, aten.min.default), _extreme),
+    **dict.fromkeys((aten.any.default, aten.any.dim, aten.all.default, aten.all.dim), _truth),
     **dict.fromkeys((aten.var.correction, aten.var_mean.correction, aten.std.correction), _spread),
 }
