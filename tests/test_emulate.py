@@ -338,8 +338,8 @@ def test_nothing_is_left_of_a_killed_emulation(tmp_path: Path, number: signal.Si
         running.send_signal(number)
         assert running.wait(timeout=60) == (130 if number == signal.SIGINT else -number)
     deadline = time.monotonic() + 30
-    while list(temporary.iterdir()) and time.monotonic() < deadline:
+    while list(temporary.glob("bigdit-*")) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert not list(temporary.iterdir())
+    assert not list(temporary.glob("bigdit-*"))
     alive = subprocess.run(["pgrep", "-f", str(file)], capture_output=True, text=True, check=False).stdout
     assert alive == ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -75,14 +74,14 @@ def _emulate(
     from bigdit import log
     from bigdit.emulator.emulation import Emulation
     from bigdit.emulator.launch import emulated_environment, shared_state
-    from bigdit.emulator.run import run_emulated
+    from bigdit.emulator.run import run_emulated, workplace
 
-    with tempfile.TemporaryDirectory(prefix="bigdit-hub-") as hub:
+    with workplace() as folder:
         environment = emulated_environment(card, cards)
         if fake_weights:
             from bigdit.emulator.fake_weights import lay_out
 
-            environment |= lay_out(fake_weights, Path(hub), environment)
+            environment |= lay_out(fake_weights, folder / "hub", environment)
 
         def once(skip_first: bool) -> Run:
             snapshots = out if not skip_first else None if out is None else out / "first-step-skipped"
@@ -90,6 +89,7 @@ def _emulate(
                 return run_emulated(
                     command,
                     environment | emulated_environment(card, cards, state),
+                    folder,
                     steps=steps,
                     skip_first=skip_first,
                     snapshots=snapshots,

@@ -18,12 +18,12 @@ PATIENCE_S = 5.0
 
 
 def processes(folder: Path) -> list[int]:
-    """Processes whose environment names `folder` as where their accounts go, wherever they have moved in the tree."""
-    mark = f"BIGDIT_EMULATED_OUT={folder}".encode()
+    """Processes whose environment has their accounts go into `folder`, wherever they have moved in the tree."""
+    mark = f"BIGDIT_EMULATED_OUT={folder}/".encode()
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
-            if mark in (entry / "environ").read_bytes().split(b"\0"):
+            if any(each.startswith(mark) for each in (entry / "environ").read_bytes().split(b"\0")):
                 found.append(int(entry.name))
         except OSError:  # it has ended, or is another user's
             continue

@@ -24,6 +24,7 @@ from bigdit.errors import UserError
 def run_emulated(
     command: Sequence[str],
     environment: Mapping[str, str],
+    folder: Path,
     *,
     steps: int | None = None,
     skip_first: bool = False,
@@ -32,29 +33,30 @@ def run_emulated(
 ) -> Run:
     """Run `command` with `environment` beside its own, to its end or for so many optimizer `steps` of each process.
 
-    `skip_first`: its loss scaler finds its first step to overflow. `snapshots`: a folder for PyTorch's page of memory.
-    What it prints passes through. Raises UserError where it cannot be started, or cannot be emulated.
+    `folder`: one of `workplace()`. `skip_first`: its loss scaler finds its first step to overflow. `snapshots`: a
+    folder for PyTorch's page of memory. What it prints passes through.
+
+    Raises UserError where it cannot be started, or cannot be emulated.
     """
     program = shutil.which(command[0], path=environment.get("PATH", os.environ.get("PATH")))
     if program is None:
         raise UserError(f"the command {command[0]!r} was not found; what follows -- is run as a shell would run it")
-    with _folder() as folder:
-        began = time.monotonic()
-        asked = {
-            "BIGDIT_EMULATED_OUT": str(folder),
-            "BIGDIT_EMULATED_STEPS": str(steps or 0),
-            "BIGDIT_EMULATED_SKIP_FIRST": str(int(skip_first)),
-            "BIGDIT_EMULATED_SNAPSHOT": str(int(snapshots is not None)),
-        }
-        whole = {**os.environ, **environment, **asked}
-        status = _wait([program, *command[1:]], whole, folder, stdout_to_stderr)
-        _refuse(folder, status)
-        return _gather(folder, status, time.monotonic() - began, skip_first, snapshots)
+    accounts = Path(tempfile.mkdtemp(prefix="accounts-", dir=folder))
+    began = time.monotonic()
+    asked = {
+        "BIGDIT_EMULATED_OUT": str(accounts),
+        "BIGDIT_EMULATED_STEPS": str(steps or 0),
+        "BIGDIT_EMULATED_SKIP_FIRST": str(int(skip_first)),
+        "BIGDIT_EMULATED_SNAPSHOT": str(int(snapshots is not None)),
+    }
+    status = _wait([program, *command[1:]], {**os.environ, **environment, **asked}, folder, stdout_to_stderr)
+    _refuse(accounts, status)
+    return _gather(accounts, status, time.monotonic() - began, skip_first, snapshots)
 
 
 @contextlib.contextmanager
-def _folder() -> Iterator[Path]:
-    """A folder for the accounts, that is gone afterwards with all processes that know it, whatever happens."""
+def workplace() -> Iterator[Path]:
+    """A temporary folder, that is gone afterwards with all processes that an emulation left, whatever happens."""
     folder = Path(tempfile.mkdtemp(prefix="bigdit-emulate-"))
     waiting = subprocess.Popen(
         [sys.executable, "-I", "-S", janitor.__file__, str(folder)], stdin=subprocess.PIPE, start_new_session=True
