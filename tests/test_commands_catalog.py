@@ -137,18 +137,21 @@ def test_listing_imports_no_torch():
         assert done.returncode == 0, done.stderr
 
 
-def test_doctor_on_this_machine(printed):
+def test_doctor_on_this_machine(printed, monkeypatch):
+    monkeypatch.setenv("BIGDIT_CACHE", "/absent")
     text = printed(doctor.run)
     assert all(len(line) <= 80 for line in text.splitlines() if not line.startswith("fix:"))
     assert row(text, "cores") == ["cores", str(len(os.sched_getaffinity(0)))]
     assert row(text, "fsdp2")[1] == "yes"
     assert row(text, "collectives")[1].startswith("gloo")
     assert "supported: 2.11 to 2.15" in text
+    assert row(text, "libraries")[1:] == "built at first use, in /absent/emulator".split()
 
 
 def test_doctor_without_a_compiler(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.delenv("CC", raising=False)
     result = options(doctor.run, "--json")
     assert result.exit_code == 0
     found = json.loads(result.stdout)
@@ -161,6 +164,51 @@ def test_doctor_without_a_compiler(monkeypatch, tmp_path):
     assert found["ram_bytes"] > 2**30
     assert found["compiler"] is None
     assert any(fix.startswith("no C++ compiler was found") for fix in found["fixes"])
+    assert found["emulated"]["compiler"] is None
+    assert any(fix.startswith("no C compiler: cc is not found, and the emulated card") for fix in found["fixes"])
+
+
+def _environment(folder, version, cuda):
+    """An interpreter whose torch says of itself what is given; no other torch is on its path."""
+    torch = folder / "torch"
+    torch.mkdir(parents=True)
+    (torch / "__init__.py").touch()
+    (torch / "version.py").write_text(f"__version__ = {version!r}\ncuda: Optional[str] = {cuda!r}\n")
+    python = folder / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={folder} exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    return python
+
+
+def test_what_emulated_cards_need(monkeypatch, tmp_path):
+    def found():
+        health = doctor.Health(versions={}, cores=1, ram_bytes=1)
+        doctor._look_at_emulated_cards(health)
+        return health.emulated, health.fixes
+
+    plain, cuda = _environment(tmp_path / "a", "2.13.0+cpu", None), _environment(tmp_path / "b", "2.13.0+cu130", "13.0")
+    monkeypatch.setattr(sys, "executable", str(plain))
+    monkeypatch.setenv("BIGDIT_CUDA_PYTHON", str(cuda))
+    monkeypatch.setenv("BIGDIT_CACHE", str(tmp_path / "cache"))
+    card, fixes = found()
+    assert (card.torch, card.python) == ("2.13.0+cu130 CUDA 13.0", str(cuda))
+    assert (card.cache, card.builds, fixes) == (str(tmp_path / "cache/emulator"), 0, [])
+    (tmp_path / "cache/emulator" / "0a1b").mkdir(parents=True)
+    monkeypatch.setattr(sys, "executable", str(cuda))
+    card, _ = found()
+    assert (card.python, card.builds) == (str(cuda), 1)
+    monkeypatch.setattr(sys, "executable", str(plain))
+    monkeypatch.setenv("BIGDIT_CUDA_PYTHON", str(plain))
+    card, (fix,) = found()
+    assert card.torch is None
+    assert fix.startswith(f"emulated cards: {plain} has torch 2.13.0+cpu, which is no CUDA build; `make cuda` sets one")
+    monkeypatch.setenv("BIGDIT_CUDA_PYTHON", str(tmp_path / "none"))
+    monkeypatch.setenv("BIGDIT_CACHE", str(plain))  # a file
+    _, fixes = found()
+    assert [fix.split(" ")[1:4] for fix in fixes] == [
+        ["cards:", str(tmp_path / "none"), "is"],
+        ["cannot", "be", "written,"],
+    ]
 
 
 def test_doctor_where_torch_is_broken(monkeypatch, tmp_path, capsys):

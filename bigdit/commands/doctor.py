@@ -9,6 +9,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -44,6 +45,18 @@ class Engine:
     found: str
 
 
+@dataclass(frozen=True)
+class EmulatedCard:
+    """What GPUs that are not there need: the CUDA build of torch that `python` has, and libraries, which `compiler`
+    builds into `cache` at first use; `builds` are there already. None for what is missing."""
+
+    torch: str | None
+    python: str | None
+    compiler: str | None
+    cache: str
+    builds: int
+
+
 @dataclass
 class Health:
     """What was found; `fixes` has a line for everything that is missing."""
@@ -55,13 +68,14 @@ class Health:
     backends: list[str] = field(default_factory=list)
     engines: list[Engine] = field(default_factory=list)
     compiler: str | None = None
+    emulated: EmulatedCard | None = None
     fixes: list[str] = field(default_factory=list)
 
 
 def run(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """Report versions, cards, memory, engines and compiler, with the fix for what is missing."""
+    """Report versions, cards, memory, engines, compilers and emulated cards, with the fix for what is missing."""
     from bigdit import log
     from bigdit.errors import UserError
 
@@ -75,7 +89,7 @@ def run(
 
 
 def examine() -> Health:
-    """Look at this machine: versions, cores, RAM, cards, collective backends, engines, compiler."""
+    """Look at this machine: versions, cores, RAM, cards, collective backends, engines, compilers, emulated cards."""
     from bigdit import __version__
     from bigdit.errors import versions
 
@@ -91,6 +105,7 @@ def examine() -> Health:
     if errors["single"] is None:
         _look_at_torch(health)
     _look_at_engines(health, errors)
+    _look_at_emulated_cards(health)
     return health
 
 
@@ -168,6 +183,41 @@ def _look_at_engines(health: Health, errors: dict[str, str | None]) -> None:
         health.fixes.append("ninja is not installed, which DeepSpeed's builds need: pip install ninja")
 
 
+def _look_at_emulated_cards(health: Health) -> None:
+    from bigdit.emulator import build
+    from bigdit.errors import UserError
+
+    torch, python = _cuda_torch(health)
+    try:
+        compiler = build.compiler()
+    except UserError as error:
+        compiler = None
+        health.fixes.extend(error.problems)
+    cache = build.cache_folder()
+    nearest = next(folder for folder in (cache, *cache.parents) if folder.exists())
+    if not (nearest.is_dir() and os.access(nearest, os.W_OK)):
+        health.fixes.append(f"{nearest} cannot be written, and emulated cards are built in {cache}: set BIGDIT_CACHE")
+    builds = sum(folder.name.isalnum() for folder in cache.iterdir()) if cache.is_dir() else 0
+    health.emulated = EmulatedCard(torch, python, compiler, str(cache), builds)
+
+
+def _cuda_torch(health: Health) -> tuple[str | None, str | None]:
+    """The CUDA build of torch that this interpreter has, or else the one that is kept beside it, and whose it is."""
+    from bigdit.errors import UserError
+    from bigdit.rehearse.card_client import cuda_build, cuda_python
+
+    try:
+        return cuda_build(Path(sys.executable)), sys.executable
+    except UserError:
+        pass  # bigdit itself needs none
+    try:
+        python = cuda_python()
+        return cuda_build(python), str(python)
+    except UserError as error:
+        health.fixes.extend(f"emulated cards: {problem}" for problem in error.problems)
+        return None, None
+
+
 def _import_error(code: str) -> str | None:
     """None if the import in `code` succeeds, else the last line of its error. In a process of its own, since
     an import can be slow, print, set up logging, or crash."""
@@ -208,7 +258,24 @@ def _print(health: Health) -> None:
     for engine in health.engines:
         engines.add_row(engine.name, cell(engine.usable), escape(engine.found))
     log.out.print(engines)
+    if health.emulated is not None:
+        _print_emulated(health.emulated)
     for fix in health.fixes:
         log.out.print(f"fix: {fix}", soft_wrap=True, highlight=False, markup=False)
     if not health.fixes:
         log.out.print("nothing is missing")
+
+
+def _print_emulated(card: EmulatedCard) -> None:
+    from rich.markup import escape
+
+    from bigdit import log
+    from bigdit.report.tables import cell, table
+
+    built = table("Emulated cards", ("what", "found"))
+    built.add_row("torch", cell(card.torch))
+    built.add_row("interpreter", cell(card.python and escape(card.python)))
+    built.add_row("C compiler", cell(card.compiler and escape(card.compiler)))
+    known = f"{card.builds} built" if card.builds else "built at first use"
+    built.add_row("libraries", escape(f"{known}, in {card.cache}"))
+    log.out.print(built)
