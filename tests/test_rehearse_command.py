@@ -110,8 +110,8 @@ def test_resolutions_are_pixels(text):
 def test_untested_versions_and_lost_factors_are_said_aloud():
     proved = {name: first for name, (first, _) in PROVED_WITH.items()}
     assert notices(parse_strategy(["single"]), proved) == ()
-    (version,) = notices(parse_strategy(["single"]), proved | {"torch": "2.14.1+cu130"})
-    assert version.startswith("torch 2.14.1+cu130 is outside the versions that rehearsals were proved with")
+    (version,) = notices(parse_strategy(["single"]), proved | {"torch": "2.16.0+cu132"})
+    assert version.startswith("torch 2.16.0+cu132 is outside the versions that rehearsals were proved with")
     (factored,) = notices(parse_strategy(["zero2,world_size=2,optimizer.name=came"]), proved)
     assert "flat partitions, which cannot be factored" in factored
 

@@ -8,14 +8,14 @@ from collections.abc import Mapping
 from bigdit.spec import FACTORED, Strategy
 
 PROVED_WITH: Mapping[str, tuple[str, str]] = {
-    "torch": ("2.11.0", "2.13.0"),
+    "torch": ("2.11.0", "2.15.0"),
     "deepspeed": ("0.19.8", "0.19.8"),
     "diffusers": ("0.42.1", "0.42.1"),
     "bitsandbytes": ("0.50.2", "0.50.2"),
     "torchao": ("0.18.0", "0.18.0"),
 }
 """First and last version of what decides a ledger, with which rehearsals were held against real steps; of torch,
-these two for one process and FSDP2, and the last for DeepSpeed."""
+these two and 2.13.0 for one process and FSDP2, 2.13.0 and in part the last for DeepSpeed."""
 
 
 def notices(strategy: Strategy, versions: Mapping[str, str]) -> tuple[str, ...]:
