@@ -127,7 +127,8 @@ def _write_unigram(recipe: dict[str, Any], folder: Path) -> None:
     """spiece.model of a unigram model: all pieces are as likely, so a word becomes as few as it can."""
     from sentencepiece import sentencepiece_model_pb2
 
-    proto = sentencepiece_model_pb2.ModelProto()
+    messages: Any = sentencepiece_model_pb2  # which protobuf makes without types
+    proto = messages.ModelProto()
     kinds = proto.SentencePiece
     special = {number: token for token, number in recipe["special"].values()}
     for token, number in _filled(_pieces(recipe["size"] - len(special)), recipe["size"], special).items():

@@ -33,6 +33,7 @@ def lay_out(names: Sequence[str], folder: Path, environment: Mapping[str, str] |
     """
     hub = folder / "hub"
     hub.mkdir(parents=True, exist_ok=True)
+    write_text(hub / "version.txt", "1")  # or transformers 4 takes the cache for one of another layout
     dtypes = {}
     for name in names:
         asked, _, source = name.partition("=")
