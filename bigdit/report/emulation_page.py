@@ -138,8 +138,8 @@ def _draw_phases(axes: Axes, card: CardAccount) -> None:
     first = next((span.start for span in spans if span.phase != "start"), None)
     if first:
         axes.axvline(first, color="black", linewidth=0.8, linestyle=":")
-        words = {"xytext": (4, -4), "textcoords": "offset points", "va": "top", "bbox": BEHIND}
-        axes.annotate("first step", (first, 1), xycoords=axes.get_xaxis_transform(), **words)
+        axes.annotate("first step", (first, 1), xycoords=axes.get_xaxis_transform(), xytext=(4, -4),
+                      textcoords="offset points", va="top", bbox=BEHIND)  # fmt: skip
 
 
 def _draw_card(axes: Axes, account: Account, card: CardAccount, emulation: Emulation) -> None:

@@ -93,6 +93,8 @@ def mark(phase: str, place: dict[str, Any] | None) -> None:
     if events > _FOLD:
         fold()
         _record(clear=True)
+        if options.SNAPSHOT:
+            notices.add("the run is long: the snapshot for memory_viz has only its end")
 
 
 def fold(*, snapshot: str = "") -> None:
