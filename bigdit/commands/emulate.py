@@ -97,7 +97,7 @@ def _emulate(
                 )
 
         runs = [once(skip_first=False)]
-        if runs[0].scales_loss and runs[0].exit_status == 0:
+        if runs[0].scales_loss and (runs[0].exit_status == 0 or not runs[0].fits):
             log.notice("fp16 with loss scaling: once more, with the first step skipped as on real cards")
             runs.append(once(skip_first=True))
     return Emulation(command=tuple(command), gpu=card, cards=cards, runs=tuple(runs))

@@ -69,8 +69,9 @@ class Emulation(Strict):
         """What must be said, a line each; of a second run only what the first did not have."""
         found: dict[str, str] = {}
         for run in self.runs:
+            of = "with the first step skipped, " if run.first_step_skipped else ""
             for text, details in _notices(run):
-                found.setdefault(text, f"{text} ({details})" if details else text)
+                found.setdefault(text, of + (f"{text} ({details})" if details else text))
         return list(found.values())
 
 

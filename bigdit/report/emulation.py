@@ -176,7 +176,7 @@ def processes(run: Run, emulation: Emulation) -> Table:
                 gib(card.peak_reserved_bytes),
                 between(emulation.process(account, card)),
                 steps(account),
-                end(account),
+                escape(end(account)),
             )
     return rows
 

@@ -127,7 +127,7 @@ def curve_figure(account: Account, card: CardAccount, emulation: Emulation) -> F
 def _draw_phases(axes: Axes, card: CardAccount) -> None:
     """Backward and step as stripes, where there are few enough; where the start ends in any case."""
     spans = card.spans
-    ends = [*(span.start for span in spans[1:]), card.events]
+    ends = [*(span.start for span in spans[1:]), card.events][: len(spans)]
     if len(spans) <= MOST_SPANS:
         named = set[str]()
         for span, end in zip(spans, ends, strict=True):

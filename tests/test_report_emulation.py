@@ -1,0 +1,119 @@
+"""The report of an emulation: what it says, and that a script cannot write into it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_emulate_history import ACCOUNT, CARD, LINE
+
+from bigdit import log
+from bigdit.catalog import gpu
+from bigdit.emulator.account import Account
+from bigdit.emulator.emulation import EXIT_DOES_NOT_FIT, Emulation, Run
+from bigdit.report.emulation import document, own_lines, place, show, verdict, work
+from bigdit.report.emulation_page import page, write_emulation
+from bigdit.units import GIB
+
+HOSTILE = LINE | {"code": "<script>alert(1)</script> [bold red]x[/]", "name": "[link=x]<b>"}
+OOM = {
+    "card": 0, "asked_bytes": 2 * GIB, "free_bytes": GIB, "total_bytes": 44 * GIB, "allocated_bytes": 43 * GIB,
+    "phase": "backward", "steps": 1, "frames": [LINE | {"own": False, "name": "inner"}, HOSTILE, LINE],
+    "live": [{"script": HOSTILE, "library": None, "phase": "backward", "nbytes": 43 * GIB, "count": 2}],
+}  # fmt: skip
+LARGE = CARD | {"total_bytes": 44 * GIB, "peak_reserved_bytes": 43 * GIB, "curve": [[0, 0, 0], [1, 42 * GIB, 43 * GIB]]}
+
+
+def run(*changed: dict[str, Any], status: int = 0, skipped: bool = False, **more: Any) -> Run:
+    accounts = [Account.model_validate_json(json.dumps(ACCOUNT | each)) for each in changed]
+    fields = {"lost": (), "crowd": 0} | more
+    return Run(first_step_skipped=skipped, exit_status=status, seconds=1.0, accounts=tuple(accounts), **fields)
+
+
+def emulation(*runs: Run) -> Emulation:
+    return Emulation(command=("python", "<i>train.py"), gpu=gpu("a40"), cards=1, runs=runs)
+
+
+def shown(found: Emulation, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(log.out, "width", 80)
+    with log.out.capture() as captured:
+        show(found)
+    return captured.get()
+
+
+def test_what_a_script_wrote_stays_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = emulation(run({"out_of_memory": [OOM], "out_of_memory_count": 1, "cards": [LARGE]}, status=1))
+    html = page(found)
+    assert "<script" not in html
+    assert "&lt;script&gt;alert(1)" in html
+    assert "<i>train.py" not in html
+    text = shown(found, monkeypatch)
+    assert "[bold red]x[/]" in text
+    assert "[link=x]<b>" in text
+    assert all(len(line) <= 80 for line in text.splitlines())
+
+
+def test_out_of_memory_decides_the_exit_status() -> None:
+    ran_out = run({"out_of_memory": [OOM], "out_of_memory_count": 1}, status=1)
+    assert emulation(ran_out).exit_status == EXIT_DOES_NOT_FIT
+    assert emulation(run({}, status=9)).exit_status == 9
+    assert emulation(run({})).exit_status == 0
+    assert emulation(run({}), ran_out).exit_status == EXIT_DOES_NOT_FIT
+    word, why = verdict(ran_out, emulation(ran_out))
+    assert word == "does not fit"
+    assert why == ": process 1 ran out of memory in backward: 2.00 GiB asked, 1.00 GiB free"
+
+
+def test_a_traceback_is_the_scripts_own_lines_from_outside_in() -> None:
+    (oom,) = run({"out_of_memory": [OOM], "out_of_memory_count": 1}).accounts[0].out_of_memory
+    assert [line.name for line in own_lines(oom)] == ["<module>", "[link=x]<b>", "inner"]
+
+
+def test_notices_are_said_once() -> None:
+    said = {"text": "read what is not there", "count": 2, "place": LINE}
+    other = {"text": "only then", "count": 1, "place": None}
+    runs = (
+        run({"notices": [said], "rank": 0}, {"notices": [said], "rank": 1, "pid": 2}, lost=(7,), crowd=2),
+        run({"notices": [said, other]}, skipped=True),
+    )
+    lines = emulation(*runs).notices
+    assert "read what is not there (rank 0 and 1 more, 4 times, first at train.py:3)" in lines
+    assert "with the first step skipped, only then (process 1)" in lines
+    assert sum("read what is not there" in line for line in lines) == 1
+    assert any("process 7" in line and "left no account" in line for line in lines)
+    assert any("started 2 processes on fewer cards" in line for line in lines)
+    assert "2 processes used card 0, and shared its memory" in lines
+
+
+def test_no_card_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = emulation(run())
+    assert "no process used a card" in " ".join(shown(found, monkeypatch).split())
+    assert verdict(found.runs[0], found)[0] == "no answer"
+
+
+def test_work_is_the_median_of_the_steps_after_the_first() -> None:
+    steps = [{"launches": 900}, {"launches": 10}, {"launches": 12}, {"launches": 11}]
+    assert work(run({"work_by_step": steps}).accounts[0]) == {"launches": 11}
+    assert work(run({"work_by_step": steps[:1]}).accounts[0]) == {"launches": 900}
+
+
+def test_places_are_short() -> None:
+    line = run({"notices": [{"text": "x", "count": 1, "place": LINE}]}).accounts[0].notices[0].place
+    assert place(line) == "train.py:3"
+    assert line is not None
+    deep = line.model_copy(update={"file": "/venv/lib/python3.12/site-packages/torch/nn/modules/linear.py"})
+    assert place(deep) == "torch/…/linear.py:3"
+
+
+def test_the_folder_has_both_runs(tmp_path: Path) -> None:
+    found = emulation(run({"cards": [LARGE]}), run({"cards": [LARGE], "skipped_steps": 1}, skipped=True))
+    written = write_emulation(found, tmp_path / "out")
+    assert [file.name for file in written] == ["report.html", "report.json"]
+    assert json.loads(written[1].read_text()) == json.loads(json.dumps(document(found)))
+    html = written[0].read_text()
+    assert "first step skipped by the loss scaler" in html
+    assert len(re.findall(r"<svg", html)) == 2
+    assert not re.search(r"(src|href)=\"(?!#)|@import", html)
