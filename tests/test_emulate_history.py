@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from traces import CAPACITIES, MIB, ROOMY, timeline, timelines
 
 from bigdit.emulator.account import Account, read_account
+from bigdit.emulator.inside import history, phases
 from bigdit.emulator.inside.replay import POINTS, Mark, Replay, thin
 from bigdit.memory import Timeline
 from bigdit.memory.allocator import Playback, replay
@@ -71,6 +73,36 @@ def test_a_curve_of_few_points_keeps_the_peaks() -> None:
     assert few[-1] == curve[-1]
     for column in (1, 2):
         assert max(point[column] for point in few) == max(point[column] for point in curve)
+
+
+@pytest.fixture
+def entered(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The phases that were marked, in their order."""
+    found: list[str] = []
+    monkeypatch.setattr(history, "mark", lambda phase, place: found.append(phase))
+    yield found
+    phases.forget()
+
+
+def test_phases_nest_and_are_left_by_errors_too(entered: list[str]) -> None:
+    phases.enter("backward")
+    phases.enter("step")  # an optimizer that steps within backward
+    phases.leave("step")
+    phases.enter("step")  # one that fails, and is never left
+    phases.leave("backward")
+    assert entered == ["backward", "step", "backward", "step", "start"]
+
+
+def test_a_closure_is_a_step_of_its_own(entered: list[str]) -> None:
+    def closure() -> str:
+        phases.enter("backward")
+        phases.leave("backward")
+        return "loss"
+
+    phases.enter("step")
+    assert phases.outside(closure)() == "loss"
+    phases.leave("step")
+    assert entered == ["step", "start", "backward", "start", "step", "start"]
 
 
 LINE = {"file": "train.py", "line": 3, "name": "<module>", "code": "model(x)", "own": True}

@@ -12,6 +12,7 @@ from typing import Any
 
 from . import counts_of_work, files, frames, history, loss_scaler, notices, ooms, replay, steps
 
+_ORDER = ("start", "forward", "backward", "step")
 _LARGEST = 40
 """Groups of live tensors that are listed; the rest is summed up."""
 
@@ -87,7 +88,7 @@ def _card(torch: Any, card: int) -> dict[str, Any]:
         "retries": found["num_alloc_retries"],
         "phases": [
             {"phase": name, "peak_allocated_bytes": each.allocated_bytes, "peak_reserved_bytes": each.reserved_bytes}
-            for name, each in replayed.phases.items()
+            for name, each in sorted(replayed.phases.items(), key=lambda item: _ORDER.index(item[0]))
         ],
         "phases_off_bytes": off,
         "spans": [{"phase": phase, "start": start} for phase, start in replayed.spans[:_LONGEST]],

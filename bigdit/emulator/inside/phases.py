@@ -37,8 +37,24 @@ def enter(phase: str) -> None:
 def leave(phase: str) -> None:
     """Back to where `phase` was entered; what was entered within it and never left, by an error, is forgotten."""
     if phase in _stack:
-        del _stack[len(_stack) - 1 - _stack[::-1].index(phase) :]
+        del _stack[_stack.index(phase) :]
         mark()
+
+
+def outside(run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run` in no phase of its own: an optimizer's closure has a whole forward and backward in it."""
+
+    @wraps(run)
+    def suspended(*args: Any, **kwargs: Any) -> Any:
+        within, _stack[:] = _stack[:], []
+        mark()
+        try:
+            return run(*args, **kwargs)
+        finally:
+            _stack[:] = within
+            mark()
+
+    return suspended
 
 
 def mark() -> None:
@@ -58,7 +74,6 @@ def _within_backward(run: Callable[..., Any]) -> Callable[..., Any]:
         global _base
         if BACKWARD not in _stack:  # the thread of a recomputation finds it there
             steps.before_backward()
-            _stack.clear()
             steps.backwards += 1
         elif _stack[-1] == BACKWARD:
             return run(*args, **kwargs)

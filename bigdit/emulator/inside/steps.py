@@ -74,10 +74,16 @@ def forget() -> None:
     stepped_after_oom = False
 
 
-def _before(optimizer: Any, _args: Any, _kwargs: Any) -> None:
-    if not _within_engine:
-        begin(optimizer)
-        phases.enter(phases.STEP)
+def _before(optimizer: Any, args: Any, kwargs: Any) -> Any:
+    if _within_engine:
+        return None
+    begin(optimizer)
+    phases.enter(phases.STEP)
+    if len(args) > 1 and callable(args[1]):
+        return (args[0], phases.outside(args[1]), *args[2:]), kwargs
+    if callable(kwargs.get("closure")):
+        return args, kwargs | {"closure": phases.outside(kwargs["closure"])}
+    return None
 
 
 def _after(optimizer: Any, _args: Any, _kwargs: Any) -> None:
