@@ -91,8 +91,10 @@ def test_moments_of_siblings_continue_to_the_whole_model(option: Option, pool: P
         assert isinstance(answer, RehearsedSize)
         expected = option.arrangement.peaks(size, blocks)
         for phase in ("forward", "backward"):
-            found = answer.ledger.phase(phase).peak_bytes
-            assert expected[phase] == pytest.approx(found, rel=1e-4), (size, blocks, phase)
+            found = answer.ledger.phase(phase)
+            scratch = found.at_peak.get("workspace", 0)  # of kernels: it does not grow evenly, as tensors do
+            error = abs(expected[phase] - found.peak_bytes)
+            assert error <= scratch + 1e-4 * found.peak_bytes, (size, blocks, phase)
         assert option.arrangement.none.params == answer.params
 
 

@@ -3,7 +3,8 @@
 Between two rehearsals of like blocks every moment of the shorter one is found again in the longer one: all up to the
 first block's end from the start, all from the last block on from the end. What is live at such a moment is affine in
 the micro-batch size, since every tensor is, and in the number of blocks, since each adds the same; its maximum over
-moments is not. So moments are continued, and the peak is read off them.
+moments is not. So moments are continued, and the peak is read off them. What kernels take within an operation is taken
+to grow so too, and does not: a reduction's buffer grows until its blocks fill the card. A prediction is off by no more.
 """
 
 from __future__ import annotations
