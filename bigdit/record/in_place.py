@@ -9,7 +9,8 @@ TorchDispatchMode is on, the recorder's own included; then they add out of place
 - the gradients of indexing and of topk are written into zeros (index_backward and
   value_selecting_reduction_backward in torch/csrc/autograd/FunctionsManual.cpp).
 
-The recorder lets such a sum take its first operand's block over, as if the mode were not there.
+The recorder lets such a sum take its first operand's block over, as if its mode were not there. Where the program has a
+mode of its own, as selective checkpointing has, torch does add out of place.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 aten = torch.ops.aten
 
@@ -36,10 +37,10 @@ class InPlace:
         self._in_linear = False
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
+    def watching(self, recorder: TorchDispatchMode) -> Iterator[None]:
         """While in here, calls of `F.linear` are known for what they are."""
         linear = F.linear
-        F.linear = self._watched(linear)
+        F.linear = self._watched(linear, recorder)
         try:
             yield
         finally:
@@ -54,10 +55,10 @@ class InPlace:
             return False
         return self._in_linear or self._accumulates(*args)
 
-    def _watched(self, linear: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def _watched(self, linear: Callable[..., torch.Tensor], recorder: TorchDispatchMode) -> Callable[..., torch.Tensor]:
         @functools.wraps(linear)
         def watched(*args: Any, **kwargs: Any) -> torch.Tensor:
-            self._in_linear = True
+            self._in_linear = _get_current_dispatch_mode() is recorder
             try:
                 return linear(*args, **kwargs)
             finally:

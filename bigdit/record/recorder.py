@@ -72,7 +72,7 @@ class Recorder(TorchDispatchMode):
         gc.disable()
         gc.collect()
         gc.freeze()  # what exists by now is not this recording's garbage: collections stay cheap
-        self._hooks.enter_context(self._in_place.watching())
+        self._hooks.enter_context(self._in_place.watching(self))
         self._hooks.enter_context(self._watching_resize())
         self._hooks.enter_context(self._watching_cache())
         self._hooks.enter_context(self._passing_over_propagation())
