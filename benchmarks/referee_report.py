@@ -8,6 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from referee_known import BY_DATA
 from referee_rows import Row
 
 from bigdit.bench.against_card import Against, Difference, PhaseAgainst
@@ -149,7 +150,8 @@ def _apart(answered: Sequence[tuple[Row, Against]]) -> Iterator[str]:
             continue
         allocated = f"{phase.allocated_difference / MIB:+,.3f} MiB ({_share(share(phase, 'allocated'))})"
         reserved = f"{phase.reserved_difference / MIB:+,.1f} MiB ({_share(share(phase, 'reserved'))})"
-        yield f"| {row.name} | {phase.phase} | {allocated} | {reserved} | {_cause(found, worst)} |"
+        cause = BY_DATA.get(row.model) or _cause(found, worst)
+        yield f"| {row.name} | {phase.phase} | {allocated} | {reserved} | {cause} |"
 
 
 def _apartness(phase: PhaseAgainst) -> tuple[float, float]:

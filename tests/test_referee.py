@@ -29,7 +29,7 @@ def judged(tmp_path_factory: pytest.TempPathFactory) -> dict[Row, Against | str]
         return dict(judge(PART))
 
 
-@pytest.mark.parametrize("row", PART, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", PART, ids=lambda row: row.name.replace(" · ", " "))
 def test_what_is_allocated_is_equal_to_the_byte(judged: dict[Row, Against | str], row: Row) -> None:
     found = judged[row]
     assert isinstance(found, Against), found
