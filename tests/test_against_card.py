@@ -1,11 +1,16 @@
 """What the referee says of two timelines, and how it reads a card's history: without a card."""
 
+import sys
+
 import pytest
 import torch
 from torch import nn
 
+from bigdit import catalog
 from bigdit.bench.against_card import Against, Reserved, against, by_replay
+from bigdit.errors import UserError
 from bigdit.memory import Block, Span, Timeline
+from bigdit.rehearse.card_client import Card
 from bigdit.rehearse.card_trace import operator
 from bigdit.rehearse.unwritten import unwritten_weights
 from bigdit.units import GIB, MIB
@@ -106,3 +111,18 @@ def test_unwritten_weights_have_their_shapes_and_no_pages() -> None:
     assert layer.weight.shape == (1 << 16, 1 << 16)
     assert layer.weight.dtype == layer.bias.dtype == torch.bfloat16
     assert (nn.init.kaiming_uniform_, nn.Module._apply) == before
+
+
+@pytest.mark.parametrize(
+    ("python", "said"),
+    [
+        ("/nowhere/python", "/nowhere/python is no interpreter"),
+        (sys.executable, r"which is no CUDA build; `make cuda`"),
+    ],
+)
+def test_an_environment_without_cuda_is_a_line_with_the_fix(
+    monkeypatch: pytest.MonkeyPatch, python: str, said: str
+) -> None:
+    monkeypatch.setenv("BIGDIT_CUDA_PYTHON", python)
+    with pytest.raises(UserError, match=said):
+        Card(catalog.gpu("a40"))
