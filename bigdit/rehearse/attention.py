@@ -39,8 +39,7 @@ class CudaAttention:
         enable_gqa: bool = False,
     ) -> torch.Tensor:
         if attn_mask is not None and attn_mask.dtype == torch.bool:
-            masked = torch.scalar_tensor(-math.inf, dtype=query.dtype, device=query.device)
-            attn_mask = torch.where(attn_mask, 0.0, masked)
+            attn_mask = _additive(attn_mask, query)
         saves = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
         tensors = (query, key, value)
         if self._cudnn_takes(tensors) and not enable_gqa:
@@ -50,9 +49,10 @@ class CudaAttention:
         if self._flash_takes(tensors, attn_mask, is_causal):
             return _flash(tensors, dropout_p, is_causal, scale)
         if _efficient_takes(tensors) and not enable_gqa:
-            bias = None if attn_mask is None else _aligned_bias(attn_mask, query, key)
+            if attn_mask is not None:
+                attn_mask = _aligned_bias(attn_mask, query, key)  # in its place, as torch does: the other is freed
             return aten._scaled_dot_product_efficient_attention(
-                *tensors, bias, saves, dropout_p, is_causal, scale=scale
+                *tensors, attn_mask, saves, dropout_p, is_causal, scale=scale
             )[0]
         return aten._scaled_dot_product_attention_math(
             *tensors, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
@@ -97,6 +97,12 @@ def _flash(tensors: tuple[torch.Tensor, ...], dropout_p: float, is_causal: bool,
         query, key, value, dropout_p, is_causal, False, scale=scale or 1.0 / math.sqrt(dim)
     )[0]
     return out if out.shape[-1] == dim else out[..., :dim]
+
+
+def _additive(mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """What is added to the scores for a mask of booleans."""
+    masked = torch.scalar_tensor(-math.inf, dtype=query.dtype, device=query.device)
+    return torch.where(mask, 0.0, masked)
 
 
 def _aligned_bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
