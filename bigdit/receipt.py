@@ -42,6 +42,7 @@ class Receipt(Strict):
     seconds_per_step: PositiveFloat | None
     images_per_second: PositiveFloat
     predicted_peak_allocated_bytes: PositiveInt | None = None
+    predicted_peak_reserved_bytes: PositiveInt | None = None
     measured_peak_allocated_bytes: PositiveInt | None
     measured_peak_reserved_bytes: PositiveInt | None
     measured_with: str

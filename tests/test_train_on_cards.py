@@ -71,6 +71,28 @@ def test_fsdp2_trains_on_two_cards(features, tmp_path, command, replicate):
     check(on_two_cards(features, tmp_path, *command, overrides=overrides), tmp_path, 2)
 
 
+@pytest.mark.slow
+def test_a_card_measures_what_was_rehearsed_to_the_byte(features, tmp_path):
+    arguments = [*with_set([*TINY, f"data.features={features}"]), "--out", str(tmp_path / "receipt.json")]
+    environment = os.environ | emulated_environment(catalog.resolve_gpu("a40"))
+    line = [str(cuda_python()), "-W", "ignore", "-c", "from bigdit.cli import main; main()", "bench"]
+    done = subprocess.run(
+        [*line, "--config", str(DIGITS), *arguments],
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=TIME_LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "one process on an emulated NVIDIA A40" in done.stdout
+    receipt = json.loads((tmp_path / "receipt.json").read_text())
+    assert receipt["emulated"]
+    assert receipt["predicted_peak_allocated_bytes"] == receipt["measured_peak_allocated_bytes"]
+    assert receipt["predicted_peak_reserved_bytes"] == receipt["measured_peak_reserved_bytes"]
+
+
 OPTIMIZERS = (
     "adamw",
     "adamw_8bit",

@@ -11,6 +11,7 @@ import torch
 from bigdit import engines, models
 from bigdit.dist import World
 from bigdit.features import FeatureStore
+from bigdit.memory.allocator import replay
 from bigdit.receipt import Receipt
 from bigdit.rehearse import RehearsalRequest, rehearse
 from bigdit.rehearse.data import batch, feed
@@ -27,7 +28,8 @@ def bench_step(
 ) -> Receipt:
     """A receipt: predicted and measured peak bytes, seconds a step (median, the first two steps left out).
 
-    On a GPU the measured peak is the caching allocator's; on a CPU the recorder's.
+    On a GPU the measured peaks are the caching allocator's, and the predicted ones those of its replay; on a CPU both
+    are the recorder's.
     """
     world = World()
     with process_group(world, needed=False) as device:
@@ -43,7 +45,11 @@ def bench_step(
             compute_capability=(8, 0) if card is None else (card.major, card.minor),
             multiprocessors=A100_MULTIPROCESSORS if card is None else card.multi_processor_count,
         )
-        predicted = rehearse(request).sizes[0].ledger.peak_allocated_bytes
+        found = rehearse(request).sizes[0]
+        predicted, predicted_reserved = found.ledger.peak_allocated_bytes, None
+        if card is not None:  # whose allocator counts whole blocks
+            replayed = replay(found.timeline, card.total_memory)
+            predicted, predicted_reserved = replayed.peak_allocated_bytes, replayed.peak_reserved_bytes
 
         family = models.family(spec.class_name)
         model = models.build(spec, device="cpu", dtype=engines.compute_dtype(strategy), seed=seed)
@@ -85,6 +91,7 @@ def bench_step(
         seconds_per_step=round(median, 5),
         images_per_second=round(strategy.global_batch_size / median, 2),
         predicted_peak_allocated_bytes=predicted,
+        predicted_peak_reserved_bytes=predicted_reserved,
         measured_peak_allocated_bytes=measured,
         measured_peak_reserved_bytes=meter.peak_reserved_bytes,
         measured_with=meter.method,

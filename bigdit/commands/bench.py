@@ -44,6 +44,10 @@ def run(
         rows.add_row("peak, rehearsed", f"{gib(predicted)} ({predicted} bytes)")
         rows.add_row("peak, measured", f"{gib(measured)} ({measured} bytes; {receipt.measured_with})")
         rows.add_row("off by", f"{receipt.error_percent} %")
+        reserved = receipt.predicted_peak_reserved_bytes, receipt.measured_peak_reserved_bytes
+        if reserved[0] is not None and reserved[1] is not None:
+            rows.add_row("reserved, rehearsed", f"{gib(reserved[0])} ({reserved[0]} bytes)")
+            rows.add_row("reserved, measured", f"{gib(reserved[1])} ({reserved[1]} bytes)")
         if not receipt.emulated:  # whose kernels are not run
             rows.add_row("a step", f"{receipt.seconds_per_step} s, {receipt.images_per_second} images/s")
         log.out.print(rows)
