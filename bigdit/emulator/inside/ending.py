@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import os
 import signal
 import sys
@@ -16,7 +17,9 @@ from . import account, files
 
 began = time.time()
 _written = False
+_watching = False
 _owner = os.getpid()
+_ending = threading.Lock()
 _exit = os._exit
 
 
@@ -31,7 +34,7 @@ def begin() -> None:
     """This process uses a card from now on."""
     files.write_json(f"begun-{os.getpid()}.json", {"argv": sys.argv, "rank": os.environ.get("RANK")})
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, _on_signal)
+        _watch_for_termination()
 
 
 def note_crowd(cards: int) -> None:
@@ -66,17 +69,50 @@ def write(how: str) -> None:
     account.write(how, time.time() - began)
 
 
+def _watch_for_termination() -> None:
+    """Write the account when SIGTERM comes, and then end by it: in python's handler, or in a thread if that is sooner.
+
+    A launcher sends it to those who wait for a peer that failed. They wait in C++, where python's handler would only
+    run when that is over: a pipe tells the thread at once.
+    """
+    global _watching
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    if before != -1:  # it is the script's
+        signal.set_wakeup_fd(before)
+        return
+    _watching = True
+    signal.signal(signal.SIGTERM, _on_signal)
+    threading.Thread(target=_end_when_told, args=(reader,), daemon=True, name="bigdit-ending").start()
+
+
+def _end_when_told(reader: int) -> None:
+    while True:
+        number = os.read(reader, 1)
+        if number == bytes([signal.SIGTERM]) and signal.getsignal(signal.SIGTERM) is _on_signal:
+            _on_signal(signal.SIGTERM, None)
+
+
 def _on_signal(number: int, _: FrameType | None) -> None:
-    write("signal")
-    signal.signal(number, signal.SIG_DFL)
-    os.kill(os.getpid(), number)
+    if not _ending.acquire(blocking=False):  # the other is at it
+        return
+    try:
+        write("signal")
+    finally:
+        ctypes.CDLL(None).signal(int(signal.SIGTERM), 0)  # SIG_DFL; python's own may only be set by the main thread
+        os.kill(os.getpid(), number)
 
 
 def _in_child() -> None:
     """A forked process has its own account, and nothing of its parent's in it."""
-    global _written, _owner, began
+    global _written, _owner, began, _watching
     from . import counts_of_work, history, notices, ooms, phases, steps
 
     _written, _owner, began = False, os.getpid(), time.time()
+    if _watching:
+        _watching = False
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for module in (history, notices, ooms, phases, steps, counts_of_work):
         module.forget()
