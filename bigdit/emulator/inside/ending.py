@@ -20,6 +20,7 @@ _written = False
 _watching = False
 _owner = os.getpid()
 _ending = threading.Lock()
+_writing = threading.RLock()
 _exit = os._exit
 
 
@@ -61,12 +62,13 @@ def leave(status: int) -> Any:
 
 
 def write(how: str) -> None:
-    """Write the account of this process, once."""
+    """Write the account of this process, once; who comes while another thread writes it waits for that."""
     global _written
-    if _written or os.getpid() != _owner:
-        return
-    _written = True
-    account.write(how, time.time() - began)
+    with _writing:
+        if _written or os.getpid() != _owner:
+            return
+        _written = True
+        account.write(how, time.time() - began)
 
 
 def _watch_for_termination() -> None:
@@ -106,10 +108,11 @@ def _on_signal(number: int, _: FrameType | None) -> None:
 
 def _in_child() -> None:
     """A forked process has its own account, and nothing of its parent's in it."""
-    global _written, _owner, began, _watching
+    global _written, _owner, began, _watching, _ending, _writing
     from . import counts_of_work, history, notices, ooms, phases, steps
 
     _written, _owner, began = False, os.getpid(), time.time()
+    _ending, _writing = threading.Lock(), threading.RLock()
     if _watching:
         _watching = False
         signal.set_wakeup_fd(-1)
