@@ -15,7 +15,7 @@ UNPROVED = Band(
     source="a margin of 5 % of what torch reserves: no receipt of this card has shown yet how far rehearsals are off",
 )
 """Not a measured error: rehearsals equal real steps to the byte on a CPU, and what a card's libraries may take beyond
-the rules in rehearse/scratch.py is not known before one has been measured."""
+the rules in rehearse/scratch is not known before one has been measured."""
 
 
 @dataclass(frozen=True)
