@@ -6,8 +6,10 @@
  * behind, whoever is killed. */
 #define _GNU_SOURCE
 #include "card.h"
+#include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <pthread.h>
 #include <sched.h>
 #include <signal.h>
 #include <stdatomic.h>
@@ -39,11 +41,29 @@ static int peers(void) {
 
 /* -- waiting -- */
 
+/* Who calls may hold Python's lock: then the other threads of its process go on while it waits, as they do beside a real
+ * card, and a signal is heard. */
+static int (*holds_python)(void);
+static void *(*release_python)(void);
+static void (*take_python)(void *);
+static void find_python(void) {
+    *(void **)&holds_python = dlsym(RTLD_DEFAULT, "PyGILState_Check");
+    *(void **)&release_python = dlsym(RTLD_DEFAULT, "PyEval_SaveThread");
+    *(void **)&take_python = dlsym(RTLD_DEFAULT, "PyEval_RestoreThread");
+}
+static pthread_once_t looked_for_python = PTHREAD_ONCE_INIT;
+
+struct wait { unsigned times; void *python; };
+
 /* Wait a moment longer each time; REMOTE_ERROR where a rank has ended meanwhile. */
-static int wait_for(struct comm *c, unsigned *times) {
-    if (++*times < 200) return sched_yield(), OK;
-    usleep(*times < 2000 ? 50 : 1000);
-    if (*times % 1000) return OK;
+static int wait_for(struct comm *c, struct wait *w) {
+    if (++w->times < 200) return sched_yield(), OK;
+    if (w->times == 200) {
+        pthread_once(&looked_for_python, find_python);
+        if (holds_python && release_python && take_python && holds_python()) w->python = release_python();
+    }
+    usleep(w->times < 2000 ? 50 : 1000);
+    if (w->times % 1000) return OK;
     for (int rank = 0; rank < c->ranks; rank++) {
         pid_t process = c->shared->processes[rank];
         if (!process || !kill(process, 0) || errno != ESRCH) continue;
@@ -52,16 +72,20 @@ static int wait_for(struct comm *c, unsigned *times) {
     }
     return OK;
 }
+static int waited(struct wait *w, int error) {
+    if (w->python) take_python(w->python);
+    return error;
+}
 static int barrier(struct comm *c) {
-    int phase = c->shared->phase;
+    int phase = c->shared->phase, error = OK;
+    struct wait w = {0, NULL};
     if (atomic_fetch_add(&c->shared->arrived, 1) == c->ranks - 1) {
         c->shared->arrived = 0;
         atomic_fetch_add(&c->shared->phase, 1);
         return OK;
     }
-    for (unsigned times = 0; c->shared->phase == phase;)
-        if (wait_for(c, &times)) return REMOTE_ERROR;
-    return OK;
+    while (c->shared->phase == phase && !error) error = wait_for(c, &w);
+    return waited(&w, error);
 }
 
 /* -- communicators -- */
@@ -290,15 +314,19 @@ static __thread int queue_length, group_depth;
 static struct mailbox *box(struct comm *c, int from, int to) { return &c->mail[(size_t)from * c->ranks + to]; }
 static int post(struct message *m) {
     struct mailbox *b = box(m->comm, m->comm->rank, m->peer);
-    for (unsigned times = 0; b->sent - b->taken >= RING;)
-        if (wait_for(m->comm, &times)) return REMOTE_ERROR;
+    struct wait w = {0, NULL};
+    int error = OK;
+    while (b->sent - b->taken >= RING && !error) error = wait_for(m->comm, &w);
+    if (waited(&w, error)) return error;
     memcpy(b->messages[b->sent % RING], m->from, m->n);
     return atomic_fetch_add(&b->sent, 1), OK;
 }
 static int fetch(struct message *m) {
     struct mailbox *b = box(m->comm, m->peer, m->comm->rank);
-    for (unsigned times = 0; b->sent == b->taken;)
-        if (wait_for(m->comm, &times)) return REMOTE_ERROR;
+    struct wait w = {0, NULL};
+    int error = OK;
+    while (b->sent == b->taken && !error) error = wait_for(m->comm, &w);
+    if (waited(&w, error)) return error;
     memcpy(m->to, b->messages[b->taken % RING], m->n);
     return atomic_fetch_add(&b->taken, 1), OK;
 }

@@ -38,7 +38,7 @@ def refused() -> list[str]:
     """The functions of libraries that were called and have no answer."""
     ask = library("libcuda").card_refused
     ask.restype = ctypes.c_char_p
-    found = []
+    found: list[str] = []
     while (name := ask(len(found))) is not None:
         found.append(name.decode())
     return found

@@ -12,13 +12,14 @@ _found: dict[str, dict[str, Any]] = {}
 
 
 def add(text: str) -> None:
-    """Note `text`; again and again counts as one notice."""
-    known = _found.get(text)
+    """Note `text`; again and again at one line of the script counts as one notice."""
+    place, _ = frames.places(frames.of_stack(sys._getframe(1)))
+    key = text if place is None else f"{text} {place['file']}:{place['line']}"
+    known = _found.get(key)
     if known is not None:
         known["count"] += 1
     elif len(_found) < _MOST:
-        place, _ = frames.places(frames.of_stack(sys._getframe(1)))
-        _found[text] = {"text": text, "count": 1, "place": place}
+        _found[key] = {"text": text, "count": 1, "place": place}
 
 
 def found() -> list[dict[str, Any]]:
