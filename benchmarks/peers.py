@@ -163,6 +163,7 @@ NOTES = """## What differs, and why
 
 - cogvideox-factory, `print_memory` of the script itself on cogfactory-10: 12.945 GiB reserved before training, as
   published, and 21.818 at the peak, where 21.803 was published.
+- cogvideox-factory's 2b in full at batch 4 (38.281 published) was not run: still open.
 - fastdit-3: its peak is the VAE's, at a batch of 128; 0.971 as on a real card, whose scaler skips the first step.
 - fastdit-4: its authors' log is of May 2023. timm's attention was not fused before 0.9 (a matrix of 256 × 256 for each
   head and sample, several times over), and accelerate 0.19 kept gradients as zeros between steps, where it now frees
