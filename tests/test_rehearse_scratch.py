@@ -220,4 +220,4 @@ def taken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[int]]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_an_operation_takes_what_cuda_takes_in_its_order(taken: dict[str, list[int]], name: str) -> None:
-    assert taken[name] == CASES[name][3]
+    assert [size for size in taken[name] if size] == CASES[name][3]

@@ -33,7 +33,7 @@ def _flash(
     splits = 1 if dropout_p else _splits(batch * heads * -(-tokens // 64), key.shape[2], dim, launch.card)
     rows = splits * batch * heads * tokens
     launch.results(0, 1)
-    with launch.holding(*([4 * rows, 4 * rows * _rounded(dim)] if splits > 1 else [])):
+    with launch.holding(*([4 * rows, 4 * rows * _rounded(dim)] if splits > 1 else [0, 0])):  # as in reductions.reduce
         launch.results()
 
 

@@ -97,7 +97,10 @@ def _output_vector(loop: Loop, element_bytes: int) -> int:
 
 
 def reduce(launch: Launch, tensor: Layout, dims: Sequence[int], output: torch.dtype, kernel: Reducer) -> None:
-    """One reduction of `tensor` over `dims` into a result that is there; none where nothing is to be reduced."""
+    """One reduction of `tensor` over `dims` into a result that is there; none where nothing is to be reduced.
+
+    Where no blocks meet they take nothing, which is told too: so a step does the same at every micro-batch size.
+    """
     if not tensor.nbytes:
         return
     itemsize = tensor.dtype.itemsize
@@ -108,8 +111,7 @@ def reduce(launch: Launch, tensor: Layout, dims: Sequence[int], output: torch.dt
     with launch.holding(*([kernel.accumulator_bytes * _extent(whole, output)] if kept else [])):
         for piece in pieces:
             needed = meeting(piece, kernel, launch.card)
-            if needed is not None:
-                launch.briefly(needed.buffer_bytes, needed.semaphore_bytes)
+            launch.briefly(*((0, 0) if needed is None else (needed.buffer_bytes, needed.semaphore_bytes)))
 
 
 def total(launch: Launch, tensor: Layout, dims: Sequence[int], output: torch.dtype) -> None:
