@@ -200,7 +200,8 @@ def test_what_16_bits_save_depends_on_the_batch(pool: Pool, model: str) -> None:
     assert saved("bf16", 1) < 0.01
     assert saved("bf16", 1) < saved("bf16", 32) < saved("bf16", 128) < 0.5
     assert saved("bf16", 128) > 0.4
-    assert saved("bf16_sr", 32) == pytest.approx(0.5, abs=0.02)
+    # All is half but the buffers of reductions, which add half precision up in fp32: they weigh in small models.
+    assert 0.45 < saved("bf16_sr", 32) < 0.5
     (row,) = (row for row in stated(6) if row["model"] == model and row["precision"].startswith("bf16, "))
     for size in (1, 32, 128):
         assert row[f"at {size}"] == f"{saved('bf16', size):.0%}"

@@ -134,8 +134,10 @@ def shown_path(file: str) -> str:
         if installed in file:
             parts = file.rpartition(installed)[2].split("/")
             return "/".join(parts if len(parts) < 4 else (parts[0], "…", parts[-1]))
-    relative = os.path.relpath(file)
-    return file if relative.startswith("..") and len(relative) > len(file) else relative
+    relative, parts = os.path.relpath(file), file.split(os.sep)
+    if not relative.startswith(".."):
+        return relative
+    return file if len(parts) < 5 else os.path.join("…", *parts[-2:])
 
 
 def _show_run(run: Run, emulation: Emulation) -> None:
