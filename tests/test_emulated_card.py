@@ -240,6 +240,24 @@ def test_libraries_are_built_once_and_by_one(tmp_path):
     assert (folder / "libcuda.so.1").stat().st_mtime_ns == built
 
 
+def test_damaged_libraries_are_built_anew(tmp_path):
+    environment = os.environ | emulated_environment(catalog.resolve_gpu("a40"))
+    environment["BIGDIT_EMULATED_CACHE"] = str(tmp_path)
+    command = [str(cuda_python()), "-W", "ignore", "-c", "import torch; print(torch.cuda.device_count())"]
+    subprocess.run(command, env=environment, check=True)
+    (folder,) = tmp_path.iterdir()
+    whole = (folder / "libcudart.so.13").read_bytes()
+    for damage in (whole[:5000], whole[:9000] + b"x" + whole[9001:], None):
+        if damage is None:
+            (folder / "libcudart.so.13").unlink()
+        else:
+            (folder / "libcudart.so.13").write_bytes(damage)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert (done.stdout, done.returncode) == ("1\n", 0)
+        assert "is damaged, and is built anew" in done.stderr
+        assert (folder / "libcudart.so.13").read_bytes() == whole
+
+
 def test_a_killed_process_leaves_nothing(tmp_path):
     def left() -> set[str]:
         return {name for name in os.listdir("/dev/shm") if "bigdit" in name}

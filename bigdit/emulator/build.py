@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -34,6 +35,9 @@ BY_HAND = {
 """The C file of each library that does more than succeed or refuse."""
 
 HOST = "libbigdit-host.so"
+
+DIGESTS = "digests.json"
+"""SHA-256 of each library by its name, beside them; checked before they are loaded (inside/libraries.py)."""
 
 _FLAGS = ("-O1", "-fPIC", "-shared", "-pthread", "-Wl,-rpath,$ORIGIN")
 
@@ -82,6 +86,8 @@ def build(packages: Sequence[Path], folder: Path) -> None:
         for name in sorted(libraries, key=lambda name: name != "libcuda.so.1"):  # the others are linked to it
             _library(name, libraries[name], temporary)
         _cc(temporary, "-o", HOST, str(C / "host.c"), "-ldl")
+        built = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(temporary.iterdir())}
+        (temporary / DIGESTS).write_text(json.dumps(built))
         try:
             os.rename(temporary, folder)
         except OSError:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import importlib.machinery
+import json
 import os
 import re
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +37,12 @@ def before_torch(torch_folder: str) -> None:
     _check_cuda(torch)
     packages = [torch, *_installed(OTHERS)]
     folder = Path(os.environ["BIGDIT_EMULATED_CACHE"]) / _key(packages)
+    if folder.is_dir() and not _whole(folder):
+        print(f"emulated card: {folder} is damaged, and is built anew", file=sys.stderr, flush=True)
+        shutil.rmtree(folder, ignore_errors=True)
     if not folder.is_dir():
         _build(packages, folder)
-    for name in sorted(os.listdir(folder), key=lambda name: name != "libcuda.so.1"):  # the others are linked to it
+    for name in sorted(_digests(folder), key=lambda name: name != "libcuda.so.1"):  # the others are linked to it
         loaded[name] = ctypes.CDLL(str(folder / name), mode=ctypes.RTLD_GLOBAL)
     os.environ["TRITON_LIBCUDA_PATH"] = str(folder)
     _keep_nvidia_out()
@@ -96,6 +102,19 @@ def _key(packages: list[Path]) -> str:
             stat = file.stat()
             digest.update(f"{file} {stat.st_size} {stat.st_mtime_ns}\n".encode())
     return digest.hexdigest()[:32]
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    return dict(json.loads((folder / "digests.json").read_text()))
+
+
+def _whole(folder: Path) -> bool:
+    """Whether all libraries are there as they were built."""
+    try:
+        found = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in _digests(folder)}
+        return found == _digests(folder) and "libcuda.so.1" in found
+    except (OSError, ValueError):
+        return False
 
 
 def _build(packages: list[Path], folder: Path) -> None:

@@ -139,6 +139,7 @@ class Kernels:
         try:
             computed = operator(*map(self._seen, args), **{key: self._seen(value) for key, value in kwargs.items()})
         except (NotImplementedError, RuntimeError, TypeError, IndexError) as why:
+            # The CPU has no such kernel, or not for these arguments: the result is not known, and a read of it is said.
             if isinstance(why, NotImplementedError):
                 self._without_cpu.add(operator)
             self._leave(fresh, mutated)
