@@ -1,10 +1,10 @@
 """The rehearsal against the emulated card, event by event: writes benchmarks/referee.md.
 
-python benchmarks/referee.py [--part | --row MODEL GPU STRATEGY BLOCKS]
+python benchmarks/referee.py [--part | --row MODEL GPU STRATEGY BLOCKS [ranks]]
 
 Rows are in referee_rows.py; `--part` runs those that cover each rule once and writes nothing, and `--row` shows one
-with all its differences by operator (BLOCKS 0: whole). Answers of both sides are kept, each by what decides it: what
-did not change is not run again, and a run that was interrupted goes on.
+with all its differences by operator (BLOCKS 0: whole; `ranks`: with every process of the strategy). Answers of both
+sides are kept, each by what decides it: what did not change is not run again, and a run that was interrupted goes on.
 """
 
 from __future__ import annotations
@@ -32,9 +32,11 @@ def main(arguments: list[str]) -> int:
             return followed(rows(), PAGE)
         case ["--part"]:
             return followed(list(PART), None)
-        case ["--row", model, gpu, strategy, blocks] if blocks.isdigit():
-            return show(Row(model, gpu, strategy, int(blocks)))
-    raise UserError(f"{' '.join(arguments)!r} was asked; `--part`, `--row MODEL GPU STRATEGY BLOCKS`, or nothing")
+        case ["--row", model, gpu, strategy, blocks, *ranks] if blocks.isdigit() and ranks in ([], ["ranks"]):
+            return show(Row(model, gpu, strategy, int(blocks), bool(ranks)))
+    raise UserError(
+        f"{' '.join(arguments)!r} was asked; `--part`, `--row MODEL GPU STRATEGY BLOCKS [ranks]`, or nothing"
+    )
 
 
 def followed(asked: list[Row], written: Path | None) -> int:

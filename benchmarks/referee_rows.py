@@ -16,17 +16,21 @@ from bigdit.search.sibling import depths, sibling
 
 @dataclass(frozen=True)
 class Row:
-    """A model of the catalogue with at most `blocks` of each list of blocks (0: all of them), a card, a strategy."""
+    """A model of the catalogue with at most `blocks` of each list of blocks (0: all of them), a card, a strategy.
+
+    With `ranks`, every process of the strategy runs, each on a card; else the first of them, by a group without peers.
+    """
 
     model: str
     gpu: str
     strategy: str
     blocks: int = 2
+    ranks: bool = False
 
     @property
     def name(self) -> str:
         depth = f"{self.blocks} blocks" if self.blocks else "whole"
-        return f"{self.model} ({depth}) · {self.gpu} · {self.strategy}"
+        return f"{self.model} ({depth}) · {self.gpu} · {self.strategy}{' · every rank' if self.ranks else ''}"
 
     def question(self) -> tuple[RehearsalRequest, Gpu]:
         """What both sides are asked. Raises UserError for what the catalogue does not know, or cannot be rehearsed."""
@@ -88,6 +92,27 @@ WHOLE = (
     Row(WAN, "a100-80g-sxm", "fsdp2,world_size=8,checkpointed_blocks=all", 0),
 )
 
+RANKS = tuple(
+    Row(model, CARDS[i % len(CARDS)], strategy, ranks=True)
+    for i, (model, strategy) in enumerate(
+        (
+            *((SANA, f"zero{stage},world_size=2") for stage in range(4)),
+            *((SANA, f"{engine},world_size=2") for engine in ("zero2-offload", "zero3-offload", "zero3-offload-all")),
+            (SANA, "zero2,world_size=2,precision=fp16,grad_accum_steps=2"),
+            (PIXART, "zero2,world_size=2,optimizer.name=came"),
+            (PIXART, "zero3,world_size=2,micro_batch_size=2,checkpointed_blocks=all,ema.device=gpu"),
+            (SD35, "zero1,world_size=2,lora.rank=16"),
+            (SANA, "fsdp2,world_size=2"),
+            (SANA, "fsdp2-offload,world_size=2"),
+            (PIXART, "fsdp2,world_size=2,optimizer.name=adamw_8bit_ao,reshard_after_forward=false"),
+            (WAN, "fsdp2,world_size=2,checkpointed_blocks=all,grad_accum_steps=2"),
+            (FLUX, "fsdp2,world_size=2,lora.rank=16"),
+            (SANA, "fsdp2,world_size=4,dp_replicate=2"),
+            (PIXART, "fsdp2,world_size=4,dp_replicate=2,ema.device=gpu"),
+        )
+    )
+)
+
 PART = (
     Row(SANA, "a40", "single"),
     Row(SANA, "a40", "zero2,world_size=8"),
@@ -100,13 +125,15 @@ PART = (
     Row(SD35, "h100-sxm", "single,micro_batch_size=2", 1),
     Row(PIXART, "h100-sxm", "fsdp2,world_size=16,dp_replicate=2,optimizer.name=adamw_8bit_ao"),
     Row(WAN, "h100-sxm", "single,precision=fp16,checkpointed_blocks=all", 1),
+    Row(SANA, "a40", "zero2,world_size=2", ranks=True),
+    Row(PIXART, "a40", "fsdp2,world_size=2,ema.device=gpu", 1, ranks=True),
 )
 """Covers each rule once: reductions, attention of three kinds, convolutions, norms, lists; each engine and phase."""
 
 
 def rows() -> list[Row]:
     """All of them, each once."""
-    return list(dict.fromkeys([*PART, *_models(), *_strategies(), *_online(), *WHOLE]))
+    return list(dict.fromkeys([*PART, *_models(), *_strategies(), *_online(), *RANKS, *WHOLE]))
 
 
 def _models() -> Iterator[Row]:

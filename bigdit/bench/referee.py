@@ -12,15 +12,20 @@ from bigdit.catalog import Gpu
 from bigdit.errors import UserError
 from bigdit.memory.caching import OutOfMemory
 from bigdit.rehearse.card_client import Card
+from bigdit.rehearse.card_ranks import run_ranks
 from bigdit.rehearse.client import RehearsalError
 from bigdit.rehearse.pool import Pool
 from bigdit.rehearse.request import RehearsalRequest
 
 
 class Asks(Protocol):
-    """A row of the referee's: a question, and the card of the catalogue that it is asked of."""
+    """A row of the referee's: a question, and the card of the catalogue that it is asked of.
+
+    With `ranks`, all processes of the strategy run, on a card each; else the first of them alone.
+    """
 
     gpu: str
+    ranks: bool
 
     def question(self) -> tuple[RehearsalRequest, Gpu]:
         """What both sides are asked. Raises UserError for what the catalogue does not know, or cannot be rehearsed."""
@@ -44,7 +49,7 @@ def _judged(row: Asks, card: Card, pool: Pool, aside: ThreadPoolExecutor, timeou
         request, gpu = row.question()
         rehearsal = aside.submit(pool.rehearse, [request])
         try:
-            run = card.run(request, timeout_s)
+            run = run_ranks(gpu, request, timeout_s) if row.ranks else card.run(request, timeout_s)
         finally:
             (rehearsed,) = rehearsal.result()
         if isinstance(rehearsed, UserError):

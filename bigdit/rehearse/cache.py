@@ -6,6 +6,7 @@ import functools
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -78,10 +79,16 @@ def _versions() -> dict[str, str]:
 @functools.cache
 def sources() -> str:
     """A digest of the sources: the number of a version does not change with each edit."""
+    return digest_of(_SOURCES)
+
+
+def digest_of(names: Sequence[str]) -> str:
+    """A digest of bigdit's source files of these names, and of those in folders of these names."""
     root = Path(bigdit.__file__).parent
     digest = hashlib.sha256()
-    for name in _SOURCES:
+    for name in names:
         path = root / name
-        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
-            digest.update(file.read_bytes())
+        for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+            if file.suffix in (".py", ".c", ".h"):
+                digest.update(file.read_bytes())
     return digest.hexdigest()

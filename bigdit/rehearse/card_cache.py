@@ -8,7 +8,6 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-import bigdit
 from bigdit.catalog import Gpu
 from bigdit.files import write_text
 from bigdit.rehearse import cache
@@ -26,6 +25,7 @@ _SOURCES = (
     "objectives",
     "optim",
     "rehearse/card_client.py",
+    "rehearse/card_ranks.py",
     "rehearse/card_run.py",
     "rehearse/card_trace.py",
     "rehearse/card_worker.py",
@@ -59,13 +59,4 @@ def _file(gpu: Gpu, asked: RehearsalRequest, build: str) -> Path:
 @functools.cache
 def sources() -> str:
     """A digest of the sources."""
-    root = Path(bigdit.__file__).parent
-    digest = hashlib.sha256()
-    for name in _SOURCES:
-        path = root / name
-        files = (
-            sorted(file for file in path.rglob("*") if file.suffix in (".py", ".c", ".h")) if path.is_dir() else [path]
-        )
-        for file in files:
-            digest.update(file.read_bytes())
-    return digest.hexdigest()
+    return cache.digest_of(_SOURCES)

@@ -109,7 +109,7 @@ class Card:
         if not answered.exists():
             with open(self._stderr, "rb") as file:
                 file.seek(said)
-                raise _failure(name, line, file.read().decode(errors="replace").splitlines())
+                raise failure(name, int(line[-1]) if line else None, file.read().decode(errors="replace").splitlines())
         return CardRun.model_validate_json(answered.read_bytes())
 
     def _start(self) -> subprocess.Popen[bytes]:
@@ -132,18 +132,21 @@ class Card:
             self._process = None
 
 
-def worker_environment(gpu: Gpu) -> dict[str, str]:
-    """The card, no peers, no network, and no place in a launched group."""
+def worker_environment(gpu: Gpu, ranks: int = 1, state: str | None = None) -> dict[str, str]:
+    """A card for each of the ranks that there are, no network, and no place in a launched group.
+
+    One rank alone has no peers, whatever its strategy; `state` is the file that several share.
+    """
     own = {key: value for key, value in os.environ.items() if key not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
     own.pop("CUDA_VISIBLE_DEVICES", None)
-    card = emulated_environment(gpu, peers=False)
+    card = emulated_environment(gpu, ranks, state, peers=ranks > 1)
     return own | card | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join((str(_ROOT), card["PYTHONPATH"]))}
 
 
-def _failure(name: str, line: list[str], said: list[str]) -> Exception:
-    status = line[-1] if line else "none"
+def failure(name: str, status: int | None, said: list[str]) -> Exception:
+    """What steps of the model `name` that left no result ended with: the errors that they said, or their last lines."""
     problems = [text.removeprefix("error: ") for text in said if text.startswith("error: ")]
-    if status == str(EXIT_USER) and problems:
+    if status == EXIT_USER and problems:
         return UserError(*problems)
     end = "\n".join(said[-_LAST_LINES:])
     return RehearsalError(f"{name} on an emulated card ended with status {status} and no result:\n{end}")

@@ -1,8 +1,9 @@
 """The process that runs steps on a CUDA device: `python -m bigdit.rehearse.card_worker`.
 
-With REQUEST.json RESULT.json it answers this one. Without, it imports what steps need once, and reads a pair
-`REQUEST.json<tab>RESULT.json` a line; each is answered by a fork of its own, which has a device that nothing was
-allocated on. That is for emulated cards alone: a real one does not survive a fork.
+With REQUEST.json RESULT.json it answers this one, alone or as one of the ranks that torchrun started. Without, it
+imports what steps need once, and reads a pair `REQUEST.json<tab>RESULT.json` a line; each is answered by a fork of its
+own, which has a device that nothing was allocated on. That is for emulated cards alone: a real one does not survive a
+fork.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import sys
 import traceback
 from pathlib import Path
 
+from bigdit.dist import world_from_env
 from bigdit.errors import guard
 from bigdit.files import write_text
 from bigdit.log import quiet_libraries
@@ -35,10 +37,12 @@ def main(arguments: list[str]) -> None:
 
 
 def answer(asked: Path, answered: Path) -> None:
-    """Run the request's steps and write the CardRun, whole or not at all."""
+    """Run the request's steps; the first rank writes the CardRun, whole or not at all."""
     from bigdit.rehearse.on_card import run
 
-    write_text(answered, run(RehearsalRequest.model_validate_json(asked.read_text())).model_dump_json())
+    found = run(RehearsalRequest.model_validate_json(asked.read_text()))
+    if world_from_env().is_main:
+        write_text(answered, found.model_dump_json())
 
 
 def _import() -> None:

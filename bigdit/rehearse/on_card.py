@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bigdit.dist import World
+from bigdit.dist import World, world_from_env
 from bigdit.errors import versions
 from bigdit.memory import Block, Span, Timeline
 from bigdit.rehearse.card_run import CardPhase, CardRun, Segment
@@ -31,7 +31,7 @@ _ALL = 1 << 40
 
 
 def run(request: RehearsalRequest) -> CardRun:
-    """Two steps of the request's first micro-batch size on the first CUDA device, where this process has nothing yet.
+    """Two steps of the request's first micro-batch size on this rank's CUDA device, where it has nothing yet.
 
     On an emulated card, what engines read of values that no kernel wrote is 0: nothing overflows, as in a rehearsal.
     """
@@ -39,10 +39,10 @@ def run(request: RehearsalRequest) -> CardRun:
     strategy = request.strategy.with_micro_batch_size(request.micro_batch_sizes[0])
     with unwritten_weights():
         workload = prepare(request.model, request.batch, strategy, request.encoders)
-    device = torch.device("cuda", 0)
+    device = torch.device("cuda", world_from_env().local_rank)
     torch.cuda.set_device(device)
     torch.cuda.init()
-    with _first_of(strategy) as world:
+    with _group(strategy) as world:
         trace = _Trace()
         two_steps(workload, request.objective, device, world, trace)
         phases, timeline, segments, deferred = trace.close()
@@ -92,7 +92,7 @@ class _Trace(Witness):
         gc.collect()
         self._end()
         stop = self._count() - self._before
-        trace = torch.cuda.memory._snapshot()["device_traces"][0]
+        trace = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
         blocks, events, segments, deferred = _read(trace)
         if len(events) != stop:
             raise RuntimeError(f"the allocator counted {stop} events, and its history has {len(events)}")
@@ -159,19 +159,26 @@ def _beside(device: torch.device) -> int | None:
 
 
 @contextmanager
-def _first_of(strategy: Strategy) -> Iterator[World]:
-    """This process, the first of as many as the strategy has: NCCL over a store that asks nobody.
-
-    On the host collectives have torch's fake backend.
-    """
+def _group(strategy: Strategy) -> Iterator[World]:
+    """This process among as many as the strategy has: those that torchrun started, or the first of them alone."""
     if strategy.engine == "single":
         yield World()
         return
+    os.environ["DS_ACCELERATOR"] = "cuda"
+    if dist.is_torchelastic_launched():
+        dist.init_process_group("cpu:gloo,cuda:nccl")
+        yield world_from_env()
+        dist.barrier()  # who ends first takes away what the others still read
+    else:
+        yield _first_of(strategy.world_size)
+
+
+def _first_of(size: int) -> World:
+    """NCCL over a store that asks nobody; on the host collectives have torch's fake backend."""
     from torch.testing._internal.distributed import fake_pg  # registers the backend
 
     assert fake_pg
-    size = strategy.world_size
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(size)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "DS_ACCELERATOR": "cuda"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     dist.init_process_group("cpu:fake,cuda:nccl", store=dist.HashStore(), rank=0, world_size=size)
-    yield World(rank=0, local_rank=0, world_size=size)
+    return World(rank=0, local_rank=0, world_size=size)
