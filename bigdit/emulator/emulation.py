@@ -62,7 +62,12 @@ class Emulation(Strict):
     def process(self, account: Account, card: CardAccount) -> ByteRange:
         """What nvidia-smi would show of a process at its peak: reserved memory, CUDA context and NCCL."""
         reserved = ByteRange(low_bytes=card.peak_reserved_bytes, high_bytes=card.peak_reserved_bytes)
-        return reserved + beside_torch(self.gpu.compute_capability, account.world_size)
+        return reserved + self.beside(account)
+
+    def beside(self, account: Account) -> ByteRange:
+        """What a process takes of a card beside torch's reserved memory: CUDA context and NCCL."""
+        gpu = self.gpu
+        return beside_torch(gpu.compute_capability, account.world_size, multiprocessors=gpu.multiprocessors)
 
     @property
     def notices(self) -> list[str]:

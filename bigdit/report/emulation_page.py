@@ -12,7 +12,6 @@ from bigdit.emulator.account import Account, CardAccount
 from bigdit.emulator.emulation import Emulation, Run
 from bigdit.files import replacing, write_json, write_text
 from bigdit.memory import CATEGORIES
-from bigdit.memory.process import beside_torch
 from bigdit.report import emulation as text
 from bigdit.report.svg import DARK, inline, variable
 from bigdit.report.timeline import BEHIND, COLOURS
@@ -145,7 +144,7 @@ def _draw_phases(axes: Axes, card: CardAccount) -> None:
 def _draw_card(axes: Axes, account: Account, card: CardAccount, emulation: Emulation) -> None:
     """The card's line, and below it what CUDA and NCCL may take beside torch; words where both are far above."""
     usable = emulation.gpu.usable_bytes
-    beside = beside_torch(emulation.gpu.compute_capability, account.world_size)
+    beside = emulation.beside(account)
     top = max(card.peak_reserved_bytes, 1)
     words = f"usable {gib(usable)}, less CUDA and NCCL"
     if usable > 2 * top:
