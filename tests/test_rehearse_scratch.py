@@ -6,12 +6,8 @@ back (-), in order. Results stay.
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from answered import answered
 
 CARDS = {"A40": ((8, 6), 84), "A100": ((8, 0), 108), "H100": ((9, 0), 132), "RTX 5090": ((12, 0), 170)}
 
@@ -202,20 +198,8 @@ os._exit(0)
 
 @pytest.fixture(scope="module")
 def taken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[int]]:
-    folder = tmp_path_factory.mktemp("scratch")
-    asked, answered = folder / "asked.json", folder / "answered.json"
     questions = {name: (*CARDS[card], operator, args) for name, (card, operator, args, _) in CASES.items()}
-    asked.write_text(json.dumps(questions))
-    done = subprocess.run(
-        [sys.executable, "-c", _RUN, str(asked), str(answered)],
-        cwd=Path(__file__).parents[1],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(answered.read_text())
+    return answered(_RUN, questions, tmp_path_factory.mktemp("scratch"))
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -5,13 +5,9 @@ Every expected row was read off torch 2.13.0+cu130, its host code run on an emul
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from answered import answered
 
 from bigdit.rehearse.scratch.launch import Card
 from bigdit.rehearse.scratch.lists import cat_table_bytes, split_table_bytes
@@ -118,20 +114,7 @@ os._exit(0)
 
 @pytest.fixture(scope="module")
 def taken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[int]]:
-    folder = tmp_path_factory.mktemp("scratch")
-    asked, answered = folder / "asked.json", folder / "answered.json"
-    asked.write_text(json.dumps(CASES))
-    done = subprocess.run(
-        [sys.executable, "-c", _RUN, str(asked), str(answered)],
-        cwd=Path(__file__).parents[1],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    answers: dict[str, list[int]] = json.loads(answered.read_text())
-    return answers
+    return answered(_RUN, CASES, tmp_path_factory.mktemp("scratch"))
 
 
 @pytest.mark.parametrize("name", CASES)
