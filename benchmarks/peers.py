@@ -7,7 +7,7 @@ that is named there; nothing of them is here. `--python` names the interpreter o
 this project installs, with a CUDA build of torch and torchvision; `2024` and `2023` have the versions of
 cogvideox-factory's and of fast-DiT's time. Found figures are kept in peers_found.json, a row at a time, so that rows
 can be run again by their ids. The data is noise: pictures in dog/ and imagenet/CLASS/, fast-DiT's features/, latents
-and embeddings in cogvideox/.
+and embeddings in cogvideox/, mp4 files with their prompts.txt and videos.txt in videos/.
 """
 
 from __future__ import annotations
