@@ -7,7 +7,7 @@ that is named there; nothing of them is here. `--python` names the interpreter o
 this project installs, with a CUDA build of torch and torchvision; `2024` and `2023` have the versions of
 cogvideox-factory's and of fast-DiT's time. Found figures are kept in peers_found.json, a row at a time, so that rows
 can be run again by their ids. The data is noise: pictures in dog/ and imagenet/CLASS/, fast-DiT's features/, latents
-and embeddings in cogvideox/.
+and embeddings in cogvideox/, mp4 files with their prompts.txt and videos.txt in videos/.
 """
 
 from __future__ import annotations
@@ -122,14 +122,13 @@ print(json.dumps(found))
 def page(document: dict[str, Any], found: dict[str, Any]) -> str:
     """peers.md: the table, the versions and what is known of what differs."""
     lines = [line(row, found[row["id"]]) for row in document["rows"] if row["id"] in found]
-    used = {
-        row["environment"]: found[row["id"]]["versions"]
-        for row in document["rows"]
-        if "versions" in found.get(row["id"], {})
-    }
+    used: dict[str, dict[str, str]] = {}
+    for row in document["rows"]:
+        used.setdefault(row["environment"], {}).update(found.get(row["id"], {}).get("versions", {}))
     listed = [
         f"- `{name}`: {', '.join(f'{library} {version}' for library, version in each.items())}"
         for name, each in sorted(used.items())
+        if each
     ]
     projects = [
         f"- [{name}]({each['repository']}/tree/{each['commit']}) at {each['commit'][:7]}"
@@ -163,13 +162,31 @@ NOTES = """## What differs, and why
 
 - cogvideox-factory, `print_memory` of the script itself on cogfactory-10: 12.945 GiB reserved before training, as
   published, and 21.818 at the peak, where 21.803 was published.
-- cogvideox-factory's 2b in full at batch 4 (38.281 published) was not run: still open.
-- fastdit-3: its peak is the VAE's, at a batch of 128; 0.971 as on a real card, whose scaler skips the first step.
-- fastdit-4: its authors' log is of May 2023. timm's attention was not fused before 0.9 (a matrix of 256 × 256 for each
-  head and sample, several times over), and accelerate 0.19 kept gradients as zeros between steps, where it now frees
-  them. `fastdit-4-2023` is the same script with timm 0.6.13 and accelerate 0.19.0, on today's torch: that accounts for
-  2.3 of the 5.1 GiB. The other 2.8 GiB are not explained: CUDA 11.7's context, and torch's kernels and allocator of
-  that time, are not emulated; and how the figure was read is not said.
+- cogvideox-factory in full: the figures stand in the README of 3a519f5, four days after the LoRA ones; its script
+  gives 46.055 / 33.221 at batch 4, where d81209b gives 46.029 / 33.344. The repository's last `metrics.sh`, of
+  512a8a6 and for LoRA, takes two steps of AdamW in fp16. State is made in the first step that is taken; the forward
+  pass after it finds the cached blocks cut up by gradients and by AdamW's square roots, and reserves new ones: 33.3
+  becomes 46.0. With 8-bit AdamW, and with AdamW on the host, batch 4 was published at 27.930 and 27.916: what
+  backward reserves without state. So the authors' first step was skipped, and of 1.246 and 0.973 the second is the
+  one that holds.
+- cogfactory-2b-full (AdamW, batch 4) is open: nothing that was tried gives 38.281. Both steps taken 46.03; the first
+  skipped 33.28 to 33.34; three steps 46.8; with validation between the steps, as where an epoch has one batch, 40.33
+  and 33.21. The history of allocations, played through the allocator's rules again, gives 39.7 with expandable
+  segments, 47.1 with the cache emptied before AdamW, 40.9 with it emptied between the steps; other addresses give
+  33.3, or 45.5 to 46.6. AdamW without `foreach` is ruled out by batch 1, where 33.934 has room for its square roots
+  only; gradients cannot be accumulated, since the script then reads a norm that it has not computed. After validation
+  batch 1 agrees as well (43.848 published, 43.953 / 43.566 emulated), and batch 4 does not (48.341; 46.086 / 40.828).
+  When emulated, batch 4 takes less than batch 1 where the first step is skipped, since its cached blocks hold AdamW's
+  state; the published figures rise.
+- fastdit-3: its peak is the VAE's, at a batch of 128; 0.971 is with the first step skipped.
+- fastdit-4: its authors' log is of May 2023. timm's attention was not fused before 0.9 (a matrix of 256 × 256 for
+  each head and sample, several times over), and accelerate 0.19 kept gradients as zeros between steps, where it now
+  frees them. `fastdit-4-2023` is the same script with timm 0.6.13 and accelerate 0.19.0, on today's torch: that
+  accounts for 2.3 of the 5.1 GiB. The rest may be torch's: AdamW of 2.0, the newest then, added epsilon out of place,
+  and so held two copies of the size of all parameters where it now holds one. torch 2.0 cannot be emulated; with that
+  second copy of 2.51 GiB put into the history of allocations, the allocator's rules reserve 26.33 for 23.61 (the
+  first step skipped: 24.02 for 21.58). The process then takes 26.57 to 26.95, which is 0.997 of what was published
+  (0.911). The versions that the authors had, and whether their first step was skipped, are not said.
 - Rows without a published figure: the READMEs of these scripts state none. They are there to be run: diffusers'
   scripts under python and accelerate's launcher with DeepSpeed and FSDP, DiT's under torchrun."""
 
