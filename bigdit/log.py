@@ -32,6 +32,8 @@ def quiet_libraries() -> None:
 
     To be called before diffusers and transformers are imported.
     """
+    # torch's distributed checkpoint says that one process saves and loads for itself.
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     # bitsandbytes looks for optional CPU kernels of a package that it does not depend on.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)

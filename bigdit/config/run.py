@@ -32,7 +32,7 @@ T5_TOKENS = 300
 class ModelConfig(Strict):
     """One of: `name` from the catalogue, `path` to a diffusers config.json, or `class_name` with `kwargs`.
 
-    `init_from`: a folder of diffusers weights to start from; without it the weights are drawn from the seed.
+    `init_from`: a folder of diffusers weights to start from, or a checkpoint; without it they are drawn from the seed.
     """
 
     name: str | None = None
@@ -194,6 +194,8 @@ class TrainConfig(Strict):
     all but matrix products and attention; `offload_activations`: what the blocks save waits on the host.
     `optimizer_in_backward`: each parameter is stepped when its gradient is there, which is then freed.
     `ema`: a moving average of the weights; `lora`: adapters are trained, over a frozen model.init_from.
+    Of the checkpoints, every `checkpoint_every` steps, the last `keep_checkpoints` stay and those that `keep_every`
+    divides; those that `export_every` divides, and the last, are written in diffusers' format too.
     """
 
     steps: PositiveInt
@@ -212,6 +214,8 @@ class TrainConfig(Strict):
     lr_schedule: Literal["constant", "cosine"] = "constant"
     checkpoint_every: PositiveInt = 1000
     keep_checkpoints: PositiveInt = 2
+    keep_every: PositiveInt | None = None
+    export_every: PositiveInt | None = None
     seed: NonNegativeInt = 0
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -14,6 +14,7 @@ from bigdit import optim
 from bigdit.dist import World
 from bigdit.engines.protocol import compute_dtype
 from bigdit.engines.scaling import LossScaler
+from bigdit.engines.shards import Shard
 from bigdit.models import Family
 from bigdit.spec import Strategy
 
@@ -87,12 +88,16 @@ class Fsdp2Engine:
     def calls(self) -> Iterable[tuple[object, str]]:
         return ()
 
-    def full_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, param in self.model.named_parameters():
-            if not param.requires_grad:
-                continue
-            # Shards that are kept on the host are gathered on the device, where the group's collectives run.
-            yield name, param.detach().to(self.device).full_tensor().float().cpu()
+    def shards(self) -> list[Shard]:
+        trained = [(name, param) for name, param in self.model.named_parameters() if param.requires_grad]
+        return [_rows(name, param, i) for i, (name, param) in enumerate(trained) if param.to_local().numel()]
+
+
+def _rows(name: str, param: DTensor, master: int) -> Shard:
+    """The rows of `param` that are here: each process has some that follow each other."""
+    (chunk,) = param.__create_chunk_list__()
+    row = param.numel() // param.shape[0]
+    return Shard(name, tuple(param.shape), chunk.offsets[0] * row, master, 0, param.to_local().numel())
 
 
 def _shard(model: nn.Module, units: list[nn.Module], strategy: Strategy, device: torch.device) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Protocol
 
 import torch
@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from bigdit.engines.scaling import LossScaler
+from bigdit.engines.shards import Shard
 from bigdit.spec import Strategy
 
 
@@ -48,8 +49,8 @@ class Engine(Protocol):
         """Methods, by object and name, in which the engine allocates for itself."""
         ...
 
-    def full_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every trained parameter by its name in the plain model, whole, fp32, on the host. All processes iterate."""
+    def shards(self) -> list[Shard]:
+        """What this process's masters hold of the trained parameters, which have their names in the plain model."""
         ...
 
 

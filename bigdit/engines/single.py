@@ -9,6 +9,7 @@ from torch import nn
 
 from bigdit import optim
 from bigdit.engines.scaling import LossScaler
+from bigdit.engines.shards import Shard, whole
 from bigdit.spec import Strategy
 from bigdit.units import MIB
 
@@ -59,9 +60,8 @@ class SingleEngine:
     def calls(self) -> Iterable[tuple[object, str]]:
         return ()
 
-    def full_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for (name, _), master in zip(self._named, self.masters, strict=True):
-            yield name, master.detach().float().cpu()
+    def shards(self) -> list[Shard]:
+        return whole(self._named)
 
     def _step_params(self) -> torch.Tensor | None:
         norm = None

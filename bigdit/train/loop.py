@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 
@@ -26,6 +28,7 @@ from bigdit.train.schedule import learning_rate
 from bigdit.train.step import train_step
 
 RECEIPT = "receipt.json"
+EXPORTS = "exports"
 
 
 def train(run: RunConfig, spec: ModelSpec, strategy: Strategy, world: World) -> Path:
@@ -36,37 +39,36 @@ def train(run: RunConfig, spec: ModelSpec, strategy: Strategy, world: World) -> 
     """
     store = FeatureStore.open(run.data.features, run.data.reader, run.data.remote_cache)
     _check_store(store, run, spec)
-    found = checkpoint.latest(run.output)
+    found, notices = checkpoint.latest(run.output)
     if found is not None:
-        found.check_resumable(spec, strategy)
+        checkpoint.check_resumable(found, spec, strategy)
     start = found.step if found else 0
+    _say(world, notices)
     if found is not None and start >= run.train.steps:
-        if world.is_main:
-            log.notice(f"{found.folder} has its {start} steps already; raise train.steps to go on")
+        _say(world, [f"{found.folder} has its {start} steps already; raise train.steps to go on"])
         return found.folder
 
     saved, where = (found.state.get("data"), found.folder) if found else (None, run.output)
     order, notices = plan_order(store, strategy.global_batch_size, run.train.seed, saved, start, where)
-    for line in notices if world.is_main else ():
-        log.notice(f"note: {line}")
+    _say(world, [f"note: {line}" for line in notices])
 
     began = time.perf_counter()
     needed, on_host = strategy.engine != "single", strategy.cpu_offload
     with process_group(world, needed=needed, on_host=on_host) as device, ExitStack() as stack:
         family = models.family(spec.class_name)
-        model = _weights(run, spec, strategy, found)
-        models.equip(model, family, strategy, seed=run.train.seed)
-        if found is not None and strategy.lora is not None:
-            found.verify_all(found.transformer)
-            models.load_adapters(model, found.transformer)
+        peers = checkpoint.Peers(world)
+        if found is not None:
+            checkpoint.verify(found, peers)
+        model = models.equip(_weights(run, spec, strategy, found), family, strategy, seed=run.train.seed)
+        if found is not None:
+            checkpoint.load_weights(found, model)
         meter = stack.enter_context(MemoryMeter(device))
         meter.loaded(model)
         engine = engines.create(strategy, model, family, device=device, world=world)
         ema = engines.ema_of(engine)
         if found is not None:
-            checkpoint.restore(found, engine, world, ema)
-            if world.is_main:
-                log.notice(f"going on from {found.folder}, step {start}")
+            _say(world, checkpoint.restore(found, engine, peers, ema))
+            _say(world, [f"going on from {found.folder}, step {start}"])
         stream = FeatureStream(
             store,
             world,
@@ -83,6 +85,9 @@ def train(run: RunConfig, spec: ModelSpec, strategy: Strategy, world: World) -> 
         stop, images = run.train.steps, strategy.global_batch_size
         metrics = stack.enter_context(Metrics(run.output, world, device, start=start, stop=stop, images=images))
         steps = stack.enter_context(closing(stream.steps(start, stop, meter.held)))
+        keeping = checkpoint.Keeping(run.train.keep_checkpoints, run.train.keep_every)
+        export = functools.partial(_export, run)
+        saver = stack.enter_context(checkpoint.Saver(run.output, peers, keeping, found=found, then=export))
         for step in range(start, stop):
             micro_batches = next(steps)
             lr = learning_rate(run, step)
@@ -92,22 +97,31 @@ def train(run: RunConfig, spec: ModelSpec, strategy: Strategy, world: World) -> 
             metrics.add(step, lr, result)
             if (step + 1) % run.train.checkpoint_every == 0 or step + 1 == stop:
                 metrics.flush()
-                last = checkpoint.save(
-                    run.output,
-                    engine,
-                    model,
-                    spec,
-                    ema=ema,
-                    step=step + 1,
-                    run=run.model_dump(mode="json"),
-                    data=data_state(store, order, run.train.seed).model_dump(mode="json"),
-                    world=world,
-                    keep=run.train.keep_checkpoints,
-                )
+                described = {
+                    "model": spec.model_dump(mode="json"),
+                    "strategy": strategy.model_dump(mode="json"),
+                    "run": run.model_dump(mode="json"),
+                    "data": data_state(store, order, run.train.seed).model_dump(mode="json"),
+                }
+                saver.save(engine, ema, step + 1, described)
+        saver.wait()
         if world.is_main:
             seconds = time.perf_counter() - began
             _write_receipt(run, spec, strategy, store, meter, metrics.seconds_per_step, stop - start, seconds)
-    return last
+    assert saver.last is not None
+    return saver.last
+
+
+def _say(world: World, lines: Sequence[str]) -> None:
+    for line in lines if world.is_main else ():
+        log.notice(line)
+
+
+def _export(run: RunConfig, saved: checkpoint.Checkpoint) -> None:
+    """The last checkpoint, and those that the config names, in diffusers' format."""
+    every = run.train.export_every
+    if saved.step == run.train.steps or (every is not None and saved.step % every == 0):
+        checkpoint.export(saved, run.output / EXPORTS / saved.folder.name)
 
 
 def _check_store(store: FeatureStore, run: RunConfig, spec: ModelSpec) -> None:
@@ -127,12 +141,12 @@ def _check_store(store: FeatureStore, run: RunConfig, spec: ModelSpec) -> None:
 
 
 def _weights(run: RunConfig, spec: ModelSpec, strategy: Strategy, found: checkpoint.Checkpoint | None) -> nn.Module:
-    """The plain model on the host: from the checkpoint, model.init_from (LoRA's always), or drawn from the seed."""
-    dtype = engines.compute_dtype(strategy)
+    """The plain model on the host: empty where a checkpoint fills all of it, else from init_from, or drawn."""
+    dtype, source = engines.compute_dtype(strategy), run.model.init_from
     if found is not None and strategy.lora is None:
-        return models.load(spec, found.transformer, dtype=dtype)
-    if run.model.init_from is not None:
-        return models.load(spec, run.model.init_from, dtype=dtype)
+        return models.skeleton(spec, dtype=dtype)
+    if source is not None:
+        return checkpoint.load_model(spec, source, dtype=dtype)
     return models.build(spec, device="cpu", dtype=dtype, seed=run.train.seed)
 
 
