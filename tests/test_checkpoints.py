@@ -153,7 +153,7 @@ def test_what_is_saved_is_what_was_there_when_save_was_called(tmp_path):
             saver.save(engine, ema, number, described)
             with torch.no_grad():
                 for master in engine.masters:
-                    master.add_(1.0)
+                    master.add_(0.01)
             step()
     for number, state in enumerate(expected, start=1):
         found = checkpoint.find_checkpoint(tmp_path / f"checkpoints/step-{number:08d}")[0]

@@ -103,20 +103,29 @@ class Metrics:
             file.writelines(json.dumps(row) + "\n" for row in rows)
 
     def _keep_before(self, start: int) -> None:
-        """Drop the rows that a resumed run is about to write again."""
-        write_text(
-            self._path, "".join(json.dumps(row) + "\n" for row in read_metrics(self._path) if row["step"] < start)
-        )
+        """Drop the rows that a resumed run is about to write again; those of a run that begins anew are put aside."""
+        rows = read_metrics(self._path)
+        kept = [row for row in rows if row["step"] < start]
+        if rows and not start:
+            aside = self._path.with_name(f"before-{time.strftime('%Y%m%dT%H%M%S')}-{FILE}")
+            self._path.rename(aside)
+            log.notice(f"note: training begins at step 0; {len(rows)} rows of an earlier course are now {aside}")
+        lost = start - len({row["step"] for row in kept})
+        if lost:
+            log.notice(f"note: {self._path} has no row that can be read of {lost} of the {start} steps before this one")
+        write_text(self._path, "".join(json.dumps(row) + "\n" for row in kept))
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl; a last line that was cut off while it was written is left out."""
+    """The rows of a metrics.jsonl; what is none, such as a line that was cut off while it was written, is left out."""
     rows = []
-    for line in path.read_text().splitlines() if path.is_file() else []:
+    for line in path.read_text(errors="replace").splitlines() if path.is_file() else []:
         try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            rows.append(row)
     return rows
 
 
