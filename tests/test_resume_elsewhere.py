@@ -12,8 +12,10 @@ from whole import whole_state
 
 from bigdit import checkpoint, engines, models
 from bigdit.dist import World
+from bigdit.engines.state import checkpoint_bytes
 from bigdit.errors import UserError
 from bigdit.loader.batch import Batch
+from bigdit.rehearse import RehearsalRequest, rehearse
 from bigdit.spec import EmaSpec, ObjectiveSpec, OptimizerSpec, Strategy
 from bigdit.train.step import train_step
 
@@ -66,7 +68,7 @@ def save(folder, engine, ema, peers):
 
 
 _ELSEWHERE = """
-import sys
+import json, sys
 import torch, torch.distributed as dist
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
@@ -75,10 +77,12 @@ from test_resume_elsewhere import save, started, strategy
 from whole import whole_state
 from bigdit import checkpoint
 from bigdit.dist import world_from_env
+from bigdit.engines.state import checkpoint_bytes
 
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
 world, folder = world_from_env(), Path(sys.argv[2])
+copied = json.loads((folder / "copied.json").read_text())
 before = "single"
 for name, wanted in {
     "zero0": strategy("deepspeed", 2, 0), "fsdp2": strategy("fsdp2", 2), "zero1": strategy("deepspeed", 2, 1),
@@ -94,8 +98,11 @@ for name, wanted in {
     state = whole_state(engine, ema)
     if world.is_main:
         save_file(state, folder / f"{name}.safetensors")
+        copied[name] = checkpoint_bytes(engine, ema)
     save(folder / name, engine, ema, peers)
     before = name
+if world.is_main:
+    (folder / "copied.json").write_text(json.dumps(copied))
 dist.destroy_process_group()
 """
 
@@ -110,6 +117,7 @@ def runs(tmp_path_factory):
     step()
     save_file(whole_state(engine, ema), folder / "single.safetensors")
     save(folder / "single", engine, ema, peers)
+    (folder / "copied.json").write_text(json.dumps({"single": checkpoint_bytes(engine, ema)}))
     script = folder / "elsewhere.py"
     script.write_text(_ELSEWHERE)
     done = run_command(
@@ -138,6 +146,22 @@ def test_each_process_has_written_its_share(runs):
     sizes = [file.stat().st_size for file in sorted((runs / "zero3/checkpoints/step-00000001/engine").iterdir())]
     assert len(sizes) == 2
     assert max(sizes) < 1.2 * min(sizes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["single", "zero2", "zero3", "fsdp2"])
+def test_what_a_process_copies_to_save_is_rehearsed(runs, name):
+    """The first process's copy, to the byte."""
+    wanted = {
+        "single": strategy(),
+        "zero2": strategy("deepspeed", 2, 2),
+        "zero3": strategy("deepspeed", 2, 3),
+        "fsdp2": strategy("fsdp2", 2),
+    }[name]
+    asked = RehearsalRequest(model=MODEL, batch=SHAPE, strategy=wanted, micro_batch_sizes=(1,), kernels="cpu")
+    (size,) = rehearse(asked).sizes
+    copied = json.loads((runs / "copied.json").read_text())
+    assert size.checkpoint_bytes == copied[name]
 
 
 def test_state_in_blocks_stays_where_it_was_made(tmp_path):

@@ -45,6 +45,17 @@ class Place:
 
 def places(engine: Engine, ema: Ema | None, rank: int) -> dict[str, Place]:
     """Everything that the next step depends on, by the names it is saved under."""
+    found = _tensors(engine, ema, rank)
+    if engine.scaler is not None:
+        found |= {f"scaler.{key}": _number(value) for key, value in engine.scaler.state_dict().items()}
+    if engine.strategy.precision == "bf16_sr":
+        generator = _rng(engine.device).get_rng_state()
+        found[f"rng.{rank}"] = Place(generator, 0, generator.numel(), number=True)
+    return found
+
+
+def _tensors(engine: Engine, ema: Ema | None, rank: int) -> dict[str, Place]:
+    """Masters, their average, and the optimizer's state."""
     found: dict[str, Place] = {}
     for shard in engine.shards():
         master = engine.masters[shard.master]
@@ -61,12 +72,12 @@ def places(engine: Engine, ema: Ema | None, rank: int) -> dict[str, Place]:
             if not _is_elementwise(value, master) and not _is_number(value):
                 for name, part in _parts(f"{LOCAL}{rank}.{i}.{key}", value):
                     found[name] = Place(part.detach().view(-1), 0, part.numel())
-    if engine.scaler is not None:
-        found |= {f"scaler.{key}": _number(value) for key, value in engine.scaler.state_dict().items()}
-    if engine.strategy.precision == "bf16_sr":
-        generator = _rng(engine.device).get_rng_state()
-        found[f"rng.{rank}"] = Place(generator, 0, generator.numel(), number=True)
     return found
+
+
+def checkpoint_bytes(engine: Engine, ema: Ema | None) -> int:
+    """What this process copies to the host to save its state, as it is now."""
+    return sum(place.tensor.nbytes for place in _tensors(engine, ema, 0).values())
 
 
 def make_state(engine: Engine, saved: Collection[str], rank: int) -> None:
