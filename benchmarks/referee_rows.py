@@ -47,7 +47,7 @@ SANA, PIXART, SD35, FLUX, WAN = (
     *("sana-1600m-1024", "pixart-sigma-xl-2-1024", "sd3.5-medium", "flux.1-dev", "wan2.1-t2v-1.3b"),
 )
 
-LARGE = {"hunyuanvideo-t2v": "rtx-pro-6000"}
+LARGE = {"hunyuanvideo-t2v": "h200-sxm"}
 """Models whose one sample needs the card with most memory, however few blocks there are."""
 
 OPTIMIZERS = (
