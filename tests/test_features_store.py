@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import diffusers
 import numpy as np
@@ -16,12 +17,15 @@ from bigdit.features import FeatureStore
 from bigdit.features.codecs import load_image_codec, to_bytes, to_unit_range
 from bigdit.features.encoders.text import T5TextEncoder
 from bigdit.features.header import read_header
+from bigdit.features.index import write_index
 from bigdit.features.null_text import write_null_text
 from bigdit.features.part import part_path, store_identity, write_part
 from bigdit.features.reader import Part
+from bigdit.features.report import store_report
 from bigdit.features.schema import StoreSchema, claim
 from bigdit.features.sources.folder import ImageFolder
 from bigdit.features.unit import encode_unit
+from bigdit.features.verify import verify
 
 BUCKETS = [(8, 8), (8, 12)]
 COUNT, PART_SIZE = 11, 4
@@ -172,6 +176,38 @@ def test_a_flipped_bit_is_found_when_its_row_is_read(root, column):
             [store.read(bucket, range(len(store.buckets[bucket]))) for bucket in store.buckets]
         flip_bit(file, found.offset + byte)
     FeatureStore.open(root).read((4, 4, 4), [0, 1])
+
+
+def test_a_part_in_the_place_of_another_is_refused_by_name(root, schema):
+    first, second = (part_path(root, start, end) for start, end in ((0, 4), (4, 8)))
+    indexed = FeatureStore.open(root)  # writes the index, which knows the parts by their names and bytes
+    whole = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    expected = rf"{first} is another part: it holds the pictures 4-8, and not 0-4; delete it, then `bigdit extract"
+    with pytest.raises(UserError, match=expected):
+        Part.open(first)
+    with pytest.raises(UserError, match=expected):
+        indexed.read((4, 4, 4), [0])
+    with pytest.raises(UserError, match=expected):
+        FeatureStore.open(root).read((4, 4, 4), [0])
+    with pytest.raises(UserError, match=expected):
+        store_report(root, schema)
+    (found,) = verify(root).damaged
+    assert (found.file, found.start, found.end) == (first.name, 0, 4)
+    assert "is another part" in found.problem
+    first.write_bytes(whole)
+    assert verify(root).damaged == []
+
+
+def test_an_index_that_says_otherwise_is_named_by_verifying(root, schema):
+    store = FeatureStore.open(root)
+    index = replace(store.index, counts=store.index.counts + 1)
+    write_index(root / "index.safetensors", index, store_identity(schema))
+    found = verify(root).damaged
+    assert {each.file for each in found} == {"index.safetensors"}
+    assert "has other rows than" in found[0].problem
+    with pytest.raises(UserError, match=r"has other rows than .*index\.safetensors says; delete that index"):
+        FeatureStore.open(root).read((4, 4, 4), [0])
 
 
 def test_a_bit_flipped_anywhere_in_a_part_is_found_by_verifying(root):

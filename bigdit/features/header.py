@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from bigdit.errors import UserError
-from bigdit.features.part import FORMAT, Shape, Skipped, parse_shape
+from bigdit.features.part import FORMAT, Shape, Skipped, parse_shape, range_text
 from bigdit.features.schema import EXTRACT
 from bigdit.features.tensors import DTYPES
 
@@ -134,6 +134,9 @@ def check_part(header: Header, identity: str | None = None) -> None:
         raise damaged(path, f"is of format {metadata.get('format', '1')}, and {FORMAT} was expected")
     if identity is not None and metadata.get("store") != identity:
         raise damaged(path, "is of another store: other encoders made it")
+    found_range, named = metadata.get("range"), range_text(path.name)
+    if found_range != named:
+        raise damaged(path, f"is another part: it holds the pictures {str(found_range)[:40]}, and not {named}")
     wanted: dict[str, tuple[tuple[torch.dtype, ...], tuple[int | None, ...]]] = {
         "digests": ((torch.int64,), (3,)),
         "caption": ((torch.int64,), (None, 4)),

@@ -13,7 +13,7 @@ import torch
 from bigdit.errors import UserError
 from bigdit.features import null_text
 from bigdit.features.index import FILE as INDEX
-from bigdit.features.index import Index, check_counts, load_index
+from bigdit.features.index import Index, listed, load_index, misfit
 from bigdit.features.local import LocalParts, ReaderName
 from bigdit.features.part import Shape, part_name, store_identity
 from bigdit.features.reader import Part
@@ -128,5 +128,6 @@ class FeatureStore:
         start, end, _ = self.index.parts[number].tolist()
         name = part_name(start, end)
         part = Part(self._files.header(name), self._files.open(name), self._identity)
-        check_counts(part.header.path, self.index, number, {shape: len(rows) for shape, rows in part.rows.items()})
+        if problem := misfit(part.header.path, listed(self.index, number), part.counts):
+            raise UserError(problem)
         return part
