@@ -145,6 +145,16 @@ def test_the_forms_of_json_captions(tmp_path, content, expected):
         ({"json": '{"captions": ["a", "b"], "weights": [1]}'}, "caption a.json has 2 texts and 1 weights"),
         ({"json": '{"captions": ["a"], "weights": [-1]}'}, "caption a.json has the weight -1; weights are numbers"),
         ({"json": '{"captions": ["a"], "weights": [NaN]}'}, "caption a.json has the weight nan"),
+        (
+            {"json": '{"captions": ["a"], "weights": [1e39]}'},
+            r"caption a.json has the weight 1e\+39; weights are numbers, 0 or from 1.2e-38 to 3.4e\+38",
+        ),
+        ({"json": '{"captions": ["a"], "weights": [1e-60]}'}, "caption a.json has the weight 1e-60; weights are"),
+        ({"json": '{"captions": ["a"], "weights": [Infinity]}'}, "caption a.json has the weight inf"),
+        (
+            {"json": f'{{"captions": ["a"], "weights": [{"9" * 400}]}}'},
+            f"caption a.json has the weight {'9' * 20}; weights are",
+        ),
         ({"json": '{"captions": ["a"], "weights": ["x"]}'}, "caption a.json has the weight x"),
         ({"json": '{"captions": ["a"], "weights": [0]}'}, "caption a.json is empty"),
         ({"json": '{"url": "x"}'}, "caption a.txt is missing"),
@@ -350,7 +360,7 @@ def test_an_error_names_the_source_of_the_list(tmp_path):
         ({"path": "x", "kind": "zip"}, "data.images.0.kind: Input should be 'folder', 'csv', 'parquet', 'webdataset'"),
         (
             {"path": "x", "captions": {"short": -1}},
-            "data.images.0.captions: the weight of short is a number above 0, or a column; -1 was",
+            "data.images.0.captions: the weight of short is a number from 1.2e-38 to 3.4e+38, or a column; -1 was",
         ),
     ],
 )

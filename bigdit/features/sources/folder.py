@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ import xxhash
 from bigdit import log
 from bigdit.errors import UserError
 from bigdit.features.sources.captions import json_captions, text_captions
-from bigdit.features.sources.disk import CAPTION_BYTES, PICTURE_BYTES, read_file, unreadable
+from bigdit.features.sources.disk import CAPTION_BYTES, IMPOSSIBLE, PICTURE_BYTES, read_file, unreadable
 from bigdit.features.sources.names import Names
 from bigdit.features.sources.picture import SUFFIXES, decode
 from bigdit.features.sources.protocol import Caption, Sample, Unusable
@@ -113,18 +114,29 @@ def _entries(descriptor: int, passed_over: Counter[str]) -> set[str]:
     entries = set()
     with os.scandir(descriptor) as scanned:
         for entry in scanned:
-            if entry.is_symlink() and entry.is_dir():
+            if entry.is_symlink() and _is_folder(entry):
                 passed_over["links to folders"] += 1
             else:
-                entries.add(f"{entry.name}/" if entry.is_dir() else entry.name)
+                entries.add(f"{entry.name}/" if entry.is_dir(follow_symlinks=False) else entry.name)
     return entries
+
+
+def _is_folder(link: os.DirEntry) -> bool:
+    try:
+        return link.is_dir()
+    except OSError as error:
+        if error.errno in IMPOSSIBLE:  # a link in a circle: loading it will tell
+            return False
+        raise
 
 
 def _size(name: str, descriptor: int) -> int:
     try:
         return os.stat(name, dir_fd=descriptor).st_size
-    except FileNotFoundError:
-        return -1  # a link to nothing: loading it will tell
+    except OSError as error:
+        if error.errno in (errno.ENOENT, *IMPOSSIBLE):
+            return -1  # a link to nothing, or in a circle: loading it will tell
+        raise
 
 
 def _captions(picture: Path) -> tuple[Caption, ...]:
