@@ -80,14 +80,18 @@ def _engine(name: str, tasks: int | None, resources: list[str]) -> Engine:
 
 
 def _parse(resources: list[str]) -> dict[str, Any]:
-    import yaml
-
+    from bigdit.documents import parse_yaml
     from bigdit.errors import UserError
 
     if wrong := [text for text in resources if "=" not in text]:
         raise UserError(f"--resource: KEY=VALUE was expected, and {wrong[0]} was found")
-    pairs = (text.partition("=") for text in resources)
-    return {key: yaml.safe_load(value) for key, _, value in pairs}
+    asked = {}
+    for key, _, value in (text.partition("=") for text in resources):
+        try:
+            asked[key] = parse_yaml(value)
+        except ValueError as error:
+            raise UserError(f"--resource {key}: the value is {error}") from None
+    return asked
 
 
 def _print(report: ExtractReport) -> None:
