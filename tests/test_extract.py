@@ -282,7 +282,9 @@ def test_a_picture_that_vanishes_stops_the_unit_and_is_no_skip(flawed, tmp_path)
     (flawed / "a.png").unlink()
     (flawed / "a.png").symlink_to("/proc/self/mem")  # a file that is there, and cannot be read from its start
     with pytest.raises(UserError, match=r"data\.images: .*a\.png cannot be read: Input/output error; run again"):
-        extract(*configured(flawed, tmp_path / "f", "data.buckets=[[8, 8]]"), workers=1)
+        extract(
+            *configured(f"{{path: {flawed}, follow_links: true}}", tmp_path / "f", "data.buckets=[[8, 8]]"), workers=1
+        )
     assert parts(tmp_path / "f") == {}
 
 

@@ -97,6 +97,56 @@ def test_the_identity_of_a_folder_follows_its_files_and_not_its_place(tmp_path):
     assert opened(str(tmp_path / "second")).identity["digest"] == seen[-1]
 
 
+def test_links_that_lead_out_of_a_folder_are_read_on_demand_alone(tmp_path):
+    root = tmp_path / "source"
+    save(root / "a.png")
+    save(root / "deep/own.png")
+    save(tmp_path / "outside/x.png", "a secret")
+    for name, target in {
+        "b.png": root / "a.png",  # within, by whatever way
+        "b.txt": "a.txt",
+        "deep/c.png": "../a.png",
+        "deep/c.txt": "../../source/a.txt",
+        "d.png": "../outside/x.png",
+        "d.txt": "a.txt",
+        "e.png": "a.png",
+        "e.txt": "../outside/x.txt",
+        "f.png": "a.png",
+        "f.json": tmp_path / "outside/nothing",
+    }.items():
+        (root / name).symlink_to(target)
+
+    def read(**options):
+        found = {}
+        source = opened({"path": str(root), **options})
+        for item in source.items(0, 99):
+            try:
+                found[item.name] = item.load().captions[0].text
+            except Unusable as error:
+                found[item.name] = str(error)
+        return found, source.identity["digest"]
+
+    kept, digest = read()
+    out = "is a link out of its folder, and is read with the source's follow_links alone"
+    assert kept == {
+        "a.png": "a caption",
+        "b.png": "a caption",
+        "d.png": f"d.png {out}",
+        "deep/c.png": "a caption",
+        "deep/own.png": "a caption",
+        "e.png": f"e.txt {out}",
+        "f.png": f"f.json {out}",
+    }
+    followed, another = read(follow_links=True)
+    assert followed == kept | {"d.png": "a caption", "e.png": "a secret", "f.png": "caption f.txt is missing"}
+    assert another != digest  # other features come of it
+    (tmp_path / "linked").symlink_to(root)
+    assert opened(str(tmp_path / "linked")).items(1, 2)[0].load().captions[0].text == "a caption"
+    (tmp_path / "a.csv").write_text("path,caption\na.png,a\n")
+    with pytest.raises(UserError, match=r"data\.images\.follow_links: .*a\.csv is of kind csv; it is for folders of"):
+        opened({"path": str(tmp_path / "a.csv"), "follow_links": True})
+
+
 def test_a_missing_and_an_empty_folder_are_errors(tmp_path):
     with pytest.raises(UserError, match=r"data\.images: the folder .*nowhere does not exist"):
         opened(str(tmp_path / "nowhere"))
@@ -186,7 +236,7 @@ def test_what_is_no_file_is_unusable_and_holds_nobody_up(tmp_path):
     for name in "abc":
         (tmp_path / f"{name}.txt").write_text("a caption")
     reasons = []
-    for item in opened(str(tmp_path)).items(0, 3):
+    for item in opened({"path": str(tmp_path), "follow_links": True}).items(0, 3):
         with pytest.raises(Unusable) as error:
             item.load()
         reasons.append(str(error.value))

@@ -63,6 +63,8 @@ class SourceConfig(Strict):
     Of tables: `image`, the column of pictures or of their paths, and `captions`, the columns of captions: one,
     several, or a mapping of columns to their weights, each a number or the column that holds it. `split`: which
     of several a `datasets` or Parquet folder is read.
+    `follow_links`: of a folder of pictures, whether links to files outside it are read. Without it each is skipped,
+    with a line in the report; links to files within the folder are read, and links to folders are never entered.
     """
 
     path: Path
@@ -70,6 +72,7 @@ class SourceConfig(Strict):
     image: str | None = None
     captions: dict[str, float | str] = {}
     split: str | None = None
+    follow_links: bool = False
 
     @model_validator(mode="before")
     @classmethod
