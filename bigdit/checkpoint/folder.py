@@ -16,6 +16,7 @@ from typing import Any
 
 import xxhash
 
+from bigdit.documents import parse_json
 from bigdit.errors import UserError
 from bigdit.files import write_json
 
@@ -63,7 +64,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     """A checkpoint's folder. Raises UserError where its state.json is missing or is not what was written."""
     file = folder / STATE
     try:
-        state = json.loads(file.read_text())
+        state = parse_json(file.read_bytes())
         known = state.pop(_CHECKSUM)
         kept = {key: state[key] for key in _KEYS}
     except FileNotFoundError:

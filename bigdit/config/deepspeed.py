@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
+from bigdit.documents import parse_json
 from bigdit.errors import UserError
 from bigdit.spec import Strategy
 
@@ -50,11 +50,13 @@ _PRECISIONS = {
 def read_ds_config(path: Path) -> dict[str, Any]:
     """The document as it stands. Raises UserError where it is missing or not a JSON object."""
     try:
-        document = json.loads(path.read_text())
+        document = parse_json(path.read_bytes())
     except FileNotFoundError:
         raise UserError(f"engine.ds_config: {path} does not exist") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise UserError(f"engine.ds_config: {path} is not a JSON document: {error}") from None
+    except OSError as error:
+        raise UserError(f"engine.ds_config: {path} cannot be read: {error.strerror or error}") from None
+    except ValueError as error:
+        raise UserError(f"engine.ds_config: {path} is {error}") from None
     if not isinstance(document, dict):
         raise UserError(f"engine.ds_config: {path} should hold a JSON object")
     return document

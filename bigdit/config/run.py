@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -42,6 +41,16 @@ class ModelConfig(Strict):
     init_from: Path | None = None
 
 
+LEAST_WEIGHT, MOST_WEIGHT = 1.2e-38, 3.4e38
+"""Of captions, which the store keeps in fp32 (IEEE 754): others would be 0 or infinite there."""
+WEIGHTS = f"from {LEAST_WEIGHT:g} to {MOST_WEIGHT:g}"
+
+
+def is_weight(number: float) -> bool:
+    """Whether a caption may have this weight; an integer may be of any size."""
+    return LEAST_WEIGHT <= number <= MOST_WEIGHT
+
+
 SourceKind = Literal["folder", "csv", "parquet", "webdataset", "datasets"]
 
 
@@ -54,6 +63,8 @@ class SourceConfig(Strict):
     Of tables: `image`, the column of pictures or of their paths, and `captions`, the columns of captions: one,
     several, or a mapping of columns to their weights, each a number or the column that holds it. `split`: which
     of several a `datasets` or Parquet folder is read.
+    `follow_links`: of a folder of pictures, whether links to files outside it are read. Without it each is skipped,
+    with a line in the report; links to files within the folder are read, and links to folders are never entered.
     """
 
     path: Path
@@ -61,6 +72,7 @@ class SourceConfig(Strict):
     image: str | None = None
     captions: dict[str, float | str] = {}
     split: str | None = None
+    follow_links: bool = False
 
     @model_validator(mode="before")
     @classmethod
@@ -76,8 +88,10 @@ class SourceConfig(Strict):
         if not isinstance(columns, dict):
             raise ValueError("it is a column, a list of columns, or a mapping of columns to weights")
         for column, weight in columns.items():
-            if not isinstance(weight, str) and not (isinstance(weight, int | float) and 0 < weight < math.inf):
-                raise ValueError(f"the weight of {column} is a number above 0, or a column; {weight!r} was found")
+            if not isinstance(weight, str) and not (isinstance(weight, int | float) and is_weight(weight)):
+                raise ValueError(
+                    f"the weight of {column} is a number {WEIGHTS}, or a column; {str(weight)[:20]} was found"
+                )
         return columns
 
 

@@ -14,10 +14,11 @@ from torch import nn
 
 from bigdit import checkpoint, engines, log, models, receipt
 from bigdit.config import RunConfig
+from bigdit.config.plan_file import PlanFile
 from bigdit.dist import World
 from bigdit.errors import UserError
 from bigdit.features import FeatureStore
-from bigdit.features.fit import latent_misfits, text_misfits
+from bigdit.features.fit import latent_misfits, plan_misfits, run_misfits, smaller_than_planned, text_misfits
 from bigdit.loader.stages import data_state, plan_order
 from bigdit.loader.stream import FeatureStream
 from bigdit.spec import BatchShape, ModelSpec, Strategy
@@ -31,14 +32,14 @@ RECEIPT = "receipt.json"
 EXPORTS = "exports"
 
 
-def train(run: RunConfig, spec: ModelSpec, strategy: Strategy, world: World) -> Path:
+def train(run: RunConfig, spec: ModelSpec, strategy: Strategy, world: World, *, plan: PlanFile | None = None) -> Path:
     """Train to `train.steps`, going on from the output's latest checkpoint; returns the last checkpoint.
 
     The pieces were checked against each other before; what is found only now (a store of other encoders, a
     checkpoint of another model) raises UserError before the first step.
     """
     store = FeatureStore.open(run.data.features, run.data.reader, run.data.remote_cache)
-    _check_store(store, run, spec)
+    _check_store(store, run, spec, plan)
     found, notices = checkpoint.latest(run.output)
     if found is not None:
         checkpoint.check_resumable(found, spec, strategy)
@@ -50,6 +51,7 @@ def train(run: RunConfig, spec: ModelSpec, strategy: Strategy, world: World) -> 
 
     saved, where = (found.state.get("data"), found.folder) if found else (None, run.output)
     order, notices = plan_order(store, strategy.global_batch_size, run.train.seed, saved, start, where)
+    notices += smaller_than_planned(plan, store.buckets) if plan is not None else []
     _say(world, [f"note: {line}" for line in notices])
 
     began = time.perf_counter()
@@ -124,13 +126,15 @@ def _export(run: RunConfig, saved: checkpoint.Checkpoint) -> None:
         checkpoint.export(saved, run.output / EXPORTS / saved.folder.name)
 
 
-def _check_store(store: FeatureStore, run: RunConfig, spec: ModelSpec) -> None:
-    """Raise UserError where the store's features are not what this model takes."""
+def _check_store(store: FeatureStore, run: RunConfig, spec: ModelSpec, plan: PlanFile | None) -> None:
+    """Raise UserError where the store's features are not what this model takes, the run says and the plan is for."""
     null = store.null_text
     pooled_dim = None if null.pooled is None else len(null.pooled)
     problems = [
         *(f"its latents have {misfit}" for misfit in latent_misfits(spec, next(iter(store.buckets))[0])),
         *(f"its text has {misfit}" for misfit in text_misfits(spec, null.states.shape[1], pooled_dim)),
+        *run_misfits(run, store.schema),
+        *(plan_misfits(plan, store.buckets, store.max_tokens) if plan is not None else ()),
     ]
     encoder, asked = store.schema.text_encoder, run.encoders.text.tokens_asked
     most = encoder.get("max_sequence_length", encoder["max_tokens"])

@@ -44,6 +44,6 @@ def _train(config: Path, overrides: Sequence[str], source: Path | None) -> None:
     log.quiet_libraries()
     from bigdit.train.loop import train  # torch and the engines, only when the config is known to be good
 
-    last = train(run, spec, strategy, world)
+    last = train(run, spec, strategy, world, plan=plan)
     if world.is_main:
         log.notice(f"wrote {last}")
