@@ -21,6 +21,7 @@ from bigdit.spec import EmaSpec, ObjectiveSpec, OptimizerSpec, Strategy
 from bigdit.train.loop import train
 from bigdit.train.prepare import prepare
 from bigdit.train.step import train_step
+from bigdit.train.stop import Stop
 
 DECAY = 0.9
 
@@ -148,7 +149,7 @@ def run_to(steps, output, features, *overrides):
     settings = [*TINY, *SINGLE, f"data.features={features}", f"output={output}", f"train.steps={steps}", *overrides]
     run = load_run(DIGITS, settings)
     spec, strategy = prepare(run, 1)
-    train(run, spec, strategy, World())
+    train(run, spec, strategy, World(), Stop(run.train.grace, World()))
     return checkpoint.latest(output)
 
 

@@ -194,6 +194,7 @@ class TrainConfig(Strict):
     all but matrix products and attention; `offload_activations`: what the blocks save waits on the host.
     `optimizer_in_backward`: each parameter is stepped when its gradient is there, which is then freed.
     `ema`: a moving average of the weights; `lora`: adapters are trained, over a frozen model.init_from.
+    `grace`: the seconds after SIGTERM, SIGUSR1, SIGHUP or Ctrl-C in which a checkpoint is saved, before the run ends.
     """
 
     steps: PositiveInt
@@ -212,11 +213,13 @@ class TrainConfig(Strict):
     lr_schedule: Literal["constant", "cosine"] = "constant"
     checkpoint_every: PositiveInt = 1000
     keep_checkpoints: PositiveInt = 2
+    grace: PositiveFloat = 60.0
     seed: NonNegativeInt = 0
 
 
 class EngineConfig(Strict):
-    """`processes`: how many `bigdit train` starts on this machine. `ds_config`: DeepSpeed's JSON document.
+    """`processes`: how many `bigdit train` starts on this machine. `ds_config`: DeepSpeed's JSON document. `timeout`:
+    the seconds that a process waits for another, after which the run ends.
 
     Of FSDP2: `reshard_after_forward` lets gathered weights go until the backward pass; `dp_replicate` copies of
     the model, each sharded over the others (HSDP); `cpu_offload` keeps shards, gradients and optimizer on the host.
@@ -224,6 +227,7 @@ class EngineConfig(Strict):
 
     name: EngineName = "single"
     processes: PositiveInt = 1
+    timeout: PositiveFloat = 600.0
     ds_config: Path | None = None
     reshard_after_forward: bool = True
     dp_replicate: PositiveInt = 1

@@ -19,21 +19,34 @@ from bigdit.features.fit import latent_misfits, text_misfits
 from bigdit.loader.stages import data_state, plan_order
 from bigdit.loader.stream import FeatureStream
 from bigdit.spec import BatchShape, ModelSpec, Strategy
+from bigdit.train.lock import held
 from bigdit.train.measure import MemoryMeter
 from bigdit.train.metrics import Metrics
+from bigdit.train.peers import ending_together
 from bigdit.train.process import process_group
 from bigdit.train.schedule import learning_rate
 from bigdit.train.step import train_step
+from bigdit.train.stop import Stop, Stopped
 
 RECEIPT = "receipt.json"
 
 
-def train(run: RunConfig, spec: ModelSpec, strategy: Strategy, world: World) -> Path:
+def train(run: RunConfig, spec: ModelSpec, strategy: Strategy, world: World, stop: Stop) -> Path:
     """Train to `train.steps`, going on from the output's latest checkpoint; returns the last checkpoint.
 
-    The pieces were checked against each other before; what is found only now (a store of other encoders, a
-    checkpoint of another model) raises UserError before the first step.
+    The pieces were checked against each other before; what is found only now (an output in use, a store of other
+    encoders, a checkpoint of another model) raises UserError before the first step. Raises Stopped where `stop` says.
     """
+    needed, on_host = strategy.engine != "single", strategy.cpu_offload
+    with (
+        process_group(world, needed=needed, on_host=on_host, timeout=run.engine.timeout) as device,
+        ending_together(world, stop),
+        held(run.output, world),
+    ):
+        return _train(run, spec, strategy, world, stop, device)
+
+
+def _train(run: RunConfig, spec: ModelSpec, strategy: Strategy, world: World, stop: Stop, device: torch.device) -> Path:
     store = FeatureStore.open(run.data.features, run.data.reader, run.data.remote_cache)
     _check_store(store, run, spec)
     found = checkpoint.latest(run.output)
@@ -51,8 +64,7 @@ def train(run: RunConfig, spec: ModelSpec, strategy: Strategy, world: World) -> 
         log.notice(f"note: {line}")
 
     began = time.perf_counter()
-    needed, on_host = strategy.engine != "single", strategy.cpu_offload
-    with process_group(world, needed=needed, on_host=on_host) as device, ExitStack() as stack:
+    with ExitStack() as stack:
         family = models.family(spec.class_name)
         model = _weights(run, spec, strategy, found)
         models.equip(model, family, strategy, seed=run.train.seed)
@@ -80,17 +92,19 @@ def train(run: RunConfig, spec: ModelSpec, strategy: Strategy, world: World) -> 
             pin_memory=device.type == "cuda",
         )
         meter.watch(engine, ema)
-        stop, images = run.train.steps, strategy.global_batch_size
-        metrics = stack.enter_context(Metrics(run.output, world, device, start=start, stop=stop, images=images))
-        steps = stack.enter_context(closing(stream.steps(start, stop, meter.held)))
-        for step in range(start, stop):
+        end, images = run.train.steps, strategy.global_batch_size
+        metrics = stack.enter_context(Metrics(run.output, world, device, start=start, stop=end, images=images))
+        steps = stack.enter_context(closing(stream.steps(start, end, meter.held)))
+        stop.begin(start, run.engine.timeout)
+        for step in range(start, end):
             micro_batches = next(steps)
             lr = learning_rate(run, step)
             with meter.step(micro_batches) as (batches, phase):
                 result = train_step(engine, family, run.objective, batches, lr=lr, ema=ema, phase=phase)
             del micro_batches, batches  # or they would live on while the next ones are read
             metrics.add(step, lr, result)
-            if (step + 1) % run.train.checkpoint_every == 0 or step + 1 == stop:
+            asked = stop.asked(step + 1)
+            if (step + 1) % run.train.checkpoint_every == 0 or step + 1 == end or asked:
                 metrics.flush()
                 last = checkpoint.save(
                     run.output,
@@ -104,9 +118,11 @@ def train(run: RunConfig, spec: ModelSpec, strategy: Strategy, world: World) -> 
                     world=world,
                     keep=run.train.keep_checkpoints,
                 )
+            if asked and step + 1 < end:
+                raise Stopped(asked, step + 1, last)
         if world.is_main:
             seconds = time.perf_counter() - began
-            _write_receipt(run, spec, strategy, store, meter, metrics.seconds_per_step, stop - start, seconds)
+            _write_receipt(run, spec, strategy, store, meter, metrics.seconds_per_step, end - start, seconds)
     return last
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 
 from bigdit import log
 from bigdit.dist import World
+from bigdit.errors import UserError
 
 
 def _processes_here(world: World) -> int:
@@ -21,10 +23,13 @@ def _processes_here(world: World) -> int:
 
 
 @contextmanager
-def process_group(world: World, *, needed: bool, on_host: bool = False) -> Iterator[torch.device]:
+def process_group(
+    world: World, *, needed: bool, on_host: bool = False, timeout: float = 600.0
+) -> Iterator[torch.device]:
     """The device of this process, inside a process group where one is `needed` or several processes run.
 
-    `on_host`: tensors of the host are reduced too, as FSDP2 does with what it keeps there.
+    `on_host`: tensors of the host are reduced too, as FSDP2 does with what it keeps there. `timeout`: seconds that a
+    process waits for another. Raises UserError where the processes do not find each other.
     """
     device = torch.device("cpu")
     backend = "gloo"
@@ -45,13 +50,25 @@ def process_group(world: World, *, needed: bool, on_host: bool = False) -> Itera
         os.environ.setdefault("LOCAL_RANK", "0")
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     else:
-        dist.init_process_group(backend)
+        _meet(backend, timeout)
     try:
         yield device
     finally:
         # Without this, ZeRO-3's threads are still running at exit, and the process aborts.
         dist.destroy_process_group()
         _remove_shared_memory(world)
+
+
+def _meet(backend: str, timeout: float) -> None:
+    try:
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+    except RuntimeError as error:  # torch's errors of the network and of its store
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        said = (str(error).splitlines() or [""])[0][:200]
+        raise UserError(
+            f"the run's processes did not all come to {where} (MASTER_ADDR, MASTER_PORT) within engine.timeout, "
+            f"{timeout:g} s, or one ended before: {said}"
+        ) from error
 
 
 def _remove_shared_memory(world: World) -> None:
