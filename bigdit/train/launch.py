@@ -103,9 +103,11 @@ class Ranks:
         by = signal.Signals(-self._processes[failed].returncode)
         others = [rank for rank in killed if rank != failed]
         end = f"; {_ranks(others)} waited for it and had to be killed" if others else ""
-        if by == signal.SIGKILL and failed not in killed:
-            end += "; where nobody did that, the machine's memory ran out"
-        log.notice(f"error: {_ranks([failed])} (process {self._processes[failed].pid}) was ended by {by.name}{end}")
+        why = (
+            " (by hand, or since the machine's memory ran out)" if by == signal.SIGKILL and failed not in killed else ""
+        )
+        pid = self._processes[failed].pid
+        log.notice(f"error: {_ranks([failed])} (process {pid}) was ended by {by.name}{why}{end}")
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -14,6 +13,7 @@ import torch.distributed as dist
 from bigdit import log
 from bigdit.dist import World
 from bigdit.errors import UserError
+from bigdit.train.leftovers import BUFFER, SHARED_MEMORY, remove_leftovers
 
 
 def _processes_here(world: World) -> int:
@@ -46,6 +46,8 @@ def process_group(
     if not needed and world.world_size == 1:
         yield device
         return
+    if world.local_rank == 0:
+        remove_leftovers()
     if world.world_size == 1:  # DeepSpeed and FSDP2 want a group even of one, and DeepSpeed this variable
         os.environ.setdefault("LOCAL_RANK", "0")
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
@@ -72,9 +74,6 @@ def _meet(backend: str, timeout: float) -> None:
 
 
 def _remove_shared_memory(world: World) -> None:
-    """DeepSpeed's collectives of CPUs leave 66 MiB a process in shared memory, where they are compiled.
-
-    Source: shm_initialize in csrc/cpu/comm/shm.cpp, DeepSpeed 0.19.
-    """
+    """DeepSpeed's collectives of CPUs leave 66 MiB a process in shared memory, where they are compiled."""
     place = f"{os.getuid()}_{os.environ.get('MASTER_ADDR')}_{os.environ.get('MASTER_PORT')}_{world.rank}"
-    Path(f"/dev/shm/deepspeed_allreduce_buffer_{place}").unlink(missing_ok=True)
+    (SHARED_MEMORY / f"{BUFFER}_{place}").unlink(missing_ok=True)
