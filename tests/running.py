@@ -69,15 +69,16 @@ class Run:
 
 
 @contextmanager
-def running(command, features, output, *overrides, log=None):
+def running(command, features, output, *overrides, log=None, **environment):
     """A run by `command`, and nothing left of it."""
     log = log or output.with_suffix(".log")
+    threads = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PATH": f"{BIN}:{os.environ['PATH']}"}
     line = [str(part) for part in (*command, *arguments(features, output, *overrides))]
     with open(log, "w") as stderr:
         process = subprocess.Popen(
             line,
             cwd=ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PATH": f"{BIN}:{os.environ['PATH']}"},
+            env=os.environ | threads | environment,
             stdout=stderr,
             stderr=stderr,
             process_group=0,
