@@ -32,6 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = parser.parse_args(arguments)
     overrides = with_grace(with_ds_config(parsed.set, parsed.ds_config), parsed.grace)
     end_with_launcher()
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # or a lost peer is told in stack frames too
     return guard(lambda: _train(parsed.config, overrides, parsed.plan))
 
 
