@@ -61,7 +61,10 @@ def test_torchrun_hands_the_signal_on_and_its_workers_end_with_it(features, tmp_
     with running(torchrun, features, output, *FSDP2, log=tmp_path / "again.log") as again:
         ranks = again.until_it_trains().ranks()
         os.killpg(again.process.pid, signal.SIGKILL)
-        until(lambda: ended(ranks), within=5)
+        until(lambda: ended(ranks), within=60)
+        saved, last = again.saved()
+        assert last > saved == step
+        assert again.stderr.count(f"SIGTERM: saved {output}/checkpoints/step-{last:08d}; ") == 1
 
 
 @pytest.mark.slow
@@ -71,7 +74,7 @@ def test_a_signal_to_deepspeed_saves(features, tmp_path):
     deepspeed = (BIN / "deepspeed", "--num_gpus", 2, "--master_port", free_port(), TRAIN)
     with running(deepspeed, features, output, *ZERO2) as run:
         ranks = run.until_it_trains().ranks()
-        run.process.send_signal(signal.SIGTERM)
+        os.kill(run.process.pid, signal.SIGUSR1)
         run.ends()
         until(lambda: ended(ranks), within=60)
         (step,) = run.saved()

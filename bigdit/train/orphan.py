@@ -20,11 +20,16 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def end_with_launcher() -> None:
-    """Have the kernel kill this process when its launcher has ended; only Linux does so."""
+    """Have the kernel signal this process when its launcher has ended; only Linux does so.
+
+    `bigdit train` heeds the signals that it gets, so that only SIGKILL ends it before its processes: they are killed.
+    Others die of signals that they do not know, such as SIGUSR1: that is SIGTERM to theirs, which save and end.
+    """
     if sys.platform != "linux" or not any(name in os.environ for name in _LAUNCHED):
         return
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.environ.get(LAUNCHER, str(os.getppid())) != str(os.getppid()):  # it had ended before
+    own = LAUNCHER in os.environ
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL if own else signal.SIGTERM)
+    if own and os.environ[LAUNCHER] != str(os.getppid()):  # it had ended before
         os.kill(os.getpid(), signal.SIGKILL)
     if "CROSS_RANK" in os.environ:
         _end_with_runner()
