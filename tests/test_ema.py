@@ -22,6 +22,7 @@ from bigdit.spec import EmaSpec, ObjectiveSpec, OptimizerSpec, Strategy
 from bigdit.train.loop import train
 from bigdit.train.prepare import prepare
 from bigdit.train.step import train_step
+from bigdit.train.stop import Stop
 
 DECAY = 0.9
 
@@ -145,7 +146,7 @@ def run_to(steps, output, features, *overrides):
     settings = [*TINY, *SINGLE, f"data.features={features}", f"output={output}", f"train.steps={steps}", *overrides]
     run = load_run(DIGITS, settings)
     spec, strategy = prepare(run, 1)
-    train(run, spec, strategy, World())
+    train(run, spec, strategy, World(), Stop(run.train.grace, World()))
     found, _ = checkpoint.latest(output)
     return found
 

@@ -164,7 +164,7 @@ def test_an_output_that_cannot_be_written(features, tmp_path):
     (tmp_path / "file").write_text("")
     done = train(features, tmp_path / "file/run")
     assert done.returncode == 1
-    assert done.stderr.startswith(f"error: cannot write {tmp_path}/file/run/metrics.jsonl: ")
+    assert done.stderr == f"error: cannot write {tmp_path}/file/run/lock: Not a directory; choose another output\n"
     assert len(done.stderr.splitlines()) == 1
 
 

@@ -210,6 +210,7 @@ class TrainConfig(Strict):
     `ema`: a moving average of the weights; `lora`: adapters are trained, over a frozen model.init_from.
     Of the checkpoints, every `checkpoint_every` steps, the last `keep_checkpoints` stay and those that `keep_every`
     divides; those that `export_every` divides, and the last, are written in diffusers' format too.
+    `grace`: the seconds after SIGTERM, SIGUSR1, SIGHUP or Ctrl-C in which a checkpoint is saved, before the run ends.
     """
 
     steps: PositiveInt
@@ -230,11 +231,13 @@ class TrainConfig(Strict):
     keep_checkpoints: PositiveInt = 2
     keep_every: PositiveInt | None = None
     export_every: PositiveInt | None = None
+    grace: PositiveFloat = 60.0
     seed: NonNegativeInt = 0
 
 
 class EngineConfig(Strict):
-    """`processes`: how many `bigdit train` starts on this machine. `ds_config`: DeepSpeed's JSON document.
+    """`processes`: how many `bigdit train` starts on this machine. `ds_config`: DeepSpeed's JSON document. `timeout`:
+    the seconds that a process waits for another, after which the run ends.
 
     Of FSDP2: `reshard_after_forward` lets gathered weights go until the backward pass; `dp_replicate` copies of
     the model, each sharded over the others (HSDP); `cpu_offload` keeps shards, gradients and optimizer on the host.
@@ -242,6 +245,7 @@ class EngineConfig(Strict):
 
     name: EngineName = "single"
     processes: PositiveInt = 1
+    timeout: PositiveFloat = 600.0
     ds_config: Path | None = None
     reshard_after_forward: bool = True
     dp_replicate: PositiveInt = 1

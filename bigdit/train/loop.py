@@ -22,22 +22,45 @@ from bigdit.features.fit import latent_misfits, plan_misfits, run_misfits, small
 from bigdit.loader.stages import data_state, plan_order
 from bigdit.loader.stream import FeatureStream
 from bigdit.spec import BatchShape, ModelSpec, Strategy
+from bigdit.train.lock import held
 from bigdit.train.measure import MemoryMeter
 from bigdit.train.metrics import Metrics
+from bigdit.train.peers import ending_together
 from bigdit.train.process import process_group
 from bigdit.train.schedule import learning_rate
 from bigdit.train.step import train_step
+from bigdit.train.stop import Stop, Stopped
 
 RECEIPT = "receipt.json"
 EXPORTS = "exports"
 
 
-def train(run: RunConfig, spec: ModelSpec, strategy: Strategy, world: World, *, plan: PlanFile | None = None) -> Path:
+def train(
+    run: RunConfig, spec: ModelSpec, strategy: Strategy, world: World, stop: Stop, *, plan: PlanFile | None = None
+) -> Path:
     """Train to `train.steps`, going on from the output's latest checkpoint; returns the last checkpoint.
 
-    The pieces were checked against each other before; what is found only now (a store of other encoders, a
-    checkpoint of another model) raises UserError before the first step.
+    The pieces were checked against each other before; what is found only now (an output in use, a store of other
+    encoders, a checkpoint of another model) raises UserError before the first step. Raises Stopped where `stop` says.
     """
+    needed, on_host = strategy.engine != "single", strategy.cpu_offload
+    with (
+        process_group(world, needed=needed, on_host=on_host, timeout=run.engine.timeout) as device,
+        ending_together(world, stop),
+        held(run.output, world),
+    ):
+        return _train(run, spec, strategy, world, stop, device, plan)
+
+
+def _train(
+    run: RunConfig,
+    spec: ModelSpec,
+    strategy: Strategy,
+    world: World,
+    stop: Stop,
+    device: torch.device,
+    plan: PlanFile | None,
+) -> Path:
     store = FeatureStore.open(run.data.features, run.data.reader, run.data.remote_cache)
     _check_store(store, run, spec, plan)
     found, notices = checkpoint.latest(run.output)
@@ -55,8 +78,7 @@ def train(run: RunConfig, spec: ModelSpec, strategy: Strategy, world: World, *, 
     _say(world, [f"note: {line}" for line in notices])
 
     began = time.perf_counter()
-    needed, on_host = strategy.engine != "single", strategy.cpu_offload
-    with process_group(world, needed=needed, on_host=on_host) as device, ExitStack() as stack:
+    with ExitStack() as stack:
         family = models.family(spec.class_name)
         peers = checkpoint.Peers(world)
         if found is not None:
@@ -84,20 +106,22 @@ def train(run: RunConfig, spec: ModelSpec, strategy: Strategy, world: World, *, 
             pin_memory=device.type == "cuda",
         )
         meter.watch(engine, ema)
-        stop, images = run.train.steps, strategy.global_batch_size
-        metrics = stack.enter_context(Metrics(run.output, world, device, start=start, stop=stop, images=images))
-        steps = stack.enter_context(closing(stream.steps(start, stop, meter.held)))
+        end, images = run.train.steps, strategy.global_batch_size
+        metrics = stack.enter_context(Metrics(run.output, world, device, start=start, stop=end, images=images))
+        steps = stack.enter_context(closing(stream.steps(start, end, meter.held)))
         keeping = checkpoint.Keeping(run.train.keep_checkpoints, run.train.keep_every)
         export = functools.partial(_export, run)
         saver = stack.enter_context(checkpoint.Saver(run.output, peers, keeping, found=found, then=export))
-        for step in range(start, stop):
+        stop.begin(start, run.engine.timeout)
+        for step in range(start, end):
             micro_batches = next(steps)
             lr = learning_rate(run, step)
             with meter.step(micro_batches) as (batches, phase):
                 result = train_step(engine, family, run.objective, batches, lr=lr, ema=ema, phase=phase)
             del micro_batches, batches  # or they would live on while the next ones are read
             metrics.add(step, lr, result)
-            if (step + 1) % run.train.checkpoint_every == 0 or step + 1 == stop:
+            asked = stop.asked(step + 1)
+            if (step + 1) % run.train.checkpoint_every == 0 or step + 1 == end or asked:
                 metrics.flush()
                 described = {
                     "model": spec.model_dump(mode="json"),
@@ -106,10 +130,14 @@ def train(run: RunConfig, spec: ModelSpec, strategy: Strategy, world: World, *, 
                     "data": data_state(store, order, run.train.seed).model_dump(mode="json"),
                 }
                 saver.save(engine, ema, step + 1, described)
+            if asked and step + 1 < end:
+                saver.wait()
+                assert saver.last is not None
+                raise Stopped(asked, step + 1, saver.last)
         saver.wait()
         if world.is_main:
             seconds = time.perf_counter() - began
-            _write_receipt(run, spec, strategy, store, meter, metrics.seconds_per_step, stop - start, seconds)
+            _write_receipt(run, spec, strategy, store, meter, metrics.seconds_per_step, end - start, seconds)
     assert saver.last is not None
     return saver.last
 
