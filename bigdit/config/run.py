@@ -210,6 +210,7 @@ class TrainConfig(Strict):
     `ema`: a moving average of the weights; `lora`: adapters are trained, over a frozen model.init_from.
     Of the checkpoints, every `checkpoint_every` steps, the last `keep_checkpoints` stay and those that `keep_every`
     divides; those that `export_every` divides, and the last, are written in diffusers' format too.
+    A step whose gradients are not finite is skipped; after `most_skipped_steps` in a row the run ends.
     """
 
     steps: PositiveInt
@@ -230,6 +231,7 @@ class TrainConfig(Strict):
     keep_checkpoints: PositiveInt = 2
     keep_every: PositiveInt | None = None
     export_every: PositiveInt | None = None
+    most_skipped_steps: PositiveInt = 10
     seed: NonNegativeInt = 0
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import deepspeed
@@ -15,7 +15,8 @@ from deepspeed.runtime.zero.partition_parameters import Init, InsertPostInitMeth
 from torch import nn
 
 from bigdit import optim
-from bigdit.engines.protocol import compute_dtype
+from bigdit.engines.finite import are_finite
+from bigdit.engines.protocol import Stepped, compute_dtype
 from bigdit.engines.scaling import LossScaler
 from bigdit.engines.shards import Shard, whole
 from bigdit.errors import UserError
@@ -54,11 +55,23 @@ class DeepSpeedEngine:
         if not last:
             self.model.step()
 
-    def step(self, lr: float) -> torch.Tensor | None:
+    def step(self, lr: float, losses: Sequence[torch.Tensor]) -> Stepped:
+        """DeepSpeed's wrappers pass over gradients that are not finite. Stage 0 in fp32 has none of them."""
         optim.set_lr(self.optimizer, lr)
+        wrapped = self._zero is not self.optimizer
+        taken = wrapped or are_finite(losses, together=True)
+        if not taken:
+            self.model.zero_grad()  # an optimizer passes over what has no gradient
         self.model.step()
         norm = self.model.get_global_grad_norm()  # None where DeepSpeed keeps none: stage 0 in fp32
-        return None if norm is None else torch.as_tensor(norm)
+        return Stepped(
+            taken and not getattr(self._zero, "overflow", False), None if norm is None else torch.as_tensor(norm)
+        )
+
+    @property
+    def loss_scale(self) -> float:
+        held = getattr(self._zero, "loss_scale_config", self._zero)  # the first is stage 0's
+        return float(getattr(held, "cur_scale", 1.0))
 
     def buffers(self) -> Iterable[torch.Tensor]:
         for bucket in getattr(self._zero, "ipg_buckets", {}).values():  # one a dtype; ZeRO-1 and 2 hold up to two

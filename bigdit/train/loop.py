@@ -23,9 +23,11 @@ from bigdit.loader.stages import data_state, plan_order
 from bigdit.loader.stream import FeatureStream
 from bigdit.spec import BatchShape, ModelSpec, Strategy
 from bigdit.train.measure import MemoryMeter
-from bigdit.train.metrics import Metrics
+from bigdit.train.metrics import FILE, Metrics
 from bigdit.train.process import process_group
+from bigdit.train.samples import Samples
 from bigdit.train.schedule import learning_rate
+from bigdit.train.skipped import SkippedSteps
 from bigdit.train.step import train_step
 
 RECEIPT = "receipt.json"
@@ -85,7 +87,12 @@ def train(run: RunConfig, spec: ModelSpec, strategy: Strategy, world: World, *, 
         )
         meter.watch(engine, ema)
         stop, images = run.train.steps, strategy.global_batch_size
-        metrics = stack.enter_context(Metrics(run.output, world, device, start=start, stop=stop, images=images))
+        samples = Samples(store, stream)
+        skipped = SkippedSteps(engine, peers, samples, run.train.most_skipped_steps)
+        names = samples.of_step
+        metrics = stack.enter_context(
+            Metrics(run.output, world, device, start=start, stop=stop, images=images, name_samples=names)
+        )
         steps = stack.enter_context(closing(stream.steps(start, stop, meter.held)))
         keeping = checkpoint.Keeping(run.train.keep_checkpoints, run.train.keep_every)
         export = functools.partial(_export, run)
@@ -95,8 +102,9 @@ def train(run: RunConfig, spec: ModelSpec, strategy: Strategy, world: World, *, 
             lr = learning_rate(run, step)
             with meter.step(micro_batches) as (batches, phase):
                 result = train_step(engine, family, run.objective, batches, lr=lr, ema=ema, phase=phase)
-            del micro_batches, batches  # or they would live on while the next ones are read
             metrics.add(step, lr, result)
+            skipped.add(step, lr, result, micro_batches)
+            del micro_batches, batches  # or they would live on while the next ones are read
             if (step + 1) % run.train.checkpoint_every == 0 or step + 1 == stop:
                 metrics.flush()
                 described = {
@@ -108,6 +116,10 @@ def train(run: RunConfig, spec: ModelSpec, strategy: Strategy, world: World, *, 
                 saver.save(engine, ema, step + 1, described)
         saver.wait()
         if world.is_main:
+            if skipped.count:
+                log.notice(
+                    f"note: {skipped.count} of {stop - start} steps were skipped; {run.output / FILE} says which"
+                )
             seconds = time.perf_counter() - began
             _write_receipt(run, spec, strategy, store, meter, metrics.seconds_per_step, stop - start, seconds)
     assert saver.last is not None
