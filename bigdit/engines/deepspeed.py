@@ -58,15 +58,20 @@ class DeepSpeedEngine:
     def step(self, lr: float, losses: Sequence[torch.Tensor]) -> Stepped:
         """DeepSpeed's wrappers pass over gradients that are not finite. Stage 0 in fp32 has none of them."""
         optim.set_lr(self.optimizer, lr)
-        wrapped = self._zero is not self.optimizer
-        taken = wrapped or are_finite(losses, together=True)
-        if not taken:
-            self.model.zero_grad()  # an optimizer passes over what has no gradient
+        if self._zero is self.optimizer and not are_finite(losses, together=True):
+            self._pass_over()
+            return Stepped(False)
         self.model.step()
         norm = self.model.get_global_grad_norm()  # None where DeepSpeed keeps none: stage 0 in fp32
-        return Stepped(
-            taken and not getattr(self._zero, "overflow", False), None if norm is None else torch.as_tensor(norm)
-        )
+        taken = not getattr(self._zero, "overflow", False)
+        return Stepped(taken, None if norm is None else torch.as_tensor(norm))
+
+    def _pass_over(self) -> None:
+        """To DeepSpeed this is a micro-batch that more follow, and its gradients are gone."""
+        self.model.zero_grad()
+        self.model.set_gradient_accumulation_boundary(False)
+        self.model.step()
+        self.model.set_gradient_accumulation_boundary(None)  # by its own count again
 
     @property
     def loss_scale(self) -> float:
