@@ -169,7 +169,8 @@ def test_an_output_that_cannot_be_written(features, tmp_path):
 
 
 def test_a_diverging_run_ends_with_the_step(features, tmp_path):
-    done = train(features, tmp_path, "optimizer.lr=1e30", "train.gradient_clipping=null")
+    more = ("optimizer.lr=1e30", "train.gradient_clipping=null", "train.most_skipped_steps=3")
+    done = train(features, tmp_path, *more)
     assert done.returncode == 1
     assert "the loss of step" in done.stderr
     assert "lower optimizer.lr" in done.stderr

@@ -211,6 +211,7 @@ class TrainConfig(Strict):
     Of the checkpoints, every `checkpoint_every` steps, the last `keep_checkpoints` stay and those that `keep_every`
     divides; those that `export_every` divides, and the last, are written in diffusers' format too.
     `grace`: the seconds after SIGTERM, SIGUSR1, SIGHUP or Ctrl-C in which a checkpoint is saved, before the run ends.
+    A step whose gradients are not finite is skipped; after `most_skipped_steps` in a row the run ends.
     """
 
     steps: PositiveInt
@@ -232,6 +233,7 @@ class TrainConfig(Strict):
     keep_every: PositiveInt | None = None
     export_every: PositiveInt | None = None
     grace: PositiveFloat = 60.0
+    most_skipped_steps: PositiveInt = 10
     seed: NonNegativeInt = 0
 
 

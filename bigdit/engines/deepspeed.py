@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import deepspeed
@@ -15,7 +15,8 @@ from deepspeed.runtime.zero.partition_parameters import Init, InsertPostInitMeth
 from torch import nn
 
 from bigdit import optim
-from bigdit.engines.protocol import compute_dtype
+from bigdit.engines.finite import are_finite
+from bigdit.engines.protocol import Stepped, compute_dtype
 from bigdit.engines.scaling import LossScaler
 from bigdit.engines.shards import Shard, whole
 from bigdit.errors import UserError
@@ -54,11 +55,28 @@ class DeepSpeedEngine:
         if not last:
             self.model.step()
 
-    def step(self, lr: float) -> torch.Tensor | None:
+    def step(self, lr: float, losses: Sequence[torch.Tensor]) -> Stepped:
+        """DeepSpeed's wrappers pass over gradients that are not finite. Stage 0 in fp32 has none of them."""
         optim.set_lr(self.optimizer, lr)
+        if self._zero is self.optimizer and not are_finite(losses, together=True):
+            self._pass_over()
+            return Stepped(False)
         self.model.step()
         norm = self.model.get_global_grad_norm()  # None where DeepSpeed keeps none: stage 0 in fp32
-        return None if norm is None else torch.as_tensor(norm)
+        taken = not getattr(self._zero, "overflow", False)
+        return Stepped(taken, None if norm is None else torch.as_tensor(norm))
+
+    def _pass_over(self) -> None:
+        """To DeepSpeed this is a micro-batch that more follow, and its gradients are gone."""
+        self.model.zero_grad()
+        self.model.set_gradient_accumulation_boundary(False)
+        self.model.step()
+        self.model.set_gradient_accumulation_boundary(None)  # by its own count again
+
+    @property
+    def loss_scale(self) -> float:
+        held = getattr(self._zero, "loss_scale_config", self._zero)  # the first is stage 0's
+        return float(getattr(held, "cur_scale", 1.0))
 
     def buffers(self) -> Iterable[torch.Tensor]:
         for bucket in getattr(self._zero, "ipg_buckets", {}).values():  # one a dtype; ZeRO-1 and 2 hold up to two

@@ -24,10 +24,12 @@ from bigdit.loader.stream import FeatureStream
 from bigdit.spec import BatchShape, ModelSpec, Strategy
 from bigdit.train.lock import held
 from bigdit.train.measure import MemoryMeter
-from bigdit.train.metrics import Metrics
+from bigdit.train.metrics import FILE, Metrics
 from bigdit.train.peers import ending_together
 from bigdit.train.process import process_group
+from bigdit.train.samples import Samples
 from bigdit.train.schedule import learning_rate
+from bigdit.train.skipped import SkippedSteps
 from bigdit.train.step import train_step
 from bigdit.train.stop import Stop, Stopped
 
@@ -107,7 +109,12 @@ def _train(
         )
         meter.watch(engine, ema)
         end, images = run.train.steps, strategy.global_batch_size
-        metrics = stack.enter_context(Metrics(run.output, world, device, start=start, stop=end, images=images))
+        samples = Samples(store, stream)
+        skipped = SkippedSteps(engine, peers, samples, run.train.most_skipped_steps)
+        names = samples.of_step
+        metrics = stack.enter_context(
+            Metrics(run.output, world, device, start=start, stop=end, images=images, name_samples=names)
+        )
         steps = stack.enter_context(closing(stream.steps(start, end, meter.held)))
         keeping = checkpoint.Keeping(run.train.keep_checkpoints, run.train.keep_every)
         export = functools.partial(_export, run)
@@ -118,8 +125,9 @@ def _train(
             lr = learning_rate(run, step)
             with meter.step(micro_batches) as (batches, phase):
                 result = train_step(engine, family, run.objective, batches, lr=lr, ema=ema, phase=phase)
-            del micro_batches, batches  # or they would live on while the next ones are read
             metrics.add(step, lr, result)
+            skipped.add(step, lr, result, micro_batches)
+            del micro_batches, batches  # or they would live on while the next ones are read
             asked = stop.asked(step + 1)
             if (step + 1) % run.train.checkpoint_every == 0 or step + 1 == end or asked:
                 metrics.flush()
@@ -136,6 +144,8 @@ def _train(
                 raise Stopped(asked, step + 1, saver.last)
         saver.wait()
         if world.is_main:
+            if skipped.count:
+                log.notice(f"note: {skipped.count} of {end - start} steps were skipped; {run.output / FILE} says which")
             seconds = time.perf_counter() - began
             _write_receipt(run, spec, strategy, store, meter, metrics.seconds_per_step, end - start, seconds)
     assert saver.last is not None
