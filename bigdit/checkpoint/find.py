@@ -37,7 +37,7 @@ def find_checkpoint(path: Path) -> tuple[Checkpoint, list[str]]:
         return open_checkpoint(path), []
     found, notices = latest(path)
     if found is None:
-        raise UserError(*notices, f"{path} is neither a checkpoint nor the output of a run that saved one")
+        raise UserError(*notices, f"--checkpoint {path}: neither a checkpoint nor the output of a run that saved one")
     return found, notices
 
 
