@@ -101,6 +101,26 @@ def test_nothing_whole_is_said(tmp_path, engine_and_average):
     )
 
 
+def test_what_an_interrupted_run_left_is_removed_and_said(tmp_path, engine_and_average, capfd):
+    keep(tmp_path, engine_and_average, 2, keeping=checkpoint.Keeping(1))
+    left = tmp_path / "checkpoints/.tmp-step-00000001"
+    (left / "engine").mkdir(parents=True)
+    (left / "engine/rank-00000-of-00001.safetensors").write_bytes(b"half")
+    keep(tmp_path, engine_and_average, 4, keeping=checkpoint.Keeping(1), found=checkpoint.latest(tmp_path)[0])
+    assert names(tmp_path) == ["latest", "step-00000004"]
+    assert f"note: removed {left}, which an interrupted run had left" in capfd.readouterr().err
+
+
+def test_a_checkpoint_of_before_is_called_one(tmp_path, engine_and_average):
+    keep(tmp_path, engine_and_average, 2, keeping=checkpoint.Keeping(2))
+    file = tmp_path / "checkpoints/step-00000002/state.json"
+    state = json.loads(file.read_text())
+    del state["checksum"]
+    file.write_text(json.dumps(state))
+    with pytest.raises(UserError, match=r"state\.json has no checksum of its own: an earlier bigdit wrote it"):
+        checkpoint.latest(tmp_path)
+
+
 def test_a_step_that_was_changed_is_found_out(tmp_path, engine_and_average):
     keep(tmp_path, engine_and_average, 2, 4, keeping=checkpoint.Keeping(2))
     file = tmp_path / "checkpoints/step-00000004/state.json"

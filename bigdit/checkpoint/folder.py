@@ -65,6 +65,10 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     file = folder / STATE
     try:
         state = parse_json(file.read_bytes())
+        if "checksums" in state and _CHECKSUM not in state:
+            raise UserError(
+                f"{file} has no checksum of its own: an earlier bigdit wrote it, whose checkpoints are not read"
+            )
         known = state.pop(_CHECKSUM)
         kept = {key: state[key] for key in _KEYS}
     except FileNotFoundError:

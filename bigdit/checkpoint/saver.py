@@ -75,6 +75,8 @@ class Saver:
         self._then = then
         self._thread: threading.Thread | None = None
         self._problem: BaseException | None = None
+        if peers.world.is_main:
+            _clean(self.root)
 
     def __enter__(self) -> Saver:
         return self
@@ -176,6 +178,13 @@ class Saver:
 
 def _copied(place: Place) -> Place:
     return replace(place, tensor=place.tensor.to("cpu", copy=True))
+
+
+def _clean(root: Path) -> None:
+    """Take away what was being written or deleted when an earlier run was killed: its folders have no final name."""
+    for left in root.glob(f"{TEMPORARY}*"):
+        shutil.rmtree(left) if left.is_dir() else left.unlink()
+        log.notice(f"note: removed {left}, which an interrupted run had left")
 
 
 def _make(folder: Path) -> None:
