@@ -196,7 +196,7 @@ def test_a_part_in_the_place_of_another_and_an_index_of_others_are_refused_by_na
     assert (found.file, found.start, found.end) == (first.name, 0, 4)
     assert "is another part" in found.problem
     first.write_bytes(whole)
-    index = replace(indexed.index, counts=indexed.index.counts + np.eye(3, 2, dtype=np.int64))
+    index = replace(indexed.index, counts=indexed.index.counts + np.eye(3, 2, dtype=np.int64) * [1, 0])
     write_index(root / "index.safetensors", index, store_identity(schema))
     (found,) = verify(root).damaged
     assert found.file == "index.safetensors"

@@ -88,7 +88,7 @@ def read_all(store, steps, **options):
 def indices_of(store, stream, step):
     return [
         int(store.part(part).rows[bucket][row, 0])
-        for bucket, parts, rows, _ in stream._samples(step)
+        for bucket, parts, rows, _ in stream.samples(step)
         for part, row in zip(parts.tolist(), rows.tolist(), strict=True)
     ]
 
