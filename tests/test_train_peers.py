@@ -48,9 +48,8 @@ def test_a_killed_process_of_zero2_and_what_it_leaves(features, tmp_path):
         os.utime(buffer, (time.time() + 3600, time.time() + 3600))
     with running(BIGDIT, features, tmp_path / "run", *ZERO2, log=tmp_path / "again.log") as again:
         again.until_it_trains()
-        for buffer in left:
-            assert f"note: removed {buffer}, 66 MiB of shared memory that a killed process had left" in again.stderr
-            assert not buffer.exists()
+        # By this start, or by that of another test's trainer meanwhile: what is said, test_train_leftovers.py has.
+        assert not any(buffer.exists() for buffer in left)
         own = mapped(again.ranks())
         assert len(own) == len(left)
         again.process.send_signal(signal.SIGTERM)
