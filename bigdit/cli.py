@@ -9,7 +9,20 @@ from typing import Annotated, Any
 import typer
 
 from bigdit import __version__
-from bigdit.commands import bench, doctor, emulate, extract, features, gpus, models, plan, rehearse, sample, train
+from bigdit.commands import (
+    bench,
+    doctor,
+    emulate,
+    export,
+    extract,
+    features,
+    gpus,
+    models,
+    plan,
+    rehearse,
+    sample,
+    train,
+)
 from bigdit.errors import EXIT_USER, guard
 
 # typer carries its own click, whose UsageError it does not export.
@@ -30,6 +43,7 @@ for name, module in {
     "extract": extract,
     "train": train,
     "sample": sample,
+    "export": export,
     "bench": bench,
     "models": models,
     "gpus": gpus,

@@ -6,11 +6,14 @@ import difflib
 import importlib.metadata
 import os
 import platform
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable
 
 EXIT_USER, EXIT_BUG, EXIT_INTERRUPTED = 1, 3, 130
+
+_HIDDEN = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 class UserError(Exception):
@@ -52,6 +55,19 @@ def versions() -> dict[str, str]:
     return found
 
 
+def shown(text: str) -> str:
+    """`text` as it may reach a terminal: control characters (ESC), what turns the direction of writing, and bytes of
+    file names that are no UTF-8 as `\\x1b`. Ends of lines stay."""
+    return _HIDDEN.sub(_escaped, text)
+
+
+def _escaped(found: re.Match[str]) -> str:
+    sign = ord(found[0])
+    if 0xDC80 <= sign <= 0xDCFF:  # as os.fsdecode has a byte that is no UTF-8
+        sign -= 0xDC00
+    return f"\\x{sign:02x}" if sign < 256 else f"\\u{sign:04x}"
+
+
 def guard(main: Callable[[], int | None]) -> int:
     """Run `main` and return the exit status: a user's error is a line each and 1, a bug a traceback with
     versions and 3, Ctrl-C 130. In a launched group only rank 0 prints a user's error: all ranks hit it."""
@@ -60,13 +76,13 @@ def guard(main: Callable[[], int | None]) -> int:
     except UserError as error:
         if os.environ.get("RANK", "0") == "0":
             for problem in error.problems:
-                print(f"error: {problem}", file=sys.stderr)
+                print(f"error: {shown(problem)}", file=sys.stderr)
         return EXIT_USER
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     except Exception:
-        traceback.print_exc()
+        print(shown(traceback.format_exc()), end="", file=sys.stderr)
         found = " ".join(f"{name}={version}" for name, version in versions().items())
         print(f"this is a bug in bigdit, or in what it drives; versions: {found}", file=sys.stderr)
         return EXIT_BUG

@@ -79,10 +79,13 @@ def commit_folder(temporary: Path, final: Path) -> None:
             with open(file, "rb") as opened:
                 os.fsync(opened.fileno())
     fsync_folder(temporary)
+    before = final.with_name(f"{TEMPORARY}before-{final.name}")
+    shutil.rmtree(before, ignore_errors=True)
     if final.exists():  # the same step written again, after a resume from an earlier one
-        shutil.rmtree(final)
+        os.replace(final, before)
     os.replace(temporary, final)
     fsync_folder(final.parent)
+    shutil.rmtree(before, ignore_errors=True)
 
 
 def fsync_folder(folder: Path) -> None:

@@ -12,14 +12,30 @@ from typing import Any, Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
-out = Console()
-err = Console(stderr=True)
+from bigdit.errors import shown
+
+
+class _Console(Console):
+    """A console on which no file name and no caption writes control characters."""
+
+    def render_str(self, text: str, *args: Any, **options: Any) -> Text:
+        return super().render_str(shown(text), *args, **options)
+
+
+out = _Console()
+err = _Console(stderr=True)
+
+
+def say(text: str) -> None:
+    """A line of a report on stdout."""
+    print(shown(text))
 
 
 def notice(text: str) -> None:
     """A line about what was done or written, on stderr; never wrapped, so that paths can be copied."""
-    err.print(text, soft_wrap=True, highlight=False)
+    err.print(text, soft_wrap=True, highlight=False, markup=False, emoji=False)
 
 
 def emit_json(value: Any) -> None:
@@ -32,6 +48,8 @@ def quiet_libraries() -> None:
 
     To be called before diffusers and transformers are imported.
     """
+    # torch's distributed checkpoint says that one process saves and loads for itself.
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     # bitsandbytes looks for optional CPU kernels of a package that it does not depend on.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)

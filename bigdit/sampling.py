@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from bigdit import models, objectives
 from bigdit.catalog.encoders import POOLED_TEXT
-from bigdit.checkpoint import Checkpoint
+from bigdit.checkpoint import Checkpoint, load_model, load_weights, verify
 from bigdit.config import RunConfig
 from bigdit.config.load import parse_run
 from bigdit.errors import UserError
@@ -87,27 +86,15 @@ class Sampler:
 def _load(
     checkpoint: Checkpoint, run: RunConfig, spec: ModelSpec, family: models.Family, *, ema: bool
 ) -> torch.nn.Module:
-    folder = checkpoint.transformer_ema if ema else checkpoint.transformer
-    if not folder.is_dir():
+    if ema and not checkpoint.has_average:
         raise UserError(f"--ema: {checkpoint.folder} holds no moving average of the weights; train with train.ema")
-    checkpoint.verify_all(folder)
+    verify(checkpoint)
     lora, base = run.train.lora, run.model.init_from
     if lora is None or base is None:
-        return models.load(spec, folder, dtype=torch.float32)
-    # The adapters stand over the base as it was loaded, whatever it was quantised to in training.
-    whole = Strategy(lora=lora.model_copy(update={"base": "bf16"}))
-    model = models.equip(models.load(spec, base, dtype=torch.float32), family, whole)
-    models.load_adapters(model, folder)
+        model = models.skeleton(spec, dtype=torch.float32)
+    else:
+        # The adapters stand over the base as it was loaded, whatever it was quantised to in training.
+        whole = Strategy(lora=lora.model_copy(update={"base": "bf16"}))
+        model = models.equip(load_model(spec, base, dtype=torch.float32), family, whole)
+    load_weights(checkpoint, model, average=ema)
     return model
-
-
-def find_checkpoint(path: Path) -> Checkpoint:
-    """A checkpoint's folder, or the latest of a run's output. Raises UserError where there is none."""
-    from bigdit.checkpoint.folder import STATE, latest, open_checkpoint
-
-    if (path / STATE).is_file():
-        return open_checkpoint(path)
-    found = latest(path)
-    if found is None:
-        raise UserError(f"--checkpoint {path}: neither a checkpoint nor the output of a run that saved one")
-    return found

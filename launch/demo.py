@@ -116,7 +116,7 @@ def _rehearse_training(demo: Demo, receipt: dict[str, Any]) -> int:
     from bigdit.rehearse import RehearsalRequest, rehearse
     from bigdit.spec import ModelSpec, Strategy
 
-    trained = latest(demo.folder / "run")
+    trained, _ = latest(demo.folder / "run")
     assert trained is not None
     strategy = Strategy.model_validate(receipt["strategy"])
     request = RehearsalRequest(

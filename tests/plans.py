@@ -78,6 +78,7 @@ def made_plan() -> Plan:
         packed_timeline=found.packed_timeline,
         host=HostNeed(
             process_bytes=host.peak_bytes,
+            checkpoint_bytes=12 * GIB,
             page_locked_bytes=host.page_locked_bytes,
             processes_per_node=1,
             node_bytes=host.peak_bytes + 3 * GIB,

@@ -94,6 +94,15 @@ _CPU_ADAM = "needs DeepSpeedCPUAdam, and bigdit steps its own optimizer; remove 
             "step, and not within it; remove it",
         ),
         (
+            {"zero_optimization": {"stage": 2, "compute_grad_norm": False}},
+            "ds_config.zero_optimization.compute_grad_norm is False: it hides gradients that are not finite, and fp32 "
+            "would train on them; remove it",
+        ),
+        (
+            {"bf16": {"check_grad_overflow": False}},
+            "ds_config.bf16.check_grad_overflow is off: gradients that are not finite are stepped; remove it",
+        ),
+        (
             {"bf16": {"bf16_master_weights_and_grads": True}},
             f"ds_config.bf16.bf16_master_weights_and_grads {_CPU_ADAM}",
         ),

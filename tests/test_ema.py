@@ -10,6 +10,7 @@ from conftest import BIN, DIGITS, ROOT, SINGLE, TINY, run_command
 from rehearsing import SANA as MODEL
 from rehearsing import SHAPE
 from safetensors.torch import load_file
+from whole import full_weights
 
 from bigdit import checkpoint, engines, models
 from bigdit.config import load_run
@@ -21,6 +22,7 @@ from bigdit.spec import EmaSpec, ObjectiveSpec, OptimizerSpec, Strategy
 from bigdit.train.loop import train
 from bigdit.train.prepare import prepare
 from bigdit.train.step import train_step
+from bigdit.train.stop import Stop
 
 DECAY = 0.9
 
@@ -35,20 +37,16 @@ def averaged(strategy, steps=6):
     model = models.build(MODEL, device="cpu", dtype=engines.compute_dtype(strategy), seed=0)
     engine = engines.create(strategy, model, family, device=torch.device("cpu"), world=World())
     ema = engines.ema_of(engine)
-    expected = {name: weight.double() for name, weight in engine.full_weights()}
+    expected = {name: weight.double() for name, weight in full_weights(engine).items()}
     generator = torch.Generator().manual_seed(0)
     for _ in range(steps):
         latents = torch.randn(2, *SHAPE.latents, generator=generator)
         text = torch.randn(2, *SHAPE.text, generator=generator)
         batch = Batch(latents, text, torch.ones(2, SHAPE.text[0]), (1, 2))
         train_step(engine, family, ObjectiveSpec(), [batch], lr=1e-2, ema=ema)
-        for name, weight in engine.full_weights():
+        for name, weight in full_weights(engine).items():
             expected[name] = DECAY * expected[name] + (1 - DECAY) * weight.double()
-    before = dict(engine.full_weights())
-    with ema.in_place_of_weights():
-        found = {name: weight.clone() for name, weight in engine.full_weights()}
-    assert all(torch.equal(weight, before[name]) for name, weight in engine.full_weights())
-    return found, expected
+    return full_weights(engine, ema), expected
 
 
 @pytest.mark.parametrize("device", ["gpu", "cpu"])
@@ -89,6 +87,7 @@ import json, sys
 import torch, torch.distributed as dist
 sys.path.insert(0, sys.argv[1])
 from test_ema import DECAY, MODEL, SHAPE, TOLERANCE
+from whole import full_weights
 from bigdit import engines, models
 from bigdit.dist import world_from_env
 from bigdit.rehearse.drive import batch
@@ -110,15 +109,14 @@ for engine_name, ds_config in (("fsdp2", None), ("deepspeed", document)):
     model = models.build(MODEL, device="cpu", dtype=torch.bfloat16, seed=0)
     engine = engines.create(strategy, model, family, device=torch.device("cpu"), world=world)
     ema = engines.ema_of(engine)
-    expected = {name: weight.double() for name, weight in engine.full_weights()}
+    expected = {name: weight.double() for name, weight in full_weights(engine).items()}
     count = sum(weight.numel() for weight in expected.values())
     for _ in range(4):
         train_step(engine, family, ObjectiveSpec(), [batch(SHAPE, strategy)], lr=1e-2, ema=ema)
-        for name, weight in engine.full_weights():
+        for name, weight in full_weights(engine).items():
             expected[name] = DECAY * expected[name] + (1 - DECAY) * weight.double()
-    with ema.in_place_of_weights():
-        for name, average in engine.full_weights():
-            torch.testing.assert_close(average.double(), expected[name], **TOLERANCE)
+    for name, average in full_weights(engine, ema).items():
+        torch.testing.assert_close(average.double(), expected[name], **TOLERANCE)
     found[engine_name] = {"of_all": count, "here": sum(average.numel() for average in ema.averages)}
 if world.is_main:
     json.dump(found, open(sys.argv[2], "w"))
@@ -148,8 +146,14 @@ def run_to(steps, output, features, *overrides):
     settings = [*TINY, *SINGLE, f"data.features={features}", f"output={output}", f"train.steps={steps}", *overrides]
     run = load_run(DIGITS, settings)
     spec, strategy = prepare(run, 1)
-    train(run, spec, strategy, World())
-    return checkpoint.latest(output)
+    train(run, spec, strategy, World(), Stop(run.train.grace, World()))
+    found, _ = checkpoint.latest(output)
+    return found
+
+
+def exported(found, name):
+    """The tensors that a checkpoint was exported as, when its run ended."""
+    return load_file(next((found.folder.parents[1] / "exports" / found.folder.name / name).glob("*.safetensors")))
 
 
 @pytest.mark.slow
@@ -158,16 +162,15 @@ def test_a_resumed_run_averages_on(tmp_path, features):
     run_to(2, tmp_path / "resumed", features, *EMA)
     resumed = run_to(4, tmp_path / "resumed", features, *EMA)
     for folder in ("transformer", "transformer_ema"):
-        one, other = (load_file(next((found.folder / folder).glob("*.safetensors"))) for found in (straight, resumed))
+        one, other = exported(straight, folder), exported(resumed, folder)
         assert all(torch.equal(one[name], other[name]) for name in one)
-    weights = load_file(next(straight.transformer.glob("*.safetensors")))
-    averages = load_file(next(straight.transformer_ema.glob("*.safetensors")))
+    weights, averages = exported(straight, "transformer"), exported(straight, "transformer_ema")
     assert any(not torch.equal(weights[name], averages[name]) for name in weights)
     # The average is a model that samples are drawn from, and as protected as the rest of the checkpoint.
     sampler = Sampler(straight, torch.device("cpu"), ema=True)
     name = "proj_out.weight"
     assert torch.equal(sampler._model.state_dict()[name], averages[name])
-    damaged = next(resumed.transformer_ema.glob("*.safetensors"))
+    damaged = next(resumed.engine.glob("*.safetensors"))
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"\x7f")
     with pytest.raises(UserError, match=r"is damaged: its checksum is not the one in state\.json"):
         Sampler(resumed, torch.device("cpu"), ema=True)
@@ -178,19 +181,6 @@ def test_a_resumed_run_averages_on(tmp_path, features):
 
 @pytest.mark.slow
 def test_a_checkpoint_without_an_average_says_so(trained):
-    found = checkpoint.latest(trained)
+    found, _ = checkpoint.latest(trained)
     with pytest.raises(UserError, match=r"--ema: .* holds no moving average of the weights; train with train\.ema"):
         Sampler(found, torch.device("cpu"), ema=True)
-
-
-def test_a_state_without_the_average_is_refused():
-    strategy = Strategy(ema=EmaSpec())
-    engine = engines.create(
-        strategy,
-        models.build(MODEL, device="cpu", dtype=torch.bfloat16, seed=0),
-        models.family(MODEL.class_name),
-        device=torch.device("cpu"),
-        world=World(),
-    )
-    with pytest.raises(UserError, match=r"holds nothing for tensor 0 of the moving average \(train\.ema\)"):
-        engines.ema_of(engine).load_local_state({})

@@ -15,6 +15,7 @@ from conftest import DIGITS, bigdit, run_command, with_set
 from PIL import Image
 
 from bigdit.catalog.resolve import model_spec
+from bigdit.commands.extract import print_skipped
 from bigdit.config import load_run
 from bigdit.config.run import SourceConfig
 from bigdit.errors import UserError
@@ -242,6 +243,30 @@ def test_the_command_reports_what_was_skipped_and_why(flawed, tmp_path):
     assert "2 skipped:\n  b.png: damaged picture" in again.stdout
 
 
+def test_each_bad_file_is_one_line_and_the_others_are_encoded(flawed, tmp_path, capfdbinary):
+    """Names that are not UTF-8 or steer terminals, a link in a circle, and weights that fp32 does not hold."""
+    for name in (b"bytes \xff.png", b"esc \x1b[31m.png", b"line\nbreak [b].png"):
+        (flawed / os.fsdecode(name)).write_bytes(b"")
+    (flawed / "loop.png").symlink_to("loop.png")
+    (flawed / "loop.txt").write_text("a circle")
+    (flawed / "c.json").write_text('{"caption": "a", "weights": 1e39}')
+    report = extract(*configured(flawed, tmp_path / "f", "data.buckets=[[8, 8]]"), workers=1)
+    assert report.store.encoded == 1
+    assert {each.name: each.reason for each in report.store.skipped}.items() >= {
+        r"bytes \xff.png": r"caption bytes \xff.txt is missing",
+        r"esc \x1b[31m.png": r"caption esc \x1b[31m.txt is missing",
+        r"line\nbreak [b].png": r"caption line\nbreak [b].txt is missing",
+        "loop.png": "path loop.png: Too many levels of symbolic links",
+        "c.png": "caption c.json has the weight 1e+39; weights are numbers, 0 or from 1.2e-38 to 3.4e+38",
+    }.items()
+    assert json.loads((tmp_path / "f/report.json").read_text()) == report.store.model_dump(mode="json")
+    assert all_indices(tmp_path / "f") == [0]
+    print_skipped(report.store.skipped)
+    said = capfdbinary.readouterr().out
+    assert rb"esc \x1b[31m.png: caption esc \x1b[31m.txt is missing" in said
+    assert b"\x1b" not in said
+
+
 @pytest.mark.slow
 def test_a_source_without_one_usable_picture_is_an_error(flawed, tmp_path):
     for caption in flawed.glob("*.txt"):
@@ -257,7 +282,9 @@ def test_a_picture_that_vanishes_stops_the_unit_and_is_no_skip(flawed, tmp_path)
     (flawed / "a.png").unlink()
     (flawed / "a.png").symlink_to("/proc/self/mem")  # a file that is there, and cannot be read from its start
     with pytest.raises(UserError, match=r"data\.images: .*a\.png cannot be read: Input/output error; run again"):
-        extract(*configured(flawed, tmp_path / "f", "data.buckets=[[8, 8]]"), workers=1)
+        extract(
+            *configured(f"{{path: {flawed}, follow_links: true}}", tmp_path / "f", "data.buckets=[[8, 8]]"), workers=1
+        )
     assert parts(tmp_path / "f") == {}
 
 

@@ -97,6 +97,56 @@ def test_the_identity_of_a_folder_follows_its_files_and_not_its_place(tmp_path):
     assert opened(str(tmp_path / "second")).identity["digest"] == seen[-1]
 
 
+def test_links_that_lead_out_of_a_folder_are_read_on_demand_alone(tmp_path):
+    root = tmp_path / "source"
+    save(root / "a.png")
+    save(root / "deep/own.png")
+    save(tmp_path / "outside/x.png", "a secret")
+    for name, target in {
+        "b.png": root / "a.png",  # within, by whatever way
+        "b.txt": "a.txt",
+        "deep/c.png": "../a.png",
+        "deep/c.txt": "../../source/a.txt",
+        "d.png": "../outside/x.png",
+        "d.txt": "a.txt",
+        "e.png": "a.png",
+        "e.txt": "../outside/x.txt",
+        "f.png": "a.png",
+        "f.json": tmp_path / "outside/nothing",
+    }.items():
+        (root / name).symlink_to(target)
+
+    def read(**options):
+        found = {}
+        source = opened({"path": str(root), **options})
+        for item in source.items(0, 99):
+            try:
+                found[item.name] = item.load().captions[0].text
+            except Unusable as error:
+                found[item.name] = str(error)
+        return found, source.identity["digest"]
+
+    kept, digest = read()
+    out = "is a link out of its folder, and is read with the source's follow_links alone"
+    assert kept == {
+        "a.png": "a caption",
+        "b.png": "a caption",
+        "d.png": f"d.png {out}",
+        "deep/c.png": "a caption",
+        "deep/own.png": "a caption",
+        "e.png": f"e.txt {out}",
+        "f.png": f"f.json {out}",
+    }
+    followed, another = read(follow_links=True)
+    assert followed == kept | {"d.png": "a caption", "e.png": "a secret", "f.png": "caption f.txt is missing"}
+    assert another != digest  # other features come of it
+    (tmp_path / "linked").symlink_to(root)
+    assert opened(str(tmp_path / "linked")).items(1, 2)[0].load().captions[0].text == "a caption"
+    (tmp_path / "a.csv").write_text("path,caption\na.png,a\n")
+    with pytest.raises(UserError, match=r"data\.images\.follow_links: .*a\.csv is of kind csv; it is for folders of"):
+        opened({"path": str(tmp_path / "a.csv"), "follow_links": True})
+
+
 def test_a_missing_and_an_empty_folder_are_errors(tmp_path):
     with pytest.raises(UserError, match=r"data\.images: the folder .*nowhere does not exist"):
         opened(str(tmp_path / "nowhere"))
@@ -145,6 +195,16 @@ def test_the_forms_of_json_captions(tmp_path, content, expected):
         ({"json": '{"captions": ["a", "b"], "weights": [1]}'}, "caption a.json has 2 texts and 1 weights"),
         ({"json": '{"captions": ["a"], "weights": [-1]}'}, "caption a.json has the weight -1; weights are numbers"),
         ({"json": '{"captions": ["a"], "weights": [NaN]}'}, "caption a.json has the weight nan"),
+        (
+            {"json": '{"captions": ["a"], "weights": [1e39]}'},
+            r"caption a.json has the weight 1e\+39; weights are numbers, 0 or from 1.2e-38 to 3.4e\+38",
+        ),
+        ({"json": '{"captions": ["a"], "weights": [1e-60]}'}, "caption a.json has the weight 1e-60; weights are"),
+        ({"json": '{"captions": ["a"], "weights": [Infinity]}'}, "caption a.json has the weight inf"),
+        (
+            {"json": f'{{"captions": ["a"], "weights": [{"9" * 400}]}}'},
+            f"caption a.json has the weight {'9' * 20}; weights are",
+        ),
         ({"json": '{"captions": ["a"], "weights": ["x"]}'}, "caption a.json has the weight x"),
         ({"json": '{"captions": ["a"], "weights": [0]}'}, "caption a.json is empty"),
         ({"json": '{"url": "x"}'}, "caption a.txt is missing"),
@@ -176,7 +236,7 @@ def test_what_is_no_file_is_unusable_and_holds_nobody_up(tmp_path):
     for name in "abc":
         (tmp_path / f"{name}.txt").write_text("a caption")
     reasons = []
-    for item in opened(str(tmp_path)).items(0, 3):
+    for item in opened({"path": str(tmp_path), "follow_links": True}).items(0, 3):
         with pytest.raises(Unusable) as error:
             item.load()
         reasons.append(str(error.value))
@@ -350,7 +410,7 @@ def test_an_error_names_the_source_of_the_list(tmp_path):
         ({"path": "x", "kind": "zip"}, "data.images.0.kind: Input should be 'folder', 'csv', 'parquet', 'webdataset'"),
         (
             {"path": "x", "captions": {"short": -1}},
-            "data.images.0.captions: the weight of short is a number above 0, or a column; -1 was",
+            "data.images.0.captions: the weight of short is a number from 1.2e-38 to 3.4e+38, or a column; -1 was",
         ),
     ],
 )

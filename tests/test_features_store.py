@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import diffusers
 import numpy as np
@@ -16,12 +17,15 @@ from bigdit.features import FeatureStore
 from bigdit.features.codecs import load_image_codec, to_bytes, to_unit_range
 from bigdit.features.encoders.text import T5TextEncoder
 from bigdit.features.header import read_header
+from bigdit.features.index import write_index
 from bigdit.features.null_text import write_null_text
 from bigdit.features.part import part_path, store_identity, write_part
 from bigdit.features.reader import Part
+from bigdit.features.report import store_report
 from bigdit.features.schema import StoreSchema, claim
 from bigdit.features.sources.folder import ImageFolder
 from bigdit.features.unit import encode_unit
+from bigdit.features.verify import verify
 
 BUCKETS = [(8, 8), (8, 12)]
 COUNT, PART_SIZE = 11, 4
@@ -174,6 +178,33 @@ def test_a_flipped_bit_is_found_when_its_row_is_read(root, column):
     FeatureStore.open(root).read((4, 4, 4), [0, 1])
 
 
+def test_a_part_in_the_place_of_another_and_an_index_of_others_are_refused_by_name(root, schema):
+    first, second = (part_path(root, start, end) for start, end in ((0, 4), (4, 8)))
+    indexed = FeatureStore.open(root)  # writes the index, which knows the parts by their names and bytes
+    whole = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    expected = rf"{first} is another part: it holds the pictures 4-8, and not 0-4; delete it, then `bigdit extract"
+    with pytest.raises(UserError, match=expected):
+        Part.open(first)
+    with pytest.raises(UserError, match=expected):
+        indexed.read((4, 4, 4), [0])
+    with pytest.raises(UserError, match=expected):
+        FeatureStore.open(root).read((4, 4, 4), [0])
+    with pytest.raises(UserError, match=expected):
+        store_report(root, schema)
+    (found,) = verify(root).damaged
+    assert (found.file, found.start, found.end) == (first.name, 0, 4)
+    assert "is another part" in found.problem
+    first.write_bytes(whole)
+    index = replace(indexed.index, counts=indexed.index.counts + np.eye(3, 2, dtype=np.int64) * [1, 0])
+    write_index(root / "index.safetensors", index, store_identity(schema))
+    (found,) = verify(root).damaged
+    assert found.file == "index.safetensors"
+    assert "has other rows than" in found.problem
+    with pytest.raises(UserError, match=r"has other rows than .*index\.safetensors says; delete that index"):
+        FeatureStore.open(root).read((4, 4, 4), [0])
+
+
 def test_a_bit_flipped_anywhere_in_a_part_is_found_by_verifying(root):
     file = part_path(root, 0, 4)
     assert list(Part.open(file).damages()) == []
@@ -222,6 +253,68 @@ def test_missing_parts_are_counted_with_the_command_that_makes_them(root, tmp_pa
         FeatureStore.open(root)
     with pytest.raises(UserError, match=r"nowhere holds no features; `bigdit extract --config RUN\.yaml` makes them"):
         FeatureStore.open(tmp_path / "nowhere")
+
+
+def with_metadata(file, **values):
+    """Write the header of a safetensors file anew, with other metadata."""
+    data = file.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    header["__metadata__"] |= values
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+
+
+@pytest.mark.parametrize(
+    "listed", ["[" * 100_000, '[[1e400, "a", "b"]]', "[3]", "\xff", "1" * 9999], ids=lambda text: text[:5]
+)
+def test_a_damaged_list_of_what_was_skipped_is_one_line(root, schema, listed):
+    file = part_path(root, 4, 8)
+    with_metadata(file, skipped=listed)
+    with pytest.raises(UserError, match=rf"^data\.features: {file} has a damaged list of what was skipped; delete it"):
+        store_report(root, schema)
+
+
+@pytest.mark.parametrize("data", [b"\xff\xfe", b"\0" * 64, b"[" * 100_000, b"{}", b""], ids=len)
+def test_an_index_that_is_none_is_made_again(root, data):
+    FeatureStore.open(root).read((4, 4, 4), [0])
+    index = root / "index.safetensors"
+    whole = index.read_bytes()
+    for damaged in (data, len(data).to_bytes(8, "little") + data):
+        index.write_bytes(damaged)
+        FeatureStore.open(root).read((4, 4, 4), [0])
+        assert index.read_bytes() == whole
+    with_metadata(index, shapes="9" * 9999)
+    FeatureStore.open(root).read((4, 4, 4), [0])
+    assert index.read_bytes() == whole
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"part_size": 0}, "is not a schema of version 2; delete"),
+        ({"sources": [{}]}, "is not a schema of version 2; delete"),
+        ({"sources": [{"count": "x"}]}, "is not a schema of version 2; delete"),
+        ({"sources": [{"count": 10**15}]}, "has 1000000000000000 pictures in parts of 4: more than 10000000 files"),
+        ({"sources": [{"count": 5}]}, "lacks 1 of 3 files, the first part-000000000004-000000000005.safetensors"),
+        ({"sources": [{"count": 4}]}, "has 2 parts that are none of the 1 of its schema.json: that is damaged, or of"),
+    ],
+)
+def test_a_schema_that_was_changed_is_one_line(root, change, problem):
+    file = root / "schema.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(UserError) as error:
+        FeatureStore.open(root)
+    (line,) = error.value.problems
+    assert problem in line
+
+
+def test_bytes_that_are_no_text_beside_the_parts_are_passed_over(root, schema):
+    (root / "speed").mkdir()
+    (root / "report.json").write_bytes(b"\xff")
+    for name in ("of nobody.jsonl", "h_b_s_1_2_t.jsonl"):
+        (root / "speed" / name).write_bytes(b"\xff\xfe\n" + b"[" * 100_000)
+    assert store_report(root, schema).encoded == COUNT - 1
 
 
 def test_damage_to_the_null_text_is_found(root):

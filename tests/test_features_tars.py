@@ -113,12 +113,18 @@ def test_folders_and_patterns_of_tars_and_their_order(tmp_path):
 def test_indices_are_made_once_and_again_for_a_tar_that_changed(tmp_path):
     tar = write_tar(tmp_path / "a.tar", samples(range(3)))
     first = opened(str(tar), tmp_path / "f")
-    (index,) = (tmp_path / "f/index").iterdir()
+    (index,) = (tmp_path / "f/index").glob("*.parquet")
     made = index.stat().st_mtime_ns
     assert opened(str(tar), tmp_path / "f").identity == first.identity
     assert index.stat().st_mtime_ns == made
-    index.write_bytes(b"damaged")
-    assert opened(str(tar), tmp_path / "f").identity == first.identity
+    whole = index.read_bytes()
+    for changed in (b"damaged", b"", *(whole[:at] + b"\xff" + whole[at + 1 :] for at in range(0, len(whole), 60))):
+        index.write_bytes(changed)
+        again = opened(str(tar), tmp_path / "f")
+        assert again.identity == first.identity
+        assert [item.load().captions for item in again.items(0, 3)] == [
+            item.load().captions for item in first.items(0, 3)
+        ]
     write_tar(tar, samples(range(4)))
     assert len(opened(str(tar), tmp_path / "f")) == 4
 

@@ -1,6 +1,7 @@
 """The loader: what a batch holds, drawn from seeds alone, in bounded memory, and its errors."""
 
 import gc
+import json
 from collections import Counter
 from contextlib import closing
 from dataclasses import dataclass
@@ -87,7 +88,7 @@ def read_all(store, steps, **options):
 def indices_of(store, stream, step):
     return [
         int(store.part(part).rows[bucket][row, 0])
-        for bucket, parts, rows, _ in stream._samples(step)
+        for bucket, parts, rows, _ in stream.samples(step)
         for part, row in zip(parts.tolist(), rows.tolist(), strict=True)
     ]
 
@@ -246,6 +247,10 @@ def test_small_buckets_are_told_of(tmp_path):
         "bucket 4x4x8 has 14 samples, fewer than a global batch of 16: they are carried over from epoch to epoch "
         "until a batch is full"
     ]
+    changed = json.loads((tmp_path / "store/schema.json").read_text()) | {"buckets": [[12, 12], [8, 16], [64, 64]]}
+    (tmp_path / "store/schema.json").write_text(json.dumps(changed))
+    _, notices = plan_order(FeatureStore.open(tmp_path / "store"), 8, 0, None, 0, tmp_path)
+    assert notices == ["1 of 3 data.buckets have no samples: all are of 2 sizes, 4x4x8, 4x6x6"]
 
 
 def test_an_index_spares_the_headers_and_is_made_again_where_it_is_wrong(tmp_path):

@@ -10,10 +10,10 @@ import torch
 from conftest import BIN, DIGITS, ROOT, run_command
 from rehearsing import SANA as MODEL
 from rehearsing import SHAPE
-from safetensors.torch import load_file
-from test_ema import run_to
+from test_ema import exported, run_to
+from whole import full_weights
 
-from bigdit import checkpoint, engines, models
+from bigdit import engines, models
 from bigdit.config import load_run
 from bigdit.dist import World
 from bigdit.errors import UserError
@@ -49,7 +49,7 @@ def test_adapters_learn_and_the_base_stays(base):
     losses = [train_step(engine, family, ObjectiveSpec(), [one_batch()], lr=1e-2).loss.item() for _ in range(6)]
     assert losses[-1] < losses[0] - 0.05
     assert all(torch.equal(p, frozen[name]) for name, p in model.named_parameters() if name in frozen)
-    weights = dict(engine.full_weights())
+    weights = full_weights(engine)
     assert all(".lora_A." in name or ".lora_B." in name for name in weights)
     # Self- and cross-attention of each block: query, key, value and output, two matrices each.
     assert len(weights) == len(family.blocks(model)) * 2 * 4 * 2
@@ -105,16 +105,14 @@ def test_what_cannot_be_is_refused():
 
 @pytest.mark.slow
 def test_adapters_are_trained_kept_resumed_and_read_by_diffusers(tmp_path, features, trained):
-    base = checkpoint.latest(trained).transformer
+    base = trained / "exports/step-00000008/transformer"
     settings = ("train.lora.rank=4", "train.lora.alpha=8", "train.lora.base=nf4", "train.ema.decay=0.5")
     settings = (*settings, f"model.init_from={base}", "train.checkpoint_every=2", "train.checkpointed_blocks=all")
     straight = run_to(4, tmp_path / "straight", features, *settings)
     run_to(2, tmp_path / "resumed", features, *settings)
     resumed = run_to(4, tmp_path / "resumed", features, *settings)
     for folder in ("transformer", "transformer_ema"):
-        one, other = (
-            load_file(found.folder / folder / "pytorch_lora_weights.safetensors") for found in (straight, resumed)
-        )
+        one, other = exported(straight, folder), exported(resumed, folder)
         assert all(torch.equal(one[name], other[name]) for name in one)
         assert all(name.startswith("transformer.transformer_blocks.") for name in one)
     with pytest.raises(UserError, match=r"was trained with lora .*'rank': 4.*, and the run asks for .*'rank': 8"):
@@ -123,7 +121,7 @@ def test_adapters_are_trained_kept_resumed_and_read_by_diffusers(tmp_path, featu
     sampler = Sampler(straight, CPU)
     plain = diffusers.SanaTransformer2DModel.from_pretrained(base)
     adapted = diffusers.SanaTransformer2DModel.from_pretrained(base)
-    adapted.load_lora_adapter(straight.transformer, use_safetensors=True)
+    adapted.load_lora_adapter(straight.folder.parents[1] / "exports/step-00000004/transformer", use_safetensors=True)
     shape, dim = (plain.config.in_channels, 8, 8), plain.config.caption_channels
     inputs = {
         "hidden_states": torch.randn(1, *shape),
@@ -144,6 +142,7 @@ import json, sys
 import torch, torch.distributed as dist
 sys.path.insert(0, sys.argv[1])
 from test_lora import CPU, LoraSpec, ObjectiveSpec, OptimizerSpec, Strategy, built, engines, one_batch, train_step
+from whole import full_weights
 from bigdit.dist import world_from_env
 from bigdit.loader.batch import Batch
 
@@ -174,7 +173,7 @@ for name, ds_config in ({"fsdp2": None} | stages).items():
         loss = train_step(engine, family, ObjectiveSpec(), [mine], lr=1e-2).loss.float()
         dist.all_reduce(loss)
         losses.append(loss.item() / 2)
-    found[name] = {"losses": losses, "names": [name for name, _ in engine.full_weights()]}
+    found[name] = {"losses": losses, "names": list(full_weights(engine))}
 if world.is_main:
     json.dump(found, open(sys.argv[2], "w"))
 dist.destroy_process_group()
@@ -197,4 +196,4 @@ def test_sharded_engines_train_the_same_adapters(tmp_path):
     losses = [train_step(engine, family, ObjectiveSpec(), [one_batch()], lr=1e-2).loss.item() for _ in range(4)]
     for found in json.loads(answer.read_text()).values():
         assert found["losses"] == pytest.approx(losses, rel=3e-3)  # as test_engines has it for bf16, and why
-        assert found["names"] == [name for name, _ in engine.full_weights()]
+        assert found["names"] == list(full_weights(engine))

@@ -130,11 +130,11 @@ def test_a_machine_holds_all_of_its_processes():
     blocks = (Block(GIB, "parameter", ""), Block(3 * MIB, "input", "", pinned=True))
     timeline = Timeline(blocks, (1, 2, -1), (Span("init", 0, 3),))
     for cluster, processes in ((Cluster(), 1), (Cluster(gpus=4), 4), (Cluster(gpus=32), 8)):
-        found = host_need(timeline, cluster)
+        found = host_need(timeline, 5 * MIB, cluster)
         assert found.processes_per_node == processes
         assert found.process_bytes == GIB + 4 * MIB  # the pinned allocator takes the next power of two
         assert found.page_locked_bytes == 4 * MIB
-        assert found.node_bytes == processes * (GIB + 4 * MIB + LIBRARIES_BYTES)
+        assert found.node_bytes == processes * (GIB + 4 * MIB + 5 * MIB + LIBRARIES_BYTES)
 
 
 def test_the_libraries_take_no_more_than_is_allowed_for_them():

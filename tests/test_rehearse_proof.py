@@ -292,13 +292,14 @@ def test_categories_are_what_arithmetic_says(rehearsed: Answers) -> None:
 
 
 LOSS = 4  # the mean loss, which outlives the backward pass
+DECIDING = 16  # numbers that say whether the step is taken: losses side by side, their sum, what is asked of it
 # Temporaries at the step's peak: of all parameters, and of the largest weight; smaller ones of rows and columns.
 TEMPORARY = {
-    "fp32-adamw-fused": (0, 0, 0),
+    "fp32-adamw-fused": (0, 0, DECIDING),
     "fp32-adamw-foreach": (4, 0, 0),
     "fp32-adamw-for_loop": (0, 8, 256),
-    "fp32-adamw_8bit": (0, 0, 0),
-    "fp32-lion_8bit": (0, 0, 0),
+    "fp32-adamw_8bit": (0, 0, DECIDING),
+    "fp32-lion_8bit": (0, 0, DECIDING),
     "fp32-adafactor": (0, 4, 2048),
     "fp32-came": (0, 4, 2048),
     "fp32-came_8bit": (0, 9, 2048),  # the update and the momentum in fp32, and the new codes

@@ -13,6 +13,7 @@ from bigdit.config.planned import planned_run, planned_strategy
 from bigdit.errors import UserError
 from bigdit.report.folder import OURS, write_plan
 from bigdit.report.skeleton import skeleton
+from bigdit.search import kept
 from bigdit.search.plan import Plan
 from bigdit.search.record import record
 
@@ -35,6 +36,17 @@ def test_the_folder_of_a_plan(made, tmp_path):
     for picture in ("memory.png", "curve.png"):
         assert (folder / picture).read_bytes().startswith(b"\x89PNG")
     assert list(folder.parent.iterdir()) == [folder]
+
+
+def test_a_kept_plan_is_believed_as_it_was_written_alone(made, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("BIGDIT_CACHE", str(tmp_path))
+    kept.keep(made.question, (), made)
+    assert kept.find(made.question, ()) == made
+    (file,) = tmp_path.rglob("*.json")
+    whole = file.read_text()
+    file.write_text(whole.replace(str(made.chosen.peak_allocated_bytes), "1"))  # a plan still, of other figures
+    assert kept.find(made.question, ()) is None
+    assert capsys.readouterr().err == f"{file} is damaged, and the plan is made anew\n"
 
 
 def test_deepspeeds_document_is_complete_and_accepted(tmp_path):

@@ -6,11 +6,11 @@ import tiny_pipelines
 import tiny_vaes
 import torch
 
-from bigdit import models, objectives
-from bigdit.checkpoint.folder import Checkpoint, checksum
+from bigdit import checkpoint, engines, models, objectives
+from bigdit.dist import World
 from bigdit.loader.batch import Batch
 from bigdit.sampling import Sampler, SamplingOptions
-from bigdit.spec import ModelSpec
+from bigdit.spec import ModelSpec, Strategy
 
 SD3 = {
     "sample_size": 8,
@@ -43,11 +43,8 @@ CASES = {
 }
 
 
-def checkpoint(folder, class_name, kwargs, pipeline, vae):
-    """A checkpoint as training leaves it, of random weights, beside its encoders; and the parts of its pipeline."""
-    torch.manual_seed(0)
-    model = getattr(diffusers, class_name)(**kwargs)
-    model.save_pretrained(folder / "transformer")
+def saved_beside_encoders(folder, class_name, kwargs, pipeline, vae):
+    """A checkpoint of random weights, exported too, beside its encoders; and the parts of its pipeline."""
     tiny_vaes.VAES[vae][0]().save_pretrained(folder / "vae")
     (folder / "pipeline").mkdir()
     parts = tiny_pipelines.save(folder / "pipeline", pipeline)
@@ -61,15 +58,22 @@ def checkpoint(folder, class_name, kwargs, pipeline, vae):
         "train": {"steps": 1, "micro_batch_size": 1},
         "output": "run",
     }
-    checksums = {f"transformer/{file.name}": checksum(file) for file in (folder / "transformer").iterdir()}
-    spec = ModelSpec(name="tiny", class_name=class_name, kwargs=kwargs)
-    return Checkpoint(folder, {"run": run, "model": spec.model_dump(mode="json"), "checksums": checksums}), parts
+    spec, strategy = ModelSpec(name="tiny", class_name=class_name, kwargs=kwargs), Strategy(precision="fp32")
+    family, cpu = models.family(class_name), torch.device("cpu")
+    model = models.build(spec, device=cpu, dtype=torch.float32, seed=0)
+    engine = engines.create(strategy, model, family, device=cpu, world=World())
+    described = {"model": spec.model_dump(mode="json"), "strategy": strategy.model_dump(mode="json"), "run": run}
+    with checkpoint.Saver(folder, checkpoint.Peers(), checkpoint.Keeping(1)) as saver:
+        saver.save(engine, None, 1, described | {"data": None})
+    found, _ = checkpoint.latest(folder)
+    checkpoint.export(found, folder / "exported")
+    return found, parts
 
 
 @pytest.mark.parametrize("name", sorted(CASES))
 def test_pictures_follow_from_what_the_pipeline_encodes(name, tmp_path):
     class_name, kwargs, pipeline_name, vae, shape = CASES[name]
-    saved, parts = checkpoint(tmp_path, class_name, kwargs, pipeline_name, vae)
+    saved, parts = saved_beside_encoders(tmp_path, class_name, kwargs, pipeline_name, vae)
     sampler = Sampler(saved, torch.device("cpu"))
     options = SamplingOptions(height=16, width=24, steps=1, guidance=2.0, seed=3)
     picture = next(sampler.sample(["a cat on a mat"], options))
@@ -82,7 +86,10 @@ def test_pictures_follow_from_what_the_pipeline_encodes(name, tmp_path):
         given = pipeline.encode_prompt(
             prompt=["a cat on a mat"], device="cpu", do_classifier_free_guidance=True, **more
         )
-        family, model = models.family(class_name), getattr(diffusers, class_name).from_pretrained(saved.transformer)
+        family, model = (
+            models.family(class_name),
+            getattr(diffusers, class_name).from_pretrained(tmp_path / "exported/transformer"),
+        )
         velocities = []
         for place in (0, 1):  # of the caption, of none
             extras = {"pooled_text": given[2 + place]} if name == "sd3" else {}

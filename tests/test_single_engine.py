@@ -4,14 +4,14 @@ import pytest
 import torch
 from rehearsing import SANA as TINY
 from rehearsing import SHAPE
-from safetensors.torch import load, save
 from test_rehearse_proof import TINY as WIDE  # with weights of 4096 elements and more, which are quantised
+from whole import full_weights
 
-from bigdit import engines, models
+from bigdit import checkpoint, engines, models
 from bigdit.dist import World
 from bigdit.engines import scaling, single
 from bigdit.engines.scaling import LossScaler
-from bigdit.engines.state import load_local_state, local_state
+from bigdit.engines.state import places
 from bigdit.errors import UserError
 from bigdit.loader.batch import Batch
 from bigdit.spec import ObjectiveSpec, OptimizerSpec, Strategy
@@ -35,7 +35,7 @@ def step(engine, family, lr=1e-3):
 
 
 def weights(engine):
-    return {name: weight.clone() for name, weight in engine.full_weights()}
+    return full_weights(engine)
 
 
 def equal(some, others):
@@ -169,33 +169,47 @@ def test_tf32_is_on_where_it_is_asked_for_and_nowhere_else():
         *(("came", "bf16"), ("came_8bit", "bf16_sr")),
     ],
 )
-def test_the_step_after_a_resume_is_the_one_that_would_have_come(monkeypatch, optimizer, precision):
-    """Through safetensors' bytes, into an engine with other weights: state, loss scale and random numbers."""
+def test_the_step_after_a_resume_is_the_one_that_would_have_come(monkeypatch, tmp_path, optimizer, precision):
+    """Through a checkpoint, into an engine with other weights: state, loss scale and random numbers."""
     monkeypatch.setattr(scaling, "INITIAL_SCALE", 64.0)
     strategy = Strategy(precision=precision, optimizer=OptimizerSpec(name=optimizer, lr=1e-3))
     engine, family = started(strategy, WIDE)
     for _ in range(2):
         step(engine, family)
-    saved, before = load(save(local_state(engine))), weights(engine)
+    found, before = saved(engine, tmp_path), weights(engine)
+    held = {name: place.tensor.clone() for name, place in places(engine, None, 0).items()}
     step(engine, family)
     expected = weights(engine)
     assert not equal(before, expected)
 
     torch.manual_seed(7)
-    resumed, family = started(strategy, WIDE, seed=1)
-    resumed.model.load_state_dict(before, strict=False)
-    load_local_state(resumed, saved)
-    again = local_state(resumed)
-    assert again.keys() == saved.keys()
-    assert all(torch.equal(again[name], saved[name]) for name in saved)
+    resumed, family = resume(found, strategy)
+    again = {name: place.tensor for name, place in places(resumed, None, 0).items()}
+    assert equal(again, held)
     step(resumed, family)
     assert equal(weights(resumed), expected)
 
 
-def test_a_state_of_another_optimizer_is_refused():
-    engine, family = started(Strategy())
+def test_a_state_of_another_optimizer_is_refused(tmp_path):
+    engine, family = started(Strategy(), WIDE)
     step(engine, family)
-    saved = local_state(engine)
-    other, _ = started(Strategy(optimizer=OptimizerSpec(name="came")))
-    with pytest.raises(UserError, match=r"the checkpoint holds nothing for state.0.square.* of the optimizer"):
-        load_local_state(other, saved)
+    with pytest.raises(UserError, match=r"does not hold local\.0\.0\..*: it is of another model or optimizer"):
+        resume(saved(engine, tmp_path), Strategy(optimizer=OptimizerSpec(name="came")))
+
+
+def saved(engine, folder):
+    """The checkpoint of an engine."""
+    described = {"model": WIDE.model_dump(), "strategy": engine.strategy.model_dump(), "run": {}, "data": None}
+    with checkpoint.Saver(folder, checkpoint.Peers(), checkpoint.Keeping(1)) as saver:
+        saver.save(engine, None, 2, described)
+    return checkpoint.latest(folder)[0]
+
+
+def resume(found, strategy):
+    """An engine that started with other weights and goes on from a checkpoint, and its family."""
+    family = models.family(WIDE.class_name)
+    model = models.build(WIDE, device="cpu", dtype=engines.compute_dtype(strategy), seed=1)
+    checkpoint.load_weights(found, model)
+    engine = engines.create(strategy, model, family, device=torch.device("cpu"), world=World())
+    checkpoint.restore(found, engine, checkpoint.Peers())
+    return engine, family

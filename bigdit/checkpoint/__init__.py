@@ -1,6 +1,29 @@
-"""Checkpoints: diffusers weights, and each process's share of the training state; safetensors and JSON only."""
+"""Checkpoints: each process's runs of the training state, by parameters' names; safetensors and JSON only.
 
-from bigdit.checkpoint.folder import Checkpoint, latest
-from bigdit.checkpoint.save import restore, save
+`Saver` writes them while training goes on, `latest` finds one, `verify` reads its bytes, `restore` puts it back under
+any engine, `export` makes diffusers' format of it.
+"""
 
-__all__ = ["Checkpoint", "latest", "restore", "save"]
+from bigdit.checkpoint.export import export
+from bigdit.checkpoint.find import find_checkpoint, latest
+from bigdit.checkpoint.folder import Checkpoint
+from bigdit.checkpoint.peers import Peers
+from bigdit.checkpoint.restore import load_model, load_weights, restore
+from bigdit.checkpoint.resumable import check_resumable
+from bigdit.checkpoint.saver import Keeping, Saver
+from bigdit.checkpoint.verify import verify
+
+__all__ = [
+    "Checkpoint",
+    "Keeping",
+    "Peers",
+    "Saver",
+    "check_resumable",
+    "export",
+    "find_checkpoint",
+    "latest",
+    "load_model",
+    "load_weights",
+    "restore",
+    "verify",
+]

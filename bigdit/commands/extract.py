@@ -80,37 +80,44 @@ def _engine(name: str, tasks: int | None, resources: list[str]) -> Engine:
 
 
 def _parse(resources: list[str]) -> dict[str, Any]:
-    import yaml
-
+    from bigdit.documents import parse_yaml
     from bigdit.errors import UserError
 
     if wrong := [text for text in resources if "=" not in text]:
         raise UserError(f"--resource: KEY=VALUE was expected, and {wrong[0]} was found")
-    pairs = (text.partition("=") for text in resources)
-    return {key: yaml.safe_load(value) for key, _, value in pairs}
+    asked = {}
+    for key, _, value in (text.partition("=") for text in resources):
+        try:
+            asked[key] = parse_yaml(value)
+        except ValueError as error:
+            raise UserError(f"--resource {key}: the value is {error}") from None
+    return asked
 
 
 def _print(report: ExtractReport) -> None:
+    from bigdit import log
     from bigdit.features.report import FILE as REPORT
     from bigdit.units import duration
 
     speed = f"{report.images_per_s:.1f} images/s" if report.parts else "nothing was left to do"
     done = f"{duration(report.seconds)}, {speed}"
     if report.store is None:
-        print(f"{report.features}: {report.pictures} pictures in {report.parts} parts are done; others are missing")
-        print(f"{done}; `bigdit features info {report.features}` shows the store")
+        log.say(f"{report.features}: {report.pictures} pictures in {report.parts} parts are done; others are missing")
+        log.say(f"{done}; `bigdit features info {report.features}` shows the store")
         return
     buckets = ", ".join(f"{count} of {shape}" for shape, count in report.store.buckets.items())
-    print(f"{report.features}: {report.store.encoded} of {report.store.pictures} pictures encoded ({buckets})")
-    print(f"{done}; report: {report.features / REPORT}")
+    log.say(f"{report.features}: {report.store.encoded} of {report.store.pictures} pictures encoded ({buckets})")
+    log.say(f"{done}; report: {report.features / REPORT}")
     print_skipped(report.store.skipped)
 
 
 def print_skipped(skipped: list[Skipped]) -> None:
     """The first of what was skipped, with reasons."""
+    from bigdit import log
+
     if skipped:
-        print(f"{len(skipped)} skipped:")
+        log.say(f"{len(skipped)} skipped:")
         for item in skipped[:10]:
-            print(f"  {item.name}: {item.reason}")
+            log.say(f"  {item.name}: {item.reason}")
         if len(skipped) > 10:
-            print(f"  and {len(skipped) - 10} more in the report")
+            log.say(f"  and {len(skipped) - 10} more in the report")

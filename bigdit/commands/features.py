@@ -66,10 +66,10 @@ def verify(
         log.emit_json(report.model_dump(mode="json"))
     else:
         for each in report.damaged:
-            print(f"{each.file}: encoded again" if mended else each.problem)
+            log.say(f"{each.file}: encoded again" if mended else each.problem)
         rate = gib(report.bytes / report.seconds)
-        print(f"{report.parts} parts, {gib(report.bytes)}, {rate}/s; {len(report.damaged)} damaged, ", end="")
-        print(f"{report.missing} missing")
+        found = f"{len(report.damaged)} damaged, {report.missing} missing"
+        log.say(f"{report.parts} parts, {gib(report.bytes)}, {rate}/s; {found}")
     return EXIT_USER if report.damaged and not mended else 0
 
 
@@ -81,6 +81,7 @@ def clean(
     ] = False,
 ) -> None:
     """Remove what dead workers left half-written; of other machines nobody here knows who is dead."""
+    from bigdit import log
     from bigdit.features.in_hand import remove_left
     from bigdit.features.verify import open_schema
     from bigdit.units import gib
@@ -88,8 +89,8 @@ def clean(
     open_schema(folder)
     left = remove_left(folder, other_machines=other_machines)
     for each in left:
-        print(f"removed {each.folder.name}: {len(each.marks)} parts begun, {gib(each.nbytes)}")
-    print(f"{len(left)} dead workers' folders removed")
+        log.say(f"removed {each.folder.name}: {len(each.marks)} parts begun, {gib(each.nbytes)}")
+    log.say(f"{len(left)} dead workers' folders removed")
 
 
 def _repair(folder: Path, config: Path, overrides: list[str], workers: int | None, damaged: list[Damaged]) -> None:
@@ -119,13 +120,13 @@ def _print_info(report: StoreReport) -> None:
     from bigdit.units import gib
 
     done = "whole" if report.parts_done == report.parts else f"{report.parts_done} of {report.parts} parts done"
-    print(f"{report.features}: {done}; {report.encoded} of {report.pictures} pictures encoded, {gib(report.bytes)}")
+    log.say(f"{report.features}: {done}; {report.encoded} of {report.pictures} pictures encoded, {gib(report.bytes)}")
     sizes = ", ".join(f"{name} {gib(size)}" for name, size in report.bytes_by_column.items())
-    print(f"bytes    {sizes}")
+    log.say(f"bytes    {sizes}")
     for number, source in enumerate(report.sources):
-        print(f"source {number} {source.get('kind')}: {source['count']} pictures, digest {source.get('digest')}")
+        log.say(f"source {number} {source.get('kind')}: {source['count']} pictures, digest {source.get('digest')}")
     for what, identity in (("image", report.codec), ("text", report.text_encoder)):
-        print(f"{what:8} {', '.join(f'{key} {value}' for key, value in identity.items())}")
+        log.say(f"{what:8} {', '.join(f'{key} {value}' for key, value in identity.items())}")
     buckets = table("", ["bucket", "pictures", "share"], numeric=["pictures", "share"])
     for shape, count in report.buckets.items():
         buckets.add_row(shape, str(count), f"{count / report.encoded:.1%}")
@@ -147,7 +148,7 @@ def _print_info(report: StoreReport) -> None:
     log.out.print(speeds)
     for held in report.at_work:
         what = {"alive": "is at work", "dead": "is dead", "unknown": "is of another machine: alive or dead"}[held.fate]
-        print(f"{held.worker} {what}; in hand: {', '.join(held.parts)}, {gib(held.bytes)}")
+        log.say(f"{held.worker} {what}; in hand: {', '.join(held.parts)}, {gib(held.bytes)}")
     if any(held.fate != "alive" for held in report.at_work):
-        print(f"`bigdit features clean {report.features}` removes what dead workers left; see its --other-machines")
+        log.say(f"`bigdit features clean {report.features}` removes what dead workers left; see its --other-machines")
     print_skipped(report.skipped)

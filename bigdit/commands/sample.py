@@ -37,12 +37,15 @@ def run(
     import torch
     from PIL import Image
 
+    from bigdit.checkpoint import find_checkpoint
     from bigdit.files import replacing, write_json
     from bigdit.report.grid import grid_png
-    from bigdit.sampling import Sampler, SamplingOptions, find_checkpoint
+    from bigdit.sampling import Sampler, SamplingOptions
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    found = find_checkpoint(checkpoint)
+    found, notices = find_checkpoint(checkpoint)
+    for line in notices:
+        log.notice(line)
     sampler = Sampler(found, device, ema=ema)
     height, width = height_width or sampler.buckets[0]
     options = SamplingOptions(height, width, steps=steps, guidance=guidance, seed=seed)

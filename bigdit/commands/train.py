@@ -20,6 +20,7 @@ def run(
     plan: Annotated[
         Path | None, typer.Option(help="A folder of `bigdit plan --out`; decides how the step is run.")
     ] = None,
+    grace: Annotated[float | None, typer.Option(help="Seconds to save and end in after a signal; train.grace.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved config and stop.")] = False,
 ) -> int:
     """Train as the run's config says, with as many processes; the same command resumes."""
@@ -28,9 +29,9 @@ def run(
     from bigdit.config.plan_file import read_plan_file
     from bigdit.config.planned import plan_notices
     from bigdit.train.launch import launch
-    from bigdit.train.prepare import load, prepare, with_ds_config
+    from bigdit.train.prepare import load, prepare, with_ds_config, with_grace
 
-    overrides = with_ds_config(overrides, ds_config)
+    overrides = with_grace(with_ds_config(overrides, ds_config), grace)
     planned = None if plan is None else read_plan_file(plan)
     run_config = load(config, overrides, planned, plan)
     if planned is not None:
@@ -41,7 +42,7 @@ def run(
             log.notice(f"note: {line}")
         log.emit_json({"run": run_config.model_dump(mode="json"), "strategy": strategy.model_dump(mode="json")})
         return 0
-    return launch(run_config.engine, config, overrides, plan)
+    return launch(run_config, config, overrides, plan)
 
 
 def _check_one_machine(plan: PlanFile) -> None:

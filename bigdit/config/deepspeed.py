@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
+from bigdit.documents import parse_json
 from bigdit.errors import UserError
 from bigdit.spec import Strategy
 
@@ -39,6 +39,7 @@ _REFUSED = {
     "zero_hpz_partition_size": (1, _NODES),
     "mics_shard_size": (-1, _NODES),
     "zenflow": (None, "steps the optimizer beside the training step, and not within it"),
+    "compute_grad_norm": (True, "hides gradients that are not finite, and fp32 would train on them"),
 }
 # Sections that a precision turns on, and what in them would put DeepSpeedCPUAdam in place of the run's optimizer.
 _PRECISIONS = {
@@ -50,11 +51,13 @@ _PRECISIONS = {
 def read_ds_config(path: Path) -> dict[str, Any]:
     """The document as it stands. Raises UserError where it is missing or not a JSON object."""
     try:
-        document = json.loads(path.read_text())
+        document = parse_json(path.read_bytes())
     except FileNotFoundError:
         raise UserError(f"engine.ds_config: {path} does not exist") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise UserError(f"engine.ds_config: {path} is not a JSON document: {error}") from None
+    except OSError as error:
+        raise UserError(f"engine.ds_config: {path} cannot be read: {error.strerror or error}") from None
+    except ValueError as error:
+        raise UserError(f"engine.ds_config: {path} is {error}") from None
     if not isinstance(document, dict):
         raise UserError(f"engine.ds_config: {path} should hold a JSON object")
     return document
@@ -94,6 +97,10 @@ def complete_ds_config(document: dict[str, Any], ours: Values) -> tuple[dict[str
         for key in keys
         if _section(document, section).get(key)
     ]
+    if _section(document, "bf16").get("check_grad_overflow", True) is not True:
+        problems.append(
+            "ds_config.bf16.check_grad_overflow is off: gradients that are not finite are stepped; remove it"
+        )
     problems += _zero_problems(document.get("zero_optimization", {}))
     # Any number is refused where train_batch_size disagrees with the three that it is the product of.
     if complete.pop("train_batch_size", "auto") != "auto":

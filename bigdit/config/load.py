@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from bigdit.config.run import RunConfig
+from bigdit.documents import parse_yaml
 from bigdit.errors import UserError, nearest
 
 
@@ -37,13 +37,13 @@ def parse_run(document: dict[str, Any], source: str) -> RunConfig:
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        document = yaml.safe_load(path.read_text())
+        document = parse_yaml(path.read_bytes())
     except FileNotFoundError:
         raise UserError(f"the config {path} does not exist") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"the config {path} cannot be read: {error}") from None
-    except yaml.YAMLError as error:
-        raise UserError(f"the config {path} is not YAML: {' '.join(str(error).split())}") from None
+    except OSError as error:
+        raise UserError(f"the config {path} cannot be read: {error.strerror or error}") from None
+    except ValueError as error:
+        raise UserError(f"the config {path} is {error}") from None
     if not isinstance(document, dict):
         raise UserError(f"the config {path} should hold sections such as model, data and train")
     return document
@@ -60,9 +60,9 @@ def _apply(document: dict[str, Any], override: str) -> None:
         if not isinstance(node, dict):
             raise UserError(f"--set {override}: {parent} is a value, and has no keys")
     try:
-        node[last] = yaml.safe_load(text)
-    except yaml.YAMLError:
-        raise UserError(f"--set {override}: the value is not YAML") from None
+        node[last] = parse_yaml(text)
+    except ValueError as error:
+        raise UserError(f"--set {override[:80]}: the value is {error}") from None
 
 
 def _line(detail: ErrorDetails) -> str:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
 
+from bigdit.documents import parse_yaml
 from bigdit.errors import UserError
 from bigdit.files import write_text
 from bigdit.spec import BatchShape, ModelSpec, Strategy, Strict
@@ -136,13 +137,13 @@ def plan_file(path: Path) -> Path:
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        document = yaml.safe_load(file.read_text())
+        document = parse_yaml(file.read_bytes())
     except FileNotFoundError:
         raise UserError(f"--plan: {file} does not exist; `bigdit plan --out DIR` writes one") from None
     except OSError as error:
         raise UserError(f"--plan: {file} cannot be read: {error.strerror or error}") from None
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"{file} is damaged: not YAML: {' '.join(str(error).split())}; {_FIX}") from None
+    except ValueError as error:
+        raise UserError(f"{file} is damaged: {error}; {_FIX}") from None
     if not isinstance(document, dict):
         raise UserError(f"{file} is damaged: it holds no keys; {_FIX}")
     return document

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -32,7 +31,7 @@ T5_TOKENS = 300
 class ModelConfig(Strict):
     """One of: `name` from the catalogue, `path` to a diffusers config.json, or `class_name` with `kwargs`.
 
-    `init_from`: a folder of diffusers weights to start from; without it the weights are drawn from the seed.
+    `init_from`: a folder of diffusers weights to start from, or a checkpoint; without it they are drawn from the seed.
     """
 
     name: str | None = None
@@ -40,6 +39,16 @@ class ModelConfig(Strict):
     class_name: str | None = None
     kwargs: dict[str, Any] = {}
     init_from: Path | None = None
+
+
+LEAST_WEIGHT, MOST_WEIGHT = 1.2e-38, 3.4e38
+"""Of captions, which the store keeps in fp32 (IEEE 754): others would be 0 or infinite there."""
+WEIGHTS = f"from {LEAST_WEIGHT:g} to {MOST_WEIGHT:g}"
+
+
+def is_weight(number: float) -> bool:
+    """Whether a caption may have this weight; an integer may be of any size."""
+    return LEAST_WEIGHT <= number <= MOST_WEIGHT
 
 
 SourceKind = Literal["folder", "csv", "parquet", "webdataset", "datasets"]
@@ -54,6 +63,8 @@ class SourceConfig(Strict):
     Of tables: `image`, the column of pictures or of their paths, and `captions`, the columns of captions: one,
     several, or a mapping of columns to their weights, each a number or the column that holds it. `split`: which
     of several a `datasets` or Parquet folder is read.
+    `follow_links`: of a folder of pictures, whether links to files outside it are read. Without it each is skipped,
+    with a line in the report; links to files within the folder are read, and links to folders are never entered.
     """
 
     path: Path
@@ -61,6 +72,7 @@ class SourceConfig(Strict):
     image: str | None = None
     captions: dict[str, float | str] = {}
     split: str | None = None
+    follow_links: bool = False
 
     @model_validator(mode="before")
     @classmethod
@@ -76,8 +88,10 @@ class SourceConfig(Strict):
         if not isinstance(columns, dict):
             raise ValueError("it is a column, a list of columns, or a mapping of columns to weights")
         for column, weight in columns.items():
-            if not isinstance(weight, str) and not (isinstance(weight, int | float) and 0 < weight < math.inf):
-                raise ValueError(f"the weight of {column} is a number above 0, or a column; {weight!r} was found")
+            if not isinstance(weight, str) and not (isinstance(weight, int | float) and is_weight(weight)):
+                raise ValueError(
+                    f"the weight of {column} is a number {WEIGHTS}, or a column; {str(weight)[:20]} was found"
+                )
         return columns
 
 
@@ -194,6 +208,10 @@ class TrainConfig(Strict):
     all but matrix products and attention; `offload_activations`: what the blocks save waits on the host.
     `optimizer_in_backward`: each parameter is stepped when its gradient is there, which is then freed.
     `ema`: a moving average of the weights; `lora`: adapters are trained, over a frozen model.init_from.
+    Of the checkpoints, every `checkpoint_every` steps, the last `keep_checkpoints` stay and those that `keep_every`
+    divides; those that `export_every` divides, and the last, are written in diffusers' format too.
+    `grace`: the seconds after SIGTERM, SIGUSR1, SIGHUP or Ctrl-C in which a checkpoint is saved, before the run ends.
+    A step whose gradients are not finite is skipped; after `most_skipped_steps` in a row the run ends.
     """
 
     steps: PositiveInt
@@ -212,11 +230,16 @@ class TrainConfig(Strict):
     lr_schedule: Literal["constant", "cosine"] = "constant"
     checkpoint_every: PositiveInt = 1000
     keep_checkpoints: PositiveInt = 2
+    keep_every: PositiveInt | None = None
+    export_every: PositiveInt | None = None
+    grace: PositiveFloat = 60.0
+    most_skipped_steps: PositiveInt = 10
     seed: NonNegativeInt = 0
 
 
 class EngineConfig(Strict):
-    """`processes`: how many `bigdit train` starts on this machine. `ds_config`: DeepSpeed's JSON document.
+    """`processes`: how many `bigdit train` starts on this machine. `ds_config`: DeepSpeed's JSON document. `timeout`:
+    the seconds that a process waits for another, after which the run ends.
 
     Of FSDP2: `reshard_after_forward` lets gathered weights go until the backward pass; `dp_replicate` copies of
     the model, each sharded over the others (HSDP); `cpu_offload` keeps shards, gradients and optimizer on the host.
@@ -224,6 +247,7 @@ class EngineConfig(Strict):
 
     name: EngineName = "single"
     processes: PositiveInt = 1
+    timeout: PositiveFloat = 600.0
     ds_config: Path | None = None
     reshard_after_forward: bool = True
     dp_replicate: PositiveInt = 1

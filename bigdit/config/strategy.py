@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
 from bigdit.config.deepspeed import complete_ds_config, ds_values, read_ds_config
+from bigdit.documents import parse_yaml
 from bigdit.errors import UserError, nearest
 from bigdit.spec import Strategy
 
@@ -92,11 +92,13 @@ def _add(document: dict[str, Any], part: str) -> None:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        document = yaml.safe_load(path.read_text())
+        document = parse_yaml(path.read_bytes())
     except FileNotFoundError:
         raise UserError(f"--strategy {path}: the file does not exist") from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"--strategy {path}: not YAML: {' '.join(str(error).split())}") from None
+    except OSError as error:
+        raise UserError(f"--strategy {path}: the file cannot be read: {error.strerror or error}") from None
+    except ValueError as error:
+        raise UserError(f"--strategy {path}: the file is {error}") from None
     if not isinstance(document, dict):
         raise UserError(f"--strategy {path}: the file should hold keys of a strategy, such as engine")
     return document
@@ -104,9 +106,9 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _yaml(text: str, part: str) -> Any:
     try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError:
-        raise UserError(f"--strategy {part}: the value is not YAML") from None
+        return parse_yaml(text)
+    except ValueError as error:
+        raise UserError(f"--strategy {part[:80]}: the value is {error}") from None
 
 
 def _copied(value: Any) -> Any:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import deepspeed
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.linear import zero3_linear_wrap
 from deepspeed.runtime.zero.partition_parameters import Init, InsertPostInitMethodToModuleSubClasses
-from deepspeed.utils import safe_get_full_fp32_param
 from torch import nn
 
 from bigdit import optim
-from bigdit.engines.protocol import compute_dtype
+from bigdit.engines.finite import are_finite
+from bigdit.engines.protocol import Stepped, compute_dtype
 from bigdit.engines.scaling import LossScaler
+from bigdit.engines.shards import Shard, whole
 from bigdit.errors import UserError
 from bigdit.spec import Strategy
 
@@ -52,11 +55,28 @@ class DeepSpeedEngine:
         if not last:
             self.model.step()
 
-    def step(self, lr: float) -> torch.Tensor | None:
+    def step(self, lr: float, losses: Sequence[torch.Tensor]) -> Stepped:
+        """DeepSpeed's wrappers pass over gradients that are not finite. Stage 0 in fp32 has none of them."""
         optim.set_lr(self.optimizer, lr)
+        if self._zero is self.optimizer and not are_finite(losses, together=True):
+            self._pass_over()
+            return Stepped(False)
         self.model.step()
         norm = self.model.get_global_grad_norm()  # None where DeepSpeed keeps none: stage 0 in fp32
-        return None if norm is None else torch.as_tensor(norm)
+        taken = not getattr(self._zero, "overflow", False)
+        return Stepped(taken, None if norm is None else torch.as_tensor(norm))
+
+    def _pass_over(self) -> None:
+        """To DeepSpeed this is a micro-batch that more follow, and its gradients are gone."""
+        self.model.zero_grad()
+        self.model.set_gradient_accumulation_boundary(False)
+        self.model.step()
+        self.model.set_gradient_accumulation_boundary(None)  # by its own count again
+
+    @property
+    def loss_scale(self) -> float:
+        held = getattr(self._zero, "loss_scale_config", self._zero)  # the first is stage 0's
+        return float(getattr(held, "cur_scale", 1.0))
 
     def buffers(self) -> Iterable[torch.Tensor]:
         for bucket in getattr(self._zero, "ipg_buckets", {}).values():  # one a dtype; ZeRO-1 and 2 hold up to two
@@ -80,13 +100,31 @@ class DeepSpeedEngine:
         if offload is not None:
             yield offload.get_param_coordinator(), "fetch_sub_module"
 
-    def full_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def shards(self) -> list[Shard]:
         trained = [(name, param) for name, param in self._plain.named_parameters() if param.requires_grad]
-        for i, (name, param) in enumerate(trained):
-            full = safe_get_full_fp32_param(param)
-            if full is None:  # stage 0 keeps whole fp32 masters in the order of the parameters
-                full = self.masters[i]
-            yield name, full.detach().float().cpu()
+        if self.strategy.zero_stage == 3:
+            placed = (self._of_stage_3(name, param) for name, param in trained)
+        elif hasattr(trained[0][1], "_hp_mapping"):  # stages 1 and 2, and bf16 with fp32 accumulation
+            placed = (_of_flat_group(name, param) for name, param in trained)
+        else:
+            return whole(trained)
+        return [shard for shard in placed if shard is not None]
+
+    def _of_stage_3(self, name: str, param: Any) -> Shard | None:
+        """ZeRO-3 cuts each parameter into as many equal runs as there are processes, the last ones padded."""
+        group, start, room = self._zero.grad_position[self._zero.get_param_id(param)]
+        offset = dist.get_rank(param.ds_process_group) * room
+        length = min(room, param.ds_numel - offset)
+        return Shard(name, tuple(param.ds_shape), offset, group, start, length) if length > 0 else None
+
+
+def _of_flat_group(name: str, param: Any) -> Shard | None:
+    """ZeRO-1 and 2 cut a group's parameters, laid end to end, into equal runs: here are some, or a part of one."""
+    mapping = param._hp_mapping
+    if mapping is None:
+        return None
+    here, there = mapping.lp_fragment_address, mapping.hp_fragment_address
+    return Shard(name, tuple(param.shape), here.start, mapping.param_group_index, there.start, here.numel)
 
 
 def forget() -> None:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from torch.distributed.tensor import DTensor
 
 from bigdit.engines.protocol import Engine
-from bigdit.errors import UserError
 from bigdit.spec import EmaSpec
 from bigdit.units import MIB
 
@@ -52,35 +48,6 @@ class Ema:
             for part, new in chunks:
                 part.lerp_(self._brought(new), self._weight)
 
-    @contextmanager
-    def in_place_of_weights(self) -> Iterator[None]:
-        """In here the engine's masters hold the averages, for `full_weights`; theirs wait on the host.
-
-        Masters in bf16 (precision bf16_sr) hold them rounded.
-        """
-        kept = [weights.to("cpu", copy=True) for weights in self._weights()]
-        self._write(self.averages)
-        try:
-            yield
-        finally:
-            self._write(kept)
-
-    def local_state(self) -> dict[str, torch.Tensor]:
-        """`ema.<i>` on the host: this process's share."""
-        return {f"ema.{i}": average.to("cpu", copy=True) for i, average in enumerate(self.averages)}
-
-    def load_local_state(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Put a saved state in place. Raises UserError where a tensor is missing or has another shape."""
-        for i, average in enumerate(self.averages):
-            saved = tensors.get(f"ema.{i}")
-            if saved is None or saved.shape != average.shape:
-                found = "nothing" if saved is None else tuple(saved.shape)
-                raise UserError(
-                    f"the checkpoint holds {found} for tensor {i} of the moving average (train.ema), and this run "
-                    f"has {tuple(average.shape)}: it was made by another model, engine or number of processes"
-                )
-            average.copy_(saved)
-
     def _brought(self, weights: torch.Tensor) -> torch.Tensor:
         """The weights in fp32 where the averages are."""
         if self._chunk is None or weights.device == self._device:
@@ -90,10 +57,6 @@ class Ema:
     @torch.no_grad()
     def _weights(self) -> list[torch.Tensor]:
         return [m.to_local() if isinstance(m, DTensor) else m.detach() for m in self._engine.masters]
-
-    def _write(self, values: list[torch.Tensor]) -> None:
-        for weights, value in zip(self._weights(), values, strict=True):
-            weights.copy_(value)
 
 
 def ema_of(engine: Engine) -> Ema | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
@@ -12,8 +12,10 @@ from torch.distributed.tensor import DTensor
 
 from bigdit import optim
 from bigdit.dist import World
-from bigdit.engines.protocol import compute_dtype
+from bigdit.engines.finite import are_finite, is_finite
+from bigdit.engines.protocol import Stepped, compute_dtype
 from bigdit.engines.scaling import LossScaler
+from bigdit.engines.shards import Shard
 from bigdit.models import Family
 from bigdit.spec import Strategy
 
@@ -40,29 +42,37 @@ class Fsdp2Engine:
         )
         self.scaler = LossScaler() if strategy.precision == "fp16" else None
         if strategy.optimizer_in_backward:
-            optim.step_in_backward(self.optimizer, self.masters)
+            self._taken = True
+            optim.step_in_backward(self.optimizer, self.masters, taken=lambda: self._taken)
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
+        if self.strategy.optimizer_in_backward:
+            self._taken = are_finite([loss], together=True)
         self.model.set_requires_all_reduce(last)
         loss = loss / self.strategy.grad_accum_steps
         (loss if self.scaler is None else loss * self.scaler.scale).backward()
 
     @torch.no_grad()
-    def step(self, lr: float) -> torch.Tensor | None:
+    def step(self, lr: float, losses: Sequence[torch.Tensor]) -> Stepped:
         if self.strategy.optimizer_in_backward:
-            return None
+            return Stepped(self._taken)
         optim.set_lr(self.optimizer, lr)
         limit, norm = self.strategy.gradient_clipping, None
-        overflowed = False
         if limit is not None or self.scaler is not None:
-            norm, overflowed = self._unscale_and_clip()
-        if not overflowed:
+            norm, taken = self._unscale_and_clip()
+        else:
+            taken = are_finite(losses, together=True)
+        if taken:
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return None if limit is None else norm
+        return Stepped(taken, None if limit is None else norm)
+
+    @property
+    def loss_scale(self) -> float:
+        return 1.0 if self.scaler is None else self.scaler.scale
 
     def _unscale_and_clip(self) -> tuple[torch.Tensor, bool]:
-        """The norm of all gradients, on every process, and whether the scaled ones overflowed on any."""
+        """The norm of all gradients, on every process, and whether it is finite: else they stay as they are."""
         gradients = [master.grad for master in self.masters if master.grad is not None]
         norm = nn.utils.get_total_norm(gradients)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
@@ -70,13 +80,13 @@ class Fsdp2Engine:
         if self.scaler is not None:
             factor = factor / self.scaler.scale
             norm = norm * factor
-            if self.scaler.overflowed(norm):
-                return norm, True
+        if self.scaler.overflowed(norm) if self.scaler is not None else not is_finite(norm):
+            return norm, False
         if self.strategy.gradient_clipping is not None:
             # as clip_grad_norm_ has it
             factor = factor * (self.strategy.gradient_clipping / (norm + 1e-6)).clamp(max=1.0)
         torch._foreach_mul_([gradient.to_local() for gradient in gradients], factor)
-        return norm, False
+        return norm, True
 
     def buffers(self) -> Iterable[torch.Tensor]:
         return ()
@@ -87,12 +97,16 @@ class Fsdp2Engine:
     def calls(self) -> Iterable[tuple[object, str]]:
         return ()
 
-    def full_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, param in self.model.named_parameters():
-            if not param.requires_grad:
-                continue
-            # Shards that are kept on the host are gathered on the device, where the group's collectives run.
-            yield name, param.detach().to(self.device).full_tensor().float().cpu()
+    def shards(self) -> list[Shard]:
+        trained = [(name, param) for name, param in self.model.named_parameters() if param.requires_grad]
+        return [_rows(name, param, i) for i, (name, param) in enumerate(trained) if param.to_local().numel()]
+
+
+def _rows(name: str, param: DTensor, master: int) -> Shard:
+    """The rows of `param` that are here: each process has some that follow each other."""
+    (chunk,) = param.__create_chunk_list__()
+    row = param.numel() // param.shape[0]
+    return Shard(name, tuple(param.shape), chunk.offsets[0] * row, master, 0, param.to_local().numel())
 
 
 def _shard(model: nn.Module, units: list[nn.Module], strategy: Strategy, device: torch.device) -> None:

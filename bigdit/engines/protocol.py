@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -10,7 +11,16 @@ from torch import nn
 from torch.optim import Optimizer
 
 from bigdit.engines.scaling import LossScaler
+from bigdit.engines.shards import Shard
 from bigdit.spec import Strategy
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """`taken`: whether weights and state were changed; `grad_norm`: before clipping, where the strategy clips."""
+
+    taken: bool
+    grad_norm: torch.Tensor | None = None
 
 
 class Engine(Protocol):
@@ -32,8 +42,16 @@ class Engine(Protocol):
         """Add this micro-batch's share of the mean gradient; `last` marks the step's last micro-batch."""
         ...
 
-    def step(self, lr: float) -> torch.Tensor | None:
-        """Clip, update, clear gradients. The gradient norm before clipping, where the strategy clips."""
+    def step(self, lr: float, losses: Sequence[torch.Tensor]) -> Stepped:
+        """Clip, update, clear gradients; or, where the gradients are not finite on any process, clear them alone.
+
+        `losses`: of this process's micro-batches; they decide where the engine knows no norm of the gradients.
+        """
+        ...
+
+    @property
+    def loss_scale(self) -> float:
+        """What the loss is multiplied with in fp16; else 1."""
         ...
 
     def buffers(self) -> Iterable[torch.Tensor]:
@@ -48,8 +66,8 @@ class Engine(Protocol):
         """Methods, by object and name, in which the engine allocates for itself."""
         ...
 
-    def full_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every trained parameter by its name in the plain model, whole, fp32, on the host. All processes iterate."""
+    def shards(self) -> list[Shard]:
+        """What this process's masters hold of the trained parameters, which have their names in the plain model."""
         ...
 
 

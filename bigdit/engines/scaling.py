@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from bigdit.engines.finite import is_finite
+
 INITIAL_SCALE = 65536.0
 GROWTH_INTERVAL = 2000
 
@@ -24,7 +26,7 @@ class LossScaler:
 
         Adapts `scale` for the coming steps. All processes must pass the norm of all gradients.
         """
-        if bool(torch.isfinite(norm).logical_not()):
+        if not is_finite(norm):
             self.scale, self._steps_since = self.scale / 2, 0
             return True
         self._steps_since += 1

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
 
 from bigdit import optim
+from bigdit.engines.finite import are_finite, is_finite
+from bigdit.engines.protocol import Stepped
 from bigdit.engines.scaling import LossScaler
+from bigdit.engines.shards import Shard, whole
 from bigdit.spec import Strategy
 from bigdit.units import MIB
 
@@ -35,20 +38,27 @@ class SingleEngine:
         )
         self.scaler = LossScaler() if strategy.precision == "fp16" else None
         if strategy.optimizer_in_backward:
-            optim.step_in_backward(self.optimizer, self._params, self.masters)
+            self._taken = True
+            optim.step_in_backward(self.optimizer, self._params, self.masters, taken=lambda: self._taken)
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
+        if self.strategy.optimizer_in_backward:
+            self._taken = are_finite([loss], together=False)
         loss = loss / self.strategy.grad_accum_steps
         (loss if self.scaler is None else loss * self.scaler.scale).backward()
 
     @torch.no_grad()
-    def step(self, lr: float) -> torch.Tensor | None:
+    def step(self, lr: float, losses: Sequence[torch.Tensor]) -> Stepped:
         if self.strategy.optimizer_in_backward:
-            return None
+            return Stepped(self._taken)
         optim.set_lr(self.optimizer, lr)
-        norm = self._step_masters() if self._mixed else self._step_params()
+        stepped = self._step_masters(losses) if self._mixed else self._step_params(losses)
         self.optimizer.zero_grad(set_to_none=True)
-        return norm
+        return stepped
+
+    @property
+    def loss_scale(self) -> float:
+        return 1.0 if self.scaler is None else self.scaler.scale
 
     def buffers(self) -> Iterable[torch.Tensor]:
         return ()
@@ -59,29 +69,34 @@ class SingleEngine:
     def calls(self) -> Iterable[tuple[object, str]]:
         return ()
 
-    def full_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for (name, _), master in zip(self._named, self.masters, strict=True):
-            yield name, master.detach().float().cpu()
+    def shards(self) -> list[Shard]:
+        return whole(self._named)
 
-    def _step_params(self) -> torch.Tensor | None:
-        norm = None
-        if self.strategy.gradient_clipping is not None:
-            norm = nn.utils.clip_grad_norm_(self._params, self.strategy.gradient_clipping)
-        self.optimizer.step()
-        return norm
+    def _step_params(self, losses: Sequence[torch.Tensor]) -> Stepped:
+        limit, norm = self.strategy.gradient_clipping, None
+        if limit is not None:
+            norm = nn.utils.clip_grad_norm_(self._params, limit)
+        taken = are_finite(losses, together=False) if norm is None else is_finite(norm)
+        if taken:
+            self.optimizer.step()
+        return Stepped(taken, norm)
 
-    def _step_masters(self) -> torch.Tensor | None:
+    def _step_masters(self, losses: Sequence[torch.Tensor]) -> Stepped:
         """Step the masters that have a gradient, a chunk at a time: the optimizer passes over the others."""
         limit = self.strategy.gradient_clipping
         norm: torch.Tensor | None = None
         factor: torch.Tensor | float = 1.0 if self.scaler is None else 1.0 / self.scaler.scale
         if limit is not None or self.scaler is not None:
             norm = _norm([p.grad for p in self._params if p.grad is not None]) * factor
-            if self.scaler is not None and self.scaler.overflowed(norm):
-                self.model.zero_grad(set_to_none=True)
-                return None if limit is None else norm
-            if limit is not None:
-                factor = factor * (limit / (norm + 1e-6)).clamp(max=1.0)  # as clip_grad_norm_ has it
+            taken = is_finite(norm) if self.scaler is None else not self.scaler.overflowed(norm)
+        else:
+            taken = are_finite(losses, together=False)
+        stepped = Stepped(taken, None if limit is None else norm)
+        if not taken:
+            self.model.zero_grad(set_to_none=True)
+            return stepped
+        if limit is not None and norm is not None:
+            factor = factor * (limit / (norm + 1e-6)).clamp(max=1.0)  # as clip_grad_norm_ has it
         for chunk in _chunks(list(zip(self._params, self.masters, strict=True))):
             for param, master in chunk:
                 if param.grad is not None:
@@ -93,7 +108,7 @@ class SingleEngine:
             for param, master in chunk:
                 master.grad = None
                 param.copy_(master)
-        return None if limit is None else norm
+        return stepped
 
 
 def _norm(gradients: list[torch.Tensor]) -> torch.Tensor:

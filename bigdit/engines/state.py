@@ -1,16 +1,21 @@
-"""This process's share of the training state as named tensors, alike for every engine.
+"""This process's share of the training state by parameters' names, alike for every engine and number of processes.
 
-Masters and optimizer state are saved as they lie on this process: flat, sharded or whole. So a state is read
-back by the same engine on as many processes, which the checkpoint checks before it calls this.
+Masters, their average and an optimizer's state that has an element for each of theirs are runs of the parameters'
+elements: another engine, or another number of processes, finds its own runs among those that were saved. What an
+optimizer keeps otherwise (quantised in blocks, or factored) depends on how the masters lie here, and is taken up by
+the same engine on as many processes alone.
 
-    master.<i>              what the optimizer steps
-    state.<i>.<key>         its state: a tensor, a number, or one tensor for each part of a quantised one
-    scaler.<key>, rng       of fp16 and of stochastic rounding
+    master.<parameter>             what the optimizer steps
+    ema.<parameter>                its moving average
+    state.<key>.<parameter>        the optimizer's state: an element for each of the master's, or one number
+    local.<rank>.<i>.<key>         other state of this process's master i, and each part of a quantised one
+    scaler.<key>, rng.<rank>       of fp16 and of stochastic rounding
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,67 +23,114 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from bigdit import optim
+from bigdit.engines.ema import Ema
 from bigdit.engines.protocol import Engine
-from bigdit.errors import UserError
+from bigdit.engines.shards import Shard
 
-Saved = dict[str, torch.Tensor]
+LOCAL = "local."
 
 
-def local_state(engine: Engine) -> Saved:
-    """Everything that the next step depends on, on the host; numbers (bitsandbytes' step) as 0-dim tensors."""
-    tensors = {}
-    for i, master in enumerate(engine.masters):
-        tensors[f"master.{i}"] = _to_host(_local(master))
-        for key, value in engine.optimizer.state.get(master, {}).items():
-            tensors |= {name: _to_host(part) for name, part in _parts(f"state.{i}.{key}", torch.as_tensor(value))}
+@dataclass(frozen=True)
+class Place:
+    """Where elements `offset` to `offset + len(tensor)` lie of what is saved under a name and has `numel`.
+
+    `tensor` is one-dimensional; a view of what it stands for, but of `number`s, which `adopt` puts back.
+    """
+
+    tensor: torch.Tensor
+    offset: int
+    numel: int
+    number: bool = False
+
+
+def places(engine: Engine, ema: Ema | None, rank: int) -> dict[str, Place]:
+    """Everything that the next step depends on, by the names it is saved under."""
+    found = _tensors(engine, ema, rank)
     if engine.scaler is not None:
-        tensors |= {f"scaler.{key}": torch.tensor(value) for key, value in engine.scaler.state_dict().items()}
+        found |= {f"scaler.{key}": _number(value) for key, value in engine.scaler.state_dict().items()}
     if engine.strategy.precision == "bf16_sr":
-        tensors["rng"] = _rng(engine.device).get_rng_state()
-    return tensors
+        generator = _rng(engine.device).get_rng_state()
+        found[f"rng.{rank}"] = Place(generator, 0, generator.numel(), number=True)
+    return found
 
 
-@torch.no_grad()
-def load_local_state(engine: Engine, tensors: Saved) -> None:
-    """Put a saved state in place. Raises UserError where a tensor is missing or has another shape."""
+def _tensors(engine: Engine, ema: Ema | None, rank: int) -> dict[str, Place]:
+    """Masters, their average, and the optimizer's state."""
+    found: dict[str, Place] = {}
+    for shard in engine.shards():
+        master = engine.masters[shard.master]
+        found[f"master.{shard.name}"] = _run(_local(master), shard)
+        if ema is not None:
+            found[f"ema.{shard.name}"] = _run(ema.averages[shard.master], shard)
+        for key, value in engine.optimizer.state.get(master, {}).items():
+            if _is_elementwise(value, master):
+                found[f"state.{key}.{shard.name}"] = _run(_local(value), shard)
+            elif _is_number(value):
+                found[f"state.{key}.{shard.name}"] = _number(value)
     for i, master in enumerate(engine.masters):
-        if any(name.startswith(f"state.{i}.") for name in tensors):
-            _make_state(engine, master)
-            state = engine.optimizer.state[master]
-            for key, value in state.items():
-                if isinstance(value, torch.Tensor):
-                    for name, part in _parts(f"state.{i}.{key}", value):
-                        _copy(part, tensors, name)
-                else:
-                    state[key] = type(value)(tensors[f"state.{i}.{key}"].item())
-        _copy(_local(master), tensors, f"master.{i}")
+        for key, value in engine.optimizer.state.get(master, {}).items():
+            if not _is_elementwise(value, master) and not _is_number(value):
+                for name, part in _parts(f"{LOCAL}{rank}.{i}.{key}", value):
+                    found[name] = Place(part.detach().view(-1), 0, part.numel())
+    return found
+
+
+def checkpoint_bytes(engine: Engine, ema: Ema | None) -> int:
+    """What this process copies to the host to save its state, as it is now."""
+    return sum(place.tensor.nbytes for place in _tensors(engine, ema, 0).values())
+
+
+def make_state(engine: Engine, saved: Collection[str], rank: int) -> None:
+    """Have the optimizer allocate state for each master of which any was saved, by the names of what was saved.
+
+    It steps on a zero gradient, so that the state is sharded, quantised or paged as ever; what that writes is
+    overwritten by what was saved.
+    """
+    with_state = {name.split(".", 2)[2] for name in saved if name.startswith("state.")}
+    kept = {int(name.split(".")[2]) for name in saved if name.startswith(f"{LOCAL}{rank}.")}
+    kept |= {shard.master for shard in engine.shards() if shard.name in with_state}
+    for i in sorted(kept):
+        master = engine.masters[i]
+        held = master.grad  # with offload DeepSpeed keeps this tensor, and views of it
+        master.grad = torch.zeros_like(master)
+        optim.step_alone(engine.optimizer, master)
+        master.grad = held
+
+
+def adopt(engine: Engine, filled: dict[str, Place], rank: int) -> None:
+    """Put back what is no view: numbers, the loss scale, random numbers."""
+    for shard in engine.shards():
+        state = engine.optimizer.state.get(engine.masters[shard.master], {})
+        for key, value in state.items():
+            if not isinstance(value, torch.Tensor):
+                state[key] = type(value)(filled[f"state.{key}.{shard.name}"].tensor.item())
     if engine.scaler is not None:
         keys = engine.scaler.state_dict()
-        engine.scaler.load_state_dict(keys | {key: tensors[f"scaler.{key}"].item() for key in keys})
-    if engine.strategy.precision == "bf16_sr":
-        _rng(engine.device).set_rng_state(tensors["rng"])
+        engine.scaler.load_state_dict({key: filled[f"scaler.{key}"].tensor.item() for key in keys})
+    if f"rng.{rank}" in filled:
+        _rng(engine.device).set_rng_state(filled[f"rng.{rank}"].tensor)
 
 
-def _make_state(engine: Engine, master: torch.Tensor) -> None:
-    """Have the optimizer allocate the state of `master` as it always does, sharded, quantised or paged.
-
-    It steps on a zero gradient; what that writes is overwritten by what was saved.
-    """
-    held = master.grad  # with offload DeepSpeed keeps this tensor, and views of it
-    master.grad = torch.zeros_like(master)
-    optim.step_alone(engine.optimizer, master)
-    master.grad = held
+def _run(tensor: torch.Tensor, shard: Shard) -> Place:
+    return Place(tensor.detach().view(-1)[shard.start : shard.start + shard.length], shard.offset, shard.numel)
 
 
-def _copy(part: torch.Tensor, tensors: Saved, name: str) -> None:
-    saved = tensors.get(name)
-    if saved is None or saved.shape != part.shape:
-        found = "nothing" if saved is None else tuple(saved.shape)
-        raise UserError(
-            f"the checkpoint holds {found} for {name} of the optimizer, and this run has {tuple(part.shape)}: it "
-            "was made by another model, engine or number of processes"
-        )
-    part.copy_(saved)
+def _number(value: Any) -> Place:
+    return Place(torch.as_tensor(value).detach().view(1), 0, 1, number=True)
+
+
+def _is_number(value: Any) -> bool:
+    return not isinstance(value, torch.Tensor) or value.dim() == 0
+
+
+def _is_elementwise(value: Any, master: torch.Tensor) -> bool:
+    """Whether `value` has an element for each of the master's: then it can be cut wherever the master can."""
+    if not isinstance(value, torch.Tensor):
+        return False
+    value = _local(value)
+    return (
+        value.shape == _local(master).shape and value.is_floating_point() and not is_traceable_wrapper_subclass(value)
+    )
 
 
 def _parts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
@@ -93,11 +145,6 @@ def _parts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    # A copy, also on the CPU: bitsandbytes' quantisation maps share storage, which safetensors refuses.
-    return tensor.detach().to("cpu", copy=True).contiguous()
 
 
 def _rng(device: torch.device) -> Any:

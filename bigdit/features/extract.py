@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -106,7 +107,8 @@ def _whole(root: Path, schema: StoreSchema, *, changed: bool) -> StoreReport:
     report = store_report(root, schema)
     if changed or not (root / REPORT).exists():
         with own_folder(root) as folder:
-            write_text(root / REPORT, report.model_dump_json(indent=2) + "\n", folder)
+            # Not by pydantic, which writes no path that is not UTF-8.
+            write_text(root / REPORT, json.dumps(report.model_dump(mode="json"), indent=2) + "\n", folder)
     if not report.encoded:
         first = report.skipped[0]
         raise UserError(

@@ -1,8 +1,19 @@
-"""Whether a model takes what a run's encoders give."""
+"""Whether a store, the run's model and encoders, and its plan go together."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
 from bigdit.catalog import FAMILIES
+from bigdit.config.plan_file import PlanFile
+from bigdit.config.run import IdentityCodec, RunConfig, TextEncoderConfig, VaeCodec
+from bigdit.documents import parse_json
+from bigdit.features.digest import config_digest
+from bigdit.features.part import Shape, shape_name
+from bigdit.features.schema import StoreSchema
 from bigdit.spec import ModelSpec
 
 
@@ -30,3 +41,87 @@ def text_misfits(model: ModelSpec, dim: int, pooled_dim: int | None) -> list[str
         elif vector not in (None, pooled_dim):
             problems.append(f"{pooled_dim} pooled features, and the model's pooled_projection_dim is {vector}")
     return problems
+
+
+def run_misfits(run: RunConfig, schema: StoreSchema) -> list[str]:
+    """How the store was encoded otherwise than the run says, as far as it shows without reading weights.
+
+    Other weights of the same architecture are told apart by `bigdit extract`, which reads them all.
+    """
+    image, text = run.encoders.image, run.encoders.text
+    sections = [("image", _codec(image), schema.codec), ("text", _text(text), schema.text_encoder)]
+    problems = [
+        f"it was encoded with {key} {found[key]}, and encoders.{section} has {key} {value}"
+        for section, asked, found in sections
+        for key, value in asked.items()
+        if key in found and found[key] != value
+    ]
+    if set(run.data.buckets) != set(schema.buckets):
+        there, asked = (", ".join(f"{h} × {w}" for h, w in sizes) for sizes in (schema.buckets, run.data.buckets))
+        problems.append(f"it was encoded in the buckets {there}, and data.buckets is {asked}")
+    return problems
+
+
+def plan_misfits(plan: PlanFile, buckets: Iterable[Shape], max_tokens: int) -> list[str]:
+    """What of a store's samples takes more than the plan's: latents larger than at the sizes that it found to fit its
+    micro-batch, and longer text."""
+    planned, (height, width) = plan.batch.latents, plan.question.resolution
+    fitting = [
+        limit.height * limit.width
+        for limit in plan.micro_batch_sizes
+        if limit.recommended >= plan.strategy.micro_batch_size
+    ]
+    most = math.prod(planned) * max([height * width, *fitting]) // (height * width)
+    problems = [
+        f"its bucket {shape_name(shape)} is {math.prod(shape) / most:.1f} times the largest that the plan is for "
+        f"(batch.latents {shape_name(planned)}, for {height} × {width}); ask `bigdit plan` for the size of this bucket"
+        for shape in buckets
+        if math.prod(shape) > most
+    ]
+    tokens = plan.batch.text and plan.batch.text[0]
+    if tokens and max_tokens > tokens:
+        problems.append(f"its text has up to {max_tokens} tokens, and the plan is for {tokens} (batch.text)")
+    return problems
+
+
+def smaller_than_planned(plan: PlanFile, buckets: Iterable[Shape]) -> list[str]:
+    """What a person should know of a store whose samples are all smaller than the plan's."""
+    planned, largest = plan.batch.latents, max(buckets, key=math.prod)
+    if math.prod(largest) >= math.prod(planned):
+        return []
+    return [
+        f"the largest bucket of data.features is {shape_name(largest)}, and the plan is for {shape_name(planned)} "
+        "(batch.latents): steps take less memory and time than it says, and a larger micro-batch may fit"
+    ]
+
+
+def _codec(config: IdentityCodec | VaeCodec) -> dict[str, Any]:
+    """What of a codec's identity the config says."""
+    if isinstance(config, IdentityCodec):
+        return config.model_dump()
+    said = config.model_dump(include={"name", "class_name", "latents", "dtype"})
+    return said | ({"seed": config.seed} if config.latents == "sampled" else {}) | _config_in(config.path)
+
+
+def _text(config: TextEncoderConfig) -> dict[str, Any]:
+    """What of a text encoder's identity the config says."""
+    said: dict[str, Any] = {"dtype": config.dtype, "stored": config.stored}
+    if config.pipeline is None:
+        drawn = {"config": config_digest(config.config)} if config.config is not None else {}
+        return {"class_name": config.class_name} | said | drawn | (_config_in(config.path) if config.path else {})
+    index = _document(config.pipeline / "model_index.json")
+    return ({"class_name": index["_class_name"]} if "_class_name" in index else {}) | said
+
+
+def _config_in(folder: Path) -> dict[str, Any]:
+    """The digest of a folder's config.json; nothing where the machine that trains has no encoders."""
+    found = _document(folder / "config.json")
+    return {"config": config_digest(found)} if found else {}
+
+
+def _document(file: Path) -> dict[str, Any]:
+    try:
+        found = parse_json(file.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

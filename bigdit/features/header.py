@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from bigdit.errors import UserError
-from bigdit.features.part import FORMAT, Shape, Skipped, parse_shape
+from bigdit.errors import UserError, shown
+from bigdit.features.part import FORMAT, Shape, Skipped, parse_shape, range_text
 from bigdit.features.schema import EXTRACT
 from bigdit.features.tensors import DTYPES
 
@@ -70,10 +70,9 @@ class Header:
     def skipped(self) -> list[Skipped]:
         """What the part's range left out."""
         try:
-            return [
-                Skipped(int(index), str(name), str(why)) for index, name, why in json.loads(self.metadata["skipped"])
-            ]
-        except (KeyError, ValueError, TypeError):
+            rows = json.loads(self.metadata["skipped"])
+            return [Skipped(int(index), _on_a_line(name), _on_a_line(why)) for index, name, why in rows]
+        except (KeyError, ValueError, TypeError, OverflowError, RecursionError):
             raise damaged(self.path, "has a damaged list of what was skipped") from None
 
 
@@ -134,6 +133,9 @@ def check_part(header: Header, identity: str | None = None) -> None:
         raise damaged(path, f"is of format {metadata.get('format', '1')}, and {FORMAT} was expected")
     if identity is not None and metadata.get("store") != identity:
         raise damaged(path, "is of another store: other encoders made it")
+    found_range, named = metadata.get("range"), range_text(path.name)
+    if found_range != named:
+        raise damaged(path, f"is another part: it holds the pictures {str(found_range)[:40]}, and not {named}")
     wanted: dict[str, tuple[tuple[torch.dtype, ...], tuple[int | None, ...]]] = {
         "digests": ((torch.int64,), (3,)),
         "caption": ((torch.int64,), (None, 4)),
@@ -164,6 +166,11 @@ def check_part(header: Header, identity: str | None = None) -> None:
         )
         if found.dtype not in dtypes or not fits:
             raise damaged(path, f"has a damaged header: {name} is {found.dtype} {list(found.shape)}")
+
+
+def _on_a_line(text: object) -> str:
+    """A name or a reason as reports have it, which are UTF-8, and file names any bytes."""
+    return shown(str(text)).replace("\n", "\\n")
 
 
 def _shape_of(name: str) -> Shape:

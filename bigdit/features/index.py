@@ -41,7 +41,7 @@ def load_index(root: Path, wanted: npt.NDArray[np.int64], header_of: Callable[[s
 
     Writes the file anew where it lacked any. Raises UserError where a header is damaged or of another store.
     """
-    saved = _read(root / FILE, identity)
+    saved = read_index(root / FILE, identity)
     if saved is not None and np.array_equal(saved.parts, wanted):
         return saved
     parts = [tuple(each) for each in wanted.tolist()]
@@ -78,16 +78,19 @@ def write_index(path: Path, index: Index, identity: str) -> None:
     commit_tensors(path, tensors, {"shapes": shapes, "store": identity})
 
 
-def check_counts(path: Path, index: Index, number: int, rows: dict[Shape, int]) -> None:
-    """Raise UserError where an open part does not have the rows that the index has for it."""
-    listed = {shape: int(count) for shape, count in zip(index.shapes, index.counts[number], strict=True) if count}
-    if listed != {shape: count for shape, count in rows.items() if count}:
-        raise UserError(
-            f"data.features: {path} has other rows than {path.parent / FILE} says; delete that index: it is made again"
-        )
+def listed(index: Index, number: int) -> dict[Shape, int]:
+    """The samples of each shape that the index has for a part."""
+    return {shape: int(count) for shape, count in zip(index.shapes, index.counts[number], strict=True) if count}
 
 
-def _read(path: Path, identity: str) -> Index | None:
+def misfit(path: Path, counts: dict[Shape, int], rows: dict[Shape, int]) -> str | None:
+    """What is wrong where the part at `path` has not the rows of each shape that the index has for it."""
+    if counts == {shape: count for shape, count in rows.items() if count}:
+        return None
+    return f"data.features: {path} has other rows than {path.parent / FILE} says; delete that index: it is made again"
+
+
+def read_index(path: Path, identity: str) -> Index | None:
     """The index in a file; None where there is none, or none of this store that is whole."""
     if not path.exists():
         return None

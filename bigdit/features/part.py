@@ -11,7 +11,7 @@ A part's name is its record of completion. In the order of the file, with shapes
     captions     uint8: JSON of source index to [[text, weight], …]
 
 Tables come first: one small read opens a part. Every byte is under a digest. The metadata names the format, the range,
-the identity of the store, and what was skipped.
+the identity of the store, and what was skipped. The range is the name's, or the part lies in the place of another.
 """
 
 from __future__ import annotations
@@ -85,6 +85,12 @@ def part_range(name: str) -> tuple[int, int] | None:
     return None if found is None else (int(found[1]), int(found[2]))
 
 
+def range_text(name: str) -> str:
+    """The range of a file's name as its metadata has it, `256-512`; `0-0` where the name is not that of a part."""
+    start, end = part_range(name) or (0, 0)
+    return f"{start}-{end}"
+
+
 def parse_shape(name: str) -> Shape:
     """The shape that `shape_name` wrote. Raises ValueError where it wrote none of this kind."""
     sides = tuple(int(side) for side in name.split("x"))
@@ -129,8 +135,7 @@ def write_part(
     )
     tensors["captions"] = Pieces.of(torch.from_numpy(np.frombuffer(captions.encode(), np.uint8).copy()))
     skipped = json.dumps([[item.index, item.name, item.reason] for item in encoded.skipped])
-    start, end = part_range(path.name) or (0, 0)
-    metadata = {"format": FORMAT, "range": f"{start}-{end}", "store": identity, "skipped": skipped}
+    metadata = {"format": FORMAT, "range": range_text(path.name), "store": identity, "skipped": skipped}
     header = header_bytes(tensors, metadata)
     tensors["digests"].pieces[0].copy_(torch.tensor(_digests(header, tensors)))
     commit(path, header, tensors, scratch)

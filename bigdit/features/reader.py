@@ -15,7 +15,7 @@ from bigdit.features import fp8
 from bigdit.features.digest import bytes_of, chained_digest, row_digest
 from bigdit.features.header import Column, Header, check_part, damaged, read_header
 from bigdit.features.local import READERS, File, ReaderName
-from bigdit.features.part import Shape, shape_name
+from bigdit.features.part import Shape, part_range, shape_name
 from bigdit.features.text import Text
 
 
@@ -46,6 +46,11 @@ class Part:
     def latents_dtype(self) -> torch.dtype:
         """Of all latents as stored."""
         return next(iter(self._latents.values())).dtype
+
+    @property
+    def counts(self) -> dict[Shape, int]:
+        """Rows of each shape."""
+        return {shape: len(rows) for shape, rows in self.rows.items()}
 
     def has_deviation(self, shape: Shape) -> bool:
         """Whether rows of this shape are mean and deviation, [2, *shape]."""
@@ -185,12 +190,14 @@ class Part:
         sound &= np.isfinite(self.weights) & (self.weights > 0)
         if not sound.all():
             raise self._damaged(f"is damaged in caption {int(np.argmin(sound))}: its place is not in the file")
+        least, end = part_range(header.path.name) or (0, np.iinfo(np.int64).max)
         for shape, rows in self.rows.items():
             index, first, count = rows[:, 0], rows[:, 1], rows[:, 2]
-            sound = (index >= 0) & (first >= 0) & (count >= 1) & (first <= len(start)) & (count <= len(start) - first)
+            sound = (index >= least) & (index < end)
+            sound &= (first >= 0) & (count >= 1) & (first <= len(start)) & (count <= len(start) - first)
             if not sound.all():
                 row = int(np.argmin(sound))
-                raise self._damaged(f"is damaged in row {row} of {shape_name(shape)}: its captions are not in the file")
+                raise self._damaged(f"is damaged in row {row} of {shape_name(shape)}: it names what the part has not")
 
     def _table_of(self, column: Column) -> list[int]:
         values: list[int] = self._read(column, 0, column.shape[0]).tolist()

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from bigdit.features import speed
-from bigdit.features.header import read_header
+from bigdit.features.header import check_part, read_header
 from bigdit.features.in_hand import Fate, all_held
-from bigdit.features.part import Skipped, part_path, shape_name
+from bigdit.features.part import Skipped, part_path, shape_name, store_identity
 from bigdit.features.ranges import missing
 from bigdit.features.schema import Range, StoreSchema
 from bigdit.features.speed import WorkerSpeed
@@ -65,6 +65,8 @@ def store_report(root: Path, schema: StoreSchema) -> StoreReport:
     ranges = schema.ranges()
     absent = set(missing(root, ranges))
     headers = [read_header(part_path(root, *each)) for each in ranges if each not in absent]
+    for header in headers:
+        check_part(header, store_identity(schema))
     buckets: Counter[str] = Counter()
     columns: Counter[str] = Counter()
     for header in headers:

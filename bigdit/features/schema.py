@@ -6,7 +6,7 @@ import itertools
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import ValidationError
+from pydantic import PositiveInt, ValidationError
 
 from bigdit.errors import UserError
 from bigdit.features.in_hand import own_folder
@@ -15,6 +15,9 @@ from bigdit.spec import Strict
 
 FILE = "schema.json"
 EXTRACT = "`bigdit extract --config RUN.yaml`"  # how errors name the command that makes and finishes stores
+
+MOST_PARTS = 10_000_000
+"""In one folder. A damaged count must not ask for more memory than there is."""
 
 Range = tuple[int, int]
 """Indices [start, end) of the sources, one after another."""
@@ -28,7 +31,7 @@ class StoreSchema(Strict):
     text_encoder: dict[str, Any]
     buckets: list[tuple[int, int]]
     sources: list[dict[str, Any]]
-    part_size: int
+    part_size: PositiveInt
 
     @property
     def count(self) -> int:
@@ -48,15 +51,21 @@ class StoreSchema(Strict):
 def read_schema(root: Path) -> StoreSchema | None:
     """The schema of the store at `root`; None where there is none. Raises UserError where it is damaged."""
     try:
-        return StoreSchema.model_validate_json((root / FILE).read_bytes())
+        schema = StoreSchema.model_validate_json((root / FILE).read_bytes())
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         raise UserError(f"data.features: {root / FILE} cannot be read: {error.strerror}") from None
     except ValidationError:
+        schema = None
+    if schema is None or not all(type(source.get("count")) is int for source in schema.sources):
+        raise UserError(f"data.features: {root / FILE} is not a schema of version 2; delete {root}, then {EXTRACT}")
+    if schema.count > MOST_PARTS * schema.part_size:
         raise UserError(
-            f"data.features: {root / FILE} is not a schema of version 2; delete {root}, then {EXTRACT}"
-        ) from None
+            f"data.features: {root / FILE} has {schema.count} pictures in parts of {schema.part_size}: more than "
+            f"{MOST_PARTS} files; raise data.part_size, and choose another data.features"
+        )
+    return schema
 
 
 def claim(root: Path, schema: StoreSchema) -> None:

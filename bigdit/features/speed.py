@@ -14,6 +14,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from bigdit.features.in_hand import WorkerName
 from bigdit.spec import Strict
 
 FOLDER = "speed"
@@ -142,9 +143,12 @@ def append(root: Path, worker: str, unit: UnitSpeed) -> None:
 
 
 def read_units(root: Path) -> dict[str, list[UnitSpeed]]:
-    """The units of each worker that ever worked on the store; lines that a crash has cut are left out."""
+    """The units of each worker that ever worked on the store; lines that a crash has cut are left out, as are files
+    that are named after no worker."""
     found: dict[str, list[UnitSpeed]] = {}
     for file in sorted((root / FOLDER).glob("*.jsonl")):
+        if WorkerName.parse(file.stem) is None:
+            continue
         units = []
         for line in file.read_text(errors="replace").splitlines():
             with contextlib.suppress(ValidationError):

@@ -13,9 +13,9 @@ import torch
 from bigdit.errors import UserError
 from bigdit.features import null_text
 from bigdit.features.index import FILE as INDEX
-from bigdit.features.index import Index, check_counts, load_index
+from bigdit.features.index import Index, listed, load_index, misfit
 from bigdit.features.local import LocalParts, ReaderName
-from bigdit.features.part import Shape, part_name, store_identity
+from bigdit.features.part import Shape, part_name, part_range, store_identity
 from bigdit.features.reader import Part
 from bigdit.features.remote import RemoteParts, open_remote
 from bigdit.features.schema import EXTRACT, StoreSchema, read_schema
@@ -73,11 +73,18 @@ class FeatureStore:
             parts[number] = start, end, sizes.get(part_name(start, end), -1)
         missing = [part_name(start, end) for start, end, size in parts[parts[:, 2] < 0].tolist()]
         missing += [name for name in (null_text.FILE,) if name not in sizes]
+        known = len(ranges) - int((parts[:, 2] < 0).sum())
+        others = sum(part_range(name) is not None for name in sizes) - known
         del sizes, ranges
         if missing:
             raise UserError(
                 f"data.features: {files} lacks {len(missing)} of {len(parts) + 1} files, the first {missing[0]}; "
                 f"{EXTRACT} finishes it"
+            )
+        if others:
+            raise UserError(
+                f"data.features: {files} has {others} parts that are none of the {len(parts)} of its {SCHEMA}: that is "
+                "damaged, or of another time; bring back the one that belongs to the parts"
             )
         index = load_index(files.root, parts, files.header, store_identity(schema))
         if not index.counts.sum():
@@ -128,5 +135,6 @@ class FeatureStore:
         start, end, _ = self.index.parts[number].tolist()
         name = part_name(start, end)
         part = Part(self._files.header(name), self._files.open(name), self._identity)
-        check_counts(part.header.path, self.index, number, {shape: len(rows) for shape, rows in part.rows.items()})
+        if problem := misfit(part.header.path, listed(self.index, number), part.counts):
+            raise UserError(problem)
         return part

@@ -10,7 +10,10 @@ from pathlib import Path
 from bigdit import log
 from bigdit.errors import UserError
 from bigdit.features import null_text
-from bigdit.features.part import part_path, store_identity
+from bigdit.features.index import FILE as INDEX
+from bigdit.features.index import listed, misfit, read_index
+from bigdit.features.local import LocalParts
+from bigdit.features.part import Shape, part_name, part_path, store_identity
 from bigdit.features.ranges import missing
 from bigdit.features.reader import Part
 from bigdit.features.schema import EXTRACT, Range, StoreSchema, read_schema
@@ -64,13 +67,16 @@ def verify(root: Path, workers: int = 1) -> VerifyReport:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["bigdit.features.preload"])
     identity = store_identity(schema)
+    counts = _index(root, identity)
     with (
         ProcessPoolExecutor(max(min(workers, len(there)), 1), mp_context=context) as pool,
         log.progress("verify", total=len(there), unit="parts") as advance,
     ):
         for first in range(0, len(there), _AT_ONCE * workers):
             some = there[first : first + _AT_ONCE * workers]
-            for each in as_completed([pool.submit(_check, root, chosen, identity) for chosen in some]):
+            for each in as_completed(
+                [pool.submit(_check, root, chosen, identity, counts.get(chosen)) for chosen in some]
+            ):
                 nbytes, problem = each.result()
                 total += nbytes
                 damaged += problem
@@ -86,15 +92,30 @@ def verify(root: Path, workers: int = 1) -> VerifyReport:
     )
 
 
-def _check(root: Path, each: Range, identity: str) -> tuple[int, list[Damaged]]:
-    """Bytes of a part, and the first of its damages."""
-    path = part_path(root, *each)
+def _check(root: Path, each: Range, identity: str, counts: dict[Shape, int] | None) -> tuple[int, list[Damaged]]:
+    """Bytes of a part, and the first of its damages; and that of the index, where it has other `counts` for it."""
+    path, size, unlisted = part_path(root, *each), 0, None
     try:
-        problem = next(iter(Part.open(path, identity=identity).damages()), None)
+        part = Part.open(path, identity=identity)
+        problem = next(part.damages(), None)
+        unlisted = None if counts is None else misfit(path, counts, part.counts)
         size = path.stat().st_size
     except UserError as error:
-        problem, size = str(error), 0
-    return size, [Damaged(file=path.name, start=each[0], end=each[1], problem=problem)] if problem else []
+        problem = str(error)
+    found = [(path.name, *each, problem), (INDEX, 0, 0, unlisted)]
+    return size, [Damaged(file=file, start=start, end=end, problem=why) for file, start, end, why in found if why]
+
+
+def _index(root: Path, identity: str) -> dict[Range, dict[Shape, int]]:
+    """What the index has for the parts that are as large as it says; the others it does not speak for."""
+    index = read_index(root / INDEX, identity)
+    if index is None:
+        return {}
+    rows = enumerate(index.parts.tolist())
+    sizes = LocalParts(root).sizes()
+    return {
+        (start, end): listed(index, row) for row, (start, end, size) in rows if sizes.get(part_name(start, end)) == size
+    }
 
 
 def _null_text(root: Path) -> list[Damaged]:

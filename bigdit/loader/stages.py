@@ -91,7 +91,12 @@ def plan_order(
 
 def _carried_over(order: Order, store: FeatureStore) -> list[str]:
     totals = store.index.counts.sum(0).tolist()
-    return [
+    asked, filled = len(set(store.schema.buckets)), sum(total > 0 for total in totals)
+    empty = [
+        f"{asked - filled} of {asked} data.buckets have no samples: all are of {filled} sizes, "
+        f"{', '.join(shape_name(shape) for shape, total in zip(store.index.shapes, totals, strict=True) if total)}"
+    ]
+    return (empty if filled < asked else []) + [
         f"bucket {shape_name(shape)} has {total} samples, fewer than a global batch of {order.global_batch_size}: they "
         "are carried over from epoch to epoch until a batch is full"
         for shape, total in zip(store.index.shapes, totals, strict=True)

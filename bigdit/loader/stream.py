@@ -63,7 +63,7 @@ class FeatureStream:
 
     def micro_batches(self, step: int) -> list[Batch]:
         """The grad_accum_steps micro-batches of this process in this step."""
-        return [self._reader.read(*each) for each in self._samples(step)]
+        return [self._reader.read(*each) for each in self.samples(step)]
 
     def _fetched(self, step: int, stop: int) -> list[Batch]:
         """The micro-batches of a step, after the system was told of those that follow."""
@@ -71,12 +71,12 @@ class FeatureStream:
         with self._lock:
             first, self._advised = max(self._advised, step + 1), max(self._advised, last)
         for ahead in range(first, last):
-            for each in self._samples(ahead):
+            for each in self.samples(ahead):
                 self._reader.advise(*each)
         return self.micro_batches(step)
 
-    def _samples(self, step: int) -> list[tuple[Shape, Ints, Ints, tuple[int, ...]]]:
-        """Bucket, parts, rows and seeds of each micro-batch of a step."""
+    def samples(self, step: int) -> list[tuple[Shape, Ints, Ints, tuple[int, ...]]]:
+        """Bucket, parts, rows and seeds of each micro-batch of this process in this step."""
         batch = self.order.batch(step)
         micro, size = self._micro_batch_size, self._world.world_size
         starts = [(i * size + self._world.rank) * micro for i in range(self._grad_accum_steps)]

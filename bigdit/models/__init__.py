@@ -1,7 +1,7 @@
 """Diffusion transformers from diffusers: built from a ModelSpec, driven through one family adapter each."""
 
 from bigdit.models.adapters import load_adapters, save_adapters
-from bigdit.models.build import build, load
+from bigdit.models.build import build, load, skeleton
 from bigdit.models.conditions import Conditions, Extra
 from bigdit.models.equip import equip
 from bigdit.models.family import Family, families, family
@@ -17,4 +17,5 @@ __all__ = [
     "load",
     "load_adapters",
     "save_adapters",
+    "skeleton",
 ]

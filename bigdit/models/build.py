@@ -9,6 +9,7 @@ from typing import Any
 
 import diffusers
 import torch
+from accelerate import init_empty_weights
 from torch import nn
 
 from bigdit.errors import UserError, nearest
@@ -54,6 +55,20 @@ def load(spec: ModelSpec, folder: Path, *, dtype: torch.dtype) -> nn.Module:
             f"{folder} holds weights of another {spec.class_name}: {len(found['missing_keys'])} tensors are missing "
             f"and {len(found['unexpected_keys'])} unexpected"
         )
+    return _in_training(model, dtype)
+
+
+def skeleton(spec: ModelSpec, *, dtype: torch.dtype) -> nn.Module:
+    """The model on the host with its buffers, and parameters that nothing was written to: they take no memory yet.
+
+    Raises UserError as `build` does.
+    """
+    with init_empty_weights(include_buffers=False):
+        model: nn.Module = _model_class(spec)(**spec.kwargs)
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            empty = torch.empty_like(parameter, device="cpu", dtype=dtype)
+            setattr(module, name, nn.Parameter(empty, requires_grad=parameter.requires_grad))
     return _in_training(model, dtype)
 
 

@@ -6,22 +6,27 @@ Source: Lv et al., arXiv:2306.09782 (LOMO), §3.1: the gradients of all paramete
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch.optim import Optimizer
 
 
 def step_in_backward(
-    optimizer: Optimizer, params: Iterable[torch.Tensor], masters: Iterable[torch.Tensor] | None = None
+    optimizer: Optimizer,
+    params: Iterable[torch.Tensor],
+    masters: Iterable[torch.Tensor] | None = None,
+    *,
+    taken: Callable[[], bool],
 ) -> None:
     """Have `optimizer` step each of `params` as soon as its gradient is accumulated, with the lr set before.
 
     `masters`: the fp32 tensors that the optimizer updates, one a parameter, where they are not the parameters.
+    `taken`: whether this backward pass's step is; gradients are freed all the same.
     """
     params = list(params)
     for param, master in zip(params, params if masters is None else masters, strict=True):
-        param.register_post_accumulate_grad_hook(functools.partial(_step_one, optimizer, master))
+        param.register_post_accumulate_grad_hook(functools.partial(_step_one, optimizer, master, taken))
 
 
 def step_alone(optimizer: Optimizer, param: torch.Tensor) -> None:
@@ -37,7 +42,10 @@ def step_alone(optimizer: Optimizer, param: torch.Tensor) -> None:
 
 
 @torch.no_grad()
-def _step_one(optimizer: Optimizer, master: torch.Tensor, param: torch.Tensor) -> None:
+def _step_one(optimizer: Optimizer, master: torch.Tensor, taken: Callable[[], bool], param: torch.Tensor) -> None:
+    if not taken():
+        param.grad = None
+        return
     if param is not master:
         master.grad = param.grad.float()  # type: ignore[union-attr]  # it was accumulated just now
         param.grad = None

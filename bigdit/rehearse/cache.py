@@ -9,13 +9,11 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from pydantic import ValidationError
-
 import bigdit
 from bigdit import log
 from bigdit.errors import UserError, versions
-from bigdit.files import write_text
 from bigdit.rehearse.request import RehearsalRequest, RehearsedSize
+from bigdit.sealed import read_sealed, write_sealed
 
 # Whose sources decide what a rehearsal finds.
 _SOURCES = (
@@ -47,10 +45,10 @@ def find(request: RehearsalRequest, micro_batch_size: int) -> RehearsedSize | No
     damaged."""
     file = _file(request, micro_batch_size)
     try:
-        return RehearsedSize.model_validate_json(file.read_bytes())
+        return RehearsedSize.model_validate_json(read_sealed(file))
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (OSError, ValidationError):
+    except (OSError, ValueError):  # pydantic's among them
         log.notice(f"{file} is damaged, and the step is rehearsed anew")
         return None
 
@@ -58,7 +56,7 @@ def find(request: RehearsalRequest, micro_batch_size: int) -> RehearsedSize | No
 def keep(request: RehearsalRequest, size: RehearsedSize) -> None:
     """Keep a rehearsal, in place of what was there; a cache that cannot be written is only noticed."""
     try:
-        write_text(_file(request, size.micro_batch_size), size.model_dump_json())
+        write_sealed(_file(request, size.micro_batch_size), size.model_dump_json())
     except UserError as error:
         log.notice(f"the rehearsal is not kept: {error}")
 

@@ -6,13 +6,12 @@ import functools
 import hashlib
 from pathlib import Path
 
-from pydantic import ValidationError
-
+from bigdit import log
 from bigdit.catalog import Gpu
-from bigdit.files import write_text
 from bigdit.rehearse import cache
 from bigdit.rehearse.card_run import CardRun
 from bigdit.rehearse.request import RehearsalRequest
+from bigdit.sealed import read_sealed, write_sealed
 
 # Whose sources decide what a card does: those of the step, and of the card; rules of rehearsals are not among them.
 _SOURCES = (
@@ -39,16 +38,21 @@ _SOURCES = (
 
 
 def find(gpu: Gpu, asked: RehearsalRequest, build: str) -> CardRun | None:
-    """The run that is kept; None where there is none, or a damaged one. `build`: of the CUDA environment's torch."""
+    """The run that is kept; None where there is none, and with a notice where it is damaged. `build`: of the CUDA
+    environment's torch."""
+    file = _file(gpu, asked, build)
     try:
-        return CardRun.model_validate_json(_file(gpu, asked, build).read_bytes())
-    except (OSError, ValidationError):
+        return CardRun.model_validate_json(read_sealed(file))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError):  # pydantic's among them
+        log.notice(f"{file} is damaged, and the card is emulated anew")
         return None
 
 
 def keep(gpu: Gpu, asked: RehearsalRequest, build: str, run: CardRun) -> None:
     """Keep a run, in place of what was there. Raises UserError where the folder cannot be written."""
-    write_text(_file(gpu, asked, build), run.model_dump_json())
+    write_sealed(_file(gpu, asked, build), run.model_dump_json())
 
 
 def _file(gpu: Gpu, asked: RehearsalRequest, build: str) -> Path:

@@ -13,6 +13,7 @@ from torch import nn
 from bigdit.catalog.encoders import OnlineEncoders
 from bigdit.dist import World
 from bigdit.engines import Ema, Engine
+from bigdit.engines.state import checkpoint_bytes
 from bigdit.memory import Timeline
 from bigdit.record import Recorder, Watch
 from bigdit.rehearse.data import batch
@@ -31,11 +32,15 @@ __all__ = ["STEPS", "Recording", "batch", "drive", "record"]
 
 @dataclass(frozen=True)
 class Recording:
-    """What was recorded on the device, and on its host: the same timeline where the device is the CPU."""
+    """What was recorded on the device, and on its host: the same timeline where the device is the CPU.
+
+    `checkpoint_bytes` is what the process would copy to the host to save its state after these steps.
+    """
 
     device: Timeline
     host: Timeline
     params: int
+    checkpoint_bytes: int
 
 
 def drive(
@@ -67,7 +72,8 @@ def record(
         marks = _Marks(recorder)
         two_steps(workload, objective, device, world, marks)
         marks.close()
-        return Recording(recorder.timeline(), recorder.host_timeline(), workload.params)
+        device_timeline, host_timeline = recorder.timeline(), recorder.host_timeline()
+        return Recording(device_timeline, host_timeline, workload.params, marks.checkpoint_bytes())
 
 
 class _Marks(Witness):
@@ -76,6 +82,7 @@ class _Marks(Witness):
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._watch: Watch | None = None
+        self._held: tuple[Engine, Ema | None] | None = None
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -89,6 +96,7 @@ class _Marks(Witness):
 
     def started(self, engine: Engine, ema: Ema | None) -> None:
         self._watch = Watch(self._recorder, engine, ema)
+        self._held = (engine, ema)
 
     def moved(self, frozen: FrozenEncoders) -> None:
         self._recorder.mark(frozen.tensors(), "encoder")
@@ -105,6 +113,11 @@ class _Marks(Witness):
     def close(self) -> None:
         """Take the watch's hooks off again."""
         self._watching.close()
+
+    def checkpoint_bytes(self) -> int:
+        """What the process would save now."""
+        assert self._held is not None  # from `started` on
+        return checkpoint_bytes(*self._held)
 
     @property
     def _watching(self) -> Watch:

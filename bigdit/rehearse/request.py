@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from bigdit.catalog.encoders import OnlineEncoders
 from bigdit.memory import Ledger, Timeline
@@ -40,8 +40,9 @@ class RehearsedSize(Strict):
     """The rehearsal of one micro-batch size, over two optimizer steps.
 
     `ledger` counts in 512 B for CUDA and in single bytes for the CPU; `packed_timeline` is the device's whole
-    record, and `packed_host_timeline` that of the host beside a CUDA card; `params` counts elements; `notices`
-    are to be said beside the numbers; `seconds` is what this size took, without the start of the worker.
+    record, and `packed_host_timeline` that of the host beside a CUDA card; `checkpoint_bytes` is what a process copies
+    to the host to save its state; `params` counts elements; `notices` are to be said beside the numbers; `seconds` is
+    what this size took, without the start of the worker.
     """
 
     micro_batch_size: PositiveInt
@@ -49,6 +50,7 @@ class RehearsedSize(Strict):
     ledger: Ledger
     packed_timeline: str
     packed_host_timeline: str | None
+    checkpoint_bytes: NonNegativeInt
     versions: dict[str, str]
     notices: tuple[str, ...]
     seconds: NonNegativeFloat

@@ -70,6 +70,7 @@ def rehearse_size(request: RehearsalRequest, micro_batch_size: int) -> Rehearsed
         ledger=ledger(recording.device, CUDA_GRANULARITY if request.kernels == "cuda" else 1),
         packed_timeline=recording.device.pack(),
         packed_host_timeline=recording.host.pack() if request.kernels == "cuda" else None,
+        checkpoint_bytes=recording.checkpoint_bytes,
         versions=found,
         notices=notices(strategy, found),
         seconds=round(time.perf_counter() - began, 3),

@@ -10,6 +10,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from bigdit.config.plan_file import DS_CONFIG, FILE, write_plan_file
+from bigdit.documents import parse_json
 from bigdit.errors import UserError
 from bigdit.files import TEMPORARY, commit_folder, write_json, write_text
 from bigdit.memory import Timeline
@@ -91,7 +92,7 @@ def _kept_run(folder: Path) -> str | None:
 
 
 def _without_fits(file: Path) -> str:
-    found = json.loads(file.read_text())
+    found = parse_json(file.read_bytes())
     found.pop("fits", None)
     return json.dumps(found)
 

@@ -34,7 +34,8 @@ def needs(plan: Plan, *, notes: bool = True) -> dict[str, str]:
     """What the host holds, and what the encoded data set takes of a disk and of time; `notes` say how that is known."""
     host, data = plan.host, plan.dataset
     found = {
-        "host RAM": f"{gib(host.process_bytes)} of tensors a process ({gib(host.page_locked_bytes)} page-locked); "
+        "host RAM": f"{gib(host.process_bytes)} of tensors a process ({gib(host.page_locked_bytes)} page-locked), "
+        f"{gib(host.checkpoint_bytes)} more while it saves; "
         f"{size(host.node_bytes)} a machine of {host.processes_per_node} process{_s(host.processes_per_node, 'es')}"
     }
     if data is not None:

@@ -111,7 +111,7 @@ def _plan(pool: Pool, question: Question, evidence: Evidence) -> Plan:
         ledger=answer.ledger,
         footprint=chosen.footprint,
         packed_timeline=answer.packed_timeline,
-        host=host_need(answer.host_timeline, question.cluster),
+        host=host_need(answer.host_timeline, answer.checkpoint_bytes, question.cluster),
         front=rows,
         rejected=tuple(found.rejected),
         buckets=bucket_limits(pool, sample, question, chosen.candidate, room),

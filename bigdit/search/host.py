@@ -24,16 +24,18 @@ builds.
 
 class HostNeed(Strict):
     """`process_bytes` are tensors of one process (offloaded state, pinned buffers, batches read ahead), of which
-    `page_locked_bytes` are locked; `node_bytes` is the sum over the processes of a machine with the libraries'."""
+    `page_locked_bytes` are locked, and `checkpoint_bytes` beside them the copy that it saves its state from;
+    `node_bytes` is the sum over the processes of a machine with the libraries'."""
 
     process_bytes: NonNegativeInt
+    checkpoint_bytes: NonNegativeInt
     page_locked_bytes: NonNegativeInt
     processes_per_node: PositiveInt
     node_bytes: NonNegativeInt
 
 
-def host_need(host_timeline: Timeline, cluster: Cluster) -> HostNeed:
-    """What a machine of `cluster` needs for processes that each did as rehearsed.
+def host_need(host_timeline: Timeline, checkpoint_bytes: int, cluster: Cluster) -> HostNeed:
+    """What a machine of `cluster` needs for processes that each did as rehearsed, and save so many bytes.
 
     In `host_timeline` are the start, when each process holds the whole model (and the encoders, with features
     online) before it moves to the card, and two steps. The page cache of a feature store's files is not counted:
@@ -43,7 +45,8 @@ def host_need(host_timeline: Timeline, cluster: Cluster) -> HostNeed:
     processes = min(cluster.gpus, cluster.gpus_per_node)
     return HostNeed(
         process_bytes=host.peak_bytes,
+        checkpoint_bytes=checkpoint_bytes,
         page_locked_bytes=host.page_locked_bytes,
         processes_per_node=processes,
-        node_bytes=processes * (host.peak_bytes + LIBRARIES_BYTES),
+        node_bytes=processes * (host.peak_bytes + checkpoint_bytes + LIBRARIES_BYTES),
     )

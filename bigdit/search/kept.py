@@ -8,15 +8,13 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from pydantic import ValidationError
-
 import bigdit
 from bigdit import log
 from bigdit.catalog.revision import revision
 from bigdit.errors import UserError, versions
-from bigdit.files import write_text
 from bigdit.receipt import Receipt
 from bigdit.rehearse import cache
+from bigdit.sealed import read_sealed, write_sealed
 from bigdit.search.plan import Plan
 from bigdit.search.question import Question
 
@@ -25,10 +23,10 @@ def find(question: Question, receipts: Iterable[Receipt]) -> Plan | None:
     """The plan that is kept for `question`; None where there is none, and with a notice where it is damaged."""
     file = _file(question, receipts)
     try:
-        return Plan.model_validate_json(file.read_bytes())
-    except FileNotFoundError:
+        return Plan.model_validate_json(read_sealed(file))
+    except (FileNotFoundError, NotADirectoryError):
         return None
-    except (OSError, ValidationError):
+    except (OSError, ValueError):  # pydantic's among them
         log.notice(f"{file} is damaged, and the plan is made anew")
         return None
 
@@ -36,7 +34,7 @@ def find(question: Question, receipts: Iterable[Receipt]) -> Plan | None:
 def keep(question: Question, receipts: Iterable[Receipt], plan: Plan) -> None:
     """Keep a plan, in place of what was there; a cache that cannot be written is only noticed."""
     try:
-        write_text(_file(question, receipts), plan.model_dump_json())
+        write_sealed(_file(question, receipts), plan.model_dump_json())
     except UserError as error:
         log.notice(f"the plan is not kept: {error}")
 

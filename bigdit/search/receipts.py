@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from bigdit import receipt
 from bigdit.catalog import Gpu, gpu
+from bigdit.documents import parse_json
 from bigdit.errors import UserError
 from bigdit.memory.footprint import footprint
 from bigdit.receipt import Receipt
@@ -46,11 +47,13 @@ def read(places: Iterable[Path]) -> tuple[list[Receipt], list[str]]:
     found, notices = [], []
     for path in sorted({path for place in places for path in place.glob("*.json")}):
         try:
-            found.append(Receipt.model_validate_json(path.read_bytes()))
+            found.append(Receipt.model_validate(parse_json(path.read_bytes())))
         except ValidationError as error:
             first = error.errors()[0]
             at = ".".join(str(part) for part in first["loc"]) or "the file"
             notices.append(f"{path} is no receipt and was passed over: {at}: {first['msg']}")
+        except ValueError as error:
+            notices.append(f"{path} is no receipt and was passed over: it is {error}")
         except OSError as error:
             notices.append(f"{path} cannot be read and was passed over: {error.strerror or error}")
     return sorted(found, key=lambda each: each.written), notices

@@ -13,7 +13,8 @@ from bigdit.config.plan_file import read_plan_file
 from bigdit.config.planned import plan_notices
 from bigdit.dist import world_from_env
 from bigdit.errors import guard
-from bigdit.train.prepare import load, prepare, with_ds_config
+from bigdit.train.orphan import end_with_launcher
+from bigdit.train.prepare import load, prepare, with_ds_config, with_grace
 
 EXPANDABLE = "expandable_segments:True"
 
@@ -25,13 +26,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ds-config", type=Path, help="DeepSpeed's JSON; chooses engine.name deepspeed")
     parser.add_argument("--plan", type=Path, help="plan.yaml of `bigdit plan --out`; decides how the step is run")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a config key")
+    parser.add_argument("--grace", type=float, help="seconds to save and end in after a signal; train.grace")
     # The deepspeed launcher passes it; the environment says the same.
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
     parsed = parser.parse_args(arguments)
-    return guard(lambda: _train(parsed.config, with_ds_config(parsed.set, parsed.ds_config), parsed.plan))
+    overrides = with_grace(with_ds_config(parsed.set, parsed.ds_config), parsed.grace)
+    end_with_launcher()
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # or a lost peer is told in stack frames too
+    return guard(lambda: _train(parsed.config, overrides, parsed.plan))
 
 
-def _train(config: Path, overrides: Sequence[str], source: Path | None) -> None:
+def _train(config: Path, overrides: Sequence[str], source: Path | None) -> int:
     world = world_from_env()
     plan = None if source is None else read_plan_file(source)
     run = load(config, overrides, plan, source)
@@ -43,7 +48,16 @@ def _train(config: Path, overrides: Sequence[str], source: Path | None) -> None:
             os.environ.setdefault("PYTORCH_ALLOC_CONF", EXPANDABLE)
     log.quiet_libraries()
     from bigdit.train.loop import train  # torch and the engines, only when the config is known to be good
+    from bigdit.train.stop import Stop, Stopped
 
-    last = train(run, spec, strategy, world)
+    stop = Stop(run.train.grace, world)
+    try:
+        with stop.listening():
+            last = train(run, spec, strategy, world, stop, plan=plan)
+    except Stopped as stopped:
+        if world.is_main:
+            log.notice(str(stopped))
+        return stopped.status
     if world.is_main:
         log.notice(f"wrote {last}")
+    return 0

@@ -8,6 +8,7 @@ import resource
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from bigdit import log
 from bigdit.dist import World
 from bigdit.errors import UserError
 from bigdit.files import write_text
+from bigdit.train.spikes import LossSpikes
 from bigdit.train.step import StepResult
 from bigdit.units import gib
 
@@ -27,13 +29,26 @@ FILE = "metrics.jsonl"
 
 
 class Metrics:
-    """Collects step results on the device and, every ten steps, averages, writes and shows them.
+    """Collects step results on the device and, every ten steps and after a skipped one, averages, writes, shows them.
 
-    Reading a loss waits for the device, and averaging it for all processes: neither is done at every step.
+    Averaging a loss waits for all processes, and is not done at every step.
     """
 
-    def __init__(self, output: Path, world: World, device: torch.device, *, start: int, stop: int, images: int) -> None:
+    def __init__(
+        self,
+        output: Path,
+        world: World,
+        device: torch.device,
+        *,
+        start: int,
+        stop: int,
+        images: int,
+        name_samples: Callable[[int], str],
+    ) -> None:
+        """`name_samples` of a step is what a line about its loss ends with."""
         self._world = world
+        self._name_samples = name_samples
+        self._spikes = LossSpikes()
         self._device = device
         self._images = images
         self._stop = stop
@@ -62,9 +77,9 @@ class Metrics:
         self._progress.stop()
 
     def add(self, step: int, lr: float, result: StepResult) -> None:
-        """The result of step number `step` (from 0). Raises UserError where a loss is not finite."""
+        """The result of step number `step` (from 0). Raises UserError where one was taken that is not finite."""
         self._pending.append((step, lr, result))
-        if len(self._pending) == FLUSH_EVERY or step + 1 == self._stop:
+        if len(self._pending) == FLUSH_EVERY or step + 1 == self._stop or not result.taken:
             self.flush()
 
     def flush(self) -> None:
@@ -80,43 +95,56 @@ class Metrics:
         rate = self._images / self._seconds[-1]
         self._since = now
         rows = [
-            {"step": step, "loss": loss, "grad_norm": _number(result.grad_norm), "lr": lr, "images_per_second": rate}
+            _row(step, loss, lr, rate, result)
             for (step, lr, result), loss in zip(self._pending, losses.tolist(), strict=True)
         ]
         self._pending.clear()
-        _check_finite(rows)
         if self._world.is_main:
+            self._notice_spikes(rows)
             self._write(rows)
             last = rows[-1]
             memory = gib(memory_in_use(self._device))
-            self._progress.update(
-                self._task, completed=last["step"] + 1, loss=f"{last['loss']:.4f}", rate=f"{rate:.0f}", memory=memory
-            )
+            loss = "–" if last["loss"] is None else f"{last['loss']:.4f}"
+            self._progress.update(self._task, completed=last["step"] + 1, loss=loss, rate=f"{rate:.0f}", memory=memory)
 
     @property
     def seconds_per_step(self) -> float | None:
         """The median over all flushes but the first, which has the start in it; None before there is another."""
         return statistics.median(self._seconds[1:]) if self._seconds[1:] else None
 
+    def _notice_spikes(self, rows: list[dict[str, Any]]) -> None:
+        for row in rows:
+            if "skipped" not in row and (spike := self._spikes.add(row["loss"])):
+                log.notice(f"note: the loss of step {row['step']} {spike}; {self._name_samples(row['step'])}")
+
     def _write(self, rows: list[dict[str, Any]]) -> None:
         with open(self._path, "a") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)
 
     def _keep_before(self, start: int) -> None:
-        """Drop the rows that a resumed run is about to write again."""
-        write_text(
-            self._path, "".join(json.dumps(row) + "\n" for row in read_metrics(self._path) if row["step"] < start)
-        )
+        """Drop the rows that a resumed run is about to write again; those of a run that begins anew are put aside."""
+        rows = read_metrics(self._path)
+        kept = [row for row in rows if row["step"] < start]
+        if rows and not start:
+            aside = self._path.with_name(f"before-{time.strftime('%Y%m%dT%H%M%S')}-{FILE}")
+            self._path.rename(aside)
+            log.notice(f"note: training begins at step 0; {len(rows)} rows of an earlier course are now {aside}")
+        lost = start - len({row["step"] for row in kept})
+        if lost:
+            log.notice(f"note: {self._path} has no row that can be read of {lost} of the {start} steps before this one")
+        write_text(self._path, "".join(json.dumps(row) + "\n" for row in kept))
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl; a last line that was cut off while it was written is left out."""
+    """The rows of a metrics.jsonl; what is none, such as a line that was cut off while it was written, is left out."""
     rows = []
-    for line in path.read_text().splitlines() if path.is_file() else []:
+    for line in path.read_text(errors="replace").splitlines() if path.is_file() else []:
         try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            rows.append(row)
     return rows
 
 
@@ -128,14 +156,19 @@ def memory_in_use(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def _number(norm: torch.Tensor | None) -> float | None:
-    return None if norm is None else float(norm)
+def _row(step: int, loss: float, lr: float, rate: float, result: StepResult) -> dict[str, Any]:
+    """What is written of a step: of a skipped one, null stands for what is not finite."""
+    norm = None if result.grad_norm is None else float(result.grad_norm)
+    row = {"step": step, "loss": loss, "grad_norm": norm, "lr": lr, "images_per_second": rate}
+    if not result.taken:
+        return row | {"loss": _finite(loss), "grad_norm": _finite(norm), "skipped": True}
+    if _finite(loss) is None or _finite(norm) is not norm:
+        raise UserError(
+            f"the loss of step {step} is {loss} at learning rate {lr:.2e}, its gradients' norm {norm}, and the step is "
+            "taken; lower optimizer.lr, lengthen train.warmup_steps, or set train.gradient_clipping"
+        )
+    return row
 
 
-def _check_finite(rows: list[dict[str, Any]]) -> None:
-    for row in rows:
-        if not math.isfinite(row["loss"]):
-            raise UserError(
-                f"the loss of step {row['step']} is {row['loss']} at learning rate {row['lr']:.2e}; "
-                "lower optimizer.lr, lengthen train.warmup_steps, or set train.gradient_clipping"
-            )
+def _finite(number: float | None) -> float | None:
+    return number if number is not None and math.isfinite(number) else None

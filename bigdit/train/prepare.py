@@ -57,3 +57,8 @@ def with_ds_config(overrides: Sequence[str], ds_config: Path | None) -> list[str
     if ds_config is None:
         return list(overrides)
     return ["engine.name=deepspeed", f"engine.ds_config={ds_config}", *overrides]
+
+
+def with_grace(overrides: Sequence[str], grace: float | None) -> list[str]:
+    """`--grace SECONDS` as the override that it stands for."""
+    return list(overrides) if grace is None else [*overrides, f"train.grace={grace}"]

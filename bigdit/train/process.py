@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from bigdit import log
 from bigdit.dist import World
+from bigdit.errors import UserError
+from bigdit.train.leftovers import BUFFER, SHARED_MEMORY, remove_leftovers
 
 
 def _processes_here(world: World) -> int:
@@ -21,10 +23,13 @@ def _processes_here(world: World) -> int:
 
 
 @contextmanager
-def process_group(world: World, *, needed: bool, on_host: bool = False) -> Iterator[torch.device]:
+def process_group(
+    world: World, *, needed: bool, on_host: bool = False, timeout: float = 600.0
+) -> Iterator[torch.device]:
     """The device of this process, inside a process group where one is `needed` or several processes run.
 
-    `on_host`: tensors of the host are reduced too, as FSDP2 does with what it keeps there.
+    `on_host`: tensors of the host are reduced too, as FSDP2 does with what it keeps there. `timeout`: seconds that a
+    process waits for another. Raises UserError where the processes do not find each other.
     """
     device = torch.device("cpu")
     backend = "gloo"
@@ -41,11 +46,13 @@ def process_group(world: World, *, needed: bool, on_host: bool = False) -> Itera
     if not needed and world.world_size == 1:
         yield device
         return
+    if world.local_rank == 0:
+        remove_leftovers()
     if world.world_size == 1:  # DeepSpeed and FSDP2 want a group even of one, and DeepSpeed this variable
         os.environ.setdefault("LOCAL_RANK", "0")
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     else:
-        dist.init_process_group(backend)
+        _meet(backend, timeout)
     try:
         yield device
     finally:
@@ -54,10 +61,19 @@ def process_group(world: World, *, needed: bool, on_host: bool = False) -> Itera
         _remove_shared_memory(world)
 
 
-def _remove_shared_memory(world: World) -> None:
-    """DeepSpeed's collectives of CPUs leave 66 MiB a process in shared memory, where they are compiled.
+def _meet(backend: str, timeout: float) -> None:
+    try:
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+    except RuntimeError as error:  # torch's errors of the network and of its store
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        said = (str(error).splitlines() or [""])[0][:200]
+        raise UserError(
+            f"the run's processes did not all come to {where} (MASTER_ADDR, MASTER_PORT) within engine.timeout, "
+            f"{timeout:g} s, or one ended before: {said}"
+        ) from error
 
-    Source: shm_initialize in csrc/cpu/comm/shm.cpp, DeepSpeed 0.19.
-    """
+
+def _remove_shared_memory(world: World) -> None:
+    """DeepSpeed's collectives of CPUs leave 66 MiB a process in shared memory, where they are compiled."""
     place = f"{os.getuid()}_{os.environ.get('MASTER_ADDR')}_{os.environ.get('MASTER_PORT')}_{world.rank}"
-    Path(f"/dev/shm/deepspeed_allreduce_buffer_{place}").unlink(missing_ok=True)
+    (SHARED_MEMORY / f"{BUFFER}_{place}").unlink(missing_ok=True)

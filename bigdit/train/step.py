@@ -24,10 +24,14 @@ Phase = Callable[[str], AbstractContextManager[object]]
 
 @dataclass(frozen=True)
 class StepResult:
-    """`loss`: this process's mean over its micro-batches, a scalar on the device; `grad_norm` where clipped."""
+    """`loss`: this process's mean over its micro-batches, a scalar on the device; `grad_norm` where clipped.
+
+    `taken`: False where weights, optimizer state and average stayed as they were, since gradients were not finite.
+    """
 
     loss: torch.Tensor
     grad_norm: torch.Tensor | None
+    taken: bool
 
 
 def train_step(
@@ -63,11 +67,11 @@ def train_step(
         losses.append(loss.detach().clone())  # mse_loss's scalar keeps a storage of the latents' size
         del batch, predict, loss
     with phase("step"):
-        grad_norm = engine.step(lr)
-    if ema is not None:
+        stepped = engine.step(lr, losses)
+    if ema is not None and stepped.taken:
         with phase("ema"):
             ema.update()
-    return StepResult(torch.stack(losses).mean(), grad_norm)
+    return StepResult(torch.stack(losses).mean(), stepped.grad_norm, stepped.taken)
 
 
 def _predict(engine: Engine, family: Family, batch: Batch, latents: torch.Tensor, t: torch.Tensor) -> torch.Tensor:

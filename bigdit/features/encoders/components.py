@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import diffusers
 import torch
 import transformers
 
+from bigdit.documents import parse_json
 from bigdit.errors import UserError, nearest
 from bigdit.features.digest import config_digest, weights_digest
 from bigdit.features.encoders.folder import check_complete, read_config
@@ -52,7 +52,7 @@ def describe(folder: Path, pipeline: Any) -> dict[str, Any]:
 
 def _read_index(folder: Path) -> dict[str, Any]:
     try:
-        index = json.loads((folder / _INDEX).read_text())
+        index = parse_json((folder / _INDEX).read_bytes())
         class_name = index["_class_name"]
     except OSError as error:
         raise UserError(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from bigdit.documents import parse_json
 from bigdit.errors import UserError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -17,14 +17,14 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 def read_config(key: str, folder: Path) -> dict[str, Any]:
     """`config.json` of a model folder; `key` names the run's setting in errors, which are UserErrors."""
     try:
-        config = json.loads((folder / "config.json").read_text())
+        config = parse_json((folder / "config.json").read_bytes())
     except OSError as error:
         raise UserError(
             f"{key}: {folder / 'config.json'} cannot be read ({error.strerror}); "
             "a folder of save_pretrained was expected"
         ) from None
-    except ValueError:
-        raise UserError(f"{key}: {folder / 'config.json'} is not JSON") from None
+    except ValueError as error:
+        raise UserError(f"{key}: {folder / 'config.json'} is {error}") from None
     if not isinstance(config, dict):
         raise UserError(f"{key}: {folder / 'config.json'} should hold a JSON object")
     return config

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from typing import Any
 
+from bigdit.config.run import WEIGHTS, is_weight
 from bigdit.features.sources.protocol import Caption, Unusable
 
 
@@ -49,8 +49,8 @@ def weighted(texts: Sequence[Any], weights: Sequence[Any], name: str) -> tuple[C
             continue
         if not isinstance(text, str):
             raise Unusable(f"caption {name} holds {type(text).__name__}, not text")
-        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < math.inf:
-            raise Unusable(f"caption {name} has the weight {weight}; weights are numbers from 0")
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not (weight == 0 or is_weight(weight)):
+            raise Unusable(f"caption {name} has the weight {str(weight)[:20]}; weights are numbers, 0 or {WEIGHTS}")
         if text.strip() and weight:
             captions.append(Caption(_sound(text.strip(), name), float(weight)))
     if not captions:

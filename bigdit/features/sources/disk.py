@@ -29,6 +29,11 @@ def read_file(path: Path, limit: int) -> bytes:
         return file.read()
 
 
+def leads_out(root: Path, path: Path) -> bool:
+    """Whether a path is a link to what is not below `root`."""
+    return path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root))
+
+
 def read_range(path: Path, offset: int, size: int) -> bytes:
     """Bytes [offset, offset + size) of a file. Raises UserError where it ends before them or cannot be read."""
     try:

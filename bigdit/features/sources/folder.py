@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ import xxhash
 from bigdit import log
 from bigdit.errors import UserError
 from bigdit.features.sources.captions import json_captions, text_captions
-from bigdit.features.sources.disk import CAPTION_BYTES, PICTURE_BYTES, read_file, unreadable
+from bigdit.features.sources.disk import CAPTION_BYTES, IMPOSSIBLE, PICTURE_BYTES, leads_out, read_file, unreadable
 from bigdit.features.sources.names import Names
 from bigdit.features.sources.picture import SUFFIXES, decode
 from bigdit.features.sources.protocol import Caption, Sample, Unusable
@@ -21,11 +22,12 @@ from bigdit.features.sources.protocol import Caption, Sample, Unusable
 
 @dataclass(frozen=True)
 class FolderItem:
-    """The picture `name` below `root`."""
+    """The picture `name` below `root`; `follow_links`: also where it or its captions are links that lead out."""
 
     index: int
     root: Path
     name: str
+    follow_links: bool = False
 
     @property
     def picture(self) -> Path:
@@ -34,23 +36,45 @@ class FolderItem:
 
     def load(self) -> Sample:
         """As Item.load."""
-        captions = _captions(self.picture)
+        captions = self._captions()
         try:
-            data = read_file(self.picture, PICTURE_BYTES)
+            data = self._read(self.picture, PICTURE_BYTES)
         except FileNotFoundError as error:
             if self.picture.is_symlink():
                 raise Unusable(f"{self.picture.name} is a link to nothing") from None
             raise unreadable(self.picture, error) from None
         return Sample(decode(data), captions)
 
+    def _captions(self) -> tuple[Caption, ...]:
+        """Of the `.json` where it has captions, else of the `.txt`."""
+        captions = None
+        try:
+            path = self.picture.with_suffix(".json")
+            captions = json_captions(self._read(path, CAPTION_BYTES), path.name)
+        except FileNotFoundError:
+            pass
+        if captions is not None:
+            return captions
+        path = self.picture.with_suffix(".txt")
+        try:
+            return text_captions(self._read(path, CAPTION_BYTES), path.name)
+        except FileNotFoundError:
+            raise Unusable(f"caption {path.name} is missing") from None
+
+    def _read(self, path: Path, limit: int) -> bytes:
+        if not self.follow_links and leads_out(self.root, path):
+            raise Unusable(f"{path.name} is a link out of its folder, and is read with the source's follow_links alone")
+        return read_file(path, limit)
+
 
 class ImageFolder:
     """All pictures below `root`, in the order of their relative paths; folders that are links are not entered."""
 
-    def __init__(self, root: Path, key: str = "data.images") -> None:
+    def __init__(self, root: Path, key: str = "data.images", *, follow_links: bool = False) -> None:
         """List the folder. Raises UserError, which names `key`, where it is missing or holds no pictures."""
         self.root = root
-        digest = xxhash.xxh3_128()
+        self._follow_links = follow_links
+        digest = xxhash.xxh3_128(b"links are followed\n" if follow_links else b"")
         passed_over: Counter[str] = Counter()
         try:
             self._names = Names(_digested(root, digest, passed_over))
@@ -73,7 +97,8 @@ class ImageFolder:
 
     def items(self, start: int, end: int) -> list[FolderItem]:
         """Pictures [start, end) of the order."""
-        return [FolderItem(index, self.root, name) for index, name in enumerate(self._names.range(start, end), start)]
+        names = enumerate(self._names.range(start, end), start)
+        return [FolderItem(index, self.root, name, self._follow_links) for index, name in names]
 
 
 def _digested(root: Path, digest: xxhash.xxh3_128, passed_over: Counter[str]) -> Iterator[str]:
@@ -113,32 +138,26 @@ def _entries(descriptor: int, passed_over: Counter[str]) -> set[str]:
     entries = set()
     with os.scandir(descriptor) as scanned:
         for entry in scanned:
-            if entry.is_symlink() and entry.is_dir():
+            if entry.is_symlink() and _is_folder(entry):
                 passed_over["links to folders"] += 1
             else:
-                entries.add(f"{entry.name}/" if entry.is_dir() else entry.name)
+                entries.add(f"{entry.name}/" if entry.is_dir(follow_symlinks=False) else entry.name)
     return entries
+
+
+def _is_folder(link: os.DirEntry) -> bool:
+    try:
+        return link.is_dir()
+    except OSError as error:
+        if error.errno in IMPOSSIBLE:  # a link in a circle: loading it will tell
+            return False
+        raise
 
 
 def _size(name: str, descriptor: int) -> int:
     try:
         return os.stat(name, dir_fd=descriptor).st_size
-    except FileNotFoundError:
-        return -1  # a link to nothing: loading it will tell
-
-
-def _captions(picture: Path) -> tuple[Caption, ...]:
-    """Of the `.json` where it has captions, else of the `.txt`."""
-    captions = None
-    try:
-        path = picture.with_suffix(".json")
-        captions = json_captions(read_file(path, CAPTION_BYTES), path.name)
-    except FileNotFoundError:
-        pass
-    if captions is not None:
-        return captions
-    path = picture.with_suffix(".txt")
-    try:
-        return text_captions(read_file(path, CAPTION_BYTES), path.name)
-    except FileNotFoundError:
-        raise Unusable(f"caption {path.name} is missing") from None
+    except OSError as error:
+        if error.errno in (errno.ENOENT, *IMPOSSIBLE):
+            return -1  # a link to nothing, or in a circle: loading it will tell
+        raise

@@ -89,7 +89,7 @@ def _open(config: SourceConfig, data: DataConfig, key: str) -> Source:
     kind = kind_of(config, key)
     _refuse_columns(config, kind, key)
     if kind == "folder":
-        return ImageFolder(config.path, key)
+        return ImageFolder(config.path, key, follow_links=config.follow_links)
     if kind == "csv":
         return TableSource(kind, CsvRows(config.path, key), config, key)
     if kind == "webdataset":
@@ -105,3 +105,7 @@ def _refuse_columns(config: SourceConfig, kind: SourceKind, key: str) -> None:
         raise UserError(f"{key}: {config.path} is of kind {kind}, which has no columns; leave out image and captions")
     if kind in ("folder", "webdataset", "csv") and config.split:
         raise UserError(f"{key}.split: {config.path} is of kind {kind}, which has no splits; leave it out")
+    if kind != "folder" and config.follow_links:
+        raise UserError(
+            f"{key}.follow_links: {config.path} is of kind {kind}; it is for folders of pictures; leave it out"
+        )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import glob
 import itertools
-import json
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bigdit.config.run import SourceConfig, SourceKind
+from bigdit.documents import parse_json
 from bigdit.errors import UserError, nearest
 from bigdit.features.sources.picture import SUFFIXES
 
@@ -141,8 +141,8 @@ def _choose(splits: Sequence[str], split: str | None, key: str) -> str:
 
 def _json(path: Path, key: str) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
+        value = parse_json(path.read_bytes())
+    except (OSError, ValueError):
         raise UserError(f"{key}: {path} is missing or damaged; save the data set again") from None
     if not isinstance(value, dict):
         raise UserError(f"{key}: {path} is no JSON object; save the data set again")

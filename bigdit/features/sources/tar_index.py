@@ -1,7 +1,9 @@
-"""Where the samples of a tar are: an index in Parquet, made once from headers and kept beside the features."""
+"""Where the samples of a tar are: an index in Parquet, made once from headers and kept beside the features, with a
+digest of its bytes in a file of its own: an offset that was changed on the disk would read another sample."""
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import os
 from collections.abc import Iterator
@@ -13,7 +15,7 @@ import xxhash
 
 from bigdit.features.sources.picture import SUFFIXES
 from bigdit.features.sources.tar_members import Member, members
-from bigdit.files import replacing
+from bigdit.files import replacing, write_text
 
 VERSION = 1
 SAMPLES = 4096  # written at a time
@@ -39,12 +41,30 @@ def write_index(tar: Path, index: Path) -> None:
         while rows := list(itertools.islice(samples, SAMPLES)):
             writer.write_table(pa.Table.from_pylist(rows, SCHEMA))
         writer.add_key_value_metadata({"members": digest.hexdigest()})
+    write_text(_digest_path(index), _digest_of(index))
+
+
+def is_whole(index: Path) -> bool:
+    """Whether an index is there, and is as it was written."""
+    try:
+        return _digest_path(index).read_bytes() == _digest_of(index).encode()
+    except OSError:
+        return False
 
 
 def read_digest(index: Path) -> tuple[int, str]:
     """Samples of an indexed tar, and the digest of its members' names, offsets and sizes."""
     metadata = pq.read_metadata(index)
     return metadata.num_rows, (metadata.metadata or {})[b"members"].decode()
+
+
+def _digest_path(index: Path) -> Path:
+    return index.with_suffix(".xxh3")
+
+
+def _digest_of(index: Path) -> str:
+    with index.open("rb") as file:
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 def _digested(found: Iterator[Member], digest: xxhash.xxh3_128) -> Iterator[Member]:

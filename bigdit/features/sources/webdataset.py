@@ -10,7 +10,6 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-import pyarrow as pa
 import xxhash
 
 from bigdit import log
@@ -20,7 +19,7 @@ from bigdit.features.sources.captions import json_captions, text_captions
 from bigdit.features.sources.disk import CAPTION_BYTES, PICTURE_BYTES, check_size, read_range
 from bigdit.features.sources.picture import decode
 from bigdit.features.sources.protocol import Caption, Sample, Unusable
-from bigdit.features.sources.tar_index import SCHEMA, index_path, read_digest, write_index
+from bigdit.features.sources.tar_index import SCHEMA, index_path, is_whole, read_digest, write_index
 from bigdit.features.sources.tar_members import Refused
 
 ROWS = 1024  # of an index, decoded at a time
@@ -76,7 +75,7 @@ class WebDataset:
             self._indices = [index_path(tar, kept) for tar in self._tars]
         except OSError as error:
             raise UserError(f"{key}: {error.filename} cannot be read: {error.strerror}") from None
-        missing = [pair for pair in zip(self._tars, self._indices, strict=True) if not _is_whole(pair[1])]
+        missing = [pair for pair in zip(self._tars, self._indices, strict=True) if not is_whole(pair[1])]
         problems = [
             f"{key}: {problem}; make it anew, or leave it out" for problem in _index(missing, workers) if problem
         ]
@@ -115,14 +114,6 @@ def _item(index: int, tar: Path, row: dict) -> TarItem:
 
     name = f"{tar.name}/{row['name']}"
     return TarItem(index, name, tar, row["problem"], span("picture"), span("json"), span("txt"))
-
-
-def _is_whole(index: Path) -> bool:
-    try:
-        read_digest(index)
-    except (OSError, pa.ArrowException, KeyError):
-        return False
-    return True
 
 
 def _index(missing: Sequence[tuple[Path, Path]], workers: int) -> Iterator[str | None]:

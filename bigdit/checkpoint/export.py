@@ -1,0 +1,75 @@
+"""The weights of a checkpoint in diffusers' format, a file at a time: the model is never whole in memory."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from bigdit import models
+from bigdit.checkpoint.folder import Checkpoint
+from bigdit.checkpoint.restore import load_tensors
+from bigdit.errors import UserError
+from bigdit.files import TEMPORARY, commit_folder
+from bigdit.spec import LoraSpec, ModelSpec, Strategy
+
+TRANSFORMER = "transformer"
+TRANSFORMER_EMA = "transformer_ema"
+_FILE = "diffusion_pytorch_model{suffix}.safetensors"  # as diffusers' from_pretrained looks for it
+_MOST = "5GB"
+
+
+def export(checkpoint: Checkpoint, folder: Path) -> None:
+    """Write `transformer/`, and `transformer_ema/` where there is an average, to `folder`, whole or not at all.
+
+    Weights are fp32; of LoRA they are the adapters, as diffusers' `load_lora_weights` reads them. The checkpoint's
+    files were verified before. Raises UserError where the folder cannot be written.
+    """
+    spec = ModelSpec.model_validate(checkpoint.state["model"])
+    lora = Strategy.model_validate(checkpoint.state["strategy"]).lora
+    temporary = folder.parent / f"{TEMPORARY}{folder.name}"
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        for kind, name in (("master", TRANSFORMER), ("ema", TRANSFORMER_EMA))[: 1 + checkpoint.has_average]:
+            (temporary / name).mkdir(parents=True)
+            if lora is None:
+                _write_model(checkpoint, spec, kind, temporary / name)
+            else:
+                _write_adapters(checkpoint, lora, kind, temporary / name)
+        for file in temporary.rglob("*.safetensors"):  # safetensors' are their owner's alone, whatever the umask says
+            file.chmod(temporary.stat().st_mode & 0o666)
+        commit_folder(temporary, folder)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"cannot export to {folder}: {error}") from error
+
+
+def _write_model(checkpoint: Checkpoint, spec: ModelSpec, kind: str, folder: Path) -> None:
+    shapes = _shapes(checkpoint)
+    model = models.skeleton(spec, dtype=torch.float32)
+    buffers = {name: tensor for name, tensor in model.state_dict().items() if name not in shapes}
+    described = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()} | buffers
+    split = split_torch_state_dict_into_shards(described, filename_pattern=_FILE, max_shard_size=_MOST)
+    for file, names in split.filename_to_tensors.items():
+        here = {name: torch.empty(shapes[name]) for name in names if name in shapes}
+        load_tensors(checkpoint, {f"{kind}.{name}": tensor for name, tensor in here.items()})
+        here |= {name: buffers[name].contiguous() for name in names if name in buffers}
+        save_file(here, folder / file, metadata={"format": "pt"})
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (folder / f"{_FILE.format(suffix='')}.index.json").write_text(json.dumps(index, indent=2, sort_keys=True))
+    model.save_config(folder)  # type: ignore[operator]  # of diffusers' ConfigMixin
+
+
+def _write_adapters(checkpoint: Checkpoint, lora: LoraSpec, kind: str, folder: Path) -> None:
+    adapters = {name: torch.empty(shape) for name, shape in _shapes(checkpoint).items()}
+    load_tensors(checkpoint, {f"{kind}.{name}": tensor for name, tensor in adapters.items()})
+    models.save_adapters(folder, lora, adapters.items())
+
+
+def _shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(shape) for name, shape in checkpoint.state["parameters"].items()}

@@ -1,0 +1,94 @@
+"""Take a run up from a checkpoint, whichever engine and however many processes saved it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader
+
+from bigdit import models
+from bigdit.checkpoint.folder import STATE, Checkpoint, open_checkpoint
+from bigdit.checkpoint.peers import Peers
+from bigdit.checkpoint.plan import LoadPlanner
+from bigdit.checkpoint.verify import verify
+from bigdit.engines import Ema, Engine
+from bigdit.engines.state import Place, adopt, make_state, places
+from bigdit.errors import UserError
+from bigdit.spec import ModelSpec
+
+
+def restore(checkpoint: Checkpoint, engine: Engine, peers: Peers, ema: Ema | None = None) -> list[str]:
+    """Put masters, optimizer state and average in place, on all processes; what a person should know of it.
+
+    Its files were verified before. Raises UserError where it holds another model's, or another optimizer's state.
+    """
+    reader = HuggingFaceStorageReader(str(checkpoint.engine))
+    saved = reader.read_metadata().state_dict_metadata.keys()
+    rank = peers.world.rank
+    make_state(engine, saved, rank)
+    wanted = places(engine, ema, rank)
+    filled = {name: place for name, place in wanted.items() if name in saved}
+    notices = []
+    for name in sorted(wanted.keys() - saved):
+        if name.startswith("state.") and not wanted[name].number:
+            wanted[name].tensor.zero_()  # of a parameter that no gradient had come to, in a master of several
+        elif name.startswith("rng."):
+            notices = ["there are more processes than before: the new ones round by random numbers of their own"]
+        elif not wanted[name].number:
+            raise UserError(f"{checkpoint.folder} does not hold {name}: it is of another model or optimizer")
+    _load(checkpoint, filled, reader, peers)
+    adopt(engine, filled, rank)
+    return notices
+
+
+def load_model(spec: ModelSpec, source: Path, *, dtype: torch.dtype) -> nn.Module:
+    """The model on the host with the weights in `source`: a folder of diffusers', or a checkpoint.
+
+    Raises UserError where it holds neither, or another model's.
+    """
+    if not (source / STATE).is_file():
+        return models.load(spec, source, dtype=dtype)
+    found = open_checkpoint(source)
+    verify(found)
+    model = models.skeleton(spec, dtype=dtype)
+    load_weights(found, model)
+    return model
+
+
+@torch.no_grad()
+def load_weights(checkpoint: Checkpoint, model: nn.Module, *, average: bool = False) -> None:
+    """Fill the parameters that are trained, of a model with adapters theirs alone, rounded to their dtypes.
+
+    With `average` from the moving average. Raises UserError where the checkpoint is of another model.
+    """
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    kind = "ema" if average else "master"
+    wanted = {f"{kind}.{name}": _whole(tensor) for name, tensor in trained.items()}
+    _load(checkpoint, wanted, HuggingFaceStorageReader(str(checkpoint.engine)), Peers())
+
+
+def load_tensors(checkpoint: Checkpoint, tensors: dict[str, torch.Tensor]) -> None:
+    """Fill tensors by the names that they were saved under, whole. Raises UserError where one is not there."""
+    wanted = {name: _whole(tensor) for name, tensor in tensors.items()}
+    _load(checkpoint, wanted, HuggingFaceStorageReader(str(checkpoint.engine)), Peers())
+
+
+def _whole(tensor: torch.Tensor) -> Place:
+    return Place(tensor.detach().view(-1), 0, tensor.numel())
+
+
+def _load(checkpoint: Checkpoint, wanted: dict[str, Place], reader: HuggingFaceStorageReader, peers: Peers) -> None:
+    try:
+        dcp.load(
+            dict(wanted),
+            storage_reader=reader,
+            planner=LoadPlanner(),
+            process_group=peers.group,
+            no_dist=peers.group is None,
+        )
+    except CheckpointException as error:
+        first = next(iter(error.failures.values()))[0]
+        raise UserError(f"{checkpoint.folder} cannot be read: {first}") from None

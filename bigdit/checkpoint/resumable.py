@@ -1,0 +1,59 @@
+"""Whether a run can go on from a checkpoint: the same numbers, however many processes and whichever engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bigdit.checkpoint.folder import Checkpoint
+from bigdit.errors import UserError
+from bigdit.spec import ModelSpec, Strategy
+
+
+def check_resumable(checkpoint: Checkpoint, model: ModelSpec, strategy: Strategy) -> None:
+    """Raise UserError with every difference that keeps this run from going on from here."""
+    saved_model, saved = checkpoint.state["model"], checkpoint.state["strategy"]
+    problems = [
+        f"{checkpoint.folder} holds {key} {found!r}, and the run's model has {wanted!r}"
+        for key, found, wanted in _differences(saved_model, model.model_dump(mode="json"))
+    ]
+    wanted_strategy = strategy.model_dump(mode="json")
+    problems += [
+        f"{checkpoint.folder} was trained with {key} {saved.get(key)!r}, and the run asks for {wanted_strategy[key]!r}"
+        for key in ("precision", "lora")
+        if saved.get(key) != wanted_strategy[key]
+    ]
+    if (saved.get("ema") is None) != (strategy.ema is None):
+        without, with_it = ("the run has none", "holds") if strategy.ema is None else ("the run has one", "lacks")
+        problems.append(f"{checkpoint.folder} {with_it} a moving average of the weights, and {without} (train.ema)")
+    saved_optimizer, optimizer = saved["optimizer"]["name"], strategy.optimizer.name
+    if saved_optimizer != optimizer:
+        problems.append(f"{checkpoint.folder} holds the state of {saved_optimizer}, and optimizer.name is {optimizer}")
+    before, now = layout(Strategy.model_validate(saved)), layout(strategy)
+    if checkpoint.state["local"] and before != now:
+        problems.append(
+            f"{checkpoint.folder} holds the state of {saved_optimizer} in blocks or factors as {before} made them, and "
+            f"the run is {now}"
+        )
+    if problems:
+        fix = f"choose another output, or start from its weights: model.init_from={checkpoint.folder}"
+        raise UserError(*(f"{problem}; {fix}" for problem in problems))
+
+
+def layout(strategy: Strategy) -> str:
+    """What decides how masters lie on the processes, for people."""
+    if strategy.engine == "single":
+        return "single"
+    stage = "" if strategy.zero_stage is None else f" ZeRO-{strategy.zero_stage}"
+    copies = f" in {strategy.dp_replicate} copies" if strategy.dp_replicate > 1 else ""
+    processes = "1 process" if strategy.world_size == 1 else f"{strategy.world_size} processes"
+    return f"{strategy.engine}{stage} on {processes}{copies}"
+
+
+def _differences(saved: dict[str, Any], wanted: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+    """(key, saved, wanted) where two models differ: their class, or the arguments that differ."""
+    if saved["class_name"] != wanted["class_name"]:
+        return [("class_name", saved["class_name"], wanted["class_name"])]
+    old, new = saved["kwargs"], wanted["kwargs"]
+    return [
+        (key, old.get(key), new.get(key)) for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)
+    ]

@@ -1,0 +1,163 @@
+"""YAML and JSON that users hand in: plain values within limits, or one line that says what is wrong.
+
+A document of some bytes can stand for gigabytes (aliases), use up the interpreter's stack (nesting), or hold integers
+that nothing takes. What reads its values afterwards looks at each of them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import yaml
+
+DEEPEST = 64
+"""Levels of lists and mappings: DeepSpeed's and diffusers' documents have four."""
+
+MOST_VALUES = 100_000
+"""Of a YAML document, what an alias names counted wherever it stands: a plan has about a thousand."""
+
+_MOST_DIGITS = 70  # 64 bits, in binary as well
+_DEEP = f"nested too deeply: {DEEPEST} levels are the most"
+
+
+class _Refused(ValueError):
+    """What is wrong with a document that can be read."""
+
+
+def parse_yaml(text: str | bytes) -> Any:
+    """The value of a YAML document.
+
+    Raises ValueError, whose text continues `it is`, for what is not YAML, for nesting, aliases and integers beyond the
+    limits, for keys that stand twice, and for texts that no file name can hold.
+    """
+    try:
+        loader = _Loader(text)
+        root = loader.get_single_node()
+        if root is None:
+            return None
+        _measure(root, {})
+        return loader.construct_document(root)
+    except _Refused:
+        raise
+    except Exception as error:  # what builds the values of tags such as !!timestamp raises many classes
+        raise ValueError(f"not YAML: {' '.join(str(error).split())}") from None
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The value of a JSON document. Raises ValueError as `parse_yaml` does."""
+    try:
+        value = json.loads(text, parse_int=lambda digits: _bounded(digits, int), object_pairs_hook=_distinct)
+        _check(value)
+    except _Refused:
+        raise
+    except RecursionError:
+        raise ValueError(_DEEP) from None
+    except ValueError as error:
+        raise ValueError(f"not JSON: {error}") from None
+    return value
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses, by their lines, what is beyond the limits before more of it is built."""
+
+    _depth = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        self._depth += 1
+        if self._depth > DEEPEST:
+            raise _Refused(f"{_DEEP} (line {self.line + 1})")
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if (key.tag, key.value) in seen:
+                    raise _Refused(f"ambiguous: the key {key.value[:40]} stands twice{_where(key)}")
+                seen.add((key.tag, key.value))
+        return node
+
+    def construct_yaml_int(self, node: Any) -> int:
+        return _bounded(node.value, lambda _: super(_Loader, self).construct_yaml_int(node), _where(node))
+
+    def construct_yaml_str(self, node: Any) -> str:
+        return _nameable(super().construct_yaml_str(node), _where(node))
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
+_Loader.add_constructor("tag:yaml.org,2002:str", _Loader.construct_yaml_str)
+
+
+def _where(node: yaml.Node) -> str:
+    return f" (line {node.start_mark.line + 1})"
+
+
+def _measure(node: yaml.Node, known: dict[int, tuple[int, int] | None]) -> tuple[int, int]:
+    """Values and levels of a node with its aliases followed; `known` ones by their ids, None of those it is within.
+
+    The recursion is no deeper than the document: what an alias names stands before it, and is known.
+    """
+    if id(node) in known:
+        if (found := known[id(node)]) is None:
+            raise _Refused(f"endless: an alias stands within what it names{_where(node)}")
+        return found
+    known[id(node)] = None
+    inner = node.value if isinstance(node, yaml.CollectionNode) else []
+    pairs = [each for pair in inner for each in pair] if isinstance(node, yaml.MappingNode) else inner
+    parts = [_measure(each, known) for each in pairs]
+    values, levels = 1 + sum(part[0] for part in parts), 1 + max((part[1] for part in parts), default=0)
+    if values > MOST_VALUES:
+        raise _Refused(f"too large: {MOST_VALUES} values are the most, aliases followed{_where(node)}")
+    if levels > DEEPEST:
+        raise _Refused(f"{_DEEP}, aliases followed{_where(node)}")
+    known[id(node)] = values, levels
+    return values, levels
+
+
+def _check(value: Any) -> None:
+    """Depth and texts of a JSON value."""
+    waiting = [(value, 1)]
+    while waiting:
+        value, level = waiting.pop()
+        if level > DEEPEST:
+            raise _Refused(_DEEP)
+        if isinstance(value, str):
+            _nameable(value)
+        elif isinstance(value, dict):
+            waiting += [(each, level + 1) for pair in value.items() for each in pair]
+        elif isinstance(value, list):
+            waiting += [(each, level + 1) for each in value]
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in found if names.count(name) > 1)
+        raise _Refused(f"ambiguous: the key {twice[:40]} stands twice")
+    return found
+
+
+def _bounded(digits: str, convert: Callable[[str], int], where: str = "") -> int:
+    """The integer that `digits` are, unless it has more than 64 bits."""
+    if len(digits) <= _MOST_DIGITS:
+        number = convert(digits)
+        if number.bit_length() <= 64:
+            return number
+    raise _Refused(f"beyond 64 bits in an integer of {len(digits)} digits{where}")
+
+
+def _nameable(text: str, where: str = "") -> str:
+    """The text, unless it holds a zero byte or half of a character."""
+    if "\0" not in text:
+        try:
+            text.encode()
+            return text
+        except UnicodeEncodeError:
+            pass
+    raise _Refused(f"not taken: the text {text[:40]!r}{where} holds what no file name can")

@@ -1,0 +1,57 @@
+"""The samples of a step by name: their number in the source, and the part and the row where the store has them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from bigdit.features import FeatureStore
+from bigdit.features.part import Shape, shape_name
+from bigdit.loader.batch import Batch
+from bigdit.loader.stream import FeatureStream
+
+MOST = 4
+"""Samples that a line names; it counts the others."""
+
+
+class Samples:
+    """Names the samples of steps of a stream over a store."""
+
+    def __init__(self, store: FeatureStore, stream: FeatureStream) -> None:
+        self._store = store
+        self._stream = stream
+
+    def of_step(self, step: int) -> str:
+        """Those of a step's global batch, of all processes, as a line ends with them."""
+        batch = self._stream.order.batch(step)
+        bucket = list(self._store.buckets)[batch.bucket]
+        places = list(zip(batch.parts.tolist(), batch.rows.tolist(), strict=True))
+        names = [self._name(bucket, *place) for place in places[:MOST]]
+        return f"its samples are {listed(names, len(places))}"
+
+    def not_finite(self, step: int, micro_batches: Sequence[Batch]) -> list[str]:
+        """Those of this process's micro-batches that came with a value that is not finite."""
+        return [
+            self._name(bucket, int(parts[place]), int(rows[place]))
+            for batch, (bucket, parts, rows, _) in zip(micro_batches, self._stream.samples(step), strict=True)
+            for place in _not_finite(batch)
+        ]
+
+    def _name(self, bucket: Shape, number: int, row: int) -> str:
+        part = self._store.part(number)
+        index = int(part.rows[bucket][row, 0])
+        return f"sample {index} (row {row} of {shape_name(bucket)} in {part.header.path.name})"
+
+
+def listed(names: Sequence[str], count: int) -> str:
+    """The first few of `count` names."""
+    first = ", ".join(names[:MOST])
+    return first if count <= MOST else f"{first} and {count - MOST} more"
+
+
+def _not_finite(batch: Batch) -> list[int]:
+    sound = torch.ones(len(batch.seeds), dtype=torch.bool)
+    for tensor in batch.tensors():
+        sound &= tensor.isfinite().flatten(1).all(1)
+    return sound.logical_not().nonzero().flatten().tolist()

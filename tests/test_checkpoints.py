@@ -1,0 +1,244 @@
+"""Checkpoints: whole or absent, verified, kept by the course of the run, and never of weights that are not finite."""
+
+import json
+import math
+
+import pytest
+import torch
+from diffusers import SanaTransformer2DModel
+from safetensors.torch import load_file
+from test_resume_elsewhere import MODEL, save, started, strategy
+from whole import full_weights, whole_state
+
+from bigdit import checkpoint
+from bigdit.checkpoint import shard_file
+from bigdit.checkpoint.prune import kept_steps
+from bigdit.dist import World
+from bigdit.errors import UserError
+
+DESCRIBED = {"model": MODEL.model_dump(mode="json"), "run": {}, "data": None}
+
+
+@pytest.fixture(scope="module")
+def engine_and_average():
+    engine, ema, step, _ = started(strategy(), World())
+    step()
+    return engine, ema
+
+
+def keep(output, engine_and_average, *steps, keeping, found=None):
+    """Save at each of the steps, as a run that goes on from `found`; the names that are there afterwards."""
+    engine, ema = engine_and_average
+    described = DESCRIBED | {"strategy": engine.strategy.model_dump(mode="json")}
+    with checkpoint.Saver(output, checkpoint.Peers(), keeping, found=found) as saver:
+        for step in steps:
+            saver.save(engine, ema, step, described)
+    return names(output)
+
+
+def names(output):
+    return sorted(path.name for path in (output / "checkpoints").iterdir())
+
+
+def step_of(name):
+    return int(name.removeprefix("step-"))
+
+
+def there(output):
+    return [step_of(name) for name in names(output) if name != "latest"]
+
+
+def test_the_last_stay_and_those_of_chosen_steps(tmp_path, engine_and_average):
+    keep(tmp_path, engine_and_average, *range(2, 21, 2), keeping=checkpoint.Keeping(2, every=6))
+    assert there(tmp_path) == [6, 12, 18, 20]
+    assert (tmp_path / "checkpoints/latest").read_text() == "step-00000020\n"
+    assert kept_steps([1, 2, 3, 4], 1, None) == [4]
+    assert kept_steps([5], 3, 2) == [5]
+
+
+def test_a_run_that_went_back_keeps_what_it_saves(tmp_path, engine_and_average):
+    """With fewer to keep than before: the newest state is that of this course, whatever its number."""
+    keep(tmp_path, engine_and_average, 2, 4, 6, 8, keeping=checkpoint.Keeping(4))
+    (tmp_path / "checkpoints/latest").write_text("step-00000004\n")
+    found, notices = checkpoint.latest(tmp_path)
+    assert (found.step, found.lineage, notices) == (4, [2, 4], [])
+    keep(tmp_path, engine_and_average, 5, keeping=checkpoint.Keeping(1), found=found)
+    assert there(tmp_path) == [5, 6, 8]  # 2 and 4 were of its course; 6 and 8 are of the other
+    assert checkpoint.latest(tmp_path)[0].step == 5
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (None, "is missing"),
+        (b"step-8/../..\n", "holds 'step-8/../..', which is no checkpoint's name"),
+        (b"\xff\x00", "cannot be read"),
+        (b"", "holds '', which is no checkpoint's name"),
+    ],
+)
+def test_where_latest_is_lost_the_newest_is_found_and_said(tmp_path, engine_and_average, content, why):
+    keep(tmp_path, engine_and_average, 2, 4, 6, keeping=checkpoint.Keeping(3))
+    earlier, _ = checkpoint.find_checkpoint(tmp_path / "checkpoints/step-00000004")
+    keep(tmp_path, engine_and_average, 5, keeping=checkpoint.Keeping(3), found=earlier)
+    (tmp_path / "checkpoints/step-00000002/engine/rank-00000-of-00001.safetensors").unlink()
+    pointer = tmp_path / "checkpoints/latest"
+    pointer.unlink() if content is None else pointer.write_bytes(content)
+    found, (notice,) = checkpoint.latest(tmp_path)
+    assert found.step == 5  # saved last, though 6 has the higher number
+    assert notice.startswith(f"{pointer} {why}")
+    assert notice.endswith("; step-00000005 was saved last")
+
+
+def test_nothing_whole_is_said(tmp_path, engine_and_average):
+    assert checkpoint.latest(tmp_path) == (None, [])
+    keep(tmp_path, engine_and_average, 2, keeping=checkpoint.Keeping(1))
+    (tmp_path / "checkpoints/latest").unlink()
+    (tmp_path / "checkpoints/step-00000002/state.json").unlink()
+    root = tmp_path / "checkpoints"
+    assert checkpoint.latest(tmp_path) == (
+        None,
+        [f"{root}/latest is missing, and no checkpoint in {root} is whole"],
+    )
+
+
+def test_what_an_interrupted_run_left_is_removed_and_said(tmp_path, engine_and_average, capfd):
+    keep(tmp_path, engine_and_average, 2, keeping=checkpoint.Keeping(1))
+    left = tmp_path / "checkpoints/.tmp-step-00000001"
+    (left / "engine").mkdir(parents=True)
+    (left / "engine/rank-00000-of-00001.safetensors").write_bytes(b"half")
+    keep(tmp_path, engine_and_average, 4, keeping=checkpoint.Keeping(1), found=checkpoint.latest(tmp_path)[0])
+    assert names(tmp_path) == ["latest", "step-00000004"]
+    assert f"note: removed {left}, which an interrupted run had left" in capfd.readouterr().err
+
+
+def test_a_checkpoint_of_before_is_called_one(tmp_path, engine_and_average):
+    keep(tmp_path, engine_and_average, 2, keeping=checkpoint.Keeping(2))
+    file = tmp_path / "checkpoints/step-00000002/state.json"
+    state = json.loads(file.read_text())
+    del state["checksum"]
+    file.write_text(json.dumps(state))
+    with pytest.raises(UserError, match=r"state\.json has no checksum of its own: an earlier bigdit wrote it"):
+        checkpoint.latest(tmp_path)
+
+
+def test_a_step_that_was_changed_is_found_out(tmp_path, engine_and_average):
+    keep(tmp_path, engine_and_average, 2, 4, keeping=checkpoint.Keeping(2))
+    file = tmp_path / "checkpoints/step-00000004/state.json"
+    file.write_text(file.read_text().replace('"step": 4', '"step": 5'))
+    with pytest.raises(UserError) as refused:
+        checkpoint.latest(tmp_path)
+    assert str(refused.value) == (
+        f"{file} is damaged: its checksum is not its own; "
+        f"to go on from the one before, write step-00000002 into {tmp_path}/checkpoints/latest"
+    )
+
+
+@pytest.mark.parametrize("text", ["", "[]", "null", "[" * 100_000, '{"checksum": 1}', "\x00"])
+def test_a_state_of_anything_is_a_line(tmp_path, engine_and_average, text):
+    keep(tmp_path, engine_and_average, 2, keeping=checkpoint.Keeping(2))
+    file = tmp_path / "checkpoints/step-00000002/state.json"
+    file.write_text(text)
+    with pytest.raises(UserError, match=r"state\.json is damaged .*; there is no other; choose another output"):
+        checkpoint.latest(tmp_path)
+
+
+def test_a_flipped_bit_anywhere_is_found(tmp_path, engine_and_average):
+    keep(tmp_path, engine_and_average, 2, keeping=checkpoint.Keeping(1))
+    found, _ = checkpoint.latest(tmp_path)
+    (file,) = found.files()
+    content = file.read_bytes()
+    for at in (3, 200, len(content) // 2, len(content) - 1):
+        damaged = bytearray(content)
+        damaged[at] ^= 4
+        file.write_bytes(damaged)
+        with pytest.raises(UserError, match=r"is damaged: its checksum is not the one in state\.json; there is no"):
+            checkpoint.verify(found)
+    file.write_bytes(content)
+    checkpoint.verify(found)
+    other = file.with_name("rank-00001-of-00002.safetensors")
+    other.write_bytes(content)
+    with pytest.raises(UserError, match=r"rank-00001-of-00002\.safetensors is no part of its checkpoint"):
+        checkpoint.verify(found)
+
+
+def test_what_is_saved_is_what_was_there_when_save_was_called(tmp_path):
+    """The thread writes a copy: steps that are taken meanwhile do not get into it."""
+    engine, ema, step, peers = started(strategy(), World())
+    described = DESCRIBED | {"strategy": engine.strategy.model_dump(mode="json")}
+    with checkpoint.Saver(tmp_path, peers, checkpoint.Keeping(9)) as saver:
+        expected = []
+        for number in range(1, 4):
+            step()
+            expected.append(whole_state(engine, ema))
+            saver.save(engine, ema, number, described)
+            with torch.no_grad():
+                for master in engine.masters:
+                    master.add_(0.01)
+            step()
+    for number, state in enumerate(expected, start=1):
+        found = checkpoint.find_checkpoint(tmp_path / f"checkpoints/step-{number:08d}")[0]
+        again, average, _, _ = started(strategy(), World(), seed=3, found=found)
+        assert all(torch.equal(tensor, state[name]) for name, tensor in whole_state(again, average).items())
+
+
+def test_weights_that_are_not_finite_are_not_saved(tmp_path):
+    engine, ema, _, _ = started(strategy(), World())
+    keep(tmp_path, (engine, ema), 2, keeping=checkpoint.Keeping(1))
+    name = engine.shards()[3].name
+    engine.masters[3].view(-1)[:2] = torch.tensor([math.nan, math.inf])
+    with pytest.raises(UserError) as refused:
+        keep(tmp_path, (engine, ema), 4, keeping=checkpoint.Keeping(1), found=checkpoint.latest(tmp_path)[0])
+    root = tmp_path / "checkpoints"
+    assert str(refused.value) == (
+        f"2 weights are not finite, the first in {name}: {root}/step-00000004 is not written, and {root}/step-00000002 "
+        "is the last that is good; lower optimizer.lr, lengthen train.warmup_steps, or set train.gradient_clipping"
+    )
+    assert names(tmp_path) == ["latest", "step-00000002"]
+    assert checkpoint.latest(tmp_path)[0].step == 2
+
+
+def test_a_full_disk_leaves_what_was_there(tmp_path, engine_and_average, monkeypatch):
+    keep(tmp_path, engine_and_average, 2, keeping=checkpoint.Keeping(1))
+
+    def to_a_full_disk(tensors, file, metadata):
+        with open("/dev/full", "wb", buffering=0) as full:
+            full.write(b"x")
+
+    monkeypatch.setattr(shard_file, "save_file", to_a_full_disk)
+    with pytest.raises(UserError) as refused:
+        keep(tmp_path, engine_and_average, 4, keeping=checkpoint.Keeping(1), found=checkpoint.latest(tmp_path)[0])
+    root = tmp_path / "checkpoints"
+    assert str(refused.value).startswith(f"cannot write the checkpoint {root}/step-00000004: ")
+    assert "No space left on device" in str(refused.value)
+    assert checkpoint.latest(tmp_path)[0].step == 2
+    checkpoint.verify(checkpoint.latest(tmp_path)[0])
+
+
+def test_an_export_is_what_diffusers_loads(tmp_path, engine_and_average):
+    engine, ema = engine_and_average
+    save(tmp_path, engine, ema, checkpoint.Peers())
+    found, _ = checkpoint.latest(tmp_path)
+    checkpoint.export(found, tmp_path / "out")
+    for folder, average in (("transformer", None), ("transformer_ema", ema)):
+        model, info = SanaTransformer2DModel.from_pretrained(tmp_path / "out" / folder, output_loading_info=True)
+        assert not info["missing_keys"]
+        assert not info["unexpected_keys"]
+        expected = full_weights(engine, average)
+        assert all(torch.equal(tensor.view(-1), expected[name]) for name, tensor in model.named_parameters())
+    file = next((tmp_path / "out/transformer").glob("*.safetensors"))
+    assert file.stat().st_mode & 0o777 == (tmp_path / "out/transformer/config.json").stat().st_mode & 0o777
+
+
+def test_a_large_export_is_written_file_by_file(tmp_path, engine_and_average, monkeypatch):
+    engine, ema = engine_and_average
+    save(tmp_path, engine, ema, checkpoint.Peers())
+    monkeypatch.setitem(checkpoint.export.__globals__, "_MOST", "20KB")
+    checkpoint.export(checkpoint.latest(tmp_path)[0], tmp_path / "out")
+    files = sorted((tmp_path / "out/transformer").glob("*.safetensors"))
+    assert len(files) > 1
+    index = json.loads((tmp_path / "out/transformer/diffusion_pytorch_model.safetensors.index.json").read_text())
+    assert set(index["weight_map"].values()) == {file.name for file in files}
+    assert {name for file in files for name in load_file(file)} == index["weight_map"].keys()
+    model = SanaTransformer2DModel.from_pretrained(tmp_path / "out/transformer")
+    expected = full_weights(engine)
+    assert all(torch.equal(tensor.view(-1), expected[name]) for name, tensor in model.named_parameters())

@@ -1,0 +1,113 @@
+"""A store, the run's encoders and its plan: what does not go together is a line before the first step."""
+
+import json
+
+from conftest import DIGITS
+from test_loader import DIM, TOKENS, make_store
+from test_plan_file import DIGITS_MODEL, plan_of, run_yaml, write
+
+from bigdit.config import load_run
+from bigdit.config.plan_file import LargestMicroBatch
+from bigdit.errors import EXIT_USER
+from bigdit.features.digest import config_digest
+from bigdit.features.fit import plan_misfits, run_misfits, smaller_than_planned
+from bigdit.features.schema import StoreSchema
+from bigdit.train.main import main
+
+TEXT = load_run(DIGITS).encoders.text.config
+
+
+def schema(codec=None, text=None, buckets=((8, 8), (8, 12), (12, 8))):
+    """Of the digits' store; `codec` and `text` in place of what encoded it."""
+    own = {"class_name": "T5EncoderModel", "config": config_digest(TEXT), "weights": "0", "dtype": "fp32"}
+    return StoreSchema(
+        codec=codec or {"name": "identity", "factor": 2, "color": "gray"},
+        text_encoder=(text or own) | {"stored": "bf16", "max_tokens": 32, "dim": 64},
+        buckets=list(buckets),
+        sources=[{"count": 4}],
+        part_size=4,
+    )
+
+
+def misfits(*overrides, **made):
+    return run_misfits(load_run(DIGITS, overrides), schema(**made))
+
+
+def test_the_encoders_that_a_run_names_are_those_of_its_store(tmp_path):
+    assert misfits() == []
+    assert misfits("encoders.image.factor=4", "encoders.image.color=rgb", "data.buckets=[[16, 16]]") == [
+        "it was encoded with factor 2, and encoders.image has factor 4",
+        "it was encoded with color gray, and encoders.image has color rgb",
+        "it was encoded in the buckets 8 × 8, 8 × 12, 12 × 8, and data.buckets is 16 × 16",
+    ]
+    (tmp_path / "config.json").write_text('{"latent_channels": 16}')
+    (tmp_path / "model_index.json").write_text('{"_class_name": "FluxPipeline"}')
+    vae = f"encoders.image={{name: vae, class_name: AutoencoderKL, path: {tmp_path}, latents: sampled, seed: 3}}"
+    assert misfits(vae) == ["it was encoded with name identity, and encoders.image has name vae"]
+    made = {"name": "vae", "class_name": "AutoencoderKL", "latents": "sampled", "dtype": "bf16", "seed": 0}
+    other, own = (config_digest({"latent_channels": channels}) for channels in (4, 16))
+    assert misfits(vae, codec=made | {"config": other}) == [
+        "it was encoded with dtype bf16, and encoders.image has dtype fp32",
+        "it was encoded with seed 0, and encoders.image has seed 3",
+        f"it was encoded with config {other}, and encoders.image has config {own}",
+    ]
+    assert misfits("encoders.text.config.d_ff=256", "encoders.text.stored=fp8", "encoders.text.dtype=bf16")[:2] == [
+        "it was encoded with dtype fp32, and encoders.text has dtype bf16",
+        "it was encoded with stored bf16, and encoders.text has stored fp8",
+    ]
+    (line,) = misfits("encoders.text.config.d_ff=256")
+    assert line.startswith(f"it was encoded with config {config_digest(TEXT)}, and encoders.text has config ")
+    (line,) = misfits(f"encoders.text={{pipeline: {tmp_path}}}")
+    assert line == "it was encoded with class_name T5EncoderModel, and encoders.text has class_name FluxPipeline"
+    assert misfits(f"encoders.text={{path: {tmp_path}/nowhere}}") == []  # where no encoders are, nothing more is known
+
+
+def limit(height, width, recommended):
+    return LargestMicroBatch(height=height, width=width, none=1, recommended=recommended, full=64)
+
+
+def test_samples_larger_than_a_plans_are_refused_and_smaller_ones_told_of():
+    plan = plan_of()  # 4x4x6 of 8 × 12 pixels, 32 tokens, a micro-batch of 8
+    assert plan_misfits(plan, [(4, 4, 4), (4, 4, 6), (4, 6, 4)], 32) == []
+    assert plan_misfits(plan, [(4, 4, 6), (4, 16, 16)], 64) == [
+        "its bucket 4x16x16 is 10.7 times the largest that the plan is for (batch.latents 4x4x6, for 8 × 12); ask "
+        "`bigdit plan` for the size of this bucket",
+        "its text has up to 64 tokens, and the plan is for 32 (batch.text)",
+    ]
+    assert plan_misfits(plan, [(4, 3, 4, 6)], 32)[0].startswith("its bucket 4x3x4x6 is 3.0 times the largest")
+    found = plan.model_copy(update={"micro_batch_sizes": (limit(16, 16, 8), limit(32, 32, 7))})
+    assert plan_misfits(found, [(4, 8, 8)], 32) == []  # the plan found this size to fit its micro-batch
+    assert len(plan_misfits(found, [(4, 16, 16)], 32)) == 1
+    assert smaller_than_planned(plan, [(4, 4, 4), (4, 4, 6)]) == []
+    assert smaller_than_planned(plan, [(4, 2, 2), (4, 2, 3)]) == [
+        "the largest bucket of data.features is 4x2x3, and the plan is for 4x4x6 (batch.latents): steps take less "
+        "memory and time than it says, and a larger micro-batch may fit"
+    ]
+
+
+def test_training_by_a_plan_refuses_a_store_of_larger_samples(tmp_path, capfd):
+    make_store(tmp_path / "store")
+    kwargs = DIGITS_MODEL["kwargs"] | {"caption_channels": DIM}
+    folder = write(plan_of(kwargs=kwargs), tmp_path / "plan")
+    config = run_yaml(
+        tmp_path,
+        data={"features": str(tmp_path / "store"), "buckets": [[8, 8]]},
+        encoders={"text": {"config": {"d_model": DIM}, "max_tokens": TOKENS}},
+    )
+    arguments = ["--config", str(config), "--plan", str(folder), "--set", f"output={tmp_path}/run"]
+    assert main(arguments) == EXIT_USER
+    said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert said == [
+        f"error: data.features: {tmp_path}/store does not fit: its bucket {name} is {times} times the largest that the "
+        "plan is for (batch.latents 4x4x6, for 8 × 12); ask `bigdit plan` for the size of this bucket"
+        for name, times in (("4x4x8", "1.3"), ("4x6x6", "1.5"))
+    ]
+    changed = json.loads((tmp_path / "store/schema.json").read_text()) | {"buckets": [[8, 8], [8, 16]]}
+    (tmp_path / "store/schema.json").write_text(json.dumps(changed))
+    assert main(arguments[:2] + arguments[4:] + ["--set", "train.micro_batch_size=4", *_model(kwargs)]) == EXIT_USER
+    assert "it was encoded in the buckets 8 × 8, 8 × 16, and data.buckets is 8 × 8" in capfd.readouterr().err
+
+
+def _model(kwargs):
+    document = json.dumps({"class_name": DIGITS_MODEL["class_name"], "kwargs": kwargs})
+    return ["--set", f"model={document}", "--set", "optimizer={lr: 0.001}"]
