@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -111,6 +112,15 @@ def test_what_an_interrupted_run_left_is_removed_and_said(tmp_path, engine_and_a
     assert f"note: removed {left}, which an interrupted run had left" in capfd.readouterr().err
 
 
+def test_a_checkpoint_in_the_place_of_another_is_refused(tmp_path, engine_and_average):
+    keep(tmp_path, engine_and_average, 2, 4, keeping=checkpoint.Keeping(2))
+    root = tmp_path / "checkpoints"
+    (root / "step-00000004").rename(tmp_path / "aside")
+    shutil.copytree(root / "step-00000002", root / "step-00000004")
+    with pytest.raises(UserError, match=r"step-00000004 holds step-00000002: it lies in the place of another; to go"):
+        checkpoint.latest(tmp_path)
+
+
 def test_a_checkpoint_of_before_is_called_one(tmp_path, engine_and_average):
     keep(tmp_path, engine_and_average, 2, keeping=checkpoint.Keeping(2))
     file = tmp_path / "checkpoints/step-00000002/state.json"
@@ -210,6 +220,10 @@ def test_a_full_disk_leaves_what_was_there(tmp_path, engine_and_average, monkeyp
     root = tmp_path / "checkpoints"
     assert str(refused.value).startswith(f"cannot write the checkpoint {root}/step-00000004: ")
     assert "No space left on device" in str(refused.value)
+    assert str(refused.value).endswith(
+        " are free there; make room for one checkpoint more than train.keep_checkpoints, or choose another output"
+    )
+    assert names(tmp_path) == ["latest", "step-00000002"]
     assert checkpoint.latest(tmp_path)[0].step == 2
     checkpoint.verify(checkpoint.latest(tmp_path)[0])
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
-from conftest import BIN, DIGITS, ROOT, SINGLE, TINY, run_command
+from conftest import DIGITS, SINGLE, TINY
 from rehearsing import SANA as MODEL
 from rehearsing import SHAPE
 from safetensors.torch import load_file
+from two_processes import answer_of_two
 from whole import full_weights
 
 from bigdit import checkpoint, engines, models
@@ -126,15 +125,8 @@ dist.destroy_process_group()
 
 @pytest.mark.slow
 def test_what_is_averaged_in_shards_is_the_average_of_the_whole(tmp_path):
-    script, answer = tmp_path / "sharded.py", tmp_path / "answer.json"
-    script.write_text(_SHARDED)
-    done = run_command(
-        *(BIN / "torchrun", "--standalone", "--nproc-per-node", 2, script, ROOT / "tests", answer),
-        PYTHONPATH=str(ROOT),
-        DS_ACCELERATOR="cpu",
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    for shares in json.loads(answer.read_text()).values():
+    answer = answer_of_two(_SHARDED, tmp_path)
+    for shares in answer.values():
         assert shares["here"] < 0.6 * shares["of_all"]  # half, and the padding
 
 

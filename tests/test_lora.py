@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
-
 import diffusers
 import pytest
 import torch
-from conftest import BIN, DIGITS, ROOT, run_command
+from conftest import DIGITS
 from rehearsing import SANA as MODEL
 from rehearsing import SHAPE
 from test_ema import exported, run_to
+from two_processes import answer_of_two
 from whole import full_weights
 
 from bigdit import engines, models
@@ -182,18 +181,11 @@ dist.destroy_process_group()
 
 @pytest.mark.slow
 def test_sharded_engines_train_the_same_adapters(tmp_path):
-    script, answer = tmp_path / "sharded.py", tmp_path / "answer.json"
-    script.write_text(_SHARDED)
-    done = run_command(
-        *(BIN / "torchrun", "--standalone", "--nproc-per-node", 2, script, ROOT / "tests", answer),
-        PYTHONPATH=str(ROOT),
-        DS_ACCELERATOR="cpu",
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    answer = answer_of_two(_SHARDED, tmp_path)
     strategy = Strategy(lora=LoraSpec(rank=4), optimizer=OptimizerSpec(lr=1e-2))
     family, model = built(strategy)
     engine = engines.create(strategy, model, family, device=CPU, world=World())
     losses = [train_step(engine, family, ObjectiveSpec(), [one_batch()], lr=1e-2).loss.item() for _ in range(4)]
-    for found in json.loads(answer.read_text()).values():
+    for found in answer.values():
         assert found["losses"] == pytest.approx(losses, rel=3e-3)  # as test_engines has it for bf16, and why
         assert found["names"] == list(full_weights(engine))

@@ -1,13 +1,12 @@
 """A step whose gradients are not finite changes nothing; it is said with its samples, and too many end the run."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
-from conftest import BIN, DIGITS, ROOT, SINGLE, TINY, run_command, with_set
+from conftest import DIGITS, SINGLE, TINY, with_set
 from rehearsing import SHAPE
 from test_single_engine import started
+from two_processes import answer_of_two
 from whole import whole_state
 
 from bigdit.engines import ema_of
@@ -137,15 +136,8 @@ dist.destroy_process_group()
 
 @pytest.mark.slow
 def test_no_process_steps_where_one_has_a_nan(tmp_path):
-    script, answer = tmp_path / "sharded.py", tmp_path / "answer.json"
-    script.write_text(_SHARDED)
-    done = run_command(
-        *(BIN / "torchrun", "--standalone", "--nproc-per-node", 2, script, ROOT / "tests", answer),
-        PYTHONPATH=str(ROOT),
-        DS_ACCELERATOR="cpu",
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    for found in json.loads(answer.read_text()):
+    answer = answer_of_two(_SHARDED, tmp_path)
+    for found in answer:
         for case, each in found.items():
             assert each == {"taken": [True, False, True], "changed": [], "same_names": True}, case
 

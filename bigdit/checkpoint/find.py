@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
-from bigdit.checkpoint.folder import CHECKPOINTS, LATEST, STATE, Checkpoint, open_checkpoint
+from bigdit.checkpoint.folder import CHECKPOINTS, LATEST, NAME, STATE, Checkpoint, open_checkpoint
 from bigdit.errors import UserError
-
-NAME = re.compile(r"step-[0-9]{8,}")
 
 
 def latest(output: Path) -> tuple[Checkpoint | None, list[str]]:

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ CHECKPOINTS = "checkpoints"
 LATEST = "latest"
 STATE = "state.json"
 ENGINE = "engine"
+NAME = re.compile(r"step-[0-9]{8,}")
 _CHECKSUM = "checksum"
 _KEYS = ("step", "lineage", "saved", "local", "model", "strategy", "run", "data", "parameters", "checksums")
 
@@ -77,7 +79,14 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         raise UserError(f"{file} is damaged ({str(error)[:200]})") from None
     if known != _digest(state):
         raise UserError(f"{file} is damaged: its checksum is not its own")
+    if NAME.fullmatch(folder.name) and folder.name != name_of(kept["step"]):
+        raise UserError(f"{folder} holds {name_of(kept['step'])}: it lies in the place of another")
     return Checkpoint(folder, kept)
+
+
+def name_of(step: int) -> str:
+    """The folder of a step's checkpoint."""
+    return f"step-{step:08d}"
 
 
 def write_state(folder: Path, state: dict[str, Any]) -> None:

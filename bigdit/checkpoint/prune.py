@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from bigdit.checkpoint.folder import name_of
 from bigdit.files import TEMPORARY, fsync_folder
 
 
@@ -29,8 +30,3 @@ def prune(root: Path, lineage: Sequence[int], kept: Sequence[int]) -> None:
             folder.rename(doomed)
             fsync_folder(root)
         shutil.rmtree(doomed, ignore_errors=True)
-
-
-def name_of(step: int) -> str:
-    """The folder of a step's checkpoint."""
-    return f"step-{step:08d}"

@@ -25,22 +25,25 @@ from bigdit.checkpoint.folder import (
     STATE,
     Checkpoint,
     checksum,
+    name_of,
     open_checkpoint,
     write_state,
 )
 from bigdit.checkpoint.peers import Peers
 from bigdit.checkpoint.plan import SavePlanner
-from bigdit.checkpoint.prune import kept_steps, name_of, prune
+from bigdit.checkpoint.prune import kept_steps, prune
 from bigdit.checkpoint.shard_file import ShardFileWriter
 from bigdit.engines import Ema, Engine
 from bigdit.engines.state import LOCAL, Place, places
 from bigdit.errors import UserError, versions
 from bigdit.files import TEMPORARY, commit_folder, write_text
+from bigdit.units import gib
 
 T = TypeVar("T")
 
 _LEAVE_AFTER_S = 60.0
 """How long a run that failed waits for the checkpoint that it was writing."""
+_ROOM = "make room for one checkpoint more than train.keep_checkpoints, or choose another output"
 
 
 @dataclass(frozen=True)
@@ -171,8 +174,14 @@ class Saver:
         try:
             result = action()
         except (OSError, SafetensorError, UserError, CheckpointException) as error:
-            problem = f"cannot write the checkpoint {final}: {_reason(error)}"
-        self._peers.agree(problem)
+            free = gib(shutil.disk_usage(self.root).free) if self.root.is_dir() else "nothing"
+            problem = f"cannot write the checkpoint {final}: {_reason(error)}; {free} are free there; {_ROOM}"
+        try:
+            self._peers.agree(problem)
+        except UserError:
+            if self._peers.world.is_main:  # on a full disk what is half written takes room from all else
+                shutil.rmtree(final.with_name(f"{TEMPORARY}{final.name}"), ignore_errors=True)
+            raise
         return result  # type: ignore[return-value]  # None only where the action gives it
 
 

@@ -1,6 +1,6 @@
 """Diffusion transformers from diffusers: built from a ModelSpec, driven through one family adapter each."""
 
-from bigdit.models.adapters import load_adapters, save_adapters
+from bigdit.models.adapters import save_adapters
 from bigdit.models.build import build, load, skeleton
 from bigdit.models.conditions import Conditions, Extra
 from bigdit.models.equip import equip
@@ -15,7 +15,6 @@ __all__ = [
     "families",
     "family",
     "load",
-    "load_adapters",
     "save_adapters",
     "skeleton",
 ]
