@@ -27,6 +27,7 @@ SIZE = RehearsedSize(
     versions={},
     notices=(),
     seconds=1.5,
+    checkpoint_bytes=14,
 )
 RUN = CardRun(
     device="a card",

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from bigdit import log
 from bigdit.config import RunConfig
+from bigdit.errors import EXIT_USER
 from bigdit.train.orphan import LAUNCHER
 from bigdit.train.signals import heeded
 
@@ -93,8 +94,9 @@ class Ranks:
         return status if status > 0 else 128 - status  # a signal, as a shell reports it
 
     def _failed(self) -> int | None:
-        """The first rank that has failed."""
-        return next((rank for rank, process in enumerate(self._processes) if process.returncode), None)
+        """The first rank that has failed by itself: those that end since another has failed do so with EXIT_USER."""
+        failed = [rank for rank, process in enumerate(self._processes) if process.returncode]
+        return min(failed, key=lambda rank: self._processes[rank].returncode == EXIT_USER, default=None)
 
     def _say(self, failed: int, killed: list[int]) -> None:
         """A process that ends with a status has said why; one that was killed could not."""
