@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from bigdit.dist import World
+from bigdit.checkpoint import Peers
 from bigdit.train.metrics import Metrics, read_metrics
 
 
@@ -14,7 +14,7 @@ def rows(path, *steps):
 
 
 def going_on(output, start):
-    with Metrics(output, World(), torch.device("cpu"), start=start, stop=9, images=1, name_samples=str):
+    with Metrics(output, Peers(), torch.device("cpu"), start=start, stop=9, images=1, name_samples=str):
         pass
     return [row["step"] for row in read_metrics(output / "metrics.jsonl")]
 

@@ -82,6 +82,11 @@ def test_a_plan_for_people_for_machines_and_for_python(tmp_path):
     assert (status, printed["fits"], printed["verdict"]) == (0, True, "FITS")
     assert printed["question"]["images"] == 10_000
     assert "packed_timeline" not in printed
+    chosen = printed["chosen"]["strategy"]
+    sizes = [(each["micro_batch_size"], each["grad_accum_steps"]) for each in (chosen, *printed["smaller"])]
+    assert len(sizes) > 1
+    assert {size * accumulated for size, accumulated in sizes} == {64}
+    assert all(each["checkpointed_blocks"] >= chosen["checkpointed_blocks"] for each in printed["smaller"])
 
     code = (
         "import bigdit, json\n"
