@@ -16,29 +16,32 @@ def start() -> None:
     """Put the card in, and begin to observe where the parent wants to know: called once, before the script."""
     import sys
 
-    from . import deepspeed_engine, ending, imports, options
+    from . import imports, options
 
     sys.meta_path.insert(0, imports.Finder())
     imports.before("torch", _before_torch)
     imports.after("torch", _after_torch)
     if options.OUT:
-        ending.install()
+        from . import account, counts_of_work, deepspeed_engine, ending, history, notices, ooms, phases, steps
+
+        observers = (history, notices, ooms, phases, steps, counts_of_work)
+        ending.install(account.write, [observer.forget for observer in observers])
         deepspeed_engine.install()
 
 
 def _before_torch(spec: ModuleSpec) -> None:
     """The stub libraries, before torch asks for CUDA's."""
-    from . import libraries, refusal
+    from . import ending, libraries
 
     if spec.submodule_search_locations:
         try:
             libraries.before_torch(next(iter(spec.submodule_search_locations)))
         except libraries.NoCard as why:
-            refusal.refuse(str(why))
+            ending.refuse(str(why))
 
 
 def _after_torch(torch: Any) -> None:
-    from . import history, libraries, loss_scaler, options, phases, steps
+    from . import history, libraries, loss_scaler, ooms, options, phases, steps
 
     libraries.install(torch)
     for name in ("host", "values"):
@@ -46,7 +49,7 @@ def _after_torch(torch: Any) -> None:
         if hasattr(part, "install"):
             part.install(torch)
     if options.OUT:
-        for observer in (_part("saves"), history, phases, steps, loss_scaler):
+        for observer in (_part("saves"), history, ooms, phases, steps, loss_scaler):
             if hasattr(observer, "install"):
                 observer.install(torch)
 

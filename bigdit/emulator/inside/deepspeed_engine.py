@@ -46,7 +46,6 @@ def _within_backward(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def backward(self: Any, *args: Any, **kwargs: Any) -> Any:
         steps.before_backward()
-        steps.backwards += 1
         phases.enter(phases.BACKWARD)
         try:
             return original(self, *args, **kwargs)

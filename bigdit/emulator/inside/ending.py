@@ -10,10 +10,11 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
-from . import account, files
+from . import files
 
 began = time.time()
 _written = False
@@ -22,10 +23,17 @@ _owner = os.getpid()
 _ending = threading.Lock()
 _writing = threading.RLock()
 _exit = os._exit
+_account: Callable[[str, float], None] | None = None
+_forget: Sequence[Callable[[], None]] = ()
 
 
-def install() -> None:
-    """To be called as the first thing, so that it is the last thing at exit."""
+def install(account: Callable[[str, float], None], forget: Sequence[Callable[[], None]]) -> None:
+    """To be called as the first thing, so that it is the last thing at exit.
+
+    `account` writes how the process ended, after so many seconds; `forget` is called in a forked process.
+    """
+    global _account, _forget
+    _account, _forget = account, forget
     atexit.register(lambda: write("exit"))
     os.register_at_fork(after_in_child=_in_child)
     os._exit = leave  # type: ignore[assignment]
@@ -44,6 +52,15 @@ def note_crowd(cards: int) -> None:
     processes = max((int(count) for count in counts if count.isdigit()), default=1)
     if processes > cards:
         files.write_json(f"crowd-{os.getpid()}.json", {"processes": processes})
+
+
+def refuse(reason: str) -> None:
+    """End a process that cannot be emulated, with exit status 1; `bigdit emulate` shows `reason`, a line, as the
+    user's error."""
+    files.write_json(f"refused-{os.getpid()}.json", {"reason": reason})
+    sys.stderr.write(f"bigdit emulate: {reason}\n")
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def end_after_steps() -> None:
@@ -68,7 +85,8 @@ def write(how: str) -> None:
         if _written or os.getpid() != _owner:
             return
         _written = True
-        account.write(how, time.time() - began)
+        if _account is not None:
+            _account(how, time.time() - began)
 
 
 def _watch_for_termination() -> None:
@@ -109,13 +127,11 @@ def _on_signal(number: int, _: FrameType | None) -> None:
 def _in_child() -> None:
     """A forked process has its own account, and nothing of its parent's in it."""
     global _written, _owner, began, _watching, _ending, _writing
-    from . import counts_of_work, history, notices, ooms, phases, steps
-
     _written, _owner, began = False, os.getpid(), time.time()
     _ending, _writing = threading.Lock(), threading.RLock()
     if _watching:
         _watching = False
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    for module in (history, notices, ooms, phases, steps, counts_of_work):
-        module.forget()
+    for forget in _forget:
+        forget()

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from . import ending, files, notices, ooms, options, replay
+from . import ending, files, notices, options, replay
 
 _FOLD = 300_000
 """Events kept at most, about: what is older is summed up, or a long run would fill the host."""
@@ -18,6 +18,8 @@ _FOLD = 300_000
 cards: dict[int, replay.Replay] = {}
 reset_peaks: dict[int, replay.Peak] = {}
 """Peaks that the script reset, by card."""
+when_begun: list[Callable[[], None]] = []
+"""What else is to be put in where CUDA is initialised, with torch's own allocator."""
 
 _began = False
 _recording = False
@@ -53,7 +55,8 @@ def _begin() -> None:
     if _torch.cuda.get_allocator_backend() != "native":
         notices.add("the script chose another allocator than torch's own, which keeps no history: no phases, no lines")
         return
-    _torch._C._cuda_attach_out_of_memory_observer(ooms.observe)
+    for begin in when_begun:
+        begin()
     if not _theirs:
         _recording = True
         _record(clear=False)

@@ -6,18 +6,20 @@ import sys
 import threading
 from typing import Any
 
-from . import frames
+from . import frames, history, phases, steps
 
 _MOST = 20
 found: list[dict[str, Any]] = []
 count = 0
 
 
+def install(torch: Any) -> None:
+    history.when_begun.append(lambda: torch._C._cuda_attach_out_of_memory_observer(observe))
+
+
 def observe(card: int, asked: int, total: int, free: int) -> None:
     """Called by the allocator when it gives up, before it raises."""
     global count
-    from . import phases, steps
-
     count += 1
     steps.stepped_after_oom = False
     if len(found) >= _MOST:

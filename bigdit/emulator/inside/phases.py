@@ -11,9 +11,12 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-from . import ending, frames, history, steps
+from . import ending, frames, history
 
 START, FORWARD, BACKWARD, STEP = "start", "forward", "backward", "step"
+
+before_backward: list[Callable[[], None]] = []
+"""Called where a backward pass begins."""
 
 _base = START
 _stack: list[str] = []
@@ -73,8 +76,8 @@ def _within_backward(run: Callable[..., Any]) -> Callable[..., Any]:
     def within(*args: Any, **kwargs: Any) -> Any:
         global _base
         if BACKWARD not in _stack:  # the thread of a recomputation finds it there
-            steps.before_backward()
-            steps.backwards += 1
+            for each in before_backward:
+                each()
         elif _stack[-1] == BACKWARD:
             return run(*args, **kwargs)
         enter(BACKWARD)

@@ -29,6 +29,7 @@ def install(torch: Any) -> None:
     _torch = torch
     register_optimizer_step_pre_hook(_before)
     register_optimizer_step_post_hook(_after)
+    phases.before_backward.append(before_backward)
 
 
 def begin(driver: Any) -> None:
@@ -51,9 +52,11 @@ def complete(driver: Any, *, was_skipped: bool = False) -> None:
 
 
 def before_backward() -> None:
-    """The step that would follow is one too many where all were taken."""
+    """Count it; the step that would follow is one too many where all were taken."""
+    global backwards
     if options.STEPS and done >= options.STEPS:
         ending.end_after_steps()
+    backwards += 1
 
 
 class Engine:
