@@ -167,10 +167,10 @@ def encoded(start, tokens=4):
 
 def test_the_writer_commits_in_the_background_and_the_same_bytes(tmp_path):
     told, whole = [], [encoded(i) for i in range(5)]
-    with PartWriter("x") as writer:
+    with PartWriter() as writer:
         for i, each in enumerate(whole):
             path = part_path(tmp_path / "background", i, i + 1)
-            writer.write(path, each, committed=lambda i=i: told.append((i, threading.current_thread().name)))
+            writer.write(path, each, "x", committed=lambda i=i: told.append((i, threading.current_thread().name)))
     assert told == [(i, "writer_0") for i in range(5)]
     for i, each in enumerate(whole):
         path = part_path(tmp_path / "plain", i, i + 1)
@@ -181,12 +181,12 @@ def test_the_writer_commits_in_the_background_and_the_same_bytes(tmp_path):
 
 def test_an_encoder_waits_for_no_more_than_the_parts_that_may_wait(tmp_path):
     go = threading.Event()
-    with PartWriter("x") as writer:
+    with PartWriter() as writer:
         began = time.perf_counter()
         for i in range(WAITING_PARTS):
-            writer.write(part_path(tmp_path, i, i + 1), encoded(i), committed=go.wait)
+            writer.write(part_path(tmp_path, i, i + 1), encoded(i), "x", committed=go.wait)
         assert time.perf_counter() - began < 5
-        more = threading.Thread(target=writer.write, args=(part_path(tmp_path, 9, 10), encoded(9)))
+        more = threading.Thread(target=writer.write, args=(part_path(tmp_path, 9, 10), encoded(9), "x"))
         more.start()
         more.join(0.5)
         assert more.is_alive()  # the queue is bounded
@@ -197,9 +197,9 @@ def test_an_encoder_waits_for_no_more_than_the_parts_that_may_wait(tmp_path):
 
 
 def write_all(paths, tokens=4, pause=0.0):
-    with PartWriter("x") as writer:
+    with PartWriter() as writer:
         for number, path in enumerate(paths):
-            writer.write(path, encoded(number, tokens))
+            writer.write(path, encoded(number, tokens), "x")
             time.sleep(pause)
 
 

@@ -18,8 +18,8 @@ from bigdit.config.run import EncodersConfig
 from bigdit.errors import UserError
 from bigdit.features.in_hand import own_folder
 from bigdit.features.load import Encoders, load_encoders
-from bigdit.features.part import part_path, store_identity
-from bigdit.features.schema import StoreSchema, check_same
+from bigdit.features.part import part_path
+from bigdit.features.schema import StoreSchema, check_same, part_identity
 from bigdit.features.sources import Item
 from bigdit.features.speed import Stopwatch, UnitSpeed, append
 from bigdit.features.unit import encode_unit
@@ -89,7 +89,7 @@ def work(pipe: Connection, number: int, encoders: EncodersConfig, schema: StoreS
 def _work_through(pipe: Connection, root: Path, folder: Path, schema: StoreSchema, encoders: Encoders) -> None:
     """Encode units while those before them are written."""
     committed: deque[UnitSpeed] = deque()  # by the writer's thread; this one alone talks through the pipe
-    with PartWriter(store_identity(schema), eight_bits=schema.text_encoder.get("stored") == "fp8") as writer:
+    with PartWriter(eight_bits=schema.text_encoder.get("stored") == "fp8") as writer:
         clock = _WriterClock()
         watch = Stopwatch()
         while (unit := _next_unit(pipe, committed)) is not None:
@@ -102,7 +102,7 @@ def _work_through(pipe: Connection, root: Path, folder: Path, schema: StoreSchem
             watch = Stopwatch()  # waiting for the writer is a part of the next unit's time
             note = functools.partial(_note, root, folder.name, speed, clock, time.perf_counter(), committed)
             with watch.at("waiting"):
-                writer.write(path, encoded, folder, note)
+                writer.write(path, encoded, part_identity(schema, unit.start), folder, note)
     _tell(pipe, committed)
 
 
