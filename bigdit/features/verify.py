@@ -17,6 +17,7 @@ from bigdit.features.part import Shape, part_name, part_path
 from bigdit.features.ranges import missing
 from bigdit.features.reader import Part
 from bigdit.features.schema import EXTRACT, Range, StoreSchema, part_identity, read_schema, store_identity
+from bigdit.lifeline import end_with_parent
 from bigdit.spec import Strict
 from bigdit.units import gib
 
@@ -68,7 +69,7 @@ def verify(root: Path, workers: int = 1) -> VerifyReport:
     context.set_forkserver_preload(["bigdit.features.preload"])
     counts = _index(root, store_identity(schema))
     with (
-        ProcessPoolExecutor(max(min(workers, len(there)), 1), mp_context=context) as pool,
+        ProcessPoolExecutor(max(min(workers, len(there)), 1), context, end_with_parent) as pool,
         log.progress("verify", total=len(there), unit="parts") as advance,
     ):
         for first in range(0, len(there), _AT_ONCE * workers):

@@ -24,6 +24,7 @@ from bigdit.features.sources import Item
 from bigdit.features.speed import Stopwatch, UnitSpeed, append
 from bigdit.features.unit import encode_unit
 from bigdit.features.writer import PartWriter
+from bigdit.lifeline import end_with_parent
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ class Failed:
 def work(pipe: Connection, number: int, encoders: EncodersConfig, schema: StoreSchema, root: Path) -> None:
     """Encode the units that `pipe` gives. One thread, and one that writes: the workers are the parallelism."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends its workers
+    end_with_parent()
     torch.set_num_threads(1)
     try:
         loaded = load_encoders(encoders, number)
