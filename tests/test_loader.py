@@ -252,9 +252,18 @@ def test_small_buckets_are_told_of(tmp_path):
     make_store(tmp_path / "store", 40)
     _, notices = plan_order(FeatureStore.open(tmp_path / "store"), 16, 0, None, 0, tmp_path)
     assert notices == [
-        "bucket 4x4x8 has 14 samples, fewer than a global batch of 16: they are carried over from epoch to epoch "
-        "until a batch is full"
+        "bucket 4x4x8 has 14 samples, fewer than a global batch of 16 (train.global_batch_size): each of its batches "
+        "takes 1.1 epochs of them, and has samples more than once"
     ]
+    order, notices = plan_order(FeatureStore.open(tmp_path / "store"), 64, 0, None, 0, tmp_path)
+    assert notices == [
+        "data.features has 40 samples, fewer than a global batch of 64 (train.global_batch_size): each step takes more "
+        "than an epoch, and has samples more than once; lower train.global_batch_size, or add pictures"
+    ]
+    first = order.batch(0)
+    seen = Counter(zip(first.parts.tolist(), first.rows.tolist(), strict=True))
+    assert max(seen.values()) > 1
+    assert len(seen) == FeatureStore.open(tmp_path / "store").index.counts[:, first.bucket].sum()
     make_store(tmp_path / "store", 40, buckets=((12, 12), (8, 16), (64, 64)))
     _, notices = plan_order(FeatureStore.open(tmp_path / "store"), 8, 0, None, 0, tmp_path)
     assert notices == ["1 of 3 data.buckets have no samples: all are of 2 sizes, 4x4x8, 4x6x6"]
