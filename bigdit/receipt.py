@@ -8,12 +8,33 @@ import re
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from bigdit import log
 from bigdit.errors import UserError, versions
 from bigdit.files import write_json
-from bigdit.spec import BatchShape, ModelSpec, ObjectiveSpec, Strategy, Strict
+from bigdit.spec import BatchShape, ModelSpec, ObjectiveSpec, StepSize, Strategy, Strict
+
+
+class OutOfMemory(Strict):
+    """A step (from 0) that ran out of a card's memory in a phase of `rank`, and what the run went on with.
+
+    Bytes: what was asked for (None where it is not known), what the card had left of its total, and what torch had
+    allocated and reserved of it. `saved`: whether all steps before it were saved first.
+    """
+
+    step: NonNegativeInt
+    rank: NonNegativeInt
+    device: str
+    phase: str
+    asked_bytes: NonNegativeInt | None
+    free_bytes: NonNegativeInt
+    total_bytes: PositiveInt
+    allocated_bytes: NonNegativeInt
+    reserved_bytes: NonNegativeInt
+    saved: bool
+    before: StepSize
+    after: StepSize
 
 
 class Receipt(Strict):
@@ -21,9 +42,10 @@ class Receipt(Strict):
 
     `batch` is the largest bucket's shape, of `buckets` of them. `device` is the card as its driver names it, or
     `cpu`; of an `emulated` one bytes are what torch's own allocator says, and times say nothing. `gpus_per_node` are
-    the processes of one machine. `seconds_per_step` is a median, start and first steps left out; `seconds` are of the
-    whole run. Peaks are of one process, in bytes, by what `measured_with` names; reserved ones are known on a GPU
-    alone, predicted ones to the benchmark alone.
+    the processes of one machine. `steps` are of the run's last start, `skipped_steps` those of them that were not
+    taken, `out_of_memory` those of all its starts. `seconds_per_step` is a median, start and first steps left out;
+    `seconds` are of the whole start. Peaks are of one process, in bytes, by what `measured_with` names; reserved ones
+    are known on a GPU alone, predicted ones to the benchmark alone.
     """
 
     kind: Literal["train", "bench"]
@@ -38,6 +60,8 @@ class Receipt(Strict):
     compute_capability: tuple[int, int] | None
     gpus_per_node: PositiveInt
     steps: PositiveInt
+    skipped_steps: NonNegativeInt = 0
+    out_of_memory: tuple[OutOfMemory, ...] = ()
     seconds: NonNegativeFloat
     seconds_per_step: PositiveFloat | None
     images_per_second: PositiveFloat

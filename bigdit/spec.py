@@ -103,6 +103,15 @@ class LoraSpec(Strict):
     base: Literal["bf16", "int8", "nf4"] = "bf16"
 
 
+class StepSize(Strict):
+    """What one process's memory is traded for time with, at the same global batch; see Strategy."""
+
+    micro_batch_size: PositiveInt
+    grad_accum_steps: PositiveInt
+    checkpointed_blocks: int | Literal["all"]
+    checkpointing: Literal["full", "selective"] = "full"
+
+
 class Strategy(Strict):
     """How the step is run: the one contract that plans emit, engines consume and rehearsals run.
 
@@ -154,6 +163,11 @@ class Strategy(Strict):
         return self.micro_batch_size * self.grad_accum_steps * self.world_size
 
     @property
+    def step_size(self) -> StepSize:
+        """The part of it that an out-of-memory may change."""
+        return StepSize(**{key: getattr(self, key) for key in StepSize.model_fields})
+
+    @property
     def dp_shard(self) -> int:
         """The processes that FSDP2 shards one copy of the model over."""
         return self.world_size // self.dp_replicate
@@ -162,6 +176,23 @@ class Strategy(Strict):
         """The same strategy at another micro-batch size, in DeepSpeed's document too."""
         ds_config = self.ds_config and self.ds_config | {"train_micro_batch_size_per_gpu": micro_batch_size}
         return self.model_copy(update={"micro_batch_size": micro_batch_size, "ds_config": ds_config})
+
+    def settled(
+        self, *, micro_batch_size: int, grad_accum_steps: int, checkpointed_blocks: int | Literal["all"]
+    ) -> Strategy:
+        """The same strategy at these sizes, in DeepSpeed's document too."""
+        ds_config = self.ds_config and self.ds_config | {
+            "train_micro_batch_size_per_gpu": micro_batch_size,
+            "gradient_accumulation_steps": grad_accum_steps,
+        }
+        return self.model_copy(
+            update={
+                "micro_batch_size": micro_batch_size,
+                "grad_accum_steps": grad_accum_steps,
+                "checkpointed_blocks": checkpointed_blocks,
+                "ds_config": ds_config,
+            }
+        )
 
     @property
     def zero_stage(self) -> int | None:

@@ -15,7 +15,7 @@ from bigdit.search.interval import Interval
 from bigdit.search.plan import Band, BucketLimit, Choice, Curve, Plan, Rejected, Run, Step, Verdict
 from bigdit.search.question import Cluster, Pins, Question
 from bigdit.search.speed import StepTime
-from bigdit.spec import EmaSpec, OptimizerSpec, Strategy
+from bigdit.spec import EmaSpec, OptimizerSpec, StepSize, Strategy
 from bigdit.units import GIB, KIB, MIB
 
 IMAGES = 30_000_000
@@ -95,6 +95,7 @@ def made_plan() -> Plan:
             curve("12 of 20 blocks", chosen, 1.0),
             curve("all 20 blocks", chosen, 0.3),
         ),
+        smaller=(StepSize(micro_batch_size=4, grad_accum_steps=64, checkpointed_blocks=12),),
         fixes=(),
         dataset=DatasetNeed(
             images=IMAGES,

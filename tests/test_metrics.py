@@ -6,7 +6,7 @@ import pytest
 import torch
 from disks import mounted
 
-from bigdit.dist import World
+from bigdit.checkpoint import Peers
 from bigdit.errors import UserError
 from bigdit.train.metrics import Metrics, read_metrics
 from bigdit.train.step import StepResult
@@ -17,7 +17,7 @@ def rows(path, *steps):
 
 
 def going_on(output, start):
-    with Metrics(output, World(), torch.device("cpu"), start=start, stop=9, images=1, name_samples=str):
+    with Metrics(output, Peers(), torch.device("cpu"), start=start, stop=9, images=1, name_samples=str):
         pass
     return [row["step"] for row in read_metrics(output / "metrics.jsonl")]
 
@@ -44,7 +44,7 @@ def test_a_disk_without_room_for_more_rows_is_one_line(tmp_path):
     options = {"start": 0, "stop": 999, "images": 1, "name_samples": str}
     with mounted(tmp_path / "small", "size=16k") as disk:
         file = disk / "metrics.jsonl"
-        with Metrics(disk, World(), torch.device("cpu"), **options) as metrics, pytest.raises(UserError) as error:
+        with Metrics(disk, Peers(), torch.device("cpu"), **options) as metrics, pytest.raises(UserError) as error:
             fill(metrics)
         assert str(error.value) == (
             f"cannot write {file}: No space left on device; once it can be written, the same command goes on from the "
@@ -58,6 +58,7 @@ def test_a_disk_without_room_for_more_rows_is_one_line(tmp_path):
 @pytest.mark.parametrize(
     "damage",
     ["", "[[", "null\n", '{"step": "1"}\n', "[" * 100_000 + "\n", '{"step": 1' + "0" * 5000 + "}\n", "\udcff\x00\n"],
+    ids=["nothing", "half", "null", "text", "deep", "long", "bytes"],
 )
 def test_rows_that_are_lost_are_said(tmp_path, capfd, damage):
     path = tmp_path / "metrics.jsonl"

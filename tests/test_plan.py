@@ -1,11 +1,14 @@
 """The command `bigdit plan`, and `bigdit.plan` for Python: exit status, what is printed, and how both agree."""
 
+import itertools
 import json
 import subprocess
 import sys
 
 import pytest
 from conftest import ROOT, bigdit
+
+from bigdit.spec import StepSize
 
 TINY = ("--model", "dit-s-8")
 # What is not the same in two answers to one question.
@@ -66,6 +69,19 @@ def test_the_first_plan(golden):
 def test_the_readme_shows_the_plan():
     plan = (ROOT / "tests/golden/plan-sana-1600m-a40.txt").read_text()
     assert plan.strip() in (ROOT / "README.md").read_text()
+
+
+def test_the_first_plan_says_what_to_go_on_with_where_memory_runs_out():
+    """The same samples a step, and more recomputed or fewer at once; asked again, it is answered from the cache."""
+    _, printed, _ = plan_json("--model", "sana-1600m", "--gpu", "a40")
+    chosen = StepSize(**{key: printed["chosen"]["strategy"][key] for key in StepSize.model_fields})
+    sizes = [chosen, *map(StepSize.model_validate, printed["smaller"])]
+    assert len(sizes) > 1
+    assert {size.micro_batch_size * size.grad_accum_steps for size in sizes} == {chosen.micro_batch_size}
+    for before, after in itertools.pairwise(sizes):
+        assert (
+            after.micro_batch_size < before.micro_batch_size or after.checkpointed_blocks > before.checkpointed_blocks
+        )
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from bigdit.search.evidence import UNPROVED
 from bigdit.search.interval import Interval
 from bigdit.search.plan import Band
 from bigdit.search.question import Cluster, Pins, Question
-from bigdit.search.space import Proposal, proposals, settled
+from bigdit.search.space import Proposal, proposals
 from bigdit.search.verdict import expected, safe_bytes, verdict
 from bigdit.spec import Strategy
 from bigdit.units import GIB, MIB
@@ -115,7 +115,7 @@ def test_what_cannot_hold_weights_and_gradients_is_not_rehearsed() -> None:
 
 def test_a_settled_strategy_says_the_same_in_deepspeed_s_document() -> None:
     found, _ = proposals(question(cluster=Cluster(gpus=8)))
-    strategy = settled(found[0].strategy, micro_batch_size=6, grad_accum_steps=3, checkpointed_blocks=4)
+    strategy = found[0].strategy.settled(micro_batch_size=6, grad_accum_steps=3, checkpointed_blocks=4)
     assert Strategy.model_validate(strategy.model_dump()) == strategy
     assert strategy.ds_config["train_micro_batch_size_per_gpu"] == 6
     assert strategy.ds_config["gradient_accumulation_steps"] == 3

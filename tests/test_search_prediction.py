@@ -22,7 +22,7 @@ from bigdit.search.explore import explore
 from bigdit.search.moments import counterparts
 from bigdit.search.question import Pins, Question
 from bigdit.search.sibling import block_count, sibling
-from bigdit.search.space import Proposal, proposals, settled
+from bigdit.search.space import Proposal, proposals
 from bigdit.search.speed import step_time
 from bigdit.search.verdict import verdict
 from bigdit.search.work import work_of
@@ -83,7 +83,7 @@ def test_moments_of_siblings_continue_to_the_whole_model(option: Option, pool: P
     """None, the first three and all blocks recomputed, at micro-batches inside and outside the rehearsed ones."""
     places = [(size, blocks) for size in (2, 3, 9) for blocks in (0, 3, BLOCKS)]
     strategies = [
-        settled(option.proposal.strategy, micro_batch_size=size, grad_accum_steps=1, checkpointed_blocks=blocks)
+        option.proposal.strategy.settled(micro_batch_size=size, grad_accum_steps=1, checkpointed_blocks=blocks)
         for size, blocks in places
     ]
     answers = pool.rehearse([SAMPLE.request(strategy) for strategy in strategies])
@@ -116,8 +116,7 @@ def brute_force(pool: Pool, asked: Question, sizes: Iterable[int]) -> dict[tuple
     """Images a second of all that fits, by micro-batch, blocks and how they are recomputed."""
     (proposed, *_), _ = proposals(asked)
     strategies = [
-        settled(
-            proposed.strategy.model_copy(update={"checkpointing": kind}),
+        proposed.strategy.model_copy(update={"checkpointing": kind}).settled(
             micro_batch_size=size,
             grad_accum_steps=1,
             checkpointed_blocks=blocks,

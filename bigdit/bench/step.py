@@ -17,7 +17,7 @@ from bigdit.rehearse import RehearsalRequest, rehearse
 from bigdit.rehearse.data import batch, feed
 from bigdit.rehearse.request import A100_MULTIPROCESSORS, Kernels
 from bigdit.spec import BatchShape, ModelSpec, ObjectiveSpec, Strategy
-from bigdit.train import loop
+from bigdit.train import store
 from bigdit.train.measure import MemoryMeter
 from bigdit.train.process import process_group
 from bigdit.train.step import train_step
@@ -101,4 +101,4 @@ def bench_step(
 
 def largest_batch_shape(features: Path) -> BatchShape:
     """Shapes of the largest bucket in a feature store, with text of its max_tokens."""
-    return loop.largest_batch_shape(FeatureStore.open(features))
+    return store.largest_batch_shape(FeatureStore.open(features))

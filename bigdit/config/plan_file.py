@@ -13,7 +13,7 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveIn
 from bigdit.documents import parse_yaml
 from bigdit.errors import UserError
 from bigdit.files import write_text
-from bigdit.spec import BatchShape, ModelSpec, Strategy, Strict
+from bigdit.spec import BatchShape, ModelSpec, StepSize, Strategy, Strict
 
 FORMAT = 1
 FILE = "plan.yaml"
@@ -79,7 +79,10 @@ class RecordedLedger(Strict):
 
 
 class PlanFile(Strict):
-    """A plan that can be run. `expandable_segments`: whether it fits only with that setting of torch's allocator."""
+    """A plan that can be run. `expandable_segments`: whether it fits only with that setting of torch's allocator.
+
+    `smaller`: what training goes on with where a step runs out of memory after all, one after the other.
+    """
 
     format: Literal[1] = 1
     model: ModelSpec
@@ -89,6 +92,7 @@ class PlanFile(Strict):
     expandable_segments: bool
     expected: Expected
     micro_batch_sizes: tuple[LargestMicroBatch, ...]
+    smaller: tuple[StepSize, ...] = ()
     ledger: RecordedLedger
     versions: dict[str, str]
     catalogue: str

@@ -36,7 +36,9 @@ class Fsdp2Engine:
         self.device = device
         _shard(model, [*_shared_modules(family, model), *family.blocks(model), model], strategy, device)
         self.model = model
-        self.masters = [p for p in model.parameters() if p.requires_grad]
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self._names = [name for name, _ in named]  # in a forward pass the model has whole parameters in their place
+        self.masters = [p for _, p in named]
         self.optimizer = optim.build(
             strategy.optimizer, self.masters, stochastic_rounding=strategy.precision == "bf16_sr"
         )
@@ -98,8 +100,8 @@ class Fsdp2Engine:
         return ()
 
     def shards(self) -> list[Shard]:
-        trained = [(name, param) for name, param in self.model.named_parameters() if param.requires_grad]
-        return [_rows(name, param, i) for i, (name, param) in enumerate(trained) if param.to_local().numel()]
+        named = enumerate(zip(self._names, self.masters, strict=True))
+        return [_rows(name, master, i) for i, (name, master) in named if master.to_local().numel()]
 
 
 def _rows(name: str, param: DTensor, master: int) -> Shard:

@@ -34,6 +34,7 @@ from bigdit.search.limits import bucket_limits, curves
 from bigdit.search.plan import Plan, Rejected, Run, Step
 from bigdit.search.question import Question
 from bigdit.search.schedule import run
+from bigdit.search.smaller import smaller
 from bigdit.search.space import Proposal, proposals
 from bigdit.search.speed import StepTime
 from bigdit.search.waterfall import waterfall
@@ -116,6 +117,7 @@ def _plan(pool: Pool, question: Question, evidence: Evidence) -> Plan:
         rejected=tuple(found.rejected),
         buckets=bucket_limits(pool, sample, question, chosen.candidate, room),
         curves=curves(question, chosen.candidate, labels),
+        smaller=smaller(question, chosen.candidate, evidence),
         fixes=() if fits else fixes(pool, sample, question, evidence, known[0]),
         dataset=_dataset(pool, question, batch),
         run=_run(question, known[0].strategy, known[0].step),

@@ -11,7 +11,7 @@ from bigdit.search.evidence import Evidence
 from bigdit.search.interval import Interval
 from bigdit.search.outline import OF_ACTIVATIONS, Arrangement
 from bigdit.search.question import Question
-from bigdit.search.space import Proposal, settled
+from bigdit.search.space import Proposal
 from bigdit.search.speed import StepTime, step_time
 from bigdit.search.verdict import safe_bytes
 from bigdit.spec import Strategy
@@ -82,8 +82,7 @@ class Candidate:
 
     @property
     def strategy(self) -> Strategy:
-        return settled(
-            self.option.proposal.strategy,
+        return self.option.proposal.strategy.settled(
             micro_batch_size=self.micro_batch_size,
             grad_accum_steps=self.grad_accum_steps,
             checkpointed_blocks=self.blocks,
@@ -119,8 +118,7 @@ def capacity(question: Question, proposal: Proposal, evidence: Evidence) -> floa
 def candidate(question: Question, option: Option, micro_batch_size: int, blocks: int, evidence: Evidence) -> Candidate:
     """The option at these sizes, accumulated to the global batch that is asked for, and timed."""
     accum = accumulation(question, micro_batch_size, option.proposal.strategy.world_size)
-    strategy = settled(
-        option.proposal.strategy,
+    strategy = option.proposal.strategy.settled(
         micro_batch_size=micro_batch_size,
         grad_accum_steps=accum,
         checkpointed_blocks=blocks,

@@ -10,7 +10,7 @@ from bigdit.errors import UserError
 from bigdit.search.anchors import Sample
 from bigdit.search.candidates import Candidate
 from bigdit.search.question import Question
-from bigdit.search.space import OPTIMIZER_TITLES, settled
+from bigdit.search.space import OPTIMIZER_TITLES
 from bigdit.spec import EmaSpec, OptimizerSpec, Precision, Strategy
 
 DEEPSPEED_BUCKET = 500_000_000
@@ -49,7 +49,7 @@ def naive(sample: Sample, question: Question, target: Strategy) -> Strategy:
             "ds_config": _document(target, precision, own_buckets=True, offloaded=False),
         }
     )
-    return settled(strategy, micro_batch_size=size, grad_accum_steps=1, checkpointed_blocks=0)
+    return strategy.settled(micro_batch_size=size, grad_accum_steps=1, checkpointed_blocks=0)
 
 
 def changes(sample: Sample, question: Question, chosen: Candidate) -> list[Change]:
@@ -59,8 +59,7 @@ def changes(sample: Sample, question: Question, chosen: Candidate) -> list[Chang
     found = [Change(_naive_title(start), "", start)]
     for title, why, update in _updates(start, target):
         before = found[-1].strategy
-        after = settled(
-            before.model_copy(update=update),
+        after = before.model_copy(update=update).settled(
             micro_batch_size=start.micro_batch_size,
             grad_accum_steps=1,
             checkpointed_blocks=0,
@@ -123,8 +122,7 @@ def _sizes(first: int, chosen: Candidate) -> list[Change]:
     why = "fewer activations at once" if last < first else "what was saved goes into activations of more samples"
     resized = (f"micro-batch {last}" + (f", {accum} of them accumulated" if accum > 1 else ""), why)
     grows = last > first
-    between = settled(
-        chosen.strategy,
+    between = chosen.strategy.settled(
         micro_batch_size=last if grows else first,
         grad_accum_steps=accum if grows else 1,
         checkpointed_blocks=0 if grows else chosen.blocks,

@@ -15,7 +15,6 @@ from bigdit.search.candidates import Candidate, candidate
 from bigdit.search.evidence import Evidence
 from bigdit.search.plan import Band, Verdict
 from bigdit.search.question import Question
-from bigdit.search.space import settled
 from bigdit.search.verdict import verdict
 
 ROUNDS = 5
@@ -41,8 +40,7 @@ class Confirmed:
 
 def request(sample: Sample, candidate: Candidate) -> RehearsalRequest:
     """The rehearsal of the candidate's strategy."""
-    strategy = settled(
-        candidate.option.proposal.strategy,
+    strategy = candidate.option.proposal.strategy.settled(
         micro_batch_size=candidate.micro_batch_size,
         grad_accum_steps=min(candidate.grad_accum_steps, RECORDED_ACCUMULATION),
         checkpointed_blocks=candidate.blocks,

@@ -14,7 +14,7 @@ from bigdit.search.host import HostNeed
 from bigdit.search.interval import Interval
 from bigdit.search.question import Question
 from bigdit.search.speed import StepTime
-from bigdit.spec import BatchShape, Strategy, Strict
+from bigdit.spec import BatchShape, StepSize, Strategy, Strict
 
 Verdict = Literal["FITS", "TIGHT", "DOES NOT FIT"]
 
@@ -101,6 +101,7 @@ class Plan(Strict):
     """The answer. `chosen` is the recommended strategy, or the one nearest to fitting where `verdict` is DOES NOT FIT.
 
     `ledger`, `footprint` and `packed_timeline` (see memory.Timeline) are of the chosen strategy's rehearsal;
+    `smaller` are sizes of its step that take less, for training that runs out of memory after all;
     `fixes` are what would fit, where nothing asked for does; `front` is the Pareto front of memory against speed.
     """
 
@@ -118,6 +119,7 @@ class Plan(Strict):
     rejected: tuple[Rejected, ...]
     buckets: tuple[BucketLimit, ...]
     curves: tuple[Curve, ...]
+    smaller: tuple[StepSize, ...]
     fixes: tuple[Choice, ...]
     dataset: DatasetNeed | None
     run: Run | None

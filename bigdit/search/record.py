@@ -37,6 +37,7 @@ def record(plan: Plan) -> PlanFile:
             images_per_second_per_card=(rate.low, rate.high),
         ),
         micro_batch_sizes=tuple(LargestMicroBatch(**limit.model_dump()) for limit in plan.buckets),
+        smaller=plan.smaller,
         ledger=RecordedLedger.model_validate(plan.ledger.model_dump(mode="json")),
         versions=plan.versions,
         catalogue=plan.catalogue,

@@ -97,22 +97,6 @@ def proposals(question: Question) -> tuple[list[Proposal], list[Rejected]]:
     return found, left_out
 
 
-def settled(strategy: Strategy, *, micro_batch_size: int, grad_accum_steps: int, checkpointed_blocks: int) -> Strategy:
-    """The strategy at these sizes, in DeepSpeed's document too."""
-    ds_config = strategy.ds_config and strategy.ds_config | {
-        "train_micro_batch_size_per_gpu": micro_batch_size,
-        "gradient_accumulation_steps": grad_accum_steps,
-    }
-    return strategy.model_copy(
-        update={
-            "micro_batch_size": micro_batch_size,
-            "grad_accum_steps": grad_accum_steps,
-            "checkpointed_blocks": checkpointed_blocks,
-            "ds_config": ds_config,
-        }
-    )
-
-
 def precision_of(question: Question) -> Precision:
     """What is pinned, or bf16 with fp32 masters; fp16 where the card computes no bf16."""
     return question.pins.precision or ("fp16" if precision_problems(question.gpu, "bf16") else "bf16")

@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from bigdit import log
-from bigdit.dist import World
+from bigdit.checkpoint import Peers
 from bigdit.documents import parse_json
 from bigdit.errors import UserError
 from bigdit.files import write_text
@@ -32,13 +31,13 @@ FILE = "metrics.jsonl"
 class Metrics:
     """Collects step results on the device and, every ten steps and after a skipped one, averages, writes, shows them.
 
-    Averaging a loss waits for all processes, and is not done at every step.
+    Averaging a loss waits for all processes, and is not done at every step. They meet on the host.
     """
 
     def __init__(
         self,
         output: Path,
-        world: World,
+        peers: Peers,
         device: torch.device,
         *,
         start: int,
@@ -47,14 +46,14 @@ class Metrics:
         name_samples: Callable[[int], str],
     ) -> None:
         """`name_samples` of a step is what a line about its loss ends with."""
-        self._world = world
+        self._peers = peers
         self._name_samples = name_samples
         self._spikes = LossSpikes()
         self._device = device
         self._images = images
         self._stop = stop
         self._pending: list[tuple[int, float, StepResult]] = []
-        self._path = output / FILE
+        self.path = output / FILE
         self._since = time.perf_counter()
         self._seconds: list[float] = []  # a step, of each flush
         self._progress = Progress(
@@ -64,10 +63,10 @@ class Metrics:
             TextColumn("loss {task.fields[loss]} · {task.fields[rate]} images/s · {task.fields[memory]} ·"),
             TimeRemainingColumn(),
             console=log.err,
-            disable=not world.is_main,
+            disable=not peers.world.is_main,
         )
         self._task = self._progress.add_task("", total=stop, completed=start, loss="–", rate="–", memory="–")
-        if world.is_main:
+        if peers.world.is_main:
             self._keep_before(start)
 
     def __enter__(self) -> Metrics:
@@ -87,20 +86,17 @@ class Metrics:
         """Average the pending losses over all processes, check, write and show them."""
         if not self._pending:
             return
-        losses = torch.stack([result.loss.float() for _, _, result in self._pending])
-        if self._world.world_size > 1:
-            dist.all_reduce(losses)
-            losses /= self._world.world_size
+        own = [float(result.loss) for _, _, result in self._pending]  # a full card has no room for a stack of them
+        losses = [statistics.fmean(each) for each in zip(*self._peers.gather(own), strict=True)]
         now = time.perf_counter()
         self._seconds.append((now - self._since) / len(self._pending))
         rate = self._images / self._seconds[-1]
         self._since = now
         rows = [
-            _row(step, loss, lr, rate, result)
-            for (step, lr, result), loss in zip(self._pending, losses.tolist(), strict=True)
+            _row(step, loss, lr, rate, result) for (step, lr, result), loss in zip(self._pending, losses, strict=True)
         ]
         self._pending.clear()
-        if self._world.is_main:
+        if self._peers.world.is_main:
             self._notice_spikes(rows)
             self._write(rows)
             last = rows[-1]
@@ -120,26 +116,26 @@ class Metrics:
 
     def _write(self, rows: list[dict[str, Any]]) -> None:
         try:
-            with open(self._path, "a") as file:
+            with open(self.path, "a") as file:
                 file.writelines(json.dumps(row) + "\n" for row in rows)
         except OSError as error:
             raise UserError(
-                f"cannot write {self._path}: {error.strerror}; once it can be written, the same command goes on from "
+                f"cannot write {self.path}: {error.strerror}; once it can be written, the same command goes on from "
                 "the last checkpoint"
             ) from None
 
     def _keep_before(self, start: int) -> None:
         """Drop the rows that a resumed run is about to write again; those of a run that begins anew are put aside."""
-        rows = read_metrics(self._path)
+        rows = read_metrics(self.path)
         kept = [row for row in rows if row["step"] < start]
         if rows and not start:
-            aside = self._path.with_name(f"before-{time.strftime('%Y%m%dT%H%M%S')}-{FILE}")
-            self._path.rename(aside)
+            aside = self.path.with_name(f"before-{time.strftime('%Y%m%dT%H%M%S')}-{FILE}")
+            self.path.rename(aside)
             log.notice(f"note: training begins at step 0; {len(rows)} rows of an earlier course are now {aside}")
         lost = start - len({row["step"] for row in kept})
         if lost:
-            log.notice(f"note: {self._path} has no row that can be read of {lost} of the {start} steps before this one")
-        write_text(self._path, "".join(json.dumps(row) + "\n" for row in kept))
+            log.notice(f"note: {self.path} has no row that can be read of {lost} of the {start} steps before this one")
+        write_text(self.path, "".join(json.dumps(row) + "\n" for row in kept))
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -15,6 +15,9 @@ from bigdit.dist import World
 from bigdit.errors import UserError
 from bigdit.train.leftovers import BUFFER, SHARED_MEMORY, remove_leftovers
 
+STARTS = "BIGDIT_STARTS"
+"""How often a process has started its command anew; each time the processes meet anew, under keys of their own."""
+
 
 def _processes_here(world: World) -> int:
     """The processes of this machine, as torchrun and accelerate (LOCAL_WORLD_SIZE) and deepspeed (LOCAL_SIZE) say."""
@@ -63,7 +66,9 @@ def process_group(
 
 def _meet(backend: str, timeout: float) -> None:
     try:
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+        store, rank, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
+        store = dist.PrefixStore(f"start {os.environ.get(STARTS, '0')}", store)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
     except RuntimeError as error:  # torch's errors of the network and of its store
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         said = (str(error).splitlines() or [""])[0][:200]

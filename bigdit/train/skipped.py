@@ -6,6 +6,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Sequence
+from pathlib import Path
 
 from bigdit import log
 from bigdit.checkpoint import Peers
@@ -58,3 +59,8 @@ class SkippedSteps:
                 + (_MEND if wrong else _FIX)
             )
         log.notice(f"note: step {step} is skipped: {line}")
+
+    def sum_up(self, steps: int, metrics: Path) -> None:
+        """Say how many of the run's `steps` were skipped, where any were; `metrics` says which."""
+        if self.count:
+            log.notice(f"note: {self.count} of {steps} steps were skipped; {metrics} says which")

@@ -45,7 +45,7 @@ class Stop:
         self.step = 0  # how many were taken
         self._grace = grace
         self._world = world
-        self._signum = 0
+        self.signum = 0  # the first that this process got
         self._training = False
         self._group: dist.ProcessGroup | None = None
         self._wake = -1
@@ -84,10 +84,10 @@ class Stop:
         """The signal after which training ends here, with `step` steps taken, or 0; the same on all processes."""
         self.step = step
         if self._group is None:
-            return self._signum
-        signum = torch.tensor(self._signum)
+            return self.signum
+        signum = torch.tensor(self.signum)
         dist.all_reduce(signum, dist.ReduceOp.MAX, group=self._group)
-        if not self._signum and signum:
+        if not self.signum and signum:
             self._hear(int(signum))
         return int(signum)
 
@@ -108,15 +108,15 @@ class Stop:
             signum, now = heard[0], time.monotonic()
             if signum not in SIGNALS:
                 continue
-            if not self._signum:
-                self._signum, since, deadline = signum, now, now + self._grace
+            if not self.signum:
+                self.signum, since, deadline = signum, now, now + self._grace
                 if not self._training:
                     self._leave("ended before a step was taken")
-            elif signum == self._signum == signal.SIGINT and now > since + ONE_PRESS_S:
+            elif signum == self.signum == signal.SIGINT and now > since + ONE_PRESS_S:
                 self._leave("ended at once, without a checkpoint")
 
     def _leave(self, why: str) -> None:
         """End this process now, whatever its main thread waits for."""
         if self._world.is_main:
-            print(f"{signal.Signals(self._signum).name}: {why}; step {self.step}", file=sys.stderr, flush=True)
-        os._exit(128 + self._signum)
+            print(f"{signal.Signals(self.signum).name}: {why}; step {self.step}", file=sys.stderr, flush=True)
+        os._exit(128 + self.signum)

@@ -142,7 +142,9 @@ static void enter(void) {
     }
     pid_t process = getpid();
     if (mine && mine->process == process) return;
-    mine = NULL; /* the first time, or after a fork */
+    mine = NULL; /* the first time, or after a fork; or after an exec, whose process has given all back */
+    for (struct row *row = state->rows; row < state->rows + PROCESSES_MOST && !mine; row++)
+        if (row->process == process) mine = row;
     for (struct row *row = state->rows; row < state->rows + PROCESSES_MOST && !mine; row++)
         if (!row->process || (kill(row->process, 0) && errno == ESRCH)) mine = row;
     if (!mine) unusable("more processes than it can count");

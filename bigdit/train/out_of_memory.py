@@ -1,0 +1,251 @@
+"""A step that ran out of a card's memory: all processes save, start anew with less of it, and take the step again.
+
+Whoever runs out tells the others through the run's store, in a thread of theirs: their main ones may wait for it in a
+collective. No weight has changed then, since every engine asks all processes before it steps. A process starts anew
+by execve: it stays its launcher's child, and nothing of torch, NCCL or the allocator is left of before.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+
+from bigdit import log
+from bigdit.checkpoint import Peers
+from bigdit.config import RunConfig
+from bigdit.dist import World
+from bigdit.errors import EXIT_USER, UserError
+from bigdit.receipt import OutOfMemory
+from bigdit.spec import Strategy
+from bigdit.train.process import STARTS
+from bigdit.train.relief import Relief, said, write_relief
+from bigdit.train.saves import Saves
+from bigdit.train.step import Phase
+from bigdit.train.stop import Stop, Stopped
+from bigdit.units import gib, parse_bytes
+
+# What torch, cuBLAS and NCCL say; the first is torch.OutOfMemoryError's.
+SIGNS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+# In these no weight has changed; the optimizer, and the average after it, may have changed some.
+INTACT = ("encode", "forward", "backward")
+
+_LOOK_EVERY_S = 0.5
+_KEY, _WRITTEN, _LEFT = "out of memory", "out of memory: written", "out of memory: left"
+
+
+class Recovery:
+    """Surrounds steps; all processes make one alike.
+
+    `relief`: what the run has come to; `following`: what to go on with next, None where nothing is left to take.
+    `peers` are asked while the main threads are within a step. All must be ready within train.grace.
+    """
+
+    def __init__(
+        self,
+        run: RunConfig,
+        world: World,
+        device: torch.device,
+        relief: Relief,
+        following: Strategy | None,
+        peers: Peers,
+        saves: Saves,
+        stop: Stop,
+    ) -> None:
+        self._output, self._grace = run.output, run.train.grace
+        self._world, self._device, self._peers = world, device, peers
+        self._relief, self._following = relief, following
+        self._saves, self._stop = saves, stop
+        self._step, self._phase = -1, ""
+        self._began: torch.cuda.Event | None = None
+        self._restarting, self._over = threading.Lock(), threading.Event()
+        self._store: dist.Store | None = None
+        self._listener: threading.Thread | None = None
+
+    def __enter__(self) -> Recovery:
+        """From here on hear of the others, where there are any; the host's memory is nobody's to share out."""
+        if self._device.type == "cuda":
+            self._began = torch.cuda.Event()
+            if self._world.world_size > 1:
+                # A connection of its own: on the main thread's this one would wait while that one does.
+                own = dist.distributed_c10d._get_default_store().clone()
+                own.set_timeout(timedelta(seconds=self._grace))
+                self._store = dist.PrefixStore("bigdit", own)
+                self._listener = threading.Thread(target=self._listen, args=(self._store,), daemon=True)
+                self._listener.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        if self._listener is not None:  # which may be about to start this process anew
+            self._listener.join()
+
+    @contextmanager
+    def step(self, step: int, phase: Phase) -> Iterator[Phase]:
+        """Surround step number `step`; yields the phases to run it with."""
+
+        @contextmanager
+        def noted(name: str) -> Iterator[object]:
+            self._phase = name
+            with phase(name) as entered:
+                yield entered
+
+        self._step, self._phase = step, ""
+        if self._began is not None:
+            self._began.record()
+        try:
+            yield noted
+        except RuntimeError as error:
+            if self._device.type != "cuda" or not ran_out(error):
+                raise
+            self._recover(error)
+
+    def _recover(self, error: RuntimeError) -> NoReturn:
+        """Start anew with less memory. Raises UserError where nothing is left to take."""
+        if self._following is None:
+            raise UserError(
+                f"{_told(self._event(error, self._relief.now))}, and there is no smaller one: this has "
+                f"{said(self._relief.now.step_size)}; `bigdit plan` says what fits: an optimizer with less state, "
+                "train.lora, offload to the host, more cards"
+            ) from None
+        event = self._event(error, self._following)
+        traceback.clear_frames(error.__traceback__)  # what the step held of the card
+        if self._store is not None:
+            event = OutOfMemory.model_validate_json(self._store.compare_set(_KEY, "", event.model_dump_json()))
+        self._restart(event)
+
+    def _event(self, error: RuntimeError, after: Strategy) -> OutOfMemory:
+        free, total = torch.cuda.mem_get_info(self._device)
+        return OutOfMemory(
+            step=self._step,
+            rank=self._world.rank,
+            device=torch.cuda.get_device_name(self._device),
+            phase=self._phase,
+            asked_bytes=asked_bytes(str(error)),
+            free_bytes=free,
+            total_bytes=total,
+            allocated_bytes=torch.cuda.memory_allocated(self._device),
+            reserved_bytes=torch.cuda.memory_reserved(self._device),
+            saved=self._phase in INTACT and not self._relief.now.optimizer_in_backward,
+            before=self._relief.now.step_size,
+            after=after.step_size,
+        )
+
+    def _listen(self, store: dist.Store) -> None:
+        try:
+            while not self._over.wait(_LOOK_EVERY_S):
+                if store.check([_KEY]):
+                    event = OutOfMemory.model_validate_json(store.get(_KEY))
+                    break
+            else:
+                return
+        except RuntimeError:  # the store has ended, and with it the run
+            return
+        while self._step < event.step:  # the step before is being saved, or its rows written
+            time.sleep(_LOOK_EVERY_S)
+        self._restart(event)
+
+    def _restart(self, event: OutOfMemory) -> NoReturn:
+        """Save what is whole, let later starts know, and begin again; in the first thread that comes here."""
+        if not self._restarting.acquire(blocking=False):
+            threading.Event().wait()
+        limit = threading.Timer(self._grace, self._give_up, [event])
+        limit.daemon = True
+        limit.start()
+        if event.saved:
+            self._save_beside(event.step)
+        if self._world.is_main:
+            asked, now = self._relief.asked, self._following
+            assert now is not None
+            write_relief(self._output, Relief(asked=asked, now=now, events=(*self._relief.events, event)))
+            log.notice(f"note: {_told(event)}; all start again with {said(event.after)}")
+        self._meet()
+        _start_again()
+
+    def _save_beside(self, step: int) -> None:
+        """Save while the main thread may wait for a peer: what it has launched on its stream does not end."""
+        torch.cuda.set_device(self._device)
+        assert self._began is not None
+        stream = torch.cuda.Stream(self._device)
+        stream.wait_event(self._began)
+        with torch.cuda.stream(stream):
+            try:
+                last = self._saves.save_now(step)
+            except UserError as error:
+                if self._world.is_main:
+                    log.notice(f"note: the last steps are not saved, and are taken again: {error}")
+                return
+            signum = max(self._peers.gather(self._stop.signum))
+            if signum and last is not None:
+                stopped = Stopped(signum, step, last)
+                if self._world.is_main:
+                    log.notice(str(stopped))
+                os._exit(stopped.status)
+
+    def _meet(self) -> None:
+        """Until all may start. The main process, whose store may be the run's, is the last to go."""
+        if self._store is None:
+            return
+        left = [f"{_LEFT} {rank}" for rank in range(1, self._world.world_size)]
+        if self._world.is_main:
+            self._store.set(_WRITTEN, "")
+            self._store.wait(left)
+        else:
+            self._store.wait([_WRITTEN])
+            self._store.set(f"{_LEFT} {self._world.rank}", "")
+
+    def _give_up(self, event: OutOfMemory) -> None:
+        if self._world.rank == event.rank:
+            print(
+                f"error: {_told(event)}, and not all processes were ready to start again within train.grace, "
+                f"{self._grace:g} s: all end; the same command goes on from the last checkpoint",
+                file=sys.stderr,
+                flush=True,
+            )
+        os._exit(EXIT_USER)
+
+
+def ran_out(error: BaseException) -> bool:
+    """Whether a card's memory was too small."""
+    return isinstance(error, torch.OutOfMemoryError) or any(sign in str(error) for sign in SIGNS)
+
+
+def asked_bytes(message: str) -> int | None:
+    """What the allocation that failed asked for, as torch says it."""
+    found = re.search(r"Tried to allocate ([\d.]+ \w+?)\.", message)
+    return None if found is None else parse_bytes(found[1].replace("bytes", "B"))
+
+
+def shortage(error: RuntimeError, device: torch.device) -> str:
+    """What was asked for of a card, and what it had."""
+    free, total = torch.cuda.mem_get_info(device)
+    return _shortage(asked_bytes(str(error)), free, total, torch.cuda.memory_reserved(device))
+
+
+def _shortage(asked: int | None, free: int, total: int, reserved: int) -> str:
+    of_it = "" if asked is None else f"{gib(asked)} were asked for, "
+    return f"{of_it}{gib(free)} of {gib(total)} were free, torch had {gib(reserved)}"
+
+
+def _told(event: OutOfMemory) -> str:
+    short = _shortage(event.asked_bytes, event.free_bytes, event.total_bytes, event.reserved_bytes)
+    where = f"rank {event.rank} ({event.device}) in {event.phase or 'its start'}"
+    return f"step {event.step} ran out of memory on {where}: {short}"
+
+
+def _start_again() -> NoReturn:
+    """This process's command anew, in this very process."""
+    os.environ[STARTS] = str(int(os.environ.get(STARTS, "0")) + 1)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])

@@ -1,0 +1,57 @@
+"""A run's checkpoints: when one is due, and what is saved and written with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from bigdit import checkpoint
+from bigdit.checkpoint import Saver
+from bigdit.config import RunConfig
+from bigdit.engines import Ema, Engine
+from bigdit.train.metrics import Metrics
+
+EXPORTS = "exports"
+
+
+class Saves:
+    """`step`: how many steps the newest checkpoint has, at first `start`; `described`: what its state.json says."""
+
+    def __init__(
+        self,
+        run: RunConfig,
+        engine: Engine,
+        ema: Ema | None,
+        saver: Saver,
+        metrics: Metrics,
+        described: Mapping[str, Any],
+        start: int,
+    ) -> None:
+        self.step = start
+        self._run, self._engine, self._ema = run, engine, ema
+        self._saver, self._metrics, self._described = saver, metrics, described
+
+    def due(self, step: int) -> bool:
+        """Whether the config wants a checkpoint after so many steps."""
+        return step % self._run.train.checkpoint_every == 0 or step == self._run.train.steps
+
+    def save(self, step: int) -> None:
+        """Copy the state to the host, and have it written while training goes on."""
+        self._metrics.flush()
+        self._saver.save(self._engine, self._ema, step, self._described)
+        self.step = step
+
+    def save_now(self, step: int) -> Path | None:
+        """The newest checkpoint, which has all `step` steps; None where there was nothing to save yet."""
+        if step > self.step:
+            self.save(step)
+        self._saver.wait()
+        return self._saver.last
+
+
+def export(run: RunConfig, saved: checkpoint.Checkpoint) -> None:
+    """The last checkpoint, and those that the config names, in diffusers' format."""
+    every = run.train.export_every
+    if saved.step == run.train.steps or (every is not None and saved.step % every == 0):
+        checkpoint.export(saved, run.output / EXPORTS / saved.folder.name)

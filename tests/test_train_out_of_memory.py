@@ -1,0 +1,214 @@
+"""On emulated cards that are too small, for real: a step that runs out of memory is taken again with less of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from contextlib import contextmanager
+
+import pytest
+from cards import TIME_LIMIT_S
+from conftest import DIGITS, ROOT, SINGLE, TINY, bigdit, with_set
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from bigdit import catalog
+from bigdit.emulator import emulated_environment, shared_state
+from bigdit.rehearse.card_client import cuda_python
+from bigdit.spec import StepSize, Strategy
+from bigdit.train.launch import free_port
+from bigdit.train.metrics import read_metrics
+from bigdit.train.out_of_memory import asked_bytes
+from bigdit.train.relief import FILE, Relief, read_relief, relieved, write_relief
+
+BUCKETS = "data.buckets=[[8,8],[32,32]]"
+FSDP2 = ("engine.name=fsdp2", "engine.ds_config=null")
+BIGDIT = ("-c", "from bigdit.cli import main; main()", "train")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "launch/train.py")
+DEEPSPEED = ("-m", "deepspeed.launcher.runner", "--log_level", "warning", "--num_gpus", "2")
+# What the A40's context and NCCL take of a card, in MiB.
+CONTEXT, NCCL = 544, 460
+HALVED = "train.micro_batch_size 8, grad_accum_steps 2, checkpointed_blocks 0"
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory, pictures):
+    """A store of two buckets, of which the larger one comes seldom: 16 times the tokens."""
+    folder, features = tmp_path_factory.mktemp("mixed"), tmp_path_factory.mktemp("store") / "features"
+    for file in pictures.glob("*.png"):
+        picture = Image.open(file)
+        large = int(file.stem) % 4 == 3
+        (picture.resize((32, 32)) if large else picture).save(folder / file.name)
+        (folder / f"{file.stem}.txt").write_text(file.with_suffix(".txt").read_text())
+    done = bigdit(
+        "extract", "--config", DIGITS, *with_set([f"data.images={folder}", f"data.features={features}", BUCKETS])
+    )
+    assert done.returncode == 0, done.stderr
+    return features
+
+
+@contextmanager
+def cards(mib, count=1):
+    """The environment of a process with emulated A40s that have so little memory."""
+    with shared_state() as state:
+        small = catalog.resolve_gpu("a40").model_copy(update={"usable_mib": mib})
+        environment = os.environ | emulated_environment(small, count, state) | {"OMP_NUM_THREADS": "1"}
+        environment.pop("DS_ACCELERATOR", None)  # a test that rehearses DeepSpeed may have set it in this process
+        yield environment
+
+
+def trained(environment, features, output, command, *overrides):
+    """A run of twelve steps; large samples come in step 1 with a global batch of 16, in step 5 with 32."""
+    chosen = [*TINY, BUCKETS, "train.steps=12", "train.checkpoint_every=100", "train.seed=0", *overrides]
+    chosen += [f"data.features={features}", f"output={output}"]
+    line = [str(cuda_python()), "-W", "ignore", *command, "--config", str(DIGITS), *with_set(chosen)]
+    return subprocess.run(
+        line, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=TIME_LIMIT_S, check=False
+    )
+
+
+def check(done, output, rank, step):
+    """The step ran out of memory, all before were saved, it was taken again; each has its row; the receipt says it."""
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = [line for line in done.stderr.splitlines() if line.startswith("note: step ")]
+    assert len(said) == 1, done.stderr
+    assert said[0].startswith(f"note: step {step} ran out of memory on rank {rank} (NVIDIA A40) in ")
+    assert said[0].endswith(
+        "; all start again with train.micro_batch_size 8, grad_accum_steps 2, checkpointed_blocks 0"
+    )
+    assert f"going on from {output}/checkpoints/step-{step:08}, step {step}" in done.stderr
+    assert [row["step"] for row in read_metrics(output / "metrics.jsonl")] == list(range(12))
+    assert (output / "checkpoints/latest").read_text() == "step-00000012\n"
+    receipt = json.loads((output / "receipt.json").read_text())
+    (event,) = receipt["out_of_memory"]
+    assert (event["step"], event["rank"], event["saved"]) == (step, rank, True)
+    assert event["asked_bytes"] > event["free_bytes"]
+    assert (event["before"]["micro_batch_size"], event["before"]["grad_accum_steps"]) == (16, 1)
+    assert (receipt["strategy"]["micro_batch_size"], receipt["strategy"]["grad_accum_steps"]) == (8, 2)
+
+
+@pytest.mark.slow
+def test_one_process_goes_on_with_half_the_micro_batch_and_so_does_its_next_start(mixed, tmp_path):
+    sizes = (*SINGLE, "train.micro_batch_size=16", "train.global_batch_size=16")
+    with cards(CONTEXT + 46) as environment:
+        check(trained(environment, mixed, tmp_path, BIGDIT, *sizes), tmp_path, 0, 1)
+        again = trained(environment, mixed, tmp_path, BIGDIT, *sizes, "train.steps=14")
+    assert again.returncode == 0, again.stderr
+    assert (
+        "note: train.micro_batch_size 8, grad_accum_steps 2, checkpointed_blocks 0, since a step ran out"
+        in again.stderr
+    )
+    assert "ran out of memory on rank" not in again.stderr
+    assert len(json.loads((tmp_path / "receipt.json").read_text())["out_of_memory"]) == 1
+
+
+HOG = """
+import sys, torch
+held = torch.empty(int(sys.argv[1]), dtype=torch.uint8, device="cuda:1")
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("engine", "room"), [("fsdp2", 46), ("zero2", 230), ("zero3", 134)])
+def test_two_processes_start_again_together_where_one_card_is_partly_taken(mixed, tmp_path, engine, room):
+    """The second runs out of memory, while the first waits for it in a collective."""
+    sizes = ("train.micro_batch_size=16", "train.global_batch_size=32")
+    config = ("launch/train.py", "--ds-config", f"ds_configs/{engine}_bf16.json")
+    command = TORCHRUN if engine == "fsdp2" else (*DEEPSPEED, "--master_port", str(free_port()), *config)
+    taken = 400 - room
+    with cards(2 * CONTEXT + NCCL + 400, 2) as environment:
+        hog = subprocess.Popen(
+            [str(cuda_python()), "-W", "ignore", "-c", HOG, str(taken << 20)],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            assert hog.stdout.readline() == "held\n"
+            overrides = (*sizes, *(FSDP2 if engine == "fsdp2" else ()))
+            check(trained(environment, mixed, tmp_path, command, *overrides), tmp_path, 1, 5)
+        finally:
+            hog.communicate("")
+
+
+@pytest.mark.slow
+def test_where_nothing_is_left_to_take_it_is_one_line(mixed, tmp_path):
+    sizes = ("train.micro_batch_size=1", "train.global_batch_size=1", "train.checkpointed_blocks=all")
+    with cards(CONTEXT + 20) as environment:
+        done = trained(environment, mixed, tmp_path, BIGDIT, *SINGLE, *sizes)
+    assert done.returncode == 1
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert "ran out of memory" in line
+    assert "`bigdit plan` says what fits: an optimizer with less state, train.lora, offload to the host" in line
+
+
+STRATEGY = Strategy(micro_batch_size=6, grad_accum_steps=2)
+
+
+def test_the_plan_s_own_sizes_come_first():
+    planned = [
+        STRATEGY.step_size,
+        StepSize(micro_batch_size=6, grad_accum_steps=2, checkpointed_blocks=4),
+        StepSize(micro_batch_size=3, grad_accum_steps=4, checkpointed_blocks=9),
+    ]
+    first = relieved(STRATEGY, planned, 12)
+    second = relieved(first, planned, 12)
+    assert [first.step_size, second.step_size] == planned[1:]
+    after = relieved(second, planned, 12)
+    assert after.step_size == StepSize(micro_batch_size=1, grad_accum_steps=12, checkpointed_blocks=9)
+
+
+@given(st.integers(1, 64), st.integers(1, 8), st.integers(0, 12), st.sampled_from(["full", "selective"]))
+def test_the_samples_stay_and_it_comes_to_an_end(micro_batch_size, grad_accum_steps, blocks, checkpointing):
+    strategy = Strategy(
+        micro_batch_size=micro_batch_size,
+        grad_accum_steps=grad_accum_steps,
+        checkpointed_blocks=blocks,
+        checkpointing=checkpointing,
+        gradient_clipping=1.0,
+    )
+    samples, seen = strategy.global_batch_size, []
+    while strategy is not None:
+        assert strategy.global_batch_size == samples
+        assert strategy.step_size not in seen
+        seen.append(strategy.step_size)
+        strategy = relieved(strategy, (), 12)
+    assert seen[-1].micro_batch_size == 1
+    assert seen[-1].checkpointed_blocks in ("all", 12)
+    assert len(seen) < 10
+
+
+def test_deepspeed_s_document_follows():
+    document = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1, "train_batch_size": 8}
+    strategy = Strategy(engine="deepspeed", world_size=2, micro_batch_size=4, ds_config=document)
+    smaller = relieved(strategy, (), 12)
+    assert smaller.ds_config == document | {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
+
+
+def test_what_steps_in_the_backward_pass_recomputes_blocks():
+    strategy = Strategy(micro_batch_size=8, optimizer_in_backward=True)
+    assert relieved(strategy, (), 12).step_size.checkpointed_blocks == "all"
+
+
+def test_a_file_of_other_settings_or_a_damaged_one_is_said_and_left_out(tmp_path, capsys):
+    now = relieved(STRATEGY, (), 12)
+    write_relief(tmp_path, Relief(asked=STRATEGY, now=now))
+    assert read_relief(tmp_path, STRATEGY).now == now
+    assert "since a step ran out of memory before" in capsys.readouterr().err
+    other = STRATEGY.model_copy(update={"world_size": 2, "engine": "fsdp2"})
+    assert read_relief(tmp_path, other).now == other
+    assert "is of other settings than this run's, and is not used" in capsys.readouterr().err
+    (tmp_path / FILE).write_text((tmp_path / FILE).read_text().replace('"now"', '"how"'))
+    assert read_relief(tmp_path, STRATEGY).now == STRATEGY
+    assert "is not used (it is damaged)" in capsys.readouterr().err
+
+
+def test_what_was_asked_for_is_read_from_torch_s_message():
+    assert asked_bytes("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total") == 20 << 20
+    assert asked_bytes("CUDA out of memory. Tried to allocate 512 bytes. GPU 0 has") == 512
+    assert asked_bytes("CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate") is None
