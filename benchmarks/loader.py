@@ -26,8 +26,8 @@ import torch
 from bigdit.dist import World
 from bigdit.features import FeatureStore
 from bigdit.features.null_text import write_null_text
-from bigdit.features.part import Encoded, part_path, store_identity, write_part
-from bigdit.features.schema import FILE, StoreSchema
+from bigdit.features.part import Encoded, part_path, write_part
+from bigdit.features.schema import FILE, StoreSchema, part_identity, schema_text, store_identity
 from bigdit.features.text import Text
 from bigdit.loader.order import Order
 from bigdit.loader.stream import FeatureStream, pad_text
@@ -62,11 +62,12 @@ def make_store(root: Path, samples: int) -> None:
     schema = random_schema(samples, TOKENS)
     random = np.random.default_rng(0)
     root.mkdir(parents=True, exist_ok=True)
-    (root / FILE).write_text(schema.model_dump_json())
-    write_null_text(root, Text(torch.zeros(2, DIM)))
+    (root / FILE).write_text(schema_text(schema))
+    write_null_text(root, Text(torch.zeros(2, DIM)), store_identity(schema))
     for start, end in schema.ranges():
         if not part_path(root, start, end).exists():
-            write_part(part_path(root, start, end), random_part(random, start, end), identity=store_identity(schema))
+            found = random_part(random, start, end)
+            write_part(part_path(root, start, end), found, identity=part_identity(schema, start))
 
 
 def random_part(random: np.random.Generator, start: int, end: int) -> Encoded:

@@ -29,14 +29,14 @@ def make(root: Path, samples: int) -> None:
     from bigdit.features.index import FILE as INDEX
     from bigdit.features.index import Index, write_index
     from bigdit.features.null_text import write_null_text
-    from bigdit.features.part import Encoded, part_name, store_identity, write_part
-    from bigdit.features.schema import FILE
+    from bigdit.features.part import Encoded, part_name, write_part
+    from bigdit.features.schema import FILE, part_identity, schema_text, store_identity
     from bigdit.features.text import Text
     from bigdit.loader.order import Order
 
     schema = random_schema(samples, TOKENS)
-    (root / FILE).write_text(schema.model_dump_json())
-    write_null_text(root, Text(torch.zeros(2, DIM)))
+    (root / FILE).write_text(schema_text(schema))
+    write_null_text(root, Text(torch.zeros(2, DIM)), store_identity(schema))
     ranges = schema.ranges()
     random = np.random.default_rng(0)
     shapes = tuple(sorted(SHAPES))
@@ -61,7 +61,7 @@ def make(root: Path, samples: int) -> None:
             [],
         )
         path = root / part_name(start, end)
-        write_part(path, encoded, identity=store_identity(schema))
+        write_part(path, encoded, identity=part_identity(schema, start))
         parts[number, 2] = path.stat().st_size
     write_index(root / INDEX, Index(shapes, parts, counts), store_identity(schema))
 

@@ -1,18 +1,22 @@
-"""How long a save keeps the training step waiting: writes benchmarks/saving.md.
+"""How long a save keeps the training step waiting, and what it takes of the host: writes benchmarks/saving.md.
 
-python benchmarks/saving.py [MODEL [BLOCKS [ROUNDS]]]
+python benchmarks/saving.py [--model MODEL] [--blocks BLOCKS] [--resolution PIXELS] [--strategy KEYS] [--rounds N]
 
-One process on the CPU trains MODEL of the catalogue (sana-1600m), cut to BLOCKS blocks (0: whole), with AdamW in bf16.
-Each round takes, one after another: a step; the copy of the state to the host alone; a save, of which the time until
-it returns counts; a step while the thread writes; and waits for the thread.
+One process on the CPU trains a model of the catalogue, cut to so many blocks. After a step, each round takes the copy
+of the state to the host alone; then a save, of which the time until it returns counts, and waits for the thread that
+writes. Last comes a step while the thread writes. What a save takes of memory is how much this process' own pages grow
+from its beginning until its checkpoint is whole; the rehearsal of the same step has predicted it.
 """
 
 from __future__ import annotations
 
+import argparse
+import ctypes
 import functools
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,29 +24,39 @@ from pathlib import Path
 import torch
 
 from bigdit import catalog, checkpoint, engines, log, models
+from bigdit.config.strategy import parse_strategy
 from bigdit.dist import World
-from bigdit.engines.state import checkpoint_bytes, places
+from bigdit.engines.state import places
 from bigdit.files import write_text
+from bigdit.rehearse import rehearse
 from bigdit.rehearse.ask import request_for
 from bigdit.rehearse.data import batch
 from bigdit.rehearse.unwritten import unwritten_weights
 from bigdit.search.sibling import depths, sibling
-from bigdit.spec import ObjectiveSpec, Strategy
+from bigdit.spec import ObjectiveSpec
 from bigdit.train.step import train_step
 from bigdit.units import gib
 
 PAGE = Path(__file__).with_suffix(".md")
-COPY, SAVE = "the copy to the host alone", "a save, until it returns"
+STEP, COPY, SAVE = "a step", "the copy to the host alone", "a save, until it returns"
 ROW = "| {:42} | {:>8} | {:>8} |"
 
 
-def main(name: str = "sana-1600m", blocks: str = "0", rounds: str = "5") -> None:
+def main() -> None:
+    parser = argparse.ArgumentParser(description="How long a save keeps the step waiting, and what it takes.")
+    parser.add_argument("--model", default="sana-1.5-3200m-1024")
+    parser.add_argument("--blocks", type=int, default=26)
+    parser.add_argument("--resolution", type=int, default=256)
+    parser.add_argument("--strategy", default="precision=bf16_sr,optimizer.name=came_8bit,optimizer_in_backward=true")
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
     log.quiet_libraries()
-    model = catalog.find_model(name)
-    if int(blocks):
-        model = sibling(model, {key: min(int(blocks), length) for key, length in depths(model).items()})
-    request = request_for(model, catalog.resolve_gpu("a40"), Strategy())
-    strategy, family, cpu = request.strategy, models.family(model.spec.class_name), torch.device("cpu")
+    model = catalog.find_model(options.model)
+    model = sibling(model, {key: min(options.blocks, length) for key, length in depths(model).items()})
+    strategy = parse_strategy([options.strategy, "gradient_clipping=null"])
+    request = request_for(model, catalog.resolve_gpu("a100-80g"), strategy, resolution=options.resolution)
+    predicted = rehearse(request).sizes[0].checkpoint_bytes
+    family, cpu = models.family(model.spec.class_name), torch.device("cpu")
     with unwritten_weights():
         module = models.build(model.spec, device="cpu", dtype=engines.compute_dtype(strategy))
     for parameter in module.parameters():
@@ -57,18 +71,51 @@ def main(name: str = "sana-1600m", blocks: str = "0", rounds: str = "5") -> None
         held = [place.tensor.to("cpu", copy=True) for place in places(engine, None, 0).values()]
         assert held
 
-    step()  # the optimizer's state comes with it
-    described = {"model": model.spec.model_dump(), "strategy": strategy.model_dump(), "run": {}, "data": None}
     took: dict[str, list[float]] = {}
+    timed(took, STEP, step)  # the optimizer's state comes with it
+    described = {"model": model.spec.model_dump(), "strategy": strategy.model_dump(), "run": {}, "data": None}
     with tempfile.TemporaryDirectory(dir=Path.home()) as folder:
         saver = checkpoint.Saver(Path(folder), checkpoint.Peers(), checkpoint.Keeping(1))
-        for number in range(1, int(rounds) + 1):
-            timed(took, "a step", step)
+        with Grown() as grown:
+            saver.save(engine, None, 1, described)
+            saver.wait()
+        for number in range(2, options.rounds + 2):
             timed(took, COPY, copy)
             timed(took, SAVE, functools.partial(saver.save, engine, None, number, described))
-            timed(took, "a step while the thread writes", step)
-            timed(took, "the rest of the writing", saver.wait)
-    page(f"{model.spec.name}, {params:,} parameters", checkpoint_bytes(engine, None), took)
+            timed(took, "the writing, by a thread", saver.wait)
+        saver.save(engine, None, options.rounds + 2, described)
+        timed(took, "a step while the thread writes", step)
+    how = f"{strategy.optimizer.name} in {strategy.precision}"
+    page(f"{model.spec.name}, {params:,} parameters", how, predicted, grown.most, took)
+
+
+class Grown:
+    """The most by which this process' own pages grow in the `with` block: `most`, in bytes."""
+
+    def __enter__(self) -> Grown:
+        ctypes.CDLL(None).malloc_trim(0)  # or what was freed before would be used again, and not be seen
+        self._start = self._last = own_bytes()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        self._thread.join()
+        self.most = self._last - self._start
+
+    def _watch(self) -> None:
+        while not self._over.wait(0.005):
+            self._last = max(self._last, own_bytes())
+
+
+def own_bytes() -> int:
+    """Resident pages of this process that no file holds."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return 1024 * int(line.split()[1])
+    raise OSError("/proc/self/status has no RssAnon")
 
 
 def timed(took: dict[str, list[float]], what: str, action: Callable[[], object]) -> None:
@@ -77,24 +124,27 @@ def timed(took: dict[str, list[float]], what: str, action: Callable[[], object])
     took.setdefault(what, []).append(time.perf_counter() - began)
 
 
-def page(what: str, nbytes: int, took: dict[str, list[float]]) -> None:
+def page(what: str, how: str, predicted: int, grown: int, took: dict[str, list[float]]) -> None:
     medians = {name: statistics.median(seconds) for name, seconds in took.items()}
-    step = medians["a step"]
-    rounds = len(took["a step"])
+    step, rounds = medians[STEP], len(took[COPY])
     rows = [ROW.format(name, f"{seconds:.2f}", f"{seconds / step:.3f}") for name, seconds in medians.items()]
     lines = [
-        "# What a save keeps waiting",
+        "# What a save keeps waiting, and what it takes",
         "",
-        f"Made by `python benchmarks/{Path(__file__).name} {' '.join(sys.argv[1:])}`: {what},",
-        f"AdamW in bf16 by one process on a CPU, {gib(nbytes)} of state. Medians of {rounds} rounds, in which the",
-        "rows follow each other. On a card the step is shorter and the copy crosses PCIe; the ratio of a save to the",
-        "copy stays.",
+        f"Made by `{' '.join(['python', f'benchmarks/{Path(__file__).name}', *sys.argv[1:]])}`:",
+        f"{what}, {how}, by one process",
+        f"on a CPU. Of copies and saves the medians of {rounds} rounds; steps were taken once, alone and beside the",
+        "writing. On a card the step is shorter and the copy crosses PCIe; the ratio of a save to the copy stays.",
         "",
         ROW.format("", "s", "of a step"),
         "| --- | --- | --- |",
         *rows,
         "",
         f"A save returns after {medians[SAVE] / medians[COPY]:.2f} copies.",
+        "",
+        f"Host memory of a save: {gib(predicted)} predicted ({predicted:,} bytes, `checkpoint_bytes` of the",
+        f"rehearsal), {gib(grown)} measured ({grown:,} bytes, by which the process' own pages grew at",
+        f"most): {grown / predicted:.3f} of it.",
     ]
     text = "\n".join(line.rstrip() for line in lines) + "\n"
     write_text(PAGE, text)
@@ -102,4 +152,4 @@ def page(what: str, nbytes: int, took: dict[str, list[float]]) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

@@ -56,11 +56,11 @@ def main() -> None:
             written = time.perf_counter() - began
             encoding = written / options.parts
             waited = []
-            with PartWriter("") as writer:
+            with PartWriter() as writer:
                 for number in range(options.parts):
                     time.sleep(encoding)  # an encoder on a card, or in other processes
                     began = time.perf_counter()
-                    writer.write(part_path(folder, number * PART, (number + 1) * PART), encoded)
+                    writer.write(part_path(folder, number * PART, (number + 1) * PART), encoded, "")
                     waited.append(time.perf_counter() - began)
         ratios.append(limit / written)
         rates.append(len(data) * options.parts / written / 1e9)

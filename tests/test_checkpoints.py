@@ -112,6 +112,30 @@ def test_what_an_interrupted_run_left_is_removed_and_said(tmp_path, engine_and_a
     assert f"note: removed {left}, which an interrupted run had left" in capfd.readouterr().err
 
 
+def test_pruning_that_is_interrupted_leaves_no_half_checkpoint(tmp_path, engine_and_average, monkeypatch):
+    keep(tmp_path, engine_and_average, 2, keeping=checkpoint.Keeping(1))
+    remove = shutil.rmtree
+
+    def interrupted(folder, **options):
+        if folder.exists() and folder.name == ".tmp-step-00000002":
+            (folder / "state.json").unlink()
+            raise KeyboardInterrupt
+        remove(folder, **options)
+
+    monkeypatch.setattr("shutil.rmtree", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        keep(tmp_path, engine_and_average, 4, keeping=checkpoint.Keeping(1), found=checkpoint.latest(tmp_path)[0])
+    monkeypatch.undo()
+    assert names(tmp_path) == [".tmp-step-00000002", "latest", "step-00000004"]
+    found, notices = checkpoint.latest(tmp_path)
+    assert (found.step, notices) == (4, [])
+    checkpoint.verify(found)
+    assert keep(tmp_path, engine_and_average, 6, keeping=checkpoint.Keeping(1), found=found) == [
+        "latest",
+        "step-00000006",
+    ]
+
+
 def test_a_checkpoint_in_the_place_of_another_is_refused(tmp_path, engine_and_average):
     keep(tmp_path, engine_and_average, 2, 4, keeping=checkpoint.Keeping(2))
     root = tmp_path / "checkpoints"

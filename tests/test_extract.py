@@ -5,14 +5,17 @@ import multiprocessing
 import os
 import re
 import signal
+import subprocess
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import DIGITS, bigdit, run_command, with_set
+from conftest import BIN, DIGITS, ROOT, bigdit, run_command, with_set
 from PIL import Image
+from running import ended, until
 
 from bigdit.catalog.resolve import model_spec
 from bigdit.commands.extract import print_skipped
@@ -21,7 +24,7 @@ from bigdit.config.run import SourceConfig
 from bigdit.errors import UserError
 from bigdit.features import FeatureStore
 from bigdit.features.extract import extract
-from bigdit.features.in_hand import WorkerName
+from bigdit.features.in_hand import WorkerName, all_held
 from bigdit.features.job import encode_here
 from bigdit.features.speed import read_units, shares_of
 
@@ -115,6 +118,33 @@ def test_a_killed_worker_is_an_error_and_the_same_call_goes_on(noise, one_worker
     assert all_indices(folder) == list(range(COUNT))
 
 
+@pytest.mark.timeout(180)
+def test_workers_end_with_the_extraction_that_was_killed(tmp_path):
+    """In the middle of a unit that would take them a while: SIGKILL of the parent is theirs too."""
+    (tmp_path / "pictures").mkdir()
+    for i in range(200):
+        Image.new("L", (8, 8), i).save(tmp_path / f"pictures/{i}.png")
+        (tmp_path / f"pictures/{i}.txt").write_text(f"a caption of its own, number {i}")
+    slow = ["encoders.text.config.num_layers=200", "data.part_size=100", f"data.features={tmp_path}/features"]
+    settings = with_set([f"data.images={tmp_path}/pictures", "data.buckets=[[8, 8]]", *slow])
+    command = [BIN / "bigdit", "extract", "--config", DIGITS, "--workers", "2", *settings]
+    main = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
+
+    def at_work():
+        assert main.poll() is None
+        return len([held for held in all_held(tmp_path / "features") if held.marks]) == 2
+
+    until(at_work)
+    workers = [held.worker.pid for held in all_held(tmp_path / "features")]
+    server = int(Path(f"/proc/{workers[0]}/stat").read_text().rpartition(")")[2].split()[1])
+    assert server != main.pid
+    main.kill()
+    main.wait()
+    until(lambda: ended((*workers, server)), 10)
+    assert parts(tmp_path / "features") == {}  # they did not come to the end of their units
+    assert [held.fate for held in all_held(tmp_path / "features")] == ["dead", "dead"]
+
+
 def test_a_complete_store_is_left_as_it_is(noise, one_worker):
     before = {file.name: file.stat().st_mtime_ns for file in one_worker.iterdir() if file.is_file()}
     report = extract(*configured(noise, one_worker), workers=2)
@@ -200,7 +230,7 @@ def test_weights_that_changed_after_the_claim_are_refused_by_the_worker(noise, t
     def changed(job, source):
         encode_here(replace(job, encoders=job.encoders.model_copy(update={"text": seeded})), source)
 
-    with pytest.raises(UserError, match=r"was encoded otherwise: text_encoder\.weights is "):
+    with pytest.raises(UserError, match=r"was encoded otherwise: .*text_encoder\.weights is "):
         extract(run, model, engine=changed)
     assert parts(tmp_path / "f") == {}
 

@@ -1,11 +1,16 @@
 """`bigdit features`: what a store holds, whether every byte is right, and mending what is not."""
 
 import json
+import os
 import shutil
+import subprocess
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
-from conftest import DIGITS, bigdit, with_set
+from conftest import BIN, DIGITS, ROOT, bigdit, with_set
+from running import until
+from test_loader import make_store
 
 from bigdit.errors import UserError
 from bigdit.features.in_hand import FOLDER, WorkerName
@@ -99,3 +104,32 @@ def test_what_is_missing_is_counted_and_no_store_is_one_line(store, tmp_path):
     assert (report.parts, report.damaged, report.missing) == (0, [], 1)
     with pytest.raises(UserError, match=r"nowhere holds no features; `bigdit extract --config RUN\.yaml` makes them"):
         verify(tmp_path / "nowhere")
+
+
+@pytest.mark.timeout(180)
+def test_processes_that_verify_end_with_who_started_them(tmp_path):
+    make_store(tmp_path / "store", 8000)
+    mark = f"BIGDIT_TEST={tmp_path}".encode()
+    command = [BIN / "bigdit", "features", "verify", tmp_path / "store", "--workers", "2"]
+    environment = os.environ | {"BIGDIT_TEST": str(tmp_path)}
+    main = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    def others():
+        found = [int(folder.name) for folder in Path("/proc").glob("[0-9]*") if mark in environment_of(folder)]
+        return [pid for pid in found if pid != main.pid]
+
+    def at_work():
+        assert main.poll() is None
+        return len(others()) >= 4  # two that read, the server that forked them, and multiprocessing's tracker
+
+    until(at_work, 120)
+    main.kill()
+    main.wait()
+    until(lambda: not others(), 60)
+
+
+def environment_of(folder):
+    try:
+        return (folder / "environ").read_bytes().split(b"\0")
+    except OSError:  # it has ended, or is another user's
+        return []

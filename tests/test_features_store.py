@@ -19,10 +19,10 @@ from bigdit.features.encoders.text import T5TextEncoder
 from bigdit.features.header import read_header
 from bigdit.features.index import write_index
 from bigdit.features.null_text import write_null_text
-from bigdit.features.part import part_path, store_identity, write_part
+from bigdit.features.part import part_path, write_part
 from bigdit.features.reader import Part
 from bigdit.features.report import store_report
-from bigdit.features.schema import StoreSchema, claim
+from bigdit.features.schema import StoreSchema, claim, part_identity, schema_text, store_identity
 from bigdit.features.sources.folder import ImageFolder
 from bigdit.features.unit import encode_unit
 from bigdit.features.verify import verify
@@ -71,14 +71,17 @@ def schema(pictures, codec, text_encoder):
 @pytest.fixture
 def root(tmp_path, pictures, schema, codec, text_encoder):
     """A whole store."""
-    root = tmp_path / "store"
+    fill(tmp_path / "store", pictures, schema, codec, text_encoder)
+    return tmp_path / "store"
+
+
+def fill(root, pictures, schema, codec, text_encoder):
     claim(root, schema)
-    write_null_text(root, text_encoder.null())
+    write_null_text(root, text_encoder.null(), store_identity(schema))
     for start, end in schema.ranges():
         items = ImageFolder(pictures).items(start, end)
         encoded = encode_unit(items, BUCKETS, codec, text_encoder, lambda _: None)
-        write_part(part_path(root, start, end), encoded, identity=store_identity(schema))
-    return root
+        write_part(part_path(root, start, end), encoded, identity=part_identity(schema, start))
 
 
 def flip_bit(file, offset):
@@ -114,9 +117,9 @@ def test_a_vaes_latents_are_kept_in_bfloat16(tmp_path, pictures, schema, text_en
     root, items = tmp_path / "store", ImageFolder(pictures).items(0, 4)
     one_part = schema.model_copy(update={"codec": codec.identity, "sources": [{"count": 4}]})
     claim(root, one_part)
-    write_null_text(root, text_encoder.null())
+    write_null_text(root, text_encoder.null(), store_identity(one_part))
     encoded = encode_unit(items, BUCKETS, codec, text_encoder, lambda _: None)
-    write_part(part_path(root, 0, 4), encoded, identity=store_identity(one_part))
+    write_part(part_path(root, 0, 4), encoded, identity=part_identity(one_part, 0))
     store = FeatureStore.open(root)
     latents, _, indices = store.read((4, 8, 12), [1])
     pixels = torch.from_numpy(np.asarray(Image.open(items[3].picture).convert("RGB")).copy()).permute(2, 0, 1)
@@ -292,21 +295,114 @@ def test_an_index_that_is_none_is_made_again(root, data):
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"part_size": 0}, "is not a schema of version 2; delete"),
-        ({"sources": [{}]}, "is not a schema of version 2; delete"),
-        ({"sources": [{"count": "x"}]}, "is not a schema of version 2; delete"),
         ({"sources": [{"count": 10**15}]}, "has 1000000000000000 pictures in parts of 4: more than 10000000 files"),
         ({"sources": [{"count": 5}]}, "lacks 1 of 3 files, the first part-000000000004-000000000005.safetensors"),
         ({"sources": [{"count": 4}]}, "has 2 parts that are none of the 1 of its schema.json: that is damaged, or of"),
+        ({"sources": [{}]}, "schema.json is damaged: its checksum is not its own; delete it, then `bigdit extract"),
+        ({"sources": [{"count": "x"}]}, "schema.json is damaged: its checksum is not its own; delete it, then"),
+    ],
+)
+def test_a_schema_of_other_sources_is_one_line(root, schema, change, problem):
+    (root / "schema.json").write_text(schema_text(schema.model_copy(update=change)))
+    with pytest.raises(UserError) as error:
+        FeatureStore.open(root)
+    (line,) = error.value.problems
+    assert problem in line
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"part_size": 5}, "is damaged: its checksum is not its own; delete it, then `bigdit extract"),
+        ({"checksum": "0"}, "is damaged: its checksum is not its own; delete it, then `bigdit extract"),
+        ({"part_size": 0}, "is damaged: its keys are others; delete it, then"),
+        ({"version": 2}, "is damaged: its keys are others; delete it, then"),
+        ({"more": 1}, "is damaged: its keys are others; delete it, then"),
     ],
 )
 def test_a_schema_that_was_changed_is_one_line(root, change, problem):
     file = root / "schema.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    for look in (FeatureStore.open, verify):
+        with pytest.raises(UserError) as error:
+            look(root)
+        (line,) = error.value.problems
+        assert problem in line
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "[" * 100_000, "{}", "\0", '{"version": "x"}'])
+def test_a_schema_that_is_none_is_one_line(root, text):
+    (root / "schema.json").write_text(text)
     with pytest.raises(UserError) as error:
         FeatureStore.open(root)
     (line,) = error.value.problems
-    assert problem in line
+    assert line.startswith(f"data.features: {root}/schema.json is damaged: ")
+    assert line.endswith("; delete it, then `bigdit extract --config RUN.yaml` makes it again")
+
+
+def test_every_flipped_bit_of_a_schema_is_found_and_it_is_made_again(root, schema):
+    file = root / "schema.json"
+    whole = file.read_bytes()
+    for bit in range(0, 8 * len(whole), 5):
+        damaged = bytearray(whole)
+        damaged[bit // 8] ^= 1 << bit % 8
+        file.write_bytes(damaged)
+        with pytest.raises(UserError, match=r"schema\.json is damaged: .*; delete it, then `bigdit extract"):
+            FeatureStore.open(root)
+    file.unlink()
+    claim(root, schema)
+    assert file.read_bytes() == whole
+    assert len(FeatureStore.open(root).buckets) == 2
+
+
+def test_a_store_of_an_earlier_version_is_called_one(root):
+    file = root / "schema.json"
+    plain = json.loads(file.read_text()) | {"version": 2}
+    del plain["checksum"]
+    file.write_text(json.dumps(plain))
+    with pytest.raises(
+        UserError, match=r"schema\.json has version 2, and 3 is read: an earlier bigdit wrote this store"
+    ):
+        FeatureStore.open(root)
+
+
+def test_a_part_of_other_pictures_is_refused_by_name(root, schema, pictures, codec, text_encoder, tmp_path):
+    """The same encoders, buckets and range."""
+    (pictures / "12.png").write_bytes((pictures / "00.png").read_bytes())
+    (pictures / "12.txt").write_text("one more")
+    sources = [ImageFolder(pictures).identity]
+    fill(tmp_path / "other", pictures, schema.model_copy(update={"sources": sources}), codec, text_encoder)
+    file = part_path(root, 4, 8)
+    indexed = FeatureStore.open(root)  # writes the index, which knows the parts by their names and bytes
+    file.write_bytes(part_path(tmp_path / "other", 4, 8).read_bytes())
+    expected = (
+        f"data.features: {file} is of another store: it is of other pictures, encoders or buckets; delete it, then "
+        "`bigdit extract --config RUN.yaml` makes it again"
+    )
+    assert refusal(indexed.read, (4, 4, 4), range(6)) == expected
+    assert refusal(FeatureStore.open(root).read, (4, 4, 4), range(6)) == expected
+    assert refusal(store_report, root, schema) == expected
+    assert [each.problem for each in verify(root).damaged] == [expected]
+    (root / "index.safetensors").unlink()
+    assert refusal(FeatureStore.open, root) == expected
+
+
+def test_what_a_part_is_of_follows_from_its_own_source_alone(schema):
+    own = part_identity(schema, 4)
+    grown = schema.model_copy(update={"sources": [*schema.sources, {"count": 3}]})
+    assert part_identity(grown, 4) == own == part_identity(schema, 8)
+    later = schema.model_copy(update={"sources": [{"count": 4}, *schema.sources]})
+    others = [part_identity(grown, COUNT), part_identity(later, 4)]  # the same pictures, from another place on
+    for key, value in {"buckets": [(8, 8), (12, 8)], "codec": {"name": "other"}, "text_encoder": {}}.items():
+        others.append(part_identity(schema.model_copy(update={key: value}), 4))
+    assert len({own, *others}) == 6
+
+
+def refusal(action, *arguments):
+    with pytest.raises(UserError) as error:
+        action(*arguments)
+    (line,) = error.value.problems
+    return line
 
 
 def test_bytes_that_are_no_text_beside_the_parts_are_passed_over(root, schema):
@@ -322,6 +418,10 @@ def test_damage_to_the_null_text_is_found(root):
     flip_bit(file, read_header(file).columns["text"].offset)
     with pytest.raises(UserError, match=r"null_text\.safetensors is damaged: its digest differs"):
         FeatureStore.open(root).null_text  # noqa: B018
+    flip_bit(file, read_header(file).columns["text"].offset)
+    with_metadata(file, store="another")
+    with pytest.raises(UserError, match=r"null_text\.safetensors is of another store: it is of other encoders or"):
+        FeatureStore.open(root).null_text  # noqa: B018
 
 
 def test_another_schema_is_refused_by_the_keys_that_differ(root, schema):
@@ -332,5 +432,5 @@ def test_another_schema_is_refused_by_the_keys_that_differ(root, schema):
     assert len(error.value.problems) == 1
     assert "codec.factor is 2 there, and 1 in this run; part_size is 4 there, and 5 in this run" in str(error.value)
     (root / "schema.json").write_text("{")
-    with pytest.raises(UserError, match=r"schema\.json is not a schema of version 2; delete"):
+    with pytest.raises(UserError, match=r"schema\.json is damaged: not JSON: .*; delete it, then"):
         claim(root, schema)

@@ -1,17 +1,25 @@
 """A store, the run's encoders and its plan: what does not go together is a line before the first step."""
 
 import json
+import re
 
+import tiny_pipelines
+import tiny_vaes
+import torch
 from conftest import DIGITS
 from test_loader import DIM, TOKENS, make_store
 from test_plan_file import DIGITS_MODEL, plan_of, run_yaml, write
+from transformers import T5Config, T5EncoderModel
 
 from bigdit.config import load_run
 from bigdit.config.plan_file import LargestMicroBatch
 from bigdit.errors import EXIT_USER
+from bigdit.features.codecs import load_image_codec
 from bigdit.features.digest import config_digest
+from bigdit.features.encoders.folder import weights_sample
 from bigdit.features.fit import plan_misfits, run_misfits, smaller_than_planned
 from bigdit.features.schema import StoreSchema
+from bigdit.features.text import load_text_encoder
 from bigdit.train.main import main
 
 TEXT = load_run(DIGITS).encoders.text.config
@@ -22,7 +30,7 @@ def schema(codec=None, text=None, buckets=((8, 8), (8, 12), (12, 8))):
     own = {"class_name": "T5EncoderModel", "config": config_digest(TEXT), "weights": "0", "dtype": "fp32"}
     return StoreSchema(
         codec=codec or {"name": "identity", "factor": 2, "color": "gray"},
-        text_encoder=(text or own) | {"stored": "bf16", "max_tokens": 32, "dim": 64},
+        text_encoder={"stored": "bf16", "max_tokens": 32, "dim": 64} | (text or own),
         buckets=list(buckets),
         sources=[{"count": 4}],
         part_size=4,
@@ -60,6 +68,45 @@ def test_the_encoders_that_a_run_names_are_those_of_its_store(tmp_path):
     (line,) = misfits(f"encoders.text={{pipeline: {tmp_path}}}")
     assert line == "it was encoded with class_name T5EncoderModel, and encoders.text has class_name FluxPipeline"
     assert misfits(f"encoders.text={{path: {tmp_path}/nowhere}}") == []  # where no encoders are, nothing more is known
+
+
+def test_other_weights_of_the_same_encoders_are_told_apart_without_loading_them(tmp_path):
+    for name in ("own", "other"):
+        tiny_vaes.kl().save_pretrained(tmp_path / f"{name}/vae")
+        tiny_pipelines.save(tmp_path / f"{name}/pipeline", "FluxPipeline", seed=len(name))
+
+    def named(name, dtype="fp32"):
+        vae = f"encoders.image={{name: vae, class_name: AutoencoderKL, path: {tmp_path}/{name}/vae}}"
+        return vae, f"encoders.text={{pipeline: {tmp_path}/{name}/pipeline, dtype: {dtype}}}"
+
+    encoders = load_run(DIGITS, named("own")).encoders
+    made = {"codec": load_image_codec(encoders.image).identity, "text": load_text_encoder(encoders.text).identity}
+    assert misfits(*named("own"), **made) == []
+    image, first, second = misfits(*named("other"), **made)
+    assert re.fullmatch(
+        "it was encoded with weights_sample [0-9a-f]{32}, and encoders.image has weights_sample [0-9a-f]{32}", image
+    )
+    for part, line in (("text_encoder", first), ("text_encoder_2", second)):
+        assert re.search(f", and encoders.text.pipeline, in {part}, has weights_sample [0-9a-f]{{32}}$", line)
+    assert misfits(*named("nowhere"), **made) == []  # the machine that trains needs no encoders
+    model = T5EncoderModel(T5Config(**TEXT, vocab_size=384))
+    model.save_pretrained(tmp_path / "one")
+    model.save_pretrained(tmp_path / "several", max_shard_size="100KB")
+    model.to(torch.bfloat16).save_pretrained(tmp_path / "rounded")
+    assert len(list((tmp_path / "several").glob("*.safetensors"))) > 1
+    one, several = (weights_sample(tmp_path / name, "fp32") for name in ("one", "several"))
+    assert one == several != weights_sample(tmp_path / "rounded", "fp32")
+    assert weights_sample(tmp_path / "one", "bf16") == weights_sample(tmp_path / "rounded", "bf16")
+    (tmp_path / "one/model.safetensors").write_bytes(b"half")
+    assert weights_sample(tmp_path / "one", "fp32") is None
+
+
+def test_another_seed_of_a_drawn_encoder_is_another_encoder():
+    encoder = load_text_encoder(load_run(DIGITS).encoders.text)
+    assert misfits(text=encoder.identity) == []
+    assert misfits("encoders.text.seed=7", text=encoder.identity) == [
+        "it was encoded with seed 0, and encoders.text has seed 7"
+    ]
 
 
 def limit(height, width, recommended):
@@ -102,8 +149,8 @@ def test_training_by_a_plan_refuses_a_store_of_larger_samples(tmp_path, capfd):
         "plan is for (batch.latents 4x4x6, for 8 × 12); ask `bigdit plan` for the size of this bucket"
         for name, times in (("4x4x8", "1.3"), ("4x6x6", "1.5"))
     ]
-    changed = json.loads((tmp_path / "store/schema.json").read_text()) | {"buckets": [[8, 8], [8, 16]]}
-    (tmp_path / "store/schema.json").write_text(json.dumps(changed))
+    make_store(tmp_path / "other", buckets=((8, 8), (8, 16)))
+    arguments += ["--set", f"data.features={tmp_path}/other"]
     assert main(arguments[:2] + arguments[4:] + ["--set", "train.micro_batch_size=4", *_model(kwargs)]) == EXIT_USER
     assert "it was encoded in the buckets 8 × 8, 8 × 16, and data.buckets is 8 × 8" in capfd.readouterr().err
 

@@ -1,7 +1,6 @@
 """The loader: what a batch holds, drawn from seeds alone, in bounded memory, and its errors."""
 
 import gc
-import json
 from collections import Counter
 from contextlib import closing
 from dataclasses import dataclass
@@ -15,10 +14,9 @@ from bigdit.catalog.encoders import POOLED_TEXT
 from bigdit.dist import World
 from bigdit.errors import UserError
 from bigdit.features import FeatureStore, fp8
-from bigdit.features.digest import lines_digest
 from bigdit.features.null_text import write_null_text
-from bigdit.features.part import Encoded, part_path, store_identity, write_part
-from bigdit.features.schema import FILE, StoreSchema
+from bigdit.features.part import Encoded, part_path, write_part
+from bigdit.features.schema import FILE, StoreSchema, part_identity, schema_text, store_identity
 from bigdit.features.text import Text
 from bigdit.loader.order import Order
 from bigdit.loader.read import BatchReader, draw
@@ -38,18 +36,28 @@ class Caption:
     weight: float = 1.0
 
 
-def make_store(root, count=40, *, deviation=False, pooled=False, eight_bits=False, dtype=torch.bfloat16, several=False):
+def make_store(
+    root,
+    count=40,
+    *,
+    deviation=False,
+    pooled=False,
+    eight_bits=False,
+    dtype=torch.bfloat16,
+    several=False,
+    buckets=((8, 8),),
+):
     """Random features; sample i's second caption weighs three times its first."""
     schema = StoreSchema(
         codec={},
         text_encoder={"max_tokens": TOKENS},
-        buckets=[(8, 8)],
+        buckets=list(buckets),
         sources=[{"kind": "random", "count": count}],
         part_size=PART,
     )
     root.mkdir(exist_ok=True)
-    (root / FILE).write_text(schema.model_dump_json())
-    write_null_text(root, NULL if pooled else Text(NULL.states))
+    (root / FILE).write_text(schema_text(schema))
+    write_null_text(root, NULL if pooled else Text(NULL.states), store_identity(schema))
     truth = {}
     for start, end in schema.ranges():
         generator = torch.Generator().manual_seed(start)
@@ -69,7 +77,7 @@ def make_store(root, count=40, *, deviation=False, pooled=False, eight_bits=Fals
             for sample, index in zip(latents[shape], chosen, strict=True):
                 truth[index] = (sample, [texts[caption.text] for caption in captions[index]])
         encoded = Encoded(latents, indices, captions, texts, [])
-        write_part(part_path(root, start, end), encoded, identity=store_identity(schema), eight_bits=eight_bits)
+        write_part(part_path(root, start, end), encoded, identity=part_identity(schema, start), eight_bits=eight_bits)
     return truth
 
 
@@ -244,11 +252,19 @@ def test_small_buckets_are_told_of(tmp_path):
     make_store(tmp_path / "store", 40)
     _, notices = plan_order(FeatureStore.open(tmp_path / "store"), 16, 0, None, 0, tmp_path)
     assert notices == [
-        "bucket 4x4x8 has 14 samples, fewer than a global batch of 16: they are carried over from epoch to epoch "
-        "until a batch is full"
+        "bucket 4x4x8 has 14 samples, fewer than a global batch of 16 (train.global_batch_size): each of its batches "
+        "takes 1.1 epochs of them, and has samples more than once"
     ]
-    changed = json.loads((tmp_path / "store/schema.json").read_text()) | {"buckets": [[12, 12], [8, 16], [64, 64]]}
-    (tmp_path / "store/schema.json").write_text(json.dumps(changed))
+    order, notices = plan_order(FeatureStore.open(tmp_path / "store"), 64, 0, None, 0, tmp_path)
+    assert notices == [
+        "data.features has 40 samples, fewer than a global batch of 64 (train.global_batch_size): each step takes more "
+        "than an epoch, and has samples more than once; lower train.global_batch_size, or add pictures"
+    ]
+    first = order.batch(0)
+    seen = Counter(zip(first.parts.tolist(), first.rows.tolist(), strict=True))
+    assert max(seen.values()) > 1
+    assert len(seen) == FeatureStore.open(tmp_path / "store").index.counts[:, first.bucket].sum()
+    make_store(tmp_path / "store", 40, buckets=((12, 12), (8, 16), (64, 64)))
     _, notices = plan_order(FeatureStore.open(tmp_path / "store"), 8, 0, None, 0, tmp_path)
     assert notices == ["1 of 3 data.buckets have no samples: all are of 2 sizes, 4x4x8, 4x6x6"]
 
@@ -306,12 +322,3 @@ def test_the_host_memory_that_is_predicted_is_what_the_loader_takes(tmp_path, mo
     # Tables and headers of open parts, and Python's own: a few MB.
     assert most <= predicted + one + 8 * 2**20
     assert most >= 0.5 * predicted  # texts are shorter than max_tokens, and untouched padding takes no memory
-
-
-def test_the_identity_of_a_store_is_that_of_its_encoders(tmp_path):
-    make_store(tmp_path / "one")
-    file = part_path(tmp_path / "one", 0, 8)
-    other = lines_digest([b"other"])
-    write_part(file, Encoded({}, {}, {}, {}, []), identity=other)
-    with pytest.raises(UserError, match="is of another store: other encoders made it"):
-        FeatureStore.open(tmp_path / "one")

@@ -27,7 +27,7 @@ def local(tmp_path):
 
 
 def upload(root, store):
-    for file in root.iterdir():
+    for file in root.glob("*.*"):
         obstore.put(store, file.name, file.read_bytes())
     return store
 
@@ -51,6 +51,22 @@ def test_object_stores_give_the_same_batches(local, kind, tmp_path, monkeypatch)
     store = upload(local.root, MemoryStore() if kind == "memory" else LocalStore(tmp_path / "other"))
     monkeypatch.setattr("obstore.store.from_url", lambda url: store)
     assert_same(read_all(FeatureStore.open(Path("s3://bucket/features")), 30), read_all(local, 30))
+
+
+def test_what_workers_have_in_hand_is_no_part_of_a_store(local, monkeypatch):
+    file = sorted(local.root.glob("part-*"))[3]
+    (local.root / "workers/name").mkdir(parents=True)
+    (local.root / "workers/name" / file.name).touch()
+    store = upload(local.root, MemoryStore())
+    obstore.put(store, f"workers/name/{file.name}", b"")
+    monkeypatch.setattr("obstore.store.from_url", lambda url: store)
+    assert_same(read_all(FeatureStore.open(Path("s3://bucket/features")), 30), read_all(local, 30))
+    monkeypatch.undo()
+    by_url = Path(f"file://{local.root}")
+    assert_same(read_all(FeatureStore.open(by_url), 30), read_all(local, 30))
+    file.unlink()
+    with pytest.raises(UserError, match=rf"lacks 1 of 16 files, the first {file.name}"):
+        FeatureStore.open(by_url)
 
 
 @pytest.mark.timeout(120)

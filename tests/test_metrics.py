@@ -4,9 +4,12 @@ import json
 
 import pytest
 import torch
+from disks import mounted
 
 from bigdit.checkpoint import Peers
+from bigdit.errors import UserError
 from bigdit.train.metrics import Metrics, read_metrics
+from bigdit.train.step import StepResult
 
 
 def rows(path, *steps):
@@ -33,7 +36,30 @@ def test_rows_of_another_course_are_put_aside_and_said(tmp_path, capfd):
     assert f"note: training begins at step 0; 3 rows of an earlier course are now {aside}" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("damage", ["", "[[", "null\n", '{"step": "1"}\n', "[" * 100_000 + "\n", "\udcff\x00\n"])
+def test_a_disk_without_room_for_more_rows_is_one_line(tmp_path):
+    def fill(metrics):
+        for step in range(999):
+            metrics.add(step, 1e-3, StepResult(torch.tensor(1.0), None, taken=True))
+
+    options = {"start": 0, "stop": 999, "images": 1, "name_samples": str}
+    with mounted(tmp_path / "small", "size=16k") as disk:
+        file = disk / "metrics.jsonl"
+        with Metrics(disk, Peers(), torch.device("cpu"), **options) as metrics, pytest.raises(UserError) as error:
+            fill(metrics)
+        assert str(error.value) == (
+            f"cannot write {file}: No space left on device; once it can be written, the same command goes on from the "
+            "last checkpoint"
+        )
+        steps = [row["step"] for row in read_metrics(file)]
+        assert steps == list(range(len(steps)))
+        assert steps
+
+
+@pytest.mark.parametrize(
+    "damage",
+    ["", "[[", "null\n", '{"step": "1"}\n', "[" * 100_000 + "\n", '{"step": 1' + "0" * 5000 + "}\n", "\udcff\x00\n"],
+    ids=["nothing", "half", "null", "text", "deep", "long", "bytes"],
+)
 def test_rows_that_are_lost_are_said(tmp_path, capfd, damage):
     path = tmp_path / "metrics.jsonl"
     rows(path, 0, 2)

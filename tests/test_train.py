@@ -148,10 +148,11 @@ def test_weights_to_start_from(features, trained, tmp_path, kind):
 
 def test_features_of_other_encoders_are_refused(features, tmp_path):
     other = ["encoders.text.max_tokens=16", "model.kwargs.caption_channels=32", "encoders.text.config.d_model=32"]
-    done = train(features, tmp_path, *other)
+    done = train(features, tmp_path, *other, "encoders.text.seed=1")
     assert done.returncode == 1
-    first, another, last = done.stderr.splitlines()
+    first, another, weights, last = done.stderr.splitlines()
     assert "does not fit: it was encoded with config " in another
+    assert weights.endswith("does not fit: it was encoded with seed 0, and encoders.text has seed 1")
     assert [first, last] == [
         f"error: data.features: {features} does not fit: "
         "its text has 64 features, and the model's caption_channels is 32",

@@ -52,7 +52,7 @@ def test_the_lock_is_free_when_its_holder_was_killed(tmp_path):
 def test_a_lock_that_nobody_signed(tmp_path, monkeypatch):
     monkeypatch.setattr("bigdit.train.lock.PATIENCE_S", 0.0)
     with held(tmp_path, World()):
-        for written in ("", "[1]", '{"pid": "x"}', "\0"):
+        for written in ("", "[1]", '{"pid": "x"}', "\0", "[" * 60_000):
             (tmp_path / "lock").write_text(written)
             with pytest.raises(UserError, match="is in use by another process; wait for it"), held(tmp_path, World()):
                 pass

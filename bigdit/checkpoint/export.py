@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from bigdit import models
+from bigdit.checkpoint.exported import write_checksums
 from bigdit.checkpoint.folder import Checkpoint
 from bigdit.checkpoint.restore import load_tensors
 from bigdit.errors import UserError
@@ -41,6 +42,7 @@ def export(checkpoint: Checkpoint, folder: Path) -> None:
                 _write_model(checkpoint, spec, kind, temporary / name)
             else:
                 _write_adapters(checkpoint, lora, kind, temporary / name)
+            write_checksums(temporary / name)
         for file in temporary.rglob("*.safetensors"):  # safetensors' are their owner's alone, whatever the umask says
             file.chmod(temporary.stat().st_mode & 0o666)
         commit_folder(temporary, folder)

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader
 
 from bigdit import models
+from bigdit.checkpoint.exported import check_exported
 from bigdit.checkpoint.folder import STATE, Checkpoint, open_checkpoint
 from bigdit.checkpoint.peers import Peers
 from bigdit.checkpoint.plan import LoadPlanner
@@ -47,9 +48,10 @@ def restore(checkpoint: Checkpoint, engine: Engine, peers: Peers, ema: Ema | Non
 def load_model(spec: ModelSpec, source: Path, *, dtype: torch.dtype) -> nn.Module:
     """The model on the host with the weights in `source`: a folder of diffusers', or a checkpoint.
 
-    Raises UserError where it holds neither, or another model's.
+    Raises UserError where it holds neither, or another model's, or is damaged.
     """
     if not (source / STATE).is_file():
+        check_exported(source)
         return models.load(spec, source, dtype=dtype)
     found = open_checkpoint(source)
     verify(found)

@@ -43,6 +43,8 @@ T = TypeVar("T")
 
 _LEAVE_AFTER_S = 60.0
 """How long a run that failed waits for the checkpoint that it was writing."""
+_AT_ONCE = 1 << 20
+"""Weights that are looked at together: asking whether they are finite takes several times their bytes."""
 _ROOM = "make room for one checkpoint more than train.keep_checkpoints, or choose another output"
 
 
@@ -205,7 +207,7 @@ def _make(folder: Path) -> None:
 def _not_finite(copies: dict[str, Place], final: Path, last: Path | None) -> str | None:
     """What is wrong with weights that are not finite: they are not saved."""
     counts = {
-        name: int(torch.isfinite(place.tensor).logical_not().sum())
+        name: sum(int(torch.isfinite(piece).logical_not().sum()) for piece in place.tensor.split(_AT_ONCE))
         for name, place in copies.items()
         if name.startswith(("master.", "ema."))
     }

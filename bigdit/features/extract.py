@@ -18,7 +18,7 @@ from bigdit.features.ranges import missing, parse_split
 from bigdit.features.remote import url_of
 from bigdit.features.report import FILE as REPORT
 from bigdit.features.report import ExtractReport, StoreReport, extract_report, store_report
-from bigdit.features.schema import Range, StoreSchema, claim
+from bigdit.features.schema import Range, StoreSchema, claim, store_identity
 from bigdit.features.sources import Source, open_source
 from bigdit.features.text import TextEncoder, load_text_encoder
 from bigdit.files import write_text
@@ -80,7 +80,7 @@ def _prepare(run: RunConfig, model: ModelSpec, source: Source) -> StoreSchema:
     root = run.data.features
     claim(root, schema)
     with own_folder(root) as folder:
-        write_null_text(root, text_encoder.null(), folder)
+        write_null_text(root, text_encoder.null(), store_identity(schema), folder)
     remove_left(root)
     return schema
 

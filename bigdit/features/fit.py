@@ -12,6 +12,7 @@ from bigdit.config.plan_file import PlanFile
 from bigdit.config.run import IdentityCodec, RunConfig, TextEncoderConfig, VaeCodec
 from bigdit.documents import parse_json
 from bigdit.features.digest import config_digest
+from bigdit.features.encoders.folder import weights_sample
 from bigdit.features.part import Shape, shape_name
 from bigdit.features.schema import StoreSchema
 from bigdit.spec import ModelSpec
@@ -44,17 +45,22 @@ def text_misfits(model: ModelSpec, dim: int, pooled_dim: int | None) -> list[str
 
 
 def run_misfits(run: RunConfig, schema: StoreSchema) -> list[str]:
-    """How the store was encoded otherwise than the run says, as far as it shows without reading weights.
+    """How the store was encoded otherwise than the run says, as far as configs and a sample of the weights show.
 
-    Other weights of the same architecture are told apart by `bigdit extract`, which reads them all.
+    `bigdit extract` reads all weights, and tokenizers too.
     """
     image, text = run.encoders.image, run.encoders.text
-    sections = [("image", _codec(image), schema.codec), ("text", _text(text), schema.text_encoder)]
+    sections = [("encoders.image", _codec(image), schema.codec), ("encoders.text", _text(text), schema.text_encoder)]
+    if text.pipeline is not None:
+        sections += [
+            (f"encoders.text.pipeline, in {name},", _saved(text.pipeline / name, text.dtype), found)
+            for name, found in schema.text_encoder.get("components", {}).items()
+        ]
     problems = [
-        f"it was encoded with {key} {found[key]}, and encoders.{section} has {key} {value}"
+        f"it was encoded with {key} {found[key]}, and {section} has {key} {value}"
         for section, asked, found in sections
         for key, value in asked.items()
-        if key in found and found[key] != value
+        if found.get(key) not in (None, value)
     ]
     if set(run.data.buckets) != set(schema.buckets):
         there, asked = (", ".join(f"{h} × {w}" for h, w in sizes) for sizes in (schema.buckets, run.data.buckets))
@@ -100,23 +106,26 @@ def _codec(config: IdentityCodec | VaeCodec) -> dict[str, Any]:
     if isinstance(config, IdentityCodec):
         return config.model_dump()
     said = config.model_dump(include={"name", "class_name", "latents", "dtype"})
-    return said | ({"seed": config.seed} if config.latents == "sampled" else {}) | _config_in(config.path)
+    seed = {"seed": config.seed} if config.latents == "sampled" else {}
+    return said | seed | _saved(config.path, config.dtype)
 
 
 def _text(config: TextEncoderConfig) -> dict[str, Any]:
     """What of a text encoder's identity the config says."""
     said: dict[str, Any] = {"dtype": config.dtype, "stored": config.stored}
     if config.pipeline is None:
-        drawn = {"config": config_digest(config.config)} if config.config is not None else {}
-        return {"class_name": config.class_name} | said | drawn | (_config_in(config.path) if config.path else {})
+        said["class_name"] = config.class_name
+        if config.path is not None:
+            return said | _saved(config.path, config.dtype)
+        return said | {"config": config_digest(config.config or {}), "seed": config.seed}
     index = _document(config.pipeline / "model_index.json")
     return ({"class_name": index["_class_name"]} if "_class_name" in index else {}) | said
 
 
-def _config_in(folder: Path) -> dict[str, Any]:
-    """The digest of a folder's config.json; nothing where the machine that trains has no encoders."""
-    found = _document(folder / "config.json")
-    return {"config": config_digest(found)} if found else {}
+def _saved(folder: Path, dtype: str) -> dict[str, Any]:
+    """What tells the model in a folder from others; nothing where the machine that trains has no encoders."""
+    config, sample = _document(folder / "config.json"), weights_sample(folder, dtype)
+    return ({"config": config_digest(config)} if config else {}) | ({"weights_sample": sample} if sample else {})
 
 
 def _document(file: Path) -> dict[str, Any]:

@@ -127,12 +127,12 @@ def _parsed(path: Path, start: bytes, size: int) -> Header:
 
 
 def check_part(header: Header, identity: str | None = None) -> None:
-    """Raise UserError where a file is not a part of the store of `identity` (None: of any), or lacks a column."""
+    """Raise UserError where a file has not the `identity` of its place in the store (None: any), or lacks a column."""
     path, columns, metadata = header.path, header.columns, header.metadata
     if metadata.get("format") != FORMAT:
         raise damaged(path, f"is of format {metadata.get('format', '1')}, and {FORMAT} was expected")
     if identity is not None and metadata.get("store") != identity:
-        raise damaged(path, "is of another store: other encoders made it")
+        raise damaged(path, "is of another store: it is of other pictures, encoders or buckets")
     found_range, named = metadata.get("range"), range_text(path.name)
     if found_range != named:
         raise damaged(path, f"is another part: it holds the pictures {str(found_range)[:40]}, and not {named}")

@@ -21,6 +21,7 @@ from bigdit.features.digest import bytes_of, chained_digest
 from bigdit.features.header import Header, check_part, damaged, read_header
 from bigdit.features.local import read_column
 from bigdit.features.part import Shape, parse_shape, part_name, shape_name
+from bigdit.features.schema import StoreSchema, part_identity, store_identity
 from bigdit.features.tensors import commit_tensors
 
 FILE = "index.safetensors"
@@ -36,11 +37,14 @@ class Index:
     counts: npt.NDArray[np.int64]
 
 
-def load_index(root: Path, wanted: npt.NDArray[np.int64], header_of: Callable[[str], Header], identity: str) -> Index:
+def load_index(
+    root: Path, wanted: npt.NDArray[np.int64], header_of: Callable[[str], Header], schema: StoreSchema
+) -> Index:
     """The index of `wanted` parts (start, end, bytes): by the file where it has them, by their headers otherwise.
 
     Writes the file anew where it lacked any. Raises UserError where a header is damaged or of another store.
     """
+    identity = store_identity(schema)
     saved = read_index(root / FILE, identity)
     if saved is not None and np.array_equal(saved.parts, wanted):
         return saved
@@ -55,7 +59,7 @@ def load_index(root: Path, wanted: npt.NDArray[np.int64], header_of: Callable[[s
     def shapes_of(number: int) -> dict[Shape, int]:
         start, end, _ = parts[number]
         header = header_of(part_name(start, end))
-        check_part(header, identity)
+        check_part(header, part_identity(schema, start))
         return header.shapes()
 
     with ThreadPoolExecutor(_READERS, "index") as threads:

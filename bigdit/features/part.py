@@ -11,7 +11,8 @@ A part's name is its record of completion. In the order of the file, with shapes
     captions     uint8: JSON of source index to [[text, weight], …]
 
 Tables come first: one small read opens a part. Every byte is under a digest. The metadata names the format, the range,
-the identity of the store, and what was skipped. The range is the name's, or the part lies in the place of another.
+the identity of encoders, buckets and pictures, and what was skipped. The range is the name's, or the part lies in the
+place of another.
 """
 
 from __future__ import annotations
@@ -27,12 +28,11 @@ import numpy as np
 import torch
 
 from bigdit.features import fp8
-from bigdit.features.digest import bytes_of, chained_digest, lines_digest, row_digest
-from bigdit.features.schema import StoreSchema
+from bigdit.features.digest import bytes_of, chained_digest, row_digest
 from bigdit.features.tensors import Pieces, commit, header_bytes
 from bigdit.features.text import Text
 
-FORMAT = "2"
+FORMAT = "3"
 
 Shape = tuple[int, int, int] | tuple[int, int, int, int]
 """Of a sample's latents: C×H×W, or C×F×H×W of videos."""
@@ -104,17 +104,12 @@ def shape_name(shape: Shape) -> str:
     return "x".join(str(side) for side in shape)
 
 
-def store_identity(schema: StoreSchema) -> str:
-    """What parts of one store have in common: the encoders that made them."""
-    return lines_digest(json.dumps(each, sort_keys=True).encode() for each in (schema.codec, schema.text_encoder))
-
-
 def write_part(
     path: Path, encoded: Encoded, scratch: Path | None = None, *, identity: str, eight_bits: bool = False
 ) -> None:
     """Write and commit a part, by way of `scratch` as in files.replacing; the same features give the same bytes.
 
-    `identity`: `store_identity` of the store; with `eight_bits` the texts' states are stored in 8 bits.
+    `identity`: its `schema.part_identity`; with `eight_bits` the texts' states are stored in 8 bits.
     Raises UserError where the disk is full or cannot be written.
     """
     tensors: dict[str, Pieces] = {"digests": Pieces.of(torch.zeros(3, dtype=torch.int64))}

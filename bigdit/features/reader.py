@@ -39,7 +39,7 @@ class Part:
 
     @classmethod
     def open(cls, path: Path, reader: ReaderName = "pread", identity: str | None = None) -> Part:
-        """Open the part at `path`, of the store of `identity`. Raises UserError where it is damaged or another's."""
+        """Open the part at `path`, of this `identity`. Raises UserError where it is damaged or another store's."""
         return cls(read_header(path), READERS[reader](path), identity)
 
     @property

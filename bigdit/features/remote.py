@@ -77,7 +77,8 @@ class RemoteParts:
 
         try:
             for page in obstore.list(self.store):
-                self._sizes.update({entry["path"].rpartition("/")[2]: entry["size"] for entry in page})
+                # In folders of it lie what workers have in hand, and other things that are none of the store's files.
+                self._sizes.update({entry["path"]: entry["size"] for entry in page if "/" not in entry["path"]})
         except Exception as error:
             raise _unreadable(self.url, error) from None
         largest = max(self._sizes.values(), default=0)

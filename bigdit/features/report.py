@@ -10,9 +10,9 @@ from typing import Any
 from bigdit.features import speed
 from bigdit.features.header import check_part, read_header
 from bigdit.features.in_hand import Fate, all_held
-from bigdit.features.part import Skipped, part_path, shape_name, store_identity
+from bigdit.features.part import Skipped, part_path, shape_name
 from bigdit.features.ranges import missing
-from bigdit.features.schema import Range, StoreSchema
+from bigdit.features.schema import Range, StoreSchema, part_identity
 from bigdit.features.speed import WorkerSpeed
 from bigdit.spec import Strict
 
@@ -64,9 +64,10 @@ def store_report(root: Path, schema: StoreSchema) -> StoreReport:
     """Count the store by its parts' headers. Raises UserError where one is damaged."""
     ranges = schema.ranges()
     absent = set(missing(root, ranges))
-    headers = [read_header(part_path(root, *each)) for each in ranges if each not in absent]
-    for header in headers:
-        check_part(header, store_identity(schema))
+    there = [each for each in ranges if each not in absent]
+    headers = [read_header(part_path(root, *each)) for each in there]
+    for header, (start, _) in zip(headers, there, strict=True):
+        check_part(header, part_identity(schema, start))
     buckets: Counter[str] = Counter()
     columns: Counter[str] = Counter()
     for header in headers:
@@ -81,7 +82,7 @@ def store_report(root: Path, schema: StoreSchema) -> StoreReport:
         encoded=sum(buckets.values()),
         buckets=dict(sorted(buckets.items())),
         skipped=[item for header in headers for item in header.skipped()],
-        bytes=sum(part_path(root, *each).stat().st_size for each in ranges if each not in absent),
+        bytes=sum(part_path(root, *each).stat().st_size for each in there),
         bytes_by_column=dict(sorted(columns.items())),
         codec=schema.codec,
         text_encoder=schema.text_encoder,

@@ -15,10 +15,10 @@ from bigdit.features import null_text
 from bigdit.features.index import FILE as INDEX
 from bigdit.features.index import Index, listed, load_index, misfit
 from bigdit.features.local import LocalParts, ReaderName
-from bigdit.features.part import Shape, part_name, part_range, store_identity
+from bigdit.features.part import Shape, part_name, part_range
 from bigdit.features.reader import Part
 from bigdit.features.remote import RemoteParts, open_remote
-from bigdit.features.schema import EXTRACT, StoreSchema, read_schema
+from bigdit.features.schema import EXTRACT, StoreSchema, part_identity, read_schema, store_identity
 from bigdit.features.schema import FILE as SCHEMA
 from bigdit.features.text import Text
 from bigdit.units import GIB
@@ -51,7 +51,6 @@ class FeatureStore:
         self.schema = schema
         self.index = index
         self._files = files
-        self._identity = store_identity(schema)
         self.buckets = {shape: BucketRows(index.counts[:, column]) for column, shape in enumerate(index.shapes)}
         self.part = functools.lru_cache(OPEN_PARTS)(self._open)
 
@@ -86,7 +85,7 @@ class FeatureStore:
                 f"data.features: {files} has {others} parts that are none of the {len(parts)} of its {SCHEMA}: that is "
                 "damaged, or of another time; bring back the one that belongs to the parts"
             )
-        index = load_index(files.root, parts, files.header, store_identity(schema))
+        index = load_index(files.root, parts, files.header, schema)
         if not index.counts.sum():
             raise UserError(f"data.features: all pictures of {files} were skipped; report.json there says why")
         return cls(files, schema, index)
@@ -99,7 +98,7 @@ class FeatureStore:
     @functools.cached_property
     def null_text(self) -> Text:
         """The empty caption's, in bf16, for guidance."""
-        return null_text.read_null_text(self.root)
+        return null_text.read_null_text(self.root, store_identity(self.schema))
 
     @functools.cached_property
     def latents_dtype(self) -> torch.dtype:
@@ -134,7 +133,7 @@ class FeatureStore:
     def _open(self, number: int) -> Part:
         start, end, _ = self.index.parts[number].tolist()
         name = part_name(start, end)
-        part = Part(self._files.header(name), self._files.open(name), self._identity)
+        part = Part(self._files.header(name), self._files.open(name), part_identity(self.schema, start))
         if problem := misfit(part.header.path, listed(self.index, number), part.counts):
             raise UserError(problem)
         return part

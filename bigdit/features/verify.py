@@ -13,10 +13,11 @@ from bigdit.features import null_text
 from bigdit.features.index import FILE as INDEX
 from bigdit.features.index import listed, misfit, read_index
 from bigdit.features.local import LocalParts
-from bigdit.features.part import Shape, part_name, part_path, store_identity
+from bigdit.features.part import Shape, part_name, part_path
 from bigdit.features.ranges import missing
 from bigdit.features.reader import Part
-from bigdit.features.schema import EXTRACT, Range, StoreSchema, read_schema
+from bigdit.features.schema import EXTRACT, Range, StoreSchema, part_identity, read_schema, store_identity
+from bigdit.lifeline import end_with_parent
 from bigdit.spec import Strict
 from bigdit.units import gib
 
@@ -62,20 +63,22 @@ def verify(root: Path, workers: int = 1) -> VerifyReport:
     ranges = schema.ranges()
     absent = set(missing(root, ranges))
     there = [each for each in ranges if each not in absent]
-    damaged = _null_text(root)
+    damaged = _null_text(root, store_identity(schema))
     total, done = 0, 0
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["bigdit.features.preload"])
-    identity = store_identity(schema)
-    counts = _index(root, identity)
+    counts = _index(root, store_identity(schema))
     with (
-        ProcessPoolExecutor(max(min(workers, len(there)), 1), mp_context=context) as pool,
+        ProcessPoolExecutor(max(min(workers, len(there)), 1), context, end_with_parent) as pool,
         log.progress("verify", total=len(there), unit="parts") as advance,
     ):
         for first in range(0, len(there), _AT_ONCE * workers):
             some = there[first : first + _AT_ONCE * workers]
             for each in as_completed(
-                [pool.submit(_check, root, chosen, identity, counts.get(chosen)) for chosen in some]
+                [
+                    pool.submit(_check, root, chosen, part_identity(schema, chosen[0]), counts.get(chosen))
+                    for chosen in some
+                ]
             ):
                 nbytes, problem = each.result()
                 total += nbytes
@@ -118,11 +121,11 @@ def _index(root: Path, identity: str) -> dict[Range, dict[Shape, int]]:
     }
 
 
-def _null_text(root: Path) -> list[Damaged]:
+def _null_text(root: Path, identity: str) -> list[Damaged]:
     if not (root / null_text.FILE).exists():
         return []
     try:
-        null_text.read_null_text(root)
+        null_text.read_null_text(root, identity)
     except UserError as error:
         return [Damaged(file=null_text.FILE, start=0, end=0, problem=str(error))]
     return []

@@ -18,12 +18,13 @@ from bigdit.config.run import EncodersConfig
 from bigdit.errors import UserError
 from bigdit.features.in_hand import own_folder
 from bigdit.features.load import Encoders, load_encoders
-from bigdit.features.part import part_path, store_identity
-from bigdit.features.schema import StoreSchema, check_same
+from bigdit.features.part import part_path
+from bigdit.features.schema import StoreSchema, check_same, part_identity
 from bigdit.features.sources import Item
 from bigdit.features.speed import Stopwatch, UnitSpeed, append
 from bigdit.features.unit import encode_unit
 from bigdit.features.writer import PartWriter
+from bigdit.lifeline import end_with_parent
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ class Failed:
 def work(pipe: Connection, number: int, encoders: EncodersConfig, schema: StoreSchema, root: Path) -> None:
     """Encode the units that `pipe` gives. One thread, and one that writes: the workers are the parallelism."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends its workers
+    end_with_parent()
     torch.set_num_threads(1)
     try:
         loaded = load_encoders(encoders, number)
@@ -89,7 +91,7 @@ def work(pipe: Connection, number: int, encoders: EncodersConfig, schema: StoreS
 def _work_through(pipe: Connection, root: Path, folder: Path, schema: StoreSchema, encoders: Encoders) -> None:
     """Encode units while those before them are written."""
     committed: deque[UnitSpeed] = deque()  # by the writer's thread; this one alone talks through the pipe
-    with PartWriter(store_identity(schema), eight_bits=schema.text_encoder.get("stored") == "fp8") as writer:
+    with PartWriter(eight_bits=schema.text_encoder.get("stored") == "fp8") as writer:
         clock = _WriterClock()
         watch = Stopwatch()
         while (unit := _next_unit(pipe, committed)) is not None:
@@ -102,7 +104,7 @@ def _work_through(pipe: Connection, root: Path, folder: Path, schema: StoreSchem
             watch = Stopwatch()  # waiting for the writer is a part of the next unit's time
             note = functools.partial(_note, root, folder.name, speed, clock, time.perf_counter(), committed)
             with watch.at("waiting"):
-                writer.write(path, encoded, folder, note)
+                writer.write(path, encoded, part_identity(schema, unit.start), folder, note)
     _tell(pipe, committed)
 
 

@@ -22,26 +22,32 @@ class PartWriter:
     written all the same: it is whole.
     """
 
-    def __init__(self, identity: str, *, eight_bits: bool = False) -> None:
-        self._identity = identity
+    def __init__(self, *, eight_bits: bool = False) -> None:
         self._eight_bits = eight_bits
         self._thread = ThreadPoolExecutor(1, "writer")
         self._waiting: deque[Future[None]] = deque()
         self._failed = False
 
     def write(
-        self, path: Path, encoded: Encoded, scratch: Path | None = None, committed: Callable[[], None] = lambda: None
+        self,
+        path: Path,
+        encoded: Encoded,
+        identity: str,
+        scratch: Path | None = None,
+        committed: Callable[[], None] = lambda: None,
     ) -> None:
-        """Write a part, by way of `scratch` as in files.replacing; `committed` is called, in the writer's thread, when
-        it is on disk. Raises UserError where an earlier one could not be written."""
+        """Write a part of this `part_identity`, by way of `scratch` as in files.replacing; `committed` is called, in
+        the writer's thread, when it is on disk. Raises UserError where an earlier one could not be written."""
         self._take_up(WAITING_PARTS - 1)
-        self._waiting.append(self._thread.submit(self._commit, path, encoded, scratch, committed))
+        self._waiting.append(self._thread.submit(self._commit, path, encoded, identity, scratch, committed))
 
-    def _commit(self, path: Path, encoded: Encoded, scratch: Path | None, committed: Callable[[], None]) -> None:
+    def _commit(
+        self, path: Path, encoded: Encoded, identity: str, scratch: Path | None, committed: Callable[[], None]
+    ) -> None:
         if self._failed:
             return
         try:
-            write_part(path, encoded, scratch, identity=self._identity, eight_bits=self._eight_bits)
+            write_part(path, encoded, scratch, identity=identity, eight_bits=self._eight_bits)
             committed()
         except BaseException:
             self._failed = True

@@ -47,7 +47,7 @@ def plan_order(
     index = store.index
     if saved is None:
         order = Order(index.counts, index.shapes, global_batch_size, seed)
-        return order, _carried_over(order, store)
+        return order, _scarce(order, store)
     state = _parse(saved, where)
     problems = [
         f"{key} is {asked}, and {where} was trained with {found}: samples would come twice, or never; set it to {found}"
@@ -85,22 +85,28 @@ def plan_order(
     return order, [
         f"{store.root} has {added} more parts ({samples} samples) than before: they enter with epoch {first}, and what "
         "was planned until then stays",
-        *_carried_over(order, store),
+        *_scarce(order, store),
     ]
 
 
-def _carried_over(order: Order, store: FeatureStore) -> list[str]:
-    totals = store.index.counts.sum(0).tolist()
-    asked, filled = len(set(store.schema.buckets)), sum(total > 0 for total in totals)
-    empty = [
-        f"{asked - filled} of {asked} data.buckets have no samples: all are of {filled} sizes, "
-        f"{', '.join(shape_name(shape) for shape, total in zip(store.index.shapes, totals, strict=True) if total)}"
-    ]
-    return (empty if filled < asked else []) + [
-        f"bucket {shape_name(shape)} has {total} samples, fewer than a global batch of {order.global_batch_size}: they "
-        "are carried over from epoch to epoch until a batch is full"
-        for shape, total in zip(store.index.shapes, totals, strict=True)
-        if 0 < total < order.global_batch_size
+def _scarce(order: Order, store: FeatureStore) -> list[str]:
+    """What a person should know of buckets that are empty, or fill no global batch in an epoch."""
+    totals, batch = store.index.counts.sum(0).tolist(), order.global_batch_size
+    filled = {shape_name(shape): total for shape, total in zip(store.index.shapes, totals, strict=True) if total}
+    asked, limit = len(set(store.schema.buckets)), f"fewer than a global batch of {batch} (train.global_batch_size)"
+    empty = f"{asked - len(filled)} of {asked} data.buckets have no samples: all are of {len(filled)} sizes, "
+    lines = [empty + ", ".join(filled)] if len(filled) < asked else []
+    if sum(totals) < batch:
+        return [
+            *lines,
+            f"data.features has {sum(totals)} samples, {limit}: each step takes more than an epoch, and has samples "
+            "more than once; lower train.global_batch_size, or add pictures",
+        ]
+    return lines + [
+        f"bucket {name} has {total} samples, {limit}: each of its batches takes {batch / total:.1f} epochs of them, "
+        "and has samples more than once"
+        for name, total in filled.items()
+        if total < batch
     ]
 
 

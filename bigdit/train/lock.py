@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from bigdit import log
 from bigdit.dist import World
+from bigdit.documents import parse_json
 from bigdit.errors import UserError
 
 FILE = "lock"
@@ -109,7 +110,7 @@ def _sign(descriptor: int) -> None:
 def _holder(descriptor: int) -> str:
     """Who signed the lock. The holder may be about to sign, and then it is not known."""
     with suppress(ValueError, KeyError, TypeError):
-        found = json.loads(os.pread(descriptor, 1 << 16, 0))
+        found = parse_json(os.pread(descriptor, 1 << 16, 0))
         command = str(found["command"])
         shown = command if len(command) <= 160 else command[:80] + " … " + command[-80:]
         return f"process {int(found['pid'])} on {found['host']!s:.80} since {found['since']!s:.30} ({shown!s})"

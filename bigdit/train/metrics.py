@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from bigdit import log
 from bigdit.checkpoint import Peers
+from bigdit.documents import parse_json
 from bigdit.errors import UserError
 from bigdit.files import write_text
 from bigdit.train.spikes import LossSpikes
@@ -114,8 +115,14 @@ class Metrics:
                 log.notice(f"note: the loss of step {row['step']} {spike}; {self._name_samples(row['step'])}")
 
     def _write(self, rows: list[dict[str, Any]]) -> None:
-        with open(self.path, "a") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
+        try:
+            with open(self.path, "a") as file:
+                file.writelines(json.dumps(row) + "\n" for row in rows)
+        except OSError as error:
+            raise UserError(
+                f"cannot write {self.path}: {error.strerror}; once it can be written, the same command goes on from "
+                "the last checkpoint"
+            ) from None
 
     def _keep_before(self, start: int) -> None:
         """Drop the rows that a resumed run is about to write again; those of a run that begins anew are put aside."""
@@ -136,8 +143,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     rows = []
     for line in path.read_text(errors="replace").splitlines() if path.is_file() else []:
         try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
+            row = parse_json(line)
+        except ValueError:
             continue
         if isinstance(row, dict) and isinstance(row.get("step"), int):
             rows.append(row)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import os
-import select
 import signal
 import sys
-import threading
 from pathlib import Path
+
+from bigdit.lifeline import end_with
 
 LAUNCHER = "BIGDIT_LAUNCHER"
 """The process id of `bigdit train`, in the environment of what it starts."""
@@ -41,12 +41,6 @@ def _end_with_runner() -> None:
         runner = int(Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[1])
         if b"deepspeed" not in Path(f"/proc/{runner}/cmdline").read_bytes():  # on several machines it is another's
             return
-        descriptor = os.pidfd_open(runner)
     except OSError:  # it has ended, or is not ours to see
         return
-
-    def wait() -> None:
-        select.select([descriptor], [], [])
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=wait, daemon=True).start()
+    end_with(runner, signal.SIGTERM)

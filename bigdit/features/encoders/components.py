@@ -13,7 +13,7 @@ import transformers
 from bigdit.documents import parse_json
 from bigdit.errors import UserError, nearest
 from bigdit.features.digest import config_digest, weights_digest
-from bigdit.features.encoders.folder import check_complete, read_config
+from bigdit.features.encoders.folder import check_complete, read_config, weights_sample
 from bigdit.features.encoders.recipes import RECIPES
 from bigdit.features.encoders.tokenizer import tokenizer_digest
 
@@ -35,7 +35,7 @@ def load_text_pipeline(folder: Path, dtype: torch.dtype, device: torch.device) -
     return pipeline(**(absent | loaded))
 
 
-def describe(folder: Path, pipeline: Any) -> dict[str, Any]:
+def describe(folder: Path, pipeline: Any, dtype: str) -> dict[str, Any]:
     """Class and digests of each part that encodes text; all weights are read for it."""
     described: dict[str, Any] = {}
     for name, part in sorted(pipeline.components.items()):
@@ -43,7 +43,11 @@ def describe(folder: Path, pipeline: Any) -> dict[str, Any]:
             continue
         if isinstance(part, torch.nn.Module):
             saved = read_config(KEY, folder / name)
-            digests = {"config": config_digest(saved), "weights": weights_digest(part.state_dict())}
+            digests = {
+                "config": config_digest(saved),
+                "weights": weights_digest(part.state_dict()),
+                "weights_sample": weights_sample(folder / name, dtype),
+            }
         else:
             digests = {"vocabulary": tokenizer_digest(part)}
         described[name] = {"class_name": type(part).__name__, **digests}

@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from bigdit.documents import parse_json
 from bigdit.errors import UserError
+from bigdit.features.digest import weights_digest
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_WEIGHTS = ("model.safetensors", "diffusion_pytorch_model.safetensors")  # of transformers, of diffusers
 
 
 def read_config(key: str, folder: Path) -> dict[str, Any]:
@@ -37,3 +40,32 @@ def check_complete(key: str, folder: Path, info: Mapping[str, Sequence[object]])
         if names:
             what = problem.removesuffix("_keys")
             raise UserError(f"{key}: {folder} has {len(names)} {what} weights, the first {names[0]}")
+
+
+def weights_sample(folder: Path, dtype: str) -> str | None:
+    """The first row of each tensor that a folder holds, in the dtype that it is used in, as hex of xxh3-128.
+
+    It tells other weights of the same model without reading them all: training of any kind changes most tensors.
+    None where there are none to read.
+    """
+    rows: dict[str, torch.Tensor] = {}
+    try:
+        for file in _weight_files(folder):
+            with safe_open(file, "pt") as opened:
+                for name in opened.keys():  # noqa: SIM118  # it is no mapping
+                    tensor = opened.get_slice(name)
+                    row = tensor[:1] if tensor.get_shape() else opened.get_tensor(name)
+                    rows[name] = row.to(DTYPES[dtype]) if row.is_floating_point() else row
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, SafetensorError):
+        return None
+    return weights_digest(rows) if rows else None
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    for name in _WEIGHTS:
+        index = folder / f"{name}.index.json"
+        if index.is_file():
+            return sorted({folder / file for file in parse_json(index.read_bytes())["weight_map"].values()})
+        if (folder / name).is_file():
+            return [folder / name]
+    return []

@@ -49,7 +49,7 @@ class PipelineTextEncoder:
         instruction = self._arguments.get("complex_human_instruction")
         return {
             "class_name": self._class_name,
-            "components": describe(self._folder, self._pipeline),
+            "components": describe(self._folder, self._pipeline, self._config.dtype),
             "dtype": self._config.dtype,
             "stored": self._config.stored,
             "max_tokens": self.max_tokens,

@@ -15,7 +15,7 @@ from bigdit.errors import UserError, nearest
 from bigdit.features.batch_size import CPU_BATCH, BatchSize
 from bigdit.features.digest import config_digest, weights_digest
 from bigdit.features.encoders.by_length import encode_by_length
-from bigdit.features.encoders.folder import DTYPES, check_complete, read_config
+from bigdit.features.encoders.folder import DTYPES, check_complete, read_config, weights_sample
 from bigdit.features.encoders.tokenizer import tokenizer_digest
 from bigdit.features.text import Text
 
@@ -53,12 +53,19 @@ class T5TextEncoder:
             "class_name": self._config.class_name,
             "config": config_digest(self._described),
             "weights": weights_digest(self._model.state_dict()),
+            **self._origin(),
             "tokenizer": tokenizer_digest(self._tokenizer),
             "dtype": self._config.dtype,
             "stored": self._config.stored,
             "max_tokens": self.max_tokens,
             "dim": self.dim,
         }
+
+    def _origin(self) -> dict[str, Any]:
+        """What tells the weights without loading them."""
+        if self._config.path is None:
+            return {"seed": self._config.seed}
+        return {"weights_sample": weights_sample(self._config.path, self._config.dtype)}
 
     def encode(self, captions: Sequence[str]) -> list[Text]:
         """Captions to hidden states of at most max_tokens tokens; padding is masked and cut off."""

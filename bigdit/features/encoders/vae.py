@@ -15,7 +15,7 @@ from bigdit.errors import UserError
 from bigdit.features.batch_size import BatchSize
 from bigdit.features.buckets import Color
 from bigdit.features.digest import config_digest, weights_digest
-from bigdit.features.encoders.folder import DTYPES, check_complete, read_config
+from bigdit.features.encoders.folder import DTYPES, check_complete, read_config, weights_sample
 from bigdit.features.encoders.latents import VIDEO_VAES, decode_latents, encode_latents, encode_moments, normalisation
 from bigdit.features.part import Shape
 
@@ -60,6 +60,7 @@ class DiffusersVae:
             "class_name": self._config.class_name,
             "config": config_digest(self._saved),
             "weights": weights_digest(self._vae.state_dict()),
+            "weights_sample": weights_sample(self._config.path, self._config.dtype),
             "dtype": self._config.dtype,
             "latents": self._config.latents,
             **({"seed": self._config.seed} if self._config.latents == "sampled" else {}),

@@ -21,6 +21,7 @@ from bigdit.features.sources.picture import decode
 from bigdit.features.sources.protocol import Caption, Sample, Unusable
 from bigdit.features.sources.tar_index import SCHEMA, index_path, is_whole, read_digest, write_index
 from bigdit.features.sources.tar_members import Refused
+from bigdit.lifeline import end_with_parent
 
 ROWS = 1024  # of an index, decoded at a time
 TARS_A_WORKER = 8  # a process takes seconds to start, and a tar of ten thousand members half of one
@@ -134,7 +135,7 @@ def _mapped(
     if workers <= 1:
         yield from map(function, pairs)
         return
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), end_with_parent) as pool:
         yield from pool.map(function, pairs)
 
 
