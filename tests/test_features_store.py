@@ -314,6 +314,7 @@ def test_bytes_that_are_no_text_beside_the_parts_are_passed_over(root, schema):
     (root / "report.json").write_bytes(b"\xff")
     for name in ("of nobody.jsonl", "h_b_s_1_2_t.jsonl"):
         (root / "speed" / name).write_bytes(b"\xff\xfe\n" + b"[" * 100_000)
+    (root / "speed/h_b_s_3_4_t.jsonl").mkdir()
     assert store_report(root, schema).encoded == COUNT - 1
 
 

@@ -22,6 +22,7 @@ from bigdit.features.fit import latent_misfits, plan_misfits, run_misfits, small
 from bigdit.loader.stages import data_state, plan_order
 from bigdit.loader.stream import FeatureStream
 from bigdit.spec import BatchShape, ModelSpec, Strategy
+from bigdit.train import exports
 from bigdit.train.lock import held
 from bigdit.train.measure import MemoryMeter
 from bigdit.train.metrics import FILE, Metrics
@@ -34,7 +35,6 @@ from bigdit.train.step import train_step
 from bigdit.train.stop import Stop, Stopped
 
 RECEIPT = "receipt.json"
-EXPORTS = "exports"
 
 
 def train(
@@ -65,6 +65,8 @@ def _train(
 ) -> Path:
     store = FeatureStore.open(run.data.features, run.data.reader, run.data.remote_cache)
     _check_store(store, run, spec, plan)
+    for folder in (run.output, run.output / exports.FOLDER) if world.is_main else ():
+        checkpoint.remove_unfinished(folder)
     found, notices = checkpoint.latest(run.output)
     if found is not None:
         checkpoint.check_resumable(found, spec, strategy)
@@ -72,6 +74,10 @@ def _train(
     _say(world, notices)
     if found is not None and start >= run.train.steps:
         _say(world, [f"{found.folder} has its {start} steps already; raise train.steps to go on"])
+        if world.is_main:
+            exports.export_missed(run, found)
+        if not (run.output / RECEIPT).exists():
+            _say(world, [f"note: {run.output / RECEIPT} is missing: the run was interrupted before it was written"])
         return found.folder
 
     saved, where = (found.state.get("data"), found.folder) if found else (None, run.output)
@@ -85,6 +91,8 @@ def _train(
         peers = checkpoint.Peers(world)
         if found is not None:
             checkpoint.verify(found, peers)
+            if world.is_main:
+                exports.export_missed(run, found)
         model = models.equip(_weights(run, spec, strategy, found), family, strategy, seed=run.train.seed)
         if found is not None:
             checkpoint.load_weights(found, model)
@@ -113,11 +121,20 @@ def _train(
         skipped = SkippedSteps(engine, peers, samples, run.train.most_skipped_steps)
         names = samples.of_step
         metrics = stack.enter_context(
-            Metrics(run.output, world, device, start=start, stop=end, images=images, name_samples=names)
+            Metrics(
+                run.output,
+                world,
+                device,
+                start=start,
+                stop=end,
+                images=images,
+                name_samples=names,
+                written=found.state["metrics"] if found else None,
+            )
         )
         steps = stack.enter_context(closing(stream.steps(start, end, meter.held)))
         keeping = checkpoint.Keeping(run.train.keep_checkpoints, run.train.keep_every)
-        export = functools.partial(_export, run)
+        export = functools.partial(exports.export_due, run)
         saver = stack.enter_context(checkpoint.Saver(run.output, peers, keeping, found=found, then=export))
         stop.begin(start, run.engine.timeout)
         for step in range(start, end):
@@ -135,6 +152,7 @@ def _train(
                     "model": spec.model_dump(mode="json"),
                     "strategy": strategy.model_dump(mode="json"),
                     "run": run.model_dump(mode="json"),
+                    "metrics": metrics.digest,
                     "data": data_state(store, order, run.train.seed).model_dump(mode="json"),
                 }
                 saver.save(engine, ema, step + 1, described)
@@ -155,13 +173,6 @@ def _train(
 def _say(world: World, lines: Sequence[str]) -> None:
     for line in lines if world.is_main else ():
         log.notice(line)
-
-
-def _export(run: RunConfig, saved: checkpoint.Checkpoint) -> None:
-    """The last checkpoint, and those that the config names, in diffusers' format."""
-    every = run.train.export_every
-    if saved.step == run.train.steps or (every is not None and saved.step % every == 0):
-        checkpoint.export(saved, run.output / EXPORTS / saved.folder.name)
 
 
 def _check_store(store: FeatureStore, run: RunConfig, spec: ModelSpec, plan: PlanFile | None) -> None:
