@@ -1,0 +1,186 @@
+"""Chaos over whole runs: kills, signals, damaged files, full disks, two at once, on extraction and training.
+
+    python benchmarks/chaos.py [--rounds 1000] [--seed 0] [--lanes 2] [--keep DIR]
+    python benchmarks/chaos.py --rounds 1 --seed 417       # that round alone
+
+A round is what its seed draws. It ends well where everything ends equal, to the bit, to a run that nobody disturbed,
+where nothing that was whole is lost, and where what was damaged is said in a line. Writes its section of faults.md
+beside this file, and ends with an error where a round does not end well. The tests run the same rounds, fewer of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: threads do not survive a fork
+
+from chaotic import damage_rounds, disk_rounds, extract_rounds, train_rounds
+from chaotic.processes import ChaosError, adopt_orphans, kill_all, warm
+from chaotic.train_rounds import Seen
+from chaotic.world import World
+from faulty.page import write_section
+
+from bigdit.units import duration
+
+Round = Callable[[World, random.Random, Path], Seen]
+
+ROUNDS: dict[str, tuple[Round, int]] = {
+    "train killed": (train_rounds.killed_round, 260),
+    "train signalled": (train_rounds.signalled_round, 150),
+    "train twice": (train_rounds.twice_round, 30),
+    "train elsewhere": (train_rounds.elsewhere_round, 30),
+    "train moved": (train_rounds.moved_round, 40),
+    "train from a shell": (train_rounds.console_round, 10),
+    "run damaged": (damage_rounds.run_round, 190),
+    "store damaged": (damage_rounds.store_round, 70),
+    "written damaged": (damage_rounds.written_round, 50),
+    "train full": (disk_rounds.train_round, 40),
+    "extract ended": (extract_rounds.ended_round, 80),
+    "extract twice": (extract_rounds.twice_round, 20),
+    "extract damaged": (extract_rounds.damaged_round, 20),
+    "extract full": (disk_rounds.extract_round, 10),
+}
+"""By name, with how many of a thousand are drawn."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """Of a round: what it saw, or the problem that it found."""
+
+    seed: int
+    name: str
+    seconds: float
+    seen: dict[str, Any] | None
+    problem: str | None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Disturb whole runs, and see that nothing is lost or silent.")
+    parser.add_argument("--rounds", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0, help="of the first round; the next has the next")
+    parser.add_argument("--lanes", type=int, default=len(os.sched_getaffinity(0)), help="rounds at a time, a core each")
+    parser.add_argument("--only", choices=list(ROUNDS), help="rounds of this kind alone, by seeds of their own")
+    parser.add_argument("--keep", type=Path, help="a folder for what failed rounds leave")
+    arguments = parser.parse_args()
+    began = time.perf_counter()
+    seeds = range(arguments.seed, arguments.seed + arguments.rounds)
+    results = []
+    for result in rounds(seeds, arguments.lanes, arguments.only, arguments.keep):
+        results.append(result)
+        if result.problem:
+            print(f"seed {result.seed}, {result.name}: {result.problem}", file=sys.stderr, flush=True)
+        if len(results) % 20 == 0:
+            print(f"{len(results)} rounds, {_failed(results)} failed", file=sys.stderr, flush=True)
+    seconds = time.perf_counter() - began
+    command = f"python benchmarks/chaos.py --rounds {arguments.rounds} --seed {arguments.seed}"
+    section = _section(results, command, seconds)
+    print("\n".join(section))
+    if arguments.only is None and not _failed(results):
+        write_section(Path(__file__).parent / "faults.md", "Whole runs", section)
+    sys.exit(bool(_failed(results)))
+
+
+def rounds(seeds: Sequence[int], lanes: int, only: str | None = None, keep: Path | None = None) -> Iterator[Result]:
+    """The rounds of these seeds, as they end. A lane is a process on a core of its own, with a world of its own."""
+    warm()
+    cores = sorted(os.sched_getaffinity(0))
+    hear, tell = os.pipe()
+    pids = []
+    for lane in range(lanes):
+        pid = os.fork()
+        if pid == 0:
+            os.close(hear)
+            os.sched_setaffinity(0, {cores[lane % len(cores)]})
+            _lane(seeds[lane::lanes], only, keep, tell)
+        pids.append(pid)
+    os.close(tell)
+    with open(hear) as lines:
+        for line in lines:
+            yield Result(**json.loads(line))
+    for pid in pids:
+        os.waitpid(pid, 0)
+
+
+def _lane(seeds: Sequence[int], only: str | None, keep: Path | None, tell: int) -> None:
+    """Rounds one after another, told as lines of JSON; never returns."""
+    status = 1
+    try:
+        adopt_orphans()
+        with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
+            os.environ["BIGDIT_RECEIPTS"] = f"{folder}/receipts"
+            os.chdir(folder)
+            world = World(Path(folder) / "world")
+            for seed in seeds:
+                result = _round(world, seed, only, Path(folder) / f"round-{seed}", keep)
+                os.write(tell, (json.dumps(vars(result)) + "\n").encode())
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    os._exit(status)
+
+
+def _round(world: World, seed: int, only: str | None, folder: Path, keep: Path | None) -> Result:
+    draw = random.Random(seed)
+    name = draw.choices(list(ROUNDS), [weight for _, weight in ROUNDS.values()])[0]
+    name = only or name
+    folder.mkdir()
+    began = time.perf_counter()
+    seen, problem = None, None
+    try:
+        found = ROUNDS[name][0](world, draw, folder)
+        seen = {"fault": found.fault, "landed": found.landed, "ended": found.ended}
+    except ChaosError as error:
+        problem = str(error)
+    except Exception:
+        problem = traceback.format_exc()
+    kill_all()
+    if problem and keep is not None:
+        shutil.copytree(folder, keep / folder.name, symlinks=True, dirs_exist_ok=True)
+    shutil.rmtree(folder)
+    return Result(seed, name, time.perf_counter() - began, seen, problem and problem[-4000:])
+
+
+def _failed(results: Sequence[Result]) -> int:
+    return sum(result.problem is not None for result in results)
+
+
+def _section(results: Sequence[Result], command: str, seconds: float) -> list[str]:
+    rows: dict[str, tuple[int, Counter[str], Counter[str]]] = {}
+    for result in results:
+        if result.seen is not None:
+            count, landed, ended = rows.get(result.seen["fault"], (0, Counter(), Counter()))
+            rows[result.seen["fault"]] = (
+                count + 1,
+                landed + Counter(result.seen["landed"]),
+                ended + Counter(result.seen["ended"]),
+            )
+    table = sorted(rows.items())
+    done = f"{len(results)} rounds, {_failed(results)} of them failed, in {duration(seconds)}"
+    return [
+        f"`{command}`: {done} on {os.cpu_count()} cores.",
+        "",
+        "| fault | rounds | what was damaged, or where it landed | how it ended |",
+        "| --- | --- | --- | --- |",
+        *(f"| {fault} | {count} | {_listed(landed)} | {_listed(ended)} |" for fault, (count, landed, ended) in table),
+    ]
+
+
+def _listed(counts: Counter[str]) -> str:
+    return ", ".join(f"{count} {what}" for what, count in counts.most_common())
+
+
+if __name__ == "__main__":
+    main()
