@@ -1,6 +1,6 @@
 """Chaos over whole runs: kills, signals, damaged files, full disks, two at once, on extraction and training.
 
-    python benchmarks/chaos.py [--rounds 1000] [--seed 0] [--lanes 2] [--keep DIR]
+    python benchmarks/chaos.py [--rounds 1000] [--seed 0] [--lanes 2] [--keep DIR] [--page FILE]
     python benchmarks/chaos.py --rounds 1 --seed 417       # that round alone
 
 A round is what its seed draws. It ends well where everything ends equal, to the bit, to a run that nobody disturbed,
@@ -73,13 +73,17 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the first round; the next has the next")
     parser.add_argument("--lanes", type=int, default=len(os.sched_getaffinity(0)), help="rounds at a time, a core each")
     parser.add_argument("--only", choices=list(ROUNDS), help="rounds of this kind alone, by seeds of their own")
-    parser.add_argument("--keep", type=Path, help="a folder for what failed rounds leave")
+    parser.add_argument("--keep", type=Path, help="a folder for what failed rounds leave, and for results.jsonl")
+    parser.add_argument("--page", type=Path, default=Path(__file__).with_name("faults.md"), help="what is written")
     arguments = parser.parse_args()
     began = time.perf_counter()
     seeds = range(arguments.seed, arguments.seed + arguments.rounds)
     results = []
     for result in rounds(seeds, arguments.lanes, arguments.only, arguments.keep):
         results.append(result)
+        if arguments.keep is not None:
+            with open(arguments.keep / "results.jsonl", "a") as log:
+                log.write(json.dumps(vars(result)) + "\n")
         if result.problem:
             print(f"seed {result.seed}, {result.name}: {result.problem}", file=sys.stderr, flush=True)
         if len(results) % 20 == 0:
@@ -89,7 +93,7 @@ def main() -> None:
     section = _section(results, command, seconds)
     print("\n".join(section))
     if arguments.only is None and not _failed(results):
-        write_section(Path(__file__).parent / "faults.md", "Whole runs", section)
+        write_section(arguments.page, "Whole runs", section)
     sys.exit(bool(_failed(results)))
 
 

@@ -2,8 +2,8 @@
 
     python benchmarks/faults.py [--rounds 200] [--seed 0]
 
-Writes its section of faults.md beside this file, and ends with an error at the first round that does not come out right. The tests
-run the same rounds, fewer of them.
+Writes its section of faults.md beside this file, and ends with an error at the first round that does not come out
+right. The tests run the same rounds, fewer of them.
 """
 
 from __future__ import annotations

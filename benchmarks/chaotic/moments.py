@@ -26,8 +26,9 @@ _EVENTS = {
 
 @dataclass(frozen=True)
 class Moment:
-    """Of the process of rank `rank` or of the name `worker`: before its operation `number` on files in `root` it
-    stops (SIGSTOP), having said so in `said`. Where `number` is None, all operations are said, and none stops."""
+    """Of the processes that watch: the first that comes to its operation `number` on files in `root` stops before it
+    (SIGSTOP), having said so in `said`. Where `number` is None, all operations are said, and none stops. Of training,
+    the process of rank `rank` watches; of extraction all do."""
 
     root: Path
     said: Path
@@ -48,23 +49,29 @@ class Moment:
             if at["pid"] != os.getpid():
                 at["pid"], at["count"] = os.getpid(), 0
             at["count"] += 1
-            if self.number in (None, at["count"]):
-                line = f"{os.getpid()} {event} {path.removeprefix(root)}\n"
-                descriptor = os.open(self.said, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-                os.write(descriptor, line.encode(errors="replace"))
-                os.close(descriptor)
-                if self.number is not None:
-                    os.kill(os.getpid(), signal.SIGSTOP)
+            if self.number in (None, at["count"]) and self._say(f"{os.getpid()} {event} {path.removeprefix(root)}\n"):
+                os.kill(os.getpid(), signal.SIGSTOP)
 
         sys.addaudithook(hear)
+
+    def _say(self, line: str) -> bool:
+        """Whether the process is to stop: of those that come to the moment, the first."""
+        first = os.O_APPEND if self.number is None else os.O_EXCL
+        try:
+            descriptor = os.open(self.said, os.O_WRONLY | os.O_CREAT | first, 0o666)
+        except FileExistsError:
+            return False
+        os.write(descriptor, line.encode(errors="replace"))
+        os.close(descriptor)
+        return self.number is not None
 
 
 def said(file: Path) -> list[tuple[int, str, str]]:
     """(process id, event, path) of what was said so far."""
     if not file.exists():
         return []
-    rows = [line.split(" ", 2) for line in file.read_text().splitlines()]
-    return [(int(pid), event, path) for pid, event, path in rows]
+    rows = [line.split(" ", 2) for line in file.read_text().splitlines(keepends=True)]
+    return [(int(row[0]), row[1], row[2].rstrip("\n")) for row in rows if row[-1].endswith("\n")]
 
 
 def _path(arguments: Sequence[object]) -> str:

@@ -35,7 +35,6 @@ from chaotic.world import (
     steps_of,
 )
 
-MOST_ATTEMPTS = 12
 AFTER = "when it had ended"
 
 
@@ -348,9 +347,14 @@ def console_round(world: World, draw: random.Random, folder: Path) -> Seen:
     text = (folder / "0.log").read_text()
     if landed != "before its first steps" and ("Traceback" in text or status not in (0, -9, 143)):
         raise ChaosError(f"status {status}: {text[-2000:]}")
-    _not_behind(course, output, 0)
-    _comes_through(world, course, output, seen)
+    _comes_through(world, course, output, seen, kept=_kept(_not_behind(course, output, 0)))
     return seen
+
+
+def _kept(saved: int) -> list[int]:
+    """The checkpoints that stay of a run that saved one more, as a signal had it do."""
+    way = sorted({*range(2, STEPS + 1, 2), saved} - {0})
+    return kept_steps(way, TRAINED["keep_checkpoints"], TRAINED["keep_every"])
 
 
 def _when(course: Course, draw: random.Random, found: int) -> tuple[int | None, float | None]:

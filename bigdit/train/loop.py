@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from bigdit import checkpoint, engines, log, models, receipt
+from bigdit.checkpoint.folder import CHECKPOINTS
 from bigdit.config import RunConfig
 from bigdit.config.plan_file import PlanFile
 from bigdit.dist import World
@@ -65,7 +66,7 @@ def _train(
 ) -> Path:
     store = FeatureStore.open(run.data.features, run.data.reader, run.data.remote_cache)
     _check_store(store, run, spec, plan)
-    for folder in (run.output, run.output / exports.FOLDER) if world.is_main else ():
+    for folder in (run.output, run.output / CHECKPOINTS, run.output / exports.FOLDER) if world.is_main else ():
         checkpoint.remove_unfinished(folder)
     found, notices = checkpoint.latest(run.output)
     if found is not None:
