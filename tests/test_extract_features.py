@@ -99,3 +99,15 @@ def test_what_is_missing_is_counted_and_no_store_is_one_line(store, tmp_path):
     assert (report.parts, report.damaged, report.missing) == (0, [], 1)
     with pytest.raises(UserError, match=r"nowhere holds no features; `bigdit extract --config RUN\.yaml` makes them"):
         verify(tmp_path / "nowhere")
+
+
+def test_a_folder_in_the_place_of_a_part_is_one_line(store, pictures):
+    """Repair removes what is damaged, and a folder is somebody's."""
+    (store / PART).unlink()
+    (store / PART).mkdir()
+    settings = with_set([f"data.images={pictures}", f"data.features={store}"])
+    refused = bigdit("features", "verify", store, "--repair", "--config", DIGITS, *settings)
+    assert refused.returncode == 1
+    assert refused.stderr.splitlines()[-1] == (
+        f"error: {store / PART} cannot be removed: Is a directory; remove it, and repair again"
+    )
