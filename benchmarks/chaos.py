@@ -1,7 +1,7 @@
 """Chaos over whole runs: kills, signals, damaged files, full disks, two at once, on extraction and training.
 
     python benchmarks/chaos.py [--rounds 1000] [--seed 0] [--lanes 2] [--keep DIR] [--page FILE]
-    python benchmarks/chaos.py --rounds 1 --seed 417       # that round alone
+    python benchmarks/chaos.py --alone 417 502       # these seeds' rounds
 
 A round is what its seed draws. It ends well where everything ends equal, to the bit, to a run that nobody disturbed,
 where nothing that was whole is lost, and where what was damaged is said in a line. Writes its section of faults.md
@@ -27,9 +27,9 @@ from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: threads do not survive a fork
 
-from chaotic import damage_rounds, disk_rounds, extract_rounds, train_rounds
+from chaotic import damage_rounds, disk_rounds, extract_rounds, moved_rounds, train_rounds
 from chaotic.processes import ChaosError, adopt_orphans, kill_all, warm
-from chaotic.train_rounds import Seen
+from chaotic.seen import Seen
 from chaotic.world import World
 from faulty.page import write_section
 
@@ -41,9 +41,9 @@ ROUNDS: dict[str, tuple[Round, int]] = {
     "train killed": (train_rounds.killed_round, 260),
     "train signalled": (train_rounds.signalled_round, 150),
     "train twice": (train_rounds.twice_round, 30),
-    "train elsewhere": (train_rounds.elsewhere_round, 30),
-    "train moved": (train_rounds.moved_round, 40),
-    "train from a shell": (train_rounds.console_round, 10),
+    "train elsewhere": (moved_rounds.elsewhere_round, 30),
+    "train moved": (moved_rounds.moved_round, 40),
+    "train from a shell": (moved_rounds.console_round, 10),
     "run damaged": (damage_rounds.run_round, 190),
     "store damaged": (damage_rounds.store_round, 70),
     "written damaged": (damage_rounds.written_round, 50),
@@ -71,15 +71,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Disturb whole runs, and see that nothing is lost or silent.")
     parser.add_argument("--rounds", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0, help="of the first round; the next has the next")
+    parser.add_argument("--alone", type=int, nargs="+", metavar="SEED", help="the rounds of these seeds, and no page")
     parser.add_argument("--lanes", type=int, default=len(os.sched_getaffinity(0)), help="rounds at a time, a core each")
-    parser.add_argument("--only", choices=list(ROUNDS), help="rounds of this kind alone, by seeds of their own")
     parser.add_argument("--keep", type=Path, help="a folder for what failed rounds leave, and for results.jsonl")
     parser.add_argument("--page", type=Path, default=Path(__file__).with_name("faults.md"), help="what is written")
     arguments = parser.parse_args()
     began = time.perf_counter()
-    seeds = range(arguments.seed, arguments.seed + arguments.rounds)
+    seeds = arguments.alone or range(arguments.seed, arguments.seed + arguments.rounds)
     results = []
-    for result in rounds(seeds, arguments.lanes, arguments.only, arguments.keep):
+    for result in rounds(seeds, arguments.lanes, arguments.keep):
         results.append(result)
         if arguments.keep is not None:
             with open(arguments.keep / "results.jsonl", "a") as log:
@@ -92,12 +92,12 @@ def main() -> None:
     command = f"python benchmarks/chaos.py --rounds {arguments.rounds} --seed {arguments.seed}"
     section = _section(results, command, seconds)
     print("\n".join(section))
-    if arguments.only is None and not _failed(results):
+    if not arguments.alone and not _failed(results):
         write_section(arguments.page, "Whole runs", section)
     sys.exit(bool(_failed(results)))
 
 
-def rounds(seeds: Sequence[int], lanes: int, only: str | None = None, keep: Path | None = None) -> Iterator[Result]:
+def rounds(seeds: Sequence[int], lanes: int, keep: Path | None = None) -> Iterator[Result]:
     """The rounds of these seeds, as they end. A lane is a process on a core of its own, with a world of its own."""
     warm()
     cores = sorted(os.sched_getaffinity(0))
@@ -108,7 +108,7 @@ def rounds(seeds: Sequence[int], lanes: int, only: str | None = None, keep: Path
         if pid == 0:
             os.close(hear)
             os.sched_setaffinity(0, {cores[lane % len(cores)]})
-            _lane(seeds[lane::lanes], only, keep, tell)
+            _lane(seeds[lane::lanes], keep, tell)
         pids.append(pid)
     os.close(tell)
     with open(hear) as lines:
@@ -118,7 +118,7 @@ def rounds(seeds: Sequence[int], lanes: int, only: str | None = None, keep: Path
         os.waitpid(pid, 0)
 
 
-def _lane(seeds: Sequence[int], only: str | None, keep: Path | None, tell: int) -> None:
+def _lane(seeds: Sequence[int], keep: Path | None, tell: int) -> None:
     """Rounds one after another, told as lines of JSON; never returns."""
     status = 1
     try:
@@ -128,7 +128,7 @@ def _lane(seeds: Sequence[int], only: str | None, keep: Path | None, tell: int) 
             os.chdir(folder)
             world = World(Path(folder) / "world")
             for seed in seeds:
-                result = _round(world, seed, only, Path(folder) / f"round-{seed}", keep)
+                result = _round(world, seed, Path(folder) / f"round-{seed}", keep)
                 os.write(tell, (json.dumps(vars(result)) + "\n").encode())
         status = 0
     except BaseException:
@@ -136,10 +136,9 @@ def _lane(seeds: Sequence[int], only: str | None, keep: Path | None, tell: int) 
     os._exit(status)
 
 
-def _round(world: World, seed: int, only: str | None, folder: Path, keep: Path | None) -> Result:
+def _round(world: World, seed: int, folder: Path, keep: Path | None) -> Result:
     draw = random.Random(seed)
     name = draw.choices(list(ROUNDS), [weight for _, weight in ROUNDS.values()])[0]
-    name = only or name
     folder.mkdir()
     began = time.perf_counter()
     seen, problem = None, None

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from faulty.damage import can_mount, mount
 
-from chaotic.extract_rounds import _check_parts
-from chaotic.extract_rounds import _comes_through as extraction_comes_through
+from chaotic.checks import check_safe, check_said, check_whole, steps_of
+from chaotic.extract_rounds import check_parts, comes_through
 from chaotic.processes import ChaosError, Door, none_left
-from chaotic.train_rounds import Seen
-from chaotic.world import World, check_safe, check_said, check_whole, copied, steps_of
+from chaotic.seen import Seen
+from chaotic.world import World, copied
 
 _ROOM = "size=1g"
 
@@ -72,10 +72,10 @@ def extract_round(world: World, draw: random.Random, folder: Path) -> Seen:
         check_said(door, refused=status != 0)
         if status not in (0, 1) or (status == 1 and "No space left on device" not in door.text()):
             raise ChaosError(f"ended with {status}: {door.text()[-2000:]}")
-        _check_parts(world, root, set())
+        check_parts(world, root, set())
         seen.landed["full" if status else "it had room enough"] += 1
         mount(disk, f"remount,{_ROOM}")
-        extraction_comes_through(world, root, seen)
+        comes_through(world, root, seen)
     finally:
         subprocess.run(["umount", str(disk)], check=True)
     return seen

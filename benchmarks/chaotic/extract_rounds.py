@@ -10,10 +10,11 @@ import time
 from pathlib import Path
 
 from chaotic import moments
+from chaotic.checks import check_said
 from chaotic.damage import damaged
 from chaotic.processes import LIMIT_S, ChaosError, Door, children, go_on, none_left, send, stop_all, tree
-from chaotic.train_rounds import AFTER, Seen
-from chaotic.world import PICTURES, World, check_said, copied
+from chaotic.seen import AFTER, Seen
+from chaotic.world import PICTURES, World, copied
 
 _SIGNALS = {"`kill -9`": signal.SIGKILL, "SIGTERM": signal.SIGTERM, "Ctrl-C": signal.SIGINT}
 
@@ -83,8 +84,8 @@ def ended_round(world: World, draw: random.Random, folder: Path) -> Seen:
         if status not in (0, 1, -signum, 128 + signum):
             raise ChaosError(f"ended with {status}: {attempt.door.text()[-2000:]}")
         check_said(attempt.door, refused=status == 1)
-        before = _check_parts(world, root, before)
-    return _comes_through(world, root, seen)
+        before = check_parts(world, root, before)
+    return comes_through(world, root, seen)
 
 
 def twice_round(world: World, draw: random.Random, folder: Path) -> Seen:
@@ -109,7 +110,7 @@ def twice_round(world: World, draw: random.Random, folder: Path) -> Seen:
             raise ChaosError(f"one of two ended with {status}: {door.text()[-2000:]}")
     none_left(30)
     seen.ended["both ended well"] += 1
-    return _comes_through(world, root, seen)
+    return comes_through(world, root, seen)
 
 
 def damaged_round(world: World, draw: random.Random, folder: Path) -> Seen:
@@ -136,10 +137,10 @@ def damaged_round(world: World, draw: random.Random, folder: Path) -> Seen:
         seen.ended["refused in a line; with the file brought back"] += 1
     elif status:
         raise ChaosError(f"ended with {status}: {door.text()[-2000:]}")
-    return _comes_through(world, root, seen, parts_alone=True)
+    return comes_through(world, root, seen, parts_alone=True)
 
 
-def _check_parts(world: World, root: Path, before: set[str]) -> set[str]:
+def check_parts(world: World, root: Path, before: set[str]) -> set[str]:
     """Every visible part is whole and right, and none is gone; their names."""
     if children():
         raise ChaosError("processes were left behind")
@@ -150,12 +151,12 @@ def _check_parts(world: World, root: Path, before: set[str]) -> set[str]:
     return set(parts)
 
 
-def _comes_through(world: World, root: Path, seen: Seen, *, parts_alone: bool = False) -> Seen:
+def comes_through(world: World, root: Path, seen: Seen, *, parts_alone: bool = False) -> Seen:
     door = Door(world.extracting(root), root.parent / "last.log")
     status = door.ends()
     none_left(30)
     check_said(door, refused=False)
-    if status != 0 or _check_parts(world, root, set()) != world.store.parts.keys():
+    if status != 0 or check_parts(world, root, set()) != world.store.parts.keys():
         raise ChaosError(f"the same command ended with {status}: {door.text()[-2000:]}")
     null = (root / "null_text.safetensors").read_bytes()
     if not parts_alone and null != world.store.files["null_text.safetensors"]:

@@ -15,11 +15,21 @@ def plan_of_course(config: Path) -> PlanFile:
     """The plan that the YAML at `config` follows; what a plan decides is taken from the YAML as well."""
     run = load_run(config)
     strategy = strategy_of(run, run.engine.processes)
-    none_asked = {"resolution": (16, 24), "frames": None, "global_batch_size": None, "images": None}
     return PlanFile(
         model=model_spec(run.model),
         batch=BatchShape(latents=(4, 8, 12), text=(32, 64)),
-        question=Asked(gpu="a40", gpus=1, gpus_per_node=8, epochs=1.0, price=None, pins={}, **none_asked),
+        question=Asked(
+            gpu="a40",
+            gpus=1,
+            gpus_per_node=8,
+            resolution=(16, 24),
+            frames=None,
+            global_batch_size=None,
+            images=None,
+            epochs=1.0,
+            price=None,
+            pins={},
+        ),
         strategy=strategy,
         expandable_segments=False,
         expected=Expected(

@@ -19,6 +19,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +115,8 @@ def children() -> list[int]:
 
 def tree() -> list[int]:
     """All processes of a round, parents first."""
-    found, waiting = [], _children_of(os.getpid())
+    found: list[int] = []
+    waiting = _children_of(os.getpid())
     while waiting:
         pid = waiting.pop(0)
         found.append(pid)
@@ -156,7 +158,7 @@ def send(pid: int, signum: int) -> None:
 
 
 def _children_of(pid: int) -> list[int]:
-    found = []
+    found: list[int] = []
     try:
         for thread in os.listdir(f"/proc/{pid}/task"):
             found += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
@@ -225,12 +227,12 @@ def _command(arguments: list[str], moment: moments.Moment | None) -> int:
     from bigdit import cli
     from bigdit.train import launch
 
-    launch.subprocess = _Forking(moment)  # type: ignore[attr-defined]
-    multiprocessing.util.spawnv_passfds = _spawn  # type: ignore[attr-defined]
+    launch.subprocess = _Forking(moment)  # type: ignore[attr-defined,assignment]
+    multiprocessing.util.spawnv_passfds = _spawn  # type: ignore[assignment]
     sys.argv[:] = sys.orig_argv[:] = ["bigdit", *arguments]
     if moment is not None and arguments[0] == "extract":
         moment.watch()
-        multiprocessing.forkserver.ensure_running()  # before torch has threads that its fork would lack
+        forkserver.ensure_running()  # before torch has threads that its fork would lack
     cli.main(arguments)
     return 0
 
