@@ -7,7 +7,7 @@ import signal
 import time
 from pathlib import Path
 
-from chaotic.checks import Course, check_said, check_whole, rows_of, steps_of
+from chaotic.checks import check_said, check_whole, rows_of, steps_of
 from chaotic.processes import LIMIT_S, ChaosError, Door, go_on, none_left, send, tree
 from chaotic.seen import AFTER, Seen
 from chaotic.training import Attempt, comes_through, kept_of, not_behind
@@ -73,12 +73,12 @@ def signalled_round(world: World, draw: random.Random, folder: Path) -> Seen:
     status = attempt.door.ends()
     none_left(30)
     seen.landed[where or AFTER] += 1
-    seen.ended[_ended_by(signum, status, attempt, course)] += 1
+    seen.ended[_ended_by(signum, status, attempt)] += 1
     comes_through(world, course, output, seen, kept=kept_of(not_behind(course, output, 0)))
     return seen
 
 
-def _ended_by(signum: signal.Signals, status: int, attempt: Attempt, course: Course) -> str:
+def _ended_by(signum: signal.Signals, status: int, attempt: Attempt) -> str:
     """How a signalled training ended, in words. Raises ChaosError where that is none of the ways that are stated."""
     text = attempt.door.text()
     if status == 0:
@@ -118,7 +118,6 @@ def twice_round(world: World, draw: random.Random, folder: Path) -> Seen:
     output, seen = folder / "run", Seen("two trainings of one output at once")
     waits = draw.random() < 0.5  # longer than the second one waits for the lock
     attempt = Attempt(world, course, output, draw)
-    second = None
     if waits:
         seen.landed[attempt.until_its_moment() or AFTER] += 1
     else:

@@ -18,14 +18,14 @@ class Attempt:
     """A training that runs until its moment: before a file operation of one of its processes, or after a time."""
 
     def __init__(self, world: World, course: Course, output: Path, draw: random.Random, *overrides: str) -> None:
-        self.output, self.number = output, len(list(output.parent.glob("*.log")))
-        said = output.parent / f"{self.number}.said"
+        number = len(list(output.parent.glob("*.log")))
+        self.output, self._said = output, output.parent / f"{number}.said"
         found = max(steps_of(output), default=0)
         operation, self.seconds = _when(course, draw, found)
         ranks = 2 if course.name in ("fsdp2", "zero2") else 1
-        moment = moments.Moment(output, said, operation, draw.randrange(ranks)) if operation else None
-        self.door = Door(world.training(course.name, output, *overrides), output.parent / f"{self.number}.log", moment)
-        self._said, self._newest = said, found
+        moment = moments.Moment(output, self._said, operation, draw.randrange(ranks)) if operation else None
+        self.door = Door(world.training(course.name, output, *overrides), output.parent / f"{number}.log", moment)
+        self._newest = found
 
     def until_its_moment(self) -> str | None:
         """Stop all of its processes there; where it was, or None where it has ended."""
@@ -78,6 +78,7 @@ def not_behind(course: Course, output: Path, before: int) -> int:
 def comes_through(
     world: World, course: Course, output: Path, seen: Seen, *overrides: str, kept: list[int] | None = None
 ) -> None:
+    """The same command ends well, and with it the round. Raises ChaosError where it does not, or anything differs."""
     door = Door(world.training(course.name, output, *overrides), output.parent / "last.log")
     status = door.ends()
     none_left(30)

@@ -66,7 +66,7 @@ class World:
         watched = moments.Moment(root, said)
         door = Door(self.extracting(root), self.folder / "extract.log", watched)
         began = time.perf_counter()
-        _must_end(door, 0)
+        _must_end(door)
         seconds = time.perf_counter() - began
         most: dict[int, int] = {}
         for pid, _, _ in moments.said(said):
@@ -109,24 +109,19 @@ def _course(world: World, name: str) -> Course:
     shutil.rmtree(folder, ignore_errors=True)  # of an attempt that failed
     folder.mkdir()
     every, whole, half = folder / "every", folder / "whole", folder / "half"
-    _must_end(
-        Door(
-            world.training(name, every, "train.keep_checkpoints=99", "train.checkpoint_every=1"), folder / "every.log"
-        ),
-        0,
-    )
+    all_of_them = ("train.keep_checkpoints=99", "train.checkpoint_every=1")
+    _must_end(Door(world.training(name, every, *all_of_them), folder / "every.log"))
     said = folder / "whole.said"
     began = time.perf_counter()
-    _must_end(Door(world.training(name, whole), folder / "whole.log", moments.Moment(whole, said)), 0)
+    _must_end(Door(world.training(name, whole), folder / "whole.log", moments.Moment(whole, said)))
     seconds = time.perf_counter() - began
     operations = [(event, path) for _, event, path in moments.said(said)]
     held = {found.step: tensors_of(found) for found in checkpoints(every)}
     course = Course(name, held, rows_of(whole), exports_of(whole), steps_of(whole), operations, seconds, whole, half)
     if rows_of(every) != course.rows or sorted(held) != list(range(1, STEPS + 1)):
         raise ChaosError(f"two undisturbed runs of {name} differ")
-    at = next(
-        number for number, (_, path) in enumerate(operations, 1) if path.startswith("checkpoints/.tmp-step-00000008")
-    )
+    eighth = "checkpoints/.tmp-step-00000008"
+    at = next(number for number, (_, path) in enumerate(operations, 1) if path.startswith(eighth))
     stopped = folder / "half.said"
     door = Door(world.training(name, half), folder / "half.log", moments.Moment(half, stopped, at))
     while not moments.said(stopped):
@@ -147,10 +142,10 @@ def copied(source: Path, folder: Path) -> Path:
     return Path(shutil.copytree(source, folder, symlinks=True))
 
 
-def _must_end(door: Door, status: int) -> None:
+def _must_end(door: Door) -> None:
     found = door.ends(_FIRST_S)
     none_left()
-    if found != status:
+    if found != 0:
         raise ChaosError(f"an undisturbed `bigdit {door.arguments[0]}` ended with {found}: {door.text()[-3000:]}")
 
 
