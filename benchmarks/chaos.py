@@ -57,6 +57,16 @@ ROUNDS: dict[str, tuple[Round, int]] = {
 """By name, with how many of a thousand are drawn."""
 
 
+_MEANING = """\
+A round is drawn from its seed: what is disturbed, where, and how often. A process is killed or signalled before a file
+operation of its own, or after a time. Then the same command runs again, and comes through: weights, optimizer state,
+average, rows, exports and parts equal those of a run that nobody disturbed, to the bit (on another number of processes
+within 1e-4), and nothing is left behind. After each disturbance every visible checkpoint, export and part is whole and
+right, none is older than before, and what was said is what README states: a line, and no traceback. Processes are forked
+from one that has imported torch, but those that a shell starts. Runs take 10 steps, save every 2, export every 4.
+""".splitlines()
+
+
 @dataclass(frozen=True)
 class Result:
     """Of a round: what it saw, or the problem that it found."""
@@ -176,6 +186,9 @@ def _section(results: Sequence[Result], command: str, seconds: float) -> list[st
     done = f"{len(results)} rounds, {_failed(results)} of them failed, in {duration(seconds)}"
     return [
         f"`{command}`: {done} on {os.cpu_count()} cores.",
+        "",
+        *_MEANING,
+        *(() if os.geteuid() else ("It ran as root, who reads all files: none was made unreadable.",)),
         "",
         "| fault | rounds | what was damaged, or where it landed | how it ended |",
         "| --- | --- | --- | --- |",
