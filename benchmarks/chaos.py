@@ -63,7 +63,7 @@ operation of its own, or after a time. Then the same command runs again, and com
 average, rows, exports and parts equal those of a run that nobody disturbed, to the bit (on another number of processes
 within 1e-4), and nothing is left behind. After each disturbance every visible checkpoint, export and part is whole and
 right, none is older than before, and what was said is what README states: a line, and no traceback. Processes are
-forked from one that has imported torch, but those that a shell starts. Runs take 10 steps, save every 2, export every 4.
+forked from one that has imported torch, but those that a shell starts. Runs take 10 steps; they save every second one.
 """.splitlines()
 
 
