@@ -27,8 +27,8 @@ from bigdit import log
 from bigdit.train.signals import SIGNALS
 from chaotic import moments
 
-LIMIT_S = 60.0
-"""No round waits longer for a process."""
+LIMIT_S = 400.0
+"""No round waits longer for a process: DeepSpeed compiles its collectives at the first start on a machine."""
 _AT_WORK = (
     "bigdit.cli",
     "bigdit.features.preload",

@@ -25,8 +25,6 @@ TRAINED = {"steps": STEPS, "checkpoint_every": 2, "keep_checkpoints": 2, "keep_e
 _MODEL = {"num_layers": 2, "num_attention_heads": 4, "attention_head_dim": 8, "num_cross_attention_heads": 4}
 _MODEL |= {"cross_attention_head_dim": 8, "cross_attention_dim": 32}
 
-_FIRST_S = 400.0  # DeepSpeed compiles its collectives at the first start on a machine
-
 COURSES: dict[str, dict[str, Any]] = {
     "single": {"engine": {"name": "single"}},
     "fsdp2": {"engine": {"name": "fsdp2", "processes": 2}, "train": {"precision": "fp32"}},
@@ -143,7 +141,7 @@ def copied(source: Path, folder: Path) -> Path:
 
 
 def _must_end(door: Door) -> None:
-    found = door.ends(_FIRST_S)
+    found = door.ends()
     none_left()
     if found != 0:
         raise ChaosError(f"an undisturbed `bigdit {door.arguments[0]}` ended with {found}: {door.text()[-3000:]}")
