@@ -99,16 +99,19 @@ def store_round(world: World, draw: random.Random, folder: Path) -> Seen:
         check_said(door, refused=True)
         check_safe(course, output)
         if path.startswith("part-") and not file.is_dir() and draw.random() < 0.5:
-            words = world.extracting(store)
+            words, command = world.extracting(store), "bigdit extract"
             if what != "gone":
-                words = ["features", "verify", store, "--repair", *words[1:]]
-            how = f"refused in a line; `bigdit {words[0]}`"
+                words, command = (
+                    ["features", "verify", store, "--repair", *words[1:]],
+                    "bigdit features verify --repair",
+                )
+            how = f"refused in a line; `{command}`"
             mended = Door(words, folder / "mended.log")
             status = mended.ends()
             none_left()
             check_said(mended, refused=False)
             if status != 0 or not file.is_file() or file.read_bytes() != whole:
-                raise ChaosError(f"`bigdit {words[0]}` ended with {status}: {mended.text()[-2000:]}")
+                raise ChaosError(f"`{command}` ended with {status}: {mended.text()[-2000:]}")
         else:
             _bring_back(file, whole)
             how = "refused in a line; with the file brought back"
