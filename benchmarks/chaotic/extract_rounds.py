@@ -152,6 +152,7 @@ def check_parts(world: World, root: Path, before: set[str]) -> set[str]:
 
 
 def comes_through(world: World, root: Path, seen: Seen, *, parts_alone: bool = False) -> Seen:
+    """The same command ends well, and with it the round. Raises ChaosError where it does not, or anything differs."""
     door = Door(world.extracting(root), root.parent / "last.log")
     status = door.ends()
     none_left(30)
