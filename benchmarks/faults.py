@@ -2,8 +2,8 @@
 
     python benchmarks/faults.py [--rounds 200] [--seed 0]
 
-Writes faults.md beside this file, and ends with an error at the first round that does not come out right. The tests
-run the same rounds, fewer of them.
+Writes its section of faults.md beside this file, and ends with an error at the first round that does not come out
+right. The tests run the same rounds, fewer of them.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pathlib import Path
 from faulty.case import COUNT, Case, make_case
 from faulty.damage import can_mount, cut_rounds, flip_rounds, full_disk_round
 from faulty.kills import kill_all_round, kill_round
+from faulty.page import write_section
 from faulty.shared import clock_round, hung_round, two_at_once_round, vanished_round
 
 from bigdit import log
@@ -48,8 +49,8 @@ def main() -> None:
             print(" | ".join(map(str, row)), flush=True)
             rows.append(row)
     command = f"python benchmarks/faults.py --rounds {arguments.rounds} --seed {arguments.seed}"
-    document = _document(case, rows, command, time.perf_counter() - began)
-    (Path(__file__).parent / "faults.md").write_text(document)
+    section = _section(case, rows, command, time.perf_counter() - began)
+    write_section(Path(__file__).parent / "faults.md", "Extraction", section)
 
 
 def rounds(case: Case, count: int, seed: int) -> Iterator[Row]:
@@ -114,22 +115,17 @@ def _full(case: Case, seeds: range) -> Row:
     return what, len(seeds), ", ".join(f"{count} ended with “{end}”" for end, count in ends.items())
 
 
-def _document(case: Case, rows: Sequence[Row], command: str, seconds: float) -> str:
-    return "\n".join(
-        [
-            "# Faults",
-            "",
-            f"`{command}`: {duration(seconds)} on {os.cpu_count()} cores. Each round extracts {COUNT} pictures, one of",
-            f"them damaged, into a store of {len(case.parts)} parts, by two workers, again after each fault, until it",
-            "is whole. Then each part equals, byte for byte, that of an undisturbed extraction, every id is",
-            "there precisely once, and nothing of the dead is left. After each fault every visible part is whole.",
-            "",
-            "| fault | rounds | what was seen |",
-            "| --- | --- | --- |",
-            *(f"| {fault} | {count} | {seen} |" for fault, count, seen in rows),
-            "",
-        ]
-    )
+def _section(case: Case, rows: Sequence[Row], command: str, seconds: float) -> list[str]:
+    return [
+        f"`{command}`: {duration(seconds)} on {os.cpu_count()} cores. Each round extracts {COUNT} pictures, one of",
+        f"them damaged, into a store of {len(case.parts)} parts, by two workers, again after each fault, until it",
+        "is whole. Then each part equals, byte for byte, that of an undisturbed extraction, every id is",
+        "there precisely once, and nothing of the dead is left. After each fault every visible part is whole.",
+        "",
+        "| fault | rounds | what was seen |",
+        "| --- | --- | --- |",
+        *(f"| {fault} | {count} | {seen} |" for fault, count, seen in rows),
+    ]
 
 
 if __name__ == "__main__":

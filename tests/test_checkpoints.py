@@ -6,16 +6,19 @@ import shutil
 
 import pytest
 import torch
+from conftest import DIGITS
 from diffusers import SanaTransformer2DModel
 from safetensors.torch import load_file
 from test_resume_elsewhere import MODEL, save, started, strategy
 from whole import full_weights, whole_state
 
 from bigdit import checkpoint
-from bigdit.checkpoint import shard_file
+from bigdit.checkpoint import saver, shard_file
 from bigdit.checkpoint.prune import kept_steps
+from bigdit.config import load_run
 from bigdit.dist import World
 from bigdit.errors import UserError
+from bigdit.train import exports
 
 DESCRIBED = {"model": MODEL.model_dump(mode="json"), "run": {}, "data": None}
 
@@ -31,9 +34,9 @@ def keep(output, engine_and_average, *steps, keeping, found=None):
     """Save at each of the steps, as a run that goes on from `found`; the names that are there afterwards."""
     engine, ema = engine_and_average
     described = DESCRIBED | {"strategy": engine.strategy.model_dump(mode="json")}
-    with checkpoint.Saver(output, checkpoint.Peers(), keeping, found=found) as saver:
+    with checkpoint.Saver(output, checkpoint.Peers(), keeping, found=found) as saving:
         for step in steps:
-            saver.save(engine, ema, step, described)
+            saving.save(engine, ema, step, described)
     return names(output)
 
 
@@ -130,10 +133,38 @@ def test_pruning_that_is_interrupted_leaves_no_half_checkpoint(tmp_path, engine_
     found, notices = checkpoint.latest(tmp_path)
     assert (found.step, notices) == (4, [])
     checkpoint.verify(found)
+    checkpoint.remove_unfinished(tmp_path / "checkpoints")
     assert keep(tmp_path, engine_and_average, 6, keeping=checkpoint.Keeping(1), found=found) == [
         "latest",
         "step-00000006",
     ]
+
+
+def test_what_a_killed_run_did_not_prune_the_next_one_does(tmp_path, engine_and_average, monkeypatch):
+    with monkeypatch.context() as killed:
+        killed.setattr(saver, "prune", lambda *_: None)
+        keep(tmp_path, engine_and_average, 2, 4, keeping=checkpoint.Keeping(1))
+    assert there(tmp_path) == [2, 4]
+    keep(tmp_path, engine_and_average, 6, keeping=checkpoint.Keeping(1), found=checkpoint.latest(tmp_path)[0])
+    assert there(tmp_path) == [6]
+
+
+def test_what_cannot_be_removed_is_a_line(tmp_path, monkeypatch):
+    (tmp_path / ".tmp-step-00000001").mkdir()
+    (tmp_path / ".tmp-loop").symlink_to(tmp_path / ".tmp-loop")
+
+    def refuse(*_):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr("shutil.rmtree", refuse)
+    with pytest.raises(UserError) as refused:
+        checkpoint.remove_unfinished(tmp_path)
+    assert str(refused.value) == (
+        f"cannot remove {tmp_path}/.tmp-step-00000001, which an interrupted run had left: Read-only file system"
+    )
+    monkeypatch.undo()
+    checkpoint.remove_unfinished(tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_checkpoint_in_the_place_of_another_is_refused(tmp_path, engine_and_average):
@@ -199,12 +230,12 @@ def test_what_is_saved_is_what_was_there_when_save_was_called(tmp_path):
     """The thread writes a copy: steps that are taken meanwhile do not get into it."""
     engine, ema, step, peers = started(strategy(), World())
     described = DESCRIBED | {"strategy": engine.strategy.model_dump(mode="json")}
-    with checkpoint.Saver(tmp_path, peers, checkpoint.Keeping(9)) as saver:
+    with checkpoint.Saver(tmp_path, peers, checkpoint.Keeping(9)) as saving:
         expected = []
         for number in range(1, 4):
             step()
             expected.append(whole_state(engine, ema))
-            saver.save(engine, ema, number, described)
+            saving.save(engine, ema, number, described)
             with torch.no_grad():
                 for master in engine.masters:
                     master.add_(0.01)
@@ -265,6 +296,22 @@ def test_an_export_is_what_diffusers_loads(tmp_path, engine_and_average):
         assert all(torch.equal(tensor.view(-1), expected[name]) for name, tensor in model.named_parameters())
     file = next((tmp_path / "out/transformer").glob("*.safetensors"))
     assert file.stat().st_mode & 0o777 == (tmp_path / "out/transformer/config.json").stat().st_mode & 0o777
+
+
+def test_an_export_that_an_interrupted_run_owes_is_made(tmp_path, engine_and_average, capfd):
+    engine, ema = engine_and_average
+    save(tmp_path, engine, ema, checkpoint.Peers())
+    found, _ = checkpoint.latest(tmp_path)
+    config = (f"output={tmp_path}", "engine.name=single", "engine.ds_config=null", "train.steps=9")
+    exports.export_missed(load_run(DIGITS, config), found)
+    assert not (tmp_path / "exports").exists()  # it is not the last, and none that is named
+    due = load_run(DIGITS, (*config, "train.export_every=1"))
+    exports.export_missed(due, found)
+    folder = tmp_path / "exports/step-00000001"
+    assert sorted(file.name for file in folder.iterdir()) == ["transformer", "transformer_ema"]
+    assert capfd.readouterr().err == f"note: wrote {folder}, which an interrupted run had not\n"
+    exports.export_missed(due, found)
+    assert capfd.readouterr().err == ""
 
 
 def test_a_large_export_is_written_file_by_file(tmp_path, engine_and_average, monkeypatch):

@@ -6,9 +6,11 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import threading
 import time
 from dataclasses import replace
+from multiprocessing import forkserver
 from pathlib import Path
 
 import numpy as np
@@ -340,3 +342,27 @@ def test_a_disk_that_refuses_more_is_one_line(noise, tmp_path):
     names = ["null_text.safetensors", "schema.json", "workers"]
     assert sorted(file.name for file in (tmp_path / "f").iterdir()) == names
     assert list((tmp_path / "f/workers").iterdir()) == []
+
+
+def test_a_killed_server_of_workers_is_one_line(noise, tmp_path):
+    """It is stopped, and killed when a worker was asked of it, as the system does when memory runs out."""
+    run, model = configured(noise, tmp_path / "features")
+    server = forkserver._forkserver
+    server.ensure_running()
+    os.kill(server._forkserver_pid, signal.SIGSTOP)
+    killer = threading.Thread(target=_kill_when_asked, args=(server._forkserver_pid, threading.get_ident()))
+    killer.start()
+    with pytest.raises(UserError) as refused:
+        extract(run, model, workers=1)
+    killer.join()
+    assert str(refused.value).startswith("extraction worker 0 could not be started: the process that starts workers")
+    assert str(refused.value).endswith("; `bigdit extract --config RUN.yaml` goes on from the parts done")
+    assert extract(run, model, workers=1).store.encoded == COUNT
+
+
+def _kill_when_asked(pid, thread):
+    """The server, when the thread waits for its answer."""
+    deadline = time.monotonic() + 60
+    while sys._current_frames()[thread].f_code.co_name != "read_signed" and time.monotonic() < deadline:
+        time.sleep(0.01)
+    os.kill(pid, signal.SIGKILL)

@@ -133,3 +133,15 @@ def environment_of(folder):
         return (folder / "environ").read_bytes().split(b"\0")
     except OSError:  # it has ended, or is another user's
         return []
+
+
+def test_a_folder_in_the_place_of_a_part_is_one_line(store, pictures):
+    """Repair removes what is damaged, and a folder is somebody's."""
+    (store / PART).unlink()
+    (store / PART).mkdir()
+    settings = with_set([f"data.images={pictures}", f"data.features={store}"])
+    refused = bigdit("features", "verify", store, "--repair", "--config", DIGITS, *settings)
+    assert refused.returncode == 1
+    assert refused.stderr.splitlines()[-1] == (
+        f"error: {store / PART} cannot be removed: Is a directory; remove it, and repair again"
+    )

@@ -410,7 +410,17 @@ def test_bytes_that_are_no_text_beside_the_parts_are_passed_over(root, schema):
     (root / "report.json").write_bytes(b"\xff")
     for name in ("of nobody.jsonl", "h_b_s_1_2_t.jsonl"):
         (root / "speed" / name).write_bytes(b"\xff\xfe\n" + b"[" * 100_000)
+    (root / "speed/h_b_s_3_4_t.jsonl").mkdir()
     assert store_report(root, schema).encoded == COUNT - 1
+
+
+@pytest.mark.parametrize("kind", ["link", "folder"])
+def test_what_is_no_file_in_the_place_of_a_part_is_one_line(root, kind):
+    part = part_path(root, 0, 4)
+    part.unlink()
+    part.mkdir() if kind == "folder" else part.symlink_to(part)
+    with pytest.raises(UserError, match=r"lacks 1 of 4 files, the first part-0+0-0+4\.safetensors; `bigdit extract"):
+        FeatureStore.open(root)
 
 
 def test_damage_to_the_null_text_is_found(root):

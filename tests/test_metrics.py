@@ -16,9 +16,12 @@ def rows(path, *steps):
     path.write_text("".join(json.dumps({"step": step, "loss": 1.0}) + "\n" for step in steps))
 
 
+def metrics(output, start, **options):
+    return Metrics(output, Peers(), torch.device("cpu"), start=start, stop=9, images=1, name_samples=str, **options)
+
+
 def going_on(output, start):
-    with Metrics(output, Peers(), torch.device("cpu"), start=start, stop=9, images=1, name_samples=str):
-        pass
+    metrics(output, start)
     return [row["step"] for row in read_metrics(output / "metrics.jsonl")]
 
 
@@ -66,3 +69,31 @@ def test_rows_that_are_lost_are_said(tmp_path, capfd, damage):
     path.write_text(path.read_text() + damage, errors="surrogateescape")
     assert going_on(tmp_path, 4) == [0, 2]
     assert f"note: {path} has no row that can be read of 2 of the 4 steps before this one" in capfd.readouterr().err
+
+
+def test_rows_that_were_changed_are_said(tmp_path, capfd):
+    """What a digest in the checkpoint is for: a flipped digit is JSON as well."""
+    path = tmp_path / "metrics.jsonl"
+    before = metrics(tmp_path, 0)
+    before.add(0, 1e-3, StepResult(torch.tensor(1.5), None, True))
+    before.flush()
+    metrics(tmp_path, 1, written=before.digest)
+    assert "note" not in capfd.readouterr().err
+    path.write_text(path.read_text().replace("1.5", "1.7"))
+    metrics(tmp_path, 1, written=before.digest)
+    said = f"note: {path} was changed: its rows before step 1 are not those that were written"
+    assert said in capfd.readouterr().err
+
+
+def test_a_full_disk_is_a_line(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    full = metrics(tmp_path, 0)
+    path.unlink()
+    path.symlink_to("/dev/full")
+    full.add(0, 1e-3, StepResult(torch.tensor(1.5), None, True))
+    with pytest.raises(UserError) as refused:
+        full.flush()
+    assert str(refused.value) == (
+        f"cannot write {path}: No space left on device; with that mended the same command goes on from the last "
+        "checkpoint"
+    )

@@ -139,6 +139,17 @@ def test_a_process_that_does_not_answer(capfd, monkeypatch):
     assert time.monotonic() - began < 60
 
 
+def test_a_process_that_a_signal_ends_while_the_main_one_hangs(capfd, monkeypatch):
+    """Before the first step the main process alone says that a signal ends it."""
+    monkeypatch.setattr("bigdit.train.launch.PATIENCE_S", 1.0)
+    script = "import os, sys, time; time.sleep(100) if os.environ['RANK'] == '0' else sys.exit(143)"
+    assert Ranks([sys.executable, "-c", script], 10.0).run(2) == 143
+    err = capfd.readouterr().err
+    assert err.startswith("error: rank 1 (process ")
+    assert err.endswith(") was ended by SIGTERM; rank 0 waited for it and had to be killed\n")
+    assert len(err.splitlines()) == 1
+
+
 def test_processes_that_could_not_speak(capfd, monkeypatch):
     """One is killed, and the other does not notice."""
     monkeypatch.setattr(launch, "PATIENCE_S", 1.0)

@@ -95,7 +95,7 @@ def full_disk_round(case: Case, seed: int) -> str:
     size = sum(map(len, case.parts.values()))
     room = 64 * 1024 + random.Random(seed).randrange(size // 4, size // 2)
     root.mkdir()
-    _mount(root, f"size={room}")
+    mount(root, f"size={room}")
     try:
         job = case.fresh(f"full-{seed}/store")
         ended = ""
@@ -104,7 +104,7 @@ def full_disk_round(case: Case, seed: int) -> str:
         except UserError as error:
             ended = str(error)
         check_never_half(case, job)
-        _mount(root, f"remount,size={64 * size}")
+        mount(root, f"remount,size={64 * size}")
         attempt(job)
         check_whole(case, job)
     finally:
@@ -116,13 +116,14 @@ def can_mount(folder: Path) -> bool:
     """Whether this process may mount file systems."""
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        _mount(folder, "size=65536")
+        mount(folder, "size=65536")
     except (subprocess.CalledProcessError, FileNotFoundError):
         return False
     subprocess.run(["umount", str(folder)], check=True)
     return True
 
 
-def _mount(folder: Path, options: str) -> None:
+def mount(folder: Path, options: str) -> None:
+    """A tmpfs, or a change of one. Raises CalledProcessError where this process may not."""
     command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
     subprocess.run(command, check=True, stderr=subprocess.DEVNULL)

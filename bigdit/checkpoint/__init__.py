@@ -10,7 +10,7 @@ from bigdit.checkpoint.folder import Checkpoint
 from bigdit.checkpoint.peers import Peers
 from bigdit.checkpoint.restore import load_model, load_weights, restore
 from bigdit.checkpoint.resumable import check_resumable
-from bigdit.checkpoint.saver import Keeping, Saver
+from bigdit.checkpoint.saver import Keeping, Saver, remove_unfinished
 from bigdit.checkpoint.verify import verify
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "latest",
     "load_model",
     "load_weights",
+    "remove_unfinished",
     "restore",
     "verify",
 ]

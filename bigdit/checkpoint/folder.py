@@ -72,7 +72,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
                 f"{file} has no checksum of its own: an earlier bigdit wrote it, whose checkpoints are not read"
             )
         known = state.pop(_CHECKSUM)
-        kept = {key: state[key] for key in _KEYS}
+        kept = {key: state[key] for key in _KEYS} | {"metrics": state.get("metrics")}
     except FileNotFoundError:
         raise UserError(f"{folder} is not a checkpoint: it holds no {STATE}") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

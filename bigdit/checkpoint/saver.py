@@ -76,12 +76,13 @@ class Saver:
         self.last = None if found is None else found.folder
         self._peers = peers
         self._keeping = keeping
-        self._lineage = [] if found is None else found.lineage
+        before = [] if found is None else found.lineage
+        self._lineage = [step for step in before if (self.root / name_of(step)).is_dir()]
         self._then = then
         self._thread: threading.Thread | None = None
         self._problem: BaseException | None = None
         if peers.world.is_main:
-            _clean(self.root)
+            remove_unfinished(self.root)
 
     def __enter__(self) -> Saver:
         return self
@@ -140,7 +141,7 @@ class Saver:
         way = [*self._lineage, state["step"]]
         kept = kept_steps(way, self._keeping.last, self._keeping.every)
         state |= {
-            "lineage": kept,
+            "lineage": way,  # what is pruned below is in it, for the next run to prune if this one is killed before
             "saved": datetime.now(UTC).isoformat(),
             "versions": versions(),
             "checksums": {name: digest for each, _, _ in of_ranks for name, digest in each.items()},
@@ -191,10 +192,16 @@ def _copied(place: Place) -> Place:
     return replace(place, tensor=place.tensor.to("cpu", copy=True))
 
 
-def _clean(root: Path) -> None:
-    """Take away what was being written or deleted when an earlier run was killed: its folders have no final name."""
-    for left in root.glob(f"{TEMPORARY}*"):
-        shutil.rmtree(left) if left.is_dir() else left.unlink()
+def remove_unfinished(folder: Path) -> None:
+    """Take away what was being written or deleted there when an earlier run was killed: it has no final name.
+
+    Raises UserError where it cannot.
+    """
+    for left in folder.glob(f"{TEMPORARY}*"):
+        try:
+            shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
+        except OSError as error:
+            raise UserError(f"cannot remove {left}, which an interrupted run had left: {error.strerror}") from None
         log.notice(f"note: removed {left}, which an interrupted run had left")
 
 

@@ -109,7 +109,12 @@ def _repair(folder: Path, config: Path, overrides: list[str], workers: int | Non
     if run.data.features.resolve() != folder.resolve():
         raise UserError(f"data.features: {run.data.features} is in {config}, and {folder} was verified; name the same")
     for each in damaged:
-        (folder / each.file).unlink(missing_ok=True)
+        try:
+            (folder / each.file).unlink(missing_ok=True)
+        except OSError as error:  # a folder, which may be somebody's
+            raise UserError(
+                f"{folder / each.file} cannot be removed: {error.strerror}; remove it, and repair again"
+            ) from None
     extract(run, model, workers, only=[(each.start, each.end) for each in damaged if each.end > each.start])
 
 

@@ -100,8 +100,13 @@ class LocalParts:
         return str(self.root)
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of each file."""
-        return {entry.name: entry.stat().st_size for entry in os.scandir(self.root) if entry.is_file()}
+        """Bytes of each file, whatever else lies there."""
+        found = {}
+        for entry in os.scandir(self.root):
+            with contextlib.suppress(OSError):  # a link that leads to itself
+                if entry.is_file():
+                    found[entry.name] = entry.stat().st_size
+        return found
 
     def fetch(self, names: Iterable[str]) -> None:
         """Bring files to `root`, where they are."""

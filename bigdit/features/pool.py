@@ -73,7 +73,13 @@ def _start(number: int, encoders: EncodersConfig, schema: StoreSchema, root: Pat
     process = context.Process(
         target=work, args=(theirs, number, encoders, schema, root), name=f"extract-{number}", daemon=True
     )
-    process.start()
+    try:
+        process.start()
+    except (EOFError, OSError) as error:  # not an EOFError, which click takes for Ctrl-D
+        raise UserError(
+            f"extraction worker {number} could not be started: the process that starts workers was killed, or cannot "
+            f"start one ({error}); {EXTRACT} goes on from the parts done"
+        ) from None
     theirs.close()  # with this end held by the worker alone, its death closes the pipe
     return Worker(number, process, ours)
 

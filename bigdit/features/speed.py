@@ -144,13 +144,17 @@ def append(root: Path, worker: str, unit: UnitSpeed) -> None:
 
 def read_units(root: Path) -> dict[str, list[UnitSpeed]]:
     """The units of each worker that ever worked on the store; lines that a crash has cut are left out, as are files
-    that are named after no worker."""
+    that are named after no worker or cannot be read."""
     found: dict[str, list[UnitSpeed]] = {}
     for file in sorted((root / FOLDER).glob("*.jsonl")):
         if WorkerName.parse(file.stem) is None:
             continue
         units = []
-        for line in file.read_text(errors="replace").splitlines():
+        try:
+            lines = file.read_text(errors="replace").splitlines()
+        except OSError:  # a folder, or what else is no file
+            continue
+        for line in lines:
             with contextlib.suppress(ValidationError):
                 units.append(UnitSpeed.model_validate_json(line))
         if units:

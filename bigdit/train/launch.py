@@ -99,10 +99,12 @@ class Ranks:
         return min(failed, key=lambda rank: self._processes[rank].returncode == EXIT_USER, default=None)
 
     def _say(self, failed: int, killed: list[int]) -> None:
-        """A process that ends with a status has said why; one that was killed could not."""
-        if any(process.returncode > 0 for process in self._processes):
+        """A process that ends with a status has said why; one that was killed could not, and of those that a signal
+        ends before there is anything to save, the main one alone does."""
+        statuses = [process.returncode for process in self._processes]
+        if any(status > 0 and (rank == 0 or status < 128) for rank, status in enumerate(statuses)):
             return
-        by = signal.Signals(-self._processes[failed].returncode)
+        by = signal.Signals(-statuses[failed] if statuses[failed] < 0 else statuses[failed] - 128)
         others = [rank for rank in killed if rank != failed]
         end = f"; {_ranks(others)} waited for it and had to be killed" if others else ""
         why = (

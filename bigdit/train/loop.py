@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from bigdit import checkpoint, engines, log, models
+from bigdit.checkpoint.folder import CHECKPOINTS
 from bigdit.config import RunConfig
 from bigdit.config.plan_file import PlanFile
 from bigdit.dist import World
@@ -20,6 +21,7 @@ from bigdit.features.fit import smaller_than_planned
 from bigdit.loader.stages import data_state, plan_order
 from bigdit.loader.stream import FeatureStream
 from bigdit.spec import ModelSpec, Strategy
+from bigdit.train import exports
 from bigdit.train.lock import held
 from bigdit.train.measure import MemoryMeter
 from bigdit.train.metrics import Metrics
@@ -28,12 +30,13 @@ from bigdit.train.peers import ending_together
 from bigdit.train.process import process_group
 from bigdit.train.relief import read_relief, relieved
 from bigdit.train.samples import Samples
-from bigdit.train.saves import Saves, export
+from bigdit.train.saves import Saves
 from bigdit.train.schedule import learning_rate
 from bigdit.train.skipped import SkippedSteps
 from bigdit.train.step import train_step
 from bigdit.train.stop import Stop, Stopped
 from bigdit.train.store import open_store
+from bigdit.train.written import FILE as RECEIPT
 from bigdit.train.written import write_receipt
 
 
@@ -71,6 +74,8 @@ def _train(
     plan: PlanFile | None,
 ) -> Path:
     store = open_store(run, spec, plan)
+    for folder in (run.output, run.output / CHECKPOINTS, run.output / exports.FOLDER) if world.is_main else ():
+        checkpoint.remove_unfinished(folder)
     found, notices = checkpoint.latest(run.output)
     if found is not None:
         checkpoint.check_resumable(found, spec, asked)
@@ -78,6 +83,10 @@ def _train(
     _say(world, notices)
     if found is not None and start >= end:
         _say(world, [f"{found.folder} has its {start} steps already; raise train.steps to go on"])
+        if world.is_main:
+            exports.export_missed(run, found)
+        if not (run.output / RECEIPT).exists():
+            _say(world, [f"note: {run.output / RECEIPT} is missing: the run was interrupted before it was written"])
         return found.folder
 
     saved, where = (found.state.get("data"), found.folder) if found else (None, run.output)
@@ -94,6 +103,8 @@ def _train(
         strategy = relief.now
         if found is not None:
             checkpoint.verify(found, peers)
+            if world.is_main:
+                exports.export_missed(run, found)
         model = models.equip(_weights(run, spec, strategy, found), family, strategy, seed=run.train.seed)
         blocks = len(family.blocks(model))
         if found is not None:
@@ -122,14 +133,22 @@ def _train(
         skipped = SkippedSteps(engine, peers, samples, run.train.most_skipped_steps)
         images, names = strategy.global_batch_size, samples.of_step
         metrics = stack.enter_context(
-            Metrics(run.output, peers, device, start=start, stop=end, images=images, name_samples=names)
+            Metrics(
+                run.output,
+                peers,
+                device,
+                start=start,
+                stop=end,
+                images=images,
+                name_samples=names,
+                written=found.state["metrics"] if found else None,
+            )
         )
         steps = stack.enter_context(closing(stream.steps(start, end, meter.held)))
         keeping = checkpoint.Keeping(run.train.keep_checkpoints, run.train.keep_every)
         saving = checkpoint.Peers(world)  # its thread's own: training speaks with its peers meanwhile
-        saver = stack.enter_context(
-            checkpoint.Saver(run.output, saving, keeping, found=found, then=functools.partial(export, run))
-        )
+        export = functools.partial(exports.export_due, run)
+        saver = stack.enter_context(checkpoint.Saver(run.output, saving, keeping, found=found, then=export))
         described = {
             "model": spec.model_dump(mode="json"),
             "strategy": strategy.model_dump(mode="json"),

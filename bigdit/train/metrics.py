@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from bigdit import log
@@ -44,8 +45,10 @@ class Metrics:
         stop: int,
         images: int,
         name_samples: Callable[[int], str],
+        written: str | None = None,
     ) -> None:
-        """`name_samples` of a step is what a line about its loss ends with."""
+        """`name_samples` of a step is what a line about its loss ends with; `written` the digest that its rows had
+        when the checkpoint of step `start` was saved."""
         self._peers = peers
         self._name_samples = name_samples
         self._spikes = LossSpikes()
@@ -54,6 +57,7 @@ class Metrics:
         self._stop = stop
         self._pending: list[tuple[int, float, StepResult]] = []
         self.path = output / FILE
+        self._digest = xxhash.xxh3_128()
         self._since = time.perf_counter()
         self._seconds: list[float] = []  # a step, of each flush
         self._progress = Progress(
@@ -67,7 +71,7 @@ class Metrics:
         )
         self._task = self._progress.add_task("", total=stop, completed=start, loss="–", rate="–", memory="–")
         if peers.world.is_main:
-            self._keep_before(start)
+            self._keep_before(start, written)
 
     def __enter__(self) -> Metrics:
         self._progress.start()
@@ -105,6 +109,11 @@ class Metrics:
             self._progress.update(self._task, completed=last["step"] + 1, loss=loss, rate=f"{rate:.0f}", memory=memory)
 
     @property
+    def digest(self) -> str:
+        """Of all rows up to here, on the main process."""
+        return self._digest.hexdigest()
+
+    @property
     def seconds_per_step(self) -> float | None:
         """The median over all flushes but the first, which has the start in it; None before there is another."""
         return statistics.median(self._seconds[1:]) if self._seconds[1:] else None
@@ -115,16 +124,22 @@ class Metrics:
                 log.notice(f"note: the loss of step {row['step']} {spike}; {self._name_samples(row['step'])}")
 
     def _write(self, rows: list[dict[str, Any]]) -> None:
+        text = self._digested(rows)
         try:
             with open(self.path, "a") as file:
-                file.writelines(json.dumps(row) + "\n" for row in rows)
+                file.write(text)
         except OSError as error:
             raise UserError(
                 f"cannot write {self.path}: {error.strerror}; once it can be written, the same command goes on from "
                 "the last checkpoint"
             ) from None
 
-    def _keep_before(self, start: int) -> None:
+    def _digested(self, rows: list[dict[str, Any]]) -> str:
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        self._digest.update(text.encode())
+        return text
+
+    def _keep_before(self, start: int, written: str | None) -> None:
         """Drop the rows that a resumed run is about to write again; those of a run that begins anew are put aside."""
         rows = read_metrics(self.path)
         kept = [row for row in rows if row["step"] < start]
@@ -135,7 +150,9 @@ class Metrics:
         lost = start - len({row["step"] for row in kept})
         if lost:
             log.notice(f"note: {self.path} has no row that can be read of {lost} of the {start} steps before this one")
-        write_text(self.path, "".join(json.dumps(row) + "\n" for row in kept))
+        write_text(self.path, self._digested(kept))
+        if not lost and written not in (None, self.digest):
+            log.notice(f"note: {self.path} was changed: its rows before step {start} are not those that were written")
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -6,13 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from bigdit import checkpoint
 from bigdit.checkpoint import Saver
 from bigdit.config import RunConfig
 from bigdit.engines import Ema, Engine
 from bigdit.train.metrics import Metrics
-
-EXPORTS = "exports"
 
 
 class Saves:
@@ -39,7 +36,7 @@ class Saves:
     def save(self, step: int) -> None:
         """Copy the state to the host, and have it written while training goes on."""
         self._metrics.flush()
-        self._saver.save(self._engine, self._ema, step, self._described)
+        self._saver.save(self._engine, self._ema, step, {**self._described, "metrics": self._metrics.digest})
         self.step = step
 
     def save_now(self, step: int) -> Path | None:
@@ -48,10 +45,3 @@ class Saves:
             self.save(step)
         self._saver.wait()
         return self._saver.last
-
-
-def export(run: RunConfig, saved: checkpoint.Checkpoint) -> None:
-    """The last checkpoint, and those that the config names, in diffusers' format."""
-    every = run.train.export_every
-    if saved.step == run.train.steps or (every is not None and saved.step % every == 0):
-        checkpoint.export(saved, run.output / EXPORTS / saved.folder.name)

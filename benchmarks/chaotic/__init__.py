@@ -1,0 +1,1 @@
+"""Rounds of chaos: what is disturbed, when, and what must be true afterwards."""
