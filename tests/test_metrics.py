@@ -94,6 +94,6 @@ def test_a_full_disk_is_a_line(tmp_path):
     with pytest.raises(UserError) as refused:
         full.flush()
     assert str(refused.value) == (
-        f"cannot write {path}: No space left on device; with that mended the same command goes on from the last "
-        "checkpoint"
+        f"cannot write {path}: No space left on device; once it can be written, the same command goes on from the "
+        "last checkpoint"
     )
