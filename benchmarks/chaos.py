@@ -101,7 +101,10 @@ def main() -> None:
             print(f"{len(results)} rounds, {_failed(results)} failed", file=sys.stderr, flush=True)
     remove_leftovers()  # of killed ZeRO-2 runs, whose next start was not to come
     seconds = time.perf_counter() - began
-    command = f"python benchmarks/chaos.py --rounds {arguments.rounds} --seed {arguments.seed}"
+    chosen = f"--rounds {arguments.rounds} --seed {arguments.seed}"
+    if arguments.alone:
+        chosen = f"--alone {' '.join(map(str, arguments.alone))}"
+    command = f"python benchmarks/chaos.py {chosen}"
     section = _section(results, command, seconds)
     print("\n".join(section))
     if not arguments.alone and not _failed(results):
