@@ -25,11 +25,11 @@ from PIL import Image
 from bigdit import log
 from bigdit.config import load_run
 from bigdit.features.codecs import load_image_codec
+from bigdit.features.load import load_text_encoder
 from bigdit.features.pool import encode_in_workers
 from bigdit.features.schema import StoreSchema, claim
 from bigdit.features.sources import open_source
 from bigdit.features.speed import UnitSpeed, read_units, shares_of, worker_speed
-from bigdit.features.text import load_text_encoder
 from bigdit.features.worker import Unit
 
 ROOT = Path(__file__).parents[1]

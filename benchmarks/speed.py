@@ -16,8 +16,8 @@ from bigdit import catalog
 from bigdit.config.strategy import parse_strategy
 from bigdit.rehearse import rehearse
 from bigdit.rehearse.ask import request_for
+from bigdit.search.cluster import Cluster
 from bigdit.search.interval import Interval
-from bigdit.search.question import Cluster
 from bigdit.search.speed import StepTime, step_time
 from bigdit.search.work import work_of
 

@@ -14,7 +14,7 @@ from bigdit.config import RunConfig
 from bigdit.config.load import parse_run
 from bigdit.errors import UserError
 from bigdit.features.codecs import load_image_codec, to_bytes
-from bigdit.features.text import load_text_encoder
+from bigdit.features.load import load_text_encoder
 from bigdit.loader.batch import Batch
 from bigdit.loader.stream import pad_text
 from bigdit.spec import ModelSpec, Strategy

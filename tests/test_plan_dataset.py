@@ -15,9 +15,9 @@ from bigdit.features.text import Text
 from bigdit.memory import Block, Span, Timeline
 from bigdit.rehearse import rehearse
 from bigdit.search.ask import question_for
+from bigdit.search.cluster import Cluster
 from bigdit.search.dataset import dataset_need, encoding_request, written
 from bigdit.search.host import LIBRARIES_BYTES, host_need
-from bigdit.search.question import Cluster
 from bigdit.units import GIB, KIB, MIB
 
 

@@ -14,7 +14,7 @@ from test_report_plan import shown
 
 from bigdit.config.plan_file import FILE
 from bigdit.report.commands import PORT, Command, commands, obstacle
-from bigdit.search.question import Cluster
+from bigdit.search.cluster import Cluster
 from bigdit.spec import Strategy
 
 FOLDER = Path("plans/a folder")

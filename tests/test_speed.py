@@ -10,9 +10,9 @@ from bigdit.config.strategy import parse_strategy
 from bigdit.memory import Timeline
 from bigdit.rehearse import RehearsalRequest
 from bigdit.search.calibration import Calibration
+from bigdit.search.cluster import Cluster
 from bigdit.search.interval import Interval
 from bigdit.search.links import HOST_LINK, HOST_MEMORY, LATENCY, NVLINK
-from bigdit.search.question import Cluster
 from bigdit.search.roofline import BANDWIDTH, LAUNCH_SECONDS, PRODUCTS
 from bigdit.search.schedule import run
 from bigdit.search.speed import PARTS, StepTime, step_time

@@ -15,7 +15,7 @@ from bigdit.errors import UserError
 from bigdit.receipt import Receipt
 from bigdit.rehearse import RehearsalRequest
 from bigdit.search import receipts
-from bigdit.search.question import Cluster
+from bigdit.search.cluster import Cluster
 from bigdit.search.speed import step_time
 from bigdit.search.work import work_of
 from bigdit.spec import ObjectiveSpec

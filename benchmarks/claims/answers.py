@@ -21,12 +21,13 @@ from bigdit.search.anchors import Sample
 from bigdit.search.answer import make_plan
 from bigdit.search.ask import question_for
 from bigdit.search.candidates import Option, candidate, capacity
+from bigdit.search.cluster import Cluster
 from bigdit.search.confirm import confirm
 from bigdit.search.evidence import Evidence
 from bigdit.search.explore import explore, selective
 from bigdit.search.interval import Interval
 from bigdit.search.plan import Plan, Step, Verdict
-from bigdit.search.question import Cluster, Question
+from bigdit.search.question import Question
 from bigdit.search.space import Proposal, settled
 from bigdit.search.speed import StepTime, step_time
 from bigdit.search.verdict import verdict

@@ -13,6 +13,7 @@ from bigdit.features.codecs import ImageCodec, load_image_codec
 from bigdit.features.fit import latent_misfits, text_misfits
 from bigdit.features.in_hand import own_folder, remove_left
 from bigdit.features.job import Job, encode_here
+from bigdit.features.load import load_text_encoder
 from bigdit.features.null_text import write_null_text
 from bigdit.features.ranges import missing, parse_split
 from bigdit.features.remote import url_of
@@ -20,7 +21,7 @@ from bigdit.features.report import FILE as REPORT
 from bigdit.features.report import ExtractReport, StoreReport, extract_report, store_report
 from bigdit.features.schema import Range, StoreSchema, claim, store_identity
 from bigdit.features.sources import Source, open_source
-from bigdit.features.text import TextEncoder, load_text_encoder
+from bigdit.features.text_encoder import TextEncoder
 from bigdit.files import write_text
 from bigdit.spec import ModelSpec
 

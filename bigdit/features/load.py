@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
-from bigdit.config.run import EncodersConfig
+from bigdit.config.run import EncodersConfig, TextEncoderConfig
 from bigdit.features.batch_size import CPU_BATCH
 from bigdit.features.codecs import ImageCodec, load_image_codec
 from bigdit.features.device import encoding_device
-from bigdit.features.text import TextEncoder, load_text_encoder
 from bigdit.features.text_cache import TextCache
+from bigdit.features.text_encoder import TextEncoder
 
 
 @dataclass(frozen=True)
@@ -36,3 +36,20 @@ def load_encoders(config: EncodersConfig, worker: int = 0) -> Encoders:
         captions = 1
     text = load_text_encoder(config.text, device, captions)
     return Encoders(load_image_codec(config.image, device, size), TextCache(text), device)
+
+
+def load_text_encoder(
+    config: TextEncoderConfig, device: torch.device | str = "cpu", batch_size: int = CPU_BATCH
+) -> TextEncoder:
+    """The text encoder that a run names, on `device`, for at most `batch_size` captions at once.
+
+    Raises UserError where it cannot be loaded.
+    """
+    # Only here: transformers and diffusers take seconds to import.
+    if config.pipeline is not None:
+        from bigdit.features.encoders.pipeline import PipelineTextEncoder
+
+        return PipelineTextEncoder(config, device, batch_size)
+    from bigdit.features.encoders.text import T5TextEncoder
+
+    return T5TextEncoder(config, device, batch_size)

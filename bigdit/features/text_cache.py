@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from bigdit.features.text import Text, TextEncoder
+from bigdit.features.text import Text
+from bigdit.features.text_encoder import TextEncoder
 
 CAPACITY_BYTES = 256 * 2**20
 """About 500 captions of Sana's (103 × 2304 in bf16 on the mean), or 90 of Stable Diffusion 3's (333 × 4096)."""

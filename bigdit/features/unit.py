@@ -14,7 +14,7 @@ from bigdit.features.codecs import ImageCodec, to_unit_range
 from bigdit.features.part import Encoded, Shape, Skipped
 from bigdit.features.sources import Caption, Item, Unusable
 from bigdit.features.speed import Stopwatch
-from bigdit.features.text import TextEncoder
+from bigdit.features.text_encoder import TextEncoder
 
 TEXT_DTYPE = torch.bfloat16  # what training computes in; half the bytes of fp32
 

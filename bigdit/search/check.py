@@ -14,7 +14,8 @@ from bigdit.config.strategy import PRESETS
 from bigdit.errors import UserError
 from bigdit.rehearse.ask import model_problems, precision_problems
 from bigdit.search.buckets import Size, written
-from bigdit.search.question import Cluster, EngineChoice, Pins
+from bigdit.search.cluster import Cluster
+from bigdit.search.question import EngineChoice, Pins
 from bigdit.search.sibling import block_count
 from bigdit.spec import BatchShape, EmaSpec, LoraSpec, OptimizerSpec, Precision, Strategy
 

@@ -11,8 +11,9 @@ from bigdit.catalog.encoders import online_encoders
 from bigdit.errors import UserError
 from bigdit.rehearse.ask import precision_problems, request_for
 from bigdit.rehearse.request import RehearsalRequest, RehearsedSize
+from bigdit.search.cluster import Cluster
 from bigdit.search.interval import Interval
-from bigdit.search.question import Cluster, Question
+from bigdit.search.question import Question
 from bigdit.search.sibling import depths, sibling
 from bigdit.search.speed import step_time
 from bigdit.search.work import NOTHING, Load, Work, work_of

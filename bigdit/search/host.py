@@ -6,7 +6,7 @@ from pydantic import NonNegativeInt, PositiveInt
 
 from bigdit.memory import Timeline
 from bigdit.memory.host import host_memory
-from bigdit.search.question import Cluster
+from bigdit.search.cluster import Cluster
 from bigdit.spec import Strict
 from bigdit.units import MIB
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 from bigdit.catalog import Gpu
+from bigdit.search.cluster import Cluster
 from bigdit.search.interval import Interval
-from bigdit.search.question import Cluster
 from bigdit.search.work import Amount, Exchange, Load
 from bigdit.spec import Strategy
 

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from bigdit.catalog import CatalogModel, Gpu
+from bigdit.search.cluster import Cluster
 from bigdit.spec import OptimizerName, Precision, Strict
 
 EngineChoice = Literal[
@@ -26,21 +27,6 @@ EngineChoice = Literal[
 
 
 Amount = Annotated[PositiveFloat, Field(allow_inf_nan=False)]
-
-
-class Cluster(Strict):
-    """The cards of the run: `gpus` of them, `gpus_per_node` in a machine, machines joined by `network_gbs`.
-
-    `network_gbs`: 10⁹ bytes a second that one machine sends, and receives at the same time.
-    """
-
-    gpus: PositiveInt = 1
-    gpus_per_node: PositiveInt = 8
-    network_gbs: Amount = 12.5
-
-    @property
-    def nodes(self) -> int:
-        return -(-self.gpus // self.gpus_per_node)
 
 
 class Pins(Strict):

@@ -17,7 +17,7 @@ from bigdit.receipt import Receipt
 from bigdit.rehearse import RehearsalError, RehearsalRequest, RehearsedSize
 from bigdit.rehearse.ask import device_bytes
 from bigdit.search.calibration import Calibration, calibration_of
-from bigdit.search.question import Cluster
+from bigdit.search.cluster import Cluster
 from bigdit.search.speed import StepTime, step_time
 from bigdit.search.work import work_of
 from bigdit.spec import Strategy

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from bigdit.catalog import Gpu
 from bigdit.search.calibration import Calibration
+from bigdit.search.cluster import Cluster
 from bigdit.search.interval import Interval
 from bigdit.search.links import copy_seconds, exchange_seconds, host_seconds
-from bigdit.search.question import Cluster
 from bigdit.search.roofline import kernel_seconds, launch_seconds
 from bigdit.search.work import Load, Work
 from bigdit.spec import Strategy, Strict

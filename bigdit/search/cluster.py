@@ -1,0 +1,24 @@
+"""The cards of a run."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from bigdit.spec import Strict
+
+
+class Cluster(Strict):
+    """The cards of the run: `gpus` of them, `gpus_per_node` in a machine, machines joined by `network_gbs`.
+
+    `network_gbs`: 10⁹ bytes a second that one machine sends, and receives at the same time.
+    """
+
+    gpus: PositiveInt = 1
+    gpus_per_node: PositiveInt = 8
+    network_gbs: Annotated[PositiveFloat, Field(allow_inf_nan=False)] = 12.5
+
+    @property
+    def nodes(self) -> int:
+        return -(-self.gpus // self.gpus_per_node)
