@@ -33,7 +33,7 @@ from chaotic.seen import Seen
 from chaotic.world import World
 from faulty.page import write_section
 
-from bigdit.train.leftovers import remove_leftovers
+from bigdit.train.processes.leftovers import remove_leftovers
 from bigdit.units import duration
 
 Round = Callable[[World, random.Random, Path], Seen]

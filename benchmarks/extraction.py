@@ -24,13 +24,13 @@ from PIL import Image
 
 from bigdit import log
 from bigdit.config import load_run
-from bigdit.features.codecs import load_image_codec
-from bigdit.features.load import load_text_encoder
-from bigdit.features.pool import encode_in_workers
-from bigdit.features.schema import StoreSchema, claim
-from bigdit.features.sources import open_source
-from bigdit.features.speed import UnitSpeed, read_units, shares_of, worker_speed
-from bigdit.features.worker import Unit
+from bigdit.encoders.codecs import load_image_codec
+from bigdit.encoders.load import load_text_encoder
+from bigdit.extract.pool import encode_in_workers
+from bigdit.extract.speed import UnitSpeed, read_units, shares_of, worker_speed
+from bigdit.extract.worker import Unit
+from bigdit.sources import open_source
+from bigdit.store.schema import StoreSchema, claim
 
 ROOT = Path(__file__).parents[1]
 COUNT, PART_SIZE, SIDE = 192, 8, 256

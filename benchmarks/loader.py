@@ -24,13 +24,13 @@ import numpy as np
 import torch
 
 from bigdit.dist import World
-from bigdit.features import FeatureStore
-from bigdit.features.null_text import write_null_text
-from bigdit.features.part import Encoded, part_path, write_part
-from bigdit.features.schema import FILE, StoreSchema, part_identity, schema_text, store_identity
-from bigdit.features.text import Text
 from bigdit.loader.order import Order
 from bigdit.loader.stream import FeatureStream, pad_text
+from bigdit.store import FeatureStore
+from bigdit.store.null_text import write_null_text
+from bigdit.store.part import Encoded, part_path, write_part
+from bigdit.store.schema import FILE, StoreSchema, part_identity, schema_text, store_identity
+from bigdit.store.text import Text
 
 SHAPES = [(32, 32, 32), (32, 28, 36), (32, 36, 28), (32, 24, 42), (32, 42, 24)]
 TOKENS, MEAN_TOKENS, DIM = 300, 103, 2304

@@ -26,13 +26,13 @@ def make(root: Path, samples: int) -> None:
     import torch
     from loader import SHAPES, Caption, random_schema
 
-    from bigdit.features.index import FILE as INDEX
-    from bigdit.features.index import Index, write_index
-    from bigdit.features.null_text import write_null_text
-    from bigdit.features.part import Encoded, part_name, write_part
-    from bigdit.features.schema import FILE, part_identity, schema_text, store_identity
-    from bigdit.features.text import Text
     from bigdit.loader.order import Order
+    from bigdit.store.index import FILE as INDEX
+    from bigdit.store.index import Index, write_index
+    from bigdit.store.null_text import write_null_text
+    from bigdit.store.part import Encoded, part_name, write_part
+    from bigdit.store.schema import FILE, part_identity, schema_text, store_identity
+    from bigdit.store.text import Text
 
     schema = random_schema(samples, TOKENS)
     (root / FILE).write_text(schema_text(schema))
@@ -76,9 +76,9 @@ def first_batch(root: Path) -> None:
     """In a process of its own: print seconds and the most memory, imports of torch in both."""
     began = time.perf_counter()
     from bigdit.dist import World
-    from bigdit.features import FeatureStore
     from bigdit.loader.order import Order
     from bigdit.loader.stream import FeatureStream
+    from bigdit.store import FeatureStore
 
     imported, before = time.perf_counter() - began, most_megabytes()
     store = FeatureStore.open(root)

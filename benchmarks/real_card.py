@@ -23,8 +23,8 @@ from bigdit.bench.referee import lines
 from bigdit.catalog import Gpu
 from bigdit.errors import UserError, guard
 from bigdit.files import write_text
-from bigdit.rehearse.card_client import worker_environment
-from bigdit.rehearse.card_run import CardRun
+from bigdit.rehearse.card.client import worker_environment
+from bigdit.rehearse.card.run import CardRun
 from bigdit.rehearse.request import RehearsalRequest
 from bigdit.units import MIB
 
@@ -113,7 +113,7 @@ def _run(result: Path, request: RehearsalRequest, gpu: Gpu | None, timeout_s: fl
     root = Path(__file__).parents[1]
     own = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))}
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "bigdit.rehearse.card_worker", asked, result],
+        [sys.executable, "-W", "ignore", "-m", "bigdit.rehearse.card.worker", asked, result],
         env=own if gpu is None else worker_environment(gpu),
         capture_output=True,
         text=True,

@@ -11,7 +11,7 @@ from bigdit.catalog.models import models
 from bigdit.config.strategy import parse_strategy
 from bigdit.rehearse.ask import request_for
 from bigdit.rehearse.request import RehearsalRequest
-from bigdit.search.sibling import depths, sibling
+from bigdit.search.predict.sibling import depths, sibling
 
 
 @dataclass(frozen=True)

@@ -26,11 +26,11 @@ UNIT, UNITS = 256, 10
 PROBE = """
 import json, resource, sys, time
 from bigdit.config.run import DataConfig
-from bigdit.features.sources import open_source
+from bigdit.sources import open_source
 path, features = sys.argv[1:]
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 for kind in ("csv_rows", "file_rows", "webdataset"):
-    __import__(f"bigdit.features.sources.{kind}")
+    __import__(f"bigdit.sources.{kind}")
 before, began, cpu = peak(), time.perf_counter(), time.process_time()
 source = open_source(DataConfig(images=path, features=features, buckets=[(8, 8)]))
 opened, cpu = time.perf_counter(), time.process_time() - cpu

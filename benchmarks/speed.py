@@ -16,10 +16,10 @@ from bigdit import catalog
 from bigdit.config.strategy import parse_strategy
 from bigdit.rehearse import rehearse
 from bigdit.rehearse.ask import request_for
-from bigdit.search.cluster import Cluster
-from bigdit.search.interval import Interval
-from bigdit.search.speed import StepTime, step_time
-from bigdit.search.work import work_of
+from bigdit.speed.cluster import Cluster
+from bigdit.speed.interval import Interval
+from bigdit.speed.step import StepTime, step_time
+from bigdit.speed.work import work_of
 
 HERE = Path(__file__).parent
 

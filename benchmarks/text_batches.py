@@ -23,9 +23,9 @@ import transformers
 
 from bigdit import log
 from bigdit.config.run import TextEncoderConfig
-from bigdit.features.fp8 import dequantise, quantise
-from bigdit.features.load import load_text_encoder
-from bigdit.features.text import Text
+from bigdit.encoders.load import load_text_encoder
+from bigdit.store.fp8 import dequantise, quantise
+from bigdit.store.text import Text
 
 BATCH, MOST = 16, 300
 SIZES = {"d_model": 384, "d_kv": 64, "d_ff": 1024, "num_layers": 4, "num_heads": 6, "feed_forward_proj": "gated-gelu"}

@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from loader import PART, random_part
 
-from bigdit.features.part import part_path, write_part
-from bigdit.features.writer import PartWriter
 from bigdit.files import fsync_folder
+from bigdit.store.part import part_path, write_part
+from bigdit.store.writer import PartWriter
 
 
 def sequential(folder: Path, data: bytes, parts: int) -> float:

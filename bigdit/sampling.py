@@ -12,9 +12,9 @@ from bigdit.catalog.encoders import POOLED_TEXT
 from bigdit.checkpoint import Checkpoint, load_model, load_weights, verify
 from bigdit.config import RunConfig
 from bigdit.config.load import parse_run
+from bigdit.encoders.codecs import load_image_codec, to_bytes
+from bigdit.encoders.load import load_text_encoder
 from bigdit.errors import UserError
-from bigdit.features.codecs import load_image_codec, to_bytes
-from bigdit.features.load import load_text_encoder
 from bigdit.loader.batch import Batch
 from bigdit.loader.stream import pad_text
 from bigdit.spec import ModelSpec, Strategy

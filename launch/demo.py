@@ -22,7 +22,7 @@ from PIL import Image
 from bigdit import log
 from bigdit.files import write_json, write_text
 from bigdit.report.tables import table
-from bigdit.train.launch import free_port
+from bigdit.train.processes.launch import free_port
 from bigdit.units import duration, gib
 
 ROOT = Path(__file__).parents[1]

@@ -11,7 +11,7 @@ from typing import Any
 
 from bigdit import catalog
 from bigdit.emulator import emulated_environment, shared_state
-from bigdit.rehearse.card_client import cuda_python
+from bigdit.rehearse.card.client import cuda_python
 
 TIME_LIMIT_S = 240
 

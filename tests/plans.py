@@ -9,14 +9,14 @@ from bigdit.memory.footprint import footprint
 from bigdit.memory.host import host_memory
 from bigdit.rehearse import rehearse
 from bigdit.rehearse.ask import request_for
-from bigdit.search.cluster import Cluster
-from bigdit.search.dataset import DatasetNeed
-from bigdit.search.host import HostNeed
-from bigdit.search.interval import Interval
+from bigdit.search.needs.dataset import DatasetNeed
+from bigdit.search.needs.host import HostNeed
 from bigdit.search.plan import Band, BucketLimit, Choice, Curve, Plan, Rejected, Run, Step, Verdict
 from bigdit.search.question import Pins, Question
-from bigdit.search.speed import StepTime
 from bigdit.spec import EmaSpec, OptimizerSpec, StepSize, Strategy
+from bigdit.speed.cluster import Cluster
+from bigdit.speed.interval import Interval
+from bigdit.speed.step import StepTime
 from bigdit.units import GIB, KIB, MIB
 
 IMAGES = 30_000_000

@@ -10,9 +10,9 @@ from bigdit import catalog
 from bigdit.bench.against_card import Against, Reserved, against, by_replay
 from bigdit.errors import UserError
 from bigdit.memory import Block, Span, Timeline
-from bigdit.rehearse.card_client import Card
-from bigdit.rehearse.card_trace import operator
-from bigdit.rehearse.unwritten import unwritten_weights
+from bigdit.rehearse.card.client import Card
+from bigdit.rehearse.card.trace import operator
+from bigdit.rehearse.card.unwritten import unwritten_weights
 from bigdit.units import GIB, MIB
 
 

@@ -20,8 +20,8 @@ from bigdit.sampling import Sampler
 from bigdit.spec import EmaSpec, ObjectiveSpec, OptimizerSpec, Strategy
 from bigdit.train.loop import train
 from bigdit.train.prepare import prepare
+from bigdit.train.processes.stop import Stop
 from bigdit.train.step import train_step
-from bigdit.train.stop import Stop
 
 DECAY = 0.9
 

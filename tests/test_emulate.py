@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from conftest import BIN, ROOT, bigdit
 
-from bigdit.rehearse.card_client import cuda_python
+from bigdit.rehearse.card.client import cuda_python
 
 GIB = 2**30
 

@@ -16,7 +16,7 @@ from bigdit.catalog.capability import capability
 from bigdit.emulator import build, emulated_environment, shared_state
 from bigdit.errors import UserError
 from bigdit.memory.process import cuda_context
-from bigdit.rehearse.card_client import cuda_python
+from bigdit.rehearse.card.client import cuda_python
 from bigdit.units import GIB, MIB
 
 FIGURES = """

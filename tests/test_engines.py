@@ -5,8 +5,8 @@ import json
 import pytest
 from conftest import BIN, DIGITS, ROOT, TINY, bigdit, run_command, with_set
 
-from bigdit.train.launch import free_port
 from bigdit.train.metrics import read_metrics
+from bigdit.train.processes.launch import free_port
 
 # fp32: the engines differ in the order in which gradients are summed over samples and processes; after 8 steps
 # of Adam on a loss near 2 that stays in the last digits of fp32 (2e-7 relative), with room for a few steps.

@@ -24,11 +24,11 @@ from bigdit.commands.extract import print_skipped
 from bigdit.config import load_run
 from bigdit.config.run import SourceConfig
 from bigdit.errors import UserError
-from bigdit.features import FeatureStore
-from bigdit.features.extract import extract
-from bigdit.features.in_hand import WorkerName, all_held
-from bigdit.features.job import encode_here
-from bigdit.features.speed import read_units, shares_of
+from bigdit.extract.extract import extract
+from bigdit.extract.job import encode_here
+from bigdit.extract.speed import read_units, shares_of
+from bigdit.store import FeatureStore
+from bigdit.store.in_hand import WorkerName, all_held
 
 COUNT, PART_SIZE = 48, 4
 BUCKETS = "data.buckets=[[128, 128], [128, 192]]"

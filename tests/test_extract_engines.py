@@ -10,9 +10,9 @@ from bigdit.catalog.resolve import model_spec
 from bigdit.config import load_run
 from bigdit.config.run import SourceConfig
 from bigdit.errors import UserError
-from bigdit.features import FeatureStore
-from bigdit.features.extract import extract
-from bigdit.features.tasks import Ray, Slurm, _Task
+from bigdit.extract.extract import extract
+from bigdit.extract.tasks import Ray, Slurm, _Task
+from bigdit.store import FeatureStore
 
 PARTS = 12
 

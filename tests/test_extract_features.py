@@ -13,8 +13,8 @@ from running import until
 from test_loader import make_store
 
 from bigdit.errors import UserError
-from bigdit.features.in_hand import FOLDER, WorkerName
-from bigdit.features.verify import verify
+from bigdit.extract.verify import verify
+from bigdit.store.in_hand import FOLDER, WorkerName
 
 PART = "part-000000000000-000000000240.safetensors"
 

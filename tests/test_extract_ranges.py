@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bigdit.errors import UserError
-from bigdit.features import schema as schema_module
-from bigdit.features.in_hand import FOLDER, WorkerName, all_held, all_marks, own_folder, remove_left
-from bigdit.features.part import part_path
-from bigdit.features.ranges import missing, parse_split, pull, split
-from bigdit.features.schema import StoreSchema, claim, read_schema
+from bigdit.extract.ranges import missing, parse_split, pull, split
+from bigdit.store import schema as schema_module
+from bigdit.store.in_hand import FOLDER, WorkerName, all_held, all_marks, own_folder, remove_left
+from bigdit.store.part import part_path
+from bigdit.store.schema import StoreSchema, claim, read_schema
 
 
 def schema_of(*counts, part_size=4, **more):

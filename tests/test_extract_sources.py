@@ -9,7 +9,7 @@ from PIL import Image
 from test_features_tables import png, snapshot
 from test_features_tars import write_tar
 
-from bigdit.features import FeatureStore
+from bigdit.store import FeatureStore
 
 
 @pytest.fixture

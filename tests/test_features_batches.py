@@ -8,14 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bigdit.config.run import EncodersConfig
+from bigdit.encoders.batch_size import CPU_BATCH, BatchSize
+from bigdit.encoders.by_length import encode_by_length
+from bigdit.encoders.device import encoding_device
+from bigdit.encoders.load import load_encoders
+from bigdit.encoders.text_cache import TextCache
 from bigdit.errors import UserError
-from bigdit.features.batch_size import CPU_BATCH, BatchSize
-from bigdit.features.device import encoding_device
-from bigdit.features.encoders.by_length import encode_by_length
-from bigdit.features.fp8 import dequantise, quantise
-from bigdit.features.load import load_encoders
-from bigdit.features.text import Text
-from bigdit.features.text_cache import TextCache
+from bigdit.store.fp8 import dequantise, quantise
+from bigdit.store.text import Text
 
 
 class Memory:

@@ -8,10 +8,10 @@ from tiny_vaes import STATISTICS, VAES, dc, flux2, kl, ltx
 from transformers import T5Config, T5EncoderModel
 
 from bigdit.config.run import TextEncoderConfig, VaeCodec
+from bigdit.encoders.codecs import load_image_codec
+from bigdit.encoders.latents import VIDEO_VAES
+from bigdit.encoders.t5 import T5TextEncoder
 from bigdit.errors import UserError
-from bigdit.features.codecs import load_image_codec
-from bigdit.features.encoders.latents import VIDEO_VAES
-from bigdit.features.encoders.text import T5TextEncoder
 
 TINY_T5 = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
 CAPTIONS = ["a cat", "", "a much longer caption, of many more bytes", "ünïcödé", "a cat"]

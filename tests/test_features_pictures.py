@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from bigdit.config.run import IdentityCodec
-from bigdit.features.buckets import bucket_pixels, nearest_bucket
-from bigdit.features.codecs import load_image_codec, to_bytes, to_unit_range
+from bigdit.encoders.buckets import bucket_pixels, nearest_bucket
+from bigdit.encoders.codecs import load_image_codec, to_bytes, to_unit_range
 
 SQUARE_WIDE_TALL = ((8, 8), (8, 12), (12, 8))
 

@@ -18,9 +18,9 @@ from PIL import Image
 from bigdit.config import load_run
 from bigdit.config.run import DataConfig
 from bigdit.errors import UserError
-from bigdit.features.sources import Caption, Unusable, open_source
-from bigdit.features.sources.names import Names
-from bigdit.features.sources.picture import decode
+from bigdit.sources import Caption, Unusable, open_source
+from bigdit.sources.names import Names
+from bigdit.sources.picture import decode
 
 
 def opened(images, features="features"):

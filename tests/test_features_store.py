@@ -12,20 +12,20 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from bigdit.config.run import IdentityCodec, TextEncoderConfig, VaeCodec
+from bigdit.encoders.codecs import load_image_codec, to_bytes, to_unit_range
+from bigdit.encoders.t5 import T5TextEncoder
 from bigdit.errors import UserError
-from bigdit.features import FeatureStore
-from bigdit.features.codecs import load_image_codec, to_bytes, to_unit_range
-from bigdit.features.encoders.text import T5TextEncoder
-from bigdit.features.header import read_header
-from bigdit.features.index import write_index
-from bigdit.features.null_text import write_null_text
-from bigdit.features.part import part_path, write_part
-from bigdit.features.reader import Part
-from bigdit.features.report import store_report
-from bigdit.features.schema import StoreSchema, claim, part_identity, schema_text, store_identity
-from bigdit.features.sources.folder import ImageFolder
-from bigdit.features.unit import encode_unit
-from bigdit.features.verify import verify
+from bigdit.extract.report import store_report
+from bigdit.extract.unit import encode_unit
+from bigdit.extract.verify import verify
+from bigdit.sources.folder import ImageFolder
+from bigdit.store import FeatureStore
+from bigdit.store.header import read_header
+from bigdit.store.index import write_index
+from bigdit.store.null_text import write_null_text
+from bigdit.store.part import part_path, write_part
+from bigdit.store.reader import Part
+from bigdit.store.schema import StoreSchema, claim, part_identity, schema_text, store_identity
 
 BUCKETS = [(8, 8), (8, 12)]
 COUNT, PART_SIZE = 11, 4

@@ -17,10 +17,10 @@ from test_features_sources import damage, gradient, opened, pixels
 
 from bigdit.config.run import SourceConfig
 from bigdit.errors import UserError
-from bigdit.features.sources import Unusable
-from bigdit.features.sources.csv_rows import CsvRows
-from bigdit.features.sources.file_rows import FileRows
-from bigdit.features.sources.rows import TableSource
+from bigdit.sources import Unusable
+from bigdit.sources.csv_rows import CsvRows
+from bigdit.sources.file_rows import FileRows
+from bigdit.sources.rows import TableSource
 
 
 def png(number=0):
@@ -171,7 +171,7 @@ def test_csv_across_the_chunks_it_is_scanned_in(tmp_path, monkeypatch):
     with (tmp_path / "list.csv").open("w", newline="") as file:
         csv.writer(file).writerows([("path", "caption"), *rows])
     whole = CsvRows(tmp_path / "list.csv", "data.images")
-    monkeypatch.setattr("bigdit.features.sources.csv_rows.CHUNK_BYTES", 97)
+    monkeypatch.setattr("bigdit.sources.csv_rows.CHUNK_BYTES", 97)
     for read in (whole, CsvRows(tmp_path / "list.csv", "data.images")):
         assert read.digest == whole.digest
         assert [tuple(row.values()) for row in read.read(1000, 3000, ["path", "caption"])] == rows[1000:]

@@ -15,7 +15,7 @@ from test_features_tables import png, reason, texts, value
 
 from bigdit.config.run import DataConfig
 from bigdit.errors import UserError
-from bigdit.features.sources import Unusable, open_source
+from bigdit.sources import Unusable, open_source
 
 
 def write_tar(path, files, tar_format=tarfile.PAX_FORMAT):

@@ -10,9 +10,9 @@ from tiny_pipelines import CAPTIONS, PARTS, pipeline_of
 
 from bigdit.catalog.families import PIPELINES
 from bigdit.config.run import TextEncoderConfig
+from bigdit.encoders.load import load_text_encoder
+from bigdit.encoders.recipes import RECIPES
 from bigdit.errors import UserError
-from bigdit.features.encoders.recipes import RECIPES
-from bigdit.features.load import load_text_encoder
 
 # What each pipeline's own call asks of its encode_prompt, written out: its defaults, read in diffusers 0.42.1.
 CALLS = {

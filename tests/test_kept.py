@@ -5,8 +5,9 @@ from traces import timeline
 
 from bigdit import catalog
 from bigdit.memory.ledger import ledger
-from bigdit.rehearse import cache, card_cache
-from bigdit.rehearse.card_run import CardRun
+from bigdit.rehearse import cache
+from bigdit.rehearse.card import cache as card_cache
+from bigdit.rehearse.card.run import CardRun
 from bigdit.rehearse.request import RehearsalRequest, RehearsedSize
 from bigdit.sealed import write_sealed
 from bigdit.spec import BatchShape, ModelSpec, Strategy

@@ -13,17 +13,17 @@ import torch
 from bigdit.catalog.encoders import POOLED_TEXT
 from bigdit.dist import World
 from bigdit.errors import UserError
-from bigdit.features import FeatureStore, fp8
-from bigdit.features.null_text import write_null_text
-from bigdit.features.part import Encoded, part_path, write_part
-from bigdit.features.schema import FILE, StoreSchema, part_identity, schema_text, store_identity
-from bigdit.features.text import Text
 from bigdit.loader.order import Order
 from bigdit.loader.read import BatchReader, draw
 from bigdit.loader.stages import data_state, plan_order
 from bigdit.loader.stream import FeatureStream
 from bigdit.rehearse.data import batch as rehearsed_batch
 from bigdit.spec import BatchShape, Strategy
+from bigdit.store import FeatureStore, fp8
+from bigdit.store.null_text import write_null_text
+from bigdit.store.part import Encoded, part_path, write_part
+from bigdit.store.schema import FILE, StoreSchema, part_identity, schema_text, store_identity
+from bigdit.store.text import Text
 
 SHAPES = [(4, 6, 6), (4, 4, 8)]
 DIM, TOKENS, POOLED, PART = 16, 12, 6, 8

@@ -13,12 +13,12 @@ from safetensors.torch import load_file
 from test_loader import Caption, make_store
 
 from bigdit.errors import UserError
-from bigdit.features.header import LONGEST_HEADER, read_header
-from bigdit.features.local import READERS
-from bigdit.features.part import Encoded, part_path, write_part
-from bigdit.features.reader import Part
-from bigdit.features.text import Text
-from bigdit.features.writer import WAITING_PARTS, PartWriter
+from bigdit.store.header import LONGEST_HEADER, read_header
+from bigdit.store.local import READERS
+from bigdit.store.part import Encoded, part_path, write_part
+from bigdit.store.reader import Part
+from bigdit.store.text import Text
+from bigdit.store.writer import WAITING_PARTS, PartWriter
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +109,7 @@ def test_tables_of_malice_are_refused_though_their_digests_are_right(whole, tmp_
     columns = read_header(source).columns
 
     def forged(name, row, column, value):
-        from bigdit.features.digest import chained_digest
+        from bigdit.store.digest import chained_digest
 
         forged = bytearray(data)
         at = columns[name].offset + 8 * (4 * row + column)

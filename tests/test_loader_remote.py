@@ -15,9 +15,9 @@ from bigdit.catalog.resolve import model_spec
 from bigdit.config import load_run
 from bigdit.config.run import DataConfig
 from bigdit.errors import UserError
-from bigdit.features import FeatureStore, remote
-from bigdit.features.extract import extract
-from bigdit.features.remote import RemoteParts, url_of
+from bigdit.extract.extract import extract
+from bigdit.store import FeatureStore, remote
+from bigdit.store.remote import RemoteParts, url_of
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ import yaml
 from conftest import bigdit
 from test_sample_pipelines import SD3
 
-from bigdit.features import FeatureStore
-from bigdit.features.fp8 import dequantise, quantise
+from bigdit.store import FeatureStore
+from bigdit.store.fp8 import dequantise, quantise
 
 CLASS = "SD3Transformer2DModel"
 

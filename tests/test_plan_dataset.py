@@ -9,15 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bigdit import catalog
-from bigdit.features.part import Encoded, write_part
-from bigdit.features.sources import Caption
-from bigdit.features.text import Text
 from bigdit.memory import Block, Span, Timeline
 from bigdit.rehearse import rehearse
 from bigdit.search.ask import question_for
-from bigdit.search.cluster import Cluster
-from bigdit.search.dataset import dataset_need, encoding_request, written
-from bigdit.search.host import LIBRARIES_BYTES, host_need
+from bigdit.search.needs.dataset import dataset_need, encoding_request, written
+from bigdit.search.needs.host import LIBRARIES_BYTES, host_need
+from bigdit.sources import Caption
+from bigdit.speed.cluster import Cluster
+from bigdit.store.part import Encoded, write_part
+from bigdit.store.text import Text
 from bigdit.units import GIB, KIB, MIB
 
 

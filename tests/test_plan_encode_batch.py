@@ -6,8 +6,8 @@ from bigdit.catalog import gpu, resolve_gpu
 from bigdit.config.load import parse_run
 from bigdit.memory.process import cuda_context
 from bigdit.rehearse import rehearse
-from bigdit.search import encode_batch
-from bigdit.search.encode_batch import encode_batch_size, with_batch_size
+from bigdit.search.needs import encode_batch
+from bigdit.search.needs.encode_batch import encode_batch_size, with_batch_size
 
 
 def run(model, buckets=((128, 128), (256, 256)), image=None, **encoders):

@@ -9,8 +9,8 @@ from bigdit.errors import UserError
 from bigdit.search.ask import question_for
 from bigdit.search.buckets import ASPECTS, aspect_sizes, parse_sizes, written
 from bigdit.search.check import MOST_GPUS
-from bigdit.search.cluster import Cluster
 from bigdit.search.question import Pins, Question
+from bigdit.speed.cluster import Cluster
 
 SANA = "sana-1600m-1024"
 

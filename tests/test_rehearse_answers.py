@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from bigdit.rehearse.answers import Answers, Kept
+from bigdit.rehearse.kernels.answers import Answers, Kept
 
 aten = torch.ops.aten
 

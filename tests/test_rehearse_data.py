@@ -17,7 +17,6 @@ from rehearsing import SANA
 from bigdit.config import check, load_run
 from bigdit.config.check import strategy_of
 from bigdit.dist import World
-from bigdit.features import FeatureStore
 from bigdit.loader.ahead import read_ahead
 from bigdit.loader.batch import Batch
 from bigdit.loader.order import Order
@@ -26,6 +25,7 @@ from bigdit.memory import Block, HostMemory, Span, Timeline, host_memory, pinned
 from bigdit.rehearse import RehearsalRequest, rehearse
 from bigdit.rehearse.data import batch, feed
 from bigdit.spec import BatchShape, Strategy
+from bigdit.store import FeatureStore
 
 DIGITS = Path(__file__).parents[1] / "launch/recipes/digits.yaml"
 

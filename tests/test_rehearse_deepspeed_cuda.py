@@ -46,7 +46,8 @@ PARAM = {"offload_param": {"device": "cpu", "pin_memory": False}}
 # A worker that answers one question after another; a line each.
 _ANSWERING = """
 import json, sys
-from bigdit.rehearse import RehearsalRequest, deepspeed_peers
+from bigdit.rehearse import RehearsalRequest
+from bigdit.rehearse.engines import deepspeed_peers
 from bigdit.rehearse.worker import rehearse_size
 for line in sys.stdin:
     asked = json.loads(line)

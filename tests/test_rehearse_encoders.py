@@ -14,8 +14,8 @@ from rehearsing import SANA, SHAPE, rehearse_all
 from bigdit.catalog import batch_shape, model
 from bigdit.catalog.encoders import OnlineEncoders, TextEncoderSpec, VaeSpec, online_encoders
 from bigdit.dist import World
+from bigdit.encoders.frozen import FrozenEncoders
 from bigdit.errors import UserError
-from bigdit.features.encoders.frozen import FrozenEncoders
 from bigdit.memory import Timeline, ledger
 from bigdit.rehearse import RehearsalRequest, rehearse
 from bigdit.rehearse.data import raw_batch
@@ -172,7 +172,7 @@ def test_chunks_change_no_feature() -> None:
 
 def test_latents_are_those_of_the_extracting_codec(tmp_path: Path) -> None:
     from bigdit.config.run import VaeCodec
-    from bigdit.features.codecs import load_image_codec, to_unit_range
+    from bigdit.encoders.codecs import load_image_codec, to_unit_range
 
     frozen = FrozenEncoders(OnlineEncoders(pixels=(3, 16, 16), vae=KL))
     frozen._vae.save_pretrained(tmp_path)
@@ -219,7 +219,7 @@ VIDEOS = {
 _ENCODE_ALL = """
 import json, os, sys, torch
 from bigdit.catalog.encoders import OnlineEncoders
-from bigdit.features.encoders.frozen import FrozenEncoders
+from bigdit.encoders.frozen import FrozenEncoders
 from bigdit.rehearse.data import raw_batch
 from bigdit.rehearse.device import fake_device
 from bigdit.spec import BatchShape, Strategy

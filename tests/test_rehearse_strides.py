@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bigdit.rehearse.strides import elementwise_strides, view_strides
+from bigdit.rehearse.kernels.strides import elementwise_strides, view_strides
 
 
 @st.composite

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from bigdit.rehearse.kernels import Kernels
+from bigdit.rehearse.kernels.mended import Kernels
 
 READS: dict[str, Callable[[torch.Tensor], object]] = {
     "lengths": lambda mask: mask.to(torch.int64).sum(dim=1).tolist(),

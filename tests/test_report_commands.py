@@ -14,8 +14,8 @@ from test_report_plan import shown
 
 from bigdit.config.plan_file import FILE
 from bigdit.report.commands import PORT, Command, commands, obstacle
-from bigdit.search.cluster import Cluster
 from bigdit.spec import Strategy
+from bigdit.speed.cluster import Cluster
 
 FOLDER = Path("plans/a folder")
 

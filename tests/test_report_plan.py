@@ -11,8 +11,8 @@ from rich.console import Console
 
 from bigdit.report import words
 from bigdit.report.plan import show
-from bigdit.search.interval import Interval
 from bigdit.spec import Strategy
+from bigdit.speed.interval import Interval
 from bigdit.units import GIB, gib
 
 

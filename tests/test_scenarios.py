@@ -14,13 +14,13 @@ from claims.dit import DIT_CLAIMS, DIT_OURS, DIT_THEIRS
 
 from bigdit import catalog
 from bigdit.rehearse.pool import Pool
-from bigdit.search.anchors import Sample
 from bigdit.search.ask import question_for
 from bigdit.search.candidates import Option, candidate, capacity
 from bigdit.search.changes import BUCKETS, DEEPSPEED_BUCKET, changes
 from bigdit.search.confirm import confirm
+from bigdit.search.needs.schedule import run
+from bigdit.search.predict.anchors import Sample
 from bigdit.search.question import Question
-from bigdit.search.schedule import run
 from bigdit.search.waterfall import waterfall
 from bigdit.spec import EmaSpec
 from bigdit.units import GIB

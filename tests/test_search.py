@@ -15,14 +15,14 @@ from bigdit.catalog import CatalogModel
 from bigdit.memory.allocator import replay
 from bigdit.memory.process import ByteRange
 from bigdit.search.candidates import LARGEST_MICRO_BATCH, Option, accumulation, micro_batch_sizes, most
-from bigdit.search.cluster import Cluster
 from bigdit.search.evidence import UNPROVED
-from bigdit.search.interval import Interval
 from bigdit.search.plan import Band
 from bigdit.search.question import Pins, Question
 from bigdit.search.space import Proposal, proposals
 from bigdit.search.verdict import expected, safe_bytes, verdict
 from bigdit.spec import Strategy
+from bigdit.speed.cluster import Cluster
+from bigdit.speed.interval import Interval
 from bigdit.units import GIB, MIB
 
 A40 = catalog.gpu("a40")

@@ -14,18 +14,18 @@ from bigdit import catalog
 from bigdit.config.strategy import parse_strategy
 from bigdit.rehearse import RehearsedSize
 from bigdit.rehearse.pool import Pool
-from bigdit.search.anchors import Sample, grid
 from bigdit.search.answer import make_plan
 from bigdit.search.candidates import Option
 from bigdit.search.evidence import UNPROVED
 from bigdit.search.explore import explore
-from bigdit.search.moments import counterparts
+from bigdit.search.predict.anchors import Sample, grid
+from bigdit.search.predict.moments import counterparts
+from bigdit.search.predict.sibling import block_count, sibling
 from bigdit.search.question import Pins, Question
-from bigdit.search.sibling import block_count, sibling
 from bigdit.search.space import Proposal, proposals
-from bigdit.search.speed import step_time
 from bigdit.search.verdict import verdict
-from bigdit.search.work import work_of
+from bigdit.speed.step import step_time
+from bigdit.speed.work import work_of
 
 BLOCKS = 8
 SANA = catalog.model("sana-1600m")

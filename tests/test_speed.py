@@ -9,15 +9,15 @@ from bigdit import catalog
 from bigdit.config.strategy import parse_strategy
 from bigdit.memory import Timeline
 from bigdit.rehearse import RehearsalRequest
-from bigdit.search.calibration import Calibration
-from bigdit.search.cluster import Cluster
-from bigdit.search.interval import Interval
-from bigdit.search.links import HOST_LINK, HOST_MEMORY, LATENCY, NVLINK
-from bigdit.search.roofline import BANDWIDTH, LAUNCH_SECONDS, PRODUCTS
-from bigdit.search.schedule import run
-from bigdit.search.speed import PARTS, StepTime, step_time
-from bigdit.search.work import NOTHING, Amount, Exchange, Load, Operation, Work, work_of
+from bigdit.search.needs.schedule import run
 from bigdit.spec import Strategy
+from bigdit.speed.calibration import Calibration
+from bigdit.speed.cluster import Cluster
+from bigdit.speed.interval import Interval
+from bigdit.speed.links import HOST_LINK, HOST_MEMORY, LATENCY, NVLINK
+from bigdit.speed.roofline import BANDWIDTH, LAUNCH_SECONDS, PRODUCTS
+from bigdit.speed.step import PARTS, StepTime, step_time
+from bigdit.speed.work import NOTHING, Amount, Exchange, Load, Operation, Work, work_of
 
 A100 = catalog.gpu("a100-80g-sxm")
 RTX_4090 = catalog.gpu("rtx-4090")

@@ -15,10 +15,10 @@ from bigdit.errors import UserError
 from bigdit.receipt import Receipt
 from bigdit.rehearse import RehearsalRequest
 from bigdit.search import receipts
-from bigdit.search.cluster import Cluster
-from bigdit.search.speed import step_time
-from bigdit.search.work import work_of
 from bigdit.spec import ObjectiveSpec
+from bigdit.speed.cluster import Cluster
+from bigdit.speed.step import step_time
+from bigdit.speed.work import work_of
 
 A100 = catalog.gpu("a100-80g-sxm")
 GIB = 1 << 30

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from bigdit.train import leftovers
+from bigdit.train.processes import leftovers
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ from running import BIGDIT, FSDP2, arguments, running
 
 from bigdit.dist import World
 from bigdit.errors import UserError
-from bigdit.train.lock import held
 from bigdit.train.metrics import read_metrics
+from bigdit.train.processes.lock import held
 
 
 @pytest.mark.slow
@@ -40,7 +40,8 @@ def test_a_second_trainer_is_refused_and_the_first_goes_on(features, tmp_path):
 def test_the_lock_is_free_when_its_holder_was_killed(tmp_path):
     """The holder kills itself; what it had signed stays, and does not count."""
     script = (
-        "import os, sys; from pathlib import Path; from bigdit.dist import World; from bigdit.train.lock import held\n"
+        "import os, sys; from pathlib import Path\n"
+        "from bigdit.dist import World; from bigdit.train.processes.lock import held\n"
         "with held(Path(sys.argv[1]), World()): os.kill(os.getpid(), 9)"
     )
     assert run_command(BIN / "python", "-c", script, tmp_path, PYTHONPATH=str(ROOT)).returncode == -9
@@ -50,7 +51,7 @@ def test_the_lock_is_free_when_its_holder_was_killed(tmp_path):
 
 
 def test_a_lock_that_nobody_signed(tmp_path, monkeypatch):
-    monkeypatch.setattr("bigdit.train.lock.PATIENCE_S", 0.0)
+    monkeypatch.setattr("bigdit.train.processes.lock.PATIENCE_S", 0.0)
     with held(tmp_path, World()):
         for written in ("", "[1]", '{"pid": "x"}', "\0", "[" * 60_000):
             (tmp_path / "lock").write_text(written)

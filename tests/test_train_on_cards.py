@@ -12,7 +12,7 @@ from conftest import DIGITS, ROOT, SINGLE, TINY, with_set
 
 from bigdit import catalog
 from bigdit.emulator import emulated_environment, shared_state
-from bigdit.rehearse.card_client import cuda_python
+from bigdit.rehearse.card.client import cuda_python
 from bigdit.train.metrics import read_metrics
 
 STEPS = ("train.steps=3", "train.checkpoint_every=3")
@@ -139,6 +139,6 @@ def test_every_optimizer_steps_on_a_card(features, tmp_path):
 
 
 def _port():
-    from bigdit.train.launch import free_port
+    from bigdit.train.processes.launch import free_port
 
     return free_port()

@@ -16,11 +16,11 @@ from PIL import Image
 
 from bigdit import catalog
 from bigdit.emulator import emulated_environment, shared_state
-from bigdit.rehearse.card_client import cuda_python
+from bigdit.rehearse.card.client import cuda_python
 from bigdit.spec import StepSize, Strategy
-from bigdit.train.launch import free_port
 from bigdit.train.metrics import read_metrics
 from bigdit.train.out_of_memory import asked_bytes
+from bigdit.train.processes.launch import free_port
 from bigdit.train.relief import FILE, Relief, read_relief, relieved, write_relief
 
 BUCKETS = "data.buckets=[[8,8],[32,32]]"

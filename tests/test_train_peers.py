@@ -11,8 +11,8 @@ import pytest
 from conftest import BIN, ROOT
 from running import BIGDIT, FSDP2, ZERO2, ended, running, until
 
-from bigdit.train import launch
-from bigdit.train.launch import Ranks
+from bigdit.train.processes import launch
+from bigdit.train.processes.launch import Ranks
 
 # What a run may take to end when one of its processes was killed.
 WITHIN_S = 30
@@ -79,9 +79,9 @@ import os, sys, time
 import torch.distributed as dist
 from bigdit.dist import world_from_env
 from bigdit.errors import UserError, guard
-from bigdit.train.peers import ending_together
-from bigdit.train.process import process_group
-from bigdit.train.stop import Stop
+from bigdit.train.processes.peers import ending_together
+from bigdit.train.processes.process import process_group
+from bigdit.train.processes.stop import Stop
 
 def main():
     world = world_from_env()
@@ -141,7 +141,7 @@ def test_a_process_that_does_not_answer(capfd, monkeypatch):
 
 def test_a_process_that_a_signal_ends_while_the_main_one_hangs(capfd, monkeypatch):
     """Before the first step the main process alone says that a signal ends it."""
-    monkeypatch.setattr("bigdit.train.launch.PATIENCE_S", 1.0)
+    monkeypatch.setattr("bigdit.train.processes.launch.PATIENCE_S", 1.0)
     script = "import os, sys, time; time.sleep(100) if os.environ['RANK'] == '0' else sys.exit(143)"
     assert Ranks([sys.executable, "-c", script], 10.0).run(2) == 143
     err = capfd.readouterr().err
@@ -164,7 +164,7 @@ def test_processes_that_could_not_speak(capfd, monkeypatch):
 
 
 def test_a_process_that_loses_its_parent_before_it_looks(tmp_path):
-    script = "from bigdit.train.orphan import end_with_launcher; end_with_launcher(); print('lives')"
+    script = "from bigdit.train.processes.orphan import end_with_launcher; end_with_launcher(); print('lives')"
     done = subprocess.run(
         [sys.executable, "-c", script], env=os.environ | {"BIGDIT_LAUNCHER": "1"}, capture_output=True, check=False
     )

@@ -10,7 +10,7 @@ from test_plan_file import SINGLE, plan_of, run_yaml, write, zero2
 
 from bigdit.catalog.revision import revision
 from bigdit.spec import EmaSpec, OptimizerSpec, Strategy
-from bigdit.train.launch import free_port
+from bigdit.train.processes.launch import free_port
 
 KWARGS = yaml.safe_load(DIGITS.read_text())["model"]["kwargs"] | {
     key.removeprefix("model.kwargs."): int(value)

@@ -10,8 +10,8 @@ import pytest
 from conftest import BIN, ROOT, SINGLE
 from running import BIGDIT, FSDP2, ZERO2, ended, running, until
 
-from bigdit.train.launch import free_port
 from bigdit.train.metrics import read_metrics
+from bigdit.train.processes.launch import free_port
 
 TRAIN = ROOT / "launch/train.py"
 
@@ -99,7 +99,7 @@ def test_ctrl_c_once_saves(features, tmp_path):
 _HANGS = """
 import sys, time
 from bigdit.dist import World
-from bigdit.train.stop import Stop
+from bigdit.train.processes.stop import Stop
 stop = Stop(float(sys.argv[1]), World())
 with stop.listening():
     if sys.argv[2] == "training":

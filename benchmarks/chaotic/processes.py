@@ -24,16 +24,16 @@ from pathlib import Path
 from typing import Any
 
 from bigdit import log
-from bigdit.train.signals import SIGNALS
+from bigdit.train.processes.signals import SIGNALS
 from chaotic import moments
 
 LIMIT_S = 400.0
 """No round waits longer for a process: DeepSpeed compiles its collectives at the first start on a machine."""
 _AT_WORK = (
     "bigdit.cli",
-    "bigdit.features.preload",
-    "bigdit.features.extract",
-    "bigdit.train.launch",
+    "bigdit.extract.preload",
+    "bigdit.extract.extract",
+    "bigdit.train.processes.launch",
     "bigdit.train.loop",
     "diffusers.models.transformers.sana_transformer",
     "torch.distributed.fsdp",
@@ -52,7 +52,7 @@ def warm() -> None:
     log.quiet_libraries()
     for name in _AT_WORK:
         importlib.import_module(name)
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["bigdit.features.preload"])
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["bigdit.extract.preload"])
     gc.collect()
     gc.freeze()  # what is never looked at again is not copied
 
@@ -225,7 +225,7 @@ def _as_after_exec(environment: Mapping[str, str], log_file: Path | None) -> Non
 def _command(arguments: list[str], moment: moments.Moment | None) -> int:
     """What `bigdit ARGUMENTS` does; what it starts by its own launchers is forked too."""
     from bigdit import cli
-    from bigdit.train import launch
+    from bigdit.train.processes import launch
 
     launch.subprocess = _Forking(moment)  # type: ignore[attr-defined,assignment]
     multiprocessing.util.spawnv_passfds = _spawn  # type: ignore[assignment]

@@ -17,23 +17,23 @@ from bigdit.memory.timeline import Category
 from bigdit.rehearse import RehearsedSize
 from bigdit.rehearse.pool import Pool
 from bigdit.rehearse.request import Rehearsal
-from bigdit.search.anchors import Sample
 from bigdit.search.answer import make_plan
 from bigdit.search.ask import question_for
 from bigdit.search.candidates import Option, candidate, capacity
-from bigdit.search.cluster import Cluster
 from bigdit.search.confirm import confirm
 from bigdit.search.evidence import Evidence
 from bigdit.search.explore import explore, selective
-from bigdit.search.interval import Interval
 from bigdit.search.plan import Plan, Step, Verdict
+from bigdit.search.predict.anchors import Sample
 from bigdit.search.question import Question
 from bigdit.search.space import Proposal, settled
-from bigdit.search.speed import StepTime, step_time
 from bigdit.search.verdict import verdict
 from bigdit.search.waterfall import waterfall
-from bigdit.search.work import work_of
 from bigdit.spec import Strategy
+from bigdit.speed.cluster import Cluster
+from bigdit.speed.interval import Interval
+from bigdit.speed.step import StepTime, step_time
+from bigdit.speed.work import work_of
 
 Say = Callable[[str], None]
 

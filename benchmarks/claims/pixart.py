@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from bigdit.rehearse.pool import Pool
-from bigdit.search.interval import Interval
-from bigdit.search.speed import StepTime
+from bigdit.speed.interval import Interval
+from bigdit.speed.step import StepTime
 from bigdit.units import gib
 from claims.answers import Case, Say, between, plan, rehearsed
 

@@ -14,14 +14,14 @@ from PIL import Image
 from bigdit.catalog.resolve import model_spec
 from bigdit.config import load_run
 from bigdit.config.run import RunConfig
-from bigdit.features import FeatureStore
-from bigdit.features.extract import extract
-from bigdit.features.in_hand import FOLDER as WORKERS
-from bigdit.features.in_hand import all_held, remove_left
-from bigdit.features.job import Job, encode_here
-from bigdit.features.reader import Part
-from bigdit.features.sources import open_source
-from bigdit.features.speed import FOLDER as SPEED
+from bigdit.extract.extract import extract
+from bigdit.extract.job import Job, encode_here
+from bigdit.extract.speed import FOLDER as SPEED
+from bigdit.sources import open_source
+from bigdit.store import FeatureStore
+from bigdit.store.in_hand import FOLDER as WORKERS
+from bigdit.store.in_hand import all_held, remove_left
+from bigdit.store.reader import Part
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "launch/recipes/digits.yaml"

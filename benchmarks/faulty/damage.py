@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from bigdit.errors import UserError
-from bigdit.features.reader import Part
+from bigdit.store.reader import Part
 from faulty.case import Case, attempt, check_never_half, check_whole
 
 

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from bigdit import log
 from bigdit.errors import UserError
-from bigdit.features.in_hand import all_held
-from bigdit.features.job import Job
+from bigdit.extract.job import Job
+from bigdit.store.in_hand import all_held
 from faulty.case import Case, attempt, check_never_half, check_whole
 
 KILLS = 3  # of a round at most

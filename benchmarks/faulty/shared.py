@@ -13,9 +13,9 @@ from collections import Counter
 from dataclasses import replace
 
 from bigdit.errors import UserError
-from bigdit.features.in_hand import WorkerName, all_held, remove_left
-from bigdit.features.part import part_path
-from bigdit.features.speed import read_units
+from bigdit.extract.speed import read_units
+from bigdit.store.in_hand import WorkerName, all_held, remove_left
+from bigdit.store.part import part_path
 from faulty.case import WORKERS, Case, attempt, check_never_half, check_whole
 from faulty.kills import Killer, extractor
 

@@ -11,8 +11,8 @@ from bigdit.bench.against_card import Against, Reserved, against
 from bigdit.catalog import Gpu
 from bigdit.errors import UserError
 from bigdit.memory.caching import OutOfMemory
-from bigdit.rehearse.card_client import Card
-from bigdit.rehearse.card_ranks import run_ranks
+from bigdit.rehearse.card.client import Card
+from bigdit.rehearse.card.ranks import run_ranks
 from bigdit.rehearse.client import RehearsalError
 from bigdit.rehearse.pool import Pool
 from bigdit.rehearse.request import RehearsalRequest

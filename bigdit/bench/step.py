@@ -10,16 +10,16 @@ import torch
 
 from bigdit import engines, models
 from bigdit.dist import World
-from bigdit.features import FeatureStore
 from bigdit.memory.allocator import replay
 from bigdit.receipt import Receipt
 from bigdit.rehearse import RehearsalRequest, rehearse
 from bigdit.rehearse.data import batch, feed
 from bigdit.rehearse.request import A100_MULTIPROCESSORS, Kernels
 from bigdit.spec import BatchShape, ModelSpec, ObjectiveSpec, Strategy
+from bigdit.store import FeatureStore
 from bigdit.train import store
 from bigdit.train.measure import MemoryMeter
-from bigdit.train.process import process_group
+from bigdit.train.processes.process import process_group
 from bigdit.train.step import train_step
 
 

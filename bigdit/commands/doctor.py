@@ -204,7 +204,7 @@ def _look_at_emulated_cards(health: Health) -> None:
 def _cuda_torch(health: Health) -> tuple[str | None, str | None]:
     """The CUDA build of torch that this interpreter has, or else the one that is kept beside it, and whose it is."""
     from bigdit.errors import UserError
-    from bigdit.rehearse.card_client import cuda_build, cuda_python
+    from bigdit.rehearse.card.client import cuda_build, cuda_python
 
     try:
         return cuda_build(Path(sys.executable)), sys.executable

@@ -9,9 +9,9 @@ import typer
 from bigdit.commands.options import Config, Json, Set
 
 if TYPE_CHECKING:
-    from bigdit.features.extract import Engine
-    from bigdit.features.part import Skipped
-    from bigdit.features.report import ExtractReport
+    from bigdit.extract.extract import Engine
+    from bigdit.extract.report import ExtractReport
+    from bigdit.store.part import Skipped
 
 
 def run(
@@ -42,8 +42,8 @@ def run(
     log.quiet_libraries()
     from bigdit.catalog.resolve import model_spec
     from bigdit.config import check, load_run
-    from bigdit.features.extract import extract
-    from bigdit.search.encode_batch import with_batch_size
+    from bigdit.extract.extract import extract
+    from bigdit.search.needs.encode_batch import with_batch_size
 
     run_config = load_run(config, overrides)
     model = model_spec(run_config.model)
@@ -66,8 +66,8 @@ def run(
 
 def _engine(name: str, tasks: int | None, resources: list[str]) -> Engine:
     from bigdit.errors import UserError
-    from bigdit.features.job import encode_here
-    from bigdit.features.tasks import Ray, Slurm
+    from bigdit.extract.job import encode_here
+    from bigdit.extract.tasks import Ray, Slurm
 
     asked = _parse(resources)
     if name == "slurm":
@@ -96,7 +96,7 @@ def _parse(resources: list[str]) -> dict[str, Any]:
 
 def _print(report: ExtractReport) -> None:
     from bigdit import log
-    from bigdit.features.report import FILE as REPORT
+    from bigdit.extract.report import FILE as REPORT
     from bigdit.units import duration
 
     speed = f"{report.images_per_s:.1f} images/s" if report.parts else "nothing was left to do"

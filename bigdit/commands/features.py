@@ -10,8 +10,8 @@ import typer
 from bigdit.commands.options import Json, Set
 
 if TYPE_CHECKING:
-    from bigdit.features.report import StoreReport
-    from bigdit.features.verify import Damaged
+    from bigdit.extract.report import StoreReport
+    from bigdit.extract.verify import Damaged
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -26,8 +26,8 @@ Folder = Annotated[Path, typer.Argument(metavar="FEATURES", help="The store: dat
 def info(folder: Folder, as_json: Json = False) -> None:
     """Counts, buckets, sizes, encoders, the speed of each worker, what was skipped, and what is in hand."""
     from bigdit import log
-    from bigdit.features.report import store_report
-    from bigdit.features.verify import open_schema
+    from bigdit.extract.report import store_report
+    from bigdit.extract.verify import open_schema
 
     report = store_report(folder, open_schema(folder))
     if as_json:
@@ -50,7 +50,7 @@ def verify(
 
     from bigdit import log
     from bigdit.errors import EXIT_USER, UserError
-    from bigdit.features.verify import verify as verify_store
+    from bigdit.extract.verify import verify as verify_store
     from bigdit.units import gib
 
     if repair and config is None:
@@ -82,8 +82,8 @@ def clean(
 ) -> None:
     """Remove what dead workers left half-written; of other machines nobody here knows who is dead."""
     from bigdit import log
-    from bigdit.features.in_hand import remove_left
-    from bigdit.features.verify import open_schema
+    from bigdit.extract.verify import open_schema
+    from bigdit.store.in_hand import remove_left
     from bigdit.units import gib
 
     open_schema(folder)
@@ -101,7 +101,7 @@ def _repair(folder: Path, config: Path, overrides: list[str], workers: int | Non
     from bigdit.catalog.resolve import model_spec
     from bigdit.config import check, load_run
     from bigdit.errors import UserError
-    from bigdit.features.extract import extract
+    from bigdit.extract.extract import extract
 
     run = load_run(config, overrides)
     model = model_spec(run.model)

@@ -28,8 +28,8 @@ def run(
     from bigdit.catalog.revision import revision
     from bigdit.config.plan_file import read_plan_file
     from bigdit.config.planned import plan_notices
-    from bigdit.train.launch import launch
     from bigdit.train.prepare import load, prepare, with_ds_config, with_grace
+    from bigdit.train.processes.launch import launch
 
     overrides = with_grace(with_ds_config(overrides, ds_config), grace)
     planned = None if plan is None else read_plan_file(plan)

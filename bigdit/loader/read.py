@@ -10,13 +10,13 @@ import torch
 import xxhash
 
 from bigdit.catalog.encoders import POOLED_TEXT
-from bigdit.features import FeatureStore
-from bigdit.features.digest import bytes_of
-from bigdit.features.part import Shape
-from bigdit.features.reader import Part
 from bigdit.loader.batch import Batch
 from bigdit.loader.buffers import Buffers
 from bigdit.loader.order import Ints
+from bigdit.store import FeatureStore
+from bigdit.store.digest import bytes_of
+from bigdit.store.part import Shape
+from bigdit.store.reader import Part
 
 
 def draw(seed: int, purpose: bytes) -> float:

@@ -9,10 +9,10 @@ import xxhash
 from pydantic import NonNegativeInt, PositiveInt, ValidationError
 
 from bigdit.errors import UserError
-from bigdit.features import FeatureStore
-from bigdit.features.part import shape_name
 from bigdit.loader.order import WINDOW_PARTS, Order, Stage
 from bigdit.spec import Strict
+from bigdit.store import FeatureStore
+from bigdit.store.part import shape_name
 
 
 class DataState(Strict):

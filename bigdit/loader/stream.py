@@ -9,12 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from bigdit.dist import World
-from bigdit.features import FeatureStore
-from bigdit.features.part import Shape
 from bigdit.loader.ahead import Held, read_ahead
 from bigdit.loader.batch import Batch
 from bigdit.loader.order import Ints, Order, sample_seed
 from bigdit.loader.read import BatchReader
+from bigdit.store import FeatureStore
+from bigdit.store.part import Shape
 
 ADVISED_AHEAD = 8
 """Micro-batches that the system is asked to fetch before they are read: a disk's queue stays full, and they take the

@@ -19,7 +19,7 @@ from bigdit.sealed import read_sealed, write_sealed
 _SOURCES = (
     "spec.py",
     "engines",
-    "features/encoders",
+    "encoders",
     "loader",
     "memory",
     "models",

@@ -23,13 +23,14 @@ from torch.optim import optimizer
 from torch.utils import _foreach_utils
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from bigdit.rehearse import masks, streams
-from bigdit.rehearse.attention import CudaAttention
-from bigdit.rehearse.kernels import Kernels as KernelRules
-from bigdit.rehearse.kernels import claim_cuda_kernels
-from bigdit.rehearse.modules import assignable_data, convert_in_place
+from bigdit.rehearse.engines import streams
+from bigdit.rehearse.kernels import masks
+from bigdit.rehearse.kernels.attention import CudaAttention
+from bigdit.rehearse.kernels.mended import Kernels as KernelRules
+from bigdit.rehearse.kernels.mended import claim_cuda_kernels
+from bigdit.rehearse.kernels.modules import assignable_data, convert_in_place
+from bigdit.rehearse.kernels.subclasses import make_subclass
 from bigdit.rehearse.request import A100_MULTIPROCESSORS, Kernels
-from bigdit.rehearse.subclasses import make_subclass
 
 FAKE_GPU = "fakegpu"
 

@@ -17,15 +17,15 @@ from bigdit.engines.state import checkpoint_bytes
 from bigdit.memory import Timeline
 from bigdit.record import Recorder, Watch
 from bigdit.rehearse.data import batch
-from bigdit.rehearse.kernels import known_answers
-from bigdit.rehearse.reads import named_in_errors
+from bigdit.rehearse.kernels.mended import known_answers
+from bigdit.rehearse.kernels.reads import named_in_errors
 from bigdit.rehearse.scratch import scratch_of
 from bigdit.rehearse.steps import STEPS, Witness, prepare, two_steps
 from bigdit.spec import BatchShape, ModelSpec, ObjectiveSpec, Strategy
 from bigdit.train.encode import Encode
 
 if TYPE_CHECKING:
-    from bigdit.features.encoders.frozen import FrozenEncoders
+    from bigdit.encoders.frozen import FrozenEncoders
 
 __all__ = ["STEPS", "Recording", "batch", "drive", "record"]
 

@@ -28,7 +28,7 @@ from bigdit.train.encode import Encode, encode
 from bigdit.train.step import train_step
 
 if TYPE_CHECKING:
-    from bigdit.features.encoders.frozen import FrozenEncoders
+    from bigdit.encoders.frozen import FrozenEncoders
 
 STEPS = 2  # optimizer state appears in the first one
 
@@ -126,6 +126,6 @@ def two_steps(
 
 
 def _frozen(encoders: OnlineEncoders) -> FrozenEncoders:
-    from bigdit.features.encoders.frozen import FrozenEncoders  # transformers takes seconds to import
+    from bigdit.encoders.frozen import FrozenEncoders  # transformers takes seconds to import
 
     return FrozenEncoders(encoders)

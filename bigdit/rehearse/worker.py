@@ -16,7 +16,7 @@ from bigdit.files import write_text
 from bigdit.memory import CUDA_GRANULARITY, ledger
 from bigdit.rehearse.device import fake_device
 from bigdit.rehearse.drive import record
-from bigdit.rehearse.group import fake_group
+from bigdit.rehearse.engines.group import fake_group
 from bigdit.rehearse.notices import notices
 from bigdit.rehearse.request import Kernels, Rehearsal, RehearsalRequest, RehearsedSize
 from bigdit.spec import Strategy
@@ -52,12 +52,12 @@ def rehearse_size(request: RehearsalRequest, micro_batch_size: int) -> Rehearsed
     """The rehearsal of one micro-batch size, in this process."""
     began = time.perf_counter()
     if request.encoders is not None:
-        from bigdit.features.encoders.frozen import look_into_fake_masks  # transformers takes seconds to import
+        from bigdit.encoders.frozen import look_into_fake_masks  # transformers takes seconds to import
 
         look_into_fake_masks()
     strategy = request.strategy.with_micro_batch_size(micro_batch_size)
     if strategy.optimizer.name == "paged_adamw_8bit" and request.kernels == "cuda":
-        from bigdit.rehearse.paged import page_on_the_host
+        from bigdit.rehearse.engines.paged import page_on_the_host
 
         page_on_the_host()
     card = fake_device(request.kernels, request.compute_capability, request.device_bytes, request.multiprocessors)
@@ -86,11 +86,11 @@ def _world(strategy: Strategy, kernels: Kernels) -> Iterator[World]:
     peers: AbstractContextManager[None] = nullcontext()
     if strategy.engine == "deepspeed":
         os.environ["DS_ACCELERATOR"] = "cpu"  # or DeepSpeed looks for one, and warns
-        from bigdit.rehearse.deepspeed import alone
+        from bigdit.rehearse.engines.deepspeed import alone
 
         peers = alone(kernels, strategy.world_size)
     if strategy.engine == "fsdp2":
-        from bigdit.rehearse.fsdp2 import do_without_data
+        from bigdit.rehearse.engines.fsdp2 import do_without_data
 
         do_without_data()
     with peers, fake_group(strategy.world_size, kernels) as world:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from bigdit.memory.footprint import Footprint
-from bigdit.search.interval import Interval
 from bigdit.search.plan import Choice, Plan
 from bigdit.search.record import needs_expandable_segments
 from bigdit.spec import Strategy
+from bigdit.speed.interval import Interval
 from bigdit.units import GIB, count, gib
 
 OPTIMIZERS = {

@@ -13,7 +13,6 @@ from bigdit.errors import UserError
 from bigdit.rehearse import RehearsalRequest, RehearsedSize
 from bigdit.rehearse.pool import Pool
 from bigdit.search import kept, receipts
-from bigdit.search.anchors import Sample
 from bigdit.search.candidates import (
     Candidate,
     Option,
@@ -25,20 +24,21 @@ from bigdit.search.candidates import (
 )
 from bigdit.search.choices import confirmed, front
 from bigdit.search.confirm import Confirmed, confirm, confirmed_best
-from bigdit.search.dataset import DatasetNeed, dataset_need, encoding_request
 from bigdit.search.evidence import Evidence
 from bigdit.search.explore import explore, hopeless, selective
 from bigdit.search.fixes import fixes
-from bigdit.search.host import host_need
 from bigdit.search.limits import bucket_limits, curves
+from bigdit.search.needs.dataset import DatasetNeed, dataset_need, encoding_request
+from bigdit.search.needs.host import host_need
+from bigdit.search.needs.schedule import run
 from bigdit.search.plan import Plan, Rejected, Run, Step
+from bigdit.search.predict.anchors import Sample
 from bigdit.search.question import Question
-from bigdit.search.schedule import run
 from bigdit.search.smaller import smaller
 from bigdit.search.space import Proposal, proposals
-from bigdit.search.speed import StepTime
 from bigdit.search.waterfall import waterfall
 from bigdit.spec import BatchShape, Strategy
+from bigdit.speed.step import StepTime
 
 Progress = Callable[[str], None]
 

@@ -14,9 +14,9 @@ from bigdit.catalog.asked import resolve_gpu
 from bigdit.errors import UserError, nearest
 from bigdit.search.buckets import Asked, Size, aspect_sizes, parse_sizes
 from bigdit.search.check import cluster_problems, fitting_shape, model_fits, pin_problems
-from bigdit.search.cluster import Cluster
 from bigdit.search.question import Pins, Question
 from bigdit.spec import Strict
+from bigdit.speed.cluster import Cluster
 
 _OPTIONS = {
     "network_gbs": "--network",

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 
 from bigdit.memory.process import ByteRange, beside_torch
 from bigdit.search.evidence import Evidence
-from bigdit.search.interval import Interval
-from bigdit.search.outline import OF_ACTIVATIONS, Arrangement
+from bigdit.search.predict.outline import OF_ACTIVATIONS, Arrangement
 from bigdit.search.question import Question
 from bigdit.search.space import Proposal
-from bigdit.search.speed import StepTime, step_time
 from bigdit.search.verdict import safe_bytes
 from bigdit.spec import Strategy
+from bigdit.speed.interval import Interval
+from bigdit.speed.step import StepTime, step_time
 
 LARGEST_MICRO_BATCH = 512
 

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 from bigdit.catalog import batch_shape
 from bigdit.catalog.encoders import online_encoders
 from bigdit.errors import UserError
-from bigdit.search.anchors import Sample
 from bigdit.search.candidates import Candidate
+from bigdit.search.predict.anchors import Sample
 from bigdit.search.question import Question
 from bigdit.search.space import OPTIMIZER_TITLES
 from bigdit.spec import EmaSpec, OptimizerSpec, Precision, Strategy

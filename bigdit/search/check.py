@@ -14,10 +14,10 @@ from bigdit.config.strategy import PRESETS
 from bigdit.errors import UserError
 from bigdit.rehearse.ask import model_problems, precision_problems
 from bigdit.search.buckets import Size, written
-from bigdit.search.cluster import Cluster
+from bigdit.search.predict.sibling import block_count
 from bigdit.search.question import EngineChoice, Pins
-from bigdit.search.sibling import block_count
 from bigdit.spec import BatchShape, EmaSpec, LoraSpec, OptimizerSpec, Precision, Strategy
+from bigdit.speed.cluster import Cluster
 
 MOST_GPUS = 4096
 """A rehearsal makes a process group of the real size, and what NCCL takes and how long collectives last is not known

@@ -11,9 +11,9 @@ from bigdit.search.confirm import Confirmed
 from bigdit.search.evidence import Evidence
 from bigdit.search.plan import Choice
 from bigdit.search.question import Question
-from bigdit.search.speed import step_time
 from bigdit.search.verdict import expected
-from bigdit.search.work import work_of
+from bigdit.speed.step import step_time
+from bigdit.speed.work import work_of
 from bigdit.units import gib
 
 MOST_ROWS = 12

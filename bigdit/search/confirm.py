@@ -10,10 +10,10 @@ from bigdit.memory import Timeline
 from bigdit.memory.footprint import Footprint
 from bigdit.rehearse import RehearsalRequest, RehearsedSize
 from bigdit.rehearse.pool import Pool
-from bigdit.search.anchors import Sample
 from bigdit.search.candidates import Candidate, candidate
 from bigdit.search.evidence import Evidence
 from bigdit.search.plan import Band, Verdict
+from bigdit.search.predict.anchors import Sample
 from bigdit.search.question import Question
 from bigdit.search.verdict import verdict
 

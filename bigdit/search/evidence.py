@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bigdit.search import receipts
-from bigdit.search.calibration import Calibration
 from bigdit.search.plan import Band
 from bigdit.search.receipts import Checked
 from bigdit.spec import Strategy
+from bigdit.speed.calibration import Calibration
 
 UNPROVED = Band(
     share=0.05,

@@ -9,10 +9,10 @@ from typing import Literal
 from bigdit.errors import UserError
 from bigdit.rehearse import RehearsalRequest, RehearsedSize
 from bigdit.rehearse.pool import Pool
-from bigdit.search.anchors import SIZES, Sample, outline, requests
 from bigdit.search.candidates import Option
-from bigdit.search.outline import OF_ACTIVATIONS, Arrangement, Outline, varied
 from bigdit.search.plan import Rejected
+from bigdit.search.predict.anchors import SIZES, Sample, outline, requests
+from bigdit.search.predict.outline import OF_ACTIVATIONS, Arrangement, Outline, varied
 from bigdit.search.space import Proposal
 from bigdit.spec import Strategy
 

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Iterator
 
 from bigdit.catalog import gpus
 from bigdit.rehearse.pool import Pool
-from bigdit.search.anchors import Sample
 from bigdit.search.candidates import Candidate, capacity, fitting
 from bigdit.search.choices import predicted
 from bigdit.search.evidence import Evidence
 from bigdit.search.explore import explore
 from bigdit.search.plan import Choice
+from bigdit.search.predict.anchors import Sample
 from bigdit.search.question import Pins, Question
 from bigdit.search.space import proposals
 from bigdit.spec import BITSANDBYTES

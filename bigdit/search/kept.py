@@ -8,7 +8,6 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-import bigdit
 from bigdit import log
 from bigdit.catalog.revision import revision
 from bigdit.errors import UserError, versions
@@ -55,8 +54,4 @@ def _file(question: Question, receipts: Iterable[Receipt]) -> Path:
 @functools.cache
 def _sources() -> str:
     """A digest of this layer and of what it takes models and cards from; cache.sources has the rest."""
-    digest = hashlib.sha256()
-    root = Path(bigdit.__file__).parent
-    for file in sorted(file for name in ("search", "catalog", "config") for file in (root / name).glob("*.py")):
-        digest.update(file.read_bytes())
-    return digest.hexdigest()
+    return cache.digest_of(("search", "speed", "catalog", "config"))

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from bigdit.rehearse.pool import Pool
-from bigdit.search.anchors import Sample
 from bigdit.search.candidates import Candidate, beside, largest_micro_batch, most
 from bigdit.search.explore import explore
 from bigdit.search.plan import BucketLimit, Curve
+from bigdit.search.predict.anchors import Sample
 from bigdit.search.question import Question
 from bigdit.search.space import Proposal
 

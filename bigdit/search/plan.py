@@ -9,12 +9,12 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from bigdit.memory import Ledger
 from bigdit.memory.footprint import Footprint
 from bigdit.memory.process import ByteRange
-from bigdit.search.dataset import DatasetNeed
-from bigdit.search.host import HostNeed
-from bigdit.search.interval import Interval
+from bigdit.search.needs.dataset import DatasetNeed
+from bigdit.search.needs.host import HostNeed
 from bigdit.search.question import Question
-from bigdit.search.speed import StepTime
 from bigdit.spec import BatchShape, StepSize, Strategy, Strict
+from bigdit.speed.interval import Interval
+from bigdit.speed.step import StepTime
 
 Verdict = Literal["FITS", "TIGHT", "DOES NOT FIT"]
 

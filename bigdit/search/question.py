@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from bigdit.catalog import CatalogModel, Gpu
-from bigdit.search.cluster import Cluster
 from bigdit.spec import OptimizerName, Precision, Strict
+from bigdit.speed.cluster import Cluster
 
 EngineChoice = Literal[
     "single",

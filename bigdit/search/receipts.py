@@ -16,11 +16,11 @@ from bigdit.memory.footprint import footprint
 from bigdit.receipt import Receipt
 from bigdit.rehearse import RehearsalError, RehearsalRequest, RehearsedSize
 from bigdit.rehearse.ask import device_bytes
-from bigdit.search.calibration import Calibration, calibration_of
-from bigdit.search.cluster import Cluster
-from bigdit.search.speed import StepTime, step_time
-from bigdit.search.work import work_of
 from bigdit.spec import Strategy
+from bigdit.speed.calibration import Calibration, calibration_of
+from bigdit.speed.cluster import Cluster
+from bigdit.speed.step import StepTime, step_time
+from bigdit.speed.work import work_of
 
 NEWEST = 8
 """So many receipts of a card are used: each is rehearsed, which takes some seconds where it is new."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from bigdit.search.candidates import Candidate
 from bigdit.search.evidence import Evidence
 from bigdit.search.question import Question
-from bigdit.search.speed import step_time
 from bigdit.spec import StepSize
+from bigdit.speed.step import step_time
 
 LESS = 0.05
 """The share of the card that each frees, at least: what is tried costs a start each."""

@@ -9,8 +9,8 @@ from bigdit.config.strategy import parse_strategy
 from bigdit.errors import UserError
 from bigdit.rehearse.ask import precision_problems
 from bigdit.search.plan import Rejected
+from bigdit.search.predict.sibling import block_count
 from bigdit.search.question import Question
-from bigdit.search.sibling import block_count
 from bigdit.spec import FACTORED, OptimizerName, Precision, Strategy
 from bigdit.units import gib
 

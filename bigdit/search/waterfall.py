@@ -14,12 +14,12 @@ from bigdit.memory.footprint import UNLIMITED
 from bigdit.memory.process import ByteRange
 from bigdit.rehearse import RehearsedSize
 from bigdit.rehearse.pool import Pool
-from bigdit.search.anchors import Sample, grid, outline, requests
 from bigdit.search.candidates import Candidate, beside
 from bigdit.search.changes import Change, changes
 from bigdit.search.confirm import Confirmed
 from bigdit.search.evidence import Evidence
 from bigdit.search.plan import Step, Verdict
+from bigdit.search.predict.anchors import Sample, grid, outline, requests
 from bigdit.search.question import Question
 from bigdit.search.verdict import expected
 from bigdit.spec import Strategy

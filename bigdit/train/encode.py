@@ -11,7 +11,7 @@ from bigdit.loader.batch import Batch
 from bigdit.loader.raw import RawBatch
 
 if TYPE_CHECKING:  # transformers takes seconds to import, and most steps encode nothing
-    from bigdit.features.encoders.frozen import FrozenEncoders
+    from bigdit.encoders.frozen import FrozenEncoders
 
 Encode = Callable[[RawBatch, torch.dtype], Batch]
 

@@ -16,25 +16,25 @@ from bigdit.checkpoint.folder import CHECKPOINTS
 from bigdit.config import RunConfig
 from bigdit.config.plan_file import PlanFile
 from bigdit.dist import World
+from bigdit.encoders.fit import smaller_than_planned
 from bigdit.errors import UserError
-from bigdit.features.fit import smaller_than_planned
 from bigdit.loader.stages import data_state, plan_order
 from bigdit.loader.stream import FeatureStream
 from bigdit.spec import ModelSpec, Strategy
 from bigdit.train import exports
-from bigdit.train.lock import held
 from bigdit.train.measure import MemoryMeter
 from bigdit.train.metrics import Metrics
 from bigdit.train.out_of_memory import Recovery, shortage
-from bigdit.train.peers import ending_together
-from bigdit.train.process import process_group
+from bigdit.train.processes.lock import held
+from bigdit.train.processes.peers import ending_together
+from bigdit.train.processes.process import process_group
+from bigdit.train.processes.stop import Stop, Stopped
 from bigdit.train.relief import read_relief, relieved
 from bigdit.train.samples import Samples
 from bigdit.train.saves import Saves
 from bigdit.train.schedule import learning_rate
 from bigdit.train.skipped import SkippedSteps
 from bigdit.train.step import train_step
-from bigdit.train.stop import Stop, Stopped
 from bigdit.train.store import open_store
 from bigdit.train.written import FILE as RECEIPT
 from bigdit.train.written import write_receipt

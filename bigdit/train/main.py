@@ -13,8 +13,8 @@ from bigdit.config.plan_file import read_plan_file
 from bigdit.config.planned import plan_notices
 from bigdit.dist import world_from_env
 from bigdit.errors import guard
-from bigdit.train.orphan import end_with_launcher
 from bigdit.train.prepare import load, prepare, with_ds_config, with_grace
+from bigdit.train.processes.orphan import end_with_launcher
 
 EXPANDABLE = "expandable_segments:True"
 
@@ -48,7 +48,7 @@ def _train(config: Path, overrides: Sequence[str], source: Path | None) -> int:
             os.environ.setdefault("PYTORCH_ALLOC_CONF", EXPANDABLE)
     log.quiet_libraries()
     from bigdit.train.loop import train  # torch and the engines, only when the config is known to be good
-    from bigdit.train.stop import Stop, Stopped
+    from bigdit.train.processes.stop import Stop, Stopped
 
     stop = Stop(run.train.grace, world)
     try:

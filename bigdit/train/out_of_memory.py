@@ -28,11 +28,11 @@ from bigdit.dist import World
 from bigdit.errors import EXIT_USER, UserError
 from bigdit.receipt import OutOfMemory
 from bigdit.spec import Strategy
-from bigdit.train.process import STARTS
+from bigdit.train.processes.process import STARTS
+from bigdit.train.processes.stop import Stop, Stopped
 from bigdit.train.relief import Relief, said, write_relief
 from bigdit.train.saves import Saves
 from bigdit.train.step import Phase
-from bigdit.train.stop import Stop, Stopped
 from bigdit.units import gib, parse_bytes
 
 # What torch, cuBLAS and NCCL say; the first is torch.OutOfMemoryError's.

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from bigdit.features import FeatureStore
-from bigdit.features.part import Shape, shape_name
 from bigdit.loader.batch import Batch
 from bigdit.loader.stream import FeatureStream
+from bigdit.store import FeatureStore
+from bigdit.store.part import Shape, shape_name
 
 MOST = 4
 """Samples that a line names; it counts the others."""

@@ -8,10 +8,10 @@ import torch
 
 from bigdit.config import RunConfig
 from bigdit.config.plan_file import PlanFile
+from bigdit.encoders.fit import latent_misfits, plan_misfits, run_misfits, text_misfits
 from bigdit.errors import UserError
-from bigdit.features import FeatureStore
-from bigdit.features.fit import latent_misfits, plan_misfits, run_misfits, text_misfits
 from bigdit.spec import BatchShape, ModelSpec
+from bigdit.store import FeatureStore
 
 
 def open_store(run: RunConfig, spec: ModelSpec, plan: PlanFile | None) -> FeatureStore:

@@ -8,8 +8,8 @@ import torch
 
 from bigdit import log, receipt
 from bigdit.config import RunConfig
-from bigdit.features import FeatureStore
 from bigdit.spec import ModelSpec, Strategy
+from bigdit.store import FeatureStore
 from bigdit.train.measure import MemoryMeter
 from bigdit.train.metrics import Metrics
 from bigdit.train.relief import Relief

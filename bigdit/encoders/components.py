@@ -1,0 +1,95 @@
+"""The text half of a diffusers pipeline in a folder: its encoders and tokenizers, and no transformer and no VAE."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+import transformers
+
+from bigdit.documents import parse_json
+from bigdit.encoders.folder import check_complete, read_config, weights_sample
+from bigdit.encoders.recipes import RECIPES
+from bigdit.encoders.tokenizer import tokenizer_digest
+from bigdit.errors import UserError, nearest
+from bigdit.store.digest import config_digest, weights_digest
+
+KEY = "encoders.text.pipeline"
+_INDEX = "model_index.json"
+
+
+def load_text_pipeline(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
+    """The pipeline that `folder` holds, with nothing loaded but what encodes text, in eval mode on `device`.
+
+    Weights come from safetensors and classes from transformers alone. Raises UserError where one is missing or
+    incomplete, or the pipeline is not one of RECIPES.
+    """
+    index = _read_index(folder)
+    loaded = {name: _load(folder, name, entry, dtype, device) for name, entry in index.items() if _is_text(name, entry)}
+    pipeline = getattr(diffusers, index["_class_name"])
+    parameters = inspect.signature(pipeline.__init__).parameters.values()
+    absent = {each.name: None for each in parameters if each.default is each.empty and each.name != "self"}
+    return pipeline(**(absent | loaded))
+
+
+def describe(folder: Path, pipeline: Any, dtype: str) -> dict[str, Any]:
+    """Class and digests of each part that encodes text; all weights are read for it."""
+    described: dict[str, Any] = {}
+    for name, part in sorted(pipeline.components.items()):
+        if part is None:
+            continue
+        if isinstance(part, torch.nn.Module):
+            saved = read_config(KEY, folder / name)
+            digests = {
+                "config": config_digest(saved),
+                "weights": weights_digest(part.state_dict()),
+                "weights_sample": weights_sample(folder / name, dtype),
+            }
+        else:
+            digests = {"vocabulary": tokenizer_digest(part)}
+        described[name] = {"class_name": type(part).__name__, **digests}
+    return described
+
+
+def _read_index(folder: Path) -> dict[str, Any]:
+    try:
+        index = parse_json((folder / _INDEX).read_bytes())
+        class_name = index["_class_name"]
+    except OSError as error:
+        raise UserError(
+            f"{KEY}: {folder / _INDEX} cannot be read ({error.strerror}); a diffusers pipeline's folder was expected"
+        ) from None
+    except (ValueError, KeyError, TypeError):
+        raise UserError(f"{KEY}: {folder / _INDEX} does not name a pipeline's class") from None
+    if class_name not in RECIPES:
+        raise UserError(f"{KEY}: {folder} holds a {class_name}, which has no recipe; {nearest(class_name, RECIPES)}")
+    return index
+
+
+def _is_text(name: str, entry: object) -> bool:
+    return name.startswith(("text_encoder", "tokenizer")) and isinstance(entry, list) and entry[0] is not None
+
+
+def _load(folder: Path, name: str, entry: list[str], dtype: torch.dtype, device: torch.device) -> Any:
+    """One part, of the class that the index names, if that is one of transformers."""
+    library, class_name = entry
+    found: Any = getattr(transformers, class_name, None) if library == "transformers" else None
+    if not hasattr(found, "from_pretrained"):
+        raise UserError(f"{KEY}: {folder / _INDEX} asks for {library}.{class_name} as {name}; transformers has none")
+    key, place = f"{KEY}: {name}", folder / name
+    try:
+        if not issubclass(found, transformers.PreTrainedModel):
+            return found.from_pretrained(place, local_files_only=True)
+        model, info = found.from_pretrained(
+            place, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True
+        )
+    except (OSError, ValueError, RuntimeError, ImportError, TypeError) as error:
+        raise UserError(f"{key}: {place} cannot be loaded: {' '.join(str(error).split())}") from None
+    check_complete(key, place, info)
+    config = model.config.get_text_config()
+    if hasattr(config, "use_cache"):
+        config.use_cache = False  # keys and values of a caption are not asked for again
+    return model.to(device).eval()

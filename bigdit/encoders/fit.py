@@ -1,0 +1,136 @@
+"""Whether a store, the run's model and encoders, and its plan go together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from bigdit.catalog import FAMILIES
+from bigdit.config.plan_file import PlanFile
+from bigdit.config.run import IdentityCodec, RunConfig, TextEncoderConfig, VaeCodec
+from bigdit.documents import parse_json
+from bigdit.encoders.folder import weights_sample
+from bigdit.spec import ModelSpec
+from bigdit.store.digest import config_digest
+from bigdit.store.part import Shape, shape_name
+from bigdit.store.schema import StoreSchema
+
+
+def latent_misfits(model: ModelSpec, channels: int) -> list[str]:
+    """What keeps the model from latents of so many channels; arguments left at the class's defaults are not judged."""
+    packs = model.class_name in FAMILIES and FAMILIES[model.class_name].packs
+    given, how = (4 * channels, " in patches of 2 × 2") if packs else (channels, "")
+    taken = model.kwargs.get("in_channels")
+    return [] if taken in (None, given) else [f"{given} channels{how}, and the model's in_channels is {taken}"]
+
+
+def text_misfits(model: ModelSpec, dim: int, pooled_dim: int | None) -> list[str]:
+    """What keeps the model from hidden states of `dim` and a pooled vector of `pooled_dim`, None without."""
+    family = FAMILIES.get(model.class_name)
+    if family is None:
+        return []
+    problems = []
+    width = model.kwargs.get(family.text_dim or "")
+    if isinstance(width, int) and width != dim and family.text_layers is None:
+        problems.append(f"{dim} features, and the model's {family.text_dim} is {width}")
+    if "pooled_text" in family.extras:
+        vector = model.kwargs.get("pooled_projection_dim")
+        if pooled_dim is None:
+            problems.append(f"no pooled vector, and {model.class_name} is fed one")
+        elif vector not in (None, pooled_dim):
+            problems.append(f"{pooled_dim} pooled features, and the model's pooled_projection_dim is {vector}")
+    return problems
+
+
+def run_misfits(run: RunConfig, schema: StoreSchema) -> list[str]:
+    """How the store was encoded otherwise than the run says, as far as configs and a sample of the weights show.
+
+    `bigdit extract` reads all weights, and tokenizers too.
+    """
+    image, text = run.encoders.image, run.encoders.text
+    sections = [("encoders.image", _codec(image), schema.codec), ("encoders.text", _text(text), schema.text_encoder)]
+    if text.pipeline is not None:
+        sections += [
+            (f"encoders.text.pipeline, in {name},", _saved(text.pipeline / name, text.dtype), found)
+            for name, found in schema.text_encoder.get("components", {}).items()
+        ]
+    problems = [
+        f"it was encoded with {key} {found[key]}, and {section} has {key} {value}"
+        for section, asked, found in sections
+        for key, value in asked.items()
+        if found.get(key) not in (None, value)
+    ]
+    if set(run.data.buckets) != set(schema.buckets):
+        there, asked = (", ".join(f"{h} × {w}" for h, w in sizes) for sizes in (schema.buckets, run.data.buckets))
+        problems.append(f"it was encoded in the buckets {there}, and data.buckets is {asked}")
+    return problems
+
+
+def plan_misfits(plan: PlanFile, buckets: Iterable[Shape], max_tokens: int) -> list[str]:
+    """What of a store's samples takes more than the plan's: latents larger than at the sizes that it found to fit its
+    micro-batch, and longer text."""
+    planned, (height, width) = plan.batch.latents, plan.question.resolution
+    fitting = [
+        limit.height * limit.width
+        for limit in plan.micro_batch_sizes
+        if limit.recommended >= plan.strategy.micro_batch_size
+    ]
+    most = math.prod(planned) * max([height * width, *fitting]) // (height * width)
+    problems = [
+        f"its bucket {shape_name(shape)} is {math.prod(shape) / most:.1f} times the largest that the plan is for "
+        f"(batch.latents {shape_name(planned)}, for {height} × {width}); ask `bigdit plan` for the size of this bucket"
+        for shape in buckets
+        if math.prod(shape) > most
+    ]
+    tokens = plan.batch.text and plan.batch.text[0]
+    if tokens and max_tokens > tokens:
+        problems.append(f"its text has up to {max_tokens} tokens, and the plan is for {tokens} (batch.text)")
+    return problems
+
+
+def smaller_than_planned(plan: PlanFile, buckets: Iterable[Shape]) -> list[str]:
+    """What a person should know of a store whose samples are all smaller than the plan's."""
+    planned, largest = plan.batch.latents, max(buckets, key=math.prod)
+    if math.prod(largest) >= math.prod(planned):
+        return []
+    return [
+        f"the largest bucket of data.features is {shape_name(largest)}, and the plan is for {shape_name(planned)} "
+        "(batch.latents): steps take less memory and time than it says, and a larger micro-batch may fit"
+    ]
+
+
+def _codec(config: IdentityCodec | VaeCodec) -> dict[str, Any]:
+    """What of a codec's identity the config says."""
+    if isinstance(config, IdentityCodec):
+        return config.model_dump()
+    said = config.model_dump(include={"name", "class_name", "latents", "dtype"})
+    seed = {"seed": config.seed} if config.latents == "sampled" else {}
+    return said | seed | _saved(config.path, config.dtype)
+
+
+def _text(config: TextEncoderConfig) -> dict[str, Any]:
+    """What of a text encoder's identity the config says."""
+    said: dict[str, Any] = {"dtype": config.dtype, "stored": config.stored}
+    if config.pipeline is None:
+        said["class_name"] = config.class_name
+        if config.path is not None:
+            return said | _saved(config.path, config.dtype)
+        return said | {"config": config_digest(config.config or {}), "seed": config.seed}
+    index = _document(config.pipeline / "model_index.json")
+    return ({"class_name": index["_class_name"]} if "_class_name" in index else {}) | said
+
+
+def _saved(folder: Path, dtype: str) -> dict[str, Any]:
+    """What tells the model in a folder from others; nothing where the machine that trains has no encoders."""
+    config, sample = _document(folder / "config.json"), weights_sample(folder, dtype)
+    return ({"config": config_digest(config)} if config else {}) | ({"weights_sample": sample} if sample else {})
+
+
+def _document(file: Path) -> dict[str, Any]:
+    try:
+        found = parse_json(file.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

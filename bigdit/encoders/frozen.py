@@ -1,0 +1,112 @@
+"""Frozen encoders that stay on the device while a model is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import diffusers
+import torch
+import transformers
+from torch import nn
+from torch.nn import functional as F
+
+from bigdit.catalog.encoders import POOLED_TEXT, OnlineEncoders, TextEncoderSpec
+from bigdit.encoders.codecs import to_unit_range
+from bigdit.encoders.latents import encode_latents
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """latents [B, C, (F,) h, w] fp32, text_embeds [B, T, D] and text_mask [B, T] in the encoders' dtype."""
+
+    latents: torch.Tensor
+    text_embeds: torch.Tensor | None
+    text_mask: torch.Tensor | None
+    extras: dict[str, torch.Tensor]
+
+
+class FrozenEncoders:
+    """A VAE and text encoders, in eval mode and without gradients, with weights drawn at random, on the host."""
+
+    def __init__(self, spec: OnlineEncoders) -> None:
+        self.spec = spec
+        self._vae = _frozen(getattr(diffusers, spec.vae.class_name)(**spec.vae.kwargs), spec.vae.dtype)
+        self._text = [_text_encoder(encoder) for encoder in spec.text]
+
+    def to(self, device: torch.device) -> None:
+        """Move all of them there."""
+        for module in (self._vae, *self._text):
+            module.to(device)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All weights and buffers."""
+        modules = (self._vae, *self._text)
+        return [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+
+    @torch.no_grad()
+    def encode(self, pixels: torch.Tensor, tokens: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Encoded:
+        """Encode pixels [B, 3, (F,) H, W] uint8, and each text encoder's (ids, mask) [B, T] int64, where they are."""
+        latents = encode_latents(self._vae, to_unit_range(pixels).to(self._vae.dtype)).float()
+        read = [
+            _read(spec, model, ids, mask)
+            for spec, model, (ids, mask) in zip(self.spec.text, self._text, tokens, strict=True)
+        ]
+        pooled = [vector for _, _, vector in read if vector is not None]
+        extras = {POOLED_TEXT: torch.cat(pooled, dim=1)} if pooled else {}
+        return Encoded(latents, *_joined([(states, mask) for states, mask, _ in read if states is not None]), extras)
+
+
+def look_into_fake_masks() -> None:
+    """Let transformers read the masks of fake tensors as it reads real ones: else it takes them for a trace's."""
+    transformers.utils.import_utils.is_fake_tensor = _is_no_trace
+
+
+def _is_no_trace(tensor: torch.Tensor) -> bool:
+    return False
+
+
+def _text_encoder(spec: TextEncoderSpec) -> nn.Module:
+    config = getattr(transformers, spec.config_class)(**spec.kwargs)
+    if hasattr(config, "use_cache"):
+        config.use_cache = False  # keys and values of a caption are not asked for again
+    return _frozen(getattr(transformers, spec.class_name)(config), spec.dtype)
+
+
+def _frozen(module: nn.Module, dtype: str) -> Any:
+    # nn.Module's own `to`: diffusers' override warns of fp32 modules that these classes do not have.
+    return nn.Module.to(module, _DTYPES[dtype]).eval().requires_grad_(False)
+
+
+def _read(
+    spec: TextEncoderSpec, model: nn.Module, ids: torch.Tensor, mask: torch.Tensor
+) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor | None]:
+    """Hidden states [B, T, D] without the template, their mask, and the pooled vector [B, D]."""
+    found = model(input_ids=ids, attention_mask=mask, output_hidden_states=bool(spec.layers))
+    states = pooled = None
+    if spec.gives != "states":  # a model with a projection calls its pooled vector so
+        pooled = found.text_embeds if "text_embeds" in found else found.pooler_output
+    if spec.gives != "pooled":
+        states = found.last_hidden_state
+        if spec.layers:
+            states = torch.cat([found.hidden_states[layer] for layer in spec.layers], dim=2)
+        states = states[:, spec.skip :]
+    return states, mask[:, spec.skip :], pooled
+
+
+def _joined(texts: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """One sequence of them, as OnlineEncoders says."""
+    if not texts:
+        return None, None
+    parts = [list(group) for _, group in groupby(texts, key=lambda text: text[1].shape[1])]
+    states = [torch.cat([state for state, _ in part], dim=2) if len(part) > 1 else part[0][0] for part in parts]
+    widest = max(state.shape[2] for state in states)
+    states = [F.pad(state, (0, widest - state.shape[2])) if state.shape[2] < widest else state for state in states]
+    masks = [part[0][1].to(states[0].dtype) for part in parts]
+    if len(parts) == 1:
+        return states[0], masks[0]
+    return torch.cat(states, dim=1), torch.cat(masks, dim=1)

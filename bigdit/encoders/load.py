@@ -1,0 +1,55 @@
+"""The encoders of a run, as a process that extracts uses them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from bigdit.config.run import EncodersConfig, TextEncoderConfig
+from bigdit.encoders.batch_size import CPU_BATCH
+from bigdit.encoders.codecs import ImageCodec, load_image_codec
+from bigdit.encoders.device import encoding_device
+from bigdit.encoders.text_cache import TextCache
+from bigdit.encoders.text_encoder import TextEncoder
+
+
+@dataclass(frozen=True)
+class Encoders:
+    """What turns pictures and captions into features, and where."""
+
+    image: ImageCodec
+    text: TextEncoder
+    device: torch.device
+
+
+def load_encoders(config: EncodersConfig, worker: int = 0) -> Encoders:
+    """The encoders of the `worker`-th process of this machine; texts that come again are kept on the host.
+
+    Raises UserError where they cannot be loaded.
+    """
+    device = encoding_device(config.device, worker)
+    size = captions = CPU_BATCH if config.batch_size == "auto" else config.batch_size
+    if config.batch_size == "auto" and device.type == "cpu":
+        # As fast on one core (benchmarks/text_batches.py), and matrix products of other shapes round otherwise: alone,
+        # a caption has the same bytes in whatever part it comes first, so any split of the work gives the same store.
+        captions = 1
+    text = load_text_encoder(config.text, device, captions)
+    return Encoders(load_image_codec(config.image, device, size), TextCache(text), device)
+
+
+def load_text_encoder(
+    config: TextEncoderConfig, device: torch.device | str = "cpu", batch_size: int = CPU_BATCH
+) -> TextEncoder:
+    """The text encoder that a run names, on `device`, for at most `batch_size` captions at once.
+
+    Raises UserError where it cannot be loaded.
+    """
+    # Only here: transformers and diffusers take seconds to import.
+    if config.pipeline is not None:
+        from bigdit.encoders.pipeline import PipelineTextEncoder
+
+        return PipelineTextEncoder(config, device, batch_size)
+    from bigdit.encoders.t5 import T5TextEncoder
+
+    return T5TextEncoder(config, device, batch_size)

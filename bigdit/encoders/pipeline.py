@@ -1,0 +1,144 @@
+"""Captions through a diffusers pipeline's own `encode_prompt`, with as little padding as it allows."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from bigdit.config.run import TextEncoderConfig
+from bigdit.encoders.batch_size import BatchSize
+from bigdit.encoders.by_length import encode_by_length
+from bigdit.encoders.components import describe, load_text_pipeline
+from bigdit.encoders.folder import DTYPES
+from bigdit.encoders.recipes import RECIPES
+from bigdit.errors import UserError
+from bigdit.store.text import Text
+
+_PROBE = 16  # tokens: a length at which an encoder costs nothing
+_LENGTH = "max_sequence_length"
+# What `__call__` sets for `encode_prompt`, whose own defaults differ: a caption is encoded as the pipeline's call does.
+_SET_BY_CALL = (_LENGTH, "complex_human_instruction", "clean_caption")
+
+
+class PipelineTextEncoder:
+    """The text encoders of the pipeline in a folder."""
+
+    def __init__(self, config: TextEncoderConfig, device: torch.device | str, batch_size: int) -> None:
+        assert config.pipeline is not None
+        self._config, self._folder = config, config.pipeline
+        self._device = torch.device(device)
+        self._pipeline = load_text_pipeline(config.pipeline, DTYPES[config.dtype], self._device)
+        self._class_name = type(self._pipeline).__name__
+        self._recipe = RECIPES[self._class_name]
+        self._size = BatchSize(batch_size)
+        self._arguments = _arguments(self._pipeline, self._device)
+        self._longest = self._length_asked(config.max_tokens)
+        probe = self._call([""], _PROBE)[0]
+        self.dim = int(probe.states.shape[1])
+        self.pooled_dim = None if probe.pooled is None else len(probe.pooled)
+        beside = len(probe.states) - _PROBE if self._longest else len(probe.states)
+        self.max_tokens = self._longest + beside if self._recipe.padding == "kept" else self._longest
+
+    @functools.cached_property
+    def identity(self) -> dict[str, Any]:
+        """What decides over the texts; the weights are read once for it."""
+        instruction = self._arguments.get("complex_human_instruction")
+        return {
+            "class_name": self._class_name,
+            "components": describe(self._folder, self._pipeline, self._config.dtype),
+            "dtype": self._config.dtype,
+            "stored": self._config.stored,
+            "max_tokens": self.max_tokens,
+            _LENGTH: self._longest or None,
+            "dim": self.dim,
+            "pooled_dim": self.pooled_dim,
+            **({"complex_human_instruction": "\n".join(instruction)} if instruction else {}),
+            **({"clean_caption": True} if self._arguments.get("clean_caption") else {}),
+        }
+
+    def encode(self, captions: Sequence[str]) -> list[Text]:
+        """Captions to their texts in the encoders' dtype, without the padding that the transformer does not see."""
+        tokens = self._count_tokens(captions)
+
+        def encode(places: Sequence[int]) -> list[Text]:
+            longest = max(tokens[place] for place in places)
+            return self._fitted([captions[place] for place in places], longest + self._template_tokens + 1)
+
+        return encode_by_length(captions, tokens, self._size, encode)
+
+    def null(self) -> Text:
+        """What the pipeline calls its negative prompt where none is given; the empty caption where it has none."""
+        if "null_states" not in self._recipe.gives:
+            return self.encode([""])[0]
+        return self._call([""], self._longest, prefix="null_", do_classifier_free_guidance=True)[0]
+
+    def _fitted(self, captions: list[str], length: int) -> list[Text]:
+        """Texts of captions that the pipeline pads, and cuts, to about `length`; to its own where padding tells.
+
+        Templates and cleaning change the number of tokens: a caption that fills the whole length may have been cut,
+        and is encoded anew at twice the length.
+        """
+        length = min(length, self._longest) if self._recipe.fits else self._longest
+        while True:
+            texts = self._call(captions, length)
+            if length == self._longest or max(len(text.states) for text in texts) < length:
+                return texts
+            length = min(2 * length, self._longest)
+
+    @torch.no_grad()
+    def _call(self, captions: list[str], length: int, prefix: str = "", **arguments: bool) -> list[Text]:
+        """`encode_prompt` of captions, padded to `length`, as texts; `prefix` chooses among what it returns."""
+        asked = self._arguments | arguments
+        if _LENGTH in asked:
+            asked[_LENGTH] = length
+        # A copy: ZImagePipeline writes its template into the list.
+        returned = self._pipeline.encode_prompt(prompt=list(captions), **asked)
+        given = dict(zip(self._recipe.gives, returned, strict=True))
+        mask, pooled = given.get(f"{prefix}mask"), given.get(f"{prefix}pooled")
+        texts = [self._cut(row, None if mask is None else mask[i]) for i, row in enumerate(given[f"{prefix}states"])]
+        return [Text(row, None if pooled is None else pooled[i].clone()) for i, row in enumerate(texts)]
+
+    def _cut(self, states: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        """A copy of one caption's states [T, dim], without padding where it is not kept."""
+        if self._recipe.padding == "zeroed":
+            return states[: int(states.any(dim=1).sum())].clone()
+        return states.clone() if mask is None else states[mask.bool()]
+
+    @functools.cached_property
+    def _template_tokens(self) -> int:
+        """What is put around a caption: the tokens that the empty one has."""
+        return len(self._fitted([""], _PROBE)[0].states) if self._recipe.fits else 0
+
+    def _count_tokens(self, captions: Sequence[str]) -> list[int]:
+        """The tokens of each caption alone; characters do where nothing is saved by knowing them."""
+        if not self._recipe.fits or not captions:
+            return [len(caption) for caption in captions]
+        return [len(ids) for ids in self._pipeline.tokenizer(list(captions), add_special_tokens=False).input_ids]
+
+    def _length_asked(self, max_tokens: int | None) -> int:
+        """The length at which captions are cut; 0 of a pipeline that leaves no choice."""
+        most = self._arguments.get(_LENGTH, 0)
+        if max_tokens is None:
+            return int(most)
+        if not most:
+            raise UserError(f"encoders.text.max_tokens: {self._class_name} has a length of its own; leave it out")
+        return max_tokens
+
+
+def _arguments(pipeline: Any, device: torch.device) -> dict[str, Any]:
+    """The arguments of `encode_prompt` beside the captions."""
+    called = inspect.signature(type(pipeline).__call__).parameters
+    parameters: Mapping[str, inspect.Parameter] = inspect.signature(pipeline.encode_prompt).parameters
+    arguments: dict[str, Any] = {"device": device}
+    if "do_classifier_free_guidance" in parameters:
+        arguments["do_classifier_free_guidance"] = False
+    for name, parameter in parameters.items():
+        if name in _SET_BY_CALL and name in called:
+            arguments[name] = called[name].default
+        elif parameter.default is parameter.empty and name != "prompt":
+            arguments[name] = None  # prompt_2, prompt_3: the same prompt
+    return arguments

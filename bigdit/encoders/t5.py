@@ -1,0 +1,128 @@
+"""T5 from transformers: captions to the hidden states of their tokens, without padding."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerBase, T5Config, T5EncoderModel
+
+from bigdit.config.run import T5_TOKENS, TextEncoderConfig
+from bigdit.encoders.batch_size import CPU_BATCH, BatchSize
+from bigdit.encoders.by_length import encode_by_length
+from bigdit.encoders.folder import DTYPES, check_complete, read_config, weights_sample
+from bigdit.encoders.tokenizer import tokenizer_digest
+from bigdit.errors import UserError, nearest
+from bigdit.store.digest import config_digest, weights_digest
+from bigdit.store.text import Text
+
+_KEY = "encoders.text"
+# What an encoder of a given width may be asked for; the rest of T5Config is the decoder's or the tokenizer's.
+_ENCODER_ARGUMENTS = tuple(
+    name
+    for name, parameter in inspect.signature(T5Config.__init__).parameters.items()
+    if parameter.kind is parameter.KEYWORD_ONLY
+    and name not in ("vocab_size", "pad_token_id", "eos_token_id", "is_decoder", "is_encoder_decoder", "use_cache")
+    and name not in ("num_decoder_layers", "classifier_dropout")
+)
+
+
+class T5TextEncoder:
+    """A T5 encoder in eval mode; `dim` is the width of its hidden states."""
+
+    def __init__(
+        self, config: TextEncoderConfig, device: torch.device | str = "cpu", batch_size: int = CPU_BATCH
+    ) -> None:
+        """Load from `config.path`, or draw from `config.seed`. Raises UserError where that is not possible."""
+        self._device = torch.device(device)
+        self._config = config
+        model, self._tokenizer, self._described = _from_folder(config) if config.path else _from_seed(config)
+        self._model = model.to(self._device, DTYPES[config.dtype]).eval()
+        self._size = BatchSize(batch_size)
+        self.max_tokens = config.max_tokens or T5_TOKENS
+        self.dim = int(model.config.d_model)
+        self.pooled_dim: int | None = None
+
+    @functools.cached_property
+    def identity(self) -> dict[str, Any]:
+        """What decides over the texts; the weights are read once for it."""
+        return {
+            "class_name": self._config.class_name,
+            "config": config_digest(self._described),
+            "weights": weights_digest(self._model.state_dict()),
+            **self._origin(),
+            "tokenizer": tokenizer_digest(self._tokenizer),
+            "dtype": self._config.dtype,
+            "stored": self._config.stored,
+            "max_tokens": self.max_tokens,
+            "dim": self.dim,
+        }
+
+    def _origin(self) -> dict[str, Any]:
+        """What tells the weights without loading them."""
+        if self._config.path is None:
+            return {"seed": self._config.seed}
+        return {"weights_sample": weights_sample(self._config.path, self._config.dtype)}
+
+    def encode(self, captions: Sequence[str]) -> list[Text]:
+        """Captions to hidden states of at most max_tokens tokens; padding is masked and cut off."""
+        if not captions:
+            return []
+        ids = self._tokenizer(list(captions), truncation=True, max_length=self.max_tokens).input_ids
+
+        def encode(places: Sequence[int]) -> list[Text]:
+            return self._read([ids[place] for place in places])
+
+        return encode_by_length(captions, [len(each) for each in ids], self._size, encode)
+
+    def null(self) -> Text:
+        """The text of the empty caption."""
+        return self.encode([""])[0]
+
+    @torch.no_grad()
+    def _read(self, ids: list[list[int]]) -> list[Text]:
+        """The states of each caption's tokens, in one pass."""
+        padded = self._tokenizer.pad({"input_ids": ids}, return_tensors="pt").to(self._device)
+        hidden = self._model(input_ids=padded.input_ids, attention_mask=padded.attention_mask).last_hidden_state
+        return [Text(states[mask]) for states, mask in zip(hidden, padded.attention_mask.bool(), strict=True)]
+
+
+def _from_folder(config: TextEncoderConfig) -> tuple[T5EncoderModel, PreTrainedTokenizerBase, dict[str, Any]]:
+    """Weights and tokenizer of save_pretrained, from safetensors only: a pickle can run code."""
+    assert config.path is not None
+    saved = read_config(f"{_KEY}.path", config.path)
+    if saved.get("model_type") != "t5":
+        raise UserError(f"{_KEY}.path: {config.path} holds a {saved.get('model_type')}, and a t5 was expected")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(config.path, local_files_only=True)
+        model, info = T5EncoderModel.from_pretrained(
+            config.path, dtype=torch.float32, local_files_only=True, use_safetensors=True, output_loading_info=True
+        )
+    except (OSError, ValueError, RuntimeError, ImportError) as error:
+        raise UserError(f"{_KEY}.path: {config.path} cannot be loaded: {' '.join(str(error).split())}") from None
+    check_complete(f"{_KEY}.path", config.path, info)
+    return model, tokenizer, saved
+
+
+def _from_seed(config: TextEncoderConfig) -> tuple[T5EncoderModel, PreTrainedTokenizerBase, dict[str, Any]]:
+    """Random weights of `config.seed`, and ByT5's tokenizer, whose vocabulary is the bytes."""
+    arguments = config.config or {}
+    wrong = [key for key in arguments if key not in _ENCODER_ARGUMENTS]
+    if wrong:
+        raise UserError(
+            *(
+                f"{_KEY}.config.{key}: T5Config's encoder has no such key; {nearest(key, _ENCODER_ARGUMENTS)}"
+                for key in wrong
+            )
+        )
+    tokenizer = ByT5Tokenizer()
+    try:
+        with torch.random.fork_rng(devices=[]):  # the process's own random numbers go on undisturbed
+            torch.manual_seed(config.seed)
+            model = T5EncoderModel(T5Config(**arguments, vocab_size=len(tokenizer)))
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UserError(f"{_KEY}.config: T5EncoderModel refuses it: {' '.join(str(error).split())}") from None
+    return model, tokenizer, arguments

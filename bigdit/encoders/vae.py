@@ -1,0 +1,127 @@
+"""Image codecs from diffusers: a VAE in a folder, its latents normalised as its config says."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import diffusers
+import torch
+
+from bigdit.config.run import VaeCodec
+from bigdit.encoders.batch_size import BatchSize
+from bigdit.encoders.buckets import Color
+from bigdit.encoders.folder import DTYPES, check_complete, read_config, weights_sample
+from bigdit.encoders.latents import VIDEO_VAES, decode_latents, encode_latents, encode_moments, normalisation
+from bigdit.errors import UserError
+from bigdit.store.digest import config_digest, weights_digest
+from bigdit.store.part import Shape
+
+_KEY = "encoders.image.path"
+_OF_PICTURES = "AutoencoderKLQwenImage"  # a video VAE whose transformers are fed latents without frames
+
+
+class DiffusersVae:
+    """Any VAE that VaeCodec names, in eval mode; pictures are videos of one frame to those of videos."""
+
+    stored_dtype = torch.bfloat16
+
+    def __init__(self, config: VaeCodec, device: torch.device | str, batch_size: int) -> None:
+        self._saved = read_config(_KEY, config.path)
+        if self._saved.get("_class_name") != config.class_name:
+            raise UserError(
+                f"{_KEY}: {config.path} holds a {self._saved.get('_class_name')}, and "
+                f"encoders.image.class_name is {config.class_name}"
+            )
+        if config.latents != "mode" and config.class_name == "AutoencoderDC":
+            raise UserError(
+                f"encoders.image.latents is {config.latents}, and AutoencoderDC gives no distribution; use mode"
+            )
+        self._config = config
+        self.batch_size = batch_size
+        self._size = BatchSize(batch_size)
+        self._vae = _load(config).to(device)
+        self._device = torch.device(device)
+        found = self._vae.config
+        self.channels = int(found.get("latent_channels") or found.z_dim)
+        self.downsample = int(
+            getattr(self._vae, "spatial_compression_ratio", None) or 2 ** (len(found.block_out_channels) - 1)
+        )
+        self.color: Color = "gray" if found.get("in_channels") == 1 else "rgb"
+        self._frames = config.class_name in VIDEO_VAES and config.class_name != _OF_PICTURES
+
+    @functools.cached_property
+    def identity(self) -> dict[str, Any]:
+        """What decides over the latents; the weights are read once for it."""
+        return {
+            "name": "vae",
+            "class_name": self._config.class_name,
+            "config": config_digest(self._saved),
+            "weights": weights_digest(self._vae.state_dict()),
+            "weights_sample": weights_sample(self._config.path, self._config.dtype),
+            "dtype": self._config.dtype,
+            "latents": self._config.latents,
+            **({"seed": self._config.seed} if self._config.latents == "sampled" else {}),
+            **normalisation(self._vae).described(),
+        }
+
+    def latent_shape(self, bucket: tuple[int, int]) -> Shape:
+        side = self.downsample * normalisation(self._vae).patch
+        if bucket[0] % side or bucket[1] % side:
+            raise UserError(f"data.buckets: {bucket[0]} × {bucket[1]} does not divide by {side}")
+        height, width = bucket[0] // self.downsample, bucket[1] // self.downsample
+        return (self.channels, 1, height, width) if self._frames else (self.channels, height, width)
+
+    def encode(self, pixels: torch.Tensor, indices: Sequence[int] = ()) -> torch.Tensor:
+        def encode(places: Sequence[int]) -> torch.Tensor:
+            rows = slice(places[0], places[-1] + 1)
+            return self._encode(pixels[rows], indices[rows])
+
+        return torch.stack(self._size.map(encode, range(len(pixels))))
+
+    @torch.no_grad()
+    def _encode(self, pixels: torch.Tensor, indices: Sequence[int]) -> torch.Tensor:
+        """One batch, which memory may not do for."""
+        pixels = pixels.to(self._device, DTYPES[self._config.dtype])
+        if self._frames:
+            pixels = pixels.unsqueeze(2)
+        if self._config.latents == "mode":
+            return encode_latents(self._vae, pixels).float()
+        moments = encode_moments(self._vae, pixels).float()
+        if self._config.latents == "moments":
+            return moments
+        mean, deviation = moments.unbind(1)
+        if len(indices) != len(mean):
+            raise ValueError(f"{len(mean)} pictures are drawn by as many indices, and {len(indices)} were given")
+        noise = torch.stack([_noise(self._config.seed, index, mean.shape[1:]) for index in indices])
+        return mean + deviation * noise.to(mean)
+
+    @torch.no_grad()
+    def decode(self, latents: torch.Tensor) -> torch.Tensor:
+        pixels = decode_latents(self._vae, latents.to(self._device, DTYPES[self._config.dtype])).float()
+        return pixels.squeeze(2) if self._frames else pixels
+
+
+def _noise(seed: int, index: int, shape: Sequence[int]) -> torch.Tensor:
+    """Standard normal numbers of one sample: the same on every device, in every batch and for every worker."""
+    digest = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "big", signed=True))
+    return torch.randn(tuple(shape), generator=generator)
+
+
+def _load(config: VaeCodec) -> Any:
+    """The VAE in eval mode, from safetensors only: a pickle can run code."""
+    try:
+        vae, info = getattr(diffusers, config.class_name).from_pretrained(
+            config.path,
+            torch_dtype=DTYPES[config.dtype],
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UserError(f"{_KEY}: {config.path} cannot be loaded: {' '.join(str(error).split())}") from None
+    check_complete(_KEY, config.path, info)
+    return vae.eval()

@@ -1,0 +1,119 @@
+"""Encode a run's pictures and captions into its store: what is missing, in parallel, each part once."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from bigdit.config.run import RunConfig
+from bigdit.encoders.codecs import ImageCodec, load_image_codec
+from bigdit.encoders.fit import latent_misfits, text_misfits
+from bigdit.encoders.load import load_text_encoder
+from bigdit.encoders.text_encoder import TextEncoder
+from bigdit.errors import UserError
+from bigdit.extract.job import Job, encode_here
+from bigdit.extract.ranges import missing, parse_split
+from bigdit.extract.report import FILE as REPORT
+from bigdit.extract.report import ExtractReport, StoreReport, extract_report, store_report
+from bigdit.files import write_text
+from bigdit.sources import Source, open_source
+from bigdit.spec import ModelSpec
+from bigdit.store.in_hand import own_folder, remove_left
+from bigdit.store.null_text import write_null_text
+from bigdit.store.remote import url_of
+from bigdit.store.schema import Range, StoreSchema, claim, store_identity
+
+Engine = Callable[[Job, Source], None]
+"""Completes a job, by processes of this machine or of others. Raises UserError where it cannot."""
+
+
+def extract(
+    run: RunConfig,
+    model: ModelSpec,
+    workers: int | None = None,
+    *,
+    start: int | None = None,
+    end: int | None = None,
+    shard: str | None = None,
+    engine: Engine = encode_here,
+    only: Sequence[Range] | None = None,
+) -> ExtractReport:
+    """Complete the store of `run`, or the parts that start in source indices [start, end) or in shard k/n, or `only`
+    some, with `workers` processes (of each task of an engine), data.workers by default. The same call goes on.
+
+    Raises UserError where pictures, encoders, buckets, model and store do not go together, the disk cannot be
+    written, a worker dies, or every picture was skipped.
+    """
+    began = time.perf_counter()
+    root = run.data.features
+    if url_of(root) is not None:
+        raise UserError(
+            f"data.features: {url_of(root)} is read, and not extracted to; extract into a folder, and copy it there"
+        )
+    source = open_source(run.data)
+    first, last = parse_split(len(source), start, end, shard)
+    schema = _prepare(run, model, source)
+    chosen = None if only is None else tuple(only)
+    job = Job(run.data, run.encoders, schema, (first, last), chosen, workers or run.data.workers, Path.cwd())
+    wanted = job.left()
+    if wanted:
+        engine(job, source)
+    whole = not missing(root, schema.ranges())
+    store = _whole(root, schema, changed=bool(wanted)) if whole else None
+    return extract_report(root, wanted, time.perf_counter() - began, store)
+
+
+def _prepare(run: RunConfig, model: ModelSpec, source: Source) -> StoreSchema:
+    """Load the encoders once to name them, check what hangs together, and claim the store."""
+    codec, text_encoder = load_image_codec(run.encoders.image), load_text_encoder(run.encoders.text)
+    problems = [*_unfit_buckets(run, codec), *_unfit_model(model, codec, text_encoder)]
+    if problems:
+        raise UserError(*problems)
+    schema = StoreSchema(
+        codec=codec.identity,
+        text_encoder=text_encoder.identity,
+        buckets=list(run.data.buckets),
+        sources=source.identity["sources"],
+        part_size=run.data.part_size,
+    )
+    root = run.data.features
+    claim(root, schema)
+    with own_folder(root) as folder:
+        write_null_text(root, text_encoder.null(), store_identity(schema), folder)
+    remove_left(root)
+    return schema
+
+
+def _unfit_buckets(run: RunConfig, codec: ImageCodec) -> list[str]:
+    side = codec.downsample
+    return [
+        f"data.buckets: {height} × {width} does not divide by {side}, the pixels a side of one latent; "
+        f"nearest: {max(round(height / side), 1) * side} × {max(round(width / side), 1) * side}"
+        for height, width in run.data.buckets
+        if height % side or width % side
+    ]
+
+
+def _unfit_model(model: ModelSpec, codec: ImageCodec, text_encoder: TextEncoder) -> list[str]:
+    return [
+        *(f"encoders.image gives {misfit}" for misfit in latent_misfits(model, codec.channels)),
+        *(f"encoders.text gives {misfit}" for misfit in text_misfits(model, text_encoder.dim, text_encoder.pooled_dim)),
+    ]
+
+
+def _whole(root: Path, schema: StoreSchema, *, changed: bool) -> StoreReport:
+    """The report of a whole store, and its file, which an extraction that found nothing to do leaves as it is."""
+    report = store_report(root, schema)
+    if changed or not (root / REPORT).exists():
+        with own_folder(root) as folder:
+            # Not by pydantic, which writes no path that is not UTF-8.
+            write_text(root / REPORT, json.dumps(report.model_dump(mode="json"), indent=2) + "\n", folder)
+    if not report.encoded:
+        first = report.skipped[0]
+        raise UserError(
+            f"data.images: all {report.pictures} pictures were skipped, the first {first.name}: "
+            f"{first.reason}; mend them, delete {root}, and run again"
+        )
+    return report

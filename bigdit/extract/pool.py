@@ -1,0 +1,116 @@
+"""Worker processes that are handed one unit after another: fast ones take more, a dead one is an error."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+
+from bigdit.config.run import EncodersConfig
+from bigdit.errors import UserError
+from bigdit.extract.speed import UnitSpeed
+from bigdit.extract.worker import Done, Failed, Finished, Progress, Ready, Unit, work
+from bigdit.store.in_hand import remove_left
+from bigdit.store.schema import EXTRACT, StoreSchema
+
+OnProgress = Callable[[int, list[UnitSpeed]], None]
+"""Called with the pictures that were encoded or skipped since, and all units that were committed so far."""
+
+
+@dataclass
+class Worker:
+    """One process, the parent's end of its pipe, the unit it is at, and whether it said its last word."""
+
+    number: int
+    process: ForkServerProcess
+    pipe: Connection
+    unit: Unit | None = None
+    finished: bool = False
+
+
+def encode_in_workers(
+    units: Iterator[Unit],
+    count: int,
+    encoders: EncodersConfig,
+    schema: StoreSchema,
+    root: Path,
+    on_progress: OnProgress,
+) -> list[UnitSpeed]:
+    """Encode all units in `count` processes; no process is left behind, however this ends.
+
+    Raises UserError where a worker reports one or dies; RuntimeError with the traceback of a bug in a worker.
+    """
+    workers: list[Worker] = []
+    done: list[UnitSpeed] = []
+    try:
+        for number in range(count):
+            workers.append(_start(number, encoders, schema, root))
+        while at_work := {worker.pipe: worker for worker in workers if not worker.finished}:
+            for pipe in wait(list(at_work)):
+                pictures = _hear(at_work[pipe], units, done)  # type: ignore[index]  # wait() gives what it was given
+                on_progress(pictures, done)
+    finally:
+        for worker in workers:
+            if not worker.finished:  # in the middle of a unit: what it was at is taken away below
+                worker.process.terminate()
+            worker.pipe.close()
+        for worker in workers:
+            worker.process.join()
+        remove_left(root)
+    return done
+
+
+def _start(number: int, encoders: EncodersConfig, schema: StoreSchema, root: Path) -> Worker:
+    # torch's threads and locks do not survive a fork of this process: workers are forked from a server that has
+    # imported it, and done nothing else. So they start at once, and share the memory of the libraries.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["bigdit.extract.preload"])
+    ours, theirs = context.Pipe()
+    process = context.Process(
+        target=work, args=(theirs, number, encoders, schema, root), name=f"extract-{number}", daemon=True
+    )
+    try:
+        process.start()
+    except (EOFError, OSError) as error:  # not an EOFError, which click takes for Ctrl-D
+        raise UserError(
+            f"extraction worker {number} could not be started: the process that starts workers was killed, or cannot "
+            f"start one ({error}); {EXTRACT} goes on from the parts done"
+        ) from None
+    theirs.close()  # with this end held by the worker alone, its death closes the pipe
+    return Worker(number, process, ours)
+
+
+def _hear(worker: Worker, units: Iterator[Unit], done: list[UnitSpeed]) -> int:
+    """Take one message of a worker; the pictures that it tells of."""
+    try:
+        message = worker.pipe.recv()
+        if isinstance(message, Ready):
+            worker.unit = next(units, None)
+            worker.pipe.send(worker.unit)
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        raise _death(worker) from None
+    if isinstance(message, Progress):
+        return message.pictures
+    if isinstance(message, Done):
+        done.append(message.speed)
+    elif isinstance(message, Finished):
+        worker.finished = True
+    elif isinstance(message, Failed):
+        if message.bug is not None:
+            raise RuntimeError(f"extraction worker {worker.number} failed:\n{message.bug}")
+        raise UserError(*message.problems)
+    return 0
+
+
+def _death(worker: Worker) -> UserError:
+    """A worker that ended without a word: killed, for lack of memory perhaps, or crashed in native code."""
+    worker.process.join()
+    status = worker.process.exitcode or 0
+    how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit status {status}"
+    where = f" at pictures {worker.unit.start} to {worker.unit.end - 1}" if worker.unit else ""
+    memory = " (if memory ran out: fewer --workers)" if status == -signal.SIGKILL else ""
+    return UserError(f"extraction worker {worker.number} {how}{where}{memory}; {EXTRACT} goes on from the parts done")

@@ -1,0 +1,137 @@
+"""Extraction by tasks on other machines: SLURM arrays by submitit, and Ray. Each task does the same job.
+
+No task owns a share: each pulls what is missing in the store, so that fast ones take more, and what a lost one
+leaves is taken by the others, or by the same command run again.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from bigdit import log
+from bigdit.errors import UserError, nearest
+from bigdit.extract.job import Job, do
+from bigdit.sources import Source
+from bigdit.store.schema import EXTRACT
+
+LOGS = "slurm"
+_LOOK_S = 0.5  # how often, at most, the store is looked at while others work
+_TIMEOUT_MIN = 24 * 60  # of a task, where nothing else is asked; submitit's own is 5 minutes
+# What ray.remote takes of a task that one may ask for. Source: ray 2.60, ray.remote_function.RemoteFunction.options.
+_RAY_OPTIONS = ("num_cpus", "num_gpus", "memory", "resources", "accelerator_type", "scheduling_strategy")
+
+
+class _Task:
+    """A job as submitit calls it; what SLURM preempts or ends for its time is queued again and goes on."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+
+    def __call__(self) -> None:
+        do(self._job)
+
+    def checkpoint(self) -> Any:
+        """What submitit queues in place of an interrupted task: it finds by itself what is left."""
+        from submitit.helpers import DelayedSubmission
+
+        return DelayedSubmission(self)
+
+
+@dataclass(frozen=True)
+class Slurm:
+    """An array of `tasks`; `resources`: submitit's parameters, such as slurm_partition, timeout_min, gpus_per_node.
+
+    Among them `cluster`: slurm, or local, which runs the same tasks as processes of this machine.
+    """
+
+    tasks: int
+    resources: Mapping[str, Any]
+
+    def __call__(self, job: Job, source: Source) -> None:
+        try:
+            import submitit
+        except ImportError:
+            raise UserError("--engine slurm: submitit is missing; pip install 'bigdit[slurm]'") from None
+        asked: dict[str, Any] = {"timeout_min": _TIMEOUT_MIN, "cpus_per_task": job.workers, **self.resources}
+        cluster = asked.pop("cluster", "slurm")
+        if cluster not in ("slurm", "local"):
+            raise UserError(f"--resource: cluster={cluster} was asked, and slurm or local was expected")
+        if cluster == "slurm" and shutil.which("sbatch") is None:
+            raise UserError("--engine slurm: sbatch was not found on this machine; run this where SLURM submits from")
+        executor = submitit.AutoExecutor(folder=job.data.features / LOGS, cluster=cluster)
+        try:
+            executor.update_parameters(name="bigdit-extract", **asked)
+        except (NameError, TypeError, ValueError) as error:
+            raise UserError(f"--resource: submitit refuses it: {' '.join(str(error).split())}") from None
+        jobs = executor.submit_array([_Task(job)] * self.tasks)
+        log.notice(f"submitted {', '.join(each.job_id for each in jobs)}; logs: {job.data.features / LOGS}")
+        try:
+            _watch(job, lambda: all(each.done() for each in jobs))
+        except KeyboardInterrupt:
+            log.notice("the tasks go on without this command; `scancel` ends them")
+            raise
+        failed = [each for each in jobs if each.exception() is not None]
+        if failed and job.left():
+            raise _failed(len(failed), self.tasks, str(failed[0].exception()), f"log: {failed[0].paths.stderr}")
+
+
+@dataclass(frozen=True)
+class Ray:
+    """`tasks` of the Ray cluster that RAY_ADDRESS names, or of one that is started here; `resources`: options of
+    ray.remote, such as num_gpus."""
+
+    tasks: int
+    resources: Mapping[str, Any]
+
+    def __call__(self, job: Job, source: Source) -> None:
+        try:
+            import ray
+        except ImportError:
+            raise UserError("--engine ray: ray is missing; pip install 'bigdit[ray]'") from None
+        if wrong := [name for name in self.resources if name not in _RAY_OPTIONS]:
+            raise UserError(f"--resource: a Ray task has no {wrong[0]}; {nearest(wrong[0], _RAY_OPTIONS)}")
+        began_here = not ray.is_initialized()
+        ray.init(ignore_reinit_error=True, log_to_driver=False)
+        try:
+            options = {"num_cpus": job.workers, "scheduling_strategy": "SPREAD", "max_retries": 3, **self.resources}
+            task = ray.remote(do).options(**options)
+            waiting = [task.remote(job) for _ in range(self.tasks)]
+            _watch(job, lambda: len(ray.wait(waiting, num_returns=len(waiting), timeout=0)[0]) == len(waiting))
+            try:
+                ray.get(waiting)
+            except ray.exceptions.RayError as error:
+                if job.left():
+                    raise _failed(1, self.tasks, str(error), "the dashboard of Ray has its log") from None
+        finally:
+            if began_here:
+                ray.shutdown()
+
+
+def _failed(count: int, tasks: int, error: str, where: str) -> UserError:
+    """The error of tasks that failed, with what the first one's traceback, somewhere in `error`, comes to."""
+    reasons = re.findall(r"^[\w.]*(?:Error|Exception|Interrupt): .*", error, re.MULTILINE)
+    reason = reasons[-1].removeprefix("bigdit.errors.UserError: ") if reasons else " ".join(error.split())[:300]
+    goes_on = f"{EXTRACT} goes on from the parts done"
+    return UserError(f"{count} of {tasks} tasks failed, the first: {reason}; {where}; {goes_on}")
+
+
+def _watch(job: Job, over: Callable[[], bool]) -> None:
+    """A progress bar of what the store holds, until the tasks are over."""
+    left, ended = _pictures(job), False
+    with log.progress("extract", total=left, unit="images") as advance:
+        while not ended:
+            began = time.perf_counter()
+            ended = over()
+            before, left = left, _pictures(job)
+            advance(before - left)
+            if not ended:
+                time.sleep(max(_LOOK_S, 20 * (time.perf_counter() - began)))  # a listing of many files takes its time
+
+
+def _pictures(job: Job) -> int:
+    return sum(end - start for start, end in job.left())

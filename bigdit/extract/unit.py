@@ -1,0 +1,74 @@
+"""One unit of work: a range of the source through the encoders into the features of one part."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from bigdit.encoders.buckets import bucket_pixels
+from bigdit.encoders.codecs import ImageCodec, to_unit_range
+from bigdit.encoders.text_encoder import TextEncoder
+from bigdit.extract.speed import Stopwatch
+from bigdit.sources import Caption, Item, Unusable
+from bigdit.store.part import Encoded, Shape, Skipped
+
+TEXT_DTYPE = torch.bfloat16  # what training computes in; half the bytes of fp32
+
+
+def encode_unit(
+    items: Sequence[Item],
+    buckets: Sequence[tuple[int, int]],
+    codec: ImageCodec,
+    text_encoder: TextEncoder,
+    on_progress: Callable[[int], None],
+    watch: Stopwatch | None = None,
+) -> Encoded:
+    """Features of `items`, those that cannot be used left out; `on_progress` hears of pictures done, and `watch` of
+    the seconds that went into `reading` and `encoding`."""
+    watch = watch or Stopwatch()
+    waiting: dict[tuple[int, int], list[npt.NDArray[np.uint8]]] = defaultdict(list)
+    latents: dict[Shape, list[torch.Tensor]] = defaultdict(list)
+    indices: dict[Shape, list[int]] = defaultdict(list)
+    captions: dict[int, tuple[Caption, ...]] = {}
+    skipped: list[Skipped] = []
+
+    def encode_waiting(bucket: tuple[int, int]) -> None:
+        with watch.at("encoding"):
+            pixels = to_unit_range(torch.from_numpy(np.stack(waiting.pop(bucket))))
+            shape = codec.latent_shape(bucket)
+            places = indices[shape][-len(pixels) :]
+            # Convolutions may answer in channels_last memory, and files hold rows of [C, H, W].
+            encoded = codec.encode(pixels, places).to("cpu", codec.stored_dtype).contiguous()
+        latents[shape].append(encoded)
+        on_progress(len(encoded))
+
+    for item in items:
+        try:
+            with watch.at("reading"):
+                sample = item.load()
+                bucket, pixels = bucket_pixels(sample.image, buckets, codec.color)
+        except Unusable as error:
+            skipped.append(Skipped(item.index, item.name, str(error)))
+            on_progress(1)
+            continue
+        captions[item.index] = sample.captions
+        indices[codec.latent_shape(bucket)].append(item.index)
+        waiting[bucket].append(pixels)
+        if len(waiting[bucket]) == codec.batch_size:
+            encode_waiting(bucket)
+    for bucket in list(waiting):
+        encode_waiting(bucket)
+    distinct = list(dict.fromkeys(caption.text for each in captions.values() for caption in each))
+    with watch.at("encoding"):
+        encoded = [text.to("cpu", TEXT_DTYPE) for text in text_encoder.encode(distinct)]
+    return Encoded(
+        {shape: torch.cat(batches) for shape, batches in latents.items()},
+        indices,
+        captions,
+        dict(zip(distinct, encoded, strict=True)),
+        skipped,
+    )

@@ -1,0 +1,131 @@
+"""Every byte of a store held against its digests, by processes of this machine; damaged parts are named."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+
+from bigdit import log
+from bigdit.errors import UserError
+from bigdit.extract.ranges import missing
+from bigdit.lifeline import end_with_parent
+from bigdit.spec import Strict
+from bigdit.store import null_text
+from bigdit.store.index import FILE as INDEX
+from bigdit.store.index import listed, misfit, read_index
+from bigdit.store.local import LocalParts
+from bigdit.store.part import Shape, part_name, part_path
+from bigdit.store.reader import Part
+from bigdit.store.schema import EXTRACT, Range, StoreSchema, part_identity, read_schema, store_identity
+from bigdit.units import gib
+
+_AT_ONCE = 64  # parts that are queued a process: what is queued is held in memory
+
+
+class Damaged(Strict):
+    """A file of the store whose bytes are not those that were written; the source range [start, end) of a part."""
+
+    file: str
+    start: int
+    end: int
+    problem: str
+
+
+class VerifyReport(Strict):
+    """Parts that were read, their bytes, the damaged ones; how many are not there yet."""
+
+    features: Path
+    parts: int
+    bytes: int
+    damaged: list[Damaged]
+    missing: int
+    seconds: float
+    repaired: bool = False
+
+
+def open_schema(root: Path) -> StoreSchema:
+    """The schema of a store that is there. Raises UserError where none is."""
+    schema = read_schema(root)
+    if schema is None:
+        raise UserError(f"data.features: {root} holds no features; {EXTRACT} makes them")
+    return schema
+
+
+def verify(root: Path, workers: int = 1) -> VerifyReport:
+    """Read all parts of the store at `root` in `workers` processes, behind a progress bar on stderr.
+
+    Raises UserError where there is no store.
+    """
+    began = time.perf_counter()
+    schema = open_schema(root)
+    ranges = schema.ranges()
+    absent = set(missing(root, ranges))
+    there = [each for each in ranges if each not in absent]
+    damaged = _null_text(root, store_identity(schema))
+    total, done = 0, 0
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["bigdit.extract.preload"])
+    counts = _index(root, store_identity(schema))
+    with (
+        ProcessPoolExecutor(max(min(workers, len(there)), 1), context, end_with_parent) as pool,
+        log.progress("verify", total=len(there), unit="parts") as advance,
+    ):
+        for first in range(0, len(there), _AT_ONCE * workers):
+            some = there[first : first + _AT_ONCE * workers]
+            for each in as_completed(
+                [
+                    pool.submit(_check, root, chosen, part_identity(schema, chosen[0]), counts.get(chosen))
+                    for chosen in some
+                ]
+            ):
+                nbytes, problem = each.result()
+                total += nbytes
+                damaged += problem
+                done += 1
+                advance(1, f"{gib(total / max(time.perf_counter() - began, 1e-9))}/s")
+    return VerifyReport(
+        features=root,
+        parts=done,
+        bytes=total,
+        damaged=sorted(damaged, key=lambda each: each.file),
+        missing=len(absent),
+        seconds=round(time.perf_counter() - began, 3),
+    )
+
+
+def _check(root: Path, each: Range, identity: str, counts: dict[Shape, int] | None) -> tuple[int, list[Damaged]]:
+    """Bytes of a part, and the first of its damages; and that of the index, where it has other `counts` for it."""
+    path, size, unlisted = part_path(root, *each), 0, None
+    try:
+        part = Part.open(path, identity=identity)
+        problem = next(part.damages(), None)
+        unlisted = None if counts is None else misfit(path, counts, part.counts)
+        size = path.stat().st_size
+    except UserError as error:
+        problem = str(error)
+    found = [(path.name, *each, problem), (INDEX, 0, 0, unlisted)]
+    return size, [Damaged(file=file, start=start, end=end, problem=why) for file, start, end, why in found if why]
+
+
+def _index(root: Path, identity: str) -> dict[Range, dict[Shape, int]]:
+    """What the index has for the parts that are as large as it says; the others it does not speak for."""
+    index = read_index(root / INDEX, identity)
+    if index is None:
+        return {}
+    rows = enumerate(index.parts.tolist())
+    sizes = LocalParts(root).sizes()
+    return {
+        (start, end): listed(index, row) for row, (start, end, size) in rows if sizes.get(part_name(start, end)) == size
+    }
+
+
+def _null_text(root: Path, identity: str) -> list[Damaged]:
+    if not (root / null_text.FILE).exists():
+        return []
+    try:
+        null_text.read_null_text(root, identity)
+    except UserError as error:
+        return [Damaged(file=null_text.FILE, start=0, end=0, problem=str(error))]
+    return []

@@ -1,5 +1,0 @@
-"""Features: pictures and captions encoded once, in parallel, into a store that training reads by offset."""
-
-from bigdit.features.store import FeatureStore
-
-__all__ = ["FeatureStore"]

@@ -1,0 +1,152 @@
+"""Ask for steps on an emulated card: a process of the CUDA build of torch answers. Nothing here imports torch."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import select
+import subprocess
+import tempfile
+from pathlib import Path
+
+import bigdit
+from bigdit.catalog import Gpu
+from bigdit.emulator import emulated_environment
+from bigdit.errors import EXIT_USER, UserError
+from bigdit.rehearse.card import cache as card_cache
+from bigdit.rehearse.card.run import CardRun
+from bigdit.rehearse.client import RehearsalError
+from bigdit.rehearse.request import RehearsalRequest
+
+_ROOT = Path(bigdit.__file__).parent.parent
+_LAST_LINES = 12
+
+
+def cuda_python() -> Path:
+    """The interpreter of an environment with the CUDA build of torch: BIGDIT_CUDA_PYTHON, or that of `.venv-cuda`.
+
+    Raises UserError where there is none.
+    """
+    python = Path(os.environ.get("BIGDIT_CUDA_PYTHON") or _ROOT / ".venv-cuda" / "bin" / "python")
+    if not python.exists():
+        raise UserError(
+            f"{python} is no interpreter with the CUDA build of torch; `make cuda` sets one up, "
+            "and BIGDIT_CUDA_PYTHON names another"
+        )
+    return python
+
+
+@functools.cache
+def cuda_build(python: Path) -> str:
+    """The version of the torch that `python` has, with the CUDA that it was built for, read without importing it."""
+    script = (
+        "import importlib.util as u, pathlib as p;"
+        "print(p.Path(u.find_spec('torch').origin).with_name('version.py').read_text())"
+    )
+    done = subprocess.run([python, "-c", script], capture_output=True, text=True, check=False)
+    found: dict[str, str] = {}
+    for name, given, text in (line.partition("=") for line in done.stdout.splitlines()):
+        if given and name.split(":")[0].strip() in ("__version__", "cuda"):
+            found[name.split(":")[0].strip()] = text.strip().strip("'")
+    if found.get("cuda", "None").endswith("None"):
+        raise UserError(
+            f"{python} has torch {found.get('__version__', '(none)')}, which is no CUDA build; "
+            "`make cuda` sets one up in .venv-cuda, and BIGDIT_CUDA_PYTHON names another"
+        )
+    return f"{found['__version__']} CUDA {found['cuda']}"
+
+
+class Card:
+    """One emulated card. Each question is answered by a process of its own, whose libraries are imported already.
+
+    It starts with the first question whose answer is not kept, and ends with the `with` block.
+    """
+
+    def __init__(self, gpu: Gpu) -> None:
+        self.gpu = gpu
+        self._build = cuda_build(cuda_python())
+        self._folder = tempfile.TemporaryDirectory(prefix="bigdit-card-")
+        self._stderr = Path(self._folder.name) / "stderr"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Card:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._end()
+        self._folder.cleanup()
+
+    def run(self, request: RehearsalRequest, timeout_s: float = 120.0) -> CardRun:
+        """Two steps of `request` on the card, or what is kept of them.
+
+        Raises UserError where they take longer, and for what the user can mend; RehearsalError where the process dies.
+        """
+        kept = card_cache.find(self.gpu, request, self._build)
+        if kept is None:
+            kept = self._run(request, timeout_s)
+            card_cache.keep(self.gpu, request, self._build, kept)
+        return kept
+
+    def _run(self, question: RehearsalRequest, timeout_s: float) -> CardRun:
+        process = self._process = self._process or self._start()
+        name = question.model.name
+        asked, answered = (Path(self._folder.name) / name for name in ("request.json", "result.json"))
+        answered.unlink(missing_ok=True)
+        asked.write_text(question.model_dump_json())
+        said = self._stderr.stat().st_size
+        assert process.stdin is not None
+        assert process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended, and its last lines say why
+            process.stdin.write(f"{asked}\t{answered}\n".encode())
+            process.stdin.flush()
+        if not select.select([process.stdout], [], [], timeout_s)[0]:
+            self._end()
+            raise UserError(f"two steps of {name} on an emulated {self.gpu.name} took more than {timeout_s:g} s")
+        line = process.stdout.readline().decode().split()
+        if not line:
+            self._end()
+        if not answered.exists():
+            with open(self._stderr, "rb") as file:
+                file.seek(said)
+                raise failure(name, int(line[-1]) if line else None, file.read().decode(errors="replace").splitlines())
+        return CardRun.model_validate_json(answered.read_bytes())
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        with open(self._stderr, "wb") as sink:
+            return subprocess.Popen(
+                [cuda_python(), "-W", "ignore", "-m", "bigdit.rehearse.card.worker"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=sink,
+                env=worker_environment(self.gpu),
+                start_new_session=True,
+            )
+
+    def _end(self) -> None:
+        """End the process and its forks, which are a group of their own."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, 9)
+            self._process.communicate()
+            self._process = None
+
+
+def worker_environment(gpu: Gpu, ranks: int = 1, state: str | None = None) -> dict[str, str]:
+    """A card for each of the ranks that there are, no network, and no place in a launched group.
+
+    One rank alone has no peers, whatever its strategy; `state` is the file that several share.
+    """
+    own = {key: value for key, value in os.environ.items() if key not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    own.pop("CUDA_VISIBLE_DEVICES", None)
+    card = emulated_environment(gpu, ranks, state, peers=ranks > 1)
+    return own | card | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join((str(_ROOT), card["PYTHONPATH"]))}
+
+
+def failure(name: str, status: int | None, said: list[str]) -> Exception:
+    """What steps of the model `name` that left no result ended with: the errors that they said, or their last lines."""
+    problems = [text.removeprefix("error: ") for text in said if text.startswith("error: ")]
+    if status == EXIT_USER and problems:
+        return UserError(*problems)
+    end = "\n".join(said[-_LAST_LINES:])
+    return RehearsalError(f"{name} on an emulated card ended with status {status} and no result:\n{end}")

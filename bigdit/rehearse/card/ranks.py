@@ -1,0 +1,65 @@
+"""Steps of all ranks of a strategy, started by torchrun, each on an emulated card of its own, with NCCL between them.
+
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import tempfile
+from pathlib import Path
+
+from bigdit.catalog import Gpu
+from bigdit.emulator import shared_state
+from bigdit.errors import UserError
+from bigdit.rehearse.card import cache as card_cache
+from bigdit.rehearse.card.client import cuda_build, cuda_python, failure, worker_environment
+from bigdit.rehearse.card.run import CardRun
+from bigdit.rehearse.request import RehearsalRequest
+
+
+def run_ranks(gpu: Gpu, request: RehearsalRequest, timeout_s: float = 300.0) -> CardRun:
+    """The first rank's two steps of `request`, among all ranks of its strategy, or what is kept of them.
+
+    Raises UserError where they take longer, and for what the user can mend; RehearsalError where a rank dies.
+    """
+    build = f"{cuda_build(cuda_python())}, all ranks"
+    kept = card_cache.find(gpu, request, build)
+    if kept is None:
+        kept = _run(gpu, request, timeout_s)
+        card_cache.keep(gpu, request, build, kept)
+    return kept
+
+
+def _run(gpu: Gpu, request: RehearsalRequest, timeout_s: float) -> CardRun:
+    ranks = request.strategy.world_size
+    with tempfile.TemporaryDirectory(prefix="bigdit-ranks-") as folder, shared_state() as state:
+        asked, answered = (Path(folder) / name for name in ("request.json", "result.json"))
+        asked.write_text(request.model_dump_json())
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        worker = ["-m", "bigdit.rehearse.card.worker", str(asked), str(answered)]
+        process = subprocess.Popen(
+            [str(cuda_python()), "-W", "ignore", *launcher, *worker],
+            env=worker_environment(gpu, ranks, state) | {"OMP_NUM_THREADS": "1"},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        try:
+            _, said = process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            raise UserError(
+                f"two steps of {request.model.name} by {ranks} processes on emulated cards of {gpu.name} took more "
+                f"than {timeout_s:g} s"
+            ) from None
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGTERM)  # torchrun ends its ranks, which are sessions of their own
+                process.wait()
+        if not answered.exists():
+            raise failure(request.model.name, process.returncode, said.splitlines())
+        return CardRun.model_validate_json(answered.read_bytes())

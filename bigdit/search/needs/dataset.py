@@ -1,0 +1,160 @@
+"""What a data set takes on disk once it is encoded, and how long the encoding takes."""
+
+from __future__ import annotations
+
+import math
+
+from pydantic import NonNegativeInt, PositiveInt
+
+from bigdit.catalog import CatalogModel
+from bigdit.catalog.encoders import online_encoders
+from bigdit.errors import UserError
+from bigdit.rehearse.ask import precision_problems, request_for
+from bigdit.rehearse.request import RehearsalRequest, RehearsedSize
+from bigdit.search.predict.sibling import depths, sibling
+from bigdit.search.question import Question
+from bigdit.spec import BatchShape, Strategy, Strict
+from bigdit.speed.cluster import Cluster
+from bigdit.speed.interval import Interval
+from bigdit.speed.step import step_time
+from bigdit.speed.work import NOTHING, Load, Work, work_of
+
+STORED_BYTES = 2
+"""Latents of a VAE (the mode of its distribution, no deviation beside it) and hidden states are stored in bf16, as
+encoders/codecs.py and extract/unit.py say."""
+
+ROW_BYTES = 64
+"""A row and one caption in the tables of a part, four int64 each, as in store/part.py."""
+
+CAPTION_TOKENS = Interval(low=49, high=168)
+"""Mean length of a caption. Low: what a LLaVA writes in two or three sentences, 49.4 tokens over 1.3 billion images
+(Recap-DataComp-1B, arXiv:2406.08478); alternative texts of the web are shorter, 19 tokens in LAION's
+high-resolution set. High: detailed captions as T5 reads them. frutiemax/vintage-artworks-60k-captioned-pixart holds
+59 726 samples in 91 791 685 497 bytes, fp16 states of a caption beside latents of 4 × 64 × 64 and 4 × 128 × 128:
+which leaves 167.6 × 4096 states for each.
+"""
+
+DISK_BYTES = 3_840_000_000_000
+"""A disk for training data in a server. Source: NVIDIA DGX A100 640GB and DGX H100 user guides: 8 × 3.84 TB NVMe."""
+
+ENCODED_AT_ONCE = 16
+"""Pictures in one pass of the encoders, as in extract/unit.py; of videos, one."""
+
+
+class DatasetNeed(Strict):
+    """The feature store of `images` samples. Bytes a sample; text as it is stored (unpadded, low to high) and padded.
+
+    `extraction_seconds` is over all cards of the cluster, None where the encoders are not known.
+    """
+
+    images: PositiveInt
+    latent_bytes: NonNegativeInt
+    text_bytes: Interval
+    padded_text_bytes: NonNegativeInt
+    store_bytes: Interval
+    extraction_seconds: Interval | None
+    notes: tuple[str, ...]
+
+
+def encoding_request(question: Question, batch: BatchShape) -> RehearsalRequest | None:
+    """The rehearsal whose encode phase is that of extraction: features online, and a transformer of single blocks.
+
+    None where the catalogue does not have the encoders.
+    """
+    model = question.model
+    try:
+        online_encoders(model, batch)
+    except UserError:
+        return None
+    strategy = Strategy(
+        features="online",
+        micro_batch_size=1 if model.video else ENCODED_AT_ONCE,
+        precision="fp16" if precision_problems(question.gpu, "bf16") else "bf16",
+    )
+    shallow = sibling(model, dict.fromkeys(depths(model), 1))
+    return request_for(shallow, question.gpu, strategy, resolution=question.resolution, frames=question.frames)
+
+
+def dataset_need(question: Question, batch: BatchShape, encoding: RehearsedSize | None) -> DatasetNeed | None:
+    """What the images of `question`, samples of `batch`, take; None where it names none.
+
+    `encoding`: the answer to `encoding_request`, None where there is no such request.
+    """
+    if question.images is None:
+        return None
+    images = question.images
+    latents = math.prod(batch.latents) * STORED_BYTES
+    tokens, dim = batch.text or (0, 0)
+    padded = tokens * dim * STORED_BYTES
+    text = Interval(low=min(CAPTION_TOKENS.low, tokens), high=min(CAPTION_TOKENS.high, tokens)) * (dim * STORED_BYTES)
+    store = (text + Interval(low=latents + ROW_BYTES, high=latents + ROW_BYTES)) * images
+    extraction = None if encoding is None else _image_seconds(question, encoding) * (images / question.cluster.gpus)
+    return DatasetNeed(
+        images=images,
+        latent_bytes=latents,
+        text_bytes=text,
+        padded_text_bytes=padded,
+        store_bytes=store,
+        extraction_seconds=extraction,
+        notes=(
+            *_text_notes(batch, text, padded, images),
+            _disk_note(store),
+            *_extraction_notes(question.model, batch, known=encoding is not None),
+        ),
+    )
+
+
+def _image_seconds(question: Question, encoding: RehearsedSize) -> Interval:
+    """Seconds of one card for the encoders' share of a rehearsed step, by image."""
+    strategy = Strategy(micro_batch_size=encoding.micro_batch_size)
+    micro = work_of(encoding.timeline, strategy).micro
+    encode = {operation: amount for operation, amount in micro.operations.items() if operation.phase == "encode"}
+    work = Work(micro=Load(encode, {}), last=NOTHING, step=NOTHING)
+    return step_time(work, strategy, question.gpu, Cluster()).seconds * (1 / encoding.micro_batch_size)
+
+
+def _text_notes(batch: BatchShape, text: Interval, padded: int, images: int) -> list[str]:
+    if batch.text is None:
+        return []
+    tokens, dim = batch.text
+    low, high = (min(round(bound), tokens) for bound in (CAPTION_TOKENS.low, CAPTION_TOKENS.high))
+    return [
+        f"padded to {tokens} × {dim} in bf16, the text of an image takes {written(padded)}, and that of all images "
+        f"{written(padded * images)}; it is stored without padding: {written(text.low)} to {written(text.high)} an "
+        f"image, with captions of {low} tokens (two or three sentences) to {high} (detailed ones) on the mean"
+    ]
+
+
+def _disk_note(store: Interval) -> str:
+    disks = math.ceil(store.high / DISK_BYTES)
+    size = (
+        f"the store takes {written(store.low)} to {written(store.high)}"
+        if store.low < store.high
+        else (f"the store takes {written(store.high)}")
+    )
+    if disks == 1:
+        return f"{size}, {store.high / DISK_BYTES:.1%} of a disk of {written(DISK_BYTES)}"
+    return f"{size}: up to {disks} disks of {written(DISK_BYTES)}"
+
+
+def _extraction_notes(model: CatalogModel, batch: BatchShape, *, known: bool) -> list[str]:
+    notes = []
+    if known:
+        filled = "" if batch.text is None else f", with captions that fill all {batch.text[0]} tokens"
+        notes.append(
+            f"extraction is what the encoders compute on the cards{filled}; reading and decoding pictures is not in "
+            "it, and `bigdit extract` encodes on the host's cores, which takes longer"
+        )
+    else:
+        notes.append(f"how long extraction takes is not known: the catalogue has not all encoders of {model.name}")
+    if model.training_obstacle is not None:
+        notes.append(f"such a store cannot be trained from yet: {model.training_obstacle}")
+    return notes
+
+
+def written(nbytes: float) -> str:
+    """Bytes on a disk, in the units that disks are sold in: `2.46 MB`, `41.5 TB`."""
+    for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if nbytes >= unit:
+            return f"{nbytes / unit:.3g} {name}" if nbytes < 1000 * unit else f"{nbytes / unit:,.0f} {name}"
+    return f"{nbytes:.0f} B"

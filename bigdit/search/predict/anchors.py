@@ -1,0 +1,125 @@
+"""The few rehearsals that a prediction stands on: shallow siblings of the model at two micro-batch sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+from operator import add
+from typing import Any
+
+import numpy as np
+
+from bigdit.catalog import CatalogModel, Gpu
+from bigdit.memory.host import host_memory
+from bigdit.rehearse import RehearsalRequest, RehearsedSize
+from bigdit.rehearse.ask import request_for
+from bigdit.search.predict.gap import Gap
+from bigdit.search.predict.moments import family, moments
+from bigdit.search.predict.outline import FIRST_SIZE, Line, Outline
+from bigdit.search.predict.sibling import depths, sibling
+from bigdit.spec import Strategy
+from bigdit.speed.work import Work, work_of
+
+SIZES = (FIRST_SIZE, 2 * FIRST_SIZE)
+"""Micro-batch sizes of anchors."""
+
+SHALLOW, DEEPER = 3, 5
+"""Blocks of the siblings. With 3 one block has neighbours on both sides, as FSDP2's prefetching wants to see."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What is trained, on which card and on which pictures (pixels; frames of a video)."""
+
+    model: CatalogModel
+    gpu: Gpu
+    resolution: tuple[int, int]
+    frames: int | None = None
+
+    def request(self, strategy: Strategy, model: CatalogModel | None = None) -> RehearsalRequest:
+        """The rehearsal of `strategy` as it stands, with `model` in the place of the whole one."""
+        chosen = self.model if model is None else model
+        return request_for(chosen, self.gpu, strategy, resolution=self.resolution, frames=self.frames)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Siblings of a model and their `weights`: values affine in the depths, so weighted, add up to the model's own.
+
+    Of each list in `varied` one sibling, in this order after the first, has so many `more` blocks.
+    """
+
+    siblings: tuple[CatalogModel, ...]
+    weights: tuple[float, ...]
+    varied: tuple[str, ...]
+    more: tuple[int, ...]
+
+
+def grid(model: CatalogModel) -> Grid:
+    """The shallowest sibling, and one for each list of blocks that is longer, with more of these."""
+    full = depths(model)
+    base = {name: min(SHALLOW, length) for name, length in full.items()}
+    varied = tuple(name for name, length in full.items() if length > SHALLOW)
+    more = tuple(min(DEEPER, full[name]) - SHALLOW for name in varied)
+    shares = [(full[name] - SHALLOW) / added for name, added in zip(varied, more, strict=True)]
+    deeper = [base | {name: SHALLOW + added} for name, added in zip(varied, more, strict=True)]
+    return Grid(
+        siblings=tuple(sibling(model, lengths) for lengths in (base, *deeper)),
+        weights=(1 - sum(shares), *shares),
+        varied=varied,
+        more=more,
+    )
+
+
+def requests(sample: Sample, strategy: Strategy, sizes: Sequence[int] = SIZES) -> list[RehearsalRequest]:
+    """What `outline` needs: every sibling at the first micro-batch size, then every one at the second."""
+    siblings = grid(sample.model).siblings
+    return [sample.request(strategy.with_micro_batch_size(size), each) for size in sizes for each in siblings]
+
+
+def outline(model: CatalogModel, strategy: Strategy, answers: Sequence[RehearsedSize]) -> Outline:
+    """The step at full depth, from the answers to `requests`.
+
+    From anchors of one micro-batch size nothing grows with it.
+    """
+    plan = grid(model)
+    count = len(plan.siblings)
+    timelines = [answer.timeline for answer in answers]
+    spans = [moments(timeline) for timeline in timelines]
+    shared = family(spans)
+
+    def line(values: Sequence[Any]) -> Line:
+        """Values of all anchors, at full depth and for any micro-batch size."""
+        found = [
+            np.tensordot(plan.weights, np.stack(values[at : at + count]), 1) for at in range(0, len(values), count)
+        ]
+        return _through(found)
+
+    last_forward = max(at for at, phase in enumerate(shared.phases) if phase == "forward")
+    kept = [float(each[last_forward].live[-1]) for each in spans]
+
+    def saved(at: int) -> Line:
+        return _through([np.asarray((kept[i + at + 1] - kept[i]) / plan.more[at]) for i in range(0, len(kept), count)])
+
+    works = [work_of(timeline, strategy) for timeline in timelines]
+    whole = [_weighted(works[at : at + count], plan.weights) for at in range(0, len(works), count)]
+    growth = (whole[-1] - whole[0]) * (1 / (SIZES[1] - SIZES[0]))
+    return Outline(
+        phases=shared.phases,
+        live=tuple(line(list(rows)) for rows in shared.live),
+        saved={name: saved(at) for at, name in enumerate(plan.varied)},
+        host=line([host_memory(answer.host_timeline).peak_bytes for answer in answers]),
+        gap=Gap((SIZES[0], SIZES[-1]), timelines[count - 1], timelines[-1]),
+        work=(whole[0], growth),
+        params=round(float(np.dot(plan.weights, [answer.params for answer in answers[:count]]))),
+    )
+
+
+def _through(values: list[np.ndarray[Any, Any]]) -> Line:
+    """The line through the values at SIZES; a level one through a single value."""
+    return Line(values[0], (values[-1] - values[0]) / (SIZES[1] - SIZES[0]))
+
+
+def _weighted(works: Sequence[Work], weights: Sequence[float]) -> Work:
+    return reduce(add, (work * weight for work, weight in zip(works, weights, strict=True)))

@@ -1,0 +1,156 @@
+"""The predicted step of one engine at full depth: memory at every moment, work and host, for any micro-batch size."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from bigdit.search.predict.gap import Gap
+from bigdit.search.predict.moments import Bytes
+from bigdit.speed.work import Work
+
+FIRST_SIZE = 2
+"""The micro-batch size that the lines start from. At 1, torch takes some tensors for contiguous that are not so at
+any other size."""
+
+OF_ACTIVATIONS = ("encode", "forward", "backward")
+
+
+@dataclass(frozen=True)
+class Line:
+    """Numbers (or arrays of them) that grow by `slope` with each sample of the micro-batch."""
+
+    start: Bytes
+    slope: Bytes
+
+    def at(self, micro_batch_size: float) -> Bytes:
+        """The numbers at that micro-batch size."""
+        value: Bytes = self.start + (micro_batch_size - FIRST_SIZE) * self.slope
+        return value
+
+    def __add__(self, other: Line) -> Line:
+        return Line(self.start + other.start, self.slope + other.slope)
+
+
+@dataclass(frozen=True)
+class Outline:
+    """One checkpointing policy of one strategy.
+
+    `live` are bytes at the moments of each span (see moments.Family); `saved` what one block of each list keeps from
+    the forward to the backward pass; `host` the host's peak; `gap` what the allocator reserves beyond the peak, of the
+    deepest sibling: the model itself leaves more pieces, which is found when the best are confirmed.
+    """
+
+    phases: tuple[str, ...]
+    live: tuple[Line, ...]
+    saved: Mapping[str, Line]
+    host: Line
+    gap: Gap
+    work: tuple[Work, Work]
+    params: int
+
+    def peaks(self, micro_batch_size: float) -> dict[str, float]:
+        """The highest bytes of each phase."""
+        found: dict[str, float] = {}
+        for phase, live in zip(self.phases, self.live, strict=True):
+            found[phase] = max(found.get(phase, 0.0), float(live.at(micro_batch_size).max()))
+        return found
+
+    def work_at(self, micro_batch_size: float) -> Work:
+        """What one step does."""
+        start, slope = self.work
+        return start + slope * (micro_batch_size - FIRST_SIZE)
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """An engine with an optimizer: its outlines without checkpointing and with all blocks checkpointed.
+
+    `blocks` are the lists of blocks that can be checkpointed with their lengths, in the order of the forward pass.
+    """
+
+    none: Outline
+    full: Outline
+    blocks: tuple[tuple[str, int], ...]
+
+    @property
+    def count(self) -> int:
+        return sum(length for _, length in self.blocks)
+
+    def peaks(self, micro_batch_size: float, checkpointed: int) -> dict[str, float]:
+        """Bytes of each phase with the first `checkpointed` blocks recomputed.
+
+        Until the backward pass comes to those blocks it is as without checkpointing, less what they did not save;
+        from there on all behind them is freed, as it is with all of them checkpointed.
+        """
+        if checkpointed >= self.count:
+            return self.full.peaks(micro_batch_size)
+        plain = self.none.peaks(micro_batch_size)
+        if checkpointed == 0:
+            return plain
+        less = self.spared(micro_batch_size, checkpointed)
+        recomputed = self.full.peaks(micro_batch_size)
+        return recomputed | {
+            phase: max(recomputed[phase], plain[phase] - less) for phase in OF_ACTIVATIONS if phase in plain
+        }
+
+    def spared(self, micro_batch_size: float, checkpointed: int) -> float:
+        """Bytes that the first `checkpointed` blocks do not save."""
+        spared, left = 0.0, checkpointed
+        for name, length in self.blocks:
+            first = min(left, length)
+            left -= first
+            if name in self.none.saved:
+                each = self.none.saved[name].at(micro_batch_size) - self.full.saved[name].at(micro_batch_size)
+                spared += first * float(each)
+        return spared
+
+    def reserved(self, micro_batch_size: float, checkpointed: int) -> float:
+        """Bytes that the allocator is expected to reserve."""
+        gap = max(self.none.gap.at(micro_batch_size), self.full.gap.at(micro_batch_size))
+        return max(self.peaks(micro_batch_size, checkpointed).values()) + gap
+
+    def work(self, micro_batch_size: float, checkpointed: int) -> Work:
+        """What one step does with that many blocks recomputed, each costing the same."""
+        share = checkpointed / max(self.count, 1)
+        none, full = self.none.work_at(micro_batch_size), self.full.work_at(micro_batch_size)
+        return none * (1 - share) + full * share
+
+    def host(self, micro_batch_size: float, checkpointed: int) -> float:
+        """Bytes of the host's peak."""
+        outline = self.full if checkpointed else self.none
+        return max(float(outline.host.at(micro_batch_size)), 0.0)
+
+
+def varied(outline: Outline, base: Outline, other: Outline) -> Outline:
+    """`outline` with the state of `other` in the place of that of `base`.
+
+    `base` and `other` are of one checkpointing policy and differ in optimizer, average or masters; of `other` one
+    micro-batch size is enough. Activations and gradients stay those of `outline`; what differs is the state that is
+    live all along, and the phases without activations, which are those of `other`.
+    """
+    ours = _numbered(base.phases)
+    lines = []
+    for at, key in enumerate(_numbered(other.phases)):
+        if key in ours and key[0] in OF_ACTIVATIONS:
+            number = ours[key]
+            # The first moment of a span is what the one before it left; column 0 is the span's peak.
+            shift = other.live[at].start[1] - base.live[number].start[1]
+            lines.append(outline.live[number] + Line(np.asarray(shift), np.asarray(0.0)))
+        else:
+            lines.append(other.live[at])
+    start, slope = outline.work
+    return replace(
+        outline,
+        phases=other.phases,
+        live=tuple(lines),
+        work=(replace(start, step=other.work[0].step), replace(slope, step=slope.step * 0.0)),
+        host=outline.host + Line(np.asarray(other.host.start - base.host.start), np.asarray(0.0)),
+    )
+
+
+def _numbered(phases: tuple[str, ...]) -> dict[tuple[str, int], int]:
+    """Each span by its phase and how often that came before."""
+    return {(phase, phases[:at].count(phase)): at for at, phase in enumerate(phases)}

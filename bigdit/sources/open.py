@@ -1,0 +1,111 @@
+"""The source that `data.images` describes: each of its list opened by its kind, and all of them one after another."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import xxhash
+
+from bigdit.config.run import DataConfig, SourceConfig, SourceKind
+from bigdit.errors import UserError
+from bigdit.sources.csv_rows import CsvRows
+from bigdit.sources.file_rows import FileRows
+from bigdit.sources.folder import ImageFolder
+from bigdit.sources.places import SPLITS, STATE, files_of, kind_of, saved_files
+from bigdit.sources.protocol import Item, Sample, Source
+from bigdit.sources.rows import TableSource
+from bigdit.sources.webdataset import WebDataset
+
+INDEX = "index"  # the folder within data.features where what is costly to list is kept
+
+
+@dataclass(frozen=True)
+class ListedItem:
+    """An item of one source of the list, under its index in the whole list."""
+
+    index: int
+    name: str
+    item: Item
+
+    def load(self) -> Sample:
+        """As Item.load."""
+        return self.item.load()
+
+
+class SourceList:
+    """Sources one after another. What is appended to the list leaves the indices before it as they were."""
+
+    def __init__(self, sources: Sequence[Source], labels: Sequence[str]) -> None:
+        self.sources = sources
+        self._labels = labels
+        self._ends = list(itertools.accumulate(len(source) for source in sources))
+        identities = [source.identity for source in sources]
+        digest = xxhash.xxh3_128_hexdigest("\n".join(identity["digest"] for identity in identities).encode())
+        self.identity: dict[str, Any] = {
+            "kind": "list",
+            "count": self._ends[-1],
+            "digest": digest,
+            "sources": identities,
+        }
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def items(self, start: int, end: int) -> list[ListedItem]:
+        """Items [start, end) of the whole list; names start with their source where there are several."""
+        found: list[ListedItem] = []
+        for number in range(bisect.bisect_right(self._ends, start), len(self.sources)):
+            first = self._ends[number - 1] if number else 0
+            if first >= end:
+                break
+            prefix = f"{self._labels[number]}: " if len(self.sources) > 1 else ""
+            inner = self.sources[number].items(max(start - first, 0), min(end, self._ends[number]) - first)
+            found += [ListedItem(first + item.index, prefix + item.name, item) for item in inner]
+        return found
+
+
+def open_source(data: DataConfig) -> SourceList:
+    """List what `data.images` names, without reading pictures.
+
+    Raises UserError with all problems, each naming its source: what is missing, empty, damaged or hostile.
+    """
+    sources: list[Source] = []
+    problems: list[str] = []
+    for number, config in enumerate(data.images):
+        try:
+            sources.append(_open(config, data, "data.images" if len(data.images) == 1 else f"data.images[{number}]"))
+        except UserError as error:
+            problems += error.problems
+    if problems:
+        raise UserError(*problems)
+    return SourceList(sources, [str(config.path) for config in data.images])
+
+
+def _open(config: SourceConfig, data: DataConfig, key: str) -> Source:
+    kind = kind_of(config, key)
+    _refuse_columns(config, kind, key)
+    if kind == "folder":
+        return ImageFolder(config.path, key, follow_links=config.follow_links)
+    if kind == "csv":
+        return TableSource(kind, CsvRows(config.path, key), config, key)
+    if kind == "webdataset":
+        return WebDataset(files_of(config, ".tar", key), data.features / INDEX, data.workers, key)
+    if kind == "datasets" and any((config.path / name).exists() for name in (STATE, SPLITS)):
+        return TableSource(kind, FileRows(saved_files(config, key), "arrow", str(config.path), key), config, key)
+    return TableSource(kind, FileRows(files_of(config, ".parquet", key), "parquet", str(config.path), key), config, key)
+
+
+def _refuse_columns(config: SourceConfig, kind: SourceKind, key: str) -> None:
+    """What the config could not see: whether the kind that the path shows has the columns and splits it names."""
+    if kind in ("folder", "webdataset") and (config.image or config.captions):
+        raise UserError(f"{key}: {config.path} is of kind {kind}, which has no columns; leave out image and captions")
+    if kind in ("folder", "webdataset", "csv") and config.split:
+        raise UserError(f"{key}.split: {config.path} is of kind {kind}, which has no splits; leave it out")
+    if kind != "folder" and config.follow_links:
+        raise UserError(
+            f"{key}.follow_links: {config.path} is of kind {kind}; it is for folders of pictures; leave it out"
+        )

@@ -1,0 +1,67 @@
+"""From a file's bytes to a picture that encoders can take: upright, opaque, 8 bits, RGB or gray."""
+
+from __future__ import annotations
+
+import io
+import re
+import warnings
+
+import numpy as np
+from PIL import Image, ImageOps
+
+from bigdit.sources.protocol import Unusable
+
+# What pictures of data sets are; Pillow's other decoders, some of which start programs, are never tried.
+FORMATS = ("PNG", "JPEG", "WEBP", "AVIF", "BMP", "TIFF", "GIF")
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".avif", ".bmp", ".tif", ".tiff", ".gif")
+
+# Pillow only warns of pictures above its limit and below twice as much; here they are refused by name.
+warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
+
+
+def decode(data: bytes) -> Image.Image:
+    """The first frame as RGB, or as L where it has no color: EXIF rotation applied, transparency laid over white,
+    16 bits scaled to 8; color profiles are not applied. Raises Unusable, with the reason."""
+    try:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            _check_pixels(image)
+            image.load()
+            ImageOps.exif_transpose(image, in_place=True)
+            return _flat(image)
+    except (MemoryError, Unusable):
+        raise
+    except Image.DecompressionBombError as error:
+        raise Unusable(f"picture too large: {error}") from None
+    except Exception as error:  # Pillow's decoders raise many classes on damaged files
+        # Without the addresses that objects happen to have: the same picture gives the same reason.
+        reason = re.sub(r" object at 0x[0-9a-f]+", "", " ".join(str(error).split()))
+        raise Unusable(f"damaged picture: {type(error).__name__}: {reason}") from None
+
+
+def _check_pixels(image: Image.Image) -> None:
+    limit = Image.MAX_IMAGE_PIXELS
+    if limit is not None and image.width * image.height > limit:
+        raise Unusable(f"picture too large: {image.width} × {image.height} pixels; {limit} are the most")
+
+
+def _flat(image: Image.Image) -> Image.Image:
+    """The picture in mode L or RGB, opaque."""
+    if image.mode.startswith("I;16"):
+        return _eight_bits(image)
+    if image.mode in ("I", "F"):
+        raise Unusable(f"picture of 32 bits a sample (mode {image.mode}), whose white is unknown; save it with 8 or 16")
+    gray = image.mode in ("1", "L", "LA", "La")
+    if image.has_transparency_data:
+        opaque = Image.new("RGBA", image.size, "white")
+        image = Image.alpha_composite(opaque, image.convert("RGBA"))
+    return image.convert("L" if gray else "RGB")
+
+
+def _eight_bits(image: Image.Image) -> Image.Image:
+    """16-bit gray as 8 bits: Pillow's own conversion clips at 255 instead of scaling."""
+    deep = np.asarray(image).astype(np.uint32)
+    gray = ((deep + 128) // 257).astype(np.uint8)  # 65535 = 255 · 257
+    transparent = image.info.get("transparency")
+    if transparent is not None:
+        gray[deep == transparent] = 255
+    return Image.fromarray(gray)

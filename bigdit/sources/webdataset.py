@@ -1,0 +1,148 @@
+"""WebDataset tars: samples read at their offsets, by an index that is made once."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import multiprocessing
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from bigdit import log
+from bigdit.errors import UserError
+from bigdit.lifeline import end_with_parent
+from bigdit.sources import parquet_file
+from bigdit.sources.captions import json_captions, text_captions
+from bigdit.sources.disk import CAPTION_BYTES, PICTURE_BYTES, check_size, read_range
+from bigdit.sources.picture import decode
+from bigdit.sources.protocol import Caption, Sample, Unusable
+from bigdit.sources.tar_index import SCHEMA, index_path, is_whole, read_digest, write_index
+from bigdit.sources.tar_members import Refused
+
+ROWS = 1024  # of an index, decoded at a time
+TARS_A_WORKER = 8  # a process takes seconds to start, and a tar of ten thousand members half of one
+
+Span = tuple[int, int] | None  # offset and size of a member
+
+
+@dataclass(frozen=True)
+class TarItem:
+    """A sample of a tar: where its picture and its captions are."""
+
+    index: int
+    name: str
+    tar: Path
+    problem: str | None
+    picture: Span
+    json: Span
+    txt: Span
+
+    def load(self) -> Sample:
+        """As Item.load."""
+        if self.problem is not None or self.picture is None:
+            raise Unusable(self.problem or "sample without a picture")
+        captions = self._captions()
+        return Sample(decode(self._read(self.picture, "picture", PICTURE_BYTES)), captions)
+
+    def _captions(self) -> tuple[Caption, ...]:
+        """Of the `.json` where it has captions, else of the `.txt`."""
+        stem = self.name.rpartition("/")[2]
+        found = None
+        if self.json is not None:
+            found = json_captions(self._read(self.json, f"{stem}.json", CAPTION_BYTES), f"{stem}.json")
+        if found is not None:
+            return found
+        if self.txt is None:
+            raise Unusable(f"caption {stem}.txt is missing")
+        return text_captions(self._read(self.txt, f"{stem}.txt", CAPTION_BYTES), f"{stem}.txt")
+
+    def _read(self, span: tuple[int, int], name: str, limit: int) -> bytes:
+        check_size(name, span[1], limit)
+        return read_range(self.tar, *span)
+
+
+class WebDataset:
+    """The samples of tars, in the order of the tars given; indices are kept in the folder `kept`."""
+
+    def __init__(self, tars: Sequence[Path], kept: Path, workers: int, key: str) -> None:
+        """Index what is not indexed yet, in `workers` processes. Raises UserError, which names `key`, for tars that
+        are refused, all of them at once, and where there are no samples."""
+        self._tars = list(tars)
+        try:
+            self._indices = [index_path(tar, kept) for tar in self._tars]
+        except OSError as error:
+            raise UserError(f"{key}: {error.filename} cannot be read: {error.strerror}") from None
+        missing = [pair for pair in zip(self._tars, self._indices, strict=True) if not is_whole(pair[1])]
+        problems = [
+            f"{key}: {problem}; make it anew, or leave it out" for problem in _index(missing, workers) if problem
+        ]
+        if problems:
+            raise UserError(*problems)
+        digest = xxhash.xxh3_128()
+        counts = []
+        for tar, index in zip(self._tars, self._indices, strict=True):
+            count, members = read_digest(index)
+            counts.append(count)
+            digest.update(f"{tar.name} {members}\n".encode("utf-8", "surrogateescape"))
+        self._ends = list(itertools.accumulate(counts))
+        if not len(self):
+            raise UserError(f"{key}: the tars hold no samples, such as 000.jpg with 000.txt or 000.json")
+        self.identity = {"kind": "webdataset", "count": len(self), "digest": digest.hexdigest()}
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def items(self, start: int, end: int) -> list[TarItem]:
+        """Samples [start, end)."""
+        found: list[TarItem] = []
+        while start < min(end, len(self)):
+            number = bisect.bisect_right(self._ends, start)
+            first = self._ends[number - 1] if number else 0
+            last = min(end, self._ends[number])
+            rows = parquet_file.read(self._indices[number], start - first, last - first, SCHEMA.names, ROWS)
+            found += [_item(index, self._tars[number], row) for index, row in enumerate(rows.to_pylist(), start)]
+            start = last
+        return found
+
+
+def _item(index: int, tar: Path, row: dict) -> TarItem:
+    def span(role: str) -> Span:
+        return None if row[f"{role}_offset"] is None else (row[f"{role}_offset"], row[f"{role}_size"])
+
+    name = f"{tar.name}/{row['name']}"
+    return TarItem(index, name, tar, row["problem"], span("picture"), span("json"), span("txt"))
+
+
+def _index(missing: Sequence[tuple[Path, Path]], workers: int) -> Iterator[str | None]:
+    """Index tars behind a progress bar; for each, why it is refused, or None."""
+    if not missing:
+        return
+    with log.progress("index", total=len(missing), unit="tars") as advance:
+        for problem in _mapped(_index_one, missing, workers):
+            advance(1)
+            yield problem
+
+
+def _mapped(
+    function: Callable[[tuple[Path, Path]], str | None], pairs: Sequence[tuple[Path, Path]], workers: int
+) -> Iterator[str | None]:
+    """In processes, since headers are read by Python; workers of a pool may have none of their own."""
+    workers = 1 if multiprocessing.current_process().daemon else min(workers, len(pairs) // TARS_A_WORKER)
+    if workers <= 1:
+        yield from map(function, pairs)
+        return
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), end_with_parent) as pool:
+        yield from pool.map(function, pairs)
+
+
+def _index_one(pair: tuple[Path, Path]) -> str | None:
+    tar, index = pair
+    try:
+        write_index(tar, index)
+    except Refused as error:
+        return f"{tar} {error}"
+    return None

@@ -1,0 +1,132 @@
+"""What a card's kernels take: each operator's arithmetic or its bytes, whichever lasts longer (a roofline).
+
+Source of the model: Williams, Waterman & Patterson, "Roofline", CACM 52(4), 2009. The shares of a card's peak that
+kernels reach are intervals, each with where it was read; none is fitted to a measured training speed of the models
+that are planned here.
+"""
+
+from __future__ import annotations
+
+from bigdit.catalog import Gpu
+from bigdit.spec import Precision
+from bigdit.speed.interval import Interval
+from bigdit.speed.work import Amount, Load, Operation
+
+PRODUCTS = {
+    (7, 0): Interval(low=0.30, high=0.85),
+    (8, 0): Interval(low=0.55, high=0.87),
+    (9, 0): Interval(low=0.37, high=0.84),
+}
+"""Share of the peak rate that matrix products reach on tensor cores, by compute capability.
+
+High: the largest products of the "maximum achievable matmul FLOPS" table of stas00/ml-engineering (A100 271 of 312,
+H100 795 of 989, GH200 829 of 989). Low: the least efficient of MosaicML's runs of 1 B and 3 B models up to 8192
+tokens without recomputation (llm-foundry, scripts/train/benchmarking/README.md: A100 0.57, H100 0.38): a run's
+products are no slower than the run. V100: 39 of 130 TFLOPS in Megatron-LM's run on one card (arXiv:1909.08053); its
+high is assumed, as that of A100.
+"""
+
+OTHER_PRODUCTS = Interval(low=0.35, high=0.96)
+"""Cards that no such table has: from below the others to what cuBLAS was seen to reach of an L20's rate
+(115 of 119.5 TFLOPS, DefTruth/CUDA-Learn-Notes, hgemm)."""
+
+FP32_PRODUCTS = Interval(low=0.50, high=0.95)
+"""The same on CUDA cores, in fp32. Assumed: cards whose rate counts integer units twice (compute capability 8.6 and
+later) stay well below it."""
+
+ATTENTION = Interval(low=0.20, high=0.75)
+"""Share of the tensor cores' rate that fused attention reaches, forward and backward.
+
+FlashAttention-2 reaches 0.50 to 0.73 on an A100 (arXiv:2307.08691) and 0.35 on an H100, FlashAttention-3 up to 0.75
+there (arXiv:2407.08608), all with heads of 64 or 128 that fill the tiles. Low is for other heads, short texts and
+the kernel that takes masks: assumed.
+"""
+
+BANDWIDTH = Interval(low=0.50, high=0.92)
+"""Share of the memory's bandwidth that element-wise kernels, norms, copies and the optimizer reach.
+
+Measured copies on the card: 0.75 of an A100's (NVIDIA/cuda-samples#311), 0.77 of an H100's (NVIDIA/nccl#1264), 0.87
+of an A100-40G's (PTsolvers/gpu-workshop-JuliaCon23#7). Low is for strided and broadcast operands and reductions,
+high for what stays in the cache in part: both assumed.
+"""
+
+GROUPED = Interval(low=0.10, high=0.80)
+"""The same of grouped convolutions. PyTorch's and cuDNN's kernels differ by up to 5.8 times on the same shape
+(pytorch/pytorch#91735), with the faster one assumed to reach 0.6 to 0.8."""
+
+LAUNCH_SECONDS = Interval(low=5e-6, high=20e-6)
+"""Of the host, for each operator it hands to the card: Python, dispatcher, autograd, launch.
+
+5 to 20 µs: "PyTorch op to kernel launch" and "Tensor core throughput at scale" (jiahuanglin.xyz, factryze.ai).
+"""
+
+_ATTENTION = ("scaled_dot_product", "flash_attention", "efficient_attention", "cudnn_attention")
+_STEP = ("step", "ema")
+
+
+def kernel_seconds(load: Load, gpu: Gpu, precision: Precision) -> dict[str, Interval]:
+    """Seconds of the card's kernels by kind: they run one after the other."""
+    parts: dict[str, Interval] = {}
+    for operation, amount in load.operations.items():
+        if operation.place == "device":
+            part = _part(operation, amount)
+            parts[part] = parts.get(part, Interval(low=0, high=0)) + _seconds(operation, amount, gpu, precision)
+    return parts
+
+
+def launch_seconds(load: Load) -> Interval:
+    """Seconds in which the host hands over all kernels of the card: it runs ahead where kernels last longer."""
+    calls = sum(amount.calls for operation, amount in load.operations.items() if operation.place == "device")
+    return LAUNCH_SECONDS * calls
+
+
+def peak_rate(gpu: Gpu, dtype: str, precision: Precision) -> float:
+    """Operations a second of the units that compute matrix products of `dtype`. int8 counts as fp16: its products
+    are scaled within the same kernel."""
+    rates = gpu.tflops
+    if dtype == "bfloat16":
+        return (rates.bf16 or rates.fp32) * 1e12
+    if dtype in ("float16", "int8", "uint8"):
+        return rates.fp16 * 1e12
+    return (rates.tf32 if precision == "tf32" and rates.tf32 else rates.fp32) * 1e12
+
+
+def _seconds(operation: Operation, amount: Amount, gpu: Gpu, precision: Precision) -> Interval:
+    rate, bandwidth = peak_rate(gpu, operation.dtype, precision), gpu.bandwidth_gbs * 1e9
+    if operation.operator.endswith("(grouped)"):
+        # One channel at a time fills no tensor core.
+        arithmetic = FP32_PRODUCTS.per(amount.flops / (gpu.tflops.fp32 * 1e12))
+        return _longer(arithmetic, GROUPED.per(amount.nbytes / bandwidth))
+    if amount.flops == 0:
+        return BANDWIDTH.per(amount.nbytes / bandwidth)
+    arithmetic = _efficiency(operation, gpu, rate).per(amount.flops / rate)
+    moved = BANDWIDTH.per(amount.nbytes / bandwidth)
+    if "convolution" in operation.operator:
+        # cuDNN's kernels for tensor cores want channels last, and convert what comes otherwise: read and written
+        # once more.
+        return Interval(low=max(arithmetic.low, moved.low), high=arithmetic.high + 2 * moved.high)
+    return _longer(arithmetic, moved)
+
+
+def _efficiency(operation: Operation, gpu: Gpu, rate: float) -> Interval:
+    if any(name in operation.operator for name in _ATTENTION):
+        return ATTENTION
+    if rate == gpu.tflops.fp32 * 1e12:
+        return FP32_PRODUCTS
+    return PRODUCTS.get(gpu.compute_capability, OTHER_PRODUCTS)
+
+
+def _part(operation: Operation, amount: Amount) -> str:
+    if operation.phase == "encode":
+        return "encoders"
+    if operation.phase in _STEP:
+        return "optimizer"
+    if any(name in operation.operator for name in _ATTENTION):
+        return "attention"
+    if "convolution" in operation.operator:
+        return "convolutions"
+    return "matrix products" if amount.flops else "memory-bound operators"
+
+
+def _longer(first: Interval, second: Interval) -> Interval:
+    return Interval(low=max(first.low, second.low), high=max(first.high, second.high))

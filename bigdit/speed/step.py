@@ -1,0 +1,82 @@
+"""How long a rehearsed step takes on a card: a roofline over what its operators compute and move."""
+
+from __future__ import annotations
+
+from bigdit.catalog import Gpu
+from bigdit.spec import Strategy, Strict
+from bigdit.speed.calibration import Calibration
+from bigdit.speed.cluster import Cluster
+from bigdit.speed.interval import Interval
+from bigdit.speed.links import copy_seconds, exchange_seconds, host_seconds
+from bigdit.speed.roofline import kernel_seconds, launch_seconds
+from bigdit.speed.work import Load, Work
+
+PARTS = (
+    "matrix products",
+    "attention",
+    "convolutions",
+    "memory-bound operators",
+    "encoders",
+    "optimizer",
+    "launches",
+    "host",
+    "collectives",
+    "copies to and from the host",
+)
+"""Where the seconds go. `launches` are those in which the card waits for the next kernel; `host` is what the host's
+cores compute: optimizer and average that were moved there."""
+
+NO_TIME = Interval(low=0, high=0)
+
+
+class StepTime(Strict):
+    """Seconds of one optimizer step on every card of the cluster.
+
+    `parts` (of PARTS) add up to `seconds`, low to low and high to high. What can run at the same time as kernels
+    (launches, collectives, copies) counts in the low bound only by what lasts beyond them, in the high bound whole.
+    """
+
+    seconds: Interval
+    parts: dict[str, Interval]
+
+
+def step_time(
+    work: Work, strategy: Strategy, gpu: Gpu, cluster: Cluster, calibration: Calibration | None = None
+) -> StepTime:
+    """Seconds of a step that does `work` on each `gpu` of `cluster`.
+
+    Of `strategy` counts the precision, grad_accum_steps (whatever the rehearsal had) and HSDP's groups. Reading data,
+    checkpoints and validation are not in it. `calibration` moves and narrows the interval to what was measured.
+    """
+    micro_batches = (work.micro * strategy.grad_accum_steps + work.last).clamped()
+    parts = dict.fromkeys(PARTS, NO_TIME)
+    # The update waits for all gradients: nothing of it runs beside the micro-batches.
+    for load in (micro_batches, work.step.clamped()):
+        for name, seconds in _stage(load, strategy, gpu, cluster).items():
+            parts[name] += seconds
+    if calibration is not None:
+        parts = calibration.applied(parts)
+    return StepTime(seconds=sum(parts.values(), NO_TIME), parts={k: v for k, v in parts.items() if v.high > 0})
+
+
+def _stage(load: Load, strategy: Strategy, gpu: Gpu, cluster: Cluster) -> dict[str, Interval]:
+    """The parts of work whose kernels, launches, collectives and copies may run beside one another."""
+    kernels = kernel_seconds(load, gpu, strategy.precision)
+    launches, host = launch_seconds(load), host_seconds(load, cluster)
+    beside = {
+        # One thread computes on the host and launches, so that both together hide behind the card's work.
+        "host": host,
+        "launches": launches,
+        "collectives": exchange_seconds(load, strategy, gpu, cluster),
+        "copies to and from the host": copy_seconds(load, gpu),
+    }
+    low = sum(seconds.low for seconds in kernels.values())
+    high = sum(seconds.high for seconds in kernels.values())
+    parts = dict(kernels)
+    for name, seconds in beside.items():
+        waits = max(0.0, seconds.low + (host.low if name == "launches" else 0.0) - low)
+        low += waits
+        # Kernels that last longer hide launches, whatever else goes wrong.
+        whole = max(waits, seconds.high - high) if name == "launches" else seconds.high
+        parts[name] = Interval(low=waits, high=whole)
+    return parts

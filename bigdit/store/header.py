@@ -1,0 +1,208 @@
+"""The header of a safetensors file: where each tensor lies, read and checked without reading any data.
+
+Nothing in it is trusted: sizes are held against the file's, offsets must tile it, and what a part lacks is said.
+Source: https://github.com/huggingface/safetensors, section Format.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bigdit.errors import UserError, shown
+from bigdit.store.part import FORMAT, Shape, Skipped, parse_shape, range_text
+from bigdit.store.schema import EXTRACT
+from bigdit.store.tensors import DTYPES
+
+LONGEST_HEADER = 16 << 20
+"""Bytes: a part of 256 samples has about 2 kB. A damaged length must not ask for more memory than there is."""
+
+FIRST_READ = 64 << 10
+"""Bytes that are read at once to open a part: header and tables of 256 samples with five captions each."""
+
+_MOST_ELEMENTS = 1 << 48
+_MOST_DIMENSIONS = 8
+_SHAPED = re.compile(r"(latent|row)/[1-9]\d{0,8}(x[1-9]\d{0,8}){2,3}")
+
+
+@dataclass(frozen=True)
+class Column:
+    """A tensor in a file: its data begins at byte `offset`."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row."""
+        return math.prod(self.shape[1:]) * self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all rows."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Header:
+    """Columns and metadata of the file at `path`; `start`: its first bytes, the header's and some of the data's."""
+
+    path: Path
+    columns: dict[str, Column]
+    metadata: dict[str, str]
+    nbytes: int
+    start: bytes
+
+    def shapes(self) -> dict[Shape, int]:
+        """Shapes C×H×W of a part's latents, and the samples of each."""
+        names = (name for name in self.columns if name.startswith("latent/"))
+        return {_shape_of(name): self.columns[name].shape[0] for name in names}
+
+    def skipped(self) -> list[Skipped]:
+        """What the part's range left out."""
+        try:
+            rows = json.loads(self.metadata["skipped"])
+            return [Skipped(int(index), _on_a_line(name), _on_a_line(why)) for index, name, why in rows]
+        except (KeyError, ValueError, TypeError, OverflowError, RecursionError):
+            raise damaged(self.path, "has a damaged list of what was skipped") from None
+
+
+def damaged(path: Path, what: str) -> UserError:
+    """The error of a file of the store that must be made again."""
+    return UserError(f"data.features: {path} {what}; delete it, then {EXTRACT} makes it again")
+
+
+def read_header(path: Path) -> Header:
+    """Read the header of any safetensors file. Raises UserError where it cannot be, or does not describe the file."""
+    try:
+        with open(path, "rb", buffering=0) as file:
+            descriptor = file.fileno()
+            size = os.fstat(descriptor).st_size
+            return header_by(path, lambda offset, nbytes: os.pread(descriptor, nbytes, offset), size)
+    except OSError as error:
+        raise UserError(f"data.features: {path} cannot be read: {error.strerror}") from None
+
+
+def header_by(path: Path, read: Callable[[int, int], bytes], size: int) -> Header:
+    """The header of a file of `size` bytes, given as `read(offset, bytes)`, which `path` names in errors."""
+    start = read(0, FIRST_READ)
+    length = int.from_bytes(start[:8], "little")
+    if length > LONGEST_HEADER:
+        raise damaged(path, f"has a damaged header: {length} bytes long, and at most {LONGEST_HEADER} are read")
+    if size < 8 + length:
+        raise damaged(path, f"is truncated: at least {8 + length} bytes were expected, {size} were found")
+    while len(start) < 8 + length:
+        more = read(len(start), 8 + length - len(start))
+        if not more:
+            raise damaged(path, f"is truncated: at least {8 + length} bytes were expected")
+        start += more
+    return _parsed(path, start, size)
+
+
+def _parsed(path: Path, start: bytes, size: int) -> Header:
+    length = int.from_bytes(start[:8], "little")
+    try:
+        entries: dict[str, Any] = json.loads(start[8 : 8 + length], object_pairs_hook=_distinct)
+        metadata = entries.pop("__metadata__", {})
+        if not all(isinstance(text, str) for text in metadata.values()):
+            raise ValueError("metadata is not text")
+        columns = {name: _column(entry, 8 + length) for name, entry in entries.items()}
+        end = _tiled(columns.values(), 8 + length)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        why = f" ({error.args[0]})" if type(error) is ValueError and error.args else ""
+        raise damaged(path, f"has a damaged header{why}") from None
+    if size != end:
+        what = "truncated" if size < end else "too long"
+        raise damaged(path, f"is {what}: {end} bytes were expected, {size} were found")
+    return Header(path, columns, metadata, 8 + length, start)
+
+
+def check_part(header: Header, identity: str | None = None) -> None:
+    """Raise UserError where a file has not the `identity` of its place in the store (None: any), or lacks a column."""
+    path, columns, metadata = header.path, header.columns, header.metadata
+    if metadata.get("format") != FORMAT:
+        raise damaged(path, f"is of format {metadata.get('format', '1')}, and {FORMAT} was expected")
+    if identity is not None and metadata.get("store") != identity:
+        raise damaged(path, "is of another store: it is of other pictures, encoders or buckets")
+    found_range, named = metadata.get("range"), range_text(path.name)
+    if found_range != named:
+        raise damaged(path, f"is another part: it holds the pictures {str(found_range)[:40]}, and not {named}")
+    wanted: dict[str, tuple[tuple[torch.dtype, ...], tuple[int | None, ...]]] = {
+        "digests": ((torch.int64,), (3,)),
+        "caption": ((torch.int64,), (None, 4)),
+        "captions": ((torch.uint8,), (None,)),
+    }
+    captions = columns["caption"].shape[0] if "caption" in columns else None
+    if "text" in columns or captions:
+        wanted["text"] = ((torch.bfloat16, torch.float8_e4m3fn), (None, None))
+    if "text" in columns and columns["text"].dtype == torch.float8_e4m3fn:
+        wanted["text_scale"] = ((torch.float32,), (columns["text"].shape[0],))
+    if "pooled" in columns:
+        wanted["pooled"] = ((torch.bfloat16,), (captions, None))
+    for name in [name for name in columns if name.startswith(("latent/", "row/"))]:
+        if not _SHAPED.fullmatch(name):
+            raise damaged(path, f"has a damaged header: {name[:80]!r} names no shape")
+        shape = _shape_of(name)
+        latent, row = (f"{kind}/{name.partition('/')[2]}" for kind in ("latent", "row"))
+        count = columns[latent].shape[0] if latent in columns and columns[latent].shape else None
+        deviation = (2,) if latent in columns and len(columns[latent].shape) == len(shape) + 2 else ()
+        wanted[latent] = ((torch.bfloat16, torch.float32), (None, *deviation, *shape))
+        wanted[row] = ((torch.int64,), (count, 4))
+    for name, (dtypes, dims) in wanted.items():
+        found = columns.get(name)
+        if found is None:
+            raise damaged(path, f"has a damaged header: {name} is missing")
+        fits = len(found.shape) == len(dims) and all(
+            want in (None, have) for want, have in zip(dims, found.shape, strict=True)
+        )
+        if found.dtype not in dtypes or not fits:
+            raise damaged(path, f"has a damaged header: {name} is {found.dtype} {list(found.shape)}")
+
+
+def _on_a_line(text: object) -> str:
+    """A name or a reason as reports have it, which are UTF-8, and file names any bytes."""
+    return shown(str(text)).replace("\n", "\\n")
+
+
+def _shape_of(name: str) -> Shape:
+    return parse_shape(name.partition("/")[2])
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name stands twice")
+    return found
+
+
+def _column(entry: Mapping[str, Any], data_start: int) -> Column:
+    shape, offsets = entry["shape"], entry["data_offsets"]
+    if not all(type(number) is int and 0 <= number < _MOST_ELEMENTS for number in (*shape, *offsets)):
+        raise ValueError("sizes and offsets are natural numbers below 2^48")
+    if len(shape) > _MOST_DIMENSIONS:
+        raise ValueError(f"{len(shape)} dimensions")
+    begin, end = offsets
+    if entry["dtype"] not in DTYPES:
+        raise ValueError(f"dtype {str(entry['dtype'])[:20]!r}")
+    column = Column(DTYPES[entry["dtype"]], tuple(shape), data_start + begin)
+    if column.nbytes != end - begin:
+        raise ValueError("shape and bytes disagree")
+    return column
+
+
+def _tiled(columns: Any, start: int) -> int:
+    """The end of columns that follow one another from `start` on, without a hole and without overlap."""
+    for column in sorted(columns, key=lambda column: (column.offset, column.nbytes)):
+        if column.offset != start:
+            raise ValueError("offsets overlap or leave a hole")
+        start += column.nbytes
+    return int(start)

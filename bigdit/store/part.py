@@ -1,0 +1,185 @@
+"""One part of a store: the features of one range of the source, in one safetensors file.
+
+A part's name is its record of completion. In the order of the file, with shapes as in `latent/4x64x64`:
+
+    digests      int64 [3]: xxh3 of the header, of the tables below, and of `captions`
+    caption      int64 [m, 4]: text start, text length, weight (the bits of an fp32), xxh3 of (states, scale, pooled)
+    row/SHAPE    int64 [n, 4]: source index, first caption, captions, xxh3 of the latents, seeded with the index
+    latent/SHAPE [n, C, H, W] or [n, C, F, H, W], bf16 (fp32 of the identity codec); [n, 2, …] of mean and deviation
+    text         [tokens, dim] bf16, or float8_e4m3fn with `text_scale` fp32 [tokens]; a caption's text stands once
+    pooled       bf16 [m, p], where the encoders give a vector
+    captions     uint8: JSON of source index to [[text, weight], …]
+
+Tables come first: one small read opens a part. Every byte is under a digest. The metadata names the format, the range,
+the identity of encoders, buckets and pictures, and what was skipped. The range is the name's, or the part lies in the
+place of another.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, cast
+
+import numpy as np
+import torch
+
+from bigdit.store import fp8
+from bigdit.store.digest import bytes_of, chained_digest, row_digest
+from bigdit.store.tensors import Pieces, commit, header_bytes
+from bigdit.store.text import Text
+
+FORMAT = "3"
+
+Shape = tuple[int, int, int] | tuple[int, int, int, int]
+"""Of a sample's latents: C×H×W, or C×F×H×W of videos."""
+
+
+class Caption(Protocol):
+    """A caption's text, and its weight among those of its picture."""
+
+    @property
+    def text(self) -> str: ...
+
+    @property
+    def weight(self) -> float: ...
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A picture of the source that has no features, and why."""
+
+    index: int
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """The features of one range: latents [n, *shape], or [n, 2, *shape] of mean and deviation, and source indices of
+    each shape; each index' captions; the text of each distinct caption."""
+
+    latents: Mapping[Shape, torch.Tensor]
+    indices: Mapping[Shape, list[int]]
+    captions: Mapping[int, tuple[Caption, ...]]
+    texts: Mapping[str, Text]
+    skipped: list[Skipped]
+
+
+def part_path(root: Path, start: int, end: int) -> Path:
+    """The file of the source range [start, end)."""
+    return root / part_name(start, end)
+
+
+def part_name(start: int, end: int) -> str:
+    """The name of that file."""
+    return f"part-{start:012d}-{end:012d}.safetensors"
+
+
+def part_range(name: str) -> tuple[int, int] | None:
+    """The source range [start, end) of a file's name; None where it is not that of a part."""
+    found = re.fullmatch(r"part-(\d{12})-(\d{12})\.safetensors", name)
+    return None if found is None else (int(found[1]), int(found[2]))
+
+
+def range_text(name: str) -> str:
+    """The range of a file's name as its metadata has it, `256-512`; `0-0` where the name is not that of a part."""
+    start, end = part_range(name) or (0, 0)
+    return f"{start}-{end}"
+
+
+def parse_shape(name: str) -> Shape:
+    """The shape that `shape_name` wrote. Raises ValueError where it wrote none of this kind."""
+    sides = tuple(int(side) for side in name.split("x"))
+    if len(sides) not in (3, 4):
+        raise ValueError(f"{name} is no shape of latents")
+    return cast(Shape, sides)
+
+
+def shape_name(shape: Shape) -> str:
+    """C×H×W as it stands in tensor names and reports: `4x64x64`."""
+    return "x".join(str(side) for side in shape)
+
+
+def write_part(
+    path: Path, encoded: Encoded, scratch: Path | None = None, *, identity: str, eight_bits: bool = False
+) -> None:
+    """Write and commit a part, by way of `scratch` as in files.replacing; the same features give the same bytes.
+
+    `identity`: its `schema.part_identity`; with `eight_bits` the texts' states are stored in 8 bits.
+    Raises UserError where the disk is full or cannot be written.
+    """
+    tensors: dict[str, Pieces] = {"digests": Pieces.of(torch.zeros(3, dtype=torch.int64))}
+    tables, firsts = _captions(encoded, eight_bits)
+    tensors["caption"] = tables.pop("caption")
+    for shape, indices in encoded.indices.items():
+        latents = encoded.latents[shape]
+        rows = [
+            (index, firsts[index], len(encoded.captions[index]), row_digest(index, bytes_of(sample)))
+            for index, sample in zip(indices, latents, strict=True)
+        ]
+        tensors[f"row/{shape_name(shape)}"] = Pieces.of(torch.tensor(rows, dtype=torch.int64).view(-1, 4))
+    for shape in encoded.indices:
+        tensors[f"latent/{shape_name(shape)}"] = Pieces.of(encoded.latents[shape])
+    tensors |= tables
+    captions = json.dumps(
+        {str(index): [[each.text, each.weight] for each in found] for index, found in encoded.captions.items()}
+    )
+    tensors["captions"] = Pieces.of(torch.from_numpy(np.frombuffer(captions.encode(), np.uint8).copy()))
+    skipped = json.dumps([[item.index, item.name, item.reason] for item in encoded.skipped])
+    metadata = {"format": FORMAT, "range": range_text(path.name), "store": identity, "skipped": skipped}
+    header = header_bytes(tensors, metadata)
+    tensors["digests"].pieces[0].copy_(torch.tensor(_digests(header, tensors)))
+    commit(path, header, tensors, scratch)
+
+
+def _captions(encoded: Encoded, eight_bits: bool) -> tuple[dict[str, Pieces], dict[int, int]]:
+    """`caption`, `text`, `text_scale` and `pooled`, and the first caption of each source index."""
+    stored = {text: _stored(found, eight_bits) for text, found in encoded.texts.items()}
+    starts, digests, tokens = {}, {}, 0
+    for text, (states, scale, pooled) in stored.items():
+        starts[text] = tokens
+        tokens += len(states)
+        digests[text] = chained_digest(bytes_of(each) for each in (states, scale, pooled) if each is not None)
+    table: list[tuple[int, int, int, int]] = []
+    firsts, vectors = {}, []
+    for index, captions in encoded.captions.items():
+        firsts[index] = len(table)
+        for caption in captions:
+            states, _, pooled = stored[caption.text]
+            bits = int(np.float32(caption.weight).view(np.uint32))
+            table.append((starts[caption.text], len(states), bits, digests[caption.text]))
+            vectors.append(pooled)
+    columns = {"caption": Pieces.of(torch.tensor(table, dtype=torch.int64).view(-1, 4))}
+    states = [found[0] for found in stored.values()]
+    scales = [found[1] for found in stored.values() if found[1] is not None]
+    if states:
+        columns["text"] = Pieces(states, tuple(states[0].shape[1:]), states[0].dtype)
+    if scales:
+        columns["text_scale"] = Pieces(scales, (), torch.float32)
+    whole = [vector[None] for vector in vectors if vector is not None]
+    if whole:
+        columns["pooled"] = Pieces(whole, tuple(whole[0].shape[1:]), torch.bfloat16)
+    return columns, firsts
+
+
+def _stored(text: Text, eight_bits: bool) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """States, scale and pooled vector as they stand in the file."""
+    pooled = None if text.pooled is None else text.pooled.to("cpu", torch.bfloat16).contiguous()
+    if not eight_bits:
+        return text.states.to("cpu", torch.bfloat16).contiguous(), None, pooled
+    states, scale = fp8.quantise(text.states.cpu())
+    return states.contiguous(), scale.contiguous(), pooled
+
+
+def _digests(header: bytes, tensors: Mapping[str, Pieces]) -> list[int]:
+    """Of the header, the tables and the captions."""
+    tables = ["caption", *sorted(name for name in tensors if name.startswith("row/"))]
+    return [
+        chained_digest([header]),
+        chained_digest(buffer for name in tables for buffer in tensors[name].buffers()),
+        chained_digest(tensors["captions"].buffers()),
+    ]

@@ -1,0 +1,163 @@
+"""What a store holds and how it was made: `schema.json`, which every extraction and every reader agrees on."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import json
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from pydantic import PositiveInt, ValidationError
+
+from bigdit.documents import parse_json
+from bigdit.errors import UserError
+from bigdit.files import create_text, write_text
+from bigdit.spec import Strict
+from bigdit.store.digest import lines_digest
+from bigdit.store.in_hand import own_folder
+
+FILE = "schema.json"
+EXTRACT = "`bigdit extract --config RUN.yaml`"  # how errors name the command that makes and finishes stores
+
+VERSION: Final = 3
+
+_CHECKSUM = "checksum"
+
+MOST_PARTS = 10_000_000
+"""In one folder. A damaged count must not ask for more memory than there is."""
+
+Range = tuple[int, int]
+"""Indices [start, end) of the sources, one after another."""
+
+
+class StoreSchema(Strict):
+    """What a store is: encoders, buckets in pixels, sources of `source["count"]` pictures each, its parts."""
+
+    version: Literal[3] = VERSION
+    codec: dict[str, Any]
+    text_encoder: dict[str, Any]
+    buckets: list[tuple[int, int]]
+    sources: list[dict[str, Any]]
+    part_size: PositiveInt
+
+    @property
+    def count(self) -> int:
+        """Pictures of all sources."""
+        return sum(int(source["count"]) for source in self.sources)
+
+    def ranges(self) -> list[Range]:
+        """The ranges of the parts, in order. None spans two sources: what is appended leaves those before it alone."""
+        ends = self.ends()
+        return [
+            (start, min(start + self.part_size, end))
+            for first, end in zip([0, *ends], ends, strict=False)
+            for start in range(first, end, self.part_size)
+        ]
+
+    def ends(self) -> list[int]:
+        """The index after the last picture of each source."""
+        return list(itertools.accumulate(int(source["count"]) for source in self.sources))
+
+
+def store_identity(schema: StoreSchema) -> str:
+    """What all parts of one store have in common, however it is extended: the encoders and buckets that made them."""
+    return _digest([schema.codec, schema.text_encoder, schema.buckets])
+
+
+def part_identity(schema: StoreSchema, start: int) -> str:
+    """What the part that begins at `start` has in common with those of its source alone: its pictures as well.
+
+    Any machine that extracts the same pictures finds the same, and sources that are appended leave it as it is.
+    """
+    ends = schema.ends()
+    number = bisect.bisect_right(ends, start)
+    return _digest([store_identity(schema), schema.sources[number], ends[number - 1] if number else 0])
+
+
+def schema_text(schema: StoreSchema) -> str:
+    """What `schema.json` holds: JSON for people, with a checksum of what it says."""
+    plain = schema.model_dump(mode="json")
+    return json.dumps(plain | {_CHECKSUM: _digest(plain)}, indent=2) + "\n"
+
+
+def read_schema(root: Path) -> StoreSchema | None:
+    """The schema of the store at `root`; None where there is none. Raises UserError where it is damaged."""
+    file = root / FILE
+    try:
+        plain = parse_json(file.read_bytes())
+        version = plain.get("version")
+        if type(version) is int and version < VERSION and _CHECKSUM not in plain:
+            raise UserError(
+                f"data.features: {file} has version {version}, and {VERSION} is read: an earlier bigdit wrote this "
+                f"store; choose another data.features, or delete {root}, then {EXTRACT}"
+            )
+        known = plain.pop(_CHECKSUM, None)
+        schema = StoreSchema.model_validate(plain)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise UserError(f"data.features: {file} cannot be read: {error.strerror}") from None
+    except (ValueError, AttributeError) as error:
+        why = "its keys are others" if isinstance(error, ValidationError | AttributeError) else str(error)
+        raise _damaged(file, why) from None
+    if known != _digest(plain) or not all(type(source.get("count")) is int for source in schema.sources):
+        raise _damaged(file, "its checksum is not its own")
+    if schema.count > MOST_PARTS * schema.part_size:
+        raise UserError(
+            f"data.features: {root / FILE} has {schema.count} pictures in parts of {schema.part_size}: more than "
+            f"{MOST_PARTS} files; raise data.part_size, and choose another data.features"
+        )
+    return schema
+
+
+def claim(root: Path, schema: StoreSchema) -> None:
+    """Make `root` the store of `schema`, go on with it, or extend it by sources appended to its list.
+
+    Raises UserError where it is another's, naming the keys that differ, or cannot be written.
+    """
+    text = schema_text(schema)
+    schema = StoreSchema.model_validate_json(schema.model_dump_json())  # with lists for tuples, as they are read back
+    found = read_schema(root)
+    with own_folder(root) as scratch:
+        if found is None:
+            create_text(root / FILE, text, scratch)  # unless another extraction, that began as this one, has
+        elif _extends(schema, found):
+            write_text(root / FILE, text, scratch)
+    check_same(root, read_schema(root), schema)
+
+
+def check_same(root: Path, found: StoreSchema | None, asked: StoreSchema) -> None:
+    """Raise UserError where the store at `root` is not the one that is asked for, naming the keys that differ."""
+    there = found.model_dump(mode="json") if found else {}
+    if differences := _differences(there, asked.model_dump(mode="json")):
+        raise UserError(
+            f"data.features: {root} was encoded otherwise: {'; '.join(differences)}; "
+            f"choose another data.features, or delete this folder"
+        )
+
+
+def _damaged(file: Path, why: str) -> UserError:
+    return UserError(f"data.features: {file} is damaged: {why}; delete it, then {EXTRACT} makes it again")
+
+
+def _digest(value: Any) -> str:
+    return lines_digest([json.dumps(value, sort_keys=True).encode()])
+
+
+def _extends(longer: StoreSchema, shorter: StoreSchema) -> bool:
+    """Whether the one differs from the other by sources at its end alone."""
+    count = len(shorter.sources)
+    return len(longer.sources) > count and longer.model_copy(update={"sources": longer.sources[:count]}) == shorter
+
+
+def _differences(found: Any, asked: Any, name: str = "") -> list[str]:
+    """The keys whose values differ, each with both values."""
+    if isinstance(found, dict) and isinstance(asked, dict):
+        keys = sorted(found.keys() | asked.keys())
+        dotted = f"{name}." if name else ""
+        return [line for key in keys for line in _differences(found.get(key), asked.get(key), f"{dotted}{key}")]
+    if isinstance(found, list) and isinstance(asked, list) and name == "sources":
+        pairs = enumerate(itertools.zip_longest(found, asked, fillvalue="missing"))
+        return [line for at, (here, there) in pairs for line in _differences(here, there, f"{name}[{at}]")]
+    return [] if found == asked else [f"{name} is {found} there, and {asked} in this run"]

@@ -1,0 +1,139 @@
+"""The store as training reads it: opened by its index, read row by row at their offsets."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from bigdit.errors import UserError
+from bigdit.store import null_text
+from bigdit.store.index import FILE as INDEX
+from bigdit.store.index import Index, listed, load_index, misfit
+from bigdit.store.local import LocalParts, ReaderName
+from bigdit.store.part import Shape, part_name, part_range
+from bigdit.store.reader import Part
+from bigdit.store.remote import RemoteParts, open_remote
+from bigdit.store.schema import EXTRACT, StoreSchema, part_identity, read_schema, store_identity
+from bigdit.store.schema import FILE as SCHEMA
+from bigdit.store.text import Text
+from bigdit.units import GIB
+
+OPEN_PARTS = 256
+"""Parts that are open at once: of a window of the order and of what is carried over; about 20 kB of tables each."""
+
+
+class BucketRows:
+    """The samples of one bucket in source order: position i is (part, row). Memory grows with parts alone."""
+
+    def __init__(self, counts: npt.NDArray[np.int64]) -> None:
+        self._ends = np.cumsum(counts)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, position: int) -> tuple[int, int]:
+        if not 0 <= position < len(self):
+            raise IndexError(position)
+        part = int(np.searchsorted(self._ends, position, "right"))
+        return part, position - (int(self._ends[part - 1]) if part else 0)
+
+
+class FeatureStore:
+    """Latents and text of a source, by bucket (C, H, W) and part; open it with `FeatureStore.open`."""
+
+    def __init__(self, files: LocalParts | RemoteParts, schema: StoreSchema, index: Index) -> None:
+        self.root = files.root
+        self.schema = schema
+        self.index = index
+        self._files = files
+        self.buckets = {shape: BucketRows(index.counts[:, column]) for column, shape in enumerate(index.shapes)}
+        self.part = functools.lru_cache(OPEN_PARTS)(self._open)
+
+    @classmethod
+    def open(cls, root: Path, reader: ReaderName = "pread", cache_bytes: int = 16 * GIB) -> FeatureStore:
+        """Open the store in a folder, or at a URL, of which at most `cache_bytes` are kept on this machine.
+
+        Raises UserError where parts are missing, damaged, or all empty.
+        """
+        files = open_remote(root, cache_bytes) or LocalParts(root, reader)
+        files.fetch((SCHEMA, INDEX, null_text.FILE))
+        schema = read_schema(files.root)
+        if schema is None:
+            raise UserError(f"data.features: {files} holds no features; {EXTRACT} makes them")
+        ranges = schema.ranges()
+        sizes = files.sizes()
+        parts = np.empty((len(ranges), 3), np.int64)
+        for number, (start, end) in enumerate(ranges):  # a hundred thousand: what a list of them took would be seen
+            parts[number] = start, end, sizes.get(part_name(start, end), -1)
+        missing = [part_name(start, end) for start, end, size in parts[parts[:, 2] < 0].tolist()]
+        missing += [name for name in (null_text.FILE,) if name not in sizes]
+        known = len(ranges) - int((parts[:, 2] < 0).sum())
+        others = sum(part_range(name) is not None for name in sizes) - known
+        del sizes, ranges
+        if missing:
+            raise UserError(
+                f"data.features: {files} lacks {len(missing)} of {len(parts) + 1} files, the first {missing[0]}; "
+                f"{EXTRACT} finishes it"
+            )
+        if others:
+            raise UserError(
+                f"data.features: {files} has {others} parts that are none of the {len(parts)} of its {SCHEMA}: that is "
+                "damaged, or of another time; bring back the one that belongs to the parts"
+            )
+        index = load_index(files.root, parts, files.header, schema)
+        if not index.counts.sum():
+            raise UserError(f"data.features: all pictures of {files} were skipped; report.json there says why")
+        return cls(files, schema, index)
+
+    @property
+    def max_tokens(self) -> int:
+        """The most tokens that a text has."""
+        return int(self.schema.text_encoder["max_tokens"])
+
+    @functools.cached_property
+    def null_text(self) -> Text:
+        """The empty caption's, in bf16, for guidance."""
+        return null_text.read_null_text(self.root, store_identity(self.schema))
+
+    @functools.cached_property
+    def latents_dtype(self) -> torch.dtype:
+        """Of latents as stored."""
+        return self._first.latents_dtype
+
+    @functools.cached_property
+    def has_deviation(self) -> bool:
+        """Whether latents are stored as mean and standard deviation, to be drawn anew each time."""
+        return any(self._first.has_deviation(shape) for shape in self._first.rows)
+
+    @property
+    def _first(self) -> Part:
+        """A part that has rows; all are made by the same encoders."""
+        return self.part(int(np.argmax(self.index.counts.any(axis=1))))
+
+    def read(self, bucket: Shape, positions: Sequence[int]) -> tuple[torch.Tensor, list[Text], list[int]]:
+        """Latents [B, *bucket] or [B, 2, *bucket] as stored, first captions' texts in bf16, source indices.
+
+        Raises UserError, with part and row, where the bytes on the disk are not those that were written.
+        """
+        places = [self.buckets[bucket][position] for position in positions]
+        latents, texts, indices = [], [], []
+        for number, row in places:
+            part = self.part(number)
+            index, sample = part.latents(bucket, row)
+            indices.append(index)
+            latents.append(sample)
+            texts.append(part.text(part.choose_caption(bucket, row, 0.0)))
+        return torch.stack(latents), texts, indices
+
+    def _open(self, number: int) -> Part:
+        start, end, _ = self.index.parts[number].tolist()
+        name = part_name(start, end)
+        part = Part(self._files.header(name), self._files.open(name), part_identity(self.schema, start))
+        if problem := misfit(part.header.path, listed(self.index, number), part.counts):
+            raise UserError(problem)
+        return part

@@ -1,0 +1,149 @@
+"""Start a run's processes on this machine, pass signals on to them, and see that none is left behind.
+
+Not by torchrun or DeepSpeed's launcher, which kill workers 30 s after a signal, the latter one after the other, and
+are killed themselves by SIGUSR1.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from bigdit import log
+from bigdit.config import RunConfig
+from bigdit.errors import EXIT_USER
+from bigdit.train.processes.orphan import LAUNCHER
+from bigdit.train.processes.signals import heeded
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
+# How long the others may take to end by themselves when one has failed.
+PATIENCE_S = 10.0
+
+
+def launch(run: RunConfig, config: Path, overrides: Sequence[str], plan: Path | None = None) -> int:
+    """Run `python -m bigdit.train` as `engine.processes` processes; the exit status, 0 or that of the first to fail."""
+    arguments = ["--config", str(config), *(part for override in overrides for part in ("--set", override))]
+    arguments += [] if plan is None else ["--plan", str(plan)]
+    return Ranks([sys.executable, "-m", "bigdit.train", *arguments], run.train.grace).run(run.engine.processes)
+
+
+class Ranks:
+    """The processes of a run, each in a session of its own: Ctrl-C reaches them by their parent alone."""
+
+    def __init__(self, command: Sequence[str], grace: float) -> None:
+        self._command = command
+        self._grace = grace
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._signum = 0
+        self._deadline = math.inf
+
+    def run(self, count: int) -> int:
+        """Start `count` processes and wait for them all."""
+        before = {each: signal.signal(each, self._forward) for each in heeded()}
+        try:
+            store = _store() if count > 1 else None  # held to the end: it must outlive every rank
+            port = None if store is None else store.port
+            for rank in range(count):
+                environment = os.environ | _environment(rank, count, port)
+                self._processes.append(subprocess.Popen(self._command, env=environment, start_new_session=True))
+            return self._wait()
+        finally:
+            for each, handler in before.items():
+                signal.signal(each, handler)
+            for process in self._alive():
+                process.kill()
+
+    def _forward(self, signum: int, frame: FrameType | None) -> None:
+        if not self._signum:
+            self._signum = signum
+            self._deadline = time.monotonic() + self._grace + PATIENCE_S
+        for process in self._alive():
+            process.send_signal(signum)
+
+    def _alive(self) -> list[subprocess.Popen[bytes]]:
+        return [process for process in self._processes if process.poll() is None]
+
+    def _wait(self) -> int:
+        failed: int | None = None
+        killed: list[int] = []
+        while alive := self._alive():
+            if failed is None and (failed := self._failed()) is not None:
+                self._deadline = min(self._deadline, time.monotonic() + PATIENCE_S)
+            if time.monotonic() > self._deadline:
+                killed = [self._processes.index(process) for process in alive]
+                for process in alive:
+                    process.kill()
+                    process.wait()
+            time.sleep(0.05)
+        failed = self._failed() if failed is None else failed
+        if failed is None:
+            return 0
+        self._say(failed, killed)
+        status = self._processes[failed].returncode
+        return status if status > 0 else 128 - status  # a signal, as a shell reports it
+
+    def _failed(self) -> int | None:
+        """The first rank that has failed by itself: those that end since another has failed do so with EXIT_USER."""
+        failed = [rank for rank, process in enumerate(self._processes) if process.returncode]
+        return min(failed, key=lambda rank: self._processes[rank].returncode == EXIT_USER, default=None)
+
+    def _say(self, failed: int, killed: list[int]) -> None:
+        """A process that ends with a status has said why; one that was killed could not, and of those that a signal
+        ends before there is anything to save, the main one alone does."""
+        statuses = [process.returncode for process in self._processes]
+        if any(status > 0 and (rank == 0 or status < 128) for rank, status in enumerate(statuses)):
+            return
+        by = signal.Signals(-statuses[failed] if statuses[failed] < 0 else statuses[failed] - 128)
+        others = [rank for rank in killed if rank != failed]
+        end = f"; {_ranks(others)} waited for it and had to be killed" if others else ""
+        why = (
+            " (by hand, or since the machine's memory ran out)" if by == signal.SIGKILL and failed not in killed else ""
+        )
+        pid = self._processes[failed].pid
+        log.notice(f"error: {_ranks([failed])} (process {pid}) was ended by {by.name}{why}{end}")
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def _environment(rank: int, count: int, port: int | None) -> dict[str, str]:
+    """What torchrun and DeepSpeed's launcher tell each process, and the id of this one."""
+    own = {LAUNCHER: str(os.getpid())}
+    if port is None:
+        return own
+    return own | {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
+        "LOCAL_SIZE": str(count),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is this process's, not rank 0's
+    }
+
+
+def _store() -> TCPStore:
+    """Where the ranks find each other, on a port that nobody else has."""
+    from torch.distributed import TCPStore  # here: torch takes seconds, and only launching needs it
+
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,84 @@
+"""This process's device and process group, set up before the engine and taken down after it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from bigdit import log
+from bigdit.dist import World
+from bigdit.errors import UserError
+from bigdit.train.processes.leftovers import BUFFER, SHARED_MEMORY, remove_leftovers
+
+STARTS = "BIGDIT_STARTS"
+"""How often a process has started its command anew; each time the processes meet anew, under keys of their own."""
+
+
+def _processes_here(world: World) -> int:
+    """The processes of this machine, as torchrun and accelerate (LOCAL_WORLD_SIZE) and deepspeed (LOCAL_SIZE) say."""
+    found = os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", ""))
+    return int(found) if found.isdigit() and int(found) else world.world_size
+
+
+@contextmanager
+def process_group(
+    world: World, *, needed: bool, on_host: bool = False, timeout: float = 600.0
+) -> Iterator[torch.device]:
+    """The device of this process, inside a process group where one is `needed` or several processes run.
+
+    `on_host`: tensors of the host are reduced too, as FSDP2 does with what it keeps there. `timeout`: seconds that a
+    process waits for another. Raises UserError where the processes do not find each other.
+    """
+    device = torch.device("cpu")
+    backend = "gloo"
+    if torch.cuda.is_available():
+        device = torch.device("cuda", world.local_rank)
+        torch.cuda.set_device(device)
+        backend = "cpu:gloo,cuda:nccl" if on_host else "nccl"
+    else:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed guesses at one, and warns
+    # A machine's processes share its cores: torchrun gives each a single one, which an optimizer on the host would
+    # wait for.
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // _processes_here(world)))
+    log.quiet_libraries()
+    if not needed and world.world_size == 1:
+        yield device
+        return
+    if world.local_rank == 0:
+        remove_leftovers()
+    if world.world_size == 1:  # DeepSpeed and FSDP2 want a group even of one, and DeepSpeed this variable
+        os.environ.setdefault("LOCAL_RANK", "0")
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    else:
+        _meet(backend, timeout)
+    try:
+        yield device
+    finally:
+        # Without this, ZeRO-3's threads are still running at exit, and the process aborts.
+        dist.destroy_process_group()
+        _remove_shared_memory(world)
+
+
+def _meet(backend: str, timeout: float) -> None:
+    try:
+        store, rank, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
+        store = dist.PrefixStore(f"start {os.environ.get(STARTS, '0')}", store)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
+    except RuntimeError as error:  # torch's errors of the network and of its store
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        said = (str(error).splitlines() or [""])[0][:200]
+        raise UserError(
+            f"the run's processes did not all come to {where} (MASTER_ADDR, MASTER_PORT) within engine.timeout, "
+            f"{timeout:g} s, or one ended before: {said}"
+        ) from error
+
+
+def _remove_shared_memory(world: World) -> None:
+    """DeepSpeed's collectives of CPUs leave 66 MiB a process in shared memory, where they are compiled."""
+    place = f"{os.getuid()}_{os.environ.get('MASTER_ADDR')}_{os.environ.get('MASTER_PORT')}_{world.rank}"
+    (SHARED_MEMORY / f"{BUFFER}_{place}").unlink(missing_ok=True)
