@@ -1,4 +1,8 @@
-"""A run as the user writes it: YAML into strict values, checked together before anything starts."""
+"""A run as the user writes it: YAML into strict values, checked together before anything starts.
+
+DeepSpeed's JSON is completed here, and plan.yaml read. What needs torch, a store or a checkpoint to be checked is
+checked where those are opened.
+"""
 
 from bigdit.config.check import check, strategy_of
 from bigdit.config.load import load_run

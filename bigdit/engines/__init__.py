@@ -1,4 +1,7 @@
-"""The engines behind one protocol: a single process, DeepSpeed ZeRO 0-3, FSDP2."""
+"""The engines behind one protocol: a single process, DeepSpeed ZeRO 0-3, FSDP2; averages, and state by names.
+
+They own weights and optimizers. What a step is stands in `train/step.py`, what is saved in `checkpoint`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Memory as a record of events, and its sums. Nothing here imports torch."""
+"""Memory as a record of events, its sums, and the caching allocator; what a process takes beside it.
+
+Nothing here imports torch: events come from `record`, and a plan from the cache is replayed at once.
+"""
 
 from bigdit.memory.host import HostMemory, host_memory, pinned_bytes
 from bigdit.memory.ledger import CUDA_GRANULARITY, Ledger, PhasePeak, ledger

@@ -1,4 +1,7 @@
-"""Diffusion transformers from diffusers: built from a ModelSpec, driven through one family adapter each."""
+"""Diffusion transformers from diffusers: built from a ModelSpec, driven through one family adapter each.
+
+Checkpointing, offload and adapters are put on here, alike for all. What is known of them without torch is `catalog`.
+"""
 
 from bigdit.models.adapters import save_adapters
 from bigdit.models.build import build, load, skeleton

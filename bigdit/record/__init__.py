@@ -1,4 +1,7 @@
-"""Recording of what torch allocates: by a rehearsal on fake tensors, or by the trainer on a real CPU."""
+"""Recording of what torch allocates: by a rehearsal on fake tensors, or by the trainer on a real CPU.
+
+Storages and their ends, by category and phase, become a Timeline; what is summed up of it is `memory`.
+"""
 
 from bigdit.record.recorder import Recorder
 from bigdit.record.watch import Watch

@@ -1,4 +1,8 @@
-"""Rehearse the training step on a device that is not there, in a process of its own."""
+"""Rehearse the training step on a device that is not there, in a process of its own.
+
+`kernels` and `scratch` are what CUDA's kernels give and take, `engines` what engines ask of the device, `card` the same
+steps on an emulated card. Every patch of torch stays in those processes.
+"""
 
 from bigdit.rehearse.client import RehearsalError, rehearse
 from bigdit.rehearse.request import Rehearsal, RehearsalRequest, RehearsedSize

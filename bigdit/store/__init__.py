@@ -1,4 +1,7 @@
-"""Features: pictures and captions encoded once, in parallel, into a store that training reads by offset."""
+"""Features as they lie on disk: parts under digests, an index and a schema, read by offset, here or from afar.
+
+How they are made is `extract` with `encoders`; in which order they are read is `loader`.
+"""
 
 from bigdit.store.store import FeatureStore
 

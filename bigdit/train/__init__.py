@@ -1,1 +1,4 @@
-"""Training: the step, the loop around it, and how it is started."""
+"""Training: the step, the loop around it, what is measured and written, and what is done when memory runs out.
+
+A run's processes and their ends are in `processes`; engines, checkpoints and batches in their layers.
+"""
