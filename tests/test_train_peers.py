@@ -76,6 +76,7 @@ def mapped(pids):
 # Two processes in a group, of which the second does what is asked.
 _GROUP = """
 import os, sys, time
+from contextlib import contextmanager
 import torch.distributed as dist
 from bigdit.dist import world_from_env
 from bigdit.errors import UserError, guard
@@ -83,10 +84,16 @@ from bigdit.train.processes.peers import ending_together
 from bigdit.train.processes.process import process_group
 from bigdit.train.processes.stop import Stop
 
+@contextmanager
+def lost(world):
+    if sys.argv[1] == "lost" and not world.is_main:
+        os.kill(os.getpid(), 9)
+    yield
+
 def main():
     world = world_from_env()
     stop = Stop(10.0, world)
-    with process_group(world, needed=True, timeout=float(sys.argv[2])), ending_together(world, stop):
+    with process_group(world, needed=True, timeout=float(sys.argv[2])), lost(world), ending_together(world, stop):
         stop.begin(5, float(sys.argv[2]))
         if sys.argv[1] == "both":
             raise UserError("the same on both")
@@ -127,6 +134,14 @@ def test_a_bug_of_one_process_is_said_by_that_one(capfd):
     assert stderr.count("ZeroDivisionError: of one alone") == 1
     assert stderr.count("this is a bug in bigdit") == 1
     assert "error: " not in stderr.lower().replace("zerodivisionerror: ", "")
+
+
+def test_a_process_that_is_lost_before_it_has_told_where_it_is(capfd):
+    status, stderr = grouped(capfd, "lost")
+    assert status == 137
+    assert stderr.startswith("error: of 2 processes one on another machine, or one that does not answer (")
+    assert stderr.endswith(", was lost after step 0: all end; the same command goes on from the last checkpoint\n")
+    assert stderr.count("\n") == 1
 
 
 def test_a_process_that_does_not_answer(capfd, monkeypatch):

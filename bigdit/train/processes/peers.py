@@ -65,9 +65,11 @@ def ending_together(world: World, stop: Stop) -> Iterator[None]:
         yield
         return
     store = dist.PrefixStore("bigdit", dist.distributed_c10d._get_default_store())
-    places: list[Place] = [Place.here()] * world.world_size
-    dist.all_gather_object(places, Place.here())
+    places: list[Place] = []  # known when all have told theirs: one may be lost before
     try:
+        found = [Place.here()] * world.world_size
+        dist.all_gather_object(found, Place.here())
+        places = found
         yield
     except UserError as error:
         for problem in error.problems:
@@ -81,7 +83,7 @@ def ending_together(world: World, stop: Stop) -> Iterator[None]:
             raise
         gone = _gone(places)
         if not any(_has_said(store, rank) for rank in gone) and _first(store, "a peer", True):
-            print(f"error: {_line(gone, places, stop.step, error)}", file=sys.stderr)
+            print(f"error: {_line(gone, places, world, stop.step, error)}", file=sys.stderr)
         _ended(store, world)
         sys.stdout.flush()
         sys.stderr.flush()
@@ -91,11 +93,11 @@ def ending_together(world: World, stop: Stop) -> Iterator[None]:
         raise
 
 
-def _line(gone: list[int], places: list[Place], step: int, error: Exception) -> str:
+def _line(gone: list[int], places: list[Place], world: World, step: int, error: Exception) -> str:
     names = ", ".join(f"rank {rank} (process {places[rank].pid} on {places[rank].host})" for rank in gone)
     if not gone:
         found = (str(error).splitlines() or [type(error).__name__])[0][:200]
-        names = f"of {len(places)} processes one on another machine, or one that does not answer ({found}),"
+        names = f"of {world.world_size} processes one on another machine, or one that does not answer ({found}),"
     return f"{names} was lost after step {step}: all end; the same command goes on from the last checkpoint"
 
 
@@ -104,7 +106,7 @@ def _gone(places: list[Place]) -> list[int]:
     here, deadline = Place.here(), time.monotonic() + PATIENCE_S
     while True:
         gone = [rank for rank, place in enumerate(places) if place.ended(here)]
-        if gone or time.monotonic() > deadline:
+        if gone or not places or time.monotonic() > deadline:
             return gone
         time.sleep(0.05)
 
