@@ -16,10 +16,10 @@ from bigdit.config.plan_file import LargestMicroBatch
 from bigdit.encoders.codecs import load_image_codec
 from bigdit.encoders.fit import plan_misfits, run_misfits, smaller_than_planned
 from bigdit.encoders.folder import weights_sample
+from bigdit.encoders.load import load_text_encoder
 from bigdit.errors import EXIT_USER
 from bigdit.store.digest import config_digest
 from bigdit.store.schema import StoreSchema
-from bigdit.store.text import load_text_encoder
 from bigdit.train.main import main
 
 TEXT = load_run(DIGITS).encoders.text.config

@@ -26,7 +26,7 @@ from bigdit.search.explore import explore, selective
 from bigdit.search.plan import Plan, Step, Verdict
 from bigdit.search.predict.anchors import Sample
 from bigdit.search.question import Question
-from bigdit.search.space import Proposal, settled
+from bigdit.search.space import Proposal
 from bigdit.search.verdict import verdict
 from bigdit.search.waterfall import waterfall
 from bigdit.spec import Strategy
@@ -144,7 +144,7 @@ def explained(pool: Pool, found: Plan) -> tuple[Step, ...]:
     """The waterfall to the chosen strategy of a plan."""
     question, strategy = found.question, found.chosen.strategy
     sample = _sample_of(question)
-    plain = settled(strategy, micro_batch_size=1, grad_accum_steps=1, checkpointed_blocks=0)
+    plain = strategy.settled(micro_batch_size=1, grad_accum_steps=1, checkpointed_blocks=0)
     options, _ = explore(pool, sample, [Proposal("chosen", plain.model_copy(update={"checkpointing": "full"}))])
     if strategy.checkpointing == "selective":
         options = selective(pool, sample, options)

@@ -90,7 +90,7 @@ class Metrics:
         """Average the pending losses over all processes, check, write and show them."""
         if not self._pending:
             return
-        own = [float(result.loss) for _, _, result in self._pending]  # a full card has no room for a stack of them
+        own = [float(result.loss.cpu()) for _, _, result in self._pending]  # a full card has no room for a stack
         losses = [statistics.fmean(each) for each in zip(*self._peers.gather(own), strict=True)]
         now = time.perf_counter()
         self._seconds.append((now - self._since) / len(self._pending))
