@@ -3,7 +3,9 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -106,15 +108,16 @@ def test_what_is_missing_is_counted_and_no_store_is_one_line(store, tmp_path):
         verify(tmp_path / "nowhere")
 
 
-@pytest.mark.timeout(180)
-def test_processes_that_verify_end_with_who_started_them(tmp_path):
-    make_store(tmp_path / "store", 8000)
-    mark = f"BIGDIT_TEST={tmp_path}".encode()
-    command = [BIN / "bigdit", "features", "verify", tmp_path / "store", "--workers", "2"]
-    environment = os.environ | {"BIGDIT_TEST": str(tmp_path)}
-    main = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+@contextmanager
+def verifying(root):
+    """`bigdit features verify` by two processes at work: its process, and the ids of the others that live."""
+    make_store(root, 8000)
+    command = [BIN / "bigdit", "features", "verify", root, "--workers", "2"]
+    environment = os.environ | {"BIGDIT_TEST": str(root)}
+    main = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
 
     def others():
+        mark = f"BIGDIT_TEST={root}".encode()
         found = [int(folder.name) for folder in Path("/proc").glob("[0-9]*") if mark in environment_of(folder)]
         return [pid for pid in found if pid != main.pid]
 
@@ -123,9 +126,27 @@ def test_processes_that_verify_end_with_who_started_them(tmp_path):
         return len(others()) >= 4  # two that read, the server that forked them, and multiprocessing's tracker
 
     until(at_work, 120)
-    main.kill()
-    main.wait()
+    yield main, others
     until(lambda: not others(), 60)
+
+
+@pytest.mark.timeout(180)
+def test_processes_that_verify_end_with_who_started_them(tmp_path):
+    with verifying(tmp_path / "store") as (main, _):
+        main.kill()
+        main.wait()
+
+
+@pytest.mark.timeout(180)
+def test_a_killed_process_that_verified_is_a_line(tmp_path):
+    with verifying(tmp_path / "store") as (main, others):
+        os.kill(max(others()), signal.SIGKILL)  # the last to start is one that reads
+        said = main.communicate()[1].decode()
+    assert main.returncode == 1
+    assert said.splitlines()[-1] == (
+        f"error: a process that verified {tmp_path}/store was killed, for lack of memory perhaps, or crashed: nothing "
+        "was changed; verify again, with fewer --workers"
+    )
 
 
 def environment_of(folder):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import multiprocessing
 import time
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 from bigdit import log
@@ -65,26 +67,12 @@ def verify(root: Path, workers: int = 1) -> VerifyReport:
     there = [each for each in ranges if each not in absent]
     damaged = _null_text(root, store_identity(schema))
     total, done = 0, 0
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["bigdit.extract.preload"])
-    counts = _index(root, store_identity(schema))
-    with (
-        ProcessPoolExecutor(max(min(workers, len(there)), 1), context, end_with_parent) as pool,
-        log.progress("verify", total=len(there), unit="parts") as advance,
-    ):
-        for first in range(0, len(there), _AT_ONCE * workers):
-            some = there[first : first + _AT_ONCE * workers]
-            for each in as_completed(
-                [
-                    pool.submit(_check, root, chosen, part_identity(schema, chosen[0]), counts.get(chosen))
-                    for chosen in some
-                ]
-            ):
-                nbytes, problem = each.result()
-                total += nbytes
-                damaged += problem
-                done += 1
-                advance(1, f"{gib(total / max(time.perf_counter() - began, 1e-9))}/s")
+    with log.progress("verify", total=len(there), unit="parts") as advance:
+        for nbytes, problem in _checked(root, schema, there, workers):
+            total += nbytes
+            damaged += problem
+            done += 1
+            advance(1, f"{gib(total / max(time.perf_counter() - began, 1e-9))}/s")
     return VerifyReport(
         features=root,
         parts=done,
@@ -93,6 +81,28 @@ def verify(root: Path, workers: int = 1) -> VerifyReport:
         missing=len(absent),
         seconds=round(time.perf_counter() - began, 3),
     )
+
+
+def _checked(
+    root: Path, schema: StoreSchema, there: Sequence[Range], workers: int
+) -> Iterator[tuple[int, list[Damaged]]]:
+    """What `_check` says of each part, in no order. Raises UserError where a process that reads was killed."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["bigdit.extract.preload"])
+    counts = _index(root, store_identity(schema))
+    try:
+        with ProcessPoolExecutor(max(min(workers, len(there)), 1), context, end_with_parent) as pool:
+            for first in range(0, len(there), _AT_ONCE * workers):
+                some = there[first : first + _AT_ONCE * workers]
+                asked = [
+                    pool.submit(_check, root, each, part_identity(schema, each[0]), counts.get(each)) for each in some
+                ]
+                yield from (each.result() for each in as_completed(asked))
+    except BrokenProcessPool:
+        raise UserError(
+            f"a process that verified {root} was killed, for lack of memory perhaps, or crashed: nothing was changed; "
+            "verify again, with fewer --workers"
+        ) from None
 
 
 def _check(root: Path, each: Range, identity: str, counts: dict[Shape, int] | None) -> tuple[int, list[Damaged]]:
