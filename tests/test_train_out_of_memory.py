@@ -147,6 +147,26 @@ def test_where_nothing_is_left_to_take_it_is_one_line(mixed, tmp_path):
     assert "`bigdit plan` says what fits: an optimizer with less state, train.lora, offload to the host" in line
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["single", "fsdp2"])
+def test_what_cannot_be_kept_ends_the_run_in_a_line(mixed, tmp_path, engine):
+    """All before is saved all the same; a start that did not know would only run out of memory again."""
+    (tmp_path / FILE).mkdir()
+    sizes = (*SINGLE, "train.micro_batch_size=16", "train.global_batch_size=16")
+    command, count, room, step = BIGDIT, 1, CONTEXT + 46, 1
+    if engine == "fsdp2":
+        sizes = (*FSDP2, "train.micro_batch_size=16", "train.global_batch_size=32")
+        command, count, room, step = TORCHRUN, 2, CONTEXT + NCCL + 46, 5
+    with cards(room, count) as environment:
+        done = trained(environment, mixed, tmp_path, command, *sizes)
+    assert done.returncode == 1
+    assert "Exception in thread" not in done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert f"error: step {step} ran out of memory on rank " in line
+    assert f"and what to go on with is not kept: cannot write {tmp_path}/{FILE}: " in line
+    assert (tmp_path / "checkpoints/latest").read_text() == f"step-{step:08}\n"
+
+
 STRATEGY = Strategy(micro_batch_size=6, grad_accum_steps=2)
 
 

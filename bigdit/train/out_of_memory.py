@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import NoReturn
 
 import torch
@@ -41,7 +42,7 @@ SIGNS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 INTACT = ("encode", "forward", "backward")
 
 _LOOK_EVERY_S = 0.5
-_KEY, _WRITTEN, _LEFT = "out of memory", "out of memory: written", "out of memory: left"
+_KEY, _KEPT, _LEFT = "out of memory", "out of memory: kept", "out of memory: left"
 
 
 class Recovery:
@@ -162,47 +163,58 @@ class Recovery:
         limit = threading.Timer(self._grace, self._give_up, [event])
         limit.daemon = True
         limit.start()
-        if event.saved:
-            self._save_beside(event.step)
-        if self._world.is_main:
-            asked, now = self._relief.asked, self._following
-            assert now is not None
-            write_relief(self._output, Relief(asked=asked, now=now, events=(*self._relief.events, event)))
-            log.notice(f"note: {_told(event)}; all start again with {said(event.after)}")
-        self._meet()
+        last = self._save_beside(event)
+        signum = max(self._peers.gather(self._stop.signum))
+        if signum and last is not None:
+            stopped = Stopped(signum, self._saves.step, last)
+            if self._world.is_main:
+                log.notice(str(stopped))
+            os._exit(stopped.status)
+        if not self._all_may_start(self._world.is_main and self._kept(event)):
+            os._exit(EXIT_USER)
         _start_again()
 
-    def _save_beside(self, step: int) -> None:
-        """Save while the main thread may wait for a peer: what it has launched on its stream does not end."""
+    def _save_beside(self, event: OutOfMemory) -> Path | None:
+        """Save while the main thread may wait for a peer: what it has launched on its stream does not end.
+
+        The newest checkpoint, None where there is none: it may be an older one, from which steps are taken again.
+        """
         torch.cuda.set_device(self._device)
         assert self._began is not None
         stream = torch.cuda.Stream(self._device)
         stream.wait_event(self._began)
         with torch.cuda.stream(stream):
             try:
-                last = self._saves.save_now(step)
+                return self._saves.save_now(event.step if event.saved else self._saves.step)
             except UserError as error:
                 if self._world.is_main:
                     log.notice(f"note: the last steps are not saved, and are taken again: {error}")
-                return
-            signum = max(self._peers.gather(self._stop.signum))
-            if signum and last is not None:
-                stopped = Stopped(signum, step, last)
-                if self._world.is_main:
-                    log.notice(str(stopped))
-                os._exit(stopped.status)
+                return self._saves.last
 
-    def _meet(self) -> None:
-        """Until all may start. The main process, whose store may be the run's, is the last to go."""
+    def _kept(self, event: OutOfMemory) -> bool:
+        """Whether later starts know of it. Without that they would run out of memory again, and again."""
+        asked, now = self._relief.asked, self._following
+        assert now is not None
+        try:
+            write_relief(self._output, Relief(asked=asked, now=now, events=(*self._relief.events, event)))
+        except UserError as error:
+            log.notice(f"error: {_told(event)}, and what to go on with is not kept: {error}")
+            return False
+        log.notice(f"note: {_told(event)}; all start again with {said(event.after)}")
+        return True
+
+    def _all_may_start(self, kept: bool) -> bool:
+        """What the main process has found, once all know it; it, whose store may be the run's, is the last to go on."""
         if self._store is None:
-            return
+            return kept
         left = [f"{_LEFT} {rank}" for rank in range(1, self._world.world_size)]
         if self._world.is_main:
-            self._store.set(_WRITTEN, "")
+            self._store.set(_KEPT, str(kept))
             self._store.wait(left)
-        else:
-            self._store.wait([_WRITTEN])
-            self._store.set(f"{_LEFT} {self._world.rank}", "")
+            return kept
+        kept = self._store.get(_KEPT) == b"True"
+        self._store.set(f"{_LEFT} {self._world.rank}", "")
+        return kept
 
     def _give_up(self, event: OutOfMemory) -> None:
         if self._world.rank == event.rank:

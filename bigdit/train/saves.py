@@ -39,9 +39,14 @@ class Saves:
         self._saver.save(self._engine, self._ema, step, {**self._described, "metrics": self._metrics.digest})
         self.step = step
 
+    @property
+    def last(self) -> Path | None:
+        """The newest checkpoint that is whole."""
+        return self._saver.last
+
     def save_now(self, step: int) -> Path | None:
         """The newest checkpoint, which has all `step` steps; None where there was nothing to save yet."""
         if step > self.step:
             self.save(step)
         self._saver.wait()
-        return self._saver.last
+        return self.last
