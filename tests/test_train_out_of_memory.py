@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 from contextlib import contextmanager
 
@@ -13,6 +14,7 @@ from conftest import DIGITS, ROOT, SINGLE, TINY, bigdit, with_set
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
+from running import until
 
 from bigdit import catalog
 from bigdit.emulator import emulated_environment, shared_state
@@ -59,11 +61,15 @@ def cards(mib, count=1):
         yield environment
 
 
-def trained(environment, features, output, command, *overrides):
+def line_of(features, output, command, *overrides):
     """A run of twelve steps; large samples come in step 1 with a global batch of 16, in step 5 with 32."""
     chosen = [*TINY, BUCKETS, "train.steps=12", "train.checkpoint_every=100", "train.seed=0", *overrides]
     chosen += [f"data.features={features}", f"output={output}"]
-    line = [str(cuda_python()), "-W", "ignore", *command, "--config", str(DIGITS), *with_set(chosen)]
+    return [str(cuda_python()), "-W", "ignore", *command, "--config", str(DIGITS), *with_set(chosen)]
+
+
+def trained(environment, features, output, command, *overrides):
+    line = line_of(features, output, command, *overrides)
     return subprocess.run(
         line, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=TIME_LIMIT_S, check=False
     )
@@ -165,6 +171,24 @@ def test_what_cannot_be_kept_ends_the_run_in_a_line(mixed, tmp_path, engine):
     assert f"error: step {step} ran out of memory on rank " in line
     assert f"and what to go on with is not kept: cannot write {tmp_path}/{FILE}: " in line
     assert (tmp_path / "checkpoints/latest").read_text() == f"step-{step:08}\n"
+
+
+@pytest.mark.slow
+def test_a_signal_while_they_start_again_ends_them_in_order(mixed, tmp_path):
+    """It comes when all is saved and kept; the same command goes on from there."""
+    sizes = (*FSDP2, "engine.processes=2", "train.micro_batch_size=16", "train.global_batch_size=32")
+    with cards(CONTEXT + NCCL + 46, 2) as environment:
+        line = line_of(mixed, tmp_path, BIGDIT, *sizes)
+        run = subprocess.Popen(line, env=environment, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        until(lambda: run.poll() is not None or (tmp_path / FILE).exists())
+        run.send_signal(signal.SIGTERM)
+        run.communicate(timeout=60)
+        assert run.returncode == 143
+        assert (tmp_path / "checkpoints/latest").read_text() == "step-00000005\n"
+        again = trained(environment, mixed, tmp_path, BIGDIT, *sizes)
+    assert again.returncode == 0, again.stderr
+    assert f"note: {HALVED}, since a step ran out of memory before" in again.stderr
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == list(range(12))
 
 
 STRATEGY = Strategy(micro_batch_size=6, grad_accum_steps=2)

@@ -7,6 +7,7 @@ by execve: it stays its launcher's child, and nothing of torch, NCCL or the allo
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import sys
@@ -30,6 +31,7 @@ from bigdit.errors import EXIT_USER, UserError
 from bigdit.receipt import OutOfMemory
 from bigdit.spec import Strategy
 from bigdit.train.processes.process import STARTS
+from bigdit.train.processes.signals import heeded
 from bigdit.train.processes.stop import Stop, Stopped
 from bigdit.train.relief import Relief, said, write_relief
 from bigdit.train.saves import Saves
@@ -42,6 +44,7 @@ SIGNS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 INTACT = ("encode", "forward", "backward")
 
 _LOOK_EVERY_S = 0.5
+_HEARD_WITHIN_S = 0.2
 _KEY, _KEPT, _LEFT = "out of memory", "out of memory: kept", "out of memory: left"
 
 
@@ -164,15 +167,18 @@ class Recovery:
         limit.daemon = True
         limit.start()
         last = self._save_beside(event)
-        signum = max(self._peers.gather(self._stop.signum))
-        if signum and last is not None:
-            stopped = Stopped(signum, self._saves.step, last)
-            if self._world.is_main:
-                log.notice(str(stopped))
-            os._exit(stopped.status)
+        self._end_where_asked(max(self._peers.gather(self._stop.signum)), last)
         if not self._all_may_start(self._world.is_main and self._kept(event)):
             os._exit(EXIT_USER)
+        _be_ended_by_signals()  # a signal that is heard from here on would be forgotten
+        self._end_where_asked(self._stop.signum, last)
         _start_again()
+
+    def _end_where_asked(self, signum: int, last: Path | None) -> None:
+        if signum:
+            if self._world.is_main and last is not None:
+                log.notice(str(Stopped(signum, self._saves.step, last)))
+            os._exit(128 + signum)
 
     def _save_beside(self, event: OutOfMemory) -> Path | None:
         """Save while the main thread may wait for a peer: what it has launched on its stream does not end.
@@ -253,6 +259,13 @@ def _told(event: OutOfMemory) -> str:
     short = _shortage(event.asked_bytes, event.free_bytes, event.total_bytes, event.reserved_bytes)
     where = f"rank {event.rank} ({event.device}) in {event.phase or 'its start'}"
     return f"step {event.step} ran out of memory on {where}: {short}"
+
+
+def _be_ended_by_signals() -> None:
+    """Let signals end this process, once those that came are heard; python's own are the main thread's to set."""
+    for each in heeded():
+        ctypes.CDLL(None).signal(int(each), 0)  # SIG_DFL
+    time.sleep(_HEARD_WITHIN_S)
 
 
 def _start_again() -> NoReturn:
