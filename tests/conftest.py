@@ -1,62 +1,16 @@
 """What tests share: the digits as pictures, a feature store of some of them, and tiny runs."""
 
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+from commands import DIGITS, ROOT, SINGLE, TINY, bigdit, with_set
 from hypothesis import settings
 
 # How long an example takes is this machine's business: other work on it must not fail a test.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
-
-ROOT = Path(__file__).parents[1]
-DIGITS = ROOT / "launch/recipes/digits.yaml"
-sys.path.insert(0, str(ROOT / "launch"))
-BIN = Path(sys.executable).parent
-
-# A smaller sibling of the demo's model: two narrow blocks.
-TINY = (
-    "model.kwargs.num_layers=2",
-    "model.kwargs.num_attention_heads=4",
-    "model.kwargs.attention_head_dim=8",
-    "model.kwargs.num_cross_attention_heads=4",
-    "model.kwargs.cross_attention_head_dim=8",
-    "model.kwargs.cross_attention_dim=32",
-    "train.micro_batch_size=8",
-    "train.global_batch_size=16",
-    "train.warmup_steps=2",
-    "train.steps=8",
-)
-
-SINGLE = ("engine.name=single", "engine.processes=1", "engine.ds_config=null")
-
-
-def run_command(*command, timeout=300, **environment):
-    """Run a real command from the repository's root; stdout, stderr and returncode, never more than `timeout` s."""
-    threads = {"OMP_NUM_THREADS": "1", "COLUMNS": "80", "PATH": f"{BIN}:{os.environ['PATH']}"}
-    return subprocess.run(
-        [str(part) for part in command],
-        cwd=ROOT,
-        env=os.environ | threads | environment,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
-
-
-def bigdit(*arguments, **options):
-    """The command line tool, as a user starts it."""
-    return run_command(BIN / "bigdit", *arguments, **options)
-
-
-def with_set(overrides):
-    """`--set` for each override."""
-    return [part for override in overrides for part in ("--set", override)]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -3,7 +3,7 @@
 import sys
 
 import pytest
-from conftest import ROOT, run_command
+from commands import ROOT, run_command
 
 ROUNDS = 30
 

@@ -6,10 +6,11 @@ import shutil
 
 import pytest
 import torch
-from conftest import DIGITS
+from commands import DIGITS
 from diffusers import SanaTransformer2DModel
+from rehearsing import SANA as MODEL
+from resuming import save, started, strategy
 from safetensors.torch import load_file
-from test_resume_elsewhere import MODEL, save, started, strategy
 from whole import full_weights, whole_state
 
 from bigdit import checkpoint

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import BIN, bigdit
+from commands import BIN, bigdit
 
 COMMANDS = ("plan", "extract", "train", "sample", "bench", "models", "gpus", "doctor")
 

@@ -6,10 +6,10 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import typer
+from commands import ROOT
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -231,7 +231,7 @@ def test_a_card_is_found_by_its_drivers_name_and_memory():
 
 def test_the_supported_torch_is_that_of_the_package():
     setup = configparser.ConfigParser()
-    setup.read(Path(__file__).parents[1] / "setup.cfg")
+    setup.read(ROOT / "setup.cfg")
     (requirement,) = [r for r in setup["options"]["install_requires"].split() if r.startswith("torch>")]
     first, last = doctor.TORCH_FIRST, doctor.TORCH_LAST
     assert requirement == f"torch>={first[0]}.{first[1]},<{last[0]}.{last[1] + 1}"

@@ -1,16 +1,13 @@
 """Configs: strict, overridable, and every problem told at once by the key that mends it."""
 
 import json
-from pathlib import Path
 
 import pytest
+from commands import DIGITS, ROOT
 
 from bigdit.catalog.resolve import model_spec
 from bigdit.config import check, load_run, strategy_of
 from bigdit.errors import UserError
-
-ROOT = Path(__file__).parents[1]
-DIGITS = ROOT / "launch/recipes/digits.yaml"
 
 
 def problems(overrides, config=DIGITS):

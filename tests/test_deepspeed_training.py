@@ -3,8 +3,8 @@
 import json
 
 import pytest
-from conftest import BIN, ROOT, run_command
-from test_rehearse_sharded import TINY, request_of
+from two_processes import run_two
+from zero import TINY, request_of
 
 # One launch trains the tiny model in every way that is asked.
 _TRAIN = """
@@ -75,12 +75,7 @@ def curves(tmp_path_factory):
         for engine, precision, optimizer, grad_accum in WAYS
     ]
     asked.write_text(json.dumps({"model": TINY.model_dump(mode="json"), "strategies": strategies}))
-    done = run_command(
-        *(BIN / "torchrun", "--standalone", "--nproc-per-node", 2, script, asked, answered),
-        PYTHONPATH=str(ROOT),
-        DS_ACCELERATOR="cpu",
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_two(script, asked, answered)
     return dict(zip(WAYS, json.loads(answered.read_text()), strict=True))
 
 

@@ -4,7 +4,7 @@ import json
 import sys
 
 import pytest
-from conftest import ROOT, run_command
+from commands import ROOT, run_command
 from PIL import Image
 
 

@@ -5,10 +5,10 @@ import time
 
 import pytest
 import yaml
-from conftest import DIGITS
+from commands import DIGITS
 from hypothesis import given
 from hypothesis import strategies as st
-from test_plan_file import plan_of, write
+from plan_files import plan_of, write
 
 from bigdit.catalog.resolve import read_model_config
 from bigdit.commands.extract import _parse as parse_resources

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import DIGITS, SINGLE, TINY
 from rehearsing import SANA as MODEL
 from rehearsing import SHAPE
-from safetensors.torch import load_file
+from training import exported, run_to
 from two_processes import answer_of_two
 from whole import full_weights
 
 from bigdit import checkpoint, engines, models
-from bigdit.config import load_run
 from bigdit.dist import World
 from bigdit.errors import UserError
 from bigdit.loader.batch import Batch
 from bigdit.sampling import Sampler
 from bigdit.spec import EmaSpec, ObjectiveSpec, OptimizerSpec, Strategy
-from bigdit.train.loop import train
-from bigdit.train.prepare import prepare
-from bigdit.train.processes.stop import Stop
 from bigdit.train.step import train_step
 
 DECAY = 0.9
@@ -84,8 +79,8 @@ def test_an_average_of_bf16_weights_without_masters_is_fp32():
 _SHARDED = """
 import json, sys
 import torch, torch.distributed as dist
-sys.path.insert(0, sys.argv[1])
-from test_ema import DECAY, MODEL, SHAPE, TOLERANCE
+from rehearsing import SANA as MODEL
+from rehearsing import SHAPE
 from whole import full_weights
 from bigdit import engines, models
 from bigdit.dist import world_from_env
@@ -118,34 +113,19 @@ for engine_name, ds_config in (("fsdp2", None), ("deepspeed", document)):
         torch.testing.assert_close(average.double(), expected[name], **TOLERANCE)
     found[engine_name] = {"of_all": count, "here": sum(average.numel() for average in ema.averages)}
 if world.is_main:
-    json.dump(found, open(sys.argv[2], "w"))
+    json.dump(found, open(sys.argv[1], "w"))
 dist.destroy_process_group()
 """
 
 
 @pytest.mark.slow
 def test_what_is_averaged_in_shards_is_the_average_of_the_whole(tmp_path):
-    answer = answer_of_two(_SHARDED, tmp_path)
+    answer = answer_of_two(f"{DECAY = }\n{TOLERANCE = }\n{_SHARDED}", tmp_path)
     for shares in answer.values():
         assert shares["here"] < 0.6 * shares["of_all"]  # half, and the padding
 
 
 EMA = ("train.ema.decay=0.9", "train.checkpoint_every=2", "train.keep_checkpoints=9")
-
-
-def run_to(steps, output, features, *overrides):
-    """Train in this process up to `steps`, going on from what `output` holds; the last checkpoint."""
-    settings = [*TINY, *SINGLE, f"data.features={features}", f"output={output}", f"train.steps={steps}", *overrides]
-    run = load_run(DIGITS, settings)
-    spec, strategy = prepare(run, 1)
-    train(run, spec, strategy, World(), Stop(run.train.grace, World()))
-    found, _ = checkpoint.latest(output)
-    return found
-
-
-def exported(found, name):
-    """The tensors that a checkpoint was exported as, when its run ended."""
-    return load_file(next((found.folder.parents[1] / "exports" / found.folder.name / name).glob("*.safetensors")))
 
 
 @pytest.mark.slow

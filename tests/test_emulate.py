@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import BIN, ROOT, bigdit
+from commands import BIN, ROOT, bigdit
 
 from bigdit.rehearse.card.client import cuda_python
 

@@ -3,7 +3,8 @@
 import json
 
 import pytest
-from conftest import BIN, DIGITS, ROOT, TINY, bigdit, run_command, with_set
+from commands import BIN, DIGITS, ROOT, TINY, bigdit, run_command, with_set
+from two_processes import run_two
 
 from bigdit.train.metrics import read_metrics
 from bigdit.train.processes.launch import free_port
@@ -92,13 +93,8 @@ def test_fsdp2_with_two_copies_of_the_model_and_everything_on_the_host(features,
 
 @pytest.fixture(scope="module")
 def curves():
-    """What tests/fsdp2_curves.py finds, in one launch."""
-    done = run_command(
-        *(BIN / "torchrun", "--standalone", "--nproc-per-node", 2, ROOT / "tests/fsdp2_curves.py"),
-        PYTHONPATH=str(ROOT),
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    """What fsdp2_curves.py finds, in one launch."""
+    return json.loads(run_two(ROOT / "tests/helpers/fsdp2_curves.py").splitlines()[-1])
 
 
 @pytest.mark.slow

@@ -5,19 +5,13 @@ import shutil
 
 import pytest
 import torch
-from conftest import DIGITS, SINGLE, TINY, with_set
 from safetensors.torch import load_file
+from training import run
 
 from bigdit.commands import export as export_command
 from bigdit.errors import UserError
-from bigdit.train import main
 
 FILE = "diffusion_pytorch_model.safetensors"
-
-
-def run(features, output, *more):
-    overrides = [*TINY, *SINGLE, f"data.features={features}", f"output={output}", *more]
-    return main.main(["--config", str(DIGITS), *with_set(overrides)])
 
 
 def test_exports_are_written_where_the_run_says_and_at_its_end(features, tmp_path):

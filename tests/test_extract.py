@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import BIN, DIGITS, ROOT, bigdit, run_command, with_set
+from commands import BIN, DIGITS, ROOT, bigdit, run_command, with_set
 from PIL import Image
 from running import ended, until
 

@@ -4,7 +4,7 @@ import os
 from dataclasses import replace
 
 import pytest
-from conftest import DIGITS, bigdit, with_set
+from commands import DIGITS, bigdit, with_set
 
 from bigdit.catalog.resolve import model_spec
 from bigdit.config import load_run

@@ -1,12 +1,6 @@
 """Rounds of benchmarks/faults.py, fewer of them: nothing is lost, nothing is half there, every byte is right."""
 
-import sys
-
 import pytest
-from conftest import ROOT
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
 from faulty.case import make_case
 from faulty.damage import can_mount, cut_rounds, flip_rounds, full_disk_round
 from faulty.kills import kill_all_round, kill_round

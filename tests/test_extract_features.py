@@ -10,9 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import BIN, DIGITS, ROOT, bigdit, with_set
+from commands import BIN, DIGITS, ROOT, bigdit, with_set
 from running import until
-from test_loader import make_store
+from stores import make_store
 
 from bigdit.errors import UserError
 from bigdit.extract.verify import verify

@@ -4,10 +4,9 @@ import io
 import json
 
 import pytest
-from conftest import DIGITS, bigdit, with_set
+from commands import DIGITS, bigdit, with_set
 from PIL import Image
-from test_features_tables import png, snapshot
-from test_features_tars import write_tar
+from tiny_sources import png, snapshot, write_tar
 
 from bigdit.store import FeatureStore
 

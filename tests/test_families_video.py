@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import ROOT
 from rehearsing import rehearse_all
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
@@ -152,9 +153,7 @@ def test_masked_indexing_is_recorded_as_autograd_runs_it(name: str) -> None:
 
 def test_a_router_shares_its_tokens_equally() -> None:
     """Of 13 tokens with 2 of 4 experts each, 26 in all: 7, 7, 6 and 6; rows of a mask that is full, or empty."""
-    done = subprocess.run(
-        [sys.executable, "-c", _SHARES], cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=120
-    )
+    done = subprocess.run([sys.executable, "-c", _SHARES], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == {"shares": [7, 7, 6, 6], "gradient": [26, 3], "words": [5, 0, 4]}
 

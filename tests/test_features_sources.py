@@ -10,41 +10,17 @@ import zlib
 
 import numpy as np
 import pytest
-from conftest import DIGITS
+from commands import DIGITS
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
+from tiny_sources import damage, gradient, opened, pixels, save
 
 from bigdit.config import load_run
-from bigdit.config.run import DataConfig
 from bigdit.errors import UserError
-from bigdit.sources import Caption, Unusable, open_source
+from bigdit.sources import Caption, Unusable
 from bigdit.sources.names import Names
 from bigdit.sources.picture import decode
-
-
-def opened(images, features="features"):
-    """The source of a run whose `data.images` is `images`."""
-    return open_source(DataConfig(images=images, features=features, buckets=[(8, 8)]))
-
-
-def gradient(width=8, height=8, mode="RGB"):
-    """A picture in which each pixel differs from its neighbours."""
-    rows, columns = np.mgrid[:height, :width]
-    rgb = np.stack([rows * 7 % 256, columns * 11 % 256, (rows + columns) * 5 % 256], axis=-1)
-    return Image.fromarray(rgb.astype(np.uint8)).convert(mode)
-
-
-def save(path, caption="a caption", picture=None, **options):
-    """A picture with a `.txt` beside it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    (picture or gradient()).save(path, **options)
-    if caption is not None:
-        path.with_suffix(".txt").write_text(caption)
-
-
-def pixels(image):
-    return np.asarray(image).tolist()
 
 
 def test_a_folder_is_listed_in_the_order_of_paths(tmp_path):
@@ -344,24 +320,6 @@ def test_more_pixels_than_pillow_allows_are_refused_before_they_are_decoded(tmp_
     save(tmp_path / "a.png", picture=Image.new("1", (10_000, 9_000)))
     with pytest.raises(Unusable, match=r"picture too large: 10000 × 9000 pixels; \d+ are the most"):
         opened(str(tmp_path)).items(0, 1)[0].load()
-
-
-def damage(data, seed):
-    """The bytes with a few of them flipped, overwritten or cut off."""
-    random = np.random.default_rng(seed)
-    damaged = bytearray(data)
-    for _ in range(random.integers(1, 5)):
-        at = int(random.integers(len(damaged)))
-        how = random.integers(4)
-        if how == 0:
-            damaged[at] ^= 1 << int(random.integers(8))
-        elif how == 1:
-            damaged[at] = int(random.choice([0, 127, 128, 255]))
-        elif how == 2:
-            damaged[at : at + 4] = random.bytes(len(damaged[at : at + 4]))
-        else:
-            del damaged[max(at, 1) :]
-    return bytes(damaged)
 
 
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")  # of Pillow, about damaged metadata

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_features_sources import damage, gradient, opened, pixels
+from tiny_sources import damage, gradient, opened, pixels, png, reason, snapshot, texts, value
 
 from bigdit.config.run import SourceConfig
 from bigdit.errors import UserError
@@ -21,27 +21,6 @@ from bigdit.sources import Unusable
 from bigdit.sources.csv_rows import CsvRows
 from bigdit.sources.file_rows import FileRows
 from bigdit.sources.rows import TableSource
-
-
-def png(number=0):
-    """The bytes of a small gray picture of one value."""
-    buffer = io.BytesIO()
-    gradient().convert("L").point(lambda _: number).save(buffer, "png")
-    return buffer.getvalue()
-
-
-def value(sample):
-    return np.asarray(sample.image).flat[0]
-
-
-def texts(item):
-    return [(caption.text, caption.weight) for caption in item.load().captions]
-
-
-def reason(item):
-    with pytest.raises(Unusable) as error:
-        item.load()
-    return str(error.value)
 
 
 def load_all(path):
@@ -203,14 +182,6 @@ def test_parquet_of_paths_with_lists_of_captions_and_weights(folder):
     assert texts(opened({"path": str(folder / "list.parquet"), "captions": {"captions": 5}}).items(1, 2)[0]) == [
         ("c", 5)
     ]
-
-
-def snapshot(folder, name, numbers, group=7):
-    """Parquet as the hub keeps it: pictures within, in small row groups."""
-    folder.mkdir(parents=True, exist_ok=True)
-    pictures = [{"bytes": png(number), "path": f"{number}.png"} for number in numbers]
-    table = pa.table({"image": pictures, "text": [f"number {number}" for number in numbers]})
-    pq.write_table(table, folder / name, row_group_size=group)
 
 
 def test_a_parquet_snapshot_is_read_in_any_order_by_split(tmp_path):

@@ -10,23 +10,11 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_features_sources import opened
-from test_features_tables import png, reason, texts, value
+from tiny_sources import opened, png, reason, texts, value, write_tar
 
 from bigdit.config.run import DataConfig
 from bigdit.errors import UserError
 from bigdit.sources import Unusable, open_source
-
-
-def write_tar(path, files, tar_format=tarfile.PAX_FORMAT):
-    """A tar of names and contents; a TarInfo stands for itself."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(path, "w", format=tar_format) as archive:
-        for name, content in files:
-            member = tarfile.TarInfo(name) if isinstance(name, str) else name
-            member.size = len(content) if isinstance(name, str) else member.size
-            archive.addfile(member, io.BytesIO(content) if content is not None else None)
-    return path
 
 
 def member(name, kind, **fields):

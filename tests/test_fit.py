@@ -6,9 +6,9 @@ import re
 import tiny_pipelines
 import tiny_vaes
 import torch
-from conftest import DIGITS
-from test_loader import DIM, TOKENS, make_store
-from test_plan_file import DIGITS_MODEL, plan_of, run_yaml, write
+from commands import DIGITS
+from plan_files import DIGITS_MODEL, plan_of, run_yaml, write
+from stores import DIM, TOKENS, make_store
 from transformers import T5Config, T5EncoderModel
 
 from bigdit.config import load_run

@@ -4,94 +4,23 @@ import ctypes
 import gc
 from collections import Counter
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from stores import SHAPES, TOKENS, make_store, read_all, stream_of
 
 from bigdit.catalog.encoders import POOLED_TEXT
 from bigdit.dist import World
 from bigdit.errors import UserError
-from bigdit.loader.order import Order
 from bigdit.loader.read import BatchReader, draw
 from bigdit.loader.stages import data_state, plan_order
-from bigdit.loader.stream import FeatureStream
 from bigdit.rehearse.data import batch as rehearsed_batch
 from bigdit.spec import BatchShape, Strategy
 from bigdit.store import FeatureStore, fp8
-from bigdit.store.null_text import write_null_text
-from bigdit.store.part import Encoded, part_path, write_part
-from bigdit.store.schema import FILE, StoreSchema, part_identity, schema_text, store_identity
+from bigdit.store.part import part_path
 from bigdit.store.text import Text
-
-SHAPES = [(4, 6, 6), (4, 4, 8)]
-DIM, TOKENS, POOLED, PART = 16, 12, 6, 8
-NULL = Text(torch.full((2, DIM), 7.0), torch.full((POOLED,), 9.0))
-
-
-@dataclass(frozen=True)
-class Caption:
-    text: str
-    weight: float = 1.0
-
-
-def make_store(
-    root,
-    count=40,
-    *,
-    deviation=False,
-    pooled=False,
-    eight_bits=False,
-    dtype=torch.bfloat16,
-    several=False,
-    buckets=((8, 8),),
-):
-    """Random features; sample i's second caption weighs three times its first."""
-    schema = StoreSchema(
-        codec={},
-        text_encoder={"max_tokens": TOKENS},
-        buckets=list(buckets),
-        sources=[{"kind": "random", "count": count}],
-        part_size=PART,
-    )
-    root.mkdir(exist_ok=True)
-    (root / FILE).write_text(schema_text(schema))
-    write_null_text(root, NULL if pooled else Text(NULL.states), store_identity(schema))
-    truth = {}
-    for start, end in schema.ranges():
-        generator = torch.Generator().manual_seed(start)
-        latents, indices, captions, texts = {}, {}, {}, {}
-        for number, shape in enumerate(SHAPES):
-            chosen = indices[shape] = [index for index in range(start, end) if (index % 3 == 0) == (number == 1)]
-            size = (len(chosen), 2, *shape) if deviation else (len(chosen), *shape)
-            latents[shape] = torch.randn(size, generator=generator).abs().to(dtype)
-        for index in range(start, end):
-            names = [f"{index}a", f"{index}b"] if several else [f"{index % 5}"]
-            captions[index] = tuple(Caption(name, 1.0 + 2.0 * i) for i, name in enumerate(names))
-            for name in names:
-                length = 1 + (index + len(texts)) % TOKENS
-                vector = torch.randn(POOLED, generator=generator) if pooled else None
-                texts.setdefault(name, Text(torch.randn(length, DIM, generator=generator), vector))
-        for shape, chosen in indices.items():
-            for sample, index in zip(latents[shape], chosen, strict=True):
-                truth[index] = (sample, [texts[caption.text] for caption in captions[index]])
-        encoded = Encoded(latents, indices, captions, texts, [])
-        write_part(part_path(root, start, end), encoded, identity=part_identity(schema, start), eight_bits=eight_bits)
-    return truth
-
-
-def stream_of(store, micro=4, accum=1, world=None, **options):
-    world = world or World()
-    order = Order(store.index.counts, store.index.shapes, micro * accum * world.world_size, seed=0)
-    options = {"caption_dropout": 0.0, "seed": 0} | options
-    return FeatureStream(store, world, order, micro_batch_size=micro, grad_accum_steps=accum, **options)
-
-
-def read_all(store, steps, **options):
-    with closing(stream_of(store, **options).steps(0, steps)) as found:
-        return [batch for step in found for batch in step]
 
 
 def indices_of(store, stream, step):
@@ -298,10 +227,10 @@ def test_the_host_memory_that_is_predicted_is_what_the_loader_takes(tmp_path, mo
     """The ledger's bytes of host batches, and this process's own memory while batches of that size are read."""
     from bigdit.rehearse import data as rehearsed
 
-    monkeypatch.setattr("test_loader.SHAPES", [(4, 64, 64), (4, 32, 128)])
-    monkeypatch.setattr("test_loader.TOKENS", 64)
-    monkeypatch.setattr("test_loader.DIM", 512)
-    monkeypatch.setattr("test_loader.NULL", Text(torch.full((2, 512), 7.0)))
+    monkeypatch.setattr("stores.SHAPES", [(4, 64, 64), (4, 32, 128)])
+    monkeypatch.setattr("stores.TOKENS", 64)
+    monkeypatch.setattr("stores.DIM", 512)
+    monkeypatch.setattr("stores.NULL", Text(torch.full((2, 512), 7.0)))
     make_store(tmp_path / "store", 96)
     store = FeatureStore.open(tmp_path / "store")
     micro, ahead = 32, 5

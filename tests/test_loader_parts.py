@@ -10,7 +10,7 @@ from disks import mounted
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from test_loader import Caption, make_store
+from stores import Caption, make_store
 
 from bigdit.errors import UserError
 from bigdit.store.header import LONGEST_HEADER, read_header

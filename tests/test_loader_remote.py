@@ -7,9 +7,9 @@ from pathlib import Path
 import obstore
 import pytest
 import torch
-from conftest import DIGITS
+from commands import DIGITS
 from obstore.store import LocalStore, MemoryStore, S3Store
-from test_loader import make_store, read_all, stream_of
+from stores import make_store, read_all, stream_of
 
 from bigdit.catalog.resolve import model_spec
 from bigdit.config import load_run

@@ -5,18 +5,16 @@ from __future__ import annotations
 import diffusers
 import pytest
 import torch
-from conftest import DIGITS
-from rehearsing import SANA as MODEL
-from rehearsing import SHAPE
-from test_ema import exported, run_to
+from commands import DIGITS
+from stepping import equipped, one_batch
+from training import exported, run_to
 from two_processes import answer_of_two
 from whole import full_weights
 
-from bigdit import engines, models
+from bigdit import engines
 from bigdit.config import load_run
 from bigdit.dist import World
 from bigdit.errors import UserError
-from bigdit.loader.batch import Batch
 from bigdit.sampling import Sampler
 from bigdit.spec import LoraSpec, ObjectiveSpec, OptimizerSpec, Strategy
 from bigdit.train.prepare import prepare
@@ -25,24 +23,10 @@ from bigdit.train.step import train_step
 CPU = torch.device("cpu")
 
 
-def built(strategy, seed=0):
-    """The tiny model with the strategy's adapters."""
-    family = models.family(MODEL.class_name)
-    model = models.build(MODEL, device="cpu", dtype=engines.compute_dtype(strategy), seed=0)
-    return family, models.equip(model, family, strategy, seed=seed)
-
-
-def one_batch():
-    generator = torch.Generator().manual_seed(0)
-    latents = torch.randn(2, *SHAPE.latents, generator=generator)
-    text = torch.randn(2, *SHAPE.text, generator=generator)
-    return Batch(latents, text, torch.ones(2, SHAPE.text[0]), (1, 2))
-
-
 @pytest.mark.parametrize("base", ["bf16", "int8", "nf4"])
 def test_adapters_learn_and_the_base_stays(base):
     strategy = Strategy(lora=LoraSpec(rank=4, base=base), optimizer=OptimizerSpec(lr=1e-2))
-    family, model = built(strategy)
+    family, model = equipped(strategy)
     engine = engines.create(strategy, model, family, device=CPU, world=World())
     frozen = {name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad}
     losses = [train_step(engine, family, ObjectiveSpec(), [one_batch()], lr=1e-2).loss.item() for _ in range(6)]
@@ -64,7 +48,7 @@ def test_a_quantised_base_predicts_nearly_the_same(base):
     predictions = []
     for kept in ("bf16", base):
         strategy = Strategy(lora=LoraSpec(base=kept))
-        family, model = built(strategy)
+        family, model = equipped(strategy)
         engine = engines.create(strategy, model, family, device=CPU, world=World())
         batch = one_batch().to(CPU, torch.bfloat16)
         latents = batch.latents.bfloat16()
@@ -77,7 +61,7 @@ def test_a_quantised_base_predicts_nearly_the_same(base):
 def test_adapters_start_from_the_seed_alone():
     """Every process draws the same, whatever it drew before, and the first prediction is the base's."""
     strategy = Strategy(lora=LoraSpec())
-    (_, one), (_, same), (_, other) = built(strategy, seed=3), built(strategy, seed=3), built(strategy, seed=4)
+    (_, one), (_, same), (_, other) = equipped(strategy, seed=3), equipped(strategy, seed=3), equipped(strategy, seed=4)
     for (name, a), b, c in zip(one.named_parameters(), same.parameters(), other.parameters(), strict=True):
         assert torch.equal(a, b)
         assert torch.equal(a, c) == (".lora_A." not in name)
@@ -85,11 +69,11 @@ def test_adapters_start_from_the_seed_alone():
 
 
 def test_targets_are_named_by_their_last_parts():
-    _, model = built(Strategy(lora=LoraSpec(targets=("to_q", "to_out.0"))))
+    _, model = equipped(Strategy(lora=LoraSpec(targets=("to_q", "to_out.0"))))
     adapted = {name.split(".lora_A")[0] for name, p in model.named_parameters() if "lora_A" in name}
     assert {name.split(".", 3)[3] for name in adapted} == {"to_q", "to_out.0"}
     with pytest.raises(UserError, match=r"lora\.targets: no linear layer's name ends in 'to_w'; .*to_"):
-        built(Strategy(lora=LoraSpec(targets=("to_w",))))
+        equipped(Strategy(lora=LoraSpec(targets=("to_w",))))
 
 
 def test_what_cannot_be_is_refused():
@@ -139,11 +123,13 @@ def test_adapters_are_trained_kept_resumed_and_read_by_diffusers(tmp_path, featu
 _SHARDED = """
 import json, sys
 import torch, torch.distributed as dist
-sys.path.insert(0, sys.argv[1])
-from test_lora import CPU, LoraSpec, ObjectiveSpec, OptimizerSpec, Strategy, built, engines, one_batch, train_step
+from stepping import equipped, one_batch
 from whole import full_weights
+from bigdit import engines
 from bigdit.dist import world_from_env
 from bigdit.loader.batch import Batch
+from bigdit.spec import LoraSpec, ObjectiveSpec, OptimizerSpec, Strategy
+from bigdit.train.step import train_step
 
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
@@ -165,8 +151,8 @@ for name, ds_config in ({"fsdp2": None} | stages).items():
         optimizer=OptimizerSpec(lr=1e-2),
         checkpointed_blocks="all",
     )
-    family, model = built(strategy)
-    engine = engines.create(strategy, model, family, device=CPU, world=world)
+    family, model = equipped(strategy)
+    engine = engines.create(strategy, model, family, device=torch.device("cpu"), world=world)
     losses = []
     for _ in range(4):
         loss = train_step(engine, family, ObjectiveSpec(), [mine], lr=1e-2).loss.float()
@@ -174,7 +160,7 @@ for name, ds_config in ({"fsdp2": None} | stages).items():
         losses.append(loss.item() / 2)
     found[name] = {"losses": losses, "names": list(full_weights(engine))}
 if world.is_main:
-    json.dump(found, open(sys.argv[2], "w"))
+    json.dump(found, open(sys.argv[1], "w"))
 dist.destroy_process_group()
 """
 
@@ -183,7 +169,7 @@ dist.destroy_process_group()
 def test_sharded_engines_train_the_same_adapters(tmp_path):
     answer = answer_of_two(_SHARDED, tmp_path)
     strategy = Strategy(lora=LoraSpec(rank=4), optimizer=OptimizerSpec(lr=1e-2))
-    family, model = built(strategy)
+    family, model = equipped(strategy)
     engine = engines.create(strategy, model, family, device=CPU, world=World())
     losses = [train_step(engine, family, ObjectiveSpec(), [one_batch()], lr=1e-2).loss.item() for _ in range(4)]
     for found in answer.values():

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from commands import ROOT
+from record_allocator import Recording, made_up_trace
 from traces import MIB, ROOMY, timeline
 
 from bigdit.memory.allocator import replay
 
-sys.path.insert(0, str(ROOT / "benchmarks"))
-from record_allocator import Recording, made_up_trace
-
-MEASURED = Path(__file__).parent / "measured"
+MEASURED = ROOT / "tests/measured"
 
 
 def by_hand() -> Recording:

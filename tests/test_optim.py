@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from conftest import BIN, run_command
+from commands import BIN, run_command
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass

@@ -7,8 +7,8 @@ import tiny_pipelines
 import tiny_vaes
 import torch
 import yaml
-from conftest import bigdit
-from test_sample_pipelines import SD3
+from commands import bigdit
+from tiny_pipelines import SD3
 
 from bigdit.store import FeatureStore
 from bigdit.store.fp8 import dequantise, quantise

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, bigdit
+from commands import ROOT, bigdit
 
 from bigdit.spec import StepSize
 

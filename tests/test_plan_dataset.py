@@ -4,7 +4,7 @@ import sys
 
 import pytest
 import torch
-from conftest import run_command
+from commands import run_command
 from hypothesis import given
 from hypothesis import strategies as st
 

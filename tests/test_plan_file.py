@@ -1,97 +1,15 @@
 """plan.yaml is read as it was written, or not at all."""
 
-import json
-
 import pytest
 import yaml
-from conftest import DIGITS
 from hypothesis import given
 from hypothesis import strategies as st
+from plan_files import STRATEGIES, plan_of, problems, write, zero2
 
 from bigdit.config.plan_file import (
-    Asked,
-    Expected,
-    Phase,
-    PlanFile,
-    RecordedLedger,
     read_plan_file,
-    write_plan_file,
 )
-from bigdit.config.strategy import parse_strategy
-from bigdit.errors import UserError, versions
-from bigdit.spec import BatchShape, ModelSpec, Strategy
-
-DIGITS_MODEL = yaml.safe_load(DIGITS.read_text())["model"]
-SINGLE = Strategy(micro_batch_size=8, grad_accum_steps=2, checkpointed_blocks=1, gradient_clipping=1.0)
-
-
-def plan_of(strategy=SINGLE, *, gpus_per_node=8, verdict="FITS", kwargs=None, expandable_segments=False):
-    """A plan of the digits' model; what a search would have found beside its strategy is made up."""
-    return PlanFile(
-        model=ModelSpec(name="digits", class_name=DIGITS_MODEL["class_name"], kwargs=kwargs or DIGITS_MODEL["kwargs"]),
-        batch=BatchShape(latents=(4, 4, 6), text=(32, 64)),
-        question=Asked(
-            gpu="a40",
-            gpus=strategy.world_size,
-            gpus_per_node=gpus_per_node,
-            resolution=(8, 12),
-            frames=None,
-            global_batch_size=None,
-            images=None,
-            epochs=1.0,
-            price=None,
-            pins={},
-        ),
-        strategy=strategy,
-        expandable_segments=expandable_segments,
-        expected=Expected(
-            verdict=verdict,
-            usable_bytes=44 << 30,
-            peak_allocated_bytes=39 << 30,
-            peak_reserved_bytes=40 << 30,
-            process_bytes=(40 << 30, 41 << 30),
-            images_per_second_per_card=(1e-8, 9.25),
-        ),
-        micro_batch_sizes=(),
-        ledger=RecordedLedger(granularity=512, phases=(Phase(phase="step", peak_bytes=9, end_bytes=9, at_peak={}),)),
-        versions=versions(),
-        catalogue="0123456789abcdef",
-    )
-
-
-def zero2(**changes):
-    return parse_strategy(["zero2,world_size=2,micro_batch_size=8"]).model_copy(update=changes)
-
-
-def write(plan, folder):
-    """The folder of a plan, as far as training reads it."""
-    folder.mkdir(exist_ok=True)
-    write_plan_file(folder / "plan.yaml", plan)
-    if plan.strategy.ds_config is not None:
-        (folder / "ds_config.json").write_text(json.dumps(plan.strategy.ds_config))
-    return folder
-
-
-def run_yaml(folder, **sections):
-    """The digits' run without what a plan decides; `sections` over it."""
-    document = yaml.safe_load(DIGITS.read_text())
-    del document["engine"], document["model"]
-    document["optimizer"] = {"lr": 2e-3, "betas": [0.9, 0.99]}
-    document["train"] = {"steps": 8, "warmup_steps": 2, "lr_schedule": "cosine"}
-    for name, section in sections.items():
-        document[name] = document.get(name, {}) | section
-    file = folder / "run.yaml"
-    file.write_text(yaml.safe_dump(document))
-    return file
-
-
-def problems(run, *arguments):
-    with pytest.raises(UserError) as caught:
-        run(*arguments)
-    return list(caught.value.problems)
-
-
-STRATEGIES = [SINGLE, zero2(), parse_strategy(["fsdp2,world_size=4,dp_replicate=2,ema.device=cpu"])]
+from bigdit.spec import Strategy
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: strategy.engine)

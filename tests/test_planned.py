@@ -3,8 +3,8 @@
 import json
 
 import pytest
-from conftest import ROOT
-from test_plan_file import SINGLE, STRATEGIES, plan_of, problems, run_yaml, write, zero2
+from commands import ROOT
+from plan_files import SINGLE, STRATEGIES, plan_of, problems, run_yaml, write, zero2
 
 from bigdit.config.deepspeed import complete_ds_config, ds_values
 from bigdit.config.planned import plan_notices, planned_run, planned_strategy

@@ -1,13 +1,9 @@
 """The rehearsal against the CUDA build of torch on emulated cards: the rows that cover each rule once."""
 
 import statistics
-import sys
 from collections.abc import Sequence
 
 import pytest
-from conftest import ROOT
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
 from referee_known import KNOWN
 from referee_report import share
 from referee_rows import PART, Row

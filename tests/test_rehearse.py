@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from commands import ROOT
 from rehearsing import SANA, SHAPE
 
 from bigdit.errors import UserError
@@ -128,7 +129,7 @@ def test_the_worker_sees_no_gpu_and_no_launched_group(monkeypatch: pytest.Monkey
 
 def test_asking_imports_no_torch() -> None:
     code = "import sys, bigdit.rehearse; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[1], check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
 def test_on_a_gpu_host_batches_stay_off_the_device_and_blocks_are_counted_in_granules() -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from commands import ROOT
 
 # (name, capability, dtype, head dimension, mask shape or None, requires grad) -> operations of attention seen
 CASES = {
@@ -65,7 +65,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[object]]:
     (folder / "cases.json").write_text(json.dumps(CASES))
     done = subprocess.run(
         [sys.executable, "-c", _RUN, str(folder / "cases.json"), str(folder / "answers.json")],
-        cwd=Path(__file__).parents[1],
+        cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=120,

@@ -1,12 +1,11 @@
 """`bigdit rehearse`: any strategy of any config, as a ledger, a picture and a snapshot; and what it refuses."""
 
 import json
-import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, bigdit
-from test_rehearse_proof import TINY
+from commands import HELPERS, bigdit, run_command
+from rehearsing import THREE_BLOCKS as TINY
 
 from bigdit.config.strategy import parse_strategy
 from bigdit.errors import UserError
@@ -120,9 +119,8 @@ def test_untested_versions_and_lost_factors_are_said_aloud():
 _READS = """
 import os, sys
 import torch
-sys.path.insert(0, "tests")
 from diffusers.models.transformers.sana_transformer import SanaTransformerBlock as Block
-from test_rehearse_proof import SHAPE, TINY
+from rehearsing import SHAPE, THREE_BLOCKS
 from bigdit.errors import guard
 from bigdit.rehearse import RehearsalRequest
 from bigdit.rehearse.worker import rehearse_size
@@ -137,7 +135,7 @@ def reading(block, hidden_states, *args, **kwargs):
         hidden_states[hidden_states > 0]
     return forward(block, hidden_states, *args, **kwargs)
 Block.forward = reading
-request = RehearsalRequest(model=TINY, batch=SHAPE, strategy=Strategy(), micro_batch_sizes=(1,))
+request = RehearsalRequest(model=THREE_BLOCKS, batch=SHAPE, strategy=Strategy(), micro_batch_sizes=(1,))
 status = guard(lambda: rehearse_size(request, 1) and 0)
 sys.stderr.flush()
 os._exit(status)
@@ -150,8 +148,7 @@ os._exit(status)
     [("item", "aten._local_scalar_dense"), ("one_hot", "aten._local_scalar_dense"), ("mask", "aten.nonzero")],
 )
 def test_a_model_that_reads_data_is_named(how, operator):
-    command = [sys.executable, "-c", _READS, how]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    done = run_command(sys.executable, "-c", _READS, how, PYTHONPATH=HELPERS)
     assert done.returncode == 1, done.stderr
     last = done.stderr.splitlines()[-1]
     assert last.startswith(f"error: {TINY.name} cannot be rehearsed: transformer_blocks.0 reads data with {operator}")

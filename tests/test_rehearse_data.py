@@ -10,6 +10,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from commands import DIGITS
 from hypothesis import given
 from hypothesis import strategies as st
 from rehearsing import SANA
@@ -26,8 +27,6 @@ from bigdit.rehearse import RehearsalRequest, rehearse
 from bigdit.rehearse.data import batch, feed
 from bigdit.spec import BatchShape, Strategy
 from bigdit.store import FeatureStore
-
-DIGITS = Path(__file__).parents[1] / "launch/recipes/digits.yaml"
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 3, 9])

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from functools import cache
 
 import pytest
-from conftest import ROOT
+from commands import ROOT
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 

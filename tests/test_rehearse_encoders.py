@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import DIGITS, ROOT
 from rehearsing import SANA, SHAPE, rehearse_all
 
 from bigdit.catalog import batch_shape, model
@@ -23,7 +24,6 @@ from bigdit.rehearse.drive import record
 from bigdit.spec import BatchShape, ObjectiveSpec, Strategy
 from bigdit.train.encode import encode
 
-ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
 MICRO_BATCH_SIZE = 3
 KL = VaeSpec(
@@ -305,6 +305,6 @@ def test_encoders_and_features_online_go_together() -> None:
 def test_a_run_that_asks_for_online_features_is_told_to_extract() -> None:
     from bigdit.config import check, load_run
 
-    run = load_run(ROOT / "launch/recipes/digits.yaml", ["data.features=online"])
+    run = load_run(DIGITS, ["data.features=online"])
     with pytest.raises(UserError, match=r"data\.features is online, which is rehearsed but not trained yet"):
         check(run, SANA)

@@ -10,8 +10,8 @@ from collections import Counter
 import pytest
 import torch
 from proving import prove
-from rehearsing import rehearse_all
-from test_rehearse_proof import SHAPE, TINY
+from rehearsing import SHAPE, rehearse_all
+from rehearsing import THREE_BLOCKS as TINY
 
 from bigdit import models
 from bigdit.memory import ledger

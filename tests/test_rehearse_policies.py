@@ -6,8 +6,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from rehearsing import rehearse_all
-from test_rehearse_proof import MICRO_BATCH_SIZE, SHAPE, TINY, _profiled
+from profiling import profiled_step
+from rehearsing import SHAPE, rehearse_all
+from rehearsing import THREE_BLOCKS as TINY
 
 from bigdit.dist import World
 from bigdit.memory import Ledger, ledger
@@ -15,6 +16,7 @@ from bigdit.rehearse import RehearsalRequest, RehearsedSize
 from bigdit.rehearse.drive import record
 from bigdit.spec import EmaSpec, LoraSpec, ObjectiveSpec, OptimizerSpec, Strategy
 
+MICRO_BATCH_SIZE = 2
 BLOCKS = 3  # of TINY
 ADAM_8BIT = OptimizerSpec(name="adamw_8bit")
 
@@ -107,7 +109,7 @@ def test_every_block_of_a_policy_is_one_of_the_allocator(name: str) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        changes, _ = _profiled(strategy)
+        changes, _ = profiled_step(strategy)
     finally:
         torch.set_num_threads(threads)
     real = [nbytes for _, nbytes in changes if nbytes > 0]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import gc
 from collections import Counter
 
 import pytest
 import torch
-from rehearsing import rehearse_all
+from profiling import profiled_step
+from rehearsing import SHAPE, rehearse_all
+from rehearsing import THREE_BLOCKS as TINY
+from stepping import equipped
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -17,31 +19,11 @@ from bigdit.engines import scaling
 from bigdit.memory import Timeline, ledger
 from bigdit.record.in_place import InPlace
 from bigdit.rehearse import RehearsalRequest, RehearsedSize
-from bigdit.rehearse.data import batch, feed
-from bigdit.rehearse.drive import STEPS, drive
-from bigdit.spec import BatchShape, ModelSpec, ObjectiveSpec, OptimizerSpec, Strategy
+from bigdit.rehearse.data import batch
+from bigdit.rehearse.drive import drive
+from bigdit.spec import ObjectiveSpec, OptimizerSpec, Strategy
 from bigdit.train.step import train_step
 
-# Three blocks; some of its weights have more than 4096 elements, so that bitsandbytes keeps them in 8 bits.
-TINY = ModelSpec(
-    name="tiny-sana",
-    class_name="SanaTransformer2DModel",
-    kwargs={
-        "in_channels": 4,
-        "out_channels": 4,
-        "num_attention_heads": 4,
-        "attention_head_dim": 8,
-        "num_layers": 3,
-        "num_cross_attention_heads": 4,
-        "cross_attention_head_dim": 8,
-        "cross_attention_dim": 32,
-        "caption_channels": 12,
-        "mlp_ratio": 2.5,
-        "sample_size": 8,
-        "patch_size": 1,
-    },
-)
-SHAPE = BatchShape(latents=(4, 8, 8), text=(6, 12))
 MICRO_BATCH_SIZE = 2
 CPU = torch.device("cpu")
 EARLIER = ("parameter", "input")  # allocated before the recording, or while it was not asked
@@ -195,7 +177,7 @@ def test_every_block_of_the_record_is_one_of_the_allocator(precision: str, check
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # kernels that split a reduction take scratch memory a thread, which could hide one
     try:
-        changes, _ = _profiled(strategy)
+        changes, _ = profiled_step(strategy)
     finally:
         torch.set_num_threads(threads)
     assert blocks - Counter(nbytes for _, nbytes in changes if nbytes > 0) == Counter()
@@ -232,39 +214,12 @@ def test_gradients_are_added_in_place_where_autograd_does(checkpointed: int | st
 
 def _allocator_levels(strategy: Strategy, weights: int) -> list[int]:
     """Allocated bytes at the start of each forward and step, the weights and host batches counted in."""
-    changes, starts = _profiled(strategy)
+    changes, starts = profiled_step(strategy)
     return [weights + sum(nbytes for at, nbytes in changes if at < start) for start in starts]
 
 
-def _profiled(strategy: Strategy) -> tuple[list[tuple[int, int]], list[int]]:
-    """The allocator's own report of two steps without a recorder: (time, bytes), and where phases start."""
-    family, model = _model(strategy)
-    gc.collect()
-    gc.disable()
-    try:
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-            engine = engines.create(strategy, model, family, device=CPU, world=World())
-            ahead = feed(lambda: batch(SHAPE, strategy), strategy, pin=False)
-            for _ in range(STEPS):
-                micro_batches = next(ahead)
-                train_step(engine, family, ObjectiveSpec(), micro_batches, lr=1e-4)
-                del micro_batches
-    finally:
-        gc.enable()
-    events = profiled.profiler.kineto_results.events()
-    changes = [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"]
-    return changes, sorted(event.start_ns() for event in events if event.name() in ("forward", "step"))
-
-
-def _model(strategy: Strategy) -> tuple[models.Family, torch.nn.Module]:
-    family = models.family(TINY.class_name)
-    model = models.build(TINY, device="cpu", dtype=engines.compute_dtype(strategy))
-    models.equip(model, family, strategy)
-    return family, model
-
-
 def _engine(strategy: Strategy) -> tuple[engines.Engine, models.Family]:
-    family, model = _model(strategy)
+    family, model = equipped(strategy, TINY)
     return engines.create(strategy, model, family, device=CPU, world=World()), family
 
 

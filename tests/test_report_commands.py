@@ -10,7 +10,6 @@ import plans
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_report_plan import shown
 
 from bigdit.config.plan_file import FILE
 from bigdit.report.commands import PORT, Command, commands, obstacle
@@ -127,5 +126,5 @@ def test_what_cannot_be_trained_here_has_no_command(made):
     online = made.chosen.strategy.model_copy(update={"features": "online"})
     plan = made.model_copy(update={"chosen": made.chosen.model_copy(update={"strategy": online})})
     assert obstacle(plan) == "features online are rehearsed, not trained yet"
-    assert "nothing to run: features online are rehearsed, not trained yet" in shown(plan, Path("plans/x"))
+    assert "nothing to run: features online are rehearsed, not trained yet" in plans.shown(plan, Path("plans/x"))
     assert obstacle(made) is None

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_emulate_history import ACCOUNT, CARD, LINE
+from accounts import ACCOUNT, CARD, LINE
 
 from bigdit import log
 from bigdit.catalog import gpu

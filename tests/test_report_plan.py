@@ -1,25 +1,16 @@
 """A plan in the terminal: what is said, in what order, at 80 columns; and the commands that run it."""
 
-from io import StringIO
 from pathlib import Path
 
 import plans
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
 
 from bigdit.report import words
-from bigdit.report.plan import show
 from bigdit.spec import Strategy
 from bigdit.speed.interval import Interval
 from bigdit.units import GIB, gib
-
-
-def shown(plan, folder=None):
-    out = StringIO()
-    show(plan, folder, Console(width=80, no_color=True, file=out))
-    return out.getvalue()
 
 
 @pytest.fixture(scope="module")
@@ -40,9 +31,9 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 def test_it_reads_at_80_columns_and_without_colour(way):
     plan = WAYS[way]()
-    text = shown(plan, Path("plans/sana"))
+    text = plans.shown(plan, Path("plans/sana"))
     assert max(map(len, text.splitlines())) <= 80
-    assert len(shown(plan.model_copy(update={"waterfall": ()}), Path("plans/sana")).splitlines()) <= 90
+    assert len(plans.shown(plan.model_copy(update={"waterfall": ()}), Path("plans/sana")).splitlines()) <= 90
     assert "\x1b" not in text
     assert all(sign.isprintable() or sign == "\n" for sign in text)
 
@@ -50,7 +41,7 @@ def test_it_reads_at_80_columns_and_without_colour(way):
 @pytest.mark.slow
 @pytest.mark.xdist_group("plan")
 def test_the_answer_comes_first_and_the_commands_last(made):
-    text = shown(made, Path("plans/sana"))
+    text = plans.shown(made, Path("plans/sana"))
     order = [
         "sana-1600m-1024, 1.604 B parameters, 1024 × 1024 pixels, on one NVIDIA A40",
         "FITS: wants ",
@@ -74,7 +65,7 @@ def test_the_answer_comes_first_and_the_commands_last(made):
 @pytest.mark.slow
 @pytest.mark.xdist_group("plan")
 def test_the_numbers_are_the_plans(made):
-    text = shown(made)
+    text = plans.shown(made)
     process = made.chosen.process
     left = made.question.gpu.usable_bytes - process.high_bytes
     assert f"{process.low_bytes / GIB:.2f}–{gib(process.high_bytes)} of 44.35 GiB usable, {gib(left)} left" in text
@@ -98,7 +89,7 @@ def test_the_numbers_are_the_plans(made):
 @pytest.mark.xdist_group("plan")
 def test_what_does_not_fit_is_answered_with_what_would():
     plan = plans.unfitting_plan()
-    text = shown(plan, Path("plans/sana"))
+    text = plans.shown(plan, Path("plans/sana"))
     assert "DOES NOT FIT: wants " in text
     assert f"of 15.67 GiB usable, {gib(-plan.chosen.headroom_bytes)} too much" in text
     assert text.index("what would fit") < text.index("nearest to fitting") < text.index("memory by phase")
@@ -112,7 +103,7 @@ def test_what_does_not_fit_is_answered_with_what_would():
 def test_a_tight_plan_says_so(made):
     margin = int(made.chosen.peak_reserved_bytes * made.band.share)
     chosen = made.chosen.model_copy(update={"headroom_bytes": margin // 2, "verdict": "TIGHT"})
-    text = shown(made.model_copy(update={"chosen": chosen, "verdict": "TIGHT"}))
+    text = plans.shown(made.model_copy(update={"chosen": chosen, "verdict": "TIGHT"}))
     assert f"{gib(margin // 2)} left, which is within the error band" in " ".join(text.split())
     assert f"error band ±3 % of reserved memory, ±{gib(margin)} (the step of 9 engines" in " ".join(text.split())
 
@@ -120,26 +111,26 @@ def test_a_tight_plan_says_so(made):
 @pytest.mark.slow
 @pytest.mark.xdist_group("plan")
 def test_the_way_from_the_copied_setting_is_shown_where_it_was_asked_for(made):
-    text = " ".join(shown(made).split())
+    text = " ".join(plans.shown(made).split())
     places = [text.index(gib(step.process_bytes), text.index("from the copied setting")) for step in made.waterfall]
     assert places == sorted(places)
     for step in made.waterfall:
         assert step.change.split()[0] in text
-    assert "from the copied setting" not in shown(made.model_copy(update={"waterfall": ()}))
+    assert "from the copied setting" not in plans.shown(made.model_copy(update={"waterfall": ()}))
 
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("plan")
 def test_what_the_allocator_needs_is_said():
     plan = plans.expandable_plan()
-    assert "allocator   PYTORCH_ALLOC_CONF=expandable_segments:True" in shown(plan)
+    assert "allocator   PYTORCH_ALLOC_CONF=expandable_segments:True" in plans.shown(plan)
 
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("plan")
 def test_the_recommended_row_is_shown_however_long_the_front(made):
     last = made.model_copy(update={"front": (*made.front[1:], made.chosen)})
-    assert "▸ 12 of 20 blocks checkpointed" in shown(last)
+    assert "▸ 12 of 20 blocks checkpointed" in plans.shown(last)
 
 
 STRATEGIES = {

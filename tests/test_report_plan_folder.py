@@ -5,7 +5,7 @@ import json
 import plans
 import pytest
 import yaml
-from conftest import bigdit
+from commands import bigdit
 
 from bigdit.config.deepspeed import complete_ds_config, ds_values
 from bigdit.config.plan_file import read_plan_file

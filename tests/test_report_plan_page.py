@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import plans
 import pytest
+from colours import VISIONS, lab
 from PIL import Image
-from test_report_timeline import VISIONS, lab
 
 from bigdit.memory import CATEGORIES
 from bigdit.report.curve import plot_curves

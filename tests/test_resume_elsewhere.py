@@ -4,76 +4,26 @@ import json
 
 import pytest
 import torch
-from conftest import BIN, ROOT, run_command
 from rehearsing import SANA as MODEL
 from rehearsing import SHAPE
+from resuming import save, started, strategy
 from safetensors.torch import load_file, save_file
+from two_processes import run_two
 from whole import whole_state
 
-from bigdit import checkpoint, engines, models
+from bigdit import checkpoint
 from bigdit.dist import World
 from bigdit.engines.state import checkpoint_bytes
 from bigdit.errors import UserError
-from bigdit.loader.batch import Batch
 from bigdit.rehearse import RehearsalRequest, rehearse
-from bigdit.spec import EmaSpec, ObjectiveSpec, OptimizerSpec, Strategy
-from bigdit.train.step import train_step
-
-CPU = torch.device("cpu")
-ADAMW = OptimizerSpec(lr=1e-3)
-
-
-def strategy(engine="single", world_size=1, stage=None, **options):
-    """A strategy of the tests', with DeepSpeed's document for `stage`."""
-    document = None
-    if stage is not None:
-        document = json.loads((ROOT / "ds_configs/zero2_bf16.json").read_text())
-        document |= {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "gradient_clipping": 0.0}
-        document |= {"bf16": {"enabled": True}, "zero_allow_untested_optimizer": True}
-        document["zero_optimization"] |= {"stage": stage}
-    options = {"optimizer": ADAMW, "ema": EmaSpec(decay=0.9)} | options
-    return Strategy(engine=engine, world_size=world_size, ds_config=document, **options)
-
-
-def started(wanted, world, *, seed=0, found=None):
-    """An engine over fresh weights, or over a checkpoint's, with its average and its step."""
-    family = models.family(MODEL.class_name)
-    model = models.build(MODEL, device="cpu", dtype=engines.compute_dtype(wanted), seed=seed)
-    peers = checkpoint.Peers(world)
-    if found is not None:
-        checkpoint.check_resumable(found, MODEL, wanted)
-        checkpoint.verify(found, peers)
-        checkpoint.load_weights(found, model)
-    engine = engines.create(wanted, model, family, device=CPU, world=world)
-    ema = engines.ema_of(engine)
-    if found is not None:
-        checkpoint.restore(found, engine, peers, ema)
-
-    def step():
-        generator = torch.Generator().manual_seed(0)
-        latents, text = (torch.randn(2, *shape, generator=generator) for shape in (SHAPE.latents, SHAPE.text))
-        each = 2 // world.world_size
-        mine = slice(world.rank * each, (world.rank + 1) * each)
-        whole = Batch(latents, text, torch.ones(2, SHAPE.text[0]), (1, 2))
-        mine = Batch(whole.latents[mine], whole.text_embeds[mine], whole.text_mask[mine], whole.seeds[mine])
-        train_step(engine, family, ObjectiveSpec(), [mine], lr=1e-3, ema=ema)
-
-    return engine, ema, step, peers
-
-
-def save(folder, engine, ema, peers):
-    described = {"model": MODEL.model_dump(mode="json"), "strategy": engine.strategy.model_dump(mode="json")}
-    with checkpoint.Saver(folder, peers, checkpoint.Keeping(1)) as saver:
-        saver.save(engine, ema, 1, described | {"run": {}, "data": None})
-
+from bigdit.spec import OptimizerSpec
 
 _ELSEWHERE = """
 import json, sys
 import torch, torch.distributed as dist
 from pathlib import Path
-sys.path.insert(0, sys.argv[1])
 from safetensors.torch import load_file, save_file
-from test_resume_elsewhere import save, started, strategy
+from resuming import save, started, strategy
 from whole import whole_state
 from bigdit import checkpoint
 from bigdit.dist import world_from_env
@@ -81,7 +31,7 @@ from bigdit.engines.state import checkpoint_bytes
 
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
-world, folder = world_from_env(), Path(sys.argv[2])
+world, folder = world_from_env(), Path(sys.argv[1])
 copied = json.loads((folder / "copied.json").read_text())
 before = "single"
 for name, wanted in {
@@ -120,12 +70,7 @@ def runs(tmp_path_factory):
     (folder / "copied.json").write_text(json.dumps({"single": checkpoint_bytes(engine, ema)}))
     script = folder / "elsewhere.py"
     script.write_text(_ELSEWHERE)
-    done = run_command(
-        *(BIN / "torchrun", "--standalone", "--nproc-per-node", 2, script, ROOT / "tests", folder),
-        PYTHONPATH=str(ROOT),
-        DS_ACCELERATOR="cpu",
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_two(script, folder)
     return folder
 
 

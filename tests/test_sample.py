@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from conftest import bigdit
+from commands import bigdit
 from PIL import Image
 
 

@@ -5,6 +5,7 @@ import pytest
 import tiny_pipelines
 import tiny_vaes
 import torch
+from tiny_pipelines import SD3
 
 from bigdit import checkpoint, engines, models, objectives
 from bigdit.dist import World
@@ -12,19 +13,6 @@ from bigdit.loader.batch import Batch
 from bigdit.sampling import Sampler, SamplingOptions
 from bigdit.spec import ModelSpec, Strategy
 
-SD3 = {
-    "sample_size": 8,
-    "patch_size": 2,
-    "in_channels": 4,
-    "out_channels": 4,
-    "num_layers": 2,
-    "num_attention_heads": 2,
-    "attention_head_dim": 8,
-    "joint_attention_dim": 16,
-    "caption_projection_dim": 16,
-    "pooled_projection_dim": 12,
-    "pos_embed_max_size": 16,
-}
 WAN = {
     "patch_size": [1, 2, 2],
     "num_attention_heads": 2,

@@ -1,16 +1,13 @@
 """The claims of benchmarks/scenarios.md: the substance of each answer, and that the file says what is found today."""
 
 import re
-import sys
 from collections.abc import Iterator
 from itertools import pairwise
 
 import pytest
-from conftest import ROOT
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
 from claims.answers import EVIDENCE, Found, largest, option, published_came, rehearsed
 from claims.dit import DIT_CLAIMS, DIT_OURS, DIT_THEIRS
+from commands import ROOT
 
 from bigdit import catalog
 from bigdit.rehearse.pool import Pool

@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from rehearsing import SANA as TINY
-from rehearsing import SHAPE
-from test_rehearse_proof import TINY as WIDE  # with weights of 4096 elements and more, which are quantised
+from rehearsing import THREE_BLOCKS as WIDE  # with weights of 4096 elements and more, which are quantised
+from stepping import one_batch, started
 from whole import full_weights
 
 from bigdit import checkpoint, engines, models
@@ -13,25 +12,13 @@ from bigdit.engines import scaling, single
 from bigdit.engines.scaling import LossScaler
 from bigdit.engines.state import places
 from bigdit.errors import UserError
-from bigdit.loader.batch import Batch
 from bigdit.spec import ObjectiveSpec, OptimizerSpec, Strategy
 from bigdit.train.step import train_step
 
 
-def started(strategy, spec=TINY, seed=0):
-    """An engine over fresh weights, and its family."""
-    family = models.family(spec.class_name)
-    model = models.build(spec, device="cpu", dtype=engines.compute_dtype(strategy), seed=seed)
-    return engines.create(strategy, model, family, device=torch.device("cpu"), world=World()), family
-
-
 def step(engine, family, lr=1e-3):
     """One step on one fixed batch; its result."""
-    generator = torch.Generator().manual_seed(0)
-    latents = torch.randn(2, *SHAPE.latents, generator=generator)
-    text = torch.randn(2, *SHAPE.text, generator=generator)
-    batch = Batch(latents, text, torch.ones(2, SHAPE.text[0]), (1, 2))
-    return train_step(engine, family, ObjectiveSpec(), [batch], lr=lr)
+    return train_step(engine, family, ObjectiveSpec(), [one_batch()], lr=lr)
 
 
 def weights(engine):

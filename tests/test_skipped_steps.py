@@ -3,29 +3,17 @@
 import numpy as np
 import pytest
 import torch
-from conftest import DIGITS, SINGLE, TINY, with_set
-from rehearsing import SHAPE
-from test_single_engine import started
+from stepping import one_batch, started
+from training import run
 from two_processes import answer_of_two
 from whole import whole_state
 
 from bigdit.engines import ema_of
-from bigdit.loader.batch import Batch
 from bigdit.loader.read import BatchReader
 from bigdit.spec import EmaSpec, ObjectiveSpec, OptimizerSpec, Strategy
-from bigdit.train import main
 from bigdit.train.metrics import read_metrics
 from bigdit.train.spikes import LossSpikes
 from bigdit.train.step import train_step
-
-
-def one_batch(seed, *, poisoned=False):
-    generator = torch.Generator().manual_seed(seed)
-    latents = torch.randn(2, *SHAPE.latents, generator=generator)
-    if poisoned:
-        latents[1, 0, 0, 0] = torch.nan
-    text = torch.randn(2, *SHAPE.text, generator=generator)
-    return Batch(latents, text, torch.ones(2, SHAPE.text[0]), (seed, seed + 1))
 
 
 def after(strategy, *batches):
@@ -70,9 +58,8 @@ def test_a_step_on_nan_changes_no_bit(strategy):
 _SHARDED = """
 import json, sys
 import torch, torch.distributed as dist
-sys.path.insert(0, sys.argv[1])
 from rehearsing import SANA
-from test_skipped_steps import one_batch
+from stepping import one_batch
 from whole import whole_state
 from bigdit import engines, models
 from bigdit.dist import world_from_env
@@ -129,7 +116,7 @@ for case in (
 everywhere = [None, None]
 dist.all_gather_object(everywhere, found)
 if world.is_main:
-    json.dump(everywhere, open(sys.argv[2], "w"))
+    json.dump(everywhere, open(sys.argv[1], "w"))
 dist.destroy_process_group()
 """
 
@@ -154,11 +141,6 @@ def poisoned(monkeypatch):
         return batch
 
     monkeypatch.setattr(BatchReader, "read", poison)
-
-
-def run(features, output, *more):
-    overrides = [*TINY, *SINGLE, f"data.features={features}", f"output={output}", *more]
-    return main.main(["--config", str(DIGITS), *with_set(overrides)])
 
 
 def test_a_skipped_step_is_said_with_its_sample(features, tmp_path, poisoned, capfd):

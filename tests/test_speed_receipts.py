@@ -5,8 +5,8 @@ import json
 import math
 
 import pytest
-from conftest import DIGITS, SINGLE, TINY, with_set
-from conftest import bigdit as command
+from commands import DIGITS, SINGLE, TINY, with_set
+from commands import bigdit as command
 from rehearsing import SANA, SHAPE, rehearse_all
 
 from bigdit import catalog, receipt

@@ -8,7 +8,7 @@ import time
 
 import pytest
 import torch
-from conftest import BIN, DIGITS, ROOT, SINGLE, TINY, bigdit, run_command, with_set
+from commands import BIN, DIGITS, ROOT, SINGLE, TINY, bigdit, run_command, with_set
 from diffusers import SanaTransformer2DModel
 from safetensors.torch import load_file
 

@@ -1,16 +1,10 @@
 """Training on disks that are full or cannot be written: a line, nothing lost, and it goes on with room."""
 
-from conftest import DIGITS, SINGLE, TINY, with_set
 from disks import mounted, remount
+from training import run
 
 from bigdit import checkpoint
-from bigdit.train import main
 from bigdit.train.metrics import read_metrics
-
-
-def run(features, output, *more):
-    overrides = [*TINY, *SINGLE, f"data.features={features}", f"output={output}", *more]
-    return main.main(["--config", str(DIGITS), *with_set(overrides)])
 
 
 def errors(capfd):

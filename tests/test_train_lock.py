@@ -5,7 +5,7 @@ import os
 import signal
 
 import pytest
-from conftest import BIN, ROOT, SINGLE, run_command
+from commands import BIN, ROOT, SINGLE, run_command
 from running import BIGDIT, FSDP2, arguments, running
 
 from bigdit.dist import World

@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 from cards import TIME_LIMIT_S, answers
-from conftest import DIGITS, ROOT, SINGLE, TINY, with_set
+from commands import DIGITS, ROOT, SINGLE, TINY, with_set
 
 from bigdit import catalog
 from bigdit.emulator import emulated_environment, shared_state

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 from cards import TIME_LIMIT_S
-from conftest import DIGITS, ROOT, SINGLE, TINY, bigdit, with_set
+from commands import DIGITS, ROOT, SINGLE, TINY, bigdit, with_set
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image

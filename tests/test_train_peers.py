@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import BIN, ROOT
+from commands import BIN, ROOT
 from running import BIGDIT, FSDP2, ZERO2, ended, running, until
 
 from bigdit.train.processes import launch

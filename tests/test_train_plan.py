@@ -5,8 +5,8 @@ import sys
 
 import pytest
 import yaml
-from conftest import BIN, DIGITS, TINY, bigdit, run_command
-from test_plan_file import SINGLE, plan_of, run_yaml, write, zero2
+from commands import BIN, DIGITS, TINY, bigdit, run_command
+from plan_files import SINGLE, plan_of, run_yaml, write, zero2
 
 from bigdit.catalog.revision import revision
 from bigdit.spec import EmaSpec, OptimizerSpec, Strategy

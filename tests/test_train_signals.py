@@ -7,7 +7,7 @@ import sys
 import time
 
 import pytest
-from conftest import BIN, ROOT, SINGLE
+from commands import BIN, ROOT, SINGLE
 from running import BIGDIT, FSDP2, ZERO2, ended, running, until
 
 from bigdit.train.metrics import read_metrics

@@ -5,7 +5,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from conftest import BIN, DIGITS, ROOT
+from commands import BIN, DIGITS, ROOT
 from running import FSDP2, running
 
 # Starts the tasks as srun does, and hands SLURM's warning to each.

@@ -247,3 +247,19 @@ def pipeline_of(class_name, parts):
     parameters = inspect.signature(pipeline.__init__).parameters.values()
     absent = {each.name: None for each in parameters if each.default is each.empty and each.name != "self"}
     return pipeline(**(absent | parts))
+
+
+SD3 = {
+    "sample_size": 8,
+    "patch_size": 2,
+    "in_channels": 4,
+    "out_channels": 4,
+    "num_layers": 2,
+    "num_attention_heads": 2,
+    "attention_head_dim": 8,
+    "joint_attention_dim": 16,
+    "caption_projection_dim": 16,
+    "pooled_projection_dim": 12,
+    "pos_embed_max_size": 16,
+}
+"""The transformer that takes what the encoders of StableDiffusion3Pipeline make."""

@@ -1,7 +1,11 @@
 """A plan to show, write and train by: one real rehearsal, and made-up figures for what a search would add."""
 
 import functools
+from io import StringIO
+from pathlib import Path
 from typing import Any
+
+from rich.console import Console
 
 from bigdit import catalog
 from bigdit.errors import versions
@@ -9,6 +13,7 @@ from bigdit.memory.footprint import footprint
 from bigdit.memory.host import host_memory
 from bigdit.rehearse import rehearse
 from bigdit.rehearse.ask import request_for
+from bigdit.report.plan import show
 from bigdit.search.needs.dataset import DatasetNeed
 from bigdit.search.needs.host import HostNeed
 from bigdit.search.plan import Band, BucketLimit, Choice, Curve, Plan, Rejected, Run, Step, Verdict
@@ -255,3 +260,10 @@ def sharded_plan(world_size: int = 32) -> Plan:
     )
     chosen = plan.chosen.model_copy(update={"strategy": zero2, "title": "ZeRO-2, 12 of 20 blocks checkpointed"})
     return plan.model_copy(update={"question": question, "chosen": chosen, "front": (chosen, *plan.front[1:])})
+
+
+def shown(plan: Plan, folder: Path | None = None) -> str:
+    """What a terminal of 80 columns shows of it."""
+    out = StringIO()
+    show(plan, folder, Console(width=80, no_color=True, file=out))
+    return out.getvalue()

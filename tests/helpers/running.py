@@ -7,7 +7,7 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
-from conftest import BIN, DIGITS, ROOT, TINY, with_set
+from commands import BIN, DIGITS, ROOT, TINY, with_set
 
 FSDP2 = ("engine.name=fsdp2", "engine.ds_config=null")
 ZERO2 = ()

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from conftest import ROOT
+from commands import ROOT
 
 TIME_LIMIT_S = 300
 

@@ -6,6 +6,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from commands import ROOT
+
 from bigdit.rehearse import RehearsalRequest, RehearsedSize
 from bigdit.spec import BatchShape, ModelSpec
 
@@ -22,6 +24,25 @@ SANA = ModelSpec(
         "cross_attention_head_dim": 8,
         "cross_attention_dim": 16,
         "caption_channels": 12,
+        "sample_size": 8,
+        "patch_size": 1,
+    },
+)
+# Three blocks; some of its weights have more than 4096 elements, so that bitsandbytes keeps them in 8 bits.
+THREE_BLOCKS = ModelSpec(
+    name="tiny-sana",
+    class_name="SanaTransformer2DModel",
+    kwargs={
+        "in_channels": 4,
+        "out_channels": 4,
+        "num_attention_heads": 4,
+        "attention_head_dim": 8,
+        "num_layers": 3,
+        "num_cross_attention_heads": 4,
+        "cross_attention_head_dim": 8,
+        "cross_attention_dim": 32,
+        "caption_channels": 12,
+        "mlp_ratio": 2.5,
         "sample_size": 8,
         "patch_size": 1,
     },
@@ -50,7 +71,7 @@ def rehearse_all(folder: Path, requests: Sequence[RehearsalRequest]) -> list[Reh
     asked.write_text(json.dumps([request.model_dump(mode="json") for request in requests]))
     done = subprocess.run(
         [sys.executable, "-c", _REHEARSE_ALL, str(asked), str(answered)],
-        cwd=Path(__file__).parents[1],
+        cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=550,

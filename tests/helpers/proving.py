@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
-from conftest import ROOT, run_command
+from commands import ROOT, run_command
 
 from bigdit.memory import Timeline
 from bigdit.rehearse import RehearsalRequest, RehearsedSize

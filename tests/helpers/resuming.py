@@ -1,0 +1,58 @@
+"""Engines over a tiny model, begun anew or from a checkpoint, their step, and how they are saved."""
+
+import json
+
+import torch
+from commands import ROOT
+from rehearsing import SANA
+from stepping import one_batch
+
+from bigdit import checkpoint, engines, models
+from bigdit.loader.batch import Batch
+from bigdit.spec import EmaSpec, ObjectiveSpec, OptimizerSpec, Strategy
+from bigdit.train.step import train_step
+
+CPU = torch.device("cpu")
+ADAMW = OptimizerSpec(lr=1e-3)
+
+
+def strategy(engine="single", world_size=1, stage=None, **options):
+    """A strategy of the tests', with DeepSpeed's document for `stage`."""
+    document = None
+    if stage is not None:
+        document = json.loads((ROOT / "ds_configs/zero2_bf16.json").read_text())
+        document |= {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "gradient_clipping": 0.0}
+        document |= {"bf16": {"enabled": True}, "zero_allow_untested_optimizer": True}
+        document["zero_optimization"] |= {"stage": stage}
+    options = {"optimizer": ADAMW, "ema": EmaSpec(decay=0.9)} | options
+    return Strategy(engine=engine, world_size=world_size, ds_config=document, **options)
+
+
+def started(wanted, world, *, seed=0, found=None):
+    """An engine over fresh weights, or over a checkpoint's, with its average and its step."""
+    family = models.family(SANA.class_name)
+    model = models.build(SANA, device="cpu", dtype=engines.compute_dtype(wanted), seed=seed)
+    peers = checkpoint.Peers(world)
+    if found is not None:
+        checkpoint.check_resumable(found, SANA, wanted)
+        checkpoint.verify(found, peers)
+        checkpoint.load_weights(found, model)
+    engine = engines.create(wanted, model, family, device=CPU, world=world)
+    ema = engines.ema_of(engine)
+    if found is not None:
+        checkpoint.restore(found, engine, peers, ema)
+
+    def step():
+        each = 2 // world.world_size
+        mine = slice(world.rank * each, (world.rank + 1) * each)
+        whole = one_batch()
+        mine = Batch(whole.latents[mine], whole.text_embeds[mine], whole.text_mask[mine], whole.seeds[mine])
+        train_step(engine, family, ObjectiveSpec(), [mine], lr=1e-3, ema=ema)
+
+    return engine, ema, step, peers
+
+
+def save(folder, engine, ema, peers):
+    described = {"model": SANA.model_dump(mode="json"), "strategy": engine.strategy.model_dump(mode="json")}
+    with checkpoint.Saver(folder, peers, checkpoint.Keeping(1)) as saver:
+        saver.save(engine, ema, 1, described | {"run": {}, "data": None})

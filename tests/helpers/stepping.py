@@ -1,0 +1,32 @@
+"""Engines of one process over tiny models, and a batch that they step on."""
+
+import torch
+from rehearsing import SANA, SHAPE
+
+from bigdit import engines, models
+from bigdit.dist import World
+from bigdit.loader.batch import Batch
+
+
+def started(strategy, spec=SANA, seed=0):
+    """An engine over fresh weights, and its family."""
+    family = models.family(spec.class_name)
+    model = models.build(spec, device="cpu", dtype=engines.compute_dtype(strategy), seed=seed)
+    return engines.create(strategy, model, family, device=torch.device("cpu"), world=World()), family
+
+
+def equipped(strategy, spec=SANA, seed=0):
+    """A family, and its model as the strategy wants it: `seed` is that of adapters."""
+    family = models.family(spec.class_name)
+    model = models.build(spec, device="cpu", dtype=engines.compute_dtype(strategy), seed=0)
+    return family, models.equip(model, family, strategy, seed=seed)
+
+
+def one_batch(seed=0, *, poisoned=False):
+    """Two random samples; `poisoned`, one number of the second's latents is NaN."""
+    generator = torch.Generator().manual_seed(seed)
+    latents = torch.randn(2, *SHAPE.latents, generator=generator)
+    if poisoned:
+        latents[1, 0, 0, 0] = torch.nan
+    text = torch.randn(2, *SHAPE.text, generator=generator)
+    return Batch(latents, text, torch.ones(2, SHAPE.text[0]), (seed + 1, seed + 2))

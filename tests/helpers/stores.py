@@ -1,0 +1,81 @@
+"""Stores of random features, without pictures or encoders, and streams of batches from them."""
+
+from contextlib import closing
+from dataclasses import dataclass
+
+import torch
+
+from bigdit.dist import World
+from bigdit.loader.order import Order
+from bigdit.loader.stream import FeatureStream
+from bigdit.store.null_text import write_null_text
+from bigdit.store.part import Encoded, part_path, write_part
+from bigdit.store.schema import FILE, StoreSchema, part_identity, schema_text, store_identity
+from bigdit.store.text import Text
+
+SHAPES = [(4, 6, 6), (4, 4, 8)]
+DIM, TOKENS, POOLED, PART = 16, 12, 6, 8
+NULL = Text(torch.full((2, DIM), 7.0), torch.full((POOLED,), 9.0))
+
+
+@dataclass(frozen=True)
+class Caption:
+    text: str
+    weight: float = 1.0
+
+
+def make_store(
+    root,
+    count=40,
+    *,
+    deviation=False,
+    pooled=False,
+    eight_bits=False,
+    dtype=torch.bfloat16,
+    several=False,
+    buckets=((8, 8),),
+):
+    """Random features; sample i's second caption weighs three times its first."""
+    schema = StoreSchema(
+        codec={},
+        text_encoder={"max_tokens": TOKENS},
+        buckets=list(buckets),
+        sources=[{"kind": "random", "count": count}],
+        part_size=PART,
+    )
+    root.mkdir(exist_ok=True)
+    (root / FILE).write_text(schema_text(schema))
+    write_null_text(root, NULL if pooled else Text(NULL.states), store_identity(schema))
+    truth = {}
+    for start, end in schema.ranges():
+        generator = torch.Generator().manual_seed(start)
+        latents, indices, captions, texts = {}, {}, {}, {}
+        for number, shape in enumerate(SHAPES):
+            chosen = indices[shape] = [index for index in range(start, end) if (index % 3 == 0) == (number == 1)]
+            size = (len(chosen), 2, *shape) if deviation else (len(chosen), *shape)
+            latents[shape] = torch.randn(size, generator=generator).abs().to(dtype)
+        for index in range(start, end):
+            names = [f"{index}a", f"{index}b"] if several else [f"{index % 5}"]
+            captions[index] = tuple(Caption(name, 1.0 + 2.0 * i) for i, name in enumerate(names))
+            for name in names:
+                length = 1 + (index + len(texts)) % TOKENS
+                vector = torch.randn(POOLED, generator=generator) if pooled else None
+                texts.setdefault(name, Text(torch.randn(length, DIM, generator=generator), vector))
+        for shape, chosen in indices.items():
+            for sample, index in zip(latents[shape], chosen, strict=True):
+                truth[index] = (sample, [texts[caption.text] for caption in captions[index]])
+        encoded = Encoded(latents, indices, captions, texts, [])
+        write_part(part_path(root, start, end), encoded, identity=part_identity(schema, start), eight_bits=eight_bits)
+    return truth
+
+
+def stream_of(store, micro=4, accum=1, world=None, **options):
+    world = world or World()
+    order = Order(store.index.counts, store.index.shapes, micro * accum * world.world_size, seed=0)
+    options = {"caption_dropout": 0.0, "seed": 0} | options
+    return FeatureStream(store, world, order, micro_batch_size=micro, grad_accum_steps=accum, **options)
+
+
+def read_all(store, steps, **options):
+    with closing(stream_of(store, **options).steps(0, steps)) as found:
+        return [batch for step in found for batch in step]

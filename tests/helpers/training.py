@@ -1,0 +1,33 @@
+"""Tiny runs of the digits that this process trains itself."""
+
+from commands import DIGITS, SINGLE, TINY, with_set
+from safetensors.torch import load_file
+
+from bigdit import checkpoint
+from bigdit.config import load_run
+from bigdit.dist import World
+from bigdit.train import main
+from bigdit.train.loop import train
+from bigdit.train.prepare import prepare
+from bigdit.train.processes.stop import Stop
+
+
+def run(features, output, *more):
+    """Train by the command's own function; its exit status."""
+    overrides = [*TINY, *SINGLE, f"data.features={features}", f"output={output}", *more]
+    return main.main(["--config", str(DIGITS), *with_set(overrides)])
+
+
+def run_to(steps, output, features, *overrides):
+    """Train in this process up to `steps`, going on from what `output` holds; the last checkpoint."""
+    settings = [*TINY, *SINGLE, f"data.features={features}", f"output={output}", f"train.steps={steps}", *overrides]
+    run = load_run(DIGITS, settings)
+    spec, strategy = prepare(run, 1)
+    train(run, spec, strategy, World(), Stop(run.train.grace, World()))
+    found, _ = checkpoint.latest(output)
+    return found
+
+
+def exported(found, name):
+    """The tensors that a checkpoint was exported as, when its run ended."""
+    return load_file(next((found.folder.parents[1] / "exports" / found.folder.name / name).glob("*.safetensors")))
