@@ -110,7 +110,7 @@ def _killed(case: Case, seeds: range) -> Row:
 def _full(case: Case, seeds: range) -> Row:
     what = "a tmpfs that is full in the middle, then given room"
     if not can_mount(case.folder / "mount"):
-        return what, 0, "this process may not mount file systems: not tried (tests/test_extract.py limits file sizes)"
+        return what, 0, "this process may not mount file systems: not tried (tests/extract limits file sizes)"
     ends = Counter(full_disk_round(case, each).rpartition(": ")[2] for each in seeds)
     return what, len(seeds), ", ".join(f"{count} ended with “{end}”" for end, count in ends.items())
 

@@ -35,7 +35,7 @@ COLOURS: dict[Category, str] = {
 """One colour a category, in the order of the layers: what stays lies below, what comes and goes above.
 
 Source: Paul Tol's colours for the colour-blind, https://personal.sron.nl/~pault: "muted", with single ones of
-"vibrant", "light" and "medium-contrast"; checked in tests/test_report_timeline.py.
+"vibrant", "light" and "medium-contrast"; checked in tests/report/test_timeline.py.
 """
 
 MOST_COLUMNS = 2000

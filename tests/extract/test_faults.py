@@ -59,5 +59,5 @@ def test_every_cut_file_is_found(case):
 def test_a_full_disk_ends_in_one_line_and_goes_on_with_room(case):
     if can_mount(case.folder / "mount"):
         assert full_disk_round(case, 0).endswith("No space left on device")
-    else:  # test_extract.py limits the size of files, which takes no right to mount
+    else:  # another test limits the size of files, which takes no right to mount
         assert not (case.folder / "full-0").exists()

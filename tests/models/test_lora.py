@@ -173,5 +173,5 @@ def test_sharded_engines_train_the_same_adapters(tmp_path):
     engine = engines.create(strategy, model, family, device=CPU, world=World())
     losses = [train_step(engine, family, ObjectiveSpec(), [one_batch()], lr=1e-2).loss.item() for _ in range(4)]
     for found in answer.values():
-        assert found["losses"] == pytest.approx(losses, rel=3e-3)  # as test_engines has it for bf16, and why
+        assert found["losses"] == pytest.approx(losses, rel=3e-3)  # engines/test_curves.py says why
         assert found["names"] == list(full_weights(engine))

@@ -44,7 +44,7 @@ def test_a_killed_process_of_zero2_and_what_it_leaves(features, tmp_path):
         assert "Traceback" not in run.stderr
     with running(BIGDIT, features, tmp_path / "run", *ZERO2, log=tmp_path / "again.log") as again:
         again.until_it_trains()
-        # By this start, or by that of another test's trainer meanwhile: what is said, test_train_leftovers.py has.
+        # By this start, or by that of another test's trainer meanwhile: what is said, test_leftovers.py has.
         assert not any(buffer.exists() for buffer in buffers)
         own = mapped(again.ranks())
         assert len(own) == len(buffers)
