@@ -6,29 +6,17 @@ import shutil
 
 import pytest
 import torch
-from commands import DIGITS
-from diffusers import SanaTransformer2DModel
 from rehearsing import SANA as MODEL
-from resuming import save, started, strategy
-from safetensors.torch import load_file
-from whole import full_weights, whole_state
+from resuming import started, strategy
+from whole import whole_state
 
 from bigdit import checkpoint
 from bigdit.checkpoint import saver, shard_file
 from bigdit.checkpoint.prune import kept_steps
-from bigdit.config import load_run
 from bigdit.dist import World
 from bigdit.errors import UserError
-from bigdit.train import exports
 
 DESCRIBED = {"model": MODEL.model_dump(mode="json"), "run": {}, "data": None}
-
-
-@pytest.fixture(scope="module")
-def engine_and_average():
-    engine, ema, step, _ = started(strategy(), World())
-    step()
-    return engine, ema
 
 
 def keep(output, engine_and_average, *steps, keeping, found=None):
@@ -282,49 +270,3 @@ def test_a_full_disk_leaves_what_was_there(tmp_path, engine_and_average, monkeyp
     assert names(tmp_path) == ["latest", "step-00000002"]
     assert checkpoint.latest(tmp_path)[0].step == 2
     checkpoint.verify(checkpoint.latest(tmp_path)[0])
-
-
-def test_an_export_is_what_diffusers_loads(tmp_path, engine_and_average):
-    engine, ema = engine_and_average
-    save(tmp_path, engine, ema, checkpoint.Peers())
-    found, _ = checkpoint.latest(tmp_path)
-    checkpoint.export(found, tmp_path / "out")
-    for folder, average in (("transformer", None), ("transformer_ema", ema)):
-        model, info = SanaTransformer2DModel.from_pretrained(tmp_path / "out" / folder, output_loading_info=True)
-        assert not info["missing_keys"]
-        assert not info["unexpected_keys"]
-        expected = full_weights(engine, average)
-        assert all(torch.equal(tensor.view(-1), expected[name]) for name, tensor in model.named_parameters())
-    file = next((tmp_path / "out/transformer").glob("*.safetensors"))
-    assert file.stat().st_mode & 0o777 == (tmp_path / "out/transformer/config.json").stat().st_mode & 0o777
-
-
-def test_an_export_that_an_interrupted_run_owes_is_made(tmp_path, engine_and_average, capfd):
-    engine, ema = engine_and_average
-    save(tmp_path, engine, ema, checkpoint.Peers())
-    found, _ = checkpoint.latest(tmp_path)
-    config = (f"output={tmp_path}", "engine.name=single", "engine.ds_config=null", "train.steps=9")
-    exports.export_missed(load_run(DIGITS, config), found)
-    assert not (tmp_path / "exports").exists()  # it is not the last, and none that is named
-    due = load_run(DIGITS, (*config, "train.export_every=1"))
-    exports.export_missed(due, found)
-    folder = tmp_path / "exports/step-00000001"
-    assert sorted(file.name for file in folder.iterdir()) == ["transformer", "transformer_ema"]
-    assert capfd.readouterr().err == f"note: wrote {folder}, which an interrupted run had not\n"
-    exports.export_missed(due, found)
-    assert capfd.readouterr().err == ""
-
-
-def test_a_large_export_is_written_file_by_file(tmp_path, engine_and_average, monkeypatch):
-    engine, ema = engine_and_average
-    save(tmp_path, engine, ema, checkpoint.Peers())
-    monkeypatch.setitem(checkpoint.export.__globals__, "_MOST", "20KB")
-    checkpoint.export(checkpoint.latest(tmp_path)[0], tmp_path / "out")
-    files = sorted((tmp_path / "out/transformer").glob("*.safetensors"))
-    assert len(files) > 1
-    index = json.loads((tmp_path / "out/transformer/diffusion_pytorch_model.safetensors.index.json").read_text())
-    assert set(index["weight_map"].values()) == {file.name for file in files}
-    assert {name for file in files for name in load_file(file)} == index["weight_map"].keys()
-    model = SanaTransformer2DModel.from_pretrained(tmp_path / "out/transformer")
-    expected = full_weights(engine)
-    assert all(torch.equal(tensor.view(-1), expected[name]) for name, tensor in model.named_parameters())

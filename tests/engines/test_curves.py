@@ -94,7 +94,7 @@ def test_fsdp2_with_two_copies_of_the_model_and_everything_on_the_host(features,
 @pytest.fixture(scope="module")
 def curves():
     """What fsdp2_curves.py finds, in one launch."""
-    return json.loads(run_two(ROOT / "tests/helpers/fsdp2_curves.py").splitlines()[-1])
+    return json.loads(run_two(ROOT / "tests/engines/fsdp2_curves.py").splitlines()[-1])
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""`bigdit extract`: real pictures through worker processes into a store."""
+"""Extraction through worker processes: what they share, how they end, and which store they refuse to go on with."""
 
 import json
 import multiprocessing
@@ -15,13 +15,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from commands import BIN, DIGITS, ROOT, bigdit, run_command, with_set
+from commands import BIN, DIGITS, ROOT, run_command, with_set
+from extracting import BUCKETS, PART_SIZE, all_indices, configured, parts
 from PIL import Image
 from running import ended, until
 
-from bigdit.catalog.resolve import model_spec
-from bigdit.commands.extract import print_skipped
-from bigdit.config import load_run
 from bigdit.config.run import SourceConfig
 from bigdit.errors import UserError
 from bigdit.extract.extract import extract
@@ -30,8 +28,7 @@ from bigdit.extract.speed import read_units, shares_of
 from bigdit.store import FeatureStore
 from bigdit.store.in_hand import WorkerName, all_held
 
-COUNT, PART_SIZE = 48, 4
-BUCKETS = "data.buckets=[[128, 128], [128, 192]]"
+COUNT = 48
 
 
 @pytest.fixture(scope="module")
@@ -46,12 +43,6 @@ def noise(tmp_path_factory):
     return folder
 
 
-def configured(images, features, *overrides):
-    settings = [f"data.images={images}", f"data.features={features}", f"data.part_size={PART_SIZE}", BUCKETS]
-    run = load_run(DIGITS, [*settings, *overrides])
-    return run, model_spec(run.model)
-
-
 @pytest.fixture(scope="module")
 def one_worker(noise, tmp_path_factory):
     """The store that one process makes."""
@@ -59,15 +50,6 @@ def one_worker(noise, tmp_path_factory):
     report = extract(*configured(noise, folder), workers=1)
     assert (report.store.encoded, len(report.workers), report.workers[0].parts) == (COUNT, 1, COUNT // PART_SIZE)
     return folder
-
-
-def parts(folder):
-    return {file.name: file.read_bytes() for file in folder.glob("part-*")}
-
-
-def all_indices(folder):
-    store = FeatureStore.open(folder)
-    return sorted(index for bucket, rows in store.buckets.items() for index in store.read(bucket, range(len(rows)))[2])
 
 
 def encoders():
@@ -235,97 +217,6 @@ def test_weights_that_changed_after_the_claim_are_refused_by_the_worker(noise, t
     with pytest.raises(UserError, match=r"was encoded otherwise: .*text_encoder\.weights is "):
         extract(run, model, engine=changed)
     assert parts(tmp_path / "f") == {}
-
-
-@pytest.fixture
-def flawed(tmp_path):
-    """Four pictures: one damaged, one without a caption."""
-    folder = tmp_path / "flawed"
-    folder.mkdir()
-    for name in ("a", "b", "c", "d"):
-        Image.new("L", (8, 8), 77).save(folder / f"{name}.png")
-        (folder / f"{name}.txt").write_text("a gray square")
-    (folder / "b.png").write_bytes((folder / "a.png").read_bytes()[:40])
-    (folder / "d.txt").unlink()
-    return folder
-
-
-def command(images, features, *more, **options):
-    settings = with_set([f"data.images={images}", f"data.features={features}", "data.workers=1"])
-    return bigdit("extract", "--config", DIGITS, *settings, *more, **options)
-
-
-@pytest.mark.slow
-def test_the_command_reports_what_was_skipped_and_why(flawed, tmp_path):
-    done = command(flawed, tmp_path / "f", "--json")
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
-    assert (report["parts"], report["pictures"], len(report["workers"])) == (1, 4, 1)
-    store = report["store"]
-    assert (store["pictures"], store["encoded"], store["buckets"]) == (4, 2, {"4x4x4": 2})
-    assert [(item["index"], item["name"]) for item in store["skipped"]] == [(1, "b.png"), (3, "d.png")]
-    assert store["skipped"][0]["reason"].startswith("damaged picture: ")
-    assert store["skipped"][1]["reason"] == "caption d.txt is missing"
-    assert store == json.loads((tmp_path / "f/report.json").read_text())
-    assert all_indices(tmp_path / "f") == [0, 2]
-
-    again = command(flawed, tmp_path / "f", "--workers", "2")
-    assert f"{tmp_path}/f: 2 of 4 pictures encoded (2 of 4x4x4)" in again.stdout
-    assert "nothing was left to do" in again.stdout
-    assert "2 skipped:\n  b.png: damaged picture" in again.stdout
-
-
-def test_each_bad_file_is_one_line_and_the_others_are_encoded(flawed, tmp_path, capfdbinary):
-    """Names that are not UTF-8 or steer terminals, a link in a circle, and weights that fp32 does not hold."""
-    for name in (b"bytes \xff.png", b"esc \x1b[31m.png", b"line\nbreak [b].png"):
-        (flawed / os.fsdecode(name)).write_bytes(b"")
-    (flawed / "loop.png").symlink_to("loop.png")
-    (flawed / "loop.txt").write_text("a circle")
-    (flawed / "c.json").write_text('{"caption": "a", "weights": 1e39}')
-    report = extract(*configured(flawed, tmp_path / "f", "data.buckets=[[8, 8]]"), workers=1)
-    assert report.store.encoded == 1
-    assert {each.name: each.reason for each in report.store.skipped}.items() >= {
-        r"bytes \xff.png": r"caption bytes \xff.txt is missing",
-        r"esc \x1b[31m.png": r"caption esc \x1b[31m.txt is missing",
-        r"line\nbreak [b].png": r"caption line\nbreak [b].txt is missing",
-        "loop.png": "path loop.png: Too many levels of symbolic links",
-        "c.png": "caption c.json has the weight 1e+39; weights are numbers, 0 or from 1.2e-38 to 3.4e+38",
-    }.items()
-    assert json.loads((tmp_path / "f/report.json").read_text()) == report.store.model_dump(mode="json")
-    assert all_indices(tmp_path / "f") == [0]
-    print_skipped(report.store.skipped)
-    said = capfdbinary.readouterr().out
-    assert rb"esc \x1b[31m.png: caption esc \x1b[31m.txt is missing" in said
-    assert b"\x1b" not in said
-
-
-@pytest.mark.slow
-def test_a_source_without_one_usable_picture_is_an_error(flawed, tmp_path):
-    for caption in flawed.glob("*.txt"):
-        caption.unlink()
-    with pytest.raises(UserError, match=r"all 4 pictures were skipped, the first a\.png: caption a\.txt is mis"):
-        extract(*configured(flawed, tmp_path / "f", "data.buckets=[[8, 8]]"), workers=1)
-    with pytest.raises(UserError, match=r"all pictures of .* were skipped; report\.json there says why"):
-        FeatureStore.open(tmp_path / "f")
-
-
-@pytest.mark.slow
-def test_a_picture_that_vanishes_stops_the_unit_and_is_no_skip(flawed, tmp_path):
-    (flawed / "a.png").unlink()
-    (flawed / "a.png").symlink_to("/proc/self/mem")  # a file that is there, and cannot be read from its start
-    with pytest.raises(UserError, match=r"data\.images: .*a\.png cannot be read: Input/output error; run again"):
-        extract(
-            *configured(f"{{path: {flawed}, follow_links: true}}", tmp_path / "f", "data.buckets=[[8, 8]]"), workers=1
-        )
-    assert parts(tmp_path / "f") == {}
-
-
-def test_a_folder_that_cannot_be_made_is_one_line(flawed, tmp_path):
-    (tmp_path / "file").write_text("not a folder")
-    done = command(flawed, tmp_path / "file/features")
-    assert done.returncode == 1
-    expected = rf"error: cannot write {tmp_path}/file/features/workers/\S+: Not a directory\n"
-    assert re.fullmatch(expected, done.stderr)
 
 
 @pytest.mark.slow

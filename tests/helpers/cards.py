@@ -6,8 +6,11 @@ import json
 import os
 import subprocess
 import textwrap
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from commands import BIN, bigdit
 
 from bigdit import catalog
 from bigdit.emulator import emulated_environment, shared_state
@@ -51,3 +54,33 @@ def leave(value):
     with open(f"rank{os.environ['RANK']}.json", "w") as file:
         json.dump(value, file)
 """
+
+
+@dataclass
+class Done:
+    """A finished command, and its report."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+    @property
+    def report(self) -> dict[str, Any]:
+        return json.loads(self.stdout)
+
+    @property
+    def account(self) -> dict[str, Any]:
+        return self.report["runs"][0]["accounts"][0]
+
+
+def emulate(*arguments: object, timeout: float = 120, **environment: str) -> Done:
+    """The command line, with the environment of the CUDA build in front of all others."""
+    path = f"{cuda_python().parent}{os.pathsep}{BIN}{os.pathsep}{os.environ['PATH']}"
+    done = bigdit("emulate", *arguments, timeout=timeout, PATH=path, **environment)
+    return Done(done.returncode, done.stdout, done.stderr)
+
+
+def script(folder: Path, text: str) -> Path:
+    file = folder / "train.py"
+    file.write_text(text)
+    return file

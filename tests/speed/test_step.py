@@ -1,14 +1,10 @@
-"""Step times: laws of the arithmetic, examples worked out by hand, and work that real rehearsals recorded."""
+"""Step times: laws of the arithmetic, and examples worked out by hand."""
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rehearsing import SANA, SHAPE, rehearse_all
 
 from bigdit import catalog
-from bigdit.config.strategy import parse_strategy
-from bigdit.memory import Timeline
-from bigdit.rehearse import RehearsalRequest
 from bigdit.search.needs.schedule import run
 from bigdit.spec import Strategy
 from bigdit.speed.calibration import Calibration
@@ -17,7 +13,7 @@ from bigdit.speed.interval import Interval
 from bigdit.speed.links import HOST_LINK, HOST_MEMORY, LATENCY, NVLINK
 from bigdit.speed.roofline import BANDWIDTH, LAUNCH_SECONDS, PRODUCTS
 from bigdit.speed.step import PARTS, StepTime, step_time
-from bigdit.speed.work import NOTHING, Amount, Exchange, Load, Operation, Work, work_of
+from bigdit.speed.work import NOTHING, Amount, Exchange, Load, Operation, Work
 
 A100 = catalog.gpu("a100-80g-sxm")
 RTX_4090 = catalog.gpu("rtx-4090")
@@ -219,119 +215,3 @@ def test_the_whole_training():
     assert found.money.low == pytest.approx(6 * 8 / 3600 * 3)
     assert (found.images_per_second.low, found.images_per_second.high) == (128, 256)
     assert run(images=1, epochs=1, global_batch_size=256, step=step, gpus=1, price=None).money is None
-
-
-STRATEGIES = {
-    "single": "single",
-    "single, 3": "single,grad_accum_steps=3",
-    "zero1": "zero1,world_size=8",
-    "zero1, 2": "zero1,world_size=8,grad_accum_steps=2",
-    "zero2": "zero2,world_size=8",
-    "zero2, 2": "zero2,world_size=8,grad_accum_steps=2",
-    "zero2-offload": "zero2-offload,world_size=8",
-    "fsdp2": "fsdp2,world_size=8",
-    "fsdp2, 2": "fsdp2,world_size=8,grad_accum_steps=2",
-    "hsdp": "fsdp2,world_size=8,dp_replicate=2",
-    "hsdp, 2": "fsdp2,world_size=8,dp_replicate=2,grad_accum_steps=2",
-    "activations": "single,offload_activations=true,ema.device=cpu",
-    "two": "single,micro_batch_size=2",
-    "four": "single,micro_batch_size=4",
-    "six": "single,micro_batch_size=6",
-}
-
-
-@pytest.fixture(scope="module")
-def recorded(tmp_path_factory):
-    """Strategy and work of each name in STRATEGIES, of a tiny Sana."""
-    strategies = {name: parse_strategy([text]) for name, text in STRATEGIES.items()}
-    requests = [
-        RehearsalRequest(model=SANA, batch=SHAPE, strategy=each, micro_batch_sizes=(each.micro_batch_size,))
-        for each in strategies.values()
-    ]
-    sizes = rehearse_all(tmp_path_factory.mktemp("speed"), requests)
-    return {
-        name: (strategy, work_of(size.timeline, strategy))
-        for (name, strategy), size in zip(strategies.items(), sizes, strict=True)
-    }
-
-
-def flops(load: Load) -> float:
-    return sum(amount.flops for amount in load.operations.values())
-
-
-def sent(load: Load, phase: str) -> dict[tuple[str, int], float]:
-    return {
-        (key.name, key.group_size): amount.nbytes
-        for key, amount in load.exchanges.items()
-        if key.phase == phase and amount.nbytes > 1e-6
-    }
-
-
-def moved(load: Load, place: str, phase: str) -> float:
-    return sum(a.nbytes for key, a in load.operations.items() if key.place == place and key.phase == phase)
-
-
-def test_accumulation_repeats_the_micro_batches_and_not_the_step(recorded):
-    _, once = recorded["single"]
-    _, thrice = recorded["single, 3"]
-    assert flops(thrice.micro) == flops(once.micro) > 0
-    assert flops(once.accumulated(3)) == pytest.approx(flops(thrice.accumulated(3)))
-    adamw = Operation("step", "aten._fused_adamw_", "float32", "device")
-    assert once.step.operations[adamw] == thrice.step.operations[adamw]
-    assert not once.micro.exchanges
-
-
-def test_reductions_are_where_the_engine_makes_them(recorded):
-    for name, every, last in (
-        ("zero1", {}, {("all_reduce", 8)}),
-        ("zero2", {("all_reduce", 8)}, {}),
-        ("fsdp2", {("all_gather", 8), ("reduce_scatter", 8)}, {}),
-        ("hsdp", {("all_gather", 4), ("reduce_scatter", 4)}, {("all_reduce", 2)}),
-    ):
-        for recording in (name, f"{name}, 2"):  # told by the engine's rules, and seen
-            _, work = recorded[recording]
-            assert set(sent(work.micro, "backward")) == set(every), recording
-            assert set(sent(work.last, "backward")) == set(last), recording
-        assert sent(recorded[name][1].accumulated(2), "backward") == pytest.approx(
-            sent(recorded[f"{name}, 2"][1].accumulated(2), "backward")
-        )
-
-
-def test_what_is_offloaded_crosses_the_link_and_is_computed_on_the_host(recorded):
-    _, zero2 = recorded["zero2-offload"]
-    params = 16740  # of the tiny Sana; a partition of an eighth, with its padding
-    assert moved(zero2.micro, "to host", "backward") == pytest.approx(4 * params / 8, rel=0.01)
-    assert moved(zero2.step, "to device", "step") == pytest.approx(2 * params / 8, rel=0.01)
-    # AdamW's four tensors, read and written
-    assert zero2.step.operations[Operation("step", "aten._fused_adamw_", "float32", "host")].nbytes == pytest.approx(
-        2 * 4 * 4 * params / 8, rel=0.01
-    )
-    assert not any("adamw" in key.operator for key in recorded["zero2"][1].step.operations if key.place == "host")
-    _, saved = recorded["activations"]
-    assert moved(saved.micro, "to host", "forward") == pytest.approx(moved(saved.micro, "to device", "backward"), 0.01)
-    assert moved(saved.step, "to host", "ema") == 4 * params
-    assert moved(saved.step, "host", "ema") == 3 * 4 * params  # weights and average read, the average written
-
-
-def test_offload_shows_in_the_parts(recorded):
-    strategy, work = recorded["zero2-offload"]
-    offloaded = step_time(work, strategy, A100, Cluster(gpus=8)).parts
-    assert {"host", "copies to and from the host", "collectives"} <= set(offloaded)
-    strategy, work = recorded["single"]
-    kept = step_time(work, strategy, A100, Cluster()).parts
-    assert "collectives" not in kept
-    assert kept["optimizer"].low > 100 * kept.get("host", Interval(low=0, high=0)).low
-
-
-def test_a_micro_batch_between_two_is_worth_their_mean(recorded):
-    (_, two), (_, four), (_, six) = recorded["two"], recorded["four"], recorded["six"]
-    predicted = (two + six) * 0.5
-    assert flops(predicted.accumulated(1)) == pytest.approx(flops(four.accumulated(1)))
-    found, real = (step_time(work, ONE, A100, Cluster()).seconds for work in (predicted, four))
-    assert found.low == pytest.approx(real.low, rel=1e-3)
-    assert found.high == pytest.approx(real.high, rel=1e-3)
-
-
-def test_a_timeline_without_a_step_is_refused():
-    with pytest.raises(ValueError, match="no optimizer step"):
-        work_of(Timeline((), (), ()), ONE)

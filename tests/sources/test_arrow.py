@@ -1,8 +1,6 @@
-"""CSV, Parquet and `datasets` folders as sources: real files, written by the libraries that people write them with."""
+"""Parquet and `datasets` folders as sources: real files, written by the libraries that people write them with."""
 
 import contextlib
-import csv
-import io
 import json
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,14 +9,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from tiny_sources import damage, gradient, opened, pixels, png, reason, snapshot, texts, value
+from tiny_sources import damage, opened, png, reason, snapshot, texts, value
 
 from bigdit.config.run import SourceConfig
 from bigdit.errors import UserError
 from bigdit.sources import Unusable
-from bigdit.sources.csv_rows import CsvRows
 from bigdit.sources.file_rows import FileRows
 from bigdit.sources.rows import TableSource
 
@@ -26,141 +21,6 @@ from bigdit.sources.rows import TableSource
 def load_all(path):
     for item in opened(str(path)).items(0, 10**6):
         item.load()
-
-
-@pytest.fixture
-def folder(tmp_path):
-    """Pictures 0.png to 9.png, each of its number's value."""
-    (tmp_path / "pictures").mkdir()
-    for number in range(10):
-        (tmp_path / f"pictures/{number}.png").write_bytes(png(number))
-    return tmp_path
-
-
-def test_a_csv_names_pictures_relative_to_itself(folder):
-    (folder / "list.csv").write_text(
-        "path,caption,source\n"
-        'pictures/1.png,"a ""quoted"", and\nlong caption",x\n'
-        f"{folder}/pictures/2.png,größer,x\n"
-        "pictures/11.png,gone,x\n"
-        "pictures/3.png,,x\n"
-        ",no picture,x\n"
-        "pictures/4.png,an, unquoted comma,x\n"
-        "\n"
-        "pictures/5.png,last,x"
-    )
-    items = opened(str(folder / "list.csv")).items(0, 99)
-    assert [item.name for item in items[:2]] == ["pictures/1.png", f"{folder}/pictures/2.png"]
-    assert texts(items[0]) == [('a "quoted", and\nlong caption', 1)]
-    assert (value(items[0].load()), value(items[1].load()), value(items[7].load())) == (1, 2, 5)
-    assert [reason(item) for item in items[2:7]] == [
-        "picture 11.png is missing",
-        "caption column caption is empty",
-        "column path names no picture",
-        "row of 4 cells under 3 columns",
-        "row of 0 cells under 3 columns",
-    ]
-    assert items[4].name == "list.csv row 5"
-
-
-def test_a_picture_whose_folder_is_gone_stops_the_run(folder):
-    (folder / "list.csv").write_text("path,caption\nelsewhere/1.png,one\n")
-    with pytest.raises(UserError, match=r"data\.images: .*elsewhere/1\.png cannot be read: No such file"):
-        opened(str(folder / "list.csv")).items(0, 1)[0].load()
-
-
-def test_paths_that_name_no_file_are_skipped(folder):
-    (folder / "pictures/loop.png").symlink_to(folder / "pictures/loop.png")
-    paths = ["a\0b", "x" * 5000, "pictures/1.png/x.png", "pictures", "pictures/loop.png", None]
-    pq.write_table(pa.table({"path": paths, "caption": ["a caption"] * 6}), folder / "list.parquet")
-    assert [reason(item) for item in opened(str(folder / "list.parquet")).items(0, 6)] == [
-        "path with a zero byte",
-        f"path {'x' * 50}: File name too long",
-        "path x.png: Not a directory",
-        "path pictures: Is a directory",
-        "path loop.png: Too many levels of symbolic links",
-        "column path names no picture",
-    ]
-
-
-def test_several_columns_of_captions_have_weights(folder):
-    (folder / "list.tsv").write_text(
-        "image\tshort\tlong\tscore\n"
-        "pictures/1.png\ta cat\ta cat, at length\t0.25\n"
-        "pictures/2.png\t\ta dog, at length\t3\n"
-        "pictures/3.png\ta cow\ta cow, at length\tmany\n"
-    )
-    path = str(folder / "list.tsv")
-    items = opened({"path": path, "captions": {"short": 2, "long": "score"}}).items(0, 3)
-    assert texts(items[0]) == [("a cat", 2), ("a cat, at length", 0.25)]
-    assert texts(items[1]) == [("a dog, at length", 3)]
-    assert reason(items[2]) == "weight column score holds 'many', not a number"
-    assert texts(opened({"path": path, "captions": ["short", "long"]}).items(0, 1)[0])[1][1] == 1
-    one, other = (opened({"path": path, "captions": column}).identity["digest"] for column in ("short", "long"))
-    assert one != other
-
-
-@pytest.mark.parametrize(
-    ("text", "config", "problem"),
-    [
-        (None, {}, r"the file .*list\.csv does not exist"),
-        ("", {}, r"list\.csv is empty; its first line should name its columns"),
-        ("path,caption\n", {}, r"list\.csv has no rows"),
-        ("path,path\n1,2\n", {}, r"has columns of the same name: path, path"),
-        ('path,caption\n1.png,"open\n2.png,two\n', {}, r"a quote in .* is never closed"),
-        ("a,b\n1,2\n", {}, r"images\.image: .* has none of image, path, .*; its columns: a, b; data\.images\.captions"),
-        ("path,image,text\n1,2,3\n", {}, r"images\.image: .* has image, path: say which is meant; its columns: path"),
-        ("path,text\n1,2\n", {"captions": "txt"}, r"images\.captions: .* has no column txt; did you mean text\?"),
-        ("path,text\n1,2\n", {"split": "train"}, r"images\.split: .* is of kind csv, which has no splits"),
-    ],
-)
-def test_tables_that_cannot_be_used_are_one_line(tmp_path, text, config, problem):
-    path = tmp_path / "list.csv"
-    if text is not None:
-        path.write_text(text)
-    with pytest.raises(UserError, match=problem) as error:
-        opened({"path": str(path), **config})
-    assert all("\n" not in line for line in error.value.problems)
-
-
-def test_a_stray_quote_is_an_error_of_its_rows(tmp_path):
-    rows = "".join(f'{number}.png,a {12}" screen\n' for number in range(4))
-    (tmp_path / "list.csv").write_text("path,caption\n" + rows)
-    with pytest.raises(UserError, match=r"has a stray quote or carriage return within rows 1 to \d"):
-        opened(str(tmp_path / "list.csv")).items(0, 1)
-
-
-CELLS = st.text(st.characters(exclude_characters="\r\0", exclude_categories=["Cs"]), max_size=12)
-
-
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
-@given(rows=st.lists(st.tuples(CELLS, CELLS), min_size=1, max_size=30), ending=st.sampled_from(["\n", "\r\n"]))
-def test_csv_is_read_as_it_was_written(tmp_path, rows, ending):
-    rows = rows * 90  # several blocks of 1024
-    with (tmp_path / "list.csv").open("w", newline="") as file:
-        csv.writer(file, lineterminator=ending, quoting=csv.QUOTE_ALL).writerows([("path", "caption"), *rows])
-    read = CsvRows(tmp_path / "list.csv", "data.images")
-    assert len(read) == len(rows)
-    for start, end in ((0, len(rows)), (len(rows) // 3, len(rows) // 2), (1022, 1026)):
-        assert [(row["path"], row["caption"]) for row in read.read(start, end, ["path", "caption"])] == rows[start:end]
-
-
-def test_csv_across_the_chunks_it_is_scanned_in(tmp_path, monkeypatch):
-    rows = [(f"{number}.png", f'"{number}",\n' * (number % 5)) for number in range(3000)]
-    with (tmp_path / "list.csv").open("w", newline="") as file:
-        csv.writer(file).writerows([("path", "caption"), *rows])
-    whole = CsvRows(tmp_path / "list.csv", "data.images")
-    monkeypatch.setattr("bigdit.sources.csv_rows.CHUNK_BYTES", 97)
-    for read in (whole, CsvRows(tmp_path / "list.csv", "data.images")):
-        assert read.digest == whole.digest
-        assert [tuple(row.values()) for row in read.read(1000, 3000, ["path", "caption"])] == rows[1000:]
-
-
-def test_csv_in_other_encodings_loses_just_the_rows_that_are(folder):
-    (folder / "list.csv").write_bytes("path,caption\npictures/1.png,größer\npictures/2.png,two\n".encode("latin-1"))
-    first, second = opened(str(folder / "list.csv")).items(0, 2)
-    assert reason(first) == "caption column caption is not UTF-8"
-    assert texts(second) == [("two", 1)]
 
 
 def test_parquet_of_paths_with_lists_of_captions_and_weights(folder):
@@ -312,29 +172,6 @@ def test_hostile_offsets_and_compressed_arrow_are_refused(tmp_path):
         opened(str(tmp_path))
 
 
-def test_pixels_survive_every_kind(folder):
-    """The same pictures and captions, from a folder, a CSV, Parquet, and what datasets saved."""
-    picture = gradient(24, 16)
-    buffer = io.BytesIO()
-    picture.save(buffer, "png")
-    root = folder / "kinds"
-    (root / "plain").mkdir(parents=True)
-    (root / "plain/a.png").write_bytes(buffer.getvalue())
-    (root / "plain/a.txt").write_text("a gradient")
-    (root / "list.csv").write_text("path,caption\nplain/a.png,a gradient\n")
-    pq.write_table(pa.table({"image": [buffer.getvalue()], "caption": ["a gradient"]}), root / "a.parquet")
-    features = datasets.Features({"image": datasets.Image(), "caption": datasets.Value("string")})
-    rows = {"image": [{"bytes": buffer.getvalue(), "path": None}], "caption": ["a gradient"]}
-    datasets.Dataset.from_dict(rows, features=features).save_to_disk(root / "saved")
-    source = opened([str(root / name) for name in ("plain", "list.csv", "a.parquet", "saved")])
-    kinds = [each["kind"] for each in source.identity["sources"]]
-    assert kinds == ["folder", "csv", "parquet", "datasets"]
-    for item in source.items(0, 4):
-        sample = item.load()
-        assert pixels(sample.image) == pixels(picture)
-        assert [caption.text for caption in sample.captions] == ["a gradient"]
-
-
 def test_a_large_row_group_is_read_in_little_memory(tmp_path):
     random = np.random.default_rng(0)
     pictures = [random.bytes(100_000) for _ in range(600)]  # 60 MB in one row group; none is a picture
@@ -378,3 +215,17 @@ def test_damaged_tables_are_refused_or_skipped_row_by_row(tmp_path, suffix):
     assert loaded > 0
     assert problems
     assert not [problem for problem in problems if "\n" in problem]
+
+
+def test_paths_that_name_no_file_are_skipped(folder):
+    (folder / "pictures/loop.png").symlink_to(folder / "pictures/loop.png")
+    paths = ["a\0b", "x" * 5000, "pictures/1.png/x.png", "pictures", "pictures/loop.png", None]
+    pq.write_table(pa.table({"path": paths, "caption": ["a caption"] * 6}), folder / "list.parquet")
+    assert [reason(item) for item in opened(str(folder / "list.parquet")).items(0, 6)] == [
+        "path with a zero byte",
+        f"path {'x' * 50}: File name too long",
+        "path x.png: Not a directory",
+        "path pictures: Is a directory",
+        "path loop.png: Too many levels of symbolic links",
+        "column path names no picture",
+    ]

@@ -1,6 +1,6 @@
 """Loss curves of FSDP2 on two processes beside those of one, and an overflow on one of the two: a line of JSON.
 
-torchrun --nproc-per-node 2 tests/helpers/fsdp2_curves.py
+torchrun --nproc-per-node 2 tests/engines/fsdp2_curves.py
 """
 
 from __future__ import annotations

@@ -1,0 +1,72 @@
+"""How `bigdit emulate` ends: bad input, commands that die or use no card, signals; and that nothing is left of it."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from cards import emulate, script
+from commands import BIN, ROOT
+
+from bigdit.rehearse.card.client import cuda_python
+
+
+def test_a_script_that_dies_says_so_itself(tmp_path: Path) -> None:
+    file = script(tmp_path, "import sys, torch\ntorch.ones(1).cuda()\nprint('dying', file=sys.stderr)\nsys.exit(7)\n")
+    done = emulate("--gpu", "a40", "--", "python", file)
+    assert done.returncode == 7
+    assert "dying" in done.stderr
+    assert "the command ended with status 7" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (("--gpu", "a41", "--", "python", "-c", "pass"), "a41.*did you mean a40"),
+        (("--gpu", "a40", "--", "pithon", "-c", "pass"), "the command 'pithon' was not found"),
+        (("--gpu", "a40", "--", BIN / "python", "-c", "import torch"), r"pip install 'torch===\d"),
+        (("--gpu", "a40", "--out", "/proc/none", "--", "python", "-c", "pass"), "cannot write /proc/none"),
+    ],
+)
+def test_bad_input_is_one_line(arguments: tuple[object, ...], problem: str) -> None:
+    done = emulate(*arguments)
+    assert done.returncode == 1
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1, done.stderr
+    assert re.search(problem, errors[0])
+    assert "Traceback" not in done.stderr
+
+
+def test_a_command_that_uses_no_card_is_no_answer() -> None:
+    done = emulate("--gpu", "a40", "--", "true")
+    assert done.returncode == 0
+    assert "no process used a card" in done.stdout
+    assert "no answer" in done.stdout
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_nothing_is_left_of_a_killed_emulation(tmp_path: Path, number: signal.Signals) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    file = script(tmp_path, "import torch, time\ntorch.ones(1).cuda()\nprint('ready', flush=True)\ntime.sleep(600)\n")
+    python = shutil.which("python", path=str(cuda_python().parent))
+    command = [BIN / "bigdit", "emulate", "--gpu", "a40", "--", python, file]
+    environment = os.environ | {"TMPDIR": str(temporary)}
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as running:
+        assert running.stdout is not None
+        assert running.stdout.readline() == "ready\n"
+        assert len(list(temporary.glob("bigdit-emulate-*"))) == 1
+        running.send_signal(number)
+        assert running.wait(timeout=60) == (130 if number == signal.SIGINT else -number)
+    deadline = time.monotonic() + 30
+    while list(temporary.glob("bigdit-*")) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not list(temporary.glob("bigdit-*"))
+    alive = subprocess.run(["pgrep", "-f", str(file)], capture_output=True, text=True, check=False).stdout
+    assert alive == ""

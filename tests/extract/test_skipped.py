@@ -1,0 +1,92 @@
+"""Pictures that are of no use: skipped by name, or the end of a unit; and what `bigdit extract` reports of them."""
+
+import json
+import os
+import re
+
+import pytest
+from commands import DIGITS, bigdit, with_set
+from extracting import all_indices, configured, parts
+
+from bigdit.commands.extract import print_skipped
+from bigdit.errors import UserError
+from bigdit.extract.extract import extract
+from bigdit.store import FeatureStore
+
+
+def command(images, features, *more, **options):
+    settings = with_set([f"data.images={images}", f"data.features={features}", "data.workers=1"])
+    return bigdit("extract", "--config", DIGITS, *settings, *more, **options)
+
+
+@pytest.mark.slow
+def test_the_command_reports_what_was_skipped_and_why(flawed, tmp_path):
+    done = command(flawed, tmp_path / "f", "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert (report["parts"], report["pictures"], len(report["workers"])) == (1, 4, 1)
+    store = report["store"]
+    assert (store["pictures"], store["encoded"], store["buckets"]) == (4, 2, {"4x4x4": 2})
+    assert [(item["index"], item["name"]) for item in store["skipped"]] == [(1, "b.png"), (3, "d.png")]
+    assert store["skipped"][0]["reason"].startswith("damaged picture: ")
+    assert store["skipped"][1]["reason"] == "caption d.txt is missing"
+    assert store == json.loads((tmp_path / "f/report.json").read_text())
+    assert all_indices(tmp_path / "f") == [0, 2]
+
+    again = command(flawed, tmp_path / "f", "--workers", "2")
+    assert f"{tmp_path}/f: 2 of 4 pictures encoded (2 of 4x4x4)" in again.stdout
+    assert "nothing was left to do" in again.stdout
+    assert "2 skipped:\n  b.png: damaged picture" in again.stdout
+
+
+def test_each_bad_file_is_one_line_and_the_others_are_encoded(flawed, tmp_path, capfdbinary):
+    """Names that are not UTF-8 or steer terminals, a link in a circle, and weights that fp32 does not hold."""
+    for name in (b"bytes \xff.png", b"esc \x1b[31m.png", b"line\nbreak [b].png"):
+        (flawed / os.fsdecode(name)).write_bytes(b"")
+    (flawed / "loop.png").symlink_to("loop.png")
+    (flawed / "loop.txt").write_text("a circle")
+    (flawed / "c.json").write_text('{"caption": "a", "weights": 1e39}')
+    report = extract(*configured(flawed, tmp_path / "f", "data.buckets=[[8, 8]]"), workers=1)
+    assert report.store.encoded == 1
+    assert {each.name: each.reason for each in report.store.skipped}.items() >= {
+        r"bytes \xff.png": r"caption bytes \xff.txt is missing",
+        r"esc \x1b[31m.png": r"caption esc \x1b[31m.txt is missing",
+        r"line\nbreak [b].png": r"caption line\nbreak [b].txt is missing",
+        "loop.png": "path loop.png: Too many levels of symbolic links",
+        "c.png": "caption c.json has the weight 1e+39; weights are numbers, 0 or from 1.2e-38 to 3.4e+38",
+    }.items()
+    assert json.loads((tmp_path / "f/report.json").read_text()) == report.store.model_dump(mode="json")
+    assert all_indices(tmp_path / "f") == [0]
+    print_skipped(report.store.skipped)
+    said = capfdbinary.readouterr().out
+    assert rb"esc \x1b[31m.png: caption esc \x1b[31m.txt is missing" in said
+    assert b"\x1b" not in said
+
+
+@pytest.mark.slow
+def test_a_source_without_one_usable_picture_is_an_error(flawed, tmp_path):
+    for caption in flawed.glob("*.txt"):
+        caption.unlink()
+    with pytest.raises(UserError, match=r"all 4 pictures were skipped, the first a\.png: caption a\.txt is mis"):
+        extract(*configured(flawed, tmp_path / "f", "data.buckets=[[8, 8]]"), workers=1)
+    with pytest.raises(UserError, match=r"all pictures of .* were skipped; report\.json there says why"):
+        FeatureStore.open(tmp_path / "f")
+
+
+@pytest.mark.slow
+def test_a_picture_that_vanishes_stops_the_unit_and_is_no_skip(flawed, tmp_path):
+    (flawed / "a.png").unlink()
+    (flawed / "a.png").symlink_to("/proc/self/mem")  # a file that is there, and cannot be read from its start
+    with pytest.raises(UserError, match=r"data\.images: .*a\.png cannot be read: Input/output error; run again"):
+        extract(
+            *configured(f"{{path: {flawed}, follow_links: true}}", tmp_path / "f", "data.buckets=[[8, 8]]"), workers=1
+        )
+    assert parts(tmp_path / "f") == {}
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(flawed, tmp_path):
+    (tmp_path / "file").write_text("not a folder")
+    done = command(flawed, tmp_path / "file/features")
+    assert done.returncode == 1
+    expected = rf"error: cannot write {tmp_path}/file/features/workers/\S+: Not a directory\n"
+    assert re.fullmatch(expected, done.stderr)

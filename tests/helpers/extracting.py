@@ -1,0 +1,25 @@
+"""Extractions of a folder of pictures by this process, and what they leave."""
+
+from commands import DIGITS
+
+from bigdit.catalog.resolve import model_spec
+from bigdit.config import load_run
+from bigdit.store import FeatureStore
+
+PART_SIZE = 4
+BUCKETS = "data.buckets=[[128, 128], [128, 192]]"
+
+
+def configured(images, features, *overrides):
+    settings = [f"data.images={images}", f"data.features={features}", f"data.part_size={PART_SIZE}", BUCKETS]
+    run = load_run(DIGITS, [*settings, *overrides])
+    return run, model_spec(run.model)
+
+
+def parts(folder):
+    return {file.name: file.read_bytes() for file in folder.glob("part-*")}
+
+
+def all_indices(folder):
+    store = FeatureStore.open(folder)
+    return sorted(index for bucket, rows in store.buckets.items() for index in store.read(bucket, range(len(rows)))[2])

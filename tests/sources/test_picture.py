@@ -1,0 +1,127 @@
+"""Pictures of every mode and depth, decoded or refused by name; damaged ones too."""
+
+import contextlib
+import io
+import struct
+import zlib
+
+import numpy as np
+import pytest
+from PIL import Image
+from tiny_sources import damage, gradient, opened, pixels, save
+
+from bigdit.sources import Unusable
+from bigdit.sources.picture import decode
+
+
+@pytest.mark.parametrize(
+    ("mode", "suffix"),
+    [
+        *[(mode, "png") for mode in ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")],
+        *[(mode, "tif") for mode in ("CMYK", "YCbCr", "LAB", "I;16B")],
+        *[(mode, "jpg") for mode in ("L", "RGB", "CMYK")],
+        *[("RGB", suffix) for suffix in ("webp", "avif", "bmp", "gif")],
+    ],
+)
+def test_pictures_of_every_mode_become_rgb_or_gray(tmp_path, mode, suffix):
+    gray = mode in ("1", "L", "LA", "I;16", "I;16B")
+    picture = gradient(16, 16, "L").convert(mode) if mode.startswith("I;16") else gradient(16, 16, mode)
+    save(tmp_path / f"a.{suffix}", picture=picture)
+    image = opened(str(tmp_path)).items(0, 1)[0].load().image
+    assert image.mode == ("L" if gray else "RGB")
+    assert image.size == (16, 16)
+
+
+def loaded(tmp_path, picture, suffix="png", **options):
+    """A picture, written and read."""
+    save(tmp_path / f"a.{suffix}", picture=picture, **options)
+    return opened(str(tmp_path)).items(0, 1)[0].load().image
+
+
+def test_exif_rotation_is_applied(tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = 6  # the camera was turned: rotate by 270° to see it upright
+    upright = loaded(tmp_path, gradient(12, 8), exif=exif)
+    assert pixels(upright) == np.rot90(np.asarray(gradient(12, 8)), -1).tolist()
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
+def test_transparency_lies_over_white(tmp_path, mode):
+    if mode == "P":
+        clear, options = gradient(8, 8, "P").point(lambda _: 3), {"transparency": 3}
+    else:
+        clear, options = Image.new("RGBA", (8, 8), (255, 0, 0, 0)).convert(mode), {}
+    assert set(np.asarray(loaded(tmp_path, clear, **options)).flat) == {255}
+
+
+@pytest.mark.parametrize("suffix", ["tif", "jpg"])
+def test_cmyk_without_ink_is_white_and_with_all_black(tmp_path, suffix):
+    cmyk = Image.new("CMYK", (16, 8))
+    cmyk.paste((0, 0, 0, 255), (8, 0, 16, 8))
+    image = loaded(tmp_path, cmyk, suffix)
+    assert (image.getpixel((0, 0)), image.getpixel((15, 7))) == ((255,) * 3, (0,) * 3)
+
+
+@pytest.mark.parametrize("suffix", ["png", "tif"])
+def test_16_bits_are_scaled(tmp_path, suffix):
+    deep = np.arange(256, dtype=np.uint16).reshape(16, 16) * 257
+    image = loaded(tmp_path, Image.fromarray(deep), suffix)
+    assert pixels(image) == np.arange(256).reshape(16, 16).tolist()
+
+
+def png_16(samples, color_type, *chunks):
+    """A PNG of 16-bit samples [H, W, C], which Pillow does not write for every color type."""
+
+    def chunk(kind, data):
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    height, width = samples.shape[:2]
+    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in samples)
+    size = struct.pack(">IIBBBBB", width, height, 16, color_type, 0, 0, 0)
+    parts = [(b"IHDR", size), *chunks, (b"IDAT", zlib.compress(rows)), (b"IEND", b"")]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*part) for part in parts)
+
+
+@pytest.mark.parametrize(("color_type", "channels"), [(0, 1), (2, 3), (4, 2), (6, 4)])
+def test_16_bits_of_every_png_are_scaled(tmp_path, color_type, channels):
+    """0 is gray, 2 RGB, 4 and 6 with alpha, which is opaque here."""
+    deep = np.repeat(np.arange(0, 65536, 257, dtype=np.uint16).reshape(16, 16, 1), channels, axis=2)
+    if color_type in (4, 6):
+        deep[..., -1] = 65535
+    save(tmp_path / "a.png")
+    (tmp_path / "a.png").write_bytes(png_16(deep, color_type))
+    image = opened(str(tmp_path)).items(0, 1)[0].load().image
+    assert image.mode == ("L" if color_type == 0 else "RGB")  # Pillow reads gray with alpha as RGBA
+    assert np.array_equal(np.asarray(image).reshape(256, -1)[:, 0], np.arange(256))
+
+
+def test_a_gray_of_16_bits_that_means_transparent_becomes_white(tmp_path):
+    deep = np.array([[[0], [1000], [65535]]], np.uint16)
+    save(tmp_path / "a.png")
+    (tmp_path / "a.png").write_bytes(png_16(deep, 0, (b"tRNS", struct.pack(">H", 1000))))
+    assert pixels(opened(str(tmp_path)).items(0, 1)[0].load().image) == [[0, 255, 255]]
+
+
+def test_32_bits_are_refused_by_name(tmp_path):
+    with pytest.raises(Unusable, match=r"32 bits a sample \(mode F\), whose white is unknown; save it with 8 or 16"):
+        loaded(tmp_path, gradient(8, 8, "F"), "tif")
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")  # pytest undoes filters of modules
+def test_more_pixels_than_pillow_allows_are_refused_before_they_are_decoded(tmp_path):
+    save(tmp_path / "a.png", picture=Image.new("1", (20_000, 10_000)))  # 25 kB on the disk, 200 MB as gray
+    with pytest.raises(Unusable, match="picture too large: Image size \\(200000000 pixels\\)"):
+        opened(str(tmp_path)).items(0, 1)[0].load()
+    save(tmp_path / "a.png", picture=Image.new("1", (10_000, 9_000)))
+    with pytest.raises(Unusable, match=r"picture too large: 10000 × 9000 pixels; \d+ are the most"):
+        opened(str(tmp_path)).items(0, 1)[0].load()
+
+
+@pytest.mark.filterwarnings("ignore:.*:UserWarning")  # of Pillow, about damaged metadata
+@pytest.mark.parametrize("suffix", ["png", "jpg", "webp", "avif", "tif", "gif", "bmp"])
+def test_damaged_pictures_are_decoded_or_unusable(suffix):
+    buffer = io.BytesIO()
+    gradient(32, 24).save(buffer, {"jpg": "JPEG", "tif": "TIFF"}.get(suffix, suffix.upper()))
+    for seed in range(80):
+        with contextlib.suppress(Unusable):
+            assert decode(damage(buffer.getvalue(), seed)).mode in ("L", "RGB")

@@ -1,0 +1,99 @@
+"""Several sources in a row, of one kind and of all; and what the config says of them."""
+
+import io
+import json
+import pickle
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from commands import DIGITS
+from tiny_sources import gradient, opened, pixels, save
+
+from bigdit.config import load_run
+from bigdit.errors import UserError
+
+
+def test_several_sources_follow_one_another_and_appending_changes_nothing_before(tmp_path):
+    for name in ("one/a.png", "one/b.png", "two/c.png", "three/d.png", "three/e.png"):
+        save(tmp_path / name, name)
+    folders = [str(tmp_path / name) for name in ("one", "two", "three")]
+    short, whole = opened(folders[:2]), opened(folders)
+    assert (len(short), len(whole)) == (3, 5)
+    assert whole.identity["sources"][:2] == short.identity["sources"]
+    assert [each["count"] for each in whole.identity["sources"]] == [2, 1, 2]
+    assert opened(folders[0]).identity["sources"] == whole.identity["sources"][:1]
+    items = whole.items(1, 4)
+    assert [(item.index, item.name) for item in items] == [
+        (1, f"{folders[0]}: b.png"),
+        (2, f"{folders[1]}: c.png"),
+        (3, f"{folders[2]}: d.png"),
+    ]
+    moved = pickle.loads(pickle.dumps(items))  # as they travel to a worker
+    assert [item.load().captions[0].text for item in moved] == ["one/b.png", "two/c.png", "three/d.png"]
+    assert whole.items(0, 2)[0].name == f"{folders[0]}: a.png"
+    assert whole.items(5, 9) == []
+
+
+def test_an_error_names_the_source_of_the_list(tmp_path):
+    save(tmp_path / "one/a.png")
+    with pytest.raises(UserError, match=r"data\.images\[1\]: the folder .*two does not exist"):
+        opened([str(tmp_path / "one"), str(tmp_path / "two")])
+
+
+@pytest.mark.parametrize(
+    ("images", "problem"),
+    [
+        ([], "data.images: the list is empty; name a source, such as a folder of pictures"),
+        ({"path": "x", "captoins": "y"}, "data.images.0.captoins: unknown key; did you mean captions?"),
+        ({"kind": "csv"}, "data.images.0.path: missing; it has no default"),
+        ({"path": "x", "kind": "zip"}, "data.images.0.kind: Input should be 'folder', 'csv', 'parquet', 'webdataset'"),
+        (
+            {"path": "x", "captions": {"short": -1}},
+            "data.images.0.captions: the weight of short is a number from 1.2e-38 to 3.4e+38, or a column; -1 was",
+        ),
+    ],
+)
+def test_sources_are_checked_by_the_config(images, problem):
+    with pytest.raises(UserError) as error:
+        load_run(DIGITS, [f"data.images={json.dumps(images)}"])
+    (line,) = error.value.problems
+    assert problem in line
+
+
+def test_what_does_not_go_with_a_kind_is_said_for_all_sources_at_once(tmp_path):
+    for name in ("one", "two"):
+        save(tmp_path / name / "a.png")
+    (tmp_path / "two/a.tar").touch()
+    sources = [{"path": str(tmp_path / "one"), "captions": "text"}, str(tmp_path / "two"), str(tmp_path / "three")]
+    with pytest.raises(UserError) as error:
+        opened(sources)
+    assert error.value.problems == (
+        f"data.images[0]: {tmp_path}/one is of kind folder, which has no columns; leave out image and captions",
+        f"data.images[1].kind: {tmp_path}/two holds files of folder and webdataset; say which is meant",
+        f"data.images[2]: the folder {tmp_path}/three does not exist",
+    )
+
+
+def test_pixels_survive_every_kind(folder):
+    """The same pictures and captions, from a folder, a CSV, Parquet, and what datasets saved."""
+    picture = gradient(24, 16)
+    buffer = io.BytesIO()
+    picture.save(buffer, "png")
+    root = folder / "kinds"
+    (root / "plain").mkdir(parents=True)
+    (root / "plain/a.png").write_bytes(buffer.getvalue())
+    (root / "plain/a.txt").write_text("a gradient")
+    (root / "list.csv").write_text("path,caption\nplain/a.png,a gradient\n")
+    pq.write_table(pa.table({"image": [buffer.getvalue()], "caption": ["a gradient"]}), root / "a.parquet")
+    features = datasets.Features({"image": datasets.Image(), "caption": datasets.Value("string")})
+    rows = {"image": [{"bytes": buffer.getvalue(), "path": None}], "caption": ["a gradient"]}
+    datasets.Dataset.from_dict(rows, features=features).save_to_disk(root / "saved")
+    source = opened([str(root / name) for name in ("plain", "list.csv", "a.parquet", "saved")])
+    kinds = [each["kind"] for each in source.identity["sources"]]
+    assert kinds == ["folder", "csv", "parquet", "datasets"]
+    for item in source.items(0, 4):
+        sample = item.load()
+        assert pixels(sample.image) == pixels(picture)
+        assert [caption.text for caption in sample.captions] == ["a gradient"]

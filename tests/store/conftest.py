@@ -1,0 +1,76 @@
+"""A small store of real pictures, encoded here, and what it is made of."""
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from bigdit.config.run import IdentityCodec, TextEncoderConfig
+from bigdit.encoders.codecs import load_image_codec
+from bigdit.encoders.t5 import T5TextEncoder
+from bigdit.extract.unit import encode_unit
+from bigdit.sources.folder import ImageFolder
+from bigdit.store.null_text import write_null_text
+from bigdit.store.part import part_path, write_part
+from bigdit.store.schema import StoreSchema, claim, part_identity, store_identity
+
+BUCKETS = [(8, 8), (8, 12)]
+COUNT, PART_SIZE = 11, 4
+BAD = 5  # this picture has no caption
+
+
+@pytest.fixture(scope="module")
+def codec():
+    return load_image_codec(IdentityCodec(factor=2, color="gray"))
+
+
+@pytest.fixture(scope="module")
+def text_encoder():
+    config = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
+    return T5TextEncoder(TextEncoderConfig(config=config, max_tokens=20))
+
+
+@pytest.fixture
+def pictures(tmp_path):
+    """Eleven of noise, of two aspect ratios; captions repeat, and number 5 has none."""
+    folder = tmp_path / "pictures"
+    folder.mkdir()
+    noise = np.random.default_rng(0)
+    for i in range(COUNT):
+        width = 12 if i % 3 == 0 else 8
+        Image.fromarray(noise.integers(0, 256, (8, width), dtype=np.uint8)).save(folder / f"{i:02d}.png")
+        if i != BAD:
+            (folder / f"{i:02d}.txt").write_text(f"number {i % 2}")
+    return folder
+
+
+@pytest.fixture
+def schema(pictures, codec, text_encoder):
+    return StoreSchema(
+        codec=codec.identity,
+        text_encoder=text_encoder.identity,
+        buckets=BUCKETS,
+        sources=[ImageFolder(pictures).identity],
+        part_size=PART_SIZE,
+    )
+
+
+@pytest.fixture
+def fill(pictures, codec, text_encoder):
+    """Make a whole store of the pictures by its schema."""
+
+    def make(root, schema):
+        claim(root, schema)
+        write_null_text(root, text_encoder.null(), store_identity(schema))
+        for start, end in schema.ranges():
+            items = ImageFolder(pictures).items(start, end)
+            encoded = encode_unit(items, BUCKETS, codec, text_encoder, lambda _: None)
+            write_part(part_path(root, start, end), encoded, identity=part_identity(schema, start))
+
+    return make
+
+
+@pytest.fixture
+def root(tmp_path, schema, fill):
+    """A whole store."""
+    fill(tmp_path / "store", schema)
+    return tmp_path / "store"

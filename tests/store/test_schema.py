@@ -1,0 +1,108 @@
+"""The schema of a store: what it is made by, which stores it refuses, and that damage to it is found."""
+
+import json
+
+import pytest
+
+from bigdit.errors import UserError
+from bigdit.extract.verify import verify
+from bigdit.store import FeatureStore
+from bigdit.store.schema import claim, part_identity, schema_text
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"sources": [{"count": 10**15}]}, "has 1000000000000000 pictures in parts of 4: more than 10000000 files"),
+        ({"sources": [{"count": 5}]}, "lacks 1 of 3 files, the first part-000000000004-000000000005.safetensors"),
+        ({"sources": [{"count": 4}]}, "has 2 parts that are none of the 1 of its schema.json: that is damaged, or of"),
+        ({"sources": [{}]}, "schema.json is damaged: its checksum is not its own; delete it, then `bigdit extract"),
+        ({"sources": [{"count": "x"}]}, "schema.json is damaged: its checksum is not its own; delete it, then"),
+    ],
+)
+def test_a_schema_of_other_sources_is_one_line(root, schema, change, problem):
+    (root / "schema.json").write_text(schema_text(schema.model_copy(update=change)))
+    with pytest.raises(UserError) as error:
+        FeatureStore.open(root)
+    (line,) = error.value.problems
+    assert problem in line
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"part_size": 5}, "is damaged: its checksum is not its own; delete it, then `bigdit extract"),
+        ({"checksum": "0"}, "is damaged: its checksum is not its own; delete it, then `bigdit extract"),
+        ({"part_size": 0}, "is damaged: its keys are others; delete it, then"),
+        ({"version": 2}, "is damaged: its keys are others; delete it, then"),
+        ({"more": 1}, "is damaged: its keys are others; delete it, then"),
+    ],
+)
+def test_a_schema_that_was_changed_is_one_line(root, change, problem):
+    file = root / "schema.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    for look in (FeatureStore.open, verify):
+        with pytest.raises(UserError) as error:
+            look(root)
+        (line,) = error.value.problems
+        assert problem in line
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "[" * 100_000, "{}", "\0", '{"version": "x"}'])
+def test_a_schema_that_is_none_is_one_line(root, text):
+    (root / "schema.json").write_text(text)
+    with pytest.raises(UserError) as error:
+        FeatureStore.open(root)
+    (line,) = error.value.problems
+    assert line.startswith(f"data.features: {root}/schema.json is damaged: ")
+    assert line.endswith("; delete it, then `bigdit extract --config RUN.yaml` makes it again")
+
+
+def test_every_flipped_bit_of_a_schema_is_found_and_it_is_made_again(root, schema):
+    file = root / "schema.json"
+    whole = file.read_bytes()
+    for bit in range(0, 8 * len(whole), 5):
+        damaged = bytearray(whole)
+        damaged[bit // 8] ^= 1 << bit % 8
+        file.write_bytes(damaged)
+        with pytest.raises(UserError, match=r"schema\.json is damaged: .*; delete it, then `bigdit extract"):
+            FeatureStore.open(root)
+    file.unlink()
+    claim(root, schema)
+    assert file.read_bytes() == whole
+    assert len(FeatureStore.open(root).buckets) == 2
+
+
+def test_a_store_of_an_earlier_version_is_called_one(root):
+    file = root / "schema.json"
+    plain = json.loads(file.read_text()) | {"version": 2}
+    del plain["checksum"]
+    file.write_text(json.dumps(plain))
+    with pytest.raises(
+        UserError, match=r"schema\.json has version 2, and 3 is read: an earlier bigdit wrote this store"
+    ):
+        FeatureStore.open(root)
+
+
+def test_what_a_part_is_of_follows_from_its_own_source_alone(schema):
+    own = part_identity(schema, 4)
+    grown = schema.model_copy(update={"sources": [*schema.sources, {"count": 3}]})
+    assert part_identity(grown, 4) == own == part_identity(schema, 8)
+    later = schema.model_copy(update={"sources": [{"count": 4}, *schema.sources]})
+    end = schema.sources[0]["count"]
+    others = [part_identity(grown, end), part_identity(later, 4)]  # the same pictures, from another place on
+    for key, value in {"buckets": [(8, 8), (12, 8)], "codec": {"name": "other"}, "text_encoder": {}}.items():
+        others.append(part_identity(schema.model_copy(update={key: value}), 4))
+    assert len({own, *others}) == 6
+
+
+def test_another_schema_is_refused_by_the_keys_that_differ(root, schema):
+    claim(root, schema)
+    other = schema.model_copy(update={"part_size": 5, "codec": schema.codec | {"factor": 1}})
+    with pytest.raises(UserError) as error:
+        claim(root, other)
+    assert len(error.value.problems) == 1
+    assert "codec.factor is 2 there, and 1 in this run; part_size is 4 there, and 5 in this run" in str(error.value)
+    (root / "schema.json").write_text("{")
+    with pytest.raises(UserError, match=r"schema\.json is damaged: not JSON: .*; delete it, then"):
+        claim(root, schema)
