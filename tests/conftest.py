@@ -5,7 +5,12 @@ import time
 from pathlib import Path
 
 import pytest
-from commands import DIGITS, ROOT, SINGLE, TINY, bigdit, with_set
+
+# A thread more for each of two workers and their processes is more than there are cores: torch's threads then wait for
+# each other, for seconds a step.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from commands import DIGITS, ROOT, SINGLE, TINY, bigdit, run_ranks, with_set
 from hypothesis import settings
 
 # How long an example takes is this machine's business: other work on it must not fail a test.
@@ -63,7 +68,7 @@ def trained(tmp_path_factory, features):
     """The output of a finished tiny run, not to be changed."""
     output = tmp_path_factory.mktemp("trained") / "run"
     overrides = [*TINY, *SINGLE, f"data.features={features}", f"output={output}"]
-    done = bigdit("train", "--config", DIGITS, *with_set(overrides))
+    done = run_ranks(1, "-m", "bigdit.train", "--config", DIGITS, *with_set(overrides))
     assert done.returncode == 0, done.stderr
     return output
 

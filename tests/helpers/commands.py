@@ -5,6 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from warm import Server
+
+from bigdit.train.processes.launch import free_port
+
 ROOT = Path(__file__).parents[2]
 DIGITS = ROOT / "launch/recipes/digits.yaml"
 BIN = Path(sys.executable).parent
@@ -28,13 +32,17 @@ TINY = (
 SINGLE = ("engine.name=single", "engine.processes=1", "engine.ds_config=null")
 
 
+def environment_with(variables):
+    """This process's environment, with what commands of tests have, and `variables`."""
+    return os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "80", "PATH": f"{BIN}:{os.environ['PATH']}"} | variables
+
+
 def run_command(*command, timeout=300, **environment):
     """Run a real command from the repository's root; stdout, stderr and returncode, never more than `timeout` s."""
-    threads = {"OMP_NUM_THREADS": "1", "COLUMNS": "80", "PATH": f"{BIN}:{os.environ['PATH']}"}
     return subprocess.run(
         [str(part) for part in command],
         cwd=ROOT,
-        env=os.environ | threads | environment,
+        env=environment_with(environment),
         capture_output=True,
         text=True,
         timeout=timeout,
@@ -42,9 +50,24 @@ def run_command(*command, timeout=300, **environment):
     )
 
 
-def bigdit(*arguments, **options):
-    """The command line tool, as a user starts it."""
-    return run_command(BIN / "bigdit", *arguments, **options)
+_server = Server()
+
+
+def bigdit(*arguments, timeout=300, **environment):
+    """The command line tool, as a user starts it, but that its libraries are there already."""
+    program = [str(part) for part in (BIN / "bigdit", *arguments)]
+    return _server.run(program, [environment_with(environment)], ROOT, timeout)
+
+
+def run_ranks(count, *program, timeout=300, **environment):
+    """A script, or `-m MODULE`, as `count` processes that a launcher such as torchrun had started; likewise."""
+    own = environment_with(environment)
+    if count > 1:
+        own |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+        own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [own | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if count > 1 else {}) for rank in range(count)]
+    return _server.run([str(part) for part in program], ranks, ROOT, timeout)
+
 
 
 def with_set(overrides):

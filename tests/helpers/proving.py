@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
-from commands import ROOT, run_command
+from commands import HELPERS, run_ranks
 
 from bigdit.memory import Timeline
 from bigdit.rehearse import RehearsalRequest, RehearsedSize
@@ -26,9 +26,7 @@ def prove(folder: Path, requests: Sequence[RehearsalRequest], timeout: float) ->
     """What the first process recorded, and its rehearsal, for each request; `strategy.world_size` processes run."""
     asked, answered = folder / "asked.json", folder / "answered.json"
     asked.write_text(json.dumps([request.model_dump(mode="json") for request in requests]))
-    done = run_command(
-        *(sys.executable, __file__, asked, answered), PYTHONPATH=str(ROOT), DS_ACCELERATOR="cpu", timeout=timeout
-    )
+    done = run_ranks(1, __file__, asked, answered, PYTHONPATH=HELPERS, DS_ACCELERATOR="cpu", timeout=timeout)
     assert done.returncode == 0, done.stderr[-4000:]
     return [
         (Timeline.unpack(record), RehearsedSize.model_validate(answer))

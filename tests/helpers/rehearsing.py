@@ -1,13 +1,15 @@
 """What tests of rehearsals share: a small Sana and its sample, and many rehearsals in one process."""
 
+import gc
 import json
-import subprocess
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from commands import ROOT
+from commands import HELPERS, run_ranks
 
+from bigdit.log import quiet_libraries
 from bigdit.rehearse import RehearsalRequest, RehearsedSize
 from bigdit.spec import BatchShape, ModelSpec
 
@@ -49,33 +51,26 @@ THREE_BLOCKS = ModelSpec(
 )
 SHAPE = BatchShape(latents=(4, 8, 8), text=(6, 12))
 
-# One process for all of them: the start of a worker is most of its time here. What it leaves behind is small.
-_REHEARSE_ALL = """
-import gc, json, os, sys
-gc.disable()
-from bigdit.log import quiet_libraries
-quiet_libraries()
-from bigdit.rehearse import RehearsalRequest
-from bigdit.rehearse.worker import rehearse_size
-requests = [RehearsalRequest.model_validate(value) for value in json.load(open(sys.argv[1]))]
-answers = [rehearse_size(request, request.micro_batch_sizes[0]).model_dump(mode="json") for request in requests]
-with open(sys.argv[2], "w") as file:
-    json.dump(answers, file)
-os._exit(0)  # with the fake device registered, an interpreter does not shut down cleanly
-"""
-
-
 def rehearse_all(folder: Path, requests: Sequence[RehearsalRequest]) -> list[RehearsedSize]:
     """The rehearsal of each request at its first micro-batch size."""
     asked, answered = folder / "requests.json", folder / "answers.json"
     asked.write_text(json.dumps([request.model_dump(mode="json") for request in requests]))
-    done = subprocess.run(
-        [sys.executable, "-c", _REHEARSE_ALL, str(asked), str(answered)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=550,
-        check=False,
-    )
+    # one process for all of them: what each leaves behind is small
+    done = run_ranks(1, __file__, asked, answered, PYTHONPATH=HELPERS, timeout=550)
     assert done.returncode == 0, done.stderr
     return [RehearsedSize.model_validate(value) for value in json.loads(answered.read_text())]
+
+
+def _main(asked: Path, answered: Path) -> None:
+    gc.disable()
+    quiet_libraries()
+    from bigdit.rehearse.worker import rehearse_size  # in this process alone: it makes the fake device
+
+    requests = [RehearsalRequest.model_validate(value) for value in json.loads(asked.read_text())]
+    answers = [rehearse_size(request, request.micro_batch_sizes[0]).model_dump(mode="json") for request in requests]
+    answered.write_text(json.dumps(answers))
+
+
+if __name__ == "__main__":
+    _main(Path(sys.argv[1]), Path(sys.argv[2]))
+    os._exit(0)  # with the fake device registered, an interpreter does not shut down cleanly

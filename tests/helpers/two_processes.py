@@ -1,19 +1,15 @@
-"""Scripts of tests that two processes run under torchrun, on the CPU."""
+"""Scripts of tests that two processes run as torchrun starts them, on the CPU."""
 
 import json
 from pathlib import Path
 from typing import Any
 
-from commands import BIN, HELPERS, run_command
+from commands import HELPERS, run_ranks
 
 
 def run_two(script: Path, *arguments: object) -> str:
     """What two processes print on stdout; what they import of these helpers is found."""
-    done = run_command(
-        *(BIN / "torchrun", "--standalone", "--nproc-per-node", 2, script, *arguments),
-        PYTHONPATH=HELPERS,
-        DS_ACCELERATOR="cpu",
-    )
+    done = run_ranks(2, script, *arguments, PYTHONPATH=HELPERS, DS_ACCELERATOR="cpu")
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 

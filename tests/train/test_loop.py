@@ -8,7 +8,7 @@ import time
 
 import pytest
 import torch
-from commands import BIN, DIGITS, ROOT, SINGLE, TINY, bigdit, run_command, with_set
+from commands import BIN, DIGITS, ROOT, SINGLE, TINY, bigdit, run_command, run_ranks, with_set
 from diffusers import SanaTransformer2DModel
 from safetensors.torch import load_file
 
@@ -24,7 +24,8 @@ ENGINES = {
 
 def train(features, output, *overrides, engine="single", **options):
     chosen = [*TINY, f"data.features={features}", f"output={output}", *ENGINES[engine], *overrides]
-    return bigdit("train", "--config", DIGITS, *with_set(chosen), **options)
+    started = ("-m", "bigdit.train", "--config", DIGITS, *with_set(chosen))
+    return run_ranks(1 if "single" in engine else 2, *started, **options)
 
 
 @pytest.mark.slow
