@@ -34,7 +34,7 @@ class Fsdp2Engine:
     ) -> None:
         self.strategy = strategy
         self.device = device
-        _shard(model, [*_shared_modules(family, model), *family.blocks(model), model], strategy, device)
+        _shard(model, [*family.shared(model), *family.blocks(model), model], strategy, device)
         self.model = model
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self._names = [name for name, _ in named]  # in a forward pass the model has whole parameters in their place
@@ -114,7 +114,8 @@ def _rows(name: str, param: DTensor, master: int) -> Shard:
 def _shard(model: nn.Module, units: list[nn.Module], strategy: Strategy, device: torch.device) -> None:
     """Bring the model from the host to the device one unit at a time, as shards: no more than one is ever whole.
 
-    `units` in an order in which those inside others come first, the model last.
+    `units` in an order in which those inside others come first, the model last. Those that the model shares with a
+    block are called outside of it too; their inputs need no gradient, so that FSDP2 reduces theirs once, at the end.
     """
     dtype = compute_dtype(strategy)
     master = dtype if strategy.precision == "bf16_sr" else torch.float32
@@ -147,10 +148,3 @@ def _mesh(strategy: Strategy, device: torch.device) -> device_mesh.DeviceMesh:
         return device_mesh.init_device_mesh(device.type, (strategy.world_size,))
     shape = (strategy.dp_replicate, strategy.dp_shard)
     return device_mesh.init_device_mesh(device.type, shape, mesh_dim_names=("dp_replicate", "dp_shard"))
-
-
-def _shared_modules(family: Family, model: nn.Module) -> list[nn.Module]:
-    """Modules within a block that the model also calls outside of it: units of their own, since a block's weights
-    are gathered only while it runs. Their inputs need no gradient, so that FSDP2 reduces theirs once, at the end."""
-    shared = getattr(family, "shared", None)
-    return [] if shared is None else shared(model)
