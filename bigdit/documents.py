@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import yaml
+
+from bigdit.errors import UserError
 
 DEEPEST = 64
 """Levels of lists and mappings: DeepSpeed's and diffusers' documents have four."""
@@ -24,6 +27,27 @@ _DEEP = f"nested too deeply: {DEEPEST} levels are the most"
 
 class _Refused(ValueError):
     """What is wrong with a document that can be read."""
+
+
+def read_file(path: Path, said: str, where_missing: str = "") -> bytes:
+    """The bytes of a file that errors call `said`. Raises UserError, which says what to do where it is missing."""
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise UserError(f"{said} does not exist{where_missing}") from None
+    except OSError as error:
+        raise UserError(f"{said} cannot be read: {error.strerror or error}") from None
+
+
+def read_mapping(path: Path, parse: Callable[[bytes], Any], said: str, expected: str) -> dict[str, Any]:
+    """The keys of a document that `parse` reads. Raises UserError where the file is missing, damaged, or no mapping."""
+    try:
+        document = parse(read_file(path, said))
+    except ValueError as error:
+        raise UserError(f"{said} is {error}") from None
+    if not isinstance(document, dict):
+        raise UserError(f"{said} should hold {expected}")
+    return document
 
 
 def parse_yaml(text: str | bytes) -> Any:

@@ -180,19 +180,23 @@ class Strategy(Strict):
     def settled(
         self, *, micro_batch_size: int, grad_accum_steps: int, checkpointed_blocks: int | Literal["all"]
     ) -> Strategy:
-        """The same strategy at these sizes, in DeepSpeed's document too."""
-        ds_config = self.ds_config and self.ds_config | {
-            "train_micro_batch_size_per_gpu": micro_batch_size,
-            "gradient_accumulation_steps": grad_accum_steps,
-        }
-        return self.model_copy(
-            update={
-                "micro_batch_size": micro_batch_size,
-                "grad_accum_steps": grad_accum_steps,
-                "checkpointed_blocks": checkpointed_blocks,
-                "ds_config": ds_config,
-            }
+        """The same strategy at these sizes, as `sized`."""
+        return self.sized(
+            StepSize(
+                micro_batch_size=micro_batch_size,
+                grad_accum_steps=grad_accum_steps,
+                checkpointed_blocks=checkpointed_blocks,
+                checkpointing=self.checkpointing,
+            )
         )
+
+    def sized(self, size: StepSize) -> Strategy:
+        """The same strategy with steps of this size, in DeepSpeed's document too."""
+        ds_config = self.ds_config and self.ds_config | {
+            "train_micro_batch_size_per_gpu": size.micro_batch_size,
+            "gradient_accumulation_steps": size.grad_accum_steps,
+        }
+        return self.model_copy(update=dict(size) | {"ds_config": ds_config})
 
     @property
     def zero_stage(self) -> int | None:

@@ -14,7 +14,7 @@ from bigdit.checkpoint.folder import NAME, Checkpoint, checksum, open_checkpoint
 from bigdit.checkpoint.shard_file import OFFSETS
 from bigdit.errors import UserError
 from bigdit.train.metrics import read_metrics
-from chaotic.processes import ChaosError, Door
+from chaotic.processes import ChaosError, Door, none_left
 
 STEPS = 10
 """Of every run."""
@@ -99,6 +99,30 @@ def check_safe(course: Course, output: Path, but: Sequence[int] = ()) -> int:
     if exports != {name: digest for name, digest in course.exports.items() if name.split("/")[0] in names}:
         raise ChaosError(f"an export of {sorted(names)} is not what an undisturbed run has")
     return max(right, default=0)
+
+
+def end_of(door: Door, within: float = 30.0) -> int:
+    """Wait for a command; its status, when none of its processes is left, `within` seconds."""
+    status = door.ends()
+    none_left(within)
+    return status
+
+
+def end_well(door: Door, what: str = "the same command", within: float = 30.0) -> None:
+    """Wait for a command that has nothing to complain of. Raises ChaosError, which says `what` it was, where it has."""
+    status = end_of(door, within)
+    check_said(door, refused=False)
+    if status != 0:
+        raise ChaosError(f"{what} ended with {status}: {door.text()[-2000:]}")
+
+
+def end_when_full(door: Door) -> int:
+    """The status of a command whose disk may have been full: done, or a line that says so."""
+    status = end_of(door, within=15)
+    check_said(door, refused=status != 0)
+    if status not in (0, 1) or (status == 1 and "No space left on device" not in door.text()):
+        raise ChaosError(f"ended with {status}: {door.text()[-2000:]}")
+    return status
 
 
 def check_whole(

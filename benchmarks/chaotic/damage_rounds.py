@@ -11,10 +11,10 @@ from pathlib import Path
 
 from bigdit.checkpoint.folder import NAME
 from bigdit.config.plan_file import write_plan_file
-from chaotic.checks import STEPS, Course, check_safe, check_said, check_whole, rows_of, steps_of
+from chaotic.checks import STEPS, Course, check_safe, check_said, check_whole, end_of, end_well, rows_of, steps_of
 from chaotic.damage import damaged
 from chaotic.plans import plan_of_course
-from chaotic.processes import ChaosError, Door, none_left
+from chaotic.processes import ChaosError, Door
 from chaotic.seen import Seen
 from chaotic.world import COURSES, ROOT, World, copied
 
@@ -54,10 +54,10 @@ def run_round(world: World, draw: random.Random, folder: Path) -> Seen:
     what = damaged(file, draw, siblings)
     seen = Seen(f"{kind} damaged")
     seen.landed[what] += 1
-    door, status = _train(world, course, output)
+    door = _training(world, course, output)
+    status = _done_or_refused(door)
     hurt = int(Path(path).parts[1][5:]) if NAME.fullmatch(Path(path).parts[min(1, len(Path(path).parts) - 1)]) else 0
     if status == 1:
-        check_said(door, refused=True)
         _others_are_whole(course, output, hurt, path)
         advice = _ADVICE.search(door.text())
         if advice and draw.random() < 0.7:
@@ -66,14 +66,10 @@ def run_round(world: World, draw: random.Random, folder: Path) -> Seen:
         else:
             _bring_back(file, whole)
             how = "refused in a line; with the file brought back"
-        last, status = _train(world, course, output)
-        check_said(last, refused=False)
-        if status != 0:
-            raise ChaosError(f"{how}: {status}: {last.text()[-2000:]}")
+        last = _training(world, course, output)
+        end_well(last, how)
     else:
-        last = door
-        check_said(door, refused=False)
-        how = "went on with a line" if _noted(door, path) else "went on without a line: it was not to be read, or right"
+        last, how = door, _went_on(door, path)
     if kind == "an export" or hurt == 4:
         _bring_back(file, whole)  # nobody has read it
     _check_rows(course, output, door, path, whole)
@@ -94,9 +90,9 @@ def store_round(world: World, draw: random.Random, folder: Path) -> Seen:
     output = copied(course.half, folder / "run") if draw.random() < 0.4 else folder / "run"
     seen = Seen(f"{kind} damaged")
     seen.landed[what] += 1
-    door, status = _train(world, course, output, store)
+    door = _training(world, course, output, store)
+    status = _done_or_refused(door)
     if status == 1:
-        check_said(door, refused=True)
         check_safe(course, output)
         if path.startswith("part-") and not file.is_dir() and draw.random() < 0.5:
             words, command = world.extracting(store), "bigdit extract"
@@ -107,22 +103,16 @@ def store_round(world: World, draw: random.Random, folder: Path) -> Seen:
                 )
             how = f"refused in a line; `{command}`"
             mended = Door(words, folder / "mended.log")
-            status = mended.ends()
-            none_left()
-            check_said(mended, refused=False)
-            if status != 0 or not file.is_file() or file.read_bytes() != whole:
-                raise ChaosError(f"`{command}` ended with {status}: {mended.text()[-2000:]}")
+            end_well(mended, command, within=15)
+            if not file.is_file() or file.read_bytes() != whole:
+                raise ChaosError(f"`{command}` did not mend {path}: {mended.text()[-2000:]}")
         else:
             _bring_back(file, whole)
             how = "refused in a line; with the file brought back"
-        last, status = _train(world, course, output, store)
-        check_said(last, refused=False)
-        if status != 0:
-            raise ChaosError(f"{how}: {status}: {last.text()[-2000:]}")
+        last = _training(world, course, output, store)
+        end_well(last, how)
     else:
-        last = door
-        check_said(door, refused=False)
-        how = "went on with a line" if _noted(door, path) else "went on without a line: it was not to be read, or right"
+        last, how = door, _went_on(door, path)
     check_whole(course, output, last)
     seen.ended[f"{how}, equal to the bit"] += 1
     return seen
@@ -155,8 +145,7 @@ def written_round(world: World, draw: random.Random, folder: Path) -> Seen:
         raise ChaosError(f"a changed plan was taken: {found}")
     else:
         door = Door([*words, "--set", "train.steps=2"], folder / "train.log")
-        status = door.ends()
-        none_left(30)
+        status = end_of(door)
         check_said(door, refused=status != 0, most=MOST_LINES)
         seen.ended["says something else, which was trained" if status == 0 else "says something else: a line"] += 1
     return seen
@@ -165,8 +154,7 @@ def written_round(world: World, draw: random.Random, folder: Path) -> Seen:
 def _resolved(words: list[object], log: Path) -> object:
     """What a run would be, or None where it is refused in a line."""
     door = Door([*words, "--dry-run"], log)
-    status = door.ends()
-    none_left()
+    status = end_of(door, within=15)
     check_said(door, refused=status != 0, most=MOST_LINES)
     if status not in (0, 1):
         raise ChaosError(f"--dry-run ended with {status}: {door.text()[-2000:]}")
@@ -174,14 +162,17 @@ def _resolved(words: list[object], log: Path) -> object:
     return json.loads(text[text.index("{") :]) if status == 0 else None
 
 
-def _train(world: World, course: Course, output: Path, store: Path | None = None) -> tuple[Door, int]:
+def _training(world: World, course: Course, output: Path, store: Path | None = None) -> Door:
     number = len(list(output.parent.glob("*.log")))
-    door = Door(world.training(course.name, output, store=store), output.parent / f"{number}.log")
-    status = door.ends()
-    none_left(30)
+    return Door(world.training(course.name, output, store=store), output.parent / f"{number}.log")
+
+
+def _done_or_refused(door: Door) -> int:
+    status = end_of(door)
     if status not in (0, 1):
         raise ChaosError(f"ended with {status}: {door.text()[-3000:]}")
-    return door, status
+    check_said(door, refused=status == 1)
+    return status
 
 
 def _others_are_whole(course: Course, output: Path, hurt: int, path: str) -> None:
@@ -206,9 +197,10 @@ def _check_rows(course: Course, output: Path, door: Door, path: str, whole: byte
         raise ChaosError(f"rows are wrong or twice there: {rows}")
 
 
-def _noted(door: Door, path: str) -> bool:
-    """Whether a line names the damaged file."""
-    return path in door.text().replace("\n", "")
+def _went_on(door: Door, path: str) -> str:
+    """How, by whether a line names the damaged file."""
+    noted = path in door.text().replace("\n", "")
+    return "went on with a line" if noted else "went on without a line: it was not to be read, or right"
 
 
 def _bring_back(file: Path, whole: bytes) -> None:

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from chaotic import moments
-from chaotic.checks import check_said
+from chaotic.checks import check_said, end_of, end_well
 from chaotic.damage import damaged
 from chaotic.processes import LIMIT_S, ChaosError, Door, children, go_on, none_left, send, stop_all, tree
 from chaotic.seen import AFTER, Seen
@@ -78,8 +78,7 @@ def ended_round(world: World, draw: random.Random, folder: Path) -> Seen:
             for pid in victims:
                 send(pid, signum)
             go_on()
-        status = attempt.door.ends()
-        none_left(30)
+        status = end_of(attempt.door)
         seen.landed[found[0] if found else AFTER] += 1
         if status not in (0, 1, -signum, 128 + signum):
             raise ChaosError(f"ended with {status}: {attempt.door.text()[-2000:]}")
@@ -126,8 +125,7 @@ def damaged_round(world: World, draw: random.Random, folder: Path) -> Seen:
     seen = Seen(f"an unfinished store's {name} damaged")
     seen.landed[damaged(file, draw, sorted(others))] += 1
     door = Door(world.extracting(root), folder / "0.log")
-    status = door.ends()
-    none_left(30)
+    status = end_of(door)
     check_said(door, refused=status != 0)
     if status == 1:
         if file.is_dir() and not file.is_symlink():
@@ -154,11 +152,9 @@ def check_parts(world: World, root: Path, before: set[str]) -> set[str]:
 def comes_through(world: World, root: Path, seen: Seen, *, parts_alone: bool = False) -> Seen:
     """The same command ends well, and with it the round. Raises ChaosError where it does not, or anything differs."""
     door = Door(world.extracting(root), root.parent / "last.log")
-    status = door.ends()
-    none_left(30)
-    check_said(door, refused=False)
-    if status != 0 or check_parts(world, root, set()) != world.store.parts.keys():
-        raise ChaosError(f"the same command ended with {status}: {door.text()[-2000:]}")
+    end_well(door)
+    if check_parts(world, root, set()) != world.store.parts.keys():
+        raise ChaosError(f"the same command left parts out: {door.text()[-2000:]}")
     null = (root / "null_text.safetensors").read_bytes()
     if not parts_alone and null != world.store.files["null_text.safetensors"]:
         raise ChaosError("the empty caption is not what an undisturbed extraction has")

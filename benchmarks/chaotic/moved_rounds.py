@@ -15,8 +15,8 @@ import numpy as np
 from safetensors import safe_open
 
 from bigdit.checkpoint.shard_file import OFFSETS
-from chaotic.checks import STEPS, check_clean, check_said, checkpoints, rows_of, steps_of
-from chaotic.processes import LIMIT_S, ChaosError, Door, none_left, send, tree
+from chaotic.checks import STEPS, check_clean, checkpoints, end_well, rows_of, steps_of
+from chaotic.processes import LIMIT_S, ChaosError, Door, none_left, send
 from chaotic.seen import AFTER, Seen
 from chaotic.training import Attempt, comes_through, kept_of, not_behind
 from chaotic.world import World, copied
@@ -28,20 +28,12 @@ def elsewhere_round(world: World, draw: random.Random, folder: Path) -> Seen:
     first, second = (world.course(name) for name in names)
     output = copied(first.half, folder / "run") if draw.random() < 0.5 else folder / "run"
     seen = Seen("resumed on another number of processes: two by FSDP2, or one")
-    attempt = Attempt(world, first, output, draw)
-    where = attempt.until_its_moment()
-    for pid in tree() if where is not None else []:
-        send(pid, signal.SIGKILL)
-    attempt.door.ends()
-    none_left(30)
-    seen.landed[where or AFTER] += 1
+    seen.landed[Attempt(world, first, output, draw).killed()] += 1
     door = Door(world.training(second.name, output), folder / "last.log")
-    status = door.ends()
-    none_left(30)
-    check_said(door, refused=False)
+    end_well(door)
     rows = rows_of(output)
-    if status != 0 or [row[0] for row in rows] != list(range(STEPS)) or steps_of(output)[-1] != STEPS:
-        raise ChaosError(f"status {status}, rows {rows}: {door.text()[-2000:]}")
+    if [row[0] for row in rows] != list(range(STEPS)) or steps_of(output)[-1] != STEPS:
+        raise ChaosError(f"rows {rows}: {door.text()[-2000:]}")
     far = max(abs(row[1] - right[1]) / right[1] for row, right in zip(rows, second.rows, strict=True))
     masters, right_masters = _masters(output), _masters(second.whole)
     off = max(float(np.abs(masters[name] - right).max()) for name, right in right_masters.items())
@@ -77,13 +69,7 @@ def moved_round(world: World, draw: random.Random, folder: Path) -> Seen:
     for _ in range(draw.choice([0, 1, 2])):
         if not overrides:
             _set_times(output, draw)
-        attempt = Attempt(world, course, output, draw, *overrides)
-        where = attempt.until_its_moment()
-        for pid in tree() if where is not None else []:
-            send(pid, signal.SIGKILL)
-        attempt.door.ends()
-        none_left(30)
-        seen.landed[where or AFTER] += 1
+        seen.landed[Attempt(world, course, output, draw, *overrides).killed()] += 1
         newest = not_behind(course, output, newest)
         if not overrides and draw.random() < 0.5:
             (output / "checkpoints/latest").unlink(missing_ok=True)

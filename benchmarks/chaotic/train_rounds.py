@@ -7,7 +7,7 @@ import signal
 import time
 from pathlib import Path
 
-from chaotic.checks import check_said, check_whole, rows_of, steps_of
+from chaotic.checks import check_said, check_whole, end_of, rows_of, steps_of
 from chaotic.processes import LIMIT_S, ChaosError, Door, go_on, none_left, send, tree
 from chaotic.seen import AFTER, Seen
 from chaotic.training import Attempt, comes_through, kept_of, not_behind
@@ -34,8 +34,7 @@ def killed_round(world: World, draw: random.Random, folder: Path) -> Seen:
             for pid in victims:
                 send(pid, signal.SIGKILL)
             go_on()
-        status = attempt.door.ends()
-        none_left(30)
+        status = end_of(attempt.door)
         seen.landed[where or AFTER] += 1
         by_hand = launcher in victims if where is not None else False
         check_said(attempt.door, refused=status != 0 and not by_hand)
@@ -70,8 +69,7 @@ def signalled_round(world: World, draw: random.Random, folder: Path) -> Seen:
             time.sleep(draw.uniform(0, 0.7))
             for pid in {launcher, *ranks} & set(tree()):
                 send(pid, signum)
-    status = attempt.door.ends()
-    none_left(30)
+    status = end_of(attempt.door)
     seen.landed[where or AFTER] += 1
     seen.ended[_ended_by(signum, status, attempt)] += 1
     comes_through(world, course, output, seen, kept=kept_of(not_behind(course, output, 0)))

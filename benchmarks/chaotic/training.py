@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import random
+import signal
 import time
 from pathlib import Path
 
 from bigdit.checkpoint.prune import kept_steps
 from chaotic import moments
-from chaotic.checks import STEPS, Course, check_safe, check_said, check_whole, rows_of, steps_of
-from chaotic.processes import LIMIT_S, ChaosError, Door, children, none_left, stop_all, tree
-from chaotic.seen import Seen
+from chaotic.checks import STEPS, Course, check_safe, check_whole, end_of, end_well, rows_of, steps_of
+from chaotic.processes import LIMIT_S, ChaosError, Door, children, send, stop_all, tree
+from chaotic.seen import AFTER, Seen
 from chaotic.world import TRAINED, World
 
 
@@ -43,6 +44,14 @@ class Attempt:
                 raise ChaosError(f"nothing happened within {LIMIT_S:g} s: {self.door.text()[-2000:]}")
             time.sleep(0.0005)
         return None
+
+    def killed(self) -> str:
+        """Kill all of its processes there; where it was."""
+        where = self.until_its_moment()
+        for pid in tree() if where is not None else []:
+            send(pid, signal.SIGKILL)
+        end_of(self.door)
+        return where or AFTER
 
     def launcher_and_ranks(self) -> tuple[int, list[int]]:
         """Process ids."""
@@ -80,11 +89,7 @@ def comes_through(
 ) -> None:
     """The same command ends well, and with it the round. Raises ChaosError where it does not, or anything differs."""
     door = Door(world.training(course.name, output, *overrides), output.parent / "last.log")
-    status = door.ends()
-    none_left(30)
-    check_said(door, refused=False)
-    if status != 0:
-        raise ChaosError(f"the same command ended with {status}: {door.text()[-2000:]}")
+    end_well(door)
     check_whole(course, output, door, kept=kept)
     seen.ended["resumed, equal to the bit"] += 1
 

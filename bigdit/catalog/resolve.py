@@ -7,7 +7,7 @@ from typing import Any
 
 from bigdit.catalog.models import model
 from bigdit.config.run import ModelConfig
-from bigdit.documents import parse_json
+from bigdit.documents import parse_json, read_file
 from bigdit.errors import UserError
 from bigdit.spec import ModelSpec
 
@@ -35,11 +35,7 @@ def read_model_config(path: Path) -> ModelSpec:
     """
     file = path / "config.json" if path.is_dir() else path
     try:
-        document: Any = parse_json(file.read_bytes())
-    except FileNotFoundError:
-        raise UserError(f"{file} does not exist; a diffusers config.json was expected") from None
-    except OSError as error:
-        raise UserError(f"{file} cannot be read: {error.strerror or error}") from None
+        document: Any = parse_json(read_file(file, str(file), "; a diffusers config.json was expected"))
     except ValueError as error:
         raise UserError(f"{file} is not a diffusers config.json: it is {error}") from None
     class_name = document.get("_class_name") if isinstance(document, dict) else None

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from bigdit.documents import parse_json
-from bigdit.errors import UserError
+from bigdit.documents import parse_json, read_mapping
 from bigdit.spec import Strategy
 
 Values = dict[str, tuple[Any, str]]
@@ -50,17 +49,7 @@ _PRECISIONS = {
 
 def read_ds_config(path: Path) -> dict[str, Any]:
     """The document as it stands. Raises UserError where it is missing or not a JSON object."""
-    try:
-        document = parse_json(path.read_bytes())
-    except FileNotFoundError:
-        raise UserError(f"engine.ds_config: {path} does not exist") from None
-    except OSError as error:
-        raise UserError(f"engine.ds_config: {path} cannot be read: {error.strerror or error}") from None
-    except ValueError as error:
-        raise UserError(f"engine.ds_config: {path} is {error}") from None
-    if not isinstance(document, dict):
-        raise UserError(f"engine.ds_config: {path} should hold a JSON object")
-    return document
+    return read_mapping(path, parse_json, f"engine.ds_config: {path}", "a JSON object")
 
 
 def ds_values(strategy: Strategy, section: str = "") -> Values:

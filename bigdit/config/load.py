@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from bigdit.config.run import RunConfig
-from bigdit.documents import parse_yaml
+from bigdit.documents import parse_yaml, read_mapping
 from bigdit.errors import UserError, nearest
 
 
@@ -21,7 +21,7 @@ def load_run(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 def read_run(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """The document in `path` with its overrides, not yet validated. Raises UserError where it is no mapping."""
-    document = _read_yaml(path)
+    document = read_mapping(path, parse_yaml, f"the config {path}", "sections such as model, data and train")
     for override in overrides:
         _apply(document, override)
     return document
@@ -33,20 +33,6 @@ def parse_run(document: dict[str, Any], source: str) -> RunConfig:
         return RunConfig.model_validate(document)
     except ValidationError as error:
         raise UserError(*(f"{source}: {_line(detail)}" for detail in error.errors())) from None
-
-
-def _read_yaml(path: Path) -> dict[str, Any]:
-    try:
-        document = parse_yaml(path.read_bytes())
-    except FileNotFoundError:
-        raise UserError(f"the config {path} does not exist") from None
-    except OSError as error:
-        raise UserError(f"the config {path} cannot be read: {error.strerror or error}") from None
-    except ValueError as error:
-        raise UserError(f"the config {path} is {error}") from None
-    if not isinstance(document, dict):
-        raise UserError(f"the config {path} should hold sections such as model, data and train")
-    return document
 
 
 def _apply(document: dict[str, Any], override: str) -> None:

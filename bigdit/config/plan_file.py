@@ -10,7 +10,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
 
-from bigdit.documents import parse_yaml
+from bigdit.documents import parse_yaml, read_file
 from bigdit.errors import UserError
 from bigdit.files import write_text
 from bigdit.spec import BatchShape, ModelSpec, StepSize, Strategy, Strict
@@ -141,11 +141,7 @@ def plan_file(path: Path) -> Path:
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        document = parse_yaml(file.read_bytes())
-    except FileNotFoundError:
-        raise UserError(f"--plan: {file} does not exist; `bigdit plan --out DIR` writes one") from None
-    except OSError as error:
-        raise UserError(f"--plan: {file} cannot be read: {error.strerror or error}") from None
+        document = parse_yaml(read_file(file, f"--plan: {file}", "; `bigdit plan --out DIR` writes one"))
     except ValueError as error:
         raise UserError(f"{file} is damaged: {error}; {_FIX}") from None
     if not isinstance(document, dict):

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from bigdit.config.deepspeed import complete_ds_config, ds_values, read_ds_config
-from bigdit.documents import parse_yaml
+from bigdit.documents import parse_yaml, read_mapping
 from bigdit.errors import UserError, nearest
 from bigdit.spec import Strategy
 
@@ -85,23 +85,11 @@ def _add(document: dict[str, Any], part: str) -> None:
     elif part in PRESETS:
         document.update(_copied(PRESETS[part]))
     elif part.endswith((".yaml", ".yml", ".json")):
-        document.update(_read(Path(part)))
+        path = Path(part)
+        said = f"--strategy {path}: the file"
+        document.update(read_mapping(path, parse_yaml, said, "keys of a strategy, such as engine"))
     else:
         raise UserError(f"--strategy {part}: neither key=value, a YAML file nor a preset; {nearest(part, PRESETS)}")
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        document = parse_yaml(path.read_bytes())
-    except FileNotFoundError:
-        raise UserError(f"--strategy {path}: the file does not exist") from None
-    except OSError as error:
-        raise UserError(f"--strategy {path}: the file cannot be read: {error.strerror or error}") from None
-    except ValueError as error:
-        raise UserError(f"--strategy {path}: the file is {error}") from None
-    if not isinstance(document, dict):
-        raise UserError(f"--strategy {path}: the file should hold keys of a strategy, such as engine")
-    return document
 
 
 def _yaml(text: str, part: str) -> Any:

@@ -18,6 +18,7 @@ from bigdit.emulator.stubs import MANNERS, sources
 from bigdit.emulator.symbols import Library, wanted
 from bigdit.errors import UserError
 from bigdit.files import TEMPORARY
+from bigdit.kept import cache_root
 
 C = Path(__file__).parent / "c"
 
@@ -43,10 +44,8 @@ _FLAGS = ("-O1", "-fPIC", "-shared", "-pthread", "-Wl,-rpath,$ORIGIN")
 
 
 def cache_folder() -> Path:
-    """Where built libraries lie: BIGDIT_CACHE, or bigdit's folder in the user's cache."""
-    chosen = os.environ.get("BIGDIT_CACHE")
-    base = Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bigdit"
-    return base / "emulator"
+    """Where built libraries lie."""
+    return cache_root() / "emulator"
 
 
 def compiler() -> str:

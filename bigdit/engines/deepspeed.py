@@ -16,14 +16,14 @@ from torch import nn
 
 from bigdit import optim
 from bigdit.engines.finite import are_finite
-from bigdit.engines.protocol import Stepped, compute_dtype
+from bigdit.engines.protocol import Engine, Stepped, compute_dtype
 from bigdit.engines.scaling import LossScaler
 from bigdit.engines.shards import Shard, whole
 from bigdit.errors import UserError
 from bigdit.spec import Strategy
 
 
-class DeepSpeedEngine:
+class DeepSpeedEngine(Engine):
     """`deepspeed.initialize` over our optimizer; the JSON document decides the rest."""
 
     def __init__(self, strategy: Strategy, model: nn.Module, *, device: torch.device) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -12,15 +12,14 @@ from torch.distributed.tensor import DTensor
 
 from bigdit import optim
 from bigdit.dist import World
-from bigdit.engines.finite import are_finite, is_finite
-from bigdit.engines.protocol import Stepped, compute_dtype
-from bigdit.engines.scaling import LossScaler
+from bigdit.engines.backward import Backward
+from bigdit.engines.protocol import Engine, Stepped, compute_dtype
 from bigdit.engines.shards import Shard
 from bigdit.models import Family
 from bigdit.spec import Strategy
 
 
-class Fsdp2Engine:
+class Fsdp2Engine(Engine):
     """Each block a unit, the rest of the model one more; the shards are the masters, gathered in the compute dtype.
 
     Every micro-batch's gradients are reduce-scattered and added up as shards; HSDP's replicas agree after the last
@@ -34,7 +33,7 @@ class Fsdp2Engine:
     ) -> None:
         self.strategy = strategy
         self.device = device
-        _shard(model, [*_shared_modules(family, model), *family.blocks(model), model], strategy, device)
+        _shard(model, [*family.shared(model), *family.blocks(model), model], strategy, device)
         self.model = model
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self._names = [name for name, _ in named]  # in a forward pass the model has whole parameters in their place
@@ -42,62 +41,35 @@ class Fsdp2Engine:
         self.optimizer = optim.build(
             strategy.optimizer, self.masters, stochastic_rounding=strategy.precision == "bf16_sr"
         )
-        self.scaler = LossScaler() if strategy.precision == "fp16" else None
+        self._backward = Backward(strategy, together=True)
+        self.scaler = self._backward.scaler
         if strategy.optimizer_in_backward:
-            self._taken = True
-            optim.step_in_backward(self.optimizer, self.masters, taken=lambda: self._taken)
+            optim.step_in_backward(self.optimizer, self.masters, taken=lambda: self._backward.taken)
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
-        if self.strategy.optimizer_in_backward:
-            self._taken = are_finite([loss], together=True)
         self.model.set_requires_all_reduce(last)
-        loss = loss / self.strategy.grad_accum_steps
-        (loss if self.scaler is None else loss * self.scaler.scale).backward()
+        self._backward.run(loss)
 
     @torch.no_grad()
     def step(self, lr: float, losses: Sequence[torch.Tensor]) -> Stepped:
         if self.strategy.optimizer_in_backward:
-            return Stepped(self._taken)
+            return Stepped(self._backward.taken)
         optim.set_lr(self.optimizer, lr)
-        limit, norm = self.strategy.gradient_clipping, None
-        if limit is not None or self.scaler is not None:
-            norm, taken = self._unscale_and_clip()
-        else:
-            taken = are_finite(losses, together=True)
-        if taken:
+        stepped, factor = self._backward.judge(losses, self._norm)
+        if stepped.taken and factor is not None:
+            torch._foreach_mul_([gradient.to_local() for gradient in self._gradients()], factor)
+        if stepped.taken:
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return Stepped(taken, None if limit is None else norm)
+        return stepped
 
-    @property
-    def loss_scale(self) -> float:
-        return 1.0 if self.scaler is None else self.scaler.scale
+    def _norm(self) -> torch.Tensor:
+        """The norm of all gradients, on every process."""
+        norm = nn.utils.get_total_norm(self._gradients())
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
-    def _unscale_and_clip(self) -> tuple[torch.Tensor, bool]:
-        """The norm of all gradients, on every process, and whether it is finite: else they stay as they are."""
-        gradients = [master.grad for master in self.masters if master.grad is not None]
-        norm = nn.utils.get_total_norm(gradients)
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        factor = torch.ones_like(norm)
-        if self.scaler is not None:
-            factor = factor / self.scaler.scale
-            norm = norm * factor
-        if self.scaler.overflowed(norm) if self.scaler is not None else not is_finite(norm):
-            return norm, False
-        if self.strategy.gradient_clipping is not None:
-            # as clip_grad_norm_ has it
-            factor = factor * (self.strategy.gradient_clipping / (norm + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_([gradient.to_local() for gradient in gradients], factor)
-        return norm, True
-
-    def buffers(self) -> Iterable[torch.Tensor]:
-        return ()
-
-    def gradients(self) -> Iterable[torch.Tensor]:
-        return ()
-
-    def calls(self) -> Iterable[tuple[object, str]]:
-        return ()
+    def _gradients(self) -> list[DTensor]:
+        return [master.grad for master in self.masters if master.grad is not None]
 
     def shards(self) -> list[Shard]:
         named = enumerate(zip(self._names, self.masters, strict=True))
@@ -114,7 +86,8 @@ def _rows(name: str, param: DTensor, master: int) -> Shard:
 def _shard(model: nn.Module, units: list[nn.Module], strategy: Strategy, device: torch.device) -> None:
     """Bring the model from the host to the device one unit at a time, as shards: no more than one is ever whole.
 
-    `units` in an order in which those inside others come first, the model last.
+    `units` in an order in which those inside others come first, the model last. Those that the model shares with a
+    block are called outside of it too; their inputs need no gradient, so that FSDP2 reduces theirs once, at the end.
     """
     dtype = compute_dtype(strategy)
     master = dtype if strategy.precision == "bf16_sr" else torch.float32
@@ -147,10 +120,3 @@ def _mesh(strategy: Strategy, device: torch.device) -> device_mesh.DeviceMesh:
         return device_mesh.init_device_mesh(device.type, (strategy.world_size,))
     shape = (strategy.dp_replicate, strategy.dp_shard)
     return device_mesh.init_device_mesh(device.type, shape, mesh_dim_names=("dp_replicate", "dp_shard"))
-
-
-def _shared_modules(family: Family, model: nn.Module) -> list[nn.Module]:
-    """Modules within a block that the model also calls outside of it: units of their own, since a block's weights
-    are gathered only while it runs. Their inputs need no gradient, so that FSDP2 reduces theirs once, at the end."""
-    shared = getattr(family, "shared", None)
-    return [] if shared is None else shared(model)

@@ -29,6 +29,7 @@ class Engine(Protocol):
     `masters` are the tensors that the optimizer updates on this process: fp32 (bf16_sr: bf16), flat or sharded
     as the engine keeps them; `optimizer.state` is keyed by them. With optimizer_in_backward the optimizer steps
     with the lr that was set before `backward`. `scaler`: of the loss in fp16, where the engine scales it itself.
+    What has an answer here is that of an engine with nothing of its own beside torch's.
     """
 
     strategy: Strategy
@@ -52,19 +53,19 @@ class Engine(Protocol):
     @property
     def loss_scale(self) -> float:
         """What the loss is multiplied with in fp16; else 1."""
-        ...
+        return 1.0 if self.scaler is None else self.scaler.scale
 
     def buffers(self) -> Iterable[torch.Tensor]:
         """What the engine holds now beyond parameters, masters, gradients and state, such as its buckets."""
-        ...
+        return ()
 
     def gradients(self) -> Iterable[torch.Tensor]:
         """Gradients that the engine holds now beside those of parameters and masters."""
-        ...
+        return ()
 
     def calls(self) -> Iterable[tuple[object, str]]:
         """Methods, by object and name, in which the engine allocates for itself."""
-        ...
+        return ()
 
     def shards(self) -> list[Shard]:
         """What this process's masters hold of the trained parameters, which have their names in the plain model."""

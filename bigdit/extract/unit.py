@@ -16,8 +16,6 @@ from bigdit.extract.speed import Stopwatch
 from bigdit.sources import Caption, Item, Unusable
 from bigdit.store.part import Encoded, Shape, Skipped
 
-TEXT_DTYPE = torch.bfloat16  # what training computes in; half the bytes of fp32
-
 
 def encode_unit(
     items: Sequence[Item],
@@ -64,7 +62,7 @@ def encode_unit(
         encode_waiting(bucket)
     distinct = list(dict.fromkeys(caption.text for each in captions.values() for caption in each))
     with watch.at("encoding"):
-        encoded = [text.to("cpu", TEXT_DTYPE) for text in text_encoder.encode(distinct)]
+        encoded = text_encoder.encode(distinct)
     return Encoded(
         {shape: torch.cat(batches) for shape, batches in latents.items()},
         indices,

@@ -41,15 +41,16 @@ class Batch:
 
     def to(self, device: torch.device, compute_dtype: torch.dtype) -> Batch:
         """The batch on `device`, conditions in `compute_dtype`; the copy overlaps where the host is pinned."""
-
-        def condition(tensor: torch.Tensor) -> torch.Tensor:
-            dtype = compute_dtype if tensor.is_floating_point() else tensor.dtype
-            return tensor.to(device, dtype, non_blocking=True)
-
         return Batch(
             self.latents.to(device, non_blocking=True).float(),  # widened there: fewer bytes are read and sent
-            None if self.text_embeds is None else condition(self.text_embeds),
-            None if self.text_mask is None else condition(self.text_mask),
+            None if self.text_embeds is None else condition(self.text_embeds, device, compute_dtype),
+            None if self.text_mask is None else condition(self.text_mask, device, compute_dtype),
             self.seeds,
-            {name: condition(tensor) for name, tensor in self.extras.items()},
+            {name: condition(tensor, device, compute_dtype) for name, tensor in self.extras.items()},
         )
+
+
+def condition(tensor: torch.Tensor, device: torch.device, compute_dtype: torch.dtype) -> torch.Tensor:
+    """What a model is conditioned on, on `device`: floats in `compute_dtype`, in a copy that may overlap."""
+    dtype = compute_dtype if tensor.is_floating_point() else tensor.dtype
+    return tensor.to(device, dtype, non_blocking=True)

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from bigdit.loader.batch import condition
+
 Tokens = tuple[torch.Tensor, torch.Tensor]
 """Token ids and their mask (1 = token, 0 = padding), both [B, T] int64."""
 
@@ -39,16 +41,11 @@ class RawBatch:
 
     def to(self, device: torch.device, compute_dtype: torch.dtype) -> RawBatch:
         """The batch on `device`, extras in `compute_dtype`; the copy overlaps where the host is pinned."""
-
-        def extra(tensor: torch.Tensor) -> torch.Tensor:
-            dtype = compute_dtype if tensor.is_floating_point() else tensor.dtype
-            return tensor.to(device, dtype, non_blocking=True)
-
         return RawBatch(
             self.pixels.to(device, non_blocking=True),
             tuple((ids.to(device, non_blocking=True), mask.to(device, non_blocking=True)) for ids, mask in self.tokens),
             self.seeds,
-            {name: extra(tensor) for name, tensor in self.extras.items()},
+            {name: condition(tensor, device, compute_dtype) for name, tensor in self.extras.items()},
         )
 
     def chunks(self, size: int | None) -> Iterator[tuple[torch.Tensor, list[Tokens]]]:

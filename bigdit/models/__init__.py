@@ -7,7 +7,8 @@ from bigdit.models.adapters import save_adapters
 from bigdit.models.build import build, load, skeleton
 from bigdit.models.conditions import Conditions, Extra
 from bigdit.models.equip import equip
-from bigdit.models.family import Family, families, family
+from bigdit.models.families import families, family
+from bigdit.models.family import Family
 
 __all__ = [
     "Conditions",

@@ -13,7 +13,7 @@ from accelerate import init_empty_weights
 from torch import nn
 
 from bigdit.errors import UserError, nearest
-from bigdit.models.family import family
+from bigdit.models.families import family
 from bigdit.models.paper_dit import PaperDiT
 from bigdit.spec import ModelSpec
 

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from torch import nn
 
 from bigdit.errors import UserError
+from bigdit.models.arguments import arguments
 
 
 class Conditions(Protocol):
@@ -48,3 +50,16 @@ def text(conditions: Conditions) -> tuple[torch.Tensor, torch.Tensor]:
     if conditions.text_embeds is None or conditions.text_mask is None:
         raise UserError("the model is conditioned on text, and the batch has none; extract features with captions")
     return conditions.text_embeds, conditions.text_mask
+
+
+def guidance(
+    model: nn.Module, latents: torch.Tensor, scale: float = 1.0, dtype: torch.dtype = torch.float32
+) -> torch.Tensor | None:
+    """The guidance [B] that a guidance-distilled model embeds, None for another.
+
+    It is trained at guidance 1: the prediction itself, with nothing to extrapolate. `scale` is what its pipeline
+    makes of 1.
+    """
+    if not arguments(model).guidance_embeds:
+        return None
+    return torch.full(latents.shape[:1], scale, dtype=dtype, device=latents.device)

@@ -22,6 +22,15 @@ def unpack(tokens: torch.Tensor, height: int, width: int) -> torch.Tensor:
     return tiles.permute(0, 3, 1, 4, 2, 5).reshape(batch, channels // FACTOR**2, height, width)
 
 
+def positions(latents: torch.Tensor, text: torch.Tensor) -> dict[str, torch.Tensor]:
+    """FLUX.1's `img_ids` [H/2 · W/2, 3], 0, row and column of patches, and `txt_ids` [T, 3], zeros; latents' dtype."""
+    height, width = latents.shape[2:]
+    return {
+        "img_ids": grid(1, height // FACTOR, width // FACTOR, device=latents.device).to(latents.dtype),
+        "txt_ids": torch.zeros(text.shape[1], 3, device=latents.device, dtype=latents.dtype),
+    }
+
+
 def grid(*lengths: int, device: torch.device) -> torch.Tensor:
     """Positions [product of lengths, axes] int64 in a grid, the last axis varying fastest."""
     return torch.cartesian_prod(*(torch.arange(length, device=device) for length in lengths))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import subprocess
@@ -15,7 +16,7 @@ from bigdit.errors import EXIT_USER, UserError
 from bigdit.rehearse import cache
 from bigdit.rehearse.request import Rehearsal, RehearsalRequest, RehearsedSize
 
-_LAST_LINES = 8
+_LAST_LINES = 12
 
 
 class RehearsalError(RuntimeError):
@@ -69,27 +70,19 @@ class Worker:
 
     def ask(self, request: RehearsalRequest, timeout_s: float) -> tuple[RehearsedSize, ...]:
         """The answers to `request`. Raises as `rehearse` does; the worker is of no use after that."""
-        asked, answered = (Path(self._folder.name) / name for name in ("request.json", "result.json"))
-        answered.unlink(missing_ok=True)
-        asked.write_text(request.model_dump_json())
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
+        what = f"the rehearsal of {request.model.name}"
         try:
-            self._process.stdin.write(f"{asked}\t{answered}\n".encode())
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            pass  # it has ended, and its status and last lines say why
-        if not select.select([self._process.stdout], [], [], timeout_s)[0]:
+            line, answer = put(self._process, Path(self._folder.name), request, timeout_s)
+        except TimeoutError:
             raise UserError(
-                f"the rehearsal of {request.model.name} took more than {timeout_s:g} s and was stopped; "
+                f"{what} took more than {timeout_s:g} s and was stopped; "
                 f"ask for fewer micro-batch sizes at once, or give it more time"
-            )
-        if not self._process.stdout.readline() or not answered.exists():
-            lines = self._stderr.read_text(errors="replace").splitlines()
-            raise _failure(request, self._process.wait(), lines)
-        sizes = Rehearsal.model_validate_json(answered.read_bytes()).sizes
+            ) from None
+        if not line or answer is None:
+            raise failure(what, self._process.wait(), self._stderr.read_text(errors="replace").splitlines())
+        sizes = Rehearsal.model_validate_json(answer).sizes
         if tuple(size.micro_batch_size for size in sizes) != request.micro_batch_sizes:
-            raise RehearsalError(f"the rehearsal of {request.model.name} answered another question")
+            raise RehearsalError(f"{what} answered another question")
         return sizes
 
 
@@ -108,12 +101,32 @@ def check(request: RehearsalRequest) -> None:
         raise UserError("encoders were given, and strategy.features is cached, which needs none; set it to online")
 
 
-def _failure(request: RehearsalRequest, status: int, lines: list[str]) -> Exception:
-    problems = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+def put(
+    process: subprocess.Popen[bytes], folder: Path, request: RehearsalRequest, timeout_s: float
+) -> tuple[str, bytes | None]:
+    """Put a question to a worker: the line that it says when it is done, empty where it has ended, and its answer,
+    None where there is none. Raises TimeoutError."""
+    asked, answered = folder / "request.json", folder / "result.json"
+    answered.unlink(missing_ok=True)
+    asked.write_text(request.model_dump_json())
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with contextlib.suppress(BrokenPipeError):  # it has ended, and its status and last lines say why
+        process.stdin.write(f"{asked}\t{answered}\n".encode())
+        process.stdin.flush()
+    if not select.select([process.stdout], [], [], timeout_s)[0]:
+        raise TimeoutError
+    line = process.stdout.readline().decode()
+    return line, answered.read_bytes() if answered.exists() else None
+
+
+def failure(what: str, status: int | None, said: list[str]) -> Exception:
+    """What `what`, which left no result, ended with: the errors that it said, or its last lines."""
+    problems = [line.removeprefix("error: ") for line in said if line.startswith("error: ")]
     if status == EXIT_USER and problems:
         return UserError(*problems)
-    end = "\n".join(lines[-_LAST_LINES:])
-    return RehearsalError(f"the rehearsal of {request.model.name} ended with status {status} and no result:\n{end}")
+    end = "\n".join(said[-_LAST_LINES:])
+    return RehearsalError(f"{what} ended with status {status} and no result:\n{end}")
 
 
 def worker_environment() -> dict[str, str]:

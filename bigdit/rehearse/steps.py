@@ -1,7 +1,7 @@
 """The one description of what is rehearsed: a model on the host, an engine that takes it, and two training steps.
 
 The recorder watches it on fake tensors and on a real CPU (`drive.py`), the allocator's own trace on a card
-(`on_card.py`).
+(`card/steps.py`).
 """
 
 from __future__ import annotations

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from bigdit.emulator.account import Account, CardAccount
@@ -13,6 +12,7 @@ from bigdit.emulator.emulation import Emulation, Run
 from bigdit.files import replacing, write_json, write_text
 from bigdit.memory import CATEGORIES
 from bigdit.report import emulation as text
+from bigdit.report.render import render
 from bigdit.report.svg import DARK, inline, variable
 from bigdit.report.timeline import BEHIND, COLOURS
 from bigdit.units import GIB, duration, gib
@@ -53,18 +53,15 @@ def write_emulation(emulation: Emulation, folder: Path) -> list[Path]:
 
 def page(emulation: Emulation) -> str:
     """The whole page. Everything that processes wrote is escaped: it is somebody's script."""
-    environment = Environment(
-        loader=PackageLoader("bigdit.report"), autoescape=True, undefined=StrictUndefined,
-        trim_blocks=True, lstrip_blocks=True,
-    )  # fmt: skip
-    environment.filters |= {"gib": gib, "between": text.between, "duration": duration, "place": text.place}
-    return environment.get_template("emulation.html").render(
-        emulation=emulation,
-        text=text,
-        usable=emulation.gpu.usable_bytes,
-        colours={variable(category): (COLOURS[category], DARK[category]) for category in CATEGORIES},
-        runs=[_run(run, at, emulation) for at, run in enumerate(emulation.runs)],
-    )
+    filters = {"gib": gib, "between": text.between, "duration": duration, "place": text.place}
+    shown = {
+        "emulation": emulation,
+        "text": text,
+        "usable": emulation.gpu.usable_bytes,
+        "colours": {variable(category): (COLOURS[category], DARK[category]) for category in CATEGORIES},
+        "runs": [_run(run, at, emulation) for at, run in enumerate(emulation.runs)],
+    }
+    return render("emulation.html", filters, shown)
 
 
 def _run(run: Run, at: int, emulation: Emulation) -> dict[str, Any]:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from bigdit.memory import CATEGORIES, PhasePeak, Timeline
@@ -14,6 +13,7 @@ from bigdit.report import words
 from bigdit.report.commands import commands, obstacle
 from bigdit.report.curve import curves_figure, front_figure
 from bigdit.report.needs import needs, speed
+from bigdit.report.render import render
 from bigdit.report.svg import DARK, inline, variable
 from bigdit.report.timeline import COLOURS, timeline_figure
 from bigdit.search.plan import Plan
@@ -43,12 +43,8 @@ class Bar(NamedTuple):
 
 def page(plan: Plan, folder: Path | None = None) -> str:
     """The page; with the commands that run the plan from `folder`, where it lies."""
-    environment = Environment(
-        loader=PackageLoader("bigdit.report"), autoescape=True, undefined=StrictUndefined,
-        trim_blocks=True, lstrip_blocks=True,
-    )  # fmt: skip
-    environment.filters |= {"gib": gib, "size": words.size, "count": count, "between": words.between}
-    return environment.get_template("plan.html").render(_found(plan, folder))
+    filters = {"gib": gib, "size": words.size, "count": count, "between": words.between}
+    return render("plan.html", filters, _found(plan, folder))
 
 
 def _found(plan: Plan, folder: Path | None) -> dict[str, Any]:

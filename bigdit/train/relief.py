@@ -51,15 +51,15 @@ def relieved(strategy: Strategy, planned: Sequence[StepSize], blocks: int) -> St
     the model's `blocks` recomputed; None where there is nothing left to take."""
     size = strategy.step_size
     if size in planned[:-1]:
-        return _sized(strategy, planned[planned.index(size) + 1])
+        return strategy.sized(planned[planned.index(size) + 1])
     samples = size.micro_batch_size * size.grad_accum_steps
     for micro_batch_size in range(size.micro_batch_size // 2, 0, -1):
         if samples % micro_batch_size == 0 and not strategy.optimizer_in_backward:
             update = {"micro_batch_size": micro_batch_size, "grad_accum_steps": samples // micro_batch_size}
-            return _sized(strategy, size.model_copy(update=update))
+            return strategy.sized(size.model_copy(update=update))
     whole = size.model_copy(update={"checkpointed_blocks": "all", "checkpointing": "full"})
     recomputes_all = size.checkpointed_blocks in ("all", blocks) and size.checkpointing == "full"
-    return None if recomputes_all else _sized(strategy, whole)
+    return None if recomputes_all else strategy.sized(whole)
 
 
 def said(size: StepSize) -> str:
@@ -69,12 +69,3 @@ def said(size: StepSize) -> str:
         f"train.micro_batch_size {size.micro_batch_size}, grad_accum_steps {size.grad_accum_steps}, "
         f"checkpointed_blocks {size.checkpointed_blocks}{kind}"
     )
-
-
-def _sized(strategy: Strategy, size: StepSize) -> Strategy:
-    settled = strategy.settled(
-        micro_batch_size=size.micro_batch_size,
-        grad_accum_steps=size.grad_accum_steps,
-        checkpointed_blocks=size.checkpointed_blocks,
-    )
-    return settled.model_copy(update={"checkpointing": size.checkpointing})

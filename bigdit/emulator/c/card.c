@@ -204,7 +204,6 @@ int card_process(int which, int i, int *process, size_t *bytes) {
         if (row->process && row->taken[which] && !i--) return *process = row->process, *bytes = row->taken[which], 1;
     return 0;
 }
-size_t card_taken(int device) { return mine ? mine->taken[card_index(device)] : 0; }
 void card_info(int device, size_t *free_bytes, size_t *usable_bytes) {
     card_context(device);
     size_t taken = card_used(visible[device]);

@@ -45,7 +45,6 @@ int card_take(int device, size_t n);   /* 0, or 1 where the card is full */
 void card_give(int device, size_t n);
 void card_info(int device, size_t *free_bytes, size_t *usable_bytes);
 size_t card_used(int installed);       /* by all processes of the emulation */
-size_t card_taken(int device);         /* by this process, its context included */
 int card_process(int installed, int i, int *process, size_t *bytes); /* the i-th that uses a card; 0 past the last */
 
 void *card_addresses(int device, size_t n); /* never handed out twice, so that they only rise; not yet accessible */

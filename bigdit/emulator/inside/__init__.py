@@ -6,8 +6,6 @@ by bigdit's own processes, but for the parts that only compute (`replay`).
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from importlib.machinery import ModuleSpec
 from typing import Any
 
@@ -41,21 +39,11 @@ def _before_torch(spec: ModuleSpec) -> None:
 
 
 def _after_torch(torch: Any) -> None:
-    from . import history, libraries, loss_scaler, ooms, options, phases, steps
+    from . import history, host, libraries, loss_scaler, ooms, options, phases, saves, steps, values
 
     libraries.install(torch)
-    for name in ("host", "values"):
-        part = _part(name)
-        if hasattr(part, "install"):
-            part.install(torch)
+    for part in (host, values):
+        part.install(torch)
     if options.OUT:
-        for observer in (_part("saves"), history, ooms, phases, steps, loss_scaler):
-            if hasattr(observer, "install"):
-                observer.install(torch)
-
-
-def _part(name: str) -> Any:
-    """A module of this folder, where there is one."""
-    if importlib.util.find_spec(f"{__name__}.{name}") is None:
-        return None
-    return importlib.import_module(f"{__name__}.{name}")
+        for observer in (saves, history, ooms, phases, steps, loss_scaler):
+            observer.install(torch)

@@ -42,10 +42,3 @@ def refused() -> list[str]:
     while (name := ask(len(found))) is not None:
         found.append(name.decode())
     return found
-
-
-def taken_bytes(device: int) -> int:
-    """What this process took of a card beside torch and with it: context, NCCL, all that was allocated."""
-    ask = library("libcuda").card_taken
-    ask.restype = ctypes.c_size_t
-    return int(ask(device))

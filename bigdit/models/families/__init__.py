@@ -1,1 +1,27 @@
-"""One file a transformer family: what differs in how the model is called, and which modules are its blocks."""
+"""One file a transformer family: what differs in how the model is called, and which modules are its blocks.
+
+Each ends with its `FAMILY`; a file that is here is known.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pkgutil import iter_modules
+
+from bigdit.errors import UserError, nearest
+from bigdit.models.family import Family
+
+_FOUND: list[Family] = [import_module(f"{__name__}.{module.name}").FAMILY for module in iter_modules(__path__)]
+_FAMILIES = {each.CLASS_NAME: each for each in _FOUND}
+
+
+def families() -> tuple[str, ...]:
+    """The classes that can be rehearsed and trained."""
+    return tuple(_FAMILIES)
+
+
+def family(class_name: str) -> Family:
+    """The adapter of a class. Raises UserError for a class without one."""
+    if class_name not in _FAMILIES:
+        raise UserError(f"no family adapter drives {class_name!r}; {nearest(class_name, _FAMILIES)}")
+    return _FAMILIES[class_name]

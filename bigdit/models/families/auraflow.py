@@ -8,9 +8,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from bigdit.models.conditions import Conditions, Extra
-
-CLASS_NAME = "AuraFlowTransformer2DModel"
+from bigdit.models.conditions import Conditions, text
+from bigdit.models.family import Family
 
 
 def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions: Conditions) -> torch.Tensor:
@@ -18,21 +17,13 @@ def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions
 
     Padding is set to zero, and attended to: the model has no mask.
     """
-    assert conditions.text_embeds is not None
-    assert conditions.text_mask is not None
+    embeds, mask = text(conditions)
     return model(
         latents,
-        encoder_hidden_states=conditions.text_embeds * conditions.text_mask.unsqueeze(-1),
+        encoder_hidden_states=embeds * mask.unsqueeze(-1),
         timestep=t.to(latents.dtype),
         return_dict=False,
     )[0]
 
 
-def blocks(model: nn.Module) -> list[nn.Module]:
-    """The MMDiT blocks, then the single-stream blocks."""
-    return [*model.joint_transformer_blocks, *model.single_transformer_blocks]
-
-
-def extras(model: nn.Module) -> dict[str, Extra]:
-    """Nothing beside latents, t and text."""
-    return {}
+FAMILY = Family("AuraFlowTransformer2DModel", predict, lists=("joint_transformer_blocks", "single_transformer_blocks"))

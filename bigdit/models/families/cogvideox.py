@@ -12,9 +12,8 @@ from diffusers.models.embeddings import get_3d_rotary_pos_embed
 from torch import nn
 
 from bigdit.models.arguments import arguments
-from bigdit.models.conditions import Conditions, Extra
-
-CLASS_NAME = "CogVideoXTransformer3DModel"
+from bigdit.models.conditions import Conditions
+from bigdit.models.family import Family
 
 TIMESTEP_SCALE = 1000.0
 
@@ -29,16 +28,6 @@ def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions
         image_rotary_emb=_rotary(model, frames, height, width, latents.device),
         return_dict=False,
     )[0].transpose(1, 2)
-
-
-def blocks(model: nn.Module) -> list[nn.Module]:
-    """The transformer blocks, in the order of the forward pass."""
-    return list(model.transformer_blocks)
-
-
-def extras(model: nn.Module) -> dict[str, Extra]:
-    """Nothing beside latents, t and text."""
-    return {}
 
 
 def _rotary(
@@ -71,3 +60,6 @@ def _fitted(grid: tuple[int, int], base: tuple[int, int]) -> tuple[tuple[int, in
     sides = [round(side * scale) for side in grid]
     top, left = (round((whole - side) / 2) for whole, side in zip(base, sides, strict=True))
     return (top, left), (top + sides[0], left + sides[1])
+
+
+FAMILY = Family("CogVideoXTransformer3DModel", predict)

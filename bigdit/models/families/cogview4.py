@@ -8,9 +8,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from bigdit.models.conditions import Conditions, Extra
-
-CLASS_NAME = "CogView4Transformer2DModel"
+from bigdit.models.conditions import Conditions
+from bigdit.models.family import Family
 
 TIMESTEP_SCALE = 1000.0
 # Pixels a latent: sizes are told in pixels.
@@ -33,11 +32,4 @@ def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions
     )[0]
 
 
-def blocks(model: nn.Module) -> list[nn.Module]:
-    """The transformer blocks, in the order of the forward pass."""
-    return list(model.transformer_blocks)
-
-
-def extras(model: nn.Module) -> dict[str, Extra]:
-    """Nothing beside latents, t and text."""
-    return {}
+FAMILY = Family("CogView4Transformer2DModel", predict)

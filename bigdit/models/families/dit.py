@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from bigdit.models.conditions import Conditions, Extra
-
-CLASS_NAME = "DiTTransformer2DModel"
+from bigdit.models.family import Family
 
 # The published models see 1000 training timesteps.
 TIMESTEP_SCALE = 1000.0
@@ -34,11 +33,6 @@ def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions
     return output[:, : latents.shape[1]]
 
 
-def blocks(model: nn.Module) -> list[nn.Module]:
-    """The transformer blocks, in the order of the forward pass."""
-    return list(model.transformer_blocks)
-
-
 def extras(model: nn.Module) -> dict[str, Extra]:
     """The class, 0 … num_embeds_ada_norm - 1, and num_embeds_ada_norm for none."""
     return {"class_label": Extra(shape=(), dtype=torch.int64)}
@@ -47,3 +41,6 @@ def extras(model: nn.Module) -> dict[str, Extra]:
 def shared(model: nn.Module) -> list[nn.Module]:
     """The first block's embedder, which the model calls once more after the last block."""
     return [model.transformer_blocks[0].norm1.emb]
+
+
+FAMILY = Family("DiTTransformer2DModel", predict, extras=extras, shared=shared)

@@ -8,14 +8,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from bigdit.models.arguments import arguments
-from bigdit.models.conditions import Conditions, Extra
+from bigdit.models.conditions import Conditions, guidance, text
+from bigdit.models.family import Family
 from bigdit.models.packing import FACTOR, grid, pack, unpack
-
-CLASS_NAME = "Flux2Transformer2DModel"
-
-# A guidance-distilled model is trained at guidance 1: the prediction itself, with nothing to extrapolate.
-GUIDANCE = 1.0
 
 
 def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions: Conditions) -> torch.Tensor:
@@ -23,27 +18,19 @@ def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions
 
     Positions are (frame, row, column, token): an image's tokens vary in the middle two, a text's in the last.
     """
-    text = conditions.text_embeds
-    assert text is not None
-    batch, _, height, width = latents.shape
-    guidance = torch.full((batch,), GUIDANCE, device=latents.device) if arguments(model).guidance_embeds else None
+    embeds, _ = text(conditions)
+    height, width = latents.shape[2:]
+    guided = guidance(model, latents)
     tokens = model(
         hidden_states=pack(latents),
-        encoder_hidden_states=text,
+        encoder_hidden_states=embeds,
         timestep=t,
         img_ids=grid(1, height // FACTOR, width // FACTOR, 1, device=latents.device),
-        txt_ids=grid(1, 1, 1, text.shape[1], device=latents.device),
-        guidance=guidance,
+        txt_ids=grid(1, 1, 1, embeds.shape[1], device=latents.device),
+        guidance=guided,
         return_dict=False,
     )[0]
     return unpack(tokens, height, width)
 
 
-def blocks(model: nn.Module) -> list[nn.Module]:
-    """The two-stream blocks, then the single-stream blocks."""
-    return [*model.transformer_blocks, *model.single_transformer_blocks]
-
-
-def extras(model: nn.Module) -> dict[str, Extra]:
-    """Nothing beside latents, t and text."""
-    return {}
+FAMILY = Family("Flux2Transformer2DModel", predict, lists=("transformer_blocks", "single_transformer_blocks"))

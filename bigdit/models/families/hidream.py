@@ -13,8 +13,7 @@ from torch import nn
 
 from bigdit.models.arguments import arguments
 from bigdit.models.conditions import Conditions, Extra
-
-CLASS_NAME = "HiDreamImageTransformer2DModel"
+from bigdit.models.family import Family
 
 TIMESTEP_SCALE = 1000.0
 # Tokens of Llama's text, as of T5's.
@@ -32,11 +31,6 @@ def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions
         return_dict=False,
     )[0]
     return -_pictures(model, patches, latents)
-
-
-def blocks(model: nn.Module) -> list[nn.Module]:
-    """The dual-stream blocks and the single-stream ones, in the order of the forward pass."""
-    return [*model.double_stream_blocks, *model.single_stream_blocks]
 
 
 def extras(model: nn.Module) -> dict[str, Extra]:
@@ -57,3 +51,8 @@ def _pictures(model: nn.Module, patches: torch.Tensor, latents: torch.Tensor) ->
     rows, columns = height // patch, width // patch
     grid = patches[:, :, : rows * columns].reshape(batch, channels, rows, columns, patch, patch)
     return grid.permute(0, 1, 2, 4, 3, 5).reshape(batch, channels, height, width)
+
+
+FAMILY = Family(
+    "HiDreamImageTransformer2DModel", predict, lists=("double_stream_blocks", "single_stream_blocks"), extras=extras
+)

@@ -10,13 +10,12 @@ from torch import nn
 
 from bigdit.errors import UserError
 from bigdit.models.arguments import arguments
-from bigdit.models.conditions import Conditions, Extra, text
-
-CLASS_NAME = "HunyuanImageTransformer2DModel"
+from bigdit.models.conditions import Conditions, Extra, guidance, text
+from bigdit.models.family import Family
 
 TIMESTEP_SCALE = 1000.0
-# A model distilled from guidance is trained at a scale of 1, which the pipeline also multiplies by 1000.
-GUIDANCE = 1000.0
+# Of a distilled model, whose pipeline multiplies guidance by 1000 too.
+GUIDANCE_SCALE = 1000.0
 # ByT5's tokens of the text to be rendered in the picture.
 GLYPH_TOKENS = 128
 
@@ -24,7 +23,6 @@ GLYPH_TOKENS = 128
 def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions: Conditions) -> torch.Tensor:
     """Velocity [B, C, H, W] for latents of that shape, t [B], text_embeds [B, T, D], text_mask [B, T]."""
     embeds, mask = text(conditions)
-    guided = arguments(model).guidance_embeds
     glyph_mask = conditions.extras.get("glyph_mask")
     return model(
         hidden_states=latents,
@@ -33,14 +31,9 @@ def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions
         encoder_attention_mask=mask.bool(),
         encoder_hidden_states_2=conditions.extras.get("glyph_text"),
         encoder_attention_mask_2=glyph_mask,
-        guidance=latents.new_full((latents.shape[0],), GUIDANCE) if guided else None,
+        guidance=guidance(model, latents, GUIDANCE_SCALE, latents.dtype),
         return_dict=False,
     )[0]
-
-
-def blocks(model: nn.Module) -> list[nn.Module]:
-    """The dual-stream blocks and the single-stream ones, in the order of the forward pass."""
-    return [*model.transformer_blocks, *model.single_transformer_blocks]
 
 
 def extras(model: nn.Module) -> dict[str, Extra]:
@@ -51,7 +44,8 @@ def extras(model: nn.Module) -> dict[str, Extra]:
     config = arguments(model)
     if config.use_meanflow:
         raise UserError(
-            f"model.kwargs.use_meanflow is true, and the adapter of {CLASS_NAME} feeds one t; use false, the base model"
+            f"model.kwargs.use_meanflow is true, and the adapter of {FAMILY.CLASS_NAME} feeds one t; "
+            "use false, the base model"
         )
     if config.text_embed_2_dim is None:
         return {}
@@ -59,3 +53,8 @@ def extras(model: nn.Module) -> dict[str, Extra]:
         "glyph_text": Extra((GLYPH_TOKENS, config.text_embed_2_dim)),
         "glyph_mask": Extra((GLYPH_TOKENS,), torch.bool, fill=1),
     }
+
+
+FAMILY = Family(
+    "HunyuanImageTransformer2DModel", predict, lists=("transformer_blocks", "single_transformer_blocks"), extras=extras
+)

@@ -10,33 +10,26 @@ from torch import nn
 
 from bigdit.errors import UserError
 from bigdit.models.arguments import arguments
-from bigdit.models.conditions import Conditions, Extra, text
-
-CLASS_NAME = "HunyuanVideoTransformer3DModel"
+from bigdit.models.conditions import Conditions, Extra, guidance, text
+from bigdit.models.family import Family
 
 TIMESTEP_SCALE = 1000.0
-# A model distilled from guidance is trained at a scale of 1, which the pipeline also multiplies by 1000.
-GUIDANCE = 1000.0
+# Of a distilled model, whose pipeline multiplies guidance by 1000 too.
+GUIDANCE_SCALE = 1000.0
 
 
 def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions: Conditions) -> torch.Tensor:
     """Velocity [B, C, F, H, W] for latents of that shape, t [B], text_embeds [B, T, D], text_mask [B, T]."""
     embeds, mask = text(conditions)
-    guided = arguments(model).guidance_embeds
     return model(
         hidden_states=latents,
         timestep=t * TIMESTEP_SCALE,
         encoder_hidden_states=embeds,
         encoder_attention_mask=mask.bool(),
         pooled_projections=conditions.extras["pooled_text"],
-        guidance=latents.new_full((latents.shape[0],), GUIDANCE) if guided else None,
+        guidance=guidance(model, latents, GUIDANCE_SCALE, latents.dtype),
         return_dict=False,
     )[0]
-
-
-def blocks(model: nn.Module) -> list[nn.Module]:
-    """The dual-stream blocks and the single-stream ones, in the order of the forward pass."""
-    return [*model.transformer_blocks, *model.single_transformer_blocks]
 
 
 def extras(model: nn.Module) -> dict[str, Extra]:
@@ -44,7 +37,12 @@ def extras(model: nn.Module) -> dict[str, Extra]:
     config = arguments(model)
     if config.image_condition_type is not None:
         raise UserError(
-            f"model.kwargs.image_condition_type is {config.image_condition_type}, and the adapter of {CLASS_NAME} "
-            "feeds no image; use null, the model from text"
+            f"model.kwargs.image_condition_type is {config.image_condition_type}, and the adapter of "
+            f"{FAMILY.CLASS_NAME} feeds no image; use null, the model from text"
         )
     return {"pooled_text": Extra((config.pooled_projection_dim,))}
+
+
+FAMILY = Family(
+    "HunyuanVideoTransformer3DModel", predict, lists=("transformer_blocks", "single_transformer_blocks"), extras=extras
+)

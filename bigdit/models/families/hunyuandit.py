@@ -11,8 +11,7 @@ from torch import nn
 
 from bigdit.models.arguments import arguments
 from bigdit.models.conditions import Conditions, Extra
-
-CLASS_NAME = "HunyuanDiT2DModel"
+from bigdit.models.family import Family
 
 # The published models see 1000 training timesteps.
 TIMESTEP_SCALE = 1000.0
@@ -67,11 +66,6 @@ def _region(rows: int, columns: int, base: int) -> tuple[tuple[int, int], tuple[
     return (top, left), (top + height, left + width)
 
 
-def blocks(model: nn.Module) -> list[nn.Module]:
-    """The transformer blocks, in the order of the forward pass."""
-    return list(model.blocks)
-
-
 def extras(model: nn.Module) -> dict[str, Extra]:
     """The text of the bilingual CLIP and its mask."""
     given = arguments(model)
@@ -80,3 +74,6 @@ def extras(model: nn.Module) -> dict[str, Extra]:
         "clip_text_embeds": Extra(shape=(tokens, dim)),
         "clip_text_mask": Extra(shape=(tokens,), dtype=torch.int64, fill=1),
     }
+
+
+FAMILY = Family("HunyuanDiT2DModel", predict, lists=("blocks",), extras=extras)

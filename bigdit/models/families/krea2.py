@@ -11,10 +11,9 @@ import torch
 from torch import nn
 
 from bigdit.models.arguments import arguments
-from bigdit.models.conditions import Conditions, Extra, text
+from bigdit.models.conditions import Conditions, text
+from bigdit.models.family import Family
 from bigdit.models.packing import FACTOR, pack, unpack
-
-CLASS_NAME = "Krea2Transformer2DModel"
 
 
 def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions: Conditions) -> torch.Tensor:
@@ -33,19 +32,12 @@ def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions
     return unpack(tokens, height, width)
 
 
-def blocks(model: nn.Module) -> list[nn.Module]:
-    """The transformer blocks, in the order of the forward pass."""
-    return list(model.transformer_blocks)
-
-
-def extras(model: nn.Module) -> dict[str, Extra]:
-    """Nothing beside latents, t and text."""
-    return {}
-
-
 def _positions(tokens: int, rows: int, columns: int, device: torch.device) -> torch.Tensor:
     """(0, row, column) of each patch after the zeros of the text, [tokens + rows · columns, 3] in fp32."""
     grid = torch.zeros(rows, columns, 3, device=device)
     grid[..., 1] = torch.arange(rows, device=device)[:, None]
     grid[..., 2] = torch.arange(columns, device=device)
     return torch.cat([torch.zeros(tokens, 3, device=device), grid.flatten(0, 1)])
+
+
+FAMILY = Family("Krea2Transformer2DModel", predict)

@@ -8,9 +8,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from bigdit.models.conditions import Conditions, Extra
-
-CLASS_NAME = "LTXVideoTransformer3DModel"
+from bigdit.models.conditions import Conditions
+from bigdit.models.family import Family
 
 TIMESTEP_SCALE = 1000.0
 # Rotary positions are in seconds and pixels: the VAE's 8 frames and 32 × 32 pixels a latent, at 25 frames a second.
@@ -34,11 +33,4 @@ def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions
     return tokens.transpose(1, 2).unflatten(2, (frames, height, width))
 
 
-def blocks(model: nn.Module) -> list[nn.Module]:
-    """The transformer blocks, in the order of the forward pass."""
-    return list(model.transformer_blocks)
-
-
-def extras(model: nn.Module) -> dict[str, Extra]:
-    """Nothing beside latents, t and text."""
-    return {}
+FAMILY = Family("LTXVideoTransformer3DModel", predict)

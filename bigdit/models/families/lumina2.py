@@ -8,9 +8,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from bigdit.models.conditions import Conditions, Extra
-
-CLASS_NAME = "Lumina2Transformer2DModel"
+from bigdit.models.conditions import Conditions, text
+from bigdit.models.family import Family
 
 
 def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions: Conditions) -> torch.Tensor:
@@ -19,21 +18,14 @@ def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions
     The model counts time from noise, 0, to image, 1, and predicts along it: its output is negated. It reads how
     many tokens each mask has, which waits for the device.
     """
-    assert conditions.text_mask is not None
+    embeds, mask = text(conditions)
     return -model(
         hidden_states=latents,
         timestep=1.0 - t,
-        encoder_hidden_states=conditions.text_embeds,
-        encoder_attention_mask=conditions.text_mask.bool(),
+        encoder_hidden_states=embeds,
+        encoder_attention_mask=mask.bool(),
         return_dict=False,
     )[0]
 
 
-def blocks(model: nn.Module) -> list[nn.Module]:
-    """The text's refiner, the image's, then the layers of both."""
-    return [*model.context_refiner, *model.noise_refiner, *model.layers]
-
-
-def extras(model: nn.Module) -> dict[str, Extra]:
-    """Nothing beside latents, t and text."""
-    return {}
+FAMILY = Family("Lumina2Transformer2DModel", predict, lists=("context_refiner", "noise_refiner", "layers"))

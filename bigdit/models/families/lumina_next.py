@@ -9,9 +9,8 @@ import torch
 from diffusers.models.embeddings import get_2d_rotary_pos_embed_lumina
 from torch import nn
 
-from bigdit.models.conditions import Conditions, Extra
-
-CLASS_NAME = "LuminaNextDiT2DModel"
+from bigdit.models.conditions import Conditions
+from bigdit.models.family import Family
 
 
 def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions: Conditions) -> torch.Tensor:
@@ -33,11 +32,4 @@ def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions
     return -output[:, : latents.shape[1]]
 
 
-def blocks(model: nn.Module) -> list[nn.Module]:
-    """The transformer blocks, in the order of the forward pass."""
-    return list(model.layers)
-
-
-def extras(model: nn.Module) -> dict[str, Extra]:
-    """Nothing beside latents, t and text."""
-    return {}
+FAMILY = Family("LuminaNextDiT2DModel", predict, lists=("layers",))

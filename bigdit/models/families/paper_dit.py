@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from bigdit.models.conditions import Conditions, Extra
-
-CLASS_NAME = "PaperDiT"
+from bigdit.models.family import Family
 
 # The published models see 1000 training timesteps.
 TIMESTEP_SCALE = 1000.0
@@ -25,11 +24,9 @@ def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions
     return model(latents, t * TIMESTEP_SCALE, conditions.extras["class_label"])[:, : latents.shape[1]]
 
 
-def blocks(model: nn.Module) -> list[nn.Module]:
-    """The transformer blocks, in the order of the forward pass."""
-    return list(model.blocks)
-
-
 def extras(model: nn.Module) -> dict[str, Extra]:
     """The class, 0 … num_classes - 1, and num_classes for none."""
     return {"class_label": Extra(shape=(), dtype=torch.int64)}
+
+
+FAMILY = Family("PaperDiT", predict, lists=("blocks",), extras=extras)

@@ -8,9 +8,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from bigdit.models.conditions import Conditions, Extra
-
-CLASS_NAME = "PixArtTransformer2DModel"
+from bigdit.models.conditions import Conditions
+from bigdit.models.family import Family
 
 # The published models see 1000 training timesteps.
 TIMESTEP_SCALE = 1000.0
@@ -47,11 +46,4 @@ def _micro_conditions(model: nn.Module, latents: torch.Tensor) -> dict[str, torc
     }
 
 
-def blocks(model: nn.Module) -> list[nn.Module]:
-    """The transformer blocks, in the order of the forward pass."""
-    return list(model.transformer_blocks)
-
-
-def extras(model: nn.Module) -> dict[str, Extra]:
-    """Nothing beside latents, t and text."""
-    return {}
+FAMILY = Family("PixArtTransformer2DModel", predict)

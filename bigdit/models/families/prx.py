@@ -8,9 +8,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from bigdit.models.conditions import Conditions, Extra, text
-
-CLASS_NAME = "PRXTransformer2DModel"
+from bigdit.models.conditions import Conditions, text
+from bigdit.models.family import Family
 
 
 def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions: Conditions) -> torch.Tensor:
@@ -25,11 +24,4 @@ def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions
     )[0]
 
 
-def blocks(model: nn.Module) -> list[nn.Module]:
-    """The transformer blocks, in the order of the forward pass."""
-    return list(model.blocks)
-
-
-def extras(model: nn.Module) -> dict[str, Extra]:
-    """Nothing beside latents, t and text."""
-    return {}
+FAMILY = Family("PRXTransformer2DModel", predict, lists=("blocks",))

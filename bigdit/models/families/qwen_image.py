@@ -8,10 +8,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from bigdit.models.conditions import Conditions, Extra, text
+from bigdit.models.conditions import Conditions, text
+from bigdit.models.family import Family
 from bigdit.models.packing import FACTOR, pack, unpack
-
-CLASS_NAME = "QwenImageTransformer2DModel"
 
 
 def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions: Conditions) -> torch.Tensor:
@@ -29,11 +28,4 @@ def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions
     return unpack(tokens, height, width)
 
 
-def blocks(model: nn.Module) -> list[nn.Module]:
-    """The transformer blocks, in the order of the forward pass."""
-    return list(model.transformer_blocks)
-
-
-def extras(model: nn.Module) -> dict[str, Extra]:
-    """Nothing beside latents, t and text."""
-    return {}
+FAMILY = Family("QwenImageTransformer2DModel", predict)

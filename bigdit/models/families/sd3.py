@@ -10,8 +10,7 @@ from torch import nn
 
 from bigdit.models.arguments import arguments
 from bigdit.models.conditions import Conditions, Extra
-
-CLASS_NAME = "SD3Transformer2DModel"
+from bigdit.models.family import Family
 
 # The published models see the flow's t in [0, 1] as 0 … 1000.
 TIMESTEP_SCALE = 1000.0
@@ -31,11 +30,9 @@ def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions
     )[0]
 
 
-def blocks(model: nn.Module) -> list[nn.Module]:
-    """The transformer blocks, in the order of the forward pass."""
-    return list(model.transformer_blocks)
-
-
 def extras(model: nn.Module) -> dict[str, Extra]:
     """The pooled embeddings of both CLIP encoders, joined."""
     return {"pooled_text": Extra(shape=(arguments(model).pooled_projection_dim,))}
+
+
+FAMILY = Family("SD3Transformer2DModel", predict, extras=extras)

@@ -12,8 +12,7 @@ from torch import nn
 
 from bigdit.models.arguments import arguments
 from bigdit.models.conditions import Conditions, Extra
-
-CLASS_NAME = "WanTransformer3DModel"
+from bigdit.models.family import Family
 
 TIMESTEP_SCALE = 1000.0
 # CLIP ViT-H/14 on 224 × 224 pixels: 16² patches and the class token.
@@ -32,11 +31,6 @@ def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions
     )[0]
 
 
-def blocks(model: nn.Module) -> list[nn.Module]:
-    """The transformer blocks, in the order of the forward pass."""
-    return list(model.blocks)
-
-
 def extras(model: nn.Module) -> dict[str, Extra]:
     """From an image: `image_condition`, its mask and latents beside the video's, and `image_embeds` of CLIP."""
     config, found = arguments(model), {}
@@ -45,3 +39,6 @@ def extras(model: nn.Module) -> dict[str, Extra]:
     if config.image_dim is not None:
         found["image_embeds"] = Extra((config.pos_embed_seq_len or CLIP_TOKENS, config.image_dim))
     return found
+
+
+FAMILY = Family("WanTransformer3DModel", predict, lists=("blocks",), extras=extras)

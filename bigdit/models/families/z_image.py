@@ -10,9 +10,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from bigdit.models.conditions import Conditions, Extra, text
-
-CLASS_NAME = "ZImageTransformer2DModel"
+from bigdit.models.conditions import Conditions, text
+from bigdit.models.family import Family
 
 
 def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions: Conditions) -> torch.Tensor:
@@ -27,11 +26,4 @@ def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions
     return -torch.stack(pictures).squeeze(2)
 
 
-def blocks(model: nn.Module) -> list[nn.Module]:
-    """The refiners of the image and of the text, and the joint blocks, in the order of the forward pass."""
-    return [*model.noise_refiner, *model.context_refiner, *model.layers]
-
-
-def extras(model: nn.Module) -> dict[str, Extra]:
-    """Nothing beside latents, t and text."""
-    return {}
+FAMILY = Family("ZImageTransformer2DModel", predict, lists=("noise_refiner", "context_refiner", "layers"))

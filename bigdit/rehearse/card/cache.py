@@ -1,17 +1,13 @@
-"""Runs on emulated cards, on disk: a file for each question, named by all that decides its answer."""
+"""Runs on emulated cards that are kept, and what decides them."""
 
 from __future__ import annotations
 
-import functools
-import hashlib
-from pathlib import Path
-
-from bigdit import log
 from bigdit.catalog import Gpu
-from bigdit.rehearse import cache
+from bigdit.kept import Kept, digest_of
 from bigdit.rehearse.card.run import CardRun
 from bigdit.rehearse.request import RehearsalRequest
-from bigdit.sealed import read_sealed, write_sealed
+
+_KEPT = Kept("cards", CardRun, "the run", "the card is emulated")
 
 # Whose sources decide what a card does: those of the step, and of the card; rules of rehearsals are not among them.
 _SOURCES = (
@@ -32,29 +28,14 @@ _SOURCES = (
 
 
 def find(gpu: Gpu, asked: RehearsalRequest, build: str) -> CardRun | None:
-    """The run that is kept; None where there is none, and with a notice where it is damaged. `build`: of the CUDA
-    environment's torch."""
-    file = _file(gpu, asked, build)
-    try:
-        return CardRun.model_validate_json(read_sealed(file))
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except (OSError, ValueError):  # pydantic's among them
-        log.notice(f"{file} is damaged, and the card is emulated anew")
-        return None
+    """The run that is kept. `build`: of the CUDA environment's torch."""
+    return _KEPT.find(_decides(gpu, asked, build))
 
 
 def keep(gpu: Gpu, asked: RehearsalRequest, build: str, run: CardRun) -> None:
-    """Keep a run, in place of what was there. Raises UserError where the folder cannot be written."""
-    write_sealed(_file(gpu, asked, build), run.model_dump_json())
+    """Keep a run, in place of what was there."""
+    _KEPT.keep(_decides(gpu, asked, build), run)
 
 
-def _file(gpu: Gpu, asked: RehearsalRequest, build: str) -> Path:
-    decides = "|".join((gpu.model_dump_json(), asked.model_dump_json(), build, sources()))
-    return cache.folder().parent / "cards" / f"{hashlib.sha256(decides.encode()).hexdigest()[:32]}.json"
-
-
-@functools.cache
-def sources() -> str:
-    """A digest of the sources."""
-    return cache.digest_of(_SOURCES)
+def _decides(gpu: Gpu, asked: RehearsalRequest, build: str) -> tuple[str, ...]:
+    return gpu.model_dump_json(), asked.model_dump_json(), build, digest_of(*_SOURCES)

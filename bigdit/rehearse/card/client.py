@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import select
 import subprocess
 import tempfile
 from pathlib import Path
@@ -13,14 +12,13 @@ from pathlib import Path
 import bigdit
 from bigdit.catalog import Gpu
 from bigdit.emulator import emulated_environment
-from bigdit.errors import EXIT_USER, UserError
+from bigdit.errors import UserError
 from bigdit.rehearse.card import cache as card_cache
 from bigdit.rehearse.card.run import CardRun
-from bigdit.rehearse.client import RehearsalError
+from bigdit.rehearse.client import failure, put
 from bigdit.rehearse.request import RehearsalRequest
 
 _ROOT = Path(bigdit.__file__).parent.parent
-_LAST_LINES = 12
 
 
 def cuda_python() -> Path:
@@ -90,27 +88,23 @@ class Card:
 
     def _run(self, question: RehearsalRequest, timeout_s: float) -> CardRun:
         process = self._process = self._process or self._start()
-        name = question.model.name
-        asked, answered = (Path(self._folder.name) / name for name in ("request.json", "result.json"))
-        answered.unlink(missing_ok=True)
-        asked.write_text(question.model_dump_json())
         said = self._stderr.stat().st_size
-        assert process.stdin is not None
-        assert process.stdout is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended, and its last lines say why
-            process.stdin.write(f"{asked}\t{answered}\n".encode())
-            process.stdin.flush()
-        if not select.select([process.stdout], [], [], timeout_s)[0]:
+        what = f"{question.model.name} on an emulated card"
+        try:
+            line, answer = put(process, Path(self._folder.name), question, timeout_s)
+        except TimeoutError:
             self._end()
-            raise UserError(f"two steps of {name} on an emulated {self.gpu.name} took more than {timeout_s:g} s")
-        line = process.stdout.readline().decode().split()
+            raise UserError(
+                f"two steps of {question.model.name} on an emulated {self.gpu.name} took more than {timeout_s:g} s"
+            ) from None
         if not line:
             self._end()
-        if not answered.exists():
+        if answer is None:
             with open(self._stderr, "rb") as file:
                 file.seek(said)
-                raise failure(name, int(line[-1]) if line else None, file.read().decode(errors="replace").splitlines())
-        return CardRun.model_validate_json(answered.read_bytes())
+                lines = file.read().decode(errors="replace").splitlines()
+            raise failure(what, int(line.split()[-1]) if line else None, lines)
+        return CardRun.model_validate_json(answer)
 
     def _start(self) -> subprocess.Popen[bytes]:
         with open(self._stderr, "wb") as sink:
@@ -141,12 +135,3 @@ def worker_environment(gpu: Gpu, ranks: int = 1, state: str | None = None) -> di
     own.pop("CUDA_VISIBLE_DEVICES", None)
     card = emulated_environment(gpu, ranks, state, peers=ranks > 1)
     return own | card | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join((str(_ROOT), card["PYTHONPATH"]))}
-
-
-def failure(name: str, status: int | None, said: list[str]) -> Exception:
-    """What steps of the model `name` that left no result ended with: the errors that they said, or their last lines."""
-    problems = [text.removeprefix("error: ") for text in said if text.startswith("error: ")]
-    if status == EXIT_USER and problems:
-        return UserError(*problems)
-    end = "\n".join(said[-_LAST_LINES:])
-    return RehearsalError(f"{name} on an emulated card ended with status {status} and no result:\n{end}")

@@ -15,8 +15,9 @@ from bigdit.catalog import Gpu
 from bigdit.emulator import shared_state
 from bigdit.errors import UserError
 from bigdit.rehearse.card import cache as card_cache
-from bigdit.rehearse.card.client import cuda_build, cuda_python, failure, worker_environment
+from bigdit.rehearse.card.client import cuda_build, cuda_python, worker_environment
 from bigdit.rehearse.card.run import CardRun
+from bigdit.rehearse.client import failure
 from bigdit.rehearse.request import RehearsalRequest
 
 
@@ -61,5 +62,5 @@ def _run(gpu: Gpu, request: RehearsalRequest, timeout_s: float) -> CardRun:
                 os.killpg(process.pid, signal.SIGTERM)  # torchrun ends its ranks, which are sessions of their own
                 process.wait()
         if not answered.exists():
-            raise failure(request.model.name, process.returncode, said.splitlines())
+            raise failure(f"{request.model.name} on an emulated card", process.returncode, said.splitlines())
         return CardRun.model_validate_json(answered.read_bytes())

@@ -1,4 +1,7 @@
-"""Losses and norms of many tensors."""
+"""Losses and norms of many tensors.
+
+Shown by the referee's row of Sana on an A40, engine single.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Normalisations: contiguous copies of what they read, and partial sums of the weights' gradients."""
+"""Normalisations: contiguous copies of what they read, and partial sums of the weights' gradients.
+
+Shown by the referee's row of Sana on an A40, engine single: layer norm, forward and backward.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Products of quantised weights, by bitsandbytes."""
+"""Products of quantised weights, by bitsandbytes.
+
+Shown by the referee's rows with lora.base int8 and nf4.
+"""
 
 from __future__ import annotations
 

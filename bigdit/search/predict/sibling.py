@@ -14,12 +14,6 @@ def depths(model: CatalogModel) -> dict[str, int]:
     return {name: length for name, length in model.block_lists if name in lists}
 
 
-def fixed_blocks(model: CatalogModel) -> int:
-    """The blocks that every sibling has: refiners and the like."""
-    lists = FAMILIES[model.spec.class_name].depths
-    return sum(length for name, length in model.block_lists if name not in lists)
-
-
 def block_count(model: CatalogModel) -> int:
     """All blocks that can be checkpointed."""
     return sum(length for _, length in model.block_lists)

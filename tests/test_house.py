@@ -1,0 +1,86 @@
+"""The house is as ARCHITECTURE.md has it: no circle of imports, no crowded folder, and every layer says what it is.
+
+Which layer imports from which is import-linter's (setup.cfg).
+"""
+
+import ast
+from configparser import ConfigParser
+
+import grimp
+import pytest
+from conftest import ROOT
+
+PACKAGE = ROOT / "bigdit"
+MOST = 25
+
+
+def circles(imports):
+    """The groups of modules that import each other, directly or through others of the group, of {module: imported}.
+
+    Two modules are in one group where each is reached from the other.
+    """
+    reached = {module: _reached(module, imports) for module in imports}
+    groups = {frozenset(other for other in reached[module] if module in reached[other]) for module in imports}
+    return [sorted(group) for group in groups if group]
+
+
+def _reached(module, imports):
+    """All modules that are imported when this one is, itself only where a circle comes back to it."""
+    found, waiting = set(), list(imports[module])
+    while waiting:
+        each = waiting.pop()
+        if each not in found:
+            found.add(each)
+            waiting.extend(imports[each])
+    return found
+
+
+def crowded(folder):
+    """The folders below with more files of python than are allowed, and how many."""
+    counts = {each: len(list(each.glob("*.py"))) for each in (folder, *folder.rglob("*")) if each.is_dir()}
+    return {each: count for each, count in counts.items() if count > MOST}
+
+
+def layers():
+    """The files that speak for the layers of setup.cfg, and for the folders within them."""
+    config = ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    named = config["importlinter:contract:layers"]["layers"].replace(":", " ").split()
+    alone = [(ROOT / name.replace(".", "/")).with_suffix(".py") for name in named]
+    return sorted([*PACKAGE.rglob("__init__.py"), *(file for file in alone if file.exists())])
+
+
+def test_no_two_files_import_each_other():
+    graph = grimp.build_graph("bigdit")
+    imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+    assert "bigdit.emulator.inside.known" in imports["bigdit.emulator.inside.values"]  # relative ones are seen, too
+    assert len(imports) > 390
+    assert circles(imports) == []
+
+
+@pytest.mark.parametrize(
+    ("imports", "found"),
+    [
+        ({"a": {"b"}, "b": {"c"}, "c": set()}, []),
+        ({"a": {"b"}, "b": {"a"}}, [["a", "b"]]),
+        ({"a": {"b"}, "b": {"c"}, "c": {"d"}, "d": {"b"}, "e": {"a"}}, [["b", "c", "d"]]),
+        ({"a": {"a"}}, [["a"]]),
+    ],
+)
+def test_a_circle_would_be_found(imports, found):
+    assert circles(imports) == found
+
+
+def test_no_folder_has_too_many_files(tmp_path):
+    assert crowded(PACKAGE) == {}
+    (tmp_path / "deep").mkdir()
+    for number in range(MOST + 1):
+        (tmp_path / "deep" / f"{number}.py").touch()
+    assert crowded(tmp_path) == {tmp_path / "deep": MOST + 1}
+
+
+@pytest.mark.parametrize("file", layers(), ids=lambda file: str(file.relative_to(ROOT)))
+def test_every_layer_says_what_it_is(file):
+    said = ast.get_docstring(ast.parse(file.read_text()))
+    assert said is not None
+    assert said.split("\n\n")[0].endswith(".")
