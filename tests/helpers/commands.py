@@ -69,7 +69,6 @@ def run_ranks(count, *program, timeout=300, **environment):
     return _server.run([str(part) for part in program], ranks, ROOT, timeout)
 
 
-
 def with_set(overrides):
     """`--set` for each override."""
     return [part for override in overrides for part in ("--set", override)]

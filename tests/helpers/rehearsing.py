@@ -51,6 +51,7 @@ THREE_BLOCKS = ModelSpec(
 )
 SHAPE = BatchShape(latents=(4, 8, 8), text=(6, 12))
 
+
 def rehearse_all(folder: Path, requests: Sequence[RehearsalRequest]) -> list[RehearsedSize]:
     """The rehearsal of each request at its first micro-batch size."""
     asked, answered = folder / "requests.json", folder / "answers.json"
