@@ -1,15 +1,17 @@
-# make setup | demo | test | check | referee; everything lives in .venv and .venv-cuda, and nothing needs a GPU.
+# make setup | demo | test | check | referee; everything lives in .venv, .venv-cuda and .venv-oldest; nothing needs a GPU.
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
-CUDA := .venv-cuda/bin
 CUDA_READY := .venv-cuda/.ready
+OLDEST_READY := .venv-oldest/.ready
 
-.PHONY: setup cuda demo test check referee lint types imports clean
+.PHONY: setup cuda oldest demo test check referee lint types imports clean
 
 setup: $(READY)
 
 cuda: $(CUDA_READY)
+
+oldest: $(OLDEST_READY)
 
 $(READY): setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -17,18 +19,20 @@ $(READY): setup.cfg pyproject.toml constraints.txt
 	touch $(READY)
 
 # The CUDA build of torch (three equals signs: no build of another name) without NVIDIA's packages, which emulated cards
-# stand in for; all else is .venv's.
-$(CUDA_READY): $(READY)
-	$(BIN)/python -m venv .venv-cuda
-	$(CUDA)/pip install --quiet --disable-pip-version-check --no-deps "torch===$$(sed -n 's/^torch==//p' constraints.txt)"
+# stand in for; all else is .venv's. In .venv-oldest it is the oldest that setup.cfg allows.
+$(CUDA_READY): TORCH = $$(sed -n 's/^torch==//p' constraints.txt)
+$(OLDEST_READY): TORCH = $$(sed -n 's/^ *torch>=\([0-9.]*\),.*/\1.0/p' setup.cfg)
+$(CUDA_READY) $(OLDEST_READY): $(READY)
+	$(BIN)/python -m venv $(@D)
+	$(@D)/bin/pip install --quiet --disable-pip-version-check --no-deps "torch===$(TORCH)"
 	echo "import site; site.addsitedir('$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" \
-	  > "$$($(CUDA)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/zz_shared.pth"
-	touch $(CUDA_READY)
+	  > "$$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/zz_shared.pth"
+	touch $@
 
 demo: $(READY)
 	$(BIN)/python launch/demo.py
 
-test: $(READY) $(CUDA_READY)
+test: $(READY) $(CUDA_READY) $(OLDEST_READY)
 	$(BIN)/python -m pytest
 
 check: lint types imports test
@@ -48,4 +52,4 @@ imports: $(READY)
 	$(BIN)/lint-imports
 
 clean:
-	rm -rf .venv .venv-cuda demo build *.egg-info
+	rm -rf .venv .venv-cuda .venv-oldest demo build *.egg-info
