@@ -7,6 +7,7 @@ arguments, the environment, the folder and the files of a command that a shell s
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import importlib
 import json
@@ -49,8 +50,13 @@ class Server:
         assert server.stdout is not None
         with tempfile.TemporaryDirectory() as kept:
             asked = {"program": list(program), "environments": list(environments), "folder": str(folder)}
-            print(json.dumps(asked | {"files": kept, "timeout": timeout}), file=server.stdin, flush=True)
-            statuses: list[int] | None = json.loads(server.stdout.readline())
+            try:
+                print(json.dumps(asked | {"files": kept, "timeout": timeout}), file=server.stdin, flush=True)
+                statuses: list[int] | None = json.loads(server.stdout.readline())
+            except BaseException:  # a test's own time was over: the answer would be taken for the next one's
+                self._process = None
+                server.terminate()
+                raise
             out, err = (
                 "".join(Path(kept, f"{name}{number}").read_text() for number in range(len(environments)))
                 for name in ("out", "err")
@@ -87,21 +93,28 @@ def _serve() -> tuple[dict[str, Any], int] | None:
 
 
 def _statuses(children: list[int], timeout: float) -> list[int] | None:
-    """How they ended; None where their time was over, and they were killed."""
+    """How they ended; None where their time was over. Whatever lasts longer is killed, with what it has started."""
     deadline = time.monotonic() + timeout
     ended: dict[int, int] = {}
-    while len(ended) < len(children):
+    try:
+        while len(ended) < len(children) and time.monotonic() < deadline:
+            for child in set(children) - ended.keys():
+                pid, status = os.waitpid(child, os.WNOHANG)
+                if pid:
+                    ended[child] = os.waitstatus_to_exitcode(status)
+            time.sleep(0.01)
+    finally:
         for child in set(children) - ended.keys():
-            if time.monotonic() > deadline:
-                os.kill(child, signal.SIGKILL)
-            pid, status = os.waitpid(child, os.WNOHANG)
-            if pid:
-                ended[child] = os.waitstatus_to_exitcode(status)
-        time.sleep(0.01)
-    return None if time.monotonic() > deadline else [ended[child] for child in children]
+            with contextlib.suppress(ProcessLookupError):  # it has no group of its own yet
+                os.killpg(child, signal.SIGKILL)
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+    return [ended[child] for child in children] if len(ended) == len(children) else None
 
 
 def _become(asked: dict[str, Any], number: int) -> None:
+    os.setpgid(0, 0)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     written = os.O_WRONLY | os.O_CREAT
     for descriptor, name, flags in (
         (0, os.devnull, os.O_RDONLY),
@@ -143,6 +156,7 @@ def _end(asked: dict[str, Any], number: int) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: no child is left
     for library in LIBRARIES:
         importlib.import_module(library)
     gc.freeze()  # a child's collections do not touch, and so copy, what was imported
