@@ -17,7 +17,8 @@ LARGEST_SIDE = 65535
 """Pixels of one side: a JPEG has no more (ITU-T T.81, B.2.2)."""
 
 
-def _no_truth_value(value: Any) -> Any:
+def no_truth_value(value: Any) -> Any:
+    """The value, unless it is true or false, which python takes for 1 and 0."""
     if isinstance(value, bool):
         raise PydanticCustomError("float_type", "a number was expected")
     return value
@@ -29,7 +30,7 @@ Count = Annotated[_Whole, Field(gt=0)]
 Processes = Annotated[_Whole, Field(gt=0, le=MOST_PROCESSES)]
 Side = Annotated[_Whole, Field(gt=0, le=LARGEST_SIDE)]
 
-Number = Annotated[float, BeforeValidator(_no_truth_value), Field(allow_inf_nan=False)]
+Number = Annotated[float, BeforeValidator(no_truth_value), Field(allow_inf_nan=False)]
 """A text such as `1e-4` stands for one too: YAML 1.1 reads it as a text."""
 Positive = Annotated[Number, Field(gt=0.0)]
 NotNegative = Annotated[Number, Field(ge=0)]
