@@ -7,8 +7,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-LARGEST = 2**63 - 1
-"""Of int64, in which torch and numpy keep sizes and seeds."""
+from bigdit.units import LARGEST
 
 MOST_PROCESSES = 1024
 """Processes, or threads, of one machine. It has a few hundred cores, and 16 cards at most."""

@@ -6,6 +6,9 @@ import re
 
 from bigdit.errors import UserError
 
+LARGEST = 2**63 - 1
+"""Of int64, in which torch and numpy keep sizes and seeds."""
+
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 
 _SUFFIXES = {"": 1, "B": 1, "KIB": KIB, "MIB": MIB, "GIB": GIB, "KB": 10**3, "MB": 10**6, "GB": 10**9}
