@@ -1,83 +1,19 @@
-"""The command line: one module of bigdit/commands a command; parsing here, the work there."""
+"""The command line tool: whatever happens, from its first import on, ends as `errors.guard` says."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Annotated, Any
 
-import typer
-
-from bigdit import __version__
-from bigdit.commands import (
-    bench,
-    doctor,
-    emulate,
-    export,
-    extract,
-    features,
-    gpus,
-    models,
-    plan,
-    rehearse,
-    sample,
-    train,
-)
-from bigdit.errors import EXIT_USER, guard
-
-# typer carries its own click, whose UsageError it does not export.
-UsageError: Any = typer.BadParameter.__base__
-
-app = typer.Typer(
-    name="bigdit",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-for name, module in {
-    "plan": plan,
-    "rehearse": rehearse,
-    "emulate": emulate,
-    "extract": extract,
-    "train": train,
-    "sample": sample,
-    "export": export,
-    "bench": bench,
-    "models": models,
-    "gpus": gpus,
-    "doctor": doctor,
-}.items():
-    app.command(name)(module.run)
-app.add_typer(features.app, name="features")
-
-
-def _show_version(asked: bool) -> None:
-    if asked:
-        print(f"bigdit {__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def _options(
-    version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True)] = False,
-) -> None:
-    """Plan and train large diffusion transformers: what fits, how fast, with which settings."""
+from bigdit.errors import guard
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command and exit: 0 done, 1 the user's error, 2 does not fit, 3 a bug, 130 interrupted."""
-    sys.exit(guard(lambda: _run(arguments)))
+    sys.exit(guard(lambda: _run(sys.argv[1:] if arguments is None else arguments)))
 
 
-def _run(arguments: Sequence[str] | None) -> int:
-    command = typer.main.get_command(app)
-    try:
-        result = command.main(args=list(arguments) if arguments is not None else None, standalone_mode=False)
-    except UsageError as error:  # an unknown option or a missing one: click would exit 2, which means DOES NOT FIT
-        error.show()
-        return EXIT_USER
-    except typer.Abort:
-        raise KeyboardInterrupt from None
-    return result if isinstance(result, int) else 0
+def _run(arguments: Sequence[str]) -> int:
+    from bigdit.app import run  # here: Ctrl-C while it is imported is one in a command
+
+    return run(arguments)

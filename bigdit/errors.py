@@ -70,7 +70,7 @@ def _escaped(found: re.Match[str]) -> str:
 
 def guard(main: Callable[[], int | None]) -> int:
     """Run `main` and return the exit status: a user's error is a line each and 1, a bug a traceback with
-    versions and 3, Ctrl-C 130. In a launched group only rank 0 prints a user's error: all ranks hit it."""
+    versions and 3, Ctrl-C 130. In a launched group only rank 0 prints a user's error, or Ctrl-C: all ranks hit it."""
     try:
         return main() or 0
     except UserError as error:
@@ -78,8 +78,12 @@ def guard(main: Callable[[], int | None]) -> int:
             for problem in error.problems:
                 print(f"error: {shown(problem)}", file=sys.stderr)
         return EXIT_USER
+    except BrokenPipeError:  # who reads our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or the last flush would fail again
+        return EXIT_USER
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        if os.environ.get("RANK", "0") == "0":
+            print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     except Exception:
         print(shown(traceback.format_exc()), end="", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""A process that ends when another does, whose child it need not be: workers are forked by a server of their own."""
+"""Processes that end when another does, whose children they need not be, and that leave Ctrl-C to it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import os
 import select
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 def end_with(pid: int, number: int) -> None:
@@ -31,3 +33,14 @@ def end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     if parent is not None and parent.pid is not None:
         end_with(parent.pid, signal.SIGKILL)
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """What is started within, and what that starts, does not hear Ctrl-C, which a terminal sends to every process: this
+    one does, and ends them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

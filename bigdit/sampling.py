@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -17,7 +18,12 @@ from bigdit.encoders.load import load_text_encoder
 from bigdit.errors import UserError
 from bigdit.loader.batch import Batch
 from bigdit.loader.stream import pad_text
+from bigdit.shortage import room, told
 from bigdit.spec import ModelSpec, Strategy
+from bigdit.store.part import Shape
+from bigdit.units import gib
+
+_LESS = "a smaller --size or fewer captions take less"
 
 
 @dataclass(frozen=True)
@@ -53,18 +59,28 @@ class Sampler:
 
     @torch.no_grad()
     def sample(self, captions: Sequence[str], options: SamplingOptions) -> Iterator[torch.Tensor]:
-        """One picture a caption: uint8 [channels, height, width]. Picture i depends on caption i and seed + i."""
+        """One picture a caption: uint8 [channels, height, width]. Picture i depends on caption i and seed + i.
+
+        Raises UserError where memory runs out.
+        """
+        size = f"--size {options.height}x{options.width}"
         side = self._codec.downsample
         if options.height % side or options.width % side:
-            raise UserError(f"--size {options.height}x{options.width} does not divide by the codec's {side}")
+            raise UserError(f"{size} does not divide by the codec's {side}")
         shape = self._codec.latent_shape((options.height, options.width))
         for start in range(0, len(captions), options.micro_batch_size):
             chosen = captions[start : start + options.micro_batch_size]
-            seeds = [options.seed + start + i for i in range(len(chosen))]
-            noise = objectives.draw_noise(torch.empty((len(chosen), *shape), device=self._device), seeds)
-            predict = self._guided(chosen, options.guidance)
-            latents = objectives.euler(predict, noise, options.steps, self._shift)
-            yield from to_bytes(self._codec.decode(latents)).cpu()
+            drawing = f"{size}: drawing {len(chosen)} at once"
+            _check_room(drawing, len(chosen) * math.prod(shape), self._device)
+            with told(drawing, self._device, _LESS):
+                pictures = self._draw(chosen, shape, start, options)
+            yield from pictures
+
+    def _draw(self, captions: Sequence[str], shape: Shape, start: int, options: SamplingOptions) -> torch.Tensor:
+        seeds = [options.seed + start + i for i in range(len(captions))]
+        noise = objectives.draw_noise(torch.empty((len(captions), *shape), device=self._device), seeds)
+        latents = objectives.euler(self._guided(captions, options.guidance), noise, options.steps, self._shift)
+        return to_bytes(self._codec.decode(latents)).cpu()
 
     def _guided(self, captions: Sequence[str], guidance: float) -> objectives.Predict:
         """The velocity towards the captions, pushed away from that of the empty caption."""
@@ -81,6 +97,14 @@ class Sampler:
             return unconditional + guidance * (conditional - unconditional)
 
         return predict
+
+
+def _check_room(drawing: str, elems: int, device: torch.device) -> None:
+    """Raise UserError where there is no room for latents of `elems` in fp32 and what stands beside them: noise, and
+    twice over, for guidance, what the model is fed and what it predicts. A host's memory is not refused, but ends."""
+    least, (free, total) = 5 * 4 * elems, room(device)
+    if least > free:
+        raise UserError(f"{drawing} takes {gib(least)} at least, and {gib(free)} of {gib(total)} are free; {_LESS}")
 
 
 def _load(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from bigdit.numbers import Count, Natural, NotNegative, Number, Positive, Share, Switch
 
 EngineName = Literal["single", "deepspeed", "fsdp2"]
 OptimizerName = Literal[
@@ -49,8 +51,8 @@ class BatchShape(Strict):
     text (tokens, dim), None without text; `latents_dtype`: on the host, as they are stored. What else a family feeds
     its model follows from the model."""
 
-    latents: tuple[PositiveInt, PositiveInt, PositiveInt] | tuple[PositiveInt, PositiveInt, PositiveInt, PositiveInt]
-    text: tuple[PositiveInt, PositiveInt] | None = None
+    latents: tuple[Count, Count, Count] | tuple[Count, Count, Count, Count]
+    text: tuple[Count, Count] | None = None
     latents_dtype: Literal["fp32", "bf16"] = "fp32"
 
 
@@ -62,11 +64,11 @@ class OptimizerSpec(Strict):
     """
 
     name: OptimizerName = "adamw"
-    lr: PositiveFloat = 1e-4
-    betas: tuple[float, float] = (0.9, 0.999)
-    beta3: float = Field(default=0.9999, ge=0, lt=1)
-    eps: PositiveFloat = 1e-8
-    weight_decay: float = Field(default=0.0, ge=0)
+    lr: Positive = 1e-4
+    betas: tuple[Share, Share] = (0.9, 0.999)
+    beta3: Share = 0.9999
+    eps: Positive = 1e-8
+    weight_decay: NotNegative = 0.0
     implementation: Literal["fused", "foreach", "for_loop"] = "fused"
 
     @model_validator(mode="after")
@@ -81,13 +83,13 @@ class ObjectiveSpec(Strict):
 
     name: Literal["flow_matching"] = "flow_matching"
     t_distribution: Literal["logit_normal", "uniform"] = "logit_normal"
-    shift: PositiveFloat = 1.0
+    shift: Positive = 1.0
 
 
 class EmaSpec(Strict):
     """An exponential moving average of the weights in fp32, on the GPU or on the host; sharded as the masters are."""
 
-    decay: float = Field(default=0.9999, gt=0, lt=1)
+    decay: Annotated[Number, Field(gt=0, lt=1)] = 0.9999
     device: Literal["gpu", "cpu"] = "gpu"
 
 
@@ -97,8 +99,8 @@ class LoraSpec(Strict):
     `targets`: names of linear layers, matched by their last parts as peft does; none: those of attention.
     """
 
-    rank: PositiveInt = 16
-    alpha: PositiveFloat = 16.0
+    rank: Count = 16
+    alpha: Positive = 16.0
     targets: tuple[str, ...] = ()
     base: Literal["bf16", "int8", "nf4"] = "bf16"
 
@@ -106,9 +108,9 @@ class LoraSpec(Strict):
 class StepSize(Strict):
     """What one process's memory is traded for time with, at the same global batch; see Strategy."""
 
-    micro_batch_size: PositiveInt
-    grad_accum_steps: PositiveInt
-    checkpointed_blocks: int | Literal["all"]
+    micro_batch_size: Count
+    grad_accum_steps: Count
+    checkpointed_blocks: Natural | Literal["all"]
     checkpointing: Literal["full", "selective"] = "full"
 
 
@@ -130,25 +132,25 @@ class Strategy(Strict):
     """
 
     engine: EngineName = "single"
-    world_size: PositiveInt = 1
-    micro_batch_size: PositiveInt = 1
-    grad_accum_steps: PositiveInt = 1
+    world_size: Count = 1
+    micro_batch_size: Count = 1
+    grad_accum_steps: Count = 1
     precision: Precision = "bf16"
     optimizer: OptimizerSpec = OptimizerSpec()
-    optimizer_in_backward: bool = False
-    checkpointed_blocks: int | Literal["all"] = Field(default=0)
+    optimizer_in_backward: Switch = False
+    checkpointed_blocks: Natural | Literal["all"] = 0
     checkpointing: Literal["full", "selective"] = "full"
-    offload_activations: bool = False
-    gradient_clipping: PositiveFloat | None = None
+    offload_activations: Switch = False
+    gradient_clipping: Positive | None = None
     ema: EmaSpec | None = None
     lora: LoraSpec | None = None
     features: Literal["cached", "online"] = "cached"
-    encode_chunk: PositiveInt | None = None
-    read_ahead_steps: NonNegativeInt = 2
+    encode_chunk: Count | None = None
+    read_ahead_steps: Natural = 2
     ds_config: dict[str, Any] | None = None
-    dp_replicate: PositiveInt = 1
-    reshard_after_forward: bool = True
-    cpu_offload: bool = False
+    dp_replicate: Count = 1
+    reshard_after_forward: Switch = True
+    cpu_offload: Switch = False
 
     @model_validator(mode="after")
     def _coherent(self) -> Strategy:
@@ -269,8 +271,6 @@ def _optimizer_problems(strategy: Strategy) -> list[str]:
 
 def _memory_problems(strategy: Strategy) -> list[str]:
     problems = []
-    if isinstance(strategy.checkpointed_blocks, int) and strategy.checkpointed_blocks < 0:
-        problems.append(f"checkpointed_blocks is {strategy.checkpointed_blocks}; 0 or more, or all")
     if strategy.lora is not None and strategy.lora.base != "bf16" and strategy.engine != "single":
         problems.append(
             f"lora.base {strategy.lora.base} (bitsandbytes) keeps packed weights, which {strategy.engine} cannot "

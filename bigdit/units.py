@@ -6,9 +6,14 @@ import re
 
 from bigdit.errors import UserError
 
+LARGEST = 2**63 - 1
+"""Of int64, in which torch and numpy keep sizes and seeds."""
+
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 
 _SUFFIXES = {"": 1, "B": 1, "KIB": KIB, "MIB": MIB, "GIB": GIB, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+_MOST_DIGITS = 20  # of a number of bytes below 2^64
 
 
 def gib(n: float) -> str:
@@ -40,6 +45,6 @@ def duration(seconds: float) -> str:
 def parse_bytes(text: str) -> int:
     """`46068MiB`, `24GB`, `1024` in bytes. Raises UserError with the accepted forms."""
     match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([A-Za-z]*)\s*", text)
-    if not match or match[2].upper() not in _SUFFIXES:
-        raise UserError(f"a memory size was expected, such as 46068MiB or 24GB, and {text!r} was found")
+    if not match or match[2].upper() not in _SUFFIXES or len(match[1]) > _MOST_DIGITS:
+        raise UserError(f"a memory size was expected, such as 46068MiB or 24GB, and {text[:40]!r} was found")
     return int(float(match[1]) * _SUFFIXES[match[2].upper()])

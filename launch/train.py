@@ -2,6 +2,13 @@
 
 import sys
 
-from bigdit.train.main import main
+from bigdit.errors import guard
 
-sys.exit(main())
+
+def _main() -> int:
+    from bigdit.train.main import main  # here: Ctrl-C while it is imported is said as any other
+
+    return main()
+
+
+sys.exit(guard(_main))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bigdit.spec import Strict
+from bigdit.spec import ModelSpec, Strict
 
 
 class Inputs(Strict):
@@ -83,6 +83,22 @@ PIPELINES = {
     "ZImageTransformer2DModel": "ZImagePipeline",
 }
 """The diffusers pipeline in whose folder lie the VAE and the text encoders that a class is trained with here."""
+
+MOST_BLOCKS = 1000
+"""In a list of like blocks; the deepest of the catalogue has 60."""
+LARGEST_ARGUMENT = 2**24
+"""Of a width, a count or a length: the largest of the catalogue is a width of 14336."""
+
+
+def argument_problems(spec: ModelSpec) -> list[str]:
+    """What no class takes: lengths and counts of a model that nobody could build or wait for."""
+    inputs = FAMILIES.get(spec.class_name, Inputs())
+    most = dict.fromkeys(inputs.depths.values(), MOST_BLOCKS)
+    return [
+        f"model.kwargs.{key} is {value}, and 0 to {most.get(key, LARGEST_ARGUMENT)} was expected"
+        for key, value in spec.kwargs.items()
+        if isinstance(value, int) and not 0 <= value <= most.get(key, LARGEST_ARGUMENT)
+    ]
 
 
 def training_obstacle(class_name: str) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ def read_model_config(path: Path) -> ModelSpec:
 
     Raises UserError where the file is missing, is not JSON, or names no class.
     """
-    file = path / "config.json" if path.is_dir() else path
+    file = path / "config.json" if os.path.isdir(path) else path
     try:
         document: Any = parse_json(read_file(file, str(file), "; a diffusers config.json was expected"))
     except ValueError as error:

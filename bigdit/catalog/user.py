@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,8 @@ def find_model(asked: str) -> CatalogModel:
 
     Raises UserError where it is none of them.
     """
-    if asked.endswith(".json") or asked.startswith((".", "/", "~")) or Path(asked).is_dir():
-        return user_model(Path(asked).expanduser())
+    if asked.endswith(".json") or asked.startswith((".", "/", "~")) or os.path.isdir(asked):
+        return user_model(Path(os.path.expanduser(asked)))
     return model(asked)
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import re
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from bigdit.commands.options import Json
+from bigdit.units import LARGEST
 
 
 def run(
@@ -16,9 +19,9 @@ def run(
     caption: Annotated[list[str], typer.Option(help="A caption; repeatable.")] = [],  # noqa: B006
     captions: Annotated[Path | None, typer.Option(help="A text file with a caption a line.")] = None,
     size: Annotated[str | None, typer.Option(metavar="HxW", help="Pixels; the run's first bucket if left out.")] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Euler steps.")] = 20,
+    steps: Annotated[int, typer.Option(min=1, max=1000, help="Euler steps.")] = 20,
     guidance: Annotated[float, typer.Option(min=0, help="Classifier-free guidance; 1 is none.")] = 3.0,
-    seed: Annotated[int, typer.Option(min=0, help="Picture i is drawn from seed + i.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=LARGEST, help="Picture i is drawn from seed + i.")] = 0,
     ema: Annotated[bool, typer.Option("--ema", help="The moving average of the weights (train.ema).")] = False,
     as_json: Json = False,
 ) -> None:
@@ -29,6 +32,8 @@ def run(
     if not wanted:
         raise UserError("no caption was given; pass --caption TEXT, or --captions FILE with one a line")
     height_width = _size(size) if size else None
+    if not math.isfinite(guidance):
+        raise UserError(f"--guidance is {guidance}, and a finite number was expected")
 
     from bigdit import log
 
@@ -41,12 +46,14 @@ def run(
     from bigdit.files import replacing, write_json
     from bigdit.report.grid import grid_png
     from bigdit.sampling import Sampler, SamplingOptions
+    from bigdit.shortage import told
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     found, notices = find_checkpoint(checkpoint)
     for line in notices:
         log.notice(line)
-    sampler = Sampler(found, device, ema=ema)
+    with told(f"--checkpoint {found.folder}: loading it", device, "a device with more memory is needed"):
+        sampler = Sampler(found, device, ema=ema)
     height, width = height_width or sampler.buckets[0]
     options = SamplingOptions(height, width, steps=steps, guidance=guidance, seed=seed)
     pictures, rows = [], []
@@ -87,8 +94,12 @@ def _lines(path: Path | None) -> list[str]:
 
 def _size(text: str) -> tuple[int, int]:
     from bigdit.errors import UserError
+    from bigdit.numbers import LARGEST_SIDE
 
-    height, found, width = text.lower().partition("x")
-    if not (found and height.isdigit() and width.isdigit() and int(height) and int(width)):
-        raise UserError(f"--size expects HEIGHTxWIDTH in pixels, such as 512x768, and {text!r} was found")
-    return int(height), int(width)
+    found = re.fullmatch(r"(\d{1,9})x(\d{1,9})", text.lower())
+    height, width = (int(found[1]), int(found[2])) if found else (0, 0)
+    if not (height and width):
+        raise UserError(f"--size expects HEIGHTxWIDTH in pixels, such as 512x768, and {text[:40]!r} was found")
+    if max(height, width) > LARGEST_SIDE:
+        raise UserError(f"--size is {text}, and a side has {LARGEST_SIDE} pixels at most")
+    return height, width

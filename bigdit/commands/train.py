@@ -21,7 +21,7 @@ def run(
         Path | None, typer.Option(help="A folder of `bigdit plan --out`; decides how the step is run.")
     ] = None,
     grace: Annotated[float | None, typer.Option(help="Seconds to save and end in after a signal; train.grace.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved config and stop.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check config and model, print the config, stop.")] = False,
 ) -> int:
     """Train as the run's config says, with as many processes; the same command resumes."""
     from bigdit import log
@@ -36,10 +36,14 @@ def run(
     run_config = load(config, overrides, planned, plan)
     if planned is not None:
         _check_one_machine(planned)
-    _, strategy = prepare(run_config, run_config.engine.processes, planned)
+    spec, strategy = prepare(run_config, run_config.engine.processes, planned)
     if dry_run:
         for line in plan_notices(run_config, planned, revision()) if planned else ():
             log.notice(f"note: {line}")
+        log.quiet_libraries()
+        from bigdit.train.model import check_model  # torch, which only the processes that train need else
+
+        check_model(run_config, spec, strategy)
         log.emit_json({"run": run_config.model_dump(mode="json"), "strategy": strategy.model_dump(mode="json")})
         return 0
     return launch(run_config, config, overrides, plan)

@@ -105,7 +105,8 @@ def _check_latents(run: RunConfig, model: ModelSpec) -> list[str]:
             f"encoders.image gives {channels} channels (factor {codec.factor}, {codec.color}), "
             f"and the model's in_channels is {wanted}"
         )
-    side = codec.factor * int(model.kwargs.get("patch_size", 1))
+    patch = model.kwargs.get("patch_size", 1)  # of videos a list; what is no number the model itself refuses
+    side = codec.factor * (patch if isinstance(patch, int) and patch > 0 else 1)
     for height, width in run.data.buckets:
         if height % side or width % side:
             problems.append(f"data.buckets: {height} × {width} does not divide by {side} (factor × patch_size)")

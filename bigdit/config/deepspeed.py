@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from bigdit.config.deepspeed_keys import wrong_keys
 from bigdit.documents import parse_json, read_mapping
 from bigdit.spec import Strategy
 
@@ -36,7 +37,6 @@ _REFUSED = {
     "zero_quantized_nontrainable_weights": (False, _QUANTISER),
     "zero_quantized_gradients": (False, _QUANTISER),
     "zero_hpz_partition_size": (1, _NODES),
-    "mics_shard_size": (-1, _NODES),
     "zenflow": (None, "steps the optimizer beside the training step, and not within it"),
     "compute_grad_norm": (True, "hides gradients that are not finite, and fp32 would train on them"),
 }
@@ -67,6 +67,8 @@ def complete_ds_config(document: dict[str, Any], ours: Values) -> tuple[dict[str
 
     Returns the complete document and the problems, a line each.
     """
+    if unknown := wrong_keys(document):
+        return document, unknown
     complete = dict(document)
     problems = [
         f"ds_config.{section}: bigdit sets this with {key} in the run's config; remove it from the JSON"
@@ -104,7 +106,7 @@ def _section(document: dict[str, Any], name: str) -> dict[str, Any]:
 
 def _zero_problems(zero: dict[str, Any]) -> list[str]:
     stage = zero.get("stage", 0)
-    if stage not in (0, 1, 2, 3):
+    if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
         return [f"ds_config.zero_optimization.stage is {stage!r}; it is 0, 1, 2 or 3"]
     problems = [
         f"ds_config.zero_optimization.{key} is {zero[key]!r}: it {reason}; remove it"

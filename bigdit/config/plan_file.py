@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any, Literal
 
@@ -136,7 +137,7 @@ def read_plan_file(path: Path) -> PlanFile:
 
 def plan_file(path: Path) -> Path:
     """The plan.yaml that `--plan` means: the file, or the one in that folder."""
-    return path / FILE if path.is_dir() else path
+    return path / FILE if os.path.isdir(path) else path
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -5,23 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BeforeValidator,
-    Field,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    field_validator,
-    model_validator,
-)
+from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
+from bigdit.errors import UserError
+from bigdit.numbers import Count, Natural, Positive, Processes, Share, Side, Switch
 from bigdit.spec import EmaSpec, EngineName, LoraSpec, ObjectiveSpec, OptimizerSpec, Precision, Strict
 from bigdit.units import GIB, parse_bytes
 
 
 def _as_bytes(value: Any) -> Any:
     """`16GiB` as bytes; pydantic judges the rest."""
-    return parse_bytes(value) if isinstance(value, str) else value
+    try:
+        return parse_bytes(value) if isinstance(value, str) else value
+    except UserError:
+        raise PydanticCustomError("bytes", "a size such as 16GiB") from None
 
 
 T5_TOKENS = 300
@@ -72,11 +70,13 @@ class SourceConfig(Strict):
     image: str | None = None
     captions: dict[str, float | str] = {}
     split: str | None = None
-    follow_links: bool = False
+    follow_links: Switch = False
 
     @model_validator(mode="before")
     @classmethod
     def _path_alone(cls, value: Any) -> Any:
+        if not isinstance(value, dict | str | Path | SourceConfig):
+            raise ValueError("it is a path, or a mapping with path")
         return {"path": value} if isinstance(value, str | Path) else value
 
     @field_validator("captions", mode="before")
@@ -88,7 +88,8 @@ class SourceConfig(Strict):
         if not isinstance(columns, dict):
             raise ValueError("it is a column, a list of columns, or a mapping of columns to weights")
         for column, weight in columns.items():
-            if not isinstance(weight, str) and not (isinstance(weight, int | float) and is_weight(weight)):
+            number = isinstance(weight, int | float) and not isinstance(weight, bool)
+            if not isinstance(weight, str) and not (number and is_weight(weight)):
                 raise ValueError(
                     f"the weight of {column} is a number {WEIGHTS}, or a column; {str(weight)[:20]} was found"
                 )
@@ -111,14 +112,14 @@ class DataConfig(Strict):
 
     images: tuple[SourceConfig, ...]
     features: Path
-    buckets: tuple[tuple[PositiveInt, PositiveInt], ...] = Field(min_length=1)
-    part_size: PositiveInt = 256
-    workers: PositiveInt = 1
-    caption_dropout: float = Field(default=0.1, ge=0, lt=1)
-    read_ahead_steps: NonNegativeInt = 2
-    read_threads: PositiveInt = 2
+    buckets: tuple[tuple[Side, Side], ...] = Field(min_length=1)
+    part_size: Count = 256
+    workers: Processes = 1
+    caption_dropout: Share = 0.1
+    read_ahead_steps: Natural = 2
+    read_threads: Processes = 2
     reader: Literal["pread", "mmap"] = "pread"
-    remote_cache: Annotated[PositiveInt, BeforeValidator(_as_bytes)] = 16 * GIB
+    remote_cache: Annotated[Count, BeforeValidator(_as_bytes)] = 16 * GIB
 
     @field_validator("images", mode="before")
     @classmethod
@@ -132,7 +133,7 @@ class IdentityCodec(Strict):
     """Pixels as latents: scaled to [-1, 1] and unshuffled, `factor`² × channels channels; exactly invertible."""
 
     name: Literal["identity"] = "identity"
-    factor: PositiveInt = 1
+    factor: Count = 1
     color: Literal["rgb", "gray"] = "rgb"
 
 
@@ -157,7 +158,7 @@ class VaeCodec(Strict):
     ]
     path: Path
     latents: Literal["mode", "sampled", "moments"] = "mode"
-    seed: NonNegativeInt = 0
+    seed: Natural = 0
     dtype: Literal["fp32", "bf16"] = "fp32"
 
 
@@ -175,8 +176,8 @@ class TextEncoderConfig(Strict):
     class_name: Literal["T5EncoderModel"] = "T5EncoderModel"
     path: Path | None = None
     config: dict[str, Any] | None = None
-    seed: NonNegativeInt = 0
-    max_tokens: PositiveInt | None = None
+    seed: Natural = 0
+    max_tokens: Count | None = None
     dtype: Literal["fp32", "bf16"] = "fp32"
     stored: Literal["bf16", "fp8"] = "bf16"
 
@@ -197,7 +198,7 @@ class EncodersConfig(Strict):
     image: IdentityCodec | VaeCodec = Field(discriminator="name")
     text: TextEncoderConfig
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    batch_size: PositiveInt | Literal["auto"] = "auto"
+    batch_size: Count | Literal["auto"] = "auto"
 
 
 class TrainConfig(Strict):
@@ -214,27 +215,27 @@ class TrainConfig(Strict):
     A step whose gradients are not finite is skipped; after `most_skipped_steps` in a row the run ends.
     """
 
-    steps: PositiveInt
-    micro_batch_size: PositiveInt
-    global_batch_size: PositiveInt | None = None
-    grad_accum_steps: PositiveInt | None = None
+    steps: Count
+    micro_batch_size: Count
+    global_batch_size: Count | None = None
+    grad_accum_steps: Count | None = None
     precision: Precision = "bf16"
-    gradient_clipping: PositiveFloat | None = 1.0
-    optimizer_in_backward: bool = False
-    checkpointed_blocks: NonNegativeInt | Literal["all"] = 0
+    gradient_clipping: Positive | None = 1.0
+    optimizer_in_backward: Switch = False
+    checkpointed_blocks: Natural | Literal["all"] = 0
     checkpointing: Literal["full", "selective"] = "full"
-    offload_activations: bool = False
+    offload_activations: Switch = False
     ema: EmaSpec | None = None
     lora: LoraSpec | None = None
-    warmup_steps: NonNegativeInt = 0
+    warmup_steps: Natural = 0
     lr_schedule: Literal["constant", "cosine"] = "constant"
-    checkpoint_every: PositiveInt = 1000
-    keep_checkpoints: PositiveInt = 2
-    keep_every: PositiveInt | None = None
-    export_every: PositiveInt | None = None
-    grace: PositiveFloat = 60.0
-    most_skipped_steps: PositiveInt = 10
-    seed: NonNegativeInt = 0
+    checkpoint_every: Count = 1000
+    keep_checkpoints: Count = 2
+    keep_every: Count | None = None
+    export_every: Count | None = None
+    grace: Positive = 60.0
+    most_skipped_steps: Count = 10
+    seed: Natural = 0
 
 
 class EngineConfig(Strict):
@@ -246,12 +247,12 @@ class EngineConfig(Strict):
     """
 
     name: EngineName = "single"
-    processes: PositiveInt = 1
-    timeout: PositiveFloat = 600.0
+    processes: Processes = 1
+    timeout: Positive = 600.0
     ds_config: Path | None = None
-    reshard_after_forward: bool = True
-    dp_replicate: PositiveInt = 1
-    cpu_offload: bool = False
+    reshard_after_forward: Switch = True
+    dp_replicate: Count = 1
+    cpu_offload: Switch = False
 
 
 class RunConfig(Strict):

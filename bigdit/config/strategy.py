@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from bigdit.config.deepspeed import complete_ds_config, ds_values, read_ds_config
+from bigdit.config.wrong import wrong
 from bigdit.documents import parse_yaml, read_mapping
 from bigdit.errors import UserError, nearest
 from bigdit.spec import Strategy
@@ -107,12 +108,4 @@ def _validated(document: dict[str, Any]) -> Strategy:
     try:
         return Strategy.model_validate(document)
     except ValidationError as error:
-        raise UserError(*(_line(detail) for detail in error.errors())) from None
-
-
-def _line(detail: Any) -> str:
-    key = ".".join(str(part) for part in detail["loc"])
-    message = detail["msg"].removeprefix("Value error, ")
-    if detail["type"] == "extra_forbidden":
-        return f"--strategy {key}: unknown key; {nearest(str(detail['loc'][-1]), Strategy.model_fields)}"
-    return f"--strategy {key}: {message}; {detail['input']!r} was found" if key else f"--strategy: {message}"
+        raise UserError(*(f"--strategy: {line}" for line in wrong(error, document, Strategy))) from None

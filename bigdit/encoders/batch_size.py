@@ -8,6 +8,7 @@ from typing import TypeVar
 import torch
 
 from bigdit.errors import UserError
+from bigdit.shortage import ran_out
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -46,7 +47,7 @@ class BatchSize:
         try:
             return encode(batch)
         except RuntimeError as error:
-            if not _out_of_memory(error):
+            if not ran_out(error):
                 raise
             return None
 
@@ -65,8 +66,3 @@ class BatchSize:
         self._well += done == self.size
         if self.size < self.most and self._well >= self._patience:
             self.size, self._well = min(2 * self.size, self.most), 0
-
-
-def _out_of_memory(error: RuntimeError) -> bool:
-    """Whether an allocation failed: CUDA's has a class of its own, the CPU's only a text."""
-    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)

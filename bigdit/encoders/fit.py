@@ -64,7 +64,10 @@ def run_misfits(run: RunConfig, schema: StoreSchema) -> list[str]:
     ]
     if set(run.data.buckets) != set(schema.buckets):
         there, asked = (", ".join(f"{h} × {w}" for h, w in sizes) for sizes in (schema.buckets, run.data.buckets))
-        problems.append(f"it was encoded in the buckets {there}, and data.buckets is {asked}")
+        problems.append(
+            f"it was encoded in the buckets {there}, and data.buckets is {asked}; set data.buckets to "
+            f"{[list(size) for size in schema.buckets]}, or name another folder in data.features and extract again"
+        )
     return problems
 
 

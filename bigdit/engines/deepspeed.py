@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.zero.linear import zero3_linear_wrap
 from deepspeed.runtime.zero.partition_parameters import Init, InsertPostInitMethodToModuleSubClasses
 from torch import nn
@@ -31,6 +33,7 @@ class DeepSpeedEngine(Engine):
         self.device = device
         self.scaler: LossScaler | None = None  # DeepSpeed scales by itself
         _check_fp16(strategy)
+        _check_document(strategy)
         self._plain = _on_device(strategy, model, device)
         params = [p for p in model.parameters() if p.requires_grad]
         optimizer = optim.build(strategy.optimizer, params)
@@ -142,6 +145,15 @@ def _check_fp16(strategy: Strategy) -> None:
             f"train.precision is fp16, which DeepSpeed does not train in on this {get_accelerator().device_name()}; "
             "use train.precision bf16 or fp32, or engine.name single"
         )
+
+
+def _check_document(strategy: Strategy) -> None:
+    """Raise UserError for what of the document DeepSpeed alone can judge: sections that nothing here reads."""
+    try:
+        DeepSpeedConfig(copy.deepcopy(strategy.ds_config))
+    except Exception as error:  # pydantic's, DeepSpeed's own, assertions: all are of what the document says
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(f"engine.ds_config: DeepSpeed does not take it: {reason}") from error
 
 
 def _on_device(strategy: Strategy, model: nn.Module, device: torch.device) -> nn.Module:

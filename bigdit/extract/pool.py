@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from pathlib import Path
 
 from bigdit.config.run import EncodersConfig
 from bigdit.errors import UserError
+from bigdit.extract.server import server
 from bigdit.extract.speed import UnitSpeed
 from bigdit.extract.worker import Done, Failed, Finished, Progress, Ready, Unit, work
 from bigdit.store.in_hand import remove_left
@@ -65,10 +65,7 @@ def encode_in_workers(
 
 
 def _start(number: int, encoders: EncodersConfig, schema: StoreSchema, root: Path) -> Worker:
-    # torch's threads and locks do not survive a fork of this process: workers are forked from a server that has
-    # imported it, and done nothing else. So they start at once, and share the memory of the libraries.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["bigdit.extract.preload"])
+    context = server()
     ours, theirs = context.Pipe()
     process = context.Process(
         target=work, args=(theirs, number, encoders, schema, root), name=f"extract-{number}", daemon=True

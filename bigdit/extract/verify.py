@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -12,6 +11,7 @@ from pathlib import Path
 from bigdit import log
 from bigdit.errors import UserError
 from bigdit.extract.ranges import missing
+from bigdit.extract.server import server
 from bigdit.lifeline import end_with_parent
 from bigdit.spec import Strict
 from bigdit.store import null_text
@@ -87,11 +87,9 @@ def _checked(
     root: Path, schema: StoreSchema, there: Sequence[Range], workers: int
 ) -> Iterator[tuple[int, list[Damaged]]]:
     """What `_check` says of each part, in no order. Raises UserError where a process that reads was killed."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["bigdit.extract.preload"])
     counts = _index(root, store_identity(schema))
     try:
-        with ProcessPoolExecutor(max(min(workers, len(there)), 1), context, end_with_parent) as pool:
+        with ProcessPoolExecutor(max(min(workers, len(there)), 1), server(), end_with_parent) as pool:
             for first in range(0, len(there), _AT_ONCE * workers):
                 some = there[first : first + _AT_ONCE * workers]
                 asked = [

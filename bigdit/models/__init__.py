@@ -4,7 +4,7 @@ Checkpointing, offload and adapters are put on here, alike for all. What is know
 """
 
 from bigdit.models.adapters import save_adapters
-from bigdit.models.build import build, load, skeleton
+from bigdit.models.build import build, load, outline, skeleton
 from bigdit.models.conditions import Conditions, Extra
 from bigdit.models.equip import equip
 from bigdit.models.families import families, family
@@ -19,6 +19,7 @@ __all__ = [
     "families",
     "family",
     "load",
+    "outline",
     "save_adapters",
     "skeleton",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,10 @@ from torch import nn
 from bigdit.errors import UserError, nearest
 from bigdit.models.families import family
 from bigdit.models.paper_dit import PaperDiT
+from bigdit.shortage import ran_out
 from bigdit.spec import ModelSpec
+
+_KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
 
 
 def build(spec: ModelSpec, *, device: torch.device | str, dtype: torch.dtype, seed: int | None = None) -> nn.Module:
@@ -24,12 +28,10 @@ def build(spec: ModelSpec, *, device: torch.device | str, dtype: torch.dtype, se
     Weights are drawn by diffusers' own initialisers in fp32 and then cast, so that every precision starts
     from the same values. Raises UserError for a class without an adapter or an argument it does not take.
     """
-    model_class = _model_class(spec)
     if seed is not None:
         torch.manual_seed(seed)
     with torch.device(device):
-        model: nn.Module = model_class(**spec.kwargs)
-    return _in_training(model, dtype)
+        return _in_training(_constructed(spec), dtype)
 
 
 def load(spec: ModelSpec, folder: Path, *, dtype: torch.dtype) -> nn.Module:
@@ -64,12 +66,30 @@ def skeleton(spec: ModelSpec, *, dtype: torch.dtype) -> nn.Module:
     Raises UserError as `build` does.
     """
     with init_empty_weights(include_buffers=False):
-        model: nn.Module = _model_class(spec)(**spec.kwargs)
+        model = _constructed(spec)
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             empty = torch.empty_like(parameter, device="cpu", dtype=dtype)
             setattr(module, name, nn.Parameter(empty, requires_grad=parameter.requires_grad))
     return _in_training(model, dtype)
+
+
+def outline(spec: ModelSpec) -> nn.Module:
+    """The model on the meta device: what it is made of, and no memory. Raises UserError as `build` does."""
+    with torch.device("meta"):
+        return _constructed(spec)
+
+
+def _constructed(spec: ModelSpec) -> nn.Module:
+    model_class = _model_class(spec)
+    try:
+        model: nn.Module = model_class(**spec.kwargs)
+    except Exception as error:  # what a constructor makes of arguments that it was not written for is of any class
+        if ran_out(error):
+            raise
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(f"model.kwargs: {spec.class_name} cannot be made of these arguments: {reason}") from error
+    return model
 
 
 def _in_training(model: nn.Module, dtype: torch.dtype) -> nn.Module:
@@ -82,10 +102,20 @@ def _model_class(spec: ModelSpec) -> Any:
     importlib.import_module("diffusers.hooks")
     family(spec.class_name)
     model_class = PaperDiT if spec.class_name == PaperDiT.__name__ else getattr(diffusers, spec.class_name)
-    known = list(inspect.signature(model_class).parameters)
-    wrong = [key for key in spec.kwargs if key not in known]
-    if wrong:
-        raise UserError(
-            *(f"model.kwargs.{key}: {spec.class_name} does not take it; {nearest(key, known)}" for key in wrong)
-        )
+    known = inspect.signature(model_class).parameters
+    problems = [_problem(spec, key, value, known) for key, value in spec.kwargs.items()]
+    if any(problems):
+        raise UserError(*(f"model.kwargs.{problem}" for problem in problems if problem))
     return model_class
+
+
+def _problem(spec: ModelSpec, key: str, value: Any, known: Mapping[str, inspect.Parameter]) -> str | None:
+    """What is wrong with an argument, by the class's own: it has no such one, or a default of another kind."""
+    if key not in known:
+        return f"{key}: {spec.class_name} does not take it; {nearest(key, known)}"
+    for kind, words in _KINDS.items():
+        if type(known[key].default) is kind and isinstance(value, bool | int | float | str):
+            wanted = (int, float) if kind is float else kind
+            if not isinstance(value, wanted) or isinstance(value, bool) != (kind is bool):
+                return f"{key} is {value!r}, and {words} was expected"
+    return None

@@ -7,6 +7,7 @@ import re
 from bigdit.catalog import CatalogModel, Gpu, batch_shape
 from bigdit.catalog.encoders import online_encoders
 from bigdit.errors import UserError
+from bigdit.numbers import LARGEST_SIDE
 from bigdit.rehearse.request import RehearsalRequest
 from bigdit.spec import Precision, Strategy
 
@@ -68,7 +69,11 @@ def precision_problems(gpu: Gpu, precision: Precision) -> list[str]:
 
 def parse_resolution(text: str, option: str = "--resolution") -> int | tuple[int, int]:
     """`1024` or `480x832` (height × width), as `option` was given. Raises UserError for anything else."""
-    match = re.fullmatch(r"(\d+)(?:[x×](\d+))?", text.strip())
-    if match is None or not all(int(side) for side in match.groups() if side is not None):
-        raise UserError(f"{option} expects pixels such as 1024 or 480x832 (height x width), and {text!r} was found")
+    match = re.fullmatch(r"(\d{1,20})(?:[x×](\d{1,20}))?", text.strip())
+    sides = [] if match is None else [int(side) for side in match.groups() if side is not None]
+    if match is None or not all(0 < side <= LARGEST_SIDE for side in sides):
+        most = f", {LARGEST_SIDE} a side at most" if any(side > LARGEST_SIDE for side in sides) else ""
+        raise UserError(
+            f"{option} expects pixels such as 1024 or 480x832 (height x width){most}, and {text[:40]!r} was found"
+        )
     return (int(match[1]), int(match[2])) if match[2] else int(match[1])

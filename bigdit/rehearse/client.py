@@ -13,6 +13,7 @@ from pathlib import Path
 import bigdit
 from bigdit.catalog import FAMILIES
 from bigdit.errors import EXIT_USER, UserError
+from bigdit.lifeline import undisturbed
 from bigdit.rehearse import cache
 from bigdit.rehearse.request import Rehearsal, RehearsalRequest, RehearsedSize
 
@@ -48,7 +49,7 @@ class Worker:
         self._folder = tempfile.TemporaryDirectory(prefix="bigdit-rehearsal-")
         self._stderr = Path(self._folder.name) / "stderr"
         try:
-            with open(self._stderr, "wb") as sink:
+            with open(self._stderr, "wb") as sink, undisturbed():
                 self._process = subprocess.Popen(
                     [sys.executable, "-m", "bigdit.rehearse"],
                     stdin=subprocess.PIPE,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -9,9 +10,10 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from bigdit.catalog import find_model
+from bigdit.catalog import CatalogModel, find_model
 from bigdit.catalog.asked import resolve_gpu
-from bigdit.errors import UserError, nearest
+from bigdit.config.wrong import expected, shown
+from bigdit.errors import UserError
 from bigdit.search.buckets import Asked, Size, aspect_sizes, parse_sizes
 from bigdit.search.check import cluster_problems, fitting_shape, model_fits, pin_problems
 from bigdit.search.question import Pins, Question
@@ -35,7 +37,7 @@ Found = TypeVar("Found")
 
 
 def question_for(
-    model: str,
+    model: str | None = None,
     gpu: str | None = None,
     *,
     gpu_memory: str | None = None,
@@ -68,8 +70,8 @@ def question_for(
     pictures, if left out), or "none". `images` may be "30M". Raises UserError with every problem that is known.
     """
     problems: list[str] = []
-    found_model = _attempt(problems, "--model", lambda: find_model(model))
-    card = _attempt(problems, "--gpu", lambda: resolve_gpu(gpu, gpu_memory))
+    found_model = _attempt(problems, "--model", lambda: _model(model))
+    card = _attempt(problems, "--gpu", lambda: resolve_gpu(_text("--gpu", gpu), _text("--gpu-memory", gpu_memory)))
     sizes = _attempt(problems, "--resolution", lambda: _sizes("--resolution", resolution)) or ()
     more = _attempt(problems, "--buckets", lambda: () if buckets in WORDS else _sizes("--buckets", buckets)) or ()
     count = _attempt(problems, "--images", lambda: _count("--images", images))
@@ -80,7 +82,7 @@ def question_for(
         "engine": engine,
         "optimizer": optimizer,
         "precision": precision,
-        "checkpointed_blocks": checkpointed_blocks,
+        "checkpointed_blocks": _whole(checkpointed_blocks),
         "micro_batch_size": micro_batch,
         "ema": ema,
         "lora_rank": lora,
@@ -88,6 +90,7 @@ def question_for(
         "full": full,
     }
     wanted = {"frames": frames, "global_batch_size": global_batch, "images": count, "epochs": epochs, "price": price}
+    wanted |= {"explain": explain}
     cluster, pins = Cluster(**_sound(Cluster, cards, problems)), Pins(**_sound(Pins, pinned, problems))
     amounts = _sound(Question, wanted, problems)
 
@@ -113,7 +116,6 @@ def question_for(
         buckets=tuple(further),
         receipts=folder,
         pins=pins,
-        explain=explain,
         **({"frames": found_model.clip.frames} if found_model.clip is not None else {}) | amounts,
     )
 
@@ -133,25 +135,44 @@ def _with_option(option: str, problem: str) -> str:
     return f"--{problem}" if f"--{problem}".startswith(f"{option} ") else f"{option}: {problem}"
 
 
+def _model(asked: str | None) -> CatalogModel:
+    name = _text("--model", asked)
+    if name is None:
+        raise UserError("no model was named; --model takes one of `bigdit models`, or a diffusers config.json")
+    return find_model(name)
+
+
+def _text(option: str, asked: Any) -> str | None:
+    if not isinstance(asked, str | Path | None):
+        raise UserError(f"{option} is {shown(asked)}, and a text was expected")
+    return None if asked is None else str(asked)
+
+
 def _sizes(option: str, asked: Asked | Sequence[Asked] | None) -> tuple[Size, ...]:
     return () if asked is None else parse_sizes(option, asked)
+
+
+def _whole(asked: int | str | None) -> int | str | None:
+    """`12` as a number, and any other text as it is."""
+    return int(asked) if isinstance(asked, str) and re.fullmatch(r"\d{1,18}", asked) else asked
 
 
 def _count(option: str, asked: int | str | None) -> int | None:
     """`250000`, `30M`, `1.5k` as a number."""
     if not isinstance(asked, str):
         return asked
-    match = re.fullmatch(r"([\d_]+(?:\.\d+)?)\s*([kmbg]?)", asked.strip().lower())
-    number = float(match[1]) * _THOUSANDS[match[2]] if match else 0.5
+    match = re.fullmatch(r"(\d[\d_]{0,17}(?:\.\d+)?)\s*([kmbg]?)", asked.strip().lower())
+    number = float(match[1].replace("_", "")) * _THOUSANDS[match[2]] if match else 0.5
     if not number.is_integer():
-        raise UserError(f"{option} expects a number such as 250000, 1.5k or 30M, and {asked!r} was found")
+        raise UserError(f"{option} expects a number such as 250000, 1.5k or 30M, and {asked[:40]!r} was found")
     return int(number)
 
 
 def _folder(option: str, asked: Path | str | None) -> Path | None:
-    if asked is not None and not Path(asked).is_dir():
+    folder = _text(option, asked)
+    if folder is not None and not os.path.isdir(folder):
         raise UserError(f"{option}: {asked} is no folder; one with receipts, as training writes them, was expected")
-    return None if asked is None else Path(asked)
+    return None if folder is None else Path(folder)
 
 
 def _sound(kind: type[Strict], given: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
@@ -165,29 +186,6 @@ def _sound(kind: type[Strict], given: Mapping[str, Any], problems: list[str]) ->
         try:
             sound[name] = TypeAdapter(wanted).validate_python(value)
         except ValidationError as error:
-            problems.append(_line(_OPTIONS.get(name, f"--{name.replace('_', '-')}"), value, error))
+            option = _OPTIONS.get(name, f"--{name.replace('_', '-')}")
+            problems.append(f"{option} {expected(error.errors())}")
     return sound
-
-
-def _line(option: str, value: Any, error: ValidationError) -> str:
-    details = error.errors()
-    names = [
-        name for detail in details for name in re.findall(r"'([^']+)'", str(detail.get("ctx", {}).get("expected")))
-    ]
-    if len(names) > 1:
-        return f"{option} is {value!r}, which is not known; {nearest(str(value), names)}"
-    expected = [_expected(detail) for detail in details if detail["type"] != "literal_error"] + names
-    return f"{option} is {value!r}, and {' or '.join(expected)} was expected"
-
-
-def _expected(detail: Any) -> str:
-    context = detail.get("ctx", {})
-    known: dict[str, str] = {
-        "greater_than": "1 or more" if isinstance(context.get("gt"), int) else "a number above 0",
-        "greater_than_equal": f"{context.get('ge')} or more",
-        "int_parsing": "a whole number",
-        "int_from_float": "a whole number",
-        "float_parsing": "a number",
-        "finite_number": "a finite number",
-    }
-    return known.get(detail["type"], str(detail["msg"]))

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import re
 from collections.abc import Callable
 from typing import ParamSpec
 
 from bigdit import log
+from bigdit.errors import UserError, nearest
 from bigdit.search.answer import make_plan
 from bigdit.search.ask import question_for
 from bigdit.search.plan import Plan
@@ -14,17 +17,31 @@ from bigdit.search.question import Question
 
 Options = ParamSpec("Options")
 
+_OPTION = re.compile(r"(?<!\S)--([a-z-]+)")
+
 
 def _answered(ask: Callable[Options, Question]) -> Callable[Options, Plan]:
     @functools.wraps(ask)
     def plan(*options: Options.args, **named: Options.kwargs) -> Plan:
-        question = ask(*options, **named)
+        question = _asked(ask, *options, **named)
         with log.err.status(f"planning the training of {question.model.name}") as status:
             return make_plan(question, progress=status.update)
 
     plan.__name__ = plan.__qualname__ = "plan"
     plan.__doc__ = f"The plan that answers this question: what `bigdit plan --json` prints.\n\n{ask.__doc__}"
     return plan
+
+
+def _asked(ask: Callable[Options, Question], *options: Options.args, **named: Options.kwargs) -> Question:
+    """The question; what is wrong with it is said of arguments, which are options with underscores."""
+    known = inspect.signature(ask).parameters
+    if unknown := [name for name in named if name not in known]:
+        raise TypeError(f"bigdit.plan has no argument {unknown[0]!r}; {nearest(unknown[0], known)}")
+    try:
+        return ask(*options, **named)
+    except UserError as error:
+        lines = [_OPTION.sub(lambda found: found[1].replace("-", "_"), line) for line in error.problems]
+        raise UserError(*lines) from None
 
 
 plan = _answered(question_for)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field
 
 from bigdit.catalog import CatalogModel, Gpu
+from bigdit.numbers import Count, Natural, Positive, Side, Switch
 from bigdit.spec import OptimizerName, Precision, Strict
 from bigdit.speed.cluster import Cluster
 
@@ -25,8 +26,10 @@ EngineChoice = Literal[
 ]
 """Engines by the names of config/strategy.py's presets."""
 
-
-Amount = Annotated[PositiveFloat, Field(allow_inf_nan=False)]
+MOST_MICRO_BATCH = 4096
+"""Samples of a card in one pass that can be asked for: the search itself looks no further than 512."""
+MOST_RANK = 8192
+"""Of adapters: beyond the width of the layer that it stands beside, a rank adds nothing, and none here is wider."""
 
 
 class Pins(Strict):
@@ -35,12 +38,12 @@ class Pins(Strict):
     engine: EngineChoice | None = None
     optimizer: OptimizerName | None = None
     precision: Precision | None = None
-    checkpointed_blocks: NonNegativeInt | Literal["all"] | None = None
-    micro_batch_size: PositiveInt | None = None
+    checkpointed_blocks: Natural | Literal["all"] | None = None
+    micro_batch_size: Annotated[Count, Field(le=MOST_MICRO_BATCH)] | None = None
     ema: Literal["none", "auto", "gpu", "cpu"] = "none"
-    lora_rank: PositiveInt | None = None
+    lora_rank: Annotated[Count, Field(le=MOST_RANK)] | None = None
     features: Literal["cached", "online"] = "cached"
-    full: bool = False
+    full: Switch = False
 
 
 class Question(Strict):
@@ -55,13 +58,13 @@ class Question(Strict):
     model: CatalogModel
     gpu: Gpu
     cluster: Cluster = Cluster()
-    resolution: tuple[PositiveInt, PositiveInt]
-    frames: PositiveInt | None = None
-    buckets: tuple[tuple[PositiveInt, PositiveInt], ...] = ()
-    global_batch_size: PositiveInt | None = None
-    images: PositiveInt | None = None
-    epochs: Amount = 1.0
-    price: Amount | None = None
+    resolution: tuple[Side, Side]
+    frames: Count | None = None
+    buckets: tuple[tuple[Side, Side], ...] = ()
+    global_batch_size: Count | None = None
+    images: Count | None = None
+    epochs: Positive = 1.0
+    price: Positive | None = None
     receipts: Path | None = None
     pins: Pins = Pins()
-    explain: bool = False
+    explain: Switch = False

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-from pydantic import Field, PositiveFloat, PositiveInt
-
+from bigdit.numbers import Count, Positive
 from bigdit.spec import Strict
 
 
@@ -15,9 +12,9 @@ class Cluster(Strict):
     `network_gbs`: 10⁹ bytes a second that one machine sends, and receives at the same time.
     """
 
-    gpus: PositiveInt = 1
-    gpus_per_node: PositiveInt = 8
-    network_gbs: Annotated[PositiveFloat, Field(allow_inf_nan=False)] = 12.5
+    gpus: Count = 1
+    gpus_per_node: Count = 8
+    network_gbs: Positive = 12.5
 
     @property
     def nodes(self) -> int:

@@ -17,14 +17,14 @@ from bigdit.config import RunConfig
 from bigdit.config.plan_file import PlanFile
 from bigdit.dist import World
 from bigdit.encoders.fit import smaller_than_planned
-from bigdit.errors import UserError
 from bigdit.loader.stages import data_state, plan_order
 from bigdit.loader.stream import FeatureStream
+from bigdit.shortage import told
 from bigdit.spec import ModelSpec, Strategy
 from bigdit.train import exports
 from bigdit.train.measure import MemoryMeter
 from bigdit.train.metrics import Metrics
-from bigdit.train.out_of_memory import Recovery, shortage
+from bigdit.train.out_of_memory import Recovery
 from bigdit.train.processes.lock import held
 from bigdit.train.processes.peers import ending_together
 from bigdit.train.processes.process import process_group
@@ -38,6 +38,11 @@ from bigdit.train.step import train_step
 from bigdit.train.store import open_store
 from bigdit.train.written import FILE as RECEIPT
 from bigdit.train.written import write_receipt
+
+_LESS = (
+    "a smaller step does not mend that; `bigdit plan` says what fits: an optimizer with less state, train.lora, "
+    "offload to the host, more cards"
+)
 
 
 def train(
@@ -53,15 +58,9 @@ def train(
         process_group(world, needed=needed, on_host=on_host, timeout=run.engine.timeout) as device,
         ending_together(world, stop),
         held(run.output, world),
+        told("the start, or what is between two steps,", device, _LESS),
     ):
-        try:
-            return _train(run, spec, strategy, world, stop, device, plan)
-        except torch.OutOfMemoryError as error:
-            raise UserError(
-                f"the card ran out of memory before the first step or between two ({shortage(error, device)}), which a "
-                "smaller step does not mend; `bigdit plan` says what fits: an optimizer with less state, train.lora, "
-                "offload to the host, more cards"
-            ) from error
+        return _train(run, spec, strategy, world, stop, device, plan)
 
 
 def _train(

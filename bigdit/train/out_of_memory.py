@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import re
 import sys
 import threading
 import time
@@ -23,7 +22,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from bigdit import log
+from bigdit import log, shortage
 from bigdit.checkpoint import Peers
 from bigdit.config import RunConfig
 from bigdit.dist import World
@@ -36,10 +35,7 @@ from bigdit.train.processes.stop import Stop, Stopped
 from bigdit.train.relief import Relief, said, write_relief
 from bigdit.train.saves import Saves
 from bigdit.train.step import Phase
-from bigdit.units import gib, parse_bytes
 
-# What torch, cuBLAS and NCCL say; the first is torch.OutOfMemoryError's.
-SIGNS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 # In these no weight has changed; the optimizer, and the average after it, may have changed some.
 INTACT = ("encode", "forward", "backward")
 
@@ -110,7 +106,7 @@ class Recovery:
         try:
             yield noted
         except RuntimeError as error:
-            if self._device.type != "cuda" or not ran_out(error):
+            if self._device.type != "cuda" or not shortage.ran_out(error):
                 raise
             self._recover(error)
 
@@ -135,7 +131,7 @@ class Recovery:
             rank=self._world.rank,
             device=torch.cuda.get_device_name(self._device),
             phase=self._phase,
-            asked_bytes=asked_bytes(str(error)),
+            asked_bytes=shortage.asked_bytes(str(error)),
             free_bytes=free,
             total_bytes=total,
             allocated_bytes=torch.cuda.memory_allocated(self._device),
@@ -233,30 +229,8 @@ class Recovery:
         os._exit(EXIT_USER)
 
 
-def ran_out(error: BaseException) -> bool:
-    """Whether a card's memory was too small."""
-    return isinstance(error, torch.OutOfMemoryError) or any(sign in str(error) for sign in SIGNS)
-
-
-def asked_bytes(message: str) -> int | None:
-    """What the allocation that failed asked for, as torch says it."""
-    found = re.search(r"Tried to allocate ([\d.]+ \w+?)\.", message)
-    return None if found is None else parse_bytes(found[1].replace("bytes", "B"))
-
-
-def shortage(error: RuntimeError, device: torch.device) -> str:
-    """What was asked for of a card, and what it had."""
-    free, total = torch.cuda.mem_get_info(device)
-    return _shortage(asked_bytes(str(error)), free, total, torch.cuda.memory_reserved(device))
-
-
-def _shortage(asked: int | None, free: int, total: int, reserved: int) -> str:
-    of_it = "" if asked is None else f"{gib(asked)} were asked for, "
-    return f"{of_it}{gib(free)} of {gib(total)} were free, torch had {gib(reserved)}"
-
-
 def _told(event: OutOfMemory) -> str:
-    short = _shortage(event.asked_bytes, event.free_bytes, event.total_bytes, event.reserved_bytes)
+    short = shortage.said(event.asked_bytes, event.free_bytes, event.total_bytes, event.reserved_bytes)
     where = f"rank {event.rank} ({event.device}) in {event.phase or 'its start'}"
     return f"step {event.step} ran out of memory on {where}: {short}"
 

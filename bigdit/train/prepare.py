@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from bigdit.catalog.families import training_obstacle
+from bigdit.catalog.families import argument_problems, training_obstacle
 from bigdit.catalog.resolve import model_spec
 from bigdit.config import RunConfig, check, load_run, strategy_of
 from bigdit.config.plan_file import PlanFile
@@ -29,6 +29,8 @@ def prepare(run: RunConfig, world_size: int, plan: PlanFile | None = None) -> tu
         raise UserError(f"model {spec.name} cannot be trained: {obstacle}; `bigdit models` lists those that can")
     if plan is not None:
         _check_model(spec, plan.model)
+    if problems := argument_problems(spec):
+        raise UserError(*problems)
     check(run, spec)
     return spec, strategy_of(run, world_size) if plan is None else planned_strategy(run, plan, world_size)
 

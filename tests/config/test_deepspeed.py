@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+import os
+from typing import Any, ClassVar
 
 import pytest
 
+from bigdit.config import deepspeed_keys as keys
 from bigdit.config.deepspeed import complete_ds_config, ds_values
 from bigdit.spec import Strategy
 
@@ -118,3 +120,90 @@ _CPU_ADAM = "needs DeepSpeedCPUAdam, and bigdit steps its own optimizer; remove 
 )
 def test_what_cannot_be_rehearsed_or_trained_is_refused(document: dict[str, Any], message: str) -> None:
     assert _complete(document)[1] == [message]
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        (
+            {"zero_optimization": 2},
+            "ds_config.zero_optimization is 2, and keys such as stage, contiguous_gradients, reduce_scatter, "
+            "reduce_bucket_size, use_multi_rank_bucket_allreduce, allgather_partitions were expected",
+        ),
+        ({"grad_clipping": 1}, "ds_config.grad_clipping: unknown key; did you mean gradient_clipping?"),
+        (
+            {"zero_optimization": {"stage": 2, "overlap_com": True}},
+            "ds_config.zero_optimization.overlap_com: unknown key; did you mean overlap_comm?",
+        ),
+        ({"stage": 2}, "ds_config.stage: unknown key; did you mean zero_optimization.stage?"),
+        (
+            {"zero_optimization": {"offload_optimizer": {"devise": "cpu"}}},
+            "ds_config.zero_optimization.offload_optimizer.devise: unknown key; did you mean device?",
+        ),
+        (
+            {"zero_optimization": {"reduce_bucket_size": "big"}},
+            "ds_config.zero_optimization.reduce_bucket_size is 'big', and a whole number was expected",
+        ),
+        (
+            {"zero_optimization": {"overlap_comm": "false"}},
+            "ds_config.zero_optimization.overlap_comm is 'false', and true or false was expected",
+        ),
+        (
+            {"bf16": True},
+            "ds_config.bf16 is true, and keys such as enabled, immediate_grad_update, check_grad_overflow, "
+            "bf16_master_weights_and_grads, bf16_optimizer_states were expected",
+        ),
+        (
+            {"gradient_allreduce_op": "avg"},
+            "ds_config.gradient_allreduce_op is 'avg', which is not known; known: mean, sum",
+        ),
+    ],
+)
+def test_keys_and_values_that_deepspeed_does_not_take_are_refused(document: dict[str, Any], message: str) -> None:
+    assert _complete(document)[1] == [message]
+
+
+def test_sizes_may_be_written_as_powers_and_everything_may_be_auto() -> None:
+    zero = {"stage": 2, "reduce_bucket_size": 5e8, "overlap_comm": "auto", "allgather_bucket_size": "auto"}
+    assert _complete({"zero_optimization": zero, "steps_per_print": "auto"})[1] == []
+
+
+class _Asked(dict[str, Any]):
+    """A document that keeps which of its keys were asked for."""
+
+    asked: ClassVar[set[str]] = set()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.asked.add(key)
+        return super().get(key, default)
+
+    def __contains__(self, key: object) -> bool:
+        self.asked.add(str(key))
+        return super().__contains__(key)
+
+    def keys(self) -> Any:
+        return self
+
+    def __copy__(self) -> _Asked:
+        return self
+
+
+def test_the_known_keys_are_those_of_the_installed_deepspeed() -> None:
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    from deepspeed.runtime import config, precision_config
+    from deepspeed.runtime.zero import config as zero
+    from deepspeed.runtime.zero import offload_config as offload
+
+    config.DeepSpeedConfig(_Asked(train_micro_batch_size_per_gpu=1))
+    # amp is gone, and our refusal says what took its place; bfloat16 is the old name of bf16.
+    removed = {*config._REMOVED_TOP_LEVEL_CONFIG_KEYS, "bfloat16"} - {"amp"}
+    assert set(keys.Document.model_fields) == _Asked.asked - removed
+    for ours, theirs in (
+        (keys.Zero, zero.DeepSpeedZeroConfig),
+        (keys.OffloadOptimizer, offload.DeepSpeedZeroOffloadOptimizerConfig),
+        (keys.OffloadParam, offload.DeepSpeedZeroOffloadParamConfig),
+        (keys.Fp16, precision_config.DeepSpeedFP16Config),
+        (keys.Bf16, precision_config.DeepSpeedBF16Config),
+    ):
+        fields = theirs.model_fields.items()
+        assert set(ours.model_fields) == {name for key, field in fields for name in (key, field.alias) if name}

@@ -46,7 +46,8 @@ def test_the_encoders_that_a_run_names_are_those_of_its_store(tmp_path):
     assert misfits("encoders.image.factor=4", "encoders.image.color=rgb", "data.buckets=[[16, 16]]") == [
         "it was encoded with factor 2, and encoders.image has factor 4",
         "it was encoded with color gray, and encoders.image has color rgb",
-        "it was encoded in the buckets 8 × 8, 8 × 12, 12 × 8, and data.buckets is 16 × 16",
+        "it was encoded in the buckets 8 × 8, 8 × 12, 12 × 8, and data.buckets is 16 × 16; set data.buckets to "
+        "[[8, 8], [8, 12], [12, 8]], or name another folder in data.features and extract again",
     ]
     (tmp_path / "config.json").write_text('{"latent_channels": 16}')
     (tmp_path / "model_index.json").write_text('{"_class_name": "FluxPipeline"}')
@@ -152,7 +153,8 @@ def test_training_by_a_plan_refuses_a_store_of_larger_samples(tmp_path, capfd):
     make_store(tmp_path / "other", buckets=((8, 8), (8, 16)))
     arguments += ["--set", f"data.features={tmp_path}/other"]
     assert main(arguments[:2] + arguments[4:] + ["--set", "train.micro_batch_size=4", *_model(kwargs)]) == EXIT_USER
-    assert "it was encoded in the buckets 8 × 8, 8 × 16, and data.buckets is 8 × 8" in capfd.readouterr().err
+    said = capfd.readouterr().err
+    assert "it was encoded in the buckets 8 × 8, 8 × 16, and data.buckets is 8 × 8; set data.buckets to " in said
 
 
 def _model(kwargs):

@@ -3,8 +3,12 @@
 import json
 
 import pytest
+import torch
 from two_processes import run_two
 from zero import TINY, request_of
+
+from bigdit.errors import UserError
+from bigdit.spec import Strategy
 
 # One launch trains the tiny model in every way that is asked.
 _TRAIN = """
@@ -87,3 +91,14 @@ def test_what_is_offloaded_learns_the_same(curves, way):
     plain = curves[(engine.partition("-")[0], *rest)]
     assert len(set(plain)) == 6
     assert curves[way] == pytest.approx(plain, rel=TOLERANCE)
+
+
+def test_a_section_that_deepspeed_refuses_is_one_line():
+    from torch import nn
+
+    from bigdit.engines.deepspeed import DeepSpeedEngine
+
+    document = {"train_micro_batch_size_per_gpu": 1, "csv_monitor": {"enable": True}}
+    strategy = Strategy(engine="deepspeed", precision="fp32", ds_config=document)
+    with pytest.raises(UserError, match=r"^engine\.ds_config: DeepSpeed does not take it: .*enable"):
+        DeepSpeedEngine(strategy, nn.Linear(1, 1), device=torch.device("cpu"))

@@ -51,6 +51,16 @@ def test_a_picture_depends_on_its_caption_and_seed_alone(sampled, trained):
         ([], "error: no caption was given; pass --caption TEXT, or --captions FILE with one a line"),
         (["--caption", "x", "--size", "8by8"], "error: --size expects HEIGHTxWIDTH in pixels"),
         (["--caption", "x", "--size", "8x9"], "error: --size 8x9 does not divide by the codec's 2"),
+        (
+            ["--caption", "x", "--size", "99998x99998"],
+            "error: --size is 99998x99998, and a side has 65535 pixels at most",
+        ),
+        (
+            ["--caption", "x", "--size", "65534x65534"],
+            "error: --size 65534x65534: drawing 1 at once takes 384.00 GiB at least, and",
+        ),
+        (["--caption", "x", "--seed", "9" * 20], "Invalid value for '--seed'"),
+        (["--caption", "x", "--guidance", "inf"], "error: --guidance is inf, and a finite number was expected"),
         (["--captions", "none.txt"], "error: --captions none.txt cannot be read"),
     ],
 )

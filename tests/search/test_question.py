@@ -4,12 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import bigdit
 from bigdit import catalog
+from bigdit.catalog.models import models
 from bigdit.errors import UserError
 from bigdit.search.ask import question_for
 from bigdit.search.buckets import ASPECTS, aspect_sizes, parse_sizes, written
 from bigdit.search.check import MOST_GPUS
-from bigdit.search.question import Pins, Question
+from bigdit.search.question import MOST_RANK, Pins, Question
 from bigdit.speed.cluster import Cluster
 
 SANA = "sana-1600m-1024"
@@ -290,3 +292,68 @@ def test_the_nearest_global_batches_can_be_shared_out(gpus, micro_batch, global_
             assert question_for("dit-s-2", "a40", global_batch=each, **options).global_batch_size == each
     else:
         assert global_batch % (gpus * micro_batch) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"micro_batch": 1_000_000}, "--micro-batch is 1000000, and 4096 or less was expected"),
+        ({"lora": 100_000}, "--lora is 100000, and 8192 or less was expected"),
+        ({"micro_batch": True}, "--micro-batch is true, and a whole number was expected"),
+        ({"gpus": 10**30}, f"--gpus is {10**30}, and {2**63 - 1} or less was expected"),
+        ({"images": "9" * 400}, f"--images expects a number such as 250000, 1.5k or 30M, and {'9' * 40!r} was found"),
+        ({"explain": 5}, "--explain is 5, and true or false was expected"),
+        ({"receipts": 5}, "--receipts is 5, and a text was expected"),
+        (
+            {"resolution": "9" * 5000},
+            f"--resolution expects pixels such as 1024 or 480x832 (height x width), and {'9' * 40!r} was found",
+        ),
+        (
+            {"resolution": "99998x99998"},
+            "--resolution expects pixels such as 1024 or 480x832 (height x width), 65535 a side at most, and "
+            "'99998x99998' was found",
+        ),
+    ],
+)
+def test_what_is_beyond_all_sense_is_refused_at_once(options, line):
+    assert problems(**options) == (line,)
+
+
+def test_no_rank_within_the_limit_is_wider_than_the_widest_layer():
+    """Of the catalogue: the limit is none that an honest question meets."""
+    widths = [
+        model.spec.kwargs.get("num_attention_heads", 0) * model.spec.kwargs.get("attention_head_dim", 0)
+        for model in models()
+    ]
+    assert 4096 < max(widths) <= MOST_RANK
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named", "lines"),
+    [
+        (
+            (None, None),
+            {},
+            (
+                "no model was named; model takes one of `bigdit models`, or a diffusers config.json",
+                "no card was named; gpu takes one of `bigdit gpus`, or auto for this machine's own",
+            ),
+        ),
+        ((5, 6), {}, ("model is 5, and a text was expected", "gpu is 6, and a text was expected")),
+        (("sana-1600m", "a40"), {"gpu_memory": 5}, ("gpu_memory is 5, and a text was expected",)),
+        (
+            ("sana-1600m", "a40"),
+            {"global_batch": 4, "micro_batch": 8},
+            ("global_batch is 4, and 1 card × micro_batch 8 come to multiples of 8; nearest: 8",),
+        ),
+    ],
+)
+def test_wrong_arguments_of_python_speak_of_arguments(arguments, named, lines):
+    with pytest.raises(UserError) as error:
+        bigdit.plan(*arguments, **named)
+    assert error.value.problems == lines
+
+
+def test_an_argument_that_there_is_not_names_the_nearest():
+    with pytest.raises(TypeError, match=r"^bigdit\.plan has no argument 'micro_bach'; did you mean micro_batch"):
+        bigdit.plan("sana-1600m", "a40", micro_bach=5)

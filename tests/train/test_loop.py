@@ -187,7 +187,7 @@ def test_errors_come_before_any_process_group(features, tmp_path):
     assert done.returncode == 1
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1
-    assert errors[0].endswith("train.seed: Input should be greater than or equal to 0; -1 was found")
+    assert errors[0].endswith("train.seed is -1, and 0 or more was expected")
 
 
 def test_dry_run_prints_what_would_run(features):

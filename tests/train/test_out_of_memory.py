@@ -19,9 +19,9 @@ from running import until
 from bigdit import catalog
 from bigdit.emulator import emulated_environment, shared_state
 from bigdit.rehearse.card.client import cuda_python
+from bigdit.shortage import asked_bytes
 from bigdit.spec import StepSize, Strategy
 from bigdit.train.metrics import read_metrics
-from bigdit.train.out_of_memory import asked_bytes
 from bigdit.train.processes.launch import free_port
 from bigdit.train.relief import FILE, Relief, read_relief, relieved, write_relief
 

@@ -63,5 +63,5 @@ def test_another_failure_is_not_queued_again(tmp_path, features, slurm):
     job = ("bash", ROOT / "launch/slurm/train.sbatch", tmp_path / "none.yaml")
     with running(job, features, tmp_path / "run", "train.seed=-1", **slurm) as run:
         assert run.ends() == 1
-    assert "train.seed: Input should be greater than or equal to 0; -1 was found" in run.stderr
+    assert "train.seed is -1, and 0 or more was expected" in run.stderr
     assert not (Path(slurm["STUB"]) / "scontrol.log").exists()

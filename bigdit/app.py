@@ -1,0 +1,81 @@
+"""The commands and their options: one module of bigdit/commands a command; parsing here, the work there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+
+from bigdit import __version__
+from bigdit.commands import (
+    bench,
+    doctor,
+    emulate,
+    export,
+    extract,
+    features,
+    gpus,
+    models,
+    plan,
+    rehearse,
+    sample,
+    train,
+)
+from bigdit.errors import EXIT_USER
+
+# typer carries its own click, whose UsageError it does not export.
+UsageError: Any = typer.BadParameter.__base__
+
+app = typer.Typer(
+    name="bigdit",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for name, module in {
+    "plan": plan,
+    "rehearse": rehearse,
+    "emulate": emulate,
+    "extract": extract,
+    "train": train,
+    "sample": sample,
+    "export": export,
+    "bench": bench,
+    "models": models,
+    "gpus": gpus,
+    "doctor": doctor,
+}.items():
+    app.command(name)(module.run)
+app.add_typer(features.app, name="features")
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        print(f"bigdit {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True)] = False,
+) -> None:
+    """Plan and train large diffusion transformers: what fits, how fast, with which settings."""
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run a command; its exit status. Ctrl-C is left to the caller: typer would end it without a word."""
+    command = typer.main.get_command(app)
+    try:
+        with command.make_context("bigdit", list(arguments)) as context:
+            result = command.invoke(context)
+    except UsageError as error:  # an unknown option or a missing one: click would exit 2, which means DOES NOT FIT
+        error.show()
+        return EXIT_USER
+    except typer.Exit as ended:
+        return ended.exit_code
+    except (typer.Abort, EOFError):
+        raise KeyboardInterrupt from None
+    return result if isinstance(result, int) else 0

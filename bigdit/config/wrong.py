@@ -1,0 +1,147 @@
+"""What is wrong with a document's values: a line for each key, in the words of who wrote it and not of pydantic."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from bigdit.errors import nearest
+
+Key = tuple[str | int, ...]
+
+_EXPECTED = {
+    "int_type": "a whole number",
+    "int_parsing": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+    "string_type": "a text",
+    "path_type": "a path",
+    "tuple_type": "a list",
+    "list_type": "a list",
+    "dict_type": "a mapping of keys to values",
+}
+_BOUNDS = {
+    "greater_than": ("a number above {:g}", "gt"),
+    "greater_than_equal": ("{} or more", "ge"),
+    "less_than": ("a number below {:g}", "lt"),
+    "less_than_equal": ("{} or less", "le"),
+    "too_short": ("a list of at least {}", "min_length"),
+    "too_long": ("a list of {}", "max_length"),
+}
+_MOST_SHOWN = 60
+
+
+def wrong(error: ValidationError, document: Any, kind: type[BaseModel]) -> list[str]:
+    """A line for each key of `document`, which is no `kind`, that is not taken, not known or missing."""
+    found: dict[Key, list[ErrorDetails]] = {}
+    for detail in error.errors(include_url=False):
+        found.setdefault(_key(detail, document), []).append(detail)
+    inmost = [key for key in found if not any(other[: len(key)] == key and other != key for other in found)]
+    return [_line(".".join(map(str, key)), found[key], kind) for key in inmost]
+
+
+def expected(details: Sequence[ErrorDetails]) -> str:
+    """`is 'x', and a whole number or all was expected`: what was found, and what would be taken."""
+    names = [name for detail in details for name in _names(detail)]
+    value = details[0]["input"]
+    if details[0]["type"] == "union_tag_invalid":
+        value = value["name"]
+    if len(names) > 1:
+        return f"is {shown(value)}, which is not known; {nearest(str(value), names)}"
+    kinds = [_expected(detail) for detail in details if not _names(detail)]
+    return f"is {shown(value)}, and {' or '.join(dict.fromkeys([*kinds, *names]))} was expected"
+
+
+def shown(value: Any) -> str:
+    """A value as YAML has it, cut where it is long."""
+    words = {"True": "true", "False": "false", "None": "null"}
+    text = repr(value)
+    return words.get(text, text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…")
+
+
+def _key(detail: ErrorDetails, document: Any) -> Key:
+    """Where in the document it is: pydantic's path without the names of what a value could have been."""
+    key: list[str | int] = []
+    for part in detail["loc"]:
+        try:
+            document = document[part]
+        except (KeyError, IndexError, TypeError):
+            continue
+        key.append(part)
+    if detail["type"] == "missing" and isinstance(detail["loc"][-1], str):
+        key.append(detail["loc"][-1])
+    return tuple(key)
+
+
+def _line(key: str, details: Sequence[ErrorDetails], kind: type[BaseModel]) -> str:
+    first = details[0]
+    path = [str(part) for part in first["loc"]]
+    if first["type"] == "extra_forbidden":
+        return f"{key}: unknown key; {_hint(path, kind)}"
+    if first["type"] == "missing" and isinstance(first["loc"][-1], str):
+        return f"{key}: missing; it has no default"
+    if path[-1:] == ["[key]"]:
+        return f"{key}: this key is no text; put quotes around it"
+    if first["type"] == "value_error":
+        message, found = first["msg"].removeprefix("Value error, "), first["input"]
+        told = message if isinstance(found, dict | list) else f"{message}; {shown(found)} was found"
+        return f"{key}: {told}" if key else message
+    if first["type"] in ("model_type", "model_attributes_type"):
+        known = _fields_at(path, kind)
+        return f"{key} is {shown(first['input'])}, and keys such as {', '.join(known[:6])} were expected"
+    return f"{key} {expected(details)}".lstrip()
+
+
+def _names(detail: ErrorDetails) -> list[str]:
+    if detail["type"] not in ("literal_error", "union_tag_invalid"):
+        return []
+    context = detail.get("ctx", {})
+    return re.findall(r"'([^']+)'", str(context.get("expected") or context.get("expected_tags")))
+
+
+def _expected(detail: ErrorDetails) -> str:
+    """What would have been taken, of one of the kinds that a value may be."""
+    kind, context = detail["type"], detail.get("ctx", {})
+    if kind == "missing":  # the end of a list
+        return f"a list of {int(detail['loc'][-1]) + 1}"
+    if kind == "union_tag_not_found":
+        return "a mapping with a name"
+    if kind == "greater_than" and isinstance(context["gt"], int):
+        return f"{context['gt'] + 1} or more"
+    if kind in _BOUNDS:
+        words, bound = _BOUNDS[kind]
+        return words.format(context[bound])
+    return _EXPECTED.get(kind, detail["msg"])
+
+
+def _hint(path: Sequence[str], kind: type[BaseModel]) -> str:
+    """Where a misplaced key belongs, or what a misspelt one may have meant."""
+    here = _fields_at(path[:-1], kind)
+    elsewhere = [f"{section}.{path[-1]}" for section in kind.model_fields if path[-1] in _fields_at([section], kind)]
+    return f"did you mean {', '.join(elsewhere)}?" if elsewhere else nearest(path[-1], here)
+
+
+def _fields_at(path: Sequence[str], kind: type[BaseModel]) -> list[str]:
+    """The keys that the section at `path` knows."""
+    models = [kind]
+    for part in path:
+        inner = [m.model_fields[part].annotation for m in models if part in m.model_fields]
+        if inner:
+            models = [m for annotation in inner for m in _models_in(annotation)]
+        else:  # the tag of a discriminated union stands in the path as well: data's key `image` → `identity`
+            models = [m for m in models if getattr(m.model_fields.get("name"), "default", None) == part] or models
+    return list(dict.fromkeys(name for model in models for name in model.model_fields))
+
+
+def _models_in(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for part in get_args(annotation) for model in _models_in(part)]

@@ -1,0 +1,82 @@
+"""A model that cannot be trained as the config has it is refused before anything is read or made: --dry-run says so."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import yaml
+from commands import DIGITS, SINGLE, with_set
+
+from bigdit.cli import main
+
+
+def dry_run(capsys, *overrides, config=DIGITS):
+    """Exit status, stdout and stderr of `bigdit train --dry-run`, by the command's own function."""
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "--config", str(config), *with_set([*SINGLE, *overrides]), "--dry-run"])
+    return ended.value.code, *capsys.readouterr()
+
+
+def test_a_sound_run_is_printed(capsys):
+    status, printed, said = dry_run(capsys)
+    assert (status, said) == (0, "")
+    assert json.loads(printed)["strategy"]["micro_batch_size"] == 64
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (["model.kwargs.num_layers=two"], "model.kwargs.num_layers is 'two', and a whole number was expected"),
+        (["model.kwargs.num_layers=true"], "model.kwargs.num_layers is True, and a whole number was expected"),
+        (["model.kwargs.mlp_ratio=much"], "model.kwargs.mlp_ratio is 'much', and a number was expected"),
+        (["model.kwargs.num_layers=1000000000"], "model.kwargs.num_layers is 1000000000, and 0 to 1000 was expected"),
+        (["model.kwargs.num_layers=-1"], "model.kwargs.num_layers is -1, and 0 to 1000 was expected"),
+        (
+            ["model.kwargs.num_layer=2"],
+            "model.kwargs.num_layer: SanaTransformer2DModel does not take it; did you mean num_layers?",
+        ),
+        (
+            ["model.kwargs.patch_size=0"],
+            "model.kwargs: SanaTransformer2DModel cannot be made of these arguments: integer division or modulo by "
+            "zero",
+        ),
+        (
+            ["model.kwargs.patch_size=[1, 2]"],
+            "model.kwargs: SanaTransformer2DModel cannot be made of these arguments: unsupported operand type(s) for "
+            "//: 'int' and 'list'",
+        ),
+        (
+            ["model.kwargs.out_channels=3"],
+            "model.kwargs.out_channels is 3, and in_channels is 4: what is predicted has the channels of what is fed; "
+            "set out_channels to 4",
+        ),
+        (["train.checkpointed_blocks=999"], "train.checkpointed_blocks is 999, and the model has 4 blocks"),
+        (
+            ["train.lora.targets=[to_x]", "model.init_from=/weights"],
+            "lora.targets: no linear layer's name ends in 'to_x'; did you mean to_v, to_q, to_k?",
+        ),
+    ],
+)
+def test_what_its_class_refuses_is_one_line(capsys, overrides, line):
+    status, _, said = dry_run(capsys, *overrides)
+    assert (status, said) == (1, f"error: {line}\n")
+
+
+@pytest.mark.parametrize(
+    ("left_out", "overrides", "line"),
+    [
+        (
+            "in_channels",
+            ["encoders.image.color=rgb"],
+            "encoders.image gives 12 channels (factor 2, rgb), and the model's in_channels is 32",
+        ),
+        ("caption_channels", [], "encoders.text.config.d_model is 64, and the model's caption_channels is 2304"),
+    ],
+)
+def test_what_is_left_out_is_what_the_class_takes_for_it(capsys, tmp_path, left_out, overrides, line):
+    document = yaml.safe_load(DIGITS.read_text())
+    del document["model"]["kwargs"][left_out]
+    config = tmp_path / "run.yaml"
+    config.write_text(yaml.safe_dump(document))
+    assert dry_run(capsys, *overrides, config=config) == (1, "", f"error: {line}\n")
