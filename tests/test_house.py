@@ -8,7 +8,7 @@ from configparser import ConfigParser
 
 import grimp
 import pytest
-from conftest import ROOT
+from commands import ROOT
 
 PACKAGE = ROOT / "bigdit"
 MOST = 25
