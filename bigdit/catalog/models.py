@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import NonNegativeInt, PositiveInt
 
 from bigdit.catalog.families import FAMILIES, training_obstacle
-from bigdit.catalog.names import aliases_of, load_json, normalise, resolve
+from bigdit.catalog.names import Aliases, aliases_of, instead, load_json, normalise, resolve
 from bigdit.errors import UserError
 from bigdit.spec import BatchShape, ModelSpec, Strict
 
@@ -123,13 +123,32 @@ def models() -> list[CatalogModel]:
 
 
 def model(name: str) -> CatalogModel:
-    """The model of that name or alias. Raises UserError for an unknown or ambiguous name."""
-    return _model(resolve("model", name, normalise(name), _document()["models"], _document()["aliases"]))
+    """The model of that name, alias or repository of the hub. Raises UserError for an unknown or ambiguous name."""
+    return _model(resolve("model", name, normalise(name), _document()["models"], _aliases()))
+
+
+def no_model(name: str) -> str:
+    """The end of a sentence that says that there is no such model: why, where that is known, and what is nearest."""
+    return instead("model", normalise(name), _document()["models"], _aliases())
 
 
 def model_aliases(name: str) -> tuple[str, ...]:
-    """The further names that mean this model alone."""
+    """The further names that mean this model alone, without its repositories on the hub."""
     return aliases_of(name, _document()["aliases"])
+
+
+def repositories(name: str) -> tuple[str, ...]:
+    """The repositories of the hub that hold this model's weights, as `owner/name`."""
+    return tuple(repository for repository, held in _document()["hub"].items() if held == name)
+
+
+@cache
+def _aliases() -> Aliases:
+    """All names beside the catalogue's own: the aliases, and the repositories of the hub with and without owner."""
+    found: dict[str, list[str]] = dict(_document()["aliases"])
+    for repository, held in _document()["hub"].items():
+        found[repository] = found[repository.split("/")[1]] = [held]
+    return found
 
 
 def latent_shape(
