@@ -52,7 +52,8 @@ class CatalogModel(Strict):
     `params` and `buffer_elems` are counts of elements, None in a user's model; `block_lists` the module lists of
     repeated blocks with their lengths, in the order of the forward pass; `patch_size` is in latents, and counts a
     packing outside the model; `resolution` the side in pixels of the squares it was published for, None where none
-    is stated and for video, which has its `clip`; `unverified` what about the entry was not verified.
+    is stated and for video, which has its `clip`; `unverified` what about the entry was not verified; `pipeline` the
+    folder in diffusers' layout that a user's own model lies in, with its VAE and text encoders.
     """
 
     spec: ModelSpec
@@ -69,6 +70,7 @@ class CatalogModel(Strict):
     source: tuple[str, ...]
     unverified: str | None
     notes: str | None
+    pipeline: str | None = None
 
     @property
     def name(self) -> str:

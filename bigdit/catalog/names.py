@@ -86,6 +86,11 @@ def instead(kind: str, plain: str, known: Collection[str], aliases: Aliases) -> 
     return f"; {said} (`bigdit {kind}s` lists all)"
 
 
+def refusal(kind: str, name: str) -> str:
+    """Why a name is refused, as `instead` says it; empty where nothing is known against it."""
+    return next((f": {each.reason}" for each in refusals(kind) if re.search(each.asked, normalise(name))), "")
+
+
 def aliases_of(name: str, aliases: Aliases) -> tuple[str, ...]:
     """The aliases that mean `name` and nothing else."""
     return tuple(alias for alias, targets in aliases.items() if list(targets) == [name])
