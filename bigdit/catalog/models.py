@@ -51,7 +51,7 @@ class CatalogModel(Strict):
 
     `params` and `buffer_elems` are counts of elements, None in a user's model; `block_lists` the module lists of
     repeated blocks with their lengths, in the order of the forward pass; `patch_size` is in latents, and counts a
-    packing outside the model; `resolution` the side in pixels of the squares it was published for, None where none
+    packing outside the model, and `patch_frames` frames of them go into one, for which they are padded; `resolution` the side in pixels of the squares it was published for, None where none
     is stated and for video, which has its `clip`; `unverified` what about the entry was not verified; `pipeline` the
     folder in diffusers' layout that a user's own model lies in, with its VAE and text encoders.
     """
@@ -64,6 +64,7 @@ class CatalogModel(Strict):
     text: TextInput | None
     vae: Vae
     patch_size: PositiveInt
+    patch_frames: PositiveInt = 1
     resolution: PositiveInt | None
     video: bool
     clip: Clip | None = None
@@ -173,7 +174,8 @@ def latent_shape(
     sides = height // vae.downsample, width // vae.downsample
     if frames is None:
         return vae.latent_channels, *sides
-    return vae.latent_channels, (frames - 1) // vae.temporal_downsample + 1, *sides
+    latents = (frames - 1) // vae.temporal_downsample + 1
+    return vae.latent_channels, -(-latents // model.patch_frames) * model.patch_frames, *sides
 
 
 def batch_shape(

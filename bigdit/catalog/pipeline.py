@@ -43,8 +43,8 @@ _RATIOS: dict[str, Callable[[dict[str, Any]], _Ratios]] = {
     ),
     "AutoencoderKLHunyuanImage": lambda c: _Ratios(c["spatial_compression_ratio"], 1, c["latent_channels"]),
     "AutoencoderKLLTXVideo": lambda c: _Ratios(
-        c["patch_size"] * 2 ** sum(c["spatio_temporal_scaling"]),
-        c["patch_size_t"] * 2 ** sum(c["spatio_temporal_scaling"]),
+        c.get("spatial_compression_ratio") or c["patch_size"] * 2 ** sum(c["spatio_temporal_scaling"]),
+        c.get("temporal_compression_ratio") or c["patch_size_t"] * 2 ** sum(c["spatio_temporal_scaling"]),
         c["latent_channels"],
     ),
 }

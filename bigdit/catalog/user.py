@@ -64,6 +64,7 @@ def user_model(path: Path) -> CatalogModel:
             "text": text,
             "vae": vae,
             "patch_size": _patch_size(spec, inputs, sibling),
+            "patch_frames": _whole(spec, "patch_size_t", spec.kwargs.get("patch_size_t") or 1),
             "resolution": _resolution(spec, vae, sibling),
             "source": (str(path),),
             "unverified": _assumed(None if own else vae, text, sibling),

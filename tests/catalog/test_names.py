@@ -22,6 +22,8 @@ FOUND = {
     "PixArt-alpha/PixArt-XL-2-1024-MS": "pixart-alpha-xl-2-1024",
     "THUDM/CogVideoX-5b": "cogvideox-5b",
     "zai-org/CogVideoX-5b": "cogvideox-5b",
+    "THUDM/CogVideoX1.5-5B": "cogvideox1.5-5b",
+    "cogvideox-1.5": "cogvideox1.5-5b",
     "z-image-turbo": "z-image",
     "flux-dev": "flux.1-dev",
     "flux1-dev": "flux.1-dev",
@@ -66,7 +68,7 @@ def _refused(find, asked):
 
 ASKED_BACK = {
     "wan-2.1-14b": (find_model, "is ambiguous; name one of wan2.1-t2v-14b, wan2.1-i2v-14b-480p"),
-    "flux2": (find_model, "is ambiguous; name one of flux.2-dev, flux.2-klein"),
+    "flux2": (find_model, "is ambiguous; name one of flux.2-dev, flux.2-klein-4b, flux.2-klein-9b"),
     "dit-xl": (find_model, "did you mean dit-xl-2, dit-xl-4, dit-xl-8"),
     "hunyuan": (find_model, "did you mean hunyuandit-v1.2, hunyuandit-v1.1, hunyuanvideo-t2v, hunyuanimage-2.1?"),
     "unsloth/FLUX.1-dev": (find_model, "did you mean flux.1-dev?"),

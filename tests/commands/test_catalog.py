@@ -51,7 +51,7 @@ def test_models_read_well_at_80_columns(printed):
     assert row(text, "flux.1-dev")[3:] == ["19+38", "1024", "16×128×128", "512×4096", "train"]
     assert row(text, "ltx-video-0.9")[-2:] == ["128×4096", "plan"]
     assert row(text, "dit-xl-2-paper")[1:] == ["674.8", "M", "28", "256", "4×32×32", "–", "plan"]
-    assert "71 models" in text
+    assert "74 models" in text
 
 
 def test_gpus_read_well_at_80_columns(printed):
