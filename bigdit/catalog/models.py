@@ -51,9 +51,10 @@ class CatalogModel(Strict):
 
     `params` and `buffer_elems` are counts of elements, None in a user's model; `block_lists` the module lists of
     repeated blocks with their lengths, in the order of the forward pass; `patch_size` is in latents, and counts a
-    packing outside the model, and `patch_frames` frames of them go into one, for which they are padded; `resolution` the side in pixels of the squares it was published for, None where none
-    is stated and for video, which has its `clip`; `unverified` what about the entry was not verified; `pipeline` the
-    folder in diffusers' layout that a user's own model lies in, with its VAE and text encoders.
+    packing outside the model; `patch_frames` frames of latents go into one token, for which they are padded;
+    `resolution` is the side in pixels of the squares it was published for, None where none is stated and for video,
+    which has its `clip`; `unverified` what about the entry was not verified; `pipeline` the folder in diffusers' layout
+    that a user's own model lies in, with its VAE and text encoders.
     """
 
     spec: ModelSpec

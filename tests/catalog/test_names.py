@@ -2,13 +2,15 @@
 
 import re
 from collections import Counter
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
-from bigdit.catalog import find_model, model, resolve_gpu
+from bigdit.catalog import FAMILIES, find_model, model, resolve_gpu
 from bigdit.catalog.gpus import gpus
 from bigdit.catalog.models import models, repositories
-from bigdit.catalog.names import SUGGESTED, load_json, refusals
+from bigdit.catalog.names import SUGGESTED, load_json, refusal, refusals
 from bigdit.errors import UserError
 
 FOUND = {
@@ -136,6 +138,24 @@ def test_refusals_take_nothing_away_and_name_what_there_is(kind, known):
         assert refused.source
         if kind == "gpu":
             assert not [each.title for each in known if re.search(refused.asked, each.name)]
+
+
+OF_OTHER_THINGS = {"PriorTransformer", "T5FilmDecoder", "Transformer2DModel", "TransformerTemporalModel"} | {
+    "RFD4ProteinaTransformer"  # of proteins
+}
+"""Parts of pipelines of U-Nets, and what makes neither pictures nor videos nor sound."""
+
+
+def test_every_transformer_of_diffusers_is_driven_or_refused_as_one_without_adapter():
+    files = Path(find_spec("diffusers").origin).parent.glob("models/transformers/*.py")
+    defined = [
+        found for file in files for found in re.findall(r"^class (\w+)\(([^)]*)", file.read_text(), re.MULTILINE)
+    ]
+    classes = {name for name, bases in defined if "ModelMixin" in bases}
+    assert len(classes) > 70
+    silent = {name for name in classes - FAMILIES.keys() if "no adapter for its class" not in refusal("model", name)}
+    assert silent == OF_OTHER_THINGS
+    assert not [name for name in FAMILIES if refusal("model", name)]
 
 
 def test_no_two_names_differ_by_their_hyphens_alone():

@@ -94,7 +94,7 @@ def test_aliases_are_found_and_shown():
     assert (schnell["spec"]["name"], schnell["aliases"]) == ("flux.1-schnell", ["flux-schnell"])
     (medium,) = json.loads(options(models.run, "--filter", "stable-diffusion-3-medium", "--json").stdout)
     assert medium["spec"]["name"] == "sd3-medium"
-    assert medium["repositories"][0] == "stabilityai/stable-diffusion-3-medium"
+    assert medium["repositories"][0] == "stabilityai/stable-diffusion-3-medium-diffusers"
     (dev,) = json.loads(options(models.run, "--filter", "labs/flux.1-dev", "--json").stdout)
     assert dev["spec"]["name"] == "flux.1-dev"
     shown = json.loads(options(gpus.run, "--filter", "h100-80g", "--json").stdout)
