@@ -9,7 +9,7 @@ __version__ = "0.1.0"
 def __getattr__(name: str) -> Any:
     """`bigdit.plan`, once it is asked for: until then `import bigdit` takes no time."""
     if name == "plan":
-        return importlib.import_module("bigdit.search.notebook").plan
+        return importlib.import_module("bigdit.report.notebook").plan
     raise AttributeError(f"module 'bigdit' has no attribute {name!r}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -27,13 +28,16 @@ from bigdit.errors import EXIT_USER
 # typer carries its own click, whose UsageError it does not export.
 UsageError: Any = typer.BadParameter.__base__
 
+WIDEST = 1000
+"""Columns of help at most: the terminal's, where they are fewer. click's own limit is 80."""
+
 app = typer.Typer(
     name="bigdit",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": WIDEST},
 )
 for name, module in {
     "plan": plan,
@@ -49,7 +53,9 @@ for name, module in {
     "doctor": doctor,
 }.items():
     app.command(name)(module.run)
-app.add_typer(features.app, name="features")
+app.add_typer(features.app, name="features", short_help=features.HELP)
+for command in (*app.registered_commands, *features.app.registered_commands):  # or click cuts them off at a line
+    command.short_help = (inspect.getdoc(command.callback) or "").partition("\n\n")[0]
 
 
 def _show_version(asked: bool) -> None:

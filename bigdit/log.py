@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,9 +17,29 @@ from rich.text import Text
 
 from bigdit.errors import shown
 
+_TRAILING = re.compile("[ \t]+$", re.MULTILINE)
+
 
 class _Console(Console):
-    """A console on which no file name and no caption writes control characters."""
+    """A console on which no file name and no caption writes control characters. Pipes and files get no blanks at the
+    ends of lines, which fill up tables; where NO_COLOR is set, a terminal gets no control codes at all, and so no
+    cursor that is hidden and moved."""
+
+    @property
+    def is_dumb_terminal(self) -> bool:
+        return self.is_terminal and (bool(os.environ.get("NO_COLOR")) or super().is_dumb_terminal)
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        if self.is_terminal:
+            super().print(*objects, **options)
+            return
+        with self.capture() as captured:
+            super().print(*objects, **options)
+        try:  # by hand: Console.out prints, and what prints is captured here
+            self.file.write(_TRAILING.sub("", captured.get()))
+            self.file.flush()
+        except BrokenPipeError:
+            self.on_broken_pipe()
 
     def render_str(self, text: str, *args: Any, **options: Any) -> Text:
         return super().render_str(shown(text), *args, **options)

@@ -18,10 +18,16 @@ _MOST_DIGITS = 20  # of a number of bytes below 2^64
 
 def gib(n: float) -> str:
     """Bytes as GiB, or MiB and KiB where GiB would show nothing."""
+    unit, name = unit_of(n)
+    return f"{int(n)} B" if unit == 1 else f"{n / unit:.2f} {name}"
+
+
+def unit_of(n: float) -> tuple[int, str]:
+    """The unit that `gib` takes for so many bytes, in bytes, and its name."""
     for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
         if abs(n) >= unit * 0.1 and (unit != KIB or abs(n) >= KIB):
-            return f"{n / unit:.2f} {name}"
-    return f"{int(n)} B"
+            return unit, name
+    return 1, "B"
 
 
 def count(n: float) -> str:

@@ -9,7 +9,8 @@ class Inputs(Strict):
     """What a family takes beside latents and t.
 
     `text_dim`: the constructor argument with the width of the text embeddings (a list says it first), None without
-    text; `text_layers`: the one with the number of layers that are joined in them. `extras`: the further inputs, as
+    text; `text_layers`: the one with the number of layers that are joined in them; `joined` layers of the text encoder
+    make up one such width. `extras`: the further inputs, as
     its adapter names them. `packs`: latents go in as 2 × 2 patches in the channels. `video`: latents have frames.
     `square`: height and width are one number to it.
     `depths`: the lists of like blocks, in the order of the forward pass, each with the constructor argument that
@@ -18,6 +19,7 @@ class Inputs(Strict):
 
     text_dim: str | None = None
     text_layers: str | None = None
+    joined: int = 1
     extras: tuple[str, ...] = ()
     packs: bool = False
     video: bool = False
@@ -57,7 +59,7 @@ FAMILIES: dict[str, Inputs] = {
         text_dim="joint_attention_dim", extras=("pooled_text",), packs=True, depths=_TWO_LISTS
     ),
     "ChromaTransformer2DModel": Inputs(text_dim="joint_attention_dim", packs=True, depths=_TWO_LISTS),
-    "Flux2Transformer2DModel": Inputs(text_dim="joint_attention_dim", packs=True, depths=_TWO_LISTS),
+    "Flux2Transformer2DModel": Inputs(text_dim="joint_attention_dim", joined=3, packs=True, depths=_TWO_LISTS),
     "AuraFlowTransformer2DModel": Inputs(
         text_dim="joint_attention_dim",
         depths={"joint_transformer_blocks": "num_mmdit_layers", "single_transformer_blocks": "num_single_dit_layers"},

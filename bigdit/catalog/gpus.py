@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from bigdit.catalog.names import aliases_of, load_json, normalise, resolve
+from bigdit.catalog.names import aliases_of, instead, load_json, meant, normalise, resolve
 from bigdit.spec import Strict
 from bigdit.units import MIB
 
@@ -130,8 +130,8 @@ def _gpu(name: str) -> Gpu:
 
 
 def _plain(name: str) -> str:
-    """Without the vendor's words, and `rtx4090` as rtx-4090."""
-    return re.sub(r"^rtx(?=\d)", "rtx-", re.sub(r"^(nvidia-)?(geforce-|tesla-)?", "", normalise(name)))
+    """Without the vendor's words."""
+    return re.sub(r"^(nvidia-)?(geforce-|tesla-)?", "", normalise(name))
 
 
 def gpus() -> list[Gpu]:
@@ -150,8 +150,12 @@ def gpu(name: str) -> Gpu:
 
 def named(name: str) -> list[Gpu]:
     """All cards that a name, alias or driver's name can mean; none for an unknown one."""
-    plain, document = _plain(name), _document()
-    return [_gpu(found) for found in ([plain] if plain in document["gpus"] else document["aliases"].get(plain, ()))]
+    return [_gpu(found) for found in meant(_plain(name), _document()["gpus"], _document()["aliases"])]
+
+
+def no_gpu(name: str) -> str:
+    """The end of a sentence that says that there is no such card: why, where that is known, and what is nearest."""
+    return instead("gpu", _plain(name), _document()["gpus"], _document()["aliases"])
 
 
 def gpu_aliases(name: str) -> tuple[str, ...]:

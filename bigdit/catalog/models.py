@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import NonNegativeInt, PositiveInt
 
 from bigdit.catalog.families import FAMILIES, training_obstacle
-from bigdit.catalog.names import aliases_of, load_json, normalise, resolve
+from bigdit.catalog.names import Aliases, aliases_of, instead, load_json, normalise, resolve
 from bigdit.errors import UserError
 from bigdit.spec import BatchShape, ModelSpec, Strict
 
@@ -51,8 +51,10 @@ class CatalogModel(Strict):
 
     `params` and `buffer_elems` are counts of elements, None in a user's model; `block_lists` the module lists of
     repeated blocks with their lengths, in the order of the forward pass; `patch_size` is in latents, and counts a
-    packing outside the model; `resolution` the side in pixels of the squares it was published for, None where none
-    is stated and for video, which has its `clip`; `unverified` what about the entry was not verified.
+    packing outside the model; `patch_frames` frames of latents go into one token, for which they are padded;
+    `resolution` is the side in pixels of the squares it was published for, None where none is stated and for video,
+    which has its `clip`; `unverified` what about the entry was not verified; `pipeline` the folder in diffusers' layout
+    that a user's own model lies in, with its VAE and text encoders.
     """
 
     spec: ModelSpec
@@ -63,12 +65,14 @@ class CatalogModel(Strict):
     text: TextInput | None
     vae: Vae
     patch_size: PositiveInt
+    patch_frames: PositiveInt = 1
     resolution: PositiveInt | None
     video: bool
     clip: Clip | None = None
     source: tuple[str, ...]
     unverified: str | None
     notes: str | None
+    pipeline: str | None = None
 
     @property
     def name(self) -> str:
@@ -123,13 +127,32 @@ def models() -> list[CatalogModel]:
 
 
 def model(name: str) -> CatalogModel:
-    """The model of that name or alias. Raises UserError for an unknown or ambiguous name."""
-    return _model(resolve("model", name, normalise(name), _document()["models"], _document()["aliases"]))
+    """The model of that name, alias or repository of the hub. Raises UserError for an unknown or ambiguous name."""
+    return _model(resolve("model", name, normalise(name), _document()["models"], _aliases()))
+
+
+def no_model(name: str) -> str:
+    """The end of a sentence that says that there is no such model: why, where that is known, and what is nearest."""
+    return instead("model", normalise(name), _document()["models"], _aliases())
 
 
 def model_aliases(name: str) -> tuple[str, ...]:
-    """The further names that mean this model alone."""
+    """The further names that mean this model alone, without its repositories on the hub."""
     return aliases_of(name, _document()["aliases"])
+
+
+def repositories(name: str) -> tuple[str, ...]:
+    """The repositories of the hub that hold this model's weights, as `owner/name`."""
+    return tuple(repository for repository, held in _document()["hub"].items() if held == name)
+
+
+@cache
+def _aliases() -> Aliases:
+    """All names beside the catalogue's own: the aliases, and the repositories of the hub with and without owner."""
+    found: dict[str, list[str]] = dict(_document()["aliases"])
+    for repository, held in _document()["hub"].items():
+        found[repository] = found[repository.split("/")[1]] = [held]
+    return found
 
 
 def latent_shape(
@@ -152,7 +175,8 @@ def latent_shape(
     sides = height // vae.downsample, width // vae.downsample
     if frames is None:
         return vae.latent_channels, *sides
-    return vae.latent_channels, (frames - 1) // vae.temporal_downsample + 1, *sides
+    latents = (frames - 1) // vae.temporal_downsample + 1
+    return vae.latent_channels, -(-latents // model.patch_frames) * model.patch_frames, *sides
 
 
 def batch_shape(

@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
+import difflib
 import json
+import math
 import re
 from collections.abc import Collection, Mapping, Sequence
+from functools import cache
 from importlib import resources
 from typing import Any
 
 from bigdit.errors import UserError, nearest
+from bigdit.spec import Strict
+
+SUGGESTED = 4
+"""Names that are suggested, at most."""
+
+Aliases = Mapping[str, Sequence[str]]
+
+
+class Refused(Strict):
+    """What people ask for and the catalogue cannot have. `asked`: a regular expression over normalised names, whose
+    group `rest` is what else the name says; `reason` is the user's answer, `nearest` names of the catalogue."""
+
+    asked: str
+    reason: str
+    nearest: tuple[str, ...] = ()
+    source: str
 
 
 def load_json(file: str) -> dict[str, Any]:
@@ -17,28 +36,98 @@ def load_json(file: str) -> dict[str, Any]:
     return document
 
 
+@cache
+def refusals(kind: str) -> tuple[Refused, ...]:
+    """What is refused of a kind, "model" or "gpu", the narrower entries first."""
+    return tuple(Refused.model_validate(entry) for entry in load_json("refused.json")[kind])
+
+
 def normalise(name: str) -> str:
     """Lower case, with `-` for spaces, underscores and slashes: `DiT-XL/2` is dit-xl-2."""
     return re.sub(r"[\s_/]+", "-", name.strip().casefold())
 
 
-def resolve(kind: str, asked: str, plain: str, known: Collection[str], aliases: Mapping[str, Sequence[str]]) -> str:
+def meant(name: str, known: Collection[str], aliases: Aliases) -> tuple[str, ...]:
+    """The catalogue's names that `name` stands for, wherever its hyphens are: `wan-2.1-14b` is wan2.1-14b."""
+    plain = _squeezed(name)
+    for each in known:
+        if _squeezed(each) == plain:
+            return (each,)
+    for alias, targets in aliases.items():
+        if _squeezed(alias) == plain:
+            return tuple(targets)
+    return ()
+
+
+def resolve(kind: str, asked: str, plain: str, known: Collection[str], aliases: Aliases) -> str:
     """The catalogue's name for `plain`, which is one of `known` or an alias of exactly one of them.
 
-    Raises UserError for an alias of several (they are listed) and for a name that is unknown (the nearest
-    ones are listed); `kind`, "model" or "gpu", and `asked`, as the user wrote it, are for these messages.
+    Raises UserError for an alias of several (they are listed), for what cannot be in the catalogue (the reason is
+    said), and for a name that is unknown (the nearest ones are listed); `kind`, "model" or "gpu", and `asked`, as
+    the user wrote it, are for these messages.
     """
-    if plain in known:
-        return plain
-    targets = aliases.get(plain, ())
+    targets = meant(plain, known, aliases)
     if len(targets) == 1:
         return targets[0]
     if targets:
         raise UserError(f"{kind} {asked!r} is ambiguous; name one of {', '.join(targets)}")
-    near = nearest(plain, [*known, *aliases])
-    raise UserError(f"{kind} {asked!r} is not in the catalogue; {near} (`bigdit {kind}s` lists all)")
+    raise UserError(f"{kind} {asked!r} is not in the catalogue{instead(kind, plain, known, aliases)}")
 
 
-def aliases_of(name: str, aliases: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+def instead(kind: str, plain: str, known: Collection[str], aliases: Aliases) -> str:
+    """Why a name is not among the known ones, where that is known, and which of them are nearest."""
+    for refused in refusals(kind):
+        found = re.search(refused.asked, plain)
+        if found:
+            near = refused.nearest or _alike(found.groupdict().get("rest") or "", known, aliases)
+            return f": {refused.reason}" + (f"; nearest: {', '.join(near)}" if near else "")
+    alike = _alike(plain, known, aliases)
+    said = f"did you mean {', '.join(alike)}?" if alike else nearest(plain, known)
+    return f"; {said} (`bigdit {kind}s` lists all)"
+
+
+def refusal(kind: str, name: str) -> str:
+    """Why a name is refused, as `instead` says it; empty where nothing is known against it."""
+    return next((f": {each.reason}" for each in refusals(kind) if re.search(each.asked, normalise(name))), "")
+
+
+def aliases_of(name: str, aliases: Aliases) -> tuple[str, ...]:
     """The aliases that mean `name` and nothing else."""
     return tuple(alias for alias, targets in aliases.items() if list(targets) == [name])
+
+
+def _alike(plain: str, known: Collection[str], aliases: Aliases) -> list[str]:
+    """The names that share most of what `plain` says, by its words, the rarer the heavier: a size or a version that
+    nothing has counts for nothing, and letters decide only between those that say as much."""
+    spoken = {name: [name, *(alias for alias, targets in aliases.items() if name in targets)] for name in known}
+    said = {name: frozenset().union(*map(_words, names)) for name, names in spoken.items()}
+    shared = {
+        word: [name for name, words in said.items() if any(each.startswith(word) for each in words)]
+        for word in _words(plain)
+    }
+    weights = {word: math.log(1 + len(said) / len(names)) for word, names in shared.items() if names}
+    scores = {name: sum(weight for word, weight in weights.items() if name in shared[word]) for name in known}
+    best = max(scores.values(), default=0.0)
+    if not best:
+        return []
+
+    def likeness(name: str) -> float:
+        return max(difflib.SequenceMatcher(None, plain, each).ratio() for each in spoken[name])
+
+    return sorted((name for name in known if scores[name] == best), key=likeness, reverse=True)[:SUGGESTED]
+
+
+def _squeezed(name: str) -> str:
+    """A name without hyphens and the like, but for the points within numbers: `FLUX.1-dev` is flux1dev."""
+    return re.sub(r"(?<!\d)\.|\.(?!\d)|[^\w.]|_", "", _memory(name))
+
+
+def _words(name: str) -> frozenset[str]:
+    """`wan2.1-t2v-14b` as wan, 2.1, t2v and 14b."""
+    parted = re.sub(r"(?<=[a-z]{2})(?=\d)|(?<=\d)(?=[a-z]{2})", " ", _memory(name))
+    return frozenset(word for word in re.split(r"(?<!\d)\.|\.(?!\d)|[^\w.]|_", parted) if word)
+
+
+def _memory(name: str) -> str:
+    """With `80g` for 80gb and 80gib, as the catalogue writes it."""
+    return re.sub(r"(?<=\d)-?gi?b\b", "g", normalise(name))

@@ -12,6 +12,9 @@ from bigdit.documents import parse_json, read_file
 from bigdit.errors import UserError
 from bigdit.spec import ModelSpec
 
+TRANSFORMER = "transformer"
+"""The folder of a transformer in a pipeline's, in diffusers' layout."""
+
 
 def model_spec(config: ModelConfig) -> ModelSpec:
     """What is to be trained. Raises UserError unless exactly one of name, path and class_name is given."""
@@ -30,11 +33,12 @@ def model_spec(config: ModelConfig) -> ModelSpec:
 
 
 def read_model_config(path: Path) -> ModelSpec:
-    """The ModelSpec in a diffusers `config.json`, or in the folder that holds one.
+    """The ModelSpec in a diffusers `config.json`, in the folder that holds one, or in a pipeline's folder; it has the
+    pipeline's name where the transformer lies in one.
 
     Raises UserError where the file is missing, is not JSON, or names no class.
     """
-    file = path / "config.json" if os.path.isdir(path) else path
+    file = config_file(path)
     try:
         document: Any = parse_json(read_file(file, str(file), "; a diffusers config.json was expected"))
     except ValueError as error:
@@ -43,4 +47,15 @@ def read_model_config(path: Path) -> ModelSpec:
     if not isinstance(class_name, str):
         raise UserError(f"{file} names no _class_name, as diffusers' config.json does")
     kwargs = {key: value for key, value in document.items() if not key.startswith("_")}
-    return ModelSpec(name=file.parent.name or class_name, class_name=class_name, kwargs=kwargs)
+    name = file.absolute().parent.name
+    if name == TRANSFORMER:
+        name = file.absolute().parent.parent.name
+    return ModelSpec(name=name or class_name, class_name=class_name, kwargs=kwargs)
+
+
+def config_file(path: Path) -> Path:
+    """The config.json of the transformer at `path`, which may be that file, its folder, or a pipeline's."""
+    if not os.path.isdir(path):  # False for a name that no file can have, where Path.is_dir raises
+        return path
+    inner = path / TRANSFORMER / "config.json"
+    return inner if inner.is_file() else path / "config.json"

@@ -8,7 +8,9 @@ from typing import Any
 
 from bigdit.catalog.families import FAMILIES, Inputs
 from bigdit.catalog.models import CatalogModel, TextInput, Vae, model, models
-from bigdit.catalog.resolve import read_model_config
+from bigdit.catalog.names import refusal
+from bigdit.catalog.pipeline import folder_vae, index_of, pipeline_folder, text_widths
+from bigdit.catalog.resolve import config_file, read_model_config
 from bigdit.errors import UserError, nearest
 from bigdit.spec import ModelSpec
 
@@ -28,14 +30,21 @@ def find_model(asked: str) -> CatalogModel:
 def user_model(path: Path) -> CatalogModel:
     """The model of a diffusers config.json, with all that a plan asks of a catalogue model; its parameters uncounted.
 
-    Channels, patch size and the width of the text are read from the config. The VAE, the number of text tokens
-    and what else is asked come from the catalogue's model of the same class with the most equal arguments.
-    Raises UserError for a class without an adapter, and where the config lacks what the sibling cannot lend.
+    Channels, patch size and the width of the text are read from the config, the VAE from the pipeline's folder that it
+    lies in. What that does not say, the number of text tokens and without a pipeline the VAE, comes from the
+    catalogue's model of the same class with the most equal arguments: `unverified` says what.
+    Raises UserError for a class without an adapter, where the config lacks what the sibling cannot lend, and where the
+    VAE or the text encoders of the folder do not go with the transformer.
     """
+    file = config_file(path)
+    folder = pipeline_folder(file)
+    _check_transformer(path, folder if file.is_file() else path)
     spec = read_model_config(path)
     if spec.class_name not in FAMILIES:
-        raise UserError(f"{path}: no family adapter drives {spec.class_name!r}; {nearest(spec.class_name, FAMILIES)}")
-    inputs, sibling = FAMILIES[spec.class_name], _sibling(spec)
+        why = refusal("model", spec.class_name) or f"; {nearest(spec.class_name, FAMILIES)}"
+        raise UserError(f"{path}: no family adapter drives {spec.class_name!r}{why}")
+    own = None if folder is None else folder_vae(folder)
+    inputs, sibling = FAMILIES[spec.class_name], _sibling(spec, own)
     problems = [
         f"{path} has no {key}, which the plan needs; {sibling.name} has {sibling.spec.kwargs[key]}"
         for key in ("in_channels", "patch_size", inputs.text_dim)
@@ -43,22 +52,73 @@ def user_model(path: Path) -> CatalogModel:
     ]
     if problems:
         raise UserError(*problems)
-    vae = _vae(spec, inputs, sibling)
+    vae = own or _vae(spec, inputs, sibling)
+    text = _text(spec, inputs, sibling)
+    if folder is not None:
+        _check_together(spec, inputs, sibling, own, text_widths(folder))
     return sibling.model_copy(
         update={
             "spec": spec,
             "params": None,
             "buffer_elems": None,
             "block_lists": _block_lists(spec, inputs, sibling),
-            "text": _text(spec, inputs, sibling),
+            "text": text,
             "vae": vae,
             "patch_size": _patch_size(spec, inputs, sibling),
+            "patch_frames": _whole(spec, "patch_size_t", spec.kwargs.get("patch_size_t") or 1),
             "resolution": _resolution(spec, vae, sibling),
             "source": (str(path),),
-            "unverified": f"the VAE and the text tokens, which are those of {sibling.name}",
+            "unverified": _assumed(None if own else vae, text, sibling),
             "notes": None,
+            "pipeline": None if folder is None else str(folder),
         }
     )
+
+
+def _check_transformer(path: Path, folder: Path | None) -> None:
+    """Raise UserError for the folder of a pipeline with something else than a transformer: a U-Net."""
+    index = {} if folder is None else index_of(folder)
+    if "transformer" not in index and "unet" in index:
+        kind = index["unet"][-1] if isinstance(index["unet"], list) else "UNet2DConditionModel"
+        why = refusal("model", str(index.get("_class_name"))) or refusal("model", str(kind))
+        raise UserError(f"{path} is a {index.get('_class_name')} with a {kind} and no transformer{why}")
+
+
+def _check_together(
+    spec: ModelSpec, inputs: Inputs, sibling: CatalogModel, vae: Vae | None, widths: dict[str, int]
+) -> None:
+    """Raise UserError where the VAE's latents, or the text encoders' states, are none that the transformer takes."""
+    problems = []
+    taken = spec.kwargs.get("in_channels", sibling.spec.kwargs.get("in_channels"))
+    more = sibling.spec.kwargs.get("in_channels") not in (None, _packed(sibling.vae, inputs))  # than latents
+    if vae is not None and taken is not None and not more and taken != _packed(vae, inputs):
+        how = f" in patches of {PACKING} × {PACKING}" if inputs.packs else ""
+        problems.append(
+            f"{spec.name}: transformer/config.json has in_channels {taken}, and vae/config.json gives "
+            f"{_packed(vae, inputs)}{how} (latents of {vae.latent_channels}): they do not go together"
+        )
+    width = spec.kwargs.get(inputs.text_dim or "")
+    wanted = width[0] if isinstance(width, list) and width else width
+    if widths and isinstance(wanted, int) and wanted not in {each * inputs.joined for each in widths.values()}:
+        given = ", ".join(f"{name}/config.json {each}" for name, each in widths.items())
+        problems.append(
+            f"{spec.name}: transformer/config.json has {inputs.text_dim} {wanted}, and the text encoders' states are "
+            f"as wide as {given}: they do not go together"
+        )
+    if problems:
+        raise UserError(*problems)
+
+
+def _packed(vae: Vae, inputs: Inputs) -> int:
+    """The channels in which the latents of a VAE go into the model."""
+    return vae.latent_channels * (PACKING**2 if inputs.packs else 1)
+
+
+def _assumed(vae: Vae | None, text: TextInput | None, sibling: CatalogModel) -> str | None:
+    """What was taken from the sibling, in words; None where nothing was."""
+    taken = [] if vae is None else [f"the VAE ({vae.name}, {vae.downsample} × {vae.downsample} pixels a latent)"]
+    taken += [] if text is None else [f"{text.tokens} text tokens"]
+    return f"{' and '.join(taken)}, taken from {sibling.name}" if taken else None
 
 
 def _block_lists(spec: ModelSpec, inputs: Inputs, sibling: CatalogModel) -> tuple[tuple[str, int], ...]:
@@ -71,9 +131,12 @@ def _block_lists(spec: ModelSpec, inputs: Inputs, sibling: CatalogModel) -> tupl
     )
 
 
-def _sibling(spec: ModelSpec) -> CatalogModel:
-    def alike(candidate: CatalogModel) -> int:
-        return sum(spec.kwargs.get(key) == value for key, value in candidate.spec.kwargs.items())
+def _sibling(spec: ModelSpec, vae: Vae | None) -> CatalogModel:
+    """The catalogue's model of that class with the most equal arguments, and of several the one with that VAE."""
+
+    def alike(candidate: CatalogModel) -> tuple[int, bool]:
+        equal = sum(spec.kwargs.get(key) == value for key, value in candidate.spec.kwargs.items())
+        return equal, vae is not None and vae.name == candidate.vae.name
 
     return max((m for m in models() if m.spec.class_name == spec.class_name), key=alike)
 

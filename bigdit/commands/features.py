@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,11 +14,9 @@ if TYPE_CHECKING:
     from bigdit.extract.report import StoreReport
     from bigdit.extract.verify import Damaged
 
-app = typer.Typer(
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    help="Look at a feature store, check every byte of it, and mend it.",
-)
+HELP = "Look at a feature store, check every byte of it, and mend it."
+
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help=HELP)
 
 Folder = Annotated[Path, typer.Argument(metavar="FEATURES", help="The store: data.features of the run.")]
 
@@ -118,26 +117,58 @@ def _repair(folder: Path, config: Path, overrides: list[str], workers: int | Non
     extract(run, model, workers, only=[(each.start, each.end) for each in damaged if each.end > each.start])
 
 
+_SHARES = {
+    "reading": "read",
+    "encoding": "encode",
+    "waiting": "wait",
+    "cpu": "CPU",
+    "gpu": "GPU",
+    "io": "disk",
+    "queue": "queue",
+}
+"""Heads of the columns of Shares."""
+
+
+def _identity(report: StoreReport) -> dict[str, str]:
+    """What a store was made from and by, a line each."""
+    from bigdit.units import gib
+
+    found = {"bytes": ", ".join(f"{name} {gib(size)}" for name, size in report.bytes_by_column.items())}
+    for number, source in enumerate(report.sources):
+        found[f"source {number}"] = f"{source.get('kind')}: {source['count']} pictures, digest {source.get('digest')}"
+    for what, identity in (("image", report.codec), ("text", report.text_encoder)):
+        found[what] = ", ".join(_said("", identity))
+    return found
+
+
+def _said(prefix: str, identity: dict[str, Any]) -> Iterator[str]:
+    """`class_name AutoencoderDC`; of what has parts, those: `text_encoder.config 0123`."""
+    for key, value in identity.items():
+        if isinstance(value, dict):
+            yield from _said(f"{prefix}{key}.", value)
+        else:
+            yield f"{prefix}{key} {value}"
+
+
 def _print_info(report: StoreReport) -> None:
     from bigdit import log
     from bigdit.commands.extract import print_skipped
-    from bigdit.report.tables import table
+    from bigdit.report.tables import lines, table
     from bigdit.units import gib
 
     done = "whole" if report.parts_done == report.parts else f"{report.parts_done} of {report.parts} parts done"
     log.say(f"{report.features}: {done}; {report.encoded} of {report.pictures} pictures encoded, {gib(report.bytes)}")
-    sizes = ", ".join(f"{name} {gib(size)}" for name, size in report.bytes_by_column.items())
-    log.say(f"bytes    {sizes}")
-    for number, source in enumerate(report.sources):
-        log.say(f"source {number} {source.get('kind')}: {source['count']} pictures, digest {source.get('digest')}")
-    for what, identity in (("image", report.codec), ("text", report.text_encoder)):
-        log.say(f"{what:8} {', '.join(f'{key} {value}' for key, value in identity.items())}")
+    log.out.print(lines("", _identity(report)), highlight=False)
     buckets = table("", ["bucket", "pictures", "share"], numeric=["pictures", "share"])
     for shape, count in report.buckets.items():
         buckets.add_row(shape, str(count), f"{count / report.encoded:.1%}")
     log.out.print(buckets)
-    columns = ["worker", "on", "parts", "images", "images/s", "reading, encoding, waiting", "CPU, GPU, IO, queued"]
+    columns = ["worker", "on", "parts", "images", "images/s", *_SHARES.values()]
     speeds = table("", columns, numeric=columns[2:])
+    speeds.caption = (
+        "% of a worker's time: read, encode, wait: what it was at;\n"
+        "CPU, GPU, disk: what was at work; queue: it waited for a core"
+    )
     for each in report.workers:
         shares = each.shares
         host, _, _, pid, _, _ = each.worker.rsplit("_", 5)
@@ -147,8 +178,7 @@ def _print_info(report: StoreReport) -> None:
             str(each.parts),
             str(each.pictures),
             f"{each.images_per_s:.1f}",
-            f"{shares.reading:.0%} {shares.encoding:.0%} {shares.waiting:.0%}",
-            f"{shares.cpu:.0%} {shares.gpu:.0%} {shares.io:.0%} {shares.queue:.0%}",
+            *(f"{100 * getattr(shares, name):.0f}" for name in _SHARES),
         )
     log.out.print(speeds)
     for held in report.at_work:

@@ -35,8 +35,8 @@ def run(
 
 
 def _found(containing: str | None, min_memory: str | None) -> list[Gpu]:
-    from bigdit.catalog.gpus import gpu_aliases, gpus
-    from bigdit.errors import UserError, nearest
+    from bigdit.catalog.gpus import gpu_aliases, gpus, no_gpu
+    from bigdit.errors import UserError
     from bigdit.units import gib, parse_bytes
 
     wanted, least = (containing or "").casefold(), 0 if min_memory is None else parse_bytes(min_memory)
@@ -44,8 +44,7 @@ def _found(containing: str | None, min_memory: str | None) -> list[Gpu]:
     words = {g.name: " ".join((g.name, g.title, g.architecture, *gpu_aliases(g.name))).casefold() for g in cards}
     named = [g for g in cards if wanted in words[g.name]]
     if not named:
-        near = nearest(wanted, [g.name for g in cards])
-        raise UserError(f"no card has {containing!r} in its name, alias or architecture; {near}")
+        raise UserError(f"no card has {containing!r} in its name, alias or architecture{no_gpu(wanted)}")
     found = [g for g in named if g.total_bytes >= least]
     if not found:
         largest = max(named, key=lambda g: g.total_bytes)

@@ -14,32 +14,39 @@ if TYPE_CHECKING:
 
 def run(
     containing: Annotated[
-        str | None, typer.Option("--filter", metavar="TEXT", help="Only models whose name, alias or class has TEXT.")
+        str | None,
+        typer.Option("--filter", metavar="TEXT", help="Only models whose name, alias, repository or class has TEXT."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON with every field.")] = False,
 ) -> None:
     """List the diffusion transformers that are known, which of them can be rehearsed, and which trained now."""
     from bigdit import log
-    from bigdit.catalog.models import model_aliases, models
-    from bigdit.errors import UserError, nearest
+    from bigdit.catalog.models import models, no_model
+    from bigdit.errors import UserError
 
     wanted = (containing or "").casefold()
-    known = models()
-    found = [m for m in known if wanted in f"{m.name} {m.spec.class_name} {' '.join(model_aliases(m.name))}".casefold()]
+    found = [m for m in models() if wanted in _words(m)]
     if not found:
-        near = nearest(wanted, [m.name for m in known])
-        raise UserError(f"no model has {containing!r} in its name, alias or class; {near}")
+        raise UserError(f"no model has {containing!r} in its name, alias, repository or class{no_model(wanted)}")
     if as_json:
         log.emit_json([_fields(m) for m in found])
     else:
         log.out.print(_table(found))
 
 
+def _words(model: CatalogModel) -> str:
+    from bigdit.catalog.models import model_aliases, repositories
+
+    names = (model.name, model.spec.class_name, *model_aliases(model.name), *repositories(model.name))
+    return " ".join(names).casefold()
+
+
 def _fields(model: CatalogModel) -> dict[str, Any]:
-    from bigdit.catalog.models import model_aliases
+    from bigdit.catalog.models import model_aliases, repositories
 
     return model.model_dump(mode="json") | {
         "aliases": model_aliases(model.name),
+        "repositories": repositories(model.name),
         "rehearsable": model.rehearsable,
         "obstacle": model.obstacle,
         "trainable": model.trainable,

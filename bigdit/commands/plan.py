@@ -13,7 +13,13 @@ EXIT_DOES_NOT_FIT = 2
 
 
 def run(
-    model: Annotated[str, typer.Option(metavar="NAME", help="A model of `bigdit models`, or a diffusers config.json.")],
+    model: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="A model of `bigdit models`, by its name or repository; or a config.json or a folder of diffusers.",
+        ),
+    ],
     gpu: Annotated[
         str,
         typer.Option(metavar="NAME", help="A card of `bigdit gpus`; CARD:PROFILE, a MIG slice; auto, this machine's."),

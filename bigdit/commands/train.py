@@ -28,7 +28,7 @@ def run(
     from bigdit.catalog.revision import revision
     from bigdit.config.plan_file import read_plan_file
     from bigdit.config.planned import plan_notices
-    from bigdit.train.prepare import load, prepare, with_ds_config, with_grace
+    from bigdit.train.prepare import check_store, load, prepare, with_ds_config, with_grace
     from bigdit.train.processes.launch import launch
 
     overrides = with_grace(with_ds_config(overrides, ds_config), grace)
@@ -46,6 +46,7 @@ def run(
         check_model(run_config, spec, strategy)
         log.emit_json({"run": run_config.model_dump(mode="json"), "strategy": strategy.model_dump(mode="json")})
         return 0
+    check_store(run_config)
     return launch(run_config, config, overrides, plan)
 
 

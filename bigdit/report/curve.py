@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from bigdit.files import replacing
 from bigdit.report.timeline import BEHIND, COLOURS
+from bigdit.report.words import samples
 from bigdit.search.plan import Plan
 from bigdit.units import GIB, gib
 
@@ -65,7 +66,7 @@ def curves_figure(plan: Plan) -> Figure:
 
 
 def front_figure(plan: Plan) -> Figure:
-    """Images a second a card against the process's peak in GiB; points are numbered as the rows of the front."""
+    """Samples a second a card against the process's peak in GiB; points are numbered as the rows of the front."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4.6), dpi=120, layout="constrained")
@@ -91,7 +92,7 @@ def front_figure(plan: Plan) -> Figure:
     axes.set_ylim(0, 1.12 * max(choice.images_per_second_per_card.high for choice in plan.front))
     axes.set_xlim(0, 1.1 * max([plan.question.gpu.usable_bytes, *(c.process.high_bytes for c in plan.front)]) / GIB)
     axes.set_xlabel("process at its peak, GiB")
-    axes.set_ylabel("images/s a card")
+    axes.set_ylabel(f"{samples(plan)}/s a card")
     marks = [
         axes.plot([], [], "o", color=COLOURS["parameter"], label="the numbers of AdamW")[0],
         axes.plot([], [], "s", color=COLOURS["gradient"], markerfacecolor="white", label="not those: lossy")[0],

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from bigdit.report.words import between, gibs, number, size, span
+from bigdit.report.words import between, gibs, number, samples, size, span
 from bigdit.search.plan import Plan
-from bigdit.units import gib
+from bigdit.speed.interval import Interval
 
 
 def speed(plan: Plan, most: int | None = None) -> dict[str, str]:
     """Step with the `most` longest of its parts, images a second, the whole run, money, and where all that is from."""
     step, rate = plan.chosen.step, plan.chosen.images_per_second_per_card
     parts = sorted(step.parts.items(), key=lambda part: -part[1].high)
-    said = [f"{name} {span(part)}" for name, part in parts[:most] if part.high > 0]
+    said = [f"{name} {span(part, like=step.seconds)}" for name, part in parts[:most] if part.high > 0]
     said += ["and less"] if len(parts[:most]) < len(parts) else []
     found = {
         "step": f"{span(step.seconds)}: {', '.join(said)}",
-        "speed": f"{between(rate)} images/s a card",
+        "speed": f"{between(rate)} {samples(plan)}/s a card",
     }
     gpus = plan.question.cluster.gpus
     if gpus > 1:
         found["speed"] += f", {between(rate * gpus)} over {gpus} cards"
     if plan.run is not None:
-        images = f"{plan.question.images:,} images × {plan.question.epochs:g} epoch{_s(plan.question.epochs)}, "
+        images = (
+            f"{plan.question.images:,} {samples(plan)} × {plan.question.epochs:g} epoch{_s(plan.question.epochs)}, "
+        )
         found["run"] = f"{images if plan.question.images else ''}{plan.run.steps:,} steps: {span(plan.run.seconds)}"
         found["cost"] = f"{between(plan.run.gpu_hours)} GPU-hours"
         if plan.run.money is not None:
@@ -32,23 +34,37 @@ def speed(plan: Plan, most: int | None = None) -> dict[str, str]:
 
 def needs(plan: Plan, *, notes: bool = True) -> dict[str, str]:
     """What the host holds, and what the encoded data set takes of a disk and of time; `notes` say how that is known."""
-    host, data = plan.host, plan.dataset
+    host, data, node = plan.host, plan.dataset, plan.host.node_bytes
     found = {
-        "host RAM": f"{gib(host.process_bytes)} of tensors a process ({gib(host.page_locked_bytes)} page-locked), "
-        f"{gib(host.checkpoint_bytes)} more while it saves; "
-        f"{size(host.node_bytes)} a machine of {host.processes_per_node} process{_s(host.processes_per_node, 'es')}"
+        "host RAM": f"{size(host.process_bytes, node)} of tensors a process ({size(host.page_locked_bytes, node)} "
+        f"page-locked), {size(host.checkpoint_bytes, node)} more while it saves; "
+        f"{size(node)} a machine of {host.processes_per_node} process{_s(host.processes_per_node, 'es')}"
     }
     if data is not None:
-        text = gibs(data.text_bytes.low, data.text_bytes.high)
-        found["disk"] = (
-            f"{gibs(data.store_bytes.low, data.store_bytes.high)} for {data.images:,} encoded images; each "
-            f"{gib(data.latent_bytes)} of latents and {text} of text ({gib(data.padded_text_bytes)} padded)"
+        each = max(data.latent_bytes, data.padded_text_bytes)
+        text = gibs(data.text_bytes.low, data.text_bytes.high, like=each)
+        stored = gibs(data.store_bytes.low, data.store_bytes.high)
+        found["disk"] = f"{stored} for {data.images:,} encoded {samples(plan)}"
+        found["each"] = (
+            f"{size(data.latent_bytes, each)} of latents, {text} of text ({size(data.padded_text_bytes, each)} padded)"
         )
         if data.extraction_seconds is not None:
-            found["encoding"] = f"{span(data.extraction_seconds)} over all cards"
+            found["encoding"] = _encoding(plan, data.extraction_seconds)
         if notes and data.notes:
             found["known by"] = "; ".join(data.notes)
     return found
+
+
+def _encoding(plan: Plan, seconds: Interval) -> str:
+    """How long it takes, and what to do where that is longer than training."""
+    said = f"{span(seconds)} over all cards"
+    if plan.run is None or seconds.middle <= plan.run.seconds.middle:
+        return said
+    return (
+        f"{said}: longer than training ({span(plan.run.seconds, like=seconds)}). What is encoded once serves every "
+        f"epoch and every run on these {samples(plan)}: fewer of them for more epochs take less, and any number of "
+        "machines share the work (bigdit extract --engine slurm or ray, or started on each)"
+    )
 
 
 def _s(amount: float, ending: str = "s") -> str:

@@ -88,7 +88,10 @@ def _facts(plan: Plan) -> dict[str, tuple[str, str]]:
             f"of {gib(plan.question.gpu.usable_bytes)}",
         ),
         "micro-batch": (str(chosen.strategy.micro_batch_size), f"{chosen.strategy.global_batch_size:,} a step"),
-        "images/s a card": (words.between(chosen.images_per_second_per_card), f"{gpus} card{'s' if gpus > 1 else ''}"),
+        f"{words.samples(plan)}/s a card": (
+            words.between(chosen.images_per_second_per_card),
+            f"{gpus} card{'s' if gpus > 1 else ''}",
+        ),
     }
     if plan.run is not None:
         found["whole run"] = (words.span(plan.run.seconds), f"{plan.run.steps:,} steps")
@@ -166,6 +169,7 @@ def _curves(plan: Plan) -> Markup:
 
 def _front(plan: Plan) -> Markup:
     said = (
-        "Images a second a card against the peak of the process; the points are the numbered rows of the table below."
+        f"{words.samples(plan).capitalize()} a second a card against the peak of the process; the points are the "
+        "numbered rows of the table below."
     )
     return inline(front_figure(plan), "front", "Memory against speed", said)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console, RenderableType
@@ -15,7 +15,7 @@ from bigdit.report import words
 from bigdit.report.commands import commands, obstacle
 from bigdit.report.needs import needs, speed
 from bigdit.report.skeleton import RUN
-from bigdit.report.tables import table
+from bigdit.report.tables import lines, table
 from bigdit.search.plan import Choice, Plan
 from bigdit.units import count, gib
 
@@ -34,14 +34,14 @@ def show(plan: Plan, folder: Path | None = None, console: Console | None = None)
     for part in (
         _headline(plan),
         *([_choices("what would fit", plan.fixes, plan)] if plan.fixes else []),
-        _lines("recommended" if plan.fits else "nearest to fitting", _recommended(plan)),
-        _lines("speed and cost", speed(plan, PARTS)),
+        lines("recommended" if plan.fits else "nearest to fitting", _recommended(plan)),
+        lines("speed and cost", speed(plan, PARTS)),
         _memory(plan),
         *([_waterfall(plan)] if plan.waterfall else []),
         *([_limits(plan)] if plan.buckets else []),
         *([_choices("alternatives", plan.front, plan)] if len(plan.front) > 1 else []),
         *([_rejected(plan)] if plan.rejected else []),
-        _lines("on the host and on disk", needs(plan, notes=False)),
+        lines("on the host and on disk", needs(plan, notes=False)),
     ):
         console.print(part, highlight=False)
         console.print()
@@ -54,34 +54,23 @@ def _headline(plan: Plan) -> RenderableType:
     question = plan.question
     sides = " × ".join(str(side) for side in question.resolution)
     frames = f", {question.frames} frames" if question.frames else ""
-    lines = Table.grid()
-    lines.add_row(
+    head = Table.grid()
+    head.add_row(
         Text.assemble(
             (question.model.name, "bold"),
             f", {count(plan.params)} parameters, {sides} pixels{frames}, on {words.subject(plan)}",
         )
     )
-    lines.add_row("")
-    lines.add_row(Text.assemble((plan.verdict, _STYLES[plan.verdict]), f": {words.verdict(plan)}"))
-    lines.add_row(Text(words.band(plan)))
-    return lines
+    head.add_row("")
+    head.add_row(Text.assemble((plan.verdict, _STYLES[plan.verdict]), f": {words.verdict(plan)}"))
+    head.add_row(Text(words.band(plan)))
+    return head
 
 
 def _recommended(plan: Plan) -> dict[str, str]:
     chosen = plan.chosen
     lossy = "" if chosen.lossless else "; lossy: not the numbers of AdamW with fp32 masters"
     return words.settings(chosen, plan) | {"why": f"{words.reason(chosen)}{lossy}"}
-
-
-def _lines(title: str, found: Mapping[str, str]) -> Table:
-    """Names and what is said of them, side by side, under a title."""
-    made = Table.grid(padding=(0, 2, 0, 0))
-    made.title, made.title_justify, made.title_style = title, "left", "bold"
-    made.add_column(no_wrap=max(map(len, found), default=0) <= 24)
-    made.add_column(overflow="fold")
-    for name, text in found.items():
-        made.add_row(Text(name), Text(text))
-    return made
 
 
 def _memory(plan: Plan) -> Table:
@@ -141,7 +130,8 @@ def _limits(plan: Plan) -> Table:
     heads = words.limits(plan)
     rows = table("~ largest micro-batch", ["checkpointed", *heads.values()], heads.values())
     for limit in plan.buckets:
-        rows.add_row(f"{limit.height} × {limit.width}", *(str(getattr(limit, key) or "none fits") for key in heads))
+        rows.add_row(f"{limit.height} × {limit.width}", *(words.largest(getattr(limit, key)) for key in heads))
+    rows.caption = words.searched(plan)
     return rows
 
 
@@ -150,7 +140,8 @@ def _choices(title: str, choices: Sequence[Choice], plan: Plan) -> Table:
     shown = list(choices[:MOST_ROWS])
     if plan.chosen in choices and plan.chosen not in shown:
         shown[-1] = plan.chosen
-    numbers = ["process", "images/s", "fits"]
+    rate = f"{words.samples(plan)}/s"
+    numbers = ["process", rate, "fits"]
     rows = table(title, [*numbers, "what and why"], numeric=numbers)
     for choice in shown:
         what = Text.assemble(
@@ -165,7 +156,7 @@ def _choices(title: str, choices: Sequence[Choice], plan: Plan) -> Table:
             _SAID[choice.verdict],
             what,
         )
-    notes = ["images/s a card"]
+    notes = [f"{rate} a card"]
     notes += ["~ predicted, the others rehearsed"] if any(not choice.confirmed for choice in shown) else []
     notes += ["▸ recommended"] if plan.chosen in shown and plan.fits else []
     notes += [f"{len(choices) - len(shown)} more in report.html and --json"] if len(choices) > len(shown) else []

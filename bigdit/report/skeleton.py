@@ -6,7 +6,9 @@ from typing import get_args
 
 import yaml
 
+from bigdit.catalog import CatalogModel
 from bigdit.catalog.families import PIPELINES
+from bigdit.catalog.models import models, repositories
 from bigdit.config.run import VaeCodec
 from bigdit.search.plan import Plan
 
@@ -34,7 +36,7 @@ def skeleton(plan: Plan) -> str | None:
     sizes = dict.fromkeys((question.resolution, *fitting))
     spec, steps = model.spec, plan.run.steps if plan.run else _STEPS
     known = model.params is not None  # of the catalogue; a user's own model is written out
-    pipeline = f"{FOLDER}/{PIPELINES.get(spec.class_name, 'pipeline')}"
+    pipeline = model.pipeline or f"{FOLDER}/{_named(model)}"
     run = {
         "model": {"name": model.name} if known else {"class_name": spec.class_name, "kwargs": spec.kwargs},
         "data": {
@@ -56,8 +58,41 @@ def skeleton(plan: Plan) -> str | None:
         "output": f"{FOLDER}/run",
     }
     text = yaml.safe_dump(run, sort_keys=False, default_flow_style=None, width=100)
-    note = "" if extractable(plan) else f"# {_OTHER_TEXT.format(spec.class_name, model.text.encoder)}\n"
-    return _HEAD + note + text
+    return _HEAD + "".join(f"# {note}\n" for note in _notes(plan)) + text
+
+
+def _named(model: CatalogModel) -> str:
+    """What the folder with the encoders is called: as its repository on the hub, or as the pipeline of its class where
+    the catalogue's encoders of that class are the model's."""
+    known = repositories(model.name)
+    if known:
+        return known[0].split("/")[1]
+    return PIPELINES.get(model.spec.class_name, "pipeline") if _usual(model) else "pipeline"
+
+
+def _notes(plan: Plan) -> list[str]:
+    """What is to be known of the encoders' folders, a line each."""
+    model = plan.question.model
+    assert model.text is not None
+    notes = [] if extractable(plan) else [_OTHER_TEXT.format(model.spec.class_name, model.text.encoder)]
+    if model.pipeline is None and not _usual(model):
+        vae = model.vae
+        notes.append(
+            f"The VAE must give {vae.latent_channels} channels and {vae.downsample} × {vae.downsample} pixels a "
+            f"latent, the text encoder states of {model.text.dim}:"
+        )
+        notes.append(f"no encoders of the catalogue do that for {model.spec.class_name}.")
+    return notes
+
+
+def _usual(model: CatalogModel) -> bool:
+    """Whether a model of the catalogue with the same class has the same VAE, and text as wide."""
+    return any(
+        each.spec.class_name == model.spec.class_name
+        and each.vae == model.vae
+        and (each.text and each.text.dim) == (model.text and model.text.dim)
+        for each in models()
+    )
 
 
 def extractable(plan: Plan) -> bool:

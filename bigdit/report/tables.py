@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from rich import box
 from rich.table import Table
+from rich.text import Text
 
 DASH = "–"
 
@@ -23,6 +24,17 @@ def table(title: str, columns: Sequence[str], numeric: Collection[str] = ()) -> 
     for name in columns:
         number = name in numeric
         made.add_column(name, justify="right" if number else "left", no_wrap=number, overflow="fold")
+    return made
+
+
+def lines(title: str, found: Mapping[str, str]) -> Table:
+    """Names and what is said of them, side by side, under a title."""
+    made = Table.grid(padding=(0, 2, 0, 0))
+    made.title, made.title_justify, made.title_style = title or None, "left", "bold"
+    made.add_column(no_wrap=max(map(len, found), default=0) <= 24)
+    made.add_column(overflow="fold")
+    for name, text in found.items():
+        made.add_row(Text(name), Text(text))
     return made
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from bigdit.memory.footprint import Footprint
+from bigdit.search.candidates import LARGEST_MICRO_BATCH
 from bigdit.search.plan import Choice, Plan
 from bigdit.search.record import needs_expandable_segments
 from bigdit.spec import Strategy
 from bigdit.speed.interval import Interval
-from bigdit.units import GIB, count, gib
+from bigdit.units import GIB, count, gib, unit_of
 
 OPTIMIZERS = {
     "adamw": "AdamW",
@@ -44,24 +45,45 @@ def between(interval: Interval, unit: float = 1) -> str:
     return low if low == high else f"{low}–{high}"
 
 
-def span(seconds: Interval) -> str:
-    """A range of seconds in the unit that suits its middle: `38.5–50.3 days`."""
-    middle = seconds.middle or seconds.high
+def span(seconds: Interval, like: Interval | None = None) -> str:
+    """A range of seconds in the unit that suits its middle, or that of `like`, of the same line: `38.5–50.3 days`."""
+    middle = (like or seconds).middle or (like or seconds).high
     unit, name = next(((unit, name) for unit, name in _SPANS if middle >= unit), _SPANS[-1])
     return f"{between(seconds, unit)} {name}"
 
 
-def size(nbytes: float) -> str:
-    """Bytes as units.gib has them, and large ones without decimals: 40,455 GiB."""
-    return gib(nbytes) if abs(nbytes) < 1000 * GIB else f"{nbytes / GIB:,.0f} GiB"
+def size(nbytes: float, like: float | None = None) -> str:
+    """Bytes as units.gib has them, in the unit of `like`, of the same line, and large ones without decimals:
+    40,455 GiB."""
+    unit, name = unit_of(nbytes if like is None else like)
+    digits = 0 if unit == 1 or abs(nbytes) >= 1000 * GIB else 2
+    return f"{nbytes / unit:,.{digits}f} {name}"
 
 
-def gibs(low: float, high: float) -> str:
-    """Two sizes as a range: `40.09–40.48 GiB`."""
-    first, last = size(low), size(high)
-    if first == last:
-        return last
-    return f"{first.rpartition(' ')[0]}–{last}" if first.split()[-1] == last.split()[-1] else f"{first} to {last}"
+def gibs(low: float, high: float, like: float | None = None) -> str:
+    """Two sizes as a range in the unit of the larger one, or of `like`: `40.09–40.48 GiB`."""
+    like = high if like is None else like
+    first, last = size(low, like), size(high, like)
+    return last if first == last else f"{first.rpartition(' ')[0]}–{last}"
+
+
+def samples(plan: Plan) -> str:
+    """What is trained on: images, or videos."""
+    return "videos" if plan.question.model.video else "images"
+
+
+def largest(micro_batch_size: int) -> str:
+    """A largest micro-batch: where the search ends it is no limit of the card."""
+    if micro_batch_size >= LARGEST_MICRO_BATCH:
+        return f"{LARGEST_MICRO_BATCH}+"
+    return str(micro_batch_size) if micro_batch_size else "none fits"
+
+
+def searched(plan: Plan) -> str | None:
+    """What the `+` of a largest micro-batch means; None where none has it."""
+    found = (getattr(limit, key) for limit in plan.buckets for key in limits(plan))
+    most = LARGEST_MICRO_BATCH
+    return f"{most}+: the search ends at {most}, and larger ones may fit" if max(found, default=0) >= most else None
 
 
 def blocks(plan: Plan) -> int | None:
@@ -177,6 +199,8 @@ def _buckets(strategy: Strategy) -> dict[str, str]:
 def batch(strategy: Strategy) -> str:
     """`micro-batch 8 × 32 accumulated = 256 a step`."""
     parts = [f"micro-batch {strategy.micro_batch_size}"]
+    if strategy.micro_batch_size == LARGEST_MICRO_BATCH:
+        parts = [f"{parts[0]} (where the search ends)"]
     if strategy.grad_accum_steps > 1:
         parts.append(f"{strategy.grad_accum_steps} accumulated")
     if strategy.world_size > 1:

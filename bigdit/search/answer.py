@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from bigdit.catalog import batch_shape
+from bigdit.catalog import CatalogModel, batch_shape
 from bigdit.catalog.revision import revision
 from bigdit.errors import UserError
 from bigdit.rehearse import RehearsalRequest, RehearsedSize
@@ -123,11 +123,16 @@ def _plan(pool: Pool, question: Question, evidence: Evidence) -> Plan:
         run=_run(question, known[0].strategy, known[0].step),
         waterfall=steps,
         calibration=evidence.said(known[0].strategy),
-        notices=(*answer.notices, *notices),
+        notices=(*_unverified(question.model), *answer.notices, *notices),
         versions=answer.versions,
         catalogue=revision(),
         seconds=1.0,
     )
+
+
+def _unverified(model: CatalogModel) -> tuple[str, ...]:
+    """What of the model was assumed or not verified, as a plan says it."""
+    return () if model.unverified is None else (f"not verified of {model.name}: {model.unverified}",)
 
 
 def _search(pool: Pool, sample: Sample, question: Question, evidence: Evidence) -> _Found:

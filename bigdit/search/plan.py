@@ -15,6 +15,7 @@ from bigdit.search.question import Question
 from bigdit.spec import BatchShape, StepSize, Strategy, Strict
 from bigdit.speed.interval import Interval
 from bigdit.speed.step import StepTime
+from bigdit.units import gib
 
 Verdict = Literal["FITS", "TIGHT", "DOES NOT FIT"]
 
@@ -129,6 +130,15 @@ class Plan(Strict):
     versions: dict[str, str]
     catalogue: str
     seconds: PositiveFloat
+
+    def __repr__(self) -> str:
+        """One line, for debuggers and notebooks: the question, the verdict, and what is wanted of what there is."""
+        question, chosen = self.question, self.chosen
+        cards = f"{question.cluster.gpus} × {question.gpu.name}" if question.cluster.gpus > 1 else question.gpu.name
+        wants = f"{gib(chosen.process.high_bytes)} of {gib(question.gpu.usable_bytes)}"
+        return f"<Plan {question.model.name} on {cards}: {self.verdict}, {chosen.title}, {wants}>"
+
+    __str__ = __repr__
 
     @property
     def fits(self) -> bool:

@@ -13,7 +13,7 @@ from bigdit.config.plan_file import read_plan_file
 from bigdit.config.planned import plan_notices
 from bigdit.dist import world_from_env
 from bigdit.errors import guard
-from bigdit.train.prepare import load, prepare, with_ds_config, with_grace
+from bigdit.train.prepare import check_store, load, prepare, with_ds_config, with_grace
 from bigdit.train.processes.orphan import end_with_launcher
 
 EXPANDABLE = "expandable_segments:True"
@@ -41,6 +41,7 @@ def _train(config: Path, overrides: Sequence[str], source: Path | None) -> int:
     plan = None if source is None else read_plan_file(source)
     run = load(config, overrides, plan, source)
     spec, strategy = prepare(run, world.world_size, plan)
+    check_store(run)
     if plan is not None:
         for line in plan_notices(run, plan, revision()) if world.is_main else ():
             log.notice(f"note: {line}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,6 +13,9 @@ from bigdit.config.plan_file import PlanFile
 from bigdit.config.planned import planned_run, planned_strategy
 from bigdit.errors import UserError
 from bigdit.spec import ModelSpec, Strategy
+
+SCHEMA = "schema.json"
+"""What every store has, as store/schema.py, which imports torch, calls it."""
 
 
 def load(config: Path, overrides: Sequence[str], plan: PlanFile | None, source: Path | None) -> RunConfig:
@@ -33,6 +37,14 @@ def prepare(run: RunConfig, world_size: int, plan: PlanFile | None = None) -> tu
         raise UserError(*problems)
     check(run, spec)
     return spec, strategy_of(run, world_size) if plan is None else planned_strategy(run, plan, world_size)
+
+
+def check_store(run: RunConfig) -> None:
+    """Raise UserError where data.features is a folder of this machine without a store: FeatureStore.open says so too,
+    seconds later, since it imports torch."""
+    features = run.data.features
+    if not re.match(r"\w+:/", str(features)) and not (features / SCHEMA).exists():
+        raise UserError(f"data.features: {features} holds no features; `bigdit extract --config RUN.yaml` makes them")
 
 
 def _check_model(spec: ModelSpec, planned: ModelSpec) -> None:

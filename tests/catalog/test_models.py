@@ -21,7 +21,7 @@ NAMES = [m.name for m in models()]
 
 
 def test_counts():
-    assert len(models()) == 71
+    assert len(models()) == 74
     assert len(gpus()) == 80
     document = load_json("models.json")
     assert (len(document["text_encoders"]), len(document["native_dit"])) == (9, 12)
@@ -131,6 +131,13 @@ def test_every_model_has_a_native_shape(name):
     assert shape.latents[0] == m.vae.latent_channels
     assert len(shape.latents) == (4 if m.video else 3)
     assert (shape.text is None) == (FAMILIES[m.spec.class_name].text_dim is None)
+
+
+def test_frames_that_go_into_one_token_are_padded():
+    """81 frames are 21 of CogVideoX's latents; CogVideoXPipeline makes them 22 for 1.5, which takes them by twos."""
+    assert batch_shape(model("cogvideox1.5-5b")).latents == (16, 22, 96, 170)
+    assert latent_shape(model("cogvideox1.5-5b"), 768, 1360, 85) == (16, 22, 96, 170)
+    assert batch_shape(model("cogvideox-5b")).latents == (16, 13, 60, 90)
 
 
 def test_shapes_that_are_not_known():

@@ -67,7 +67,7 @@ def test_what_a_config_must_say(tmp_path):
         f"{file} has no in_channels, which the plan needs",
         f"{file} has no caption_channels, which the plan needs",
     ]
-    with pytest.raises(UserError, match=r"no family adapter drives 'UNet2DConditionModel'; "):
+    with pytest.raises(UserError, match=r"no family adapter drives 'UNet2DConditionModel': it is a U-Net, and "):
         user_model(written(tmp_path / "unet", "UNet2DConditionModel", {}))
     with pytest.raises(
         UserError, match=r"odd: in_channels is 66, and FluxTransformer2DModel packs 2 × 2 .* such as 64"

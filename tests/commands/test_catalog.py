@@ -51,7 +51,7 @@ def test_models_read_well_at_80_columns(printed):
     assert row(text, "flux.1-dev")[3:] == ["19+38", "1024", "16×128×128", "512×4096", "train"]
     assert row(text, "ltx-video-0.9")[-2:] == ["128×4096", "plan"]
     assert row(text, "dit-xl-2-paper")[1:] == ["674.8", "M", "28", "256", "4×32×32", "–", "plan"]
-    assert "71 models" in text
+    assert "74 models" in text
 
 
 def test_gpus_read_well_at_80_columns(printed):
@@ -94,6 +94,9 @@ def test_aliases_are_found_and_shown():
     assert (schnell["spec"]["name"], schnell["aliases"]) == ("flux.1-schnell", ["flux-schnell"])
     (medium,) = json.loads(options(models.run, "--filter", "stable-diffusion-3-medium", "--json").stdout)
     assert medium["spec"]["name"] == "sd3-medium"
+    assert medium["repositories"][0] == "stabilityai/stable-diffusion-3-medium-diffusers"
+    (dev,) = json.loads(options(models.run, "--filter", "labs/flux.1-dev", "--json").stdout)
+    assert dev["spec"]["name"] == "flux.1-dev"
     shown = json.loads(options(gpus.run, "--filter", "h100-80g", "--json").stdout)
     assert {"h100-sxm"} <= {card["name"] for card in shown} <= {"h100-sxm", "h100-pcie"}
 
@@ -116,8 +119,11 @@ def test_cards_by_memory():
 
 
 def test_a_filter_that_finds_nothing():
-    with pytest.raises(UserError, match=r"no model has 'sanna-1600' in its name, alias or class; did you mean sana-"):
+    words = "in its name, alias, repository or class"
+    with pytest.raises(UserError, match=rf"no model has 'sanna-1600' {words}; did you mean sana-"):
         models.run(containing="sanna-1600")
+    with pytest.raises(UserError, match=rf"no model has 'sdxl' {words}: SDXL and what is tuned from it are U-Nets"):
+        options(models.run, "--filter", "sdxl")
     with pytest.raises(UserError, match=r"no card has 'a4o' in its name, alias or architecture; did you mean a40"):
         gpus.run(containing="a4o")
     with pytest.raises(

@@ -48,7 +48,7 @@ def test_info_tells_what_is_there_and_who_is_at_it(store):
     done = bigdit("features", "info", store, COLUMNS="160")
     assert done.returncode == 0, done.stderr
     assert f"{store}: whole; 240 of 240 pictures encoded, " in done.stdout
-    for expected in ("source 0 folder: 240 pictures", "image    name identity, factor 2", "text     class_name T5"):
+    for expected in ("source 0  folder: 240 pictures", "image     name identity, factor 2", "text      class_name T5"):
         assert expected in done.stdout
     assert "4x4x4 80 33.3%" in " ".join(done.stdout.split())
     assert f"{gone.name} is of another machine: alive or dead; in hand: {PART}, 4 B" in done.stdout
@@ -61,6 +61,32 @@ def test_info_tells_what_is_there_and_who_is_at_it(store):
     assert sum(worker["pictures"] for worker in report["workers"]) == 240
     assert report["workers"][0]["images_per_s"] > 0
     assert {held["fate"] for held in report["at_work"]} == {"dead", "unknown"}
+
+
+def test_info_reads_at_80_columns(store):
+    """What it says of the store and of its workers: the paths and names that follow stay whole, to be copied."""
+    done = bigdit("features", "info", store)
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith(f"{store}: whole; ")
+    assert max(map(len, lines[1:])) <= 80
+    (head,) = [line for line in lines if line.startswith("worker")]
+    assert head.split() == [
+        "worker",
+        "on",
+        "parts",
+        "images",
+        "images/s",
+        "read",
+        "encode",
+        "wait",
+        "CPU",
+        "GPU",
+        "disk",
+        "queue",
+    ]
+    (worker,) = [line.split() for line in lines if " cpu " in line]
+    assert [field.replace(".", "", 1).isdigit() for field in worker[-10:]] == [True] * 10
+    assert not [line for line in lines if line != line.rstrip()]
 
 
 def test_clean_takes_other_machines_on_demand_alone(store):

@@ -6,7 +6,9 @@ import plans
 import pytest
 import yaml
 from commands import bigdit
+from pipeline_folders import changed, pipeline_folder
 
+from bigdit.catalog import user_model
 from bigdit.config.deepspeed import complete_ds_config, ds_values
 from bigdit.config.plan_file import read_plan_file
 from bigdit.config.planned import planned_run, planned_strategy
@@ -23,6 +25,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("plan")]  # but for the 
 @pytest.fixture(scope="module")
 def made():
     return plans.made_plan()
+
+
+def of_model(plan, model):
+    """The plan as if it were of another model."""
+    return plan.model_copy(update={"question": plan.question.model_copy(update={"model": model})})
 
 
 def test_the_folder_of_a_plan(made, tmp_path):
@@ -78,6 +85,26 @@ def test_a_bucket_that_is_too_large_for_the_micro_batch_is_left_out(made):
     small = made.buckets[1].model_copy(update={"recommended": 7})
     run = yaml.safe_load(skeleton(made.model_copy(update={"buckets": (made.buckets[0], small)})))
     assert run["data"]["buckets"] == [[1024, 1024]]
+
+
+def test_a_users_model_is_paired_with_the_encoders_in_its_folder(made, tmp_path):
+    folder = pipeline_folder(tmp_path / "mine", "Efficient-Large-Model/Sana_1600M_1024px_diffusers")
+    run = yaml.safe_load(skeleton(of_model(made, user_model(folder))))
+    assert run["encoders"]["text"]["pipeline"] == str(folder)
+    assert run["encoders"]["image"] == {"name": "vae", "class_name": "AutoencoderDC", "path": f"{folder}/vae"}
+
+
+def test_no_encoders_are_named_that_a_users_model_cannot_take(made, tmp_path):
+    """A config.json alone, whose latents and text are none of the catalogue's: what is wanted is said instead."""
+    config = {"_class_name": "SanaTransformer2DModel"} | made.question.model.spec.kwargs
+    file = tmp_path / "odd/config.json"
+    file.parent.mkdir()
+    file.write_text(json.dumps(config))
+    assert "path/to/SanaPipeline/vae" in skeleton(of_model(made, user_model(file)))
+    changed(file, in_channels=16, caption_channels=640)
+    text = skeleton(of_model(made, user_model(file)))
+    assert "Sana" not in yaml.safe_load(text)["encoders"]["text"]["pipeline"]
+    assert "# The VAE must give 16 channels and 32 × 32 pixels a latent, the text encoder states of 640:\n" in text
 
 
 def test_a_newer_plan_takes_the_place_of_an_older_one(made, tmp_path):

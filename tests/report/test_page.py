@@ -9,6 +9,7 @@ import numpy as np
 import plans
 import pytest
 from colours import VISIONS, lab
+from commands import ROOT
 from PIL import Image
 
 from bigdit.memory import CATEGORIES
@@ -96,6 +97,35 @@ def test_it_is_for_those_who_cannot_see_it_too(shown):
     assert all(after <= before + 1 for before, after in itertools.pairwise(levels))
     regions = [attributes for _, attributes in elements if attributes.get("class") == "wide"]
     assert all(attributes["tabindex"] == "0" and attributes["aria-label"] for attributes in regions)
+
+
+def test_on_a_narrow_screen_nothing_is_lost(shown):
+    """At 400 pixels tables of many columns become lists whose lines name their column; what stays wide scrolls, and
+    the card's mark stands on the side of its line where it has room."""
+    narrow = shown[shown.index("@media (max-width: 560px)") : shown.index("@media print")]
+    assert ".stacks [data-head]::before { content: attr(data-head)" in narrow
+    tables = re.findall(r"<table class=.(?:choices )?stacks.>(.*?)</table>", shown, re.DOTALL)
+    assert len(tables) == 2
+    for table in tables:
+        heads = [re.sub(r"\s*◂", "", head) for head in re.findall(r"<th scope=.col.[^>]*>(.*?)</th>", table)]
+        rows = re.findall(r"<tr.*?</tr>", table.split("</thead>")[1], re.DOTALL)
+        assert rows
+        for row in rows:
+            assert re.findall(r"data-head=.([^\"]*)", row) == heads
+    assert shown.count("<table") == 3
+    assert re.search(r"white-space: pre-wrap", narrow)
+    for wide, count in (("svg", 3), ("table", 3)):
+        assert len(re.findall(rf'<div class="wide"[^>]*>\s*<{wide}', shown)) == shown.count(f"<{wide}") == count
+
+
+@pytest.mark.parametrize("percent", range(0, 101, 5))
+def test_the_cards_mark_has_room_on_a_narrow_screen(percent):
+    """400 pixels less the margins of page and section, of which the mark takes 16 letters of 0.85 rem."""
+    template = (ROOT / "bigdit/report/templates/plan.html").read_text()
+    after = percent < int(re.search(r"card_line < (\d+)", template)[1])
+    width, mark = 400 - 2 * (10 + 14 + 1), len("usable 44.35 GiB") * 0.85 * 16 * 0.6
+    line = width * percent / 100
+    assert line + 8 + mark <= width if after else line - 6 - mark >= 0
 
 
 def test_references_within_pictures_are_met(shown):

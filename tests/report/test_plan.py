@@ -8,9 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bigdit.report import words
+from bigdit.report.notebook import Answer
+from bigdit.report.page import page
+from bigdit.search.candidates import LARGEST_MICRO_BATCH
 from bigdit.spec import Strategy
 from bigdit.speed.interval import Interval
-from bigdit.units import GIB, gib
+from bigdit.units import GIB, KIB, MIB, gib, unit_of
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +84,9 @@ def test_the_numbers_are_the_plans(made):
     assert "run    30,000,000 images × 1 epoch, 117,187 steps: 38.5–50.3 days" in text
     assert "cost   924–1,208 GPU-hours, 453–592 at 0.49 an hour a card" in text
     assert "disk      5,693–40,455 GiB for 30,000,000 encoded images" in text
+    assert "each      0.06 MiB of latents, 0.13–1.32 MiB of text (1.32 MiB padded)" in text
+    assert "encoding  1.85–3.59 days over all cards" in text
+    assert "longer than training" not in text
     assert "2 more in report.html and --json" in " ".join(text.split())
     assert "ask again with --out DIR" in text
 
@@ -117,6 +123,60 @@ def test_the_way_from_the_copied_setting_is_shown_where_it_was_asked_for(made):
     for step in made.waterfall:
         assert step.change.split()[0] in text
     assert "from the copied setting" not in plans.shown(made.model_copy(update={"waterfall": ()}))
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("plan")
+def test_encoding_that_takes_longer_than_training_is_remarked_upon(made):
+    dataset = made.dataset.model_copy(update={"extraction_seconds": made.run.seconds * 2})
+    text = " ".join(plans.shown(made.model_copy(update={"dataset": dataset})).split())
+    assert "encoding 77.0–101 days over all cards: longer than training (38.5–50.3 days). What is encoded" in text
+    assert "any number of machines share the work" in text
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("plan")
+def test_videos_are_not_called_images(made):
+    model = made.question.model.model_copy(update={"video": True})
+    plan = made.model_copy(update={"question": made.question.model_copy(update={"model": model})})
+    text = plans.shown(plan)
+    assert "videos/s a card" in text
+    assert "30,000,000 videos × 1 epoch" in text
+    assert "30,000,000 encoded videos" in text
+    assert "images" not in text
+    text = page(plan)
+    assert "videos/s a card" in text
+    assert "images/s" not in text
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("plan")
+def test_where_the_search_ends_is_no_limit_of_the_card(made):
+    assert "512+" not in plans.shown(made)
+    limit = made.buckets[0].model_copy(update={"full": LARGEST_MICRO_BATCH})
+    plan = made.model_copy(update={"buckets": (limit, *made.buckets[1:])})
+    text = " ".join(plans.shown(plan).split())
+    assert "512+: the search ends at 512, and larger ones may fit" in text
+    assert text.count("512+") == 2
+    assert "512+: the search ends at 512" in page(plan)
+    strategy = made.chosen.strategy.model_copy(update={"micro_batch_size": 512})
+    assert words.batch(strategy).startswith("micro-batch 512 (where the search ends) × 32 accumulated")
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("plan")
+def test_in_python_a_plan_is_one_line_and_in_a_notebook_its_page(made):
+    assert repr(made) == str(made)
+    assert repr(made).startswith("<Plan sana-1600m-1024 on a40: FITS, 12 of 20 blocks checkpointed, ")
+    assert len(repr(made)) < 160
+    assert "\n" not in repr(made)
+    assert repr(plans.sharded_plan()).startswith("<Plan sana-1600m-1024 on 32 × a40: FITS, ZeRO-2")
+    answer = Answer(**dict(made))
+    assert answer.model_dump() == made.model_dump()
+    frame = answer._repr_html_()
+    assert frame.startswith('<iframe srcdoc="&lt;!doctype html&gt;')
+    assert frame.endswith("></iframe>")
+    assert frame.count('"') == 4
 
 
 @pytest.mark.slow
@@ -208,6 +268,15 @@ def test_ranges_of_time_in_the_unit_of_their_middle(low, high, text):
 def test_ranges_of_bytes_name_their_unit_once_where_it_is_one(one, other):
     low, high = sorted((one, other))
     text = words.gibs(low, high)
-    assert words.size(high) in text
-    assert words.size(low).split()[0] in text
-    assert text.count("iB") + text.count(" B") <= 2
+    assert text.endswith(words.size(high))
+    assert text.count("iB") + text.count(" B") == 1
+    unit, _ = unit_of(high)
+    assert float(text.split("–")[0].split()[0].replace(",", "")) == pytest.approx(low / unit, abs=0.51)
+    assert words.size(low, like=high).split()[0] in text
+
+
+def test_sizes_of_one_line_have_one_unit():
+    assert words.size(27 * MIB, like=24 * GIB) == "0.03 GiB"
+    assert words.gibs(135 * KIB, 1350 * KIB, like=1350 * KIB) == "0.13–1.32 MiB"
+    assert words.gibs(135 * KIB, 200 * KIB, like=64 * KIB) == "135.00–200.00 KiB"
+    assert words.size(1e16) == "9,313,226 GiB"

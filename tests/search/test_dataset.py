@@ -55,8 +55,8 @@ def test_padded_text_is_said_before_it_fills_a_disk():
     assert (found.text_bytes.low, found.text_bytes.high) == (49 * 8192, 168 * 8192)
     assert found.store_bytes.high == 30_000_000 * (131_072 + 168 * 8192 + 64)
     assert found.notes[0] == (
-        "padded to 300 × 4096 in bf16, the text of an image takes 2.46 MB, and that of all images 73.7 TB; it is "
-        "stored without padding: 401 kB to 1.38 MB an image, with captions of 49 tokens (two or three sentences) to "
+        "padded to 300 × 4096 in bf16, the text of each image takes 2.46 MB, and that of all 73.7 TB; it is "
+        "stored without padding: 401 kB to 1.38 MB each, with captions of 49 tokens (two or three sentences) to "
         "168 (detailed ones) on the mean"
     )
     assert found.notes[1] == "the store takes 16 TB to 45.2 TB: up to 12 disks of 3.84 TB"

@@ -119,12 +119,13 @@ def test_sizes_read_as_they_are_written(sizes):
     [
         (
             {"model": "sana-160m"},
-            "--model 'sana-160m' is not in the catalogue; did you mean sana-1600m, sana-600m, sana-1600m-512? "
+            "--model 'sana-160m' is not in the catalogue; did you mean sana-1600m-1024, sana-600m-1024, "
+            "sana-1600m-512, sana-1.5-1600m-1024? "
             "(`bigdit models` lists all)",
         ),
         (
             {"gpu": "a4"},
-            "--gpu 'a4' is not in the catalogue; did you mean a40, a4500, a4000? (`bigdit gpus` lists all)",
+            "--gpu 'a4' is not in the catalogue; did you mean a40, rtx-a4000, rtx-a4500? (`bigdit gpus` lists all)",
         ),
         ({"model": "no/config.json"}, "--model: no/config.json does not exist; a diffusers config.json was expected"),
         ({"gpus": 0}, "--gpus is 0, and 1 or more was expected"),

@@ -97,7 +97,7 @@ def dataset_need(question: Question, batch: BatchShape, encoding: RehearsedSize 
         store_bytes=store,
         extraction_seconds=extraction,
         notes=(
-            *_text_notes(batch, text, padded, images),
+            *_text_notes(batch, text, padded, images, "video" if question.model.video else "image"),
             _disk_note(store),
             *_extraction_notes(question.model, batch, known=encoding is not None),
         ),
@@ -113,15 +113,15 @@ def _image_seconds(question: Question, encoding: RehearsedSize) -> Interval:
     return step_time(work, strategy, question.gpu, Cluster()).seconds * (1 / encoding.micro_batch_size)
 
 
-def _text_notes(batch: BatchShape, text: Interval, padded: int, images: int) -> list[str]:
+def _text_notes(batch: BatchShape, text: Interval, padded: int, images: int, sample: str) -> list[str]:
     if batch.text is None:
         return []
     tokens, dim = batch.text
     low, high = (min(round(bound), tokens) for bound in (CAPTION_TOKENS.low, CAPTION_TOKENS.high))
     return [
-        f"padded to {tokens} × {dim} in bf16, the text of an image takes {written(padded)}, and that of all images "
-        f"{written(padded * images)}; it is stored without padding: {written(text.low)} to {written(text.high)} an "
-        f"image, with captions of {low} tokens (two or three sentences) to {high} (detailed ones) on the mean"
+        f"padded to {tokens} × {dim} in bf16, the text of each {sample} takes {written(padded)}, and that of all "
+        f"{written(padded * images)}; it is stored without padding: {written(text.low)} to {written(text.high)} each, "
+        f"with captions of {low} tokens (two or three sentences) to {high} (detailed ones) on the mean"
     ]
 
 

@@ -1,0 +1,174 @@
+"""What a person types for a model or a card: found, asked back with a short list, or refused with the true reason."""
+
+import re
+from collections import Counter
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from bigdit.catalog import FAMILIES, find_model, model, resolve_gpu
+from bigdit.catalog.gpus import gpus
+from bigdit.catalog.models import models, repositories
+from bigdit.catalog.names import SUGGESTED, load_json, refusal, refusals
+from bigdit.errors import UserError
+
+FOUND = {
+    "black-forest-labs/FLUX.1-dev": "flux.1-dev",
+    "Efficient-Large-Model/Sana_1600M_1024px_diffusers": "sana-1600m-1024",
+    "Sana_1600M_1024px_diffusers": "sana-1600m-1024",
+    "efficient-large-model/sana_1600m_4kpx_bf16_diffusers": "sana-1600m-4096",
+    "stabilityai/stable-diffusion-3.5-large": "sd3.5-large",
+    "stable-diffusion-3.5-large-turbo": "sd3.5-large",
+    "Wan-AI/Wan2.1-T2V-14B-Diffusers": "wan2.1-t2v-14b",
+    "PixArt-alpha/PixArt-XL-2-1024-MS": "pixart-alpha-xl-2-1024",
+    "THUDM/CogVideoX-5b": "cogvideox-5b",
+    "zai-org/CogVideoX-5b": "cogvideox-5b",
+    "THUDM/CogVideoX1.5-5B": "cogvideox1.5-5b",
+    "cogvideox-1.5": "cogvideox1.5-5b",
+    "z-image-turbo": "z-image",
+    "flux-dev": "flux.1-dev",
+    "flux1-dev": "flux.1-dev",
+    "FLUX.1 dev": "flux.1-dev",
+    "flux1schnell": "flux.1-schnell",
+    "sd3.5-large": "sd3.5-large",
+    "sd-3.5-large": "sd3.5-large",
+    "wan-2.1-1.3b": "wan2.1-t2v-1.3b",
+}
+
+
+@pytest.mark.parametrize("asked", FOUND)
+def test_models_are_found_by_the_names_that_people_use(asked):
+    assert find_model(asked).name == FOUND[asked]
+
+
+CARDS = {
+    "4090": "rtx-4090",
+    "RTX4090": "rtx-4090",
+    "3090ti": "rtx-3090-ti",
+    "6000 ada": "rtx-6000-ada",
+    "rtx4070tisuper": "rtx-4070-ti-super",
+    "A100 80GB": "a100-80g-sxm",
+    "a100 40 GB": "a100-40g-sxm",
+    "a100 40gb pcie": "a100-40g-pcie",
+    "h100-80gb-hbm3": "h100-sxm",
+    "H100 SXM": "h100-sxm",
+}
+
+
+@pytest.mark.parametrize("asked", CARDS)
+def test_cards_are_found_by_the_names_that_people_use(asked):
+    assert resolve_gpu(asked).name == CARDS[asked]
+
+
+def _refused(find, asked):
+    with pytest.raises(UserError) as error:
+        find(asked)
+    (problem,) = error.value.problems
+    return problem
+
+
+ASKED_BACK = {
+    "wan-2.1-14b": (find_model, "is ambiguous; name one of wan2.1-t2v-14b, wan2.1-i2v-14b-480p"),
+    "flux2": (find_model, "is ambiguous; name one of flux.2-dev, flux.2-klein-4b, flux.2-klein-9b"),
+    "dit-xl": (find_model, "did you mean dit-xl-2, dit-xl-4, dit-xl-8"),
+    "hunyuan": (find_model, "did you mean hunyuandit-v1.2, hunyuandit-v1.1, hunyuanvideo-t2v, hunyuanimage-2.1?"),
+    "unsloth/FLUX.1-dev": (find_model, "did you mean flux.1-dev?"),
+    "qwen": (find_model, "did you mean qwen-image?"),
+    "sana-160m": (find_model, "did you mean sana-1600m-1024"),
+    "stable-diffusion": (find_model, "did you mean sd3-medium, sd3.5-large, sd3.5-medium?"),
+    "A100": (resolve_gpu, "is ambiguous; name one of a100-40g-sxm, a100-40g-pcie, a100-80g-sxm, a100-80g-pcie"),
+    "a100-sxm": (resolve_gpu, "did you mean a100-40g-sxm, a100-80g-sxm?"),
+    "a100-80": (resolve_gpu, "did you mean a100-80g-sxm, a100-80g-pcie?"),
+    "h100-80gb-sxm5": (resolve_gpu, "did you mean h100-sxm?"),
+    "ada 6000": (resolve_gpu, "did you mean rtx-6000-ada?"),
+    "rtx-4091": (resolve_gpu, "did you mean rtx-4090"),
+    "l40z": (resolve_gpu, "did you mean l40"),
+}
+
+
+@pytest.mark.parametrize("asked", ASKED_BACK)
+def test_what_may_be_several_is_asked_back_with_a_short_list(asked):
+    find, said = ASKED_BACK[asked]
+    problem = _refused(find, asked)
+    assert said in problem
+    assert len(re.search("(?:one of|mean) (.*)", problem)[1].split(", ")) <= SUGGESTED
+
+
+REASONS = {
+    "sdxl": (find_model, "SDXL and what is tuned from it are U-Nets", "pixart-sigma-xl-2-1024"),
+    "stabilityai/stable-diffusion-xl-base-1.0": (find_model, "are U-Nets (UNet2DConditionModel)", "sana-1600m-1024"),
+    "runwayml/stable-diffusion-v1-5": (find_model, "Stable Diffusion 1 and 2 are U-Nets", "pixart-alpha-xl-2-512"),
+    "sd1.5": (find_model, "Stable Diffusion 1 and 2 are U-Nets", "dit-xl-2"),
+    "stable-diffusion-2-1": (find_model, "Stable Diffusion 1 and 2 are U-Nets", "dit-xl-2"),
+    "FLUX.1-Kontext-dev": (find_model, "trained on pictures beside the noise", "flux.1-dev"),
+    "Wan-AI/Wan2.2-T2V-A14B-Diffusers": (find_model, "two experts of Wan 2.1's shape", "wan2.1-t2v-14b"),
+    "genmo/mochi-1-preview": (find_model, "bigdit has no adapter for its class yet", ""),
+    "Lightricks/LTX-2": (find_model, "bigdit has no adapter for its class yet", ""),
+    "midjourney": (find_model, "its weights and its arguments are not published", ""),
+    "mi300x": (resolve_gpu, "AMD's Instinct cards are not CUDA", "h200-sxm, b200"),
+    "AMD Radeon RX 7900 XTX": (resolve_gpu, "AMD's cards are not CUDA", ""),
+    "gaudi3": (resolve_gpu, "Intel's cards are not CUDA", ""),
+    "m3 max": (resolve_gpu, "Apple's chips are not CUDA", ""),
+    "tpu-v5e": (resolve_gpu, "it is not CUDA", ""),
+    "Tesla P100-PCIE-16GB": (resolve_gpu, "older than Volta", "t4"),
+    "GeForce RTX 4090 Laptop GPU": (resolve_gpu, "a laptop's card has another chip", ""),
+    "8xH100": (resolve_gpu, "how many cards there are, --gpus says", "h100-sxm"),
+    "h100x8": (resolve_gpu, "how many cards there are, --gpus says", "h100-sxm"),
+    "p4de.24xlarge": (resolve_gpu, "name the card, and --gpus 8", "a100-80g-sxm"),
+    "80GB": (resolve_gpu, "`bigdit gpus --min-memory` lists", ""),
+    "hopper": (resolve_gpu, "it is many cards", ""),
+}
+
+
+@pytest.mark.parametrize("asked", REASONS)
+def test_what_cannot_be_planned_is_refused_with_its_reason(asked):
+    find, reason, near = REASONS[asked]
+    problem = _refused(find, asked)
+    assert reason in problem
+    assert near in problem.partition("; nearest: ")[2]
+
+
+@pytest.mark.parametrize(("kind", "known"), [("model", models()), ("gpu", gpus())])
+def test_refusals_take_nothing_away_and_name_what_there_is(kind, known):
+    names = {each.name for each in known}
+    for refused in refusals(kind):
+        assert set(refused.nearest) <= names
+        assert refused.reason
+        assert refused.source
+        if kind == "gpu":
+            assert not [each.title for each in known if re.search(refused.asked, each.name)]
+
+
+OF_OTHER_THINGS = {"PriorTransformer", "T5FilmDecoder", "Transformer2DModel", "TransformerTemporalModel"} | {
+    "RFD4ProteinaTransformer"  # of proteins
+}
+"""Parts of pipelines of U-Nets, and what makes neither pictures nor videos nor sound."""
+
+
+def test_every_transformer_of_diffusers_is_driven_or_refused_as_one_without_adapter():
+    files = Path(find_spec("diffusers").origin).parent.glob("models/transformers/*.py")
+    defined = [
+        found for file in files for found in re.findall(r"^class (\w+)\(([^)]*)", file.read_text(), re.MULTILINE)
+    ]
+    classes = {name for name, bases in defined if "ModelMixin" in bases}
+    assert len(classes) > 70
+    silent = {name for name in classes - FAMILIES.keys() if "no adapter for its class" not in refusal("model", name)}
+    assert silent == OF_OTHER_THINGS
+    assert not [name for name in FAMILIES if refusal("model", name)]
+
+
+def test_no_two_names_differ_by_their_hyphens_alone():
+    for file, kind in (("models.json", "models"), ("gpus.json", "gpus")):
+        document = load_json(file)
+        plain = Counter(re.sub(r"[-/ ]", "", name) for name in document[kind])
+        assert max(plain.values()) == 1
+
+
+def test_repositories_are_of_models_that_there_are():
+    held = load_json("models.json")["hub"]
+    assert set(held.values()) <= {m.name for m in models()}
+    assert all(re.fullmatch(r"[\w-]+/[\w.-]+", repository) for repository in held)
+    assert "Tongyi-MAI/Z-Image-Turbo" in repositories("z-image")
+    for repository, name in held.items():
+        assert model(repository).name == model(repository.split("/")[1]).name == name
