@@ -26,7 +26,7 @@ EngineChoice = Literal[
 ]
 """Engines by the names of config/strategy.py's presets."""
 
-MOST_MICRO_BATCH = 4096
+MOST_MICRO_BATCH = 1024
 """Samples of a card in one pass that can be asked for: the search itself looks no further than 512."""
 MOST_RANK = 8192
 """Of adapters: beyond the width of the layer that it stands beside, a rank adds nothing, and none here is wider."""

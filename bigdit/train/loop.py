@@ -39,10 +39,12 @@ from bigdit.train.store import open_store
 from bigdit.train.written import FILE as RECEIPT
 from bigdit.train.written import write_receipt
 
-_LESS = (
-    "a smaller step does not mend that; `bigdit plan` says what fits: an optimizer with less state, train.lora, "
-    "offload to the host, more cards"
-)
+# On a card, steps are taken again with less: what comes here ran out before the first one, or between two.
+_LESS = {
+    "cuda": "it was in no step, and a smaller one does not mend it; `bigdit plan` says what fits: an optimizer with "
+    "less state, train.lora, offload to the host, more cards",
+    "cpu": "a smaller train.micro_batch_size takes less, or train.checkpointed_blocks all",
+}
 
 
 def train(
@@ -58,7 +60,7 @@ def train(
         process_group(world, needed=needed, on_host=on_host, timeout=run.engine.timeout) as device,
         ending_together(world, stop),
         held(run.output, world),
-        told("the start, or what is between two steps,", device, _LESS),
+        told("training", device, _LESS[device.type]),
     ):
         return _train(run, spec, strategy, world, stop, device, plan)
 

@@ -9,6 +9,7 @@ import subprocess
 from contextlib import contextmanager
 
 import pytest
+import torch
 from cards import TIME_LIMIT_S
 from commands import DIGITS, ROOT, SINGLE, TINY, bigdit, with_set
 from hypothesis import given
@@ -18,8 +19,9 @@ from running import until
 
 from bigdit import catalog
 from bigdit.emulator import emulated_environment, shared_state
+from bigdit.errors import UserError
 from bigdit.rehearse.card.client import cuda_python
-from bigdit.shortage import asked_bytes
+from bigdit.shortage import asked_bytes, told
 from bigdit.spec import StepSize, Strategy
 from bigdit.train.metrics import read_metrics
 from bigdit.train.processes.launch import free_port
@@ -256,3 +258,14 @@ def test_what_was_asked_for_is_read_from_torch_s_message():
     assert asked_bytes("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total") == 20 << 20
     assert asked_bytes("CUDA out of memory. Tried to allocate 512 bytes. GPU 0 has") == 512
     assert asked_bytes("CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate") is None
+
+
+def test_what_a_host_ran_out_of_is_one_line():
+    line = r"^training ran out of memory: 1073741824\.00 GiB were asked for, [\d.]+ GiB of [\d.]+ GiB were free; less$"
+    with pytest.raises(UserError, match=line), told("training", torch.device("cpu"), "less"):
+        torch.empty(2**60, dtype=torch.uint8)
+
+
+def test_other_errors_of_a_step_stay_what_they_are():
+    with pytest.raises(RuntimeError, match="shape"), told("training", torch.device("cpu"), "less"):
+        torch.empty(2).view(3)
