@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -71,9 +72,14 @@ def _options(
     """Plan and train large diffusion transformers: what fits, how fast, with which settings."""
 
 
+@functools.cache
+def _command() -> Any:
+    return typer.main.get_command(app)
+
+
 def run(arguments: Sequence[str]) -> int:
     """Run a command; its exit status. Ctrl-C is left to the caller: typer would end it without a word."""
-    command = typer.main.get_command(app)
+    command = _command()
     try:
         with command.make_context("bigdit", list(arguments)) as context:
             result = command.invoke(context)
