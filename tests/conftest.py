@@ -1,6 +1,7 @@
 """What tests share: the digits as pictures, a feature store of some of them, and tiny runs."""
 
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -9,6 +10,9 @@ import pytest
 # A thread more for each of two workers and their processes is more than there are cores: torch's threads then wait for
 # each other, for seconds a step.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# A shell has what it starts in the background ignore Ctrl-C, and so all that tests start: they are to hear it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from commands import DIGITS, ROOT, SINGLE, TINY, bigdit, run_ranks, with_set
 from hypothesis import settings
