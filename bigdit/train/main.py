@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,11 +13,14 @@ from bigdit.catalog.revision import revision
 from bigdit.config.plan_file import read_plan_file
 from bigdit.config.planned import plan_notices
 from bigdit.dist import world_from_env
-from bigdit.errors import guard
+from bigdit.errors import EXIT_USER, guard
 from bigdit.train.prepare import check_store, load, prepare, with_ds_config, with_grace
-from bigdit.train.processes.orphan import end_with_launcher
+from bigdit.train.processes.orphan import LAUNCHER, end_with_launcher
 
 EXPANDABLE = "expandable_segments:True"
+
+PATIENCE_S = 10.0
+"""How long a process that has nothing to say of an error waits for the one that has, at most."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -33,7 +37,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     overrides = with_grace(with_ds_config(parsed.set, parsed.ds_config), parsed.grace)
     end_with_launcher()
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # or a lost peer is told in stack frames too
-    return guard(lambda: _train(parsed.config, overrides, parsed.plan))
+    status = guard(lambda: _train(parsed.config, overrides, parsed.plan))
+    if status == EXIT_USER and os.environ.get("RANK", "0") != "0" and LAUNCHER not in os.environ:
+        time.sleep(PATIENCE_S)  # torchrun ends all as soon as one has failed: the one that says why is let go first
+    return status
 
 
 def _train(config: Path, overrides: Sequence[str], source: Path | None) -> int:
