@@ -46,12 +46,12 @@ def test_an_error_names_the_source_of_the_list(tmp_path):
     ("images", "problem"),
     [
         ([], "data.images: the list is empty; name a source, such as a folder of pictures"),
-        ({"path": "x", "captoins": "y"}, "data.images.0.captoins: unknown key; did you mean captions?"),
-        ({"kind": "csv"}, "data.images.0.path: missing; it has no default"),
-        ({"path": "x", "kind": "zip"}, "data.images.0.kind: Input should be 'folder', 'csv', 'parquet', 'webdataset'"),
+        ({"path": "x", "captoins": "y"}, "data.images.captoins: unknown key; did you mean captions?"),
+        ({"kind": "csv"}, "data.images.path: missing; it has no default"),
+        ({"path": "x", "kind": "zip"}, "data.images.kind is 'zip', which is not known; known: csv, datasets, folder"),
         (
             {"path": "x", "captions": {"short": -1}},
-            "data.images.0.captions: the weight of short is a number from 1.2e-38 to 3.4e+38, or a column; -1 was",
+            "data.images.captions: the weight of short is a number from 1.2e-38 to 3.4e+38, or a column; -1 was",
         ),
     ],
 )
