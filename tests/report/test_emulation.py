@@ -37,20 +37,19 @@ def emulation(*runs: Run) -> Emulation:
     return Emulation(command=("python", "<i>train.py"), gpu=gpu("a40"), cards=1, runs=runs)
 
 
-def shown(found: Emulation, monkeypatch: pytest.MonkeyPatch) -> str:
+def shown(found: Emulation, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
     monkeypatch.setattr(log.out, "width", 80)
-    with log.out.capture() as captured:
-        show(found)
-    return captured.get()
+    show(found)
+    return capsys.readouterr().out
 
 
-def test_what_a_script_wrote_stays_text(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_script_wrote_stays_text(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     found = emulation(run({"out_of_memory": [OOM], "out_of_memory_count": 1, "cards": [LARGE]}, status=1))
     html = page(found)
     assert "<script" not in html
     assert "&lt;script&gt;alert(1)" in html
     assert "<i>train.py" not in html
-    text = shown(found, monkeypatch)
+    text = shown(found, monkeypatch, capsys)
     assert "[bold red]x[/]" in text
     assert "[link=x]<b>" in text
     assert all(len(line) <= 80 for line in text.splitlines())
@@ -88,9 +87,9 @@ def test_notices_are_said_once() -> None:
     assert "2 processes used card 0, and shared its memory" in lines
 
 
-def test_no_card_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_card_is_no_answer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     found = emulation(run())
-    assert "no process used a card" in " ".join(shown(found, monkeypatch).split())
+    assert "no process used a card" in " ".join(shown(found, monkeypatch, capsys).split())
     assert verdict(found.runs[0], found)[0] == "no answer"
 
 
