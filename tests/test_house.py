@@ -4,6 +4,7 @@ Which layer imports from which is import-linter's (setup.cfg).
 """
 
 import ast
+import re
 from configparser import ConfigParser
 
 import grimp
@@ -41,12 +42,16 @@ def crowded(folder):
     return {each: count for each, count in counts.items() if count > MOST}
 
 
-def layers():
-    """The files that speak for the layers of setup.cfg, and for the folders within them."""
+def named():
+    """The layers of setup.cfg, as import-linter holds them."""
     config = ConfigParser()
     config.read(ROOT / "setup.cfg")
-    named = config["importlinter:contract:layers"]["layers"].replace(":", " ").split()
-    alone = [(ROOT / name.replace(".", "/")).with_suffix(".py") for name in named]
+    return config["importlinter:contract:layers"]["layers"].replace(":", " ").split()
+
+
+def layers():
+    """The files that speak for the layers of setup.cfg, and for the folders within them."""
+    alone = [(ROOT / name.replace(".", "/")).with_suffix(".py") for name in named()]
     return sorted([*PACKAGE.rglob("__init__.py"), *(file for file in alone if file.exists())])
 
 
@@ -84,3 +89,14 @@ def test_every_layer_says_what_it_is(file):
     said = ast.get_docstring(ast.parse(file.read_text()))
     assert said is not None
     assert said.split("\n\n")[0].endswith(".")
+
+
+def test_the_drawing_has_the_layers_that_are_held():
+    rows = re.findall(r"^\| (`.*?) \|", (ROOT / "ARCHITECTURE.md").read_text(), re.MULTILINE)
+    drawn = [f"bigdit.{name}" for row in rows for name in re.findall(r"`(\w+)`", row)]
+    assert sorted(drawn) == sorted(named())
+
+
+def test_no_text_has_both_sides_of_a_merge():
+    texts = [*ROOT.glob("*.md"), *(ROOT / "benchmarks").rglob("*.md"), ROOT / "Makefile", ROOT / "setup.cfg"]
+    assert [text for text in texts if re.search("^(<{7}|>{7}) ", text.read_text(), re.MULTILINE)] == []
