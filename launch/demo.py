@@ -84,7 +84,7 @@ def main() -> None:
             str(free_port()),
             "launch/train.py",
         ),
-        *("--ds-config", "ds_configs/zero2_bf16.json", *demo.config),
+        *("--ds-config", "ds_configs/zero2.json", *demo.config),
     )
     grid = _sample(demo)
     right = _read_samples(demo.folder / "samples")

@@ -15,8 +15,9 @@ BIN = Path(sys.executable).parent
 HELPERS = f"{ROOT}:{Path(__file__).parent}"
 """The PYTHONPATH of scripts that import what tests share."""
 
-# A smaller sibling of the demo's model: two narrow blocks.
+# A smaller sibling of the demo's model, two narrow blocks, in the precision that people train in.
 TINY = (
+    "train.precision=bf16",
     "model.kwargs.num_layers=2",
     "model.kwargs.num_attention_heads=4",
     "model.kwargs.attention_head_dim=8",
