@@ -32,7 +32,7 @@ CASES = (
 HEAD = """# Claims, and what the planner says
 
 Made by `python benchmarks/scenarios.py`: each answer is a plan or a rehearsal of the real step. Process is what
-nvidia-smi would show at most; FITS leaves a margin of 5 %, TIGHT is within it. Sizes in GiB."""
+nvidia-smi would show at most; FITS leaves room for all that is not known, and TIGHT for its least. Sizes in GiB."""
 
 
 def main(wanted: list[int]) -> None:

@@ -41,7 +41,8 @@ class Receipt(Strict):
     """One run's step, how it was asked for and what was measured.
 
     `batch` is the largest bucket's shape, of `buckets` of them. `device` is the card as its driver names it, or
-    `cpu`; of an `emulated` one bytes are what torch's own allocator says, and times say nothing. `gpus_per_node` are
+    `cpu`; of an `emulated` one bytes are what torch's own allocator says, and times say nothing;
+    `expandable_segments` is how that was set. `gpus_per_node` are
     the processes of one machine. `steps` are of the run's last start, `skipped_steps` those of them that were not
     taken, `out_of_memory` those of all its starts. `seconds_per_step` is a median, start and first steps left out;
     `seconds` are of the whole start. Peaks are of one process, in bytes, by what `measured_with` names; reserved ones
@@ -57,6 +58,7 @@ class Receipt(Strict):
     objective: ObjectiveSpec
     device: str
     emulated: bool = False
+    expandable_segments: bool = False
     compute_capability: tuple[int, int] | None
     gpus_per_node: PositiveInt
     steps: PositiveInt

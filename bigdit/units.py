@@ -11,7 +11,8 @@ LARGEST = 2**63 - 1
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 
-_SUFFIXES = {"": 1, "B": 1, "KIB": KIB, "MIB": MIB, "GIB": GIB, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+_SUFFIXES = {"": 1, "B": 1, "KIB": KIB, "MIB": MIB, "GIB": GIB, "TIB": 1024 * GIB}
+_SUFFIXES |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 _MOST_DIGITS = 20  # of a number of bytes below 2^64
 

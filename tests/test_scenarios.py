@@ -207,7 +207,7 @@ def test_what_16_bits_save_depends_on_the_batch(pool: Pool, model: str) -> None:
 @pytest.mark.slow
 def test_the_waterfall_leads_from_what_is_copied_to_what_fits(pool: Pool, sana: Question, adamw: Option) -> None:
     sample = Sample(sana.model, sana.gpu, sana.resolution)
-    (chosen,) = confirm(pool, sample, EVIDENCE.band, [candidate(sana, adamw, 5, 0, EVIDENCE)])
+    (chosen,) = confirm(pool, sample, sana, EVIDENCE.band, [candidate(sana, adamw, 5, 0, EVIDENCE)])
     steps = waterfall(pool, sample, sana, EVIDENCE, chosen)
     assert [step.change.split(":")[0] for step in steps] == [
         "as copied",
@@ -220,7 +220,7 @@ def test_the_waterfall_leads_from_what_is_copied_to_what_fits(pool: Pool, sana: 
     assert steps[0].change.endswith("fp32, AdamW, encoders and average on the card, micro-batch 1")
     assert steps[0].verdict == "TIGHT"
     assert steps[0].process_bytes > sana.gpu.usable_bytes
-    assert steps[-1].process_bytes == chosen.footprint.process.high_bytes
+    assert steps[-1].process_bytes == chosen.process.high_bytes
     assert steps[-1].verdict == "FITS"
     left = dict(zip((step.change for step in steps), (step.process_bytes for step in steps), strict=True))
     taken = [before - after for before, after in pairwise(left.values())]

@@ -27,7 +27,7 @@ from bigdit.search.plan import Plan, Step, Verdict
 from bigdit.search.predict.anchors import Sample
 from bigdit.search.question import Question
 from bigdit.search.space import Proposal
-from bigdit.search.verdict import verdict
+from bigdit.search.verdict import planned, process, verdict
 from bigdit.search.waterfall import waterfall
 from bigdit.spec import Strategy
 from bigdit.speed.cluster import Cluster
@@ -130,7 +130,7 @@ def largest(pool: Pool, question: Question, option: Option, blocks: int) -> int:
         size = max(_predicted(option, blocks, room), best, 1)
         sizes = (size, size + max(size // CLOSE, 1))
         candidates = [candidate(question, option, each, blocks, EVIDENCE) for each in sizes]
-        this, next_one = confirm(pool, _sample_of(question), EVIDENCE.band, candidates)
+        this, next_one = confirm(pool, _sample_of(question), question, EVIDENCE.band, candidates)
         if next_one.verdict == "FITS":
             best = sizes[1]
         elif this.verdict == "FITS":
@@ -149,7 +149,7 @@ def explained(pool: Pool, found: Plan) -> tuple[Step, ...]:
     if strategy.checkpointing == "selective":
         options = selective(pool, sample, options)
     chosen = candidate(question, options[0], strategy.micro_batch_size, int(strategy.checkpointed_blocks), EVIDENCE)
-    (confirmed,) = confirm(pool, sample, EVIDENCE.band, [chosen])
+    (confirmed,) = confirm(pool, sample, question, EVIDENCE.band, [chosen])
     return waterfall(pool, sample, question, EVIDENCE, confirmed)
 
 
@@ -176,8 +176,8 @@ def _found(sample: Sample, strategy: Strategy, answer: RehearsedSize) -> Found:
         answer=answer,
         verdict=said,
         peaks={phase.phase: phase.peak_bytes for phase in answer.ledger.phases},
-        reserved_bytes=taken.segments.wanted_bytes,
-        process_bytes=taken.process.high_bytes,
+        reserved_bytes=planned(taken).wanted_bytes,
+        process_bytes=process(planned(taken).wanted_bytes, taken.beside, EVIDENCE.band).high_bytes,
         usable_bytes=sample.gpu.usable_bytes,
     )
 

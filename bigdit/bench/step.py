@@ -47,9 +47,6 @@ def bench_step(
         )
         found = rehearse(request).sizes[0]
         predicted, predicted_reserved = found.ledger.peak_allocated_bytes, None
-        if card is not None:  # whose allocator counts whole blocks
-            replayed = replay(found.timeline, card.total_memory)
-            predicted, predicted_reserved = replayed.peak_allocated_bytes, replayed.peak_reserved_bytes
 
         family = models.family(spec.class_name)
         model = models.build(spec, device="cpu", dtype=engines.compute_dtype(strategy), seed=seed)
@@ -74,6 +71,9 @@ def bench_step(
                 del result, batches, micro_batches  # or they would live, and be measured, in the next step
     measured = meter.peak_allocated_bytes
     assert measured is not None
+    if card is not None:  # whose allocator counts whole blocks
+        replayed = replay(found.timeline, card.total_memory, expandable_segments=meter.expandable_segments)
+        predicted, predicted_reserved = replayed.peak_allocated_bytes, replayed.peak_reserved_bytes
     median = statistics.median(seconds[2:])
     return Receipt(
         kind="bench",
@@ -84,6 +84,7 @@ def bench_step(
         objective=objective,
         device=meter.device_name,
         emulated=meter.emulated,
+        expandable_segments=meter.expandable_segments,
         compute_capability=meter.compute_capability,
         gpus_per_node=1,
         steps=steps,

@@ -32,6 +32,10 @@ def run(
     network: Annotated[
         float | None, typer.Option(metavar="GB/S", help="10^9 bytes a second between machines; 12.5 if left out.")
     ] = None,
+    host_memory: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Of one machine: 128GiB; this one's for --gpu auto, else 64 GiB a card."),
+    ] = None,
     resolution: Annotated[
         list[str] | None,
         typer.Option(
@@ -95,7 +99,10 @@ def run(
     ] = None,
     as_json: Json = False,
 ) -> int:
-    """Plan a training: whether it fits the cards, how fast it goes, what to set, and why."""
+    """Plan a training: whether it fits the cards, how fast it goes, what to set, and why.
+
+    Exit status: 0 where it fits or is tight, 2 where it does not fit, 1 for what cannot be asked.
+    """
     from bigdit import log
     from bigdit.search.ask import question_for
 
@@ -106,6 +113,7 @@ def run(
         gpus=gpus,
         gpus_per_node=gpus_per_node,
         network=network,
+        host_memory=host_memory,
         resolution=resolution,
         buckets=buckets,
         frames=frames,

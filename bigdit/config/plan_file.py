@@ -80,7 +80,7 @@ class RecordedLedger(Strict):
 
 
 class PlanFile(Strict):
-    """A plan that can be run. `expandable_segments`: whether it fits only with that setting of torch's allocator.
+    """A plan that can be run. `expandable_segments`: the setting of torch's allocator that it was planned for.
 
     `smaller`: what training goes on with where a step runs out of memory after all, one after the other.
     """

@@ -102,14 +102,14 @@ def front_figure(plan: Plan) -> Figure:
 
 
 def _draw_card(axes: Axes, plan: Plan, *, horizontal: bool) -> None:
-    """The card's line, and below it the error band in which a plan is tight."""
+    """The card's line, and below it what is not known, in which a plan is tight."""
     usable = plan.question.gpu.usable_bytes
-    margin = plan.band.share * plan.chosen.peak_reserved_bytes
+    margin = plan.chosen.process.high_bytes - plan.chosen.process.low_bytes
     line, area = (axes.axhline, axes.axhspan) if horizontal else (axes.axvline, axes.axvspan)
     line(usable / GIB, color="black", linestyle="--", linewidth=1.2)
     area((usable - margin) / GIB, usable / GIB, color=COLOURS["saved activation"], alpha=0.35, linewidth=0)
     axes.annotate(
-        f"usable {gib(usable)}; shaded: error band",
+        f"usable {gib(usable)}; shaded: not known",
         (0.01, usable / GIB) if horizontal else (usable / GIB, 1.0),
         xycoords=axes.get_yaxis_transform() if horizontal else axes.get_xaxis_transform(),
         xytext=(0, 5),

@@ -104,14 +104,13 @@ def _facts(plan: Plan) -> dict[str, tuple[str, str]]:
 
 def _card_bar(plan: Plan, longest: int) -> Bar:
     """The process at its peak: what is allocated, what lies idle in the allocator, what is beside torch."""
-    reserved, beside, process = words.held(plan.footprint, plan.chosen)
-    ledger = plan.ledger
+    held, ledger = words.held(plan), plan.ledger
     pieces = _pieces(ledger.deciding, longest)
-    idle = max(reserved - ledger.peak_allocated_bytes, 0)
-    pieces += [
-        Piece("idle in the allocator", "--idle", idle, 100 * idle / longest),
-        Piece("CUDA context, NCCL", "--beside", beside, 100 * beside / longest),
-    ]
+    idle = max(held.pop("reserved by torch") - ledger.peak_allocated_bytes, 0)
+    process = held.popitem()[1]
+    more = {"idle in the allocator": ("--idle", idle)}
+    more |= {name: ("--beside", nbytes) for name, nbytes in held.items()}
+    pieces += [Piece(name, colour, nbytes, 100 * nbytes / longest) for name, (colour, nbytes) in more.items()]
     return Bar("the process at its peak", gib(process), pieces)
 
 

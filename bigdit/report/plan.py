@@ -62,7 +62,7 @@ def _headline(plan: Plan) -> RenderableType:
         )
     )
     head.add_row("")
-    head.add_row(Text.assemble((plan.verdict, _STYLES[plan.verdict]), f": {words.verdict(plan)}"))
+    head.add_row(Text.assemble((plan.verdict, _STYLES[plan.verdict]), f"{words.numerics(plan)}: {words.verdict(plan)}"))
     head.add_row(Text(words.band(plan)))
     return head
 
@@ -94,14 +94,12 @@ def _phases(plan: Plan) -> Table:
 
 
 def _card(plan: Plan) -> Table:
-    torch, beside, process = words.held(plan.footprint, plan.chosen)
     rows = table("on the card, at most", ["part", "bytes"], numeric=["bytes"])
     rows.show_header = False
-    rows.add_row("reserved by torch", gib(torch))
-    rows.add_row("CUDA context, NCCL", gib(beside))
-    rows.add_row("process (nvidia-smi)", gib(process))
+    for name, nbytes in words.held(plan).items():
+        rows.add_row(name, gib(nbytes))
     rows.add_row("usable", gib(plan.question.gpu.usable_bytes))
-    rows.add_row("left", gib(plan.question.gpu.usable_bytes - process))
+    rows.add_row("left", gib(plan.chosen.headroom_bytes))
     return rows
 
 
@@ -180,7 +178,7 @@ def _print_commands(plan: Plan, folder: Path | None, console: Console) -> None:
     if folder is None:
         console.print("to run it: ask again with --out DIR, which writes the plan and prints the commands")
         return
-    console.print(Text(f"to run it ({FILE} decides how; fill in {RUN} first)", style="bold"))
+    console.print(Text(f"to run it ({FILE} decides how, the allocator too; fill in {RUN} first)", style="bold"))
     for command in commands(plan, folder):
         console.print(f"# {command.comment}", highlight=False, markup=False)
         for line in command.lines():

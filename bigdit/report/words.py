@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from bigdit.memory.footprint import Footprint
 from bigdit.search.candidates import LARGEST_MICRO_BATCH
 from bigdit.search.plan import Choice, Plan
-from bigdit.search.record import needs_expandable_segments
+from bigdit.search.verdict import planned
 from bigdit.spec import Strategy
 from bigdit.speed.interval import Interval
 from bigdit.units import GIB, count, gib, unit_of
@@ -168,9 +167,14 @@ def settings(choice: Choice, plan: Plan) -> dict[str, str]:
     if strategy.lora is not None:
         found["adapters"] = f"LoRA of rank {strategy.lora.rank} over a frozen {strategy.lora.base} base"
     found |= _buckets(strategy)
-    if needs_expandable_segments(plan.footprint) and choice == plan.chosen:
-        found["allocator"] = ALLOCATOR
+    found["allocator"] = ALLOCATOR + (spared(plan) if choice == plan.chosen else "")
     return found
+
+
+def spared(plan: Plan) -> str:
+    """What expandable segments save beside torch's default, where that is to be seen."""
+    less = plan.footprint.segments.wanted_bytes - planned(plan.footprint).wanted_bytes
+    return f": reserves {gib(less)} less than torch's default" if less >= 0.01 * GIB else ""
 
 
 def _beside(strategy: Strategy) -> str:
@@ -212,20 +216,46 @@ def verdict(plan: Plan) -> str:
     """What is wanted of what there is, and what that leaves."""
     chosen, usable = plan.chosen, plan.question.gpu.usable_bytes
     wants = f"wants {gibs(chosen.process.low_bytes, chosen.process.high_bytes)} of {gib(usable)} usable"
+    if plan.verdict == "TIGHT":
+        least = chosen.process.low_bytes
+        when = "it fits at the lower end" if least <= usable else "torch must empty its caches to come through"
+        return f"{wants}: {when}, and the upper one is {gib(-chosen.headroom_bytes)} too much"
     left = chosen.headroom_bytes
     wants += f", {gib(left)} left" if left >= 0 else f", {gib(-left)} too much"
-    return wants + (", which is within the error band" if plan.verdict == "TIGHT" else "")
+    if not plan.short_of_host:
+        return wants
+    host = f"{gib(chosen.host_bytes)} of host RAM a machine, of {gib(plan.question.host_memory_bytes)} (--host-memory)"
+    return f"wants {host}; of the card it {wants}"
+
+
+def numerics(plan: Plan) -> str:
+    """What a plan says first where it is not for AdamW's own numbers, which nobody asked it to leave."""
+    pins = plan.question.pins
+    asked = (pins.optimizer, pins.precision) != (None, None) or pins.lora_rank is not None
+    return "" if plan.chosen.lossless or asked else " with a lossy optimizer, since nothing lossless does"
 
 
 def band(plan: Plan) -> str:
-    """How the figure was found, the error band in bytes, and where that comes from."""
-    margin = plan.band.share * plan.chosen.peak_reserved_bytes
+    """How the figure was found, and what of it is not known: in bytes, and where that comes from."""
     found = "rehearsed exactly as it stands" if plan.chosen.confirmed else "predicted from shallower siblings"
-    share = f"{100 * plan.band.share:.2g}"
-    return f"{found}; error band ±{share} % of reserved memory, ±{gib(margin)} ({plan.band.source})"
+    beside, share = plan.footprint.beside, f"{100 * plan.band.share:.2g}"
+    group = "CUDA's context and NCCL" if plan.chosen.strategy.world_size > 1 else "CUDA's context"
+    return (
+        f"{found}; not known: {gib(margin(plan))} that torch may reserve beyond that ({share} %: {plan.band.source}), "
+        f"{gib(beside.high_bytes - beside.low_bytes)} of {group}"
+    )
 
 
-def held(footprint: Footprint, choice: Choice) -> tuple[int, int, int]:
-    """The high end in parts: bytes reserved by torch, beside torch, and their sum."""
-    beside = footprint.beside.high_bytes
-    return choice.process.high_bytes - beside, beside, choice.process.high_bytes
+def margin(plan: Plan) -> int:
+    """Bytes that torch may reserve beyond what was found, at most."""
+    return plan.chosen.process.high_bytes - plan.footprint.beside.high_bytes - plan.chosen.peak_reserved_bytes
+
+
+def held(plan: Plan) -> dict[str, int]:
+    """The high end of the process in parts, and what they come to."""
+    return {
+        "reserved by torch": plan.chosen.peak_reserved_bytes,
+        "and at most": margin(plan),
+        "CUDA context, NCCL": plan.footprint.beside.high_bytes,
+        "process (nvidia-smi)": plan.chosen.process.high_bytes,
+    }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from bigdit.search.candidates import (
     capacity,
     fastest_without_state,
     fitting,
+    preferred,
 )
 from bigdit.search.choices import confirmed, front
 from bigdit.search.confirm import Confirmed, confirm, confirmed_best
@@ -29,7 +29,6 @@ from bigdit.search.explore import explore, hopeless, selective
 from bigdit.search.fixes import fixes
 from bigdit.search.limits import bucket_limits, curves
 from bigdit.search.needs.dataset import DatasetNeed, dataset_need, encoding_request
-from bigdit.search.needs.host import host_need
 from bigdit.search.needs.schedule import run
 from bigdit.search.plan import Plan, Rejected, Run, Step
 from bigdit.search.predict.anchors import Sample
@@ -41,6 +40,9 @@ from bigdit.spec import BatchShape, Strategy
 from bigdit.speed.step import StepTime
 
 Progress = Callable[[str], None]
+
+WORTH_LOSING = 0.10
+"""A lossy optimizer over several cards is looked at where it could be faster than the best lossless one by more."""
 
 
 def make_plan(question: Question, *, progress: Progress | None = None) -> Plan:
@@ -112,11 +114,11 @@ def _plan(pool: Pool, question: Question, evidence: Evidence) -> Plan:
         ledger=answer.ledger,
         footprint=chosen.footprint,
         packed_timeline=answer.packed_timeline,
-        host=host_need(answer.host_timeline, answer.checkpoint_bytes, question.cluster),
+        host=chosen.host,
         front=rows,
         rejected=tuple(found.rejected),
         buckets=bucket_limits(pool, sample, question, chosen.candidate, room),
-        curves=curves(question, chosen.candidate, labels),
+        curves=curves(question, chosen.candidate, evidence.band, labels),
         smaller=smaller(question, chosen.candidate, evidence),
         fixes=() if fits else fixes(pool, sample, question, evidence, known[0]),
         dataset=_dataset(pool, question, batch),
@@ -155,7 +157,9 @@ def _search(pool: Pool, sample: Sample, question: Question, evidence: Evidence) 
         options, failed = explore(pool, sample, [each for each in proposed if each.base is None][-1:])
         if not options:
             raise UserError(*(f"{each.choice}: {each.reason}" for each in failed))
-    return _Found(options, rejected, confirm(pool, sample, evidence.band, [_smallest(question, options, evidence)]))
+    return _Found(
+        options, rejected, confirm(pool, sample, question, evidence.band, [_smallest(question, options, evidence)])
+    )
 
 
 def _explore(
@@ -196,7 +200,7 @@ def _worthwhile(
         return list(variants), []
     option, rate = best[0].option, best[0].rate.middle
     bound = fastest_without_state(question, option, capacity(question, option.proposal, evidence), evidence)
-    if bound > best[0].worth:
+    if bound > rate * (1 + WORTH_LOSING):
         return list(variants), []
     kept, lossy = ([each for each in variants if each.lossless == wanted] for wanted in (True, False))
     more = max(bound / rate - 1, 0)
@@ -224,10 +228,10 @@ def _ranked(question: Question, options: Sequence[Option], evidence: Evidence) -
     second: list[Candidate] = []
     for option in options:
         room = capacity(question, option.proposal, evidence)
-        two = heapq.nlargest(2, fitting(question, option, room, evidence), key=lambda each: each.worth)
+        two = preferred(fitting(question, option, room, evidence))[:2]
         best += two[:1]
         second += two[1:]
-    return [each for group in (best, second) for each in sorted(group, key=lambda each: -each.worth)]
+    return [each for group in (best, second) for each in preferred(group)]
 
 
 def _smallest(question: Question, options: Sequence[Option], evidence: Evidence) -> Candidate:

@@ -16,9 +16,10 @@ from bigdit.config.wrong import expected, shown
 from bigdit.errors import UserError
 from bigdit.search.buckets import Asked, Size, aspect_sizes, parse_sizes
 from bigdit.search.check import cluster_problems, fitting_shape, model_fits, pin_problems
-from bigdit.search.question import Pins, Question
+from bigdit.search.question import HOST_MEMORY_BYTES, Pins, Question
 from bigdit.spec import Strict
 from bigdit.speed.cluster import Cluster
+from bigdit.units import parse_bytes
 
 _OPTIONS = {
     "network_gbs": "--network",
@@ -44,6 +45,7 @@ def question_for(
     gpus: int | None = None,
     gpus_per_node: int | None = None,
     network: float | None = None,
+    host_memory: str | None = None,
     resolution: Asked | Sequence[Asked] | None = None,
     buckets: Asked | Sequence[Asked] | Literal["none", "aspect"] | None = None,
     frames: int | None = None,
@@ -75,6 +77,7 @@ def question_for(
     sizes = _attempt(problems, "--resolution", lambda: _sizes("--resolution", resolution)) or ()
     more = _attempt(problems, "--buckets", lambda: () if buckets in WORDS else _sizes("--buckets", buckets)) or ()
     count = _attempt(problems, "--images", lambda: _count("--images", images))
+    host = _attempt(problems, "--host-memory", lambda: _host_memory(host_memory))
     folder = _attempt(problems, "--receipts", lambda: _folder("--receipts", receipts))
 
     cards = {"gpus": gpus, "gpus_per_node": gpus_per_node, "network_gbs": network}
@@ -112,6 +115,7 @@ def question_for(
         model=found_model,
         gpu=card,
         cluster=cluster,
+        host_memory_bytes=host or _usual_host(gpu, cluster),
         resolution=(height, width),
         buckets=tuple(further),
         receipts=folder,
@@ -166,6 +170,19 @@ def _count(option: str, asked: int | str | None) -> int | None:
     if not number.is_integer():
         raise UserError(f"{option} expects a number such as 250000, 1.5k or 30M, and {asked[:40]!r} was found")
     return int(number)
+
+
+def _host_memory(asked: str | None) -> int | None:
+    """`205GiB` as bytes."""
+    text = _text("--host-memory", asked)
+    return None if text is None else parse_bytes(text)
+
+
+def _usual_host(gpu: str | None, cluster: Cluster) -> int:
+    """This machine's own where its card was asked for; else so many bytes for each card of a machine."""
+    if (gpu or "").strip().casefold() == "auto":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return HOST_MEMORY_BYTES * cluster.processes_per_node
 
 
 def _folder(option: str, asked: Path | str | None) -> Path | None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from bigdit.memory.process import ByteRange, beside_torch
 from bigdit.search.evidence import Evidence
+from bigdit.search.needs.host import node_bytes
 from bigdit.search.predict.outline import OF_ACTIVATIONS, Arrangement
 from bigdit.search.question import Question
 from bigdit.search.space import Proposal
@@ -18,9 +19,9 @@ from bigdit.speed.step import StepTime, step_time
 
 LARGEST_MICRO_BATCH = 512
 
-EQUAL_SPEED = 1.10
-"""A lossy strategy is preferred to a lossless one where it is faster by more than this: predictions whose bounds are
-two to three times apart do not tell smaller differences."""
+SAME_SPEED = 0.05
+"""Strategies within this share of the fastest one's speed, at both ends of their intervals, are as fast as it: bounds
+that are two to three times apart do not tell smaller differences, whichever of them is true."""
 
 
 @dataclass
@@ -42,7 +43,7 @@ class Option:
         self.corrections[self.proposal.title, micro_batch_size, blocks] = off
 
     def reserved(self, micro_batch_size: float, blocks: int) -> float:
-        """What torch's default allocator is expected to reserve."""
+        """What torch is expected to reserve with expandable segments."""
         return self.arrangement.reserved(micro_batch_size, blocks) * (1 + self._off(micro_batch_size, blocks))
 
     def _off(self, micro_batch_size: float, blocks: int) -> float:
@@ -93,14 +94,35 @@ class Candidate:
         return self.option.reserved(self.micro_batch_size, self.blocks)
 
     @property
+    def lossless(self) -> bool:
+        return self.option.proposal.lossless
+
+    @property
     def rate(self) -> Interval:
         """Images a second of one card."""
         return self.step.seconds.per(self.micro_batch_size * self.grad_accum_steps)
 
-    @property
-    def worth(self) -> float:
-        """What candidates are ordered by: their speed, a lossless one's counting a little more."""
-        return self.rate.middle * (EQUAL_SPEED if self.option.proposal.lossless else 1.0)
+    def as_fast_as(self, other: Candidate) -> bool:
+        """Whether it cannot be told from `other` by its speed, or is the faster one."""
+        least = 1 - SAME_SPEED
+        return self.rate.low >= least * other.rate.low and self.rate.high >= least * other.rate.high
+
+
+def preferred(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """Lossless ones first, since nobody's numerics are changed unasked; of those that are as fast as the fastest, the
+    one that takes least, and of equal ones that with fewest recomputed blocks; all others by their speed."""
+    found = list(candidates)
+    return [each for lossless in (True, False) for each in _roomy([c for c in found if c.lossless == lossless])]
+
+
+def _roomy(candidates: Sequence[Candidate]) -> list[Candidate]:
+    fastest = max(candidates, key=lambda each: each.rate.middle, default=None)
+    if fastest is None:
+        return []
+    near = [each for each in candidates if each.as_fast_as(fastest)]
+    near.sort(key=lambda each: (each.reserved_bytes, each.blocks))
+    rest = [each for each in candidates if not each.as_fast_as(fastest)]
+    return near + sorted(rest, key=lambda each: -each.rate.middle)
 
 
 def beside(question: Question, strategy: Strategy) -> ByteRange:
@@ -141,7 +163,7 @@ def accumulation(question: Question, micro_batch_size: int, world_size: int) -> 
 
 
 def fitting(question: Question, option: Option, capacity_bytes: float, evidence: Evidence) -> Iterator[Candidate]:
-    """At each micro-batch size that fits, the fewest checkpointed blocks with which it does."""
+    """At each micro-batch size that fits the card and the host, the fewest checkpointed blocks with which it does."""
     pinned = question.pins.checkpointed_blocks
     count = option.arrangement.count
     for size in micro_batch_sizes(question, option.proposal.strategy.world_size):
@@ -150,9 +172,14 @@ def fitting(question: Question, option: Option, capacity_bytes: float, evidence:
         else:
             blocks = count if pinned == "all" else pinned
             blocks = blocks if option.reserved(size, blocks) <= capacity_bytes else None
-        if blocks is None:
+        if blocks is None or host_bytes(question, option, size, blocks) > question.host_memory_bytes:
             return  # bytes never fall as the micro-batch grows
         yield candidate(question, option, size, blocks, evidence)
+
+
+def host_bytes(question: Question, option: Option, micro_batch_size: int, blocks: int) -> int:
+    """What a machine's processes are expected to take of its memory, while they save."""
+    return node_bytes(round(option.arrangement.host(micro_batch_size, blocks)), question.cluster)
 
 
 def fastest_without_state(question: Question, option: Option, capacity_bytes: float, evidence: Evidence) -> float:

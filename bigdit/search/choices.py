@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bigdit.memory.host import host_memory
-from bigdit.memory.process import ByteRange
-from bigdit.search.candidates import Candidate, Option, beside, candidate, largest_micro_batch, micro_batch_sizes
+from bigdit.search.candidates import (
+    SAME_SPEED,
+    Candidate,
+    Option,
+    beside,
+    candidate,
+    host_bytes,
+    largest_micro_batch,
+    micro_batch_sizes,
+)
 from bigdit.search.confirm import Confirmed
 from bigdit.search.evidence import Evidence
 from bigdit.search.plan import Choice
 from bigdit.search.question import Question
-from bigdit.search.verdict import expected
+from bigdit.search.verdict import expected, planned, process
 from bigdit.speed.step import step_time
 from bigdit.speed.work import work_of
 from bigdit.units import gib
@@ -24,7 +31,7 @@ def predicted(question: Question, found: Candidate, evidence: Evidence) -> Choic
     strategy = found.strategy
     peaks = found.option.arrangement.peaks(found.micro_batch_size, found.blocks)
     reserved = max(round(found.reserved_bytes), 0)
-    process = ByteRange(low_bytes=reserved, high_bytes=reserved) + beside(question, strategy)
+    taken = process(reserved, beside(question, strategy), evidence.band)
     return Choice(
         title=title(found),
         strategy=strategy,
@@ -32,10 +39,10 @@ def predicted(question: Question, found: Candidate, evidence: Evidence) -> Choic
         phases={phase: round(max(peak, 0.0)) for phase, peak in peaks.items()},
         peak_allocated_bytes=round(max(peaks.values())),
         peak_reserved_bytes=reserved,
-        process=process,
-        verdict=expected(reserved, question.gpu, beside(question, strategy), evidence.band),
-        headroom_bytes=question.gpu.usable_bytes - process.high_bytes,
-        host_bytes=round(found.option.arrangement.host(found.micro_batch_size, found.blocks)),
+        process=taken,
+        verdict=expected(taken, question.gpu.usable_bytes),
+        headroom_bytes=question.gpu.usable_bytes - taken.high_bytes,
+        host_bytes=host_bytes(question, found.option, found.micro_batch_size, found.blocks),
         step=found.step,
         images_per_second_per_card=found.rate,
         lossless=found.option.proposal.lossless,
@@ -49,18 +56,17 @@ def confirmed(question: Question, found: Confirmed, evidence: Evidence) -> Choic
     step = step_time(
         work_of(found.timeline, strategy), strategy, question.gpu, question.cluster, evidence.calibration(strategy)
     )
-    process = found.footprint.process
     return Choice(
         title=title(found.candidate),
         strategy=strategy,
         confirmed=True,
         phases={phase.phase: phase.peak_bytes for phase in ledger.phases},
         peak_allocated_bytes=ledger.peak_allocated_bytes,
-        peak_reserved_bytes=found.footprint.segments.wanted_bytes,
-        process=process,
+        peak_reserved_bytes=planned(found.footprint).wanted_bytes,
+        process=found.process,
         verdict=found.verdict,
-        headroom_bytes=question.gpu.usable_bytes - process.high_bytes,
-        host_bytes=host_memory(found.answer.host_timeline).peak_bytes,
+        headroom_bytes=question.gpu.usable_bytes - found.process.high_bytes,
+        host_bytes=found.host.node_bytes,
         step=step,
         images_per_second_per_card=step.seconds.per(strategy.micro_batch_size * strategy.grad_accum_steps),
         lossless=found.candidate.option.proposal.lossless,
@@ -102,7 +108,9 @@ def front(
     shown = _thinned([choice for choice in best if choice.title not in titles], MOST_ROWS - len(known))
     rows = [*known, *shown]
     return tuple(
-        choice.model_copy(update={"reason": _reason(choice, known[0])})
+        choice.model_copy(
+            update={"reason": _recommended(choice, every) if choice is known[0] else _reason(choice, known[0])}
+        )
         for choice in sorted(rows, key=lambda each: -each.images_per_second_per_card.middle)
     )
 
@@ -131,11 +139,18 @@ def _thinned(rows: Sequence[Choice], most: int) -> list[Choice]:
     return [rows[round(at * (len(rows) - 1) / (most - 1))] for at in range(most)]
 
 
-def _reason(choice: Choice, recommended: Choice) -> str:
-    if choice.title == recommended.title and choice.verdict == "DOES NOT FIT":
+def _recommended(choice: Choice, rows: Sequence[Choice]) -> str:
+    """Why `choice` is the recommended one among `rows`."""
+    if choice.verdict == "DOES NOT FIT":
         return "what takes least of what was asked for"
-    if choice.title == recommended.title:
-        return "recommended: the fastest that fits" + ("" if choice.lossless else ", beyond what lossless ones reach")
+    alike = [each for each in rows if each.verdict == "FITS" and each.lossless == choice.lossless]
+    fastest = max([choice, *alike], key=lambda each: each.images_per_second_per_card.middle)
+    if fastest is choice:
+        return "recommended: the fastest that fits"
+    return f"recommended: as fast as any that fits, to {SAME_SPEED:.0%}, and of those the one that takes least"
+
+
+def _reason(choice: Choice, recommended: Choice) -> str:
     speed = choice.images_per_second_per_card.middle / recommended.images_per_second_per_card.middle - 1
     less = recommended.process.high_bytes - choice.process.high_bytes
     parts = ["as fast" if abs(speed) < 0.005 else f"{abs(speed):.0%} {'faster' if speed > 0 else 'slower'}"]

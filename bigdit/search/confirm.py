@@ -8,14 +8,16 @@ from dataclasses import dataclass
 from bigdit.errors import UserError
 from bigdit.memory import Timeline
 from bigdit.memory.footprint import Footprint
+from bigdit.memory.process import ByteRange
 from bigdit.rehearse import RehearsalRequest, RehearsedSize
 from bigdit.rehearse.pool import Pool
-from bigdit.search.candidates import Candidate, candidate
+from bigdit.search.candidates import Candidate, candidate, preferred
 from bigdit.search.evidence import Evidence
+from bigdit.search.needs.host import HostNeed, host_need
 from bigdit.search.plan import Band, Verdict
 from bigdit.search.predict.anchors import Sample
 from bigdit.search.question import Question
-from bigdit.search.verdict import verdict
+from bigdit.search.verdict import planned, process, verdict
 
 ROUNDS = 5
 """Pairs of rehearsals at full depth at most: predictions are moved by what each one found."""
@@ -29,12 +31,15 @@ RECORDED_ACCUMULATION = 2
 
 @dataclass(frozen=True)
 class Confirmed:
-    """A candidate with its rehearsal at full depth, and what the card says to it."""
+    """A candidate with its rehearsal at full depth, and what card and host say to it: `process` is what one process
+    takes of the card, `host` what those of a machine take of its memory."""
 
     candidate: Candidate
     answer: RehearsedSize
     timeline: Timeline
     footprint: Footprint
+    process: ByteRange
+    host: HostNeed
     verdict: Verdict
 
 
@@ -48,7 +53,9 @@ def request(sample: Sample, candidate: Candidate) -> RehearsalRequest:
     return sample.request(strategy)
 
 
-def confirm(pool: Pool, sample: Sample, band: Band, candidates: Sequence[Candidate]) -> list[Confirmed]:
+def confirm(
+    pool: Pool, sample: Sample, question: Question, band: Band, candidates: Sequence[Candidate]
+) -> list[Confirmed]:
     """Rehearse each candidate at full depth, and move its option's predictions by what was found.
 
     Raises UserError for one that cannot be rehearsed.
@@ -60,8 +67,13 @@ def confirm(pool: Pool, sample: Sample, band: Band, candidates: Sequence[Candida
             raise answer
         timeline = answer.timeline
         said, footprint = verdict(timeline, sample.gpu, each.strategy.world_size, band)
-        each.option.correct(each.micro_batch_size, each.blocks, footprint.segments.wanted_bytes)
-        found.append(Confirmed(each, answer, timeline, footprint, said))
+        reserved = planned(footprint).wanted_bytes
+        each.option.correct(each.micro_batch_size, each.blocks, reserved)
+        host = host_need(answer.host_timeline, answer.checkpoint_bytes, question.cluster)
+        if host.node_bytes > question.host_memory_bytes:
+            said = "DOES NOT FIT"
+        taken = process(reserved, footprint.beside, band)
+        found.append(Confirmed(each, answer, timeline, footprint, taken, host, said))
     return found
 
 
@@ -85,9 +97,10 @@ def confirmed_best(
         if not new or (len(known) >= AT_LEAST and new[0] is not order[0]):
             break
         pair = _pair(question, evidence, new) if new[0] is order[0] else new[: AT_LEAST - len(known)][:2]
-        known |= {_key(each.candidate): each for each in confirm(pool, sample, evidence.band, pair)}
+        known |= {_key(each.candidate): each for each in confirm(pool, sample, question, evidence.band, pair)}
     rank: dict[Verdict, int] = {"FITS": 0, "TIGHT": 1, "DOES NOT FIT": 2}
-    return sorted(known.values(), key=lambda each: (rank[each.verdict], -each.candidate.worth))
+    places = {_key(each): at for at, each in enumerate(preferred(each.candidate for each in known.values()))}
+    return sorted(known.values(), key=lambda each: (rank[each.verdict], places[_key(each.candidate)]))
 
 
 def _pair(question: Question, evidence: Evidence, new: Sequence[Candidate]) -> list[Candidate]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from bigdit.catalog import gpus
 from bigdit.rehearse.pool import Pool
-from bigdit.search.candidates import Candidate, capacity, fitting
+from bigdit.search.candidates import Candidate, capacity, fitting, preferred
 from bigdit.search.choices import predicted
 from bigdit.search.evidence import Evidence
 from bigdit.search.explore import explore
@@ -15,6 +15,7 @@ from bigdit.search.predict.anchors import Sample
 from bigdit.search.question import Pins, Question
 from bigdit.search.space import proposals
 from bigdit.spec import BITSANDBYTES
+from bigdit.units import gib
 
 MORE_CARDS = (2, 4, 8)
 """As many times the cards that were asked for."""
@@ -37,7 +38,8 @@ def fixes(pool: Pool, sample: Sample, question: Question, evidence: Evidence, sm
         return []
 
     ways = (_unpinned(question), _more_cards(question), _adapters(question))
-    return (*(choice for way in ways for choice in first(way)), *_larger_card(question, smallest))
+    grown = [*_more_host(question, smallest), *_larger_card(question, smallest)]
+    return (*(choice for way in ways for choice in first(way)), *grown)
 
 
 def _unpinned(question: Question) -> Iterator[tuple[str, Question]]:
@@ -70,7 +72,7 @@ def _adapters(question: Question) -> Iterator[tuple[str, Question]]:
 
 
 def _best(pool: Pool, sample: Sample, question: Question, evidence: Evidence) -> Candidate | None:
-    """The fastest that fits, a last resort where nothing else does."""
+    """The preferred one that fits, a last resort where nothing else does."""
     proposed, _ = proposals(question)
     for last_resort in (False, True):
         options, _ = explore(pool, sample, [each for each in proposed if each.last_resort == last_resort])
@@ -80,13 +82,23 @@ def _best(pool: Pool, sample: Sample, question: Question, evidence: Evidence) ->
             for each in fitting(question, option, capacity(question, option.proposal, evidence), evidence)
         ]
         if found:
-            return max(found, key=lambda each: each.worth)
+            return preferred(found)[0]
     return None
+
+
+def _more_host(question: Question, smallest: Choice) -> list[Choice]:
+    """`smallest` as it stands, where it is the host alone that has too little."""
+    if smallest.headroom_bytes < 0 or smallest.host_bytes <= question.host_memory_bytes:
+        return []
+    wanted = f"{gib(smallest.host_bytes)} of host RAM a machine, instead of {gib(question.host_memory_bytes)}"
+    return [smallest.model_copy(update={"verdict": "FITS", "reason": wanted})]
 
 
 def _larger_card(question: Question, smallest: Choice) -> list[Choice]:
     """The smallest card of the catalogue on which `smallest` would fit as it stands."""
     needed = smallest.process.high_bytes
+    if needed <= question.gpu.usable_bytes or smallest.host_bytes > question.host_memory_bytes:
+        return []
     larger = [card for card in gpus.gpus() if card.usable_bytes >= needed * (1 + UNLIKE)]
     if not larger:
         return []

@@ -24,10 +24,10 @@ class Choice(Strict):
     """One strategy, what it takes of the card and how fast it goes.
 
     `title` says what sets it apart in a few words; `reason` why it is listed. `confirmed`: rehearsed exactly as it
-    stands, at full depth; else predicted from shallower siblings of the model. `peak_reserved_bytes` is of torch's
-    default allocator, without a limit; `process` adds what is beside torch; `headroom_bytes` is what the card has
-    left at the high end of `process`. `host_bytes` are the tensors of one process on its host. `lossless`: the
-    numbers are those of AdamW with fp32 masters.
+    stands, at full depth; else predicted from shallower siblings of the model. `peak_reserved_bytes` is torch's with
+    expandable segments, without a limit; `process` adds the band and what is beside torch; `headroom_bytes` is what the
+    card has left at the high end of `process`. `host_bytes` are what the processes of a machine take of its memory,
+    while they save. `lossless`: the numbers are those of AdamW with fp32 masters.
     """
 
     title: str
@@ -73,7 +73,7 @@ class Curve(Strict):
 
 
 class Band(Strict):
-    """How far a prediction may be off: a share of the reserved peak, and where that comes from."""
+    """How much more than predicted torch may reserve on a real card, as a share of it, and where that comes from."""
 
     share: float = Field(ge=0, lt=1)
     source: str
@@ -144,3 +144,8 @@ class Plan(Strict):
     def fits(self) -> bool:
         """Whether the chosen strategy fits, with or without the band."""
         return self.verdict != "DOES NOT FIT"
+
+    @property
+    def short_of_host(self) -> bool:
+        """Whether a machine has too little memory beside its cards."""
+        return self.chosen.host_bytes > self.question.host_memory_bytes

@@ -11,6 +11,7 @@ from bigdit.catalog import CatalogModel, Gpu
 from bigdit.numbers import Count, Natural, Positive, Side, Switch
 from bigdit.spec import OptimizerName, Precision, Strict
 from bigdit.speed.cluster import Cluster
+from bigdit.units import GIB
 
 EngineChoice = Literal[
     "single",
@@ -28,6 +29,8 @@ EngineChoice = Literal[
 
 MOST_MICRO_BATCH = 1024
 """Samples of a card in one pass that can be asked for: the search itself looks no further than 512."""
+HOST_MEMORY_BYTES = 64 * GIB
+"""Of a machine that is not known, for each of its cards: what is rented beside one card has about as much, or more."""
 MOST_RANK = 8192
 """Of adapters: beyond the width of the layer that it stands beside, a rank adds nothing, and none here is wider."""
 
@@ -49,15 +52,16 @@ class Pins(Strict):
 class Question(Strict):
     """One question to the planner, checked as a whole.
 
-    `resolution` is (height, width) in pixels, `frames` of a video; `buckets` are further sizes whose largest
-    micro-batch is wanted. `images` of the data set are seen `epochs` times; `price` is of one card for an hour, in
-    the user's currency. `receipts`: a folder of measured runs, whose speeds count for the same card. `explain`: the
-    way from the setting that people copy to the recommended one is wanted too.
+    `host_memory_bytes` are those of one machine. `resolution` is (height, width) in pixels, `frames` of a video;
+    `buckets` are further sizes whose largest micro-batch is wanted. `images` of the data set are seen `epochs` times;
+    `price` is of one card for an hour, in the user's currency. `receipts`: a folder of measured runs, whose speeds
+    count for the same card. `explain`: the way from the setting that people copy to the recommended one is wanted too.
     """
 
     model: CatalogModel
     gpu: Gpu
     cluster: Cluster = Cluster()
+    host_memory_bytes: Count = HOST_MEMORY_BYTES
     resolution: tuple[Side, Side]
     frames: Count | None = None
     buckets: tuple[tuple[Side, Side], ...] = ()

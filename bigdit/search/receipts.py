@@ -30,7 +30,8 @@ Rehearse = Callable[[RehearsalRequest], RehearsedSize]
 
 @dataclass(frozen=True)
 class Checked:
-    """A receipt beside what is predicted for it: seconds of a step, and the allocator's reserved peak in bytes."""
+    """A receipt beside what is predicted for it: seconds of a step, and the reserved peak in bytes, by the allocator as
+    it was set in that run."""
 
     receipt: Receipt
     step: StepTime
@@ -80,7 +81,8 @@ def check(receipts: Iterable[Receipt], card: Gpu, rehearse: Rehearse) -> tuple[l
         taken = footprint(
             timeline, card.usable_bytes, card.compute_capability, each.strategy.world_size, card.multiprocessors
         )
-        checked.append(Checked(each, step, taken.segments.wanted_bytes))
+        way = taken.expandable_segments if each.expandable_segments else taken.segments
+        checked.append(Checked(each, step, way.wanted_bytes))
     return checked, notices
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bigdit.config.plan_file import Asked, Expected, LargestMicroBatch, PlanFile, RecordedLedger
-from bigdit.memory.footprint import Footprint
 from bigdit.search.plan import Plan
 
 
@@ -27,7 +26,7 @@ def record(plan: Plan) -> PlanFile:
             pins=question.pins.model_dump(mode="json"),
         ),
         strategy=chosen.strategy,
-        expandable_segments=needs_expandable_segments(plan.footprint),
+        expandable_segments=True,
         expected=Expected(
             verdict=plan.verdict,
             usable_bytes=question.gpu.usable_bytes,
@@ -42,8 +41,3 @@ def record(plan: Plan) -> PlanFile:
         versions=plan.versions,
         catalogue=plan.catalogue,
     )
-
-
-def needs_expandable_segments(footprint: Footprint) -> bool:
-    """Whether torch's allocator comes through in that way alone."""
-    return footprint.expandable_segments.on_card.fits and not footprint.segments.on_card.fits

@@ -21,7 +21,7 @@ from bigdit.search.evidence import Evidence
 from bigdit.search.plan import Step, Verdict
 from bigdit.search.predict.anchors import Sample, grid, outline, requests
 from bigdit.search.question import Question
-from bigdit.search.verdict import expected
+from bigdit.search.verdict import expected, process
 from bigdit.spec import Strategy
 from bigdit.units import gib
 
@@ -31,7 +31,7 @@ WORTH_SAYING = 0.005
 
 @dataclass(frozen=True)
 class Bar:
-    """Allocated bytes by phase; what torch's default allocator reserves beyond their peak; bytes of encoders."""
+    """Allocated bytes by phase; what torch reserves beyond their peak; bytes of encoders."""
 
     peaks: Mapping[str, float]
     idle_bytes: float
@@ -60,8 +60,8 @@ def waterfall(
     """
     steps = changes(sample, question, chosen.candidate)
     found = bars(pool, sample, chosen.candidate, steps)
-    process = chosen.footprint.process.high_bytes
-    shared = process - chosen.footprint.beside.high_bytes - chosen.answer.ledger.peak_allocated_bytes
+    taken_last = chosen.process.high_bytes
+    shared = taken_last - chosen.footprint.beside.high_bytes - chosen.answer.ledger.peak_allocated_bytes
     shown = []
     for at, (change, bar) in enumerate(zip(steps, found, strict=True)):
         around = beside(question, change.strategy)
@@ -70,7 +70,7 @@ def waterfall(
         if verdict == "TIGHT" and taken > question.gpu.usable_bytes:
             why += "; what is allocated would fit, without idle pieces beside it"
         shown.append(Step(change=change.title, process_bytes=taken, verdict=verdict, saved_by=why))
-    confirmed = {"process_bytes": process, "verdict": chosen.verdict}
+    confirmed = {"process_bytes": taken_last, "verdict": chosen.verdict}
     return (*shown[:-1], shown[-1].model_copy(update=confirmed))
 
 
@@ -106,12 +106,12 @@ def _rehearsed(sample: Sample, strategy: Strategy, answers: Sequence[RehearsedSi
 
 
 def _idle(timeline: Timeline) -> int:
-    return replay(timeline, UNLIMITED).peak_reserved_bytes - timeline.peak_allocated_bytes
+    return replay(timeline, UNLIMITED, expandable_segments=True).peak_reserved_bytes - timeline.peak_allocated_bytes
 
 
 def _verdict(question: Question, evidence: Evidence, bar: Bar, around: ByteRange) -> Verdict:
     """As `expected`; TIGHT where what is allocated fits, and idle pieces do not."""
-    found = expected(bar.peak_bytes + bar.idle_bytes, question.gpu, around, evidence.band)
+    found = expected(process(round(bar.peak_bytes + bar.idle_bytes), around, evidence.band), question.gpu.usable_bytes)
     if found == "DOES NOT FIT" and bar.peak_bytes <= question.gpu.usable_bytes - around.low_bytes:
         return "TIGHT"
     return found

@@ -19,3 +19,7 @@ class Cluster(Strict):
     @property
     def nodes(self) -> int:
         return -(-self.gpus // self.gpus_per_node)
+
+    @property
+    def processes_per_node(self) -> int:
+        return min(self.gpus, self.gpus_per_node)

@@ -36,6 +36,7 @@ class MemoryMeter:
         self.peak_allocated_bytes: int | None = None
         self.peak_reserved_bytes: int | None = None
         self.emulated = self._cuda and on_emulated_card()
+        self.expandable_segments = self._cuda and _expandable_segments()
         self.device_name = torch.cuda.get_device_name(device) if self._cuda else "cpu"
         self.compute_capability = torch.cuda.get_device_capability(device) if self._cuda else None
         self.method = "torch.cuda.max_memory_allocated" if self._cuda else "storages of the first two steps"
@@ -95,3 +96,8 @@ class MemoryMeter:
         self._recording.close()
         self.peak_allocated_bytes = self._recorder.timeline().peak_allocated_bytes
         self._recorder = self._watch = None
+
+
+def _expandable_segments() -> bool:
+    """How torch's allocator is set, by whichever of its variables or calls."""
+    return bool(torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"])

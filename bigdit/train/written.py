@@ -41,6 +41,7 @@ def write_receipt(
         objective=run.objective,
         device=meter.device_name,
         emulated=meter.emulated,
+        expandable_segments=meter.expandable_segments,
         compute_capability=meter.compute_capability,
         gpus_per_node=min(strategy.world_size, torch.cuda.device_count() or strategy.world_size),
         steps=steps,

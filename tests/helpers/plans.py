@@ -10,19 +10,19 @@ from rich.console import Console
 from bigdit import catalog
 from bigdit.errors import versions
 from bigdit.memory.footprint import footprint
-from bigdit.memory.host import host_memory
 from bigdit.rehearse import rehearse
 from bigdit.rehearse.ask import request_for
 from bigdit.report.plan import show
+from bigdit.search import verdict
 from bigdit.search.needs.dataset import DatasetNeed
-from bigdit.search.needs.host import HostNeed
+from bigdit.search.needs.host import host_need
 from bigdit.search.plan import Band, BucketLimit, Choice, Curve, Plan, Rejected, Run, Step, Verdict
 from bigdit.search.question import Pins, Question
 from bigdit.spec import EmaSpec, OptimizerSpec, StepSize, Strategy
 from bigdit.speed.cluster import Cluster
 from bigdit.speed.interval import Interval
 from bigdit.speed.step import StepTime
-from bigdit.units import GIB, KIB, MIB
+from bigdit.units import GIB, KIB
 
 IMAGES = 30_000_000
 GLOBAL_BATCH = 256
@@ -45,7 +45,9 @@ def made_plan() -> Plan:
     # Two micro-batches show all that thirty-two do.
     found = rehearse(request_for(model, gpu, strategy(grad_accum_steps=2))).sizes[0]
     taken = footprint(found.timeline, gpu.usable_bytes, gpu.compute_capability, 1, gpu.multiprocessors)
-    host = host_memory(found.host_timeline)
+    band = Band(share=0.03, source="the step of 9 engines rehearsed and run on this machine's CPU")
+    process = verdict.process(verdict.planned(taken).wanted_bytes, taken.beside, band)
+    host = host_need(found.host_timeline, found.checkpoint_bytes, Cluster())
     step = StepTime(seconds=interval(28.4, 37.1), parts={"compute": interval(26.0, 32.2), "memory": interval(2.4, 4.9)})
     chosen = Choice(
         title="12 of 20 blocks checkpointed",
@@ -53,11 +55,11 @@ def made_plan() -> Plan:
         confirmed=True,
         phases={phase.phase: phase.peak_bytes for phase in found.ledger.phases},
         peak_allocated_bytes=found.ledger.peak_allocated_bytes,
-        peak_reserved_bytes=taken.segments.wanted_bytes,
-        process=taken.process,
+        peak_reserved_bytes=verdict.planned(taken).wanted_bytes,
+        process=process,
         verdict="FITS",
-        headroom_bytes=gpu.usable_bytes - taken.process.high_bytes,
-        host_bytes=host.peak_bytes,
+        headroom_bytes=gpu.usable_bytes - process.high_bytes,
+        host_bytes=host.node_bytes,
         step=step,
         images_per_second_per_card=step.seconds.per(GLOBAL_BATCH),
         lossless=True,
@@ -77,18 +79,12 @@ def made_plan() -> Plan:
         params=found.params,
         batch=catalog.batch_shape(model),
         verdict="FITS",
-        band=Band(share=0.03, source="the step of 9 engines rehearsed and run on this machine's CPU"),
+        band=band,
         chosen=chosen,
         ledger=found.ledger,
         footprint=taken,
         packed_timeline=found.packed_timeline,
-        host=HostNeed(
-            process_bytes=host.peak_bytes,
-            checkpoint_bytes=12 * GIB,
-            page_locked_bytes=host.page_locked_bytes,
-            processes_per_node=1,
-            node_bytes=host.peak_bytes + 3 * GIB,
-        ),
+        host=host,
         front=front(chosen),
         rejected=REJECTED,
         buckets=(
@@ -226,19 +222,6 @@ def unfitting_plan() -> Plan:
             "waterfall": plan.waterfall[:-1],
         }
     )
-
-
-def expandable_plan() -> Plan:
-    """The same on a card that torch's default allocator overruns, and expandable segments do not."""
-    plan = made_plan()
-    found = footprint_on(plan, plan.question.gpu)
-    wanted = found.expandable_segments.wanted_bytes + found.beside.high_bytes
-    gpu = plan.question.gpu.model_copy(update={"usable_mib": -(-wanted // MIB)})
-    taken = footprint_on(plan, gpu)
-    assert taken.expandable_segments.on_card.fits
-    assert not taken.segments.on_card.fits
-    question = plan.question.model_copy(update={"gpu": gpu})
-    return plan.model_copy(update={"question": question, "footprint": taken})
 
 
 def footprint_on(plan: Plan, gpu: catalog.Gpu) -> Any:

@@ -1,5 +1,8 @@
 """A plan in the terminal: what is said, in what order, at 80 columns; and the commands that run it."""
 
+import json
+import math
+import re
 from pathlib import Path
 
 import plans
@@ -8,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bigdit.report import words
+from bigdit.report.needs import needs
 from bigdit.report.notebook import Answer
 from bigdit.report.page import page
 from bigdit.search.candidates import LARGEST_MICRO_BATCH
@@ -25,7 +29,6 @@ WAYS = {
     "fits": plans.made_plan,
     "does not fit": plans.unfitting_plan,
     "32 cards": plans.sharded_plan,
-    "expandable": plans.expandable_plan,
 }
 
 
@@ -78,8 +81,8 @@ def test_the_numbers_are_the_plans(made):
         assert category in text
         assert gib(nbytes) in text
     assert f"total allocated   {gib(made.ledger.peak_allocated_bytes)}  100.0 %" in text
-    held, beside, total = words.held(made.footprint, made.chosen)
-    assert held + beside == total == process.high_bytes
+    *parts, total = words.held(made).values()
+    assert sum(parts) == total == process.high_bytes
     assert "step   28.4–37.1 s: compute 26.0–32.2 s, memory 2.40–4.90 s" in text
     assert "run    30,000,000 images × 1 epoch, 117,187 steps: 38.5–50.3 days" in text
     assert "cost   924–1,208 GPU-hours, 453–592 at 0.49 an hour a card" in text
@@ -107,11 +110,94 @@ def test_what_does_not_fit_is_answered_with_what_would():
 @pytest.mark.slow
 @pytest.mark.xdist_group("plan")
 def test_a_tight_plan_says_so(made):
-    margin = int(made.chosen.peak_reserved_bytes * made.band.share)
-    chosen = made.chosen.model_copy(update={"headroom_bytes": margin // 2, "verdict": "TIGHT"})
-    text = plans.shown(made.model_copy(update={"chosen": chosen, "verdict": "TIGHT"}))
-    assert f"{gib(margin // 2)} left, which is within the error band" in " ".join(text.split())
-    assert f"error band ±3 % of reserved memory, ±{gib(margin)} (the step of 9 engines" in " ".join(text.split())
+    text = " ".join(plans.shown(made).split())
+    assert (
+        f"not known: {gib(words.margin(made))} that torch may reserve beyond that (3 %: the step of 9 engines" in text
+    )
+    assert words.margin(made) == math.ceil(made.chosen.peak_reserved_bytes * made.band.share)
+    process = made.chosen.process
+    for usable_bytes, why in (
+        (process.high_bytes - GIB // 8, "it fits at the lower end"),
+        (process.low_bytes - GIB, "torch must empty its caches to come through"),
+    ):
+        plan = tight(made, usable_bytes)
+        wants = words.gibs(process.low_bytes, process.high_bytes)
+        said = f"TIGHT: wants {wants} of {gib(plan.question.gpu.usable_bytes)} usable: {why}, and the upper one is "
+        assert f"{said}{gib(-plan.chosen.headroom_bytes)} too much" in " ".join(plans.shown(plan).split())
+
+
+def tight(plan, usable_bytes):
+    """The plan on a card of so many bytes, where it is tight."""
+    gpu = plan.question.gpu.model_copy(update={"usable_mib": usable_bytes // MIB})
+    left = gpu.usable_bytes - plan.chosen.process.high_bytes
+    chosen = plan.chosen.model_copy(update={"headroom_bytes": left, "verdict": "TIGHT"})
+    question = plan.question.model_copy(update={"gpu": gpu})
+    return plan.model_copy(update={"chosen": chosen, "question": question, "verdict": "TIGHT"})
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("plan")
+def test_a_host_that_is_too_small_is_in_the_verdict(made):
+    question = made.question.model_copy(update={"host_memory_bytes": 8 * GIB})
+    text = " ".join(plans.shown(made.model_copy(update={"question": question, "verdict": "DOES NOT FIT"})).split())
+    said = (
+        f"DOES NOT FIT: wants {gib(made.host.node_bytes)} of host RAM a machine, of 8.00 GiB (--host-memory); of the "
+    )
+    assert f"{said}card it wants " in text
+    assert "--host-memory" not in plans.shown(made)
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("plan")
+def test_a_lossy_optimizer_that_nobody_asked_for_is_in_the_first_line(made):
+    lossy = made.model_copy(update={"chosen": made.chosen.model_copy(update={"lossless": False})})
+    assert "FITS with a lossy optimizer, since nothing lossless does: wants" in plans.shown(lossy)
+    pins = made.question.pins.model_copy(update={"optimizer": "came"})
+    asked = lossy.model_copy(update={"question": made.question.model_copy(update={"pins": pins})})
+    assert "since nothing lossless does" not in plans.shown(asked)
+    assert "FITS: wants" in plans.shown(made)
+
+
+SIZE = re.compile(r"[\d,]+\.\d\d (?:GiB|MiB)")
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("plan")
+@pytest.mark.parametrize("way", WAYS)
+def test_every_size_in_the_text_and_on_the_page_is_one_of_the_json(way):
+    """But for sums and differences of two of them, each of which is named."""
+    plan = WAYS[way]()
+    document = json.loads(plan.model_dump_json(exclude={"packed_timeline"}))
+    known = {form(nbytes) for nbytes in _numbers(document) for form in (gib, words.size)}
+    usable, beside = plan.question.gpu.usable_bytes, plan.footprint.beside
+    known |= {
+        gib(usable),
+        gib(words.margin(plan)),
+        gib(beside.high_bytes - beside.low_bytes),
+        gib(plan.footprint.segments.wanted_bytes - plan.chosen.peak_reserved_bytes),
+        gib(plan.chosen.peak_reserved_bytes - plan.ledger.peak_allocated_bytes),
+        gib(abs(plan.chosen.headroom_bytes)),
+    }
+    shown = set(SIZE.findall(plans.shown(plan, Path("plans/sana"))))
+    assert len(shown) > 15
+    made_up = {reason for choice in (*plan.front, *plan.fixes) for reason in SIZE.findall(choice.reason)}
+    made_up |= {size for each in plan.rejected for size in SIZE.findall(each.reason)}
+    assert shown - made_up - known - _in_their_units(plan) == set()
+    text = re.sub(r"<svg.*?</svg>", "", page(plan, Path("plans/sana")), flags=re.DOTALL)
+    assert set(SIZE.findall(re.sub("<[^>]+>", " ", text))) - made_up - known - _in_their_units(plan) == set()
+
+
+def _numbers(document):
+    if isinstance(document, dict | list):
+        for each in document.values() if isinstance(document, dict) else document:
+            yield from _numbers(each)
+    elif isinstance(document, int | float):
+        yield document
+
+
+def _in_their_units(plan):
+    """Sizes of the lines on host and disk, which have the unit of the largest one of their line."""
+    return set(SIZE.findall(" ".join(needs(plan).values())))
 
 
 @pytest.mark.slow
@@ -181,9 +267,10 @@ def test_in_python_a_plan_is_one_line_and_in_a_notebook_its_page(made):
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("plan")
-def test_what_the_allocator_needs_is_said():
-    plan = plans.expandable_plan()
-    assert "allocator   PYTORCH_ALLOC_CONF=expandable_segments:True" in plans.shown(plan)
+def test_what_the_allocator_is_set_to_and_saves_is_said(made):
+    less = made.footprint.segments.wanted_bytes - made.footprint.expandable_segments.wanted_bytes
+    said = f"allocator PYTORCH_ALLOC_CONF=expandable_segments:True: reserves {gib(less)} less than torch's default"
+    assert said in " ".join(plans.shown(made).split())
 
 
 @pytest.mark.slow

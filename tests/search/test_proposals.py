@@ -12,18 +12,28 @@ from traces import timelines
 
 from bigdit import catalog
 from bigdit.catalog import CatalogModel
+from bigdit.config.strategy import parse_strategy
 from bigdit.memory.allocator import replay
 from bigdit.memory.process import ByteRange
-from bigdit.search.candidates import LARGEST_MICRO_BATCH, Option, accumulation, micro_batch_sizes, most
+from bigdit.search.candidates import (
+    LARGEST_MICRO_BATCH,
+    Candidate,
+    Option,
+    accumulation,
+    micro_batch_sizes,
+    most,
+    preferred,
+)
 from bigdit.search.evidence import UNPROVED
 from bigdit.search.plan import Band
 from bigdit.search.question import Pins, Question
 from bigdit.search.space import Proposal, proposals
-from bigdit.search.verdict import expected, safe_bytes, verdict
+from bigdit.search.verdict import expected, planned, process, safe_bytes, verdict
 from bigdit.spec import Strategy
 from bigdit.speed.cluster import Cluster
 from bigdit.speed.interval import Interval
-from bigdit.units import GIB, MIB
+from bigdit.speed.step import StepTime
+from bigdit.units import MIB
 
 A40 = catalog.gpu("a40")
 
@@ -199,21 +209,53 @@ def test_what_fits_comes_through_the_card_with_the_band_added(trace, usable_mib:
     said, found = verdict(trace, card, 1, Band(share=share, source=""))
     left = card.usable_bytes - found.beside.high_bytes
     if said == "FITS":
-        assert found.segments.wanted_bytes * (1 + share) <= max(left, 1 + share)
-        assert left <= 0 or replay(trace, left).cache_flushes == 0
+        assert planned(found).wanted_bytes * (1 + share) <= left
+        assert replay(trace, left, expandable_segments=True).cache_flushes == 0
     if said == "DOES NOT FIT":
-        assert not found.fits
+        assert not planned(found).on_card.fits
         assert not replay(trace, max(card.usable_bytes - found.beside.low_bytes, 1), expandable_segments=True).fits
 
 
 def test_a_prediction_is_judged_by_the_same_bounds() -> None:
     beside = ByteRange(low_bytes=300 * MIB, high_bytes=500 * MIB)
+
+    def judged(reserved_bytes: int) -> str:
+        return expected(process(reserved_bytes, beside, UNPROVED), A40.usable_bytes)
+
     safe = safe_bytes(A40, beside, UNPROVED)
-    assert safe == int((A40.usable_bytes - 500 * MIB) / 1.05)
-    assert expected(safe, A40, beside, UNPROVED) == "FITS"
-    assert expected(safe + 1, A40, beside, UNPROVED) == "TIGHT"
-    assert expected(A40.usable_bytes - 300 * MIB + 1, A40, beside, UNPROVED) == "DOES NOT FIT"
-    assert expected(50 * GIB, A40, beside, UNPROVED) == "DOES NOT FIT"
+    assert safe == int((A40.usable_bytes - 500 * MIB) / 1.009)
+    assert judged(safe) == "FITS"
+    assert judged(safe + 2) == "TIGHT"
+    assert judged(A40.usable_bytes - 300 * MIB) == "TIGHT"
+    assert judged(A40.usable_bytes - 300 * MIB + 1) == "DOES NOT FIT"
+
+
+@dataclass(frozen=True)
+class Weighed:
+    """What stands for an Option: its proposal, and what it reserves at every size."""
+
+    proposal: Proposal
+    nbytes: float
+
+    def reserved(self, micro_batch_size: int, blocks: int) -> float:
+        return self.nbytes
+
+
+def weighed(title: str, nbytes: float, low: float, high: float, optimizer: str = "adamw", blocks: int = 0) -> Candidate:
+    """A candidate that takes so many bytes, at `low` to `high` images a second."""
+    proposal = Proposal(title, parse_strategy([f"optimizer.name={optimizer}"]))
+    step = StepTime(seconds=Interval(low=1 / high, high=1 / low), parts={})
+    return Candidate(Weighed(proposal, nbytes), 1, 1, blocks, step)  # type: ignore[arg-type]
+
+
+def test_room_comes_before_speed_that_cannot_be_told_apart() -> None:
+    fastest, roomy = weighed("fastest", 40, 10, 20), weighed("roomy", 20, 9.6, 19.1)
+    slower, lossy = weighed("slower", 5, 9.4, 19.9), weighed("lossy", 1, 100, 200, "adamw_8bit")
+    order = preferred([lossy, slower, fastest, roomy])
+    assert [each.option.proposal.title for each in order] == ["roomy", "fastest", "slower", "lossy"]
+    alike = [weighed(str(blocks), 20, 10, 20, blocks=blocks) for blocks in (3, 0, 7)]
+    assert [each.blocks for each in preferred(alike)] == [0, 3, 7]
+    assert preferred([]) == []
 
 
 @given(st.floats(0.1, 1e6), st.floats(1, 100), st.floats(0.1, 1e3))

@@ -1,5 +1,7 @@
 """From what a person writes to a question: what is taken, and what is refused, all of it at once."""
 
+import os
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,6 +15,7 @@ from bigdit.search.buckets import ASPECTS, aspect_sizes, parse_sizes, written
 from bigdit.search.check import MOST_GPUS
 from bigdit.search.question import MOST_RANK, Pins, Question
 from bigdit.speed.cluster import Cluster
+from bigdit.units import GIB
 
 SANA = "sana-1600m-1024"
 
@@ -29,6 +32,18 @@ def test_what_is_left_out_is_as_the_question_has_it():
     assert (asked.cluster, asked.pins) == (Cluster(), Pins())
 
 
+def test_the_host_is_this_machine_s_or_the_usual_one(monkeypatch):
+    assert question_for("sana-1600m", "a40").host_memory_bytes == 64 * GIB
+    assert question_for("sana-1600m", "a40", gpus=4).host_memory_bytes == 256 * GIB
+    assert question_for("sana-1600m", "a40", gpus=32).host_memory_bytes == 512 * GIB
+    assert question_for("sana-1600m", "a40", gpus=32, host_memory="1TiB").host_memory_bytes == 1024 * GIB
+    monkeypatch.setattr("bigdit.catalog.asked.found_gpus", lambda: [catalog.gpu("a40")])
+    own = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert question_for("sana-1600m", "auto").host_memory_bytes == own
+    (problem,) = problems(host_memory="much")
+    assert problem == "--host-memory: a memory size was expected, such as 46068MiB or 24GB, and 'much' was found"
+
+
 def test_every_option_arrives(tmp_path):
     asked = question_for(
         "sana-1600m",
@@ -41,6 +56,7 @@ def test_every_option_arrives(tmp_path):
         buckets="768x512",
         global_batch=256,
         images="1.5k",
+        host_memory="205GiB",
         epochs=2.5,
         price=0.5,
         receipts=str(tmp_path),
@@ -56,6 +72,7 @@ def test_every_option_arrives(tmp_path):
     assert asked.gpu.usable_mib == 40000
     assert asked.cluster == Cluster(gpus=16, gpus_per_node=4, network_gbs=25)
     assert asked.cluster.nodes == 4
+    assert asked.host_memory_bytes == 205 * GIB
     assert asked.resolution == (512, 512)
     assert asked.buckets == ((480, 832), (1024, 1024), (768, 512))
     assert (asked.global_batch_size, asked.images, asked.epochs, asked.price) == (256, 1500, 2.5, 0.5)

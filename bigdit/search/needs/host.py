@@ -42,11 +42,15 @@ def host_need(host_timeline: Timeline, checkpoint_bytes: int, cluster: Cluster) 
     the system takes what is free for it.
     """
     host = host_memory(host_timeline)
-    processes = min(cluster.gpus, cluster.gpus_per_node)
     return HostNeed(
         process_bytes=host.peak_bytes,
         checkpoint_bytes=checkpoint_bytes,
         page_locked_bytes=host.page_locked_bytes,
-        processes_per_node=processes,
-        node_bytes=processes * (host.peak_bytes + checkpoint_bytes + LIBRARIES_BYTES),
+        processes_per_node=cluster.processes_per_node,
+        node_bytes=node_bytes(host.peak_bytes + checkpoint_bytes, cluster),
     )
+
+
+def node_bytes(process_bytes: int, cluster: Cluster) -> int:
+    """What a machine's processes take that each have tensors of so many bytes."""
+    return cluster.processes_per_node * (process_bytes + LIBRARIES_BYTES)

@@ -25,7 +25,7 @@ class Gap:
     known: dict[int, float] = field(default_factory=dict, compare=False, repr=False)
 
     def at(self, micro_batch_size: float) -> float:
-        """Bytes that torch's default allocator reserves beyond the allocated peak, on a card without a limit."""
+        """Bytes that torch reserves beyond the allocated peak with expandable segments, on a card without a limit."""
         low = 1 << max(int(micro_batch_size).bit_length() - 1, 0)
         share = max(micro_batch_size / low - 1, 0.0)
         return (1 - share) * self._replayed(low) + (share * self._replayed(2 * low) if share else 0.0)
@@ -33,7 +33,7 @@ class Gap:
     def _replayed(self, micro_batch_size: int) -> float:
         if micro_batch_size not in self.known:
             timeline = self._timeline(micro_batch_size)
-            reserved = replay(timeline, UNLIMITED).peak_reserved_bytes
+            reserved = replay(timeline, UNLIMITED, expandable_segments=True).peak_reserved_bytes
             self.known[micro_batch_size] = reserved - timeline.peak_allocated_bytes
         return self.known[micro_batch_size]
 

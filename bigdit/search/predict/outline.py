@@ -39,8 +39,9 @@ class Outline:
     """One checkpointing policy of one strategy.
 
     `live` are bytes at the moments of each span (see moments.Family); `saved` what one block of each list keeps from
-    the forward to the backward pass; `host` the host's peak; `gap` what the allocator reserves beyond the peak, of the
-    deepest sibling: the model itself leaves more pieces, which is found when the best are confirmed.
+    the forward to the backward pass; `host` the host's peak, with the copy that is saved; `gap` what
+    the allocator reserves beyond the peak, of the deepest sibling: the model itself leaves more pieces, which is found
+    when the best are confirmed.
     """
 
     phases: tuple[str, ...]
@@ -119,7 +120,7 @@ class Arrangement:
         return none * (1 - share) + full * share
 
     def host(self, micro_batch_size: float, checkpointed: int) -> float:
-        """Bytes of the host's peak."""
+        """Bytes of the host's peak, with the copy that is saved."""
         outline = self.full if checkpointed else self.none
         return max(float(outline.host.at(micro_batch_size)), 0.0)
 
