@@ -77,6 +77,12 @@ def trained(tmp_path_factory, features):
     return output
 
 
+def pytest_collection_modifyitems(items):
+    """The longest first, so that no worker is left with one of them when the others have ended: tests of the whole, and
+    those that share what takes minutes to make."""
+    items.sort(key=lambda item: (item.path.parent != ROOT / "tests", item.get_closest_marker("xdist_group") is None))
+
+
 def pytest_addoption(parser):
     parser.addoption("--rewrite-golden", action="store_true", help="write golden files anew instead of comparing")
 

@@ -28,12 +28,10 @@ SANA = "sana-1600m"
 
 
 @pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    """Workers and a cache of rehearsals that all tests of this file share."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("BIGDIT_CACHE", str(tmp_path_factory.mktemp("cache")))
-        with Pool() as found:
-            yield found
+def pool() -> Iterator[Pool]:
+    """Workers that all tests of this file share; what plans elsewhere have asked is kept in the user's cache."""
+    with Pool() as found:
+        yield found
 
 
 @pytest.fixture(scope="module")

@@ -24,6 +24,7 @@ from bigdit.units import parse_bytes
 _OPTIONS = {
     "network_gbs": "--network",
     "global_batch_size": "--global-batch",
+    "host_memory_bytes": "--host-memory",
     "micro_batch_size": "--micro-batch",
     "lora_rank": "--lora",
 }
@@ -93,7 +94,7 @@ def question_for(
         "full": full,
     }
     wanted = {"frames": frames, "global_batch_size": global_batch, "images": count, "epochs": epochs, "price": price}
-    wanted |= {"explain": explain}
+    wanted |= {"explain": explain, "host_memory_bytes": host}
     cluster, pins = Cluster(**_sound(Cluster, cards, problems)), Pins(**_sound(Pins, pinned, problems))
     amounts = _sound(Question, wanted, problems)
 
@@ -115,12 +116,13 @@ def question_for(
         model=found_model,
         gpu=card,
         cluster=cluster,
-        host_memory_bytes=host or _usual_host(gpu, cluster),
         resolution=(height, width),
         buckets=tuple(further),
         receipts=folder,
         pins=pins,
-        **({"frames": found_model.clip.frames} if found_model.clip is not None else {}) | amounts,
+        **({"frames": found_model.clip.frames} if found_model.clip is not None else {})
+        | {"host_memory_bytes": _usual_host(gpu, cluster)}
+        | amounts,
     )
 
 

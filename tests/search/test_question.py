@@ -40,6 +40,8 @@ def test_the_host_is_this_machine_s_or_the_usual_one(monkeypatch):
     monkeypatch.setattr("bigdit.catalog.asked.found_gpus", lambda: [catalog.gpu("a40")])
     own = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert question_for("sana-1600m", "auto").host_memory_bytes == own
+    (problem,) = problems(host_memory="0GiB")
+    assert problem == "--host-memory is 0, and 1 or more was expected"
     (problem,) = problems(host_memory="much")
     assert problem == "--host-memory: a memory size was expected, such as 46068MiB or 24GB, and 'much' was found"
 
