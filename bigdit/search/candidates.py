@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from bigdit.memory.process import ByteRange, beside_torch
 from bigdit.search.evidence import Evidence
@@ -81,7 +82,7 @@ class Candidate:
     blocks: int
     step: StepTime
 
-    @property
+    @cached_property
     def strategy(self) -> Strategy:
         return self.option.proposal.strategy.settled(
             micro_batch_size=self.micro_batch_size,

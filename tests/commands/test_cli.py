@@ -185,7 +185,6 @@ def test_ctrl_c_says_so_and_no_worker_of_the_command_says_more(arguments, pictur
             stdout=subprocess.DEVNULL,
             stderr=said,
             process_group=0,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )
         until(lambda: len(in_group(command.pid)) > 1 or command.poll() is not None, within=120)
         time.sleep(1)  # its workers are importing

@@ -82,8 +82,6 @@ def running(command, features, output, *overrides, log=None, **environment):
             stdout=stderr,
             stderr=stderr,
             process_group=0,
-            # what runs tests in the background may have it ignored
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )
     run = Run(process, output, log)
     try:

@@ -14,6 +14,7 @@ import pytest
 from commands import ROOT
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from rehearsing import SANA, SHAPE
 
 from bigdit import catalog, models
 from bigdit.memory import Ledger, ledger
@@ -22,24 +23,7 @@ from bigdit.spec import BatchShape, ModelSpec, OptimizerSpec, Strategy
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("deepspeed-cuda")]
 
-TINY = ModelSpec(
-    name="tiny-sana",
-    class_name="SanaTransformer2DModel",
-    kwargs={
-        "in_channels": 4,
-        "out_channels": 4,
-        "num_attention_heads": 2,
-        "attention_head_dim": 8,
-        "num_layers": 1,
-        "num_cross_attention_heads": 2,
-        "cross_attention_head_dim": 8,
-        "cross_attention_dim": 16,
-        "caption_channels": 12,
-        "sample_size": 8,
-        "patch_size": 1,
-    },
-)
-SHAPE = BatchShape(latents=(4, 8, 8), text=(6, 12))
+TINY = SANA.model_copy(update={"kwargs": SANA.kwargs | {"num_layers": 1}})
 OPTIMIZER = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
 PARAM = {"offload_param": {"device": "cpu", "pin_memory": False}}
 

@@ -118,7 +118,6 @@ def hanging(grace, where, *signals):
         stderr=subprocess.PIPE,
         text=True,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     try:
         assert process.stdout.readline() == "ready\n"
