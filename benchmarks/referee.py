@@ -1,9 +1,10 @@
 """The rehearsal against the emulated card, event by event: writes benchmarks/referee.md.
 
-python benchmarks/referee.py [--part | --row MODEL GPU STRATEGY BLOCKS [ranks]]
+python benchmarks/referee.py [--part | --row MODEL GPU STRATEGY BLOCKS [ranks]] [--expandable]
 
 Rows are in referee_rows.py; `--part` runs those that cover each rule once and writes nothing, and `--row` shows one
-with all its differences by operator (BLOCKS 0: whole; `ranks`: with every process of the strategy). Answers of both
+with all its differences by operator (BLOCKS 0: whole; `ranks`: with every process of the strategy). With `--expandable`
+the allocator has expandable segments on both sides, as plans have it, and nothing is written. Answers of both
 sides are kept, each by what decides it: what did not change is not run again, and a run that was interrupted goes on.
 """
 
@@ -23,26 +24,29 @@ from bigdit.files import write_text
 from bigdit.rehearse.card.client import cuda_build, cuda_python
 
 PAGE = Path(__file__).with_suffix(".md")
+EXPANDABLE = "--expandable"
 _WRITTEN_EVERY = 20
 
 
 def main(arguments: list[str]) -> int:
-    match arguments:
+    expandable = EXPANDABLE in arguments
+    match [each for each in arguments if each != EXPANDABLE]:
         case []:
-            return followed(rows(), PAGE)
+            return followed(rows(), None if expandable else PAGE, expandable)
         case ["--part"]:
-            return followed(list(PART), None)
+            return followed(list(PART), None, expandable)
         case ["--row", model, gpu, strategy, blocks, *ranks] if blocks.isdigit() and ranks in ([], ["ranks"]):
-            return show(Row(model, gpu, strategy, int(blocks), bool(ranks)))
+            return show(Row(model, gpu, strategy, int(blocks), bool(ranks)), expandable)
     raise UserError(
-        f"{' '.join(arguments)!r} was asked; `--part`, `--row MODEL GPU STRATEGY BLOCKS [ranks]`, or nothing"
+        f"{' '.join(arguments)!r} was asked; `--part`, `--row MODEL GPU STRATEGY BLOCKS [ranks]`, or nothing, and "
+        f"{EXPANDABLE} with each"
     )
 
 
-def followed(asked: list[Row], written: Path | None) -> int:
+def followed(asked: list[Row], written: Path | None, expandable_segments: bool) -> int:
     """All rows, with a line for each as it comes; what is found so far is `written` now and then, and at the end."""
     began, found = time.perf_counter(), dict[Row, Against | str]()
-    for row, answer in judge(asked):
+    for row, answer in judge(asked, expandable_segments=expandable_segments):
         found[row] = answer
         took = time.perf_counter() - began
         print(f"{len(found):4} of {len(asked)}, {took:5.0f} s  {row.name}: {_said(answer)}", flush=True)
@@ -51,10 +55,10 @@ def followed(asked: list[Row], written: Path | None) -> int:
     return int(any(isinstance(answer, str) for answer in found.values()))
 
 
-def show(row: Row) -> int:
+def show(row: Row, expandable_segments: bool) -> int:
     """One row, with all of its differences."""
     print(row.name)
-    ((_, found),) = judge([row])
+    ((_, found),) = judge([row], expandable_segments=expandable_segments)
     if isinstance(found, str):
         print(found)
         return 1

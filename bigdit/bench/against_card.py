@@ -63,12 +63,21 @@ class Reserved(Strict):
     reserved_bytes: NonNegativeInt
 
 
-def against(rehearsed: Timeline, card: Timeline, counters: Sequence[Reserved], capacity_bytes: int) -> Against:
+def against(
+    rehearsed: Timeline,
+    card: Timeline,
+    counters: Sequence[Reserved],
+    capacity_bytes: int,
+    *,
+    expandable_segments: bool = False,
+) -> Against:
     """`counters`: the card's own, phase by phase. Raises ValueError where the phases are not the same."""
     names = [[span.phase for span in timeline.spans] for timeline in (rehearsed, card)]
     if names[0] != names[1]:
         raise ValueError(f"the rehearsal has the phases {names[0]}, and the card {names[1]}")
-    ours, theirs = by_replay(rehearsed, capacity_bytes), by_replay(card, capacity_bytes)
+    ours, theirs = (
+        by_replay(timeline, capacity_bytes, expandable_segments=expandable_segments) for timeline in (rehearsed, card)
+    )
     live_ours, live_theirs = _at_peaks(rehearsed), _at_peaks(card)
     phases = tuple(
         PhaseAgainst(
@@ -88,9 +97,9 @@ def against(rehearsed: Timeline, card: Timeline, counters: Sequence[Reserved], c
     return Against(phases=phases, differences=tuple(differences), allocator_exact=list(counters) == theirs)
 
 
-def by_replay(timeline: Timeline, capacity_bytes: int) -> list[Reserved]:
+def by_replay(timeline: Timeline, capacity_bytes: int, *, expandable_segments: bool = False) -> list[Reserved]:
     """What bigdit's caching allocator makes of each span of `timeline`. Raises OutOfMemory."""
-    playback = Playback(timeline, capacity_bytes)
+    playback = Playback(timeline, capacity_bytes, expandable_segments=expandable_segments)
     found = []
     for span in timeline.spans:
         playback.device.reset_peak()

@@ -35,21 +35,30 @@ class Asks(Protocol):
 Row = TypeVar("Row", bound=Asks)
 
 
-def judge(rows: Sequence[Row], *, timeout_s: float = 300.0) -> Iterator[tuple[Row, Against | str]]:
-    """Each row with its comparison, or with why there is none; by cards, each of which is started once."""
+def judge(
+    rows: Sequence[Row], *, expandable_segments: bool = False, timeout_s: float = 300.0
+) -> Iterator[tuple[Row, Against | str]]:
+    """Each row with its comparison, or with why there is none; by cards, each of which is started once. On both sides
+    the allocator is torch's default, or has expandable segments."""
     with Pool(1, timeout_s=timeout_s) as pool, ThreadPoolExecutor(1) as aside:
         for gpu in dict.fromkeys(row.gpu for row in rows):
-            with Card(catalog.resolve_gpu(gpu)) as card:
+            with Card(catalog.resolve_gpu(gpu), expandable_segments=expandable_segments) as card:
                 for row in (row for row in rows if row.gpu == gpu):
-                    yield row, _judged(row, card, pool, aside, timeout_s)
+                    yield row, _judged(row, card, pool, aside, timeout_s, expandable_segments)
 
 
-def _judged(row: Asks, card: Card, pool: Pool, aside: ThreadPoolExecutor, timeout_s: float) -> Against | str:
+def _judged(
+    row: Asks, card: Card, pool: Pool, aside: ThreadPoolExecutor, timeout_s: float, expandable_segments: bool
+) -> Against | str:
     try:
         request, gpu = row.question()
         rehearsal = aside.submit(pool.rehearse, [request])
         try:
-            run = run_ranks(gpu, request, timeout_s) if row.ranks else card.run(request, timeout_s)
+            run = (
+                run_ranks(gpu, request, timeout_s, expandable_segments=expandable_segments)
+                if row.ranks
+                else card.run(request, timeout_s)
+            )
         finally:
             (rehearsed,) = rehearsal.result()
         if isinstance(rehearsed, UserError):
@@ -58,7 +67,9 @@ def _judged(row: Asks, card: Card, pool: Pool, aside: ThreadPoolExecutor, timeou
             Reserved(allocated_bytes=phase.peak_allocated_bytes, reserved_bytes=phase.peak_reserved_bytes)
             for phase in run.phases
         ]
-        return against(rehearsed.timeline, run.timeline, counters, gpu.usable_bytes)
+        return against(
+            rehearsed.timeline, run.timeline, counters, gpu.usable_bytes, expandable_segments=expandable_segments
+        )
     except (UserError, RehearsalError, OutOfMemory, ValueError) as error:
         return f"{type(error).__name__}: {error}"
 

@@ -19,10 +19,10 @@ WORST_RESERVED, MEDIAN_RESERVED = 0.02, 0.005
 
 @pytest.fixture(scope="module")
 def judged(tmp_path_factory: pytest.TempPathFactory) -> dict[Row, Against | str]:
-    """All rows of the part, answered anew: nothing that was kept earlier counts."""
+    """All rows of the part, by the allocator that plans are for, answered anew: nothing that was kept counts."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("BIGDIT_CACHE", str(tmp_path_factory.mktemp("cache")))
-        return dict(judge(PART))
+        return dict(judge(PART, expandable_segments=True))
 
 
 @pytest.mark.parametrize("row", PART, ids=lambda row: row.name.replace(" · ", " "))

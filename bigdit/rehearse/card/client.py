@@ -56,14 +56,16 @@ def cuda_build(python: Path) -> str:
 
 
 class Card:
-    """One emulated card. Each question is answered by a process of its own, whose libraries are imported already.
+    """One emulated card, whose allocator is torch's default or has expandable segments. Each question is answered by a
+    process of its own, whose libraries are imported already.
 
     It starts with the first question whose answer is not kept, and ends with the `with` block.
     """
 
-    def __init__(self, gpu: Gpu) -> None:
+    def __init__(self, gpu: Gpu, *, expandable_segments: bool = False) -> None:
         self.gpu = gpu
-        self._build = cuda_build(cuda_python())
+        self._expandable_segments = expandable_segments
+        self._build = build_with(expandable_segments)
         self._folder = tempfile.TemporaryDirectory(prefix="bigdit-card-")
         self._stderr = Path(self._folder.name) / "stderr"
         self._process: subprocess.Popen[bytes] | None = None
@@ -113,7 +115,7 @@ class Card:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=sink,
-                env=worker_environment(self.gpu),
+                env=worker_environment(self.gpu, expandable_segments=self._expandable_segments),
                 start_new_session=True,
             )
 
@@ -126,12 +128,21 @@ class Card:
             self._process = None
 
 
-def worker_environment(gpu: Gpu, ranks: int = 1, state: str | None = None) -> dict[str, str]:
+def build_with(expandable_segments: bool) -> str:
+    """What decides an answer beside the question: the build of torch, and how its allocator is set."""
+    return cuda_build(cuda_python()) + (", expandable segments" if expandable_segments else "")
+
+
+def worker_environment(
+    gpu: Gpu, ranks: int = 1, state: str | None = None, *, expandable_segments: bool = False
+) -> dict[str, str]:
     """A card for each of the ranks that there are, no network, and no place in a launched group.
 
     One rank alone has no peers, whatever its strategy; `state` is the file that several share.
     """
     own = {key: value for key, value in os.environ.items() if key not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
-    own.pop("CUDA_VISIBLE_DEVICES", None)
+    for name in ("CUDA_VISIBLE_DEVICES", "PYTORCH_CUDA_ALLOC_CONF"):
+        own.pop(name, None)
+    own["PYTORCH_ALLOC_CONF"] = f"expandable_segments:{expandable_segments}"
     card = emulated_environment(gpu, ranks, state, peers=ranks > 1)
     return own | card | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join((str(_ROOT), card["PYTHONPATH"]))}

@@ -15,26 +15,28 @@ from bigdit.catalog import Gpu
 from bigdit.emulator import shared_state
 from bigdit.errors import UserError
 from bigdit.rehearse.card import cache as card_cache
-from bigdit.rehearse.card.client import cuda_build, cuda_python, worker_environment
+from bigdit.rehearse.card.client import build_with, cuda_python, worker_environment
 from bigdit.rehearse.card.run import CardRun
 from bigdit.rehearse.client import failure
 from bigdit.rehearse.request import RehearsalRequest
 
 
-def run_ranks(gpu: Gpu, request: RehearsalRequest, timeout_s: float = 300.0) -> CardRun:
+def run_ranks(
+    gpu: Gpu, request: RehearsalRequest, timeout_s: float = 300.0, *, expandable_segments: bool = False
+) -> CardRun:
     """The first rank's two steps of `request`, among all ranks of its strategy, or what is kept of them.
 
     Raises UserError where they take longer, and for what the user can mend; RehearsalError where a rank dies.
     """
-    build = f"{cuda_build(cuda_python())}, all ranks"
+    build = f"{build_with(expandable_segments)}, all ranks"
     kept = card_cache.find(gpu, request, build)
     if kept is None:
-        kept = _run(gpu, request, timeout_s)
+        kept = _run(gpu, request, timeout_s, expandable_segments)
         card_cache.keep(gpu, request, build, kept)
     return kept
 
 
-def _run(gpu: Gpu, request: RehearsalRequest, timeout_s: float) -> CardRun:
+def _run(gpu: Gpu, request: RehearsalRequest, timeout_s: float, expandable_segments: bool) -> CardRun:
     ranks = request.strategy.world_size
     with tempfile.TemporaryDirectory(prefix="bigdit-ranks-") as folder, shared_state() as state:
         asked, answered = (Path(folder) / name for name in ("request.json", "result.json"))
@@ -43,7 +45,8 @@ def _run(gpu: Gpu, request: RehearsalRequest, timeout_s: float) -> CardRun:
         worker = ["-m", "bigdit.rehearse.card.worker", str(asked), str(answered)]
         process = subprocess.Popen(
             [str(cuda_python()), "-W", "ignore", *launcher, *worker],
-            env=worker_environment(gpu, ranks, state) | {"OMP_NUM_THREADS": "1"},
+            env=worker_environment(gpu, ranks, state, expandable_segments=expandable_segments)
+            | {"OMP_NUM_THREADS": "1"},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
