@@ -12,6 +12,7 @@ from rehearsing import SANA, SHAPE, rehearse_all
 from bigdit import catalog, receipt
 from bigdit.config.strategy import parse_strategy
 from bigdit.errors import UserError
+from bigdit.memory.allocator import replay
 from bigdit.receipt import Receipt
 from bigdit.rehearse import RehearsalRequest
 from bigdit.search import receipts
@@ -169,6 +170,15 @@ def test_measured_peaks_give_the_band(rehearsed):
     assert band is not None
     assert band[0] == pytest.approx(0.02 * 4 / 3, rel=1e-3)
     assert band[1] == "3 receipts of this card, off by 2.0% at most"
+
+
+def test_a_receipt_is_held_against_the_allocator_as_it_was_set(rehearsed):
+    checked, _ = receipts.check([receipt_of(), receipt_of(expandable_segments=True)], A100, rehearsed)
+    timeline = rehearsed(receipts._request(receipt_of(), A100)).timeline
+    assert [each.peak_reserved_bytes for each in checked] == [
+        replay(timeline, A100.usable_bytes, expandable_segments=expandable).peak_reserved_bytes
+        for expandable in (False, True)
+    ]
 
 
 def test_a_receipt_that_cannot_be_rehearsed_is_said(rehearsed):

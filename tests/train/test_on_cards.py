@@ -73,9 +73,11 @@ def test_fsdp2_trains_on_two_cards(features, tmp_path, command, replicate):
 
 
 @pytest.mark.slow
-def test_a_card_measures_what_was_rehearsed_to_the_byte(features, tmp_path):
+@pytest.mark.parametrize("expandable", [False, True], ids=["whole segments", "expandable segments"])
+def test_a_card_measures_what_was_rehearsed_to_the_byte(features, tmp_path, expandable):
     arguments = [*with_set([*TINY, f"data.features={features}"]), "--out", str(tmp_path / "receipt.json")]
     environment = os.environ | emulated_environment(catalog.resolve_gpu("a40"))
+    environment |= {"PYTORCH_ALLOC_CONF": f"expandable_segments:{expandable}"}
     line = [str(cuda_python()), "-W", "ignore", "-c", "from bigdit.cli import main; main()", "bench"]
     done = subprocess.run(
         [*line, "--config", str(DIGITS), *arguments],
@@ -90,6 +92,7 @@ def test_a_card_measures_what_was_rehearsed_to_the_byte(features, tmp_path):
     assert "one process on an emulated NVIDIA A40" in done.stdout
     receipt = json.loads((tmp_path / "receipt.json").read_text())
     assert receipt["emulated"]
+    assert receipt["expandable_segments"] is expandable
     assert receipt["predicted_peak_allocated_bytes"] == receipt["measured_peak_allocated_bytes"]
     assert receipt["predicted_peak_reserved_bytes"] == receipt["measured_peak_reserved_bytes"]
 
