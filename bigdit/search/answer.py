@@ -138,18 +138,20 @@ def _unverified(model: CatalogModel) -> tuple[str, ...]:
 
 
 def _search(pool: Pool, sample: Sample, question: Question, evidence: Evidence) -> _Found:
-    """Strategies without a last resort; where none of them fits, those too; where none does, what comes nearest."""
+    """Strategies without a last resort; where no lossless one of them fits, those too; where none does, what comes
+    nearest."""
     proposed, rejected = proposals(question)
     options: list[Option] = []
 
     def ranked() -> list[Candidate]:
         return _ranked(question, options, evidence)
 
+    all_lossy = not any(each.lossless for each in proposed)
     for last_resort in (False, True):
         group = [each for each in proposed if each.last_resort == last_resort]
         rejected += _explore(pool, sample, question, evidence, group, options)
         best = confirmed_best(pool, sample, question, evidence, ranked)
-        if best and best[0].verdict != "DOES NOT FIT":
+        if best and best[0].verdict != "DOES NOT FIT" and (best[0].candidate.lossless or last_resort or all_lossy):
             if not last_resort:
                 rejected += _last_resorts(proposed)
             return _Found(options, rejected, best)

@@ -27,6 +27,7 @@ from bigdit.search.verdict import planned, verdict
 from bigdit.speed.interval import Interval
 from bigdit.speed.step import step_time
 from bigdit.speed.work import work_of
+from bigdit.units import MIB
 
 BLOCKS = 8
 SANA = catalog.model("sana-1600m")
@@ -114,6 +115,19 @@ def test_the_search_finds_what_brute_force_finds(pool: Pool) -> None:
     fastest, _ = max(found.values(), key=lambda each: each[0].middle)
     assert as_fast(rate, fastest)
     assert reserved <= 1.01 * min(reserved for rate, reserved in found.values() if as_fast(rate, fastest))
+
+
+@pytest.mark.slow
+def test_numerics_are_changed_only_where_somebody_asks() -> None:
+    """On a card too small for AdamW's state, the state goes to the host; 8 bits, which would fit, are not taken."""
+    least = Pins(engine="single", optimizer="adamw", micro_batch_size=1, checkpointed_blocks="all")
+    wanted = make_plan(question(pins=least)).chosen.process.high_bytes
+    card = A40.model_copy(update={"usable_mib": int(0.87 * wanted) // MIB})
+    plan = make_plan(question(gpu=card))
+    assert (plan.verdict, plan.chosen.lossless) == ("FITS", True)
+    assert "on the host" in plan.chosen.title
+    asked = make_plan(question(gpu=card, pins=Pins(optimizer="adamw_8bit")))
+    assert (asked.verdict, asked.chosen.strategy.engine, asked.chosen.lossless) == ("FITS", "single", False)
 
 
 def as_fast(rate: Interval, fastest: Interval) -> bool:
