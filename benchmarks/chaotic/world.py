@@ -154,7 +154,7 @@ def _document(pictures: Path, differs: dict[str, Any]) -> dict[str, Any]:
     small = {"d_model": 64, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 2}
     document["encoders"]["text"]["config"] = small
     document["train"] |= {**TRAINED, "micro_batch_size": 4, "global_batch_size": 8, "warmup_steps": 2}
-    document["train"] |= {"ema": {"decay": 0.9}, **differs.get("train", {})}
+    document["train"] |= {"precision": "bf16", "ema": {"decay": 0.9}, **differs.get("train", {})}
     document["engine"] = differs["engine"]
     plain: dict[str, Any] = json.loads(json.dumps(document))  # or YAML has aliases
     return plain
