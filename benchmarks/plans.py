@@ -49,8 +49,8 @@ HEAD = """# Plans against the emulated card
 
 Made by `python benchmarks/plans.py`: each question is planned on the rehearsed device, and what the plan recommends
 is run on an emulated card, by torch's own allocator with expandable segments. *none* and *all* are the largest
-micro-batches with nothing and with all blocks recomputed: what the plan says, which is predicted from shallow siblings, and
-what the card has, where both it and one more were run. *s* is what the plan took, on a machine that did other work
+micro-batches with nothing and with all blocks recomputed: what the plan says, which is predicted from shallow siblings,
+and what the card has, where both it and one more were run. *s* is what the plan took, on a machine that did other work
 beside it."""
 
 AWAY = 4

@@ -216,8 +216,8 @@ def test_the_waterfall_leads_from_what_is_copied_to_what_fits(pool: Pool, sana: 
         "micro-batch 5",
     ]
     assert steps[0].change.endswith("fp32, AdamW, encoders and average on the card, micro-batch 1")
-    assert steps[0].verdict == "TIGHT"
-    assert steps[0].process_bytes > sana.gpu.usable_bytes
+    assert steps[0].verdict == "FITS"
+    assert steps[0].process_bytes > 0.95 * sana.gpu.usable_bytes
     assert steps[-1].process_bytes == chosen.process.high_bytes
     assert steps[-1].verdict == "FITS"
     left = dict(zip((step.change for step in steps), (step.process_bytes for step in steps), strict=True))
