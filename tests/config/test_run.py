@@ -28,7 +28,9 @@ def test_the_recipe_is_a_strategy_on_two_processes(monkeypatch):
     strategy = strategy_of(run, 2)
     assert (strategy.zero_stage, strategy.global_batch_size, strategy.grad_accum_steps) == (2, 128, 1)
     assert strategy.ds_config["train_micro_batch_size_per_gpu"] == 64
-    assert strategy.ds_config["bf16"] == {"enabled": True}
+    assert strategy.ds_config["bf16"] == {"enabled": False}
+    half = load_run(DIGITS, ["train.precision=bf16"])
+    assert strategy_of(half, 2).ds_config["bf16"] == {"enabled": True}
     assert strategy_of(run, 1).grad_accum_steps == 2
 
 
