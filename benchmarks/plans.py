@@ -143,7 +143,7 @@ def page(lines: Sequence[Line]) -> str:
             f"- {len(lines)} of {len(QUESTIONS)} questions are answered; {len(exact)} of the recommended strategies "
             "reserve on the card what was planned, to the byte",
             f"- of {len(found)} largest micro-batches {len(same)} are the card's own",
-            f"- {versions()['torch']}, and on the card {cuda_build(cuda_python())}",
+            f"- rehearsed with torch {versions()['torch']}; on the card torch {cuda_build(cuda_python())}",
             "",
             *(f"| {' | '.join(row)} |" for row in rows),
             "",
