@@ -102,7 +102,7 @@ def test_moments_of_siblings_continue_to_the_whole_model(option: Option, pool: P
 
 @pytest.mark.slow
 def test_the_search_finds_what_brute_force_finds(pool: Pool) -> None:
-    """Micro-batches around the chosen one and beyond, every number of blocks, whole or in part: all rehearsed, on a
+    """The chosen micro-batch and larger ones, every number of blocks, whole or in part: all rehearsed, on a
     small card. None is faster by more than counts, and none that is as fast takes less."""
     card = A40.model_copy(update={"usable_mib": 3200})
     asked = question(gpu=card, pins=Pins(optimizer="adamw", engine="single"))
@@ -110,7 +110,7 @@ def test_the_search_finds_what_brute_force_finds(pool: Pool) -> None:
     assert (plan.verdict, plan.chosen.confirmed) == ("FITS", True)
     chosen = plan.chosen.strategy
     size = chosen.micro_batch_size
-    found = brute_force(pool, asked, [*range(max(size - 1, 1), size + 3), 2 * size, 4 * size])
+    found = brute_force(pool, asked, [size, size + 1, 2 * size])
     rate, reserved = found[size, int(chosen.checkpointed_blocks), chosen.checkpointing]
     fastest, _ = max(found.values(), key=lambda each: each[0].middle)
     assert as_fast(rate, fastest)
