@@ -5,7 +5,7 @@ from __future__ import annotations
 import diffusers
 import pytest
 import torch
-from commands import DIGITS
+from commands import DIGITS, SINGLE
 from stepping import equipped, one_batch
 from training import exported, run_to
 from two_processes import answer_of_two
@@ -81,7 +81,7 @@ def test_what_cannot_be_is_refused():
         Strategy(lora=LoraSpec(), precision="fp32")
     with pytest.raises(ValueError, match=r"lora\.base nf4 \(bitsandbytes\) keeps packed weights, which fsdp2 cannot"):
         Strategy(lora=LoraSpec(base="nf4"), engine="fsdp2")
-    run = load_run(DIGITS, ["train.lora.rank=4", "engine.name=single", "engine.ds_config=null"])
+    run = load_run(DIGITS, ["train.lora.rank=4", "train.precision=bf16", *SINGLE])
     with pytest.raises(UserError, match=r"train\.lora adapts trained weights, and model\.init_from is missing"):
         prepare(run, 1)
 

@@ -53,7 +53,7 @@ def test_a_sound_run_is_printed(capsys):
         ),
         (["train.checkpointed_blocks=999"], "train.checkpointed_blocks is 999, and the model has 4 blocks"),
         (
-            ["train.lora.targets=[to_x]", "model.init_from=/weights"],
+            ["train.lora.targets=[to_x]", "train.precision=bf16", "model.init_from=/weights"],
             "lora.targets: no linear layer's name ends in 'to_x'; did you mean to_v, to_q, to_k?",
         ),
     ],
