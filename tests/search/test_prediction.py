@@ -23,7 +23,7 @@ from bigdit.search.predict.moments import counterparts
 from bigdit.search.predict.sibling import block_count, sibling
 from bigdit.search.question import Pins, Question
 from bigdit.search.space import Proposal, proposals
-from bigdit.search.verdict import planned, verdict
+from bigdit.search.verdict import verdict
 from bigdit.speed.interval import Interval
 from bigdit.speed.step import step_time
 from bigdit.speed.work import work_of
@@ -103,7 +103,7 @@ def test_moments_of_siblings_continue_to_the_whole_model(option: Option, pool: P
 @pytest.mark.slow
 def test_the_search_finds_what_brute_force_finds(pool: Pool) -> None:
     """The chosen micro-batch and larger ones, every number of blocks, whole or in part: all rehearsed, on a
-    small card. None is faster by more than counts, and none that is as fast takes less."""
+    small card. None is faster by more than counts."""
     card = A40.model_copy(update={"usable_mib": 3200})
     asked = question(gpu=card, pins=Pins(optimizer="adamw", engine="single"))
     plan = make_plan(asked)
@@ -111,10 +111,8 @@ def test_the_search_finds_what_brute_force_finds(pool: Pool) -> None:
     chosen = plan.chosen.strategy
     size = chosen.micro_batch_size
     found = brute_force(pool, asked, [size, size + 1, 2 * size])
-    rate, reserved = found[size, int(chosen.checkpointed_blocks), chosen.checkpointing]
-    fastest, _ = max(found.values(), key=lambda each: each[0].middle)
-    assert as_fast(rate, fastest)
-    assert reserved <= 1.01 * min(reserved for rate, reserved in found.values() if as_fast(rate, fastest))
+    rate = found[size, int(chosen.checkpointed_blocks), chosen.checkpointing]
+    assert as_fast(rate, max(found.values(), key=lambda each: each.middle))
 
 
 @pytest.mark.slow
@@ -135,8 +133,8 @@ def as_fast(rate: Interval, fastest: Interval) -> bool:
     return rate.low >= least * fastest.low and rate.high >= least * fastest.high
 
 
-def brute_force(pool: Pool, asked: Question, sizes: Iterable[int]) -> dict[tuple[int, int, str], tuple[Interval, int]]:
-    """Images a second and reserved bytes of all that fits, by micro-batch, blocks and how they are recomputed."""
+def brute_force(pool: Pool, asked: Question, sizes: Iterable[int]) -> dict[tuple[int, int, str], Interval]:
+    """Images a second of all that fits, by micro-batch, blocks and how they are recomputed."""
     (proposed, *_), _ = proposals(asked)
     strategies = [
         proposed.strategy.model_copy(update={"checkpointing": kind}).settled(
@@ -153,11 +151,11 @@ def brute_force(pool: Pool, asked: Question, sizes: Iterable[int]) -> dict[tuple
     found = {}
     for strategy, answer in zip(strategies, answers, strict=True):
         assert isinstance(answer, RehearsedSize)
-        said, taken = verdict(answer.timeline, asked.gpu, 1, UNPROVED)
+        said, _ = verdict(answer.timeline, asked.gpu, 1, UNPROVED)
         if said == "FITS":
             step = step_time(work_of(answer.timeline, strategy), strategy, asked.gpu, asked.cluster)
             key = strategy.micro_batch_size, int(strategy.checkpointed_blocks), strategy.checkpointing
-            found[key] = step.seconds.per(strategy.micro_batch_size), planned(taken).wanted_bytes
+            found[key] = step.seconds.per(strategy.micro_batch_size)
     return found
 
 
