@@ -40,13 +40,16 @@ class FrozenEncoders:
 
     def to(self, device: torch.device) -> None:
         """Move all of them there."""
-        for module in (self._vae, *self._text):
+        for module in self.modules():
             module.to(device)
+
+    def modules(self) -> list[nn.Module]:
+        """The VAE and the text encoders."""
+        return [self._vae, *self._text]
 
     def tensors(self) -> list[torch.Tensor]:
         """All weights and buffers."""
-        modules = (self._vae, *self._text)
-        return [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+        return [tensor for module in self.modules() for tensor in (*module.parameters(), *module.buffers())]
 
     @torch.no_grad()
     def encode(self, pixels: torch.Tensor, tokens: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Encoded:

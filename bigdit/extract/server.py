@@ -15,9 +15,9 @@ def server() -> ForkServerContext:
     """Where processes that encode or verify are started.
 
     torch's threads and locks do not survive a fork of this process. Forked from a server that has imported it, and done
-    nothing else, workers start at once, and share the memory of the libraries. Where there is a GPU they are forked from
-    one that has imported nothing: libraries ask it what it can as they are imported (torchao does), and CUDA does not
-    survive a fork either.
+    nothing else, workers start at once, and share the memory of the libraries. Where there is a GPU, they are forked
+    from one that has imported nothing: libraries ask it what it can as they are imported (torchao does), and CUDA does
+    not survive a fork either.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([] if torch.cuda.is_available() else ["bigdit.extract.preload"])

@@ -54,7 +54,8 @@ def footprint(
     Raises UserError for an unknown compute capability.
     """
     # NCCL makes a communicator for each group; groups of one size are taken to be one.
-    communicators = len({each.group_size for each in timeline.collectives if each.group_size > 1}) or 1
+    groups = len({each.group_size for each in timeline.collectives if each.group_size > 1})
+    communicators = int(bool(timeline.collectives)) if world_size == 1 else groups or 1
     beside = beside_torch(compute_capability, world_size, communicators, multiprocessors)
     capacity = max(usable_bytes - beside.high_bytes, 1)
 

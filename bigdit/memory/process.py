@@ -58,18 +58,20 @@ STACK = KIB
 Source: cudaLimitStackSize's default; 216 MiB on an A100 of 108 × 2048 threads (arcs-skku/EMDC_llvm#13).
 """
 
-DRIVER = ByteRange(low_bytes=133 * MIB, high_bytes=213 * MIB)
+DRIVER = ByteRange(low_bytes=133 * MIB, high_bytes=263 * MIB)
 """The rest of a context before any kernel ran.
 
 Derived from measurements of torch processes, less STACK: 256 MiB on an RTX 3090 of 82 × 1536 threads (torch 2.7,
 CUDA 12.8; invoke-ai/InvokeAI#9413), 426 MiB on an RTX 6000 Ada of 142 × 1536 (torch 2.10, CUDA 13.0;
-unslothai/unsloth-zoo#1053).
+unslothai/unsloth-zoo#1053), 527 MiB on an H100 of 132 × 2048 (torch 2.11, CUDA 13.0, driver 580.159;
+benchmarks/gpu_matrix.md).
 """
 
-KERNELS = ByteRange(low_bytes=0, high_bytes=205 * MIB)
+KERNELS = ByteRange(low_bytes=0, high_bytes=256 * MIB)
 """Kernels and library handles that a run of a model loads into the context, each when it is first used.
 
-Measured: 0.16 GiB on H100 (vllm-project/vllm#12126) and 0.20 GiB (vllm-project/vllm#14447) above the context.
+Measured above the context: 0.16 GiB on H100 (vllm-project/vllm#12126) and 0.20 GiB (vllm-project/vllm#14447); 240 to
+256 MiB in training steps of 25 families on an H100 (benchmarks/gpu_matrix.md).
 """
 
 NCCL_LIBRARY = ByteRange(low_bytes=0, high_bytes=228 * MIB)
@@ -77,6 +79,13 @@ NCCL_LIBRARY = ByteRange(low_bytes=0, high_bytes=228 * MIB)
 
 Derived from a measurement: 484 MiB for one rank on an RTX 3090 (NVIDIA/nccl#2366), less its context of
 256 MiB.
+"""
+
+NCCL_ALONE = ByteRange(low_bytes=0, high_bytes=580 * MIB)
+"""A communicator of one process, which DeepSpeed makes and uses, and FSDP2 makes.
+
+Measured on an H100 (torch 2.11, NCCL of CUDA 13.0; benchmarks/gpu_matrix.md): 580 MiB in ZeRO-2, 84 in FSDP2; of bare
+collectives 564 MiB with the first communicator, 388 with a second.
 """
 
 NCCL_CHANNEL = ByteRange(low_bytes=20 * MIB, high_bytes=29 * MIB)
@@ -100,21 +109,27 @@ def _multiprocessors(compute_capability: tuple[int, int]) -> list[int]:
     return [card.multiprocessors for card in gpus() if card.compute_capability == compute_capability]
 
 
-def nccl_buffers(compute_capability: tuple[int, int], world_size: int, communicators: int = 1) -> ByteRange:
-    """NCCL's memory on one card; none where a process is alone. Raises UserError as `cuda_context` does.
+def nccl_buffers(compute_capability: tuple[int, int], world_size: int, communicators: int | None = None) -> ByteRange:
+    """NCCL's memory on one card with so many communicators: if not said, one, and none where a process is alone.
 
-    How many processes there are does not matter beyond two nodes (NVIDIA/nccl#986).
+    How many processes there are does not matter beyond two nodes (NVIDIA/nccl#986). Raises UserError as `cuda_context`
+    does.
     """
     capability(compute_capability)  # refuses one that is not known, also for a process alone
-    if world_size == 1:
-        return ByteRange(low_bytes=0, high_bytes=0)
+    if communicators is None:
+        communicators = int(world_size > 1)
+    if world_size == 1 or communicators == 0:
+        return NCCL_ALONE * communicators
     few, many = CHANNELS[compute_capability]
     channels = ByteRange(low_bytes=NCCL_CHANNEL.low_bytes * few, high_bytes=NCCL_CHANNEL.high_bytes * many)
     return NCCL_LIBRARY + channels * communicators
 
 
 def beside_torch(
-    compute_capability: tuple[int, int], world_size: int, communicators: int = 1, multiprocessors: int | None = None
+    compute_capability: tuple[int, int],
+    world_size: int,
+    communicators: int | None = None,
+    multiprocessors: int | None = None,
 ) -> ByteRange:
     """What the process takes of a card beside torch's reserved memory. Raises UserError as `cuda_context` does."""
     return cuda_context(compute_capability, multiprocessors) + nccl_buffers(
@@ -123,7 +138,7 @@ def beside_torch(
 
 
 def process_bytes(
-    reserved_bytes: int, compute_capability: tuple[int, int], world_size: int, communicators: int = 1
+    reserved_bytes: int, compute_capability: tuple[int, int], world_size: int, communicators: int | None = None
 ) -> ByteRange:
     """What nvidia-smi shows for a process that has reserved that much. Raises UserError as `cuda_context` does."""
     reserved = ByteRange(low_bytes=reserved_bytes, high_bytes=reserved_bytes)

@@ -7,6 +7,7 @@ The recorder watches it on fake tensors and on a real CPU (`drive.py`), the allo
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -94,7 +95,15 @@ class Witness:
 def two_steps(
     workload: Workload, objective: ObjectiveSpec, device: torch.device, world: World, witness: Witness
 ) -> None:
-    """The engine's start and two steps on `device`.
+    """The engine's start and two steps on `device`, as `training` says."""
+    for _ in itertools.islice(training(workload, objective, device, world, witness), STEPS):
+        pass
+
+
+def training(
+    workload: Workload, objective: ObjectiveSpec, device: torch.device, world: World, witness: Witness
+) -> Iterator[bool]:
+    """The engine's start, and a step on `device` for each `next`, without end: whether it was taken.
 
     Where the engine needs a process group, it exists already, of torch's fake backend or a real one.
     """
@@ -110,9 +119,9 @@ def two_steps(
             witness.moved(frozen)
             encoding = witness.encoding(functools.partial(encode, frozen, strategy.encode_chunk))
         steps = feed(workload.make, strategy, pin=device.type != "cpu", seen=witness.held)
-    for _ in range(STEPS):
+    while True:
         micro_batches = next(steps)
-        train_step(
+        taken = train_step(
             engine,
             workload.family,
             objective,
@@ -121,8 +130,9 @@ def two_steps(
             ema=ema,
             phase=witness.phase,
             encode=encoding,
-        )
+        ).taken
         del micro_batches  # before the next ones are read, as the trainer does
+        yield taken
 
 
 def _frozen(encoders: OnlineEncoders) -> FrozenEncoders:

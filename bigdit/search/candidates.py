@@ -127,8 +127,9 @@ def _roomy(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 def beside(question: Question, strategy: Strategy) -> ByteRange:
-    """What the process takes of the card beside torch; HSDP has a communicator for each of its two groups."""
-    communicators = 2 if 1 < strategy.dp_replicate < strategy.world_size else 1
+    """What the process takes of the card beside torch; HSDP has a communicator for each of its two groups, and one
+    process without an engine that shards has none."""
+    communicators = 2 if 1 < strategy.dp_replicate < strategy.world_size else int(strategy.engine != "single")
     gpu = question.gpu
     return beside_torch(gpu.compute_capability, strategy.world_size, communicators, gpu.multiprocessors)
 

@@ -24,6 +24,8 @@ def holds(found: ByteRange, mib: int) -> bool:
         ((8, 6), 256),  # RTX 3090, torch 2.7 (invoke-ai/InvokeAI#9413)
         ((8, 9), 426),  # RTX 6000 Ada, torch 2.10 (unslothai/unsloth-zoo#1053)
         ((7, 0), 400),  # V100, torch 1.1 (pytorch/pytorch#20532)
+        ((9, 0), 527),  # H100, torch 2.11, before any kernel (benchmarks/gpu_matrix.md)
+        ((9, 0), 783),  # the same after training steps of Sana-Video
     ],
 )
 def test_contexts_that_were_measured_lie_in_the_range(compute_capability, mib):
@@ -32,7 +34,7 @@ def test_contexts_that_were_measured_lie_in_the_range(compute_capability, mib):
 
 def test_the_context_of_an_a100_by_hand():
     # Stacks: 56 × 2048 × 1 KiB = 112 MiB on an A30, 108 × 2048 × 1 KiB = 216 MiB on an A100.
-    assert cuda_context((8, 0)) == ByteRange(low_bytes=(112 + 133) * MIB, high_bytes=(216 + 213 + 205) * MIB)
+    assert cuda_context((8, 0)) == ByteRange(low_bytes=(112 + 133) * MIB, high_bytes=(216 + 263 + 256) * MIB)
 
 
 def test_the_context_of_a_known_card_has_its_own_stacks():
@@ -40,7 +42,7 @@ def test_the_context_of_a_known_card_has_its_own_stacks():
     for gpu in gpus():
         own, any_card = cuda_context(gpu.compute_capability, gpu.multiprocessors), cuda_context(gpu.compute_capability)
         assert any_card.low_bytes <= own.low_bytes < own.high_bytes <= any_card.high_bytes
-        assert own.high_bytes - own.low_bytes == (213 - 133 + 205) * MIB
+        assert own.high_bytes - own.low_bytes == (263 - 133 + 256) * MIB
     a30, a100 = cuda_context((8, 0), 56), cuda_context((8, 0), 108)
     assert a100.high_bytes - a30.high_bytes == 52 * 2 * MIB
     assert beside_torch((8, 0), 8, multiprocessors=56) == a30 + nccl_buffers((8, 0), 8)
@@ -62,6 +64,11 @@ def test_nccl_and_context_on_one_rtx_3090_by_hand():
 def test_a_process_alone_has_no_nccl():
     assert nccl_buffers((9, 0), 1) == ByteRange(low_bytes=0, high_bytes=0)
     assert beside_torch((9, 0), 1) == cuda_context((9, 0))
+
+
+@pytest.mark.parametrize("mib", [1347, 851])  # ZeRO-2 and FSDP2 on one H100 (benchmarks/gpu_matrix.md)
+def test_an_engine_of_one_process_has_a_communicator_all_the_same(mib):
+    assert holds(beside_torch((9, 0), 1, communicators=1), mib)
 
 
 @given(st.integers(0, 2**40), KNOWN, st.integers(1, 64), st.integers(1, 4))

@@ -23,12 +23,34 @@ class Segment(Strict):
     nbytes: int
 
 
+class Spent(Strict):
+    """How often an operator was called, or a kernel run, in one step, and what its kernels took."""
+
+    count: PositiveInt
+    seconds: NonNegativeFloat
+
+
+class Timing(Strict):
+    """Steps after the first two on a real card, one right after another.
+
+    `seconds_per_step` is their mean; after `host_seconds_per_step` of it the host had handed all over. `operators` and
+    `kernels` are of one more step, under torch's profiler.
+    """
+
+    steps: PositiveInt
+    seconds_per_step: NonNegativeFloat
+    host_seconds_per_step: NonNegativeFloat
+    operators: dict[str, Spent]
+    kernels: dict[str, Spent]
+
+
 class CardRun(Strict):
     """Two steps on a CUDA device.
 
     `packed_timeline` has every block as torch asked for it, labelled with its operator; a block is freed when torch
     frees it. `deferred`: frees that waited for another stream. `beside_bytes`: taken on
-    the device by the process beside the allocator, the context among it; None where that is not known.
+    the device by the process beside the allocator, the context among it; None where that is not known. `timing`: of a
+    real card, where it was asked for.
     """
 
     device: str
@@ -39,6 +61,7 @@ class CardRun(Strict):
     deferred: NonNegativeInt
     alloc_retries: NonNegativeInt
     beside_bytes: NonNegativeInt | None
+    timing: Timing | None = None
     host_peak_bytes: PositiveInt
     versions: dict[str, str]
     seconds: NonNegativeFloat

@@ -5,7 +5,9 @@ No dispatch mode watches: autograd adds gradients in place only where there is n
 
 from __future__ import annotations
 
+import dataclasses
 import gc
+import itertools
 import os
 import resource
 import time
@@ -17,35 +19,46 @@ import torch
 import torch.distributed as dist
 
 from bigdit.dist import World, world_from_env
+from bigdit.emulator import on_emulated_card
 from bigdit.errors import versions
+from bigdit.loader.batch import Batch
+from bigdit.loader.raw import RawBatch
 from bigdit.memory import Block, Span, Timeline
 from bigdit.rehearse.card.run import CardPhase, CardRun, Segment
+from bigdit.rehearse.card.timing import timed
 from bigdit.rehearse.card.trace import operator
-from bigdit.rehearse.card.unwritten import unwritten_weights
+from bigdit.rehearse.card.unwritten import fill, fill_noise, unwritten_weights
 from bigdit.rehearse.request import RehearsalRequest
-from bigdit.rehearse.steps import Witness, prepare, two_steps
+from bigdit.rehearse.steps import STEPS, Witness, Workload, prepare, training
 from bigdit.spec import Strategy
 
 _ALL = 1 << 40
 """More events than any two steps have."""
 
 
-def run(request: RehearsalRequest) -> CardRun:
+def run(request: RehearsalRequest, timed_steps: int = 0) -> CardRun:
     """Two steps of the request's first micro-batch size on this rank's CUDA device, where it has nothing yet.
 
     On an emulated card, what engines read of values that no kernel wrote is 0: nothing overflows, as in a rehearsal.
+    On a real one `timed_steps` more may be timed.
     """
     began = time.perf_counter()
     strategy = request.strategy.with_micro_batch_size(request.micro_batch_sizes[0])
     with unwritten_weights():
         workload = prepare(request.model, request.batch, strategy, request.encoders)
+    if not on_emulated_card():
+        workload = _filled(workload)
     device = torch.device("cuda", world_from_env().local_rank)
     torch.cuda.set_device(device)
     torch.cuda.init()
     with _group(strategy) as world:
         trace = _Trace()
-        two_steps(workload, request.objective, device, world, trace)
+        steps = training(workload, request.objective, device, world, trace)
+        if not all(itertools.islice(steps, STEPS)):
+            raise RuntimeError("a step was not taken, since its gradients are not finite: no optimizer state was made")
         phases, timeline, segments, deferred = trace.close()
+        retries, beside = torch.cuda.memory_stats()["num_alloc_retries"], _beside(device)
+        timing = timed(steps, timed_steps) if timed_steps else None
     return CardRun(
         device=torch.cuda.get_device_name(device),
         params=workload.params,
@@ -53,12 +66,29 @@ def run(request: RehearsalRequest) -> CardRun:
         packed_timeline=timeline.pack(),
         segments=segments,
         deferred=deferred,
-        alloc_retries=torch.cuda.memory_stats()["num_alloc_retries"],
-        beside_bytes=_beside(device),
+        alloc_retries=retries,
+        beside_bytes=beside,
+        timing=timing,
         host_peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         versions=versions(),
         seconds=round(time.perf_counter() - began, 3),
     )
+
+
+def _filled(workload: Workload) -> Workload:
+    """With values that a real card can compute with: of zeros alone gradients have no end, and they cost less power."""
+    for module in (workload.model, *(workload.frozen.modules() if workload.frozen else ())):
+        fill(module)
+
+    def make() -> Batch | RawBatch:
+        made = workload.make()
+        if isinstance(made, Batch):
+            for tensor in (made.latents, made.text_embeds):
+                if tensor is not None:
+                    fill_noise(tensor, 1.0)
+        return made
+
+    return dataclasses.replace(workload, make=make)
 
 
 class _Trace(Witness):
@@ -71,6 +101,7 @@ class _Trace(Witness):
     def __init__(self) -> None:
         self._phases: list[CardPhase] = []
         self._spans: list[tuple[str, int]] = []
+        self._closed = False
         # Symbols as the dynamic linker knows them: operators are among those, and lines would take minutes.
         os.environ["TORCH_SYMBOLIZE_MODE"] = "dladdr"
         torch.cuda.memory._record_memory_history(max_entries=_ALL, context="alloc", stacks="all")
@@ -81,6 +112,9 @@ class _Trace(Witness):
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
+        if self._closed:
+            yield
+            return
         self._end()
         torch.cuda.reset_peak_memory_stats()
         self._spans.append((name, self._count() - self._before))
@@ -88,11 +122,14 @@ class _Trace(Witness):
         gc.collect()
 
     def close(self) -> tuple[tuple[CardPhase, ...], Timeline, tuple[Segment, ...], int]:
-        """The phases, the events, the segments, and how many frees were deferred."""
+        """The phases, the events, the segments, and how many frees were deferred. Steps go on without a trace."""
         gc.collect()
         self._end()
         stop = self._count() - self._before
         trace = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
+        torch.cuda.memory._record_memory_history(enabled=None)
+        gc.enable()
+        self._closed = True
         blocks, events, segments, deferred = _read(trace)
         if len(events) != stop:
             raise RuntimeError(f"the allocator counted {stop} events, and its history has {len(events)}")

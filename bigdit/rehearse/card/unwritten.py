@@ -1,7 +1,11 @@
-"""Weights that are never drawn: a model stands on the host as address space, until its bytes are copied to a card."""
+"""Weights that are never drawn: a model stands on the host as address space, until its bytes are copied to a card.
+
+A real card computes with them, and draws less power for zeros: `fill` writes something in.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -32,6 +36,34 @@ def unwritten_weights() -> Iterator[None]:
         nn.Module._apply = apply
         for name, original in originals.items():
             setattr(nn.init, name, original)
+
+
+def fill(module: nn.Module) -> None:
+    """Write into all floating-point parameters and large buffers: ones and zeros into vectors, as norms and biases have
+    them, and noise into all others."""
+    # Half as wide as when they were cast, at least.
+    large = ((name, buffer) for name, buffer in module.named_buffers() if 4 * buffer.nbytes >= _LEAST_BYTES)
+    for name, tensor in (*module.named_parameters(), *large):
+        if not tensor.is_floating_point():
+            continue
+        if tensor.dim() < 2:
+            tensor.detach().fill_(float(name.endswith("weight")))
+        else:
+            fill_noise(tensor.detach(), 0.02)
+
+
+def fill_noise(tensor: torch.Tensor, deviation: float) -> None:
+    """Write one piece of normal noise again and again: to draw all of it would take minutes."""
+    piece = (_noise() * deviation).to(tensor.dtype)
+    flat = tensor.view(-1)
+    whole = flat.numel() // len(piece) * len(piece)
+    flat[:whole].view(-1, len(piece)).copy_(piece)
+    flat[whole:].copy_(piece[: flat.numel() - whole])
+
+
+@functools.cache
+def _noise() -> torch.Tensor:
+    return torch.randn(1 << 20)
 
 
 def _nothing(tensor: torch.Tensor, *args: object, **options: object) -> torch.Tensor:

@@ -1,0 +1,83 @@
+"""A matrix of training steps, predicted before and then run on a real GPU: memory block by block, and seconds.
+
+python benchmarks/gpu_matrix.py predict
+python benchmarks/gpu_matrix.py measure OUT [--held-out] [--seconds 540]
+python benchmarks/gpu_matrix.py report OUT [OUT ...]
+python benchmarks/gpu_matrix.py events OUT PART
+
+`predict` asks the rehearsal and the emulated card about every point, and writes gpu_matrix/predicted.json: that comes
+first, and is committed before anything is measured. `measure` runs on a machine with the GPU, most important points
+first, each in a fresh process; it goes on where it was, needs no network, and ends within its seconds. Beside what a
+CUDA image of PyTorch has it needs diffusers (6 MB), pydantic with pydantic-core (3 MB), bitsandbytes (43 MB; 4 MB with
+the library of one CUDA), torchao (3 MB) and DeepSpeed (2 MB). `report` lays both side by side in gpu_matrix.md, and
+writes what was measured into gpu_matrix/measured.json; `events` shows where one point's allocations differ.
+
+Points marked as held out are measured last, and no rule and no constant is ever made from them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from gpu_points import POINTS, Point
+from gpu_processes import Ahead
+from gpu_report import events, report
+from gpu_sides import predict
+
+from bigdit.errors import UserError, guard
+from bigdit.files import write_text
+
+STEPS = 5
+"""Timed beside the two that are traced, and the one that is profiled."""
+
+MOST_SECONDS = 150.0
+"""For one point; DeepSpeed compiles an operator in its first one."""
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    what = parser.add_subparsers(dest="what", required=True)
+    what.add_parser("predict")
+    measuring = what.add_parser("measure")
+    measuring.add_argument("out", type=Path)
+    measuring.add_argument("--held-out", action="store_true")
+    measuring.add_argument("--seconds", type=float, default=540.0)
+    reporting = what.add_parser("report")
+    reporting.add_argument("outs", type=Path, nargs="+")
+    looking = what.add_parser("events")
+    looking.add_argument("out", type=Path)
+    looking.add_argument("part", help="of the points' names")
+    options = parser.parse_args(arguments)
+    match options.what:
+        case "predict":
+            predict(POINTS)
+        case "measure":
+            measure(options.out, [each for each in POINTS if each.held_out == options.held_out], options.seconds)
+        case "report":
+            report(options.outs)
+        case "events":
+            events(options.out, options.part)
+    return 0
+
+
+def measure(out: Path, points: list[Point], seconds: float) -> None:
+    """Those of `points` that OUT has no answer of, one after another; while one runs the next ones import torch."""
+    began = time.perf_counter()
+    out.mkdir(parents=True, exist_ok=True)
+    missing = [point for point in points if not (out / f"{point.key}.json").exists()]
+    with Ahead(missing, out, STEPS) as processes:
+        for point in missing:
+            left = seconds - (time.perf_counter() - began)
+            if left < 20:
+                raise UserError(f"{seconds:g} s are over, and {point.name} is not measured; the same command goes on")
+            said = processes.run(point, min(left, MOST_SECONDS))
+            if said is not None:
+                write_text(out / f"{point.key}.failed", said)
+            print(f"{time.perf_counter() - began:5.0f} s  {point.name}: {said or 'measured'}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(guard(lambda: main(sys.argv[1:])))

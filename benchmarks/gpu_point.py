@@ -1,0 +1,26 @@
+"""One point of the matrix on this machine's GPU: REQUEST.json RESULT.json STEPS; imports, and waits for a line."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from bigdit.errors import guard
+from bigdit.files import write_text
+from bigdit.log import quiet_libraries
+from bigdit.rehearse.card.steps import run
+from bigdit.rehearse.request import RehearsalRequest
+
+
+def main(asked: Path, answered: Path, steps: int) -> None:
+    sys.stdin.readline()
+    found = run(RehearsalRequest.model_validate_json(asked.read_text()), steps)
+    write_text(answered, found.model_dump_json())
+
+
+if __name__ == "__main__":
+    quiet_libraries()
+    status = guard(lambda: main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])))
+    sys.stderr.flush()
+    os._exit(status)  # threads of process groups may abort at exit
