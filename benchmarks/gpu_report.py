@@ -61,7 +61,7 @@ class Receipts(Strict):
 
 def report(outs: Sequence[Path]) -> None:
     """Add what lies in `outs` to the receipts, and write the page anew."""
-    kept = {each.name: each for each in _read()}
+    kept = {each.name: each for each in measured()}
     kept |= {point.name: found for out in outs for point in POINTS if (found := _measured(point, out)) is not None}
     predicted = Predictions.model_validate_json(PREDICTED.read_bytes())
     receipts = [kept[each.name] for each in predicted.points if each.name in kept]
@@ -69,9 +69,9 @@ def report(outs: Sequence[Path]) -> None:
     write_text(PAGE, page(predicted, kept))
 
 
-def page(predicted: Predictions, measured: dict[str, Measured]) -> str:
+def page(predicted: Predictions, taken: dict[str, Measured]) -> str:
     """The page of all points that were measured so far."""
-    pairs = [(each, measured[each.name]) for each in predicted.points if each.name in measured]
+    pairs = [(each, taken[each.name]) for each in predicted.points if each.name in taken]
     first = next(found for _, found in pairs if not found.failed)
     sides = {"in the open": [p for p in pairs if not p[0].held_out], "held out": [p for p in pairs if p[0].held_out]}
     parts = [
@@ -215,5 +215,6 @@ def events(out: Path, part: str) -> None:
         print(point.name, *lines(found), sep="\n")
 
 
-def _read() -> tuple[Measured, ...]:
+def measured() -> tuple[Measured, ...]:
+    """All that was measured so far."""
     return Receipts.model_validate_json(MEASURED.read_bytes()).points if MEASURED.exists() else ()

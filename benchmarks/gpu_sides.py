@@ -12,7 +12,9 @@ from bigdit import catalog
 from bigdit.bench.against_card import by_replay
 from bigdit.errors import UserError, versions
 from bigdit.files import write_json
+from bigdit.memory import Timeline
 from bigdit.memory.caching import OutOfMemory
+from bigdit.memory.process import cuda_context
 from bigdit.rehearse.card.client import Card, cuda_build, cuda_python
 from bigdit.rehearse.client import RehearsalError
 from bigdit.rehearse.pool import Pool
@@ -67,25 +69,29 @@ def predict(points: Sequence[Point]) -> None:
 
 def _predicted(point: Point, card: Card, pool: Pool) -> Predicted:
     request, gpu = point.question()
-    rehearsed: tuple[Peaks, ...] | str
+    found: tuple[Peaks, ...] | str
     (answer,) = pool.rehearse([request])
     step = None
     if isinstance(answer, UserError):
-        rehearsed = str(answer)
+        found = str(answer)
     else:
         cluster = Cluster(gpus=1, gpus_per_node=1)
         step = step_time(work_of(answer.timeline, request.strategy), request.strategy, gpu, cluster)
         try:
-            replayed = by_replay(answer.timeline, _capacity(gpu), expandable_segments=point.expandable_segments)
+            found = rehearsed(answer.timeline, point, gpu)
         except OutOfMemory as error:
-            rehearsed = f"out of memory: {error}"
-        else:
-            rehearsed = tuple(
-                Peaks(phase=span.phase, allocated=peak.allocated_bytes, reserved=peak.reserved_bytes)
-                for span, peak in zip(answer.timeline.spans, replayed, strict=True)
-            )
+            found = f"out of memory: {error}"
     return Predicted(
-        name=point.name, held_out=point.held_out, rehearsed=rehearsed, emulated=_emulated(card, point), step=step
+        name=point.name, held_out=point.held_out, rehearsed=found, emulated=_emulated(card, point), step=step
+    )
+
+
+def rehearsed(timeline: Timeline, point: Point, gpu: catalog.Gpu) -> tuple[Peaks, ...]:
+    """A rehearsal's phases on the card, with the point's allocator. Raises OutOfMemory."""
+    replayed = by_replay(timeline, _capacity(gpu), expandable_segments=point.expandable_segments)
+    return tuple(
+        Peaks(phase=span.phase, allocated=peak.allocated_bytes, reserved=peak.reserved_bytes)
+        for span, peak in zip(timeline.spans, replayed, strict=True)
     )
 
 
@@ -101,8 +107,6 @@ def _emulated(card: Card, point: Point) -> tuple[Peaks, ...] | str:
 
 
 def _capacity(gpu: catalog.Gpu) -> int:
-    from bigdit.memory.process import cuda_context
-
     return gpu.usable_bytes - cuda_context(gpu.compute_capability, gpu.multiprocessors).high_bytes
 
 

@@ -12,7 +12,9 @@ import argparse
 import multiprocessing
 import os
 import random
+import re
 import subprocess
+from collections import defaultdict
 from pathlib import Path
 
 from bigdit.files import write_text
@@ -28,8 +30,8 @@ FOLDER = Path(__file__).parents[1] / "tests/measured"
 class Recording(Strict):
     """What a real allocator did with a timeline, and where.
 
-    `reserved_changes`: (event, bytes reserved after it) wherever these changed. `memory_stats` are
-    torch.cuda.memory_stats at the end. `failed_event` ran out of memory, and the trace ends there.
+    `reserved_changes`: (event, bytes reserved after it) wherever these changed. `memory_stats` are those of
+    torch.cuda.memory_stats at the end that are not 0. `failed_event` ran out of memory, and the trace ends there.
     """
 
     gpu: str
@@ -59,7 +61,7 @@ class Recording(Strict):
                 changes.append((at, reserved))
             if failed is not None:
                 break
-        stats = self.memory_stats
+        stats = defaultdict(int, self.memory_stats)
         pairs = [
             ("the failed event", self.failed_event, failed),
             ("peak allocated bytes", stats["allocated_bytes.all.peak"], peak),
@@ -152,6 +154,10 @@ def record(timeline: Timeline, capacity_bytes: int | None, expandable_segments: 
     print(f"{file}: {len(timeline.events)} events, {recording.differences() or 'as replayed'}")
 
 
+def _slug(name: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", name.lower())
+
+
 def main() -> int:
     """Record every trace with whole and with expandable segments; 1 where there is no GPU."""
     import torch
@@ -176,7 +182,7 @@ def main() -> int:
             ("expandable", None, True),
             ("tight", tight, False),
         ):
-            file = FOLDER / f"{title}-{suffix}.json"
+            file = FOLDER / f"{_slug(torch.cuda.get_device_name())}-{title}-{suffix}.json"
             arguments = (timeline, capacity, expandable, file)
             child = multiprocessing.get_context("spawn").Process(target=record, args=arguments)
             child.start()
