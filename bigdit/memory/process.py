@@ -71,7 +71,7 @@ KERNELS = ByteRange(low_bytes=0, high_bytes=256 * MIB)
 """Kernels and library handles that a run of a model loads into the context, each when it is first used.
 
 Measured above the context: 0.16 GiB on H100 (vllm-project/vllm#12126) and 0.20 GiB (vllm-project/vllm#14447); 240 to
-256 MiB in training steps of 25 families on an H100 (benchmarks/gpu_matrix.md).
+256 MiB in training steps of 22 families on an H100 (benchmarks/gpu_matrix.md).
 """
 
 NCCL_LIBRARY = ByteRange(low_bytes=0, high_bytes=228 * MIB)

@@ -3,6 +3,8 @@
 FakeTensorMode answers with shapes and strides; it may find them by a decomposition, and then the storage
 behind the result, or the strides that decide about later copies, are not the kernel's. Each rule here was
 found by a difference between the record of a real run and the rehearsal of it, or in the kernel's source.
+Shown by the referee's rows of Sana on an A40: engine single (convolutions, attention, copies, the loss), fsdp2 (waits)
+and zero2-offload (pinned memory).
 """
 
 from __future__ import annotations

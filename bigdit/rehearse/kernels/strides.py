@@ -2,6 +2,7 @@
 
 Nobody steps along such a dimension, but layouts are read from strides: with a batch of one, the same tensor
 counts as channels last by one choice and as contiguous by the other, which decides about later copies.
+Shown by the referee's row of Sana on an A40, engine single.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 Models read their masks: how many tokens are real, whether any is padding. A rehearsal feeds full masks, made by
 `torch.ones`; the value is followed from there through copies, views, reductions and comparisons, so that each
 read hears what a real full mask would answer.
+Shown by the referee's rows of Lumina-Image 2.0 and Z-Image.
 """
 
 from __future__ import annotations
