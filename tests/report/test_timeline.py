@@ -159,32 +159,32 @@ waits for the card
 
 
 def test_the_way_to_what_nvidia_smi_shows() -> None:
-    # Beside torch, at 8.6, lie 133 MiB and stacks of 10 multiprocessors, 15 MiB, to 418 and stacks of 84, 126 MiB.
+    # Beside torch, at 8.6, lie 133 MiB and stacks of 10 multiprocessors, 15 MiB, to 519 and stacks of 84, 126 MiB.
     assert (
-        text(tables.process(on_card(650)))
+        text(tables.process(on_card(751)))
         == """\
 on the card
                                       low        high
 ─────────────────────────────────────────────────────
 reserved by torch                0.15 GiB    0.15 GiB
-CUDA context and NCCL            0.14 GiB    0.53 GiB
+CUDA context and NCCL            0.14 GiB    0.63 GiB
 
-process, as nvidia-smi shows it  0.29 GiB    0.68 GiB
-usable bytes of the card         0.63 GiB    0.63 GiB
-left                             0.34 GiB  -44.00 MiB
+process, as nvidia-smi shows it  0.29 GiB    0.78 GiB
+usable bytes of the card         0.73 GiB    0.73 GiB
+left                             0.44 GiB  -44.00 MiB
 """
     )
 
 
 def test_a_card_without_room_says_where_memory_ran_out() -> None:
-    # 650 MiB less the high 544 are 106 for the allocator: 100 of them hold parameter and activation.
+    # 751 MiB less the high 645 are 106 for the allocator: 100 of them hold parameter and activation.
     assert tables.failures(on_card(1000)) == []
-    whole, expandable = tables.failures(on_card(650))
+    whole, expandable = tables.failures(on_card(751))
     assert whole == (
         "whole segments run out in backward: 30.00 MiB for a gradient of aten.mm, 6.00 MiB free; "
         "0.15 GiB would be reserved"
     )
     assert expandable.startswith("expandable segments run out in backward: 30.00 MiB")
     # What was reserved until then is not the phases' peak: the column is left out.
-    assert "reserved" not in text(tables.phases(ledger(STEP), on_card(650).segments.on_card))
-    assert "out of memory" in text(tables.reserved(on_card(650)))
+    assert "reserved" not in text(tables.phases(ledger(STEP), on_card(751).segments.on_card))
+    assert "out of memory" in text(tables.reserved(on_card(751)))

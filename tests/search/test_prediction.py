@@ -50,6 +50,14 @@ SMALL = SANA.model_copy(
         "block_lists": (("transformer_blocks", BLOCKS),),
     }
 )
+# So wide that its state outweighs what a communicator of one process takes of the card.
+WIDE = SANA.model_copy(
+    update={
+        "spec": SANA.spec.model_copy(update={"name": "wide-sana", "kwargs": SANA.spec.kwargs | {"num_layers": 4}}),
+        "params": None,
+        "block_lists": (("transformer_blocks", 4),),
+    }
+)
 A40 = catalog.gpu("a40")
 SAMPLE = Sample(SMALL, A40, (1024, 1024))
 
@@ -119,12 +127,12 @@ def test_the_search_finds_what_brute_force_finds(pool: Pool) -> None:
 def test_numerics_are_changed_only_where_somebody_asks() -> None:
     """On a card too small for AdamW's state, the state goes to the host; 8 bits, which would fit, are not taken."""
     least = Pins(engine="single", optimizer="adamw", micro_batch_size=1, checkpointed_blocks="all")
-    wanted = make_plan(question(pins=least)).chosen.process.high_bytes
+    wanted = make_plan(question(model=WIDE, pins=least)).chosen.process.high_bytes
     card = A40.model_copy(update={"usable_mib": int(0.87 * wanted) // MIB})
-    plan = make_plan(question(gpu=card))
+    plan = make_plan(question(model=WIDE, gpu=card))
     assert (plan.verdict, plan.chosen.lossless) == ("FITS", True)
     assert "on the host" in plan.chosen.title
-    asked = make_plan(question(gpu=card, pins=Pins(optimizer="adamw_8bit")))
+    asked = make_plan(question(model=WIDE, gpu=card, pins=Pins(optimizer="adamw_8bit")))
     assert (asked.verdict, asked.chosen.strategy.engine, asked.chosen.lossless) == ("FITS", "single", False)
 
 
