@@ -5,12 +5,12 @@ python benchmarks/gpu_matrix.py measure OUT [--held-out] [--seconds 540]
 python benchmarks/gpu_matrix.py report OUT [OUT ...]
 python benchmarks/gpu_matrix.py events OUT PART
 
-`predict` asks the rehearsal and the emulated card about every point, and writes gpu_matrix/predicted.json: that comes
+`predict` asks the rehearsal and the emulated card about every point, and writes on_gpu/predicted.json: that comes
 first, and is committed before anything is measured. `measure` runs on a machine with the GPU, most important points
 first, each in a fresh process; it goes on where it was, needs no network, and ends within its seconds. Beside what a
 CUDA image of PyTorch has it needs diffusers (6 MB), pydantic with pydantic-core (3 MB), bitsandbytes (43 MB; 4 MB with
 the library of one CUDA), torchao (3 MB) and DeepSpeed (2 MB). `report` lays both side by side in gpu_matrix.md, and
-writes what was measured into gpu_matrix/measured.json; `events` shows where one point's allocations differ.
+writes what was measured into on_gpu/measured.json; `events` shows where one point's allocations differ.
 
 Points marked as held out are measured last, and no rule and no constant is ever made from them.
 """
@@ -22,10 +22,10 @@ import sys
 import time
 from pathlib import Path
 
-from gpu_points import POINTS, Point
-from gpu_processes import Ahead
-from gpu_report import events, report
-from gpu_sides import predict
+from on_gpu.page import events, report
+from on_gpu.points import POINTS, Point
+from on_gpu.predicted import predict
+from on_gpu.processes import Ahead
 
 from bigdit.errors import UserError, guard
 from bigdit.files import write_text

@@ -3,9 +3,9 @@
 import statistics
 
 import pytest
-from gpu_points import POINTS
-from gpu_report import measured
-from gpu_sides import rehearsed
+from on_gpu.page import measured
+from on_gpu.points import POINTS
+from on_gpu.predicted import rehearsed
 
 from bigdit.rehearse import rehearse
 from bigdit.units import MIB

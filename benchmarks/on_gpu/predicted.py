@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from gpu_points import GPU, Point
 from pydantic import NonNegativeInt
 
 from bigdit import catalog
@@ -22,8 +21,9 @@ from bigdit.spec import Strict
 from bigdit.speed.cluster import Cluster
 from bigdit.speed.step import StepTime, step_time
 from bigdit.speed.work import work_of
+from on_gpu.points import GPU, Point
 
-PREDICTED = Path(__file__).parent / "gpu_matrix" / "predicted.json"
+PREDICTED = Path(__file__).with_suffix(".json")
 
 
 class Peaks(Strict):

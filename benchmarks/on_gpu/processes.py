@@ -9,12 +9,11 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
-from gpu_points import Point
-
 from bigdit.files import write_text
+from on_gpu.points import Point
 
 _AHEAD = 3
-_ROOT = Path(__file__).parents[1]
+_ROOT = Path(__file__).parents[2]
 
 
 class Ahead:
@@ -41,9 +40,11 @@ class Ahead:
         try:
             _, said = process.communicate("go\n", timeout=timeout_s)
         except subprocess.TimeoutExpired:
-            process.kill()
-            process.communicate()
             return f"not ready after {timeout_s:.0f} s"
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.communicate()
         lines = said.splitlines()
         return None if process.returncode == 0 else f"status {process.returncode}: {' … '.join(lines[-3:])}"
 
@@ -58,7 +59,7 @@ class Ahead:
         steps = 0 if point.blocks else self._steps  # a few blocks' speed says nothing
         path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
         allocator = f"expandable_segments:{point.expandable_segments}"
-        script = Path(__file__).with_name("gpu_point.py")
+        script = Path(__file__).with_name("one_point.py")
         return subprocess.Popen(
             [sys.executable, "-W", "ignore", script, asked, answered, str(steps)],
             env=os.environ | {"PYTHONPATH": path, "PYTORCH_ALLOC_CONF": allocator, "HF_HUB_OFFLINE": "1"},

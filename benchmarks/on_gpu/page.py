@@ -6,8 +6,6 @@ import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from gpu_points import POINTS, Point
-from gpu_sides import PREDICTED, Peaks, Predicted, Predictions
 from pydantic import NonNegativeInt
 
 from bigdit.bench.against_card import Reserved, against
@@ -16,6 +14,8 @@ from bigdit.files import write_json, write_text
 from bigdit.rehearse.card.client import Card
 from bigdit.rehearse.card.run import CardRun, Spent, Timing
 from bigdit.spec import Strict
+from on_gpu.points import POINTS, Point
+from on_gpu.predicted import PREDICTED, Peaks, Predicted, Predictions
 
 _FULL = "CUDA out of memory"
 
@@ -39,7 +39,7 @@ illegal memory access in the backward pass. What is wrong there is not found: Fl
 With fp16 the first step overflows, as it does in training, and is not comparable.
 """
 
-PAGE = Path(__file__).with_name("gpu_matrix.md")
+PAGE = Path(__file__).parents[1] / "gpu_matrix.md"
 MEASURED = PREDICTED.with_name("measured.json")
 
 
@@ -82,7 +82,8 @@ def page(predicted: Predictions, taken: dict[str, Measured]) -> str:
         f"torch {predicted.versions['torch']} on a CPU, *emulated* by torch {predicted.cuda} without a GPU. Then two "
         f"steps of it ran on a real {first.device} with torch {first.versions['torch']}, in a fresh process. MiB are "
         "the most that torch reserved; *off* is prediction less measurement, of what was allocated and of what was "
-        "reserved; *beside* is what the process took of the card beside torch. Seconds are of steps after those.",
+        "reserved; *beside* is what the process took of the card beside torch. Seconds are of steps after those. Of "
+        "Sana at 15 and 16 pictures a plan had said before which of them fits; their bytes were computed while others ran.",
         "",
         f"{len(pairs)} of {len(predicted.points)} points are measured.",
         "",

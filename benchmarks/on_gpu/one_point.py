@@ -14,7 +14,8 @@ from bigdit.rehearse.request import RehearsalRequest
 
 
 def main(asked: Path, answered: Path, steps: int) -> None:
-    sys.stdin.readline()
+    if not sys.stdin.readline():  # who was to ask has ended
+        return
     found = run(RehearsalRequest.model_validate_json(asked.read_text()), steps)
     write_text(answered, found.model_dump_json())
 
