@@ -83,7 +83,7 @@ def page(predicted: Predictions, taken: dict[str, Measured]) -> str:
         f"steps of it ran on a real {first.device} with torch {first.versions['torch']}, in a fresh process. MiB are "
         "the most that torch reserved; *off* is prediction less measurement, of what was allocated and of what was "
         "reserved; *beside* is what the process took of the card beside torch. Seconds are of steps after those. Of "
-        "Sana at 15 and 16 pictures a plan had said before which of them fits; their bytes were computed while others ran.",
+        "Sana at 15 and 16 pictures a plan had said before which fits; their bytes were computed while others ran.",
         "",
         f"{len(pairs)} of {len(predicted.points)} points are measured.",
         "",
