@@ -20,20 +20,24 @@ from running import until
 from bigdit import catalog
 from bigdit.emulator import emulated_environment, shared_state
 from bigdit.errors import UserError
+from bigdit.memory.process import cuda_context, nccl_buffers
 from bigdit.rehearse.card.client import cuda_python
 from bigdit.shortage import asked_bytes, told
 from bigdit.spec import StepSize, Strategy
 from bigdit.train.metrics import read_metrics
 from bigdit.train.processes.launch import free_port
 from bigdit.train.relief import FILE, Relief, read_relief, relieved, write_relief
+from bigdit.units import MIB
 
 BUCKETS = "data.buckets=[[8,8],[32,32]]"
 FSDP2 = ("engine.name=fsdp2", "engine.ds_config=null")
 BIGDIT = ("-c", "from bigdit.cli import main; main()", "train")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "launch/train.py")
 DEEPSPEED = ("-m", "deepspeed.launcher.runner", "--log_level", "warning", "--num_gpus", "2")
-# What the A40's context and NCCL take of a card, in MiB.
-CONTEXT, NCCL = 544, 460
+A40 = catalog.resolve_gpu("a40")
+# What its context and NCCL take of it, in MiB.
+CONTEXT = -(-cuda_context(A40.compute_capability, A40.multiprocessors).high_bytes // MIB)
+NCCL = -(-nccl_buffers(A40.compute_capability, 2).high_bytes // MIB)
 HALVED = "train.micro_batch_size 8, grad_accum_steps 2, checkpointed_blocks 0"
 
 
@@ -57,7 +61,7 @@ def mixed(tmp_path_factory, pictures):
 def cards(mib, count=1):
     """The environment of a process with emulated A40s that have so little memory."""
     with shared_state() as state:
-        small = catalog.resolve_gpu("a40").model_copy(update={"usable_mib": mib})
+        small = A40.model_copy(update={"usable_mib": mib})
         environment = os.environ | emulated_environment(small, count, state) | {"OMP_NUM_THREADS": "1"}
         environment.pop("DS_ACCELERATOR", None)  # a test that rehearses DeepSpeed may have set it in this process
         yield environment
