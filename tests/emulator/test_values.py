@@ -139,6 +139,29 @@ dist.destroy_process_group()
 """
 
 
+CONVERTED = """
+import json, time, torch
+torch.set_num_threads(1)
+weight = torch.ones(1 << 27, dtype=torch.bfloat16)
+torch.ones(1, device="cuda")
+allocated = torch.cuda.memory_stats()["allocation.all.allocated"]
+began = time.process_time()
+moved = [weight.to("cuda", torch.float32) for _ in range(8)]
+seconds = time.process_time() - began
+began = time.process_time()
+weight.float()
+print(json.dumps({
+    "allocated": torch.cuda.memory_stats()["allocation.all.allocated"] - allocated,
+    "bytes": moved[0].nbytes,
+    "at once": seconds < 4 * (time.process_time() - began),
+}))
+"""
+
+
+def test_what_is_never_written_is_not_converted_on_the_host():
+    assert answers("a40", CONVERTED) == {"allocated": 8, "bytes": 1 << 29, "at once": True}
+
+
 def test_processes_exchange_small_payloads(tmp_path):
     found = on_cards("a40", tmp_path, EXCHANGE, processes=3)
     for rank, one in enumerate(found):

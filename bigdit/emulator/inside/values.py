@@ -85,16 +85,30 @@ class Kernels:
         kernel = self._torch.library.get_kernel(name, "CUDA")
         function = self._reads.instead_of(operator, kernel)
         if function is None:
-            function = self._emptying(kernel) if "empty" in base else self._computing(operator, kernel)
+            make = self._emptying if "empty" in base else self._copying if base == "copy_" else self._computing
+            function = make(operator, kernel)
         self._library.impl(name.removeprefix("aten::"), function, "CUDA", with_keyset=True, allow_override=True)
 
-    def _emptying(self, kernel: Any) -> Callable[..., Any]:
+    def _emptying(self, operator: Any, kernel: Any) -> Callable[..., Any]:
         """The kernel of an operator that only takes memory: small tensors begin as zeros, whatever lay there before."""
 
         def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
             tensor = kernel.call_boxed(keys, *args, **kwargs)
             self._leave([tensor], [])
             return tensor
+
+        return run
+
+    def _copying(self, operator: Any, kernel: Any) -> Callable[..., Any]:
+        """What is brought to the card in another dtype is converted on the host: for gigabytes that is many seconds, of
+        values that are never written to the card. Memory is taken as that does, and nothing is converted."""
+        computing, empty_like = self._computing(operator, kernel), self._torch.empty_like
+
+        def run(keys: Any, to: Any, source: Any, non_blocking: bool = False) -> Any:
+            brought = to.is_cuda and source.device.type == "cpu" and source.dtype != to.dtype
+            if brought and source.shape == to.shape and not self.known.small(to) and not self.known.small(source):
+                source = empty_like(source, dtype=to.dtype)
+            return computing(keys, to, source, non_blocking)
 
         return run
 
