@@ -130,8 +130,11 @@ def _of_flat_group(name: str, param: Any) -> Shard | None:
     return Shard(name, tuple(param.shape), here.start, mapping.param_group_index, there.start, here.numel)
 
 
-def forget() -> None:
-    """Undo what ZeRO-3 changed for the whole process, so that another engine can follow in it."""
+def forget(engine: Engine | None = None) -> None:
+    """Undo what ZeRO-3 changed for the whole process, so that another engine can follow in it, and take apart this one,
+    which hooks in the gradients' accumulators hold."""
+    if engine is not None:
+        engine.model.destroy()
     if F.linear is zero3_linear_wrap:
         F.linear = Init.linear_bk
     if hasattr(Init, "linear_bk"):

@@ -16,6 +16,7 @@ from bigdit.errors import EXIT_USER, UserError
 from bigdit.lifeline import undisturbed
 from bigdit.rehearse import cache
 from bigdit.rehearse.request import Rehearsal, RehearsalRequest, RehearsedSize
+from bigdit.spec import Strict
 
 _LAST_LINES = 12
 
@@ -102,14 +103,12 @@ def check(request: RehearsalRequest) -> None:
         raise UserError("encoders were given, and strategy.features is cached, which needs none; set it to online")
 
 
-def put(
-    process: subprocess.Popen[bytes], folder: Path, request: RehearsalRequest, timeout_s: float
-) -> tuple[str, bytes | None]:
+def put(process: subprocess.Popen[bytes], folder: Path, question: Strict, timeout_s: float) -> tuple[str, bytes | None]:
     """Put a question to a worker: the line that it says when it is done, empty where it has ended, and its answer,
     None where there is none. Raises TimeoutError."""
     asked, answered = folder / "request.json", folder / "result.json"
     answered.unlink(missing_ok=True)
-    asked.write_text(request.model_dump_json())
+    asked.write_text(question.model_dump_json())
     assert process.stdin is not None
     assert process.stdout is not None
     with contextlib.suppress(BrokenPipeError):  # it has ended, and its status and last lines say why

@@ -27,6 +27,8 @@ static struct state *state;
 static struct row *mine;
 static int state_file = -1;
 static char *first, *next[CARDS_MOST];
+static size_t held[CARDS_MOST]; /* ranges of addresses of each card that were handed out, and not given back */
+static char *lowest(int device) { return (char *)(((uintptr_t)first + device * EACH + CARD_PAGE - 1) & ~(CARD_PAGE - 1)); }
 static int has_context[CARDS_MOST], has_nccl[CARDS_MOST];
 static struct card_counts counts;
 static const char *refused[64];
@@ -116,7 +118,7 @@ static void plug_in(void) {
     if (first == MAP_FAILED) unusable("no address space for its memory (ulimit -v?)");
     madvise(first, ADDRESSES, MADV_DONTDUMP);
     madvise(first, ADDRESSES, MADV_NOHUGEPAGE);
-    for (int i = 0; i < CARDS_MOST; i++) next[i] = (char *)(((uintptr_t)first + i * EACH + CARD_PAGE - 1) & ~(CARD_PAGE - 1));
+    for (int i = 0; i < CARDS_MOST; i++) next[i] = lowest(i);
 }
 
 const struct card *card(void) { return pthread_once(&once, plug_in), &the_card; }
@@ -222,9 +224,15 @@ void *card_addresses(int device, size_t n) {
     pthread_mutex_lock(&lock);
     char *at = next[device];
     next[device] += pages(n);
+    held[device]++;
     pthread_mutex_unlock(&lock);
     if (next[device] > first + (device + 1) * EACH) unusable("its addresses are used up");
     return at;
+}
+void card_give_addresses(int device) {
+    pthread_mutex_lock(&lock);
+    if (!--held[device]) next[device] = lowest(device);
+    pthread_mutex_unlock(&lock);
 }
 void card_open(void *at, size_t n) {
     if (mprotect(at, pages(n), PROT_READ | PROT_WRITE)) unusable("its memory cannot be mapped (vm.max_map_count?)");
@@ -337,7 +345,7 @@ int cuMemAddressReserve(uint64_t *at, size_t n, size_t align, uint64_t hint, uns
     (void)align, (void)hint, (void)flags;
     return *at = (uint64_t)card_addresses(current, n), OK;
 }
-int cuMemAddressFree(uint64_t at, size_t n) { return (void)at, (void)n, OK; }
+int cuMemAddressFree(uint64_t at, size_t n) { return (void)n, card_give_addresses(card_of((void *)at)), OK; }
 int cuMemCreate(uint64_t *handle, size_t n, const struct allocation_properties *properties, unsigned long long flags) {
     (void)flags;
     int device = properties->location_id;

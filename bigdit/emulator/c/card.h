@@ -47,7 +47,8 @@ void card_info(int device, size_t *free_bytes, size_t *usable_bytes);
 size_t card_used(int installed);       /* by all processes of the emulation */
 int card_process(int installed, int i, int *process, size_t *bytes); /* the i-th that uses a card; 0 past the last */
 
-void *card_addresses(int device, size_t n); /* never handed out twice, so that they only rise; not yet accessible */
+void *card_addresses(int device, size_t n); /* they rise until all are given back; not yet accessible */
+void card_give_addresses(int device);       /* one range of them; with the last one all begin anew */
 void card_open(void *at, size_t n);
 void card_close(void *at, size_t n);        /* and forget what was written there */
 int card_has(const void *at);

@@ -80,8 +80,9 @@ int cudaMalloc(void **out, size_t n) {
 int cudaFree(void *at) {
     if (!at) return card_context(card_current()) ? fail(OUT_OF_MEMORY) : OK; /* how programs make a context */
     struct range was = forget(at);
-    if (!was.at) return fail(INVALID_VALUE);
+    if (!was.at || was.where != DEVICE) return fail(INVALID_VALUE);
     card_close(at, was.n);
+    card_give_addresses(card_of(at));
     return card_give(card_of(at), was.n), OK;
 }
 int cudaMallocAsync(void **out, size_t n, void *stream) { return (void)stream, cudaMalloc(out, n); }

@@ -6,6 +6,7 @@ from bigdit.catalog import Gpu
 from bigdit.kept import Kept, digest_of
 from bigdit.rehearse.card.run import CardRun
 from bigdit.rehearse.request import RehearsalRequest
+from bigdit.spec import Strict
 
 _KEPT = Kept("cards", CardRun, "the run", "the card is emulated")
 
@@ -29,13 +30,14 @@ _SOURCES = (
 
 def find(gpu: Gpu, asked: RehearsalRequest, build: str) -> CardRun | None:
     """The run that is kept. `build`: of the CUDA environment's torch."""
-    return _KEPT.find(_decides(gpu, asked, build))
+    return _KEPT.find(decides(gpu, asked, build))
 
 
 def keep(gpu: Gpu, asked: RehearsalRequest, build: str, run: CardRun) -> None:
     """Keep a run, in place of what was there."""
-    _KEPT.keep(_decides(gpu, asked, build), run)
+    _KEPT.keep(decides(gpu, asked, build), run)
 
 
-def _decides(gpu: Gpu, asked: RehearsalRequest, build: str) -> tuple[str, ...]:
+def decides(gpu: Gpu, asked: Strict, build: str) -> tuple[str, ...]:
+    """All that decides what a card answers."""
     return gpu.model_dump_json(), asked.model_dump_json(), build, digest_of(*_SOURCES)

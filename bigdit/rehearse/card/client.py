@@ -17,6 +17,7 @@ from bigdit.rehearse.card import cache as card_cache
 from bigdit.rehearse.card.run import CardRun
 from bigdit.rehearse.client import failure, put
 from bigdit.rehearse.request import RehearsalRequest
+from bigdit.spec import Strict
 
 _ROOT = Path(bigdit.__file__).parent.parent
 
@@ -64,18 +65,14 @@ class Card:
 
     def __init__(self, gpu: Gpu, *, expandable_segments: bool = False) -> None:
         self.gpu = gpu
-        self._expandable_segments = expandable_segments
         self._build = build_with(expandable_segments)
-        self._folder = tempfile.TemporaryDirectory(prefix="bigdit-card-")
-        self._stderr = Path(self._folder.name) / "stderr"
-        self._process: subprocess.Popen[bytes] | None = None
+        self._worker = Worker(gpu, "bigdit.rehearse.card.worker", expandable_segments=expandable_segments)
 
     def __enter__(self) -> Card:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._end()
-        self._folder.cleanup()
+        self._worker.close()
 
     def run(self, request: RehearsalRequest, timeout_s: float = 120.0) -> CardRun:
         """Two steps of `request` on the card, or what is kept of them.
@@ -84,48 +81,70 @@ class Card:
         """
         kept = card_cache.find(self.gpu, request, self._build)
         if kept is None:
-            kept = self._run(request, timeout_s)
+            kept = CardRun.model_validate_json(self._worker.ask(request.model.name, request, timeout_s))
             card_cache.keep(self.gpu, request, self._build, kept)
         return kept
 
-    def _run(self, question: RehearsalRequest, timeout_s: float) -> CardRun:
+
+class Worker:
+    """A process with an emulated card, which `python -m MODULE` answers questions in; it starts with the first."""
+
+    def __init__(self, gpu: Gpu, module: str, *, expandable_segments: bool) -> None:
+        self._gpu = gpu
+        self._module = module
+        self._expandable_segments = expandable_segments
+        self._folder = tempfile.TemporaryDirectory(prefix="bigdit-card-")
+        self._stderr = Path(self._folder.name) / "stderr"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def ask(self, model: str, question: Strict, timeout_s: float) -> bytes:
+        """The answer to a question about the model of this name.
+
+        Raises UserError where it takes longer, and for what the user can mend; RehearsalError where the process dies.
+        The next question finds a new process then, as after any status but 0.
+        """
         process = self._process = self._process or self._start()
         said = self._stderr.stat().st_size
-        what = f"{question.model.name} on an emulated card"
         try:
             line, answer = put(process, Path(self._folder.name), question, timeout_s)
         except TimeoutError:
-            self._end()
+            self.end()
             raise UserError(
-                f"two steps of {question.model.name} on an emulated {self.gpu.name} took more than {timeout_s:g} s"
+                f"two steps of {model} on an emulated {self._gpu.name} took more than {timeout_s:g} s"
             ) from None
-        if not line:
-            self._end()
+        status = int(line.split()[-1]) if line else None
+        if status != 0:
+            self.end()
         if answer is None:
             with open(self._stderr, "rb") as file:
                 file.seek(said)
                 lines = file.read().decode(errors="replace").splitlines()
-            raise failure(what, int(line.split()[-1]) if line else None, lines)
-        return CardRun.model_validate_json(answer)
+            raise failure(f"{model} on an emulated card", status, lines)
+        return answer
 
-    def _start(self) -> subprocess.Popen[bytes]:
-        with open(self._stderr, "wb") as sink:
-            return subprocess.Popen(
-                [cuda_python(), "-W", "ignore", "-m", "bigdit.rehearse.card.worker"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=sink,
-                env=worker_environment(self.gpu, expandable_segments=self._expandable_segments),
-                start_new_session=True,
-            )
-
-    def _end(self) -> None:
+    def end(self) -> None:
         """End the process and its forks, which are a group of their own."""
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, 9)
             self._process.communicate()
             self._process = None
+
+    def close(self) -> None:
+        """The end of all questions."""
+        self.end()
+        self._folder.cleanup()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        with open(self._stderr, "wb") as sink:
+            return subprocess.Popen(
+                [cuda_python(), "-W", "ignore", "-m", self._module],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=sink,
+                env=worker_environment(self._gpu, expandable_segments=self._expandable_segments),
+                start_new_session=True,
+            )
 
 
 def build_with(expandable_segments: bool) -> str:

@@ -51,7 +51,7 @@ def run(request: RehearsalRequest, timed_steps: int = 0) -> CardRun:
     device = torch.device("cuda", world_from_env().local_rank)
     torch.cuda.set_device(device)
     torch.cuda.init()
-    with _group(strategy) as world:
+    with group(strategy) as world:
         trace = _Trace()
         steps = training(workload, request.objective, device, world, trace)
         if not all(itertools.islice(steps, STEPS)):
@@ -196,7 +196,7 @@ def _beside(device: torch.device) -> int | None:
 
 
 @contextmanager
-def _group(strategy: Strategy) -> Iterator[World]:
+def group(strategy: Strategy) -> Iterator[World]:
     """This process among as many as the strategy has: those that torchrun started, or the first of them alone."""
     if strategy.engine == "single":
         yield World()
@@ -215,6 +215,8 @@ def _first_of(size: int) -> World:
     from torch.testing._internal.distributed import fake_pg  # registers the backend
 
     assert fake_pg
+    if dist.is_initialized() and dist.get_world_size() == size:  # by an attempt before
+        return World(rank=0, local_rank=0, world_size=size)
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(size)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     dist.init_process_group("cpu:fake,cuda:nccl", store=dist.HashStore(), rank=0, world_size=size)

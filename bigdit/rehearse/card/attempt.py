@@ -1,0 +1,68 @@
+"""Whether two steps run in so many bytes of an emulated card. Nothing here imports torch."""
+
+from __future__ import annotations
+
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
+
+from bigdit.catalog import Gpu
+from bigdit.kept import Kept
+from bigdit.rehearse.card import cache
+from bigdit.rehearse.card.client import Worker, build_with
+from bigdit.rehearse.request import RehearsalRequest
+from bigdit.spec import Strict
+
+
+class Asked(Strict):
+    """The first micro-batch size of `request`, where torch may reserve `capacity_bytes` and no more."""
+
+    request: RehearsalRequest
+    capacity_bytes: PositiveInt
+
+
+class Attempt(Strict):
+    """Two steps, or what was taken until one ran out of memory: by torch's own counters, whose allocator had expandable
+    segments. `out_of_memory`: torch's message."""
+
+    out_of_memory: str | None
+    peak_allocated_bytes: NonNegativeInt
+    peak_reserved_bytes: NonNegativeInt
+    seconds: NonNegativeFloat
+
+    @property
+    def ran(self) -> bool:
+        return self.out_of_memory is None
+
+
+_KEPT = Kept("attempts", Attempt, "the attempt", "the card is emulated")
+
+
+class Attempts:
+    """One emulated card, on which one process answers question after question, each on a card that has nothing.
+
+    It starts with the first question whose answer is not kept, and ends with the `with` block. Raises UserError where
+    there is no CUDA build of torch.
+    """
+
+    def __init__(self, gpu: Gpu) -> None:
+        self.gpu = gpu
+        self._build = build_with(expandable_segments=True)
+        self._worker = Worker(gpu, "bigdit.rehearse.card.attempts", expandable_segments=True)
+
+    def __enter__(self) -> Attempts:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._worker.close()
+
+    def run(self, request: RehearsalRequest, capacity_bytes: int, timeout_s: float = 120.0) -> Attempt:
+        """Two steps of `request` where torch may reserve so many bytes, or what is kept of them.
+
+        Raises UserError where they take longer, and for what the user can mend; RehearsalError where the process dies.
+        """
+        asked = Asked(request=request, capacity_bytes=capacity_bytes)
+        decides = cache.decides(self.gpu, asked, self._build)
+        found = _KEPT.find(decides)
+        if found is None:
+            found = Attempt.model_validate_json(self._worker.ask(request.model.name, asked, timeout_s))
+            _KEPT.keep(decides, found)
+        return found
