@@ -78,7 +78,7 @@ class Line:
 
 def answered(model: str, gpu: str, gpus: int) -> Line:
     """The plan of a question beside its runs."""
-    plan = make_plan(question_for(model, gpu, gpus=gpus, buckets="none"))
+    plan = make_plan(question_for(model, gpu, gpus=gpus, buckets="none", device="rehearsed"))
     with Card(plan.question.gpu, expandable_segments=True) as card:
         reserved = _reserved(card, plan, plan.chosen.strategy)
         limit = plan.buckets[0]

@@ -110,7 +110,7 @@ def published_came(model: str, gpu: str, text: str) -> Found:
 
 def plan(say: Say, **options: Any) -> Plan:
     """The plan for options as `bigdit.plan` takes them."""
-    return make_plan(question_for(**options), progress=say)
+    return make_plan(question_for(**options, device="rehearsed"), progress=say)
 
 
 def option(pool: Pool, question: Question, text: str) -> Option:
@@ -162,7 +162,7 @@ def _predicted(option: Option, blocks: int, room: float) -> int:
 
 
 def _sample(model: str, gpu: str) -> Sample:
-    return _sample_of(question_for(model=model, gpu=gpu))
+    return _sample_of(question_for(model=model, gpu=gpu, device="rehearsed"))
 
 
 def _sample_of(question: Question) -> Sample:

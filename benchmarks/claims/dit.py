@@ -29,7 +29,7 @@ def dit_batches(pool: Pool, say: Say) -> Case:
     ]
     for model, card, claimed in DIT_CLAIMS:
         say(f"case 3: {model}")
-        question = question_for(model=model, gpu=card)
+        question = question_for(model=model, gpu=card, device="rehearsed")
         cells = []
         for text in (DIT_THEIRS, DIT_OURS):
             size = claimed or 1
@@ -59,7 +59,7 @@ def half_precision(pool: Pool, say: Say) -> Case:
     rows = [["model", "precision", *(f"at {size}" for size in BATCHES), "40 % from"]]
     for model in DIT_SIZES:
         say(f"case 6: {model}")
-        question = question_for(model=model, gpu="a100-80g-sxm")
+        question = question_for(model=model, gpu="a100-80g-sxm", device="rehearsed")
         options = {name: option(pool, question, f"precision={name}") for name in ("fp32", "bf16", "fp16", "bf16_sr")}
         for name, title in (("bf16", "bf16, fp32 masters"), ("fp16", "fp16, fp32 masters"), ("bf16_sr", "bf16 alone")):
 

@@ -61,7 +61,7 @@ def came_on_sana(pool: Pool, say: Say) -> Case:
 
 def sana_cached(pool: Pool, say: Say) -> Case:
     """The largest micro-batches of Sana-1600M on an A40, and what smaller cards take."""
-    question = question_for(model="sana-1600m", gpu="a40")
+    question = question_for(model="sana-1600m", gpu="a40", device="rehearsed")
     total = sum(length for _, length in question.model.block_lists)
     depths = (0, total // 4, total // 2, 3 * total // 4, total)
     rows = [["card", "strategy", *(f"{k} of {total} blocks" for k in depths)]]

@@ -9,7 +9,6 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -202,14 +201,10 @@ def _look_at_emulated_cards(health: Health) -> None:
 
 
 def _cuda_torch(health: Health) -> tuple[str | None, str | None]:
-    """The CUDA build of torch that this interpreter has, or else the one that is kept beside it, and whose it is."""
+    """The CUDA build of torch that emulated cards have, and whose it is."""
     from bigdit.errors import UserError
     from bigdit.rehearse.card.client import cuda_build, cuda_python
 
-    try:
-        return cuda_build(Path(sys.executable)), sys.executable
-    except UserError:
-        pass  # bigdit itself needs none
     try:
         python = cuda_python()
         return cuda_build(python), str(python)

@@ -94,6 +94,14 @@ def run(
     explain: Annotated[
         bool, typer.Option("--explain", help="Show the way from the setting that people copy to the recommended one.")
     ] = False,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            metavar="WHERE",
+            help="Where strategies are tried: emulated, on emulated cards, the default where there is a CUDA build of "
+            "torch; or rehearsed.",
+        ),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Write plan.yaml, ds_config.json and report.html to DIR.")
     ] = None,
@@ -132,6 +140,7 @@ def run(
         features=features,
         full=full,
         explain=explain,
+        device=device,
     )
     from bigdit.report.plan import show
     from bigdit.search.answer import make_plan

@@ -126,9 +126,10 @@ def _waterfall(plan: Plan) -> Table:
 
 def _limits(plan: Plan) -> Table:
     heads = words.limits(plan)
-    rows = table("~ largest micro-batch", ["checkpointed", *heads.values()], heads.values())
+    rows = table("largest micro-batch", ["checkpointed", *heads.values()], heads.values())
     for limit in plan.buckets:
-        rows.add_row(f"{limit.height} × {limit.width}", *(words.largest(getattr(limit, key)) for key in heads))
+        size = f"{'' if limit.ran else '~'}{limit.height} × {limit.width}"
+        rows.add_row(size, *(words.largest(getattr(limit, key)) for key in heads))
     rows.caption = words.searched(plan)
     return rows
 
@@ -155,7 +156,8 @@ def _choices(title: str, choices: Sequence[Choice], plan: Plan) -> Table:
             what,
         )
     notes = [f"{rate} a card"]
-    notes += ["~ predicted, the others rehearsed"] if any(not choice.confirmed for choice in shown) else []
+    known = "run on emulated cards" if plan.emulated is not None else "rehearsed"
+    notes += [f"~ predicted, the others {known}"] if any(not choice.confirmed for choice in shown) else []
     notes += ["▸ recommended"] if plan.chosen in shown and plan.fits else []
     notes += [f"{len(choices) - len(shown)} more in report.html and --json"] if len(choices) > len(shown) else []
     rows.caption = "; ".join(notes)

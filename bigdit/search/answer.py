@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from bigdit.catalog import CatalogModel, batch_shape
@@ -22,6 +23,7 @@ from bigdit.search.candidates import (
     fitting,
     preferred,
 )
+from bigdit.search.cards import Cards
 from bigdit.search.choices import confirmed, front
 from bigdit.search.confirm import Confirmed, confirm, confirmed_best
 from bigdit.search.evidence import Evidence
@@ -62,13 +64,18 @@ def make_plan(question: Question, *, progress: Progress | None = None) -> Plan:
     def done(answered: int, asked: int) -> None:
         say(f"planning the training of {question.model.name}: {answered} of {asked} rehearsals")
 
-    with Pool(done=done) as pool:
+    with Pool(done=done) as pool, _cards(question) as cards:
         checked, more = receipts.check(own, question.gpu, _one_by(pool))
-        plan = _plan(pool, question, Evidence(tuple(checked)))
+        plan = _plan(pool, question, Evidence(tuple(checked)), cards)
+        more = [*more, *(f"not run on an emulated card: {why}" for why in (cards.unanswered if cards else ()))]
     seconds = round(time.perf_counter() - began, 3)
     plan = plan.model_copy(update={"seconds": seconds, "notices": (*plan.notices, *notices, *more)})
     kept.keep(question, own, plan)
     return plan
+
+
+def _cards(question: Question) -> AbstractContextManager[Cards | None]:
+    return Cards(question.gpu) if question.device == "emulated" else nullcontext()
 
 
 def _one_by(pool: Pool) -> Callable[[RehearsalRequest], RehearsedSize]:
@@ -90,10 +97,10 @@ class _Found:
     best: list[Confirmed]
 
 
-def _plan(pool: Pool, question: Question, evidence: Evidence) -> Plan:
+def _plan(pool: Pool, question: Question, evidence: Evidence, cards: Cards | None) -> Plan:
     sample = Sample(question.model, question.gpu, question.resolution, question.frames)
     batch = batch_shape(question.model, question.resolution, question.frames)
-    found = _search(pool, sample, question, evidence)
+    found = _search(pool, sample, question, evidence, cards)
     chosen = found.best[0]
     known = [confirmed(question, each, evidence) for each in found.best]
     option, answer = chosen.candidate.option, chosen.answer
@@ -117,7 +124,7 @@ def _plan(pool: Pool, question: Question, evidence: Evidence) -> Plan:
         host=chosen.host,
         front=rows,
         rejected=tuple(found.rejected),
-        buckets=bucket_limits(pool, sample, question, chosen.candidate, room),
+        buckets=bucket_limits(pool, sample, question, chosen.candidate, room, cards),
         curves=curves(question, chosen.candidate, evidence.band, labels),
         smaller=smaller(question, chosen.candidate, evidence),
         fixes=() if fits else fixes(pool, sample, question, evidence, known[0]),
@@ -127,6 +134,7 @@ def _plan(pool: Pool, question: Question, evidence: Evidence) -> Plan:
         calibration=evidence.said(known[0].strategy),
         notices=(*_unverified(question.model), *answer.notices, *notices),
         versions=answer.versions,
+        emulated=cards.build if cards is not None and chosen.ran else None,
         catalogue=revision(),
         seconds=1.0,
     )
@@ -137,7 +145,7 @@ def _unverified(model: CatalogModel) -> tuple[str, ...]:
     return () if model.unverified is None else (f"not verified of {model.name}: {model.unverified}",)
 
 
-def _search(pool: Pool, sample: Sample, question: Question, evidence: Evidence) -> _Found:
+def _search(pool: Pool, sample: Sample, question: Question, evidence: Evidence, cards: Cards | None) -> _Found:
     """Strategies without a last resort; where no lossless one of them fits, those too; where none does, what comes
     nearest."""
     proposed, rejected = proposals(question)
@@ -150,7 +158,7 @@ def _search(pool: Pool, sample: Sample, question: Question, evidence: Evidence) 
     for last_resort in (False, True):
         group = [each for each in proposed if each.last_resort == last_resort]
         rejected += _explore(pool, sample, question, evidence, group, options)
-        best = confirmed_best(pool, sample, question, evidence, ranked)
+        best = confirmed_best(pool, sample, question, evidence, ranked, cards)
         if best and best[0].verdict != "DOES NOT FIT" and (best[0].candidate.lossless or last_resort or all_lossy):
             if not last_resort:
                 rejected += _last_resorts(proposed)
@@ -159,9 +167,8 @@ def _search(pool: Pool, sample: Sample, question: Question, evidence: Evidence) 
         options, failed = explore(pool, sample, [each for each in proposed if each.base is None][-1:])
         if not options:
             raise UserError(*(f"{each.choice}: {each.reason}" for each in failed))
-    return _Found(
-        options, rejected, confirm(pool, sample, question, evidence.band, [_smallest(question, options, evidence)])
-    )
+    least = _smallest(question, options, evidence)
+    return _Found(options, rejected, confirm(pool, sample, question, evidence.band, [least], cards))
 
 
 def _explore(

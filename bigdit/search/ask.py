@@ -13,10 +13,12 @@ from pydantic import TypeAdapter, ValidationError
 from bigdit.catalog import CatalogModel, find_model
 from bigdit.catalog.asked import resolve_gpu
 from bigdit.config.wrong import expected, shown
+from bigdit.emulator.build import compiler
 from bigdit.errors import UserError
+from bigdit.rehearse.card.client import cuda_build, cuda_python
 from bigdit.search.buckets import Asked, Size, aspect_sizes, parse_sizes
 from bigdit.search.check import cluster_problems, fitting_shape, model_fits, pin_problems
-from bigdit.search.question import HOST_MEMORY_BYTES, Pins, Question
+from bigdit.search.question import HOST_MEMORY_BYTES, Device, Pins, Question
 from bigdit.spec import Strict
 from bigdit.speed.cluster import Cluster
 from bigdit.units import parse_bytes
@@ -65,6 +67,7 @@ def question_for(
     features: str | None = None,
     full: bool | None = None,
     explain: bool = False,
+    device: str | None = None,
 ) -> Question:
     """The question that these options of `bigdit plan` ask; what is None is as in Question, Cluster and Pins.
 
@@ -105,7 +108,8 @@ def question_for(
         asked = {**dict.fromkeys(more, "--buckets"), **dict.fromkeys(sizes, "--resolution")}
         shape, misfits = fitting_shape(found_model, next(iter(sizes), None), amounts.get("frames"), asked)
         problems += [*misfits, *model_fits(found_model, pins, shape)]
-    if problems or found_model is None or card is None or shape is None:
+    tried = _attempt(problems, "--device", lambda: _device(_text("--device", device)))
+    if problems or found_model is None or card is None or shape is None or tried is None:
         raise UserError(*problems)
 
     height, width = (side * found_model.vae.downsample for side in shape.latents[-2:])
@@ -120,6 +124,7 @@ def question_for(
         buckets=tuple(further),
         receipts=folder,
         pins=pins,
+        device=tried,
         **({"frames": found_model.clip.frames} if found_model.clip is not None else {})
         | {"host_memory_bytes": _usual_host(gpu, cluster)}
         | amounts,
@@ -178,6 +183,25 @@ def _host_memory(asked: str | None) -> int | None:
     """`205GiB` as bytes."""
     text = _text("--host-memory", asked)
     return None if text is None else parse_bytes(text)
+
+
+def _device(asked: str | None) -> Device:
+    """Where strategies are tried: as asked, or else by BIGDIT_DEVICE; or else on emulated cards, where there is what
+    they need."""
+    wanted = asked or os.environ.get("BIGDIT_DEVICE")
+    if wanted == "rehearsed":
+        return "rehearsed"
+    if wanted not in (None, "emulated"):
+        option = "--device" if asked else "BIGDIT_DEVICE"
+        raise UserError(f"{option} is {shown(wanted)}; it may be emulated or rehearsed")
+    try:
+        cuda_build(cuda_python())
+        compiler()
+    except UserError:
+        if wanted is None:
+            return "rehearsed"
+        raise
+    return "emulated"
 
 
 def _usual_host(gpu: str | None, cluster: Cluster) -> int:

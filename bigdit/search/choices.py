@@ -18,7 +18,7 @@ from bigdit.search.confirm import Confirmed
 from bigdit.search.evidence import Evidence
 from bigdit.search.plan import Choice
 from bigdit.search.question import Question
-from bigdit.search.verdict import expected, planned, process
+from bigdit.search.verdict import expected, process
 from bigdit.speed.step import step_time
 from bigdit.speed.work import work_of
 from bigdit.units import gib
@@ -60,9 +60,10 @@ def confirmed(question: Question, found: Confirmed, evidence: Evidence) -> Choic
         title=title(found.candidate),
         strategy=strategy,
         confirmed=True,
+        ran=found.ran,
         phases={phase.phase: phase.peak_bytes for phase in ledger.phases},
         peak_allocated_bytes=ledger.peak_allocated_bytes,
-        peak_reserved_bytes=planned(found.footprint).wanted_bytes,
+        peak_reserved_bytes=found.reserved_bytes,
         process=found.process,
         verdict=found.verdict,
         headroom_bytes=question.gpu.usable_bytes - found.process.high_bytes,

@@ -11,13 +11,14 @@ from bigdit.memory.footprint import Footprint
 from bigdit.memory.process import ByteRange
 from bigdit.rehearse import RehearsalRequest, RehearsedSize
 from bigdit.rehearse.pool import Pool
-from bigdit.search.candidates import Candidate, candidate, preferred
+from bigdit.search.candidates import Candidate, beside, candidate, preferred
+from bigdit.search.cards import Cards
 from bigdit.search.evidence import Evidence
 from bigdit.search.needs.host import HostNeed, host_need
 from bigdit.search.plan import Band, Verdict
 from bigdit.search.predict.anchors import Sample
 from bigdit.search.question import Question
-from bigdit.search.verdict import planned, process, verdict
+from bigdit.search.verdict import planned, process, safe_bytes, verdict
 
 ROUNDS = 5
 """Pairs of rehearsals at full depth at most: predictions are moved by what each one found."""
@@ -32,7 +33,8 @@ RECORDED_ACCUMULATION = 2
 @dataclass(frozen=True)
 class Confirmed:
     """A candidate with its rehearsal at full depth, and what card and host say to it: `process` is what one process
-    takes of the card, `host` what those of a machine take of its memory."""
+    takes of the card, `reserved_bytes` torch's part of it, `host` what those of a machine take of its memory. `ran`: on
+    an emulated card, which then says whether it fits."""
 
     candidate: Candidate
     answer: RehearsedSize
@@ -41,9 +43,11 @@ class Confirmed:
     process: ByteRange
     host: HostNeed
     verdict: Verdict
+    reserved_bytes: int
+    ran: bool
 
 
-def request(sample: Sample, candidate: Candidate) -> RehearsalRequest:
+def recorded(sample: Sample, candidate: Candidate) -> RehearsalRequest:
     """The rehearsal of the candidate's strategy."""
     strategy = candidate.option.proposal.strategy.settled(
         micro_batch_size=candidate.micro_batch_size,
@@ -54,26 +58,66 @@ def request(sample: Sample, candidate: Candidate) -> RehearsalRequest:
 
 
 def confirm(
-    pool: Pool, sample: Sample, question: Question, band: Band, candidates: Sequence[Candidate]
+    pool: Pool,
+    sample: Sample,
+    question: Question,
+    band: Band,
+    candidates: Sequence[Candidate],
+    cards: Cards | None = None,
 ) -> list[Confirmed]:
-    """Rehearse each candidate at full depth, and move its option's predictions by what was found.
+    """Rehearse each candidate at full depth, run it on one of the cards, and move its option's predictions by what was
+    found.
 
     Raises UserError for one that cannot be rehearsed.
     """
-    answers = pool.rehearse([request(sample, each) for each in candidates])
+    answers = pool.rehearse([recorded(sample, each) for each in candidates])
+    runs = [None] * len(candidates) if cards is None else _runs(cards, sample, question, band, candidates)
     found = []
-    for each, answer in zip(candidates, answers, strict=True):
+    for each, answer, run in zip(candidates, answers, runs, strict=True):
         if isinstance(answer, UserError):
             raise answer
         timeline = answer.timeline
         said, footprint = verdict(timeline, sample.gpu, each.strategy.world_size, band)
         reserved = planned(footprint).wanted_bytes
+        if run is not None:
+            said, reserved = run.verdict, run.reserved_bytes or reserved
         each.option.correct(each.micro_batch_size, each.blocks, reserved)
         host = host_need(answer.host_timeline, answer.checkpoint_bytes, question.cluster)
         if host.node_bytes > question.host_memory_bytes:
             said = "DOES NOT FIT"
         taken = process(reserved, footprint.beside, band)
-        found.append(Confirmed(each, answer, timeline, footprint, taken, host, said))
+        found.append(Confirmed(each, answer, timeline, footprint, taken, host, said, reserved, run is not None))
+    return found
+
+
+@dataclass(frozen=True)
+class _Ran:
+    """What the card says; `reserved_bytes` is None where nothing came to its end."""
+
+    verdict: Verdict
+    reserved_bytes: int | None
+
+
+def _runs(
+    cards: Cards, sample: Sample, question: Question, band: Band, candidates: Sequence[Candidate]
+) -> list[_Ran | None]:
+    """FITS where it ran in the bytes that torch has at least, TIGHT in those that it has at most."""
+    around = [beside(question, each.strategy) for each in candidates]
+    safe = [safe_bytes(question.gpu, each, band) for each in around]
+    most = [max(question.gpu.usable_bytes - each.low_bytes, 1) for each in around]
+    requests = [recorded(sample, each) for each in candidates]
+    first = cards.run(list(zip(requests, safe, strict=True)))
+    again = [at for at, run in enumerate(first) if run is not None and not run.fits]
+    second = dict(zip(again, cards.run([(requests[at], most[at]) for at in again]), strict=True))
+    found: list[_Ran | None] = []
+    for at, run in enumerate(first):
+        last = second.get(at, run)
+        if run is None or last is None:
+            found.append(None)
+        elif run.fits:
+            found.append(_Ran("FITS", run.peak_reserved_bytes))
+        else:
+            found.append(_Ran("TIGHT", last.peak_reserved_bytes) if last.ran else _Ran("DOES NOT FIT", None))
     return found
 
 
@@ -83,6 +127,7 @@ def confirmed_best(
     question: Question,
     evidence: Evidence,
     ranked: Callable[[], list[Candidate]],
+    cards: Cards | None = None,
 ) -> list[Confirmed]:
     """The best that fits first, then what else was rehearsed on the way.
 
@@ -97,7 +142,7 @@ def confirmed_best(
         if not new or (len(known) >= AT_LEAST and new[0] is not order[0]):
             break
         pair = _pair(question, evidence, new) if new[0] is order[0] else new[: AT_LEAST - len(known)][:2]
-        known |= {_key(each.candidate): each for each in confirm(pool, sample, question, evidence.band, pair)}
+        known |= {_key(each.candidate): each for each in confirm(pool, sample, question, evidence.band, pair, cards)}
     rank: dict[Verdict, int] = {"FITS": 0, "TIGHT": 1, "DOES NOT FIT": 2}
     places = {_key(each): at for at, each in enumerate(preferred(each.candidate for each in known.values()))}
     return sorted(known.values(), key=lambda each: (rank[each.verdict], places[_key(each.candidate)]))

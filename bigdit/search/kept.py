@@ -8,13 +8,14 @@ from bigdit.catalog.revision import revision
 from bigdit.kept import Kept, digest_of, installed
 from bigdit.receipt import Receipt
 from bigdit.rehearse import cache
+from bigdit.rehearse.card.client import cuda_build, cuda_python
 from bigdit.search.plan import Plan
 from bigdit.search.question import Question
 
 _KEPT = Kept("plans", Plan, "the plan", "the plan is made")
 
 # This layer's, and those of what it takes models and cards from; rehearsals' own are beside them.
-_SOURCES = ("search", "speed", "catalog", "config")
+_SOURCES = ("search", "speed", "catalog", "config", "emulator")
 
 
 def find(question: Question, receipts: Iterable[Receipt]) -> Plan | None:
@@ -29,4 +30,5 @@ def keep(question: Question, receipts: Iterable[Receipt], plan: Plan) -> None:
 
 def _decides(question: Question, receipts: Iterable[Receipt]) -> tuple[str, ...]:
     known = question.model_dump_json(), installed(), revision(), cache.sources(), digest_of(*_SOURCES)
-    return (*known, *(receipt.digest() for receipt in receipts))
+    ran = (cuda_build(cuda_python()),) if question.device == "emulated" else ()
+    return (*known, *ran, *(receipt.digest() for receipt in receipts))

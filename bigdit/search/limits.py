@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
+from bigdit.rehearse import RehearsalRequest
 from bigdit.rehearse.pool import Pool
 from bigdit.search.candidates import Candidate, beside, largest_micro_batch, most
+from bigdit.search.cards import Cards
+from bigdit.search.confirm import recorded
 from bigdit.search.explore import explore
 from bigdit.search.plan import Band, BucketLimit, Curve
 from bigdit.search.predict.anchors import Sample
@@ -22,9 +26,9 @@ area, though its text stays, which is off by this share of the text's part."""
 
 
 def bucket_limits(
-    pool: Pool, sample: Sample, question: Question, chosen: Candidate, capacity_bytes: float
+    pool: Pool, sample: Sample, question: Question, chosen: Candidate, capacity_bytes: float, cards: Cards | None = None
 ) -> tuple[BucketLimit, ...]:
-    """The planned size and the question's further ones, with the chosen strategy.
+    """The planned size and the question's further ones, with the chosen strategy; the planned one is run on `cards`.
 
     The bucket farthest from the planned area is rehearsed as that was, and those between are interpolated: the flash
     and linear attention of these models take memory in proportion to the tokens.
@@ -48,16 +52,34 @@ def bucket_limits(
     def largest(size: tuple[int, int], blocks: int) -> int:
         return most(lambda micro_batch_size: reserved(size, micro_batch_size, blocks) <= capacity_bytes)
 
-    return tuple(
+    count = option.arrangement.count
+    first, *others = (
         BucketLimit(
             height=size[0],
             width=size[1],
             none=largest(size, 0),
             recommended=largest(size, chosen.blocks),
-            full=largest(size, option.arrangement.count),
+            full=largest(size, count),
         )
         for size in sizes
     )
+    return (first if cards is None else _run(cards, sample, chosen, first, int(capacity_bytes)), *others)
+
+
+def _run(cards: Cards, sample: Sample, chosen: Candidate, predicted: BucketLimit, capacity_bytes: int) -> BucketLimit:
+    """The planned size's limits as cards have them, looked for from the predicted ones, which stay where one of them
+    could not be run."""
+    columns = {"none": 0, "recommended": chosen.blocks, "full": chosen.option.arrangement.count}
+    guesses = {blocks: getattr(predicted, column) for column, blocks in columns.items()}
+
+    def request(blocks: int, size: int) -> RehearsalRequest:
+        return recorded(sample, replace(chosen, micro_batch_size=size, blocks=blocks))
+
+    rows = [(partial(request, blocks), guess) for blocks, guess in guesses.items()]
+    found = dict(zip(guesses, cards.largest(rows, capacity_bytes), strict=True))
+    if None in found.values():
+        return predicted
+    return predicted.model_copy(update={column: found[blocks] for column, blocks in columns.items()} | {"ran": True})
 
 
 def _area(size: tuple[int, int]) -> int:

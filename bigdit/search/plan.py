@@ -24,7 +24,8 @@ class Choice(Strict):
     """One strategy, what it takes of the card and how fast it goes.
 
     `title` says what sets it apart in a few words; `reason` why it is listed. `confirmed`: rehearsed exactly as it
-    stands, at full depth; else predicted from shallower siblings of the model. `peak_reserved_bytes` is torch's with
+    stands, at full depth; else predicted from shallower siblings of the model. `ran`: two steps ran so on an emulated
+    card, or did not where it does not fit. `peak_reserved_bytes` is torch's with
     expandable segments, without a limit; `process` adds the band and what is beside torch; `headroom_bytes` is what the
     card has left at the high end of `process`. `host_bytes` are what the processes of a machine take of its memory,
     while they save. `lossless`: the numbers are those of AdamW with fp32 masters.
@@ -33,6 +34,7 @@ class Choice(Strict):
     title: str
     strategy: Strategy
     confirmed: bool
+    ran: bool = False
     phases: dict[str, NonNegativeInt]
     peak_allocated_bytes: NonNegativeInt
     peak_reserved_bytes: NonNegativeInt
@@ -55,13 +57,14 @@ class Rejected(Strict):
 
 class BucketLimit(Strict):
     """The largest micro-batch of one size in pixels: without checkpointing, with the recommended number of blocks,
-    and with all; 0 where none fits."""
+    and with all; 0 where none fits. `ran`: on an emulated card, where one more does not; else predicted."""
 
     height: PositiveInt
     width: PositiveInt
     none: NonNegativeInt
     recommended: NonNegativeInt
     full: NonNegativeInt
+    ran: bool = False
 
 
 class Curve(Strict):
@@ -103,6 +106,7 @@ class Plan(Strict):
 
     `ledger`, `footprint` and `packed_timeline` (see memory.Timeline) are of the chosen strategy's rehearsal;
     `smaller` are sizes of its step that take less, for training that runs out of memory after all;
+    `emulated`: the build of torch that ran on emulated cards, where any did.
     `fixes` are what would fit, where nothing asked for does; `front` is the Pareto front of memory against speed.
     """
 
@@ -128,6 +132,7 @@ class Plan(Strict):
     calibration: str
     notices: tuple[str, ...]
     versions: dict[str, str]
+    emulated: str | None = None
     catalogue: str
     seconds: PositiveFloat
 

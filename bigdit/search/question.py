@@ -27,6 +27,8 @@ EngineChoice = Literal[
 ]
 """Engines by the names of config/strategy.py's presets."""
 
+Device = Literal["emulated", "rehearsed"]
+
 MOST_MICRO_BATCH = 1024
 """Samples of a card in one pass that can be asked for: the search itself looks no further than 512."""
 HOST_MEMORY_BYTES = 64 * GIB
@@ -54,6 +56,7 @@ class Question(Strict):
 
     `host_memory_bytes` are those of one machine. `resolution` is (height, width) in pixels, `frames` of a video;
     `buckets` are further sizes whose largest micro-batch is wanted. `images` of the data set are seen `epochs` times;
+    `device`: where strategies are tried, on emulated cards of that kind or in rehearsals alone.
     `price` is of one card for an hour, in the user's currency. `receipts`: a folder of measured runs, whose speeds
     count for the same card. `explain`: the way from the setting that people copy to the recommended one is wanted too.
     """
@@ -72,3 +75,4 @@ class Question(Strict):
     receipts: Path | None = None
     pins: Pins = Pins()
     explain: Switch = False
+    device: Device = "rehearsed"

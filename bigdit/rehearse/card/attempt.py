@@ -21,9 +21,10 @@ class Asked(Strict):
 
 class Attempt(Strict):
     """Two steps, or what was taken until one ran out of memory: by torch's own counters, whose allocator had expandable
-    segments. `out_of_memory`: torch's message."""
+    segments. `out_of_memory`: torch's message. `retries`: how often it gave back what it kept, to find room."""
 
     out_of_memory: str | None
+    retries: NonNegativeInt
     peak_allocated_bytes: NonNegativeInt
     peak_reserved_bytes: NonNegativeInt
     seconds: NonNegativeFloat
@@ -31,6 +32,11 @@ class Attempt(Strict):
     @property
     def ran(self) -> bool:
         return self.out_of_memory is None
+
+    @property
+    def fits(self) -> bool:
+        """Whether both steps ran, and none waited for an allocator that was short of room."""
+        return self.ran and not self.retries
 
 
 _KEPT = Kept("attempts", Attempt, "the attempt", "the card is emulated")

@@ -55,6 +55,7 @@ def attempt(request: RehearsalRequest, capacity_bytes: int) -> Attempt:
     total = torch.cuda.get_device_properties(device).total_memory
     torch.cuda.set_per_process_memory_fraction(min(capacity_bytes / total, 1.0))
     torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_stats().get("num_alloc_retries", 0)
     said = None
     try:
         _two_steps(request, device)
@@ -62,6 +63,7 @@ def attempt(request: RehearsalRequest, capacity_bytes: int) -> Attempt:
         said = str(error)
     return Attempt(
         out_of_memory=said,
+        retries=torch.cuda.memory_stats()["num_alloc_retries"] - before,
         peak_allocated_bytes=torch.cuda.max_memory_allocated(),
         peak_reserved_bytes=torch.cuda.max_memory_reserved(),
         seconds=round(time.perf_counter() - began, 3),

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -23,17 +24,29 @@ _ROOT = Path(bigdit.__file__).parent.parent
 
 
 def cuda_python() -> Path:
-    """The interpreter of an environment with the CUDA build of torch: BIGDIT_CUDA_PYTHON, or that of `.venv-cuda`.
+    """The interpreter of an environment with the CUDA build of torch: BIGDIT_CUDA_PYTHON, or this one where it has it,
+    or that of a checkout's `.venv-cuda`.
 
     Raises UserError where there is none.
     """
-    python = Path(os.environ.get("BIGDIT_CUDA_PYTHON") or _ROOT / ".venv-cuda" / "bin" / "python")
+    chosen, own = os.environ.get("BIGDIT_CUDA_PYTHON"), Path(sys.executable)
+    if not chosen and _has_cuda(own):
+        return own
+    python = Path(chosen or _ROOT / ".venv-cuda" / "bin" / "python")
     if not python.exists():
         raise UserError(
             f"{python} is no interpreter with the CUDA build of torch; `make cuda` sets one up, "
             "and BIGDIT_CUDA_PYTHON names another"
         )
     return python
+
+
+def _has_cuda(python: Path) -> bool:
+    try:
+        cuda_build(python)
+    except UserError:
+        return False
+    return True
 
 
 @functools.cache

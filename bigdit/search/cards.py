@@ -1,0 +1,84 @@
+"""What runs on emulated cards of the question's kind: strategies in so many bytes, and the largest micro-batches."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
+
+from bigdit.catalog import Gpu
+from bigdit.errors import UserError
+from bigdit.rehearse import RehearsalRequest
+from bigdit.rehearse.card.attempt import Attempt, Attempts
+from bigdit.rehearse.card.client import cuda_build, cuda_python
+from bigdit.rehearse.client import RehearsalError
+from bigdit.search.candidates import LARGEST_MICRO_BATCH
+
+MOST_CARDS = 2
+"""Each is a process that imports all libraries first, which takes as long as some ten attempts."""
+
+Asked = tuple[RehearsalRequest, int]
+"""Two steps, and the bytes that torch may reserve for them."""
+Sized = Callable[[int], RehearsalRequest]
+"""Two steps by the micro-batch size."""
+
+
+class Cards:
+    """A few emulated cards side by side, each with a process that stays; they end with the `with` block.
+
+    `build`: of the torch that runs there. `unanswered`: why some of what was asked could not be run, in lines. Raises
+    UserError where there is no CUDA build of torch.
+    """
+
+    def __init__(self, gpu: Gpu) -> None:
+        cards = min(max((os.cpu_count() or 1) // 2, 1), MOST_CARDS)
+        self.build = cuda_build(cuda_python())
+        self._every = [Attempts(gpu) for _ in range(cards)]
+        self._free: SimpleQueue[Attempts] = SimpleQueue()
+        for card in self._every:
+            self._free.put(card)
+        self._threads = ThreadPoolExecutor(cards)
+        self.unanswered: dict[str, None] = {}
+
+    def __enter__(self) -> Cards:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for card in self._every:
+            card.__exit__()
+
+    def run(self, asked: Sequence[Asked]) -> list[Attempt | None]:
+        """An attempt for each, in their order; None for one that could not be run."""
+        return list(self._threads.map(self._run, asked))
+
+    def largest(self, rows: Sequence[tuple[Sized, int]], capacity_bytes: int) -> list[int | None]:
+        """For each row, a request by its micro-batch size and a guess, the largest size that fits where the next one
+        does not, to LARGEST_MICRO_BATCH; 0 for none, and None where one could not be run."""
+        return list(self._threads.map(lambda row: self._largest(row[0], row[1], capacity_bytes), rows))
+
+    def _largest(self, request: Sized, guess: int, capacity_bytes: int) -> int | None:
+        fitting, failing, stride = 0, LARGEST_MICRO_BATCH + 1, 1
+        size = min(max(guess, 1), LARGEST_MICRO_BATCH)
+        while fitting + 1 < failing:
+            attempt = self._run((request(size), capacity_bytes))
+            if attempt is None:
+                return None
+            fitting, failing = (size, failing) if attempt.fits else (fitting, size)
+            if fitting and failing <= LARGEST_MICRO_BATCH:
+                size = (fitting + failing) // 2
+            else:  # away from the guess, in strides that grow
+                size = min(fitting + stride, failing - 1) if fitting else max(failing - stride, 1)
+                stride *= 2
+        return fitting
+
+    def _run(self, asked: Asked) -> Attempt | None:
+        card = self._free.get()
+        try:
+            return card.run(*asked)
+        except (UserError, RehearsalError) as error:
+            self.unanswered[str(error).splitlines()[0]] = None
+            return None
+        finally:
+            self._free.put(card)

@@ -1,0 +1,156 @@
+"""Emulated cards that plans are tried on: one process for all, exact limits, and one verdict however it is asked."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from bigdit import catalog
+from bigdit.config.strategy import parse_strategy
+from bigdit.errors import UserError
+from bigdit.rehearse import RehearsalRequest
+from bigdit.rehearse.ask import request_for
+from bigdit.rehearse.card.attempt import Attempt, Attempts
+from bigdit.rehearse.card.client import Card
+from bigdit.search.answer import make_plan
+from bigdit.search.ask import question_for
+from bigdit.search.candidates import LARGEST_MICRO_BATCH, beside
+from bigdit.search.cards import Cards
+from bigdit.search.predict.anchors import Sample
+from bigdit.search.question import Pins, Question
+from bigdit.search.verdict import safe_bytes
+from bigdit.units import GIB, MIB
+
+A40 = catalog.gpu("a40")
+SANA = catalog.model("sana-1600m")
+SMALL = SANA.model_copy(
+    update={
+        "spec": SANA.spec.model_copy(update={"name": "short-sana", "kwargs": SANA.spec.kwargs | {"num_layers": 3}}),
+        "params": None,
+        "block_lists": (("transformer_blocks", 3),),
+    }
+)
+STRATEGIES = (
+    "single",
+    "single,optimizer.name=adamw_8bit",
+    "single,precision=bf16_sr,optimizer.name=came",
+    "zero2,world_size=8",
+    "zero3,world_size=8",
+    "fsdp2,world_size=8",
+    "zero2-offload,world_size=8",
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("BIGDIT_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+def request(strategy: str, micro_batch_size: int = 2) -> RehearsalRequest:
+    asked = parse_strategy(strategy.split(",")).with_micro_batch_size(micro_batch_size)
+    return request_for(SMALL, A40, asked, resolution=(1024, 1024))
+
+
+@pytest.mark.slow
+def test_every_attempt_finds_the_card_as_the_first_one_did(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In one process after others, and in one of its own with all events recorded: the same bytes."""
+
+    def peaks(folder: str, order: tuple[str, ...]) -> dict[str, tuple[int, int]]:
+        monkeypatch.setenv("BIGDIT_CACHE", str(tmp_path / folder))
+        with Attempts(A40) as card:
+            runs = {strategy: card.run(request(strategy), 40 * GIB) for strategy in order}
+        return {strategy: (run.peak_allocated_bytes, run.peak_reserved_bytes) for strategy, run in runs.items()}
+
+    found = peaks("one", STRATEGIES)
+    assert peaks("other", STRATEGIES[::-1]) == found
+    with Card(A40, expandable_segments=True) as card:
+        for strategy in STRATEGIES:
+            phases = card.run(request(strategy)).phases
+            assert found[strategy] == (
+                max(phase.peak_allocated_bytes for phase in phases),
+                max(phase.peak_reserved_bytes for phase in phases),
+            )
+
+
+@pytest.mark.slow
+def test_a_process_that_dies_is_a_line_and_the_next_question_has_another() -> None:
+    with Cards(A40) as cards:
+        (first,) = cards.run([(request("single"), 40 * GIB)])
+        assert isinstance(first, Attempt)
+        assert first.fits
+        for card in cards._every:
+            if card._worker._process is not None:
+                os.kill(card._worker._process.pid, signal.SIGKILL)
+        assert cards.run([(request("single", 3), 40 * GIB)]) == [None]
+        (why,) = cards.unanswered
+        assert why.startswith("short-sana on an emulated card ended with status")
+        (after,) = cards.run([(request("single", 3), 40 * GIB)])
+    assert isinstance(after, Attempt)
+    assert after.peak_allocated_bytes > first.peak_allocated_bytes
+
+
+@pytest.mark.slow
+def test_the_largest_is_found_from_any_guess() -> None:
+    with Cards(A40) as cards:
+        rows = [(partial(request, "single"), guess) for guess in (0, 1, 40, LARGEST_MICRO_BATCH)]
+        found = cards.largest(rows, 12 * GIB)
+        assert found[0] is not None
+        assert found == found[:1] * 4
+        runs = cards.run([(request("single", size), 12 * GIB) for size in (found[0], found[0] + 1)])
+        assert cards.largest(rows[:2], GIB) == [0] * 2
+    assert [run is not None and run.fits for run in runs] == [True, False]
+
+
+@pytest.mark.slow
+def test_a_plan_ran_and_so_did_its_limit_and_one_more_did_not() -> None:
+    card = A40.model_copy(update={"usable_mib": 12 * GIB // MIB})
+    only = Pins(engine="single", optimizer="adamw", checkpointed_blocks=0)
+    asked = Question(model=SMALL, gpu=card, resolution=(1024, 1024), pins=only, device="emulated")
+    plan = make_plan(asked)
+    (limit,) = plan.buckets
+    assert (plan.verdict, plan.chosen.ran, limit.ran, plan.emulated is not None) == ("FITS", True, True, True)
+    assert 1 <= plan.chosen.strategy.micro_batch_size <= limit.none
+    room = safe_bytes(card, beside(asked, plan.chosen.strategy), plan.band)
+    sample = Sample(SMALL, card, asked.resolution)
+    requests = [sample.request(plan.chosen.strategy.with_micro_batch_size(limit.none + more)) for more in (0, 1)]
+    with Cards(card) as cards:
+        runs = cards.run([(request, room) for request in requests])
+    assert [run is not None and run.fits for run in runs] == [True, False]
+
+
+def test_where_plans_are_tried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """On emulated cards where there are any, if nobody says otherwise."""
+    monkeypatch.delenv("BIGDIT_DEVICE")
+    assert question_for("sana-1600m", "a40").device == "emulated"
+    assert question_for("sana-1600m", "a40", device="rehearsed").device == "rehearsed"
+    monkeypatch.setenv("BIGDIT_DEVICE", "rehearsed")
+    assert question_for("sana-1600m", "a40").device == "rehearsed"
+    assert question_for("sana-1600m", "a40", device="emulated").device == "emulated"
+    with pytest.raises(UserError, match=r"^--device is 'cpu'; it may be emulated or rehearsed$"):
+        question_for("sana-1600m", "a40", device="cpu")
+    monkeypatch.setenv("BIGDIT_DEVICE", "gpu")
+    with pytest.raises(UserError, match=r"BIGDIT_DEVICE is 'gpu'; it may be emulated or rehearsed"):
+        question_for("sana-1600m", "a40")
+
+
+def test_without_a_cuda_build_plans_are_rehearsed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("BIGDIT_DEVICE")
+    monkeypatch.setenv("BIGDIT_CUDA_PYTHON", str(tmp_path / "python"))
+    assert question_for("sana-1600m", "a40").device == "rehearsed"
+    with pytest.raises(UserError, match="is no interpreter with the CUDA build of torch; `make cuda` sets one up"):
+        question_for("sana-1600m", "a40", device="emulated")
+
+
+def test_without_a_compiler_plans_are_rehearsed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("BIGDIT_DEVICE")
+    monkeypatch.setenv("CC", str(tmp_path / "cc"))
+    assert question_for("sana-1600m", "a40").device == "rehearsed"
+    with pytest.raises(UserError, match="compiler"):
+        question_for("sana-1600m", "a40", device="emulated")
