@@ -54,13 +54,15 @@ class Expected(Strict):
 
 
 class LargestMicroBatch(Strict):
-    """Of one size in pixels: without checkpointing, with the plan's, and with all blocks checkpointed."""
+    """Of one size in pixels: without checkpointing, with the plan's, and with all blocks checkpointed. `ran`: on an
+    emulated card, where one more did not; else predicted."""
 
     height: PositiveInt
     width: PositiveInt
     none: NonNegativeInt
     recommended: NonNegativeInt
     full: NonNegativeInt
+    ran: bool = False
 
 
 class Phase(Strict):
