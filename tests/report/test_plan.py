@@ -56,7 +56,7 @@ def test_the_answer_comes_first_and_the_commands_last(made):
         "batch       micro-batch 8 × 32 accumulated = 256 a step",
         "speed and cost",
         "memory by phase",
-        "~ largest micro-batch",
+        "largest micro-batch",
         "alternatives",
         "not taken",
         "on the host and on disk",
@@ -92,6 +92,24 @@ def test_the_numbers_are_the_plans(made):
     assert "longer than training" not in text
     assert "2 more in report.html and --json" in " ".join(text.split())
     assert "ask again with --out DIR" in text
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("plan")
+def test_what_ran_and_what_is_predicted_are_told_apart(made):
+    """In the terminal and on the page; whose torch ran, and nothing of it where rehearsals decided."""
+    ran = made.buckets[0].model_copy(update={"ran": True})
+    chosen = made.chosen.model_copy(update={"ran": True})
+    update = {"emulated": "2.13.0+cu130 CUDA 13.0", "chosen": chosen, "buckets": (ran, *made.buckets[1:])}
+    plan = made.model_copy(update=update)
+    text = plans.shown(plan)
+    assert "run exactly as it stands on an emulated card, torch 2.13.0+cu130 CUDA 13.0;" in " ".join(text.split())
+    assert "the others run on emulated cards" in " ".join(text.split())
+    sizes = re.findall(r"^(~?)\d+ × \d+ ", text, re.M)
+    assert sizes == ["", *["~"] * (len(made.buckets) - 1)]
+    assert re.findall(r'<th scope="row">(~?)\d+ × \d+</th>', page(plan)) == sizes
+    assert re.findall(r"^(~?)\d+ × \d+ ", plans.shown(made), re.M) == ["~"] * len(made.buckets)
+    assert "emulated card" not in plans.shown(made).replace("emulated cards below what", "")
 
 
 @pytest.mark.slow
