@@ -64,7 +64,10 @@ def make_plan(question: Question, *, progress: Progress | None = None) -> Plan:
     def done(answered: int, asked: int) -> None:
         say(f"planning the training of {question.model.name}: {answered} of {asked} rehearsals")
 
-    with Pool(done=done) as pool, _cards(question) as cards:
+    def tried(attempts: int) -> None:
+        say(f"planning the training of {question.model.name}: {attempts} attempts on emulated cards")
+
+    with Pool(done=done) as pool, _cards(question, tried) as cards:
         checked, more = receipts.check(own, question.gpu, _one_by(pool))
         plan = _plan(pool, question, Evidence(tuple(checked)), cards)
         more = [*more, *(f"not run on an emulated card: {why}" for why in (cards.unanswered if cards else ()))]
@@ -74,8 +77,8 @@ def make_plan(question: Question, *, progress: Progress | None = None) -> Plan:
     return plan
 
 
-def _cards(question: Question) -> AbstractContextManager[Cards | None]:
-    return Cards(question.gpu) if question.device == "emulated" else nullcontext()
+def _cards(question: Question, done: Callable[[int], None]) -> AbstractContextManager[Cards | None]:
+    return Cards(question.gpu, done=done) if question.device == "emulated" else nullcontext()
 
 
 def _one_by(pool: Pool) -> Callable[[RehearsalRequest], RehearsedSize]:

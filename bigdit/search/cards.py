@@ -27,11 +27,11 @@ Sized = Callable[[int], RehearsalRequest]
 class Cards:
     """A few emulated cards side by side, each with a process that stays; they end with the `with` block.
 
-    `build`: of the torch that runs there. `unanswered`: why some of what was asked could not be run, in lines. Raises
-    UserError where there is no CUDA build of torch.
+    `done` is called with the attempts made so far. `build`: of the torch that runs there. `unanswered`: why some of
+    what was asked could not be run, in lines. Raises UserError where there is no CUDA build of torch.
     """
 
-    def __init__(self, gpu: Gpu) -> None:
+    def __init__(self, gpu: Gpu, *, done: Callable[[int], None] | None = None) -> None:
         cards = min(max((os.cpu_count() or 1) // 2, 1), MOST_CARDS)
         self.build = cuda_build(cuda_python())
         self._every = [Attempts(gpu) for _ in range(cards)]
@@ -40,6 +40,8 @@ class Cards:
             self._free.put(card)
         self._threads = ThreadPoolExecutor(cards)
         self.unanswered: dict[str, None] = {}
+        self._done = done
+        self._made = 0
 
     def __enter__(self) -> Cards:
         return self
@@ -82,3 +84,6 @@ class Cards:
             return None
         finally:
             self._free.put(card)
+            self._made += 1
+            if self._done is not None:
+                self._done(self._made)
