@@ -80,7 +80,7 @@ def confirm(
         said, footprint = verdict(timeline, sample.gpu, each.strategy.world_size, band)
         reserved = planned(footprint).wanted_bytes
         if run is not None:
-            said, reserved = run.verdict, run.reserved_bytes or reserved
+            said, reserved = run.verdict, run.reserved_bytes or max(reserved, run.at_least_bytes)
         each.option.correct(each.micro_batch_size, each.blocks, reserved)
         host = host_need(answer.host_timeline, answer.checkpoint_bytes, question.cluster)
         if host.node_bytes > question.host_memory_bytes:
@@ -92,10 +92,11 @@ def confirm(
 
 @dataclass(frozen=True)
 class _Ran:
-    """What the card says; `reserved_bytes` is None where nothing came to its end."""
+    """What the card says. `reserved_bytes` is None where nothing came to its end: it is more than `at_least_bytes`."""
 
     verdict: Verdict
     reserved_bytes: int | None
+    at_least_bytes: int
 
 
 def _runs(
@@ -115,9 +116,11 @@ def _runs(
         if run is None or last is None:
             found.append(None)
         elif run.fits:
-            found.append(_Ran("FITS", run.peak_reserved_bytes))
+            found.append(_Ran("FITS", run.peak_reserved_bytes, 0))
+        elif last.ran:
+            found.append(_Ran("TIGHT", last.peak_reserved_bytes, safe[at]))
         else:
-            found.append(_Ran("TIGHT", last.peak_reserved_bytes) if last.ran else _Ran("DOES NOT FIT", None))
+            found.append(_Ran("DOES NOT FIT", None, most[at]))
     return found
 
 
