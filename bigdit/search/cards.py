@@ -34,9 +34,9 @@ class Cards:
     def __init__(self, gpu: Gpu, *, done: Callable[[int], None] | None = None) -> None:
         cards = min(max((os.cpu_count() or 1) // 2, 1), MOST_CARDS)
         self.build = cuda_build(cuda_python())
-        self._every = [Attempts(gpu) for _ in range(cards)]
+        self.every = [Attempts(gpu) for _ in range(cards)]
         self._free: SimpleQueue[Attempts] = SimpleQueue()
-        for card in self._every:
+        for card in self.every:
             self._free.put(card)
         self._threads = ThreadPoolExecutor(cards)
         self.unanswered: dict[str, None] = {}
@@ -48,7 +48,7 @@ class Cards:
 
     def __exit__(self, *error: object) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
-        for card in self._every:
+        for card in self.every:
             card.__exit__()
 
     def run(self, asked: Sequence[Asked]) -> list[Attempt | None]:

@@ -85,9 +85,9 @@ def test_a_process_that_dies_is_a_line_and_the_next_question_has_another() -> No
         (first,) = cards.run([(request("single"), 40 * GIB)])
         assert isinstance(first, Attempt)
         assert first.fits
-        for card in cards._every:
-            if card._worker._process is not None:
-                os.kill(card._worker._process.pid, signal.SIGKILL)
+        for card in cards.every:
+            if card.worker.process_id is not None:
+                os.kill(card.worker.process_id, signal.SIGKILL)
         assert cards.run([(request("single", 3), 40 * GIB)]) == [None]
         (why,) = cards.unanswered
         assert why.startswith("short-sana on an emulated card ended with status")

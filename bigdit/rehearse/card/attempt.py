@@ -52,13 +52,13 @@ class Attempts:
     def __init__(self, gpu: Gpu) -> None:
         self.gpu = gpu
         self._build = build_with(expandable_segments=True)
-        self._worker = Worker(gpu, "bigdit.rehearse.card.attempts", expandable_segments=True)
+        self.worker = Worker(gpu, "bigdit.rehearse.card.attempts", expandable_segments=True)
 
     def __enter__(self) -> Attempts:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._worker.close()
+        self.worker.close()
 
     def run(self, request: RehearsalRequest, capacity_bytes: int, timeout_s: float = 120.0) -> Attempt:
         """Two steps of `request` where torch may reserve so many bytes, or what is kept of them.
@@ -69,6 +69,6 @@ class Attempts:
         decides = cache.decides(self.gpu, asked, self._build)
         found = _KEPT.find(decides)
         if found is None:
-            found = Attempt.model_validate_json(self._worker.ask(request.model.name, asked, timeout_s))
+            found = Attempt.model_validate_json(self.worker.ask(request.model.name, asked, timeout_s))
             _KEPT.keep(decides, found)
         return found

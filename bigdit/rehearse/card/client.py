@@ -135,6 +135,11 @@ class Worker:
             raise failure(f"{model} on an emulated card", status, lines)
         return answer
 
+    @property
+    def process_id(self) -> int | None:
+        """Of the process that answers; None where none does."""
+        return None if self._process is None else self._process.pid
+
     def end(self) -> None:
         """End the process and its forks, which are a group of their own."""
         if self._process is not None:
