@@ -239,7 +239,8 @@ def band(plan: Plan) -> str:
     """How the figure was found, and what of it is not known: in bytes, and where that comes from."""
     found = "rehearsed exactly as it stands" if plan.chosen.confirmed else "predicted from shallower siblings"
     if plan.emulated is not None:
-        found = f"run exactly as it stands on an emulated card, torch {plan.emulated}"
+        word = "run" if plan.verdict == "FITS" else "tried"
+        found = f"{word} exactly as it stands on an emulated card, torch {plan.emulated}"
     beside, share = plan.footprint.beside, f"{100 * plan.band.share:.2g}"
     group = "CUDA's context and NCCL" if plan.chosen.strategy.world_size > 1 else "CUDA's context"
     return (

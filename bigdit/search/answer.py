@@ -70,10 +70,11 @@ def make_plan(question: Question, *, progress: Progress | None = None) -> Plan:
     with Pool(done=done) as pool, _cards(question, tried) as cards:
         checked, more = receipts.check(own, question.gpu, _one_by(pool))
         plan = _plan(pool, question, Evidence(tuple(checked)), cards)
-        more = [*more, *(f"not run on an emulated card: {why}" for why in (cards.unanswered if cards else ()))]
+        unanswered = [f"not run on an emulated card: {why}" for why in (cards.unanswered if cards else ())]
     seconds = round(time.perf_counter() - began, 3)
-    plan = plan.model_copy(update={"seconds": seconds, "notices": (*plan.notices, *notices, *more)})
-    kept.keep(question, own, plan)
+    plan = plan.model_copy(update={"seconds": seconds, "notices": (*plan.notices, *notices, *more, *unanswered)})
+    if not unanswered:  # it may be this minute's: a busy machine, a process that was killed
+        kept.keep(question, own, plan)
     return plan
 
 

@@ -105,6 +105,8 @@ def test_what_ran_and_what_is_predicted_are_told_apart(made):
     text = plans.shown(plan)
     assert "run exactly as it stands on an emulated card, torch 2.13.0+cu130 CUDA 13.0;" in " ".join(text.split())
     assert "the others run on emulated cards" in " ".join(text.split())
+    short = plan.model_copy(update={"verdict": "DOES NOT FIT"})
+    assert "tried exactly as it stands on an emulated card, torch" in words.band(short)
     sizes = re.findall(r"^(~?)\d+ × \d+ ", text, re.M)
     assert sizes == ["", *["~"] * (len(made.buckets) - 1)]
     assert re.findall(r'<th scope="row">(~?)\d+ × \d+</th>', page(plan)) == sizes
