@@ -38,6 +38,7 @@ def emulated_environment(
         "BIGDIT_EMULATED_HOME": str(Path(__file__).parents[2]),
         "BIGDIT_EMULATED_HOST": "shared" if share_host else "own",
         "BIGDIT_EMULATED_PEERS": "1" if peers else "0",
+        "DS_ACCELERATOR": "cuda",  # whatever this process told its own DeepSpeed
         "PYTHONPATH": os.pathsep.join(paths),
     }
 

@@ -201,7 +201,6 @@ def group(strategy: Strategy) -> Iterator[World]:
     if strategy.engine == "single":
         yield World()
         return
-    os.environ["DS_ACCELERATOR"] = "cuda"
     if dist.is_torchelastic_launched():
         dist.init_process_group("cpu:gloo,cuda:nccl")
         yield world_from_env()
