@@ -22,7 +22,7 @@ import diffusers
 import numpy as np
 from PIL import Image
 
-from bigdit import log
+from bigdit import libraries
 from bigdit.config import load_run
 from bigdit.encoders.codecs import load_image_codec
 from bigdit.encoders.load import load_text_encoder
@@ -47,7 +47,7 @@ class Run:
 
 
 def main() -> None:
-    log.quiet_libraries()
+    libraries.prepare()
     parser = argparse.ArgumentParser(description="Time extraction by one worker and by two.")
     parser.add_argument("--runs", type=int, default=5)
     runs = parser.parse_args().runs

@@ -24,7 +24,7 @@ from faulty.kills import kill_all_round, kill_round
 from faulty.page import write_section
 from faulty.shared import clock_round, hung_round, two_at_once_round, vanished_round
 
-from bigdit import log
+from bigdit import libraries, log
 from bigdit.units import duration
 
 FLIPS, CUTS = 2000, 300
@@ -35,7 +35,7 @@ Row = tuple[str, int, str]
 
 
 def main() -> None:
-    log.quiet_libraries()
+    libraries.prepare()
     parser = argparse.ArgumentParser(description="Disturb extractions, and see that nothing is lost or half there.")
     parser.add_argument("--rounds", type=int, default=200, help="rounds of kill -9 of workers")
     parser.add_argument("--seed", type=int, default=0)

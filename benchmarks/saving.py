@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from bigdit import catalog, checkpoint, engines, log, models
+from bigdit import catalog, checkpoint, engines, libraries, models
 from bigdit.config.strategy import parse_strategy
 from bigdit.dist import World
 from bigdit.engines.state import places
@@ -50,7 +50,7 @@ def main() -> None:
     parser.add_argument("--strategy", default="precision=bf16_sr,optimizer.name=came_8bit,optimizer_in_backward=true")
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
-    log.quiet_libraries()
+    libraries.prepare()
     model = catalog.find_model(options.model)
     model = sibling(model, {key: min(options.blocks, length) for key, length in depths(model).items()})
     strategy = parse_strategy([options.strategy, "gradient_clipping=null"])

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from bigdit import log
+from bigdit import libraries
 from bigdit.config.run import TextEncoderConfig
 from bigdit.encoders.load import load_text_encoder
 from bigdit.store.fp8 import dequantise, quantise
@@ -71,7 +71,7 @@ def padded(folder: Path, longest: bool) -> Encode:
 
 
 def main(count: int = 96, rounds: int = 5) -> None:
-    log.quiet_libraries()
+    libraries.prepare()
     torch.set_num_threads(1)
     texts = captions(count)
     with tempfile.TemporaryDirectory() as name:

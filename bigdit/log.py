@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import re
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -62,26 +60,6 @@ def notice(text: str) -> None:
 def emit_json(value: Any) -> None:
     """A machine-readable report on stdout, and nothing else there."""
     print(json.dumps(value, indent=2, sort_keys=False, default=str))
-
-
-def quiet_libraries() -> None:
-    """Keep what concerns only the libraries' own developers from the user's screen; their errors stay.
-
-    To be called before diffusers and transformers are imported.
-    """
-    # torch's distributed checkpoint says that one process saves and loads for itself.
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    # bitsandbytes looks for optional CPU kernels of a package that it does not depend on.
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-    # diffusers warns of tensors that are missing or left over, which models.load makes an error of, and of parts of
-    # torchao that nothing here uses. Both set their own level when they are imported, by these.
-    os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    # torchao names kernels that it cannot load here, and registers its enums as torch has come to do by itself.
-    logging.getLogger("torchao").setLevel(logging.ERROR)
-    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
 
 
 class Advance(Protocol):

@@ -19,7 +19,7 @@ import digits
 import numpy as np
 from PIL import Image
 
-from bigdit import log
+from bigdit import libraries, log
 from bigdit.files import write_json, write_text
 from bigdit.report.tables import table
 from bigdit.train.processes.launch import free_port
@@ -61,7 +61,7 @@ class Demo:
 
 
 def main() -> None:
-    log.quiet_libraries()
+    libraries.prepare()
     parser = argparse.ArgumentParser(description="Plan, extract, train and sample, end to end.")
     parser.add_argument("--folder", type=Path, default=FOLDER, help="where everything is written")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a config key")

@@ -23,7 +23,7 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
-from bigdit import log
+from bigdit import libraries
 from bigdit.train.processes.signals import SIGNALS
 from chaotic import moments
 
@@ -49,7 +49,7 @@ class ChaosError(AssertionError):
 
 def warm() -> None:
     """Import what the doors import, and compute nothing: threads do not survive a fork."""
-    log.quiet_libraries()
+    libraries.prepare()
     for name in _AT_WORK:
         importlib.import_module(name)
     multiprocessing.get_context("forkserver").set_forkserver_preload(["bigdit.extract.preload"])

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from bigdit.log import quiet_libraries
+from bigdit import libraries
 from bigdit.optim import factored
 from bigdit.optim.factored import State
 from bigdit.optim.shards import local
@@ -54,7 +54,7 @@ def divide_by_root_(matrix: torch.Tensor, state: State, name: str) -> torch.Tens
 
 
 if __name__ == "__main__":
-    quiet_libraries()
+    libraries.prepare()
     factored.factors, factored.as_matrix = factors, as_it_is
     factored.start, factored.update, factored.divide_by_root_ = start, update, divide_by_root_
     answer(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -6,9 +6,9 @@ import os
 import sys
 from pathlib import Path
 
+from bigdit import libraries
 from bigdit.errors import guard
 from bigdit.files import write_text
-from bigdit.log import quiet_libraries
 from bigdit.rehearse.card.steps import run
 from bigdit.rehearse.request import RehearsalRequest
 
@@ -21,7 +21,7 @@ def main(asked: Path, answered: Path, steps: int) -> None:
 
 
 if __name__ == "__main__":
-    quiet_libraries()
+    libraries.prepare()
     status = guard(lambda: main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])))
     sys.stderr.flush()
     os._exit(status)  # threads of process groups may abort at exit

@@ -18,9 +18,9 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Run the run's step in one process: memory predicted and measured, time a step."""
-    from bigdit import log
+    from bigdit import libraries, log
 
-    log.quiet_libraries()
+    libraries.prepare()
     from bigdit.bench.step import bench_step, largest_batch_shape
     from bigdit.config import load_run
     from bigdit.receipt import keep, write

@@ -18,9 +18,9 @@ def run(
     if out.exists():
         raise UserError(f"--out {out} is there already; name a folder that is not")
 
-    from bigdit import log
+    from bigdit import libraries, log
 
-    log.quiet_libraries()
+    libraries.prepare()
 
     from bigdit.checkpoint import export, find_checkpoint, verify
 

@@ -37,9 +37,9 @@ def run(
 
     Any number of these may run at once, on any machines that share the folder: each takes what nobody has done.
     """
-    from bigdit import log
+    from bigdit import libraries, log
 
-    log.quiet_libraries()
+    libraries.prepare()
     from bigdit.catalog.resolve import model_spec
     from bigdit.config import check, load_run
     from bigdit.extract.extract import extract

@@ -94,9 +94,9 @@ def clean(
 
 def _repair(folder: Path, config: Path, overrides: list[str], workers: int | None, damaged: list[Damaged]) -> None:
     """Remove the damaged files, which makes them missing, and encode what they held."""
-    from bigdit import log
+    from bigdit import libraries
 
-    log.quiet_libraries()
+    libraries.prepare()
     from bigdit.catalog.resolve import model_spec
     from bigdit.config import check, load_run
     from bigdit.errors import UserError

@@ -35,9 +35,9 @@ def run(
     if not math.isfinite(guidance):
         raise UserError(f"--guidance is {guidance}, and a finite number was expected")
 
-    from bigdit import log
+    from bigdit import libraries, log
 
-    log.quiet_libraries()
+    libraries.prepare()
 
     import torch
     from PIL import Image

@@ -24,7 +24,7 @@ def run(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check config and model, print the config, stop.")] = False,
 ) -> int:
     """Train as the run's config says, with as many processes; the same command resumes."""
-    from bigdit import log
+    from bigdit import libraries, log
     from bigdit.catalog.revision import revision
     from bigdit.config.plan_file import read_plan_file
     from bigdit.config.planned import plan_notices
@@ -40,7 +40,7 @@ def run(
     if dry_run:
         for line in plan_notices(run_config, planned, revision()) if planned else ():
             log.notice(f"note: {line}")
-        log.quiet_libraries()
+        libraries.prepare()
         from bigdit.train.model import check_model  # torch, which only the processes that train need else
 
         check_model(run_config, spec, strategy)

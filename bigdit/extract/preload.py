@@ -1,8 +1,8 @@
 """What the server imports from which workers are forked: once, however many there are, and without remarks."""
 
-from bigdit import log
+from bigdit import libraries
 
-log.quiet_libraries()
+libraries.prepare()
 
 import bigdit.encoders.t5  # noqa: E402
 import bigdit.extract.verify  # noqa: E402

@@ -10,11 +10,13 @@ import gc
 import os
 import sys
 
+from bigdit import libraries
 from bigdit.errors import guard
 
 
 def main() -> None:
     """Answer one request after another, until there are no more."""
+    libraries.prepare()
     gc.disable()  # what is imported stays, and collections would look through all of it time and again
     from bigdit.rehearse.worker import serve
 

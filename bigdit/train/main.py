@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from bigdit import log
+from bigdit import libraries, log
 from bigdit.catalog.revision import revision
 from bigdit.config.plan_file import read_plan_file
 from bigdit.config.planned import plan_notices
@@ -54,7 +54,7 @@ def _train(config: Path, overrides: Sequence[str], source: Path | None) -> int:
             log.notice(f"note: {line}")
         if plan.expandable_segments:  # torch reads it when it first allocates
             os.environ.setdefault("PYTORCH_ALLOC_CONF", EXPANDABLE)
-    log.quiet_libraries()
+    libraries.prepare()
     from bigdit.train.model import check_model  # torch and the engines, only when the config is known to be good
 
     check_model(run, spec, strategy)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from commands import HELPERS, run_ranks
 
-from bigdit.log import quiet_libraries
+from bigdit import libraries
 from bigdit.rehearse import RehearsalRequest, RehearsedSize
 from bigdit.spec import BatchShape, ModelSpec
 
@@ -64,7 +64,7 @@ def rehearse_all(folder: Path, requests: Sequence[RehearsalRequest]) -> list[Reh
 
 def _main(asked: Path, answered: Path) -> None:
     gc.disable()
-    quiet_libraries()
+    libraries.prepare()
     from bigdit.rehearse.worker import rehearse_size  # in this process alone: it makes the fake device
 
     requests = [RehearsalRequest.model_validate(value) for value in json.loads(asked.read_text())]

@@ -114,7 +114,7 @@ class Worker:
         """The answer to a question about the model of this name.
 
         Raises UserError where it takes longer, and for what the user can mend; RehearsalError where the process dies.
-        The next question finds a new process then, as after any status but 0.
+        The next question finds a new process then.
         """
         process = self._process = self._process or self._start()
         said = self._stderr.stat().st_size
@@ -126,7 +126,7 @@ class Worker:
                 f"two steps of {model} on an emulated {self._gpu.name} took more than {timeout_s:g} s"
             ) from None
         status = int(line.split()[-1]) if line else None
-        if status != 0:
+        if status is None:
             self.end()
         if answer is None:
             with open(self._stderr, "rb") as file:

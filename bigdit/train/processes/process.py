@@ -10,7 +10,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from bigdit import log
+from bigdit import libraries
 from bigdit.dist import World
 from bigdit.errors import UserError
 from bigdit.train.processes.leftovers import BUFFER, SHARED_MEMORY, remove_leftovers
@@ -45,7 +45,7 @@ def process_group(
     # A machine's processes share its cores: torchrun gives each a single one, which an optimizer on the host would
     # wait for.
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // _processes_here(world)))
-    log.quiet_libraries()
+    libraries.prepare()
     if not needed and world.world_size == 1:
         yield device
         return

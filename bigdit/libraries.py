@@ -1,0 +1,44 @@
+"""What libraries are told in bigdit's own processes, before diffusers and transformers are imported there."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import sys
+import warnings
+from importlib.machinery import ModuleSpec
+
+_ASKING = ("diffusers.utils.import_utils", "transformers.utils.import_utils")
+_NOT_FOR_THEM = ("bitsandbytes", "peft", "scipy", "torchao")
+"""Libraries that bigdit drives itself, or not at all. diffusers and transformers import what they find of them with any
+model, for quantised checkpoints, adapters and losses of their own: four of eleven seconds, in every process."""
+
+
+def prepare() -> None:
+    """Keep what concerns only the libraries' own developers from the user's screen, whose errors stay, and what only
+    other uses of them need from being imported."""
+    # torch's distributed checkpoint says that one process saves and loads for itself.
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    # bitsandbytes looks for optional CPU kernels of a package that it does not depend on.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    # diffusers warns of tensors that are missing or left over, which models.load makes an error of. Both set their own
+    # level when they are imported, by these.
+    os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    # torchao names kernels that it cannot load here, and registers its enums as torch has come to do by itself.
+    logging.getLogger("torchao").setLevel(logging.ERROR)
+    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    importlib.util.find_spec = _find_spec
+
+
+_every_spec = importlib.util.find_spec
+
+
+def _find_spec(name: str, package: str | None = None) -> ModuleSpec | None:
+    """Where a module lies, as these two ask to know what is installed; the interpreter's own imports do not come by."""
+    if name in _NOT_FOR_THEM and sys._getframe(1).f_globals.get("__name__") in _ASKING:
+        return None
+    return _every_spec(name, package)

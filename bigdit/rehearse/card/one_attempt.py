@@ -1,0 +1,76 @@
+"""Two steps on a card that has nothing, within so many bytes, and nothing on the card after them."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import time
+
+import torch
+
+from bigdit.engines import Ema, Engine
+from bigdit.rehearse.card.attempt import Attempt
+from bigdit.rehearse.card.steps import group
+from bigdit.rehearse.card.unwritten import unwritten_weights
+from bigdit.rehearse.request import RehearsalRequest
+from bigdit.rehearse.steps import STEPS, Witness, prepare, training
+
+
+def attempt(request: RehearsalRequest, capacity_bytes: int) -> Attempt:
+    """Two steps of the request's first micro-batch size, where torch may reserve so many bytes of the card."""
+    began = time.perf_counter()
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    torch.cuda.init()
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(capacity_bytes / total, 1.0))
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_stats().get("num_alloc_retries", 0)
+    said = None
+    try:
+        _two_steps(request, device)
+    except torch.OutOfMemoryError as error:
+        said = str(error)
+    return Attempt(
+        out_of_memory=said,
+        retries=torch.cuda.memory_stats()["num_alloc_retries"] - before,
+        peak_allocated_bytes=torch.cuda.max_memory_allocated(),
+        peak_reserved_bytes=torch.cuda.max_memory_reserved(),
+        seconds=round(time.perf_counter() - began, 3),
+    )
+
+
+def _two_steps(request: RehearsalRequest, device: torch.device) -> None:
+    strategy = request.strategy.with_micro_batch_size(request.micro_batch_sizes[0])
+    with unwritten_weights():
+        workload = prepare(request.model, request.batch, strategy, request.encoders)
+    witness = _Started()
+    try:
+        with group(strategy) as world:
+            steps = training(workload, request.objective, device, world, witness)
+            if not all(itertools.islice(steps, STEPS)):
+                raise RuntimeError(
+                    "a step was not taken, since its gradients are not finite: no optimizer state was made"
+                )
+    finally:
+        if strategy.engine == "deepspeed":
+            from bigdit.engines.deepspeed import forget
+
+            forget(witness.engine)
+
+
+class _Started(Witness):
+    """Keeps the engine, which DeepSpeed's hooks would otherwise keep alive beyond the attempt."""
+
+    engine: Engine | None = None
+
+    def started(self, engine: Engine, ema: Ema | None) -> None:
+        self.engine = engine
+
+
+def emptied() -> bool:
+    """Take away what lay in cycles, and what torch and cuBLAS keep; whether the card is empty then."""
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_reserved() == 0
