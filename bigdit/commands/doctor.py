@@ -91,11 +91,12 @@ def examine() -> Health:
     """Look at this machine: versions, cores, RAM, cards, collective backends, engines, compilers, emulated cards."""
     from bigdit import __version__
     from bigdit.errors import versions
+    from bigdit.machine import memory_bytes
 
     health = Health(
         versions=versions() | {"bigdit": __version__},
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-        ram_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        ram_bytes=memory_bytes(),
     )
     health.compiler = _compiler()
     _check_versions(health)

@@ -156,8 +156,8 @@ def _choices(title: str, choices: Sequence[Choice], plan: Plan) -> Table:
             what,
         )
     notes = [f"{rate} a card"]
-    known = "run on emulated cards" if plan.emulated is not None else "rehearsed"
-    notes += [f"~ predicted, the others {known}"] if any(not choice.confirmed for choice in shown) else []
+    if any(not choice.confirmed for choice in shown):
+        notes.append(f"~ predicted, the others {words.found(shown)}")
     notes += ["▸ recommended"] if plan.chosen in shown and plan.fits else []
     notes += [f"{len(choices) - len(shown)} more in report.html and --json"] if len(choices) > len(shown) else []
     rows.caption = "; ".join(notes)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from bigdit.search.candidates import LARGEST_MICRO_BATCH
 from bigdit.search.plan import Choice, Plan
 from bigdit.search.verdict import planned
@@ -247,6 +249,14 @@ def band(plan: Plan) -> str:
         f"{found}; not known: {gib(margin(plan))} that torch may reserve beyond that ({share} %: {plan.band.source}), "
         f"{gib(beside.high_bytes - beside.low_bytes)} of {group}"
     )
+
+
+def found(choices: Sequence[Choice]) -> str:
+    """How figures were found that are not predicted: of some, the card may have had no answer."""
+    ran = {choice.ran for choice in choices if choice.confirmed}
+    if True not in ran:
+        return "rehearsed"
+    return "run on emulated cards, or rehearsed" if False in ran else "run on emulated cards"
 
 
 def margin(plan: Plan) -> int:

@@ -72,7 +72,9 @@ def make_plan(question: Question, *, progress: Progress | None = None) -> Plan:
         plan = _plan(pool, question, Evidence(tuple(checked)), cards)
         unanswered = [f"not run on an emulated card: {why}" for why in (cards.unanswered if cards else ())]
     seconds = round(time.perf_counter() - began, 3)
-    plan = plan.model_copy(update={"seconds": seconds, "notices": (*plan.notices, *notices, *more, *unanswered)})
+    no_cards = [f"not run on emulated cards: {question.no_cards}"] if question.no_cards else []
+    said = (*plan.notices, *notices, *more, *no_cards, *unanswered)
+    plan = plan.model_copy(update={"seconds": seconds, "notices": said})
     if not unanswered:  # it may be this minute's: a busy machine, a process that was killed
         kept.keep(question, own, plan)
     return plan

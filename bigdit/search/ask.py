@@ -15,6 +15,7 @@ from bigdit.catalog.asked import resolve_gpu
 from bigdit.config.wrong import expected, shown
 from bigdit.emulator.build import compiler
 from bigdit.errors import UserError
+from bigdit.machine import memory_bytes
 from bigdit.rehearse.card.client import cuda_build, cuda_python
 from bigdit.search.buckets import Asked, Size, aspect_sizes, parse_sizes
 from bigdit.search.check import cluster_problems, fitting_shape, model_fits, pin_problems
@@ -124,7 +125,8 @@ def question_for(
         buckets=tuple(further),
         receipts=folder,
         pins=pins,
-        device=tried,
+        device=tried[0],
+        no_cards=tried[1],
         **({"frames": found_model.clip.frames} if found_model.clip is not None else {})
         | {"host_memory_bytes": _usual_host(gpu, cluster)}
         | amounts,
@@ -185,29 +187,29 @@ def _host_memory(asked: str | None) -> int | None:
     return None if text is None else parse_bytes(text)
 
 
-def _device(asked: str | None) -> Device:
+def _device(asked: str | None) -> tuple[Device, str | None]:
     """Where strategies are tried: as asked, or else by BIGDIT_DEVICE; or else on emulated cards, where there is what
-    they need."""
+    they need, and what of it there is not."""
     wanted = asked or os.environ.get("BIGDIT_DEVICE")
     if wanted == "rehearsed":
-        return "rehearsed"
+        return "rehearsed", None
     if wanted not in (None, "emulated"):
         option = "--device" if asked else "BIGDIT_DEVICE"
         raise UserError(f"{option} is {shown(wanted)}; it may be emulated or rehearsed")
     try:
         cuda_build(cuda_python())
         compiler()
-    except UserError:
+    except UserError as error:
         if wanted is None:
-            return "rehearsed"
+            return "rehearsed", str(error)
         raise
-    return "emulated"
+    return "emulated", None
 
 
 def _usual_host(gpu: str | None, cluster: Cluster) -> int:
     """This machine's own where its card was asked for; else so many bytes for each card of a machine."""
     if (gpu or "").strip().casefold() == "auto":
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return memory_bytes()
     return HOST_MEMORY_BYTES * cluster.processes_per_node
 
 

@@ -56,7 +56,8 @@ class Question(Strict):
 
     `host_memory_bytes` are those of one machine. `resolution` is (height, width) in pixels, `frames` of a video;
     `buckets` are further sizes whose largest micro-batch is wanted. `images` of the data set are seen `epochs` times;
-    `device`: where strategies are tried, on emulated cards of that kind or in rehearsals alone.
+    `device`: where strategies are tried, on emulated cards of that kind or in rehearsals alone; `no_cards`: why there
+    are no emulated cards where nobody asked to do without.
     `price` is of one card for an hour, in the user's currency. `receipts`: a folder of measured runs, whose speeds
     count for the same card. `explain`: the way from the setting that people copy to the recommended one is wanted too.
     """
@@ -76,3 +77,4 @@ class Question(Strict):
     pins: Pins = Pins()
     explain: Switch = False
     device: Device = "rehearsed"
+    no_cards: str | None = None

@@ -100,17 +100,22 @@ def test_what_ran_and_what_is_predicted_are_told_apart(made):
     """In the terminal and on the page; whose torch ran, and nothing of it where rehearsals decided."""
     ran = made.buckets[0].model_copy(update={"ran": True})
     chosen = made.chosen.model_copy(update={"ran": True})
+    front = tuple(chosen if choice == made.chosen else choice for choice in made.front)
     update = {"emulated": "2.13.0+cu130 CUDA 13.0", "chosen": chosen, "buckets": (ran, *made.buckets[1:])}
-    plan = made.model_copy(update=update)
+    plan = made.model_copy(update=update | {"front": front})
     text = plans.shown(plan)
     assert "run exactly as it stands on an emulated card, torch 2.13.0+cu130 CUDA 13.0;" in " ".join(text.split())
-    assert "the others run on emulated cards" in " ".join(text.split())
+    assert words.found([chosen]) == "run on emulated cards"
+    assert words.found([chosen, made.chosen]) == "run on emulated cards, or rehearsed"
+    assert f"the others {words.found(front)};" in " ".join(text.split())
+    assert f"the others were {words.found(front)}." in " ".join(page(plan).split())
     short = plan.model_copy(update={"verdict": "DOES NOT FIT"})
     assert "tried exactly as it stands on an emulated card, torch" in words.band(short)
     sizes = re.findall(r"^(~?)\d+ × \d+ ", text, re.M)
     assert sizes == ["", *["~"] * (len(made.buckets) - 1)]
     assert re.findall(r'<th scope="row">(~?)\d+ × \d+</th>', page(plan)) == sizes
     assert re.findall(r"^(~?)\d+ × \d+ ", plans.shown(made), re.M) == ["~"] * len(made.buckets)
+    assert "the others rehearsed;" in " ".join(plans.shown(made).split())
     assert "emulated card" not in plans.shown(made).replace("emulated cards below what", "")
 
 

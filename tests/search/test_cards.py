@@ -16,7 +16,7 @@ from bigdit.errors import UserError
 from bigdit.rehearse import RehearsalRequest
 from bigdit.rehearse.ask import request_for
 from bigdit.rehearse.card.attempt import Attempt, Attempts
-from bigdit.rehearse.card.client import Card
+from bigdit.rehearse.card.client import Card, cuda_python
 from bigdit.search.answer import make_plan
 from bigdit.search.ask import question_for
 from bigdit.search.candidates import LARGEST_MICRO_BATCH, beside
@@ -127,11 +127,37 @@ def test_a_plan_ran_and_so_did_its_limit_and_one_more_did_not() -> None:
     assert [run is not None and run.fits for run in runs] == [True, False]
 
 
+@pytest.mark.slow
+def test_a_plan_whose_attempts_could_not_be_run_says_so_and_is_made_anew(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    only = Pins(engine="single", optimizer="adamw", checkpointed_blocks=0, micro_batch_size=2)
+    asked = Question(model=SMALL, gpu=A40, resolution=(1024, 1024), pins=only, device="emulated")
+    ends = tmp_path / "python"
+    ends.write_text(f'#!/bin/sh\ncase "$*" in *card.attempts*) exit 7;; esac\nexec {cuda_python()} "$@"\n')
+    ends.chmod(0o755)
+    with monkeypatch.context() as patch:
+        patch.setenv("BIGDIT_CUDA_PYTHON", str(ends))
+        plan = make_plan(asked)
+    assert (plan.verdict, plan.chosen.ran, plan.emulated) == ("FITS", False, None)
+    assert "not run on an emulated card: short-sana on an emulated card ended with status 7 and no result:" in (
+        plan.notices
+    )
+    again = make_plan(asked)
+    assert (again.chosen.ran, again.emulated is None) == (True, False)
+    assert not any("not run" in notice for notice in again.notices)
+    assert make_plan(asked) == again  # which was kept
+    without = make_plan(asked.model_copy(update={"device": "rehearsed", "no_cards": "no C compiler was found"}))
+    assert "not run on emulated cards: no C compiler was found" in without.notices
+
+
 def test_where_plans_are_tried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """On emulated cards where there are any, if nobody says otherwise."""
     monkeypatch.delenv("BIGDIT_DEVICE")
-    assert question_for("sana-1600m", "a40").device == "emulated"
-    assert question_for("sana-1600m", "a40", device="rehearsed").device == "rehearsed"
+    found = question_for("sana-1600m", "a40")
+    assert (found.device, found.no_cards) == ("emulated", None)
+    found = question_for("sana-1600m", "a40", device="rehearsed")
+    assert (found.device, found.no_cards) == ("rehearsed", None)
     monkeypatch.setenv("BIGDIT_DEVICE", "rehearsed")
     assert question_for("sana-1600m", "a40").device == "rehearsed"
     assert question_for("sana-1600m", "a40", device="emulated").device == "emulated"
@@ -154,6 +180,9 @@ def test_without_what_cards_need_plans_are_rehearsed(
 ) -> None:
     monkeypatch.delenv("BIGDIT_DEVICE")
     monkeypatch.setenv(variable, str(tmp_path / "none"))
-    assert question_for("sana-1600m", "a40").device == "rehearsed"
+    asked = question_for("sana-1600m", "a40")
+    assert asked.device == "rehearsed"
+    assert asked.no_cards is not None
+    assert said in asked.no_cards
     with pytest.raises(UserError, match=said):
         question_for("sana-1600m", "a40", device="emulated")

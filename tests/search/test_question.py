@@ -1,7 +1,5 @@
 """From what a person writes to a question: what is taken, and what is refused, all of it at once."""
 
-import os
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,6 +8,7 @@ import bigdit
 from bigdit import catalog
 from bigdit.catalog.models import models
 from bigdit.errors import UserError
+from bigdit.machine import memory_bytes
 from bigdit.search.ask import question_for
 from bigdit.search.buckets import ASPECTS, aspect_sizes, parse_sizes, written
 from bigdit.search.check import MOST_GPUS
@@ -38,7 +37,7 @@ def test_the_host_is_this_machine_s_or_the_usual_one(monkeypatch):
     assert question_for("sana-1600m", "a40", gpus=32).host_memory_bytes == 512 * GIB
     assert question_for("sana-1600m", "a40", gpus=32, host_memory="1TiB").host_memory_bytes == 1024 * GIB
     monkeypatch.setattr("bigdit.catalog.asked.found_gpus", lambda: [catalog.gpu("a40")])
-    own = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    own = memory_bytes()
     assert question_for("sana-1600m", "auto").host_memory_bytes == own
     (problem,) = problems(host_memory="0GiB")
     assert problem == "--host-memory is 0, and 1 or more was expected"

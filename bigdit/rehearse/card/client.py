@@ -125,9 +125,9 @@ class Worker:
             raise UserError(
                 f"two steps of {model} on an emulated {self._gpu.name} took more than {timeout_s:g} s"
             ) from None
-        status = int(line.split()[-1]) if line else None
-        if status is None:
+        if not line:
             self.end()
+        status = int(line.split()[-1]) if line else process.returncode
         if answer is None:
             with open(self._stderr, "rb") as file:
                 file.seek(said)
