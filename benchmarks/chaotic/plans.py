@@ -1,4 +1,4 @@
-"""A plan.yaml for a course: its own strategy, with made-up figures of what a search would have found."""
+"""Plans with a strategy of their own, and made-up figures of what a search would have found."""
 
 from __future__ import annotations
 
@@ -8,21 +8,36 @@ from bigdit.catalog.resolve import model_spec
 from bigdit.config import load_run, strategy_of
 from bigdit.config.plan_file import Asked, Expected, Phase, PlanFile, RecordedLedger
 from bigdit.errors import versions
-from bigdit.spec import BatchShape
+from bigdit.search.plan import Verdict
+from bigdit.spec import BatchShape, ModelSpec, Strategy
 
 
 def plan_of_course(config: Path) -> PlanFile:
     """The plan that the YAML at `config` follows; what a plan decides is taken from the YAML as well."""
     run = load_run(config)
     strategy = strategy_of(run, run.engine.processes)
+    return made_up(model_spec(run.model), BatchShape(latents=(4, 8, 12), text=(32, 64)), strategy)
+
+
+def made_up(
+    model: ModelSpec,
+    batch: BatchShape,
+    strategy: Strategy,
+    *,
+    gpus_per_node: int = 8,
+    verdict: Verdict = "FITS",
+    expandable_segments: bool = False,
+) -> PlanFile:
+    """A plan for A40s, of pictures twice as high and wide as their latents."""
+    height, width = (2 * side for side in batch.latents[-2:])
     return PlanFile(
-        model=model_spec(run.model),
-        batch=BatchShape(latents=(4, 8, 12), text=(32, 64)),
+        model=model,
+        batch=batch,
         question=Asked(
             gpu="a40",
-            gpus=1,
-            gpus_per_node=8,
-            resolution=(16, 24),
+            gpus=strategy.world_size,
+            gpus_per_node=gpus_per_node,
+            resolution=(height, width),
             frames=None,
             global_batch_size=None,
             images=None,
@@ -31,14 +46,14 @@ def plan_of_course(config: Path) -> PlanFile:
             pins={},
         ),
         strategy=strategy,
-        expandable_segments=False,
+        expandable_segments=expandable_segments,
         expected=Expected(
-            verdict="FITS",
+            verdict=verdict,
             usable_bytes=44 << 30,
-            peak_allocated_bytes=1 << 30,
-            peak_reserved_bytes=1 << 30,
-            process_bytes=(1 << 30, 2 << 30),
-            images_per_second_per_card=(1.0, 2.0),
+            peak_allocated_bytes=39 << 30,
+            peak_reserved_bytes=40 << 30,
+            process_bytes=(40 << 30, 41 << 30),
+            images_per_second_per_card=(1e-8, 9.25),
         ),
         micro_batch_sizes=(),
         ledger=RecordedLedger(granularity=512, phases=(Phase(phase="step", peak_bytes=9, end_bytes=9, at_peak={}),)),

@@ -4,49 +4,22 @@ import json
 
 import pytest
 import yaml
+from chaotic.plans import made_up
 from commands import DIGITS
 
-from bigdit.config.plan_file import Asked, Expected, Phase, PlanFile, RecordedLedger, write_plan_file
+from bigdit.config.plan_file import write_plan_file
 from bigdit.config.strategy import parse_strategy
-from bigdit.errors import UserError, versions
+from bigdit.errors import UserError
 from bigdit.spec import BatchShape, ModelSpec, Strategy
 
 DIGITS_MODEL = yaml.safe_load(DIGITS.read_text())["model"]
 SINGLE = Strategy(micro_batch_size=8, grad_accum_steps=2, checkpointed_blocks=1, gradient_clipping=1.0)
 
 
-def plan_of(strategy=SINGLE, *, gpus_per_node=8, verdict="FITS", kwargs=None, expandable_segments=False):
+def plan_of(strategy=SINGLE, *, kwargs=None, **found):
     """A plan of the digits' model; what a search would have found beside its strategy is made up."""
-    return PlanFile(
-        model=ModelSpec(name="digits", class_name=DIGITS_MODEL["class_name"], kwargs=kwargs or DIGITS_MODEL["kwargs"]),
-        batch=BatchShape(latents=(4, 4, 6), text=(32, 64)),
-        question=Asked(
-            gpu="a40",
-            gpus=strategy.world_size,
-            gpus_per_node=gpus_per_node,
-            resolution=(8, 12),
-            frames=None,
-            global_batch_size=None,
-            images=None,
-            epochs=1.0,
-            price=None,
-            pins={},
-        ),
-        strategy=strategy,
-        expandable_segments=expandable_segments,
-        expected=Expected(
-            verdict=verdict,
-            usable_bytes=44 << 30,
-            peak_allocated_bytes=39 << 30,
-            peak_reserved_bytes=40 << 30,
-            process_bytes=(40 << 30, 41 << 30),
-            images_per_second_per_card=(1e-8, 9.25),
-        ),
-        micro_batch_sizes=(),
-        ledger=RecordedLedger(granularity=512, phases=(Phase(phase="step", peak_bytes=9, end_bytes=9, at_peak={}),)),
-        versions=versions(),
-        catalogue="0123456789abcdef",
-    )
+    model = ModelSpec(name="digits", class_name=DIGITS_MODEL["class_name"], kwargs=kwargs or DIGITS_MODEL["kwargs"])
+    return made_up(model, BatchShape(latents=(4, 4, 6), text=(32, 64)), strategy, **found)
 
 
 def zero2(**changes):
