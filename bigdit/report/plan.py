@@ -148,16 +148,15 @@ def _choices(title: str, choices: Sequence[Choice], plan: Plan) -> Table:
             (choice.title, "bold"),
             "" if choice == plan.chosen else f": {choice.reason}",
         )
-        predicted = "" if choice.confirmed else "~"
         rows.add_row(
-            predicted + gib(choice.process.high_bytes),
+            ("~" if choice.predicted else "") + gib(choice.process.high_bytes),
             words.between(choice.images_per_second_per_card),
             _SAID[choice.verdict],
             what,
         )
     notes = [f"{rate} a card"]
-    if any(not choice.confirmed for choice in shown):
-        notes.append(f"~ predicted, the others {words.found(shown)}")
+    some = any(choice.predicted for choice in shown)
+    notes.append(f"~ predicted, the others {words.found(shown)}" if some else words.found(shown))
     notes += ["▸ recommended"] if plan.chosen in shown and plan.fits else []
     notes += [f"{len(choices) - len(shown)} more in report.html and --json"] if len(choices) > len(shown) else []
     rows.caption = "; ".join(notes)

@@ -253,7 +253,7 @@ def band(plan: Plan) -> str:
 
 def found(choices: Sequence[Choice]) -> str:
     """How figures were found that are not predicted: of some, the card may have had no answer."""
-    ran = {choice.ran for choice in choices if choice.confirmed}
+    ran = {choice.ran for choice in choices if not choice.predicted}
     if True not in ran:
         return "rehearsed"
     return "run on emulated cards, or rehearsed" if False in ran else "run on emulated cards"

@@ -113,7 +113,7 @@ def _plan(pool: Pool, question: Question, evidence: Evidence, cards: Cards | Non
     fits = chosen.verdict != "DOES NOT FIT"
     room = capacity(question, option.proposal, evidence)
     rooms = [capacity(question, each.proposal, evidence) for each in found.options]
-    rows = front(question, found.options, known, rooms, evidence)
+    rows = front(sample, question, found.options, known, rooms, evidence, cards)
     count, blocks = option.arrangement.count, chosen.candidate.blocks
     steps, notices = _explained(pool, sample, question, evidence, chosen)
     labels = {blocks: f"{blocks} of {count} blocks", 0: "nothing recomputed", count: "all blocks recomputed"}

@@ -14,9 +14,11 @@ from bigdit.search.candidates import (
     largest_micro_batch,
     micro_batch_sizes,
 )
-from bigdit.search.confirm import Confirmed
+from bigdit.search.cards import Cards
+from bigdit.search.confirm import Confirmed, run
 from bigdit.search.evidence import Evidence
 from bigdit.search.plan import Choice
+from bigdit.search.predict.anchors import Sample
 from bigdit.search.question import Question
 from bigdit.search.verdict import expected, process
 from bigdit.speed.step import step_time
@@ -24,6 +26,9 @@ from bigdit.speed.work import work_of
 from bigdit.units import gib
 
 MOST_ROWS = 12
+
+MOST_RUN = 5
+"""Of the rows, the fastest that run on emulated cards: as many as a terminal is shown."""
 
 
 def predicted(question: Question, found: Candidate, evidence: Evidence) -> Choice:
@@ -85,35 +90,78 @@ def title(found: Candidate) -> str:
 
 
 def front(
+    sample: Sample,
     question: Question,
     options: Sequence[Option],
     known: Sequence[Choice],
     capacities: Sequence[float],
     evidence: Evidence,
+    cards: Cards | None = None,
 ) -> tuple[Choice, ...]:
     """The Pareto front of memory against speed, among the choices `known` and what else fits; MOST_ROWS at most.
 
-    `known` come first where they are on it or not; the first of them is the recommended one.
+    `known` come first where they are on it or not; the first of them is the recommended one. The fastest of the others
+    run on the cards, and those that do not fit there are left out.
     """
-    titles = {choice.title for choice in known}
-    more = [
-        predicted(question, each, evidence)
+    spread = (
+        each
         for option, capacity in zip(options, capacities, strict=True)
         for each in _spread(question, option, capacity, evidence)
-    ]
-    every = [*known, *(choice for choice in more if choice.title not in titles)]
+    )
+    more = {title(each): each for each in spread}
+    titles = {choice.title for choice in known}
+    every = [*known, *(predicted(question, each, evidence) for name, each in more.items() if name not in titles)]
     best: list[Choice] = []
     for choice in sorted(every, key=lambda each: (each.process.high_bytes, -each.images_per_second_per_card.middle)):
         if not best or choice.images_per_second_per_card.middle > best[-1].images_per_second_per_card.middle:
             best.append(choice)
     shown = _thinned([choice for choice in best if choice.title not in titles], MOST_ROWS - len(known))
-    rows = [*known, *shown]
+    rows = _fastest_first([*known, *shown])
+    if cards is not None:
+        unknown = [choice for choice in rows[:MOST_RUN] if choice.title not in titles and not _slow(more[choice.title])]
+        ran = _ran(cards, sample, question, evidence, unknown, [more[choice.title] for choice in unknown])
+        rows = _fastest_first([*(choice for choice in rows if choice not in unknown), *ran])
     return tuple(
         choice.model_copy(
             update={"reason": _recommended(choice, every) if choice is known[0] else _reason(choice, known[0])}
         )
-        for choice in sorted(rows, key=lambda each: -each.images_per_second_per_card.middle)
+        for choice in rows
     )
+
+
+def _slow(candidate: Candidate) -> bool:
+    """Whether an attempt takes up to a minute: an optimizer on the host really steps there."""
+    return candidate.option.proposal.last_resort
+
+
+def _fastest_first(rows: Sequence[Choice]) -> list[Choice]:
+    return sorted(rows, key=lambda each: -each.images_per_second_per_card.middle)
+
+
+def _ran(
+    cards: Cards,
+    sample: Sample,
+    question: Question,
+    evidence: Evidence,
+    choices: Sequence[Choice],
+    candidates: Sequence[Candidate],
+) -> list[Choice]:
+    """The choices as they ran; as they are predicted where they could not be run, and without those that do not fit."""
+    found = []
+    for choice, ran in zip(choices, run(cards, sample, question, evidence.band, candidates), strict=True):
+        if ran is None:
+            found.append(choice)
+        elif ran.reserved_bytes is not None:
+            taken = process(ran.reserved_bytes, beside(question, choice.strategy), evidence.band)
+            update = {
+                "ran": True,
+                "peak_reserved_bytes": ran.reserved_bytes,
+                "process": taken,
+                "verdict": ran.verdict,
+                "headroom_bytes": question.gpu.usable_bytes - taken.high_bytes,
+            }
+            found.append(choice.model_copy(update=update))
+    return found
 
 
 def _spread(question: Question, option: Option, capacity: float, evidence: Evidence) -> list[Candidate]:

@@ -71,27 +71,27 @@ def confirm(
     Raises UserError for one that cannot be rehearsed.
     """
     answers = pool.rehearse([recorded(sample, each) for each in candidates])
-    runs = [None] * len(candidates) if cards is None else _runs(cards, sample, question, band, candidates)
+    runs = [None] * len(candidates) if cards is None else run(cards, sample, question, band, candidates)
     found = []
-    for each, answer, run in zip(candidates, answers, runs, strict=True):
+    for each, answer, ran in zip(candidates, answers, runs, strict=True):
         if isinstance(answer, UserError):
             raise answer
         timeline = answer.timeline
         said, footprint = verdict(timeline, sample.gpu, each.strategy.world_size, band)
         reserved = planned(footprint).wanted_bytes
-        if run is not None:
-            said, reserved = run.verdict, run.reserved_bytes or max(reserved, run.at_least_bytes)
+        if ran is not None:
+            said, reserved = ran.verdict, ran.reserved_bytes or max(reserved, ran.at_least_bytes)
         each.option.correct(each.micro_batch_size, each.blocks, reserved)
         host = host_need(answer.host_timeline, answer.checkpoint_bytes, question.cluster)
         if host.node_bytes > question.host_memory_bytes:
             said = "DOES NOT FIT"
         taken = process(reserved, footprint.beside, band)
-        found.append(Confirmed(each, answer, timeline, footprint, taken, host, said, reserved, run is not None))
+        found.append(Confirmed(each, answer, timeline, footprint, taken, host, said, reserved, ran is not None))
     return found
 
 
 @dataclass(frozen=True)
-class _Ran:
+class Ran:
     """What the card says. `reserved_bytes` is None where nothing came to its end: it is more than `at_least_bytes`."""
 
     verdict: Verdict
@@ -99,28 +99,28 @@ class _Ran:
     at_least_bytes: int
 
 
-def _runs(
+def run(
     cards: Cards, sample: Sample, question: Question, band: Band, candidates: Sequence[Candidate]
-) -> list[_Ran | None]:
+) -> list[Ran | None]:
     """FITS where it ran in the bytes that torch has at least, TIGHT in those that it has at most."""
     around = [beside(question, each.strategy) for each in candidates]
     safe = [safe_bytes(question.gpu, each, band) for each in around]
     most = [max(question.gpu.usable_bytes - each.low_bytes, 1) for each in around]
     requests = [recorded(sample, each) for each in candidates]
     first = cards.run(list(zip(requests, safe, strict=True)))
-    again = [at for at, run in enumerate(first) if run is not None and not run.fits]
+    again = [at for at, attempt in enumerate(first) if attempt is not None and not attempt.fits]
     second = dict(zip(again, cards.run([(requests[at], most[at]) for at in again]), strict=True))
-    found: list[_Ran | None] = []
-    for at, run in enumerate(first):
-        last = second.get(at, run)
-        if run is None or last is None:
+    found: list[Ran | None] = []
+    for at, attempt in enumerate(first):
+        last = second.get(at, attempt)
+        if attempt is None or last is None:
             found.append(None)
-        elif run.fits:
-            found.append(_Ran("FITS", run.peak_reserved_bytes, 0))
+        elif attempt.fits:
+            found.append(Ran("FITS", attempt.peak_reserved_bytes, 0))
         elif last.ran:
-            found.append(_Ran("TIGHT", last.peak_reserved_bytes, safe[at]))
+            found.append(Ran("TIGHT", last.peak_reserved_bytes, safe[at]))
         else:
-            found.append(_Ran("DOES NOT FIT", None, most[at]))
+            found.append(Ran("DOES NOT FIT", None, most[at]))
     return found
 
 

@@ -24,11 +24,11 @@ class Choice(Strict):
     """One strategy, what it takes of the card and how fast it goes.
 
     `title` says what sets it apart in a few words; `reason` why it is listed. `confirmed`: rehearsed exactly as it
-    stands, at full depth; else predicted from shallower siblings of the model. `ran`: two steps ran so on an emulated
-    card, or did not where it does not fit. `peak_reserved_bytes` is torch's with
-    expandable segments, without a limit; `process` adds the band and what is beside torch; `headroom_bytes` is what the
-    card has left at the high end of `process`. `host_bytes` are what the processes of a machine take of its memory,
-    while they save. `lossless`: the numbers are those of AdamW with fp32 masters.
+    stands, at full depth; else `phases` and `peak_allocated_bytes` are predicted from shallower siblings of the model.
+    `ran`: two steps ran so on an emulated card, or did not where it does not fit. `peak_reserved_bytes` is torch's with
+    expandable segments, without a limit, and predicted where neither is so; `process` adds the band and what is beside
+    torch; `headroom_bytes` is what the card has left at the high end of `process`. `host_bytes` are what the processes
+    of a machine take of its memory, while they save. `lossless`: the numbers are those of AdamW with fp32 masters.
     """
 
     title: str
@@ -46,6 +46,11 @@ class Choice(Strict):
     images_per_second_per_card: Interval
     lossless: bool
     reason: str
+
+    @property
+    def predicted(self) -> bool:
+        """Whether what it takes was neither rehearsed nor run."""
+        return not (self.confirmed or self.ran)
 
 
 class Rejected(Strict):

@@ -21,6 +21,7 @@ from bigdit.search.answer import make_plan
 from bigdit.search.ask import question_for
 from bigdit.search.candidates import LARGEST_MICRO_BATCH, beside
 from bigdit.search.cards import Cards
+from bigdit.search.choices import MOST_RUN
 from bigdit.search.predict.anchors import Sample
 from bigdit.search.question import Pins, Question
 from bigdit.search.verdict import safe_bytes
@@ -111,7 +112,7 @@ def test_the_largest_is_found_from_any_guess() -> None:
 
 
 @pytest.mark.slow
-def test_a_plan_ran_and_so_did_its_limit_and_one_more_did_not() -> None:
+def test_a_plan_ran_and_so_did_its_alternatives_and_its_limit_and_one_more_did_not() -> None:
     card = A40.model_copy(update={"usable_mib": 12 * GIB // MIB})
     only = Pins(engine="single", optimizer="adamw", checkpointed_blocks=0)
     asked = Question(model=SMALL, gpu=card, resolution=(1024, 1024), pins=only, device="emulated")
@@ -119,6 +120,8 @@ def test_a_plan_ran_and_so_did_its_limit_and_one_more_did_not() -> None:
     (limit,) = plan.buckets
     assert (plan.verdict, plan.chosen.ran, limit.ran, plan.emulated is not None) == ("FITS", True, True, True)
     assert 1 <= plan.chosen.strategy.micro_batch_size <= limit.none
+    assert [choice.ran for choice in plan.front[:MOST_RUN]] == [True] * len(plan.front[:MOST_RUN])
+    assert not any(choice.verdict == "DOES NOT FIT" for choice in plan.front)
     room = safe_bytes(card, beside(asked, plan.chosen.strategy), plan.band)
     sample = Sample(SMALL, card, asked.resolution)
     requests = [sample.request(plan.chosen.strategy.with_micro_batch_size(limit.none + more)) for more in (0, 1)]
