@@ -138,8 +138,8 @@ def confirmed_best(
     """The best that fits first, then what else was rehearsed on the way.
 
     `ranked` orders candidates by the predictions as they are then, the best of each option before the second ones: the
-    first two or three are rehearsed, and after that whatever has come to the top, until the top has been rehearsed or ROUNDS
-    are over; two at a time, as a Pool does.
+    first two or three are rehearsed, and after that whatever has come to the top, until the top has been rehearsed or
+    ROUNDS are over; two at a time, as a Pool does.
     """
     known: dict[tuple[str, int, int], Confirmed] = {}
     least = AT_LEAST if cards is None else AT_LEAST_WITH_CARDS
