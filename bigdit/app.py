@@ -24,7 +24,7 @@ from bigdit.commands import (
     sample,
     train,
 )
-from bigdit.errors import EXIT_USER
+from bigdit.errors import EXIT_USER, UserError
 
 # typer carries its own click, whose UsageError it does not export.
 UsageError: Any = typer.BadParameter.__base__
@@ -84,6 +84,7 @@ def run(arguments: Sequence[str]) -> int:
         with command.make_context("bigdit", list(arguments)) as context:
             result = command.invoke(context)
     except UsageError as error:  # an unknown option or a missing one: click would exit 2, which means DOES NOT FIT
+        _say_by_its_option(error)
         error.show()
         return EXIT_USER
     except typer.Exit as ended:
@@ -91,3 +92,13 @@ def run(arguments: Sequence[str]) -> int:
     except (typer.Abort, EOFError):
         raise KeyboardInterrupt from None
     return result if isinstance(result, int) else 0
+
+
+def _say_by_its_option(error: Any) -> None:
+    """Raise UserError for a value that an option does not take, which typer says in pydantic's words."""
+    from pydantic import ValidationError
+
+    from bigdit.config.wrong import expected
+
+    if isinstance(error.__cause__, ValidationError):
+        raise UserError(f"{error.param.opts[0]} {expected(error.__cause__.errors(include_url=False))}") from None

@@ -133,6 +133,8 @@ def test_training_finds_out_about_a_missing_store_at_once(tmp_path):
         (["plan", "--model", "sana-1600m"], "Missing option '--gpu'"),
         (["plann"], "No such command 'plann'"),
         (["train", "--config", "none.yaml"], "error: the config none.yaml does not exist"),
+        (["plan", "--micro-batch", "true"], "error: --micro-batch is 'true', and a whole number was expected"),
+        (["plan", "--network", "fast"], "error: --network is 'fast', and a number was expected"),
     ],
 )
 def test_a_wrong_call_ends_with_1(arguments, message):
