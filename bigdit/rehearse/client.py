@@ -13,6 +13,7 @@ from pathlib import Path
 import bigdit
 from bigdit.catalog import FAMILIES
 from bigdit.errors import EXIT_USER, UserError
+from bigdit.files import write_text
 from bigdit.lifeline import undisturbed
 from bigdit.rehearse import cache
 from bigdit.rehearse.request import Rehearsal, RehearsalRequest, RehearsedSize
@@ -105,10 +106,10 @@ def check(request: RehearsalRequest) -> None:
 
 def put(process: subprocess.Popen[bytes], folder: Path, question: Strict, timeout_s: float) -> tuple[str, bytes | None]:
     """Put a question to a worker: the line that it says when it is done, empty where it has ended, and its answer,
-    None where there is none. Raises TimeoutError."""
+    None where there is none. Raises TimeoutError, and UserError where the folder cannot be written."""
     asked, answered = folder / "request.json", folder / "result.json"
     answered.unlink(missing_ok=True)
-    asked.write_text(question.model_dump_json())
+    write_text(asked, question.model_dump_json())
     assert process.stdin is not None
     assert process.stdout is not None
     with contextlib.suppress(BrokenPipeError):  # it has ended, and its status and last lines say why

@@ -6,11 +6,13 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
 from commands import ROOT
+from disks import mounted
 from rehearsing import SANA, SHAPE
 
 from bigdit.errors import UserError
@@ -51,6 +53,15 @@ def test_a_second_question_is_answered_from_the_cache_and_a_new_size_by_a_worker
     assert again.sizes == first.sizes[::-1]
     with pytest.raises(FileNotFoundError):
         rehearse(_request(1, 3))
+
+
+def test_a_full_disk_under_the_questions_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with mounted(tmp_path / "small", "size=4k") as small:
+        (small / "full").write_bytes(bytes(4096))
+        monkeypatch.setattr(tempfile, "tempdir", str(small))
+        with pytest.raises(UserError, match=r"^cannot write \S+/request\.json: No space left on device$"):
+            rehearse(_request(1))
+        assert [file.name for file in small.iterdir()] == ["full"]
 
 
 def test_the_strategy_s_own_micro_batch_size_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
