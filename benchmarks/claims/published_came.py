@@ -17,9 +17,11 @@ from pathlib import Path
 import torch
 
 from bigdit import libraries
+from bigdit.files import write_text
 from bigdit.optim import factored
 from bigdit.optim.factored import State
 from bigdit.optim.shards import local
+from bigdit.rehearse import RehearsalRequest
 from bigdit.rehearse.worker import answer
 
 
@@ -57,6 +59,7 @@ if __name__ == "__main__":
     libraries.prepare()
     factored.factors, factored.as_matrix = factors, as_it_is
     factored.start, factored.update, factored.divide_by_root_ = start, update, divide_by_root_
-    answer(Path(sys.argv[1]), Path(sys.argv[2]))
+    found = answer(RehearsalRequest.model_validate_json(Path(sys.argv[1]).read_text()))
+    write_text(Path(sys.argv[2]), found.model_dump_json())
     sys.stderr.flush()
     os._exit(0)  # with the fake device registered, an interpreter does not shut down cleanly

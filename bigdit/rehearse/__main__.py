@@ -1,4 +1,4 @@
-"""The process that rehearses: `python -m bigdit.rehearse`, which reads `REQUEST.json<tab>RESULT.json` a line.
+"""The process that rehearses: `python -m bigdit.rehearse`; requests come in and answers go out, a line of JSON each.
 
 A process of its own keeps the fake device and all that is patched for it away from the user's, and may leave
 without torch's shutdown, which aborts once a python backend is registered.

@@ -13,7 +13,6 @@ from pathlib import Path
 import bigdit
 from bigdit.catalog import FAMILIES
 from bigdit.errors import EXIT_USER, UserError
-from bigdit.files import write_text
 from bigdit.lifeline import undisturbed
 from bigdit.rehearse import cache
 from bigdit.rehearse.request import Rehearsal, RehearsalRequest, RehearsedSize
@@ -48,20 +47,15 @@ class Worker:
     """One process that rehearses, one request after another; it starts at once, and ends with the `with` block."""
 
     def __init__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="bigdit-rehearsal-")
-        self._stderr = Path(self._folder.name) / "stderr"
-        try:
-            with open(self._stderr, "wb") as sink, undisturbed():
-                self._process = subprocess.Popen(
-                    [sys.executable, "-m", "bigdit.rehearse"],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=sink,
-                    env=worker_environment(),
-                )
-        except OSError:
-            self._folder.cleanup()
-            raise
+        self._said = Said()
+        with undisturbed():
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "bigdit.rehearse"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._said.file,
+                env=worker_environment(),
+            )
 
     def __enter__(self) -> Worker:
         return self
@@ -69,20 +63,19 @@ class Worker:
     def __exit__(self, *error: object) -> None:
         self._process.kill()
         self._process.communicate()
-        self._folder.cleanup()
 
     def ask(self, request: RehearsalRequest, timeout_s: float) -> tuple[RehearsedSize, ...]:
         """The answers to `request`. Raises as `rehearse` does; the worker is of no use after that."""
         what = f"the rehearsal of {request.model.name}"
         try:
-            line, answer = put(self._process, Path(self._folder.name), request, timeout_s)
+            answer = put(self._process, request, timeout_s)
         except TimeoutError:
             raise UserError(
                 f"{what} took more than {timeout_s:g} s and was stopped; "
                 f"ask for fewer micro-batch sizes at once, or give it more time"
             ) from None
-        if not line or answer is None:
-            raise failure(what, self._process.wait(), self._stderr.read_text(errors="replace").splitlines())
+        if not answer:
+            raise failure(what, self._process.wait(), self._said.lines())
         sizes = Rehearsal.model_validate_json(answer).sizes
         if tuple(size.micro_batch_size for size in sizes) != request.micro_batch_sizes:
             raise RehearsalError(f"{what} answered another question")
@@ -104,21 +97,32 @@ def check(request: RehearsalRequest) -> None:
         raise UserError("encoders were given, and strategy.features is cached, which needs none; set it to online")
 
 
-def put(process: subprocess.Popen[bytes], folder: Path, question: Strict, timeout_s: float) -> tuple[str, bytes | None]:
-    """Put a question to a worker: the line that it says when it is done, empty where it has ended, and its answer,
-    None where there is none. Raises TimeoutError, and UserError where the folder cannot be written."""
-    asked, answered = folder / "request.json", folder / "result.json"
-    answered.unlink(missing_ok=True)
-    write_text(asked, question.model_dump_json())
+class Said:
+    """What a process writes to its stderr: a file without a name, of which nothing is left when both have ended."""
+
+    def __init__(self) -> None:
+        self.file = tempfile.TemporaryFile()  # noqa: SIM115 closed with the last that holds it
+
+    def __len__(self) -> int:
+        return os.fstat(self.file.fileno()).st_size
+
+    def lines(self, since: int = 0) -> list[str]:
+        """The lines from that byte on; where the process writes next stays as it is."""
+        return os.pread(self.file.fileno(), len(self) - since, since).decode(errors="replace").splitlines()
+
+
+def put(process: subprocess.Popen[bytes], question: Strict, timeout_s: float) -> bytes:
+    """Put a question to a worker, a line of JSON: the line of its answer, empty where it has ended without a whole one.
+    Raises TimeoutError."""
     assert process.stdin is not None
     assert process.stdout is not None
     with contextlib.suppress(BrokenPipeError):  # it has ended, and its status and last lines say why
-        process.stdin.write(f"{asked}\t{answered}\n".encode())
+        process.stdin.write(f"{question.model_dump_json()}\n".encode())
         process.stdin.flush()
     if not select.select([process.stdout], [], [], timeout_s)[0]:
         raise TimeoutError
-    line = process.stdout.readline().decode()
-    return line, answered.read_bytes() if answered.exists() else None
+    line = process.stdout.readline()
+    return line if line.endswith(b"\n") else b""
 
 
 def failure(what: str, status: int | None, said: list[str]) -> Exception:

@@ -8,11 +8,9 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
 
 from bigdit.dist import World
 from bigdit.errors import versions
-from bigdit.files import write_text
 from bigdit.memory import CUDA_GRANULARITY, ledger
 from bigdit.rehearse.device import fake_device
 from bigdit.rehearse.drive import record
@@ -26,26 +24,22 @@ _COLLECT_EVERY = 8
 
 
 def serve() -> None:
-    """Answer one request after another: each result is a file, written whole, and then its name a line of output.
+    """Answer one request after another, a line of JSON each, by a line of JSON each.
 
     Returns when there are no more; the first failure ends it.
     """
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer
     for number, line in enumerate(sys.stdin, start=1):
-        asked, answered = line.rstrip("\n").split("\t")
-        answer(Path(asked), Path(answered))
-        print(answered, file=answers, flush=True)
+        print(answer(RehearsalRequest.model_validate_json(line)).model_dump_json(), file=answers, flush=True)
         if number % _COLLECT_EVERY == 0:
             gc.unfreeze()
             gc.collect()
 
 
-def answer(request_file: Path, result_file: Path) -> None:
-    """Rehearse each micro-batch size of the request and write the Rehearsal, whole or not at all."""
-    request = RehearsalRequest.model_validate_json(request_file.read_text())
-    sizes = tuple(rehearse_size(request, size) for size in request.micro_batch_sizes)
-    write_text(result_file, Rehearsal(sizes=sizes).model_dump_json())
+def answer(request: RehearsalRequest) -> Rehearsal:
+    """Rehearse each micro-batch size of the request."""
+    return Rehearsal(sizes=tuple(rehearse_size(request, size) for size in request.micro_batch_sizes))
 
 
 def rehearse_size(request: RehearsalRequest, micro_batch_size: int) -> RehearsedSize:

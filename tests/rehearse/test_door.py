@@ -55,12 +55,12 @@ def test_a_second_question_is_answered_from_the_cache_and_a_new_size_by_a_worker
         rehearse(_request(1, 3))
 
 
-def test_a_full_disk_under_the_questions_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_for_temporary_files_is_no_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with mounted(tmp_path / "small", "size=4k") as small:
         (small / "full").write_bytes(bytes(4096))
         monkeypatch.setattr(tempfile, "tempdir", str(small))
-        with pytest.raises(UserError, match=r"^cannot write \S+/request\.json: No space left on device$"):
-            rehearse(_request(1))
+        monkeypatch.setenv("TMPDIR", str(small))
+        assert rehearse(_request(1)).size(1).params > 0
         assert [file.name for file in small.iterdir()] == ["full"]
 
 

@@ -58,7 +58,7 @@ class Attempts:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.worker.close()
+        self.worker.end()
 
     def run(self, request: RehearsalRequest, capacity_bytes: int, timeout_s: float = 120.0) -> Attempt:
         """Two steps of `request` where torch may reserve so many bytes, or what is kept of them.

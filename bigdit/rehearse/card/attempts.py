@@ -1,7 +1,8 @@
 """The process that answers attempts, one after another: `python -m bigdit.rehearse.card.attempts`.
 
-It reads a pair `ASKED.json<tab>ANSWER.json` a line, and a fork answers: a model and its engine are made for each and
-taken apart again. A fork whose card is not empty then is asked no more: none is answered beside what another one left.
+It reads questions, a line of JSON each, and writes `STATUS<tab>ANSWER` lines. A fork answers: a model and its engine
+are made for each question and taken apart again. A fork whose card is not empty then is asked no more: none is answered
+beside what another one left.
 """
 
 from __future__ import annotations
@@ -10,11 +11,10 @@ import contextlib
 import functools
 import os
 import sys
-from pathlib import Path
+from collections.abc import Callable
 from typing import TextIO
 
 from bigdit.errors import guard
-from bigdit.files import write_text
 from bigdit.rehearse.card.attempt import Asked
 from bigdit.rehearse.card.forks import ended, fork, import_for
 
@@ -28,13 +28,12 @@ def main() -> None:
     os.dup2(2, 1)  # what libraries print is no answer
     card = None
     for line in sys.stdin:
-        asked, answered = map(Path, line.rstrip("\n").split("\t"))
-        import_for(Asked.model_validate_json(asked.read_text()).request)
+        import_for(Asked.model_validate_json(line).request)
         card = card or _Card(answers)
-        status = card.answer(line)
+        status, answer = card.answer(line)
         if status:
             card = None
-        print(f"{answered}\t{0 if status == _LEFT_BEHIND else status}", file=answers, flush=True)
+        print(f"{0 if status == _LEFT_BEHIND else status}\t{answer}", file=answers, flush=True)
 
 
 class _Card:
@@ -42,44 +41,46 @@ class _Card:
 
     def __init__(self, answers: TextIO) -> None:
         questions, self._ask = os.pipe()
-        said, status = os.pipe()
+        said, answered = os.pipe()
         others = (self._ask, said, answers.fileno())
-        self._child = fork(functools.partial(_serve, questions, status, others))
+        self._child = fork(functools.partial(_serve, questions, answered, others))
         os.close(questions)
-        os.close(status)
+        os.close(answered)
         self._said = os.fdopen(said)
 
-    def answer(self, line: str) -> int:
-        """The status of this question; where it is not 0, the fork has ended."""
+    def answer(self, line: str) -> tuple[int, str]:
+        """The status of this question, and its answer; where the status is not 0, the fork has ended."""
         with contextlib.suppress(BrokenPipeError):  # it has ended, and its status says how
             os.write(self._ask, line.encode())
         said = self._said.readline()
-        if said == "0\n":
-            return 0
+        status, _, answer = said.rstrip("\n").partition("\t")
+        if status == "0":
+            return 0, answer
         os.close(self._ask)
         self._said.close()
-        status = ended(self._child)
-        return int(said) if said else status
+        last = ended(self._child)
+        return (int(status), answer) if status else (last, "")
 
 
-def _serve(questions: int, status: int, others: tuple[int, ...]) -> None:
-    """Answer until there are no more questions, with a status a line. `others` are the files of the one that asks,
-    whose end is to be heard."""
+def _serve(questions: int, answered: int, others: tuple[int, ...]) -> None:
+    """Answer until there are no more questions. `others` are the files of the one that asks, whose end is to be
+    heard."""
     for file in others:
         os.close(file)
-    for line in os.fdopen(questions):
-        came_to = guard(functools.partial(_answer, line))
-        os.write(status, f"{came_to}\n".encode())
-        if came_to:
-            return
+    with os.fdopen(questions) as lines, os.fdopen(answered, "w") as answers:
+        for line in lines:
+            found: list[str] = []
+            status = guard(functools.partial(_answer, line, found.append))
+            print(f"{status}\t{''.join(found)}", file=answers, flush=True)
+            if status:
+                return
 
 
-def _answer(line: str) -> int:
+def _answer(line: str, found: Callable[[str], None]) -> int:
     from bigdit.rehearse.card.one_attempt import attempt, emptied
 
-    asked, answered = map(Path, line.rstrip("\n").split("\t"))
-    question = Asked.model_validate_json(asked.read_text())
-    write_text(answered, attempt(question.request, question.capacity_bytes).model_dump_json())
+    question = Asked.model_validate_json(line)
+    found(attempt(question.request, question.capacity_bytes).model_dump_json())
     return 0 if emptied() else _LEFT_BEHIND
 
 

@@ -7,7 +7,6 @@ import functools
 import os
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import bigdit
@@ -16,7 +15,7 @@ from bigdit.emulator import emulated_environment
 from bigdit.errors import UserError
 from bigdit.rehearse.card import cache as card_cache
 from bigdit.rehearse.card.run import CardRun
-from bigdit.rehearse.client import failure, put
+from bigdit.rehearse.client import Said, failure, put
 from bigdit.rehearse.request import RehearsalRequest
 from bigdit.spec import Strict
 
@@ -85,7 +84,7 @@ class Card:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._worker.close()
+        self._worker.end()
 
     def run(self, request: RehearsalRequest, timeout_s: float = 120.0) -> CardRun:
         """Two steps of `request` on the card, or what is kept of them.
@@ -106,8 +105,7 @@ class Worker:
         self._gpu = gpu
         self._module = module
         self._expandable_segments = expandable_segments
-        self._folder = tempfile.TemporaryDirectory(prefix="bigdit-card-")
-        self._stderr = Path(self._folder.name) / "stderr"
+        self._said = Said()
         self._process: subprocess.Popen[bytes] | None = None
 
     def ask(self, model: str, question: Strict, timeout_s: float) -> bytes:
@@ -117,9 +115,9 @@ class Worker:
         The next question finds a new process then.
         """
         process = self._process = self._process or self._start()
-        said = self._stderr.stat().st_size
+        before = len(self._said)
         try:
-            line, answer = put(process, Path(self._folder.name), question, timeout_s)
+            line = put(process, question, timeout_s)
         except TimeoutError:
             self.end()
             raise UserError(
@@ -127,12 +125,10 @@ class Worker:
             ) from None
         if not line:
             self.end()
-        status = int(line.split()[-1]) if line else process.returncode
-        if answer is None:
-            with open(self._stderr, "rb") as file:
-                file.seek(said)
-                lines = file.read().decode(errors="replace").splitlines()
-            raise failure(f"{model} on an emulated card", status, lines)
+        status, _, answer = line.partition(b"\t")
+        if status != b"0":
+            ended = int(status) if status else process.returncode
+            raise failure(f"{model} on an emulated card", ended, self._said.lines(before))
         return answer
 
     @property
@@ -148,21 +144,15 @@ class Worker:
             self._process.communicate()
             self._process = None
 
-    def close(self) -> None:
-        """The end of all questions."""
-        self.end()
-        self._folder.cleanup()
-
     def _start(self) -> subprocess.Popen[bytes]:
-        with open(self._stderr, "wb") as sink:
-            return subprocess.Popen(
-                [cuda_python(), "-W", "ignore", "-m", self._module],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=sink,
-                env=worker_environment(self._gpu, expandable_segments=self._expandable_segments),
-                start_new_session=True,
-            )
+        return subprocess.Popen(
+            [cuda_python(), "-W", "ignore", "-m", self._module],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._said.file,
+            env=worker_environment(self._gpu, expandable_segments=self._expandable_segments),
+            start_new_session=True,
+        )
 
 
 def build_with(expandable_segments: bool) -> str:

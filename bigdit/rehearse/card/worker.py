@@ -1,12 +1,13 @@
 """The process that runs steps on a CUDA device: `python -m bigdit.rehearse.card.worker`.
 
-With REQUEST.json RESULT.json it answers this one, alone or as one of the ranks that torchrun started. Without, it
-reads a pair `REQUEST.json<tab>RESULT.json` a line; each is answered by a fork of its own, which has a device that
-nothing was allocated on.
+With REQUEST.json RESULT.json it answers this one, alone or as one of the ranks that torchrun started. Without, it reads
+requests, a line of JSON each, and writes `STATUS<tab>ANSWER` lines; each is answered by a fork of its own, which has a
+device that nothing was allocated on.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from bigdit.dist import world_from_env
 from bigdit.errors import guard
 from bigdit.files import write_text
 from bigdit.rehearse.card.forks import ended, fork, import_for
+from bigdit.rehearse.card.run import CardRun
 from bigdit.rehearse.request import RehearsalRequest
 
 
@@ -24,29 +26,38 @@ def main(arguments: list[str]) -> None:
     libraries.prepare()
     if arguments:
         asked, answered = map(Path, arguments)
-        answer(RehearsalRequest.model_validate_json(asked.read_text()), answered)
+        found = _run(RehearsalRequest.model_validate_json(asked.read_text()))
+        if world_from_env().is_main:
+            write_text(answered, found.model_dump_json())
         return
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer
     for line in sys.stdin:
-        asked, answered = map(Path, line.rstrip("\n").split("\t"))
-        status = _forked(asked, answered)
-        print(f"{answered}\t{status}", file=answers, flush=True)
+        request = RehearsalRequest.model_validate_json(line)
+        import_for(request)
+        status, answer = _forked(request)
+        print(f"{status}\t{'' if status else answer}", file=answers, flush=True)
 
 
-def answer(request: RehearsalRequest, answered: Path) -> None:
-    """Run the request's steps; the first rank writes the CardRun, whole or not at all."""
+def _run(request: RehearsalRequest) -> CardRun:
     from bigdit.rehearse.card.steps import run
 
-    found = run(request)
-    if world_from_env().is_main:
-        write_text(answered, found.model_dump_json())
+    return run(request)
 
 
-def _forked(asked: Path, answered: Path) -> int:
-    request = RehearsalRequest.model_validate_json(asked.read_text())
-    import_for(request)
-    return ended(fork(lambda: answer(request, answered)))
+def _forked(request: RehearsalRequest) -> tuple[int, str]:
+    """How a fork ended, and what it found."""
+    reading, writing = os.pipe()
+    child = fork(functools.partial(_tell, request, writing))
+    os.close(writing)
+    with os.fdopen(reading) as said:
+        answer = said.read()
+    return ended(child), answer
+
+
+def _tell(request: RehearsalRequest, writing: int) -> None:
+    with os.fdopen(writing, "w") as file:
+        file.write(_run(request).model_dump_json())
 
 
 if __name__ == "__main__":
