@@ -55,6 +55,39 @@ def test_a_second_question_is_answered_from_the_cache_and_a_new_size_by_a_worker
         rehearse(_request(1, 3))
 
 
+def _children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_one_that_is_killed_leaves_neither_process_nor_folder(tmp_path: Path) -> None:
+    asking = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "from bigdit.cli import main; main()",
+            "rehearse",
+            "--model",
+            "dit-xl-2",
+            "--gpu",
+            "a40",
+        ],
+        cwd=ROOT,
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+        stdout=subprocess.DEVNULL,
+    )
+    until = time.monotonic() + 60
+    while not (workers := _children(asking.pid)):
+        assert asking.poll() is None
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    asking.kill()
+    asking.wait()
+    while any(Path(f"/proc/{worker}").exists() for worker in workers):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    assert not [file for file in tmp_path.iterdir() if not file.name.startswith("torchinductor")]  # which is torch's
+
+
 def test_a_full_disk_for_temporary_files_is_no_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with mounted(tmp_path / "small", "size=4k") as small:
         (small / "full").write_bytes(bytes(4096))
