@@ -1,11 +1,10 @@
-"""The answer to a question: propose, rehearse siblings, choose, confirm, and say what it means."""
+"""The answer to a question: search, and say what was found and what it means."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 
 from bigdit.catalog import CatalogModel, batch_shape
 from bigdit.catalog.revision import revision
@@ -13,38 +12,25 @@ from bigdit.errors import UserError
 from bigdit.rehearse import RehearsalRequest, RehearsedSize
 from bigdit.rehearse.pool import Pool
 from bigdit.search import kept, receipts
-from bigdit.search.candidates import (
-    Candidate,
-    Option,
-    beside,
-    candidate,
-    capacity,
-    fastest_without_state,
-    fitting,
-    preferred,
-)
+from bigdit.search.best import search
+from bigdit.search.candidates import capacity
 from bigdit.search.cards import Cards
 from bigdit.search.choices import confirmed, front
-from bigdit.search.confirm import Confirmed, confirm, confirmed_best
+from bigdit.search.confirm import Confirmed
 from bigdit.search.evidence import Evidence
-from bigdit.search.explore import explore, hopeless, selective
 from bigdit.search.fixes import fixes
 from bigdit.search.limits import bucket_limits, curves
 from bigdit.search.needs.dataset import DatasetNeed, dataset_need, encoding_request
 from bigdit.search.needs.schedule import run
-from bigdit.search.plan import Plan, Rejected, Run, Step
+from bigdit.search.plan import Plan, Run, Step
 from bigdit.search.predict.anchors import Sample
 from bigdit.search.question import Question
 from bigdit.search.smaller import smaller
-from bigdit.search.space import Proposal, proposals
 from bigdit.search.waterfall import waterfall
 from bigdit.spec import BatchShape, Strategy
 from bigdit.speed.step import StepTime
 
 Progress = Callable[[str], None]
-
-WORTH_LOSING = 0.10
-"""A lossy optimizer over several cards is looked at where it could be faster than the best lossless one by more."""
 
 
 def make_plan(question: Question, *, progress: Progress | None = None) -> Plan:
@@ -94,19 +80,10 @@ def _one_by(pool: Pool) -> Callable[[RehearsalRequest], RehearsedSize]:
     return rehearse
 
 
-@dataclass
-class _Found:
-    """What the search has come to: options in which something fits, and the rehearsals of the best."""
-
-    options: list[Option]
-    rejected: list[Rejected]
-    best: list[Confirmed]
-
-
 def _plan(pool: Pool, question: Question, evidence: Evidence, cards: Cards | None) -> Plan:
     sample = Sample(question.model, question.gpu, question.resolution, question.frames)
     batch = batch_shape(question.model, question.resolution, question.frames)
-    found = _search(pool, sample, question, evidence, cards)
+    found = search(pool, sample, question, evidence, cards)
     chosen = found.best[0]
     known = [confirmed(question, each, evidence) for each in found.best]
     option, answer = chosen.candidate.option, chosen.answer
@@ -149,125 +126,6 @@ def _plan(pool: Pool, question: Question, evidence: Evidence, cards: Cards | Non
 def _unverified(model: CatalogModel) -> tuple[str, ...]:
     """What of the model was assumed or not verified, as a plan says it."""
     return () if model.unverified is None else (f"not verified of {model.name}: {model.unverified}",)
-
-
-def _search(pool: Pool, sample: Sample, question: Question, evidence: Evidence, cards: Cards | None) -> _Found:
-    """Strategies without a last resort; where no lossless one of them fits, those too; where none does, what comes
-    nearest."""
-    proposed, rejected = proposals(question)
-    options: list[Option] = []
-
-    def ranked() -> list[Candidate]:
-        return _ranked(question, options, evidence)
-
-    all_lossy = not any(each.lossless for each in proposed)
-    for last_resort in (False, True):
-        group = [each for each in proposed if each.last_resort == last_resort]
-        rejected += _explore(pool, sample, question, evidence, group, options)
-        best = confirmed_best(pool, sample, question, evidence, ranked, cards)
-        if best and best[0].verdict != "DOES NOT FIT" and (best[0].candidate.lossless or last_resort or all_lossy):
-            if not last_resort:
-                rejected += _last_resorts(proposed)
-            return _Found(options, rejected, best)
-    if not options:  # state alone is too much everywhere: by how much is still an answer
-        options, failed = explore(pool, sample, [each for each in proposed if each.base is None][-1:])
-        if not options:
-            raise UserError(*(f"{each.choice}: {each.reason}" for each in failed))
-    least = _smallest(question, options, evidence)
-    return _Found(options, rejected, confirm(pool, sample, question, evidence.band, [least], cards))
-
-
-def _explore(
-    pool: Pool,
-    sample: Sample,
-    question: Question,
-    evidence: Evidence,
-    group: Sequence[Proposal],
-    options: list[Option],
-) -> list[Rejected]:
-    """Add the group's engines to `options`; then, of the best engine, other optimizers, masters and averages, and
-    blocks that are recomputed in part. Of all engines, where nothing fits yet. Returns what could not be rehearsed."""
-    engines, rejected = _hopeful(pool, sample, question, group)
-    found, failed = explore(pool, sample, engines)
-    rejected += failed
-    ranked = _ranked(question, found, evidence)
-    bases = {option.proposal.title for option in ([ranked[0].option] if ranked else found)}
-    variants, slower = _worthwhile(
-        question, evidence, ranked[:1], [each for each in group if each.base and each.base.title in bases]
-    )
-    more, failed_too = explore(pool, sample, variants, found)
-    rejected += [*slower, *failed_too]
-    options += [*found, *more]
-    ranked = _ranked(question, [*found, *more], evidence)
-    if ranked and ranked[0].blocks and not ranked[0].option.proposal.last_resort:
-        base = ranked[0].option.proposal.base or ranked[0].option.proposal
-        alike = [each for each in (*found, *more) if (each.proposal.base or each.proposal) is base]
-        options += selective(pool, sample, alike)
-    return rejected
-
-
-def _worthwhile(
-    question: Question, evidence: Evidence, best: Sequence[Candidate], variants: Sequence[Proposal]
-) -> tuple[list[Proposal], list[Rejected]]:
-    """The variants, but for lossy ones over several cards that could not be preferred even if they took nothing: a card
-    has its shard of the state alone, so that they save little of it. On one card they are worth seeing beside it."""
-    if not best or best[0].strategy.world_size == 1:
-        return list(variants), []
-    option, rate = best[0].option, best[0].rate.middle
-    bound = fastest_without_state(question, option, capacity(question, option.proposal, evidence), evidence)
-    if bound > rate * (1 + WORTH_LOSING):
-        return list(variants), []
-    kept, lossy = ([each for each in variants if each.lossless == wanted] for wanted in (True, False))
-    more = max(bound / rate - 1, 0)
-    reason = f"without any state in the way it would be {more:.0%} faster at most; --optimizer asks for it"
-    return kept, [Rejected(choice="; ".join(each.title for each in lossy), reason=reason)] if lossy else []
-
-
-def _hopeful(
-    pool: Pool, sample: Sample, question: Question, group: Sequence[Proposal]
-) -> tuple[list[Proposal], list[Rejected]]:
-    """The engines of the group whose state leaves anything of the card, with any of their optimizers."""
-    engines, rejected = [], []
-    for base in (each for each in group if each.base is None):
-        most = question.gpu.usable_bytes - beside(question, base.strategy).low_bytes
-        if all(hopeless(pool, sample, each, most) for each in group if base in (each, each.base)):
-            rejected.append(Rejected(choice=base.title, reason="its state alone takes more than the card has"))
-        else:
-            engines.append(base)
-    return engines, rejected
-
-
-def _ranked(question: Question, options: Sequence[Option], evidence: Evidence) -> list[Candidate]:
-    """The best candidate of each option in which something fits, the best of all first; after them the second ones."""
-    best: list[Candidate] = []
-    second: list[Candidate] = []
-    for option in options:
-        room = capacity(question, option.proposal, evidence)
-        two = preferred(fitting(question, option, room, evidence))[:2]
-        best += two[:1]
-        second += two[1:]
-    return [each for group in (best, second) for each in preferred(group)]
-
-
-def _smallest(question: Question, options: Sequence[Option], evidence: Evidence) -> Candidate:
-    """The option that takes least at the smallest micro-batch, with all that may be recomputed."""
-    pins = question.pins
-    size = pins.micro_batch_size or 1
-
-    def blocks(option: Option) -> int:
-        count = option.arrangement.count
-        return count if pins.checkpointed_blocks in (None, "all") else int(pins.checkpointed_blocks or 0)
-
-    least = min(options, key=lambda option: option.reserved(size, blocks(option)))
-    return candidate(question, least, size, blocks(least), evidence)
-
-
-def _last_resorts(proposed: Sequence[Proposal]) -> list[Rejected]:
-    titles = [each.title for each in proposed if each.last_resort]
-    if not titles:
-        return []
-    reason = "every step would wait for copies over PCIe and the host's cores, and something fits without that"
-    return [Rejected(choice="; ".join(titles), reason=reason)]
 
 
 def _explained(
