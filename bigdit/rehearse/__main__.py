@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 
 from bigdit import libraries
 from bigdit.errors import guard
+from bigdit.lifeline import end_with
 
 
 def main() -> None:
     """Answer one request after another, until there are no more."""
+    end_with(os.getppid(), signal.SIGKILL)
     libraries.prepare()
     gc.disable()  # what is imported stays, and collections would look through all of it time and again
     from bigdit.rehearse.worker import serve

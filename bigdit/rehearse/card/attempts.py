@@ -10,11 +10,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import signal
 import sys
 from collections.abc import Callable
 from typing import TextIO
 
 from bigdit.errors import guard
+from bigdit.lifeline import end_with
 from bigdit.rehearse.card.attempt import Asked
 from bigdit.rehearse.card.forks import ended, fork, import_for
 
@@ -24,6 +26,7 @@ _LEFT_BEHIND = 4
 
 def main() -> None:
     """Answer one question after another, until there are no more."""
+    end_with(os.getppid(), signal.SIGKILL)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer
     card = None

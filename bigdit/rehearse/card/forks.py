@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable
 
 from bigdit import libraries
 from bigdit.errors import guard
+from bigdit.lifeline import end_with
 from bigdit.rehearse.request import RehearsalRequest
 
 
@@ -48,6 +50,7 @@ def fork(work: Callable[[], None]) -> int:
         return child
     status = 3
     try:
+        end_with(os.getppid(), signal.SIGKILL)
         import torch
 
         torch.cuda._is_in_bad_fork = lambda: False  # there is no driver whose state a fork would break

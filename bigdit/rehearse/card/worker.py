@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from bigdit import libraries
 from bigdit.dist import world_from_env
 from bigdit.errors import guard
 from bigdit.files import write_text
+from bigdit.lifeline import end_with
 from bigdit.rehearse.card.forks import ended, fork, import_for
 from bigdit.rehearse.card.run import CardRun
 from bigdit.rehearse.request import RehearsalRequest
@@ -30,6 +32,7 @@ def main(arguments: list[str]) -> None:
         if world_from_env().is_main:
             write_text(answered, found.model_dump_json())
         return
+    end_with(os.getppid(), signal.SIGKILL)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer
     for line in sys.stdin:
