@@ -60,7 +60,10 @@ def test_a_picture_depends_on_its_caption_and_seed_alone(sampled, trained):
             # five times 4 × 32767 × 32767 numbers of 4 bytes
             "error: --size 65534x65534: drawing 1 at once takes 80.00 GiB at least, and",
         ),
-        (["--caption", "x", "--seed", "9" * 20], f"error: --seed is '{'9' * 20}', and {2**63 - 1} or less was expected"),
+        (
+            ["--caption", "x", "--seed", "9" * 20],
+            f"error: --seed is '{'9' * 20}', and {2**63 - 1} or less was expected",
+        ),
         (["--caption", "x", "--guidance", "inf"], "error: --guidance is inf, and a finite number was expected"),
         (["--captions", "none.txt"], "error: --captions none.txt cannot be read"),
     ],
