@@ -29,6 +29,7 @@ def import_for(request: RehearsalRequest) -> None:
     from bigdit import optim
 
     strategy = request.strategy
+    # Of one number: it imports the library that has the optimizer.
     optim.build(strategy.optimizer, [torch.zeros(1)], stochastic_rounding=strategy.precision == "bf16_sr")
     if strategy.engine == "deepspeed":
         import bigdit.engines.deepspeed
