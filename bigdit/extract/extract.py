@@ -60,6 +60,8 @@ def extract(
     wanted = job.left()
     if wanted:
         engine(job, source)
+    with own_folder(root) as folder:  # a worker has written it, unless there was nothing to encode
+        write_null_text(root, lambda: load_text_encoder(run.encoders.text).null(), store_identity(schema), folder)
     whole = not missing(root, schema.ranges())
     store = _whole(root, schema, changed=bool(wanted)) if whole else None
     return extract_report(root, wanted, time.perf_counter() - began, store)
@@ -80,8 +82,6 @@ def _prepare(run: RunConfig, model: ModelSpec, source: Source) -> StoreSchema:
     )
     root = run.data.features
     claim(root, schema)
-    with own_folder(root) as folder:
-        write_null_text(root, text_encoder.null(), store_identity(schema), folder)
     remove_left(root)
     return schema
 

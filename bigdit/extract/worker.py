@@ -22,8 +22,9 @@ from bigdit.extract.unit import encode_unit
 from bigdit.lifeline import end_with_parent
 from bigdit.sources import Item
 from bigdit.store.in_hand import own_folder
+from bigdit.store.null_text import write_null_text
 from bigdit.store.part import part_path
-from bigdit.store.schema import StoreSchema, check_same, part_identity
+from bigdit.store.schema import StoreSchema, check_same, part_identity, store_identity
 from bigdit.store.writer import PartWriter
 
 
@@ -78,6 +79,7 @@ def work(pipe: Connection, number: int, encoders: EncodersConfig, schema: StoreS
         found = {"codec": loaded.image.identity, "text_encoder": loaded.text.identity}
         check_same(root, schema, schema.model_copy(update=found))
         with own_folder(root) as folder:
+            write_null_text(root, loaded.text.null, store_identity(schema), folder)
             _work_through(pipe, root, folder, schema, loaded)
         pipe.send(Finished())
     except (EOFError, BrokenPipeError, ConnectionResetError):

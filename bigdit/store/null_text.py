@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -15,11 +16,11 @@ from bigdit.store.text import Text
 FILE = "null_text.safetensors"
 
 
-def write_null_text(root: Path, text: Text, identity: str, scratch: Path | None = None) -> None:
-    """Commit the text of the empty caption, in bf16, to the store of this `schema.store_identity`, unless it is there
-    already."""
+def write_null_text(root: Path, encode: Callable[[], Text], identity: str, scratch: Path | None = None) -> None:
+    """Commit the text of the empty caption, in bf16, to the store of this `schema.store_identity`; where it is there
+    already nothing is encoded."""
     if not (root / FILE).exists():
-        stored = text.to("cpu", torch.bfloat16)
+        stored = encode().to("cpu", torch.bfloat16)
         pooled = {} if stored.pooled is None else {"pooled": stored.pooled}
         tensors = {"text": stored.states, "digest": torch.tensor([_digest(stored)]), **pooled}
         commit_tensors(root / FILE, tensors, {"store": identity}, scratch)

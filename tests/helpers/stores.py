@@ -45,7 +45,7 @@ def make_store(
     )
     root.mkdir(exist_ok=True)
     (root / FILE).write_text(schema_text(schema))
-    write_null_text(root, NULL if pooled else Text(NULL.states), store_identity(schema))
+    write_null_text(root, lambda: NULL if pooled else Text(NULL.states), store_identity(schema))
     truth = {}
     for start, end in schema.ranges():
         generator = torch.Generator().manual_seed(start)

@@ -60,7 +60,7 @@ def fill(pictures, codec, text_encoder):
 
     def make(root, schema):
         claim(root, schema)
-        write_null_text(root, text_encoder.null(), store_identity(schema))
+        write_null_text(root, text_encoder.null, store_identity(schema))
         for start, end in schema.ranges():
             items = ImageFolder(pictures).items(start, end)
             encoded = encode_unit(items, BUCKETS, codec, text_encoder, lambda _: None)
