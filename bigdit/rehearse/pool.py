@@ -2,26 +2,41 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 
 from bigdit.errors import UserError
+from bigdit.machine import memory_bytes
 from bigdit.rehearse import cache
 from bigdit.rehearse.client import Worker, check
 from bigdit.rehearse.request import RehearsalRequest, RehearsedSize
+from bigdit.units import GIB
+
+MOST_WORKERS = 4
+"""Batches of a search are of four and more rehearsals."""
+WORKER_BYTES = 2 * GIB
+"""Of this machine's memory for each worker beyond two: three times what one holds (benchmarks/README.md)."""
 
 Done = Callable[[int, int], None]
 """Called with the rehearsals that are done and all that are asked for."""
 
 
+def workers_here() -> int:
+    """One for each core, and for each WORKER_BYTES: two at least, MOST_WORKERS at most."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(2, min(cores, memory_bytes() // WORKER_BYTES, MOST_WORKERS))
+
+
 class Pool:
-    """Answers requests of one micro-batch size each, from the cache or by `workers` processes.
+    """Answers requests of one micro-batch size each, from the cache or by `workers` processes: if none are named, as
+    many as this machine has room for.
 
     Processes start when the cache does not know an answer, and end with the `with` block.
     """
 
-    def __init__(self, workers: int = 2, *, timeout_s: float = 300.0, done: Done | None = None) -> None:
-        self._workers: list[Worker | None] = [None] * workers
+    def __init__(self, workers: int | None = None, *, timeout_s: float = 300.0, done: Done | None = None) -> None:
+        self._workers: list[Worker | None] = [None] * (workers or workers_here())
         self._timeout_s = timeout_s
         self._done = done
         self._asked = self._answered = 0
