@@ -63,7 +63,7 @@ def make_store(root: Path, samples: int) -> None:
     random = np.random.default_rng(0)
     root.mkdir(parents=True, exist_ok=True)
     (root / FILE).write_text(schema_text(schema))
-    write_null_text(root, Text(torch.zeros(2, DIM)), store_identity(schema))
+    write_null_text(root, lambda: Text(torch.zeros(2, DIM)), store_identity(schema))
     for start, end in schema.ranges():
         if not part_path(root, start, end).exists():
             found = random_part(random, start, end)

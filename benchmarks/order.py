@@ -36,7 +36,7 @@ def make(root: Path, samples: int) -> None:
 
     schema = random_schema(samples, TOKENS)
     (root / FILE).write_text(schema_text(schema))
-    write_null_text(root, Text(torch.zeros(2, DIM)), store_identity(schema))
+    write_null_text(root, lambda: Text(torch.zeros(2, DIM)), store_identity(schema))
     ranges = schema.ranges()
     random = np.random.default_rng(0)
     shapes = tuple(sorted(SHAPES))

@@ -71,7 +71,7 @@ def main() -> None:
     demo.run("plan", "bigdit", "plan", "--model", "sana-1600m", "--gpu", "a40")
     demo.run("pictures", sys.executable, "launch/digits.py", str(demo.folder / "digits"))
     demo.run("extract", "bigdit", "extract", *demo.config)
-    demo.run("bench", "bigdit", "bench", *demo.config, "--out", str(demo.folder / "bench.json"))
+    demo.run("bench", "bigdit", "bench", "step", *demo.config, "--out", str(demo.folder / "bench.json"))
     demo.run(
         "train",
         *(

@@ -1,6 +1,7 @@
 """The way through, as `make demo` runs it: it must have learned to draw the digit that is asked for."""
 
 import json
+import re
 import sys
 
 import pytest
@@ -24,6 +25,6 @@ def test_the_demo_learns_to_write_digits(tmp_path):
     receipt = json.loads((tmp_path / "demo/run/receipt.json").read_text())
     assert receipt["strategy"]["ds_config"]["zero_optimization"]["stage"] == 2
     assert receipt["strategy"]["world_size"] == 2
-    # In the second step, which decides, one of three batches is of squares: 64 × 4 × (24 - 16) fp32 numbers less
-    # than the rehearsal's; and the trainer holds the first step's loss until it writes its metrics.
-    assert f" {64 * 4 * (24 - 16) * 4 - 4} bytes" in done.stdout
+    # The second step, which decides, has the largest batch, as the rehearsal; and the trainer holds the first step's
+    # loss until it writes its metrics.
+    assert re.search(r"ZeRO-2, each of 2 processes .* -4 bytes", done.stdout)

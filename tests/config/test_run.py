@@ -26,8 +26,8 @@ def test_the_recipe_is_a_strategy_on_two_processes(monkeypatch):
     run = load_run(DIGITS)
     check(run, model_spec(run.model))
     strategy = strategy_of(run, 2)
-    assert (strategy.zero_stage, strategy.global_batch_size, strategy.grad_accum_steps) == (2, 128, 1)
-    assert strategy.ds_config["train_micro_batch_size_per_gpu"] == 64
+    assert (strategy.zero_stage, strategy.global_batch_size, strategy.grad_accum_steps) == (2, 32, 1)
+    assert strategy.ds_config["train_micro_batch_size_per_gpu"] == 16
     assert strategy.ds_config["bf16"] == {"enabled": False}
     half = load_run(DIGITS, ["train.precision=bf16"])
     assert strategy_of(half, 2).ds_config["bf16"] == {"enabled": True}
@@ -117,8 +117,8 @@ def test_all_contradictions_are_told_at_once():
 
 def test_an_impossible_batch_names_the_nearest_possible():
     assert problems(["train.global_batch_size=100"]) == [
-        "train.global_batch_size is 100, and 2 processes × train.micro_batch_size 64 come to multiples of 128; "
-        "nearest: 128 or 256"
+        "train.global_batch_size is 100, and 2 processes × train.micro_batch_size 16 come to multiples of 32; "
+        "nearest: 96 or 128"
     ]
 
 
@@ -144,7 +144,7 @@ def test_ds_config_and_run_config_must_agree(tmp_path):
     found = problems([f"engine.ds_config={path}"])
     assert found == [
         "ds_config.optimizer: bigdit sets this with optimizer in the run's config; remove it from the JSON",
-        'ds_config.train_micro_batch_size_per_gpu is 8, and train.micro_batch_size makes it 64; use "auto"',
+        'ds_config.train_micro_batch_size_per_gpu is 8, and train.micro_batch_size makes it 16; use "auto"',
         "ds_config.zero_optimization.stage is 4; it is 0, 1, 2 or 3",
     ]
 

@@ -21,7 +21,7 @@ def dry_run(capsys, *overrides, config=DIGITS):
 def test_a_sound_run_is_printed(capsys):
     status, printed, said = dry_run(capsys)
     assert (status, said) == (0, "")
-    assert json.loads(printed)["strategy"]["micro_batch_size"] == 64
+    assert json.loads(printed)["strategy"]["micro_batch_size"] == 16
 
 
 @pytest.mark.parametrize(
