@@ -29,7 +29,7 @@ from bigdit.speed.step import step_time
 from bigdit.speed.work import work_of
 from bigdit.units import MIB
 
-BLOCKS = 8
+BLOCKS = 6
 SANA = catalog.model("sana-1600m")
 SMALL = SANA.model_copy(
     update={
