@@ -20,6 +20,7 @@ from bigdit.commands import (
     gpus,
     models,
     plan,
+    receipts,
     rehearse,
     sample,
     train,
@@ -48,14 +49,18 @@ for name, module in {
     "train": train,
     "sample": sample,
     "export": export,
-    "bench": bench,
     "models": models,
     "gpus": gpus,
     "doctor": doctor,
 }.items():
     app.command(name)(module.run)
-app.add_typer(features.app, name="features", short_help=features.HELP)
-for command in (*app.registered_commands, *features.app.registered_commands):  # or click cuts them off at a line
+groups = {"bench": bench, "features": features, "receipts": receipts}
+for name, module in groups.items():
+    app.add_typer(module.app, name=name, short_help=module.HELP)
+for command in (
+    *app.registered_commands,
+    *(each for group in groups.values() for each in group.app.registered_commands),
+):  # or click cuts them off at a line
     command.short_help = (inspect.getdoc(command.callback) or "").partition("\n\n")[0]
 
 

@@ -15,6 +15,7 @@ from bigdit.memory import Timeline
 from bigdit.memory.caching import OutOfMemory
 from bigdit.memory.process import cuda_context
 from bigdit.rehearse.card.client import Card, cuda_build, cuda_python
+from bigdit.rehearse.card.run import RanOut
 from bigdit.rehearse.client import RehearsalError
 from bigdit.rehearse.pool import Pool
 from bigdit.spec import Strict
@@ -98,8 +99,10 @@ def rehearsed(timeline: Timeline, point: Point, gpu: catalog.Gpu) -> tuple[Peaks
 def _emulated(card: Card, point: Point) -> tuple[Peaks, ...] | str:
     try:
         run = card.run(point.question()[0], timeout_s=300)
+    except RanOut:
+        return "out of memory"
     except (UserError, RehearsalError) as error:
-        return "out of memory" if "OutOfMemoryError" in str(error) else str(error)
+        return str(error)
     return tuple(
         Peaks(phase=each.phase, allocated=each.peak_allocated_bytes, reserved=each.peak_reserved_bytes)
         for each in run.phases

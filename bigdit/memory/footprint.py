@@ -42,6 +42,19 @@ class Footprint(Strict):
         return ByteRange(low_bytes=reserved, high_bytes=reserved) + self.beside
 
 
+def beside_steps(
+    timeline: Timeline, compute_capability: tuple[int, int], world_size: int, multiprocessors: int | None = None
+) -> ByteRange:
+    """What a process that does this takes of a card beside torch's reserved memory.
+
+    Raises UserError for an unknown compute capability.
+    """
+    # NCCL makes a communicator for each group; groups of one size are taken to be one.
+    groups = len({each.group_size for each in timeline.collectives if each.group_size > 1})
+    communicators = int(bool(timeline.collectives)) if world_size == 1 else groups or 1
+    return beside_torch(compute_capability, world_size, communicators, multiprocessors)
+
+
 def footprint(
     timeline: Timeline,
     usable_bytes: int,
@@ -53,10 +66,7 @@ def footprint(
 
     Raises UserError for an unknown compute capability.
     """
-    # NCCL makes a communicator for each group; groups of one size are taken to be one.
-    groups = len({each.group_size for each in timeline.collectives if each.group_size > 1})
-    communicators = int(bool(timeline.collectives)) if world_size == 1 else groups or 1
-    beside = beside_torch(compute_capability, world_size, communicators, multiprocessors)
+    beside = beside_steps(timeline, compute_capability, world_size, multiprocessors)
     capacity = max(usable_bytes - beside.high_bytes, 1)
 
     def way(expandable_segments: bool) -> Reserved:

@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager, nullcontext
 from bigdit.catalog import CatalogModel, batch_shape
 from bigdit.catalog.revision import revision
 from bigdit.errors import UserError
-from bigdit.rehearse import RehearsalRequest, RehearsedSize
 from bigdit.rehearse.pool import Pool
 from bigdit.search import kept, receipts
 from bigdit.search.best import search
@@ -54,7 +53,7 @@ def make_plan(question: Question, *, progress: Progress | None = None) -> Plan:
         say(f"planning the training of {question.model.name}: {attempts} attempts on emulated cards")
 
     with Pool(done=done) as pool, _cards(question, tried) as cards:
-        checked, more = receipts.check(own, question.gpu, _one_by(pool))
+        checked, more = receipts.check(own, question.gpu, receipts.one_by(pool))
         plan = _plan(pool, question, Evidence(tuple(checked)), cards)
         unanswered = [f"not run on an emulated card: {why}" for why in (cards.unanswered if cards else ())]
     seconds = round(time.perf_counter() - began, 3)
@@ -68,16 +67,6 @@ def make_plan(question: Question, *, progress: Progress | None = None) -> Plan:
 
 def _cards(question: Question, done: Callable[[int], None]) -> AbstractContextManager[Cards | None]:
     return Cards(question.gpu, done=done) if question.device == "emulated" else nullcontext()
-
-
-def _one_by(pool: Pool) -> Callable[[RehearsalRequest], RehearsedSize]:
-    def rehearse(request: RehearsalRequest) -> RehearsedSize:
-        (answer,) = pool.rehearse([request])
-        if isinstance(answer, UserError):
-            raise answer
-        return answer
-
-    return rehearse
 
 
 def _plan(pool: Pool, question: Question, evidence: Evidence, cards: Cards | None) -> Plan:

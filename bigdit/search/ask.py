@@ -109,7 +109,7 @@ def question_for(
         asked = {**dict.fromkeys(more, "--buckets"), **dict.fromkeys(sizes, "--resolution")}
         shape, misfits = fitting_shape(found_model, next(iter(sizes), None), amounts.get("frames"), asked)
         problems += [*misfits, *model_fits(found_model, pins, shape)]
-    tried = _attempt(problems, "--device", lambda: _device(_text("--device", device)))
+    tried = _attempt(problems, "--device", lambda: device_for(_text("--device", device)))
     if problems or found_model is None or card is None or shape is None or tried is None:
         raise UserError(*problems)
 
@@ -187,7 +187,7 @@ def _host_memory(asked: str | None) -> int | None:
     return None if text is None else parse_bytes(text)
 
 
-def _device(asked: str | None) -> tuple[Device, str | None]:
+def device_for(asked: str | None) -> tuple[Device, str | None]:
     """Where strategies are tried: as asked, or else by BIGDIT_DEVICE; or else on emulated cards, where there is what
     they need, and what of it there is not."""
     wanted = asked or os.environ.get("BIGDIT_DEVICE")

@@ -16,6 +16,7 @@ from bigdit.memory.footprint import footprint
 from bigdit.receipt import Receipt
 from bigdit.rehearse import RehearsalError, RehearsalRequest, RehearsedSize
 from bigdit.rehearse.ask import device_bytes
+from bigdit.rehearse.pool import Pool
 from bigdit.spec import Strategy
 from bigdit.speed.calibration import Calibration, calibration_of
 from bigdit.speed.cluster import Cluster
@@ -48,7 +49,10 @@ def read(places: Iterable[Path]) -> tuple[list[Receipt], list[str]]:
     found, notices = [], []
     for path in sorted({path for place in places for path in place.glob("*.json")}):
         try:
-            found.append(Receipt.model_validate(parse_json(path.read_bytes())))
+            document = parse_json(path.read_bytes())
+            if not isinstance(document, dict):
+                raise ValueError("no mapping of keys, such as model and strategy")
+            found.append(Receipt.model_validate(document))
         except ValidationError as error:
             first = error.errors()[0]
             at = ".".join(str(part) for part in first["loc"]) or "the file"
@@ -84,6 +88,18 @@ def check(receipts: Iterable[Receipt], card: Gpu, rehearse: Rehearse) -> tuple[l
         way = taken.expandable_segments if each.expandable_segments else taken.segments
         checked.append(Checked(each, step, way.wanted_bytes))
     return checked, notices
+
+
+def one_by(pool: Pool) -> Rehearse:
+    """Rehearsals one after another, by the workers of a pool that stays. They raise UserError and RehearsalError."""
+
+    def rehearse(request: RehearsalRequest) -> RehearsedSize:
+        (answer,) = pool.rehearse([request])
+        if isinstance(answer, UserError):
+            raise answer
+        return answer
+
+    return rehearse
 
 
 def calibration(checked: Iterable[Checked], strategy: Strategy) -> Calibration | None:

@@ -1,52 +1,26 @@
 """Receipts: what a run leaves behind, what is refused of a folder of them, and what plans learn from them."""
 
-import datetime
 import json
 import math
 
 import pytest
 from commands import DIGITS, SINGLE, TINY, with_set
 from commands import bigdit as command
+from made_receipts import receipt_of
 from rehearsing import SANA, SHAPE, rehearse_all
 
 from bigdit import catalog, receipt
-from bigdit.config.strategy import parse_strategy
 from bigdit.errors import UserError
 from bigdit.memory.allocator import replay
 from bigdit.receipt import Receipt
 from bigdit.rehearse import RehearsalRequest
 from bigdit.search import receipts
-from bigdit.spec import ObjectiveSpec
 from bigdit.speed.cluster import Cluster
 from bigdit.speed.step import step_time
 from bigdit.speed.work import work_of
 
 A100 = catalog.gpu("a100-80g-sxm")
 GIB = 1 << 30
-
-
-def receipt_of(text="single", **fields):
-    """Of a tiny Sana on an A100; `text` is its strategy."""
-    known = {
-        "kind": "train",
-        "written": datetime.date(2026, 1, 2),
-        "model": SANA,
-        "batch": SHAPE,
-        "buckets": 1,
-        "strategy": parse_strategy([text]),
-        "objective": ObjectiveSpec(),
-        "device": "NVIDIA A100-SXM4-80GB",
-        "compute_capability": (8, 0),
-        "gpus_per_node": 8,
-        "steps": 100,
-        "seconds": 20.0,
-        "seconds_per_step": 0.1,
-        "images_per_second": 10.0,
-        "measured_peak_allocated_bytes": GIB,
-        "measured_peak_reserved_bytes": 2 * GIB,
-        "measured_with": "torch.cuda.max_memory_allocated",
-    }
-    return Receipt(**(known | fields))
 
 
 @pytest.fixture(scope="module")
@@ -204,7 +178,7 @@ def test_the_trainer_s_receipt_says_what_a_plan_needs(trained):
 def test_the_benchmark_s_receipt_says_it_too(tmp_path, features):
     out = tmp_path / "bench.json"
     done = command(
-        "bench",
+        *("bench", "step"),
         "--config",
         DIGITS,
         "--steps",

@@ -77,7 +77,7 @@ def test_a_card_measures_what_was_rehearsed_to_the_byte(features, tmp_path, expa
     arguments = [*with_set([*TINY, f"data.features={features}"]), "--out", str(tmp_path / "receipt.json")]
     environment = os.environ | emulated_environment(catalog.resolve_gpu("a40"))
     environment |= {"PYTORCH_ALLOC_CONF": f"expandable_segments:{expandable}"}
-    line = [str(cuda_python()), "-W", "ignore", "-c", "from bigdit.cli import main; main()", "bench"]
+    line = [str(cuda_python()), "-W", "ignore", "-c", "from bigdit.cli import main; main()", "bench", "step"]
     done = subprocess.run(
         [*line, "--config", str(DIGITS), *arguments],
         env=environment,

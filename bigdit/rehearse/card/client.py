@@ -14,7 +14,7 @@ from bigdit.catalog import Gpu
 from bigdit.emulator import emulated_environment
 from bigdit.errors import UserError
 from bigdit.rehearse.card import cache as card_cache
-from bigdit.rehearse.card.run import CardRun
+from bigdit.rehearse.card.run import RAN_OUT, CardRun, RanOut
 from bigdit.rehearse.client import Said, failure, put
 from bigdit.rehearse.request import RehearsalRequest
 from bigdit.spec import Strict
@@ -89,7 +89,8 @@ class Card:
     def run(self, request: RehearsalRequest, timeout_s: float = 120.0) -> CardRun:
         """Two steps of `request` on the card, or what is kept of them.
 
-        Raises UserError where they take longer, and for what the user can mend; RehearsalError where the process dies.
+        Raises RanOut where the card is too small, UserError where they take longer, and for what the user can mend;
+        RehearsalError where the process dies.
         """
         kept = card_cache.find(self.gpu, request, self._build)
         if kept is None:
@@ -128,7 +129,7 @@ class Worker:
         status, _, answer = line.partition(b"\t")
         if status != b"0":
             ended = int(status) if status else process.returncode
-            raise failure(f"{model} on an emulated card", ended, self._said.lines(before))
+            raise told(failure(f"{model} on an emulated card", ended, self._said.lines(before)))
         return answer
 
     @property
@@ -153,6 +154,12 @@ class Worker:
             env=worker_environment(self._gpu, expandable_segments=self._expandable_segments),
             start_new_session=True,
         )
+
+
+def told(error: Exception) -> Exception:
+    """The error that a worker ended with, as RanOut where it says that."""
+    ran_out = isinstance(error, UserError) and error.problems[0].startswith(RAN_OUT)
+    return RanOut(*error.problems) if isinstance(error, UserError) and ran_out else error
 
 
 def build_with(expandable_segments: bool) -> str:

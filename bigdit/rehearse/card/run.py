@@ -4,8 +4,16 @@ from __future__ import annotations
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 
+from bigdit.errors import UserError
 from bigdit.memory import Timeline
 from bigdit.spec import Strict
+
+RAN_OUT = "two steps ran out of the card's memory"
+"""How a worker begins to say so."""
+
+
+class RanOut(UserError):
+    """Two steps took more than the card has."""
 
 
 class CardPhase(Strict):

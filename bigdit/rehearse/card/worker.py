@@ -1,8 +1,9 @@
 """The process that runs steps on a CUDA device: `python -m bigdit.rehearse.card.worker`.
 
-With REQUEST.json RESULT.json it answers this one, alone or as one of the ranks that torchrun started. Without, it reads
-requests, a line of JSON each, and writes `STATUS<tab>ANSWER` lines; each is answered by a fork of its own, which has a
-device that nothing was allocated on.
+With REQUEST.json RESULT.json it answers this one, alone or as one of the ranks that torchrun started; with STEPS it
+times so many more, with BYTES torch may reserve no more than that. Without, it reads requests, a line of JSON each, and
+writes `STATUS<tab>ANSWER` lines; each is answered by a fork of its own, which has a device that nothing was allocated
+on.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from pathlib import Path
 
 from bigdit import libraries
 from bigdit.dist import world_from_env
-from bigdit.errors import guard
+from bigdit.errors import UserError, guard
 from bigdit.files import write_text
 from bigdit.lifeline import end_with
 from bigdit.rehearse.card.forks import ended, fork, import_for
-from bigdit.rehearse.card.run import CardRun
+from bigdit.rehearse.card.run import RAN_OUT, CardRun
 from bigdit.rehearse.request import RehearsalRequest
 
 
@@ -27,8 +28,8 @@ def main(arguments: list[str]) -> None:
     """Answer the one request, or one after another until there are no more."""
     libraries.prepare()
     if arguments:
-        asked, answered = map(Path, arguments)
-        found = _run(RehearsalRequest.model_validate_json(asked.read_text()))
+        asked, answered = map(Path, arguments[:2])
+        found = _run(RehearsalRequest.model_validate_json(asked.read_text()), *map(int, arguments[2:]))
         if world_from_env().is_main:
             write_text(answered, found.model_dump_json())
         return
@@ -42,10 +43,22 @@ def main(arguments: list[str]) -> None:
         print(f"{status}\t{'' if status else answer}", file=answers, flush=True)
 
 
-def _run(request: RehearsalRequest) -> CardRun:
-    from bigdit.rehearse.card.steps import run
+def _run(request: RehearsalRequest, timed_steps: int = 0, capacity_bytes: int = 0) -> CardRun:
+    import torch
 
-    return run(request)
+    from bigdit.rehearse.card.steps import run
+    from bigdit.shortage import ran_out, shortage
+
+    device = torch.device("cuda", world_from_env().local_rank)
+    if capacity_bytes:
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(capacity_bytes / total, 1.0), device)
+    try:
+        return run(request, timed_steps)
+    except (RuntimeError, MemoryError) as error:
+        if not ran_out(error):
+            raise
+        raise UserError(f"{RAN_OUT}: {shortage(error, device)}") from error
 
 
 def _forked(request: RehearsalRequest) -> tuple[int, str]:

@@ -1,0 +1,116 @@
+"""`bigdit receipts`: what runs of this machine took, and how far what is predicted for them now is off."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from bigdit.commands.options import Json
+
+if TYPE_CHECKING:
+    from bigdit.catalog import Gpu
+    from bigdit.receipt import Receipt
+
+HELP = "What earlier runs took, and how far what is predicted for them now is off."
+
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help=HELP)
+
+Folder = Annotated[
+    Path | None,
+    typer.Option("--receipts", metavar="DIR", help="The folder; those that plans read if left out."),
+]
+
+
+@app.command("list")
+def show(receipts: Folder = None, as_json: Json = False) -> None:
+    """All receipts: when, which model and card, reserved bytes, seconds a step."""
+    from bigdit import log
+    from bigdit.report.receipts import listed
+
+    found = _read(receipts)
+    if as_json:
+        log.emit_json([each.model_dump(mode="json") for each in found])
+    elif found:
+        log.out.print(listed(found))
+
+
+@app.command()
+def compare(
+    gpu: Annotated[str | None, typer.Option(metavar="NAME", help="Of this card alone.")] = None,
+    receipts: Folder = None,
+    as_json: Json = False,
+) -> None:
+    """Each receipt beside what is predicted for it now, and what plans take from all of a card: band and speed."""
+    from bigdit import log
+    from bigdit.rehearse.pool import Pool
+    from bigdit.report.receipts import compared, summary
+    from bigdit.search.receipts import calibration, check, memory_band, of_card, one_by
+
+    found = _read(receipts)
+    cards = _cards(found, gpu)
+    document = []
+    for device, card in cards.items():
+        with log.err.status(f"rehearsing what the {device} ran"), Pool() as pool:
+            checked, notices = check(of_card(found, card), card, one_by(pool))
+        lines = summary(checked)
+        band = memory_band(checked)
+        lines += [] if band is None else [f"plans for this card take {band[0]:.1%} more memory into account: {band[1]}"]
+        kinds = [calibration(checked, each.receipt.strategy) for each in checked]
+        lines += dict.fromkeys(f"their speed is calibrated by {kind.source}" for kind in kinds if kind is not None)
+        for line in notices:
+            log.notice(f"note: {line}")
+        if not as_json and checked:
+            log.out.print(compared(checked))
+            for line in lines:
+                log.out.print(line, highlight=False)
+        document += [
+            {
+                "model": each.receipt.model.name,
+                "device": device,
+                "measured_peak_reserved_bytes": each.receipt.measured_peak_reserved_bytes,
+                "predicted_peak_reserved_bytes": each.peak_reserved_bytes,
+                "seconds_per_step": each.receipt.seconds_per_step,
+                "predicted_seconds_per_step": each.step.seconds.model_dump(),
+            }
+            for each in checked
+        ]
+    if as_json:
+        log.emit_json(document)
+    elif not document:
+        log.notice(f"none of {len(found)} receipts is of {'a card' if gpu is None else gpu} with one shape of batches")
+
+
+def _cards(receipts: list[Receipt], wanted: str | None) -> dict[str, Gpu]:
+    """The cards of the catalogue that these are of, by their drivers' names; a line for each that it does not have."""
+    from bigdit import catalog, log
+    from bigdit.errors import UserError
+
+    name = None if wanted is None else catalog.resolve_gpu(wanted).name
+    cards = {}
+    for device in sorted({each.device for each in receipts} - {"cpu"}):
+        try:
+            card = catalog.gpu(device)
+        except UserError as error:
+            log.notice(f"note: receipts of {device} are left out: {error}")
+            continue
+        if name in (None, card.name):
+            cards[device] = card
+    return cards
+
+
+def _read(folder: Path | None) -> list[Receipt]:
+    from bigdit import log
+    from bigdit.errors import UserError
+    from bigdit.search.receipts import folders, read
+
+    if folder is not None and not folder.is_dir():
+        raise UserError(f"--receipts: {folder} is no folder; one with receipts, as training writes them, was expected")
+    places = folders() if folder is None else [folder]
+    found, notices = read(places)
+    for line in notices:
+        log.notice(f"note: {line}")
+    if not found:
+        log.notice(f"no receipts in {', '.join(map(str, places))}; `bigdit train` leaves one where there is a GPU")
+    return found

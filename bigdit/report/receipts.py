@@ -1,0 +1,86 @@
+"""Receipts for people: what was measured, and beside it what is predicted for the same run now."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+import numpy as np
+from rich.table import Table
+
+from bigdit.receipt import Receipt
+from bigdit.report.tables import DASH, table
+from bigdit.search.receipts import Checked
+from bigdit.units import gib
+
+
+def listed(receipts: Sequence[Receipt]) -> Table:
+    """A row a receipt: when, what, where, and what it took."""
+    columns = ("written", "model", "card", "micro-batch", "reserved", "step", "images/s")
+    rows = table("", columns, numeric=columns[3:])
+    for each in receipts:
+        rows.add_row(
+            str(each.written),
+            each.model.name,
+            _card(each),
+            str(each.strategy.micro_batch_size),
+            _bytes(each.measured_peak_reserved_bytes),
+            DASH if each.seconds_per_step is None else f"{each.seconds_per_step:.3f} s",
+            f"{each.images_per_second:.2f}",
+        )
+    return rows
+
+
+def compared(checked: Sequence[Checked]) -> Table:
+    """A row a receipt: reserved bytes and seconds of a step, measured and as they are predicted now."""
+    columns = ("model", "card", "reserved", "predicted", "off", "step", "predicted, s")
+    rows = table("", columns, numeric=columns[2:])
+    for each in checked:
+        measured, seconds, step = each.receipt.measured_peak_reserved_bytes, each.receipt.seconds_per_step, each.step
+        rows.add_row(
+            each.receipt.model.name,
+            _card(each.receipt),
+            _bytes(measured),
+            gib(each.peak_reserved_bytes),
+            DASH if measured is None else f"{100 * _off(each.peak_reserved_bytes, measured):+.2f} %",
+            DASH if seconds is None else f"{seconds:.3f} s{'' if _inside(each) else ' !'}",
+            f"{step.seconds.low:.3f}–{step.seconds.high:.3f}",
+        )
+    return rows
+
+
+def summary(checked: Sequence[Checked]) -> list[str]:
+    """Median, P95 and worst of how far reserved bytes are off, and how many steps lie inside what is predicted."""
+    measured = [(each.peak_reserved_bytes, each.receipt.measured_peak_reserved_bytes) for each in checked]
+    errors = [abs(_off(predicted, found)) for predicted, found in measured if found is not None]
+    timed = [each for each in checked if each.receipt.seconds_per_step is not None]
+    lines = []
+    if errors:
+        lines.append(
+            f"reserved bytes off by {statistics.median(errors):.2%} (median), {np.percentile(errors, 95):.2%} (P95), "
+            f"{max(errors):.2%} (worst) in {len(errors)}"
+        )
+    if timed:
+        lines.append(
+            f"{sum(map(_inside, timed))} of {len(timed)} steps inside the predicted interval"
+            + ("" if all(map(_inside, timed)) else "; ! marks those outside")
+        )
+    return lines
+
+
+def _card(each: Receipt) -> str:
+    cards = f"{each.strategy.world_size} × " if each.strategy.world_size > 1 else ""
+    return f"{cards}{each.device.removeprefix('NVIDIA ')}{' (emulated)' if each.emulated else ''}"
+
+
+def _bytes(found: int | None) -> str:
+    return DASH if found is None else gib(found)
+
+
+def _off(predicted: int, measured: int) -> float:
+    return predicted / measured - 1
+
+
+def _inside(each: Checked) -> bool:
+    seconds = each.receipt.seconds_per_step
+    return seconds is not None and each.step.seconds.low <= seconds <= each.step.seconds.high

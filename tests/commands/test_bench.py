@@ -1,0 +1,144 @@
+"""`bigdit bench memory`: what ran is what was predicted, memory runs out where it does, and all forms say the same."""
+
+import json
+import os
+import subprocess
+
+import pytest
+from cards import TIME_LIMIT_S
+from commands import BIN, ROOT, bigdit
+
+from bigdit import catalog
+from bigdit.emulator import emulated_environment
+from bigdit.rehearse.card.client import cuda_python
+
+ASKED = ("bench", "memory", "--model", "dit-s-2-paper", "--micro-batch", "64,2,1,128", "--limit", "3GiB")
+STRATEGIES = ("--strategy", "single", "--strategy", "single,checkpointed_blocks=all")
+NVIDIA_SMI = "0, GPU-1, NVIDIA GeForce RTX 3060, 12288, 4, 11922, [N/A]"
+SMALL = ("--gpu", "rtx-3060-12g")
+
+
+@pytest.fixture(scope="module")
+def emulated(tmp_path_factory):
+    """The report of a DiT-S/2 on 3 GiB of an emulated card, and the folder with its files."""
+    folder = tmp_path_factory.mktemp("bench") / "memory"
+    done = bigdit(*ASKED, *SMALL, *STRATEGIES, "--out", folder, BIGDIT_DEVICE="emulated")
+    assert done.returncode == 0, done.stderr
+    assert f"wrote {folder}: memory.json, memory.md, memory.png, memory.html" in " ".join(done.stderr.split())
+    return json.loads((folder / "memory.json").read_text()), folder, done.stdout
+
+
+@pytest.mark.slow
+def test_points_run_from_the_smallest_until_one_runs_out(emulated):
+    report = emulated[0]
+    assert (report["device"], report["limited"], report["gpu"]["usable_mib"]) == ("emulated", True, 3072)
+    assert report["build"].startswith("2.")
+    kept, recomputed = report["curves"]
+    assert [point["micro_batch_size"] for point in kept["points"]] == [1, 2, 64]
+    assert [point["process"] is None for point in kept["points"]] == [False, False, True]
+    assert kept["left_out"] == [128]
+    last = kept["points"][-1]
+    assert last["rehearsed"]["ran_out"].startswith("the replay of torch's allocator found no room in 2.")
+    assert last["ran"]["ran_out"].startswith("two steps ran out of the card's memory: ")
+    assert "of 3.00 GiB were free, torch had" in last["ran"]["ran_out"]
+    assert [point["micro_batch_size"] for point in recomputed["points"]][:3] == [1, 2, 64]
+
+
+@pytest.mark.slow
+def test_what_ran_is_what_was_rehearsed_by_phase_and_by_category(emulated):
+    for curve in emulated[0]["curves"]:
+        for point in curve["points"]:
+            if point["process"] is None:
+                continue
+            ran, rehearsed = point["ran"]["phases"], point["rehearsed"]["phases"]
+            assert [phase["phase"] for phase in ran] == ["init", "forward", "backward", "step"]
+            assert [phase["allocated_bytes"] for phase in ran] == [phase["allocated_bytes"] for phase in rehearsed]
+            peak = max(phase["allocated_bytes"] for phase in ran)
+            assert sum(point["at_peak"].values()) == pytest.approx(peak, rel=0.02)  # whole blocks of the allocator
+            reserved = max(phase["reserved_bytes"] for phase in ran)
+            assert peak <= reserved < point["process"]["low_bytes"] <= point["process"]["high_bytes"] <= 3 << 30
+            assert point["seconds_per_step"] is None
+
+
+@pytest.mark.slow
+def test_every_form_has_the_numbers_its_grade_and_its_command(emulated):
+    report, folder, terminal = emulated
+    forms = [terminal, (folder / "memory.md").read_text(), (folder / "memory.html").read_text()]
+    for curve in report["curves"]:
+        for point in curve["points"]:
+            for phase in (point["ran"] or {})["phases"]:
+                if phase["phase"] == "backward" and point["process"]:
+                    most = f"{max(each['reserved_bytes'] for each in point['ran']['phases']) / 2**30:.2f} GiB"
+                    assert all(most in form for form in forms)
+    for form in forms:
+        assert "emulated: torch's own allocator" in " ".join(form.split()).replace("&#39;", "'")
+        assert "out of memory" in form
+        assert "not run" in form
+    assert all(len(line) <= 80 for line in terminal.splitlines())
+    command = "bigdit bench memory --model dit-s-2-paper --gpu rtx-3060-12g --micro-batch 64,2,1,128"
+    assert report["command"].startswith(command)
+    assert all(command in form for form in forms[1:])
+    assert (folder / "memory.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_this_machines_card_is_measured_and_one_that_is_emulated_says_so(emulated, tmp_path):
+    """The way of a real card, with an emulated one and a fake nvidia-smi in its place: a process a point, within the
+    limit."""
+    driver = tmp_path / "nvidia-smi"
+    driver.write_text(f"#!/bin/sh\necho '{NVIDIA_SMI}'\n")
+    driver.chmod(0o755)
+    environment = os.environ | emulated_environment(catalog.resolve_gpu("rtx-3060-12g"))
+    environment["PATH"] = f"{tmp_path}{os.pathsep}{BIN}{os.pathsep}{environment['PATH']}"
+    asked = ("bench", "memory", "--model", "dit-s-2-paper", "--gpu", "auto", "--micro-batch", "2,64", "--limit", "3GiB")
+    line = [str(cuda_python()), "-W", "ignore", "-c", "from bigdit.cli import main; main()", *asked, "--json"]
+    done = subprocess.run(
+        line, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=TIME_LIMIT_S, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert (report["device"], report["gpu"]["name"]) == ("emulated", "rtx-3060-12g")
+    (curve,) = report["curves"]
+    small, large = curve["points"]
+    (before,) = (point for point in emulated[0]["curves"][0]["points"] if point["micro_batch_size"] == 2)
+    assert small["ran"] == before["ran"]
+    assert large["process"] is None
+    assert "ran out of the card's memory" in large["ran"]["ran_out"]
+
+
+def test_without_a_card_points_are_rehearsed():
+    done = bigdit(*ASKED, *SMALL, "--device", "rehearsed", "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert (report["device"], report["build"]) == ("rehearsed", None)
+    (curve,) = report["curves"]
+    assert [point["ran"] for point in curve["points"]] == [None] * 3
+    assert [point["process"] is None for point in curve["points"]] == [False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (("--micro-batch", "1,two"), "--micro-batch expects sizes such as 1,2,4,8, each from 1 to 65536"),
+        (("--micro-batch", "0"), "--micro-batch expects sizes such as 1,2,4,8"),
+        (("--device", "gpu"), "--device is gpu; it may be measured, emulated or rehearsed"),
+        (("--device", "measured"), "--device measured runs on this machine's own card, and --gpu is a40; give --gpu"),
+        (("--limit", "much"), "--limit: a memory size was expected"),
+        (("--limit", "0"), "--limit 0 is less than 1 MiB; write the bytes of a card"),
+        (("--limit", "100GiB"), "--limit 100GiB is more than the NVIDIA A40 has"),
+        (("--strategy", "zero9"), "--strategy zero9: neither key=value"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_asked_is_one_line(more, said):
+    done = bigdit("bench", "memory", "--model", "dit-s-2-paper", "--gpu", "a40", *more)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"error: {said}")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_folder_that_cannot_be_written_is_said_before_anything_runs(tmp_path):
+    (tmp_path / "file").write_text("")
+    done = bigdit("bench", "memory", "--model", "dit-s-2-paper", "--gpu", "a40", "--out", tmp_path / "file/there")
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"error: cannot write {tmp_path}/file/there")
+    assert len(done.stderr.splitlines()) == 1

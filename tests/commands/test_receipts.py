@@ -1,0 +1,65 @@
+"""`bigdit receipts`: what was measured is listed, and held against what is predicted for it now."""
+
+import json
+
+import pytest
+from commands import bigdit
+from made_receipts import GIB, receipt_of
+
+from bigdit.files import write_json
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Two receipts of an A100, one of a card that nobody knows, one of a CPU, and a file that is none."""
+    folder = tmp_path_factory.mktemp("receipts")
+    made = {
+        "one": receipt_of(),
+        "two": receipt_of(seconds_per_step=None, measured_peak_reserved_bytes=None),
+        "unknown": receipt_of(device="Nobody's Card"),
+        "cpu": receipt_of(device="cpu", compute_capability=None),
+    }
+    for name, receipt in made.items():
+        write_json(folder / f"{name}.json", receipt.model_dump(mode="json"))
+    (folder / "other.json").write_text("[]")
+    return folder
+
+
+def test_they_are_listed(folder):
+    done = bigdit("receipts", "list", "--receipts", folder)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("2026-01-02") == 4
+    assert "2.00 GiB  0.100 s" in done.stdout
+    assert f"note: {folder}/other.json is no receipt and was passed over: it is no mapping of keys" in done.stderr
+    assert all(len(line) <= 80 for line in done.stdout.splitlines())
+    assert len(json.loads(bigdit("receipts", "list", "--receipts", folder, "--json").stdout)) == 4
+
+
+@pytest.mark.slow
+def test_they_are_held_against_what_is_predicted_now(folder):
+    document = json.loads(bigdit("receipts", "compare", "--receipts", folder, "--json").stdout)
+    assert [row["device"] for row in document] == ["NVIDIA A100-SXM4-80GB"] * 2
+    first = document[0]
+    off = first["predicted_peak_reserved_bytes"] / (2 * GIB) - 1
+    done = bigdit("receipts", "compare", "--receipts", folder, "--gpu", "a100-80g")
+    assert done.returncode == 0, done.stderr
+    assert f"{100 * off:+.2f} %" in done.stdout
+    assert f"reserved bytes off by {-off:.2%} (median), {-off:.2%} (P95), {-off:.2%} (worst) in 1" in done.stdout
+    assert "0 of 1 steps inside the predicted interval; ! marks those outside" in done.stdout
+    assert "0.100 s !" in done.stdout
+    assert "plans for this card take" in done.stdout
+    assert "their speed is calibrated by" in done.stdout
+    assert "note: receipts of Nobody's Card are left out: " in done.stderr
+    assert all(len(line) <= 80 for line in done.stdout.splitlines())
+
+
+def test_none_of_a_card_and_none_at_all_are_lines(folder, tmp_path):
+    done = bigdit("receipts", "compare", "--receipts", folder, "--gpu", "a40")
+    assert done.returncode == 0
+    assert "none of 4 receipts is of a40 with one shape of batches" in done.stderr
+    done = bigdit("receipts", "list", "--receipts", tmp_path)
+    assert (done.returncode, done.stdout) == (0, "")
+    assert f"no receipts in {tmp_path}; `bigdit train` leaves one" in done.stderr
+    done = bigdit("receipts", "compare", "--receipts", tmp_path / "nowhere")
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"error: --receipts: {tmp_path}/nowhere is no folder")

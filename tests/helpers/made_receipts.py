@@ -1,0 +1,35 @@
+"""Receipts of runs that never were."""
+
+import datetime
+
+from rehearsing import SANA, SHAPE
+
+from bigdit.config.strategy import parse_strategy
+from bigdit.receipt import Receipt
+from bigdit.spec import ObjectiveSpec
+
+GIB = 1 << 30
+
+
+def receipt_of(text="single", **fields):
+    """Of a tiny Sana on an A100; `text` is its strategy."""
+    known = {
+        "kind": "train",
+        "written": datetime.date(2026, 1, 2),
+        "model": SANA,
+        "batch": SHAPE,
+        "buckets": 1,
+        "strategy": parse_strategy([text]),
+        "objective": ObjectiveSpec(),
+        "device": "NVIDIA A100-SXM4-80GB",
+        "compute_capability": (8, 0),
+        "gpus_per_node": 8,
+        "steps": 100,
+        "seconds": 20.0,
+        "seconds_per_step": 0.1,
+        "images_per_second": 10.0,
+        "measured_peak_allocated_bytes": GIB,
+        "measured_peak_reserved_bytes": 2 * GIB,
+        "measured_with": "torch.cuda.max_memory_allocated",
+    }
+    return Receipt(**(known | fields))
