@@ -124,7 +124,10 @@ print(json.dumps(found))
 @pytest.mark.slow
 def test_every_optimizer_steps_on_a_card(features, tmp_path):
     """In one process, one after another: each trains, and its state is there when it has stepped."""
-    arguments = ["--config", str(DIGITS), *with_set([*TINY, *STEPS, *SINGLE, f"data.features={features}"])]
+    # CAME's confidence starts from zero, as published, so that its first steps are some ten times those of the others:
+    # at the recipe's rate it diverges, on processors too.
+    overrides = (*TINY, *STEPS, *SINGLE, "optimizer.lr=2.0e-4", f"data.features={features}")
+    arguments = ["--config", str(DIGITS), *with_set(overrides)]
     found = answers(
         "a40",
         EACH,
