@@ -32,10 +32,10 @@ def main(count: int) -> int:
         for at in range(count):
             request = requests[at % len(requests)]
             asked = Asked(request=request, capacity_bytes=40 * GIB)
-            found = Attempt.model_validate_json(card.worker.ask(request.model.name, asked, 120.0))
+            found = Attempt.model_validate_json(card.lanes.ask(0, request.model.name, asked, 120.0))
             peaks = found.peak_allocated_bytes, found.peak_reserved_bytes
             other += first.setdefault(at % len(requests), peaks) != peaks
-            processes.add(card.worker.process_id)
+            processes |= {*card.lanes.forks}
     seconds = time.perf_counter() - began
     print(
         f"{count} attempts of {len(requests)} kinds by {len(processes)} process(es) in {seconds:.0f} s: {other} differ"

@@ -16,7 +16,7 @@ from bigdit.memory.caching import OutOfMemory
 from bigdit.memory.process import cuda_context
 from bigdit.rehearse.card.client import Card, cuda_build, cuda_python
 from bigdit.rehearse.card.run import RanOut
-from bigdit.rehearse.client import RehearsalError
+from bigdit.rehearse.lanes import RehearsalError
 from bigdit.rehearse.pool import Pool
 from bigdit.spec import Strict
 from bigdit.speed.cluster import Cluster

@@ -12,7 +12,7 @@ import bigdit
 from bigdit.errors import UserError
 from bigdit.rehearse.card.client import told
 from bigdit.rehearse.card.run import CardRun
-from bigdit.rehearse.client import failure
+from bigdit.rehearse.lanes import failure
 from bigdit.rehearse.request import RehearsalRequest
 
 _ROOT = Path(bigdit.__file__).parent.parent

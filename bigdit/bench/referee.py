@@ -13,7 +13,7 @@ from bigdit.errors import UserError
 from bigdit.memory.caching import OutOfMemory
 from bigdit.rehearse.card.client import Card
 from bigdit.rehearse.card.ranks import run_ranks
-from bigdit.rehearse.client import RehearsalError
+from bigdit.rehearse.lanes import RehearsalError
 from bigdit.rehearse.pool import Pool
 from bigdit.rehearse.request import RehearsalRequest
 

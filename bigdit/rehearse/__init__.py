@@ -4,7 +4,8 @@
 steps on an emulated card. Every patch of torch stays in those processes.
 """
 
-from bigdit.rehearse.client import RehearsalError, rehearse
+from bigdit.rehearse.client import rehearse
+from bigdit.rehearse.lanes import RehearsalError
 from bigdit.rehearse.request import Rehearsal, RehearsalRequest, RehearsedSize
 
 __all__ = ["Rehearsal", "RehearsalError", "RehearsalRequest", "RehearsedSize", "rehearse"]

@@ -1,6 +1,6 @@
-"""The process that rehearses: `python -m bigdit.rehearse`; requests come in and answers go out, a line of JSON each.
+"""The process that rehearses: `python -m bigdit.rehearse LANE…`, whose forks answer (forks.py).
 
-A process of its own keeps the fake device and all that is patched for it away from the user's, and may leave
+Processes of their own keep the fake device and all that is patched for it away from the user's, and may leave
 without torch's shutdown, which aborts once a python backend is registered.
 """
 
@@ -8,25 +8,23 @@ from __future__ import annotations
 
 import gc
 import os
-import signal
 import sys
 
 from bigdit import libraries
 from bigdit.errors import guard
-from bigdit.lifeline import end_with
+from bigdit.rehearse.forks import Lane, serve
 
 
-def main() -> None:
-    """Answer one request after another, until there are no more."""
-    end_with(os.getppid(), signal.SIGKILL)
+def main(lanes: list[str]) -> None:
+    """Answer until all lanes are closed."""
     libraries.prepare()
     gc.disable()  # what is imported stays, and collections would look through all of it time and again
-    from bigdit.rehearse.worker import serve
+    from bigdit.rehearse.worker import answer, import_for
 
-    serve()
+    serve([Lane(each) for each in lanes], import_for, answer)
 
 
 if __name__ == "__main__":
-    status = guard(main)
+    status = guard(lambda: main(sys.argv[1:]))
     sys.stderr.flush()
     os._exit(status)

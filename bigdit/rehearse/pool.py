@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from bigdit.errors import UserError
 from bigdit.machine import memory_bytes
 from bigdit.rehearse import cache
-from bigdit.rehearse.client import Worker, check
+from bigdit.rehearse.client import ask, check, worker
+from bigdit.rehearse.lanes import Lanes
 from bigdit.rehearse.request import RehearsalRequest, RehearsedSize
 from bigdit.units import GIB
 
@@ -32,11 +33,11 @@ class Pool:
     """Answers requests of one micro-batch size each, from the cache or by `workers` processes: if none are named, as
     many as this machine has room for.
 
-    Processes start when the cache does not know an answer, and end with the `with` block.
+    They are forks of one, which starts when the cache does not know an answer and ends with the `with` block.
     """
 
     def __init__(self, workers: int | None = None, *, timeout_s: float = 300.0, done: Done | None = None) -> None:
-        self._workers: list[Worker | None] = [None] * (workers or workers_here())
+        self._lanes = Lanes(worker, workers or workers_here())
         self._timeout_s = timeout_s
         self._done = done
         self._asked = self._answered = 0
@@ -46,9 +47,7 @@ class Pool:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for worker in self._workers:
-            if worker is not None:
-                worker.__exit__()
+        self._lanes.end()
 
     def rehearse(self, requests: Sequence[RehearsalRequest]) -> list[RehearsedSize | UserError]:
         """An answer for each request, in their order; what the user could mend stands in its place.
@@ -75,7 +74,7 @@ class Pool:
                 except BaseException as error:
                     bugs.append(error)
 
-        needed = range(min(len(self._workers), len(waiting)))
+        needed = range(min(self._lanes.count, len(waiting)))
         threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in needed]
         for thread in threads:
             thread.start()
@@ -86,16 +85,11 @@ class Pool:
         return [answer for answer in found if answer is not None]
 
     def _answer(self, number: int, request: RehearsalRequest) -> RehearsedSize | UserError:
-        worker = self._workers[number] = self._workers[number] or Worker()
         answer: RehearsedSize | UserError
         try:
-            (answer,) = worker.ask(request, self._timeout_s)
+            (answer,) = ask(self._lanes, number, request, self._timeout_s)
             cache.keep(request, answer)
-        except BaseException as error:
-            worker.__exit__()
-            self._workers[number] = None  # the next question has a new one
-            if not isinstance(error, UserError):
-                raise
+        except UserError as error:
             answer = error
         with self._lock:
             self._answered += 1

@@ -1,10 +1,10 @@
-"""Rehearsals in this process, which `python -m bigdit.rehearse` starts for them."""
+"""Rehearsals in this process, a fork of `python -m bigdit.rehearse`."""
 
 from __future__ import annotations
 
 import gc
+import itertools
 import os
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -22,24 +22,24 @@ from bigdit.spec import Strategy
 _COLLECT_EVERY = 8
 """Rehearsals after which their garbage, some 10 MB each, is looked for: that takes as long as a part of one."""
 
-
-def serve() -> None:
-    """Answer one request after another, a line of JSON each, by a line of JSON each.
-
-    Returns when there are no more; the first failure ends it.
-    """
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no answer
-    for number, line in enumerate(sys.stdin, start=1):
-        print(answer(RehearsalRequest.model_validate_json(line)).model_dump_json(), file=answers, flush=True)
-        if number % _COLLECT_EVERY == 0:
-            gc.unfreeze()
-            gc.collect()
+_answered = itertools.count(1)
 
 
-def answer(request: RehearsalRequest) -> Rehearsal:
-    """Rehearse each micro-batch size of the request."""
-    return Rehearsal(sizes=tuple(rehearse_size(request, size) for size in request.micro_batch_sizes))
+def import_for(question: str) -> None:
+    """Import the model that the question is about, once for all processes that rehearse it."""
+    import diffusers
+
+    getattr(diffusers, RehearsalRequest.model_validate_json(question).model.class_name, None)
+
+
+def answer(question: str) -> tuple[str, bool]:
+    """Rehearse each micro-batch size of the request in this process, which may go on."""
+    request = RehearsalRequest.model_validate_json(question)
+    sizes = tuple(rehearse_size(request, size) for size in request.micro_batch_sizes)
+    if next(_answered) % _COLLECT_EVERY == 0:
+        gc.unfreeze()
+        gc.collect()
+    return Rehearsal(sizes=sizes).model_dump_json(), True
 
 
 def rehearse_size(request: RehearsalRequest, micro_batch_size: int) -> RehearsedSize:

@@ -12,13 +12,13 @@ from bigdit.errors import UserError
 from bigdit.rehearse.pool import Pool
 from bigdit.search import kept, receipts
 from bigdit.search.best import search
-from bigdit.search.candidates import capacity
+from bigdit.search.candidates import Candidate, capacity
 from bigdit.search.cards import Cards
 from bigdit.search.choices import confirmed, front
 from bigdit.search.confirm import Confirmed
 from bigdit.search.evidence import Evidence
 from bigdit.search.fixes import fixes
-from bigdit.search.limits import bucket_limits, curves
+from bigdit.search.limits import bucket_limits, curves, planned_limit
 from bigdit.search.needs.dataset import DatasetNeed, dataset_need, encoding_request
 from bigdit.search.needs.schedule import run
 from bigdit.search.plan import Plan, Run, Step
@@ -72,7 +72,11 @@ def _cards(question: Question, done: Callable[[int], None]) -> AbstractContextMa
 def _plan(pool: Pool, question: Question, evidence: Evidence, cards: Cards | None) -> Plan:
     sample = Sample(question.model, question.gpu, question.resolution, question.frames)
     batch = batch_shape(question.model, question.resolution, question.frames)
-    found = search(pool, sample, question, evidence, cards)
+
+    def limits(best: Candidate) -> None:
+        planned_limit(sample, question, best, capacity(question, best.option.proposal, evidence), cards)
+
+    found = search(pool, sample, question, evidence, cards, ahead=limits)
     chosen = found.best[0]
     known = [confirmed(question, each, evidence) for each in found.best]
     option, answer = chosen.candidate.option, chosen.answer

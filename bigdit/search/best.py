@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from bigdit.errors import UserError
@@ -18,7 +18,7 @@ from bigdit.search.candidates import (
     preferred,
 )
 from bigdit.search.cards import Cards
-from bigdit.search.confirm import Confirmed, confirm, confirmed_best
+from bigdit.search.confirm import Confirmed, best_that_runs, confirm, confirmed_best
 from bigdit.search.evidence import Evidence
 from bigdit.search.explore import explore, hopeless, selective
 from bigdit.search.plan import Rejected
@@ -39,9 +39,16 @@ class Found:
     best: list[Confirmed]
 
 
-def search(pool: Pool, sample: Sample, question: Question, evidence: Evidence, cards: Cards | None) -> Found:
+def search(
+    pool: Pool,
+    sample: Sample,
+    question: Question,
+    evidence: Evidence,
+    cards: Cards | None,
+    ahead: Callable[[Candidate], object],
+) -> Found:
     """Strategies without a last resort; where no lossless one of them fits, those too; where none does, what comes
-    nearest."""
+    nearest. `ahead` is what `cards` are asked of the best one, while it is rehearsed."""
     proposed, rejected = proposals(question)
     options: list[Option] = []
 
@@ -52,7 +59,10 @@ def search(pool: Pool, sample: Sample, question: Question, evidence: Evidence, c
     for last_resort in (False, True):
         group = [each for each in proposed if each.last_resort == last_resort]
         rejected += _explore(pool, sample, question, evidence, group, options)
-        best = confirmed_best(pool, sample, question, evidence, ranked, cards)
+        if cards is None:
+            best = confirmed_best(pool, sample, question, evidence, ranked)
+        else:
+            best = best_that_runs(pool, sample, question, evidence, ranked, cards, ahead)
         if best and best[0].verdict != "DOES NOT FIT" and (best[0].candidate.lossless or last_resort or all_lossy):
             if not last_resort:
                 rejected += _last_resorts(proposed)

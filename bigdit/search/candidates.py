@@ -27,12 +27,14 @@ that are two to three times apart do not tell smaller differences, whichever of 
 
 @dataclass
 class Option:
-    """A proposal with its arrangement. `corrections`: by what share rehearsals at full depth differed from what it
-    predicts, by title, micro-batch size and checkpointed blocks; of this option and all that share activations."""
+    """A proposal with its arrangement, of one question. `corrections`: by what share rehearsals at full depth differed
+    from what it predicts, by title, micro-batch size and checkpointed blocks; of this option and all that share
+    activations. `steps`: the times that were found, by micro-batch size, accumulation and checkpointed blocks."""
 
     proposal: Proposal
     arrangement: Arrangement
     corrections: dict[tuple[str, int, int], float] = field(default_factory=dict)
+    steps: dict[tuple[int, int, int], StepTime] = field(default_factory=dict, repr=False)
 
     def like(self, other: Option) -> Option:
         """`other`, which shares activations with this one, and so its corrections."""
@@ -142,19 +144,16 @@ def capacity(question: Question, proposal: Proposal, evidence: Evidence) -> floa
 def candidate(question: Question, option: Option, micro_batch_size: int, blocks: int, evidence: Evidence) -> Candidate:
     """The option at these sizes, accumulated to the global batch that is asked for, and timed."""
     accum = accumulation(question, micro_batch_size, option.proposal.strategy.world_size)
-    strategy = option.proposal.strategy.settled(
-        micro_batch_size=micro_batch_size,
-        grad_accum_steps=accum,
-        checkpointed_blocks=blocks,
-    )
-    work = option.arrangement.work(micro_batch_size, blocks)
-    return Candidate(
-        option=option,
-        micro_batch_size=micro_batch_size,
-        grad_accum_steps=accum,
-        blocks=blocks,
-        step=step_time(work, strategy, question.gpu, question.cluster, evidence.calibration(strategy)),
-    )
+    sizes = micro_batch_size, accum, blocks
+    if sizes not in option.steps:
+        strategy = option.proposal.strategy.settled(
+            micro_batch_size=micro_batch_size,
+            grad_accum_steps=accum,
+            checkpointed_blocks=blocks,
+        )
+        work, calibration = option.arrangement.work(micro_batch_size, blocks), evidence.calibration(strategy)
+        option.steps[sizes] = step_time(work, strategy, question.gpu, question.cluster, calibration)
+    return Candidate(option, micro_batch_size, accum, blocks, option.steps[sizes])
 
 
 def accumulation(question: Question, micro_batch_size: int, world_size: int) -> int:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
+from threading import Lock
 
 from bigdit.catalog import Gpu
 from bigdit.errors import UserError
 from bigdit.rehearse import RehearsalRequest
 from bigdit.rehearse.card.attempt import Attempt, Attempts
 from bigdit.rehearse.card.client import cuda_build, cuda_python
-from bigdit.rehearse.client import RehearsalError
+from bigdit.rehearse.lanes import RehearsalError
+from bigdit.rehearse.pool import workers_here
 from bigdit.search.candidates import LARGEST_MICRO_BATCH
-
-MOST_CARDS = 2
-"""Each is a process that imports all libraries first, which takes as long as some ten attempts."""
 
 Asked = tuple[RehearsalRequest, int]
 """Two steps, and the bytes that torch may reserve for them."""
@@ -25,31 +23,32 @@ Sized = Callable[[int], RehearsalRequest]
 
 
 class Cards:
-    """A few emulated cards side by side, each with a process that stays; they end with the `with` block.
+    """A few emulated cards side by side, as many as there are processes that rehearse; they end with the `with` block.
 
     `done` is called with the attempts made so far. `build`: of the torch that runs there. `unanswered`: why some of
     what was asked could not be run, in lines. Raises UserError where there is no CUDA build of torch.
     """
 
     def __init__(self, gpu: Gpu, *, done: Callable[[int], None] | None = None) -> None:
-        cards = min(max((os.cpu_count() or 1) // 2, 1), MOST_CARDS)
+        self.count = workers_here()
         self.build = cuda_build(cuda_python())
-        self.every = [Attempts(gpu) for _ in range(cards)]
-        self._free: SimpleQueue[Attempts] = SimpleQueue()
-        for card in self.every:
-            self._free.put(card)
-        self._threads = ThreadPoolExecutor(cards)
+        self.attempts = Attempts(gpu, self.count)
         self.unanswered: dict[str, None] = {}
+        self._free: SimpleQueue[int] = SimpleQueue()
+        for card in range(self.count):
+            self._free.put(card)
+        self._threads = ThreadPoolExecutor(self.count)
+        self._lock = Lock()
         self._done = done
         self._made = 0
 
     def __enter__(self) -> Cards:
+        self._threads.submit(self.attempts.lanes.start)  # libraries are imported by the time of the first attempt
         return self
 
     def __exit__(self, *error: object) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
-        for card in self.every:
-            card.__exit__()
+        self.attempts.lanes.end()
 
     def run(self, asked: Sequence[Asked]) -> list[Attempt | None]:
         """An attempt for each, in their order; None for one that could not be run."""
@@ -76,14 +75,16 @@ class Cards:
         return fitting
 
     def _run(self, asked: Asked) -> Attempt | None:
+        request, capacity_bytes = asked
         card = self._free.get()
         try:
-            return card.run(*asked)
+            return self.attempts.run(request, capacity_bytes, card=card)
         except (UserError, RehearsalError) as error:
             self.unanswered[str(error).splitlines()[0]] = None
             return None
         finally:
             self._free.put(card)
-            self._made += 1
-            if self._done is not None:
-                self._done(self._made)
+            with self._lock:
+                self._made += 1
+                if self._done is not None:
+                    self._done(self._made)

@@ -1,8 +1,9 @@
-"""The best candidates, rehearsed exactly as they stand, until the best one is known and fits."""
+"""The best candidates, run or rehearsed exactly as they stand, until the best one is known and fits."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from bigdit.errors import UserError
@@ -20,14 +21,16 @@ from bigdit.search.predict.anchors import Sample
 from bigdit.search.question import Question
 from bigdit.search.verdict import planned, process, safe_bytes, verdict
 
+_RANK: dict[Verdict, int] = {"FITS": 0, "TIGHT": 1, "DOES NOT FIT": 2}
+
 ROUNDS = 5
 """Pairs of rehearsals at full depth at most: predictions are moved by what each one found."""
 
 AT_LEAST = 3
 """The recommended one, and the two next."""
 
-AT_LEAST_WITH_CARDS = 2
-"""The recommended one, and the next: of the others the fastest run, which takes a third of the time."""
+MOST_RUN = 10
+"""Candidates on emulated cards at most, on the way to the best."""
 
 RECORDED_ACCUMULATION = 2
 """Micro-batches of a step in a rehearsal, at most: from the second on all find the same memory."""
@@ -105,7 +108,8 @@ class Ran:
 def run(
     cards: Cards, sample: Sample, question: Question, band: Band, candidates: Sequence[Candidate]
 ) -> list[Ran | None]:
-    """FITS where it ran in the bytes that torch has at least, TIGHT in those that it has at most."""
+    """FITS where it ran in the bytes that torch has at least, TIGHT in those that it has at most; options' predictions
+    are moved by what was found."""
     around = [beside(question, each.strategy) for each in candidates]
     safe = [safe_bytes(question.gpu, each, band) for each in around]
     most = [max(question.gpu.usable_bytes - each.low_bytes, 1) for each in around]
@@ -124,6 +128,9 @@ def run(
             found.append(Ran("TIGHT", last.peak_reserved_bytes, safe[at]))
         else:
             found.append(Ran("DOES NOT FIT", None, most[at]))
+    for each, ran in zip(candidates, found, strict=True):
+        if ran is not None:
+            each.option.correct(each.micro_batch_size, each.blocks, ran.reserved_bytes or ran.at_least_bytes)
     return found
 
 
@@ -133,7 +140,6 @@ def confirmed_best(
     question: Question,
     evidence: Evidence,
     ranked: Callable[[], list[Candidate]],
-    cards: Cards | None = None,
 ) -> list[Confirmed]:
     """The best that fits first, then what else was rehearsed on the way.
 
@@ -141,18 +147,55 @@ def confirmed_best(
     first two or three are rehearsed, and after that whatever has come to the top, until the top has been rehearsed or
     ROUNDS are over; two at a time, as a Pool does.
     """
-    known: dict[tuple[str, int, int], Confirmed] = {}
-    least = AT_LEAST if cards is None else AT_LEAST_WITH_CARDS
+    known: dict[_Key, Confirmed] = {}
     for _ in range(ROUNDS):
         order = ranked()
         new = [each for each in order if _key(each) not in known]
-        if not new or (len(known) >= least and new[0] is not order[0]):
+        if not new or (len(known) >= AT_LEAST and new[0] is not order[0]):
             break
-        pair = _pair(question, evidence, new) if new[0] is order[0] else new[: least - len(known)][:2]
-        known |= {_key(each.candidate): each for each in confirm(pool, sample, question, evidence.band, pair, cards)}
-    rank: dict[Verdict, int] = {"FITS": 0, "TIGHT": 1, "DOES NOT FIT": 2}
+        pair = _pair(question, evidence, new) if new[0] is order[0] else new[: AT_LEAST - len(known)][:2]
+        known |= {_key(each.candidate): each for each in confirm(pool, sample, question, evidence.band, pair)}
     places = {_key(each): at for at, each in enumerate(preferred(each.candidate for each in known.values()))}
-    return sorted(known.values(), key=lambda each: (rank[each.verdict], places[_key(each.candidate)]))
+    return sorted(known.values(), key=lambda each: (_RANK[each.verdict], places[_key(each.candidate)]))
+
+
+def best_that_runs(
+    pool: Pool,
+    sample: Sample,
+    question: Question,
+    evidence: Evidence,
+    ranked: Callable[[], list[Candidate]],
+    cards: Cards,
+    ahead: Callable[[Candidate], object],
+) -> list[Confirmed]:
+    """The best that runs on a card, which alone is rehearsed: for what it takes of the host, and by category.
+
+    `ranked` as above, by predictions that each run moves; where nothing fits, the best of what is TIGHT. `ahead` has
+    the cards do what will be asked of the best, while it is rehearsed.
+    """
+    band = evidence.band
+    ran: dict[_Key, tuple[Candidate, Ran | None]] = {}
+    refused: set[_Key] = set()
+    while True:
+        order = [each for each in ranked() if _key(each) not in refused]
+        if order and _key(order[0]) not in ran and len(ran) < MOST_RUN:
+            asked = _pair(question, evidence, order)[: cards.count]
+            found = run(cards, sample, question, band, asked)
+            ran |= {_key(each): (each, said) for each, said in zip(asked, found, strict=True)}
+            continue
+        held = {at for at, (_, said) in ran.items() if said is None or said.verdict == "FITS"} - refused
+        fit = [each for each in (*order, *(each for each, _ in ran.values())) if _key(each) in held]
+        if not fit:
+            break
+        with ThreadPoolExecutor(1) as aside:
+            asked_next = aside.submit(ahead, fit[0])
+            (best,) = confirm(pool, sample, question, band, fit[:1], cards)
+            asked_next.result()
+        if best.verdict == "FITS":
+            return [best]
+        refused.add(_key(best.candidate))
+    tight = preferred(each for each, said in ran.values() if said is not None and said.verdict == "TIGHT")
+    return confirm(pool, sample, question, band, tight[:1], cards)
 
 
 def _pair(question: Question, evidence: Evidence, new: Sequence[Candidate]) -> list[Candidate]:
@@ -165,5 +208,9 @@ def _pair(question: Question, evidence: Evidence, new: Sequence[Candidate]) -> l
     return [best, candidate(question, best.option, best.micro_batch_size, best.blocks + 1, evidence)]
 
 
-def _key(candidate: Candidate) -> tuple[str, int, int]:
+_Key = tuple[str, int, int]
+"""A candidate's option, micro-batch size and recomputed blocks."""
+
+
+def _key(candidate: Candidate) -> _Key:
     return candidate.option.proposal.title, candidate.micro_batch_size, candidate.blocks

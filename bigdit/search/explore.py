@@ -11,7 +11,7 @@ from bigdit.rehearse import RehearsalRequest, RehearsedSize
 from bigdit.rehearse.pool import Pool
 from bigdit.search.candidates import Option
 from bigdit.search.plan import Rejected
-from bigdit.search.predict.anchors import SIZES, Sample, outline, requests
+from bigdit.search.predict.anchors import OF_STATE, OF_STEP, SIZES, Depths, Sample, outline, requests
 from bigdit.search.predict.outline import OF_ACTIVATIONS, Arrangement, Outline, varied
 from bigdit.search.space import Proposal
 from bigdit.spec import Strategy
@@ -24,7 +24,7 @@ def explore(
     could not be rehearsed."""
     asked = {proposal.title: _asked(proposal) for proposal in proposed}
     batches: dict[str, list[RehearsalRequest]] = {
-        title: [request for strategy, sizes in strategies for request in requests(sample, strategy, sizes)]
+        title: [request for each in strategies for request in requests(sample, *each)]
         for title, strategies in asked.items()
     }
     answers = iter(pool.rehearse([request for batch in batches.values() for request in batch]))
@@ -46,12 +46,12 @@ def explore(
 
 def hopeless(pool: Pool, sample: Sample, proposal: Proposal, capacity_bytes: float) -> bool:
     """Whether what has no activations, the start and the optimizer's step, takes more than the card has."""
-    strategy = _checkpointed(proposal.strategy, "all")
-    answers = pool.rehearse(requests(sample, strategy, SIZES[:1]))
+    strategy, of = _checkpointed(proposal.strategy, "all"), _depths(proposal)
+    answers = pool.rehearse(requests(sample, strategy, SIZES[:1], of))
     known = [each for each in answers if isinstance(each, RehearsedSize)]
     if len(known) < len(answers):
         return False  # which is said where it is explored
-    peaks = outline(sample.model, strategy, known).peaks(SIZES[0])
+    peaks = outline(sample.model, strategy, known, of).peaks(SIZES[0])
     return max(peak for phase, peak in peaks.items() if phase not in OF_ACTIVATIONS) > capacity_bytes
 
 
@@ -80,12 +80,17 @@ def selective(pool: Pool, sample: Sample, options: Sequence[Option]) -> list[Opt
     return found
 
 
-def _asked(proposal: Proposal) -> list[tuple[Strategy, tuple[int, ...]]]:
-    """The strategies to rehearse siblings of, and at which micro-batch sizes."""
-    full = _checkpointed(proposal.strategy, "all")
+def _asked(proposal: Proposal) -> list[tuple[Strategy, tuple[int, ...], Depths]]:
+    """The strategies to rehearse siblings of, at which micro-batch sizes, and how deep they are."""
+    full, of = _checkpointed(proposal.strategy, "all"), _depths(proposal)
     if proposal.base is not None:
-        return [(full, SIZES[:1])]
-    return [(_checkpointed(proposal.strategy, 0), SIZES), (full, SIZES)]
+        return [(full, SIZES[:1], of)]
+    return [(_checkpointed(proposal.strategy, 0), SIZES, of), (full, SIZES, of)]
+
+
+def _depths(proposal: Proposal) -> Depths:
+    """Of siblings: of what varies another proposal the state alone is wanted."""
+    return OF_STEP if proposal.base is None else OF_STATE
 
 
 def _arrangement(
@@ -93,7 +98,7 @@ def _arrangement(
 ) -> Arrangement:
     full_strategy = _checkpointed(proposal.strategy, "all")
     if base is not None:
-        full: Outline = outline(sample.model, full_strategy, known)
+        full: Outline = outline(sample.model, full_strategy, known, _depths(proposal))
         return replace(base, none=varied(base.none, base.full, full), full=varied(base.full, base.full, full))
     half = len(known) // 2
     return Arrangement(

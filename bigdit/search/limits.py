@@ -53,7 +53,7 @@ def bucket_limits(
         return most(lambda micro_batch_size: reserved(size, micro_batch_size, blocks) <= capacity_bytes)
 
     count = option.arrangement.count
-    first, *others = (
+    others = (
         BucketLimit(
             height=size[0],
             width=size[1],
@@ -61,9 +61,22 @@ def bucket_limits(
             recommended=largest(size, chosen.blocks),
             full=largest(size, count),
         )
-        for size in sizes
+        for size in question.buckets
     )
-    return (first if cards is None else _run(cards, sample, chosen, first, int(capacity_bytes)), *others)
+    return (planned_limit(sample, question, chosen, capacity_bytes, cards), *others)
+
+
+def planned_limit(
+    sample: Sample, question: Question, chosen: Candidate, capacity_bytes: float, cards: Cards | None
+) -> BucketLimit:
+    """The planned size's largest micro-batches: run on `cards`, where there are any."""
+    height, width = question.resolution
+    none, recommended, full = (
+        largest_micro_batch(chosen.option, blocks, capacity_bytes)
+        for blocks in (0, chosen.blocks, chosen.option.arrangement.count)
+    )
+    predicted = BucketLimit(height=height, width=width, none=none, recommended=recommended, full=full)
+    return predicted if cards is None else _run(cards, sample, chosen, predicted, int(capacity_bytes))
 
 
 def _run(cards: Cards, sample: Sample, chosen: Candidate, predicted: BucketLimit, capacity_bytes: int) -> BucketLimit:

@@ -85,18 +85,20 @@ def test_every_attempt_finds_the_card_as_the_first_one_did(monkeypatch: pytest.M
 @pytest.mark.slow
 def test_a_process_that_dies_is_a_line_and_the_next_question_has_another() -> None:
     with Cards(A40) as cards:
-        (first,) = cards.run([(request("single"), 40 * GIB)])
-        assert isinstance(first, Attempt)
-        assert first.fits
-        for card in cards.every:
-            if card.worker.process_id is not None:
-                os.kill(card.worker.process_id, signal.SIGKILL)
-        assert cards.run([(request("single", 3), 40 * GIB)]) == [None]
+        first = cards.run([(request("single", 2 + at), 40 * GIB) for at in range(cards.count)])
+        assert all(isinstance(each, Attempt) and each.fits for each in first)
+        forks = {*cards.attempts.lanes.forks}
+        assert len(forks - {None}) == cards.count
+        for fork in filter(None, forks):
+            os.kill(fork, signal.SIGKILL)
+        asked = [(request("single", 12 + at), 40 * GIB) for at in range(cards.count)]
+        assert cards.run(asked) == [None] * cards.count
         (why,) = cards.unanswered
-        assert why.startswith("short-sana on an emulated card ended with status")
-        (after,) = cards.run([(request("single", 3), 40 * GIB)])
+        assert why.startswith(f"short-sana on an emulated card ended with status {-signal.SIGKILL}")
+        (after, *_) = cards.run(asked)
     assert isinstance(after, Attempt)
-    assert after.peak_allocated_bytes > first.peak_allocated_bytes
+    assert first[0] is not None
+    assert after.peak_allocated_bytes > first[0].peak_allocated_bytes
 
 
 @pytest.mark.slow

@@ -7,7 +7,8 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 from bigdit.catalog import Gpu
 from bigdit.kept import Kept
 from bigdit.rehearse.card import cache
-from bigdit.rehearse.card.client import Worker, build_with
+from bigdit.rehearse.card.client import ask, build_with, worker
+from bigdit.rehearse.lanes import Lanes
 from bigdit.rehearse.request import RehearsalRequest
 from bigdit.spec import Strict
 
@@ -43,25 +44,29 @@ _KEPT = Kept("attempts", Attempt, "the attempt", "the card is emulated")
 
 
 class Attempts:
-    """One emulated card, on which one process answers question after question, each on a card that has nothing.
+    """Emulated cards of one kind, `count` of them side by side: a process each answers question after question there,
+    each on a card that has nothing.
 
-    It starts with the first question whose answer is not kept, and ends with the `with` block. Raises UserError where
-    there is no CUDA build of torch.
+    They start with the first question whose answer is not kept, or when they are told to, and end with the `with`
+    block. Raises UserError where there is no CUDA build of torch.
     """
 
-    def __init__(self, gpu: Gpu) -> None:
+    def __init__(self, gpu: Gpu, count: int = 1) -> None:
         self.gpu = gpu
         self._build = build_with(expandable_segments=True)
-        self.worker = Worker(gpu, "bigdit.rehearse.card.attempts", expandable_segments=True)
+        self.lanes = Lanes(worker(gpu, "bigdit.rehearse.card.attempts", expandable_segments=True), count)
 
     def __enter__(self) -> Attempts:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.worker.end()
+        self.lanes.end()
 
-    def run(self, request: RehearsalRequest, capacity_bytes: int, timeout_s: float = 120.0) -> Attempt:
-        """Two steps of `request` where torch may reserve so many bytes, or what is kept of them.
+    def run(
+        self, request: RehearsalRequest, capacity_bytes: int, *, card: int = 0, timeout_s: float = 120.0
+    ) -> Attempt:
+        """Two steps of `request` on the card of this number, where torch may reserve so many bytes, or what is kept of
+        them.
 
         Raises UserError where they take longer, and for what the user can mend; RehearsalError where the process dies.
         """
@@ -69,6 +74,6 @@ class Attempts:
         decides = cache.decides(self.gpu, asked, self._build)
         found = _KEPT.find(decides)
         if found is None:
-            found = Attempt.model_validate_json(self.worker.ask(request.model.name, asked, timeout_s))
+            found = Attempt.model_validate_json(ask(self.lanes, card, self.gpu, request.model.name, asked, timeout_s))
             _KEPT.keep(decides, found)
         return found

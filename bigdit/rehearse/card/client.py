@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import subprocess
@@ -15,7 +14,7 @@ from bigdit.emulator import emulated_environment
 from bigdit.errors import UserError
 from bigdit.rehearse.card import cache as card_cache
 from bigdit.rehearse.card.run import RAN_OUT, CardRun, RanOut
-from bigdit.rehearse.client import Said, failure, put
+from bigdit.rehearse.lanes import Lanes, Started
 from bigdit.rehearse.request import RehearsalRequest
 from bigdit.spec import Strict
 
@@ -78,13 +77,13 @@ class Card:
     def __init__(self, gpu: Gpu, *, expandable_segments: bool = False) -> None:
         self.gpu = gpu
         self._build = build_with(expandable_segments)
-        self._worker = Worker(gpu, "bigdit.rehearse.card.worker", expandable_segments=expandable_segments)
+        self._lanes = Lanes(worker(gpu, "bigdit.rehearse.card.runs", expandable_segments=expandable_segments))
 
     def __enter__(self) -> Card:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._worker.end()
+        self._lanes.end()
 
     def run(self, request: RehearsalRequest, timeout_s: float = 120.0) -> CardRun:
         """Two steps of `request` on the card, or what is kept of them.
@@ -94,66 +93,33 @@ class Card:
         """
         kept = card_cache.find(self.gpu, request, self._build)
         if kept is None:
-            kept = CardRun.model_validate_json(self._worker.ask(request.model.name, request, timeout_s))
+            kept = CardRun.model_validate_json(ask(self._lanes, 0, self.gpu, request.model.name, request, timeout_s))
             card_cache.keep(self.gpu, request, self._build, kept)
         return kept
 
 
-class Worker:
-    """A process with an emulated card, which `python -m MODULE` answers questions in; it starts with the first."""
+def worker(gpu: Gpu, module: str, *, expandable_segments: bool) -> Started:
+    """A process with an emulated card, which runs `python -m MODULE`, as Lanes start it."""
 
-    def __init__(self, gpu: Gpu, module: str, *, expandable_segments: bool) -> None:
-        self._gpu = gpu
-        self._module = module
-        self._expandable_segments = expandable_segments
-        self._said = Said()
-        self._process: subprocess.Popen[bytes] | None = None
+    def started() -> tuple[list[str], dict[str, str]]:
+        environment = worker_environment(gpu, expandable_segments=expandable_segments)
+        return [str(cuda_python()), "-W", "ignore", "-m", module], environment
 
-    def ask(self, model: str, question: Strict, timeout_s: float) -> bytes:
-        """The answer to a question about the model of this name.
+    return started
 
-        Raises UserError where it takes longer, and for what the user can mend; RehearsalError where the process dies.
-        The next question finds a new process then.
-        """
-        process = self._process = self._process or self._start()
-        before = len(self._said)
-        try:
-            line = put(process, question, timeout_s)
-        except TimeoutError:
-            self.end()
-            raise UserError(
-                f"two steps of {model} on an emulated {self._gpu.name} took more than {timeout_s:g} s"
-            ) from None
-        if not line:
-            self.end()
-        status, _, answer = line.partition(b"\t")
-        if status != b"0":
-            ended = int(status) if status else process.returncode
-            raise told(failure(f"{model} on an emulated card", ended, self._said.lines(before)))
-        return answer
 
-    @property
-    def process_id(self) -> int | None:
-        """Of the process that answers; None where none does."""
-        return None if self._process is None else self._process.pid
+def ask(lanes: Lanes, lane: int, gpu: Gpu, model: str, question: Strict, timeout_s: float) -> bytes:
+    """The answer of one of the `lanes` to a question about the model of this name.
 
-    def end(self) -> None:
-        """End the process and its forks, which are a group of their own."""
-        if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, 9)
-            self._process.communicate()
-            self._process = None
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
-            [cuda_python(), "-W", "ignore", "-m", self._module],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._said.file,
-            env=worker_environment(self._gpu, expandable_segments=self._expandable_segments),
-            start_new_session=True,
-        )
+    Raises RanOut where the card is too small, UserError where it takes longer, and for what the user can mend;
+    RehearsalError where the process dies.
+    """
+    try:
+        return lanes.ask(lane, f"{model} on an emulated card", question, timeout_s)
+    except TimeoutError:
+        raise UserError(f"two steps of {model} on an emulated {gpu.name} took more than {timeout_s:g} s") from None
+    except UserError as error:
+        raise told(error) from None
 
 
 def told(error: Exception) -> Exception:

@@ -17,7 +17,7 @@ from bigdit.errors import UserError
 from bigdit.rehearse.card import cache as card_cache
 from bigdit.rehearse.card.client import build_with, cuda_python, worker_environment
 from bigdit.rehearse.card.run import CardRun
-from bigdit.rehearse.client import failure
+from bigdit.rehearse.lanes import failure
 from bigdit.rehearse.request import RehearsalRequest
 
 

@@ -139,6 +139,9 @@ class Answers:
             parts += kwargs
             if not self._add(parts, tensors, kwargs.values()):
                 return None
+        known = [tensor for tensor in tensors if tensor.constant is not None]
+        if known and (len(known) == len(tensors) or func._schema.is_mutable):
+            return None  # FakeTensorMode computes with them, or forgets what they are
         return tuple(parts)
 
     def _add(self, parts: list[Any], tensors: list[FakeTensor], values: Any) -> bool:
@@ -146,7 +149,7 @@ class Answers:
         for value in values:
             kind = value.__class__
             if kind is FakeTensor:
-                if value.constant is not None or value.fake_mode is not self._fakes or not _is_plain(value):
+                if value.fake_mode is not self._fakes or not _is_plain(value):
                     return False
                 tensors.append(value)
                 parts += (value.shape, value.stride(), value.dtype, value.__dict__[_DEVICE], value.requires_grad)

@@ -24,8 +24,15 @@ from bigdit.speed.work import Work, work_of
 SIZES = (FIRST_SIZE, 2 * FIRST_SIZE)
 """Micro-batch sizes of anchors."""
 
-SHALLOW, DEEPER = 3, 5
-"""Blocks of the siblings. With 3 one block has neighbours on both sides, as FSDP2's prefetching wants to see."""
+Depths = tuple[int, int]
+"""Blocks of the shallowest sibling and of the deeper ones."""
+
+OF_STEP: Depths = 3, 5
+"""With 3 one block has neighbours on both sides, as FSDP2's prefetching wants to see."""
+
+OF_STATE: Depths = 1, 3
+"""Where only the state is wanted, which no neighbour changes. Both are odd: half of HunyuanDiT's blocks have a skip
+connection."""
 
 
 @dataclass(frozen=True)
@@ -56,34 +63,36 @@ class Grid:
     more: tuple[int, ...]
 
 
-def grid(model: CatalogModel) -> Grid:
+def grid(model: CatalogModel, of: Depths = OF_STEP) -> Grid:
     """The shallowest sibling, and one for each list of blocks that is longer, with more of these."""
-    full = depths(model)
-    base = {name: min(SHALLOW, length) for name, length in full.items()}
-    varied = tuple(name for name, length in full.items() if length > SHALLOW)
-    more = tuple(min(DEEPER, full[name]) - SHALLOW for name in varied)
-    shares = [(full[name] - SHALLOW) / added for name, added in zip(varied, more, strict=True)]
-    deeper = [base | {name: SHALLOW + added} for name, added in zip(varied, more, strict=True)]
+    full, (shallow, deeper) = depths(model), of
+    base = {name: min(shallow, length) for name, length in full.items()}
+    varied = tuple(name for name, length in full.items() if length > shallow)
+    more = tuple(min(deeper, full[name]) - shallow for name in varied)
+    shares = [(full[name] - shallow) / added for name, added in zip(varied, more, strict=True)]
+    longer = [base | {name: shallow + added} for name, added in zip(varied, more, strict=True)]
     return Grid(
-        siblings=tuple(sibling(model, lengths) for lengths in (base, *deeper)),
+        siblings=tuple(sibling(model, lengths) for lengths in (base, *longer)),
         weights=(1 - sum(shares), *shares),
         varied=varied,
         more=more,
     )
 
 
-def requests(sample: Sample, strategy: Strategy, sizes: Sequence[int] = SIZES) -> list[RehearsalRequest]:
+def requests(
+    sample: Sample, strategy: Strategy, sizes: Sequence[int] = SIZES, of: Depths = OF_STEP
+) -> list[RehearsalRequest]:
     """What `outline` needs: every sibling at the first micro-batch size, then every one at the second."""
-    siblings = grid(sample.model).siblings
+    siblings = grid(sample.model, of).siblings
     return [sample.request(strategy.with_micro_batch_size(size), each) for size in sizes for each in siblings]
 
 
-def outline(model: CatalogModel, strategy: Strategy, answers: Sequence[RehearsedSize]) -> Outline:
+def outline(model: CatalogModel, strategy: Strategy, answers: Sequence[RehearsedSize], of: Depths = OF_STEP) -> Outline:
     """The step at full depth, from the answers to `requests`.
 
     From anchors of one micro-batch size nothing grows with it.
     """
-    plan = grid(model)
+    plan = grid(model, of)
     count = len(plan.siblings)
     timelines = [answer.timeline for answer in answers]
     spans = [moments(timeline) for timeline in timelines]

@@ -1,0 +1,132 @@
+"""The process whose forks answer: it imports what they need, once, and each begins where it stands.
+
+Questions come by lanes, which are answered side by side, one question after another in each. A lane is a socket and a
+file for what is said beside answers. What goes back by the socket, a line each: `fork<tab>PROCESS ID` when a fork
+begins, `STATUS<tab>1 OR 0<tab>ANSWER` for each question, with 0 where the fork answers no more, and
+`end<tab>STATUS` when it has ended. `lanes.py` is the other end.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+
+from bigdit.errors import EXIT_BUG, guard
+from bigdit.lifeline import end_with
+
+Answer = Callable[[str], tuple[str, bool]]
+"""The answer to a question, and whether the fork may answer another one."""
+
+_CHUNK = 1 << 20
+
+
+class Lane:
+    """One lane as this process was given it: `SOCKET:FILE`, by their descriptors."""
+
+    def __init__(self, given: str) -> None:
+        number, _, said = given.partition(":")
+        self.socket = socket.socket(fileno=int(number))
+        self.said = int(said)
+
+    def ask(self) -> str:
+        """The next question; empty where the lane is closed. One comes at a time."""
+        question = b""
+        while not question.endswith(b"\n"):
+            part = self.socket.recv(_CHUNK)
+            if not part:
+                return ""
+            question += part
+        return question.decode()
+
+    def tell(self, *parts: object) -> None:
+        with suppress(BrokenPipeError):  # who asked has gone
+            self.socket.sendall(("\t".join(map(str, parts)) + "\n").encode())
+
+
+def serve(lanes: Sequence[Lane], prepare: Callable[[str], None], answer: Answer) -> None:
+    """Answer the questions of all lanes, until they are closed.
+
+    `prepare` imports what a question needs before a fork begins with it; what it raises is the answer.
+    """
+    end_with(os.getppid(), signal.SIGKILL)
+    os.dup2(2, 1)  # what libraries print is no answer
+    free, forks = list(lanes), dict[int, tuple[int, Lane]]()
+    while free or forks:
+        ready = select.select([*(lane.socket.fileno() for lane in free), *forks], [], [])[0]
+        for lane in [lane for lane in free if lane.socket.fileno() in ready]:
+            question = lane.ask()
+            if not question:
+                free.remove(lane)
+            elif _prepared(lane, prepare, question):
+                free.remove(lane)
+                forks |= _fork(lane, question, answer)
+        for life in [life for life in forks if life in ready]:
+            child, lane = forks.pop(life)
+            os.close(life)
+            lane.tell("end", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+            free.append(lane)
+
+
+def _prepared(lane: Lane, prepare: Callable[[str], None], question: str) -> bool:
+    with _saying_to(lane.said):
+        status = guard(partial(prepare, question))
+    if status:
+        lane.tell(status, 1, "")
+    return not status
+
+
+@contextmanager
+def _saying_to(file: int) -> Iterator[None]:
+    before = os.dup(2)
+    os.dup2(file, 2)
+    try:
+        yield
+    finally:
+        sys.stderr.flush()
+        os.dup2(before, 2)
+        os.close(before)
+
+
+def _fork(lane: Lane, question: str, answer: Answer) -> dict[int, tuple[int, Lane]]:
+    """A fork that answers this question and more: its process and lane, by what can be read when it has ended."""
+    life, held = os.pipe()
+    child = os.fork()
+    if child:
+        os.close(held)
+        return {life: (child, lane)}
+    status = EXIT_BUG
+    try:
+        end_with(os.getppid(), signal.SIGKILL)
+        os.dup2(lane.said, 1)
+        os.dup2(lane.said, 2)
+        lane.tell("fork", os.getpid())
+        _answer_all(lane, question, answer)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    sys.stderr.flush()
+    os._exit(status)  # without torch's shutdown, which aborts where backends or process groups are still there
+
+
+def _answer_all(lane: Lane, question: str, answer: Answer) -> None:
+    """Answer until there are no more questions, or one that leaves this process of no use."""
+    while question:
+        found: list[tuple[str, bool]] = []
+        status = guard(partial(_answer, question, answer, found))
+        text, more = found[0] if found else ("", False)
+        sys.stderr.flush()
+        lane.tell(status, int(more), text)
+        if not more:
+            return
+        question = lane.ask()
+
+
+def _answer(question: str, answer: Answer, found: list[tuple[str, bool]]) -> None:
+    found.append(answer(question))

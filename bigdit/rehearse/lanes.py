@@ -1,0 +1,217 @@
+"""Ask a process whose forks answer (forks.py), several questions side by side. Nothing here imports torch."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+
+from bigdit.errors import EXIT_USER, UserError
+from bigdit.spec import Strict
+
+_CHUNK = 1 << 20
+_LAST_LINES = 12
+_GONE_WITHIN_S = 10
+"""After which a process that was killed is not waited for."""
+
+Started = Callable[[], tuple[list[str], dict[str, str]]]
+"""The command of the process, which is given its lanes as further arguments, and its environment."""
+
+
+class RehearsalError(RuntimeError):
+    """A process ended without an answer; the message has its exit status and the end of its stderr."""
+
+
+class Lanes:
+    """A process that has imported all libraries, and forks of it that answer, one in each of `count` lanes.
+
+    It starts with the first question, or when it is told to, and ends with the `with` block.
+    """
+
+    def __init__(self, started: Started, count: int = 1) -> None:
+        self.count = count
+        self._started = started
+        self._said = Said()
+        self._lanes = [_Lane() for _ in range(count)]
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Lanes:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.end()
+
+    def start(self) -> subprocess.Popen[bytes]:
+        """Have the process import what it needs by the time of the first question."""
+        with self._lock:
+            if self._process is None:
+                command, environment = self._started()
+                theirs = [lane.open() for lane in self._lanes]
+                files = [(end.fileno(), lane.said.file.fileno()) for end, lane in zip(theirs, self._lanes, strict=True)]
+                try:
+                    self._process = subprocess.Popen(
+                        [*command, *(f"{end}:{said}" for end, said in files)],
+                        stdin=subprocess.DEVNULL,
+                        stdout=subprocess.DEVNULL,
+                        stderr=self._said.file,
+                        env=environment,
+                        pass_fds=[number for pair in files for number in pair],
+                        start_new_session=True,  # it does not hear Ctrl-C: who asks does, and ends it
+                    )
+                finally:
+                    for end in theirs:
+                        end.close()
+            return self._process
+
+    def ask(self, lane: int, what: str, question: Strict, timeout_s: float) -> bytes:
+        """The answer to a question, in this lane. `what` it is, for messages.
+
+        Raises TimeoutError where it takes longer, UserError for what the user can mend, and RehearsalError where the
+        fork or the process dies. The next question finds a new one.
+        """
+        process, own = self.start(), self._lanes[lane]
+        before, before_all = len(own.said), len(self._said)
+        try:
+            status, answer = own.put(question, time.monotonic() + timeout_s)
+        except TimeoutError:
+            if not own.stop():
+                self._end(process)
+            raise
+        except EOFError:
+            ended = process.wait()
+            self._end(process)
+            raise failure(what, ended, self._said.lines(before_all)) from None
+        if status:
+            raise failure(what, status, own.said.lines(before))
+        return answer
+
+    @property
+    def forks(self) -> list[int | None]:
+        """The process that answers in each lane, None where there was none."""
+        return [lane.fork for lane in self._lanes]
+
+    def end(self) -> None:
+        """End the process and its forks, which are a group of their own."""
+        if self._process is not None:
+            self._end(self._process)
+
+    def _end(self, process: subprocess.Popen[bytes]) -> None:
+        with self._lock:
+            if self._process is not process:
+                return  # another lane has ended it, and there may be a new one
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            self._process = None
+            for lane in self._lanes:
+                lane.await_end()
+                lane.close()
+
+
+class _Lane:
+    """One lane, and the fork that answers there."""
+
+    def __init__(self) -> None:
+        self.said = Said()
+        self.fork: int | None = None
+        self._ends = False  # the fork has answered for the last time, and its end has not been told yet
+        self._socket: socket.socket | None = None
+        self._read = b""
+
+    def open(self) -> socket.socket:
+        """The other end of this lane, for a process that starts."""
+        self.close()
+        self._socket, other = socket.socketpair()
+        return other
+
+    def await_end(self) -> None:
+        """Wait until nobody holds the other end, as forks that were killed do for a moment."""
+        until = time.monotonic() + _GONE_WITHIN_S
+        with contextlib.suppress(TimeoutError, EOFError):
+            while self._socket is not None:
+                self._line(until)
+
+    def close(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+        self._socket, self._read, self.fork, self._ends = None, b"", None, False
+
+    def put(self, question: Strict, until: float) -> tuple[int, bytes]:
+        """The status of a question, and its answer. Raises TimeoutError, and EOFError where the process has ended."""
+        if self._socket is None:
+            raise EOFError
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has ended, which reading says too
+            self._socket.sendall(f"{question.model_dump_json()}\n".encode())
+        while True:
+            first, _, rest = self._line(until).partition(b"\t")
+            if first == b"fork":
+                self.fork = int(rest)
+            elif first == b"end":
+                self.fork, before = None, self._ends
+                self._ends = False
+                if not before:
+                    return int(rest), b""
+            else:
+                more, _, answer = rest.partition(b"\t")
+                self._ends = more == b"0"
+                return int(first), answer
+
+    def stop(self) -> bool:
+        """End the fork that answers; False where there is none, or where its end is not told."""
+        if self.fork is None or self._ends:
+            return False
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.fork, signal.SIGKILL)
+        try:
+            while not self._line(time.monotonic() + _GONE_WITHIN_S).startswith(b"end\t"):
+                pass
+        except (TimeoutError, EOFError):
+            return False
+        self.fork = None
+        return True
+
+    def _line(self, until: float) -> bytes:
+        assert self._socket is not None
+        while b"\n" not in self._read:
+            if not select.select([self._socket], [], [], max(until - time.monotonic(), 0))[0]:
+                raise TimeoutError
+            try:
+                part = self._socket.recv(_CHUNK)
+            except ConnectionResetError:
+                part = b""
+            if not part:
+                raise EOFError
+            self._read += part
+        line, _, self._read = self._read.partition(b"\n")
+        return line
+
+
+class Said:
+    """What a process writes to its stderr: a file without a name, of which nothing is left when both have ended."""
+
+    def __init__(self) -> None:
+        self.file = tempfile.TemporaryFile()  # noqa: SIM115 closed with the last that holds it
+
+    def __len__(self) -> int:
+        return os.fstat(self.file.fileno()).st_size
+
+    def lines(self, since: int = 0) -> list[str]:
+        """The lines from that byte on; where the process writes next stays as it is."""
+        return os.pread(self.file.fileno(), len(self) - since, since).decode(errors="replace").splitlines()
+
+
+def failure(what: str, status: int | None, said: list[str]) -> Exception:
+    """What `what`, which left no result, ended with: the errors that it said, or its last lines."""
+    problems = [line.removeprefix("error: ") for line in said if line.startswith("error: ")]
+    if status == EXIT_USER and problems:
+        return UserError(*problems)
+    end = "\n".join(said[-_LAST_LINES:])
+    return RehearsalError(f"{what} ended with status {status} and no result:\n{end}")

@@ -1,0 +1,145 @@
+"""A process whose forks answer: side by side, each for itself, and none of them is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from commands import ROOT
+
+from bigdit.errors import UserError
+from bigdit.rehearse.lanes import Lanes, RehearsalError
+from bigdit.spec import Strict
+
+SERVER = """
+import json, os, signal, sys, time
+from bigdit.errors import UserError
+from bigdit.rehearse.forks import Lane, serve
+
+def prepare(line):
+    if json.loads(line)["what"] == "cannot be prepared":
+        raise UserError("there is no such library")
+
+def answer(line):
+    asked = json.loads(line)["what"]
+    print("what a library prints")
+    if asked == "sleep":
+        time.sleep(60)
+    if asked == "killed":
+        print("about to be killed", file=sys.stderr, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if asked == "wrong":
+        raise UserError("this is wrong", "and that")
+    if asked == "bug":
+        raise RuntimeError("of ours")
+    return f"{asked} by {os.getpid()}", asked != "last"
+
+serve([Lane(each) for each in sys.argv[1:]], prepare, answer)
+"""
+
+
+class Asked(Strict):
+    """What the server of these tests is asked."""
+
+    what: str
+
+
+@pytest.fixture
+def lanes() -> Iterator[Lanes]:
+    with Lanes(lambda: ([sys.executable, "-c", SERVER], os.environ | {"PYTHONPATH": str(ROOT)}), 2) as found:
+        yield found
+
+
+def ask(lanes: Lanes, lane: int, what: str, timeout_s: float = 20.0) -> tuple[str, int]:
+    """The answer, and the process that gave it."""
+    text, _, pid = lanes.ask(lane, "the question", Asked(what=what), timeout_s).decode().partition(" by ")
+    return text, int(pid)
+
+
+def until(reached: Callable[[], bool]) -> None:
+    last = time.monotonic() + 10
+    while not reached():
+        assert time.monotonic() < last
+        time.sleep(0.01)
+
+
+def gone(pid: int) -> bool:
+    """Whether the process has ended: a zombie has."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def test_each_lane_has_a_fork_of_its_own_that_stays(lanes: Lanes) -> None:
+    (one, first), (two, second) = ask(lanes, 0, "one"), ask(lanes, 1, "two")
+    assert (one, two) == ("one", "two")
+    assert first != second
+    assert lanes.forks == [first, second]
+    assert ask(lanes, 0, "x" * 300_000) == ("x" * 300_000, first)
+    assert ask(lanes, 0, "last") == ("last", first)
+    assert ask(lanes, 0, "one")[1] not in (first, second)
+    assert ask(lanes, 1, "two") == ("two", second)
+
+
+@pytest.mark.parametrize(
+    ("what", "error", "said"),
+    [
+        (
+            "killed",
+            RehearsalError,
+            f"^the question ended with status {-signal.SIGKILL} and no result:\n.*\nabout",
+        ),
+        ("bug", RehearsalError, "^the question ended with status 3 and no result:(.|\n)*RuntimeError: of ours"),
+        ("wrong", UserError, "^this is wrong; and that$"),
+        ("cannot be prepared", UserError, "^there is no such library$"),
+    ],
+)
+def test_what_ends_one_fork_disturbs_no_other_and_the_next_question_has_another(
+    lanes: Lanes, what: str, error: type[Exception], said: str
+) -> None:
+    other = ask(lanes, 1, "two")
+    for _ in range(2):
+        with pytest.raises(error, match=said):
+            ask(lanes, 0, what)
+    assert ask(lanes, 0, "one")[0] == "one"
+    assert ask(lanes, 1, "two") == other
+
+
+def test_one_that_takes_too_long_is_stopped_alone(lanes: Lanes) -> None:
+    first, second = ask(lanes, 0, "one"), ask(lanes, 1, "two")
+    with ThreadPoolExecutor(1) as aside:
+        slow = aside.submit(ask, lanes, 0, "sleep", 1.0)
+        assert ask(lanes, 1, "two") == second
+        with pytest.raises(TimeoutError):
+            slow.result()
+    until(lambda: gone(first[1]))
+    assert ask(lanes, 0, "one")[1] != first[1]
+    assert ask(lanes, 1, "two") == second
+
+
+def test_a_process_that_is_killed_takes_its_forks_along_and_the_next_question_starts_another(lanes: Lanes) -> None:
+    forks = [ask(lanes, lane, "one")[1] for lane in (0, 1)]
+    os.kill(lanes.start().pid, signal.SIGKILL)
+    until(lambda: all(map(gone, forks)))
+    with pytest.raises(RehearsalError, match=f"^the question ended with status {-signal.SIGKILL} and no result"):
+        ask(lanes, 0, "one")
+    assert ask(lanes, 1, "two")[1] not in forks
+
+
+def test_nothing_is_left_when_it_ends(lanes: Lanes) -> None:
+    processes = [ask(lanes, 0, "one")[1], lanes.start().pid]
+    with ThreadPoolExecutor(1) as aside:
+        asked = aside.submit(ask, lanes, 1, "sleep")
+        until(lambda: lanes.forks[1] is not None)
+        processes.append(lanes.forks[1] or 0)
+        lanes.end()
+        with pytest.raises(RehearsalError):
+            asked.result()
+    until(lambda: all(map(gone, processes)))
