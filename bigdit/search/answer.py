@@ -18,7 +18,7 @@ from bigdit.search.choices import confirmed, front
 from bigdit.search.confirm import Confirmed
 from bigdit.search.evidence import Evidence
 from bigdit.search.fixes import fixes
-from bigdit.search.limits import bucket_limits, curves, planned_limit
+from bigdit.search.limits import bucket_limits, curves, limits_on
 from bigdit.search.needs.dataset import DatasetNeed, dataset_need, encoding_request
 from bigdit.search.needs.schedule import run
 from bigdit.search.plan import Plan, Run, Step
@@ -74,7 +74,8 @@ def _plan(pool: Pool, question: Question, evidence: Evidence, cards: Cards | Non
     batch = batch_shape(question.model, question.resolution, question.frames)
 
     def limits(best: Candidate) -> None:
-        planned_limit(sample, question, best, capacity(question, best.option.proposal, evidence), cards)
+        if cards is not None:
+            limits_on(cards, sample, question, best, capacity(question, best.option.proposal, evidence))
 
     found = search(pool, sample, question, evidence, cards, ahead=limits)
     chosen = found.best[0]

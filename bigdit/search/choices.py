@@ -27,9 +27,6 @@ from bigdit.units import gib
 
 MOST_ROWS = 12
 
-MOST_RUN = 5
-"""Of the rows, the fastest that run on emulated cards: as many as a terminal is shown."""
-
 
 def predicted(question: Question, found: Candidate, evidence: Evidence) -> Choice:
     """The choice as the anchors predict it."""
@@ -100,8 +97,8 @@ def front(
 ) -> tuple[Choice, ...]:
     """The Pareto front of memory against speed, among the choices `known` and what else fits; MOST_ROWS at most.
 
-    `known` come first where they are on it or not; the first of them is the recommended one. The fastest of the others
-    run on the cards, and those that do not fit there are left out.
+    `known` come first where they are on it or not; the first of them is the recommended one. The others run on the
+    cards, and those that do not fit there are left out.
     """
     spread = (
         each
@@ -118,7 +115,7 @@ def front(
     shown = _thinned([choice for choice in best if choice.title not in titles], MOST_ROWS - len(known))
     rows = _fastest_first([*known, *shown])
     if cards is not None:
-        unknown = [choice for choice in rows[:MOST_RUN] if choice.title not in titles and not _slow(more[choice.title])]
+        unknown = [choice for choice in rows if choice.title not in titles and not _slow(more[choice.title])]
         ran = _ran(cards, sample, question, evidence, unknown, [more[choice.title] for choice in unknown])
         rows = _fastest_first([*(choice for choice in rows if choice not in unknown), *ran])
     return tuple(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -26,13 +26,60 @@ area, though its text stays, which is off by this share of the text's part."""
 
 
 def bucket_limits(
-    pool: Pool, sample: Sample, question: Question, chosen: Candidate, capacity_bytes: float, cards: Cards | None = None
+    pool: Pool, sample: Sample, question: Question, chosen: Candidate, capacity_bytes: float, cards: Cards | None
 ) -> tuple[BucketLimit, ...]:
-    """The planned size and the question's further ones, with the chosen strategy; the planned one is run on `cards`.
+    """The planned size and the question's further ones, with the chosen strategy: as they ran on `cards`, or else as
+    they are predicted."""
+    ran = {} if cards is None else limits_on(cards, sample, question, chosen, capacity_bytes)
+    sizes = (question.resolution, *question.buckets)
+    if all(size in ran for size in sizes):
+        return tuple(ran[size] for size in sizes)
+    predicted = _predicted(pool, sample, question, chosen, capacity_bytes)
+    return tuple(ran.get((each.height, each.width), each) for each in predicted)
 
-    The bucket farthest from the planned area is rehearsed as that was, and those between are interpolated: the flash
-    and linear attention of these models take memory in proportion to the tokens.
-    """
+
+def limits_on(
+    cards: Cards, sample: Sample, question: Question, chosen: Candidate, capacity_bytes: float
+) -> dict[tuple[int, int], BucketLimit]:
+    """The limits of each size as cards have them, looked for from what is predicted of the planned size; without those
+    of which one could not be run."""
+    columns = _columns(chosen)
+    # By the number of recomputed blocks, the pixels of the largest micro-batch: from what is predicted of the planned
+    # size, and then from what ran last.
+    pixels = {
+        blocks: largest_micro_batch(chosen.option, blocks, capacity_bytes) * _area(question.resolution)
+        for blocks in {*columns.values()}
+    }
+
+    def request(size: tuple[int, int], blocks: int, micro_batch_size: int) -> RehearsalRequest:
+        candidate = replace(chosen, micro_batch_size=micro_batch_size, blocks=blocks)
+        return recorded(replace(sample, resolution=size), candidate)
+
+    limits = {}
+    for size in (question.resolution, *question.buckets):
+        rows = [(partial(request, size, blocks), round(most / _area(size))) for blocks, most in pixels.items()]
+        ran = cards.largest(rows, int(capacity_bytes))
+        known = {blocks: found for blocks, found in zip(pixels, ran, strict=True) if found is not None}
+        if len(known) == len(pixels):
+            limits[size] = _limit(size, {column: known[blocks] for column, blocks in columns.items()}, ran=True)
+        pixels |= {blocks: found * _area(size) for blocks, found in known.items()}
+    return limits
+
+
+def _limit(size: tuple[int, int], columns: Mapping[str, int], *, ran: bool) -> BucketLimit:
+    return BucketLimit.model_validate({"height": size[0], "width": size[1], "ran": ran, **columns})
+
+
+def _columns(chosen: Candidate) -> dict[str, int]:
+    """The numbers of recomputed blocks that limits are shown of."""
+    return {"none": 0, "recommended": chosen.blocks, "full": chosen.option.arrangement.count}
+
+
+def _predicted(
+    pool: Pool, sample: Sample, question: Question, chosen: Candidate, capacity_bytes: float
+) -> Iterator[BucketLimit]:
+    """The bucket farthest from the planned area is rehearsed as that was, and those between are interpolated: the flash
+    and linear attention of these models take memory in proportion to the tokens."""
     option, planned = chosen.option, _area(question.resolution)
     sizes = (question.resolution, *question.buckets)
     farthest = max(sizes, key=lambda size: abs(_area(size) - planned))
@@ -52,47 +99,8 @@ def bucket_limits(
     def largest(size: tuple[int, int], blocks: int) -> int:
         return most(lambda micro_batch_size: reserved(size, micro_batch_size, blocks) <= capacity_bytes)
 
-    count = option.arrangement.count
-    others = (
-        BucketLimit(
-            height=size[0],
-            width=size[1],
-            none=largest(size, 0),
-            recommended=largest(size, chosen.blocks),
-            full=largest(size, count),
-        )
-        for size in question.buckets
-    )
-    return (planned_limit(sample, question, chosen, capacity_bytes, cards), *others)
-
-
-def planned_limit(
-    sample: Sample, question: Question, chosen: Candidate, capacity_bytes: float, cards: Cards | None
-) -> BucketLimit:
-    """The planned size's largest micro-batches: run on `cards`, where there are any."""
-    height, width = question.resolution
-    none, recommended, full = (
-        largest_micro_batch(chosen.option, blocks, capacity_bytes)
-        for blocks in (0, chosen.blocks, chosen.option.arrangement.count)
-    )
-    predicted = BucketLimit(height=height, width=width, none=none, recommended=recommended, full=full)
-    return predicted if cards is None else _run(cards, sample, chosen, predicted, int(capacity_bytes))
-
-
-def _run(cards: Cards, sample: Sample, chosen: Candidate, predicted: BucketLimit, capacity_bytes: int) -> BucketLimit:
-    """The planned size's limits as cards have them, looked for from the predicted ones, which stay where one of them
-    could not be run."""
-    columns = {"none": 0, "recommended": chosen.blocks, "full": chosen.option.arrangement.count}
-    guesses = {blocks: getattr(predicted, column) for column, blocks in columns.items()}
-
-    def request(blocks: int, size: int) -> RehearsalRequest:
-        return recorded(sample, replace(chosen, micro_batch_size=size, blocks=blocks))
-
-    rows = [(partial(request, blocks), guess) for blocks, guess in guesses.items()]
-    found = dict(zip(guesses, cards.largest(rows, capacity_bytes), strict=True))
-    if None in found.values():
-        return predicted
-    return predicted.model_copy(update={column: found[blocks] for column, blocks in columns.items()} | {"ran": True})
+    for size in sizes:
+        yield _limit(size, {column: largest(size, blocks) for column, blocks in _columns(chosen).items()}, ran=False)
 
 
 def _area(size: tuple[int, int]) -> int:
