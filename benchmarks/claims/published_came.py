@@ -21,7 +21,6 @@ from bigdit.files import write_text
 from bigdit.optim import factored
 from bigdit.optim.factored import State
 from bigdit.optim.shards import local
-from bigdit.rehearse import RehearsalRequest
 from bigdit.rehearse.worker import answer
 
 
@@ -59,7 +58,7 @@ if __name__ == "__main__":
     libraries.prepare()
     factored.factors, factored.as_matrix = factors, as_it_is
     factored.start, factored.update, factored.divide_by_root_ = start, update, divide_by_root_
-    found = answer(RehearsalRequest.model_validate_json(Path(sys.argv[1]).read_text()))
-    write_text(Path(sys.argv[2]), found.model_dump_json())
+    found, _ = answer(Path(sys.argv[1]).read_text())
+    write_text(Path(sys.argv[2]), found)
     sys.stderr.flush()
     os._exit(0)  # with the fake device registered, an interpreter does not shut down cleanly

@@ -109,6 +109,14 @@ class PlanFile(Strict):
             return [world // nodes] * nodes
         return [most] * (nodes - 1) + [world - most * (nodes - 1)]
 
+    @property
+    def most_pixels(self) -> int:
+        """Of the largest size that the plan found to fit its micro-batch."""
+        height, width = self.question.resolution
+        size = self.strategy.micro_batch_size
+        fitting = [limit.height * limit.width for limit in self.micro_batch_sizes if limit.recommended >= size]
+        return max([height * width, *fitting])
+
 
 def write_plan_file(path: Path, plan: PlanFile) -> None:
     """Write `plan` with its digest. Raises UserError where it cannot be written."""

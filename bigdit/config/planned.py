@@ -100,7 +100,7 @@ def plan_notices(run: RunConfig, plan: PlanFile, catalogue: str) -> list[str]:
     moved = [
         f"{name} {was} ({installed[name]} is installed)"
         for name, was in plan.versions.items()
-        if name in installed and installed[name] != was
+        if name in installed and _release(installed[name]) != _release(was)
     ]
     if moved:
         lines.append(f"the plan was made with {', '.join(moved)}, which may take other memory; plan again to be sure")
@@ -109,11 +109,11 @@ def plan_notices(run: RunConfig, plan: PlanFile, catalogue: str) -> list[str]:
             f"the plan was made with catalogue {plan.catalogue}, and this is {catalogue}; plan again to be sure"
         )
     height, width = plan.question.resolution
-    larger = [f"{h} × {w}" for h, w in run.data.buckets if h * w > height * width]
+    larger = [f"{h} × {w}" for h, w in run.data.buckets if h * w > plan.most_pixels]
     if larger:
         lines.append(
-            f"data.buckets holds {', '.join(larger)}, and the plan is for {height} × {width} (question.resolution): "
-            "larger samples take more memory than it says"
+            f"data.buckets holds {', '.join(larger)}, and the plan is for {height} × {width} (question.resolution) and "
+            "what fits as it does (micro_batch_sizes): larger samples take more memory than it says"
         )
     tokens = plan.batch.text and plan.batch.text[0]
     if tokens and (run.encoders.text.tokens_asked or 0) > tokens:
@@ -122,6 +122,11 @@ def plan_notices(run: RunConfig, plan: PlanFile, catalogue: str) -> list[str]:
             "longer text takes more memory than it says"
         )
     return lines
+
+
+def _release(version: str) -> str:
+    """Without the build: the same torch for processors rehearses what that for CUDA does."""
+    return version.partition("+")[0]
 
 
 def _wanted(plan: PlanFile, document: dict[str, Any]) -> dict[str, tuple[Any, str]]:

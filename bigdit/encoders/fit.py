@@ -75,12 +75,7 @@ def plan_misfits(plan: PlanFile, buckets: Iterable[Shape], max_tokens: int) -> l
     """What of a store's samples takes more than the plan's: latents larger than at the sizes that it found to fit its
     micro-batch, and longer text."""
     planned, (height, width) = plan.batch.latents, plan.question.resolution
-    fitting = [
-        limit.height * limit.width
-        for limit in plan.micro_batch_sizes
-        if limit.recommended >= plan.strategy.micro_batch_size
-    ]
-    most = math.prod(planned) * max([height * width, *fitting]) // (height * width)
+    most = math.prod(planned) * plan.most_pixels // (height * width)
     problems = [
         f"its bucket {shape_name(shape)} is {math.prod(shape) / most:.1f} times the largest that the plan is for "
         f"(batch.latents {shape_name(planned)}, for {height} × {width}); ask `bigdit plan` for the size of this bucket"

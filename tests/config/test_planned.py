@@ -7,6 +7,7 @@ from commands import ROOT
 from plan_files import SINGLE, STRATEGIES, plan_of, problems, run_yaml, write, zero2
 
 from bigdit.config.deepspeed import complete_ds_config, ds_values
+from bigdit.config.plan_file import LargestMicroBatch
 from bigdit.config.planned import plan_notices, planned_run, planned_strategy
 from bigdit.config.strategy import parse_strategy
 from bigdit.spec import Strategy
@@ -190,6 +191,8 @@ def test_what_the_plan_did_not_foresee_is_said(tmp_path):
     folder = write(plan, tmp_path / "plan")
     run = planned_run(run_yaml(tmp_path), [], plan, folder)
     assert plan_notices(run, plan, plan.catalogue) == []
+    build = plan.model_copy(update={"versions": plan.versions | {"torch": f"{plan.versions['torch']}+another"}})
+    assert plan_notices(run, build, plan.catalogue) == []
     old = plan.model_copy(update={"versions": plan.versions | {"torch": "2.12.0", "python": "3.9"}})
     larger = planned_run(
         run_yaml(tmp_path, data={"buckets": [[8, 12], [16, 16]]}, encoders={"text": {"config": {}, "max_tokens": 64}}),
@@ -197,12 +200,15 @@ def test_what_the_plan_did_not_foresee_is_said(tmp_path):
         plan,
         folder,
     )
+    fits = LargestMicroBatch(height=16, width=16, none=9, recommended=plan.strategy.micro_batch_size, full=9, ran=True)
+    fitting = plan.model_copy(update={"micro_batch_sizes": (fits,)})
+    assert not any("data.buckets" in line for line in plan_notices(larger, fitting, plan.catalogue))
     assert plan_notices(larger, old, "fedcba9876543210") == [
         f"the plan was made with torch 2.12.0 ({plan.versions['torch']} is installed), which may take other memory; "
         "plan again to be sure",
         "the plan was made with catalogue 0123456789abcdef, and this is fedcba9876543210; plan again to be sure",
-        "data.buckets holds 16 × 16, and the plan is for 8 × 12 (question.resolution): larger samples take more "
-        "memory than it says",
+        "data.buckets holds 16 × 16, and the plan is for 8 × 12 (question.resolution) and what fits as it does "
+        "(micro_batch_sizes): larger samples take more memory than it says",
         "encoders.text.max_tokens is 64, and the plan is for 32 (batch.text): longer text takes more memory than it "
         "says",
     ]
