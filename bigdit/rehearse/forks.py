@@ -97,13 +97,14 @@ def _saying_to(file: int) -> Iterator[None]:
 def _fork(lane: Lane, question: str, answer: Answer) -> dict[int, tuple[int, Lane]]:
     """A fork that answers this question and more: its process and lane, by what can be read when it has ended."""
     life, held = os.pipe()
+    server = os.getpid()
     child = os.fork()
     if child:
         os.close(held)
         return {life: (child, lane)}
     status = EXIT_BUG
     try:
-        end_with(os.getppid(), signal.SIGKILL)
+        end_with(server, signal.SIGKILL)
         os.dup2(lane.said, 1)
         os.dup2(lane.said, 2)
         lane.tell("fork", os.getpid())

@@ -178,7 +178,7 @@ def test_interrupted_ends_with_130(capsys, monkeypatch):
     ids=lambda arguments: arguments[0],
 )
 def test_ctrl_c_says_so_and_no_worker_of_the_command_says_more(arguments, pictures, tmp_path):
-    """As a terminal sends it: to every process that the command has started."""
+    """As a terminal sends it: to every process of the command's group, which those of a plan are not in."""
     places = with_set([f"data.images={pictures}", f"data.features={tmp_path / 'features'}"])
     with open(tmp_path / "said", "w") as said:
         command = subprocess.Popen(
@@ -188,25 +188,35 @@ def test_ctrl_c_says_so_and_no_worker_of_the_command_says_more(arguments, pictur
             stderr=said,
             process_group=0,
         )
-        until(lambda: len(in_group(command.pid)) > 1 or command.poll() is not None, within=120)
+        until(lambda: started_by(command.pid) or command.poll() is not None, within=120)
         time.sleep(1)  # its workers are importing
+        started = started_by(command.pid)
+        assert started
         os.killpg(command.pid, signal.SIGINT)
         assert command.wait(60) == 130
     said = (tmp_path / "said").read_text()
     assert said.endswith("interrupted\n")
     assert "Traceback" not in said
-    until(lambda: not in_group(command.pid), within=30)
+    until(lambda: not started & {pid for pid, *_ in processes()}, within=30)
 
 
-def in_group(pgid):
-    """The processes of a process group that have not ended."""
-    found = []
+def processes():
+    """Those of this machine that have not ended, each with the one that started it."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
-            state, _, group = stat.read_text().rpartition(")")[2].split()[:3]
+            state, parent, *_ = stat.read_text().rpartition(")")[2].split()
         except OSError:
             continue
-        found += [stat.parent.name] if int(group) == pgid and state != "Z" else []
+        if state != "Z":
+            yield int(stat.parent.name), int(parent)
+
+
+def started_by(pid):
+    """What the process has started, and what that has."""
+    found, more = set(), {pid}
+    while more:
+        more = {child for child, parent in processes() if parent in more} - found
+        found |= more
     return found
 
 
