@@ -2,9 +2,9 @@
 
     python benchmarks/fuzz.py [--examples 10000] [--seed 0]
 
-Each ends with 0, 1 or 2, within the time limit, and without a traceback; with 1, it says why. `plan` and `rehearse` end
-where their question is known to be sound: what answers it takes seconds, and reads nothing that was written. Nothing
-is trained, and no worker is started.
+Each ends with 0, 1 or 2, within the time limit, and without a traceback; with 1, it says why. `plan`, `rehearse` and
+`bench memory` end where their question is known to be sound: what answers it takes seconds, and reads nothing that was
+written. Nothing is trained, and no worker is started.
 """
 
 from __future__ import annotations
@@ -180,6 +180,13 @@ def rehearse(draw: st.DrawFn) -> Written:
 
 
 @st.composite
+def bench(draw: st.DrawFn) -> Written:
+    model, gpu = (draw(st.sampled_from(names) | TEXTS) for names in (("sana-600m", "wan2.1-t2v-1.3b"), ("a40", "auto")))
+    more = options("--micro-batch", "--strategy", "--resolution", "--frames", "--limit", "--steps", "--device")
+    return Written(["bench", "memory", "--model", model, "--gpu", gpu, *draw(more)])
+
+
+@st.composite
 def others(draw: st.DrawFn) -> Written:
     command, known = draw(
         st.sampled_from([
@@ -190,12 +197,15 @@ def others(draw: st.DrawFn) -> Written:
             (["export"], ("--checkpoint", "--out")),
             (["sample", "--checkpoint", "no", "--out", "out"],
              ("--caption", "--captions", "--size", "--steps", "--guidance", "--seed")),
+            (["receipts", "list"], ("--receipts",)),
+            (["receipts", "compare"], ("--receipts", "--gpu")),
+            (["recipe", "show", "sana-1600m-a40"], ("--json",)),
         ])
     )  # fmt: skip
     return Written([*command, *draw(options(*known))], {"store/features.json": draw(texts(RECIPE, _json))})
 
 
-WRITTEN = st.one_of(train(), train(), plan(), rehearse(), others())
+WRITTEN = st.one_of(train(), train(), plan(), rehearse(), bench(), others())
 
 
 class Hung(BaseException):
@@ -209,6 +219,7 @@ def unanswered() -> Iterator[None]:
     with (
         patch("bigdit.search.answer.make_plan", side_effect=sound),
         patch("bigdit.rehearse.rehearse", side_effect=sound),
+        patch("bigdit.bench.memory.MemoryBenchmark.curves", side_effect=sound),
     ):
         yield
 
