@@ -21,6 +21,7 @@ from bigdit.commands import (
     models,
     plan,
     receipts,
+    recipe,
     rehearse,
     sample,
     train,
@@ -54,7 +55,7 @@ for name, module in {
     "doctor": doctor,
 }.items():
     app.command(name)(module.run)
-groups = {"bench": bench, "features": features, "receipts": receipts}
+groups = {"bench": bench, "features": features, "receipts": receipts, "recipe": recipe}
 for name, module in groups.items():
     app.add_typer(module.app, name=name, short_help=module.HELP)
 for command in (

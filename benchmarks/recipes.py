@@ -1,0 +1,166 @@
+"""Every recipe at full size on its emulated card for three steps, and what its plan says: bigdit/recipes/measured.json.
+
+python benchmarks/recipes.py [NAME…]
+
+Weights are holes in files, which read as zeros, and features are made up: what a step allocates follows from shapes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from bigdit import catalog
+from bigdit.catalog import CatalogModel, batch_shape
+from bigdit.emulator import emulated_environment
+from bigdit.emulator.fake_weights import lay_out
+from bigdit.files import write_json
+from bigdit.memory.process import beside_torch
+from bigdit.receipt import Receipt
+from bigdit.recipes.recipe import MEASURED, Recipe, Took, names, recipe
+from bigdit.rehearse.card.client import cuda_build, cuda_python
+from bigdit.search.answer import make_plan
+from bigdit.search.ask import question_for
+from bigdit.search.plan import Plan
+from bigdit.store.null_text import write_null_text
+from bigdit.store.part import Encoded, part_path, write_part
+from bigdit.store.schema import FILE, StoreSchema, part_identity, schema_text, store_identity
+from bigdit.store.text import Text
+
+ROOT = Path(__file__).parent.parent
+IMAGES = 100_000
+STEPS = 3
+
+
+class Caption:
+    """One caption, of all pictures."""
+
+    text, weight = "a caption", 1.0
+
+
+def main(asked: list[str]) -> int:
+    """A line a recipe, as they come."""
+    took = json.loads(MEASURED.read_text()) if MEASURED.exists() else {}
+    for name in asked or names():
+        found = recipe(name)
+        with tempfile.TemporaryDirectory(prefix="bigdit-recipe-") as folder:
+            receipt = trained(found, Path(folder))
+        took[found.name] = _took(found, receipt).model_dump(mode="json")
+        write_json(MEASURED, dict(sorted(took.items())))
+        print(f"{found.name}: reserves {took[found.name]['peak_reserved_bytes']} bytes", flush=True)
+    return 0
+
+
+def trained(found: Recipe, folder: Path) -> Receipt:
+    """Three steps by `bigdit train` on an emulated card, whose files lie in `folder`."""
+    gpu, run = catalog.resolve_gpu(found.about.gpu), yaml.safe_load(found.text)
+    environment = os.environ | emulated_environment(gpu)
+    hub = lay_out([found.about.repository], folder, environment)["HF_HUB_CACHE"]
+    (weights,) = Path(hub).glob("models--*/snapshots/*")
+    make_store(folder / "features", catalog.model(found.about.model), [tuple(size) for size in run["data"]["buckets"]])
+    config = folder / f"{found.name}.yaml"
+    config.write_text(found.text.replace(found.weights, str(weights)))
+    changed = {
+        "data.features": folder / "features",
+        "output": folder / "run",
+        "train.steps": STEPS,
+        "train.warmup_steps": 1,
+    }
+    subprocess.run(
+        [
+            *(str(cuda_python()), "-W", "ignore", "-c", "from bigdit.cli import main; main()"),
+            *("train", "--config", str(config)),
+            *(part for key, value in changed.items() for part in ("--set", f"{key}={value}")),
+        ],
+        env=environment | {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "PYTHONPATH": _path(environment)},
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
+    return Receipt.model_validate_json((folder / "run/receipt.json").read_text())
+
+
+def _path(environment: dict[str, str]) -> str:
+    return os.pathsep.join((str(ROOT), environment["PYTHONPATH"]))
+
+
+def make_store(root: Path, model: CatalogModel, buckets: list[tuple[int, int]], each: int = 16) -> None:
+    """A store of zeros, so many samples a bucket, with captions that fill all tokens."""
+    assert model.text is not None
+    tokens, dim = model.text.tokens, model.text.dim
+    assert tokens is not None
+    pooled = model.spec.kwargs.get("pooled_projection_dim")
+    schema = StoreSchema(
+        codec={},
+        text_encoder={"max_tokens": tokens},
+        buckets=buckets,
+        sources=[{"kind": "made up", "count": each * len(buckets)}],
+        part_size=each * len(buckets),
+    )
+
+    def text(length: int) -> Text:
+        return Text(torch.zeros(length, dim), None if pooled is None else torch.zeros(pooled))
+
+    root.mkdir()
+    (root / FILE).write_text(schema_text(schema))
+    write_null_text(root, lambda: text(1), store_identity(schema))
+    latents, indices = {}, {}
+    for number, size in enumerate(buckets):
+        shape = batch_shape(model, size).latents
+        latents[shape] = torch.zeros((each, *shape), dtype=torch.bfloat16)
+        indices[shape] = list(range(number * each, (number + 1) * each))
+    captions: dict[int, Any] = {index: (Caption(),) for index in range(schema.count)}
+    encoded = Encoded(latents, indices, captions, {Caption.text: text(tokens)}, [])
+    write_part(part_path(root, 0, schema.count), encoded, identity=part_identity(schema, 0))
+
+
+def _took(found: Recipe, receipt: Receipt) -> Took:
+    gpu, plan = catalog.resolve_gpu(found.about.gpu), planned(found)
+    beside = beside_torch(gpu.compute_capability, 1, 0, gpu.multiprocessors)
+    assert receipt.measured_peak_allocated_bytes
+    assert receipt.measured_peak_reserved_bytes
+    assert plan.dataset
+    assert plan.run
+    reserved = receipt.measured_peak_reserved_bytes
+    return Took(
+        torch=cuda_build(cuda_python()),
+        peak_allocated_bytes=receipt.measured_peak_allocated_bytes,
+        peak_reserved_bytes=reserved,
+        process_bytes=(reserved + beside.low_bytes, reserved + beside.high_bytes),
+        usable_bytes=gpu.usable_bytes,
+        host_bytes=plan.host.node_bytes,
+        store_bytes=(round(plan.dataset.store_bytes.low), round(plan.dataset.store_bytes.high)),
+        hours=(round(plan.run.seconds.low / 3600, 2), round(plan.run.seconds.high / 3600, 2)),
+    )
+
+
+def planned(found: Recipe) -> Plan:
+    """The plan for the recipe's own strategy and steps."""
+    train = yaml.safe_load(found.text)["train"]
+    return make_plan(
+        question_for(
+            model=found.about.model,
+            gpu=found.about.gpu,
+            engine="single",
+            optimizer="adamw",
+            micro_batch=train["micro_batch_size"],
+            global_batch=train["global_batch_size"],
+            checkpointed_blocks=train.get("checkpointed_blocks", 0),
+            lora=train["lora"]["rank"] if "lora" in train else None,
+            images=IMAGES,
+            epochs=train["steps"] * train["global_batch_size"] / IMAGES,
+            host_memory="1TiB",
+            device="rehearsed",
+        )
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,71 @@
+"""`bigdit recipe`: runs that are known to fit their cards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from bigdit.commands.options import Json
+
+HELP = "Runs that are known to fit their cards, to be copied and filled in."
+
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help=HELP)
+
+Name = Annotated[str, typer.Argument(metavar="NAME", help="A recipe of `bigdit recipe list`.")]
+
+
+@app.command("list")
+def every(as_json: Json = False) -> None:
+    """All recipes: what is trained on which card, and what it took there."""
+    from bigdit import log
+    from bigdit.recipes.recipe import names, recipe
+    from bigdit.report.recipes import listed
+
+    found = [recipe(name) for name in names()]
+    if as_json:
+        log.emit_json(
+            [
+                {
+                    "name": each.name,
+                    "title": each.title,
+                    **each.about.model_dump(),
+                    "took": each.took.model_dump(mode="json") if each.took else None,
+                }
+                for each in found
+            ]
+        )
+    else:
+        log.out.print(listed(found))
+
+
+@app.command()
+def show(name: Name) -> None:
+    """One recipe: what it needs, the commands from download to samples, and its YAML."""
+    from bigdit import log
+    from bigdit.recipes.recipe import recipe
+    from bigdit.report.recipes import shown
+
+    for part in shown(recipe(name)):
+        log.out.print(part, highlight=False, markup=False, soft_wrap=True)
+
+
+@app.command()
+def copy(
+    name: Name,
+    out: Annotated[Path | None, typer.Option(help="The file, or its folder; NAME.yaml here if left out.")] = None,
+) -> None:
+    """Write a recipe's YAML, to be filled in. A file that is there stays as it is."""
+    from bigdit import log
+    from bigdit.errors import UserError
+    from bigdit.files import write_text
+    from bigdit.recipes.recipe import recipe
+
+    found = recipe(name)
+    file = out or Path()
+    file = file / f"{found.name}.yaml" if file.is_dir() else file
+    if file.exists():
+        raise UserError(f"{file} is there already, and is left as it is; --out names another file")
+    write_text(file, found.text)
+    log.notice(f"wrote {file}")

@@ -1,0 +1,59 @@
+"""Recipes for people: what each needs, and the commands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rich.table import Table
+from rich.text import Text
+
+from bigdit.catalog import resolve_gpu
+from bigdit.recipes.recipe import Recipe
+from bigdit.report.tables import DASH, table
+from bigdit.search.needs.dataset import written
+from bigdit.units import gib
+
+
+def listed(recipes: Sequence[Recipe]) -> Table:
+    """A row a recipe."""
+    columns = ("recipe", "what", "process", "left")
+    rows = table("", columns, numeric=columns[2:])
+    for each in recipes:
+        took = each.took
+        taken = (DASH, DASH) if took is None else (gib(took.process_bytes[1]), gib(_left(each)))
+        rows.add_row(each.name, each.title, *taken)
+    return rows
+
+
+def shown(found: Recipe) -> Iterator[Text | str]:
+    """The title, what it needs, the commands, the YAML."""
+    yield Text(found.title, style="bold")
+    yield ""
+    yield from needs(found)
+    yield ""
+    yield from found.commands
+    yield ""
+    yield found.text.rstrip("\n")
+
+
+def needs(found: Recipe) -> list[str]:
+    """What it takes of card, host and disk, and how long it goes, a line each."""
+    card = resolve_gpu(found.about.gpu).title
+    took = found.took
+    if took is None:
+        return [f"card   {card}; what it takes there was not measured"]
+    low, high = took.process_bytes
+    hours = f"{took.hours[0]:.1f} to {took.hours[1]:.1f} h"
+    disk = " to ".join(written(each) for each in took.store_bytes)
+    return [
+        f"card   {card}: {gib(low)} to {gib(high)} of {gib(took.usable_bytes)}, {gib(_left(found))} left",
+        f"       of it torch reserves {gib(took.peak_reserved_bytes)}: three steps on an emulated card, {took.torch}",
+        f"host   {gib(took.host_bytes)} of RAM, while it saves",
+        f"disk   {disk} of features for 100,000 pictures",
+        f"time   {hours} of training, by the plan for it",
+    ]
+
+
+def _left(found: Recipe) -> int:
+    assert found.took is not None
+    return found.took.usable_bytes - found.took.process_bytes[1]
