@@ -12,16 +12,17 @@ import sys
 
 from bigdit import libraries
 from bigdit.errors import guard
-from bigdit.rehearse.forks import Lane, serve
+from bigdit.rehearse.forks import serve, taken
 
 
-def main(lanes: list[str]) -> None:
+def main(given: list[str]) -> None:
     """Answer until all lanes are closed."""
+    lanes = taken(given)
     libraries.prepare()
     gc.disable()  # what is imported stays, and collections would look through all of it time and again
     from bigdit.rehearse.worker import answer, import_for
 
-    serve([Lane(each) for each in lanes], import_for, answer)
+    serve(lanes, import_for, answer)
 
 
 if __name__ == "__main__":

@@ -50,12 +50,17 @@ class Lane:
             self.socket.sendall(("\t".join(map(str, parts)) + "\n").encode())
 
 
+def taken(given: Sequence[str]) -> list[Lane]:
+    """The lanes that this process was given, which ends with the one that gave them."""
+    end_with(os.getppid(), signal.SIGKILL)
+    return [Lane(each) for each in given]
+
+
 def serve(lanes: Sequence[Lane], prepare: Callable[[str], None], answer: Answer) -> None:
     """Answer the questions of all lanes, until they are closed.
 
     `prepare` imports what a question needs before a fork begins with it; what it raises is the answer.
     """
-    end_with(os.getppid(), signal.SIGKILL)
     os.dup2(2, 1)  # what libraries print is no answer
     free, forks = list(lanes), dict[int, tuple[int, Lane]]()
     while free or forks:

@@ -20,7 +20,7 @@ from bigdit.spec import Strict
 SERVER = """
 import json, os, signal, sys, time
 from bigdit.errors import UserError
-from bigdit.rehearse.forks import Lane, serve
+from bigdit.rehearse.forks import serve, taken
 
 def prepare(line):
     if json.loads(line)["what"] == "cannot be prepared":
@@ -40,7 +40,7 @@ def answer(line):
         raise RuntimeError("of ours")
     return f"{asked} by {os.getpid()}", asked != "last"
 
-serve([Lane(each) for each in sys.argv[1:]], prepare, answer)
+serve(taken(sys.argv[1:]), prepare, answer)
 """
 
 

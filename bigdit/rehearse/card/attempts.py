@@ -12,13 +12,14 @@ import sys
 from bigdit.errors import guard
 from bigdit.rehearse.card.attempt import Asked
 from bigdit.rehearse.card.imports import import_all, import_for
-from bigdit.rehearse.forks import Lane, serve
+from bigdit.rehearse.forks import serve, taken
 
 
-def main(lanes: list[str]) -> None:
+def main(given: list[str]) -> None:
     """Answer until all lanes are closed."""
+    lanes = taken(given)
     import_all()
-    serve([Lane(each) for each in lanes], lambda line: import_for(Asked.model_validate_json(line).request), _answer)
+    serve(lanes, lambda line: import_for(Asked.model_validate_json(line).request), _answer)
 
 
 def _answer(line: str) -> tuple[str, bool]:

@@ -8,14 +8,15 @@ import sys
 from bigdit.errors import guard
 from bigdit.rehearse.card.imports import import_all, import_for
 from bigdit.rehearse.card.worker import run
-from bigdit.rehearse.forks import Lane, serve
+from bigdit.rehearse.forks import serve, taken
 from bigdit.rehearse.request import RehearsalRequest
 
 
-def main(lanes: list[str]) -> None:
+def main(given: list[str]) -> None:
     """Answer until all lanes are closed."""
+    lanes = taken(given)
     import_all()
-    serve([Lane(each) for each in lanes], lambda line: import_for(_request(line)), _answer)
+    serve(lanes, lambda line: import_for(_request(line)), _answer)
 
 
 def _answer(line: str) -> tuple[str, bool]:
