@@ -39,8 +39,9 @@ class Lanes:
         self.count = count
         self._started = started
         self._said = Said()
-        self._lanes = [_Lane() for _ in range(count)]
+        self._said_by = [Said() for _ in range(count)]
         self._process: subprocess.Popen[bytes] | None = None
+        self._lanes: list[_Lane] = []  # of this process
         self._lock = threading.Lock()
 
     def __enter__(self) -> Lanes:
@@ -49,27 +50,9 @@ class Lanes:
     def __exit__(self, *error: object) -> None:
         self.end()
 
-    def start(self) -> subprocess.Popen[bytes]:
-        """Have the process import what it needs by the time of the first question."""
-        with self._lock:
-            if self._process is None:
-                command, environment = self._started()
-                theirs = [lane.open() for lane in self._lanes]
-                files = [(end.fileno(), lane.said.file.fileno()) for end, lane in zip(theirs, self._lanes, strict=True)]
-                try:
-                    self._process = subprocess.Popen(
-                        [*command, *(f"{end}:{said}" for end, said in files)],
-                        stdin=subprocess.DEVNULL,
-                        stdout=subprocess.DEVNULL,
-                        stderr=self._said.file,
-                        env=environment,
-                        pass_fds=[number for pair in files for number in pair],
-                        start_new_session=True,  # it does not hear Ctrl-C: who asks does, and ends it
-                    )
-                finally:
-                    for end in theirs:
-                        end.close()
-            return self._process
+    def start(self) -> int:
+        """Have the process import what it needs by the time of the first question; its id."""
+        return self._running()[0].pid
 
     def ask(self, lane: int, what: str, question: Strict, timeout_s: float) -> bytes:
         """The answer to a question, in this lane. `what` it is, for messages.
@@ -77,31 +60,63 @@ class Lanes:
         Raises TimeoutError where it takes longer, UserError for what the user can mend, and RehearsalError where the
         fork or the process dies. The next question finds a new one.
         """
-        process, own = self.start(), self._lanes[lane]
-        before, before_all = len(own.said), len(self._said)
+        process, lanes = self._running()
+        own, said = lanes[lane], self._said_by[lane]
+        before, before_all = len(said), len(self._said)
         try:
-            status, answer = own.put(question, time.monotonic() + timeout_s)
+            with own.asking:
+                status, answer = own.put(question, time.monotonic() + timeout_s)
         except TimeoutError:
             if not own.stop():
                 self._end(process)
             raise
         except EOFError:
+            own.close()
             ended = process.wait()
             self._end(process)
             raise failure(what, ended, self._said.lines(before_all)) from None
         if status:
-            raise failure(what, status, own.said.lines(before))
+            raise failure(what, status, said.lines(before))
         return answer
 
     @property
     def forks(self) -> list[int | None]:
-        """The process that answers in each lane, None where there was none."""
-        return [lane.fork for lane in self._lanes]
+        """The process that answers in each lane, None where there is none."""
+        return [lane.fork for lane in self._lanes] or [None] * self.count
 
     def end(self) -> None:
         """End the process and its forks, which are a group of their own."""
         if self._process is not None:
             self._end(self._process)
+
+    def _running(self) -> tuple[subprocess.Popen[bytes], list[_Lane]]:
+        with self._lock:
+            if self._process is None:
+                self._process, self._lanes = self._start()
+            return self._process, self._lanes
+
+    def _start(self) -> tuple[subprocess.Popen[bytes], list[_Lane]]:
+        command, environment = self._started()
+        pairs = [socket.socketpair() for _ in range(self.count)]
+        files = [(theirs.fileno(), said.file.fileno()) for (_, theirs), said in zip(pairs, self._said_by, strict=True)]
+        try:
+            process = subprocess.Popen(
+                [*command, *(f"{end}:{said}" for end, said in files)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=self._said.file,
+                env=environment,
+                pass_fds=[number for pair in files for number in pair],
+                start_new_session=True,  # it does not hear Ctrl-C: who asks does, and ends it
+            )
+        except OSError:
+            for ours, _ in pairs:
+                ours.close()
+            raise
+        finally:
+            for _, theirs in pairs:
+                theirs.close()
+        return process, [_Lane(ours) for ours, _ in pairs]
 
     def _end(self, process: subprocess.Popen[bytes]) -> None:
         with self._lock:
@@ -110,45 +125,36 @@ class Lanes:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-            self._process = None
             for lane in self._lanes:
                 lane.await_end()
-                lane.close()
+                if lane.asking.acquire(blocking=False):  # or the one that asks there finds the end, and closes it
+                    lane.close()
+            self._process, self._lanes = None, []
 
 
 class _Lane:
-    """One lane, and the fork that answers there."""
+    """One lane of one process, and the fork that answers there. `asking`: held by the one that asks."""
 
-    def __init__(self) -> None:
-        self.said = Said()
+    def __init__(self, end: socket.socket) -> None:
         self.fork: int | None = None
+        self.asking = threading.Lock()
         self._ends = False  # the fork has answered for the last time, and its end has not been told yet
-        self._socket: socket.socket | None = None
+        self._socket = end
         self._read = b""
 
-    def open(self) -> socket.socket:
-        """The other end of this lane, for a process that starts."""
-        self.close()
-        self._socket, other = socket.socketpair()
-        return other
+    def close(self) -> None:
+        self._socket.close()
 
     def await_end(self) -> None:
         """Wait until nobody holds the other end, as forks that were killed do for a moment."""
         until = time.monotonic() + _GONE_WITHIN_S
         with contextlib.suppress(TimeoutError, EOFError):
-            while self._socket is not None:
+            while True:
                 self._line(until)
-
-    def close(self) -> None:
-        if self._socket is not None:
-            self._socket.close()
-        self._socket, self._read, self.fork, self._ends = None, b"", None, False
 
     def put(self, question: Strict, until: float) -> tuple[int, bytes]:
         """The status of a question, and its answer. Raises TimeoutError, and EOFError where the process has ended."""
-        if self._socket is None:
-            raise EOFError
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has ended, which reading says too
+        with contextlib.suppress(OSError):  # it has ended, which reading says too
             self._socket.sendall(f"{question.model_dump_json()}\n".encode())
         while True:
             first, _, rest = self._line(until).partition(b"\t")
@@ -179,14 +185,14 @@ class _Lane:
         return True
 
     def _line(self, until: float) -> bytes:
-        assert self._socket is not None
         while b"\n" not in self._read:
-            if not select.select([self._socket], [], [], max(until - time.monotonic(), 0))[0]:
-                raise TimeoutError
             try:
-                part = self._socket.recv(_CHUNK)
-            except ConnectionResetError:
+                ready = select.select([self._socket], [], [], max(until - time.monotonic(), 0))[0]
+                part = self._socket.recv(_CHUNK) if ready else None
+            except (OSError, ValueError):  # killed with something unread, or closed here
                 part = b""
+            if part is None:
+                raise TimeoutError
             if not part:
                 raise EOFError
             self._read += part

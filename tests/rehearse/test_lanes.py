@@ -126,15 +126,27 @@ def test_one_that_takes_too_long_is_stopped_alone(lanes: Lanes) -> None:
 
 def test_a_process_that_is_killed_takes_its_forks_along_and_the_next_question_starts_another(lanes: Lanes) -> None:
     forks = [ask(lanes, lane, "one")[1] for lane in (0, 1)]
-    os.kill(lanes.start().pid, signal.SIGKILL)
+    os.kill(lanes.start(), signal.SIGKILL)
     until(lambda: all(map(gone, forks)))
     with pytest.raises(RehearsalError, match=f"^the question ended with status {-signal.SIGKILL} and no result"):
         ask(lanes, 0, "one")
     assert ask(lanes, 1, "two")[1] not in forks
 
 
+def test_a_process_that_is_killed_is_told_to_all_that_wait_for_it(lanes: Lanes) -> None:
+    with ThreadPoolExecutor(2) as aside:
+        for _ in range(10):
+            waiting = [aside.submit(ask, lanes, lane, "sleep") for lane in (0, 1)]
+            until(lambda: None not in lanes.forks)
+            os.kill(lanes.start(), signal.SIGKILL)
+            for each in waiting:
+                with pytest.raises(RehearsalError, match=f"^the question ended with status {-signal.SIGKILL} and"):
+                    each.result()
+    assert ask(lanes, 1, "two")[0] == "two"
+
+
 def test_nothing_is_left_when_it_ends(lanes: Lanes) -> None:
-    processes = [ask(lanes, 0, "one")[1], lanes.start().pid]
+    processes = [ask(lanes, 0, "one")[1], lanes.start()]
     with ThreadPoolExecutor(1) as aside:
         asked = aside.submit(ask, lanes, 1, "sleep")
         until(lambda: lanes.forks[1] is not None)
