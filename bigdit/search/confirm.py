@@ -183,13 +183,14 @@ def best_that_runs(
             found = run(cards, sample, question, band, asked)
             ran |= {_key(each): (each, said) for each, said in zip(asked, found, strict=True)}
             continue
-        held = {at for at, (_, said) in ran.items() if said is None or said.verdict == "FITS"} - refused
-        fit = [each for each in (*order, *(each for each, _ in ran.values())) if _key(each) in held]
-        if not fit:
+        held = preferred(
+            each for at, (each, said) in ran.items() if at not in refused and (said is None or said.verdict == "FITS")
+        )
+        if not held:
             break
         with ThreadPoolExecutor(1) as aside:
-            asked_next = aside.submit(ahead, fit[0])
-            (best,) = confirm(pool, sample, question, band, fit[:1], cards)
+            asked_next = aside.submit(ahead, held[0])
+            (best,) = confirm(pool, sample, question, band, held[:1], cards)
             asked_next.result()
         if best.verdict == "FITS":
             return [best]
