@@ -14,7 +14,7 @@ class Inputs(Strict):
     its adapter names them. `packs`: latents go in as 2 × 2 patches in the channels. `video`: latents have frames.
     `square`: height and width are one number to it.
     `depths`: the lists of like blocks, in the order of the forward pass, each with the constructor argument that
-    says its length.
+    says its length. `even`: the class takes an even number of blocks alone, whose halves are joined by skips.
     """
 
     text_dim: str | None = None
@@ -25,6 +25,7 @@ class Inputs(Strict):
     video: bool = False
     square: bool = False
     depths: dict[str, str] = {"transformer_blocks": "num_layers"}
+    even: bool = False
 
 
 _TWO_LISTS = {"transformer_blocks": "num_layers", "single_transformer_blocks": "num_single_layers"}
@@ -68,6 +69,7 @@ FAMILIES: dict[str, Inputs] = {
         text_dim="cross_attention_dim_t5",
         extras=("clip_text_embeds", "clip_text_mask"),
         depths={"blocks": "num_layers"},
+        even=True,
     ),
     "Lumina2Transformer2DModel": Inputs(text_dim="cap_feat_dim", depths={"layers": "num_layers"}),
     "LuminaNextDiT2DModel": Inputs(text_dim="cross_attention_dim", depths={"layers": "num_layers"}),

@@ -18,12 +18,13 @@ from bigdit.search.answer import make_plan
 from bigdit.search.candidates import SAME_SPEED, Option
 from bigdit.search.evidence import UNPROVED
 from bigdit.search.explore import explore
-from bigdit.search.predict.anchors import Sample, grid
+from bigdit.search.predict.anchors import OF_STATE, OF_STEP, SIZES, Depths, Sample, grid, requests
 from bigdit.search.predict.moments import counterparts
 from bigdit.search.predict.sibling import block_count, sibling
 from bigdit.search.question import Pins, Question
 from bigdit.search.space import Proposal, proposals
 from bigdit.search.verdict import verdict
+from bigdit.spec import Strategy
 from bigdit.speed.interval import Interval
 from bigdit.speed.step import step_time
 from bigdit.speed.work import work_of
@@ -197,6 +198,19 @@ def test_siblings_add_up_to_the_model(name: str) -> None:
     assert sum(found.weights) == pytest.approx(1)
     blocks = sum(weight * block_count(each) for weight, each in zip(found.weights, found.siblings, strict=True))
     assert blocks == pytest.approx(block_count(model))
+
+
+@pytest.mark.parametrize("of", [OF_STATE, OF_STEP])
+def test_siblings_of_a_model_with_skips_are_even_and_can_be_made(pool: Pool, of: Depths) -> None:
+    """HunyuanDiT's second half takes what the first half left, a block each."""
+    model = catalog.model("hunyuandit-v1.2")
+    found = grid(model, of)
+    assert sum(weight * block_count(each) for weight, each in zip(found.weights, found.siblings, strict=True)) == 40
+    asked = requests(Sample(model, A40, (1024, 1024)), Strategy(), SIZES[:1], of)
+    answers = pool.rehearse(asked)
+    assert all(isinstance(each, RehearsedSize) for each in answers)
+    params = [each.params for each in answers if isinstance(each, RehearsedSize)]
+    assert np.dot(found.weights, params) == pytest.approx(model.params, rel=1e-9)
 
 
 @pytest.mark.parametrize("name", ["sd3.5-medium", "hidream-i1"])

@@ -11,7 +11,7 @@ from bigdit.catalog.encoders import online_encoders
 from bigdit.errors import UserError
 from bigdit.rehearse.ask import precision_problems, request_for
 from bigdit.rehearse.request import RehearsalRequest, RehearsedSize
-from bigdit.search.predict.sibling import depths, sibling
+from bigdit.search.predict.sibling import depths, possible, sibling
 from bigdit.search.question import Question
 from bigdit.spec import BatchShape, Strategy, Strict
 from bigdit.speed.cluster import Cluster
@@ -71,7 +71,7 @@ def encoding_request(question: Question, batch: BatchShape) -> RehearsalRequest 
         micro_batch_size=1 if model.video else ENCODED_AT_ONCE,
         precision="fp16" if precision_problems(question.gpu, "bf16") else "bf16",
     )
-    shallow = sibling(model, dict.fromkeys(depths(model), 1))
+    shallow = sibling(model, dict.fromkeys(depths(model), possible(model, 1)))
     return request_for(shallow, question.gpu, strategy, resolution=question.resolution, frames=question.frames)
 
 

@@ -17,7 +17,7 @@ from bigdit.rehearse.ask import request_for
 from bigdit.search.predict.gap import Gap
 from bigdit.search.predict.moments import family, moments
 from bigdit.search.predict.outline import FIRST_SIZE, Line, Outline
-from bigdit.search.predict.sibling import depths, sibling
+from bigdit.search.predict.sibling import depths, possible, sibling
 from bigdit.spec import Strategy
 from bigdit.speed.work import Work, work_of
 
@@ -31,8 +31,7 @@ OF_STEP: Depths = 3, 5
 """With 3 one block has neighbours on both sides, as FSDP2's prefetching wants to see."""
 
 OF_STATE: Depths = 1, 3
-"""Where only the state is wanted, which no neighbour changes. Both are odd: half of HunyuanDiT's blocks have a skip
-connection."""
+"""Where only the state is wanted, which no neighbour changes."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ class Grid:
 
 def grid(model: CatalogModel, of: Depths = OF_STEP) -> Grid:
     """The shallowest sibling, and one for each list of blocks that is longer, with more of these."""
-    full, (shallow, deeper) = depths(model), of
+    full, (shallow, deeper) = depths(model), (possible(model, blocks) for blocks in of)
     base = {name: min(shallow, length) for name, length in full.items()}
     varied = tuple(name for name, length in full.items() if length > shallow)
     more = tuple(min(deeper, full[name]) - shallow for name in varied)

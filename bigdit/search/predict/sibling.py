@@ -14,6 +14,11 @@ def depths(model: CatalogModel) -> dict[str, int]:
     return {name: length for name, length in model.block_lists if name in lists}
 
 
+def possible(model: CatalogModel, blocks: int) -> int:
+    """So many blocks of a list, or one more where the model's class takes an even number of them alone."""
+    return blocks + blocks % 2 if FAMILIES[model.spec.class_name].even else blocks
+
+
 def block_count(model: CatalogModel) -> int:
     """All blocks that can be checkpointed."""
     return sum(length for _, length in model.block_lists)
