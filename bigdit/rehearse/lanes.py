@@ -187,7 +187,9 @@ class _Lane:
     def _line(self, until: float) -> bytes:
         while b"\n" not in self._read:
             try:
-                ready = select.select([self._socket], [], [], max(until - time.monotonic(), 0))[0]
+                poll = select.poll()  # select takes no descriptor beyond 1023
+                poll.register(self._socket, select.POLLIN)
+                ready = poll.poll(max(until - time.monotonic(), 0) * 1000)
                 part = self._socket.recv(_CHUNK) if ready else None
             except (OSError, ValueError):  # killed with something unread, or closed here
                 part = b""
