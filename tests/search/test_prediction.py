@@ -11,10 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bigdit import catalog
+from bigdit.catalog.models import models
 from bigdit.config.strategy import parse_strategy
 from bigdit.rehearse import RehearsedSize
 from bigdit.rehearse.pool import Pool
 from bigdit.search.answer import make_plan
+from bigdit.search.ask import question_for
 from bigdit.search.candidates import SAME_SPEED, Option
 from bigdit.search.evidence import UNPROVED
 from bigdit.search.explore import explore
@@ -211,6 +213,18 @@ def test_siblings_of_a_model_with_skips_are_even_and_can_be_made(pool: Pool, of:
     assert all(isinstance(each, RehearsedSize) for each in answers)
     params = [each.params for each in answers if isinstance(each, RehearsedSize)]
     assert np.dot(found.weights, params) == pytest.approx(model.params, rel=1e-9)
+
+
+@pytest.mark.slow
+def test_the_shallowest_sibling_of_every_class_takes_a_step(pool: Pool) -> None:
+    known = {model.spec.class_name: model for model in reversed(models()) if model.obstacle is None}
+    asked = []
+    for model in known.values():
+        own = question_for(model=model.name, gpu="a40", buckets="none")
+        sample = Sample(own.model, own.gpu, own.resolution, own.frames)
+        asked += requests(sample, Strategy(checkpointed_blocks="all"), SIZES[:1], OF_STATE)[:1]
+    answers = dict(zip(known, pool.rehearse(asked), strict=True))
+    assert {name: each for name, each in answers.items() if not isinstance(each, RehearsedSize)} == {}
 
 
 @pytest.mark.parametrize("name", ["sd3.5-medium", "hidream-i1"])
