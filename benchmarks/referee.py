@@ -2,7 +2,7 @@
 
 python benchmarks/referee.py [--part | --row MODEL GPU STRATEGY BLOCKS [ranks]] [--expandable]
 
-Rows are in referee_rows.py; `--part` runs those that cover each rule once and writes nothing, and `--row` shows one
+Rows are in refereed/rows.py; `--part` runs those that cover each rule once and writes nothing, and `--row` shows one
 with all its differences by operator (BLOCKS 0: whole; `ranks`: with every process of the strategy). With `--expandable`
 the allocator has expandable segments on both sides, as plans have it, and nothing is written. Answers of both
 sides are kept, each by what decides it: what did not change is not run again, and a run that was interrupted goes on.
@@ -14,8 +14,8 @@ import sys
 import time
 from pathlib import Path
 
-from referee_report import is_equal, page, share
-from referee_rows import PART, Row, rows
+from refereed.report import is_equal, page, share
+from refereed.rows import PART, Row, rows
 
 from bigdit.bench.against_card import Against
 from bigdit.bench.referee import judge, lines

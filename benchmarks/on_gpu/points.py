@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from itertools import chain, zip_longest
 
-from referee_rows import Row
+from refereed.rows import Row
 
 from bigdit.catalog import Gpu
 from bigdit.rehearse.request import RehearsalRequest

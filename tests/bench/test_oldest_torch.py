@@ -15,7 +15,7 @@ PYTHON = ROOT / ".venv-oldest/bin/python"
 _JUDGE = """
 import importlib.metadata, json
 from bigdit.bench.referee import judge
-from referee_rows import PART, SANA
+from refereed.rows import PART, SANA
 rows = [row for row in PART if row.model == SANA and row.gpu == "a40" and not row.ranks]
 found = {
     row.name: found if isinstance(found, str) else {phase.phase: phase.allocated_difference for phase in found.phases}

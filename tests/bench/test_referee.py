@@ -4,9 +4,9 @@ import statistics
 from collections.abc import Sequence
 
 import pytest
-from referee_known import KNOWN
-from referee_report import share
-from referee_rows import PART, Row
+from refereed.known import KNOWN
+from refereed.report import share
+from refereed.rows import PART, Row
 
 from bigdit.bench.against_card import Against
 from bigdit.bench.alignment import unmatched

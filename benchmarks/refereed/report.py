@@ -8,11 +8,10 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from referee_known import BY_DATA
-from referee_rows import Row
-
 from bigdit.bench.against_card import Against, Difference, PhaseAgainst
 from bigdit.units import MIB
+from refereed.known import BY_DATA
+from refereed.rows import Row
 
 Judged = Sequence[tuple[Row, Against | str]]
 
