@@ -55,11 +55,12 @@ def _train(config: Path, overrides: Sequence[str], source: Path | None) -> int:
         if plan.expandable_segments:  # torch reads it when it first allocates
             os.environ.setdefault("PYTORCH_ALLOC_CONF", EXPANDABLE)
     libraries.prepare()
-    from bigdit.train.model import check_model  # torch and the engines, only when the config is known to be good
+    with libraries.importing():  # torch and the engines, only when the config is known to be good
+        from bigdit.train.model import check_model
 
-    check_model(run, spec, strategy)
-    from bigdit.train.loop import train
-    from bigdit.train.processes.stop import Stop, Stopped
+        check_model(run, spec, strategy)
+        from bigdit.train.loop import train
+        from bigdit.train.processes.stop import Stop, Stopped
 
     stop = Stop(run.train.grace, world)
     try:

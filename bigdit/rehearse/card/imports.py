@@ -5,8 +5,6 @@ For emulated cards alone: a real one does not survive a fork.
 
 from __future__ import annotations
 
-import gc
-
 from bigdit import libraries
 from bigdit.rehearse.request import RehearsalRequest
 
@@ -14,21 +12,23 @@ from bigdit.rehearse.request import RehearsalRequest
 def import_all() -> None:
     """Import what all steps need."""
     libraries.prepare()
-    gc.disable()  # what is imported stays, and collections would look through all of it time and again
-    import torch
+    with libraries.importing():
+        import torch
 
-    import bigdit.rehearse.card.steps  # noqa: F401
+        import bigdit.rehearse.card.steps  # noqa: F401
 
     torch.set_num_threads(1)  # the threads of a pool do not survive a fork
     torch.cuda.init()  # torch refuses to in a fork, since a real driver would
     torch.cuda._is_in_bad_fork = lambda: False  # there is no driver whose state a fork would break
-    gc.freeze()
-    gc.enable()
 
 
 def import_for(request: RehearsalRequest) -> None:
     """Import what the request's steps need beside that."""
-    gc.disable()
+    with libraries.importing():
+        _import_for(request)
+
+
+def _import_for(request: RehearsalRequest) -> None:
     import diffusers
     import torch
 
@@ -46,5 +46,3 @@ def import_for(request: RehearsalRequest) -> None:
         import bigdit.models.lora
     if strategy.features == "online":
         import bigdit.encoders.frozen  # noqa: F401
-    gc.freeze()
-    gc.enable()
