@@ -19,13 +19,12 @@ _STATE_BYTES = 1 << 20
 """More than the libraries' table of processes takes (card.c)."""
 
 
-def emulated_environment(
-    gpu: Gpu, cards: int = 1, state: str | None = None, *, peers: bool = True, share_host: bool = True
-) -> dict[str, str]:
+def emulated_environment(gpu: Gpu, cards: int = 1, state: str | None = None, *, peers: bool = True) -> dict[str, str]:
     """Variables for a child process, to be merged over this process's own.
 
     `state`: the file of `shared_state`, where several processes fill the same cards. Without `peers` a process group's
-    other ranks are not there. With `share_host`, host tensors of 32 MiB and more share pages and hold nothing.
+    other ranks are not there. Host tensors of 32 MiB and more share pages and hold nothing, and what is saved
+    beyond a MiB of a file is a hole in it.
 
     Raises UserError for too many cards, and where there is no C compiler.
     """
@@ -36,7 +35,6 @@ def emulated_environment(
         "BIGDIT_EMULATED_RECIPE": build.recipe(),
         "BIGDIT_EMULATED_BUILDER": sys.executable,
         "BIGDIT_EMULATED_HOME": str(Path(__file__).parents[2]),
-        "BIGDIT_EMULATED_HOST": "shared" if share_host else "own",
         "BIGDIT_EMULATED_PEERS": "1" if peers else "0",
         "DS_ACCELERATOR": "cuda",  # whatever this process told its own DeepSpeed
         "PYTHONPATH": os.pathsep.join(paths),

@@ -92,6 +92,8 @@ int cudaMemPrefetchAsync(void) { return OK; }
 int cudaMemGetInfo(size_t *free_bytes, size_t *total) { return card_info(card_current(), free_bytes, total), OK; }
 
 #define SHARED_BYTES ((size_t)64 << 20) /* of RAM behind all of them: as in host.c */
+#define PAGE ((uintptr_t)4096)
+#define GIVEN_BACK ((size_t)1 << 20) /* bytes from which a system call is cheaper than writing them */
 
 /* Large host tensors lie on shared pages where libbigdit-host was loaded before: see host.c. */
 static void *(*host_take)(size_t);
@@ -137,6 +139,13 @@ int cudaPointerGetAttributes(struct pointer_attributes *out, const void *at) {
 
 /* -- copies: small ones are done, of large ones the host gets zeros -- */
 
+/* Pages of memory that the kernel takes back read as zeros again, and cost no time until they are read. */
+static void zero(char *at, size_t n) {
+    char *first = (char *)(((uintptr_t)at + PAGE - 1) & ~(PAGE - 1));
+    char *last = (char *)((uintptr_t)(at + n) & ~(PAGE - 1));
+    if (n < GIVEN_BACK || madvise(first, (size_t)(last - first), MADV_DONTNEED)) memset(at, 0, n);
+    else memset(at, 0, (size_t)(first - at)), memset(last, 0, (size_t)(at + n - last));
+}
 static void copy(void *to, const void *from, size_t n) {
     int into = card_has(to), out_of = card_has(from);
     struct card_counts *counts = card_counted();
@@ -144,7 +153,9 @@ static void copy(void *to, const void *from, size_t n) {
     uint64_t *bytes = into && out_of ? &counts->bytes_on_device : into ? &counts->bytes_to_device : &counts->bytes_to_host;
     __atomic_fetch_add(times, 1, __ATOMIC_RELAXED), __atomic_fetch_add(bytes, n, __ATOMIC_RELAXED);
     if (n <= card_values() || (!into && !out_of)) memmove(to, from, n);
-    else if (!into) memset(to, 0, host_has && host_has(to) && n > SHARED_BYTES ? SHARED_BYTES : n);
+    else if (into) return;
+    else if (host_has && host_has(to)) memset(to, 0, n > SHARED_BYTES ? SHARED_BYTES : n);
+    else zero(to, n);
 }
 static void synced(void) { __atomic_fetch_add(&card_counted()->host_syncs, 1, __ATOMIC_RELAXED); }
 

@@ -42,8 +42,8 @@ def _after_torch(torch: Any) -> None:
     from . import history, host, libraries, loss_scaler, ooms, options, phases, saves, steps, values
 
     libraries.install(torch)
-    for part in (host, values):
+    for part in (host, values, saves):
         part.install(torch)
     if options.OUT:
-        for observer in (saves, history, ooms, phases, steps, loss_scaler):
+        for observer in (history, ooms, phases, steps, loss_scaler):
             observer.install(torch)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,6 @@ def install(torch: Any) -> None:
 
     Raises RuntimeError where torch's library takes its memory otherwise than was known.
     """
-    if os.environ.get("BIGDIT_EMULATED_HOST") != "shared":
-        return
     path = str(Path(torch.__file__).parent / "lib" / "libc10.so")
     if library("libbigdit-host").host_share(path.encode()):
         raise RuntimeError(f"{path} does not take host memory by posix_memalign, and cannot be made to share it")
