@@ -129,6 +129,7 @@ class Lanes:
                 lane.await_end()
                 if lane.asking.acquire(blocking=False):  # or the one that asks there finds the end, and closes it
                     lane.close()
+                    lane.asking.release()  # one that is about to ask there finds it closed
             self._process, self._lanes = None, []
 
 

@@ -155,3 +155,12 @@ def test_nothing_is_left_when_it_ends(lanes: Lanes) -> None:
         with pytest.raises(RehearsalError):
             asked.result()
     until(lambda: all(map(gone, processes)))
+
+
+@pytest.mark.timeout(60, method="thread")  # who waits for a lock hears nothing else
+def test_a_process_that_ends_before_all_have_asked_is_told_to_those_that_ask_late() -> None:
+    with Lanes(lambda: (["false"], dict(os.environ)), 8) as lanes, ThreadPoolExecutor(8) as aside:
+        for _ in range(100):
+            for each in [aside.submit(ask, lanes, lane, "one") for lane in range(8)]:
+                with pytest.raises(RehearsalError, match=r"^the question ended with status 1 and no"):
+                    each.result()

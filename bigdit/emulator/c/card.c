@@ -126,6 +126,7 @@ int card_count(void) { return card(), visible_count; }
 int card_installed(void) { return card(), installed; }
 int card_index(int device) { return card(), device >= 0 && device < visible_count ? visible[device] : -1; }
 size_t card_values(void) { return card(), values; }
+void card_leave_values(void) { card(), values = 0; }
 struct card_counts *card_counted(void) { return &counts; }
 void card_uuid(int which, unsigned char *bytes) {
     memset(bytes, 0xb1, 16);

@@ -55,6 +55,7 @@ int card_has(const void *at);
 int card_of(const void *at);                /* the device of an address, -1 for none */
 
 size_t card_values(void);
+void card_leave_values(void); /* from now on nothing is moved, and the host reads zeros */
 struct card_counts *card_counted(void);
 int card_refuse(const char *function, int status); /* say once that a function has no answer here; returns `status` */
 const char *card_refused(int i);                   /* the i-th function that was refused, NULL past the last */

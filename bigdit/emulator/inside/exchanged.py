@@ -37,10 +37,16 @@ def install(torch: Any, known: Known) -> None:
         warnings.simplefilter("ignore")  # of kernels that take another's place
         for name in [*names, *(f"_c10d_functional::{name}" for name in _FUNCTIONAL)]:
             namespace, _, operator = name.partition("::")
-            library = torch.library.Library(namespace, "IMPL")
-            _libraries.append(library)
+            registered = torch.library.Library(namespace, "IMPL")
+            _libraries.append(registered)
             function = _followed(torch.library.get_kernel(name, "CUDA"), operator, namespace == "c10d", known)
-            library.impl(operator, function, "CUDA", with_keyset=True, allow_override=True)
+            registered.impl(operator, function, "CUDA", with_keyset=True, allow_override=True)
+
+
+def leave() -> None:
+    """Follow them no longer."""
+    for registered in _libraries:
+        registered._destroy()
 
 
 def _followed(kernel: Any, operator: str, into_first: bool, known: Known) -> Callable[..., Any]:

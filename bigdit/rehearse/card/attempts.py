@@ -23,9 +23,11 @@ def main(given: list[str]) -> None:
 
 
 def _answer(line: str) -> tuple[str, bool]:
-    from bigdit.rehearse.card.one_attempt import attempt, emptied
+    from bigdit.rehearse.card.one_attempt import attempt, emptied, leave_values
 
     question = Asked.model_validate_json(line)
+    if not question.values:
+        leave_values()
     return attempt(question.request, question.capacity_bytes).model_dump_json(), emptied()
 
 
