@@ -1,93 +1,200 @@
-"""The single-process step, run for real and rehearsed: how far the prediction was off, and how fast it went."""
+"""The single-process step: run for real and rehearsed, and by turns with the loop that one would write by hand."""
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 
 from bigdit import engines, models
+from bigdit.bench.interleaved import Comparison, Load, take_turns
+from bigdit.bench.plain_loop import Step, plain_steps
 from bigdit.dist import World
 from bigdit.memory.allocator import replay
 from bigdit.receipt import Receipt
-from bigdit.rehearse import RehearsalRequest, rehearse
+from bigdit.rehearse import RehearsalRequest, RehearsedSize, rehearse
 from bigdit.rehearse.data import batch, feed
 from bigdit.rehearse.request import A100_MULTIPROCESSORS, Kernels
+from bigdit.shortage import room
 from bigdit.spec import BatchShape, ModelSpec, ObjectiveSpec, Strategy
 from bigdit.store import FeatureStore
 from bigdit.train import store
-from bigdit.train.measure import MemoryMeter
+from bigdit.train.measure import STEPS, MemoryMeter
 from bigdit.train.processes.process import process_group
 from bigdit.train.step import train_step
+from bigdit.units import gib
+
+PLAIN, OWN = "plain PyTorch", "bigdit"
+
+
+@dataclass(frozen=True)
+class StepBench:
+    """`compared`: with the plain loop; where it is None, `alone` says why."""
+
+    receipt: Receipt
+    compared: Comparison | None
+    alone: str | None
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What both loops run, and where."""
+
+    spec: ModelSpec
+    shape: BatchShape
+    strategy: Strategy
+    objective: ObjectiveSpec
+    seed: int
+    device: torch.device
+
+    @property
+    def family(self) -> models.Family:
+        return models.family(self.spec.class_name)
+
+    def model(self) -> nn.Module:
+        """In the compute dtype, on the host, with what the strategy changes in it; each has the same values."""
+        dtype = engines.compute_dtype(self.strategy)
+        built = models.build(self.spec, device="cpu", dtype=dtype, seed=self.seed)
+        return models.equip(built, self.family, self.strategy)
+
+    def fed(self, model: nn.Module) -> Iterator[list[Any]]:
+        """Micro-batches of zeros, step by step, as the loader holds them."""
+        extras = self.family.extras(model)
+        make = functools.partial(batch, self.shape, self.strategy, extras)
+        return feed(make, self.strategy, pin=self.device.type == "cuda")
 
 
 def bench_step(
     spec: ModelSpec, shape: BatchShape, strategy: Strategy, objective: ObjectiveSpec, *, steps: int, seed: int
-) -> Receipt:
-    """A receipt: predicted and measured peak bytes, seconds a step (median, the first two steps left out).
+) -> StepBench:
+    """Predicted and measured peak bytes of two steps, and the seconds of those after them, up to `steps`: by turns with
+    a plain loop's where there is room for another model, which is built when memory is measured.
 
     On a GPU the measured peaks are the caching allocator's, and the predicted ones those of its replay; on a CPU both
     are the recorder's.
     """
-    world = World()
-    with process_group(world, needed=False) as device:
-        kernels: Kernels = "cuda" if device.type == "cuda" else "cpu"
-        card = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
-        request = RehearsalRequest(
-            model=spec,
-            batch=shape,
-            strategy=strategy,
-            micro_batch_sizes=(strategy.micro_batch_size,),
-            objective=objective,
-            kernels=kernels,
-            compute_capability=(8, 0) if card is None else (card.major, card.minor),
-            multiprocessors=A100_MULTIPROCESSORS if card is None else card.multi_processor_count,
-        )
-        found = rehearse(request).sizes[0]
-        predicted, predicted_reserved = found.ledger.peak_allocated_bytes, None
-
-        family = models.family(spec.class_name)
-        model = models.build(spec, device="cpu", dtype=engines.compute_dtype(strategy), seed=seed)
-        models.equip(model, family, strategy)
-        extras = family.extras(model)
-        seconds = []
+    load = Load.now()
+    with process_group(World(), needed=False) as device:
+        asked = _Asked(spec, shape, strategy, objective, seed, device)
+        found = rehearse(_request(asked)).sizes[0]
+        model = asked.model()
         with MemoryMeter(device) as meter:
-            meter.loaded(model)
-            engine = engines.create(strategy, model, family, device=device, world=world)
-            ema = engines.ema_of(engine)
-            meter.watch(engine, ema)
-            ahead = feed(lambda: batch(shape, strategy, extras), strategy, pin=device.type == "cuda")
-            for _ in range(steps):
-                micro_batches = next(ahead)
-                began = time.perf_counter()
-                with meter.step(micro_batches) as (batches, phase):
-                    result = train_step(
-                        engine, family, objective, batches, lr=strategy.optimizer.lr, ema=ema, phase=phase
-                    )
-                float(result.loss)  # waits for the device
-                seconds.append(time.perf_counter() - began)
-                del result, batches, micro_batches  # or they would live, and be measured, in the next step
-    measured = meter.peak_allocated_bytes
+            own = _own_steps(asked, model, meter)
+            seconds = [next(own).seconds for _ in range(STEPS)]
+        assert meter.peak_allocated_bytes is not None
+        alone = _obstacle(meter, device, found.params)
+        if alone is None:
+            compared = _compared(asked, own, steps - STEPS, load)
+            seconds += compared.contenders[1].rounds
+        else:
+            compared = None
+            seconds += [next(own).seconds for _ in range(steps - STEPS)]
+    return StepBench(_receipt(asked, found, meter, seconds), compared, alone)
+
+
+def _request(asked: _Asked) -> RehearsalRequest:
+    kernels: Kernels = "cuda" if asked.device.type == "cuda" else "cpu"
+    card = torch.cuda.get_device_properties(asked.device) if kernels == "cuda" else None
+    return RehearsalRequest(
+        model=asked.spec,
+        batch=asked.shape,
+        strategy=asked.strategy,
+        micro_batch_sizes=(asked.strategy.micro_batch_size,),
+        objective=asked.objective,
+        kernels=kernels,
+        compute_capability=(8, 0) if card is None else (card.major, card.minor),
+        multiprocessors=A100_MULTIPROCESSORS if card is None else card.multi_processor_count,
+    )
+
+
+def _own_steps(asked: _Asked, model: nn.Module, meter: MemoryMeter) -> Iterator[Step]:
+    """One step of the trainer's after another, without end; the meter measures the first ones."""
+    strategy, family = asked.strategy, asked.family
+    meter.loaded(model)
+    engine = engines.create(strategy, model, family, device=asked.device, world=World())
+    ema = engines.ema_of(engine)
+    meter.watch(engine, ema)
+    lr, ahead = strategy.optimizer.lr, asked.fed(model)
+    while True:
+        micro_batches = next(ahead)
+        began = time.perf_counter()
+        with meter.step(micro_batches) as (batches, phase):
+            result = train_step(engine, family, asked.objective, batches, lr=lr, ema=ema, phase=phase)
+        loss = float(result.loss)  # waits for the device
+        taken = Step(time.perf_counter() - began, loss)
+        del result, batches, micro_batches  # or they would live, and be measured, in the next step
+        yield taken
+
+
+def _obstacle(meter: MemoryMeter, device: torch.device, params: int) -> str | None:
+    """Why no plain loop can run beside the engine; None where it can."""
+    if meter.emulated:
+        return "no kernel runs on an emulated card, so that seconds say nothing"
+    assert meter.peak_allocated_bytes is not None
+    wanted = meter.peak_allocated_bytes + 4 * params  # fp32 gradients, which the plain loop has all at once
+    free, _ = room(device)
+    if device.type == "cuda":
+        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    if wanted > free:
+        return f"it takes about {gib(wanted)} beside the engine, and {gib(free)} are free; take a smaller micro-batch"
+    return None
+
+
+def _compared(asked: _Asked, own: Iterator[Step], rounds: int, load: Load) -> Comparison:
+    model = asked.model()
+    ahead = asked.fed(model)
+    plain = plain_steps(model, asked.family, asked.strategy, asked.objective, lambda: next(ahead), asked.device)
+    for _ in range(STEPS):  # as the engine has taken
+        next(plain)
+    losses: dict[str, float] = {}
+
+    def turn(name: str, steps: Iterator[Step]) -> float:
+        step = next(steps)
+        losses[name] = step.loss
+        return step.seconds
+
+    turns = {PLAIN: functools.partial(turn, PLAIN, plain), OWN: functools.partial(turn, OWN, own)}
+    strategy = asked.strategy
+    accumulated = f" × {strategy.grad_accum_steps}" if strategy.grad_accum_steps > 1 else ""
+    return Comparison(
+        what=f"a step of {asked.spec.name}, {strategy.precision}, {strategy.optimizer.name}, micro-batch "
+        f"{strategy.micro_batch_size}{accumulated}: the run's, and that of a plain loop",
+        unit="step",
+        load=load,
+        contenders=tuple(take_turns(turns, rounds)),
+        notes=(f"losses after {rounds + STEPS} steps: {losses[PLAIN]:.6g} and {losses[OWN]:.6g}",),
+    )
+
+
+def _receipt(asked: _Asked, found: RehearsedSize, meter: MemoryMeter, seconds: list[float]) -> Receipt:
+    strategy, measured = asked.strategy, meter.peak_allocated_bytes
     assert measured is not None
-    if card is not None:  # whose allocator counts whole blocks
-        replayed = replay(found.timeline, card.total_memory, expandable_segments=meter.expandable_segments)
+    predicted, predicted_reserved = found.ledger.peak_allocated_bytes, None
+    if asked.device.type == "cuda":  # whose allocator counts whole blocks
+        total = torch.cuda.get_device_properties(asked.device).total_memory
+        replayed = replay(found.timeline, total, expandable_segments=meter.expandable_segments)
         predicted, predicted_reserved = replayed.peak_allocated_bytes, replayed.peak_reserved_bytes
-    median = statistics.median(seconds[2:])
+    median = statistics.median(seconds[STEPS:])
     return Receipt(
         kind="bench",
-        model=spec,
-        batch=shape,
+        model=asked.spec,
+        batch=asked.shape,
         buckets=1,
         strategy=strategy,
-        objective=objective,
+        objective=asked.objective,
         device=meter.device_name,
         emulated=meter.emulated,
         expandable_segments=meter.expandable_segments,
         compute_capability=meter.compute_capability,
         gpus_per_node=1,
-        steps=steps,
+        steps=len(seconds),
         seconds=round(sum(seconds), 3),
         seconds_per_step=round(median, 5),
         images_per_second=round(strategy.global_batch_size / median, 2),

@@ -7,23 +7,14 @@ from typing import Annotated
 
 import typer
 
-from bigdit.commands.options import Json
+from bigdit.commands.options import RESOLUTION, Device, Frames, Gpu, Json, Model
 
 EXIT_DOES_NOT_FIT = 2
 
 
 def run(
-    model: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME",
-            help="A model of `bigdit models`, by its name or repository; or a config.json or a folder of diffusers.",
-        ),
-    ],
-    gpu: Annotated[
-        str,
-        typer.Option(metavar="NAME", help="A card of `bigdit gpus`; CARD:PROFILE, a MIG slice; auto, this machine's."),
-    ],
+    model: Model,
+    gpu: Gpu,
     gpu_memory: Annotated[
         str | None, typer.Option(metavar="SIZE", help="The card's used + free in nvidia-smi, such as 45416MiB.")
     ] = None,
@@ -40,8 +31,8 @@ def run(
         list[str] | None,
         typer.Option(
             metavar="PIXELS",
-            help="1024, or 480x832 (height x width); the model's own if left out. Of several, with commas or by "
-            "repetition, the first decides and the others are buckets.",
+            help=f"{RESOLUTION} Of several, with commas or by repetition, the first decides, and the others are "
+            "buckets.",
         ),
     ] = None,
     buckets: Annotated[
@@ -52,9 +43,7 @@ def run(
             "left out (aspect).",
         ),
     ] = None,
-    frames: Annotated[
-        int | None, typer.Option(metavar="N", help="Frames of a video; the model's own if left out.")
-    ] = None,
+    frames: Frames = None,
     global_batch: Annotated[
         int | None, typer.Option(metavar="N", help="Samples in an optimizer step over all cards.")
     ] = None,
@@ -94,14 +83,7 @@ def run(
     explain: Annotated[
         bool, typer.Option("--explain", help="Show the way from the setting that people copy to the recommended one.")
     ] = False,
-    device: Annotated[
-        str | None,
-        typer.Option(
-            metavar="WHERE",
-            help="Where strategies are tried: emulated, on emulated cards, the default where there is a CUDA build of "
-            "torch; or rehearsed.",
-        ),
-    ] = None,
+    device: Device = None,
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Write plan.yaml, ds_config.json and report.html to DIR.")
     ] = None,

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bigdit.commands.options import Json
+from bigdit.commands.options import Frames, Gpu, Json, Model, Resolution
 
 if TYPE_CHECKING:
-    from bigdit.catalog import Gpu
+    from bigdit import catalog
     from bigdit.memory.footprint import Footprint
     from bigdit.rehearse import RehearsalRequest, RehearsedSize
 
@@ -18,19 +18,14 @@ EXIT_DOES_NOT_FIT = 2
 
 
 def run(
-    model: Annotated[str, typer.Option(help="A model of `bigdit models`, or a diffusers config.json.")],
+    model: Model,
     strategy: Annotated[
         list[str],
         typer.Option(help="Presets, key=value and YAML files: zero2,world_size=8,checkpointed_blocks=all; repeatable."),
     ] = ["single"],  # noqa: B006
-    gpu: Annotated[
-        str, typer.Option(help="A card of `bigdit gpus`, a MIG slice (a100-80g:3g.40gb), or auto.")
-    ] = "a100-80g",
-    resolution: Annotated[
-        str | None,
-        typer.Option(metavar="PIXELS", help="1024 or 480x832 (height x width); the model's own if left out."),
-    ] = None,
-    frames: Annotated[int | None, typer.Option(min=1, help="Frames of a video; the model's own if left out.")] = None,
+    gpu: Gpu = "a100-80g",
+    resolution: Resolution = None,
+    frames: Frames = None,
     plot: Annotated[Path | None, typer.Option(help="Draw memory over time to this PNG.")] = None,
     snapshot: Annotated[
         Path | None, typer.Option(help="Write a pickle for PyTorch's page pytorch.org/memory_viz.")
@@ -74,7 +69,7 @@ def run(
     return 0 if taken.fits else EXIT_DOES_NOT_FIT
 
 
-def _title(request: RehearsalRequest, card: Gpu) -> str:
+def _title(request: RehearsalRequest, card: catalog.Gpu) -> str:
     strategy = request.strategy
     return f"{request.model.name}, {_engine(request)}, micro-batch {strategy.micro_batch_size}, on {card.title}"
 
@@ -91,7 +86,7 @@ def _engine(request: RehearsalRequest) -> str:
     return f"FSDP2 on {strategy.world_size} processes"
 
 
-def _show(request: RehearsalRequest, found: RehearsedSize, taken: Footprint, card: Gpu) -> None:
+def _show(request: RehearsalRequest, found: RehearsedSize, taken: Footprint, card: catalog.Gpu) -> None:
     from bigdit import log
     from bigdit.memory.host import host_memory
     from bigdit.report import ledger as report
@@ -142,7 +137,7 @@ def _policy(request: RehearsalRequest) -> str:
     return f"{', '.join(parts)}, {strategy.features} features"
 
 
-def _document(request: RehearsalRequest, found: RehearsedSize, taken: Footprint, card: Gpu) -> dict[str, Any]:
+def _document(request: RehearsalRequest, found: RehearsedSize, taken: Footprint, card: catalog.Gpu) -> dict[str, Any]:
     from bigdit.memory.host import host_memory
 
     timeline = found.timeline

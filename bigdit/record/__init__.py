@@ -3,7 +3,7 @@
 Storages and their ends, by category and phase, become a Timeline; what is summed up of it is `memory`.
 """
 
-from bigdit.record.recorder import Recorder
+from bigdit.record.recorder import Recorder, plain
 from bigdit.record.watch import Watch
 
-__all__ = ["Recorder", "Watch"]
+__all__ = ["Recorder", "Watch", "plain"]

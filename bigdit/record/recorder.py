@@ -160,7 +160,7 @@ class Recorder(TorchDispatchMode):
         The first mark stays. A storage that was allocated unseen (numpy's, or from before the recording) is
         allocated here and now.
         """
-        for tensor in _plain(tensors):
+        for tensor in plain(tensors):
             track = self._tracks.get(_device_type(tensor))
             if track is not None:
                 self._see(tensor, "unseen")
@@ -274,11 +274,12 @@ def _wraps(kind: Any) -> bool:
     return is_traceable_wrapper_subclass_type(kind)
 
 
-def _plain(tensors: Iterable[torch.Tensor | None]) -> Iterator[torch.Tensor]:
+def plain(tensors: Iterable[torch.Tensor | None]) -> Iterator[torch.Tensor]:
+    """The tensors with memory of their own that these consist of."""
     for tensor in tensors:
         if tensor is not None and _wraps(tensor.__class__):
             within = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])  # type: ignore[attr-defined]
-            yield from _plain(filter(torch.is_tensor, within))  # a DTensor names its mesh, too
+            yield from plain(filter(torch.is_tensor, within))  # a DTensor names its mesh, too
         elif tensor is not None:
             yield tensor
 

@@ -1,4 +1,4 @@
-"""`bigdit bench`: what a step takes, run for real or on a card that is not there, against its rehearsal."""
+"""`bigdit bench memory`: memory against micro-batch, on any card, beside its prediction."""
 
 from __future__ import annotations
 
@@ -7,26 +7,19 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bigdit.commands.options import Config, Json, Set
+from bigdit.commands.options import Device, Frames, Gpu, Json, Model, Resolution
 
 if TYPE_CHECKING:
-    from bigdit.bench.memory import Device
-    from bigdit.catalog import Gpu
+    from bigdit import catalog
+    from bigdit.bench import memory
 
 LARGEST = 65_536
 """Micro-batch sizes beyond this are a slip of the pen."""
 
-HELP = "What a step takes: memory against micro-batch on any card, and the run's own step on this machine."
 
-app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help=HELP)
-
-
-@app.command()
-def memory(
-    model: Annotated[str, typer.Option(metavar="NAME", help="A model of `bigdit models`, or a diffusers config.json.")],
-    gpu: Annotated[
-        str, typer.Option(metavar="NAME", help="A card of `bigdit gpus`, a MIG slice, or auto: this machine's own.")
-    ],
+def run(
+    model: Model,
+    gpu: Gpu,
     micro_batch: Annotated[
         str, typer.Option(metavar="N,N,…", help="Sizes, from the smallest on until one runs out of memory.")
     ] = "1,2,4,8,16",
@@ -34,13 +27,8 @@ def memory(
         list[str],
         typer.Option(help="Presets, key=value and YAML files with commas: zero2,world_size=8; a curve a --strategy."),
     ] = ["single"],  # noqa: B006  # typer reads the default; it is not changed
-    resolution: Annotated[
-        str | None,
-        typer.Option(metavar="PIXELS", help="1024 or 480x832 (height x width); the model's own if left out."),
-    ] = None,
-    frames: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Frames of a video; the model's own if left out.")
-    ] = None,
+    resolution: Resolution = None,
+    frames: Frames = None,
     limit: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Cap the process, such as 46068MiB: a smaller card's bytes.")
     ] = None,
@@ -49,14 +37,7 @@ def memory(
         typer.Option("--expandable-segments/--default-allocator", help="How torch's allocator is set."),
     ] = True,
     steps: Annotated[int, typer.Option(min=1, metavar="N", help="Timed steps a point, on a real card.")] = 5,
-    device: Annotated[
-        str | None,
-        typer.Option(
-            metavar="WHERE",
-            help="measured on this machine's card, the default for --gpu auto; else emulated, or rehearsed where there "
-            "is no CUDA build of torch.",
-        ),
-    ] = None,
+    device: Device = None,
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Write memory.json, .md, .png and .html to DIR.")
     ] = None,
@@ -116,7 +97,7 @@ def _sizes(text: str) -> list[int]:
     return sizes
 
 
-def _limit(text: str, card: Gpu) -> int:
+def _limit(text: str, card: catalog.Gpu) -> int:
     from bigdit.errors import UserError
     from bigdit.units import MIB, gib, parse_bytes
 
@@ -134,7 +115,7 @@ def _limit(text: str, card: Gpu) -> int:
     return found
 
 
-def _device(asked: str | None, gpu: str) -> Device:
+def _device(asked: str | None, gpu: str) -> memory.Device:
     from bigdit.errors import UserError, shown
     from bigdit.search.ask import device_for
 
@@ -168,52 +149,3 @@ def _typed(
     options += [(name, str(value)) for name, value in more.items() if value is not None]
     words = [word for name, value in options for word in (f"--{name}", value)]
     return shlex.join(["bigdit", "bench", "memory", *words, *([] if segments else ["--default-allocator"])])
-
-
-@app.command()
-def step(
-    config: Config,
-    overrides: Set = [],  # noqa: B006
-    steps: Annotated[int, typer.Option(min=3, help="Real steps; the first two are not timed.")] = 8,
-    out: Annotated[Path | None, typer.Option(help="Write the receipt to this JSON file.")] = None,
-    as_json: Json = False,
-) -> None:
-    """Run a run's step in one process on this machine: memory predicted and measured, time a step."""
-    from bigdit import libraries, log
-
-    libraries.prepare()
-    from bigdit.bench.step import bench_step, largest_batch_shape
-    from bigdit.config import load_run
-    from bigdit.receipt import keep, write
-    from bigdit.report.tables import table
-    from bigdit.train.prepare import prepare
-    from bigdit.units import gib
-
-    one_process = ["engine.name=single", "engine.processes=1", "engine.ds_config=null"]
-    run_config = load_run(config, [*overrides, *one_process])
-    spec, strategy = prepare(run_config, 1)
-    shape = largest_batch_shape(run_config.data.features)
-    receipt = bench_step(spec, shape, strategy, run_config.objective, steps=steps, seed=run_config.train.seed)
-    if as_json:
-        log.emit_json(receipt.model_dump(mode="json"))
-    else:
-        predicted, measured = receipt.predicted_peak_allocated_bytes, receipt.measured_peak_allocated_bytes
-        assert predicted is not None  # by the benchmark both are
-        assert measured is not None
-        card = f"an emulated {receipt.device}" if receipt.emulated else receipt.device
-        rows = table(f"one process on {card}, micro-batch {strategy.micro_batch_size}", ["", "value"])
-        rows.add_row("peak, rehearsed", f"{gib(predicted)} ({predicted} bytes)")
-        rows.add_row("peak, measured", f"{gib(measured)} ({measured} bytes; {receipt.measured_with})")
-        rows.add_row("off by", f"{receipt.error_percent} %")
-        reserved = receipt.predicted_peak_reserved_bytes, receipt.measured_peak_reserved_bytes
-        if reserved[0] is not None and reserved[1] is not None:
-            rows.add_row("reserved, rehearsed", f"{gib(reserved[0])} ({reserved[0]} bytes)")
-            rows.add_row("reserved, measured", f"{gib(reserved[1])} ({reserved[1]} bytes)")
-        if not receipt.emulated:  # whose kernels are not run
-            rows.add_row("a step", f"{receipt.seconds_per_step} s, {receipt.images_per_second} images/s")
-        log.out.print(rows)
-    if out is None:
-        keep(receipt)
-    else:
-        write(receipt, out)
-        log.notice(f"wrote {out}")

@@ -1,0 +1,142 @@
+"""The loader on a run's own store, by turns with torch's DataLoader over the same samples, in the same order."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from bigdit.bench.interleaved import Comparison, Load, take_turns
+from bigdit.config import RunConfig
+from bigdit.dist import World
+from bigdit.loader.batch import Batch
+from bigdit.loader.order import Order
+from bigdit.loader.read import draw
+from bigdit.loader.stream import FeatureStream, pad_text
+from bigdit.store import FeatureStore
+from bigdit.store.part import Shape
+from bigdit.store.text import Text
+from bigdit.units import gib
+
+Place = tuple[Shape, int, int, int]
+"""A sample's bucket, part, row and seed."""
+
+Sample = tuple[torch.Tensor, Text]
+"""Latents and the text of a caption, as they are stored."""
+
+
+def bench_loader(
+    run: RunConfig, *, batches: int, rounds: int, said: Callable[[str], None] = lambda line: None
+) -> Comparison:
+    """Micro-batches a second of both in turns of `batches`, with data.read_threads threads, or processes, each.
+
+    No caption is dropped, so that both read the same bytes. Raises UserError where the store cannot be opened.
+    """
+    load, threads, pinned = Load.now(), run.data.read_threads, torch.cuda.is_available()
+    store = FeatureStore.open(run.data.features, run.data.reader, run.data.remote_cache)
+    size, last = run.train.micro_batch_size, batches * (rounds + 1)
+    stream = FeatureStream(
+        store,
+        World(),
+        Order(store.index.counts, store.index.shapes, size, run.train.seed),
+        micro_batch_size=size,
+        grad_accum_steps=1,
+        seed=run.train.seed,
+        caption_dropout=0.0,
+        read_ahead_steps=run.data.read_ahead_steps,
+        threads=threads,
+        pin_memory=pinned,
+    )
+    naive = data_loader(run, (places(stream, step) for step in range(last)), store.max_tokens, pinned=pinned)
+    with closing(stream.steps(0, last)) as steps:
+        turns = {
+            f"torch DataLoader, {_count(threads, 'process')}": lambda: _seconds(naive, batches),
+            f"bigdit, {_count(threads, 'thread')}": lambda: _seconds(steps, batches),
+        }
+        for turn in turns.values():  # starts threads and processes, opens files, brings them into the page cache
+            turn()
+        contenders = tuple(take_turns(turns, rounds, said))
+    rows = ", ".join(f"{len(rows)} of {' × '.join(map(str, shape))}" for shape, rows in store.buckets.items())
+    return Comparison(
+        what=f"micro-batches of {size} samples from {store.root}, {batches} a turn",
+        unit="batch",
+        load=load,
+        contenders=contenders,
+        notes=(
+            f"samples: {rows}; {gib(int(store.index.parts[:, 2].sum()))} of parts, which the page cache keeps where "
+            "there is memory for them",
+        ),
+    )
+
+
+def places(stream: FeatureStream, step: int) -> list[Place]:
+    """Where the samples of a step's only micro-batch lie, and their seeds."""
+    [(bucket, parts, rows, seeds)] = stream.samples(step)
+    return [(bucket, *place) for place in zip(parts.tolist(), rows.tolist(), seeds, strict=True)]
+
+
+def data_loader(
+    run: RunConfig, batches: Iterator[Sequence[Place]], max_tokens: int, *, pinned: bool
+) -> Iterator[Sequence[torch.Tensor]]:
+    """What one would write: a dataset that reads a sample, and torch's loader, whose processes stack and pad them."""
+    return iter(
+        DataLoader(
+            _Samples(run),
+            batch_sampler=batches,
+            num_workers=run.data.read_threads,
+            collate_fn=_Collated(max_tokens),
+            pin_memory=pinned,
+        )
+    )
+
+
+class _Samples(Dataset[Sample]):
+    """The store's samples, by their places; each process opens the store for itself."""
+
+    def __init__(self, run: RunConfig) -> None:
+        self._data = run.data
+        self._store: FeatureStore | None = None
+
+    def __getitem__(self, place: Place) -> Sample:
+        if self._store is None:
+            self._store = FeatureStore.open(self._data.features, self._data.reader, self._data.remote_cache)
+        bucket, number, row, seed = place
+        part = self._store.part(number)
+        _, latents = part.latents(bucket, row)
+        if self._store.has_deviation:
+            mean, deviation = latents.float()
+            latents = torch.randn(bucket).mul_(deviation).add_(mean)
+        return latents, part.text(part.choose_caption(bucket, row, draw(seed, b"caption")))
+
+
+class _Collated:
+    """Samples as the tensors of a batch: latents, text, mask, and pooled text where there is one."""
+
+    def __init__(self, max_tokens: int) -> None:
+        self._max_tokens = max_tokens
+
+    def __call__(self, samples: Sequence[Sample]) -> list[torch.Tensor]:
+        text, mask = pad_text([text.states for _, text in samples], self._max_tokens)
+        pooled = [text.pooled for _, text in samples if text.pooled is not None]
+        return [
+            torch.stack([latents for latents, _ in samples]),
+            text,
+            mask,
+            *([torch.stack(pooled)] if pooled else []),
+        ]
+
+
+def _seconds(source: Iterator[Sequence[Batch]] | Iterator[Sequence[torch.Tensor]], batches: int) -> float:
+    """Of a batch, over so many."""
+    began = time.perf_counter()
+    for _ in range(batches):
+        next(source)  # and it is let go, as by a step that has copied it
+    return (time.perf_counter() - began) / batches
+
+
+def _count(number: int, what: str) -> str:
+    plural = "es" if what.endswith("s") else "s"
+    return f"{number} {what}{plural if number != 1 else ''}"

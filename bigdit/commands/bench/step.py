@@ -1,0 +1,86 @@
+"""`bigdit bench step`: a run's real step against its rehearsal, and against a plain PyTorch loop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from bigdit.commands.options import Config, Json, Set
+
+if TYPE_CHECKING:
+    from bigdit.receipt import Receipt
+
+
+def run(
+    config: Config,
+    overrides: Set = [],  # noqa: B006  # typer reads the default; it is not changed
+    steps: Annotated[int, typer.Option(min=3, metavar="N", help="Real steps; the first two are not timed.")] = 8,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the receipt to this JSON file.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Run a run's step in one process on this machine: memory predicted and measured, time by turns with a plain loop.
+
+    The plain loop is PyTorch alone: the same model, values, batches, precision, loss and optimizer, and no engine.
+    """
+    from bigdit import libraries, log
+    from bigdit.train.prepare import check_store, prepare
+
+    libraries.prepare()
+    from bigdit.config import load_run
+    from bigdit.receipt import keep, write
+
+    one_process = ["engine.name=single", "engine.processes=1", "engine.ds_config=null"]
+    run_config = load_run(config, [*overrides, *one_process])
+    spec, strategy = prepare(run_config, 1)
+    check_store(run_config)
+    from bigdit.bench.step import bench_step, largest_batch_shape
+    from bigdit.report.comparison import comparison_table, load_line, overhead, print_notes
+
+    shape = largest_batch_shape(run_config.data.features)
+    found = bench_step(spec, shape, strategy, run_config.objective, steps=steps, seed=run_config.train.seed)
+    receipt, compared = found.receipt, found.compared
+    if as_json:
+        plain = None if compared is None else compared.model_dump(mode="json")
+        log.emit_json(receipt.model_dump(mode="json") | {"compared": plain})
+    else:
+        if compared is not None:
+            log.out.print(load_line(compared.load), highlight=False)
+        _print(receipt)
+        log.out.print()
+        if compared is not None:
+            log.out.print(comparison_table(compared))
+            ratio = compared.contenders[1].of_baseline
+            assert ratio is not None  # which the baseline alone has not
+            log.out.print(f"overhead of bigdit's step: {overhead(ratio)}", highlight=False)
+            print_notes(compared)
+        else:
+            log.out.print(f"not compared with a plain loop: {found.alone}", highlight=False)
+    if out is None:
+        keep(receipt)
+    else:
+        write(receipt, out)
+        log.notice(f"wrote {out}")
+
+
+def _print(receipt: Receipt) -> None:
+    from bigdit import log
+    from bigdit.report.tables import table
+    from bigdit.units import gib
+
+    predicted, measured = receipt.predicted_peak_allocated_bytes, receipt.measured_peak_allocated_bytes
+    assert predicted is not None  # by the benchmark both are
+    assert measured is not None
+    card = f"an emulated {receipt.device}" if receipt.emulated else receipt.device
+    rows = table(f"one process on {card}, micro-batch {receipt.strategy.micro_batch_size}", ["", "value"])
+    rows.add_row("peak, rehearsed", f"{gib(predicted)} ({predicted} bytes)")
+    rows.add_row("peak, measured", f"{gib(measured)} ({measured} bytes; {receipt.measured_with})")
+    rows.add_row("off by", f"{receipt.error_percent} %")
+    reserved = receipt.predicted_peak_reserved_bytes, receipt.measured_peak_reserved_bytes
+    if reserved[0] is not None and reserved[1] is not None:
+        rows.add_row("reserved, rehearsed", f"{gib(reserved[0])} ({reserved[0]} bytes)")
+        rows.add_row("reserved, measured", f"{gib(reserved[1])} ({reserved[1]} bytes)")
+    if not receipt.emulated:  # whose kernels are not run
+        rows.add_row("a step", f"{receipt.seconds_per_step} s, {receipt.images_per_second} images/s")
+    log.out.print(rows)
