@@ -24,6 +24,9 @@ BASELINE = "AdamW, fused"
 NAMES: tuple[OptimizerName, ...] = get_args(OptimizerName)
 TEMPORARY_BYTES = 57
 """An element of the largest weight, at most: torchao's 4-bit AdamW. Source: bigdit/optim/libraries.py."""
+SLACK = 1.4
+"""What a process takes by its tensors: a heap keeps what was freed between them. Seen: 1.21 on a CPU, with all
+optimizers over 96 M parameters of Sana; the rest is for what else runs, as Linux kills when memory is over."""
 SAMPLE_SIDE = 512
 """Of the tensors that tell what an optimizer keeps: factors and blocks of 8 bits are at work, and a step is quick."""
 
@@ -46,11 +49,11 @@ class Contestants:
     state: Mapping[str, Mapping[torch.Size, float]]
 
     def bytes_for(self, shapes: Shapes) -> int:
-        """What all of them take side by side: fp32 weights and gradients, which they share, their states, and the
-        temporaries of the one that is at work."""
+        """What all of them take side by side, at most: fp32 weights and gradients, which they share, their states, and
+        the temporaries of the one that is at work."""
         largest = max(map(torch.Size.numel, shapes))
         states = sum(by_shape.get(shape, 8.0) * shape.numel() for by_shape in self.state.values() for shape in shapes)
-        return 8 * _elements(shapes) + math.ceil(states) + TEMPORARY_BYTES * largest
+        return math.ceil(SLACK * (8 * _elements(shapes) + states + TEMPORARY_BYTES * largest))
 
 
 def contestants(names: Sequence[OptimizerName], shapes: Shapes) -> Contestants:
@@ -81,7 +84,7 @@ def check_room(asked: Contestants, shapes: Shapes, what: str, nearest: Callable[
     if (wanted := asked.bytes_for(shapes)) > free:
         place = "of the card are free" if asked.device.type == "cuda" else "are free (MemAvailable)"
         raise UserError(
-            f"{what}: {len(asked.specs)} optimizers side by side take about {wanted} bytes ({gib(wanted)}), and {free} "
+            f"{what}: {len(asked.specs)} optimizers side by side take up to {wanted} bytes ({gib(wanted)}), and {free} "
             f"({gib(free)}) {place}; {nearest(free)}"
         )
 
