@@ -3,7 +3,7 @@
     python benchmarks/fuzz.py [--examples 10000] [--seed 0]
 
 Each ends with 0, 1 or 2, within the time limit, and without a traceback; with 1, it says why. `plan`, `rehearse` and
-`bench memory` end where their question is known to be sound: what answers it takes seconds, and reads nothing that was
+`bench` end where their question is known to be sound: what answers it takes seconds, and reads nothing that was
 written. Nothing is trained, and no worker is started.
 """
 
@@ -187,6 +187,24 @@ def bench(draw: st.DrawFn) -> Written:
 
 
 @st.composite
+def by_turns(draw: st.DrawFn) -> Written:
+    what, known = draw(
+        st.sampled_from([
+            ("step", ("--steps",)),
+            ("loader", ("--batches", "--rounds")),
+            ("extract", ("--pictures", "--workers", "--rounds")),
+            ("optimizer", ("--model", "--blocks", "--optimizer", "--rounds")),
+        ])
+    )  # fmt: skip
+    of_model = what == "optimizer" and draw(st.booleans())
+    asked = ["--model", draw(st.sampled_from(["sana-600m", "dit-s-2-paper"]) | TEXTS)] if of_model else []
+    overrides = [part for each in draw(st.lists(OVERRIDES, max_size=2)) for part in ("--set", each)]
+    config = [] if of_model else ["--config", "run.yaml", *overrides]
+    written = {"run.yaml": draw(texts(RECIPE, yaml.safe_dump))}
+    return Written(["bench", what, *asked, *config, *draw(options(*known))], written)
+
+
+@st.composite
 def others(draw: st.DrawFn) -> Written:
     command, known = draw(
         st.sampled_from([
@@ -205,7 +223,7 @@ def others(draw: st.DrawFn) -> Written:
     return Written([*command, *draw(options(*known))], {"store/features.json": draw(texts(RECIPE, _json))})
 
 
-WRITTEN = st.one_of(train(), train(), plan(), rehearse(), bench(), others())
+WRITTEN = st.one_of(train(), train(), plan(), rehearse(), bench(), by_turns(), others())
 
 
 class Hung(BaseException):
@@ -220,6 +238,10 @@ def unanswered() -> Iterator[None]:
         patch("bigdit.search.answer.make_plan", side_effect=sound),
         patch("bigdit.rehearse.rehearse", side_effect=sound),
         patch("bigdit.bench.memory.MemoryBenchmark.curves", side_effect=sound),
+        patch("bigdit.bench.step.bench_step", side_effect=sound),
+        patch("bigdit.bench.loader.bench_loader", side_effect=sound),
+        patch("bigdit.bench.extract.bench_extract", side_effect=sound),
+        patch("bigdit.bench.optimizer.contestants", side_effect=sound),
     ):
         yield
 
