@@ -23,6 +23,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from bigdit.bench.loader import data_loader, places
+from bigdit.config.run import DataConfig
 from bigdit.dist import World
 from bigdit.loader.order import Order
 from bigdit.loader.stream import FeatureStream, pad_text
@@ -98,16 +100,11 @@ class Bench:
         self.samples = int(store.index.counts.sum())
         self.bytes_a_sample = self.store_bytes / self.samples
         self.steps = self.samples // BATCH
-        self.order = self._order(store)
         self.buffer = bytearray(max(file.stat().st_size for file in self.files))
         self.subset = min(SUBSET, self.samples)
         self._in_ram: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.loose = root.parent / "loose"
         self._make_loose(store)
-
-    @staticmethod
-    def _order(store: FeatureStore) -> Order:
-        return Order(store.index.counts, store.index.shapes, BATCH, seed=0)
 
     def sequential(self) -> int:
         for file in self.files:
@@ -116,11 +113,17 @@ class Bench:
         return self.samples
 
     def loader(self, reader: str = "pread", each: Callable[[], None] = lambda: None) -> int:
-        store = FeatureStore.open(self.root, reader)  # type: ignore[arg-type]
-        stream = FeatureStream(
+        stream = self._stream(FeatureStore.open(self.root, reader))  # type: ignore[arg-type]
+        for batches in stream.steps(0, self.steps):
+            each()
+            del batches
+        return self.steps * BATCH
+
+    def _stream(self, store: FeatureStore) -> FeatureStream:
+        return FeatureStream(
             store,
             World(),
-            self._order(store),
+            Order(store.index.counts, store.index.shapes, BATCH, seed=0),
             micro_batch_size=BATCH,
             grad_accum_steps=1,
             seed=0,
@@ -128,23 +131,16 @@ class Bench:
             read_ahead_steps=DEPTH,
             threads=THREADS,
         )
-        for batches in stream.steps(0, self.steps):
-            each()
-            del batches
-        return self.steps * BATCH
 
     def mmap(self) -> int:
         return self.loader("mmap")
 
     def data_loader(self) -> int:
-        """torch's, with two workers, over the same parts."""
-        loader = torch.utils.data.DataLoader(
-            _Samples(self.root),
-            batch_sampler=[_pairs(self.order.batch(step)) for step in range(self.steps)],
-            num_workers=2,
-            collate_fn=_collate,
-        )
-        return sum(len(batch[0]) for batch in loader)
+        """torch's, with two workers, over the same parts, as `bigdit bench loader` has it."""
+        data = DataConfig(images=".", features=self.root, buckets=((1024, 1024),), read_threads=2)
+        stream = self._stream(FeatureStore.open(self.root))
+        batches = (places(stream, step) for step in range(self.steps))
+        return sum(len(batch[0]) for batch in data_loader(data, batches, TOKENS, pinned=False))
 
     def _make_loose(self, store: FeatureStore) -> None:
         self.loose.mkdir(exist_ok=True)
@@ -216,21 +212,6 @@ class Bench:
         self.loader(each=look)
         one = BATCH * (32 * 32 * 32 * 2 + TOKENS * (DIM + 1) * 2)
         return most, 100 * 2**20 + (DEPTH + THREADS + 2) * one
-
-
-class _Samples(torch.utils.data.Dataset):
-    def __init__(self, root: Path) -> None:
-        self._root = root
-        self._store: FeatureStore | None = None
-
-    def __getitem__(self, place: tuple[int, int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-        self._store = self._store or FeatureStore.open(self._root)
-        bucket, number, row = place
-        return _sample(self._store, bucket, number, row)
-
-
-def _pairs(batch: object) -> list[tuple[int, int, int]]:
-    return [(batch.bucket, part, row) for part, row in zip(batch.parts.tolist(), batch.rows.tolist(), strict=True)]  # type: ignore[attr-defined]
 
 
 def _sample(store: FeatureStore, bucket: int, number: int, row: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from bigdit.bench.interleaved import Comparison, Load, take_turns
 from bigdit.config import RunConfig
+from bigdit.config.run import DataConfig
 from bigdit.dist import World
 from bigdit.loader.batch import Batch
 from bigdit.loader.order import Order
@@ -50,7 +51,7 @@ def bench_loader(
         threads=threads,
         pin_memory=pinned,
     )
-    naive = data_loader(run, (places(stream, step) for step in range(last)), store.max_tokens, pinned=pinned)
+    naive = data_loader(run.data, (places(stream, step) for step in range(last)), store.max_tokens, pinned=pinned)
     with closing(stream.steps(0, last)) as steps:
         turns = {
             f"torch DataLoader, {_count(threads, 'process')}": lambda: _seconds(naive, batches),
@@ -79,14 +80,14 @@ def places(stream: FeatureStream, step: int) -> list[Place]:
 
 
 def data_loader(
-    run: RunConfig, batches: Iterator[Sequence[Place]], max_tokens: int, *, pinned: bool
+    data: DataConfig, batches: Iterator[Sequence[Place]], max_tokens: int, *, pinned: bool
 ) -> Iterator[Sequence[torch.Tensor]]:
     """What one would write: a dataset that reads a sample, and torch's loader, whose processes stack and pad them."""
     return iter(
         DataLoader(
-            _Samples(run),
+            _Samples(data),
             batch_sampler=batches,
-            num_workers=run.data.read_threads,
+            num_workers=data.read_threads,
             collate_fn=_Collated(max_tokens),
             pin_memory=pinned,
         )
@@ -96,8 +97,8 @@ def data_loader(
 class _Samples(Dataset[Sample]):
     """The store's samples, by their places; each process opens the store for itself."""
 
-    def __init__(self, run: RunConfig) -> None:
-        self._data = run.data
+    def __init__(self, data: DataConfig) -> None:
+        self._data = data
         self._store: FeatureStore | None = None
 
     def __getitem__(self, place: Place) -> Sample:

@@ -74,7 +74,7 @@ def test_torchs_data_loader_gives_the_batches_of_ours(tmp_path, kind):
     make_store(tmp_path / "store", **kind)
     run = load_run(DIGITS, [*TINY, *SINGLE, f"data.features={tmp_path / 'store'}", "data.read_threads=1"])
     stream = stream_of(FeatureStore.open(tmp_path / "store"))
-    theirs = data_loader(run, (places(stream, step) for step in range(9)), TOKENS, pinned=False)
+    theirs = data_loader(run.data, (places(stream, step) for step in range(9)), TOKENS, pinned=False)
     with closing(stream.steps(0, 9)) as ours:
         for own, other in itertools.zip_longest(ours, theirs):
             expected = [own[0].latents, own[0].text_embeds, own[0].text_mask, *own[0].extras.values()]
