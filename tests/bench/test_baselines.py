@@ -105,3 +105,9 @@ def test_what_optimizers_take_is_known_before_they_take_it(monkeypatch):
     monkeypatch.setattr("bigdit.bench.optimizer.room", lambda device: (1000, 2000))
     with pytest.raises(UserError, match=r"tiny: 3 optimizers side by side take up to \d+ bytes \(.*\), and 1000 "):
         check_room(few, shapes, "tiny", lambda free: "")
+
+
+def test_no_optimizer_is_timed_on_an_emulated_card(monkeypatch):
+    monkeypatch.setattr("bigdit.bench.optimizer.on_emulated_card", lambda: True)
+    with pytest.raises(UserError, match="times a card's kernels, and on an emulated card none runs; use a real one"):
+        contestants([], [torch.Size([8])])
