@@ -57,7 +57,8 @@ class BatchShape(Strict):
 
 
 class OptimizerSpec(Strict):
-    """An optimizer of bigdit/optim and its constants (Loshchilov & Hutter, arXiv:1711.05101).
+    """An optimizer of bigdit/optim by its `name`, and its constants as papers have them (Loshchilov & Hutter,
+    arXiv:1711.05101): `lr`, the learning rate; `betas`, the decays of both moments; `eps`; `weight_decay`, decoupled.
 
     `implementation`: how torch's adamw runs; the others have one. `beta3`: CAME's decay of the confidence
     (Luo et al., arXiv:2307.02047).
@@ -79,7 +80,8 @@ class OptimizerSpec(Strict):
 
 
 class ObjectiveSpec(Strict):
-    """Flow matching: how t is drawn. `shift` above 1 moves t towards noise, as high resolutions need."""
+    """Flow matching (`name`): how t is drawn, by `t_distribution`. `shift` above 1 moves t towards noise, as high
+    resolutions need."""
 
     name: Literal["flow_matching"] = "flow_matching"
     t_distribution: Literal["logit_normal", "uniform"] = "logit_normal"
@@ -87,14 +89,16 @@ class ObjectiveSpec(Strict):
 
 
 class EmaSpec(Strict):
-    """An exponential moving average of the weights in fp32, on the GPU or on the host; sharded as the masters are."""
+    """An exponential moving average of the weights in fp32, of which each step keeps `decay`, on the GPU or on the
+    host (`device`); sharded as the masters are."""
 
     decay: Annotated[Number, Field(gt=0, lt=1)] = 0.9999
     device: Literal["gpu", "cpu"] = "gpu"
 
 
 class LoraSpec(Strict):
-    """Low-rank adapters (Hu et al., arXiv:2106.09685) over a frozen base, which is kept in `base`.
+    """Low-rank adapters (Hu et al., arXiv:2106.09685) of rank `rank`, scaled by `alpha` / `rank`, over a frozen base,
+    which is kept in `base`.
 
     `targets`: names of linear layers, matched by their last parts as peft does; none: those of attention.
     """
@@ -117,16 +121,20 @@ class StepSize(Strict):
 class Strategy(Strict):
     """How the step is run: the one contract that plans emit, engines consume and rehearsals run.
 
+    `engine` steps `world_size` processes, each on `micro_batch_size` samples at once, `grad_accum_steps` times a step;
+    `optimizer`, `ema` and `lora` have their own keys; `gradient_clipping`: the most that the norm of all gradients may
+    be, None: it is not computed.
     `precision`: `bf16` and `fp16` are weights, gradients and activations in that dtype with fp32 master weights
     and optimizer state, in every engine, fp16 with dynamic loss scaling; `bf16_sr` has no masters: the update is
     rounded stochastically into bf16 weights; `tf32` is fp32 with TF32 matrix products.
-    `checkpointed_blocks`: the first k transformer blocks are recomputed in the backward pass; with `selective`
-    they keep the outputs of matrix products and attention, and recompute the rest.
+    `checkpointed_blocks`: the first k transformer blocks are recomputed in the backward pass; with
+    `checkpointing` selective they keep the outputs of matrix products and attention, and recompute the rest.
     `offload_activations`: what autograd saves waits on the host. `optimizer_in_backward`: each parameter is
     stepped when its gradient is there, which is then freed.
     `ds_config` is DeepSpeed's own document, complete, and goes to it as it stands (offload and buckets are in it).
     `dp_replicate`: FSDP2's HSDP, world_size = dp_replicate × dp_shard. `cpu_offload`: FSDP2 keeps its shards,
-    their gradients and the optimizer on the host.
+    their gradients and the optimizer on the host; `reshard_after_forward`: it lets gathered weights go until the
+    backward pass.
     `read_ahead_steps`: steps whose micro-batches the loader reads ahead, and holds on the host.
     `features`: `online` keeps the frozen encoders on the device and encodes `encode_chunk` samples at a time.
     """

@@ -130,7 +130,10 @@ class DataConfig(Strict):
 
 
 class IdentityCodec(Strict):
-    """Pixels as latents: scaled to [-1, 1] and unshuffled, `factor`² × channels channels; exactly invertible."""
+    """Pixels as latents: scaled to [-1, 1] and unshuffled, `factor`² × channels channels; exactly invertible.
+
+    `name`: identity, which chooses it. `color`: three channels, or one.
+    """
 
     name: Literal["identity"] = "identity"
     factor: Count = 1
@@ -141,8 +144,9 @@ class VaeCodec(Strict):
     """A diffusers VAE in the folder `path`, as its save_pretrained writes it; its latents are scaled and shifted, or
     brought to mean 0 and deviation 1, as its family's pipeline does it.
 
-    `latents`: the mode of its distribution; `sampled`, once, from `seed` and the picture's place in the source; or its
-    `moments`, mean and standard deviation, for loaders that draw anew each time. `dtype`: what it computes in.
+    `name`: vae, which chooses it; `class_name`: the VAE's class in diffusers. `latents`: the mode of its distribution;
+    `sampled`, once, from `seed` and the picture's place in the source; or its `moments`, mean and standard deviation,
+    for loaders that draw anew each time. `dtype`: what it computes in.
     """
 
     name: Literal["vae"] = "vae"
@@ -165,7 +169,7 @@ class VaeCodec(Strict):
 class TextEncoderConfig(Strict):
     """One of: `pipeline`, the folder of a diffusers pipeline, whose text encoders and tokenizers encode as it does;
     `path` to the folder of a T5 (safetensors weights and tokenizer); or `config`, T5Config's arguments, for one with
-    weights drawn from `seed` and a byte-level tokenizer, which needs no download.
+    weights drawn from `seed` and a byte-level tokenizer, which needs no download. `class_name`: the class of these two.
 
     Captions are cut to `max_tokens`: 300, or as many as the pipeline takes. `dtype`: what the encoders compute in.
     `stored`: how the store keeps hidden states; fp8, e4m3 with a scale for each token, takes half the bytes and is off
@@ -188,7 +192,7 @@ class TextEncoderConfig(Strict):
 
 
 class EncodersConfig(Strict):
-    """What turns pictures and captions into features. The same encoders serve sampling.
+    """What turns pictures (`image`) and captions (`text`) into features. The same encoders serve sampling.
 
     `device`: where they encode; auto: on the GPUs of the machine, its workers by turns, or else on its cores.
     `batch_size`: pictures, and captions, that are encoded at once; auto: on a GPU what the rehearsed encode phase of
@@ -202,17 +206,20 @@ class EncodersConfig(Strict):
 
 
 class TrainConfig(Strict):
-    """The length and the size of training. With `global_batch_size`, `grad_accum_steps` follows from the
-    processes at hand. The learning rate warms up over `warmup_steps`, then stays or falls on a cosine.
+    """The length and the size of training: `steps` of the optimizer, in each of which a process takes
+    `micro_batch_size` samples at once, `grad_accum_steps` times (once), or so often that all processes at hand come to
+    `global_batch_size`. `precision`: as of a Strategy. `seed`: of weights, order, noise and t. `gradient_clipping`: the
+    most that the norm of all gradients may be; null: it is not computed. The learning rate warms up over
+    `warmup_steps`, then stays or falls on a cosine (`lr_schedule`).
 
-    `checkpointed_blocks`: the first so many blocks are recomputed in the backward pass, whole or, `selective`,
-    all but matrix products and attention; `offload_activations`: what the blocks save waits on the host.
-    `optimizer_in_backward`: each parameter is stepped when its gradient is there, which is then freed.
-    `ema`: a moving average of the weights; `lora`: adapters are trained, over a frozen model.init_from.
-    Of the checkpoints, every `checkpoint_every` steps, the last `keep_checkpoints` stay and those that `keep_every`
-    divides; those that `export_every` divides, and the last, are written in diffusers' format too.
-    `grace`: the seconds after SIGTERM, SIGUSR1, SIGHUP or Ctrl-C in which a checkpoint is saved, before the run ends.
-    A step whose gradients are not finite is skipped; after `most_skipped_steps` in a row the run ends.
+    `checkpointed_blocks`: the first so many blocks are recomputed in the backward pass, whole or (`checkpointing:
+    selective`) all but matrix products and attention; `offload_activations`: what the blocks save waits on the host.
+    `optimizer_in_backward`: each parameter is stepped when its gradient is there, which is then freed. `ema`: a moving
+    average of the weights; `lora`: adapters are trained, over a frozen model.init_from. Of the checkpoints, every
+    `checkpoint_every` steps, the last `keep_checkpoints` stay and those that `keep_every` divides; those that
+    `export_every` divides, and the last, are written in diffusers' format too. `grace`: the seconds after SIGTERM,
+    SIGUSR1, SIGHUP or Ctrl-C in which a checkpoint is saved, before the run ends. A step whose gradients are not finite
+    is skipped; after `most_skipped_steps` in a row the run ends.
     """
 
     steps: Count
@@ -239,8 +246,9 @@ class TrainConfig(Strict):
 
 
 class EngineConfig(Strict):
-    """`processes`: how many `bigdit train` starts on this machine. `ds_config`: DeepSpeed's JSON document. `timeout`:
-    the seconds that a process waits for another, after which the run ends.
+    """`name`: one process, DeepSpeed or FSDP2. `processes`: how many `bigdit train` starts on this machine.
+    `ds_config`: DeepSpeed's JSON document. `timeout`: the seconds that a process waits for another, after which the run
+    ends.
 
     Of FSDP2: `reshard_after_forward` lets gathered weights go until the backward pass; `dp_replicate` copies of
     the model, each sharded over the others (HSDP); `cpu_offload` keeps shards, gradients and optimizer on the host.
@@ -256,7 +264,9 @@ class EngineConfig(Strict):
 
 
 class RunConfig(Strict):
-    """A whole run: pictures, encoders, model, objective, optimizer, training, engine, where it is written."""
+    """A whole run: the `model`; pictures and features (`data`) and their `encoders`; `objective`, `optimizer`, length
+    and size (`train`) and `engine`; `output`: the folder of checkpoints, exports, metrics and the receipt.
+    """
 
     model: ModelConfig
     data: DataConfig

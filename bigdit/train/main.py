@@ -25,6 +25,18 @@ PATIENCE_S = 10.0
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The entry of launch/train.py and `python -m bigdit.train`; returns the exit status."""
+    parsed = parse(arguments)
+    overrides = with_grace(with_ds_config(parsed.set, parsed.ds_config), parsed.grace)
+    end_with_launcher()
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # or a lost peer is told in stack frames too
+    status = guard(lambda: _train(parsed.config, overrides, parsed.plan))
+    if status == EXIT_USER and os.environ.get("RANK", "0") != "0" and LAUNCHER not in os.environ:
+        time.sleep(PATIENCE_S)  # torchrun ends all as soon as one has failed: the one that says why is let go first
+    return status
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options of launch/train.py; ends the process where they are none."""
     parser = argparse.ArgumentParser(prog="train.py", description="Train as the run's config says.")
     parser.add_argument("--config", type=Path, required=True, help="the run's YAML")
     parser.add_argument("--ds-config", type=Path, help="DeepSpeed's JSON; chooses engine.name deepspeed")
@@ -33,14 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--grace", type=float, help="seconds to save and end in after a signal; train.grace")
     # The deepspeed launcher passes it; the environment says the same.
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
-    parsed = parser.parse_args(arguments)
-    overrides = with_grace(with_ds_config(parsed.set, parsed.ds_config), parsed.grace)
-    end_with_launcher()
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # or a lost peer is told in stack frames too
-    status = guard(lambda: _train(parsed.config, overrides, parsed.plan))
-    if status == EXIT_USER and os.environ.get("RANK", "0") != "0" and LAUNCHER not in os.environ:
-        time.sleep(PATIENCE_S)  # torchrun ends all as soon as one has failed: the one that says why is let go first
-    return status
+    return parser.parse_args(arguments)
 
 
 def _train(config: Path, overrides: Sequence[str], source: Path | None) -> int:
