@@ -1,11 +1,11 @@
-# make setup | demo | test | check | referee; everything lives in .venv, .venv-cuda and .venv-oldest; nothing needs a GPU.
+# make setup | demo | test | check | docs | referee; everything lives in .venv, .venv-cuda and .venv-oldest; nothing needs a GPU.
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 CUDA_READY := .venv-cuda/.ready
 OLDEST_READY := .venv-oldest/.ready
 
-.PHONY: setup cuda oldest demo test check referee lint types imports clean
+.PHONY: setup cuda oldest demo test check docs referee lint types imports clean
 
 setup: $(READY)
 
@@ -35,7 +35,12 @@ demo: $(READY)
 test: $(READY) $(CUDA_READY) $(OLDEST_READY)
 	$(BIN)/python -m pytest
 
-check: lint types imports test
+check: lint types imports docs test
+
+# The pages as a site in build/site; a link that leads nowhere is an error. The variable is what material asks for to
+# leave out its announcement of a successor.
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # Every model and every way to train it, rehearsed and on an emulated card: about an hour, which goes on where it was.
 referee: $(READY) $(CUDA_READY)

@@ -59,7 +59,7 @@ def test_errors_are_a_line_each(arguments, errors):
 
 @pytest.mark.slow
 def test_the_first_plan(golden):
-    """What the README shows is what the command prints, at 80 columns and without colour: what ran on an emulated
+    """What docs/plan.md shows is what the command prints, at 80 columns and without colour: what ran on an emulated
     card."""
     done = bigdit("plan", "--model", "sana-1600m", "--gpu", "a40", "--device", "emulated", timeout=500)
     assert done.returncode == 0, done.stderr
@@ -67,9 +67,9 @@ def test_the_first_plan(golden):
     golden("plan-sana-1600m-a40.txt", done.stdout)
 
 
-def test_the_readme_shows_the_plan():
+def test_the_docs_show_the_plan():
     plan = (ROOT / "tests/golden/plan-sana-1600m-a40.txt").read_text()
-    assert plan.strip() in (ROOT / "README.md").read_text()
+    assert plan.strip() in (ROOT / "docs/plan.md").read_text()
 
 
 def test_the_first_plan_says_what_to_go_on_with_where_memory_runs_out():

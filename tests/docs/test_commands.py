@@ -1,0 +1,224 @@
+"""Every command of README and docs/ does what stands there: how each is tried, and why, is the table in
+docs/contributing.md."""
+
+import re
+import shlex
+from dataclasses import dataclass
+
+import pytest
+from carried import FIRST
+from commands import DIGITS, ROOT, bigdit, run_command
+from pipeline_folders import pipeline_folder
+from reference import commands
+
+from bigdit.config import load_run
+
+PAGES = [FIRST, *sorted(page.relative_to(ROOT).as_posix() for page in (ROOT / "docs").rglob("*.md"))]
+GOLDEN = ROOT / "tests/golden/plan-sana-1600m-a40.txt"
+FENCE = re.compile(r"^```(.*?)$\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LANGUAGES = {"console", "text", "yaml"}
+OURS = dict(commands())
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A command of a page, without variables that are set for it, and what the page says that it prints."""
+
+    page: str
+    text: str
+    output: str
+
+    @property
+    def words(self):
+        words = shlex.split(self.text, comments=True)
+        return [word for index, word in enumerate(words) if index or not re.match(r"[A-Z_]+=", word)]
+
+    @property
+    def options(self):
+        """Those that follow the command's name, and the name, of a command of bigdit."""
+        words = self.words[1:]
+        name = next(name for name in OURS if words[: len(name.split())] == name.split())
+        return name, words[len(name.split()) :]
+
+
+def shown(page, text):
+    """The commands of a page: behind `$ `, over lines that end with a backslash, each with the lines after it."""
+    for language, block in FENCE.findall(text):
+        if language == "console":
+            for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
+                command = re.match(r"(?:.*\\\n)*.*\n", part)[0]
+                yield Shown(page, command.replace("\\\n", " ").strip(), part[len(command) :])
+
+
+def said():
+    """How each kind of command is tried, by its beginning: the table of contributing.md."""
+    rows = re.findall(r"^\| `(.+?)` \| (\w+) \| (.+) \|$", (ROOT / "docs/contributing.md").read_text(), re.MULTILINE)
+    assert len({start for start, _, _ in rows}) == len(rows)
+    return {start: how for start, how, _ in rows}
+
+
+def beginning(command, starts):
+    """The longest of the beginnings; None where there is none."""
+    words = command.words
+    fitting = [start for start in starts if words[: len(start.split())] == start.split()]
+    return max(fitting, key=len, default=None)
+
+
+ALL = [command for page in PAGES for command in shown(page, (ROOT / page).read_text())]
+
+
+def agrees(output, printed):
+    """Whether a page's output is what was printed, in order, but for what a line of … stands for."""
+    for part in re.split(r"^…\n", output, flags=re.MULTILINE):
+        found = printed.find(part)
+        if found < 0 or (found > 0 and part is output):
+            return False
+        printed = printed[found + len(part) :]
+    return output.rstrip().endswith("…") or not printed.strip()
+
+
+def run(command, tmp_path):
+    """It is run, and prints what the page says."""
+    own = {"recipe copy": ["--out", tmp_path]}
+    name, options = command.options
+    done = bigdit(*name.split(), *options, *own.get(name, []))
+    assert done.returncode == 0, done.stderr
+    if command.output:
+        assert agrees(command.output, done.stdout)
+
+
+def parsed(command, _):
+    """bigdit's own parser takes it; the keys that it overrides are those of a run."""
+    name, options = command.options
+    values = OURS[name].make_context(name, options).params
+    assert values
+    load_run(DIGITS, values.get("overrides") or [])
+    return values
+
+
+def asked(command, tmp_path):
+    """Parsed, and its model, card, strategy and sizes are checked as when it runs; of the first plan the page has what
+    another test has seen printed."""
+    from bigdit import catalog
+    from bigdit.config.strategy import parse_strategy
+    from bigdit.search.ask import question_for
+
+    pipeline_folder(tmp_path / "models/mine", "Efficient-Large-Model/Sana_1600M_1024px_diffusers")
+    values = parsed(command, tmp_path)
+    if command.options[0] == "plan":
+        question_for(**{key: value for key, value in values.items() if value and key != "out"})
+    else:
+        catalog.find_model(values["model"]), catalog.resolve_gpu(values["gpu"])
+        assert [parse_strategy(text.split()) for text in values["strategy"]]
+    assert agrees(command.output, GOLDEN.read_text()) or not command.output
+
+
+def launched(command, _):
+    """The launcher's own parser takes it, and launch/train.py's what is for that."""
+    from accelerate.commands.launch import launch_command_parser
+    from deepspeed.launcher.runner import parse_args
+    from torch.distributed.run import get_args_parser
+
+    from bigdit.train.main import parse
+
+    launcher, *words = command.words
+    if launcher == "deepspeed":
+        found = parse_args(words)
+        script, own = found.user_script, found.user_args
+    else:
+        parser = {"torchrun": get_args_parser, "accelerate": launch_command_parser}[launcher]()
+        found = parser.parse_args(words[1:] if launcher == "accelerate" else words)
+        script, own = found.training_script, found.training_script_args
+    assert (ROOT / script).is_file()
+    load_run(DIGITS, parse(own).set)
+
+
+def submitted(command, _):
+    """The script is there and bash reads it; what follows is for `bigdit extract` or launch/train.py."""
+    from bigdit.train.main import parse
+
+    at = next(index for index, word in enumerate(command.words) if word.endswith(".sbatch"))
+    script, config, *options = command.words[at:]
+    assert run_command("bash", "-n", script).returncode == 0
+    options = ["--config", config, *options]
+    if "bigdit extract" in (ROOT / script).read_text():
+        assert OURS["extract"].make_context("extract", options).params
+    else:
+        assert parse(options)
+
+
+def downloaded(command, _):
+    """`hf` has the options, and the repository is a recipe's."""
+    from bigdit.recipes.recipe import names, recipe
+
+    assert command.text in {line for name in names() for line in recipe(name).commands}
+    done = run_command("hf", "download", "--help")
+    assert all(word in done.stdout for word in command.words if word.startswith("--"))
+
+
+def made(command, _):
+    """make knows what to do."""
+    assert run_command("make", "--dry-run", *command.words[1:]).returncode == 0
+
+
+TRIED = {way.__name__: way for way in (run, parsed, asked, launched, submitted, downloaded, made)}
+
+
+@pytest.mark.parametrize("command", ALL, ids=lambda command: f"{command.page}: {command.text[:60]}")
+def test_a_command_does_what_stands_there(command, tmp_path, monkeypatch):
+    ways = said()
+    start = beginning(command, ways)
+    assert start is not None, f"docs/contributing.md does not say how {command.text!r} is tried"
+    monkeypatch.chdir(tmp_path)
+    TRIED[ways[start]](command, tmp_path)
+    assert not command.output or ways[start] in ("run", "asked"), "nothing holds this output"
+
+
+def test_all_that_is_said_of_commands_is_of_some():
+    ways = said()
+    assert set(ways) == {beginning(command, ways) for command in ALL}
+    assert set(ways.values()) == set(TRIED)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_stand_where_they_are_found(page):
+    """No command hides in a block of another kind, or in an indented one; and those within a line have options that
+    there are."""
+    text = (ROOT / page).read_text()
+    blocks = FENCE.findall(text)
+    assert {language for language, _ in blocks} <= LANGUAGES
+    assert not [
+        block for language, block in blocks if language != "console" and re.search(r"^(\$ |bigdit )", block, re.M)
+    ]
+    prose = FENCE.sub("", text)
+    assert not re.search(r"\n\n {4,}(\$ )?(bigdit|python|make|pip)\b", prose)
+    for within in re.findall(r"`bigdit ([a-z][^`]*)`", prose):
+        fitting = [
+            command for name, command in OURS.items() if f"{within} ".startswith((f"{name} ", f"{name.split()[0]} "))
+        ]
+        known = {option for command in fitting for each in command.params for option in each.opts}
+        assert fitting, within
+        assert set(re.findall(r"(?<= )--[\w-]+", within)) <= known, within
+
+
+@pytest.mark.parametrize(
+    ("output", "printed", "same"),
+    [
+        ("a\nb\n", "a\nb\n", True),
+        ("a\n…\nc\n", "a\nb\nc\n", True),
+        ("a\n…\n", "a\nb\nc\n", True),
+        ("b\n", "a\nb\n", False),
+        ("a\n", "a\nb\n", False),
+        ("a\n…\nd\n", "a\nb\nc\n", False),
+        ("c\n…\na\n", "a\nb\nc\n", False),
+    ],
+)
+def test_outputs_are_compared(output, printed, same):
+    assert agrees(output, printed) is same
+
+
+def test_a_command_goes_over_lines_and_ends_where_its_output_begins():
+    text = "```console\n$ A=b bigdit plan \\\n    --gpu a40  # why\nFITS\n$ make\n```\n```text\n$ no\n```\n"
+    first, second = shown("page", text)
+    assert first.words == ["bigdit", "plan", "--gpu", "a40"]
+    assert (first.output, second.text) == ("FITS\n", "make")

@@ -1,0 +1,52 @@
+"""Links of the texts lead somewhere: to files that are there, and to headings that they have."""
+
+import re
+
+import pytest
+from carried import carried, place
+from commands import ROOT
+
+TEXTS = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")]
+
+
+def broken(text, folder):
+    """The links of a text in that folder that lead to no file, or to no heading of one."""
+    prose = re.sub(r"^```.*?^```$|`[^`\n]*`", "", text, flags=re.MULTILINE | re.DOTALL)
+    found = []
+    for link, path, anchor in re.findall(r"\]\((?!\w+:)(([^)#\s]*)#?([^)\s]*))\)", prose):
+        file = folder / path
+        if not file.exists() or (anchor and anchor not in anchors(file.read_text() if path else text)):
+            found.append(link)
+    return found
+
+
+def anchors(text):
+    """Those of its headings, as GitHub and mkdocs make them."""
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("file", TEXTS, ids=lambda file: str(file.relative_to(ROOT)))
+def test_links_lead_somewhere(file):
+    assert broken(file.read_text(), file.parent) == []
+
+
+def test_a_link_that_leads_nowhere_is_found(tmp_path):
+    (tmp_path / "there.md").write_text("# A heading, here\n")
+    text = (
+        "[a](there.md) [b](there.md#a-heading-here) [c](gone.md) [d](there.md#other) [e](https://example.org) `[f](f)`"
+    )
+    assert broken(text, tmp_path) == ["gone.md", "there.md#other"]
+
+
+def test_what_pages_link_to_comes_along():
+    found = carried()
+    assert {
+        "README.md",
+        "ARCHITECTURE.md",
+        "benchmarks/README.md",
+        "benchmarks/referee.md",
+        "benchmarks/memory.png",
+    } <= {*found}
+    assert not [path for path in found if path.startswith("docs/")]
+    assert (place("README.md"), place("docs/plan.md")) == ("index.md", "plan.md")

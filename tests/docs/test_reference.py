@@ -1,0 +1,52 @@
+"""The reference has every key and every option, and each key is said."""
+
+import inspect
+import re
+
+import pytest
+from commands import bigdit
+from reference import commands, kind, pages, sections
+
+from bigdit.config.run import RunConfig
+from bigdit.spec import Strategy
+
+SECTIONS = {name: model for name, (_, model) in sections(RunConfig).items()} | {"Strategy": Strategy}
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_every_key_is_said_in_its_section(name):
+    said = inspect.getdoc(SECTIONS[name])
+    assert [key for key in SECTIONS[name].model_fields if not re.search(rf"`{key}\b", said)] == []
+
+
+def test_every_key_has_a_row():
+    assert len(SECTIONS) > 12
+    run, strategy = pages()["run.md"], pages()["strategy.md"]
+    for name, model in SECTIONS.items():
+        page = strategy if model is Strategy else run.split(f"{name} {{#{name.lower()}}}\n")[1].split("\n## ")[0]
+        assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == list(model.model_fields)
+    assert "\n## train.ema: EmaSpec {#emaspec}\n" in run
+    assert "| `micro_batch_size` | integer > 0 |  |" in run
+    assert "| `ema` | [EmaSpec](run.md#emaspec) or null | `null` |" in strategy
+
+
+def test_every_command_and_option_is_there():
+    page = pages()["commands.md"]
+    found = re.findall(r"^## bigdit (.+)$", page, re.MULTILINE)
+    assert found == [name for name, _ in commands()]
+    shown = bigdit("plan", "--help").stdout
+    for option in re.findall(r"^  (--[\w-]+)", shown, re.MULTILINE):
+        assert f"| `{option}" in page
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        ({"type": "integer", "minimum": 0, "maximum": 2**63 - 1}, "integer ≥ 0"),
+        ({"type": "number", "ge": 0, "lt": 1}, "number ≥ 0, < 1"),
+        ({"anyOf": [{"const": "all", "type": "string"}, {"type": "null"}]}, "`all` or null"),
+        ({"type": "array", "items": {"type": "string", "format": "path"}}, "list of path"),
+    ],
+)
+def test_types_are_words(part, words):
+    assert kind(part) == words
