@@ -84,6 +84,23 @@ def test_no_folder_has_too_many_files(tmp_path):
     assert crowded(tmp_path) == {tmp_path / "deep": MOST + 1}
 
 
+def test_a_wheel_has_every_file():
+    """Python's come along where there is an __init__.py beside them; all others, and those of folders without one, by
+    setup.cfg's package_data."""
+    config = ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    packed = {
+        file
+        for package, patterns in config["options.package_data"].items()
+        for pattern in patterns.split(",")
+        for file in (ROOT / package.replace(".", "/")).glob(pattern.strip())
+    }
+    files = [file for file in PACKAGE.rglob("*") if file.is_file() and file.parent.name != "__pycache__"]
+    alone = [file for file in files if file.suffix != ".py" or not (file.parent / "__init__.py").exists()]
+    assert len(alone) > 20
+    assert sorted(set(alone) - packed) == []
+
+
 @pytest.mark.parametrize("file", layers(), ids=lambda file: str(file.relative_to(ROOT)))
 def test_every_layer_says_what_it_is(file):
     said = ast.get_docstring(ast.parse(file.read_text()))
