@@ -28,12 +28,12 @@ from bigdit.config.strategy import parse_strategy
 from bigdit.dist import World
 from bigdit.engines.state import places
 from bigdit.files import write_text
+from bigdit.objective_spec import FlowMatchingSpec
 from bigdit.rehearse import rehearse
 from bigdit.rehearse.ask import request_for
 from bigdit.rehearse.card.unwritten import unwritten_weights
 from bigdit.rehearse.data import batch
 from bigdit.search.predict.sibling import depths, sibling
-from bigdit.spec import ObjectiveSpec
 from bigdit.train.step import train_step
 from bigdit.units import gib
 
@@ -65,7 +65,7 @@ def main() -> None:
     engine = engines.create(strategy, module, family, device=cpu, world=World())
 
     def step() -> None:
-        train_step(engine, family, ObjectiveSpec(), [batch(request.batch, strategy)], lr=1e-6)
+        train_step(engine, family, FlowMatchingSpec(), [batch(request.batch, strategy)], lr=1e-6)
 
     def copy() -> None:
         held = [place.tensor.to("cpu", copy=True) for place in places(engine, None, 0).values()]

@@ -13,7 +13,8 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from bigdit import log
 from bigdit.errors import UserError, versions
 from bigdit.files import write_json
-from bigdit.spec import BatchShape, ModelSpec, ObjectiveSpec, StepSize, Strategy, Strict
+from bigdit.objective_spec import ObjectiveSpec
+from bigdit.spec import BatchShape, ModelSpec, StepSize, Strategy, Strict
 
 
 class OutOfMemory(Strict):

@@ -1,4 +1,4 @@
-"""Pictures from captions by a trained checkpoint: flow matching with classifier-free guidance."""
+"""Pictures from captions by a trained checkpoint, with classifier-free guidance."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 
 from bigdit import models, objectives
 from bigdit.catalog.encoders import POOLED_TEXT
+from bigdit.catalog.families import objective_of
 from bigdit.checkpoint import Checkpoint, load_model, load_weights, verify
 from bigdit.config import RunConfig
 from bigdit.config.load import parse_run
@@ -18,6 +19,7 @@ from bigdit.encoders.load import load_text_encoder
 from bigdit.errors import UserError
 from bigdit.loader.batch import Batch
 from bigdit.loader.stream import pad_text
+from bigdit.objective_spec import SamplerName
 from bigdit.shortage import room, told
 from bigdit.spec import ModelSpec, Strategy
 from bigdit.store.part import Shape
@@ -28,12 +30,16 @@ _LESS = "a smaller --size or fewer captions take less"
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """`height` and `width` in pixels; `steps` of Euler; `guidance` 1 is none (Ho & Salimans, arXiv:2207.12598)."""
+    """`height` and `width` in pixels; `guidance` 1 is none (Ho & Salimans, arXiv:2207.12598).
+
+    `sampler`: left out, the objective's default.
+    """
 
     height: int
     width: int
     steps: int = 20
     guidance: float = 3.0
+    sampler: SamplerName | None = None
     seed: int = 0
     micro_batch_size: int = 50
 
@@ -54,7 +60,7 @@ class Sampler:
         self._codec = load_image_codec(run.encoders.image, device)
         self._text = load_text_encoder(run.encoders.text, device)
         self._null = self._text.null()
-        self._shift = run.objective.shift
+        self._objective = objective_of(spec, run.objective)
         self.buckets = run.data.buckets
 
     @torch.no_grad()
@@ -79,11 +85,14 @@ class Sampler:
     def _draw(self, captions: Sequence[str], shape: Shape, start: int, options: SamplingOptions) -> torch.Tensor:
         seeds = [options.seed + start + i for i in range(len(captions))]
         noise = objectives.draw_noise(torch.empty((len(captions), *shape), device=self._device), seeds)
-        latents = objectives.euler(self._guided(captions, options.guidance), noise, options.steps, self._shift)
+        sampler = options.sampler or objectives.default_sampler(self._objective)
+        tokens = self._family.tokens(self._model, noise.shape)
+        predict = self._guided(captions, options.guidance)
+        latents = objectives.sample(self._objective, sampler, predict, noise, options.steps, tokens)
         return to_bytes(self._codec.decode(latents)).cpu()
 
     def _guided(self, captions: Sequence[str], guidance: float) -> objectives.Predict:
-        """The velocity towards the captions, pushed away from that of the empty caption."""
+        """The prediction for the captions, pushed away from that for the empty caption."""
         texts = [*self._text.encode(captions), *[self._null] * len(captions)]
         texts = [text.to(self._device, torch.float32) for text in texts]
         text_embeds, text_mask = pad_text([text.states for text in texts], self._text.max_tokens)

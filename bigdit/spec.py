@@ -79,15 +79,6 @@ class OptimizerSpec(Strict):
         return self
 
 
-class ObjectiveSpec(Strict):
-    """Flow matching (`name`): how t is drawn, by `t_distribution`. `shift` above 1 moves t towards noise, as high
-    resolutions need."""
-
-    name: Literal["flow_matching"] = "flow_matching"
-    t_distribution: Literal["logit_normal", "uniform"] = "logit_normal"
-    shift: Positive = 1.0
-
-
 class EmaSpec(Strict):
     """An exponential moving average of the weights in fp32, of which each step keeps `decay`, on the GPU or on the
     host (`device`); sharded as the masters are."""

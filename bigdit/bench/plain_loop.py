@@ -12,7 +12,8 @@ from torch import nn
 from bigdit import engines, objectives, optim
 from bigdit.loader.batch import Batch
 from bigdit.models import Family
-from bigdit.spec import ObjectiveSpec, Strategy
+from bigdit.objective_spec import ObjectiveSpec
+from bigdit.spec import Strategy
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,8 @@ def plain_steps(
             def predict(latents: torch.Tensor, t: torch.Tensor, batch: Batch = batch) -> torch.Tensor:
                 return family.predict(model, latents, t, batch)
 
-            loss = objectives.loss(objective, predict, batch.latents, batch.seeds, dtype) / len(micro_batches)
+            tokens = family.tokens(model, batch.latents.shape)
+            loss = objectives.loss(objective, predict, batch.latents, batch.seeds, dtype, tokens) / len(micro_batches)
             scaler.scale(loss).backward()
             total += loss.detach()
         if mixed:

@@ -18,12 +18,13 @@ from bigdit.bench.interleaved import Comparison, Load, take_turns
 from bigdit.bench.plain_loop import Step, plain_steps
 from bigdit.dist import World
 from bigdit.memory.allocator import replay
+from bigdit.objective_spec import ObjectiveSpec
 from bigdit.receipt import Receipt
 from bigdit.rehearse import RehearsalRequest, RehearsedSize, rehearse
 from bigdit.rehearse.data import batch, feed
 from bigdit.rehearse.request import A100_MULTIPROCESSORS, Kernels
 from bigdit.shortage import room
-from bigdit.spec import BatchShape, ModelSpec, ObjectiveSpec, Strategy
+from bigdit.spec import BatchShape, ModelSpec, Strategy
 from bigdit.store import FeatureStore
 from bigdit.train import store
 from bigdit.train.measure import STEPS, MemoryMeter

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bigdit.objective_spec import DdpmSpec, FlowMatchingSpec, ObjectiveSpec
 from bigdit.spec import ModelSpec, Strict
 
 
@@ -15,6 +16,7 @@ class Inputs(Strict):
     `square`: height and width are one number to it.
     `depths`: the lists of like blocks, in the order of the forward pass, each with the constructor argument that
     says its length. `even`: the class takes an even number of blocks alone, whose halves are joined by skips.
+    `objective`: what its models are trained by where nothing else is asked.
     """
 
     text_dim: str | None = None
@@ -26,7 +28,12 @@ class Inputs(Strict):
     square: bool = False
     depths: dict[str, str] = {"transformer_blocks": "num_layers"}
     even: bool = False
+    objective: FlowMatchingSpec | DdpmSpec = FlowMatchingSpec()
 
+
+DDPM = DdpmSpec()
+"""ε, betas from 0.0001 to 0.02 over 1000 timesteps, and the variance where a model has one. Source: Peebles & Xie,
+arXiv:2212.09748, section 4; the code of PixArt-α and PixArt-Σ."""
 
 _TWO_LISTS = {"transformer_blocks": "num_layers", "single_transformer_blocks": "num_single_layers"}
 
@@ -52,9 +59,9 @@ FAMILIES: dict[str, Inputs] = {
         extras=("pooled_text", "llama_text"),
         depths={"double_stream_blocks": "num_layers", "single_stream_blocks": "num_single_layers"},
     ),
-    "DiTTransformer2DModel": Inputs(extras=("class_label",), square=True),
-    "PaperDiT": Inputs(extras=("class_label",), square=True, depths={"blocks": "depth"}),
-    "PixArtTransformer2DModel": Inputs(text_dim="caption_channels"),
+    "DiTTransformer2DModel": Inputs(extras=("class_label",), square=True, objective=DDPM),
+    "PaperDiT": Inputs(extras=("class_label",), square=True, depths={"blocks": "depth"}, objective=DDPM),
+    "PixArtTransformer2DModel": Inputs(text_dim="caption_channels", objective=DDPM),
     "SD3Transformer2DModel": Inputs(text_dim="joint_attention_dim", extras=("pooled_text",)),
     "FluxTransformer2DModel": Inputs(
         text_dim="joint_attention_dim", extras=("pooled_text",), packs=True, depths=_TWO_LISTS
@@ -87,6 +94,12 @@ PIPELINES = {
     "ZImageTransformer2DModel": "ZImagePipeline",
 }
 """The diffusers pipeline in whose folder lie the VAE and the text encoders that a class is trained with here."""
+
+
+def objective_of(model: ModelSpec, asked: ObjectiveSpec | None) -> ObjectiveSpec:
+    """What a model is trained by: as asked, else as its family was."""
+    return asked or FAMILIES.get(model.class_name, Inputs()).objective
+
 
 MOST_BLOCKS = 1000
 """In a list of like blocks; the deepest of the catalogue has 60."""

@@ -9,7 +9,7 @@ from bigdit.checkpoint.find import find_checkpoint, latest
 from bigdit.checkpoint.folder import Checkpoint
 from bigdit.checkpoint.peers import Peers
 from bigdit.checkpoint.restore import load_model, load_weights, restore
-from bigdit.checkpoint.resumable import check_resumable
+from bigdit.checkpoint.resumable import check_objective, check_resumable
 from bigdit.checkpoint.saver import Keeping, Saver, remove_unfinished
 from bigdit.checkpoint.verify import verify
 
@@ -18,6 +18,7 @@ __all__ = [
     "Keeping",
     "Peers",
     "Saver",
+    "check_objective",
     "check_resumable",
     "export",
     "find_checkpoint",

@@ -6,6 +6,7 @@ from typing import Any
 
 from bigdit.checkpoint.folder import Checkpoint
 from bigdit.errors import UserError
+from bigdit.objective_spec import ObjectiveSpec
 from bigdit.spec import ModelSpec, Strategy
 
 
@@ -37,6 +38,18 @@ def check_resumable(checkpoint: Checkpoint, model: ModelSpec, strategy: Strategy
     if problems:
         fix = f"choose another output, or start from its weights: model.init_from={checkpoint.folder}"
         raise UserError(*(f"{problem}; {fix}" for problem in problems))
+
+
+def check_objective(checkpoint: Checkpoint, objective: ObjectiveSpec) -> None:
+    """Raise UserError where the run would have the model predict something else than it learned."""
+    saved, wanted = checkpoint.state["run"]["objective"], objective.model_dump(mode="json")
+    for key in ("name", "prediction"):
+        if saved.get(key) != wanted.get(key):
+            raise UserError(
+                f"{checkpoint.folder} was trained with objective.{key} {saved.get(key)}, and the run asks for "
+                f"{wanted.get(key)}; set objective.{key} to {saved.get(key)}, choose another output, or start from its "
+                f"weights: model.init_from={checkpoint.folder}"
+            )
 
 
 def layout(strategy: Strategy) -> str:

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from bigdit.commands.options import Json
+from bigdit.objective_spec import SamplerName
 from bigdit.units import LARGEST
 
 
@@ -19,7 +20,11 @@ def run(
     caption: Annotated[list[str], typer.Option(help="A caption; repeatable.")] = [],  # noqa: B006
     captions: Annotated[Path | None, typer.Option(help="A text file with a caption a line.")] = None,
     size: Annotated[str | None, typer.Option(metavar="HxW", help="Pixels; the run's first bucket if left out.")] = None,
-    steps: Annotated[int, typer.Option(min=1, max=1000, help="Euler steps.")] = 20,
+    steps: Annotated[int, typer.Option(min=1, max=1000, help="Steps from noise to picture.")] = 20,
+    sampler: Annotated[
+        SamplerName | None,
+        typer.Option(help="Of flow matching euler, of DDPM dpmsolver++ or ddim; the first of these if left out."),
+    ] = None,
     guidance: Annotated[float, typer.Option(min=0, help="Classifier-free guidance; 1 is none.")] = 3.0,
     seed: Annotated[int, typer.Option(min=0, max=LARGEST, help="Picture i is drawn from seed + i.")] = 0,
     ema: Annotated[bool, typer.Option("--ema", help="The moving average of the weights (train.ema).")] = False,
@@ -53,12 +58,12 @@ def run(
     for line in notices:
         log.notice(line)
     with told(f"--checkpoint {found.folder}: loading it", device, "a device with more memory is needed"):
-        sampler = Sampler(found, device, ema=ema)
-    height, width = height_width or sampler.buckets[0]
-    options = SamplingOptions(height, width, steps=steps, guidance=guidance, seed=seed)
+        loaded = Sampler(found, device, ema=ema)
+    height, width = height_width or loaded.buckets[0]
+    options = SamplingOptions(height, width, steps=steps, guidance=guidance, sampler=sampler, seed=seed)
     pictures, rows = [], []
     with log.progress("sample", total=len(wanted), unit="images") as advance:
-        for i, pixels in enumerate(sampler.sample(wanted, options)):
+        for i, pixels in enumerate(loaded.sample(wanted, options)):
             picture = pixels.squeeze(0).numpy() if len(pixels) == 1 else pixels.permute(1, 2, 0).numpy()
             path = out / f"{i:05d}.png"
             with replacing(path) as temporary:

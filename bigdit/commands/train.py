@@ -25,6 +25,7 @@ def run(
 ) -> int:
     """Train as the run's config says, with as many processes; the same command resumes."""
     from bigdit import libraries, log
+    from bigdit.catalog.families import objective_of
     from bigdit.catalog.revision import revision
     from bigdit.config.plan_file import read_plan_file
     from bigdit.config.planned import plan_notices
@@ -44,7 +45,8 @@ def run(
         from bigdit.train.model import check_model  # torch, which only the processes that train need else
 
         check_model(run_config, spec, strategy)
-        log.emit_json({"run": run_config.model_dump(mode="json"), "strategy": strategy.model_dump(mode="json")})
+        resolved = run_config.model_copy(update={"objective": objective_of(spec, run_config.objective)})
+        log.emit_json({"run": resolved.model_dump(mode="json"), "strategy": strategy.model_dump(mode="json")})
         return 0
     check_store(run_config)
     return launch(run_config, config, overrides, plan)

@@ -9,12 +9,13 @@ from pydantic import ValidationError
 from bigdit.config.deepspeed import complete_ds_config, ds_values, read_ds_config
 from bigdit.config.run import IdentityCodec, RunConfig
 from bigdit.errors import UserError
+from bigdit.objective_spec import DdpmSpec
 from bigdit.spec import ModelSpec, Strategy
 
 
 def check(run: RunConfig, model: ModelSpec) -> None:
     """Raise UserError with every contradiction between the sections of `run` and the model it names."""
-    problems = [*_check_latents(run, model), *_check_text(run, model)]
+    problems = [*_check_latents(run, model), *_check_text(run, model), *_check_objective(run, model)]
     if str(run.data.features) == "online":
         problems.append(
             "data.features is online, which is rehearsed but not trained yet; name a folder, and `bigdit extract` "
@@ -124,3 +125,16 @@ def _check_text(run: RunConfig, model: ModelSpec) -> list[str]:
     if dim is not None and wanted is not None and dim != wanted:
         return [f"encoders.text.config.d_model is {dim}, and the model's caption_channels is {wanted}"]
     return []
+
+
+def _check_objective(run: RunConfig, model: ModelSpec) -> list[str]:
+    objective = run.objective
+    channels, predicted = (model.kwargs.get(key) for key in ("in_channels", "out_channels"))
+    if not isinstance(objective, DdpmSpec) or not objective.learned_variance:
+        return []
+    if not isinstance(channels, int) or predicted in (None, 2 * channels):
+        return []
+    return [
+        f"objective.learned_variance is true, and the model's out_channels is {predicted}: with a variance beside the "
+        f"prediction it is {2 * channels}, twice in_channels; set it so, or objective.learned_variance to false"
+    ]

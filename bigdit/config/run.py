@@ -10,7 +10,8 @@ from pydantic_core import PydanticCustomError
 
 from bigdit.errors import UserError
 from bigdit.numbers import Count, Natural, Positive, Processes, Share, Side, Switch
-from bigdit.spec import EmaSpec, EngineName, LoraSpec, ObjectiveSpec, OptimizerSpec, Precision, Strict
+from bigdit.objective_spec import ObjectiveSpec
+from bigdit.spec import EmaSpec, EngineName, LoraSpec, OptimizerSpec, Precision, Strict
 from bigdit.units import GIB, parse_bytes
 
 
@@ -266,12 +267,14 @@ class EngineConfig(Strict):
 class RunConfig(Strict):
     """A whole run: the `model`; pictures and features (`data`) and their `encoders`; `objective`, `optimizer`, length
     and size (`train`) and `engine`; `output`: the folder of checkpoints, exports, metrics and the receipt.
+
+    `objective` left out is the model's own: DDPM of DiT and PixArt, flow matching of all others.
     """
 
     model: ModelConfig
     data: DataConfig
     encoders: EncodersConfig
-    objective: ObjectiveSpec = ObjectiveSpec()
+    objective: ObjectiveSpec | None = None
     optimizer: OptimizerSpec = OptimizerSpec()
     train: TrainConfig
     engine: EngineConfig = EngineConfig()

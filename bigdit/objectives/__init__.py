@@ -3,6 +3,31 @@
 Noise and t are drawn from a sample's own seed, so that every engine and split of a batch sees the same.
 """
 
-from bigdit.objectives.flow_matching import Predict, draw_noise, euler, loss
+from __future__ import annotations
 
-__all__ = ["Predict", "draw_noise", "euler", "loss"]
+from collections.abc import Sequence
+
+import torch
+
+from bigdit.objective_spec import DdpmSpec, ObjectiveSpec
+from bigdit.objectives import ddpm, flow_matching
+from bigdit.objectives.noise import draw_noise
+from bigdit.objectives.output import Predict, of_latents
+from bigdit.objectives.samplers import default_sampler, sample
+
+__all__ = ["Predict", "default_sampler", "draw_noise", "loss", "of_latents", "sample"]
+
+
+def loss(
+    objective: ObjectiveSpec,
+    predict: Predict,
+    latents: torch.Tensor,
+    seeds: Sequence[int],
+    compute_dtype: torch.dtype,
+    tokens: int,
+) -> torch.Tensor:
+    """The objective's loss, a scalar in fp32, for fp32 latents [B, C, (F,) H, W], a seed a sample, and the tokens that
+    the model makes of each."""
+    if isinstance(objective, DdpmSpec):
+        return ddpm.loss(objective, predict, latents, seeds, compute_dtype)
+    return flow_matching.loss(objective, predict, latents, seeds, compute_dtype, tokens)

@@ -15,13 +15,14 @@ from bigdit.dist import World
 from bigdit.engines import Ema, Engine
 from bigdit.engines.state import checkpoint_bytes
 from bigdit.memory import Timeline
+from bigdit.objective_spec import ObjectiveSpec
 from bigdit.record import Recorder, Watch
 from bigdit.rehearse.data import batch
 from bigdit.rehearse.kernels.mended import known_answers
 from bigdit.rehearse.kernels.reads import named_in_errors
 from bigdit.rehearse.scratch import scratch_of
 from bigdit.rehearse.steps import STEPS, Witness, prepare, two_steps
-from bigdit.spec import BatchShape, ModelSpec, ObjectiveSpec, Strategy
+from bigdit.spec import BatchShape, ModelSpec, Strategy
 from bigdit.train.encode import Encode
 
 if TYPE_CHECKING:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from bigdit.catalog.encoders import OnlineEncoders
+from bigdit.catalog.families import objective_of
 from bigdit.memory import Ledger, Timeline
-from bigdit.spec import BatchShape, ModelSpec, ObjectiveSpec, Strategy, Strict
+from bigdit.objective_spec import ObjectiveSpec
+from bigdit.spec import BatchShape, ModelSpec, Strategy, Strict
 
 Kernels = Literal["cuda", "cpu"]
 
@@ -16,9 +18,14 @@ A100_MULTIPROCESSORS = 108
 """Of the card that a request is about where it names none. Source: NVIDIA A100 Tensor Core GPU Architecture."""
 
 
+def _own(given: dict[str, Any]) -> ObjectiveSpec:
+    return objective_of(given["model"], None)
+
+
 class RehearsalRequest(Strict):
     """One strategy at several micro-batch sizes; its own `micro_batch_size` gives way to each of them.
 
+    `objective`: left out, the model's own.
     `encoders`: what encodes on the device, with features online. `kernels`: whose kernels allocate, those of a
     CUDA card of `compute_capability` with so many `multiprocessors`, or those of a CPU. `device_bytes`: what engines
     that ask are told the card has; None: more than they want.
@@ -28,7 +35,7 @@ class RehearsalRequest(Strict):
     batch: BatchShape
     strategy: Strategy
     micro_batch_sizes: tuple[PositiveInt, ...] = Field(min_length=1)
-    objective: ObjectiveSpec = ObjectiveSpec()
+    objective: ObjectiveSpec = Field(default_factory=_own)
     encoders: OnlineEncoders | None = None
     kernels: Kernels = "cuda"
     compute_capability: tuple[int, int] = (8, 0)

@@ -23,8 +23,9 @@ from bigdit.engines import Ema, Engine
 from bigdit.loader.batch import Batch
 from bigdit.loader.raw import RawBatch
 from bigdit.models import Family
+from bigdit.objective_spec import ObjectiveSpec
 from bigdit.rehearse.data import batch, feed, raw_batch
-from bigdit.spec import BatchShape, ModelSpec, ObjectiveSpec, Strategy
+from bigdit.spec import BatchShape, ModelSpec, Strategy
 from bigdit.train.encode import Encode, encode
 from bigdit.train.step import train_step
 

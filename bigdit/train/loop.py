@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from bigdit import checkpoint, engines, log, models
+from bigdit.catalog.families import objective_of
 from bigdit.checkpoint.folder import CHECKPOINTS
 from bigdit.config import RunConfig
 from bigdit.config.plan_file import PlanFile
@@ -74,12 +75,14 @@ def _train(
     device: torch.device,
     plan: PlanFile | None,
 ) -> Path:
+    objective = objective_of(spec, run.objective)
     store = open_store(run, spec, plan)
     for folder in (run.output, run.output / CHECKPOINTS, run.output / exports.FOLDER) if world.is_main else ():
         checkpoint.remove_unfinished(folder)
     found, notices = checkpoint.latest(run.output)
     if found is not None:
         checkpoint.check_resumable(found, spec, asked)
+        checkpoint.check_objective(found, objective)
     start, end = found.step if found else 0, run.train.steps
     _say(world, notices)
     if found is not None and start >= end:
@@ -153,7 +156,7 @@ def _train(
         described = {
             "model": spec.model_dump(mode="json"),
             "strategy": strategy.model_dump(mode="json"),
-            "run": run.model_dump(mode="json"),
+            "run": run.model_copy(update={"objective": objective}).model_dump(mode="json"),
             "data": data_state(store, order, run.train.seed).model_dump(mode="json"),
         }
         saves = Saves(run, engine, ema, saver, metrics, described, start)
@@ -166,7 +169,7 @@ def _train(
             micro_batches = next(steps)
             lr = learning_rate(run, step)
             with meter.step(micro_batches) as (batches, phase), recovery.step(step, phase) as noted:
-                result = train_step(engine, family, run.objective, batches, lr=lr, ema=ema, phase=noted)
+                result = train_step(engine, family, objective, batches, lr=lr, ema=ema, phase=noted)
             metrics.add(step, lr, result)
             skipped.add(step, lr, result, micro_batches)
             del micro_batches, batches  # or they would live on while the next ones are read

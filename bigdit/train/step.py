@@ -16,7 +16,7 @@ from bigdit.engines import Ema, Engine, compute_dtype
 from bigdit.loader.batch import Batch
 from bigdit.loader.raw import RawBatch
 from bigdit.models import Family
-from bigdit.spec import ObjectiveSpec
+from bigdit.objective_spec import ObjectiveSpec
 from bigdit.train.encode import Encode
 
 Phase = Callable[[str], AbstractContextManager[object]]
@@ -61,7 +61,8 @@ def train_step(
         with phase("forward"):
             batch = batch.to(engine.device, dtype)
             predict = functools.partial(_predict, engine, family, batch)
-            loss = objectives.loss(objective, predict, batch.latents, batch.seeds, dtype)
+            tokens = family.tokens(engine.model, batch.latents.shape)
+            loss = objectives.loss(objective, predict, batch.latents, batch.seeds, dtype, tokens)
         with phase("backward"):
             engine.backward(loss, last=i == len(micro_batches) - 1)
         losses.append(loss.detach().clone())  # mse_loss's scalar keeps a storage of the latents' size

@@ -7,6 +7,7 @@ import time
 import torch
 
 from bigdit import log, receipt
+from bigdit.catalog.families import objective_of
 from bigdit.config import RunConfig
 from bigdit.spec import ModelSpec, Strategy
 from bigdit.store import FeatureStore
@@ -38,7 +39,7 @@ def write_receipt(
         batch=largest_batch_shape(store),
         buckets=len(store.buckets),
         strategy=strategy,
-        objective=run.objective,
+        objective=objective_of(spec, run.objective),
         device=meter.device_name,
         emulated=meter.emulated,
         expandable_segments=meter.expandable_segments,

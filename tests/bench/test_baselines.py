@@ -17,8 +17,9 @@ from bigdit.bench.step import bench_step
 from bigdit.config import load_run
 from bigdit.dist import World
 from bigdit.errors import UserError
+from bigdit.objective_spec import FlowMatchingSpec
 from bigdit.rehearse.data import batch
-from bigdit.spec import BatchShape, EmaSpec, ObjectiveSpec, OptimizerSpec
+from bigdit.spec import BatchShape, EmaSpec, OptimizerSpec
 from bigdit.store import FeatureStore
 from bigdit.train.prepare import prepare
 from bigdit.train.step import train_step
@@ -48,12 +49,12 @@ def test_the_plain_loop_trains_as_the_engine_does(changed):
     for model in (plain, own):
         models.equip(model, family, strategy)
     micro_batches = [batch(SHAPE, strategy)] * strategy.grad_accum_steps
-    steps = plain_steps(plain, family, strategy, ObjectiveSpec(), lambda: micro_batches, torch.device("cpu"))
+    steps = plain_steps(plain, family, strategy, FlowMatchingSpec(), lambda: micro_batches, torch.device("cpu"))
     engine = engines.create(strategy, own, family, device=torch.device("cpu"), world=World())
     torch.manual_seed(0)  # of stochastic rounding
     found = [next(steps).loss for _ in range(3)]
     torch.manual_seed(0)
-    expected = [float(train_step(engine, family, ObjectiveSpec(), micro_batches, lr=1e-2).loss) for _ in range(3)]
+    expected = [float(train_step(engine, family, FlowMatchingSpec(), micro_batches, lr=1e-2).loss) for _ in range(3)]
     assert found == pytest.approx(expected, rel=1e-3)
     assert found[2] < 0.999 * found[0]  # and it is training
 
@@ -61,7 +62,7 @@ def test_the_plain_loop_trains_as_the_engine_does(changed):
 def test_a_step_without_room_for_a_second_model_is_timed_alone(monkeypatch):
     spec, strategy = asked(precision="fp32")
     monkeypatch.setattr("bigdit.bench.step.room", lambda device: (1 << 20, 1 << 30))
-    found = bench_step(spec, SHAPE, strategy, ObjectiveSpec(), steps=3, seed=0)
+    found = bench_step(spec, SHAPE, strategy, FlowMatchingSpec(), steps=3, seed=0)
     assert found.compared is None
     assert found.alone.endswith("1.00 MiB are free; take a smaller micro-batch")
     assert found.alone.startswith("it takes about ")

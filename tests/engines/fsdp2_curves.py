@@ -14,7 +14,8 @@ from rehearsing import SANA
 from bigdit import engines, models
 from bigdit.dist import World, world_from_env
 from bigdit.loader.batch import Batch
-from bigdit.spec import ModelSpec, ObjectiveSpec, OptimizerSpec, Strategy
+from bigdit.objective_spec import FlowMatchingSpec
+from bigdit.spec import ModelSpec, OptimizerSpec, Strategy
 from bigdit.train.step import train_step
 
 # The first block's embedder is called from outside the block, too.
@@ -72,7 +73,7 @@ def curve(spec: ModelSpec, chosen: Strategy, world: World) -> list[float]:
         engine.scaler.scale = 1024.0
     losses = []
     for step in range(STEPS):
-        loss = train_step(engine, family, ObjectiveSpec(), [batch(spec, step, world)], lr=1e-2).loss.clone()
+        loss = train_step(engine, family, FlowMatchingSpec(), [batch(spec, step, world)], lr=1e-2).loss.clone()
         if world.world_size > 1:
             dist.all_reduce(loss, op=dist.ReduceOp.AVG)
         losses.append(float(loss))
@@ -86,7 +87,7 @@ def overflow(world: World) -> dict[str, object]:
     fed = batch(SANA, 0, world)
     if world.rank == 1:
         fed = Batch(fed.latents * 1e4, fed.text_embeds, fed.text_mask, fed.seeds)
-    train_step(engine, family, ObjectiveSpec(), [fed], lr=1e-2)
+    train_step(engine, family, FlowMatchingSpec(), [fed], lr=1e-2)
     same = all(torch.equal(old, master.to_local()) for old, master in zip(before, engine.masters, strict=True))
     answers: list[object] = [None] * world.world_size
     dist.all_gather_object(answers, [same, engine.scaler.scale])

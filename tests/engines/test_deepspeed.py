@@ -18,7 +18,8 @@ from bigdit import engines, models
 from bigdit.dist import world_from_env
 from bigdit.engines.deepspeed import forget
 from bigdit.loader.batch import Batch
-from bigdit.spec import ModelSpec, ObjectiveSpec, Strategy
+from bigdit.objective_spec import FlowMatchingSpec
+from bigdit.spec import ModelSpec, Strategy
 from bigdit.train.step import train_step
 
 def batches(strategy, rank, step):
@@ -39,7 +40,7 @@ def curve(spec, strategy, world):
     engine = engines.create(strategy, model, family, device=torch.device("cpu"), world=world)
     losses = []
     for step in range(6):
-        result = train_step(engine, family, ObjectiveSpec(), list(batches(strategy, world.rank, step)), lr=1e-3)
+        result = train_step(engine, family, FlowMatchingSpec(), list(batches(strategy, world.rank, step)), lr=1e-3)
         dist.all_reduce(result.loss)
         losses.append(float(result.loss) / world.world_size)
     engine.model.destroy()

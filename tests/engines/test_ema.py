@@ -14,8 +14,9 @@ from bigdit import checkpoint, engines, models
 from bigdit.dist import World
 from bigdit.errors import UserError
 from bigdit.loader.batch import Batch
+from bigdit.objective_spec import FlowMatchingSpec
 from bigdit.sampling import Sampler
-from bigdit.spec import EmaSpec, ObjectiveSpec, OptimizerSpec, Strategy
+from bigdit.spec import EmaSpec, OptimizerSpec, Strategy
 from bigdit.train.step import train_step
 
 DECAY = 0.9
@@ -37,7 +38,7 @@ def averaged(strategy, steps=6):
         latents = torch.randn(2, *SHAPE.latents, generator=generator)
         text = torch.randn(2, *SHAPE.text, generator=generator)
         batch = Batch(latents, text, torch.ones(2, SHAPE.text[0]), (1, 2))
-        train_step(engine, family, ObjectiveSpec(), [batch], lr=1e-2, ema=ema)
+        train_step(engine, family, FlowMatchingSpec(), [batch], lr=1e-2, ema=ema)
         for name, weight in full_weights(engine).items():
             expected[name] = DECAY * expected[name] + (1 - DECAY) * weight.double()
     return full_weights(engine, ema), expected
@@ -85,7 +86,8 @@ from whole import full_weights
 from bigdit import engines, models
 from bigdit.dist import world_from_env
 from bigdit.rehearse.drive import batch
-from bigdit.spec import EmaSpec, ObjectiveSpec, Strategy
+from bigdit.objective_spec import FlowMatchingSpec
+from bigdit.spec import EmaSpec, Strategy
 from bigdit.train.step import train_step
 
 torch.set_num_threads(1)
@@ -106,7 +108,7 @@ for engine_name, ds_config in (("fsdp2", None), ("deepspeed", document)):
     expected = {name: weight.double() for name, weight in full_weights(engine).items()}
     count = sum(weight.numel() for weight in expected.values())
     for _ in range(4):
-        train_step(engine, family, ObjectiveSpec(), [batch(SHAPE, strategy)], lr=1e-2, ema=ema)
+        train_step(engine, family, FlowMatchingSpec(), [batch(SHAPE, strategy)], lr=1e-2, ema=ema)
         for name, weight in full_weights(engine).items():
             expected[name] = DECAY * expected[name] + (1 - DECAY) * weight.double()
     for name, average in full_weights(engine, ema).items():

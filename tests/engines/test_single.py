@@ -12,13 +12,14 @@ from bigdit.engines import scaling, single
 from bigdit.engines.scaling import LossScaler
 from bigdit.engines.state import places
 from bigdit.errors import UserError
-from bigdit.spec import ObjectiveSpec, OptimizerSpec, Strategy
+from bigdit.objective_spec import FlowMatchingSpec
+from bigdit.spec import OptimizerSpec, Strategy
 from bigdit.train.step import train_step
 
 
 def step(engine, family, lr=1e-3):
     """One step on one fixed batch; its result."""
-    return train_step(engine, family, ObjectiveSpec(), [one_batch()], lr=lr)
+    return train_step(engine, family, FlowMatchingSpec(), [one_batch()], lr=lr)
 
 
 def weights(engine):

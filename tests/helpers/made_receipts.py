@@ -5,8 +5,8 @@ import datetime
 from rehearsing import SANA, SHAPE
 
 from bigdit.config.strategy import parse_strategy
+from bigdit.objective_spec import FlowMatchingSpec
 from bigdit.receipt import Receipt
-from bigdit.spec import ObjectiveSpec
 
 GIB = 1 << 30
 
@@ -20,7 +20,7 @@ def receipt_of(text="single", **fields):
         "batch": SHAPE,
         "buckets": 1,
         "strategy": parse_strategy([text]),
-        "objective": ObjectiveSpec(),
+        "objective": FlowMatchingSpec(),
         "device": "NVIDIA A100-SXM4-80GB",
         "compute_capability": (8, 0),
         "gpus_per_node": 8,

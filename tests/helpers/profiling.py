@@ -11,9 +11,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from bigdit import engines
 from bigdit.dist import World
+from bigdit.objective_spec import FlowMatchingSpec
 from bigdit.rehearse.data import batch, feed
 from bigdit.rehearse.drive import STEPS
-from bigdit.spec import ObjectiveSpec, Strategy
+from bigdit.spec import Strategy
 from bigdit.train.step import train_step
 
 
@@ -28,7 +29,7 @@ def profiled_step(strategy: Strategy) -> tuple[list[tuple[int, int]], list[int]]
             ahead = feed(lambda: batch(SHAPE, strategy), strategy, pin=False)
             for _ in range(STEPS):
                 micro_batches = next(ahead)
-                train_step(engine, family, ObjectiveSpec(), micro_batches, lr=1e-4)
+                train_step(engine, family, FlowMatchingSpec(), micro_batches, lr=1e-4)
                 del micro_batches
     finally:
         gc.enable()

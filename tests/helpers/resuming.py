@@ -9,7 +9,8 @@ from stepping import one_batch
 
 from bigdit import checkpoint, engines, models
 from bigdit.loader.batch import Batch
-from bigdit.spec import EmaSpec, ObjectiveSpec, OptimizerSpec, Strategy
+from bigdit.objective_spec import FlowMatchingSpec
+from bigdit.spec import EmaSpec, OptimizerSpec, Strategy
 from bigdit.train.step import train_step
 
 CPU = torch.device("cpu")
@@ -47,7 +48,7 @@ def started(wanted, world, *, seed=0, found=None):
         mine = slice(world.rank * each, (world.rank + 1) * each)
         whole = one_batch()
         mine = Batch(whole.latents[mine], whole.text_embeds[mine], whole.text_mask[mine], whole.seeds[mine])
-        train_step(engine, family, ObjectiveSpec(), [mine], lr=1e-3, ema=ema)
+        train_step(engine, family, FlowMatchingSpec(), [mine], lr=1e-3, ema=ema)
 
     return engine, ema, step, peers
 

@@ -11,13 +11,15 @@ from torch import nn
 
 from bigdit import models
 from bigdit.catalog import FAMILIES
+from bigdit.catalog.families import objective_of
 from bigdit.dist import World
 from bigdit.loader.batch import Batch
 from bigdit.models.checkpointing import apply_checkpointing
 from bigdit.models.packing import grid, pack, unpack
+from bigdit.objectives import of_latents
 from bigdit.rehearse import RehearsalRequest, RehearsedSize
 from bigdit.rehearse.drive import drive
-from bigdit.spec import BatchShape, ModelSpec, ObjectiveSpec, Strategy
+from bigdit.spec import BatchShape, ModelSpec, Strategy
 
 SHAPE = BatchShape(latents=(4, 8, 8), text=(6, 12))
 NARROW = {"num_attention_heads": 2, "attention_head_dim": 8}
@@ -110,14 +112,9 @@ def test_the_rehearsal_is_the_real_step_to_the_byte(
 ) -> None:
     """Every allocation and free, in order, with its category and label."""
     class_name, checkpointed = config
-    real, params = drive(
-        spec_of(class_name),
-        shape_of(class_name),
-        strategy(checkpointed),
-        ObjectiveSpec(),
-        torch.device("cpu"),
-        World(),
-    )
+    spec = spec_of(class_name)
+    objective = objective_of(spec, None)
+    real, params = drive(spec, shape_of(class_name), strategy(checkpointed), objective, torch.device("cpu"), World())
     assert rehearsed[config].params == params
     assert rehearsed[config].timeline == real
 
@@ -165,7 +162,9 @@ def fed(request: pytest.FixtureRequest) -> Fed:
 
 def test_the_prediction_has_the_shape_of_the_latents_and_follows_every_condition(fed: Fed) -> None:
     before = fed.predict()
-    assert before.shape == fed.batch.latents.shape
+    assert of_latents(before, 4).shape == fed.batch.latents.shape
+    assert before.shape[1] in (4, 8)  # and the variance
+    assert torch.allclose(fed.predict(t=fed.t.double()), before, atol=1e-5)  # as DDPM says it
     assert torch.equal(fed.predict(), before)
     assert not torch.allclose(fed.predict(t=fed.t * 0.5), before)
     for changed in _changed(fed.batch):
@@ -245,3 +244,11 @@ def test_dit_leaves_labels_alone_in_training() -> None:
     assert all(torch.equal(prediction, predictions[0]) for prediction in predictions)
     dropped = Batch(**{**fed.batch.__dict__, "extras": {"class_label": torch.full((2,), 10)}})
     assert not torch.allclose(fed.predict(dropped), predictions[0])
+
+
+@pytest.mark.parametrize("class_name", TINY)
+def test_tokens_are_counted_as_the_model_makes_them(class_name: str) -> None:
+    fed = Fed(class_name)
+    latents = torch.Size((2, 4, 8, 12))
+    sides = {"SanaTransformer2DModel": 1}
+    assert fed.family.tokens(fed.model, latents) == 8 * 12 // sides.get(class_name, 2) ** 2

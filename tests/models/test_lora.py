@@ -15,8 +15,9 @@ from bigdit import engines
 from bigdit.config import load_run
 from bigdit.dist import World
 from bigdit.errors import UserError
+from bigdit.objective_spec import FlowMatchingSpec
 from bigdit.sampling import Sampler
-from bigdit.spec import LoraSpec, ObjectiveSpec, OptimizerSpec, Strategy
+from bigdit.spec import LoraSpec, OptimizerSpec, Strategy
 from bigdit.train.prepare import prepare
 from bigdit.train.step import train_step
 
@@ -29,7 +30,7 @@ def test_adapters_learn_and_the_base_stays(base):
     family, model = equipped(strategy)
     engine = engines.create(strategy, model, family, device=CPU, world=World())
     frozen = {name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad}
-    losses = [train_step(engine, family, ObjectiveSpec(), [one_batch()], lr=1e-2).loss.item() for _ in range(6)]
+    losses = [train_step(engine, family, FlowMatchingSpec(), [one_batch()], lr=1e-2).loss.item() for _ in range(6)]
     assert losses[-1] < losses[0] - 0.05
     assert all(torch.equal(p, frozen[name]) for name, p in model.named_parameters() if name in frozen)
     weights = full_weights(engine)
@@ -128,7 +129,8 @@ from whole import full_weights
 from bigdit import engines
 from bigdit.dist import world_from_env
 from bigdit.loader.batch import Batch
-from bigdit.spec import LoraSpec, ObjectiveSpec, OptimizerSpec, Strategy
+from bigdit.objective_spec import FlowMatchingSpec
+from bigdit.spec import LoraSpec, OptimizerSpec, Strategy
 from bigdit.train.step import train_step
 
 torch.set_num_threads(1)
@@ -155,7 +157,7 @@ for name, ds_config in ({"fsdp2": None} | stages).items():
     engine = engines.create(strategy, model, family, device=torch.device("cpu"), world=world)
     losses = []
     for _ in range(4):
-        loss = train_step(engine, family, ObjectiveSpec(), [mine], lr=1e-2).loss.float()
+        loss = train_step(engine, family, FlowMatchingSpec(), [mine], lr=1e-2).loss.float()
         dist.all_reduce(loss)
         losses.append(loss.item() / 2)
     found[name] = {"losses": losses, "names": list(full_weights(engine))}
@@ -171,7 +173,7 @@ def test_sharded_engines_train_the_same_adapters(tmp_path):
     strategy = Strategy(lora=LoraSpec(rank=4), optimizer=OptimizerSpec(lr=1e-2))
     family, model = equipped(strategy)
     engine = engines.create(strategy, model, family, device=CPU, world=World())
-    losses = [train_step(engine, family, ObjectiveSpec(), [one_batch()], lr=1e-2).loss.item() for _ in range(4)]
+    losses = [train_step(engine, family, FlowMatchingSpec(), [one_batch()], lr=1e-2).loss.item() for _ in range(4)]
     for found in answer.values():
         assert found["losses"] == pytest.approx(losses, rel=3e-3)  # engines/test_curves.py says why
         assert found["names"] == list(full_weights(engine))

@@ -19,7 +19,8 @@ from bigdit.errors import UserError
 from bigdit.loader.batch import Batch
 from bigdit.models.exchange import export_published, import_published
 from bigdit.models.paper_dit import PaperDiT
-from bigdit.spec import ModelSpec, ObjectiveSpec, Strategy
+from bigdit.objective_spec import FlowMatchingSpec
+from bigdit.spec import ModelSpec, Strategy
 from bigdit.train.step import train_step
 
 TINY = ModelSpec(
@@ -155,6 +156,6 @@ def test_training_moves_everything_but_the_positions() -> None:
     family = models.family("PaperDiT")
     engine = create(Strategy(precision="fp32"), made, family, device=torch.device("cpu"), world=World())
     batch = Batch(torch.randn(2, 4, 8, 8), None, None, (0, 1), {"class_label": torch.tensor([1, 10])})
-    train_step(engine, family, ObjectiveSpec(), [batch], lr=1e-2)
+    train_step(engine, family, FlowMatchingSpec(), [batch], lr=1e-2)
     still = [name for name, tensor in made.state_dict().items() if torch.equal(tensor, before[name])]
     assert still == ["pos_embed"]

@@ -23,10 +23,11 @@ from bigdit.dist import World
 from bigdit.errors import UserError
 from bigdit.loader.batch import Batch
 from bigdit.memory import ledger
+from bigdit.objective_spec import FlowMatchingSpec
 from bigdit.rehearse import RehearsalRequest, RehearsedSize
 from bigdit.rehearse.data import batch
 from bigdit.rehearse.drive import STEPS, drive
-from bigdit.spec import BatchShape, ModelSpec, ObjectiveSpec, Strategy
+from bigdit.spec import BatchShape, ModelSpec, Strategy
 from bigdit.train.step import train_step
 
 CPU = torch.device("cpu")
@@ -74,7 +75,7 @@ def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int |
 def test_the_rehearsal_is_the_real_step_event_by_event(
     name: str, checkpointed: int | str, rehearsed: dict[tuple[str, int | str, str], RehearsedSize]
 ) -> None:
-    real, params = drive(_spec(name), _shape(name), _strategy(checkpointed), ObjectiveSpec(), CPU, World())
+    real, params = drive(_spec(name), _shape(name), _strategy(checkpointed), FlowMatchingSpec(), CPU, World())
     answer = rehearsed[name, checkpointed, "cpu"]
     assert answer.params == params
     assert answer.ledger == ledger(real, 1)
@@ -130,7 +131,7 @@ def test_blocks_are_those_of_the_catalogue_in_the_order_of_the_forward_pass(name
 @pytest.mark.parametrize("name", ["hidream-wide", "hunyuan-image"])
 def test_masked_indexing_is_recorded_as_autograd_runs_it(name: str) -> None:
     """Gradients of indices are written in place; under a dispatch mode torch itself would not."""
-    recorded, _ = drive(_spec(name), _shape(name), _strategy(0), ObjectiveSpec(), CPU, World())
+    recorded, _ = drive(_spec(name), _shape(name), _strategy(0), FlowMatchingSpec(), CPU, World())
     earlier = ("parameter", "input")
     # The allocator is not asked for empty tensors, such as the padding of text that has none.
     blocks = Counter(block.nbytes for block in recorded.blocks if block.category not in earlier and block.nbytes)
@@ -143,7 +144,7 @@ def test_masked_indexing_is_recorded_as_autograd_runs_it(name: str) -> None:
             engine = engines.create(_strategy(0), tiny, family, device=CPU, world=World())
             for _ in range(STEPS):
                 micro_batch = batch(_shape(name), _strategy(0), family.extras(tiny))
-                train_step(engine, family, ObjectiveSpec(), [micro_batch], lr=1e-4)
+                train_step(engine, family, FlowMatchingSpec(), [micro_batch], lr=1e-4)
     finally:
         torch.set_num_threads(threads)
     events = profiled.profiler.kineto_results.events()

@@ -18,10 +18,11 @@ from bigdit.dist import World
 from bigdit.encoders.frozen import FrozenEncoders
 from bigdit.errors import UserError
 from bigdit.memory import Timeline, ledger
+from bigdit.objective_spec import FlowMatchingSpec
 from bigdit.rehearse import RehearsalRequest, rehearse
 from bigdit.rehearse.data import raw_batch
 from bigdit.rehearse.drive import record
-from bigdit.spec import BatchShape, ObjectiveSpec, Strategy
+from bigdit.spec import BatchShape, Strategy
 from bigdit.train.encode import encode
 
 CPU = torch.device("cpu")
@@ -130,7 +131,7 @@ def test_the_rehearsal_of_encoding_is_the_real_one_to_the_byte(tmp_path: Path) -
         for vae, text, precision, chunk in CONFIGS
     ]
     for request, answer in zip(requests, rehearse_all(tmp_path, requests), strict=True):
-        real = record(SANA, SHAPE, request.strategy, ObjectiveSpec(), CPU, World(), request.encoders)
+        real = record(SANA, SHAPE, request.strategy, FlowMatchingSpec(), CPU, World(), request.encoders)
         assert answer.timeline == real.device
         assert answer.ledger == ledger(real.device, 1)
         assert {phase.phase for phase in answer.ledger.phases} == {"init", "encode", "forward", "backward", "step"}
@@ -138,7 +139,7 @@ def test_the_rehearsal_of_encoding_is_the_real_one_to_the_byte(tmp_path: Path) -
 
 
 def _real(vae: VaeSpec, text: TextEncoderSpec, chunk: int | None) -> Timeline:
-    return record(SANA, SHAPE, _strategy("bf16", chunk), ObjectiveSpec(), CPU, World(), _encoders(vae, text)).device
+    return record(SANA, SHAPE, _strategy("bf16", chunk), FlowMatchingSpec(), CPU, World(), _encoders(vae, text)).device
 
 
 def test_chunks_lower_the_peak_of_encoding_and_of_nothing_else() -> None:

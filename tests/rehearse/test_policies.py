@@ -12,9 +12,10 @@ from rehearsing import THREE_BLOCKS as TINY
 
 from bigdit.dist import World
 from bigdit.memory import Ledger, ledger
+from bigdit.objective_spec import FlowMatchingSpec
 from bigdit.rehearse import RehearsalRequest, RehearsedSize
 from bigdit.rehearse.drive import record
-from bigdit.spec import EmaSpec, LoraSpec, ObjectiveSpec, OptimizerSpec, Strategy
+from bigdit.spec import EmaSpec, LoraSpec, OptimizerSpec, Strategy
 
 MICRO_BATCH_SIZE = 2
 BLOCKS = 3  # of TINY
@@ -91,7 +92,7 @@ def test_the_rehearsal_of_a_policy_is_the_real_step_to_the_byte(
     name: str, rehearsed: dict[tuple[str, str], RehearsedSize]
 ) -> None:
     strategy = _strategy(ON_CPU[name])
-    real = record(TINY, SHAPE, strategy, ObjectiveSpec(), torch.device("cpu"), World())
+    real = record(TINY, SHAPE, strategy, FlowMatchingSpec(), torch.device("cpu"), World())
     answer = rehearsed["cpu", name]
     assert answer.params == real.params
     assert answer.ledger == ledger(real.device, 1)
@@ -105,7 +106,7 @@ def test_the_rehearsal_of_a_policy_is_the_real_step_to_the_byte(
 def test_every_block_of_a_policy_is_one_of_the_allocator(name: str) -> None:
     """Without the recorder torch allocates the same blocks: its presence changes no policy."""
     strategy = _strategy(ON_CPU[name] | {"grad_accum_steps": 1})
-    recorded = record(TINY, SHAPE, strategy, ObjectiveSpec(), torch.device("cpu"), World()).device
+    recorded = record(TINY, SHAPE, strategy, FlowMatchingSpec(), torch.device("cpu"), World()).device
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

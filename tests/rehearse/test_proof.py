@@ -17,11 +17,12 @@ from bigdit import engines, models
 from bigdit.dist import World
 from bigdit.engines import scaling
 from bigdit.memory import Timeline, ledger
+from bigdit.objective_spec import FlowMatchingSpec
 from bigdit.record.in_place import InPlace
 from bigdit.rehearse import RehearsalRequest, RehearsedSize
 from bigdit.rehearse.data import batch
 from bigdit.rehearse.drive import drive
-from bigdit.spec import ObjectiveSpec, OptimizerSpec, Strategy
+from bigdit.spec import OptimizerSpec, Strategy
 from bigdit.train.step import train_step
 
 MICRO_BATCH_SIZE = 2
@@ -121,7 +122,7 @@ def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> Answers:
 
 
 def _real(strategy: Strategy) -> tuple[Timeline, int]:
-    return drive(TINY, SHAPE, strategy, ObjectiveSpec(), CPU, World())
+    return drive(TINY, SHAPE, strategy, FlowMatchingSpec(), CPU, World())
 
 
 @pytest.mark.slow
@@ -189,7 +190,7 @@ def test_gradients_are_added_in_place_where_autograd_does(checkpointed: int | st
     strategy = _strategy("fp32", checkpointed_blocks=checkpointed)
     engine, family = _engine(strategy)
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiled:
-        train_step(engine, family, ObjectiveSpec(), [batch(SHAPE, strategy)], lr=1e-4)
+        train_step(engine, family, FlowMatchingSpec(), [batch(SHAPE, strategy)], lr=1e-4)
     sums = [event for event in profiled.events() if event.name in ("aten::add", "aten::add_")]
     by_engine = [event for event in sums if event.cpu_parent and "evaluate_function" in event.cpu_parent.name]
     real = Counter((event.name == "aten::add_", *event.input_shapes[0]) for event in by_engine)
@@ -207,7 +208,7 @@ def test_gradients_are_added_in_place_where_autograd_does(checkpointed: int | st
         return torch._C._current_graph_task_id() != -1
 
     with Sums():
-        train_step(engine, family, ObjectiveSpec(), [batch(SHAPE, strategy)], lr=1e-4)
+        train_step(engine, family, FlowMatchingSpec(), [batch(SHAPE, strategy)], lr=1e-4)
     assert seen == real
     assert {key[0] for key in seen} == {True, False}
 

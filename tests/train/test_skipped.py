@@ -10,7 +10,8 @@ from whole import whole_state
 
 from bigdit.engines import ema_of
 from bigdit.loader.read import BatchReader
-from bigdit.spec import EmaSpec, ObjectiveSpec, OptimizerSpec, Strategy
+from bigdit.objective_spec import FlowMatchingSpec
+from bigdit.spec import EmaSpec, OptimizerSpec, Strategy
 from bigdit.train.metrics import read_metrics
 from bigdit.train.spikes import LossSpikes
 from bigdit.train.step import train_step
@@ -23,7 +24,7 @@ def after(strategy, *batches):
     ema = ema_of(engine)
     taken = []
     for micro_batches in batches:
-        taken.append(train_step(engine, family, ObjectiveSpec(), micro_batches, lr=1e-3, ema=ema).taken)
+        taken.append(train_step(engine, family, FlowMatchingSpec(), micro_batches, lr=1e-3, ema=ema).taken)
         assert all(tensor.grad is None for tensor in (*engine.model.parameters(), *engine.masters))
     return whole_state(engine, ema), taken
 
@@ -63,7 +64,8 @@ from stepping import one_batch
 from whole import whole_state
 from bigdit import engines, models
 from bigdit.dist import world_from_env
-from bigdit.spec import EmaSpec, ObjectiveSpec, OptimizerSpec, Strategy
+from bigdit.objective_spec import FlowMatchingSpec
+from bigdit.spec import EmaSpec, OptimizerSpec, Strategy
 from bigdit.train.step import train_step
 
 torch.set_num_threads(1)
@@ -92,7 +94,7 @@ def after(name, precision, clipping, steps, **more):
     taken = []
     for seed in steps:
         mine = one_batch(seed + 100 * world.rank, poisoned=seed == 3 and world.rank == 1)
-        taken.append(train_step(engine, family, ObjectiveSpec(), [mine], lr=1e-3, ema=ema).taken)
+        taken.append(train_step(engine, family, FlowMatchingSpec(), [mine], lr=1e-3, ema=ema).taken)
     return whole_state(engine, ema), taken
 
 

@@ -28,6 +28,7 @@ def run(
     from bigdit.train.prepare import check_store, prepare
 
     libraries.prepare()
+    from bigdit.catalog.families import objective_of
     from bigdit.config import load_run
     from bigdit.receipt import keep, write
 
@@ -39,7 +40,8 @@ def run(
     from bigdit.report.comparison import comparison_table, load_line, overhead, print_notes
 
     shape = largest_batch_shape(run_config.data.features)
-    found = bench_step(spec, shape, strategy, run_config.objective, steps=steps, seed=run_config.train.seed)
+    objective = objective_of(spec, run_config.objective)
+    found = bench_step(spec, shape, strategy, objective, steps=steps, seed=run_config.train.seed)
     receipt, compared = found.receipt, found.compared
     if as_json:
         plain = None if compared is None else compared.model_dump(mode="json")

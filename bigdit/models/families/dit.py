@@ -16,21 +16,20 @@ TIMESTEP_SCALE = 1000.0
 
 
 def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions: Conditions) -> torch.Tensor:
-    """Velocity [B, C, H, W] for square latents [B, C, H, W], t [B] and the extra class_label [B].
+    """Output [B, C, H, W] for square latents [B, C, H, W], t [B] and the extra class_label [B]; 2 C channels of a model
+    with learned sigma.
 
-    Of a model with learned sigma, whose output has 2 C channels, it is the first C. A label dropped for
-    classifier-free guidance comes as the class after the last: the embedders' own dropout is off, since each
-    block would draw another one, and a checkpointed block another yet when it is recomputed.
+    A label dropped for classifier-free guidance comes as the class after the last: the embedders' own dropout is
+    off, since each block would draw another one, and a checkpointed block another yet when it is recomputed.
     """
     for block in model.transformer_blocks:
         block.norm1.emb.class_embedder.eval()
-    output = model(
+    return model(
         latents,
         timestep=t * TIMESTEP_SCALE,
         class_labels=conditions.extras["class_label"],
         return_dict=False,
     )[0]
-    return output[:, : latents.shape[1]]
 
 
 def extras(model: nn.Module) -> dict[str, Extra]:

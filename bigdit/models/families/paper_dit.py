@@ -16,12 +16,12 @@ TIMESTEP_SCALE = 1000.0
 
 
 def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions: Conditions) -> torch.Tensor:
-    """Velocity [B, C, S, S] for latents of the model's own size, t [B] and the extra class_label [B].
+    """Output [B, C, S, S] for latents of the model's own size, t [B] and the extra class_label [B]; 2 C channels of a
+    model with learned sigma.
 
-    Of a model with learned sigma, whose output has 2 C channels, it is the first C. A label dropped for
-    classifier-free guidance comes as the class after the last.
+    A label dropped for classifier-free guidance comes as the class after the last.
     """
-    return model(latents, t * TIMESTEP_SCALE, conditions.extras["class_label"])[:, : latents.shape[1]]
+    return model(latents, t * TIMESTEP_SCALE, conditions.extras["class_label"])
 
 
 def extras(model: nn.Module) -> dict[str, Extra]:

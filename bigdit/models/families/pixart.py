@@ -18,12 +18,12 @@ VAE_DOWNSAMPLE = 8
 
 
 def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions: Conditions) -> torch.Tensor:
-    """Velocity [B, C, H, W] for latents [B, C, H, W], t [B], text_embeds [B, T, D], text_mask [B, T].
+    """Output [B, C, H, W] for latents [B, C, H, W], t [B], text_embeds [B, T, D], text_mask [B, T]; 2 C channels of a
+    model with learned sigma.
 
-    Of a model with learned sigma, whose output has 2 C channels, it is the first C. Micro-conditions, of the
-    models that take them, are the size and the aspect ratio of these latents.
+    Micro-conditions, of the models that take them, are the size and the aspect ratio of these latents.
     """
-    output = model(
+    return model(
         latents,
         encoder_hidden_states=conditions.text_embeds,
         timestep=t * TIMESTEP_SCALE,
@@ -31,7 +31,6 @@ def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions
         encoder_attention_mask=conditions.text_mask,
         return_dict=False,
     )[0]
-    return output[:, : latents.shape[1]]
 
 
 def _micro_conditions(model: nn.Module, latents: torch.Tensor) -> dict[str, torch.Tensor | None]:

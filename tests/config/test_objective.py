@@ -1,0 +1,103 @@
+"""The objective of a run: whose it is where nothing is said, and what cannot go together, by the key that mends it."""
+
+import pytest
+from commands import DIGITS
+
+from bigdit.catalog import models
+from bigdit.catalog.families import FAMILIES, objective_of
+from bigdit.catalog.resolve import model_spec
+from bigdit.config import check, load_run
+from bigdit.errors import UserError
+from bigdit.objective_spec import DdpmSpec, FlowMatchingSpec
+from bigdit.rehearse import RehearsalRequest
+from bigdit.spec import BatchShape, Strategy
+
+
+def problem(*overrides):
+    def load_and_check():
+        run = load_run(DIGITS, overrides)
+        check(run, model_spec(run.model))
+
+    with pytest.raises(UserError) as caught:
+        load_and_check()
+    (found,) = caught.value.problems
+    return found.removeprefix(f"{DIGITS}: ")
+
+
+def test_dit_and_pixart_have_ddpm_and_all_others_flow_matching():
+    own = {name: objective_of(model_spec_of(name), None) for name in FAMILIES}
+    ddpm = {"DiTTransformer2DModel", "PaperDiT", "PixArtTransformer2DModel"}
+    assert {name for name, objective in own.items() if objective == DdpmSpec()} == ddpm
+    assert {name for name, objective in own.items() if objective == FlowMatchingSpec()} == FAMILIES.keys() - ddpm
+    asked = FlowMatchingSpec(shift=2.0)
+    assert objective_of(model_spec_of("PaperDiT"), asked) is asked
+
+
+def model_spec_of(class_name):
+    return models.model("dit-s-2").spec.model_copy(update={"class_name": class_name})
+
+
+def test_a_rehearsal_has_the_objective_of_its_model_through_json_too():
+    for name, expected in (("dit-s-2", DdpmSpec()), ("sana-600m", FlowMatchingSpec())):
+        request = RehearsalRequest(
+            model=models.model(name).spec,
+            batch=BatchShape(latents=(4, 8, 8)),
+            strategy=Strategy(),
+            micro_batch_sizes=(1,),
+        )
+        assert request.objective == expected
+        assert RehearsalRequest.model_validate_json(request.model_dump_json()) == request
+
+
+def test_keys_without_a_name_are_of_flow_matching():
+    run = load_run(DIGITS, ["objective.shift=3"])
+    assert run.objective == FlowMatchingSpec(shift=3.0)
+    assert load_run(DIGITS).objective is None
+    by_tokens = load_run(DIGITS, ["objective.shift={name: sqrt, base_tokens: 16}"]).objective
+    assert by_tokens.shift.base_tokens == 16
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (
+            ["objective.name=ddmp"],
+            "objective is 'ddmp', which is not known; did you mean ddpm?",
+        ),
+        (["objective.prediction=v"], "objective.prediction: unknown key; "),
+        (
+            ["objective.name=ddpm", "objective.predicts=v"],
+            "objective.predicts: unknown key; did you mean prediction",
+        ),
+        (["objective.shift=none"], "objective.shift is 'none', and a number was expected"),
+        (
+            ["objective.shift={name: exponential, base_tokens: 9, max_tokens: 9}"],
+            "objective.shift: max_tokens is 9, and more than base_tokens 9 is needed",
+        ),
+        (
+            ["objective={name: ddpm, zero_terminal_snr: true}"],
+            "objective: zero_terminal_snr leaves noise alone in the last timestep, which says nothing of the picture "
+            "where prediction is epsilon; set prediction to v",
+        ),
+        (
+            ["objective={name: ddpm, min_snr_gamma: 5, p2_gamma: 1}"],
+            "objective: min_snr_gamma and p2_gamma both weigh the loss; set one of them",
+        ),
+        (
+            ["objective={name: ddpm, beta_end: 0.00001}"],
+            "objective: beta_end is 1e-05, below beta_start 0.0001; noise grows",
+        ),
+        (
+            ["objective={name: ddpm, timesteps: 100000}"],
+            "objective: 100000 timesteps with betas from 0.0001 to 0.02 leave nothing of the picture long before the "
+            "last; set fewer timesteps, or a smaller beta_end",
+        ),
+        (
+            ["objective={name: ddpm, learned_variance: true}"],
+            "objective.learned_variance is true, and the model's out_channels is 4: with a variance beside the "
+            "prediction it is 8, twice in_channels; set it so, or objective.learned_variance to false",
+        ),
+    ],
+)
+def test_what_is_wrong_is_said_by_its_key(overrides, line):
+    assert problem(*overrides).startswith(line)
