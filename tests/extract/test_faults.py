@@ -28,7 +28,9 @@ def test_killed_extractions_go_on(case):
 @pytest.mark.slow
 def test_two_extractions_share_the_work(case):
     twice = two_at_once_round(case, "two")
-    assert twice <= 2  # what the one had in hand when the other had nothing else left
+    # Of 20 units those that the one had in hand when the other had nothing else left: one that is encoded and one that
+    # is written, of each.
+    assert twice <= 4
 
 
 @pytest.mark.slow
