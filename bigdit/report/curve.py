@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from bigdit.files import replacing
 from bigdit.report.timeline import BEHIND, COLOURS
 from bigdit.report.words import samples
-from bigdit.search.plan import Plan
+from bigdit.search.plan import Curve, Plan
 from bigdit.units import GIB, gib
 
 if TYPE_CHECKING:
@@ -41,10 +41,7 @@ def curves_figure(plan: Plan) -> Figure:
     figure = Figure(figsize=(10, 5), dpi=120, layout="constrained")
     axes = figure.subplots()
     for curve, (colour, marker) in zip(plan.curves, LINES * len(plan.curves), strict=False):
-        sizes = [nbytes / GIB for nbytes in curve.process_bytes]
-        every = -(-len(sizes) // MOST_MARKERS)
-        line = axes.plot(curve.micro_batch_sizes, sizes, color=colour, label=curve.label)[0]
-        line.set(marker=marker, markersize=5, markevery=every)
+        _draw_curve(axes, curve, colour, marker)
     _draw_card(axes, plan, horizontal=True)
     size, held = chosen.strategy.micro_batch_size, chosen.process.high_bytes
     axes.plot([size], [held / GIB], "o", markersize=13, markerfacecolor="none", markeredgecolor="black")
@@ -63,6 +60,19 @@ def curves_figure(plan: Plan) -> Figure:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     _finish(axes)
     return figure
+
+
+def _draw_curve(axes: Axes, curve: Curve, colour: str, marker: str) -> None:
+    """What ran by a solid line with a marker each; what is predicted dashed, where something ran."""
+    points = [*zip(curve.micro_batch_sizes, (nbytes / GIB for nbytes in curve.process_bytes), strict=True)]
+    every = -(-len(points) // MOST_MARKERS)
+    if curve.ran:
+        beyond = points[curve.ran - 1 :]
+        axes.plot(*zip(*beyond, strict=True), color=colour, linestyle=":", label=f"{curve.label}: predicted")
+        points, every = points[: curve.ran], 1
+    label = f"{curve.label}: run" if curve.ran else f"{curve.label}: predicted"
+    line = axes.plot(*zip(*points, strict=True), color=colour, label=label)[0]
+    line.set(marker=marker, markersize=5, markevery=every)
 
 
 def front_figure(plan: Plan) -> Figure:

@@ -160,6 +160,7 @@ def _curves(plan: Plan) -> Markup:
     ends = "; ".join(
         f"{each.label}: {gib(each.process_bytes[0])} at {each.micro_batch_sizes[0]} "
         f"to {gib(each.process_bytes[-1])} at {each.micro_batch_sizes[-1]}"
+        f"{f', run to {each.micro_batch_sizes[each.ran - 1]}' if each.ran else ', predicted'}"
         for each in plan.curves
     )
     said = f"Peak of the process against the micro-batch size, with the card's {limit}. {ends}."

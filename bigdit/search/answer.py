@@ -16,9 +16,10 @@ from bigdit.search.candidates import Candidate, capacity
 from bigdit.search.cards import Cards
 from bigdit.search.choices import confirmed, front
 from bigdit.search.confirm import Confirmed
+from bigdit.search.curves import curves
 from bigdit.search.evidence import Evidence
 from bigdit.search.fixes import fixes
-from bigdit.search.limits import bucket_limits, curves, limits_on
+from bigdit.search.limits import bucket_limits, limits_on
 from bigdit.search.needs.dataset import DatasetNeed, dataset_need, encoding_request
 from bigdit.search.needs.schedule import run
 from bigdit.search.plan import Plan, Run, Step
@@ -85,9 +86,8 @@ def _plan(pool: Pool, question: Question, evidence: Evidence, cards: Cards | Non
     room = capacity(question, option.proposal, evidence)
     rooms = [capacity(question, each.proposal, evidence) for each in found.options]
     rows = front(sample, question, found.options, known, rooms, evidence, cards)
-    count, blocks = option.arrangement.count, chosen.candidate.blocks
     steps, notices = _explained(pool, sample, question, evidence, chosen)
-    labels = {blocks: f"{blocks} of {count} blocks", 0: "nothing recomputed", count: "all blocks recomputed"}
+    buckets = bucket_limits(pool, sample, question, chosen.candidate, room, cards)
     return Plan(
         question=question,
         params=answer.params,
@@ -101,8 +101,8 @@ def _plan(pool: Pool, question: Question, evidence: Evidence, cards: Cards | Non
         host=chosen.host,
         front=rows,
         rejected=tuple(found.rejected),
-        buckets=bucket_limits(pool, sample, question, chosen.candidate, room, cards),
-        curves=curves(question, chosen.candidate, evidence.band, labels),
+        buckets=buckets,
+        curves=curves(sample, question, chosen.candidate, evidence.band, buckets[0], room, cards),
         smaller=smaller(question, chosen.candidate, evidence),
         fixes=() if fits else fixes(pool, sample, question, evidence, known[0]),
         dataset=_dataset(pool, question, batch),

@@ -1,4 +1,4 @@
-"""The largest micro-batch of each size in pixels, and memory against the micro-batch."""
+"""The largest micro-batch of each size in pixels."""
 
 from __future__ import annotations
 
@@ -8,17 +8,14 @@ from functools import partial
 
 from bigdit.rehearse import RehearsalRequest
 from bigdit.rehearse.pool import Pool
-from bigdit.search.candidates import Candidate, beside, largest_micro_batch, most
+from bigdit.search.candidates import Candidate, largest_micro_batch, most
 from bigdit.search.cards import Cards
 from bigdit.search.confirm import recorded
 from bigdit.search.explore import explore
-from bigdit.search.plan import Band, BucketLimit, Curve
+from bigdit.search.plan import BucketLimit
 from bigdit.search.predict.anchors import Sample
 from bigdit.search.question import Question
 from bigdit.search.space import Proposal
-from bigdit.search.verdict import process
-
-MOST_POINTS = 40
 
 NEAR = 0.05
 """Buckets of an area within this share of the planned one are not rehearsed: what a sample takes is scaled with the
@@ -105,18 +102,3 @@ def _predicted(
 
 def _area(size: tuple[int, int]) -> int:
     return size[0] * size[1]
-
-
-def curves(question: Question, chosen: Candidate, band: Band, labels: Mapping[int, str]) -> tuple[Curve, ...]:
-    """The process's bytes against the micro-batch, to a little beyond the card: one curve for each number of
-    checkpointed blocks, with its label."""
-    option, limit = chosen.option, question.gpu.usable_bytes
-    around = beside(question, option.proposal.strategy)
-    found = []
-    for blocks, label in sorted(labels.items()):
-        last = largest_micro_batch(option, blocks, limit * 1.15 - around.high_bytes)
-        step = max(last // MOST_POINTS, 1)
-        sizes = tuple(dict.fromkeys([*range(1, max(last, 1), step), max(last, 1)]))
-        taken = tuple(process(max(round(option.reserved(size, blocks)), 0), around, band).high_bytes for size in sizes)
-        found.append(Curve(label=label, micro_batch_sizes=sizes, process_bytes=taken))
-    return tuple(found)

@@ -73,11 +73,13 @@ class BucketLimit(Strict):
 
 
 class Curve(Strict):
-    """Peak of the process (high end, bytes) against the micro-batch size."""
+    """Peak of the process (high end, bytes) against the micro-batch size: the first `ran` as they ran on an emulated
+    card, the others predicted."""
 
     label: str
     micro_batch_sizes: tuple[PositiveInt, ...]
     process_bytes: tuple[NonNegativeInt, ...]
+    ran: NonNegativeInt = 0
 
 
 class Band(Strict):

@@ -150,6 +150,10 @@ def test_a_plan_ran_and_so_did_its_alternatives_and_its_limit_and_one_more_did_n
     with Cards(card) as cards:
         runs = cards.run([(request, room) for request in requests])
     assert [run is not None and run.fits for run in runs] == [True, False]
+    kept, recomputed = plan.curves
+    assert [each.micro_batch_sizes[each.ran - 1] for each in (kept, recomputed)] == [limit.none, limit.full]
+    assert all(list(each.process_bytes) == sorted(each.process_bytes) for each in plan.curves)
+    assert kept.process_bytes[kept.ran - 1] <= card.usable_bytes < kept.process_bytes[-1]
 
 
 @pytest.mark.slow

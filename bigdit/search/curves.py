@@ -1,0 +1,72 @@
+"""The process's bytes against the micro-batch: as far as it ran, and predicted a little beyond the card."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from bigdit.search.candidates import Candidate, beside, largest_micro_batch
+from bigdit.search.cards import Cards
+from bigdit.search.confirm import recorded
+from bigdit.search.plan import Band, BucketLimit, Curve
+from bigdit.search.predict.anchors import Sample
+from bigdit.search.question import Question
+from bigdit.search.verdict import process
+
+MOST_POINTS = 40
+
+BEYOND = 1.15
+"""Of the card's bytes: how far curves go."""
+
+
+def curves(
+    sample: Sample,
+    question: Question,
+    chosen: Candidate,
+    band: Band,
+    limit: BucketLimit,
+    capacity_bytes: float,
+    cards: Cards | None,
+) -> tuple[Curve, ...]:
+    """One curve for each number of checkpointed blocks: none, the recommended, all.
+
+    On `cards` the powers of two to the `limit` and that itself run in the `capacity_bytes` in which it was found; what
+    is beyond, or could not be run, is predicted.
+    """
+    option, count = chosen.option, chosen.option.arrangement.count
+    around = beside(question, option.proposal.strategy)
+    labels = {chosen.blocks: f"{chosen.blocks} of {count} blocks", 0: "nothing recomputed"}
+    largest = {chosen.blocks: limit.recommended, 0: limit.none, count: limit.full}
+    found = []
+    for blocks, label in sorted((labels | {count: "all blocks recomputed"}).items()):
+        ran = {}
+        if cards is not None and limit.ran:
+            ran = _ran(cards, sample, replace(chosen, blocks=blocks), largest[blocks], int(capacity_bytes))
+        last = largest_micro_batch(option, blocks, question.gpu.usable_bytes * BEYOND - around.high_bytes)
+        beyond = [size for size in _evenly(last) if size > max(ran, default=0)]
+        reserved = ran | {size: max(round(option.reserved(size, blocks)), 0) for size in beyond}
+        found.append(
+            Curve(
+                label=label,
+                micro_batch_sizes=tuple(reserved),
+                process_bytes=tuple(process(taken, around, band).high_bytes for taken in reserved.values()),
+                ran=len(ran),
+            )
+        )
+    return tuple(found)
+
+
+def _ran(cards: Cards, sample: Sample, chosen: Candidate, largest: int, capacity_bytes: int) -> dict[int, int]:
+    """What torch reserved, by micro-batch size, to the first that could not be run."""
+    sizes = sorted({largest, *(1 << power for power in range(largest.bit_length()))} - {0})
+    requests = [recorded(sample, replace(chosen, micro_batch_size=size)) for size in sizes]
+    found = {}
+    for size, attempt in zip(sizes, cards.run([(request, capacity_bytes) for request in requests]), strict=True):
+        if attempt is None or not attempt.fits:
+            break
+        found[size] = attempt.peak_reserved_bytes
+    return found
+
+
+def _evenly(last: int) -> list[int]:
+    last = max(last, 1)
+    return [*range(1, last, max(last // MOST_POINTS, 1)), last]
