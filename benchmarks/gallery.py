@@ -29,7 +29,7 @@ MODELS = (
     *("dit-xl-2-paper", "pixart-sigma-xl-2-1024", "sana-600m-1024", "sana-1600m-1024", "sd3.5-medium"),
     *("flux.1-dev", "qwen-image", "wan2.1-t2v-1.3b", "wan2.1-t2v-14b"),
 )
-CARDS = (("rtx-3060-12g", 1), ("rtx-4090", 1), ("a40", 1), ("a100-80g-sxm", 1))
+CARDS = (("rtx-3060-12g", 1), ("rtx-4090", 1), ("a40", 1), ("a100-80g-sxm", 1), ("h100-sxm", 1), ("a40", 8))
 WAYS = {"full": "checkpointed_blocks=all", "LoRA": "checkpointed_blocks=all,lora.rank=16"}
 """AdamW, bf16 with fp32 masters where weights are trained, features cached, expandable segments."""
 
