@@ -27,6 +27,10 @@ def cache_root() -> Path:
     return Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bigdit"
 
 
+_NOTICED: set[Path] = set()
+"""Folders that could not be written; a plan keeps dozens of answers there."""
+
+
 @dataclass(frozen=True)
 class Kept(Generic[Answer]):
     """One kind of answer, in `folder` of the cache; `what` it is, and what is done `anew`, as notices say it."""
@@ -48,11 +52,14 @@ class Kept(Generic[Answer]):
             return None
 
     def keep(self, decides: Iterable[str], answer: Answer) -> None:
-        """Keep an answer, in place of what was there; a cache that cannot be written is only noticed."""
+        """Keep an answer, in place of what was there; a cache that cannot be written is only noticed, once a folder."""
         try:
             write_sealed(self._file(decides), answer.model_dump_json())
         except UserError as error:
-            log.notice(f"{self.what} is not kept: {error}")
+            folder = cache_root() / self.folder
+            if folder not in _NOTICED:
+                _NOTICED.add(folder)
+                log.notice(f"{self.what} is not kept: {error}; said once of {folder}")
 
     def _file(self, decides: Iterable[str]) -> Path:
         name = hashlib.sha256("|".join(decides).encode()).hexdigest()[:32]

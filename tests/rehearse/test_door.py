@@ -122,7 +122,10 @@ def test_a_cache_that_cannot_be_written_is_noticed_and_the_answer_stands(
     cache.parent.mkdir()
     cache.write_text("a file where the folder should be")
     assert rehearse(_request(1)).size(1).params > 0
-    assert "the rehearsal is not kept" in capsys.readouterr().err
+    assert rehearse(_request(2)).size(2).params > 0
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "is not kept" in line]
+    assert line.startswith("the rehearsal is not kept: cannot write")
+    assert line.endswith(f"; said once of {cache}")
 
 
 def test_a_rehearsal_that_takes_too_long_is_stopped(cache: Path) -> None:
