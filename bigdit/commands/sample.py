@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
 from bigdit.commands.options import Json
-from bigdit.objective_spec import SamplerName
 from bigdit.units import LARGEST
+
+if TYPE_CHECKING:
+    from bigdit.objective_spec import SamplerName
 
 
 def run(
@@ -22,8 +24,10 @@ def run(
     size: Annotated[str | None, typer.Option(metavar="HxW", help="Pixels; the run's first bucket if left out.")] = None,
     steps: Annotated[int, typer.Option(min=1, max=1000, help="Steps from noise to picture.")] = 20,
     sampler: Annotated[
-        SamplerName | None,
-        typer.Option(help="Of flow matching euler, of DDPM dpmsolver++ or ddim; the first of these if left out."),
+        str | None,
+        typer.Option(
+            metavar="NAME", help="Of flow matching euler, of DDPM dpmsolver++ or ddim; the first of these if left out."
+        ),
     ] = None,
     guidance: Annotated[float, typer.Option(min=0, help="Classifier-free guidance; 1 is none.")] = 3.0,
     seed: Annotated[int, typer.Option(min=0, max=LARGEST, help="Picture i is drawn from seed + i.")] = 0,
@@ -37,6 +41,7 @@ def run(
     if not wanted:
         raise UserError("no caption was given; pass --caption TEXT, or --captions FILE with one a line")
     height_width = _size(size) if size else None
+    drawn_by = _sampler(sampler)
     if not math.isfinite(guidance):
         raise UserError(f"--guidance is {guidance}, and a finite number was expected")
 
@@ -60,7 +65,7 @@ def run(
     with told(f"--checkpoint {found.folder}: loading it", device, "a device with more memory is needed"):
         loaded = Sampler(found, device, ema=ema)
     height, width = height_width or loaded.buckets[0]
-    options = SamplingOptions(height, width, steps=steps, guidance=guidance, sampler=sampler, seed=seed)
+    options = SamplingOptions(height, width, steps=steps, guidance=guidance, sampler=drawn_by, seed=seed)
     pictures, rows = [], []
     with log.progress("sample", total=len(wanted), unit="images") as advance:
         for i, pixels in enumerate(loaded.sample(wanted, options)):
@@ -95,6 +100,16 @@ def _lines(path: Path | None) -> list[str]:
         return [line.strip() for line in path.read_text().splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--captions {path} cannot be read: {error}") from None
+
+
+def _sampler(name: str | None) -> SamplerName | None:
+    from bigdit.errors import UserError, shown
+    from bigdit.objective_spec import SamplerName
+
+    known: dict[str, SamplerName] = {each: each for each in get_args(SamplerName)}
+    if name is not None and name not in known:
+        raise UserError(f"--sampler {shown(name)[:40]!r}: there is no such sampler; known: {', '.join(known)}")
+    return None if name is None else known[name]
 
 
 def _size(text: str) -> tuple[int, int]:

@@ -9,6 +9,7 @@ import pytest
 from commands import BIN, DIGITS, SINGLE, TINY, bigdit, environment_with, with_set
 from running import until
 
+from bigdit.cli import main
 from bigdit.receipt import Receipt
 
 
@@ -137,12 +138,15 @@ def test_what_cannot_be_asked_is_one_line(asked, said):
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_a_model_that_is_too_large_is_said_with_the_blocks_that_fit():
-    done = bigdit("bench", "optimizer", "--model", "flux.1-dev", "--optimizer", "adafactor")
-    assert done.returncode == 1
-    (line,) = done.stderr.splitlines()
+@pytest.mark.parametrize(("free", "nearest"), [(48, "the largest that fits: --blocks 2; or "), (2, "")])
+def test_a_model_that_is_too_large_is_said_with_the_blocks_that_fit(monkeypatch, capsys, free, nearest):
+    monkeypatch.setattr("bigdit.bench.optimizer.room", lambda device: (free << 30, 64 << 30))
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "optimizer", "--model", "flux.1-dev", "--optimizer", "adafactor"])
+    assert ended.value.code == 1
+    line = capsys.readouterr().err.splitlines()[-1]
     assert line.startswith("error: flux.1-dev: 3 optimizers side by side take up to ")
-    assert "are free (MemAvailable); the largest that fits: --blocks " in line
+    assert f"({free}.00 GiB) are free (MemAvailable); {nearest}name fewer optimizers with --optimizer" in line
 
 
 def test_a_store_without_a_usable_picture_is_said(tmp_path):
