@@ -16,6 +16,7 @@ class Inputs(Strict):
     `square`: height and width are one number to it.
     `depths`: the lists of like blocks, in the order of the forward pass, each with the constructor argument that
     says its length. `even`: the class takes an even number of blocks alone, whose halves are joined by skips.
+    `routed`: tokens go to experts by their values, and with them memory.
     `objective`: what its models are trained by where nothing else is asked.
     """
 
@@ -28,6 +29,7 @@ class Inputs(Strict):
     square: bool = False
     depths: dict[str, str] = {"transformer_blocks": "num_layers"}
     even: bool = False
+    routed: bool = False
     objective: FlowMatchingSpec | DdpmSpec = FlowMatchingSpec()
 
 
@@ -58,6 +60,7 @@ FAMILIES: dict[str, Inputs] = {
         text_dim="caption_channels",
         extras=("pooled_text", "llama_text"),
         depths={"double_stream_blocks": "num_layers", "single_stream_blocks": "num_single_layers"},
+        routed=True,
     ),
     "DiTTransformer2DModel": Inputs(extras=("class_label",), square=True, objective=DDPM),
     "PaperDiT": Inputs(extras=("class_label",), square=True, depths={"blocks": "depth"}, objective=DDPM),

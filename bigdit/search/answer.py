@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 from bigdit.catalog import CatalogModel, batch_shape
+from bigdit.catalog.families import FAMILIES
 from bigdit.catalog.revision import revision
 from bigdit.errors import UserError
 from bigdit.rehearse.pool import Pool
@@ -55,7 +56,8 @@ def make_plan(question: Question, *, progress: Progress | None = None) -> Plan:
 
     with Pool(done=done) as pool, _cards(question, tried) as cards:
         checked, more = receipts.check(own, question.gpu, receipts.one_by(pool))
-        plan = _plan(pool, question, Evidence(tuple(checked)), cards)
+        evidence = Evidence(tuple(checked), routed=FAMILIES[question.model.spec.class_name].routed)
+        plan = _plan(pool, question, evidence, cards)
         unanswered = [f"not run on an emulated card: {why}" for why in (cards.unanswered if cards else ())]
     seconds = round(time.perf_counter() - began, 3)
     no_cards = [f"not run on emulated cards: {question.no_cards}"] if question.no_cards else []

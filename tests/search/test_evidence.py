@@ -1,0 +1,34 @@
+"""What a plan keeps free for what is not known: no card that was measured has taken more."""
+
+import pytest
+from on_gpu.page import measured
+from on_gpu.points import POINTS
+from on_gpu.predicted import PREDICTED, Predictions
+
+from bigdit import catalog
+from bigdit.catalog.families import FAMILIES
+from bigdit.search.evidence import UNPROVED, UNPROVED_ROUTED, Evidence
+
+TAKEN = {each.name: max(phase.reserved for phase in each.phases) for each in measured() if each.phases}
+SAID = {each.name: each for each in Predictions.model_validate_json(PREDICTED.read_bytes()).points}
+
+
+def is_routed(point):
+    return FAMILIES[catalog.find_model(point.name.split(" ")[0]).spec.class_name].routed
+
+
+@pytest.mark.parametrize("routed", [False, True])
+def test_no_measured_step_reserved_more_than_was_kept_free(routed):
+    points = [point for point in POINTS if point.name in TAKEN and is_routed(point) is routed]
+    assert points
+    for point in points:
+        said = max(phase.reserved for phase in SAID[point.name].emulated)
+        assert TAKEN[point.name] <= said * (1 + Evidence(routed=routed).band.share), point.name
+
+
+def test_without_a_receipt_experts_that_values_choose_keep_more_free():
+    assert Evidence().band == UNPROVED
+    assert Evidence(routed=True).band == UNPROVED_ROUTED
+    (point,) = (point for point in POINTS if point.name in TAKEN and is_routed(point))
+    said = max(phase.reserved for phase in SAID[point.name].emulated)
+    assert TAKEN[point.name] > said * (1 + UNPROVED.share)  # why it is a band of its own
