@@ -47,7 +47,8 @@ class Receipt(Strict):
     the processes of one machine. `steps` are of the run's last start, `skipped_steps` those of them that were not
     taken, `out_of_memory` those of all its starts. `seconds_per_step` is a median, start and first steps left out;
     `seconds` are of the whole start. Peaks are of one process, in bytes, by what `measured_with` names; reserved ones
-    are known on a GPU alone, predicted ones to the benchmark alone.
+    are known on a GPU alone, predicted ones to the benchmark, and on a GPU to a run by a plan, which said them of its
+    own size in pixels. `error_percent` is the benchmark's, of allocated bytes.
     """
 
     kind: Literal["train", "bench"]

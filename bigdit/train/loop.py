@@ -23,6 +23,8 @@ from bigdit.loader.stream import FeatureStream
 from bigdit.shortage import told
 from bigdit.spec import ModelSpec, Strategy
 from bigdit.train import exports
+from bigdit.train.beside_plan import beside_plan
+from bigdit.train.measure import STEPS as MEASURED_STEPS
 from bigdit.train.measure import MemoryMeter
 from bigdit.train.metrics import Metrics
 from bigdit.train.out_of_memory import Recovery
@@ -173,6 +175,8 @@ def _train(
             metrics.add(step, lr, result)
             skipped.add(step, lr, result, micro_batches)
             del micro_batches, batches  # or they would live on while the next ones are read
+            if step + 1 == start + MEASURED_STEPS and (took := beside_plan(plan, strategy, meter)):
+                _say(world, [str(took)])
             signum = stop.asked(step + 1)
             if saves.due(step + 1) or signum:
                 saves.save(step + 1)
@@ -183,7 +187,8 @@ def _train(
         last = saves.save_now(end)
         if world.is_main:
             skipped.sum_up(end - start, metrics.path)
-            write_receipt(run, spec, strategy, store, meter, metrics, relief, skipped.count, end - start, began)
+            took = beside_plan(plan, strategy, meter)
+            write_receipt(run, spec, strategy, store, meter, took, metrics, relief, skipped.count, end - start, began)
     assert last is not None
     return last
 

@@ -11,6 +11,7 @@ from bigdit.catalog.families import objective_of
 from bigdit.config import RunConfig
 from bigdit.spec import ModelSpec, Strategy
 from bigdit.store import FeatureStore
+from bigdit.train.beside_plan import BesidePlan
 from bigdit.train.measure import MemoryMeter
 from bigdit.train.metrics import Metrics
 from bigdit.train.relief import Relief
@@ -25,6 +26,7 @@ def write_receipt(
     strategy: Strategy,
     store: FeatureStore,
     meter: MemoryMeter,
+    planned: BesidePlan | None,
     metrics: Metrics,
     relief: Relief,
     skipped_steps: int,
@@ -51,6 +53,8 @@ def write_receipt(
         seconds=round(seconds, 3),
         seconds_per_step=metrics.seconds_per_step,
         images_per_second=round(strategy.global_batch_size / (metrics.seconds_per_step or seconds / steps), 2),
+        predicted_peak_allocated_bytes=planned and planned.planned_allocated_bytes,
+        predicted_peak_reserved_bytes=planned and planned.planned_reserved_bytes,
         measured_peak_allocated_bytes=meter.peak_allocated_bytes,
         measured_peak_reserved_bytes=meter.peak_reserved_bytes,
         measured_with=meter.method,

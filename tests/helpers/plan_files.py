@@ -5,7 +5,7 @@ import json
 import pytest
 import yaml
 from chaotic.plans import made_up
-from commands import DIGITS
+from commands import DIGITS, TINY
 
 from bigdit.config.plan_file import write_plan_file
 from bigdit.config.strategy import parse_strategy
@@ -13,6 +13,11 @@ from bigdit.errors import UserError
 from bigdit.spec import BatchShape, ModelSpec, Strategy
 
 DIGITS_MODEL = yaml.safe_load(DIGITS.read_text())["model"]
+TINY_KWARGS = DIGITS_MODEL["kwargs"] | {
+    key.removeprefix("model.kwargs."): int(value)
+    for key, _, value in (override.partition("=") for override in TINY)
+    if key.startswith("model.kwargs.")
+}
 SINGLE = Strategy(micro_batch_size=8, grad_accum_steps=2, checkpointed_blocks=1, gradient_clipping=1.0)
 
 

@@ -9,14 +9,17 @@ import subprocess
 import pytest
 from cards import TIME_LIMIT_S, answers
 from commands import DIGITS, ROOT, SINGLE, TINY, with_set
+from plan_files import TINY_KWARGS, plan_of, run_yaml, write
 
 from bigdit import catalog
 from bigdit.emulator import emulated_environment, shared_state
 from bigdit.rehearse.card.client import cuda_python
 from bigdit.train.metrics import read_metrics
+from bigdit.units import gib
 
 STEPS = ("train.steps=3", "train.checkpoint_every=3")
 FSDP2 = ("engine.name=fsdp2", "engine.ds_config=null")
+BIGDIT = ("-c", "from bigdit.cli import main; main()", "train")
 
 
 def on_two_cards(features, output, *command, overrides=()):
@@ -48,6 +51,30 @@ def check(receipt, output, world_size):
     assert (output / "checkpoints/latest").read_text() == "step-00000003\n"
 
 
+@pytest.mark.slow
+def test_a_run_by_a_plan_says_what_was_planned_and_what_was_measured(features, tmp_path):
+    plan = plan_of(kwargs=TINY_KWARGS, expandable_segments=True)
+    folder, config = write(plan, tmp_path / "plan"), run_yaml(tmp_path, data={"features": str(features)})
+    command = [str(cuda_python()), "-W", "ignore", *BIGDIT, "--plan", str(folder), "--config", str(config)]
+    done = subprocess.run(
+        [*command, *with_set(["train.steps=4", "train.warmup_steps=1", f"output={tmp_path / 'run'}"])],
+        env=os.environ | emulated_environment(catalog.resolve_gpu("a40")),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=TIME_LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    receipt, expected = json.loads((tmp_path / "run/receipt.json").read_text()), plan.expected
+    measured = receipt["measured_peak_reserved_bytes"]
+    off = f"{100 * (measured / expected.peak_reserved_bytes - 1):+.1f} %"
+    said = f"planned 40.00 GiB at 8 × 12, measured {gib(measured)} ({off}) reserved by torch"
+    assert done.stderr.count(said) == 1, done.stderr
+    assert receipt["predicted_peak_reserved_bytes"] == expected.peak_reserved_bytes
+    assert receipt["predicted_peak_allocated_bytes"] == expected.peak_allocated_bytes
+
+
 DEEPSPEED = ("-m", "deepspeed.launcher.runner", "--log_level", "warning", "--num_gpus", "2")
 
 
@@ -59,7 +86,6 @@ def test_deepspeed_trains_on_two_cards(features, tmp_path, stage):
 
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "launch/train.py")
-BIGDIT = ("-c", "from bigdit.cli import main; main()", "train")
 
 
 @pytest.mark.slow

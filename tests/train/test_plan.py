@@ -4,29 +4,23 @@ import json
 import sys
 
 import pytest
-import yaml
-from commands import BIN, DIGITS, TINY, bigdit, run_command
-from plan_files import SINGLE, plan_of, run_yaml, write, zero2
+from commands import BIN, bigdit, run_command
+from plan_files import SINGLE, TINY_KWARGS, plan_of, run_yaml, write, zero2
 
 from bigdit.catalog.revision import revision
 from bigdit.spec import EmaSpec, OptimizerSpec, Strategy
 from bigdit.train.processes.launch import free_port
 
-KWARGS = yaml.safe_load(DIGITS.read_text())["model"]["kwargs"] | {
-    key.removeprefix("model.kwargs."): int(value)
-    for key, _, value in (override.partition("=") for override in TINY)
-    if key.startswith("model.kwargs.")
-}
 PLANS = {
     "single": plan_of(
         SINGLE.model_copy(update={"optimizer": OptimizerSpec(name="adamw_8bit"), "ema": EmaSpec(device="cpu")}),
-        kwargs=KWARGS,
+        kwargs=TINY_KWARGS,
         expandable_segments=True,
     ),
-    "deepspeed": plan_of(zero2(checkpointed_blocks="all"), kwargs=KWARGS),
+    "deepspeed": plan_of(zero2(checkpointed_blocks="all"), kwargs=TINY_KWARGS),
     "fsdp2": plan_of(
         Strategy(engine="fsdp2", world_size=2, micro_batch_size=4, gradient_clipping=1.0, reshard_after_forward=False),
-        kwargs=KWARGS,
+        kwargs=TINY_KWARGS,
     ),
 }
 # What main is asked for, in a process of its own, and what it leaves to the allocator.
@@ -103,7 +97,9 @@ def test_several_machines_need_their_launcher(tmp_path):
 
 def test_another_model_is_refused(tmp_path):
     folder = write(PLANS["single"], tmp_path / "plan")
-    config = run_yaml(tmp_path, model={"class_name": "SanaTransformer2DModel", "kwargs": KWARGS | {"num_layers": 3}})
+    config = run_yaml(
+        tmp_path, model={"class_name": "SanaTransformer2DModel", "kwargs": TINY_KWARGS | {"num_layers": 3}}
+    )
     again = "leave model out, or ask `bigdit plan` for it"
     assert errors(bigdit("train", "--plan", folder, "--config", config)) == [
         f"error: model has num_layers 3, and the plan's model.kwargs.num_layers is 2 (digits); {again}"
