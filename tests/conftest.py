@@ -16,8 +16,12 @@ os.environ.setdefault("BIGDIT_DEVICE", "rehearsed")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-from commands import DIGITS, ROOT, SINGLE, TINY, bigdit, run_ranks, with_set
+from commands import BIN, DIGITS, ROOT, SINGLE, TINY, bigdit, run_ranks, with_set
 from hypothesis import settings
+
+# Whatever tests start finds the environment's own programs first. Of two releases of ninja each builds DeepSpeed's
+# operators anew when the other has built them, a minute and a half of a core each time.
+os.environ["PATH"] = f"{BIN}{os.pathsep}{os.environ['PATH']}"
 
 # How long an example takes is this machine's business: other work on it must not fail a test.
 settings.register_profile("untimed", deadline=None)

@@ -35,7 +35,7 @@ SINGLE = ("engine.name=single", "engine.processes=1", "engine.ds_config=null")
 
 def environment_with(variables):
     """This process's environment, with what commands of tests have, and `variables`."""
-    return os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "80", "PATH": f"{BIN}:{os.environ['PATH']}"} | variables
+    return os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "80"} | variables
 
 
 def run_command(*command, timeout=300, **environment):
