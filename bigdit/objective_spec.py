@@ -9,8 +9,8 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 from bigdit.numbers import Count, Number, Positive, Switch
 from bigdit.spec import Strict
 
-SamplerName = Literal["euler", "dpmsolver++", "ddim"]
-"""How samples are drawn: by flow matching Euler's, by DDPM the others."""
+SamplerName = Literal["euler", "heun", "dpmsolver++", "unipc", "ddim"]
+"""How samples are drawn: `euler` and `heun` of flow matching, `ddim` of a DDPM, the others of both."""
 
 Logit = Annotated[Number, Field(ge=-10, le=10)]
 """Of a t from 4.5e-5 to 1 - 4.5e-5."""

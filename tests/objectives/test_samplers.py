@@ -1,5 +1,6 @@
-"""Samples: a model that knows the picture leads every sampler to it, whatever it predicts."""
+"""Samples: a model that knows the picture leads every sampler to it, whatever it predicts; each is diffusers' own."""
 
+import diffusers
 import pytest
 import torch
 
@@ -10,6 +11,9 @@ from bigdit.objectives.schedule import alphas_cumprod
 
 PICTURE = torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(0))
 NOISE = torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(1))
+
+
+FLOWS = ["euler", "heun", "dpmsolver++", "unipc"]
 
 
 def knowing(objective, asked, *, variance):
@@ -29,7 +33,7 @@ def knowing(objective, asked, *, variance):
     return predict
 
 
-@pytest.mark.parametrize("sampler", ["ddim", "dpmsolver++"])
+@pytest.mark.parametrize("sampler", ["ddim", "dpmsolver++", "unipc"])
 @pytest.mark.parametrize(
     "objective",
     [
@@ -51,16 +55,106 @@ def test_every_sampler_ends_at_the_picture(objective, sampler):
         assert asked == sorted(asked, reverse=True)
 
 
-def test_euler_ends_at_the_picture():
-    found = objectives.sample(FlowMatchingSpec(), "euler", lambda latents, t: (latents - PICTURE) / t[0], NOISE, 5, 16)
+@pytest.mark.parametrize("steps", [1, 2, 5, 1000])
+@pytest.mark.parametrize("shift", [0.5, 1.0, 12.0])
+@pytest.mark.parametrize("sampler", FLOWS)
+def test_every_sampler_of_a_flow_ends_at_the_picture(sampler, shift, steps):
+    asked = []
+
+    def predict(latents, t):
+        asked.append(t[0].item())
+        return (latents - PICTURE) / t[0]
+
+    found = objectives.sample(FlowMatchingSpec(shift=shift), sampler, predict, NOISE, steps, 16)
     assert torch.allclose(found, PICTURE, atol=1e-3)
+    assert asked[0] == (pytest.approx(1, abs=2e-6) if sampler == "unipc" else 1)  # diffusers' own begins 1e-6 below
+    assert asked == sorted(asked, reverse=True)
+    assert len(asked) == (2 * steps - 1 if sampler == "heun" else steps)
+
+
+def curved(latents, t):
+    """No model in particular."""
+    shape = (-1, 1, 1, 1)
+    return torch.sin(3 * latents) + t.to(torch.float32).reshape(shape) * latents.flip(1)
+
+
+def by_hand(scheduler, times):
+    latents = NOISE
+    for timestep, t in zip(scheduler.timesteps, times, strict=True):
+        latents = scheduler.step(curved(latents, t.expand(2)), timestep, latents).prev_sample
+    return latents
+
+
+FLOW = {"use_flow_sigmas": True, "flow_shift": 3.0, "prediction_type": "flow_prediction"}
+
+
+@pytest.mark.parametrize("steps", [3, 20])
+@pytest.mark.parametrize(
+    ("sampler", "scheduler"),
+    [
+        ("euler", lambda: diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)),
+        ("heun", lambda: diffusers.FlowMatchHeunDiscreteScheduler(shift=3.0)),
+        ("dpmsolver++", lambda: diffusers.DPMSolverMultistepScheduler(**FLOW)),
+        ("unipc", lambda: diffusers.UniPCMultistepScheduler(**FLOW)),
+    ],
+)
+def test_a_flow_follows_its_scheduler_to_the_bit(sampler, scheduler, steps):
+    driven = scheduler()
+    driven.set_timesteps(steps)
+    if sampler == "dpmsolver++":
+        driven.sigmas[0] = 1.0
+    found = objectives.sample(FlowMatchingSpec(shift=3.0), sampler, curved, NOISE, steps, 16)
+    assert torch.equal(found, by_hand(driven, driven.sigmas[:-1]))
+
+
+@pytest.mark.parametrize(
+    ("sampler", "scheduler"),
+    [
+        ("ddim", lambda **said: diffusers.DDIMScheduler(clip_sample=False, **said)),
+        ("dpmsolver++", diffusers.DPMSolverMultistepScheduler),
+        ("unipc", diffusers.UniPCMultistepScheduler),
+    ],
+)
+def test_a_ddpm_follows_its_scheduler_to_the_bit(sampler, scheduler):
+    driven = scheduler(prediction_type="v_prediction", timestep_spacing="trailing")
+    driven.set_timesteps(20)
+    found = objectives.sample(DdpmSpec(prediction="v"), sampler, curved, NOISE, 20, 16)
+    assert torch.equal(found, by_hand(driven, driven.timesteps / 1000))
+
+
+def error_of(sampler, calls):
+    """Of samples of a normal distribution with known mean and deviation, by its own velocity, in so many calls."""
+    mean, deviation = 0.7, 0.5
+
+    def velocity(latents, t):
+        t = t[0]
+        variance = ((1 - t) * deviation) ** 2 + t**2
+        return (t - (1 - t) * deviation**2) / variance * (latents - (1 - t) * mean) - mean
+
+    steps = (calls + 1) // 2 if sampler == "heun" else calls
+    found = objectives.sample(FlowMatchingSpec(), sampler, velocity, NOISE, steps, 16)
+    return (found - (mean + deviation * NOISE)).abs().max().item()
+
+
+def test_samplers_of_second_order_come_nearer_than_euler_in_as_many_calls():
+    euler = {calls: error_of("euler", calls) for calls in (9, 19, 79, 159)}
+    assert euler[79] / euler[159] == pytest.approx(2, rel=0.05)
+    for sampler in ("heun", "dpmsolver++", "unipc"):
+        found = {calls: error_of(sampler, calls) for calls in euler}
+        assert all(found[calls] < euler[calls] / 4 for calls in euler), (sampler, found, euler)
+        assert found[79] / found[159] > 3, (sampler, found)
 
 
 @pytest.mark.parametrize(
     ("objective", "sampler", "steps", "error"),
     [
-        (DdpmSpec(), "euler", 5, "--sampler is euler, and a model trained by ddpm takes dpmsolver++ or ddim"),
-        (FlowMatchingSpec(), "ddim", 5, "--sampler is ddim, and a model trained by flow_matching takes euler"),
+        (DdpmSpec(), "euler", 5, "--sampler is euler, and a model trained by ddpm takes dpmsolver++, unipc or ddim"),
+        (
+            FlowMatchingSpec(),
+            "ddim",
+            5,
+            "--sampler is ddim, and a model trained by flow_matching takes euler, heun, dpmsolver++ or unipc",
+        ),
         (
             DdpmSpec(timesteps=8),
             "ddim",
