@@ -20,7 +20,7 @@ from bigdit.errors import UserError
 from bigdit.loader.batch import Batch
 from bigdit.loader.stream import pad_text
 from bigdit.objective_spec import SamplerName
-from bigdit.shortage import room, told
+from bigdit.shortage import ran_out, room, told
 from bigdit.spec import ModelSpec, Strategy
 from bigdit.store.part import Shape
 from bigdit.units import gib
@@ -32,13 +32,15 @@ _LESS = "a smaller --size or fewer captions take less"
 class SamplingOptions:
     """`height` and `width` in pixels; `guidance` 1 is none (Ho & Salimans, arXiv:2207.12598).
 
-    `sampler`: left out, the objective's default.
+    `negative`: what guidance leads away from; left out, the empty caption. `sampler`: left out, the objective's own.
+    `micro_batch_size`: pictures at once, where memory does for as many.
     """
 
     height: int
     width: int
     steps: int = 20
     guidance: float = 3.0
+    negative: str | None = None
     sampler: SamplerName | None = None
     seed: int = 0
     micro_batch_size: int = 50
@@ -67,53 +69,80 @@ class Sampler:
     def sample(self, captions: Sequence[str], options: SamplingOptions) -> Iterator[torch.Tensor]:
         """One picture a caption: uint8 [channels, height, width]. Picture i depends on caption i and seed + i.
 
-        Raises UserError where memory runs out.
+        A batch for which memory does not do is halved. Raises UserError where it does not do for one picture.
         """
         size = f"--size {options.height}x{options.width}"
         side = self._codec.downsample
         if options.height % side or options.width % side:
             raise UserError(f"{size} does not divide by the codec's {side}")
         shape = self._codec.latent_shape((options.height, options.width))
-        for start in range(0, len(captions), options.micro_batch_size):
-            chosen = captions[start : start + options.micro_batch_size]
-            drawing = f"{size}: drawing {len(chosen)} at once"
-            _check_room(drawing, len(chosen) * math.prod(shape), self._device)
-            with told(drawing, self._device, _LESS):
-                pictures = self._draw(chosen, shape, start, options)
+        start, most = 0, options.micro_batch_size
+        while start < len(captions):
+            chosen = captions[start : start + most]
+            pictures = self._attempt(chosen, shape, start, options)
+            if pictures is None:
+                most = len(chosen) // 2
+                if self._device.type == "cuda":
+                    torch.cuda.empty_cache()  # what the larger batch left in pieces
+                continue
             yield from pictures
+            start += len(chosen)
+
+    def _attempt(
+        self, captions: Sequence[str], shape: Shape, start: int, options: SamplingOptions
+    ) -> torch.Tensor | None:
+        """Their pictures; None where memory does not do for so many: the error, which holds what was allocated, ends
+        here. Raises UserError where it does not do for one."""
+        least, (free, total) = len(captions) * _least_bytes(shape, options.guidance), room(self._device)
+        if len(captions) > 1:
+            try:
+                return self._draw(captions, shape, start, options) if least <= free else None
+            except (RuntimeError, MemoryError) as error:
+                if not ran_out(error):
+                    raise
+                return None
+        drawing = f"--size {options.height}x{options.width}: drawing 1 at once"
+        if least > free:
+            raise UserError(f"{drawing} takes {gib(least)} at least, and {gib(free)} of {gib(total)} are free; {_LESS}")
+        with told(drawing, self._device, _LESS):
+            return self._draw(captions, shape, start, options)
 
     def _draw(self, captions: Sequence[str], shape: Shape, start: int, options: SamplingOptions) -> torch.Tensor:
         seeds = [options.seed + start + i for i in range(len(captions))]
         noise = objectives.draw_noise(torch.empty((len(captions), *shape), device=self._device), seeds)
         sampler = options.sampler or objectives.default_sampler(self._objective)
         tokens = self._family.tokens(self._model, noise.shape)
-        predict = self._guided(captions, options.guidance)
+        predict = self._predict(captions, options)
         latents = objectives.sample(self._objective, sampler, predict, noise, options.steps, tokens)
         return to_bytes(self._codec.decode(latents)).cpu()
 
-    def _guided(self, captions: Sequence[str], guidance: float) -> objectives.Predict:
-        """The prediction for the captions, pushed away from that for the empty caption."""
-        texts = [*self._text.encode(captions), *[self._null] * len(captions)]
+    def _predict(self, captions: Sequence[str], options: SamplingOptions) -> objectives.Predict:
+        """The prediction for the captions; with guidance, pushed away from that for the negative or empty caption."""
+        texts = list(self._text.encode(captions))
+        guided = options.guidance != 1
+        if guided:
+            away = self._null if options.negative is None else self._text.encode([options.negative])[0]
+            texts += [away] * len(captions)
         texts = [text.to(self._device, torch.float32) for text in texts]
         text_embeds, text_mask = pad_text([text.states for text in texts], self._text.max_tokens)
         pooled = [text.pooled for text in texts if text.pooled is not None]
         extras = {POOLED_TEXT: torch.stack(pooled)} if pooled else {}
 
-        def predict(latents: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
-            doubled = Batch(torch.cat([latents, latents]), text_embeds, text_mask, seeds=(), extras=extras)
-            both = self._family.predict(self._model, doubled.latents, t.repeat(2), doubled)
-            conditional, unconditional = both.chunk(2)
-            return unconditional + guidance * (conditional - unconditional)
+        def of_texts(latents: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+            batch = Batch(latents, text_embeds, text_mask, seeds=(), extras=extras)
+            return self._family.predict(self._model, latents, t, batch)
 
-        return predict
+        def pushed(latents: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+            conditional, unconditional = of_texts(torch.cat([latents, latents]), t.repeat(2)).chunk(2)
+            return unconditional + options.guidance * (conditional - unconditional)
+
+        return pushed if guided else of_texts
 
 
-def _check_room(drawing: str, elems: int, device: torch.device) -> None:
-    """Raise UserError where there is no room for latents of `elems` in fp32 and what stands beside them: noise, and
-    twice over, for guidance, what the model is fed and what it predicts. A host's memory is not refused, but ends."""
-    least, (free, total) = 5 * 4 * elems, room(device)
-    if least > free:
-        raise UserError(f"{drawing} takes {gib(least)} at least, and {gib(free)} of {gib(total)} are free; {_LESS}")
+def _least_bytes(shape: Shape, guidance: float) -> int:
+    """What a picture takes at the least, in fp32: latents, noise and what the model predicts; with guidance twice what
+    the model is fed and predicts, beside noise. A host's memory is not refused, but ends."""
+    return (3 if guidance == 1 else 5) * 4 * math.prod(shape)
 
 
 def _load(

@@ -26,10 +26,16 @@ def run(
     sampler: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME", help="Of flow matching euler, of DDPM dpmsolver++ or ddim; the first of these if left out."
+            metavar="NAME",
+            help="Of flow matching euler, heun, dpmsolver++ or unipc, of DDPM dpmsolver++, unipc or ddim; the first of "
+            "these if left out.",
         ),
     ] = None,
     guidance: Annotated[float, typer.Option(min=0, help="Classifier-free guidance; 1 is none.")] = 3.0,
+    negative: Annotated[
+        str | None,
+        typer.Option(metavar="TEXT", help="What guidance leads away from; the empty caption if left out."),
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, max=LARGEST, help="Picture i is drawn from seed + i.")] = 0,
     ema: Annotated[bool, typer.Option("--ema", help="The moving average of the weights (train.ema).")] = False,
     as_json: Json = False,
@@ -44,6 +50,8 @@ def run(
     drawn_by = _sampler(sampler)
     if not math.isfinite(guidance):
         raise UserError(f"--guidance is {guidance}, and a finite number was expected")
+    if negative is not None and guidance == 1:
+        raise UserError("--negative was given, and --guidance 1 leads away from nothing; pass another --guidance")
 
     from bigdit import libraries, log
 
@@ -65,7 +73,7 @@ def run(
     with told(f"--checkpoint {found.folder}: loading it", device, "a device with more memory is needed"):
         loaded = Sampler(found, device, ema=ema)
     height, width = height_width or loaded.buckets[0]
-    options = SamplingOptions(height, width, steps=steps, guidance=guidance, sampler=drawn_by, seed=seed)
+    options = SamplingOptions(height, width, steps, guidance, negative, drawn_by, seed)
     pictures, rows = [], []
     with log.progress("sample", total=len(wanted), unit="images") as advance:
         for i, pixels in enumerate(loaded.sample(wanted, options)):
@@ -83,6 +91,7 @@ def run(
         "ema": ema,
         "steps": steps,
         "guidance": guidance,
+        "negative": negative,
         "pictures": rows,
     }
     write_json(out / "samples.json", report)

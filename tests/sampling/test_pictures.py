@@ -66,6 +66,14 @@ def test_a_picture_depends_on_its_caption_and_seed_alone(sampled, trained):
             f"error: --seed is '{'9' * 20}', and {2**63 - 1} or less was expected",
         ),
         (["--caption", "x", "--guidance", "inf"], "error: --guidance is inf, and a finite number was expected"),
+        (
+            ["--caption", "x", "--negative", "y", "--guidance", "1"],
+            "error: --negative was given, and --guidance 1 leads away from nothing; pass another --guidance",
+        ),
+        (
+            ["--caption", "x", "--sampler", "ddim"],
+            "error: --sampler is ddim, and a model trained by flow_matching takes euler, heun, dpmsolver++ or unipc",
+        ),
         (["--captions", "none.txt"], "error: --captions none.txt cannot be read"),
     ],
 )
@@ -74,6 +82,17 @@ def test_errors(trained, tmp_path, arguments, error):
     assert done.returncode == 1
     assert error in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("sampler", ["heun", "dpmsolver++", "unipc"])
+def test_a_sampler_and_a_negative_text_are_chosen(sampled, trained, tmp_path, sampler):
+    chosen = ["--caption", "a handwritten six", "--size", "8x12", "--steps", "4", "--json", "--sampler", sampler]
+    done = bigdit("sample", "--checkpoint", trained, "--out", tmp_path, *chosen, "--negative", "a handwritten one")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["negative"] == "a handwritten one"
+    out, plain = sampled
+    assert (pixels(tmp_path, report["pictures"])[0] != pixels(out / "first", plain["pictures"])[0]).any()
 
 
 def test_no_checkpoint(tmp_path):

@@ -58,12 +58,13 @@ def saved_beside_encoders(folder, class_name, kwargs, pipeline, vae):
     return found, parts
 
 
+@pytest.mark.parametrize("negative", [None, "a dog in the rain"])
 @pytest.mark.parametrize("name", sorted(CASES))
-def test_pictures_follow_from_what_the_pipeline_encodes(name, tmp_path):
+def test_pictures_follow_from_what_the_pipeline_encodes(name, negative, tmp_path):
     class_name, kwargs, pipeline_name, vae, shape = CASES[name]
     saved, parts = saved_beside_encoders(tmp_path, class_name, kwargs, pipeline_name, vae)
     sampler = Sampler(saved, torch.device("cpu"))
-    options = SamplingOptions(height=16, width=24, steps=1, guidance=2.0, seed=3)
+    options = SamplingOptions(height=16, width=24, steps=1, guidance=2.0, negative=negative, seed=3)
     picture = next(sampler.sample(["a cat on a mat"], options))
     assert (picture.shape, picture.dtype) == ((3, 16, 24), torch.uint8)
 
@@ -72,14 +73,18 @@ def test_pictures_follow_from_what_the_pipeline_encodes(name, tmp_path):
     noise = objectives.draw_noise(torch.empty(1, *shape), [3])
     with torch.no_grad():
         given = pipeline.encode_prompt(
-            prompt=["a cat on a mat"], device="cpu", do_classifier_free_guidance=True, **more
+            prompt=["a cat on a mat"],
+            negative_prompt=None if negative is None else [negative],
+            device="cpu",
+            do_classifier_free_guidance=True,
+            **more,
         )
         family, model = (
             models.family(class_name),
             getattr(diffusers, class_name).from_pretrained(tmp_path / "exported/transformer"),
         )
         velocities = []
-        for place in (0, 1):  # of the caption, of none
+        for place in (0, 1):  # of the caption, of what guidance leads away from
             extras = {"pooled_text": given[2 + place]} if name == "sd3" else {}
             states = given[place]
             batch = Batch(noise, states, torch.ones(states.shape[:2]), seeds=(), extras=extras)

@@ -1,0 +1,77 @@
+"""Batches of pictures: halved where memory does not do for them, and no larger than guidance needs."""
+
+import pytest
+import torch
+
+from bigdit import checkpoint
+from bigdit.errors import UserError
+from bigdit.sampling import Sampler, SamplingOptions
+
+CAPTIONS = [f"a handwritten {name}" for name in ("one", "two", "three", "four", "five")]
+ONE_OF_8X8 = 4 * 5 * 4 * 4 * 4  # bytes: five times 4 × 4 × 4 numbers
+ROUNDING = 1  # another batch size takes other kernels: one step of 255 at a rounding border
+
+
+@pytest.fixture
+def sampler(trained):
+    found, _ = checkpoint.latest(trained)
+    return Sampler(found, torch.device("cpu"))
+
+
+def draw(sampler, captions=CAPTIONS, **chosen):
+    pictures = sampler.sample(captions, SamplingOptions(8, 8, steps=2, **chosen))
+    return torch.stack(list(pictures)).int()
+
+
+def fed(sampler, most=None, error=None):
+    """How many samples the model is fed at once; of more than `most` it ends with `error`."""
+    sizes = []
+
+    def before(model, args, kwargs):
+        batch = next(value for value in [*args, *kwargs.values()] if isinstance(value, torch.Tensor))
+        sizes.append(len(batch))
+        if most is not None and len(batch) > most:
+            raise error
+
+    sampler._model.register_forward_pre_hook(before, with_kwargs=True)
+    return sizes
+
+
+def test_a_batch_that_runs_out_of_memory_is_halved(sampler):
+    whole = draw(sampler, seed=3)
+    sizes = fed(sampler, most=4, error=torch.OutOfMemoryError("CUDA out of memory."))
+    halved = draw(sampler, seed=3)
+    assert sizes == [10, 4, 4, 4, 4, 2, 2]  # with guidance twice 5, and by two steps twice 2, 2 and 1
+    assert (halved - whole).abs().max() <= ROUNDING
+    assert (whole[0] - whole[1]).abs().max() > ROUNDING
+
+
+def test_a_batch_without_room_is_halved_before_it_is_drawn(sampler, monkeypatch):
+    sizes = fed(sampler)
+    monkeypatch.setattr("bigdit.sampling.room", lambda device: (3 * ONE_OF_8X8 - 1, 2**30))
+    assert len(draw(sampler)) == len(CAPTIONS)
+    assert sizes == [4, 4, 4, 4, 2, 2]
+
+
+def test_of_one_picture_the_shortage_is_said(sampler):
+    sizes = fed(sampler, most=1, error=torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."))
+    with pytest.raises(UserError, match=r"--size 8x8: drawing 1 at once ran out of memory: 2\.00 GiB were asked for, "):
+        draw(sampler)
+    assert sizes == [10, 4, 2]
+
+
+def test_another_error_is_not_taken_for_a_shortage(sampler):
+    sizes = fed(sampler, most=1, error=RuntimeError("shapes do not match"))
+    with pytest.raises(RuntimeError, match="shapes do not match"):
+        draw(sampler)
+    assert sizes == [10]
+
+
+def test_without_guidance_the_model_is_fed_the_captions_alone(sampler):
+    sizes = fed(sampler)
+    plain = draw(sampler, guidance=1.0)
+    assert sizes == [5, 5]
+    # Away from itself no caption leads anywhere.
+    itself = draw(sampler, CAPTIONS[:1], guidance=3.0, negative=CAPTIONS[0])
+    assert (itself - plain[:1]).abs().max() <= ROUNDING
+    assert (draw(sampler, guidance=3.0)[:1] - plain[:1]).abs().max() > ROUNDING
