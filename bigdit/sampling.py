@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from bigdit import models, objectives
+from bigdit import log, models, objectives
 from bigdit.catalog.encoders import POOLED_TEXT
 from bigdit.catalog.families import objective_of
 from bigdit.checkpoint import Checkpoint, load_model, load_weights, verify
@@ -82,6 +82,7 @@ class Sampler:
             pictures = self._attempt(chosen, shape, start, options)
             if pictures is None:
                 most = len(chosen) // 2
+                log.notice(f"note: {size}: memory does not do for {len(chosen)} at once; going on with {most}")
                 if self._device.type == "cuda":
                     torch.cuda.empty_cache()  # what the larger batch left in pieces
                 continue

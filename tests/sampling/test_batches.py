@@ -37,13 +37,15 @@ def fed(sampler, most=None, error=None):
     return sizes
 
 
-def test_a_batch_that_runs_out_of_memory_is_halved(sampler):
+def test_a_batch_that_runs_out_of_memory_is_halved_and_says_so(sampler, capsys):
     whole = draw(sampler, seed=3)
     sizes = fed(sampler, most=4, error=torch.OutOfMemoryError("CUDA out of memory."))
     halved = draw(sampler, seed=3)
     assert sizes == [10, 4, 4, 4, 4, 2, 2]  # with guidance twice 5, and by two steps twice 2, 2 and 1
     assert (halved - whole).abs().max() <= ROUNDING
     assert (whole[0] - whole[1]).abs().max() > ROUNDING
+    line = "note: --size 8x8: memory does not do for 5 at once; going on with 2"
+    assert capsys.readouterr().err.splitlines() == [line]
 
 
 def test_a_batch_without_room_is_halved_before_it_is_drawn(sampler, monkeypatch):
