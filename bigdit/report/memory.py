@@ -30,7 +30,14 @@ GRADES = {
     "emulated": "emulated: torch's own allocator on a card that is not there; no kernel ran",
     "rehearsed": "rehearsed: fake tensors, and our replay of torch's allocator",
 }
-"""What every heading and figure says of its numbers."""
+"""What tables and pictures say of their numbers, in full."""
+
+WHERE = {
+    "measured": "on this machine's {}",
+    "emulated": "on the emulated {}",
+    "rehearsed": "rehearsed for the {}",
+}
+"""What every heading and figure says of its card."""
 
 COLUMNS = ("micro-batch", "allocated", "reserved", "process", "peak in", "rehearsed %")
 TIMED = ("step", "images/s")
@@ -56,8 +63,13 @@ def write_memory(found: MemoryBench, folder: Path, command: str) -> list[Path]:
 
 
 def title(found: MemoryBench) -> str:
-    """`sana-1600m-1024 on one NVIDIA A40, memory against micro-batch`."""
-    return f"{found.model} on one {found.gpu.title}, memory against micro-batch"
+    """`sana-1600m-1024 on the emulated NVIDIA A40, memory against micro-batch`."""
+    return f"{found.model} {where(found)}, memory against micro-batch"
+
+
+def where(found: MemoryBench) -> str:
+    """`on the emulated NVIDIA A40`: the card, and the grade of what was found of it."""
+    return WHERE[found.device].format(found.gpu.title)
 
 
 def subtitle(found: MemoryBench) -> str:
@@ -123,15 +135,32 @@ def tables(found: MemoryBench) -> list[Table]:
     columns = [*COLUMNS, *(TIMED if timed else ())]
     made = []
     for curve in found.curves:
-        rows_of = table(_heading(curve), columns, numeric=columns)
+        rows_of = table(_heading(curve, found), columns, numeric=columns)
         for row in rows(curve, timed):
             rows_of.add_row(*row)
         made.append(rows_of)
     return made
 
 
-def _heading(curve: Curve) -> str:
-    return f"{curve.asked}: {'no size fits' if curve.largest is None else f'{curve.largest} fits'}"
+def _heading(curve: Curve, found: MemoryBench) -> str:
+    fits = "no size fits" if curve.largest is None else f"{curve.largest} fits"
+    return f"{curve.asked} {where(found)}: {fits}"
+
+
+def _bars_title(curve: Curve, found: MemoryBench) -> str:
+    return f"{curve.asked} {where(found)}: live at the peak, as rehearsed"
+
+
+def by_phase(curve: Curve) -> tuple[list[str], list[list[str]]]:
+    """The columns and, a row a size that fits, the peak of each phase in allocated bytes; nothing where none fits."""
+    fitting = [point for point in curve.points if point.fits]
+    if not fitting:
+        return [], []
+    columns = ["micro-batch", *(phase.phase for phase in fitting[0].decides.phases)]
+    return columns, [
+        [str(point.micro_batch_size), *(gib(phase.allocated_bytes) for phase in point.decides.phases)]
+        for point in fitting
+    ]
 
 
 def _timed(found: MemoryBench) -> bool:
@@ -150,13 +179,15 @@ def markdown(found: MemoryBench, command: str) -> str:
     columns = [*COLUMNS, *(TIMED if timed else ())]
     lines = [f"# {title(found)}", "", f"{subtitle(found)}. {found.written}.", "", f"![{title(found)}]({PICTURE})", ""]
     for curve in found.curves:
-        lines += [f"## {_heading(curve)}", "", _line(columns), _line(["---"] * len(columns))]
-        lines += [*(_line(row) for row in rows(curve, timed)), ""]
+        lines += [f"## {_heading(curve, found)}", "", *_lines(columns, rows(curve, timed)), ""]
+        phases, peaks = by_phase(curve)
+        if peaks:
+            lines += [f"### Allocated by phase, {where(found)}", "", *_lines(phases, peaks), ""]
     return "\n".join([*lines, f"{NOTE[0].upper()}{NOTE[1:]}.", "", f"    {command}", ""])
 
 
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+def _lines(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return [f"| {' | '.join(cells)} |" for cells in (columns, ["---"] * len(columns), *rows)]
 
 
 def page(found: MemoryBench, command: str) -> str:
@@ -166,19 +197,20 @@ def page(found: MemoryBench, command: str) -> str:
         "title": title(found),
         "subtitle": subtitle(found),
         "grade": GRADES[found.device],
+        "where": where(found),
         "note": NOTE,
         "found": found,
         "command": command,
         "columns": [*COLUMNS, *(TIMED if timed else ())],
-        "curves": [(_heading(curve), curve, rows(curve, timed)) for curve in found.curves],
+        "curves": [(_heading(curve, found), curve, rows(curve, timed), by_phase(curve)) for curve in found.curves],
         "picture": _inline(curves_figure(found), "curves", f"{title(found)}: {_told(found)}"),
         "bars": [
-            _inline(bars_figure(curve, found), f"bars-{at}", f"What is live at the rehearsed peaks of {curve.asked}")
+            _inline(bars_figure(curve, found), f"bars-{at}", _bars_title(curve, found))
             for at, curve in enumerate(found.curves)
         ],
         "colours": {variable(category): (COLOURS[category], DARK[category]) for category in CATEGORIES},
     }
-    return render("memory.html", {"gib": gib}, shown)
+    return render("memory.html", {}, shown)
 
 
 def _inline(drawn: Figure, name: str, told: str) -> Markup:
@@ -186,7 +218,7 @@ def _inline(drawn: Figure, name: str, told: str) -> Markup:
 
 
 def _told(found: MemoryBench) -> str:
-    return "; ".join(_heading(curve) for curve in found.curves) + f"; of {gib(found.gpu.usable_bytes)} usable"
+    return "; ".join(_heading(curve, found) for curve in found.curves) + f"; of {gib(found.gpu.usable_bytes)} usable"
 
 
 def figure(found: MemoryBench) -> Figure:
@@ -196,10 +228,8 @@ def figure(found: MemoryBench) -> Figure:
     made = Figure(figsize=(10, 5 + 3.2 * len(found.curves)), dpi=120, layout="constrained")
     top, *below = made.subplots(1 + len(found.curves), height_ratios=[5, *[3.2] * len(found.curves)])
     _draw_curves(top, found)
-    top.set_title(f"{title(found)}\n{GRADES[found.device]}", loc="left")
     for axes, curve in zip(below, found.curves, strict=True):
         _draw_bars(axes, curve, found)
-        axes.set_title(f"{curve.asked}: live at the rehearsed peak", loc="left")
     return made
 
 
@@ -225,7 +255,9 @@ def _draw_curves(axes: Axes, found: MemoryBench) -> None:
     for curve, (colour, marker) in zip(found.curves, LINES * len(found.curves), strict=False):
         fitting = [(point.micro_batch_size, point.process) for point in curve.points]
         ran = [(size, process.high_bytes / GIB) for size, process in fitting if process is not None]
-        axes.plot(*zip(*ran, strict=True) if ran else ((), ()), marker=marker, color=colour, label=_heading(curve))
+        axes.plot(
+            *zip(*ran, strict=True) if ran else ((), ()), marker=marker, color=colour, label=_heading(curve, found)
+        )
         for size in (size for size, process in fitting if process is None):
             axes.plot([size], [found.gpu.usable_bytes / GIB], marker="x", markersize=10, color=colour, linestyle="")
     axes.axhline(found.gpu.usable_bytes / GIB, color="black", linestyle="--", linewidth=1.2)
@@ -237,6 +269,7 @@ def _draw_curves(axes: Axes, found: MemoryBench) -> None:
         textcoords="offset points",
         bbox=BEHIND,
     )
+    axes.set_title(f"{title(found)}\n{GRADES[found.device]}", loc="left")
     axes.set_ylim(0, 1.2 * found.gpu.usable_bytes / GIB)
     axes.set_xlim(left=0)
     axes.set_xlabel("micro-batch size")
@@ -253,6 +286,7 @@ def _draw_bars(axes: Axes, curve: Curve, found: MemoryBench) -> None:
             axes.bar(places, heights, bottom=below, color=COLOURS[category], label=category, width=0.6)
             below = [low + height for low, height in zip(below, heights, strict=True)]
     axes.axhline(found.gpu.usable_bytes / GIB, color="black", linestyle="--", linewidth=1.2)
+    axes.set_title(_bars_title(curve, found), loc="left")
     axes.set_xlabel("micro-batch size")
     axes.set_ylabel("allocated, GiB")
     _finish(axes, 5, -0.24)

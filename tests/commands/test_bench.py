@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 
 import pytest
@@ -79,6 +80,35 @@ def test_every_form_has_the_numbers_its_grade_and_its_command(emulated):
     assert report["command"].startswith(command)
     assert all(command in form for form in forms[1:])
     assert (folder / "memory.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_every_heading_and_figure_says_that_the_card_is_emulated(emulated):
+    report, folder, terminal = emulated
+    where = "on the emulated NVIDIA GeForce RTX 3060"
+    page, text = ((folder / f"memory.{form}").read_text() for form in ("html", "md"))
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE) + re.findall(r"<h[1-3]>(.+?)</h[1-3]>", page)
+    assert len(headings) == 2 * 5 + 2  # of the page alone: the process's, and where it comes from
+    assert [heading for heading in headings if where not in heading] == ["Where this comes from"]
+    figures = [re.sub(r"<[^>]*>", "", figure) for figure in re.findall(r"<text.+?</text>", page, re.DOTALL)]
+    titles = [figure.strip() for figure in figures if where in figure]
+    for curve in report["curves"]:
+        assert f"{curve['asked']} {where}: live at the peak, as rehearsed" in titles
+        largest = max(point["micro_batch_size"] for point in curve["points"] if point["process"])
+        assert f"{curve['asked']} {where}: {largest} fits" in " ".join(terminal.split())
+    assert any("memory against micro-batch" in title for title in titles)
+
+
+@pytest.mark.slow
+def test_the_text_has_the_peaks_of_each_phase(emulated):
+    report, folder, _ = emulated
+    text = (folder / "memory.md").read_text()
+    assert text.count("| micro-batch | init | forward | backward | step |") == 2
+    for curve in report["curves"]:
+        for point in curve["points"]:
+            if point["process"]:
+                peaks = [f"{phase['allocated_bytes'] / 2**30:.2f} GiB" for phase in point["ran"]["phases"]]
+                assert f"| {point['micro_batch_size']} | {' | '.join(peaks)} |" in text
 
 
 @pytest.mark.slow
