@@ -1,0 +1,76 @@
+"""The wheel as pip installs it, away from the checkout: everything that the commands read has come along."""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
+import pytest
+from commands import ROOT
+
+from bigdit.rehearse.card.client import cuda_python
+
+ON_CARD = "import torch; print(torch.zeros(1 << 20, device='cuda').device)"
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """What runs a command away from the checkout, and the `bigdit` of a fresh environment with the wheel and, beside
+    it, all that this one has."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source, wheels, environment = folder / "source", folder / "wheels", folder / "environment"
+    shutil.copytree(ROOT / "bigdit", source / "bigdit", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "setup.cfg", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    venv.create(environment, symlinks=True)
+    python = environment / "bin/python"
+    plain = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"COLUMNS": "80"}
+
+    def run(*command, **variables):
+        done = subprocess.run(
+            [str(part) for part in command],
+            cwd=folder,
+            env=plain | variables,
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
+    run(*pip, "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", wheels, source)
+    (wheel,) = wheels.iterdir()
+    run(*pip, "--python", python, "install", "--quiet", "--no-deps", "--no-index", wheel)
+    # Folders in a .pth file come after the environment's own, and their .pth files, such as that of a checkout that is
+    # installed for editing, are not read.
+    shared = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
+    own = sysconfig.get_path("purelib", vars={"base": str(environment), "platbase": str(environment)})
+    (Path(own) / "shared.pth").write_text("\n".join(shared) + "\n")
+    found = run(python, "-c", "import bigdit; print(bigdit.__file__)").strip()
+    assert Path(found).is_relative_to(own)
+    return run, environment / "bin/bigdit"
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("wheel")
+def test_commands_answer_from_a_wheel(installed, tmp_path):
+    run, bigdit = installed
+    assert run(bigdit, "--version").startswith("bigdit ")
+    assert "sana-1600m-a40" in run(bigdit, "recipe", "list")
+    asked = ("--model", "dit-s-2-paper", "--gpu", "a40", "--device", "rehearsed", "--out", tmp_path / "plan")
+    assert "FITS" in run(bigdit, "plan", *asked, BIGDIT_CACHE=str(tmp_path / "cache"))
+    assert "<html" in (tmp_path / "plan/report.html").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("wheel")
+def test_a_wheel_has_the_emulated_card(installed, tmp_path):
+    run, bigdit = installed
+    path = f"{cuda_python().parent}{os.pathsep}{os.environ['PATH']}"
+    command = (bigdit, "emulate", "--gpu", "a40", "--", "python", "-c", ON_CARD)
+    assert "cuda:0" in run(*command, PATH=path, BIGDIT_CACHE=str(tmp_path / "cache"))
