@@ -82,6 +82,41 @@ def compare(
         log.notice(f"none of {len(found)} receipts is of {'a card' if gpu is None else gpu} with one shape of batches")
 
 
+@app.command()
+def calibrate(
+    gpu: Annotated[str | None, typer.Option(metavar="NAME", help="Of this card alone.")] = None,
+    receipts: Folder = None,
+    as_json: Json = False,
+) -> None:
+    """What plans take from a card's receipts: the band of memory, and by what its predicted seconds are multiplied."""
+    from bigdit import log
+    from bigdit.errors import UserError
+    from bigdit.rehearse.pool import Pool
+    from bigdit.report.receipts import bands, speeds
+    from bigdit.search.receipts import check, learnt, of_card, one_by
+
+    found = _read(receipts)
+    learned = []
+    for card in {card.name: card for card in _cards(found, gpu).values()}.values():
+        with log.err.status(f"rehearsing what the {card.title} ran"), Pool() as pool:
+            checked, notices = check(of_card(found, card), card, one_by(pool))
+        for line in notices:
+            log.notice(f"note: {line}")
+        if checked:
+            learned.append(learnt(card, checked))
+    if not learned:
+        raise UserError(
+            f"receipts calibrate: none of {len(found)} receipts is usable of {'any card' if gpu is None else gpu}; "
+            "one that `bigdit train` wrote on a card, with one shape of batches, was expected (--receipts DIR)"
+        )
+    if as_json:
+        log.emit_json([each.model_dump(mode="json") for each in learned])
+        return
+    log.out.print(bands(learned))
+    log.out.print()
+    log.out.print(speeds(learned))
+
+
 def _cards(receipts: list[Receipt], wanted: str | None) -> dict[str, Gpu]:
     """The cards of the catalogue that these are of, by their drivers' names; a line for each that it does not have."""
     from bigdit import catalog, log

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 
@@ -10,7 +11,7 @@ from rich.table import Table
 
 from bigdit.receipt import Receipt
 from bigdit.report.tables import DASH, table
-from bigdit.search.receipts import Checked
+from bigdit.search.receipts import Checked, Learnt
 from bigdit.units import gib
 
 
@@ -46,6 +47,29 @@ def compared(checked: Sequence[Checked]) -> Table:
             DASH if seconds is None else f"{seconds:.3f} s{'' if _inside(each) else ' !'}",
             f"{step.seconds.low:.3f}–{step.seconds.high:.3f}",
         )
+    return rows
+
+
+def bands(learned: Sequence[Learnt]) -> Table:
+    """A row a card: how far off plans take reserved bytes to be, and why."""
+    columns = ("card", "memory", "from")
+    rows = table("how much more memory plans take into account", columns, numeric=("memory",))
+    for each in learned:
+        share = DASH if each.band_share is None else f"+{100 * each.band_share:.1f} %"
+        rows.add_row(each.gpu, share, each.band_source or "no receipt has reserved bytes")
+    return rows
+
+
+def speeds(learned: Sequence[Learnt]) -> Table:
+    """A row a card and kind of strategy: what the roofline is multiplied by, and how far steps were from it."""
+    columns = ("card", "strategies", "factor", "either way", "receipts")
+    rows = table("what plans multiply predicted seconds by", columns, numeric=columns[2:])
+    for each in learned:
+        for kind, speed in each.speeds.items():
+            spread = f"{100 * math.expm1(speed.spread):.0f} %"
+            rows.add_row(each.gpu, kind, f"× {speed.ratio:.3g}", spread, str(speed.count))
+        if not each.speeds:
+            rows.add_row(each.gpu, "no receipt has seconds", DASH, DASH, "0")
     return rows
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import ValidationError
+from pydantic import NonNegativeFloat, PositiveInt, ValidationError
 
 from bigdit import receipt
 from bigdit.catalog import Gpu, gpu
@@ -17,7 +17,7 @@ from bigdit.receipt import Receipt
 from bigdit.rehearse import RehearsalError, RehearsalRequest, RehearsedSize
 from bigdit.rehearse.ask import device_bytes
 from bigdit.rehearse.pool import Pool
-from bigdit.spec import Strategy
+from bigdit.spec import Strategy, Strict
 from bigdit.speed.calibration import Calibration, calibration_of
 from bigdit.speed.cluster import Cluster
 from bigdit.speed.step import StepTime, step_time
@@ -37,6 +37,17 @@ class Checked:
     receipt: Receipt
     step: StepTime
     peak_reserved_bytes: int
+
+
+class Learnt(Strict):
+    """What plans of a card take from its receipts: by which share of the reserved peak it may be off, and for each kind
+    of strategy what its seconds are multiplied by. None and empty where nothing was measured."""
+
+    gpu: str
+    receipts: PositiveInt
+    band_share: NonNegativeFloat | None
+    band_source: str | None
+    speeds: dict[str, Calibration]
 
 
 def folders() -> list[Path]:
@@ -128,6 +139,20 @@ def memory_band(checked: Iterable[Checked]) -> tuple[float, str] | None:
     count = len(errors)
     share = min(max(errors) * (count + 1) / count, 0.99)
     return share, f"{count} receipt{'s' * (count > 1)} of this card, off by {max(errors):.1%} at most"
+
+
+def learnt(card: Gpu, checked: Sequence[Checked]) -> Learnt:
+    """All that these receipts say to plans of `card`, kind by kind of strategy."""
+    band = memory_band(checked)
+    kinds = {_kind(each.receipt.strategy): each.receipt.strategy for each in checked}
+    speeds = {kind: calibration(checked, strategy) for kind, strategy in sorted(kinds.items())}
+    return Learnt(
+        gpu=card.name,
+        receipts=len(checked),
+        band_share=None if band is None else band[0],
+        band_source=None if band is None else band[1],
+        speeds={kind: speed for kind, speed in speeds.items() if speed is not None},
+    )
 
 
 def _is(device: str, card: Gpu) -> bool:

@@ -1,6 +1,7 @@
 """`bigdit receipts`: what was measured is listed, and held against what is predicted for it now."""
 
 import json
+import math
 
 import pytest
 from commands import bigdit
@@ -51,6 +52,37 @@ def test_they_are_held_against_what_is_predicted_now(folder):
     assert "their speed is calibrated by" in done.stdout
     assert "note: receipts of Nobody's Card are left out: " in done.stderr
     assert all(len(line) <= 80 for line in done.stdout.splitlines())
+
+
+@pytest.mark.slow
+def test_what_plans_take_from_them_is_said_by_card(folder):
+    (row,) = json.loads(bigdit("receipts", "compare", "--receipts", folder, "--json").stdout)[:1]
+    (card,) = json.loads(bigdit("receipts", "calibrate", "--receipts", folder, "--json").stdout)
+    assert (card["gpu"], card["receipts"]) == ("a100-80g-sxm", 2)
+    # One receipt has bytes: twice its error. One has seconds: the factor is what it took of what is predicted.
+    off = abs(2 * GIB / row["predicted_peak_reserved_bytes"] - 1)
+    assert card["band_share"] == pytest.approx(min(2 * off, 0.99))
+    seconds = row["predicted_seconds_per_step"]
+    (speed,) = card["speeds"].values()
+    assert list(card["speeds"]) == ["one card"]
+    assert speed["ratio"] == pytest.approx(0.1 / math.sqrt(seconds["low"] * seconds["high"]))
+    assert (speed["spread"], speed["count"]) == (0, 1)
+    done = bigdit("receipts", "calibrate", "--receipts", folder, "--gpu", "a100-80g")
+    assert done.returncode == 0, done.stderr
+    assert f"+{100 * card['band_share']:.1f} %" in done.stdout
+    assert f"× {speed['ratio']:.3g}" in done.stdout
+    assert all(len(line) <= 80 for line in done.stdout.splitlines())
+
+
+def test_nothing_to_take_is_a_line(folder, tmp_path):
+    done = bigdit("receipts", "calibrate", "--receipts", folder, "--gpu", "a40")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith(
+        "error: receipts calibrate: none of 4 receipts is usable of a40; one"
+    )
+    done = bigdit("receipts", "calibrate", "--receipts", tmp_path, "--json")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "error: receipts calibrate: none of 0 receipts is usable of any card" in done.stderr
 
 
 def test_none_of_a_card_and_none_at_all_are_lines(folder, tmp_path):
