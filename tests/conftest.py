@@ -89,6 +89,16 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: (item.path.parent != ROOT / "tests", item.get_closest_marker("xdist_group") is None))
 
 
+def pytest_terminal_summary(terminalreporter):
+    """What tests recorded as `found` is said at the end: how far predictions are off, where they hold too."""
+    reports = [*terminalreporter.getreports("passed"), *terminalreporter.getreports("failed")]
+    said = [value for report in reports for name, value in report.user_properties if name == "found"]
+    if said:
+        terminalreporter.section("found")
+        for line in sorted(said):
+            terminalreporter.write_line(line)
+
+
 def pytest_addoption(parser):
     parser.addoption("--rewrite-golden", action="store_true", help="write golden files anew instead of comparing")
 

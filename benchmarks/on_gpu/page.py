@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import NonNegativeInt
@@ -94,22 +95,47 @@ def page(predicted: Predictions, taken: dict[str, Measured]) -> str:
     return "\n".join(parts) + "\n" + DIFFERENT
 
 
+@dataclass(frozen=True)
+class Errors:
+    """How far the highest peaks of so many points are off, as shares of what was measured; `worst` has its sign."""
+
+    compared: int
+    exact: int
+    median: float
+    p95: float
+    worst: float
+
+    @property
+    def said(self) -> str:
+        off = f"median {self.median:.3%}, 95 % within {self.p95:.3%}, worst {self.worst:+.3%}"
+        return f"{self.exact} to the byte, {off}"
+
+
+def errors(pairs: Iterable[tuple[Predicted, Measured]], side: str, what: str) -> Errors | None:
+    """Of what a `side` ("rehearsed", "emulated") says of bytes ("allocated", "reserved"); None where nothing compares.
+
+    Points compare that fit the card, as predicted and as measured.
+    """
+    both = [(getattr(each, side), found.phases) for each, found in pairs if not found.failed]
+    offs = [_off(ours, theirs, what) for ours, theirs in both if not isinstance(ours, str) and theirs]
+    if not offs:
+        return None
+    sizes = [abs(off) for off in offs]
+    exact, worst = sum(off == 0 for off in offs), max(offs, key=abs)
+    return Errors(len(offs), exact, statistics.median(sizes), _percentile(sizes), worst)
+
+
 def _summary(title: str, pairs: Sequence[tuple[Predicted, Measured]]) -> Iterable[str]:
     for side in ("rehearsed", "emulated"):
         ends = [(getattr(each, side), found) for each, found in pairs]
         ends = [(phases, found) for phases, found in ends if found.failed in (None, _FULL)]
         agree = [isinstance(phases, str) == (found.failed == _FULL) for phases, found in ends]
-        both = [(phases, found.phases) for phases, found in ends if not isinstance(phases, str) and found.phases]
-        if not both:
+        allocated, reserved = errors(pairs, side, "allocated"), errors(pairs, side, "reserved")
+        if allocated is None or reserved is None:
             continue
-        said = [
-            f"{what}: {sum(off == 0 for off in offs)} to the byte, median {statistics.median(map(abs, offs)):.3%}, "
-            f"95 % within {_percentile([abs(off) for off in offs]):.3%}, worst {max(offs, key=abs):+.3%}"
-            for what in ("allocated", "reserved")
-            for offs in [[_off(ours, theirs, what) for ours, theirs in both]]
-        ]
         verdicts = f"fits or not, as said: {sum(agree)} of {len(agree)}"
-        yield f"- {title}, {side}: {len(both)} compared; {'; '.join(said)}; {verdicts}"
+        said = f"allocated: {allocated.said}; reserved: {reserved.said}; {verdicts}"
+        yield f"- {title}, {side}: {reserved.compared} compared; {said}"
     timed = [(each.step.seconds, found.timing.seconds_per_step) for each, found in pairs if each.step and found.timing]
     inside = sum(interval.low <= seconds <= interval.high for interval, seconds in timed)
     if timed:
