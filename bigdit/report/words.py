@@ -237,17 +237,21 @@ def numerics(plan: Plan) -> str:
     return "" if plan.chosen.lossless or asked else " with a lossy optimizer, since nothing lossless does"
 
 
-def band(plan: Plan) -> str:
-    """How the figure was found, and what of it is not known: in bytes, and where that comes from."""
-    found = "rehearsed exactly as it stands" if plan.chosen.confirmed else "predicted from shallower siblings"
+def how(plan: Plan) -> str:
+    """How the memory of the recommended strategy was found."""
     if plan.emulated is not None:
         word = "run" if plan.verdict == "FITS" else "tried"
-        found = f"{word} exactly as it stands on an emulated card, torch {plan.emulated}"
+        return f"{word} exactly as it stands on an emulated card, torch {plan.emulated}"
+    return "rehearsed exactly as it stands" if plan.chosen.confirmed else "predicted from shallower siblings"
+
+
+def band(plan: Plan) -> str:
+    """How the figure was found, and what of it is not known: in bytes, and where that comes from."""
     beside, share = plan.footprint.beside, f"{100 * plan.band.share:.2g}"
     group = "CUDA's context and NCCL" if plan.chosen.strategy.world_size > 1 else "CUDA's context"
     return (
-        f"{found}; not known: {gib(margin(plan))} that torch may reserve beyond that ({share} %: {plan.band.source}), "
-        f"{gib(beside.high_bytes - beside.low_bytes)} of {group}"
+        f"{how(plan)}; not known: {gib(margin(plan))} that torch may reserve beyond that "
+        f"({share} %: {plan.band.source}), {gib(beside.high_bytes - beside.low_bytes)} of {group}"
     )
 
 

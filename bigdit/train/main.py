@@ -12,8 +12,8 @@ from bigdit import libraries, log
 from bigdit.catalog.revision import revision
 from bigdit.config.plan_file import read_plan_file
 from bigdit.config.planned import plan_notices
-from bigdit.dist import world_from_env
-from bigdit.errors import EXIT_USER, guard
+from bigdit.dist import World, world_from_env
+from bigdit.errors import EXIT_USER, guard, shown
 from bigdit.train.prepare import check_store, load, prepare, with_ds_config, with_grace
 from bigdit.train.processes.orphan import LAUNCHER, end_with_launcher
 
@@ -48,6 +48,18 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def _set_allocator(world: World) -> None:
+    """As the plan has it, before torch first allocates; where it is set otherwise that stands, and is said."""
+    own = next((name for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF") if name in os.environ), None)
+    if own is None:
+        os.environ["PYTORCH_ALLOC_CONF"] = EXPANDABLE
+    elif EXPANDABLE.lower() not in os.environ[own].lower() and world.is_main:
+        log.notice(
+            f"note: {own} is {shown(os.environ[own])}, and the plan is for {EXPANDABLE}, without which torch may "
+            f"reserve more than it says; unset {own}, or add that to it"
+        )
+
+
 def _train(config: Path, overrides: Sequence[str], source: Path | None) -> int:
     world = world_from_env()
     plan = None if source is None else read_plan_file(source)
@@ -57,8 +69,8 @@ def _train(config: Path, overrides: Sequence[str], source: Path | None) -> int:
     if plan is not None:
         for line in plan_notices(run, plan, revision()) if world.is_main else ():
             log.notice(f"note: {line}")
-        if plan.expandable_segments:  # torch reads it when it first allocates
-            os.environ.setdefault("PYTORCH_ALLOC_CONF", EXPANDABLE)
+        if plan.expandable_segments:
+            _set_allocator(world)
     libraries.prepare()
     with libraries.importing():  # torch and the engines, only when the config is known to be good
         from bigdit.train.model import check_model

@@ -1,6 +1,7 @@
 """`--plan` trains precisely by the plan: the receipt has its strategy, whatever started the processes."""
 
 import json
+import os
 import sys
 
 import pytest
@@ -9,6 +10,7 @@ from plan_files import SINGLE, TINY_KWARGS, plan_of, run_yaml, write, zero2
 
 from bigdit.catalog.revision import revision
 from bigdit.spec import EmaSpec, OptimizerSpec, Strategy
+from bigdit.train import main
 from bigdit.train.processes.launch import free_port
 
 PLANS = {
@@ -57,6 +59,33 @@ def test_the_receipt_has_the_plans_strategy(engine, features, tmp_path):
     ), done.stderr
     if engine == "single":
         assert done.stdout.splitlines()[-1] == "expandable_segments:True"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("PYTORCH_ALLOC_CONF", "backend:native", True),
+        ("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64", True),
+        ("PYTORCH_ALLOC_CONF", "max_split_size_mb:64,expandable_segments:True", False),
+    ],
+)
+def test_an_allocator_that_is_set_otherwise_than_planned_is_left_so_and_said(
+    name, value, said, features, tmp_path, monkeypatch, capsys
+):
+    folder = write(PLANS["single"], tmp_path / "plan")
+    config = run_yaml(tmp_path, data={"features": str(features)})
+    for each in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(each, raising=False)
+    monkeypatch.setenv(name, value)
+    seen = {}
+    monkeypatch.setattr("bigdit.train.loop.train", lambda *_, **__: seen.update(os.environ))
+    assert main.main(["--plan", str(folder / "plan.yaml"), "--config", str(config)]) == 0
+    assert seen[name] == value
+    assert sum("ALLOC_CONF" in each for each in seen) == 1
+    line = (
+        f"note: {name} is {value}, and the plan is for expandable_segments:True, without which torch may reserve more "
+    )
+    assert (line in " ".join(capsys.readouterr().err.split())) is said
 
 
 def test_dry_run_shows_the_plans_strategy(tmp_path):
