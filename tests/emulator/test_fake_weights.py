@@ -26,7 +26,10 @@ CAPTION = "An oil painting of two ships in a storm, waves high above the masts, 
 
 LOAD = """
 import json, resource, sys
-import diffusers, torch
+import diffusers, torch, transformers
+
+def report(**found):
+    print(json.dumps(found))
 
 for name, dtype in json.loads(sys.argv[1]).items():
     pipeline = diffusers.DiffusionPipeline.from_pretrained(name, torch_dtype=getattr(torch, dtype))
@@ -39,39 +42,63 @@ for name, dtype in json.loads(sys.argv[1]).items():
             found["zero"] = not any(parameter.flatten()[:8].any() for parameter in value.parameters())
         parts[part] = found
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    print(json.dumps({"name": name, "pipeline": type(pipeline).__name__, "parts": parts, "peak": peak}))
+    report(name=name, pipeline=type(pipeline).__name__, parts=parts, peak=peak)
     del pipeline, value
+
+name = "someone/theirs"
+model = diffusers.SanaTransformer2DModel.from_pretrained(name, subfolder="transformer", variant="fp16")
+encoder = transformers.T5EncoderModel.from_pretrained(name, subfolder="text_encoder")
+report(
+    name=name,
+    blocks=len(model.transformer_blocks),
+    zero=not any(parameter.any() for parameter in model.parameters()),
+    encoder=str(encoder.dtype),
+    tokens=len(transformers.AutoTokenizer.from_pretrained(name, subfolder="tokenizer")),
+)
+vae = diffusers.AutoencoderKL.from_pretrained("me/my-vae")
+report(name="me/my-vae", params=sum(parameter.numel() for parameter in vae.parameters()))
 """
 
 
 @pytest.fixture(scope="module")
-def hub(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("hub")
-    return folder, lay_out(list(PIPELINES), folder)
+def own(tmp_path_factory):
+    """A user's own cache, with an empty folder of a repository that is laid out."""
+    folder = tmp_path_factory.mktemp("own")
+    (folder / "datasets--some--pictures").mkdir()
+    (folder / "models--THUDM--CogVideoX-2b").mkdir()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory, own):
+    """All that the tests load, laid out at once: the libraries that write weights take seconds to import."""
+    folder, theirs = tmp_path_factory.mktemp("hub"), tmp_path_factory.mktemp("theirs")
+    write_configs(theirs)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HUB_CACHE", str(own))
+        names = [*PIPELINES, f"someone/theirs={theirs}", "me/my-vae=stabilityai/sd-vae-ft-ema"]
+        return folder, lay_out(names, folder)
 
 
 def disk_bytes(folder):
     return sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
 
 
-def python(code, *arguments, environment):
+@pytest.fixture(scope="module")
+def loaded(hub):
+    """What one process loads of it, by the name that it asks for."""
     done = subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        env={**os.environ, **environment},
+        [sys.executable, "-c", LOAD, json.dumps(PIPELINES)],
+        env={**os.environ, **hub[1]},
         capture_output=True,
         text=True,
         timeout=400,
     )
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    return {found["name"]: found for found in map(json.loads, done.stdout.splitlines())}
 
 
-@pytest.fixture(scope="module")
-def loaded(hub):
-    lines = python(LOAD, json.dumps(PIPELINES), environment=hub[1]).splitlines()
-    return {found["name"]: found for found in map(json.loads, lines)}
-
-
+@pytest.mark.xdist_group("fake-weights")  # one worker lays them out and loads them, once
 @pytest.mark.parametrize("name", PIPELINES)
 def test_diffusers_loads_the_pipeline(loaded, name):
     found = loaded[name]
@@ -94,6 +121,7 @@ def test_diffusers_loads_the_pipeline(loaded, name):
     assert found["peak"] < 8 * 2**30
 
 
+@pytest.mark.xdist_group("fake-weights")
 def test_hardly_any_disk(hub):
     folder, _ = hub
     assert disk_bytes(folder) < DISK_BYTES
@@ -122,7 +150,7 @@ def test_tokenizers_have_their_size_and_pieces_like_the_published(tmp_path, kind
         assert [len(ids) for ids in padded.input_ids] == [77, 77]
 
 
-def configs(folder):
+def write_configs(folder):
     for part, config in {
         "transformer": {"_class_name": "SanaTransformer2DModel", "num_layers": 1, "_diffusers_version": "0.42.1"},
         "text_encoder": {"architectures": ["T5EncoderModel"], "model_type": "t5", "num_layers": 1,
@@ -135,45 +163,27 @@ def configs(folder):
     (folder / "model_index.json").write_text(json.dumps(index))
 
 
-def test_a_folder_of_configs(tmp_path):
-    configs(tmp_path / "configs")
-    environment = lay_out([f"someone/theirs={tmp_path / 'configs'}"], tmp_path / "laid")
-    hub = Path(environment["HF_HUB_CACHE"]) / "models--someone--theirs"
-    snapshot = hub / "snapshots" / (hub / "refs" / "main").read_text()
-    code = """
-import sys, torch, transformers, diffusers
-name = sys.argv[1]
-model = diffusers.SanaTransformer2DModel.from_pretrained(name, subfolder="transformer", variant="fp16")
-assert len(model.transformer_blocks) == 1 and not any(parameter.any() for parameter in model.parameters())
-encoder = transformers.T5EncoderModel.from_pretrained(name, subfolder="text_encoder")
-assert encoder.dtype == torch.bfloat16
-assert len(transformers.AutoTokenizer.from_pretrained(name, subfolder="tokenizer")) == 32100
-"""
-    python(code, "someone/theirs", environment=environment)
+@pytest.mark.xdist_group("fake-weights")
+def test_a_folder_of_configs(hub, loaded):
+    found = loaded["someone/theirs"]
+    assert (found["blocks"], found["zero"], found["encoder"], found["tokens"]) == (1, True, "torch.bfloat16", 32100)
+    repository = Path(hub[1]["HF_HUB_CACHE"]) / "models--someone--theirs"
+    snapshot = repository / "snapshots" / (repository / "refs" / "main").read_text()
     assert not (snapshot / "transformer" / "old.safetensors").exists()
     assert json.loads((snapshot / "transformer" / "config.json").read_text())["_diffusers_version"] == "0.42.1"
 
 
-def test_another_name_of_a_known_repository_and_one_component(tmp_path):
-    environment = lay_out(["me/my-vae=stabilityai/sd-vae-ft-ema"], tmp_path)
-    code = """
-import sys, diffusers
-print(sum(parameter.numel() for parameter in diffusers.AutoencoderKL.from_pretrained(sys.argv[1]).parameters()))
-"""
-    params = int(python(code, "me/my-vae", environment=environment))
-    assert params == load_json("models.json")["vaes"]["sd-vae-ft"]["params"]
+@pytest.mark.xdist_group("fake-weights")
+def test_another_name_of_a_known_repository_and_one_component(loaded):
+    assert loaded["me/my-vae"]["params"] == load_json("models.json")["vaes"]["sd-vae-ft"]["params"]
 
 
-def test_what_the_users_own_cache_holds_stays_at_hand(tmp_path, monkeypatch):
-    own = tmp_path / "own"
-    (own / "datasets--some--pictures").mkdir(parents=True)
-    (own / "models--stabilityai--sd-vae-ft-ema").mkdir()
-    monkeypatch.setenv("HF_HUB_CACHE", str(own))
-    environment = lay_out(["stabilityai/sd-vae-ft-ema"], tmp_path / "laid")
-    hub = Path(environment["HF_HUB_CACHE"])
-    assert (hub / "datasets--some--pictures").resolve() == own / "datasets--some--pictures"
-    assert not (hub / "models--stabilityai--sd-vae-ft-ema").is_symlink()
-    assert not any((own / "models--stabilityai--sd-vae-ft-ema").iterdir())
+@pytest.mark.xdist_group("fake-weights")
+def test_what_the_users_own_cache_holds_stays_at_hand(own, hub):
+    laid = Path(hub[1]["HF_HUB_CACHE"])
+    assert (laid / "datasets--some--pictures").resolve() == own / "datasets--some--pictures"
+    assert not (laid / "models--THUDM--CogVideoX-2b").is_symlink()
+    assert not any((own / "models--THUDM--CogVideoX-2b").iterdir())
 
 
 def test_names_that_cannot_be_laid_out(tmp_path):
