@@ -30,6 +30,7 @@ def emulated(tmp_path_factory):
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("bench-memory")  # one worker makes the report, once
 def test_points_run_from_the_smallest_until_one_runs_out(emulated):
     report = emulated[0]
     assert (report["device"], report["limited"], report["gpu"]["usable_mib"]) == ("emulated", True, 3072)
@@ -46,6 +47,7 @@ def test_points_run_from_the_smallest_until_one_runs_out(emulated):
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("bench-memory")
 def test_what_ran_is_what_was_rehearsed_by_phase_and_by_category(emulated):
     for curve in emulated[0]["curves"]:
         for point in curve["points"]:
@@ -62,6 +64,7 @@ def test_what_ran_is_what_was_rehearsed_by_phase_and_by_category(emulated):
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("bench-memory")
 def test_every_form_has_the_numbers_its_grade_and_its_command(emulated):
     report, folder, terminal = emulated
     forms = [terminal, (folder / "memory.md").read_text(), (folder / "memory.html").read_text()]
@@ -83,6 +86,7 @@ def test_every_form_has_the_numbers_its_grade_and_its_command(emulated):
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("bench-memory")
 def test_every_heading_and_figure_says_that_the_card_is_emulated(emulated):
     report, folder, terminal = emulated
     where = "on the emulated NVIDIA GeForce RTX 3060"
@@ -100,6 +104,7 @@ def test_every_heading_and_figure_says_that_the_card_is_emulated(emulated):
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("bench-memory")
 def test_the_text_has_the_peaks_of_each_phase(emulated):
     report, folder, _ = emulated
     text = (folder / "memory.md").read_text()
@@ -112,6 +117,7 @@ def test_the_text_has_the_peaks_of_each_phase(emulated):
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("bench-memory")
 def test_this_machines_card_is_measured_and_one_that_is_emulated_says_so(emulated, tmp_path):
     """The way of a real card, with an emulated one and a fake nvidia-smi in its place: a process a point, within the
     limit."""
