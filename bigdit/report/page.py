@@ -138,7 +138,7 @@ def _waterfall(plan: Plan) -> list[tuple[str, str, str, str, float]]:
     """A row a change: what was changed, why it saves, what is wanted then, the verdict, and the bar's length in %."""
     longest = max([plan.question.gpu.usable_bytes, *(step.process_bytes for step in plan.waterfall)])
     return [
-        (step.change, step.saved_by, gib(step.process_bytes), step.verdict, 100 * step.process_bytes / longest)
+        (step.change, step.saved_by, words.taken(step), step.verdict, 100 * step.process_bytes / longest)
         for step in plan.waterfall
     ]
 

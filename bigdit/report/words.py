@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from bigdit.search.candidates import LARGEST_MICRO_BATCH
-from bigdit.search.plan import Choice, Plan
+from bigdit.search.plan import Choice, Plan, Step
 from bigdit.search.verdict import planned
 from bigdit.spec import Strategy
 from bigdit.speed.interval import Interval
@@ -243,6 +243,11 @@ def how(plan: Plan) -> str:
         word = "run" if plan.verdict == "FITS" else "tried"
         return f"{word} exactly as it stands on an emulated card, torch {plan.emulated}"
     return "rehearsed exactly as it stands" if plan.chosen.confirmed else "predicted from shallower siblings"
+
+
+def taken(step: Step) -> str:
+    """What a process takes after a change of the waterfall, with ~ where that is predicted."""
+    return ("~" if step.predicted else "") + gib(step.process_bytes)
 
 
 def band(plan: Plan) -> str:

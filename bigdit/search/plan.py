@@ -100,12 +100,16 @@ class Run(Strict):
 
 
 class Step(Strict):
-    """One bar of the waterfall from the naive setting to what fits: what was changed, and what it left."""
+    """One bar of the waterfall from the naive setting to what fits: what was changed, and what it left.
+
+    `predicted`: from shallower siblings; else as the recommended strategy was found.
+    """
 
     change: str
     process_bytes: NonNegativeInt
     verdict: Verdict
     saved_by: str
+    predicted: bool
 
 
 class Plan(Strict):

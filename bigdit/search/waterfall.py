@@ -69,8 +69,8 @@ def waterfall(
         why = said(change, found[at - 1] if at else None, bar)
         if verdict == "TIGHT" and taken > question.gpu.usable_bytes:
             why += "; what is allocated would fit, without idle pieces beside it"
-        shown.append(Step(change=change.title, process_bytes=taken, verdict=verdict, saved_by=why))
-    confirmed = {"process_bytes": taken_last, "verdict": chosen.verdict}
+        shown.append(Step(change=change.title, process_bytes=taken, verdict=verdict, saved_by=why, predicted=True))
+    confirmed = {"process_bytes": taken_last, "verdict": chosen.verdict, "predicted": False}
     return (*shown[:-1], shown[-1].model_copy(update=confirmed))
 
 

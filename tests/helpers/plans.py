@@ -187,13 +187,15 @@ REJECTED = (
 )
 WATERFALL = (
     Step(change="as is: AdamW, micro-batch 16, online encoders", process_bytes=92 * GIB, verdict="DOES NOT FIT",
-         saved_by="–"),
+         saved_by="–", predicted=True),
     Step(change="features cached", process_bytes=84 * GIB, verdict="DOES NOT FIT",
-         saved_by="Gemma-2 and the VAE leave the card"),
+         saved_by="Gemma-2 and the VAE leave the card", predicted=True),
     Step(change="DeepSpeed's buckets left out", process_bytes=82 * GIB, verdict="DOES NOT FIT",
-         saved_by="one process needs none"),
-    Step(change="micro-batch 8", process_bytes=54 * GIB, verdict="DOES NOT FIT", saved_by="fewer activations"),
-    Step(change="12 of 20 blocks checkpointed", process_bytes=40 * GIB, verdict="FITS", saved_by="recomputed"),
+         saved_by="one process needs none", predicted=True),
+    Step(change="micro-batch 8", process_bytes=54 * GIB, verdict="DOES NOT FIT", saved_by="fewer activations",
+         predicted=True),
+    Step(change="12 of 20 blocks checkpointed", process_bytes=40 * GIB, verdict="FITS", saved_by="recomputed",
+         predicted=False),
 )  # fmt: skip
 
 

@@ -161,6 +161,7 @@ def test_the_page_has_all_that_was_found(made, shown):
         assert each.reason in text
     for step in made.waterfall:
         assert step.change in text
+        assert (f"~{gib(step.process_bytes)} " in text) is step.predicted
     for limit in made.buckets:
         assert f"{limit.height} × {limit.width} {limit.none} {limit.recommended} {limit.full}" in text
     for name, version in made.versions.items():

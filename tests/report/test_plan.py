@@ -234,6 +234,9 @@ def test_the_way_from_the_copied_setting_is_shown_where_it_was_asked_for(made):
     assert places == sorted(places)
     for step in made.waterfall:
         assert step.change.split()[0] in text
+    way = text[text.index("from the copied setting") :]
+    assert [f"~{gib(step.process_bytes)}" in way for step in made.waterfall] == [True, True, True, True, False]
+    assert "~ predicted from shallower siblings" in way
     assert "from the copied setting" not in plans.shown(made.model_copy(update={"waterfall": ()}))
 
 
