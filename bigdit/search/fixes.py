@@ -109,6 +109,7 @@ def _larger_card(question: Question, smallest: Choice) -> list[Choice]:
                 "title": f"{smallest.title}, on {card.title}",
                 "verdict": "FITS",
                 "confirmed": False,
+                "ran": False,
                 "headroom_bytes": card.usable_bytes - needed,
                 "reason": "a larger card",
             }

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bigdit.cli import main
 from bigdit.report import words
 from bigdit.report.needs import needs
 from bigdit.report.notebook import Answer
@@ -158,6 +159,31 @@ def tight(plan, usable_bytes):
     chosen = plan.chosen.model_copy(update={"headroom_bytes": left, "verdict": "TIGHT"})
     question = plan.question.model_copy(update={"gpu": gpu})
     return plan.model_copy(update={"chosen": chosen, "question": question, "verdict": "TIGHT"})
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("plan")
+@pytest.mark.parametrize(("verdict", "status"), [("FITS", 0), ("TIGHT", 0), ("DOES NOT FIT", 2)])
+def test_a_verdict_has_its_exit_status(made, monkeypatch, capsys, verdict, status):
+    told = tight(made, made.chosen.process.high_bytes - MIB)
+    told = told.model_copy(update={"verdict": verdict, "chosen": told.chosen.model_copy(update={"verdict": verdict})})
+    monkeypatch.setattr("bigdit.search.answer.make_plan", lambda question, progress: told)
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "--model", "sana-1600m", "--gpu", "a40"])
+    assert ended.value.code == status
+    assert f"{verdict}: wants" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("plan")
+def test_the_page_says_how_memory_was_found_as_the_terminal_does(made):
+    ran = made.model_copy(update={"emulated": "2.13.0+cu130"})
+    for plan, how in (
+        (made, "rehearsed exactly as it stands"),
+        (ran, "run exactly as it stands on an emulated card, torch 2.13.0+cu130"),
+    ):
+        assert f"<dt>memory</dt><dd>the training step itself, {how}</dd>" in page(plan)
+        assert f"{how}; not known: " in " ".join(plans.shown(plan).split())
 
 
 @pytest.mark.slow

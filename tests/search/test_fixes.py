@@ -1,0 +1,41 @@
+"""What would fit where nothing that was asked for does: what of it ran, and what is predicted."""
+
+import plans
+import pytest
+
+from bigdit.memory.process import ByteRange
+from bigdit.search.ask import question_for
+from bigdit.search.evidence import Evidence
+from bigdit.search.fixes import fixes
+from bigdit.search.predict.anchors import Sample
+from bigdit.units import GIB
+
+
+@pytest.fixture
+def grown(monkeypatch):
+    """The rows for a machine that is larger, when no other strategy is found: of a choice that was tried on a card."""
+    monkeypatch.setattr("bigdit.search.fixes.explore", lambda pool, sample, proposed: ((), ()))
+
+    def of(gpu, high, host, **asked):
+        question = question_for(model="sana-1600m", gpu=gpu, full=True, **asked)
+        taken = {"process": ByteRange(low_bytes=high, high_bytes=high), "host_bytes": host, "verdict": "DOES NOT FIT"}
+        smallest = plans.made_plan().chosen.model_copy(
+            update={**taken, "ran": True, "confirmed": False, "headroom_bytes": question.gpu.usable_bytes - high}
+        )
+        sample = Sample(question.model, question.gpu, question.resolution, question.frames)
+        return fixes(None, sample, question, Evidence(), smallest)
+
+    return of
+
+
+def test_on_a_larger_card_nothing_ran(grown):
+    (row,) = grown("rtx-3060-12g", 20 * GIB, GIB, host_memory="64GiB")
+    assert (row.verdict, row.reason) == ("FITS", "a larger card")
+    assert row.predicted
+    assert row.headroom_bytes >= GIB  # 5 % of what is wanted, for an architecture that may take more
+
+
+def test_with_more_host_memory_the_card_s_figures_stand(grown):
+    (row,) = grown("a40", 20 * GIB, 100 * GIB, host_memory="64GiB")
+    assert (row.verdict, row.reason) == ("FITS", "100.00 GiB of host RAM a machine, instead of 64.00 GiB")
+    assert not row.predicted
