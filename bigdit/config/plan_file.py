@@ -47,8 +47,8 @@ class Expected(Strict):
 
     verdict: Literal["FITS", "TIGHT", "DOES NOT FIT"]
     usable_bytes: PositiveInt
-    peak_allocated_bytes: NonNegativeInt
-    peak_reserved_bytes: NonNegativeInt
+    peak_allocated_bytes: PositiveInt
+    peak_reserved_bytes: PositiveInt
     process_bytes: tuple[NonNegativeInt, NonNegativeInt]
     images_per_second_per_card: tuple[NonNegativeFloat, NonNegativeFloat]
 
