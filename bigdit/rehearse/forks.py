@@ -1,9 +1,9 @@
 """The process whose forks answer: it imports what they need, once, and each begins where it stands.
 
 Questions come by lanes, which are answered side by side, one question after another in each. A lane is a socket and a
-file for what is said beside answers. What goes back by the socket, a line each: `fork<tab>PROCESS ID` when a fork
-begins, `STATUS<tab>1 OR 0<tab>ANSWER` for each question, with 0 where the fork answers no more, and
-`end<tab>STATUS` when it has ended. `lanes.py` is the other end.
+file for what is said beside answers. What goes back by the socket, a line each: `read` for each question that somebody
+has read, `fork<tab>PROCESS ID` when a fork begins, `STATUS<tab>ANSWER` for each question, and `end<tab>STATUS` when the
+fork has ended. A question that was not read by then is the next fork's. `lanes.py` is the other end.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ class Lane:
             if not part:
                 return ""
             question += part
+        self.tell("read")
         return question.decode()
 
     def tell(self, *parts: object) -> None:
@@ -83,7 +84,7 @@ def _prepared(lane: Lane, prepare: Callable[[str], None], question: str) -> bool
     with _saying_to(lane.said):
         status = guard(partial(prepare, question))
     if status:
-        lane.tell(status, 1, "")
+        lane.tell(status, "")
     return not status
 
 
@@ -128,7 +129,7 @@ def _answer_all(lane: Lane, question: str, answer: Answer) -> None:
         status = guard(partial(_answer, question, answer, found))
         text, more = found[0] if found else ("", False)
         sys.stderr.flush()
-        lane.tell(status, int(more), text)
+        lane.tell(status, text)
         if not more:
             return
         question = lane.ask()

@@ -139,9 +139,9 @@ class _Lane:
     def __init__(self, end: socket.socket) -> None:
         self.fork: int | None = None
         self.asking = threading.Lock()
-        self._ends = False  # the fork has answered for the last time, and its end has not been told yet
+        self._read_there = False  # the question
         self._socket = end
-        self._read = b""
+        self._unread = b""
 
     def close(self) -> None:
         self._socket.close()
@@ -155,25 +155,25 @@ class _Lane:
 
     def put(self, question: Strict, until: float) -> tuple[int, bytes]:
         """The status of a question, and its answer. Raises TimeoutError, and EOFError where the process has ended."""
+        self._read_there = False
         with contextlib.suppress(OSError):  # it has ended, which reading says too
             self._socket.sendall(f"{question.model_dump_json()}\n".encode())
         while True:
             first, _, rest = self._line(until).partition(b"\t")
-            if first == b"fork":
+            if first == b"read":
+                self._read_there = True
+            elif first == b"fork":
                 self.fork = int(rest)
             elif first == b"end":
-                self.fork, before = None, self._ends
-                self._ends = False
-                if not before:
+                self.fork = None
+                if self._read_there:  # or it had ended before, and the next fork has it
                     return int(rest), b""
             else:
-                more, _, answer = rest.partition(b"\t")
-                self._ends = more == b"0"
-                return int(first), answer
+                return int(first), rest
 
     def stop(self) -> bool:
-        """End the fork that answers; False where there is none, or where its end is not told."""
-        if self.fork is None or self._ends:
+        """End the fork that has the question; False where none has it, or where its end is not told."""
+        if self.fork is None or not self._read_there:
             return False
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.fork, signal.SIGKILL)
@@ -186,7 +186,7 @@ class _Lane:
         return True
 
     def _line(self, until: float) -> bytes:
-        while b"\n" not in self._read:
+        while b"\n" not in self._unread:
             try:
                 poll = select.poll()  # select takes no descriptor beyond 1023
                 poll.register(self._socket, select.POLLIN)
@@ -198,8 +198,8 @@ class _Lane:
                 raise TimeoutError
             if not part:
                 raise EOFError
-            self._read += part
-        line, _, self._read = self._read.partition(b"\n")
+            self._unread += part
+        line, _, self._unread = self._unread.partition(b"\n")
         return line
 
 

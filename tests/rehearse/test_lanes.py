@@ -124,6 +124,17 @@ def test_one_that_takes_too_long_is_stopped_alone(lanes: Lanes) -> None:
     assert ask(lanes, 1, "two") == second
 
 
+def test_a_fork_that_is_killed_before_it_reads_a_question_leaves_it_to_the_next(lanes: Lanes) -> None:
+    """It was lost, and answered all the same: to the one who asked next."""
+    _, fork = ask(lanes, 0, "one")
+    for at in range(100):
+        os.kill(fork, signal.SIGKILL)
+        found, after = ask(lanes, 0, f"number {at}")
+        assert found == f"number {at}"
+        assert after != fork
+        fork = after
+
+
 def test_a_process_that_is_killed_takes_its_forks_along_and_the_next_question_starts_another(lanes: Lanes) -> None:
     forks = [ask(lanes, lane, "one")[1] for lane in (0, 1)]
     os.kill(lanes.start(), signal.SIGKILL)
