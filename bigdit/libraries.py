@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 
+_DISABLE = "TORCHDYNAMO_DISABLE"
 _ASKING = ("diffusers.utils.import_utils", "transformers.utils.import_utils")
 _NOT_FOR_THEM = ("bitsandbytes", "peft", "scipy", "torchao")
 """Libraries that bigdit drives itself, or not at all. diffusers and transformers import what they find of them with any
@@ -47,6 +48,24 @@ def importing() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """What is imported within runs as it is written, where it would have torch compile it: bitsandbytes does, whose
+    import then takes a second less, and allocates what a rehearsal knows of.
+
+    Source: `optimize` in torch/_dynamo/eval_frame.py, torch 2.13.
+    """
+    before = os.environ.get(_DISABLE)
+    os.environ[_DISABLE] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_DISABLE]
+        else:
+            os.environ[_DISABLE] = before
 
 
 _every_spec = importlib.util.find_spec

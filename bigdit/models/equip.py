@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from bigdit import libraries
 from bigdit.models.activations import offload_activations
 from bigdit.models.checkpointing import apply_checkpointing
 from bigdit.models.family import Family
@@ -17,7 +18,8 @@ def equip(model: nn.Module, family: Family, strategy: Strategy, *, seed: int = 0
     checkpointed, or a target of the adapters is none of its linear layers.
     """
     if strategy.lora is not None:
-        from bigdit.models.lora import apply_lora  # peft and bitsandbytes take seconds to import
+        with libraries.uncompiled():
+            from bigdit.models.lora import apply_lora  # peft and bitsandbytes take seconds to import
 
         apply_lora(model, family, strategy.lora, seed=seed)
     apply_checkpointing(model, family, strategy.checkpointed_blocks, strategy.checkpointing)

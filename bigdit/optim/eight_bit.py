@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from bigdit import libraries
 from bigdit.optim.factored import State
 
 BLOCK = 256  # elements that share an fp32 scale: 1 + 4 / 256 B an element
@@ -45,7 +46,8 @@ class EightBitStates:
     def _map(self, device: torch.device, signed: bool) -> torch.Tensor:
         """The 256 values that codes stand for, dense near zero (§1.3 of the paper)."""
         if (device, signed) not in self._maps:
-            from bitsandbytes.functional import create_dynamic_map  # late: bitsandbytes probes CUDA
+            with libraries.uncompiled():
+                from bitsandbytes.functional import create_dynamic_map  # late: bitsandbytes probes CUDA
 
             self._maps[device, signed] = create_dynamic_map(signed=signed).to(device)
         return self._maps[device, signed]

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from bigdit import libraries
 from bigdit.errors import UserError
 from bigdit.spec import TORCHAO, OptimizerSpec
 
@@ -20,7 +21,8 @@ def bitsandbytes(spec: OptimizerSpec, params: Iterable[torch.Tensor]) -> Optimiz
     Paged state is CUDA managed memory, which the driver moves to the host when the card is full; on CPU weights
     its first step raises UserError.
     """
-    from bitsandbytes.optim import AdamW8bit, Lion8bit, PagedAdamW8bit
+    with libraries.uncompiled():
+        from bitsandbytes.optim import AdamW8bit, Lion8bit, PagedAdamW8bit
 
     if spec.name == "lion_8bit":
         return Lion8bit(params, lr=spec.lr, betas=spec.betas, weight_decay=spec.weight_decay)

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -28,6 +29,7 @@ from bigdit.search.predict.anchors import Sample
 from bigdit.search.predict.sibling import depths, sibling
 from bigdit.search.question import Pins, Question
 from bigdit.search.verdict import safe_bytes
+from bigdit.spec import BITSANDBYTES, OptimizerName
 from bigdit.units import GIB, MIB
 
 A40 = catalog.gpu("a40")
@@ -102,6 +104,28 @@ def test_what_takes_other_memory_without_values_is_run_with_them(
         return found[-1].memory
 
     assert bytes_of("third", (1, 2, 3)) == bytes_of("first", (3,))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16", "bf16_sr"])
+def test_what_an_optimizer_takes_does_not_follow_from_values(precision: str) -> None:
+    """The first attempt of a kind has values, and those of other optimizers have none."""
+    model = sibling(SMALL, {"transformer_blocks": 1})
+
+    def named(optimizer: str) -> CatalogModel:
+        return model.model_copy(update={"spec": model.spec.model_copy(update={"name": f"sana-{optimizer}"})})
+
+    with Attempts(A40) as card:
+        assert card.run(request("single", 1, model), 40 * GIB).ran
+        for optimizer in get_args(OptimizerName):
+            strategy = f"single,precision={precision},optimizer.name={optimizer}"
+            try:
+                without = request(strategy, 2, model)
+            except UserError:
+                continue
+            assert (
+                card.run(without, 40 * GIB).memory == card.run(request(strategy, 2, named(optimizer)), 40 * GIB).memory
+            )
 
 
 @pytest.mark.slow

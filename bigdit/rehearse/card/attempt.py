@@ -11,7 +11,7 @@ from bigdit.rehearse.card import cache
 from bigdit.rehearse.card.client import ask, build_with, worker
 from bigdit.rehearse.lanes import Lanes, RehearsalError
 from bigdit.rehearse.request import RehearsalRequest
-from bigdit.spec import Strict
+from bigdit.spec import OptimizerSpec, Strict
 
 
 class Asked(Strict):
@@ -57,7 +57,7 @@ class Attempts:
 
     Small tensors are computed for the first question of a kind that comes to its end, and it is asked again without
     values. Where that takes the same memory, memory does not follow from values, and further questions of the kind,
-    which differ in micro-batch, recomputed blocks, pixels and bytes, go without: in a third of the time.
+    which differ in sizes, bytes and the optimizer, go without: in a third of the time or less.
 
     They start with the first question whose answer is not kept, or when they are told to, and end with the `with`
     block. Raises UserError where there is no CUDA build of torch.
@@ -115,8 +115,14 @@ class Attempts:
 
 
 def _kind(request: RehearsalRequest) -> str:
-    """What attempts have alike that differ in sizes alone."""
+    """What attempts have alike that differ in sizes, and in the optimizer, whose memory follows from shapes alone.
+
+    fp16 is a kind of its own: it reads whether gradients are finite.
+    """
     strategy = request.strategy.settled(micro_batch_size=1, grad_accum_steps=1, checkpointed_blocks=0)
+    update: dict[str, object] = {"optimizer": OptimizerSpec()}
+    if strategy.precision == "bf16_sr":
+        update["precision"] = "bf16"
     batch = request.batch.model_copy(update={"latents": (1, 1, 1)})
-    sizes = {"strategy": strategy, "batch": batch, "micro_batch_sizes": (1,)}
+    sizes = {"strategy": strategy.model_copy(update=update), "batch": batch, "micro_batch_sizes": (1,)}
     return request.model_copy(update=sizes).model_dump_json()

@@ -24,7 +24,7 @@ def import_all() -> None:
 
 def import_for(request: RehearsalRequest) -> None:
     """Import what the request's steps need beside that."""
-    with libraries.importing():
+    with libraries.importing(), libraries.uncompiled():
         _import_for(request)
 
 
