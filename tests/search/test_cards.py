@@ -29,7 +29,7 @@ from bigdit.search.predict.anchors import Sample
 from bigdit.search.predict.sibling import depths, sibling
 from bigdit.search.question import Pins, Question
 from bigdit.search.verdict import safe_bytes
-from bigdit.spec import BITSANDBYTES, OptimizerName
+from bigdit.spec import OptimizerName
 from bigdit.units import GIB, MIB
 
 A40 = catalog.gpu("a40")
