@@ -175,6 +175,14 @@ def test_a_plan_ran_and_so_did_its_alternatives_and_its_limit_and_one_more_did_n
     with Cards(card) as cards:
         runs = cards.run([(request, room) for request in requests])
     assert [run is not None and run.fits for run in runs] == [True, False]
+    pinned = [
+        asked.model_copy(update={"pins": only.model_copy(update={"micro_batch_size": limit.none + more})})
+        for more in (0, 1)
+    ]
+    fits, more = map(make_plan, pinned)
+    assert (fits.verdict, fits.buckets) == ("FITS", plan.buckets)
+    assert more.verdict != "FITS"
+    assert more.chosen.process.high_bytes > card.usable_bytes
     kept, recomputed = plan.curves
     assert [each.micro_batch_sizes[each.ran - 1] for each in (kept, recomputed)] == [limit.none, limit.full]
     assert all(list(each.process_bytes) == sorted(each.process_bytes) for each in plan.curves)
