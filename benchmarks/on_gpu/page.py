@@ -36,7 +36,10 @@ DIFFERENT = """
 - *Rehearsed* with another version of torch than the card's: that version's rules are followed.
 
 Gradients of Flux.1 and Chroma with LoRA were not finite on the card, and two blocks of Flux.1 with LoRA came to an
-illegal memory access in the backward pass. What is wrong there is not found: Flux.2, Qwen-Image and SD3.5 have neither.
+illegal memory access in the backward pass. What is wrong there is not found. Of the six points with adapters these
+three, and they alone, have `torch.nn.RMSNorm` with frozen weights (SD3.5 and Qwen-Image have diffusers' own, in plain
+operators, CogVideoX LayerNorm; Flux.2 and Wan trained theirs): the backward pass of torch 2.11's fused kernel, where
+the weight wants no gradient, is the first to be tried alone on the next card.
 With fp16 the first step overflows, as it does in training, and is not comparable.
 """
 
