@@ -1,5 +1,6 @@
 """What tests share: the digits as pictures, a feature store of some of them, and tiny runs."""
 
+import fcntl
 import os
 import signal
 import time
@@ -52,35 +53,58 @@ def _read(file):
 
 
 @pytest.fixture(scope="session")
-def pictures(tmp_path_factory):
+def once(tmp_path_factory):
+    """Has a folder made by the first of pytest's workers that wants it: none of their tests changes it."""
+    own = tmp_path_factory.getbasetemp()
+    base = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+
+    def made(name, make):
+        whole = base / f"{name}.made"
+        with open(base / f"{name}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not whole.exists():
+                make(base / name)
+                whole.touch()
+        return base / name
+
+    return made
+
+
+@pytest.fixture(scope="session")
+def pictures(once):
     """A folder with 240 real digits and their captions."""
     import digits
 
-    folder = tmp_path_factory.mktemp("digits")
-    digits.write_digits(folder)
-    for file in folder.iterdir():
-        if int(file.stem) >= 240:
-            file.unlink()
-    return folder
+    def make(folder):
+        digits.write_digits(folder)
+        for file in folder.iterdir():
+            if int(file.stem) >= 240:
+                file.unlink()
+
+    return once("digits", make)
 
 
 @pytest.fixture(scope="session")
-def features(tmp_path_factory, pictures):
+def features(once, pictures):
     """The digits' feature store, made by `bigdit extract`."""
-    folder = tmp_path_factory.mktemp("store") / "features"
-    done = bigdit("extract", "--config", DIGITS, *with_set([f"data.images={pictures}", f"data.features={folder}"]))
-    assert done.returncode == 0, done.stderr
-    return folder
+
+    def make(folder):
+        done = bigdit("extract", "--config", DIGITS, *with_set([f"data.images={pictures}", f"data.features={folder}"]))
+        assert done.returncode == 0, done.stderr
+
+    return once("features", make)
 
 
 @pytest.fixture(scope="session")
-def trained(tmp_path_factory, features):
+def trained(once, features):
     """The output of a finished tiny run, not to be changed."""
-    output = tmp_path_factory.mktemp("trained") / "run"
-    overrides = [*TINY, *SINGLE, f"data.features={features}", f"output={output}"]
-    done = run_ranks(1, "-m", "bigdit.train", "--config", DIGITS, *with_set(overrides))
-    assert done.returncode == 0, done.stderr
-    return output
+
+    def make(output):
+        overrides = [*TINY, *SINGLE, f"data.features={features}", f"output={output}"]
+        done = run_ranks(1, "-m", "bigdit.train", "--config", DIGITS, *with_set(overrides))
+        assert done.returncode == 0, done.stderr
+
+    return once("trained", make)
 
 
 def pytest_collection_modifyitems(items):
