@@ -25,8 +25,7 @@ def check(run: RunConfig, model: ModelSpec) -> None:
         problems.append(
             "train.lora adapts trained weights, and model.init_from is missing; set it to a folder of diffusers weights"
         )
-    if run.train.warmup_steps > run.train.steps:
-        problems.append(f"train.warmup_steps is {run.train.warmup_steps}, beyond train.steps {run.train.steps}")
+    problems += _check_schedule(run)
     if (run.engine.ds_config is not None) != (run.engine.name == "deepspeed"):
         found = "set" if run.engine.ds_config else "missing"
         problems.append(f"engine.ds_config is {found}, and engine.name is {run.engine.name}; they go together")
@@ -125,6 +124,28 @@ def _check_text(run: RunConfig, model: ModelSpec) -> list[str]:
     if dim is not None and wanted is not None and dim != wanted:
         return [f"encoders.text.config.d_model is {dim}, and the model's caption_channels is {wanted}"]
     return []
+
+
+def _check_schedule(run: RunConfig) -> list[str]:
+    train, problems = run.train, []
+    kind, decay = train.lr_schedule, train.decay_steps
+    if train.warmup_steps > train.steps:
+        problems.append(f"train.warmup_steps is {train.warmup_steps}, beyond train.steps {train.steps}")
+    elif train.warmup_steps + (decay or 0) > train.steps:
+        problems.append(
+            f"train.decay_steps is {decay}, and train.warmup_steps {train.warmup_steps} leave "
+            f"{train.steps - train.warmup_steps} of train.steps {train.steps} to it"
+        )
+    if (decay is None) == (kind == "wsd"):
+        found = "missing" if decay is None else f"{decay}"
+        problems.append(f"train.decay_steps is {found}, and train.lr_schedule is {kind}; it is of wsd, which needs it")
+    if train.min_lr and kind == "constant":
+        problems.append(
+            f"train.min_lr is {train.min_lr:g}, and train.lr_schedule is constant; cosine and wsd fall to it"
+        )
+    if train.min_lr > run.optimizer.lr:
+        problems.append(f"train.min_lr is {train.min_lr:g}, above optimizer.lr {run.optimizer.lr:g}, which falls to it")
+    return problems
 
 
 def _check_objective(run: RunConfig, model: ModelSpec) -> list[str]:

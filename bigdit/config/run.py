@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from bigdit.errors import UserError
-from bigdit.numbers import Count, Natural, Positive, Processes, Share, Side, Switch
+from bigdit.numbers import Count, Natural, NotNegative, Positive, Processes, Share, Side, Switch
 from bigdit.objective_spec import ObjectiveSpec
 from bigdit.spec import EmaSpec, EngineName, LoraSpec, OptimizerSpec, Precision, Strict
 from bigdit.units import GIB, parse_bytes
@@ -211,7 +211,8 @@ class TrainConfig(Strict):
     `micro_batch_size` samples at once, `grad_accum_steps` times (once), or so often that all processes at hand come to
     `global_batch_size`. `precision`: as of a Strategy. `seed`: of weights, order, noise and t. `gradient_clipping`: the
     most that the norm of all gradients may be; null: it is not computed. The learning rate warms up over
-    `warmup_steps`, then stays or falls on a cosine (`lr_schedule`).
+    `warmup_steps`; then it stays (`lr_schedule`: constant), or falls from there on a half cosine (cosine), or, as one
+    minus the root of what is done, in the last `decay_steps` (wsd: warm-up, stable, decay); down to `min_lr`.
 
     `checkpointed_blocks`: the first so many blocks are recomputed in the backward pass, whole or (`checkpointing:
     selective`) all but matrix products and attention; `offload_activations`: what the blocks save waits on the host.
@@ -236,7 +237,9 @@ class TrainConfig(Strict):
     ema: EmaSpec | None = None
     lora: LoraSpec | None = None
     warmup_steps: Natural = 0
-    lr_schedule: Literal["constant", "cosine"] = "constant"
+    lr_schedule: Literal["constant", "cosine", "wsd"] = "constant"
+    decay_steps: Count | None = None
+    min_lr: NotNegative = 0.0
     checkpoint_every: Count = 1000
     keep_checkpoints: Count = 2
     keep_every: Count | None = None

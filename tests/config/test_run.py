@@ -40,7 +40,7 @@ def test_overrides_reach_nested_keys():
 
 
 def test_an_unknown_key_names_the_nearest():
-    assert problems(["train.stepz=3"]) == ["train.stepz: unknown key; did you mean steps?"]
+    assert problems(["train.stepz=3"]) == ["train.stepz: unknown key; did you mean steps, decay_steps?"]
     assert problems(["encoders.image.facto=2"]) == ["encoders.image.facto: unknown key; did you mean factor?"]
     assert problems(["mode.name=x"]) == ["mode: unknown key; did you mean model, encoders?"]
 
@@ -113,6 +113,28 @@ def test_all_contradictions_are_told_at_once():
         "data.buckets: 8 × 9 does not divide by 2 (factor × patch_size)",
         "encoders.text.config.d_model is 32, and the model's caption_channels is 64",
     ]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "lines"),
+    [
+        (("train.warmup_steps=9",), ["train.warmup_steps is 9, beyond train.steps 8"]),
+        (("train.lr_schedule=wsd",), ["train.decay_steps is missing, and train.lr_schedule is wsd; it is of wsd, which "
+         "needs it"]),
+        (("train.lr_schedule=cosine", "train.decay_steps=2"), ["train.decay_steps is 2, and train.lr_schedule is "
+         "cosine; it is of wsd, which needs it"]),
+        (("train.lr_schedule=wsd", "train.decay_steps=7", "train.warmup_steps=2"), ["train.decay_steps is 7, and "
+         "train.warmup_steps 2 leave 6 of train.steps 8 to it"]),
+        (("train.lr_schedule=constant", "train.min_lr=1e-5"), ["train.min_lr is 1e-05, and train.lr_schedule is "
+         "constant; cosine and wsd fall to it"]),
+        (("train.lr_schedule=cosine", "train.min_lr=1"), ["train.min_lr is 1, above optimizer.lr 0.001, which falls to "
+         "it"]),
+        (("train.lr_schedule=linear",), ["train.lr_schedule is 'linear', which is not known; did you mean "
+         "cosine?"]),
+    ],
+)  # fmt: skip
+def test_a_schedule_that_cannot_be_names_its_key(overrides, lines):
+    assert problems(["train.steps=8", "train.warmup_steps=0", "optimizer.lr=1e-3", *overrides]) == lines
 
 
 def test_an_impossible_batch_names_the_nearest_possible():

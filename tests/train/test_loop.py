@@ -31,18 +31,23 @@ def train(features, output, *overrides, engine="single", **options):
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 def test_resuming_changes_nothing(features, tmp_path, engine):
-    """The same command goes on: losses and weights equal those of a run that never stopped, to the bit."""
+    """The same command goes on, in the middle of the rate's fall: rates, losses and weights equal those of a run that
+    never stopped, to the bit."""
+    more = ("train.checkpoint_every=5", "train.lr_schedule=wsd", "train.decay_steps=5", "train.min_lr=1e-5")
     straight, stopped = tmp_path / "straight", tmp_path / "stopped"
-    done = train(features, straight, "train.checkpoint_every=5", engine=engine)
+    done = train(features, straight, *more, engine=engine)
     assert done.returncode == 0, done.stderr
     shutil.copytree(straight, stopped)  # and set back to where its first checkpoint had just been written
     shutil.rmtree(stopped / "checkpoints/step-00000008")
     (stopped / "checkpoints/latest").write_text("step-00000005\n")
-    done = train(features, stopped, "train.checkpoint_every=5", engine=engine)
+    done = train(features, stopped, *more, engine=engine)
     assert done.returncode == 0, done.stderr
     assert f"going on from {stopped}/checkpoints/step-00000005, step 5" in " ".join(done.stderr.split())
-    losses = [[row["loss"] for row in read_metrics(output / "metrics.jsonl")] for output in (straight, stopped)]
-    assert losses[0] == losses[1]
+    curves = [
+        [(row["lr"], row["loss"]) for row in read_metrics(output / "metrics.jsonl")] for output in (straight, stopped)
+    ]
+    assert curves[0] == curves[1]
+    assert len({lr for lr, _ in curves[0]}) == 6  # half the peak, the peak in three steps, and four in which it falls
     weights = [
         load_file(output / "exports/step-00000008/transformer/diffusion_pytorch_model.safetensors")
         for output in (straight, stopped)
