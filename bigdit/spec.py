@@ -59,6 +59,8 @@ class BatchShape(Strict):
 class OptimizerSpec(Strict):
     """An optimizer of bigdit/optim by its `name`, and its constants as papers have them (Loshchilov & Hutter,
     arXiv:1711.05101): `lr`, the learning rate; `betas`, the decays of both moments; `eps`; `weight_decay`, decoupled.
+    `decayed`: all parameters, or matrices alone, the weights of linear layers and convolutions: then norms, biases,
+    tables and embeddings are a group of their own.
 
     `implementation`: how torch's adamw runs; the others have one. `beta3`: CAME's decay of the confidence
     (Luo et al., arXiv:2307.02047).
@@ -70,6 +72,7 @@ class OptimizerSpec(Strict):
     beta3: Share = 0.9999
     eps: Positive = 1e-8
     weight_decay: NotNegative = 0.0
+    decayed: Literal["all", "matrices"] = "all"
     implementation: Literal["fused", "foreach", "for_loop"] = "fused"
 
     @model_validator(mode="after")

@@ -41,7 +41,8 @@ def plain_steps(
     model = model.to(device)
     params = [param for param in model.parameters() if param.requires_grad]
     masters = [param.detach().float() for param in params] if mixed else params
-    optimizer = optim.build(strategy.optimizer, masters, stochastic_rounding=strategy.precision == "bf16_sr")
+    grouped = optim.groups(strategy.optimizer, model, masters)
+    optimizer = optim.build(strategy.optimizer, grouped, stochastic_rounding=strategy.precision == "bf16_sr")
     scaler = torch.amp.GradScaler(device.type, enabled=strategy.precision == "fp16")
     ema = strategy.ema
     place = torch.device("cpu") if ema is not None and ema.device == "cpu" else device

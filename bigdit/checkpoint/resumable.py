@@ -59,7 +59,9 @@ def layout(strategy: Strategy) -> str:
     stage = "" if strategy.zero_stage is None else f" ZeRO-{strategy.zero_stage}"
     copies = f" in {strategy.dp_replicate} copies" if strategy.dp_replicate > 1 else ""
     processes = "1 process" if strategy.world_size == 1 else f"{strategy.world_size} processes"
-    return f"{strategy.engine}{stage} on {processes}{copies}"
+    flat = strategy.engine == "deepspeed" and strategy.optimizer.decayed != "all"
+    apart = ", what decays apart from what does not" if flat else ""
+    return f"{strategy.engine}{stage} on {processes}{copies}{apart}"
 
 
 def _differences(saved: dict[str, Any], wanted: dict[str, Any]) -> list[tuple[str, Any, Any]]:

@@ -34,15 +34,17 @@ class DeepSpeedEngine(Engine):
         self.scaler: LossScaler | None = None  # DeepSpeed scales by itself
         _check_fp16(strategy)
         _check_document(strategy)
-        self._plain = _on_device(strategy, model, device)
-        params = [p for p in model.parameters() if p.requires_grad]
-        optimizer = optim.build(strategy.optimizer, params)
+        model = _on_device(strategy, model, device)
+        optimizer = optim.build(strategy.optimizer, optim.groups(strategy.optimizer, model))
+        names = {param: name for name, param in model.named_parameters()}
+        # As the groups have them: DeepSpeed's masters follow each other group by group.
+        self._trained = [(names[param], param) for group in optimizer.param_groups for param in group["params"]]
         # Some of DeepSpeed's wrappers step once on zero gradients to allocate the state. That must not decay the
         # weights (learning rate 0), nor count in Adam's bias correction (the state is dropped, and comes anew).
         optim.set_lr(optimizer, 0.0)
         self.model, zero, *_ = deepspeed.initialize(
             model=model,
-            model_parameters=params,
+            model_parameters=[param for _, param in self._trained],
             optimizer=optimizer,
             config=strategy.ds_config,
             dist_init_required=False,
@@ -104,7 +106,7 @@ class DeepSpeedEngine(Engine):
             yield offload.get_param_coordinator(), "fetch_sub_module"
 
     def shards(self) -> list[Shard]:
-        trained = [(name, param) for name, param in self._plain.named_parameters() if param.requires_grad]
+        trained = self._trained
         if self.strategy.zero_stage == 3:
             placed = (self._of_stage_3(name, param) for name, param in trained)
         elif hasattr(trained[0][1], "_hp_mapping"):  # stages 1 and 2, and bf16 with fp32 accumulation

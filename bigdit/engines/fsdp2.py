@@ -39,7 +39,9 @@ class Fsdp2Engine(Engine):
         self._names = [name for name, _ in named]  # in a forward pass the model has whole parameters in their place
         self.masters = [p for _, p in named]
         self.optimizer = optim.build(
-            strategy.optimizer, self.masters, stochastic_rounding=strategy.precision == "bf16_sr"
+            strategy.optimizer,
+            optim.groups(strategy.optimizer, model),
+            stochastic_rounding=strategy.precision == "bf16_sr",
         )
         self._backward = Backward(strategy, together=True)
         self.scaler = self._backward.scaler

@@ -33,7 +33,9 @@ class SingleEngine(Engine):
         self._mixed = strategy.precision in ("bf16", "fp16")
         self.masters = [p.detach().float() for p in self._params] if self._mixed else list(self._params)
         self.optimizer = optim.build(
-            strategy.optimizer, self.masters, stochastic_rounding=strategy.precision == "bf16_sr"
+            strategy.optimizer,
+            optim.groups(strategy.optimizer, self.model, self.masters),
+            stochastic_rounding=strategy.precision == "bf16_sr",
         )
         self._backward = Backward(strategy, together=False)
         self.scaler = self._backward.scaler

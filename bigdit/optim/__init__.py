@@ -5,22 +5,21 @@ Who owns these tensors, and in which precision, is `engines`; the learning rate 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 from torch.optim import Optimizer
 
 from bigdit.optim import libraries
 from bigdit.optim.adafactor import Adafactor
 from bigdit.optim.came import Came
+from bigdit.optim.groups import Groups, groups
 from bigdit.optim.in_backward import step_alone, step_in_backward
 from bigdit.spec import BITSANDBYTES, TORCHAO, OptimizerSpec
 
-__all__ = ["build", "set_lr", "step_alone", "step_in_backward"]
+__all__ = ["build", "groups", "set_lr", "step_alone", "step_in_backward"]
 
 
-def build(spec: OptimizerSpec, params: Iterable[torch.Tensor], *, stochastic_rounding: bool = False) -> Optimizer:
-    """The optimizer that `spec` names, over `params`.
+def build(spec: OptimizerSpec, params: Groups, *, stochastic_rounding: bool = False) -> Optimizer:
+    """The optimizer that `spec` names, over `params` or `groups` of them.
 
     `stochastic_rounding`: `params` are bf16 without fp32 masters, and updates are rounded into them so that
     they are right on average. `spec.eps` is Adam's alone.

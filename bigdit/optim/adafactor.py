@@ -6,13 +6,14 @@ convolution [O, I, 1, 1] it keeps two whole tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from bigdit.optim import factored
+from bigdit.optim.groups import Groups
 from bigdit.optim.rounding import descend
 from bigdit.optim.shards import local, rms
 
@@ -32,7 +33,7 @@ class Adafactor(Optimizer):
 
     def __init__(
         self,
-        params: Iterable[torch.Tensor],
+        params: Groups,
         *,
         lr: float,
         weight_decay: float = 0.0,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from bigdit.optim import factored
 from bigdit.optim.eight_bit import EightBitStates
+from bigdit.optim.groups import Groups
 from bigdit.optim.rounding import descend
 
 # Source: the paper's released code (github.com/yangluo7/CAME); Algorithm 2 calls them ε1, ε2 and d.
@@ -28,7 +29,7 @@ class Came(Optimizer):
 
     def __init__(
         self,
-        params: Iterable[torch.Tensor],
+        params: Groups,
         *,
         lr: float,
         betas: tuple[float, float, float] = (0.9, 0.999, 0.9999),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,10 +12,11 @@ from torch.optim import Optimizer
 
 from bigdit import libraries
 from bigdit.errors import UserError
+from bigdit.optim.groups import Groups
 from bigdit.spec import TORCHAO, OptimizerSpec
 
 
-def bitsandbytes(spec: OptimizerSpec, params: Iterable[torch.Tensor]) -> Optimizer:
+def bitsandbytes(spec: OptimizerSpec, params: Groups) -> Optimizer:
     """Block-wise 8-bit state (Dettmers et al., arXiv:2110.02861), in fp32 below 4096 elements.
 
     Paged state is CUDA managed memory, which the driver moves to the host when the card is full; on CPU weights
@@ -42,7 +43,7 @@ def _refuse_cpu(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         )
 
 
-def torchao(spec: OptimizerSpec, params: Iterable[torch.Tensor], *, stochastic_rounding: bool) -> Optimizer:
+def torchao(spec: OptimizerSpec, params: Groups, *, stochastic_rounding: bool) -> Optimizer:
     """AdamW with block-wise 8-bit or 4-bit state (Li et al., arXiv:2309.01507), or in the weights' own dtype.
 
     torchao compiles the step of every shape of weight. Here it runs as it is written, tensor by tensor: what a

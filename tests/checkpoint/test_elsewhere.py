@@ -6,12 +6,13 @@ import pytest
 import torch
 from rehearsing import SANA as MODEL
 from rehearsing import SHAPE
-from resuming import save, started, strategy
+from resuming import IN_GROUPS, save, started, strategy
 from safetensors.torch import load_file, save_file
 from two_processes import run_two
 from whole import whole_state
 
 from bigdit import checkpoint
+from bigdit.checkpoint.resumable import layout
 from bigdit.dist import World
 from bigdit.engines.state import checkpoint_bytes
 from bigdit.errors import UserError
@@ -23,7 +24,7 @@ import json, sys
 import torch, torch.distributed as dist
 from pathlib import Path
 from safetensors.torch import load_file, save_file
-from resuming import save, started, strategy
+from resuming import IN_GROUPS, save, started, strategy
 from whole import whole_state
 from bigdit import checkpoint
 from bigdit.dist import world_from_env
@@ -37,6 +38,10 @@ before = "single"
 for name, wanted in {
     "zero0": strategy("deepspeed", 2, 0), "fsdp2": strategy("fsdp2", 2), "zero1": strategy("deepspeed", 2, 1),
     "zero3": strategy("deepspeed", 2, 3), "zero2": strategy("deepspeed", 2, 2),
+    "zero0 in groups": strategy("deepspeed", 2, 0, optimizer=IN_GROUPS),
+    "fsdp2 in groups": strategy("fsdp2", 2, optimizer=IN_GROUPS),
+    "zero1 in groups": strategy("deepspeed", 2, 1, optimizer=IN_GROUPS),
+    "zero3 in groups": strategy("deepspeed", 2, 3, optimizer=IN_GROUPS),
 }.items():
     found, _ = checkpoint.latest(folder / before)
     engine, ema, step, peers = started(wanted, world, seed=5, found=found)
@@ -57,6 +62,7 @@ dist.destroy_process_group()
 """
 
 NAMES = ("zero0", "fsdp2", "zero1", "zero3", "zero2")
+NAMES += tuple(f"{name} in groups" for name in ("zero0", "fsdp2", "zero1", "zero3"))
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +113,14 @@ def test_what_a_process_copies_to_save_is_rehearsed(runs, name):
     (size,) = rehearse(asked).sizes
     copied = json.loads((runs / "copied.json").read_text())
     assert size.checkpoint_bytes == copied[name]
+
+
+def test_blocks_are_other_ones_where_what_decays_lies_apart():
+    """Under ZeRO, which lays a group end to end; elsewhere a parameter is a master whatever its group."""
+    for zero in (strategy("deepspeed", 2, 2), strategy("deepspeed", 2, 3)):
+        assert layout(zero) != layout(zero.model_copy(update={"optimizer": IN_GROUPS}))
+    for wanted in (strategy(), strategy("fsdp2", 2)):
+        assert layout(wanted) == layout(wanted.model_copy(update={"optimizer": IN_GROUPS}))
 
 
 def test_state_in_blocks_stays_where_it_was_made(tmp_path):

@@ -15,6 +15,7 @@ from bigdit.train.step import train_step
 
 CPU = torch.device("cpu")
 ADAMW = OptimizerSpec(lr=1e-3)
+IN_GROUPS = OptimizerSpec(lr=1e-3, weight_decay=0.1, decayed="matrices")
 
 
 def strategy(engine="single", world_size=1, stage=None, **options):

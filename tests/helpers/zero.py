@@ -24,7 +24,7 @@ ENGINES = {
 }
 
 
-def request_of(engine, processes, precision, optimizer, checkpointed, grad_accum):
+def request_of(engine, processes, precision, optimizer, checkpointed, grad_accum, decayed="all"):
     document = json.loads((ROOT / "ds_configs/zero2_bf16.json").read_text())
     # Buckets smaller than the model, so that it takes several; and parameters that are not all kept whole.
     document["zero_optimization"] |= ENGINES[engine] | {
@@ -48,7 +48,7 @@ def request_of(engine, processes, precision, optimizer, checkpointed, grad_accum
         micro_batch_size=MICRO_BATCH_SIZE,
         grad_accum_steps=grad_accum,
         precision=precision,
-        optimizer=OptimizerSpec(name=optimizer),
+        optimizer=OptimizerSpec(name=optimizer, decayed=decayed),
         checkpointed_blocks=checkpointed,
         gradient_clipping=1.0,
         ds_config=document,

@@ -56,6 +56,9 @@ MORE = {
         "optimizer": OptimizerSpec(name="adamw_4bit_ao"),
     },
     "in_backward": {"world_size": 2, "optimizer_in_backward": True, "gradient_clipping": None},
+} | {
+    f"{name}-in-groups": {"world_size": 2, "optimizer": OptimizerSpec(name=name, decayed="matrices", weight_decay=0.1)}
+    for name in OPTIMIZERS
 }
 
 

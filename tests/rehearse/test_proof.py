@@ -40,11 +40,20 @@ WIDE = TINY.model_copy(
 )
 
 
-def _strategy(precision: str, optimizer: str = "adamw", implementation: str = "fused", **rest: object) -> Strategy:
+def _strategy(
+    precision: str,
+    optimizer: str = "adamw",
+    implementation: str = "fused",
+    decayed: str = "all",
+    weight_decay: float = 0.0,
+    **rest: object,
+) -> Strategy:
     return Strategy(
         micro_batch_size=MICRO_BATCH_SIZE,
         precision=precision,
-        optimizer=OptimizerSpec(name=optimizer, implementation=implementation),
+        optimizer=OptimizerSpec(
+            name=optimizer, implementation=implementation, decayed=decayed, weight_decay=weight_decay
+        ),
         **rest,
     )
 
@@ -77,6 +86,14 @@ CONFIGS = dict(
         _config("tf32", "adamw", gradient_clipping=1.0),
         _config("fp16", "adamw", grad_accum_steps=2),
         _config("fp16", "came", gradient_clipping=1.0),
+        *(
+            _config(precision, name, implementation, decayed="matrices", weight_decay=0.1)
+            for precision, name, implementation in (
+                *(("fp32", "adamw", each) for each in ("fused", "foreach", "for_loop")),
+                *(("bf16", name, "fused") for name in ("adamw_8bit", "adamw_8bit_ao")),
+                *(("bf16_sr", name, "fused") for name in ("adamw", "came_8bit")),
+            )
+        ),
         *(
             _config(precision, name, checkpointed_blocks=checkpointed, optimizer_in_backward=True)
             for precision, name, checkpointed in (

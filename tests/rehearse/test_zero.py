@@ -16,7 +16,7 @@ CHECKPOINTED = (0, 1, "all")
 def _configs():
     """(engine, processes, precision, optimizer, checkpointed blocks, accumulation), on two processes every engine
     with every optimizer and every checkpointing; precision and accumulation by turns. A part of them on four
-    processes, and a part in fp16."""
+    processes, a part in fp16, and a part with what does not decay in a group of its own."""
     for i, engine in enumerate(ENGINES):
         for j, optimizer in enumerate(OPTIMIZERS):
             for k, checkpointed in enumerate(CHECKPOINTED):
@@ -24,6 +24,8 @@ def _configs():
         yield engine, 4, ("fp32", "bf16")[i % 2], OPTIMIZERS[i % 3], CHECKPOINTED[i % 3], 1 + i % 2
     for engine in ("zero0", "zero2", "zero3", "zero2-optimizer"):
         yield engine, 2, "fp16", "adamw", 1, 2
+    for i, engine in enumerate(ENGINES):
+        yield engine, 2, ("fp32", "bf16")[i % 2], OPTIMIZERS[i % 3], 0, 1 + i % 2, "matrices"
 
 
 CONFIGS = list(_configs())
