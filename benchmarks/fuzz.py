@@ -51,7 +51,7 @@ MORE_KEYS = (
     "model.name", "model.path", "model.init_from", "data.caption_dropout", "data.read_ahead_steps", "data.reader",
     "data.remote_cache", "encoders.device", "encoders.batch_size", "encoders.text.stored", "objective.shift",
     "optimizer.eps", "optimizer.weight_decay", "optimizer.implementation", "optimizer.decayed",
-    "train.grad_accum_steps", "train.ema", "train.ema.decay", "train.lora", "train.lora.rank",
+    "train.grad_accum_steps", "train.ema", "train.ema.decay", "train.ema.power", "train.lora", "train.lora.rank",
     "train.checkpointed_blocks", "train.checkpointing", "train.grace", "train.offload_activations",
     "train.optimizer_in_backward", "train.decay_steps", "train.min_lr", "engine.timeout", "engine.dp_replicate",
     "engine.ds_config", "engine.cpu_offload",

@@ -83,11 +83,30 @@ class OptimizerSpec(Strict):
 
 
 class EmaSpec(Strict):
-    """An exponential moving average of the weights in fp32, of which each step keeps `decay`, on the GPU or on the
-    host (`device`); sharded as the masters are."""
+    """A moving average of the weights in fp32, on the GPU or on the host (`device`); sharded as the masters are.
 
-    decay: Annotated[Number, Field(gt=0, lt=1)] = 0.9999
+    It is exponential, each step keeps `decay` of it (0.9999); or it grows with the run: with `power` its profile over
+    the steps is a power function, whose width is this share of them, σ_rel (Karras et al., arXiv:2312.02696, §3.1):
+    0.05 to 0.2 as a rule; at 0.2887 all steps would count alike.
+    """
+
+    decay: Annotated[Number, Field(gt=0, lt=1)] | None = None
+    power: Annotated[Number, Field(gt=0, lt=0.288)] | None = None
     device: Literal["gpu", "cpu"] = "gpu"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _exponential(cls, said: Any) -> Any:
+        """Without a word of either it is exponential."""
+        if isinstance(said, dict) and said.get("decay") is None and said.get("power") is None:
+            return said | {"decay": 0.9999}
+        return said
+
+    @model_validator(mode="after")
+    def _coherent(self) -> EmaSpec:
+        if self.decay is not None and self.power is not None:
+            raise ValueError(f"ema.decay is {self.decay:g}, and ema.power {self.power:g}; leave one of them out")
+        return self
 
 
 class LoraSpec(Strict):

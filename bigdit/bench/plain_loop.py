@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from bigdit import engines, objectives, optim
+from bigdit.engines.ema import share_of_new
 from bigdit.loader.batch import Batch
 from bigdit.models import Family
 from bigdit.objective_spec import ObjectiveSpec
@@ -47,7 +49,7 @@ def plain_steps(
     ema = strategy.ema
     place = torch.device("cpu") if ema is not None and ema.device == "cpu" else device
     averages = [] if ema is None else [master.detach().to(place, torch.float32, copy=True) for master in masters]
-    while True:
+    for update in itertools.count(1):
         micro_batches = read()
         began, total = time.perf_counter(), torch.zeros((), device=device)
         for host_batch in micro_batches:
@@ -74,6 +76,6 @@ def plain_steps(
                 torch._foreach_copy_(params, masters)
             if ema is not None:
                 for average, master in zip(averages, masters, strict=True):
-                    average.lerp_(master.to(place, torch.float32), 1 - ema.decay)
+                    average.lerp_(master.to(place, torch.float32), share_of_new(ema, update))
         seen = float(total)  # waits for the device
         yield Step(time.perf_counter() - began, seen)

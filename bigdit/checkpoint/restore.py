@@ -41,7 +41,7 @@ def restore(checkpoint: Checkpoint, engine: Engine, peers: Peers, ema: Ema | Non
         elif not wanted[name].number:
             raise UserError(f"{checkpoint.folder} does not hold {name}: it is of another model or optimizer")
     _load(checkpoint, filled, reader, peers)
-    adopt(engine, filled, rank)
+    adopt(engine, ema, filled, rank)
     return notices
 
 

@@ -26,6 +26,11 @@ def check_resumable(checkpoint: Checkpoint, model: ModelSpec, strategy: Strategy
     if (saved.get("ema") is None) != (strategy.ema is None):
         without, with_it = ("the run has none", "holds") if strategy.ema is None else ("the run has one", "lacks")
         problems.append(f"{checkpoint.folder} {with_it} a moving average of the weights, and {without} (train.ema)")
+    elif strategy.ema is not None and (power := saved["ema"].get("power")) != strategy.ema.power:
+        problems.append(
+            f"{checkpoint.folder} holds an average with train.ema.power {_said(power)}, and the run asks for "
+            f"{_said(strategy.ema.power)}: what it has taken in counts otherwise"
+        )
     saved_optimizer, optimizer = saved["optimizer"]["name"], strategy.optimizer.name
     if saved_optimizer != optimizer:
         problems.append(f"{checkpoint.folder} holds the state of {saved_optimizer}, and optimizer.name is {optimizer}")
@@ -62,6 +67,10 @@ def layout(strategy: Strategy) -> str:
     flat = strategy.engine == "deepspeed" and strategy.optimizer.decayed != "all"
     apart = ", what decays apart from what does not" if flat else ""
     return f"{strategy.engine}{stage} on {processes}{copies}{apart}"
+
+
+def _said(power: float | None) -> str:
+    return "null (train.ema.decay)" if power is None else f"{power:g}"
 
 
 def _differences(saved: dict[str, Any], wanted: dict[str, Any]) -> list[tuple[str, Any, Any]]:

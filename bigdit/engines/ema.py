@@ -1,7 +1,10 @@
-"""An exponential moving average of the weights, sharded as an engine's masters are (Polyak & Juditsky, 1992)."""
+"""A moving average of the weights, sharded as an engine's masters are (Polyak & Juditsky, 1992)."""
 
 from __future__ import annotations
 
+import functools
+
+import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -13,15 +16,37 @@ from bigdit.units import MIB
 CHUNK_ELEMENTS = 64 * MIB // 4
 
 
-class Ema:
-    """average = decay × average + (1 − decay) × weights, in fp32, of this process's masters.
+@functools.cache
+def exponent(width: float) -> float:
+    """γ of the power function t^γ whose width is this share of all t.
 
+    Source: Karras et al., arXiv:2312.02696, §3.1: σ_rel² = (γ + 1) / ((γ + 2)² (γ + 3)); γ is the largest root.
+    """
+    return float(np.roots([1, 7, 16 - width**-2, 12 - width**-2]).real.max())
+
+
+def share_of_new(spec: EmaSpec, update: int) -> float:
+    """How much of the average is the weights that update number `update` (from 1) takes in; β = 1 less it.
+
+    Source: Karras et al., §3.1: β_γ(t) = (1 − 1/t)^(γ + 1).
+    """
+    if spec.power is None:
+        assert spec.decay is not None  # one of them is there
+        return 1.0 - spec.decay
+    return 1.0 - (1.0 - 1.0 / update) ** (exponent(spec.power) + 1.0)
+
+
+class Ema:
+    """average = (1 − share) × average + share × weights, in fp32, of this process's masters; see `share_of_new`.
+
+    `updates`: how many steps it has taken in, which decides the share where its profile is a power function.
     `averages` are in the order of `engine.masters` and have their local shapes. On the host they wait in plain
     memory: the weights come there a chunk at a time, through one pinned buffer, and the host's cores average.
     """
 
     def __init__(self, spec: EmaSpec, engine: Engine) -> None:
-        self._weight = 1.0 - spec.decay
+        self.spec = spec
+        self.updates = 0
         self._engine = engine
         self._device = engine.device if spec.device == "gpu" else torch.device("cpu")
         self.averages = [
@@ -40,13 +65,15 @@ class Ema:
     @torch.no_grad()
     def update(self) -> None:
         """Take the weights in as they are now: to be called after each optimizer step."""
+        self.updates += 1
+        share = share_of_new(self.spec, self.updates)
         for average, weights in zip(self.averages, self._weights(), strict=True):
             if weights.device == self._device and weights.dtype == torch.float32:
-                average.lerp_(weights, self._weight)
+                average.lerp_(weights, share)
                 continue
             chunks = zip(average.view(-1).split(CHUNK_ELEMENTS), weights.view(-1).split(CHUNK_ELEMENTS), strict=True)
             for part, new in chunks:
-                part.lerp_(self._brought(new), self._weight)
+                part.lerp_(self._brought(new), share)
 
     def _brought(self, weights: torch.Tensor) -> torch.Tensor:
         """The weights in fp32 where the averages are."""

@@ -9,6 +9,7 @@ the same engine on as many processes alone.
     ema.<parameter>                its moving average
     state.<key>.<parameter>        the optimizer's state: an element for each of the master's, or one number
     local.<rank>.<i>.<key>         other state of this process's master i, and each part of a quantised one
+    updates                        of an average whose profile is a power function: how many steps it has taken in
     scaler.<key>, rng.<rank>       of fp16 and of stochastic rounding
 """
 
@@ -28,6 +29,7 @@ from bigdit.engines.protocol import Engine
 from bigdit.engines.shards import Shard
 
 LOCAL = "local."
+UPDATES = "updates"
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,8 @@ class Place:
 def places(engine: Engine, ema: Ema | None, rank: int) -> dict[str, Place]:
     """Everything that the next step depends on, by the names it is saved under."""
     found = _tensors(engine, ema, rank)
+    if ema is not None and ema.spec.power is not None:
+        found[UPDATES] = _number(ema.updates)
     if engine.scaler is not None:
         found |= {f"scaler.{key}": _number(value) for key, value in engine.scaler.state_dict().items()}
     if engine.strategy.precision == "bf16_sr":
@@ -97,8 +101,10 @@ def make_state(engine: Engine, saved: Collection[str], rank: int) -> None:
         master.grad = held
 
 
-def adopt(engine: Engine, filled: dict[str, Place], rank: int) -> None:
+def adopt(engine: Engine, ema: Ema | None, filled: dict[str, Place], rank: int) -> None:
     """Put back what is no view: numbers, the loss scale, random numbers."""
+    if ema is not None and UPDATES in filled:
+        ema.updates = int(filled[UPDATES].tensor.item())
     for shard in engine.shards():
         state = engine.optimizer.state.get(engine.masters[shard.master], {})
         for key, value in state.items():

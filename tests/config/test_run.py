@@ -69,6 +69,9 @@ def test_all_problems_of_values_are_told_at_once():
         ("train.checkpointed_blocks=some", "train.checkpointed_blocks is 'some', and a whole number or all was "
          "expected"),
         ("train.checkpointed_blocks=-1", "train.checkpointed_blocks is -1, and 0 or more or all was expected"),
+        ("train.ema={decay: 0.9, power: 0.1}", "train.ema: ema.decay is 0.9, and ema.power 0.1; leave one of them out"),
+        ("train.ema={power: 0.3}", "train.ema.power is 0.3, and a number below 0.288 was expected"),
+        ("train.ema=0.9", "train.ema is 0.9, and keys such as decay, power, device were expected"),
         ("train=null", "train is null, and keys such as steps, micro_batch_size, global_batch_size, grad_accum_steps, "
          "precision, gradient_clipping were expected"),
         ("optimizer.lr=.inf", "optimizer.lr is inf, and a finite number was expected"),

@@ -6,6 +6,7 @@ import pytest
 import torch
 from rehearsing import SANA as MODEL
 from rehearsing import SHAPE
+from stepping import started
 from training import exported, run_to
 from two_processes import answer_of_two
 from whole import full_weights
@@ -26,6 +27,14 @@ DECAY = 0.9
 TOLERANCE = {"rtol": 0, "atol": 1e-6}
 
 
+GAMMA = 6.94  # of a width of 0.1, as arXiv:2312.02696 has it in §3.1
+
+
+def kept(spec, step):
+    """What the average keeps of itself in this step (from 1)."""
+    return DECAY if spec.power is None else (1 - 1 / step) ** (GAMMA + 1)
+
+
 def averaged(strategy, steps=6):
     """(what the engine averaged, the recurrence in fp64) after a few steps, by parameter."""
     family = models.family(MODEL.class_name)
@@ -34,13 +43,14 @@ def averaged(strategy, steps=6):
     ema = engines.ema_of(engine)
     expected = {name: weight.double() for name, weight in full_weights(engine).items()}
     generator = torch.Generator().manual_seed(0)
-    for _ in range(steps):
+    for step in range(1, steps + 1):
         latents = torch.randn(2, *SHAPE.latents, generator=generator)
         text = torch.randn(2, *SHAPE.text, generator=generator)
         batch = Batch(latents, text, torch.ones(2, SHAPE.text[0]), (1, 2))
         train_step(engine, family, FlowMatchingSpec(), [batch], lr=1e-2, ema=ema)
         for name, weight in full_weights(engine).items():
-            expected[name] = DECAY * expected[name] + (1 - DECAY) * weight.double()
+            share = 1 - kept(strategy.ema, step)
+            expected[name] = (1 - share) * expected[name] + share * weight.double()
     return full_weights(engine, ema), expected
 
 
@@ -52,6 +62,38 @@ def test_the_average_is_the_recurrence(device, precision):
     found, expected = averaged(Strategy(precision=precision, optimizer=optimizer, ema=ema))
     for name, average in found.items():
         torch.testing.assert_close(average.double(), expected[name], **TOLERANCE)
+
+
+@pytest.mark.parametrize("device", ["gpu", "cpu"])
+def test_an_average_by_a_power_function_is_the_recurrence_of_the_paper(device):
+    """The weights before the first step count for nothing. γ has the three digits of the paper: 5e-4 of the exponent,
+    and as much of how far the weights have come."""
+    strategy = Strategy(precision="fp32", optimizer=OptimizerSpec(lr=1e-2), ema=EmaSpec(power=0.1, device=device))
+    found, expected = averaged(strategy)
+    for name, average in found.items():
+        torch.testing.assert_close(average.double(), expected[name], rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("width", [0.05, 0.1, 0.2, 0.28])
+def test_the_profile_of_a_power_function_is_as_wide_as_it_says(width):
+    """Of weights that are the number of the step and its square, the average has the moments of the profile."""
+    engine, _ = started(Strategy(precision="fp32", ema=EmaSpec(power=width)))
+    engine.masters = [torch.zeros(2)]
+    ema = engines.ema_of(engine)
+    steps = 4000
+    for step in range(1, steps + 1):
+        engine.masters[0].copy_(torch.tensor([step / steps, (step / steps) ** 2]))
+        ema.update()
+    mean, square = ema.averages[0].double().tolist()
+    # Steps are no continuum: the sums over them are integrals to about one in as many, and fp32 adds 4000 roundings.
+    assert (square - mean**2) ** 0.5 == pytest.approx(width, rel=2e-3)
+
+
+def test_an_average_is_of_one_kind():
+    with pytest.raises(ValueError, match=r"ema\.decay is 0\.99, and ema\.power 0\.1; leave one of them out"):
+        EmaSpec(decay=0.99, power=0.1)
+    assert EmaSpec.model_validate(EmaSpec(power=0.1).model_dump()).decay is None
+    assert EmaSpec.model_validate(EmaSpec().model_dump()).decay == 0.9999
 
 
 def test_an_average_of_bf16_weights_without_masters_is_fp32():
@@ -127,14 +169,15 @@ def test_what_is_averaged_in_shards_is_the_average_of_the_whole(tmp_path):
         assert shares["here"] < 0.6 * shares["of_all"]  # half, and the padding
 
 
-EMA = ("train.ema.decay=0.9", "train.checkpoint_every=2", "train.keep_checkpoints=9")
+EMA = ("train.checkpoint_every=2", "train.keep_checkpoints=9")
 
 
 @pytest.mark.slow
-def test_a_resumed_run_averages_on(tmp_path, features):
-    straight = run_to(4, tmp_path / "straight", features, *EMA)
-    run_to(2, tmp_path / "resumed", features, *EMA)
-    resumed = run_to(4, tmp_path / "resumed", features, *EMA)
+@pytest.mark.parametrize("kind", ["decay=0.9", "power=0.1"])
+def test_a_resumed_run_averages_on(tmp_path, features, kind):
+    straight = run_to(4, tmp_path / "straight", features, *EMA, f"train.ema.{kind}")
+    run_to(2, tmp_path / "resumed", features, *EMA, f"train.ema.{kind}")
+    resumed = run_to(4, tmp_path / "resumed", features, *EMA, f"train.ema.{kind}")
     for folder in ("transformer", "transformer_ema"):
         one, other = exported(straight, folder), exported(resumed, folder)
         assert all(torch.equal(one[name], other[name]) for name in one)
@@ -151,6 +194,8 @@ def test_a_resumed_run_averages_on(tmp_path, features):
     # A run that stops averaging, or starts to, is another run.
     with pytest.raises(UserError, match=r"holds a moving average of the weights, and the run has none \(train.ema\)"):
         run_to(6, tmp_path / "straight", features)
+    with pytest.raises(UserError, match=r"holds an average with train\.ema\.power .*, and the run asks for 0\.2: "):
+        run_to(6, tmp_path / "straight", features, "train.ema.power=0.2")
 
 
 @pytest.mark.slow

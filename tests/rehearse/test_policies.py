@@ -30,6 +30,7 @@ ON_CPU = {
     "offload-selective": {"offload_activations": True, "checkpointing": "selective", "checkpointed_blocks": "all"},
     "ema-gpu": {"ema": EmaSpec()},
     "ema-cpu": {"ema": EmaSpec(device="cpu"), "precision": "fp32"},
+    "ema-power": {"ema": EmaSpec(power=0.1)},
     "lora": {"lora": LoraSpec(rank=4)},
     "lora-int8": {"lora": LoraSpec(rank=4, base="int8"), "gradient_clipping": 1.0},
     "lora-nf4": {"lora": LoraSpec(rank=4, base="nf4", targets=("to_q", "proj_out"))},
