@@ -33,6 +33,15 @@ class Tflops(Strict):
     tf32: PositiveFloat | None
     fp32: PositiveFloat
 
+    def of(self, dtype: str, *, tf32: bool) -> float:
+        """Operations a second of the units that compute matrix products of `dtype`. int8 counts as fp16: its products
+        are scaled within the same kernel."""
+        if dtype == "bfloat16":
+            return (self.bf16 or self.fp32) * 1e12
+        if dtype in ("float16", "int8", "uint8"):
+            return self.fp16 * 1e12
+        return (self.tf32 if tf32 and self.tf32 else self.fp32) * 1e12
+
 
 class Sources(Strict):
     """Where each group of figures was read, or how it was derived."""

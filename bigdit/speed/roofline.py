@@ -110,17 +110,6 @@ def launch_seconds(load: Load) -> Interval:
     return LAUNCH_SECONDS * calls
 
 
-def peak_rate(gpu: Gpu, dtype: str, precision: Precision) -> float:
-    """Operations a second of the units that compute matrix products of `dtype`. int8 counts as fp16: its products
-    are scaled within the same kernel."""
-    rates = gpu.tflops
-    if dtype == "bfloat16":
-        return (rates.bf16 or rates.fp32) * 1e12
-    if dtype in ("float16", "int8", "uint8"):
-        return rates.fp16 * 1e12
-    return (rates.tf32 if precision == "tf32" and rates.tf32 else rates.fp32) * 1e12
-
-
 def _seconds(operation: Operation, amount: Amount, gpu: Gpu, precision: Precision) -> Interval:
     """At the high end each call takes what a kernel takes at least."""
     least = Interval(low=0, high=amount.calls * KERNEL_SECONDS)
@@ -152,7 +141,7 @@ def _rate(operation: Operation, gpu: Gpu, precision: Precision) -> float:
     """
     if operation.dtype == "float32" and gpu.tflops.tf32 and _is_attention(operation):
         return gpu.tflops.tf32 * 1e12 / 3
-    return peak_rate(gpu, operation.dtype, precision)
+    return gpu.tflops.of(operation.dtype, tf32=precision == "tf32")
 
 
 def _bandwidth(operation: Operation, measured: bool) -> Interval:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from bigdit.config.plan_file import PlanFile
 from bigdit.spec import Strategy
 from bigdit.train.measure import MemoryMeter
@@ -26,6 +28,13 @@ class BesidePlan:
             f"planned {gib(self.planned_reserved_bytes)} at {height} × {width}, measured {gib(self.reserved_bytes)} "
             f"({100 * more:+.1f} %) reserved by torch"
         )
+
+
+def planned_bytes(plan: PlanFile | None, strategy: Strategy, device: torch.device) -> int | None:
+    """What was planned to be allocated on a card by steps of this size; None where nothing was."""
+    if plan is None or strategy.step_size != plan.strategy.step_size or device.type != "cuda":
+        return None
+    return plan.expected.peak_allocated_bytes
 
 
 def beside_plan(plan: PlanFile | None, strategy: Strategy, meter: MemoryMeter) -> BesidePlan | None:

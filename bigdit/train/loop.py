@@ -23,10 +23,11 @@ from bigdit.loader.stream import FeatureStream
 from bigdit.shortage import told
 from bigdit.spec import ModelSpec, Strategy
 from bigdit.train import exports
-from bigdit.train.beside_plan import beside_plan
+from bigdit.train.beside_plan import beside_plan, planned_bytes
 from bigdit.train.measure import STEPS as MEASURED_STEPS
 from bigdit.train.measure import MemoryMeter
 from bigdit.train.metrics import Metrics
+from bigdit.train.mfu import mfu_of
 from bigdit.train.out_of_memory import Recovery
 from bigdit.train.processes.lock import held
 from bigdit.train.processes.peers import ending_together
@@ -148,6 +149,8 @@ def _train(
                 images=images,
                 name_samples=names,
                 written=found.state["metrics"] if found else None,
+                planned_bytes=planned_bytes(plan, strategy, device),
+                mfu=mfu_of(spec, family, strategy, device, emulated=meter.emulated) if world.is_main else None,
             )
         )
         steps = stack.enter_context(closing(stream.steps(start, end, meter.held)))
@@ -172,7 +175,7 @@ def _train(
             lr = learning_rate(run, step)
             with meter.step(micro_batches) as (batches, phase), recovery.step(step, phase) as noted:
                 result = train_step(engine, family, objective, batches, lr=lr, ema=ema, phase=noted)
-            metrics.add(step, lr, result)
+            metrics.add(step, lr, result, micro_batches)
             skipped.add(step, lr, result, micro_batches)
             del micro_batches, batches  # or they would live on while the next ones are read
             if step + 1 == start + MEASURED_STEPS and (took := beside_plan(plan, strategy, meter)):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import resource
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -96,6 +99,20 @@ class MemoryMeter:
         self._recording.close()
         self.peak_allocated_bytes = self._recorder.timeline().peak_allocated_bytes
         self._recorder = self._watch = None
+
+
+def memory_now(device: torch.device) -> dict[str, int]:
+    """Bytes: `memory_bytes`, and their peak so far. On a GPU those that torch has allocated; else the host's that
+    this process holds, which Linux alone tells of as it is now."""
+    if device.type == "cuda":
+        now, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+        return {"memory_bytes": now, "peak_memory_bytes": peak}
+    unit = 1 if sys.platform == "darwin" else 1024
+    peak, pages = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, Path("/proc/self/statm")
+    if not pages.exists():
+        return {"peak_memory_bytes": peak}
+    now = int(pages.read_text().split()[1]) * resource.getpagesize()
+    return {"memory_bytes": now, "peak_memory_bytes": max(now, peak)}  # the kernel notes the peak a little later
 
 
 def _expandable_segments() -> bool:

@@ -1,29 +1,29 @@
-"""What each step did: `metrics.jsonl` in the output, and the progress bar."""
+"""What each step did: `metrics.jsonl` in the output, and what of it is shown."""
 
 from __future__ import annotations
 
 import json
 import math
-import resource
 import statistics
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import xxhash
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from bigdit import log
 from bigdit.checkpoint import Peers
 from bigdit.documents import parse_json
 from bigdit.errors import UserError
 from bigdit.files import write_text
+from bigdit.loader.batch import Batch
+from bigdit.train.measure import memory_now
+from bigdit.train.mfu import Mfu
+from bigdit.train.sight import Sight
 from bigdit.train.spikes import LossSpikes
 from bigdit.train.step import StepResult
-from bigdit.units import gib
 
 FLUSH_EVERY = 10
 FILE = "metrics.jsonl"
@@ -46,9 +46,11 @@ class Metrics:
         images: int,
         name_samples: Callable[[int], str],
         written: str | None = None,
+        planned_bytes: int | None = None,
+        mfu: Mfu | None = None,
     ) -> None:
         """`name_samples` of a step is what a line about its loss ends with; `written` the digest that its rows had
-        when the checkpoint of step `start` was saved."""
+        when the checkpoint of step `start` was saved. `planned_bytes` of memory, and `mfu`, where they are known."""
         self._peers = peers
         self._name_samples = name_samples
         self._spikes = LossSpikes()
@@ -60,29 +62,25 @@ class Metrics:
         self._digest = xxhash.xxh3_128()
         self._since = time.perf_counter()
         self._seconds: list[float] = []  # a step, of each flush
-        self._progress = Progress(
-            TextColumn("train"),
-            BarColumn(bar_width=None),
-            MofNCompleteColumn(),
-            TextColumn("loss {task.fields[loss]} · {task.fields[rate]} images/s · {task.fields[memory]} ·"),
-            TimeRemainingColumn(),
-            console=log.err,
-            disable=not peers.world.is_main,
-        )
-        self._task = self._progress.add_task("", total=stop, completed=start, loss="–", rate="–", memory="–")
+        self._planned = {} if planned_bytes is None else {"planned_memory_bytes": planned_bytes}
+        self._mfu, self._flops = mfu, 0
+        self._sight = Sight(start, stop, shown=peers.world.is_main)
         if peers.world.is_main:
             self._keep_before(start, written)
 
     def __enter__(self) -> Metrics:
-        self._progress.start()
+        self._sight.__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._progress.stop()
+        self._sight.__exit__(*error)
 
-    def add(self, step: int, lr: float, result: StepResult) -> None:
-        """The result of step number `step` (from 0). Raises UserError where one was taken that is not finite."""
+    def add(self, step: int, lr: float, result: StepResult, micro_batches: Sequence[Batch] = ()) -> None:
+        """The result of step number `step` (from 0), and what it was taken over. Raises UserError where one was taken
+        that is not finite."""
         self._pending.append((step, lr, result))
+        if self._mfu is not None:
+            self._flops += self._mfu.flops(micro_batches) or 0
         if len(self._pending) == FLUSH_EVERY or step + 1 == self._stop or not result.taken:
             self.flush()
 
@@ -95,18 +93,22 @@ class Metrics:
         now = time.perf_counter()
         self._seconds.append((now - self._since) / len(self._pending))
         rate = self._images / self._seconds[-1]
+        more = {"images_per_second": rate} | self._utilisation(now - self._since) | memory_now(self._device)
         self._since = now
         rows = [
-            _row(step, loss, lr, rate, result) for (step, lr, result), loss in zip(self._pending, losses, strict=True)
+            _row(step, loss, lr, result) | more | self._planned
+            for (step, lr, result), loss in zip(self._pending, losses, strict=True)
         ]
         self._pending.clear()
         if self._peers.world.is_main:
             self._notice_spikes(rows)
             self._write(rows)
-            last = rows[-1]
-            memory = gib(memory_in_use(self._device))
-            loss = "–" if last["loss"] is None else f"{last['loss']:.4f}"
-            self._progress.update(self._task, completed=last["step"] + 1, loss=loss, rate=f"{rate:.0f}", memory=memory)
+            self._sight.show(rows[-1] | {"seconds_left": (self._stop - rows[-1]["step"] - 1) * self._seconds[-1]})
+
+    def _utilisation(self, seconds: float) -> dict[str, float]:
+        """`mfu` of the steps that are pending; nothing where it is not known."""
+        flops, self._flops = self._flops, 0
+        return {"mfu": flops / (seconds * self._mfu.peak)} if self._mfu is not None and flops else {}
 
     @property
     def digest(self) -> str:
@@ -168,18 +170,10 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def memory_in_use(device: torch.device) -> int:
-    """Bytes: the peak allocated on a GPU, or the most that this process ever held of the host's memory."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def _row(step: int, loss: float, lr: float, rate: float, result: StepResult) -> dict[str, Any]:
+def _row(step: int, loss: float, lr: float, result: StepResult) -> dict[str, Any]:
     """What is written of a step: of a skipped one, null stands for what is not finite."""
     norm = None if result.grad_norm is None else float(result.grad_norm)
-    row = {"step": step, "loss": loss, "grad_norm": norm, "lr": lr, "images_per_second": rate}
+    row = {"step": step, "loss": loss, "grad_norm": norm, "lr": lr}
     if not result.taken:
         return row | {"loss": _finite(loss), "grad_norm": _finite(norm), "skipped": True}
     if _finite(loss) is None or _finite(norm) is not norm:

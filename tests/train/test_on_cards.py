@@ -73,6 +73,11 @@ def test_a_run_by_a_plan_says_what_was_planned_and_what_was_measured(features, t
     assert done.stderr.count(said) == 1, done.stderr
     assert receipt["predicted_peak_reserved_bytes"] == expected.peak_reserved_bytes
     assert receipt["predicted_peak_allocated_bytes"] == expected.peak_allocated_bytes
+    for row in read_metrics(tmp_path / "run/metrics.jsonl"):
+        assert row["planned_memory_bytes"] == expected.peak_allocated_bytes
+        assert 0 < row["memory_bytes"] < row["peak_memory_bytes"]
+        assert row["peak_memory_bytes"] >= receipt["measured_peak_allocated_bytes"]  # which is of the first two steps
+        assert "mfu" not in row  # an emulated card computes nothing
 
 
 DEEPSPEED = ("-m", "deepspeed.launcher.runner", "--log_level", "warning", "--num_gpus", "2")

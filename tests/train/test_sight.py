@@ -1,0 +1,150 @@
+"""What a run shows while it trains: in place on a terminal, plain lines elsewhere, and no figure that is not known."""
+
+import json
+import os
+import pty
+import subprocess
+import sys
+
+import pytest
+import torch
+from commands import BIN, DIGITS, HELPERS, ROOT, SINGLE, TINY, environment_with, with_set
+
+from bigdit.checkpoint import Peers
+from bigdit.train import sight
+from bigdit.train.metrics import Metrics
+from bigdit.train.sight import Sight, figures
+from bigdit.train.step import StepResult
+from bigdit.units import GIB
+
+ROW = {
+    "step": 11,
+    "loss": 0.123456,
+    "grad_norm": 0.51234,
+    "lr": 1e-4,
+    "images_per_second": 310.4,
+    "mfu": 0.4123,
+    "memory_bytes": 20 * GIB,
+    "peak_memory_bytes": 22 * GIB,
+    "planned_memory_bytes": 24 * GIB,
+    "seconds_left": 754.4,
+}
+
+
+def test_all_figures_of_a_step_are_on_a_line():
+    assert figures(ROW) == (
+        "loss 0.1235 · lr 1.00e-04 · norm 0.512 · 310 images/s · MFU 41.2 % · 20.00 GiB now, 22.00 GiB peak, "
+        "24.00 GiB planned · 0:12:34 left"
+    )
+
+
+def test_what_is_not_known_is_left_out():
+    known = {key: value for key, value in ROW.items() if key not in ("mfu", "memory_bytes", "planned_memory_bytes")}
+    slow = known | {"grad_norm": None, "loss": None, "images_per_second": 0.4321}
+    assert figures(slow) == "loss – · lr 1.00e-04 · 0.43 images/s · 22.00 GiB peak · 0:12:34 left"
+
+
+def test_a_pipe_gets_a_line_a_minute_and_the_last_one(capfd, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(sight.time, "monotonic", lambda: now[0])
+    with Sight(0, 900, shown=True) as shown:
+        for step in range(0, 600, 10):
+            now[0] += 2.0
+            shown.show(ROW | {"step": step})
+    text = capfd.readouterr().err
+    assert "\x1b" not in text
+    assert [line.split(" · ")[0] for line in text.splitlines()] == ["step 291/900", "step 591/900"]
+    with Sight(0, 900, shown=True) as shown:
+        shown.show(ROW)
+    assert capfd.readouterr().err == f"step 12/900 · {figures(ROW)}\n"
+
+
+def test_other_processes_show_nothing(capfd):
+    with Sight(0, 900, shown=False) as shown:
+        shown.show(ROW)
+    assert capfd.readouterr().err == ""
+
+
+_SHOW = f"""
+from bigdit.train.sight import Sight
+with Sight(0, 900, shown=True) as shown:
+    for step in (9, 19):
+        shown.show({ROW!r} | {{"step": step}})
+"""
+
+
+def on_a_terminal(**variables):
+    """What a terminal of 160 columns is sent."""
+    ours, theirs = pty.openpty()
+    environment = environment_with({"TERM": "xterm", "COLUMNS": "160", "PYTHONPATH": HELPERS} | variables)
+    environment = {name: value for name, value in environment.items() if name != "NO_COLOR" or name in variables}
+    done = subprocess.run([sys.executable, "-c", _SHOW], stdout=theirs, stderr=theirs, env=environment, timeout=120)
+    os.close(theirs)
+    assert done.returncode == 0
+    text = b""
+    while True:
+        try:
+            text += os.read(ours, 1 << 16)
+        except OSError:  # all that was written has been read
+            break
+    os.close(ours)
+    return text.decode()
+
+
+def test_a_terminal_has_the_figures_in_place():
+    text = on_a_terminal()
+    assert "\x1b[?25l" in text  # the cursor is hidden, and shown again
+    assert "\x1b[?25h" in text
+    assert "20/900" in text
+    assert figures(ROW) in text
+
+
+def test_without_colours_a_terminal_gets_lines_and_no_control_code():
+    assert on_a_terminal(NO_COLOR="1") == f"step 20/900 · {figures(ROW)}\r\n"
+
+
+class Half:
+    """Steps of half the FLOPs that its card could do in a second."""
+
+    peak = 1e12
+
+    def flops(self, micro_batches):
+        return 5e11
+
+
+def written(output, **options):
+    """The rows of a metrics.jsonl after two steps."""
+    with Metrics(
+        output, Peers(), torch.device("cpu"), start=0, stop=2, images=4, name_samples=str, **options
+    ) as metrics:
+        for step in range(2):
+            metrics.add(step, 1e-3, StepResult(torch.tensor(1.0), torch.tensor(0.5), taken=True))
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_rows_have_what_is_shown(tmp_path):
+    rows = written(tmp_path, planned_bytes=7 * GIB, mfu=Half())
+    for row in rows:
+        assert row["planned_memory_bytes"] == 7 * GIB
+        assert 0 < row["memory_bytes"] <= row["peak_memory_bytes"]
+        # Four images a step: the rate tells how many steps a second were taken, of half a second's FLOPs each.
+        assert row["mfu"] == pytest.approx(0.5 * row["images_per_second"] / 4)
+
+
+def test_rows_of_a_cpu_without_a_plan_have_neither_mfu_nor_plan(tmp_path):
+    for row in written(tmp_path):
+        assert row.keys() == {
+            *("step", "loss", "grad_norm", "lr", "images_per_second", "memory_bytes", "peak_memory_bytes")
+        }
+
+
+@pytest.mark.slow
+def test_a_run_in_a_pipe_ends_with_its_last_step(features, tmp_path):
+    chosen = with_set([*TINY, *SINGLE, f"data.features={features}", f"output={tmp_path}"])
+    command = [str(part) for part in (BIN / "python", "-m", "bigdit.train", "--config", DIGITS, *chosen)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment_with({}), timeout=300, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    (line,) = (line for line in done.stderr.splitlines() if line.startswith("step "))
+    assert line.startswith("step 8/8 · loss ")
+    assert line.endswith(" peak · 0:00:00 left")
+    assert "MFU" not in line
