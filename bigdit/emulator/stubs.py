@@ -9,25 +9,30 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Manner:
-    """How a library's functions answer: those that match `succeed` do nothing and return 0, those that match
-    `create` put a handle into what their first argument points to; all others refuse by name, with `refusal`,
-    the library's own status for what is not supported."""
+    """How a library's functions answer: those that match `create` put a handle into what their first argument points
+    to; those that match `launch` return 0 and are counted, since they launch a kernel at least; those that match
+    `succeed` do nothing and return 0; all others refuse by name, with `refusal`, the library's own status for what is
+    not supported."""
 
     succeed: str
     refusal: int
     create: str = r"(?!)"
+    launch: str = r"(?!)"
 
 
 NOTHING = r"(?!)"
 
 MANNERS = {
     # Products are computed by kernels, which are not run.
-    "libcublas.so": Manner(succeed=r".*", create=r"cublasCreate.*", refusal=15),
-    "libcublasLt.so": Manner(succeed=r".*", create=r"cublasLt\w*Create", refusal=15),
+    "libcublas.so": Manner(
+        succeed=r".*", create=r"cublasCreate.*", launch=r"cublas(?!Create|Destroy|Get|Set)\w+", refusal=15
+    ),
+    "libcublasLt.so": Manner(succeed=r".*", create=r"cublasLt\w*Create", launch="cublasLtMatmul", refusal=15),
     # What asks for the size of something that cuDNN alone knows is refused, where dnn.c does not say 0 with the reason.
     "libcudnn.so": Manner(
         succeed=r"cudnn(Destroy|Set|Backend|Convolution|BatchNormalization|Pooling|SpatialTf|Restore)\w*",
         create=r"cudnnCreate\w*",
+        launch=r"cudnn(BackendExecute|(Convolution|BatchNormalization|Pooling|SpatialTf)\w+)",
         refusal=3000,
     ),
     "libcufft.so": Manner(succeed=r"cufft(Destroy|Set|XtExec)\w*", refusal=16),
@@ -61,10 +66,12 @@ cuFFT 16, cuRAND's TYPE_ERROR 103, cuFile's driver version 5031, NCCL's invalid 
 def sources(library: str, functions: Iterable[str]) -> str:
     """C for the functions of `library` (`libcudart.so.13`) that are not written by hand."""
     manner = MANNERS[re.sub(r"\.so\..*", ".so", library)]
-    lines = ["#include <stdlib.h>", "int card_refuse(const char *function, int status);"]
+    lines = ["#include <stdlib.h>", "int card_refuse(const char *function, int status);", "int card_called(void);"]
     for name in sorted(functions):
         if re.fullmatch(manner.create, name):
             lines.append(f"int {name}(void **out) {{ *out = calloc(1, 256); return 0; }}")
+        elif re.fullmatch(manner.launch, name):
+            lines.append(f"int {name}(void) {{ return card_called(); }}")
         elif re.fullmatch(manner.succeed, name):
             lines.append(f"int {name}(void) {{ return 0; }}")
         else:

@@ -24,6 +24,7 @@ LINES = 8
 
 WORK = {
     "launches": "kernels launched, beside cuBLAS's and cuDNN's own",
+    "library_calls": "calls of cuBLAS and cuDNN that launch theirs",
     "copies_to_device": "copies to the card",
     "copies_to_host": "copies to the host",
     "copies_on_device": "copies on the card",

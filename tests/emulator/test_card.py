@@ -137,6 +137,50 @@ def test_graphs_and_compiled_kernels_are_taken_and_counted():
     assert found == [2, 2, True]
 
 
+def test_calls_of_libraries_fills_and_copies_by_direction_are_counted():
+    """Products are cuBLAS's, convolutions cuDNN's; a copy of rows that do not adjoin is one."""
+    found = answers(
+        "a40",
+        """
+        import ctypes, json, torch
+        from bigdit_emulated import counts, libraries
+        a, b = (torch.zeros(512, 512, device=f"cuda:{card}") for card in range(2))
+        picture, kernel = torch.zeros(1, 3, 32, 32, device="cuda"), torch.zeros(4, 3, 3, 3, device="cuda")
+        high, rows = torch.zeros(1 << 18, 16, device="cuda"), torch.zeros(8, 16, dtype=torch.uint8)
+        at = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (a, rows)]
+        sizes = [ctypes.c_size_t(size) for size in (16, 16, 12, 8)]
+
+        def counted(run):
+            before = counts.read()
+            run()
+            return {name: count - before[name] for name, count in counts.read().items() if count != before[name]}
+
+        def in_rows():
+            runtime = libraries.library("libcudart")
+            runtime.cudaMemcpy2DAsync(at[0], sizes[0], at[1], sizes[1], sizes[2], sizes[3], 1, None)
+
+        a @ a, torch.conv2d(picture, kernel)  # what only the first ones do
+        print(json.dumps([
+            counted(lambda: a @ a),
+            counted(lambda: torch.conv2d(picture, kernel))["library_calls"],
+            counted(lambda: high.sum(0)),  # blocks of threads meet at counters that are zero before
+            counted(lambda: b.copy_(a))["bytes_between"],
+            counted(lambda: a.cpu()),
+            counted(in_rows),
+        ]))
+        """,
+        cards=2,
+    )
+    assert found == [
+        {"library_calls": 1},
+        1,
+        {"launches": 1, "fills": 1},
+        1 * MIB,
+        {"copies_to_host": 1, "bytes_to_host": 1 * MIB, "host_syncs": 1},
+        {"copies_to_device": 1, "bytes_to_device": 96},
+    ]
+
+
 def test_what_has_no_answer_is_named():
     done = on_card("a40", "import torch; torch.linalg.eigh(torch.ones(500, 500, device='cuda') * 2, UPLO='L')")
     small = on_card("a40", "import torch; print(torch.linalg.inv(torch.eye(2, device='cuda') * 4).tolist())")

@@ -88,6 +88,30 @@ def test_every_attempt_finds_the_card_as_the_first_one_did(monkeypatch: pytest.M
 
 
 @pytest.mark.slow
+def test_an_attempt_tells_what_the_second_step_had_the_card_do() -> None:
+    """By phase, where it came to its end."""
+    zero2, sharded = request("zero2-offload,world_size=8"), request("fsdp2,world_size=8")
+    with Attempts(A40) as card:
+        single, larger = (card.run(request("single", size), 40 * GIB).launched for size in (2, 4))
+        offload, fsdp2 = (card.run(each, 40 * GIB).launched for each in (zero2, sharded))
+        full = card.run(request("single"), GIB)
+    assert list(single) == ["forward", "backward", "step"]
+    more = {phase: larger[phase].kernels - each.kernels for phase, each in single.items()}
+    assert more == {"forward": 2, "backward": 0, "step": 0}  # noise is drawn sample by sample
+    assert not any(each.collectives for each in single.values())
+    assert single["backward"].library_calls > 1.5 * single["forward"].library_calls > 0
+    assert single["step"].library_calls == 0
+    assert single["step"].host_syncs == 1  # whether it is taken
+    # Three blocks, and the rest as one, which is not gathered again.
+    assert fsdp2["forward"].collectives == {"all_gather": 4}
+    assert fsdp2["backward"].collectives == {"all_gather": 3, "reduce_scatter": 4}
+    # The process's share of the gradients goes to the host in fp32, and of the weights comes back in bf16.
+    gradients, weights = offload["backward"].copies["to host"], offload["step"].copies["to device"]
+    assert gradients.nbytes == pytest.approx(2 * weights.nbytes, rel=1e-3)
+    assert (full.ran, full.launched) == (False, {})
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sana-1600m", "lumina-image-2.0", "z-image"])
 def test_what_takes_other_memory_without_values_is_run_with_them(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

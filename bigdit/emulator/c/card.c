@@ -128,6 +128,8 @@ int card_index(int device) { return card(), device >= 0 && device < visible_coun
 size_t card_values(void) { return card(), values; }
 void card_leave_values(void) { card(), values = 0; }
 struct card_counts *card_counted(void) { return &counts; }
+void card_count_one(uint64_t *counter) { __atomic_fetch_add(counter, 1, __ATOMIC_RELAXED); }
+int card_called(void) { return card_count_one(&counts.library_calls), 0; }
 void card_uuid(int which, unsigned char *bytes) {
     memset(bytes, 0xb1, 16);
     bytes[15] = (unsigned char)which;

@@ -24,10 +24,13 @@ struct card {
     size_t usable_bytes; /* what a CUDA process is told */
 };
 
-/* What was done since the process began; `bytes_*` count whole copies, moved or not. */
+/* What was done since the process began; `bytes_*` count whole copies, moved or not. `library_calls` are those that
+ * cuBLAS and cuDNN answer with a kernel at least, `fills` are memsets; a copy between cards is none on the card. */
 struct card_counts {
     uint64_t launches, copies_to_device, copies_to_host, copies_on_device, host_syncs;
     uint64_t bytes_to_device, bytes_to_host, bytes_on_device;
+    uint64_t library_calls, fills, copies_between, bytes_between;
+    uint64_t all_reduces, all_gathers, reduce_scatters, broadcasts, reduces, sends, receives;
 };
 
 const struct card *card(void);
@@ -57,5 +60,7 @@ int card_of(const void *at);                /* the device of an address, -1 for 
 size_t card_values(void);
 void card_leave_values(void); /* from now on nothing is moved, and the host reads zeros */
 struct card_counts *card_counted(void);
+void card_count_one(uint64_t *counter);
+int card_called(void); /* a library's call that launches: counted, and 0 */
 int card_refuse(const char *function, int status); /* say once that a function has no answer here; returns `status` */
 const char *card_refused(int i);                   /* the i-th function that was refused, NULL past the last */

@@ -185,7 +185,7 @@ int ncclCommSplit(struct comm *c, int color, int key, struct comm **out, void *c
 }
 int ncclAllGather(const void *from, void *to, size_t count, int type, struct comm *c, void *stream) {
     size_t n = count * BYTES[type];
-    (void)stream;
+    (void)stream, card_count_one(&card_counted()->all_gathers);
     if (n > SLOT) return OK;
     if (gather(c, from, n)) return REMOTE_ERROR;
     for (int r = 0; r < c->ranks; r++) memmove((char *)to + (size_t)r * n, theirs(c, r, from), n);
@@ -193,7 +193,7 @@ int ncclAllGather(const void *from, void *to, size_t count, int type, struct com
 }
 int ncclBroadcast(const void *from, void *to, size_t count, int type, int root, struct comm *c, void *stream) {
     size_t n = count * BYTES[type];
-    (void)stream;
+    (void)stream, card_count_one(&card_counted()->broadcasts);
     if (n > SLOT) return OK;
     if (gather(c, from, n)) return REMOTE_ERROR;
     memmove(to, theirs(c, root, from), n);
@@ -284,21 +284,21 @@ static void reduce(struct comm *c, const void *own, void *to, size_t skip, size_
     free(out);
 }
 int ncclAllReduce(const void *from, void *to, size_t count, int type, int operation, struct comm *c, void *stream) {
-    (void)stream;
+    (void)stream, card_count_one(&card_counted()->all_reduces);
     if (count * BYTES[type] > SLOT) return OK;
     if (gather(c, from, count * BYTES[type])) return REMOTE_ERROR;
     reduce(c, from, to, 0, count, type, operation);
     return gathered(c);
 }
 int ncclReduce(const void *from, void *to, size_t count, int type, int operation, int root, struct comm *c, void *stream) {
-    (void)stream;
+    (void)stream, card_count_one(&card_counted()->reduces);
     if (count * BYTES[type] > SLOT) return OK;
     if (gather(c, from, count * BYTES[type])) return REMOTE_ERROR;
     if (c->rank == root) reduce(c, from, to, 0, count, type, operation);
     return gathered(c);
 }
 int ncclReduceScatter(const void *from, void *to, size_t count, int type, int operation, struct comm *c, void *stream) {
-    (void)stream;
+    (void)stream, card_count_one(&card_counted()->reduce_scatters);
     if (count * (size_t)c->ranks * BYTES[type] > SLOT) return OK;
     if (gather(c, from, count * (size_t)c->ranks * BYTES[type])) return REMOTE_ERROR;
     reduce(c, from, to, count * (size_t)c->rank, count, type, operation);
@@ -347,10 +347,10 @@ static int enqueue(struct message m) {
 int ncclGroupStart(void) { return group_depth++, OK; }
 int ncclGroupEnd(void) { return --group_depth > 0 ? OK : flush(); }
 int ncclSend(const void *from, size_t count, int type, int peer, struct comm *c, void *stream) {
-    return (void)stream, enqueue((struct message){from, NULL, count * BYTES[type], peer, c});
+    return (void)stream, card_count_one(&card_counted()->sends), enqueue((struct message){from, NULL, count * BYTES[type], peer, c});
 }
 int ncclRecv(void *to, size_t count, int type, int peer, struct comm *c, void *stream) {
-    return (void)stream, enqueue((struct message){NULL, to, count * BYTES[type], peer, c});
+    return (void)stream, card_count_one(&card_counted()->receives), enqueue((struct message){NULL, to, count * BYTES[type], peer, c});
 }
 int ncclAlltoAll(const void *from, void *to, size_t count, int type, struct comm *c, void *stream) {
     size_t n = count * BYTES[type];

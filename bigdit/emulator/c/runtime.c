@@ -146,18 +146,22 @@ static void zero(char *at, size_t n) {
     if (n < GIVEN_BACK || madvise(first, (size_t)(last - first), MADV_DONTNEED)) memset(at, 0, n);
     else memset(at, 0, (size_t)(first - at)), memset(last, 0, (size_t)(at + n - last));
 }
-static void copy(void *to, const void *from, size_t n) {
+static void count_copy(const void *to, const void *from, size_t n) {
+    struct card_counts *c = card_counted();
+    int into = card_has(to), out_of = card_has(from), between = into && out_of && card_of(to) != card_of(from);
+    uint64_t *times = between ? &c->copies_between : into && out_of ? &c->copies_on_device : into ? &c->copies_to_device : &c->copies_to_host;
+    uint64_t *bytes = between ? &c->bytes_between : into && out_of ? &c->bytes_on_device : into ? &c->bytes_to_device : &c->bytes_to_host;
+    card_count_one(times), __atomic_fetch_add(bytes, n, __ATOMIC_RELAXED);
+}
+static void move(void *to, const void *from, size_t n) {
     int into = card_has(to), out_of = card_has(from);
-    struct card_counts *counts = card_counted();
-    uint64_t *times = into && out_of ? &counts->copies_on_device : into ? &counts->copies_to_device : &counts->copies_to_host;
-    uint64_t *bytes = into && out_of ? &counts->bytes_on_device : into ? &counts->bytes_to_device : &counts->bytes_to_host;
-    __atomic_fetch_add(times, 1, __ATOMIC_RELAXED), __atomic_fetch_add(bytes, n, __ATOMIC_RELAXED);
     if (n <= card_values() || (!into && !out_of)) memmove(to, from, n);
     else if (into) return;
     else if (host_has && host_has(to)) memset(to, 0, n > SHARED_BYTES ? SHARED_BYTES : n);
     else zero(to, n);
 }
-static void synced(void) { __atomic_fetch_add(&card_counted()->host_syncs, 1, __ATOMIC_RELAXED); }
+static void copy(void *to, const void *from, size_t n) { count_copy(to, from, n), move(to, from, n); }
+static void synced(void) { card_count_one(&card_counted()->host_syncs); }
 
 int cudaMemcpy(void *to, const void *from, size_t n, int kind) { return (void)kind, copy(to, from, n), synced(), OK; }
 int cudaMemcpyAsync(void *to, const void *from, size_t n, int kind, void *stream) {
@@ -167,12 +171,13 @@ int cudaMemcpyPeerAsync(void *to, int device, const void *from, int other, size_
     return (void)device, (void)other, (void)stream, copy(to, from, n), OK;
 }
 int cudaMemcpy2DAsync(void *to, size_t step, const void *from, size_t from_step, size_t width, size_t height, int kind, void *stream) {
-    (void)kind, (void)stream;
+    (void)kind, (void)stream, count_copy(to, from, width * height);
     if (width * height > card_values()) return OK;
-    for (size_t row = 0; row < height; row++) copy((char *)to + row * step, (const char *)from + row * from_step, width);
+    for (size_t row = 0; row < height; row++) move((char *)to + row * step, (const char *)from + row * from_step, width);
     return OK;
 }
 int cudaMemset(void *to, int value, size_t n) {
+    card_count_one(&card_counted()->fills);
     if (n <= card_values()) memset(to, value, n);
     return OK;
 }
@@ -358,7 +363,7 @@ void __cudaRegisterFunction(void **binary, const char *function, char *device_fu
     pthread_mutex_unlock(&lock);
 }
 static int launch(const void *function) {
-    __atomic_fetch_add(&card_counted()->launches, 1, __ATOMIC_RELAXED);
+    card_count_one(&card_counted()->launches);
     in_capture++;
     size_t at = ((uintptr_t)function * 0x9E3779B97F4A7C15ull) >> 51;
     for (size_t i = 0; i < SLOTS; i++, at = (at + 1) % SLOTS) {

@@ -15,12 +15,24 @@ NAMES = (
     "bytes_to_device",
     "bytes_to_host",
     "bytes_on_device",
+    "library_calls",
+    "fills",
+    "copies_between",
+    "bytes_between",
+    "all_reduces",
+    "all_gathers",
+    "reduce_scatters",
+    "broadcasts",
+    "reduces",
+    "sends",
+    "receives",
 )
 """The fields of card_counts, in card.h."""
 
 
 def read() -> dict[str, int]:
-    """Kernels launched, copies by direction with their bytes, and waits of the host for the card."""
+    """Kernels launched, copies by direction with their bytes, waits of the host for the card, calls of cuBLAS and cuDNN
+    that launch, and NCCL's collectives by kind."""
     counted = library("libcuda").card_counted
     counted.restype = ctypes.POINTER(ctypes.c_uint64 * len(NAMES))
     return dict(zip(NAMES, counted().contents, strict=True))

@@ -9,6 +9,7 @@ from bigdit.errors import UserError
 from bigdit.kept import Kept
 from bigdit.rehearse.card import cache
 from bigdit.rehearse.card.client import ask, build_with, worker
+from bigdit.rehearse.card.launched import Launched
 from bigdit.rehearse.lanes import Lanes, RehearsalError
 from bigdit.rehearse.request import RehearsalRequest
 from bigdit.spec import OptimizerSpec, Strict
@@ -25,12 +26,14 @@ class Asked(Strict):
 
 class Attempt(Strict):
     """Two steps, or what was taken until one ran out of memory: by torch's own counters, whose allocator had expandable
-    segments. `out_of_memory`: torch's message. `retries`: how often it gave back what it kept, to find room."""
+    segments. `out_of_memory`: torch's message. `retries`: how often it gave back what it kept, to find room.
+    `launched`: what the second step had the card do, by phase; empty where it did not end."""
 
     out_of_memory: str | None
     retries: NonNegativeInt
     peak_allocated_bytes: NonNegativeInt
     peak_reserved_bytes: NonNegativeInt
+    launched: dict[str, Launched]
     seconds: NonNegativeFloat
 
     @property

@@ -5,13 +5,15 @@ from __future__ import annotations
 import functools
 import gc
 import importlib
-import itertools
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
 from bigdit.engines import Ema, Engine
 from bigdit.rehearse.card.attempt import Attempt
+from bigdit.rehearse.card.launched import Launched, launched
 from bigdit.rehearse.card.steps import group
 from bigdit.rehearse.card.unwritten import unwritten_weights
 from bigdit.rehearse.request import RehearsalRequest
@@ -28,9 +30,9 @@ def attempt(request: RehearsalRequest, capacity_bytes: int) -> Attempt:
     torch.cuda.set_per_process_memory_fraction(min(capacity_bytes / total, 1.0))
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_stats().get("num_alloc_retries", 0)
-    said = None
+    said, counted = None, dict[str, Launched]()
     try:
-        _two_steps(request, device)
+        counted = _two_steps(request, device)
     except torch.OutOfMemoryError as error:
         said = str(error)
     return Attempt(
@@ -38,6 +40,7 @@ def attempt(request: RehearsalRequest, capacity_bytes: int) -> Attempt:
         retries=torch.cuda.memory_stats()["num_alloc_retries"] - before,
         peak_allocated_bytes=torch.cuda.max_memory_allocated(),
         peak_reserved_bytes=torch.cuda.max_memory_reserved(),
+        launched=counted,
         seconds=round(time.perf_counter() - began, 3),
     )
 
@@ -48,29 +51,45 @@ def leave_values() -> None:
     importlib.import_module("bigdit_emulated.values").leave()
 
 
-def _two_steps(request: RehearsalRequest, device: torch.device) -> None:
+def _two_steps(request: RehearsalRequest, device: torch.device) -> dict[str, Launched]:
+    """What the second step had the card do, by phase."""
     strategy = request.strategy.with_micro_batch_size(request.micro_batch_sizes[0])
     with unwritten_weights():
         workload = prepare(request.model, request.batch, strategy, request.encoders)
-    witness = _Started()
+    witness = _Counting()
     try:
         with group(strategy) as world:
             steps = training(workload, request.objective, device, world, witness)
-            if not all(itertools.islice(steps, STEPS)):
-                raise RuntimeError(
-                    "a step was not taken, since its gradients are not finite: no optimizer state was made"
-                )
+            for _ in range(STEPS):
+                witness.counted.clear()
+                if not next(steps):
+                    raise RuntimeError(
+                        "a step was not taken, since its gradients are not finite: no optimizer state was made"
+                    )
     finally:
         if strategy.engine == "deepspeed":
             from bigdit.engines.deepspeed import forget
 
             forget(witness.engine)
+    return dict(witness.counted)
 
 
-class _Started(Witness):
-    """Keeps the engine, which DeepSpeed's hooks would otherwise keep alive beyond the attempt."""
+class _Counting(Witness):
+    """Counts what each phase has the card do, and keeps the engine, which DeepSpeed's hooks would otherwise keep alive
+    beyond the attempt."""
 
     engine: Engine | None = None
+
+    def __init__(self) -> None:
+        self.counted: dict[str, Launched] = {}
+        self._read = importlib.import_module("bigdit_emulated.counts").read
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        before = self._read()
+        yield
+        found = launched(before, self._read())
+        self.counted[name] = found if name not in self.counted else self.counted[name] + found
 
     def started(self, engine: Engine, ema: Ema | None) -> None:
         self.engine = engine
