@@ -5,6 +5,7 @@ from __future__ import annotations
 from bigdit.report.words import between, gibs, number, samples, size, span
 from bigdit.search.plan import Plan
 from bigdit.speed.interval import Interval
+from bigdit.speed.launches import Handed
 
 
 def speed(plan: Plan, most: int | None = None) -> dict[str, str]:
@@ -17,6 +18,8 @@ def speed(plan: Plan, most: int | None = None) -> dict[str, str]:
         "step": f"{span(step.seconds)}: {', '.join(said)}",
         "speed": f"{between(rate)} {samples(plan)}/s a card",
     }
+    if step.launches is not None:
+        found["launches"] = _launches(step.launches, step.parts.get("launches"))
     gpus = plan.question.cluster.gpus
     if gpus > 1:
         found["speed"] += f", {between(rate * gpus)} over {gpus} cards"
@@ -30,6 +33,15 @@ def speed(plan: Plan, most: int | None = None) -> dict[str, str]:
             found["cost"] += f", {between(plan.run.money)} at {number(plan.question.price or 0)} an hour a card"
     found["from"] = plan.calibration
     return found
+
+
+def _launches(handed: Handed, waits: Interval | None) -> str:
+    """How many, what they take the host, and how long the card waits for them."""
+    known = "counted on an emulated card" if handed.counted else "one for each operator"
+    said = f"{handed.count:,.0f} a step, {known}: {span(handed.seconds)} of the host"
+    if handed.bound == "no":
+        return f"{said}, " + ("behind kernels" if waits is None else f"behind kernels but for {span(waits)}")
+    return f"{said}; the step {'is' if handed.bound == 'yes' else 'may be'} bound by launches"
 
 
 def needs(plan: Plan, *, notes: bool = True) -> dict[str, str]:

@@ -55,9 +55,8 @@ def predicted(question: Question, found: Candidate, evidence: Evidence) -> Choic
 def confirmed(question: Question, found: Confirmed, evidence: Evidence) -> Choice:
     """The choice as it was rehearsed."""
     strategy, ledger = found.candidate.strategy, found.answer.ledger
-    step = step_time(
-        work_of(found.timeline, strategy), strategy, question.gpu, question.cluster, evidence.calibration(strategy)
-    )
+    work, calibration = work_of(found.timeline, strategy), evidence.calibration(strategy)
+    step = step_time(work, strategy, question.gpu, question.cluster, calibration, found.launches)
     return Choice(
         title=title(found.candidate),
         strategy=strategy,
@@ -145,12 +144,20 @@ def _ran(
 ) -> list[Choice]:
     """The choices as they ran; as they are predicted where they could not be run, and without those that do not fit."""
     found = []
-    for choice, ran in zip(choices, run(cards, sample, question, evidence.band, candidates), strict=True):
+    answers = run(cards, sample, question, evidence.band, candidates)
+    for choice, each, ran in zip(choices, candidates, answers, strict=True):
         if ran is None:
             found.append(choice)
         elif ran.reserved_bytes is not None:
             taken = process(ran.reserved_bytes, beside(question, choice.strategy), evidence.band)
+            work, calibration = each.option.arrangement.work(each.micro_batch_size, each.blocks), evidence.calibration
+            step = step_time(
+                work, choice.strategy, question.gpu, question.cluster, calibration(choice.strategy), ran.launches
+            )
+            images = choice.strategy.micro_batch_size * choice.strategy.grad_accum_steps
             update = {
+                "step": step,
+                "images_per_second_per_card": step.seconds.per(images),
                 "ran": True,
                 "peak_reserved_bytes": ran.reserved_bytes,
                 "process": taken,

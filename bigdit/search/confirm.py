@@ -20,6 +20,7 @@ from bigdit.search.plan import Band, Verdict
 from bigdit.search.predict.anchors import Sample
 from bigdit.search.question import Question
 from bigdit.search.verdict import planned, process, safe_bytes, verdict
+from bigdit.speed.launches import Launches, launches_of
 
 _RANK: dict[Verdict, int] = {"FITS": 0, "TIGHT": 1, "DOES NOT FIT": 2}
 
@@ -40,7 +41,7 @@ RECORDED_ACCUMULATION = 2
 class Confirmed:
     """A candidate with its rehearsal at full depth, and what card and host say to it: `process` is what one process
     takes of the card, `reserved_bytes` torch's part of it, `host` what those of a machine take of its memory. `ran`: on
-    an emulated card, which then says whether it fits."""
+    an emulated card, which then says whether it fits, and counts `launches` where it does."""
 
     candidate: Candidate
     answer: RehearsedSize
@@ -51,6 +52,7 @@ class Confirmed:
     verdict: Verdict
     reserved_bytes: int
     ran: bool
+    launches: Launches | None = None
 
 
 def recorded(sample: Sample, candidate: Candidate) -> RehearsalRequest:
@@ -92,7 +94,10 @@ def confirm(
         if host.node_bytes > question.host_memory_bytes:
             said = "DOES NOT FIT"
         taken = process(reserved, footprint.beside, band)
-        found.append(Confirmed(each, answer, timeline, footprint, taken, host, said, reserved, ran is not None))
+        launches = None if ran is None else ran.launches
+        found.append(
+            Confirmed(each, answer, timeline, footprint, taken, host, said, reserved, ran is not None, launches)
+        )
     return found
 
 
@@ -103,6 +108,7 @@ class Ran:
     verdict: Verdict
     reserved_bytes: int | None
     at_least_bytes: int
+    launches: Launches | None
 
 
 def run(
@@ -122,12 +128,14 @@ def run(
         last = second.get(at, attempt)
         if attempt is None or last is None:
             found.append(None)
-        elif attempt.fits:
-            found.append(Ran("FITS", attempt.peak_reserved_bytes, 0))
+            continue
+        launches = launches_of(last.launched, requests[at].strategy.grad_accum_steps)
+        if attempt.fits:
+            found.append(Ran("FITS", attempt.peak_reserved_bytes, 0, launches))
         elif last.ran:
-            found.append(Ran("TIGHT", last.peak_reserved_bytes, safe[at]))
+            found.append(Ran("TIGHT", last.peak_reserved_bytes, safe[at], launches))
         else:
-            found.append(Ran("DOES NOT FIT", None, most[at]))
+            found.append(Ran("DOES NOT FIT", None, most[at], launches))
     for each, ran in zip(candidates, found, strict=True):
         if ran is not None:
             each.option.correct(each.micro_batch_size, each.blocks, ran.reserved_bytes or ran.at_least_bytes)

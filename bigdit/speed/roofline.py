@@ -104,10 +104,9 @@ def kernel_seconds(load: Load, gpu: Gpu, precision: Precision) -> dict[str, Inte
     return parts
 
 
-def launch_seconds(load: Load) -> Interval:
-    """Seconds in which the host hands over all kernels of the card: it runs ahead where kernels last longer."""
-    calls = sum(amount.calls for operation, amount in load.operations.items() if operation.place == "device")
-    return LAUNCH_SECONDS * calls
+def operators(load: Load) -> float:
+    """How many the host hands to the card: it runs ahead where kernels last longer."""
+    return sum(amount.calls for operation, amount in load.operations.items() if operation.place == "device")
 
 
 def _seconds(operation: Operation, amount: Amount, gpu: Gpu, precision: Precision) -> Interval:

@@ -7,8 +7,9 @@ from bigdit.spec import Strategy, Strict
 from bigdit.speed.calibration import Calibration
 from bigdit.speed.cluster import Cluster
 from bigdit.speed.interval import Interval
+from bigdit.speed.launches import LAUNCHED_SECONDS, Handed, Launches, bound
 from bigdit.speed.links import copy_seconds, exchange_seconds, host_seconds
-from bigdit.speed.roofline import kernel_seconds, launch_seconds
+from bigdit.speed.roofline import LAUNCH_SECONDS, kernel_seconds, operators
 from bigdit.speed.work import Load, Work
 
 PARTS = (
@@ -34,35 +35,54 @@ class StepTime(Strict):
 
     `parts` (of PARTS) add up to `seconds`, low to low and high to high. What can run at the same time as kernels
     (launches, collectives, copies) counts in the low bound only by what lasts beyond them, in the high bound whole.
+    `launches`: all of them, whether the card waits or not, as no receipt has moved them.
     """
 
     seconds: Interval
     parts: dict[str, Interval]
+    launches: Handed | None = None
 
 
 def step_time(
-    work: Work, strategy: Strategy, gpu: Gpu, cluster: Cluster, calibration: Calibration | None = None
+    work: Work,
+    strategy: Strategy,
+    gpu: Gpu,
+    cluster: Cluster,
+    calibration: Calibration | None = None,
+    launches: Launches | None = None,
 ) -> StepTime:
     """Seconds of a step that does `work` on each `gpu` of `cluster`.
 
     Of `strategy` counts the precision, grad_accum_steps (whatever the rehearsal had) and HSDP's groups. Reading data,
-    checkpoints and validation are not in it. `calibration` moves and narrows the interval to what was measured.
+    checkpoints and validation are not in it. `calibration` moves and narrows the interval to what was measured;
+    `launches` were counted where the step ran on an emulated card, and else are the operators.
     """
     micro_batches = (work.micro * strategy.grad_accum_steps + work.last).clamped()
     parts = dict.fromkeys(PARTS, NO_TIME)
     # The update waits for all gradients: nothing of it runs beside the micro-batches.
-    for load in (micro_batches, work.step.clamped()):
-        for name, seconds in _stage(load, strategy, gpu, cluster).items():
+    stages = (micro_batches, work.step.clamped())
+    each, counts = LAUNCH_SECONDS, tuple(operators(load) for load in stages)
+    if launches is not None:
+        each, counts = LAUNCHED_SECONDS, (launches.micro * strategy.grad_accum_steps, launches.step)
+    for load, count in zip(stages, counts, strict=True):
+        for name, seconds in _stage(load, each * count, strategy, gpu, cluster).items():
             parts[name] += seconds
+    waits, whole = parts["launches"], sum(parts.values(), NO_TIME)
     if calibration is not None:
         parts = calibration.applied(parts)
-    return StepTime(seconds=sum(parts.values(), NO_TIME), parts={k: v for k, v in parts.items() if v.high > 0})
+    return StepTime(
+        seconds=sum(parts.values(), NO_TIME),
+        parts={k: v for k, v in parts.items() if v.high > 0},
+        launches=Handed(
+            count=sum(counts), counted=launches is not None, seconds=each * sum(counts), bound=bound(waits, whole)
+        ),
+    )
 
 
-def _stage(load: Load, strategy: Strategy, gpu: Gpu, cluster: Cluster) -> dict[str, Interval]:
+def _stage(load: Load, launches: Interval, strategy: Strategy, gpu: Gpu, cluster: Cluster) -> dict[str, Interval]:
     """The parts of work whose kernels, launches, collectives and copies may run beside one another."""
     kernels = kernel_seconds(load, gpu, strategy.precision)
-    launches, host = launch_seconds(load), host_seconds(load, cluster)
+    host = host_seconds(load, cluster)
     beside = {
         # One thread computes on the host and launches, so that both together hide behind the card's work.
         "host": host,

@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 
 from bigdit.cli import main
 from bigdit.report import words
-from bigdit.report.needs import needs
+from bigdit.report.needs import needs, speed
 from bigdit.report.notebook import Answer
 from bigdit.report.page import page
 from bigdit.search.candidates import LARGEST_MICRO_BATCH
 from bigdit.spec import Strategy
 from bigdit.speed.interval import Interval
+from bigdit.speed.launches import Handed
 from bigdit.units import GIB, KIB, MIB, gib, unit_of
 
 
@@ -67,6 +68,23 @@ def test_the_answer_comes_first_and_the_commands_last(made):
     ]
     places = [text.index(line) for line in order]
     assert places == sorted(places)
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("plan")
+def test_launches_are_said_with_where_they_are_known_from_and_what_they_mean_for_the_step(made):
+    def said(counted, bound, waits=None):
+        handed = Handed(count=4338, counted=counted, seconds=Interval(low=0.02, high=0.2), bound=bound)
+        parts = made.chosen.step.parts | ({} if waits is None else {"launches": waits})
+        step = made.chosen.step.model_copy(update={"launches": handed, "parts": parts})
+        return speed(made.model_copy(update={"chosen": made.chosen.model_copy(update={"step": step})}))["launches"]
+
+    host = "4,338 a step, counted on an emulated card: 20.0–200 ms of the host"
+    assert said(True, "yes") == f"{host}; the step is bound by launches"
+    assert said(True, "possible") == f"{host}; the step may be bound by launches"
+    assert said(True, "no") == f"{host}, behind kernels"
+    assert said(True, "no", Interval(low=0, high=0.05)) == f"{host}, behind kernels but for 0.00–50.0 ms"
+    assert said(False, "no").startswith("4,338 a step, one for each operator: ")
 
 
 @pytest.mark.slow

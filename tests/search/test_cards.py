@@ -191,6 +191,7 @@ def test_a_plan_ran_and_so_did_its_alternatives_and_its_limit_and_one_more_did_n
     (limit,) = plan.buckets
     assert (plan.verdict, plan.chosen.ran, limit.ran, plan.emulated is not None) == ("FITS", True, True, True)
     assert 1 <= plan.chosen.strategy.micro_batch_size <= limit.none
+    assert all(choice.step.launches is not None and choice.step.launches.counted for choice in plan.front)
     assert all(choice.ran for choice in plan.front)
     assert not any(choice.verdict == "DOES NOT FIT" for choice in plan.front)
     room = safe_bytes(card, beside(asked, plan.chosen.strategy), plan.band)
@@ -207,6 +208,8 @@ def test_a_plan_ran_and_so_did_its_alternatives_and_its_limit_and_one_more_did_n
     assert (fits.verdict, fits.buckets) == ("FITS", plan.buckets)
     assert more.verdict != "FITS"
     assert more.chosen.process.high_bytes > card.usable_bytes
+    at_limit = next(choice for choice in plan.front if choice.strategy.micro_batch_size == limit.none)
+    assert at_limit.step.launches.count == sum(each.launches for each in runs[0].launched.values())
     kept, recomputed = plan.curves
     assert [each.micro_batch_sizes[each.ran - 1] for each in (kept, recomputed)] == [limit.none, limit.full]
     assert all(list(each.process_bytes) == sorted(each.process_bytes) for each in plan.curves)
@@ -226,6 +229,7 @@ def test_a_plan_whose_attempts_could_not_be_run_says_so_and_is_made_anew(
         patch.setenv("BIGDIT_CUDA_PYTHON", str(ends))
         plan = make_plan(asked)
     assert (plan.verdict, plan.chosen.ran, plan.emulated) == ("FITS", False, None)
+    assert not plan.chosen.step.launches.counted
     assert "not run on an emulated card: short-sana on an emulated card ended with status 7 and no result:" in (
         plan.notices
     )

@@ -5,11 +5,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bigdit import catalog
+from bigdit.rehearse.card.launched import launched
 from bigdit.search.needs.schedule import run
 from bigdit.spec import Strategy
 from bigdit.speed.calibration import Calibration
 from bigdit.speed.cluster import Cluster
 from bigdit.speed.interval import Interval
+from bigdit.speed.launches import LAUNCHED_SECONDS, Launches, launches_of
 from bigdit.speed.links import HOST_LINK, HOST_MEMORY, LATENCY, NVLINK
 from bigdit.speed.roofline import BANDWIDTH, LAUNCH_SECONDS, PRODUCTS
 from bigdit.speed.step import PARTS, StepTime, step_time
@@ -85,6 +87,16 @@ def test_parts_add_up_to_the_whole(work, card, cluster):
 
 
 @settings(deadline=None)
+@given(works, cards, clusters, st.floats(0, 1e5), st.floats(0, 1e5), st.floats(0, 1e4))
+def test_counted_launches_are_a_part_like_others_and_more_of_them_take_no_less(work, card, cluster, micro, step, more):
+    found = step_time(work, ONE, card, cluster, launches=Launches(micro, step))
+    assert sum(part.low for part in found.parts.values()) == pytest.approx(found.seconds.low)
+    assert sum(part.high for part in found.parts.values()) == pytest.approx(found.seconds.high)
+    assert found.seconds.low >= found.launches.seconds.low * (1 - 1e-9)
+    assert no_longer(found, step_time(work, ONE, card, cluster, launches=Launches(micro + more, step)))
+
+
+@settings(deadline=None)
 @given(works, cards, clusters, st.floats(0.2, 5), st.floats(0, 1), st.integers(1, 9))
 def test_a_calibrated_interval_is_moved_and_never_wider(work, card, cluster, ratio, spread, count):
     told = Calibration(ratio=ratio, spread=spread, count=count, source="")
@@ -146,6 +158,33 @@ def test_many_small_kernels_wait_for_the_host():
     assert found.seconds.low == pytest.approx(10_000 * LAUNCH_SECONDS.low)
     assert found.seconds.high == pytest.approx(10_000 * LAUNCH_SECONDS.high)
     assert found.parts["launches"].low > 0.99 * found.seconds.low
+
+
+def test_a_step_is_bound_by_the_launches_that_were_counted():
+    work, accumulated = one(Load({MM: Amount(10_000, 1e6, 1e6)}, {})), ONE.model_copy(update={"grad_accum_steps": 3})
+    counted = step_time(work, accumulated, A100, Cluster(), launches=Launches(micro=2000, step=500)).launches
+    assert (counted.count, counted.counted, counted.bound) == (6500, True, "yes")
+    assert counted.seconds == LAUNCHED_SECONDS * 6500
+    estimated = step_time(work, accumulated, A100, Cluster()).launches
+    assert (estimated.count, estimated.counted, estimated.bound) == (30_000, False, "yes")
+    # A second of products at most hides all of the low end, and less than half of the high one.
+    second = one(Load({MM: Amount(10, 312e12 * PRODUCTS[8, 0].low, 0)}, {}))
+    for count, bound in ((1e4, "no"), (1e5, "possible"), (1e6, "yes")):
+        assert step_time(second, ONE, A100, Cluster(), launches=Launches(count, 0)).launches.bound == bound
+
+
+def test_what_a_card_counted_belongs_to_micro_batches_or_to_the_end_of_the_step():
+    names = ("launches", "library_calls", "fills", "host_syncs", "all_reduces", "sends")
+    ways = ("to_device", "to_host", "on_device", "between")
+    none = dict.fromkeys((*names, "all_gathers", "reduce_scatters", "broadcasts", "reduces", "receives"), 0)
+    none |= {f"{what}_{way}": 0 for what in ("copies", "bytes") for way in ways}
+    ends = none | {"launches": 7, "copies_to_host": 2, "bytes_to_host": 24, "all_reduces": 1, "host_syncs": 5}
+    micro, end = (launched(none, after) for after in (none | {"launches": 30, "library_calls": 8, "fills": 2}, ends))
+    assert end.copies.keys() == {"to host"}
+    assert end.collectives == {"all_reduce": 1}
+    assert launches_of({"forward": micro, "backward": micro, "step": end}, 4) == Launches(micro=20, step=10)
+    assert (micro + end).launches == 50  # waits of the host are no launches
+    assert launches_of({}, 1) is None
 
 
 def test_a_ring_within_a_machine():
