@@ -78,7 +78,7 @@ class Costs:
 
     FLOPs follow the formulas of torch.utils.flop_counter (a multiply-add is 2); bytes are those of every tensor that
     an operator reads or writes, once each, and twice where it reads and writes it. Grouped convolutions, whose
-    kernels are others than those of dense ones, are named apart.
+    kernels are others than those of dense ones, are named apart, and attention by the size of its heads.
     """
 
     def __init__(self, device_type: str) -> None:
@@ -146,8 +146,10 @@ class Costs:
 
 
 def _name(packet: Any, args: Any) -> str:
-    grouped = packet in _GROUPS and args[_GROUPS[packet]] > 1
-    return f"{packet} (grouped)" if grouped else str(packet)
+    if packet in _GROUPS and args[_GROUPS[packet]] > 1:
+        return f"{packet} (grouped)"
+    # The query comes first, and backward the gradient of what is attended, which has its heads.
+    return f"{packet} (heads of {args[0].shape[-1]})" if "scaled_dot_product" in str(packet) else str(packet)
 
 
 @functools.cache

@@ -14,37 +14,73 @@ from bigdit.speed.work import Amount, Load, Operation
 
 HERE = "benchmarks/gpu_matrix.md"
 """What operators took in training steps on an H100, measured there with torch 2.11, of the points that are not held
-out: what each of them took by torch's profiler beside the bytes and FLOPs that a rehearsal counts of it."""
+out: what each of them took by torch's profiler beside the bytes and FLOPs that a rehearsal counts of it, as
+`python benchmarks/gpu_matrix.py shares` lays them side by side."""
 
 MEASURED = (9, 0)
 """The compute capability of that card: its shares are those of its operators, not of others' whole runs."""
 
 PRODUCTS = {
     (7, 0): Interval(low=0.30, high=0.85),
-    (8, 0): Interval(low=0.55, high=0.87),
-    (9, 0): Interval(low=0.55, high=0.84),
+    (8, 0): Interval(low=0.68, high=0.87),
+    (9, 0): Interval(low=0.65, high=0.84),
 }
-"""Share of the peak rate that matrix products reach on tensor cores, by compute capability.
+"""Share of the peak rate that matrix products of 16 bits reach on tensor cores, by compute capability.
 
 High: the largest products of the "maximum achievable matmul FLOPS" table of stas00/ml-engineering (A100 271 of 312,
-H100 795 of 989, GH200 829 of 989). Low of A100: the least efficient of MosaicML's runs of 1 B and 3 B models up to
-8192 tokens without recomputation (llm-foundry, scripts/train/benchmarking/README.md: 0.57): a run's products are no
-slower than the run. Low of H100: measured in steps of seven models, 0.70 to 0.83 in bf16 and 0.57 in TF32
-(HERE). V100: 39 of 130 TFLOPS in Megatron-LM's run on one card (arXiv:1909.08053); its high is assumed, as that of
-A100.
+H100 795 of 989, GH200 829 of 989). Low of H100: measured in steps of seven models, 0.66 to 0.81 (HERE), which is 0.79
+of its high; low of A100: OF_THE_BEST of its high. V100: 39 of 130 TFLOPS in Megatron-LM's run on one card
+(arXiv:1909.08053); its high is assumed.
 """
+
+OF_THE_BEST = 0.78
+"""What products from 2048 x 2048 x 2048 on reach at least of the best one's rate on the same card: 0.78 on an A40, 0.81
+to 0.85 on an H100 (zzc0721/torch-performance-test-data#185, #79); 0.79 in training steps on an H100 (HERE)."""
+
+BEST_PRODUCTS = {"a40": 0.82, "a6000": 0.80, "l20": 0.96, "l40s": 0.75, "h20": 0.96}
+"""Share of the peak rate of the best product of 16 bits that was measured, by card.
+
+Source: 122 of 150, 123 of 155, 114 of 120, 269 of 362 and 142 of 148 TFLOPS in zzc0721/torch-performance-test-data,
+database.md and #185.
+"""
+
+TF32_PRODUCTS = {(8, 0): Interval(low=0.55, high=0.87), (9, 0): Interval(low=0.55, high=0.84)}
+"""The same in TF32. Low: in a step on an H100 0.57 (HERE), and 0.58 of an A100 (2048 x 2048 x 2048,
+zzc0721/torch-performance-test-data#108); high as of 16 bits."""
+
+CONVOLUTIONS_MEASURED = Interval(low=0.59, high=0.84)
+"""The same of convolutions of 16 bits on an H100, with the conversion of what does not come channels last: Sana's reach
+0.59 to 0.70 and more, since grouped ones are in the time (HERE); high as of products."""
 
 OTHER_PRODUCTS = Interval(low=0.35, high=0.96)
 """Cards that no such table has: from below the others to what cuBLAS was seen to reach of an L20's rate
 (115 of 119.5 TFLOPS, DefTruth/CUDA-Learn-Notes, hgemm)."""
 
-FP32_PRODUCTS = Interval(low=0.50, high=0.95)
-"""The same on CUDA cores, in fp32. Assumed: cards whose rate counts integer units twice (compute capability 8.6 and
-later) stay well below it."""
+FP32_DOUBLED = Interval(low=0.45, high=0.76)
+"""The same on CUDA cores, in fp32, of cards whose rate counts units twice that compute integers too: from 9.1 of an RTX
+A4000's 19.2 TFLOPS to 23.4 of an A10G's 31.2 (zzc0721/torch-performance-test-data#97, #126)."""
 
-ATTENTION_MEASURED = Interval(low=0.25, high=0.65)
-"""Share of the tensor cores' rate that cuDNN's attention reaches on an H100, forward and backward (HERE): 0.53 to 0.61
-with heads of 128 (Wan), 0.44 with 64 (SD3.5), 0.27 to 0.34 with 72, which fill no tile (PixArt)."""
+FP32_PRODUCTS = {
+    (7, 0): Interval(low=0.80, high=0.93),
+    (8, 0): Interval(low=0.50, high=0.98),
+    (8, 6): FP32_DOUBLED,
+    (8, 9): FP32_DOUBLED,
+    (9, 0): Interval(low=0.70, high=0.78),
+    (12, 0): FP32_DOUBLED,
+}
+"""From 2048 x 2048 x 2048 on: 12.7 to 14.5 of a V100's 15.7 TFLOPS, 9.7 to 19.2 of an A100's 19.5, and from 32 of an
+H20's 44 to 52.1 of an H100's 67. Source: zzc0721/torch-performance-test-data#140, #108, #79 and database.md."""
+
+OTHER_FP32_PRODUCTS = Interval(low=0.50, high=0.97)
+"""Of others: from a T4's 4.2 of 8.1 TFLOPS to an RTX 2080 Ti's 13 of 13.4 (same source, database.md)."""
+
+ATTENTION_MEASURED = Interval(low=0.46, high=0.61)
+"""Share of the tensor cores' rate that cuDNN's attention reaches on an H100, forward and backward, of what it computes:
+heads of more than 64 fill tiles of 128, and the rest of those is zeros (HERE). 0.53 to 0.61 with heads of 128 (Wan);
+0.26 to 0.34 with 72 (PixArt) are 0.46 to 0.61 of what fills the tiles."""
+
+SMALL_HEADS_MEASURED = Interval(low=0.42, high=0.46)
+"""The same with heads of up to 64: 0.43 to 0.45 with 64 (SD3.5), where more of the time goes to the softmax."""
 
 ATTENTION = Interval(low=0.20, high=0.75)
 """The same of other cards.
@@ -90,6 +126,7 @@ From 5 µs: "PyTorch op to kernel launch" and "Tensor core throughput at scale" 
 KERNEL_SECONDS = 4e-6
 """The least that a kernel occupies the card, at most: 2 to 4 µs in a model whose tensors are small (HERE, dit-b-4)."""
 
+HEADS = "(heads of "
 _ATTENTION = ("scaled_dot_product", "flash_attention", "efficient_attention", "cudnn_attention")
 _STEP = ("step", "ema")
 
@@ -110,9 +147,11 @@ def operators(load: Load) -> float:
 
 
 def _seconds(operation: Operation, amount: Amount, gpu: Gpu, precision: Precision) -> Interval:
-    """At the high end each call takes what a kernel takes at least."""
+    """At the high end each call takes what a kernel takes at least, and what computes takes that beside: its first and
+    last tiles leave multiprocessors idle."""
     least = Interval(low=0, high=amount.calls * KERNEL_SECONDS)
-    return _longer(_busy(operation, amount, gpu, precision), least)
+    busy = _busy(operation, amount, gpu, precision)
+    return busy + least if amount.flops else _longer(busy, least)
 
 
 def _busy(operation: Operation, amount: Amount, gpu: Gpu, precision: Precision) -> Interval:
@@ -120,13 +159,16 @@ def _busy(operation: Operation, amount: Amount, gpu: Gpu, precision: Precision) 
     measured = gpu.compute_capability == MEASURED
     if operation.operator.endswith("(grouped)"):
         # One channel at a time fills no tensor core.
-        arithmetic = FP32_PRODUCTS.per(amount.flops / (gpu.tflops.fp32 * 1e12))
+        arithmetic = _fp32_products(gpu).per(amount.flops / (gpu.tflops.fp32 * 1e12))
         return _longer(arithmetic, (GROUPED_MEASURED if measured else GROUPED).per(amount.nbytes / bandwidth))
     moved = _bandwidth(operation, measured).per(amount.nbytes / bandwidth)
     if amount.flops == 0:
         return moved
     arithmetic = _efficiency(operation, gpu, rate).per(amount.flops / rate)
-    if "convolution" in operation.operator:
+    if measured and _is_attention(operation):
+        # Where texts are short, it reads and writes as long as it computes.
+        return Interval(low=max(arithmetic.low, moved.low), high=arithmetic.high + moved.high)
+    if "convolution" in operation.operator and not (measured and operation.dtype != "float32"):
         # cuDNN's kernels for tensor cores want channels last, and convert what comes otherwise: read and written
         # once more.
         return Interval(low=max(arithmetic.low, moved.low), high=arithmetic.high + 2 * moved.high)
@@ -157,10 +199,29 @@ def _efficiency(operation: Operation, gpu: Gpu, rate: float) -> Interval:
     if _is_attention(operation):
         if operation.dtype == "float32":
             return ATTENTION_FP32
-        return ATTENTION_MEASURED if gpu.compute_capability == MEASURED else ATTENTION
+        return _attention_measured(operation) if gpu.compute_capability == MEASURED else ATTENTION
     if rate == gpu.tflops.fp32 * 1e12:
-        return FP32_PRODUCTS
+        return _fp32_products(gpu)
+    if "convolution" in operation.operator and gpu.compute_capability == MEASURED and operation.dtype != "float32":
+        return CONVOLUTIONS_MEASURED
+    if operation.dtype == "float32":
+        return TF32_PRODUCTS.get(gpu.compute_capability, OTHER_PRODUCTS)
+    if gpu.name in BEST_PRODUCTS:
+        return Interval(low=OF_THE_BEST, high=1) * BEST_PRODUCTS[gpu.name]
     return PRODUCTS.get(gpu.compute_capability, OTHER_PRODUCTS)
+
+
+def _attention_measured(operation: Operation) -> Interval:
+    """By the size of the heads, which stands behind the operator's name."""
+    _, _, said = operation.operator.rpartition(HEADS)
+    size = int(said.rstrip(")")) if said.rstrip(")").isdigit() else 128
+    if size <= 64:
+        return SMALL_HEADS_MEASURED * (size / 64)
+    return ATTENTION_MEASURED * (size / (-(-size // 128) * 128))
+
+
+def _fp32_products(gpu: Gpu) -> Interval:
+    return FP32_PRODUCTS.get(gpu.compute_capability, OTHER_FP32_PRODUCTS)
 
 
 def _part(operation: Operation, amount: Amount) -> str:

@@ -131,6 +131,15 @@ def test_operators_and_collectives_are_counted():
     assert "aten.t" not in found  # a view moves nothing
 
 
+def test_attention_is_named_by_the_size_of_its_heads():
+    query, key = torch.ones(1, 2, 16, 24, requires_grad=True), torch.ones(1, 2, 8, 24)
+    with Recorder("cpu") as recorder, recorder.phase("forward"):
+        torch.nn.functional.scaled_dot_product_attention(query, key, key).sum().backward()
+    found = {cost.operator for cost in recorder.timeline().operators if "scaled_dot_product" in cost.operator}
+    kernel = "aten._scaled_dot_product_flash_attention_for_cpu"
+    assert found == {f"{kernel} (heads of 24)", f"{kernel}_backward (heads of 24)"}
+
+
 def test_a_depthwise_convolution_s_gradients_cost_as_much_as_its_output_each():
     x, weight = torch.ones(1, 6, 5, 5, requires_grad=True), torch.ones(6, 1, 3, 3, requires_grad=True)
     with Recorder("cpu") as recorder, recorder.phase("forward"):

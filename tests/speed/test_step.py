@@ -13,7 +13,7 @@ from bigdit.speed.cluster import Cluster
 from bigdit.speed.interval import Interval
 from bigdit.speed.launches import LAUNCHED_SECONDS, Launches, launches_of
 from bigdit.speed.links import HOST_LINK, HOST_MEMORY, LATENCY, NVLINK
-from bigdit.speed.roofline import BANDWIDTH, LAUNCH_SECONDS, PRODUCTS
+from bigdit.speed.roofline import BANDWIDTH, KERNEL_SECONDS, LAUNCH_SECONDS, PRODUCTS
 from bigdit.speed.step import PARTS, StepTime, step_time
 from bigdit.speed.work import NOTHING, Amount, Exchange, Load, Operation, Work
 
@@ -129,7 +129,7 @@ def test_a_product_that_arithmetic_decides():
     found = step_time(work, ONE, A100, Cluster())
     share = PRODUCTS[A100.compute_capability]
     assert found.seconds.low == pytest.approx(1 / share.high)
-    assert found.seconds.high == pytest.approx(1 / share.low)
+    assert found.seconds.high == pytest.approx(1 / share.low + 10 * KERNEL_SECONDS)
     assert set(found.parts) == {"matrix products"}
     accumulated = step_time(work, ONE.model_copy(update={"grad_accum_steps": 4}), A100, Cluster())
     assert accumulated.seconds.low == pytest.approx(4 / share.high)
@@ -143,6 +143,32 @@ def test_the_dtype_and_the_precision_choose_the_rate():
     assert step_time(single, Strategy(precision="tf32"), catalog.gpu("v100-32g"), Cluster()).seconds.low > fp32.low
     int8 = one(Load({MM._replace(dtype="int8"): Amount(1, 312e12, 0)}, {}))
     assert step_time(int8, ONE, A100, Cluster()).seconds.low == pytest.approx(1 / PRODUCTS[8, 0].high)
+
+
+def test_a_card_whose_products_were_measured_is_told_from_others_of_its_kind():
+    work = one(Load({MM: Amount(1, 149.7e12, 0)}, {}))
+    a40, a10 = (catalog.gpu(name) for name in ("a40", "a10"))
+    assert a40.compute_capability == a10.compute_capability
+    known, unknown = (step_time(work, ONE, card, Cluster()).seconds for card in (a40, a10))
+    assert known.low == pytest.approx(1 / 0.82)
+    assert known.high / known.low < 0.5 * unknown.high / unknown.low
+
+
+def test_attention_takes_as_long_as_the_tiles_that_its_heads_fill():
+    def seconds(card, heads):
+        attention = Operation("forward", f"aten._scaled_dot_product_cudnn_attention{heads}", "bfloat16", "device")
+        return step_time(one(Load({attention: Amount(1, 1e15, 0)}, {})), ONE, catalog.gpu(card), Cluster()).seconds
+
+    of_64, of_72, of_128, of_136, any_size = (
+        seconds("h100-sxm", heads)
+        for heads in (" (heads of 64)", " (heads of 72)", " (heads of 128)", " (heads of 136)", "")
+    )
+    assert of_72.low == pytest.approx(of_128.low * 128 / 72)
+    assert of_136.low == pytest.approx(of_128.low * 256 / 136)
+    assert of_128.low < of_64.low < of_64.high < of_72.high
+    assert any_size == of_128
+    # Elsewhere nobody measured it by heads.
+    assert seconds("a100-80g-sxm", " (heads of 72)") == seconds("a100-80g-sxm", " (heads of 128)")
 
 
 def test_an_operator_that_memory_decides():
