@@ -4,13 +4,15 @@ python benchmarks/gpu_matrix.py predict
 python benchmarks/gpu_matrix.py measure OUT [--held-out] [--seconds 540]
 python benchmarks/gpu_matrix.py report OUT [OUT ...]
 python benchmarks/gpu_matrix.py events OUT PART
+python benchmarks/gpu_matrix.py shares [--held-out]
 
 `predict` asks the rehearsal and the emulated card about every point, and writes on_gpu/predicted.json: that comes
 first, and is committed before anything is measured. `measure` runs on a machine with the GPU, most important points
 first, each in a fresh process; it goes on where it was, needs no network, and ends within its seconds. Beside what a
 CUDA image of PyTorch has it needs diffusers (6 MB), pydantic with pydantic-core (3 MB), bitsandbytes (43 MB; 4 MB with
 the library of one CUDA), torchao (3 MB) and DeepSpeed (2 MB). `report` lays both side by side in gpu_matrix.md, and
-writes what was measured into on_gpu/measured.json; `events` shows where one point's allocations differ.
+writes what was measured into on_gpu/measured.json; `events` shows where one point's allocations differ;
+`shares` what operators reached of the card, and launches measured beside counted ones.
 
 Points marked as held out are measured last, and no rule and no constant is ever made from them.
 """
@@ -26,6 +28,7 @@ from on_gpu.page import events, report
 from on_gpu.points import POINTS, Point
 from on_gpu.predicted import predict
 from on_gpu.processes import Ahead
+from on_gpu.shares import shares
 
 from bigdit.errors import UserError, guard
 from bigdit.files import write_text
@@ -50,6 +53,8 @@ def main(arguments: list[str]) -> int:
     looking = what.add_parser("events")
     looking.add_argument("out", type=Path)
     looking.add_argument("part", help="of the points' names")
+    reading = what.add_parser("shares")
+    reading.add_argument("--held-out", action="store_true")
     options = parser.parse_args(arguments)
     match options.what:
         case "predict":
@@ -60,6 +65,8 @@ def main(arguments: list[str]) -> int:
             report(options.outs)
         case "events":
             events(options.out, options.part)
+        case "shares":
+            shares(held_out=options.held_out)
     return 0
 
 

@@ -1,0 +1,97 @@
+"""What operators reached of an H100 by kind, and how many launches its steps had beside what an emulated card counts.
+
+The constants of speed/roofline.py and speed/launches.py that name this page are read from here.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+
+from bigdit import catalog
+from bigdit.catalog import Gpu
+from bigdit.errors import UserError
+from bigdit.rehearse.card.attempt import Attempts
+from bigdit.rehearse.card.run import Timing
+from bigdit.rehearse.lanes import RehearsalError
+from bigdit.rehearse.pool import Pool
+from bigdit.speed.work import Amount, Load, work_of
+from on_gpu.page import measured
+from on_gpu.points import GPU, POINTS, Point
+
+KINDS = {
+    "products": ("mm", "addmm"),
+    "convolutions": ("convolution", "cudnn_convolution", "convolution_backward"),
+    "attention": (
+        *(f"_cudnn_attention_{way}" for way in ("forward", "backward")),
+        *(f"_efficient_attention_{way}" for way in ("forward", "backward")),
+        *(f"_scaled_dot_product_{name}_attention" for name in ("cudnn", "efficient")),
+        *(f"_scaled_dot_product_{name}_attention_backward" for name in ("cudnn", "efficient")),
+    ),
+    "activations": ("gelu", "gelu_backward", "silu", "silu_backward", "threshold_backward", "tanh", "tanh_backward"),
+    "arithmetic": ("mul", "mul_", "add", "add_", "div", "div_", "sub", "addcmul_", "lerp_", "pow", "neg"),
+    "copies": ("copy_", "clone", "_to_copy", "cat", "stack"),
+    "norms": ("native_layer_norm", "native_layer_norm_backward", "_fused_rms_norm", "_fused_rms_norm_backward"),
+    "sums": ("sum", "mean", "amax", "amin", "_foreach_norm", "linalg_vector_norm"),
+    "optimizer": ("_fused_adamw_",),
+}
+"""Operators by kind, by the profiler's names and by a rehearsal's."""
+
+_KIND = {operator: kind for kind, operators in KINDS.items() for operator in operators}
+_LEAST = 0.01
+"""Of a step's kernels, for a kind to be shown."""
+
+
+def shares(*, held_out: bool) -> None:
+    """Print both for the points that were timed; those held out only to look at what was made of the others."""
+    gpu, timings = catalog.resolve_gpu(GPU), {each.name: each.timing for each in measured()}
+    with Pool(1, timeout_s=300) as pool, Attempts(gpu) as cards:
+        for point in POINTS:
+            timing = timings.get(point.name)
+            if point.held_out == held_out and timing is not None:
+                print(point.name, _launches(cards, point, gpu, timing), sep="\n", flush=True)
+                (answer,) = pool.rehearse([point.question()[0]])
+                if not isinstance(answer, UserError):
+                    strategy = point.question()[0].strategy
+                    load = work_of(answer.timeline, strategy).accumulated(strategy.grad_accum_steps)
+                    print(*_lines(_seconds(timing), _amounts(load), gpu), sep="\n", flush=True)
+
+
+def _launches(cards: Attempts, point: Point, gpu: Gpu, timing: Timing) -> str:
+    took = f"  {timing.seconds_per_step:.4f} s, kernels {sum(each.seconds for each in timing.kernels.values()):.4f} s"
+    real = sum(each.count for each in timing.kernels.values())
+    try:
+        found = cards.run(point.question()[0], gpu.usable_bytes, timeout_s=300)
+    except (UserError, RehearsalError) as error:
+        return f"{took}; {real} launches measured, none counted: {error}"
+    counted = sum(each.launches for each in found.launched.values())
+    return f"{took}; {real} launches measured, {counted} counted ({counted / real - 1:+.0%})"
+
+
+def _seconds(timing: Timing) -> dict[str, float]:
+    """By kind, what its kernels took."""
+    found: defaultdict[str, float] = defaultdict(float)
+    for name, spent in timing.operators.items():
+        found[_KIND.get(name.removeprefix("aten::"), "others")] += spent.seconds
+    return found
+
+
+def _amounts(load: Load) -> dict[str, Amount]:
+    """By kind, what a rehearsal says of them."""
+    found: defaultdict[str, Amount] = defaultdict(Amount)
+    for operation, amount in load.operations.items():
+        if operation.place == "device":
+            name, _, _ = operation.operator.removeprefix("aten.").partition(" ")
+            found[_KIND.get(name, "others")] += amount
+    return found
+
+
+def _lines(seconds: Mapping[str, float], amounts: Mapping[str, Amount], gpu: Gpu) -> Iterable[str]:
+    whole = sum(seconds.values())
+    for kind in KINDS:
+        took, amount = seconds.get(kind, 0.0), amounts.get(kind, Amount())
+        if took > _LEAST * whole:
+            rate = amount.flops / took / ((gpu.tflops.bf16 or gpu.tflops.fp32) * 1e12)
+            bandwidth = amount.nbytes / took / (gpu.bandwidth_gbs * 1e9)
+            reached = f"{rate:.2f} of bf16's rate, {bandwidth:.2f} of the bandwidth"
+            yield f"  {kind}: {took / whole:.0%} of kernels, {reached}"
