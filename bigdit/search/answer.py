@@ -17,13 +17,14 @@ from bigdit.search.candidates import Candidate, capacity
 from bigdit.search.cards import Cards
 from bigdit.search.choices import confirmed, front
 from bigdit.search.confirm import Confirmed
-from bigdit.search.curves import curves
 from bigdit.search.evidence import Evidence
 from bigdit.search.fixes import fixes
 from bigdit.search.limits import bucket_limits, limits_on
 from bigdit.search.needs.dataset import DatasetNeed, dataset_need, encoding_request
 from bigdit.search.needs.schedule import run
 from bigdit.search.plan import Plan, Run, Step
+from bigdit.search.points.curves import curves, runs
+from bigdit.search.points.settings import settings
 from bigdit.search.predict.anchors import Sample
 from bigdit.search.question import Question
 from bigdit.search.smaller import smaller
@@ -90,6 +91,7 @@ def _plan(pool: Pool, question: Question, evidence: Evidence, cards: Cards | Non
     rows = front(sample, question, found.options, known, rooms, evidence, cards)
     steps, notices = _explained(pool, sample, question, evidence, chosen)
     buckets = bucket_limits(pool, sample, question, chosen.candidate, room, cards)
+    ran = runs(sample, chosen.candidate, buckets[0], room, cards)
     return Plan(
         question=question,
         params=answer.params,
@@ -104,7 +106,8 @@ def _plan(pool: Pool, question: Question, evidence: Evidence, cards: Cards | Non
         front=rows,
         rejected=tuple(found.rejected),
         buckets=buckets,
-        curves=curves(sample, question, chosen.candidate, evidence.band, buckets[0], room, cards),
+        curves=curves(question, chosen.candidate, evidence.band, ran),
+        settings=settings(sample, question, found.options, found.best, rows, ran, evidence),
         smaller=smaller(question, chosen.candidate, evidence),
         fixes=() if fits else fixes(pool, sample, question, evidence, known[0]),
         dataset=_dataset(pool, question, batch),

@@ -17,7 +17,7 @@ from bigdit.search.candidates import (
 from bigdit.search.cards import Cards
 from bigdit.search.confirm import Confirmed, run
 from bigdit.search.evidence import Evidence
-from bigdit.search.plan import Choice
+from bigdit.search.plan import Choice, Verdict
 from bigdit.search.predict.anchors import Sample
 from bigdit.search.question import Question
 from bigdit.search.verdict import expected, process
@@ -32,14 +32,15 @@ def predicted(question: Question, found: Candidate, evidence: Evidence) -> Choic
     """The choice as the anchors predict it."""
     strategy = found.strategy
     peaks = found.option.arrangement.peaks(found.micro_batch_size, found.blocks)
-    reserved = max(round(found.reserved_bytes), 0)
+    allocated = round(max(peaks.values()))
+    reserved = max(round(found.reserved_bytes), allocated)
     taken = process(reserved, beside(question, strategy), evidence.band)
     return Choice(
         title=title(found),
         strategy=strategy,
         confirmed=False,
         phases={phase: round(max(peak, 0.0)) for phase, peak in peaks.items()},
-        peak_allocated_bytes=round(max(peaks.values())),
+        peak_allocated_bytes=allocated,
         peak_reserved_bytes=reserved,
         process=taken,
         verdict=expected(taken, question.gpu.usable_bytes),
@@ -149,23 +150,28 @@ def _ran(
         if ran is None:
             found.append(choice)
         elif ran.reserved_bytes is not None:
-            taken = process(ran.reserved_bytes, beside(question, choice.strategy), evidence.band)
             work, calibration = each.option.arrangement.work(each.micro_batch_size, each.blocks), evidence.calibration
             step = step_time(
                 work, choice.strategy, question.gpu, question.cluster, calibration(choice.strategy), ran.launches
             )
             images = choice.strategy.micro_batch_size * choice.strategy.grad_accum_steps
-            update = {
-                "step": step,
-                "images_per_second_per_card": step.seconds.per(images),
-                "ran": True,
-                "peak_reserved_bytes": ran.reserved_bytes,
-                "process": taken,
-                "verdict": ran.verdict,
-                "headroom_bytes": question.gpu.usable_bytes - taken.high_bytes,
-            }
-            found.append(choice.model_copy(update=update))
+            update = {"step": step, "images_per_second_per_card": step.seconds.per(images)}
+            as_it_ran = as_run(question, choice, ran.reserved_bytes, ran.verdict, evidence)
+            found.append(as_it_ran.model_copy(update=update))
     return found
+
+
+def as_run(question: Question, choice: Choice, reserved_bytes: int, verdict: Verdict, evidence: Evidence) -> Choice:
+    """The predicted choice as it ran on an emulated card."""
+    taken = process(reserved_bytes, beside(question, choice.strategy), evidence.band)
+    update = {
+        "ran": True,
+        "peak_reserved_bytes": reserved_bytes,
+        "process": taken,
+        "verdict": verdict,
+        "headroom_bytes": question.gpu.usable_bytes - taken.high_bytes,
+    }
+    return choice.model_copy(update=update)
 
 
 def _spread(question: Question, option: Option, capacity: float, evidence: Evidence) -> list[Candidate]:

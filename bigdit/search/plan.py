@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from bigdit.memory import Ledger
+from bigdit.memory import Category, Ledger
 from bigdit.memory.footprint import Footprint
 from bigdit.memory.process import ByteRange
 from bigdit.search.needs.dataset import DatasetNeed
@@ -82,6 +82,55 @@ class Curve(Strict):
     ran: NonNegativeInt = 0
 
 
+class Point(Strict):
+    """A micro-batch size with a number of recomputed blocks, as `found`: run on an emulated card, rehearsed, or
+    predicted from shallower siblings.
+
+    `at_peak` is what is allocated where the deciding `phase` is highest, by category, predicted where it is not
+    `at_peak_rehearsed`, since what ran does not say it; `peak_reserved_bytes`, `process`, `host_bytes` and `verdict` as
+    in Choice.
+    """
+
+    micro_batch_size: PositiveInt
+    checkpointed_blocks: NonNegativeInt
+    found: Literal["run", "rehearsed", "predicted"]
+    phase: str
+    at_peak: dict[Category, NonNegativeInt]
+    at_peak_rehearsed: bool
+    peak_reserved_bytes: NonNegativeInt
+    process: ByteRange
+    host_bytes: NonNegativeInt
+    verdict: Verdict
+    images_per_second_per_card: Interval
+
+
+class Room(Strict):
+    """A card on which a rehearsal is the same: what a process may take of it, and what of that is `beside` torch."""
+
+    card: str
+    usable_bytes: PositiveInt
+    beside: ByteRange
+
+
+class Setting(Strict):
+    """What the search looked at in one engine, optimizer, precision and average: `strategy`, but for its sizes, at a
+    grid of them, micro-batch sizes one after another. `rooms`: the question's card, then others of the catalogue."""
+
+    title: str
+    strategy: Strategy
+    rooms: tuple[Room, ...]
+    points: tuple[Point, ...]
+
+    def holds(self, strategy: Strategy) -> bool:
+        """Whether `strategy` is this one at sizes of its own."""
+        return alike(self.strategy, strategy)
+
+
+def alike(one: Strategy, other: Strategy) -> bool:
+    """Whether two strategies differ in the sizes of their steps alone."""
+    return one.checkpointing == other.checkpointing and one.sized(other.step_size) == other
+
+
 class Band(Strict):
     """How much more than predicted torch may reserve on a real card, as a share of it, and where that comes from."""
 
@@ -118,7 +167,8 @@ class Plan(Strict):
     `ledger`, `footprint` and `packed_timeline` (see memory.Timeline) are of the chosen strategy's rehearsal;
     `smaller` are sizes of its step that take less, for training that runs out of memory after all;
     `emulated`: the build of torch that ran on emulated cards, where any did.
-    `fixes` are what would fit, where nothing asked for does; `front` is the Pareto front of memory against speed.
+    `fixes` are what would fit, where nothing asked for does; `front` is the Pareto front of memory against speed;
+    `settings` are what else may be asked of the page.
     """
 
     question: Question
@@ -135,6 +185,7 @@ class Plan(Strict):
     rejected: tuple[Rejected, ...]
     buckets: tuple[BucketLimit, ...]
     curves: tuple[Curve, ...]
+    settings: tuple[Setting, ...]
     smaller: tuple[StepSize, ...]
     fixes: tuple[Choice, ...]
     dataset: DatasetNeed | None

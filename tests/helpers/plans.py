@@ -9,6 +9,7 @@ from rich.console import Console
 
 from bigdit import catalog
 from bigdit.errors import versions
+from bigdit.memory import Ledger
 from bigdit.memory.footprint import footprint
 from bigdit.rehearse import rehearse
 from bigdit.rehearse.ask import request_for
@@ -16,7 +17,20 @@ from bigdit.report.plan import show
 from bigdit.search import verdict
 from bigdit.search.needs.dataset import DatasetNeed
 from bigdit.search.needs.host import host_need
-from bigdit.search.plan import Band, BucketLimit, Choice, Curve, Plan, Rejected, Run, Step, Verdict
+from bigdit.search.plan import (
+    Band,
+    BucketLimit,
+    Choice,
+    Curve,
+    Plan,
+    Point,
+    Rejected,
+    Room,
+    Run,
+    Setting,
+    Step,
+    Verdict,
+)
 from bigdit.search.question import Pins, Question
 from bigdit.spec import EmaSpec, OptimizerSpec, StepSize, Strategy
 from bigdit.speed.cluster import Cluster
@@ -97,6 +111,14 @@ def made_plan() -> Plan:
             curve("12 of 20 blocks", chosen, 1.0),
             curve("all 20 blocks", chosen, 0.3),
         ),
+        settings=(
+            setting(
+                "one process, AdamW",
+                chosen,
+                found.ledger,
+                Room(card=gpu.title, usable_bytes=gpu.usable_bytes, beside=taken.beside),
+            ),
+        ),
         smaller=(StepSize(micro_batch_size=4, grad_accum_steps=64, checkpointed_blocks=12),),
         fixes=(),
         dataset=DatasetNeed(
@@ -122,6 +144,24 @@ def made_plan() -> Plan:
         catalogue="0123456789abcdef",
         seconds=12.3,
     )
+
+
+def setting(title: str, chosen: Choice, ledger: Ledger, room: Room) -> Setting:
+    """The chosen strategy's, at its own sizes alone."""
+    point = Point(
+        micro_batch_size=chosen.strategy.micro_batch_size,
+        checkpointed_blocks=int(chosen.strategy.checkpointed_blocks),
+        found="rehearsed",
+        phase=ledger.deciding.phase,
+        at_peak=ledger.at_peak,
+        at_peak_rehearsed=True,
+        peak_reserved_bytes=chosen.peak_reserved_bytes,
+        process=chosen.process,
+        host_bytes=chosen.host_bytes,
+        verdict=chosen.verdict,
+        images_per_second_per_card=chosen.images_per_second_per_card,
+    )
+    return Setting(title=title, strategy=chosen.strategy, rooms=(room,), points=(point,))
 
 
 def curve(label: str, chosen: Choice, share: float) -> Curve:
@@ -221,6 +261,7 @@ def unfitting_plan() -> Plan:
             "footprint": footprint_on(plan, gpu),
             "fixes": fixes,
             "front": (chosen,),
+            "settings": (),
             "waterfall": plan.waterfall[:-1],
         }
     )
@@ -244,7 +285,8 @@ def sharded_plan(world_size: int = 32) -> Plan:
         update={"cluster": Cluster(gpus=world_size), "pins": Pins(engine="zero2", ema="cpu")}
     )
     chosen = plan.chosen.model_copy(update={"strategy": zero2, "title": "ZeRO-2, 12 of 20 blocks checkpointed"})
-    return plan.model_copy(update={"question": question, "chosen": chosen, "front": (chosen, *plan.front[1:])})
+    changed = {"question": question, "chosen": chosen, "front": (chosen, *plan.front[1:]), "settings": ()}
+    return plan.model_copy(update=changed)
 
 
 def shown(plan: Plan, folder: Path | None = None) -> str:

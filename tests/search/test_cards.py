@@ -214,6 +214,11 @@ def test_a_plan_ran_and_so_did_its_alternatives_and_its_limit_and_one_more_did_n
     assert [each.micro_batch_sizes[each.ran - 1] for each in (kept, recomputed)] == [limit.none, limit.full]
     assert all(list(each.process_bytes) == sorted(each.process_bytes) for each in plan.curves)
     assert kept.process_bytes[kept.ran - 1] <= card.usable_bytes < kept.process_bytes[-1]
+    own = next(setting for setting in plan.settings if setting.holds(plan.chosen.strategy))
+    ran = {each.micro_batch_size: each for each in own.points if each.found == "run"}
+    for size, nbytes in zip(kept.micro_batch_sizes[: kept.ran], kept.process_bytes, strict=False):
+        assert (ran[size].process.high_bytes, ran[size].verdict) == (nbytes, "FITS")
+    assert [size for size, each in ran.items() if each.at_peak_rehearsed] == [plan.chosen.strategy.micro_batch_size]
 
 
 @pytest.mark.slow

@@ -116,6 +116,7 @@ def outline(model: CatalogModel, strategy: Strategy, answers: Sequence[Rehearsed
     return Outline(
         phases=shared.phases,
         live=tuple(line(list(rows)) for rows in shared.live),
+        parts=tuple(line(list(rows)) for rows in shared.parts),
         saved={name: saved(at) for at, name in enumerate(plan.varied)},
         host=line([host_memory(answer.host_timeline).peak_bytes + answer.checkpoint_bytes for answer in answers]),
         gap=Gap((SIZES[0], SIZES[-1]), timelines[count - 1], timelines[-1]),

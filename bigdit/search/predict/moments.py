@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from bigdit.memory import CUDA_GRANULARITY, Timeline
+from bigdit.memory import CATEGORIES, CUDA_GRANULARITY, Timeline
 
 Bytes = npt.NDArray[np.float64]
 Marks = npt.NDArray[np.int64]
@@ -25,24 +25,30 @@ Marks = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class SpanMoments:
-    """One span of a timeline: `live` bytes after each of its events, of which `marks` say which they are."""
+    """One span of a timeline: `live` bytes after each of its events, of which `marks` say which they are; `parts` are
+    those bytes by category, a row for each of CATEGORIES."""
 
     phase: str
     live: Bytes
+    parts: Bytes
     marks: Marks
 
 
 def moments(timeline: Timeline) -> tuple[SpanMoments, ...]:
     """Every span of `timeline`, its first moment being what the one before it left."""
     mark_of = [zlib.crc32(re.sub(r"\d+", "#", block.label).encode()) + 1 for block in timeline.blocks]
-    found, start = [], 0
+    row_of = {category: row for row, category in enumerate(CATEGORIES)}
+    found, start = [], np.zeros(len(CATEGORIES))
     for span in timeline.spans:
         events = timeline.events[span.start : span.stop]
-        changes = [change for _, change in timeline.changes(span, CUDA_GRANULARITY)]
-        live = np.cumsum(np.array([start, *changes], dtype=np.float64))
+        parts = np.zeros((len(CATEGORIES), len(events) + 1))
+        parts[:, 0] = start
+        for at, (block, change) in enumerate(timeline.changes(span, CUDA_GRANULARITY), start=1):
+            parts[row_of[block.category], at] = change
+        parts = np.cumsum(parts, axis=1)
         marks = [0, *(mark_of[event - 1] if event > 0 else -mark_of[-event - 1] for event in events)]
-        found.append(SpanMoments(span.phase, live, np.array(marks, dtype=np.int64)))
-        start = int(live[-1])
+        found.append(SpanMoments(span.phase, parts.sum(axis=0), parts, np.array(marks, dtype=np.int64)))
+        start = parts[:, -1]
     return tuple(found)
 
 
@@ -70,11 +76,13 @@ class Family:
     """Like rehearsals, span by span: `first` moment for moment, with what is live there in each of them.
 
     `live` of a span is (rehearsals, moments), its first column the span's peak, which is continued beside the
-    moments: a lower bound where moments could not be found again.
+    moments: a lower bound where moments could not be found again. `parts` are the same by category: (rehearsals,
+    CATEGORIES, moments).
     """
 
     phases: tuple[str, ...]
     live: tuple[Bytes, ...]
+    parts: tuple[Bytes, ...]
 
 
 def family(rehearsals: Sequence[tuple[SpanMoments, ...]]) -> Family:
@@ -83,13 +91,12 @@ def family(rehearsals: Sequence[tuple[SpanMoments, ...]]) -> Family:
     phases = tuple(span.phase for span in first)
     if any(tuple(span.phase for span in other) != phases for other in rehearsals):
         raise ValueError(f"rehearsals with phases other than {', '.join(phases)}")
-    live = []
+    live, parts = [], []
     for number in range(len(phases)):
         spans = [rehearsal[number] for rehearsal in rehearsals]
         found = [counterparts(spans[0].marks, span.marks) for span in spans]
         shared = np.all([at >= 0 for at in found], axis=0)
-        rows = [
-            np.concatenate([[span.live.max()], span.live[at[shared]]]) for span, at in zip(spans, found, strict=True)
-        ]
-        live.append(np.stack(rows))
-    return Family(phases, tuple(live))
+        columns = [np.concatenate([[span.live.argmax()], at[shared]]) for span, at in zip(spans, found, strict=True)]
+        live.append(np.stack([span.live[at] for span, at in zip(spans, columns, strict=True)]))
+        parts.append(np.stack([span.parts[:, at] for span, at in zip(spans, columns, strict=True)]))
+    return Family(phases, tuple(live), tuple(parts))

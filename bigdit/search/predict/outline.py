@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from bigdit.memory import CATEGORIES, Category
 from bigdit.search.predict.gap import Gap
 from bigdit.search.predict.moments import Bytes
 from bigdit.speed.work import Work
@@ -30,6 +31,10 @@ class Line:
         value: Bytes = self.start + (micro_batch_size - FIRST_SIZE) * self.slope
         return value
 
+    def moment(self, number: int) -> Line:
+        """Those of one moment, which are the last axis."""
+        return Line(self.start[..., number], self.slope[..., number])
+
     def __add__(self, other: Line) -> Line:
         return Line(self.start + other.start, self.slope + other.slope)
 
@@ -38,14 +43,15 @@ class Line:
 class Outline:
     """One checkpointing policy of one strategy.
 
-    `live` are bytes at the moments of each span (see moments.Family); `saved` what one block of each list keeps from
-    the forward to the backward pass; `host` the host's peak, with the copy that is saved; `gap` what
-    the allocator reserves beyond the peak, of the deepest sibling: the model itself leaves more pieces, which is found
-    when the best are confirmed.
+    `live` are bytes at the moments of each span (see moments.Family), and `parts` these by category; `saved` what one
+    block of each list keeps from the forward to the backward pass; `host` the host's peak, with the copy that is saved;
+    `gap` what the allocator reserves beyond the peak, of the deepest sibling: the model itself leaves more pieces,
+    which is found when the best are confirmed.
     """
 
     phases: tuple[str, ...]
     live: tuple[Line, ...]
+    parts: tuple[Line, ...]
     saved: Mapping[str, Line]
     host: Line
     gap: Gap
@@ -57,6 +63,18 @@ class Outline:
         found: dict[str, float] = {}
         for phase, live in zip(self.phases, self.live, strict=True):
             found[phase] = max(found.get(phase, 0.0), float(live.at(micro_batch_size).max()))
+        return found
+
+    def at_peak(self, micro_batch_size: float) -> dict[str, Bytes]:
+        """What is live at the highest moment of each phase, by category in the order of CATEGORIES."""
+        highest: dict[str, float] = {}
+        found: dict[str, Bytes] = {}
+        for phase, live, parts in zip(self.phases, self.live, self.parts, strict=True):
+            now = live.at(micro_batch_size)
+            number = int(now.argmax())
+            if now[number] > highest.get(phase, 0.0):
+                highest[phase] = float(now[number])
+                found[phase] = parts.moment(number).at(micro_batch_size)
         return found
 
     def work_at(self, micro_batch_size: float) -> Work:
@@ -97,6 +115,25 @@ class Arrangement:
             phase: max(recomputed[phase], plain[phase] - less) for phase in OF_ACTIVATIONS if phase in plain
         }
 
+    def at_peak(self, micro_batch_size: float, checkpointed: int) -> tuple[str, dict[Category, int]]:
+        """The phase that decides, and what is live at its peak by category; found as `peaks` are."""
+        found = self._at_peaks(micro_batch_size, checkpointed)
+        deciding = max(found, key=lambda phase: float(found[phase].sum()))
+        parts = {name: round(float(nbytes)) for name, nbytes in zip(CATEGORIES, found[deciding], strict=True)}
+        return deciding, {name: nbytes for name, nbytes in parts.items() if nbytes > 0}
+
+    def _at_peaks(self, micro_batch_size: float, checkpointed: int) -> dict[str, Bytes]:
+        if checkpointed >= self.count:
+            return self.full.at_peak(micro_batch_size)
+        plain = self.none.at_peak(micro_batch_size)
+        if checkpointed == 0:
+            return plain
+        less = np.zeros(len(CATEGORIES))
+        less[CATEGORIES.index("saved activation")] = self.spared(micro_batch_size, checkpointed)
+        recomputed = self.full.at_peak(micro_batch_size)
+        either = {phase: (recomputed[phase], plain[phase] - less) for phase in OF_ACTIVATIONS if phase in plain}
+        return recomputed | {phase: max(two, key=lambda parts: float(parts.sum())) for phase, two in either.items()}
+
     def spared(self, micro_batch_size: float, checkpointed: int) -> float:
         """Bytes that the first `checkpointed` blocks do not save."""
         spared, left = 0.0, checkpointed
@@ -133,20 +170,24 @@ def varied(outline: Outline, base: Outline, other: Outline) -> Outline:
     live all along, and the phases without activations, which are those of `other`.
     """
     ours = _numbered(base.phases)
-    lines = []
+    lines, parts = [], []
     for at, key in enumerate(_numbered(other.phases)):
         if key in ours and key[0] in OF_ACTIVATIONS:
             number = ours[key]
             # The first moment of a span is what the one before it left; column 0 is the span's peak.
             shift = other.live[at].start[1] - base.live[number].start[1]
             lines.append(outline.live[number] + Line(np.asarray(shift), np.asarray(0.0)))
+            shifts = other.parts[at].start[:, 1:2] - base.parts[number].start[:, 1:2]
+            parts.append(outline.parts[number] + Line(shifts, np.zeros_like(shifts)))
         else:
             lines.append(other.live[at])
+            parts.append(other.parts[at])
     start, slope = outline.work
     return replace(
         outline,
         phases=other.phases,
         live=tuple(lines),
+        parts=tuple(parts),
         work=(replace(start, step=other.work[0].step), replace(slope, step=slope.step * 0.0)),
         host=outline.host + Line(np.asarray(other.host.start - base.host.start), np.asarray(0.0)),
     )

@@ -18,29 +18,31 @@ BEYOND = 1.15
 """Of the card's bytes: how far curves go."""
 
 
-def curves(
-    sample: Sample,
-    question: Question,
-    chosen: Candidate,
-    band: Band,
-    limit: BucketLimit,
-    capacity_bytes: float,
-    cards: Cards | None,
-) -> tuple[Curve, ...]:
-    """One curve for each number of checkpointed blocks: none, the recommended, all.
+Runs = dict[int, dict[int, int]]
+"""What torch reserved, by the number of recomputed blocks and the micro-batch size."""
 
-    On `cards` the powers of two to the `limit` and that itself run in the `capacity_bytes` in which it was found; what
-    is beyond, or could not be run, is predicted.
-    """
+
+def runs(sample: Sample, chosen: Candidate, limit: BucketLimit, capacity_bytes: float, cards: Cards | None) -> Runs:
+    """On `cards` the powers of two to the `limit` and that itself, in the `capacity_bytes` in which it was found: with
+    no block, the chosen number of them and all recomputed."""
+    if cards is None or not limit.ran:
+        return {}
+    largest = {chosen.blocks: limit.recommended, 0: limit.none, chosen.option.arrangement.count: limit.full}
+    return {
+        blocks: _ran(cards, sample, replace(chosen, blocks=blocks), size, int(capacity_bytes))
+        for blocks, size in largest.items()
+    }
+
+
+def curves(question: Question, chosen: Candidate, band: Band, runs: Runs) -> tuple[Curve, ...]:
+    """One curve for each number of checkpointed blocks: none, the recommended, all. What is beyond the `runs` is
+    predicted."""
     option, count = chosen.option, chosen.option.arrangement.count
     around = beside(question, option.proposal.strategy)
     labels = {chosen.blocks: f"{chosen.blocks} of {count} blocks", 0: "nothing recomputed"}
-    largest = {chosen.blocks: limit.recommended, 0: limit.none, count: limit.full}
     found = []
     for blocks, label in sorted((labels | {count: "all blocks recomputed"}).items()):
-        ran = {}
-        if cards is not None and limit.ran:
-            ran = _ran(cards, sample, replace(chosen, blocks=blocks), largest[blocks], int(capacity_bytes))
+        ran = runs.get(blocks, {})
         last = largest_micro_batch(option, blocks, question.gpu.usable_bytes * BEYOND - around.high_bytes)
         beyond = [size for size in _evenly(last) if size > max(ran, default=0)]
         reserved = ran | {size: max(round(option.reserved(size, blocks)), 0) for size in beyond}
