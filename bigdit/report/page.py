@@ -1,4 +1,4 @@
-"""A plan as one page of HTML that needs nothing beside it: no network, no scripts, no other file."""
+"""A plan as one page of HTML that needs nothing beside it: no network, no other file."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from bigdit.report.needs import needs, speed
 from bigdit.report.render import render
 from bigdit.report.svg import DARK, inline, variable
 from bigdit.report.timeline import COLOURS, timeline_figure
+from bigdit.report.whatif import whatif
 from bigdit.search.plan import Plan
 from bigdit.units import count, gib
 
@@ -75,6 +76,7 @@ def _found(plan: Plan, folder: Path | None) -> dict[str, Any]:
             for command in (commands(plan, folder) if folder and obstacle(plan) is None else ())
         ],
         "blocks": words.blocks(plan),
+        "whatif": whatif(plan),
     }
 
 

@@ -14,4 +14,5 @@ def render(template: str, filters: dict[str, Any], shown: dict[str, Any]) -> str
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
     environment.filters |= filters
+    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}  # in the order in which it is given
     return environment.get_template(template).render(shown)

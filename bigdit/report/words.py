@@ -181,10 +181,14 @@ def spared(plan: Plan) -> str:
 
 def _beside(strategy: Strategy) -> str:
     """The average and the encoders: what is kept that the step itself does not need."""
-    average = "no EMA" if strategy.ema is None else f"EMA in fp32 on the {_place(strategy.ema.device)}"
     if strategy.features == "cached":
-        return f"{average}; features cached: encoders are not on the card"
-    return f"{average}; features online: VAE and text encoder stay on the card"
+        return f"{average(strategy)}; features cached: encoders are not on the card"
+    return f"{average(strategy)}; features online: VAE and text encoder stay on the card"
+
+
+def average(strategy: Strategy) -> str:
+    """The moving average of the weights, and where it is kept."""
+    return "no EMA" if strategy.ema is None else f"EMA in fp32 on the {_place(strategy.ema.device)}"
 
 
 def _place(device: str) -> str:

@@ -1,6 +1,7 @@
 """The page of a plan and its pictures: whole in one file, for every eye and on paper; and the folder they lie in."""
 
 import itertools
+import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -29,7 +30,7 @@ class Outline(HTMLParser):
 
     def __init__(self, text):
         super().__init__()
-        self.elements, self.open, self.texts = [], [], []
+        self.elements, self.open, self.texts, self.scripts = [], [], [], []
         self.feed(text)
         self.close()
 
@@ -46,7 +47,9 @@ class Outline(HTMLParser):
             assert self.open.pop() == tag
 
     def handle_data(self, data):
-        if not {"style", "svg"} & set(self.open):
+        if self.open and self.open[-1] == "script":
+            self.scripts.append(data)
+        if not {"style", "svg", "script"} & set(self.open):
             self.texts.append(data)
 
     @property
@@ -67,12 +70,14 @@ def shown(made):
 def test_it_asks_for_nothing_beside_itself(shown):
     outline = Outline(shown)
     assert outline.open == []
-    assert not {"script", "link", "img", "iframe", "object"} & {tag for tag, _ in outline.elements}
+    assert not {"link", "img", "iframe", "object", "base"} & {tag for tag, _ in outline.elements}
     for tag, attributes in outline.elements:
         for name, value in attributes.items():
             if name in ("src", "href", "xlink:href"):
                 assert value.startswith("#"), (tag, value)
     assert not re.search(r"url\((?!#)|@import", shown)
+    script = re.search(r"<script type=.module.>(.*?)</script>", shown, re.DOTALL)[1]
+    assert not re.search(r"eval|Function\(|fetch|XMLHttp|WebSocket|import|innerHTML|document\.write", script)
     assert set(re.findall(r"https?://[^\s\"<]+", shown)) <= {
         "http://www.w3.org/1999/xlink",
         "http://www.w3.org/2000/svg",
@@ -191,9 +196,10 @@ def test_what_does_not_fit_leads_with_what_would():
 
 def test_a_plan_with_little_to_show_has_a_page(made):
     bare = {"front": (made.chosen,), "rejected": (), "buckets": (), "curves": (), "waterfall": (), "notices": ()}
-    plan = made.model_copy(update=bare | {"dataset": None, "run": None})
+    plan = made.model_copy(update=bare | {"dataset": None, "run": None, "settings": ()})
     outline = Outline(page(plan))
     assert outline.open == []
+    assert outline.scripts == []
     assert "To run it" not in outline.text
 
 
@@ -202,11 +208,17 @@ def test_names_are_text_and_not_markup(made):
     model = made.question.model.model_copy(update={"spec": spec})
     chosen = made.chosen.model_copy(update={"title": "<u>", "reason": "a < b & c"})
     curves = tuple(curve.model_copy(update={"label": "<i>&"}) for curve in made.curves)
+    title = "</script><script>alert(1)</script><!--<script>"
+    settings = tuple(setting.model_copy(update={"title": title}) for setting in made.settings)
     question = made.question.model_copy(update={"model": model})
     hostile = {"question": question, "chosen": chosen, "front": (chosen, *made.front[1:]), "curves": curves}
+    hostile |= {"settings": settings}
     outline = Outline(page(made.model_copy(update=hostile), Path("<out>")))
     assert not {"script", "u", "i"} & {tag for tag, attributes in outline.elements if not attributes}
     assert "<script>alert(1)</script>& on one NVIDIA A40" in outline.text
+    data = next(at for at, (_, attributes) in enumerate(outline.elements) if attributes.get("id") == "whatif-data")
+    assert json.loads(outline.scripts[0])["settings"][0]["strategy"] == title
+    assert outline.elements[data + 1] == ("script", {"type": "module"})
 
 
 @pytest.mark.parametrize("vision", VISIONS)

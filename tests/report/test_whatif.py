@@ -1,0 +1,238 @@
+"""The page's sliders and choices in a real browser, held against the plan's own JSON."""
+
+import json
+import re
+from urllib.parse import parse_qs, urlencode, urlsplit
+
+import pytest
+from browser import asked, browser, width
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.select import Select
+
+from bigdit.memory import CATEGORIES
+from bigdit.report.folder import write_plan
+from bigdit.search.answer import make_plan
+from bigdit.search.ask import question_for
+from bigdit.search.candidates import beside
+from bigdit.search.verdict import expected, process
+from bigdit.units import gib
+
+# One plan with that of tests/commands/test_plan.py, which is kept.
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("plan")]
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return make_plan(question_for("sana-1600m", "a40", device="rehearsed"))
+
+
+@pytest.fixture(scope="module")
+def folder(plan, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whatif") / "plan"
+    write_plan(plan, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def document(folder):
+    return json.loads((folder / "plan.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    with browser() as made:
+        yield made
+
+
+@pytest.fixture
+def page(chromium, folder):
+    """The page as it is first seen."""
+    width(chromium, 1200)
+    chromium.get("about:blank")
+    chromium.get((folder / "report.html").as_uri())
+    return chromium
+
+
+def at(page, name):
+    return page.find_element(By.ID, f"whatif-{name}")
+
+
+def texts(page, selector):
+    return [each.text for each in page.find_elements(By.CSS_SELECTOR, selector)]
+
+
+def state(page):
+    return {key: value for key, (value,) in parse_qs(urlsplit(page.current_url).fragment).items()}
+
+
+def point(document, title, size, blocks):
+    """The point of the JSON, and the card that the plan is for."""
+    (setting,) = [each for each in document["settings"] if each["title"] == title]
+    key = {"micro_batch_size": size, "checkpointed_blocks": blocks}
+    (found,) = [each for each in setting["points"] if {name: each[name] for name in key} == key]
+    return found, setting["rooms"][0]
+
+
+def gibs(low, high):
+    return gib(high) if gib(low) == gib(high) else f"{gib(low).removesuffix(' GiB')}–{gib(high)}"
+
+
+def shows(page, found, room):
+    """Whether every number on the page is the one of this point on this card."""
+    predicted = found["found"] == "predicted"
+    low, high = (found["process"][end] for end in ("low_bytes", "high_bytes"))
+    left = room["usable_bytes"] - high
+    assert at(page, "verdict").find_element(By.TAG_NAME, "strong").text == "~" * predicted + found["verdict"]
+    said = at(page, "verdict").find_element(By.TAG_NAME, "span").text
+    rest = f"{gib(left)} left" if left >= 0 else f"{gib(-left)} too much"
+    assert said.startswith(f"wants {gibs(low, high)} of {gib(room['usable_bytes'])} usable, {rest}; ")
+    assert said.endswith("predicted from shallower siblings" if predicted else "rehearsed exactly so")
+
+    mark = "" if found["at_peak_rehearsed"] else "~"
+    idle = found["peak_reserved_bytes"] - sum(found["at_peak"].values())
+    parts = {name: found["at_peak"].get(name, 0) for name in CATEGORIES} | {"idle in the allocator": max(idle, 0)}
+    rows = [f"{name} {mark}{gib(nbytes)}" for name, nbytes in parts.items() if nbytes]
+    margin = high - room["beside"]["high_bytes"] - found["peak_reserved_bytes"]
+    rows += [f"and at most {gib(margin)}", f"CUDA context, NCCL {gib(room['beside']['high_bytes'])}"]
+    assert [row[2:] for row in texts(page, "#whatif-parts li")] == rows
+    facts = dict(zip(texts(page, "#whatif-facts dt"), texts(page, "#whatif-facts dd:nth-of-type(1)"), strict=True))
+    assert facts["reserved by torch"] == "~" * predicted + gib(found["peak_reserved_bytes"])
+    assert facts["decides"] == found["phase"]
+    assert facts["on the host"] == gib(found["host_bytes"])
+
+    longest = max(room["usable_bytes"], high)
+    bar, line = at(page, "bar").rect, at(page, "line").rect
+    assert line["x"] - bar["x"] == pytest.approx(bar["width"] * room["usable_bytes"] / longest, abs=2)
+    stacked = sum(each.rect["width"] for each in page.find_elements(By.CSS_SELECTOR, "#whatif-bar > span"))
+    total = sum(parts.values()) + margin + room["beside"]["high_bytes"]
+    assert stacked == pytest.approx(bar["width"] * total / longest, abs=2)
+
+
+def test_it_begins_with_what_is_recommended(page, plan, document):
+    chosen = plan.chosen
+    found, room = point(document, "one process, AdamW", chosen.strategy.micro_batch_size, 0)
+    assert found["process"] == chosen.process.model_dump()
+    assert found["at_peak"] == plan.ledger.at_peak
+    assert (found["found"], found["verdict"]) == ("rehearsed", plan.verdict)
+    shows(page, found, room)
+    assert state(page) == {}
+
+
+def test_sliders_move_by_the_keyboard_and_the_numbers_with_them(page, document):
+    (setting,) = [each for each in document["settings"] if each["title"] == "one process, AdamW"]
+    sizes = sorted({each["micro_batch_size"] for each in setting["points"]})
+    slider = at(page, "micro-batch")
+    slider.send_keys(Keys.HOME)
+    for size in sizes:
+        assert at(page, "micro-batch-said").text == slider.get_attribute("aria-valuetext") == str(size)
+        shows(page, *point(document, setting["title"], size, 0))
+        slider.send_keys(Keys.ARROW_RIGHT)
+    at(page, "blocks").send_keys(Keys.END)
+    shows(page, *point(document, setting["title"], sizes[-1], 20))
+    assert state(page) == {
+        "strategy": "one process, AdamW", "micro-batch": str(sizes[-1]), "blocks": "20", "card": "NVIDIA A40"
+    }  # fmt: skip
+    assert {each["verdict"] for each in setting["points"]} == {"FITS", "DOES NOT FIT"}
+
+
+def test_all_is_reached_with_the_tabulator(page):
+    names = {}
+    for _ in range(5):
+        page.switch_to.active_element.send_keys(Keys.TAB)
+        focused = page.switch_to.active_element
+        assert focused.value_of_css_property("outline-style") == "solid"
+        names[focused.get_attribute("id").removeprefix("whatif-")] = focused.accessible_name
+    assert names == {
+        "optimizer": "Optimizer",
+        "precision": "Precision",
+        "card": "Card",
+        "micro-batch": "Micro-batch",
+        "blocks": "Recomputed blocks",
+    }
+
+
+def test_a_choice_leaves_only_what_was_planned_with_it(page, document):
+    optimizer, precision = Select(at(page, "optimizer")), Select(at(page, "precision"))
+    assert [each.text for each in optimizer.options] == ["AdamW", "8-bit AdamW", "CAME"]
+    optimizer.select_by_visible_text("CAME")
+    precision.select_by_visible_text("bf16 without masters, rounded stochastically")
+    title = "one process, CAME, bf16 without masters"
+    assert state(page)["strategy"] == title
+    shows(page, *point(document, title, int(state(page)["micro-batch"]), int(state(page)["blocks"])))
+    optimizer.select_by_visible_text("8-bit AdamW")
+    assert state(page)["strategy"] == "one process, 8-bit AdamW"
+    assert not at(page, "precision").is_enabled()
+
+
+def test_another_card_is_judged_by_its_own_bytes(page, plan, document):
+    found, own = point(document, "one process, AdamW", plan.chosen.strategy.micro_batch_size, 0)
+    cards = {each["card"]: each for each in document["settings"][0]["rooms"]}
+    verdicts = {}
+    for card, room in cards.items():
+        if room is own:
+            continue
+        Select(at(page, "card")).select_by_visible_text(card)
+        asked_of = plan.question.model_copy(
+            update={"gpu": question_for("sana-1600m", card.removeprefix("NVIDIA ")).gpu}
+        )
+        around = beside(asked_of, plan.chosen.strategy)
+        taken = process(found["peak_reserved_bytes"], around, plan.band)
+        verdicts[card] = expected(taken, asked_of.gpu.usable_bytes)
+        changed = {"process": taken.model_dump(), "verdict": verdicts[card], "found": "predicted"}
+        shows(page, found | changed, {"usable_bytes": asked_of.gpu.usable_bytes, "beside": around.model_dump()})
+    assert verdicts == {"NVIDIA GeForce RTX 3090 Ti": "DOES NOT FIT", "NVIDIA RTX A6000": "FITS"}
+
+
+def test_the_address_keeps_what_is_asked(page, folder, document):
+    Select(at(page, "optimizer")).select_by_visible_text("8-bit AdamW")
+    at(page, "blocks").send_keys(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
+    before, address = state(page), page.current_url
+    assert before["blocks"] == "10"
+    page.refresh()
+    assert (state(page), page.current_url) == (before, address)
+    shows(page, *point(document, before["strategy"], int(before["micro-batch"]), 10))
+    assert at(page, "optimizer").get_attribute("value") == "8-bit AdamW"
+    assert at(page, "blocks-said").text == "10"
+
+
+def test_an_address_that_means_nothing_shows_what_is_recommended(page, folder, plan, document):
+    nonsense = {"strategy": "</script><b>", "micro-batch": "many", "blocks": "-1e9", "card": "abacus"}
+    page.get(f"{(folder / 'report.html').as_uri()}#{urlencode(nonsense)}")
+    shows(page, *point(document, "one process, AdamW", plan.chosen.strategy.micro_batch_size, 0))
+
+
+@pytest.mark.parametrize("pixels", [400, 1200])
+def test_it_is_as_wide_as_the_screen(page, pixels):
+    width(page, pixels)
+    at(page, "blocks").send_keys(Keys.ARROW_RIGHT)
+    assert page.execute_script("return document.documentElement.scrollWidth") <= pixels
+    inside = page.find_elements(By.CSS_SELECTOR, "#whatif *")
+    assert len(inside) > 40
+    assert all(each.rect["x"] + each.rect["width"] <= pixels for each in inside if each.is_displayed())
+
+
+def test_bars_are_told_apart_without_colours(page):
+    letters = texts(page, "#whatif-bar i")
+    assert len(letters) >= 3
+    assert set(letters) <= {row[0] for row in texts(page, "#whatif-parts li")}
+
+
+def test_it_asks_for_nothing_and_complains_of_nothing(page, folder):
+    at(page, "micro-batch").send_keys(Keys.ARROW_RIGHT)
+    assert page.get_log("browser") == []
+    own = (folder / "report.html").as_uri()
+    assert {address for address in asked(page) if not address.startswith("about:")} == {own}
+    assert (folder / "report.html").stat().st_size < 1_000_000
+
+
+def test_without_scripts_all_else_is_there(chromium, folder):
+    chromium.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": True})
+    try:
+        chromium.get((folder / "report.html").as_uri())
+        assert not chromium.find_element(By.ID, "whatif").is_displayed()
+        text = chromium.find_element(By.TAG_NAME, "main").text
+    finally:
+        chromium.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})
+    assert "With scripts, sliders here show what other settings take" in text
+    assert re.search(r"Memory by phase", text)
