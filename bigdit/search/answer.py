@@ -23,6 +23,7 @@ from bigdit.search.limits import bucket_limits, limits_on
 from bigdit.search.needs.dataset import DatasetNeed, dataset_need, encoding_request
 from bigdit.search.needs.schedule import run
 from bigdit.search.plan import Plan, Run, Step
+from bigdit.search.points.averages import averages
 from bigdit.search.points.curves import curves, runs
 from bigdit.search.points.settings import settings
 from bigdit.search.predict.anchors import Sample
@@ -92,6 +93,7 @@ def _plan(pool: Pool, question: Question, evidence: Evidence, cards: Cards | Non
     steps, notices = _explained(pool, sample, question, evidence, chosen)
     buckets = bucket_limits(pool, sample, question, chosen.candidate, room, cards)
     ran = runs(sample, chosen.candidate, buckets[0], room, cards)
+    every = [*found.options, *averages(pool, sample, question, found.options, option)]
     return Plan(
         question=question,
         params=answer.params,
@@ -107,7 +109,7 @@ def _plan(pool: Pool, question: Question, evidence: Evidence, cards: Cards | Non
         rejected=tuple(found.rejected),
         buckets=buckets,
         curves=curves(question, chosen.candidate, evidence.band, ran),
-        settings=settings(sample, question, found.options, found.best, rows, ran, evidence),
+        settings=settings(sample, question, every, found.best, rows, ran, evidence),
         smaller=smaller(question, chosen.candidate, evidence),
         fixes=() if fits else fixes(pool, sample, question, evidence, known[0]),
         dataset=_dataset(pool, question, batch),

@@ -133,12 +133,12 @@ def test_sliders_move_by_the_keyboard_and_the_numbers_with_them(page, document):
     assert state(page) == {
         "strategy": "one process, AdamW", "micro-batch": str(sizes[-1]), "blocks": "20", "card": "NVIDIA A40"
     }  # fmt: skip
-    assert {each["verdict"] for each in setting["points"]} == {"FITS", "DOES NOT FIT"}
+    assert {each["verdict"] for each in setting["points"]} == {"FITS", "TIGHT", "DOES NOT FIT"}
 
 
 def test_all_is_reached_with_the_tabulator(page):
     names = {}
-    for _ in range(5):
+    for _ in range(6):
         page.switch_to.active_element.send_keys(Keys.TAB)
         focused = page.switch_to.active_element
         assert focused.value_of_css_property("outline-style") == "solid"
@@ -146,6 +146,7 @@ def test_all_is_reached_with_the_tabulator(page):
     assert names == {
         "optimizer": "Optimizer",
         "precision": "Precision",
+        "average": "EMA",
         "card": "Card",
         "micro-batch": "Micro-batch",
         "blocks": "Recomputed blocks",
@@ -160,8 +161,11 @@ def test_a_choice_leaves_only_what_was_planned_with_it(page, document):
     title = "one process, CAME, bf16 without masters"
     assert state(page)["strategy"] == title
     shows(page, *point(document, title, int(state(page)["micro-batch"]), int(state(page)["blocks"])))
+    Select(at(page, "average")).select_by_visible_text("EMA in fp32 on the card")
+    assert state(page)["strategy"] == f"{title}, EMA on the card"
+    assert any(row.startswith("F EMA ~") for row in texts(page, "#whatif-parts li"))
     optimizer.select_by_visible_text("8-bit AdamW")
-    assert state(page)["strategy"] == "one process, 8-bit AdamW"
+    assert state(page)["strategy"] == "one process, 8-bit AdamW, EMA on the card"
     assert not at(page, "precision").is_enabled()
 
 

@@ -3,6 +3,7 @@
 import pytest
 
 from bigdit import catalog
+from bigdit.rehearse import RehearsedSize
 from bigdit.rehearse.pool import Pool
 from bigdit.search.answer import make_plan
 from bigdit.search.ask import question_for
@@ -22,8 +23,9 @@ def plan() -> Plan:
 
 
 def test_every_option_is_there_at_a_whole_grid(plan: Plan) -> None:
-    titles = {proposal.title for proposal in proposals(plan.question)[0] if not proposal.last_resort}
-    assert {setting.title for setting in plan.settings} == titles
+    titles = [proposal.title for proposal in proposals(plan.question)[0] if not proposal.last_resort]
+    averages = [f"{title}, EMA on the {place}" for place in ("card", "host") for title in titles]
+    assert [setting.title for setting in plan.settings] == [*titles, *averages]
     for setting in plan.settings:
         places = [(point.micro_batch_size, point.checkpointed_blocks) for point in setting.points]
         sizes, blocks = ({place[at] for place in places} for at in (0, 1))
@@ -56,6 +58,23 @@ def test_a_predicted_point_says_what_its_bytes_say(plan: Plan) -> None:
         assert each.verdict == expected(each.process, usable)
         assert sum(each.at_peak.values()) <= each.peak_reserved_bytes + len(each.at_peak)
         assert not each.at_peak_rehearsed
+
+
+@pytest.mark.parametrize("place", ["card", "host"])
+def test_an_average_beside_another_optimizer_is_what_its_own_rehearsal_finds(plan: Plan, place: str) -> None:
+    """Though only AdamW was rehearsed with one."""
+    (setting,) = [each for each in plan.settings if each.title == f"one process, 8-bit AdamW, EMA on the {place}"]
+    (point,) = [each for each in setting.points if (each.micro_batch_size, each.checkpointed_blocks) == (2, 20)]
+    strategy = setting.strategy.settled(micro_batch_size=2, grad_accum_steps=1, checkpointed_blocks=20)
+    with Pool() as pool:
+        (found,) = pool.rehearse([Sample(plan.question.model, plan.question.gpu, (1024, 1024)).request(strategy)])
+    assert isinstance(found, RehearsedSize)
+    known = found.ledger
+    assert point.phase == known.deciding.phase
+    assert ("EMA" in known.at_peak) is (place == "card")
+    for category in {*point.at_peak, *known.at_peak}:
+        error = abs(point.at_peak.get(category, 0) - known.at_peak.get(category, 0))
+        assert error <= 1e-4 * known.peak_allocated_bytes, category
 
 
 def test_more_samples_take_more_and_more_recomputed_blocks_less(plan: Plan) -> None:

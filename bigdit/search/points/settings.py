@@ -26,7 +26,7 @@ from bigdit.search.predict.anchors import Sample
 from bigdit.search.question import Question
 from bigdit.spec import Strategy
 
-MOST_SIZES = 9
+MOST_SIZES = 7
 """Micro-batch sizes of an option, beside those that ran: some hundreds of points in all, and a page below 1 MB."""
 
 
@@ -55,13 +55,18 @@ def settings(
         strategy = option.proposal.strategy
         rooms = _rooms(sample, question, strategy)
         most = BEYOND * max(room.usable_bytes - room.beside.high_bytes for room in rooms)
-        wanted = [row.strategy for row in known.values() if alike(strategy, row.strategy)]
+        wanted = [best[0].candidate.strategy, *(row.strategy for row in known.values() if _beside(strategy, row))]
         blocks = _blocks(question, option, wanted)
         sizes = _sizes(question, option, max(blocks), most, wanted)
         places = [candidate(question, option, size, count, evidence) for size in sizes for count in blocks]
         points = tuple(_point(question, place, known, rehearsed, evidence) for place in places)
         found.append(Setting(title=option.proposal.title, strategy=strategy, rooms=rooms, points=points))
     return tuple(found)
+
+
+def _beside(strategy: Strategy, row: Choice) -> bool:
+    """Whether a choice is the strategy at sizes of its own, but for the average."""
+    return alike(strategy.model_copy(update={"ema": row.strategy.ema}), row.strategy)
 
 
 def _point(

@@ -169,9 +169,9 @@ def varied(outline: Outline, base: Outline, other: Outline) -> Outline:
     micro-batch size is enough. Activations and gradients stay those of `outline`; what differs is the state that is
     live all along, and the phases without activations, which are those of `other`.
     """
-    ours = _numbered(base.phases)
+    ours = numbered(base.phases)
     lines, parts = [], []
-    for at, key in enumerate(_numbered(other.phases)):
+    for at, key in enumerate(numbered(other.phases)):
         if key in ours and key[0] in OF_ACTIVATIONS:
             number = ours[key]
             # The first moment of a span is what the one before it left; column 0 is the span's peak.
@@ -193,6 +193,6 @@ def varied(outline: Outline, base: Outline, other: Outline) -> Outline:
     )
 
 
-def _numbered(phases: tuple[str, ...]) -> dict[tuple[str, int], int]:
+def numbered(phases: tuple[str, ...]) -> dict[tuple[str, int], int]:
     """Each span by its phase and how often that came before."""
     return {(phase, phases[:at].count(phase)): at for at, phase in enumerate(phases)}
