@@ -1,7 +1,7 @@
-"""Scikit-learn's 1,797 handwritten digits as PNG files with captions, and a classifier that reads digits.
+"""Scikit-learn's 1,797 handwritten digits as PNG files, and a classifier that reads digits.
 
-Real pictures without a download. They are padded to three aspect ratios in turn (8 × 8, 8 × 12 and 12 × 8
-pixels, height × width), so that buckets are used.
+Real pictures without a download. With captions they are padded to three aspect ratios in turn (8 × 8, 8 × 12 and 12 × 8
+pixels, height × width), so that buckets are used; by class they are 8 × 8, in a folder a digit.
 """
 
 from __future__ import annotations
@@ -38,6 +38,17 @@ def write_digits(folder: Path) -> int:
     return len(pictures)
 
 
+def write_classes(folder: Path) -> int:
+    """Write all digits into a folder of each class, `seven/0007.png`; returns their count."""
+    digits = load_digits()
+    pictures = np.round(digits.images * (255 / INK)).astype(np.uint8)
+    for i, (picture, digit) in enumerate(zip(pictures, digits.target, strict=True)):
+        place = folder / WORDS[digit]
+        place.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(picture).save(place / f"{i:04d}.png")
+    return len(pictures)
+
+
 def read_digits(pictures: Sequence[npt.NDArray[np.uint8]]) -> list[int]:
     """What a support vector machine, fitted on the real digits alone, reads in pictures [8, 8]."""
     digits = load_digits()
@@ -49,8 +60,12 @@ def read_digits(pictures: Sequence[npt.NDArray[np.uint8]]) -> list[int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Write scikit-learn's handwritten digits as PNG files with captions.")
     parser.add_argument("folder", type=Path)
-    folder = parser.parse_args().folder
-    print(f"wrote {write_digits(folder)} pictures with captions to {folder}")
+    parser.add_argument("--classes", action="store_true", help="without captions, in a folder a class")
+    asked = parser.parse_args()
+    if asked.classes:
+        print(f"wrote {write_classes(asked.folder)} pictures by class to {asked.folder}")
+    else:
+        print(f"wrote {write_digits(asked.folder)} pictures with captions to {asked.folder}")
 
 
 if __name__ == "__main__":

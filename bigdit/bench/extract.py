@@ -114,7 +114,8 @@ class _Loop:
     def __init__(self, run: RunConfig, items: Sequence[Item], folder: Path) -> None:
         device = encoding_device(run.encoders.device)
         self._codec: ImageCodec = load_image_codec(run.encoders.image, device, 1)
-        self._text: TextEncoder = load_text_encoder(run.encoders.text, device, 1)
+        text = run.encoders.text
+        self._text: TextEncoder | None = None if text is None else load_text_encoder(text, device, 1)
         self._buckets, self._items, self._folder = run.data.buckets, items, folder
         self.captions: set[str] = set()
         folder.mkdir()
@@ -131,7 +132,7 @@ class _Loop:
             latents = self._codec.encode(to_unit_range(torch.tensor(pixels)[None]), [item.index])
             captions = [each.text for each in sample.captions]
             self.captions.update(captions)
-            texts = [text.states.cpu() for text in self._text.encode(captions)]
-            saved = {"latents": latents.to("cpu", self._codec.stored_dtype), "texts": texts}
+            texts = [text.states.cpu() for text in self._text.encode(captions)] if self._text else []
+            saved = {"latents": latents.to("cpu", self._codec.stored_dtype), "texts": texts, "label": sample.label}
             torch.save(saved, self._folder / f"{item.index}.pt")
         return (time.perf_counter() - began) / len(self._items)

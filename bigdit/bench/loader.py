@@ -25,8 +25,8 @@ from bigdit.units import gib
 Place = tuple[Shape, int, int, int]
 """A sample's bucket, part, row and seed."""
 
-Sample = tuple[torch.Tensor, Text]
-"""Latents and the text of a caption, as they are stored."""
+Sample = tuple[torch.Tensor, Text | int]
+"""Latents and the text of a caption, or a class, as they are stored."""
 
 
 def bench_loader(
@@ -51,7 +51,8 @@ def bench_loader(
         threads=threads,
         pin_memory=pinned,
     )
-    naive = data_loader(run.data, (places(stream, step) for step in range(last)), store.max_tokens, pinned=pinned)
+    tokens = store.text_shape and store.text_shape[0]
+    naive = data_loader(run.data, (places(stream, step) for step in range(last)), tokens, pinned=pinned)
     with closing(stream.steps(0, last)) as steps:
         turns = {
             f"torch DataLoader, {_count(threads, 'process')}": lambda: _seconds(naive, batches),
@@ -80,7 +81,7 @@ def places(stream: FeatureStream, step: int) -> list[Place]:
 
 
 def data_loader(
-    data: DataConfig, batches: Iterator[Sequence[Place]], max_tokens: int, *, pinned: bool
+    data: DataConfig, batches: Iterator[Sequence[Place]], max_tokens: int | None, *, pinned: bool
 ) -> Iterator[Sequence[torch.Tensor]]:
     """What one would write: a dataset that reads a sample, and torch's loader, whose processes stack and pad them."""
     return iter(
@@ -88,7 +89,7 @@ def data_loader(
             _Samples(data),
             batch_sampler=batches,
             num_workers=data.read_threads,
-            collate_fn=_Collated(max_tokens),
+            collate_fn=_stacked if max_tokens is None else _Collated(max_tokens),
             pin_memory=pinned,
         )
     )
@@ -110,7 +111,14 @@ class _Samples(Dataset[Sample]):
         if self._store.has_deviation:
             mean, deviation = latents.float()
             latents = torch.randn(bucket).mul_(deviation).add_(mean)
+        if part.labels:
+            return latents, int(part.labels[bucket][row])
         return latents, part.text(part.choose_caption(bucket, row, draw(seed, b"caption")))
+
+
+def _stacked(samples: Sequence[tuple[torch.Tensor, int]]) -> list[torch.Tensor]:
+    """Samples as the tensors of a batch: latents and labels."""
+    return [torch.stack([latents for latents, _ in samples]), torch.tensor([label for _, label in samples])]
 
 
 class _Collated:
@@ -119,7 +127,7 @@ class _Collated:
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
 
-    def __call__(self, samples: Sequence[Sample]) -> list[torch.Tensor]:
+    def __call__(self, samples: Sequence[tuple[torch.Tensor, Text]]) -> list[torch.Tensor]:
         text, mask = pad_text([text.states for _, text in samples], self._max_tokens)
         pooled = [text.pooled for _, text in samples if text.pooled is not None]
         return [

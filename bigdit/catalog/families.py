@@ -11,9 +11,9 @@ class Inputs(Strict):
 
     `text_dim`: the constructor argument with the width of the text embeddings (a list says it first), None without
     text; `text_layers`: the one with the number of layers that are joined in them; `joined` layers of the text encoder
-    make up one such width. `extras`: the further inputs, as
-    its adapter names them. `packs`: latents go in as 2 × 2 patches in the channels. `video`: latents have frames.
-    `square`: height and width are one number to it.
+    make up one such width. `extras`: the further inputs, as its adapter names them. `classes`: the argument with the
+    number of classes, of a family that is fed one of them. `packs`: latents go in as 2 × 2 patches in the channels.
+    `video`: latents have frames. `square`: height and width are one number to it; `fixed`: that of `sample_size`.
     `depths`: the lists of like blocks, in the order of the forward pass, each with the constructor argument that
     says its length. `even`: the class takes an even number of blocks alone, whose halves are joined by skips.
     `routed`: tokens go to experts by their values, and with them memory.
@@ -24,9 +24,11 @@ class Inputs(Strict):
     text_layers: str | None = None
     joined: int = 1
     extras: tuple[str, ...] = ()
+    classes: str | None = None
     packs: bool = False
     video: bool = False
     square: bool = False
+    fixed: bool = False
     depths: dict[str, str] = {"transformer_blocks": "num_layers"}
     even: bool = False
     routed: bool = False
@@ -62,8 +64,17 @@ FAMILIES: dict[str, Inputs] = {
         depths={"double_stream_blocks": "num_layers", "single_stream_blocks": "num_single_layers"},
         routed=True,
     ),
-    "DiTTransformer2DModel": Inputs(extras=("class_label",), square=True, objective=DDPM),
-    "PaperDiT": Inputs(extras=("class_label",), square=True, depths={"blocks": "depth"}, objective=DDPM),
+    "DiTTransformer2DModel": Inputs(
+        extras=("class_label",), classes="num_embeds_ada_norm", square=True, objective=DDPM
+    ),
+    "PaperDiT": Inputs(
+        extras=("class_label",),
+        classes="num_classes",
+        square=True,
+        fixed=True,
+        depths={"blocks": "depth"},
+        objective=DDPM,
+    ),
     "PixArtTransformer2DModel": Inputs(text_dim="caption_channels", objective=DDPM),
     "SD3Transformer2DModel": Inputs(text_dim="joint_attention_dim", extras=("pooled_text",)),
     "FluxTransformer2DModel": Inputs(
@@ -121,13 +132,17 @@ def argument_problems(spec: ModelSpec) -> list[str]:
     ]
 
 
+_STORED = ("pooled_text", "class_label")
+"""Of the extras of families, those that the feature store keeps."""
+
+
 def training_obstacle(class_name: str) -> str | None:
-    """Why a class cannot be trained from a feature store, of latents, one text sequence and its pooled vector; None
-    where it can."""
+    """Why a class cannot be trained from a feature store, of latents and of one text sequence with its pooled vector or
+    of a class of each picture; None where it can."""
     inputs = FAMILIES.get(class_name)
     if inputs is None:
         return f"no family adapter yet: {class_name}"
-    missing = [extra for extra in inputs.extras if extra != "pooled_text"]
+    missing = [extra for extra in inputs.extras if extra not in _STORED]
     if missing:
         return f"the feature store keeps no {' and no '.join(missing)}, which {class_name} is fed"
     return f"the feature store keeps pictures, and {class_name} makes videos" if inputs.video else None

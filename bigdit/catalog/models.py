@@ -87,7 +87,7 @@ class CatalogModel(Strict):
 
     @property
     def training_obstacle(self) -> str | None:
-        """Why it cannot be trained from a feature store, of latents and one text sequence; None where it can."""
+        """Why it cannot be trained from a feature store, of latents and text or classes; None where it can."""
         return training_obstacle(self.spec.class_name)
 
     @property

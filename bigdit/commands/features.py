@@ -13,6 +13,7 @@ from bigdit.commands.options import Json, Set
 if TYPE_CHECKING:
     from bigdit.extract.report import StoreReport
     from bigdit.extract.verify import Damaged
+    from bigdit.store.classes import Known
 
 HELP = "Look at a feature store, check every byte of it, and mend it."
 
@@ -129,6 +130,10 @@ _SHARES = {
 """Heads of the columns of Shares."""
 
 
+_NAMED = 12
+"""Classes that a line names."""
+
+
 def _identity(report: StoreReport) -> dict[str, str]:
     """What a store was made from and by, a line each."""
     from bigdit.units import gib
@@ -137,8 +142,18 @@ def _identity(report: StoreReport) -> dict[str, str]:
     for number, source in enumerate(report.sources):
         found[f"source {number}"] = f"{source.get('kind')}: {source['count']} pictures, digest {source.get('digest')}"
     for what, identity in (("image", report.codec), ("text", report.text_encoder)):
-        found[what] = ", ".join(_said("", identity))
+        if identity:
+            found[what] = ", ".join(_said("", identity))
+    if report.classes is not None:
+        found["classes"] = _classes(report.classes)
     return found
+
+
+def _classes(known: Known) -> str:
+    """`1000: n01440764, n01443537, …`; of classes without names how many there are."""
+    if isinstance(known, int):
+        return f"{known}, by their numbers"
+    return f"{len(known)}: {', '.join(known[:_NAMED])}{', …' if len(known) > _NAMED else ''}"
 
 
 def _said(prefix: str, identity: dict[str, Any]) -> Iterator[str]:

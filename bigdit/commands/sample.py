@@ -1,4 +1,4 @@
-"""`bigdit sample`: pictures from captions, and a grid of them."""
+"""`bigdit sample`: pictures from captions or classes, and a grid of them."""
 
 from __future__ import annotations
 
@@ -19,8 +19,13 @@ if TYPE_CHECKING:
 def run(
     checkpoint: Annotated[Path, typer.Option(help="A checkpoint, or the output of a run: then its latest.")],
     out: Annotated[Path, typer.Option(help="The folder for the pictures and grid.png.")],
-    caption: Annotated[list[str], typer.Option(help="A caption; repeatable.")] = [],  # noqa: B006
-    captions: Annotated[Path | None, typer.Option(help="A text file with a caption a line.")] = None,
+    caption: Annotated[
+        list[str],
+        typer.Option(
+            "--caption", "--label", help="A caption; of a model of classes, one's name or number; repeatable."
+        ),
+    ] = [],  # noqa: B006
+    captions: Annotated[Path | None, typer.Option(help="A text file with a caption, or a class, a line.")] = None,
     size: Annotated[str | None, typer.Option(metavar="HxW", help="Pixels; the run's first bucket if left out.")] = None,
     steps: Annotated[int, typer.Option(min=1, max=1000, help="Steps from noise to picture.")] = 20,
     sampler: Annotated[
@@ -34,18 +39,18 @@ def run(
     guidance: Annotated[float, typer.Option(min=0, help="Classifier-free guidance; 1 is none.")] = 3.0,
     negative: Annotated[
         str | None,
-        typer.Option(metavar="TEXT", help="What guidance leads away from; the empty caption if left out."),
+        typer.Option(metavar="TEXT", help="What guidance leads away from; no caption, or no class, if left out."),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, max=LARGEST, help="Picture i is drawn from seed + i.")] = 0,
     ema: Annotated[bool, typer.Option("--ema", help="The moving average of the weights (train.ema).")] = False,
     as_json: Json = False,
 ) -> None:
-    """Draw one picture a caption with a trained checkpoint."""
+    """Draw one picture a caption, or a class, with a trained checkpoint."""
     from bigdit.errors import UserError
 
     wanted = [*caption, *_lines(captions)]
     if not wanted:
-        raise UserError("no caption was given; pass --caption TEXT, or --captions FILE with one a line")
+        raise UserError("no caption was given; pass --caption TEXT, --label CLASS, or --captions FILE with one a line")
     height_width = _size(size) if size else None
     drawn_by = _sampler(sampler)
     if not math.isfinite(guidance):

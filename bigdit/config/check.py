@@ -114,8 +114,12 @@ def _check_latents(run: RunConfig, model: ModelSpec) -> list[str]:
 
 
 def _check_text(run: RunConfig, model: ModelSpec) -> list[str]:
-    text = run.encoders.text
-    if sum(way is not None for way in (text.pipeline, text.path, text.config)) != 1:
+    text, labelled = run.encoders.text, [source.label is not None for source in run.data.images]
+    if any(labelled):
+        return _check_labels(run, labelled.count(False))
+    if run.data.classes is not None:
+        return ["data.classes names classes, and data.images has no label; set it, or leave data.classes out"]
+    if text is None or sum(way is not None for way in (text.pipeline, text.path, text.config)) != 1:
         return [
             "encoders.text needs one of pipeline (a diffusers pipeline's folder), path (a T5's folder) and config "
             "(random weights)"
@@ -145,6 +149,18 @@ def _check_schedule(run: RunConfig) -> list[str]:
         )
     if train.min_lr > run.optimizer.lr:
         problems.append(f"train.min_lr is {train.min_lr:g}, above optimizer.lr {run.optimizer.lr:g}, which falls to it")
+    return problems
+
+
+def _check_labels(run: RunConfig, unlabelled: int) -> list[str]:
+    problems = []
+    if unlabelled:
+        problems.append(f"data.images: {unlabelled} of {len(run.data.images)} sources have no label; give each one")
+    if run.encoders.text is not None:
+        problems.append("encoders.text encodes captions, and data.images has a label instead; leave out one of them")
+    classes = run.data.classes or ()
+    if twice := sorted({name for name in classes if classes.count(name) > 1}):
+        problems.append(f"data.classes names {', '.join(twice[:3])} twice; each class has one number")
     return problems
 
 

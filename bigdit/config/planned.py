@@ -115,10 +115,11 @@ def plan_notices(run: RunConfig, plan: PlanFile, catalogue: str) -> list[str]:
             f"data.buckets holds {', '.join(larger)}, and the plan is for {height} × {width} (question.resolution) and "
             "what fits as it does (micro_batch_sizes): larger samples take more memory than it says"
         )
-    tokens = plan.batch.text and plan.batch.text[0]
-    if tokens and (run.encoders.text.tokens_asked or 0) > tokens:
+    tokens, text = plan.batch.text and plan.batch.text[0], run.encoders.text
+    asked = text and text.tokens_asked
+    if tokens and (asked or 0) > tokens:
         lines.append(
-            f"encoders.text.max_tokens is {run.encoders.text.tokens_asked}, and the plan is for {tokens} (batch.text): "
+            f"encoders.text.max_tokens is {asked}, and the plan is for {tokens} (batch.text): "
             "longer text takes more memory than it says"
         )
     return lines

@@ -54,7 +54,7 @@ SourceKind = Literal["folder", "csv", "parquet", "webdataset", "datasets"]
 
 
 class SourceConfig(Strict):
-    """Pictures and their captions. A string stands for a `path` alone.
+    """Pictures and their captions, or their classes. A string stands for a `path` alone.
 
     `path`: a folder of pictures with `.txt` or `.json` captions beside them; a CSV or Parquet file of paths and
     captions; Parquet files or WebDataset tars: one, a folder, or a pattern (`*.tar`, `{000..099}.tar`); a folder of
@@ -62,6 +62,8 @@ class SourceConfig(Strict):
     Of tables: `image`, the column of pictures or of their paths, and `captions`, the columns of captions: one,
     several, or a mapping of columns to their weights, each a number or the column that holds it. `split`: which
     of several a `datasets` or Parquet folder is read.
+    `label`: where the class of a picture stands, for models of classes, and then no captions are read: a column of a
+    table, a key of the `.json` in tars, or `folder`: the first folder of its path, as in `n01440764/x.jpg`.
     `follow_links`: of a folder of pictures, whether links to files outside it are read. Without it each is skipped,
     with a line in the report; links to files within the folder are read, and links to folders are never entered.
     """
@@ -70,6 +72,7 @@ class SourceConfig(Strict):
     kind: SourceKind | None = None
     image: str | None = None
     captions: dict[str, float | str] = {}
+    label: str | None = None
     split: str | None = None
     follow_links: Switch = False
 
@@ -79,6 +82,12 @@ class SourceConfig(Strict):
         if not isinstance(value, dict | str | Path | SourceConfig):
             raise ValueError("it is a path, or a mapping with path")
         return {"path": value} if isinstance(value, str | Path) else value
+
+    @model_validator(mode="after")
+    def _one_condition(self) -> SourceConfig:
+        if self.label is not None and self.captions:
+            raise ValueError("captions and label are both set, and a model is fed one of them; leave out the other")
+        return self
 
     @field_validator("captions", mode="before")
     @classmethod
@@ -100,10 +109,12 @@ class SourceConfig(Strict):
 class DataConfig(Strict):
     """`images`: the source of pictures and captions, or a list of sources, one after another: what is appended
     to the list later leaves the features before it as they are. `features`: where they are encoded to.
+    `classes`: of sources with a `label`, the names of the classes from class 0 on. Left out, they are the folders'
+    names, sorted, or labels are the numbers themselves.
 
     `buckets`: the sizes [height, width] in pixels that pictures are brought to, each to the nearest aspect
     ratio. `part_size`: pictures of the source in one part of the store; `workers`: processes that encode.
-    `caption_dropout`: the share of samples trained on the empty caption, for classifier-free guidance
+    `caption_dropout`: the share of samples trained on the empty caption, or on no class, for classifier-free guidance
     (Ho & Salimans, arXiv:2207.12598). `read_ahead_steps`: steps whose micro-batches are read, and held on the
     host, before they are trained on; `read_threads`: that read them. `reader`: how the store's files are read: pread,
     or mmap, which spends less of the CPU on a store that is on a local disk and fits into the page cache, reads too
@@ -113,6 +124,7 @@ class DataConfig(Strict):
 
     images: tuple[SourceConfig, ...]
     features: Path
+    classes: tuple[str, ...] | None = Field(default=None, min_length=1)
     buckets: tuple[tuple[Side, Side], ...] = Field(min_length=1)
     part_size: Count = 256
     workers: Processes = 1
@@ -193,7 +205,8 @@ class TextEncoderConfig(Strict):
 
 
 class EncodersConfig(Strict):
-    """What turns pictures (`image`) and captions (`text`) into features. The same encoders serve sampling.
+    """What turns pictures (`image`) and captions (`text`; of a model of classes, none) into features. The same encoders
+    serve sampling.
 
     `device`: where they encode; auto: on the GPUs of the machine, its workers by turns, or else on its cores.
     `batch_size`: pictures, and captions, that are encoded at once; auto: on a GPU what the rehearsed encode phase of
@@ -201,7 +214,7 @@ class EncodersConfig(Strict):
     """
 
     image: IdentityCodec | VaeCodec = Field(discriminator="name")
-    text: TextEncoderConfig
+    text: TextEncoderConfig | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
     batch_size: Count | Literal["auto"] = "auto"
 

@@ -26,6 +26,20 @@ def latent_misfits(model: ModelSpec, channels: int) -> list[str]:
     return [] if taken in (None, given) else [f"{given} channels{how}, and the model's in_channels is {taken}"]
 
 
+def size_misfits(model: ModelSpec, shapes: Iterable[Shape]) -> list[str]:
+    """What keeps the model from latents of these shapes."""
+    family = FAMILIES.get(model.class_name)
+    if family is None or not family.square:
+        return []
+    side = model.kwargs.get("sample_size") if family.fixed else None
+    takes = "squares alone" if side is None else f"{side} × {side} alone (its sample_size)"
+    return [
+        f"latents of {shape_name(shape)}, and {model.class_name} takes {takes}"
+        for shape in shapes
+        if shape[-1] != shape[-2] or side not in (None, shape[-1])
+    ]
+
+
 def text_misfits(model: ModelSpec, dim: int, pooled_dim: int | None) -> list[str]:
     """What keeps the model from hidden states of `dim` and a pooled vector of `pooled_dim`, None without."""
     family = FAMILIES.get(model.class_name)
@@ -50,8 +64,10 @@ def run_misfits(run: RunConfig, schema: StoreSchema) -> list[str]:
     `bigdit extract` reads all weights, and tokenizers too.
     """
     image, text = run.encoders.image, run.encoders.text
-    sections = [("encoders.image", _codec(image), schema.codec), ("encoders.text", _text(text), schema.text_encoder)]
-    if text.pipeline is not None:
+    sections = [("encoders.image", _codec(image), schema.codec)]
+    if text is not None:
+        sections.append(("encoders.text", _text(text), schema.text_encoder))
+    if text is not None and text.pipeline is not None:
         sections += [
             (f"encoders.text.pipeline, in {name},", _saved(text.pipeline / name, text.dtype), found)
             for name, found in schema.text_encoder.get("components", {}).items()
@@ -62,6 +78,8 @@ def run_misfits(run: RunConfig, schema: StoreSchema) -> list[str]:
         for key, value in asked.items()
         if found.get(key) not in (None, value)
     ]
+    if run.data.classes is not None and schema.classes != list(run.data.classes):
+        problems.append("it was encoded with other classes, or in another order, than data.classes names")
     if set(run.data.buckets) != set(schema.buckets):
         there, asked = (", ".join(f"{h} × {w}" for h, w in sizes) for sizes in (schema.buckets, run.data.buckets))
         problems.append(

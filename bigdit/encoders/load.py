@@ -16,10 +16,10 @@ from bigdit.encoders.text_encoder import TextEncoder
 
 @dataclass(frozen=True)
 class Encoders:
-    """What turns pictures and captions into features, and where."""
+    """What turns pictures and captions into features, and where; no text where pictures have classes."""
 
     image: ImageCodec
-    text: TextEncoder
+    text: TextEncoder | None
     device: torch.device
 
 
@@ -34,8 +34,8 @@ def load_encoders(config: EncodersConfig, worker: int = 0) -> Encoders:
         # As fast on one core (benchmarks/text_batches.py), and matrix products of other shapes round otherwise: alone,
         # a caption has the same bytes in whatever part it comes first, so any split of the work gives the same store.
         captions = 1
-    text = load_text_encoder(config.text, device, captions)
-    return Encoders(load_image_codec(config.image, device, size), TextCache(text), device)
+    text = None if config.text is None else TextCache(load_text_encoder(config.text, device, captions))
+    return Encoders(load_image_codec(config.image, device, size), text, device)
 
 
 def load_text_encoder(

@@ -7,9 +7,10 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from bigdit.catalog.classes import class_count, class_misfits, condition_problems, takes_classes
 from bigdit.config.run import RunConfig
 from bigdit.encoders.codecs import ImageCodec, load_image_codec
-from bigdit.encoders.fit import latent_misfits, text_misfits
+from bigdit.encoders.fit import latent_misfits, size_misfits, text_misfits
 from bigdit.encoders.load import load_text_encoder
 from bigdit.encoders.text_encoder import TextEncoder
 from bigdit.errors import UserError
@@ -19,6 +20,7 @@ from bigdit.extract.report import FILE as REPORT
 from bigdit.extract.report import ExtractReport, StoreReport, extract_report, store_report
 from bigdit.files import write_text
 from bigdit.sources import Source, open_source
+from bigdit.sources.open import SourceList
 from bigdit.spec import ModelSpec
 from bigdit.store.in_hand import own_folder, remove_left
 from bigdit.store.null_text import write_null_text
@@ -52,6 +54,8 @@ def extract(
         raise UserError(
             f"data.features: {url_of(root)} is read, and not extracted to; extract into a folder, and copy it there"
         )
+    if problems := condition_problems(run, model):
+        raise UserError(*problems)
     source = open_source(run.data)
     first, last = parse_split(len(source), start, end, shard)
     schema = _prepare(run, model, source)
@@ -60,25 +64,34 @@ def extract(
     wanted = job.left()
     if wanted:
         engine(job, source)
-    with own_folder(root) as folder:  # a worker has written it, unless there was nothing to encode
-        write_null_text(root, lambda: load_text_encoder(run.encoders.text).null(), store_identity(schema), folder)
+    if (text := run.encoders.text) is not None:
+        with own_folder(root) as folder:  # a worker has written it, unless there was nothing to encode
+            write_null_text(root, lambda: load_text_encoder(text).null(), store_identity(schema), folder)
     whole = not missing(root, schema.ranges())
     store = _whole(root, schema, changed=bool(wanted)) if whole else None
     return extract_report(root, wanted, time.perf_counter() - began, store)
 
 
-def _prepare(run: RunConfig, model: ModelSpec, source: Source) -> StoreSchema:
+def _prepare(run: RunConfig, model: ModelSpec, source: SourceList) -> StoreSchema:
     """Load the encoders once to name them, check what hangs together, and claim the store."""
-    codec, text_encoder = load_image_codec(run.encoders.image), load_text_encoder(run.encoders.text)
-    problems = [*_unfit_buckets(run, codec), *_unfit_model(model, codec, text_encoder)]
+    codec, text = load_image_codec(run.encoders.image), run.encoders.text
+    text_encoder = None if text is None else load_text_encoder(text)
+    classes = (source.class_names or class_count(model)) if takes_classes(model) else None
+    shapes = [codec.latent_shape(bucket) for bucket in run.data.buckets]
+    problems = [
+        *_unfit_buckets(run, codec),
+        *_unfit_model(model, codec, text_encoder, classes),
+        *(f"data.buckets gives {misfit}" for misfit in size_misfits(model, shapes)),
+    ]
     if problems:
         raise UserError(*problems)
     schema = StoreSchema(
         codec=codec.identity,
-        text_encoder=text_encoder.identity,
+        text_encoder=text_encoder.identity if text_encoder else {},
         buckets=list(run.data.buckets),
         sources=source.identity["sources"],
         part_size=run.data.part_size,
+        classes=classes,
     )
     root = run.data.features
     claim(root, schema)
@@ -96,11 +109,13 @@ def _unfit_buckets(run: RunConfig, codec: ImageCodec) -> list[str]:
     ]
 
 
-def _unfit_model(model: ModelSpec, codec: ImageCodec, text_encoder: TextEncoder) -> list[str]:
-    return [
-        *(f"encoders.image gives {misfit}" for misfit in latent_misfits(model, codec.channels)),
-        *(f"encoders.text gives {misfit}" for misfit in text_misfits(model, text_encoder.dim, text_encoder.pooled_dim)),
-    ]
+def _unfit_model(
+    model: ModelSpec, codec: ImageCodec, text: TextEncoder | None, classes: list[str] | int | None
+) -> list[str]:
+    latents = [f"encoders.image gives {misfit}" for misfit in latent_misfits(model, codec.channels)]
+    if text is not None:
+        return [*latents, *(f"encoders.text gives {each}" for each in text_misfits(model, text.dim, text.pooled_dim))]
+    return [*latents, *(f"data.images has {misfit}" for misfit in class_misfits(model, classes or []))]
 
 
 def _whole(root: Path, schema: StoreSchema, *, changed: bool) -> StoreReport:

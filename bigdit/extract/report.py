@@ -11,6 +11,7 @@ from bigdit.extract import speed
 from bigdit.extract.ranges import missing
 from bigdit.extract.speed import WorkerSpeed
 from bigdit.spec import Strict
+from bigdit.store.classes import Known
 from bigdit.store.header import check_part, read_header
 from bigdit.store.in_hand import Fate, all_held
 from bigdit.store.part import Skipped, part_path, shape_name
@@ -30,7 +31,8 @@ class AtWork(Strict):
 
 class StoreReport(Strict):
     """A store as it is: parts that are done of all, pictures of the sources, and of the parts that are done encoded
-    pictures by latents' shape, what was skipped, bytes by column; encoders; every worker that ever wrote a part."""
+    pictures by latents' shape, what was skipped, bytes by column; encoders, or classes as in the schema; every worker
+    that ever wrote a part."""
 
     features: Path
     parts_done: int
@@ -43,6 +45,7 @@ class StoreReport(Strict):
     bytes_by_column: dict[str, int]
     codec: dict[str, Any]
     text_encoder: dict[str, Any]
+    classes: Known | None = None
     sources: list[dict[str, Any]]
     workers: list[WorkerSpeed]
     at_work: list[AtWork]
@@ -86,6 +89,7 @@ def store_report(root: Path, schema: StoreSchema) -> StoreReport:
         bytes_by_column=dict(sorted(columns.items())),
         codec=schema.codec,
         text_encoder=schema.text_encoder,
+        classes=schema.classes,
         sources=schema.sources,
         workers=[speed.worker_speed(worker, units) for worker, units in speed.read_units(root).items()],
         at_work=[

@@ -12,8 +12,10 @@ import torch
 from bigdit.encoders.buckets import bucket_pixels
 from bigdit.encoders.codecs import ImageCodec, to_unit_range
 from bigdit.encoders.text_encoder import TextEncoder
+from bigdit.errors import UserError
 from bigdit.extract.speed import Stopwatch
-from bigdit.sources import Caption, Item, Unusable
+from bigdit.sources import Caption, Item, Sample, Unusable
+from bigdit.store.classes import Classes
 from bigdit.store.part import Encoded, Shape, Skipped
 
 
@@ -21,17 +23,20 @@ def encode_unit(
     items: Sequence[Item],
     buckets: Sequence[tuple[int, int]],
     codec: ImageCodec,
-    text_encoder: TextEncoder,
+    condition: TextEncoder | Classes,
     on_progress: Callable[[int], None],
     watch: Stopwatch | None = None,
 ) -> Encoded:
-    """Features of `items`, those that cannot be used left out; `on_progress` hears of pictures done, and `watch` of
-    the seconds that went into `reading` and `encoding`."""
+    """Features of `items`, those that cannot be used left out: latents, and their captions encoded, or their classes.
+
+    `on_progress` hears of pictures done, and `watch` of the seconds that went into `reading` and `encoding`.
+    """
     watch = watch or Stopwatch()
     waiting: dict[tuple[int, int], list[npt.NDArray[np.uint8]]] = defaultdict(list)
     latents: dict[Shape, list[torch.Tensor]] = defaultdict(list)
     indices: dict[Shape, list[int]] = defaultdict(list)
     captions: dict[int, tuple[Caption, ...]] = {}
+    labels: dict[int, int] | None = {} if isinstance(condition, Classes) else None
     skipped: list[Skipped] = []
 
     def encode_waiting(bucket: tuple[int, int]) -> None:
@@ -49,11 +54,15 @@ def encode_unit(
             with watch.at("reading"):
                 sample = item.load()
                 bucket, pixels = bucket_pixels(sample.image, buckets, codec.color)
+                label = _number(sample, condition) if isinstance(condition, Classes) else None
         except Unusable as error:
             skipped.append(Skipped(item.index, item.name, str(error)))
             on_progress(1)
             continue
-        captions[item.index] = sample.captions
+        if labels is None or label is None:
+            captions[item.index] = sample.captions
+        else:
+            labels[item.index] = label
         indices[codec.latent_shape(bucket)].append(item.index)
         waiting[bucket].append(pixels)
         if len(waiting[bucket]) == codec.batch_size:
@@ -62,11 +71,20 @@ def encode_unit(
         encode_waiting(bucket)
     distinct = list(dict.fromkeys(caption.text for each in captions.values() for caption in each))
     with watch.at("encoding"):
-        encoded = text_encoder.encode(distinct)
+        encoded = [] if isinstance(condition, Classes) else condition.encode(distinct)
     return Encoded(
         {shape: torch.cat(batches) for shape, batches in latents.items()},
         indices,
         captions,
         dict(zip(distinct, encoded, strict=True)),
         skipped,
+        labels,
     )
+
+
+def _number(sample: Sample, classes: Classes) -> int:
+    assert sample.label is not None
+    try:
+        return classes.number(sample.label)
+    except UserError as error:
+        raise Unusable(str(error)) from None

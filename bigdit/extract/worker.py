@@ -21,6 +21,7 @@ from bigdit.extract.speed import Stopwatch, UnitSpeed, append
 from bigdit.extract.unit import encode_unit
 from bigdit.lifeline import end_with_parent
 from bigdit.sources import Item
+from bigdit.store.classes import Classes
 from bigdit.store.in_hand import own_folder
 from bigdit.store.null_text import write_null_text
 from bigdit.store.part import part_path
@@ -76,10 +77,11 @@ def work(pipe: Connection, number: int, encoders: EncodersConfig, schema: StoreS
     torch.set_num_threads(1)
     try:
         loaded = load_encoders(encoders, number)
-        found = {"codec": loaded.image.identity, "text_encoder": loaded.text.identity}
+        found = {"codec": loaded.image.identity, "text_encoder": loaded.text.identity if loaded.text else {}}
         check_same(root, schema, schema.model_copy(update=found))
         with own_folder(root) as folder:
-            write_null_text(root, loaded.text.null, store_identity(schema), folder)
+            if loaded.text is not None:
+                write_null_text(root, loaded.text.null, store_identity(schema), folder)
             _work_through(pipe, root, folder, schema, loaded)
         pipe.send(Finished())
     except (EOFError, BrokenPipeError, ConnectionResetError):
@@ -93,6 +95,8 @@ def work(pipe: Connection, number: int, encoders: EncodersConfig, schema: StoreS
 def _work_through(pipe: Connection, root: Path, folder: Path, schema: StoreSchema, encoders: Encoders) -> None:
     """Encode units while those before them are written."""
     committed: deque[UnitSpeed] = deque()  # by the writer's thread; this one alone talks through the pipe
+    condition = encoders.text if schema.classes is None else Classes(schema.classes)
+    assert condition is not None
     with PartWriter(eight_bits=schema.text_encoder.get("stored") == "fp8") as writer:
         clock = _WriterClock()
         watch = Stopwatch()
@@ -100,7 +104,7 @@ def _work_through(pipe: Connection, root: Path, folder: Path, schema: StoreSchem
             path = part_path(root, unit.start, unit.end)
             _mark(folder / path.name)
             encoded = encode_unit(
-                unit.items, schema.buckets, encoders.image, encoders.text, lambda n: pipe.send(Progress(n)), watch
+                unit.items, schema.buckets, encoders.image, condition, lambda n: pipe.send(Progress(n)), watch
             )
             speed = watch.stop(unit.start, unit.end, str(encoders.device))
             watch = Stopwatch()  # waiting for the writer is a part of the next unit's time

@@ -12,17 +12,20 @@ from bigdit.errors import UserError
 from bigdit.loader.order import WINDOW_PARTS, Order, Stage
 from bigdit.spec import Strict
 from bigdit.store import FeatureStore
+from bigdit.store.classes import Known
 from bigdit.store.part import shape_name
 
 
 class DataState(Strict):
-    """Stages as (first epoch, parts); `parts_digest`: of the parts of the last; what else the order follows from."""
+    """Stages as (first epoch, parts); `parts_digest`: of the parts of the last; what else the order follows from; and
+    the `classes` that labels are of, by their names or their number, None of captions."""
 
     seed: NonNegativeInt
     global_batch_size: PositiveInt
     window_parts: PositiveInt
     stages: list[tuple[NonNegativeInt, PositiveInt]]
     parts_digest: str
+    classes: Known | None = None
 
 
 def data_state(store: FeatureStore, order: Order, seed: int) -> DataState:
@@ -33,6 +36,7 @@ def data_state(store: FeatureStore, order: Order, seed: int) -> DataState:
         window_parts=WINDOW_PARTS,
         stages=[(stage.first_epoch, stage.parts) for stage in order.stages],
         parts_digest=_digest(store, order.stages[-1].parts),
+        classes=store.schema.classes,
     )
 
 
@@ -61,6 +65,11 @@ def plan_order(
     if parts > len(index.parts) or _digest(store, parts) != state.parts_digest:
         problems.append(
             f"data.features: the first {parts} parts of {store.root} are not those that {where} was trained on; bring "
+            "them back, or choose another output"
+        )
+    if state.classes != store.schema.classes:
+        problems.append(
+            f"data.features: {store.root} has other classes, or in another order, than {where} was trained on; bring "
             "them back, or choose another output"
         )
     if problems:

@@ -34,6 +34,7 @@ class FeatureStream:
         grad_accum_steps: int,
         seed: int,
         caption_dropout: float,
+        no_class: int | None = None,
         read_ahead_steps: int = 2,
         threads: int = 2,
         pin_memory: bool = False,
@@ -46,7 +47,7 @@ class FeatureStream:
         self._read_ahead_steps = read_ahead_steps
         self._threads = threads
         self._buckets = list(store.buckets)
-        self._reader = BatchReader(store, micro_batch_size, caption_dropout, pinned=pin_memory)
+        self._reader = BatchReader(store, micro_batch_size, caption_dropout, pinned=pin_memory, no_class=no_class)
         self._lock = threading.Lock()
         self._advised = 0  # the first step that the system was not told of
 

@@ -61,7 +61,8 @@ def commands(plan: Plan, folder: Path) -> list[Command]:
     found, spread = [], recorded.processes_per_node
     if known and extractable(plan):
         extract = ("bigdit", "extract", "--config", str(config))
-        found.append(Command("once, to encode pictures and captions", extract))
+        what = "pictures" if plan.question.model.text is None else "pictures and captions"
+        found.append(Command(f"once, to encode {what}", extract))
     if len(spread) == 1:
         train = ("bigdit", "train", "--plan", str(folder), "--config", str(config))
         found.append(Command("on this machine; the same command resumes", train))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import get_args
+from typing import Any, get_args
 
 import yaml
 
 from bigdit.catalog import CatalogModel
 from bigdit.catalog.families import PIPELINES
-from bigdit.catalog.models import models, repositories
+from bigdit.catalog.models import TextInput, models, repositories
 from bigdit.config.run import VaeCodec
 from bigdit.search.plan import Plan
 
@@ -26,10 +26,10 @@ FOLDER = "path/to"
 
 
 def skeleton(plan: Plan) -> str | None:
-    """The YAML; None for a model that is not trained here, has no text, or whose VAE this version does not know."""
+    """The YAML; None for a model that is not trained here, or whose VAE this version does not know."""
     question = plan.question
     model = question.model
-    if not model.trainable or model.vae.class_name not in _VAES or model.text is None:
+    if not model.trainable or model.vae.class_name not in _VAES:
         return None
     size = plan.chosen.strategy.micro_batch_size  # one for all buckets
     fitting = ((limit.height, limit.width) for limit in plan.buckets if limit.recommended >= size)
@@ -40,13 +40,13 @@ def skeleton(plan: Plan) -> str | None:
     run = {
         "model": {"name": model.name} if known else {"class_name": spec.class_name, "kwargs": spec.kwargs},
         "data": {
-            "images": f"{FOLDER}/pictures",
+            "images": f"{FOLDER}/pictures" if model.text else {"path": f"{FOLDER}/pictures", "label": "folder"},
             "features": f"{FOLDER}/features",
             "buckets": [list(sides) for sides in sizes],
         },
         "encoders": {
             "image": {"name": "vae", "class_name": model.vae.class_name, "path": f"{pipeline}/vae"},
-            "text": {"pipeline": pipeline} | ({"max_tokens": model.text.tokens} if model.text.tokens else {}),
+            **({} if model.text is None else {"text": _text(pipeline, model.text)}),
         },
         "optimizer": {"lr": plan.chosen.strategy.optimizer.lr},
         "train": {
@@ -61,6 +61,10 @@ def skeleton(plan: Plan) -> str | None:
     return _HEAD + "".join(f"# {note}\n" for note in _notes(plan)) + text
 
 
+def _text(pipeline: str, text: TextInput) -> dict[str, Any]:
+    return {"pipeline": pipeline} | ({"max_tokens": text.tokens} if text.tokens else {})
+
+
 def _named(model: CatalogModel) -> str:
     """What the folder with the encoders is called: as its repository on the hub, or as the pipeline of its class where
     the catalogue's encoders of that class are the model's."""
@@ -73,13 +77,15 @@ def _named(model: CatalogModel) -> str:
 def _notes(plan: Plan) -> list[str]:
     """What is to be known of the encoders' folders, a line each."""
     model = plan.question.model
-    assert model.text is not None
-    notes = [] if extractable(plan) else [_OTHER_TEXT.format(model.spec.class_name, model.text.encoder)]
+    notes = []
+    if model.text is not None and not extractable(plan):
+        notes.append(_OTHER_TEXT.format(model.spec.class_name, model.text.encoder))
     if model.pipeline is None and not _usual(model):
         vae = model.vae
+        states = "" if model.text is None else f", the text encoder states of {model.text.dim}"
         notes.append(
             f"The VAE must give {vae.latent_channels} channels and {vae.downsample} × {vae.downsample} pixels a "
-            f"latent, the text encoder states of {model.text.dim}:"
+            f"latent{states}:"
         )
         notes.append(f"no encoders of the catalogue do that for {model.spec.class_name}.")
     return notes
@@ -96,5 +102,5 @@ def _usual(model: CatalogModel) -> bool:
 
 
 def extractable(plan: Plan) -> bool:
-    """Whether `bigdit extract` encodes the text that this model takes, by its pipeline."""
-    return plan.question.model.spec.class_name in PIPELINES
+    """Whether `bigdit extract` encodes the text that this model takes, by its pipeline; or it takes none."""
+    return plan.question.model.text is None or plan.question.model.spec.class_name in PIPELINES

@@ -1,4 +1,4 @@
-"""Which columns of a table hold pictures and captions, and the captions of a row."""
+"""Which columns of a table hold pictures and captions or labels, and the captions of a row."""
 
 from __future__ import annotations
 
@@ -21,16 +21,23 @@ CAPTION_COLUMNS = ("caption", "captions", "text")
 @dataclass(frozen=True)
 class Columns:
     """The column of pictures or of their paths, and each caption column with its weight, a number or the column
-    that holds it."""
+    that holds it; or the column of labels."""
 
     image: str
     captions: tuple[tuple[str, float | str], ...]
+    label: str | None = None
 
     @property
     def names(self) -> list[str]:
         """All of them, each once."""
         weights = [weight for _, weight in self.captions if isinstance(weight, str)]
-        return list(dict.fromkeys([self.image, *(column for column, _ in self.captions), *weights]))
+        labels = [] if self.label is None else [self.label]
+        return list(dict.fromkeys([self.image, *(column for column, _ in self.captions), *weights, *labels]))
+
+    def __repr__(self) -> str:
+        """What a store's digest is of: of captions alone as it was before there were labels."""
+        label = "" if self.label is None else f", label={self.label!r}"
+        return f"Columns(image={self.image!r}, captions={self.captions!r}{label})"
 
 
 def choose(config: SourceConfig, found: Mapping[str, Cells], where: str, key: str) -> Columns:
@@ -41,7 +48,7 @@ def choose(config: SourceConfig, found: Mapping[str, Cells], where: str, key: st
     problems: list[str] = []
     image = config.image or _usual(found, IMAGE_COLUMNS, ("picture", "text"), problems, where, f"{key}.image")
     captions = config.captions
-    if not captions:
+    if not captions and config.label is None:
         usual = _usual(found, CAPTION_COLUMNS, ("text", "texts"), problems, where, f"{key}.captions")
         captions = {usual: 1.0} if usual else {}
     wanted: list[tuple[str, str, tuple[Cells, ...]]] = [("image", image, ("picture", "text"))] if image else []
@@ -49,6 +56,8 @@ def choose(config: SourceConfig, found: Mapping[str, Cells], where: str, key: st
         wanted.append(("captions", column, ("text", "texts")))
         if isinstance(weight, str):
             wanted.append(("captions", weight, ("numbers", "text")))  # in CSV, numbers are text
+    if config.label is not None:
+        wanted.append(("label", config.label, ("text", "numbers")))
     for setting, column, kinds in wanted:
         if column not in found:
             problems.append(f"{key}.{setting}: {where} has no column {column}; {nearest(column, found)}")
@@ -56,7 +65,7 @@ def choose(config: SourceConfig, found: Mapping[str, Cells], where: str, key: st
             problems.append(f"{key}.{setting}: column {column} of {where} holds {found[column]}, not {kinds[0]}")
     if problems or image is None:
         raise UserError(*problems)
-    return Columns(image, tuple(captions.items()))
+    return Columns(image, tuple(captions.items()), config.label)
 
 
 def captions_of(row: Mapping[str, Any], columns: Columns) -> tuple[Caption, ...]:

@@ -1,7 +1,9 @@
-"""A folder of pictures, each with its captions beside it in a `.json` or a `.txt` file of its name."""
+"""A folder of pictures, each with its captions beside it in a `.json` or a `.txt` file of its name, or in the folder of
+its class."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 from collections import Counter
@@ -15,6 +17,7 @@ from bigdit import log
 from bigdit.errors import UserError
 from bigdit.sources.captions import json_captions, text_captions
 from bigdit.sources.disk import CAPTION_BYTES, IMPOSSIBLE, PICTURE_BYTES, leads_out, read_file, unreadable
+from bigdit.sources.labels import folder_label
 from bigdit.sources.names import Names
 from bigdit.sources.picture import SUFFIXES, decode
 from bigdit.sources.protocol import Caption, Sample, Unusable
@@ -22,12 +25,14 @@ from bigdit.sources.protocol import Caption, Sample, Unusable
 
 @dataclass(frozen=True)
 class FolderItem:
-    """The picture `name` below `root`; `follow_links`: also where it or its captions are links that lead out."""
+    """The picture `name` below `root`; `follow_links`: also where it or its captions are links that lead out;
+    `labelled`: the folder that it lies in is its class, and captions are not read."""
 
     index: int
     root: Path
     name: str
     follow_links: bool = False
+    labelled: bool = False
 
     @property
     def picture(self) -> Path:
@@ -36,14 +41,15 @@ class FolderItem:
 
     def load(self) -> Sample:
         """As Item.load."""
-        captions = self._captions()
+        label = folder_label(self.name) if self.labelled else None
+        captions = () if self.labelled else self._captions()
         try:
             data = self._read(self.picture, PICTURE_BYTES)
         except FileNotFoundError as error:
             if self.picture.is_symlink():
                 raise Unusable(f"{self.picture.name} is a link to nothing") from None
             raise unreadable(self.picture, error) from None
-        return Sample(decode(data), captions)
+        return Sample(decode(data), captions, label)
 
     def _captions(self) -> tuple[Caption, ...]:
         """Of the `.json` where it has captions, else of the `.txt`."""
@@ -70,14 +76,18 @@ class FolderItem:
 class ImageFolder:
     """All pictures below `root`, in the order of their relative paths; folders that are links are not entered."""
 
-    def __init__(self, root: Path, key: str = "data.images", *, follow_links: bool = False) -> None:
+    def __init__(
+        self, root: Path, key: str = "data.images", *, follow_links: bool = False, labelled: bool = False
+    ) -> None:
         """List the folder. Raises UserError, which names `key`, where it is missing or holds no pictures."""
         self.root = root
         self._follow_links = follow_links
+        self._labelled = labelled
+        self.class_names: set[str] = set()
         digest = xxhash.xxh3_128(b"links are followed\n" if follow_links else b"")
         passed_over: Counter[str] = Counter()
         try:
-            self._names = Names(_digested(root, digest, passed_over))
+            self._names = Names(self._classified(_digested(root, digest, passed_over)))
         except NotADirectoryError:
             raise UserError(f"{key}: {root} is not a folder") from None
         except FileNotFoundError as error:
@@ -98,7 +108,15 @@ class ImageFolder:
     def items(self, start: int, end: int) -> list[FolderItem]:
         """Pictures [start, end) of the order."""
         names = enumerate(self._names.range(start, end), start)
-        return [FolderItem(index, self.root, name, self._follow_links) for index, name in names]
+        return [FolderItem(index, self.root, name, self._follow_links, self._labelled) for index, name in names]
+
+    def _classified(self, names: Iterator[str]) -> Iterator[str]:
+        """The names, whose first folders are classes where pictures have labels."""
+        for name in names:
+            if self._labelled:
+                with contextlib.suppress(Unusable):  # which its picture says when it is loaded
+                    self.class_names.add(folder_label(name))
+            yield name
 
 
 def _digested(root: Path, digest: xxhash.xxh3_128, passed_over: Counter[str]) -> Iterator[str]:

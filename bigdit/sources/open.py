@@ -15,6 +15,7 @@ from bigdit.errors import UserError
 from bigdit.sources.csv_rows import CsvRows
 from bigdit.sources.file_rows import FileRows
 from bigdit.sources.folder import ImageFolder
+from bigdit.sources.labels import FOLDER
 from bigdit.sources.places import SPLITS, STATE, files_of, kind_of, saved_files
 from bigdit.sources.protocol import Item, Sample, Source
 from bigdit.sources.rows import TableSource
@@ -37,11 +38,15 @@ class ListedItem:
 
 
 class SourceList:
-    """Sources one after another. What is appended to the list leaves the indices before it as they were."""
+    """Sources one after another. What is appended to the list leaves the indices before it as they were.
 
-    def __init__(self, sources: Sequence[Source], labels: Sequence[str]) -> None:
+    `class_names`: of the classes 0, 1, … of its pictures, where they have names."""
+
+    def __init__(self, sources: Sequence[Source], titles: Sequence[str], class_names: Sequence[str] | None) -> None:
         self.sources = sources
-        self._labels = labels
+        self._titles = titles
+        known = {name for source in sources for name in source.class_names}
+        self.class_names = sorted(known) if class_names is None else list(class_names)
         self._ends = list(itertools.accumulate(len(source) for source in sources))
         identities = [source.identity for source in sources]
         digest = xxhash.xxh3_128_hexdigest("\n".join(identity["digest"] for identity in identities).encode())
@@ -62,7 +67,7 @@ class SourceList:
             first = self._ends[number - 1] if number else 0
             if first >= end:
                 break
-            prefix = f"{self._labels[number]}: " if len(self.sources) > 1 else ""
+            prefix = f"{self._titles[number]}: " if len(self.sources) > 1 else ""
             inner = self.sources[number].items(max(start - first, 0), min(end, self._ends[number]) - first)
             found += [ListedItem(first + item.index, prefix + item.name, item) for item in inner]
         return found
@@ -82,18 +87,18 @@ def open_source(data: DataConfig) -> SourceList:
             problems += error.problems
     if problems:
         raise UserError(*problems)
-    return SourceList(sources, [str(config.path) for config in data.images])
+    return SourceList(sources, [str(config.path) for config in data.images], data.classes)
 
 
 def _open(config: SourceConfig, data: DataConfig, key: str) -> Source:
     kind = kind_of(config, key)
     _refuse_columns(config, kind, key)
     if kind == "folder":
-        return ImageFolder(config.path, key, follow_links=config.follow_links)
+        return ImageFolder(config.path, key, follow_links=config.follow_links, labelled=config.label is not None)
     if kind == "csv":
         return TableSource(kind, CsvRows(config.path, key), config, key)
     if kind == "webdataset":
-        return WebDataset(files_of(config, ".tar", key), data.features / INDEX, data.workers, key)
+        return WebDataset(files_of(config, ".tar", key), data.features / INDEX, data.workers, key, config.label)
     if kind == "datasets" and any((config.path / name).exists() for name in (STATE, SPLITS)):
         return TableSource(kind, FileRows(saved_files(config, key), "arrow", str(config.path), key), config, key)
     return TableSource(kind, FileRows(files_of(config, ".parquet", key), "parquet", str(config.path), key), config, key)
@@ -103,6 +108,11 @@ def _refuse_columns(config: SourceConfig, kind: SourceKind, key: str) -> None:
     """What the config could not see: whether the kind that the path shows has the columns and splits it names."""
     if kind in ("folder", "webdataset") and (config.image or config.captions):
         raise UserError(f"{key}: {config.path} is of kind {kind}, which has no columns; leave out image and captions")
+    if kind == "folder" and config.label not in (None, FOLDER):
+        raise UserError(
+            f"{key}.label: {config.path} is of kind folder, which has no columns; set it to {FOLDER}: the first folder "
+            f"of a picture's path is its class then"
+        )
     if kind in ("folder", "webdataset", "csv") and config.split:
         raise UserError(f"{key}.split: {config.path} is of kind {kind}, which has no splits; leave it out")
     if kind != "folder" and config.follow_links:

@@ -1,8 +1,8 @@
-"""What a source of pictures and captions is to the rest: a count, an identity, and items that load themselves."""
+"""What a source of pictures and captions or labels is to others: a count, an identity, items that load themselves."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -23,10 +23,12 @@ class Caption:
 
 @dataclass(frozen=True)
 class Sample:
-    """A decoded picture, upright, opaque, of mode RGB or L, and its captions, at least one."""
+    """A decoded picture, upright, opaque, of mode RGB or L, and its captions, at least one; or of a source with labels
+    none, and the name or the number of its class."""
 
     image: Image.Image
-    captions: tuple[Caption, ...]
+    captions: tuple[Caption, ...] = ()
+    label: str | int | None = None
 
 
 class Item(Protocol):
@@ -42,14 +44,17 @@ class Item(Protocol):
     def load(self) -> Sample:
         """Read and decode.
 
-        Raises Unusable for a damaged picture and for captions that are missing, empty or malformed; UserError
+        Raises Unusable for a damaged picture and for captions or labels that are missing, empty or malformed; UserError
         where files cannot be read at all, since then the disk and not the data is at fault.
         """
         ...
 
 
 class Source(Protocol):
-    """Pictures in a fixed order."""
+    """Pictures in a fixed order. `class_names`: of the classes that it knows by itself."""
+
+    @property
+    def class_names(self) -> Collection[str]: ...
 
     @property
     def identity(self) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -14,6 +14,7 @@ from bigdit.config.run import SourceConfig, SourceKind
 from bigdit.errors import UserError
 from bigdit.sources.columns import Cells, Columns, captions_of, choose
 from bigdit.sources.disk import PICTURE_BYTES, check_size, read_file, unreadable
+from bigdit.sources.labels import label_of
 from bigdit.sources.picture import decode
 from bigdit.sources.protocol import Sample, Unusable
 
@@ -79,7 +80,7 @@ def _holds_files(folder: Path) -> bool:
 
 @dataclass(frozen=True)
 class TableItem:
-    """One row: its picture, and the cells that its captions are made of."""
+    """One row: its picture, and the cells that its captions or its label are made of."""
 
     index: int
     name: str
@@ -93,14 +94,18 @@ class TableItem:
             raise self.row
         if self.picture is None:
             raise Unusable(f"column {self.columns.image} names no picture")
-        captions = captions_of(self.row, self.columns)
+        column = self.columns.label
+        label = None if column is None else label_of(self.row[column], f"column {column}")
+        captions = captions_of(self.row, self.columns) if column is None else ()
         data = self.picture.read()
         check_size("picture", len(data), PICTURE_BYTES)
-        return Sample(decode(data), captions)
+        return Sample(decode(data), captions, label)
 
 
 class TableSource:
-    """The rows of a table, each a picture with captions."""
+    """The rows of a table, each a picture with captions or a label."""
+
+    class_names: Collection[str] = ()
 
     def __init__(self, kind: SourceKind, rows: Rows, config: SourceConfig, key: str) -> None:
         """Raises UserError, which names `key`, where columns are missing or there are no rows."""

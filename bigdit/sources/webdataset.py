@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import multiprocessing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from bigdit.lifeline import end_with_parent
 from bigdit.sources import parquet_file
 from bigdit.sources.captions import json_captions, text_captions
 from bigdit.sources.disk import CAPTION_BYTES, PICTURE_BYTES, check_size, read_range
+from bigdit.sources.labels import Label, json_label
 from bigdit.sources.picture import decode
 from bigdit.sources.protocol import Caption, Sample, Unusable
 from bigdit.sources.tar_index import SCHEMA, index_path, is_whole, read_digest, write_index
@@ -31,7 +32,8 @@ Span = tuple[int, int] | None  # offset and size of a member
 
 @dataclass(frozen=True)
 class TarItem:
-    """A sample of a tar: where its picture and its captions are."""
+    """A sample of a tar: where its picture and its captions are; `label`: the key of its `.json` that holds its class,
+    and then captions are not read."""
 
     index: int
     name: str
@@ -40,13 +42,21 @@ class TarItem:
     picture: Span
     json: Span
     txt: Span
+    label: str | None = None
 
     def load(self) -> Sample:
         """As Item.load."""
         if self.problem is not None or self.picture is None:
             raise Unusable(self.problem or "sample without a picture")
-        captions = self._captions()
-        return Sample(decode(self._read(self.picture, "picture", PICTURE_BYTES)), captions)
+        label = None if self.label is None else self._label(self.label)
+        captions = self._captions() if self.label is None else ()
+        return Sample(decode(self._read(self.picture, "picture", PICTURE_BYTES)), captions, label)
+
+    def _label(self, key: str) -> Label:
+        name = f"{self.name.rpartition('/')[2]}.json"
+        if self.json is None:
+            raise Unusable(f"label {name} is missing")
+        return json_label(self._read(self.json, name, CAPTION_BYTES), key, name)
 
     def _captions(self) -> tuple[Caption, ...]:
         """Of the `.json` where it has captions, else of the `.txt`."""
@@ -68,10 +78,12 @@ class TarItem:
 class WebDataset:
     """The samples of tars, in the order of the tars given; indices are kept in the folder `kept`."""
 
-    def __init__(self, tars: Sequence[Path], kept: Path, workers: int, key: str) -> None:
+    class_names: Collection[str] = ()
+
+    def __init__(self, tars: Sequence[Path], kept: Path, workers: int, key: str, label: str | None = None) -> None:
         """Index what is not indexed yet, in `workers` processes. Raises UserError, which names `key`, for tars that
         are refused, all of them at once, and where there are no samples."""
-        self._tars = list(tars)
+        self._tars, self._label = list(tars), label
         try:
             self._indices = [index_path(tar, kept) for tar in self._tars]
         except OSError as error:
@@ -82,7 +94,7 @@ class WebDataset:
         ]
         if problems:
             raise UserError(*problems)
-        digest = xxhash.xxh3_128()
+        digest = xxhash.xxh3_128(b"" if label is None else f"label {label}\n".encode())
         counts = []
         for tar, index in zip(self._tars, self._indices, strict=True):
             count, members = read_digest(index)
@@ -104,17 +116,18 @@ class WebDataset:
             first = self._ends[number - 1] if number else 0
             last = min(end, self._ends[number])
             rows = parquet_file.read(self._indices[number], start - first, last - first, SCHEMA.names, ROWS)
-            found += [_item(index, self._tars[number], row) for index, row in enumerate(rows.to_pylist(), start)]
+            tar = self._tars[number]
+            found += [_item(index, tar, row, self._label) for index, row in enumerate(rows.to_pylist(), start)]
             start = last
         return found
 
 
-def _item(index: int, tar: Path, row: dict) -> TarItem:
+def _item(index: int, tar: Path, row: dict, label: str | None) -> TarItem:
     def span(role: str) -> Span:
         return None if row[f"{role}_offset"] is None else (row[f"{role}_offset"], row[f"{role}_size"])
 
     name = f"{tar.name}/{row['name']}"
-    return TarItem(index, name, tar, row["problem"], span("picture"), span("json"), span("txt"))
+    return TarItem(index, name, tar, row["problem"], span("picture"), span("json"), span("txt"), label)
 
 
 def _index(missing: Sequence[tuple[Path, Path]], workers: int) -> Iterator[str | None]:

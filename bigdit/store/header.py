@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from bigdit.errors import UserError, shown
-from bigdit.store.part import FORMAT, Shape, Skipped, parse_shape, range_text
+from bigdit.store.part import FORMAT, LABELLED, Shape, Skipped, parse_shape, range_text
 from bigdit.store.schema import EXTRACT
 from bigdit.store.tensors import DTYPES
 
@@ -30,7 +30,7 @@ FIRST_READ = 64 << 10
 
 _MOST_ELEMENTS = 1 << 48
 _MOST_DIMENSIONS = 8
-_SHAPED = re.compile(r"(latent|row)/[1-9]\d{0,8}(x[1-9]\d{0,8}){2,3}")
+_SHAPED = re.compile(r"(latent|row|label)/[1-9]\d{0,8}(x[1-9]\d{0,8}){2,3}")
 
 
 @dataclass(frozen=True)
@@ -129,8 +129,8 @@ def _parsed(path: Path, start: bytes, size: int) -> Header:
 def check_part(header: Header, identity: str | None = None) -> None:
     """Raise UserError where a file has not the `identity` of its place in the store (None: any), or lacks a column."""
     path, columns, metadata = header.path, header.columns, header.metadata
-    if metadata.get("format") != FORMAT:
-        raise damaged(path, f"is of format {metadata.get('format', '1')}, and {FORMAT} was expected")
+    if metadata.get("format") not in (FORMAT, LABELLED):
+        raise damaged(path, f"is of format {metadata.get('format', '1')}, and {FORMAT} or {LABELLED} was expected")
     if identity is not None and metadata.get("store") != identity:
         raise damaged(path, "is of another store: it is of other pictures, encoders or buckets")
     found_range, named = metadata.get("range"), range_text(path.name)
@@ -148,15 +148,18 @@ def check_part(header: Header, identity: str | None = None) -> None:
         wanted["text_scale"] = ((torch.float32,), (columns["text"].shape[0],))
     if "pooled" in columns:
         wanted["pooled"] = ((torch.bfloat16,), (captions, None))
-    for name in [name for name in columns if name.startswith(("latent/", "row/"))]:
+    labelled = metadata["format"] == LABELLED
+    for name in [name for name in columns if name.startswith(("latent/", "row/", "label/"))]:
         if not _SHAPED.fullmatch(name):
             raise damaged(path, f"has a damaged header: {name[:80]!r} names no shape")
         shape = _shape_of(name)
-        latent, row = (f"{kind}/{name.partition('/')[2]}" for kind in ("latent", "row"))
+        latent, row, label = (f"{kind}/{name.partition('/')[2]}" for kind in ("latent", "row", "label"))
         count = columns[latent].shape[0] if latent in columns and columns[latent].shape else None
         deviation = (2,) if latent in columns and len(columns[latent].shape) == len(shape) + 2 else ()
         wanted[latent] = ((torch.bfloat16, torch.float32), (None, *deviation, *shape))
         wanted[row] = ((torch.int64,), (count, 4))
+        if labelled:
+            wanted[label] = ((torch.int64,), (count,))
     for name, (dtypes, dims) in wanted.items():
         found = columns.get(name)
         if found is None:

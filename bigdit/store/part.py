@@ -5,14 +5,15 @@ A part's name is its record of completion. In the order of the file, with shapes
     digests      int64 [3]: xxh3 of the header, of the tables below, and of `captions`
     caption      int64 [m, 4]: text start, text length, weight (the bits of an fp32), xxh3 of (states, scale, pooled)
     row/SHAPE    int64 [n, 4]: source index, first caption, captions, xxh3 of the latents, seeded with the index
+    label/SHAPE  int64 [n]: the class, where pictures have classes, and then no captions
     latent/SHAPE [n, C, H, W] or [n, C, F, H, W], bf16 (fp32 of the identity codec); [n, 2, …] of mean and deviation
     text         [tokens, dim] bf16, or float8_e4m3fn with `text_scale` fp32 [tokens]; a caption's text stands once
     pooled       bf16 [m, p], where the encoders give a vector
     captions     uint8: JSON of source index to [[text, weight], …]
 
-Tables come first: one small read opens a part. Every byte is under a digest. The metadata names the format, the range,
-the identity of encoders, buckets and pictures, and what was skipped. The range is the name's, or the part lies in the
-place of another.
+Tables (`caption`, `row/…`, `label/…`) come first: one small read opens a part. Every byte is under a digest. The
+metadata names the format, the range, the identity of encoders, buckets and pictures, and what was skipped. The range is
+the name's, or the part lies in the place of another.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ from bigdit.store.tensors import Pieces, commit, header_bytes
 from bigdit.store.text import Text
 
 FORMAT = "3"
+LABELLED = "4"
+"""The format of parts with labels: what reads the one before knows no such tables."""
 
 Shape = tuple[int, int, int] | tuple[int, int, int, int]
 """Of a sample's latents: C×H×W, or C×F×H×W of videos."""
@@ -60,13 +63,14 @@ class Skipped:
 @dataclass(frozen=True)
 class Encoded:
     """The features of one range: latents [n, *shape], or [n, 2, *shape] of mean and deviation, and source indices of
-    each shape; each index' captions; the text of each distinct caption."""
+    each shape; each index' captions; the text of each distinct caption; where pictures have classes, each index'."""
 
     latents: Mapping[Shape, torch.Tensor]
     indices: Mapping[Shape, list[int]]
     captions: Mapping[int, tuple[Caption, ...]]
     texts: Mapping[str, Text]
     skipped: list[Skipped]
+    labels: Mapping[int, int] | None = None
 
 
 def part_path(root: Path, start: int, end: int) -> Path:
@@ -118,10 +122,14 @@ def write_part(
     for shape, indices in encoded.indices.items():
         latents = encoded.latents[shape]
         rows = [
-            (index, firsts[index], len(encoded.captions[index]), row_digest(index, bytes_of(sample)))
+            (index, firsts.get(index, 0), len(encoded.captions.get(index, ())), row_digest(index, bytes_of(sample)))
             for index, sample in zip(indices, latents, strict=True)
         ]
         tensors[f"row/{shape_name(shape)}"] = Pieces.of(torch.tensor(rows, dtype=torch.int64).view(-1, 4))
+    if encoded.labels is not None:
+        for shape, indices in encoded.indices.items():
+            labels = [encoded.labels[index] for index in indices]
+            tensors[f"label/{shape_name(shape)}"] = Pieces.of(torch.tensor(labels, dtype=torch.int64))
     for shape in encoded.indices:
         tensors[f"latent/{shape_name(shape)}"] = Pieces.of(encoded.latents[shape])
     tensors |= tables
@@ -130,7 +138,8 @@ def write_part(
     )
     tensors["captions"] = Pieces.of(torch.from_numpy(np.frombuffer(captions.encode(), np.uint8).copy()))
     skipped = json.dumps([[item.index, item.name, item.reason] for item in encoded.skipped])
-    metadata = {"format": FORMAT, "range": range_text(path.name), "store": identity, "skipped": skipped}
+    written = FORMAT if encoded.labels is None else LABELLED
+    metadata = {"format": written, "range": range_text(path.name), "store": identity, "skipped": skipped}
     header = header_bytes(tensors, metadata)
     tensors["digests"].pieces[0].copy_(torch.tensor(_digests(header, tensors)))
     commit(path, header, tensors, scratch)
@@ -177,7 +186,7 @@ def _stored(text: Text, eight_bits: bool) -> tuple[torch.Tensor, torch.Tensor | 
 
 def _digests(header: bytes, tensors: Mapping[str, Pieces]) -> list[int]:
     """Of the header, the tables and the captions."""
-    tables = ["caption", *sorted(name for name in tensors if name.startswith("row/"))]
+    tables = ["caption", *(name for kind in ("row/", "label/") for name in sorted(tensors) if name.startswith(kind))]
     return [
         chained_digest([header]),
         chained_digest(buffer for name in tables for buffer in tensors[name].buffers()),

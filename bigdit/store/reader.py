@@ -15,12 +15,13 @@ from bigdit.store import fp8
 from bigdit.store.digest import bytes_of, chained_digest, row_digest
 from bigdit.store.header import Column, Header, check_part, damaged, read_header
 from bigdit.store.local import READERS, File, ReaderName
-from bigdit.store.part import Shape, part_range, shape_name
+from bigdit.store.part import LABELLED, Shape, part_range, shape_name
 from bigdit.store.text import Text
 
 
 class Part:
-    """An open part. `rows`: int64 [n, 4] of each shape, `captions`: int64 [m, 4], as in part.py; `weights`: [m]."""
+    """An open part. `rows`: int64 [n, 4] of each shape, `captions`: int64 [m, 4], as in part.py; `weights`: [m];
+    `labels`: int64 [n] of each shape where pictures have classes, else of none."""
 
     def __init__(self, header: Header, file: File, identity: str | None = None) -> None:
         """Read and check the tables of a file with this header. Raises UserError where they are damaged."""
@@ -29,6 +30,8 @@ class Part:
         self._file = file
         self._latents = {shape: header.columns[f"latent/{shape_name(shape)}"] for shape in header.shapes()}
         self.rows = {shape: self._table(header.columns[f"row/{shape_name(shape)}"]) for shape in self._latents}
+        labelled = self._latents if header.metadata["format"] == LABELLED else ()
+        self.labels = {shape: self._table(header.columns[f"label/{shape_name(shape)}"]) for shape in labelled}
         self.captions = self._table(header.columns["caption"])
         self.weights = self.captions[:, 2].astype(np.uint32).view(np.float32)
         self._text = header.columns.get("text")
@@ -169,7 +172,7 @@ class Part:
         return rows
 
     def _table(self, column: Column) -> npt.NDArray[np.int64]:
-        """A table of four columns, out of the bytes that came with the header where they reach so far."""
+        """A table, out of the bytes that came with the header where they reach so far."""
         end = column.offset + column.nbytes
         data = self.header.start[column.offset : end]
         if end > len(self.header.start):
@@ -180,7 +183,7 @@ class Part:
         """Digests of the header and the tables; and bounds, since a digest does not keep malice out."""
         header = self.header
         self._digests = self._table_of(header.columns["digests"])
-        tables = [self.captions, *(self.rows[shape] for shape in sorted(self.rows, key=shape_name))]
+        tables = [self.captions, *(each[s] for each in (self.rows, self.labels) for s in sorted(each, key=shape_name))]
         found = [chained_digest([header.start[: header.nbytes]]), chained_digest(table.tobytes() for table in tables)]
         if found != self._digests[:2]:
             raise self._damaged("is damaged in its header or tables: their digest differs")
@@ -191,10 +194,13 @@ class Part:
         if not sound.all():
             raise self._damaged(f"is damaged in caption {int(np.argmin(sound))}: its place is not in the file")
         least, end = part_range(header.path.name) or (0, np.iinfo(np.int64).max)
+        fewest = 0 if self.labels else 1  # captions of a picture
         for shape, rows in self.rows.items():
             index, first, count = rows[:, 0], rows[:, 1], rows[:, 2]
             sound = (index >= least) & (index < end)
-            sound &= (first >= 0) & (count >= 1) & (first <= len(start)) & (count <= len(start) - first)
+            sound &= (first >= 0) & (count >= fewest) & (first <= len(start)) & (count <= len(start) - first)
+            if self.labels:
+                sound &= self.labels[shape] >= 0
             if not sound.all():
                 row = int(np.argmin(sound))
                 raise self._damaged(f"is damaged in row {row} of {shape_name(shape)}: it names what the part has not")

@@ -14,6 +14,7 @@ from bigdit.documents import parse_json
 from bigdit.errors import UserError
 from bigdit.files import create_text, write_text
 from bigdit.spec import Strict
+from bigdit.store.classes import Known
 from bigdit.store.digest import lines_digest
 from bigdit.store.in_hand import own_folder
 
@@ -32,7 +33,8 @@ Range = tuple[int, int]
 
 
 class StoreSchema(Strict):
-    """What a store is: encoders, buckets in pixels, sources of `source["count"]` pictures each, its parts."""
+    """What a store is: encoders, buckets in pixels, sources of `source["count"]` pictures each, its parts; `classes`:
+    the names of those that pictures are of, or their number, None where pictures have captions."""
 
     version: Literal[3] = VERSION
     codec: dict[str, Any]
@@ -40,6 +42,7 @@ class StoreSchema(Strict):
     buckets: list[tuple[int, int]]
     sources: list[dict[str, Any]]
     part_size: PositiveInt
+    classes: Known | None = None
 
     @property
     def count(self) -> int:
@@ -61,8 +64,10 @@ class StoreSchema(Strict):
 
 
 def store_identity(schema: StoreSchema) -> str:
-    """What all parts of one store have in common, however it is extended: the encoders and buckets that made them."""
-    return _digest([schema.codec, schema.text_encoder, schema.buckets])
+    """What all parts of one store have in common, however it is extended: the encoders, buckets and classes that made
+    them."""
+    classes = [] if schema.classes is None else [schema.classes]
+    return _digest([schema.codec, schema.text_encoder, schema.buckets, *classes])
 
 
 def part_identity(schema: StoreSchema, start: int) -> str:
@@ -77,7 +82,8 @@ def part_identity(schema: StoreSchema, start: int) -> str:
 
 def schema_text(schema: StoreSchema) -> str:
     """What `schema.json` holds: JSON for people, with a checksum of what it says."""
-    plain = schema.model_dump(mode="json")
+    without = {"classes"} if schema.classes is None else set()  # as stores of captions always were
+    plain = schema.model_dump(mode="json", exclude=without)
     return json.dumps(plain | {_CHECKSUM: _digest(plain)}, indent=2) + "\n"
 
 
@@ -157,6 +163,10 @@ def _differences(found: Any, asked: Any, name: str = "") -> list[str]:
         keys = sorted(found.keys() | asked.keys())
         dotted = f"{name}." if name else ""
         return [line for key in keys for line in _differences(found.get(key), asked.get(key), f"{dotted}{key}")]
+    if isinstance(found, list) and isinstance(asked, list) and name == "classes":
+        pairs = enumerate(itertools.zip_longest(found, asked))
+        first = ((at, here, there) for at, (here, there) in pairs if here != there)
+        return [f"{name}[{at}] is {here!r} there, and {there!r} in this run" for at, here, there in first][:1]
     if isinstance(found, list) and isinstance(asked, list) and name == "sources":
         pairs = enumerate(itertools.zip_longest(found, asked, fillvalue="missing"))
         return [line for at, (here, there) in pairs for line in _differences(here, there, f"{name}[{at}]")]

@@ -12,6 +12,8 @@ import torch
 
 from bigdit.errors import UserError
 from bigdit.store import null_text
+from bigdit.store.classes import Classes
+from bigdit.store.header import damaged
 from bigdit.store.index import FILE as INDEX
 from bigdit.store.index import Index, listed, load_index, misfit
 from bigdit.store.local import LocalParts, ReaderName
@@ -44,7 +46,7 @@ class BucketRows:
 
 
 class FeatureStore:
-    """Latents and text of a source, by bucket (C, H, W) and part; open it with `FeatureStore.open`."""
+    """Latents and text, or classes, of a source, by bucket (C, H, W) and part; open it with `FeatureStore.open`."""
 
     def __init__(self, files: LocalParts | RemoteParts, schema: StoreSchema, index: Index) -> None:
         self.root = files.root
@@ -71,14 +73,15 @@ class FeatureStore:
         for number, (start, end) in enumerate(ranges):  # a hundred thousand: what a list of them took would be seen
             parts[number] = start, end, sizes.get(part_name(start, end), -1)
         missing = [part_name(start, end) for start, end, size in parts[parts[:, 2] < 0].tolist()]
-        missing += [name for name in (null_text.FILE,) if name not in sizes]
+        beside = (null_text.FILE,) if schema.classes is None else ()
+        missing += [name for name in beside if name not in sizes]
         known = len(ranges) - int((parts[:, 2] < 0).sum())
         others = sum(part_range(name) is not None for name in sizes) - known
         del sizes, ranges
         if missing:
             raise UserError(
-                f"data.features: {files} lacks {len(missing)} of {len(parts) + 1} files, the first {missing[0]}; "
-                f"{EXTRACT} finishes it"
+                f"data.features: {files} lacks {len(missing)} of {len(parts) + len(beside)} files, the first "
+                f"{missing[0]}; {EXTRACT} finishes it"
             )
         if others:
             raise UserError(
@@ -90,14 +93,24 @@ class FeatureStore:
             raise UserError(f"data.features: all pictures of {files} were skipped; report.json there says why")
         return cls(files, schema, index)
 
+    @functools.cached_property
+    def classes(self) -> Classes | None:
+        """Of pictures that have no captions."""
+        return None if self.schema.classes is None else Classes(self.schema.classes)
+
     @property
     def max_tokens(self) -> int:
-        """The most tokens that a text has."""
+        """The most tokens that a text has, where pictures have captions."""
         return int(self.schema.text_encoder["max_tokens"])
+
+    @property
+    def text_shape(self) -> tuple[int, int] | None:
+        """The most tokens of a text, and the width of their states; None where pictures have classes."""
+        return None if self.classes else (self.max_tokens, self.null_text.states.shape[1])
 
     @functools.cached_property
     def null_text(self) -> Text:
-        """The empty caption's, in bf16, for guidance."""
+        """The empty caption's, in bf16, for guidance, where pictures have captions."""
         return null_text.read_null_text(self.root, store_identity(self.schema))
 
     @functools.cached_property
@@ -116,7 +129,7 @@ class FeatureStore:
         return self.part(int(np.argmax(self.index.counts.any(axis=1))))
 
     def read(self, bucket: Shape, positions: Sequence[int]) -> tuple[torch.Tensor, list[Text], list[int]]:
-        """Latents [B, *bucket] or [B, 2, *bucket] as stored, first captions' texts in bf16, source indices.
+        """Latents [B, *bucket] or [B, 2, *bucket] as stored, first captions' texts in bf16 (of classes none), indices.
 
         Raises UserError, with part and row, where the bytes on the disk are not those that were written.
         """
@@ -127,7 +140,8 @@ class FeatureStore:
             index, sample = part.latents(bucket, row)
             indices.append(index)
             latents.append(sample)
-            texts.append(part.text(part.choose_caption(bucket, row, 0.0)))
+            if self.classes is None:
+                texts.append(part.text(part.choose_caption(bucket, row, 0.0)))
         return torch.stack(latents), texts, indices
 
     def _open(self, number: int) -> Part:
@@ -136,4 +150,15 @@ class FeatureStore:
         part = Part(self._files.header(name), self._files.open(name), part_identity(self.schema, start))
         if problem := misfit(part.header.path, listed(self.index, number), part.counts):
             raise UserError(problem)
+        if problem := _mislabelled(part, self.classes):
+            raise damaged(part.header.path, problem)
         return part
+
+
+def _mislabelled(part: Part, classes: Classes | None) -> str | None:
+    """What is wrong where labels are missing, or of classes that there are not."""
+    if bool(part.labels) != (classes is not None) and part.rows:
+        return f"has {'' if part.labels else 'no '}labels, unlike its store"
+    if classes is not None and any((labels >= classes.count).any() for labels in part.labels.values()):
+        return f"is damaged: it has labels beyond the {classes.count} classes of its store"
+    return None

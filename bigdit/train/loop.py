@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from bigdit import checkpoint, engines, log, models
+from bigdit.catalog.classes import no_class
 from bigdit.catalog.families import objective_of
 from bigdit.checkpoint.folder import CHECKPOINTS
 from bigdit.config import RunConfig
@@ -131,6 +132,7 @@ def _train(
             grad_accum_steps=strategy.grad_accum_steps,
             seed=run.train.seed,
             caption_dropout=run.data.caption_dropout,
+            no_class=no_class(spec),
             read_ahead_steps=strategy.read_ahead_steps,
             threads=run.data.read_threads,
             pin_memory=device.type == "cuda",

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from bigdit.catalog.classes import condition_problems
 from bigdit.catalog.families import argument_problems, training_obstacle
 from bigdit.catalog.resolve import model_spec
 from bigdit.config import RunConfig, check, load_run, strategy_of
@@ -36,6 +37,8 @@ def prepare(run: RunConfig, world_size: int, plan: PlanFile | None = None) -> tu
     if problems := argument_problems(spec):
         raise UserError(*problems)
     check(run, spec)
+    if problems := condition_problems(run, spec):
+        raise UserError(*problems)
     return spec, strategy_of(run, world_size) if plan is None else planned_strategy(run, plan, world_size)
 
 

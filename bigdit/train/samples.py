@@ -53,5 +53,5 @@ def listed(names: Sequence[str], count: int) -> str:
 def _not_finite(batch: Batch) -> list[int]:
     sound = torch.ones(len(batch.seeds), dtype=torch.bool)
     for tensor in batch.tensors():
-        sound &= tensor.isfinite().flatten(1).all(1)
+        sound &= tensor.isfinite().reshape(len(batch.seeds), -1).all(1)
     return sound.logical_not().nonzero().flatten().tolist()

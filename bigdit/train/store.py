@@ -6,9 +6,10 @@ import math
 
 import torch
 
+from bigdit.catalog.classes import class_misfits
 from bigdit.config import RunConfig
 from bigdit.config.plan_file import PlanFile
-from bigdit.encoders.fit import latent_misfits, plan_misfits, run_misfits, text_misfits
+from bigdit.encoders.fit import latent_misfits, plan_misfits, run_misfits, size_misfits, text_misfits
 from bigdit.errors import UserError
 from bigdit.spec import BatchShape, ModelSpec
 from bigdit.store import FeatureStore
@@ -17,26 +18,37 @@ from bigdit.store import FeatureStore
 def open_store(run: RunConfig, spec: ModelSpec, plan: PlanFile | None) -> FeatureStore:
     """The store. Raises UserError where its features are not what the model takes, the run says or the plan is for."""
     store = FeatureStore.open(run.data.features, run.data.reader, run.data.remote_cache)
-    null = store.null_text
-    pooled_dim = None if null.pooled is None else len(null.pooled)
+    tokens = 0 if store.text_shape is None else store.text_shape[0]
     problems = [
         *(f"its latents have {misfit}" for misfit in latent_misfits(spec, next(iter(store.buckets))[0])),
-        *(f"its text has {misfit}" for misfit in text_misfits(spec, null.states.shape[1], pooled_dim)),
+        *(f"it has {misfit}" for misfit in size_misfits(spec, store.buckets)),
+        *_condition_misfits(run, spec, store),
         *run_misfits(run, store.schema),
-        *(plan_misfits(plan, store.buckets, store.max_tokens) if plan is not None else ()),
+        *(plan_misfits(plan, store.buckets, tokens) if plan is not None else ()),
     ]
-    encoder, asked = store.schema.text_encoder, run.encoders.text.tokens_asked
-    most = encoder.get("max_sequence_length", encoder["max_tokens"])
-    if asked not in (None, most):
-        problems.append(f"its text has at most {most} tokens, and encoders.text.max_tokens is {asked}")
     if problems:
         raise UserError(*(f"data.features: {store.root} does not fit: {problem}" for problem in problems))
     return store
 
 
+def _condition_misfits(run: RunConfig, spec: ModelSpec, store: FeatureStore) -> list[str]:
+    """What of the store's text or classes the model does not take, or the run does not say."""
+    schema, text = store.schema, run.encoders.text
+    if schema.classes is not None:
+        return [f"it has {misfit}" for misfit in class_misfits(spec, schema.classes)]
+    if text is None:
+        return [f"it has captions, and {spec.class_name} is fed classes"]
+    null, asked = store.null_text, text.tokens_asked
+    pooled_dim = None if null.pooled is None else len(null.pooled)
+    problems = [f"its text has {misfit}" for misfit in text_misfits(spec, null.states.shape[1], pooled_dim)]
+    most = schema.text_encoder.get("max_sequence_length", schema.text_encoder["max_tokens"])
+    if asked not in (None, most):
+        problems.append(f"its text has at most {most} tokens, and encoders.text.max_tokens is {asked}")
+    return problems
+
+
 def largest_batch_shape(store: FeatureStore) -> BatchShape:
-    """Shapes of the largest bucket in a feature store, with text of its max_tokens."""
+    """Shapes of the largest bucket in a feature store, with text of its max_tokens where it has text."""
     latents = max(store.buckets, key=math.prod)
     wide = store.has_deviation or store.latents_dtype == torch.float32
-    text = (store.max_tokens, store.null_text.states.shape[1])
-    return BatchShape(latents=latents, latents_dtype="fp32" if wide else "bf16", text=text)
+    return BatchShape(latents=latents, latents_dtype="fp32" if wide else "bf16", text=store.text_shape)

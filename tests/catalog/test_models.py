@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 
 import bigdit.catalog
 from bigdit.catalog import FAMILIES, batch_shape, latent_shape, model
+from bigdit.catalog.classes import class_count, class_misfits, no_class, takes_classes
 from bigdit.catalog.gpus import gpus
 from bigdit.catalog.models import models
 from bigdit.catalog.names import load_json
 from bigdit.errors import UserError
-from bigdit.models import build, families
+from bigdit.models import build, families, outline
 from bigdit.spec import BatchShape, ModelSpec
 
 NAMES = [m.name for m in models()]
@@ -74,11 +75,31 @@ def test_what_cannot_be_trained_says_why():
     reason = "the feature store keeps no clip_text_embeds and no clip_text_mask, which HunyuanDiT2DModel is fed"
     assert model("hunyuandit-v1.2").training_obstacle == reason
     assert model("wan2.1-t2v-14b").training_obstacle.startswith("the feature store keeps pictures")
-    assert not model("dit-xl-2-paper").trainable
+    assert {m.name for m in models() if takes_classes(m.spec)} >= {"dit-xl-2", "dit-xl-2-paper"}
+    assert all(m.trainable for m in models() if takes_classes(m.spec))
     assert model("sana-sprint-1600m").trainable
     unknown = model("sana-1600m").model_copy(update={"spec": ModelSpec(name="x", class_name="UNet", kwargs={})})
     assert unknown.obstacle == unknown.training_obstacle == "no family adapter yet: UNet"
     assert not unknown.rehearsable
+
+
+@pytest.mark.parametrize("class_name", ["DiTTransformer2DModel", "PaperDiT"])
+def test_a_model_knows_as_many_classes_as_its_class_has_it(class_name):
+    made = outline(ModelSpec(name="x", class_name=class_name, kwargs={}))
+    assert made.config[FAMILIES[class_name].classes] == class_count(
+        ModelSpec(name="x", class_name=class_name, kwargs={})
+    )
+    few = ModelSpec(name="x", class_name=class_name, kwargs={FAMILIES[class_name].classes: 7})
+    assert (class_count(few), no_class(few)) == (7, 7)
+    assert class_misfits(few, ["a"] * 8) == [f"8 classes, and the model's {FAMILIES[class_name].classes} is 7"]
+    assert class_misfits(few, 7) == []
+
+
+def test_text_is_no_class():
+    sana = model("sana-1600m").spec
+    assert (takes_classes(sana), no_class(sana)) == (False, None)
+    assert class_misfits(sana, 3) == ["classes, and SanaTransformer2DModel is fed text"]
+    assert no_class(ModelSpec(name="x", class_name="PaperDiT", kwargs={"null_class": False})) is None
 
 
 def test_the_families_are_those_of_the_adapters():

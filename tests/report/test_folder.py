@@ -8,16 +8,19 @@ import yaml
 from commands import bigdit
 from pipeline_folders import changed, pipeline_folder
 
-from bigdit.catalog import user_model
+from bigdit.catalog import model, user_model
+from bigdit.config import load_run
 from bigdit.config.deepspeed import complete_ds_config, ds_values
 from bigdit.config.plan_file import read_plan_file
 from bigdit.config.planned import planned_run, planned_strategy
 from bigdit.errors import UserError
+from bigdit.report.commands import commands
 from bigdit.report.folder import OURS, write_plan
 from bigdit.report.skeleton import skeleton
 from bigdit.search import kept
 from bigdit.search.plan import Plan
 from bigdit.search.record import record
+from bigdit.train.prepare import prepare
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("plan")]  # but for the rehearsal, none takes long
 
@@ -92,6 +95,16 @@ def test_a_users_model_is_paired_with_the_encoders_in_its_folder(made, tmp_path)
     run = yaml.safe_load(skeleton(of_model(made, user_model(folder))))
     assert run["encoders"]["text"]["pipeline"] == str(folder)
     assert run["encoders"]["image"] == {"name": "vae", "class_name": "AutoencoderDC", "path": f"{folder}/vae"}
+
+
+def test_a_model_of_classes_is_run_by_folders_of_classes(made, tmp_path):
+    plan = of_model(made, model("dit-xl-2"))
+    (tmp_path / "run.yaml").write_text(skeleton(plan))
+    run = load_run(tmp_path / "run.yaml")
+    assert (run.data.images[0].label, run.encoders.text) == ("folder", None)
+    assert prepare(run, 1)[0] == plan.question.model.spec
+    assert commands(plan, tmp_path)[0].words[:2] == ("bigdit", "extract")
+    assert "does not encode text" not in skeleton(plan)
 
 
 def test_no_encoders_are_named_that_a_users_model_cannot_take(made, tmp_path):

@@ -48,7 +48,7 @@ def test_a_picture_depends_on_its_caption_and_seed_alone(sampled, trained):
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        ([], "error: no caption was given; pass --caption TEXT, or --captions FILE with one a line"),
+        ([], "error: no caption was given; pass --caption TEXT, --label CLASS, or --captions FILE with one a line"),
         (["--caption", "x", "--size", "8by8"], "error: --size expects HEIGHTxWIDTH in pixels"),
         (["--caption", "x", "--sampler", "dpm"], "error: --sampler 'dpm': there is no such sampler; known: euler, "),
         (["--caption", "x", "--size", "8x9"], "error: --size 8x9 does not divide by the codec's 2"),

@@ -69,7 +69,8 @@ def _request(run: RunConfig, gpu: Gpu) -> RehearsalRequest | None:
     found = encoding_request(Question(model=model, gpu=gpu, resolution=largest, frames=frames), batch)
     if found is None or found.encoders is None:
         return None
-    text = tuple(encoder.model_copy(update={"dtype": run.encoders.text.dtype}) for encoder in found.encoders.text)
+    dtype = run.encoders.text and run.encoders.text.dtype
+    text = tuple(encoder.model_copy(update={"dtype": dtype}) for encoder in found.encoders.text)
     vae = found.encoders.vae.model_copy(update={"dtype": run.encoders.image.dtype})
     encoders = found.encoders.model_copy(update={"vae": vae, "text": text})
     return found.model_copy(update={"encoders": encoders, "micro_batch_sizes": _PROBED})

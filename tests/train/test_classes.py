@@ -1,0 +1,146 @@
+"""Models of classes end to end: a folder a class is extracted, trained on, gone on with and sampled by its name."""
+
+import json
+
+import numpy as np
+import pytest
+from commands import ROOT, bigdit, with_set
+from PIL import Image
+
+from bigdit.train.metrics import read_metrics
+
+CONFIG = ROOT / "launch/recipes/digits-classes.yaml"
+SIZE = (
+    "train.warmup_steps=1",
+    "train.steps=4",
+    "train.checkpoint_every=2",
+    "train.micro_batch_size=8",
+    "data.workers=1",
+)
+TINY = {
+    "PaperDiT": ("model.kwargs.depth=2", "model.kwargs.hidden_size=32"),
+    "DiTTransformer2DModel": (
+        "model={class_name: DiTTransformer2DModel, kwargs: {num_attention_heads: 2, attention_head_dim: 16, "
+        "num_layers: 2, in_channels: 4, out_channels: 8, sample_size: 4, patch_size: 1, num_embeds_ada_norm: 10}}",
+    ),
+}
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("classes")]
+
+
+@pytest.fixture(scope="module")
+def digits_by_class(tmp_path_factory):
+    """Real digits, a folder a class, and their store."""
+    import digits
+
+    root = tmp_path_factory.mktemp("classes")
+    digits.write_classes(root / "pictures")
+    for file in (root / "pictures").glob("*/*.png"):
+        if int(file.stem) >= 60:
+            file.unlink()
+    done = bigdit("extract", "--config", CONFIG, *settings(root))
+    assert done.returncode == 0, done.stderr
+    return root
+
+
+def settings(root, *overrides, output="run"):
+    places = [
+        f"data.images={{path: {root / 'pictures'}, label: folder}}",
+        f"data.features={root / 'features'}",
+        f"output={root / output}",
+    ]
+    return with_set([*places, *SIZE, *overrides])
+
+
+def test_the_store_has_the_class_of_each_folder(digits_by_class):
+    schema = json.loads((digits_by_class / "features/schema.json").read_text())
+    assert schema["classes"] == ["eight", "five", "four", "nine", "one", "seven", "six", "three", "two", "zero"]
+    assert not (digits_by_class / "features/null_text.safetensors").exists()
+    done = bigdit("features", "info", digits_by_class / "features")
+    assert "classes   10: eight, five, four" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("class_name", TINY)
+def test_a_run_goes_on_from_its_checkpoint(digits_by_class, class_name):
+    chosen = TINY[class_name]
+    done = bigdit("train", "--config", CONFIG, *settings(digits_by_class, *chosen, output=f"{class_name}-straight"))
+    assert done.returncode == 0, done.stderr
+    for steps in (2, 4):
+        overrides = (*chosen, f"train.steps={steps}")
+        done = bigdit("train", "--config", CONFIG, *settings(digits_by_class, *overrides, output=f"{class_name}-twice"))
+        assert done.returncode == 0, done.stderr
+    losses = [
+        [row["loss"] for row in read_metrics(digits_by_class / f"{class_name}-{each}/metrics.jsonl")]
+        for each in ("straight", "twice")
+    ]
+    assert len(losses[0]) == 4
+    assert losses[0][:2] == losses[1][:2]
+    assert losses[0][2:] != losses[0][:2]
+
+
+@pytest.mark.parametrize("class_name", TINY)
+def test_a_step_of_the_run_is_rehearsed_to_the_byte(digits_by_class, class_name):
+    out = digits_by_class / f"{class_name}.json"
+    chosen = settings(digits_by_class, *TINY[class_name])
+    done = bigdit("bench", "step", "--config", CONFIG, *chosen, "--steps", "4", "--out", out)
+    assert done.returncode == 0, done.stderr
+    receipt = json.loads(out.read_text())
+    assert receipt["batch"] == {"latents": [4, 4, 4], "text": None, "latents_dtype": "fp32"}
+    assert receipt["objective"]["name"] == "ddpm"
+    assert receipt["predicted_peak_allocated_bytes"] == receipt["measured_peak_allocated_bytes"]
+
+
+@pytest.mark.parametrize("class_name", TINY)
+def test_pictures_are_drawn_by_names_and_numbers(digits_by_class, class_name):
+    checkpoint = digits_by_class / f"{class_name}-straight"
+    out = digits_by_class / f"{class_name}-samples"
+    asked = ("--label", "seven", "--label", "5", "--caption", "two", "--steps", "3", "--json")
+    done = bigdit("sample", "--checkpoint", checkpoint, "--out", out, *asked)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)["pictures"]
+    assert [row["caption"] for row in rows] == ["seven", "5", "two"]
+    assert np.asarray(Image.open(out / rows[0]["file"])).shape == (8, 8)
+    drawn = {}
+    # Four steps tell classes apart by little, which guidance makes much of.
+    for name, chosen in {
+        "seven": ("seven",),
+        "its number": ("5",),
+        "two": ("two",),
+        "away from two": ("seven", "--negative", "two"),
+        "away from its number": ("seven", "--negative", "8"),
+    }.items():
+        more = ("--out", out / name, "--guidance", "3000", "--steps", "3", "--label", *chosen)
+        done = bigdit("sample", "--checkpoint", checkpoint, *more)
+        assert done.returncode == 0, done.stderr
+        drawn[name] = np.asarray(Image.open(out / name / "00000.png")).tolist()
+    assert drawn["seven"] == drawn["its number"]
+    assert drawn["away from two"] == drawn["away from its number"]
+    assert drawn["seven"] not in (drawn["two"], drawn["away from two"])
+    done = bigdit("sample", "--checkpoint", checkpoint, "--out", out, "--label", "sevn")
+    assert done.returncode == 1
+    assert "error: --label: there is no class 'sevn'; did you mean seven?" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (["model.kwargs.num_classes=9"], "it has 10 classes, and the model's num_classes is 9"),
+        (["data.classes=[a, b]"], "it was encoded with other classes, or in another order, than data.classes names"),
+        (["model.kwargs.sample_size=8"], "it has latents of 4x4x4, and PaperDiT takes 8 × 8 alone (its sample_size)"),
+    ],
+)
+def test_a_store_that_does_not_fit_is_refused(digits_by_class, overrides, problem):
+    done = bigdit("train", "--config", CONFIG, *settings(digits_by_class, *overrides, output="refused"))
+    assert done.returncode == 1
+    assert f"does not fit: {problem}" in " ".join(done.stderr.split())
+
+
+def test_a_folder_of_one_more_class_is_not_appended(digits_by_class, tmp_path):
+    more = tmp_path / "more/apple"
+    more.mkdir(parents=True)
+    Image.new("L", (8, 8)).save(more / "0.png")
+    images = [{"path": str(folder), "label": "folder"} for folder in (digits_by_class / "pictures", tmp_path / "more")]
+    changed = f"data.images={json.dumps(images)}"
+    done = bigdit("extract", "--config", CONFIG, *settings(digits_by_class, changed, "model.kwargs.num_classes=11"))
+    assert done.returncode == 1
+    assert "classes[0] is 'eight' there, and 'apple' in this run" in " ".join(done.stderr.split())
