@@ -1,9 +1,10 @@
-"""The demo's digits learned by each objective from scratch: how many of 100 samples a classifier reads as asked for.
+"""The digits learned from scratch, by each objective and by class: how many of 100 samples are read as asked for.
 
     python benchmarks/objectives.py [NAME…] [--folder DIR] [--steps N]
 
-One process, fp32, the demo's model and steps (launch/recipes/digits.yaml). The classifier is fitted on the real digits
-alone (launch/digits.py); samples are drawn by the objective's default sampler in 20 steps, and by the other one too.
+One process, fp32, the demo's model and steps (launch/recipes/digits.yaml), and a DiT of classes without captions
+(launch/recipes/digits-classes.yaml). The classifier is fitted on the real digits alone (launch/digits.py); samples are
+drawn by the objective's default sampler in 20 steps, and by the other one too.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -25,13 +27,29 @@ BIGDIT = Path(sys.executable).parent / "bigdit"
 SINGLE = ("engine.name=single", "engine.processes=1", "engine.ds_config=null", "train.micro_batch_size=32")
 SAMPLES = 100
 
-# By name: what is set beside the recipe, and the samplers.
 DDPM = ("dpmsolver++", "ddim")
-OBJECTIVES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "flow_matching": ((), ("euler",)),
-    "ddpm_v": (("objective.name=ddpm", "objective.prediction=v"), DDPM),
-    "ddpm_v_zero_snr": (("objective={name: ddpm, prediction: v, zero_terminal_snr: true, min_snr_gamma: 5}",), DDPM),
-    "ddpm_epsilon_learned_variance": (("objective.name=ddpm", "model.kwargs.out_channels=8"), DDPM),
+
+
+class Case(NamedTuple):
+    """What is set beside the recipe, and the samplers; `classes`: the recipe without captions."""
+
+    overrides: tuple[str, ...]
+    samplers: tuple[str, ...] = DDPM
+    classes: bool = False
+
+    @property
+    def recipe(self) -> str:
+        return f"launch/recipes/digits{'-classes' * self.classes}.yaml"
+
+
+OBJECTIVES = {
+    "flow_matching": Case((*SINGLE,), ("euler",)),
+    "ddpm_v": Case((*SINGLE, "objective.name=ddpm", "objective.prediction=v")),
+    "ddpm_v_zero_snr": Case(
+        (*SINGLE, "objective={name: ddpm, prediction: v, zero_terminal_snr: true, min_snr_gamma: 5}")
+    ),
+    "ddpm_epsilon_learned_variance": Case((*SINGLE, "objective.name=ddpm", "model.kwargs.out_channels=8")),
+    "classes_ddpm_epsilon_learned_variance": Case((), classes=True),
 }
 
 
@@ -42,34 +60,40 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=800)
     arguments = parser.parse_args()
     folder = arguments.folder.resolve()
-    if not (folder / "digits").exists():
-        _run(sys.executable, "launch/digits.py", folder / "digits")
     rows = table(f"digits after {arguments.steps} steps", ["objective", "sampler", "read right", "training"])
     for name in arguments.names or OBJECTIVES:
-        overrides, samplers = OBJECTIVES[name]
-        output = folder / name
-        places = (f"data.images={folder / 'digits'}", f"data.features={folder / 'features'}", f"output={output}")
-        settings = [*SINGLE, *places, f"train.steps={arguments.steps}", *overrides]
-        config = ("--config", "launch/recipes/digits.yaml", *(part for each in settings for part in ("--set", each)))
+        case, output = OBJECTIVES[name], folder / name
+        settings = [*_data(folder, case), f"output={output}", f"train.steps={arguments.steps}", *case.overrides]
+        config = ("--config", case.recipe, *(part for each in settings for part in ("--set", each)))
         _run(BIGDIT, "extract", *config)
         began = time.perf_counter()
         _run(BIGDIT, "train", *config)
         took = f"{time.perf_counter() - began:.0f} s"
-        for sampler in samplers:
-            rows.add_row(name, sampler, f"{_read(output, sampler)} of {SAMPLES}", took)
+        for sampler in case.samplers:
+            rows.add_row(name, sampler, f"{_read(output, sampler, case)} of {SAMPLES}", took)
     from bigdit import log
 
     log.out.print(rows)
 
 
-def _read(output: Path, sampler: str) -> int:
+def _data(folder: Path, case: Case) -> list[str]:
+    """The digits with captions, or in a folder a class, written where they are not there yet; and their features."""
+    name = "classes" if case.classes else "digits"
+    if not (folder / name).exists():
+        _run(sys.executable, "launch/digits.py", folder / name, *["--classes"] * case.classes)
+    images = f"{{path: {folder / name}, label: folder}}" if case.classes else str(folder / name)
+    return [f"data.images={images}", f"data.features={folder / 'features'}{'-of-classes' * case.classes}"]
+
+
+def _read(output: Path, sampler: str, case: Case) -> int:
     """How many samples of the run are read as the digit that was asked for."""
     sys.path.insert(0, str(ROOT / "launch"))
     import digits
 
     asked = [i % len(digits.WORDS) for i in range(SAMPLES)]
     captions, out = output / "captions.txt", output / sampler
-    captions.write_text("".join(f"{digits.caption(digit)}\n" for digit in asked))
+    named = digits.WORDS.__getitem__ if case.classes else digits.caption
+    captions.write_text("".join(f"{named(digit)}\n" for digit in asked))
     drawn = ("--guidance", "2", "--size", "8x8", "--sampler", sampler)
     _run(BIGDIT, "sample", "--checkpoint", output, "--captions", captions, "--out", out, *drawn)
     rows = json.loads((out / "samples.json").read_text())["pictures"]
