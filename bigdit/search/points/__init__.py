@@ -1,1 +1,0 @@
-"""Points of a plan beside what it recommends, as its pages show them: they ran, were rehearsed, or are predicted."""
