@@ -19,7 +19,7 @@ from bigdit.files import write_json, write_text
 from bigdit.memory.process import beside_torch
 from bigdit.rehearse import RehearsalRequest
 from bigdit.rehearse.ask import request_for
-from bigdit.search.cards import Cards
+from bigdit.search.finding.cards import Cards
 from bigdit.spec import Strict
 
 HERE = Path(__file__).parent

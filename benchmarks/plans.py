@@ -17,7 +17,7 @@ from bigdit.errors import versions
 from bigdit.files import write_text
 from bigdit.rehearse.card.client import cuda_build, cuda_python
 from bigdit.search.answer import make_plan
-from bigdit.search.ask import question_for
+from bigdit.search.asking.ask import question_for
 from bigdit.search.plan import Plan
 from bigdit.units import gib
 

@@ -28,7 +28,7 @@ from bigdit.receipt import Receipt
 from bigdit.recipes.recipe import MEASURED, Recipe, Took, names, recipe
 from bigdit.rehearse.card.client import cuda_build, cuda_python
 from bigdit.search.answer import make_plan
-from bigdit.search.ask import question_for
+from bigdit.search.asking.ask import question_for
 from bigdit.search.plan import Plan
 from bigdit.store.null_text import write_null_text
 from bigdit.store.part import Encoded, part_path, write_part

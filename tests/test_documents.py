@@ -18,7 +18,7 @@ from bigdit.config.plan_file import read_plan_file
 from bigdit.config.strategy import parse_strategy
 from bigdit.documents import parse_json, parse_yaml
 from bigdit.errors import UserError
-from bigdit.search.receipts import read as read_receipts
+from bigdit.search.finding.receipts import read as read_receipts
 
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False) | st.text("aä :-'\"\n"),

@@ -11,14 +11,14 @@ from commands import ROOT
 
 from bigdit import catalog
 from bigdit.rehearse.pool import Pool
-from bigdit.search.ask import question_for
-from bigdit.search.candidates import Option, candidate, capacity
-from bigdit.search.changes import BUCKETS, DEEPSPEED_BUCKET, changes
-from bigdit.search.confirm import confirm
+from bigdit.search.asking.ask import question_for
+from bigdit.search.finding.candidates import Option, candidate, capacity
+from bigdit.search.finding.confirm import confirm
 from bigdit.search.needs.schedule import run
 from bigdit.search.predict.anchors import Sample
 from bigdit.search.question import Question
-from bigdit.search.waterfall import waterfall
+from bigdit.search.telling.changes import BUCKETS, DEEPSPEED_BUCKET, changes
+from bigdit.search.telling.waterfall import waterfall
 from bigdit.spec import EmaSpec
 from bigdit.units import GIB
 

@@ -18,17 +18,17 @@ from bigdit.rehearse import RehearsedSize
 from bigdit.rehearse.pool import Pool
 from bigdit.rehearse.request import Rehearsal
 from bigdit.search.answer import make_plan
-from bigdit.search.ask import question_for
-from bigdit.search.candidates import Option, candidate, capacity
-from bigdit.search.confirm import confirm
-from bigdit.search.evidence import Evidence
-from bigdit.search.explore import explore, selective
+from bigdit.search.asking.ask import question_for
+from bigdit.search.finding.candidates import Option, candidate, capacity
+from bigdit.search.finding.confirm import confirm
+from bigdit.search.finding.evidence import Evidence
+from bigdit.search.finding.explore import explore, selective
+from bigdit.search.finding.space import Proposal
+from bigdit.search.finding.verdict import planned, process, verdict
 from bigdit.search.plan import Plan, Step, Verdict
 from bigdit.search.predict.anchors import Sample
 from bigdit.search.question import Question
-from bigdit.search.space import Proposal
-from bigdit.search.verdict import planned, process, verdict
-from bigdit.search.waterfall import waterfall
+from bigdit.search.telling.waterfall import waterfall
 from bigdit.spec import Strategy
 from bigdit.speed.cluster import Cluster
 from bigdit.speed.interval import Interval

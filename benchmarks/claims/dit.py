@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from bigdit.rehearse.pool import Pool
-from bigdit.search.ask import question_for
-from bigdit.search.candidates import Option
+from bigdit.search.asking.ask import question_for
+from bigdit.search.finding.candidates import Option
 from bigdit.units import count, gib
 from claims.answers import Case, Say, largest, option, rehearsed
 

@@ -94,7 +94,7 @@ def run(
     Exit status: 0 where it fits or is tight, 2 where it does not fit, 1 for what cannot be asked.
     """
     from bigdit import log
-    from bigdit.search.ask import question_for
+    from bigdit.search.asking.ask import question_for
 
     question = question_for(
         model,

@@ -46,7 +46,7 @@ def compare(
     from bigdit import log
     from bigdit.rehearse.pool import Pool
     from bigdit.report.receipts import compared, summary
-    from bigdit.search.receipts import calibration, check, memory_band, of_card, one_by
+    from bigdit.search.finding.receipts import calibration, check, memory_band, of_card, one_by
 
     found = _read(receipts)
     cards = _cards(found, gpu)
@@ -93,7 +93,7 @@ def calibrate(
     from bigdit.errors import UserError
     from bigdit.rehearse.pool import Pool
     from bigdit.report.receipts import bands, speeds
-    from bigdit.search.receipts import check, learnt, of_card, one_by
+    from bigdit.search.finding.receipts import check, learnt, of_card, one_by
 
     found = _read(receipts)
     learned = []
@@ -138,7 +138,7 @@ def _cards(receipts: list[Receipt], wanted: str | None) -> dict[str, Gpu]:
 def _read(folder: Path | None) -> list[Receipt]:
     from bigdit import log
     from bigdit.errors import UserError
-    from bigdit.search.receipts import folders, read
+    from bigdit.search.finding.receipts import folders, read
 
     if folder is not None and not folder.is_dir():
         raise UserError(f"--receipts: {folder} is no folder; one with receipts, as training writes them, was expected")

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from bigdit.config.plan_file import DS_CONFIG, FILE
 from bigdit.report.skeleton import RUN, extractable, skeleton
 from bigdit.search.plan import Plan
-from bigdit.search.record import record
+from bigdit.search.telling.record import record
 
 WIDTH = 78
 PORT = 29500

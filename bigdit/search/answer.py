@@ -11,25 +11,26 @@ from bigdit.catalog.families import FAMILIES
 from bigdit.catalog.revision import revision
 from bigdit.errors import UserError
 from bigdit.rehearse.pool import Pool
-from bigdit.search import kept, receipts
-from bigdit.search.best import search
-from bigdit.search.candidates import Candidate, capacity
-from bigdit.search.cards import Cards
-from bigdit.search.choices import confirmed, front
-from bigdit.search.confirm import Confirmed
-from bigdit.search.evidence import Evidence
-from bigdit.search.fixes import fixes
-from bigdit.search.limits import bucket_limits, limits_on
+from bigdit.search import kept
+from bigdit.search.finding import receipts
+from bigdit.search.finding.best import search
+from bigdit.search.finding.candidates import Candidate, capacity
+from bigdit.search.finding.cards import Cards
+from bigdit.search.finding.confirm import Confirmed
+from bigdit.search.finding.evidence import Evidence
+from bigdit.search.finding.limits import bucket_limits, limits_on
 from bigdit.search.needs.dataset import DatasetNeed, dataset_need, encoding_request
 from bigdit.search.needs.schedule import run
 from bigdit.search.plan import Plan, Run, Step
-from bigdit.search.points.averages import averages
-from bigdit.search.points.curves import curves, runs
-from bigdit.search.points.settings import settings
 from bigdit.search.predict.anchors import Sample
 from bigdit.search.question import Question
-from bigdit.search.smaller import smaller
-from bigdit.search.waterfall import waterfall
+from bigdit.search.telling.averages import averages
+from bigdit.search.telling.choices import confirmed, front
+from bigdit.search.telling.curves import curves, runs
+from bigdit.search.telling.fixes import fixes
+from bigdit.search.telling.settings import settings
+from bigdit.search.telling.smaller import smaller
+from bigdit.search.telling.waterfall import waterfall
 from bigdit.spec import BatchShape, Strategy
 from bigdit.speed.step import StepTime
 

@@ -14,7 +14,7 @@ from bigdit.memory.footprint import footprint
 from bigdit.rehearse import rehearse
 from bigdit.rehearse.ask import request_for
 from bigdit.report.plan import show
-from bigdit.search import verdict
+from bigdit.search.finding import verdict
 from bigdit.search.needs.dataset import DatasetNeed
 from bigdit.search.needs.host import host_need
 from bigdit.search.plan import (

@@ -19,7 +19,7 @@ from bigdit.report.folder import OURS, write_plan
 from bigdit.report.skeleton import skeleton
 from bigdit.search import kept
 from bigdit.search.plan import Plan
-from bigdit.search.record import record
+from bigdit.search.telling.record import record
 from bigdit.train.prepare import prepare
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("plan")]  # but for the rehearsal, none takes long

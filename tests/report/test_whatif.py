@@ -13,9 +13,9 @@ from selenium.webdriver.support.select import Select
 from bigdit.memory import CATEGORIES
 from bigdit.report.folder import write_plan
 from bigdit.search.answer import make_plan
-from bigdit.search.ask import question_for
-from bigdit.search.candidates import beside
-from bigdit.search.verdict import expected, process
+from bigdit.search.asking.ask import question_for
+from bigdit.search.finding.candidates import beside
+from bigdit.search.finding.verdict import expected, process
 from bigdit.units import gib
 
 # One plan with that of tests/commands/test_plan.py, which is kept.

@@ -117,7 +117,7 @@ def _limit(text: str, card: catalog.Gpu) -> int:
 
 def _device(asked: str | None, gpu: str) -> memory.Device:
     from bigdit.errors import UserError, shown
-    from bigdit.search.ask import device_for
+    from bigdit.search.asking.ask import device_for
 
     own = gpu.strip().casefold() == "auto"
     if asked not in (None, "measured", "emulated", "rehearsed"):

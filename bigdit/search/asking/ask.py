@@ -17,8 +17,8 @@ from bigdit.emulator.build import compiler
 from bigdit.errors import UserError
 from bigdit.machine import memory_bytes
 from bigdit.rehearse.card.client import cuda_build, cuda_python
-from bigdit.search.buckets import Asked, Size, aspect_sizes, parse_sizes
-from bigdit.search.check import cluster_problems, fitting_shape, model_fits, pin_problems
+from bigdit.search.asking.buckets import Asked, Size, aspect_sizes, parse_sizes
+from bigdit.search.asking.check import cluster_problems, fitting_shape, model_fits, pin_problems
 from bigdit.search.question import HOST_MEMORY_BYTES, Device, Pins, Question
 from bigdit.spec import Strict
 from bigdit.speed.cluster import Cluster

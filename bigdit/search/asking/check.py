@@ -13,7 +13,7 @@ from bigdit.catalog.encoders import online_encoders
 from bigdit.config.strategy import PRESETS
 from bigdit.errors import UserError
 from bigdit.rehearse.ask import model_problems, precision_problems
-from bigdit.search.buckets import Size, written
+from bigdit.search.asking.buckets import Size, written
 from bigdit.search.predict.sibling import block_count
 from bigdit.search.question import EngineChoice, Pins
 from bigdit.spec import BatchShape, EmaSpec, LoraSpec, OptimizerSpec, Precision, Strategy

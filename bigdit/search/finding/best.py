@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from bigdit.errors import UserError
 from bigdit.rehearse.pool import Pool
-from bigdit.search.candidates import (
+from bigdit.search.finding.candidates import (
     Candidate,
     Option,
     beside,
@@ -17,14 +17,14 @@ from bigdit.search.candidates import (
     fitting,
     preferred,
 )
-from bigdit.search.cards import Cards
-from bigdit.search.confirm import Confirmed, best_that_runs, confirm, confirmed_best
-from bigdit.search.evidence import Evidence
-from bigdit.search.explore import explore, hopeless, selective
+from bigdit.search.finding.cards import Cards
+from bigdit.search.finding.confirm import Confirmed, best_that_runs, confirm, confirmed_best
+from bigdit.search.finding.evidence import Evidence
+from bigdit.search.finding.explore import explore, hopeless, selective
+from bigdit.search.finding.space import Proposal, proposals
 from bigdit.search.plan import Rejected
 from bigdit.search.predict.anchors import Sample
 from bigdit.search.question import Question
-from bigdit.search.space import Proposal, proposals
 
 WORTH_LOSING = 0.10
 """A lossy optimizer over several cards is looked at where it could be faster than the best lossless one by more."""

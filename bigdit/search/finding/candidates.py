@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from bigdit.memory.process import ByteRange, beside_torch
-from bigdit.search.evidence import Evidence
+from bigdit.search.finding.evidence import Evidence
+from bigdit.search.finding.space import Proposal
+from bigdit.search.finding.verdict import safe_bytes
 from bigdit.search.needs.host import node_bytes
 from bigdit.search.predict.outline import OF_ACTIVATIONS, Arrangement
 from bigdit.search.question import Question
-from bigdit.search.space import Proposal
-from bigdit.search.verdict import safe_bytes
 from bigdit.spec import Strategy
 from bigdit.speed.interval import Interval
 from bigdit.speed.step import StepTime, step_time

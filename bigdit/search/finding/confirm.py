@@ -12,14 +12,14 @@ from bigdit.memory.footprint import Footprint
 from bigdit.memory.process import ByteRange
 from bigdit.rehearse import RehearsalRequest, RehearsedSize
 from bigdit.rehearse.pool import Pool
-from bigdit.search.candidates import Candidate, beside, candidate, preferred
-from bigdit.search.cards import Cards
-from bigdit.search.evidence import Evidence
+from bigdit.search.finding.candidates import Candidate, beside, candidate, preferred
+from bigdit.search.finding.cards import Cards
+from bigdit.search.finding.evidence import Evidence
+from bigdit.search.finding.verdict import planned, process, safe_bytes, verdict
 from bigdit.search.needs.host import HostNeed, host_need
 from bigdit.search.plan import Band, Verdict
 from bigdit.search.predict.anchors import Sample
 from bigdit.search.question import Question
-from bigdit.search.verdict import planned, process, safe_bytes, verdict
 from bigdit.speed.launches import Launches, launches_of
 
 _RANK: dict[Verdict, int] = {"FITS": 0, "TIGHT": 1, "DOES NOT FIT": 2}

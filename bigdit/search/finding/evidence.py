@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bigdit.search import receipts
+from bigdit.search.finding import receipts
+from bigdit.search.finding.receipts import Checked
 from bigdit.search.plan import Band
-from bigdit.search.receipts import Checked
 from bigdit.spec import Strategy
 from bigdit.speed.calibration import Calibration
 

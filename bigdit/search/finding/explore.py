@@ -9,11 +9,11 @@ from typing import Literal
 from bigdit.errors import UserError
 from bigdit.rehearse import RehearsalRequest, RehearsedSize
 from bigdit.rehearse.pool import Pool
-from bigdit.search.candidates import Option
+from bigdit.search.finding.candidates import Option
+from bigdit.search.finding.space import Proposal
 from bigdit.search.plan import Rejected
 from bigdit.search.predict.anchors import OF_STATE, OF_STEP, SIZES, Depths, Sample, outline, requests
 from bigdit.search.predict.outline import OF_ACTIVATIONS, Arrangement, Outline, varied
-from bigdit.search.space import Proposal
 from bigdit.spec import Strategy
 
 

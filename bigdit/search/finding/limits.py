@@ -8,14 +8,14 @@ from functools import partial
 
 from bigdit.rehearse import RehearsalRequest
 from bigdit.rehearse.pool import Pool
-from bigdit.search.candidates import Candidate, largest_micro_batch, most
-from bigdit.search.cards import Cards
-from bigdit.search.confirm import recorded
-from bigdit.search.explore import explore
+from bigdit.search.finding.candidates import Candidate, largest_micro_batch, most
+from bigdit.search.finding.cards import Cards
+from bigdit.search.finding.confirm import recorded
+from bigdit.search.finding.explore import explore
+from bigdit.search.finding.space import Proposal
 from bigdit.search.plan import BucketLimit
 from bigdit.search.predict.anchors import Sample
 from bigdit.search.question import Question
-from bigdit.search.space import Proposal
 
 NEAR = 0.05
 """Buckets of an area within this share of the planned one are not rehearsed: what a sample takes is scaled with the

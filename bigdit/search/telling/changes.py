@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 from bigdit.catalog import batch_shape
 from bigdit.catalog.encoders import online_encoders
 from bigdit.errors import UserError
-from bigdit.search.candidates import Candidate
+from bigdit.search.finding.candidates import Candidate
+from bigdit.search.finding.space import OPTIMIZER_TITLES
 from bigdit.search.predict.anchors import Sample
 from bigdit.search.question import Question
-from bigdit.search.space import OPTIMIZER_TITLES
 from bigdit.spec import EmaSpec, OptimizerSpec, Precision, Strategy
 
 DEEPSPEED_BUCKET = 500_000_000

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bigdit.search.candidates import (
+from bigdit.search.finding.candidates import (
     SAME_SPEED,
     Candidate,
     Option,
@@ -14,13 +14,13 @@ from bigdit.search.candidates import (
     largest_micro_batch,
     micro_batch_sizes,
 )
-from bigdit.search.cards import Cards
-from bigdit.search.confirm import Confirmed, run
-from bigdit.search.evidence import Evidence
+from bigdit.search.finding.cards import Cards
+from bigdit.search.finding.confirm import Confirmed, run
+from bigdit.search.finding.evidence import Evidence
+from bigdit.search.finding.verdict import expected, process
 from bigdit.search.plan import Choice, Verdict
 from bigdit.search.predict.anchors import Sample
 from bigdit.search.question import Question
-from bigdit.search.verdict import expected, process
 from bigdit.speed.step import step_time
 from bigdit.speed.work import work_of
 from bigdit.units import gib

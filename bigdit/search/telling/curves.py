@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from bigdit.search.candidates import Candidate, beside, largest_micro_batch
-from bigdit.search.cards import Cards
-from bigdit.search.confirm import recorded
+from bigdit.search.finding.candidates import Candidate, beside, largest_micro_batch
+from bigdit.search.finding.cards import Cards
+from bigdit.search.finding.confirm import recorded
+from bigdit.search.finding.verdict import process
 from bigdit.search.plan import Band, BucketLimit, Curve
 from bigdit.search.predict.anchors import Sample
 from bigdit.search.question import Question
-from bigdit.search.verdict import process
 
 MOST_POINTS = 40
 

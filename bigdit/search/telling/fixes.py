@@ -6,14 +6,14 @@ from collections.abc import Iterable, Iterator
 
 from bigdit.catalog import gpus
 from bigdit.rehearse.pool import Pool
-from bigdit.search.candidates import Candidate, capacity, fitting, preferred
-from bigdit.search.choices import predicted
-from bigdit.search.evidence import Evidence
-from bigdit.search.explore import explore
+from bigdit.search.finding.candidates import Candidate, capacity, fitting, preferred
+from bigdit.search.finding.evidence import Evidence
+from bigdit.search.finding.explore import explore
+from bigdit.search.finding.space import proposals
 from bigdit.search.plan import Choice
 from bigdit.search.predict.anchors import Sample
 from bigdit.search.question import Pins, Question
-from bigdit.search.space import proposals
+from bigdit.search.telling.choices import predicted
 from bigdit.spec import BITSANDBYTES
 from bigdit.units import gib
 

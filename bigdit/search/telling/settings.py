@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from bigdit.catalog.gpus import gpus
 from bigdit.memory import Category, Ledger
-from bigdit.search.candidates import (
+from bigdit.search.finding.candidates import (
     Candidate,
     Option,
     beside,
@@ -16,14 +16,14 @@ from bigdit.search.candidates import (
     largest_micro_batch,
     micro_batch_sizes,
 )
-from bigdit.search.choices import as_run, predicted
-from bigdit.search.choices import title as title_of
-from bigdit.search.confirm import Confirmed
-from bigdit.search.evidence import Evidence
+from bigdit.search.finding.confirm import Confirmed
+from bigdit.search.finding.evidence import Evidence
 from bigdit.search.plan import Choice, Point, Room, Setting, alike
-from bigdit.search.points.curves import BEYOND, Runs
 from bigdit.search.predict.anchors import Sample
 from bigdit.search.question import Question
+from bigdit.search.telling.choices import as_run, predicted
+from bigdit.search.telling.choices import title as title_of
+from bigdit.search.telling.curves import BEYOND, Runs
 from bigdit.spec import Strategy
 
 MOST_SIZES = 7

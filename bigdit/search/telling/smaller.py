@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from bigdit.search.candidates import Candidate
-from bigdit.search.evidence import Evidence
+from bigdit.search.finding.candidates import Candidate
+from bigdit.search.finding.evidence import Evidence
 from bigdit.search.question import Question
 from bigdit.spec import StepSize
 from bigdit.speed.step import step_time

@@ -14,14 +14,14 @@ from bigdit.memory.footprint import UNLIMITED
 from bigdit.memory.process import ByteRange
 from bigdit.rehearse import RehearsedSize
 from bigdit.rehearse.pool import Pool
-from bigdit.search.candidates import Candidate, beside
-from bigdit.search.changes import Change, changes
-from bigdit.search.confirm import Confirmed
-from bigdit.search.evidence import Evidence
+from bigdit.search.finding.candidates import Candidate, beside
+from bigdit.search.finding.confirm import Confirmed
+from bigdit.search.finding.evidence import Evidence
+from bigdit.search.finding.verdict import expected, process
 from bigdit.search.plan import Step, Verdict
 from bigdit.search.predict.anchors import Sample, grid, outline, requests
 from bigdit.search.question import Question
-from bigdit.search.verdict import expected, process
+from bigdit.search.telling.changes import Change, changes
 from bigdit.spec import Strategy
 from bigdit.units import gib
 

@@ -9,9 +9,9 @@ from bigdit import catalog
 from bigdit.catalog.models import models
 from bigdit.errors import UserError
 from bigdit.machine import memory_bytes
-from bigdit.search.ask import question_for
-from bigdit.search.buckets import ASPECTS, aspect_sizes, parse_sizes, written
-from bigdit.search.check import MOST_GPUS
+from bigdit.search.asking.ask import question_for
+from bigdit.search.asking.buckets import ASPECTS, aspect_sizes, parse_sizes, written
+from bigdit.search.asking.check import MOST_GPUS
 from bigdit.search.question import MOST_RANK, Pins, Question
 from bigdit.speed.cluster import Cluster
 from bigdit.units import GIB

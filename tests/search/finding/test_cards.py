@@ -22,13 +22,13 @@ from bigdit.rehearse.ask import request_for
 from bigdit.rehearse.card.attempt import Attempt, Attempts
 from bigdit.rehearse.card.client import Card, cuda_python
 from bigdit.search.answer import make_plan
-from bigdit.search.ask import question_for
-from bigdit.search.candidates import LARGEST_MICRO_BATCH, beside
-from bigdit.search.cards import Cards
+from bigdit.search.asking.ask import question_for
+from bigdit.search.finding.candidates import LARGEST_MICRO_BATCH, beside
+from bigdit.search.finding.cards import Cards
+from bigdit.search.finding.verdict import safe_bytes
 from bigdit.search.predict.anchors import Sample
 from bigdit.search.predict.sibling import depths, sibling
 from bigdit.search.question import Pins, Question
-from bigdit.search.verdict import safe_bytes
 from bigdit.spec import OptimizerName
 from bigdit.units import GIB, MIB
 

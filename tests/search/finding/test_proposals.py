@@ -15,7 +15,7 @@ from bigdit.catalog import CatalogModel
 from bigdit.config.strategy import parse_strategy
 from bigdit.memory.allocator import replay
 from bigdit.memory.process import ByteRange
-from bigdit.search.candidates import (
+from bigdit.search.finding.candidates import (
     LARGEST_MICRO_BATCH,
     Candidate,
     Option,
@@ -24,11 +24,11 @@ from bigdit.search.candidates import (
     most,
     preferred,
 )
-from bigdit.search.evidence import UNPROVED
+from bigdit.search.finding.evidence import UNPROVED
+from bigdit.search.finding.space import Proposal, proposals
+from bigdit.search.finding.verdict import expected, planned, process, safe_bytes, verdict
 from bigdit.search.plan import Band
 from bigdit.search.question import Pins, Question
-from bigdit.search.space import Proposal, proposals
-from bigdit.search.verdict import expected, planned, process, safe_bytes, verdict
 from bigdit.spec import Strategy
 from bigdit.speed.cluster import Cluster
 from bigdit.speed.interval import Interval

@@ -14,7 +14,7 @@ from bigdit.errors import UserError
 from bigdit.memory.allocator import replay
 from bigdit.receipt import Receipt
 from bigdit.rehearse import RehearsalRequest
-from bigdit.search import receipts
+from bigdit.search.finding import receipts
 from bigdit.speed.cluster import Cluster
 from bigdit.speed.step import step_time
 from bigdit.speed.work import work_of

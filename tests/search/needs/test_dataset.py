@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from bigdit import catalog
 from bigdit.memory import Block, Span, Timeline
 from bigdit.rehearse import rehearse
-from bigdit.search.ask import question_for
+from bigdit.search.asking.ask import question_for
 from bigdit.search.needs.dataset import dataset_need, encoding_request, written
 from bigdit.search.needs.host import LIBRARIES_BYTES, host_need
 from bigdit.sources import Caption

@@ -17,16 +17,16 @@ from bigdit.memory import CATEGORIES
 from bigdit.rehearse import RehearsedSize
 from bigdit.rehearse.pool import Pool
 from bigdit.search.answer import make_plan
-from bigdit.search.ask import question_for
-from bigdit.search.candidates import SAME_SPEED, Option
-from bigdit.search.evidence import UNPROVED
-from bigdit.search.explore import explore
+from bigdit.search.asking.ask import question_for
+from bigdit.search.finding.candidates import SAME_SPEED, Option
+from bigdit.search.finding.evidence import UNPROVED
+from bigdit.search.finding.explore import explore
+from bigdit.search.finding.space import Proposal, proposals
+from bigdit.search.finding.verdict import verdict
 from bigdit.search.predict.anchors import OF_STATE, OF_STEP, SIZES, Depths, Sample, grid, requests
 from bigdit.search.predict.moments import counterparts
 from bigdit.search.predict.sibling import block_count, sibling
 from bigdit.search.question import Pins, Question
-from bigdit.search.space import Proposal, proposals
-from bigdit.search.verdict import verdict
 from bigdit.spec import Strategy
 from bigdit.speed.interval import Interval
 from bigdit.speed.step import step_time

@@ -4,17 +4,17 @@ import plans
 import pytest
 
 from bigdit.memory.process import ByteRange
-from bigdit.search.ask import question_for
-from bigdit.search.evidence import Evidence
-from bigdit.search.fixes import fixes
+from bigdit.search.asking.ask import question_for
+from bigdit.search.finding.evidence import Evidence
 from bigdit.search.predict.anchors import Sample
+from bigdit.search.telling.fixes import fixes
 from bigdit.units import GIB
 
 
 @pytest.fixture
 def grown(monkeypatch):
     """The rows for a machine that is larger, when no other strategy is found: of a choice that was tried on a card."""
-    monkeypatch.setattr("bigdit.search.fixes.explore", lambda pool, sample, proposed: ((), ()))
+    monkeypatch.setattr("bigdit.search.telling.fixes.explore", lambda pool, sample, proposed: ((), ()))
 
     def of(gpu, high, host, **asked):
         question = question_for(model="sana-1600m", gpu=gpu, full=True, **asked)

@@ -6,12 +6,12 @@ from bigdit import catalog
 from bigdit.rehearse import RehearsedSize
 from bigdit.rehearse.pool import Pool
 from bigdit.search.answer import make_plan
-from bigdit.search.ask import question_for
-from bigdit.search.candidates import beside
+from bigdit.search.asking.ask import question_for
+from bigdit.search.finding.candidates import beside
+from bigdit.search.finding.space import proposals
+from bigdit.search.finding.verdict import expected
 from bigdit.search.plan import Plan
 from bigdit.search.predict.anchors import Sample
-from bigdit.search.space import proposals
-from bigdit.search.verdict import expected
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("plan")]
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 from bigdit.rehearse import RehearsedSize
 from bigdit.rehearse.pool import Pool
-from bigdit.search.candidates import Option
+from bigdit.search.finding.candidates import Option
 from bigdit.search.predict.anchors import OF_STATE, SIZES, Sample, outline, requests
 from bigdit.search.predict.average import averaged
 from bigdit.search.predict.outline import Arrangement, Outline
