@@ -1,6 +1,5 @@
 """Plans: what fits a card, how fast it goes, and what to set.
 
-A question is asked (`asking`), what answers it is found (`finding`), and what it means is told (`telling`); `predict` is
-what siblings say of the whole model, `needs` what is taken beside the card. Seconds come from `speed`, bytes from
-`rehearse` and `memory`.
+A question is asked (`asking`), what answers it is found (`finding`), what it means is told (`telling`); `predict` is
+what siblings say of the whole model, `needs` what is taken beside the card. Seconds are `speed`'s.
 """
