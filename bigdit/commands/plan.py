@@ -134,7 +134,7 @@ def run(
 
         log.notice(f"wrote {out}: {', '.join(file.name for file in write_plan(plan, out))}")
     if as_json:
-        log.emit_json(plan.model_dump(mode="json", exclude={"packed_timeline"}) | {"fits": plan.fits})
+        log.emit_json(plan.model_dump(mode="json", exclude={"packed_timeline", "settings"}) | {"fits": plan.fits})
     else:
         show(plan, out)
     return 0 if plan.fits else EXIT_DOES_NOT_FIT

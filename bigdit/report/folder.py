@@ -63,7 +63,7 @@ def _fill(plan: Plan, temporary: Path, folder: Path) -> None:
 
 
 def document(plan: Plan) -> str:
-    """`plan` as JSON, with what `--json` adds."""
+    """`plan` as JSON: what `--json` prints, and what that leaves out, its timeline and settings."""
     return json.dumps(plan.model_dump(mode="json") | {"fits": plan.fits}, indent=2) + "\n"
 
 

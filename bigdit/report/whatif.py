@@ -27,6 +27,7 @@ def whatif(plan: Plan) -> dict[str, Any] | None:
     blocks = count if chosen.checkpointed_blocks == "all" else chosen.checkpointed_blocks
     return {
         "choices": choices(plan),
+        "fields": list(Point.model_fields),
         "settings": [_setting(each, plan) for each in plan.settings],
         "start": {
             "strategy": start.title,
@@ -75,7 +76,12 @@ def _words(strategy: Strategy) -> dict[str, str]:
     }
 
 
-def _point(point: Point) -> dict[str, Any]:
-    """As in the plan's JSON, with the speed in words."""
-    found = point.model_dump(mode="json")
-    return found | {"images_per_second_per_card": words.between(point.images_per_second_per_card)}
+def _point(point: Point) -> list[Any]:
+    """As in the plan's JSON, a value for each of its fields, which take a third of the bytes without their names: bytes
+    in the order of CATEGORIES, those of the process as low and high, and the speed in words."""
+    found = point.model_dump(mode="json") | {
+        "at_peak": [point.at_peak.get(name, 0) for name in CATEGORIES],
+        "process": [point.process.low_bytes, point.process.high_bytes],
+        "images_per_second_per_card": words.between(point.images_per_second_per_card),
+    }
+    return list(found.values())

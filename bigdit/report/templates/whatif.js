@@ -2,12 +2,19 @@
 // leaves of it: all figures are the plan's, as JSON beside this script. The address keeps what is asked.
 const given = JSON.parse(document.getElementById("whatif-data").textContent);
 const at = (name) => document.getElementById(`whatif-${name}`);
+for (const setting of given.settings) setting.points = setting.points.map(named);
 const keys = Object.keys(given.choices);
 const distinct = (values) => [...new Set(values)];
 const CLASSES = { FITS: "fits", TIGHT: "tight", "DOES NOT FIT": "no" };
-const WIDE = 6; // percent of the bar: room for a letter, on a narrow screen too
+const WIDE = 5; // percent of the bar: room for a letter, on a narrow screen too
 const LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ";
 let asked = { ...given.start };
+
+function named(values) {
+  const point = Object.fromEntries(given.fields.map((name, number) => [name, values[number]]));
+  const [low_bytes, high_bytes] = point.process;
+  return { ...point, process: { low_bytes, high_bytes } };
+}
 
 // Bytes in the unit that suits them, or those of the same line.
 function gib(bytes, like = bytes) {
@@ -100,11 +107,12 @@ function showVerdict({ point, room, process, verdict, found }) {
 // The process at the high end in parts, each with a letter and a colour of its own: what is live by category, idle in the
 // allocator, not known, beside torch.
 function partsOf(point, room, process) {
-  const allocated = Object.values(point.at_peak).reduce((sum, bytes) => sum + bytes, 0);
+  const allocated = point.at_peak.reduce((sum, bytes) => sum + bytes, 0);
   const idle = Math.max(point.peak_reserved_bytes - allocated, 0);
   const margin = process.high_bytes - room.beside.high_bytes - point.peak_reserved_bytes;
   const mark = point.at_peak_rehearsed ? "" : "~";
-  const live = Object.entries(given.categories).map(([name, colour]) => [name, colour, point.at_peak[name] ?? 0, mark]);
+  const colours = Object.entries(given.categories);
+  const live = colours.map(([name, colour], number) => [name, colour, point.at_peak[number], mark]);
   const parts = [
     ...live,
     ["idle in the allocator", "--idle", idle, mark],

@@ -14,8 +14,8 @@ def averaged(outline: Outline, base: Outline, other: Outline) -> Outline:
     """`outline` with the average that `other` has and `base` has not, and with its phase.
 
     All are of one engine: `outline` differs from `base` in optimizer, masters or checkpointing, `other` in the average
-    alone, and one micro-batch size of it is enough. What the average's own phase takes within is that of `other`: with
-    the gradients gone, less than the step before it.
+    alone, and one micro-batch size of it is enough. Two phases are near, and do not decide: the start, through all of
+    which the average is taken to be there, and the average's own, which takes within what it does in `other`.
     """
     ours, theirs = numbered(outline.phases), numbered(base.phases)
     live, parts, before = [], [], ("init", 0)
