@@ -59,6 +59,7 @@ def _setting(setting: Setting, plan: Plan) -> dict[str, Any]:
     return {
         "strategy": setting.title,
         "words": {key: text for key, text in _words(setting.strategy).items() if key in choices(plan)},
+        "beside": setting.beside.high_bytes,
         "rooms": [room.model_dump(mode="json") for room in setting.rooms],
         "points": [_point(each) for each in setting.points],
     }

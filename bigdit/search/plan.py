@@ -105,19 +105,20 @@ class Point(Strict):
 
 
 class Room(Strict):
-    """A card on which a rehearsal is the same: what a process may take of it, and what of that is `beside` torch."""
+    """A card on which all that a process takes is the same, and what it may take there."""
 
     card: str
     usable_bytes: PositiveInt
-    beside: ByteRange
 
 
 class Setting(Strict):
     """What the search looked at in one engine, optimizer, precision and average: `strategy`, but for its sizes, at a
-    grid of them, micro-batch sizes one after another. `rooms`: the question's card, then others of the catalogue."""
+    grid of them, micro-batch sizes one after another. `beside`: what of each process is not torch's; `rooms`: the
+    question's card, then others of the catalogue."""
 
     title: str
     strategy: Strategy
+    beside: ByteRange
     rooms: tuple[Room, ...]
     points: tuple[Point, ...]
 

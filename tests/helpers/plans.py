@@ -11,6 +11,7 @@ from bigdit import catalog
 from bigdit.errors import versions
 from bigdit.memory import Ledger
 from bigdit.memory.footprint import footprint
+from bigdit.memory.process import ByteRange
 from bigdit.rehearse import rehearse
 from bigdit.rehearse.ask import request_for
 from bigdit.report.plan import show
@@ -111,14 +112,7 @@ def made_plan() -> Plan:
             curve("12 of 20 blocks", chosen, 1.0),
             curve("all 20 blocks", chosen, 0.3),
         ),
-        settings=(
-            setting(
-                "one process, AdamW",
-                chosen,
-                found.ledger,
-                Room(card=gpu.title, usable_bytes=gpu.usable_bytes, beside=taken.beside),
-            ),
-        ),
+        settings=(setting(chosen, found.ledger, taken.beside, Room(card=gpu.title, usable_bytes=gpu.usable_bytes)),),
         smaller=(StepSize(micro_batch_size=4, grad_accum_steps=64, checkpointed_blocks=12),),
         fixes=(),
         dataset=DatasetNeed(
@@ -146,7 +140,7 @@ def made_plan() -> Plan:
     )
 
 
-def setting(title: str, chosen: Choice, ledger: Ledger, room: Room) -> Setting:
+def setting(chosen: Choice, ledger: Ledger, beside: ByteRange, room: Room) -> Setting:
     """The chosen strategy's, at its own sizes alone."""
     point = Point(
         micro_batch_size=chosen.strategy.micro_batch_size,
@@ -161,7 +155,7 @@ def setting(title: str, chosen: Choice, ledger: Ledger, room: Room) -> Setting:
         verdict=chosen.verdict,
         images_per_second_per_card=chosen.images_per_second_per_card,
     )
-    return Setting(title=title, strategy=chosen.strategy, rooms=(room,), points=(point,))
+    return Setting(title="one process, AdamW", strategy=chosen.strategy, beside=beside, rooms=(room,), points=(point,))
 
 
 def curve(label: str, chosen: Choice, share: float) -> Curve:

@@ -46,15 +46,12 @@ function answer() {
   return { setting, point, room, ...judged(setting, point, room) };
 }
 
-// On the plan's own card as the plan has it; on another one by its bytes, which nothing has run there.
+// On the plan's own card as the plan has it; on another one by the same bytes, which nothing has run there.
 function judged(setting, point, room) {
-  const own = setting.rooms[0];
-  if (room === own) return { process: point.process, verdict: point.verdict, found: point.found };
-  const low = point.process.low_bytes - own.beside.low_bytes + room.beside.low_bytes;
-  const high = point.process.high_bytes - own.beside.high_bytes + room.beside.high_bytes;
+  if (room === setting.rooms[0]) return { verdict: point.verdict, found: point.found };
+  const { low_bytes: low, high_bytes: high } = point.process;
   const verdict = high <= room.usable_bytes ? "FITS" : low <= room.usable_bytes ? "TIGHT" : "DOES NOT FIT";
-  const host = point.host_bytes <= given.hostMemory;
-  return { process: { low_bytes: low, high_bytes: high }, verdict: host ? verdict : "DOES NOT FIT", found: "predicted" };
+  return { verdict: point.host_bytes <= given.hostMemory ? verdict : "DOES NOT FIT", found: "predicted" };
 }
 
 // The setting that has this choice and those before it, and of the others as many as there can be.
@@ -92,7 +89,8 @@ function showAsked({ setting, room }) {
   slide(at("blocks"), blocks, asked.blocks, `${asked.blocks}`);
 }
 
-function showVerdict({ point, room, process, verdict, found }) {
+function showVerdict({ point, room, verdict, found }) {
+  const { process } = point;
   const left = room.usable_bytes - process.high_bytes;
   const host = point.host_bytes > given.hostMemory;
   const short = `; ${gib(point.host_bytes)} of host memory a machine, of ${gib(given.hostMemory)}`;
@@ -106,10 +104,10 @@ function showVerdict({ point, room, process, verdict, found }) {
 
 // The process at the high end in parts, each with a letter and a colour of its own: what is live by category, idle in the
 // allocator, not known, beside torch.
-function partsOf(point, room, process) {
+function partsOf(point, beside) {
   const allocated = point.at_peak.reduce((sum, bytes) => sum + bytes, 0);
   const idle = Math.max(point.peak_reserved_bytes - allocated, 0);
-  const margin = process.high_bytes - room.beside.high_bytes - point.peak_reserved_bytes;
+  const margin = point.process.high_bytes - beside - point.peak_reserved_bytes;
   const mark = point.at_peak_rehearsed ? "" : "~";
   const colours = Object.entries(given.categories);
   const live = colours.map(([name, colour], number) => [name, colour, point.at_peak[number], mark]);
@@ -117,7 +115,7 @@ function partsOf(point, room, process) {
     ...live,
     ["idle in the allocator", "--idle", idle, mark],
     ["and at most", "--beside", margin, ""],
-    ["CUDA context, NCCL", "--beside", room.beside.high_bytes, ""],
+    ["CUDA context, NCCL", "--beside", beside, ""],
   ];
   return parts.map((part, number) => [LETTERS[number], ...part]).filter(([, , , bytes]) => bytes > 0);
 }
@@ -126,12 +124,12 @@ function made(tag, text) {
   return Object.assign(document.createElement(tag), { textContent: text });
 }
 
-function showBytes({ point, room, process }) {
-  const longest = Math.max(room.usable_bytes, process.high_bytes);
+function showBytes({ setting, point, room }) {
+  const longest = Math.max(room.usable_bytes, point.process.high_bytes);
   const percent = (bytes) => (100 * bytes) / longest;
   const spans = [];
   const rows = [];
-  for (const [letter, name, colour, bytes, mark] of partsOf(point, room, process)) {
+  for (const [letter, name, colour, bytes, mark] of partsOf(point, setting.beside)) {
     const span = made("span", "");
     span.style.cssText = `width: ${percent(bytes)}%; background: var(${colour})`;
     if (percent(bytes) >= WIDE) span.append(made("i", letter));

@@ -54,13 +54,14 @@ def settings(
     for option in options:
         strategy = option.proposal.strategy
         rooms = _rooms(sample, question, strategy)
-        most = BEYOND * max(room.usable_bytes - room.beside.high_bytes for room in rooms)
+        around = beside(question, strategy)
+        most = BEYOND * (max(room.usable_bytes for room in rooms) - around.high_bytes)
         wanted = [best[0].candidate.strategy, *(row.strategy for row in known.values() if _beside(strategy, row))]
         blocks = _blocks(question, option, wanted)
         sizes = _sizes(question, option, max(blocks), most, wanted)
         places = [candidate(question, option, size, count, evidence) for size in sizes for count in blocks]
         points = tuple(_point(question, place, known, rehearsed, evidence) for place in places)
-        found.append(Setting(title=option.proposal.title, strategy=strategy, rooms=rooms, points=points))
+        found.append(Setting(title=option.proposal.title, strategy=strategy, beside=around, rooms=rooms, points=points))
     return tuple(found)
 
 
@@ -104,7 +105,7 @@ def _deciding(ledger: Ledger) -> tuple[str, dict[Category, int]]:
 
 def _rooms(sample: Sample, question: Question, strategy: Strategy) -> tuple[Room, ...]:
     """The question's card, and those of which a rehearsal's question is the same to the letter: they run the same
-    kernels with the same scratch memory."""
+    kernels with the same scratch memory, beside a context as large."""
     own = question.gpu
     asked = sample.request(strategy)
     alike = (
@@ -114,14 +115,7 @@ def _rooms(sample: Sample, question: Question, strategy: Strategy) -> tuple[Room
         and gpu.name != own.name
         and replace(sample, gpu=gpu).request(strategy) == asked
     )
-    return tuple(
-        Room(
-            card=gpu.title,
-            usable_bytes=gpu.usable_bytes,
-            beside=beside(question.model_copy(update={"gpu": gpu}), strategy),
-        )
-        for gpu in (own, *alike)
-    )
+    return tuple(Room(card=gpu.title, usable_bytes=gpu.usable_bytes) for gpu in (own, *alike))
 
 
 def _blocks(question: Question, option: Option, wanted: Iterable[Strategy]) -> list[int]:

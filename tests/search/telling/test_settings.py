@@ -97,7 +97,8 @@ def test_cards_to_choose_from_are_those_that_a_rehearsal_does_not_tell_apart(pla
     larger = catalog.gpu("rtx-a6000")
     strategy = plan.chosen.strategy
     assert rooms[2].usable_bytes == larger.usable_bytes
-    assert rooms[2].beside == beside(plan.question.model_copy(update={"gpu": larger}), strategy)
+    around = beside(plan.question.model_copy(update={"gpu": larger}), strategy)
+    assert {setting.beside for setting in plan.settings} == {around}
     samples = [Sample(plan.question.model, gpu, plan.question.resolution) for gpu in (plan.question.gpu, larger)]
     with Pool() as pool:
         own, other = pool.rehearse([sample.request(strategy) for sample in samples])
