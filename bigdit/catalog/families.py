@@ -108,6 +108,16 @@ PIPELINES = {
     "ZImageTransformer2DModel": "ZImagePipeline",
 }
 """The diffusers pipeline in whose folder lie the VAE and the text encoders that a class is trained with here."""
+_BY_WIDTH = {
+    ("Flux2Transformer2DModel", 7680): "Flux2KleinPipeline",
+    ("Flux2Transformer2DModel", 12288): "Flux2KleinPipeline",
+}
+"""Of classes whose models are fed by several text encoders, those that are encoded here, by the width of their text."""
+
+
+def pipeline_of(class_name: str, text_dim: int | None) -> str | None:
+    """The diffusers pipeline by which the text of a model is encoded here; None where its text comes from elsewhere."""
+    return PIPELINES.get(class_name) or _BY_WIDTH.get((class_name, text_dim or 0))
 
 
 def objective_of(model: ModelSpec, asked: ObjectiveSpec | None) -> ObjectiveSpec:

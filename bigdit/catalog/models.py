@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import NonNegativeInt, PositiveInt
 
-from bigdit.catalog.families import FAMILIES, training_obstacle
+from bigdit.catalog.families import FAMILIES, pipeline_of, training_obstacle
 from bigdit.catalog.names import Aliases, aliases_of, instead, load_json, normalise, resolve
 from bigdit.errors import UserError
 from bigdit.spec import BatchShape, ModelSpec, Strict
@@ -89,6 +89,16 @@ class CatalogModel(Strict):
     def training_obstacle(self) -> str | None:
         """Why it cannot be trained from a feature store, of latents and text or classes; None where it can."""
         return training_obstacle(self.spec.class_name)
+
+    @property
+    def text_pipeline(self) -> str | None:
+        """The diffusers pipeline by which `bigdit extract` encodes its text; None without text, and where none does."""
+        return None if self.text is None else pipeline_of(self.spec.class_name, self.text.dim)
+
+    @property
+    def extractable(self) -> bool:
+        """Whether `bigdit extract` makes the features that it is trained on."""
+        return self.trainable and (self.text is None or self.text_pipeline is not None)
 
     @property
     def square(self) -> bool:

@@ -51,7 +51,19 @@ def _fields(model: CatalogModel) -> dict[str, Any]:
         "obstacle": model.obstacle,
         "trainable": model.trainable,
         "training_obstacle": model.training_obstacle,
+        "extractable": model.extractable,
+        "text_pipeline": model.text_pipeline,
     }
+
+
+_ELSEWHERE = "train*"
+
+
+def _purpose(model: CatalogModel) -> str | None:
+    """What a model is for now."""
+    if model.trainable:
+        return "train" if model.extractable else _ELSEWHERE
+    return "plan" if model.rehearsable else None
 
 
 def _native_latents(model: CatalogModel) -> tuple[int, ...] | None:
@@ -78,11 +90,12 @@ def _table(found: list[CatalogModel]) -> Table:
             cell(m.resolution),
             cell(_native_latents(m)),
             DASH if text is None else f"{text.tokens or '?'}×{text.dim or '?'}",
-            "train" if m.trainable else "plan" if m.rehearsable else DASH,
+            _purpose(m) or DASH,
         )
     made.caption = (
         f"{len(found)} model{'' if len(found) == 1 else 's'}\n"
         "for train: can be rehearsed, and trained from a feature store; plan: can be rehearsed;\n"
+        f"{_ELSEWHERE}: its text is encoded elsewhere, by no recipe of `bigdit extract`;\n"
         "what is in the way: --json"
     )
     return made

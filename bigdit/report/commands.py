@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bigdit.config.plan_file import DS_CONFIG, FILE
-from bigdit.report.skeleton import RUN, extractable, skeleton
+from bigdit.report.skeleton import RUN, skeleton
 from bigdit.search.plan import Plan
 from bigdit.search.telling.record import record
 
@@ -59,7 +59,7 @@ def commands(plan: Plan, folder: Path) -> list[Command]:
     known = skeleton(plan) is not None
     recorded, config = record(plan), folder / RUN if known else Path(RUN)
     found, spread = [], recorded.processes_per_node
-    if known and extractable(plan):
+    if known and plan.question.model.extractable:
         extract = ("bigdit", "extract", "--config", str(config))
         what = "pictures" if plan.question.model.text is None else "pictures and captions"
         found.append(Command(f"once, to encode {what}", extract))

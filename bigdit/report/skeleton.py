@@ -7,7 +7,6 @@ from typing import Any, get_args
 import yaml
 
 from bigdit.catalog import CatalogModel
-from bigdit.catalog.families import PIPELINES
 from bigdit.catalog.models import TextInput, models, repositories
 from bigdit.config.run import VaeCodec
 from bigdit.search.plan import Plan
@@ -71,14 +70,14 @@ def _named(model: CatalogModel) -> str:
     known = repositories(model.name)
     if known:
         return known[0].split("/")[1]
-    return PIPELINES.get(model.spec.class_name, "pipeline") if _usual(model) else "pipeline"
+    return model.text_pipeline or "pipeline" if _usual(model) else "pipeline"
 
 
 def _notes(plan: Plan) -> list[str]:
     """What is to be known of the encoders' folders, a line each."""
     model = plan.question.model
     notes = []
-    if model.text is not None and not extractable(plan):
+    if model.text is not None and not model.extractable:
         notes.append(_OTHER_TEXT.format(model.spec.class_name, model.text.encoder))
     if model.pipeline is None and not _usual(model):
         vae = model.vae
@@ -99,8 +98,3 @@ def _usual(model: CatalogModel) -> bool:
         and (each.text and each.text.dim) == (model.text and model.text.dim)
         for each in models()
     )
-
-
-def extractable(plan: Plan) -> bool:
-    """Whether `bigdit extract` encodes the text that this model takes, by its pipeline; or it takes none."""
-    return plan.question.model.text is None or plan.question.model.spec.class_name in PIPELINES

@@ -95,6 +95,15 @@ def test_a_model_knows_as_many_classes_as_its_class_has_it(class_name):
     assert class_misfits(few, 7) == []
 
 
+def test_what_is_trained_but_not_encoded_here_is_told_apart():
+    elsewhere = [m.name for m in models() if m.trainable and not m.extractable]
+    assert elsewhere == ["flux.2-dev", "lumina-next-sft", "krea2", "prx-1.2b", "cogview4-6b"]
+    klein = model("flux.2-klein-9b")
+    assert (klein.text_pipeline, klein.extractable) == ("Flux2KleinPipeline", True)
+    assert (model("dit-xl-2").text_pipeline, model("dit-xl-2").extractable) == (None, True)
+    assert not model("hidream-i1").extractable
+
+
 def test_text_is_no_class():
     sana = model("sana-1600m").spec
     assert (takes_classes(sana), no_class(sana)) == (False, None)

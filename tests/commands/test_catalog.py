@@ -49,8 +49,14 @@ def test_models_read_well_at_80_columns(printed):
     assert all(len(line) <= 80 for line in text.splitlines())
     assert " ".join(row(text, "sana-1600m-1024")) == "sana-1600m-1024 1.604 B 20 1024 32×32×32 300×2304 train"
     assert row(text, "flux.1-dev")[3:] == ["19+38", "1024", "16×128×128", "512×4096", "train"]
+    assert [row(text, name)[-1] for name in ("flux.2-dev", "flux.2-klein-4b", "dit-xl-2", "wan2.1-t2v-14b")] == [
+        "train*",
+        "train",
+        "train",
+        "plan",
+    ]
     assert row(text, "ltx-video-0.9")[-2:] == ["128×4096", "plan"]
-    assert row(text, "dit-xl-2-paper")[1:] == ["674.8", "M", "28", "256", "4×32×32", "–", "plan"]
+    assert row(text, "dit-xl-2-paper")[1:] == ["674.8", "M", "28", "256", "4×32×32", "–", "train"]
     assert "74 models" in text
 
 
@@ -73,6 +79,7 @@ def test_filter_and_json():
     assert shown[1]["text"]["tokens"] == 300
     (flux,) = json.loads(options(models.run, "--filter", "flux.1-dev", "--json").stdout)
     assert (flux["rehearsable"], flux["trainable"], flux["obstacle"]) == (True, True, None)
+    assert (flux["extractable"], flux["text_pipeline"]) == (True, "FluxPipeline")
     hidream = json.loads(options(models.run, "--filter", "hidream", "--json").stdout)[0]
     assert (hidream["rehearsable"], hidream["trainable"], hidream["obstacle"]) == (True, False, None)
     assert hidream["training_obstacle"].startswith("the feature store keeps no llama_text, which HiDream")

@@ -9,6 +9,7 @@ import torch
 from tiny_pipelines import CAPTIONS, PARTS, pipeline_of
 
 from bigdit.catalog.families import PIPELINES
+from bigdit.catalog.models import models
 from bigdit.config.run import TextEncoderConfig
 from bigdit.encoders.load import load_text_encoder
 from bigdit.encoders.recipes import RECIPES
@@ -237,3 +238,6 @@ def test_a_tokenizer_of_sentencepiece_alone_is_read(tmp_path):
 
 def test_the_catalogue_names_pipelines_that_have_recipes():
     assert set(PIPELINES.values()) <= set(RECIPES)
+    named = {model.text_pipeline for model in models()} - {None}
+    assert named >= {"Flux2KleinPipeline", "SanaPipeline"}
+    assert named <= set(RECIPES)

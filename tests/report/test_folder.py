@@ -107,6 +107,15 @@ def test_a_model_of_classes_is_run_by_folders_of_classes(made, tmp_path):
     assert "does not encode text" not in skeleton(plan)
 
 
+def test_text_that_is_encoded_elsewhere_is_told_of_the_model_it_is_of(made, tmp_path):
+    klein, dev = (of_model(made, model(name)) for name in ("flux.2-klein-4b", "flux.2-dev"))
+    assert "does not encode text" not in skeleton(klein)
+    assert yaml.safe_load(skeleton(klein))["encoders"]["text"]["pipeline"] == "path/to/FLUX.2-klein-4B"
+    assert commands(klein, tmp_path)[0].words[:2] == ("bigdit", "extract")
+    assert "`bigdit extract` does not encode text as Flux2Transformer2DModel is fed it" in skeleton(dev)
+    assert commands(dev, tmp_path)[0].words[:2] != ("bigdit", "extract")
+
+
 def test_no_encoders_are_named_that_a_users_model_cannot_take(made, tmp_path):
     """A config.json alone, whose latents and text are none of the catalogue's: what is wanted is said instead."""
     config = {"_class_name": "SanaTransformer2DModel"} | made.question.model.spec.kwargs
