@@ -70,15 +70,16 @@ def test_a_step_without_room_for_a_second_model_is_timed_alone(monkeypatch):
     assert found.receipt.steps == 3
 
 
-@pytest.mark.parametrize("kind", [{}, {"pooled": True, "several": True}, {"eight_bits": True}], ids=str)
+@pytest.mark.parametrize("kind", [{}, {"pooled": True, "several": True}, {"eight_bits": True}, {"classes": 5}], ids=str)
 def test_torchs_data_loader_gives_the_batches_of_ours(tmp_path, kind):
     make_store(tmp_path / "store", **kind)
     run = load_run(DIGITS, [*TINY, *SINGLE, f"data.features={tmp_path / 'store'}", "data.read_threads=1"])
     stream = stream_of(FeatureStore.open(tmp_path / "store"))
-    theirs = data_loader(run.data, (places(stream, step) for step in range(9)), TOKENS, pinned=False)
+    tokens = None if "classes" in kind else TOKENS
+    theirs = data_loader(run.data, (places(stream, step) for step in range(9)), tokens, pinned=False)
     with closing(stream.steps(0, 9)) as ours:
         for own, other in itertools.zip_longest(ours, theirs):
-            expected = [own[0].latents, own[0].text_embeds, own[0].text_mask, *own[0].extras.values()]
+            expected = own[0].tensors()
             assert len(expected) == len(other)
             assert all(torch.equal(*pair) for pair in zip(expected, other, strict=True))
 

@@ -34,18 +34,22 @@ def make_store(
     dtype=torch.bfloat16,
     several=False,
     buckets=((8, 8),),
+    classes=None,
 ):
-    """Random features; sample i's second caption weighs three times its first."""
+    """Random features; sample i's second caption weighs three times its first. With `classes` there are no captions,
+    and sample i is of class i modulo their number."""
     schema = StoreSchema(
         codec={},
-        text_encoder={"max_tokens": TOKENS},
+        text_encoder={} if classes else {"max_tokens": TOKENS},
         buckets=list(buckets),
         sources=[{"kind": "random", "count": count}],
         part_size=PART,
+        classes=classes,
     )
     root.mkdir(exist_ok=True)
     (root / FILE).write_text(schema_text(schema))
-    write_null_text(root, lambda: NULL if pooled else Text(NULL.states), store_identity(schema))
+    if not classes:
+        write_null_text(root, lambda: NULL if pooled else Text(NULL.states), store_identity(schema))
     truth = {}
     for start, end in schema.ranges():
         generator = torch.Generator().manual_seed(start)
@@ -54,7 +58,8 @@ def make_store(
             chosen = indices[shape] = [index for index in range(start, end) if (index % 3 == 0) == (number == 1)]
             size = (len(chosen), 2, *shape) if deviation else (len(chosen), *shape)
             latents[shape] = torch.randn(size, generator=generator).abs().to(dtype)
-        for index in range(start, end):
+        labels = {index: index % classes for index in range(start, end)} if classes else None
+        for index in range(start, end) if labels is None else ():
             names = [f"{index}a", f"{index}b"] if several else [f"{index % 5}"]
             captions[index] = tuple(Caption(name, 1.0 + 2.0 * i) for i, name in enumerate(names))
             for name in names:
@@ -63,8 +68,8 @@ def make_store(
                 texts.setdefault(name, Text(torch.randn(length, DIM, generator=generator), vector))
         for shape, chosen in indices.items():
             for sample, index in zip(latents[shape], chosen, strict=True):
-                truth[index] = (sample, [texts[caption.text] for caption in captions[index]])
-        encoded = Encoded(latents, indices, captions, texts, [])
+                truth[index] = (sample, [texts[caption.text] for caption in captions.get(index, ())])
+        encoded = Encoded(latents, indices, captions, texts, [], labels)
         write_part(part_path(root, start, end), encoded, identity=part_identity(schema, start), eight_bits=eight_bits)
     return truth
 

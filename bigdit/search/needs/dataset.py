@@ -25,6 +25,8 @@ encoders/codecs.py and extract/unit.py say."""
 
 ROW_BYTES = 64
 """A row and one caption in the tables of a part, four int64 each, as in store/part.py."""
+LABELLED_ROW_BYTES = 40
+"""A row and its class, an int64, of pictures without captions."""
 
 CAPTION_TOKENS = Interval(low=49, high=168)
 """Mean length of a caption. Low: what a LLaVA writes in two or three sentences, 49.4 tokens over 1.3 billion images
@@ -87,7 +89,8 @@ def dataset_need(question: Question, batch: BatchShape, encoding: RehearsedSize 
     tokens, dim = batch.text or (0, 0)
     padded = tokens * dim * STORED_BYTES
     text = Interval(low=min(CAPTION_TOKENS.low, tokens), high=min(CAPTION_TOKENS.high, tokens)) * (dim * STORED_BYTES)
-    store = (text + Interval(low=latents + ROW_BYTES, high=latents + ROW_BYTES)) * images
+    sample = latents + (LABELLED_ROW_BYTES if batch.text is None else ROW_BYTES)
+    store = (text + Interval(low=sample, high=sample)) * images
     extraction = None if encoding is None else _image_seconds(question, encoding) * (images / question.cluster.gpus)
     return DatasetNeed(
         images=images,
