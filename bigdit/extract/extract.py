@@ -77,9 +77,10 @@ def _prepare(run: RunConfig, model: ModelSpec, source: SourceList) -> StoreSchem
     codec, text = load_image_codec(run.encoders.image), run.encoders.text
     text_encoder = None if text is None else load_text_encoder(text)
     classes = (source.class_names or class_count(model)) if takes_classes(model) else None
-    shapes = [codec.latent_shape(bucket) for bucket in run.data.buckets]
+    unfit = _unfit_buckets(run, codec)
+    shapes = [] if unfit else [codec.latent_shape(bucket) for bucket in run.data.buckets]
     problems = [
-        *_unfit_buckets(run, codec),
+        *unfit,
         *_unfit_model(model, codec, text_encoder, classes),
         *(f"data.buckets gives {misfit}" for misfit in size_misfits(model, shapes)),
     ]
