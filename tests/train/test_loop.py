@@ -156,10 +156,10 @@ def test_features_of_other_encoders_are_refused(features, tmp_path):
     other = ["encoders.text.max_tokens=16", "model.kwargs.caption_channels=32", "encoders.text.config.d_model=32"]
     done = train(features, tmp_path, *other, "encoders.text.seed=1")
     assert done.returncode == 1
-    first, another, weights, last = done.stderr.splitlines()
+    dim, tokens, another, weights = done.stderr.splitlines()
     assert "does not fit: it was encoded with config " in another
     assert weights.endswith("does not fit: it was encoded with seed 0, and encoders.text has seed 1")
-    assert [first, last] == [
+    assert [dim, tokens] == [
         f"error: data.features: {features} does not fit: "
         "its text has 64 features, and the model's caption_channels is 32",
         f"error: data.features: {features} does not fit: "
