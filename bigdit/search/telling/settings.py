@@ -44,8 +44,11 @@ def settings(
     known = {row.title: row for row in rows if not row.predicted}
     rehearsed = {title_of(each.candidate): each.answer.ledger for each in best}
     own = best[0].candidate.option
+    allowed = {*micro_batch_sizes(question, own.proposal.strategy.world_size)}  # curves go on beyond a global batch
     for count, reserved in runs.items():
         for size, nbytes in reserved.items():
+            if size not in allowed:
+                continue
             ran = candidate(question, own, size, count, evidence)
             choice = as_run(question, predicted(question, ran, evidence), nbytes, "FITS", evidence)
             known.setdefault(choice.title, choice)

@@ -222,6 +222,17 @@ def test_a_plan_ran_and_so_did_its_alternatives_and_its_limit_and_one_more_did_n
 
 
 @pytest.mark.slow
+def test_curves_run_beyond_a_global_batch_and_settings_do_not() -> None:
+    only = Pins(engine="single", optimizer="adamw", checkpointed_blocks=0)
+    plan = make_plan(
+        Question(model=SMALL, gpu=A40, resolution=(1024, 1024), pins=only, global_batch_size=4, device="emulated")
+    )
+    assert plan.verdict == "FITS"
+    assert max(plan.curves[0].micro_batch_sizes[: plan.curves[0].ran]) > 4
+    assert {point.micro_batch_size for setting in plan.settings for point in setting.points} == {1, 2, 4}
+
+
+@pytest.mark.slow
 def test_a_plan_whose_attempts_could_not_be_run_says_so_and_is_made_anew(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
