@@ -47,7 +47,7 @@ class Mfu:
         with FlopCounterMode(display=False) as counter:
             try:
                 self._family.predict(self._model, batch.latents, torch.zeros(len(batch.latents), device=_META), batch)
-            except NotImplementedError:
+            except NotImplementedError:  # it reads values, such as a mask's lengths: no MFU is shown
                 return None
         return counter.get_total_flops()
 
