@@ -1,8 +1,7 @@
 """Train: `deepspeed launch/train.py --ds-config … --config …`, or under torchrun, accelerate launch or python."""
 
-import sys
-
 from bigdit.errors import guard
+from bigdit.train.processes.leave import leave
 
 
 def _main() -> int:
@@ -11,4 +10,4 @@ def _main() -> int:
     return main()
 
 
-sys.exit(guard(_main))
+leave(guard(_main))

@@ -60,9 +60,10 @@ class Lanes:
         Raises TimeoutError where it takes longer, UserError for what the user can mend, and RehearsalError where the
         fork or the process dies. The next question finds a new one.
         """
+        said = self._said_by[lane]
+        before, before_all = len(said), len(self._said)  # before it starts: it may be dead when it has
         process, lanes = self._running()
-        own, said = lanes[lane], self._said_by[lane]
-        before, before_all = len(said), len(self._said)
+        own = lanes[lane]
         try:
             with own.asking:
                 status, answer = own.put(question, time.monotonic() + timeout_s)

@@ -1,8 +1,7 @@
 """`python -m bigdit.train`, as the launchers start it."""
 
-import sys
-
 from bigdit.errors import guard
+from bigdit.train.processes.leave import leave
 
 
 def _main() -> int:
@@ -11,4 +10,4 @@ def _main() -> int:
     return main()
 
 
-sys.exit(guard(_main))
+leave(guard(_main))
