@@ -8,6 +8,7 @@ fork has ended. A question that was not read by then is the next fork's. `lanes.
 
 from __future__ import annotations
 
+import gc
 import os
 import select
 import signal
@@ -104,6 +105,7 @@ def _fork(lane: Lane, question: str, answer: Answer) -> dict[int, tuple[int, Lan
     """A fork that answers this question and more: its process and lane, by what can be read when it has ended."""
     life, held = os.pipe()
     server = os.getpid()
+    gc.freeze()  # its collections do not look through, and so copy, what is imported
     child = os.fork()
     if child:
         os.close(held)

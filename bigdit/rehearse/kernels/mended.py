@@ -149,6 +149,12 @@ def _wait_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def _normal_(tensor: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+    # Drawn in place, and taking nothing; FakeTensorMode would compose it of eight operations, for each sample's noise.
+    # Source: normal_impl_ in aten/src/ATen/native/DistributionTemplates.h.
+    return tensor
+
+
 def claim_cuda_kernels() -> torch.library.Library:
     """Let the fake GPU have the kernels that CUDA has and other devices compose; they are claimed while it lives.
 
@@ -173,6 +179,7 @@ _RULES: dict[Any, Callable[..., Any]] = {
     aten.mse_loss.default: _mse_loss,
     aten.mse_loss_backward.default: _mse_loss_backward,
     aten._local_scalar_dense.default: _local_scalar_dense,
+    aten.normal_.default: _normal_,
     aten.topk.default: masks.topk,
     aten.eq.Scalar: masks.equal,
     aten.index.Tensor: masks.index,
