@@ -49,6 +49,7 @@ def fake_device(
     `device_bytes`: what engines that ask are told the card has; None: more than they want.
     """
     fakes = FakeTensorMode()  # imports what looks at the things patched below
+    fakes.cache_enabled = False  # answers are kept under cheaper keys, and making its entries takes a sixth of the time
     nn.Module._apply = convert_in_place
     FakeTensor.data = assignable_data
     torch.Tensor._make_subclass = staticmethod(make_subclass)

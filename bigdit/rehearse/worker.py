@@ -26,10 +26,17 @@ _answered = itertools.count(1)
 
 
 def import_for(question: str) -> None:
-    """Import the model that the question is about, once for all processes that rehearse it."""
+    """Import the model that the question is about, and what its step needs that takes a second or more, once for all
+    processes that begin there."""
     import diffusers
 
-    getattr(diffusers, RehearsalRequest.model_validate_json(question).model.class_name, None)
+    request = RehearsalRequest.model_validate_json(question)
+    getattr(diffusers, request.model.class_name, None)
+    if request.strategy.engine == "deepspeed":
+        os.environ["DS_ACCELERATOR"] = "cpu"  # or DeepSpeed looks for one, and warns
+        import bigdit.rehearse.engines.deepspeed
+    if request.encoders is not None:
+        import bigdit.encoders.frozen  # noqa: F401
 
 
 def answer(question: str) -> tuple[str, bool]:
@@ -79,7 +86,7 @@ def _world(strategy: Strategy, kernels: Kernels) -> Iterator[World]:
         return
     peers: AbstractContextManager[None] = nullcontext()
     if strategy.engine == "deepspeed":
-        os.environ["DS_ACCELERATOR"] = "cpu"  # or DeepSpeed looks for one, and warns
+        os.environ["DS_ACCELERATOR"] = "cpu"  # where a fork began with another engine
         from bigdit.rehearse.engines.deepspeed import alone
 
         peers = alone(kernels, strategy.world_size)
