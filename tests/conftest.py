@@ -1,6 +1,7 @@
 """What tests share: the digits as pictures, a feature store of some of them, and tiny runs."""
 
 import fcntl
+import gc
 import os
 import signal
 import time
@@ -111,6 +112,10 @@ def pytest_collection_modifyitems(items):
     """The longest first, so that no worker is left with one of them when the others have ended: tests of the whole, and
     those that share what takes minutes to make."""
     items.sort(key=lambda item: (item.path.parent != ROOT / "tests", item.get_closest_marker("xdist_group") is None))
+
+
+def pytest_collection_finish():
+    gc.freeze()  # the collections of all tests pass over what was imported
 
 
 def pytest_terminal_summary(terminalreporter):

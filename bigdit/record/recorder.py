@@ -70,7 +70,6 @@ class Recorder(TorchDispatchMode):
     def __enter__(self) -> Recorder:
         self._collect = gc.isenabled()
         gc.disable()
-        gc.collect()
         gc.freeze()  # what exists by now is not this recording's garbage: collections stay cheap
         self._hooks.enter_context(self._in_place.watching(self))
         self._hooks.enter_context(self._watching_resize())
