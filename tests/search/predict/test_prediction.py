@@ -22,7 +22,7 @@ from bigdit.search.finding.candidates import SAME_SPEED, Option
 from bigdit.search.finding.evidence import UNPROVED
 from bigdit.search.finding.explore import explore
 from bigdit.search.finding.space import Proposal, proposals
-from bigdit.search.finding.verdict import verdict
+from bigdit.search.finding.verdict import planned, process, verdict
 from bigdit.search.predict.anchors import OF_STATE, OF_STEP, SIZES, Depths, Sample, grid, requests
 from bigdit.search.predict.moments import counterparts
 from bigdit.search.predict.sibling import block_count, sibling
@@ -142,10 +142,13 @@ def test_the_search_finds_what_brute_force_finds(pool: Pool) -> None:
 
 
 @pytest.mark.slow
-def test_numerics_are_changed_only_where_somebody_asks() -> None:
+def test_numerics_are_changed_only_where_somebody_asks(pool: Pool) -> None:
     """On a card too small for AdamW's state, the state goes to the host; 8 bits, which would fit, are not taken."""
-    least = Pins(engine="single", optimizer="adamw", micro_batch_size=1, checkpointed_blocks="all")
-    wanted = make_plan(question(model=WIDE, pins=least)).chosen.process.high_bytes
+    sample = Sample(WIDE, A40, (1024, 1024))
+    (least,) = pool.rehearse([sample.request(Strategy(micro_batch_size=1, checkpointed_blocks="all"))])
+    assert isinstance(least, RehearsedSize)
+    _, taken = verdict(least.timeline, A40, 1, UNPROVED)
+    wanted = process(planned(taken).wanted_bytes, taken.beside, UNPROVED).high_bytes
     card = A40.model_copy(update={"usable_mib": int(0.87 * wanted) // MIB})
     plan = make_plan(question(model=WIDE, gpu=card))
     assert (plan.verdict, plan.chosen.lossless) == ("FITS", True)
