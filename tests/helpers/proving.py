@@ -37,7 +37,8 @@ def prove(folder: Path, requests: Sequence[RehearsalRequest], timeout: float) ->
 def main(asked: Path, answered: Path) -> None:
     requests = [RehearsalRequest.model_validate(value) for value in json.loads(asked.read_text())]
     _import(requests)
-    gc.disable()  # so that the recordings' many collections pass over all that was imported, and recorded before
+    gc.disable()  # so that the recordings' many collections pass over all that was recorded before
+    gc.freeze()  # and over all that was imported
     rehearsed = asked.with_name("rehearsed.json")
     sizes = sorted({request.strategy.world_size for request in requests})
     launches = {size: [request for request in requests if request.strategy.world_size == size] for size in sizes}
@@ -119,18 +120,24 @@ def _record(requests: Sequence[RehearsalRequest], rank: int, size: int, store: P
 
     from bigdit.dist import world_from_env
     from bigdit.rehearse.drive import drive
+    from bigdit.rehearse.steps import Witness, prepare, two_steps
 
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
-    _give_gloo_time()
+    if rank == 0:
+        _give_gloo_time()
+    else:
+        gc.enable()
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
-    answers = []
+    answers, cpu = [], torch.device("cpu")
     for request in requests:
-        with _unhurried_waits(request.strategy.engine):
-            timeline, _ = drive(
-                *(request.model, request.batch, request.strategy, request.objective, torch.device("cpu")),
-                world_from_env(),
-            )
-        answers.append(timeline.pack())
+        if rank == 0:
+            asked = (request.model, request.batch, request.strategy, request.objective, cpu)
+            with _unhurried_waits(request.strategy.engine):
+                timeline, _ = drive(*asked, world_from_env())
+            answers.append(timeline.pack())
+        else:  # its peers take the same steps, and nobody asks for their records
+            workload = prepare(request.model, request.batch, request.strategy, None)
+            two_steps(workload, request.objective, cpu, world_from_env(), Witness())
         if request.strategy.engine == "deepspeed":
             from bigdit.engines.deepspeed import forget
 
