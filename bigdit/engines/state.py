@@ -58,30 +58,44 @@ def places(engine: Engine, ema: Ema | None, rank: int) -> dict[str, Place]:
     return found
 
 
+def checkpoint_bytes(engine: Engine, ema: Ema | None) -> int:
+    """What this process copies to the host to save its state, as it is now."""
+    return sum(
+        torch.as_tensor(value).nbytes if shard is None else shard.length * value.itemsize
+        for _, value, shard in _held(engine, ema, 0)
+    )
+
+
 def _tensors(engine: Engine, ema: Ema | None, rank: int) -> dict[str, Place]:
     """Masters, their average, and the optimizer's state."""
     found: dict[str, Place] = {}
+    for name, value, shard in _held(engine, ema, rank):
+        if shard is not None:
+            found[name] = _run(value, shard)
+        elif name.startswith(LOCAL):
+            found[name] = Place(value.detach().view(-1), 0, value.numel())
+        else:
+            found[name] = _number(value)
+    return found
+
+
+def _held(engine: Engine, ema: Ema | None, rank: int) -> Iterator[tuple[str, Any, Shard | None]]:
+    """The same by their names, as they lie: a tensor and the run in it; or, without a run, a number or a local part."""
     for shard in engine.shards():
         master = engine.masters[shard.master]
-        found[f"master.{shard.name}"] = _run(_local(master), shard)
+        yield f"master.{shard.name}", _local(master), shard
         if ema is not None:
-            found[f"ema.{shard.name}"] = _run(ema.averages[shard.master], shard)
+            yield f"ema.{shard.name}", ema.averages[shard.master], shard
         for key, value in engine.optimizer.state.get(master, {}).items():
             if _is_elementwise(value, master):
-                found[f"state.{key}.{shard.name}"] = _run(_local(value), shard)
+                yield f"state.{key}.{shard.name}", _local(value), shard
             elif _is_number(value):
-                found[f"state.{key}.{shard.name}"] = _number(value)
+                yield f"state.{key}.{shard.name}", value, None
     for i, master in enumerate(engine.masters):
         for key, value in engine.optimizer.state.get(master, {}).items():
             if not _is_elementwise(value, master) and not _is_number(value):
                 for name, part in _parts(f"{LOCAL}{rank}.{i}.{key}", value):
-                    found[name] = Place(part.detach().view(-1), 0, part.numel())
-    return found
-
-
-def checkpoint_bytes(engine: Engine, ema: Ema | None) -> int:
-    """What this process copies to the host to save its state, as it is now."""
-    return sum(place.tensor.nbytes for place in _tensors(engine, ema, 0).values())
+                    yield name, part, None
 
 
 def make_state(engine: Engine, saved: Collection[str], rank: int) -> None:
