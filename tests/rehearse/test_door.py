@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from disks import mounted
 from rehearsing import SANA, SHAPE
 
 from bigdit.errors import UserError
-from bigdit.rehearse import RehearsalError, RehearsalRequest, client, rehearse
+from bigdit.rehearse import Rehearsal, RehearsalError, RehearsalRequest, client, rehearse
 from bigdit.spec import BatchShape, Strategy
 
 
@@ -24,6 +25,22 @@ from bigdit.spec import BatchShape, Strategy
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("BIGDIT_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache" / "rehearsals"
+
+
+@pytest.fixture(scope="module")
+def answered(tmp_path_factory: pytest.TempPathFactory) -> tuple[Rehearsal, Path]:
+    """What a worker answered for three sizes, and the cache that has it since."""
+    folder = tmp_path_factory.mktemp("answered")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("BIGDIT_CACHE", str(folder))
+        return rehearse(_request(1, 2, 3)), folder
+
+
+@pytest.fixture
+def asked(answered: tuple[Rehearsal, Path], cache: Path) -> Rehearsal:
+    """The same, of which the test has a cache of its own."""
+    shutil.copytree(answered[1], cache.parent)
+    return answered[0]
 
 
 def _request(*sizes: int, **changes: object) -> RehearsalRequest:
@@ -35,24 +52,23 @@ def _no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_second_question_is_answered_from_the_cache_and_a_new_size_by_a_worker(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
+    asked: Rehearsal, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = rehearse(_request(1, 2))
-    assert [size.micro_batch_size for size in first.sizes] == [1, 2]
-    assert first.size(1).ledger.granularity == 512
-    assert first.size(2).ledger.peak_allocated_bytes > first.size(1).ledger.peak_allocated_bytes
-    assert first.size(1).versions["torch"] != "missing"
+    assert [size.micro_batch_size for size in asked.sizes] == [1, 2, 3]
+    assert asked.size(1).ledger.granularity == 512
+    assert asked.size(2).ledger.peak_allocated_bytes > asked.size(1).ledger.peak_allocated_bytes
+    assert asked.size(1).versions["torch"] != "missing"
     with pytest.raises(KeyError):
-        first.size(3)
-    assert len(list(cache.iterdir())) == 2
+        asked.size(4)
+    assert len(list(cache.iterdir())) == 3
 
     _no_worker(monkeypatch)
     began = time.perf_counter()
-    again = rehearse(_request(2, 1))
+    again = rehearse(_request(3, 2, 1))
     assert time.perf_counter() - began < 0.5
-    assert again.sizes == first.sizes[::-1]
+    assert again.sizes == asked.sizes[::-1]
     with pytest.raises(FileNotFoundError):
-        rehearse(_request(1, 3))
+        rehearse(_request(1, 4))
 
 
 def _children(pid: int) -> list[int]:
@@ -97,23 +113,24 @@ def test_a_full_disk_for_temporary_files_is_no_matter(tmp_path: Path, monkeypatc
         assert [file.name for file in small.iterdir()] == ["full"]
 
 
-def test_the_strategy_s_own_micro_batch_size_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    first = rehearse(_request(1))
+def test_the_strategy_s_own_micro_batch_size_changes_nothing(asked: Rehearsal, monkeypatch: pytest.MonkeyPatch) -> None:
     _no_worker(monkeypatch)
-    other = _request(1).model_copy(update={"strategy": Strategy(micro_batch_size=7)})
-    assert rehearse(other) == first
+    other = _request(1, 2, 3).model_copy(update={"strategy": Strategy(micro_batch_size=7)})
+    assert rehearse(other) == asked
 
 
 @pytest.mark.slow
-def test_a_corrupt_cache_is_answered_anew_and_written_again(cache: Path) -> None:
-    first = rehearse(_request(1))
-    (file,) = cache.iterdir()
-    whole = file.read_text()
-    for text in ("", whole[: len(whole) // 2], '{"micro_batch_size": 1}'):
+def test_a_corrupt_cache_is_answered_anew_and_written_again(asked: Rehearsal, cache: Path) -> None:
+    files = sorted(cache.iterdir())
+    whole = files[1].read_text()
+    texts = dict(zip(files, ("", whole[: len(whole) // 2], '{"micro_batch_size": 1}'), strict=True))
+    for file, text in texts.items():
         file.write_text(text)
-        assert rehearse(_request(1)).size(1).ledger == first.size(1).ledger
+    again = rehearse(_request(1, 2, 3))
+    assert [size.ledger for size in again.sizes] == [size.ledger for size in asked.sizes]
+    assert sorted(cache.iterdir()) == files
+    for file, text in texts.items():
         assert file.read_text() not in ("", text)
-        assert list(cache.iterdir()) == [file]
 
 
 def test_a_cache_that_cannot_be_written_is_noticed_and_the_answer_stands(
@@ -121,8 +138,7 @@ def test_a_cache_that_cannot_be_written_is_noticed_and_the_answer_stands(
 ) -> None:
     cache.parent.mkdir()
     cache.write_text("a file where the folder should be")
-    assert rehearse(_request(1)).size(1).params > 0
-    assert rehearse(_request(2)).size(2).params > 0
+    assert all(size.params > 0 for size in rehearse(_request(1, 2)).sizes)
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "is not kept" in line]
     assert line.startswith("the rehearsal is not kept: cannot write")
     assert line.endswith(f"; said once of {cache}")
@@ -179,9 +195,9 @@ def test_asking_imports_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
-def test_on_a_gpu_host_batches_stay_off_the_device_and_blocks_are_counted_in_granules() -> None:
+def test_on_a_gpu_host_batches_stay_off_the_device_and_blocks_are_counted_in_granules(asked: Rehearsal) -> None:
     """bf16 on the card: 2 B a parameter, 4 B a master, each block rounded up to 512 B."""
-    cuda = rehearse(_request(2)).size(2)
+    cuda = asked.size(2)
     assert "input" not in cuda.ledger.phase("init").at_peak
     parameters = [block for block in cuda.timeline.blocks if block.category == "parameter"]
     masters = [block for block in cuda.timeline.blocks if block.category == "master weight"]
