@@ -1,10 +1,9 @@
 """`bigdit rehearse`: any strategy of any config, as a ledger, a picture and a snapshot; and what it refuses."""
 
 import json
-import sys
 
 import pytest
-from commands import HELPERS, bigdit, run_command
+from commands import HELPERS, bigdit, run_ranks
 from rehearsing import THREE_BLOCKS as TINY
 
 from bigdit.config.strategy import parse_strategy
@@ -147,8 +146,10 @@ os._exit(status)
     ("how", "operator"),
     [("item", "aten._local_scalar_dense"), ("one_hot", "aten._local_scalar_dense"), ("mask", "aten.nonzero")],
 )
-def test_a_model_that_reads_data_is_named(how, operator):
-    done = run_command(sys.executable, "-c", _READS, how, PYTHONPATH=HELPERS)
+def test_a_model_that_reads_data_is_named(how, operator, tmp_path):
+    script = tmp_path / "reads.py"
+    script.write_text(_READS)
+    done = run_ranks(1, script, how, PYTHONPATH=HELPERS)
     assert done.returncode == 1, done.stderr
     last = done.stderr.splitlines()[-1]
     assert last.startswith(f"error: {TINY.name} cannot be rehearsed: transformer_blocks.0 reads data with {operator}")
