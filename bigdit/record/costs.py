@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -93,26 +95,26 @@ class Costs:
         if func.namespace in _NAMESPACES:
             self._add_collective(span, func, args, kwargs, result)
             return
-        packet = func._overloadpacket
-        if func.is_view or packet in _FREE:
+        counted = _counted(func)
+        if counted is None:
             return
         results = _tensors(result)
         tensors = [*_tensors(args), *_tensors(tuple(kwargs.values())), *results]
         if not tensors:
             return
-        place = self._place(packet, tensors, results)
+        place = self._place(counted.packet, tensors, results)
         # The dtype of the arithmetic decides its rate.
-        key = (span, _name(packet, args), str(tensors[0].dtype).removeprefix("torch."), place)
+        key = (span, counted.name_of(args), _dtype(tensors[0].dtype), place)
         self._calls[key] += 1
         if place in ("to device", "to host"):
             self._bytes[key] += sum(tensor.nbytes for tensor in results or _tensors(args[0]))
         else:
-            again = _tensors([args[i] for i in _written(func) if i < len(args)])
+            again = _tensors([args[i] for i in counted.written if i < len(args)])
             self._bytes[key] += sum({id(tensor): tensor.nbytes for tensor in tensors}.values())
             self._bytes[key] += sum(tensor.nbytes for tensor in again)
-        if packet in _FORMULAS:
-            self._flops[key] += _FORMULAS[packet](*args, **kwargs, out_val=result)
-        elif str(packet) in _PACKED_PRODUCTS:
+        if counted.flops is not None:
+            self._flops[key] += counted.flops(*args, **kwargs, out_val=result)
+        elif counted.name in _PACKED_PRODUCTS:
             self._flops[key] += 2 * args[0].shape[-1] * results[0].numel()
 
     def operators(self) -> tuple[OperatorCost, ...]:
@@ -145,14 +147,36 @@ class Costs:
         return "to host" if (on_host[-1] if results else on_host[0]) else "to device"
 
 
-def _name(packet: Any, args: Any) -> str:
-    if packet in _GROUPS and args[_GROUPS[packet]] > 1:
-        return f"{packet} (grouped)"
-    # The query comes first, and backward the gradient of what is attended, which has its heads.
-    return f"{packet} (heads of {args[0].shape[-1]})" if "scaled_dot_product" in str(packet) else str(packet)
+@dataclass(frozen=True, slots=True)
+class _Counted:
+    """What is known of an operator before it is called. `written`: positions of arguments that it reads and writes."""
+
+    packet: Any
+    name: str
+    written: tuple[int, ...]
+    flops: Callable[..., int] | None
+
+    def name_of(self, args: Any) -> str:
+        if self.packet in _GROUPS and args[_GROUPS[self.packet]] > 1:
+            return f"{self.name} (grouped)"
+        # The query comes first, and backward the gradient of what is attended, which has its heads.
+        return f"{self.name} (heads of {args[0].shape[-1]})" if "scaled_dot_product" in self.name else self.name
 
 
 @functools.cache
+def _counted(func: Any) -> _Counted | None:
+    """None of what moves nothing."""
+    packet = func._overloadpacket
+    if func.is_view or packet in _FREE:
+        return None
+    return _Counted(packet, str(packet), _written(func), _FORMULAS.get(packet))
+
+
+@functools.cache
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def _written(func: Any) -> tuple[int, ...]:
     """The positions of the arguments that `func` reads and writes."""
     if func._overloadpacket in _OVERWRITE:

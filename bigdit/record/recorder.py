@@ -20,6 +20,8 @@ from bigdit.record.in_place import InPlace
 from bigdit.record.track import Track
 
 HOST = "cpu"
+_DEVICE_OF = torch.ops.prim.device.default
+_PIN = torch.ops.aten._pin_memory.default
 Seen = Callable[[Any], None]
 Rule = Callable[[Sequence[Any], Mapping[str, Any], Any, Seen, Seen], None]
 """What an operation allocates inside, told in its order: called with arguments and result, it shows the first `Seen`
@@ -89,7 +91,7 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(map(_wraps, types)):
             return NotImplemented  # then the wrapper runs it on the tensors within, and those operations come here
-        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+        if func is _DEVICE_OF and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # two of three operations; answered here they cost a tenth
         kwargs = kwargs or {}
         if self._in_place.is_in_place(func, args):
@@ -105,7 +107,7 @@ class Recorder(TorchDispatchMode):
             if rule is not None:
                 rule(args, kwargs, result, lambda results: self._see_all(results, func), self._workspace(func))
             self._see_all(result, func)
-        if func is torch.ops.aten._pin_memory.default or kwargs.get("pin_memory"):
+        if func is _PIN or kwargs.get("pin_memory"):
             self._tracks[HOST].pin(result.untyped_storage())
         if not self._paused and self._phases:
             self._costs.add(len(self._phases) - 1, func, args, kwargs, result)
