@@ -19,7 +19,7 @@
 #define PAGE ((size_t)2 << 20)
 #define ARENA ((size_t)16 << 40)
 
-static char *arena, *next;
+static char *arena, *next, *own; /* own: the shared pages once more, which are in this process for good */
 static size_t *sizes; /* of what begins at a page of the arena */
 static size_t live_bytes, peak_bytes;
 static int chunk = -1;
@@ -32,12 +32,15 @@ static void prepare(void) {
     int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
     sizes = mmap(NULL, ARENA / PAGE * sizeof *sizes, PROT_READ | PROT_WRITE, flags, -1, 0);
     char *at = mmap(NULL, ARENA, PROT_NONE, flags, -1, 0);
-    if (at == MAP_FAILED || (void *)sizes == MAP_FAILED) return;
+    own = mmap(NULL, CHUNK, PROT_READ | PROT_WRITE, MAP_SHARED, chunk, 0);
+    if (at == MAP_FAILED || (void *)sizes == MAP_FAILED || own == MAP_FAILED) return;
     arena = next = (char *)(((uintptr_t)at + PAGE - 1) & ~(PAGE - 1));
 }
 
 int host_has(const void *at) { return arena && (const char *)at >= arena && (const char *)at < next; }
 size_t host_peak_bytes(void) { return peak_bytes; }
+/* Zeros from there on: many of them through pages that are in this process already, where a tensor's take a fault each. */
+void host_zero(void *at, size_t n) { n < CHUNK / 2 ? memset(at, 0, n) : memset(own, 0, CHUNK); }
 
 /* Memory for `n` bytes on the shared pages; NULL where that is too little to be worth it, or there is no room. */
 void *host_take(size_t n) {

@@ -91,7 +91,6 @@ int cudaMallocManaged(void **out, size_t n, unsigned flags) { return (void)flags
 int cudaMemPrefetchAsync(void) { return OK; }
 int cudaMemGetInfo(size_t *free_bytes, size_t *total) { return card_info(card_current(), free_bytes, total), OK; }
 
-#define SHARED_BYTES ((size_t)64 << 20) /* of RAM behind all of them: as in host.c */
 #define PAGE ((uintptr_t)4096)
 #define GIVEN_BACK ((size_t)1 << 20) /* bytes from which a system call is cheaper than writing them */
 
@@ -99,12 +98,14 @@ int cudaMemGetInfo(size_t *free_bytes, size_t *total) { return card_info(card_cu
 static void *(*host_take)(size_t);
 static int (*host_release)(void *);
 static int (*host_has)(const void *);
+static void (*host_zero)(void *, size_t);
 static void find_host(void) {
     void *library = dlopen("libbigdit-host.so", RTLD_NOW | RTLD_NOLOAD);
     if (!library) return;
     *(void **)&host_take = dlsym(library, "host_take");
     *(void **)&host_release = dlsym(library, "host_release");
     *(void **)&host_has = dlsym(library, "host_has");
+    *(void **)&host_zero = dlsym(library, "host_zero");
 }
 static pthread_once_t looked_for_host = PTHREAD_ONCE_INIT;
 
@@ -157,7 +158,7 @@ static void move(void *to, const void *from, size_t n) {
     int into = card_has(to), out_of = card_has(from);
     if (n <= card_values() || (!into && !out_of)) memmove(to, from, n);
     else if (into) return;
-    else if (host_has && host_has(to)) memset(to, 0, n > SHARED_BYTES ? SHARED_BYTES : n);
+    else if (host_has && host_has(to)) host_zero(to, n);
     else zero(to, n);
 }
 static void copy(void *to, const void *from, size_t n) { count_copy(to, from, n), move(to, from, n); }
