@@ -108,6 +108,43 @@ def test_safetensors_have_their_header_over_a_hole(tmp_path):
     )
 
 
+def test_holes_are_loaded_without_ram_and_data_beside_them_as_it_is(tmp_path):
+    script(
+        tmp_path,
+        """
+        from bigdit.emulator.inside import loads
+        from safetensors.torch import load_file, save_file
+        loads.install(torch)
+
+        def resident():
+            with open("/proc/self/statm") as file:
+                return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+        save_file({"a": big, "b": big.to(torch.bfloat16)}, "model.safetensors")
+        torch.save({"small": torch.arange(7), "big": big}, "state.pt")
+        whole = torch.arange(2**20)
+        save_file({"whole": whole[: 2**17]}, "small.safetensors")
+        del big
+        before = resident()
+        model, state = load_file("model.safetensors"), torch.load("state.pt", mmap=True)
+        assert not model["a"].any() and not model["b"].any() and not state["big"].any()
+        assert resident() - before < BIG / 2, resident() - before
+        assert state["small"].tolist() == list(range(7)) and model["a"].numel() == BIG // 4
+        model["a"][-3:] = 5
+        assert model["a"].sum() == 15 and not load_file("model.safetensors")["a"].any()
+        assert load_file("small.safetensors")["whole"].equal(whole[: 2**17])
+        with open("cut.pt", "wb") as file:
+            file.truncate(100)
+        try:
+            torch.UntypedStorage.from_file("cut.pt", False, 200)
+        except RuntimeError as error:
+            assert "cut.pt" in str(error), error
+        else:
+            raise AssertionError("a file that is too short was loaded")
+        """,
+    )
+
+
 def test_distributed_checkpoints_and_optimizers(tmp_path):
     script(
         tmp_path,

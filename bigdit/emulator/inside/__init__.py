@@ -39,10 +39,10 @@ def _before_torch(spec: ModuleSpec) -> None:
 
 
 def _after_torch(torch: Any) -> None:
-    from . import history, host, libraries, loss_scaler, ooms, options, phases, saves, steps, values
+    from . import history, host, libraries, loads, loss_scaler, ooms, options, phases, saves, steps, values
 
     libraries.install(torch)
-    for part in (host, values, saves):
+    for part in (host, values, saves, loads):
         part.install(torch)
     if options.OUT:
         for observer in (history, ooms, phases, steps, loss_scaler):

@@ -1,0 +1,64 @@
+"""What scripts load of holes in files takes no RAM: neither a page of the system's cache nor a fault for each, until it
+is written to. So are fake weights, and what was saved on an emulated card (`saves`).
+
+Covered is what maps files by torch: safetensors, and torch.load with `mmap=True`.
+"""
+
+from __future__ import annotations
+
+import functools
+import mmap
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Linux's, which older Pythons have no name for
+
+
+def install(torch: Any) -> None:
+    """Have torch map files that are mostly holes as zeros, with what they hold copied into them."""
+    storage = torch.UntypedStorage
+    storage.from_file = staticmethod(_from_file(torch, storage.from_file))
+
+
+def _from_file(torch: Any, from_file: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(from_file)
+    def mapped(filename: Any, shared: bool = False, nbytes: int = 0, **named: Any) -> Any:
+        size = nbytes or named.get("size", 0)
+        memory = None if shared or not size else _zeros_with_data(filename, size)
+        if memory is None:
+            return from_file(filename, shared, size)
+        return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+
+    return mapped
+
+
+def _zeros_with_data(path: str | os.PathLike[str], size: int) -> mmap.mmap | None:
+    """A private map of zeros, whose pages take no RAM as long as they are read alone, with the file's data in it; None
+    where the file is not mostly holes, or shorter than that."""
+    with open(path, "rb") as file:
+        if os.fstat(file.fileno()).st_size < size:
+            return None
+        ranges = list(_data(file.fileno(), size))
+        if 2 * sum(end - begin for begin, end in ranges) > size:
+            return None
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        for begin, end in ranges:
+            memory[begin:end] = os.pread(file.fileno(), end - begin, begin)
+    return memory
+
+
+def _data(file: int, size: int) -> Iterator[tuple[int, int]]:
+    """Where the file holds data. Source: lseek(2); ENXIO says that there is none behind."""
+    end = 0
+    while end < size:
+        try:
+            begin = os.lseek(file, end, os.SEEK_DATA)
+        except OSError:
+            return
+        if begin >= size:
+            return
+        end = min(os.lseek(file, begin, os.SEEK_HOLE), size)
+        yield begin, end
