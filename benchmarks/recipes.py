@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,22 +50,30 @@ class Caption:
 def main(asked: list[str]) -> int:
     """A line a recipe, as they come."""
     took = json.loads(MEASURED.read_text()) if MEASURED.exists() else {}
-    for name in asked or names():
-        found = recipe(name)
-        with tempfile.TemporaryDirectory(prefix="bigdit-recipe-") as folder:
-            receipt = trained(found, Path(folder))
-        took[found.name] = _took(found, receipt).model_dump(mode="json")
-        write_json(MEASURED, dict(sorted(took.items())))
-        print(f"{found.name}: reserves {took[found.name]['peak_reserved_bytes']} bytes", flush=True)
+    recipes = [recipe(name) for name in asked or names()]
+    with tempfile.TemporaryDirectory(prefix="bigdit-recipes-") as folder:
+        hub = weights_of(recipes, Path(folder))
+        for found in recipes:
+            receipt = trained(found, hub, Path(folder) / found.name)
+            took[found.name] = _took(found, receipt).model_dump(mode="json")
+            write_json(MEASURED, dict(sorted(took.items())))
+            print(f"{found.name}: reserves {took[found.name]['peak_reserved_bytes']} bytes", flush=True)
     return 0
 
 
-def trained(found: Recipe, folder: Path) -> Receipt:
+def weights_of(recipes: Sequence[Recipe], folder: Path) -> Path:
+    """A hub cache in `folder` with the weights of all: the libraries that write them take seconds to import."""
+    gpu = catalog.resolve_gpu(recipes[0].about.gpu)
+    repositories = sorted({each.about.repository for each in recipes})
+    return Path(lay_out(repositories, folder, os.environ | emulated_environment(gpu))["HF_HUB_CACHE"])
+
+
+def trained(found: Recipe, hub: Path, folder: Path) -> Receipt:
     """Three steps by `bigdit train` on an emulated card, whose files lie in `folder`."""
     gpu, run = catalog.resolve_gpu(found.about.gpu), yaml.safe_load(found.text)
     environment = os.environ | emulated_environment(gpu)
-    hub = lay_out([found.about.repository], folder, environment)["HF_HUB_CACHE"]
-    (weights,) = Path(hub).glob("models--*/snapshots/*")
+    (weights,) = hub.glob(f"models--{found.about.repository.replace('/', '--')}/snapshots/*")
+    folder.mkdir()
     make_store(folder / "features", catalog.model(found.about.model), [tuple(size) for size in run["data"]["buckets"]])
     config = folder / f"{found.name}.yaml"
     config.write_text(found.text.replace(found.weights, str(weights)))
