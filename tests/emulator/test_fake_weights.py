@@ -27,6 +27,9 @@ CAPTION = "An oil painting of two ships in a storm, waves high above the masts, 
 LOAD = """
 import json, resource, sys
 import diffusers, torch, transformers
+from bigdit.emulator.inside import loads
+
+loads.install(torch)  # as in every emulated process
 
 def report(**found):
     print(json.dumps(found))
