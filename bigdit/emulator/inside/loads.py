@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Linux's, which older Pythons have no name for
+_AT_ONCE = 1 << 30  # bytes that are read; Linux reads no more than 2 GiB
 
 
 def install(torch: Any) -> None:
@@ -60,5 +61,5 @@ def _data(file: int, size: int) -> Iterator[tuple[int, int]]:
             return
         if begin >= size:
             return
-        end = min(os.lseek(file, begin, os.SEEK_HOLE), size)
+        end = min(os.lseek(file, begin, os.SEEK_HOLE), size, begin + _AT_ONCE)
         yield begin, end
