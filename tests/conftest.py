@@ -12,6 +12,9 @@ import pytest
 # A thread more for each of two workers and their processes is more than there are cores: torch's threads then wait for
 # each other, for seconds a step.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Runs take the cores that they find: their threads wait for each other asleep, not by spinning on a core that another
+# process has, which took up to a hundred times the work.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # Plans are made by rehearsals alone, which take a third of the time, but where a test asks for more.
 os.environ.setdefault("BIGDIT_DEVICE", "rehearsed")
 # A shell has what it starts in the background ignore Ctrl-C, and so all that tests start: they are to hear it.
