@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from commands import ROOT, bigdit, with_set
+from commands import ROOT, bigdit, run_ranks, with_set
 from PIL import Image
 
 from bigdit.train.metrics import read_metrics
@@ -52,6 +52,11 @@ def settings(root, *overrides, output="run"):
     return with_set([*places, *SIZE, *overrides])
 
 
+def trained(root, *overrides, output):
+    """A run of one process, as `bigdit train` starts it."""
+    return run_ranks(1, "-m", "bigdit.train", "--config", CONFIG, *settings(root, *overrides, output=output))
+
+
 def test_the_store_has_the_class_of_each_folder(digits_by_class):
     schema = json.loads((digits_by_class / "features/schema.json").read_text())
     assert schema["classes"] == ["eight", "five", "four", "nine", "one", "seven", "six", "three", "two", "zero"]
@@ -63,11 +68,10 @@ def test_the_store_has_the_class_of_each_folder(digits_by_class):
 @pytest.mark.parametrize("class_name", TINY)
 def test_a_run_goes_on_from_its_checkpoint(digits_by_class, class_name):
     chosen = TINY[class_name]
-    done = bigdit("train", "--config", CONFIG, *settings(digits_by_class, *chosen, output=f"{class_name}-straight"))
+    done = trained(digits_by_class, *chosen, output=f"{class_name}-straight")
     assert done.returncode == 0, done.stderr
     for steps in (2, 4):
-        overrides = (*chosen, f"train.steps={steps}")
-        done = bigdit("train", "--config", CONFIG, *settings(digits_by_class, *overrides, output=f"{class_name}-twice"))
+        done = trained(digits_by_class, *chosen, f"train.steps={steps}", output=f"{class_name}-twice")
         assert done.returncode == 0, done.stderr
     losses = [
         [row["loss"] for row in read_metrics(digits_by_class / f"{class_name}-{each}/metrics.jsonl")]
@@ -130,7 +134,7 @@ def test_pictures_are_drawn_by_names_and_numbers(digits_by_class, class_name):
     ],
 )
 def test_a_store_that_does_not_fit_is_refused(digits_by_class, overrides, problem):
-    done = bigdit("train", "--config", CONFIG, *settings(digits_by_class, *overrides, output="refused"))
+    done = trained(digits_by_class, *overrides, output="refused")
     assert done.returncode == 1
     assert f"does not fit: {problem}" in " ".join(done.stderr.split())
 
