@@ -5,14 +5,25 @@ import re
 import sys
 
 import pytest
-from commands import ROOT, run_command
+from commands import ROOT, run_command, with_set
 from PIL import Image
+
+# The recipe's model, half as wide, which learns as well at twice the rate: with three other seeds 99 or 100 of its
+# samples are read right. Of its steps none can be spared: after three quarters of them one seed has 99, another 78.
+SMALLER = (
+    "model.kwargs.attention_head_dim=16",
+    "model.kwargs.cross_attention_head_dim=16",
+    "model.kwargs.cross_attention_dim=64",
+    "optimizer.lr=4e-3",
+    "train.warmup_steps=20",
+)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_the_demo_learns_to_write_digits(tmp_path):
-    done = run_command(sys.executable, ROOT / "launch/demo.py", "--folder", tmp_path / "demo", timeout=1200)
+    demo = (sys.executable, ROOT / "launch/demo.py", "--folder", tmp_path / "demo")
+    done = run_command(*demo, *with_set(SMALLER), timeout=1200)
     assert done.returncode == 0, done.stderr[-3000:]
     summary = json.loads((tmp_path / "demo/summary.json").read_text())
     assert summary["of"] == 100
