@@ -123,14 +123,12 @@ def _record(requests: Sequence[RehearsalRequest], rank: int, size: int, store: P
     from bigdit.rehearse.steps import Witness, prepare, two_steps
 
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
-    if rank == 0:
-        _give_gloo_time()
-    else:
-        gc.enable()
+    _give_gloo_time()
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
     answers, cpu = [], torch.device("cpu")
     for request in requests:
-        if rank == 0:
+        # Whoever waits for DeepSpeed's collectives of CPUs keeps a core busy: there all are as slow as the first.
+        if rank == 0 or request.strategy.engine == "deepspeed":
             asked = (request.model, request.batch, request.strategy, request.objective, cpu)
             with _unhurried_waits(request.strategy.engine):
                 timeline, _ = drive(*asked, world_from_env())
