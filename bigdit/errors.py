@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib.metadata
 import os
 import platform
@@ -48,11 +49,16 @@ def versions() -> dict[str, str]:
         "peft",
         "accelerate",
     ):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = "missing"
+        found[name] = _version(name)
     return found
+
+
+@functools.cache
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "missing"
 
 
 def shown(text: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import os
 import time
 from collections.abc import Iterator
@@ -19,10 +18,12 @@ from bigdit.rehearse.notices import notices
 from bigdit.rehearse.request import Kernels, Rehearsal, RehearsalRequest, RehearsedSize
 from bigdit.spec import Strategy
 
-_COLLECT_EVERY = 8
-"""Rehearsals after which their garbage, some 10 MB each, is looked for: that takes as long as a part of one."""
+_MOST_GARBAGE = 300_000
+"""Objects, of some 80 MB, that rehearsals leave before garbage is looked for among them: that takes as long as one. A
+deep model's by FSDP2 leaves 37,000 (torch 2.13), by one process ten."""
 
-_answered = itertools.count(1)
+_settled: int | None = None
+"""Objects when garbage was last looked for."""
 
 
 def import_for(question: str) -> None:
@@ -43,10 +44,20 @@ def answer(question: str) -> tuple[str, bool]:
     """Rehearse each micro-batch size of the request in this process, which may go on."""
     request = RehearsalRequest.model_validate_json(question)
     sizes = tuple(rehearse_size(request, size) for size in request.micro_batch_sizes)
-    if next(_answered) % _COLLECT_EVERY == 0:
+    _collect_much_garbage()
+    return Rehearsal(sizes=sizes).model_dump_json(), True
+
+
+def _collect_much_garbage() -> None:
+    global _settled
+    count = gc.get_freeze_count()  # of the time when the last recording began
+    if _settled is None:
+        _settled = count
+    if count - _settled > _MOST_GARBAGE:
         gc.unfreeze()
         gc.collect()
-    return Rehearsal(sizes=sizes).model_dump_json(), True
+        gc.freeze()
+        _settled = gc.get_freeze_count()
 
 
 def rehearse_size(request: RehearsalRequest, micro_batch_size: int) -> RehearsedSize:
