@@ -20,9 +20,9 @@ def start() -> None:
     imports.before("torch", _before_torch)
     imports.after("torch", _after_torch)
     if options.OUT:
-        from . import account, counts_of_work, deepspeed_engine, ending, history, notices, ooms, phases, steps
+        from . import account, counts, deepspeed_engine, ending, history, notices, ooms, phases, steps
 
-        observers = (history, notices, ooms, phases, steps, counts_of_work)
+        observers = (history, notices, ooms, phases, steps, counts)
         ending.install(account.write, [observer.forget for observer in observers])
         deepspeed_engine.install()
 

@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Iterable
 from typing import Any
 
-from . import counts_of_work, files, frames, history, loss_scaler, notices, ooms, replay, steps
+from . import counts, files, frames, history, loss_scaler, notices, ooms, replay, steps
 
 _ORDER = ("start", "forward", "backward", "step")
 _LARGEST = 40
@@ -35,7 +35,7 @@ def _document(how: str, seconds: float) -> dict[str, Any]:
     if how == "steps" and steps.done - steps.skipped < 2:
         notices.add("no backward pass ran beside the optimizer's state, which may be the peak: one step more shows it")
     world = _world_size(torch)
-    for name in counts_of_work.refused():
+    for name in counts.refused():
         notices.add(f"{name} was called, and has no answer on an emulated card")
     return {
         "pid": os.getpid(),
@@ -55,8 +55,8 @@ def _document(how: str, seconds: float) -> dict[str, Any]:
         "cards": [_card(torch, card) for card in range(torch.cuda.device_count()) if _was_used(card)],
         "out_of_memory": [_oom(at) for at in range(len(ooms.found))],
         "out_of_memory_count": ooms.count,
-        "work": counts_of_work.read(),
-        "work_by_step": counts_of_work.by_step,
+        "work": counts.read(),
+        "work_by_step": counts.by_step,
         "notices": notices.found(),
     }
 

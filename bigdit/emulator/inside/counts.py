@@ -1,4 +1,4 @@
-"""What the libraries counted since the process began."""
+"""What the libraries counted since the process began, and in each step."""
 
 from __future__ import annotations
 
@@ -29,6 +29,12 @@ NAMES = (
 )
 """The fields of card_counts, in card.h."""
 
+by_step: list[dict[str, int]] = []
+"""Of the first so many steps."""
+
+_MOST_STEPS = 1000
+_last: dict[str, int] = {}
+
 
 def read() -> dict[str, int]:
     """Kernels launched, copies by direction with their bytes, waits of the host for the card, calls of cuBLAS and cuDNN
@@ -54,3 +60,18 @@ def refused() -> list[str]:
     while (name := ask(len(found))) is not None:
         found.append(name.decode())
     return found
+
+
+def sample() -> None:
+    """Note what was counted since the last step ended."""
+    global _last
+    now = read()
+    if len(by_step) < _MOST_STEPS:
+        by_step.append({name: count - _last.get(name, 0) for name, count in now.items()})
+    _last = now
+
+
+def forget() -> None:
+    global _last
+    _last = {}
+    by_step.clear()

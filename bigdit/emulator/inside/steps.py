@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-from . import counts_of_work, ending, notices, options, phases
+from . import counts, ending, notices, options, phases
 
 done = 0
 skipped = 0
@@ -46,7 +46,7 @@ def complete(driver: Any, *, was_skipped: bool = False) -> None:
     if _by_driver[driver] > done:
         done = _by_driver[driver]
         stepped_after_oom = True
-        counts_of_work.sample()
+        counts.sample()
         if done == options.STEPS:
             phases.end_at_next_forward(_torch)
 
