@@ -136,12 +136,13 @@ def test_holes_are_loaded_without_ram_and_data_beside_them_as_it_is(tmp_path):
         assert load_file("small.safetensors")["whole"].equal(whole[: 2**17])
         with open("cut.pt", "wb") as file:
             file.truncate(100)
-        try:
-            torch.UntypedStorage.from_file("cut.pt", False, 200)
-        except RuntimeError as error:
-            assert "cut.pt" in str(error), error
-        else:
-            raise AssertionError("a file that is too short was loaded")
+        for wrong in ("cut.pt", "absent.pt"):
+            try:
+                torch.UntypedStorage.from_file(wrong, False, 200)
+            except RuntimeError as error:
+                assert wrong in str(error), error
+            else:
+                raise AssertionError(f"{wrong} was loaded")
         """,
     )
 

@@ -23,8 +23,10 @@ def test_a_second_trainer_is_refused_and_the_first_goes_on(features, tmp_path):
         own = (BIN / "torchrun", "--standalone", "--nproc-per-node", 2, ROOT / "launch/train.py")
         before = os.stat(output / "checkpoints").st_mtime_ns if (output / "checkpoints").exists() else None
         os.kill(holder["pid"], signal.SIGSTOP)  # it holds the lock, and takes no core from the second
-        second = run_command(*own, *arguments(features, output, *FSDP2, "train.checkpoint_every=1"), timeout=120)
-        os.kill(holder["pid"], signal.SIGCONT)
+        try:
+            second = run_command(*own, *arguments(features, output, *FSDP2, "train.checkpoint_every=1"), timeout=120)
+        finally:
+            os.kill(holder["pid"], signal.SIGCONT)
         assert second.returncode == 1
         said = [line for line in second.stderr.splitlines() if line.startswith("error: ")]
         assert len(said) == 1, second.stderr

@@ -26,7 +26,8 @@ def _from_file(torch: Any, from_file: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(from_file)
     def mapped(filename: Any, shared: bool = False, nbytes: int = 0, **named: Any) -> Any:
         size = nbytes or named.get("size", 0)
-        memory = None if shared or not size else _zeros_with_data(filename, size)
+        there = size and not shared and os.path.isfile(filename)  # of what is not, torch says so itself
+        memory = _zeros_with_data(filename, size) if there else None
         if memory is None:
             return from_file(filename, shared, size)
         return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()

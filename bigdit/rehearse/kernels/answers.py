@@ -1,8 +1,9 @@
 """What FakeTensorMode and the kernels' rules have answered once: the same question again takes a tenth of the time.
 
 A training step asks the same few hundred questions tens of thousands of times: an operator, shapes, strides and
-dtypes. FakeTensorMode keeps answers too, under keys that take longer to make than most answers; here a key is one
-flat tuple. Kept is what follows from the question alone: how each result is laid out, and whose storage it has.
+dtypes. FakeTensorMode would keep answers too, under keys that take longer to make than most answers, and is told not to
+(`device.py`); here a key is one flat tuple. Kept is what follows from the question alone: how each result is laid out,
+and whose storage it has.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ class _Answer:
 
 
 Kept = dict[tuple[Any, ...], _Answer]
-"""By question; for as long as the process lives, as FakeTensorMode keeps its own."""
+"""By question; for as long as the process lives."""
 
 
 class Answers:
