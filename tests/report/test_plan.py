@@ -1,6 +1,5 @@
 """A plan in the terminal: what is said, in what order, at 80 columns; and the commands that run it."""
 
-import json
 import math
 import re
 from pathlib import Path
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 
 from bigdit.cli import main
 from bigdit.report import words
-from bigdit.report.needs import needs, speed
+from bigdit.report.needs import speed
 from bigdit.report.notebook import Answer
 from bigdit.report.page import page
 from bigdit.search.finding.candidates import LARGEST_MICRO_BATCH
@@ -226,48 +225,6 @@ def test_a_lossy_optimizer_that_nobody_asked_for_is_in_the_first_line(made):
     asked = lossy.model_copy(update={"question": made.question.model_copy(update={"pins": pins})})
     assert "since nothing lossless does" not in plans.shown(asked)
     assert "FITS: wants" in plans.shown(made)
-
-
-SIZE = re.compile(r"[\d,]+\.\d\d (?:GiB|MiB)")
-
-
-@pytest.mark.slow
-@pytest.mark.xdist_group("plan")
-@pytest.mark.parametrize("way", WAYS)
-def test_every_size_in_the_text_and_on_the_page_is_one_of_the_json(way):
-    """But for sums and differences of two of them, each of which is named."""
-    plan = WAYS[way]()
-    document = json.loads(plan.model_dump_json(exclude={"packed_timeline"}))
-    known = {form(nbytes) for nbytes in _numbers(document) for form in (gib, words.size)}
-    usable, beside = plan.question.gpu.usable_bytes, plan.footprint.beside
-    known |= {
-        gib(usable),
-        gib(words.margin(plan)),
-        gib(beside.high_bytes - beside.low_bytes),
-        gib(plan.footprint.segments.wanted_bytes - plan.chosen.peak_reserved_bytes),
-        gib(plan.chosen.peak_reserved_bytes - plan.ledger.peak_allocated_bytes),
-        gib(abs(plan.chosen.headroom_bytes)),
-    }
-    shown = set(SIZE.findall(plans.shown(plan, Path("plans/sana"))))
-    assert len(shown) > 15
-    made_up = {reason for choice in (*plan.front, *plan.fixes) for reason in SIZE.findall(choice.reason)}
-    made_up |= {size for each in plan.rejected for size in SIZE.findall(each.reason)}
-    assert shown - made_up - known - _in_their_units(plan) == set()
-    text = re.sub(r"<svg.*?</svg>", "", page(plan, Path("plans/sana")), flags=re.DOTALL)
-    assert set(SIZE.findall(re.sub("<[^>]+>", " ", text))) - made_up - known - _in_their_units(plan) == set()
-
-
-def _numbers(document):
-    if isinstance(document, dict | list):
-        for each in document.values() if isinstance(document, dict) else document:
-            yield from _numbers(each)
-    elif isinstance(document, int | float):
-        yield document
-
-
-def _in_their_units(plan):
-    """Sizes of the lines on host and disk, which have the unit of the largest one of their line."""
-    return set(SIZE.findall(" ".join(needs(plan).values())))
 
 
 @pytest.mark.slow
