@@ -3,7 +3,8 @@
 Questions come by lanes, which are answered side by side, one question after another in each. A lane is a socket and a
 file for what is said beside answers. What goes back by the socket, a line each: `read` for each question that somebody
 has read, `fork<tab>PROCESS ID` when a fork begins, `STATUS<tab>ANSWER` for each question, and `end<tab>STATUS` when the
-fork has ended. A question that was not read by then is the next fork's. `lanes.py` is the other end.
+fork has ended. A question that was not read by then is the next fork's, and so is one that a fork hands back, since it
+cannot answer it after others. `lanes.py` is the other end.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from bigdit.lifeline import end_with
 
 Answer = Callable[[str], tuple[str, bool]]
 """The answer to a question, and whether the fork may answer another one."""
+Suits = Callable[[str], bool]
+"""Whether a fork that has answered others may answer this question."""
 
 _CHUNK = 1 << 20
 
@@ -58,10 +61,13 @@ def taken(given: Sequence[str]) -> list[Lane]:
     return [Lane(each) for each in given]
 
 
-def serve(lanes: Sequence[Lane], prepare: Callable[[str], None], answer: Answer) -> None:
+def serve(
+    lanes: Sequence[Lane], prepare: Callable[[str], None], answer: Answer, suits: Suits = lambda question: True
+) -> None:
     """Answer the questions of all lanes, until they are closed.
 
-    `prepare` imports what a question needs before a fork begins with it; what it raises is the answer.
+    `prepare` imports what a question needs before a fork begins with it; what it raises is the answer. What a fork says
+    does not suit it is a new one's.
     """
     os.dup2(2, 1)  # what libraries print is no answer
     free, forks = list(lanes), dict[int, tuple[int, Lane]]()
@@ -73,12 +79,18 @@ def serve(lanes: Sequence[Lane], prepare: Callable[[str], None], answer: Answer)
                 free.remove(lane)
             elif _prepared(lane, prepare, question):
                 free.remove(lane)
-                forks |= _fork(lane, question, answer)
+                forks |= _fork(lane, question, answer, suits)
         for life in [life for life in forks if life in ready]:
             child, lane = forks.pop(life)
-            os.close(life)
-            lane.tell("end", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-            free.append(lane)
+            with os.fdopen(life) as left:
+                question = left.read()
+            status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            if question and _prepared(lane, prepare, question):
+                forks |= _fork(lane, question, answer, suits)
+            else:
+                if not question:
+                    lane.tell("end", status)
+                free.append(lane)
 
 
 def _prepared(lane: Lane, prepare: Callable[[str], None], question: str) -> bool:
@@ -101,8 +113,9 @@ def _saying_to(file: int) -> Iterator[None]:
         os.close(before)
 
 
-def _fork(lane: Lane, question: str, answer: Answer) -> dict[int, tuple[int, Lane]]:
-    """A fork that answers this question and more: its process and lane, by what can be read when it has ended."""
+def _fork(lane: Lane, question: str, answer: Answer, suits: Suits) -> dict[int, tuple[int, Lane]]:
+    """A fork that answers this question and more: its process and lane, by what can be read when it has ended, which is
+    the question that it hands back."""
     life, held = os.pipe()
     server = os.getpid()
     gc.freeze()  # its collections do not look through, and so copy, what is imported
@@ -116,7 +129,8 @@ def _fork(lane: Lane, question: str, answer: Answer) -> dict[int, tuple[int, Lan
         os.dup2(lane.said, 1)
         os.dup2(lane.said, 2)
         lane.tell("fork", os.getpid())
-        _answer_all(lane, question, answer)
+        handed_back = _answer_all(lane, question, answer, suits)
+        os.write(held, handed_back.encode())
         status = 0
     except BaseException:
         traceback.print_exc()
@@ -124,8 +138,9 @@ def _fork(lane: Lane, question: str, answer: Answer) -> dict[int, tuple[int, Lan
     os._exit(status)  # without torch's shutdown, which aborts where backends or process groups are still there
 
 
-def _answer_all(lane: Lane, question: str, answer: Answer) -> None:
-    """Answer until there are no more questions, or one that leaves this process of no use."""
+def _answer_all(lane: Lane, question: str, answer: Answer, suits: Suits) -> str:
+    """Answer until there are no more questions, or one that leaves this process of no use; or until one does not suit
+    it, which is returned."""
     while question:
         found: list[tuple[str, bool]] = []
         status = guard(partial(_answer, question, answer, found))
@@ -133,8 +148,11 @@ def _answer_all(lane: Lane, question: str, answer: Answer) -> None:
         sys.stderr.flush()
         lane.tell(status, text)
         if not more:
-            return
+            return ""
         question = lane.ask()
+        if question and not suits(question):
+            return question
+    return ""
 
 
 def _answer(question: str, answer: Answer, found: list[tuple[str, bool]]) -> None:

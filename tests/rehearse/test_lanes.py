@@ -40,7 +40,10 @@ def answer(line):
         raise RuntimeError("of ours")
     return f"{asked} by {os.getpid()}", asked != "last"
 
-serve(taken(sys.argv[1:]), prepare, answer)
+def suits(line):
+    return json.loads(line)["what"] != "only first"
+
+serve(taken(sys.argv[1:]), prepare, answer, suits)
 """
 
 
@@ -110,6 +113,16 @@ def test_what_ends_one_fork_disturbs_no_other_and_the_next_question_has_another(
             ask(lanes, 0, what)
     assert ask(lanes, 0, "one")[0] == "one"
     assert ask(lanes, 1, "two") == other
+
+
+def test_a_question_that_does_not_suit_a_fork_is_answered_by_the_next(lanes: Lanes) -> None:
+    _, first = ask(lanes, 0, "one")
+    answer, second = ask(lanes, 0, "only first")
+    assert (answer, second != first, gone(first)) == ("only first", True, True)
+    assert ask(lanes, 0, "two") == ("two", second)
+    assert lanes.forks[0] == second
+    ask(lanes, 0, "last")
+    assert ask(lanes, 0, "only first")[1] not in (first, second)  # the next one's anyway
 
 
 def test_one_that_takes_too_long_is_stopped_alone(lanes: Lanes) -> None:

@@ -1,7 +1,8 @@
 """The process that answers attempts: `python -m bigdit.rehearse.card.attempts LANE…`, whose forks answer (forks.py).
 
 A model and its engine are made for each question and taken apart again. A fork whose card is not empty then is asked no
-more: none is answered beside what another one left.
+more: none is answered beside what another one left. Nor is a question of another number of processes: a process group
+is not taken apart, since engines keep what they made of it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ def main(given: list[str]) -> None:
     """Answer until all lanes are closed."""
     lanes = taken(given)
     import_all()
-    serve(lanes, lambda line: import_for(Asked.model_validate_json(line).request), _answer)
+    serve(lanes, lambda line: import_for(Asked.model_validate_json(line).request), _answer, _suits)
 
 
 def _answer(line: str) -> tuple[str, bool]:
@@ -29,6 +30,14 @@ def _answer(line: str) -> tuple[str, bool]:
     if not question.values:
         leave_values()
     return attempt(question.request, question.capacity_bytes).model_dump_json(), emptied()
+
+
+def _suits(line: str) -> bool:
+    """Whether it needs no process group, or the one that there is."""
+    import torch.distributed as dist
+
+    strategy = Asked.model_validate_json(line).request.strategy
+    return strategy.engine == "single" or not dist.is_initialized() or dist.get_world_size() == strategy.world_size
 
 
 if __name__ == "__main__":

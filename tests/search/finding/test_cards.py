@@ -186,6 +186,18 @@ def test_a_process_that_dies_is_a_line_and_the_next_question_has_another() -> No
 
 
 @pytest.mark.slow
+def test_attempts_of_any_number_of_processes_follow_each_other() -> None:
+    """On one card; each process has one process group."""
+    with Attempts(A40) as card:
+        two, four, less = [
+            card.run(request(f"fsdp2,world_size={cards}", size), 40 * GIB) for cards, size in ((2, 2), (4, 2), (2, 1))
+        ]
+    assert [each.fits for each in (two, four, less)] == [True] * 3
+    assert two.peak_allocated_bytes > four.peak_allocated_bytes
+    assert two.peak_allocated_bytes > less.peak_allocated_bytes
+
+
+@pytest.mark.slow
 def test_the_largest_is_found_from_any_guess() -> None:
     with Cards(A40) as cards:
         rows = [(partial(request, "single"), guess) for guess in (0, 1, 40, LARGEST_MICRO_BATCH)]
