@@ -112,7 +112,7 @@ def _plan(pool: Pool, question: Question, evidence: Evidence, cards: Cards | Non
         curves=curves(question, chosen.candidate, evidence.band, ran),
         settings=settings(sample, question, every, found.best, rows, ran, evidence),
         smaller=smaller(question, chosen.candidate, evidence),
-        fixes=() if fits else fixes(pool, sample, question, evidence, known[0]),
+        fixes=() if fits else fixes(pool, sample, question, evidence, known[0], cards),
         dataset=_dataset(pool, question, batch),
         run=_run(question, known[0].strategy, known[0].step),
         waterfall=steps,

@@ -114,10 +114,9 @@ def front(
             best.append(choice)
     shown = _thinned([choice for choice in best if choice.title not in titles], MOST_ROWS - len(known))
     rows = _fastest_first([*known, *shown])
-    if cards is not None:
-        unknown = [choice for choice in rows if choice.title not in titles and not _slow(more[choice.title])]
-        ran = _ran(cards, sample, question, evidence, unknown, [more[choice.title] for choice in unknown])
-        rows = _fastest_first([*(choice for choice in rows if choice not in unknown), *ran])
+    unknown = [more[choice.title] for choice in rows if choice.title not in titles]
+    ran = as_they_ran(cards, sample, question, evidence, unknown)
+    rows = _fastest_first([*(choice for choice in rows if choice.title in titles), *ran])
     return tuple(
         choice.model_copy(
             update={"reason": _recommended(choice, every) if choice is known[0] else _reason(choice, known[0])}
@@ -135,18 +134,19 @@ def _fastest_first(rows: Sequence[Choice]) -> list[Choice]:
     return sorted(rows, key=lambda each: -each.images_per_second_per_card.middle)
 
 
-def _ran(
-    cards: Cards,
-    sample: Sample,
-    question: Question,
-    evidence: Evidence,
-    choices: Sequence[Choice],
-    candidates: Sequence[Candidate],
+def as_they_ran(
+    cards: Cards | None, sample: Sample, question: Question, evidence: Evidence, candidates: Sequence[Candidate]
 ) -> list[Choice]:
-    """The choices as they ran; as they are predicted where they could not be run, and without those that do not fit."""
+    """The candidates as they ran on cards, without those that do not fit there; as they are predicted where there are
+    no cards, where an attempt would be slow, and where it could not be run."""
+    choices = [predicted(question, each, evidence) for each in candidates]
+    if cards is None:
+        return choices
+    quick = [each for each in candidates if not _slow(each)]
+    answers = dict(zip(map(title, quick), run(cards, sample, question, evidence.band, quick), strict=True))
     found = []
-    answers = run(cards, sample, question, evidence.band, candidates)
-    for choice, each, ran in zip(choices, candidates, answers, strict=True):
+    for choice, each in zip(choices, candidates, strict=True):
+        ran = answers.get(choice.title)
         if ran is None:
             found.append(choice)
         elif ran.reserved_bytes is not None:

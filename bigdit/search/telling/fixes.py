@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from bigdit.catalog import gpus
 from bigdit.rehearse.pool import Pool
-from bigdit.search.finding.candidates import Candidate, capacity, fitting, preferred
+from bigdit.search.finding.candidates import Candidate, Option, capacity, fitting, preferred
+from bigdit.search.finding.cards import Cards
 from bigdit.search.finding.evidence import Evidence
 from bigdit.search.finding.explore import explore
 from bigdit.search.finding.space import proposals
 from bigdit.search.plan import Choice
 from bigdit.search.predict.anchors import Sample
 from bigdit.search.question import Pins, Question
-from bigdit.search.telling.choices import predicted
+from bigdit.search.telling.choices import as_they_ran
 from bigdit.spec import BITSANDBYTES
 from bigdit.units import gib
 
@@ -26,15 +27,26 @@ UNLIKE = 0.05
 """Cards of another architecture take other workspaces and contexts: so much of a margin is asked of a larger one."""
 
 
-def fixes(pool: Pool, sample: Sample, question: Question, evidence: Evidence, smallest: Choice) -> tuple[Choice, ...]:
+MOST_RUN = 3
+"""Of each way out, on emulated cards: each that does not fit there moves the prediction of the next."""
+
+
+def fixes(
+    pool: Pool,
+    sample: Sample,
+    question: Question,
+    evidence: Evidence,
+    smallest: Choice,
+    cards: Cards | None = None,
+) -> tuple[Choice, ...]:
     """What would fit, one for each way out: without the pins, more cards, adapters, a larger card. `smallest` is what
-    comes nearest of what was asked for."""
+    comes nearest of what was asked for. Those that are for cards of the question's kind run on `cards`."""
 
     def first(ways: Iterable[tuple[str, Question]]) -> list[Choice]:
         for why, other in ways:
-            best = _best(pool, sample, other, evidence)
+            best = _best(pool, sample, other, evidence, cards)
             if best is not None:
-                return [predicted(other, best, evidence).model_copy(update={"reason": why})]
+                return [best.model_copy(update={"reason": why})]
         return []
 
     ways = (_unpinned(question), _more_cards(question), _adapters(question))
@@ -71,19 +83,29 @@ def _adapters(question: Question) -> Iterator[tuple[str, Question]]:
         yield "adapters beside frozen weights: another training", question.model_copy(update={"pins": pins})
 
 
-def _best(pool: Pool, sample: Sample, question: Question, evidence: Evidence) -> Candidate | None:
+def _best(pool: Pool, sample: Sample, question: Question, evidence: Evidence, cards: Cards | None) -> Choice | None:
     """The preferred one that fits, a last resort where nothing else does."""
     proposed, _ = proposals(question)
     for last_resort in (False, True):
         options, _ = explore(pool, sample, [each for each in proposed if each.last_resort == last_resort])
-        found = [
-            each
-            for option in options
-            for each in fitting(question, option, capacity(question, option.proposal, evidence), evidence)
-        ]
-        if found:
-            return preferred(found)[0]
+        for _ in range(MOST_RUN):
+            best = _preferred(question, options, evidence)
+            if best is None:
+                break
+            ran = as_they_ran(cards, sample, question, evidence, [best])
+            if ran and ran[0].verdict == "FITS":
+                return ran[0]
     return None
+
+
+def _preferred(question: Question, options: Sequence[Option], evidence: Evidence) -> Candidate | None:
+    """Of all that is predicted to fit."""
+    found = [
+        each
+        for option in options
+        for each in fitting(question, option, capacity(question, option.proposal, evidence), evidence)
+    ]
+    return preferred(found)[0] if found else None
 
 
 def _more_host(question: Question, smallest: Choice) -> list[Choice]:

@@ -4,7 +4,9 @@ import plans
 import pytest
 
 from bigdit.memory.process import ByteRange
+from bigdit.rehearse.pool import Pool
 from bigdit.search.asking.ask import question_for
+from bigdit.search.finding.cards import Cards
 from bigdit.search.finding.evidence import Evidence
 from bigdit.search.predict.anchors import Sample
 from bigdit.search.telling.fixes import fixes
@@ -39,3 +41,24 @@ def test_with_more_host_memory_the_card_s_figures_stand(grown):
     (row,) = grown("a40", 20 * GIB, 100 * GIB, host_memory="64GiB")
     assert (row.verdict, row.reason) == ("FITS", "100.00 GiB of host RAM a machine, instead of 64.00 GiB")
     assert not row.predicted
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("plan")
+def test_ways_out_on_the_same_kind_of_card_ran_there():
+    """Each in so many bytes; what is for another card did not."""
+    question = question_for(model="dit-s-8", gpu="rtx-3060-12g")
+    gpu = question.gpu.model_copy(update={"usable_mib": 1500})
+    question = question.model_copy(update={"gpu": gpu, "host_memory_bytes": 64 * GIB})
+    sample = Sample(question.model, gpu, question.resolution, question.frames)
+    taken = {"process": ByteRange(low_bytes=2 * GIB, high_bytes=2 * GIB)}
+    smallest = plans.made_plan().chosen.model_copy(update=taken | {"host_bytes": GIB})
+    with Pool() as pool, Cards(gpu) as cards:
+        *here, larger = fixes(pool, sample, question, Evidence(), smallest, cards)
+    assert not cards.unanswered
+    assert [row.reason for row in here] == [
+        "2 cards instead of 1",
+        "adapters beside frozen weights: another training",
+    ]
+    assert all(row.ran and row.verdict == "FITS" and row.headroom_bytes >= 0 for row in here)
+    assert not larger.ran
