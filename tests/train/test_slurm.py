@@ -17,7 +17,7 @@ while command[0].startswith("--"):
 tasks = []
 signal.signal(signal.SIGUSR1, lambda *_: [task.send_signal(signal.SIGUSR1) for task in tasks])
 for rank in range(int(os.environ["SLURM_NTASKS"])):
-    place = {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}
+    place = {"SLURM_PROCID": str(rank), "SLURM_LOCALID": "0"}
     tasks.append(subprocess.Popen(command, env=os.environ | place))
 open(os.environ["STUB"] + "/srun.pid", "w").write(str(os.getpid()))
 statuses = [task.wait() for task in tasks]
@@ -30,14 +30,14 @@ if [ "$1" = show ]; then echo 127.0.0.1; else echo "$@" >> "$STUB/scontrol.log";
 
 @pytest.fixture
 def slurm(tmp_path):
-    """The environment of a job of two tasks on one machine."""
+    """The environment of a job of two tasks, each on a machine of its own, which is this one."""
     stub = tmp_path / "stub"
     stub.mkdir()
     for name, text in (("srun", _SRUN), ("scontrol", _SCONTROL)):
         (stub / name).write_text(text)
         (stub / name).chmod(0o755)
-    job = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NODELIST": "node", "SLURM_NTASKS": "2"}
-    return job | {"SLURM_JOB_NUM_NODES": "1", "STUB": str(stub), "PATH": f"{stub}:{BIN}:{os.environ['PATH']}"}
+    job = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_NTASKS": "2"}
+    return job | {"SLURM_JOB_NUM_NODES": "2", "STUB": str(stub), "PATH": f"{stub}:{BIN}:{os.environ['PATH']}"}
 
 
 @pytest.mark.slow

@@ -1,0 +1,134 @@
+"""Two machines train by the commands that `bigdit plan` prints for them, and take the steps of one process.
+
+Both are this one: for torchrun two groups of processes that meet at an address, for DeepSpeed two lines of a hostfile,
+with stubs of ssh and pdsh, which there are none of here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import plans
+import pytest
+from commands import BIN, ROOT
+from plan_files import TINY_KWARGS, plan_of, run_yaml, write
+
+from bigdit.config.plan_file import DS_CONFIG
+from bigdit.config.strategy import parse_strategy
+from bigdit.report.commands import PORT, Command, commands
+from bigdit.spec import Strategy
+from bigdit.speed.cluster import Cluster
+from bigdit.train import main
+from bigdit.train.metrics import read_metrics
+from bigdit.train.processes.launch import free_port
+
+pytestmark = pytest.mark.slow
+
+STEPS = 4
+GLOBAL_BATCH = 8
+# Sums of a step's gradients over samples and processes in another order, after four steps: see test_curves.py.
+TOLERANCE = 2e-5
+
+_SSH = "#!/bin/sh\necho 127.0.0.1\n"
+# Runs the command for each of the hosts here, as pdsh does on each, `%n` being its place.
+_PDSH = """#!/usr/bin/env python
+import subprocess, sys
+words = sys.argv[1:]
+hosts = words[words.index("-w") + 1].split(",")
+line = " ".join(words[words.index("-w") + 2 :])
+runs = [subprocess.Popen(["sh", "-c", line.replace("%n", str(place))]) for place in range(len(hosts))]
+sys.exit(max(run.wait() for run in runs))
+"""
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    """With the environment's programs in front, and those that reach another machine before them."""
+    stubs = tmp_path / "stubs"
+    stubs.mkdir()
+    for name, text in (("ssh", _SSH), ("pdsh", _PDSH)):
+        (stubs / name).write_text(text)
+        (stubs / name).chmod(0o755)
+    path = f"{stubs}:{BIN}:{os.environ['PATH']}"
+    return os.environ | {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+
+
+def planned(strategy: Strategy, features: Path, folder: Path) -> Path:
+    """A plan's folder with the run that it completes, whose output is `run` there."""
+    folder.mkdir()
+    write(plan_of(strategy, kwargs=TINY_KWARGS), folder)
+    steps = {"steps": STEPS, "warmup_steps": 1}
+    config = run_yaml(folder, data={"features": str(features)}, train=steps)
+    config.write_text(config.read_text().replace("output: demo/run", f"output: {folder / 'run'}"))
+    return folder
+
+
+def printed(strategy: Strategy, processes_per_node: int, folder: Path) -> Command:
+    """The command that a plan of `strategy` ends with."""
+    plan = plans.made_plan()
+    cluster = Cluster(gpus=strategy.world_size, gpus_per_node=processes_per_node)
+    question = plan.question.model_copy(update={"cluster": cluster})
+    chosen = plan.chosen.model_copy(update={"strategy": strategy})
+    return commands(plan.model_copy(update={"question": question, "chosen": chosen}), folder)[-1]
+
+
+def losses(output: Path) -> list[float]:
+    return [row["loss"] for row in read_metrics(output / "metrics.jsonl")]
+
+
+@pytest.fixture(scope="module")
+def reference(features: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of one process."""
+    strategy = Strategy(precision="fp32", micro_batch_size=GLOBAL_BATCH, gradient_clipping=1.0)
+    folder = planned(strategy, features, tmp_path_factory.mktemp("one") / "plan")
+    assert main.main(["--plan", str(folder / "plan.yaml"), "--config", str(folder / "run.yaml")]) == 0
+    found = losses(folder / "run")
+    assert len(found) == STEPS
+    return found
+
+
+def holds(folder: Path, strategy: Strategy, reference: list[float]) -> None:
+    """The run has the plan's strategy and one process's losses."""
+    ran = Strategy.model_validate(json.loads((folder / "run/receipt.json").read_text())["strategy"])
+    assert ran.model_copy(update={"optimizer": strategy.optimizer}) == strategy
+    assert losses(folder / "run") == pytest.approx(reference, rel=TOLERANCE)
+
+
+def test_two_copies_of_the_model_on_two_machines_by_torchrun(features, tmp_path, environment, reference):
+    """HSDP: sharded within a machine, averaged between them."""
+    strategy = parse_strategy(["fsdp2,world_size=4,dp_replicate=2,micro_batch_size=2,precision=fp32"])
+    folder = planned(strategy, features, tmp_path / "plan")
+    command = printed(strategy, 2, folder)
+    assert command.comment == "on each of 2 machines: NODE_RANK 0 to 1, HEAD the address of the first"
+    words = [str(free_port()) if word == str(PORT) else word for word in command.words]
+    machines = [
+        subprocess.Popen(
+            ["sh", "-c", " ".join(words)],
+            cwd=ROOT,
+            env=environment | {"NODE_RANK": str(rank), "HEAD": "127.0.0.1"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = [machine.communicate(timeout=300)[1] for machine in machines]
+    assert [machine.returncode for machine in machines] == [0, 0], said
+    holds(folder, strategy, reference)
+
+
+def test_zero2_on_two_machines_of_a_hostfile(features, tmp_path, environment, reference):
+    strategy = parse_strategy(["zero2,world_size=2,micro_batch_size=4,precision=fp32"])
+    folder = planned(strategy, features, tmp_path / "plan")
+    command = printed(strategy, 1, folder)
+    assert command.comment == "on the first machine, with 2 lines `host slots=1` in hostfile"
+    hostfile = tmp_path / "hostfile"
+    hostfile.write_text("one slots=1\nother slots=1\n")
+    assert str(folder / DS_CONFIG) in command.words
+    words = ["deepspeed", "--master_port", str(free_port()), *command.words[1:]]
+    words = [str(hostfile) if word == "hostfile" else word for word in words]
+    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    holds(folder, strategy, reference)
