@@ -49,7 +49,10 @@ OBJECTIVES = {
         (*SINGLE, "objective={name: ddpm, prediction: v, zero_terminal_snr: true, min_snr_gamma: 5}")
     ),
     "ddpm_epsilon_learned_variance": Case((*SINGLE, "objective.name=ddpm", "model.kwargs.out_channels=8")),
-    "classes_ddpm_epsilon_learned_variance": Case((), classes=True),
+    "classes_flow_matching": Case(("objective={name: flow_matching}",), ("euler",), classes=True),
+    "classes_ddpm_v": Case(("objective={name: ddpm, prediction: v, learned_variance: false}",), classes=True),
+    "classes_ddpm_epsilon_learned_variance": Case(("objective={name: ddpm}",), classes=True),
+    "classes_ddpm_epsilon_learned_variance_min_snr": Case((), classes=True),
 }
 
 
