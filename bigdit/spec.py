@@ -111,7 +111,7 @@ class EmaSpec(Strict):
 
 class LoraSpec(Strict):
     """Low-rank adapters (Hu et al., arXiv:2106.09685) of rank `rank`, scaled by `alpha` / `rank`, over a frozen base,
-    which is kept in `base`.
+    which is kept in `base`. `dora`: with a trained magnitude for each row of a weight (Liu et al., arXiv:2402.09353).
 
     `targets`: names of linear layers, matched by their last parts as peft does; none: those of attention.
     """
@@ -120,6 +120,7 @@ class LoraSpec(Strict):
     alpha: Positive = 16.0
     targets: tuple[str, ...] = ()
     base: Literal["bf16", "int8", "nf4"] = "bf16"
+    dora: Switch = False
 
 
 class StepSize(Strict):
@@ -301,6 +302,11 @@ def _memory_problems(strategy: Strategy) -> list[str]:
         problems.append(
             f"lora.base bf16 is computed with in bf16, and precision is {strategy.precision}; use precision bf16, or "
             "lora.base nf4"
+        )
+    if strategy.lora is not None and strategy.lora.dora and strategy.lora.base != "bf16":
+        problems.append(
+            f"lora.dora starts from the norms of the base's rows, and lora.base {strategy.lora.base} is packed when "
+            "they are taken; use lora.base bf16"
         )
     if strategy.features == "cached" and strategy.encode_chunk is not None:
         problems.append("encode_chunk belongs to features online, and features is cached")

@@ -20,11 +20,13 @@ def save_adapters(folder: Path, spec: LoraSpec, weights: Iterable[tuple[str, tor
     """Write adapters, by their names in the model, with their rank and alpha. Raises OSError, SafetensorError."""
     tensors = {_name_in_file(name): tensor.contiguous() for name, tensor in weights}
     layers = {name.removeprefix(PREFIX).rsplit(".lora_", 1)[0] for name in tensors}
-    config = {"r": spec.rank, "lora_alpha": spec.alpha, "target_modules": sorted(layers)}
+    config = {"r": spec.rank, "lora_alpha": spec.alpha, "target_modules": sorted(layers), "use_dora": spec.dora}
     described = json.dumps({PREFIX + key: value for key, value in config.items()})
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / FILE, metadata={"format": "pt", "lora_adapter_metadata": described})
 
 
 def _name_in_file(name: str) -> str:
+    if ".lora_magnitude_vector." in name:  # a module in peft, a tensor in files
+        name = name.removesuffix(f".{ADAPTER}.weight")
     return PREFIX + name.replace(f".{ADAPTER}.", ".")

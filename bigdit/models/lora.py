@@ -36,7 +36,8 @@ def apply_lora(model: nn.Module, family: Family, spec: LoraSpec, *, seed: int) -
     model.is_loaded_in_8bit, model.is_loaded_in_4bit = spec.base == "int8", spec.base == "nf4"  # type: ignore[assignment]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        inject_adapter_in_model(LoraConfig(r=spec.rank, lora_alpha=spec.alpha, target_modules=targets), model, ADAPTER)
+        config = LoraConfig(r=spec.rank, lora_alpha=spec.alpha, target_modules=targets, use_dora=spec.dora)
+        inject_adapter_in_model(config, model, ADAPTER)
     for parameter in (parameter for parameter in model.parameters() if parameter.requires_grad):
         parameter.data = parameter.data.to(dtype)  # peft leaves them in fp32 beside quantised weights
 

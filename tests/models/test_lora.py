@@ -43,6 +43,30 @@ def test_adapters_learn_and_the_base_stays(base):
     assert linears == {{"bf16": torch.bfloat16, "int8": torch.int8, "nf4": torch.uint8}[base]}
 
 
+def test_magnitudes_learn_beside_the_adapters_and_start_as_the_base():
+    """A magnitude for each row of an adapted weight; with adapters of zero the prediction is the base's."""
+    plain, dora = (
+        Strategy(lora=LoraSpec(rank=4, dora=dora), optimizer=OptimizerSpec(lr=1e-2)) for dora in (False, True)
+    )
+    predictions, batch = [], one_batch().to(CPU, torch.bfloat16)
+    for strategy in (plain, dora):
+        family, model = equipped(strategy)
+        engine = engines.create(strategy, model, family, device=CPU, world=World())
+        predictions.append(family.predict(engine.model, batch.latents.bfloat16(), torch.tensor([0.2, 0.7]), batch))
+    torch.testing.assert_close(*predictions, rtol=0.02, atol=0.02)  # of norms that are rounded to bf16
+    before = {
+        name: weight.clone() for name, weight in full_weights(engine).items() if ".lora_magnitude_vector." in name
+    }
+    losses = [train_step(engine, family, FlowMatchingSpec(), [one_batch()], lr=1e-2).loss.item() for _ in range(6)]
+    assert losses[-1] < losses[0] - 0.05
+    after = full_weights(engine)
+    assert len(before) == len(after) // 3 == len(family.blocks(model)) * 2 * 4
+    for name, weight in before.items():
+        rows = model.get_submodule(name.split(".lora_")[0]).weight.float().norm(dim=1)
+        torch.testing.assert_close(weight, rows, rtol=2**-8, atol=0)
+        assert not torch.equal(after[name], weight)
+
+
 @pytest.mark.parametrize("base", ["int8", "nf4"])
 def test_a_quantised_base_predicts_nearly_the_same(base):
     """Of weights of one size: int8 has 1/254 of the largest of a row as its error, nf4 up to 1/7 of 64's largest."""
@@ -82,15 +106,18 @@ def test_what_cannot_be_is_refused():
         Strategy(lora=LoraSpec(), precision="fp32")
     with pytest.raises(ValueError, match=r"lora\.base nf4 \(bitsandbytes\) keeps packed weights, which fsdp2 cannot"):
         Strategy(lora=LoraSpec(base="nf4"), engine="fsdp2")
+    with pytest.raises(ValueError, match=r"lora\.dora starts from the norms .*and lora\.base nf4 is packed"):
+        Strategy(lora=LoraSpec(base="nf4", dora=True))
     run = load_run(DIGITS, ["train.lora.rank=4", "train.precision=bf16", *SINGLE])
     with pytest.raises(UserError, match=r"train\.lora adapts trained weights, and model\.init_from is missing"):
         prepare(run, 1)
 
 
 @pytest.mark.slow
-def test_adapters_are_trained_kept_resumed_and_read_by_diffusers(tmp_path, features, trained):
+@pytest.mark.parametrize("kind", ["base=nf4", "dora=true"])
+def test_adapters_are_trained_kept_resumed_and_read_by_diffusers(tmp_path, features, trained, kind):
     base = trained / "exports/step-00000008/transformer"
-    settings = ("train.lora.rank=4", "train.lora.alpha=8", "train.lora.base=nf4", "train.ema.decay=0.5")
+    settings = ("train.lora.rank=4", "train.lora.alpha=8", f"train.lora.{kind}", "train.ema.decay=0.5")
     settings = (*settings, f"model.init_from={base}", "train.checkpoint_every=2", "train.checkpointed_blocks=all")
     straight = run_to(4, tmp_path / "straight", features, *settings)
     run_to(2, tmp_path / "resumed", features, *settings)
@@ -144,12 +171,12 @@ document |= {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps":
 document |= {"bf16": {"enabled": True}, "zero_allow_untested_optimizer": True}
 stages = {f"zero{n}": document | {"zero_optimization": document["zero_optimization"] | {"stage": n}} for n in (2, 3)}
 found = {}
-for name, ds_config in ({"fsdp2": None} | stages).items():
+for name, ds_config in ({"fsdp2": None, "fsdp2-dora": None} | stages | {"zero3-dora": stages["zero3"]}).items():
     strategy = Strategy(
         engine="deepspeed" if ds_config else "fsdp2",
         world_size=2,
         ds_config=ds_config,
-        lora=LoraSpec(rank=4),
+        lora=LoraSpec(rank=4, dora="dora" in name),
         optimizer=OptimizerSpec(lr=1e-2),
         checkpointed_blocks="all",
     )
@@ -170,10 +197,14 @@ dist.destroy_process_group()
 @pytest.mark.slow
 def test_sharded_engines_train_the_same_adapters(tmp_path):
     answer = answer_of_two(_SHARDED, tmp_path)
-    strategy = Strategy(lora=LoraSpec(rank=4), optimizer=OptimizerSpec(lr=1e-2))
-    family, model = equipped(strategy)
-    engine = engines.create(strategy, model, family, device=CPU, world=World())
-    losses = [train_step(engine, family, FlowMatchingSpec(), [one_batch()], lr=1e-2).loss.item() for _ in range(4)]
-    for found in answer.values():
+    alone = {}
+    for dora in (False, True):
+        strategy = Strategy(lora=LoraSpec(rank=4, dora=dora), optimizer=OptimizerSpec(lr=1e-2))
+        family, model = equipped(strategy)
+        engine = engines.create(strategy, model, family, device=CPU, world=World())
+        steps = [train_step(engine, family, FlowMatchingSpec(), [one_batch()], lr=1e-2).loss.item() for _ in range(4)]
+        alone[dora] = steps, list(full_weights(engine))
+    for name, found in answer.items():
+        losses, names = alone["dora" in name]
         assert found["losses"] == pytest.approx(losses, rel=3e-3)  # engines/test_curves.py says why
-        assert found["names"] == list(full_weights(engine))
+        assert found["names"] == names

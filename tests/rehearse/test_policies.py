@@ -32,6 +32,7 @@ ON_CPU = {
     "ema-cpu": {"ema": EmaSpec(device="cpu"), "precision": "fp32"},
     "ema-power": {"ema": EmaSpec(power=0.1)},
     "lora": {"lora": LoraSpec(rank=4)},
+    "dora": {"lora": LoraSpec(rank=4, dora=True), "checkpointed_blocks": 1},
     "lora-int8": {"lora": LoraSpec(rank=4, base="int8"), "gradient_clipping": 1.0},
     "lora-nf4": {"lora": LoraSpec(rank=4, base="nf4", targets=("to_q", "proj_out"))},
     "lora-int8-full": {"lora": LoraSpec(rank=4, base="int8"), "checkpointed_blocks": "all"},
