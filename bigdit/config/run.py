@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from bigdit.config.sight import ValidationConfig
+from bigdit.config.weights import WEIGHTS, is_weight
 from bigdit.errors import UserError
 from bigdit.numbers import Count, Natural, NotNegative, Positive, Processes, Share, Side, Switch
 from bigdit.objective_spec import ObjectiveSpec
@@ -38,16 +40,6 @@ class ModelConfig(Strict):
     class_name: str | None = None
     kwargs: dict[str, Any] = {}
     init_from: Path | None = None
-
-
-LEAST_WEIGHT, MOST_WEIGHT = 1.2e-38, 3.4e38
-"""Of captions, which the store keeps in fp32 (IEEE 754): others would be 0 or infinite there."""
-WEIGHTS = f"from {LEAST_WEIGHT:g} to {MOST_WEIGHT:g}"
-
-
-def is_weight(number: float) -> bool:
-    """Whether a caption may have this weight; an integer may be of any size."""
-    return LEAST_WEIGHT <= number <= MOST_WEIGHT
 
 
 SourceKind = Literal["folder", "csv", "parquet", "webdataset", "datasets"]
@@ -282,7 +274,8 @@ class EngineConfig(Strict):
 
 class RunConfig(Strict):
     """A whole run: the `model`; pictures and features (`data`) and their `encoders`; `objective`, `optimizer`, length
-    and size (`train`) and `engine`; `output`: the folder of checkpoints, exports, metrics and the receipt.
+    and size (`train`) and `engine`; `validation`, without which all samples are trained on; `output`: the folder of
+    checkpoints, exports, metrics and the receipt.
 
     `objective` left out is the model's own: DDPM of DiT and PixArt, flow matching of all others.
     """
@@ -294,4 +287,5 @@ class RunConfig(Strict):
     optimizer: OptimizerSpec = OptimizerSpec()
     train: TrainConfig
     engine: EngineConfig = EngineConfig()
+    validation: ValidationConfig | None = None
     output: Path

@@ -71,6 +71,22 @@ class DeepSpeedEngine(Engine):
         taken = not getattr(self._zero, "overflow", False)
         return Stepped(taken, None if norm is None else torch.as_tensor(norm))
 
+    @torch.no_grad()
+    def publish(self) -> None:
+        """As each of DeepSpeed's wrappers ends its own step."""
+        zero = self._zero
+        if self.strategy.zero_stage == 3:
+            zero._partition_all_parameters()
+            for group in range(len(self.masters)):
+                zero._reassign_or_swap_out_partitioned_parameters(group)
+            if kept := zero.persistent_parameters:
+                kept[0].all_gather(kept)
+        elif hasattr(zero, "update_lp_params"):  # stages 1 and 2, and bf16 with fp32 accumulation
+            zero.update_lp_params()
+        elif zero is not self.optimizer:  # stage 0 with masters
+            for weights, masters in zip(zero.fp16_groups, zero.fp32_groups, strict=True):
+                torch._foreach_copy_(weights, masters)
+
     def _pass_over(self) -> None:
         """To DeepSpeed this is a micro-batch that more follow, and its gradients are gone."""
         self.model.zero_grad()

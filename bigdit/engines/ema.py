@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -75,6 +77,25 @@ class Ema:
             for part, new in chunks:
                 part.lerp_(self._brought(new), share)
 
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """The weights are their average within, on all processes: the two change places, and back, to the bit. What
+        fails within ends the run, and leaves them."""
+        self._exchange()
+        yield
+        self._exchange(back=True)
+
+    @torch.no_grad()
+    def _exchange(self, *, back: bool = False) -> None:
+        for average, weights in zip(self.averages, self._weights(), strict=True):
+            chunks = zip(average.view(-1).split(CHUNK_ELEMENTS), weights.view(-1).split(CHUNK_ELEMENTS), strict=True)
+            for part, other in chunks:
+                if other.dtype == torch.float32:
+                    _swap(part, other)
+                else:
+                    _swap_rounded(part, other, back=back)
+        self._engine.publish()
+
     def _brought(self, weights: torch.Tensor) -> torch.Tensor:
         """The weights in fp32 where the averages are."""
         if self._chunk is None or weights.device == self._device:
@@ -84,6 +105,25 @@ class Ema:
     @torch.no_grad()
     def _weights(self) -> list[torch.Tensor]:
         return [m.to_local() if isinstance(m, DTensor) else m.detach() for m in self._engine.masters]
+
+
+def _swap(one: torch.Tensor, other: torch.Tensor) -> None:
+    """Each gets the other's values, wherever they lie."""
+    kept = one.clone()
+    one.copy_(other)
+    other.copy_(kept)
+
+
+def _swap_rounded(average: torch.Tensor, weights: torch.Tensor, *, back: bool) -> None:
+    """Weights in bf16 get the average's upper halves (bf16 is the upper half of fp32), and these hold the weights
+    meanwhile. Half a last place is added before and taken away after, so that they are rounded and not cut off: to the
+    nearest, and what lies between two away from zero."""
+    bits, half = average.view(torch.int32), 1 << 15
+    if not back:
+        bits.add_(half)
+    _swap(bits.view(torch.int16)[1::2], weights.view(torch.int16))  # as processors with cards have it: upper half last
+    if back:
+        bits.sub_(half)
 
 
 def ema_of(engine: Engine) -> Ema | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -64,6 +65,17 @@ class Fsdp2Engine(Engine):
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return stepped
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Weights that stay gathered for a backward pass are let go: they would be those of the next step, too."""
+        with super().evaluating():
+            try:
+                yield
+            finally:
+                for module in self.model.modules():
+                    if isinstance(module, FSDPModule):
+                        module.reshard()
 
     def _norm(self) -> torch.Tensor:
         """The norm of all gradients, on every process."""

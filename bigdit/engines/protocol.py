@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -49,6 +50,20 @@ class Engine(Protocol):
         `losses`: of this process's micro-batches; they decide where the engine knows no norm of the gradients.
         """
         ...
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Surround forward passes that no backward pass follows: of all processes, as many of each."""
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self.model.train()
+
+    def publish(self) -> None:
+        """Bring the weights up to the masters, where these are apart and others wrote to them; on all processes."""
+        return
 
     @property
     def loss_scale(self) -> float:

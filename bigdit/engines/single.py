@@ -54,6 +54,12 @@ class SingleEngine(Engine):
         self.optimizer.zero_grad(set_to_none=True)
         return stepped
 
+    @torch.no_grad()
+    def publish(self) -> None:
+        if self._mixed:
+            for param, master in zip(self._params, self.masters, strict=True):
+                param.copy_(master)
+
     def shards(self) -> list[Shard]:
         return whole(self._named)
 

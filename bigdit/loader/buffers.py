@@ -21,18 +21,19 @@ class Buffers:
     def __init__(self, capacities: dict[str, int], *, pinned: bool) -> None:
         self._capacities = capacities
         self._pinned = pinned
-        self._free: dict[str, deque[tuple[npt.NDArray[np.uint8], list[int]]]] = defaultdict(deque)
+        self._free: dict[tuple[str, int], deque[tuple[npt.NDArray[np.uint8], list[int]]]] = defaultdict(deque)
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, list[int]]:
         """A tensor [rows, …], and how many bytes of each row may differ from zero, for the caller to keep up."""
         nbytes = math.prod(shape) * dtype.itemsize
         if self._pinned:
             return torch.empty(shape, dtype=dtype, pin_memory=True), [nbytes // shape[0]] * shape[0]
+        free = self._free[name, shape[0]]
         try:
-            memory, filled = self._free[name].pop()
+            memory, filled = free.pop()
         except IndexError:
             memory, filled = np.zeros(self._capacities[name], np.uint8), [0] * shape[0]
         view = memory[:nbytes]
-        finalizer = weakref.finalize(view, self._free[name].append, (memory, filled))
+        finalizer = weakref.finalize(view, free.append, (memory, filled))
         finalizer.atexit = False
         return torch.from_numpy(view).view(dtype).view(shape), filled

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from bigdit.loader.held_out import HeldOut
+
 Ints = npt.NDArray[np.int64]
 
 WINDOW_PARTS = 64
@@ -54,7 +56,8 @@ class _Epoch:
 
 
 class Order:
-    """The order of training over `counts` int64 [parts, buckets]: samples of each shape in each part."""
+    """The order of training over `counts` int64 [parts, buckets]: samples of each shape in each part; none that is
+    `held` out ever comes."""
 
     def __init__(
         self,
@@ -65,7 +68,10 @@ class Order:
         *,
         stages: Sequence[Stage] = (),
         window_parts: int = WINDOW_PARTS,
+        held: HeldOut | None = None,
     ) -> None:
+        counts = counts if held is None else counts - held.counts
+        self.held = held
         self.global_batch_size = global_batch_size
         self.stages = tuple(stages) or (Stage(0, len(counts)),)
         self._counts = counts
@@ -155,7 +161,8 @@ class Order:
         # By the bucket's shape and not its number: data added later may bring other buckets.
         chosen = self._generator(_ROWS, epoch, window, *self._shapes[bucket]).permutation(int(ends[-1]))
         at = np.searchsorted(ends, chosen, "right")
-        return np.stack([parts[at], chosen - (ends - self._counts[parts, bucket])[at]])
+        rows = chosen - (ends - self._counts[parts, bucket])[at]
+        return np.stack([parts[at], rows if self.held is None else self.held.passed_over(bucket, parts[at], rows)])
 
     def _generator(self, *names: int) -> np.random.Generator:
         return np.random.Generator(np.random.Philox(np.random.SeedSequence((self._seed, *names))))

@@ -9,6 +9,7 @@ import xxhash
 from pydantic import NonNegativeInt, PositiveInt, ValidationError
 
 from bigdit.errors import UserError
+from bigdit.loader.held_out import HeldOut
 from bigdit.loader.order import WINDOW_PARTS, Order, Stage
 from bigdit.spec import Strict
 from bigdit.store import FeatureStore
@@ -17,8 +18,9 @@ from bigdit.store.part import shape_name
 
 
 class DataState(Strict):
-    """Stages as (first epoch, parts); `parts_digest`: of the parts of the last; what else the order follows from; and
-    the `classes` that labels are of, by their names or their number, None of captions."""
+    """Stages as (first epoch, parts); `parts_digest`: of the parts of the last; what else the order follows from; the
+    `classes` that labels are of, by their names or their number, None of captions; and how many samples of the first
+    stage are `held_out`."""
 
     seed: NonNegativeInt
     global_batch_size: PositiveInt
@@ -26,6 +28,7 @@ class DataState(Strict):
     stages: list[tuple[NonNegativeInt, PositiveInt]]
     parts_digest: str
     classes: Known | None = None
+    held_out: NonNegativeInt = 0
 
 
 def data_state(store: FeatureStore, order: Order, seed: int) -> DataState:
@@ -37,20 +40,29 @@ def data_state(store: FeatureStore, order: Order, seed: int) -> DataState:
         stages=[(stage.first_epoch, stage.parts) for stage in order.stages],
         parts_digest=_digest(store, order.stages[-1].parts),
         classes=store.schema.classes,
+        held_out=0 if order.held is None else int(order.held.counts.sum()),
     )
 
 
 def plan_order(
-    store: FeatureStore, global_batch_size: int, seed: int, saved: dict[str, Any] | None, step: int, where: Path
+    store: FeatureStore,
+    global_batch_size: int,
+    seed: int,
+    saved: dict[str, Any] | None,
+    step: int,
+    where: Path,
+    held_out: int = 0,
 ) -> tuple[Order, list[str]]:
     """The order of a run over the store that goes on at `step` from what the checkpoint `where` saved of it.
 
-    Parts that the store has gained enter with the first epoch that has not begun. The second value: what a person
-    should know. Raises UserError where the store, the seed or the global batch are not those of the checkpoint.
+    Parts that the store has gained enter with the first epoch that has not begun; of those that it began with so many
+    samples are `held_out`. The second value: what a person should know. Raises UserError where the store, the seed, the
+    global batch or what is held out are not those of the checkpoint.
     """
     index = store.index
     if saved is None:
-        order = Order(index.counts, index.shapes, global_batch_size, seed)
+        held = _held_out(store, len(index.parts), held_out)
+        order = Order(index.counts, index.shapes, global_batch_size, seed, held=held)
         return order, _scarce(order, store)
     state = _parse(saved, where)
     problems = [
@@ -72,10 +84,19 @@ def plan_order(
             f"data.features: {store.root} has other classes, or in another order, than {where} was trained on; bring "
             "them back, or choose another output"
         )
+    if held_out != state.held_out:
+        problems.append(
+            f"validation.samples is {held_out}, and {where} was trained with {state.held_out} held out: its weights "
+            f"would be validated on samples that they were trained on; set it to {state.held_out}, or choose another "
+            "output"
+        )
     if problems:
         raise UserError(*problems)
     stages = [Stage(*each) for each in state.stages]
-    order = Order(index.counts, index.shapes, global_batch_size, seed, stages=stages, window_parts=state.window_parts)
+    held, window_parts = _held_out(store, stages[0].parts, held_out), state.window_parts
+    order = Order(
+        index.counts, index.shapes, global_batch_size, seed, stages=stages, window_parts=window_parts, held=held
+    )
     if parts == len(index.parts):
         return order, []
     epoch = order.epoch_of(step)
@@ -87,7 +108,8 @@ def plan_order(
         global_batch_size,
         seed,
         stages=[*kept, Stage(first, len(index.parts))],
-        window_parts=state.window_parts,
+        window_parts=window_parts,
+        held=held,
     )
     added = len(index.parts) - parts
     samples = int(index.counts[parts:].sum())
@@ -98,9 +120,21 @@ def plan_order(
     ]
 
 
+def _held_out(store: FeatureStore, parts: int, samples: int) -> HeldOut | None:
+    """So many samples of the first parts, where any are asked for. Raises UserError where none were left."""
+    there = int(store.index.counts[:parts].sum())
+    if samples >= there:
+        raise UserError(
+            f"validation.samples is {samples}, and {store.root} has {there} samples: none would be left to train on; "
+            f"hold out fewer, such as {max(there // 10, 1)}, or add pictures"
+        )
+    return HeldOut(store.index, parts, samples) if samples else None
+
+
 def _scarce(order: Order, store: FeatureStore) -> list[str]:
     """What a person should know of buckets that are empty, or fill no global batch in an epoch."""
-    totals, batch = store.index.counts.sum(0).tolist(), order.global_batch_size
+    counts, batch = store.index.counts, order.global_batch_size
+    totals = (counts if order.held is None else counts - order.held.counts).sum(0).tolist()
     filled = {shape_name(shape): total for shape, total in zip(store.index.shapes, totals, strict=True) if total}
     asked, limit = len(set(store.schema.buckets)), f"fewer than a global batch of {batch} (train.global_batch_size)"
     empty = f"{asked - len(filled)} of {asked} data.buckets have no samples: all are of {len(filled)} sizes, "

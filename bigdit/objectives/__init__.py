@@ -25,9 +25,10 @@ def loss(
     seeds: Sequence[int],
     compute_dtype: torch.dtype,
     tokens: int,
+    at: float | None = None,
 ) -> torch.Tensor:
     """The objective's loss, a scalar in fp32, for fp32 latents [B, C, (F,) H, W], a seed a sample, and the tokens that
-    the model makes of each."""
+    the model makes of each. `at`: this t in (0, 1) for all samples, where it is not to be drawn."""
     if isinstance(objective, DdpmSpec):
-        return ddpm.loss(objective, predict, latents, seeds, compute_dtype)
-    return flow_matching.loss(objective, predict, latents, seeds, compute_dtype, tokens)
+        return ddpm.loss(objective, predict, latents, seeds, compute_dtype, at)
+    return flow_matching.loss(objective, predict, latents, seeds, compute_dtype, tokens, at)

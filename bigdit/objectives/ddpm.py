@@ -27,12 +27,14 @@ def loss(
     latents: torch.Tensor,
     seeds: Sequence[int],
     compute_dtype: torch.dtype,
+    at: float | None = None,
 ) -> torch.Tensor:
     """Mean squared error of what is predicted, and the bound that a learned variance is trained by; a scalar in fp32.
 
     See `objectives.loss`. Raises UserError where a variance is to be learned that the model does not predict.
     """
-    noise, timesteps = draw_noise(latents, seeds), draw_timesteps(objective, seeds)
+    noise = draw_noise(latents, seeds)
+    timesteps = draw_timesteps(objective, seeds) if at is None else [_nearest(objective, at)] * len(seeds)
     signals = [alphas_cumprod(objective)[timestep] for timestep in timesteps]
     alpha = per_sample((math.sqrt(signal) for signal in signals), latents)
     sigma = per_sample((math.sqrt(1.0 - signal) for signal in signals), latents)
@@ -57,6 +59,11 @@ def loss(
 def draw_timesteps(objective: DdpmSpec, seeds: Sequence[int]) -> list[int]:
     """A timestep a sample, from 0, from its seed alone."""
     return [random.Random(seed).randrange(objective.timesteps) for seed in seeds]
+
+
+def _nearest(objective: DdpmSpec, at: float) -> int:
+    """The timestep of a t in (0, 1)."""
+    return min(round(at * objective.timesteps), objective.timesteps - 1)
 
 
 def model_time(objective: DdpmSpec, timesteps: Sequence[int]) -> torch.Tensor:

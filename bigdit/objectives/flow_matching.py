@@ -23,13 +23,14 @@ def loss(
     seeds: Sequence[int],
     compute_dtype: torch.dtype,
     tokens: int,
+    at: float | None = None,
 ) -> torch.Tensor:
     """Mean squared error of the velocity, a scalar in fp32, as `objectives.loss` has it.
 
     A variance beside the velocity is not trained.
     """
     noise = draw_noise(latents, seeds)
-    times = draw_t(objective, seeds, tokens)
+    times = draw_t(objective, seeds, tokens) if at is None else [at] * len(seeds)
     t = torch.tensor(times, dtype=torch.float32).to(latents.device)
     noisy = torch.lerp(latents, noise, t.view(-1, *(1,) * (latents.dim() - 1))).to(compute_dtype)
     velocity = of_latents(predict(noisy, t), latents.shape[1]).float()  # no name holds it in the compute dtype

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from bigdit.config.run import WEIGHTS, is_weight
+from bigdit.config.weights import WEIGHTS, is_weight
 from bigdit.sources.protocol import Caption, Unusable
 
 

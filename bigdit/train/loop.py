@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -41,6 +42,7 @@ from bigdit.train.schedule import learning_rate
 from bigdit.train.skipped import SkippedSteps
 from bigdit.train.step import train_step
 from bigdit.train.store import open_store
+from bigdit.train.validation import Validation
 from bigdit.train.written import FILE as RECEIPT
 from bigdit.train.written import write_receipt
 
@@ -98,7 +100,8 @@ def _train(
         return found.folder
 
     saved, where = (found.state.get("data"), found.folder) if found else (None, run.output)
-    order, notices = plan_order(store, asked.global_batch_size, run.train.seed, saved, start, where)
+    held_out = run.validation.samples if run.validation else 0
+    order, notices = plan_order(store, asked.global_batch_size, run.train.seed, saved, start, where, held_out)
     notices += smaller_than_planned(plan, store.buckets) if plan is not None else []
     _say(world, [f"note: {line}" for line in notices])
 
@@ -155,6 +158,10 @@ def _train(
                 mfu=mfu_of(spec, family, strategy, device, emulated=meter.emulated) if world.is_main else None,
             )
         )
+        validation = None
+        if run.validation is not None and order.held is not None:
+            measured_by = (peers, engine, ema, family, objective, end)
+            validation = Validation(run.validation, store, order.held, *measured_by)
         steps = stack.enter_context(closing(stream.steps(start, end, meter.held)))
         keeping = checkpoint.Keeping(run.train.keep_checkpoints, run.train.keep_every)
         saving = checkpoint.Peers(world)  # its thread's own: training speaks with its peers meanwhile
@@ -177,7 +184,11 @@ def _train(
             lr = learning_rate(run, step)
             with meter.step(micro_batches) as (batches, phase), recovery.step(step, phase) as noted:
                 result = train_step(engine, family, objective, batches, lr=lr, ema=ema, phase=noted)
-            metrics.add(step, lr, result, micro_batches)
+            measured: dict[str, Any] = {}
+            if validation is not None and validation.due(step + 1):
+                with metrics.aside():
+                    measured = validation.measure()
+            metrics.add(step, lr, result, micro_batches, measured)
             skipped.add(step, lr, result, micro_batches)
             del micro_batches, batches  # or they would live on while the next ones are read
             if step + 1 == start + MEASURED_STEPS and (took := beside_plan(plan, strategy, meter)):

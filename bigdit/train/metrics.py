@@ -6,8 +6,10 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ from bigdit.files import write_text
 from bigdit.loader.batch import Batch
 from bigdit.train.measure import memory_now
 from bigdit.train.mfu import Mfu
-from bigdit.train.sight import Sight
+from bigdit.train.sight import VALIDATED, Sight
 from bigdit.train.spikes import LossSpikes
 from bigdit.train.step import StepResult
 
@@ -57,7 +59,8 @@ class Metrics:
         self._device = device
         self._images = images
         self._stop = stop
-        self._pending: list[tuple[int, float, StepResult]] = []
+        self._pending: list[tuple[int, float, StepResult, Mapping[str, Any]]] = []
+        self._validated: dict[str, Any] = {}
         self.path = output / FILE
         self._digest = xxhash.xxh3_128()
         self._since = time.perf_counter()
@@ -75,10 +78,26 @@ class Metrics:
     def __exit__(self, *error: object) -> None:
         self._sight.__exit__(*error)
 
-    def add(self, step: int, lr: float, result: StepResult, micro_batches: Sequence[Batch] = ()) -> None:
-        """The result of step number `step` (from 0), and what it was taken over. Raises UserError where one was taken
-        that is not finite."""
-        self._pending.append((step, lr, result))
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What is done within counts for no step: neither its seconds, nor those that the device works off before."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        began = time.perf_counter()
+        yield
+        self._since += time.perf_counter() - began
+
+    def add(
+        self,
+        step: int,
+        lr: float,
+        result: StepResult,
+        micro_batches: Sequence[Batch] = (),
+        more: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        """The result of step number `step` (from 0), what it was taken over, and what its row has `more`. Raises
+        UserError where one was taken that is not finite."""
+        self._pending.append((step, lr, result, more))
         if self._mfu is not None:
             self._flops += self._mfu.flops(micro_batches) or 0
         if len(self._pending) == FLUSH_EVERY or step + 1 == self._stop or not result.taken:
@@ -88,22 +107,25 @@ class Metrics:
         """Average the pending losses over all processes, check, write and show them."""
         if not self._pending:
             return
-        own = [float(result.loss.cpu()) for _, _, result in self._pending]  # a full card has no room for a stack
-        losses = [statistics.fmean(each) for each in zip(*self._peers.gather(own), strict=True)]
+        mine = [float(result.loss.cpu()) for _, _, result, _ in self._pending]  # a full card has no room for a stack
+        losses = [statistics.fmean(each) for each in zip(*self._peers.gather(mine), strict=True)]
         now = time.perf_counter()
         self._seconds.append((now - self._since) / len(self._pending))
         rate = self._images / self._seconds[-1]
         more = {"images_per_second": rate} | self._utilisation(now - self._since) | memory_now(self._device)
         self._since = now
         rows = [
-            _row(step, loss, lr, result) | more | self._planned
-            for (step, lr, result), loss in zip(self._pending, losses, strict=True)
+            _row(step, loss, lr, result) | more | self._planned | {**measured}
+            for (step, lr, result, measured), loss in zip(self._pending, losses, strict=True)
         ]
         self._pending.clear()
         if self._peers.world.is_main:
             self._notice_spikes(rows)
             self._write(rows)
-            self._sight.show(rows[-1] | {"seconds_left": (self._stop - rows[-1]["step"] - 1) * self._seconds[-1]})
+            for row in rows:
+                self._validated |= {key: row[key] for key in VALIDATED if key in row}
+            left = (self._stop - rows[-1]["step"] - 1) * self._seconds[-1]
+            self._sight.show(self._validated | rows[-1] | {"seconds_left": left})
 
     def _utilisation(self, seconds: float) -> dict[str, float]:
         """`mfu` of the steps that are pending; nothing where it is not known."""

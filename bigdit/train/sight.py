@@ -17,6 +17,9 @@ from bigdit.units import gib
 EVERY_S = 60.0
 """Between two lines where nothing can be changed in place: pipes, files, and terminals without control codes."""
 
+VALIDATED = {"validation_loss": "validation", "ema_validation_loss": "validation of the average"}
+"""Keys of rows that stay shown until they are measured again, and what they are called."""
+
 
 class Sight:
     """Shows rows of metrics; `shown` on the main process alone. The last row is shown at the end wherever it goes."""
@@ -70,6 +73,7 @@ def figures(row: dict[str, Any]) -> str:
     """`loss 0.1234 · lr 1.00e-04 · …`: what of a row is known, and what is left out elsewhere."""
     loss, norm, rate = row["loss"], row["grad_norm"], row["images_per_second"]
     parts = [f"loss {'–' if loss is None else f'{loss:.4f}'}", f"lr {row['lr']:.2e}"]
+    parts += [f"{name} {row[key]:.4f}" for key, name in VALIDATED.items() if row.get(key) is not None]
     parts += [] if norm is None else [f"norm {norm:.3g}"]
     parts += [f"{rate:.0f} images/s" if rate >= 10 else f"{rate:.2g} images/s"]
     parts += [f"MFU {100 * row['mfu']:.1f} %"] if "mfu" in row else []

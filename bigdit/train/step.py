@@ -60,7 +60,7 @@ def train_step(
                 batch = encode(batch.to(engine.device, dtype), dtype)
         with phase("forward"):
             batch = batch.to(engine.device, dtype)
-            predict = functools.partial(_predict, engine, family, batch)
+            predict = functools.partial(predict_by, engine, family, batch)
             tokens = family.tokens(engine.model, batch.latents.shape)
             loss = objectives.loss(objective, predict, batch.latents, batch.seeds, dtype, tokens)
         with phase("backward"):
@@ -75,5 +75,6 @@ def train_step(
     return StepResult(torch.stack(losses).mean(), stepped.grad_norm, stepped.taken)
 
 
-def _predict(engine: Engine, family: Family, batch: Batch, latents: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+def predict_by(engine: Engine, family: Family, batch: Batch, latents: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    """What the engine's model predicts of latents at t, with the batch's conditions."""
     return family.predict(engine.model, latents, t, batch)

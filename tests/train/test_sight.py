@@ -41,6 +41,8 @@ def test_all_figures_of_a_step_are_on_a_line():
 def test_what_is_not_known_is_left_out():
     known = {key: value for key, value in ROW.items() if key not in ("mfu", "memory_bytes", "planned_memory_bytes")}
     slow = known | {"grad_norm": None, "loss": None, "images_per_second": 0.4321}
+    validated = slow | {"validation_loss": 0.34567, "ema_validation_loss": None}
+    assert "loss – · lr 1.00e-04 · validation 0.3457 · 0.43 images/s" in figures(validated)
     assert figures(slow) == "loss – · lr 1.00e-04 · 0.43 images/s · 22.00 GiB peak · 0:12:34 left"
 
 

@@ -1,0 +1,31 @@
+"""The sections of a run's YAML that say what is seen of its training. What each key means is said here alone."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field, field_validator
+
+from bigdit.numbers import Count, Number
+from bigdit.spec import Strict
+
+Time = Annotated[Number, Field(gt=0, lt=1)]
+
+
+class ValidationConfig(Strict):
+    """The loss of samples that are held out: `samples` of those that the store has when the run begins, chosen by where
+    they lie in it, are never trained on. `every` so many steps, and after the last, each of them is noised at all
+    `times` (0 = the picture, 1 = noise), always with the same noise, and the loss of the weights, and of their average
+    where train.ema keeps one, is written to the metrics: the mean, and that of each time.
+    """
+
+    samples: Count = 256
+    every: Count = 500
+    times: tuple[Time, ...] = Field(default=(0.1, 0.3, 0.5, 0.7, 0.9), min_length=1)
+
+    @field_validator("times")
+    @classmethod
+    def _each_once(cls, times: tuple[float, ...]) -> tuple[float, ...]:
+        if twice := sorted({time for time in times if times.count(time) > 1}):
+            raise ValueError(f"{twice[0]:g} is there twice; each time has one loss")
+        return times
