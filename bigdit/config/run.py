@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from bigdit.config.sight import ValidationConfig
+from bigdit.config.sight import TrackerName, ValidationConfig
 from bigdit.config.weights import WEIGHTS, is_weight
 from bigdit.errors import UserError
 from bigdit.numbers import Count, Natural, NotNegative, Positive, Processes, Share, Side, Switch
@@ -275,7 +275,7 @@ class EngineConfig(Strict):
 class RunConfig(Strict):
     """A whole run: the `model`; pictures and features (`data`) and their `encoders`; `objective`, `optimizer`, length
     and size (`train`) and `engine`; `validation`, without which all samples are trained on; `output`: the folder of
-    checkpoints, exports, metrics and the receipt.
+    checkpoints, exports, metrics and the receipt; `trackers` that get the metrics too, by accelerate.
 
     `objective` left out is the model's own: DDPM of DiT and PixArt, flow matching of all others.
     """
@@ -288,4 +288,5 @@ class RunConfig(Strict):
     train: TrainConfig
     engine: EngineConfig = EngineConfig()
     validation: ValidationConfig | None = None
+    trackers: tuple[TrackerName, ...] = ()
     output: Path

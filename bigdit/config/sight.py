@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
 from bigdit.numbers import Count, Number
 from bigdit.spec import Strict
+
+TrackerName = Literal["tensorboard", "wandb", "trackio", "comet_ml", "aim", "mlflow", "clearml", "dvclive", "swanlab"]
+"""As accelerate calls them, and as their packages are called."""
 
 Time = Annotated[Number, Field(gt=0, lt=1)]
 

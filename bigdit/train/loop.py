@@ -42,6 +42,7 @@ from bigdit.train.schedule import learning_rate
 from bigdit.train.skipped import SkippedSteps
 from bigdit.train.step import train_step
 from bigdit.train.store import open_store
+from bigdit.train.trackers import Trackers
 from bigdit.train.validation import Validation
 from bigdit.train.written import FILE as RECEIPT
 from bigdit.train.written import write_receipt
@@ -143,6 +144,8 @@ def _train(
         meter.watch(engine, ema)
         samples = Samples(store, stream)
         skipped = SkippedSteps(engine, peers, samples, run.train.most_skipped_steps)
+        settings = run.model_dump(mode="json")
+        trackers = stack.enter_context(Trackers(run.trackers, run.output, start, settings, shown=world.is_main))
         images, names = strategy.global_batch_size, samples.of_step
         metrics = stack.enter_context(
             Metrics(
@@ -156,6 +159,7 @@ def _train(
                 written=found.state["metrics"] if found else None,
                 planned_bytes=planned_bytes(plan, strategy, device),
                 mfu=mfu_of(spec, family, strategy, device, emulated=meter.emulated) if world.is_main else None,
+                trackers=trackers,
             )
         )
         validation = None

@@ -26,6 +26,7 @@ from bigdit.train.mfu import Mfu
 from bigdit.train.sight import VALIDATED, Sight
 from bigdit.train.spikes import LossSpikes
 from bigdit.train.step import StepResult
+from bigdit.train.trackers import Trackers
 
 FLUSH_EVERY = 10
 FILE = "metrics.jsonl"
@@ -50,9 +51,11 @@ class Metrics:
         written: str | None = None,
         planned_bytes: int | None = None,
         mfu: Mfu | None = None,
+        trackers: Trackers | None = None,
     ) -> None:
         """`name_samples` of a step is what a line about its loss ends with; `written` the digest that its rows had
-        when the checkpoint of step `start` was saved. `planned_bytes` of memory, and `mfu`, where they are known."""
+        when the checkpoint of step `start` was saved. `planned_bytes` of memory, and `mfu`, where they are known.
+        `trackers` get the rows too."""
         self._peers = peers
         self._name_samples = name_samples
         self._spikes = LossSpikes()
@@ -67,6 +70,7 @@ class Metrics:
         self._seconds: list[float] = []  # a step, of each flush
         self._planned = {} if planned_bytes is None else {"planned_memory_bytes": planned_bytes}
         self._mfu, self._flops = mfu, 0
+        self._trackers = trackers
         self._sight = Sight(start, stop, shown=peers.world.is_main)
         if peers.world.is_main:
             self._keep_before(start, written)
@@ -122,6 +126,8 @@ class Metrics:
         if self._peers.world.is_main:
             self._notice_spikes(rows)
             self._write(rows)
+            if self._trackers is not None:
+                self._trackers.add(rows)
             for row in rows:
                 self._validated |= {key: row[key] for key in VALIDATED if key in row}
             left = (self._stop - rows[-1]["step"] - 1) * self._seconds[-1]

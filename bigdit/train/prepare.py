@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,7 +38,7 @@ def prepare(run: RunConfig, world_size: int, plan: PlanFile | None = None) -> tu
     if problems := argument_problems(spec):
         raise UserError(*problems)
     check(run, spec)
-    if problems := condition_problems(run, spec):
+    if problems := [*condition_problems(run, spec), *_missing_trackers(run)]:
         raise UserError(*problems)
     return spec, strategy_of(run, world_size) if plan is None else planned_strategy(run, plan, world_size)
 
@@ -67,6 +68,16 @@ def _check_model(spec: ModelSpec, planned: ModelSpec) -> None:
     ]
     if problems:
         raise UserError(*problems)
+
+
+def _missing_trackers(run: RunConfig) -> list[str]:
+    """What of `trackers` is not installed."""
+    return [
+        f"trackers has {name}, and its package is missing; pip install "
+        + ("'bigdit[trackers]'" if name == "tensorboard" else name)
+        for name in run.trackers
+        if importlib.util.find_spec(name) is None
+    ]
 
 
 def with_ds_config(overrides: Sequence[str], ds_config: Path | None) -> list[str]:

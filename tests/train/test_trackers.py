@@ -1,0 +1,81 @@
+"""Rows for trackers: what TensorBoard reads of them, a run that goes on, and trackers that fail."""
+
+import json
+
+import pytest
+from commands import DIGITS, SINGLE, TINY, with_set
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.tensorboard import SummaryWriter
+from training import run_to
+
+from bigdit.train import main, prepare, trackers
+from bigdit.train.metrics import read_metrics
+from bigdit.train.trackers import Trackers
+
+
+def scalars(output, tag):
+    """(step, value) as TensorBoard shows them."""
+    read = EventAccumulator(str(output / "tensorboard"))
+    read.Reload()
+    return [(event.step, event.value) for event in read.Scalars(tag)]
+
+
+def test_tensorboard_has_every_step_once_also_of_a_run_that_goes_on(features, tmp_path):
+    chosen = ("trackers=[tensorboard]", "validation.samples=8", "validation.every=3", "validation.times=[0.5]")
+    run_to(3, tmp_path, features, *chosen)
+    with SummaryWriter(tmp_path / "tensorboard") as killed:  # a start that had no time to save what it did
+        killed.add_scalar("loss", 99.0, 3)
+    run_to(5, tmp_path, features, *chosen)
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert scalars(tmp_path, "loss") == [(row["step"], pytest.approx(row["loss"])) for row in rows]
+    validated = [(row["step"], pytest.approx(row["validation_loss"])) for row in rows if "validation_loss" in row]
+    assert [step for step, _ in validated] == [2, 4]
+    assert scalars(tmp_path, "validation_loss") == validated
+    assert scalars(tmp_path, "validation_loss_by_t/0.5") == validated
+
+
+def test_a_tracker_that_fails_is_a_line(tmp_path, capfd):
+    (tmp_path / "tensorboard").write_text("no folder")
+    with Trackers(["tensorboard"], tmp_path, 0, {}, shown=True) as failing:
+        failing.add([{"step": step, "loss": 1.0} for step in range(3)])
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("note: trackers: tensorboard failed (")
+    assert line.endswith("); training goes on without it")
+
+
+def test_a_process_that_is_gone_is_a_line(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(trackers.sys, "executable", "/bin/false")
+    with Trackers(["tensorboard"], tmp_path, 0, {"long": "x" * 100_000}, shown=True):
+        pass
+    assert capfd.readouterr().err == (
+        "note: the process of the trackers has ended; training goes on without, metrics.jsonl has all\n"
+    )
+
+
+def test_the_end_does_not_wait_for_ever(tmp_path, capfd, monkeypatch):
+    script = tmp_path / "python"
+    script.write_text("#!/bin/sh\nexec sleep 60\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(trackers.sys, "executable", str(script))
+    monkeypatch.setattr(trackers, "PATIENCE_S", 0.2)
+    with Trackers(["tensorboard"], tmp_path, 0, {}, shown=True):
+        pass
+    assert "did not take the last rows" in capfd.readouterr().err
+
+
+def test_other_processes_and_runs_without_trackers_start_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(trackers.subprocess, "Popen", lambda *a, **k: pytest.fail("a process was started"))
+    for names, shown in (((), True), (("tensorboard",), False)):
+        with Trackers(names, tmp_path, 0, {}, shown=shown) as idle:
+            idle.add([{"step": 0, "loss": json.loads("1.0")}])
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_package_that_is_missing_is_named_before_anything_begins(monkeypatch, capfd):
+    monkeypatch.setattr(prepare.importlib.util, "find_spec", lambda name: None)
+    overrides = [*TINY, *SINGLE, "trackers=[tensorboard,mlflow]", "output=/nowhere"]
+    assert main.main(["--config", str(DIGITS), *with_set(overrides)]) == 1
+    assert capfd.readouterr().err.splitlines() == [
+        "error: trackers has tensorboard, and its package is missing; pip install 'bigdit[trackers]'",
+        "error: trackers has mlflow, and its package is missing; pip install mlflow",
+    ]
