@@ -67,8 +67,8 @@ def run(
 
     from bigdit.checkpoint import find_checkpoint
     from bigdit.files import replacing, write_json
-    from bigdit.report.grid import grid_png
     from bigdit.sampling import Sampler, SamplingOptions
+    from bigdit.sampling.grid import grid_png
     from bigdit.shortage import told
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

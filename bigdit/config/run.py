@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from bigdit.config.sight import TrackerName, ValidationConfig
+from bigdit.config.sight import SamplesConfig, TrackerName, ValidationConfig
 from bigdit.config.weights import WEIGHTS, is_weight
 from bigdit.errors import UserError
 from bigdit.numbers import Count, Natural, NotNegative, Positive, Processes, Share, Side, Switch
@@ -274,8 +274,9 @@ class EngineConfig(Strict):
 
 class RunConfig(Strict):
     """A whole run: the `model`; pictures and features (`data`) and their `encoders`; `objective`, `optimizer`, length
-    and size (`train`) and `engine`; `validation`, without which all samples are trained on; `output`: the folder of
-    checkpoints, exports, metrics and the receipt; `trackers` that get the metrics too, by accelerate.
+    and size (`train`) and `engine`; `validation`, without which all samples are trained on; `samples`, pictures that
+    are drawn on the way; `trackers` that get metrics and pictures too, by accelerate; `output`: the folder of
+    checkpoints, exports, pictures, metrics and the receipt.
 
     `objective` left out is the model's own: DDPM of DiT and PixArt, flow matching of all others.
     """
@@ -288,5 +289,6 @@ class RunConfig(Strict):
     train: TrainConfig
     engine: EngineConfig = EngineConfig()
     validation: ValidationConfig | None = None
+    samples: SamplesConfig | None = None
     trackers: tuple[TrackerName, ...] = ()
     output: Path

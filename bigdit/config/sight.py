@@ -2,17 +2,38 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import BeforeValidator, Field, field_validator
 
-from bigdit.numbers import Count, Number
+from bigdit.numbers import Count, Natural, NotNegative, Number
 from bigdit.spec import Strict
 
 TrackerName = Literal["tensorboard", "wandb", "trackio", "comet_ml", "aim", "mlflow", "clearml", "dvclive", "swanlab"]
 """As accelerate calls them, and as their packages are called."""
 
+
+def _text(value: Any) -> Any:
+    """The number of a class as a text, as YAML has it without quotes; pydantic judges the rest."""
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+Caption = Annotated[str, BeforeValidator(_text)]
 Time = Annotated[Number, Field(gt=0, lt=1)]
+
+
+class SamplesConfig(Strict):
+    """Pictures of `captions` (of a model of classes their names or numbers), drawn `every` so many steps, and after the
+    last, by the model that trains, or by its average where train.ema keeps one: of the size of the first of
+    data.buckets, by `steps` of the objective's own sampler, with classifier-free `guidance` (1: none). Picture i is
+    drawn from `seed` + i.
+    """
+
+    captions: tuple[Caption, ...] = Field(min_length=1)
+    every: Count = 1000
+    steps: Annotated[Count, Field(le=1000)] = 20
+    guidance: NotNegative = 3.0
+    seed: Natural = 0
 
 
 class ValidationConfig(Strict):

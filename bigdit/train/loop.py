@@ -39,11 +39,12 @@ from bigdit.train.relief import read_relief, relieved
 from bigdit.train.samples import Samples
 from bigdit.train.saves import Saves
 from bigdit.train.schedule import learning_rate
+from bigdit.train.seen.pictures import Pictures
+from bigdit.train.seen.trackers import Trackers
+from bigdit.train.seen.validation import Validation
 from bigdit.train.skipped import SkippedSteps
 from bigdit.train.step import train_step
 from bigdit.train.store import open_store
-from bigdit.train.trackers import Trackers
-from bigdit.train.validation import Validation
 from bigdit.train.written import FILE as RECEIPT
 from bigdit.train.written import write_receipt
 
@@ -166,6 +167,11 @@ def _train(
         if run.validation is not None and order.held is not None:
             measured_by = (peers, engine, ema, family, objective, end)
             validation = Validation(run.validation, store, order.held, *measured_by)
+        pictures = None
+        if run.samples is not None:
+            drawn_by = (peers, engine, ema, family, objective)
+            known = store.schema.classes
+            pictures = stack.enter_context(Pictures(run.samples, run, spec, known, *drawn_by, trackers.show))
         steps = stack.enter_context(closing(stream.steps(start, end, meter.held)))
         keeping = checkpoint.Keeping(run.train.keep_checkpoints, run.train.keep_every)
         saving = checkpoint.Peers(world)  # its thread's own: training speaks with its peers meanwhile
@@ -193,6 +199,9 @@ def _train(
                 with metrics.aside():
                     measured = validation.measure()
             metrics.add(step, lr, result, micro_batches, measured)
+            if pictures is not None and pictures.due(step + 1):
+                with metrics.aside():
+                    pictures.draw(step + 1)
             skipped.add(step, lr, result, micro_batches)
             del micro_batches, batches  # or they would live on while the next ones are read
             if step + 1 == start + MEASURED_STEPS and (took := beside_plan(plan, strategy, meter)):

@@ -23,10 +23,10 @@ from bigdit.files import write_text
 from bigdit.loader.batch import Batch
 from bigdit.train.measure import memory_now
 from bigdit.train.mfu import Mfu
+from bigdit.train.seen.trackers import Trackers
 from bigdit.train.sight import VALIDATED, Sight
 from bigdit.train.spikes import LossSpikes
 from bigdit.train.step import StepResult
-from bigdit.train.trackers import Trackers
 
 FLUSH_EVERY = 10
 FILE = "metrics.jsonl"

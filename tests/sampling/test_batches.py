@@ -50,7 +50,7 @@ def test_a_batch_that_runs_out_of_memory_is_halved_and_says_so(sampler, capsys):
 
 def test_a_batch_without_room_is_halved_before_it_is_drawn(sampler, monkeypatch):
     sizes = fed(sampler)
-    monkeypatch.setattr("bigdit.sampling.room", lambda device: (3 * ONE_OF_8X8 - 1, 2**30))
+    monkeypatch.setattr("bigdit.sampling.sampler.room", lambda device: (3 * ONE_OF_8X8 - 1, 2**30))
     assert len(draw(sampler)) == len(CAPTIONS)
     assert sizes == [4, 4, 4, 4, 2, 2]
 

@@ -67,19 +67,28 @@ def test_the_store_has_the_class_of_each_folder(digits_by_class):
 
 @pytest.mark.parametrize("class_name", TINY)
 def test_a_run_goes_on_from_its_checkpoint(digits_by_class, class_name):
-    chosen = TINY[class_name]
+    seen = ("samples={captions: [three, 0], steps: 2}", "validation={samples: 4, every: 2, times: [0.5]}")
+    chosen = (*TINY[class_name], *seen)
     done = trained(digits_by_class, *chosen, output=f"{class_name}-straight")
     assert done.returncode == 0, done.stderr
     for steps in (2, 4):
         done = trained(digits_by_class, *chosen, f"train.steps={steps}", output=f"{class_name}-twice")
         assert done.returncode == 0, done.stderr
-    losses = [
-        [row["loss"] for row in read_metrics(digits_by_class / f"{class_name}-{each}/metrics.jsonl")]
-        for each in ("straight", "twice")
-    ]
+    outputs = [digits_by_class / f"{class_name}-{each}" for each in ("straight", "twice")]
+    rows = [read_metrics(output / "metrics.jsonl") for output in outputs]
+    losses = [[row["loss"] for row in each] for each in rows]
     assert len(losses[0]) == 4
     assert losses[0][:2] == losses[1][:2]
     assert losses[0][2:] != losses[0][:2]
+    assert rows[0][1]["validation_loss"] == rows[1][1]["validation_loss"] > rows[0][3]["validation_loss"]
+    drawn = [sorted(path.name for path in (output / "samples").iterdir()) for output in outputs]
+    assert drawn == [["step-00000004.png"], ["step-00000002.png", "step-00000004.png"]]
+
+
+def test_a_picture_of_a_class_that_there_is_not_is_refused(digits_by_class):
+    done = trained(digits_by_class, *TINY["PaperDiT"], "samples.captions=[sevn]", output="refused-picture")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "error: samples.captions: there is no class 'sevn'; did you mean seven?"
 
 
 @pytest.mark.parametrize("class_name", TINY)

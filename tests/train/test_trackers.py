@@ -8,9 +8,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.utils.tensorboard import SummaryWriter
 from training import run_to
 
-from bigdit.train import main, prepare, trackers
+from bigdit.train import main, prepare
 from bigdit.train.metrics import read_metrics
-from bigdit.train.trackers import Trackers
+from bigdit.train.seen import trackers
+from bigdit.train.seen.trackers import Trackers
 
 
 def scalars(output, tag):

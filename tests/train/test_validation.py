@@ -23,8 +23,8 @@ from bigdit.record import Recorder
 from bigdit.spec import LoraSpec
 from bigdit.store import FeatureStore
 from bigdit.train.metrics import read_metrics
+from bigdit.train.seen.validation import Validation
 from bigdit.train.step import train_step
-from bigdit.train.validation import Validation
 
 CPU = torch.device("cpu")
 SPEC = SANA.model_copy(update={"kwargs": SANA.kwargs | {"caption_channels": DIM}})

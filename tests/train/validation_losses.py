@@ -26,8 +26,8 @@ from bigdit.loader.order import Order
 from bigdit.loader.stream import FeatureStream
 from bigdit.objective_spec import FlowMatchingSpec
 from bigdit.store import FeatureStore
+from bigdit.train.seen.validation import Validation
 from bigdit.train.step import train_step
-from bigdit.train.validation import Validation
 
 SPEC = SANA.model_copy(update={"kwargs": SANA.kwargs | {"caption_channels": DIM}})
 SAMPLES, HELD, STEPS = 2, 7, 3  # of two buckets; two processes' micro-batches do not fill them

@@ -9,7 +9,12 @@ import json
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
 
 from bigdit import libraries, log
 from bigdit.errors import shown
@@ -30,7 +35,10 @@ def main() -> int:
     for line in sys.stdin:
         row = json.loads(line)
         for tracker in trackers.values():
-            tracker.do("log", dict(_numbers(row)), step=row["step"])
+            if "picture" in row:
+                tracker.show(row["step"], Path(row["picture"]))
+            else:
+                tracker.do("log", dict(_numbers(row)), step=row["step"])
     for tracker in trackers.values():
         tracker.do("finish")
     return 0
@@ -48,6 +56,12 @@ class _Guarded:
         """Call a method of the tracker, while it works."""
         if self._tracker is not None:
             self._guard(lambda: getattr(self._tracker, method)(*values, **options))
+
+    def show(self, step: int, picture: Path) -> None:
+        """Show a picture, where the tracker shows any."""
+        if hasattr(self._tracker, "log_images"):
+            said = {"dataformats": "NHWC"} if self._name == "tensorboard" else {}
+            self.do("log_images", {"samples": _pixels(picture)[None]}, step=step, **said)
 
     def _start(self, said: Mapping[str, Any]) -> None:
         from accelerate.tracking import LOGGER_TYPE_TO_CLASS
@@ -72,6 +86,12 @@ class _Guarded:
             reason = shown(" ".join(f"{type(error).__name__}: {error}".split())[:200])
             log.notice(f"note: trackers: {self._name} failed ({reason}); training goes on without it")
             self._tracker = None
+
+
+def _pixels(picture: Path) -> npt.NDArray[np.uint8]:
+    """[height, width, 3]."""
+    with Image.open(picture) as opened:
+        return np.asarray(opened.convert("RGB"))
 
 
 def _numbers(row: Mapping[str, Any], under: str = "") -> Iterator[tuple[str, float]]:

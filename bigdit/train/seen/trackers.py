@@ -62,6 +62,10 @@ class Trackers:
         for row in rows:
             self._put(row)
 
+    def show(self, step: int, picture: Path) -> None:
+        """A grid of pictures that was drawn after `step` steps."""
+        self._put({"step": step - 1, "picture": str(picture.resolve())})
+
     def _put(self, value: Mapping[str, Any]) -> None:
         self._rows.put(json.dumps(value) + "\n")
 

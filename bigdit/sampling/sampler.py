@@ -3,54 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from bigdit import log, models, objectives
-from bigdit.catalog.classes import CLASS_LABEL, no_class
-from bigdit.catalog.encoders import POOLED_TEXT
 from bigdit.catalog.families import objective_of
 from bigdit.checkpoint import Checkpoint, load_model, load_weights, verify
 from bigdit.config import RunConfig
 from bigdit.config.load import parse_run
-from bigdit.config.run import TextEncoderConfig
 from bigdit.encoders.codecs import load_image_codec, to_bytes
-from bigdit.encoders.load import load_text_encoder
 from bigdit.errors import UserError
-from bigdit.loader.stream import pad_text
-from bigdit.objective_spec import SamplerName
+from bigdit.sampling.conditions import SamplingOptions, conditions_of
 from bigdit.shortage import ran_out, room, told
 from bigdit.spec import ModelSpec, Strategy
-from bigdit.store.classes import Classes, Known
 from bigdit.store.part import Shape
 from bigdit.units import gib
 
 _LESS = "a smaller --size or fewer captions take less"
-
-
-@dataclass(frozen=True)
-class SamplingOptions:
-    """`height` and `width` in pixels; `guidance` 1 is none (Ho & Salimans, arXiv:2207.12598).
-
-    `negative`: what guidance leads away from; left out, the empty caption, or no class. `sampler`: left out, the
-    objective's own. `micro_batch_size`: pictures at once, where memory does for as many.
-    """
-
-    height: int
-    width: int
-    steps: int = 20
-    guidance: float = 3.0
-    negative: str | None = None
-    sampler: SamplerName | None = None
-    seed: int = 0
-    micro_batch_size: int = 50
-
-    @property
-    def guided(self) -> bool:
-        """Whether it leads away from anything."""
-        return self.guidance != 1
 
 
 class Sampler:
@@ -67,7 +37,7 @@ class Sampler:
         self._family = models.family(spec.class_name)
         self._model = _load(checkpoint, run, spec, self._family, ema=ema).to(device).eval()
         self._codec = load_image_codec(run.encoders.image, device)
-        self._conditions = _conditions(checkpoint, run, spec, device)
+        self._conditions = conditions_of(run, spec, (checkpoint.state["data"] or {}).get("classes"), device)
         self._objective = objective_of(spec, run.objective)
         self.buckets = run.data.buckets
 
@@ -137,63 +107,6 @@ class Sampler:
             return unconditional + options.guidance * (conditional - unconditional)
 
         return pushed if options.guided else conditioned
-
-
-@dataclass(frozen=True)
-class _Given:
-    """What a batch is conditioned on; with guidance, followed by what it is led away from."""
-
-    text_embeds: torch.Tensor | None
-    text_mask: torch.Tensor | None
-    extras: Mapping[str, torch.Tensor]
-
-
-class _Texts:
-    """Conditions of captions, by the run's text encoder."""
-
-    def __init__(self, config: TextEncoderConfig, device: torch.device) -> None:
-        self._encoder, self._device = load_text_encoder(config, device), device
-        self._null = self._encoder.null()
-
-    def of(self, captions: Sequence[str], options: SamplingOptions) -> _Given:
-        """Those of captions."""
-        texts = list(self._encoder.encode(captions))
-        if options.guided:
-            away = self._null if options.negative is None else self._encoder.encode([options.negative])[0]
-            texts += [away] * len(captions)
-        texts = [text.to(self._device, torch.float32) for text in texts]
-        text_embeds, text_mask = pad_text([text.states for text in texts], self._encoder.max_tokens)
-        pooled = [text.pooled for text in texts if text.pooled is not None]
-        return _Given(text_embeds, text_mask, {POOLED_TEXT: torch.stack(pooled)} if pooled else {})
-
-
-class _Labels:
-    """Conditions of classes, which a checkpoint knows by their names or their number."""
-
-    def __init__(self, known: Known, spec: ModelSpec, device: torch.device) -> None:
-        self._classes, self._no_class, self._device = Classes(known), no_class(spec), device
-
-    def of(self, labels: Sequence[str], options: SamplingOptions) -> _Given:
-        """Those of classes by their names or numbers. Raises UserError for one that is unknown."""
-        numbers = [self._number("--label", label) for label in labels]
-        if options.guided:
-            away = self._no_class if options.negative is None else self._number("--negative", options.negative)
-            if away is None:
-                raise UserError("guidance leads away from no class, which this model does not know; pass --guidance 1")
-            numbers += [away] * len(labels)
-        return _Given(None, None, {CLASS_LABEL: torch.tensor(numbers, device=self._device)})
-
-    def _number(self, option: str, label: str) -> int:
-        try:
-            return self._classes.number(label)
-        except UserError as error:
-            raise UserError(f"{option}: {error}") from None
-
-
-def _conditions(checkpoint: Checkpoint, run: RunConfig, spec: ModelSpec, device: torch.device) -> _Texts | _Labels:
-    if run.encoders.text is not None:
-        return _Texts(run.encoders.text, device)
-    return _Labels(checkpoint.state["data"]["classes"], spec, device)
 
 
 def _least_bytes(shape: Shape, guidance: float) -> int:

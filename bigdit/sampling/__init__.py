@@ -1,0 +1,6 @@
+"""Pictures from captions or classes, by a checkpoint or by the model that trains: conditions, drawing, grids."""
+
+from bigdit.sampling.conditions import SamplingOptions
+from bigdit.sampling.sampler import Sampler
+
+__all__ = ["Sampler", "SamplingOptions"]

@@ -1,0 +1,159 @@
+"""Pictures on the way: drawn by the model that trains, decoded on the host meanwhile, and written as one grid."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+
+from bigdit import log, objectives
+from bigdit.checkpoint import Peers
+from bigdit.config import RunConfig
+from bigdit.config.sight import SamplesConfig
+from bigdit.encoders.codecs import load_image_codec, to_bytes
+from bigdit.engines import Ema, Engine, compute_dtype
+from bigdit.errors import UserError
+from bigdit.files import replacing
+from bigdit.loader.batch import condition
+from bigdit.models import Family
+from bigdit.objective_spec import ObjectiveSpec
+from bigdit.sampling.conditions import Given, SamplingOptions, Words, conditions_of
+from bigdit.sampling.grid import grid_png
+from bigdit.spec import ModelSpec
+from bigdit.store.classes import Known
+from bigdit.store.part import Shape
+
+FOLDER = "samples"
+_HOST = torch.device("cpu")
+_WORDS = Words("samples.captions", "set samples.guidance to 1")
+
+
+class Pictures:
+    """Draws the same pictures again and again; all processes call it alike, and share them out.
+
+    They are drawn by forward passes of the training's own engine, of no more samples than a micro-batch has. Captions
+    are encoded once, at the start, and latents decoded on the main process's host while training goes on.
+    """
+
+    def __init__(
+        self,
+        config: SamplesConfig,
+        run: RunConfig,
+        spec: ModelSpec,
+        known: Known | None,
+        peers: Peers,
+        engine: Engine,
+        ema: Ema | None,
+        family: Family,
+        objective: ObjectiveSpec,
+        done: Callable[[int, Path], None],
+    ) -> None:
+        """`known`: the store's classes; `done` is told of a step and of its grid, by the main process's thread. Raises
+        UserError where captions cannot be encoded, or name no class."""
+        self._config, self._run, self._peers, self._done = config, run, peers, done
+        self._engine, self._ema, self._family, self._objective = engine, ema, family, objective
+        height, width = run.data.buckets[0]
+        self._options = SamplingOptions(height, width, config.steps, config.guidance, seed=config.seed)
+        (first, *_) = peers.gather(self._prepared(spec, known) if peers.world.is_main else None)
+        if isinstance(first, str):
+            raise UserError(first)
+        assert first is not None
+        self._given, self._shape = first
+        self._decoder = ThreadPoolExecutor(1, "pictures")
+
+    def __enter__(self) -> Pictures:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        stopped = error[0] is not None  # within its grace a run has no time for them
+        self._decoder.shutdown(wait=not stopped, cancel_futures=stopped)
+
+    def due(self, step: int) -> bool:
+        """Whether they are to be drawn after so many steps."""
+        return step % self._config.every == 0 or step == self._run.train.steps
+
+    def draw(self, step: int) -> None:
+        """Draw them, and have them decoded and written while training goes on."""
+        with self._ema.in_place() if self._ema is not None else nullcontext(), self._engine.evaluating():
+            found = self._peers.gather(self._share())
+        if self._peers.world.is_main:
+            latents = [latent for each in zip(*found, strict=True) for latent in each]
+            self._decoder.submit(self._write, step, latents[: len(self._config.captions)])
+
+    def _prepared(self, spec: ModelSpec, known: Known | None) -> tuple[Given, Shape] | str:
+        """Conditions and the latents' shape; or what is wrong."""
+        try:
+            given = conditions_of(self._run, spec, known, _HOST, _WORDS).of(self._config.captions, self._options)
+            codec = load_image_codec(self._run.encoders.image, _HOST)
+            return given, codec.latent_shape((self._options.height, self._options.width))
+        except UserError as error:
+            return str(error)
+
+    def _share(self) -> list[torch.Tensor]:
+        """This process's latents: pictures rank, rank + processes, …; as many on each, the last ones drawn twice."""
+        world, count, micro = self._peers.world, len(self._config.captions), self._engine.strategy.micro_batch_size
+        mine = range(world.rank, world.rank + -(-count // world.world_size) * world.world_size, world.world_size)
+        own = [min(number, count - 1) for number in mine]
+        batches = (self._latents(own[start : start + micro]) for start in range(0, len(own), micro))
+        return [latent for batch in batches for latent in batch.float().cpu()]
+
+    def _latents(self, numbers: list[int]) -> torch.Tensor:
+        device = self._engine.device
+        noise = objectives.draw_noise(
+            torch.empty((len(numbers), *self._shape), device=device), [self._config.seed + number for number in numbers]
+        )
+        asked = self._predict(self._of(numbers))
+        if self._options.guided:
+            asked = _led(
+                asked, self._predict(self._of([len(self._config.captions)] * len(numbers))), self._config.guidance
+            )
+        tokens = self._family.tokens(self._engine.model, noise.shape)
+        sampler = objectives.default_sampler(self._objective)
+        return objectives.sample(self._objective, sampler, asked, noise, self._config.steps, tokens)
+
+    def _of(self, numbers: list[int]) -> Given:
+        """Conditions of these captions; the one after the last is what guidance leads away from."""
+        dtype, given = compute_dtype(self._engine.strategy), self._given
+        chosen = functools.partial(_rows, numbers=numbers, device=self._engine.device, dtype=dtype)
+        embeds, mask = (None if each is None else chosen(each) for each in (given.text_embeds, given.text_mask))
+        return Given(embeds, mask, {name: chosen(each) for name, each in given.extras.items()})
+
+    def _predict(self, given: Given) -> objectives.Predict:
+        dtype = compute_dtype(self._engine.strategy)
+
+        def predict(latents: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+            return self._family.predict(self._engine.model, latents.to(dtype), t, given).float()
+
+        return predict
+
+    @torch.no_grad()
+    def _write(self, step: int, latents: list[torch.Tensor]) -> None:
+        """In a thread: decode one at a time, since a picture takes much more than its latents."""
+        path = self._run.output / FOLDER / f"step-{step:08d}.png"
+        try:
+            codec = load_image_codec(self._run.encoders.image, _HOST)
+            pixels = [to_bytes(codec.decode(latent[None]))[0] for latent in latents]
+            pictures = [each[0].numpy() if len(each) == 1 else each.permute(1, 2, 0).numpy() for each in pixels]
+            with replacing(path) as temporary:
+                temporary.write_bytes(grid_png(pictures, self._config.captions))
+            self._done(step, path)
+        except (UserError, RuntimeError, MemoryError) as error:
+            log.notice(f"note: the pictures of step {step} are not written: {error}; training goes on")
+
+
+def _led(asked: objectives.Predict, away: objectives.Predict, guidance: float) -> objectives.Predict:
+    """Led away from one prediction towards the other, by a pass for each: both at once would be twice a micro-batch."""
+
+    def predict(latents: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        unconditional = away(latents, t)
+        return unconditional + guidance * (asked(latents, t) - unconditional)
+
+    return predict
+
+
+def _rows(tensor: torch.Tensor, numbers: list[int], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    return condition(tensor[numbers], device, dtype)
