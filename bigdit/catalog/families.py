@@ -99,12 +99,17 @@ FAMILIES: dict[str, Inputs] = {
 PIPELINES = {
     "AuraFlowTransformer2DModel": "AuraFlowPipeline",
     "ChromaTransformer2DModel": "ChromaPipeline",
+    "CogVideoXTransformer3DModel": "CogVideoXPipeline",
     "FluxTransformer2DModel": "FluxPipeline",
+    "HunyuanVideoTransformer3DModel": "HunyuanVideoPipeline",
+    "LTXVideoTransformer3DModel": "LTXPipeline",
     "Lumina2Transformer2DModel": "Lumina2Pipeline",
     "PixArtTransformer2DModel": "PixArtSigmaPipeline",
     "QwenImageTransformer2DModel": "QwenImagePipeline",
     "SD3Transformer2DModel": "StableDiffusion3Pipeline",
     "SanaTransformer2DModel": "SanaPipeline",
+    "SanaVideoTransformer3DModel": "SanaVideoPipeline",
+    "WanTransformer3DModel": "WanPipeline",
     "ZImageTransformer2DModel": "ZImagePipeline",
 }
 """The diffusers pipeline in whose folder lie the VAE and the text encoders that a class is trained with here."""
@@ -146,13 +151,23 @@ _STORED = ("pooled_text", "class_label")
 """Of the extras of families, those that the feature store keeps."""
 
 
-def training_obstacle(class_name: str) -> str | None:
-    """Why a class cannot be trained from a feature store, of latents and of one text sequence with its pooled vector or
+def training_obstacle(spec: ModelSpec) -> str | None:
+    """Why a model cannot be trained from a feature store, of latents and of one text sequence with its pooled vector or
     of a class of each picture; None where it can."""
+    class_name = spec.class_name
     inputs = FAMILIES.get(class_name)
     if inputs is None:
         return f"no family adapter yet: {class_name}"
     missing = [extra for extra in inputs.extras if extra not in _STORED]
     if missing:
         return f"the feature store keeps no {' and no '.join(missing)}, which {class_name} is fed"
-    return f"the feature store keeps pictures, and {class_name} makes videos" if inputs.video else None
+    if inputs.video and _begins_with_an_image(spec):
+        return f"the feature store keeps no image that a video begins with, which {spec.name} is fed"
+    return None
+
+
+def _begins_with_an_image(spec: ModelSpec) -> bool:
+    """Whether a model of videos is fed its first frame: beside the latents in further channels, or to its blocks."""
+    channels, out = (spec.kwargs.get(key) for key in ("in_channels", "out_channels"))
+    wider = isinstance(channels, int) and isinstance(out, int) and channels > out
+    return wider or any(spec.kwargs.get(key) is not None for key in ("image_dim", "image_condition_type"))

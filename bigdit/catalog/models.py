@@ -38,11 +38,12 @@ class Vae(Strict):
 
 
 class Clip(Strict):
-    """The video that a checkpoint was published for, in pixels and frames."""
+    """The video that a checkpoint was published for, in pixels and frames, of which `fps` are a second."""
 
     height: PositiveInt
     width: PositiveInt
     frames: PositiveInt
+    fps: PositiveInt
     source: str
 
 
@@ -88,7 +89,7 @@ class CatalogModel(Strict):
     @property
     def training_obstacle(self) -> str | None:
         """Why it cannot be trained from a feature store, of latents and text or classes; None where it can."""
-        return training_obstacle(self.spec.class_name)
+        return training_obstacle(self.spec)
 
     @property
     def text_pipeline(self) -> str | None:

@@ -1,4 +1,4 @@
-"""`bigdit sample`: pictures from captions or classes, and a grid of them."""
+"""`bigdit sample`: pictures or videos from captions or classes, and a grid of them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def run(
     checkpoint: Annotated[Path, typer.Option(help="A checkpoint, or the output of a run: then its latest.")],
-    out: Annotated[Path, typer.Option(help="The folder for the pictures and grid.png.")],
+    out: Annotated[Path, typer.Option(help="The folder for the pictures and grid.png, or the videos and grid.webp.")],
     caption: Annotated[
         list[str],
         typer.Option(
@@ -26,7 +26,10 @@ def run(
         ),
     ] = [],  # noqa: B006
     captions: Annotated[Path | None, typer.Option(help="A text file with a caption, or a class, a line.")] = None,
-    size: Annotated[str | None, typer.Option(metavar="HxW", help="Pixels; the run's first bucket if left out.")] = None,
+    size: Annotated[
+        str | None,
+        typer.Option(metavar="HxW", help="Pixels, FxHxW of a video of F frames; the run's first bucket if left out."),
+    ] = None,
     steps: Annotated[int, typer.Option(min=1, max=1000, help="Steps from noise to picture.")] = 20,
     sampler: Annotated[
         str | None,
@@ -45,13 +48,13 @@ def run(
     ema: Annotated[bool, typer.Option("--ema", help="The moving average of the weights (train.ema).")] = False,
     as_json: Json = False,
 ) -> None:
-    """Draw one picture a caption, or a class, with a trained checkpoint."""
+    """Draw one picture, or video, a caption or a class with a trained checkpoint."""
     from bigdit.errors import UserError
 
     wanted = [*caption, *_lines(captions)]
     if not wanted:
         raise UserError("no caption was given; pass --caption TEXT, --label CLASS, or --captions FILE with one a line")
-    height_width = _size(size) if size else None
+    bucket = _size(size) if size else None
     drawn_by = _sampler(sampler)
     if not math.isfinite(guidance):
         raise UserError(f"--guidance is {guidance}, and a finite number was expected")
@@ -63,12 +66,12 @@ def run(
     libraries.prepare()
 
     import torch
-    from PIL import Image
 
     from bigdit.checkpoint import find_checkpoint
-    from bigdit.files import replacing, write_json
+    from bigdit.files import write_json
+    from bigdit.report.moving import moving_grid, webp
     from bigdit.sampling import Sampler, SamplingOptions
-    from bigdit.sampling.grid import grid_png
+    from bigdit.sampling.grid import grid_png, png
     from bigdit.shortage import told
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -77,20 +80,20 @@ def run(
         log.notice(line)
     with told(f"--checkpoint {found.folder}: loading it", device, "a device with more memory is needed"):
         loaded = Sampler(found, device, ema=ema)
-    height, width = height_width or loaded.buckets[0]
-    options = SamplingOptions(height, width, steps, guidance, negative, drawn_by, seed)
-    pictures, rows = [], []
+    *frames, height, width = bucket or loaded.buckets[0]
+    options = SamplingOptions(
+        height, width, steps, guidance, negative, drawn_by, seed, frames=frames[0] if frames else None
+    )
+    drawn, rows, fps = [], [], loaded.fps or 1.0  # of videos, which alone have one
     with log.progress("sample", total=len(wanted), unit="images") as advance:
         for i, pixels in enumerate(loaded.sample(wanted, options)):
-            picture = pixels.squeeze(0).numpy() if len(pixels) == 1 else pixels.permute(1, 2, 0).numpy()
-            path = out / f"{i:05d}.png"
-            with replacing(path) as temporary:
-                Image.fromarray(picture).save(temporary, format="png")
-            pictures.append(picture)
+            drawn.append(pixels.squeeze(0).numpy() if len(pixels) == 1 else pixels.movedim(0, -1).numpy())
+            path = out / f"{i:05d}{'.webp' if frames else '.png'}"
+            _write(path, webp(drawn[-1], fps) if frames else png(drawn[-1]))
             rows.append({"file": path.name, "caption": wanted[i], "seed": seed + i})
             advance(1)
-    with replacing(out / "grid.png") as temporary:
-        temporary.write_bytes(grid_png(pictures, wanted))
+    path = out / f"grid{'.webp' if frames else '.png'}"
+    _write(path, webp(moving_grid(drawn), fps) if frames else grid_png(drawn, wanted))
     report = {
         "checkpoint": str(found.folder),
         "ema": ema,
@@ -102,7 +105,14 @@ def run(
     write_json(out / "samples.json", report)
     if as_json:
         log.emit_json(report)
-    log.notice(f"wrote {len(rows)} pictures, samples.json and {out / 'grid.png'}")
+    log.notice(f"wrote {len(rows)} {'videos' if frames else 'pictures'}, samples.json and {path}")
+
+
+def _write(path: Path, data: bytes) -> None:
+    from bigdit.files import replacing
+
+    with replacing(path) as temporary:
+        temporary.write_bytes(data)
 
 
 def _lines(path: Path | None) -> list[str]:
@@ -126,14 +136,16 @@ def _sampler(name: str | None) -> SamplerName | None:
     return None if name is None else known[name]
 
 
-def _size(text: str) -> tuple[int, int]:
+def _size(text: str) -> tuple[int, ...]:
     from bigdit.errors import UserError
     from bigdit.numbers import LARGEST_SIDE
 
-    found = re.fullmatch(r"(\d{1,9})x(\d{1,9})", text.lower())
-    height, width = (int(found[1]), int(found[2])) if found else (0, 0)
-    if not (height and width):
-        raise UserError(f"--size expects HEIGHTxWIDTH in pixels, such as 512x768, and {text[:40]!r} was found")
-    if max(height, width) > LARGEST_SIDE:
+    sizes = tuple(map(int, text.lower().split("x"))) if re.fullmatch(r"(\d{1,9}x){1,2}\d{1,9}", text.lower()) else (0,)
+    if not all(sizes):
+        raise UserError(
+            f"--size expects HEIGHTxWIDTH in pixels, such as 512x768, or FRAMESxHEIGHTxWIDTH, and {text[:40]!r} was "
+            "found"
+        )
+    if max(sizes) > LARGEST_SIDE:
         raise UserError(f"--size is {text}, and a side has {LARGEST_SIDE} pixels at most")
-    return height, width
+    return sizes

@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from bigdit.config.deepspeed import complete_ds_config, ds_values, read_ds_config
-from bigdit.config.run import IdentityCodec, RunConfig
+from bigdit.config.run import IdentityCodec, RunConfig, written_bucket
 from bigdit.errors import UserError
 from bigdit.objective_spec import DdpmSpec
 from bigdit.spec import ModelSpec, Strategy
@@ -105,11 +105,12 @@ def _check_latents(run: RunConfig, model: ModelSpec) -> list[str]:
             f"encoders.image gives {channels} channels (factor {codec.factor}, {codec.color}), "
             f"and the model's in_channels is {wanted}"
         )
-    patch = model.kwargs.get("patch_size", 1)  # of videos a list; what is no number the model itself refuses
+    patch = model.kwargs.get("patch_size", 1)  # what is no number the model itself refuses
+    patch = patch[-1] if isinstance(patch, list | tuple) and patch else patch  # (frames, height, width) of videos
     side = codec.factor * (patch if isinstance(patch, int) and patch > 0 else 1)
-    for height, width in run.data.buckets:
-        if height % side or width % side:
-            problems.append(f"data.buckets: {height} × {width} does not divide by {side} (factor × patch_size)")
+    for bucket in run.data.buckets:
+        if any(length % side for length in bucket[-2:]):
+            problems.append(f"data.buckets: {written_bucket(bucket)} does not divide by {side} (factor × patch_size)")
     return problems
 
 

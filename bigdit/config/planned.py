@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from bigdit.config.deepspeed import complete_ds_config, ds_values, read_ds_config
 from bigdit.config.load import parse_run, read_run
 from bigdit.config.plan_file import DS_CONFIG, PlanFile, plan_file
-from bigdit.config.run import RunConfig
+from bigdit.config.run import RunConfig, frames_of, written_bucket
 from bigdit.errors import UserError, versions
 from bigdit.spec import Strategy
 from bigdit.units import gib
@@ -109,10 +110,16 @@ def plan_notices(run: RunConfig, plan: PlanFile, catalogue: str) -> list[str]:
             f"the plan was made with catalogue {plan.catalogue}, and this is {catalogue}; plan again to be sure"
         )
     height, width = plan.question.resolution
-    larger = [f"{h} × {w}" for h, w in run.data.buckets if h * w > plan.most_pixels]
+    frames = plan.question.frames or 1
+    larger = [
+        written_bucket(bucket)
+        for bucket in run.data.buckets
+        if math.prod(bucket[-2:]) * frames_of(bucket) > plan.most_pixels * frames
+    ]
+    planned = f"{height} × {width}" + (f" of {frames} frames" if plan.question.frames else "")
     if larger:
         lines.append(
-            f"data.buckets holds {', '.join(larger)}, and the plan is for {height} × {width} (question.resolution) and "
+            f"data.buckets holds {', '.join(larger)}, and the plan is for {planned} (question.resolution) and "
             "what fits as it does (micro_batch_sizes): larger samples take more memory than it says"
         )
     tokens, text = plan.batch.text and plan.batch.text[0], run.encoders.text

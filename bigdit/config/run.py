@@ -42,14 +42,28 @@ class ModelConfig(Strict):
     init_from: Path | None = None
 
 
+Bucket = Annotated[tuple[Side, ...], Field(min_length=2, max_length=3)]
+"""[height, width] of pictures in pixels, or [frames, height, width] of videos."""
+
+
+def frames_of(bucket: tuple[int, ...]) -> int:
+    """The frames of a bucket; a picture has one."""
+    return bucket[0] if len(bucket) == 3 else 1
+
+
+def written_bucket(bucket: tuple[int, ...]) -> str:
+    """`512 × 768`, or `17 × 512 × 768`."""
+    return " × ".join(map(str, bucket))
+
+
 SourceKind = Literal["folder", "csv", "parquet", "webdataset", "datasets"]
 
 
 class SourceConfig(Strict):
-    """Pictures and their captions, or their classes. A string stands for a `path` alone.
+    """Pictures or videos and their captions, or their classes. A string stands for a `path` alone.
 
-    `path`: a folder of pictures with `.txt` or `.json` captions beside them; a CSV or Parquet file of paths and
-    captions; Parquet files or WebDataset tars: one, a folder, or a pattern (`*.tar`, `{000..099}.tar`); a folder of
+    `path`: a folder of pictures or videos with `.txt` or `.json` captions beside them; a CSV or Parquet file of paths
+    and captions; Parquet files or WebDataset tars: one, a folder, or a pattern (`*.tar`, `{000..099}.tar`); a folder of
     Hugging Face `datasets`. `kind`: which of these it is, where the path does not show it.
     Of tables: `image`, the column of pictures or of their paths, and `captions`, the columns of captions: one,
     several, or a mapping of columns to their weights, each a number or the column that holds it. `split`: which
@@ -58,6 +72,8 @@ class SourceConfig(Strict):
     table, a key of the `.json` in tars, or `folder`: the first folder of its path, as in `n01440764/x.jpg`.
     `follow_links`: of a folder of pictures, whether links to files outside it are read. Without it each is skipped,
     with a line in the report; links to files within the folder are read, and links to folders are never entered.
+    `frame_rate`: of a folder of folders of numbered pictures, each of which is a video then, of so many frames a
+    second; its captions stand beside it (`clip/0001.png`, `clip.txt`).
     """
 
     path: Path
@@ -67,6 +83,7 @@ class SourceConfig(Strict):
     label: str | None = None
     split: str | None = None
     follow_links: Switch = False
+    frame_rate: Positive | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -99,13 +116,15 @@ class SourceConfig(Strict):
 
 
 class DataConfig(Strict):
-    """`images`: the source of pictures and captions, or a list of sources, one after another: what is appended
-    to the list later leaves the features before it as they are. `features`: where they are encoded to.
+    """`images`: the source of pictures or videos and captions, or a list of sources, one after another: what is
+    appended to the list later leaves the features before it as they are. `features`: where they are encoded to.
     `classes`: of sources with a `label`, the names of the classes from class 0 on. Left out, they are the folders'
     names, sorted, or labels are the numbers themselves.
 
     `buckets`: the sizes [height, width] in pixels that pictures are brought to, each to the nearest aspect
-    ratio. `part_size`: pictures of the source in one part of the store; `workers`: processes that encode.
+    ratio; of videos [frames, height, width]: each goes to those of the most frames that it has, and is cut at their
+    end; one with fewer frames than any is skipped. `fps`: the frames a second that are taken of videos.
+    `part_size`: pictures of the source in one part of the store; `workers`: processes that encode.
     `caption_dropout`: the share of samples trained on the empty caption, or on no class, for classifier-free guidance
     (Ho & Salimans, arXiv:2207.12598). `read_ahead_steps`: steps whose micro-batches are read, and held on the
     host, before they are trained on; `read_threads`: that read them. `reader`: how the store's files are read: pread,
@@ -117,7 +136,8 @@ class DataConfig(Strict):
     images: tuple[SourceConfig, ...]
     features: Path
     classes: tuple[str, ...] | None = Field(default=None, min_length=1)
-    buckets: tuple[tuple[Side, Side], ...] = Field(min_length=1)
+    buckets: tuple[Bucket, ...] = Field(min_length=1)
+    fps: Positive | None = None
     part_size: Count = 256
     workers: Processes = 1
     caption_dropout: Share = 0.1
@@ -132,6 +152,21 @@ class DataConfig(Strict):
         if value in ([], ()):
             raise ValueError("the list is empty; name a source, such as a folder of pictures")
         return value if isinstance(value, list | tuple) else [value]
+
+    @model_validator(mode="after")
+    def _rate_of_videos(self) -> DataConfig:
+        videos = [bucket for bucket in self.buckets if len(bucket) == 3]
+        if videos and self.fps is None:
+            raise ValueError(
+                f"buckets has {written_bucket(videos[0])} of videos, and fps is missing; set it to the frames a second "
+                "that the model is trained at, such as 16 of Wan, 8 of CogVideoX or 25 of LTX-Video"
+            )
+        if self.fps is not None and not videos:
+            raise ValueError(
+                f"fps is {self.fps:g}, and buckets has no frames; give [frames, height, width], such as "
+                f"{[17, *self.buckets[0]]}, or leave fps out"
+            )
+        return self
 
 
 class IdentityCodec(Strict):
@@ -151,7 +186,8 @@ class VaeCodec(Strict):
 
     `name`: vae, which chooses it; `class_name`: the VAE's class in diffusers. `latents`: the mode of its distribution;
     `sampled`, once, from `seed` and the picture's place in the source; or its `moments`, mean and standard deviation,
-    for loaders that draw anew each time. `dtype`: what it computes in.
+    for loaders that draw anew each time. `dtype`: what it computes in. `tiling`: what is large goes through it in
+    tiles, blended at their seams: less memory, and slightly other latents.
     """
 
     name: Literal["vae"] = "vae"
@@ -169,6 +205,7 @@ class VaeCodec(Strict):
     latents: Literal["mode", "sampled", "moments"] = "mode"
     seed: Natural = 0
     dtype: Literal["fp32", "bf16"] = "fp32"
+    tiling: Switch = False
 
 
 class TextEncoderConfig(Strict):
@@ -201,8 +238,9 @@ class EncodersConfig(Strict):
     serve sampling.
 
     `device`: where they encode; auto: on the GPUs of the machine, its workers by turns, or else on its cores.
-    `batch_size`: pictures, and captions, that are encoded at once; auto: on a GPU what the rehearsed encode phase of
-    a catalogue's model leaves room for, else 16, and on a CPU one caption. Halved where memory runs out, raised again.
+    `batch_size`: pictures, or frames of videos, and captions, that are encoded at once; auto: on a GPU what the
+    rehearsed encode phase of a catalogue's model leaves room for, else 16, and on a CPU one caption; but one video.
+    Halved where memory runs out, raised again.
     """
 
     image: IdentityCodec | VaeCodec = Field(discriminator="name")

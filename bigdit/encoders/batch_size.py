@@ -57,7 +57,7 @@ class BatchSize:
         if failed == 1:
             raise UserError(
                 "encoders.batch_size: memory does not do for one sample at a time; smaller data.buckets, bf16 as "
-                "the encoders' dtype, or fewer workers take less"
+                "the encoders' dtype, encoders.image.tiling, or fewer workers take less"
             )
         self.size = failed // 2
         self._patience, self._well = 2 * self._patience, 0

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch.nn import functional as F
 
 from bigdit.config.run import IdentityCodec, VaeCodec
 from bigdit.encoders.batch_size import CPU_BATCH
-from bigdit.encoders.buckets import Color
-from bigdit.errors import UserError
+from bigdit.encoders.buckets import Color, check_divides
 from bigdit.store.part import Shape
 
 
 class ImageCodec(Protocol):
-    """`channels` of the latents; `downsample` pixels a side for one latent; `color` of the pixels; the dtype
+    """`channels` of the latents; `downsample` pixels a side for one latent, and `temporal_downsample` frames, of which
+    the first has one of its own; `color` of the pixels; the dtype
     that latents are stored in; `batch_size`: pictures worth collecting for one call."""
 
     channels: int
     downsample: int
+    temporal_downsample: int
     color: Color
     stored_dtype: torch.dtype
     batch_size: int
@@ -30,27 +31,30 @@ class ImageCodec(Protocol):
         """What distinguishes these latents from those of another codec: a JSON object."""
         ...
 
-    def latent_shape(self, bucket: tuple[int, int]) -> Shape:
-        """The latents [C, (1,) h, w] of a picture of `bucket` [height, width] pixels; one frame of video VAEs.
+    def latent_shape(self, bucket: tuple[int, ...]) -> Shape:
+        """The latents [C, f, h, w] of a video of `bucket` [frames, height, width] in pixels; of a picture of [height,
+        width] [C, h, w], or with the one frame of video VAEs.
 
-        Raises UserError where a side does not divide.
+        Raises UserError where sides or frames do not divide.
         """
         ...
 
     def encode(self, pixels: torch.Tensor, indices: Sequence[int] = ()) -> torch.Tensor:
-        """Pixels [B, 1 or 3, H, W] fp32 in [-1, 1] to latents [B, C, (1,) h, w] fp32; [B, 2, C, (1,) h, w] where
+        """Pixels [B, 1 or 3, (F,) H, W] fp32 in [-1, 1] to latents [B, C, (f,) h, w] fp32; [B, 2, C, (f,) h, w] where
         mean and standard deviation are kept. Samples are drawn by their source `indices`, the others need none."""
         ...
 
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
-        """Latents [B, C, (1,) h, w] to pixels [B, 1 or 3, H, W] fp32, not clipped."""
+        """Latents [B, C, (f,) h, w] to pixels [B, 1 or 3, (F,) H, W] fp32, not clipped; latents of one frame are a
+        picture's."""
         ...
 
 
 class PixelCodec:
-    """The identity codec: pixel unshuffle by `factor`, inverted to the bit by pixel shuffle."""
+    """The identity codec: pixel unshuffle by `factor` of each frame, inverted to the bit by pixel shuffle."""
 
     stored_dtype = torch.float32
+    temporal_downsample = 1
 
     def __init__(self, config: IdentityCodec, batch_size: int) -> None:
         self.batch_size = batch_size
@@ -59,16 +63,19 @@ class PixelCodec:
         self.channels = config.factor**2 * (1 if config.color == "gray" else 3)
         self.identity = {"name": "identity", "factor": config.factor, "color": config.color}
 
-    def latent_shape(self, bucket: tuple[int, int]) -> Shape:
-        side = self.downsample
-        if bucket[0] % side or bucket[1] % side:
-            raise UserError(f"data.buckets: {bucket[0]} × {bucket[1]} does not divide by {side}")
-        return self.channels, bucket[0] // side, bucket[1] // side
+    def latent_shape(self, bucket: tuple[int, ...]) -> Shape:
+        check_divides(bucket, self.downsample, 1)
+        *frames, height, width = bucket
+        return cast(Shape, (self.channels, *frames, height // self.downsample, width // self.downsample))
 
     def encode(self, pixels: torch.Tensor, indices: Sequence[int] = ()) -> torch.Tensor:
+        if pixels.dim() == 5:
+            return F.pixel_unshuffle(pixels.transpose(1, 2), self.downsample).transpose(1, 2)
         return F.pixel_unshuffle(pixels, self.downsample)
 
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
+        if latents.dim() == 5:
+            return F.pixel_shuffle(latents.transpose(1, 2), self.downsample).transpose(1, 2)
         return F.pixel_shuffle(latents, self.downsample)
 
 

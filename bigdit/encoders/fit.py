@@ -9,7 +9,7 @@ from typing import Any
 
 from bigdit.catalog import FAMILIES
 from bigdit.config.plan_file import PlanFile
-from bigdit.config.run import IdentityCodec, RunConfig, TextEncoderConfig, VaeCodec
+from bigdit.config.run import IdentityCodec, RunConfig, TextEncoderConfig, VaeCodec, written_bucket
 from bigdit.documents import parse_json
 from bigdit.encoders.folder import weights_sample
 from bigdit.spec import ModelSpec
@@ -29,14 +29,33 @@ def latent_misfits(model: ModelSpec, channels: int) -> list[str]:
 def size_misfits(model: ModelSpec, shapes: Iterable[Shape]) -> list[str]:
     """What keeps the model from latents of these shapes."""
     family = FAMILIES.get(model.class_name)
-    if family is None or not family.square:
+    if family is None:
         return []
+    if family.video:
+        return [f"latents of {shape_name(shape)}{misfit}" for shape in shapes for misfit in _video_misfit(model, shape)]
+    moving = [f"latents of {shape_name(shape)}, with frames" for shape in shapes if len(shape) == 4]
+    if moving or not family.square:
+        return [f"{each}, and {model.class_name} makes pictures" for each in moving]
     side = model.kwargs.get("sample_size") if family.fixed else None
     takes = "squares alone" if side is None else f"{side} × {side} alone (its sample_size)"
     return [
         f"latents of {shape_name(shape)}, and {model.class_name} takes {takes}"
         for shape in shapes
         if shape[-1] != shape[-2] or side not in (None, shape[-1])
+    ]
+
+
+def _video_misfit(model: ModelSpec, shape: Shape) -> list[str]:
+    """What keeps a model of videos from latents of a shape."""
+    if len(shape) == 3:
+        return [f" without frames, and {model.class_name} makes videos: give [frames, height, width]"]
+    patch = model.kwargs.get("patch_size")
+    *_, side = patch if isinstance(patch, list | tuple) else [patch]
+    deep = patch[0] if isinstance(patch, list | tuple) else model.kwargs.get("patch_size_t")
+    return [
+        f" with {length} {what}, and the model's patches are of {size}; nearest: {-(-length // size) * size}"
+        for what, length, size in (("frames", shape[1], deep), ("rows", shape[2], side), ("columns", shape[3], side))
+        if isinstance(size, int) and length % size
     ]
 
 
@@ -80,8 +99,10 @@ def run_misfits(run: RunConfig, schema: StoreSchema) -> list[str]:
     ]
     if run.data.classes is not None and schema.classes != list(run.data.classes):
         problems.append("it was encoded with other classes, or in another order, than data.classes names")
+    if run.data.fps != schema.fps:
+        problems.append(f"it was encoded with data.fps {schema.fps}, and the run has {run.data.fps}")
     if set(run.data.buckets) != set(schema.buckets):
-        there, asked = (", ".join(f"{h} × {w}" for h, w in sizes) for sizes in (schema.buckets, run.data.buckets))
+        there, asked = (", ".join(map(written_bucket, sizes)) for sizes in (schema.buckets, run.data.buckets))
         problems.append(
             f"it was encoded in the buckets {there}, and data.buckets is {asked}; set data.buckets to "
             f"{[list(size) for size in schema.buckets]}, or name another folder in data.features and extract again"
@@ -123,6 +144,7 @@ def _codec(config: IdentityCodec | VaeCodec) -> dict[str, Any]:
         return config.model_dump()
     said = config.model_dump(include={"name", "class_name", "latents", "dtype"})
     seed = {"seed": config.seed} if config.latents == "sampled" else {}
+    seed |= {"tiling": True} if config.tiling else {}
     return said | seed | _saved(config.path, config.dtype)
 
 

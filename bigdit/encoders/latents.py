@@ -18,6 +18,15 @@ VIDEO_VAES = (
 )
 
 
+def frames_a_latent(vae: Any) -> int:
+    """Frames that become one latent frame, after the first, which has one of its own. Source: each VAE's class in
+    diffusers 0.42.1; what Wan's and Qwen-Image's configs say beside it is not read there."""
+    halved = vae.config.get("temperal_downsample")
+    if halved is not None:
+        return int(2 ** sum(halved))
+    return int(vae.config.get("temporal_compression_ratio") or getattr(vae, "temporal_compression_ratio", 1))
+
+
 @dataclass(frozen=True)
 class Normalisation:
     """latents = (z − mean) × scale / deviation, over the channels of z, or of its patches of `patch` a side."""

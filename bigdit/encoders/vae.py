@@ -10,11 +10,18 @@ from typing import Any
 import diffusers
 import torch
 
-from bigdit.config.run import VaeCodec
+from bigdit.config.run import VaeCodec, frames_of, written_bucket
 from bigdit.encoders.batch_size import BatchSize
-from bigdit.encoders.buckets import Color
+from bigdit.encoders.buckets import Color, check_divides
 from bigdit.encoders.folder import DTYPES, check_complete, read_config, weights_sample
-from bigdit.encoders.latents import VIDEO_VAES, decode_latents, encode_latents, encode_moments, normalisation
+from bigdit.encoders.latents import (
+    VIDEO_VAES,
+    decode_latents,
+    encode_latents,
+    encode_moments,
+    frames_a_latent,
+    normalisation,
+)
 from bigdit.errors import UserError
 from bigdit.store.digest import config_digest, weights_digest
 from bigdit.store.part import Shape
@@ -49,8 +56,11 @@ class DiffusersVae:
         self.downsample = int(
             getattr(self._vae, "spatial_compression_ratio", None) or 2 ** (len(found.block_out_channels) - 1)
         )
+        self.temporal_downsample = frames_a_latent(self._vae)
         self.color: Color = "gray" if found.get("in_channels") == 1 else "rgb"
         self._frames = config.class_name in VIDEO_VAES and config.class_name != _OF_PICTURES
+        if config.tiling:
+            self._vae.enable_tiling()
 
     @functools.cached_property
     def identity(self) -> dict[str, Any]:
@@ -64,15 +74,21 @@ class DiffusersVae:
             "dtype": self._config.dtype,
             "latents": self._config.latents,
             **({"seed": self._config.seed} if self._config.latents == "sampled" else {}),
+            **({"tiling": True} if self._config.tiling else {}),
             **normalisation(self._vae).described(),
         }
 
-    def latent_shape(self, bucket: tuple[int, int]) -> Shape:
-        side = self.downsample * normalisation(self._vae).patch
-        if bucket[0] % side or bucket[1] % side:
-            raise UserError(f"data.buckets: {bucket[0]} × {bucket[1]} does not divide by {side}")
-        height, width = bucket[0] // self.downsample, bucket[1] // self.downsample
-        return (self.channels, 1, height, width) if self._frames else (self.channels, height, width)
+    def latent_shape(self, bucket: tuple[int, ...]) -> Shape:
+        if len(bucket) == 3 and not self._frames:
+            raise UserError(
+                f"data.buckets: {written_bucket(bucket)} has frames, and {self._config.class_name} encodes pictures; "
+                f"use {list(bucket[1:])}"
+            )
+        check_divides(bucket, self.downsample * normalisation(self._vae).patch, self.temporal_downsample)
+        height, width = (side // self.downsample for side in bucket[-2:])
+        if not self._frames:
+            return self.channels, height, width
+        return self.channels, (frames_of(bucket) - 1) // self.temporal_downsample + 1, height, width
 
     def encode(self, pixels: torch.Tensor, indices: Sequence[int] = ()) -> torch.Tensor:
         def encode(places: Sequence[int]) -> torch.Tensor:
@@ -85,7 +101,7 @@ class DiffusersVae:
     def _encode(self, pixels: torch.Tensor, indices: Sequence[int]) -> torch.Tensor:
         """One batch, which memory may not do for."""
         pixels = pixels.to(self._device, DTYPES[self._config.dtype])
-        if self._frames:
+        if self._frames and pixels.dim() == 4:
             pixels = pixels.unsqueeze(2)
         if self._config.latents == "mode":
             return encode_latents(self._vae, pixels).float()
@@ -101,7 +117,7 @@ class DiffusersVae:
     @torch.no_grad()
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
         pixels = decode_latents(self._vae, latents.to(self._device, DTYPES[self._config.dtype])).float()
-        return pixels.squeeze(2) if self._frames else pixels
+        return pixels.squeeze(2) if self._frames and pixels.shape[2] == 1 else pixels
 
 
 def _noise(seed: int, index: int, shape: Sequence[int]) -> torch.Tensor:

@@ -24,6 +24,7 @@ from bigdit.sources.open import SourceList
 from bigdit.spec import ModelSpec
 from bigdit.store.in_hand import own_folder, remove_left
 from bigdit.store.null_text import write_null_text
+from bigdit.store.part import Shape
 from bigdit.store.remote import url_of
 from bigdit.store.schema import Range, StoreSchema, claim, store_identity
 
@@ -77,8 +78,7 @@ def _prepare(run: RunConfig, model: ModelSpec, source: SourceList) -> StoreSchem
     codec, text = load_image_codec(run.encoders.image), run.encoders.text
     text_encoder = None if text is None else load_text_encoder(text)
     classes = (source.class_names or class_count(model)) if takes_classes(model) else None
-    unfit = _unfit_buckets(run, codec)
-    shapes = [] if unfit else [codec.latent_shape(bucket) for bucket in run.data.buckets]
+    shapes, unfit = _latent_shapes(run, codec)
     problems = [
         *unfit,
         *_unfit_model(model, codec, text_encoder, classes),
@@ -93,6 +93,7 @@ def _prepare(run: RunConfig, model: ModelSpec, source: SourceList) -> StoreSchem
         sources=source.identity["sources"],
         part_size=run.data.part_size,
         classes=classes,
+        fps=run.data.fps,
     )
     root = run.data.features
     claim(root, schema)
@@ -100,14 +101,16 @@ def _prepare(run: RunConfig, model: ModelSpec, source: SourceList) -> StoreSchem
     return schema
 
 
-def _unfit_buckets(run: RunConfig, codec: ImageCodec) -> list[str]:
-    side = codec.downsample
-    return [
-        f"data.buckets: {height} × {width} does not divide by {side}, the pixels a side of one latent; "
-        f"nearest: {max(round(height / side), 1) * side} × {max(round(width / side), 1) * side}"
-        for height, width in run.data.buckets
-        if height % side or width % side
-    ]
+def _latent_shapes(run: RunConfig, codec: ImageCodec) -> tuple[list[Shape], list[str]]:
+    """Of each bucket that the codec takes; and why it takes others not."""
+    shapes: list[Shape] = []
+    problems: list[str] = []
+    for bucket in run.data.buckets:
+        try:
+            shapes.append(codec.latent_shape(bucket))
+        except UserError as error:
+            problems += error.problems
+    return shapes, problems
 
 
 def _unfit_model(

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from bigdit.config.run import frames_of
 from bigdit.encoders.buckets import bucket_pixels
 from bigdit.encoders.codecs import ImageCodec, to_unit_range
 from bigdit.encoders.text_encoder import TextEncoder
@@ -21,7 +22,7 @@ from bigdit.store.part import Encoded, Shape, Skipped
 
 def encode_unit(
     items: Sequence[Item],
-    buckets: Sequence[tuple[int, int]],
+    buckets: Sequence[tuple[int, ...]],
     codec: ImageCodec,
     condition: TextEncoder | Classes,
     on_progress: Callable[[int], None],
@@ -32,14 +33,14 @@ def encode_unit(
     `on_progress` hears of pictures done, and `watch` of the seconds that went into `reading` and `encoding`.
     """
     watch = watch or Stopwatch()
-    waiting: dict[tuple[int, int], list[npt.NDArray[np.uint8]]] = defaultdict(list)
+    waiting: dict[tuple[int, ...], list[npt.NDArray[np.uint8]]] = defaultdict(list)
     latents: dict[Shape, list[torch.Tensor]] = defaultdict(list)
     indices: dict[Shape, list[int]] = defaultdict(list)
     captions: dict[int, tuple[Caption, ...]] = {}
     labels: dict[int, int] | None = {} if isinstance(condition, Classes) else None
     skipped: list[Skipped] = []
 
-    def encode_waiting(bucket: tuple[int, int]) -> None:
+    def encode_waiting(bucket: tuple[int, ...]) -> None:
         with watch.at("encoding"):
             pixels = to_unit_range(torch.from_numpy(np.stack(waiting.pop(bucket))))
             shape = codec.latent_shape(bucket)
@@ -65,7 +66,7 @@ def encode_unit(
             labels[item.index] = label
         indices[codec.latent_shape(bucket)].append(item.index)
         waiting[bucket].append(pixels)
-        if len(waiting[bucket]) == codec.batch_size:
+        if len(waiting[bucket]) * frames_of(bucket) >= codec.batch_size:
             encode_waiting(bucket)
     for bucket in list(waiting):
         encode_waiting(bucket)

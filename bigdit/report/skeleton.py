@@ -41,7 +41,8 @@ def skeleton(plan: Plan) -> str | None:
         "data": {
             "images": f"{FOLDER}/pictures" if model.text else {"path": f"{FOLDER}/pictures", "label": "folder"},
             "features": f"{FOLDER}/features",
-            "buckets": [list(sides) for sides in sizes],
+            "buckets": [[*_frames(plan), *sides] for sides in sizes],
+            **({} if model.clip is None else {"fps": model.clip.fps}),
         },
         "encoders": {
             "image": {"name": "vae", "class_name": model.vae.class_name, "path": f"{pipeline}/vae"},
@@ -58,6 +59,13 @@ def skeleton(plan: Plan) -> str | None:
     }
     text = yaml.safe_dump(run, sort_keys=False, default_flow_style=None, width=100)
     return _HEAD + "".join(f"# {note}\n" for note in _notes(plan)) + text
+
+
+def _frames(plan: Plan) -> list[int]:
+    """Of a bucket of videos, those of which the plan's latents are made; of pictures none."""
+    if len(plan.batch.latents) == 3:
+        return []
+    return [1 + (plan.batch.latents[1] - 1) * plan.question.model.vae.temporal_downsample]
 
 
 def _text(pipeline: str, text: TextInput) -> dict[str, Any]:

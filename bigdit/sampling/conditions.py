@@ -21,7 +21,7 @@ from bigdit.store.classes import Classes, Known
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """`height` and `width` in pixels; `guidance` 1 is none (Ho & Salimans, arXiv:2207.12598).
+    """`height` and `width` in pixels, and `frames` of a video; `guidance` 1 is none (Ho & Salimans, arXiv:2207.12598).
 
     `negative`: what guidance leads away from; left out, the empty caption, or no class. `sampler`: left out, the
     objective's own. `micro_batch_size`: pictures at once, where memory does for as many.
@@ -35,6 +35,17 @@ class SamplingOptions:
     sampler: SamplerName | None = None
     seed: int = 0
     micro_batch_size: int = 50
+    frames: int | None = None
+
+    @property
+    def bucket(self) -> tuple[int, ...]:
+        """As runs name it."""
+        return (self.height, self.width) if self.frames is None else (self.frames, self.height, self.width)
+
+    @property
+    def size(self) -> str:
+        """The option that asks for it."""
+        return f"--size {'x'.join(map(str, self.bucket))}"
 
     @property
     def guided(self) -> bool:

@@ -1,4 +1,4 @@
-"""A grid of pictures with their captions, as one PNG."""
+"""Pictures as PNG: one, or a grid of them with their captions."""
 
 from __future__ import annotations
 
@@ -11,6 +11,15 @@ import numpy.typing as npt
 
 Picture = npt.NDArray[np.uint8]
 """[height, width] gray or [height, width, 3]."""
+
+
+def png(picture: Picture) -> bytes:
+    """PNG bytes of one picture."""
+    from PIL import Image
+
+    buffer = BytesIO()
+    Image.fromarray(picture).save(buffer, format="png")
+    return buffer.getvalue()
 
 
 def grid_png(pictures: Sequence[Picture], captions: Sequence[str], columns: int = 5) -> bytes:

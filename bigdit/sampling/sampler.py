@@ -1,4 +1,4 @@
-"""Pictures from captions or classes by a trained checkpoint, with classifier-free guidance."""
+"""Pictures or videos from captions or classes by a trained checkpoint, with classifier-free guidance."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from bigdit.checkpoint import Checkpoint, load_model, load_weights, verify
 from bigdit.config import RunConfig
 from bigdit.config.load import parse_run
 from bigdit.encoders.codecs import load_image_codec, to_bytes
+from bigdit.encoders.fit import size_misfits
 from bigdit.errors import UserError
 from bigdit.sampling.conditions import SamplingOptions, conditions_of
 from bigdit.shortage import ran_out, room, told
@@ -33,27 +34,33 @@ class Sampler:
         """
         run = parse_run(checkpoint.state["run"], str(checkpoint.folder))
         spec = ModelSpec.model_validate(checkpoint.state["model"])
-        self._device = device
+        self._device, self._spec = device, spec
         self._family = models.family(spec.class_name)
         self._model = _load(checkpoint, run, spec, self._family, ema=ema).to(device).eval()
         self._codec = load_image_codec(run.encoders.image, device)
         self._conditions = conditions_of(run, spec, (checkpoint.state["data"] or {}).get("classes"), device)
         self._objective = objective_of(spec, run.objective)
-        self.buckets = run.data.buckets
+        self.buckets, self.fps = run.data.buckets, run.data.fps
 
     @torch.no_grad()
     def sample(self, captions: Sequence[str], options: SamplingOptions) -> Iterator[torch.Tensor]:
-        """One picture a caption, or a class by its name or number: uint8 [channels, height, width]. Picture i depends
-        on caption i and seed + i.
+        """One picture a caption, or a class by its name or number: uint8 [channels, (frames,) height, width]. Picture i
+        depends on caption i and seed + i.
 
         A batch for which memory does not do is halved. Raises UserError where it does not do for one picture,
         and for a class that is unknown.
         """
-        size = f"--size {options.height}x{options.width}"
-        side = self._codec.downsample
+        size, side = options.size, self._codec.downsample
         if options.height % side or options.width % side:
             raise UserError(f"{size} does not divide by the codec's {side}")
-        shape = self._codec.latent_shape((options.height, options.width))
+        step = self._codec.temporal_downsample
+        if options.frames is not None and (options.frames - 1) % step:
+            raise UserError(f"{size} has {options.frames} frames, and the codec takes one and then multiples of {step}")
+        if options.frames is not None and self.fps is None:
+            raise UserError(f"{size} has frames, and the run was trained on pictures; give HEIGHTxWIDTH")
+        shape = self._codec.latent_shape(options.bucket)
+        if misfits := size_misfits(self._spec, [shape]):
+            raise UserError(f"{size} gives {misfits[0]}")
         start, most = 0, options.micro_batch_size
         while start < len(captions):
             chosen = captions[start : start + most]
@@ -80,7 +87,7 @@ class Sampler:
                 if not ran_out(error):
                     raise
                 return None
-        drawing = f"--size {options.height}x{options.width}: drawing 1 at once"
+        drawing = f"{options.size}: drawing 1 at once"
         if least > free:
             raise UserError(f"{drawing} takes {gib(least)} at least, and {gib(free)} of {gib(total)} are free; {_LESS}")
         with told(drawing, self._device, _LESS):

@@ -21,12 +21,18 @@ IMPOSSIBLE = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)  # o
 def read_file(path: Path, limit: int) -> bytes:
     """All of a file. Raises FileNotFoundError; Unusable for what is no file or larger than `limit` bytes;
     UserError where it cannot be read."""
-    with _opened(path) as file:
-        status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode):
-            raise Unusable(f"{path.name} is not a file")
-        check_size(path.name, status.st_size, limit)
+    with opened_file(path) as file:
+        check_size(path.name, os.fstat(file.fileno()).st_size, limit)
         return file.read()
+
+
+@contextlib.contextmanager
+def opened_file(path: Path) -> Iterator[BinaryIO]:
+    """A file to be read piece by piece. Raises as `read_file`."""
+    with _opened(path) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise Unusable(f"{path.name} is not a file")
+        yield file
 
 
 def leads_out(root: Path, path: Path) -> bool:

@@ -1,5 +1,5 @@
-"""A folder of pictures, each with its captions beside it in a `.json` or a `.txt` file of its name, or in the folder of
-its class."""
+"""A folder of pictures or videos, each with its captions beside it in a `.json` or a `.txt` file of its name, or in the
+folder of its class."""
 
 from __future__ import annotations
 
@@ -7,32 +7,38 @@ import contextlib
 import errno
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import xxhash
+from PIL import Image
 
 from bigdit import log
 from bigdit.errors import UserError
-from bigdit.sources.captions import json_captions, text_captions
-from bigdit.sources.disk import CAPTION_BYTES, IMPOSSIBLE, PICTURE_BYTES, leads_out, read_file, unreadable
+from bigdit.sources.animation import moving_or_still
+from bigdit.sources.beside import captions_beside, check_link
+from bigdit.sources.disk import IMPOSSIBLE, PICTURE_BYTES, read_file, unreadable
 from bigdit.sources.labels import folder_label
 from bigdit.sources.names import Names
 from bigdit.sources.picture import SUFFIXES, decode
-from bigdit.sources.protocol import Caption, Sample, Unusable
+from bigdit.sources.protocol import Sample, Unusable
+from bigdit.sources.resample import Clip
+from bigdit.sources.video import SUFFIXES as VIDEOS
+from bigdit.sources.video import is_video, video_frames
 
 
 @dataclass(frozen=True)
 class FolderItem:
     """The picture `name` below `root`; `follow_links`: also where it or its captions are links that lead out;
-    `labelled`: the folder that it lies in is its class, and captions are not read."""
+    `labelled`: the folder that it lies in is its class, and captions are not read; `clip`: what of videos is taken."""
 
     index: int
     root: Path
     name: str
     follow_links: bool = False
     labelled: bool = False
+    clip: Clip | None = None
 
     @property
     def picture(self) -> Path:
@@ -42,52 +48,52 @@ class FolderItem:
     def load(self) -> Sample:
         """As Item.load."""
         label = folder_label(self.name) if self.labelled else None
-        captions = () if self.labelled else self._captions()
+        captions = () if self.labelled else captions_beside(self.root, self.picture.with_suffix(""), self.follow_links)
+        check_link(self.root, self.picture, self.follow_links)
+        if self.clip is not None and is_video(self.picture):
+            return Sample(self._frames(self.clip), captions, label)
+        with self._vanished_told():
+            data = read_file(self.picture, PICTURE_BYTES)
+        return Sample(decode(data) if self.clip is None else moving_or_still(data, self.clip), captions, label)
+
+    def _frames(self, clip: Clip) -> Iterator[Image.Image]:
+        with self._vanished_told():
+            yield from video_frames(self.picture, clip)
+
+    @contextlib.contextmanager
+    def _vanished_told(self) -> Iterator[None]:
         try:
-            data = self._read(self.picture, PICTURE_BYTES)
+            yield
         except FileNotFoundError as error:
             if self.picture.is_symlink():
                 raise Unusable(f"{self.picture.name} is a link to nothing") from None
             raise unreadable(self.picture, error) from None
-        return Sample(decode(data), captions, label)
-
-    def _captions(self) -> tuple[Caption, ...]:
-        """Of the `.json` where it has captions, else of the `.txt`."""
-        captions = None
-        try:
-            path = self.picture.with_suffix(".json")
-            captions = json_captions(self._read(path, CAPTION_BYTES), path.name)
-        except FileNotFoundError:
-            pass
-        if captions is not None:
-            return captions
-        path = self.picture.with_suffix(".txt")
-        try:
-            return text_captions(self._read(path, CAPTION_BYTES), path.name)
-        except FileNotFoundError:
-            raise Unusable(f"caption {path.name} is missing") from None
-
-    def _read(self, path: Path, limit: int) -> bytes:
-        if not self.follow_links and leads_out(self.root, path):
-            raise Unusable(f"{path.name} is a link out of its folder, and is read with the source's follow_links alone")
-        return read_file(path, limit)
 
 
 class ImageFolder:
     """All pictures below `root`, in the order of their relative paths; folders that are links are not entered."""
 
     def __init__(
-        self, root: Path, key: str = "data.images", *, follow_links: bool = False, labelled: bool = False
+        self,
+        root: Path,
+        key: str = "data.images",
+        *,
+        follow_links: bool = False,
+        labelled: bool = False,
+        clip: Clip | None = None,
     ) -> None:
-        """List the folder. Raises UserError, which names `key`, where it is missing or holds no pictures."""
+        """List the folder, videos too where a `clip` of them is taken. Raises UserError, which names `key`, where it is
+        missing or holds no pictures."""
         self.root = root
         self._follow_links = follow_links
         self._labelled = labelled
+        self._clip = clip
+        suffixes = SUFFIXES if clip is None else (*SUFFIXES, *VIDEOS)
         self.class_names: set[str] = set()
         digest = xxhash.xxh3_128(b"links are followed\n" if follow_links else b"")
         passed_over: Counter[str] = Counter()
         try:
-            self._names = Names(self._classified(_digested(root, digest, passed_over)))
+            self._names = Names(self._classified(_digested(root, digest, suffixes, passed_over)))
         except NotADirectoryError:
             raise UserError(f"{key}: {root} is not a folder") from None
         except FileNotFoundError as error:
@@ -96,7 +102,7 @@ class ImageFolder:
         except OSError as error:
             raise UserError(f"{key}: {error.filename} cannot be listed: {error.strerror}") from None
         if not len(self._names):
-            raise UserError(f"{key}: {root} holds no pictures ({', '.join(SUFFIXES)})")
+            raise UserError(f"{key}: {root} holds no pictures{' or videos' if clip else ''} ({', '.join(suffixes)})")
         if passed_over:
             kinds = ", ".join(f"{count} {kind}" for kind, count in passed_over.most_common(5))
             log.notice(f"{key}: {root} also holds what is not read: {kinds}")
@@ -108,7 +114,8 @@ class ImageFolder:
     def items(self, start: int, end: int) -> list[FolderItem]:
         """Pictures [start, end) of the order."""
         names = enumerate(self._names.range(start, end), start)
-        return [FolderItem(index, self.root, name, self._follow_links, self._labelled) for index, name in names]
+        how = (self._follow_links, self._labelled, self._clip)
+        return [FolderItem(index, self.root, name, *how) for index, name in names]
 
     def _classified(self, names: Iterator[str]) -> Iterator[str]:
         """The names, whose first folders are classes where pictures have labels."""
@@ -119,15 +126,19 @@ class ImageFolder:
             yield name
 
 
-def _digested(root: Path, digest: xxhash.xxh3_128, passed_over: Counter[str]) -> Iterator[str]:
+def _digested(
+    root: Path, digest: xxhash.xxh3_128, suffixes: Collection[str], passed_over: Counter[str]
+) -> Iterator[str]:
     """Names of pictures, sorted; names and sizes of pictures and captions go into the digest: a caption that was
     edited changes the features as much as a picture."""
-    for name, sizes in _pictures(root, "", passed_over):
+    for name, sizes in _pictures(root, "", suffixes, passed_over):
         digest.update(os.fsencode(f"{name}\0{sizes}\n"))
         yield name
 
 
-def _pictures(root: Path, folder: str, passed_over: Counter[str]) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _pictures(
+    root: Path, folder: str, suffixes: Collection[str], passed_over: Counter[str]
+) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Relative paths of pictures below `folder`, sorted, with the bytes of picture, `.json` and `.txt`, -1 for what
     is missing; what is neither is counted in `passed_over`.
 
@@ -140,8 +151,8 @@ def _pictures(root: Path, folder: str, passed_over: Counter[str]) -> Iterator[tu
         for name in sorted(entries):
             stem, suffix = os.path.splitext(name)
             if name.endswith("/"):
-                yield from _pictures(root, folder + name, passed_over)
-            elif suffix.lower() in SUFFIXES:
+                yield from _pictures(root, folder + name, suffixes, passed_over)
+            elif suffix.lower() in suffixes:
                 # A listing tells what is missing; asking for it would be a round trip on a network file system.
                 files = (name, f"{stem}.json", f"{stem}.txt")
                 yield folder + name, tuple(_size(file, descriptor) if file in entries else -1 for file in files)

@@ -10,14 +10,16 @@ from typing import Any
 
 import xxhash
 
-from bigdit.config.run import DataConfig, SourceConfig, SourceKind
+from bigdit.config.run import DataConfig, SourceConfig, SourceKind, frames_of
 from bigdit.errors import UserError
 from bigdit.sources.csv_rows import CsvRows
 from bigdit.sources.file_rows import FileRows
 from bigdit.sources.folder import ImageFolder
+from bigdit.sources.frame_folders import FrameFolders
 from bigdit.sources.labels import FOLDER
 from bigdit.sources.places import SPLITS, STATE, files_of, kind_of, saved_files
 from bigdit.sources.protocol import Item, Sample, Source
+from bigdit.sources.resample import Clip
 from bigdit.sources.rows import TableSource
 from bigdit.sources.webdataset import WebDataset
 
@@ -93,15 +95,23 @@ def open_source(data: DataConfig) -> SourceList:
 def _open(config: SourceConfig, data: DataConfig, key: str) -> Source:
     kind = kind_of(config, key)
     _refuse_columns(config, kind, key)
+    clip = None if data.fps is None else Clip(data.fps, max(map(frames_of, data.buckets)))
     if kind == "folder":
-        return ImageFolder(config.path, key, follow_links=config.follow_links, labelled=config.label is not None)
+        links, rate = config.follow_links, config.frame_rate
+        if rate is None:
+            return ImageFolder(config.path, key, follow_links=links, labelled=config.label is not None, clip=clip)
+        if clip is None:
+            raise UserError(f"{key}.frame_rate is of videos, and data.buckets has no frames; leave it out")
+        return FrameFolders(config.path, key, frame_rate=rate, clip=clip, follow_links=links)
     if kind == "csv":
-        return TableSource(kind, CsvRows(config.path, key), config, key)
+        return TableSource(kind, CsvRows(config.path, key), config, key, clip)
     if kind == "webdataset":
         return WebDataset(files_of(config, ".tar", key), data.features / INDEX, data.workers, key, config.label)
     if kind == "datasets" and any((config.path / name).exists() for name in (STATE, SPLITS)):
-        return TableSource(kind, FileRows(saved_files(config, key), "arrow", str(config.path), key), config, key)
-    return TableSource(kind, FileRows(files_of(config, ".parquet", key), "parquet", str(config.path), key), config, key)
+        return TableSource(kind, FileRows(saved_files(config, key), "arrow", str(config.path), key), config, key, clip)
+    return TableSource(
+        kind, FileRows(files_of(config, ".parquet", key), "parquet", str(config.path), key), config, key, clip
+    )
 
 
 def _refuse_columns(config: SourceConfig, kind: SourceKind, key: str) -> None:
@@ -115,7 +125,8 @@ def _refuse_columns(config: SourceConfig, kind: SourceKind, key: str) -> None:
         )
     if kind in ("folder", "webdataset", "csv") and config.split:
         raise UserError(f"{key}.split: {config.path} is of kind {kind}, which has no splits; leave it out")
-    if kind != "folder" and config.follow_links:
-        raise UserError(
-            f"{key}.follow_links: {config.path} is of kind {kind}; it is for folders of pictures; leave it out"
-        )
+    for name in ("follow_links", "frame_rate"):
+        if kind != "folder" and getattr(config, name):
+            raise UserError(
+                f"{key}.{name}: {config.path} is of kind {kind}; it is for folders of pictures; leave it out"
+            )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import re
 import warnings
+from collections.abc import Iterator
 
 import numpy as np
 from PIL import Image, ImageOps
@@ -22,12 +24,17 @@ warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 def decode(data: bytes) -> Image.Image:
     """The first frame as RGB, or as L where it has no color: EXIF rotation applied, transparency laid over white,
     16 bits scaled to 8; color profiles are not applied. Raises Unusable, with the reason."""
+    with damages_told(), opened(data) as image:
+        image.load()
+        ImageOps.exif_transpose(image, in_place=True)
+        return flat(image)
+
+
+@contextlib.contextmanager
+def damages_told() -> Iterator[None]:
+    """What Pillow raises on pictures that cannot be used, as Unusable."""
     try:
-        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-            _check_pixels(image)
-            image.load()
-            ImageOps.exif_transpose(image, in_place=True)
-            return _flat(image)
+        yield
     except (MemoryError, Unusable):
         raise
     except Image.DecompressionBombError as error:
@@ -38,13 +45,22 @@ def decode(data: bytes) -> Image.Image:
         raise Unusable(f"damaged picture: {type(error).__name__}: {reason}") from None
 
 
-def _check_pixels(image: Image.Image) -> None:
+@contextlib.contextmanager
+def opened(data: bytes) -> Iterator[Image.Image]:
+    """A picture's file, of which no pixels are decoded yet. Raises Unusable for one that is too large."""
+    with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+        check_pixels(image.width, image.height)
+        yield image
+
+
+def check_pixels(width: int, height: int) -> None:
+    """Raise Unusable for more pixels than Pillow's limit."""
     limit = Image.MAX_IMAGE_PIXELS
-    if limit is not None and image.width * image.height > limit:
-        raise Unusable(f"picture too large: {image.width} × {image.height} pixels; {limit} are the most")
+    if limit is not None and width * height > limit:
+        raise Unusable(f"picture too large: {width} × {height} pixels; {limit} are the most")
 
 
-def _flat(image: Image.Image) -> Image.Image:
+def flat(image: Image.Image) -> Image.Image:
     """The picture in mode L or RGB, opaque."""
     if image.mode.startswith("I;16"):
         return _eight_bits(image)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -23,10 +23,10 @@ class Caption:
 
 @dataclass(frozen=True)
 class Sample:
-    """A decoded picture, upright, opaque, of mode RGB or L, and its captions, at least one; or of a source with labels
-    none, and the name or the number of its class."""
+    """A decoded picture, upright, opaque, of mode RGB or L, or the frames of a video, which are decoded as they are
+    taken; and its captions, at least one; or of a source with labels none, and the name or the number of its class."""
 
-    image: Image.Image
+    image: Image.Image | Iterator[Image.Image]
     captions: tuple[Caption, ...] = ()
     label: str | int | None = None
 
@@ -42,7 +42,7 @@ class Item(Protocol):
     def name(self) -> str: ...
 
     def load(self) -> Sample:
-        """Read and decode.
+        """Read and decode; frames of a video may raise as well.
 
         Raises Unusable for a damaged picture and for captions or labels that are missing, empty or malformed; UserError
         where files cannot be read at all, since then the disk and not the data is at fault.

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import xxhash
+from PIL import Image
 
 from bigdit.config.run import SourceConfig, SourceKind
 from bigdit.errors import UserError
+from bigdit.sources.animation import moving_or_still
 from bigdit.sources.columns import Cells, Columns, captions_of, choose
 from bigdit.sources.disk import PICTURE_BYTES, check_size, read_file, unreadable
 from bigdit.sources.labels import label_of
 from bigdit.sources.picture import decode
 from bigdit.sources.protocol import Sample, Unusable
+from bigdit.sources.resample import Clip
+from bigdit.sources.video import is_video, video_frames
 
 # A row by columns; or the reason why it cannot be read.
 Row = Mapping[str, Any] | Unusable
@@ -59,8 +64,18 @@ class FilePicture:
 
     def read(self) -> bytes:
         """Raises Unusable where it alone is missing; UserError where its whole folder is, since it may come back."""
-        try:
+        with self._missing_told():
             return read_file(self.path, PICTURE_BYTES)
+
+    def frames(self, clip: Clip) -> Iterator[Image.Image]:
+        """Of a video. Raises as `read` and `video_frames`."""
+        with self._missing_told():
+            yield from video_frames(self.path, clip)
+
+    @contextlib.contextmanager
+    def _missing_told(self) -> Iterator[None]:
+        try:
+            yield
         except FileNotFoundError as error:
             if _holds_files(self.path.parent):
                 raise Unusable(f"picture {self.path.name} is missing") from None
@@ -80,13 +95,14 @@ def _holds_files(folder: Path) -> bool:
 
 @dataclass(frozen=True)
 class TableItem:
-    """One row: its picture, and the cells that its captions or its label are made of."""
+    """One row: its picture, and the cells that its captions or its label are made of; `clip`: of videos."""
 
     index: int
     name: str
     row: Row
     columns: Columns
     picture: Picture | None
+    clip: Clip | None = None
 
     def load(self) -> Sample:
         """As Item.load."""
@@ -97,9 +113,11 @@ class TableItem:
         column = self.columns.label
         label = None if column is None else label_of(self.row[column], f"column {column}")
         captions = captions_of(self.row, self.columns) if column is None else ()
+        if self.clip is not None and isinstance(self.picture, FilePicture) and is_video(self.picture.path):
+            return Sample(self.picture.frames(self.clip), captions, label)
         data = self.picture.read()
         check_size("picture", len(data), PICTURE_BYTES)
-        return Sample(decode(data), captions, label)
+        return Sample(decode(data) if self.clip is None else moving_or_still(data, self.clip), captions, label)
 
 
 class TableSource:
@@ -107,12 +125,13 @@ class TableSource:
 
     class_names: Collection[str] = ()
 
-    def __init__(self, kind: SourceKind, rows: Rows, config: SourceConfig, key: str) -> None:
-        """Raises UserError, which names `key`, where columns are missing or there are no rows."""
+    def __init__(self, kind: SourceKind, rows: Rows, config: SourceConfig, key: str, clip: Clip | None = None) -> None:
+        """`clip`: what of videos is taken. Raises UserError, which names `key`, where columns are missing or there are
+        no rows."""
         self._columns = choose(config, rows.columns, rows.where, key)
         if not len(rows):
             raise UserError(f"{key}: {rows.where} has no rows")
-        self._rows = rows
+        self._rows, self._clip = rows, clip
         # Other columns make other features of the same rows.
         digest = xxhash.xxh3_128_hexdigest(f"{rows.digest} {self._columns}".encode())
         self.identity = {"kind": kind, "count": len(rows), "digest": digest}
@@ -133,4 +152,4 @@ class TableSource:
                 picture = cell
             elif cell:
                 name, picture = cell, FilePicture(self._rows.base(index) / cell)
-        return TableItem(index, name, row, self._columns, picture)
+        return TableItem(index, name, row, self._columns, picture, self._clip)

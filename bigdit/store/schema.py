@@ -34,15 +34,17 @@ Range = tuple[int, int]
 
 class StoreSchema(Strict):
     """What a store is: encoders, buckets in pixels, sources of `source["count"]` pictures each, its parts; `classes`:
-    the names of those that pictures are of, or their number, None where pictures have captions."""
+    the names of those that pictures are of, or their number, None where pictures have captions; `fps`: the frames a
+    second of videos, None where there are none."""
 
     version: Literal[3] = VERSION
     codec: dict[str, Any]
     text_encoder: dict[str, Any]
-    buckets: list[tuple[int, int]]
+    buckets: list[tuple[int, ...]]
     sources: list[dict[str, Any]]
     part_size: PositiveInt
     classes: Known | None = None
+    fps: float | None = None
 
     @property
     def count(self) -> int:
@@ -64,10 +66,10 @@ class StoreSchema(Strict):
 
 
 def store_identity(schema: StoreSchema) -> str:
-    """What all parts of one store have in common, however it is extended: the encoders, buckets and classes that made
-    them."""
-    classes = [] if schema.classes is None else [schema.classes]
-    return _digest([schema.codec, schema.text_encoder, schema.buckets, *classes])
+    """What all parts of one store have in common, however it is extended: the encoders, buckets, classes and frame
+    rate that made them."""
+    beside = [value for value in (schema.classes, schema.fps) if value is not None]
+    return _digest([schema.codec, schema.text_encoder, schema.buckets, *beside])
 
 
 def part_identity(schema: StoreSchema, start: int) -> str:
@@ -82,7 +84,7 @@ def part_identity(schema: StoreSchema, start: int) -> str:
 
 def schema_text(schema: StoreSchema) -> str:
     """What `schema.json` holds: JSON for people, with a checksum of what it says."""
-    without = {"classes"} if schema.classes is None else set()  # as stores of captions always were
+    without = {key for key in ("classes", "fps") if getattr(schema, key) is None}  # as stores of pictures always were
     plain = schema.model_dump(mode="json", exclude=without)
     return json.dumps(plain | {_CHECKSUM: _digest(plain)}, indent=2) + "\n"
 

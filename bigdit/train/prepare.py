@@ -30,7 +30,7 @@ def load(config: Path, overrides: Sequence[str], plan: PlanFile | None, source: 
 def prepare(run: RunConfig, world_size: int, plan: PlanFile | None = None) -> tuple[ModelSpec, Strategy]:
     """The model and the strategy of `run` on `world_size` processes. Raises UserError with all problems."""
     spec = model_spec(run.model)
-    obstacle = training_obstacle(spec.class_name)
+    obstacle = training_obstacle(spec)
     if obstacle is not None:
         raise UserError(f"model {spec.name} cannot be trained: {obstacle}; `bigdit models` lists those that can")
     if plan is not None:

@@ -74,7 +74,10 @@ def test_what_cannot_be_trained_says_why():
     assert all(m.rehearsable for m in models())
     reason = "the feature store keeps no clip_text_embeds and no clip_text_mask, which HunyuanDiT2DModel is fed"
     assert model("hunyuandit-v1.2").training_obstacle == reason
-    assert model("wan2.1-t2v-14b").training_obstacle.startswith("the feature store keeps pictures")
+    assert model("wan2.1-i2v-14b-480p").training_obstacle == (
+        "the feature store keeps no image that a video begins with, which wan2.1-i2v-14b-480p is fed"
+    )
+    assert [m.name for m in models() if m.video and not m.extractable] == ["wan2.1-i2v-14b-480p"]
     assert {m.name for m in models() if takes_classes(m.spec)} >= {"dit-xl-2", "dit-xl-2-paper"}
     assert all(m.trainable for m in models() if takes_classes(m.spec))
     assert model("sana-sprint-1600m").trainable

@@ -53,9 +53,10 @@ def test_models_read_well_at_80_columns(printed):
         "train*",
         "train",
         "train",
-        "plan",
+        "train",
     ]
-    assert row(text, "ltx-video-0.9")[-2:] == ["128×4096", "plan"]
+    assert row(text, "ltx-video-0.9")[-2:] == ["128×4096", "train"]
+    assert row(text, "wan2.1-i2v-14b-480p")[-1] == "plan"
     assert row(text, "dit-xl-2-paper")[1:] == ["674.8", "M", "28", "256", "4×32×32", "–", "train"]
     assert "74 models" in text
 

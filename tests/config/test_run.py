@@ -88,7 +88,12 @@ def test_all_problems_of_values_are_told_at_once():
         ("data.images=[]", "data.images: the list is empty; name a source, such as a folder of pictures"),
         ("data.images={path: a, captions: {b: true}}", "data.images.captions: the weight of b is a number from 1.2e-38 "
          "to 3.4e+38, or a column; True was found"),
-        ("data.buckets=[[8, 8, 8]]", "data.buckets.0 is [8, 8, 8], and a list of 2 was expected"),
+        ("data.buckets=[[8]]", "data.buckets.0 is [8], and a list of at least 2 was expected"),
+        ("data.buckets=[[8, 8, 8, 8]]", "data.buckets.0 is [8, 8, 8, 8], and a list of 3 was expected"),
+        ("data.buckets=[[9, 8, 8]]", "data: buckets has 9 × 8 × 8 of videos, and fps is missing; set it to the frames "
+         "a second that the model is trained at, such as 16 of Wan, 8 of CogVideoX or 25 of LTX-Video"),
+        ("data.fps=8", "data: fps is 8, and buckets has no frames; give [frames, height, width], such as [17, 8, 8], "
+         "or leave fps out"),
         ("data.buckets=[]", "data.buckets is [], and a list of at least 1 was expected"),
         ("data.buckets=[[8, 99998]]", "data.buckets.0.1 is 99998, and 65535 or less was expected"),
         ("data.remote_cache=much", "data.remote_cache is 'much', and a size such as 16GiB was expected"),

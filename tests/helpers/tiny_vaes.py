@@ -1,6 +1,7 @@
 """VAEs of diffusers with a few narrow blocks and random weights."""
 
 import diffusers
+import torch
 
 
 def kl(**config):
@@ -37,13 +38,14 @@ def flux2():
     return vae
 
 
-def wan():
+def wan(halved=False):
+    """`halved`: also in time."""
     return diffusers.AutoencoderKLWan(
         base_dim=8,
         z_dim=4,
         dim_mult=[1, 2],
         num_res_blocks=1,
-        temperal_downsample=[False],
+        temperal_downsample=[halved],
         scale_factor_spatial=2,
         **STATISTICS,
     )
@@ -77,12 +79,19 @@ def ltx(**config):
     return vae
 
 
-def hunyuan():
-    return diffusers.AutoencoderKLHunyuanVideo(**pyramid("HunyuanVideo{}Block3D"), spatial_compression_ratio=2)
+def hunyuan(levels=2):
+    """Frames are halved twice, where there are three levels for it."""
+    config = pyramid(
+        "HunyuanVideo{}Block3D",
+        block_out_channels=(8,) * (levels - 1) + (16,),
+        down_block_types=("HunyuanVideoDownBlock3D",) * levels,
+        up_block_types=("HunyuanVideoUpBlock3D",) * levels,
+    )
+    return diffusers.AutoencoderKLHunyuanVideo(**config, spatial_compression_ratio=2 ** (levels - 1))
 
 
-def cogvideox():
-    return diffusers.AutoencoderKLCogVideoX(**pyramid("CogVideoX{}Block3D"), temporal_compression_ratio=1)
+def cogvideox(frames=1):
+    return diffusers.AutoencoderKLCogVideoX(**pyramid("CogVideoX{}Block3D"), temporal_compression_ratio=frames)
 
 
 # By class: a small one, the latents that its transformers are fed for 16 × 24 pixels, and its pipeline's arithmetic.
@@ -94,6 +103,35 @@ VAES = {
     "AutoencoderKLLTXVideo": (ltx, (4, 1, 4, 6), "buffers"),
     "AutoencoderKLHunyuanVideo": (hunyuan, (4, 1, 8, 12), "scale"),
     "AutoencoderKLCogVideoX": (cogvideox, (4, 1, 8, 12), "scale"),
+}
+
+
+def _channels(values, z):
+    return torch.as_tensor(values).view(1, -1, *[1] * (z.dim() - 2))
+
+
+def _by_statistics(vae, z):
+    """As WanPipeline undoes it."""
+    return (z - _channels(STATISTICS["latents_mean"], z)) / _channels(STATISTICS["latents_std"], z)
+
+
+def _by_buffers(vae, z):
+    """As LTXPipeline._normalize_latents."""
+    return (z - _channels(vae.latents_mean, z)) * vae.config.scaling_factor / _channels(vae.latents_std, z)
+
+
+def _by_scale(vae, z):
+    """As CogVideoXPipeline and HunyuanVideoPipeline undo it."""
+    return z * vae.config.scaling_factor
+
+
+# By class: one that makes a latent frame of a frame, and then of two or four; its latents of 5 × 16 × 24 pixels; its
+# pipeline's arithmetic.
+VIDEO_VAES = {
+    "AutoencoderKLWan": (lambda: wan(halved=True), (4, 3, 8, 12), _by_statistics),
+    "AutoencoderKLLTXVideo": (ltx, (4, 3, 4, 6), _by_buffers),
+    "AutoencoderKLHunyuanVideo": (lambda: hunyuan(levels=3), (4, 2, 4, 6), _by_scale),
+    "AutoencoderKLCogVideoX": (lambda: cogvideox(frames=2), (4, 3, 8, 12), _by_scale),
 }
 
 

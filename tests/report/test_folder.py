@@ -8,7 +8,7 @@ import yaml
 from commands import bigdit
 from pipeline_folders import changed, pipeline_folder
 
-from bigdit.catalog import model, user_model
+from bigdit.catalog import batch_shape, model, user_model
 from bigdit.config import load_run
 from bigdit.config.deepspeed import complete_ds_config, ds_values
 from bigdit.config.plan_file import read_plan_file
@@ -102,6 +102,21 @@ def test_a_model_of_classes_is_run_by_folders_of_classes(made, tmp_path):
     (tmp_path / "run.yaml").write_text(skeleton(plan))
     run = load_run(tmp_path / "run.yaml")
     assert (run.data.images[0].label, run.encoders.text) == ("folder", None)
+    assert prepare(run, 1)[0] == plan.question.model.spec
+    assert commands(plan, tmp_path)[0].words[:2] == ("bigdit", "extract")
+    assert "does not encode text" not in skeleton(plan)
+
+
+@pytest.mark.parametrize(
+    ("name", "frames", "fps"), [("wan2.1-t2v-1.3b", 81, 16), ("cogvideox1.5-5b", 85, 16), ("ltx-video-0.9", 161, 25)]
+)
+def test_a_model_of_videos_is_run_with_frames_and_their_rate(made, tmp_path, name, frames, fps):
+    """CogVideoX 1.5 pads 81 frames to patches of two latent frames, which 85 fill."""
+    plan = of_model(made, model(name)).model_copy(update={"batch": batch_shape(model(name))})
+    (tmp_path / "run.yaml").write_text(skeleton(plan))
+    run = load_run(tmp_path / "run.yaml")
+    assert (run.data.buckets[0], run.data.fps) == ((frames, 1024, 1024), fps)
+    assert run.encoders.image.class_name == plan.question.model.vae.class_name
     assert prepare(run, 1)[0] == plan.question.model.spec
     assert commands(plan, tmp_path)[0].words[:2] == ("bigdit", "extract")
     assert "does not encode text" not in skeleton(plan)

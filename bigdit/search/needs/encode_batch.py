@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from bigdit import log
 from bigdit.catalog import Gpu, batch_shape, find_model, found_gpus
 from bigdit.config.run import RunConfig, VaeCodec
@@ -39,8 +41,8 @@ def with_batch_size(run: RunConfig, workers: int) -> RunConfig:
 
 
 def encode_batch_size(run: RunConfig, gpu: Gpu, processes: int = 1) -> int | None:
-    """The largest power of two that each of `processes` has room for on `gpu`, in the run's largest bucket; at most
-    MOST.
+    """The largest power of two of pictures, or of frames, that each of `processes` has room for on `gpu`, in the run's
+    largest bucket; at most MOST.
 
     None where the catalogue does not have the model of the run, or its encoders. 1 where not even one fits.
     """
@@ -60,7 +62,8 @@ def _request(run: RunConfig, gpu: Gpu) -> RehearsalRequest | None:
     if run.model.name is None or not isinstance(run.encoders.image, VaeCodec):
         return None
     model = find_model(run.model.name)
-    largest = max(run.data.buckets, key=lambda sides: sides[0] * sides[1])
+    height, width = max((bucket[-2:] for bucket in run.data.buckets), key=math.prod)
+    largest = height, width
     frames = 1 if model.video else None
     try:
         batch = batch_shape(model, largest, frames)

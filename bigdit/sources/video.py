@@ -1,0 +1,80 @@
+"""Video files by PyAV: decoded frame by frame, no further than the clip goes, by one thread."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from bigdit.errors import UserError
+from bigdit.sources.disk import opened_file
+from bigdit.sources.picture import check_pixels
+from bigdit.sources.protocol import Unusable
+from bigdit.sources.resample import Clip, Timed, resampled
+
+SUFFIXES = (".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi")
+# FFmpeg's other demuxers, some of which open further files and addresses, are never tried.
+_OPTIONS = {"format_whitelist": "mov,matroska,avi", "protocol_whitelist": ""}
+
+
+def is_video(path: Path) -> bool:
+    """Whether a file is one, by its suffix."""
+    return path.suffix.lower() in SUFFIXES
+
+
+def video_frames(path: Path, clip: Clip) -> Iterator[Image.Image]:
+    """The clip's frames, upright RGB. Raises FileNotFoundError; Unusable, with the reason, for a file that is no video
+    or damaged; UserError where it cannot be read, or PyAV is missing."""
+    av = _pyav(path)
+    with opened_file(path) as file:
+        try:
+            with av.open(file, options=_OPTIONS) as container:
+                yield from _frames(container, clip)
+        except MemoryError:
+            raise
+        except av.FFmpegError as error:
+            raise Unusable(f"damaged video: {error.strerror}") from None
+
+
+def _frames(container: Any, clip: Clip) -> Iterator[Image.Image]:
+    if not container.streams.video:
+        raise Unusable("file without a video stream")
+    stream = container.streams.video[0]
+    if stream.codec_context is None:
+        raise Unusable("damaged video: its codec is not known")
+    check_pixels(stream.width, stream.height)
+    stream.codec_context.thread_count = 1  # extraction's processes are the parallelism
+    for frame in resampled(_timed(container.decode(stream)), clip, stream.time_base):
+        yield _upright(frame)
+
+
+def _timed(frames: Iterator[Any]) -> Iterator[Timed[Any]]:
+    """Frames with their times; the last one is shown as long as it says, or else as the one before it."""
+    last, gap = None, Fraction(0)
+    for frame in frames:
+        if frame.pts is None or frame.is_corrupt:
+            what = "has no time" if frame.pts is None else "is damaged"
+            raise Unusable(f"damaged video: a frame after {float(last or 0):.2f} s {what}")
+        time = frame.pts * frame.time_base
+        gap = gap if last is None else time - last
+        yield time, frame.duration * frame.time_base or gap, frame
+        last = time
+
+
+def _upright(frame: Any) -> Image.Image:
+    """A frame as players show it, by the rotation that phones write beside it."""
+    image: Image.Image = frame.to_image()
+    return image.rotate(frame.rotation, expand=True) if frame.rotation else image
+
+
+def _pyav(path: Path) -> Any:
+    try:
+        import av
+    except ImportError:
+        raise UserError(
+            f"data.images: {path.name} is a video, and PyAV is missing; pip install 'bigdit[video]' brings it"
+        ) from None
+    return av

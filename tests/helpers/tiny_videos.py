@@ -1,0 +1,37 @@
+"""Videos of a few small frames."""
+
+from fractions import Fraction
+
+import av
+from PIL import Image
+
+SHADES = 16  # of gray from one frame to the next: more than a codec changes
+
+
+def video(path, times, tick=Fraction(1, 1000), codec="mpeg4", size=(32, 16), caption="a caption"):
+    """A video file whose n-th frame is n shades bright and shown at `times[n]` ticks."""
+    with av.open(path, "w") as container:
+        stream = container.add_stream(codec, rate=Fraction(1) / tick)
+        stream.width, stream.height = size
+        stream.codec_context.time_base = tick
+        for number, time in enumerate(times):
+            frame = av.VideoFrame.from_image(Image.new("RGB", size, (number * SHADES,) * 3))
+            frame.pts, frame.time_base = time, tick
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    if caption:
+        path.with_suffix(".txt").write_text(caption)
+
+
+def moving_square(path, rightwards, frames=12, fps=16, side=32):
+    """A white square that crosses a black video, and a caption that says how."""
+    with av.open(path, "w") as container:
+        stream = container.add_stream("mpeg4", rate=fps)
+        stream.width = stream.height = side
+        for number in range(frames):
+            picture = Image.new("RGB", (side, side))
+            place = 2 * number if rightwards else side - 8 - 2 * number
+            picture.paste("white", (place, 8, place + 8, 16))
+            container.mux(stream.encode(av.VideoFrame.from_image(picture)))
+        container.mux(stream.encode())
+    path.with_suffix(".txt").write_text(f"a square that moves to the {'right' if rightwards else 'left'}")

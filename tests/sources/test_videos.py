@@ -1,0 +1,242 @@
+"""Videos as sources: files, animations and folders of frames, at the rate asked for, and what cannot be used."""
+
+import io
+import sys
+from fractions import Fraction
+
+import av
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+from tiny_sources import gradient, save
+from tiny_videos import SHADES, video
+
+from bigdit.config.run import DataConfig
+from bigdit.errors import UserError
+from bigdit.sources import Unusable, open_source
+from bigdit.sources.resample import Clip, resampled
+
+
+def opened(images, fps=8, frames=5):
+    return open_source(DataConfig(images=images, features="features", buckets=[(frames, 16, 16)], fps=fps))
+
+
+def shades(source, index=0):
+    """The number of each frame that a source's item gives."""
+    return [
+        round(np.asarray(frame.convert("L")).mean() / SHADES)
+        for frame in source.items(index, index + 1)[0].load().image
+    ]
+
+
+def evenly(count, fps):
+    return [round(1000 * number / fps) for number in range(count)]
+
+
+@pytest.mark.parametrize("suffix", ["mp4", "mkv", "mov", "avi"])
+def test_frames_are_taken_by_their_times(tmp_path, suffix):
+    tick = Fraction(1, 16)
+    video(tmp_path / f"a.{suffix}", range(12), tick)
+    assert shades(opened(str(tmp_path), fps=8, frames=5)) == [0, 2, 4, 6, 8]
+    assert shades(opened(str(tmp_path), fps=16, frames=5)) == [0, 1, 2, 3, 4]
+    assert shades(opened(str(tmp_path), fps=8, frames=9)) == [0, 2, 4, 6, 8, 10]  # 3/4 s
+    assert opened(str(tmp_path)).items(0, 1)[0].load().captions[0].text == "a caption"
+
+
+def test_a_rate_that_varies_is_followed(tmp_path):
+    video(tmp_path / "a.mkv", [0, 100, 200, 900, 1000, 1100])
+    assert shades(opened(str(tmp_path), fps=5, frames=9)) == [0, 2, 2, 2, 2, 4]
+
+
+def test_times_that_a_file_rounds_take_no_frame_twice(tmp_path):
+    video(tmp_path / "a.mkv", evenly(15, 30))  # 0, 33, 67, 100, … ms
+    assert shades(opened(str(tmp_path), fps=30, frames=15)) == list(range(15))
+    assert shades(opened(str(tmp_path), fps=29.97, frames=5)) == [0, 1, 2, 3, 4]
+
+
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=20),
+    st.integers(1, 9),
+    st.fractions(min_value=0, max_value=3, max_denominator=9),
+)
+def test_what_is_shown_is_what_a_player_would_show(lasting, fps, began):
+    """Held against the definition: at k / fps the last frame that has begun, until the end."""
+    starts = [began + sum(lasting[:number]) for number in range(len(lasting))]
+    timed = [
+        (start, Fraction(length), number) for number, (start, length) in enumerate(zip(starts, lasting, strict=True))
+    ]
+    end = sum(lasting)
+    times = [Fraction(k, fps) for k in range(end * fps)]
+    shown = [max(number for number, start in enumerate(starts) if start - began <= time) for time in times]
+    assert list(resampled(iter(timed), Clip(fps, 10**6))) == shown
+    assert list(resampled(iter(timed), Clip(fps, 7))) == shown[:7]
+
+
+def test_no_more_is_decoded_than_the_clip_takes():
+    asked = []
+
+    def frames():
+        for number in range(100):
+            asked.append(number)
+            yield Fraction(number, 4), Fraction(1, 4), number
+
+    assert list(resampled(frames(), Clip(2, 3))) == [0, 2, 4]
+    assert asked == list(range(6))
+
+
+@pytest.mark.parametrize("suffix", ["gif", "webp", "png"])
+def test_animations_are_videos_by_the_times_of_their_frames(tmp_path, suffix):
+    frames = [Image.new("RGB", (16, 16), (number * SHADES,) * 3) for number in range(4)]
+    lasting = [100, 300, 100, 200]  # ms
+    options = {"lossless": True} if suffix == "webp" else {}
+    frames[0].save(tmp_path / f"a.{suffix}", save_all=True, append_images=frames[1:], duration=lasting, **options)
+    save(tmp_path / f"b.{suffix}")
+    source = opened(str(tmp_path), fps=10, frames=9)
+    (tmp_path / "a.txt").write_text("a caption")
+    assert shades(source) == [0, 1, 1, 1, 2, 3, 3]
+    assert isinstance(source.items(1, 2)[0].load().image, Image.Image)
+    pictures = open_source(DataConfig(images=str(tmp_path), features="f", buckets=[(8, 8)]))
+    assert isinstance(pictures.items(0, 1)[0].load().image, Image.Image)  # without frames in the buckets, the first
+
+
+def test_folders_of_numbered_pictures_are_videos(tmp_path):
+    for number in range(12):
+        path = tmp_path / f"deep/a.b/frame_{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("L", (16, 16), number * SHADES).save(path)
+    (tmp_path / "deep/a.b/notes.txt").touch()
+    (tmp_path / "deep/a.b.txt").write_text("a caption")
+    asked = {"path": str(tmp_path), "frame_rate": 24}
+    source = opened(asked, fps=12, frames=9)
+    assert [item.name for item in source.items(0, 9)] == ["deep/a.b"]
+    assert shades(source) == [0, 2, 4, 6, 8, 10]
+    assert source.items(0, 1)[0].load().captions[0].text == "a caption"
+    digests = {source.identity["digest"], opened(asked | {"frame_rate": 12}).identity["digest"]}
+    (tmp_path / "deep/a.b/frame_5.png").write_bytes(b"damaged")
+    digests.add(opened(asked, fps=12).identity["digest"])
+    assert len(digests) == 3
+    assert shades(opened(asked, fps=12)) == [0, 2, 4, 6, 8]  # it is not among those that are taken
+    with pytest.raises(Unusable, match="damaged picture"):
+        shades(opened(asked, fps=24, frames=9))
+    with pytest.raises(UserError, match=r"holds no folders of pictures, which frame_rate is of"):
+        opened({"path": str(tmp_path / "deep/a.b"), "frame_rate": 24})
+
+
+def test_tables_name_videos(tmp_path):
+    video(tmp_path / "a.mp4", evenly(8, 8), caption=None)
+    (tmp_path / "a.csv").write_text("path,caption\na.mp4,a ship\nb.mp4,none\n")
+    source = opened(str(tmp_path / "a.csv"))
+    assert shades(source) == [0, 1, 2, 3, 4]
+    assert source.items(0, 1)[0].load().captions[0].text == "a ship"
+    with pytest.raises(Unusable, match=r"picture b\.mp4 is missing"):
+        shades(source, 1)
+
+
+def test_a_video_that_was_filmed_upright_is_upright(tmp_path):
+    with av.open(tmp_path / "a.mp4", "w") as container:
+        stream = container.add_stream("mpeg4", rate=8)
+        stream.width, stream.height = 32, 16
+        picture = Image.new("RGB", (32, 16))
+        picture.paste("white", (0, 0, 16, 16))  # the left half, which is above once it is turned clockwise
+        container.mux(stream.encode(av.VideoFrame.from_image(picture)))
+        container.mux(stream.encode())
+    data = (tmp_path / "a.mp4").read_bytes()
+    header = data.index(b"tkhd")
+    unturned = np.array([1 << 16, 0, 0, 0, 1 << 16, 0, 0, 0, 1 << 30], ">i4").tobytes()
+    clockwise = np.array([0, 1 << 16, 0, -1 << 16, 0, 0, 0, 0, 1 << 30], ">i4").tobytes()
+    at = data.index(unturned, header)
+    (tmp_path / "a.mp4").write_bytes(data[:at] + clockwise + data[at + len(clockwise) :])
+    (tmp_path / "a.txt").write_text("a caption")
+    (frame,) = opened(str(tmp_path)).items(0, 1)[0].load().image
+    assert frame.size == (16, 32)
+    above, below = np.asarray(frame.convert("L")).reshape(2, -1).mean(1)
+    assert above > 200 > 50 > below
+
+
+def test_what_is_no_video_or_damaged_is_unusable_with_its_reason(tmp_path):
+    video(tmp_path / "a.mp4", evenly(8, 8))
+    whole = (tmp_path / "a.mp4").read_bytes()
+    source = opened(str(tmp_path))
+    for damaged in (b"", b"no video", whole[: len(whole) // 2]):
+        (tmp_path / "a.mp4").write_bytes(damaged)
+        with pytest.raises(Unusable, match=r"^damaged video: "):
+            shades(source)
+    with av.open(tmp_path / "a.mp4", "w", format="mp4") as container:
+        stream = container.add_stream("aac", rate=48000)
+        frame = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), format="fltp", layout="mono")
+        frame.sample_rate = 48000
+        container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    with pytest.raises(Unusable, match=r"^file without a video stream$"):
+        shades(source)
+    (tmp_path / "a.mp4").unlink()
+    with pytest.raises(UserError, match=r"data\.images: .*a\.mp4 cannot be read: No such file"):
+        shades(source)
+    (tmp_path / "a.mp4").symlink_to("/dev/zero")
+    with pytest.raises(Unusable, match=r"a link out of its folder"):
+        shades(source)
+
+
+def test_a_file_cut_short_gives_the_frames_that_it_has(tmp_path):
+    video(tmp_path / "a.mkv", evenly(8, 8))
+    data = (tmp_path / "a.mkv").read_bytes()
+    (tmp_path / "a.mkv").write_bytes(data[: len(data) * 2 // 3])
+    found = shades(opened(str(tmp_path), frames=9))
+    assert found == list(range(len(found)))
+    assert 0 < len(found) < 8
+
+
+def test_a_video_names_no_other_file(tmp_path):
+    """FFmpeg reads lists of other files and of addresses, whatever they are called."""
+    for folder in ("secret", "clips"):
+        (tmp_path / folder).mkdir()
+    video(tmp_path / "secret/b.mp4", evenly(8, 8))
+    (tmp_path / "clips/a.mp4").write_text(f"ffconcat version 1.0\nfile {tmp_path / 'secret/b.mp4'}\n")
+    (tmp_path / "clips/a.txt").write_text("a caption")
+    (tmp_path / "clips/b.mp4").write_text(f"#EXTM3U\n#EXTINF:1,\nfile://{tmp_path / 'secret/b.mp4'}\n#EXT-X-ENDLIST\n")
+    (tmp_path / "clips/b.txt").write_text("a caption")
+    source = opened(str(tmp_path / "clips"))
+    for index in (0, 1):
+        with pytest.raises(Unusable, match=r"^damaged video: "):
+            shades(source, index)
+
+
+def test_without_frames_in_the_buckets_videos_are_passed_over(tmp_path, capsys):
+    save(tmp_path / "b.png")
+    video(tmp_path / "a.mp4", evenly(8, 8))
+    asked = {"images": str(tmp_path), "features": "features"}
+    assert [item.name for item in open_source(DataConfig(**asked, buckets=[(8, 8)])).items(0, 9)] == ["b.png"]
+    assert "also holds what is not read: 1 .mp4 files" in capsys.readouterr().err
+    assert [item.name for item in opened(str(tmp_path)).items(0, 9)] == ["a.mp4", "b.png"]
+
+
+def test_without_pyav_the_line_names_what_brings_it(tmp_path, monkeypatch):
+    video(tmp_path / "a.mp4", evenly(8, 8))
+    monkeypatch.setitem(sys.modules, "av", None)
+    with pytest.raises(UserError, match=r"a\.mp4 is a video, and PyAV is missing; pip install 'bigdit\[video\]'"):
+        shades(opened(str(tmp_path)))
+
+
+def test_pictures_beside_videos_stay_pictures(tmp_path):
+    save(tmp_path / "a.png", picture=gradient(24, 24))
+    found = opened(str(tmp_path)).items(0, 1)[0].load().image
+    assert np.asarray(found).tolist() == np.asarray(gradient(24, 24)).tolist()
+
+
+def test_a_rate_of_broadcasts_is_exact():
+    assert 1 / Clip(23.976, 1).step == Fraction(24000, 1001)
+    assert 1 / Clip(29.97, 1).step == Fraction(30000, 1001)
+    assert 1 / Clip(12.5, 1).step == Fraction(25, 2)
+    assert 1 / Clip(24, 1).step == 24
+
+
+def test_bytes_of_an_animation_in_a_table(tmp_path):
+    frames = [Image.new("L", (16, 16), number * SHADES) for number in range(4)]
+    buffer = io.BytesIO()
+    frames[0].save(buffer, "gif", save_all=True, append_images=frames[1:], duration=125)
+    pq.write_table(pa.table({"image": [buffer.getvalue()], "caption": ["a ship"]}), tmp_path / "a.parquet")
+    assert shades(opened(str(tmp_path / "a.parquet"), fps=4)) == [0, 2]

@@ -1,0 +1,99 @@
+"""Models of videos from files to samples: clips, a pipeline's encoders, a store of latents with frames, training."""
+
+import json
+from pathlib import Path
+
+import pytest
+import tiny_pipelines
+import torch
+import yaml
+from commands import bigdit
+from PIL import Image
+from tiny_vaes import VIDEO_VAES
+from tiny_videos import moving_square
+
+from bigdit.store import FeatureStore
+
+TINY = json.loads((Path(__file__).parent / "models/tiny_video.json").read_text())
+# By pipeline: the VAE, the tiny transformer, and where it says how wide text is.
+FAMILIES = {
+    "WanPipeline": ("AutoencoderKLWan", "wan-t2v", "text_dim"),
+    "CogVideoXPipeline": ("AutoencoderKLCogVideoX", "cogvideox-rotary", "text_embed_dim"),
+}
+
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("videos")]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def encoded(request, tmp_path_factory):
+    """A pipeline, its parts, and the folder of a run over eight clips whose features are made."""
+    pipeline, folder = request.param, tmp_path_factory.mktemp(request.param)
+    vae, name, width = FAMILIES[pipeline]
+    torch.manual_seed(0)
+    VIDEO_VAES[vae][0]().save_pretrained(folder / "vae")
+    (folder / "pipeline").mkdir()
+    parts = tiny_pipelines.save(folder / "pipeline", pipeline)
+    (folder / "clips").mkdir()
+    for number in range(8):
+        moving_square(folder / f"clips/{number}.mp4", rightwards=number % 2 == 0, frames=4 if number == 7 else 12)
+    config = {
+        "model": {"class_name": TINY[name]["class_name"], "kwargs": TINY[name]["kwargs"] | {width: 16}},
+        "data": {
+            "images": str(folder / "clips"),
+            "features": str(folder / "features"),
+            "buckets": [[5, 16, 32], [3, 16, 32]],
+            "fps": 8,
+        },
+        "encoders": {
+            "image": {"name": "vae", "class_name": vae, "path": str(folder / "vae")},
+            "text": {"pipeline": str(folder / "pipeline")},
+        },
+        "train": {"steps": 2, "micro_batch_size": 2, "precision": "fp32"},
+        "output": str(folder / "run"),
+    }
+    (folder / "run.yaml").write_text(yaml.safe_dump(config))
+    done = bigdit("extract", "--config", folder / "run.yaml")
+    assert done.returncode == 0, done.stderr
+    return pipeline, parts, folder
+
+
+def test_the_store_has_latents_of_frames_and_what_was_too_short_by_name(encoded):
+    pipeline, parts, folder = encoded
+    report = json.loads((folder / "features/report.json").read_text())
+    assert report["buckets"] == {"4x3x8x16": 7}
+    (skipped,) = report["skipped"]  # a quarter of a second
+    assert skipped["name"] == "7.mp4"
+    assert skipped["reason"] == "2 of the 3 frames of the shortest bucket, at data.fps"
+    latents, texts, _ = FeatureStore.open(folder / "features").read((4, 3, 8, 16), [1])
+    with torch.no_grad():
+        states = tiny_pipelines.pipeline_of(pipeline, parts).encode_prompt(["a square that moves to the left"])[0][0]
+    assert latents.shape == (1, 4, 3, 8, 16)
+    assert torch.allclose(texts[0].states.float(), states[: len(texts[0].states)], rtol=2**-7, atol=1e-3)
+
+
+def test_a_step_is_rehearsed_to_the_byte_and_samples_move(encoded):
+    _, _, folder = encoded
+    done = bigdit("bench", "step", "--config", folder / "run.yaml", "--steps", "2", "--out", folder / "step.json")
+    assert done.returncode == 0, done.stderr
+    receipt = json.loads((folder / "step.json").read_text())
+    assert receipt["batch"]["latents"] == [4, 3, 8, 16]
+    assert receipt["predicted_peak_allocated_bytes"] == receipt["measured_peak_allocated_bytes"]
+    done = bigdit("train", "--config", folder / "run.yaml")
+    assert done.returncode == 0, done.stderr
+    done = bigdit("sample", "--checkpoint", folder / "run", "--caption", "a square", "--caption", "two",
+                  "--steps", "2", "--out", folder / "samples", "--json")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    files = [row["file"] for row in json.loads(done.stdout)["pictures"]]
+    with Image.open(folder / "samples" / files[1]) as video, Image.open(folder / "samples/grid.webp") as grid:
+        video.load()  # which says how long the first frame is shown
+        assert (video.n_frames, video.size, video.info["duration"]) == (5, (32, 16), 125)
+        assert grid.n_frames == 5
+        assert grid.width > 2 * 32 * 6  # enlarged to be seen
+
+
+def test_a_store_of_another_rate_is_refused(encoded):
+    _, _, folder = encoded
+    done = bigdit("train", "--config", folder / "run.yaml", "--set", "data.fps=4", "--set", f"output={folder}/other")
+    assert done.returncode == 1
+    assert "it was encoded with data.fps 8.0, and the run has 4.0" in " ".join(done.stderr.split())
