@@ -74,7 +74,7 @@ def test_the_store_has_latents_of_frames_and_what_was_too_short_by_name(encoded)
 
 def test_a_step_is_rehearsed_to_the_byte_and_samples_move(encoded):
     _, _, folder = encoded
-    done = bigdit("bench", "step", "--config", folder / "run.yaml", "--steps", "2", "--out", folder / "step.json")
+    done = bigdit("bench", "step", "--config", folder / "run.yaml", "--steps", "3", "--out", folder / "step.json")
     assert done.returncode == 0, done.stderr
     receipt = json.loads((folder / "step.json").read_text())
     assert receipt["batch"]["latents"] == [4, 3, 8, 16]
