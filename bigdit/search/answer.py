@@ -7,17 +7,15 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 from bigdit.catalog import CatalogModel, batch_shape
-from bigdit.catalog.families import FAMILIES
 from bigdit.catalog.revision import revision
 from bigdit.errors import UserError
 from bigdit.rehearse.pool import Pool
 from bigdit.search import kept
-from bigdit.search.finding import receipts
 from bigdit.search.finding.best import search
 from bigdit.search.finding.candidates import Candidate, capacity
 from bigdit.search.finding.cards import Cards
 from bigdit.search.finding.confirm import Confirmed
-from bigdit.search.finding.evidence import Evidence
+from bigdit.search.finding.evidence import Evidence, own_receipts, weighed
 from bigdit.search.finding.limits import bucket_limits, limits_on
 from bigdit.search.needs.dataset import DatasetNeed, dataset_need, encoding_request
 from bigdit.search.needs.schedule import run
@@ -43,9 +41,7 @@ def make_plan(question: Question, *, progress: Progress | None = None) -> Plan:
     `progress` is told what is going on, in a line. Raises UserError where the model cannot be rehearsed.
     """
     say = progress or (lambda line: None)
-    places = receipts.folders() if question.receipts is None else [question.receipts]
-    found, notices = receipts.read(places)
-    own = receipts.of_card(found, question.gpu)
+    own, notices = own_receipts(question)
     plan = kept.find(question, own)
     if plan is not None:
         return plan
@@ -58,8 +54,7 @@ def make_plan(question: Question, *, progress: Progress | None = None) -> Plan:
         say(f"planning the training of {question.model.name}: {attempts} attempts on emulated cards")
 
     with Pool(done=done) as pool, _cards(question, tried) as cards:
-        checked, more = receipts.check(own, question.gpu, receipts.one_by(pool))
-        evidence = Evidence(tuple(checked), routed=FAMILIES[question.model.spec.class_name].routed)
+        evidence, more = weighed(pool, question, own)
         plan = _plan(pool, question, evidence, cards)
         unanswered = [f"not run on an emulated card: {why}" for why in (cards.unanswered if cards else ())]
     seconds = round(time.perf_counter() - began, 3)

@@ -38,12 +38,11 @@ RECORDED_ACCUMULATION = 2
 
 
 @dataclass(frozen=True)
-class Confirmed:
-    """A candidate with its rehearsal at full depth, and what card and host say to it: `process` is what one process
-    takes of the card, `reserved_bytes` torch's part of it, `host` what those of a machine take of its memory. `ran`: on
-    an emulated card, which then says whether it fits, and counts `launches` where it does."""
+class Judged:
+    """A strategy's rehearsal at full depth, and what card and host say to it: `process` is what one process takes of
+    the card, `reserved_bytes` torch's part of it, `host` what those of a machine take of its memory. `ran`: on an
+    emulated card, which then says whether it fits, and counts `launches` where it does."""
 
-    candidate: Candidate
     answer: RehearsedSize
     timeline: Timeline
     footprint: Footprint
@@ -52,7 +51,14 @@ class Confirmed:
     verdict: Verdict
     reserved_bytes: int
     ran: bool
-    launches: Launches | None = None
+    launches: Launches | None
+
+
+@dataclass(frozen=True)
+class Confirmed(Judged):
+    """A candidate so judged."""
+
+    candidate: Candidate
 
 
 def recorded(sample: Sample, candidate: Candidate) -> RehearsalRequest:
@@ -84,21 +90,25 @@ def confirm(
     for each, answer, ran in zip(candidates, answers, runs, strict=True):
         if isinstance(answer, UserError):
             raise answer
-        timeline = answer.timeline
-        said, footprint = verdict(timeline, sample.gpu, each.strategy.world_size, band)
-        reserved = planned(footprint).wanted_bytes
-        if ran is not None:
-            said, reserved = ran.verdict, ran.reserved_bytes or max(reserved, ran.at_least_bytes)
-        each.option.correct(each.micro_batch_size, each.blocks, reserved)
-        host = host_need(answer.host_timeline, answer.checkpoint_bytes, question.cluster)
-        if host.node_bytes > question.host_memory_bytes:
-            said = "DOES NOT FIT"
-        taken = process(reserved, footprint.beside, band)
-        launches = None if ran is None else ran.launches
-        found.append(
-            Confirmed(each, answer, timeline, footprint, taken, host, said, reserved, ran is not None, launches)
-        )
+        said = judged(question, band, each.strategy.world_size, answer, ran)
+        each.option.correct(each.micro_batch_size, each.blocks, said.reserved_bytes)
+        found.append(Confirmed(**vars(said), candidate=each))
     return found
+
+
+def judged(question: Question, band: Band, world_size: int, answer: RehearsedSize, ran: Ran | None) -> Judged:
+    """What card and host say to a rehearsal, and to how it `ran` if it did."""
+    timeline = answer.timeline
+    said, footprint = verdict(timeline, question.gpu, world_size, band)
+    reserved = planned(footprint).wanted_bytes
+    if ran is not None:
+        said, reserved = ran.verdict, ran.reserved_bytes or max(reserved, ran.at_least_bytes)
+    host = host_need(answer.host_timeline, answer.checkpoint_bytes, question.cluster)
+    if host.node_bytes > question.host_memory_bytes:
+        said = "DOES NOT FIT"
+    taken = process(reserved, footprint.beside, band)
+    launches = None if ran is None else ran.launches
+    return Judged(answer, timeline, footprint, taken, host, said, reserved, ran is not None, launches)
 
 
 @dataclass(frozen=True)

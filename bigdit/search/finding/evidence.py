@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from bigdit.catalog.families import FAMILIES
+from bigdit.receipt import Receipt
+from bigdit.rehearse.pool import Pool
 from bigdit.search.finding import receipts
 from bigdit.search.finding.receipts import Checked
 from bigdit.search.plan import Band
+from bigdit.search.question import Question
 from bigdit.spec import Strategy
 from bigdit.speed.calibration import Calibration
 
@@ -57,3 +62,16 @@ class Evidence:
         if found is None:
             return "a roofline with published efficiencies; no receipt of this card calibrates it"
         return found.source
+
+
+def weighed(pool: Pool, question: Question, own: Iterable[Receipt]) -> tuple[Evidence, list[str]]:
+    """What the card's `own` receipts say to a question, and a line for each that says nothing."""
+    checked, notices = receipts.check(own, question.gpu, receipts.one_by(pool))
+    return Evidence(tuple(checked), routed=FAMILIES[question.model.spec.class_name].routed), notices
+
+
+def own_receipts(question: Question) -> tuple[list[Receipt], list[str]]:
+    """The receipts of the question's card, and a line for each file that is none."""
+    places = receipts.folders() if question.receipts is None else [question.receipts]
+    found, notices = receipts.read(places)
+    return receipts.of_card(found, question.gpu), notices

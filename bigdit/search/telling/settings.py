@@ -56,15 +56,15 @@ def settings(
     found = []
     for option in options:
         strategy = option.proposal.strategy
-        rooms = _rooms(sample, question, strategy)
+        cards = rooms(sample, question, strategy)
         around = beside(question, strategy)
-        most = BEYOND * (max(room.usable_bytes for room in rooms) - around.high_bytes)
+        most = BEYOND * (max(room.usable_bytes for room in cards) - around.high_bytes)
         wanted = [best[0].candidate.strategy, *(row.strategy for row in known.values() if _beside(strategy, row))]
         blocks = _blocks(question, option, wanted)
         sizes = _sizes(question, option, max(blocks), most, wanted)
         places = [candidate(question, option, size, count, evidence) for size in sizes for count in blocks]
         points = tuple(_point(question, place, known, rehearsed, evidence) for place in places)
-        found.append(Setting(title=option.proposal.title, strategy=strategy, beside=around, rooms=rooms, points=points))
+        found.append(Setting(title=option.proposal.title, strategy=strategy, beside=around, rooms=cards, points=points))
     return tuple(found)
 
 
@@ -106,7 +106,7 @@ def _deciding(ledger: Ledger) -> tuple[str, dict[Category, int]]:
     return ledger.deciding.phase, ledger.at_peak
 
 
-def _rooms(sample: Sample, question: Question, strategy: Strategy) -> tuple[Room, ...]:
+def rooms(sample: Sample, question: Question, strategy: Strategy) -> tuple[Room, ...]:
     """The question's card, and those of which a rehearsal's question is the same to the letter: they run the same
     kernels with the same scratch memory, beside a context as large."""
     own = question.gpu
