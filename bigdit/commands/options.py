@@ -35,3 +35,56 @@ Device = Annotated[
         "rehearsed. `bench memory --gpu auto`: measured, on this machine's card, if left out.",
     ),
 ]
+
+# What a plan is asked.
+GpuMemory = Annotated[
+    str | None, typer.Option(metavar="SIZE", help="The card's used + free in nvidia-smi, such as 45416MiB.")
+]
+Gpus = Annotated[int | None, typer.Option(metavar="N", help="Cards in all; 1 if left out.")]
+GpusPerNode = Annotated[int | None, typer.Option(metavar="N", help="Cards in a machine; 8 if left out.")]
+Network = Annotated[
+    float | None, typer.Option(metavar="GB/S", help="10^9 bytes a second between machines; 12.5 if left out.")
+]
+HostMemory = Annotated[
+    str | None,
+    typer.Option(metavar="SIZE", help="Of one machine: 128GiB; this one's for --gpu auto, else 64 GiB a card."),
+]
+Resolutions = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="PIXELS",
+        help=f"{RESOLUTION} Of several, with commas or by repetition, the first decides, and the others are buckets.",
+    ),
+]
+Buckets = Annotated[
+    str | None,
+    typer.Option(
+        metavar="PIXELS",
+        help="Further sizes whose largest micro-batch is wanted, or none; of pictures the usual aspect ratios, if "
+        "left out (aspect).",
+    ),
+]
+GlobalBatch = Annotated[int | None, typer.Option(metavar="N", help="Samples in an optimizer step over all cards.")]
+Images = Annotated[
+    str | None, typer.Option(metavar="N", help="Samples of the data set: 250000, 1.5k, 30M; for time and disk.")
+]
+Epochs = Annotated[float | None, typer.Option(metavar="N", help="How often each is trained on; once if left out.")]
+Price = Annotated[float | None, typer.Option(metavar="MONEY", help="Of one card for an hour, in your currency.")]
+Receipts = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="Receipts of measured runs, to calibrate the speed by.")
+]
+Engine = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Fix the engine: single, zero0 to zero3, zero2-offload, fsdp2, …")
+]
+Optimizer = Annotated[str | None, typer.Option(metavar="NAME", help="Fix the optimizer: adamw, adamw_8bit, came, …")]
+Precision = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Fix the precision: bf16, bf16_sr, fp16, tf32, fp32.")
+]
+Ema = Annotated[
+    str | None, typer.Option(metavar="PLACE", help="Keep a moving average: auto, gpu or cpu; none if left out.")
+]
+Lora = Annotated[int | None, typer.Option(metavar="RANK", help="Train adapters of this rank.")]
+Features = Annotated[
+    str | None, typer.Option(metavar="WHEN", help="cached (if left out), or online: encode while training.")
+]
+Full = Annotated[bool | None, typer.Option("--full", help="Train all weights: propose no adapters instead.")]

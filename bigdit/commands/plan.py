@@ -7,7 +7,32 @@ from typing import Annotated
 
 import typer
 
-from bigdit.commands.options import RESOLUTION, Device, Frames, Gpu, Json, Model
+from bigdit.commands.options import (
+    Buckets,
+    Device,
+    Ema,
+    Engine,
+    Epochs,
+    Features,
+    Frames,
+    Full,
+    GlobalBatch,
+    Gpu,
+    GpuMemory,
+    Gpus,
+    GpusPerNode,
+    HostMemory,
+    Images,
+    Json,
+    Lora,
+    Model,
+    Network,
+    Optimizer,
+    Precision,
+    Price,
+    Receipts,
+    Resolutions,
+)
 
 EXIT_DOES_NOT_FIT = 2
 
@@ -15,71 +40,30 @@ EXIT_DOES_NOT_FIT = 2
 def run(
     model: Model,
     gpu: Gpu,
-    gpu_memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="The card's used + free in nvidia-smi, such as 45416MiB.")
-    ] = None,
-    gpus: Annotated[int | None, typer.Option(metavar="N", help="Cards in all; 1 if left out.")] = None,
-    gpus_per_node: Annotated[int | None, typer.Option(metavar="N", help="Cards in a machine; 8 if left out.")] = None,
-    network: Annotated[
-        float | None, typer.Option(metavar="GB/S", help="10^9 bytes a second between machines; 12.5 if left out.")
-    ] = None,
-    host_memory: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", help="Of one machine: 128GiB; this one's for --gpu auto, else 64 GiB a card."),
-    ] = None,
-    resolution: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="PIXELS",
-            help=f"{RESOLUTION} Of several, with commas or by repetition, the first decides, and the others are "
-            "buckets.",
-        ),
-    ] = None,
-    buckets: Annotated[
-        str | None,
-        typer.Option(
-            metavar="PIXELS",
-            help="Further sizes whose largest micro-batch is wanted, or none; of pictures the usual aspect ratios, if "
-            "left out (aspect).",
-        ),
-    ] = None,
+    gpu_memory: GpuMemory = None,
+    gpus: Gpus = None,
+    gpus_per_node: GpusPerNode = None,
+    network: Network = None,
+    host_memory: HostMemory = None,
+    resolution: Resolutions = None,
+    buckets: Buckets = None,
     frames: Frames = None,
-    global_batch: Annotated[
-        int | None, typer.Option(metavar="N", help="Samples in an optimizer step over all cards.")
-    ] = None,
-    images: Annotated[
-        str | None, typer.Option(metavar="N", help="Samples of the data set: 250000, 1.5k, 30M; for time and disk.")
-    ] = None,
-    epochs: Annotated[
-        float | None, typer.Option(metavar="N", help="How often each is trained on; once if left out.")
-    ] = None,
-    price: Annotated[
-        float | None, typer.Option(metavar="MONEY", help="Of one card for an hour, in your currency.")
-    ] = None,
-    receipts: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Receipts of measured runs, to calibrate the speed by.")
-    ] = None,
-    engine: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Fix the engine: single, zero0 to zero3, zero2-offload, fsdp2, …")
-    ] = None,
-    optimizer: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Fix the optimizer: adamw, adamw_8bit, came, …")
-    ] = None,
-    precision: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Fix the precision: bf16, bf16_sr, fp16, tf32, fp32.")
-    ] = None,
+    global_batch: GlobalBatch = None,
+    images: Images = None,
+    epochs: Epochs = None,
+    price: Price = None,
+    receipts: Receipts = None,
+    engine: Engine = None,
+    optimizer: Optimizer = None,
+    precision: Precision = None,
     checkpointed_blocks: Annotated[
         str | None, typer.Option(metavar="K", help="Fix how many blocks are recomputed: a number, or all.")
     ] = None,
     micro_batch: Annotated[int | None, typer.Option(metavar="N", help="Fix the samples of a card in one pass.")] = None,
-    ema: Annotated[
-        str | None, typer.Option(metavar="PLACE", help="Keep a moving average: auto, gpu or cpu; none if left out.")
-    ] = None,
-    lora: Annotated[int | None, typer.Option(metavar="RANK", help="Train adapters of this rank.")] = None,
-    features: Annotated[
-        str | None, typer.Option(metavar="WHEN", help="cached (if left out), or online: encode while training.")
-    ] = None,
-    full: Annotated[bool | None, typer.Option("--full", help="Train all weights: propose no adapters instead.")] = None,
+    ema: Ema = None,
+    lora: Lora = None,
+    features: Features = None,
+    full: Full = None,
     explain: Annotated[
         bool, typer.Option("--explain", help="Show the way from the setting that people copy to the recommended one.")
     ] = False,
