@@ -25,6 +25,7 @@ from bigdit.commands import (
     rehearse,
     sample,
     train,
+    whatif,
 )
 from bigdit.errors import EXIT_USER, UserError
 
@@ -44,6 +45,7 @@ app = typer.Typer(
 )
 for name, module in {
     "plan": plan,
+    "whatif": whatif,
     "rehearse": rehearse,
     "emulate": emulate,
     "extract": extract,

@@ -49,6 +49,10 @@ class Pool:
     def __exit__(self, *error: object) -> None:
         self._lanes.end()
 
+    def start(self) -> None:
+        """Have the processes import what they need by the time of the first question."""
+        self._lanes.start()
+
     def rehearse(self, requests: Sequence[RehearsalRequest]) -> list[RehearsedSize | UserError]:
         """An answer for each request, in their order; what the user could mend stands in its place.
 

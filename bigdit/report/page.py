@@ -18,6 +18,7 @@ from bigdit.report.svg import DARK, inline, variable
 from bigdit.report.timeline import COLOURS, timeline_figure
 from bigdit.report.whatif import whatif
 from bigdit.search.plan import Plan
+from bigdit.search.telling.ways import Way
 from bigdit.units import count, gib
 
 COLUMNS = 400
@@ -42,13 +43,14 @@ class Bar(NamedTuple):
     mark: str = ""
 
 
-def page(plan: Plan, folder: Path | None = None) -> str:
-    """The page; with the commands that run the plan from `folder`, where it lies."""
+def page(plan: Plan, folder: Path | None = None, live: Sequence[Way] = ()) -> str:
+    """The page; with the commands that run the plan from `folder`, where it lies, and with what may be asked `live` of
+    the server that hands it out."""
     filters = {"gib": gib, "size": words.size, "count": count, "between": words.between}
-    return render("plan.html", filters, _found(plan, folder))
+    return render("plan.html", filters, _found(plan, folder, live))
 
 
-def _found(plan: Plan, folder: Path | None) -> dict[str, Any]:
+def _found(plan: Plan, folder: Path | None, live: Sequence[Way]) -> dict[str, Any]:
     """All that the template shows."""
     usable = plan.question.gpu.usable_bytes
     longest = max(usable, plan.chosen.process.high_bytes)
@@ -76,7 +78,8 @@ def _found(plan: Plan, folder: Path | None) -> dict[str, Any]:
             for command in (commands(plan, folder) if folder and obstacle(plan) is None else ())
         ],
         "blocks": words.blocks(plan),
-        "whatif": whatif(plan),
+        "whatif": whatif(plan, live),
+        "live": bool(live),
     }
 
 

@@ -1,7 +1,8 @@
-"""What the page's sliders and choices move over: the plan's settings in words, and the points of each."""
+"""What the page's sliders and choices move over: settings in words, and the points of each, or what may be asked."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from bigdit.memory import CATEGORIES
@@ -9,6 +10,8 @@ from bigdit.report import words
 from bigdit.report.svg import variable
 from bigdit.search.finding.space import OPTIMIZER_TITLES
 from bigdit.search.plan import Plan, Point, Setting
+from bigdit.search.question import MOST_MICRO_BATCH
+from bigdit.search.telling.ways import Way
 from bigdit.spec import Strategy
 
 FOUND = {
@@ -18,56 +21,82 @@ FOUND = {
 }
 
 
-def whatif(plan: Plan) -> dict[str, Any] | None:
-    """All that the script of the page is given, for JSON; None where the plan has no settings."""
+def whatif(plan: Plan, live: Sequence[Way] = ()) -> dict[str, Any] | None:
+    """All that the script of the page is given, for JSON: the plan's grid, or what may be asked `live`; None where the
+    plan has no settings."""
     if not plan.settings:
         return None
-    chosen, start = plan.chosen.strategy, _start(plan)
-    count = max(point.checkpointed_blocks for point in start.points)
-    blocks = count if chosen.checkpointed_blocks == "all" else chosen.checkpointed_blocks
-    return {
-        "choices": choices(plan),
-        "fields": list(Point.model_fields),
-        "settings": [_setting(each, plan) for each in plan.settings],
-        "start": {
-            "strategy": start.title,
-            "micro-batch": chosen.micro_batch_size,
-            "blocks": blocks,
-            "card": start.rooms[0].card,
-        },
+    asked = _live(plan, live) if live else _grid(plan)
+    return asked | {
+        "start": start(plan),
         "categories": {name: variable(name) for name in CATEGORIES},
-        "found": FOUND,
         "hostMemory": plan.question.host_memory_bytes,
         "samples": words.samples(plan),
     }
 
 
-def choices(plan: Plan) -> dict[str, str]:
+def start(plan: Plan) -> dict[str, Any]:
+    """What is asked first: the recommended strategy."""
+    chosen = plan.chosen.strategy
+    setting = next(each for each in plan.settings if each.holds(chosen))
+    count = max(point.checkpointed_blocks for point in setting.points)
+    blocks = count if chosen.checkpointed_blocks == "all" else chosen.checkpointed_blocks
+    return {
+        "strategy": setting.title,
+        "micro-batch": chosen.micro_batch_size,
+        "blocks": blocks,
+        "card": plan.question.gpu.title,
+    }
+
+
+def choices(settings: Iterable[Setting]) -> dict[str, str]:
     """What is chosen beside the sizes and the card: its key, and what it is called."""
     found = {"engine": "Engine", "optimizer": "Optimizer", "precision": "Precision", "average": "EMA"}
-    if any(each.strategy.lora for each in plan.settings):
+    if any(each.strategy.lora for each in settings):
         found["adapters"] = "Adapters"
     return found | {"kept": "Kept of recomputed blocks"}
 
 
-def _start(plan: Plan) -> Setting:
-    """The setting of the recommended strategy."""
-    return next(each for each in plan.settings if each.holds(plan.chosen.strategy))
+def _grid(plan: Plan) -> dict[str, Any]:
+    chosen = choices(plan.settings)
+    return {
+        "choices": chosen,
+        "fields": list(Point.model_fields),
+        "settings": [
+            _setting(each, chosen) | {"points": [_point(point) for point in each.points]} for each in plan.settings
+        ],
+        "found": FOUND,
+        "live": None,
+    }
 
 
-def _setting(setting: Setting, plan: Plan) -> dict[str, Any]:
+def _live(plan: Plan, ways: Sequence[Way]) -> dict[str, Any]:
+    chosen = {"cards": "Number of cards"} | choices(each.setting for each in ways)
+    return {
+        "choices": chosen,
+        "settings": [
+            _setting(each.setting, chosen)
+            | {"sizes": each.sizes, "any": each.any_size, "blocks": each.blocks}
+            | {"hostMemory": each.question.host_memory_bytes}
+            for each in ways
+        ],
+        "live": {"emulated": plan.question.device == "emulated", "largest": MOST_MICRO_BATCH},
+    }
+
+
+def _setting(setting: Setting, chosen: Collection[str]) -> dict[str, Any]:
     return {
         "strategy": setting.title,
-        "words": {key: text for key, text in _words(setting.strategy).items() if key in choices(plan)},
+        "words": {key: text for key, text in _words(setting.strategy).items() if key in chosen},
         "beside": setting.beside.high_bytes,
         "rooms": [room.model_dump(mode="json") for room in setting.rooms],
-        "points": [_point(each) for each in setting.points],
     }
 
 
 def _words(strategy: Strategy) -> dict[str, str]:
     adapters = strategy.lora
     return {
+        "cards": str(strategy.world_size),
         "engine": words.engine(strategy),
         "optimizer": OPTIMIZER_TITLES[strategy.optimizer.name],
         "precision": words.PRECISIONS[strategy.precision],

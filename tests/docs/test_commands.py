@@ -101,8 +101,9 @@ def asked(command, tmp_path):
 
     pipeline_folder(tmp_path / "models/mine", "Efficient-Large-Model/Sana_1600M_1024px_diffusers")
     values = parsed(command, tmp_path)
-    if command.options[0] == "plan":
-        question_for(**{key: value for key, value in values.items() if value and key != "out"})
+    if command.options[0] in ("plan", "whatif"):
+        own = ("out", "port", "no_browser")
+        question_for(**{key: value for key, value in values.items() if value and key not in own})
     else:
         catalog.find_model(values["model"]), catalog.resolve_gpu(values["gpu"])
         assert [parse_strategy(text.split()) for text in values["strategy"]]

@@ -1,8 +1,8 @@
-// Shows the point of the plan's grid that sliders and choices ask for. Nothing is computed here but what another card
-// leaves of it: all figures are the plan's, as JSON beside this script. The address keeps what is asked.
+// Shows what sliders and choices ask for: a point of the plan's grid, or what live.js is answered. Nothing is computed here
+// but what another card leaves of a point. The address keeps what is asked.
 const given = JSON.parse(document.getElementById("whatif-data").textContent);
 const at = (name) => document.getElementById(`whatif-${name}`);
-for (const setting of given.settings) setting.points = setting.points.map(named);
+for (const setting of given.settings) setting.points = setting.points?.map(named);
 const keys = Object.keys(given.choices);
 const distinct = (values) => [...new Set(values)];
 const CLASSES = { FITS: "fits", TIGHT: "tight", "DOES NOT FIT": "no" };
@@ -32,18 +32,25 @@ function nearest(sizes, wanted) {
   return sizes.reduce((best, size) => (Math.abs(size - wanted) < Math.abs(best - wanted) ? size : best));
 }
 
-const sizesOf = (setting) => distinct(setting.points.map((point) => point.micro_batch_size));
-const blocksOf = (setting) => distinct(setting.points.map((point) => point.checkpointed_blocks));
+const sizesOf = (setting) => setting.sizes ?? distinct(setting.points.map((point) => point.micro_batch_size));
+const blocksOf = (setting) => setting.blocks ?? distinct(setting.points.map((point) => point.checkpointed_blocks));
 
 // What is asked, or what is nearest to it where that is not in the grid.
 function answer() {
   const setting = given.settings.find((each) => each.strategy === asked.strategy) ?? given.settings[0];
-  const size = nearest(sizesOf(setting), asked["micro-batch"]);
+  const wanted = asked["micro-batch"];
+  const size = setting.any ? Math.min(Math.max(wanted, 1), given.live.largest) : nearest(sizesOf(setting), wanted);
   const blocks = nearest(blocksOf(setting), asked.blocks);
-  const point = setting.points.find((each) => each.micro_batch_size === size && each.checkpointed_blocks === blocks);
   const room = setting.rooms.find((each) => each.card === asked.card) ?? setting.rooms[0];
   asked = { strategy: setting.strategy, "micro-batch": size, blocks, card: room.card };
-  return { setting, point, room, ...judged(setting, point, room) };
+  return { setting, room };
+}
+
+function ofGrid({ setting, room }) {
+  const { "micro-batch": size, blocks } = asked;
+  const point = setting.points.find((each) => each.micro_batch_size === size && each.checkpointed_blocks === blocks);
+  const { verdict, found } = judged(setting, point, room);
+  return { setting, room, point, verdict, predicted: found === "predicted", how: given.found[found] };
 }
 
 // On the plan's own card as the plan has it; on another one by the same bytes, which nothing has run there.
@@ -71,7 +78,7 @@ function fill(select, values, value) {
 
 function slide(slider, sizes, size, text) {
   slider.max = sizes.length - 1;
-  slider.value = sizes.indexOf(size);
+  slider.value = sizes.indexOf(nearest(sizes, size));
   slider.disabled = sizes.length < 2;
   slider.setAttribute("aria-valuetext", text);
   document.getElementById(`${slider.id}-said`).textContent = text;
@@ -87,30 +94,35 @@ function showAsked({ setting, room }) {
   const blocks = blocksOf(setting);
   slide(at("micro-batch"), sizesOf(setting), asked["micro-batch"], `${asked["micro-batch"]}`);
   slide(at("blocks"), blocks, asked.blocks, `${asked.blocks}`);
+  if (at("exactly")) at("exactly").value = asked["micro-batch"];
 }
 
-function showVerdict({ point, room, verdict, found }) {
+function showVerdict({ setting, point, room, verdict, predicted, how }) {
   const { process } = point;
+  const memory = setting.hostMemory ?? given.hostMemory;
   const left = room.usable_bytes - process.high_bytes;
-  const host = point.host_bytes > given.hostMemory;
-  const short = `; ${gib(point.host_bytes)} of host memory a machine, of ${gib(given.hostMemory)}`;
+  const host = point.host_bytes > memory;
+  const short = `; ${gib(point.host_bytes)} of host memory a machine, of ${gib(memory)}`;
   const wants = `${between(process.low_bytes, process.high_bytes)} of ${gib(room.usable_bytes)} usable`;
+  const more = point.ran_out && !point.at_peak; // where it ran out of memory, and no rehearsal says of how much
   const rest = left >= 0 ? `${gib(left)} left` : `${gib(-left)} too much`;
   at("verdict").className = `verdict ${CLASSES[verdict]}`;
-  at("verdict").querySelector("strong").textContent = (found === "predicted" ? "~" : "") + verdict;
+  at("verdict").querySelector("strong").textContent = (predicted ? "~" : "") + verdict;
   at("verdict").querySelector("span").textContent =
-    `wants ${wants}, ${rest}${host ? short : ""}; ${given.found[found]}`;
+    more ? `wants more than there is; ${how}` : `wants ${wants}, ${rest}${host ? short : ""}; ${how}`;
 }
 
-// The process at the high end in parts, each with a letter and a colour of its own: what is live by category, idle in the
-// allocator, not known, beside torch.
+// The process at the high end in parts, each with a letter and a colour of its own: what is live by category if that is
+// known, idle in the allocator, not known, beside torch.
 function partsOf(point, beside) {
-  const allocated = point.at_peak.reduce((sum, bytes) => sum + bytes, 0);
+  const allocated = point.at_peak?.reduce((sum, bytes) => sum + bytes, 0) ?? point.peak_allocated_bytes;
   const idle = Math.max(point.peak_reserved_bytes - allocated, 0);
   const margin = point.process.high_bytes - beside - point.peak_reserved_bytes;
   const mark = point.at_peak_rehearsed ? "" : "~";
   const colours = Object.entries(given.categories);
-  const live = colours.map(([name, colour], number) => [name, colour, point.at_peak[number], mark]);
+  const live = point.at_peak
+    ? colours.map(([name, colour], number) => [name, colour, point.at_peak[number], mark])
+    : [["allocated", "--accent", allocated, ""]];
   const parts = [
     ...live,
     ["idle in the allocator", "--idle", idle, mark],
@@ -146,14 +158,17 @@ function showBytes({ setting, point, room }) {
   mark.textContent = `usable ${gib(room.usable_bytes)}`;
 }
 
-function showFacts({ setting, point, room, found }) {
+function showFacts({ setting, point, room, predicted }) {
   const facts = [
-    ["reserved by torch", (found === "predicted" ? "~" : "") + gib(point.peak_reserved_bytes), "with expandable segments"],
-    ["decides", point.phase, "the highest peak of all phases"],
-    ["on the host", gib(point.host_bytes), `of ${gib(given.hostMemory)} a machine`],
+    ["reserved by torch", (predicted ? "~" : "") + gib(point.peak_reserved_bytes), "with expandable segments"],
   ];
+  if (point.phase) {
+    facts.push(["decides", point.phase, "the highest peak of all phases"]);
+    facts.push(["on the host", gib(point.host_bytes), `of ${gib(setting.hostMemory ?? given.hostMemory)} a machine`]);
+  }
   const speed = point.images_per_second_per_card;
-  if (room === setting.rooms[0]) facts.push([`${given.samples}/s a card`, speed, room.card]);
+  if (speed && (given.live || room === setting.rooms[0])) facts.push([`${given.samples}/s a card`, speed, room.card]);
+  if (point.seconds_per_step) facts.push(["a step", point.seconds_per_step, "of all its micro-batches"]);
   const pairs = facts.map(([name, value, more]) => {
     const pair = document.createElement("div");
     pair.append(made("dt", name), made("dd", value), made("dd", more));
@@ -165,6 +180,11 @@ function showFacts({ setting, point, room, found }) {
 function show() {
   const found = answer();
   showAsked(found);
+  if (given.live) askLive(found);
+  else showFound(ofGrid(found));
+}
+
+function showFound(found) {
   showVerdict(found);
   showBytes(found);
   showFacts(found);
@@ -202,6 +222,8 @@ for (const [key, sizes] of [["micro-batch", sizesOf], ["blocks", blocksOf]]) {
     asked[key] = sizes(setting)[event.target.value];
   }));
 }
+at("exactly")?.addEventListener("change", exactly);
+document.querySelector("#whatif form").addEventListener("submit", (event) => event.preventDefault()); // by Enter
 addEventListener("hashchange", recall);
 document.getElementById("whatif").hidden = false;
 recall();
