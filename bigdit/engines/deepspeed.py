@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -16,13 +17,26 @@ from deepspeed.runtime.zero.linear import zero3_linear_wrap
 from deepspeed.runtime.zero.partition_parameters import Init, InsertPostInitMethodToModuleSubClasses
 from torch import nn
 
-from bigdit import optim
+from bigdit import libraries, optim
 from bigdit.engines.finite import are_finite
 from bigdit.engines.protocol import Engine, Stepped, compute_dtype
 from bigdit.engines.scaling import LossScaler
 from bigdit.engines.shards import Shard, whole
 from bigdit.errors import UserError
 from bigdit.spec import Strategy
+
+with libraries.uncompiled():  # DeepSpeed imports its Muon to know whether an optimizer is one
+    importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
+
+
+def _no_shm_op() -> None:
+    return None
+
+
+# DeepSpeed's collectives of CPUs serve tensor-parallel inference alone: training on a CPU reduces by gloo. Each process
+# would take 66 MiB of shared memory for them, and a machine's first compile them for most of a minute. Source:
+# inference_all_reduce in deepspeed/comm/torch.py, DeepSpeed 0.19, whose parent has another attribute by its name.
+importlib.import_module("deepspeed.comm.torch").build_shm_op = _no_shm_op  # type: ignore[attr-defined]
 
 
 class DeepSpeedEngine(Engine):

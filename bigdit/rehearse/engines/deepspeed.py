@@ -19,17 +19,14 @@ from bigdit.rehearse.engines.deepspeed_peers import once_for_all
 from bigdit.rehearse.kernels import reads
 from bigdit.rehearse.request import Kernels
 
-# Their parents have other attributes by these names.
+# Its parent has another attribute by this name.
 _comm: Any = importlib.import_module("deepspeed.comm.comm")
-_backend: Any = importlib.import_module("deepspeed.comm.torch")
 
 
 @contextmanager
 def alone(kernels: Kernels, world_size: int) -> Iterator[None]:
     """DeepSpeed starts and steps alone in here, as one of `world_size`, on the device of these kernels."""
     set_accelerator(FakeGpuAccelerator() if kernels == "cuda" else CPU_Accelerator())
-    # Its shared-memory collectives serve inference on CPUs; they are compiled at first use, and wait for the others.
-    _backend.build_shm_op = _no_shm_op
     nvtx.enable_nvtx = False  # marks for a profiler, at every call
     if utils.get_lst_from_rank0.__module__ != __name__:
         utils.get_lst_from_rank0 = _agreeing(utils.get_lst_from_rank0)
@@ -45,10 +42,6 @@ def alone(kernels: Kernels, world_size: int) -> Iterator[None]:
         # The next group may have another size.
         groups._release_process_group_references()
         _comm.cdb = None
-
-
-def _no_shm_op() -> None:
-    return None
 
 
 def _agreeing(broadcast: Callable[[list[int]], object]) -> Callable[[list[int]], list[int]]:
