@@ -16,6 +16,7 @@ from torch import nn
 from bigdit.errors import UserError, nearest
 from bigdit.models.families import family
 from bigdit.models.paper_dit import PaperDiT
+from bigdit.models.weights import fill
 from bigdit.shortage import ran_out
 from bigdit.spec import ModelSpec
 
@@ -41,21 +42,17 @@ def load(spec: ModelSpec, folder: Path, *, dtype: torch.dtype) -> nn.Module:
     """
     model_class = _model_class(spec)
     try:
-        model, found = model_class.from_pretrained(
-            folder,
-            torch_dtype=torch.float32,
-            use_safetensors=True,
-            local_files_only=True,
-            output_loading_info=True,
-            **spec.kwargs,  # this model, where the folder's config says another
-        )
+        config = model_class.load_config(folder, local_files_only=True)
+        with init_empty_weights(include_buffers=False):
+            model = model_class.from_config(config, **spec.kwargs)  # this model, where the folder's config says another
+        missing, unexpected = fill(model, folder, dtype=dtype)
     except (OSError, ValueError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:300]
         raise UserError(f"{folder} does not hold diffusers weights of {spec.class_name}: {reason}") from None
-    if found["missing_keys"] or found["unexpected_keys"]:
+    if missing or unexpected:
         raise UserError(
-            f"{folder} holds weights of another {spec.class_name}: {len(found['missing_keys'])} tensors are missing "
-            f"and {len(found['unexpected_keys'])} unexpected"
+            f"{folder} holds weights of another {spec.class_name}: {missing} tensors are missing "
+            f"and {unexpected} unexpected"
         )
     return _in_training(model, dtype)
 

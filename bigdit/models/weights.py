@@ -1,0 +1,43 @@
+"""Weights of a diffusers folder, read a file at a time: never a second copy of the model, nor one in fp32."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import nn
+
+from bigdit.documents import parse_json, read_mapping
+
+_FILE = "diffusion_pytorch_model.safetensors"
+
+
+def fill(model: nn.Module, folder: Path, *, dtype: torch.dtype) -> tuple[int, int]:
+    """Give the model its tensors by their names, in `dtype`; how many the folder lacks, and how many it has beside.
+
+    What is in `dtype` already stays mapped: the pages of its file, which all processes share until they write to them.
+    Raises OSError, ValueError or RuntimeError where a file cannot be read, or a tensor has another shape.
+    """
+    lacking, beside = set(model.state_dict()), set()
+    for file in _files(folder):
+        try:
+            tensors = load_file(file)
+        except SafetensorError as error:
+            raise OSError(f"{file.name}: {error}") from error
+        rounded = {name: value.to(dtype) if value.is_floating_point() else value for name, value in tensors.items()}
+        found = model.load_state_dict(rounded, strict=False, assign=True)
+        beside.update(found.unexpected_keys)
+        lacking -= tensors.keys()
+    return len(lacking), len(beside)
+
+
+def _files(folder: Path) -> list[Path]:
+    index = folder / f"{_FILE}.index.json"
+    if not index.exists():
+        return [folder / _FILE]
+    shards = read_mapping(index, parse_json, str(index), "a JSON object").get("weight_map")
+    if not isinstance(shards, dict):
+        raise ValueError(f"{index.name} has no weight_map, which names the files")
+    return [folder / name for name in sorted({str(name) for name in shards.values()})]
