@@ -33,7 +33,6 @@ from chaotic.seen import Seen
 from chaotic.world import World
 from faulty.page import write_section
 
-from bigdit.train.processes.leftovers import remove_leftovers
 from bigdit.units import duration
 
 Round = Callable[[World, random.Random, Path], Seen]
@@ -99,7 +98,6 @@ def main() -> None:
             print(f"seed {result.seed}, {result.name}: {result.problem}", file=sys.stderr, flush=True)
         if len(results) % 20 == 0:
             print(f"{len(results)} rounds, {_failed(results)} failed", file=sys.stderr, flush=True)
-    remove_leftovers()  # of killed ZeRO-2 runs, whose next start was not to come
     seconds = time.perf_counter() - began
     chosen = f"--rounds {arguments.rounds} --seed {arguments.seed}"
     if arguments.alone:

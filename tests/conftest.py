@@ -4,8 +4,6 @@ import fcntl
 import gc
 import os
 import signal
-import time
-from pathlib import Path
 
 import pytest
 
@@ -24,36 +22,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 from commands import BIN, DIGITS, ROOT, SINGLE, TINY, bigdit, run_ranks, with_set
 from hypothesis import settings
 
-# Whatever tests start finds the environment's own programs first. Of two releases of ninja each builds DeepSpeed's
-# operators anew when the other has built them, a minute and a half of a core each time.
+# Whatever tests start finds the environment's own programs first.
 os.environ["PATH"] = f"{BIN}{os.pathsep}{os.environ['PATH']}"
 
 # How long an example takes is this machine's business: other work on it must not fail a test.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def shared_memory():
-    """What killed processes with DeepSpeed's collectives of CPUs left there, 66 MiB each, is taken away."""
-    yield
-    left = [
-        file
-        for file in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_{os.getuid()}_*")
-        if time.time() - file.stat().st_mtime > 5  # a process that starts has not mapped it yet
-    ]
-    if left:
-        maps = "".join(_read(file) for file in Path("/proc").glob("[0-9]*/maps"))
-        for file in left:
-            if str(file) not in maps:
-                file.unlink(missing_ok=True)
-
-
-def _read(file):
-    try:
-        return file.read_text()
-    except OSError:  # the process has ended, or is another user's
-        return ""
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ FSDP2 = ("engine.name=fsdp2", "engine.ds_config=null")
 ZERO2 = ()
 ENDLESS = ("train.steps=1000000", "train.checkpoint_every=100000")
 BIGDIT = (BIN / "bigdit", "train")
-LIMIT_S = 400  # DeepSpeed compiles its collectives at the first start on a machine
+LIMIT_S = 400  # of a machine that others keep busy too
 
 
 def arguments(features, output, *overrides):

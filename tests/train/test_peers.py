@@ -99,10 +99,9 @@ sys.exit(guard(main))
 
 
 def grouped(capfd, what, timeout=60.0):
-    """The exit status and what two processes print, but for what another test's killed trainer had left meanwhile."""
+    """The exit status and what two processes print."""
     status = Ranks([sys.executable, "-c", _GROUP, what, str(timeout)], 10.0).run(2)
-    lines = capfd.readouterr().err.splitlines(keepends=True)
-    return status, "".join(line for line in lines if not line.startswith("note: removed /dev/shm/"))
+    return status, capfd.readouterr().err
 
 
 @pytest.fixture(autouse=True)

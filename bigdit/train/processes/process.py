@@ -13,7 +13,7 @@ import torch.distributed as dist
 from bigdit import libraries
 from bigdit.dist import World
 from bigdit.errors import UserError
-from bigdit.train.processes.leftovers import BUFFER, SHARED_MEMORY, remove_leftovers
+from bigdit.train.processes.leftovers import remove_leftovers
 
 STARTS = "BIGDIT_STARTS"
 """How often a process has started its command anew; each time the processes meet anew, under keys of their own."""
@@ -61,7 +61,6 @@ def process_group(
     finally:
         # Without this, ZeRO-3's threads are still running at exit, and the process aborts.
         dist.destroy_process_group()
-        _remove_shared_memory(world)
 
 
 def _meet(backend: str, timeout: float) -> None:
@@ -76,9 +75,3 @@ def _meet(backend: str, timeout: float) -> None:
             f"the run's processes did not all come to {where} (MASTER_ADDR, MASTER_PORT) within engine.timeout, "
             f"{timeout:g} s, or one ended before: {said}"
         ) from error
-
-
-def _remove_shared_memory(world: World) -> None:
-    """DeepSpeed's collectives of CPUs leave 66 MiB a process in shared memory, where they are compiled."""
-    place = f"{os.getuid()}_{os.environ.get('MASTER_ADDR')}_{os.environ.get('MASTER_PORT')}_{world.rank}"
-    (SHARED_MEMORY / f"{BUFFER}_{place}").unlink(missing_ok=True)
