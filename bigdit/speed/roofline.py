@@ -7,6 +7,9 @@ that are planned here.
 
 from __future__ import annotations
 
+import functools
+from typing import NamedTuple
+
 from bigdit.catalog import Gpu
 from bigdit.spec import Precision
 from bigdit.speed.interval import Interval
@@ -131,14 +134,44 @@ _ATTENTION = ("scaled_dot_product", "flash_attention", "efficient_attention", "c
 _STEP = ("step", "ema")
 
 
+class Pace(NamedTuple):
+    """How fast a card runs an operator: what it reaches of the peak `rate` (FLOPs a second) and of the `bandwidth`
+    (bytes a second).
+
+    `beside`: how often what is moved comes on top of the arithmetic at the high end; 0 where both run at the same time.
+    `kinds`: which part of a step it is where it computes, and where it only moves.
+    """
+
+    rate: float
+    efficiency: Interval
+    bandwidth: float
+    moving: Interval
+    beside: int
+    kinds: tuple[str, str]
+
+    def seconds(self, amount: Amount) -> tuple[float, float]:
+        """The least and the most. At the high end each call takes what a kernel takes at least, and what computes takes
+        that beside: its first and last tiles leave multiprocessors idle."""
+        calls, flops, nbytes = amount.calls, amount.flops, amount.nbytes / self.bandwidth
+        least, low, high = calls * KERNEL_SECONDS, nbytes / self.moving.high, nbytes / self.moving.low
+        if not flops:
+            return low, max(high, least)
+        arithmetic = flops / self.rate
+        fastest, slowest = arithmetic / self.efficiency.high, arithmetic / self.efficiency.low
+        return max(fastest, low), (slowest + self.beside * high if self.beside else max(slowest, high)) + least
+
+
 def kernel_seconds(load: Load, gpu: Gpu, precision: Precision) -> dict[str, Interval]:
     """Seconds of the card's kernels by kind: they run one after the other."""
-    parts: dict[str, Interval] = {}
+    paces = _paces(gpu, precision)
+    parts: dict[str, tuple[float, float]] = {}
     for operation, amount in load.operations.items():
         if operation.place == "device":
-            part = _part(operation, amount)
-            parts[part] = parts.get(part, Interval(low=0, high=0)) + _seconds(operation, amount, gpu, precision)
-    return parts
+            pace = paces.get(operation) or paces.setdefault(operation, _pace(operation, gpu, precision))
+            part = pace.kinds[0 if amount.flops else 1]
+            (low, high), (least, most) = parts.get(part, (0.0, 0.0)), pace.seconds(amount)
+            parts[part] = low + least, high + most
+    return {part: Interval(low=low, high=high) for part, (low, high) in parts.items()}
 
 
 def operators(load: Load) -> float:
@@ -146,33 +179,27 @@ def operators(load: Load) -> float:
     return sum(amount.calls for operation, amount in load.operations.items() if operation.place == "device")
 
 
-def _seconds(operation: Operation, amount: Amount, gpu: Gpu, precision: Precision) -> Interval:
-    """At the high end each call takes what a kernel takes at least, and what computes takes that beside: its first and
-    last tiles leave multiprocessors idle."""
-    least = Interval(low=0, high=amount.calls * KERNEL_SECONDS)
-    busy = _busy(operation, amount, gpu, precision)
-    return busy + least if amount.flops else _longer(busy, least)
+@functools.lru_cache
+def _paces(gpu: Gpu, precision: Precision) -> dict[Operation, Pace]:
+    """The paces that were asked for: a plan times its few operators at hundreds of sizes."""
+    return {}
 
 
-def _busy(operation: Operation, amount: Amount, gpu: Gpu, precision: Precision) -> Interval:
-    rate, bandwidth = _rate(operation, gpu, precision), gpu.bandwidth_gbs * 1e9
-    measured = gpu.compute_capability == MEASURED
+def _pace(operation: Operation, gpu: Gpu, precision: Precision) -> Pace:
+    rate, measured = _rate(operation, gpu, precision), gpu.compute_capability == MEASURED
+    efficiency, moving, beside = _efficiency(operation, gpu, rate), _bandwidth(operation, measured), 0
     if operation.operator.endswith("(grouped)"):
         # One channel at a time fills no tensor core.
-        arithmetic = _fp32_products(gpu).per(amount.flops / (gpu.tflops.fp32 * 1e12))
-        return _longer(arithmetic, (GROUPED_MEASURED if measured else GROUPED).per(amount.nbytes / bandwidth))
-    moved = _bandwidth(operation, measured).per(amount.nbytes / bandwidth)
-    if amount.flops == 0:
-        return moved
-    arithmetic = _efficiency(operation, gpu, rate).per(amount.flops / rate)
-    if measured and _is_attention(operation):
+        rate, efficiency = gpu.tflops.fp32 * 1e12, _fp32_products(gpu)
+        moving = GROUPED_MEASURED if measured else GROUPED
+    elif measured and _is_attention(operation):
         # Where texts are short, it reads and writes as long as it computes.
-        return Interval(low=max(arithmetic.low, moved.low), high=arithmetic.high + moved.high)
-    if "convolution" in operation.operator and not (measured and operation.dtype != "float32"):
+        beside = 1
+    elif "convolution" in operation.operator and not (measured and operation.dtype != "float32"):
         # cuDNN's kernels for tensor cores want channels last, and convert what comes otherwise: read and written
         # once more.
-        return Interval(low=max(arithmetic.low, moved.low), high=arithmetic.high + 2 * moved.high)
-    return _longer(arithmetic, moved)
+        beside = 2
+    return Pace(rate, efficiency, gpu.bandwidth_gbs * 1e9, moving, beside, _kinds(operation))
 
 
 def _rate(operation: Operation, gpu: Gpu, precision: Precision) -> float:
@@ -224,17 +251,13 @@ def _fp32_products(gpu: Gpu) -> Interval:
     return FP32_PRODUCTS.get(gpu.compute_capability, OTHER_FP32_PRODUCTS)
 
 
-def _part(operation: Operation, amount: Amount) -> str:
+def _kinds(operation: Operation) -> tuple[str, str]:
     if operation.phase == "encode":
-        return "encoders"
+        return "encoders", "encoders"
     if operation.phase in _STEP:
-        return "optimizer"
+        return "optimizer", "optimizer"
     if _is_attention(operation):
-        return "attention"
+        return "attention", "attention"
     if "convolution" in operation.operator:
-        return "convolutions"
-    return "matrix products" if amount.flops else "memory-bound operators"
-
-
-def _longer(first: Interval, second: Interval) -> Interval:
-    return Interval(low=max(first.low, second.low), high=max(first.high, second.high))
+        return "convolutions", "convolutions"
+    return "matrix products", "memory-bound operators"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -57,13 +57,18 @@ class Outline:
     gap: Gap
     work: tuple[Work, Work]
     params: int
+    # A search asks time and again, of the same few sizes with other numbers of recomputed blocks.
+    _peaks: dict[float, dict[str, float]] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _works: dict[float, Work] = field(default_factory=dict, init=False, compare=False, repr=False)
 
-    def peaks(self, micro_batch_size: float) -> dict[str, float]:
+    def peaks(self, micro_batch_size: float) -> Mapping[str, float]:
         """The highest bytes of each phase."""
-        found: dict[str, float] = {}
-        for phase, live in zip(self.phases, self.live, strict=True):
-            found[phase] = max(found.get(phase, 0.0), float(live.at(micro_batch_size).max()))
-        return found
+        if micro_batch_size not in self._peaks:
+            found: dict[str, float] = {}
+            for phase, live in zip(self.phases, self.live, strict=True):
+                found[phase] = max(found.get(phase, 0.0), float(live.at(micro_batch_size).max()))
+            self._peaks[micro_batch_size] = found
+        return self._peaks[micro_batch_size]
 
     def at_peak(self, micro_batch_size: float) -> dict[str, Bytes]:
         """What is live at the highest moment of each phase, by category in the order of CATEGORIES."""
@@ -79,8 +84,10 @@ class Outline:
 
     def work_at(self, micro_batch_size: float) -> Work:
         """What one step does."""
-        start, slope = self.work
-        return start + slope * (micro_batch_size - FIRST_SIZE)
+        if micro_batch_size not in self._works:
+            start, slope = self.work
+            self._works[micro_batch_size] = start + slope * (micro_batch_size - FIRST_SIZE)
+        return self._works[micro_batch_size]
 
 
 @dataclass(frozen=True)
@@ -98,7 +105,7 @@ class Arrangement:
     def count(self) -> int:
         return sum(length for _, length in self.blocks)
 
-    def peaks(self, micro_batch_size: float, checkpointed: int) -> dict[str, float]:
+    def peaks(self, micro_batch_size: float, checkpointed: int) -> Mapping[str, float]:
         """Bytes of each phase with the first `checkpointed` blocks recomputed.
 
         Until the backward pass comes to those blocks it is as without checkpointing, less what they did not save;
@@ -111,7 +118,7 @@ class Arrangement:
             return plain
         less = self.spared(micro_batch_size, checkpointed)
         recomputed = self.full.peaks(micro_batch_size)
-        return recomputed | {
+        return {**recomputed} | {
             phase: max(recomputed[phase], plain[phase] - less) for phase in OF_ACTIVATIONS if phase in plain
         }
 
