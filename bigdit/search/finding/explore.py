@@ -46,7 +46,7 @@ def explore(
 
 def hopeless(pool: Pool, sample: Sample, proposal: Proposal, capacity_bytes: float) -> bool:
     """Whether what has no activations, the start and the optimizer's step, takes more than the card has."""
-    strategy, of = _checkpointed(proposal.strategy, "all"), _depths(proposal)
+    strategy, _, of = _asked(proposal)[-1]
     answers = pool.rehearse(requests(sample, strategy, SIZES[:1], of))
     known = [each for each in answers if isinstance(each, RehearsedSize)]
     if len(known) < len(answers):
@@ -81,29 +81,25 @@ def selective(pool: Pool, sample: Sample, options: Sequence[Option]) -> list[Opt
 
 
 def _asked(proposal: Proposal) -> list[tuple[Strategy, tuple[int, ...], Depths]]:
-    """The strategies to rehearse siblings of, at which micro-batch sizes, and how deep they are."""
-    full, of = _checkpointed(proposal.strategy, "all"), _depths(proposal)
+    """The strategies to rehearse siblings of, at which micro-batch sizes, and how deep they are: of what varies another
+    proposal the state alone is wanted, which is the same whatever is recomputed."""
+    none, full = (_checkpointed(proposal.strategy, blocks) for blocks in (0, "all"))
     if proposal.base is not None:
-        return [(full, SIZES[:1], of)]
-    return [(_checkpointed(proposal.strategy, 0), SIZES, of), (full, SIZES, of)]
-
-
-def _depths(proposal: Proposal) -> Depths:
-    """Of siblings: of what varies another proposal the state alone is wanted."""
-    return OF_STEP if proposal.base is None else OF_STATE
+        return [(none, SIZES[:1], OF_STATE)]
+    return [(none, SIZES, OF_STEP), (full, SIZES, OF_STEP)]
 
 
 def _arrangement(
     sample: Sample, proposal: Proposal, base: Arrangement | None, known: Sequence[RehearsedSize]
 ) -> Arrangement:
-    full_strategy = _checkpointed(proposal.strategy, "all")
+    none = _checkpointed(proposal.strategy, 0)
     if base is not None:
-        full: Outline = outline(sample.model, full_strategy, known, _depths(proposal))
-        return replace(base, none=varied(base.none, base.full, full), full=varied(base.full, base.full, full))
+        state: Outline = outline(sample.model, none, known, OF_STATE)
+        return replace(base, none=varied(base.none, base.none, state), full=varied(base.full, base.none, state))
     half = len(known) // 2
     return Arrangement(
-        none=outline(sample.model, _checkpointed(proposal.strategy, 0), known[:half]),
-        full=outline(sample.model, full_strategy, known[half:]),
+        none=outline(sample.model, none, known[:half]),
+        full=outline(sample.model, _checkpointed(proposal.strategy, "all"), known[half:]),
         blocks=sample.model.block_lists,
     )
 

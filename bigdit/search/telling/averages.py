@@ -32,7 +32,7 @@ def averages(pool: Pool, sample: Sample, question: Question, options: Sequence[O
         and (option.proposal.base or option.proposal).strategy == first
     ]
     asked = [
-        first.model_copy(update={"ema": EmaSpec(device=device), "checkpointed_blocks": "all"}) for device in PLACES
+        first.model_copy(update={"ema": EmaSpec(device=device), "checkpointed_blocks": 0}) for device in PLACES
     ]
     answers = pool.rehearse([request for each in asked for request in requests(sample, each, SIZES[:1], OF_STATE)])
     each = len(answers) // len(asked)
@@ -41,7 +41,7 @@ def averages(pool: Pool, sample: Sample, question: Question, options: Sequence[O
         known = [answer for answer in answers[at * each : (at + 1) * each] if isinstance(answer, RehearsedSize)]
         if len(known) == each:
             other = outline(sample.model, strategy, known, OF_STATE)
-            found += [_with_average(option, alike[0].arrangement.full, other, device) for option in alike]
+            found += [_with_average(option, alike[0].arrangement.none, other, device) for option in alike]
     return found
 
 
