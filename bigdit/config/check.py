@@ -25,6 +25,11 @@ def check(run: RunConfig, model: ModelSpec) -> None:
         problems.append(
             "train.lora adapts trained weights, and model.init_from is missing; set it to a folder of diffusers weights"
         )
+    if run.samples is not None and any(len(bucket) == 3 for bucket in run.data.buckets):
+        problems.append(
+            "samples draws pictures on the way, and data.buckets has frames; leave samples out, and draw videos by "
+            "`bigdit sample`"
+        )
     problems += _check_schedule(run)
     if (run.engine.ds_config is not None) != (run.engine.name == "deepspeed"):
         found = "set" if run.engine.ds_config else "missing"

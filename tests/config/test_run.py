@@ -206,3 +206,9 @@ def test_one_way_to_name_the_model():
         "one of model.name, model.path and model.class_name says what is trained; "
         "model.name and model.class_name was found"
     ]
+
+
+def test_pictures_on_the_way_are_not_of_videos():
+    found = problems(["data.buckets=[[9, 8, 8]]", "data.fps=8", "samples.captions=[a one]"])
+    said = "samples draws pictures on the way, and data.buckets has frames; leave samples out, and draw videos by "
+    assert f"{said}`bigdit sample`" in found

@@ -31,9 +31,7 @@ def averages(pool: Pool, sample: Sample, question: Question, options: Sequence[O
         if option.proposal.strategy.checkpointing == "full"
         and (option.proposal.base or option.proposal).strategy == first
     ]
-    asked = [
-        first.model_copy(update={"ema": EmaSpec(device=device), "checkpointed_blocks": 0}) for device in PLACES
-    ]
+    asked = [first.model_copy(update={"ema": EmaSpec(device=device), "checkpointed_blocks": 0}) for device in PLACES]
     answers = pool.rehearse([request for each in asked for request in requests(sample, each, SIZES[:1], OF_STATE)])
     each = len(answers) // len(asked)
     found = []
