@@ -55,7 +55,7 @@ class Gate:
         origin = headers.get(b"origin")
         if origin is not None and origin.removeprefix(b"http://") not in self._hosts:
             return 403, "another page asks; this server answers its own alone"
-        given = scope["path"].encode().split(b"/")[1]
+        given = scope["path"].encode().removeprefix(b"/").partition(b"/")[0]  # of `OPTIONS *` too
         if not secrets.compare_digest(given, self._token):
             return 403, "the token is missing or another one; open the address that `bigdit whatif` printed"
         if scope["method"] not in ("GET", "POST"):

@@ -132,6 +132,7 @@ def stopped(live, ask):
         ("POST", "{path}", {}, b"{}", 405),
         ("PUT", "{path}run", {}, b"", 405),
         ("OPTIONS", "{path}run", {}, b"", 405),
+        ("OPTIONS", "*", {}, b"", 403),
     ],
 )  # fmt: skip
 def test_who_may_ask_what(live, method, path, headers, sent, status):
