@@ -79,7 +79,6 @@ def _found(plan: Plan, folder: Path | None, live: Sequence[Way]) -> dict[str, An
         ],
         "blocks": words.blocks(plan),
         "whatif": whatif(plan, live),
-        "live": bool(live),
     }
 
 
