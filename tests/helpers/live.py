@@ -4,14 +4,35 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
+import signal
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from bigdit.live.answers import Answers
 from bigdit.live.serve import listening, prepared
+from bigdit.search.asking.ask import question_for
+from bigdit.search.question import Question
+
+ADAMW, LOSSY = "one process, AdamW", "one process, CAME, bf16 without masters"
+USABLE_MIB = 1340
+"""Of the served page's cards: too little for some of what is asked."""
+WITHIN_S = 120
+
+
+def question(**changes: Any) -> Question:
+    """That of the plan of tests/commands/test_plan.py, which is kept."""
+    return question_for("dit-s-8", "rtx-3060", images="10k", global_batch=64, device="rehearsed", **changes)
+
+
+def body(strategy: str, size: int, blocks: int) -> dict[str, Any]:
+    """What the page asks."""
+    sizes = {"micro_batch_size": size, "checkpointed_blocks": blocks}
+    return {"strategy": strategy, "card": "NVIDIA GeForce RTX 3060"} | sizes
 
 
 class Answer(NamedTuple):
@@ -79,3 +100,19 @@ def served(page: str, answers: Answers) -> Iterator[Served]:
         finally:
             server.should_exit = True
             thread.join()
+
+
+def stopped(live: Served, ask: Callable[[], object]) -> int:
+    """The process that a question begins, of a number of cards that was not asked for before; it does nothing from then
+    on."""
+    (card,) = live.answers.cards.values()
+    before = {*card.lanes.forks}
+    ask()
+    until = time.monotonic() + WITHIN_S
+    while not (new := {*card.lanes.forks} - before):
+        assert time.monotonic() < until
+        time.sleep(0.005)
+    (fork,) = new
+    assert fork is not None
+    os.kill(fork, signal.SIGSTOP)
+    return fork
