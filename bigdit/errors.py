@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import functools
 import importlib.metadata
 import os
@@ -13,6 +14,12 @@ import traceback
 from collections.abc import Callable, Iterable
 
 EXIT_USER, EXIT_BUG, EXIT_INTERRUPTED = 1, 3, 130
+
+# What a system says of a path or its disk, which no command can mend: those that know more of it have said so before.
+_OF_PATHS = (
+    *(errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM),
+    *(errno.EROFS, errno.ENOSPC, errno.EDQUOT),
+)
 
 _HIDDEN = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
@@ -91,7 +98,10 @@ def guard(main: Callable[[], int | None]) -> int:
         if os.environ.get("RANK", "0") == "0":
             print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
-    except Exception:
+    except Exception as error:
+        if isinstance(error, OSError) and error.filename is not None and error.errno in _OF_PATHS:
+            print(f"error: {shown(str(error.filename)[:200])}: {error.strerror}", file=sys.stderr)
+            return EXIT_USER
         print(shown(traceback.format_exc()), end="", file=sys.stderr)
         found = " ".join(f"{name}={version}" for name, version in versions().items())
         print(f"this is a bug in bigdit, or in what it drives; versions: {found}", file=sys.stderr)
