@@ -4,8 +4,10 @@ import fcntl
 import gc
 import os
 import signal
+import subprocess
 
 import pytest
+import warm
 
 # A thread more for each of two workers and their processes is more than there are cores: torch's threads then wait for
 # each other, for seconds a step.
@@ -24,6 +26,9 @@ from hypothesis import settings
 
 # Whatever tests start finds the environment's own programs first.
 os.environ["PATH"] = f"{BIN}{os.pathsep}{os.environ['PATH']}"
+
+# What tests start is there at once.
+subprocess.Popen = warm.Popen
 
 # How long an example takes is this machine's business: other work on it must not fail a test.
 settings.register_profile("untimed", deadline=None)

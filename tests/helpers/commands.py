@@ -1,11 +1,10 @@
 """The commands of bigdit as a user starts them, and the overrides of tiny runs of the digits."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
-from warm import Server
+import warm
 
 from bigdit.train.processes.launch import free_port
 
@@ -40,24 +39,13 @@ def environment_with(variables):
 
 def run_command(*command, timeout=300, **environment):
     """Run a real command from the repository's root; stdout, stderr and returncode, never more than `timeout` s."""
-    return subprocess.run(
-        [str(part) for part in command],
-        cwd=ROOT,
-        env=environment_with(environment),
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
-
-
-_server = Server()
+    return warm.run([str(part) for part in command], [environment_with(environment)], ROOT, timeout)
 
 
 def bigdit(*arguments, timeout=300, **environment):
     """The command line tool, as a user starts it, but that its libraries are there already."""
     program = [str(part) for part in (BIN / "bigdit", *arguments)]
-    return _server.run(program, [environment_with(environment)], ROOT, timeout)
+    return warm.run(program, [environment_with(environment)], ROOT, timeout)
 
 
 def run_ranks(count, *program, timeout=300, **environment):
@@ -67,7 +55,7 @@ def run_ranks(count, *program, timeout=300, **environment):
         own |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
         own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = [own | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if count > 1 else {}) for rank in range(count)]
-    return _server.run([str(part) for part in program], ranks, ROOT, timeout)
+    return warm.run([sys.executable, *(str(part) for part in program)], ranks, ROOT, timeout)
 
 
 def with_set(overrides):

@@ -1,150 +1,347 @@
-"""Python programs in processes that have the libraries already: importing them takes 8 s, and tests start hundreds.
+"""Python programs in processes that have the libraries already: importing them takes seconds, and tests start hundreds.
 
-Run as a script, it imports what others wrote, nothing of bigdit, and forks at each line of JSON: each child has the
-arguments, the environment, the folder and the files of a command that a shell starts, and runs the program itself.
+`Popen` is subprocess.Popen, but that python programs of this environment are clones of a process, the seed, which has
+imported what others wrote and nothing of bigdit. A clone is a child of the process that asked for it, as after fork and
+exec, with its own arguments, environment, folder, files, signals and place in /proc. It has a seed of its own, made
+before all else, so that what it starts, such as the ranks of a launcher, is warm too.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import gc
 import importlib
 import json
 import os
 import runpy
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+import types
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import linux
 
 LIBRARIES = (
     *("diffusers.models.transformers.sana_transformer", "diffusers.schedulers", "transformers.models.t5"),
     *("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.utils.flop_counter"),
-    *("deepspeed", "bitsandbytes", "peft", "torchao.optim", "accelerate", "matplotlib.figure", "pyarrow.parquet"),
+    *("deepspeed", "torchao.optim", "accelerate", "matplotlib.figure", "pyarrow.parquet"),
 )
+UNCOMPILED = ("deepspeed.runtime.zero.muon.muon_optimizer", "bitsandbytes.optim", "peft")
+LOOK_AT_CARDS = ("bitsandbytes.optim", "peft")
+"""Which of them ask for cards when they are imported: a clone is to see its own."""
+READ_AT_IMPORT = ("HF_", "LD_", "OMP_", "MKL_", "PYTORCH_", "BIGDIT_EMULATED_")
+"""How variables begin that are read when libraries are imported, and not again."""
+READ_LATER = ("BIGDIT_EMULATED_CARD", "BIGDIT_EMULATED_PEERS")
+"""Of those, what the emulated card's libraries read when they are first called."""
+OBSERVED = ("BIGDIT_EMULATED_OUT", "BIGDIT_EMULATED_VALUES")
+"""What has an emulated process begin otherwise than others, from its first import on."""
 
 
-class Server:
-    """The process that is forked: it starts when it is first asked, and ends with this one."""
+def _read_at_import(environment: Mapping[str, str]) -> dict[str, str]:
+    return {
+        name: value for name, value in environment.items() if name.startswith(READ_AT_IMPORT) and name not in READ_LATER
+    }
 
-    def __init__(self) -> None:
-        self._process: subprocess.Popen[str] | None = None
 
-    def run(
-        self, program: Sequence[str], environments: Sequence[dict[str, str]], folder: Path, timeout: float
-    ) -> subprocess.CompletedProcess[str]:
-        """Run a script with its arguments, or `-m MODULE` with its, in a process an environment, side by side.
+class Seed:
+    """The process that is cloned, as the one that asks it holds it."""
 
-        What they wrote, one after the other, and the first status that is not 0. Raises subprocess.TimeoutExpired
-        after `timeout` s, and all are killed.
-        """
-        server = self._started()
-        assert server.stdin is not None
-        assert server.stdout is not None
-        with tempfile.TemporaryDirectory() as kept:
-            asked = {"program": list(program), "environments": list(environments), "folder": str(folder)}
+    def __init__(self, asked: socket.socket, environment: Mapping[str, str], process: Any = None) -> None:
+        self._asked = asked
+        self._process = process
+        self._owner = os.getpid()
+        self._one = threading.Lock()
+        self._environment = _read_at_import(environment)
+
+    def suits(self, environment: Mapping[str, str]) -> bool:
+        """Whether a clone is what a new process with these variables would be, and a child of this one."""
+        return self._owner == os.getpid() and _read_at_import(environment) == self._environment
+
+    def clone(self, asked: dict[str, Any], files: Sequence[int]) -> int:
+        """The process id of a clone that has taken its place: its files are open, its group and signals are set."""
+        text = json.dumps(asked).encode("utf-8", "surrogateescape")
+        ready, theirs = os.pipe()
+        with self._one, open(ready, "rb") as placed:
             try:
-                print(json.dumps(asked | {"files": kept, "timeout": timeout}), file=server.stdin, flush=True)
-                statuses: list[int] | None = json.loads(server.stdout.readline())
-            except BaseException:  # a test's own time was over: the answer would be taken for the next one's
-                self._process = None
-                server.terminate()
-                raise
-            out, err = (
-                "".join(Path(kept, f"{name}{number}").read_text() for number in range(len(environments)))
-                for name in ("out", "err")
-            )
-        if statuses is None:
-            raise subprocess.TimeoutExpired(list(program), timeout, out, err)
-        return subprocess.CompletedProcess(list(program), next(filter(None, statuses), 0), out, err)
-
-    def _started(self) -> subprocess.Popen[str]:
-        if self._process is None:
-            self._process = subprocess.Popen(
-                [sys.executable, "-W", "ignore", __file__],
-                env=os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,  # libraries' remarks on being imported
-                text=True,
-            )
-            atexit.register(self._process.communicate)  # the end of its input is its end
-        return self._process
+                socket.send_fds(self._asked, [len(text).to_bytes(8, "little")], [theirs, *files])
+            finally:
+                os.close(theirs)
+            self._asked.sendall(text)
+            pid = int.from_bytes(_exactly(self._asked, 8), "little")
+            placed.read()
+        return pid
 
 
-def _serve() -> tuple[dict[str, Any], int] | None:
-    """What a child is asked to be, and its number, in that child; None in the server, when there is no more to do."""
-    for line in sys.stdin:
-        asked = json.loads(line)
-        children = []
-        for number in range(len(asked["environments"])):
-            children.append(os.fork())
-            if children[-1] == 0:
-                return asked, number
-        print(json.dumps(_statuses(children, asked["timeout"])), flush=True)
-    return None
+_Exec = subprocess.Popen  # its place is taken
+_seeds: dict[Path, Seed] = {}
+"""By the folder of their interpreter. A clone has that of its own alone, and starts others by exec."""
+_OWN = (Path(sys.prefix) / "bin").resolve()
+_is_a_seed = __name__ == "__main__"
 
 
-def _statuses(children: list[int], timeout: float) -> list[int] | None:
-    """How they ended; None where their time was over. Whatever lasts longer is killed, with what it has started."""
+def _seed_for(folder: Path, environment: Mapping[str, str]) -> Seed | None:
+    """The seed whose clone such a process would be. It starts when it is first asked, and ends with this process."""
+    on_card = "BIGDIT_EMULATED_CARD" in environment
+    known = folder == (_OWN.parents[1] / ".venv-cuda/bin" if on_card else _OWN) and environment.keys().isdisjoint(
+        OBSERVED
+    )
+    if known and folder not in _seeds and not _is_a_seed:
+        own = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+        if on_card:
+            cards = ("BIGDIT_EMULATED_", "DS_ACCELERATOR", "PYTHONPATH")
+            own |= {name: value for name, value in environment.items() if name.startswith(cards)}
+        ours, theirs = socket.socketpair()
+        process = _Exec(
+            [folder / "python", "-W", "ignore", __file__, str(theirs.fileno())],
+            env=own,
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,  # libraries' remarks on being imported
+        )
+        theirs.close()
+        _seeds[folder] = Seed(ours, own, process)
+    seed = _seeds.get(folder)
+    return seed if seed is not None and seed.suits(environment) else None
+
+
+class Popen(_Exec):
+    """As subprocess.Popen; what is no python program, or not as it would be there, is started by exec."""
+
+    def _execute_child(  # type: ignore[override]
+        self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell,
+        p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, restore_signals, gid, gids, uid, umask,
+        start_new_session, process_group,
+    ):  # fmt: skip
+        given = os.environ if env is None else env
+        environment = {os.fsdecode(name): os.fsdecode(value) for name, value in given.items()}
+        standard = [number if own == -1 else own for number, own in enumerate((p2cread, c2pwrite, errwrite))]
+        usual = not (shell or executable or preexec_fn or gid or gids or uid or umask != -1 or isinstance(args, str))
+        usual = usual and close_fds and (cwd is None or os.path.isdir(cwd)) and not any(map(os.isatty, standard))
+        program = _program([os.fsdecode(word) for word in args], environment) if usual else None
+        seed = _seed_for(program.folder, environment) if program is not None else None
+        if program is None or seed is None:
+            return super()._execute_child(
+                args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell,
+                p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, restore_signals, gid, gids, uid, umask,
+                start_new_session, process_group,
+            )  # fmt: skip
+        asked = {
+            "program": program.words,
+            "words": [os.fsdecode(word) for word in args],
+            "unbuffered": program.unbuffered,
+            "environment": environment,
+            "folder": str(Path(os.fsdecode(cwd) if cwd else ".").absolute()),
+            "numbers": [0, 1, 2, *pass_fds],
+            "session": start_new_session,
+            "group": process_group,
+            "ignored": [int(each) for each in signal.valid_signals() if signal.getsignal(each) is signal.SIG_IGN],
+            "blocked": [int(each) for each in signal.pthread_sigmask(signal.SIG_BLOCK, [])],
+        }
+        try:
+            self.pid = seed.clone(asked, [*standard, *pass_fds])
+        except BaseException:  # a test's own time was over: the answer would be taken for the next one's
+            del _seeds[program.folder]
+            raise
+        self._child_created = True
+        self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
+        return None
+
+
+class _Program(NamedTuple):
+    folder: Path  # of its interpreter
+    words: list[str]  # `-m MODULE`, `-c CODE` or a script, with its arguments
+    unbuffered: bool
+
+
+def _program(words: Sequence[str], environment: Mapping[str, str]) -> _Program | None:
+    """None for what is none of python, and for code outside of cards, by which tests ask what an import takes along."""
+    found = shutil.which(words[0], path=environment.get("PATH"))
+    if found is None:
+        return None
+    folder, rest = Path(found).parent.resolve(), list(words[1:])
+    if not (folder / "python").exists():
+        return None
+    if not Path(found).name.startswith("python"):
+        with open(found, "rb") as script:
+            interpreter = Path(os.fsdecode(script.readline().strip()).removeprefix("#!"))
+        return _Program(folder, [found, *rest], False) if interpreter.parent.resolve() == folder else None
+    if not Path(words[0]).is_absolute():  # whose sys.executable is for the interpreter to find
+        return None
+    options = set()
+    while rest[:1] in (["-u"], ["-W"]):
+        options.add(rest[0])
+        del rest[: 1 + (rest[0] == "-W")]
+    code = ("-c", "-m") if "BIGDIT_EMULATED_CARD" in environment else ("-m",)
+    if not rest or (rest[0].startswith("-") and rest[0] not in code):
+        return None
+    return _Program(folder, rest, "-u" in options or bool(environment.get("PYTHONUNBUFFERED")))
+
+
+def run(
+    program: Sequence[str], environments: Sequence[dict[str, str]], folder: Path, timeout: float
+) -> subprocess.CompletedProcess[str]:
+    """Run a command in a process an environment, side by side, each in a group of its own.
+
+    What they wrote, one after the other, and the first status that is not 0. Raises subprocess.TimeoutExpired
+    after `timeout` s, and all are killed, with what they have started.
+    """
     deadline = time.monotonic() + timeout
-    ended: dict[int, int] = {}
-    try:
-        while len(ended) < len(children) and time.monotonic() < deadline:
-            for child in set(children) - ended.keys():
-                pid, status = os.waitpid(child, os.WNOHANG)
-                if pid:
-                    ended[child] = os.waitstatus_to_exitcode(status)
-            time.sleep(0.01)
-    finally:
-        for child in set(children) - ended.keys():
-            with contextlib.suppress(ProcessLookupError):  # it has no group of its own yet
-                os.killpg(child, signal.SIGKILL)
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-    return [ended[child] for child in children] if len(ended) == len(children) else None
+    with contextlib.ExitStack() as ending:
+        running, written = [], []
+        for environment in environments:
+            files = [ending.enter_context(tempfile.TemporaryFile("w+")) for _ in ("out", "err")]
+            process = Popen(program, cwd=folder, env=environment, stdin=subprocess.DEVNULL,
+                            stdout=files[0], stderr=files[1], process_group=0)  # fmt: skip
+            ending.callback(_kill, process)
+            running.append(process)
+            written.append(files)
+        try:
+            statuses = [process.wait(max(0, deadline - time.monotonic())) for process in running]
+        finally:
+            out, err = ("".join(_read(files[number]) for files in written) for number in (0, 1))
+    return subprocess.CompletedProcess(list(program), next(filter(None, statuses), 0), out, err)
 
 
-def _become(asked: dict[str, Any], number: int) -> None:
-    os.setpgid(0, 0)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    written = os.O_WRONLY | os.O_CREAT
-    for descriptor, name, flags in (
-        (0, os.devnull, os.O_RDONLY),
-        (1, f"{asked['files']}/out{number}", written),
-        (2, f"{asked['files']}/err{number}", written),
-    ):
-        opened = os.open(name, flags, 0o600)
-        os.dup2(opened, descriptor)
-        os.close(opened)
-    environment, program = asked["environments"][number], asked["program"]
+def _kill(process: subprocess.Popen) -> None:
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _read(file: Any) -> str:
+    file.seek(0)
+    return file.read()
+
+
+def _exactly(asked: socket.socket, count: int) -> bytes:
+    found = b""
+    while len(found) < count:
+        part = asked.recv(count - len(found))
+        if not part:
+            raise EOFError("the process that has the libraries has ended")
+        found += part
+    return found
+
+
+def _grow(asked_by: socket.socket) -> dict[str, Any]:
+    """Be a seed until the process that asks ends; returns in each clone, as what it was asked to be, in its place."""
+    while True:
+        header, files, *_ = socket.recv_fds(asked_by, 8, 256)
+        if not header:
+            os._exit(0)
+        asked = _exactly(asked_by, int.from_bytes(header, "little"))
+        pid = linux.clone_beside()
+        if pid == 0:
+            break
+        asked_by.sendall(pid.to_bytes(8, "little"))
+        for each in files:
+            os.close(each)
+    asked_by.close()
+    own: dict[str, Any] = json.loads(asked.decode("utf-8", "surrogateescape"))
+    ready, *files = map(_apart, files)
+    _take_place(own, files)
+    ours, theirs = socket.socketpair()
+    if os.fork() == 0:
+        linux.end_with_parent()
+        linux.show(["seed"], {})
+        os.close(ready)
+        ours.close()
+        _open_nothing(own["numbers"])
+        for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(each, signal.SIG_IGN)
+        return _grow(theirs)
+    theirs.close()
+    global _is_a_seed
+    _is_a_seed = False
+    _seeds[Path(sys.executable).parent.resolve()] = Seed(ours, os.environ)
+    os.write(ready, b"placed")
+    os.close(ready)
+    return own
+
+
+def _take_place(asked: dict[str, Any], files: Sequence[int]) -> None:
+    """Group, files, signals, environment and folder of a process that was asked for."""
+    if asked["session"]:
+        os.setsid()
+    elif asked["group"] != -1:
+        os.setpgid(0, asked["group"])
+    for each, number in zip(files, asked["numbers"], strict=True):
+        os.dup2(each, number)
+        os.close(each)
+    for each in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP, signal.SIGPIPE, signal.SIGXFSZ}:
+        usual = signal.default_int_handler if each == signal.SIGINT else signal.SIG_DFL
+        signal.signal(each, signal.SIG_IGN if each in asked["ignored"] else usual)
+    signal.pthread_sigmask(signal.SIG_SETMASK, asked["blocked"])
     os.environ.clear()
-    os.environ.update(environment)
+    os.environ.update(set_by_imports | asked["environment"])
     os.chdir(asked["folder"])
-    module = program[1] if program[0] == "-m" else None
-    sys.argv = program[1:] if module else program
-    sys.path[0] = asked["folder"] if module else str(Path(program[0]).parent)
+    linux.show(asked["words"], asked["environment"])
+
+
+def _apart(file: int) -> int:
+    """The same file by a number that none is to have."""
+    apart = fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, 512)
+    os.close(file)
+    return apart
+
+
+def _open_nothing(numbers: Sequence[int]) -> None:
+    """Hold none of these files: who reads what a process wrote waits for the last one that holds it."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for number in numbers:
+        os.dup2(nothing, number)
+    os.close(nothing)
+
+
+def _become(asked: dict[str, Any]) -> None:
+    """Run the program as the interpreter does."""
+    environment, program = asked["environment"], asked["program"]
+    if asked["unbuffered"]:
+        for stream in (sys.stdout, sys.stderr):
+            stream.reconfigure(write_through=True)  # type: ignore[union-attr]
+    sys.dont_write_bytecode = bool(environment.get("PYTHONDONTWRITEBYTECODE"))
+    if Path(asked["words"][0]).name.startswith("python"):
+        sys.executable = asked["words"][0]
+    first, *rest = program
+    given = first in ("-m", "-c")
+    sys.argv, sys.orig_argv = [first, *rest[1:]] if given else program, asked["words"]
+    sys.path[0] = asked["folder"] if given else str(Path(first).parent)
     sys.path[1:1] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
-    if module:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    if first == "-m":
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    elif first == "-c":
+        sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(rest[0], sys.modules["__main__"].__dict__)
     else:
-        runpy.run_path(program[0], run_name="__main__")
+        runpy.run_path(first, run_name="__main__")
 
 
-def _end(asked: dict[str, Any], number: int) -> int:
+def _end(asked: dict[str, Any]) -> int:
     """Run the program; its exit status, when its threads have ended and its exit functions have run."""
     status: Any = 0
     try:
-        _become(asked, number)
+        _become(asked)
     except SystemExit as ending:
         status = ending.code or 0
+        if not isinstance(status, int):
+            print(status, file=sys.stderr)
+            status = 1
+    except KeyboardInterrupt:
+        traceback.print_exc()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
     except BaseException:
         traceback.print_exc()
         status = 1
@@ -152,14 +349,35 @@ def _end(asked: dict[str, Any], number: int) -> int:
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
-    return status if isinstance(status, int) else 1
+    return status
+
+
+def _import_libraries() -> dict[str, str]:
+    """As bigdit's own processes do; the variables that they set."""
+    from bigdit import libraries
+
+    before, on_card = dict(os.environ), "BIGDIT_EMULATED_CARD" in os.environ
+    libraries.prepare()
+    import torch
+
+    asks = torch.cuda.is_available
+    if on_card:  # which torch would remember of this process's, and refuse to look again after a fork
+        torch.cuda.is_available = lambda: True
+    for name in LIBRARIES:
+        importlib.import_module(name)
+    with libraries.uncompiled():
+        for name in UNCOMPILED:
+            if not (on_card and name in LOOK_AT_CARDS):
+                importlib.import_module(name)
+    torch.cuda.is_available = asks
+    for name in [name for name in sys.modules if name.partition(".")[0] == "bigdit"]:
+        del sys.modules[name]
+    return {name: value for name, value in os.environ.items() if name not in before}
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: no child is left
-    for library in LIBRARIES:
-        importlib.import_module(library)
-    gc.freeze()  # a child's collections do not touch, and so copy, what was imported
-    found = _serve()
-    if found is not None:
-        os._exit(_end(*found))  # an interpreter that ends in order takes all libraries apart, for a second
+    given = socket.socket(fileno=int(sys.argv[1]))
+    subprocess.Popen = Popen  # type: ignore[misc]  # before libraries keep it
+    set_by_imports = _import_libraries()
+    gc.freeze()  # a clone's collections do not touch, and so copy, what was imported
+    os._exit(_end(_grow(given)))  # an interpreter that ends in order takes all libraries apart, for a second

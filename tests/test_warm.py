@@ -1,0 +1,101 @@
+"""A program that starts warm finds what fork and exec would have given it, and so does what it starts."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import warm
+from commands import environment_with
+
+PROBE = """
+import json, os, pathlib, signal, subprocess, sys
+def strings(name):
+    return pathlib.Path("/proc/self", name).read_bytes().decode().split("\\0")
+found = {
+    "parent": os.getppid(), "pid": os.getpid(), "leads": [os.getpgid(0) == os.getpid(), os.getsid(0) == os.getpid()],
+    "argv": sys.argv, "orig_argv": sys.orig_argv, "path": sys.path[:2], "folder": os.getcwd(), "name": __name__,
+    "cmdline": strings("cmdline"), "environ": sorted(strings("environ")), "variables": sorted(os.environ.items()),
+    "handlers": [str(signal.getsignal(each)) for each in signal.valid_signals()],
+    "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])), "read": sys.stdin.read(),
+    "handed": os.read(int(os.environ["HANDED"]), 9).decode(), "libraries": "deepspeed" in sys.modules,
+}
+if sys.argv[1:] == ["first"]:
+    read, write = os.pipe()
+    os.write(write, b"handed on")
+    done = subprocess.Popen(
+        [sys.executable, "-u", __file__, "second"], env=os.environ | {"HANDED": str(read)}, pass_fds=[read],
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, start_new_session=True,
+    )
+    found["child"] = json.loads(done.communicate()[0])
+    assert found["child"].pop("parent") == os.getpid()
+    assert found["child"].pop("pid") == done.pid
+    assert done.returncode == 7
+print(json.dumps(found))
+print("said", file=sys.stderr)
+sys.exit(7)
+"""
+
+
+def probed(popen, script):
+    """What the script finds, and says on stderr, when this class starts it."""
+    read, write = os.pipe()
+    os.write(write, b"handed")
+    os.close(write)
+    environment = environment_with({"HANDED": str(read), "PYTHONPATH": "/nowhere"})
+    command = [sys.executable, "-W", "ignore", str(script), "first"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with popen(command, env=environment, cwd=script.parent, process_group=0, pass_fds=[read], **pipes) as process:
+        os.close(read)
+        said, errors = process.communicate("to be read", timeout=120)
+    assert process.returncode == 7, errors
+    found = json.loads(said)
+    assert (found.pop("parent"), found.pop("pid")) == (os.getpid(), process.pid)
+    for each in (found, found["child"]):
+        del each["variables"], each["environ"], each["libraries"]
+    return json.loads(said), found, errors
+
+
+@pytest.fixture
+def script(tmp_path):
+    file = tmp_path / "probe.py"
+    file.write_text(PROBE)
+    return file
+
+
+@pytest.mark.slow
+def test_it_is_as_if_it_had_been_executed(script):
+    whole, warmly, errors = probed(warm.Popen, script)
+    _, cold, expected = probed(warm.Popen.__base__, script)
+    assert errors == expected
+    assert warmly.pop("child") == cold.pop("child")
+    assert warmly == cold
+    assert whole["libraries"]
+    assert whole["child"]["libraries"]
+    for each in (whole, whole["child"]):
+        own = dict(each["variables"])
+        assert own.keys() >= {"HANDED", "PYTHONPATH", "PATH"}
+        assert all(f"{name}={own[name]}" in each["environ"] for name in ("HANDED", "PYTHONPATH", "PATH"))
+
+
+@pytest.mark.slow
+def test_it_ends_by_signals_and_nothing_is_left_of_it(tmp_path):
+    file = tmp_path / "waits.py"
+    file.write_text("import subprocess, sys, time\nprint('ready', flush=True)\ntime.sleep(100)")
+    for number, status in ((signal.SIGTERM, -15), (signal.SIGKILL, -9), (signal.SIGINT, -2)):
+        process = warm.Popen([sys.executable, file], stdout=subprocess.PIPE, stderr=subprocess.PIPE, process_group=0)
+        assert process.stdout.readline() == b"ready\n"
+        process.send_signal(number)
+        process.communicate(timeout=20)  # whoever of its own held the pipes has ended too
+        assert process.returncode == status
+
+
+def test_a_program_that_is_not_there_or_no_python_is_started_as_ever(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        warm.Popen([str(tmp_path / "none")])
+    with pytest.raises(FileNotFoundError):
+        warm.Popen([sys.executable, "-m", "json.tool"], cwd=tmp_path / "none")
+    done = subprocess.run(["sh", "-c", "echo $0"], stdout=subprocess.PIPE, text=True, check=True)
+    assert done.stdout == "sh\n"
