@@ -1,6 +1,7 @@
 # make setup | demo | test | check | docs | referee; everything lives in .venv, .venv-cuda and .venv-oldest; nothing needs a GPU.
 PYTHON ?= python3
 BIN := .venv/bin
+VENV := .venv/.made
 READY := .venv/.ready
 CUDA_READY := .venv-cuda/.ready
 OLDEST_READY := .venv-oldest/.ready
@@ -9,20 +10,23 @@ OLDEST_READY := .venv-oldest/.ready
 
 setup: $(READY)
 
-cuda: $(CUDA_READY)
+cuda: $(READY) $(CUDA_READY)
 
-oldest: $(OLDEST_READY)
+oldest: $(READY) $(OLDEST_READY)
 
-$(READY): setup.cfg pyproject.toml constraints.txt
+$(VENV):
 	$(PYTHON) -m venv .venv
+	touch $@
+
+$(READY): $(VENV) setup.cfg pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $(READY)
 
 # The CUDA build of torch (three equals signs: no build of another name) without NVIDIA's packages, which emulated cards
-# stand in for; all else is .venv's. In .venv-oldest it is the oldest that setup.cfg allows.
+# stand in for; all else is .venv's, which may be filled meanwhile. In .venv-oldest it is the oldest that setup.cfg allows.
 $(CUDA_READY): TORCH = $$(sed -n 's/^torch==//p' constraints.txt)
 $(OLDEST_READY): TORCH = $$(sed -n 's/^ *torch>=\([0-9.]*\),.*/\1.0/p' setup.cfg)
-$(CUDA_READY) $(OLDEST_READY): $(READY)
+$(CUDA_READY) $(OLDEST_READY): $(VENV) setup.cfg constraints.txt
 	$(BIN)/python -m venv $(@D)
 	$(@D)/bin/pip install --quiet --disable-pip-version-check --no-deps "torch===$(TORCH)"
 	echo "import site; site.addsitedir('$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" \
@@ -35,7 +39,9 @@ demo: $(READY)
 test: $(READY) $(CUDA_READY) $(OLDEST_READY)
 	$(BIN)/python -m pytest
 
-check: lint types imports docs test
+check:
+	$(MAKE) -j2 lint types imports docs
+	$(MAKE) test
 
 # The pages as a site in build/site; a link that leads nowhere is an error. The variable is what material asks for to
 # leave out its announcement of a successor.
