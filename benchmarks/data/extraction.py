@@ -1,6 +1,6 @@
 """How much faster two workers extract than one, on two cores: by turns, the median of several runs.
 
-    python benchmarks/extraction.py [--runs 5]
+    python benchmarks/data/extraction.py [--runs 5]
 
 Encoders compute on one thread each: an AutoencoderKL and a T5 with random weights. `steady` is what the workers do
 from their first unit on, waiting included; `whole` counts the start of processes, the loading of encoders, and the end
@@ -32,7 +32,7 @@ from bigdit.extract.worker import Unit
 from bigdit.sources import open_source
 from bigdit.store.schema import StoreSchema, claim
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 COUNT, PART_SIZE, SIDE = 192, 8, 256
 LIMIT = 1.9
 

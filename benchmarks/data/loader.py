@@ -1,6 +1,6 @@
 """The loader against the sequential read of the same bytes, and against what others do.
 
-    python benchmarks/loader.py [--samples 5000] [--folder FOLDER] [--rounds 5] [--json FILE]
+    python benchmarks/data/loader.py [--samples 5000] [--folder FOLDER] [--rounds 5] [--json FILE]
 
 Samples are shaped like Sana's: latents of 32 × 32 × 32 in five aspect ratios, and 103 × 2304 hidden states on the mean,
 all bf16. Every round runs each design once, one after another, beside a sequential `readinto` of the same files, warm

@@ -1,6 +1,6 @@
 """Thirty million samples: from the start to the first batch, and the memory it takes.
 
-    python benchmarks/order.py [--samples 30000000] [--folder FOLDER]
+    python benchmarks/data/order.py [--samples 30000000] [--folder FOLDER]
 
 A folder with the name of every part, the index that a first start leaves, and real parts for the first batches: then a
 new process opens the store, plans the order and reads the first batch, as a rank of a training run does.

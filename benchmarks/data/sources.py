@@ -1,6 +1,6 @@
 """What it takes to open sources of many pictures: seconds, and what the process grows by at its peak.
 
-    python benchmarks/sources.py --count 1000000 --scratch DIR
+    python benchmarks/data/sources.py --count 1000000 --scratch DIR
 
 Each kind is made where it is not there yet, opened in a process of its own, and asked for the items of ten units of 256
 spread over it. Files of pictures are empty: none is decoded.

@@ -4,7 +4,7 @@ A T5 in a PixArt-Σ pipeline, on one core, with captions of about 103 tokens, as
 states, which is checked; they are timed in turns, and the medians printed. One caption at a time, as extraction does it
 on a CPU, is as fast as batches there: matrix products have enough to do, and nothing is padded.
 
-python benchmarks/text_batches.py [CAPTIONS] [ROUNDS]
+python benchmarks/data/text_batches.py [CAPTIONS] [ROUNDS]
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The writer of parts against a sequential write and fsync of the same bytes, and what an encoder waits for it.
 
-    python benchmarks/writer.py [--parts 8] [--folder FOLDER] [--rounds 5]
+    python benchmarks/data/writer.py [--parts 8] [--folder FOLDER] [--rounds 5]
 
-Parts are Sana-shaped, as in benchmarks/loader.py, 256 samples each, with digests. Every round writes the same bytes
-three times, one after another: with write and fsync; by `write_part`; and by `PartWriter` under an encoder that
+Parts are Sana-shaped, as in benchmarks/data/loader.py, 256 samples each, with digests. Every round writes the same
+bytes three times, one after another: with write and fsync; by `write_part`; and by `PartWriter` under an encoder that
 computes for as long as a part takes to be written.
 """
 

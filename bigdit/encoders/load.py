@@ -31,8 +31,9 @@ def load_encoders(config: EncodersConfig, worker: int = 0) -> Encoders:
     device = encoding_device(config.device, worker)
     size = captions = CPU_BATCH if config.batch_size == "auto" else config.batch_size
     if config.batch_size == "auto" and device.type == "cpu":
-        # As fast on one core (benchmarks/text_batches.py), and matrix products of other shapes round otherwise: alone,
-        # a caption has the same bytes in whatever part it comes first, so any split of the work gives the same store.
+        # As fast on one core (benchmarks/data/text_batches.py), and matrix products of other shapes round otherwise:
+        # alone, a caption has the same bytes in whatever part it comes first, so any split of the work gives the same
+        # store.
         captions = 1
     text = None if config.text is None else TextCache(load_text_encoder(config.text, device, captions))
     return Encoders(load_image_codec(config.image, device, size), text, device)

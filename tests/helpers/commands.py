@@ -11,7 +11,7 @@ from bigdit.train.processes.launch import free_port
 ROOT = Path(__file__).parents[2]
 DIGITS = ROOT / "launch/recipes/digits.yaml"
 BIN = Path(sys.executable).parent
-HELPERS = f"{ROOT}:{Path(__file__).parent}"
+HELPERS = ":".join(f"{ROOT}/{each}" for each in (".", "tests/helpers", "tests/helpers/processes", "tests/helpers/tiny"))
 """The PYTHONPATH of scripts that import what tests share."""
 
 # A smaller sibling of the demo's model, two narrow blocks, in the precision that people train in.
