@@ -4,7 +4,6 @@ import fcntl
 import gc
 import os
 import signal
-import subprocess
 
 import pytest
 import warm
@@ -28,7 +27,7 @@ from hypothesis import settings
 os.environ["PATH"] = f"{BIN}{os.pathsep}{os.environ['PATH']}"
 
 # What tests start is there at once.
-subprocess.Popen = warm.Popen
+warm.take_place()
 
 # How long an example takes is this machine's business: other work on it must not fail a test.
 settings.register_profile("untimed", deadline=None)

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import warm
-from commands import environment_with
+from commands import environment_with, run_command
 
 PROBE = """
 import json, os, pathlib, signal, subprocess, sys
@@ -78,6 +78,23 @@ def test_it_is_as_if_it_had_been_executed(script):
         own = dict(each["variables"])
         assert own.keys() >= {"HANDED", "PYTHONPATH", "PATH"}
         assert all(f"{name}={own[name]}" in each["environ"] for name in ("HANDED", "PYTHONPATH", "PATH"))
+
+
+WORKER = """
+import multiprocessing, sys
+def known(name):
+    return name in sys.modules
+if __name__ == "__main__":
+    with multiprocessing.get_context("forkserver").Pool(1) as pool:
+        print(pool.apply(known, ["deepspeed"]))
+"""
+
+
+@pytest.mark.slow
+def test_servers_of_workers_are_warm(tmp_path):
+    file = tmp_path / "pools.py"
+    file.write_text(WORKER)
+    assert run_command(sys.executable, file).stdout == "True\n"
 
 
 @pytest.mark.slow

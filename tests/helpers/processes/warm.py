@@ -14,6 +14,7 @@ import fcntl
 import gc
 import importlib
 import json
+import multiprocessing.util
 import os
 import runpy
 import shutil
@@ -83,7 +84,8 @@ class Seed:
         return pid
 
 
-_Exec = subprocess.Popen  # its place is taken
+FORK_SERVER = "from multiprocessing.forkserver import main"
+_Exec, _exec_spawn = subprocess.Popen, multiprocessing.util.spawnv_passfds  # their places are taken
 _seeds: dict[Path, Seed] = {}
 """By the folder of their interpreter. A clone has that of its own alone, and starts others by exec."""
 _OWN = (Path(sys.prefix) / "bin").resolve()
@@ -180,13 +182,29 @@ def _program(words: Sequence[str], environment: Mapping[str, str]) -> _Program |
     if not Path(words[0]).is_absolute():  # whose sys.executable is for the interpreter to find
         return None
     options = set()
-    while rest[:1] in (["-u"], ["-W"]):
+    while rest and (rest[0] in ("-u", "-B") or rest[0].startswith("-W")):
         options.add(rest[0])
         del rest[: 1 + (rest[0] == "-W")]
-    code = ("-c", "-m") if "BIGDIT_EMULATED_CARD" in environment else ("-m",)
-    if not rest or (rest[0].startswith("-") and rest[0] not in code):
+    if not rest or (rest[0].startswith("-") and rest[0] not in ("-m", "-c")):
+        return None
+    if rest[0] == "-c" and not ("BIGDIT_EMULATED_CARD" in environment or rest[1].startswith(FORK_SERVER)):
         return None
     return _Program(folder, rest, "-u" in options or bool(environment.get("PYTHONUNBUFFERED")))
+
+
+def take_place() -> None:
+    """Have all that this process starts be warm, where it can."""
+    subprocess.Popen = Popen  # type: ignore[misc]
+    multiprocessing.util.spawnv_passfds = spawn  # type: ignore[assignment]
+
+
+def spawn(path: str | bytes, words: Sequence[str | bytes], files: Sequence[int]) -> int:
+    """As multiprocessing.util.spawnv_passfds, by which it starts a server of workers: the id of the process."""
+    if not any(os.fsdecode(word).startswith(FORK_SERVER) for word in words):
+        return _exec_spawn(path, words, files)
+    process = Popen(words, pass_fds=files)
+    process.returncode = 0  # it is for multiprocessing to wait for
+    return process.pid
 
 
 def run(
@@ -317,7 +335,7 @@ def _become(asked: dict[str, Any]) -> None:
     first, *rest = program
     given = first in ("-m", "-c")
     sys.argv, sys.orig_argv = [first, *rest[1:]] if given else program, asked["words"]
-    sys.path[0] = asked["folder"] if given else str(Path(first).parent)
+    sys.path[0] = {"-m": asked["folder"], "-c": ""}.get(first, str(Path(first).parent))
     sys.path[1:1] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
     if first == "-m":
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
@@ -377,7 +395,7 @@ def _import_libraries() -> dict[str, str]:
 
 if __name__ == "__main__":
     given = socket.socket(fileno=int(sys.argv[1]))
-    subprocess.Popen = Popen  # type: ignore[misc]  # before libraries keep it
+    take_place()  # before libraries keep them
     set_by_imports = _import_libraries()
     gc.freeze()  # a clone's collections do not touch, and so copy, what was imported
     os._exit(_end(_grow(given)))  # an interpreter that ends in order takes all libraries apart, for a second
