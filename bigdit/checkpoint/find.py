@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from bigdit.checkpoint.folder import CHECKPOINTS, LATEST, NAME, STATE, Checkpoint, open_checkpoint
+from bigdit.checkpoint.folder import LATEST, NAME, STATE, Checkpoint, open_checkpoint
+from bigdit.config.output import CHECKPOINTS
 from bigdit.errors import UserError
 
 

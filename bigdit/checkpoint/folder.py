@@ -23,7 +23,6 @@ from bigdit.documents import parse_json
 from bigdit.errors import UserError
 from bigdit.files import write_json
 
-CHECKPOINTS = "checkpoints"
 LATEST = "latest"
 STATE = "state.json"
 ENGINE = "engine"

@@ -19,7 +19,6 @@ from torch.distributed.checkpoint import CheckpointException
 
 from bigdit import log
 from bigdit.checkpoint.folder import (
-    CHECKPOINTS,
     ENGINE,
     LATEST,
     STATE,
@@ -33,6 +32,7 @@ from bigdit.checkpoint.peers import Peers
 from bigdit.checkpoint.plan import SavePlanner
 from bigdit.checkpoint.prune import kept_steps, prune
 from bigdit.checkpoint.shard_file import ShardFileWriter
+from bigdit.config.output import CHECKPOINTS
 from bigdit.engines import Ema, Engine
 from bigdit.engines.state import LOCAL, Place, places
 from bigdit.errors import UserError, versions

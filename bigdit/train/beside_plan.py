@@ -1,47 +1,45 @@
-"""What a plan said that a step takes of a card, beside what the first steps took."""
+"""What a plan said that a step takes of a card, beside what the first steps took. Nothing here imports torch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import torch
+from pydantic import NonNegativeInt, PositiveInt
 
 from bigdit.config.plan_file import PlanFile
-from bigdit.spec import Strategy
-from bigdit.train.measure import MemoryMeter
+from bigdit.spec import Strategy, Strict
 from bigdit.units import gib
 
 
-@dataclass(frozen=True)
-class BesidePlan:
-    """Bytes of one process: what was planned for samples of `resolution` (height, width) in pixels, and measured."""
+class PlannedMemory(Strict):
+    """Bytes of one process as they were planned, for samples of `resolution` (height, width) in pixels: the most that
+    is allocated, by phase and in all, and reserved by torch."""
 
-    resolution: tuple[int, int]
-    planned_allocated_bytes: int
-    planned_reserved_bytes: int
-    reserved_bytes: int
+    resolution: tuple[PositiveInt, PositiveInt]
+    phases: dict[str, NonNegativeInt]
+    peak_allocated_bytes: PositiveInt
+    peak_reserved_bytes: PositiveInt
 
-    def __str__(self) -> str:
+    def beside(self, reserved_bytes: int) -> str:
+        """A line: what was planned to be reserved, and what was measured."""
         height, width = self.resolution
-        more = self.reserved_bytes / self.planned_reserved_bytes - 1
         return (
-            f"planned {gib(self.planned_reserved_bytes)} at {height} × {width}, measured {gib(self.reserved_bytes)} "
-            f"({100 * more:+.1f} %) reserved by torch"
+            f"planned {gib(self.peak_reserved_bytes)} at {height} × {width}, measured {gib(reserved_bytes)} "
+            f"({off(self.peak_reserved_bytes, reserved_bytes)}) reserved by torch"
         )
 
 
-def planned_bytes(plan: PlanFile | None, strategy: Strategy, device: torch.device) -> int | None:
-    """What was planned to be allocated on a card by steps of this size; None where nothing was."""
-    if plan is None or strategy.step_size != plan.strategy.step_size or device.type != "cuda":
-        return None
-    return plan.expected.peak_allocated_bytes
+def off(planned: int, measured: int) -> str:
+    """How much more than planned was measured: `+0.6 %`."""
+    return f"{100 * (measured / planned - 1):+.1f} %"
 
 
-def beside_plan(plan: PlanFile | None, strategy: Strategy, meter: MemoryMeter) -> BesidePlan | None:
-    """None where there is no plan, it was left for a smaller step, or nothing was measured on a card yet: a plan's
-    bytes are those of CUDA's kernels."""
-    measured = meter.peak_reserved_bytes
-    if plan is None or strategy.step_size != plan.strategy.step_size or measured is None:
+def planned_memory(plan: PlanFile | None, strategy: Strategy, device: str) -> PlannedMemory | None:
+    """What was planned for steps of this size. None where there is no plan, it was left for a smaller step, or `device`
+    is no `cuda`: a plan's bytes are those of CUDA's kernels."""
+    if plan is None or strategy.step_size != plan.strategy.step_size or device != "cuda":
         return None
-    expected = plan.expected
-    return BesidePlan(plan.question.resolution, expected.peak_allocated_bytes, expected.peak_reserved_bytes, measured)
+    return PlannedMemory(
+        resolution=plan.question.resolution,
+        phases={phase.phase: phase.peak_bytes for phase in plan.ledger.phases},
+        peak_allocated_bytes=plan.expected.peak_allocated_bytes,
+        peak_reserved_bytes=plan.expected.peak_reserved_bytes,
+    )

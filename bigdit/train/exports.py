@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from bigdit import checkpoint, log
 from bigdit.config import RunConfig
-
-FOLDER = "exports"
+from bigdit.config.output import EXPORTS
 
 
 def export_due(run: RunConfig, saved: checkpoint.Checkpoint) -> None:
     """Export a checkpoint that was just saved, where it is due. Raises UserError where it cannot be written."""
     if _is_due(run, saved.step):
-        checkpoint.export(saved, run.output / FOLDER / saved.folder.name)
+        checkpoint.export(saved, run.output / EXPORTS / saved.folder.name)
 
 
 def export_missed(run: RunConfig, found: checkpoint.Checkpoint) -> None:
     """Export a checkpoint that is due and has no export: the run that saved it was ended before. Raises UserError."""
-    folder = run.output / FOLDER / found.folder.name
+    folder = run.output / EXPORTS / found.folder.name
     if _is_due(run, found.step) and not folder.exists():
         checkpoint.verify(found)
         checkpoint.export(found, folder)

@@ -15,17 +15,18 @@ from torch import nn
 from bigdit import checkpoint, engines, log, models
 from bigdit.catalog.classes import no_class
 from bigdit.catalog.families import objective_of
-from bigdit.checkpoint.folder import CHECKPOINTS
 from bigdit.config import RunConfig
+from bigdit.config.output import CHECKPOINTS, EXPORTS, RECEIPT
 from bigdit.config.plan_file import PlanFile
 from bigdit.dist import World
 from bigdit.encoders.fit import smaller_than_planned
+from bigdit.errors import UserError
 from bigdit.loader.stages import data_state, plan_order
 from bigdit.loader.stream import FeatureStream
 from bigdit.shortage import told
 from bigdit.spec import ModelSpec, Strategy
 from bigdit.train import exports
-from bigdit.train.beside_plan import beside_plan, planned_bytes
+from bigdit.train.beside_plan import planned_memory
 from bigdit.train.measure import STEPS as MEASURED_STEPS
 from bigdit.train.measure import MemoryMeter
 from bigdit.train.metrics import Metrics
@@ -35,6 +36,7 @@ from bigdit.train.processes.lock import held
 from bigdit.train.processes.peers import ending_together
 from bigdit.train.processes.process import process_group
 from bigdit.train.processes.stop import Stop, Stopped
+from bigdit.train.record import RunRecord
 from bigdit.train.relief import read_relief, relieved
 from bigdit.train.samples import Samples
 from bigdit.train.saves import Saves
@@ -45,7 +47,6 @@ from bigdit.train.seen.validation import Validation
 from bigdit.train.skipped import SkippedSteps
 from bigdit.train.step import train_step
 from bigdit.train.store import open_store
-from bigdit.train.written import FILE as RECEIPT
 from bigdit.train.written import write_receipt
 
 # On a card, steps are taken again with less: what comes here ran out before the first one, or between two.
@@ -85,7 +86,7 @@ def _train(
 ) -> Path:
     objective = objective_of(spec, run.objective)
     store = open_store(run, spec, plan)
-    for folder in (run.output, run.output / CHECKPOINTS, run.output / exports.FOLDER) if world.is_main else ():
+    for folder in (run.output, run.output / CHECKPOINTS, run.output / EXPORTS) if world.is_main else ():
         checkpoint.remove_unfinished(folder)
     found, notices = checkpoint.latest(run.output)
     if found is not None:
@@ -146,6 +147,7 @@ def _train(
         samples = Samples(store, stream)
         skipped = SkippedSteps(engine, peers, samples, run.train.most_skipped_steps)
         settings = run.model_dump(mode="json")
+        planned = planned_memory(plan, strategy, device.type)
         trackers = stack.enter_context(Trackers(run.trackers, run.output, start, settings, shown=world.is_main))
         images, names = strategy.global_batch_size, samples.of_step
         metrics = stack.enter_context(
@@ -157,8 +159,9 @@ def _train(
                 stop=end,
                 images=images,
                 name_samples=names,
+                memory=meter.now,
                 written=found.state["metrics"] if found else None,
-                planned_bytes=planned_bytes(plan, strategy, device),
+                planned_bytes=None if planned is None else planned.peak_allocated_bytes,
                 mfu=mfu_of(spec, family, strategy, device, emulated=meter.emulated) if world.is_main else None,
                 trackers=trackers,
             )
@@ -177,18 +180,27 @@ def _train(
         saving = checkpoint.Peers(world)  # its thread's own: training speaks with its peers meanwhile
         export = functools.partial(exports.export_due, run)
         saver = stack.enter_context(checkpoint.Saver(run.output, saving, keeping, found=found, then=export))
+        record = RunRecord(
+            start=start,
+            model=spec,
+            strategy=strategy,
+            run=run.model_copy(update={"objective": objective}),
+            device=meter.device_name,
+            emulated=meter.emulated,
+            out_of_memory=relief.events,
+            planned=planned,
+        )
         described = {
-            "model": spec.model_dump(mode="json"),
-            "strategy": strategy.model_dump(mode="json"),
-            "run": run.model_copy(update={"objective": objective}).model_dump(mode="json"),
+            **record.model_dump(mode="json", include={"model", "strategy", "run"}),
             "data": data_state(store, order, run.train.seed).model_dump(mode="json"),
         }
         saves = Saves(run, engine, ema, saver, metrics, described, start)
         stop.begin(start, run.engine.timeout)
-        planned = () if plan is None else (plan.strategy.step_size, *plan.smaller)
+        sizes = () if plan is None else (plan.strategy.step_size, *plan.smaller)
         recovery = stack.enter_context(
-            Recovery(run, world, device, relief, relieved(strategy, planned, blocks), peers, saves, stop)
+            Recovery(run, world, device, relief, relieved(strategy, sizes, blocks), peers, saves, stop)
         )
+        _keep(world, record)
         for step in range(start, end):
             micro_batches = next(steps)
             lr = learning_rate(run, step)
@@ -204,8 +216,10 @@ def _train(
                     pictures.draw(step + 1)
             skipped.add(step, lr, result, micro_batches)
             del micro_batches, batches  # or they would live on while the next ones are read
-            if step + 1 == start + MEASURED_STEPS and (took := beside_plan(plan, strategy, meter)):
-                _say(world, [str(took)])
+            if step + 1 == start + MEASURED_STEPS:
+                _keep(world, record.model_copy(update={"measured": meter.measured}))
+                if planned is not None and meter.peak_reserved_bytes is not None:
+                    _say(world, [planned.beside(meter.peak_reserved_bytes)])
             signum = stop.asked(step + 1)
             if saves.due(step + 1) or signum:
                 saves.save(step + 1)
@@ -216,8 +230,8 @@ def _train(
         last = saves.save_now(end)
         if world.is_main:
             skipped.sum_up(end - start, metrics.path)
-            took = beside_plan(plan, strategy, meter)
-            write_receipt(run, spec, strategy, store, meter, took, metrics, relief, skipped.count, end - start, began)
+            counts = skipped.count, end - start
+            write_receipt(run, spec, strategy, store, meter, planned, metrics, relief, *counts, began)
     assert last is not None
     return last
 
@@ -225,6 +239,15 @@ def _train(
 def _say(world: World, lines: Sequence[str]) -> None:
     for line in lines if world.is_main else ():
         log.notice(line)
+
+
+def _keep(world: World, record: RunRecord) -> None:
+    """For the run's page, for whose sake no run ends."""
+    if world.is_main:
+        try:
+            record.write()
+        except UserError as error:
+            log.notice(f"note: {error}; training goes on, and its page will lack it")
 
 
 def _weights(run: RunConfig, spec: ModelSpec, strategy: Strategy, found: checkpoint.Checkpoint | None) -> nn.Module:

@@ -17,19 +17,18 @@ import xxhash
 
 from bigdit import log
 from bigdit.checkpoint import Peers
-from bigdit.documents import parse_json
+from bigdit.config.output import METRICS
 from bigdit.errors import UserError
 from bigdit.files import write_text
 from bigdit.loader.batch import Batch
-from bigdit.train.measure import memory_now
 from bigdit.train.mfu import Mfu
+from bigdit.train.record import read_metrics
 from bigdit.train.seen.trackers import Trackers
 from bigdit.train.sight import VALIDATED, Sight
 from bigdit.train.spikes import LossSpikes
 from bigdit.train.step import StepResult
 
 FLUSH_EVERY = 10
-FILE = "metrics.jsonl"
 
 
 class Metrics:
@@ -48,23 +47,24 @@ class Metrics:
         stop: int,
         images: int,
         name_samples: Callable[[int], str],
+        memory: Callable[[], Mapping[str, int]],
         written: str | None = None,
         planned_bytes: int | None = None,
         mfu: Mfu | None = None,
         trackers: Trackers | None = None,
     ) -> None:
-        """`name_samples` of a step is what a line about its loss ends with; `written` the digest that its rows had
-        when the checkpoint of step `start` was saved. `planned_bytes` of memory, and `mfu`, where they are known.
-        `trackers` get the rows too."""
+        """`name_samples` of a step is what a line about its loss ends with; `memory` what rows have of it, as it is
+        now; `written` the digest that its rows had when the checkpoint of step `start` was saved. `planned_bytes` of
+        memory, and `mfu`, where they are known. `trackers` get the rows too."""
         self._peers = peers
         self._name_samples = name_samples
         self._spikes = LossSpikes()
-        self._device = device
+        self._device, self._memory = device, memory
         self._images = images
         self._stop = stop
         self._pending: list[tuple[int, float, StepResult, Mapping[str, Any]]] = []
         self._validated: dict[str, Any] = {}
-        self.path = output / FILE
+        self.path = output / METRICS
         self._digest = xxhash.xxh3_128()
         self._since = time.perf_counter()
         self._seconds: list[float] = []  # a step, of each flush
@@ -116,7 +116,7 @@ class Metrics:
         now = time.perf_counter()
         self._seconds.append((now - self._since) / len(self._pending))
         rate = self._images / self._seconds[-1]
-        more = {"images_per_second": rate} | self._utilisation(now - self._since) | memory_now(self._device)
+        more = {"images_per_second": rate} | self._utilisation(now - self._since) | {**self._memory()}
         self._since = now
         rows = [
             _row(step, loss, lr, result) | more | self._planned | {**measured}
@@ -174,7 +174,7 @@ class Metrics:
         rows = read_metrics(self.path)
         kept = [row for row in rows if row["step"] < start]
         if rows and not start:
-            aside = self.path.with_name(f"before-{time.strftime('%Y%m%dT%H%M%S')}-{FILE}")
+            aside = self.path.with_name(f"before-{time.strftime('%Y%m%dT%H%M%S')}-{METRICS}")
             self.path.rename(aside)
             log.notice(f"note: training begins at step 0; {len(rows)} rows of an earlier course are now {aside}")
         lost = start - len({row["step"] for row in kept})
@@ -183,19 +183,6 @@ class Metrics:
         write_text(self.path, self._digested(kept))
         if not lost and written not in (None, self.digest):
             log.notice(f"note: {self.path} was changed: its rows before step {start} are not those that were written")
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl; what is none, such as a line that was cut off while it was written, is left out."""
-    rows = []
-    for line in path.read_text(errors="replace").splitlines() if path.is_file() else []:
-        try:
-            row = parse_json(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict) and isinstance(row.get("step"), int):
-            rows.append(row)
-    return rows
 
 
 def _row(step: int, loss: float, lr: float, result: StepResult) -> dict[str, Any]:

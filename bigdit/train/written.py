@@ -9,15 +9,14 @@ import torch
 from bigdit import log, receipt
 from bigdit.catalog.families import objective_of
 from bigdit.config import RunConfig
+from bigdit.config.output import RECEIPT
 from bigdit.spec import ModelSpec, Strategy
 from bigdit.store import FeatureStore
-from bigdit.train.beside_plan import BesidePlan
+from bigdit.train.beside_plan import PlannedMemory
 from bigdit.train.measure import MemoryMeter
 from bigdit.train.metrics import Metrics
 from bigdit.train.relief import Relief
 from bigdit.train.store import largest_batch_shape
-
-FILE = "receipt.json"
 
 
 def write_receipt(
@@ -26,7 +25,7 @@ def write_receipt(
     strategy: Strategy,
     store: FeatureStore,
     meter: MemoryMeter,
-    planned: BesidePlan | None,
+    planned: PlannedMemory | None,
     metrics: Metrics,
     relief: Relief,
     skipped_steps: int,
@@ -34,7 +33,9 @@ def write_receipt(
     began: float,
 ) -> None:
     """Write what the last `steps` steps were and took into the output; `began`: time.perf_counter() at their start."""
-    path, seconds = run.output / FILE, time.perf_counter() - began
+    path, seconds = run.output / RECEIPT, time.perf_counter() - began
+    if meter.measured is None:
+        planned = None  # beside nothing
     written = receipt.Receipt(
         kind="train",
         model=spec,
@@ -53,8 +54,8 @@ def write_receipt(
         seconds=round(seconds, 3),
         seconds_per_step=metrics.seconds_per_step,
         images_per_second=round(strategy.global_batch_size / (metrics.seconds_per_step or seconds / steps), 2),
-        predicted_peak_allocated_bytes=None if planned is None else planned.planned_allocated_bytes,
-        predicted_peak_reserved_bytes=None if planned is None else planned.planned_reserved_bytes,
+        predicted_peak_allocated_bytes=None if planned is None else planned.peak_allocated_bytes,
+        predicted_peak_reserved_bytes=None if planned is None else planned.peak_reserved_bytes,
         measured_peak_allocated_bytes=meter.peak_allocated_bytes,
         measured_peak_reserved_bytes=meter.peak_reserved_bytes,
         measured_with=meter.method,

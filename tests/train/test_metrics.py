@@ -8,6 +8,7 @@ from disks import mounted
 
 from bigdit.checkpoint import Peers
 from bigdit.errors import UserError
+from bigdit.train.measure import host_now
 from bigdit.train.metrics import Metrics, read_metrics
 from bigdit.train.step import StepResult
 
@@ -17,7 +18,8 @@ def rows(path, *steps):
 
 
 def metrics(output, start, **options):
-    return Metrics(output, Peers(), torch.device("cpu"), start=start, stop=9, images=1, name_samples=str, **options)
+    told = {"images": 1, "name_samples": str, "memory": host_now}
+    return Metrics(output, Peers(), torch.device("cpu"), start=start, stop=9, **told, **options)
 
 
 def going_on(output, start):
@@ -44,7 +46,7 @@ def test_a_disk_without_room_for_more_rows_is_one_line(tmp_path):
         for step in range(999):
             metrics.add(step, 1e-3, StepResult(torch.tensor(1.0), None, taken=True))
 
-    options = {"start": 0, "stop": 999, "images": 1, "name_samples": str}
+    options = {"start": 0, "stop": 999, "images": 1, "name_samples": str, "memory": host_now}
     with mounted(tmp_path / "small", "size=16k") as disk:
         file = disk / "metrics.jsonl"
         with Metrics(disk, Peers(), torch.device("cpu"), **options) as metrics, pytest.raises(UserError) as error:

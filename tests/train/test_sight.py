@@ -12,6 +12,7 @@ from commands import BIN, DIGITS, HELPERS, ROOT, SINGLE, TINY, environment_with,
 
 from bigdit.checkpoint import Peers
 from bigdit.train import sight
+from bigdit.train.measure import host_now
 from bigdit.train.metrics import Metrics
 from bigdit.train.sight import Sight, figures
 from bigdit.train.step import StepResult
@@ -116,9 +117,8 @@ class Half:
 
 def written(output, **options):
     """The rows of a metrics.jsonl after two steps."""
-    with Metrics(
-        output, Peers(), torch.device("cpu"), start=0, stop=2, images=4, name_samples=str, **options
-    ) as metrics:
+    told = {"images": 4, "name_samples": str, "memory": host_now}
+    with Metrics(output, Peers(), torch.device("cpu"), start=0, stop=2, **told, **options) as metrics:
         for step in range(2):
             metrics.add(step, 1e-3, StepResult(torch.tensor(1.0), torch.tensor(0.5), taken=True))
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]

@@ -13,6 +13,7 @@ import torch
 from bigdit import log, objectives
 from bigdit.checkpoint import Peers
 from bigdit.config import RunConfig
+from bigdit.config.output import SAMPLES
 from bigdit.config.sight import SamplesConfig
 from bigdit.encoders.codecs import load_image_codec, to_bytes
 from bigdit.engines import Ema, Engine, compute_dtype
@@ -27,7 +28,6 @@ from bigdit.spec import ModelSpec
 from bigdit.store.classes import Known
 from bigdit.store.part import Shape
 
-FOLDER = "samples"
 _HOST = torch.device("cpu")
 _WORDS = Words("samples.captions", "set samples.guidance to 1")
 
@@ -133,7 +133,7 @@ class Pictures:
     @torch.no_grad()
     def _write(self, step: int, latents: list[torch.Tensor]) -> None:
         """In a thread: decode one at a time, since a picture takes much more than its latents."""
-        path = self._run.output / FOLDER / f"step-{step:08d}.png"
+        path = self._run.output / SAMPLES / f"step-{step:08d}.png"
         try:
             codec = load_image_codec(self._run.encoders.image, _HOST)
             pixels = [to_bytes(codec.decode(latent[None]))[0] for latent in latents]

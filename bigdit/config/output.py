@@ -1,0 +1,15 @@
+"""What lies in a run's output, by name: what writes it and what reads it are layers apart."""
+
+METRICS = "metrics.jsonl"
+"""A row a step."""
+
+RECORD = "run.json"
+"""The run as its last start has it, and what its first steps took."""
+
+RECEIPT = "receipt.json"
+"""Of a run that came to its end."""
+
+PAGE = "report.html"
+
+CHECKPOINTS, EXPORTS, SAMPLES = "checkpoints", "exports", "samples"
+"""Folders; in each a name a step, such as step-00000800."""

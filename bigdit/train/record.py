@@ -1,0 +1,83 @@
+"""What a run leaves to be read while it trains: the rows of its metrics, and `run.json`, what it is and what its first
+steps took. Nothing here imports torch."""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, NonNegativeInt
+
+from bigdit.config import RunConfig
+from bigdit.config.output import RECORD
+from bigdit.documents import parse_json
+from bigdit.errors import versions
+from bigdit.files import write_json
+from bigdit.receipt import OutOfMemory
+from bigdit.spec import ModelSpec, Strategy, Strict
+from bigdit.train.beside_plan import PlannedMemory
+
+
+def _now() -> datetime.datetime:
+    return datetime.datetime.now().astimezone().replace(microsecond=0)
+
+
+class PhaseMemory(Strict):
+    """The most bytes of one phase over all its occurrences: allocated, and on a card reserved by torch."""
+
+    phase: str
+    allocated_bytes: NonNegativeInt
+    reserved_bytes: NonNegativeInt | None = None
+
+
+class MeasuredMemory(Strict):
+    """What the first `steps` steps took of one process, from the engine's start on, by what `method` names. A phase
+    lasts until the next one begins."""
+
+    method: str
+    steps: NonNegativeInt
+    phases: tuple[PhaseMemory, ...]
+    peak_allocated_bytes: NonNegativeInt
+    peak_reserved_bytes: NonNegativeInt | None
+
+
+class RunRecord(Strict):
+    """A run as its last start has it, which went on from step `start`: its settings, the main process's `device` as the
+    driver names it (or `cpu`), what was `planned` of its memory, and `measured` once that is known."""
+
+    began: datetime.datetime = Field(default_factory=_now)
+    start: NonNegativeInt
+    model: ModelSpec
+    strategy: Strategy
+    run: RunConfig
+    device: str
+    emulated: bool
+    out_of_memory: tuple[OutOfMemory, ...] = ()
+    planned: PlannedMemory | None
+    measured: MeasuredMemory | None = None
+    versions: dict[str, str] = Field(default_factory=versions)
+
+    def write(self) -> None:
+        """Write it into the run's output. Raises UserError where that cannot be written."""
+        write_json(self.run.output / RECORD, self.model_dump(mode="json"))
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The rows of a metrics.jsonl; what is none, such as a line that was cut off while it was written, is left out."""
+    return read_rows(path)[0]
+
+
+def read_rows(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """The rows of a metrics.jsonl, and how many of its lines are none."""
+    lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
+    rows = [row for line in lines if (row := _row(line)) is not None]
+    return rows, len(lines) - len(rows)
+
+
+def _row(line: str) -> dict[str, Any] | None:
+    try:
+        row = parse_json(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
