@@ -29,6 +29,7 @@ def run(
     from bigdit.catalog.revision import revision
     from bigdit.config.plan_file import read_plan_file
     from bigdit.config.planned import plan_notices
+    from bigdit.report.run.leave import leaving_a_page
     from bigdit.train.prepare import check_store, load, prepare, with_ds_config, with_grace
     from bigdit.train.processes.launch import launch
 
@@ -49,7 +50,8 @@ def run(
         log.emit_json({"run": resolved.model_dump(mode="json"), "strategy": strategy.model_dump(mode="json")})
         return 0
     check_store(run_config)
-    return launch(run_config, config, overrides, plan)
+    with leaving_a_page(run_config.output):
+        return launch(run_config, config, overrides, plan)
 
 
 def _check_one_machine(plan: PlanFile) -> None:

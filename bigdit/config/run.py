@@ -314,7 +314,7 @@ class RunConfig(Strict):
     """A whole run: the `model`; pictures and features (`data`) and their `encoders`; `objective`, `optimizer`, length
     and size (`train`) and `engine`; `validation`, without which all samples are trained on; `samples`, pictures that
     are drawn on the way; `trackers` that get metrics and pictures too, by accelerate; `output`: the folder of
-    checkpoints, exports, pictures, metrics and the receipt.
+    checkpoints, exports, pictures, metrics, the receipt and the run's page.
 
     `objective` left out is the model's own: DDPM of DiT and PixArt, flow matching of all others.
     """

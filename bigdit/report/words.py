@@ -207,10 +207,13 @@ def _buckets(strategy: Strategy) -> dict[str, str]:
 
 
 def batch(strategy: Strategy) -> str:
-    """`micro-batch 8 × 32 accumulated = 256 a step`."""
-    parts = [f"micro-batch {strategy.micro_batch_size}"]
-    if strategy.micro_batch_size == LARGEST_MICRO_BATCH:
-        parts = [f"{parts[0]} (where the search ends)"]
+    """`micro-batch 8 × 32 accumulated = 256 a step`, of a plan."""
+    return step_size(strategy, " (where the search ends)" * (strategy.micro_batch_size == LARGEST_MICRO_BATCH))
+
+
+def step_size(strategy: Strategy, note: str = "") -> str:
+    """The same of any strategy, with a note on its micro-batch."""
+    parts = [f"micro-batch {strategy.micro_batch_size}{note}"]
     if strategy.grad_accum_steps > 1:
         parts.append(f"{strategy.grad_accum_steps} accumulated")
     if strategy.world_size > 1:

@@ -1,4 +1,4 @@
-"""`python -m bigdit.train`, as the launchers start it."""
+"""`python -m bigdit.train`, as `bigdit train` starts it, which makes the run's page when it has ended."""
 
 from bigdit.errors import guard
 from bigdit.train.processes.leave import leave

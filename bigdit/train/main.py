@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from bigdit import libraries, log
@@ -23,13 +24,18 @@ PATIENCE_S = 10.0
 """How long a process that has nothing to say of an error waits for the one that has, at most."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The entry of launch/train.py and `python -m bigdit.train`; returns the exit status."""
+Around = Callable[[Path], AbstractContextManager[object]]
+"""What is done around a training, given its output: what comes after it is above this layer."""
+
+
+def main(arguments: Sequence[str] | None = None, around: Around = nullcontext) -> int:
+    """The entry of launch/train.py and `python -m bigdit.train`; returns the exit status. The main process trains
+    within `around`."""
     parsed = parse(arguments)
     overrides = with_grace(with_ds_config(parsed.set, parsed.ds_config), parsed.grace)
     end_with_launcher()
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # or a lost peer is told in stack frames too
-    status = guard(lambda: _train(parsed.config, overrides, parsed.plan))
+    status = guard(lambda: _train(parsed.config, overrides, parsed.plan, around))
     if status == EXIT_USER and os.environ.get("RANK", "0") != "0" and LAUNCHER not in os.environ:
         time.sleep(PATIENCE_S)  # torchrun ends all as soon as one has failed: the one that says why is let go first
     return status
@@ -60,7 +66,7 @@ def _set_allocator(world: World) -> None:
         )
 
 
-def _train(config: Path, overrides: Sequence[str], source: Path | None) -> int:
+def _train(config: Path, overrides: Sequence[str], source: Path | None, around: Around) -> int:
     world = world_from_env()
     plan = None if source is None else read_plan_file(source)
     run = load(config, overrides, plan, source)
@@ -81,7 +87,7 @@ def _train(config: Path, overrides: Sequence[str], source: Path | None) -> int:
 
     stop = Stop(run.train.grace, world)
     try:
-        with stop.listening():
+        with around(run.output) if world.is_main else nullcontext(), stop.listening():
             last = train(run, spec, strategy, world, stop, plan=plan)
     except Stopped as stopped:
         if world.is_main:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import os
 import subprocess
@@ -78,6 +79,20 @@ def test_a_run_by_a_plan_says_what_was_planned_and_what_was_measured(features, t
         assert 0 < row["memory_bytes"] < row["peak_memory_bytes"]
         assert row["peak_memory_bytes"] >= receipt["measured_peak_allocated_bytes"]  # which is of the first two steps
         assert "mfu" not in row  # an emulated card computes nothing
+    check_phases(json.loads((tmp_path / "run/run.json").read_text()), plan, receipt)
+    page = (tmp_path / "run/report.html").read_text()
+    assert html.escape(said) in page
+    assert "NVIDIA A40, emulated" in page
+
+
+def check_phases(record, plan, receipt):
+    """The peaks of phases, whose highest are those of all, beside what was planned for them."""
+    phases = record["measured"]["phases"]
+    assert [each["phase"] for each in phases] == ["init", "forward", "backward", "step"]
+    assert max(each["allocated_bytes"] for each in phases) == receipt["measured_peak_allocated_bytes"]
+    assert max(each["reserved_bytes"] for each in phases) == receipt["measured_peak_reserved_bytes"]
+    assert len({each["allocated_bytes"] for each in phases}) == 4
+    assert record["planned"]["phases"] == {each.phase: each.peak_bytes for each in plan.ledger.phases}
 
 
 DEEPSPEED = ("-m", "deepspeed.launcher.runner", "--log_level", "warning", "--num_gpus", "2")

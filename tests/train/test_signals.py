@@ -58,6 +58,8 @@ def test_torchrun_hands_the_signal_on_and_its_workers_end_with_it(features, tmp_
         assert run.ends() != 0
         (step,) = run.saved()
         assert run.stderr.count(f"SIGUSR1: saved {output}/checkpoints/step-{step:08d}; ") == 1
+        assert run.stderr.count(f"wrote {output}/report.html\n") == 1
+    assert f"{step:,} of 1,000,000 steps" in (output / "report.html").read_text()
     with running(torchrun, features, output, *FSDP2, log=tmp_path / "again.log") as again:
         ranks = again.until_it_trains().ranks()
         os.killpg(again.process.pid, signal.SIGKILL)
@@ -90,9 +92,11 @@ def test_ctrl_c_once_saves(features, tmp_path):
         os.killpg(run.process.pid, signal.SIGINT)
         assert run.ends() == 130
         (step,) = run.saved()
-        assert run.stderr.splitlines()[-1] == (
-            f"SIGINT: saved {output}/checkpoints/step-{step:08d}; the same command goes on from step {step}"
-        )
+        assert run.stderr.splitlines()[-2:] == [
+            f"SIGINT: saved {output}/checkpoints/step-{step:08d}; the same command goes on from step {step}",
+            f"wrote {output}/report.html",
+        ]
+    assert f"{step:,} of 1,000,000 steps" in (output / "report.html").read_text()
 
 
 # What waits for signals while its main thread hangs, as in a collective whose peer has gone.

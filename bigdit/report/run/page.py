@@ -1,0 +1,172 @@
+"""The page of a run, and the same as JSON."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from bigdit.config.output import PAGE
+from bigdit.files import write_text
+from bigdit.memory import CATEGORIES
+from bigdit.report import words
+from bigdit.report.render import render
+from bigdit.report.run.curves import HEIGHT, LEFT, RIGHT, WIDTH, Chart, chart, stretch
+from bigdit.report.run.found import Found
+from bigdit.report.run.pictures import shown
+from bigdit.report.run.settings import settings
+from bigdit.report.svg import DARK, variable
+from bigdit.report.timeline import COLOURS
+from bigdit.speed.interval import Interval
+from bigdit.train.beside_plan import off
+from bigdit.units import gib, unit_of
+
+MOST_SKIPPED = 20
+"""Skipped steps that are named."""
+
+MEMORY = {"memory_bytes": "now", "peak_memory_bytes": "peak so far", "planned_memory_bytes": "planned"}
+LOSSES = {
+    "loss": "training",
+    "validation_loss": "validation",
+    "ema_validation_loss": "validation of the average",
+}
+
+
+def write_page(found: Found) -> Path:
+    """Write the page of a run beside what it shows, and name it. Raises UserError where it cannot be written."""
+    path = found.output / PAGE
+    write_text(path, page(found))
+    return path
+
+
+def document(found: Found) -> dict[str, Any]:
+    """All that a page shows, but for pictures their paths."""
+    return {
+        "output": str(found.output),
+        "steps": found.steps,
+        "wanted": found.wanted,
+        "run": None if found.record is None else found.record.model_dump(mode="json"),
+        "receipt": None if found.receipt is None else found.receipt.model_dump(mode="json"),
+        "checkpoints": found.checkpoints,
+        "exports": found.exports,
+        "pictures": {step: str(path) for step, path in found.pictures.items()},
+        "notices": found.notices,
+        "metrics": found.rows,
+    }
+
+
+def page(found: Found) -> str:
+    """The whole page. Everything that is not bigdit's own is escaped: captions, names and paths are somebody's."""
+    notices = [*found.notices]
+    pictures = shown(found.pictures, notices)
+    steps = [row["step"] for row in found.rows if row.get("skipped")]
+    return render(
+        "run.html",
+        {"gib": gib},
+        {
+            "found": found,
+            "title": _title(found),
+            "verdict": _verdict(found),
+            "facts": _facts(found),
+            "charts": charts(found),
+            "size": (WIDTH, HEIGHT),
+            "frame": {"left": LEFT, "right": WIDTH - RIGHT},
+            "stretch": stretch(len(found.rows)),
+            "phases": _phases(found),
+            "events": () if found.record is None else found.record.out_of_memory,
+            "pictures": pictures,
+            "skipped": steps[:MOST_SKIPPED],
+            "more_skipped": len(steps[MOST_SKIPPED:]),
+            "settings": {} if found.record is None else settings(found.record),
+            "yaml": "" if found.record is None else _yaml(found.record.run.model_dump(mode="json")),
+            "notices": notices,
+            "colours": {variable(category): (COLOURS[category], DARK[category]) for category in CATEGORIES},
+        },
+    )
+
+
+def _title(found: Found) -> str:
+    return found.output.resolve().name if found.record is None else f"{found.record.model.name}, trained"
+
+
+def _yaml(run: dict[str, Any]) -> str:
+    return yaml.safe_dump(json.loads(json.dumps(run)), sort_keys=False, allow_unicode=True, width=100)
+
+
+def _verdict(found: Found) -> tuple[str, str, str]:
+    """A class of the page's style, a word, and what it means."""
+    if found.wanted is None:
+        return "tight", f"{found.steps:,} steps", "of how many is not known: the run left no run.json that can be read"
+    if found.steps < found.wanted:
+        return "tight", "NOT AT ITS END", f"{found.steps:,} of {found.wanted:,} steps; the same command goes on"
+    return "fits", "DONE", f"all of {found.wanted:,} steps"
+
+
+def _facts(found: Found) -> dict[str, tuple[str, str]]:
+    """The figures at the top: name, value, and what it means."""
+    samples = "videos" if _is_of_videos(found) else "images"
+    facts = {}
+    for key, name in LOSSES.items():
+        if series := found.series(key):
+            step, loss = series[-1]
+            facts["loss" if key == "loss" else f"loss, {name}"] = f"{loss:.4f}", f"of step {step:,}"
+    rate = found.last("images_per_second") if found.receipt is None else found.receipt.images_per_second
+    if rate is not None:
+        facts[f"{samples} a second"] = (
+            words.number(rate),
+            "in the last steps" if found.receipt is None else "of the last start",
+        )
+    if (mfu := found.last("mfu")) is not None:
+        facts["MFU"] = f"{100 * mfu:.1f} %", "in the last steps"
+    if (peak := found.last("peak_memory_bytes")) is not None:
+        on_host = found.record is not None and found.record.device == "cpu"
+        facts["memory at its peak"] = gib(peak), "of this process, on the host" if on_host else "allocated by torch"
+    if found.receipt is not None:
+        seconds = Interval(low=found.receipt.seconds, high=found.receipt.seconds)
+        facts["time"] = words.span(seconds), f"for {found.receipt.steps:,} steps of the last start"
+    return facts
+
+
+def _is_of_videos(found: Found) -> bool:
+    return found.record is not None and any(len(bucket) == 3 for bucket in found.record.run.data.buckets)
+
+
+def charts(found: Found) -> list[Chart]:
+    """The pictures of all that rows have."""
+    unit, name = unit_of(max((value for key in MEMORY for _, value in found.series(key)), default=1))
+    memory = {label: [(at, value / unit) for at, value in found.series(key)] for key, label in MEMORY.items()}
+    rate = "Videos" if _is_of_videos(found) else "Images"
+    made = (
+        chart("loss", "Loss", {label: found.series(key) for key, label in LOSSES.items()}, from_zero=False),
+        chart("norm", "Norm of the gradients", {"norm": found.series("grad_norm")}, from_zero=False),
+        chart("rate", "Learning rate", {"rate": found.series("lr")}, from_zero=True),
+        chart("speed", f"{rate} a second", {"speed": found.series("images_per_second")}, from_zero=True),
+        chart("memory", f"Memory, {name}", memory, from_zero=True),
+        chart("mfu", "MFU", {"MFU": found.series("mfu")}, from_zero=True),
+    )
+    return [each for each in made if each is not None]
+
+
+def _phases(found: Found) -> list[dict[str, Any]]:
+    """A row a phase: its name and bytes as they were measured and planned, and the lengths of its bar in %."""
+    if found.record is None or found.record.measured is None:
+        return []
+    phases, planned = found.record.measured.phases, found.record.planned
+    expected = {} if planned is None else planned.phases
+    longest = max([1, *(phase.allocated_bytes for phase in phases), *expected.values()])
+    decides = max(phases, key=lambda phase: phase.allocated_bytes).phase
+    return [
+        {
+            "phase": phase.phase,
+            "measured": phase.allocated_bytes,
+            "planned": wanted,
+            "off": off(wanted, phase.allocated_bytes) if wanted else None,
+            "decides": phase.phase == decides,
+            "length": 100 * phase.allocated_bytes / longest,
+            "line": None if wanted is None else 100 * wanted / longest,
+        }
+        for phase in phases
+        for wanted in [expected.get(phase.phase)]
+    ]

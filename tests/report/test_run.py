@@ -1,0 +1,304 @@
+"""The page of a run: every number is one that the run left, and it is whole in one file, at any time of the run."""
+
+import html
+import json
+import re
+
+import numpy as np
+import pytest
+import yaml
+from browser import browser, width
+from commands import bigdit
+from PIL import Image
+from quantities import leaves, quantities, reads, visible
+
+from bigdit.errors import UserError
+from bigdit.report.run import curves, pictures
+from bigdit.report.run.curves import chart, linear
+from bigdit.report.run.found import read_run
+from bigdit.report.run.leave import leaving_a_page
+from bigdit.report.run.page import charts, document, page
+from bigdit.train.beside_plan import PlannedMemory
+from bigdit.train.record import RunRecord
+from bigdit.units import GIB, MIB
+
+INSIDE = """
+return [...document.querySelectorAll("main, main *")].every(each => each.getBoundingClientRect().right <= innerWidth)
+"""
+LEFT = ("metrics.jsonl", "run.json", "receipt.json")
+
+
+@pytest.fixture
+def run(trained, tmp_path):
+    """What the tiny run has left, but for weights."""
+    output = tmp_path / "run"
+    output.mkdir()
+    for name in LEFT:
+        (output / name).write_bytes((trained / name).read_bytes())
+    for folder in ("checkpoints", "exports"):
+        for each in (trained / folder).iterdir():
+            (output / folder / each.name).mkdir(parents=True)
+    return output
+
+
+@pytest.fixture
+def planned(run):
+    """The same, as if it had run on a card, by a plan, with validation and pictures on the way."""
+    record = RunRecord.model_validate_json((run / "run.json").read_text())
+    phases = {phase.phase: 3 * phase.allocated_bytes // 4 for phase in record.measured.phases}
+    memory = {"peak_allocated_bytes": max(phases.values()), "peak_reserved_bytes": 40 * MIB}
+    measured = record.measured.model_copy(update={"peak_reserved_bytes": 44 * MIB})
+    asked = {"captions": ["<script>alert(1)</script>", "a & b"], "every": 2}
+    seen = record.run.model_dump(mode="json") | {"samples": asked, "validation": {"samples": 32}, "output": str(run)}
+    record.model_copy(
+        update={
+            "run": type(record.run).model_validate(seen),
+            "device": "NVIDIA A40",
+            "planned": PlannedMemory(resolution=(8, 12), phases=phases, **memory),
+            "measured": measured,
+        }
+    ).write()
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows[3] |= {"validation_loss": 1.25}
+    rows[5] |= {"loss": None, "grad_norm": None, "skipped": True}
+    rows[7] |= {"validation_loss": 1.125, "ema_validation_loss": 1.0625}
+    write_rows(run, rows)
+    (run / "samples").mkdir()
+    for step in (2, 4, 6, 8):
+        pixels = np.random.default_rng(step).integers(0, 256, (24, 48, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(run / f"samples/step-{step:08d}.png")
+    return run
+
+
+def write_rows(output, rows):
+    (output / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_every_number_is_one_that_the_run_left(planned):
+    found = read_run(planned)
+    left = [json.loads(line) for line in (planned / "metrics.jsonl").read_text().splitlines()]
+    left += [json.loads((planned / name).read_text()) for name in LEFT[1:]]
+    left += [str(path.relative_to(planned)) for path in planned.rglob("step-*")]
+    numbers = {value for value in leaves(left) if not isinstance(value, str)}
+    said = quantities(" ".join(value for value in leaves(left) if isinstance(value, str)))
+    measured, expected = found.record.measured, found.record.planned
+    pairs = [(phase.allocated_bytes, expected.phases[phase.phase]) for phase in measured.phases]
+    pairs.append((measured.peak_reserved_bytes, expected.peak_reserved_bytes))
+    numbers |= {100 * (one / other - 1) for one, other in pairs}
+    numbers |= {found.steps, found.record.strategy.global_batch_size, *found.pictures}
+    losses = {f"{row[key]:.4f}" for row in found.rows for key in row if "loss" in key and row[key] is not None}
+    shown = visible(re.sub("<pre>.*?</pre>", "", page(found), flags=re.DOTALL))
+    quantities_shown = quantities(shown)
+    assert len(quantities_shown) > 50
+    zone = {("00", "")}  # of a time that JSON has as Z
+    made_up = {each for each in quantities_shown - said - zone if not any(reads(value, *each) for value in numbers)}
+    assert {number for number, _ in made_up} - losses == set()
+
+
+def test_memory_by_phase_stands_beside_the_plan(planned):
+    found = read_run(planned)
+    text = " ".join(visible(page(found)).split())
+    assert "planned 40.00 MiB at 8 × 12, measured 44.00 MiB (+10.0 %) reserved by torch" in text
+    bars = [float(each) for each in re.findall(r'fill measured" style="width: ([\d.]+)%', page(found))]
+    lines = [float(each) for each in re.findall(r'class="line" style="left: ([\d.]+)%', page(found))]
+    sizes = [phase.allocated_bytes for phase in found.record.measured.phases]
+    assert [phase.phase for phase in found.record.measured.phases] == ["init", "forward", "backward", "step"]
+    assert bars == pytest.approx([100 * size / max(sizes) for size in sizes], abs=0.01)
+    assert lines == pytest.approx([0.75 * bar for bar in bars], abs=0.01)
+    assert text.count("(+33.3 %)") == 4
+    assert text.count(", the highest") == 1
+
+
+def test_a_run_without_a_plan_has_what_was_measured(run):
+    record = read_run(run).record
+    receipt = json.loads((run / "receipt.json").read_text())
+    assert record.measured.peak_allocated_bytes == receipt["measured_peak_allocated_bytes"]
+    assert max(phase.allocated_bytes for phase in record.measured.phases) == record.measured.peak_allocated_bytes
+    text = " ".join(visible(page(read_run(run))).split())
+    assert "There is no plan for these steps on a card to hold it against." in text
+    assert "planned" not in text
+    assert "DONE all of 8 steps" in text
+
+
+def test_the_settings_are_the_runs(planned):
+    text = page(read_run(planned))
+    (settings,) = re.findall(r"<pre>(.*?)</pre>", text, re.DOTALL)
+    assert yaml.safe_load(html.unescape(settings)) == json.loads((planned / "run.json").read_text())["run"]
+
+
+def test_it_needs_nothing_beside_itself_and_captions_are_text(planned):
+    text = page(read_run(planned))
+    assert "<script" not in text
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;; a &amp; b" in text
+    assert len(re.findall(r'src="data:image/png;base64,[\w+/=]+"', text)) == text.count("src=") == 4
+    for address in re.findall(r'href="([^"]*)"', text):
+        assert (planned / address).exists()
+    ids = re.findall(r'\bid="([^"]*)"', text)
+    assert len(ids) == len(set(ids))
+    labels = " ".join(re.findall(r'aria-labelledby="([^"]*)"', text)).split()
+    assert sorted(labels) == sorted(ids)
+    defined = set(re.findall(r"(--[\w-]+):", text))
+    assert set(re.findall(r"var\((--[\w-]+)\)", text)) <= defined | {"--colour"}
+
+
+def test_many_large_pictures_make_no_large_page(run, monkeypatch):
+    monkeypatch.setattr(pictures, "ALL_BYTES", 120_000)
+    (run / "samples").mkdir()
+    pixels = np.random.default_rng(0).integers(0, 256, (300, 500, 3), dtype=np.uint8)
+    for step in range(1, 12):
+        Image.fromarray(pixels).save(run / f"samples/step-{step:08d}.png")
+    (run / "samples/step-00000011.png").write_text("no picture")
+    text = page(read_run(run))
+    shown = re.findall(r'src="data:image/jpeg;base64,([^"]+)"', text)
+    assert 60_000 < sum(map(len, shown)) <= 120_000
+    assert re.findall(r"after ([\d,]+) steps</figcaption>", text) == ["9", "7", "5", "3", "1"]
+    assert "step-00000011.png cannot be read: cannot identify image file" in text
+
+
+def test_a_run_that_has_not_ended_has_its_page(planned):
+    rows = read_run(planned).rows
+    write_rows(planned, rows[:5])
+    found = read_run(planned)
+    assert found.receipt is None  # of an earlier end
+    text = " ".join(visible(page(found)).split())
+    assert "NOT AT ITS END 5 of 8 steps; the same command goes on" in text
+    assert "in the last steps" in text
+    for name in LEFT[1:]:
+        (planned / name).unlink()
+    text = " ".join(visible(page(read_run(planned))).split())
+    assert "5 steps of how many is not known: the run left no run.json that can be read" in text
+    assert "Not measured" in text
+
+
+def test_what_is_damaged_is_left_out_and_said(run):
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write('{"step": 9, "los')
+    (run / "run.json").write_text("{")
+    receipt = json.loads((run / "receipt.json").read_text()) | {"steps": "x"}
+    (run / "receipt.json").write_text(json.dumps(receipt))
+    done = bigdit("report", run)
+    assert done.returncode == 0, done.stderr
+    notes = done.stderr.splitlines()
+    assert notes[0] == f"note: 1 of 9 lines of {run}/metrics.jsonl hold no row and are left out"
+    assert notes[1].startswith(f"note: {run}/run.json is damaged: it is not JSON: ")
+    assert notes[2].startswith(f"note: {run}/receipt.json is damaged: steps: Input should be a valid integer")
+    assert notes[3:] == [f"wrote {run}/report.html"]
+    assert "run.json is damaged" in (run / "report.html").read_text()
+
+
+def test_json_has_all_of_it(planned):
+    done = bigdit("report", planned, "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found == json.loads(json.dumps(document(read_run(planned))))
+    assert len(found["metrics"]) == found["steps"] == found["wanted"] == 8
+    assert found["checkpoints"] == found["exports"] == ["step-00000008"]
+    assert not (planned / "report.html").exists()
+
+
+def test_where_no_run_is_a_line_says_so(tmp_path):
+    wanted = "the output of a run (its config's output) that has taken ten steps, or all, was expected"
+    path = tmp_path / "metrics.jsonl"
+    with pytest.raises(UserError) as error:
+        read_run(tmp_path)
+    assert str(error.value) == f"report: {path} does not exist; {wanted}"
+    path.write_text("nothing\n")
+    with pytest.raises(UserError) as error:
+        read_run(tmp_path)
+    assert str(error.value) == f"report: {path} has no row that can be read; {wanted}"
+
+
+def ends_early(output, rows):
+    with leaving_a_page(output):
+        write_rows(output, rows)
+        raise KeyError("what ends the run")
+
+
+def test_a_page_is_left_where_rows_were_written_and_never_fails_a_run(run, capfd):
+    with leaving_a_page(run):
+        pass
+    assert not (run / "report.html").exists()
+    rows = read_run(run).rows
+    with pytest.raises(KeyError):
+        ends_early(run, rows[:6])
+    assert "6 of 8 steps" in (run / "report.html").read_text()
+    assert capfd.readouterr().err == f"wrote {run}/report.html\n"
+    (run / "report.html").unlink()
+    (run / "report.html").mkdir()
+    with leaving_a_page(run):
+        write_rows(run, rows)
+    assert (
+        capfd.readouterr().err
+        == f"note: {run}/report.html is not written: cannot write {run}/report.html: Is a directory\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "marks"),
+    [
+        (0, 600, [0, 100, 200, 300, 400, 500, 600]),
+        (0, 7, [0, 2, 4, 6, 8]),
+        (0, 2e-3, [0, 0.0005, 0.001, 0.0015, 0.002]),
+        (0.43, 2.51, [0, 0.5, 1, 1.5, 2, 2.5, 3]),
+        (-3, 4, [-4, -2, 0, 2, 4]),
+        (0, 0, [0, 0.2, 0.4, 0.6, 0.8, 1]),
+        (5, 5, [0, 1, 2, 3, 4, 5]),
+    ],
+)
+def test_marks_of_a_scale_are_round_and_around_all(low, high, marks):
+    scale = linear(low, high)
+    assert scale.marks == marks
+    assert (scale.low, scale.high) == (marks[0], marks[-1])
+
+
+def places(line):
+    return [tuple(map(float, place.split(","))) for place in line.points.split()]
+
+
+def test_a_line_lies_where_its_numbers_are(run):
+    found = read_run(run)
+    (loss,) = (each for each in charts(found) if each.name == "loss")
+    marks = {float(text): y for y, text in loss.up}
+    low, high = min(marks), max(marks)
+    for (_, y), row in zip(places(loss.lines[0]), found.rows, strict=True):
+        assert y == pytest.approx(marks[low] + (row["loss"] - low) / (high - low) * (marks[high] - marks[low]), abs=0.1)
+    assert [each.name for each in charts(found)] == ["loss", "norm", "rate", "speed", "memory"]
+
+
+def test_more_rows_than_points_are_means_with_a_band():
+    rows = [(step, 1.0 + step % 2) for step in range(2 * curves.MOST_POINTS)]
+    (line,) = chart("loss", "Loss", {"training": rows}, from_zero=True).lines
+    assert len(places(line)) == curves.MOST_POINTS
+    assert len({y for _, y in places(line)}) == 1
+    assert len(line.band.split()) == 2 * curves.MOST_POINTS
+    assert line.marked == []
+
+
+def test_far_apart_is_logarithmic_and_said():
+    rows = [(step, 10.0**-step) for step in range(5)]
+    found = chart("norm", "Norm", {"norm": rows}, from_zero=False)
+    assert found.title == "Norm, on a logarithmic scale"
+    assert [text for _, text in found.up] == ["0.0001", "0.001", "0.01", "0.1", "1"]
+    falls = np.diff([y for _, y in places(found.lines[0])])
+    assert falls == pytest.approx(falls[0], abs=0.2)
+    assert chart("norm", "Norm", {"norm": []}, from_zero=False) is None
+
+
+def test_memory_is_in_the_unit_of_the_largest(run):
+    rows = read_run(run).rows
+    write_rows(run, [row | {"memory_bytes": 2 * GIB, "planned_memory_bytes": 3 * GIB} for row in rows])
+    (memory,) = (each for each in charts(read_run(run)) if each.name == "memory")
+    assert memory.title == "Memory, GiB"
+    assert [line.name for line in memory.lines] == ["now", "peak so far", "planned"]
+    assert len({(line.colour, line.dashes) for line in memory.lines}) == 3
+
+
+@pytest.mark.slow
+def test_on_a_narrow_screen_nothing_lies_beside_it(planned):
+    bigdit("report", planned)
+    with browser() as seen:
+        for pixels in (400, 1200):
+            width(seen, pixels)
+            seen.get((planned / "report.html").as_uri())
+            assert seen.execute_script(INSIDE), pixels
+        assert seen.get_log("browser") == []
