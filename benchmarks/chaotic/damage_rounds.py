@@ -28,7 +28,9 @@ KINDS: dict[str, Callable[[str], bool]] = {
     "`latest`": lambda path: path == "checkpoints/latest",
     "metrics.jsonl": lambda path: path == "metrics.jsonl",
     "an export": lambda path: path.startswith("exports/"),
-    "the lock, the receipt": lambda path: path in ("lock", "receipt.json"),
+    "the lock, the receipt, the page and its record": lambda path: (
+        path in ("lock", "receipt.json", "run.json", "report.html")
+    ),
 }
 _OF_A_STORE: dict[str, Callable[[str], bool]] = {
     "a part of the store": lambda path: path.startswith("part-"),

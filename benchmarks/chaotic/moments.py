@@ -83,6 +83,7 @@ _PLACES = (
     ("while it exports", r"exports(/|$)"),
     ("while it cuts or writes metrics", r"(\.tmp-|before-)?[^/]*metrics\.jsonl"),
     ("while it writes the receipt", r"(\.tmp-)?receipt\.json"),
+    ("while it writes for its page, or the page", r"(\.tmp-)?(run\.json|report\.html)"),
     ("while it moves `latest`", r"checkpoints/(\.tmp-)?latest"),
     ("while it takes its lock", r"lock"),
 )
