@@ -57,8 +57,7 @@ class SingleEngine(Engine):
     @torch.no_grad()
     def publish(self) -> None:
         if self._mixed:
-            for param, master in zip(self._params, self.masters, strict=True):
-                param.copy_(master)
+            torch._foreach_copy_(self._params, self.masters)
 
     def shards(self) -> list[Shard]:
         return whole(self._named)
@@ -82,12 +81,15 @@ class SingleEngine(Engine):
                 if param.grad is not None:
                     master.grad = param.grad.float()
                     param.grad = None
-                    if factor is not None:
-                        master.grad.mul_(factor)
+            params, masters = zip(*chunk, strict=True)
+            gradients = [master.grad for master in masters if master.grad is not None]
+            if factor is not None and gradients:
+                torch._foreach_mul_(gradients, factor)
+            del gradients  # or they would live on while the next chunk's are made
             self.optimizer.step()
-            for param, master in chunk:
+            for master in masters:
                 master.grad = None
-                param.copy_(master)
+            torch._foreach_copy_(params, masters)
         return stepped
 
     def _gradients(self) -> list[torch.Tensor]:

@@ -39,7 +39,7 @@ def loss(
     alpha = per_sample((math.sqrt(signal) for signal in signals), latents)
     sigma = per_sample((math.sqrt(1.0 - signal) for signal in signals), latents)
     noisy = (alpha * latents).addcmul_(sigma, noise).to(compute_dtype)
-    output = predict(noisy, model_time(objective, timesteps).to(latents.device))
+    output = predict(noisy, model_time(objective, timesteps).to(latents.device, non_blocking=True))
 
     prediction = of_latents(output, latents.shape[1]).float()
     if objective.prediction == "epsilon":

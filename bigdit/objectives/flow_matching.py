@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from bigdit.objective_spec import FlowMatchingSpec
-from bigdit.objectives.noise import draw_noise
+from bigdit.objectives.noise import draw_noise, per_sample
 from bigdit.objectives.output import Predict, of_latents
 from bigdit.objectives.times import draw_t
 from bigdit.objectives.weights import flow_weights, weighted_mse
@@ -31,7 +31,9 @@ def loss(
     """
     noise = draw_noise(latents, seeds)
     times = draw_t(objective, seeds, tokens) if at is None else [at] * len(seeds)
-    t = torch.tensor(times, dtype=torch.float32).to(latents.device)
-    noisy = torch.lerp(latents, noise, t.view(-1, *(1,) * (latents.dim() - 1))).to(compute_dtype)
-    velocity = of_latents(predict(noisy, t), latents.shape[1]).float()  # no name holds it in the compute dtype
+    t = per_sample(times, latents)
+    noisy = torch.lerp(latents, noise, t).to(compute_dtype)
+    velocity = of_latents(
+        predict(noisy, t.flatten()), latents.shape[1]
+    ).float()  # no name holds it in the compute dtype
     return weighted_mse(velocity, noise - latents, flow_weights(objective, times))

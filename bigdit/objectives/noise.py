@@ -17,6 +17,9 @@ def draw_noise(like: torch.Tensor, seeds: Sequence[int]) -> torch.Tensor:
 
 
 def per_sample(numbers: Iterable[float], like: torch.Tensor) -> torch.Tensor:
-    """A number a sample, fp32 [B, 1, …] on the device of `like` [B, …]."""
-    made = torch.tensor([*numbers], dtype=torch.float32).to(like.device)
+    """A number a sample, fp32 [B, 1, …] on the device of `like` [B, …].
+
+    The host does not wait for the copy, or it would stand until the micro-batch before is done.
+    """
+    made = torch.tensor([*numbers], dtype=torch.float32).to(like.device, non_blocking=True)
     return made.view(-1, *(1,) * (like.dim() - 1))

@@ -111,7 +111,8 @@ class Metrics:
         """Average the pending losses over all processes, check, write and show them."""
         if not self._pending:
             return
-        mine = [float(result.loss.cpu()) for _, _, result, _ in self._pending]  # a full card has no room for a stack
+        numbers = self._numbers()
+        mine = [loss for loss, _ in numbers]
         losses = [statistics.fmean(each) for each in zip(*self._peers.gather(mine), strict=True)]
         now = time.perf_counter()
         self._seconds.append((now - self._since) / len(self._pending))
@@ -119,8 +120,8 @@ class Metrics:
         more = {"images_per_second": rate} | self._utilisation(now - self._since) | {**self._memory()}
         self._since = now
         rows = [
-            _row(step, loss, lr, result) | more | self._planned | {**measured}
-            for (step, lr, result, measured), loss in zip(self._pending, losses, strict=True)
+            _row(step, loss, norm, lr, result.taken) | more | self._planned | {**measured}
+            for (step, lr, result, measured), loss, (_, norm) in zip(self._pending, losses, numbers, strict=True)
         ]
         self._pending.clear()
         if self._peers.world.is_main:
@@ -132,6 +133,18 @@ class Metrics:
                 self._validated |= {key: row[key] for key in VALIDATED if key in row}
             left = (self._stop - rows[-1]["step"] - 1) * self._seconds[-1]
             self._sight.show(self._validated | rows[-1] | {"seconds_left": left})
+
+    def _numbers(self) -> list[tuple[float, float | None]]:
+        """This process's loss and norm of each pending step. The device is waited for once, and holds no more for it:
+        a full card has no room for a stack of them."""
+        results = [result for _, _, result, _ in self._pending]
+        losses = [result.loss.to("cpu", non_blocking=True) for result in results]
+        norms = [
+            None if (norm := result.grad_norm) is None else norm.to("cpu", non_blocking=True) for result in results
+        ]
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+        return [(float(loss), None if norm is None else float(norm)) for loss, norm in zip(losses, norms, strict=True)]
 
     def _utilisation(self, seconds: float) -> dict[str, float]:
         """`mfu` of the steps that are pending; nothing where it is not known."""
@@ -185,11 +198,10 @@ class Metrics:
             log.notice(f"note: {self.path} was changed: its rows before step {start} are not those that were written")
 
 
-def _row(step: int, loss: float, lr: float, result: StepResult) -> dict[str, Any]:
+def _row(step: int, loss: float, norm: float | None, lr: float, taken: bool) -> dict[str, Any]:
     """What is written of a step: of a skipped one, null stands for what is not finite."""
-    norm = None if result.grad_norm is None else float(result.grad_norm)
     row = {"step": step, "loss": loss, "grad_norm": norm, "lr": lr}
-    if not result.taken:
+    if not taken:
         return row | {"loss": _finite(loss), "grad_norm": _finite(norm), "skipped": True}
     if _finite(loss) is None or _finite(norm) is not norm:
         raise UserError(

@@ -20,7 +20,7 @@ def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions
     """Velocity [B, C, H, W] for latents of that shape, t [B], text_embeds [B, T, D]; pictures are whole, uncropped."""
     batch, _, height, width = latents.shape
     pixels = torch.tensor([[height * DOWNSAMPLE, width * DOWNSAMPLE]], dtype=latents.dtype)
-    size = pixels.to(latents.device).repeat(batch, 1)
+    size = pixels.to(latents.device, non_blocking=True).repeat(batch, 1)
     return model(
         hidden_states=latents,
         encoder_hidden_states=conditions.text_embeds,

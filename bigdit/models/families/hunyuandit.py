@@ -47,7 +47,8 @@ def _image_sizes(latents: torch.Tensor) -> torch.Tensor:
     """[B, 6]: original height and width, target height and width, top and left of the crop."""
     batch, _, height, width = latents.shape
     size = [height * VAE_DOWNSAMPLE, width * VAE_DOWNSAMPLE]
-    return torch.tensor([[*size, *size, 0, 0]], dtype=latents.dtype).repeat(batch, 1).to(latents.device)
+    sizes = torch.tensor([[*size, *size, 0, 0]], dtype=latents.dtype).repeat(batch, 1)
+    return sizes.to(latents.device, non_blocking=True)
 
 
 def _positions(model: nn.Module, latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

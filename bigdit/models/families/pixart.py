@@ -40,8 +40,8 @@ def _micro_conditions(model: nn.Module, latents: torch.Tensor) -> dict[str, torc
     pixels = torch.tensor([[height * VAE_DOWNSAMPLE, width * VAE_DOWNSAMPLE]], dtype=latents.dtype)
     ratio = torch.tensor([[height / width]], dtype=latents.dtype)
     return {
-        "resolution": pixels.repeat(batch, 1).to(latents.device),
-        "aspect_ratio": ratio.repeat(batch, 1).to(latents.device),
+        "resolution": pixels.repeat(batch, 1).to(latents.device, non_blocking=True),
+        "aspect_ratio": ratio.repeat(batch, 1).to(latents.device, non_blocking=True),
     }
 
 
