@@ -1,6 +1,7 @@
 """Scripts of other projects, as they stand, on emulated cards: writes benchmarks/peers.md.
 
 python benchmarks/peers.py --projects FOLDER --data FOLDER --python NAME=PATH ... [ID ...]
+python benchmarks/peers.py --beside --projects FOLDER --python bigdit=PATH [ID ...]
 
 peers.json says what is run and what its authors published. FOLDER/NAME is a checkout of each project at the commit
 that is named there; nothing of them is here. `--python` names the interpreter of each environment: `bigdit` has what
@@ -8,6 +9,9 @@ this project installs, with a CUDA build of torch and torchvision; `2024` and `2
 cogvideox-factory's and of fast-DiT's time. Found figures are kept in peers_found.json, a row at a time, so that rows
 can be run again by their ids. The data is noise: pictures in dog/ and imagenet/CLASS/, fast-DiT's features/, latents
 and embeddings in cogvideox/, mp4 files with their prompts.txt and videos.txt in videos/.
+
+With --beside bigdit trains what some of the scripts train, on the same cards: the rows of beside/rows.json, whose
+figures are kept in beside/found.json.
 """
 
 from __future__ import annotations
@@ -23,11 +27,16 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from beside.measured import OURS, Row
+from beside.page import part
+
 from bigdit.files import write_json, write_text
 from bigdit.units import GIB
 
 HERE = Path(__file__).parent
-FOUND = HERE / "peers_found.json"
+PAGE = HERE / "peers.md"
+ROWS, FOUND = HERE / "peers.json", HERE / "peers_found.json"
+BESIDE, FOUND_BESIDE = HERE / "beside/rows.json", HERE / "beside/found.json"
 PEAK_SAID = re.compile(r"Memory before testing[\s\S]*?max_memory_reserved=([\d.]+) GB")
 """What cogvideox-factory's scripts print of torch's own peak, in GiB, since they began to train."""
 LIBRARIES = ("torch", "diffusers", "transformers", "accelerate", "peft", "deepspeed", "bitsandbytes", "timm")
@@ -36,20 +45,45 @@ LIBRARIES = ("torch", "diffusers", "transformers", "accelerate", "peft", "deepsp
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--projects", type=Path, required=True)
-    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--data", type=Path)
     parser.add_argument("--python", action="append", required=True, metavar="NAME=PATH")
+    parser.add_argument("--beside", action="store_true", help="bigdit's side of what they train, beside theirs")
     parser.add_argument("ids", nargs="*")
     asked = parser.parse_args()
-    document = json.loads((HERE / "peers.json").read_text())
-    found = json.loads(FOUND.read_text()) if FOUND.exists() else {}
+    if not asked.beside and asked.data is None:
+        parser.error("--data names the folder of what the scripts train on")
     pythons = dict(text.split("=", 1) for text in asked.python)
+    projects = asked.projects.resolve()
+    if asked.beside:
+        train_beside(asked.ids, projects, pythons["bigdit"])
+        return
+    document, found = _read(ROWS), _read(FOUND)
     for row in document["rows"]:
         if row["id"] in asked.ids or not asked.ids:
-            found[row["id"]] = run(row, document["arguments"], asked.projects, asked.data.resolve(), pythons)
+            found[row["id"]] = run(row, document["arguments"], projects, asked.data.resolve(), pythons)
             print(row["id"], json.dumps(found[row["id"]]), flush=True)
             found[row["id"]].pop("failed", None)
             write_json(FOUND, found)
-            write_text(HERE / "peers.md", page(document, found))
+            write_text(PAGE, page())
+
+
+def train_beside(ids: list[str], projects: Path, python: str) -> None:
+    """Both sides of the rows of these ids, or of all."""
+    document, found = _read(BESIDE), _read(FOUND_BESIDE)
+    for row in document["rows"]:
+        if row["id"] in ids or not ids:
+            with tempfile.TemporaryDirectory() as folder:
+                sides = Row(document, row, projects, python, Path(folder))
+                for side in (OURS, *row["theirs"]):
+                    found.setdefault(row["id"], {})[side] = took = sides.side(side)
+                    print(row["id"], side, json.dumps(took), flush=True)
+                    write_json(FOUND_BESIDE, found)
+                    write_text(PAGE, page())
+
+
+def _read(path: Path) -> dict[str, Any]:
+    read: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    return read
 
 
 def run(
@@ -119,8 +153,9 @@ print(json.dumps(found))
     return found
 
 
-def page(document: dict[str, Any], found: dict[str, Any]) -> str:
-    """peers.md: the table, the versions and what is known of what differs."""
+def page() -> str:
+    """peers.md: the tables, the versions and what is known of what differs."""
+    document, found = _read(ROWS), _read(FOUND)
     lines = [line(row, found[row["id"]]) for row in document["rows"] if row["id"] in found]
     used: dict[str, dict[str, str]] = {}
     for row in document["rows"]:
@@ -141,6 +176,8 @@ def page(document: dict[str, Any], found: dict[str, Any]) -> str:
             "| id | script | card | steps | allocated | reserved | process | published | emulated / published |",
             "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
             *lines,
+            "",
+            part(_read(BESIDE), _read(FOUND_BESIDE)),
             "",
             "## Projects and sources",
             "",

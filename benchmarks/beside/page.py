@@ -1,0 +1,69 @@
+"""The part of peers.md that has both sides of each row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from beside.counted import WARM
+from beside.measured import OURS, STEPS
+
+HEAD = f"""## bigdit beside them
+
+Made by `python benchmarks/peers.py --beside`; beside/rows.json has the commands. Both sides train the same model, with
+the same adapters, optimizer, recomputation, resolution and card, under `bigdit emulate` with torch's default allocator:
+bf16, gradients clipped at 1, weights empty, one sample a step. In GiB, what torch has allocated before the first step,
+and allocated and reserved in steps, at most. Counted are steps {WARM + 1} to {STEPS}, and their mean is shown: kernels
+launched by name; calls of cuBLAS, cuBLASLt and cuDNN, which launch theirs; copies to the card, to the host and on the
+card; how often the host waits for the card. Largest: the samples of a step that fit where one more runs out of memory;
+–: not looked for.
+
+| row | side | before | allocated | reserved | kernels | calls | copies to / from / on | waits | largest |
+| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"""
+
+
+def part(document: dict[str, Any], found: dict[str, Any]) -> str:
+    """The table, and what differs."""
+    lines = [
+        _line(row, way, found[row["id"]][way])
+        for row in document["rows"]
+        for way in (OURS, *row["theirs"])
+        if way in found.get(row["id"], {})
+    ]
+    return "\n".join([HEAD, *lines, "", NOTES])
+
+
+def _line(row: dict[str, Any], way: str, side: dict[str, Any]) -> str:
+    name = "bigdit" if way == OURS else f"`{row['script']}`, {way}"
+    if "failed" in side:
+        return f"| {row['id']} | {name} | {side['failed']} | | | | | | | |"
+    memory = [f"{side[key]:.2f}" for key in ("before_gib", "allocated_gib", "reserved_gib")]
+    copies = " / ".join(f"{side['copies'].get(way, 0):g}" for way in ("to device", "to host", "on device"))
+    counts = [f"{side['kernels']:g}", f"{side['library_calls']:g}", copies, f"{side['waits']:g}"]
+    largest = f"{side['largest']}; then it fails" if "why" in side else str(side.get("largest", "–"))
+    return f"| {' | '.join([row['id'], name, *memory, *counts, largest])} |"
+
+
+NOTES = """What differs between the sides:
+
+- Numerics. The scripts compute under autocast. Those of LoRA keep adapters and AdamW's moments in bf16, where an update
+  below half a step of bf16 is lost; bigdit has fp32 masters and moments of them. The full fine-tuning has fp32 weights
+  there, which autocast casts anew in each pass and each recomputation, fp32 gradients, and AdamW's temporaries of all
+  parameters at once; bigdit has bf16 weights and gradients beside fp32 masters, and a fused AdamW that has none.
+- What is in the step. bigdit's features were made before. A script with one prompt encodes that once. Those of SD3
+  encode each step's pictures, by 152 of the kernels and 31 of the calls: `--cache_latents` fails there (for LoRA it
+  hands bf16 pixels to a VAE in fp32), or is not there. Sana's keeps Gemma on the card, which its pipeline still holds;
+  with a caption a picture it encodes captions and pictures in each step.
+- Sana's script fails at two samples of one prompt, whose embedding has no batch; with a caption a picture it does not.
+- Waits. A script waits for each tensor that it sends from memory that is not pinned, twice a sample where it looks up
+  the sample's noise level, and for the loss. bigdit waits once, to know whether the step is taken (docs/errors.md), and
+  once in ten steps for their losses and norms.
+- Copies. bigdit's one more on the card is of the loss, whose own storage has the latents' size; to the host go the
+  verdict, the loss and the norm, and no step waits for the last two.
+- The largest batch of the full fine-tuning was not looked for: at few samples AdamW decides what is reserved there.
+
+What the comparison changed in bigdit: the step of one process multiplied and rounded each parameter by itself, and now
+does so by lists, as the scripts do (Sana: 2661 kernels became 2183); each micro-batch waited for its t, and each loss
+and norm of ten steps was waited for (4.0 waits became 1.1). Gradients are still widened one by one: by lists, those of
+a model and their fp32 copies would be there at once. What forward passes still wait for is in diffusers' models:
+numbers and tables that they make on the host (Lumina, Chroma, Qwen-Image, HiDream; CogView4 four times a block), and
+what they pick by a mask's values (Lumina, Z-Image, HunyuanImage)."""
