@@ -106,6 +106,10 @@ def _vae(vae: Vae) -> dict[str, Any]:
 def _text_encoder(name: str, class_name: str | None, dtype: str) -> dict[str, Any]:
     """Of the configs that transformers has read from version 4 on; what is left out is its classes' default."""
     entry = _catalogue()["text_encoders"][name]
+    if class_name in document()["around"]:
+        around = document()["around"][class_name]
+        inner = {"text_config": {**entry["kwargs"], **around["text_config"]}}
+        return {"architectures": [class_name], "torch_dtype": dtype, **around, **inner}
     model_type = entry["config_class"].removesuffix("Config").replace("CLIPText", "clip_text_model").lower()
     return {
         "architectures": [class_name or entry["class_name"]],

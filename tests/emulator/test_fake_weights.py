@@ -211,3 +211,18 @@ def test_every_repository_names_what_the_catalogue_has():
     for name in repositories.known():
         found = repositories.repository(name)
         assert all("_class_name" in config or "architectures" in config for config in found.configs.values())
+
+
+def test_a_text_encoder_that_sees_pictures_too_has_the_language_model_of_the_catalogue_in_it():
+    import torch
+    import transformers
+
+    config = repositories.repository("Qwen/Qwen-Image").configs["text_encoder/config.json"]
+    built = getattr(transformers, config["architectures"][0])
+    with torch.device("meta"):
+        model = built(built.config_class(**config))
+    language, vision = (
+        sum(each.numel() for each in part.parameters()) for part in (model.model.language_model, model.model.visual)
+    )
+    assert language == load_json("models.json")["text_encoders"]["qwen2.5-vl-7b"]["params"]
+    assert vision == pytest.approx(0.68e9, abs=5e6)  # as the catalogue's note says
