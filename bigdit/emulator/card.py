@@ -18,12 +18,12 @@ _L2_MIB = 40
 """Where the catalogue does not know a card's: no allocation was seen to depend on it."""
 
 
-def settings(gpu: Gpu, cards: int, state: str | None = None) -> str:
+def settings(gpu: Gpu, cards: int, state: str | None = None, *, values: bool = True) -> str:
     """BIGDIT_EMULATED_CARD for `cards` cards of this kind in one machine.
 
     `state` is the file that their processes share; None: each process has the cards for itself. A process's context
-    is the most that it may be, and so is what NCCL takes where there are several cards. Raises UserError for more
-    cards than there can be.
+    is the most that it may be, and so is what NCCL takes where there are several cards. Without `values` no tensor
+    holds any. Raises UserError for more cards than there can be.
     """
     if not 1 <= cards <= CARDS_MOST:
         raise UserError(f"{cards} cards are asked for; one machine is emulated with 1 to {CARDS_MOST}")
@@ -42,7 +42,7 @@ def settings(gpu: Gpu, cards: int, state: str | None = None) -> str:
         "usable": gpu.usable_bytes,
         "context": cuda_context(gpu.compute_capability, gpu.multiprocessors).high_bytes,
         "nccl": nccl_buffers(gpu.compute_capability, max(cards, 2)).high_bytes,
-        "values": VALUES_BYTES,
+        "values": VALUES_BYTES if values else 0,
         "count": cards,
     }
     shared = {} if state is None else {"state": state}

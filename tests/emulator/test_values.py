@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from cards import answers, on_cards
 
+from bigdit import catalog
+from bigdit.emulator import emulated_environment
+
 COMPUTED = """
 import json, torch
 import torch.nn.functional as F
@@ -101,6 +104,16 @@ def test_values_change_no_allocation():
     print(json.dumps([(e["action"], e["size"]) for e in trace]))
     """
     assert answers("a40", script) == answers("a40", script, BIGDIT_EMULATED_VALUES="0")
+
+
+def test_a_card_without_values_reads_as_zeros():
+    script = """
+    import json, torch
+    print(json.dumps([torch.ones(3, device="cuda").tolist(), torch.tensor([2.0]).cuda().item()]))
+    """
+    without = emulated_environment(catalog.resolve_gpu("a40"), values=False)
+    assert answers("a40", script) == [[1.0, 1.0, 1.0], 2.0]
+    assert answers("a40", script, **without) == [[0.0, 0.0, 0.0], 0.0]
 
 
 EXCHANGE = """

@@ -47,7 +47,8 @@ _installed: list[Kernels] = []
 
 
 def install(torch: Any) -> None:
-    """Wrap the kernels of this torch, but with BIGDIT_EMULATED_VALUES=0: all values are then what lay in memory.
+    """Wrap the kernels of this torch, but with BIGDIT_EMULATED_VALUES=0: what is read is then what lay in memory, or
+    zero where the card is told to keep no values.
 
     Raises AttributeError for a torch that does not hand out its kernels.
     """
