@@ -1,4 +1,4 @@
-"""Every recipe at full size on its emulated card for three steps, and what its plan says: bigdit/recipes/measured.json.
+"""Every recipe at full size on its emulated cards for three steps, and what its plan says: recipes/measured.json.
 
 python benchmarks/recipes.py [NAME…]
 
@@ -17,16 +17,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from bigdit import catalog
-from bigdit.catalog import CatalogModel, batch_shape
-from bigdit.emulator import emulated_environment
+from bigdit.catalog import batch_shape
+from bigdit.config import load_run
+from bigdit.emulator import emulated_environment, shared_state
 from bigdit.emulator.fake_weights import lay_out
 from bigdit.files import write_json
 from bigdit.memory.process import beside_torch
 from bigdit.receipt import Receipt
 from bigdit.recipes.recipe import MEASURED, Recipe, Took, names, recipe
+from bigdit.rehearse.ask import request_for
+from bigdit.rehearse.card.attempt import Attempt, Attempts
 from bigdit.rehearse.card.client import cuda_build, cuda_python
 from bigdit.search.answer import make_plan
 from bigdit.search.asking.ask import question_for
@@ -35,6 +37,7 @@ from bigdit.store.null_text import write_null_text
 from bigdit.store.part import Encoded, part_path, write_part
 from bigdit.store.schema import FILE, StoreSchema, part_identity, schema_text, store_identity
 from bigdit.store.text import Text
+from bigdit.train.prepare import prepare
 
 ROOT = Path(__file__).parent.parent
 IMAGES = 100_000
@@ -69,43 +72,68 @@ def weights_of(recipes: Sequence[Recipe], folder: Path) -> Path:
 
 
 def trained(found: Recipe, hub: Path, folder: Path) -> Receipt:
-    """Three steps by `bigdit train` on an emulated card, whose files lie in `folder`."""
-    gpu, run = catalog.resolve_gpu(found.about.gpu), yaml.safe_load(found.text)
-    environment = os.environ | emulated_environment(gpu)
+    """Three steps by `bigdit train` on emulated cards, whose files lie in `folder`.
+
+    They are of two micro-batches a process at most: each further one takes 512 bytes, for its loss. Of one process no
+    values are computed; several tell each other theirs.
+    """
+    gpu, train = catalog.resolve_gpu(found.about.gpu), found.run["train"]
     (weights,) = hub.glob(f"models--{found.about.repository.replace('/', '--')}/snapshots/*")
     folder.mkdir()
-    make_store(folder / "features", catalog.model(found.about.model), [tuple(size) for size in run["data"]["buckets"]])
-    config = folder / f"{found.name}.yaml"
-    config.write_text(found.text.replace(found.weights, str(weights)))
-    changed = {
-        "data.features": folder / "features",
-        "output": folder / "run",
-        "train.steps": STEPS,
-        "train.warmup_steps": 1,
-    }
-    subprocess.run(
-        [
-            *(str(cuda_python()), "-W", "ignore", "-c", "from bigdit.cli import main; main()"),
-            *("train", "--config", str(config)),
-            *(part for key, value in changed.items() for part in ("--set", f"{key}={value}")),
-        ],
-        env=environment | {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "PYTHONPATH": _path(environment)},
-        check=True,
-        stdout=subprocess.DEVNULL,
-    )
+    make_store(folder / "features", found, json.loads((weights / "transformer/config.json").read_text()))
+    for name, text in found.files.items():
+        (folder / name).write_text(text.replace(found.weights, str(weights)))
+    global_batch = min(train["global_batch_size"], 2 * found.processes * train["micro_batch_size"])
+    changed = ("data.features=features", "output=run", f"train.steps={STEPS}", "train.warmup_steps=1")
+    changed += (f"train.global_batch_size={global_batch}",)
+    with shared_state() as state:
+        environment = os.environ | emulated_environment(gpu, found.processes, state, values=found.processes > 1)
+        subprocess.run(
+            [
+                *(str(cuda_python()), "-W", "ignore", "-c", "from bigdit.cli import main; main()"),
+                *("train", "--config", f"{found.name}.yaml", *(part for each in changed for part in ("--set", each))),
+            ],
+            env=environment | {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "PYTHONPATH": _path(environment)},
+            cwd=folder,
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
     return Receipt.model_validate_json((folder / "run/receipt.json").read_text())
+
+
+def first_of_many(found: Recipe) -> dict[tuple[int, int], Attempt]:
+    """Two steps by the first process alone of as many as the recipe has, by bucket: it reads its YAML as training does.
+
+    The others are not there. All of them train where `trained` is asked, for three CPU-minutes.
+    """
+    gpu, model = catalog.resolve_gpu(found.about.gpu), catalog.model(found.about.model)
+    with tempfile.TemporaryDirectory(prefix="bigdit-recipe-") as folder:
+        texts = {name: Path(folder) / name for name in found.files}
+        for name, file in texts.items():
+            file.write_text(found.files[name])
+        config, *beside = texts.values()
+        run = load_run(config, [f"engine.ds_config={file}" for file in beside])
+        _, strategy = prepare(run, found.processes)
+    strategy = strategy.sized(strategy.step_size.model_copy(update={"grad_accum_steps": 2}))
+    with Attempts(gpu) as cards:
+        return {
+            size: cards.run(request_for(model, gpu, strategy, resolution=size), gpu.usable_bytes)
+            for size in run.data.buckets
+        }
 
 
 def _path(environment: dict[str, str]) -> str:
     return os.pathsep.join((str(ROOT), environment["PYTHONPATH"]))
 
 
-def make_store(root: Path, model: CatalogModel, buckets: list[tuple[int, int]], each: int = 16) -> None:
-    """A store of zeros, so many samples a bucket, with captions that fill all tokens."""
+def make_store(root: Path, found: Recipe, arguments: dict[str, Any], each: int = 16) -> None:
+    """A store of zeros for the model of these arguments, so many samples a bucket, with captions that fill all
+    tokens."""
+    model = catalog.model(found.about.model)
     assert model.text is not None
-    tokens, dim = model.text.tokens, model.text.dim
-    assert tokens is not None
-    pooled = model.spec.kwargs.get("pooled_projection_dim")
+    tokens, dim = found.run["encoders"]["text"].get("max_tokens", model.text.tokens), model.text.dim
+    buckets = [tuple(size) for size in found.run["data"]["buckets"]]
+    pooled = arguments.get("pooled_projection_dim")
     schema = StoreSchema(
         codec={},
         text_encoder={"max_tokens": tokens},
@@ -132,7 +160,8 @@ def make_store(root: Path, model: CatalogModel, buckets: list[tuple[int, int]], 
 
 def _took(found: Recipe, receipt: Receipt) -> Took:
     gpu, plan = catalog.resolve_gpu(found.about.gpu), planned(found)
-    beside = beside_torch(gpu.compute_capability, 1, 0, gpu.multiprocessors)
+    communicators = None if found.processes > 1 else 0
+    beside = beside_torch(gpu.compute_capability, found.processes, communicators, gpu.multiprocessors)
     assert receipt.measured_peak_allocated_bytes
     assert receipt.measured_peak_reserved_bytes
     assert plan.dataset
@@ -152,16 +181,17 @@ def _took(found: Recipe, receipt: Receipt) -> Took:
 
 def planned(found: Recipe) -> Plan:
     """The plan for the recipe's own strategy and steps."""
-    train = yaml.safe_load(found.text)["train"]
+    train, blocks = found.run["train"], found.run["train"].get("checkpointed_blocks", 0)
     return make_plan(
         question_for(
             model=found.about.model,
             gpu=found.about.gpu,
-            engine="single",
+            gpus=found.processes,
+            engine=_engine(found),
             optimizer="adamw",
             micro_batch=train["micro_batch_size"],
             global_batch=train["global_batch_size"],
-            checkpointed_blocks=train.get("checkpointed_blocks", 0),
+            checkpointed_blocks=blocks,
             lora=train["lora"]["rank"] if "lora" in train else None,
             images=IMAGES,
             epochs=train["steps"] * train["global_batch_size"] / IMAGES,
@@ -169,6 +199,12 @@ def planned(found: Recipe) -> Plan:
             device="rehearsed",
         )
     )
+
+
+def _engine(found: Recipe) -> str:
+    """By the name of its preset."""
+    documents = [json.loads(text) for name, text in found.files.items() if name.endswith(".json")]
+    return f"zero{documents[0]['zero_optimization']['stage']}" if documents else "single"
 
 
 if __name__ == "__main__":

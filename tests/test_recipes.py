@@ -1,19 +1,22 @@
 """Every recipe, at full size on its emulated card: it trains, and takes what is said of it, to the byte."""
 
 import pytest
-from recipes import trained, weights_of
+from recipes import first_of_many, trained, weights_of
 
 from bigdit.recipes.recipe import names, recipe
 from bigdit.rehearse.card.client import cuda_build, cuda_python
 
+ALONE = [name for name in names() if recipe(name).processes == 1]
+MANY = [name for name in names() if name not in ALONE]
+
 
 @pytest.fixture(scope="module")
 def hub(once):
-    return once("recipes", lambda folder: weights_of([recipe(name) for name in names()], folder)) / "hub"
+    return once("recipes", lambda folder: weights_of([recipe(name) for name in ALONE], folder)) / "hub"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", ALONE)
 def test_a_recipe_takes_what_it_is_said_to(name, hub, tmp_path):
     found = recipe(name)
     assert found.took is not None
@@ -24,3 +27,17 @@ def test_a_recipe_takes_what_it_is_said_to(name, hub, tmp_path):
     assert receipt.measured_peak_allocated_bytes == found.took.peak_allocated_bytes
     assert receipt.measured_peak_reserved_bytes == found.took.peak_reserved_bytes
     assert found.took.process_bytes[1] < found.took.usable_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MANY)
+def test_the_first_of_many_reserves_what_it_did_among_all_of_them(name):
+    """That all of them train is seen where figures are made: they take ten times as long as the first alone."""
+    found = recipe(name)
+    assert found.took is not None
+    took = first_of_many(found)
+    assert found.took.torch == cuda_build(cuda_python())
+    assert all(each.fits for each in took.values())
+    assert found.took.peak_reserved_bytes in {each.peak_reserved_bytes for each in took.values()}
+    beside = found.took.process_bytes[1] - found.took.peak_reserved_bytes
+    assert max(each.peak_reserved_bytes for each in took.values()) + beside < found.took.usable_bytes

@@ -56,7 +56,7 @@ def copy(
     name: Name,
     out: Annotated[Path | None, typer.Option(help="The file, or its folder; NAME.yaml here if left out.")] = None,
 ) -> None:
-    """Write a recipe's YAML, to be filled in. A file that is there stays as it is."""
+    """Write a recipe's YAML, to be filled in, and DeepSpeed's JSON where it has one. A file that is there stays."""
     from bigdit import log
     from bigdit.errors import UserError
     from bigdit.files import write_text
@@ -65,7 +65,11 @@ def copy(
     found = recipe(name)
     file = out or Path()
     file = file / f"{found.name}.yaml" if file.is_dir() else file
-    if file.exists():
-        raise UserError(f"{file} is there already, and is left as it is; --out names another file")
-    write_text(file, found.text)
-    log.notice(f"wrote {file}")
+    own, *beside = found.files.items()
+    texts = {file: own[1], **{file.parent / name: text for name, text in beside}}
+    for each in texts:
+        if each.exists():
+            raise UserError(f"{each} is there already, and is left as it is; --out names another file")
+    for each, text in texts.items():
+        write_text(each, text)
+    log.notice(f"wrote {' and '.join(map(str, texts))}")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import yaml
 from pydantic import NonNegativeInt, PositiveInt
@@ -26,9 +28,10 @@ class For(Strict):
 
 
 class Took(Strict):
-    """Three steps of a recipe at full size on an emulated card, in bytes: by torch's allocator, and `process_bytes`
-    with all that a CUDA process takes beside it, at least and at most. `host_bytes` of the machine's memory while it
-    saves, `store_bytes` of the features of 100,000 pictures, `hours` of its steps: as the plan for it says."""
+    """Three steps of a recipe at full size on emulated cards, in bytes of one: by torch's allocator, and
+    `process_bytes` with all that a CUDA process takes beside it, at least and at most. As the plan for it says,
+    `host_bytes` of the machine's memory while it saves, `store_bytes` of the features of 100,000 pictures, `hours` of
+    its steps."""
 
     torch: str
     peak_allocated_bytes: PositiveInt
@@ -50,6 +53,24 @@ class Recipe:
     text: str
     took: Took | None
 
+    @cached_property
+    def run(self) -> dict[str, Any]:
+        """The sections of its YAML."""
+        found: dict[str, Any] = yaml.safe_load(self.text)
+        return found
+
+    @property
+    def processes(self) -> int:
+        """As many as it has cards."""
+        return int(self.run.get("engine", {}).get("processes", 1))
+
+    @property
+    def files(self) -> dict[str, str]:
+        """The text of its YAML, and of DeepSpeed's JSON where it has one, by the files' names."""
+        ds_config = self.run.get("engine", {}).get("ds_config")
+        beside = {} if ds_config is None else {ds_config: (_FOLDER / ds_config).read_text(encoding="utf-8")}
+        return {f"{self.name}.yaml": self.text, **beside}
+
     @property
     def weights(self) -> str:
         """The folder that its run expects the repository in."""
@@ -58,14 +79,31 @@ class Recipe:
     @property
     def commands(self) -> list[str]:
         """From download to samples, in order."""
-        file, output = f"{self.name}.yaml", yaml.safe_load(self.text)["output"]
+        file = f"{self.name}.yaml"
         return [
             f"hf download {self.about.repository} --local-dir {self.weights}",
             f"bigdit recipe copy {self.name}",
             f"bigdit extract --config {file}",
             f"PYTORCH_ALLOC_CONF=expandable_segments:True bigdit train --config {file}",
-            f'bigdit sample --checkpoint {output} --out {output}/samples --caption "a fox in the snow"',
+            self._sample,
         ]
+
+    @property
+    def _sample(self) -> str:
+        """`bigdit sample` computes in fp32, over a base in fp32: where the card holds it in fewer bits alone, diffusers
+        draws, with all but one layer on the host."""
+        output, train = self.run["output"], self.run["train"]
+        if train.get("lora", {}).get("base", "bf16") == "bf16":
+            return f'bigdit sample --checkpoint {output} --out {output}/samples --caption "a fox in the snow"'
+        export = f"{output}/exports/step-{train['steps']:08d}/transformer"
+        steps = (
+            "import diffusers, torch",
+            f'drawn_by = diffusers.DiffusionPipeline.from_pretrained("{self.weights}", torch_dtype=torch.bfloat16)',
+            f'drawn_by.load_lora_weights("{export}")',
+            "drawn_by.enable_sequential_cpu_offload()",
+            f'drawn_by("a fox in the snow").images[0].save("{output}/fox.png")',
+        )
+        return f"python -c '{'; '.join(steps)}'"
 
 
 def names() -> list[str]:

@@ -32,22 +32,25 @@ def shown(found: Recipe) -> Iterator[Text | str]:
     yield from needs(found)
     yield ""
     yield from found.commands
-    yield ""
-    yield found.text.rstrip("\n")
+    for text in found.files.values():
+        yield ""
+        yield text.rstrip("\n")
 
 
 def needs(found: Recipe) -> list[str]:
     """What it takes of card, host and disk, and how long it goes, a line each."""
     card = resolve_gpu(found.about.gpu).title
+    card = card if found.processes == 1 else f"{found.processes} × {card}, each"
     took = found.took
     if took is None:
         return [f"card   {card}; what it takes there was not measured"]
     low, high = took.process_bytes
     hours = f"{took.hours[0]:.1f} to {took.hours[1]:.1f} h"
+    where = "an emulated card" if found.processes == 1 else "emulated cards"
     disk = " to ".join(written(each) for each in took.store_bytes)
     return [
         f"card   {card}: {gib(low)} to {gib(high)} of {gib(took.usable_bytes)}, {gib(_left(found))} left",
-        f"       of it torch reserves {gib(took.peak_reserved_bytes)}: three steps on an emulated card, {took.torch}",
+        f"       of it torch reserves {gib(took.peak_reserved_bytes)}: three steps on {where}, {took.torch}",
         f"host   {gib(took.host_bytes)} of RAM, while it saves",
         f"disk   {disk} of features for 100,000 pictures",
         f"time   {hours} of training, by the plan for it",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bigdit import models
+from bigdit.catalog import FAMILIES
 from bigdit.config import RunConfig, check
 from bigdit.errors import UserError
 from bigdit.models.arguments import arguments
@@ -19,9 +20,17 @@ def check_model(run: RunConfig, spec: ModelSpec, strategy: Strategy) -> None:
     made = spec.model_copy(update={"kwargs": dict(arguments(model))})
     check(run, made)
     channels, predicted = (made.kwargs.get(key) for key in ("in_channels", "out_channels"))
-    if isinstance(channels, int) and predicted not in (None, channels, 2 * channels):  # 2: and the variance
+    fed = channels // _packed(made) ** 2 if isinstance(channels, int) else None
+    if fed is not None and predicted not in (None, fed, 2 * fed):  # 2: and the variance
         raise UserError(
             f"model.kwargs.out_channels is {predicted}, and in_channels is {channels}: what is predicted has the "
-            f"channels of what is fed; set out_channels to {channels}"
+            f"channels of what is fed; set out_channels to {fed}"
         )
     models.equip(model, family, strategy)
+
+
+def _packed(spec: ModelSpec) -> int:
+    """The side of the patches that are fed as channels, where what is predicted has the channels of one pixel alone:
+    Qwen-Image's patch_size. Flux's is 1, its out_channels are those of a patch."""
+    side = spec.kwargs.get("patch_size", 1)
+    return side if FAMILIES[spec.class_name].packs and isinstance(side, int) else 1

@@ -1,9 +1,9 @@
 """`bigdit recipe`: what is listed, shown and copied is a run that its plan and `bigdit train` accept."""
 
 import json
+from pathlib import Path
 
 import pytest
-import yaml
 from commands import bigdit
 
 from bigdit import catalog
@@ -22,13 +22,15 @@ def test_recipes_are_listed(tmp_path):
 
 
 @pytest.mark.parametrize("name", names())
-def test_a_recipe_is_a_run_of_the_catalogues_model_on_its_card(name, tmp_path):
+def test_a_recipe_is_a_run_of_the_catalogues_model_on_its_card(name, tmp_path, monkeypatch):
     found = recipe(name)
     assert len(found.text.splitlines()) <= 40
-    file = tmp_path / f"{name}.yaml"
-    file.write_text(found.text)
-    run = load_run(file, [])
-    spec, _ = prepare(run, 1)
+    for file, text in found.files.items():
+        (tmp_path / file).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    run = load_run(Path(f"{name}.yaml"), [])
+    spec, strategy = prepare(run, found.processes)
+    assert strategy.world_size == found.processes
     assert spec == catalog.model(found.about.model).spec
     assert catalog.gpu(found.about.gpu)
     assert str(run.model.init_from).startswith(found.weights)
@@ -51,6 +53,22 @@ def test_one_is_shown_with_its_needs_and_all_commands_and_is_copied_as_it_stands
     assert copied.read_text() == "mine"
 
 
+def test_deepspeeds_json_is_shown_and_copied_beside_the_yaml(tmp_path):
+    found = recipe("pixart-sigma-8x-v100")
+    assert list(found.files) == ["pixart-sigma-8x-v100.yaml", "pixart-sigma-8x-v100.json"]
+    shown = bigdit("recipe", "show", found.name).stdout
+    assert all(text in shown for text in ("8 × Tesla V100-SXM2-16GB, each", *found.files.values()))
+    mine = tmp_path / "pixart-sigma-8x-v100.json"
+    mine.write_text("{}")
+    done = bigdit("recipe", "copy", found.name, "--out", tmp_path)
+    assert done.stderr == f"error: {mine} is there already, and is left as it is; --out names another file\n"
+    assert [file.name for file in tmp_path.iterdir()] == [mine.name]
+    mine.unlink()
+    done = bigdit("recipe", "copy", found.name, "--out", tmp_path / "mine.yaml")
+    assert done.stderr == f"wrote {tmp_path / 'mine.yaml'} and {mine}\n"
+    assert ((tmp_path / "mine.yaml").read_text(), mine.read_text()) == tuple(found.files.values())
+
+
 def test_a_name_that_is_no_recipe_is_told_what_is_nearest():
     done = bigdit("recipe", "show", "sana-1600-a40")
     assert done.returncode == 1
@@ -60,6 +78,5 @@ def test_a_name_that_is_no_recipe_is_told_what_is_nearest():
 def test_commands_name_the_recipes_own_folders():
     for name in names():
         found = recipe(name)
-        run = yaml.safe_load(found.text)
-        assert any(run["output"] in command for command in found.commands)
+        assert any(found.run["output"] in command for command in found.commands)
         assert found.commands[0].endswith(found.weights)

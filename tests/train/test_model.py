@@ -9,6 +9,7 @@ import yaml
 from commands import DIGITS, SINGLE, with_set
 
 from bigdit.cli import main
+from bigdit.recipes.recipe import recipe
 
 
 def dry_run(capsys, *overrides, config=DIGITS):
@@ -80,3 +81,22 @@ def test_what_is_left_out_is_what_the_class_takes_for_it(capsys, tmp_path, left_
     config = tmp_path / "run.yaml"
     config.write_text(yaml.safe_dump(document))
     assert dry_run(capsys, *overrides, config=config) == (1, "", f"error: {line}\n")
+
+
+def test_channels_of_a_pixel_are_held_against_those_of_a_patch(capsys, tmp_path):
+    """Qwen-Image is fed patches of 2 × 2 as channels, and says how many a pixel of what it predicts has."""
+    document = yaml.safe_load(recipe("qwen-image-lora-rtx-4090").text)
+    document["model"]["init_from"] = "/weights"
+    config = tmp_path / "run.yaml"
+    config.write_text(yaml.safe_dump(document))
+    status, _, said = dry_run(capsys, config=config)
+    assert (status, said) == (0, "")
+    document["model"] = {"class_name": "QwenImageTransformer2DModel", "kwargs": {"num_layers": 1, "out_channels": 64}}
+    del document["train"]["lora"], document["train"]["checkpointed_blocks"]
+    config.write_text(yaml.safe_dump(document))
+    assert dry_run(capsys, config=config) == (
+        1,
+        "",
+        "error: model.kwargs.out_channels is 64, and in_channels is 64: what is predicted has the channels of what is "
+        "fed; set out_channels to 16\n",
+    )
