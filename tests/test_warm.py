@@ -8,7 +8,10 @@ import sys
 
 import pytest
 import warm
+from cards import answers
 from commands import environment_with, run_command
+
+from bigdit import catalog
 
 PROBE = """
 import json, os, pathlib, signal, subprocess, sys
@@ -116,3 +119,15 @@ def test_a_program_that_is_not_there_or_no_python_is_started_as_ever(tmp_path):
         warm.Popen([sys.executable, "-m", "json.tool"], cwd=tmp_path / "none")
     done = subprocess.run(["sh", "-c", "echo $0"], stdout=subprocess.PIPE, text=True, check=True)
     assert done.stdout == "sh\n"
+
+
+@pytest.mark.slow
+def test_clones_see_cards_of_their_own():
+    """One seed for all of them, which has seen none."""
+    asks = "import json, sys, torch; p = torch.cuda.get_device_properties(0); free, total = torch.cuda.mem_get_info()"
+    tells = "count = torch.cuda.device_count(); libraries = 'deepspeed' in sys.modules"
+    tells += "; print(json.dumps([p.name, p.multi_processor_count, count, libraries]))"
+    for gpu, name, cards in (("a40", "NVIDIA A40", 2), ("h100-sxm", "NVIDIA H100 80GB HBM3", 1)):
+        assert answers(gpu, f"{asks}\n{tells}", cards) == [
+            name, catalog.resolve_gpu(gpu).multiprocessors, cards, True
+        ]  # fmt: skip

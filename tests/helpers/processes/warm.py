@@ -45,8 +45,6 @@ READ_AT_IMPORT = ("HF_", "LD_", "OMP_", "MKL_", "PYTORCH_", "BIGDIT_EMULATED_")
 """How variables begin that are read when libraries are imported, and not again."""
 READ_LATER = ("BIGDIT_EMULATED_CARD", "BIGDIT_EMULATED_PEERS")
 """Of those, what the emulated card's libraries read when they are first called."""
-OBSERVED = ("BIGDIT_EMULATED_OUT", "BIGDIT_EMULATED_VALUES")
-"""What has an emulated process begin otherwise than others, from its first import on."""
 
 
 def _read_at_import(environment: Mapping[str, str]) -> dict[str, str]:
@@ -95,10 +93,10 @@ _is_a_seed = __name__ == "__main__"
 def _seed_for(folder: Path, environment: Mapping[str, str]) -> Seed | None:
     """The seed whose clone such a process would be. It starts when it is first asked, and ends with this process."""
     on_card = "BIGDIT_EMULATED_CARD" in environment
-    known = folder == (_OWN.parents[1] / ".venv-cuda/bin" if on_card else _OWN) and environment.keys().isdisjoint(
-        OBSERVED
-    )
-    if known and folder not in _seeds and not _is_a_seed:
+    home = _OWN.parents[1] / ".venv-cuda/bin" if on_card else _OWN
+    # As most are that emulated cards are asked for: with values, and observed by nobody.
+    usual = environment.get("BIGDIT_EMULATED_VALUES", "1") == "1" and "BIGDIT_EMULATED_OUT" not in environment
+    if folder == home and folder not in _seeds and usual and not _is_a_seed:
         own = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
         if on_card:
             cards = ("BIGDIT_EMULATED_", "DS_ACCELERATOR", "PYTHONPATH")
