@@ -74,18 +74,15 @@ def weights_of(recipes: Sequence[Recipe], folder: Path) -> Path:
 def trained(found: Recipe, hub: Path, folder: Path) -> Receipt:
     """Three steps by `bigdit train` on emulated cards, whose files lie in `folder`.
 
-    They are of two micro-batches a process at most: each further one takes 512 bytes, for its loss. Of one process no
-    values are computed; several tell each other theirs.
+    Of one process no values are computed; several tell each other theirs.
     """
-    gpu, train = catalog.resolve_gpu(found.about.gpu), found.run["train"]
+    gpu = catalog.resolve_gpu(found.about.gpu)
     (weights,) = hub.glob(f"models--{found.about.repository.replace('/', '--')}/snapshots/*")
     folder.mkdir()
     make_store(folder / "features", found, json.loads((weights / "transformer/config.json").read_text()))
     for name, text in found.files.items():
         (folder / name).write_text(text.replace(found.weights, str(weights)))
-    global_batch = min(train["global_batch_size"], 2 * found.processes * train["micro_batch_size"])
     changed = ("data.features=features", "output=run", f"train.steps={STEPS}", "train.warmup_steps=1")
-    changed += (f"train.global_batch_size={global_batch}",)
     with shared_state() as state:
         environment = os.environ | emulated_environment(gpu, found.processes, state, values=found.processes > 1)
         subprocess.run(

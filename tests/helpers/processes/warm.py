@@ -84,19 +84,23 @@ class Seed:
 
 FORK_SERVER = "from multiprocessing.forkserver import main"
 _Exec, _exec_spawn = subprocess.Popen, multiprocessing.util.spawnv_passfds  # their places are taken
-_seeds: dict[Path, Seed] = {}
-"""By the folder of their interpreter. A clone has that of its own alone, and starts others by exec."""
+_seeds: dict[tuple[Path, str], Seed] = {}
+"""By the folder of their interpreter, and whether a card computes values. A clone has one of its own kind alone, and
+starts others by exec."""
 _OWN = (Path(sys.prefix) / "bin").resolve()
 _is_a_seed = __name__ == "__main__"
+
+
+def _kind(folder: Path, environment: Mapping[str, str]) -> tuple[Path, str]:
+    return folder, environment.get("BIGDIT_EMULATED_VALUES", "1")
 
 
 def _seed_for(folder: Path, environment: Mapping[str, str]) -> Seed | None:
     """The seed whose clone such a process would be. It starts when it is first asked, and ends with this process."""
     on_card = "BIGDIT_EMULATED_CARD" in environment
     home = _OWN.parents[1] / ".venv-cuda/bin" if on_card else _OWN
-    # As most are that emulated cards are asked for: with values, and observed by nobody.
-    usual = environment.get("BIGDIT_EMULATED_VALUES", "1") == "1" and "BIGDIT_EMULATED_OUT" not in environment
-    if folder == home and folder not in _seeds and usual and not _is_a_seed:
+    kind, observed = _kind(folder, environment), "BIGDIT_EMULATED_OUT" in environment
+    if folder == home and kind not in _seeds and not observed and not _is_a_seed:
         own = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
         if on_card:
             cards = ("BIGDIT_EMULATED_", "DS_ACCELERATOR", "PYTHONPATH")
@@ -111,8 +115,8 @@ def _seed_for(folder: Path, environment: Mapping[str, str]) -> Seed | None:
             stderr=subprocess.DEVNULL,  # libraries' remarks on being imported
         )
         theirs.close()
-        _seeds[folder] = Seed(ours, own, process)
-    seed = _seeds.get(folder)
+        _seeds[kind] = Seed(ours, own, process)
+    seed = _seeds.get(kind)
     return seed if seed is not None and seed.suits(environment) else None
 
 
@@ -152,7 +156,7 @@ class Popen(_Exec):
         try:
             self.pid = seed.clone(asked, [*standard, *pass_fds])
         except BaseException:  # a test's own time was over: the answer would be taken for the next one's
-            del _seeds[program.folder]
+            del _seeds[_kind(program.folder, environment)]
             raise
         self._child_created = True
         self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
@@ -281,7 +285,7 @@ def _grow(asked_by: socket.socket) -> dict[str, Any]:
     theirs.close()
     global _is_a_seed
     _is_a_seed = False
-    _seeds[Path(sys.executable).parent.resolve()] = Seed(ours, os.environ)
+    _seeds[_kind(Path(sys.executable).parent.resolve(), os.environ)] = Seed(ours, os.environ)
     os.write(ready, b"placed")
     os.close(ready)
     return own
