@@ -43,8 +43,8 @@ LOOK_AT_CARDS = ("bitsandbytes.optim", "peft")
 """Which of them ask for cards when they are imported: a clone is to see its own."""
 READ_AT_IMPORT = ("HF_", "LD_", "OMP_", "MKL_", "PYTORCH_ALLOC", "PYTORCH_CUDA_ALLOC", "BIGDIT_EMULATED_")
 """How variables begin that are read when libraries are imported, and not again."""
-READ_LATER = ("BIGDIT_EMULATED_CARD", "BIGDIT_EMULATED_PEERS")
-"""Of those, what the emulated card's libraries read when they are first called."""
+READ_LATER = ("BIGDIT_EMULATED_CARD", "BIGDIT_EMULATED_PEERS", "HF_HUB_OFFLINE")
+"""Of those, what the emulated card's libraries read when they are first called, and what a clone reads again."""
 
 
 def _read_at_import(environment: Mapping[str, str]) -> dict[str, str]:
@@ -306,6 +306,7 @@ def _take_place(asked: dict[str, Any], files: Sequence[int]) -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, asked["blocked"])
     os.environ.clear()
     os.environ.update(set_by_imports | asked["environment"])
+    constants.HF_HUB_OFFLINE = os.environ.get("HF_HUB_OFFLINE", "").upper() in constants.ENV_VARS_TRUE_VALUES
     os.chdir(asked["folder"])
     linux.show(asked["words"], asked["environment"])
 
@@ -399,5 +400,7 @@ if __name__ == "__main__":
     given = socket.socket(fileno=int(sys.argv[1]))
     take_place()  # before libraries keep them
     set_by_imports = _import_libraries()
+    from huggingface_hub import constants
+
     gc.freeze()  # a clone's collections do not touch, and so copy, what was imported
     os._exit(_end(_grow(given)))  # an interpreter that ends in order takes all libraries apart, for a second
