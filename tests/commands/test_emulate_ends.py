@@ -61,9 +61,10 @@ def test_nothing_is_left_of_a_killed_emulation(tmp_path: Path, number: signal.Si
     with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as running:
         assert running.stdout is not None
         assert running.stdout.readline() == "ready\n"
-        assert len(list(temporary.glob("bigdit-emulate-*"))) == 1
+        folders = list(temporary.glob("bigdit-emulate-*"))
         running.send_signal(number)
         assert running.wait(timeout=60) == (130 if number == signal.SIGINT else -number)
+    assert len(folders) == 1
     deadline = time.monotonic() + 30
     while list(temporary.glob("bigdit-*")) and time.monotonic() < deadline:
         time.sleep(0.1)

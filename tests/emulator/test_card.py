@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+import warm
 from cards import answers, on_card
 
 from bigdit import catalog
@@ -241,8 +242,9 @@ def test_libraries_stand_before_those_of_installed_packages(tmp_path):
         f"import sys; sys.path.insert(0, {str(site)!r}); import torch; print(torch.__file__, torch.cuda.is_available())"
     )
     command = [str(cuda_python()), "-c", script]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.stdout == f"{site}/torch/__init__.py True\n", done.stderr
+    with warm.Executed(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        found, errors = process.communicate()
+    assert found == f"{site}/torch/__init__.py True\n", errors
     built = next(folder for folder in build.cache_folder().iterdir() if (folder / name).exists())
     plain = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {"LD_LIBRARY_PATH": str(built)}
     assert subprocess.run(command, env=plain, capture_output=True).returncode == 77  # without the hook NVIDIA's wins

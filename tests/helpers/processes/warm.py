@@ -83,7 +83,7 @@ class Seed:
 
 
 FORK_SERVER = "from multiprocessing.forkserver import main"
-_Exec, _exec_spawn = subprocess.Popen, multiprocessing.util.spawnv_passfds  # their places are taken
+Executed, _executed_spawn = subprocess.Popen, multiprocessing.util.spawnv_passfds  # their places are taken
 _seeds: dict[tuple[Path, str], Seed] = {}
 """By the folder of their interpreter, and whether a card computes values. A clone has one of its own kind alone, and
 starts others by exec."""
@@ -106,7 +106,7 @@ def _seed_for(folder: Path, environment: Mapping[str, str]) -> Seed | None:
             cards = ("BIGDIT_EMULATED_", "DS_ACCELERATOR", "PYTHONPATH")
             own |= {name: value for name, value in environment.items() if name.startswith(cards)}
         ours, theirs = socket.socketpair()
-        process = _Exec(
+        process = Executed(
             [folder / "python", "-W", "ignore", __file__, str(theirs.fileno())],
             env=own,
             pass_fds=[theirs.fileno()],
@@ -120,7 +120,7 @@ def _seed_for(folder: Path, environment: Mapping[str, str]) -> Seed | None:
     return seed if seed is not None and seed.suits(environment) else None
 
 
-class Popen(_Exec):
+class Popen(Executed):
     """As subprocess.Popen; what is no python program, or not as it would be there, is started by exec."""
 
     def _execute_child(  # type: ignore[override]
@@ -203,7 +203,7 @@ def take_place() -> None:
 def spawn(path: str | bytes, words: Sequence[str | bytes], files: Sequence[int]) -> int:
     """As multiprocessing.util.spawnv_passfds, by which it starts a server of workers: the id of the process."""
     if not any(os.fsdecode(word).startswith(FORK_SERVER) for word in words):
-        return _exec_spawn(path, words, files)
+        return _executed_spawn(path, words, files)
     process = Popen(words, pass_fds=files)
     process.returncode = 0  # it is for multiprocessing to wait for
     return process.pid
@@ -307,6 +307,7 @@ def _take_place(asked: dict[str, Any], files: Sequence[int]) -> None:
     os.environ.clear()
     os.environ.update(set_by_imports | asked["environment"])
     constants.HF_HUB_OFFLINE = os.environ.get("HF_HUB_OFFLINE", "").upper() in constants.ENV_VARS_TRUE_VALUES
+    tempfile.tempdir = None  # asked for TMPDIR once, when an import wants it
     os.chdir(asked["folder"])
     linux.show(asked["words"], asked["environment"])
 
