@@ -79,8 +79,8 @@ def _table(found: list[CatalogModel]) -> Table:
     from bigdit.report.tables import DASH, cell, table
     from bigdit.units import count
 
-    columns = ("model", "params", "blocks", "pixels", "latents", "text", "for")
-    made = table("Diffusion transformers", columns, numeric=("params", "blocks", "pixels", "latents", "text"))
+    columns = ("model", "params", "blocks", "px", "latents", "text", "for")
+    made = table("Diffusion transformers", columns, numeric=("params", "blocks", "px", "latents", "text"))
     for m in found:
         text = m.text
         made.add_row(

@@ -14,6 +14,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from bigdit import log
+from bigdit.catalog.models import models as catalogued
 from bigdit.commands import doctor, gpus, models
 from bigdit.errors import UserError
 from bigdit.report.tables import cell, table
@@ -58,6 +59,7 @@ def test_models_read_well_at_80_columns(printed):
     assert row(text, "ltx-video-0.9")[-2:] == ["128×4096", "train"]
     assert row(text, "wan2.1-i2v-14b-480p")[-1] == "plan"
     assert row(text, "dit-xl-2-paper")[1:] == ["674.8", "M", "28", "256", "4×32×32", "–", "train"]
+    assert all(row(text, each.name) for each in catalogued())  # no name is broken
     assert "74 models" in text
 
 

@@ -41,7 +41,7 @@ LIBRARIES = (
 UNCOMPILED = ("deepspeed.runtime.zero.muon.muon_optimizer", "bitsandbytes.optim", "peft")
 LOOK_AT_CARDS = ("bitsandbytes.optim", "peft")
 """Which of them ask for cards when they are imported: a clone is to see its own."""
-READ_AT_IMPORT = ("HF_", "LD_", "OMP_", "MKL_", "PYTORCH_ALLOC", "PYTORCH_CUDA_ALLOC", "BIGDIT_EMULATED_")
+READ_AT_IMPORT = ("HF_", "LD_", "OMP_", "MKL_", "BIGDIT_EMULATED_")
 """How variables begin that are read when libraries are imported, and not again."""
 READ_LATER = ("BIGDIT_EMULATED_CARD", "BIGDIT_EMULATED_PEERS", "HF_HUB_OFFLINE")
 """Of those, what the emulated card's libraries read when they are first called, and what a clone reads again."""
