@@ -174,6 +174,7 @@ def test_deepspeed_checkpoints(tmp_path):
     code = """
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(FREE))
         import deepspeed
+        import bigdit.engines.deepspeed  # which compiles none of DeepSpeed's collectives, for most of a minute
         engine, *_ = deepspeed.initialize(
             model=torch.nn.Linear(2000, 2000),
             config={"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2},
