@@ -22,8 +22,13 @@ _MOST_GARBAGE = 300_000
 """Objects, of some 80 MB, that rehearsals leave before garbage is looked for among them: that takes as long as one. A
 deep model's by FSDP2 leaves 37,000 (torch 2.13), by one process ten."""
 
+_COUNTED_EVERY = 8
+"""Rehearsals between two counts of all objects, of which each takes 0.1 s."""
+
 _settled: int | None = None
 """Objects when garbage was last looked for."""
+
+_rehearsed = 0
 
 
 def import_for(question: str) -> None:
@@ -49,7 +54,10 @@ def answer(question: str) -> tuple[str, bool]:
 
 
 def _collect_much_garbage() -> None:
-    global _settled
+    global _settled, _rehearsed
+    _rehearsed += 1
+    if _rehearsed % _COUNTED_EVERY != 1:
+        return
     count = gc.get_freeze_count()  # of the time when the last recording began
     if _settled is None:
         _settled = count

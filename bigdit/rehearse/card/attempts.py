@@ -12,7 +12,7 @@ import sys
 
 from bigdit.errors import guard
 from bigdit.rehearse.card.attempt import Asked
-from bigdit.rehearse.card.imports import import_all, import_for
+from bigdit.rehearse.card.imports import import_all, import_for, import_for_plans
 from bigdit.rehearse.forks import serve, taken
 
 
@@ -20,6 +20,7 @@ def main(given: list[str]) -> None:
     """Answer until all lanes are closed."""
     lanes = taken(given)
     import_all()
+    import_for_plans()
     serve(lanes, lambda line: import_for(Asked.model_validate_json(line).request), _answer, _suits)
 
 

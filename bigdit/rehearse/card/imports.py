@@ -22,6 +22,18 @@ def import_all() -> None:
     torch.cuda._is_in_bad_fork = lambda: False  # there is no driver whose state a fork would break
 
 
+def import_for_plans() -> None:
+    """Import what every plan asks for: the updates that are rounded stochastically, which are torchao's."""
+    with libraries.importing(), libraries.uncompiled():
+        import torch
+        import torch._dynamo.repro.after_dynamo  # which its steps ask for
+
+        from bigdit import optim
+        from bigdit.spec import OptimizerSpec
+
+        optim.build(OptimizerSpec(), [torch.zeros(1)], stochastic_rounding=True)
+
+
 def import_for(request: RehearsalRequest) -> None:
     """Import what the request's steps need beside that."""
     with libraries.importing(), libraries.uncompiled():

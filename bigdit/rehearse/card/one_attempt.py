@@ -8,6 +8,7 @@ import importlib
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
@@ -15,7 +16,7 @@ from bigdit.engines import Ema, Engine
 from bigdit.rehearse.card.attempt import Attempt
 from bigdit.rehearse.card.launched import Launched, launched
 from bigdit.rehearse.card.steps import group
-from bigdit.rehearse.card.unwritten import unwritten_weights
+from bigdit.rehearse.card.unwritten import unwritten, unwritten_weights
 from bigdit.rehearse.request import RehearsalRequest
 from bigdit.rehearse.steps import STEPS, Witness, prepare, training
 
@@ -59,7 +60,8 @@ def _two_steps(request: RehearsalRequest, device: torch.device) -> dict[str, Lau
     witness = _Counting()
     try:
         with group(strategy) as world:
-            steps = training(workload, request.objective, device, world, witness)
+            fed = replace(workload, make=unwritten(workload.make))
+            steps = training(fed, request.objective, device, world, witness)
             for _ in range(STEPS):
                 witness.counted.clear()
                 if not next(steps):

@@ -6,13 +6,17 @@ A real card computes with them, and draws less power for zeros: `fill` writes so
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 from torch import nn
 
 from bigdit.units import MIB
+
+T = TypeVar("T")
 
 _LEAST_BYTES = MIB
 """Smaller weights are made and cast as they are: some of them hold values that models read."""
@@ -36,6 +40,26 @@ def unwritten_weights() -> Iterator[None]:
         nn.Module._apply = apply
         for name, original in originals.items():
             setattr(nn.init, name, original)
+
+
+def unwritten(make: Callable[[], T]) -> Callable[[], T]:
+    """`make`, where large zeros that it asks torch for on the host are memory that nobody wrote, and pinned already:
+    pinning them copies nothing."""
+    zeros = torch.zeros
+
+    def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+        if math.prod(shape) * dtype.itemsize < _LEAST_BYTES:
+            return zeros(*shape, dtype=dtype)
+        return torch.empty(*shape, dtype=dtype, pin_memory=True)
+
+    def made() -> T:
+        torch.zeros = empty
+        try:
+            return make()
+        finally:
+            torch.zeros = zeros
+
+    return made
 
 
 def fill(module: nn.Module) -> None:
