@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from bigdit import engines, objectives, optim
-from bigdit.engines.ema import share_of_new
+from bigdit.engines.ema import shares_of_new
 from bigdit.loader.batch import Batch
 from bigdit.models import Family
 from bigdit.objective_spec import ObjectiveSpec
@@ -48,7 +48,10 @@ def plain_steps(
     scaler = torch.amp.GradScaler(device.type, enabled=strategy.precision == "fp16")
     ema = strategy.ema
     place = torch.device("cpu") if ema is not None and ema.device == "cpu" else device
-    averages = [] if ema is None else [master.detach().to(place, torch.float32, copy=True) for master in masters]
+    averages = [
+        [master.detach().to(place, torch.float32, copy=True) for master in masters]
+        for _ in range(0 if ema is None else ema.count)
+    ]
     for update in itertools.count(1):
         micro_batches = read()
         began, total = time.perf_counter(), torch.zeros((), device=device)
@@ -75,7 +78,8 @@ def plain_steps(
             if mixed:
                 torch._foreach_copy_(params, masters)
             if ema is not None:
-                for average, master in zip(averages, masters, strict=True):
-                    average.lerp_(master.to(place, torch.float32), share_of_new(ema, update))
+                for each, share in zip(averages, shares_of_new(ema, update), strict=True):
+                    for average, master in zip(each, masters, strict=True):
+                        average.lerp_(master.to(place, torch.float32), share)
         seen = float(total)  # waits for the device
         yield Step(time.perf_counter() - began, seen)

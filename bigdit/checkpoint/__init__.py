@@ -1,13 +1,15 @@
 """Checkpoints: each process's runs of the training state, by parameters' names; safetensors and JSON only.
 
 `Saver` writes them while training goes on, `latest` finds one, `verify` reads its bytes, `restore` puts it back under
-any engine, `export` makes diffusers' format of it.
+any engine, `export` makes diffusers' format of it, and `PostHoc` averages
+of other widths than were kept.
 """
 
 from bigdit.checkpoint.export import export
 from bigdit.checkpoint.find import find_checkpoint, latest
 from bigdit.checkpoint.folder import Checkpoint
 from bigdit.checkpoint.peers import Peers
+from bigdit.checkpoint.posthoc import PostHoc
 from bigdit.checkpoint.restore import load_model, load_weights, restore
 from bigdit.checkpoint.resumable import check_objective, check_resumable
 from bigdit.checkpoint.saver import Keeping, Saver, remove_unfinished
@@ -17,6 +19,7 @@ __all__ = [
     "Checkpoint",
     "Keeping",
     "Peers",
+    "PostHoc",
     "Saver",
     "check_objective",
     "check_resumable",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -14,10 +16,15 @@ from safetensors.torch import save_file
 from bigdit import models
 from bigdit.checkpoint.exported import write_checksums
 from bigdit.checkpoint.folder import Checkpoint
-from bigdit.checkpoint.restore import load_tensors
+from bigdit.checkpoint.posthoc import PostHoc
+from bigdit.checkpoint.restore import load_kind
+from bigdit.engines.state import AVERAGE
 from bigdit.errors import UserError
 from bigdit.files import TEMPORARY, commit_folder
 from bigdit.spec import LoraSpec, ModelSpec, Strategy
+
+Fill = Callable[[dict[str, torch.Tensor]], None]
+"""Fills parameters by name."""
 
 TRANSFORMER = "transformer"
 TRANSFORMER_EMA = "transformer_ema"
@@ -25,8 +32,9 @@ _FILE = "diffusion_pytorch_model{suffix}.safetensors"  # as diffusers' from_pret
 _MOST = "5GB"
 
 
-def export(checkpoint: Checkpoint, folder: Path) -> None:
-    """Write `transformer/`, and `transformer_ema/` where there is an average, to `folder`, whole or not at all.
+def export(checkpoint: Checkpoint, folder: Path, posthoc: PostHoc | None = None) -> None:
+    """Write `transformer/`, and `transformer_ema/` where there is an average, to `folder`, whole or not at all; with
+    `posthoc` that average.
 
     Weights are fp32; of LoRA they are the adapters, as diffusers' `load_lora_weights` reads them. The checkpoint's
     files were verified before. Raises UserError where the folder cannot be written.
@@ -36,12 +44,15 @@ def export(checkpoint: Checkpoint, folder: Path) -> None:
     temporary = folder.parent / f"{TEMPORARY}{folder.name}"
     try:
         shutil.rmtree(temporary, ignore_errors=True)
-        for kind, name in (("master", TRANSFORMER), ("ema", TRANSFORMER_EMA))[: 1 + checkpoint.has_average]:
+        average = functools.partial(load_kind, checkpoint, AVERAGE) if posthoc is None else posthoc.fill
+        ways: list[tuple[str, Fill]] = [(TRANSFORMER, functools.partial(load_kind, checkpoint, "master"))]
+        ways += [(TRANSFORMER_EMA, average)] if checkpoint.has_average else []
+        for name, fill in ways:
             (temporary / name).mkdir(parents=True)
             if lora is None:
-                _write_model(checkpoint, spec, kind, temporary / name)
+                _write_model(checkpoint, spec, fill, temporary / name)
             else:
-                _write_adapters(checkpoint, lora, kind, temporary / name)
+                _write_adapters(checkpoint, lora, fill, temporary / name)
             write_checksums(temporary / name)
         for file in temporary.rglob("*.safetensors"):  # safetensors' are their owner's alone, whatever the umask says
             file.chmod(temporary.stat().st_mode & 0o666)
@@ -50,7 +61,7 @@ def export(checkpoint: Checkpoint, folder: Path) -> None:
         raise UserError(f"cannot export to {folder}: {error}") from error
 
 
-def _write_model(checkpoint: Checkpoint, spec: ModelSpec, kind: str, folder: Path) -> None:
+def _write_model(checkpoint: Checkpoint, spec: ModelSpec, fill: Fill, folder: Path) -> None:
     shapes = _shapes(checkpoint)
     model = models.skeleton(spec, dtype=torch.float32)
     buffers = {name: tensor for name, tensor in model.state_dict().items() if name not in shapes}
@@ -58,7 +69,7 @@ def _write_model(checkpoint: Checkpoint, spec: ModelSpec, kind: str, folder: Pat
     split = split_torch_state_dict_into_shards(described, filename_pattern=_FILE, max_shard_size=_MOST)
     for file, names in split.filename_to_tensors.items():
         here = {name: torch.empty(shapes[name]) for name in names if name in shapes}
-        load_tensors(checkpoint, {f"{kind}.{name}": tensor for name, tensor in here.items()})
+        fill(here)
         here |= {name: buffers[name].contiguous() for name in names if name in buffers}
         save_file(here, folder / file, metadata={"format": "pt"})
     if split.is_sharded:
@@ -67,9 +78,9 @@ def _write_model(checkpoint: Checkpoint, spec: ModelSpec, kind: str, folder: Pat
     model.save_config(folder)  # type: ignore[operator]  # of diffusers' ConfigMixin
 
 
-def _write_adapters(checkpoint: Checkpoint, lora: LoraSpec, kind: str, folder: Path) -> None:
+def _write_adapters(checkpoint: Checkpoint, lora: LoraSpec, fill: Fill, folder: Path) -> None:
     adapters = {name: torch.empty(shape) for name, shape in _shapes(checkpoint).items()}
-    load_tensors(checkpoint, {f"{kind}.{name}": tensor for name, tensor in adapters.items()})
+    fill(adapters)
     models.save_adapters(folder, lora, adapters.items())
 
 

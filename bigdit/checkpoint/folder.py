@@ -4,7 +4,7 @@
     state.json    step, lineage, model and its parameters' shapes, strategy, versions, and checksums: of each other file
                   and of itself
 
-`latest` names the checkpoint that the run goes on from; it moves last.
+`latest` names the checkpoint that the run goes on from; it moves last. `snapshot.py` has what lies in the same way.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import errno
 import json
 import os
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,11 +32,12 @@ _CHECKSUM = "checksum"
 _CHUNK = 1 << 22
 _ZEROS = memoryview(bytes(_CHUNK))
 _KEYS = ("step", "lineage", "saved", "local", "model", "strategy", "run", "data", "parameters", "checksums")
+_LATER: dict[str, Any] = {"metrics": None, "updates": None, "snapshots": {}}
 
 
 @dataclass(frozen=True)
-class Checkpoint:
-    """A whole checkpoint on disk and what its state.json says."""
+class Saved:
+    """A whole folder of tensors by name on disk, and what the JSON in it says."""
 
     folder: Path
     state: dict[str, Any]
@@ -46,28 +48,44 @@ class Checkpoint:
         return int(self.state["step"])
 
     @property
-    def lineage(self) -> list[int]:
-        """Steps of the checkpoints that this one came from, as far as they were there, and its own."""
-        return list(map(int, self.state["lineage"]))
-
-    @property
     def engine(self) -> Path:
         """Files of the training state."""
         return self.folder / ENGINE
+
+    def files(self) -> list[Path]:
+        """Those that the JSON has checksums of."""
+        return [self.folder / name for name in sorted(self.state["checksums"])]
+
+
+@dataclass(frozen=True)
+class Checkpoint(Saved):
+    """A whole checkpoint on disk and what its state.json says."""
+
+    @property
+    def lineage(self) -> list[int]:
+        """Steps of the checkpoints that this one came from, as far as they were there, and its own."""
+        return list(map(int, self.state["lineage"]))
 
     @property
     def has_average(self) -> bool:
         """Whether a moving average of the weights was kept."""
         return self.state["strategy"].get("ema") is not None
 
-    def files(self) -> list[Path]:
-        """Those that state.json has checksums of."""
-        return [self.folder / name for name in sorted(self.state["checksums"])]
-
 
 def open_checkpoint(folder: Path) -> Checkpoint:
     """A checkpoint's folder. Raises UserError where its state.json is missing or is not what was written."""
-    file = folder / STATE
+    kept, _ = read_state(folder, STATE, "a checkpoint", _KEYS, _LATER)
+    if NAME.fullmatch(folder.name) and folder.name != name_of(kept["step"]):
+        raise UserError(f"{folder} holds {name_of(kept['step'])}: it lies in the place of another")
+    return Checkpoint(folder, kept)
+
+
+def read_state(
+    folder: Path, name: str, kind: str, keys: Sequence[str], later: Mapping[str, Any]
+) -> tuple[dict[str, Any], str]:
+    """What `write_state` wrote under these `keys`, and its checksum; `later` are keys that earlier versions wrote
+    nothing of, and what stands for them. Raises UserError where it is missing or is not what was written."""
+    file = folder / name
     try:
         state = parse_json(file.read_bytes())
         if "checksums" in state and _CHECKSUM not in state:
@@ -75,16 +93,14 @@ def open_checkpoint(folder: Path) -> Checkpoint:
                 f"{file} has no checksum of its own: an earlier bigdit wrote it, whose checkpoints are not read"
             )
         known = state.pop(_CHECKSUM)
-        kept = {key: state[key] for key in _KEYS} | {"metrics": state.get("metrics")}
+        kept = {key: state[key] for key in keys} | {key: state.get(key, value) for key, value in later.items()}
     except FileNotFoundError:
-        raise UserError(f"{folder} is not a checkpoint: it holds no {STATE}") from None
+        raise UserError(f"{folder} is not {kind}: it holds no {name}") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{file} is damaged ({str(error)[:200]})") from None
     if known != _digest(state):
         raise UserError(f"{file} is damaged: its checksum is not its own")
-    if NAME.fullmatch(folder.name) and folder.name != name_of(kept["step"]):
-        raise UserError(f"{folder} holds {name_of(kept['step'])}: it lies in the place of another")
-    return Checkpoint(folder, kept)
+    return kept, known
 
 
 def name_of(step: int) -> str:
@@ -92,10 +108,11 @@ def name_of(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def write_state(folder: Path, state: dict[str, Any]) -> None:
-    """Write state.json, with a checksum of what it says."""
+def write_state(folder: Path, state: dict[str, Any], name: str = STATE) -> Path:
+    """Write a JSON into the folder, with a checksum of what it says."""
     plain = json.loads(json.dumps(state, default=str))
-    write_json(folder / STATE, plain | {_CHECKSUM: _digest(plain)})
+    write_json(folder / name, plain | {_CHECKSUM: _digest(plain)})
+    return folder / name
 
 
 def checksum(file: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -11,12 +12,12 @@ from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorage
 
 from bigdit import models
 from bigdit.checkpoint.exported import check_exported
-from bigdit.checkpoint.folder import STATE, Checkpoint, open_checkpoint
+from bigdit.checkpoint.folder import STATE, Checkpoint, Saved, open_checkpoint
 from bigdit.checkpoint.peers import Peers
 from bigdit.checkpoint.plan import LoadPlanner
 from bigdit.checkpoint.verify import verify
 from bigdit.engines import Ema, Engine
-from bigdit.engines.state import Place, adopt, make_state, places
+from bigdit.engines.state import AVERAGE, Place, adopt, make_state, places
 from bigdit.errors import UserError
 from bigdit.spec import ModelSpec
 
@@ -66,13 +67,20 @@ def load_weights(checkpoint: Checkpoint, model: nn.Module, *, average: bool = Fa
 
     With `average` from the moving average. Raises UserError where the checkpoint is of another model.
     """
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    kind = "ema" if average else "master"
-    wanted = {f"{kind}.{name}": _whole(tensor) for name, tensor in trained.items()}
-    _load(checkpoint, wanted, HuggingFaceStorageReader(str(checkpoint.engine)), Peers())
+    load_kind(checkpoint, AVERAGE if average else "master", trained(model))
 
 
-def load_tensors(checkpoint: Checkpoint, tensors: dict[str, torch.Tensor]) -> None:
+def trained(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Its parameters that are trained, by name."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def load_kind(checkpoint: Saved, kind: str, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Fill parameters by name with the `master`s or averages that were saved of them."""
+    load_tensors(checkpoint, {f"{kind}.{name}": tensor for name, tensor in tensors.items()})
+
+
+def load_tensors(checkpoint: Saved, tensors: dict[str, torch.Tensor]) -> None:
     """Fill tensors by the names that they were saved under, whole. Raises UserError where one is not there."""
     wanted = {name: _whole(tensor) for name, tensor in tensors.items()}
     _load(checkpoint, wanted, HuggingFaceStorageReader(str(checkpoint.engine)), Peers())
@@ -82,7 +90,7 @@ def _whole(tensor: torch.Tensor) -> Place:
     return Place(tensor.detach().view(-1), 0, tensor.numel())
 
 
-def _load(checkpoint: Checkpoint, wanted: dict[str, Place], reader: HuggingFaceStorageReader, peers: Peers) -> None:
+def _load(checkpoint: Saved, wanted: dict[str, Place], reader: HuggingFaceStorageReader, peers: Peers) -> None:
     try:
         dcp.load(
             dict(wanted),

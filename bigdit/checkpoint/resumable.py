@@ -7,7 +7,7 @@ from typing import Any
 from bigdit.checkpoint.folder import Checkpoint
 from bigdit.errors import UserError
 from bigdit.objective_spec import ObjectiveSpec
-from bigdit.spec import ModelSpec, Strategy
+from bigdit.spec import EmaSpec, ModelSpec, Strategy
 
 
 def check_resumable(checkpoint: Checkpoint, model: ModelSpec, strategy: Strategy) -> None:
@@ -26,18 +26,18 @@ def check_resumable(checkpoint: Checkpoint, model: ModelSpec, strategy: Strategy
     if (saved.get("ema") is None) != (strategy.ema is None):
         without, with_it = ("the run has none", "holds") if strategy.ema is None else ("the run has one", "lacks")
         problems.append(f"{checkpoint.folder} {with_it} a moving average of the weights, and {without} (train.ema)")
-    elif strategy.ema is not None and (power := saved["ema"].get("power")) != strategy.ema.power:
+    elif strategy.ema is not None and (before := EmaSpec.model_validate(saved["ema"])).powers != strategy.ema.powers:
         problems.append(
-            f"{checkpoint.folder} holds an average with train.ema.power {_said(power)}, and the run asks for "
-            f"{_said(strategy.ema.power)}: what it has taken in counts otherwise"
+            f"{checkpoint.folder} averages with train.{before.profile}, and the run asks for "
+            f"train.{strategy.ema.profile}: what was taken in counts otherwise"
         )
     saved_optimizer, optimizer = saved["optimizer"]["name"], strategy.optimizer.name
     if saved_optimizer != optimizer:
         problems.append(f"{checkpoint.folder} holds the state of {saved_optimizer}, and optimizer.name is {optimizer}")
-    before, now = layout(Strategy.model_validate(saved)), layout(strategy)
-    if checkpoint.state["local"] and before != now:
+    laid, now = layout(Strategy.model_validate(saved)), layout(strategy)
+    if checkpoint.state["local"] and laid != now:
         problems.append(
-            f"{checkpoint.folder} holds the state of {saved_optimizer} in blocks or factors as {before} made them, and "
+            f"{checkpoint.folder} holds the state of {saved_optimizer} in blocks or factors as {laid} made them, and "
             f"the run is {now}"
         )
     if problems:
@@ -67,10 +67,6 @@ def layout(strategy: Strategy) -> str:
     flat = strategy.engine == "deepspeed" and strategy.optimizer.decayed != "all"
     apart = ", what decays apart from what does not" if flat else ""
     return f"{strategy.engine}{stage} on {processes}{copies}{apart}"
-
-
-def _said(power: float | None) -> str:
-    return "null (train.ema.decay)" if power is None else f"{power:g}"
 
 
 def _differences(saved: dict[str, Any], wanted: dict[str, Any]) -> list[tuple[str, Any, Any]]:

@@ -7,44 +7,29 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
-from safetensors import SafetensorError
-from torch.distributed.checkpoint import CheckpointException
 
 from bigdit import log
-from bigdit.checkpoint.folder import (
-    ENGINE,
-    LATEST,
-    STATE,
-    Checkpoint,
-    checksum,
-    name_of,
-    open_checkpoint,
-    write_state,
-)
+from bigdit.checkpoint.folder import LATEST, Checkpoint, name_of, open_checkpoint, write_state
 from bigdit.checkpoint.peers import Peers
-from bigdit.checkpoint.plan import SavePlanner
 from bigdit.checkpoint.prune import kept_steps, prune
-from bigdit.checkpoint.shard_file import ShardFileWriter
-from bigdit.config.output import CHECKPOINTS
+from bigdit.checkpoint.snapshot import open_snapshot, write_snapshot
+from bigdit.checkpoint.write import Writer
+from bigdit.config.output import AVERAGES, CHECKPOINTS
 from bigdit.engines import Ema, Engine
-from bigdit.engines.state import LOCAL, Place, places
-from bigdit.errors import UserError, versions
-from bigdit.files import TEMPORARY, commit_folder, write_text
-from bigdit.units import gib
-
-T = TypeVar("T")
+from bigdit.engines.state import AVERAGE, Place, places
+from bigdit.errors import UserError
+from bigdit.files import TEMPORARY, write_text
 
 _LEAVE_AFTER_S = 60.0
 """How long a run that failed waits for the checkpoint that it was writing."""
 _AT_ONCE = 1 << 20
 """Weights that are looked at together: asking whether they are finite takes several times their bytes."""
+_ROOM_FOR_AVERAGES = "make room, raise train.snapshot_every, or choose another output"
 _ROOM = "make room for one checkpoint more than train.keep_checkpoints, or choose another output"
 
 
@@ -72,11 +57,14 @@ class Saver:
         found: Checkpoint | None = None,
         then: Callable[[Checkpoint], None] = lambda _: None,
     ) -> None:
-        self.root = output / CHECKPOINTS
+        self.root, self._averages = output / CHECKPOINTS, output / AVERAGES
         self.last = None if found is None else found.folder
         self._peers = peers
+        self._checkpoints = Writer(peers, "checkpoint", write_state, _ROOM)
+        self._of_averages = Writer(peers, "snapshot of averages", write_snapshot, _ROOM_FOR_AVERAGES)
         self._keeping = keeping
         before = [] if found is None else found.lineage
+        self._snapshots: dict[str, str] = {} if found is None else dict(found.state["snapshots"])
         self._lineage = [step for step in before if (self.root / name_of(step)).is_dir()]
         self._then = then
         self._thread: threading.Thread | None = None
@@ -97,18 +85,30 @@ class Saver:
             if self._thread.is_alive():
                 log.notice("the checkpoint that was being written is given up: it was not whole after 60 s")
 
-    def save(self, engine: Engine, ema: Ema | None, step: int, described: Mapping[str, Any]) -> float:
+    def save(
+        self,
+        engine: Engine,
+        ema: Ema | None,
+        step: int,
+        described: Mapping[str, Any],
+        *,
+        whole: bool = True,
+        snapshot: bool = False,
+    ) -> float:
         """Copy the training state to the host and have it written as the checkpoint of `step`; the copy's seconds.
 
-        `described` is what state.json says beside it, as JSON. Waits for the checkpoint before, whose UserError it
-        raises: it cannot be written, or its weights are not finite.
+        `snapshot`: its averages are written as one before; where not `whole`, they alone. `described` is what
+        state.json says beside it, as JSON. Waits for what was saved before, whose UserError it raises: it cannot be
+        written, or its weights are not finite.
         """
         self.wait()
         began = time.perf_counter()
         held = places(engine, ema, self._peers.world.rank)
-        copies = {name: _copied(place) for name, place in held.items()}
+        copies = {name: _copied(place) for name, place in held.items() if whole or name.startswith(AVERAGE)}
         described = {**described, "step": step, "parameters": {each.name: each.shape for each in engine.shards()}}
-        self._thread = threading.Thread(target=self._guarded, args=(copies, described), daemon=True)
+        if ema is not None and ema.spec.powers:
+            described["updates"] = ema.updates
+        self._thread = threading.Thread(target=self._guarded, args=(copies, described, whole, snapshot), daemon=True)
         self._thread.start()
         return time.perf_counter() - began
 
@@ -121,71 +121,38 @@ class Saver:
             problem, self._problem = self._problem, None
             raise problem
 
-    def _guarded(self, copies: dict[str, Place], state: dict[str, Any]) -> None:
+    def _guarded(self, copies: dict[str, Place], state: dict[str, Any], whole: bool, snapshot: bool) -> None:
         try:
-            self._write(copies, state)
+            final = (self.root if whole else self._averages) / name_of(state["step"])
+            self._peers.agree(_not_finite(copies, final, self.last))
+            if snapshot:
+                averages = {name: place for name, place in copies.items() if name.startswith(AVERAGE)}
+                self._write_snapshot(averages, state)
+            if whole:
+                self._write(copies, state)
         except BaseException as error:
             self._problem = error
 
     def _write(self, copies: dict[str, Place], state: dict[str, Any]) -> None:
-        world, final = self._peers.world, self.root / name_of(state["step"])
-        temporary = self.root / f"{TEMPORARY}{final.name}"
-        file = temporary / ENGINE / f"rank-{world.rank:05d}-of-{world.world_size:05d}.safetensors"
-        self._peers.agree(_not_finite(copies, final, self.last))
-        self._together(final, lambda: _make(temporary / ENGINE) if world.is_main else None)
-        self._together(final, lambda: self._write_shard(copies, file))
-        written = [file] if file.exists() else []
-        sums = self._together(final, lambda: {str(file.relative_to(temporary)): checksum(file) for file in written})
-        local = any(name.startswith(LOCAL) for name in copies)
-        of_ranks = self._peers.gather((sums, state["parameters"], local))
+        final = self.root / name_of(state["step"])
         way = [*self._lineage, state["step"]]
         kept = kept_steps(way, self._keeping.last, self._keeping.every)
-        state |= {
-            "lineage": way,  # what is pruned below is in it, for the next run to prune if this one is killed before
-            "saved": datetime.now(UTC).isoformat(),
-            "versions": versions(),
-            "checksums": {name: digest for each, _, _ in of_ranks for name, digest in each.items()},
-            "parameters": {name: shape for _, each, _ in of_ranks for name, shape in each.items()},
-            "local": any(each for _, _, each in of_ranks),
-        }
-        self._together(final, lambda: self._commit(temporary, final, state, way, kept) if world.is_main else None)
+        # What is pruned is in the lineage, for the next run to prune if this one is killed before.
+        state = state | {"lineage": way, "snapshots": dict(self._snapshots)}
+        self._checkpoints.write(final, copies, state, lambda: self._commit(final, way, kept))
         self.last, self._lineage = final, kept
-        if world.is_main:
+        if self._peers.world.is_main:
             self._then(open_checkpoint(final))
 
-    def _write_shard(self, copies: dict[str, Place], file: Path) -> None:
-        dcp.save(
-            dict(copies),
-            storage_writer=ShardFileWriter(file),
-            planner=SavePlanner(),
-            process_group=self._peers.group,
-            no_dist=self._peers.group is None,
-        )
-
-    def _commit(self, temporary: Path, final: Path, state: dict[str, Any], way: list[int], kept: list[int]) -> None:
-        write_state(temporary, state)
-        for file in (temporary / ENGINE).iterdir():  # safetensors' are their owner's alone, whatever the umask says
-            file.chmod((temporary / STATE).stat().st_mode)
-        commit_folder(temporary, final)
+    def _commit(self, final: Path, way: list[int], kept: list[int]) -> None:
         write_text(self.root / LATEST, final.name + "\n")
         prune(self.root, way, kept)
 
-    def _together(self, final: Path, action: Callable[[], T]) -> T:
-        """What `action` gives here. Where it cannot write on one process, all raise UserError."""
-        result: T | None = None
-        problem = None
-        try:
-            result = action()
-        except (OSError, SafetensorError, UserError, CheckpointException) as error:
-            free = gib(shutil.disk_usage(self.root).free) if self.root.is_dir() else "nothing"
-            problem = f"cannot write the checkpoint {final}: {_reason(error)}; {free} are free there; {_ROOM}"
-        try:
-            self._peers.agree(problem)
-        except UserError:
-            if self._peers.world.is_main:  # on a full disk what is half written takes room from all else
-                shutil.rmtree(final.with_name(f"{TEMPORARY}{final.name}"), ignore_errors=True)
-            raise
-        return result  # type: ignore[return-value]  # None only where the action gives it
+    def _write_snapshot(self, copies: dict[str, Place], state: dict[str, Any]) -> None:
+        final = self._averages / name_of(state["step"])
+        self._of_averages.write(final, copies, state)
+        if self._peers.world.is_main:
+            self._snapshots[final.name] = open_snapshot(final).digest
 
 
 def _copied(place: Place) -> Place:
@@ -212,18 +179,12 @@ def remove_unfinished(folder: Path) -> None:
         log.notice(f"note: removed {left}, which an interrupted run had left")
 
 
-def _make(folder: Path) -> None:
-    """An empty folder, whatever an interrupted save left there."""
-    shutil.rmtree(folder.parent, ignore_errors=True)
-    folder.mkdir(parents=True)
-
-
 def _not_finite(copies: dict[str, Place], final: Path, last: Path | None) -> str | None:
     """What is wrong with weights that are not finite: they are not saved."""
     counts = {
         name: sum(map(_count_not_finite, place.tensor.split(_AT_ONCE)))
         for name, place in copies.items()
-        if name.startswith(("master.", "ema."))
+        if name.startswith(("master.", AVERAGE))
     }
     wrong = {name: count for name, count in counts.items() if count}
     if not wrong:
@@ -233,9 +194,3 @@ def _not_finite(copies: dict[str, Place], final: Path, last: Path | None) -> str
         f"{sum(wrong.values())} weights are not finite, the first in {next(iter(wrong)).split('.', 1)[1]}: {final} is "
         f"not written, and {before}; lower optimizer.lr, lengthen train.warmup_steps, or set train.gradient_clipping"
     )
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, CheckpointException):
-        return str(next(iter(error.failures.values()))[0])
-    return str(error)

@@ -7,10 +7,13 @@ from typing import Annotated
 
 import typer
 
+from bigdit.commands.options import EmaWidth
+
 
 def run(
     checkpoint: Annotated[Path, typer.Option(help="A checkpoint's folder, or a run's output: its latest one.")],
     out: Annotated[Path, typer.Option(help="A folder that is not there yet.")],
+    ema_width: EmaWidth = None,
 ) -> int:
     """Write a checkpoint's weights, and their average, in diffusers' format."""
     from bigdit.errors import UserError
@@ -22,12 +25,16 @@ def run(
 
     libraries.prepare()
 
-    from bigdit.checkpoint import export, find_checkpoint, verify
+    from bigdit.checkpoint import PostHoc, export, find_checkpoint, verify
 
     found, notices = find_checkpoint(checkpoint)
     for line in notices:
         log.notice(line)
-    verify(found)
-    export(found, out)
+    posthoc = None if ema_width is None else PostHoc(found, ema_width)
+    if posthoc is None:
+        verify(found)
+    else:
+        log.notice(posthoc.said)
+    export(found, out, posthoc)
     log.notice(f"wrote {found.folder} to {out}")
     return 0

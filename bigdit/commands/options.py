@@ -83,6 +83,13 @@ Precision = Annotated[
 Ema = Annotated[
     str | None, typer.Option(metavar="PLACE", help="Keep a moving average: auto, gpu or cpu; none if left out.")
 ]
+EmaWidth = Annotated[
+    float | None,
+    typer.Option(metavar="WIDTH", help="The average of this width, made from snapshots (train.snapshot_every)."),
+]
+EmaWidths = Annotated[
+    str | None, typer.Option(metavar="W,W", help="Keep averages by power functions of these widths: 0.05,0.1.")
+]
 Lora = Annotated[int | None, typer.Option(metavar="RANK", help="Train adapters of this rank.")]
 Features = Annotated[
     str | None, typer.Option(metavar="WHEN", help="cached (if left out), or online: encode while training.")

@@ -130,7 +130,9 @@ def _policy(request: RehearsalRequest) -> str:
         parts[-1] += f" ({strategy.optimizer.implementation})"
     parts.append(f"checkpointed blocks: {blocks or 'none'}{', selective' if strategy.checkpointing != 'full' else ''}")
     parts += [f"accumulation {strategy.grad_accum_steps}"] if strategy.grad_accum_steps > 1 else []
-    parts += [f"EMA on the {strategy.ema.device}"] if strategy.ema else []
+    if strategy.ema:
+        many = f"{strategy.ema.count} EMAs" if strategy.ema.count > 1 else "EMA"
+        parts.append(f"{many} on the {strategy.ema.device}")
     parts += [f"LoRA {strategy.lora.rank} over {strategy.lora.base}"] if strategy.lora else []
     parts += ["optimizer in backward"] if strategy.optimizer_in_backward else []
     parts += ["activations offloaded"] if strategy.offload_activations else []

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
-from bigdit.commands.options import Json
+from bigdit.commands.options import EmaWidth, Json
 from bigdit.units import LARGEST
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ def run(
     ] = None,
     seed: Annotated[int, typer.Option(min=0, max=LARGEST, help="Picture i is drawn from seed + i.")] = 0,
     ema: Annotated[bool, typer.Option("--ema", help="The moving average of the weights (train.ema).")] = False,
+    ema_width: EmaWidth = None,
     as_json: Json = False,
 ) -> None:
     """Draw one picture, or video, a caption or a class with a trained checkpoint."""
@@ -67,7 +68,7 @@ def run(
 
     import torch
 
-    from bigdit.checkpoint import find_checkpoint
+    from bigdit.checkpoint import PostHoc, find_checkpoint
     from bigdit.files import write_json
     from bigdit.report.moving import moving_grid, webp
     from bigdit.sampling import Sampler, SamplingOptions
@@ -79,7 +80,10 @@ def run(
     for line in notices:
         log.notice(line)
     with told(f"--checkpoint {found.folder}: loading it", device, "a device with more memory is needed"):
-        loaded = Sampler(found, device, ema=ema)
+        posthoc = None if ema_width is None else PostHoc(found, ema_width)
+        if posthoc is not None:
+            log.notice(posthoc.said)
+        loaded = Sampler(found, device, ema=ema, posthoc=posthoc)
     *frames, height, width = bucket or loaded.buckets[0]
     options = SamplingOptions(
         height, width, steps, guidance, negative, drawn_by, seed, frames=frames[0] if frames else None
@@ -97,6 +101,7 @@ def run(
     report = {
         "checkpoint": str(found.folder),
         "ema": ema,
+        "ema_width": ema_width,
         "steps": steps,
         "guidance": guidance,
         "negative": negative,

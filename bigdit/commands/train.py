@@ -44,8 +44,10 @@ def run(
             log.notice(f"note: {line}")
         libraries.prepare()
         from bigdit.train.model import check_model  # torch, which only the processes that train need else
+        from bigdit.train.saves import snapshots_said
 
-        check_model(run_config, spec, strategy)
+        for line in snapshots_said(run_config, check_model(run_config, spec, strategy)):
+            log.notice(f"note: {line}")
         resolved = run_config.model_copy(update={"objective": objective_of(spec, run_config.objective)})
         log.emit_json({"run": resolved.model_dump(mode="json"), "strategy": strategy.model_dump(mode="json")})
         return 0

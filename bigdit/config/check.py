@@ -30,6 +30,11 @@ def check(run: RunConfig, model: ModelSpec) -> None:
             "samples draws pictures on the way, and data.buckets has frames; leave samples out, and draw videos by "
             "`bigdit sample`"
         )
+    if run.train.snapshot_every is not None and (run.train.ema is None or run.train.ema.widths is None):
+        problems.append(
+            f"train.snapshot_every is {run.train.snapshot_every}, and train.ema.widths is missing: averages of other "
+            "widths are made of two; set it to [0.05, 0.1], or leave snapshot_every out"
+        )
     problems += _check_schedule(run)
     if (run.engine.ds_config is not None) != (run.engine.name == "deepspeed"):
         found = "set" if run.engine.ds_config else "missing"

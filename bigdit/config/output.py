@@ -11,5 +11,5 @@ RECEIPT = "receipt.json"
 
 PAGE = "report.html"
 
-CHECKPOINTS, EXPORTS, SAMPLES = "checkpoints", "exports", "samples"
+CHECKPOINTS, AVERAGES, EXPORTS, SAMPLES = "checkpoints", "averages", "exports", "samples"
 """Folders; in each a name a step, such as step-00000800."""

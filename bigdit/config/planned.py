@@ -13,7 +13,7 @@ from bigdit.config.load import parse_run, read_run
 from bigdit.config.plan_file import DS_CONFIG, PlanFile, plan_file
 from bigdit.config.run import RunConfig, frames_of, written_bucket
 from bigdit.errors import UserError, versions
-from bigdit.spec import Strategy
+from bigdit.spec import PROFILES, EmaSpec, Strategy
 from bigdit.units import gib
 
 # Keys of a run that a plan decides, and the keys of its strategy. What is not here is the run's own.
@@ -33,7 +33,8 @@ _DECIDED = {
     "train.offload_activations": "offload_activations",
     "data.read_ahead_steps": "read_ahead_steps",
 }
-# Of these the plan decides whether they are there, and these keys within; the rest (a decay, alpha) is the run's.
+# Of these the plan decides whether they are there, and these keys within, and how many averages there are; the rest (a
+# decay, widths, alpha) is the run's.
 _SECTIONS = {"ema": ("device",), "lora": ("rank", "targets", "base")}
 
 
@@ -46,6 +47,8 @@ def planned_run(path: Path, overrides: Sequence[str], plan: PlanFile, source: Pa
     wanted = _wanted(plan, document)
     for key, (value, _) in wanted.items():
         _fill(document, key.split("."), value)
+    if (ema := plan.strategy.ema) is not None and not any(_at(document, ["train", "ema", key]) for key in PROFILES):
+        _fill(document, ["train", "ema", "widths"], ema.widths and list(ema.widths))
     _fill(document, ["train", "gradient_clipping"], plan.strategy.gradient_clipping)
     if plan.strategy.engine == "deepspeed":
         _fill(document, ["engine", "ds_config"], str(plan_file(source).parent / DS_CONFIG))
@@ -160,6 +163,11 @@ def _contradictions(run: RunConfig, wanted: dict[str, tuple[Any, str]], plan: Pl
         found = _at(document, key.split("."))
         if found != value:
             yield _contradiction(key, found, of, value if of != "world_size" else _spread(plan))
+    kept, wanted_averages = run.train.ema, plan.strategy.ema
+    if (
+        kept is not None and wanted_averages is not None and kept.count != wanted_averages.count
+    ):  # 4 bytes a weight each
+        yield _contradiction("train.ema", _averages(kept), "ema", _averages(wanted_averages))
     found, planned = run.train.gradient_clipping, plan.strategy.gradient_clipping
     if (found is None) != (planned is None):  # the norm takes memory, and its limit none: that is the run's
         yield _contradiction("train.gradient_clipping", found, "gradient_clipping", planned)
@@ -190,6 +198,11 @@ def _contradiction(key: str, found: Any, of: str, wanted: Any) -> str:
         f"{key} is {_said(found)}, and the plan's strategy.{of} is {_said(wanted)}; leave it out, or ask "
         "`bigdit plan` for it"
     )
+
+
+def _averages(ema: EmaSpec) -> str:
+    """`2 averages (ema.widths [0.05, 0.1])`: how many decides what they take, and the widths are the run's."""
+    return f"{ema.count} average{'s' if ema.count > 1 else ''} ({ema.profile})"
 
 
 def _differences(found: Any, wanted: Any, key: str) -> Iterator[tuple[str, Any, Any]]:

@@ -262,9 +262,11 @@ class TrainConfig(Strict):
     `optimizer_in_backward`: each parameter is stepped when its gradient is there, which is then freed. `ema`: a moving
     average of the weights; `lora`: adapters are trained, over a frozen model.init_from. Of the checkpoints, every
     `checkpoint_every` steps, the last `keep_checkpoints` stay and those that `keep_every` divides; those that
-    `export_every` divides, and the last, are written in diffusers' format too. `grace`: the seconds after SIGTERM,
-    SIGUSR1, SIGHUP or Ctrl-C in which a checkpoint is saved, before the run ends. A step whose gradients are not finite
-    is skipped; after `most_skipped_steps` in a row the run ends.
+    `export_every` divides, and the last, are written in diffusers' format too. Every `snapshot_every` steps a snapshot
+    of the averages of ema.widths is written, and stays, to make averages of other widths of: 4 bytes for each of them
+    and each trained weight. `grace`: the seconds after SIGTERM, SIGUSR1, SIGHUP or Ctrl-C in which a checkpoint is
+    saved, before the run ends. A step whose gradients are not finite is skipped; after `most_skipped_steps` in a row
+    the run ends.
     """
 
     steps: Count
@@ -287,6 +289,7 @@ class TrainConfig(Strict):
     keep_checkpoints: Count = 2
     keep_every: Count | None = None
     export_every: Count | None = None
+    snapshot_every: Count | None = None
     grace: Positive = 60.0
     most_skipped_steps: Count = 10
     seed: Natural = 0

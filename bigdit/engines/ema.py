@@ -1,9 +1,9 @@
-"""A moving average of the weights, sharded as an engine's masters are (Polyak & Juditsky, 1992)."""
+"""Moving averages of the weights, sharded as an engine's masters are (Polyak & Juditsky, 1992)."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -27,23 +27,22 @@ def exponent(width: float) -> float:
     return float(np.roots([1, 7, 16 - width**-2, 12 - width**-2]).real.max())
 
 
-def share_of_new(spec: EmaSpec, update: int) -> float:
-    """How much of the average is the weights that update number `update` (from 1) takes in; β = 1 less it.
+def shares_of_new(spec: EmaSpec, update: int) -> list[float]:
+    """How much of each average is the weights that update number `update` (from 1) takes in; β = 1 less it.
 
     Source: Karras et al., §3.1: β_γ(t) = (1 − 1/t)^(γ + 1).
     """
-    if spec.power is None:
-        assert spec.decay is not None  # one of them is there
-        return 1.0 - spec.decay
-    return 1.0 - (1.0 - 1.0 / update) ** (exponent(spec.power) + 1.0)
+    if spec.decay is not None:
+        return [1.0 - spec.decay]
+    return [1.0 - (1.0 - 1.0 / update) ** (exponent(width) + 1.0) for width in spec.powers]
 
 
 class Ema:
-    """average = (1 − share) × average + share × weights, in fp32, of this process's masters; see `share_of_new`.
+    """average = (1 − share) × average + share × weights, in fp32, of this process's masters; see `shares_of_new`.
 
     `updates`: how many steps it has taken in, which decides the share where its profile is a power function.
-    `averages` are in the order of `engine.masters` and have their local shapes. On the host they wait in plain
-    memory: the weights come there a chunk at a time, through one pinned buffer, and the host's cores average.
+    `every`: each average, as tensors in the order of `engine.masters` with their local shapes. On the host they wait in
+    plain memory: the weights come there a chunk at a time, through one pinned buffer, and the host's cores average.
     """
 
     def __init__(self, spec: EmaSpec, engine: Engine) -> None:
@@ -51,31 +50,41 @@ class Ema:
         self.updates = 0
         self._engine = engine
         self._device = engine.device if spec.device == "gpu" else torch.device("cpu")
-        self.averages = [
-            torch.empty_like(weights, dtype=torch.float32, device=self._device).copy_(weights)
-            for weights in self._weights()
+        self.every = [
+            [
+                torch.empty_like(weights, dtype=torch.float32, device=self._device).copy_(weights)
+                for weights in self._weights()
+            ]
+            for _ in range(spec.count)
         ]
         self._chunk: torch.Tensor | None = None
         if spec.device == "cpu" and engine.device.type != "cpu":
             longest = max(map(torch.numel, self.averages), default=0)
             self._chunk = torch.empty(min(longest, CHUNK_ELEMENTS), pin_memory=True)
 
+    @property
+    def averages(self) -> list[torch.Tensor]:
+        """The first, which takes the weights' place."""
+        return self.every[0]
+
     def tensors(self) -> list[torch.Tensor]:
-        """All that is held for it, on the device and on the host."""
-        return self.averages if self._chunk is None else [*self.averages, self._chunk]
+        """All that is held for them, on the device and on the host."""
+        held = [average for averages in self.every for average in averages]
+        return held if self._chunk is None else [*held, self._chunk]
 
     @torch.no_grad()
     def update(self) -> None:
         """Take the weights in as they are now: to be called after each optimizer step."""
         self.updates += 1
-        share = share_of_new(self.spec, self.updates)
-        for average, weights in zip(self.averages, self._weights(), strict=True):
+        shares = shares_of_new(self.spec, self.updates)
+        for *averages, weights in zip(*self.every, self._weights(), strict=True):
             if weights.device == self._device and weights.dtype == torch.float32:
-                average.lerp_(weights, share)
+                _take_in(averages, weights, shares)
                 continue
-            chunks = zip(average.view(-1).split(CHUNK_ELEMENTS), weights.view(-1).split(CHUNK_ELEMENTS), strict=True)
-            for part, new in chunks:
-                part.lerp_(self._brought(new), share)
+            for *parts, new in zip(
+                *(each.view(-1).split(CHUNK_ELEMENTS) for each in (*averages, weights)), strict=True
+            ):
+                _take_in(parts, self._brought(new), shares)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -107,6 +116,11 @@ class Ema:
         return [m.to_local() if isinstance(m, DTensor) else m.detach() for m in self._engine.masters]
 
 
+def _take_in(averages: Sequence[torch.Tensor], new: torch.Tensor, shares: Sequence[float]) -> None:
+    for average, share in zip(averages, shares, strict=True):
+        average.lerp_(new, share)
+
+
 def _swap(one: torch.Tensor, other: torch.Tensor) -> None:
     """Each gets the other's values, wherever they lie."""
     kept = one.clone()
@@ -127,6 +141,6 @@ def _swap_rounded(average: torch.Tensor, weights: torch.Tensor, *, back: bool) -
 
 
 def ema_of(engine: Engine) -> Ema | None:
-    """The moving average that the engine's strategy asks for, starting at the weights as they are now."""
+    """The moving averages that the engine's strategy asks for, starting at the weights as they are now."""
     spec = engine.strategy.ema
     return None if spec is None else Ema(spec, engine)

@@ -6,7 +6,7 @@ optimizer keeps otherwise (quantised in blocks, or factored) depends on how the 
 the same engine on as many processes alone.
 
     master.<parameter>             what the optimizer steps
-    ema.<parameter>                its moving average
+    ema.<parameter>                its moving average; of several the first, and the others are ema2, ema3, …
     state.<key>.<parameter>        the optimizer's state: an element for each of the master's, or one number
     local.<rank>.<i>.<key>         other state of this process's master i, and each part of a quantised one
     updates                        of an average whose profile is a power function: how many steps it has taken in
@@ -30,6 +30,7 @@ from bigdit.engines.shards import Shard
 
 LOCAL = "local."
 UPDATES = "updates"
+AVERAGE = "ema"
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Place:
 def places(engine: Engine, ema: Ema | None, rank: int) -> dict[str, Place]:
     """Everything that the next step depends on, by the names it is saved under."""
     found = _tensors(engine, ema, rank)
-    if ema is not None and ema.spec.power is not None:
+    if ema is not None and ema.spec.powers:
         found[UPDATES] = _number(ema.updates)
     if engine.scaler is not None:
         found |= {f"scaler.{key}": _number(value) for key, value in engine.scaler.state_dict().items()}
@@ -56,6 +57,11 @@ def places(engine: Engine, ema: Ema | None, rank: int) -> dict[str, Place]:
         generator = _rng(engine.device).get_rng_state()
         found[f"rng.{rank}"] = Place(generator, 0, generator.numel(), number=True)
     return found
+
+
+def average_kind(i: int) -> str:
+    """What average number i (from 0) of a parameter is saved under."""
+    return f"{AVERAGE}{i + 1}" if i else AVERAGE
 
 
 def checkpoint_bytes(engine: Engine, ema: Ema | None) -> int:
@@ -84,8 +90,8 @@ def _held(engine: Engine, ema: Ema | None, rank: int) -> Iterator[tuple[str, Any
     for shard in engine.shards():
         master = engine.masters[shard.master]
         yield f"master.{shard.name}", _local(master), shard
-        if ema is not None:
-            yield f"ema.{shard.name}", ema.averages[shard.master], shard
+        for i, averages in enumerate([] if ema is None else ema.every):
+            yield f"{average_kind(i)}.{shard.name}", averages[shard.master], shard
         for key, value in engine.optimizer.state.get(master, {}).items():
             if _is_elementwise(value, master):
                 yield f"state.{key}.{shard.name}", _local(value), shard

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from bigdit.search.finding.candidates import LARGEST_MICRO_BATCH
 from bigdit.search.finding.verdict import planned
 from bigdit.search.plan import Choice, Plan, Step
-from bigdit.spec import Strategy
+from bigdit.spec import EmaSpec, Strategy
 from bigdit.speed.interval import Interval
 from bigdit.units import GIB, count, gib, unit_of
 
@@ -187,8 +187,13 @@ def _beside(strategy: Strategy) -> str:
 
 
 def average(strategy: Strategy) -> str:
-    """The moving average of the weights, and where it is kept."""
-    return "no EMA" if strategy.ema is None else f"EMA in fp32 on the {_place(strategy.ema.device)}"
+    """The moving averages of the weights, and where they are kept."""
+    return "no EMA" if strategy.ema is None else f"{emas(strategy.ema)} in fp32 on the {_place(strategy.ema.device)}"
+
+
+def emas(ema: EmaSpec) -> str:
+    """How many averages there are."""
+    return "EMA" if ema.count == 1 else f"{ema.count} EMAs"
 
 
 def _place(device: str) -> str:

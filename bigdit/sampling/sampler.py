@@ -9,7 +9,7 @@ import torch
 
 from bigdit import log, models, objectives
 from bigdit.catalog.families import objective_of
-from bigdit.checkpoint import Checkpoint, load_model, load_weights, verify
+from bigdit.checkpoint import Checkpoint, PostHoc, load_model, load_weights, verify
 from bigdit.config import RunConfig
 from bigdit.config.load import parse_run
 from bigdit.encoders.codecs import load_image_codec, to_bytes
@@ -27,8 +27,10 @@ _LESS = "a smaller --size or fewer captions take less"
 class Sampler:
     """The model of a checkpoint, in fp32, with the encoders it was trained on."""
 
-    def __init__(self, checkpoint: Checkpoint, device: torch.device, *, ema: bool = False) -> None:
-        """Load everything; with `ema` the moving average of the weights.
+    def __init__(
+        self, checkpoint: Checkpoint, device: torch.device, *, ema: bool = False, posthoc: PostHoc | None = None
+    ) -> None:
+        """Load everything; with `ema` the moving average of the weights, with `posthoc` that one of them.
 
         Raises UserError where weights or encoders cannot be loaded, or no average was kept.
         """
@@ -36,7 +38,7 @@ class Sampler:
         spec = ModelSpec.model_validate(checkpoint.state["model"])
         self._device, self._spec = device, spec
         self._family = models.family(spec.class_name)
-        self._model = _load(checkpoint, run, spec, self._family, ema=ema).to(device).eval()
+        self._model = _load(checkpoint, run, spec, self._family, ema=ema, posthoc=posthoc).to(device).eval()
         self._codec = load_image_codec(run.encoders.image, device)
         self._conditions = conditions_of(run, spec, (checkpoint.state["data"] or {}).get("classes"), device)
         self._objective = objective_of(spec, run.objective)
@@ -123,11 +125,18 @@ def _least_bytes(shape: Shape, guidance: float) -> int:
 
 
 def _load(
-    checkpoint: Checkpoint, run: RunConfig, spec: ModelSpec, family: models.Family, *, ema: bool
+    checkpoint: Checkpoint,
+    run: RunConfig,
+    spec: ModelSpec,
+    family: models.Family,
+    *,
+    ema: bool,
+    posthoc: PostHoc | None,
 ) -> torch.nn.Module:
     if ema and not checkpoint.has_average:
         raise UserError(f"--ema: {checkpoint.folder} holds no moving average of the weights; train with train.ema")
-    verify(checkpoint)
+    if posthoc is None:  # which has verified all that it is made of
+        verify(checkpoint)
     lora, base = run.train.lora, run.model.init_from
     if lora is None or base is None:
         model = models.skeleton(spec, dtype=torch.float32)
@@ -135,5 +144,8 @@ def _load(
         # The adapters stand over the base as it was loaded, whatever it was quantised to in training.
         whole = Strategy(lora=lora.model_copy(update={"base": "bf16"}))
         model = models.equip(load_model(spec, base, dtype=torch.float32), family, whole)
-    load_weights(checkpoint, model, average=ema)
+    if posthoc is None:
+        load_weights(checkpoint, model, average=ema)
+    else:
+        posthoc.load(model)
     return model

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from bigdit.catalog import CatalogModel, Gpu
 from bigdit.numbers import Count, Natural, Positive, Side, Switch
-from bigdit.spec import OptimizerName, Precision, Strict
+from bigdit.spec import OptimizerName, Precision, Strict, Widths
 from bigdit.speed.cluster import Cluster
 from bigdit.units import GIB
 
@@ -46,6 +46,7 @@ class Pins(Strict):
     checkpointed_blocks: Natural | Literal["all"] | None = None
     micro_batch_size: Annotated[Count, Field(le=MOST_MICRO_BATCH)] | None = None
     ema: Literal["none", "auto", "gpu", "cpu"] = "none"
+    ema_widths: Widths | None = None
     lora_rank: Annotated[Count, Field(le=MOST_RANK)] | None = None
     features: Literal["cached", "online"] = "cached"
     full: Switch = False

@@ -16,7 +16,7 @@ from bigdit import checkpoint, engines, log, models
 from bigdit.catalog.classes import no_class
 from bigdit.catalog.families import objective_of
 from bigdit.config import RunConfig
-from bigdit.config.output import CHECKPOINTS, EXPORTS, RECEIPT
+from bigdit.config.output import AVERAGES, CHECKPOINTS, EXPORTS, RECEIPT
 from bigdit.config.plan_file import PlanFile
 from bigdit.dist import World
 from bigdit.encoders.fit import smaller_than_planned
@@ -39,7 +39,7 @@ from bigdit.train.processes.stop import Stop, Stopped
 from bigdit.train.record import RunRecord
 from bigdit.train.relief import read_relief, relieved
 from bigdit.train.samples import Samples
-from bigdit.train.saves import Saves
+from bigdit.train.saves import Saves, snapshots_said
 from bigdit.train.schedule import learning_rate
 from bigdit.train.seen.pictures import Pictures
 from bigdit.train.seen.trackers import Trackers
@@ -86,7 +86,9 @@ def _train(
 ) -> Path:
     objective = objective_of(spec, run.objective)
     store = open_store(run, spec, plan)
-    for folder in (run.output, run.output / CHECKPOINTS, run.output / EXPORTS) if world.is_main else ():
+    for folder in (
+        (run.output, *(run.output / each for each in (CHECKPOINTS, AVERAGES, EXPORTS))) if world.is_main else ()
+    ):
         checkpoint.remove_unfinished(folder)
     found, notices = checkpoint.latest(run.output)
     if found is not None:
@@ -121,6 +123,7 @@ def _train(
                 exports.export_missed(run, found)
         model = models.equip(_weights(run, spec, strategy, found), family, strategy, seed=run.train.seed)
         blocks = len(family.blocks(model))
+        _say(world, [f"note: {line}" for line in snapshots_said(run, model)])
         if found is not None:
             checkpoint.load_weights(found, model)
         meter = stack.enter_context(MemoryMeter(device))
@@ -223,6 +226,8 @@ def _train(
             signum = stop.asked(step + 1)
             if saves.due(step + 1) or signum:
                 saves.save(step + 1)
+            elif saves.snapshot_due(step + 1):
+                saves.snapshot(step + 1)
             if signum and step + 1 < end:
                 last = saves.save_now(step + 1)
                 assert last is not None

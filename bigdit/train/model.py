@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch import nn
+
 from bigdit import models
 from bigdit.catalog import FAMILIES
 from bigdit.config import RunConfig, check
@@ -10,8 +12,9 @@ from bigdit.models.arguments import arguments
 from bigdit.spec import ModelSpec, Strategy
 
 
-def check_model(run: RunConfig, spec: ModelSpec, strategy: Strategy) -> None:
-    """Raise UserError where the class refuses the arguments, or what it makes of them does not go with the run.
+def check_model(run: RunConfig, spec: ModelSpec, strategy: Strategy) -> nn.Module:
+    """The model as it is trained, on the meta device. Raises UserError where the class refuses the arguments, or what
+    it makes of them does not go with the run.
 
     What the config leaves out is what the class takes for it: its own channels and widths.
     """
@@ -26,7 +29,7 @@ def check_model(run: RunConfig, spec: ModelSpec, strategy: Strategy) -> None:
             f"model.kwargs.out_channels is {predicted}, and in_channels is {channels}: what is predicted has the "
             f"channels of what is fed; set out_channels to {fed}"
         )
-    models.equip(model, family, strategy)
+    return models.equip(model, family, strategy)
 
 
 def _packed(spec: ModelSpec) -> int:

@@ -1,4 +1,4 @@
-"""A run's checkpoints: when one is due, and what is saved and written with it."""
+"""A run's checkpoints, and snapshots of its averages: when one is due, and what is saved and written with it."""
 
 from __future__ import annotations
 
@@ -6,10 +6,26 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from bigdit.checkpoint import Saver
 from bigdit.config import RunConfig
 from bigdit.engines import Ema, Engine
 from bigdit.train.metrics import Metrics
+from bigdit.units import gib
+
+
+def snapshots_said(run: RunConfig, model: nn.Module) -> list[str]:
+    """What snapshots of the averages will take of the disk, where a run makes some; `model` is as it is trained."""
+    every, ema = run.train.snapshot_every, run.train.ema
+    if every is None or ema is None:
+        return []
+    each = 4 * ema.count * sum(weights.numel() for weights in model.parameters() if weights.requires_grad)
+    count = run.train.steps // every
+    return [
+        f"snapshots of {ema.count} averages take {gib(each)} of disk each, and the {count:,} of train.steps "
+        f"{run.train.steps} (train.snapshot_every {every}) {gib(count * each)}"
+    ]
 
 
 class Saves:
@@ -33,11 +49,21 @@ class Saves:
         """Whether the config wants a checkpoint after so many steps."""
         return step % self._run.train.checkpoint_every == 0 or step == self._run.train.steps
 
+    def snapshot_due(self, step: int) -> bool:
+        """Whether the config wants a snapshot of the averages after so many steps."""
+        every = self._run.train.snapshot_every
+        return every is not None and step % every == 0
+
     def save(self, step: int) -> None:
-        """Copy the state to the host, and have it written while training goes on."""
+        """Copy the state to the host, and have it written while training goes on; and a snapshot where it is due."""
         self._metrics.flush()
-        self._saver.save(self._engine, self._ema, step, {**self._described, "metrics": self._metrics.digest})
+        described = {**self._described, "metrics": self._metrics.digest}
+        self._saver.save(self._engine, self._ema, step, described, snapshot=self.snapshot_due(step))
         self.step = step
+
+    def snapshot(self, step: int) -> None:
+        """The same of the averages alone."""
+        self._saver.save(self._engine, self._ema, step, self._described, whole=False, snapshot=True)
 
     @property
     def last(self) -> Path | None:

@@ -10,7 +10,7 @@ from bigdit.config.deepspeed import complete_ds_config, ds_values
 from bigdit.config.plan_file import LargestMicroBatch
 from bigdit.config.planned import plan_notices, planned_run, planned_strategy
 from bigdit.config.strategy import parse_strategy
-from bigdit.spec import Strategy
+from bigdit.spec import EmaSpec, Strategy
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: strategy.engine)
@@ -57,6 +57,15 @@ def test_constants_of_learning_stay_the_yamls(tmp_path):
     assert complete_ds_config(found.ds_config, ds_values(found)) == (found.ds_config, [])
 
 
+@pytest.mark.parametrize(
+    ("said", "wanted"), [({}, (0.05, 0.1)), ({"ema": {"widths": [0.03, 0.2]}}, (0.03, 0.2))], ids=["plan's", "its own"]
+)
+def test_a_plan_decides_how_many_averages_there_are_and_the_run_which(said, wanted, tmp_path):
+    plan = plan_of(SINGLE.model_copy(update={"ema": EmaSpec(widths=(0.05, 0.1), device="cpu")}))
+    run = planned_run(run_yaml(tmp_path, train={"steps": 8, **said}), [], plan, write(plan, tmp_path / "plan"))
+    assert planned_strategy(run, plan, 1).ema == EmaSpec(widths=wanted, device="cpu")
+
+
 AGAIN = "leave it out, or ask `bigdit plan` for it"
 
 
@@ -96,7 +105,19 @@ AGAIN = "leave it out, or ask `bigdit plan` for it"
         (
             SINGLE,
             {"train": {"ema": {"decay": 0.5}}},
-            'train.ema is {"decay": 0.5, "power": null, "device": "gpu"}, and the plan\'s strategy.ema is null',
+            'train.ema is {"decay": 0.5, "power": null, "widths": null, "device": "gpu"}, and the plan\'s strategy.ema '
+            "is null",
+        ),
+        (
+            SINGLE.model_copy(update={"ema": EmaSpec()}),
+            {"train": {"ema": {"widths": [0.05, 0.1]}}},
+            "train.ema is 2 averages (ema.widths [0.05, 0.1]), and the plan's strategy.ema is 1 average (ema.decay)",
+        ),
+        (
+            SINGLE.model_copy(update={"ema": EmaSpec(widths=(0.05, 0.1))}),
+            {"train": {"ema": {"power": 0.1}}},
+            "train.ema is 1 average (ema.power 0.1), and the plan's strategy.ema is 2 averages "
+            "(ema.widths [0.05, 0.1])",
         ),
         (
             SINGLE,

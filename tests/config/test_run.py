@@ -69,9 +69,13 @@ def test_all_problems_of_values_are_told_at_once():
         ("train.checkpointed_blocks=some", "train.checkpointed_blocks is 'some', and a whole number or all was "
          "expected"),
         ("train.checkpointed_blocks=-1", "train.checkpointed_blocks is -1, and 0 or more or all was expected"),
-        ("train.ema={decay: 0.9, power: 0.1}", "train.ema: ema.decay is 0.9, and ema.power 0.1; leave one of them out"),
+        ("train.ema={decay: 0.9, power: 0.1}", "train.ema: ema.decay is 0.9, and ema.power is 0.1; leave all but one "
+         "of them out"),
         ("train.ema={power: 0.3}", "train.ema.power is 0.3, and a number below 0.288 was expected"),
-        ("train.ema=0.9", "train.ema is 0.9, and keys such as decay, power, device were expected"),
+        ("train.ema=0.9", "train.ema is 0.9, and keys such as decay, power, widths, device were expected"),
+        ("train.ema={widths: [0.1, 0.1]}", "train.ema: ema.widths is [0.1, 0.1]; each is an average of its own, so let "
+         "them differ"),
+        ("train.ema={widths: [0.05]}", "train.ema.widths is [0.05], and a list of at least 2 was expected"),
         ("train=null", "train is null, and keys such as steps, micro_batch_size, global_batch_size, grad_accum_steps, "
          "precision, gradient_clipping were expected"),
         ("optimizer.lr=.inf", "optimizer.lr is inf, and a finite number was expected"),

@@ -6,7 +6,7 @@ import pytest
 import torch
 from rehearsing import SANA as MODEL
 from rehearsing import SHAPE
-from stepping import started
+from stepping import one_batch, started
 from training import exported, run_to
 from two_processes import answer_of_two
 from whole import full_weights
@@ -74,6 +74,27 @@ def test_an_average_by_a_power_function_is_the_recurrence_of_the_paper(device):
         torch.testing.assert_close(average.double(), expected[name], rtol=0, atol=2e-5)
 
 
+@pytest.mark.parametrize("device", ["gpu", "cpu"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16_sr"])
+def test_each_of_several_averages_is_what_it_would_be_alone(device, precision):
+    """To the bit: with weights in fp32, and with those that come to fp32 a chunk at a time."""
+
+    def of(**kind):
+        strategy = Strategy(precision=precision, optimizer=OptimizerSpec(lr=1e-2), ema=EmaSpec(**kind, device=device))
+        torch.manual_seed(0)  # bf16_sr rounds by it
+        engine, family = started(strategy)
+        ema = engines.ema_of(engine)
+        for step in range(3):
+            train_step(engine, family, FlowMatchingSpec(), [one_batch(step)], lr=1e-2, ema=ema)
+        return ema
+
+    both, alone = of(widths=(0.05, 0.1)), [of(power=width) for width in (0.05, 0.1)]
+    assert len(both.tensors()) == 2 * len(alone[0].tensors())
+    for averages, single in zip(both.every, alone, strict=True):
+        assert all(map(torch.equal, averages, single.averages))
+    assert both.averages is both.every[0]
+
+
 @pytest.mark.parametrize("width", [0.05, 0.1, 0.2, 0.28])
 def test_the_profile_of_a_power_function_is_as_wide_as_it_says(width):
     """Of weights that are the number of the step and its square, the average has the moments of the profile."""
@@ -90,10 +111,11 @@ def test_the_profile_of_a_power_function_is_as_wide_as_it_says(width):
 
 
 def test_an_average_is_of_one_kind():
-    with pytest.raises(ValueError, match=r"ema\.decay is 0\.99, and ema\.power 0\.1; leave one of them out"):
+    with pytest.raises(ValueError, match=r"ema\.decay is 0\.99, and ema\.power is 0\.1; leave all but one of them out"):
         EmaSpec(decay=0.99, power=0.1)
     assert EmaSpec.model_validate(EmaSpec(power=0.1).model_dump()).decay is None
     assert EmaSpec.model_validate(EmaSpec().model_dump()).decay == 0.9999
+    assert EmaSpec(widths=(0.05, 0.1)).decay is None
 
 
 def test_an_average_of_bf16_weights_without_masters_is_fp32():
@@ -194,7 +216,7 @@ def test_a_resumed_run_averages_on(tmp_path, features, kind):
     # A run that stops averaging, or starts to, is another run.
     with pytest.raises(UserError, match=r"holds a moving average of the weights, and the run has none \(train.ema\)"):
         run_to(6, tmp_path / "straight", features)
-    with pytest.raises(UserError, match=r"holds an average with train\.ema\.power .*, and the run asks for 0\.2: "):
+    with pytest.raises(UserError, match=r"averages with train\.ema\..*, and the run asks for train\.ema\.power 0\.2: "):
         run_to(6, tmp_path / "straight", features, "train.ema.power=0.2")
 
 

@@ -26,7 +26,7 @@ def strategy(engine="single", world_size=1, stage=None, **options):
         document |= {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "gradient_clipping": 0.0}
         document |= {"bf16": {"enabled": True}, "zero_allow_untested_optimizer": True}
         document["zero_optimization"] |= {"stage": stage}
-    options = {"optimizer": ADAMW, "ema": EmaSpec(decay=0.9)} | options
+    options = {"optimizer": ADAMW, "ema": EmaSpec(widths=(0.05, 0.1))} | options
     return Strategy(engine=engine, world_size=world_size, ds_config=document, **options)
 
 

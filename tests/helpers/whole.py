@@ -11,7 +11,7 @@ def whole_state(engine, ema=None):
     here = {
         name: (place.numel, place.offset, place.tensor.to("cpu", torch.float32, copy=True))
         for name, place in places(engine, ema, 0).items()
-        if name.startswith(("master.", "ema.", "state."))
+        if name.startswith(("master.", "ema", "state."))
     }
     everywhere = [here]
     if dist.is_initialized():

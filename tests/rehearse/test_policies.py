@@ -31,6 +31,7 @@ ON_CPU = {
     "ema-gpu": {"ema": EmaSpec()},
     "ema-cpu": {"ema": EmaSpec(device="cpu"), "precision": "fp32"},
     "ema-power": {"ema": EmaSpec(power=0.1)},
+    "ema-widths": {"ema": EmaSpec(widths=(0.05, 0.1)), "precision": "bf16_sr"},
     "lora": {"lora": LoraSpec(rank=4)},
     "dora": {"lora": LoraSpec(rank=4, dora=True), "checkpointed_blocks": 1},
     "lora-int8": {"lora": LoraSpec(rank=4, base="int8"), "gradient_clipping": 1.0},
@@ -56,6 +57,7 @@ ON_CUDA = {
     "offload-full-3": {"offload_activations": True, "checkpointed_blocks": 3},
     "ema-gpu": {"ema": EmaSpec()},
     "ema-cpu": {"ema": EmaSpec(device="cpu")},
+    "ema-widths": {"ema": EmaSpec(widths=(0.05, 0.1))},
     "lora": {"lora": LoraSpec()},
     "lora-int8": {"lora": LoraSpec(base="int8")},
     "lora-nf4": {"lora": LoraSpec(base="nf4")},
@@ -166,6 +168,7 @@ def test_an_average_costs_four_bytes_a_parameter_where_it_is_kept(
 ) -> None:
     plain, on_gpu, on_host = (rehearsed["cuda", name] for name in ("full-0", "ema-gpu", "ema-cpu"))
     assert _average(on_gpu.timeline) == 4 * plain.params
+    assert _average(rehearsed["cuda", "ema-widths"].timeline) == 2 * 4 * plain.params
     for phase in plain.ledger.phases:
         found = on_host.ledger.phase(phase.phase)
         assert (found.peak_bytes, found.at_peak) == (phase.peak_bytes, phase.at_peak)  # the device holds none of it

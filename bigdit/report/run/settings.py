@@ -17,7 +17,9 @@ def settings(record: RunRecord) -> dict[str, str]:
         "learning rate": _rate(record),
         "batch": words.step_size(strategy),
         "checkpointing": words.checkpointing(strategy, None),
-        "average": words.average(strategy) if record.device != "cpu" or strategy.ema is None else "EMA in fp32",
+        "average": words.average(strategy)
+        if record.device != "cpu" or strategy.ema is None
+        else f"{words.emas(strategy.ema)} in fp32",
     }
     if strategy.lora is not None:
         found["adapters"] = f"LoRA of rank {strategy.lora.rank} over a frozen {strategy.lora.base} base"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from typing import get_args
+from typing import Literal, get_args
 
 from pydantic import ValidationError
 
@@ -70,6 +70,8 @@ def pin_problems(cluster: Cluster, pins: Pins, gpu: Gpu | None) -> list[str]:
         problems.append(
             f"--full trains all weights, and --lora {pins.lora_rank} adapters beside frozen ones; leave one of them out"
         )
+    if pins.ema == "none" and pins.ema_widths is not None:
+        problems.append("--ema-widths are of averages, and --ema none keeps none; leave one of them out")
     bases: tuple[str | None, ...] = (None,) if pins.lora_rank is None else ("bf16", "nf4")
     refusals = [_refusals(cluster, pins, gpu, base) for base in bases]
     if all(refusals):
@@ -92,7 +94,7 @@ def _refusals(cluster: Cluster, pins: Pins, gpu: Gpu | None, base: str | None) -
                 micro_batch_size=pins.micro_batch_size or 1,
                 precision=precision,
                 optimizer=OptimizerSpec(name=pins.optimizer or "adamw"),
-                ema=None if pins.ema == "none" else EmaSpec(device="cpu" if pins.ema == "cpu" else "gpu"),
+                ema=None if pins.ema == "none" else EmaSpec(device=_place(pins.ema), widths=pins.ema_widths),
                 lora=None if base is None else LoraSpec.model_validate({"rank": pins.lora_rank, "base": base}),
                 features=pins.features,
             )
@@ -101,6 +103,10 @@ def _refusals(cluster: Cluster, pins: Pins, gpu: Gpu | None, base: str | None) -
         else:
             return []
     return refusals
+
+
+def _place(ema: str) -> Literal["gpu", "cpu"]:
+    return "cpu" if ema == "cpu" else "gpu"
 
 
 def _computed(gpu: Gpu | None) -> list[Precision]:

@@ -144,7 +144,13 @@ def _settings(question: Question, engine: str) -> list[dict[str, Any]]:
         elif engine in ("fsdp2", "hsdp"):  # of a shard of the state, the least that there is of it
             pairs.append(("came", "bf16_sr" if without_masters else precision))
     return [
-        {"optimizer.name": optimizer, "precision": kind, "ema.device": average, "lora.base": base}
+        {
+            "optimizer.name": optimizer,
+            "precision": kind,
+            "ema.device": average,
+            "ema.widths": None if pins.ema_widths is None else list(pins.ema_widths),
+            "lora.base": base,
+        }
         for optimizer, kind in pairs
         for base in bases
         for average in averages
@@ -189,7 +195,9 @@ def _setting_title(question: Question, settings: dict[str, Any]) -> str:
     if settings["lora.base"] is not None:
         parts.append(f"LoRA {question.pins.lora_rank} over {settings['lora.base']}")
     if settings["ema.device"] is not None:
-        parts.append(f"EMA on the {'host' if settings['ema.device'] == 'cpu' else 'card'}")
+        widths = settings["ema.widths"]
+        many = "EMA" if widths is None else f"{len(widths)} EMAs"
+        parts.append(f"{many} on the {'host' if settings['ema.device'] == 'cpu' else 'card'}")
     return ", ".join(parts)
 
 

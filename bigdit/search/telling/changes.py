@@ -42,7 +42,7 @@ def naive(sample: Sample, question: Question, target: Strategy) -> Strategy:
             "precision": precision,
             "optimizer": OptimizerSpec(implementation="foreach"),
             "checkpointing": "full",
-            "ema": EmaSpec(),
+            "ema": (target.ema or EmaSpec()).model_copy(update={"device": "gpu"}),
             "cpu_offload": False,
             "encode_chunk": None,
             "features": "online" if _has_encoders(sample) else target.features,

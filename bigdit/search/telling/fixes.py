@@ -59,7 +59,8 @@ def _unpinned(question: Question) -> Iterator[tuple[str, Question]]:
     if pins.features == "online":
         cached = pins.model_copy(update={"features": "cached"})
         yield "encode once, and train from cached features", question.model_copy(update={"pins": cached})
-    free = Pins(features=pins.features, ema=pins.ema, lora_rank=pins.lora_rank, full=pins.full)
+    stays = ("features", "ema", "ema_widths", "lora_rank", "full")
+    free = Pins(**{key: getattr(pins, key) for key in stays})
     if pins != free:
         yield "without what was fixed", question.model_copy(update={"pins": free})
 

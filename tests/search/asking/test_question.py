@@ -67,6 +67,7 @@ def test_every_option_arrives(tmp_path):
         checkpointed_blocks="12",
         micro_batch=4,
         ema="cpu",
+        ema_widths="0.05,0.1",
         features="online",
         full=True,
     )
@@ -85,9 +86,11 @@ def test_every_option_arrives(tmp_path):
         checkpointed_blocks=12,
         micro_batch_size=4,
         ema="cpu",
+        ema_widths=(0.05, 0.1),
         features="online",
         full=True,
     )
+    assert question_for("sana-600m", "a40", ema_widths="0.05,0.1").pins.ema == "auto"
 
 
 @pytest.mark.parametrize(("asked", "count"), [("30M", 30_000_000), ("1.5k", 1500), ("250_000", 250_000), (7, 7)])
@@ -169,6 +172,11 @@ def test_sizes_read_as_they_are_written(sizes):
         ),
         ({"precision": "fp8"}, "--precision is 'fp8', which is not known; did you mean fp32, fp16?"),
         ({"ema": "ram"}, "--ema is 'ram', which is not known; known: auto, cpu, gpu, none"),
+        ({"ema_widths": "0.1"}, "--ema-widths is ['0.1'], and a list of at least 2 was expected"),
+        (
+            {"ema": "none", "ema_widths": "0.05,0.1"},
+            "--ema-widths are of averages, and --ema none keeps none; leave one of them out",
+        ),
         ({"features": "on"}, "--features is 'on', which is not known; did you mean online?"),
         (
             {"checkpointed_blocks": "some"},

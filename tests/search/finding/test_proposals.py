@@ -111,6 +111,12 @@ def test_an_average_is_placed_where_it_was_asked_for() -> None:
     assert places == {"none": {None}, "auto": {"gpu", "cpu"}, "gpu": {"gpu"}, "cpu": {"cpu"}}
 
 
+def test_as_many_averages_are_proposed_as_were_asked_for() -> None:
+    asked = question(pins=Pins(ema="auto", ema_widths=(0.05, 0.1)))
+    assert {each.strategy.ema and each.strategy.ema.widths for each in proposals(asked)[0]} == {(0.05, 0.1)}
+    assert "one process, AdamW, 2 EMAs on the host" in titles(asked)
+
+
 def test_adapters_are_proposed_over_every_base_that_the_engine_takes() -> None:
     one, several = (question(pins=Pins(lora_rank=16), cluster=Cluster(gpus=gpus)) for gpus in (1, 8))
     assert "one process, AdamW, LoRA 16 over nf4" in titles(one)
