@@ -179,8 +179,9 @@ class Strategy(Strict):
     rounded stochastically into bf16 weights; `tf32` is fp32 with TF32 matrix products.
     `checkpointed_blocks`: the first k transformer blocks are recomputed in the backward pass; with
     `checkpointing` selective they keep the outputs of matrix products and attention, and recompute the rest.
-    `offload_activations`: what autograd saves waits on the host. `optimizer_in_backward`: each parameter is
-    stepped when its gradient is there, which is then freed.
+    `offload_activations`: what autograd saves waits on the host. `compile_blocks`: torch compiles the repeated block;
+    what is rehearsed or emulated is the block as it is written. `optimizer_in_backward`: each parameter is stepped when
+    its gradient is there, which is then freed.
     `ds_config` is DeepSpeed's own document, complete, and goes to it as it stands (offload and buckets are in it).
     `dp_replicate`: FSDP2's HSDP, world_size = dp_replicate × dp_shard. `cpu_offload`: FSDP2 keeps its shards,
     their gradients and the optimizer on the host; `reshard_after_forward`: it lets gathered weights go until the
@@ -199,6 +200,7 @@ class Strategy(Strict):
     checkpointed_blocks: Natural | Literal["all"] = 0
     checkpointing: Literal["full", "selective"] = "full"
     offload_activations: Switch = False
+    compile_blocks: Switch = False
     gradient_clipping: Positive | None = None
     ema: EmaSpec | None = None
     lora: LoraSpec | None = None
@@ -213,6 +215,7 @@ class Strategy(Strict):
     @model_validator(mode="after")
     def _coherent(self) -> Strategy:
         problems = [*_engine_problems(self), *_optimizer_problems(self), *_memory_problems(self)]
+        problems += _compile_problems(self) if self.compile_blocks else []
         if problems:
             raise ValueError("; ".join(problems))
         return self
@@ -324,6 +327,23 @@ def _optimizer_problems(strategy: Strategy) -> list[str]:
                 "optimizer_in_backward steps before an overflow is known, and precision fp16 skips such steps; "
                 "use precision bf16"
             )
+    return problems
+
+
+def _compile_problems(strategy: Strategy) -> list[str]:
+    problems = []
+    if strategy.engine == "deepspeed":
+        problems.append(
+            "compile_blocks was not tried with DeepSpeed, whose hooks run within blocks; use engine single or fsdp2"
+        )
+    if strategy.checkpointing == "selective" and strategy.checkpointed_blocks != 0:
+        problems.append(
+            "compile_blocks makes one kernel of several operators, and checkpointing selective keeps the outputs of "
+            "single ones; use checkpointing full"
+        )
+    if strategy.lora is not None and (strategy.lora.base != "bf16" or strategy.lora.dora):
+        kind = "dora" if strategy.lora.dora else f"base {strategy.lora.base}"
+        problems.append(f"compile_blocks was not tried with lora.{kind}; use LoRA with lora.base bf16")
     return problems
 
 

@@ -134,6 +134,7 @@ def _policy(request: RehearsalRequest) -> str:
         many = f"{strategy.ema.count} EMAs" if strategy.ema.count > 1 else "EMA"
         parts.append(f"{many} on the {strategy.ema.device}")
     parts += [f"LoRA {strategy.lora.rank} over {strategy.lora.base}"] if strategy.lora else []
+    parts += ["compiled blocks"] if strategy.compile_blocks else []
     parts += ["optimizer in backward"] if strategy.optimizer_in_backward else []
     parts += ["activations offloaded"] if strategy.offload_activations else []
     return f"{', '.join(parts)}, {strategy.features} features"

@@ -67,6 +67,7 @@ def strategy_of(run: RunConfig, world_size: int) -> Strategy:
             checkpointed_blocks=run.train.checkpointed_blocks,
             checkpointing=run.train.checkpointing,
             offload_activations=run.train.offload_activations,
+            compile_blocks=run.train.compile_blocks,
             ema=run.train.ema,
             lora=run.train.lora,
             gradient_clipping=run.train.gradient_clipping,

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from bigdit.config.deepspeed import complete_ds_config, ds_values, read_ds_config
 from bigdit.config.load import parse_run, read_run
 from bigdit.config.plan_file import DS_CONFIG, PlanFile, plan_file
@@ -63,7 +65,8 @@ def planned_run(path: Path, overrides: Sequence[str], plan: PlanFile, source: Pa
 
 
 def planned_strategy(run: RunConfig, plan: PlanFile, world_size: int) -> Strategy:
-    """The plan's strategy with the run's own constants: of the optimizer, the average, adapters and clipping.
+    """The plan's strategy with the run's own constants, of the optimizer, the average, adapters and clipping, and with
+    its blocks compiled where the run asks for it.
 
     Raises UserError where so many processes are not the plan's, and for what is planned but not trained yet.
     """
@@ -93,9 +96,13 @@ def planned_strategy(run: RunConfig, plan: PlanFile, world_size: int) -> Strateg
         "ema": run.train.ema,
         "lora": run.train.lora,
         "gradient_clipping": clipping,
+        "compile_blocks": run.train.compile_blocks,
         "ds_config": ds_config,
     }
-    return planned.model_copy(update=own)
+    try:
+        return Strategy.model_validate(dict(planned) | own)
+    except ValidationError as error:
+        raise UserError(*(detail["msg"].removeprefix("Value error, ") for detail in error.errors())) from None
 
 
 def plan_notices(run: RunConfig, plan: PlanFile, catalogue: str) -> list[str]:
@@ -111,6 +118,11 @@ def plan_notices(run: RunConfig, plan: PlanFile, catalogue: str) -> list[str]:
     if plan.catalogue != catalogue:
         lines.append(
             f"the plan was made with catalogue {plan.catalogue}, and this is {catalogue}; plan again to be sure"
+        )
+    if run.train.compile_blocks:
+        lines.append(
+            "train.compile_blocks is true, and the plan is of blocks as they are written: compiled ones keep other "
+            "tensors, as a rule less, and at times more"
         )
     height, width = plan.question.resolution
     frames = plan.question.frames or 1

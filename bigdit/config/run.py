@@ -259,6 +259,7 @@ class TrainConfig(Strict):
 
     `checkpointed_blocks`: the first so many blocks are recomputed in the backward pass, whole or (`checkpointing:
     selective`) all but matrix products and attention; `offload_activations`: what the blocks save waits on the host.
+    `compile_blocks`: torch compiles the repeated block, which no plan counts on.
     `optimizer_in_backward`: each parameter is stepped when its gradient is there, which is then freed. `ema`: a moving
     average of the weights; `lora`: adapters are trained, over a frozen model.init_from. Of the checkpoints, every
     `checkpoint_every` steps, the last `keep_checkpoints` stay and those that `keep_every` divides; those that
@@ -279,6 +280,7 @@ class TrainConfig(Strict):
     checkpointed_blocks: Natural | Literal["all"] = 0
     checkpointing: Literal["full", "selective"] = "full"
     offload_activations: Switch = False
+    compile_blocks: Switch = False
     ema: EmaSpec | None = None
     lora: LoraSpec | None = None
     warmup_steps: Natural = 0

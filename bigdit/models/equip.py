@@ -7,21 +7,26 @@ from torch import nn
 from bigdit import libraries
 from bigdit.models.activations import offload_activations
 from bigdit.models.checkpointing import apply_checkpointing
+from bigdit.models.compiling import compile_blocks
 from bigdit.models.family import Family
 from bigdit.spec import Strategy
 
 
-def equip(model: nn.Module, family: Family, strategy: Strategy, *, seed: int = 0) -> nn.Module:
-    """The model, in place, with the strategy's adapters, checkpointing and offload of activations.
+def equip(
+    model: nn.Module, family: Family, strategy: Strategy, *, seed: int = 0, backend: str = "inductor"
+) -> nn.Module:
+    """The model, in place, with the strategy's adapters, compiled blocks, checkpointing and offload of activations.
 
-    `seed` is that of the adapters' values. Raises UserError where it has fewer blocks than are to be
-    checkpointed, or a target of the adapters is none of its linear layers.
+    `seed` is that of the adapters' values, `backend` torch's compiler. Raises UserError where it has fewer blocks than
+    are to be checkpointed, or a target of the adapters is none of its linear layers.
     """
     if strategy.lora is not None:
         with libraries.uncompiled():
             from bigdit.models.lora import apply_lora  # peft and bitsandbytes take seconds to import
 
         apply_lora(model, family, strategy.lora, seed=seed)
+    if strategy.compile_blocks:
+        compile_blocks(model, family, backend)
     apply_checkpointing(model, family, strategy.checkpointed_blocks, strategy.checkpointing)
     if strategy.offload_activations:
         offload_activations(model, family)

@@ -17,6 +17,11 @@ PROVED_WITH: Mapping[str, tuple[str, str]] = {
 """First and last version of what decides a ledger, with which rehearsals were held against real steps; of torch,
 these two and 2.13.0 for one process and FSDP2, 2.13.0 and in part the last for DeepSpeed."""
 
+COMPILED = (
+    "compile_blocks: these figures are of blocks as they are written; compiled ones keep other tensors, as a rule less "
+    "and at times more"
+)
+
 
 def notices(strategy: Strategy, versions: Mapping[str, str]) -> tuple[str, ...]:
     """Versions outside the proved range, and what an engine makes impossible and is priced as it is."""
@@ -30,6 +35,8 @@ def notices(strategy: Strategy, versions: Mapping[str, str]) -> tuple[str, ...]:
             f"ZeRO-{strategy.zero_stage} hands {strategy.optimizer.name} flat partitions, which cannot be factored: "
             "its second moment is whole here, and priced so; engine fsdp2 keeps the factors"
         )
+    if strategy.compile_blocks:
+        found.append(COMPILED)
     return tuple(found)
 
 

@@ -23,6 +23,7 @@ from bigdit.encoders.fit import smaller_than_planned
 from bigdit.errors import UserError
 from bigdit.loader.stages import data_state, plan_order
 from bigdit.loader.stream import FeatureStream
+from bigdit.models.compiling import compiling_said, compiling_told
 from bigdit.shortage import told
 from bigdit.spec import ModelSpec, Strategy
 from bigdit.train import exports
@@ -71,6 +72,7 @@ def train(
         ending_together(world, stop),
         held(run.output, world),
         told("training", device, _LESS[device.type]),
+        compiling_told(),
     ):
         return _train(run, spec, strategy, world, stop, device, plan)
 
@@ -128,6 +130,8 @@ def _train(
             checkpoint.load_weights(found, model)
         meter = stack.enter_context(MemoryMeter(device))
         meter.loaded(model)
+        if strategy.compile_blocks:
+            _say(world, [f"note: {compiling_said(device.type, emulated=meter.emulated)}"])
         engine = engines.create(strategy, model, family, device=device, world=world)
         ema = engines.ema_of(engine)
         if found is not None:

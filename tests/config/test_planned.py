@@ -212,6 +212,12 @@ def test_what_the_plan_did_not_foresee_is_said(tmp_path):
     folder = write(plan, tmp_path / "plan")
     run = planned_run(run_yaml(tmp_path), [], plan, folder)
     assert plan_notices(run, plan, plan.catalogue) == []
+    compiled = planned_run(run_yaml(tmp_path), ["train.compile_blocks=true"], plan, folder)
+    assert planned_strategy(compiled, plan, 1).compile_blocks
+    assert plan_notices(compiled, plan, plan.catalogue) == [
+        "train.compile_blocks is true, and the plan is of blocks as they are written: compiled ones keep other "
+        "tensors, as a rule less, and at times more"
+    ]
     build = plan.model_copy(update={"versions": plan.versions | {"torch": f"{plan.versions['torch']}+another"}})
     assert plan_notices(run, build, plan.catalogue) == []
     old = plan.model_copy(update={"versions": plan.versions | {"torch": "2.12.0", "python": "3.9"}})

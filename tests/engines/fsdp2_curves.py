@@ -62,7 +62,7 @@ def batch(spec: ModelSpec, step: int, world: World) -> Batch:
 def start(spec: ModelSpec, chosen: Strategy, world: World) -> tuple[engines.Engine, models.Family]:
     family = models.family(spec.class_name)
     model = models.build(spec, device="cpu", dtype=engines.compute_dtype(chosen), seed=0)
-    models.equip(model, family, chosen)
+    models.equip(model, family, chosen, backend="aot_eager")
     return engines.create(chosen, model, family, device=torch.device("cpu"), world=world), family
 
 
@@ -102,6 +102,7 @@ def main() -> None:
         "single": curve(SANA, strategy(1), alone),
         "fsdp2": curve(SANA, strategy(2), world),
         "in_backward": curve(SANA, strategy(2, optimizer_in_backward=True), world),
+        "compiled": curve(SANA, strategy(2, compile_blocks=True, checkpointed_blocks=1), world),
         "offload": curve(SANA, strategy(2, cpu_offload=True), world),
         "single fp16": curve(SANA, strategy(1, precision="fp16"), alone),
         "fsdp2 fp16": curve(SANA, strategy(2, precision="fp16"), world),

@@ -108,6 +108,7 @@ def curves():
         ("fsdp2", "single", TOLERANCE["fp32"]),
         ("in_backward", "fsdp2", 0.0),
         ("offload", "fsdp2", 0.0),
+        ("compiled", "fsdp2", TOLERANCE["fp32"]),
         # As bf16, with three bits more.
         ("fsdp2 fp16", "single fp16", TOLERANCE["bf16"] / 8),
         ("fsdp2 dit", "single dit", TOLERANCE["fp32"]),

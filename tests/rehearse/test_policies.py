@@ -28,6 +28,7 @@ ON_CPU = {
     "offload": {"offload_activations": True},
     "offload-full": {"offload_activations": True, "checkpointed_blocks": 2, "grad_accum_steps": 2},
     "offload-selective": {"offload_activations": True, "checkpointing": "selective", "checkpointed_blocks": "all"},
+    "compiled": {"compile_blocks": True, "checkpointed_blocks": 1},
     "ema-gpu": {"ema": EmaSpec()},
     "ema-cpu": {"ema": EmaSpec(device="cpu"), "precision": "fp32"},
     "ema-power": {"ema": EmaSpec(power=0.1)},

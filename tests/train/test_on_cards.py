@@ -57,8 +57,9 @@ def test_a_run_by_a_plan_says_what_was_planned_and_what_was_measured(features, t
     plan = plan_of(kwargs=TINY_KWARGS, expandable_segments=True)
     folder, config = write(plan, tmp_path / "plan"), run_yaml(tmp_path, data={"features": str(features)})
     command = [str(cuda_python()), "-W", "ignore", *BIGDIT, "--plan", str(folder), "--config", str(config)]
+    chosen = ["train.steps=4", "train.warmup_steps=1", "train.compile_blocks=true"]
     done = subprocess.run(
-        [*command, *with_set(["train.steps=4", "train.warmup_steps=1", f"output={tmp_path / 'run'}"])],
+        [*command, *with_set([*chosen, f"output={tmp_path / 'run'}"])],
         env=os.environ | emulated_environment(catalog.resolve_gpu("a40")),
         cwd=ROOT,
         capture_output=True,
@@ -71,7 +72,9 @@ def test_a_run_by_a_plan_says_what_was_planned_and_what_was_measured(features, t
     measured = receipt["measured_peak_reserved_bytes"]
     off = f"{100 * (measured / expected.peak_reserved_bytes - 1):+.1f} %"
     said = f"planned 40.00 GiB at 8 × 12, measured {gib(measured)} ({off}) reserved by torch"
-    assert done.stderr.count(said) == 1, done.stderr
+    assert done.stderr.count(f"{said}\n") == 1, done.stderr
+    assert "note: train.compile_blocks is true, and the plan is of blocks as they are written: " in done.stderr
+    assert "note: train.compile_blocks: an emulated card runs no kernels, and blocks run as they are" in done.stderr
     assert receipt["predicted_peak_reserved_bytes"] == expected.peak_reserved_bytes
     assert receipt["predicted_peak_allocated_bytes"] == expected.peak_allocated_bytes
     for row in read_metrics(tmp_path / "run/metrics.jsonl"):

@@ -20,7 +20,7 @@ from bigdit.errors import UserError
 from bigdit.loader.held_out import HeldOut
 from bigdit.objective_spec import FlowMatchingSpec
 from bigdit.record import Recorder
-from bigdit.spec import LoraSpec
+from bigdit.spec import EmaSpec, LoraSpec
 from bigdit.store import FeatureStore
 from bigdit.train.metrics import read_metrics
 from bigdit.train.seen.validation import Validation
@@ -107,7 +107,7 @@ def measured(store, chosen, *, taken_from=None):
 
 @pytest.mark.parametrize("said", [{"precision": "fp32"}, {}, {"precision": "bf16_sr"}, {"lora": LoraSpec(rank=2)}])
 def test_the_loss_of_the_average_is_that_of_a_model_with_these_weights(store, said):
-    chosen = strategy(micro_batch_size=4, **said)
+    chosen = strategy(micro_batch_size=4, ema=EmaSpec(decay=0.9), **said)
     _, ema, validation = measured(store, chosen)
     found = validation.measure()
     assert found == validation.measure()

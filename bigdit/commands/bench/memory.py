@@ -48,12 +48,15 @@ def run(
     from bigdit.bench.memory import MemoryBenchmark
     from bigdit.config.strategy import parse_strategy
     from bigdit.rehearse.ask import parse_resolution
+    from bigdit.rehearse.notices import COMPILED
     from bigdit.report.memory import NOTE, make_folder, subtitle, tables, title, write_memory
 
     sizes = _sizes(micro_batch)
     strategies = [(text, parse_strategy([text])) for text in strategy]
     where, card = _device(device, gpu), catalog.resolve_gpu(gpu)
     limit_bytes = None if limit is None else _limit(limit, card)
+    if where != "measured" and any(each.compile_blocks for _, each in strategies):
+        log.notice(f"note: {COMPILED}")
     if out is not None:
         make_folder(out)
     with log.err.status(f"rehearsing {model}") as status:

@@ -21,6 +21,8 @@ def settings(record: RunRecord) -> dict[str, str]:
         if record.device != "cpu" or strategy.ema is None
         else f"{words.emas(strategy.ema)} in fp32",
     }
+    if strategy.compile_blocks:
+        found["blocks"] = "compiled by torch"
     if strategy.lora is not None:
         found["adapters"] = f"LoRA of rank {strategy.lora.rank} over a frozen {strategy.lora.base} base"
     if run.validation is not None:

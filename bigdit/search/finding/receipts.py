@@ -85,6 +85,9 @@ def check(receipts: Iterable[Receipt], card: Gpu, rehearse: Rehearse) -> tuple[l
     """Rehearse what each receipt was asked for on `card`, and predict it; a line for each that cannot be."""
     checked, notices = [], []
     for each in receipts:
+        if each.strategy.compile_blocks:
+            notices.append(f"the receipt of {each.model.name}, {each.written}, is left out: its blocks were compiled")
+            continue
         try:
             size = rehearse(_request(each, card))
         except (UserError, RehearsalError) as error:

@@ -156,11 +156,12 @@ def test_a_receipt_is_held_against_the_allocator_as_it_was_set(rehearsed):
 
 
 def test_a_receipt_that_cannot_be_rehearsed_is_said(rehearsed):
-    lost = receipt_of("single,grad_accum_steps=7")
-    checked, notices = receipts.check([lost], A100, rehearsed)
+    lost, compiled = receipt_of("single,grad_accum_steps=7"), receipt_of("single,compile_blocks=true")
+    checked, notices = receipts.check([compiled, lost], A100, rehearsed)
     assert checked == []
     assert notices == [
-        "the receipt of tiny-sana, 2026-01-02, is left out: the model is not in this release of diffusers"
+        "the receipt of tiny-sana, 2026-01-02, is left out: its blocks were compiled",
+        "the receipt of tiny-sana, 2026-01-02, is left out: the model is not in this release of diffusers",
     ]
 
 

@@ -1,0 +1,130 @@
+"""Compiled blocks learn as others do, share their graphs, and are rehearsed as they are written."""
+
+import pytest
+import torch
+import torch._dynamo
+from rehearsing import SANA, SHAPE
+from stepping import one_batch
+from torch._dynamo.utils import counters
+from training import run
+
+from bigdit import engines, models
+from bigdit.dist import World
+from bigdit.errors import UserError, versions
+from bigdit.models.compiling import compile_blocks, compiling_told
+from bigdit.objective_spec import FlowMatchingSpec
+from bigdit.rehearse.drive import record
+from bigdit.rehearse.notices import COMPILED, notices
+from bigdit.spec import LoraSpec, Strategy
+from bigdit.train.beside_plan import PlannedMemory
+from bigdit.train.step import train_step
+
+CPU = torch.device("cpu")
+FOUR_BLOCKS = SANA.model_copy(update={"kwargs": SANA.kwargs | {"num_layers": 4}})
+# All that stands between a model and its compiled blocks; `aot_eager` makes the graphs of Inductor, and no kernels.
+AROUND = {"precision": "fp32", "checkpointed_blocks": 2, "offload_activations": True, "lora": LoraSpec(rank=2)}
+
+
+def losses(strategy, spec=FOUR_BLOCKS):
+    """Of three steps."""
+    family = models.family(spec.class_name)
+    model = models.build(spec, device="cpu", dtype=engines.compute_dtype(strategy), seed=0)
+    models.equip(model, family, strategy, backend="aot_eager")
+    engine = engines.create(strategy, model, family, device=CPU, world=World())
+    return [float(train_step(engine, family, FlowMatchingSpec(), [one_batch(step)], lr=1e-2).loss) for step in range(3)]
+
+
+@pytest.fixture
+def counted():
+    torch._dynamo.reset()
+    counters.clear()
+    yield counters["stats"]
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("said", [{}, AROUND | {"precision": "bf16"}], ids=["alone", "all of it"])
+def test_compiled_blocks_learn_as_others_do_and_share_their_graphs(said, counted):
+    """To the rounding of sums that are taken in another order. Of four blocks two graphs: the first is fed pictures
+    that lie otherwise in memory than what a block gives."""
+    said = {"precision": "fp32"} | said
+    plain = losses(Strategy(**said))
+    assert counted["unique_graphs"] == 0
+    assert losses(Strategy(compile_blocks=True, **said)) == pytest.approx(plain, rel=1e-5)
+    assert counted["unique_graphs"] == 2
+
+
+def test_a_recorded_step_is_of_blocks_as_they_are_written(counted):
+    plain, compiled = (
+        record(SANA, SHAPE, Strategy(compile_blocks=switch, checkpointed_blocks=1), FlowMatchingSpec(), CPU, World())
+        for switch in (False, True)
+    )
+    assert compiled.device == plain.device
+    assert counted["unique_graphs"] == 0
+
+
+def test_a_run_says_what_becomes_of_compiled_blocks(features, tmp_path, capfd):
+    """Two steps, which the recorder measures: compiled are those after them."""
+    assert run(features, tmp_path, "train.steps=2", "train.compile_blocks=true") == 0
+    assert (
+        "note: train.compile_blocks: memory is measured in the first two steps, where blocks run as they are written\n"
+    ) in capfd.readouterr().err
+
+
+def test_a_plan_and_a_rehearsal_say_that_they_are_of_blocks_as_they_are_written():
+    (said,) = notices(Strategy(compile_blocks=True), versions())
+    assert said == COMPILED
+    planned = PlannedMemory(
+        resolution=(8, 12), phases={}, peak_allocated_bytes=1, peak_reserved_bytes=2**30, compiled=True
+    )
+    assert planned.beside(2**29) == (
+        "planned 1.00 GiB at 8 × 12, measured 0.50 GiB (-50.0 %) reserved by torch; blocks are compiled, and planned "
+        "as they are written"
+    )
+
+
+def test_a_block_that_cannot_be_compiled_is_a_line(counted):
+    def broken(graph, inputs):
+        raise RuntimeError("no compiler\nthat works")
+
+    family = models.family(SANA.class_name)
+    model = models.build(SANA, device="cpu", dtype=torch.float32, seed=0)
+    compile_blocks(model, family, broken)
+    batch = one_batch()
+    with pytest.raises(UserError) as refused, compiling_told():
+        family.predict(model, batch.latents, torch.tensor([0.1, 0.6]), batch)
+    (line,) = str(refused.value).splitlines()
+    assert line.startswith("train.compile_blocks: torch cannot compile a block: ")
+    assert "no compiler" in line
+    assert line.endswith("; leave compile_blocks out")
+
+
+@pytest.mark.parametrize(
+    ("said", "problem"),
+    [
+        (
+            {"engine": "deepspeed", "ds_config": {}},
+            "compile_blocks was not tried with DeepSpeed, whose hooks run within blocks; use engine single or fsdp2",
+        ),
+        (
+            {"checkpointing": "selective", "checkpointed_blocks": 1},
+            "compile_blocks makes one kernel of several operators, and checkpointing selective keeps the outputs of "
+            "single ones; use checkpointing full",
+        ),
+        (
+            {"lora": LoraSpec(base="nf4")},
+            "compile_blocks was not tried with lora.base nf4; use LoRA with lora.base bf16",
+        ),
+        ({"lora": LoraSpec(dora=True)}, "compile_blocks was not tried with lora.dora; use LoRA with lora.base bf16"),
+    ],
+)
+def test_what_was_not_tried_is_refused(said, problem):
+    with pytest.raises(ValueError, match="compile_blocks") as refused:
+        Strategy(compile_blocks=True, **said)
+    assert problem in str(refused.value)
+
+
+def test_a_compiler_that_is_switched_off_is_a_line(monkeypatch):
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    family = models.family(SANA.class_name)
+    with pytest.raises(UserError, match=r"TORCHDYNAMO_DISABLE is 1; unset it, or leave compile_blocks out"):
+        compile_blocks(models.skeleton(SANA, dtype=torch.float32), family)
