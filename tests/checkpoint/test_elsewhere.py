@@ -12,7 +12,10 @@ from two_processes import run_two
 from whole import whole_state
 
 from bigdit import checkpoint
+from bigdit.checkpoint.restore import load_tensors
 from bigdit.checkpoint.resumable import layout
+from bigdit.checkpoint.snapshot import snapshots_of
+from bigdit.checkpoint.verify import verify
 from bigdit.dist import World
 from bigdit.engines.state import checkpoint_bytes
 from bigdit.errors import UserError
@@ -90,6 +93,20 @@ def test_one_process_takes_up_what_two_had(runs, name):
     assert state.keys() == expected.keys()
     assert all(torch.equal(state[key], expected[key]) for key in state)
     assert {tensor.item() for key, tensor in state.items() if key.startswith("state.step.")} == {NAMES.index(name) + 2}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["zero2", "zero3", "fsdp2"])
+def test_a_snapshot_has_the_averages_of_all_processes(runs, name):
+    found = checkpoint.latest(runs / name)[0]
+    (snapshot,) = snapshots_of(found)
+    verify(snapshot)
+    assert snapshot.state["updates"] == found.state["updates"] == NAMES.index(name) + 2
+    expected = load_file(runs / f"{name}.safetensors")
+    averages = {key: torch.empty_like(value) for key, value in expected.items() if key.startswith("ema")}
+    assert {key.split(".")[0] for key in averages} == {"ema", "ema2"}
+    load_tensors(snapshot, averages)
+    assert all(torch.equal(value, expected[key]) for key, value in averages.items())
 
 
 @pytest.mark.slow

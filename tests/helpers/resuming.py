@@ -57,4 +57,4 @@ def started(wanted, world, *, seed=0, found=None):
 def save(folder, engine, ema, peers):
     described = {"model": SANA.model_dump(mode="json"), "strategy": engine.strategy.model_dump(mode="json")}
     with checkpoint.Saver(folder, peers, checkpoint.Keeping(1)) as saver:
-        saver.save(engine, ema, 1, described | {"run": {}, "data": None})
+        saver.save(engine, ema, 1, described | {"run": {}, "data": None}, snapshot=ema is not None)
