@@ -27,12 +27,13 @@ from bigdit.bench.loader import data_loader, places
 from bigdit.config.run import DataConfig
 from bigdit.dist import World
 from bigdit.loader.order import Order
-from bigdit.loader.stream import FeatureStream, pad_text
+from bigdit.loader.padded import padded
+from bigdit.loader.stream import FeatureStream
 from bigdit.store import FeatureStore
 from bigdit.store.null_text import write_null_text
 from bigdit.store.part import Encoded, part_path, write_part
 from bigdit.store.schema import FILE, StoreSchema, part_identity, schema_text, store_identity
-from bigdit.store.text import Text
+from bigdit.store.text import TEXT, Text
 
 SHAPES = [(32, 32, 32), (32, 28, 36), (32, 36, 28), (32, 24, 42), (32, 42, 24)]
 TOKENS, MEAN_TOKENS, DIM = 300, 103, 2304
@@ -140,7 +141,7 @@ class Bench:
         data = DataConfig(images=".", features=self.root, buckets=((1024, 1024),), read_threads=2)
         stream = self._stream(FeatureStore.open(self.root))
         batches = (places(stream, step) for step in range(self.steps))
-        return sum(len(batch[0]) for batch in data_loader(data, batches, TOKENS, pinned=False))
+        return sum(len(batch[0]) for batch in data_loader(data, batches, {TEXT: TOKENS}, pinned=False))
 
     def _make_loose(self, store: FeatureStore) -> None:
         self.loose.mkdir(exist_ok=True)
@@ -214,12 +215,12 @@ class Bench:
         return most, 100 * 2**20 + (DEPTH + THREADS + 2) * one
 
 
-def _sample(store: FeatureStore, bucket: int, number: int, row: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _sample(store: FeatureStore, bucket: int, number: int, row: int) -> tuple[torch.Tensor, Text]:
     part, shape = store.part(number), store.index.shapes[bucket]
-    return part.latents(shape, row)[1], part.text(part.choose_caption(shape, row, 0.0)).states
+    return part.latents(shape, row)[1], part.text(part.choose_caption(shape, row, 0.0))
 
 
-def _samples(store: FeatureStore, count: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _samples(store: FeatureStore, count: int) -> Iterator[tuple[torch.Tensor, Text]]:
     places = [
         (bucket, number, row)
         for number in range(len(store.index.parts))
@@ -230,8 +231,9 @@ def _samples(store: FeatureStore, count: int) -> Iterator[tuple[torch.Tensor, to
         yield _sample(store, *place)
 
 
-def _collate(samples: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return torch.stack([latents for latents, _ in samples]), *pad_text([states for _, states in samples], TOKENS)
+def _collate(samples: list[tuple[torch.Tensor, Text]]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    text, mask, _ = padded([text for _, text in samples], {TEXT: TOKENS})
+    return torch.stack([latents for latents, _ in samples]), text, mask
 
 
 def _disk_bytes() -> int:

@@ -12,9 +12,13 @@ from itertools import chain, zip_longest
 from refereed.rows import Row
 
 from bigdit.catalog import Gpu
+from bigdit.objective_spec import FlowMatchingSpec
 from bigdit.rehearse.request import RehearsalRequest
 
 GPU = "h100-sxm"
+
+TRAINED_BY = {"hunyuandit-v1.2": FlowMatchingSpec()}
+"""What models were trained by when they were measured, where they are trained by another objective since."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +45,10 @@ class Point:
         return re.sub(r"[^a-z0-9.]+", "-", self.name.lower()).strip("-")
 
     def question(self) -> tuple[RehearsalRequest, Gpu]:
-        """As the referee asks. Raises UserError as its rows do."""
-        return Row(self.model, GPU, self.strategy, self.blocks).question()
+        """As the referee asks, by what the card trained the model. Raises UserError as its rows do."""
+        request, gpu = Row(self.model, GPU, self.strategy, self.blocks).question()
+        objective = TRAINED_BY.get(self.model, request.objective)
+        return request.model_copy(update={"objective": objective}), gpu
 
 
 SANA, SMALL_SANA, PIXART, DIT = "sana-1600m-1024", "sana-600m-1024", "pixart-sigma-xl-2-1024", "dit-xl-2-paper"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 
 import torch
@@ -15,8 +15,9 @@ from bigdit.config.run import DataConfig
 from bigdit.dist import World
 from bigdit.loader.batch import Batch
 from bigdit.loader.order import Order
+from bigdit.loader.padded import padded
 from bigdit.loader.read import draw
-from bigdit.loader.stream import FeatureStream, pad_text
+from bigdit.loader.stream import FeatureStream
 from bigdit.store import FeatureStore
 from bigdit.store.part import Shape
 from bigdit.store.text import Text
@@ -51,7 +52,7 @@ def bench_loader(
         threads=threads,
         pin_memory=pinned,
     )
-    tokens = store.text_shape and store.text_shape[0]
+    tokens = {name: most for name, (most, _) in store.text_shapes.items()}
     naive = data_loader(run.data, (places(stream, step) for step in range(last)), tokens, pinned=pinned)
     with closing(stream.steps(0, last)) as steps:
         turns = {
@@ -81,15 +82,18 @@ def places(stream: FeatureStream, step: int) -> list[Place]:
 
 
 def data_loader(
-    data: DataConfig, batches: Iterator[Sequence[Place]], max_tokens: int | None, *, pinned: bool
+    data: DataConfig, batches: Iterator[Sequence[Place]], max_tokens: Mapping[str, int], *, pinned: bool
 ) -> Iterator[Sequence[torch.Tensor]]:
-    """What one would write: a dataset that reads a sample, and torch's loader, whose processes stack and pad them."""
+    """What one would write: a dataset that reads a sample, and torch's loader, whose processes stack and pad them.
+
+    `max_tokens`: of each sequence of a text, as FeatureStore.text_shapes names them; none of classes.
+    """
     return iter(
         DataLoader(
             _Samples(data),
             batch_sampler=batches,
             num_workers=data.read_threads,
-            collate_fn=_stacked if max_tokens is None else _Collated(max_tokens),
+            collate_fn=_Collated(max_tokens) if max_tokens else _stacked,
             pin_memory=pinned,
         )
     )
@@ -122,20 +126,14 @@ def _stacked(samples: Sequence[tuple[torch.Tensor, int]]) -> list[torch.Tensor]:
 
 
 class _Collated:
-    """Samples as the tensors of a batch: latents, text, mask, and pooled text where there is one."""
+    """Samples as the tensors of a batch: latents, text, mask, and what stands beside the text."""
 
-    def __init__(self, max_tokens: int) -> None:
+    def __init__(self, max_tokens: Mapping[str, int]) -> None:
         self._max_tokens = max_tokens
 
     def __call__(self, samples: Sequence[tuple[torch.Tensor, Text]]) -> list[torch.Tensor]:
-        text, mask = pad_text([text.states for _, text in samples], self._max_tokens)
-        pooled = [text.pooled for _, text in samples if text.pooled is not None]
-        return [
-            torch.stack([latents for latents, _ in samples]),
-            text,
-            mask,
-            *([torch.stack(pooled)] if pooled else []),
-        ]
+        text, mask, extras = padded([text for _, text in samples], self._max_tokens)
+        return [torch.stack([latents for latents, _ in samples]), text, mask, *extras.values()]
 
 
 def _seconds(source: Iterator[Sequence[Batch]] | Iterator[Sequence[torch.Tensor]], batches: int) -> float:

@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from bigdit.objective_spec import DdpmSpec, FlowMatchingSpec, ObjectiveSpec
 from bigdit.spec import ModelSpec, Strict
+
+
+class Stream(Strict):
+    """A further text of a caption that a family takes: so many `tokens`, or the constructor argument that says how
+    many; of each of the encoder's layers, up to the last that the argument `layers` lists. `dim`: the argument with the
+    width of the states, of a list the last."""
+
+    dim: str
+    tokens: str | int
+    layers: str | None = None
 
 
 class Inputs(Strict):
     """What a family takes beside latents and t.
 
     `text_dim`: the constructor argument with the width of the text embeddings (a list says it first), None without
-    text; `text_layers`: the one with the number of layers that are joined in them; `joined` layers of the text encoder
-    make up one such width. `extras`: the further inputs, as its adapter names them. `classes`: the argument with the
+    text; `text_tokens`: the one with their number, where no other will do; `text_layers`: the one with the number of
+    layers that are joined in them; `joined` layers of the text encoder make up one such width. `pooled_dim`: the width
+    of the pooled vector. `extras`: the further inputs, as its adapter names them, and `streams` those of them that are
+    texts: each has a mask beside it, `…_mask`. `classes`: the argument with the
     number of classes, of a family that is fed one of them. `packs`: latents go in as 2 × 2 patches in the channels.
     `video`: latents have frames. `square`: height and width are one number to it; `fixed`: that of `sample_size`.
     `depths`: the lists of like blocks, in the order of the forward pass, each with the constructor argument that
@@ -21,9 +36,12 @@ class Inputs(Strict):
     """
 
     text_dim: str | None = None
+    text_tokens: str | None = None
     text_layers: str | None = None
     joined: int = 1
+    pooled_dim: str = "pooled_projection_dim"
     extras: tuple[str, ...] = ()
+    streams: dict[str, Stream] = {}
     classes: str | None = None
     packs: bool = False
     video: bool = False
@@ -34,10 +52,45 @@ class Inputs(Strict):
     routed: bool = False
     objective: FlowMatchingSpec | DdpmSpec = FlowMatchingSpec()
 
+    @property
+    def fed(self) -> tuple[str, ...]:
+        """The names of all further inputs, in the order of its adapter."""
+        return (*self.extras, *(each for name in self.streams for each in (name, mask_of(name))))
+
+
+def mask_of(stream: str) -> str:
+    """The name of the mask of a further text among a batch's extras."""
+    return f"{stream}_mask"
+
+
+def stream_shapes(class_name: str, arguments: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+    """The most states, and their width, of each further text that a model of these arguments takes; one of which they
+    do not say it, or that they say there is none of, is left out."""
+    streams = FAMILIES[class_name].streams if class_name in FAMILIES else {}
+    shapes = {name: (_tokens(each, arguments), _last(arguments.get(each.dim))) for name, each in streams.items()}
+    return {name: (tokens, dim) for name, (tokens, dim) in shapes.items() if tokens is not None and dim is not None}
+
+
+def _tokens(stream: Stream, arguments: Mapping[str, Any]) -> int | None:
+    tokens = arguments.get(stream.tokens) if isinstance(stream.tokens, str) else stream.tokens
+    layers = [0] if stream.layers is None else arguments.get(stream.layers)
+    return (max(layers) + 1) * tokens if isinstance(tokens, int) and layers else None
+
+
+def _last(value: Any) -> int | None:
+    found = value[-1] if isinstance(value, list | tuple) and value else value
+    return found if isinstance(found, int) else None
+
 
 DDPM = DdpmSpec()
 """ε, betas from 0.0001 to 0.02 over 1000 timesteps, and the variance where a model has one. Source: Peebles & Xie,
 arXiv:2212.09748, section 4; the code of PixArt-α and PixArt-Σ."""
+
+_HUNYUAN_DIT = DdpmSpec(prediction="v", betas="scaled_linear", beta_start=0.00085, beta_end=0.018)
+"""Of version 1.2; `--beta-end 0.03` up to 1.1, whose models take a style. Source: hydit/train.sh, the README and the
+error of hydit/inference.py in Tencent/HunyuanDiT."""
+
+_STYLED = "use_style_cond_and_image_meta_size"  # true where a model does not say
 
 _TWO_LISTS = {"transformer_blocks": "num_layers", "single_transformer_blocks": "num_single_layers"}
 
@@ -88,9 +141,11 @@ FAMILIES: dict[str, Inputs] = {
     ),
     "HunyuanDiT2DModel": Inputs(
         text_dim="cross_attention_dim_t5",
-        extras=("clip_text_embeds", "clip_text_mask"),
+        text_tokens="text_len_t5",
+        streams={"clip_text": Stream(dim="cross_attention_dim", tokens="text_len")},
         depths={"blocks": "num_layers"},
         even=True,
+        objective=_HUNYUAN_DIT,
     ),
     "Lumina2Transformer2DModel": Inputs(text_dim="cap_feat_dim", depths={"layers": "num_layers"}),
     "LuminaNextDiT2DModel": Inputs(text_dim="cross_attention_dim", depths={"layers": "num_layers"}),
@@ -101,6 +156,7 @@ PIPELINES = {
     "ChromaTransformer2DModel": "ChromaPipeline",
     "CogVideoXTransformer3DModel": "CogVideoXPipeline",
     "FluxTransformer2DModel": "FluxPipeline",
+    "HunyuanDiT2DModel": "HunyuanDiTPipeline",
     "HunyuanVideoTransformer3DModel": "HunyuanVideoPipeline",
     "LTXVideoTransformer3DModel": "LTXPipeline",
     "Lumina2Transformer2DModel": "Lumina2Pipeline",
@@ -127,6 +183,8 @@ def pipeline_of(class_name: str, text_dim: int | None) -> str | None:
 
 def objective_of(model: ModelSpec, asked: ObjectiveSpec | None) -> ObjectiveSpec:
     """What a model is trained by: as asked, else as its family was."""
+    if asked is None and model.class_name == "HunyuanDiT2DModel" and model.kwargs.get(_STYLED, True):
+        return _HUNYUAN_DIT.model_copy(update={"beta_end": 0.03})
     return asked or FAMILIES.get(model.class_name, Inputs()).objective
 
 
@@ -152,8 +210,8 @@ _STORED = ("pooled_text", "class_label")
 
 
 def training_obstacle(spec: ModelSpec) -> str | None:
-    """Why a model cannot be trained from a feature store, of latents and of one text sequence with its pooled vector or
-    of a class of each picture; None where it can."""
+    """Why a model cannot be trained from a feature store, of latents and of texts with a pooled vector or of a class of
+    each picture; None where it can."""
     class_name = spec.class_name
     inputs = FAMILIES.get(class_name)
     if inputs is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,16 @@ def load_text_pipeline(folder: Path, dtype: torch.dtype, device: torch.device) -
     incomplete, or the pipeline is not one of RECIPES.
     """
     index = _read_index(folder)
-    loaded = {name: _load(folder, name, entry, dtype, device) for name, entry in index.items() if _is_text(name, entry)}
+    there = {name: entry for name, entry in index.items() if _is_text(name) and isinstance(entry, list) and entry[0]}
+    loaded = {name: _load(folder, name, entry, dtype, device) for name, entry in there.items()}
     pipeline = getattr(diffusers, index["_class_name"])
-    parameters = inspect.signature(pipeline.__init__).parameters.values()
-    absent = {each.name: None for each in parameters if each.default is each.empty and each.name != "self"}
+    parameters = inspect.signature(pipeline.__init__).parameters
+    _check_all(folder, index["_class_name"], [name for name in parameters if _is_text(name)], loaded)
+    absent: dict[str, Any] = {
+        name: None for name, each in parameters.items() if each.default is each.empty and name != "self"
+    }
+    if "requires_safety_checker" in parameters:  # pictures are not its affair here
+        absent["requires_safety_checker"] = False
     return pipeline(**(absent | loaded))
 
 
@@ -69,8 +76,19 @@ def _read_index(folder: Path) -> dict[str, Any]:
     return index
 
 
-def _is_text(name: str, entry: object) -> bool:
-    return name.startswith(("text_encoder", "tokenizer")) and isinstance(entry, list) and entry[0] is not None
+def _is_text(name: str) -> bool:
+    return name.startswith(("text_encoder", "tokenizer"))
+
+
+def _check_all(folder: Path, class_name: str, wanted: Sequence[str], loaded: Mapping[str, Any]) -> None:
+    """Raise UserError where a pipeline lacks one of several texts, which others can do without."""
+    recipe = RECIPES[class_name]
+    missing = [name for name in wanted if name not in loaded]
+    if missing and (recipe.beside or recipe.streams):
+        raise UserError(
+            f"{KEY}: {folder / _INDEX} names no {' and no '.join(missing)}, which {class_name} encodes captions by; "
+            "save them there with save_pretrained, and name their classes in it"
+        )
 
 
 def _load(folder: Path, name: str, entry: list[str], dtype: torch.dtype, device: torch.device) -> Any:

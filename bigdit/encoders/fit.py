@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from bigdit.catalog import FAMILIES
+from bigdit.catalog.families import stream_shapes
 from bigdit.config.plan_file import PlanFile
 from bigdit.config.run import IdentityCodec, RunConfig, TextEncoderConfig, VaeCodec, written_bucket
 from bigdit.documents import parse_json
@@ -16,6 +17,7 @@ from bigdit.spec import ModelSpec
 from bigdit.store.digest import config_digest
 from bigdit.store.part import Shape, shape_name
 from bigdit.store.schema import StoreSchema
+from bigdit.store.text import TEXT
 
 
 def latent_misfits(model: ModelSpec, channels: int) -> list[str]:
@@ -59,22 +61,45 @@ def _video_misfit(model: ModelSpec, shape: Shape) -> list[str]:
     ]
 
 
-def text_misfits(model: ModelSpec, dim: int, pooled_dim: int | None) -> list[str]:
-    """What keeps the model from hidden states of `dim` and a pooled vector of `pooled_dim`, None without."""
+def text_misfits(model: ModelSpec, shapes: Mapping[str, tuple[int, int]], pooled_dim: int | None) -> list[str]:
+    """What keeps the model from texts of these [max_tokens, dim], as FeatureStore.text_shapes has them, and from a
+    pooled vector of `pooled_dim`, None without."""
     family = FAMILIES.get(model.class_name)
     if family is None:
         return []
     problems = []
+    tokens, dim = shapes[TEXT]
     width = model.kwargs.get(family.text_dim or "")
+    width = width[0] if isinstance(width, list) and width else width
     if isinstance(width, int) and width != dim and family.text_layers is None:
         problems.append(f"{dim} features, and the model's {family.text_dim} is {width}")
+    most = model.kwargs.get(family.text_tokens or "")
+    if isinstance(most, int) and most != tokens:
+        problems.append(f"{tokens} states, and the model's {family.text_tokens} is {most}")
     if "pooled_text" in family.extras:
-        vector = model.kwargs.get("pooled_projection_dim")
+        vector = model.kwargs.get(family.pooled_dim)
         if pooled_dim is None:
             problems.append(f"no pooled vector, and {model.class_name} is fed one")
         elif vector not in (None, pooled_dim):
-            problems.append(f"{pooled_dim} pooled features, and the model's pooled_projection_dim is {vector}")
-    return problems
+            problems.append(f"{pooled_dim} pooled features, and the model's {family.pooled_dim} is {vector}")
+    return problems + _stream_misfits(model, {name: each for name, each in shapes.items() if name != TEXT})
+
+
+def _stream_misfits(model: ModelSpec, found: Mapping[str, tuple[int, int]]) -> list[str]:
+    """What keeps the model from further texts of these [max_tokens, dim]."""
+    wanted = stream_shapes(model.class_name, model.kwargs)
+    known = FAMILIES[model.class_name].streams
+    problems = [f"no {name} beside it, which {model.class_name} is fed" for name in known if name not in found]
+    problems += [f"{name} beside it, which {model.class_name} is not fed" for name in found if name not in known]
+    return problems + [
+        f"{name} of {_by(found[name])}, and {model.class_name} is fed {_by(shape)}"
+        for name, shape in wanted.items()
+        if name in found and found[name] != shape
+    ]
+
+
+def _by(shape: tuple[int, int]) -> str:
+    return f"{shape[0]} × {shape[1]}"
 
 
 def run_misfits(run: RunConfig, schema: StoreSchema) -> list[str]:

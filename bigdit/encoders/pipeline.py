@@ -14,7 +14,8 @@ from bigdit.encoders.batch_size import BatchSize
 from bigdit.encoders.by_length import encode_by_length
 from bigdit.encoders.components import describe, load_text_pipeline
 from bigdit.encoders.folder import DTYPES
-from bigdit.encoders.recipes import RECIPES
+from bigdit.encoders.recipes import RECIPES, Recipe
+from bigdit.encoders.returned import by_name, shape_of, texts_of, with_streams
 from bigdit.errors import UserError
 from bigdit.store.text import Text
 
@@ -37,11 +38,19 @@ class PipelineTextEncoder:
         self._size = BatchSize(batch_size)
         self._arguments = _arguments(self._pipeline, self._device)
         self._longest = self._length_asked(config.max_tokens)
-        probe = self._call([""], _PROBE)[0]
+        # What is kept of layers times tokens is seen at the whole length alone.
+        length = self._longest if self._recipe.padding == "kept" and self._recipe.streams else _PROBE
+        given = self._returned(self._recipe, [""], length)
+        probe = texts_of(self._recipe, given)[0]
         self.dim = int(probe.states.shape[1])
         self.pooled_dim = None if probe.pooled is None else len(probe.pooled)
-        beside = len(probe.states) - _PROBE if self._longest else len(probe.states)
+        beside = len(probe.states) - length if self._longest else len(probe.states)
         self.max_tokens = self._longest + beside if self._recipe.padding == "kept" else self._longest
+        self._check_length(config.max_tokens)
+        streams = {name: shape_of(given[name]) for name in self._recipe.streams}
+        for name, recipe in self._recipe.beside.items():
+            streams[name] = shape_of(self._returned(recipe, [""], self._longest)["states"])
+        self.streams: Mapping[str, tuple[int, int]] = streams
 
     @functools.cached_property
     def identity(self) -> dict[str, Any]:
@@ -56,6 +65,7 @@ class PipelineTextEncoder:
             _LENGTH: self._longest or None,
             "dim": self.dim,
             "pooled_dim": self.pooled_dim,
+            **({"streams": self._described_streams()} if self.streams else {}),
             **({"complex_human_instruction": "\n".join(instruction)} if instruction else {}),
             **({"clean_caption": True} if self._arguments.get("clean_caption") else {}),
         }
@@ -89,24 +99,26 @@ class PipelineTextEncoder:
                 return texts
             length = min(2 * length, self._longest)
 
-    @torch.no_grad()
     def _call(self, captions: list[str], length: int, prefix: str = "", **arguments: bool) -> list[Text]:
         """`encode_prompt` of captions, padded to `length`, as texts; `prefix` chooses among what it returns."""
-        asked = self._arguments | arguments
+        texts = texts_of(self._recipe, self._returned(self._recipe, captions, length, **arguments), prefix)
+        for name, recipe in self._recipe.beside.items():
+            more = texts_of(recipe, self._returned(recipe, captions, length, **arguments), prefix)
+            texts = with_streams(texts, {name: more})
+        return texts
+
+    @torch.no_grad()
+    def _returned(self, recipe: Recipe, captions: list[str], length: int, **arguments: bool) -> dict[str, Any]:
+        """What `encode_prompt` returns, by name: tensors [B, …], of several layers [L, B, T, D] as [B, L T, D]."""
+        asked = self._arguments | dict(recipe.asks) | arguments
         if _LENGTH in asked:
             asked[_LENGTH] = length
         # A copy: ZImagePipeline writes its template into the list.
         returned = self._pipeline.encode_prompt(prompt=list(captions), **asked)
-        given = dict(zip(self._recipe.gives, returned, strict=True))
-        mask, pooled = given.get(f"{prefix}mask"), given.get(f"{prefix}pooled")
-        texts = [self._cut(row, None if mask is None else mask[i]) for i, row in enumerate(given[f"{prefix}states"])]
-        return [Text(row, None if pooled is None else pooled[i].clone()) for i, row in enumerate(texts)]
+        return by_name(recipe, returned)
 
-    def _cut(self, states: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        """A copy of one caption's states [T, dim], without padding where it is not kept."""
-        if self._recipe.padding == "zeroed":
-            return states[: int(states.any(dim=1).sum())].clone()
-        return states.clone() if mask is None else states[mask.bool()]
+    def _described_streams(self) -> dict[str, dict[str, int]]:
+        return {name: {"max_tokens": most, "dim": dim} for name, (most, dim) in self.streams.items()}
 
     @functools.cached_property
     def _template_tokens(self) -> int:
@@ -122,11 +134,14 @@ class PipelineTextEncoder:
     def _length_asked(self, max_tokens: int | None) -> int:
         """The length at which captions are cut; 0 of a pipeline that leaves no choice."""
         most = self._arguments.get(_LENGTH, 0)
-        if max_tokens is None:
-            return int(most)
-        if not most:
-            raise UserError(f"encoders.text.max_tokens: {self._class_name} has a length of its own; leave it out")
-        return max_tokens
+        return int(most if max_tokens is None or not most else max_tokens)
+
+    def _check_length(self, max_tokens: int | None) -> None:
+        """Raise UserError for a length that the pipeline does not take."""
+        if max_tokens not in (None, self._longest or self.max_tokens):
+            raise UserError(
+                f"encoders.text.max_tokens: {self._class_name} has a length of its own, {self.max_tokens}; leave it out"
+            )
 
 
 def _arguments(pipeline: Any, device: torch.device) -> dict[str, Any]:

@@ -5,31 +5,54 @@ Tokenizers, templates, layers and masks are the pipeline's own code: here stands
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 Padding = Literal["masked", "zeroed", "attended", "kept"]
 
 
+_OWN = ("-", "states", "mask", "pooled")
+"""What the names of `Recipe.gives` are where they are not those of further texts."""
+
+
 @dataclass(frozen=True)
 class Recipe:
-    """`gives`: the names of what is returned, in order; `-` for what is not wanted, `null_…` of no caption.
+    """`gives`: the names of what is returned, in order; `-` for what is not wanted, `null_…` of no caption; beside
+    `states`, `mask` and `pooled` those of further texts, which come with a mask, `…_mask`, or are kept whole.
 
     `padding`. masked: neither text encoder nor transformer see it, and a mask says where it is, or there is none.
     zeroed: the text encoder does not see it, and the transformer is given zeros. attended: the text encoder reads
-    the padding, the transformer does not. kept: both do, or the transformer does.
+    the padding, the transformer does not. kept: both do, or the transformer does; with a mask, in one place of several.
+
+    `asks`: further arguments of the call. `beside`: further texts that a call of their own gives, by name.
     """
 
     gives: tuple[str, ...]
     padding: Padding
+    asks: Mapping[str, int] = field(default_factory=dict)
+    beside: Mapping[str, Recipe] = field(default_factory=dict)
 
     @property
     def fits(self) -> bool:
         """Whether a batch may be padded to its longest caption: states of tokens are the same then."""
         return self.padding in ("masked", "zeroed")
 
+    def keeps(self, name: str) -> bool:
+        """Whether the padding of a further text is stored; of none: of the text itself."""
+        if name in self.beside:
+            return self.beside[name].keeps("")
+        return f"{name}_mask" not in self.gives if name else self.padding == "kept"
+
+    @property
+    def streams(self) -> tuple[str, ...]:
+        """The names of the further texts that this call gives."""
+        further = [name for name in self.gives if name not in _OWN and not name.startswith("null_")]
+        return tuple(name for name in further if not name.endswith("_mask"))
+
 
 _MASKED = Recipe(("states", "mask", "null_states", "null_mask"), "masked")
+_NULL_MASKED = ("states", "null_states", "mask", "null_mask")
 _ZEROED = Recipe(("states", "-", "null_states", "-"), "zeroed")
 
 # Source: diffusers 0.42.1, `encode_prompt` and the transformer's call of each pipeline.
@@ -39,6 +62,12 @@ RECIPES: dict[str, Recipe] = {
     "CogVideoXPipeline": Recipe(("states", "null_states"), "kept"),
     "Flux2KleinPipeline": Recipe(("states", "-"), "kept"),
     "FluxPipeline": Recipe(("states", "pooled", "-"), "kept"),
+    "HunyuanDiTPipeline": Recipe(  # mT5's pooler reads all states, and attention those that the mask shows
+        _NULL_MASKED,
+        "kept",
+        {"text_encoder_index": 1},
+        {"clip_text": Recipe(_NULL_MASKED, "masked", {"text_encoder_index": 0})},
+    ),
     "HunyuanVideoPipeline": Recipe(("states", "pooled", "mask"), "masked"),
     "LTXPipeline": Recipe(("states", "mask", "null_states", "null_mask"), "attended"),
     "Lumina2Pipeline": _MASKED,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,6 +45,7 @@ class T5TextEncoder:
         self.max_tokens = config.max_tokens or T5_TOKENS
         self.dim = int(model.config.d_model)
         self.pooled_dim: int | None = None
+        self.streams: Mapping[str, tuple[int, int]] = {}
 
     @functools.cached_property
     def identity(self) -> dict[str, Any]:

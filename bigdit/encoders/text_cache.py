@@ -28,6 +28,7 @@ class TextCache:
         self._kept: OrderedDict[str, Text] = OrderedDict()
         self.nbytes = 0
         self.dim, self.pooled_dim, self.max_tokens = encoder.dim, encoder.pooled_dim, encoder.max_tokens
+        self.streams = encoder.streams
 
     @property
     def identity(self) -> dict[str, Any]:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from bigdit.store.text import Text
+from bigdit.store.text import TEXT, Text
 
 
 class TextEncoder(Protocol):
-    """`dim` of the states and `pooled_dim` of the vector, None where there is none; the most states of a caption."""
+    """`dim` of the states and `pooled_dim` of the vector, None where there is none; the most states of a caption.
+    `streams`: of each further text of a caption, by name, the most states and their width."""
 
     dim: int
     pooled_dim: int | None
     max_tokens: int
+    streams: Mapping[str, tuple[int, int]]
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -27,3 +29,8 @@ class TextEncoder(Protocol):
     def null(self) -> Text:
         """The text that guidance leads away from (Ho & Salimans, arXiv:2207.12598): that of no caption."""
         ...
+
+
+def shapes_of(encoder: TextEncoder) -> dict[str, tuple[int, int]]:
+    """The most states, and their width, of a text itself and of each stream: as FeatureStore.text_shapes."""
+    return {TEXT: (encoder.max_tokens, encoder.dim), **encoder.streams}

@@ -12,7 +12,7 @@ from bigdit.config.run import RunConfig
 from bigdit.encoders.codecs import ImageCodec, load_image_codec
 from bigdit.encoders.fit import latent_misfits, size_misfits, text_misfits
 from bigdit.encoders.load import load_text_encoder
-from bigdit.encoders.text_encoder import TextEncoder
+from bigdit.encoders.text_encoder import TextEncoder, shapes_of
 from bigdit.errors import UserError
 from bigdit.extract.job import Job, encode_here
 from bigdit.extract.ranges import missing, parse_split
@@ -118,7 +118,10 @@ def _unfit_model(
 ) -> list[str]:
     latents = [f"encoders.image gives {misfit}" for misfit in latent_misfits(model, codec.channels)]
     if text is not None:
-        return [*latents, *(f"encoders.text gives {each}" for each in text_misfits(model, text.dim, text.pooled_dim))]
+        return [
+            *latents,
+            *(f"encoders.text gives {each}" for each in text_misfits(model, shapes_of(text), text.pooled_dim)),
+        ]
     return [*latents, *(f"data.images has {misfit}" for misfit in class_misfits(model, classes or []))]
 
 

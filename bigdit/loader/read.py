@@ -11,13 +11,16 @@ import xxhash
 
 from bigdit.catalog.classes import CLASS_LABEL
 from bigdit.catalog.encoders import POOLED_TEXT
+from bigdit.catalog.families import mask_of
 from bigdit.loader.batch import Batch
 from bigdit.loader.buffers import Buffers
 from bigdit.loader.order import Ints
+from bigdit.loader.padded import Padded
 from bigdit.store import FeatureStore
 from bigdit.store.digest import bytes_of
 from bigdit.store.part import Shape
 from bigdit.store.reader import Part
+from bigdit.store.text import TEXT
 
 
 def draw(seed: int, purpose: bytes) -> float:
@@ -45,11 +48,10 @@ class BatchReader:
         self._store = store
         self._dropout = caption_dropout
         self._no_class = no_class
-        self._text_shape = store.text_shape
+        self._shapes = store.text_shapes
         element = 4 if store.has_deviation else store.latents_dtype.itemsize
         sizes = {"latents": max(math.prod(shape) for shape in store.buckets) * element}
-        if self._text_shape is not None:
-            sizes["text_embeds"] = math.prod(self._text_shape) * 2
+        sizes |= {name: math.prod(shape) * 2 for name, shape in self._shapes.items()}
         self._buffers = Buffers({name: size * micro_batch_size for name, size in sizes.items()}, pinned=pinned)
         self._pinned = pinned
 
@@ -57,16 +59,16 @@ class BatchReader:
         """This batch will be read soon: the system may fetch it meanwhile."""
         for number, row, seed in zip(parts.tolist(), rows.tolist(), seeds, strict=True):
             part = self._store.part(number)
-            unread = self._text_shape is None or self._drops(seed)
+            unread = not self._shapes or self._drops(seed)
             part.advise(bucket, row, None if unread else _caption(part, bucket, row, seed))
 
     def read(self, bucket: Shape, parts: Ints, rows: Ints, seeds: Sequence[int]) -> Batch:
         """The batch of these rows. Raises UserError where what is read is not what was written."""
         latents = self._latents(bucket, parts, rows, seeds)
-        if self._text_shape is None:
+        if not self._shapes:
             labels = torch.tensor([self._label(bucket, *place) for place in zip(parts, rows, seeds, strict=True)])
             return Batch(latents, None, None, tuple(seeds), {CLASS_LABEL: self._held(labels)})
-        text_embeds, text_mask, extras = self._text(self._text_shape, bucket, parts, rows, seeds)
+        text_embeds, text_mask, extras = self._text(bucket, parts, rows, seeds)
         return Batch(latents, text_embeds, text_mask, tuple(seeds), extras)
 
     def _label(self, bucket: Shape, number: int, row: int, seed: int) -> int:
@@ -76,35 +78,32 @@ class BatchReader:
         return int(self._store.part(int(number)).labels[bucket][row])
 
     def _text(
-        self, shape: tuple[int, int], bucket: Shape, parts: Ints, rows: Ints, seeds: Sequence[int]
+        self, bucket: Shape, parts: Ints, rows: Ints, seeds: Sequence[int]
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-        """text_embeds, text_mask and the pooled vectors, where there are some."""
-        null = self._store.null_text
-        text_embeds, filled = self._buffers.take("text_embeds", (len(seeds), *shape), torch.bfloat16)
-        memory, width, row_bytes = bytes_of(text_embeds), 2 * shape[1], 2 * math.prod(shape)
-        lengths, pooled = [0] * len(seeds), [null.pooled] * len(seeds)
+        """text_embeds, text_mask, and beside them the pooled vectors and each stream with its mask, where there are."""
+        null, count = self._store.null_text, len(seeds)
+        texts = {name: Padded(self._buffers, name, count, shape) for name, shape in self._shapes.items()}
+        pooled = [null.pooled] * count
         for place in np.lexsort((rows, parts)).tolist():
-            seed, start = seeds[place], place * row_bytes
-            if self._drops(seed):
-                nbytes = null.states.nbytes
-                memory[start : start + nbytes] = bytes_of(null.states)
-            else:
-                part = self._store.part(int(parts[place]))
-                caption = _caption(part, bucket, int(rows[place]), seed)
-                nbytes = part.tokens(caption) * width
-                part.check_fits(caption, shape)
-                if part.is_plain:
-                    part.read_states(caption, memory[start : start + nbytes])
-                else:
-                    pooled[place] = part.read_text(caption, text_embeds[place, : nbytes // width])
-            if nbytes < filled[place]:
-                text_embeds.view(-1).view(torch.uint8)[start + nbytes : start + filled[place]].zero_()
-            filled[place] = nbytes
-            lengths[place] = nbytes // width
-        text_mask = (torch.arange(shape[0]) < torch.tensor(lengths)[:, None]).to(torch.bfloat16)
+            if self._drops(seeds[place]):
+                for name, dropped in null.sequences.items():
+                    memory = texts[name].room(place, len(dropped.states), dropped.shown)
+                    memory[:] = bytes_of(dropped.states)
+                continue
+            part = self._store.part(int(parts[place]))
+            caption = _caption(part, bucket, int(rows[place]), seeds[place])
+            part.check_fits(caption, self._shapes)
+            memories = {
+                name: text.room(place, part.tokens(caption, name), part.shown(caption, name))
+                for name, text in texts.items()
+            }
+            pooled[place] = part.read_text(caption, memories)
         vectors = [each for each in pooled if each is not None]
         extras = {POOLED_TEXT: self._held(torch.stack(vectors).to(torch.bfloat16))} if vectors else {}
-        return text_embeds, self._held(text_mask), extras
+        own = texts.pop(TEXT)
+        for name, text in texts.items():
+            extras |= {name: text.states, mask_of(name): self._held(text.mask())}
+        return own.states, self._held(own.mask()), extras
 
     def _latents(self, bucket: Shape, parts: Ints, rows: Ints, seeds: Sequence[int]) -> torch.Tensor:
         """[B, *bucket] as stored, or drawn in fp32 from mean and deviation."""

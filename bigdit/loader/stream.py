@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
-
-import torch
 
 from bigdit.dist import World
 from bigdit.loader.ahead import Held, read_ahead
@@ -90,13 +88,3 @@ class FeatureStream:
             )
             for start in starts
         ]
-
-
-def pad_text(texts: Sequence[torch.Tensor], max_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Texts [len_i, D] as text_embeds [B, max_tokens, D], zero beyond len_i, and text_mask [B, max_tokens]."""
-    text_embeds = texts[0].new_zeros(len(texts), max_tokens, texts[0].shape[1])
-    text_mask = texts[0].new_zeros(len(texts), max_tokens)
-    for row, mask, text in zip(text_embeds, text_mask, texts, strict=True):
-        row[: len(text)] = text
-        mask[: len(text)] = 1
-    return text_embeds, text_mask

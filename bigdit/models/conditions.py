@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from bigdit.catalog.families import mask_of, stream_shapes
 from bigdit.errors import UserError
 from bigdit.models.arguments import arguments
 
@@ -43,6 +44,14 @@ class Extra:
     def sample_shape(self, latents: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of a sample's input, for a sample with latents of this shape."""
         return (*self.shape, *latents[1:]) if self.per_latent else self.shape
+
+
+def streams(class_name: str, model: nn.Module) -> dict[str, Extra]:
+    """The further texts of a model, and the mask of each, as the catalogue has them."""
+    extras: dict[str, Extra] = {}
+    for name, shape in stream_shapes(class_name, arguments(model)).items():
+        extras |= {name: Extra(shape), mask_of(name): Extra(shape[:1], fill=1)}
+    return extras
 
 
 def text(conditions: Conditions) -> tuple[torch.Tensor, torch.Tensor]:

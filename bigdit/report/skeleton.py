@@ -9,6 +9,7 @@ import yaml
 from bigdit.catalog import CatalogModel
 from bigdit.catalog.models import TextInput, models, repositories
 from bigdit.config.run import VaeCodec
+from bigdit.search.needs.dataset import PART_SIZE, part_size
 from bigdit.search.plan import Plan
 
 _HEAD = """\
@@ -43,6 +44,7 @@ def skeleton(plan: Plan) -> str | None:
             "features": f"{FOLDER}/features",
             "buckets": [[*_frames(plan), *sides] for sides in sizes],
             **({} if model.clip is None else {"fps": model.clip.fps}),
+            **_part_size(plan),
         },
         "encoders": {
             "image": {"name": "vae", "class_name": model.vae.class_name, "path": f"{pipeline}/vae"},
@@ -66,6 +68,13 @@ def _frames(plan: Plan) -> list[int]:
     if len(plan.batch.latents) == 3:
         return []
     return [1 + (plan.batch.latents[1] - 1) * plan.question.model.vae.temporal_downsample]
+
+
+def _part_size(plan: Plan) -> dict[str, int]:
+    """Of samples so large that fewer of them make a part."""
+    data = plan.dataset
+    size = PART_SIZE if data is None else part_size(data.store_bytes.high / data.images)
+    return {} if size == PART_SIZE else {"part_size": size}
 
 
 def _text(pipeline: str, text: TextInput) -> dict[str, Any]:

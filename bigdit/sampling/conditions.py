@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 
 from bigdit.catalog.classes import CLASS_LABEL, no_class
-from bigdit.catalog.encoders import POOLED_TEXT
 from bigdit.config import RunConfig
 from bigdit.config.run import TextEncoderConfig
 from bigdit.encoders.load import load_text_encoder
+from bigdit.encoders.text_encoder import shapes_of
 from bigdit.errors import UserError
-from bigdit.loader.stream import pad_text
+from bigdit.loader.padded import padded
 from bigdit.objective_spec import SamplerName
 from bigdit.spec import ModelSpec
 from bigdit.store.classes import Classes, Known
@@ -76,9 +76,7 @@ class Texts:
             away = self._null if options.negative is None else self._encoder.encode([options.negative])[0]
             texts += [away] * len(captions)
         texts = [text.to(self._device, torch.float32) for text in texts]
-        text_embeds, text_mask = pad_text([text.states for text in texts], self._encoder.max_tokens)
-        pooled = [text.pooled for text in texts if text.pooled is not None]
-        return Given(text_embeds, text_mask, {POOLED_TEXT: torch.stack(pooled)} if pooled else {})
+        return Given(*padded(texts, {name: most for name, (most, _) in shapes_of(self._encoder).items()}))
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,11 @@ from typing import Any
 import torch
 
 from bigdit.errors import UserError, shown
-from bigdit.store.part import FORMAT, LABELLED, Shape, Skipped, parse_shape, range_text
+from bigdit.store.captions import column_name
+from bigdit.store.part import FORMAT, LABELLED, STREAMED, Shape, Skipped, parse_shape, range_text
 from bigdit.store.schema import EXTRACT
 from bigdit.store.tensors import DTYPES
+from bigdit.store.text import TEXT
 
 LONGEST_HEADER = 16 << 20
 """Bytes: a part of 256 samples has about 2 kB. A damaged length must not ask for more memory than there is."""
@@ -30,6 +32,7 @@ FIRST_READ = 64 << 10
 
 _MOST_ELEMENTS = 1 << 48
 _MOST_DIMENSIONS = 8
+_STREAM = re.compile(r"stream/[a-z][a-z0-9_]{0,63}")
 _SHAPED = re.compile(r"(latent|row|label)/[1-9]\d{0,8}(x[1-9]\d{0,8}){2,3}")
 
 
@@ -66,6 +69,11 @@ class Header:
         """Shapes C×H×W of a part's latents, and the samples of each."""
         names = (name for name in self.columns if name.startswith("latent/"))
         return {_shape_of(name): self.columns[name].shape[0] for name in names}
+
+    def sequences(self) -> list[str]:
+        """What texts a part has of each caption: TEXT, where there are captions, and its streams."""
+        streams = sorted(name.partition("/")[2] for name in self.columns if name.startswith("stream/"))
+        return [TEXT, *streams] if "text" in self.columns else streams
 
     def skipped(self) -> list[Skipped]:
         """What the part's range left out."""
@@ -129,26 +137,32 @@ def _parsed(path: Path, start: bytes, size: int) -> Header:
 def check_part(header: Header, identity: str | None = None) -> None:
     """Raise UserError where a file has not the `identity` of its place in the store (None: any), or lacks a column."""
     path, columns, metadata = header.path, header.columns, header.metadata
-    if metadata.get("format") not in (FORMAT, LABELLED):
-        raise damaged(path, f"is of format {metadata.get('format', '1')}, and {FORMAT} or {LABELLED} was expected")
+    if (found_format := metadata.get("format", "1")) not in (FORMAT, LABELLED, STREAMED):
+        raise damaged(path, f"is of format {found_format}, and {FORMAT} to {STREAMED} was expected")
     if identity is not None and metadata.get("store") != identity:
         raise damaged(path, "is of another store: it is of other pictures, encoders or buckets")
     found_range, named = metadata.get("range"), range_text(path.name)
     if found_range != named:
         raise damaged(path, f"is another part: it holds the pictures {str(found_range)[:40]}, and not {named}")
+    streamed = found_format == STREAMED
     wanted: dict[str, tuple[tuple[torch.dtype, ...], tuple[int | None, ...]]] = {
         "digests": ((torch.int64,), (3,)),
-        "caption": ((torch.int64,), (None, 4)),
+        "caption": ((torch.int64,), (None, 5 if streamed else 4)),
         "captions": ((torch.uint8,), (None,)),
     }
     captions = columns["caption"].shape[0] if "caption" in columns else None
-    if "text" in columns or captions:
-        wanted["text"] = ((torch.bfloat16, torch.float8_e4m3fn), (None, None))
-    if "text" in columns and columns["text"].dtype == torch.float8_e4m3fn:
-        wanted["text_scale"] = ((torch.float32,), (columns["text"].shape[0],))
+    for name in {*header.sequences(), *([TEXT] if captions else [])}:
+        if name != TEXT:
+            if not streamed or not _STREAM.fullmatch(f"stream/{name}"):
+                raise damaged(path, f"has a damaged header: {f'stream/{name}'[:80]!r} is no stream of a part")
+            wanted[f"stream/{name}"] = ((torch.int64,), (captions, 3))
+        text = column_name("text", name)
+        wanted[text] = ((torch.bfloat16, torch.float8_e4m3fn), (None, None))
+        if text in columns and columns[text].dtype == torch.float8_e4m3fn:
+            wanted[column_name("text_scale", name)] = ((torch.float32,), (columns[text].shape[0],))
     if "pooled" in columns:
         wanted["pooled"] = ((torch.bfloat16,), (captions, None))
-    labelled = metadata["format"] == LABELLED
+    labelled = found_format == LABELLED
     for name in [name for name in columns if name.startswith(("latent/", "row/", "label/"))]:
         if not _SHAPED.fullmatch(name):
             raise damaged(path, f"has a damaged header: {name[:80]!r} names no shape")

@@ -58,7 +58,8 @@ class PreadFile:
             memory, offset = memory[count:], offset + count
 
     def advise(self, offset: int, nbytes: int) -> None:
-        os.posix_fadvise(self._descriptor, offset, nbytes, os.POSIX_FADV_WILLNEED)
+        if nbytes:  # none would be all that follow
+            os.posix_fadvise(self._descriptor, offset, nbytes, os.POSIX_FADV_WILLNEED)
 
 
 class MappedFile:

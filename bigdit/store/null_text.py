@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from bigdit.store.captions import column_name
 from bigdit.store.digest import bytes_of, chained_digest
-from bigdit.store.header import damaged, read_header
+from bigdit.store.header import Header, damaged, read_header
 from bigdit.store.local import read_column
 from bigdit.store.tensors import commit_tensors
-from bigdit.store.text import Text
+from bigdit.store.text import TEXT, Text
 
 FILE = "null_text.safetensors"
 
@@ -21,16 +23,23 @@ def write_null_text(root: Path, encode: Callable[[], Text], identity: str, scrat
     already nothing is encoded."""
     if not (root / FILE).exists():
         stored = encode().to("cpu", torch.bfloat16)
-        pooled = {} if stored.pooled is None else {"pooled": stored.pooled}
-        tensors = {"text": stored.states, "digest": torch.tensor([_digest(stored)]), **pooled}
+        tensors = {"text": stored.states, "digest": torch.tensor([_digest(stored)])}
+        if stored.pooled is not None:
+            tensors["pooled"] = stored.pooled
+        for name, each in stored.sequences.items():
+            if name != TEXT:
+                tensors[column_name("text", name)] = each.states
+            if each.seen is not None:
+                tensors[column_name("seen", name)] = torch.tensor([each.seen])
         commit_tensors(root / FILE, tensors, {"store": identity}, scratch)
 
 
 def read_null_text(root: Path, identity: str) -> Text:
     """The text, in bf16. Raises UserError where the file is damaged or of another store."""
     header = read_header(root / FILE)
+    streams = [name.partition("/")[2] for name in header.columns if name.startswith("text/")]
     pooled = read_column(header, "pooled") if "pooled" in header.columns else None
-    text = Text(read_column(header, "text"), pooled)
+    text = replace(_sequence(header, TEXT), pooled=pooled, streams={name: _sequence(header, name) for name in streams})
     if int(read_column(header, "digest")) != _digest(text):
         raise damaged(header.path, "is damaged: its digest differs")
     if header.metadata.get("store") != identity:
@@ -38,5 +47,14 @@ def read_null_text(root: Path, identity: str) -> Text:
     return text
 
 
+def _sequence(header: Header, name: str) -> Text:
+    seen = column_name("seen", name)
+    shown = int(read_column(header, seen)) if seen in header.columns else None
+    return Text(read_column(header, column_name("text", name)), seen=shown)
+
+
 def _digest(text: Text) -> int:
-    return chained_digest(bytes_of(each.contiguous()) for each in (text.states, text.pooled) if each is not None)
+    seen = [each.seen.to_bytes(8, "little") for each in text.sequences.values() if each.seen is not None]
+    streams = [each.states for name, each in text.sequences.items() if name != TEXT]
+    parts = [each for each in (text.states, text.pooled, *streams) if each is not None]
+    return chained_digest([*(bytes_of(each.contiguous()) for each in parts), *seen])

@@ -11,9 +11,15 @@ A part's name is its record of completion. In the order of the file, with shapes
     pooled       bf16 [m, p], where the encoders give a vector
     captions     uint8: JSON of source index to [[text, weight], …]
 
-Tables (`caption`, `row/…`, `label/…`) come first: one small read opens a part. Every byte is under a digest. The
-metadata names the format, the range, the identity of encoders, buckets and pictures, and what was skipped. The range is
-the name's, or the part lies in the place of another.
+Of captions that several encoders read, or whose mask does not show all states, `caption` is [m, 5], the fifth how many
+it shows, the digest is of the streams too, and for each of these there are
+
+    stream/NAME  int64 [m, 3]: start, length, how many states the mask shows
+    text/NAME    as `text`, with `text_scale/NAME`
+
+Tables (`caption`, `stream/…`, `row/…`, `label/…`) come first: one small read opens a part. Every byte is under a
+digest. The metadata names the format, the range, the identity of encoders, buckets and pictures, and what was skipped.
+The range is the name's, or the part lies in the place of another.
 """
 
 from __future__ import annotations
@@ -23,12 +29,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, cast
+from typing import cast
 
 import numpy as np
 import torch
 
-from bigdit.store import fp8
+from bigdit.store.captions import Caption, caption_columns, is_streamed
 from bigdit.store.digest import bytes_of, chained_digest, row_digest
 from bigdit.store.tensors import Pieces, commit, header_bytes
 from bigdit.store.text import Text
@@ -36,19 +42,11 @@ from bigdit.store.text import Text
 FORMAT = "3"
 LABELLED = "4"
 """The format of parts with labels: what reads the one before knows no such tables."""
+STREAMED = "5"
+"""That of parts with streams, or with masks of their own."""
 
 Shape = tuple[int, int, int] | tuple[int, int, int, int]
 """Of a sample's latents: C×H×W, or C×F×H×W of videos."""
-
-
-class Caption(Protocol):
-    """A caption's text, and its weight among those of its picture."""
-
-    @property
-    def text(self) -> str: ...
-
-    @property
-    def weight(self) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -117,8 +115,8 @@ def write_part(
     Raises UserError where the disk is full or cannot be written.
     """
     tensors: dict[str, Pieces] = {"digests": Pieces.of(torch.zeros(3, dtype=torch.int64))}
-    tables, firsts = _captions(encoded, eight_bits)
-    tensors["caption"] = tables.pop("caption")
+    tables, columns, firsts = caption_columns(encoded.captions, encoded.texts, eight_bits)
+    tensors |= tables
     for shape, indices in encoded.indices.items():
         latents = encoded.latents[shape]
         rows = [
@@ -132,61 +130,29 @@ def write_part(
             tensors[f"label/{shape_name(shape)}"] = Pieces.of(torch.tensor(labels, dtype=torch.int64))
     for shape in encoded.indices:
         tensors[f"latent/{shape_name(shape)}"] = Pieces.of(encoded.latents[shape])
-    tensors |= tables
+    tensors |= columns
     captions = json.dumps(
         {str(index): [[each.text, each.weight] for each in found] for index, found in encoded.captions.items()}
     )
     tensors["captions"] = Pieces.of(torch.from_numpy(np.frombuffer(captions.encode(), np.uint8).copy()))
     skipped = json.dumps([[item.index, item.name, item.reason] for item in encoded.skipped])
-    written = FORMAT if encoded.labels is None else LABELLED
-    metadata = {"format": written, "range": range_text(path.name), "store": identity, "skipped": skipped}
+    metadata = {"format": _format(encoded), "range": range_text(path.name), "store": identity, "skipped": skipped}
     header = header_bytes(tensors, metadata)
     tensors["digests"].pieces[0].copy_(torch.tensor(_digests(header, tensors)))
     commit(path, header, tensors, scratch)
 
 
-def _captions(encoded: Encoded, eight_bits: bool) -> tuple[dict[str, Pieces], dict[int, int]]:
-    """`caption`, `text`, `text_scale` and `pooled`, and the first caption of each source index."""
-    stored = {text: _stored(found, eight_bits) for text, found in encoded.texts.items()}
-    starts, digests, tokens = {}, {}, 0
-    for text, (states, scale, pooled) in stored.items():
-        starts[text] = tokens
-        tokens += len(states)
-        digests[text] = chained_digest(bytes_of(each) for each in (states, scale, pooled) if each is not None)
-    table: list[tuple[int, int, int, int]] = []
-    firsts, vectors = {}, []
-    for index, captions in encoded.captions.items():
-        firsts[index] = len(table)
-        for caption in captions:
-            states, _, pooled = stored[caption.text]
-            bits = int(np.float32(caption.weight).view(np.uint32))
-            table.append((starts[caption.text], len(states), bits, digests[caption.text]))
-            vectors.append(pooled)
-    columns = {"caption": Pieces.of(torch.tensor(table, dtype=torch.int64).view(-1, 4))}
-    states = [found[0] for found in stored.values()]
-    scales = [found[1] for found in stored.values() if found[1] is not None]
-    if states:
-        columns["text"] = Pieces(states, tuple(states[0].shape[1:]), states[0].dtype)
-    if scales:
-        columns["text_scale"] = Pieces(scales, (), torch.float32)
-    whole = [vector[None] for vector in vectors if vector is not None]
-    if whole:
-        columns["pooled"] = Pieces(whole, tuple(whole[0].shape[1:]), torch.bfloat16)
-    return columns, firsts
-
-
-def _stored(text: Text, eight_bits: bool) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """States, scale and pooled vector as they stand in the file."""
-    pooled = None if text.pooled is None else text.pooled.to("cpu", torch.bfloat16).contiguous()
-    if not eight_bits:
-        return text.states.to("cpu", torch.bfloat16).contiguous(), None, pooled
-    states, scale = fp8.quantise(text.states.cpu())
-    return states.contiguous(), scale.contiguous(), pooled
+def _format(encoded: Encoded) -> str:
+    """The oldest format that has all of it: parts are the same to the byte as those before a later one was made."""
+    if encoded.labels is not None:
+        return LABELLED
+    return STREAMED if is_streamed(encoded.texts) else FORMAT
 
 
 def _digests(header: bytes, tensors: Mapping[str, Pieces]) -> list[int]:
     """Of the header, the tables and the captions."""
-    tables = ["caption", *(name for kind in ("row/", "label/") for name in sorted(tensors) if name.startswith(kind))]
+    kinds = ("row/", "label/", "stream/")
+    tables = ["caption", *(name for kind in kinds for name in sorted(tensors) if name.startswith(kind))]
     return [
         chained_digest([header]),
         chained_digest(buffer for name in tables for buffer in tensors[name].buffers()),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -12,16 +12,28 @@ import torch
 
 from bigdit.errors import UserError
 from bigdit.store import fp8
+from bigdit.store.captions import column_name
 from bigdit.store.digest import bytes_of, chained_digest, row_digest
 from bigdit.store.header import Column, Header, check_part, damaged, read_header
 from bigdit.store.local import READERS, File, ReaderName
 from bigdit.store.part import LABELLED, Shape, part_range, shape_name
-from bigdit.store.text import Text
+from bigdit.store.text import TEXT, Text
+
+
+@dataclass(frozen=True)
+class _Sequence:
+    """A sequence of every caption: where its states lie, and the scales of those in 8 bits; `places`: int64 [m, 3] of
+    first state, states, and how many the mask shows."""
+
+    states: Column
+    scale: Column | None
+    places: npt.NDArray[np.int64]
 
 
 class Part:
-    """An open part. `rows`: int64 [n, 4] of each shape, `captions`: int64 [m, 4], as in part.py; `weights`: [m];
-    `labels`: int64 [n] of each shape where pictures have classes, else of none."""
+    """An open part. `rows`: int64 [n, 4] of each shape, `captions`: int64 [m, 4 or 5], as in part.py; `weights`: [m];
+    `labels`: int64 [n] of each shape where pictures have classes, else of none. Sequences of a caption go by their
+    names: TEXT, and those of `streams`."""
 
     def __init__(self, header: Header, file: File, identity: str | None = None) -> None:
         """Read and check the tables of a file with this header. Raises UserError where they are damaged."""
@@ -34,8 +46,7 @@ class Part:
         self.labels = {shape: self._table(header.columns[f"label/{shape_name(shape)}"]) for shape in labelled}
         self.captions = self._table(header.columns["caption"])
         self.weights = self.captions[:, 2].astype(np.uint32).view(np.float32)
-        self._text = header.columns.get("text")
-        self._scale = header.columns.get("text_scale")
+        self._sequences = {name: self._sequence(name) for name in header.sequences()}
         self._pooled = header.columns.get("pooled")
         self._check_tables()
         self.header = replace(header, start=b"")  # many parts are open at once
@@ -72,33 +83,38 @@ class Part:
         column = self._latents[shape]
         return column.offset + row * column.row_bytes, column.row_bytes
 
-    def states_span(self, caption: int) -> tuple[int, int]:
-        """Offset and bytes of a caption's states."""
-        assert self._text is not None
-        width, (start, length) = self._text.row_bytes, self.captions[caption, :2].tolist()
-        return self._text.offset + start * width, length * width
-
     @property
-    def is_plain(self) -> bool:
-        """Whether texts are states alone, as they stand in the file: no vectors, no scales."""
-        return self._scale is None and self._pooled is None
+    def streams(self) -> list[str]:
+        """The names of what captions have beside the text itself."""
+        return [name for name in self._sequences if name != TEXT]
 
-    def tokens(self, caption: int) -> int:
-        """Tokens of a caption."""
-        return int(self.captions[caption, 1])
+    def states_span(self, caption: int, name: str = TEXT) -> tuple[int, int]:
+        """Offset and bytes of the states of a caption's sequence."""
+        column, start = self._sequences[name].states, int(self._sequences[name].places[caption, 0])
+        return column.offset + start * column.row_bytes, self.tokens(caption, name) * column.row_bytes
 
-    def check_fits(self, caption: int, shape: tuple[int, int]) -> None:
-        """Raise UserError where a caption's states do not fit into [max_tokens, dim]."""
-        assert self._text is not None
-        if self.tokens(caption) > shape[0] or self._text.shape[1] != shape[1]:
-            found = (self.tokens(caption), self._text.shape[1])
-            raise self._damaged(f"has a caption of {found[0]} × {found[1]}, and at most {shape[0]} × {shape[1]} fits")
+    def tokens(self, caption: int, name: str = TEXT) -> int:
+        """States of a caption's sequence."""
+        return int(self._sequences[name].places[caption, 1])
+
+    def shown(self, caption: int, name: str = TEXT) -> int:
+        """How many of them the mask shows."""
+        return int(self._sequences[name].places[caption, 2])
+
+    def check_fits(self, caption: int, shapes: Mapping[str, tuple[int, int]]) -> None:
+        """Raise UserError where the states of a caption's sequences do not fit into their [max_tokens, dim]."""
+        for name, shape in shapes.items():
+            found = self.tokens(caption, name), self._sequences[name].states.shape[1]
+            if found[0] > shape[0] or found[1] != shape[1]:
+                what = "a caption" if name == TEXT else f"a caption's {name}"
+                raise self._damaged(f"has {what} of {found[0]} × {found[1]}, and at most {shape[0]} × {shape[1]} fits")
 
     def advise(self, shape: Shape, row: int, caption: int | None) -> None:
         """This row will be read soon, with this caption."""
         self._file.advise(*self.latents_span(shape, row))
         if caption is not None:
-            self._file.advise(*self.states_span(caption))
+            for name in self._sequences:
+                self._file.advise(*self.states_span(caption, name))
 
     def read_latents(self, shape: Shape, row: int, memory: memoryview) -> int:
         """Fill `memory` with a row's latents as stored; its source index. Raises UserError where they are damaged."""
@@ -116,30 +132,36 @@ class Part:
 
     def text(self, caption: int) -> Text:
         """A caption's states [len, dim] and vector [p] in bf16. Raises UserError where they are damaged."""
-        assert self._text is not None
-        states = torch.empty((int(self.captions[caption, 1]), self._text.shape[1]), dtype=torch.bfloat16)
-        return Text(states, self.read_text(caption, states))
+        states = {
+            name: torch.empty((self.tokens(caption, name), each.states.shape[1]), dtype=torch.bfloat16)
+            for name, each in self._sequences.items()
+        }
+        pooled = self.read_text(caption, {name: bytes_of(each) for name, each in states.items()})
+        texts = {name: Text(each, seen=self._seen(caption, name)) for name, each in states.items()}
+        return replace(texts.pop(TEXT), pooled=pooled, streams=texts)
 
-    def read_text(self, caption: int, states: torch.Tensor) -> torch.Tensor | None:
-        """Fill `states` [len, dim] bf16 with a caption's; its pooled vector [p], where there is one."""
-        if self.is_plain:
-            self.read_states(caption, bytes_of(states))
-            return None
-        assert self._text is not None
-        start, length = self.captions[caption, :2].tolist()
-        stored = states if self._scale is None else torch.empty(states.shape, dtype=fp8.DTYPE)
-        self._file.read_into(bytes_of(stored), self.states_span(caption)[0])
-        scale = None if self._scale is None else self._read(self._scale, start, length)
+    def read_text(self, caption: int, memories: Mapping[str, memoryview]) -> torch.Tensor | None:
+        """Fill the memory of each sequence with the caption's states [len, dim] in bf16; its pooled vector [p], where
+        there is one. Raises UserError where they are damaged."""
         pooled = None if self._pooled is None else self._read(self._pooled, caption, 1)[0]
-        self._check_text(caption, [bytes_of(each) for each in (stored, scale, pooled) if each is not None])
-        if scale is not None:
-            states.copy_(fp8.dequantise(stored, scale))
+        read, packed = [], []
+        for name, sequence in self._sequences.items():
+            memory = memories[name]
+            if sequence.scale is None:
+                self._file.read_into(memory, self.states_span(caption, name)[0])
+                read.append(memory)
+            else:
+                extent = self._extent(caption, name)
+                values, scale = (self._read(each, *extent) for each in (sequence.states, sequence.scale))
+                read += [bytes_of(values), bytes_of(scale)]
+                packed.append((memory, values, scale))
+            if name == TEXT and pooled is not None:
+                read.append(bytes_of(pooled))
+        if chained_digest(read) != int(self.captions[caption, 3]):
+            raise self._damaged(f"is damaged in caption {caption}: its digest differs")
+        for memory, values, scale in packed:
+            memory[:] = bytes_of(fp8.dequantise(values, scale))
         return pooled
-
-    def read_states(self, caption: int, memory: memoryview) -> None:
-        """Fill `memory` with a caption's states as stored, of a part without scales and vectors."""
-        self._file.read_into(memory, self.states_span(caption)[0])
-        self._check_text(caption, [memory])
 
     def damages(self) -> Iterator[str]:
         """Read all of the part; what is wrong with it, a line each."""
@@ -159,9 +181,22 @@ class Part:
             except UserError as error:
                 yield str(error)
 
-    def _check_text(self, caption: int, buffers: list[memoryview]) -> None:
-        if chained_digest(buffers) != int(self.captions[caption, 3]):
-            raise self._damaged(f"is damaged in caption {caption}: its digest differs")
+    def _sequence(self, name: str) -> _Sequence:
+        columns = self.header.columns
+        if name != TEXT:
+            places = self._table(columns[f"stream/{name}"])
+        else:  # all states are shown, where the table has no column for it
+            places = self.captions[:, [0, 1, 4 if self.captions.shape[1] > 4 else 1]]
+        return _Sequence(columns[column_name("text", name)], columns.get(column_name("text_scale", name)), places)
+
+    def _extent(self, caption: int, name: str) -> tuple[int, int]:
+        """The first state of a caption's sequence, and how many there are."""
+        start, length, _ = self._sequences[name].places[caption].tolist()
+        return start, length
+
+    def _seen(self, caption: int, name: str) -> int | None:
+        shown = self.shown(caption, name)
+        return None if shown == self.tokens(caption, name) else shown
 
     def _damaged(self, what: str) -> UserError:
         return damaged(self.header.path, what)
@@ -184,21 +219,23 @@ class Part:
         header = self.header
         self._digests = self._table_of(header.columns["digests"])
         tables = [self.captions, *(each[s] for each in (self.rows, self.labels) for s in sorted(each, key=shape_name))]
+        tables += [self._sequences[name].places for name in self.streams]
         found = [chained_digest([header.start[: header.nbytes]]), chained_digest(table.tobytes() for table in tables)]
         if found != self._digests[:2]:
             raise self._damaged("is damaged in its header or tables: their digest differs")
-        tokens = 0 if self._text is None else self._text.shape[0]
-        start, length = self.captions[:, 0], self.captions[:, 1]
-        sound = (start >= 0) & (length >= 0) & (start <= tokens) & (length <= tokens - start)
-        sound &= np.isfinite(self.weights) & (self.weights > 0)
+        sound = np.isfinite(self.weights) & (self.weights > 0)
+        for sequence in self._sequences.values():
+            tokens, (start, length, shown) = sequence.states.shape[0], sequence.places.T
+            sound &= (start >= 0) & (length >= 0) & (start <= tokens) & (length <= tokens - start)
+            sound &= (shown >= 0) & (shown <= length)
         if not sound.all():
             raise self._damaged(f"is damaged in caption {int(np.argmin(sound))}: its place is not in the file")
         least, end = part_range(header.path.name) or (0, np.iinfo(np.int64).max)
-        fewest = 0 if self.labels else 1  # captions of a picture
+        fewest, captions = 0 if self.labels else 1, len(self.captions)  # of a picture; of all
         for shape, rows in self.rows.items():
             index, first, count = rows[:, 0], rows[:, 1], rows[:, 2]
             sound = (index >= least) & (index < end)
-            sound &= (first >= 0) & (count >= fewest) & (first <= len(start)) & (count <= len(start) - first)
+            sound &= (first >= 0) & (count >= fewest) & (first <= captions) & (count <= captions - first)
             if self.labels:
                 sound &= self.labels[shape] >= 0
             if not sound.all():

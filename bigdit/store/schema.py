@@ -51,6 +51,12 @@ class StoreSchema(Strict):
         """Pictures of all sources."""
         return sum(int(source["count"]) for source in self.sources)
 
+    @property
+    def streams(self) -> dict[str, dict[str, int]]:
+        """Of each stream of text beside the text itself `max_tokens` and `dim` of its states."""
+        found: dict[str, dict[str, int]] = self.text_encoder.get("streams", {})
+        return found
+
     def ranges(self) -> list[Range]:
         """The ranges of the parts, in order. None spans two sources: what is appended leaves those before it alone."""
         ends = self.ends()

@@ -22,7 +22,7 @@ from bigdit.store.reader import Part
 from bigdit.store.remote import RemoteParts, open_remote
 from bigdit.store.schema import EXTRACT, StoreSchema, part_identity, read_schema, store_identity
 from bigdit.store.schema import FILE as SCHEMA
-from bigdit.store.text import Text
+from bigdit.store.text import TEXT, Text
 from bigdit.units import GIB
 
 OPEN_PARTS = 256
@@ -108,10 +108,21 @@ class FeatureStore:
         """The most tokens of a text, and the width of their states; None where pictures have classes."""
         return None if self.classes else (self.max_tokens, self.null_text.states.shape[1])
 
+    @property
+    def text_shapes(self) -> dict[str, tuple[int, int]]:
+        """The most states, and their width, of the text itself and of each stream; of classes none."""
+        if self.text_shape is None:
+            return {}
+        streams = self.schema.streams.items()
+        return {TEXT: self.text_shape} | {name: (each["max_tokens"], each["dim"]) for name, each in streams}
+
     @functools.cached_property
     def null_text(self) -> Text:
         """The empty caption's, in bf16, for guidance, where pictures have captions."""
-        return null_text.read_null_text(self.root, store_identity(self.schema))
+        found = null_text.read_null_text(self.root, store_identity(self.schema))
+        if found.streams.keys() != self.schema.streams.keys():
+            raise damaged(self.root / null_text.FILE, "has other streams than its store")
+        return found
 
     @functools.cached_property
     def latents_dtype(self) -> torch.dtype:
@@ -150,7 +161,7 @@ class FeatureStore:
         part = Part(self._files.header(name), self._files.open(name), part_identity(self.schema, start))
         if problem := misfit(part.header.path, listed(self.index, number), part.counts):
             raise UserError(problem)
-        if problem := _mislabelled(part, self.classes):
+        if problem := _mislabelled(part, self.classes) or _misstreamed(part, self.schema):
             raise damaged(part.header.path, problem)
         return part
 
@@ -161,4 +172,12 @@ def _mislabelled(part: Part, classes: Classes | None) -> str | None:
         return f"has {'' if part.labels else 'no '}labels, unlike its store"
     if classes is not None and any((labels >= classes.count).any() for labels in part.labels.values()):
         return f"is damaged: it has labels beyond the {classes.count} classes of its store"
+    return None
+
+
+def _misstreamed(part: Part, schema: StoreSchema) -> str | None:
+    """What is wrong where captions have other streams than those of the store."""
+    if len(part.captions) and set(part.streams) != schema.streams.keys():
+        names = [" and ".join(sorted(each)) or "none" for each in (part.streams, schema.streams)]
+        return f"has other streams of text than its store: {names[0]} for {names[1]}"
     return None

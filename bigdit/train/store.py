@@ -40,8 +40,8 @@ def _condition_misfits(run: RunConfig, spec: ModelSpec, store: FeatureStore) -> 
         return [f"it has captions, and {spec.class_name} is fed classes"]
     null, asked = store.null_text, text.tokens_asked
     pooled_dim = None if null.pooled is None else len(null.pooled)
-    problems = [f"its text has {misfit}" for misfit in text_misfits(spec, null.states.shape[1], pooled_dim)]
-    most = schema.text_encoder.get("max_sequence_length", schema.text_encoder["max_tokens"])
+    problems = [f"its text has {misfit}" for misfit in text_misfits(spec, store.text_shapes, pooled_dim)]
+    most = schema.text_encoder.get("max_sequence_length") or schema.text_encoder["max_tokens"]
     if asked not in (None, most):
         problems.append(f"its text has at most {most} tokens, and encoders.text.max_tokens is {asked}")
     return problems

@@ -6,7 +6,7 @@ from contextlib import closing
 import pytest
 import torch
 from commands import DIGITS, SINGLE, TINY
-from stores import TOKENS, make_store, stream_of
+from stores import STREAMS, TOKENS, make_store, stream_of
 
 from bigdit import engines, models
 from bigdit.bench.interleaved import Load
@@ -21,6 +21,7 @@ from bigdit.objective_spec import FlowMatchingSpec
 from bigdit.rehearse.data import batch
 from bigdit.spec import BatchShape, EmaSpec, OptimizerSpec
 from bigdit.store import FeatureStore
+from bigdit.store.text import TEXT
 from bigdit.train.prepare import prepare
 from bigdit.train.step import train_step
 
@@ -70,12 +71,17 @@ def test_a_step_without_room_for_a_second_model_is_timed_alone(monkeypatch):
     assert found.receipt.steps == 3
 
 
-@pytest.mark.parametrize("kind", [{}, {"pooled": True, "several": True}, {"eight_bits": True}, {"classes": 5}], ids=str)
+@pytest.mark.parametrize(
+    "kind",
+    [{}, {"pooled": True, "several": True}, {"eight_bits": True}, {"classes": 5}, {"streams": True}],
+    ids=str,
+)
 def test_torchs_data_loader_gives_the_batches_of_ours(tmp_path, kind):
     make_store(tmp_path / "store", **kind)
     run = load_run(DIGITS, [*TINY, *SINGLE, f"data.features={tmp_path / 'store'}", "data.read_threads=1"])
     stream = stream_of(FeatureStore.open(tmp_path / "store"))
-    tokens = None if "classes" in kind else TOKENS
+    more = {name: each["max_tokens"] for name, each in STREAMS.items()} if "streams" in kind else {}
+    tokens = {} if "classes" in kind else {TEXT: TOKENS, **more}
     theirs = data_loader(run.data, (places(stream, step) for step in range(9)), tokens, pinned=False)
     with closing(stream.steps(0, 9)) as ours:
         for own, other in itertools.zip_longest(ours, theirs):

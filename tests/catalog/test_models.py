@@ -72,8 +72,7 @@ def test_no_source_points_nowhere():
 def test_what_cannot_be_trained_says_why():
     assert {m.spec.class_name for m in models()} == set(FAMILIES)
     assert all(m.rehearsable for m in models())
-    reason = "the feature store keeps no clip_text_embeds and no clip_text_mask, which HunyuanDiT2DModel is fed"
-    assert model("hunyuandit-v1.2").training_obstacle == reason
+    assert model("hunyuandit-v1.2").training_obstacle is None
     assert model("wan2.1-i2v-14b-480p").training_obstacle == (
         "the feature store keeps no image that a video begins with, which wan2.1-i2v-14b-480p is fed"
     )

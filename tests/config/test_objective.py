@@ -3,7 +3,7 @@
 import pytest
 from commands import DIGITS
 
-from bigdit.catalog import models
+from bigdit.catalog import model, models
 from bigdit.catalog.families import FAMILIES, objective_of
 from bigdit.catalog.resolve import model_spec
 from bigdit.config import check, load_run
@@ -24,11 +24,16 @@ def problem(*overrides):
     return found.removeprefix(f"{DIGITS}: ")
 
 
-def test_dit_and_pixart_have_ddpm_and_all_others_flow_matching():
+def test_models_are_trained_as_their_authors_did():
     own = {name: objective_of(model_spec_of(name), None) for name in FAMILIES}
     ddpm = {"DiTTransformer2DModel", "PaperDiT", "PixArtTransformer2DModel"}
     assert {name for name, objective in own.items() if objective == DdpmSpec()} == ddpm
-    assert {name for name, objective in own.items() if objective == FlowMatchingSpec()} == FAMILIES.keys() - ddpm
+    flow = FAMILIES.keys() - ddpm - {"HunyuanDiT2DModel"}
+    assert {name for name, objective in own.items() if objective == FlowMatchingSpec()} == flow
+    hunyuan = [objective_of(model(name).spec, None) for name in ("hunyuandit-v1.2", "hunyuandit-v1.1")]
+    assert {(each.prediction, each.betas, each.beta_start) for each in hunyuan} == {("v", "scaled_linear", 0.00085)}
+    assert [each.beta_end for each in hunyuan] == [0.018, 0.03]
+    assert own["HunyuanDiT2DModel"] == hunyuan[1]  # its class takes a style where nothing is said
     asked = FlowMatchingSpec(shift=2.0)
     assert objective_of(model_spec_of("PaperDiT"), asked) is asked
 

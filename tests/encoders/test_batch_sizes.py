@@ -93,7 +93,7 @@ def test_texts_come_in_the_order_of_their_captions(captions, most, room):
 class Counting:
     """A text encoder that keeps what it was asked: four tokens a caption."""
 
-    dim, pooled_dim, max_tokens, identity = 8, 2, 4, {"name": "counting"}
+    dim, pooled_dim, max_tokens, streams, identity = 8, 2, 4, {"more": (3, 5)}, {"name": "counting"}
 
     def __init__(self):
         self.asked = []
@@ -116,6 +116,7 @@ def test_a_repeated_caption_is_encoded_once():
     assert second[1].states.dtype == second[1].pooled.dtype == cache.null().states.dtype == torch.bfloat16
     assert first[0].states is second[1].states
     assert (cache.dim, cache.pooled_dim, cache.max_tokens, cache.identity) == (8, 2, 4, encoder.identity)
+    assert cache.streams == {"more": (3, 5)}
     assert cache.encode([]) == []
 
 

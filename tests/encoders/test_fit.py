@@ -11,10 +11,11 @@ from plan_files import DIGITS_MODEL, plan_of, run_yaml, write
 from stores import DIM, TOKENS, make_store
 from transformers import T5Config, T5EncoderModel
 
+from bigdit.catalog import model
 from bigdit.config import load_run
 from bigdit.config.plan_file import LargestMicroBatch
 from bigdit.encoders.codecs import load_image_codec
-from bigdit.encoders.fit import plan_misfits, run_misfits, smaller_than_planned
+from bigdit.encoders.fit import plan_misfits, run_misfits, smaller_than_planned, text_misfits
 from bigdit.encoders.folder import weights_sample
 from bigdit.encoders.load import load_text_encoder
 from bigdit.errors import EXIT_USER
@@ -160,3 +161,23 @@ def test_training_by_a_plan_refuses_a_store_of_larger_samples(tmp_path, capfd):
 def _model(kwargs):
     document = json.dumps({"class_name": DIGITS_MODEL["class_name"], "kwargs": kwargs})
     return ["--set", f"model={document}", "--set", "optimizer={lr: 0.001}"]
+
+
+def test_further_texts_are_those_that_the_model_is_fed():
+    spec = model("hunyuandit-v1.2").spec
+    text, clip = (256, 2048), (77, 1024)
+    assert text_misfits(spec, {"text": text, "clip_text": clip}, None) == []
+    assert text_misfits(spec, {"text": (300, 4096)}, None) == [
+        "4096 features, and the model's cross_attention_dim_t5 is 2048",
+        "300 states, and the model's text_len_t5 is 256",
+        "no clip_text beside it, which HunyuanDiT2DModel is fed",
+    ]
+    assert text_misfits(spec, {"text": text, "clip_text": (77, 768), "more": clip}, None) == [
+        "more beside it, which HunyuanDiT2DModel is not fed",
+        "clip_text of 77 × 768, and HunyuanDiT2DModel is fed 77 × 1024",
+    ]
+    assert text_misfits(model("sana-1600m-1024").spec, {"text": (300, 2304), "clip_text": clip}, None) == [
+        "clip_text beside it, which SanaTransformer2DModel is not fed"
+    ]
+    unsaid = spec.model_copy(update={"kwargs": {}})  # what is left at the class's defaults is not judged
+    assert text_misfits(unsaid, {"text": (3, 4), "clip_text": (5, 6)}, None) == []

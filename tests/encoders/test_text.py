@@ -22,6 +22,7 @@ CALLS = {
     "CogVideoXPipeline": {"max_sequence_length": 226},
     "Flux2KleinPipeline": {"max_sequence_length": 512},
     "FluxPipeline": {"max_sequence_length": 512, "prompt_2": None},
+    "HunyuanDiTPipeline": {"text_encoder_index": 1},
     "HunyuanVideoPipeline": {"max_sequence_length": 256},
     "LTXPipeline": {"max_sequence_length": 128},
     "Lumina2Pipeline": {"max_sequence_length": 256},
@@ -67,7 +68,7 @@ def call(class_name, pipeline, caption, **arguments):
 def fed(class_name, given, prefix=""):
     """What the pipeline's transformer sees of one caption: states without what it masks, and the pooled vector."""
     states, pooled = given[f"{prefix}states"][0], given.get(f"{prefix}pooled")
-    mask = given.get(f"{prefix}mask")
+    mask = None if RECIPES[class_name].padding == "kept" else given.get(f"{prefix}mask")
     return states if mask is None else states[mask[0].bool()], None if pooled is None else pooled[0]
 
 
@@ -96,7 +97,52 @@ def test_captions_are_encoded_as_the_pipeline_does(class_name, saved):
     else:
         assert max(lengths) == encoder.max_tokens  # the caption that is too long fills it
         assert lengths[1] < lengths[4] <= lengths[0] < lengths[2]
-    assert not torch.allclose(texts[0].states[-3:], texts[6].states[-3:], atol=1e-3)
+    own = [text.states[: text.shown][-3:] for text in (texts[0], texts[6])]
+    assert not torch.allclose(*own, atol=1e-3)
+
+
+def test_all_states_of_a_model_that_pools_them_are_kept_and_a_second_text_beside_them(saved):
+    """HunyuanDiT: mT5's, whose mask stands for their first ones, and CLIP's without padding; to the bit."""
+    folder, parts = saved("HunyuanDiTPipeline")
+    encoder, pipeline = load_text_encoder(TextEncoderConfig(pipeline=folder)), pipeline_of("HunyuanDiTPipeline", parts)
+    assert (encoder.dim, encoder.max_tokens, encoder.streams) == (16, 256, {"clip_text": (77, 8)})
+    assert encoder.identity["streams"] == {"clip_text": {"max_tokens": 77, "dim": 8}}
+    for prefix, caption in (("", "a cat on a mat"), ("null_", "a cat")):
+        text = encoder.null() if prefix else encoder.encode([caption])[0]
+        own, clip = (
+            call(
+                "HunyuanDiTPipeline", pipeline, caption, do_classifier_free_guidance=bool(prefix), text_encoder_index=i
+            )
+            for i in (1, 0)
+        )
+        states, mask = own[f"{prefix}states"][0], own[f"{prefix}mask"][0]
+        assert torch.equal(text.states, states)
+        assert mask.tolist() == [1] * text.seen + [0] * (256 - text.seen)
+        assert states[text.seen :].any(dim=1).all()  # padding has states of its own
+        beside = text.streams["clip_text"]
+        assert torch.equal(beside.states, clip[f"{prefix}states"][0][clip[f"{prefix}mask"][0].bool()])
+        assert (beside.seen, len(beside.states) < 77) == (None, True)
+
+
+def test_a_pipeline_of_several_texts_needs_all_of_its_encoders(saved, tmp_path):
+    folder, _ = saved("HunyuanDiTPipeline")
+    index = json.loads((folder / "model_index.json").read_text())
+    del index["text_encoder_2"]
+    (tmp_path / "model_index.json").write_text(json.dumps(index | {"tokenizer_2": [None, None]}))
+    for part in ("text_encoder", "tokenizer"):
+        (tmp_path / part).symlink_to(folder / part)
+    expected = (
+        r"model_index\.json names no text_encoder_2 and no tokenizer_2, which HunyuanDiTPipeline encodes captions by"
+    )
+    with pytest.raises(UserError, match=expected):
+        load_text_encoder(TextEncoderConfig(pipeline=tmp_path))
+
+
+def test_padding_on_the_left_is_not_taken_for_padding_on_the_right(saved, monkeypatch):
+    encoder = load_text_encoder(TextEncoderConfig(pipeline=saved("HunyuanDiTPipeline")[0]))
+    monkeypatch.setattr(encoder._pipeline.tokenizer_2, "padding_side", "left")
+    with pytest.raises(UserError, match=r"a tokenizer there pads on the left, and on the right was expected"):
+        encoder.encode(["a cat"])
 
 
 @pytest.mark.parametrize("class_name", sorted(name for name in PARTS if "null_states" in RECIPES[name].gives))
@@ -141,8 +187,11 @@ def test_captions_are_cut_where_the_run_says(saved):
     for caption, text in zip(CAPTIONS, encoder.encode(CAPTIONS), strict=True):
         same(text, *fed("WanPipeline", call("WanPipeline", pipeline, caption, max_sequence_length=9)))
     assert encoder.max_tokens == 9
-    with pytest.raises(UserError, match=r"encoders\.text\.max_tokens: StableDiffusionXLPipeline has a length of its"):
-        load_text_encoder(TextEncoderConfig(pipeline=saved("StableDiffusionXLPipeline")[0], max_tokens=9))
+    folder, _ = saved("StableDiffusionXLPipeline")
+    assert load_text_encoder(TextEncoderConfig(pipeline=folder, max_tokens=77)).max_tokens == 77
+    expected = r"encoders\.text\.max_tokens: StableDiffusionXLPipeline has a length of its own, 77; leave it out"
+    with pytest.raises(UserError, match=expected):
+        load_text_encoder(TextEncoderConfig(pipeline=folder, max_tokens=9))
 
 
 def test_encoders_compute_in_the_dtype_that_is_asked_for(saved):

@@ -1,7 +1,7 @@
 """Stores of random features, without pictures or encoders, and streams of batches from them."""
 
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -15,6 +15,7 @@ from bigdit.store.text import Text
 
 SHAPES = [(4, 6, 6), (4, 4, 8)]
 DIM, TOKENS, POOLED, PART = 16, 12, 6, 8
+STREAMS = {"layers": {"max_tokens": 3, "dim": 10}, "glyphs": {"max_tokens": 5, "dim": 4}}
 NULL = Text(torch.full((2, DIM), 7.0), torch.full((POOLED,), 9.0))
 
 
@@ -35,12 +36,14 @@ def make_store(
     several=False,
     buckets=((8, 8),),
     classes=None,
+    streams=False,
 ):
     """Random features; sample i's second caption weighs three times its first. With `classes` there are no captions,
-    and sample i is of class i modulo their number."""
+    and sample i is of class i modulo their number. With `streams` a text has two more beside it, one of which may be
+    empty, and its mask shows the first half of its states."""
     schema = StoreSchema(
         codec={},
-        text_encoder={} if classes else {"max_tokens": TOKENS},
+        text_encoder={} if classes else {"max_tokens": TOKENS} | ({"streams": STREAMS} if streams else {}),
         buckets=list(buckets),
         sources=[{"kind": "random", "count": count}],
         part_size=PART,
@@ -49,7 +52,8 @@ def make_store(
     root.mkdir(exist_ok=True)
     (root / FILE).write_text(schema_text(schema))
     if not classes:
-        write_null_text(root, lambda: NULL if pooled else Text(NULL.states), store_identity(schema))
+        null = NULL if pooled else Text(NULL.states)
+        write_null_text(root, lambda: null_of_streams(null) if streams else null, store_identity(schema))
     truth = {}
     for start, end in schema.ranges():
         generator = torch.Generator().manual_seed(start)
@@ -65,13 +69,28 @@ def make_store(
             for name in names:
                 length = 1 + (index + len(texts)) % TOKENS
                 vector = torch.randn(POOLED, generator=generator) if pooled else None
-                texts.setdefault(name, Text(torch.randn(length, DIM, generator=generator), vector))
+                text = Text(torch.randn(length, DIM, generator=generator), vector)
+                texts.setdefault(name, streamed(text, index, generator) if streams else text)
         for shape, chosen in indices.items():
             for sample, index in zip(latents[shape], chosen, strict=True):
                 truth[index] = (sample, [texts[caption.text] for caption in captions.get(index, ())])
         encoded = Encoded(latents, indices, captions, texts, [], labels)
         write_part(part_path(root, start, end), encoded, identity=part_identity(schema, start), eight_bits=eight_bits)
     return truth
+
+
+def streamed(text, index, generator):
+    """The text with streams: all layers, of which the mask shows all but one, and 0 to 5 glyphs."""
+    more = {
+        "layers": Text(torch.randn(3, 10, generator=generator), seen=2),
+        "glyphs": Text(torch.randn(index % 6, 4, generator=generator)),
+    }
+    return replace(text, seen=len(text.states) // 2, streams=more)
+
+
+def null_of_streams(text):
+    """The same of the empty caption."""
+    return replace(text, seen=1, streams={"layers": Text(torch.full((3, 10), 8.0)), "glyphs": Text(torch.zeros(0, 4))})
 
 
 def stream_of(store, micro=4, accum=1, world=None, **options):

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from stores import SHAPES, TOKENS, make_store, read_all, stream_of
+from stores import SHAPES, make_store, read_all, stream_of
 
 from bigdit.catalog.encoders import POOLED_TEXT
 from bigdit.dist import World
@@ -31,9 +31,22 @@ def indices_of(store, stream, step):
     ]
 
 
+def same(embeds, mask, text, kind):
+    """Whether a sample's states, padded, and their mask are those of a text."""
+    states = fp8.dequantise(*fp8.quantise(text.states)) if kind.get("eight_bits") else text.states.bfloat16()
+    assert torch.equal(embeds[: len(states)], states)
+    assert not embeds[len(states) :].any()  # memory that is used again is cleared
+    assert mask.tolist() == [1.0] * text.shown + [0.0] * (len(mask) - text.shown)
+
+
 @pytest.mark.parametrize("reader", ["pread", "mmap"])
 @pytest.mark.parametrize(
-    "kind", [{}, {"pooled": True}, {"eight_bits": True, "pooled": True}, {"dtype": torch.float32}], ids=str
+    "kind",
+    [
+        *({}, {"pooled": True}, {"eight_bits": True, "pooled": True}, {"dtype": torch.float32}),
+        *({"streams": True}, {"streams": True, "eight_bits": True, "pooled": True}),
+    ],
+    ids=str,
 )
 def test_batches_hold_what_was_encoded(tmp_path, reader, kind):
     truth = make_store(tmp_path / "store", **kind)
@@ -47,14 +60,13 @@ def test_batches_hold_what_was_encoded(tmp_path, reader, kind):
             for place, index in enumerate(indices):
                 latents, (text,) = truth[index]
                 assert torch.equal(batch.latents[place], latents)
-                states = text.states.bfloat16()
-                if kind.get("eight_bits"):
-                    states = fp8.dequantise(*fp8.quantise(text.states))
-                assert torch.equal(batch.text_embeds[place, : len(states)], states)
-                assert not batch.text_embeds[place, len(states) :].any()  # memory that is used again is cleared
-                assert batch.text_mask[place].tolist() == [1.0] * len(states) + [0.0] * (TOKENS - len(states))
+                extras = {name: each[place] for name, each in batch.extras.items()}
+                same(batch.text_embeds[place], batch.text_mask[place], text, kind)
+                for name, each in text.streams.items():
+                    same(extras.pop(name), extras.pop(f"{name}_mask"), each, kind)
                 if kind.get("pooled"):
-                    assert torch.equal(batch.extras[POOLED_TEXT][place], text.pooled.bfloat16())
+                    assert torch.equal(extras.pop(POOLED_TEXT), text.pooled.bfloat16())
+                assert not extras
     assert len(seen) == 40
 
 
@@ -84,6 +96,22 @@ def test_dropped_captions_are_the_empty_one(tmp_path):
             assert is_null == (draw(seed, b"dropout") < 0.5) == bool((batch.extras[POOLED_TEXT][place] == 9.0).all())
             dropped += is_null
     assert 55 < dropped < 105  # of 160, five deviations of the binomial
+
+
+def test_dropped_captions_are_the_empty_one_in_every_stream(tmp_path):
+    make_store(tmp_path / "store", streams=True)
+    store = FeatureStore.open(tmp_path / "store")
+    assert store.null_text.sequences.keys() == store.text_shapes.keys() == {"text", "glyphs", "layers"}
+    found = Counter()
+    for batch in read_all(store, 20, caption_dropout=0.5):
+        for place, seed in enumerate(batch.seeds):
+            extras = {name: each[place] for name, each in batch.extras.items()}
+            if dropped := draw(seed, b"dropout") < 0.5:
+                same(batch.text_embeds[place], batch.text_mask[place], store.null_text, {})
+                for name, each in store.null_text.streams.items():
+                    same(extras[name], extras[f"{name}_mask"], each, {})
+            found[dropped, bool((extras["layers"] == 8.0).all()), int(extras["layers_mask"].sum())] += 1
+    assert found.keys() == {(True, True, 3), (False, False, 2)}
 
 
 def test_captions_are_drawn_by_their_weights(tmp_path):

@@ -139,7 +139,7 @@ class Fed:
             seeds=tuple(range(count)),
             extras={
                 name: draw(count, *extra.shape)
-                if extra.dtype.is_floating_point
+                if extra.dtype.is_floating_point and not extra.fill
                 else torch.full((count, *extra.shape), extra.fill, dtype=extra.dtype)
                 for name, extra in self.family.extras(self.model).items()
             },
@@ -180,7 +180,7 @@ def _changed(batch: Batch) -> list[Batch]:
             Batch(**fields | {"text_embeds": batch.text_embeds + 1}, text_mask=batch.text_mask, extras=batch.extras)
         )
     for name, extra in batch.extras.items():
-        other = 1 - extra if not extra.is_floating_point() else extra + 1
+        other = extra + 1 if extra.is_floating_point() and not name.endswith("_mask") else 1 - extra
         changed.append(Batch(**fields, text_mask=batch.text_mask, extras={**batch.extras, name: other}))
     return changed
 
@@ -209,6 +209,24 @@ def test_padding_says_nothing_where_the_family_masks_it(class_name: str) -> None
     assert all(g is None or bool(g.isfinite().all()) for g in fed.gradients().values())
 
 
+def test_a_mask_hides_states_of_a_further_text() -> None:
+    """Of HunyuanDiT, but not from what pools all states of the text itself."""
+    fed = Fed("HunyuanDiT2DModel")
+    own, extras = fed.batch.text_embeds, dict(fed.batch.extras)
+    assert own is not None
+    mask = torch.tensor([[1.0, 1.0, 0.0]]).repeat(MICRO_BATCH_SIZE, 1)
+
+    def predicted(text: torch.Tensor, clip: torch.Tensor) -> torch.Tensor:
+        own_mask = torch.tensor([[1.0] * 4 + [0.0] * 2]).repeat(MICRO_BATCH_SIZE, 1)
+        more = extras | {"clip_text": clip, "clip_text_mask": mask}
+        return fed.predict(Batch(fed.batch.latents, text, own_mask, fed.batch.seeds, more))
+
+    clip = extras["clip_text"]
+    other = torch.where(mask.bool().unsqueeze(-1), clip, clip + 3)
+    assert torch.equal(predicted(own, other), predicted(own, clip))
+    assert not torch.allclose(predicted(torch.cat([own[:, :4], own[:, 4:] + 3], dim=1), clip), predicted(own, clip))
+
+
 @pytest.mark.parametrize("class_name", TINY)
 def test_blocks_are_all_lists_of_blocks_in_the_order_of_the_forward_pass(class_name: str) -> None:
     fed = Fed(class_name)
@@ -224,7 +242,7 @@ def test_blocks_are_all_lists_of_blocks_in_the_order_of_the_forward_pass(class_n
 @pytest.mark.parametrize("class_name", TINY)
 def test_the_catalogue_names_the_same_inputs(class_name: str) -> None:
     fed = Fed(class_name)
-    assert tuple(fed.family.extras(fed.model)) == FAMILIES[class_name].extras
+    assert tuple(fed.family.extras(fed.model)) == FAMILIES[class_name].fed
 
 
 def test_packing_is_undone_and_positions_run_row_by_row() -> None:

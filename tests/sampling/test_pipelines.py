@@ -24,10 +24,43 @@ WAN = {
     "ffn_dim": 32,
     "num_layers": 2,
 }
-# By name: the transformer and its arguments, the pipeline, the VAE, the latents of 16 × 24 pixels.
+HUNYUAN_DIT = {
+    "num_attention_heads": 2,
+    "attention_head_dim": 8,
+    "in_channels": 4,
+    "patch_size": 2,
+    "sample_size": 8,
+    "hidden_size": 16,
+    "num_layers": 4,
+    "mlp_ratio": 2.0,
+    "cross_attention_dim": 8,
+    "cross_attention_dim_t5": 16,
+    "pooled_projection_dim": 6,
+}
+
+
+def of_sd3(encode):
+    states, null, *pooled = encode(prompt_2=None, prompt_3=None)
+    return [
+        (each, torch.ones(each.shape[:2]), {"pooled_text": pooled[place]}) for place, each in enumerate((states, null))
+    ]
+
+
+def of_wan(encode):
+    return [(each, torch.ones(each.shape[:2]), {}) for each in encode(max_sequence_length=512)]
+
+
+def of_hunyuan_dit(encode):
+    own, clip = encode(text_encoder_index=1), encode(text_encoder_index=0)
+    return [(own[i], own[2 + i].float(), {"clip_text": clip[i], "clip_text_mask": clip[2 + i].float()}) for i in (0, 1)]
+
+
+# By name: the transformer and its arguments, the pipeline, the VAE, the latents of 16 × 24 pixels, and states, mask and
+# what stands beside them of what encode_prompt returns, of the caption and of what guidance leads away from.
 CASES = {
-    "sd3": ("SD3Transformer2DModel", SD3, "StableDiffusion3Pipeline", "AutoencoderKL", (4, 8, 12)),
-    "wan": ("WanTransformer3DModel", WAN, "WanPipeline", "AutoencoderKLWan", (4, 1, 8, 12)),
+    "hunyuandit": ("HunyuanDiT2DModel", HUNYUAN_DIT, "HunyuanDiTPipeline", "AutoencoderKL", (4, 8, 12), of_hunyuan_dit),
+    "sd3": ("SD3Transformer2DModel", SD3, "StableDiffusion3Pipeline", "AutoencoderKL", (4, 8, 12), of_sd3),
+    "wan": ("WanTransformer3DModel", WAN, "WanPipeline", "AutoencoderKLWan", (4, 1, 8, 12), of_wan),
 }
 
 
@@ -43,6 +76,7 @@ def saved_beside_encoders(folder, class_name, kwargs, pipeline, vae):
             "image": {"name": "vae", "class_name": vae, "path": str(folder / "vae")},
             "text": {"pipeline": str(folder / "pipeline")},
         },
+        "objective": {"name": "flow_matching"},
         "train": {"steps": 1, "micro_batch_size": 1},
         "output": "run",
     }
@@ -61,7 +95,7 @@ def saved_beside_encoders(folder, class_name, kwargs, pipeline, vae):
 @pytest.mark.parametrize("negative", [None, "a dog in the rain"])
 @pytest.mark.parametrize("name", sorted(CASES))
 def test_pictures_follow_from_what_the_pipeline_encodes(name, negative, tmp_path):
-    class_name, kwargs, pipeline_name, vae, shape = CASES[name]
+    class_name, kwargs, pipeline_name, vae, shape, conditions = CASES[name]
     saved, parts = saved_beside_encoders(tmp_path, class_name, kwargs, pipeline_name, vae)
     sampler = Sampler(saved, torch.device("cpu"))
     options = SamplingOptions(height=16, width=24, steps=1, guidance=2.0, negative=negative, seed=3)
@@ -69,26 +103,21 @@ def test_pictures_follow_from_what_the_pipeline_encodes(name, negative, tmp_path
     assert (picture.shape, picture.dtype) == ((3, 16, 24), torch.uint8)
 
     pipeline = tiny_pipelines.pipeline_of(pipeline_name, parts)
-    more = {"prompt_2": None, "prompt_3": None} if name == "sd3" else {"max_sequence_length": 512}
     noise = objectives.draw_noise(torch.empty(1, *shape), [3])
+
+    def encode(**asked):
+        away = None if negative is None else [negative]
+        guided = {"negative_prompt": away, "do_classifier_free_guidance": True}
+        return pipeline.encode_prompt(prompt=["a cat on a mat"], device="cpu", **guided, **asked)
+
     with torch.no_grad():
-        given = pipeline.encode_prompt(
-            prompt=["a cat on a mat"],
-            negative_prompt=None if negative is None else [negative],
-            device="cpu",
-            do_classifier_free_guidance=True,
-            **more,
-        )
         family, model = (
             models.family(class_name),
             getattr(diffusers, class_name).from_pretrained(tmp_path / "exported/transformer"),
         )
-        velocities = []
-        for place in (0, 1):  # of the caption, of what guidance leads away from
-            extras = {"pooled_text": given[2 + place]} if name == "sd3" else {}
-            states = given[place]
-            batch = Batch(noise, states, torch.ones(states.shape[:2]), seeds=(), extras=extras)
-            velocities.append(family.predict(model, noise, torch.ones(1), batch))
+        batches = [Batch(noise, states, mask, (), extras) for states, mask, extras in conditions(encode)]
+        predicted = [family.predict(model, noise, torch.ones(1), batch) for batch in batches]
+        velocities = [objectives.of_latents(each, 4) for each in predicted]
         caption, none = velocities
         latents = noise - (none + 2.0 * (caption - none))  # one Euler step over all of t
         expected = ((sampler._codec.decode(latents) + 1) * 127.5).round().clamp(0, 255)

@@ -1,5 +1,6 @@
 """Parts that malice made are refused in one line; the writer in the background loses nothing and hides nothing."""
 
+import hashlib
 import json
 import threading
 import time
@@ -21,11 +22,11 @@ from bigdit.store.text import Text
 from bigdit.store.writer import WAITING_PARTS, PartWriter
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
+@pytest.fixture(scope="module", params=[False, True], ids=["plain", "streams"])
+def whole(request, tmp_path_factory):
     """The bytes of a sound part, and where it lies."""
     root = tmp_path_factory.mktemp("sound")
-    make_store(root, 8, pooled=True, eight_bits=True)
+    make_store(root, 8, pooled=True, eight_bits=True, streams=request.param)
     file = part_path(root, 0, 8)
     return file.read_bytes(), file
 
@@ -93,6 +94,9 @@ def test_headers_of_malice_are_refused_in_one_line(whole, tmp_path):
         changed(data, "pooled", shape=[1, header["pooled"]["shape"][0] * header["pooled"]["shape"][1]]),
         changed(data, "__metadata__", skipped=3),
         changed(data, "__metadata__", format="1"),
+        changed(data, "__metadata__", format="3" if "stream/glyphs" in header else "5"),
+        joined({**header, "stream/more": header["caption"]}, body),
+        joined({**header, "stream/../more": header["caption"]}, body),
         joined({**header, "row/4x6x6": 7}, body),
         joined({**header, "latent/1x99999999999x2": header[name]}, body),
         joined({**header, "row/../../etc": header["row/4x6x6"]}, body),
@@ -112,18 +116,24 @@ def test_tables_of_malice_are_refused_though_their_digests_are_right(whole, tmp_
         from bigdit.store.digest import chained_digest
 
         forged = bytearray(data)
-        at = columns[name].offset + 8 * (4 * row + column)
+        at = columns[name].offset + row * columns[name].row_bytes + 8 * column
         forged[at : at + 8] = value.to_bytes(8, "little", signed=True)
-        names = ["caption", *sorted(name for name in columns if name.startswith("row/"))]
+        names = [
+            "caption",
+            *(each for kind in ("row/", "stream/") for each in sorted(columns) if each.startswith(kind)),
+        ]
         tables = [bytes(forged[columns[each].offset :][: columns[each].nbytes]) for each in names]
         at = columns["digests"].offset + 8
         forged[at : at + 8] = chained_digest(tables).to_bytes(8, "little", signed=True)
         return bytes(forged)
 
     most = (1 << 63) - 1
-    for column, values in {0: (-1, most), 1: (-1, most, most - 4), 2: (0, 0x7FC00000, 0x80000001)}.items():
-        for value in values:
-            assert "is damaged in caption 1: its place" in refused(file, forged("caption", 1, column, value))
+    wrong = {"caption": {0: (-1, most), 1: (-1, most, most - 4), 2: (0, 0x7FC00000, 0x80000001)}}
+    if "stream/layers" in columns:
+        wrong["caption"][4] = (-1, most, 13)
+        wrong["stream/layers"] = {0: (-1, most), 1: (-1, most, most - 4, 1), 2: (-1, most, 4)}
+    for name, column, value in [(n, c, v) for n, columns in wrong.items() for c, vs in columns.items() for v in vs]:
+        assert "is damaged in caption 1: its place" in refused(file, forged(name, 1, column, value))
     for column, values in {0: (-1, 8, most), 1: (-1, most, 9), 2: (0, -1, most, most - 1)}.items():
         for value in values:
             line = refused(file, forged("row/4x6x6", 1, column, value))
@@ -217,3 +227,18 @@ def test_a_full_disk_is_an_error_and_leaves_nothing(tmp_path):
         for file in small.iterdir():
             assert list(Part.open(file).damages()) == []
         assert 0 < len(list(small.iterdir())) < 20
+
+
+def test_what_has_no_streams_is_written_as_before_there_were_any(tmp_path):
+    """The bytes of parts of an earlier version, which it reads, and which the same extraction makes again."""
+    states = torch.arange(40).view(5, 8) / 8
+    texts = {"a": Text(states, states[0, :3]), "b": Text(states[:2] + 1, states[1, :3])}
+    shape, captions = (4, 2, 2), {0: (Caption("a"), Caption("b", 2.0)), 1: (Caption("a"),)}
+    latents = torch.arange(32, dtype=torch.bfloat16).view(2, *shape)
+    found = {}
+    for eight_bits in (False, True):
+        path = part_path(tmp_path, 0, 2)
+        encoded = Encoded({shape: latents}, {shape: [0, 1]}, captions, texts, [])
+        write_part(path, encoded, identity="x", eight_bits=eight_bits)
+        found[eight_bits] = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    assert found == {False: "273b13997e18464b", True: "691c41d5823987c5"}

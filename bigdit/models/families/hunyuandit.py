@@ -10,7 +10,7 @@ from diffusers.models.embeddings import get_2d_rotary_pos_embed
 from torch import nn
 
 from bigdit.models.arguments import arguments
-from bigdit.models.conditions import Conditions, Extra
+from bigdit.models.conditions import Conditions, Extra, streams
 from bigdit.models.family import Family
 
 # The published models see 1000 training timesteps.
@@ -22,16 +22,16 @@ BASE_PIXELS = 512
 
 
 def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions: Conditions) -> torch.Tensor:
-    """Velocity [B, C, H, W] for latents [B, C, H, W], t [B], mT5's text_embeds [B, 256, D] and text_mask [B, 256],
-    and the extras clip_text_embeds [B, 77, D'] and clip_text_mask [B, 77].
+    """Output [B, C, H, W] for latents [B, C, H, W], t [B], mT5's text_embeds [B, 256, D] and text_mask [B, 256], and
+    the extras clip_text [B, 77, D'] and clip_text_mask [B, 77]; 2 C channels of a model with learned sigma.
 
-    Of a model with learned sigma, whose output has 2 C channels, it is the first C. A model of version 1.1 or
-    before is told that images are whole and of the latents' own size, and style 0, its only one.
+    A model of version 1.1 or before is told that images are whole and of the latents' own size, and style 0, its only
+    one. All states of mT5 are pooled, also those that the mask hides from attention.
     """
-    output = model(
+    return model(
         latents,
         (t * TIMESTEP_SCALE).to(latents.dtype),
-        encoder_hidden_states=conditions.extras["clip_text_embeds"],
+        encoder_hidden_states=conditions.extras["clip_text"],
         text_embedding_mask=conditions.extras["clip_text_mask"],
         encoder_hidden_states_t5=conditions.text_embeds,
         text_embedding_mask_t5=conditions.text_mask,
@@ -40,7 +40,6 @@ def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions
         image_rotary_emb=_positions(model, latents),
         return_dict=False,
     )[0]
-    return output[:, : latents.shape[1]]
 
 
 def _image_sizes(latents: torch.Tensor) -> torch.Tensor:
@@ -69,12 +68,7 @@ def _region(rows: int, columns: int, base: int) -> tuple[tuple[int, int], tuple[
 
 def extras(model: nn.Module) -> dict[str, Extra]:
     """The text of the bilingual CLIP and its mask."""
-    given = arguments(model)
-    tokens, dim = given.text_len, given.cross_attention_dim
-    return {
-        "clip_text_embeds": Extra(shape=(tokens, dim)),
-        "clip_text_mask": Extra(shape=(tokens,), dtype=torch.int64, fill=1),
-    }
+    return streams(FAMILY.CLASS_NAME, model)
 
 
 FAMILY = Family("HunyuanDiT2DModel", predict, lists=("blocks",), extras=extras)

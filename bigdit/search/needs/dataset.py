@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from pydantic import NonNegativeInt, PositiveInt
 
 from bigdit.catalog import CatalogModel
 from bigdit.catalog.encoders import online_encoders
+from bigdit.catalog.families import stream_shapes
+from bigdit.encoders.recipes import RECIPES
 from bigdit.errors import UserError
 from bigdit.rehearse.ask import precision_problems, request_for
 from bigdit.rehearse.request import RehearsalRequest, RehearsedSize
@@ -25,6 +29,8 @@ encoders/codecs.py and extract/unit.py say."""
 
 ROW_BYTES = 64
 """A row and one caption in the tables of a part, four int64 each, as in store/part.py."""
+STREAMED_BYTES, STREAM_BYTES = 8, 24
+"""More of a caption that has streams, and of each of them: an int64, and three."""
 LABELLED_ROW_BYTES = 40
 """A row and its class, an int64, of pictures without captions."""
 
@@ -36,6 +42,13 @@ high-resolution set. High: detailed captions as T5 reads them. frutiemax/vintage
 which leaves 167.6 × 4096 states for each.
 """
 
+PART_SIZE = 256
+"""Samples in a part of a run that does not say, as config/run.py has it."""
+LARGE_PART = 1e9
+"""Bytes of a part, of which there are few in a data set and several in memory."""
+PARTS_HELD = 3
+"""Parts that a worker of extraction has in memory: one that it encodes, and those that wait in store/writer.py."""
+
 DISK_BYTES = 3_840_000_000_000
 """A disk for training data in a server. Source: NVIDIA DGX A100 640GB and DGX H100 user guides: 8 × 3.84 TB NVMe."""
 
@@ -44,7 +57,7 @@ ENCODED_AT_ONCE = 16
 
 
 class DatasetNeed(Strict):
-    """The feature store of `images` samples. Bytes a sample; text as it is stored (unpadded, low to high) and padded.
+    """The feature store of `images` samples. Bytes a sample; its texts as they are stored (low to high) and padded.
 
     `extraction_seconds` is over all cards of the cluster, None where the encoders are not known.
     """
@@ -86,10 +99,11 @@ def dataset_need(question: Question, batch: BatchShape, encoding: RehearsedSize 
         return None
     images = question.images
     latents = math.prod(batch.latents) * STORED_BYTES
-    tokens, dim = batch.text or (0, 0)
-    padded = tokens * dim * STORED_BYTES
-    text = Interval(low=min(CAPTION_TOKENS.low, tokens), high=min(CAPTION_TOKENS.high, tokens)) * (dim * STORED_BYTES)
+    texts = _texts(question.model, batch)
+    padded = sum(each.padded for each in texts)
+    text = sum((each.stored for each in texts), Interval(low=0, high=0))
     sample = latents + (LABELLED_ROW_BYTES if batch.text is None else ROW_BYTES)
+    sample += STREAMED_BYTES + STREAM_BYTES * (len(texts) - 1) if len(texts) > 1 else 0
     store = (text + Interval(low=sample, high=sample)) * images
     extraction = None if encoding is None else _image_seconds(question, encoding) * (images / question.cluster.gpus)
     return DatasetNeed(
@@ -100,8 +114,9 @@ def dataset_need(question: Question, batch: BatchShape, encoding: RehearsedSize 
         store_bytes=store,
         extraction_seconds=extraction,
         notes=(
-            *_text_notes(batch, text, padded, images, "video" if question.model.video else "image"),
+            *_text_notes(texts, images, "video" if question.model.video else "image"),
             _disk_note(store),
+            *_part_notes(sample + text.high),
             *_extraction_notes(question.model, batch, known=encoding is not None),
         ),
     )
@@ -116,15 +131,80 @@ def _image_seconds(question: Question, encoding: RehearsedSize) -> Interval:
     return step_time(work, strategy, question.gpu, Cluster()).seconds * (1 / encoding.micro_batch_size)
 
 
-def _text_notes(batch: BatchShape, text: Interval, padded: int, images: int, sample: str) -> list[str]:
+class _Text(NamedTuple):
+    """A text of a caption, of no name, or a further one by its name, with so many `tokens` stored at the mean."""
+
+    name: str
+    most: int
+    dim: int
+    tokens: Interval
+
+    @property
+    def padded(self) -> int:
+        """Bytes of a sample's, padded."""
+        return self.most * self.dim * STORED_BYTES
+
+    @property
+    def stored(self) -> Interval:
+        """Bytes of a sample's as they are stored."""
+        return self.tokens * (self.dim * STORED_BYTES)
+
+    @property
+    def kept(self) -> bool:
+        """Whether padding is stored with it."""
+        return self.tokens.low == self.most
+
+    def __str__(self) -> str:
+        return f"{self.most} × {self.dim}" + (f" ({self.name})" if self.name else "")
+
+
+def _texts(model: CatalogModel, batch: BatchShape) -> list[_Text]:
+    """Of a caption, with what the model's pipeline keeps of their padding."""
     if batch.text is None:
         return []
-    tokens, dim = batch.text
-    low, high = (min(round(bound), tokens) for bound in (CAPTION_TOKENS.low, CAPTION_TOKENS.high))
+    recipe = RECIPES.get(model.text_pipeline or "")
+    shapes = {"": batch.text, **stream_shapes(model.spec.class_name, model.spec.kwargs)}
+    texts = []
+    for name, (most, dim) in shapes.items():
+        low, high = (min(bound, most) for bound in (CAPTION_TOKENS.low, CAPTION_TOKENS.high))
+        if recipe is not None and recipe.keeps(name):
+            low = high = most
+        texts.append(_Text(name, most, dim, Interval(low=low, high=high)))
+    return texts
+
+
+def _text_notes(texts: Sequence[_Text], images: int, sample: str) -> list[str]:
+    if not texts:
+        return []
+    padded, stored = sum(each.padded for each in texts), sum((each.stored for each in texts), Interval(low=0, high=0))
+    said = (
+        f"padded to {' and '.join(map(str, texts))} in bf16, the text of each {sample} takes {written(padded)}, and "
+        f"that of all {written(padded * images)}"
+    )
+    cut = [each for each in texts if not each.kept]
+    if not cut:
+        return [f"{said}; it is stored so, since the model reads padding as well"]
+    but = "".join(f" but that of {each}" for each in texts if each.kept)
+    low, high = (round(max(each)) for each in zip(*((text.tokens.low, text.tokens.high) for text in cut), strict=True))
     return [
-        f"padded to {tokens} × {dim} in bf16, the text of each {sample} takes {written(padded)}, and that of all "
-        f"{written(padded * images)}; it is stored without padding: {written(text.low)} to {written(text.high)} each, "
-        f"with captions of {low} tokens (two or three sentences) to {high} (detailed ones) on the mean"
+        f"{said}; it is stored without padding{but}: {written(stored.low)} to {written(stored.high)} each, with "
+        f"captions of {low} tokens (two or three sentences) to {high} (detailed ones) on the mean"
+    ]
+
+
+def part_size(sample_bytes: float) -> int:
+    """How many samples of so many bytes make a part of a store: as many as a run says by itself, or as fit 1 GB."""
+    return min(PART_SIZE, 1 << int(math.log2(max(LARGE_PART / sample_bytes, 1))))
+
+
+def _part_notes(sample_bytes: float) -> list[str]:
+    size = part_size(sample_bytes)
+    if size == PART_SIZE:
+        return []
+    held, less = (PARTS_HELD * each * sample_bytes for each in (PART_SIZE, size))
+    return [
+        f"a worker of `bigdit extract` holds up to {PARTS_HELD} parts on the host: {written(held)} with data.part_size "
+        f"{PART_SIZE}, {written(less)} with {size}"
     ]
 
 

@@ -84,6 +84,15 @@ def clip_tokenizer():
 
 
 @functools.cache
+def bert_tokenizer():
+    """Of characters, which words begin and go on with."""
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    letters = sorted({letter for caption in CAPTIONS for letter in caption.lower() if not letter.isspace()})
+    vocab = [*special, *letters, *(f"##{letter}" for letter in letters)]
+    return transformers.BertTokenizer(vocab={piece: at for at, piece in enumerate(vocab)}, model_max_length=77)
+
+
+@functools.cache
 def t5_tokenizer():
     tokenizer = Tokenizer(models.Unigram())
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
@@ -156,6 +165,11 @@ def clip(tokenizer, projected=False, width=8):
     return (transformers.CLIPTextModelWithProjection if projected else transformers.CLIPTextModel)(config)
 
 
+def bert(tokenizer):
+    sizes = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+    return transformers.BertModel(transformers.BertConfig(**sizes, vocab_size=len(tokenizer)))
+
+
 def gemma(tokenizer):
     return transformers.Gemma2Model(transformers.Gemma2Config(**_SIZES, vocab_size=len(tokenizer)))
 
@@ -211,6 +225,7 @@ PARTS = {
     "CogVideoXPipeline": lambda: _one(t5_tokenizer, t5),
     "Flux2KleinPipeline": lambda: _one(qwen_tokenizer, lambda made: qwen3(made, layers=28)),
     "FluxPipeline": lambda: _one(clip_tokenizer, clip) | _second(_one(t5_tokenizer, t5)),
+    "HunyuanDiTPipeline": lambda: _one(bert_tokenizer, bert) | _second(_one(t5_tokenizer, t5)),
     "HunyuanVideoPipeline": lambda: _one(llama_tokenizer, llama) | _second(_one(clip_tokenizer, clip)),
     "LTXPipeline": lambda: _one(t5_tokenizer, t5),
     "Lumina2Pipeline": lambda: _one(gemma_tokenizer, gemma),
@@ -246,6 +261,7 @@ def pipeline_of(class_name, parts):
     pipeline = getattr(diffusers, class_name)
     parameters = inspect.signature(pipeline.__init__).parameters.values()
     absent = {each.name: None for each in parameters if each.default is each.empty and each.name != "self"}
+    absent |= {each.name: False for each in parameters if each.name == "requires_safety_checker"}
     return pipeline(**(absent | parts))
 
 

@@ -86,11 +86,32 @@ def test_a_real_store_of_classes_takes_as_many_bytes(tmp_path):
     assert (sizes[1] - sizes[0]) / 800 == pytest.approx(need("dit-xl-2", images=1).store_bytes.low, abs=0.1)
 
 
+def test_further_texts_are_counted():
+    """HunyuanDiT: mT5's states with their padding, which its pooler reads, and CLIP's without."""
+    found = need("hunyuandit-v1.2", images=1000)
+    own, clip = 256 * 2048 * 2, 1024 * 2
+    assert found.padded_text_bytes == own + 77 * clip
+    assert (found.text_bytes.low, found.text_bytes.high) == (own + 49 * clip, own + 77 * clip)
+    assert found.store_bytes.high == 1000 * (4 * 128 * 128 * 2 + own + 77 * clip + 64 + 8 + 24)
+    assert found.notes[0] == (
+        "padded to 256 × 2048 and 77 × 1024 (clip_text) in bf16, the text of each image takes 1.21 MB, and that of all "
+        "1.21 GB; it is stored without padding but that of 256 × 2048: 1.15 MB to 1.21 MB each, with captions of 49 "
+        "tokens (two or three sentences) to 77 (detailed ones) on the mean"
+    )
+    assert not any("data.part_size" in note for note in found.notes)
+
+
+def test_padding_that_a_model_reads_is_stored():
+    found = need("flux.1-dev", images=1000)
+    assert found.text_bytes.low == found.text_bytes.high == found.padded_text_bytes == 512 * 4096 * 2
+    assert found.notes[0].endswith("that of all 4.19 GB; it is stored so, since the model reads padding as well")
+
+
 def test_what_no_store_can_hold_yet_is_said():
-    notes = need("hunyuandit-v1.2", images=10).notes
+    notes = need("wan2.1-i2v-14b-480p", images=10).notes
     assert notes[-1] == (
-        "such a store cannot be trained from yet: the feature store keeps no clip_text_embeds and no clip_text_mask, "
-        "which HunyuanDiT2DModel is fed"
+        "such a store cannot be trained from yet: the feature store keeps no image that a video begins with, which "
+        "wan2.1-i2v-14b-480p is fed"
     )
 
 
