@@ -11,27 +11,16 @@ import torch
 import yaml
 from commands import bigdit
 from stores import stream_of
+from tiny_pipelines import HI_DREAM, HUNYUAN_DIT, HUNYUAN_IMAGE
 
-from bigdit import checkpoint
+from bigdit import checkpoint, models
 from bigdit.extract.verify import verify
+from bigdit.rehearse.data import batch as rehearsed_batch
+from bigdit.spec import ModelSpec, Strategy
 from bigdit.store import FeatureStore
 from bigdit.store.header import read_header
 from bigdit.store.part import part_path
-
-HUNYUAN_DIT = {
-    "num_attention_heads": 2,
-    "attention_head_dim": 8,
-    "in_channels": 4,
-    "patch_size": 2,
-    "sample_size": 8,
-    "hidden_size": 16,
-    "num_layers": 4,
-    "mlp_ratio": 2.0,
-    "cross_attention_dim": 8,
-    "cross_attention_dim_t5": 16,
-    "pooled_projection_dim": 6,
-    "use_style_cond_and_image_meta_size": False,
-}
+from bigdit.train.store import largest_batch_shape
 
 
 def hunyuan_dit(pipeline, captions):
@@ -40,12 +29,29 @@ def hunyuan_dit(pipeline, captions):
     return {"text_embeds": own[0], "text_mask": own[2], "clip_text": clip[0], "clip_text_mask": clip[2]}
 
 
+def hi_dream(pipeline, captions):
+    """T5, Llama's layers one after another, and two CLIPs' vectors; there are no masks."""
+    own, _, llama, _, pooled, _ = pipeline.encode_prompt(captions, device="cpu")
+    llama = llama.transpose(0, 1).flatten(1, 2)
+    masks = {"text_mask": torch.ones(own.shape[:2]), "llama_text_mask": torch.ones(llama.shape[:2])}
+    return {"text_embeds": own, "llama_text": llama, "pooled_text": pooled, **masks}
+
+
+def hunyuan_image(pipeline, captions):
+    """Qwen's, without the states of padding, which are not stored either, and ByT5's of what stands in quotes."""
+    own, mask, glyphs, shown = pipeline.encode_prompt(captions, device="cpu", batch_size=len(captions))
+    own = own * mask[..., None]
+    return {"text_embeds": own, "text_mask": mask, "glyph_text": glyphs, "glyph_text_mask": shown}
+
+
 # By pipeline: the transformer, its arguments, the VAE, and what the transformer is fed of captions.
 FAMILIES = {
+    "HiDreamImagePipeline": ("HiDreamImageTransformer2DModel", HI_DREAM, "AutoencoderKL", hi_dream),
     "HunyuanDiTPipeline": ("HunyuanDiT2DModel", HUNYUAN_DIT, "AutoencoderKL", hunyuan_dit),
+    "HunyuanImagePipeline": (
+        *("HunyuanImageTransformer2DModel", HUNYUAN_IMAGE, "AutoencoderKLHunyuanImage", hunyuan_image),
+    ),
 }
-
-WANTED = {"HunyuanDiT2DModel": "encoders.text gives no clip_text beside it, which HunyuanDiT2DModel is fed"}
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("several texts")]
 
@@ -62,6 +68,8 @@ def encoded(request, tmp_path_factory, pictures):
     (folder / "pictures").mkdir()
     for file in sorted(pictures.iterdir())[:32]:  # sixteen digits and their captions
         (folder / "pictures" / file.name).write_bytes(file.read_bytes())
+    for file in sorted((folder / "pictures").glob("*.txt"))[::3]:
+        file.write_text(f'{file.read_text().strip()} that reads "{file.stem}"')
     config = {
         "model": {"class_name": class_name, "kwargs": kwargs},
         "data": {"images": str(folder / "pictures"), "features": str(folder / "features"), "buckets": [[16, 16]]},
@@ -78,26 +86,44 @@ def encoded(request, tmp_path_factory, pictures):
     return tiny_pipelines.pipeline_of(name, parts), fed, folder
 
 
+def fed_by(folder):
+    """What a rehearsal makes of a run: the shapes of a batch, its strategy, and what the family is fed."""
+    config = yaml.safe_load((folder / "run.yaml").read_text())["model"]
+    spec = ModelSpec(name="tiny", **config)
+    shape = largest_batch_shape(FeatureStore.open(folder / "features"))
+    return shape, Strategy(micro_batch_size=4), models.family(spec.class_name).extras(models.outline(spec))
+
+
+def sizes(batch):
+    """Shapes and dtypes of all that is held of a batch."""
+    own = {"latents": batch.latents, "text_embeds": batch.text_embeds, "text_mask": batch.text_mask}
+    return {name: (each.shape, each.dtype) for name, each in {**own, **batch.extras}.items()}
+
+
 def test_batches_are_to_the_bit_what_the_pipeline_feeds_its_transformer(encoded):
     """But for states of further texts that their masks hide, which are not stored."""
     pipeline, fed, folder = encoded
     store = FeatureStore.open(folder / "features")
     stream = stream_of(store)
+    rehearsed = rehearsed_batch(*fed_by(folder))
     captions = [file.read_text().strip() for file in sorted((folder / "pictures").glob("*.txt"))]
+    batch = sorted(set(captions), key=lambda caption: (-len(caption), caption))  # as they were encoded, all at once
+    with torch.no_grad():
+        whole = fed(pipeline, batch)
     seen = set()
     for step in range(4):
-        (batch,), ((bucket, parts, rows, _),) = stream.micro_batches(step), stream.samples(step)
-        given = {"text_embeds": batch.text_embeds, "text_mask": batch.text_mask, **batch.extras}
+        (micro_batch,), ((bucket, parts, rows, _),) = stream.micro_batches(step), stream.samples(step)
+        given = {"text_embeds": micro_batch.text_embeds, "text_mask": micro_batch.text_mask, **micro_batch.extras}
         for place, (part, row) in enumerate(zip(parts.tolist(), rows.tolist(), strict=True)):
             index = int(store.part(part).rows[bucket][row, 0])
             seen.add(index)
-            with torch.no_grad():
-                expected = fed(pipeline, [captions[index]])
+            expected = {name: each[batch.index(captions[index])] for name, each in whole.items()}
             assert given.keys() == expected.keys()
-            for name, (whole,) in expected.items():
+            for name, each in expected.items():
                 mask = expected.get(f"{name}_mask")
-                cut = whole if mask is None else whole * mask[0][:, None]
-                assert torch.equal(given[name][place], cut.bfloat16()), name
+                each = each if mask is None else each * mask[:, None]
+                assert torch.equal(given[name][place], each.bfloat16()), name
+        assert sizes(micro_batch) == sizes(rehearsed)
     assert seen == set(range(16))
 
 
@@ -154,4 +180,5 @@ def test_a_store_that_lacks_what_the_model_is_fed_is_refused(encoded, tmp_path):
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
     done = bigdit("extract", "--config", tmp_path / "run.yaml")
     assert done.returncode == 1
-    assert WANTED[config["model"]["class_name"]] in " ".join(done.stderr.split())
+    name, class_name = next(iter(FeatureStore.open(folder / "features").schema.streams)), config["model"]["class_name"]
+    assert f"encoders.text gives no {name} beside it, which {class_name} is fed" in " ".join(done.stderr.split())

@@ -12,11 +12,12 @@ from bigdit.spec import ModelSpec, Strict
 class Stream(Strict):
     """A further text of a caption that a family takes: so many `tokens`, or the constructor argument that says how
     many; of each of the encoder's layers, up to the last that the argument `layers` lists. `dim`: the argument with the
-    width of the states, of a list the last."""
+    width of the states, of a list the last; `optional`: without it there is no such text."""
 
     dim: str
     tokens: str | int
     layers: str | None = None
+    optional: bool = False
 
 
 class Inputs(Strict):
@@ -71,6 +72,12 @@ def stream_shapes(class_name: str, arguments: Mapping[str, Any]) -> dict[str, tu
     return {name: (tokens, dim) for name, (tokens, dim) in shapes.items() if tokens is not None and dim is not None}
 
 
+def streams_of(spec: ModelSpec) -> tuple[str, ...]:
+    """The names of the further texts that a model is fed."""
+    streams = FAMILIES[spec.class_name].streams.items()
+    return tuple(name for name, each in streams if not each.optional or spec.kwargs.get(each.dim) is not None)
+
+
 def _tokens(stream: Stream, arguments: Mapping[str, Any]) -> int | None:
     tokens = arguments.get(stream.tokens) if isinstance(stream.tokens, str) else stream.tokens
     layers = [0] if stream.layers is None else arguments.get(stream.layers)
@@ -109,11 +116,15 @@ FAMILIES: dict[str, Inputs] = {
     "PRXTransformer2DModel": Inputs(text_dim="context_in_dim", depths={"blocks": "depth"}),
     "CogView4Transformer2DModel": Inputs(text_dim="text_embed_dim"),
     "HunyuanImageTransformer2DModel": Inputs(
-        text_dim="text_embed_dim", extras=("glyph_text", "glyph_mask"), depths=_TWO_LISTS
+        text_dim="text_embed_dim",
+        streams={"glyph_text": Stream(dim="text_embed_2_dim", tokens=128, optional=True)},
+        depths=_TWO_LISTS,
     ),
     "HiDreamImageTransformer2DModel": Inputs(
         text_dim="caption_channels",
-        extras=("pooled_text", "llama_text"),
+        pooled_dim="text_emb_dim",
+        extras=("pooled_text",),
+        streams={"llama_text": Stream(dim="caption_channels", tokens=128, layers="llama_layers")},
         depths={"double_stream_blocks": "num_layers", "single_stream_blocks": "num_single_layers"},
         routed=True,
     ),
@@ -156,7 +167,9 @@ PIPELINES = {
     "ChromaTransformer2DModel": "ChromaPipeline",
     "CogVideoXTransformer3DModel": "CogVideoXPipeline",
     "FluxTransformer2DModel": "FluxPipeline",
+    "HiDreamImageTransformer2DModel": "HiDreamImagePipeline",
     "HunyuanDiT2DModel": "HunyuanDiTPipeline",
+    "HunyuanImageTransformer2DModel": "HunyuanImagePipeline",
     "HunyuanVideoTransformer3DModel": "HunyuanVideoPipeline",
     "LTXVideoTransformer3DModel": "LTXPipeline",
     "Lumina2Transformer2DModel": "Lumina2Pipeline",
@@ -205,10 +218,6 @@ def argument_problems(spec: ModelSpec) -> list[str]:
     ]
 
 
-_STORED = ("pooled_text", "class_label")
-"""Of the extras of families, those that the feature store keeps."""
-
-
 def training_obstacle(spec: ModelSpec) -> str | None:
     """Why a model cannot be trained from a feature store, of latents and of texts with a pooled vector or of a class of
     each picture; None where it can."""
@@ -216,9 +225,6 @@ def training_obstacle(spec: ModelSpec) -> str | None:
     inputs = FAMILIES.get(class_name)
     if inputs is None:
         return f"no family adapter yet: {class_name}"
-    missing = [extra for extra in inputs.extras if extra not in _STORED]
-    if missing:
-        return f"the feature store keeps no {' and no '.join(missing)}, which {class_name} is fed"
     if inputs.video and _begins_with_an_image(spec):
         return f"the feature store keeps no image that a video begins with, which {spec.name} is fed"
     return None

@@ -137,6 +137,7 @@ def _check_text(run: RunConfig, model: ModelSpec) -> list[str]:
             "(random weights)"
         ]
     dim, wanted = (text.config or {}).get("d_model"), model.kwargs.get("caption_channels")
+    wanted = wanted[0] if isinstance(wanted, list) and wanted else wanted  # of HiDream T5's, and Llama's
     if dim is not None and wanted is not None and dim != wanted:
         return [f"encoders.text.config.d_model is {dim}, and the model's caption_channels is {wanted}"]
     return []

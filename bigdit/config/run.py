@@ -198,6 +198,7 @@ class VaeCodec(Strict):
         "AutoencoderKLQwenImage",
         "AutoencoderKLWan",
         "AutoencoderKLLTXVideo",
+        "AutoencoderKLHunyuanImage",
         "AutoencoderKLHunyuanVideo",
         "AutoencoderKLCogVideoX",
     ]

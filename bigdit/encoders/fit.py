@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bigdit.catalog import FAMILIES
-from bigdit.catalog.families import stream_shapes
+from bigdit.catalog.families import stream_shapes, streams_of
 from bigdit.config.plan_file import PlanFile
 from bigdit.config.run import IdentityCodec, RunConfig, TextEncoderConfig, VaeCodec, written_bucket
 from bigdit.documents import parse_json
@@ -88,7 +88,7 @@ def text_misfits(model: ModelSpec, shapes: Mapping[str, tuple[int, int]], pooled
 def _stream_misfits(model: ModelSpec, found: Mapping[str, tuple[int, int]]) -> list[str]:
     """What keeps the model from further texts of these [max_tokens, dim]."""
     wanted = stream_shapes(model.class_name, model.kwargs)
-    known = FAMILIES[model.class_name].streams
+    known = streams_of(model)
     problems = [f"no {name} beside it, which {model.class_name} is fed" for name in known if name not in found]
     problems += [f"{name} beside it, which {model.class_name} is not fed" for name in found if name not in known]
     return problems + [

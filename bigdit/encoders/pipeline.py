@@ -113,6 +113,10 @@ class PipelineTextEncoder:
         asked = self._arguments | dict(recipe.asks) | arguments
         if _LENGTH in asked:
             asked[_LENGTH] = length
+        if "batch_size" in asked:
+            asked["batch_size"] = len(captions)
+        if recipe.length is not None:
+            setattr(self._pipeline, recipe.length, length)
         # A copy: ZImagePipeline writes its template into the list.
         returned = self._pipeline.encode_prompt(prompt=list(captions), **asked)
         return by_name(recipe, returned)
@@ -133,7 +137,7 @@ class PipelineTextEncoder:
 
     def _length_asked(self, max_tokens: int | None) -> int:
         """The length at which captions are cut; 0 of a pipeline that leaves no choice."""
-        most = self._arguments.get(_LENGTH, 0)
+        most = getattr(self._pipeline, self._recipe.length) if self._recipe.length else self._arguments.get(_LENGTH, 0)
         return int(most if max_tokens is None or not most else max_tokens)
 
     def _check_length(self, max_tokens: int | None) -> None:
@@ -154,6 +158,8 @@ def _arguments(pipeline: Any, device: torch.device) -> dict[str, Any]:
     for name, parameter in parameters.items():
         if name in _SET_BY_CALL and name in called:
             arguments[name] = called[name].default
+        elif name == "batch_size":
+            arguments[name] = 1
         elif parameter.default is parameter.empty and name != "prompt":
             arguments[name] = None  # prompt_2, prompt_3: the same prompt
     return arguments

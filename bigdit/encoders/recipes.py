@@ -25,13 +25,16 @@ class Recipe:
     zeroed: the text encoder does not see it, and the transformer is given zeros. attended: the text encoder reads
     the padding, the transformer does not. kept: both do, or the transformer does; with a mask, in one place of several.
 
-    `asks`: further arguments of the call. `beside`: further texts that a call of their own gives, by name.
+    `asks`: further arguments of the call. `beside`: further texts that a call of their own gives, by name; `rare`:
+    those that most captions have not. `length`: the attribute by which captions are cut, where it is no argument.
     """
 
     gives: tuple[str, ...]
     padding: Padding
     asks: Mapping[str, int] = field(default_factory=dict)
     beside: Mapping[str, Recipe] = field(default_factory=dict)
+    rare: tuple[str, ...] = ()
+    length: str | None = None
 
     @property
     def fits(self) -> bool:
@@ -62,11 +65,20 @@ RECIPES: dict[str, Recipe] = {
     "CogVideoXPipeline": Recipe(("states", "null_states"), "kept"),
     "Flux2KleinPipeline": Recipe(("states", "-"), "kept"),
     "FluxPipeline": Recipe(("states", "pooled", "-"), "kept"),
+    "HiDreamImagePipeline": Recipe(  # Llama's layers, which each block reads one of
+        ("states", "null_states", "llama_text", "null_llama_text", "pooled", "null_pooled"), "kept"
+    ),
     "HunyuanDiTPipeline": Recipe(  # mT5's pooler reads all states, and attention those that the mask shows
         _NULL_MASKED,
         "kept",
         {"text_encoder_index": 1},
         {"clip_text": Recipe(_NULL_MASKED, "masked", {"text_encoder_index": 0})},
+    ),
+    "HunyuanImagePipeline": Recipe(  # ByT5's of what stands in quotes
+        ("states", "mask", "glyph_text", "glyph_text_mask"),
+        "masked",
+        rare=("glyph_text",),
+        length="tokenizer_max_length",
     ),
     "HunyuanVideoPipeline": Recipe(("states", "pooled", "mask"), "masked"),
     "LTXPipeline": Recipe(("states", "mask", "null_states", "null_mask"), "attended"),

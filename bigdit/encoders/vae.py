@@ -53,9 +53,8 @@ class DiffusersVae:
         self._device = torch.device(device)
         found = self._vae.config
         self.channels = int(found.get("latent_channels") or found.z_dim)
-        self.downsample = int(
-            getattr(self._vae, "spatial_compression_ratio", None) or 2 ** (len(found.block_out_channels) - 1)
-        )
+        ratio = found.get("spatial_compression_ratio") or getattr(self._vae, "spatial_compression_ratio", None)
+        self.downsample = int(ratio or 2 ** (len(found.block_out_channels) - 1))
         self.temporal_downsample = frames_a_latent(self._vae)
         self.color: Color = "gray" if found.get("in_channels") == 1 else "rgb"
         self._frames = config.class_name in VIDEO_VAES and config.class_name != _OF_PICTURES

@@ -54,7 +54,13 @@ def _sequence(header: Header, name: str) -> Text:
 
 
 def _digest(text: Text) -> int:
-    seen = [each.seen.to_bytes(8, "little") for each in text.sequences.values() if each.seen is not None]
-    streams = [each.states for name, each in text.sequences.items() if name != TEXT]
-    parts = [each for each in (text.states, text.pooled, *streams) if each is not None]
-    return chained_digest([*(bytes_of(each.contiguous()) for each in parts), *seen])
+    """Of all values, and of what names the streams' and how many states of each the mask shows."""
+    parts: list[memoryview | bytes] = [
+        bytes_of(each.contiguous()) for each in (text.states, text.pooled) if each is not None
+    ]
+    for name, each in text.sequences.items():
+        if name != TEXT:
+            parts += [f"{name} {tuple(each.states.shape)}".encode(), bytes_of(each.states.contiguous())]
+        if each.seen is not None:
+            parts.append(str(each.seen).encode())
+    return chained_digest(parts)

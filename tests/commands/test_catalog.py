@@ -83,9 +83,9 @@ def test_filter_and_json():
     (flux,) = json.loads(options(models.run, "--filter", "flux.1-dev", "--json").stdout)
     assert (flux["rehearsable"], flux["trainable"], flux["obstacle"]) == (True, True, None)
     assert (flux["extractable"], flux["text_pipeline"]) == (True, "FluxPipeline")
-    hidream = json.loads(options(models.run, "--filter", "hidream", "--json").stdout)[0]
-    assert (hidream["rehearsable"], hidream["trainable"], hidream["obstacle"]) == (True, False, None)
-    assert hidream["training_obstacle"].startswith("the feature store keeps no llama_text, which HiDream")
+    (image,) = json.loads(options(models.run, "--filter", "wan2.1-i2v", "--json").stdout)
+    assert (image["rehearsable"], image["trainable"], image["obstacle"]) == (True, False, None)
+    assert image["training_obstacle"].startswith("the feature store keeps no image that a video begins with, which wan")
     (a40,) = json.loads(options(gpus.run, "--filter", "a40", "--json").stdout)[-1:]
     assert a40["sources"]["usable"]
     hopper = json.loads(options(gpus.run, "--filter", "hopper", "--json").stdout)

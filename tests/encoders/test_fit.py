@@ -163,6 +163,9 @@ def _model(kwargs):
     return ["--set", f"model={document}", "--set", "optimizer={lr: 0.001}"]
 
 
+_IMAGE = "HunyuanImageTransformer2DModel"
+
+
 def test_further_texts_are_those_that_the_model_is_fed():
     spec = model("hunyuandit-v1.2").spec
     text, clip = (256, 2048), (77, 1024)
@@ -178,6 +181,18 @@ def test_further_texts_are_those_that_the_model_is_fed():
     ]
     assert text_misfits(model("sana-1600m-1024").spec, {"text": (300, 2304), "clip_text": clip}, None) == [
         "clip_text beside it, which SanaTransformer2DModel is not fed"
+    ]
+    hidream, layers = model("hidream-i1").spec, (32 * 128, 4096)
+    assert text_misfits(hidream, {"text": (128, 4096), "llama_text": layers}, 2048) == []
+    assert text_misfits(hidream, {"text": (128, 768), "llama_text": (16 * 128, 4096)}, 768) == [
+        "768 features, and the model's caption_channels is 4096",
+        "768 pooled features, and the model's text_emb_dim is 2048",
+        "llama_text of 2048 × 4096, and HiDreamImageTransformer2DModel is fed 4096 × 4096",
+    ]
+    glyphs, without = {"text": (1000, 3584), "glyph_text": (128, 1472)}, {"text_embed_dim": 3584}
+    assert text_misfits(model("hunyuanimage-2.1").spec, glyphs, None) == []
+    assert text_misfits(spec.model_copy(update={"class_name": _IMAGE, "kwargs": without}), glyphs, None) == [
+        f"glyph_text beside it, which {_IMAGE} is not fed"
     ]
     unsaid = spec.model_copy(update={"kwargs": {}})  # what is left at the class's defaults is not judged
     assert text_misfits(unsaid, {"text": (3, 4), "clip_text": (5, 6)}, None) == []

@@ -22,7 +22,9 @@ CALLS = {
     "CogVideoXPipeline": {"max_sequence_length": 226},
     "Flux2KleinPipeline": {"max_sequence_length": 512},
     "FluxPipeline": {"max_sequence_length": 512, "prompt_2": None},
+    "HiDreamImagePipeline": {"max_sequence_length": 128},
     "HunyuanDiTPipeline": {"text_encoder_index": 1},
+    "HunyuanImagePipeline": {},
     "HunyuanVideoPipeline": {"max_sequence_length": 256},
     "LTXPipeline": {"max_sequence_length": 128},
     "Lumina2Pipeline": {"max_sequence_length": 256},
@@ -122,6 +124,41 @@ def test_all_states_of_a_model_that_pools_them_are_kept_and_a_second_text_beside
         beside = text.streams["clip_text"]
         assert torch.equal(beside.states, clip[f"{prefix}states"][0][clip[f"{prefix}mask"][0].bool()])
         assert (beside.seen, len(beside.states) < 77) == (None, True)
+
+
+def test_all_layers_of_llama_are_kept_beside_t5(saved):
+    """HiDream: one after another, as its encode_prompt stacks them; with padding, which its blocks attend to."""
+    folder, parts = saved("HiDreamImagePipeline")
+    encoder = load_text_encoder(TextEncoderConfig(pipeline=folder), batch_size=1)
+    assert (encoder.dim, encoder.max_tokens, encoder.pooled_dim) == (16, 128, 12)
+    assert encoder.streams == {"llama_text": (4 * 128, 16)}
+    pipeline = pipeline_of("HiDreamImagePipeline", parts)
+    for prefix, text in (("", encoder.encode(["a cat on a mat"])[0]), ("null_", encoder.null())):
+        given = call("HiDreamImagePipeline", pipeline, "a cat on a mat", do_classifier_free_guidance=bool(prefix))
+        layers = text.streams["llama_text"].states.unflatten(0, (4, 128))
+        assert torch.equal(layers, given[f"{prefix}llama_text"][:, 0])
+        assert torch.equal(text.states, given[f"{prefix}states"][0])
+        assert torch.equal(text.pooled, given[f"{prefix}pooled"][0])
+        assert (text.seen, text.streams["llama_text"].seen) == (None, None)
+    short = load_text_encoder(TextEncoderConfig(pipeline=folder, max_tokens=9))
+    assert (short.max_tokens, short.streams) == (9, {"llama_text": (4 * 9, 16)})
+
+
+def test_what_stands_in_quotes_is_a_text_of_its_own(saved):
+    """HunyuanImage: ByT5's, of no tokens where nothing is to be written in the picture."""
+    folder, parts = saved("HunyuanImagePipeline")
+    encoder = load_text_encoder(TextEncoderConfig(pipeline=folder))
+    assert (encoder.dim, encoder.max_tokens, encoder.streams) == (16, 1000, {"glyph_text": (128, 12)})
+    pipeline, caption = pipeline_of("HunyuanImagePipeline", parts), 'a sign with "OPEN" on it'
+    written, plain = encoder.encode([caption, "a sign"])
+    given = call("HunyuanImagePipeline", pipeline, caption)
+    glyphs = given["glyph_text"][0][given["glyph_text_mask"][0].bool()]
+    assert torch.equal(written.streams["glyph_text"].states, glyphs)
+    assert len(glyphs) == len('Text "OPEN". ') + 1  # ByT5's tokens are bytes, and an end
+    for text in (plain, encoder.null()):
+        assert text.streams["glyph_text"].states.shape == (0, 12)
+    short = load_text_encoder(TextEncoderConfig(pipeline=folder, max_tokens=9))
+    assert short.max_tokens == len(short.encode(CAPTIONS[-1:])[0].states) == 9
 
 
 def test_a_pipeline_of_several_texts_needs_all_of_its_encoders(saved, tmp_path):

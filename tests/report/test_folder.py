@@ -20,6 +20,7 @@ from bigdit.report.skeleton import skeleton
 from bigdit.search import kept
 from bigdit.search.plan import Plan
 from bigdit.search.telling.record import record
+from bigdit.speed.interval import Interval
 from bigdit.train.prepare import prepare
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("plan")]  # but for the rehearsal, none takes long
@@ -120,6 +121,26 @@ def test_a_model_of_videos_is_run_with_frames_and_their_rate(made, tmp_path, nam
     assert prepare(run, 1)[0] == plan.question.model.spec
     assert commands(plan, tmp_path)[0].words[:2] == ("bigdit", "extract")
     assert "does not encode text" not in skeleton(plan)
+
+
+@pytest.mark.parametrize(
+    ("name", "vae", "tokens"),
+    [("hunyuandit-v1.2", "AutoencoderKL", 256), ("hunyuanimage-2.1", "AutoencoderKLHunyuanImage", 1000)],
+)
+def test_a_model_of_several_texts_is_run_by_its_pipeline(made, tmp_path, name, vae, tokens):
+    plan = of_model(made, model(name))
+    (tmp_path / "run.yaml").write_text(skeleton(plan))
+    run = load_run(tmp_path / "run.yaml")
+    assert (run.encoders.image.class_name, run.encoders.text.max_tokens) == (vae, tokens)
+    assert prepare(run, 1)[0] == plan.question.model.spec
+    assert commands(plan, tmp_path)[0].words[:2] == ("bigdit", "extract")
+    assert run.data.part_size == 256
+
+
+def test_large_samples_are_written_in_small_parts(made, tmp_path):
+    data = made.dataset.model_copy(update={"store_bytes": Interval(low=0, high=35e6 * made.dataset.images)})
+    plan = of_model(made, model("hidream-i1")).model_copy(update={"dataset": data})
+    assert yaml.safe_load(skeleton(plan))["data"]["part_size"] == 16
 
 
 def test_text_that_is_encoded_elsewhere_is_told_of_the_model_it_is_of(made, tmp_path):

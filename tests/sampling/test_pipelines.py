@@ -5,7 +5,7 @@ import pytest
 import tiny_pipelines
 import tiny_vaes
 import torch
-from tiny_pipelines import SD3
+from tiny_pipelines import HI_DREAM, HUNYUAN_DIT, HUNYUAN_IMAGE, SD3
 
 from bigdit import checkpoint, engines, models, objectives
 from bigdit.dist import World
@@ -24,41 +24,55 @@ WAN = {
     "ffn_dim": 32,
     "num_layers": 2,
 }
-HUNYUAN_DIT = {
-    "num_attention_heads": 2,
-    "attention_head_dim": 8,
-    "in_channels": 4,
-    "patch_size": 2,
-    "sample_size": 8,
-    "hidden_size": 16,
-    "num_layers": 4,
-    "mlp_ratio": 2.0,
-    "cross_attention_dim": 8,
-    "cross_attention_dim_t5": 16,
-    "pooled_projection_dim": 6,
-}
 
 
-def of_sd3(encode):
-    states, null, *pooled = encode(prompt_2=None, prompt_3=None)
+def guided(pipeline, away, **asked):
+    """What encode_prompt returns of a caption, and of what guidance leads away from."""
+    negative = None if away is None else [away]
+    more = {"negative_prompt": negative, "do_classifier_free_guidance": True, "device": "cpu"}
+    return pipeline.encode_prompt(prompt=[CAPTION], **more, **asked)
+
+
+def of_sd3(pipeline, away):
+    *states, pooled, null = guided(pipeline, away, prompt_2=None, prompt_3=None)
+    return [(own, None, {"pooled_text": vector}) for own, vector in zip(states, (pooled, null), strict=True)]
+
+
+def of_wan(pipeline, away):
+    return [(own, None, {}) for own in guided(pipeline, away, max_sequence_length=512)]
+
+
+def of_hunyuan_dit(pipeline, away):
+    own, clip = (guided(pipeline, away, text_encoder_index=which) for which in (1, 0))
+    return [(own[i], own[2 + i], {"clip_text": clip[i], "clip_text_mask": clip[2 + i].float()}) for i in (0, 1)]
+
+
+def of_hi_dream(pipeline, away):
+    own, null, llama, null_llama, pooled, null_pooled = guided(pipeline, away)
+    given = (own, llama, pooled), (null, null_llama, null_pooled)
     return [
-        (each, torch.ones(each.shape[:2]), {"pooled_text": pooled[place]}) for place, each in enumerate((states, null))
+        (states, None, {"llama_text": layers.transpose(0, 1).flatten(1, 2), "pooled_text": vector})
+        for states, layers, vector in given
     ]
 
 
-def of_wan(encode):
-    return [(each, torch.ones(each.shape[:2]), {}) for each in encode(max_sequence_length=512)]
+def of_hunyuan_image(pipeline, away):
+    given = [pipeline.encode_prompt(prompt=[text], device="cpu") for text in (CAPTION, away or "")]
+    return [(own, mask, {"glyph_text": glyphs, "glyph_text_mask": shown}) for own, mask, glyphs, shown in given]
 
 
-def of_hunyuan_dit(encode):
-    own, clip = encode(text_encoder_index=1), encode(text_encoder_index=0)
-    return [(own[i], own[2 + i].float(), {"clip_text": clip[i], "clip_text_mask": clip[2 + i].float()}) for i in (0, 1)]
-
-
-# By name: the transformer and its arguments, the pipeline, the VAE, the latents of 16 × 24 pixels, and states, mask and
+CAPTION = 'a cat on a mat that reads "CAT"'
+# By name: the transformer and its arguments, the pipeline, the VAE, the latents of 16 × 24 pixels; states, mask and
 # what stands beside them of what encode_prompt returns, of the caption and of what guidance leads away from.
 CASES = {
+    "hidream": (
+        *("HiDreamImageTransformer2DModel", HI_DREAM, "HiDreamImagePipeline", "AutoencoderKL", (4, 8, 12), of_hi_dream),
+    ),
     "hunyuandit": ("HunyuanDiT2DModel", HUNYUAN_DIT, "HunyuanDiTPipeline", "AutoencoderKL", (4, 8, 12), of_hunyuan_dit),
+    "hunyuanimage": (
+        *("HunyuanImageTransformer2DModel", HUNYUAN_IMAGE, "HunyuanImagePipeline", "AutoencoderKLHunyuanImage"),
+        *((4, 8, 12), of_hunyuan_image),
+    ),
     "sd3": ("SD3Transformer2DModel", SD3, "StableDiffusion3Pipeline", "AutoencoderKL", (4, 8, 12), of_sd3),
     "wan": ("WanTransformer3DModel", WAN, "WanPipeline", "AutoencoderKLWan", (4, 1, 8, 12), of_wan),
 }
@@ -99,23 +113,20 @@ def test_pictures_follow_from_what_the_pipeline_encodes(name, negative, tmp_path
     saved, parts = saved_beside_encoders(tmp_path, class_name, kwargs, pipeline_name, vae)
     sampler = Sampler(saved, torch.device("cpu"))
     options = SamplingOptions(height=16, width=24, steps=1, guidance=2.0, negative=negative, seed=3)
-    picture = next(sampler.sample(["a cat on a mat"], options))
+    picture = next(sampler.sample([CAPTION], options))
     assert (picture.shape, picture.dtype) == ((3, 16, 24), torch.uint8)
 
     pipeline = tiny_pipelines.pipeline_of(pipeline_name, parts)
     noise = objectives.draw_noise(torch.empty(1, *shape), [3])
-
-    def encode(**asked):
-        away = None if negative is None else [negative]
-        guided = {"negative_prompt": away, "do_classifier_free_guidance": True}
-        return pipeline.encode_prompt(prompt=["a cat on a mat"], device="cpu", **guided, **asked)
-
     with torch.no_grad():
         family, model = (
             models.family(class_name),
-            getattr(diffusers, class_name).from_pretrained(tmp_path / "exported/transformer"),
+            getattr(diffusers, class_name).from_pretrained(tmp_path / "exported/transformer").eval(),
         )
-        batches = [Batch(noise, states, mask, (), extras) for states, mask, extras in conditions(encode)]
+        batches = [
+            Batch(noise, states, torch.ones(states.shape[:2]) if mask is None else mask.float(), (), extras)
+            for states, mask, extras in conditions(pipeline, negative)
+        ]
         predicted = [family.predict(model, noise, torch.ones(1), batch) for batch in batches]
         velocities = [objectives.of_latents(each, 4) for each in predicted]
         caption, none = velocities

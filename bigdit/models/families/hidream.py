@@ -12,21 +12,21 @@ import torch
 from torch import nn
 
 from bigdit.models.arguments import arguments
-from bigdit.models.conditions import Conditions, Extra
+from bigdit.models.conditions import Conditions, Extra, streams
 from bigdit.models.family import Family
 
 TIMESTEP_SCALE = 1000.0
-# Tokens of Llama's text, as of T5's.
-LLAMA_TOKENS = 128
 
 
 def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions: Conditions) -> torch.Tensor:
-    """Velocity [B, C, H, W] for latents of that shape, t [B], text_embeds [B, T, D]; padded text is attended to."""
+    """Velocity [B, C, H, W] for latents of that shape, t [B], text_embeds [B, T, D], and the extras pooled_text and
+    llama_text [B, L T, D'], layer by layer; padded text is attended to, whatever its masks show."""
+    layers = max(arguments(model).llama_layers) + 1
     patches = model(
         hidden_states=latents,
         timesteps=t * TIMESTEP_SCALE,
         encoder_hidden_states_t5=conditions.text_embeds,
-        encoder_hidden_states_llama3=conditions.extras["llama_text"].transpose(0, 1),
+        encoder_hidden_states_llama3=conditions.extras["llama_text"].unflatten(1, (layers, -1)).transpose(0, 1),
         pooled_embeds=conditions.extras["pooled_text"],
         return_dict=False,
     )[0]
@@ -35,11 +35,7 @@ def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions
 
 def extras(model: nn.Module) -> dict[str, Extra]:
     """`pooled_text` of two CLIPs, and `llama_text`: the layers of Llama that the blocks are fed."""
-    config = arguments(model)
-    return {
-        "pooled_text": Extra((config.text_emb_dim,)),
-        "llama_text": Extra((max(config.llama_layers) + 1, LLAMA_TOKENS, config.caption_channels[1])),
-    }
+    return {"pooled_text": Extra((arguments(model).text_emb_dim,)), **streams(FAMILY.CLASS_NAME, model)}
 
 
 def _pictures(model: nn.Module, patches: torch.Tensor, latents: torch.Tensor) -> torch.Tensor:

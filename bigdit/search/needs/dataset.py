@@ -169,6 +169,8 @@ def _texts(model: CatalogModel, batch: BatchShape) -> list[_Text]:
         low, high = (min(bound, most) for bound in (CAPTION_TOKENS.low, CAPTION_TOKENS.high))
         if recipe is not None and recipe.keeps(name):
             low = high = most
+        elif recipe is not None and name in recipe.rare:
+            low = 0
         texts.append(_Text(name, most, dim, Interval(low=low, high=high)))
     return texts
 

@@ -16,7 +16,7 @@ CAPTIONS = [
     "An oil painting of two ships in a storm, waves high above the masts, dark clouds, a lighthouse far away",
     "ünïcödé & symbols: <b>50%</b> #1",
     "a cat",
-    "one " * 600,  # longer than any pipeline takes
+    "one " * 1200,  # longer than any pipeline takes
     "Two dogs, a red house and a blue car under the evening sun",
 ]
 _TEMPLATES = [
@@ -149,7 +149,7 @@ def umt5(tokenizer):
     return transformers.UMT5EncoderModel(transformers.UMT5Config(**sizes, vocab_size=len(tokenizer)))
 
 
-def clip(tokenizer, projected=False, width=8):
+def clip(tokenizer, projected=False, width=8, positions=77):
     config = transformers.CLIPTextConfig(
         vocab_size=len(tokenizer),
         hidden_size=width,
@@ -157,7 +157,7 @@ def clip(tokenizer, projected=False, width=8):
         num_hidden_layers=3,
         num_attention_heads=2,
         projection_dim=6,
-        max_position_embeddings=77,
+        max_position_embeddings=positions,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
@@ -176,6 +176,17 @@ def gemma(tokenizer):
 
 def llama(tokenizer):
     return transformers.LlamaModel(transformers.LlamaConfig(**_SIZES, vocab_size=len(tokenizer)))
+
+
+def llama_with_words(tokenizer):
+    """As it stands with its head, and eager: its pipeline asks for attentions."""
+    config = transformers.LlamaConfig(**_SIZES, vocab_size=len(tokenizer))
+    return transformers.LlamaForCausalLM(config)
+
+
+def byt5(tokenizer):
+    sizes = {"d_model": 12, "d_kv": 6, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+    return transformers.T5EncoderModel(transformers.T5Config(**sizes, vocab_size=len(tokenizer)))
 
 
 def qwen3(tokenizer, layers=4):
@@ -199,14 +210,21 @@ def _one(tokenizer, model):
     return {"tokenizer": made, "text_encoder": model(made)}
 
 
-def _two_clips():
+def _two_clips(positions=77):
     tokenizer = clip_tokenizer()
     return {
         "tokenizer": tokenizer,
-        "text_encoder": clip(tokenizer, projected=True),
+        "text_encoder": clip(tokenizer, projected=True, positions=positions),
         "tokenizer_2": tokenizer,
-        "text_encoder_2": clip(tokenizer, projected=True),
+        "text_encoder_2": clip(tokenizer, projected=True, positions=positions),
     }
+
+
+def _of_hidream():
+    """Two long CLIPs, T5 and Llama."""
+    clips = _two_clips(positions=248)
+    tokenizer = llama_tokenizer()
+    return clips | _third_t5() | {"tokenizer_4": tokenizer, "text_encoder_4": llama_with_words(tokenizer)}
 
 
 def _third_t5():
@@ -225,6 +243,8 @@ PARTS = {
     "CogVideoXPipeline": lambda: _one(t5_tokenizer, t5),
     "Flux2KleinPipeline": lambda: _one(qwen_tokenizer, lambda made: qwen3(made, layers=28)),
     "FluxPipeline": lambda: _one(clip_tokenizer, clip) | _second(_one(t5_tokenizer, t5)),
+    "HiDreamImagePipeline": _of_hidream,
+    "HunyuanImagePipeline": lambda: _one(qwen_tokenizer, qwen_vl) | _second(_one(transformers.ByT5Tokenizer, byt5)),
     "HunyuanDiTPipeline": lambda: _one(bert_tokenizer, bert) | _second(_one(t5_tokenizer, t5)),
     "HunyuanVideoPipeline": lambda: _one(llama_tokenizer, llama) | _second(_one(clip_tokenizer, clip)),
     "LTXPipeline": lambda: _one(t5_tokenizer, t5),
@@ -279,3 +299,49 @@ SD3 = {
     "pos_embed_max_size": 16,
 }
 """The transformer that takes what the encoders of StableDiffusion3Pipeline make."""
+HUNYUAN_DIT = {
+    "num_attention_heads": 2,
+    "attention_head_dim": 8,
+    "in_channels": 4,
+    "patch_size": 2,
+    "sample_size": 8,
+    "hidden_size": 16,
+    "num_layers": 4,
+    "mlp_ratio": 2.0,
+    "cross_attention_dim": 8,
+    "cross_attention_dim_t5": 16,
+    "pooled_projection_dim": 6,
+    "use_style_cond_and_image_meta_size": False,
+}
+"""Of version 1.2, for HunyuanDiTPipeline."""
+HI_DREAM = {
+    "patch_size": 2,
+    "in_channels": 4,
+    "num_layers": 2,
+    "num_single_layers": 2,
+    "attention_head_dim": 16,
+    "num_attention_heads": 2,
+    "caption_channels": [16, 16],
+    "text_emb_dim": 12,
+    "num_routed_experts": 2,
+    "num_activated_experts": 2,
+    "axes_dims_rope": [8, 4, 4],
+    "max_resolution": [16, 16],
+    "llama_layers": [0, 1, 2, 3],
+}
+"""Of both experts, for HiDreamImagePipeline."""
+HUNYUAN_IMAGE = {
+    "in_channels": 4,
+    "out_channels": 4,
+    "num_attention_heads": 2,
+    "attention_head_dim": 16,
+    "num_layers": 1,
+    "num_single_layers": 1,
+    "num_refiner_layers": 1,
+    "mlp_ratio": 2.0,
+    "patch_size": [1, 1],
+    "text_embed_dim": 16,
+    "text_embed_2_dim": 12,
+    "rope_axes_dim": [8, 8],
+}
+"""With a second text, for HunyuanImagePipeline."""

@@ -90,6 +90,20 @@ def hunyuan(levels=2):
     return diffusers.AutoencoderKLHunyuanVideo(**config, spatial_compression_ratio=2 ** (levels - 1))
 
 
+def hunyuan_image():
+    """Its norms are of 32 groups."""
+    return diffusers.AutoencoderKLHunyuanImage(
+        in_channels=3,
+        out_channels=3,
+        latent_channels=4,
+        block_out_channels=(32, 32),
+        layers_per_block=1,
+        spatial_compression_ratio=2,
+        sample_size=16,
+        scaling_factor=0.75289,
+    )
+
+
 def cogvideox(frames=1):
     return diffusers.AutoencoderKLCogVideoX(**pyramid("CogVideoX{}Block3D"), temporal_compression_ratio=frames)
 
@@ -101,6 +115,7 @@ VAES = {
     "AutoencoderKLQwenImage": (qwen_image, (4, 8, 12), "statistics"),
     "AutoencoderKLWan": (wan, (4, 1, 8, 12), "statistics"),
     "AutoencoderKLLTXVideo": (ltx, (4, 1, 4, 6), "buffers"),
+    "AutoencoderKLHunyuanImage": (hunyuan_image, (4, 8, 12), "scale"),
     "AutoencoderKLHunyuanVideo": (hunyuan, (4, 1, 8, 12), "scale"),
     "AutoencoderKLCogVideoX": (cogvideox, (4, 1, 8, 12), "scale"),
 }

@@ -101,6 +101,27 @@ def test_further_texts_are_counted():
     assert not any("data.part_size" in note for note in found.notes)
 
 
+def test_llamas_layers_are_what_a_store_of_hidream_is_made_of():
+    found = need("hidream-i1", images=1_000_000)
+    layers, t5 = 32 * 128 * 4096 * 2, 128 * 4096 * 2
+    assert layers == 33_554_432  # bytes a caption
+    assert found.text_bytes.low == found.text_bytes.high == found.padded_text_bytes == layers + t5
+    assert (
+        "padded to 128 × 4096 and 4096 × 4096 (llama_text) in bf16, the text of each image takes 34.6 MB"
+        in found.notes[0]
+    )
+    assert found.notes[1] == "the store takes 35.1 TB: up to 10 disks of 3.84 TB"
+    assert found.notes[2] == (
+        "a worker of `bigdit extract` holds up to 3 parts on the host: 27 GB with data.part_size 256, 1.69 GB with 16"
+    )
+
+
+def test_a_text_that_most_captions_lack_may_take_nothing():
+    found = need("hunyuanimage-2.1", images=1)
+    own, glyphs = 3584 * 2, 1472 * 2
+    assert (found.text_bytes.low, found.text_bytes.high) == (49 * own, 168 * own + 128 * glyphs)
+
+
 def test_padding_that_a_model_reads_is_stored():
     found = need("flux.1-dev", images=1000)
     assert found.text_bytes.low == found.text_bytes.high == found.padded_text_bytes == 512 * 4096 * 2
