@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from bigdit.commands.options import Config, Json, Set
+from bigdit.commands.options import Config, Json, Set, Stage
 
 if TYPE_CHECKING:
     from bigdit.extract.extract import Engine
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 def run(
     config: Config,
     overrides: Set = [],  # noqa: B006  # typer reads the default; it is not changed
+    stage: Stage = None,
     start_index: Annotated[int | None, typer.Option(help="The first picture: parts that start from here on.")] = None,
     end_index: Annotated[int | None, typer.Option(help="The end: parts that start before this picture.")] = None,
     shard: Annotated[str | None, typer.Option(metavar="K/N", help="The K-th of N even splits: 1/N to N/N.")] = None,
@@ -33,7 +34,8 @@ def run(
     ] = [],  # noqa: B006
     as_json: Json = False,
 ) -> None:
-    """Encode pictures and captions once, in parallel; the same command goes on where it stopped.
+    """Encode pictures and captions once, in parallel; the same command goes on where it stopped. Of a run with stages
+    the stores of all, one after the other.
 
     Any number of these may run at once, on any machines that share the folder: each takes what nobody has done.
     """
@@ -41,27 +43,32 @@ def run(
 
     libraries.prepare()
     from bigdit.catalog.resolve import model_spec
-    from bigdit.config import check, load_run
+    from bigdit.config import check
+    from bigdit.config.stages import load_chosen, of_each
     from bigdit.extract.extract import extract
     from bigdit.search.needs.encode_batch import with_batch_size
 
-    run_config = load_run(config, overrides)
-    model = model_spec(run_config.model)
-    check(run_config, model)
-    run_config = with_batch_size(run_config, workers or run_config.data.workers)
-    report = extract(
-        run_config,
-        model,
-        workers,
-        start=start_index,
-        end=end_index,
-        shard=shard,
-        engine=_engine(engine, tasks, resources),
-    )
+    asked, reports = _engine(engine, tasks, resources), []
+    runs = [each.run for each in load_chosen(config, overrides, stage)]
+    of_each(range(len(runs)), lambda number: check(runs[number], model_spec(runs[number].model)))
+    for number, run_config in enumerate(runs):
+        if any((run_config.data, run_config.encoders) == (other.data, other.encoders) for other in runs[:number]):
+            continue  # several stages train on one store
+        report = extract(
+            with_batch_size(run_config, workers or run_config.data.workers),
+            model_spec(run_config.model),
+            workers,
+            start=start_index,
+            end=end_index,
+            shard=shard,
+            engine=asked,
+        )
+        reports.append(report)
+        if not as_json:
+            _print(report)
     if as_json:
-        log.emit_json(report.model_dump(mode="json"))
-    else:
-        _print(report)
+        documents = [report.model_dump(mode="json") for report in reports]
+        log.emit_json(documents if len(runs) > 1 else documents[0])
 
 
 def _engine(name: str, tasks: int | None, resources: list[str]) -> Engine:

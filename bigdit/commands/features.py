@@ -99,15 +99,17 @@ def _repair(folder: Path, config: Path, overrides: list[str], workers: int | Non
 
     libraries.prepare()
     from bigdit.catalog.resolve import model_spec
-    from bigdit.config import check, load_run
+    from bigdit.config import check, load_stages
     from bigdit.errors import UserError
     from bigdit.extract.extract import extract
 
-    run = load_run(config, overrides)
+    runs = [stage.run for stage in load_stages(config, overrides)]
+    run = next((each for each in runs if each.data.features.resolve() == folder.resolve()), None)
+    if run is None:
+        named = ", ".join(dict.fromkeys(str(each.data.features) for each in runs))
+        raise UserError(f"data.features: {named} is in {config}, and {folder} was verified; name the same")
     model = model_spec(run.model)
     check(run, model)
-    if run.data.features.resolve() != folder.resolve():
-        raise UserError(f"data.features: {run.data.features} is in {config}, and {folder} was verified; name the same")
     for each in damaged:
         try:
             (folder / each.file).unlink(missing_ok=True)

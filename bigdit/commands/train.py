@@ -27,33 +27,44 @@ def run(
     from bigdit import libraries, log
     from bigdit.catalog.families import objective_of
     from bigdit.catalog.revision import revision
+    from bigdit.config import load_stages
     from bigdit.config.plan_file import read_plan_file
-    from bigdit.config.planned import plan_notices
     from bigdit.report.run.leave import leaving_a_page
-    from bigdit.train.prepare import check_store, load, prepare, with_ds_config, with_grace
+    from bigdit.train.prepare import check_stores, prepare_stages, with_ds_config, with_grace
     from bigdit.train.processes.launch import launch
 
     overrides = with_grace(with_ds_config(overrides, ds_config), grace)
     planned = None if plan is None else read_plan_file(plan)
-    run_config = load(config, overrides, planned, plan)
-    if planned is not None:
-        _check_one_machine(planned)
-    spec, strategy = prepare(run_config, run_config.engine.processes, planned)
-    if dry_run:
-        for line in plan_notices(run_config, planned, revision()) if planned else ():
+    stages = load_stages(config, overrides, planned, plan)
+    for stage in stages:
+        if stage.plan is not None:
+            _check_one_machine(stage.plan)
+    first = stages[0].run
+    prepared = prepare_stages(stages, first.engine.processes)
+    if not dry_run:
+        check_stores(stages)
+        with leaving_a_page(first.output):
+            return launch(first, config, overrides, plan)
+    for stage in stages:
+        for line in stage.plan_notices(revision()):
             log.notice(f"note: {line}")
-        libraries.prepare()
-        from bigdit.train.model import check_model  # torch, which only the processes that train need else
-        from bigdit.train.saves import snapshots_said
+    libraries.prepare()
+    from bigdit.train.model import check_models  # torch, which only the processes that train need else
+    from bigdit.train.saves import snapshots_said
 
-        for line in snapshots_said(run_config, check_model(run_config, spec, strategy)):
+    for stage, model in zip(stages, check_models(prepared), strict=True):
+        for line in snapshots_said(stage.run, model):
             log.notice(f"note: {line}")
-        resolved = run_config.model_copy(update={"objective": objective_of(spec, run_config.objective)})
-        log.emit_json({"run": resolved.model_dump(mode="json"), "strategy": strategy.model_dump(mode="json")})
-        return 0
-    check_store(run_config)
-    with leaving_a_page(run_config.output):
-        return launch(run_config, config, overrides, plan)
+    resolved = [
+        {
+            "run": each.stage.run.model_copy(update={"objective": objective_of(each.spec, each.stage.run.objective)}),
+            "strategy": each.strategy,
+        }
+        for each in prepared
+    ]
+    documents = [{key: value.model_dump(mode="json") for key, value in each.items()} for each in resolved]
+    log.emit_json(documents[0] if len(documents) == 1 else {"stages": documents})
+    return 0
 
 
 def _check_one_machine(plan: PlanFile) -> None:

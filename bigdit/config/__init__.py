@@ -5,7 +5,7 @@ checked where those are opened.
 """
 
 from bigdit.config.check import check, strategy_of
-from bigdit.config.load import load_run
 from bigdit.config.run import RunConfig
+from bigdit.config.stages import Stage, load_run, load_stages
 
-__all__ = ["RunConfig", "check", "load_run", "strategy_of"]
+__all__ = ["RunConfig", "Stage", "check", "load_run", "load_stages", "strategy_of"]

@@ -9,6 +9,12 @@ RECORD = "run.json"
 RECEIPT = "receipt.json"
 """Of a run that came to its end."""
 
+
+def receipt_of(stage: int) -> str:
+    """Of a stage that another one follows."""
+    return f"receipt-stage-{stage}.json"
+
+
 PAGE = "report.html"
 
 CHECKPOINTS, AVERAGES, EXPORTS, SAMPLES = "checkpoints", "averages", "exports", "samples"

@@ -125,10 +125,11 @@ def write_plan_file(path: Path, plan: PlanFile) -> None:
     write_text(path, _HEAD + yaml.safe_dump(document, sort_keys=False, width=100, allow_unicode=True))
 
 
-def read_plan_file(path: Path) -> PlanFile:
-    """The plan in `path`, a plan.yaml or the folder of one. Raises UserError unless it is as it was written."""
+def read_plan_file(path: Path, key: str = "--plan") -> PlanFile:
+    """The plan in `path`, a plan.yaml or the folder of one, by which option or `key` it was asked for. Raises UserError
+    unless it is as it was written."""
     file = plan_file(path)
-    document = _read(file)
+    document = _read(file, key)
     if document.get("format") != FORMAT:
         raise UserError(f"{file} has format {document.get('format')!r}, and this bigdit reads {FORMAT}; {_FIX}")
     if document.pop("digest", "missing") != _digest(document):
@@ -150,9 +151,9 @@ def plan_file(path: Path) -> Path:
     return path / FILE if os.path.isdir(path) else path
 
 
-def _read(file: Path) -> dict[str, Any]:
+def _read(file: Path, key: str) -> dict[str, Any]:
     try:
-        document = parse_yaml(read_file(file, f"--plan: {file}", "; `bigdit plan --out DIR` writes one"))
+        document = parse_yaml(read_file(file, f"{key}: {file}", "; `bigdit plan --out DIR` writes one"))
     except ValueError as error:
         raise UserError(f"{file} is damaged: {error}; {_FIX}") from None
     if not isinstance(document, dict):

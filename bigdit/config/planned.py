@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from bigdit.config.deepspeed import complete_ds_config, ds_values, read_ds_config
-from bigdit.config.load import parse_run, read_run
+from bigdit.config.load import parse_run
 from bigdit.config.plan_file import DS_CONFIG, PlanFile, plan_file
 from bigdit.config.run import RunConfig, frames_of, written_bucket
 from bigdit.errors import UserError, versions
@@ -40,12 +40,12 @@ _DECIDED = {
 _SECTIONS = {"ema": ("device",), "lora": ("rank", "targets", "base")}
 
 
-def planned_run(path: Path, overrides: Sequence[str], plan: PlanFile, source: Path) -> RunConfig:
-    """The run in `path`, where it says nothing of what the plan in the folder or file `source` decides filled in.
+def planned_run(document: dict[str, Any], path: str, plan: PlanFile, source: Path) -> RunConfig:
+    """The run in `document`, where it says nothing of what the plan in the folder or file `source` decides filled in.
 
-    Raises UserError with every value that contradicts the plan, by both keys, and with what `load_run` finds.
+    `path` names it in errors. Raises UserError with every value that contradicts the plan, by both keys, and with what
+    `parse_run` finds.
     """
-    document = read_run(path, overrides)
     wanted = _wanted(plan, document)
     for key, (value, _) in wanted.items():
         _fill(document, key.split("."), value)
@@ -54,10 +54,10 @@ def planned_run(path: Path, overrides: Sequence[str], plan: PlanFile, source: Pa
     _fill(document, ["train", "gradient_clipping"], plan.strategy.gradient_clipping)
     if plan.strategy.engine == "deepspeed":
         _fill(document, ["engine", "ds_config"], str(plan_file(source).parent / DS_CONFIG))
-    if not any(_at(document, ["model", way]) for way in ("name", "path", "class_name")):
+    if not any(at(document, ["model", way]) for way in ("name", "path", "class_name")):
         _fill(document, ["model", "class_name"], plan.model.class_name)
         _fill(document, ["model", "kwargs"], plan.model.kwargs)
-    run = parse_run(document, str(path))
+    run = parse_run(document, path)
     problems = [*_contradictions(run, wanted, plan), *_ds_config_problems(run, plan.strategy)]
     if problems:
         raise UserError(*(f"{path}: {problem}" for problem in problems))
@@ -155,15 +155,15 @@ def _release(version: str) -> str:
 def _wanted(plan: PlanFile, document: dict[str, Any]) -> dict[str, tuple[Any, str]]:
     """Keys of the run, the values that the plan gives them, and the keys of its strategy."""
     strategy = plan.strategy.model_dump(mode="json")
-    wanted = {key: (_at(strategy, of.split(".")), of) for key, of in _DECIDED.items()}
+    wanted = {key: (at(strategy, of.split(".")), of) for key, of in _DECIDED.items()}
     for section, keys in _SECTIONS.items():
         if strategy[section] is None:
             wanted[f"train.{section}"] = (None, section)
         else:
             wanted |= {f"train.{section}.{key}": (strategy[section][key], f"{section}.{key}") for key in keys}
-    if _at(document, ["train", "global_batch_size"]) is not None:
+    if at(document, ["train", "global_batch_size"]) is not None:
         wanted["train.global_batch_size"] = (plan.strategy.global_batch_size, "global_batch_size")
-        if _at(document, ["train", "grad_accum_steps"]) is None:  # it follows, and both together are refused
+        if at(document, ["train", "grad_accum_steps"]) is None:  # it follows, and both together are refused
             del wanted["train.grad_accum_steps"]
     wanted["engine.processes"] = (max(plan.processes_per_node), "world_size")
     return wanted
@@ -172,7 +172,7 @@ def _wanted(plan: PlanFile, document: dict[str, Any]) -> dict[str, tuple[Any, st
 def _contradictions(run: RunConfig, wanted: dict[str, tuple[Any, str]], plan: PlanFile) -> Iterator[str]:
     document = run.model_dump(mode="json")
     for key, (value, of) in wanted.items():
-        found = _at(document, key.split("."))
+        found = at(document, key.split("."))
         if found != value:
             yield _contradiction(key, found, of, value if of != "world_size" else _spread(plan))
     kept, wanted_averages = run.train.ema, plan.strategy.ema
@@ -201,13 +201,13 @@ def _ds_config_problems(run: RunConfig, planned: Strategy) -> Iterator[str]:
     document, problems = complete_ds_config(read_ds_config(path), ds_values(planned, "the plan's strategy."))
     yield from (f"engine.ds_config {path}: {problem}" for problem in problems)
     if not problems:
-        for key, found, wanted in _differences(document, planned.ds_config, ""):
+        for key, found, wanted in differences(document, planned.ds_config, ""):
             yield _contradiction(f"engine.ds_config: in {path}, {key}", found, f"ds_config.{key}", wanted)
 
 
 def _contradiction(key: str, found: Any, of: str, wanted: Any) -> str:
     return (
-        f"{key} is {_said(found)}, and the plan's strategy.{of} is {_said(wanted)}; leave it out, or ask "
+        f"{key} is {said(found)}, and the plan's strategy.{of} is {said(wanted)}; leave it out, or ask "
         "`bigdit plan` for it"
     )
 
@@ -217,11 +217,11 @@ def _averages(ema: EmaSpec) -> str:
     return f"{ema.count} average{'s' if ema.count > 1 else ''} ({ema.profile})"
 
 
-def _differences(found: Any, wanted: Any, key: str) -> Iterator[tuple[str, Any, Any]]:
+def differences(found: Any, wanted: Any, key: str) -> Iterator[tuple[str, Any, Any]]:
     """(key, found, wanted) of every value that two documents do not share."""
     if isinstance(found, dict) and isinstance(wanted, dict):
         for name in sorted(found.keys() | wanted.keys()):
-            yield from _differences(found.get(name), wanted.get(name), f"{key}.{name}".removeprefix("."))
+            yield from differences(found.get(name), wanted.get(name), f"{key}.{name}".removeprefix("."))
     elif found != wanted:
         yield key, found, wanted
 
@@ -237,12 +237,13 @@ def _fill(document: dict[str, Any], keys: Sequence[str], value: Any) -> None:
     node.setdefault(last, value)
 
 
-def _at(document: Any, keys: Sequence[str]) -> Any:
+def at(document: Any, keys: Sequence[str]) -> Any:
     """The value at `keys`; None where there is none."""
     for key in keys:
         document = document.get(key) if isinstance(document, dict) else None
     return document
 
 
-def _said(value: Any) -> str:
+def said(value: Any) -> str:
+    """A value as YAML would have it."""
     return value if isinstance(value, str) else json.dumps(value)

@@ -322,6 +322,10 @@ class RunConfig(Strict):
     are drawn on the way; `trackers` that get metrics and pictures too, by accelerate; `output`: the folder of
     checkpoints, exports, pictures, metrics, the receipt and the run's page.
 
+    `stages`, one after another with the same weights, optimizer state and average: of each, what it has otherwise than
+    the run, under the same keys, such as `data` and `train.steps`, which are its own; and `plan`, a folder of
+    `bigdit plan --out` that decides how it is stepped.
+
     `objective` left out is the model's own: DDPM of DiT and PixArt, flow matching of all others.
     """
 
@@ -335,4 +339,5 @@ class RunConfig(Strict):
     validation: ValidationConfig | None = None
     samples: SamplesConfig | None = None
     trackers: tuple[TrackerName, ...] = ()
+    stages: tuple[dict[str, Any], ...] = ()
     output: Path

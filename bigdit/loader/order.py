@@ -57,7 +57,7 @@ class _Epoch:
 
 class Order:
     """The order of training over `counts` int64 [parts, buckets]: samples of each shape in each part; none that is
-    `held` out ever comes."""
+    `held` out ever comes. It begins with `first_step` of the run, and is another one with another first step."""
 
     def __init__(
         self,
@@ -69,10 +69,12 @@ class Order:
         stages: Sequence[Stage] = (),
         window_parts: int = WINDOW_PARTS,
         held: HeldOut | None = None,
+        first_step: int = 0,
     ) -> None:
         counts = counts if held is None else counts - held.counts
         self.held = held
         self.global_batch_size = global_batch_size
+        self.first_step = first_step
         self.stages = tuple(stages) or (Stage(0, len(counts)),)
         self._counts = counts
         self._shapes = tuple(shapes)
@@ -128,8 +130,8 @@ class Order:
         return whole
 
     def _count_batches_before(self, epoch: int) -> int:
-        """Batches that end before this epoch."""
-        return int((self._samples_before(epoch) // self.global_batch_size).sum())
+        """The step at which this epoch begins: the first one's, and the batches that end before it."""
+        return self.first_step + int((self._samples_before(epoch) // self.global_batch_size).sum())
 
     def _epoch_of_sample(self, bucket: int, place: int) -> int:
         """The epoch of a place in a bucket's stream."""
@@ -165,7 +167,8 @@ class Order:
         return np.stack([parts[at], rows if self.held is None else self.held.passed_over(bucket, parts[at], rows)])
 
     def _generator(self, *names: int) -> np.random.Generator:
-        return np.random.Generator(np.random.Philox(np.random.SeedSequence((self._seed, *names))))
+        stage = (self.first_step,) if self.first_step else ()
+        return np.random.Generator(np.random.Philox(np.random.SeedSequence((self._seed, *names), spawn_key=stage)))
 
 
 def sample_seed(seed: int, step: int, position: int) -> int:

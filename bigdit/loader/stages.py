@@ -18,9 +18,9 @@ from bigdit.store.part import shape_name
 
 
 class DataState(Strict):
-    """Stages as (first epoch, parts); `parts_digest`: of the parts of the last; what else the order follows from; the
-    `classes` that labels are of, by their names or their number, None of captions; and how many samples of the first
-    stage are `held_out`."""
+    """Stages of the data as (first epoch, parts); `parts_digest`: of the parts of the last; what else the order follows
+    from; the `classes` that labels are of, by their names or their number, None of captions; how many samples of the
+    first stage are `held_out`; and the `first_step` of the order: that of the stage of the run that it is of."""
 
     seed: NonNegativeInt
     global_batch_size: PositiveInt
@@ -29,6 +29,7 @@ class DataState(Strict):
     parts_digest: str
     classes: Known | None = None
     held_out: NonNegativeInt = 0
+    first_step: NonNegativeInt = 0
 
 
 def data_state(store: FeatureStore, order: Order, seed: int) -> DataState:
@@ -41,6 +42,7 @@ def data_state(store: FeatureStore, order: Order, seed: int) -> DataState:
         parts_digest=_digest(store, order.stages[-1].parts),
         classes=store.schema.classes,
         held_out=0 if order.held is None else int(order.held.counts.sum()),
+        first_step=order.first_step,
     )
 
 
@@ -52,20 +54,31 @@ def plan_order(
     step: int,
     where: Path,
     held_out: int = 0,
+    first_step: int = 0,
 ) -> tuple[Order, list[str]]:
     """The order of a run over the store that goes on at `step` from what the checkpoint `where` saved of it.
 
     Parts that the store has gained enter with the first epoch that has not begun; of those that it began with so many
-    samples are `held_out`. The second value: what a person should know. Raises UserError where the store, the seed, the
-    global batch or what is held out are not those of the checkpoint.
+    samples are `held_out`. A stage of the run that begins with `first_step` has an order of its own, of which a
+    checkpoint of the stage before it knows nothing. The second value: what a person should know. Raises UserError where
+    the store, the seed, the global batch or what is held out are not those of the checkpoint.
     """
     index = store.index
-    if saved is None:
+    state = None if saved is None else _parse(saved, where)
+    problems = [] if state is None else _other_classes(store, state, where)
+    if state is None or step == first_step:
+        if problems:
+            raise UserError(*problems)
         held = _held_out(store, len(index.parts), held_out)
-        order = Order(index.counts, index.shapes, global_batch_size, seed, held=held)
+        order = Order(index.counts, index.shapes, global_batch_size, seed, held=held, first_step=first_step)
         return order, _scarce(order, store)
-    state = _parse(saved, where)
-    problems = [
+    if state.first_step != first_step:
+        raise UserError(
+            f"stages: {where} was saved in one that begins at step {state.first_step}, and the one that step {step} is "
+            f"of now begins at {first_step}; give those before it as many train.steps as they had, or choose another "
+            "output"
+        )
+    problems += [
         f"{key} is {asked}, and {where} was trained with {found}: samples would come twice, or never; set it to {found}"
         for key, found, asked in (
             ("train.seed", state.seed, seed),
@@ -79,11 +92,6 @@ def plan_order(
             f"data.features: the first {parts} parts of {store.root} are not those that {where} was trained on; bring "
             "them back, or choose another output"
         )
-    if state.classes != store.schema.classes:
-        problems.append(
-            f"data.features: {store.root} has other classes, or in another order, than {where} was trained on; bring "
-            "them back, or choose another output"
-        )
     if held_out != state.held_out:
         problems.append(
             f"validation.samples is {held_out}, and {where} was trained with {state.held_out} held out: its weights "
@@ -95,7 +103,14 @@ def plan_order(
     stages = [Stage(*each) for each in state.stages]
     held, window_parts = _held_out(store, stages[0].parts, held_out), state.window_parts
     order = Order(
-        index.counts, index.shapes, global_batch_size, seed, stages=stages, window_parts=window_parts, held=held
+        index.counts,
+        index.shapes,
+        global_batch_size,
+        seed,
+        stages=stages,
+        window_parts=window_parts,
+        held=held,
+        first_step=first_step,
     )
     if parts == len(index.parts):
         return order, []
@@ -110,6 +125,7 @@ def plan_order(
         stages=[*kept, Stage(first, len(index.parts))],
         window_parts=window_parts,
         held=held,
+        first_step=first_step,
     )
     added = len(index.parts) - parts
     samples = int(index.counts[parts:].sum())
@@ -117,6 +133,15 @@ def plan_order(
         f"{store.root} has {added} more parts ({samples} samples) than before: they enter with epoch {first}, and what "
         "was planned until then stays",
         *_scarce(order, store),
+    ]
+
+
+def _other_classes(store: FeatureStore, state: DataState, where: Path) -> list[str]:
+    if state.classes == store.schema.classes:
+        return []
+    return [
+        f"data.features: {store.root} has other classes, or in another order, than {where} was trained on; bring "
+        "them back, or choose another output"
     ]
 
 

@@ -6,18 +6,19 @@ import functools
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from bigdit import checkpoint, engines, log, models
 from bigdit.catalog.classes import no_class
 from bigdit.catalog.families import objective_of
 from bigdit.config import RunConfig
-from bigdit.config.output import AVERAGES, CHECKPOINTS, EXPORTS, RECEIPT
-from bigdit.config.plan_file import PlanFile
+from bigdit.config.output import AVERAGES, CHECKPOINTS, EXPORTS, RECEIPT, receipt_of
 from bigdit.dist import World
 from bigdit.encoders.fit import smaller_than_planned
 from bigdit.errors import UserError
@@ -33,6 +34,7 @@ from bigdit.train.measure import MemoryMeter
 from bigdit.train.metrics import Metrics
 from bigdit.train.mfu import mfu_of
 from bigdit.train.out_of_memory import Recovery
+from bigdit.train.prepare import Prepared, stage_at
 from bigdit.train.processes.lock import held
 from bigdit.train.processes.peers import ending_together
 from bigdit.train.processes.process import process_group
@@ -47,7 +49,7 @@ from bigdit.train.seen.trackers import Trackers
 from bigdit.train.seen.validation import Validation
 from bigdit.train.skipped import SkippedSteps
 from bigdit.train.step import train_step
-from bigdit.train.store import open_store
+from bigdit.train.store import open_stores
 from bigdit.train.written import write_receipt
 
 # On a card, steps are taken again with less: what comes here ran out before the first one, or between two.
@@ -58,15 +60,25 @@ _LESS = {
 }
 
 
-def train(
-    run: RunConfig, spec: ModelSpec, strategy: Strategy, world: World, stop: Stop, *, plan: PlanFile | None = None
-) -> Path:
-    """Train to `train.steps`, going on from the output's latest checkpoint; returns the last checkpoint.
+@dataclass(frozen=True)
+class Ended:
+    """How a training ended: its last `checkpoint`, of `step` steps; the number of the stage that is `following`, None
+    at the end of all; and the `store` by which several processes agree to start again for it."""
+
+    checkpoint: Path
+    step: int
+    following: int | None = None
+    store: dist.Store | None = None
+
+
+def train(stages: Sequence[Prepared], world: World, stop: Stop) -> Ended:
+    """Train the stage that the output's latest checkpoint belongs to, or the first, to its end.
 
     The pieces were checked against each other before; what is found only now (an output in use, a store of other
     encoders, a checkpoint of another model) raises UserError before the first step. Raises Stopped where `stop` says.
     """
-    needed, on_host = strategy.engine != "single", strategy.cpu_offload
+    run, needed = stages[0].stage.run, stages[0].strategy.engine != "single"
+    on_host = any(each.strategy.cpu_offload for each in stages)
     with (
         process_group(world, needed=needed, on_host=on_host, timeout=run.engine.timeout) as device,
         ending_together(world, stop),
@@ -74,41 +86,40 @@ def train(
         told("training", device, _LESS[device.type]),
         compiling_told(),
     ):
-        return _train(run, spec, strategy, world, stop, device, plan)
+        ended = _train(stages, world, stop, device)
+        if world.world_size == 1:
+            return ended
+        return replace(ended, store=dist.PrefixStore("bigdit", dist.distributed_c10d._get_default_store()))
 
 
-def _train(
-    run: RunConfig,
-    spec: ModelSpec,
-    asked: Strategy,
-    world: World,
-    stop: Stop,
-    device: torch.device,
-    plan: PlanFile | None,
-) -> Path:
-    objective = objective_of(spec, run.objective)
-    store = open_store(run, spec, plan)
-    for folder in (
-        (run.output, *(run.output / each for each in (CHECKPOINTS, AVERAGES, EXPORTS))) if world.is_main else ()
-    ):
+def _train(stages: Sequence[Prepared], world: World, stop: Stop, device: torch.device) -> Ended:
+    output, ends = stages[0].stage.run.output, [each.stage.end for each in stages]
+    for folder in (output, *(output / each for each in (CHECKPOINTS, AVERAGES, EXPORTS))) if world.is_main else ():
         checkpoint.remove_unfinished(folder)
-    found, notices = checkpoint.latest(run.output)
+    found, notices = checkpoint.latest(output)
+    start = found.step if found else 0
+    reached = stage_at(stages, start)
+    stage, spec, asked, run, plan = reached.stage, reached.spec, reached.strategy, reached.stage.run, reached.stage.plan
+    end, staged = stage.end, stage.count > 1
+    objective = objective_of(spec, run.objective)
+    store = open_stores(stages, stage.number)
     if found is not None:
         checkpoint.check_resumable(found, spec, asked)
         checkpoint.check_objective(found, objective)
-    start, end = found.step if found else 0, run.train.steps
     _say(world, notices)
     if found is not None and start >= end:
-        _say(world, [f"{found.folder} has its {start} steps already; raise train.steps to go on"])
+        _say(world, [f"{found.folder} has its {start} steps already; raise {stage.prefix}train.steps to go on"])
         if world.is_main:
-            exports.export_missed(run, found)
+            exports.export_missed(run, ends, found)
         if not (run.output / RECEIPT).exists():
             _say(world, [f"note: {run.output / RECEIPT} is missing: the run was interrupted before it was written"])
-        return found.folder
+        return Ended(found.folder, start)
 
     saved, where = (found.state.get("data"), found.folder) if found else (None, run.output)
     held_out = run.validation.samples if run.validation else 0
-    order, notices = plan_order(store, asked.global_batch_size, run.train.seed, saved, start, where, held_out)
+    order, notices = plan_order(
+        store, asked.global_batch_size, run.train.seed, saved, start, where, held_out, stage.start
+    )
     notices += smaller_than_planned(plan, store.buckets) if plan is not None else []
     _say(world, [f"note: {line}" for line in notices])
 
@@ -122,7 +133,7 @@ def _train(
         if found is not None:
             checkpoint.verify(found, peers)
             if world.is_main:
-                exports.export_missed(run, found)
+                exports.export_missed(run, ends, found)
         model = models.equip(_weights(run, spec, strategy, found), family, strategy, seed=run.train.seed)
         blocks = len(family.blocks(model))
         _say(world, [f"note: {line}" for line in snapshots_said(run, model)])
@@ -137,6 +148,8 @@ def _train(
         if found is not None:
             _say(world, checkpoint.restore(found, engine, peers, ema))
             _say(world, [f"going on from {found.folder}, step {start}"])
+        if staged:
+            _say(world, [f"{stage.name}: steps {stage.start} to {end} of {ends[-1]}"])
         stream = FeatureStream(
             store,
             world,
@@ -169,6 +182,7 @@ def _train(
                 memory=meter.now,
                 written=found.state["metrics"] if found else None,
                 planned_bytes=None if planned is None else planned.peak_allocated_bytes,
+                stage=stage.number if staged else None,
                 mfu=mfu_of(spec, family, strategy, device, emulated=meter.emulated) if world.is_main else None,
                 trackers=trackers,
             )
@@ -181,11 +195,11 @@ def _train(
         if run.samples is not None:
             drawn_by = (peers, engine, ema, family, objective)
             known = store.schema.classes
-            pictures = stack.enter_context(Pictures(run.samples, run, spec, known, *drawn_by, trackers.show))
+            pictures = stack.enter_context(Pictures(run.samples, run, spec, known, *drawn_by, end, trackers.show))
         steps = stack.enter_context(closing(stream.steps(start, end, meter.held)))
         keeping = checkpoint.Keeping(run.train.keep_checkpoints, run.train.keep_every)
         saving = checkpoint.Peers(world)  # its thread's own: training speaks with its peers meanwhile
-        export = functools.partial(exports.export_due, run)
+        export = functools.partial(exports.export_due, run, ends)
         saver = stack.enter_context(checkpoint.Saver(run.output, saving, keeping, found=found, then=export))
         record = RunRecord(
             start=start,
@@ -196,12 +210,14 @@ def _train(
             emulated=meter.emulated,
             out_of_memory=relief.events,
             planned=planned,
+            stage=stage.number if staged else None,
+            steps=ends[-1],
         )
         described = {
             **record.model_dump(mode="json", include={"model", "strategy", "run"}),
             "data": data_state(store, order, run.train.seed).model_dump(mode="json"),
         }
-        saves = Saves(run, engine, ema, saver, metrics, described, start)
+        saves = Saves(run, engine, ema, saver, metrics, described, start, end)
         stop.begin(start, run.engine.timeout)
         sizes = () if plan is None else (plan.strategy.step_size, *plan.smaller)
         recovery = stack.enter_context(
@@ -210,7 +226,7 @@ def _train(
         _keep(world, record)
         for step in range(start, end):
             micro_batches = next(steps)
-            lr = learning_rate(run, step)
+            lr = learning_rate(run, step - stage.start)
             with meter.step(micro_batches) as (batches, phase), recovery.step(step, phase) as noted:
                 result = train_step(engine, family, objective, batches, lr=lr, ema=ema, phase=noted)
             measured: dict[str, Any] = {}
@@ -232,7 +248,7 @@ def _train(
                 saves.save(step + 1)
             elif saves.snapshot_due(step + 1):
                 saves.snapshot(step + 1)
-            if signum and step + 1 < end:
+            if signum and step + 1 < ends[-1]:
                 last = saves.save_now(step + 1)
                 assert last is not None
                 raise Stopped(signum, step + 1, last)
@@ -240,9 +256,10 @@ def _train(
         if world.is_main:
             skipped.sum_up(end - start, metrics.path)
             counts = skipped.count, end - start
-            write_receipt(run, spec, strategy, store, meter, planned, metrics, relief, *counts, began)
+            name = RECEIPT if end == ends[-1] else receipt_of(stage.number)
+            write_receipt(run, spec, strategy, store, meter, planned, metrics, relief, *counts, began, name)
     assert last is not None
-    return last
+    return Ended(last, end, None if end == ends[-1] else stage.number + 1)
 
 
 def _say(world: World, lines: Sequence[str]) -> None:

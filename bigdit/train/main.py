@@ -11,11 +11,11 @@ from pathlib import Path
 
 from bigdit import libraries, log
 from bigdit.catalog.revision import revision
+from bigdit.config import load_stages
 from bigdit.config.plan_file import read_plan_file
-from bigdit.config.planned import plan_notices
 from bigdit.dist import World, world_from_env
 from bigdit.errors import EXIT_USER, guard, shown
-from bigdit.train.prepare import check_store, load, prepare, with_ds_config, with_grace
+from bigdit.train.prepare import check_stores, prepare_stages, with_ds_config, with_grace
 from bigdit.train.processes.orphan import LAUNCHER, end_with_launcher
 
 EXPANDABLE = "expandable_segments:True"
@@ -69,30 +69,39 @@ def _set_allocator(world: World) -> None:
 def _train(config: Path, overrides: Sequence[str], source: Path | None, around: Around) -> int:
     world = world_from_env()
     plan = None if source is None else read_plan_file(source)
-    run = load(config, overrides, plan, source)
-    spec, strategy = prepare(run, world.world_size, plan)
-    check_store(run)
-    if plan is not None:
-        for line in plan_notices(run, plan, revision()) if world.is_main else ():
+    stages = load_stages(config, overrides, plan, source)
+    prepared = prepare_stages(stages, world.world_size)
+    check_stores(stages)
+    for stage in stages:
+        for line in stage.plan_notices(revision()) if world.is_main else ():
             log.notice(f"note: {line}")
-        if plan.expandable_segments:
-            _set_allocator(world)
+    if any(stage.plan is not None and stage.plan.expandable_segments for stage in stages):
+        _set_allocator(world)
     libraries.prepare()
     with libraries.importing():  # torch and the engines, only when the config is known to be good
-        from bigdit.train.model import check_model
-
-        check_model(run, spec, strategy)
         from bigdit.train.loop import train
+        from bigdit.train.model import check_models
+        from bigdit.train.processes.anew import start_all_again
         from bigdit.train.processes.stop import Stop, Stopped
 
+        check_models(prepared)
+
+    run = stages[0].run
     stop = Stop(run.train.grace, world)
     try:
         with around(run.output) if world.is_main else nullcontext(), stop.listening():
-            last = train(run, spec, strategy, world, stop, plan=plan)
+            ended = train(prepared, world, stop)
+        if ended.following is not None and stop.signum:
+            raise Stopped(stop.signum, ended.step, ended.checkpoint)
     except Stopped as stopped:
         if world.is_main:
             log.notice(str(stopped))
         return stopped.status
     if world.is_main:
-        log.notice(f"wrote {last}")
+        log.notice(f"wrote {ended.checkpoint}")
+    if ended.following is not None:
+        if world.is_main:
+            done, following = (stages[ended.following - before].name for before in (1, 0))
+            log.notice(f"{done} is done; the processes start again for {following}")
+        start_all_again(ended.store, world)
     return 0

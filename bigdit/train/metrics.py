@@ -50,12 +50,14 @@ class Metrics:
         memory: Callable[[], Mapping[str, int]],
         written: str | None = None,
         planned_bytes: int | None = None,
+        stage: int | None = None,
         mfu: Mfu | None = None,
         trackers: Trackers | None = None,
     ) -> None:
         """`name_samples` of a step is what a line about its loss ends with; `memory` what rows have of it, as it is
         now; `written` the digest that its rows had when the checkpoint of step `start` was saved. `planned_bytes` of
-        memory, and `mfu`, where they are known. `trackers` get the rows too."""
+        memory, and `mfu`, where they are known; `stage`, which rows name, where a run has several. `trackers` get the
+        rows too."""
         self._peers = peers
         self._name_samples = name_samples
         self._spikes = LossSpikes()
@@ -68,7 +70,8 @@ class Metrics:
         self._digest = xxhash.xxh3_128()
         self._since = time.perf_counter()
         self._seconds: list[float] = []  # a step, of each flush
-        self._planned = {} if planned_bytes is None else {"planned_memory_bytes": planned_bytes}
+        constants = {"planned_memory_bytes": planned_bytes, "stage": stage}
+        self._constants = {key: value for key, value in constants.items() if value is not None}
         self._mfu, self._flops = mfu, 0
         self._trackers = trackers
         self._sight = Sight(start, stop, shown=peers.world.is_main)
@@ -120,7 +123,7 @@ class Metrics:
         more = {"images_per_second": rate} | self._utilisation(now - self._since) | {**self._memory()}
         self._since = now
         rows = [
-            _row(step, loss, norm, lr, result.taken) | more | self._planned | {**measured}
+            _row(step, loss, norm, lr, result.taken) | more | self._constants | {**measured}
             for (step, lr, result, measured), loss, (_, norm) in zip(self._pending, losses, numbers, strict=True)
         ]
         self._pending.clear()

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import nn
 
 from bigdit import models
 from bigdit.catalog import FAMILIES
 from bigdit.config import RunConfig, check
+from bigdit.config.stages import of_each
 from bigdit.errors import UserError
 from bigdit.models.arguments import arguments
 from bigdit.spec import ModelSpec, Strategy
+from bigdit.train.prepare import Prepared
+
+
+def check_models(stages: Sequence[Prepared]) -> list[nn.Module]:
+    """`check_model` of each stage. Raises UserError with what is wrong of all."""
+
+    def one(number: int) -> nn.Module:
+        return check_model(stages[number].stage.run, stages[number].spec, stages[number].strategy)
+
+    return of_each(range(len(stages)), one)
 
 
 def check_model(run: RunConfig, spec: ModelSpec, strategy: Strategy) -> nn.Module:

@@ -1,13 +1,11 @@
 """A step that ran out of a card's memory: all processes save, start anew with less of it, and take the step again.
 
 Whoever runs out tells the others through the run's store, in a thread of theirs: their main ones may wait for it in a
-collective. No weight has changed then, since every engine asks all processes before it steps. A process starts anew
-by execve: it stays its launcher's child, and nothing of torch, NCCL or the allocator is left of before.
+collective. No weight has changed then, since every engine asks all processes before it steps.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import sys
 import threading
@@ -29,8 +27,7 @@ from bigdit.dist import World
 from bigdit.errors import EXIT_USER, UserError
 from bigdit.receipt import OutOfMemory
 from bigdit.spec import Strategy
-from bigdit.train.processes.process import STARTS
-from bigdit.train.processes.signals import heeded
+from bigdit.train.processes.anew import all_may_start, be_ended_by_signals, start_again
 from bigdit.train.processes.stop import Stop, Stopped
 from bigdit.train.relief import Relief, said, write_relief
 from bigdit.train.saves import Saves
@@ -40,8 +37,7 @@ from bigdit.train.step import Phase
 INTACT = ("encode", "forward", "backward")
 
 _LOOK_EVERY_S = 0.5
-_HEARD_WITHIN_S = 0.2
-_KEY, _KEPT, _LEFT = "out of memory", "out of memory: kept", "out of memory: left"
+_KEY = "out of memory"
 
 
 class Recovery:
@@ -164,11 +160,11 @@ class Recovery:
         limit.start()
         last = self._save_beside(event)
         self._end_where_asked(max(self._peers.gather(self._stop.signum)), last)
-        if not self._all_may_start(self._world.is_main and self._kept(event)):
+        if not all_may_start(self._store, self._world, self._world.is_main and self._kept(event)):
             os._exit(EXIT_USER)
-        _be_ended_by_signals()  # a signal that is heard from here on would be forgotten
+        be_ended_by_signals()  # a signal that is heard from here on would be forgotten
         self._end_where_asked(self._stop.signum, last)
-        _start_again()
+        start_again()
 
     def _end_where_asked(self, signum: int, last: Path | None) -> None:
         if signum:
@@ -205,19 +201,6 @@ class Recovery:
         log.notice(f"note: {_told(event)}; all start again with {said(event.after)}")
         return True
 
-    def _all_may_start(self, kept: bool) -> bool:
-        """What the main process has found, once all know it; it, whose store may be the run's, is the last to go on."""
-        if self._store is None:
-            return kept
-        left = [f"{_LEFT} {rank}" for rank in range(1, self._world.world_size)]
-        if self._world.is_main:
-            self._store.set(_KEPT, str(kept))
-            self._store.wait(left)
-            return kept
-        kept = self._store.get(_KEPT) == b"True"
-        self._store.set(f"{_LEFT} {self._world.rank}", "")
-        return kept
-
     def _give_up(self, event: OutOfMemory) -> None:
         if self._world.rank == event.rank:
             print(
@@ -233,18 +216,3 @@ def _told(event: OutOfMemory) -> str:
     short = shortage.said(event.asked_bytes, event.free_bytes, event.total_bytes, event.reserved_bytes)
     where = f"rank {event.rank} ({event.device}) in {event.phase or 'its start'}"
     return f"step {event.step} ran out of memory on {where}: {short}"
-
-
-def _be_ended_by_signals() -> None:
-    """Let signals end this process, once those that came are heard; python's own are the main thread's to set."""
-    for each in heeded():
-        ctypes.CDLL(None).signal(int(each), 0)  # SIG_DFL
-    time.sleep(_HEARD_WITHIN_S)
-
-
-def _start_again() -> NoReturn:
-    """This process's command anew, in this very process."""
-    os.environ[STARTS] = str(int(os.environ.get(STARTS, "0")) + 1)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])

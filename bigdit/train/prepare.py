@@ -5,14 +5,16 @@ from __future__ import annotations
 import importlib.util
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from bigdit.catalog.classes import condition_problems
-from bigdit.catalog.families import argument_problems, training_obstacle
+from bigdit.catalog.families import argument_problems, objective_of, training_obstacle
 from bigdit.catalog.resolve import model_spec
-from bigdit.config import RunConfig, check, load_run, strategy_of
+from bigdit.config import RunConfig, Stage, check, strategy_of
 from bigdit.config.plan_file import PlanFile
-from bigdit.config.planned import planned_run, planned_strategy
+from bigdit.config.planned import planned_strategy
+from bigdit.config.stages import not_shared, of_each
 from bigdit.errors import UserError
 from bigdit.spec import ModelSpec, Strategy
 
@@ -20,11 +22,43 @@ SCHEMA = "schema.json"
 """What every store has, as store/schema.py, which imports torch, calls it."""
 
 
-def load(config: Path, overrides: Sequence[str], plan: PlanFile | None, source: Path | None) -> RunConfig:
-    """The run in `config`, by the plan that was read from `source` where there is one. Raises UserError."""
-    if plan is None or source is None:
-        return load_run(config, overrides)
-    return planned_run(config, overrides, plan, source)
+@dataclass(frozen=True)
+class Prepared:
+    """A stage that was checked, its model and how it is stepped."""
+
+    stage: Stage
+    spec: ModelSpec
+    strategy: Strategy
+
+
+def prepare_stages(stages: Sequence[Stage], world_size: int) -> list[Prepared]:
+    """Each stage with its model and strategy on `world_size` processes. Raises UserError with all problems."""
+
+    def one(number: int) -> Prepared:
+        stage = stages[number]
+        return Prepared(stage, *prepare(stage.run, world_size, stage.plan))
+
+    found = of_each(range(len(stages)), one)
+    objectives = [objective_of(each.spec, each.stage.run.objective).model_dump(mode="json") for each in found]
+    problems = [
+        not_shared(number, f"objective.{key}", own.get(key), objectives[0].get(key))
+        for number, own in enumerate(objectives)
+        for key in ("name", "prediction")
+        if own.get(key) != objectives[0].get(key)
+    ]
+    problems += [
+        not_shared(each.stage.number, "engine.ds_config: zero_optimization.stage", own, found[0].strategy.zero_stage)
+        for each in found
+        if (own := each.strategy.zero_stage) != found[0].strategy.zero_stage
+    ]
+    if problems:
+        raise UserError(*problems)
+    return found
+
+
+def stage_at(stages: Sequence[Prepared], step: int) -> Prepared:
+    """The stage that takes step number `step`; the last one where all are taken."""
+    return next((each for each in stages if step < each.stage.end), stages[-1])
 
 
 def prepare(run: RunConfig, world_size: int, plan: PlanFile | None = None) -> tuple[ModelSpec, Strategy]:
@@ -41,6 +75,11 @@ def prepare(run: RunConfig, world_size: int, plan: PlanFile | None = None) -> tu
     if problems := [*condition_problems(run, spec), *_missing_trackers(run)]:
         raise UserError(*problems)
     return spec, strategy_of(run, world_size) if plan is None else planned_strategy(run, plan, world_size)
+
+
+def check_stores(stages: Sequence[Stage]) -> None:
+    """`check_store` of each stage. Raises UserError with what is missing of all."""
+    of_each(range(len(stages)), lambda number: check_store(stages[number].run))
 
 
 def check_store(run: RunConfig) -> None:

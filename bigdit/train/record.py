@@ -44,7 +44,8 @@ class MeasuredMemory(Strict):
 
 class RunRecord(Strict):
     """A run as its last start has it, which went on from step `start`: its settings, the main process's `device` as the
-    driver names it (or `cpu`), what was `planned` of its memory, and `measured` once that is known."""
+    driver names it (or `cpu`), what was `planned` of its memory, and `measured` once that is known. Of a run with
+    stages it is that of the `stage` which was reached, and all have `steps`; 0 where an earlier bigdit wrote it."""
 
     began: datetime.datetime = Field(default_factory=_now)
     start: NonNegativeInt
@@ -56,6 +57,8 @@ class RunRecord(Strict):
     out_of_memory: tuple[OutOfMemory, ...] = ()
     planned: PlannedMemory | None
     measured: MeasuredMemory | None = None
+    stage: NonNegativeInt | None = None
+    steps: NonNegativeInt = 0
     versions: dict[str, str] = Field(default_factory=versions)
 
     def write(self) -> None:

@@ -29,7 +29,8 @@ def snapshots_said(run: RunConfig, model: nn.Module) -> list[str]:
 
 
 class Saves:
-    """`step`: how many steps the newest checkpoint has, at first `start`; `described`: what its state.json says."""
+    """`step`: how many steps the newest checkpoint has, at first `start`; `described`: what its state.json says; `end`:
+    how many steps there are when training ends, or the run's stage."""
 
     def __init__(
         self,
@@ -40,14 +41,16 @@ class Saves:
         metrics: Metrics,
         described: Mapping[str, Any],
         start: int,
+        end: int,
     ) -> None:
         self.step = start
+        self._end = end
         self._run, self._engine, self._ema = run, engine, ema
         self._saver, self._metrics, self._described = saver, metrics, described
 
     def due(self, step: int) -> bool:
         """Whether the config wants a checkpoint after so many steps."""
-        return step % self._run.train.checkpoint_every == 0 or step == self._run.train.steps
+        return step % self._run.train.checkpoint_every == 0 or step == self._end
 
     def snapshot_due(self, step: int) -> bool:
         """Whether the config wants a snapshot of the averages after so many steps."""

@@ -72,7 +72,8 @@ class _WithFigures(Progress):
 def figures(row: dict[str, Any]) -> str:
     """`loss 0.1234 · lr 1.00e-04 · …`: what of a row is known, and what is left out elsewhere."""
     loss, norm, rate = row["loss"], row["grad_norm"], row["images_per_second"]
-    parts = [f"loss {'–' if loss is None else f'{loss:.4f}'}", f"lr {row['lr']:.2e}"]
+    parts = [f"stage {row['stage']}"] if "stage" in row else []
+    parts += [f"loss {'–' if loss is None else f'{loss:.4f}'}", f"lr {row['lr']:.2e}"]
     parts += [f"{name} {row[key]:.4f}" for key, name in VALIDATED.items() if row.get(key) is not None]
     parts += [] if norm is None else [f"norm {norm:.3g}"]
     parts += [f"{rate:.0f} images/s" if rate >= 10 else f"{rate:.2g} images/s"]

@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
 from bigdit.catalog.classes import class_misfits
 from bigdit.config import RunConfig
 from bigdit.config.plan_file import PlanFile
+from bigdit.config.stages import of_each
 from bigdit.encoders.fit import latent_misfits, plan_misfits, run_misfits, size_misfits, text_misfits
 from bigdit.errors import UserError
 from bigdit.spec import BatchShape, ModelSpec
 from bigdit.store import FeatureStore
+from bigdit.train.prepare import Prepared
+
+
+def open_stores(stages: Sequence[Prepared], first: int) -> FeatureStore:
+    """The store of stage `first`; those of the stages after it are opened too, to be held against theirs. Raises
+    UserError as `open_store` does."""
+
+    def one(number: int) -> FeatureStore:
+        each = stages[number]
+        return open_store(each.stage.run, each.spec, each.stage.plan)
+
+    return of_each(range(first, len(stages)), one)[0]
 
 
 def open_store(run: RunConfig, spec: ModelSpec, plan: PlanFile | None) -> FeatureStore:

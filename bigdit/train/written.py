@@ -9,7 +9,6 @@ import torch
 from bigdit import log, receipt
 from bigdit.catalog.families import objective_of
 from bigdit.config import RunConfig
-from bigdit.config.output import RECEIPT
 from bigdit.spec import ModelSpec, Strategy
 from bigdit.store import FeatureStore
 from bigdit.train.beside_plan import PlannedMemory
@@ -31,9 +30,11 @@ def write_receipt(
     skipped_steps: int,
     steps: int,
     began: float,
+    name: str,
 ) -> None:
-    """Write what the last `steps` steps were and took into the output; `began`: time.perf_counter() at their start."""
-    path, seconds = run.output / RECEIPT, time.perf_counter() - began
+    """Write what the last `steps` steps were and took into the output, as the file `name`; `began`:
+    time.perf_counter() at their start."""
+    path, seconds = run.output / name, time.perf_counter() - began
     if meter.measured is None:
         planned = None  # beside nothing
     written = receipt.Receipt(

@@ -8,9 +8,15 @@ from plan_files import SINGLE, STRATEGIES, plan_of, problems, run_yaml, write, z
 
 from bigdit.config.deepspeed import complete_ds_config, ds_values
 from bigdit.config.plan_file import LargestMicroBatch
-from bigdit.config.planned import plan_notices, planned_run, planned_strategy
+from bigdit.config.planned import plan_notices, planned_strategy
+from bigdit.config.stages import load_stages
 from bigdit.config.strategy import parse_strategy
 from bigdit.spec import EmaSpec, Strategy
+
+
+def planned_run(*asked):
+    (stage,) = load_stages(*asked)
+    return stage.run
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: strategy.engine)

@@ -4,11 +4,11 @@ from commands import DIGITS, SINGLE, TINY, with_set
 from safetensors.torch import load_file
 
 from bigdit import checkpoint
-from bigdit.config import load_run
+from bigdit.config import load_stages
 from bigdit.dist import World
 from bigdit.train import main
 from bigdit.train.loop import train
-from bigdit.train.prepare import prepare
+from bigdit.train.prepare import prepare_stages
 from bigdit.train.processes.stop import Stop
 
 
@@ -21,9 +21,8 @@ def run(features, output, *more):
 def run_to(steps, output, features, *overrides):
     """Train in this process up to `steps`, going on from what `output` holds; the last checkpoint."""
     settings = [*TINY, *SINGLE, f"data.features={features}", f"output={output}", f"train.steps={steps}", *overrides]
-    run = load_run(DIGITS, settings)
-    spec, strategy = prepare(run, 1)
-    train(run, spec, strategy, World(), Stop(run.train.grace, World()))
+    prepared = prepare_stages(load_stages(DIGITS, settings), 1)
+    train(prepared, World(), Stop(prepared[0].stage.run.train.grace, World()))
     found, _ = checkpoint.latest(output)
     return found
 

@@ -12,7 +12,8 @@ from bigdit.catalog import batch_shape, model, user_model
 from bigdit.config import load_run
 from bigdit.config.deepspeed import complete_ds_config, ds_values
 from bigdit.config.plan_file import read_plan_file
-from bigdit.config.planned import planned_run, planned_strategy
+from bigdit.config.planned import planned_strategy
+from bigdit.config.stages import load_stages
 from bigdit.errors import UserError
 from bigdit.report.commands import commands
 from bigdit.report.folder import OURS, write_plan
@@ -75,7 +76,7 @@ def test_the_skeleton_runs_by_its_plan(make, tmp_path):
     folder = tmp_path / "plan"
     write_plan(plan, folder)
     recorded = read_plan_file(folder)
-    run = planned_run(folder / "run.yaml", [], recorded, folder)
+    run = load_stages(folder / "run.yaml", [], recorded, folder)[0].run
     strategy = planned_strategy(run, recorded, plan.chosen.strategy.world_size)
     assert strategy == plan.chosen.strategy
     assert run.train.steps == plan.run.steps

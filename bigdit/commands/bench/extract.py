@@ -6,12 +6,13 @@ from typing import Annotated
 
 import typer
 
-from bigdit.commands.options import Config, Json, Out, Rounds, Set
+from bigdit.commands.options import Config, Json, Out, Rounds, Set, Stage
 
 
 def run(
     config: Config,
     overrides: Set = [],  # noqa: B006  # typer reads the default; it is not changed
+    stage: Stage = None,
     pictures: Annotated[int, typer.Option(min=1, metavar="N", help="The first so many of data.images.")] = 256,
     workers: Annotated[int | None, typer.Option(min=1, help="Processes that encode; default: data.workers.")] = None,
     rounds: Rounds = 5,
@@ -31,7 +32,7 @@ def run(
     from bigdit.errors import UserError
     from bigdit.numbers import MOST_PROCESSES
 
-    run_config = load_run(config, overrides)
+    run_config = load_run(config, overrides, stage)
     model = model_spec(run_config.model)
     check(run_config, model)
     processes = workers or run_config.data.workers

@@ -6,12 +6,13 @@ from typing import Annotated
 
 import typer
 
-from bigdit.commands.options import Config, Json, Out, Rounds, Set
+from bigdit.commands.options import Config, Json, Out, Rounds, Set, Stage
 
 
 def run(
     config: Config,
     overrides: Set = [],  # noqa: B006  # typer reads the default; it is not changed
+    stage: Stage = None,
     batches: Annotated[int, typer.Option(min=1, metavar="N", help="Micro-batches of a turn.")] = 100,
     rounds: Rounds = 7,
     out: Out = None,
@@ -25,7 +26,7 @@ def run(
     from bigdit.config import load_run
     from bigdit.train.prepare import check_store
 
-    run_config = load_run(config, overrides)
+    run_config = load_run(config, overrides, stage)
     check_store(run_config)
     libraries.prepare()
     from bigdit.bench.loader import bench_loader

@@ -73,7 +73,7 @@ def _model(
     """What is asked for, and, where --model names it, the whole model of which it may be a sibling."""
     from bigdit import catalog
     from bigdit.catalog.resolve import model_spec
-    from bigdit.config import load_run
+    from bigdit.config import load_stages
     from bigdit.errors import UserError
 
     if (name is None) == (config is None):
@@ -81,7 +81,7 @@ def _model(
     if config is not None:
         if blocks is not None:
             raise UserError("--blocks goes with --model, and --config was given; use --set model.kwargs.… there")
-        return model_spec(load_run(config, overrides).model), None
+        return model_spec(load_stages(config, overrides)[0].run.model), None
     assert name is not None
     if overrides:
         raise UserError("--set goes with --config, and --model was given; leave it out")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bigdit.commands.options import Config, Json, Set
+from bigdit.commands.options import Config, Json, Set, Stage
 
 if TYPE_CHECKING:
     from bigdit.receipt import Receipt
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 def run(
     config: Config,
     overrides: Set = [],  # noqa: B006  # typer reads the default; it is not changed
+    stage: Stage = None,
     steps: Annotated[int, typer.Option(min=3, metavar="N", help="Real steps; the first two are not timed.")] = 8,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the receipt to this JSON file.")] = None,
     as_json: Json = False,
@@ -33,7 +34,7 @@ def run(
     from bigdit.receipt import keep, write
 
     one_process = ["engine.name=single", "engine.processes=1", "engine.ds_config=null"]
-    run_config = load_run(config, [*overrides, *one_process])
+    run_config = load_run(config, [*overrides, *one_process], stage)
     spec, strategy = prepare(run_config, 1)
     check_store(run_config)
     from bigdit.bench.step import bench_step, largest_batch_shape

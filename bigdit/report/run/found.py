@@ -46,7 +46,7 @@ class Found:
     @property
     def wanted(self) -> int | None:
         """How many are to be taken; None where that is not known."""
-        return None if self.record is None else self.record.run.train.steps
+        return None if self.record is None else self.record.steps or self.record.run.train.steps
 
     def series(self, key: str) -> list[tuple[int, float]]:
         """(step, value) of the rows that have a finite number under this key."""

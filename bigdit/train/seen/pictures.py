@@ -50,10 +50,12 @@ class Pictures:
         ema: Ema | None,
         family: Family,
         objective: ObjectiveSpec,
+        last: int,
         done: Callable[[int, Path], None],
     ) -> None:
-        """`known`: the store's classes; `done` is told of a step and of its grid, by the main process's thread. Raises
-        UserError where captions cannot be encoded, or name no class."""
+        """`known`: the store's classes; `last`: the step after which training ends; `done` is told of a step and of its
+        grid, by the main process's thread. Raises UserError where captions cannot be encoded, or name no class."""
+        self._last = last
         self._config, self._run, self._peers, self._done = config, run, peers, done
         self._engine, self._ema, self._family, self._objective = engine, ema, family, objective
         height, width = run.data.buckets[0]
@@ -74,7 +76,7 @@ class Pictures:
 
     def due(self, step: int) -> bool:
         """Whether they are to be drawn after so many steps."""
-        return step % self._config.every == 0 or step == self._run.train.steps
+        return step % self._config.every == 0 or step == self._last
 
     def draw(self, step: int) -> None:
         """Draw them, and have them decoded and written while training goes on."""

@@ -1,0 +1,179 @@
+"""A run's stages, one after another with the same weights: each is a whole run, by what it has otherwise."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from bigdit.config.load import parse_run, read_run
+from bigdit.config.plan_file import PlanFile, read_plan_file
+from bigdit.config.planned import at, differences, plan_notices, planned_run, said
+from bigdit.config.run import RunConfig
+from bigdit.config.wrong import shown
+from bigdit.errors import UserError
+
+T = TypeVar("T")
+
+# What all stages of a run share: the weights and what is kept of them, what they are asked, and the processes.
+_SHARED = (
+    *("model", "output", "trackers", "data.classes"),
+    *("encoders.image.name", "encoders.image.class_name", "encoders.image.path"),
+    *("encoders.text.pipeline", "encoders.text.class_name", "encoders.text.path", "encoders.text.config"),
+    *("encoders.text.seed", "optimizer.name", "train.precision", "train.ema", "train.lora", "train.seed"),
+    *("engine.name", "engine.processes", "engine.dp_replicate"),
+)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Stage `number` of `count`, from 0: a whole `run` of its own that begins at step `start` of all, by a `plan` that
+    was read from `source` where it has one. A run without stages is one."""
+
+    run: RunConfig
+    number: int = 0
+    count: int = 1
+    start: int = 0
+    plan: PlanFile | None = None
+    source: Path | None = None
+
+    @property
+    def end(self) -> int:
+        """How many steps were taken when it is done, with those of the stages before it."""
+        return self.start + self.run.train.steps
+
+    @property
+    def name(self) -> str:
+        """As the YAML has it: `stages.1`."""
+        return f"stages.{self.number}"
+
+    @property
+    def prefix(self) -> str:
+        """What stands before its keys: `stages.1.`; of a run without stages nothing."""
+        return f"{self.name}." if self.count > 1 else ""
+
+    def plan_notices(self, catalogue: str) -> list[str]:
+        """What of it its plan did not foresee, a line each."""
+        found = [] if self.plan is None else plan_notices(self.run, self.plan, catalogue)
+        return [f"{self.name}: {line}" if self.count > 1 else line for line in found]
+
+
+def load_run(path: Path, overrides: Sequence[str] = (), stage: int | None = None) -> RunConfig:
+    """The run that `path` describes, with `key.path=value` overrides; of a run with stages this `stage`. Raises
+    UserError with all problems."""
+    found = load_chosen(path, overrides, stage)
+    if len(found) > 1:
+        raise UserError(
+            f"{path} has stages, each a run of its own, and this takes one; name it: --stage 0 to {len(found) - 1}"
+        )
+    return found[0].run
+
+
+def load_chosen(path: Path, overrides: Sequence[str], stage: int | None) -> tuple[Stage, ...]:
+    """All stages of the run that `path` describes, or this one. Raises UserError with all problems."""
+    stages = load_stages(path, overrides)
+    if stage is None:
+        return stages
+    if stage >= len(stages):
+        found = f"stages 0 to {len(stages) - 1}" if len(stages) > 1 else "no stages"
+        raise UserError(f"--stage is {stage}, and {path} has {found}")
+    return stages[stage : stage + 1]
+
+
+def load_stages(
+    path: Path, overrides: Sequence[str] = (), plan: PlanFile | None = None, source: Path | None = None
+) -> tuple[Stage, ...]:
+    """The stages of the run that `path` describes, in order; of one without, that one, by the plan that was read from
+    `source` where there is one. Raises UserError with all problems."""
+    document = read_run(path, overrides)
+    asked = document.pop("stages", None) or []
+    if not isinstance(asked, list) or not all(isinstance(own, dict) for own in asked):
+        raise UserError(f"{path}: stages is {shown(asked)}, and a list of mappings of a run's keys was expected")
+    if not asked:
+        return (Stage(_parsed(document, str(path), plan, source), plan=plan, source=source),)
+    if plan is not None:
+        raise UserError(
+            f"--plan is {source}, and {path} has stages, each of which may have a plan of its own: stages.0.plan"
+        )
+    try:
+        return _in_order(of_each(range(len(asked)), lambda number: _loaded(document, asked, number), "stages.{}."))
+    except UserError as error:
+        raise UserError(*(f"{path}: {problem}" for problem in error.problems)) from None
+
+
+def of_each(numbers: Sequence[int], action: Callable[[int], T], before: str = "stages.{}: ") -> list[T]:
+    """What `action` gives of each of these stages. Raises UserError with the problems of all: once those that all of
+    them have, or the only one; the others with their stage `before` them."""
+    found, problems = [], []
+    for number in numbers:
+        try:
+            found.append(action(number))
+        except UserError as error:
+            problems.append((number, error.problems))
+    if not problems:
+        return found
+    in_all = set.intersection(*(set(own) for _, own in problems)) if len(problems) == len(numbers) else set()
+    lines = [line if line in in_all else before.format(number) + line for number, own in problems for line in own]
+    raise UserError(*dict.fromkeys(lines))
+
+
+def not_shared(number: int, key: str, found: Any, first: Any) -> str:
+    """The line for a key that a stage has otherwise than the first one."""
+    return (
+        f"stages.{number}.{key} is {said(found)}, and stages.0 has {said(first)}: all stages share it; set it once, "
+        "outside of stages"
+    )
+
+
+def _loaded(base: dict[str, Any], asked: Sequence[dict[str, Any]], number: int) -> Stage:
+    own = asked[number]
+    source = own.get("plan")
+    if "stages" in own or not isinstance(source, str | None):
+        raise UserError(
+            "stages: unknown key" if "stages" in own else f"plan is {shown(source)}, and a path was expected"
+        )
+    path = None if source is None else Path(source)
+    plan = None if path is None else read_plan_file(path, "plan")
+    document = _merged(base, {key: value for key, value in own.items() if key != "plan"})
+    try:
+        run = _parsed(document, "", plan, path)
+    except UserError as error:
+        raise UserError(*(line.removeprefix(": ") for line in error.problems)) from None
+    return Stage(run, number, len(asked), plan=plan, source=path)
+
+
+def _in_order(stages: Sequence[Stage]) -> tuple[Stage, ...]:
+    """Each begins where the one before it ends. Raises UserError where they do not share what all stages do."""
+    problems: list[str] = []
+    placed: list[Stage] = []
+    start = 0
+    for stage in stages:
+        problems += _not_shared(stage, stages[0])
+        placed.append(replace(stage, start=start))
+        start = placed[-1].end
+    if problems:
+        raise UserError(*problems)
+    return tuple(placed)
+
+
+def _parsed(document: dict[str, Any], path: str, plan: PlanFile | None, source: Path | None) -> RunConfig:
+    if plan is None or source is None:
+        return parse_run(document, path)
+    return planned_run(document, path, plan, source)
+
+
+def _merged(base: Any, own: Any) -> Any:
+    """The run's sections with a stage's keys in them; a list is a value, and is another one as a whole."""
+    if not isinstance(base, dict) or not isinstance(own, dict):
+        return copy.deepcopy(own)
+    return copy.deepcopy(base) | {key: _merged(base.get(key), value) for key, value in own.items()}
+
+
+def _not_shared(stage: Stage, first: Stage) -> Iterator[str]:
+    own, firsts = (each.run.model_dump(mode="json") for each in (stage, first))
+    for key in _SHARED:
+        here, there = (at(document, key.split(".")) for document in (own, firsts))
+        for inner, found, wanted in differences(here, there, key):
+            yield not_shared(stage.number, inner, found, wanted)

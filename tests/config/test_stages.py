@@ -1,0 +1,155 @@
+"""Stages of a run: whole runs by what each has otherwise, and every problem by its key."""
+
+import pytest
+import yaml
+from commands import DIGITS
+from plan_files import SINGLE, plan_of, write
+
+from bigdit.config import load_run, load_stages
+from bigdit.errors import UserError
+from bigdit.train.prepare import prepare_stages, stage_at
+
+LOW = {"data": {"features": "low"}, "train": {"steps": 5}}
+HIGH = {"data": {"features": "high", "buckets": [[16, 16]]}, "train": {"steps": 7}, "optimizer": {"lr": 1e-4}}
+ALONE = ("engine.name=single", "engine.processes=1", "engine.ds_config=null", "train.warmup_steps=2")
+
+
+def written(folder, *stages, **more):
+    """The digits' run with stages."""
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(yaml.safe_load(DIGITS.read_text()) | {"stages": list(stages)} | more))
+    return path
+
+
+def problems(path, *overrides, plan=None, source=None):
+    with pytest.raises(UserError) as caught:
+        prepare_stages(load_stages(path, [*ALONE, *overrides], plan, source), 1)
+    return [problem.removeprefix(f"{path}: ") for problem in caught.value.problems]
+
+
+def test_each_is_the_run_with_what_it_has_otherwise(tmp_path):
+    low, high = load_stages(written(tmp_path, LOW, HIGH), ALONE)
+    assert (low.run.train.steps, high.run.train.steps) == (5, 7)
+    assert (low.start, low.end, high.start, high.end) == (0, 5, 5, 12)
+    assert low.run.data.buckets == load_run(DIGITS).data.buckets
+    assert high.run.data.buckets == ((16, 16),)
+    assert (low.run.optimizer.lr, high.run.optimizer.lr) == (2e-3, 1e-4)
+    assert high.run.optimizer.betas == low.run.optimizer.betas
+    assert (low.name, high.prefix) == ("stages.0", "stages.1.")
+
+
+def test_a_run_without_stages_is_one(tmp_path):
+    (only,) = load_stages(DIGITS)
+    assert (only.run, only.start, only.end, only.prefix) == (load_run(DIGITS), 0, 800, "")
+    assert load_stages(written(tmp_path))[0].run == only.run
+
+
+def test_a_step_belongs_to_the_stage_that_takes_it(tmp_path):
+    """A checkpoint at a border belongs to the stage that follows; one at the end of all to the last."""
+    stages = prepare_stages(load_stages(written(tmp_path, LOW, HIGH), ALONE), 1)
+    assert [stage_at(stages, step).stage.number for step in (0, 4, 5, 11, 12)] == [0, 0, 1, 1, 1]
+
+
+def test_overrides_reach_a_stage(tmp_path):
+    path = written(tmp_path, LOW, HIGH)
+    _, high = load_stages(path, ["stages.1.train.steps=9", "stages.1.train.min_lr=1e-5"])
+    assert (high.run.train.steps, high.run.train.min_lr) == (9, 1e-5)
+    assert problems(path, "stages.2.train.steps=9") == [
+        "--set stages.2.train.steps=9: 2 is no number of a list of 2, from 0 on"
+    ]
+    assert load_stages(path, ["stages.0=null", "stages=[{train: {steps: 3}}]"])[0].end == 3
+
+
+def test_a_stage_has_what_the_run_lacks(tmp_path):
+    document = yaml.safe_load(DIGITS.read_text())
+    del document["train"]["steps"]
+    path = written(tmp_path, LOW, HIGH, train=document["train"])
+    assert [stage.end for stage in load_stages(path)] == [5, 12]
+    assert problems(written(tmp_path, LOW, {}, train=document["train"])) == [
+        "stages.1.train.steps: missing; it has no default"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("stage", "line"),
+    [
+        ({"data": {"buckets": 3}}, "stages.1.data.buckets is 3, and a list was expected"),
+        ({"date": {}}, "stages.1.date: unknown key; did you mean data?"),
+        ({"train": {"stepz": 3}}, "stages.1.train.stepz: unknown key; did you mean steps, decay_steps?"),
+        ({"stages": []}, "stages.1.stages: unknown key"),
+        ({"plan": 3}, "stages.1.plan is 3, and a path was expected"),
+        ({"plan": "none"}, "stages.1.plan: none does not exist; `bigdit plan --out DIR` writes one"),
+        ({"train": {"warmup_steps": 900}}, "stages.1: train.warmup_steps is 900, beyond train.steps 800"),
+        (
+            {"data": {"buckets": [[9, 8]]}},
+            "stages.1: data.buckets: 9 × 8 does not divide by 2 (factor × patch_size)",
+        ),
+    ],
+)
+def test_what_is_wrong_of_a_stage_is_told_by_its_key(tmp_path, stage, line):
+    assert problems(written(tmp_path, LOW, stage)) == [line]
+
+
+def test_what_is_wrong_of_the_run_is_told_once(tmp_path):
+    path = written(tmp_path, LOW, HIGH)
+    assert problems(path, "train.seed=-1") == ["train.seed is -1, and 0 or more was expected"]
+    assert problems(path, "encoders.image.factor=1", "model.name=null") == [
+        "encoders.image gives 1 channels (factor 1, gray), and the model's in_channels is 4"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("stage", "line"),
+    [
+        ({"train": {"seed": 3}}, "train.seed is 3, and stages.0 has 6"),
+        ({"train": {"precision": "bf16"}}, "train.precision is bf16, and stages.0 has fp32"),
+        (
+            {"train": {"ema": {}}},
+            'train.ema is {"decay": 0.9999, "power": null, "device": "gpu"}, and stages.0 has null',
+        ),
+        ({"model": {"kwargs": {"num_layers": 3}}}, "model.kwargs.num_layers is 3, and stages.0 has 4"),
+        ({"optimizer": {"name": "came"}}, "optimizer.name is came, and stages.0 has adamw"),
+        ({"output": "else"}, "output is else, and stages.0 has demo/run"),
+        ({"objective": {"name": "ddpm"}}, "objective.name is ddpm, and stages.0 has flow_matching"),
+    ],
+)
+def test_what_all_stages_share_is_refused_in_one(tmp_path, stage, line):
+    found = problems(written(tmp_path, LOW, stage))
+    assert f"stages.1.{line}: all stages share it; set it once, outside of stages" in found
+
+
+@pytest.mark.parametrize("stages", [3, ["a"], {"data": {}}])
+def test_stages_are_a_list_of_mappings(tmp_path, stages):
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(yaml.safe_load(DIGITS.read_text()) | {"stages": stages}))
+    assert problems(path) == [f"stages is {stages}, and a list of mappings of a run's keys was expected"]
+
+
+def test_one_is_named_where_one_is_wanted(tmp_path):
+    path = written(tmp_path, LOW, HIGH)
+    assert load_run(path, ALONE, 1).train.steps == 7
+    for asked, line in {
+        (path, None): f"{path} has stages, each a run of its own, and this takes one; name it: --stage 0 to 1",
+        (path, 2): f"--stage is 2, and {path} has stages 0 to 1",
+        (DIGITS, 1): f"--stage is 1, and {DIGITS} has no stages",
+    }.items():
+        with pytest.raises(UserError) as caught:
+            load_run(asked[0], ALONE, asked[1])
+        assert caught.value.problems == (line,)
+
+
+def test_each_may_have_a_plan(tmp_path):
+    plan = plan_of(SINGLE)
+    folder = write(plan, tmp_path / "plan")
+    path = written(tmp_path, {"plan": str(folder), "train": {"steps": 5}}, {"train": {"steps": 7}})
+    document = yaml.safe_load(path.read_text())
+    document["train"] = {"micro_batch_size": SINGLE.micro_batch_size, "precision": SINGLE.precision}
+    document["engine"] = {"name": "single"}
+    path.write_text(yaml.safe_dump(document))
+    first, second = load_stages(path)
+    assert (first.plan, first.source, second.plan) == (plan, folder, None)
+    assert first.run.train.checkpointed_blocks == SINGLE.checkpointed_blocks
+    assert second.run.train.checkpointed_blocks == 0
+    assert problems(path, plan=plan, source=folder) == [
+        f"--plan is {folder}, and {path} has stages, each of which may have a plan of its own: stages.0.plan"
+    ]

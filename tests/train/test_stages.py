@@ -1,0 +1,164 @@
+"""A run's stages, for real: run through, or killed anywhere, its weights are the same to the bit."""
+
+import json
+import shutil
+import subprocess
+
+import pytest
+import torch
+import yaml
+from commands import BIN, DIGITS, ROOT, SINGLE, TINY, bigdit, environment_with, run_ranks, with_set
+from running import until
+from safetensors.torch import load_file
+
+from bigdit.train import main
+from bigdit.train.metrics import read_metrics
+
+ENGINES = {"single": SINGLE, "zero2": (), "fsdp2": ("engine.name=fsdp2", "engine.ds_config=null")}
+BORDER, END = 8, 16
+"""Steps of the first stage, and of both."""
+
+
+@pytest.fixture(scope="module")
+def staged(once, pictures, features):
+    """A run's YAML: the digits as they are, and at twice their side; half the micro-batch, and another rate."""
+
+    def make(folder):
+        folder.mkdir()
+        low = {"data": {"features": str(features)}, "train": {"steps": BORDER}}
+        high = {"data": {"features": str(folder / "high"), "buckets": [[16, 16]]}, "optimizer": {"lr": 1e-3}}
+        high["train"] = {"steps": END - BORDER, "micro_batch_size": 4, "warmup_steps": 0, "checkpointed_blocks": 1}
+        document = yaml.safe_load(DIGITS.read_text()) | {"stages": [low, high]}
+        document["data"]["images"] = str(pictures)
+        (folder / "run.yaml").write_text(yaml.safe_dump(document))
+        done = bigdit("extract", "--config", folder / "run.yaml", *with_set(TINY))
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("240 of 240 pictures encoded") == 2
+
+    return once("staged", make) / "run.yaml"
+
+
+def settings(output, engine):
+    return with_set([*TINY, *ENGINES[engine], f"output={output}", "train.checkpoint_every=2"])
+
+
+def through(staged, output, engine):
+    """From the first step to the last, by one command; what it said."""
+    if engine == "fsdp2":  # by no launcher: the processes meet in the first one's store, which starts anew too
+        done = run_ranks(2, "-m", "bigdit.train", "--config", staged, *settings(output, engine))
+    else:
+        done = bigdit("train", "--config", staged, *settings(output, engine))
+    assert done.returncode == 0, done.stderr
+    return " ".join(done.stderr.split())
+
+
+def killed(staged, output, engine, step):
+    """`kill -9` as soon as the checkpoint of this step is there; the newest one that it left."""
+    command = [BIN / "bigdit", "train", "--config", staged, *settings(output, engine)]
+    process = subprocess.Popen(
+        [str(part) for part in command],
+        cwd=ROOT,
+        env=environment_with({}),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    latest = output / "checkpoints/latest"
+    try:
+        until(lambda: process.poll() is not None or (latest.exists() and reached(output) >= step))
+        assert process.poll() is None
+    finally:
+        process.kill()  # and the kernel its ranks
+        process.wait()
+    return reached(output)
+
+
+def reached(output):
+    return int((output / "checkpoints/latest").read_text().removeprefix("step-"))
+
+
+def course(output):
+    """What each step was, and the weights at its end."""
+    rows = [(row["step"], row["stage"], row["lr"], row["loss"]) for row in read_metrics(output / "metrics.jsonl")]
+    return rows, load_file(output / f"exports/step-{END:08d}/transformer/diffusion_pytorch_model.safetensors")
+
+
+def same(first, second):
+    assert first[0] == second[0]
+    assert first[1].keys() == second[1].keys()
+    assert all(torch.equal(first[1][name], second[1][name]) for name in first[1])
+
+
+@pytest.fixture(scope="module")
+def alone(once, staged):
+    """The output of one process that went through both stages."""
+    return once(
+        "staged alone", lambda output: (output.mkdir(), (output / "said").write_text(through(staged, output, "single")))
+    )
+
+
+def test_one_command_goes_through_all_stages(alone):
+    said, (rows, _) = (alone / "said").read_text(), course(alone)
+    assert [row[:2] for row in rows] == [(step, int(step >= BORDER)) for step in range(END)]
+    assert [row[2] for row in rows[:3]] == [1e-3, 2e-3, 2e-3]  # it warms up in the first
+    assert rows[BORDER][2] == 1e-3  # and the rate begins anew in the second
+    assert rows[BORDER + 1][2] < 1e-3
+    assert "stages.0 is done; the processes start again for stages.1" in said
+    assert f"going on from {alone}/checkpoints/step-{BORDER:08d}, step {BORDER} stages.1: steps 8 to 16 of 16" in said
+    receipts = [json.loads((alone / name).read_text()) for name in ("receipt-stage-0.json", "receipt.json")]
+    assert [each["steps"] for each in receipts] == [BORDER, END - BORDER]
+    assert [each["batch"]["latents"][1:] for each in receipts] == [[4, 6], [8, 8]]
+    assert [each["strategy"]["micro_batch_size"] for each in receipts] == [8, 4]
+    assert sorted(path.name for path in (alone / "exports").iterdir()) == [f"step-{BORDER:08d}", f"step-{END:08d}"]
+    assert "all of 16 steps" in (alone / "report.html").read_text()
+
+
+@pytest.mark.slow
+def test_killed_in_either_stage_or_between_a_run_goes_on(staged, alone, tmp_path):
+    """Its order, its rates and its weights are those of the run that nobody killed."""
+    assert killed(staged, tmp_path, "single", 2) < BORDER
+    assert killed(staged, tmp_path, "single", BORDER) == BORDER
+    assert BORDER < killed(staged, tmp_path, "single", BORDER + 2) < END
+    assert "starts again" not in through(staged, tmp_path, "single")
+    same(course(tmp_path), course(alone))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("engine", "step"), [("zero2", BORDER + 2), ("fsdp2", BORDER)])
+def test_several_processes_start_again_together(staged, tmp_path, engine, step):
+    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
+    assert through(staged, straight, engine).count("start again for stages.1") == 1
+    assert step <= killed(staged, stopped, engine, step) < END
+    through(staged, stopped, engine)
+    same(course(stopped), course(straight))
+
+
+def refused(capsys, staged, output, *overrides):
+    assert main.main(["--config", str(staged), *settings(output, "single"), *with_set(overrides)]) == 1
+    return capsys.readouterr().err
+
+
+def test_a_border_does_not_move_beneath_a_checkpoint(staged, alone, tmp_path, capsys):
+    """Its order would be another one."""
+    output = tmp_path / "run"
+    shutil.copytree(alone, output)
+    found = output / f"checkpoints/step-{END:08d}"
+    assert refused(capsys, staged, output, "stages.0.train.steps=9") == (
+        f"error: stages: {found} was saved in one that begins at step 8, and the one that step 16 is of now begins at "
+        "9; give those before it as many train.steps as they had, or choose another output\n"
+    )
+
+
+def test_a_stage_without_its_store_is_told_before_the_first(staged, tmp_path, capsys):
+    assert refused(capsys, staged, tmp_path, f"stages.1.data.features={tmp_path}") == (
+        f"error: stages.1: data.features: {tmp_path} holds no features; `bigdit extract --config RUN.yaml` makes them\n"
+    )
+    assert "stages.1: data.features: " in refused(capsys, staged, tmp_path, "stages.1.encoders.text.max_tokens=16")
+
+
+def test_a_dry_run_prints_each(staged):
+    done = bigdit("train", "--config", staged, "--dry-run", *with_set([*TINY, *SINGLE]))
+    assert done.returncode == 0, done.stderr
+    low, high = json.loads(done.stdout)["stages"]
+    assert (low["strategy"]["grad_accum_steps"], high["strategy"]["grad_accum_steps"]) == (2, 4)
+    assert high["run"]["data"]["buckets"] == [[16, 16]]
+    assert high["run"]["stages"] == []
