@@ -16,13 +16,12 @@ Json = Annotated[bool, typer.Option("--json", help="Print the report as JSON.")]
 Out = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the report to this JSON file too.")]
 Rounds = Annotated[int, typer.Option(min=1, metavar="N", help="Turns of each, after a first that is not counted.")]
 
-Model = Annotated[
-    str,
-    typer.Option(
-        metavar="NAME",
-        help="A model of `bigdit models`, by its name or repository; or a config.json or a folder of diffusers.",
-    ),
-]
+_MODEL = typer.Option(
+    metavar="NAME",
+    help="A model of `bigdit models`, by its name or repository; or a config.json or a folder of diffusers.",
+)
+Model = Annotated[str, _MODEL]
+MaybeModel = Annotated[str | None, _MODEL]
 Gpu = Annotated[
     str,
     typer.Option(metavar="NAME", help="A card of `bigdit gpus`; CARD:PROFILE, a MIG slice; auto, this machine's."),

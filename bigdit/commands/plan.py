@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -26,21 +26,30 @@ from bigdit.commands.options import (
     Images,
     Json,
     Lora,
-    Model,
+    MaybeModel,
     Network,
     Optimizer,
     Precision,
     Price,
     Receipts,
     Resolutions,
+    Set,
 )
+
+if TYPE_CHECKING:
+    from bigdit.search.question import Question
 
 EXIT_DOES_NOT_FIT = 2
 
 
 def run(
-    model: Model,
     gpu: Gpu,
+    model: MaybeModel = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(help="A run's YAML, which says all but the cards and the data: a plan for each of its stages."),
+    ] = None,
+    overrides: Set = [],  # noqa: B006  # typer reads the default; it is not changed
     gpu_memory: GpuMemory = None,
     gpus: Gpus = None,
     gpus_per_node: GpusPerNode = None,
@@ -79,38 +88,51 @@ def run(
 
     Exit status: 0 where it fits or is tight, 2 where it does not fit, 1 for what cannot be asked.
     """
-    from bigdit import log
+    from bigdit.errors import UserError
     from bigdit.search.asking.ask import question_for
 
-    question = question_for(
-        model,
-        gpu,
-        gpu_memory=gpu_memory,
-        gpus=gpus,
-        gpus_per_node=gpus_per_node,
-        network=network,
-        host_memory=host_memory,
-        resolution=resolution,
-        buckets=buckets,
-        frames=frames,
-        global_batch=global_batch,
-        images=images,
-        epochs=epochs,
-        price=price,
-        receipts=receipts,
-        engine=engine,
-        optimizer=optimizer,
-        precision=precision,
-        checkpointed_blocks=checkpointed_blocks,
-        micro_batch=micro_batch,
-        ema=ema,
-        ema_widths=ema_widths,
-        lora=lora,
-        features=features,
-        full=full,
-        explain=explain,
-        device=device,
-    )
+    of_cards: dict[str, Any] = {
+        "gpu": gpu,
+        "gpu_memory": gpu_memory,
+        "gpus": gpus,
+        "gpus_per_node": gpus_per_node,
+        "network": network,
+        "host_memory": host_memory,
+        "images": images,
+        "price": price,
+        "receipts": receipts,
+        "explain": explain,
+        "device": device,
+    }
+    of_run: dict[str, Any] = {
+        "model": model,
+        "resolution": resolution,
+        "buckets": buckets,
+        "frames": frames,
+        "global_batch": global_batch,
+        "epochs": epochs,
+        "engine": engine,
+        "optimizer": optimizer,
+        "precision": precision,
+        "checkpointed_blocks": checkpointed_blocks,
+        "micro_batch": micro_batch,
+        "ema": ema,
+        "ema_widths": ema_widths,
+        "lora": lora,
+        "features": features,
+        "full": full,
+    }
+    if config is None:
+        if overrides:
+            raise UserError("--set goes with --config, and --model was given; leave it out")
+        return _plan(question_for(**of_cards, **of_run), out, as_json)
+    if given := [f"--{name.replace('_', '-')}" for name, value in of_run.items() if value is not None]:
+        raise UserError(f"{', '.join(given)}: --config {config} says it; leave it out, or --config")
+    return _plan_stages(config, overrides, of_cards, out, as_json)
+
+
+def _plan(question: Question, out: Path | None, as_json: bool) -> int:
+    from bigdit import log
     from bigdit.report.plan import show
     from bigdit.search.answer import make_plan
 
@@ -125,3 +147,32 @@ def run(
     else:
         show(plan, out)
     return 0 if plan.fits else EXIT_DOES_NOT_FIT
+
+
+def _plan_stages(config: Path, overrides: list[str], asked: dict[str, Any], out: Path | None, as_json: bool) -> int:
+    """A plan for each stage, in a folder of its own; the run fits where all do."""
+    from bigdit import log
+    from bigdit.report.plan import show_short
+    from bigdit.search.answer import make_plan
+    from bigdit.search.asking.of_run import questions_of
+
+    questions, plans = questions_of(config, overrides, asked), []
+    for number, question in enumerate(questions):
+        name = f"stages.{number}" if len(questions) > 1 else str(config)
+        with log.err.status(f"planning {name}") as status:
+            plan = make_plan(question, progress=status.update)
+        plans.append(plan)
+        folder = out if out is None or len(questions) == 1 else out / f"stage-{number}"
+        if folder is not None:
+            from bigdit.report.folder import write_plan
+
+            write_plan(plan, folder)
+        if not as_json:
+            show_short(plan, name, folder)
+    fits = all(plan.fits for plan in plans)
+    if as_json:
+        found = [plan.model_dump(mode="json", exclude={"packed_timeline", "settings"}) for plan in plans]
+        log.emit_json(
+            {"fits": fits, "plans": [each | {"fits": plan.fits} for each, plan in zip(found, plans, strict=True)]}
+        )
+    return 0 if fits else EXIT_DOES_NOT_FIT

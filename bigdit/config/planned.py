@@ -49,7 +49,7 @@ def planned_run(document: dict[str, Any], path: str, plan: PlanFile, source: Pat
     wanted = _wanted(plan, document)
     for key, (value, _) in wanted.items():
         _fill(document, key.split("."), value)
-    if (ema := plan.strategy.ema) is not None and not any(_at(document, ["train", "ema", key]) for key in PROFILES):
+    if (ema := plan.strategy.ema) is not None and not any(at(document, ["train", "ema", key]) for key in PROFILES):
         _fill(document, ["train", "ema", "widths"], ema.widths and list(ema.widths))
     _fill(document, ["train", "gradient_clipping"], plan.strategy.gradient_clipping)
     if plan.strategy.engine == "deepspeed":

@@ -87,10 +87,7 @@ def load_stages(
 ) -> tuple[Stage, ...]:
     """The stages of the run that `path` describes, in order; of one without, that one, by the plan that was read from
     `source` where there is one. Raises UserError with all problems."""
-    document = read_run(path, overrides)
-    asked = document.pop("stages", None) or []
-    if not isinstance(asked, list) or not all(isinstance(own, dict) for own in asked):
-        raise UserError(f"{path}: stages is {shown(asked)}, and a list of mappings of a run's keys was expected")
+    document, asked = _read(path, overrides)
     if not asked:
         return (Stage(_parsed(document, str(path), plan, source), plan=plan, source=source),)
     if plan is not None:
@@ -101,6 +98,13 @@ def load_stages(
         return _in_order(of_each(range(len(asked)), lambda number: _loaded(document, asked, number), "stages.{}."))
     except UserError as error:
         raise UserError(*(f"{path}: {problem}" for problem in error.problems)) from None
+
+
+def read_stages(path: Path, overrides: Sequence[str]) -> list[dict[str, Any]]:
+    """What is said of each stage, by itself and by the run, not validated and without its plan; of a run without stages
+    what is said of that. Raises UserError where stages are no list of mappings."""
+    document, asked = _read(path, overrides)
+    return [_merged(document, _said_of(own)) for own in asked] or [document]
 
 
 def of_each(numbers: Sequence[int], action: Callable[[int], T], before: str = "stages.{}: ") -> list[T]:
@@ -127,6 +131,18 @@ def not_shared(number: int, key: str, found: Any, first: Any) -> str:
     )
 
 
+def _read(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    document = read_run(path, overrides)
+    asked = document.pop("stages", None) or []
+    if not isinstance(asked, list) or not all(isinstance(own, dict) for own in asked):
+        raise UserError(f"{path}: stages is {shown(asked)}, and a list of mappings of a run's keys was expected")
+    return document, asked
+
+
+def _said_of(own: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in own.items() if key != "plan"}
+
+
 def _loaded(base: dict[str, Any], asked: Sequence[dict[str, Any]], number: int) -> Stage:
     own = asked[number]
     source = own.get("plan")
@@ -136,9 +152,8 @@ def _loaded(base: dict[str, Any], asked: Sequence[dict[str, Any]], number: int) 
         )
     path = None if source is None else Path(source)
     plan = None if path is None else read_plan_file(path, "plan")
-    document = _merged(base, {key: value for key, value in own.items() if key != "plan"})
     try:
-        run = _parsed(document, "", plan, path)
+        run = _parsed(_merged(base, _said_of(own)), "", plan, path)
     except UserError as error:
         raise UserError(*(line.removeprefix(": ") for line in error.problems)) from None
     return Stage(run, number, len(asked), plan=plan, source=path)

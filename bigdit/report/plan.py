@@ -50,6 +50,19 @@ def show(plan: Plan, folder: Path | None = None, console: Console | None = None)
     _print_commands(plan, folder, console)
 
 
+def show_short(plan: Plan, name: str, folder: Path | None) -> None:
+    """Print the verdict and the settings of the plan for `name`, and the key that names its `folder`, if it was
+    written, where the rest is."""
+    log.out.print(_headline(plan))
+    log.out.print(lines(name, _recommended(plan)), highlight=False)
+    for notice in plan.notices:
+        log.out.print(f"note: {notice}", highlight=False, markup=False)
+    if folder is not None:
+        key = f"{name}.plan:" if name.startswith("stages.") else "--plan"
+        log.out.print(f"train by it: {key} {folder}", highlight=False, markup=False, soft_wrap=True)
+    log.out.print()
+
+
 def _headline(plan: Plan) -> RenderableType:
     question = plan.question
     sides = " × ".join(str(side) for side in question.resolution)

@@ -6,11 +6,14 @@ import subprocess
 import sys
 
 import pytest
+import yaml
 from commands import ROOT, bigdit
+from rehearsing import SANA
 
 from bigdit.spec import StepSize
 
 TINY = ("--model", "dit-s-8")
+SMALL_SANA = SANA.kwargs | {"in_channels": 32, "out_channels": 32}
 # What is not the same in two answers to one question.
 PASSING = ("seconds",)
 
@@ -148,3 +151,51 @@ def test_python_asks_as_the_command_does():
     shown = bigdit("plan", "--help").stdout
     for name in done.stdout.split():
         assert f"--{name.replace('_', '-')} " in shown, name
+
+
+@pytest.mark.slow
+def test_a_run_with_stages_has_a_plan_of_each_by_which_it_trains(tmp_path):
+    """What a stage says is pinned; what it leaves out its plan fills in."""
+    (tmp_path / "config.json").write_text(json.dumps({"_class_name": "SanaTransformer2DModel", **SMALL_SANA}))
+    run = {
+        "model": {"path": str(tmp_path / "config.json")},
+        "data": {"images": "pictures", "features": "features", "buckets": [[512, 512]]},
+        "encoders": {"image": {"name": "vae", "class_name": "AutoencoderDC", "path": "vae"}, "text": {"path": "t5"}},
+        "train": {"global_batch_size": 4, "checkpointed_blocks": 0},
+        "optimizer": {"name": "adamw"},
+        "engine": {"name": "single"},
+        "stages": [{"data": {"buckets": [[256, 256]]}, "train": {"steps": 9}}, {"train": {"steps": 3}}],
+        "output": "run",
+    }
+    config, plans = tmp_path / "run.yaml", tmp_path / "plans"
+    config.write_text(yaml.safe_dump(run))
+    done = bigdit("plan", "--config", config, "--gpu", "rtx-4090", "--out", plans, "--set", "train.precision=bf16_sr")
+    assert done.returncode == 0, done.stderr
+    assert [line for line in done.stdout.splitlines() if line.startswith("train by it")] == [
+        f"train by it: stages.{number}.plan: {plans}/stage-{number}" for number in (0, 1)
+    ]
+    for number, stage in enumerate(run["stages"]):
+        stage["plan"] = str(plans / f"stage-{number}")
+    config.write_text(yaml.safe_dump(run))
+    done = bigdit("train", "--config", config, "--dry-run")
+    assert done.returncode == 0, done.stderr
+    strategies = [stage["strategy"] for stage in json.loads(done.stdout)["stages"]]
+    recorded = [yaml.safe_load((plans / f"stage-{number}/plan.yaml").read_text()) for number in (0, 1)]
+    assert [each["question"]["resolution"] for each in recorded] == [[256, 256], [512, 512]]
+    assert [each["micro_batch_size"] for each in strategies] == [
+        each["strategy"]["micro_batch_size"] for each in recorded
+    ]
+    assert {each["precision"] for each in strategies} == {"bf16_sr"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--config", "run.yaml", "--ema", "cpu"], "--ema: --config run.yaml says it; leave it out, or --config"),
+        ([*TINY, "--set", "a=1"], "--set goes with --config, and --model was given; leave it out"),
+        ([], "no model was named; --model takes one of `bigdit models`, or a diffusers config.json"),
+    ],
+)
+def test_a_plan_is_of_a_model_or_of_a_run(arguments, line):
+    done = bigdit("plan", "--gpu", "a40", *arguments)
+    assert (done.returncode, done.stderr) == (1, f"error: {line}\n")

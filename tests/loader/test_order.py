@@ -15,9 +15,9 @@ counts = st.integers(1, 4).flatmap(
 )
 
 
-def order_of(table, global_batch_size, seed=0, stages=(), window_parts=3):
+def order_of(table, global_batch_size, seed=0, window_parts=3, **more):
     table = np.array(table, np.int64)
-    return Order(table, SHAPES[: table.shape[1]], global_batch_size, seed, stages=stages, window_parts=window_parts)
+    return Order(table, SHAPES[: table.shape[1]], global_batch_size, seed, window_parts=window_parts, **more)
 
 
 def samples(batch):
@@ -51,6 +51,19 @@ def test_a_step_needs_no_history(table, global_batch_size, step):
     used = order_of(table, global_batch_size)
     walked(used, 0, step)
     assert samples(used.batch(step)) == samples(order_of(table, global_batch_size).batch(step))
+
+
+@given(counts, st.integers(1, 9), st.integers(1, 60))
+@settings(max_examples=40, deadline=None)
+def test_a_stage_of_the_run_has_an_order_of_its_own_from_its_first_step_on(table, global_batch_size, first):
+    assume(np.sum(table))
+    used = order_of(table, global_batch_size, first_step=first)
+    assert used.batches_before(0) == first
+    epoch = Counter(sample for batch in walked(used, first, used.batches_before(1)) for sample in batch)
+    assert set(epoch.values()) <= {1}
+    many = [[40, 30], [50, 20]]  # of which no two orders are the same by chance
+    orders = [walked(order_of(many, 5, first_step=step), step, step + 10) for step in (0, first, first + 1)]
+    assert orders[0] != orders[1] != orders[2]
 
 
 @given(counts, counts, st.integers(1, 9), st.integers(0, 60))

@@ -11,6 +11,7 @@ from plan_files import SINGLE, TINY_KWARGS, plan_of, run_yaml, write, zero2
 from bigdit.catalog.revision import revision
 from bigdit.spec import EmaSpec, OptimizerSpec, Strategy
 from bigdit.train import main
+from bigdit.train.loop import Ended
 from bigdit.train.processes.launch import free_port
 
 PLANS = {
@@ -78,7 +79,8 @@ def test_an_allocator_that_is_set_otherwise_than_planned_is_left_so_and_said(
         monkeypatch.delenv(each, raising=False)
     monkeypatch.setenv(name, value)
     seen = {}
-    monkeypatch.setattr("bigdit.train.loop.train", lambda *_, **__: seen.update(os.environ))
+    ended = Ended(tmp_path, 8)
+    monkeypatch.setattr("bigdit.train.loop.train", lambda *_: (seen.update(os.environ), ended)[1])
     assert main.main(["--plan", str(folder / "plan.yaml"), "--config", str(config)]) == 0
     assert seen[name] == value
     assert sum("ALLOC_CONF" in each for each in seen) == 1

@@ -1,0 +1,125 @@
+"""From a run's YAML to the questions that plans of its stages answer: what it says is pinned, all else is asked."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bigdit.config import RunConfig
+from bigdit.config.deepspeed import read_ds_config
+from bigdit.config.load import parse_run
+from bigdit.config.planned import at
+from bigdit.config.run import frames_of
+from bigdit.config.stages import of_each, read_stages
+from bigdit.config.strategy import PRESETS
+from bigdit.errors import UserError
+from bigdit.search.asking.ask import question_for
+from bigdit.search.question import Question
+
+_KEYS = {
+    "--resolution": "data.buckets",
+    "--frames": "data.buckets",
+    "--global-batch": "train.global_batch_size",
+    "--micro-batch": "train.micro_batch_size",
+    "--checkpointed-blocks": "train.checkpointed_blocks",
+    "--precision": "train.precision",
+    "--ema": "train.ema",
+    "--lora": "train.lora.rank",
+    "--optimizer": "optimizer.name",
+    "--engine": "engine.name",
+    "--gpus is": "engine.processes is",
+    "--model": "model",
+}
+"""Options of `bigdit plan` by the keys that say the same."""
+
+
+def questions_of(path: Path, overrides: Sequence[str], asked: Mapping[str, Any]) -> list[Question]:
+    """A question for each stage of the run that `path` describes; of one without stages, one. `asked`: what the YAML
+    does not say, as `question_for` takes it. Raises UserError with all problems."""
+    documents = read_stages(path, overrides)
+
+    def one(number: int) -> Question:
+        try:
+            return _question(documents[number], asked)
+        except UserError as error:
+            raise UserError(*(_by_key(problem) for problem in error.problems)) from None
+
+    try:
+        return of_each(range(len(documents)), one)
+    except UserError as error:
+        raise UserError(*(f"{path}: {problem}" for problem in error.problems)) from None
+
+
+def _question(document: dict[str, Any], asked: Mapping[str, Any]) -> Question:
+    whole = copy.deepcopy(document)
+    train = whole.setdefault("train", {})
+    if isinstance(train, dict):
+        train.setdefault("micro_batch_size", 1)  # which a plan may be to say, and a run has to
+    run = parse_run(whole, "run")
+
+    def said(key: str, value: Any) -> Any:
+        return None if at(document, key.split(".")) is None else value
+
+    gpus = said("engine.processes", run.engine.processes)
+    if None not in (gpus, asked.get("gpus")) and gpus != asked["gpus"]:
+        raise UserError(f"engine.processes is {gpus}, and --gpus {asked['gpus']}; leave one of them out")
+    largest, *_ = buckets = sorted(run.data.buckets, key=math.prod, reverse=True)
+    batch = _global_batch(run, document)
+    question = question_for(
+        _model(run),
+        resolution=list(dict.fromkeys((bucket[-2], bucket[-1]) for bucket in buckets)),
+        buckets="none",
+        frames=frames_of(largest) if len(largest) == 3 else None,
+        global_batch=batch,
+        engine=said("engine.name", _engine(run)),
+        optimizer=said("optimizer.name", run.optimizer.name),
+        precision=said("train.precision", run.train.precision),
+        checkpointed_blocks=said("train.checkpointed_blocks", run.train.checkpointed_blocks),
+        micro_batch=said("train.micro_batch_size", run.train.micro_batch_size),
+        ema=None if run.train.ema is None else run.train.ema.device,
+        lora=None if run.train.lora is None else run.train.lora.rank,
+        full=run.train.lora is None,
+        **{**asked, "gpus": gpus or asked.get("gpus")},
+    )
+    if question.images is None or batch is None:
+        return question
+    return question.model_copy(update={"epochs": run.train.steps * batch / question.images})
+
+
+def _model(run: RunConfig) -> str:
+    if (name := run.model.name or run.model.path) is None:
+        raise UserError("model.class_name says what is trained; plans take model.name or model.path, a config.json")
+    return str(name)
+
+
+def _global_batch(run: RunConfig, document: dict[str, Any]) -> int | None:
+    train = run.train
+    if train.global_batch_size is not None or train.grad_accum_steps is None:
+        return train.global_batch_size
+    if at(document, ["train", "micro_batch_size"]) is None:
+        return None
+    return train.micro_batch_size * train.grad_accum_steps * run.engine.processes
+
+
+def _engine(run: RunConfig) -> str:
+    """By the name of its preset."""
+    if run.engine.name != "deepspeed":
+        return f"{run.engine.name}{'-offload' if run.engine.cpu_offload else ''}"
+    zero = {} if run.engine.ds_config is None else read_ds_config(run.engine.ds_config).get("zero_optimization", {})
+    moved = [
+        part for part in ("optimizer", "param") if zero.get(f"offload_{part}", {}).get("device") in ("cpu", "nvme")
+    ]
+    name = f"zero{zero.get('stage', 0)}{'-offload' if moved else ''}{'-all' if 'param' in moved else ''}"
+    if name not in PRESETS:
+        raise UserError(f"engine.ds_config {run.engine.ds_config} is {name}, which is not planned; leave it out")
+    return name
+
+
+def _by_key(problem: str) -> str:
+    problem = problem.removeprefix("run: ")
+    for option, key in _KEYS.items():
+        problem = problem.replace(option, key)
+    return problem

@@ -1,0 +1,84 @@
+"""Questions of a run's stages: what its YAML says is pinned, what it leaves out is asked, and errors name its keys."""
+
+import pytest
+import yaml
+from commands import ROOT
+
+from bigdit.errors import UserError
+from bigdit.search.asking.of_run import questions_of
+
+PIXART = {
+    "model": {"name": "pixart-sigma-xl-2-1024"},
+    "data": {"images": "pictures", "features": "features", "buckets": [[1024, 1024]]},
+    "encoders": {"image": {"name": "vae", "class_name": "AutoencoderKL", "path": "vae"}, "text": {"pipeline": "here"}},
+    "train": {"global_batch_size": 32, "precision": "bf16"},
+    "output": "run",
+}
+LOW = {"data": {"buckets": [[224, 288], [256, 256]]}, "train": {"steps": 1000, "micro_batch_size": 8}}
+HIGH = {"plan": "not/made/yet", "train": {"steps": 100, "checkpointed_blocks": "all"}}
+
+
+def written(folder, *stages, **sections):
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(PIXART | sections | {"stages": list(stages)}))
+    return path
+
+
+def asked(path, *overrides, **options):
+    return questions_of(path, overrides, {"gpu": "rtx-4090", "device": "rehearsed", **options})
+
+
+def problems(path, *overrides, **options):
+    with pytest.raises(UserError) as caught:
+        asked(path, *overrides, **options)
+    return [problem.removeprefix(f"{path}: ") for problem in caught.value.problems]
+
+
+def test_each_stage_is_asked_with_what_is_said_of_it(tmp_path):
+    low, high = asked(written(tmp_path, LOW, HIGH), images="10k")
+    assert [each.model.name for each in (low, high)] == ["pixart-sigma-xl-2-1024"] * 2
+    assert (low.resolution, low.buckets, high.resolution, high.buckets) == ((256, 256), ((224, 288),), (1024, 1024), ())
+    assert (low.pins.micro_batch_size, high.pins.micro_batch_size) == (8, None)
+    assert (low.pins.checkpointed_blocks, high.pins.checkpointed_blocks) == (None, "all")
+    assert low.pins.precision == "bf16"
+    assert (low.pins.engine, low.pins.optimizer, low.pins.ema, low.pins.full) == (None, None, "none", True)
+    assert (low.global_batch_size, low.epochs, high.epochs) == (32, 3.2, 0.32)
+
+
+def test_a_run_without_stages_is_one_question(tmp_path):
+    adapted = {"train": {"steps": 9, "lora": {"rank": 4}, "ema": {"device": "cpu"}}, "optimizer": {"name": "came"}}
+    (only,) = asked(written(tmp_path, **adapted))
+    assert (only.pins.lora_rank, only.pins.ema, only.pins.full, only.pins.optimizer) == (4, "cpu", False, "came")
+
+
+@pytest.mark.parametrize(
+    ("engine", "pinned"),
+    [
+        ({"name": "single"}, "single"),
+        ({"name": "fsdp2", "processes": 4, "cpu_offload": True}, "fsdp2-offload"),
+        ({"name": "deepspeed", "processes": 4, "ds_config": f"{ROOT}/ds_configs/zero2_bf16.json"}, "zero2"),
+    ],
+)
+def test_the_engine_is_a_preset(tmp_path, engine, pinned):
+    low, _ = asked(written(tmp_path, LOW, HIGH, engine=engine))
+    assert (low.pins.engine, low.cluster.gpus) == (pinned, engine.get("processes", 1))
+
+
+def test_what_is_wrong_is_told_by_the_runs_keys(tmp_path):
+    path = written(tmp_path, LOW, HIGH)
+    (line,) = problems(path, "stages.0.data.buckets=[[250, 250]]")
+    assert line.startswith("stages.0: data.buckets 250: pixart-sigma-xl-2-1024 takes pixels in multiples of 16")
+    assert problems(path, "train.checkpointed_blocks=99", "stages.1.train.checkpointed_blocks=99") == [
+        "train.checkpointed_blocks is 99, and pixart-sigma-xl-2-1024 has 28 blocks; 28 and all are the most"
+    ]
+    assert problems(path, "train.global_batch_size=20") == [
+        "stages.0: train.global_batch_size is 20, and 1 card × train.micro_batch_size 8 come to multiples of 8; "
+        "nearest: 16 or 24"
+    ]
+    assert problems(path, "engine.processes=2", "engine.name=fsdp2", gpus=4) == [
+        "engine.processes is 2, and --gpus 4; leave one of them out"
+    ]
+    assert problems(path, "model={class_name: SanaTransformer2DModel}") == [
+        "model.class_name says what is trained; plans take model.name or model.path, a config.json"
+    ]
+    assert problems(path, "train.stepz=3") == ["train.stepz: unknown key; did you mean steps, decay_steps?"]
