@@ -21,6 +21,8 @@ import torch
 from bigdit import catalog
 from bigdit.catalog import batch_shape
 from bigdit.config import load_run
+from bigdit.config.output import RECEIPT, receipt_of
+from bigdit.config.stages import read_stages
 from bigdit.emulator import emulated_environment, shared_state
 from bigdit.emulator.fake_weights import lay_out
 from bigdit.files import write_json
@@ -57,8 +59,8 @@ def main(asked: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="bigdit-recipes-") as folder:
         hub = weights_of(recipes, Path(folder))
         for found in recipes:
-            receipt = trained(found, hub, Path(folder) / found.name)
-            took[found.name] = _took(found, receipt).model_dump(mode="json")
+            receipts = trained(found, hub, Path(folder) / found.name)
+            took[found.name] = _took(found, receipts).model_dump(mode="json")
             write_json(MEASURED, dict(sorted(took.items())))
             print(f"{found.name}: reserves {took[found.name]['peak_reserved_bytes']} bytes", flush=True)
     return 0
@@ -71,18 +73,22 @@ def weights_of(recipes: Sequence[Recipe], folder: Path) -> Path:
     return Path(lay_out(repositories, folder, os.environ | emulated_environment(gpu))["HF_HUB_CACHE"])
 
 
-def trained(found: Recipe, hub: Path, folder: Path) -> Receipt:
-    """Three steps by `bigdit train` on emulated cards, whose files lie in `folder`.
+def trained(found: Recipe, hub: Path, folder: Path) -> list[Receipt]:
+    """Three steps of each stage by `bigdit train` on emulated cards, whose files lie in `folder`.
 
     Of one process no values are computed; several tell each other theirs.
     """
     gpu = catalog.resolve_gpu(found.about.gpu)
     (weights,) = hub.glob(f"models--{found.about.repository.replace('/', '--')}/snapshots/*")
     folder.mkdir()
-    make_store(folder / "features", found, json.loads((weights / "transformer/config.json").read_text()))
+    arguments, changed = json.loads((weights / "transformer/config.json").read_text()), ["output=run"]
+    for number, document in enumerate(stages_of(found)):
+        make_store(folder / f"features-{number}", found, document, arguments)
+        stage = f"stages.{number}." if found.stages > 1 else ""
+        own = (f"data.features=features-{number}", f"train.steps={STEPS}", "train.warmup_steps=1")
+        changed += [f"{stage}{each}" for each in own]
     for name, text in found.files.items():
         (folder / name).write_text(text.replace(found.weights, str(weights)))
-    changed = ("data.features=features", "output=run", f"train.steps={STEPS}", "train.warmup_steps=1")
     with shared_state() as state:
         environment = os.environ | emulated_environment(gpu, found.processes, state, values=found.processes > 1)
         subprocess.run(
@@ -95,7 +101,13 @@ def trained(found: Recipe, hub: Path, folder: Path) -> Receipt:
             check=True,
             stdout=subprocess.DEVNULL,
         )
-    return Receipt.model_validate_json((folder / "run/receipt.json").read_text())
+    names = [*map(receipt_of, range(found.stages - 1)), RECEIPT]
+    return [Receipt.model_validate_json((folder / "run" / name).read_text()) for name in names]
+
+
+def stages_of(found: Recipe) -> list[dict[str, Any]]:
+    """What its YAML says of each stage; of a run without stages what it says."""
+    return read_stages(MEASURED.parent / f"{found.name}.yaml", [])
 
 
 def first_of_many(found: Recipe) -> dict[tuple[int, int], Attempt]:
@@ -123,13 +135,13 @@ def _path(environment: dict[str, str]) -> str:
     return os.pathsep.join((str(ROOT), environment["PYTHONPATH"]))
 
 
-def make_store(root: Path, found: Recipe, arguments: dict[str, Any], each: int = 16) -> None:
+def make_store(root: Path, found: Recipe, document: dict[str, Any], arguments: dict[str, Any], each: int = 16) -> None:
     """A store of zeros for the model of these arguments, so many samples a bucket, with captions that fill all
     tokens."""
     model = catalog.model(found.about.model)
     assert model.text is not None
-    tokens, dim = found.run["encoders"]["text"].get("max_tokens", model.text.tokens), model.text.dim
-    buckets = [tuple(size) for size in found.run["data"]["buckets"]]
+    tokens, dim = document["encoders"]["text"].get("max_tokens", model.text.tokens), model.text.dim
+    buckets = [tuple(size) for size in document["data"]["buckets"]]
     pooled = arguments.get("pooled_projection_dim")
     schema = StoreSchema(
         codec={},
@@ -155,36 +167,35 @@ def make_store(root: Path, found: Recipe, arguments: dict[str, Any], each: int =
     write_part(part_path(root, 0, schema.count), encoded, identity=part_identity(schema, 0))
 
 
-def _took(found: Recipe, receipt: Receipt) -> Took:
-    gpu, plan = catalog.resolve_gpu(found.about.gpu), planned(found)
+def _took(found: Recipe, receipts: Sequence[Receipt]) -> Took:
+    gpu, plans = catalog.resolve_gpu(found.about.gpu), [planned(found, document) for document in stages_of(found)]
     communicators = None if found.processes > 1 else 0
     beside = beside_torch(gpu.compute_capability, found.processes, communicators, gpu.multiprocessors)
-    assert receipt.measured_peak_allocated_bytes
-    assert receipt.measured_peak_reserved_bytes
-    assert plan.dataset
-    assert plan.run
-    reserved = receipt.measured_peak_reserved_bytes
+    stores = [plan.dataset.store_bytes for plan in plans if plan.dataset]
+    seconds = [plan.run.seconds for plan in plans if plan.run]
+    reserved = max(each.measured_peak_reserved_bytes or 0 for each in receipts)
     return Took(
         torch=cuda_build(cuda_python()),
-        peak_allocated_bytes=receipt.measured_peak_allocated_bytes,
+        peak_allocated_bytes=max(each.measured_peak_allocated_bytes or 0 for each in receipts),
         peak_reserved_bytes=reserved,
         process_bytes=(reserved + beside.low_bytes, reserved + beside.high_bytes),
         usable_bytes=gpu.usable_bytes,
-        host_bytes=plan.host.node_bytes,
-        store_bytes=(round(plan.dataset.store_bytes.low), round(plan.dataset.store_bytes.high)),
-        hours=(round(plan.run.seconds.low / 3600, 2), round(plan.run.seconds.high / 3600, 2)),
+        host_bytes=max(plan.host.node_bytes for plan in plans),
+        store_bytes=(round(sum(each.low for each in stores)), round(sum(each.high for each in stores))),
+        hours=(round(sum(each.low for each in seconds) / 3600, 2), round(sum(each.high for each in seconds) / 3600, 2)),
     )
 
 
-def planned(found: Recipe) -> Plan:
-    """The plan for the recipe's own strategy and steps."""
-    train, blocks = found.run["train"], found.run["train"].get("checkpointed_blocks", 0)
+def planned(found: Recipe, document: dict[str, Any]) -> Plan:
+    """The plan for a stage's own strategy and steps, at the first of its sizes."""
+    train, blocks = document["train"], document["train"].get("checkpointed_blocks", 0)
     return make_plan(
         question_for(
             model=found.about.model,
             gpu=found.about.gpu,
             gpus=found.processes,
             engine=_engine(found),
+            resolution=[tuple(document["data"]["buckets"][0])],
             optimizer="adamw",
             micro_batch=train["micro_batch_size"],
             global_batch=train["global_batch_size"],

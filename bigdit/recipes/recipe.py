@@ -31,7 +31,8 @@ class Took(Strict):
     """Three steps of a recipe at full size on emulated cards, in bytes of one: by torch's allocator, and
     `process_bytes` with all that a CUDA process takes beside it, at least and at most. As the plan for it says,
     `host_bytes` of the machine's memory while it saves, `store_bytes` of the features of 100,000 pictures, `hours` of
-    its steps."""
+    its steps. Of stages, three steps of each: bytes of memory are those of the one that takes most, features and hours
+    those of all."""
 
     torch: str
     peak_allocated_bytes: PositiveInt
@@ -58,6 +59,11 @@ class Recipe:
         """The sections of its YAML."""
         found: dict[str, Any] = yaml.safe_load(self.text)
         return found
+
+    @property
+    def stages(self) -> int:
+        """How many; a run without is one."""
+        return len(self.run.get("stages", [])) or 1
 
     @property
     def processes(self) -> int:

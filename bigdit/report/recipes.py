@@ -47,10 +47,11 @@ def needs(found: Recipe) -> list[str]:
     low, high = took.process_bytes
     hours = f"{took.hours[0]:.1f} to {took.hours[1]:.1f} h"
     where = "an emulated card" if found.processes == 1 else "emulated cards"
-    disk = " to ".join(written(each) for each in took.store_bytes)
+    each = "" if found.stages == 1 else " of each stage"
+    disk = " to ".join(written(size) for size in took.store_bytes)
     return [
         f"card   {card}: {gib(low)} to {gib(high)} of {gib(took.usable_bytes)}, {gib(_left(found))} left",
-        f"       of it torch reserves {gib(took.peak_reserved_bytes)}: three steps on {where}, {took.torch}",
+        f"       of it torch reserves {gib(took.peak_reserved_bytes)}: three steps{each} on {where}, {took.torch}",
         f"host   {gib(took.host_bytes)} of RAM, while it saves",
         f"disk   {disk} of features for 100,000 pictures",
         f"time   {hours} of training, by the plan for it",

@@ -7,9 +7,9 @@ import pytest
 from commands import bigdit
 
 from bigdit import catalog
-from bigdit.config import load_run
+from bigdit.config import load_stages
 from bigdit.recipes.recipe import names, recipe
-from bigdit.train.prepare import prepare
+from bigdit.train.prepare import prepare_stages
 
 
 def test_recipes_are_listed(tmp_path):
@@ -28,13 +28,14 @@ def test_a_recipe_is_a_run_of_the_catalogues_model_on_its_card(name, tmp_path, m
     for file, text in found.files.items():
         (tmp_path / file).write_text(text)
     monkeypatch.chdir(tmp_path)
-    run = load_run(Path(f"{name}.yaml"), [])
-    spec, strategy = prepare(run, found.processes)
-    assert strategy.world_size == found.processes
-    assert spec == catalog.model(found.about.model).spec
+    stages = prepare_stages(load_stages(Path(f"{name}.yaml"), []), found.processes)
+    assert len(stages) == found.stages
     assert catalog.gpu(found.about.gpu)
-    assert str(run.model.init_from).startswith(found.weights)
-    assert str(run.encoders.text.pipeline) == found.weights
+    for each in stages:
+        assert each.strategy.world_size == found.processes
+        assert each.spec == catalog.model(found.about.model).spec
+        assert str(each.stage.run.model.init_from).startswith(found.weights)
+        assert str(each.stage.run.encoders.text.pipeline) == found.weights
 
 
 def test_one_is_shown_with_its_needs_and_all_commands_and_is_copied_as_it_stands(tmp_path):
