@@ -109,7 +109,10 @@ def test_one_command_goes_through_all_stages(alone):
     assert [each["batch"]["latents"][1:] for each in receipts] == [[4, 6], [8, 8]]
     assert [each["strategy"]["micro_batch_size"] for each in receipts] == [8, 4]
     assert sorted(path.name for path in (alone / "exports").iterdir()) == [f"step-{BORDER:08d}", f"step-{END:08d}"]
-    assert "all of 16 steps" in (alone / "report.html").read_text()
+    page = (alone / "report.html").read_text()
+    assert "all of 16 steps" in page
+    assert page.count(">stages.1</text>") == page.count("<figure>") > 3
+    assert "<dd>stages.1, as its settings here</dd>" in page
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
+from types import MappingProxyType
 from typing import NamedTuple
 
 WIDTH, HEIGHT = 420, 220
@@ -43,7 +44,7 @@ class Line(NamedTuple):
 
 
 class Chart(NamedTuple):
-    """A picture: its lines, and marks of its axes with their places."""
+    """A picture: its lines, marks of its axes with their places, and the places where stages begin with their names."""
 
     name: str
     title: str
@@ -51,6 +52,7 @@ class Chart(NamedTuple):
     lines: list[Line]
     across: list[tuple[float, str]]
     up: list[tuple[float, str]]
+    borders: list[tuple[float, str]]
 
 
 class Scale(NamedTuple):
@@ -68,9 +70,16 @@ class Scale(NamedTuple):
         return (value - self.low) / (self.high - self.low)
 
 
-def chart(name: str, title: str, series: Mapping[str, Series], *, from_zero: bool) -> Chart | None:
+def chart(
+    name: str,
+    title: str,
+    series: Mapping[str, Series],
+    *,
+    from_zero: bool,
+    borders: Mapping[int, str] = MappingProxyType({}),
+) -> Chart | None:
     """The series that have values as a picture; None where none has. A scale that is not `from_zero` is logarithmic
-    where values are far apart."""
+    where values are far apart. `borders`: the steps at which stages begin, and their names."""
     known = {label: found for label, found in series.items() if found}
     if not known:
         return None
@@ -92,6 +101,7 @@ def chart(name: str, title: str, series: Mapping[str, Series], *, from_zero: boo
         lines,
         [(_across(across, mark), f"{mark:,.0f}") for mark in across.marks if mark == int(mark)],
         [(_up(up, mark), f"{mark:g}") for mark in up.marks],
+        [(_across(across, step), each) for step, each in borders.items()],
     )
 
 

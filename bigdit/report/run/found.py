@@ -48,6 +48,16 @@ class Found:
         """How many are to be taken; None where that is not known."""
         return None if self.record is None else self.record.steps or self.record.run.train.steps
 
+    @functools.cached_property
+    def borders(self) -> dict[int, str]:
+        """The steps at which stages after the first begin, and their names."""
+        pairs = zip(self.rows, self.rows[1:], strict=False)
+        return {
+            after["step"]: f"stages.{after['stage']}"
+            for before, after in pairs
+            if before.get("stage") != after.get("stage") and isinstance(after.get("stage"), int)
+        }
+
     def series(self, key: str) -> list[tuple[int, float]]:
         """(step, value) of the rows that have a finite number under this key."""
         return self._columns.get(key, [])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -138,13 +139,14 @@ def charts(found: Found) -> list[Chart]:
     unit, name = unit_of(max((value for key in MEMORY for _, value in found.series(key)), default=1))
     memory = {label: [(at, value / unit) for at, value in found.series(key)] for key, label in MEMORY.items()}
     rate = "Videos" if _is_of_videos(found) else "Images"
+    drawn = functools.partial(chart, borders=found.borders)
     made = (
-        chart("loss", "Loss", {label: found.series(key) for key, label in LOSSES.items()}, from_zero=False),
-        chart("norm", "Norm of the gradients", {"norm": found.series("grad_norm")}, from_zero=False),
-        chart("rate", "Learning rate", {"rate": found.series("lr")}, from_zero=True),
-        chart("speed", f"{rate} a second", {"speed": found.series("images_per_second")}, from_zero=True),
-        chart("memory", f"Memory, {name}", memory, from_zero=True),
-        chart("mfu", "MFU", {"MFU": found.series("mfu")}, from_zero=True),
+        drawn("loss", "Loss", {label: found.series(key) for key, label in LOSSES.items()}, from_zero=False),
+        drawn("norm", "Norm of the gradients", {"norm": found.series("grad_norm")}, from_zero=False),
+        drawn("rate", "Learning rate", {"rate": found.series("lr")}, from_zero=True),
+        drawn("speed", f"{rate} a second", {"speed": found.series("images_per_second")}, from_zero=True),
+        drawn("memory", f"Memory, {name}", memory, from_zero=True),
+        drawn("mfu", "MFU", {"MFU": found.series("mfu")}, from_zero=True),
     )
     return [each for each in made if each is not None]
 

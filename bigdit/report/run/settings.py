@@ -27,6 +27,8 @@ def settings(record: RunRecord) -> dict[str, str]:
         found["adapters"] = f"LoRA of rank {strategy.lora.rank} over a frozen {strategy.lora.base} base"
     if run.validation is not None:
         found["validation"] = f"{run.validation.samples:,} samples held out, every {run.validation.every:,} steps"
+    if record.stage is not None:
+        found["stage"] = f"stages.{record.stage}, as its settings here"
     found["seed"] = f"{run.train.seed}"
     return found
 
