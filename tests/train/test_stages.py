@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import signal
 import subprocess
 
 import pytest
@@ -52,23 +53,27 @@ def through(staged, output, engine):
     return " ".join(done.stderr.split())
 
 
-def killed(staged, output, engine, step):
-    """`kill -9` as soon as the checkpoint of this step is there; the newest one that it left."""
+def ended(staged, output, engine, step, signum=signal.SIGKILL):
+    """The status of a run that is sent a signal as soon as the checkpoint of this step is there, and what it said."""
     command = [BIN / "bigdit", "train", "--config", staged, *settings(output, engine)]
-    process = subprocess.Popen(
-        [str(part) for part in command],
-        cwd=ROOT,
-        env=environment_with({}),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    latest = output / "checkpoints/latest"
-    try:
-        until(lambda: process.poll() is not None or (latest.exists() and reached(output) >= step))
-        assert process.poll() is None
-    finally:
-        process.kill()  # and the kernel its ranks
-        process.wait()
+    latest, log = output / "checkpoints/latest", output.with_suffix(".log")
+    with open(log, "w") as said:
+        process = subprocess.Popen(
+            [str(part) for part in command], cwd=ROOT, env=environment_with({}), stdout=said, stderr=said
+        )
+        try:
+            until(lambda: process.poll() is not None or (latest.exists() and reached(output) >= step))
+            assert process.poll() is None
+            process.send_signal(signum)
+            return process.wait(60), log.read_text()
+        finally:
+            process.kill()
+            process.wait()
+
+
+def killed(staged, output, engine, step):
+    """`kill -9` of `bigdit train`, and so by the kernel of its processes; the newest checkpoint that it left."""
+    assert ended(staged, output, engine, step)[0] == -signal.SIGKILL
     return reached(output)
 
 
@@ -135,6 +140,15 @@ def test_several_processes_start_again_together(staged, tmp_path, engine, step):
     same(course(stopped), course(straight))
 
 
+@pytest.mark.slow
+def test_a_signal_between_two_stages_ends_the_run(staged, tmp_path):
+    """At the border, where it is saved, or while the processes start again."""
+    status, said = ended(staged, tmp_path / "run", "single", BORDER, signal.SIGTERM)
+    assert status == 128 + signal.SIGTERM
+    assert "Traceback" not in said
+    assert reached(tmp_path / "run") == BORDER
+
+
 def refused(capsys, staged, output, *overrides):
     assert main.main(["--config", str(staged), *settings(output, "single"), *with_set(overrides)]) == 1
     return capsys.readouterr().err
@@ -156,6 +170,15 @@ def test_a_stage_without_its_store_is_told_before_the_first(staged, tmp_path, ca
         f"error: stages.1: data.features: {tmp_path} holds no features; `bigdit extract --config RUN.yaml` makes them\n"
     )
     assert "stages.1: data.features: " in refused(capsys, staged, tmp_path, "stages.1.encoders.text.max_tokens=16")
+
+
+def test_extract_fills_all_stores_or_one(staged):
+    """They are whole, and it says so."""
+    asked = ("extract", "--config", staged, "--json", *with_set(TINY))
+    found = [json.loads(bigdit(*asked, *more).stdout) for more in ((), ("--stage", 1))]
+    assert [each["store"]["buckets"] for each in found[0]] == [{"4x4x4": 80, "4x4x6": 80, "4x6x4": 80}, {"4x8x8": 240}]
+    assert found[1] | {"seconds": 0} == found[0][1] | {"seconds": 0}
+    assert found[0][0]["parts"] == 0
 
 
 def test_a_dry_run_prints_each(staged):
