@@ -28,7 +28,7 @@ def settings(record: RunRecord) -> dict[str, str]:
     if run.validation is not None:
         found["validation"] = f"{run.validation.samples:,} samples held out, every {run.validation.every:,} steps"
     if record.stage is not None:
-        found["stage"] = f"stages.{record.stage}, as its settings here"
+        found["stage"] = f"stages.{record.stage}, whose settings these are"
     found["seed"] = f"{run.train.seed}"
     return found
 
