@@ -245,5 +245,7 @@ def at(document: Any, keys: Sequence[str]) -> Any:
 
 
 def said(value: Any) -> str:
-    """A value as YAML would have it."""
+    """A value as YAML would have it, without what a mapping says nothing of."""
+    if isinstance(value, dict):
+        value = {key: each for key, each in value.items() if each is not None}
     return value if isinstance(value, str) else json.dumps(value)

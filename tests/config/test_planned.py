@@ -111,8 +111,7 @@ AGAIN = "leave it out, or ask `bigdit plan` for it"
         (
             SINGLE,
             {"train": {"ema": {"decay": 0.5}}},
-            'train.ema is {"decay": 0.5, "power": null, "widths": null, "device": "gpu"}, and the plan\'s strategy.ema '
-            "is null",
+            'train.ema is {"decay": 0.5, "device": "gpu"}, and the plan\'s strategy.ema is null',
         ),
         (
             SINGLE.model_copy(update={"ema": EmaSpec()}),
