@@ -65,8 +65,8 @@ def mask_of(stream: str) -> str:
 
 
 def stream_shapes(class_name: str, arguments: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
-    """The most states, and their width, of each further text that a model of these arguments takes; one of which they
-    do not say it, or that they say there is none of, is left out."""
+    """The most states, and their width, of each further text that a model of these arguments takes, as far as they say
+    it."""
     streams = FAMILIES[class_name].streams if class_name in FAMILIES else {}
     shapes = {name: (_tokens(each, arguments), _last(arguments.get(each.dim))) for name, each in streams.items()}
     return {name: (tokens, dim) for name, (tokens, dim) in shapes.items() if tokens is not None and dim is not None}
@@ -81,7 +81,9 @@ def streams_of(spec: ModelSpec) -> tuple[str, ...]:
 def _tokens(stream: Stream, arguments: Mapping[str, Any]) -> int | None:
     tokens = arguments.get(stream.tokens) if isinstance(stream.tokens, str) else stream.tokens
     layers = [0] if stream.layers is None else arguments.get(stream.layers)
-    return (max(layers) + 1) * tokens if isinstance(tokens, int) and layers else None
+    if not isinstance(tokens, int) or not isinstance(layers, list | tuple) or not layers:
+        return None
+    return (max(layers) + 1) * tokens if all(isinstance(each, int) for each in layers) else None
 
 
 def _last(value: Any) -> int | None:

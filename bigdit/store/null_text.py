@@ -54,7 +54,7 @@ def _sequence(header: Header, name: str) -> Text:
 
 
 def _digest(text: Text) -> int:
-    """Of all values, and of what names the streams' and how many states of each the mask shows."""
+    """Of all values, the streams' names, and how many states the mask shows."""
     parts: list[memoryview | bytes] = [
         bytes_of(each.contiguous()) for each in (text.states, text.pooled) if each is not None
     ]

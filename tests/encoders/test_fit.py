@@ -189,6 +189,9 @@ def test_further_texts_are_those_that_the_model_is_fed():
         "768 pooled features, and the model's text_emb_dim is 2048",
         "llama_text of 2048 × 4096, and HiDreamImageTransformer2DModel is fed 4096 × 4096",
     ]
+    for unusual in (None, 7, [], ["a"]):  # the class says what is wrong with them
+        odd = hidream.model_copy(update={"kwargs": hidream.kwargs | {"llama_layers": unusual}})
+        assert text_misfits(odd, {"text": (128, 4096), "llama_text": (9, 9)}, 2048) == []
     glyphs, without = {"text": (1000, 3584), "glyph_text": (128, 1472)}, {"text_embed_dim": 3584}
     assert text_misfits(model("hunyuanimage-2.1").spec, glyphs, None) == []
     assert text_misfits(spec.model_copy(update={"class_name": _IMAGE, "kwargs": without}), glyphs, None) == [
