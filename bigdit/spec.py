@@ -180,8 +180,9 @@ class Strategy(Strict):
     `checkpointed_blocks`: the first k transformer blocks are recomputed in the backward pass; with
     `checkpointing` selective they keep the outputs of matrix products and attention, and recompute the rest.
     `offload_activations`: what autograd saves waits on the host. `compile_blocks`: torch compiles the repeated block;
-    what is rehearsed or emulated is the block as it is written. `optimizer_in_backward`: each parameter is stepped when
-    its gradient is there, which is then freed.
+    what is rehearsed or emulated is the block as it is written. `blocks_to_swap`: the frozen weights of the first k
+    blocks wait on the host, and are on the device two blocks at a time. `optimizer_in_backward`: each parameter is
+    stepped when its gradient is there, which is then freed.
     `ds_config` is DeepSpeed's own document, complete, and goes to it as it stands (offload and buckets are in it).
     `dp_replicate`: FSDP2's HSDP, world_size = dp_replicate × dp_shard. `cpu_offload`: FSDP2 keeps its shards,
     their gradients and the optimizer on the host; `reshard_after_forward`: it lets gathered weights go until the
@@ -201,6 +202,7 @@ class Strategy(Strict):
     checkpointing: Literal["full", "selective"] = "full"
     offload_activations: Switch = False
     compile_blocks: Switch = False
+    blocks_to_swap: Natural = 0
     gradient_clipping: Positive | None = None
     ema: EmaSpec | None = None
     lora: LoraSpec | None = None
@@ -344,6 +346,8 @@ def _compile_problems(strategy: Strategy) -> list[str]:
     if strategy.lora is not None and (strategy.lora.base != "bf16" or strategy.lora.dora):
         kind = "dora" if strategy.lora.dora else f"base {strategy.lora.base}"
         problems.append(f"compile_blocks was not tried with lora.{kind}; use LoRA with lora.base bf16")
+    if strategy.blocks_to_swap:
+        problems.append("compile_blocks was not tried with blocks_to_swap; leave one of them out")
     return problems
 
 
@@ -366,4 +370,36 @@ def _memory_problems(strategy: Strategy) -> list[str]:
         )
     if strategy.features == "cached" and strategy.encode_chunk is not None:
         problems.append("encode_chunk belongs to features online, and features is cached")
+    if strategy.blocks_to_swap:
+        problems += _swap_problems(strategy)
+    return problems
+
+
+def _swap_problems(strategy: Strategy) -> list[str]:
+    swapped, recomputed, problems = strategy.blocks_to_swap, strategy.checkpointed_blocks, []
+    if swapped < 3:
+        problems.append(
+            f"blocks_to_swap is {swapped}, and the weights of two blocks are on the device at any time; set it to 3 or "
+            "more, or to 0"
+        )
+    if strategy.engine != "single":
+        problems.append(
+            f"blocks_to_swap keeps weights of one process on the host, and engine is {strategy.engine}, which shards "
+            f"them; use engine single, or set blocks_to_swap to 0"
+        )
+    if strategy.lora is None:
+        problems.append(
+            "blocks_to_swap keeps frozen weights on the host, and without lora none are frozen; set lora, or "
+            "blocks_to_swap to 0"
+        )
+    elif strategy.lora.base != "bf16":
+        problems.append(
+            f"blocks_to_swap keeps plain weights on the host, and lora.base is {strategy.lora.base}, packed on the "
+            "device; use lora.base bf16, or set blocks_to_swap to 0"
+        )
+    if recomputed != "all" and recomputed < swapped:
+        problems.append(
+            f"blocks_to_swap is {swapped}, and checkpointed_blocks is {recomputed}: weights of a swapped block come "
+            f"again when it is recomputed; set checkpointed_blocks to {swapped} or more, or all"
+        )
     return problems

@@ -137,6 +137,7 @@ def _policy(request: RehearsalRequest) -> str:
     parts += ["compiled blocks"] if strategy.compile_blocks else []
     parts += ["optimizer in backward"] if strategy.optimizer_in_backward else []
     parts += ["activations offloaded"] if strategy.offload_activations else []
+    parts += [f"{strategy.blocks_to_swap} blocks swapped"] if strategy.blocks_to_swap else []
     return f"{', '.join(parts)}, {strategy.features} features"
 
 

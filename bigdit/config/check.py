@@ -68,6 +68,7 @@ def strategy_of(run: RunConfig, world_size: int) -> Strategy:
             checkpointing=run.train.checkpointing,
             offload_activations=run.train.offload_activations,
             compile_blocks=run.train.compile_blocks,
+            blocks_to_swap=run.train.blocks_to_swap,
             ema=run.train.ema,
             lora=run.train.lora,
             gradient_clipping=run.train.gradient_clipping,

@@ -33,6 +33,7 @@ _DECIDED = {
     "train.checkpointed_blocks": "checkpointed_blocks",
     "train.checkpointing": "checkpointing",
     "train.offload_activations": "offload_activations",
+    "train.blocks_to_swap": "blocks_to_swap",
     "data.read_ahead_steps": "read_ahead_steps",
 }
 # Of these the plan decides whether they are there, and these keys within, and how many averages there are; the rest (a

@@ -259,7 +259,8 @@ class TrainConfig(Strict):
     minus the root of what is done, in the last `decay_steps` (wsd: warm-up, stable, decay); down to `min_lr`.
 
     `checkpointed_blocks`: the first so many blocks are recomputed in the backward pass, whole or (`checkpointing:
-    selective`) all but matrix products and attention; `offload_activations`: what the blocks save waits on the host.
+    selective`) all but matrix products and attention; `offload_activations`: what the blocks save waits on the host;
+    `blocks_to_swap`: the frozen weights of the first so many blocks do, of which two at a time are on the card.
     `compile_blocks`: torch compiles the repeated block, which no plan counts on.
     `optimizer_in_backward`: each parameter is stepped when its gradient is there, which is then freed. `ema`: a moving
     average of the weights; `lora`: adapters are trained, over a frozen model.init_from. Of the checkpoints, every
@@ -282,6 +283,7 @@ class TrainConfig(Strict):
     checkpointing: Literal["full", "selective"] = "full"
     offload_activations: Switch = False
     compile_blocks: Switch = False
+    blocks_to_swap: Natural = 0
     ema: EmaSpec | None = None
     lora: LoraSpec | None = None
     warmup_steps: Natural = 0

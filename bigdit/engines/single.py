@@ -11,6 +11,7 @@ from bigdit import optim
 from bigdit.engines.backward import Backward
 from bigdit.engines.protocol import Engine, Stepped
 from bigdit.engines.shards import Shard, whole
+from bigdit.models.swap import to_device
 from bigdit.spec import Strategy
 from bigdit.units import MIB
 
@@ -27,7 +28,7 @@ class SingleEngine(Engine):
     def __init__(self, strategy: Strategy, model: nn.Module, *, device: torch.device) -> None:
         self.strategy = strategy
         self.device = device
-        self.model = model.to(device)
+        self.model = to_device(model, device)
         self._named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         self._params = [p for _, p in self._named]
         self._mixed = strategy.precision in ("bf16", "fp16")

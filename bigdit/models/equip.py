@@ -9,16 +9,18 @@ from bigdit.models.activations import offload_activations
 from bigdit.models.checkpointing import apply_checkpointing
 from bigdit.models.compiling import compile_blocks
 from bigdit.models.family import Family
+from bigdit.models.swap import swap_blocks
 from bigdit.spec import Strategy
 
 
 def equip(
     model: nn.Module, family: Family, strategy: Strategy, *, seed: int = 0, backend: str = "inductor"
 ) -> nn.Module:
-    """The model, in place, with the strategy's adapters, compiled blocks, checkpointing and offload of activations.
+    """The model, in place, with the strategy's adapters, compiled or swapped blocks, checkpointing and offload of
+    activations.
 
     `seed` is that of the adapters' values, `backend` torch's compiler. Raises UserError where it has fewer blocks than
-    are to be checkpointed, or a target of the adapters is none of its linear layers.
+    are to be swapped or checkpointed, or a target of the adapters is none of its linear layers.
     """
     if strategy.lora is not None:
         with libraries.uncompiled():
@@ -27,6 +29,8 @@ def equip(
         apply_lora(model, family, strategy.lora, seed=seed)
     if strategy.compile_blocks:
         compile_blocks(model, family, backend)
+    if strategy.blocks_to_swap:
+        swap_blocks(model, family, strategy.blocks_to_swap)
     apply_checkpointing(model, family, strategy.checkpointed_blocks, strategy.checkpointing)
     if strategy.offload_activations:
         offload_activations(model, family)

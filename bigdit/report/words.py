@@ -166,6 +166,8 @@ def settings(choice: Choice, plan: Plan) -> dict[str, str]:
     }
     if strategy.offload_activations:
         found["activations"] = "what the blocks save waits on the host"
+    if strategy.blocks_to_swap:
+        found["weights"] = f"those of the first {strategy.blocks_to_swap} blocks wait on the host"
     if strategy.lora is not None:
         found["adapters"] = f"LoRA of rank {strategy.lora.rank} over a frozen {strategy.lora.base} base"
     found |= _buckets(strategy)

@@ -1,0 +1,174 @@
+"""Block swap: the frozen weights of the first blocks wait on the host, and come while the block before computes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from bigdit.errors import UserError
+from bigdit.memory import CUDA_GRANULARITY, pinned_bytes, rounded
+from bigdit.models.family import Family
+from bigdit.units import GIB
+
+ROOMS = 2
+"""Blocks whose weights are on the device at once: the one that computes, and the one that comes."""
+MOST_LOCKED_AT_ONCE = GIB
+"""Of the host's memory, which is there beside the weights that move into it."""
+_SWAP = "swap"
+"""The attribute of a model that holds its Swap."""
+
+
+def swap_blocks(model: nn.Module, family: Family, first: int) -> None:
+    """Let the frozen weights of the first `first` blocks wait on the host, once `to_device` has moved the model.
+
+    To be applied before checkpointing, since a block that is recomputed fetches its weights again; and all of these
+    are to be checkpointed: what autograd saves of others would lie in room that another block takes. Raises UserError
+    where the model has fewer blocks.
+    """
+    blocks = family.blocks(model)
+    if first > len(blocks):
+        raise UserError(f"train.blocks_to_swap is {first}, and the model has {len(blocks)} blocks")
+    shared = {parameter for module in family.shared(model) for parameter in module.parameters()}
+    swap = Swap([_Weights(block, shared) for block in blocks[:first]])
+    for number, block in enumerate(blocks[:first]):
+        block.forward = functools.partial(swap.run, number, block.forward)
+    setattr(model, _SWAP, swap)
+
+
+def to_device(model: nn.Module, device: torch.device) -> nn.Module:
+    """The model, in place, on the device, and what is swapped in page-locked memory of the host."""
+    swap: Swap | None = getattr(model, _SWAP, None)
+    if swap is None:
+        return model.to(device)
+    swapped = {parameter for block in swap.blocks for parameter in block.parameters}
+    model._apply(lambda tensor: tensor if tensor in swapped else tensor.to(device))
+    swap.start(device)
+    return model
+
+
+class _Weights:
+    """The frozen weights of a block, but for `shared` ones, which the model calls from elsewhere too."""
+
+    def __init__(self, block: nn.Module, shared: set[nn.Parameter]) -> None:
+        found = [
+            (module._parameters, name, parameter)
+            for module in block.modules()
+            for name, parameter in module._parameters.items()
+            if parameter is not None and not parameter.requires_grad and parameter not in shared
+        ]
+        self.parameters = [parameter for _, _, parameter in found]
+        self._places = [(place, name) for place, name, _ in found]
+
+    def put(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Have the block compute with these."""
+        for (place, name), parameter in zip(self._places, parameters, strict=True):
+            place[name] = parameter
+
+
+class Swap:
+    """Page-locked memory for the weights of `blocks`, and rooms on the device that these take by turns.
+
+    The rooms are there from start to end, so that no allocator decides what they take. In whatever order the blocks
+    run, each computes with its own weights: what comes ahead is a guess, that the way goes on.
+    """
+
+    def __init__(self, blocks: Sequence[_Weights]) -> None:
+        self.blocks = blocks
+        self._last = 0
+
+    def start(self, device: torch.device) -> None:
+        """Move the weights to page-locked memory, and make rooms. On a CPU both are plain memory, and save nothing."""
+        self._device = torch.get_device_module(device)
+        self._copies = self._device.Stream()
+        _move_to_host([parameter for block in self.blocks for parameter in block.parameters], pin=device.type != "cpu")
+        sizes = [sum(map(_size, block.parameters)) for block in self.blocks]
+        rooms = [
+            torch.empty(max(sizes[room::ROOMS], default=0), dtype=torch.uint8, device=device) for room in range(ROOMS)
+        ]
+        self._in_room = [_in_row(rooms[number % ROOMS], block.parameters) for number, block in enumerate(self.blocks)]
+        self._held: list[int | None] = [None] * ROOMS
+
+    def run(self, number: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The block's own `forward`, with its weights on the device."""
+        self._fetch(number)
+        block = self.blocks[number]
+        block.put(self._in_room[number])
+        try:
+            return forward(*args, **kwargs)
+        finally:  # a checkpoint ends its recomputation by an exception
+            block.put(block.parameters)
+
+    def _fetch(self, number: int) -> None:
+        """Wait for the block's weights, and have those of the one that follows come while it computes."""
+        self._bring(number)
+        self._device.current_stream().wait_stream(self._copies)
+        forward = number == 0 or number == self._last + 1
+        self._last = number
+        follows = number + 1 if forward else number - 1
+        if follows < len(self.blocks):
+            self._bring(follows)
+
+    def _bring(self, number: int) -> None:
+        """Copy the block's weights to its room, once all is computed that the host has asked for.
+
+        In a backward pass that is all that needs what is in the room: autograd goes through a block to its end before
+        it begins with one that ran earlier, and recomputes that one then.
+        """
+        room = number % ROOMS
+        if self._held[room] == number:
+            return
+        self._held[room] = number
+        self._copies.wait_stream(self._device.current_stream())
+        with torch.no_grad(), self._device.stream(self._copies):
+            for there, waiting in zip(self._in_room[number], self.blocks[number].parameters, strict=True):
+                there.copy_(waiting, non_blocking=True)
+
+
+def _move_to_host(parameters: Sequence[nn.Parameter], *, pin: bool) -> None:
+    """Give these parameters, in place, the same values in page-locked memory."""
+    for run in _runs(parameters):
+        chunk = torch.empty(sum(map(_size, run)), dtype=torch.uint8, pin_memory=pin)
+        for parameter, locked in zip(run, _in_row(chunk, run), strict=True):
+            parameter.data = locked.data.copy_(parameter.data)
+
+
+def _runs(parameters: Sequence[nn.Parameter]) -> list[Sequence[nn.Parameter]]:
+    """The parameters cut into runs that lock the least memory, each allocated at once.
+
+    torch rounds what it locks up to powers of two: a block of Flux.1 at once would take 1.6 or 1.9 times its size.
+    """
+    locked, first_of_last = [0], [0]
+    for stop in range(1, len(parameters) + 1):
+        nbytes, possible = 0, list[tuple[int, int]]()
+        for first in reversed(range(stop)):
+            nbytes += _size(parameters[first])
+            if possible and nbytes > MOST_LOCKED_AT_ONCE:
+                break
+            possible.append((locked[first] + pinned_bytes(nbytes), first))
+        least, first = min(possible)
+        locked.append(least)
+        first_of_last.append(first)
+    runs, stop = [], len(parameters)
+    while stop:
+        runs.append(parameters[first_of_last[stop] : stop])
+        stop = first_of_last[stop]
+    return runs[::-1]
+
+
+def _in_row(row: torch.Tensor, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+    """Parameters of these shapes, one after another in the bytes of `row`."""
+    found, start = [], 0
+    for parameter in parameters:
+        values = row[start : start + parameter.nbytes].view(parameter.dtype).view(parameter.shape)
+        found.append(nn.Parameter(values, requires_grad=False))
+        start += _size(parameter)
+    return found
+
+
+def _size(parameter: nn.Parameter) -> int:
+    """Its bytes in a row: each begins where the device's allocator would let it, by which kernels are chosen."""
+    return rounded(parameter.nbytes, CUDA_GRANULARITY)
