@@ -29,12 +29,18 @@ from bigdit.files import write_json
 from bigdit.memory.process import beside_torch
 from bigdit.receipt import Receipt
 from bigdit.recipes.recipe import MEASURED, Recipe, Took, names, recipe
+from bigdit.rehearse import RehearsalRequest, rehearse
 from bigdit.rehearse.ask import request_for
 from bigdit.rehearse.card.attempt import Attempt, Attempts
 from bigdit.rehearse.card.client import cuda_build, cuda_python
 from bigdit.search.answer import make_plan
 from bigdit.search.asking.ask import question_for
+from bigdit.search.needs.host import host_need
 from bigdit.search.plan import Plan
+from bigdit.speed.cluster import Cluster
+from bigdit.speed.interval import Interval
+from bigdit.speed.step import step_time
+from bigdit.speed.work import work_of
 from bigdit.store.null_text import write_null_text
 from bigdit.store.part import Encoded, part_path, write_part
 from bigdit.store.schema import FILE, StoreSchema, part_identity, schema_text, store_identity
@@ -111,10 +117,17 @@ def stages_of(found: Recipe) -> list[dict[str, Any]]:
 
 
 def first_of_many(found: Recipe) -> dict[tuple[int, int], Attempt]:
-    """Two steps by the first process alone of as many as the recipe has, by bucket: it reads its YAML as training does.
+    """Two steps by the first process alone of as many as the recipe has, by bucket.
 
     The others are not there. All of them train where `trained` is asked, for three CPU-minutes.
     """
+    gpu = catalog.resolve_gpu(found.about.gpu)
+    with Attempts(gpu) as cards:
+        return {size: cards.run(request, gpu.usable_bytes) for size, request in requests(found).items()}
+
+
+def requests(found: Recipe) -> dict[tuple[int, int], RehearsalRequest]:
+    """The recipe's strategy with two micro-batches a step, by bucket: its YAML is read as training reads it."""
     gpu, model = catalog.resolve_gpu(found.about.gpu), catalog.model(found.about.model)
     with tempfile.TemporaryDirectory(prefix="bigdit-recipe-") as folder:
         texts = {name: Path(folder) / name for name in found.files}
@@ -124,11 +137,7 @@ def first_of_many(found: Recipe) -> dict[tuple[int, int], Attempt]:
         run = load_run(config, [f"engine.ds_config={file}" for file in beside])
         _, strategy = prepare(run, found.processes)
     strategy = strategy.sized(strategy.step_size.model_copy(update={"grad_accum_steps": 2}))
-    with Attempts(gpu) as cards:
-        return {
-            size: cards.run(request_for(model, gpu, strategy, resolution=size), gpu.usable_bytes)
-            for size in run.data.buckets
-        }
+    return {size: request_for(model, gpu, strategy, resolution=size) for size in run.data.buckets}
 
 
 def _path(environment: dict[str, str]) -> str:
@@ -172,7 +181,7 @@ def _took(found: Recipe, receipts: Sequence[Receipt]) -> Took:
     communicators = None if found.processes > 1 else 0
     beside = beside_torch(gpu.compute_capability, found.processes, communicators, gpu.multiprocessors)
     stores = [plan.dataset.store_bytes for plan in plans if plan.dataset]
-    seconds = [plan.run.seconds for plan in plans if plan.run]
+    host_bytes, seconds = _needs(found, plans)
     reserved = max(each.measured_peak_reserved_bytes or 0 for each in receipts)
     return Took(
         torch=cuda_build(cuda_python()),
@@ -180,10 +189,25 @@ def _took(found: Recipe, receipts: Sequence[Receipt]) -> Took:
         peak_reserved_bytes=reserved,
         process_bytes=(reserved + beside.low_bytes, reserved + beside.high_bytes),
         usable_bytes=gpu.usable_bytes,
-        host_bytes=max(plan.host.node_bytes for plan in plans),
+        host_bytes=host_bytes,
         store_bytes=(round(sum(each.low for each in stores)), round(sum(each.high for each in stores))),
         hours=(round(sum(each.low for each in seconds) / 3600, 2), round(sum(each.high for each in seconds) / 3600, 2)),
     )
+
+
+def _needs(found: Recipe, plans: Sequence[Plan]) -> tuple[int, list[Interval]]:
+    """Bytes of the host, and seconds of all steps by stage: by the plans, or by a rehearsal where blocks are swapped."""
+    train = found.run["train"]
+    if "blocks_to_swap" not in train:
+        return max(plan.host.node_bytes for plan in plans), [plan.run.seconds for plan in plans if plan.run]
+    request = requests(found)[tuple(found.run["data"]["buckets"][0])]
+    answer = rehearse(request).sizes[0]
+    host = host_need(answer.host_timeline, answer.checkpoint_bytes, Cluster())
+    whole = request.strategy.model_copy(
+        update={"grad_accum_steps": train["global_batch_size"] // train["micro_batch_size"]}
+    )
+    step = step_time(work_of(answer.timeline, request.strategy), whole, plans[0].question.gpu, Cluster())
+    return host.node_bytes, [step.seconds * train["steps"]]
 
 
 def planned(found: Recipe, document: dict[str, Any]) -> Plan:

@@ -397,6 +397,11 @@ def _swap_problems(strategy: Strategy) -> list[str]:
             f"blocks_to_swap keeps plain weights on the host, and lora.base is {strategy.lora.base}, packed on the "
             "device; use lora.base bf16, or set blocks_to_swap to 0"
         )
+    if strategy.checkpointing != "full":
+        problems.append(
+            "blocks_to_swap fetches weights within a block, and checkpointing is selective, which wants the same "
+            "operations whenever the block runs; set checkpointing to full"
+        )
     if recomputed != "all" and recomputed < swapped:
         problems.append(
             f"blocks_to_swap is {swapped}, and checkpointed_blocks is {recomputed}: weights of a swapped block come "

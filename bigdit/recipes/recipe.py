@@ -29,10 +29,10 @@ class For(Strict):
 
 class Took(Strict):
     """Three steps of a recipe at full size on emulated cards, in bytes of one: by torch's allocator, and
-    `process_bytes` with all that a CUDA process takes beside it, at least and at most. As the plan for it says,
-    `host_bytes` of the machine's memory while it saves, `store_bytes` of the features of 100,000 pictures, `hours` of
-    its steps. Of stages, three steps of each: bytes of memory are those of the one that takes most, features and hours
-    those of all."""
+    `process_bytes` with all that a CUDA process takes beside it, at least and at most. As the plan for it says, or its
+    rehearsal where blocks are swapped, which no plan proposes: `host_bytes` of the machine's memory while it saves,
+    `store_bytes` of the features of 100,000 pictures, `hours` of its steps. Of stages, three steps of each: bytes of
+    memory are those of the one that takes most, features and hours those of all."""
 
     torch: str
     peak_allocated_bytes: PositiveInt
@@ -96,10 +96,10 @@ class Recipe:
 
     @property
     def _sample(self) -> str:
-        """`bigdit sample` computes in fp32, over a base in fp32: where the card holds it in fewer bits alone, diffusers
-        draws, with all but one layer on the host."""
+        """`bigdit sample` computes in fp32, over a base in fp32: where the card holds it in fewer bits alone, or a part
+        of it, diffusers draws, with all but one layer on the host."""
         output, train = self.run["output"], self.run["train"]
-        if train.get("lora", {}).get("base", "bf16") == "bf16":
+        if train.get("lora", {}).get("base", "bf16") == "bf16" and "blocks_to_swap" not in train:
             return f'bigdit sample --checkpoint {output} --out {output}/samples --caption "a fox in the snow"'
         export = f"{output}/exports/step-{train['steps']:08d}/transformer"
         steps = (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 from hypothesis import given
@@ -38,6 +40,7 @@ ON_CPU = {
     "lora-int8": {"lora": LoraSpec(rank=4, base="int8"), "gradient_clipping": 1.0},
     "lora-nf4": {"lora": LoraSpec(rank=4, base="nf4", targets=("to_q", "proj_out"))},
     "lora-int8-full": {"lora": LoraSpec(rank=4, base="int8"), "checkpointed_blocks": "all"},
+    "swap": {"lora": LoraSpec(rank=4), "blocks_to_swap": 3, "checkpointed_blocks": "all", "grad_accum_steps": 2},
     "all-of-it": {
         "lora": LoraSpec(rank=4, base="nf4"),
         "checkpointing": "selective",
@@ -64,6 +67,8 @@ ON_CUDA = {
     "lora-nf4": {"lora": LoraSpec(base="nf4")},
     "lora-int8-full": {"lora": LoraSpec(base="int8"), "checkpointed_blocks": "all"},
     "lora-nf4-full": {"lora": LoraSpec(base="nf4"), "checkpointed_blocks": "all"},
+    "lora-full": {"lora": LoraSpec(), "checkpointed_blocks": "all"},
+    "swap": {"lora": LoraSpec(), "blocks_to_swap": 3, "checkpointed_blocks": "all"},
 }
 
 
@@ -204,6 +209,35 @@ def test_a_quantised_base_has_its_size(rehearsed: dict[tuple[str, str], Rehearse
 def _weights(answer: RehearsedSize) -> int:
     """Bytes of parameters on the device, without the allocator's rounding."""
     return sum(block.nbytes for block in answer.timeline.blocks if block.category == "parameter")
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("policies")
+def test_swapped_weights_wait_in_pinned_memory_and_take_room_for_two_blocks(
+    rehearsed: dict[tuple[str, str], RehearsedSize],
+) -> None:
+    """Each begins at a multiple of 512 B in both, as on the device."""
+    plain, swapped = rehearsed["cuda", "lora-full"], rehearsed["cuda", "swap"]
+    assert _weights(plain) > _weights(swapped)
+    for one, other in zip(plain.ledger.phases, swapped.ledger.phases, strict=True):
+        room = other.at_peak["engine buffer"]
+        assert one.at_peak["parameter"] - other.at_peak["parameter"] == room * BLOCKS // 2
+        if one.phase != "init":
+            assert one.peak_bytes - other.peak_bytes == room // 2
+    assert _pinned(swapped) - _pinned(plain) == room * BLOCKS // 2
+    # Of a later step the last block comes in the forward pass, and the first one in the backward pass: two are there.
+    _, first, block, *later = _copied(swapped)
+    assert (first, later) == (BLOCKS * block, [0, block, block, 0])
+    assert 0.9 * room // 2 < block <= room // 2  # but for what keeps 512 B
+
+
+def _copied(answer: RehearsedSize) -> list[int]:
+    """Bytes that came to the device by copies into what was there, by span: weights, and no batches."""
+    copies = Counter()
+    for cost in answer.timeline.operators:
+        if (cost.operator, cost.place) == ("aten.copy_", "to device"):
+            copies[cost.span] += cost.nbytes
+    return [copies[span] for span in range(len(answer.timeline.spans))]
 
 
 @pytest.mark.slow
