@@ -196,7 +196,7 @@ def _took(found: Recipe, receipts: Sequence[Receipt]) -> Took:
 
 
 def _needs(found: Recipe, plans: Sequence[Plan]) -> tuple[int, list[Interval]]:
-    """Bytes of the host, and seconds of all steps by stage: by the plans, or by a rehearsal where blocks are swapped."""
+    """Bytes of the host, and seconds of each stage: by the plans, or by a rehearsal where blocks are swapped."""
     train = found.run["train"]
     if "blocks_to_swap" not in train:
         return max(plan.host.node_bytes for plan in plans), [plan.run.seconds for plan in plans if plan.run]

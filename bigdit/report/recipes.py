@@ -49,12 +49,13 @@ def needs(found: Recipe) -> list[str]:
     where = "an emulated card" if found.processes == 1 else "emulated cards"
     each = "" if found.stages == 1 else " of each stage"
     disk = " to ".join(written(size) for size in took.store_bytes)
+    by = "its rehearsal" if "blocks_to_swap" in found.run["train"] else "the plan for it"
     return [
         f"card   {card}: {gib(low)} to {gib(high)} of {gib(took.usable_bytes)}, {gib(_left(found))} left",
         f"       of it torch reserves {gib(took.peak_reserved_bytes)}: three steps{each} on {where}, {took.torch}",
         f"host   {gib(took.host_bytes)} of RAM, while it saves",
         f"disk   {disk} of features for 100,000 pictures",
-        f"time   {hours} of training, by the plan for it",
+        f"time   {hours} of training, by {by}",
     ]
 
 
