@@ -106,9 +106,9 @@ class Swap:
         """Wait for the block's weights, and have those of the one that follows come while it computes."""
         self._bring(number)
         self._device.current_stream().wait_stream(self._copies)
-        forward = number == 0 or number == self._last + 1
+        onward = number == 0 or number == self._last + 1
         self._last = number
-        follows = number + 1 if forward else number - 1
+        follows = number + 1 if onward else number - 1
         if follows < len(self.blocks):
             self._bring(follows)
 

@@ -25,7 +25,7 @@ from bigdit.search.question import Question
 from bigdit.search.telling.averages import averages
 from bigdit.search.telling.choices import confirmed, front
 from bigdit.search.telling.curves import curves, runs
-from bigdit.search.telling.fixes import fixes
+from bigdit.search.telling.fixes import fixes, unproposed
 from bigdit.search.telling.settings import settings
 from bigdit.search.telling.smaller import smaller
 from bigdit.search.telling.waterfall import waterfall
@@ -112,7 +112,7 @@ def _plan(pool: Pool, question: Question, evidence: Evidence, cards: Cards | Non
         run=_run(question, known[0].strategy, known[0].step),
         waterfall=steps,
         calibration=evidence.said(known[0].strategy),
-        notices=(*_unverified(question.model), *answer.notices, *notices),
+        notices=(*_unverified(question.model), *answer.notices, *notices, *(() if fits else unproposed(question))),
         versions=answer.versions,
         emulated=cards.build if cards is not None and chosen.ran else None,
         catalogue=revision(),

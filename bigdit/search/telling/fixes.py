@@ -54,6 +54,18 @@ def fixes(
     return (*(choice for way in ways for choice in first(way)), *grown)
 
 
+def unproposed(question: Question) -> tuple[str, ...]:
+    """The way out that no plan proposes, in a line, where it is one: swapped blocks, for one card and adapters."""
+    pins = question.pins
+    if question.cluster.gpus > 1 or pins.full or pins.engine not in (None, "single"):
+        return ()
+    strategy = f"single,lora.rank={pins.lora_rank or ADAPTER_RANK},checkpointed_blocks=all,blocks_to_swap=K"
+    return (
+        "adapters may fit with frozen weights on the host, which is not proposed: `bigdit rehearse --strategy "
+        f"{strategy}` says what that takes with the first K blocks swapped",
+    )
+
+
 def _unpinned(question: Question) -> Iterator[tuple[str, Question]]:
     pins = question.pins
     if pins.features == "online":
