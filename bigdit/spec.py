@@ -387,12 +387,14 @@ def _swap_problems(strategy: Strategy) -> list[str]:
             f"blocks_to_swap keeps weights of one process on the host, and engine is {strategy.engine}, which shards "
             f"them; use engine single, or set blocks_to_swap to 0"
         )
-    if strategy.lora is None:
+    if strategy.lora is None and not (strategy.precision == "bf16_sr" and strategy.optimizer_in_backward):
         problems.append(
-            "blocks_to_swap keeps frozen weights on the host, and without lora none are frozen; set lora, or "
-            "blocks_to_swap to 0"
+            "blocks_to_swap keeps weights on the host, and those that are trained have to be stepped while they are on "
+            f"the device, without masters: precision is {strategy.precision} and optimizer_in_backward is "
+            f"{str(strategy.optimizer_in_backward).lower()}; set precision to bf16_sr and optimizer_in_backward to "
+            "true, or set lora"
         )
-    elif strategy.lora.base != "bf16":
+    if strategy.lora is not None and strategy.lora.base != "bf16":
         problems.append(
             f"blocks_to_swap keeps plain weights on the host, and lora.base is {strategy.lora.base}, packed on the "
             "device; use lora.base bf16, or set blocks_to_swap to 0"

@@ -65,6 +65,12 @@ class Engine(Protocol):
         """Bring the weights up to the masters, where these are apart and others wrote to them; on all processes."""
         return
 
+    @contextmanager
+    def on_device(self, master: torch.Tensor) -> Iterator[None]:
+        """Surround a step of this master alone, for its state's sake: one that waits on the host is on the device, with
+        any values."""
+        yield
+
     @property
     def loss_scale(self) -> float:
         """What the loss is multiplied with in fp16; else 1."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -11,7 +12,7 @@ from bigdit import optim
 from bigdit.engines.backward import Backward
 from bigdit.engines.protocol import Engine, Stepped
 from bigdit.engines.shards import Shard, whole
-from bigdit.models.swap import to_device
+from bigdit.models.swap import swap_of, with_data
 from bigdit.spec import Strategy
 from bigdit.units import MIB
 
@@ -28,7 +29,8 @@ class SingleEngine(Engine):
     def __init__(self, strategy: Strategy, model: nn.Module, *, device: torch.device) -> None:
         self.strategy = strategy
         self.device = device
-        self.model = to_device(model, device)
+        self._swap = swap_of(model)
+        self.model = model.to(device) if self._swap is None else self._swap.moved(model, device)
         self._named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         self._params = [p for _, p in self._named]
         self._mixed = strategy.precision in ("bf16", "fp16")
@@ -42,6 +44,8 @@ class SingleEngine(Engine):
         self.scaler = self._backward.scaler
         if strategy.optimizer_in_backward:
             optim.step_in_backward(self.optimizer, self._params, self.masters, taken=lambda: self._backward.taken)
+            if self._swap is not None:
+                self._swap.step_in_backward(self.optimizer, taken=lambda: self._backward.taken)
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
         self._backward.run(loss)
@@ -49,6 +53,8 @@ class SingleEngine(Engine):
     @torch.no_grad()
     def step(self, lr: float, losses: Sequence[torch.Tensor]) -> Stepped:
         if self.strategy.optimizer_in_backward:
+            if self._swap is not None:
+                self._swap.settle()
             return Stepped(self._backward.taken)
         optim.set_lr(self.optimizer, lr)
         stepped = self._step_masters(losses) if self._mixed else self._step_params(losses)
@@ -59,6 +65,16 @@ class SingleEngine(Engine):
     def publish(self) -> None:
         if self._mixed:
             torch._foreach_copy_(self._params, self.masters)
+        if self._swap is not None:
+            self._swap.forget()
+
+    @contextmanager
+    def on_device(self, master: torch.Tensor) -> Iterator[None]:
+        if self._swap is None or master not in self._swap.rooms:
+            yield
+        else:
+            with with_data(master, torch.empty_like(master, device=self.device)):
+                yield
 
     def shards(self) -> list[Shard]:
         return whole(self._named)

@@ -116,9 +116,10 @@ def make_state(engine: Engine, saved: Collection[str], rank: int) -> None:
     for i in sorted(kept):
         master = engine.masters[i]
         held = master.grad  # with offload DeepSpeed keeps this tensor, and views of it
-        master.grad = torch.zeros_like(master)
-        optim.step_alone(engine.optimizer, master)
-        master.grad = held
+        with engine.on_device(master):
+            master.grad = torch.zeros_like(master)
+            optim.step_alone(engine.optimizer, master)
+            master.grad = held
 
 
 def adopt(engine: Engine, ema: Ema | None, filled: dict[str, Place], rank: int) -> None:

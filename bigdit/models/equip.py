@@ -30,7 +30,7 @@ def equip(
     if strategy.compile_blocks:
         compile_blocks(model, family, backend)
     if strategy.blocks_to_swap:
-        swap_blocks(model, family, strategy.blocks_to_swap)
+        swap_blocks(model, family, strategy.blocks_to_swap, trained=strategy.lora is None)
     apply_checkpointing(model, family, strategy.checkpointed_blocks, strategy.checkpointing)
     if strategy.offload_activations:
         offload_activations(model, family)

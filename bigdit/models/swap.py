@@ -1,14 +1,20 @@
-"""Block swap: the frozen weights of the first blocks wait on the host, and come while the block before computes."""
+"""Block swap: weights of the first blocks wait on the host, and come while the block before computes.
+
+Frozen ones stay as they are; those that are trained are stepped in the backward pass, and go back.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
+from bigdit import optim
 from bigdit.errors import UserError
 from bigdit.memory import CUDA_GRANULARITY, pinned_bytes, rounded
 from bigdit.models.family import Family
@@ -22,8 +28,9 @@ _SWAP = "swap"
 """The attribute of a model that holds its Swap."""
 
 
-def swap_blocks(model: nn.Module, family: Family, first: int) -> None:
-    """Let the frozen weights of the first `first` blocks wait on the host, once `to_device` has moved the model.
+def swap_blocks(model: nn.Module, family: Family, first: int, *, trained: bool) -> None:
+    """Let weights of the first `first` blocks wait on the host, once their Swap has moved the model: frozen ones, or,
+    where they are `trained`, all of them.
 
     To be applied before checkpointing, since a block that is recomputed fetches its weights again; and all of these
     are to be checkpointed: what autograd saves of others would lie in room that another block takes. Raises UserError
@@ -33,32 +40,28 @@ def swap_blocks(model: nn.Module, family: Family, first: int) -> None:
     if first > len(blocks):
         raise UserError(f"train.blocks_to_swap is {first}, and the model has {len(blocks)} blocks")
     shared = {parameter for module in family.shared(model) for parameter in module.parameters()}
-    swap = Swap([_Weights(block, shared) for block in blocks[:first]])
+    swap = Swap([_Weights(block, shared, trained) for block in blocks[:first]])
     for number, block in enumerate(blocks[:first]):
         block.forward = functools.partial(swap.run, number, block.forward)
     setattr(model, _SWAP, swap)
 
 
-def to_device(model: nn.Module, device: torch.device) -> nn.Module:
-    """The model, in place, on the device, and what is swapped in page-locked memory of the host."""
-    swap: Swap | None = getattr(model, _SWAP, None)
-    if swap is None:
-        return model.to(device)
-    swapped = {parameter for block in swap.blocks for parameter in block.parameters}
-    model._apply(lambda tensor: tensor if tensor in swapped else tensor.to(device))
-    swap.start(device)
-    return model
+def swap_of(model: nn.Module) -> Swap | None:
+    """What swaps the model's blocks."""
+    found: Swap | None = getattr(model, _SWAP, None)
+    return found
 
 
 class _Weights:
-    """The frozen weights of a block, but for `shared` ones, which the model calls from elsewhere too."""
+    """The weights of a block, frozen ones alone but where all are `trained`; and without `shared` ones, which the model
+    calls from elsewhere too."""
 
-    def __init__(self, block: nn.Module, shared: set[nn.Parameter]) -> None:
+    def __init__(self, block: nn.Module, shared: set[nn.Parameter], trained: bool) -> None:
         found = [
             (module._parameters, name, parameter)
             for module in block.modules()
             for name, parameter in module._parameters.items()
-            if parameter is not None and not parameter.requires_grad and parameter not in shared
+            if parameter is not None and (trained or not parameter.requires_grad) and parameter not in shared
         ]
         self.parameters = [parameter for _, _, parameter in found]
         self._places = [(place, name) for place, name, _ in found]
@@ -80,8 +83,43 @@ class Swap:
         self.blocks = blocks
         self._last = 0
 
-    def start(self, device: torch.device) -> None:
-        """Move the weights to page-locked memory, and make rooms. On a CPU both are plain memory, and save nothing."""
+    def moved(self, model: nn.Module, device: torch.device) -> nn.Module:
+        """The model, in place, on the device, but for these weights: they are in page-locked memory from now on, and
+        there are rooms for them. On a CPU both are plain memory, and save nothing."""
+        swapped = {parameter for block in self.blocks for parameter in block.parameters}
+        model._apply(lambda tensor: tensor if tensor in swapped else tensor.to(device))
+        self._start(device)
+        return model
+
+    def step_in_backward(self, optimizer: Optimizer, *, taken: Callable[[], bool]) -> None:
+        """As `optim.step_in_backward`, of the swapped weights that are trained: each is stepped on the device, by the
+        name that the optimizer has of it, and goes to the host."""
+        for weight, there in self.rooms.items():
+            if weight.requires_grad:
+                there.register_post_accumulate_grad_hook(functools.partial(self._step, optimizer, taken, weight))
+
+    def settle(self) -> None:
+        """Wait until the host has what was stepped."""
+        self._device.synchronize()
+
+    def forget(self) -> None:
+        """What is in the rooms is old: the host was written to."""
+        self._held: list[int | None] = [None] * ROOMS
+
+    @torch.no_grad()
+    def _step(self, optimizer: Optimizer, taken: Callable[[], bool], weight: nn.Parameter, there: nn.Parameter) -> None:
+        gradient, there.grad = there.grad, None
+        if not taken():
+            return
+        with with_data(weight, there.data):
+            weight.grad = gradient
+            optim.step_alone(optimizer, weight)
+            weight.grad = None
+        self._copies.wait_stream(self._device.current_stream())
+        with self._device.stream(self._copies):
+            weight.copy_(there, non_blocking=True)
+
+    def _start(self, device: torch.device) -> None:
         self._device = torch.get_device_module(device)
         self._copies = self._device.Stream()
         _move_to_host([parameter for block in self.blocks for parameter in block.parameters], pin=device.type != "cpu")
@@ -90,7 +128,12 @@ class Swap:
             torch.empty(max(sizes[room::ROOMS], default=0), dtype=torch.uint8, device=device) for room in range(ROOMS)
         ]
         self._in_room = [_in_row(rooms[number % ROOMS], block.parameters) for number, block in enumerate(self.blocks)]
-        self._held: list[int | None] = [None] * ROOMS
+        self.rooms = {
+            weight: there
+            for block, room in zip(self.blocks, self._in_room, strict=True)
+            for weight, there in zip(block.parameters, room, strict=True)
+        }
+        self.forget()
 
     def run(self, number: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The block's own `forward`, with its weights on the device."""
@@ -126,6 +169,16 @@ class Swap:
         with torch.no_grad(), self._device.stream(self._copies):
             for there, waiting in zip(self._in_room[number], self.blocks[number].parameters, strict=True):
                 there.copy_(waiting, non_blocking=True)
+
+
+@contextmanager
+def with_data(weight: nn.Parameter, data: torch.Tensor) -> Iterator[None]:
+    """The weight has these values in here, wherever they are."""
+    waiting, weight.data = weight.data, data
+    try:
+        yield
+    finally:
+        weight.data = waiting
 
 
 def _move_to_host(parameters: Sequence[nn.Parameter], *, pin: bool) -> None:
@@ -164,7 +217,7 @@ def _in_row(row: torch.Tensor, parameters: Sequence[nn.Parameter]) -> list[nn.Pa
     found, start = [], 0
     for parameter in parameters:
         values = row[start : start + parameter.nbytes].view(parameter.dtype).view(parameter.shape)
-        found.append(nn.Parameter(values, requires_grad=False))
+        found.append(nn.Parameter(values, requires_grad=parameter.requires_grad))
         start += _size(parameter)
     return found
 
