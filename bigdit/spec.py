@@ -180,9 +180,9 @@ class Strategy(Strict):
     `checkpointed_blocks`: the first k transformer blocks are recomputed in the backward pass; with
     `checkpointing` selective they keep the outputs of matrix products and attention, and recompute the rest.
     `offload_activations`: what autograd saves waits on the host. `compile_blocks`: torch compiles the repeated block;
-    what is rehearsed or emulated is the block as it is written. `blocks_to_swap`: the frozen weights of the first k
-    blocks wait on the host, and are on the device two blocks at a time. `optimizer_in_backward`: each parameter is
-    stepped when its gradient is there, which is then freed.
+    what is rehearsed or emulated is the block as it is written. `blocks_to_swap`: weights of the first k blocks,
+    frozen ones or, without lora, all, wait on the host, and are on the device two blocks at a time.
+    `optimizer_in_backward`: each parameter is stepped when its gradient is there, which is then freed.
     `ds_config` is DeepSpeed's own document, complete, and goes to it as it stands (offload and buckets are in it).
     `dp_replicate`: FSDP2's HSDP, world_size = dp_replicate × dp_shard. `cpu_offload`: FSDP2 keeps its shards,
     their gradients and the optimizer on the host; `reshard_after_forward`: it lets gathered weights go until the

@@ -113,6 +113,8 @@ RANKS = tuple(
     )
 )
 
+IN_BACKWARD = "precision=bf16_sr,optimizer.name=adafactor,optimizer_in_backward=true,gradient_clipping=null"
+
 PART = (
     Row(SANA, "a40", "single"),
     Row(SANA, "a40", "zero2,world_size=8"),
@@ -121,6 +123,7 @@ PART = (
     Row(SANA, "a40", "fsdp2,world_size=8,ema.device=gpu"),
     Row(FLUX, "a40", "single,lora.base=nf4,checkpointed_blocks=all", 1),
     Row(FLUX, "a40", "single,lora.rank=16,checkpointed_blocks=all,blocks_to_swap=3"),
+    Row(FLUX, "a40", f"single,{IN_BACKWARD},checkpointed_blocks=all,blocks_to_swap=3"),
     Row(PIXART, "a40", "single,features=online", 1),
     Row(SANA, "h100-sxm", "single,checkpointed_blocks=1,optimizer.name=adamw_8bit"),
     Row(SD35, "h100-sxm", "single,micro_batch_size=2", 1),

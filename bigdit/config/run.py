@@ -260,7 +260,7 @@ class TrainConfig(Strict):
 
     `checkpointed_blocks`: the first so many blocks are recomputed in the backward pass, whole or (`checkpointing:
     selective`) all but matrix products and attention; `offload_activations`: what the blocks save waits on the host;
-    `blocks_to_swap`: the frozen weights of the first so many blocks do, of which two at a time are on the card.
+    `blocks_to_swap`: weights of the first so many blocks do (with `lora` frozen ones), but for two blocks at a time.
     `compile_blocks`: torch compiles the repeated block, which no plan counts on.
     `optimizer_in_backward`: each parameter is stepped when its gradient is there, which is then freed. `ema`: a moving
     average of the weights; `lora`: adapters are trained, over a frozen model.init_from. Of the checkpoints, every

@@ -41,6 +41,14 @@ ON_CPU = {
     "lora-nf4": {"lora": LoraSpec(rank=4, base="nf4", targets=("to_q", "proj_out"))},
     "lora-int8-full": {"lora": LoraSpec(rank=4, base="int8"), "checkpointed_blocks": "all"},
     "swap": {"lora": LoraSpec(rank=4), "blocks_to_swap": 3, "checkpointed_blocks": "all", "grad_accum_steps": 2},
+    "swap-trained": {
+        "blocks_to_swap": 3,
+        "checkpointed_blocks": "all",
+        "precision": "bf16_sr",
+        "optimizer_in_backward": True,
+        "optimizer": OptimizerSpec(name="adafactor"),
+        "ema": EmaSpec(device="cpu"),
+    },
     "all-of-it": {
         "lora": LoraSpec(rank=4, base="nf4"),
         "checkpointing": "selective",
