@@ -127,7 +127,8 @@ def first_of_many(found: Recipe) -> dict[tuple[int, int], Attempt]:
 
 
 def requests(found: Recipe) -> dict[tuple[int, int], RehearsalRequest]:
-    """The recipe's strategy with two micro-batches a step, by bucket: its YAML is read as training reads it."""
+    """The recipe's strategy with two micro-batches a step, where it may have so many, by bucket: its YAML is read as
+    training reads it."""
     gpu, model = catalog.resolve_gpu(found.about.gpu), catalog.model(found.about.model)
     with tempfile.TemporaryDirectory(prefix="bigdit-recipe-") as folder:
         texts = {name: Path(folder) / name for name in found.files}
@@ -136,7 +137,8 @@ def requests(found: Recipe) -> dict[tuple[int, int], RehearsalRequest]:
         config, *beside = texts.values()
         run = load_run(config, [f"engine.ds_config={file}" for file in beside])
         _, strategy = prepare(run, found.processes)
-    strategy = strategy.sized(strategy.step_size.model_copy(update={"grad_accum_steps": 2}))
+    if not strategy.optimizer_in_backward:
+        strategy = strategy.sized(strategy.step_size.model_copy(update={"grad_accum_steps": 2}))
     return {size: request_for(model, gpu, strategy, resolution=size) for size in run.data.buckets}
 
 

@@ -102,10 +102,14 @@ class Recipe:
         if train.get("lora", {}).get("base", "bf16") == "bf16" and "blocks_to_swap" not in train:
             return f'bigdit sample --checkpoint {output} --out {output}/samples --caption "a fox in the snow"'
         export = f"{output}/exports/step-{train['steps']:08d}/transformer"
+        dtype = "torch_dtype=torch.bfloat16"
+        trained = (
+            f', transformer=diffusers.AutoModel.from_pretrained("{export}", {dtype})' if "lora" not in train else ""
+        )
         steps = (
             "import diffusers, torch",
-            f'drawn_by = diffusers.DiffusionPipeline.from_pretrained("{self.weights}", torch_dtype=torch.bfloat16)',
-            f'drawn_by.load_lora_weights("{export}")',
+            f'drawn_by = diffusers.DiffusionPipeline.from_pretrained("{self.weights}", {dtype}{trained})',
+            *([f'drawn_by.load_lora_weights("{export}")'] if "lora" in train else []),
             "drawn_by.enable_sequential_cpu_offload()",
             f'drawn_by("a fox in the snow").images[0].save("{output}/fox.png")',
         )
