@@ -78,8 +78,9 @@ class DdpmSpec(Strict):
     """A DDPM (`name`; Ho et al., arXiv:2006.11239): what is predicted (`prediction`), over how many `timesteps`, and
     which noise they have.
 
-    `betas`: as diffusers names them; `beta_start` and `beta_end` are those of the linear ones. `zero_terminal_snr`: the
-    last timestep is noise alone (arXiv:2305.08891). `min_snr_gamma` (arXiv:2303.09556), or `p2_gamma` with `p2_k`
+    `betas`: as diffusers names them; `beta_start` and `beta_end` are those of the linear ones. `snr_shift` divides the
+    signal-to-noise ratio of every timestep (CogVideoX-2b's scheduler in diffusers: 3). `zero_terminal_snr`: the last
+    timestep is noise alone (arXiv:2305.08891). `min_snr_gamma` (arXiv:2303.09556), or `p2_gamma` with `p2_k`
     (arXiv:2204.00227), weighs a sample's loss by its timestep. `learned_variance`: the output's second half of channels
     is trained to be the variance (arXiv:2102.09672); null: where the model has one.
     """
@@ -90,6 +91,7 @@ class DdpmSpec(Strict):
     beta_start: Annotated[Number, Field(ge=1e-8, le=0.5)] = 1e-4
     beta_end: Annotated[Number, Field(ge=1e-8, le=0.5)] = 0.02
     timesteps: Annotated[Count, Field(ge=2, le=100_000)] = 1000
+    snr_shift: Annotated[Number, Field(ge=1e-3, le=1e3)] = 1.0
     zero_terminal_snr: Switch = False
     min_snr_gamma: Positive | None = None
     p2_gamma: Positive | None = None

@@ -15,6 +15,7 @@ import torch
 from bigdit.errors import UserError
 from bigdit.objective_spec import DdpmSpec, FlowMatchingSpec, ObjectiveSpec, SamplerName
 from bigdit.objectives.output import Predict, of_latents
+from bigdit.objectives.schedule import shifted_betas
 from bigdit.objectives.times import shift_of
 
 _OF_FLOWS: tuple[SamplerName, ...] = ("euler", "heun", "dpmsolver++", "unipc")
@@ -107,6 +108,8 @@ def _of_ddpm(objective: DdpmSpec, sampler: SamplerName) -> Any:
         "rescale_betas_zero_snr": objective.zero_terminal_snr,
         "timestep_spacing": "trailing",
     }
+    if objective.snr_shift != 1.0:
+        said["trained_betas"] = shifted_betas(objective)
     if sampler == "ddim":
         return diffusers.DDIMScheduler(**said, clip_sample=False)
     if sampler == "unipc":

@@ -15,8 +15,20 @@ from bigdit.objective_spec import DdpmSpec
 @cache
 def alphas_cumprod(objective: DdpmSpec) -> tuple[float, ...]:
     """ᾱ of each timestep: x_t = √ᾱ x + √(1 - ᾱ) ε (Ho et al., arXiv:2006.11239, equation 4)."""
-    alphas = tuple(itertools.accumulate((1.0 - beta for beta in _betas(objective)), lambda a, b: a * b))
+    alphas = _cumprod(objective)
     return _zero_terminal(alphas) if objective.zero_terminal_snr else alphas
+
+
+def shifted_betas(objective: DdpmSpec) -> list[float]:
+    """The betas whose signal-to-noise ratios are divided by `snr_shift`, before the last of them becomes 0."""
+    alphas = _cumprod(objective)
+    return [1.0 - after / before for before, after in itertools.pairwise((1.0, *alphas))]
+
+
+def _cumprod(objective: DdpmSpec) -> tuple[float, ...]:
+    alphas = itertools.accumulate((1.0 - beta for beta in _betas(objective)), lambda a, b: a * b)
+    shift = objective.snr_shift
+    return tuple(alpha / (shift + (1.0 - shift) * alpha) for alpha in alphas)
 
 
 def _betas(objective: DdpmSpec) -> list[float]:

@@ -5,13 +5,14 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
-from diffusers import DDIMScheduler, DDPMScheduler
+from diffusers import CogVideoXDDIMScheduler, DDIMScheduler, DDPMScheduler
 from diffusers.training_utils import compute_snr
 from torch.distributions import Normal, kl_divergence
 
 from bigdit import objectives
 from bigdit.errors import UserError
 from bigdit.objective_spec import DdpmSpec
+from bigdit.objectives.schedule import alphas_cumprod
 
 SEEDS = (3, 4, 5, 6)
 LATENTS = torch.randn(4, 2, 3, 5, generator=torch.Generator().manual_seed(0))
@@ -20,6 +21,8 @@ BETAS = {
     "scaled_linear": {"beta_start": 0.00085, "beta_end": 0.012},
     "squaredcos_cap_v2": {},
 }
+
+COGVIDEOX = {"betas": "scaled_linear", **BETAS["scaled_linear"]}
 
 
 class Answers:
@@ -70,6 +73,15 @@ def test_the_last_timestep_of_zero_terminal_snr_is_noise_alone():
     for zero in (True, False):
         model.loss(DdpmSpec(prediction="v", zero_terminal_snr=zero), [last] * 4)
         assert torch.equal(model.noisy, objectives.draw_noise(LATENTS, [last] * 4)) is zero
+
+
+@pytest.mark.parametrize("zero", [False, True])
+@pytest.mark.parametrize("shift", [0.5, 1.0, 3.0])
+def test_signal_to_noise_is_shifted_as_cogvideox_has_it(shift, zero):
+    objective = DdpmSpec(prediction="v", snr_shift=shift, zero_terminal_snr=zero, **COGVIDEOX)
+    scheduler = CogVideoXDDIMScheduler(rescale_betas_zero_snr=zero, snr_shift_scale=shift)
+    found = torch.tensor(alphas_cumprod(objective), dtype=torch.float64)
+    assert torch.allclose(found, scheduler.alphas_cumprod.double(), rtol=1e-6, atol=1e-12)
 
 
 def test_timesteps_are_drawn_evenly_from_seeds():

@@ -41,6 +41,7 @@ def knowing(objective, asked, *, variance):
         DdpmSpec(betas="scaled_linear", beta_start=0.00085, beta_end=0.012, prediction="v"),
         DdpmSpec(betas="squaredcos_cap_v2", prediction="x0"),
         DdpmSpec(prediction="v", zero_terminal_snr=True),
+        DdpmSpec(prediction="v", snr_shift=3.0, zero_terminal_snr=True),
         DdpmSpec(timesteps=100, beta_end=0.2),
     ],
     ids=repr,
