@@ -20,6 +20,7 @@ import torch
 
 from bigdit import catalog
 from bigdit.catalog import batch_shape
+from bigdit.catalog.classes import class_count
 from bigdit.config import load_run
 from bigdit.config.output import RECEIPT, receipt_of
 from bigdit.config.stages import read_stages
@@ -148,34 +149,39 @@ def _path(environment: dict[str, str]) -> str:
 
 def make_store(root: Path, found: Recipe, document: dict[str, Any], arguments: dict[str, Any], each: int = 16) -> None:
     """A store of zeros for the model of these arguments, so many samples a bucket, with captions that fill all
-    tokens."""
-    model = catalog.model(found.about.model)
-    assert model.text is not None
-    tokens, dim = document["encoders"]["text"].get("max_tokens", model.text.tokens), model.text.dim
-    buckets = [tuple(size) for size in document["data"]["buckets"]]
-    pooled = arguments.get("pooled_projection_dim")
+    tokens, or all of class 0."""
+    model, data = catalog.model(found.about.model), document["data"]
+    buckets = [tuple(size) for size in data["buckets"]]
+    tokens = document["encoders"]["text"].get("max_tokens", model.text.tokens) if model.text else 0
     schema = StoreSchema(
         codec={},
-        text_encoder={"max_tokens": tokens},
+        text_encoder={"max_tokens": tokens} if tokens else {},
         buckets=buckets,
         sources=[{"kind": "made up", "count": each * len(buckets)}],
         part_size=each * len(buckets),
+        classes=None if tokens else class_count(model.spec),
+        fps=data.get("fps"),
     )
-
-    def text(length: int) -> Text:
-        return Text(torch.zeros(length, dim), None if pooled is None else torch.zeros(pooled))
-
     root.mkdir()
     (root / FILE).write_text(schema_text(schema))
-    write_null_text(root, lambda: text(1), store_identity(schema))
     latents, indices = {}, {}
-    for number, size in enumerate(buckets):
-        shape = batch_shape(model, size).latents
+    for number, (*frames, height, width) in enumerate(buckets):
+        shape = batch_shape(model, (height, width), *frames).latents
         latents[shape] = torch.zeros((each, *shape), dtype=torch.bfloat16)
         indices[shape] = list(range(number * each, (number + 1) * each))
-    captions: dict[int, Any] = {index: (Caption(),) for index in range(schema.count)}
-    encoded = Encoded(latents, indices, captions, {Caption.text: text(tokens)}, [])
+    encoded = Encoded(latents, indices, {}, {}, [], dict.fromkeys(range(schema.count), 0))
+    if model.text:
+        null, text = (_text(length, model.text.dim, arguments) for length in (1, tokens))
+        write_null_text(root, lambda: null, store_identity(schema))
+        captions: dict[int, Any] = {index: (Caption(),) for index in range(schema.count)}
+        encoded = Encoded(latents, indices, captions, {Caption.text: text}, [])
     write_part(part_path(root, 0, schema.count), encoded, identity=part_identity(schema, 0))
+
+
+def _text(tokens: int, dim: int | None, arguments: dict[str, Any]) -> Text:
+    assert dim is not None
+    pooled = arguments.get("pooled_projection_dim")
+    return Text(torch.zeros(tokens, dim), None if pooled is None else torch.zeros(pooled))
 
 
 def _took(found: Recipe, receipts: Sequence[Receipt]) -> Took:
@@ -215,13 +221,15 @@ def _needs(found: Recipe, plans: Sequence[Plan]) -> tuple[int, list[Interval]]:
 def planned(found: Recipe, document: dict[str, Any]) -> Plan:
     """The plan for a stage's own strategy and steps, at the first of its sizes."""
     train, blocks = document["train"], document["train"].get("checkpointed_blocks", 0)
+    *frames, height, width = document["data"]["buckets"][0]
     return make_plan(
         question_for(
             model=found.about.model,
             gpu=found.about.gpu,
             gpus=found.processes,
             engine=_engine(found),
-            resolution=[tuple(document["data"]["buckets"][0])],
+            resolution=[(height, width)],
+            frames=frames[0] if frames else None,
             optimizer="adamw",
             micro_batch=train["micro_batch_size"],
             global_batch=train["global_batch_size"],

@@ -31,8 +31,8 @@ class Took(Strict):
     """Three steps of a recipe at full size on emulated cards, in bytes of one: by torch's allocator, and
     `process_bytes` with all that a CUDA process takes beside it, at least and at most. As the plan for it says, or its
     rehearsal where blocks are swapped, which no plan proposes: `host_bytes` of the machine's memory while it saves,
-    `store_bytes` of the features of 100,000 pictures, `hours` of its steps. Of stages, three steps of each: bytes of
-    memory are those of the one that takes most, features and hours those of all."""
+    `store_bytes` of the features of 100,000 pictures or videos, `hours` of its steps. Of stages, three steps of each:
+    bytes of memory are those of the one that takes most, features and hours those of all."""
 
     torch: str
     peak_allocated_bytes: PositiveInt
@@ -71,6 +71,11 @@ class Recipe:
         return int(self.run.get("engine", {}).get("processes", 1))
 
     @property
+    def samples(self) -> str:
+        """What it is trained on: `pictures` or `videos`."""
+        return "videos" if "fps" in self.run["data"] else "pictures"
+
+    @property
     def files(self) -> dict[str, str]:
         """The text of its YAML, and of DeepSpeed's JSON where it has one, by the files' names."""
         ds_config = self.run.get("engine", {}).get("ds_config")
@@ -100,7 +105,8 @@ class Recipe:
         of it, diffusers draws, with all but one layer on the host."""
         output, train = self.run["output"], self.run["train"]
         if train.get("lora", {}).get("base", "bf16") == "bf16" and "blocks_to_swap" not in train:
-            return f'bigdit sample --checkpoint {output} --out {output}/samples --caption "a fox in the snow"'
+            asked = '--caption "a fox in the snow"' if "text" in self.run["encoders"] else "--label 0"
+            return f"bigdit sample --checkpoint {output} --out {output}/samples {asked}"
         export = f"{output}/exports/step-{train['steps']:08d}/transformer"
         dtype = "torch_dtype=torch.bfloat16"
         trained = (

@@ -54,7 +54,7 @@ def needs(found: Recipe) -> list[str]:
         f"card   {card}: {gib(low)} to {gib(high)} of {gib(took.usable_bytes)}, {gib(_left(found))} left",
         f"       of it torch reserves {gib(took.peak_reserved_bytes)}: three steps{each} on {where}, {took.torch}",
         f"host   {gib(took.host_bytes)} of RAM, while it saves",
-        f"disk   {disk} of features for 100,000 pictures",
+        f"disk   {disk} of features for 100,000 {found.samples}",
         f"time   {hours} of training, by {by}",
     ]
 

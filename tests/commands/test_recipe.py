@@ -7,6 +7,7 @@ import pytest
 from commands import bigdit
 
 from bigdit import catalog
+from bigdit.catalog.classes import takes_classes
 from bigdit.config import load_stages
 from bigdit.recipes.recipe import names, recipe
 from bigdit.train.prepare import prepare_stages
@@ -35,7 +36,10 @@ def test_a_recipe_is_a_run_of_the_catalogues_model_on_its_card(name, tmp_path, m
         assert each.strategy.world_size == found.processes
         assert each.spec == catalog.model(found.about.model).spec
         assert str(each.stage.run.model.init_from).startswith(found.weights)
-        assert str(each.stage.run.encoders.text.pipeline) == found.weights
+        encoders = each.stage.run.encoders
+        text = [] if encoders.text is None else [encoders.text.pipeline]
+        assert len(text) != takes_classes(each.spec)
+        assert {str(folder) for folder in (encoders.image.path.parent, *text)} == {found.weights}
 
 
 def test_one_is_shown_with_its_needs_and_all_commands_and_is_copied_as_it_stands(tmp_path):
@@ -68,6 +72,13 @@ def test_deepspeeds_json_is_shown_and_copied_beside_the_yaml(tmp_path):
     done = bigdit("recipe", "copy", found.name, "--out", tmp_path / "mine.yaml")
     assert done.stderr == f"wrote {tmp_path / 'mine.yaml'} and {mine}\n"
     assert ((tmp_path / "mine.yaml").read_text(), mine.read_text()) == tuple(found.files.values())
+
+
+def test_videos_and_classes_are_asked_for_as_such():
+    shown = bigdit("recipe", "show", "wan2.1-1.3b-lora-rtx-4090").stdout
+    assert "of features for 100,000 videos" in shown
+    assert '--caption "a fox in the snow"' in recipe("wan2.1-1.3b-lora-rtx-4090").commands[-1]
+    assert recipe("dit-xl-2-rtx-4090").commands[-1].endswith("--label 0")
 
 
 def test_a_name_that_is_no_recipe_is_told_what_is_nearest():
