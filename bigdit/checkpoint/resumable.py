@@ -45,8 +45,9 @@ def check_resumable(checkpoint: Checkpoint, model: ModelSpec, strategy: Strategy
         raise UserError(*(f"{problem}; {fix}" for problem in problems))
 
 
-def check_objective(checkpoint: Checkpoint, objective: ObjectiveSpec) -> None:
-    """Raise UserError where the run would have the model predict something else than it learned."""
+def check_objective(checkpoint: Checkpoint, objective: ObjectiveSpec) -> list[str]:
+    """What else the run asks of the objective than before, a line each. Raises UserError where it would have the model
+    predict something else than it learned."""
     saved, wanted = checkpoint.state["run"]["objective"], objective.model_dump(mode="json")
     for key in ("name", "prediction"):
         if saved.get(key) != wanted.get(key):
@@ -55,6 +56,12 @@ def check_objective(checkpoint: Checkpoint, objective: ObjectiveSpec) -> None:
                 f"{wanted.get(key)}; set objective.{key} to {saved.get(key)}, choose another output, or start from its "
                 f"weights: model.init_from={checkpoint.folder}"
             )
+    before = type(objective).model_validate(saved).model_dump(mode="json")  # keys are added, with their defaults
+    return [
+        f"{checkpoint.folder} was trained with objective.{key} {found}, and goes on with {wanted[key]}"
+        for key, found in before.items()
+        if found != wanted[key]
+    ]
 
 
 def layout(strategy: Strategy) -> str:

@@ -105,7 +105,7 @@ def _train(stages: Sequence[Prepared], world: World, stop: Stop, device: torch.d
     store = open_stores(stages, stage.number)
     if found is not None:
         checkpoint.check_resumable(found, spec, asked)
-        checkpoint.check_objective(found, objective)
+        notices += [f"note: {line}" for line in checkpoint.check_objective(found, objective)]
     _say(world, notices)
     if found is not None and start >= end:
         _say(world, [f"{found.folder} has its {start} steps already; raise {stage.prefix}train.steps to go on"])
