@@ -10,7 +10,7 @@ _KEPT = Kept("rehearsals", RehearsedSize, "the rehearsal", "the step is rehearse
 # Whose sources decide what a rehearsal finds.
 _SOURCES = (
     "objective_spec.py",
-    "spec.py",
+    "spec",
     "engines",
     "encoders",
     "loader",

@@ -12,7 +12,7 @@ _KEPT = Kept("cards", CardRun, "the run", "the card is emulated")
 
 # Whose sources decide what a card does: those of the step, and of the card; rules of rehearsals are not among them.
 _SOURCES = (
-    "spec.py",
+    "spec",
     "emulator",
     "engines",
     "encoders",

@@ -1,0 +1,37 @@
+"""The contracts between the layers: what is trained (ModelSpec), on what (BatchShape), how (Strategy).
+
+Values alone: nothing here runs a step or knows a run's files.
+"""
+
+from bigdit.spec.strategy import EngineName, Precision, StepSize, Strategy
+from bigdit.spec.trained import (
+    BITSANDBYTES,
+    FACTORED,
+    PROFILES,
+    TORCHAO,
+    EmaSpec,
+    LoraSpec,
+    OptimizerName,
+    OptimizerSpec,
+    Widths,
+)
+from bigdit.spec.values import BatchShape, ModelSpec, Strict
+
+__all__ = [
+    "BITSANDBYTES",
+    "FACTORED",
+    "PROFILES",
+    "TORCHAO",
+    "BatchShape",
+    "EmaSpec",
+    "EngineName",
+    "LoraSpec",
+    "ModelSpec",
+    "OptimizerName",
+    "OptimizerSpec",
+    "Precision",
+    "StepSize",
+    "Strategy",
+    "Strict",
+    "Widths",
+]

@@ -1,0 +1,38 @@
+"""Values that do not change; what is trained, and on what."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from bigdit.numbers import Count
+
+
+class Strict(BaseModel):
+    """A value: unknown keys are errors, and nothing changes after validation."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    def digest(self) -> str:
+        """Sixteen hex digits that name this value, for caches and checks of identity."""
+        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:16]
+
+
+class ModelSpec(Strict):
+    """A diffusion transformer: its class, the constructor arguments, and what it is called."""
+
+    name: str
+    class_name: str
+    kwargs: dict[str, Any]
+
+
+class BatchShape(Strict):
+    """Shapes of one sample: latents (channels, height, width), or (channels, frames, height, width) of a video;
+    text (tokens, dim), None without text; `latents_dtype`: on the host, as they are stored. What else a family feeds
+    its model follows from the model."""
+
+    latents: tuple[Count, Count, Count] | tuple[Count, Count, Count, Count]
+    text: tuple[Count, Count] | None = None
+    latents_dtype: Literal["fp32", "bf16"] = "fp32"
