@@ -1,6 +1,8 @@
-"""Traces for the allocator: written out, and drawn at random."""
+"""Traces for the allocator: written out, drawn at random, and held against each other."""
 
 from __future__ import annotations
+
+from dataclasses import fields
 
 from hypothesis import strategies as st
 
@@ -11,6 +13,8 @@ from bigdit.memory.segments import ExpandableSegments, WholeSegments
 KIB, MIB = 2**10, 2**20
 ROOMY = 2**40
 """A card that has room for everything."""
+SHOWN = 8
+"""Events that are shown from the first that differs on, of either timeline."""
 
 
 def allocator(capacity: int = ROOMY, expandable: bool = False) -> tuple[CachingAllocator, Device]:
@@ -54,3 +58,27 @@ def timelines(draw: st.DrawFn, streams: int = 3) -> Timeline:
 
 
 CAPACITIES = st.integers(0, 400).map(lambda mib: mib * MIB)
+
+
+def assert_same(found: Timeline, real: Timeline) -> None:
+    """Every block, event, span, collective and operator of both, in order."""
+    for field in fields(Timeline):
+        ours, theirs = getattr(found, field.name), getattr(real, field.name)
+        if ours != theirs:
+            raise AssertionError(f"{field.name} differ: {_difference(found, real, field.name)}")
+
+
+def _difference(found: Timeline, real: Timeline, name: str) -> str:
+    ours, theirs = getattr(found, name), getattr(real, name)
+    at = next((i for i, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), None)
+    if at is None:
+        return f"{len(ours)} found, {len(theirs)} real"
+    parts = [each[at : at + SHOWN] for each in (ours, theirs)]
+    if name == "events":
+        phase = next((span.phase for span in real.spans if span.start <= at < span.stop), "?")
+        said = [
+            ", ".join(f"{event} ({each.blocks[abs(event) - 1].label})" for event in part)
+            for each, part in zip((found, real), parts, strict=True)
+        ]
+        return f"from event {at} of {len(real.events)}, in {phase}, on; found {said[0]}; real {said[1]}"
+    return f"from number {at} on; found {parts[0]}; real {parts[1]}"
