@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch._dynamo
+from commands import HELPERS, ROOT, run_ranks
 from rehearsing import SANA, SHAPE
 from stepping import one_batch
 from torch._dynamo.utils import counters
@@ -11,7 +12,7 @@ from training import run
 from bigdit import engines, models
 from bigdit.dist import World
 from bigdit.errors import UserError, versions
-from bigdit.models.compiling import compile_blocks, compiling_told
+from bigdit.models.compiling import compile_blocks
 from bigdit.objective_spec import FlowMatchingSpec
 from bigdit.rehearse.drive import record
 from bigdit.rehearse.notices import COMPILED, notices
@@ -82,17 +83,9 @@ def test_a_plan_and_a_rehearsal_say_that_they_are_of_blocks_as_they_are_written(
     )
 
 
-def test_a_block_that_cannot_be_compiled_is_a_line(counted):
-    def broken(graph, inputs):
-        raise RuntimeError("no compiler\nthat works")
-
-    family = models.family(SANA.class_name)
-    model = models.build(SANA, device="cpu", dtype=torch.float32, seed=0)
-    compile_blocks(model, family, broken)
-    batch = one_batch()
-    with pytest.raises(UserError) as refused, compiling_told():
-        family.predict(model, batch.latents, torch.tensor([0.1, 0.6]), batch)
-    (line,) = str(refused.value).splitlines()
+def test_a_block_that_cannot_be_compiled_is_a_line():
+    done = run_ranks(1, ROOT / "tests/models/broken_compiler.py", PYTHONPATH=HELPERS)
+    (line,) = done.stdout.splitlines()
     assert line.startswith("train.compile_blocks: torch cannot compile a block: ")
     assert "no compiler" in line
     assert line.endswith("; leave compile_blocks out")

@@ -1,0 +1,26 @@
+"""A block whose compiler fails, in a process of its own: torch 2.13 then leaves its hook in the interpreter, by which
+what is called keeps its arguments until it returns, and tensors live longer."""
+
+import torch
+from rehearsing import SANA
+from stepping import one_batch
+
+from bigdit import models
+from bigdit.errors import UserError
+from bigdit.models.compiling import compile_blocks, compiling_told
+
+
+def broken(graph, inputs):
+    raise RuntimeError("no compiler\nthat works")
+
+
+if __name__ == "__main__":
+    family = models.family(SANA.class_name)
+    model = models.build(SANA, device="cpu", dtype=torch.float32, seed=0)
+    compile_blocks(model, family, broken)
+    batch = one_batch()
+    try:
+        with compiling_told():
+            family.predict(model, batch.latents, torch.tensor([0.1, 0.6]), batch)
+    except UserError as refused:
+        print(refused)
