@@ -4,6 +4,7 @@ import fcntl
 import gc
 import os
 import signal
+import sys
 
 import pytest
 import warm
@@ -25,6 +26,11 @@ from hypothesis import settings
 
 # Whatever tests start finds the environment's own programs first.
 os.environ["PATH"] = f"{BIN}{os.pathsep}{os.environ['PATH']}"
+
+# Tests, and what they start, import what an earlier process compiled, whatever the shell says: to compile bigdit anew
+# took a third of a short run's time.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # What tests start is there at once.
 warm.take_place()

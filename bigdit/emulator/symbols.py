@@ -7,8 +7,10 @@ import struct
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from elftools.elf.elffile import ELFFile
+if TYPE_CHECKING:
+    from elftools.elf.elffile import ELFFile
 
 _CUDA = re.compile(r"lib(cu|nv|nccl)")
 """How the file names of NVIDIA's libraries begin."""
@@ -72,6 +74,8 @@ def _read_all(package: Path, found: dict[str, Library]) -> None:
 
 
 def _read(file: Path, found: dict[str, Library], bundled: Container[str]) -> None:
+    from elftools.elf.elffile import ELFFile  # all processes of bigdit import this file, and few read libraries
+
     with open(file, "rb") as opened:
         if opened.read(4) != b"\x7fELF":
             return

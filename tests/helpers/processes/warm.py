@@ -27,6 +27,7 @@ import threading
 import time
 import traceback
 import types
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,6 +38,7 @@ LIBRARIES = (
     *("diffusers.models.transformers.sana_transformer", "diffusers.schedulers", "transformers.models.t5"),
     *("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.utils.flop_counter"),
     *("deepspeed", "torchao.optim", "accelerate", "matplotlib.figure", "pyarrow.parquet"),
+    *("typer", "rich.progress", "rich.table", "xxhash", "elftools.elf.elffile"),
 )
 UNCOMPILED = ("deepspeed.runtime.zero.muon.muon_optimizer", "bitsandbytes.optim", "peft")
 LOOK_AT_CARDS = ("bitsandbytes.optim", "peft")
@@ -392,9 +394,21 @@ def _import_libraries() -> dict[str, str]:
             if not (on_card and name in LOOK_AT_CARDS):
                 importlib.import_module(name)
     torch.cuda.is_available = asks
+    _let_operators_stay()
     for name in [name for name in sys.modules if name.partition(".")[0] == "bigdit"]:
         del sys.modules[name]
     return {name: value for name, value in os.environ.items() if name not in before}
+
+
+def _let_operators_stay() -> None:
+    """At exit torch would take operators out of its dispatcher, one by one, which is left to the end of the process: it
+    takes as long as a few steps of a tiny model."""
+    from torch.library import _del_library
+
+    for each in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        called = each.peek()
+        if called is not None and called[1] is _del_library:
+            each.atexit = False
 
 
 if __name__ == "__main__":
