@@ -8,13 +8,14 @@ import re
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from bigdit import log
 from bigdit.errors import UserError, versions
 from bigdit.files import write_json
 from bigdit.objective_spec import ObjectiveSpec
 from bigdit.spec import BatchShape, ModelSpec, StepSize, Strategy, Strict
+from bigdit.spec.renamed import renamed
 
 
 class OutOfMemory(Strict):
@@ -68,7 +69,7 @@ class Receipt(Strict):
     out_of_memory: tuple[OutOfMemory, ...] = ()
     seconds: NonNegativeFloat
     seconds_per_step: PositiveFloat | None
-    images_per_second: PositiveFloat
+    samples_per_second: PositiveFloat
     predicted_peak_allocated_bytes: PositiveInt | None = None
     predicted_peak_reserved_bytes: PositiveInt | None = None
     measured_peak_allocated_bytes: PositiveInt | None
@@ -76,6 +77,8 @@ class Receipt(Strict):
     measured_with: str
     error_percent: float | None = None
     versions: dict[str, str] = Field(default_factory=versions)
+
+    _of_today = model_validator(mode="before")(renamed)
 
 
 def folder() -> Path:

@@ -143,7 +143,7 @@ def _report(demo: Demo, grid: Path, right: int) -> None:
         "pictures": str(demo.folder / "digits"),
         "extract": f"{extracted['encoded']} pictures, {demo.folder / 'features'}",
         "bench": "the single-process step, for real and rehearsed",
-        "train": f"{receipt['steps']} steps, {receipt['images_per_second']:.0f} images/s, {demo.folder / 'run'}",
+        "train": f"{receipt['steps']} steps, {receipt['samples_per_second']:.0f} images/s, {demo.folder / 'run'}",
         f"sample {len(digits.WORDS)}": str(grid),
         f"sample {SAMPLES}": read,
     }

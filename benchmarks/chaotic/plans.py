@@ -53,7 +53,7 @@ def made_up(
             peak_allocated_bytes=39 << 30,
             peak_reserved_bytes=40 << 30,
             process_bytes=(40 << 30, 41 << 30),
-            images_per_second_per_card=(1e-8, 9.25),
+            samples_per_second_per_card=(1e-8, 9.25),
         ),
         micro_batch_sizes=(),
         ledger=RecordedLedger(granularity=512, phases=(Phase(phase="step", peak_bytes=9, end_bytes=9, at_peak={}),)),

@@ -121,4 +121,4 @@ def _taken(found: Found) -> list[str]:
 def _chosen(found: Plan) -> str:
     chosen = found.chosen
     said = f"{found.verdict}, {chosen.title}: {gib(chosen.process.high_bytes)}, "
-    return said + f"{between(chosen.images_per_second_per_card)} images/s."
+    return said + f"{between(chosen.samples_per_second_per_card)} images/s."

@@ -87,7 +87,7 @@ class Point(Strict):
         return self.decides.ran_out is None
 
     @property
-    def images_per_second(self) -> float | None:
+    def samples_per_second(self) -> float | None:
         return None if self.seconds_per_step is None else self.micro_batch_size / self.seconds_per_step
 
 

@@ -198,7 +198,7 @@ def _receipt(asked: _Asked, found: RehearsedSize, meter: MemoryMeter, seconds: l
         steps=len(seconds),
         seconds=round(sum(seconds), 3),
         seconds_per_step=round(median, 5),
-        images_per_second=round(strategy.global_batch_size / median, 2),
+        samples_per_second=round(strategy.global_batch_size / median, 2),
         predicted_peak_allocated_bytes=predicted,
         predicted_peak_reserved_bytes=predicted_reserved,
         measured_peak_allocated_bytes=measured,

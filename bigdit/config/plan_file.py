@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError, model_validator
 
 from bigdit.documents import parse_yaml, read_file
 from bigdit.errors import UserError
 from bigdit.files import write_text
 from bigdit.spec import BatchShape, ModelSpec, StepSize, Strategy, Strict
+from bigdit.spec.renamed import renamed
 
 FORMAT = 1
 FILE = "plan.yaml"
@@ -50,7 +51,9 @@ class Expected(Strict):
     peak_allocated_bytes: PositiveInt
     peak_reserved_bytes: PositiveInt
     process_bytes: tuple[NonNegativeInt, NonNegativeInt]
-    images_per_second_per_card: tuple[NonNegativeFloat, NonNegativeFloat]
+    samples_per_second_per_card: tuple[NonNegativeFloat, NonNegativeFloat]
+
+    _of_today = model_validator(mode="before")(renamed)
 
 
 class LargestMicroBatch(Strict):

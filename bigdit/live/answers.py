@@ -49,7 +49,7 @@ class Answer(Strict):
     at_peak: dict[Category, NonNegativeInt] | None = None
     host_bytes: NonNegativeInt | None = None
     seconds_per_step: Interval | None = None
-    images_per_second_per_card: Interval | None = None
+    samples_per_second_per_card: Interval | None = None
     seconds: NonNegativeFloat
 
 
@@ -122,7 +122,7 @@ class Answers:
             at_peak=answer.ledger.at_peak,
             host_bytes=found.host.node_bytes,
             seconds_per_step=speed,
-            images_per_second_per_card=speed.per(strategy.micro_batch_size * strategy.grad_accum_steps),
+            samples_per_second_per_card=speed.per(strategy.micro_batch_size * strategy.grad_accum_steps),
             seconds=round(time.perf_counter() - began, 3),
         )
 

@@ -108,9 +108,9 @@ def _asked(body: bytes) -> Asked:
 
 def _document(found: Answer) -> dict[str, Any]:
     """As JSON, with the speed in words, as the page's grid has it."""
-    step, images = found.seconds_per_step, found.images_per_second_per_card
+    step, images = found.seconds_per_step, found.samples_per_second_per_card
     said = {
         "seconds_per_step": step and span(step),
-        "images_per_second_per_card": images and between(images),
+        "samples_per_second_per_card": images and between(images),
     }
     return found.model_dump(mode="json") | said

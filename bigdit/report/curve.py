@@ -82,7 +82,7 @@ def front_figure(plan: Plan) -> Figure:
     figure = Figure(figsize=(10, 4.6), dpi=120, layout="constrained")
     axes = figure.subplots()
     for at, choice in enumerate(plan.front, start=1):
-        rate, held = choice.images_per_second_per_card, choice.process.high_bytes / GIB
+        rate, held = choice.samples_per_second_per_card, choice.process.high_bytes / GIB
         colour = COLOURS["parameter" if choice.lossless else "gradient"]
         axes.errorbar(
             [held],
@@ -99,7 +99,7 @@ def front_figure(plan: Plan) -> Figure:
             str(at), (held, rate.high), xytext=(0, 4), textcoords="offset points", ha="center", fontweight="bold"
         )
     _draw_card(axes, plan, horizontal=False)
-    axes.set_ylim(0, 1.12 * max(choice.images_per_second_per_card.high for choice in plan.front))
+    axes.set_ylim(0, 1.12 * max(choice.samples_per_second_per_card.high for choice in plan.front))
     axes.set_xlim(0, 1.1 * max([plan.question.gpu.usable_bytes, *(c.process.high_bytes for c in plan.front)]) / GIB)
     axes.set_xlabel("process at its peak, GiB")
     axes.set_ylabel(f"{samples(plan)}/s a card")

@@ -40,7 +40,7 @@ WHERE = {
 """What every heading and figure says of its card."""
 
 COLUMNS = ("micro-batch", "allocated", "reserved", "process", "peak in", "rehearsed %")
-TIMED = ("step", "images/s")
+TIMED = ("step", "samples/s")
 
 
 def make_folder(folder: Path) -> None:
@@ -102,7 +102,7 @@ def _row(point: Point, timed: bool) -> list[str]:
         reserved = gib(side.reserved_bytes or 0)
         cells = [size, gib(side.deciding.allocated_bytes), reserved, process, side.deciding.phase, _rehearsed(point)]
     if timed:
-        seconds, rate = point.seconds_per_step, point.images_per_second
+        seconds, rate = point.seconds_per_step, point.samples_per_second
         cells += [DASH if seconds is None else f"{seconds:.3f} s", DASH if rate is None else f"{rate:.2f}"]
     return cells
 

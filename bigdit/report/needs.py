@@ -10,7 +10,7 @@ from bigdit.speed.launches import Handed
 
 def speed(plan: Plan, most: int | None = None) -> dict[str, str]:
     """Step with the `most` longest of its parts, images a second, the whole run, money, and where all that is from."""
-    step, rate = plan.chosen.step, plan.chosen.images_per_second_per_card
+    step, rate = plan.chosen.step, plan.chosen.samples_per_second_per_card
     parts = sorted(step.parts.items(), key=lambda part: -part[1].high)
     said = [f"{name} {span(part, like=step.seconds)}" for name, part in parts[:most] if part.high > 0]
     said += ["and less"] if len(parts[:most]) < len(parts) else []

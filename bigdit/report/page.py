@@ -93,7 +93,7 @@ def _facts(plan: Plan) -> dict[str, tuple[str, str]]:
         ),
         "micro-batch": (str(chosen.strategy.micro_batch_size), f"{chosen.strategy.global_batch_size:,} a step"),
         f"{words.samples(plan)}/s a card": (
-            words.between(chosen.images_per_second_per_card),
+            words.between(chosen.samples_per_second_per_card),
             f"{gpus} card{'s' if gpus > 1 else ''}",
         ),
     }

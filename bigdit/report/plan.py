@@ -161,7 +161,7 @@ def _choices(title: str, choices: Sequence[Choice], plan: Plan) -> Table:
         )
         rows.add_row(
             ("~" if choice.predicted else "") + gib(choice.process.high_bytes),
-            words.between(choice.images_per_second_per_card),
+            words.between(choice.samples_per_second_per_card),
             _SAID[choice.verdict],
             what,
         )

@@ -17,7 +17,7 @@ from bigdit.units import gib
 
 def listed(receipts: Sequence[Receipt]) -> Table:
     """A row a receipt: when, what, where, and what it took."""
-    columns = ("written", "model", "card", "micro-batch", "reserved", "step", "images/s")
+    columns = ("written", "model", "card", "micro-batch", "reserved", "step", "samples/s")
     rows = table("", columns, numeric=columns[3:])
     for each in receipts:
         rows.add_row(
@@ -27,7 +27,7 @@ def listed(receipts: Sequence[Receipt]) -> Table:
             str(each.strategy.micro_batch_size),
             _bytes(each.measured_peak_reserved_bytes),
             DASH if each.seconds_per_step is None else f"{each.seconds_per_step:.3f} s",
-            f"{each.images_per_second:.2f}",
+            f"{each.samples_per_second:.2f}",
         )
     return rows
 

@@ -112,6 +112,6 @@ def _point(point: Point) -> list[Any]:
     found = point.model_dump(mode="json") | {
         "at_peak": [point.at_peak.get(name, 0) for name in CATEGORIES],
         "process": [point.process.low_bytes, point.process.high_bytes],
-        "images_per_second_per_card": words.between(point.images_per_second_per_card),
+        "samples_per_second_per_card": words.between(point.samples_per_second_per_card),
     }
     return list(found.values())

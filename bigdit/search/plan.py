@@ -43,7 +43,7 @@ class Choice(Strict):
     headroom_bytes: int
     host_bytes: NonNegativeInt
     step: StepTime
-    images_per_second_per_card: Interval
+    samples_per_second_per_card: Interval
     lossless: bool
     reason: str
 
@@ -101,7 +101,7 @@ class Point(Strict):
     process: ByteRange
     host_bytes: NonNegativeInt
     verdict: Verdict
-    images_per_second_per_card: Interval
+    samples_per_second_per_card: Interval
 
 
 class Room(Strict):
@@ -146,7 +146,7 @@ class Run(Strict):
     seconds: Interval
     gpu_hours: Interval
     money: Interval | None
-    images_per_second: Interval
+    samples_per_second: Interval
 
 
 class Step(Strict):

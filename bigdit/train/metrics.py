@@ -120,7 +120,7 @@ class Metrics:
         now = time.perf_counter()
         self._seconds.append((now - self._since) / len(self._pending))
         rate = self._images / self._seconds[-1]
-        more = {"images_per_second": rate} | self._utilisation(now - self._since) | {**self._memory()}
+        more = {"samples_per_second": rate} | self._utilisation(now - self._since) | {**self._memory()}
         self._since = now
         rows = [
             _row(step, loss, norm, lr, result.taken) | more | self._constants | {**measured}

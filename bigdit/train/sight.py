@@ -71,12 +71,12 @@ class _WithFigures(Progress):
 
 def figures(row: dict[str, Any]) -> str:
     """`loss 0.1234 · lr 1.00e-04 · …`: what of a row is known, and what is left out elsewhere."""
-    loss, norm, rate = row["loss"], row["grad_norm"], row["images_per_second"]
+    loss, norm, rate = row["loss"], row["grad_norm"], row["samples_per_second"]
     parts = [f"stage {row['stage']}"] if "stage" in row else []
     parts += [f"loss {'–' if loss is None else f'{loss:.4f}'}", f"lr {row['lr']:.2e}"]
     parts += [f"{name} {row[key]:.4f}" for key, name in VALIDATED.items() if row.get(key) is not None]
     parts += [] if norm is None else [f"norm {norm:.3g}"]
-    parts += [f"{rate:.0f} images/s" if rate >= 10 else f"{rate:.2g} images/s"]
+    parts += [f"{rate:.0f} samples/s" if rate >= 10 else f"{rate:.2g} samples/s"]
     parts += [f"MFU {100 * row['mfu']:.1f} %"] if "mfu" in row else []
     memory = ("memory_bytes", "now"), ("peak_memory_bytes", "peak"), ("planned_memory_bytes", "planned")
     parts += [", ".join(f"{gib(row[key])} {word}" for key, word in memory if key in row)]

@@ -54,7 +54,7 @@ def write_receipt(
         out_of_memory=relief.events,
         seconds=round(seconds, 3),
         seconds_per_step=metrics.seconds_per_step,
-        images_per_second=round(strategy.global_batch_size / (metrics.seconds_per_step or seconds / steps), 2),
+        samples_per_second=round(strategy.global_batch_size / (metrics.seconds_per_step or seconds / steps), 2),
         predicted_peak_allocated_bytes=None if planned is None else planned.peak_allocated_bytes,
         predicted_peak_reserved_bytes=None if planned is None else planned.peak_reserved_bytes,
         measured_peak_allocated_bytes=meter.peak_allocated_bytes,

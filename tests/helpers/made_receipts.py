@@ -27,7 +27,7 @@ def receipt_of(text="single", **fields):
         "steps": 100,
         "seconds": 20.0,
         "seconds_per_step": 0.1,
-        "images_per_second": 10.0,
+        "samples_per_second": 10.0,
         "measured_peak_allocated_bytes": GIB,
         "measured_peak_reserved_bytes": 2 * GIB,
         "measured_with": "torch.cuda.max_memory_allocated",

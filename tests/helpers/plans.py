@@ -76,7 +76,7 @@ def made_plan() -> Plan:
         headroom_bytes=gpu.usable_bytes - process.high_bytes,
         host_bytes=host.node_bytes,
         step=step,
-        images_per_second_per_card=step.seconds.per(GLOBAL_BATCH),
+        samples_per_second_per_card=step.seconds.per(GLOBAL_BATCH),
         lossless=True,
         reason="the fewest checkpointed blocks with which a micro-batch of 8 fits; larger ones gain nothing here",
     )
@@ -129,7 +129,7 @@ def made_plan() -> Plan:
             seconds=step.seconds * (IMAGES // GLOBAL_BATCH),
             gpu_hours=step.seconds * (IMAGES // GLOBAL_BATCH / 3600),
             money=step.seconds * (IMAGES // GLOBAL_BATCH / 3600 * 0.49),
-            images_per_second=step.seconds.per(GLOBAL_BATCH),
+            samples_per_second=step.seconds.per(GLOBAL_BATCH),
         ),
         waterfall=WATERFALL,
         calibration="a roofline of the A40 at 45 to 60 % of its bf16 rate and 70 to 85 % of its bandwidth; no receipts",
@@ -153,7 +153,7 @@ def setting(chosen: Choice, ledger: Ledger, beside: ByteRange, room: Room) -> Se
         process=chosen.process,
         host_bytes=chosen.host_bytes,
         verdict=chosen.verdict,
-        images_per_second_per_card=chosen.images_per_second_per_card,
+        samples_per_second_per_card=chosen.samples_per_second_per_card,
     )
     return Setting(title="one process, AdamW", strategy=chosen.strategy, beside=beside, rooms=(room,), points=(point,))
 
@@ -204,7 +204,7 @@ def front(chosen: Choice) -> tuple[Choice, ...]:
                         }
                     ),
                     "headroom_bytes": chosen.headroom_bytes + int(chosen.process.high_bytes * (1 - less)),
-                    "images_per_second_per_card": chosen.images_per_second_per_card * speed,
+                    "samples_per_second_per_card": chosen.samples_per_second_per_card * speed,
                     "lossless": lossless,
                     "reason": reason,
                 }

@@ -79,7 +79,7 @@ def shows(page, live, asked):
     facts = dict(zip(texts(page, "#whatif-facts dt"), texts(page, "#whatif-facts dd:nth-of-type(1)"), strict=True))
     assert facts["reserved by torch"] == gib(found["peak_reserved_bytes"])
     assert (facts["decides"], facts["on the host"]) == (found["phase"], gib(found["host_bytes"]))
-    assert facts["images/s a card"] == found["images_per_second_per_card"]
+    assert facts["images/s a card"] == found["samples_per_second_per_card"]
     assert facts["a step"] == found["seconds_per_step"]
     assert ran["ran_out"] or ran["peak_reserved_bytes"] == found["peak_reserved_bytes"]
 

@@ -121,7 +121,7 @@ def test_without_emulated_cards_the_rehearsal_answers_as_the_plan_does(plan):
             answers.rehearse(Asked(**body(ADAMW, 3, 0)))
     assert (found.ran, found.verdict) == (False, plan.verdict)
     assert (found.at_peak, found.process, found.host_bytes) == (plan.ledger.at_peak, chosen.process, chosen.host_bytes)
-    assert found.images_per_second_per_card == chosen.images_per_second_per_card
+    assert found.samples_per_second_per_card == chosen.samples_per_second_per_card
     assert found.seconds_per_step == chosen.step.seconds
 
 

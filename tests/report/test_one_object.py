@@ -79,7 +79,7 @@ def _of_two(plan: Plan) -> Iterator[float]:
     yield 100 * plan.band.share
     yield from (100 * nbytes / ledger.peak_allocated_bytes for nbytes in ledger.at_peak.values())
     if plan.question.cluster.gpus > 1:
-        over_all = chosen.images_per_second_per_card * plan.question.cluster.gpus
+        over_all = chosen.samples_per_second_per_card * plan.question.cluster.gpus
         yield from (over_all.low, over_all.high)
     yield len(plan.front) - MOST_ROWS  # rows that the terminal leaves to the page
     yield from range(1, 1 + max(len(plan.front), len(plan.fixes)))  # rows, as the page counts them

@@ -278,5 +278,5 @@ def test_the_whole_training():
     assert found.gpu_hours.high == pytest.approx(12 * 8 / 3600)
     assert found.money is not None
     assert found.money.low == pytest.approx(6 * 8 / 3600 * 3)
-    assert (found.images_per_second.low, found.images_per_second.high) == (128, 256)
+    assert (found.samples_per_second.low, found.samples_per_second.high) == (128, 256)
     assert run(images=1, epochs=1, global_batch_size=256, step=step, gpus=1, price=None).money is None

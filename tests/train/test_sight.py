@@ -23,7 +23,7 @@ ROW = {
     "loss": 0.123456,
     "grad_norm": 0.51234,
     "lr": 1e-4,
-    "images_per_second": 310.4,
+    "samples_per_second": 310.4,
     "mfu": 0.4123,
     "memory_bytes": 20 * GIB,
     "peak_memory_bytes": 22 * GIB,
@@ -34,17 +34,17 @@ ROW = {
 
 def test_all_figures_of_a_step_are_on_a_line():
     assert figures(ROW) == (
-        "loss 0.1235 · lr 1.00e-04 · norm 0.512 · 310 images/s · MFU 41.2 % · 20.00 GiB now, 22.00 GiB peak, "
+        "loss 0.1235 · lr 1.00e-04 · norm 0.512 · 310 samples/s · MFU 41.2 % · 20.00 GiB now, 22.00 GiB peak, "
         "24.00 GiB planned · 0:12:34 left"
     )
 
 
 def test_what_is_not_known_is_left_out():
     known = {key: value for key, value in ROW.items() if key not in ("mfu", "memory_bytes", "planned_memory_bytes")}
-    slow = known | {"grad_norm": None, "loss": None, "images_per_second": 0.4321}
+    slow = known | {"grad_norm": None, "loss": None, "samples_per_second": 0.4321}
     validated = slow | {"validation_loss": 0.34567, "ema_validation_loss": None}
-    assert "loss – · lr 1.00e-04 · validation 0.3457 · 0.43 images/s" in figures(validated)
-    assert figures(slow) == "loss – · lr 1.00e-04 · 0.43 images/s · 22.00 GiB peak · 0:12:34 left"
+    assert "loss – · lr 1.00e-04 · validation 0.3457 · 0.43 samples/s" in figures(validated)
+    assert figures(slow) == "loss – · lr 1.00e-04 · 0.43 samples/s · 22.00 GiB peak · 0:12:34 left"
 
 
 def test_a_pipe_gets_a_line_a_minute_and_the_last_one(capfd, monkeypatch):
@@ -130,13 +130,13 @@ def test_rows_have_what_is_shown(tmp_path):
         assert row["planned_memory_bytes"] == 7 * GIB
         assert 0 < row["memory_bytes"] <= row["peak_memory_bytes"]
         # Four images a step: the rate tells how many steps a second were taken, of half a second's FLOPs each.
-        assert row["mfu"] == pytest.approx(0.5 * row["images_per_second"] / 4)
+        assert row["mfu"] == pytest.approx(0.5 * row["samples_per_second"] / 4)
 
 
 def test_rows_of_a_cpu_without_a_plan_have_neither_mfu_nor_plan(tmp_path):
     for row in written(tmp_path):
         assert row.keys() == {
-            *("step", "loss", "grad_norm", "lr", "images_per_second", "memory_bytes", "peak_memory_bytes")
+            *("step", "loss", "grad_norm", "lr", "samples_per_second", "memory_bytes", "peak_memory_bytes")
         }
 
 

@@ -85,5 +85,5 @@ def _print(receipt: Receipt) -> None:
         rows.add_row("reserved, rehearsed", f"{gib(reserved[0])} ({reserved[0]} bytes)")
         rows.add_row("reserved, measured", f"{gib(reserved[1])} ({reserved[1]} bytes)")
     if not receipt.emulated:  # whose kernels are not run
-        rows.add_row("a step", f"{receipt.seconds_per_step} s, {receipt.images_per_second} images/s")
+        rows.add_row("a step", f"{receipt.seconds_per_step} s, {receipt.samples_per_second} samples/s")
     log.out.print(rows)

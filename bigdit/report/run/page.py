@@ -113,7 +113,7 @@ def _facts(found: Found) -> dict[str, tuple[str, str]]:
         if series := found.series(key):
             step, loss = series[-1]
             facts["loss" if key == "loss" else f"loss, {name}"] = f"{loss:.4f}", f"of step {step:,}"
-    rate = found.last("images_per_second") if found.receipt is None else found.receipt.images_per_second
+    rate = found.last("samples_per_second") if found.receipt is None else found.receipt.samples_per_second
     if rate is not None:
         facts[f"{samples} a second"] = (
             words.number(rate),
@@ -144,7 +144,7 @@ def charts(found: Found) -> list[Chart]:
         drawn("loss", "Loss", {label: found.series(key) for key, label in LOSSES.items()}, from_zero=False),
         drawn("norm", "Norm of the gradients", {"norm": found.series("grad_norm")}, from_zero=False),
         drawn("rate", "Learning rate", {"rate": found.series("lr")}, from_zero=True),
-        drawn("speed", f"{rate} a second", {"speed": found.series("images_per_second")}, from_zero=True),
+        drawn("speed", f"{rate} a second", {"speed": found.series("samples_per_second")}, from_zero=True),
         drawn("memory", f"Memory, {name}", memory, from_zero=True),
         drawn("mfu", "MFU", {"MFU": found.series("mfu")}, from_zero=True),
     )

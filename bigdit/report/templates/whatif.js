@@ -166,7 +166,7 @@ function showFacts({ setting, point, room, predicted }) {
     facts.push(["decides", point.phase, "the highest peak of all phases"]);
     facts.push(["on the host", gib(point.host_bytes), `of ${gib(setting.hostMemory ?? given.hostMemory)} a machine`]);
   }
-  const speed = point.images_per_second_per_card;
+  const speed = point.samples_per_second_per_card;
   if (speed && (given.live || room === setting.rooms[0])) facts.push([`${given.samples}/s a card`, speed, room.card]);
   if (point.seconds_per_step) facts.push(["a step", point.seconds_per_step, "of all its micro-batches"]);
   const pairs = facts.map(([name, value, more]) => {

@@ -24,5 +24,5 @@ def run(images: int, epochs: float, global_batch_size: int, step: StepTime, gpus
         seconds=seconds,
         gpu_hours=gpu_hours,
         money=None if price is None else gpu_hours * price,
-        images_per_second=step.seconds.per(global_batch_size),
+        samples_per_second=step.seconds.per(global_batch_size),
     )

@@ -47,7 +47,7 @@ def predicted(question: Question, found: Candidate, evidence: Evidence) -> Choic
         headroom_bytes=question.gpu.usable_bytes - taken.high_bytes,
         host_bytes=host_bytes(question, found.option, found.micro_batch_size, found.blocks),
         step=found.step,
-        images_per_second_per_card=found.rate,
+        samples_per_second_per_card=found.rate,
         lossless=found.option.proposal.lossless,
         reason="",
     )
@@ -71,7 +71,7 @@ def confirmed(question: Question, found: Confirmed, evidence: Evidence) -> Choic
         headroom_bytes=question.gpu.usable_bytes - found.process.high_bytes,
         host_bytes=found.host.node_bytes,
         step=step,
-        images_per_second_per_card=step.seconds.per(strategy.micro_batch_size * strategy.grad_accum_steps),
+        samples_per_second_per_card=step.seconds.per(strategy.micro_batch_size * strategy.grad_accum_steps),
         lossless=found.candidate.option.proposal.lossless,
         reason="",
     )
@@ -109,8 +109,8 @@ def front(
     titles = {choice.title for choice in known}
     every = [*known, *(predicted(question, each, evidence) for name, each in more.items() if name not in titles)]
     best: list[Choice] = []
-    for choice in sorted(every, key=lambda each: (each.process.high_bytes, -each.images_per_second_per_card.middle)):
-        if not best or choice.images_per_second_per_card.middle > best[-1].images_per_second_per_card.middle:
+    for choice in sorted(every, key=lambda each: (each.process.high_bytes, -each.samples_per_second_per_card.middle)):
+        if not best or choice.samples_per_second_per_card.middle > best[-1].samples_per_second_per_card.middle:
             best.append(choice)
     shown = _thinned([choice for choice in best if choice.title not in titles], MOST_ROWS - len(known))
     rows = _fastest_first([*known, *shown])
@@ -131,7 +131,7 @@ def _slow(candidate: Candidate) -> bool:
 
 
 def _fastest_first(rows: Sequence[Choice]) -> list[Choice]:
-    return sorted(rows, key=lambda each: -each.images_per_second_per_card.middle)
+    return sorted(rows, key=lambda each: -each.samples_per_second_per_card.middle)
 
 
 def as_they_ran(
@@ -155,7 +155,7 @@ def as_they_ran(
                 work, choice.strategy, question.gpu, question.cluster, calibration(choice.strategy), ran.launches
             )
             images = choice.strategy.micro_batch_size * choice.strategy.grad_accum_steps
-            update = {"step": step, "images_per_second_per_card": step.seconds.per(images)}
+            update = {"step": step, "samples_per_second_per_card": step.seconds.per(images)}
             as_it_ran = as_run(question, choice, ran.reserved_bytes, ran.verdict, evidence)
             found.append(as_it_ran.model_copy(update=update))
     return found
@@ -203,14 +203,14 @@ def _recommended(choice: Choice, rows: Sequence[Choice]) -> str:
     if choice.verdict == "DOES NOT FIT":
         return "what takes least of what was asked for"
     alike = [each for each in rows if each.verdict == "FITS" and each.lossless == choice.lossless]
-    fastest = max([choice, *alike], key=lambda each: each.images_per_second_per_card.middle)
+    fastest = max([choice, *alike], key=lambda each: each.samples_per_second_per_card.middle)
     if fastest is choice:
         return "recommended: the fastest that fits"
     return f"recommended: as fast as any that fits, to {SAME_SPEED:.0%}, and of those the one that takes least"
 
 
 def _reason(choice: Choice, recommended: Choice) -> str:
-    speed = choice.images_per_second_per_card.middle / recommended.images_per_second_per_card.middle - 1
+    speed = choice.samples_per_second_per_card.middle / recommended.samples_per_second_per_card.middle - 1
     less = recommended.process.high_bytes - choice.process.high_bytes
     parts = ["as fast" if abs(speed) < 0.005 else f"{abs(speed):.0%} {'faster' if speed > 0 else 'slower'}"]
     parts.append(f"{gib(abs(less))} {'less' if less >= 0 else 'more'}")

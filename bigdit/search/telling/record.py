@@ -9,7 +9,7 @@ from bigdit.search.plan import Plan
 def record(plan: Plan) -> PlanFile:
     """What `bigdit train --plan` needs of `plan`, and what its receipt is to be compared with."""
     question, chosen = plan.question, plan.chosen
-    rate = chosen.images_per_second_per_card
+    rate = chosen.samples_per_second_per_card
     return PlanFile(
         model=question.model.spec,
         batch=plan.batch,
@@ -33,7 +33,7 @@ def record(plan: Plan) -> PlanFile:
             peak_allocated_bytes=chosen.peak_allocated_bytes,
             peak_reserved_bytes=chosen.peak_reserved_bytes,
             process_bytes=(chosen.process.low_bytes, chosen.process.high_bytes),
-            images_per_second_per_card=(rate.low, rate.high),
+            samples_per_second_per_card=(rate.low, rate.high),
         ),
         micro_batch_sizes=tuple(LargestMicroBatch(**limit.model_dump()) for limit in plan.buckets),
         smaller=plan.smaller,

@@ -94,7 +94,7 @@ def _point(
         process=choice.process,
         host_bytes=choice.host_bytes,
         verdict=choice.verdict if choice.host_bytes <= question.host_memory_bytes else "DOES NOT FIT",
-        images_per_second_per_card=choice.images_per_second_per_card,
+        samples_per_second_per_card=choice.samples_per_second_per_card,
     )
 
 

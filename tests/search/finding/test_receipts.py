@@ -170,7 +170,7 @@ def test_the_trainer_s_receipt_says_what_a_plan_needs(trained):
     assert (found.kind, found.device, found.steps, found.gpus_per_node) == ("train", "cpu", 8, 1)
     assert found.measured_peak_allocated_bytes
     assert found.measured_peak_reserved_bytes is None
-    assert found.images_per_second > 0
+    assert found.samples_per_second > 0
     assert found.versions["torch"]
     assert found.batch.latents[0] == found.model.kwargs["in_channels"]
 

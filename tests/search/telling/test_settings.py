@@ -45,7 +45,7 @@ def test_the_front_is_among_the_points_as_it_was_found(plan: Plan) -> None:
         assert point.found == ("predicted" if choice.predicted else "rehearsed")
         assert point.process == choice.process
         assert point.verdict == choice.verdict
-        assert point.images_per_second_per_card == choice.images_per_second_per_card
+        assert point.samples_per_second_per_card == choice.samples_per_second_per_card
         if choice == plan.chosen:
             assert (point.phase, point.at_peak) == (plan.ledger.deciding.phase, plan.ledger.at_peak)
 
