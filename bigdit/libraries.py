@@ -17,11 +17,17 @@ _ASKING = ("diffusers.utils.import_utils", "transformers.utils.import_utils")
 _NOT_FOR_THEM = ("bitsandbytes", "peft", "scipy", "torchao")
 """Libraries that bigdit drives itself, or not at all. diffusers and transformers import what they find of them with any
 model, for quantised checkpoints, adapters and losses of their own: four of eleven seconds, in every process."""
+_NOT_FOR_MODELS = ("transformers",)
+"""What diffusers imports with any model for its pipelines, which steps do without: a fifth of what is left."""
+
+_hidden: tuple[str, ...] = _NOT_FOR_THEM
 
 
-def prepare() -> None:
+def prepare(*, models_alone: bool = False) -> None:
     """Keep what concerns only the libraries' own developers from the user's screen, whose errors stay, and what only
-    other uses of them need from being imported."""
+    other uses of them need from being imported. `models_alone`: diffusers finds no encoders for pipelines, either."""
+    global _hidden
+    _hidden = (*_NOT_FOR_THEM, *_NOT_FOR_MODELS) if models_alone else _NOT_FOR_THEM
     # torch's distributed checkpoint says that one process saves and loads for itself.
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
@@ -73,6 +79,6 @@ _every_spec = importlib.util.find_spec
 
 def _find_spec(name: str, package: str | None = None) -> ModuleSpec | None:
     """Where a module lies, as these two ask to know what is installed; the interpreter's own imports do not come by."""
-    if name in _NOT_FOR_THEM and sys._getframe(1).f_globals.get("__name__") in _ASKING:
+    if name in _hidden and sys._getframe(1).f_globals.get("__name__") in _ASKING:
         return None
     return _every_spec(name, package)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,8 @@ def build(spec: ModelSpec, *, device: torch.device | str, dtype: torch.dtype, se
     """
     if seed is not None:
         torch.manual_seed(seed)
-    with torch.device(device):
+    on_host = torch.device(device).type == "cpu"  # where tensors are made anyway: the context asks at each call
+    with nullcontext() if on_host else torch.device(device):
         return _in_training(_constructed(spec), dtype)
 
 

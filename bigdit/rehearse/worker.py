@@ -35,10 +35,16 @@ def import_for(question: str) -> None:
     """Import the model that the question is about, and what its step needs that takes a second or more, once for all
     processes that begin there."""
     import diffusers
+    import torch
+
+    from bigdit import optim
 
     request = RehearsalRequest.model_validate_json(question)
     getattr(diffusers, request.model.class_name, None)
-    if request.strategy.engine == "deepspeed":
+    strategy = request.strategy
+    # Of one number: it imports the library that has the optimizer.
+    optim.build(strategy.optimizer, [torch.zeros(1)], stochastic_rounding=strategy.precision == "bf16_sr")
+    if strategy.engine == "deepspeed":
         os.environ["DS_ACCELERATOR"] = "cpu"  # or DeepSpeed looks for one, and warns
         import bigdit.rehearse.engines.deepspeed
     if request.encoders is not None:

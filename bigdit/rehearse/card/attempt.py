@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from threading import Lock
+
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from bigdit.catalog import Gpu
@@ -58,9 +61,10 @@ class Attempts:
     """Emulated cards of one kind, `count` of them side by side: processes answer question after question there, each
     on a card that has nothing.
 
-    Small tensors are computed for the first question of a kind that comes to its end, and it is asked again without
-    values. Where that takes the same memory, memory does not follow from values, and further questions of the kind,
-    which differ in sizes, bytes and the optimizer, go without: in a third of the time or less.
+    Small tensors are computed for the first question of a kind that comes to its end, and it is asked without values,
+    too. Where that takes the same memory, memory does not follow from values, and further questions of the kind, which
+    differ in sizes, bytes and the optimizer, go without: in a third of the time or less. One that comes before that is
+    known goes without as well, and again with values where they were wanted.
 
     They start with the first question whose answer is not kept, or when they are told to, and end with the `with`
     block. Raises UserError where there is no CUDA build of torch.
@@ -71,6 +75,7 @@ class Attempts:
         self._build = build_with(expandable_segments=True)
         self._count = count
         self._without_values: dict[str, bool] = {}  # whether they take the same memory so, by kind
+        self._first: dict[str, Lock] = {}  # held by the question that finds out, by kind
         # Two forks a card: one cannot have values again.
         self.lanes = Lanes(worker(gpu, "bigdit.rehearse.card.attempts", expandable_segments=True), 2 * count)
 
@@ -98,16 +103,36 @@ class Attempts:
 
     def _attempt(self, asked: Asked, card: int, timeout_s: float) -> Attempt:
         kind = _kind(asked.request)
-        values = not self._without_values.get(kind, False)
-        found = self._ask(asked, card, timeout_s, values=values)
-        if found.ran and kind not in self._without_values:
+        ahead: Attempt | None = None
+        if kind not in self._without_values:
+            first = self._first.setdefault(kind, Lock())
+            if not first.acquire(blocking=False):
+                ahead = self._valueless(asked, card, timeout_s)
+                first.acquire()
             try:
-                again = self._ask(asked, card, timeout_s, values=False)
-            except (UserError, RehearsalError):  # of values that are not there
-                self._without_values[kind] = False
-            else:
-                self._without_values[kind] = again.memory == found.memory
+                if kind not in self._without_values:
+                    return self._first_of(kind, asked, card, timeout_s)
+            finally:
+                first.release()
+        values = not self._without_values[kind]
+        return self._ask(asked, card, timeout_s, values=values) if ahead is None or values else ahead
+
+    def _first_of(self, kind: str, asked: Asked, card: int, timeout_s: float) -> Attempt:
+        """With values, and side by side without; where it comes to its end, that says it of the kind."""
+        with ThreadPoolExecutor(1) as aside:
+            other = aside.submit(self._valueless, asked, card, timeout_s)
+            found = self._ask(asked, card, timeout_s, values=True)
+            without = other.result()
+        if found.ran:
+            self._without_values[kind] = without is not None and without.memory == found.memory
         return found
+
+    def _valueless(self, asked: Asked, card: int, timeout_s: float) -> Attempt | None:
+        """None where it asks for values that are not there."""
+        try:
+            return self._ask(asked, card, timeout_s, values=False)
+        except (UserError, RehearsalError):
+            return None
 
     def _ask(self, asked: Asked, card: int, timeout_s: float, *, values: bool) -> Attempt:
         lane = card if values else self._count + card

@@ -11,7 +11,7 @@ from bigdit.rehearse.request import RehearsalRequest
 
 def import_all() -> None:
     """Import what all steps need."""
-    libraries.prepare()
+    libraries.prepare(models_alone=True)
     with libraries.importing():
         import torch
 

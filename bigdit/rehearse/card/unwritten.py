@@ -95,11 +95,15 @@ def _nothing(tensor: torch.Tensor, *args: object, **options: object) -> torch.Te
 
 
 def _casting_unwritten(apply: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    found: dict[tuple[object, torch.dtype], torch.Tensor] = {}  # what a function makes of no elements
+
     def applied(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         def cast(tensor: torch.Tensor) -> torch.Tensor:
             if tensor.device.type != "cpu" or tensor.nbytes < _LEAST_BYTES:
                 return fn(tensor)
-            wanted = fn(tensor.new_empty(0))
+            if (fn, tensor.dtype) not in found:
+                found[fn, tensor.dtype] = fn(tensor.new_empty(0))
+            wanted = found[fn, tensor.dtype]
             return torch.empty_like(tensor, dtype=wanted.dtype) if wanted.device.type == "cpu" else fn(tensor)
 
         return apply(module, cast, recurse)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 
@@ -41,29 +42,31 @@ def limits_on(
     """The limits of each size as cards have them, looked for from what is predicted of the planned size; without those
     of which one could not be run."""
     columns = _columns(chosen)
-    # By the number of recomputed blocks, the pixels of the largest micro-batch: from what is predicted of the planned
-    # size, and then from what ran last.
-    pixels = {
-        blocks: largest_micro_batch(chosen.option, blocks, capacity_bytes) * _area(question.resolution)
-        for blocks in {*columns.values()}
-    }
+    sizes = (question.resolution, *question.buckets)
 
     def request(size: tuple[int, int], blocks: int, micro_batch_size: int) -> RehearsalRequest:
         candidate = replace(chosen, micro_batch_size=micro_batch_size, blocks=blocks)
         return recorded(replace(sample, resolution=size), candidate)
 
-    limits = {}
-    for size in (question.resolution, *question.buckets):
-        rows = [(partial(request, size, blocks), round(most / _area(size))) for blocks, most in pixels.items()]
-        ran = cards.largest(rows, int(capacity_bytes))
-        known = {blocks: found for blocks, found in zip(pixels, ran, strict=True) if found is not None}
-        if len(known) == len(pixels):
-            limits[size] = _limit(size, {column: known[blocks] for column, blocks in columns.items()}, ran=True)
-        pixels |= {blocks: found * _area(size) for blocks, found in known.items()}
-    return limits
+    def largest(blocks: int) -> dict[tuple[int, int], int | None]:
+        """Of each size, from what is predicted of the planned one, and then from what ran last, by their pixels."""
+        pixels = largest_micro_batch(chosen.option, blocks, capacity_bytes) * _area(question.resolution)
+        limits: dict[tuple[int, int], int | None] = {}
+        for size in sizes:
+            row = partial(request, size, blocks), round(pixels / _area(size))
+            (found,) = cards.largest([row], int(capacity_bytes))
+            limits[size] = found
+            pixels = pixels if found is None else found * _area(size)
+        return limits
+
+    rows = [*dict.fromkeys(columns.values())]
+    with ThreadPoolExecutor(len(rows)) as aside:  # none waits for another's size
+        ran = dict(zip(rows, aside.map(largest, rows), strict=True))
+    found = {size: {column: ran[blocks][size] for column, blocks in columns.items()} for size in sizes}
+    return {size: _limit(size, limits, ran=True) for size, limits in found.items() if None not in limits.values()}
 
 
-def _limit(size: tuple[int, int], columns: Mapping[str, int], *, ran: bool) -> BucketLimit:
+def _limit(size: tuple[int, int], columns: Mapping[str, int | None], *, ran: bool) -> BucketLimit:
     return BucketLimit.model_validate({"height": size[0], "width": size[1], "ran": ran, **columns})
 
 

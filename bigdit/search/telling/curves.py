@@ -23,15 +23,22 @@ Runs = dict[int, dict[int, int]]
 
 
 def runs(sample: Sample, chosen: Candidate, limit: BucketLimit, capacity_bytes: float, cards: Cards | None) -> Runs:
-    """On `cards` the powers of two to the `limit` and that itself, in the `capacity_bytes` in which it was found: with
-    no block, the chosen number of them and all recomputed."""
+    """On `cards` the powers of four to the `limit` and that itself, in the `capacity_bytes` in which it was found: with
+    no block, the chosen number of them and all recomputed; each to the first that could not be run."""
     if cards is None or not limit.ran:
         return {}
     largest = {chosen.blocks: limit.recommended, 0: limit.none, chosen.option.arrangement.count: limit.full}
-    return {
-        blocks: _ran(cards, sample, replace(chosen, blocks=blocks), size, int(capacity_bytes))
-        for blocks, size in largest.items()
-    }
+    places = [(blocks, size) for blocks, most in largest.items() for size in _sizes(most)]
+    requests = [recorded(sample, replace(chosen, blocks=blocks, micro_batch_size=size)) for blocks, size in places]
+    attempts = cards.run([(request, int(capacity_bytes)) for request in requests])
+    found: Runs = {blocks: {} for blocks in largest}
+    short = set[int]()
+    for (blocks, size), attempt in zip(places, attempts, strict=True):
+        if attempt is None or not attempt.fits:
+            short.add(blocks)
+        elif blocks not in short:
+            found[blocks][size] = attempt.peak_reserved_bytes
+    return found
 
 
 def curves(question: Question, chosen: Candidate, band: Band, runs: Runs) -> tuple[Curve, ...]:
@@ -57,16 +64,8 @@ def curves(question: Question, chosen: Candidate, band: Band, runs: Runs) -> tup
     return tuple(found)
 
 
-def _ran(cards: Cards, sample: Sample, chosen: Candidate, largest: int, capacity_bytes: int) -> dict[int, int]:
-    """What torch reserved, by micro-batch size, to the first that could not be run."""
-    sizes = sorted({largest, *(1 << power for power in range(largest.bit_length()))} - {0})
-    requests = [recorded(sample, replace(chosen, micro_batch_size=size)) for size in sizes]
-    found = {}
-    for size, attempt in zip(sizes, cards.run([(request, capacity_bytes) for request in requests]), strict=True):
-        if attempt is None or not attempt.fits:
-            break
-        found[size] = attempt.peak_reserved_bytes
-    return found
+def _sizes(largest: int) -> list[int]:
+    return sorted({largest, *(1 << power for power in range(0, largest.bit_length(), 2))} - {0})
 
 
 def _evenly(last: int) -> list[int]:
