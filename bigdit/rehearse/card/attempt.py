@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from threading import Lock
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
@@ -61,10 +60,10 @@ class Attempts:
     """Emulated cards of one kind, `count` of them side by side: processes answer question after question there, each
     on a card that has nothing.
 
-    Small tensors are computed for the first question of a kind that comes to its end, and it is asked without values,
-    too. Where that takes the same memory, memory does not follow from values, and further questions of the kind, which
-    differ in sizes, bytes and the optimizer, go without: in a third of the time or less. One that comes before that is
-    known goes without as well, and again with values where they were wanted.
+    Small tensors are computed for the first question of a kind that comes to its end, and it is asked again without
+    values. Where that takes the same memory, memory does not follow from values, and further questions of the kind,
+    which differ in sizes, bytes and the optimizer, go without: in a third of the time or less. One that comes before
+    that is known goes without as well, and again with values where they were wanted.
 
     They start with the first question whose answer is not kept, or when they are told to, and end with the `with`
     block. Raises UserError where there is no CUDA build of torch.
@@ -118,12 +117,10 @@ class Attempts:
         return self._ask(asked, card, timeout_s, values=values) if ahead is None or values else ahead
 
     def _first_of(self, kind: str, asked: Asked, card: int, timeout_s: float) -> Attempt:
-        """With values, and side by side without; where it comes to its end, that says it of the kind."""
-        with ThreadPoolExecutor(1) as aside:
-            other = aside.submit(self._valueless, asked, card, timeout_s)
-            found = self._ask(asked, card, timeout_s, values=True)
-            without = other.result()
+        """With values, and where it comes to its end without, which says it of the kind."""
+        found = self._ask(asked, card, timeout_s, values=True)
         if found.ran:
+            without = self._valueless(asked, card, timeout_s)
             self._without_values[kind] = without is not None and without.memory == found.memory
         return found
 
