@@ -9,6 +9,7 @@ import pytest
 from carried import FIRST
 from commands import DIGITS, ROOT, bigdit, run_command
 from pipeline_folders import pipeline_folder
+from reader import reader_folder, run_there
 from reference import commands
 
 from bigdit.config import load_run
@@ -60,7 +61,7 @@ def said():
 def beginning(command, starts):
     """The longest of the beginnings; None where there is none."""
     words = command.words
-    fitting = [start for start in starts if words[: len(start.split())] == start.split()]
+    fitting = [start for start in starts if words[: len(shlex.split(start))] == shlex.split(start)]
     return max(fitting, key=len, default=None)
 
 
@@ -71,6 +72,22 @@ def agrees(output, printed):
     """Whether a page's output is what was printed, but for the lines that a line of … stands for."""
     parts = re.split(r"^…\n", output, flags=re.MULTILINE)
     return re.fullmatch(r"(?:.*\n)*?".join(map(re.escape, parts)), printed) is not None
+
+
+@pytest.fixture(scope="module")
+def reader(tmp_path_factory, pictures):
+    """The folder of a reader who has extracted and trained, as pages say it, and what these two commands came to."""
+    folder = reader_folder(tmp_path_factory.mktemp("docs") / "reader", pictures)
+    before = ("bigdit extract --config my.yaml", "bigdit train --config my.yaml")
+    return folder, {text: run_there(folder, shlex.split(text)) for text in before}
+
+
+def reading(command, found):
+    """It is run as it stands, in the folder of a reader whose my.yaml is a tiny run of the digits, and ends well."""
+    folder, done_before = found
+    assert {*done_before} <= {each.text for each in ALL}
+    done = done_before.get(command.text) or run_there(folder, command.words)
+    assert done.returncode == 0, done.stderr
 
 
 def run(command, tmp_path):
@@ -161,23 +178,34 @@ def made(command, _):
     assert run_command("make", "--dry-run", *command.words[1:]).returncode == 0
 
 
-TRIED = {way.__name__: way for way in (run, parsed, asked, launched, submitted, downloaded, made)}
+TRIED = {way.__name__: way for way in (run, reading, parsed, asked, launched, submitted, downloaded, made)}
+WAYS = said()
+READ = [command for command in ALL if WAYS.get(beginning(command, WAYS)) == "reading"]
 
 
-@pytest.mark.parametrize("command", ALL, ids=lambda command: f"{command.page}: {command.text[:60]}")
+def named(command):
+    return f"{command.page}: {command.text[:60]}"
+
+
+@pytest.mark.parametrize("command", [command for command in ALL if command not in READ], ids=named)
 def test_a_command_does_what_stands_there(command, tmp_path, monkeypatch):
-    ways = said()
-    start = beginning(command, ways)
+    start = beginning(command, WAYS)
     assert start is not None, f"docs/contributing.md does not say how {command.text!r} is tried"
     monkeypatch.chdir(tmp_path)
-    TRIED[ways[start]](command, tmp_path)
-    assert not command.output or ways[start] in ("run", "asked"), "nothing holds this output"
+    TRIED[WAYS[start]](command, tmp_path)
+    assert not command.output or WAYS[start] in ("run", "asked"), "nothing holds this output"
+
+
+@pytest.mark.xdist_group("reader")  # one worker has the folder, and the commands their order
+@pytest.mark.parametrize("command", READ, ids=named)
+def test_a_reader_gets_what_stands_there(command, reader):
+    assert not command.output, "nothing holds this output"
+    reading(command, reader)
 
 
 def test_all_that_is_said_of_commands_is_of_some():
-    ways = said()
-    assert set(ways) == {beginning(command, ways) for command in ALL}
-    assert set(ways.values()) == set(TRIED)
+    assert set(WAYS) == {beginning(command, WAYS) for command in ALL}
+    assert set(WAYS.values()) == set(TRIED)
     page = (ROOT / "docs/contributing.md").read_text()
     assert [path for path in re.findall(r"(?:tests|benchmarks)/[\w/.]*\w", page) if not (ROOT / path).exists()] == []
 
