@@ -1,15 +1,19 @@
 """The largest micro-batches of models on cards, found by running out of memory: `python benchmarks/gallery.py`.
 
-Each cell is a strategy whose micro-batch is raised on an emulated card until two steps do not fit any more; attempts
-are kept, so that the command goes on where it was. Writes gallery.json and the tables of gallery.md.
+Each cell is a strategy whose micro-batch is raised on an emulated card until two steps do not fit any more, and which
+is then run at 1, at half of the largest and at the largest for a curve; attempts are kept, so that the command goes on
+where it was. Writes gallery.json, the tables of gallery.md and a picture a model in gallery/. With --keep the largest
+ones are those of gallery.json, and curves that it has are not run again.
 """
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from curves import Point, draw
 from pydantic import NonNegativeInt
 
 from bigdit import catalog
@@ -23,7 +27,7 @@ from bigdit.search.finding.cards import Cards
 from bigdit.spec import Strict
 
 HERE = Path(__file__).parent
-FOUND, PAGE = HERE / "gallery.json", HERE / "gallery.md"
+FOUND, PAGE, PICTURES = HERE / "gallery.json", HERE / "gallery.md", HERE / "gallery"
 
 MODELS = (
     *("dit-xl-2-paper", "pixart-sigma-xl-2-1024", "sana-600m-1024", "sana-1600m-1024", "sd3.5-medium"),
@@ -35,9 +39,15 @@ WAYS = {"full": "checkpointed_blocks=all", "LoRA": "checkpointed_blocks=all,lora
 
 MARK = "<!-- tables -->"
 
+CURVES = """The process, as nvidia-smi shows it at most, from one sample to the largest micro-batch of each card, where
+a curve ends below that card's line: the cells above, run at 1, at half of the largest and at the largest. Curves of
+single cards lie on one another where the cards choose the same kernels; those of 8 × A40 are of one of the eight, by
+FSDP2."""
+
 
 class Cell(Strict):
-    """The `largest` micro-batch that fits where one more does not; 0: none; None: why it is not known."""
+    """The `largest` micro-batch that fits where one more does not; 0: none; None: why it is not known. `points`: what
+    it takes from 1 to the largest."""
 
     model: str
     gpu: str
@@ -46,6 +56,26 @@ class Cell(Strict):
     strategy: str
     largest: NonNegativeInt | None
     why: str | None
+    points: tuple[Point, ...] = ()
+
+    @classmethod
+    def of(cls, model: str, gpu: str, gpus: int, way: str) -> Cell:
+        """One that nothing is known of."""
+        return cls(model=model, gpu=gpu, gpus=gpus, way=way, strategy=strategy(way, gpus), largest=None, why=None)
+
+    @property
+    def asked(self) -> tuple[str, str, int, str]:
+        """What it is of."""
+        return self.model, self.gpu, self.gpus, self.way
+
+    @property
+    def searched(self) -> bool:
+        return self.largest is not None or self.why is not None
+
+    @property
+    def whole(self) -> bool:
+        """Whether its curve is there, or there is none to be had."""
+        return self.searched and bool(self.points or not self.largest)
 
 
 def strategy(way: str, gpus: int) -> str:
@@ -53,29 +83,51 @@ def strategy(way: str, gpus: int) -> str:
     return f"{'single' if gpus == 1 else f'fsdp2,world_size={gpus}'},{WAYS[way]}"
 
 
-def cells() -> Iterator[Cell]:
-    """All of them, by cards: those of one kind share a process."""
+def cells(kept: Sequence[Cell]) -> Iterator[Cell]:
+    """All of them, by cards: those of one kind share a process. Of `kept` are largest sizes and curves that it has."""
+    known = {cell.asked: cell for cell in kept}
     for name, gpus in CARDS:
-        card = catalog.resolve_gpu(name)
-        beside = beside_torch(card.compute_capability, gpus, None, card.multiprocessors)
-        with Cards(card) as cards:
-            for model in MODELS:
-                guess = 1
-                for way in WAYS:
-                    cards.unanswered.clear()
-                    text = strategy(way, gpus)
-                    rows = [(sized(model, card, text), guess)]
-                    (largest,) = cards.largest(rows, card.usable_bytes - beside.high_bytes)
-                    guess = max(largest or 0, 1)
-                    yield Cell(
-                        model=model,
-                        gpu=name,
-                        gpus=gpus,
-                        way=way,
-                        strategy=text,
-                        largest=largest,
-                        why=next(iter(cards.unanswered), None),
-                    )
+        asked = [Cell.of(model, name, gpus, way) for model in MODELS for way in WAYS]
+        found = [known.get(each.asked, each) for each in asked]
+        yield from found if all(each.whole for each in found) else ran(found, catalog.resolve_gpu(name), gpus)
+
+
+def ran(asked: Sequence[Cell], card: catalog.Gpu, gpus: int) -> Iterator[Cell]:
+    """What is not known of the cells of a card, found there; the next cell is tried from the last one's size on."""
+    beside_bytes = beside_torch(card.compute_capability, gpus, None, card.multiprocessors).high_bytes
+    guess = dict.fromkeys(MODELS, 1)
+    with Cards(card) as cards:
+        for cell in asked:
+            known = cell if cell.searched else searched(cards, cell, guess[cell.model], beside_bytes)
+            guess[cell.model] = max(known.largest or 0, 1)
+            yield known if known.whole else curved(cards, known, beside_bytes)
+
+
+def searched(cards: Cards, cell: Cell, guess: int, beside_bytes: int) -> Cell:
+    """The cell with its largest size, tried from the guess on."""
+    card = catalog.resolve_gpu(cell.gpu)
+    cards.unanswered.clear()
+    rows = [(sized(cell.model, card, cell.strategy), guess)]
+    (largest,) = cards.largest(rows, card.usable_bytes - beside_bytes)
+    return cell.model_copy(update={"largest": largest, "why": next(iter(cards.unanswered), None)})
+
+
+def curved(cards: Cards, cell: Cell, beside_bytes: int) -> Cell:
+    """The cell, of which a size fits, with what it takes at 1, at half of the largest and at the largest."""
+    assert cell.largest is not None
+    card = catalog.resolve_gpu(cell.gpu)
+    request, capacity = sized(cell.model, card, cell.strategy), card.usable_bytes - beside_bytes
+    sizes = sorted({1, (1 + cell.largest) // 2, cell.largest})
+    attempts = cards.run([(request(size), capacity) for size in sizes])
+    points = [
+        Point(micro_batch=size, process_bytes=attempt.peak_reserved_bytes + beside_bytes)
+        for size, attempt in zip(sizes, attempts, strict=True)
+        if attempt is not None and attempt.fits
+    ]
+    if len(points) < len(sizes):
+        what = f"{cell.model}, {cell.way}, {cell.gpus} × {cell.gpu}"
+        raise UserError(f"{what}: of {sizes} {[each.micro_batch for each in points]} fit now; leave out --keep")
+    return cell.model_copy(update={"points": tuple(points)})
 
 
 def sized(model: str, card: catalog.Gpu, text: str) -> Callable[[int], RehearsalRequest]:
@@ -85,7 +137,7 @@ def sized(model: str, card: catalog.Gpu, text: str) -> Callable[[int], Rehearsal
 
 
 def page(found: list[Cell]) -> str:
-    """A table a way, a row a model."""
+    """A table a way, a row a model; and the pictures."""
     lines = []
     for way in WAYS:
         heads = [name if gpus == 1 else f"{gpus} × {name}" for name, gpus in CARDS]
@@ -96,6 +148,9 @@ def page(found: list[Cell]) -> str:
         lines.append("")
     unknown = [each for each in found if each.largest is None]
     lines += [f"- {each.model}, {each.way}, {each.gpus} × {each.gpu}: {each.why}" for each in unknown]
+    lines += ["## Memory against micro-batch", "", CURVES, ""]
+    for model in MODELS:
+        lines += [f"![memory of {model} against micro-batch](gallery/{model}.png)", ""]
     return "\n".join(lines)
 
 
@@ -106,16 +161,27 @@ def _shown(found: list[Cell], model: str, way: str, gpu: str, gpus: int) -> str:
     return ""
 
 
+def draw_all(found: Sequence[Cell]) -> None:
+    """A picture a model: a curve for each way on each card where it fits at all."""
+    PICTURES.mkdir(exist_ok=True)
+    usable = {name: catalog.resolve_gpu(name).usable_bytes for name, _ in CARDS}
+    for model in MODELS:
+        curves = [(cell.way, cell.gpus > 1, cell.points) for cell in found if cell.model == model and cell.points]
+        draw(PICTURES / f"{model}.png", model, tuple(WAYS), curves, usable)
+
+
 def main() -> None:
     text = PAGE.read_text()
     if MARK not in text:
         raise UserError(f"{PAGE} has no line {MARK}, below which the tables go")
-    found: list[Cell] = []
-    for cell in cells():
-        found.append(cell)
+    kept = [Cell.model_validate(each) for each in json.loads(FOUND.read_text())] if "--keep" in sys.argv[1:] else []
+    found = {cell.asked: cell for cell in kept}
+    for cell in cells(kept):
+        found[cell.asked] = cell
         print(f"{cell.model}, {cell.gpus} × {cell.gpu}, {cell.way}: {cell.largest}", flush=True)
-        write_json(FOUND, [each.model_dump(mode="json") for each in found])
-    write_text(PAGE, f"{text.partition(MARK)[0]}{MARK}\n\n{page(found)}")
+        write_json(FOUND, [each.model_dump(mode="json") for each in found.values()])
+    write_text(PAGE, f"{text.partition(MARK)[0]}{MARK}\n\n{page([*found.values()])}")
+    draw_all([*found.values()])
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ import gallery
 import pytest
 from commands import bigdit
 
+from bigdit import catalog
+
 CELLS = [gallery.Cell.model_validate(cell) for cell in json.loads(gallery.FOUND.read_text())]
 
 
@@ -15,6 +17,30 @@ def test_the_page_has_every_cell():
     assert all(cell.strategy == gallery.strategy(cell.way, cell.gpus) for cell in CELLS)
     assert all((cell.largest is None) == (cell.why is not None) for cell in CELLS)
     assert gallery.PAGE.read_text().partition(gallery.MARK)[2] == f"\n\n{gallery.page(CELLS)}"
+
+
+def test_a_curve_goes_from_one_sample_to_the_largest_below_its_card():
+    for cell in CELLS:
+        sizes = [point.micro_batch for point in cell.points]
+        assert sizes == sorted({1, (1 + cell.largest) // 2, cell.largest} if cell.largest else ())
+        taken = [point.process_bytes for point in cell.points]
+        assert taken == sorted(taken)
+        assert all(size <= catalog.resolve_gpu(cell.gpu).usable_bytes for size in taken)
+
+
+def test_every_model_has_a_small_picture():
+    pictures = {model: gallery.PICTURES / f"{model}.png" for model in gallery.MODELS}
+    assert sorted(pictures.values()) == sorted(gallery.PICTURES.iterdir())
+    assert all(file.stat().st_size <= 40_000 for file in pictures.values())
+    assert all(f"](gallery/{model}.png)" in gallery.PAGE.read_text() for model in pictures)
+
+
+def test_what_is_kept_is_not_run_again(tmp_path, monkeypatch):
+    """All curves are there: no card is asked, and pictures are drawn from what is kept."""
+    assert [*gallery.cells(CELLS)] == CELLS
+    monkeypatch.setattr(gallery, "PICTURES", tmp_path)
+    gallery.draw_all(CELLS)
+    assert {file.stem for file in tmp_path.iterdir()} == {*gallery.MODELS}
 
 
 @pytest.mark.slow
