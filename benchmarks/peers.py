@@ -1,14 +1,14 @@
 """Scripts of other projects, as they stand, on emulated cards: writes benchmarks/peers.md.
 
 python benchmarks/peers.py --projects FOLDER --data FOLDER --python NAME=PATH ... [ID ...]
-python benchmarks/peers.py --beside --projects FOLDER --python bigdit=PATH [ID ...]
+python benchmarks/peers.py --beside --projects FOLDER --python NAME=PATH ... [ID ...]
 
 peers.json says what is run and what its authors published. FOLDER/NAME is a checkout of each project at the commit
 that is named there; nothing of them is here. `--python` names the interpreter of each environment: `bigdit` has what
-this project installs, with a CUDA build of torch and torchvision; `2024` and `2023` have the versions of
-cogvideox-factory's and of fast-DiT's time. Found figures are kept in peers_found.json, a row at a time, so that rows
-can be run again by their ids. The data is noise: pictures in dog/ and imagenet/CLASS/, fast-DiT's features/, latents
-and embeddings in cogvideox/, mp4 files with their prompts.txt and videos.txt in videos/.
+this project installs, with a CUDA build of torch and torchvision; `2024`, `2023` and `finetrainers` have the versions
+of cogvideox-factory's, of fast-DiT's and of finetrainers' time. Found figures are kept in peers_found.json, a row at a
+time, so that rows can be run again by their ids. The data is noise: pictures in dog/ and imagenet/CLASS/, fast-DiT's
+features/, latents and embeddings in cogvideox/, mp4 files with their prompts.txt and videos.txt in videos/.
 
 With --beside bigdit trains what some of the scripts train, on the same cards: the rows of beside/rows.json, whose
 figures are kept in beside/found.json.
@@ -55,7 +55,7 @@ def main() -> None:
     pythons = dict(text.split("=", 1) for text in asked.python)
     projects = asked.projects.resolve()
     if asked.beside:
-        train_beside(asked.ids, projects, pythons["bigdit"])
+        train_beside(asked.ids, projects, pythons)
         return
     document, found = _read(ROWS), _read(FOUND)
     for row in document["rows"]:
@@ -67,13 +67,13 @@ def main() -> None:
             write_text(PAGE, page())
 
 
-def train_beside(ids: list[str], projects: Path, python: str) -> None:
+def train_beside(ids: list[str], projects: Path, pythons: dict[str, str]) -> None:
     """Both sides of the rows of these ids, or of all."""
     document, found = _read(BESIDE), _read(FOUND_BESIDE)
     for row in document["rows"]:
         if row["id"] in ids or not ids:
             with tempfile.TemporaryDirectory() as folder:
-                sides = Row(document, row, projects, python, Path(folder))
+                sides = Row(document, row, projects, pythons, Path(folder))
                 for side in (OURS, *row["theirs"]):
                     found.setdefault(row["id"], {})[side] = took = sides.side(side)
                     print(row["id"], side, json.dumps(took), flush=True)

@@ -90,7 +90,7 @@ def trained(found: Recipe, hub: Path, folder: Path) -> list[Receipt]:
     folder.mkdir()
     arguments, changed = json.loads((weights / "transformer/config.json").read_text()), ["output=run"]
     for number, document in enumerate(stages_of(found)):
-        make_store(folder / f"features-{number}", found, document, arguments)
+        make_store(folder / f"features-{number}", found.about.model, document, arguments)
         stage = f"stages.{number}." if found.stages > 1 else ""
         own = (f"data.features=features-{number}", f"train.steps={STEPS}", "train.warmup_steps=1")
         changed += [f"{stage}{each}" for each in own]
@@ -147,10 +147,10 @@ def _path(environment: dict[str, str]) -> str:
     return os.pathsep.join((str(ROOT), environment["PYTHONPATH"]))
 
 
-def make_store(root: Path, found: Recipe, document: dict[str, Any], arguments: dict[str, Any], each: int = 16) -> None:
-    """A store of zeros for the model of these arguments, so many samples a bucket, with captions that fill all
-    tokens, or all of class 0."""
-    model, data = catalog.model(found.about.model), document["data"]
+def make_store(root: Path, name: str, document: dict[str, Any], arguments: dict[str, Any], each: int = 16) -> None:
+    """A store of zeros for the model of this name and these arguments, so many samples a bucket, with captions that
+    fill all tokens, or all of class 0."""
+    model, data = catalog.model(name), document["data"]
     buckets = [tuple(size) for size in data["buckets"]]
     tokens = document["encoders"]["text"].get("max_tokens", model.text.tokens) if model.text else 0
     schema = StoreSchema(

@@ -30,13 +30,15 @@ MOST = 512
 
 
 class Row:
-    """The sides of a row of rows.json. `python` runs the scripts of `projects`; all that is made lies in `folder`."""
+    """The sides of a row of rows.json. `pythons` run the scripts of `projects`, by their environments; all that is made
+    lies in `folder`."""
 
     def __init__(
-        self, document: dict[str, Any], row: dict[str, Any], projects: Path, python: str, folder: Path
+        self, document: dict[str, Any], row: dict[str, Any], projects: Path, pythons: dict[str, str], folder: Path
     ) -> None:
-        self._document, self._row, self._python, self._folder = document, row, python, folder
-        self._scripts = projects / document["project"] / document["folder"]
+        self._document, self._row, self._folder = document, row, folder
+        self._python = pythons[row["environment"]]
+        self._scripts = projects / row["project"] / row["folder"]
         gpu = catalog.resolve_gpu(row["gpu"])
         self._usable_gib = gpu.usable_bytes / GIB
         self._hub = lay_out([row["repository"]], folder, os.environ | emulated_environment(gpu))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import yaml
 from recipes import make_store
 
-from bigdit import catalog
 from bigdit.rehearse.card.client import cuda_python
 
 ROOT = Path(__file__).parents[2]
@@ -20,9 +20,10 @@ BATCHES = 4
 def command(row: dict[str, Any], batch: int, steps: int, weights: Path, folder: Path) -> list[str]:
     """`bigdit train` for so many steps of `batch` samples; what it reads and writes lies in `folder`, which is new."""
     folder.mkdir()
-    make_store(folder / "features", catalog.model(row["model"]), [(SIZE, SIZE)], each=BATCHES * batch)
-    config = folder / "run.yaml"
-    config.write_text(yaml.safe_dump(run(row, batch, steps, weights, folder)))
+    document, config = run(row, batch, steps, weights, folder), folder / "run.yaml"
+    arguments = json.loads((weights / "transformer/config.json").read_text())
+    make_store(folder / "features", row["model"], document, arguments, each=BATCHES * batch)
+    config.write_text(yaml.safe_dump(document))
     main = "from bigdit.cli import main; main()"
     return [str(cuda_python()), "-W", "ignore", "-c", main, "train", "--config", str(config)]
 

@@ -33,7 +33,7 @@ def part(document: dict[str, Any], found: dict[str, Any]) -> str:
 
 
 def _line(row: dict[str, Any], way: str, side: dict[str, Any]) -> str:
-    name = "bigdit" if way == OURS else f"`{row['script']}`, {way}"
+    name = "bigdit" if way == OURS else f"{row['project']}: `{row['script']}`, {way}"
     if "failed" in side:
         return f"| {row['id']} | {name} | {side['failed']} | | | | | | | |"
     memory = [f"{side[key]:.2f}" for key in ("before_gib", "allocated_gib", "reserved_gib")]
@@ -54,16 +54,39 @@ NOTES = """What differs between the sides:
   hands bf16 pixels to a VAE in fp32), or is not there. Sana's keeps Gemma on the card, which its pipeline still holds;
   with a caption a picture it encodes captions and pictures in each step.
 - Sana's script fails at two samples of one prompt, whose embedding has no batch; with a caption a picture it does not.
+- finetrainers keeps adapters in fp32, as bigdit keeps their masters, and runs them so: each of its 190 casts what comes
+  in and what goes out, forward and again when its block is recomputed. bigdit runs them in bf16. Its features are made
+  before, as bigdit's are, by the same command. It has 33 copies on the card fewer; which of bigdit's those are was not
+  looked for.
 - Waits. A script waits for each tensor that it sends from memory that is not pinned, twice a sample where it looks up
   the sample's noise level, and for the loss. bigdit waits once, to know whether the step is taken (docs/errors.md), and
   once in ten steps for their losses and norms.
 - Copies. bigdit's one more on the card is of the loss, whose own storage has the latents' size; to the host go the
   verdict, the loss and the norm, and no step waits for the last two.
-- The largest batch of the full fine-tuning was not looked for: at few samples AdamW decides what is reserved there.
+- The largest batch of the full fine-tuning is not known: at few samples AdamW decides what is reserved there. Of
+  bigdit's, 152 samples run out of memory.
 
 What the comparison changed in bigdit: the step of one process multiplied and rounded each parameter by itself, and now
 does so by lists, as the scripts do (Sana: 2661 kernels became 2183); each micro-batch waited for its t, and each loss
 and norm of ten steps was waited for (4.0 waits became 1.1). Gradients are still widened one by one: by lists, those of
 a model and their fp32 copies would be there at once. What forward passes still wait for is in diffusers' models:
 numbers and tables that they make on the host (Lumina, Chroma, Qwen-Image, HiDream; CogView4 four times a block), and
-what they pick by a mask's values (Lumina, Z-Image, HunyuanImage)."""
+what they pick by a mask's values (Lumina, Z-Image, HunyuanImage).
+
+## What could not be run
+
+- finetrainers after 3c583bf, the last commit before 8222d3f (April 2025): from there on `attention_dispatch.py:72`
+  imports `_AttentionOp` from `torch.distributed.tensor.experimental._attention`, where torch 2.11 and later, the ones
+  that are emulated, no longer have it. At 3c583bf `data/dataset.py:1030` names
+  `torchvision.io.video_reader.VideoReader` in a signature, which torchvision 0.26, that of torch 2.11, has no more: the
+  module was taken from torchvision 0.25 into 0.28, with those that it imports. torch 2.10, whose that is, is a build
+  for CUDA 12.8 and ends with `cudaGetDeviceProperties_v2 has no answer without a GPU`. The script is as it stands, with
+  diffusers 0.33.1, transformers 4.52.4, peft 0.15.2, accelerate 1.7.0 and datasets 3.6.0;
+  `--float32_matmul_precision` has to be given, since the `highest` that its docstring names as default is not set.
+- NVlabs/Sana: `pyproject.toml` (09cf0ce) pins torchvision 0.23.0, which is for torch 2.8, and with it xformers
+  0.0.32.post2, flash_attn 2.8.3 and triton 3.4.0, all of them built for CUDA 12: not emulated. Its repository of 1.0 GB
+  could not be brought to the machine of these figures either.
+- SimpleTuner (bc8e6ab, Python 3.12): its `setup.py` asks for transformers from 5.6.0 on and for kernels 0.16. With
+  transformers 5.24.0 `mageflow/vendor/models/modules/text_encoder.py:23`, which every start imports, finds no
+  `Qwen3VLCausalLMOutputWithPast`; with 5.6.0, which has it, transformers' own `hub_kernels.py:89` fails with kernels
+  0.16. No release between them was tried to the end of a step."""
