@@ -7,9 +7,16 @@ with an fp32 scale for 64 values (Dettmers et al., arXiv:2305.14314, without dou
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import torch
+from bitsandbytes.functional import dequantize_4bit, int8_vectorwise_dequant, int8_vectorwise_quant, quantize_4bit
 from bitsandbytes.nn import Int8Params, Linear4bit, Linear8bitLt, Params4bit
 from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
+from peft.tuners.lora.dora import DoraLinearLayer
+from peft.tuners.lora.variants import DoraLinearVariant
 from torch import nn
 
 from bigdit.errors import UserError, nearest
@@ -36,8 +43,13 @@ def apply_lora(model: nn.Module, family: Family, spec: LoraSpec, *, seed: int) -
     model.is_loaded_in_8bit, model.is_loaded_in_4bit = spec.base == "int8", spec.base == "nf4"  # type: ignore[assignment]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        config = LoraConfig(r=spec.rank, lora_alpha=spec.alpha, target_modules=targets, use_dora=spec.dora)
+        packed = spec.base != "bf16"  # whose norms peft could take once it has moved, and no sooner
+        dora = spec.dora and not packed
+        config = LoraConfig(r=spec.rank, lora_alpha=spec.alpha, target_modules=targets, use_dora=dora)
         inject_adapter_in_model(config, model, ADAPTER)
+    if spec.dora and packed:
+        for layer in (module for module in model.modules() if isinstance(module, LoraLayer)):
+            _add_magnitudes(layer, spec.base)
     for parameter in (parameter for parameter in model.parameters() if parameter.requires_grad):
         parameter.data = parameter.data.to(dtype)  # peft leaves them in fp32 beside quantised weights
 
@@ -66,6 +78,43 @@ def _ends_in(name: str, target: str) -> bool:
 def _is_of_attention(name: str) -> bool:
     parents = name.split(".")[:-1]
     return any("attn" in part or "attention" in part for part in parents) and not any("norm" in p for p in parents)
+
+
+def _add_magnitudes(layer: Any, base: str) -> None:
+    """DoRA's, as peft's own DoraLinearVariant.init adds them to a LoraLayer: the norms of the rows as they will be once
+    the layer's weight is packed."""
+    weight = layer.get_base_layer().weight.data
+    magnitudes = _PackedDora(fan_in_fan_out=False)
+    magnitudes.weight = nn.Parameter(_packed_norms(weight, base).to(weight.dtype))
+    layer.adapter_layer_names = (*layer.adapter_layer_names, "lora_magnitude_vector")
+    layer.lora_magnitude_vector[ADAPTER] = magnitudes
+    layer.lora_variant[ADAPTER] = DoraLinearVariant()
+    layer.use_dora[ADAPTER] = True
+
+
+class _PackedDora(DoraLinearLayer):
+    """DoRA over a packed weight, unpacked here: peft's own way of that moves the layer's weight to the CPU that it is
+    on, where bitsandbytes then loses the scales of int8."""
+
+    def forward(self, x: torch.Tensor, *, base_layer: Any, **rest: Any) -> torch.Tensor:
+        if isinstance(base_layer, Linear4bit):
+            weight = dequantize_4bit(base_layer.weight.data, base_layer.weight.quant_state)
+        else:  # the state has both since the layer's own forward, whose result this is added to
+            weight = int8_vectorwise_dequant(base_layer.state.CB, base_layer.state.SCB)
+        unpacked = SimpleNamespace(weight=nn.Parameter(weight, requires_grad=False), bias=base_layer.bias)
+        return super().forward(x, base_layer=unpacked, **rest)
+
+
+def _packed_norms(weight: torch.Tensor, base: str) -> torch.Tensor:
+    """[rows], of a weight that is packed as its layer will pack it, and unpacked again."""
+    if weight.is_meta:
+        return weight.new_empty(len(weight))
+    if base == "int8":
+        rows, scales, _ = int8_vectorwise_quant(weight.to(torch.float16))
+        unpacked = int8_vectorwise_dequant(rows, scales)
+    else:
+        unpacked = dequantize_4bit(*quantize_4bit(weight, compress_statistics=False, quant_type="nf4"))
+    return torch.linalg.norm(unpacked.float(), dim=1)
 
 
 def _quantised(linear: nn.Linear, base: str) -> nn.Linear:

@@ -218,11 +218,6 @@ def _memory_problems(strategy: Strategy) -> list[str]:
             f"lora.base bf16 is computed with in bf16, and precision is {strategy.precision}; use precision bf16, or "
             "lora.base nf4"
         )
-    if strategy.lora is not None and strategy.lora.dora and strategy.lora.base != "bf16":
-        problems.append(
-            f"lora.dora starts from the norms of the base's rows, and lora.base {strategy.lora.base} is packed when "
-            "they are taken; use lora.base bf16"
-        )
     if strategy.features == "cached" and strategy.encode_chunk is not None:
         problems.append("encode_chunk belongs to features online, and features is cached")
     if strategy.blocks_to_swap:

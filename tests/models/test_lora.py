@@ -5,6 +5,7 @@ from __future__ import annotations
 import diffusers
 import pytest
 import torch
+from bitsandbytes.functional import dequantize_4bit
 from commands import DIGITS, SINGLE
 from stepping import equipped, one_batch
 from training import exported, run_to
@@ -43,10 +44,19 @@ def test_adapters_learn_and_the_base_stays(base):
     assert linears == {{"bf16": torch.bfloat16, "int8": torch.int8, "nf4": torch.uint8}[base]}
 
 
-def test_magnitudes_learn_beside_the_adapters_and_start_as_the_base():
+def unpacked(layer):
+    """The weight that a layer computes with."""
+    if layer.weight.dtype == torch.uint8:
+        return dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+    return layer.weight if layer.weight.dtype == torch.bfloat16 else layer.state.CB * layer.state.SCB[:, None] / 127
+
+
+@pytest.mark.parametrize("base", ["bf16", "int8", "nf4"])
+def test_magnitudes_learn_beside_the_adapters_and_start_as_the_base(base):
     """A magnitude for each row of an adapted weight; with adapters of zero the prediction is the base's."""
     plain, dora = (
-        Strategy(lora=LoraSpec(rank=4, dora=dora), optimizer=OptimizerSpec(lr=1e-2)) for dora in (False, True)
+        Strategy(lora=LoraSpec(rank=4, base=base, dora=dora), optimizer=OptimizerSpec(lr=1e-2))
+        for dora in (False, True)
     )
     predictions, batch = [], one_batch().to(CPU, torch.bfloat16)
     for strategy in (plain, dora):
@@ -62,7 +72,8 @@ def test_magnitudes_learn_beside_the_adapters_and_start_as_the_base():
     after = full_weights(engine)
     assert len(before) == len(after) // 3 == len(family.blocks(model)) * 2 * 4
     for name, weight in before.items():
-        rows = model.get_submodule(name.split(".lora_")[0]).weight.float().norm(dim=1)
+        layer = model.get_submodule(name.split(".lora_")[0]).get_base_layer()
+        rows = unpacked(layer).float().norm(dim=1)
         torch.testing.assert_close(weight, rows, rtol=2**-8, atol=0)
         assert not torch.equal(after[name], weight)
 
@@ -106,18 +117,17 @@ def test_what_cannot_be_is_refused():
         Strategy(lora=LoraSpec(), precision="fp32")
     with pytest.raises(ValueError, match=r"lora\.base nf4 \(bitsandbytes\) keeps packed weights, which fsdp2 cannot"):
         Strategy(lora=LoraSpec(base="nf4"), engine="fsdp2")
-    with pytest.raises(ValueError, match=r"lora\.dora starts from the norms .*and lora\.base nf4 is packed"):
-        Strategy(lora=LoraSpec(base="nf4", dora=True))
     run = load_run(DIGITS, ["train.lora.rank=4", "train.precision=bf16", *SINGLE])
     with pytest.raises(UserError, match=r"train\.lora adapts trained weights, and model\.init_from is missing"):
         prepare(run, 1)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["base=nf4", "dora=true"])
+@pytest.mark.parametrize("kind", ["base=nf4", "dora=true", "base=int8 dora=true"])
 def test_adapters_are_trained_kept_resumed_and_read_by_diffusers(tmp_path, features, trained, kind):
     base = trained / "exports/step-00000008/transformer"
-    settings = ("train.lora.rank=4", "train.lora.alpha=8", f"train.lora.{kind}", "train.ema.decay=0.5")
+    chosen = [f"train.lora.{each}" for each in kind.split()]
+    settings = ("train.lora.rank=4", "train.lora.alpha=8", *chosen, "train.ema.decay=0.5")
     settings = (*settings, f"model.init_from={base}", "train.checkpoint_every=2", "train.checkpointed_blocks=all")
     straight = run_to(4, tmp_path / "straight", features, *settings)
     run_to(2, tmp_path / "resumed", features, *settings)

@@ -38,6 +38,8 @@ ON_CPU = {
     "ema-widths": {"ema": EmaSpec(widths=(0.05, 0.1)), "precision": "bf16_sr"},
     "lora": {"lora": LoraSpec(rank=4)},
     "dora": {"lora": LoraSpec(rank=4, dora=True), "checkpointed_blocks": 1},
+    "dora-int8": {"lora": LoraSpec(rank=4, base="int8", dora=True), "checkpointed_blocks": 1},
+    "dora-nf4": {"lora": LoraSpec(rank=4, base="nf4", dora=True)},
     "lora-int8": {"lora": LoraSpec(rank=4, base="int8"), "gradient_clipping": 1.0},
     "lora-nf4": {"lora": LoraSpec(rank=4, base="nf4", targets=("to_q", "proj_out"))},
     "lora-int8-full": {"lora": LoraSpec(rank=4, base="int8"), "checkpointed_blocks": "all"},

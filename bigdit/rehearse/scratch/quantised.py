@@ -35,6 +35,7 @@ class QuantisedProducts:
         return {
             "bitsandbytes.gemm_4bit.default": self._gemm_4bit,
             "bitsandbytes.int8_scaled_mm.default": _int8_scaled_mm,
+            "bitsandbytes.int8_vectorwise_dequant.default": _int8_vectorwise_dequant,
             "bitsandbytes.int8_vectorwise_quant.default": _scales_first,
             "bitsandbytes.quantize_4bit.default": _scales_first,
             "bitsandbytes.quantize_blockwise.default": _scales_first,
@@ -106,6 +107,12 @@ def _int8_scaled_mm(
     """
     count = rows.numel() // rows.shape[-1] * columns.shape[0]
     with launch.holding(*([4 * count] if dtype == torch.float16 else [4 * count, 2 * count])):
+        launch.results()
+
+
+def _int8_vectorwise_dequant(launch: Launch, rows: torch.Tensor, stats: torch.Tensor) -> None:
+    """Scaled by its row first, and then by a constant. Source: int8_vectorwise_dequant in bitsandbytes/_ops.py."""
+    with launch.holding(4 * rows.numel()):
         launch.results()
 
 
