@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from bigdit.errors import UserError
 from bigdit.sources.protocol import Unusable
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer as Buffer
 
 PICTURE_BYTES = 2**30  # a picture within Pillow's limit of pixels takes less, unless it was made to fill the memory
 CAPTION_BYTES = 2**20
@@ -49,8 +53,50 @@ def read_range(path: Path, offset: int, size: int) -> bytes:
     except FileNotFoundError as error:
         raise unreadable(path, error) from None
     if len(data) < size:
-        raise UserError(f"data.images: {path} ends before byte {offset + size}, and did not when it was listed")
+        raise _cut(path, offset + size)
     return data
+
+
+def _cut(path: Path, end: int) -> UserError:
+    return UserError(f"data.images: {path} ends before byte {end}, and did not when it was listed")
+
+
+@contextlib.contextmanager
+def opened_range(path: Path, offset: int, size: int) -> Iterator[BinaryIO]:
+    """Bytes [offset, offset + size) of a file as a file of their own, read piece by piece. Raises UserError where it
+    cannot be read."""
+    try:
+        with _opened(path) as file, io.BufferedReader(_Range(file.fileno(), offset, size)) as part:
+            if os.fstat(file.fileno()).st_size < offset + size:
+                raise _cut(path, offset + size)
+            yield part
+    except FileNotFoundError as error:
+        raise unreadable(path, error) from None
+
+
+class _Range(io.RawIOBase):
+    """A range of an open file, which stays open."""
+
+    def __init__(self, descriptor: int, offset: int, size: int) -> None:
+        self._descriptor, self._offset, self._size, self._place = descriptor, offset, size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._place, os.SEEK_END: self._size}[whence]
+        self._place = max(start + offset, 0)
+        return self._place
+
+    def readinto(self, buffer: Buffer) -> int:
+        room = memoryview(buffer).cast("B")
+        count = max(min(len(room), self._size - self._place), 0)
+        read = os.preadv(self._descriptor, [room[:count]], self._offset + self._place) if count else 0
+        self._place += read
+        return read
 
 
 def check_size(name: str, size: int, limit: int) -> None:

@@ -106,7 +106,8 @@ def _open(config: SourceConfig, data: DataConfig, key: str) -> Source:
     if kind == "csv":
         return TableSource(kind, CsvRows(config.path, key), config, key, clip)
     if kind == "webdataset":
-        return WebDataset(files_of(config, ".tar", key), data.features / INDEX, data.workers, key, config.label)
+        tars = files_of(config, ".tar", key)
+        return WebDataset(tars, data.features / INDEX, data.workers, key, config.label, clip)
     if kind == "datasets" and any((config.path / name).exists() for name in (STATE, SPLITS)):
         return TableSource(kind, FileRows(saved_files(config, key), "arrow", str(config.path), key), config, key, clip)
     return TableSource(

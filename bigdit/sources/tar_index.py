@@ -16,10 +16,11 @@ import xxhash
 from bigdit.files import replacing, write_text
 from bigdit.sources.picture import SUFFIXES
 from bigdit.sources.tar_members import Member, members
+from bigdit.sources.video import SUFFIXES as VIDEOS
 
-VERSION = 1
+VERSION = 2
 SAMPLES = 4096  # written at a time
-ROLES = ("picture", "json", "txt")
+ROLES = ("picture", "video", "json", "txt")
 SCHEMA = pa.schema(
     [("name", pa.string()), ("problem", pa.string())]
     + [(f"{role}_{what}", pa.int64()) for role in ROLES for what in ("offset", "size")]
@@ -92,10 +93,12 @@ def _sample(key: str, group: list[Member]) -> dict[str, str | int | None]:
     row: dict[str, str | int | None] = {"name": key, "problem": None}
     suffixes = [_split(member.name)[1] for member in group]
     pictures = [suffix for suffix in suffixes if f".{suffix}" in SUFFIXES]
-    if len(pictures) != 1:
-        row["problem"] = f"sample of {len(pictures)} pictures among {', '.join(suffixes)[:200]}, not of one"
+    videos = [suffix for suffix in suffixes if f".{suffix}" in VIDEOS]
+    for kind, found, least in (("pictures", pictures, 0 if videos else 1), ("videos", videos, 0)):
+        if not least <= len(found) <= 1:
+            row["problem"] = f"sample of {len(found)} {kind} among {', '.join(suffixes)[:200]}, not of one"
     for member, suffix in zip(group, suffixes, strict=True):
-        role = "picture" if suffix in pictures else suffix
+        role = "picture" if suffix in pictures else "video" if suffix in videos else suffix
         if role in ROLES:
             row[f"{role}_offset"], row[f"{role}_size"] = member.offset, member.size
     return row

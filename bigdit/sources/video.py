@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from PIL import Image
 
@@ -28,15 +28,21 @@ def is_video(path: Path) -> bool:
 def video_frames(path: Path, clip: Clip) -> Iterator[Image.Image]:
     """The clip's frames, upright RGB. Raises FileNotFoundError; Unusable, with the reason, for a file that is no video
     or damaged; UserError where it cannot be read, or PyAV is missing."""
-    av = _pyav(path)
+    _pyav(path.name)
     with opened_file(path) as file:
-        try:
-            with av.open(file, options=_OPTIONS) as container:
-                yield from _frames(container, clip)
-        except MemoryError:
-            raise
-        except av.FFmpegError as error:
-            raise Unusable(f"damaged video: {error.strerror}") from None
+        yield from decoded_frames(file, path.name, clip)
+
+
+def decoded_frames(file: BinaryIO, name: str, clip: Clip) -> Iterator[Image.Image]:
+    """The clip's frames of an open file, as `video_frames`; `name` is for errors."""
+    av = _pyav(name)
+    try:
+        with av.open(file, options=_OPTIONS) as container:
+            yield from _frames(container, clip)
+    except MemoryError:
+        raise
+    except av.FFmpegError as error:
+        raise Unusable(f"damaged video: {error.strerror}") from None
 
 
 def _frames(container: Any, clip: Clip) -> Iterator[Image.Image]:
@@ -70,11 +76,11 @@ def _upright(frame: Any) -> Image.Image:
     return image.rotate(frame.rotation, expand=True) if frame.rotation else image
 
 
-def _pyav(path: Path) -> Any:
+def _pyav(name: str) -> Any:
     try:
         import av
     except ImportError:
         raise UserError(
-            f"data.images: {path.name} is a video, and PyAV is missing; pip install 'bigdit[video]' brings it"
+            f"data.images: {name} is a video, and PyAV is missing; pip install 'bigdit[video]' brings it"
         ) from None
     return av

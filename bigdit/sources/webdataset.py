@@ -11,18 +11,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import xxhash
+from PIL import Image
 
 from bigdit import log
 from bigdit.errors import UserError
 from bigdit.lifeline import end_with_parent
 from bigdit.sources import parquet_file
+from bigdit.sources.animation import moving_or_still
 from bigdit.sources.captions import json_captions, text_captions
-from bigdit.sources.disk import CAPTION_BYTES, PICTURE_BYTES, check_size, read_range
+from bigdit.sources.disk import CAPTION_BYTES, PICTURE_BYTES, check_size, opened_range, read_range
 from bigdit.sources.labels import Label, json_label
 from bigdit.sources.picture import decode
 from bigdit.sources.protocol import Caption, Sample, Unusable
+from bigdit.sources.resample import Clip
 from bigdit.sources.tar_index import SCHEMA, index_path, is_whole, read_digest, write_index
 from bigdit.sources.tar_members import Refused
+from bigdit.sources.video import decoded_frames
 
 ROWS = 1024  # of an index, decoded at a time
 TARS_A_WORKER = 8  # a process takes seconds to start, and a tar of ten thousand members half of one
@@ -32,8 +36,8 @@ Span = tuple[int, int] | None  # offset and size of a member
 
 @dataclass(frozen=True)
 class TarItem:
-    """A sample of a tar: where its picture and its captions are; `label`: the key of its `.json` that holds its class,
-    and then captions are not read."""
+    """A sample of a tar: where its picture or its video and its captions are; `label`: the key of its `.json` that
+    holds its class, and then captions are not read; `clip`: what of videos is taken."""
 
     index: int
     name: str
@@ -43,14 +47,24 @@ class TarItem:
     json: Span
     txt: Span
     label: str | None = None
+    video: Span = None
+    clip: Clip | None = None
 
     def load(self) -> Sample:
-        """As Item.load."""
-        if self.problem is not None or self.picture is None:
-            raise Unusable(self.problem or "sample without a picture")
+        """As Item.load; where videos are taken, of a sample that has both its video."""
+        if self.problem is not None or (self.picture is None and (self.video is None or self.clip is None)):
+            raise Unusable(self.problem or ("sample of a video, without a picture" if self.video else "empty sample"))
         label = None if self.label is None else self._label(self.label)
         captions = self._captions() if self.label is None else ()
-        return Sample(decode(self._read(self.picture, "picture", PICTURE_BYTES)), captions, label)
+        if self.clip is not None and self.video is not None:
+            return Sample(self._frames(self.video, self.clip), captions, label)
+        assert self.picture is not None
+        data = self._read(self.picture, "picture", PICTURE_BYTES)
+        return Sample(decode(data) if self.clip is None else moving_or_still(data, self.clip), captions, label)
+
+    def _frames(self, video: tuple[int, int], clip: Clip) -> Iterator[Image.Image]:
+        with opened_range(self.tar, *video) as file:
+            yield from decoded_frames(file, self.name, clip)
 
     def _label(self, key: str) -> Label:
         name = f"{self.name.rpartition('/')[2]}.json"
@@ -80,10 +94,19 @@ class WebDataset:
 
     class_names: Collection[str] = ()
 
-    def __init__(self, tars: Sequence[Path], kept: Path, workers: int, key: str, label: str | None = None) -> None:
-        """Index what is not indexed yet, in `workers` processes. Raises UserError, which names `key`, for tars that
-        are refused, all of them at once, and where there are no samples."""
-        self._tars, self._label = list(tars), label
+    def __init__(
+        self,
+        tars: Sequence[Path],
+        kept: Path,
+        workers: int,
+        key: str,
+        label: str | None = None,
+        clip: Clip | None = None,
+    ) -> None:
+        """Index what is not indexed yet, in `workers` processes; of videos the `clip` is taken, where there is one.
+        Raises UserError, which names `key`, for tars that are refused, all of them at once, and where there are no
+        samples."""
+        self._tars, self._label, self._clip = list(tars), label, clip
         try:
             self._indices = [index_path(tar, kept) for tar in self._tars]
         except OSError as error:
@@ -117,17 +140,20 @@ class WebDataset:
             last = min(end, self._ends[number])
             rows = parquet_file.read(self._indices[number], start - first, last - first, SCHEMA.names, ROWS)
             tar = self._tars[number]
-            found += [_item(index, tar, row, self._label) for index, row in enumerate(rows.to_pylist(), start)]
+            found += [
+                _item(index, tar, row, self._label, self._clip) for index, row in enumerate(rows.to_pylist(), start)
+            ]
             start = last
         return found
 
 
-def _item(index: int, tar: Path, row: dict, label: str | None) -> TarItem:
+def _item(index: int, tar: Path, row: dict, label: str | None, clip: Clip | None) -> TarItem:
     def span(role: str) -> Span:
         return None if row[f"{role}_offset"] is None else (row[f"{role}_offset"], row[f"{role}_size"])
 
     name = f"{tar.name}/{row['name']}"
-    return TarItem(index, name, tar, row["problem"], span("picture"), span("json"), span("txt"), label)
+    picture, json, txt, video = map(span, ("picture", "json", "txt", "video"))
+    return TarItem(index, name, tar, row["problem"], picture, json, txt, label, video, clip)
 
 
 def _index(missing: Sequence[tuple[Path, Path]], workers: int) -> Iterator[str | None]:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
-from tiny_sources import gradient, save
+from tiny_sources import gradient, save, write_tar
 from tiny_videos import SHADES, video
 
 from bigdit.config.run import DataConfig
@@ -240,3 +240,30 @@ def test_bytes_of_an_animation_in_a_table(tmp_path):
     frames[0].save(buffer, "gif", save_all=True, append_images=frames[1:], duration=125)
     pq.write_table(pa.table({"image": [buffer.getvalue()], "caption": ["a ship"]}), tmp_path / "a.parquet")
     assert shades(opened(str(tmp_path / "a.parquet"), fps=4)) == [0, 2]
+
+
+def test_videos_in_tars_are_those_of_files(tmp_path):
+    for name, frames in (("a", 12), ("long", 40)):
+        video(tmp_path / f"{name}.mp4", range(frames), Fraction(1, 16))
+    animated = io.BytesIO()
+    stills = [Image.new("RGB", (16, 16), (number * SHADES,) * 3) for number in range(6)]
+    stills[0].save(animated, "WEBP", save_all=True, append_images=stills[1:], duration=125, lossless=True)
+    mp4, long = ((tmp_path / f"{name}.mp4").read_bytes() for name in ("a", "long"))
+    files = [
+        *(("0.mp4", mp4), ("0.jpg", b"a picture of it, which is not read"), ("0.txt", b"a caption")),
+        *(("1.webp", animated.getvalue()), ("1.txt", b"a caption")),
+        *(("2.mp4", long[:200]), ("2.txt", b"a caption")),
+        *(("3.mp4", mp4), ("3.mkv", mp4), ("3.txt", b"a caption")),
+        *(("4.mp4", long), ("4.txt", b"a caption")),
+    ]
+    write_tar(tmp_path / "tars/a.tar", files)
+    tars = {"images": str(tmp_path / "tars"), "features": tmp_path / "f"}
+    source = open_source(DataConfig(**tars, buckets=[(5, 16, 16)], fps=8))
+    assert [shades(source, index) for index in (0, 1, 4)] == [[0, 2, 4, 6, 8], [0, 1, 2, 3, 4], [0, 2, 4, 6, 8]]
+    with pytest.raises(Unusable, match=r"^damaged video: "):
+        shades(source, 2)
+    with pytest.raises(Unusable, match=r"^sample of 2 videos among mp4, mkv, txt, not of one$"):
+        source.items(3, 4)[0].load()
+    pictures = open_source(DataConfig(**tars, buckets=[(16, 16)]))
+    with pytest.raises(Unusable, match=r"^sample of a video, without a picture$"):
+        pictures.items(4, 5)[0].load()
