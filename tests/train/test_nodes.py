@@ -1,7 +1,8 @@
-"""Two machines train by the commands that `bigdit plan` prints for them, and take the steps of one process.
+"""Two machines train by the commands that `bigdit plan` prints for them, and take the steps of one process; and by
+accelerate's launcher, which docs/cards.md has beside them.
 
-Both are this one: for torchrun two groups of processes that meet at an address, for DeepSpeed two lines of a hostfile,
-with stubs of ssh and pdsh, which there are none of here.
+Both are this one: for torchrun and accelerate two groups of processes that meet at an address, for DeepSpeed two lines
+of a hostfile, with stubs of ssh and pdsh, which there are none of here.
 """
 
 from __future__ import annotations
@@ -117,6 +118,39 @@ def test_two_copies_of_the_model_on_two_machines_by_torchrun(features, tmp_path,
     said = [machine.communicate(timeout=300)[1] for machine in machines]
     assert [machine.returncode for machine in machines] == [0, 0], said
     holds(folder, strategy, reference)
+
+
+def test_two_machines_by_accelerate(features, tmp_path, environment, reference):
+    """As docs/cards.md has it, with two processes on each."""
+    strategy = parse_strategy(["fsdp2,world_size=4,micro_batch_size=2,precision=fp32"])
+    folder = planned(strategy, features, tmp_path / "plan")
+    (line,) = [line for line in documented() if "--machine_rank" in line]
+    here = {"--num_machines": "2", "--num_processes": "4", "--main_process_port": str(free_port())}
+    here |= {"--config": str(folder / "run.yaml"), "--plan": str(folder / "plan.yaml")}
+    machines = [
+        subprocess.Popen(
+            placed(line.split(), here | {"--machine_rank": str(rank), "--main_process_ip": "127.0.0.1"}),
+            cwd=ROOT,
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = [machine.communicate(timeout=300)[1] for machine in machines]
+    assert [machine.returncode for machine in machines] == [0, 0], said
+    holds(folder, strategy, reference)
+
+
+def placed(words: list[str], values: dict[str, str]) -> list[str]:
+    """A command whose options have these values."""
+    return [values.get(before, word) for before, word in zip(["", *words], words, strict=False)]
+
+
+def documented() -> list[str]:
+    """The commands of docs/cards.md, without the prompt and the ends of their lines."""
+    text = (ROOT / "docs/cards.md").read_text().replace("\\\n", "")
+    return [line.removeprefix("$ ") for line in text.splitlines() if line.startswith("$ ")]
 
 
 def test_zero2_on_two_machines_of_a_hostfile(features, tmp_path, environment, reference):

@@ -6,6 +6,7 @@ It has no card and no peers, hears no signal, and ends when stdin does: when tra
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -67,6 +68,7 @@ class _Guarded:
         from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
         kind = LOGGER_TYPE_TO_CLASS[self._name]
+        os.environ.setdefault("WANDB_DIR", said["folder"])  # else it writes where the command was given
         if self._name == "tensorboard":
             # What an earlier start wrote of steps that come again is passed over by who reads it.
             tracker = kind(self._name, said["folder"], purge_step=said["start"])
