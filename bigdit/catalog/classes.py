@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bigdit.catalog.families import FAMILIES
+from bigdit.catalog.first_frame import first_frame_problems
 from bigdit.config.run import RunConfig
 from bigdit.spec import ModelSpec
 
@@ -42,7 +43,7 @@ def condition_problems(run: RunConfig, model: ModelSpec) -> list[str]:
     labelled = run.data.images[0].label is not None
     if not takes_classes(model):
         said = f"data.images has a label, and {model.class_name} is fed text; leave it out, and set encoders.text"
-        return [said] if labelled else []
+        return [*([said] if labelled else []), *first_frame_problems(run, model)]
     if not labelled:
         return [
             f"data.images has no label, and {model.class_name} is fed classes; set it, such as to folder, and leave "

@@ -29,7 +29,8 @@ class Inputs(Strict):
     of the pooled vector. `extras`: the further inputs, as its adapter names them, and `streams` those of them that are
     texts: each has a mask beside it, `…_mask`. `classes`: the argument with the
     number of classes, of a family that is fed one of them. `packs`: latents go in as 2 × 2 patches in the channels.
-    `video`: latents have frames. `square`: height and width are one number to it; `fixed`: that of `sample_size`.
+    `video`: latents have frames; `first_frame`: those of its models that begin with a picture are trained. `square`:
+    height and width are one number to it; `fixed`: that of `sample_size`.
     `depths`: the lists of like blocks, in the order of the forward pass, each with the constructor argument that
     says its length. `even`: the class takes an even number of blocks alone, whose halves are joined by skips.
     `routed`: tokens go to experts by their values, and with them memory.
@@ -46,6 +47,7 @@ class Inputs(Strict):
     classes: str | None = None
     packs: bool = False
     video: bool = False
+    first_frame: bool = False
     square: bool = False
     fixed: bool = False
     depths: dict[str, str] = {"transformer_blocks": "num_layers"}
@@ -107,7 +109,7 @@ FAMILIES: dict[str, Inputs] = {
     "SanaTransformer2DModel": Inputs(text_dim="caption_channels"),
     "SanaVideoTransformer3DModel": Inputs(text_dim="caption_channels", video=True),
     "CogVideoXTransformer3DModel": Inputs(text_dim="text_embed_dim", video=True),
-    "WanTransformer3DModel": Inputs(text_dim="text_dim", video=True, depths={"blocks": "num_layers"}),
+    "WanTransformer3DModel": Inputs(text_dim="text_dim", video=True, first_frame=True, depths={"blocks": "num_layers"}),
     "HunyuanVideoTransformer3DModel": Inputs(
         text_dim="text_embed_dim", extras=("pooled_text",), video=True, depths=_TWO_LISTS
     ),
@@ -227,12 +229,15 @@ def training_obstacle(spec: ModelSpec) -> str | None:
     inputs = FAMILIES.get(class_name)
     if inputs is None:
         return f"no family adapter yet: {class_name}"
-    if inputs.video and _begins_with_an_image(spec):
-        return f"the feature store keeps no image that a video begins with, which {spec.name} is fed"
+    if inputs.video and begins_with_an_image(spec):
+        if not inputs.first_frame:
+            return f"{spec.name} begins with a picture, which is fed to models of WanTransformer3DModel alone"
+        if spec.kwargs.get("pos_embed_seq_len") is not None:
+            return f"the feature store keeps no last frame beside the first, which {spec.name} is fed"
     return None
 
 
-def _begins_with_an_image(spec: ModelSpec) -> bool:
+def begins_with_an_image(spec: ModelSpec) -> bool:
     """Whether a model of videos is fed its first frame: beside the latents in further channels, or to its blocks."""
     channels, out = (spec.kwargs.get(key) for key in ("in_channels", "out_channels"))
     wider = isinstance(channels, int) and isinstance(out, int) and channels > out

@@ -13,6 +13,8 @@ from bigdit.commands.options import EmaWidth, Json
 from bigdit.units import LARGEST
 
 if TYPE_CHECKING:
+    from PIL import Image
+
     from bigdit.objective_spec import SamplerName
 
 
@@ -26,6 +28,14 @@ def run(
         ),
     ] = [],  # noqa: B006
     captions: Annotated[Path | None, typer.Option(help="A text file with a caption, or a class, a line.")] = None,
+    image: Annotated[
+        list[Path],
+        typer.Option(
+            "--image",
+            help="Of a model whose videos begin with a picture: that, or a video, whose first frame it is; one for all "
+            "captions, or one for each, repeated.",
+        ),
+    ] = [],  # noqa: B006
     size: Annotated[
         str | None,
         typer.Option(metavar="HxW", help="Pixels, FxHxW of a video of F frames; the run's first bucket if left out."),
@@ -57,6 +67,7 @@ def run(
         raise UserError("no caption was given; pass --caption TEXT, --label CLASS, or --captions FILE with one a line")
     bucket = _size(size) if size else None
     drawn_by = _sampler(sampler)
+    images = [_image(path) for path in image]
     if not math.isfinite(guidance):
         raise UserError(f"--guidance is {guidance}, and a finite number was expected")
     if negative is not None and guidance == 1:
@@ -90,7 +101,7 @@ def run(
     )
     drawn, rows, fps = [], [], loaded.fps or 1.0  # of videos, which alone have one
     with log.progress("sample", total=len(wanted), unit="images") as advance:
-        for i, pixels in enumerate(loaded.sample(wanted, options)):
+        for i, pixels in enumerate(loaded.sample(wanted, options, images)):
             drawn.append(pixels.squeeze(0).numpy() if len(pixels) == 1 else pixels.movedim(0, -1).numpy())
             path = out / f"{i:05d}{'.webp' if frames else '.png'}"
             _write(path, webp(drawn[-1], fps) if frames else png(drawn[-1]))
@@ -129,6 +140,17 @@ def _lines(path: Path | None) -> list[str]:
         return [line.strip() for line in path.read_text().splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--captions {path} cannot be read: {error}") from None
+
+
+def _image(path: Path) -> Image.Image:
+    from bigdit.errors import UserError
+    from bigdit.sampling.first_frame import first_image
+    from bigdit.sources import Unusable
+
+    try:
+        return first_image(path)
+    except (OSError, Unusable) as error:
+        raise UserError(f"--image {path} cannot be read: {error}") from None
 
 
 def _sampler(name: str | None) -> SamplerName | None:

@@ -111,11 +111,12 @@ def _check_latents(run: RunConfig, model: ModelSpec) -> list[str]:
         return []  # a VAE's channels are known when it is loaded: extraction checks them
     problems = []
     channels = codec.factor**2 * (1 if codec.color == "gray" else 3)
-    wanted = model.kwargs.get("in_channels")
+    key = "in_channels" if run.encoders.first_frame is None else "out_channels"  # more go in with the first frame
+    wanted = model.kwargs.get(key)
     if wanted is not None and wanted != channels:
         problems.append(
             f"encoders.image gives {channels} channels (factor {codec.factor}, {codec.color}), "
-            f"and the model's in_channels is {wanted}"
+            f"and the model's {key} is {wanted}"
         )
     patch = model.kwargs.get("patch_size", 1)  # what is no number the model itself refuses
     patch = patch[-1] if isinstance(patch, list | tuple) and patch else patch  # (frames, height, width) of videos

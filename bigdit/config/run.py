@@ -234,9 +234,19 @@ class TextEncoderConfig(Strict):
         return self.max_tokens or (T5_TOKENS if self.pipeline is None else None)
 
 
+class FirstFrameConfig(Strict):
+    """The first frame of videos, for models that begin with one: its latents by `encoders.image`, and, where the model
+    takes embeddings of it, those of the image encoder of `pipeline`, the folder of a diffusers pipeline. `dtype`: what
+    that computes in.
+    """
+
+    pipeline: Path | None = None
+    dtype: Literal["fp32", "bf16"] = "fp32"
+
+
 class EncodersConfig(Strict):
-    """What turns pictures (`image`) and captions (`text`; of a model of classes, none) into features. The same encoders
-    serve sampling.
+    """What turns pictures (`image`) and captions (`text`; of a model of classes, none) into features; of models that
+    begin with an image, the `first_frame` of videos too. The same encoders serve sampling.
 
     `device`: where they encode; auto: on the GPUs of the machine, its workers by turns, or else on its cores.
     `batch_size`: pictures, or frames of videos, and captions, that are encoded at once; auto: on a GPU what the
@@ -246,6 +256,7 @@ class EncodersConfig(Strict):
 
     image: IdentityCodec | VaeCodec = Field(discriminator="name")
     text: TextEncoderConfig | None = None
+    first_frame: FirstFrameConfig | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
     batch_size: Count | Literal["auto"] = "auto"
 

@@ -22,7 +22,7 @@ _SHARED = (
     *("model", "output", "trackers", "data.classes"),
     *("encoders.image.name", "encoders.image.class_name", "encoders.image.path"),
     *("encoders.text.pipeline", "encoders.text.class_name", "encoders.text.path", "encoders.text.config"),
-    *("encoders.text.seed", "optimizer.name", "optimizer.decayed"),
+    *("encoders.text.seed", "encoders.first_frame", "optimizer.name", "optimizer.decayed"),
     *("train.precision", "train.ema", "train.lora", "train.seed"),
     *("engine.name", "engine.processes", "engine.dp_replicate"),
 )

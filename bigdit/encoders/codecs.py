@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from bigdit.config.run import IdentityCodec, VaeCodec
 from bigdit.encoders.batch_size import CPU_BATCH
 from bigdit.encoders.buckets import Color, check_divides
+from bigdit.encoders.latents import first_alone
 from bigdit.store.part import Shape
 
 
@@ -44,6 +45,11 @@ class ImageCodec(Protocol):
         mean and standard deviation are kept. Samples are drawn by their source `indices`, the others need none."""
         ...
 
+    def encode_first(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Latents [B, C, f, h, w] fp32 of the first frames of pixels [B, 3, F, H, W] in [-1, 1], followed by as many of
+        zeros, as a model that begins with a picture is fed them: the mode, whatever is kept of videos."""
+        ...
+
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
         """Latents [B, C, (f,) h, w] to pixels [B, 1 or 3, (F,) H, W] fp32, not clipped; latents of one frame are a
         picture's."""
@@ -72,6 +78,9 @@ class PixelCodec:
         if pixels.dim() == 5:
             return F.pixel_unshuffle(pixels.transpose(1, 2), self.downsample).transpose(1, 2)
         return F.pixel_unshuffle(pixels, self.downsample)
+
+    def encode_first(self, pixels: torch.Tensor) -> torch.Tensor:
+        return self.encode(first_alone(pixels))
 
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
         if latents.dim() == 5:

@@ -28,9 +28,12 @@ def load_text_pipeline(folder: Path, dtype: torch.dtype, device: torch.device) -
     Weights come from safetensors and classes from transformers alone. Raises UserError where one is missing or
     incomplete, or the pipeline is not one of RECIPES.
     """
-    index = _read_index(folder)
+    index = read_index(KEY, folder)
+    class_name = index["_class_name"]
+    if class_name not in RECIPES:
+        raise UserError(f"{KEY}: {folder} holds a {class_name}, which has no recipe; {nearest(class_name, RECIPES)}")
     there = {name: entry for name, entry in index.items() if _is_text(name) and isinstance(entry, list) and entry[0]}
-    loaded = {name: _load(folder, name, entry, dtype, device) for name, entry in there.items()}
+    loaded = {name: load_part(KEY, folder, name, entry, dtype, device) for name, entry in there.items()}
     pipeline = getattr(diffusers, index["_class_name"])
     parameters = inspect.signature(pipeline.__init__).parameters
     _check_all(folder, index["_class_name"], [name for name in parameters if _is_text(name)], loaded)
@@ -61,18 +64,18 @@ def describe(folder: Path, pipeline: Any, dtype: str) -> dict[str, Any]:
     return described
 
 
-def _read_index(folder: Path) -> dict[str, Any]:
+def read_index(setting: str, folder: Path) -> dict[str, Any]:
+    """What a pipeline's folder says that it holds; `setting` is named in errors, which are UserErrors."""
     try:
         index = parse_json((folder / _INDEX).read_bytes())
-        class_name = index["_class_name"]
+        index["_class_name"]
     except OSError as error:
         raise UserError(
-            f"{KEY}: {folder / _INDEX} cannot be read ({error.strerror}); a diffusers pipeline's folder was expected"
+            f"{setting}: {folder / _INDEX} cannot be read ({error.strerror}); a diffusers pipeline's folder was "
+            "expected"
         ) from None
     except (ValueError, KeyError, TypeError):
-        raise UserError(f"{KEY}: {folder / _INDEX} does not name a pipeline's class") from None
-    if class_name not in RECIPES:
-        raise UserError(f"{KEY}: {folder} holds a {class_name}, which has no recipe; {nearest(class_name, RECIPES)}")
+        raise UserError(f"{setting}: {folder / _INDEX} does not name a pipeline's class") from None
     return index
 
 
@@ -91,13 +94,15 @@ def _check_all(folder: Path, class_name: str, wanted: Sequence[str], loaded: Map
         )
 
 
-def _load(folder: Path, name: str, entry: list[str], dtype: torch.dtype, device: torch.device) -> Any:
-    """One part, of the class that the index names, if that is one of transformers."""
+def load_part(setting: str, folder: Path, name: str, entry: list[str], dtype: torch.dtype, device: torch.device) -> Any:
+    """One part, of the class that the index names, if that is one of transformers. Raises UserError, which names
+    `setting`."""
     library, class_name = entry
     found: Any = getattr(transformers, class_name, None) if library == "transformers" else None
     if not hasattr(found, "from_pretrained"):
-        raise UserError(f"{KEY}: {folder / _INDEX} asks for {library}.{class_name} as {name}; transformers has none")
-    key, place = f"{KEY}: {name}", folder / name
+        asked = f"{library}.{class_name} as {name}"
+        raise UserError(f"{setting}: {folder / _INDEX} asks for {asked}; transformers has none")
+    key, place = f"{setting}: {name}", folder / name
     try:
         if not issubclass(found, transformers.PreTrainedModel):
             return found.from_pretrained(place, local_files_only=True)

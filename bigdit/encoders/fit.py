@@ -9,10 +9,11 @@ from typing import Any
 
 from bigdit.catalog import FAMILIES
 from bigdit.catalog.families import stream_shapes, streams_of
+from bigdit.catalog.first_frame import takes_first_frame
 from bigdit.config.plan_file import PlanFile
 from bigdit.config.run import IdentityCodec, RunConfig, TextEncoderConfig, VaeCodec, written_bucket
 from bigdit.documents import parse_json
-from bigdit.encoders.folder import weights_sample
+from bigdit.encoders.folder import IMAGE_ENCODER, weights_sample
 from bigdit.spec import ModelSpec
 from bigdit.store.digest import config_digest
 from bigdit.store.part import Shape, shape_name
@@ -24,8 +25,9 @@ def latent_misfits(model: ModelSpec, channels: int) -> list[str]:
     """What keeps the model from latents of so many channels; arguments left at the class's defaults are not judged."""
     packs = model.class_name in FAMILIES and FAMILIES[model.class_name].packs
     given, how = (4 * channels, " in patches of 2 × 2") if packs else (channels, "")
-    taken = model.kwargs.get("in_channels")
-    return [] if taken in (None, given) else [f"{given} channels{how}, and the model's in_channels is {taken}"]
+    key = "out_channels" if takes_first_frame(model) else "in_channels"
+    taken = model.kwargs.get(key)
+    return [] if taken in (None, given) else [f"{given} channels{how}, and the model's {key} is {taken}"]
 
 
 def size_misfits(model: ModelSpec, shapes: Iterable[Shape]) -> list[str]:
@@ -111,6 +113,9 @@ def run_misfits(run: RunConfig, schema: StoreSchema) -> list[str]:
     sections = [("encoders.image", _codec(image), schema.codec)]
     if text is not None:
         sections.append(("encoders.text", _text(text), schema.text_encoder))
+    if (first := run.encoders.first_frame) is not None and first.pipeline is not None:
+        seen = {"dtype": first.dtype} | _saved(first.pipeline / IMAGE_ENCODER, first.dtype)
+        sections.append(("encoders.first_frame", seen, schema.first_frame or {}))
     if text is not None and text.pipeline is not None:
         sections += [
             (f"encoders.text.pipeline, in {name},", _saved(text.pipeline / name, text.dtype), found)

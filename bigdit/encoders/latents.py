@@ -52,6 +52,13 @@ class Normalisation:
             channels = channels * _like(self.deviation, channels)
         return self._whole(channels / self.scale + _like(self.mean, channels))
 
+    def as_condition(self, z: torch.Tensor) -> torch.Tensor:
+        """Latents of z as pipelines have them that begin with a picture: by the inverse of the deviation, which rounds
+        otherwise."""
+        if self.deviation is None:
+            return self.apply(z)
+        return (z - _like(self.mean, z)) * _like(1.0 / self.deviation, z)
+
     def described(self) -> dict[str, Any]:
         """What it does, in numbers; channels in the VAE's order."""
         mean = self.mean.tolist() if isinstance(self.mean, torch.Tensor) else self.mean
@@ -95,6 +102,21 @@ def encode_latents(vae: Any, pixels: torch.Tensor) -> torch.Tensor:
     encoded, picture = _encoded(vae, pixels)
     z = encoded.latent if hasattr(encoded, "latent") else encoded.latent_dist.mode()
     return normalisation(vae).apply(z.squeeze(2) if picture else z)
+
+
+def encode_condition(vae: Any, pixels: torch.Tensor) -> torch.Tensor:
+    """Latents fp32 of pixels [B, 3, F, H, W], as `encode_latents`, of what a video is conditioned on.
+
+    Source: diffusers 0.42.1, WanImageToVideoPipeline.prepare_latents.
+    """
+    return normalisation(vae).as_condition(vae.encode(pixels).latent_dist.mode().float())
+
+
+def first_alone(pixels: torch.Tensor) -> torch.Tensor:
+    """Videos [B, C, F, H, W] of which the first frame is left, and zeros."""
+    alone = torch.zeros_like(pixels)
+    alone[:, :, 0] = pixels[:, :, 0]
+    return alone
 
 
 def encode_moments(vae: Any, pixels: torch.Tensor) -> torch.Tensor:

@@ -10,17 +10,20 @@ from bigdit.config.run import EncodersConfig, TextEncoderConfig
 from bigdit.encoders.batch_size import CPU_BATCH
 from bigdit.encoders.codecs import ImageCodec, load_image_codec
 from bigdit.encoders.device import encoding_device
+from bigdit.encoders.first_frame import FirstFrames, load_first_frames
 from bigdit.encoders.text_cache import TextCache
 from bigdit.encoders.text_encoder import TextEncoder
 
 
 @dataclass(frozen=True)
 class Encoders:
-    """What turns pictures and captions into features, and where; no text where pictures have classes."""
+    """What turns pictures and captions into features, and where; no text where pictures have classes, and `first_frame`
+    for models that begin with a picture alone."""
 
     image: ImageCodec
     text: TextEncoder | None
     device: torch.device
+    first_frame: FirstFrames | None = None
 
 
 def load_encoders(config: EncodersConfig, worker: int = 0) -> Encoders:
@@ -36,7 +39,8 @@ def load_encoders(config: EncodersConfig, worker: int = 0) -> Encoders:
         # store.
         captions = 1
     text = None if config.text is None else TextCache(load_text_encoder(config.text, device, captions))
-    return Encoders(load_image_codec(config.image, device, size), text, device)
+    image = load_image_codec(config.image, device, size)
+    return Encoders(image, text, device, load_first_frames(config.first_frame, image, device))
 
 
 def load_text_encoder(

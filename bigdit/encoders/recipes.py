@@ -91,6 +91,7 @@ RECIPES: dict[str, Recipe] = {
     "SanaVideoPipeline": _MASKED,
     "StableDiffusion3Pipeline": Recipe(("states", "null_states", "pooled", "null_pooled"), "kept"),
     "StableDiffusionXLPipeline": Recipe(("states", "null_states", "pooled", "null_pooled"), "kept"),
+    "WanImageToVideoPipeline": Recipe(("states", "null_states"), "zeroed"),
     "WanPipeline": Recipe(("states", "null_states"), "zeroed"),
     "ZImagePipeline": Recipe(("states", "null_states"), "masked"),
 }

@@ -17,8 +17,10 @@ from bigdit.encoders.folder import DTYPES, check_complete, read_config, weights_
 from bigdit.encoders.latents import (
     VIDEO_VAES,
     decode_latents,
+    encode_condition,
     encode_latents,
     encode_moments,
+    first_alone,
     frames_a_latent,
     normalisation,
 )
@@ -112,6 +114,14 @@ class DiffusersVae:
             raise ValueError(f"{len(mean)} pictures are drawn by as many indices, and {len(indices)} were given")
         noise = torch.stack([_noise(self._config.seed, index, mean.shape[1:]) for index in indices])
         return mean + deviation * noise.to(mean)
+
+    @torch.no_grad()
+    def encode_first(self, pixels: torch.Tensor) -> torch.Tensor:
+        def encode(places: Sequence[int]) -> torch.Tensor:
+            video = first_alone(pixels[places[0]].unsqueeze(0)).to(self._device, DTYPES[self._config.dtype])
+            return encode_condition(self._vae, video)
+
+        return torch.stack(BatchSize(1).map(encode, range(len(pixels))))  # one by one, as the pipeline does it
 
     @torch.no_grad()
     def decode(self, latents: torch.Tensor) -> torch.Tensor:

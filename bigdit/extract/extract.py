@@ -6,10 +6,15 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from bigdit.catalog.classes import class_count, class_misfits, condition_problems, takes_classes
+from bigdit.catalog.first_frame import first_frame_misfits
 from bigdit.config.run import RunConfig
 from bigdit.encoders.codecs import ImageCodec, load_image_codec
+from bigdit.encoders.first_frame import load_first_frames
 from bigdit.encoders.fit import latent_misfits, size_misfits, text_misfits
 from bigdit.encoders.load import load_text_encoder
 from bigdit.encoders.text_encoder import TextEncoder, shapes_of
@@ -77,11 +82,14 @@ def _prepare(run: RunConfig, model: ModelSpec, source: SourceList) -> StoreSchem
     """Load the encoders once to name them, check what hangs together, and claim the store."""
     codec, text = load_image_codec(run.encoders.image), run.encoders.text
     text_encoder = None if text is None else load_text_encoder(text)
+    frames = load_first_frames(run.encoders.first_frame, codec, torch.device("cpu"))
+    first_frame = None if frames is None else frames.identity
     classes = (source.class_names or class_count(model)) if takes_classes(model) else None
     shapes, unfit = _latent_shapes(run, codec)
     problems = [
         *unfit,
         *_unfit_model(model, codec, text_encoder, classes),
+        *_unfit_frames(model, codec, text_encoder, first_frame),
         *(f"data.buckets gives {misfit}" for misfit in size_misfits(model, shapes)),
     ]
     if problems:
@@ -94,6 +102,7 @@ def _prepare(run: RunConfig, model: ModelSpec, source: SourceList) -> StoreSchem
         part_size=run.data.part_size,
         classes=classes,
         fps=run.data.fps,
+        first_frame=first_frame,
     )
     root = run.data.features
     claim(root, schema)
@@ -123,6 +132,13 @@ def _unfit_model(
             *(f"encoders.text gives {each}" for each in text_misfits(model, shapes_of(text), text.pooled_dim)),
         ]
     return [*latents, *(f"data.images has {misfit}" for misfit in class_misfits(model, classes or []))]
+
+
+def _unfit_frames(
+    model: ModelSpec, codec: ImageCodec, text: TextEncoder | None, found: dict[str, Any] | None
+) -> list[str]:
+    tokens = None if text is None else text.max_tokens
+    return [f"encoders gives {misfit}" for misfit in first_frame_misfits(model, codec.channels, found, tokens)]
 
 
 def _whole(root: Path, schema: StoreSchema, *, changed: bool) -> StoreReport:

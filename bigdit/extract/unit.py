@@ -12,6 +12,7 @@ import torch
 from bigdit.config.run import frames_of
 from bigdit.encoders.buckets import bucket_pixels
 from bigdit.encoders.codecs import ImageCodec, to_unit_range
+from bigdit.encoders.first_frame import FirstFrames
 from bigdit.encoders.text_encoder import TextEncoder
 from bigdit.errors import UserError
 from bigdit.extract.speed import Stopwatch
@@ -27,14 +28,17 @@ def encode_unit(
     condition: TextEncoder | Classes,
     on_progress: Callable[[int], None],
     watch: Stopwatch | None = None,
+    first: FirstFrames | None = None,
 ) -> Encoded:
-    """Features of `items`, those that cannot be used left out: latents, and their captions encoded, or their classes.
+    """Features of `items`, those that cannot be used left out: latents, and their captions encoded, or their classes;
+    with `first`, what it keeps of first frames.
 
     `on_progress` hears of pictures done, and `watch` of the seconds that went into `reading` and `encoding`.
     """
     watch = watch or Stopwatch()
     waiting: dict[tuple[int, ...], list[npt.NDArray[np.uint8]]] = defaultdict(list)
     latents: dict[Shape, list[torch.Tensor]] = defaultdict(list)
+    frames: dict[Shape, list[dict[str, torch.Tensor]]] = defaultdict(list)
     indices: dict[Shape, list[int]] = defaultdict(list)
     captions: dict[int, tuple[Caption, ...]] = {}
     labels: dict[int, int] | None = {} if isinstance(condition, Classes) else None
@@ -42,11 +46,14 @@ def encode_unit(
 
     def encode_waiting(bucket: tuple[int, ...]) -> None:
         with watch.at("encoding"):
-            pixels = to_unit_range(torch.from_numpy(np.stack(waiting.pop(bucket))))
+            shown = torch.from_numpy(np.stack(waiting.pop(bucket)))
+            pixels = to_unit_range(shown)
             shape = codec.latent_shape(bucket)
             places = indices[shape][-len(pixels) :]
             # Convolutions may answer in channels_last memory, and files hold rows of [C, H, W].
             encoded = codec.encode(pixels, places).to("cpu", codec.stored_dtype).contiguous()
+            if first is not None:
+                frames[shape].append(first.encode(shown))
         latents[shape].append(encoded)
         on_progress(len(encoded))
 
@@ -80,7 +87,12 @@ def encode_unit(
         dict(zip(distinct, encoded, strict=True)),
         skipped,
         labels,
+        None if first is None else {shape: _joined(batches) for shape, batches in frames.items()},
     )
+
+
+def _joined(batches: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
 
 
 def _number(sample: Sample, classes: Classes) -> int:

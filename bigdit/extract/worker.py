@@ -77,7 +77,11 @@ def work(pipe: Connection, number: int, encoders: EncodersConfig, schema: StoreS
     torch.set_num_threads(1)
     try:
         loaded = load_encoders(encoders, number)
-        found = {"codec": loaded.image.identity, "text_encoder": loaded.text.identity if loaded.text else {}}
+        found = {
+            "codec": loaded.image.identity,
+            "text_encoder": loaded.text.identity if loaded.text else {},
+            "first_frame": loaded.first_frame.identity if loaded.first_frame else None,
+        }
         check_same(root, schema, schema.model_copy(update=found))
         with own_folder(root) as folder:
             if loaded.text is not None:
@@ -103,9 +107,8 @@ def _work_through(pipe: Connection, root: Path, folder: Path, schema: StoreSchem
         while (unit := _next_unit(pipe, committed)) is not None:
             path = part_path(root, unit.start, unit.end)
             _mark(folder / path.name)
-            encoded = encode_unit(
-                unit.items, schema.buckets, encoders.image, condition, lambda n: pipe.send(Progress(n)), watch
-            )
+            told, first = lambda n: pipe.send(Progress(n)), encoders.first_frame
+            encoded = encode_unit(unit.items, schema.buckets, encoders.image, condition, told, watch, first)
             speed = watch.stop(unit.start, unit.end, str(encoders.device))
             watch = Stopwatch()  # waiting for the writer is a part of the next unit's time
             note = functools.partial(_note, root, folder.name, speed, clock, time.perf_counter(), committed)

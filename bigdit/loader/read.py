@@ -12,13 +12,15 @@ import xxhash
 from bigdit.catalog.classes import CLASS_LABEL
 from bigdit.catalog.encoders import POOLED_TEXT
 from bigdit.catalog.families import mask_of
+from bigdit.catalog.first_frame import IMAGE_CONDITION
 from bigdit.loader.batch import Batch
 from bigdit.loader.buffers import Buffers
+from bigdit.loader.first_frame import mark_first
 from bigdit.loader.order import Ints
 from bigdit.loader.padded import Padded
 from bigdit.store import FeatureStore
 from bigdit.store.digest import bytes_of
-from bigdit.store.part import Shape
+from bigdit.store.part import FIRST_FRAME, Shape
 from bigdit.store.reader import Part
 from bigdit.store.text import TEXT
 
@@ -52,6 +54,12 @@ class BatchReader:
         element = 4 if store.has_deviation else store.latents_dtype.itemsize
         sizes = {"latents": max(math.prod(shape) for shape in store.buckets) * element}
         sizes |= {name: math.prod(shape) * 2 for name, shape in self._shapes.items()}
+        frame = store.schema.first_frame
+        self._mask = 0 if frame is None else int(frame["mask"])
+        sizes |= {
+            name: max(math.prod(shapes[name]) for shapes in map(self._frame_shapes, store.buckets)) * 2
+            for name in self._frame_shapes(next(iter(store.buckets)))
+        }
         self._buffers = Buffers({name: size * micro_batch_size for name, size in sizes.items()}, pinned=pinned)
         self._pinned = pinned
 
@@ -69,6 +77,7 @@ class BatchReader:
             labels = torch.tensor([self._label(bucket, *place) for place in zip(parts, rows, seeds, strict=True)])
             return Batch(latents, None, None, tuple(seeds), {CLASS_LABEL: self._held(labels)})
         text_embeds, text_mask, extras = self._text(bucket, parts, rows, seeds)
+        extras |= self._frames(bucket, parts, rows)
         return Batch(latents, text_embeds, text_mask, tuple(seeds), extras)
 
     def _label(self, bucket: Shape, number: int, row: int, seed: int) -> int:
@@ -104,6 +113,28 @@ class BatchReader:
         for name, text in texts.items():
             extras |= {name: text.states, mask_of(name): self._held(text.mask())}
         return own.states, self._held(own.mask()), extras
+
+    def _frame_shapes(self, bucket: Shape) -> dict[str, tuple[int, ...]]:
+        """What a batch has of first frames: the shape of a sample's, by name, the mask with the latents."""
+        kept = dict(self._store.frame_shapes(bucket))
+        if not kept:
+            return {}
+        channels, *sides = kept.pop(FIRST_FRAME)
+        return {IMAGE_CONDITION: (self._mask + channels, *sides), **kept}
+
+    def _frames(self, bucket: Shape, parts: Ints, rows: Ints) -> dict[str, torch.Tensor]:
+        """Of models that begin with a picture, condition and embeddings in bf16."""
+        shapes, count = self._frame_shapes(bucket), len(rows)
+        found = {name: self._buffers.take(name, (count, *shape), torch.bfloat16)[0] for name, shape in shapes.items()}
+        if not found:
+            return {}
+        condition = mark_first(found[IMAGE_CONDITION], self._mask)
+        stored = {name: each for name, each in found.items() if name != IMAGE_CONDITION}
+        for place in np.lexsort((rows, parts)).tolist():
+            memories = {FIRST_FRAME: bytes_of(condition[place, self._mask :])}
+            memories |= {name: bytes_of(each[place]) for name, each in stored.items()}
+            self._store.part(int(parts[place])).read_frame(bucket, int(rows[place]), memories)
+        return found
 
     def _latents(self, bucket: Shape, parts: Ints, rows: Ints, seeds: Sequence[int]) -> torch.Tensor:
         """[B, *bucket] as stored, or drawn in fp32 from mean and deviation."""

@@ -7,6 +7,7 @@ from typing import Any, get_args
 import yaml
 
 from bigdit.catalog import CatalogModel
+from bigdit.catalog.first_frame import takes_first_frame
 from bigdit.catalog.models import TextInput, models, repositories
 from bigdit.config.run import VaeCodec
 from bigdit.search.needs.dataset import PART_SIZE, part_size
@@ -49,6 +50,7 @@ def skeleton(plan: Plan) -> str | None:
         "encoders": {
             "image": {"name": "vae", "class_name": model.vae.class_name, "path": f"{pipeline}/vae"},
             **({} if model.text is None else {"text": _text(pipeline, model.text)}),
+            **_first_frame(pipeline, model),
         },
         "optimizer": {"lr": plan.chosen.strategy.optimizer.lr},
         "train": {
@@ -79,6 +81,13 @@ def _part_size(plan: Plan) -> dict[str, int]:
 
 def _text(pipeline: str, text: TextInput) -> dict[str, Any]:
     return {"pipeline": pipeline} | ({"max_tokens": text.tokens} if text.tokens else {})
+
+
+def _first_frame(pipeline: str, model: CatalogModel) -> dict[str, Any]:
+    """Of models that begin with a picture."""
+    if not takes_first_frame(model.spec):
+        return {}
+    return {"first_frame": {} if model.spec.kwargs.get("image_dim") is None else {"pipeline": pipeline}}
 
 
 def _named(model: CatalogModel) -> str:

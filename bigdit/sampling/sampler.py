@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
+from PIL import Image
 
 from bigdit import log, models, objectives
 from bigdit.catalog.families import objective_of
@@ -13,9 +15,11 @@ from bigdit.checkpoint import Checkpoint, PostHoc, load_model, load_weights, ver
 from bigdit.config import RunConfig
 from bigdit.config.load import parse_run
 from bigdit.encoders.codecs import load_image_codec, to_bytes
+from bigdit.encoders.first_frame import load_first_frames
 from bigdit.encoders.fit import size_misfits
 from bigdit.errors import UserError
 from bigdit.sampling.conditions import SamplingOptions, conditions_of
+from bigdit.sampling.first_frame import first_frame_extras
 from bigdit.shortage import ran_out, room, told
 from bigdit.spec import ModelSpec, Strategy
 from bigdit.store.part import Shape
@@ -41,17 +45,22 @@ class Sampler:
         self._model = _load(checkpoint, run, spec, self._family, ema=ema, posthoc=posthoc).to(device).eval()
         self._codec = load_image_codec(run.encoders.image, device)
         self._conditions = conditions_of(run, spec, (checkpoint.state["data"] or {}).get("classes"), device)
+        self._frames = load_first_frames(run.encoders.first_frame, self._codec, device)
         self._objective = objective_of(spec, run.objective)
         self.buckets, self.fps = run.data.buckets, run.data.fps
 
     @torch.no_grad()
-    def sample(self, captions: Sequence[str], options: SamplingOptions) -> Iterator[torch.Tensor]:
+    def sample(
+        self, captions: Sequence[str], options: SamplingOptions, images: Sequence[Image.Image] = ()
+    ) -> Iterator[torch.Tensor]:
         """One picture a caption, or a class by its name or number: uint8 [channels, (frames,) height, width]. Picture i
-        depends on caption i and seed + i.
+        depends on caption i and seed + i, and of a model of videos that begin with a picture on image i; one image is
+        for all.
 
-        A batch for which memory does not do is halved. Raises UserError where it does not do for one picture,
-        and for a class that is unknown.
+        A batch for which memory does not do is halved. Raises UserError where it does not do for one picture, for a
+        class that is unknown, and where images are missing or too many.
         """
+        self._check_images(len(images), len(captions))
         size, side = options.size, self._codec.downsample
         if options.height % side or options.width % side:
             raise UserError(f"{size} does not divide by the codec's {side}")
@@ -66,7 +75,8 @@ class Sampler:
         start, most = 0, options.micro_batch_size
         while start < len(captions):
             chosen = captions[start : start + most]
-            pictures = self._attempt(chosen, shape, start, options)
+            first = images if len(images) == 1 else images[start : start + most]
+            pictures = self._attempt(chosen, shape, start, options, first)
             if pictures is None:
                 most = len(chosen) // 2
                 log.notice(f"note: {size}: memory does not do for {len(chosen)} at once; going on with {most}")
@@ -76,15 +86,24 @@ class Sampler:
             yield from pictures
             start += len(chosen)
 
+    def _check_images(self, images: int, captions: int) -> None:
+        if self._frames is None and images:
+            raise UserError("--image: the model's videos begin with no picture; leave it out")
+        if self._frames is not None and images not in (1, captions):
+            raise UserError(
+                f"--image: the model's videos begin with a picture: {images} were given for {captions} captions; pass "
+                "one for all, or one for each"
+            )
+
     def _attempt(
-        self, captions: Sequence[str], shape: Shape, start: int, options: SamplingOptions
+        self, captions: Sequence[str], shape: Shape, start: int, options: SamplingOptions, first: Sequence[Image.Image]
     ) -> torch.Tensor | None:
         """Their pictures; None where memory does not do for so many: the error, which holds what was allocated, ends
         here. Raises UserError where it does not do for one."""
         least, (free, total) = len(captions) * _least_bytes(shape, options.guidance), room(self._device)
         if len(captions) > 1:
             try:
-                return self._draw(captions, shape, start, options) if least <= free else None
+                return self._draw(captions, shape, start, options, first) if least <= free else None
             except (RuntimeError, MemoryError) as error:
                 if not ran_out(error):
                     raise
@@ -93,20 +112,29 @@ class Sampler:
         if least > free:
             raise UserError(f"{drawing} takes {gib(least)} at least, and {gib(free)} of {gib(total)} are free; {_LESS}")
         with told(drawing, self._device, _LESS):
-            return self._draw(captions, shape, start, options)
+            return self._draw(captions, shape, start, options, first)
 
-    def _draw(self, captions: Sequence[str], shape: Shape, start: int, options: SamplingOptions) -> torch.Tensor:
+    def _draw(
+        self, captions: Sequence[str], shape: Shape, start: int, options: SamplingOptions, first: Sequence[Image.Image]
+    ) -> torch.Tensor:
         seeds = [options.seed + start + i for i in range(len(captions))]
         noise = objectives.draw_noise(torch.empty((len(captions), *shape), device=self._device), seeds)
         sampler = options.sampler or objectives.default_sampler(self._objective)
         tokens = self._family.tokens(self._model, noise.shape)
-        predict = self._predict(captions, options)
+        predict = self._predict(captions, options, first)
         latents = objectives.sample(self._objective, sampler, predict, noise, options.steps, tokens)
         return to_bytes(self._codec.decode(latents)).cpu()
 
-    def _predict(self, captions: Sequence[str], options: SamplingOptions) -> objectives.Predict:
-        """The prediction for the captions; with guidance, pushed away from that for the negative or empty caption."""
+    def _predict(
+        self, captions: Sequence[str], options: SamplingOptions, first: Sequence[Image.Image]
+    ) -> objectives.Predict:
+        """The prediction for the captions; with guidance, pushed away from that for the negative or empty caption, of
+        the same first frames."""
         conditions = self._conditions.of(captions, options)
+        if self._frames is not None:
+            begun = first_frame_extras(self._frames, first, options.bucket, len(captions), self._device)
+            twice = {name: torch.cat([each, each]) if options.guided else each for name, each in begun.items()}
+            conditions = replace(conditions, extras={**conditions.extras, **twice})
 
         def conditioned(latents: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
             return self._family.predict(self._model, latents, t, conditions)

@@ -19,7 +19,18 @@ import torch
 
 from bigdit.errors import UserError, shown
 from bigdit.store.captions import column_name
-from bigdit.store.part import FORMAT, LABELLED, STREAMED, Shape, Skipped, parse_shape, range_text
+from bigdit.store.part import (
+    FIRST_FRAME,
+    FORMAT,
+    FRAME_COLUMNS,
+    FRAMED,
+    LABELLED,
+    STREAMED,
+    Shape,
+    Skipped,
+    parse_shape,
+    range_text,
+)
 from bigdit.store.schema import EXTRACT
 from bigdit.store.tensors import DTYPES
 from bigdit.store.text import TEXT
@@ -33,7 +44,7 @@ FIRST_READ = 64 << 10
 _MOST_ELEMENTS = 1 << 48
 _MOST_DIMENSIONS = 8
 _STREAM = re.compile(r"stream/[a-z][a-z0-9_]{0,63}")
-_SHAPED = re.compile(r"(latent|row|label)/[1-9]\d{0,8}(x[1-9]\d{0,8}){2,3}")
+_SHAPED = re.compile(r"(latent|row|label|frame|first_frame|image_embeds)/[1-9]\d{0,8}(x[1-9]\d{0,8}){2,3}")
 
 
 @dataclass(frozen=True)
@@ -137,14 +148,16 @@ def _parsed(path: Path, start: bytes, size: int) -> Header:
 def check_part(header: Header, identity: str | None = None) -> None:
     """Raise UserError where a file has not the `identity` of its place in the store (None: any), or lacks a column."""
     path, columns, metadata = header.path, header.columns, header.metadata
-    if (found_format := metadata.get("format", "1")) not in (FORMAT, LABELLED, STREAMED):
-        raise damaged(path, f"is of format {found_format}, and {FORMAT} to {STREAMED} was expected")
+    if (found_format := metadata.get("format", "1")) not in (FORMAT, LABELLED, STREAMED, FRAMED):
+        raise damaged(path, f"is of format {found_format}, and {FORMAT} to {FRAMED} was expected")
     if identity is not None and metadata.get("store") != identity:
         raise damaged(path, "is of another store: it is of other pictures, encoders or buckets")
     found_range, named = metadata.get("range"), range_text(path.name)
     if found_range != named:
         raise damaged(path, f"is another part: it holds the pictures {str(found_range)[:40]}, and not {named}")
-    streamed = found_format == STREAMED
+    framed = found_format == FRAMED
+    wide = "caption" in columns and columns["caption"].shape[1:] == (5,)
+    streamed = found_format == STREAMED or (framed and wide)
     wanted: dict[str, tuple[tuple[torch.dtype, ...], tuple[int | None, ...]]] = {
         "digests": ((torch.int64,), (3,)),
         "caption": ((torch.int64,), (None, 5 if streamed else 4)),
@@ -163,7 +176,8 @@ def check_part(header: Header, identity: str | None = None) -> None:
     if "pooled" in columns:
         wanted["pooled"] = ((torch.bfloat16,), (captions, None))
     labelled = found_format == LABELLED
-    for name in [name for name in columns if name.startswith(("latent/", "row/", "label/"))]:
+    shaped = ("latent/", "row/", "label/", *(f"{each}/" for each in ("frame", *FRAME_COLUMNS)))
+    for name in [name for name in columns if name.startswith(shaped)]:
         if not _SHAPED.fullmatch(name):
             raise damaged(path, f"has a damaged header: {name[:80]!r} names no shape")
         shape = _shape_of(name)
@@ -174,6 +188,12 @@ def check_part(header: Header, identity: str | None = None) -> None:
         wanted[row] = ((torch.int64,), (count, 4))
         if labelled:
             wanted[label] = ((torch.int64,), (count,))
+        if framed:
+            sides = name.partition("/")[2]
+            wanted[f"frame/{sides}"] = ((torch.int64,), (count,))
+            wanted[f"{FIRST_FRAME}/{sides}"] = ((torch.bfloat16,), (count, *shape))
+        if framed and name.startswith(FRAME_COLUMNS[1]):
+            wanted[name] = ((torch.bfloat16,), (count, None, None))
     for name, (dtypes, dims) in wanted.items():
         found = columns.get(name)
         if found is None:

@@ -6,7 +6,10 @@ A part's name is its record of completion. In the order of the file, with shapes
     caption      int64 [m, 4]: text start, text length, weight (the bits of an fp32), xxh3 of (states, scale, pooled)
     row/SHAPE    int64 [n, 4]: source index, first caption, captions, xxh3 of the latents, seeded with the index
     label/SHAPE  int64 [n]: the class, where pictures have classes, and then no captions
+    frame/SHAPE  int64 [n]: xxh3 of the two of the row that are called so below, seeded with the index
     latent/SHAPE [n, C, H, W] or [n, C, F, H, W], bf16 (fp32 of the identity codec); [n, 2, …] of mean and deviation
+    first_frame/SHAPE   bf16 [n, C, F, H, W]: latents of the first frame, followed by zeros, of models that begin so
+    image_embeds/SHAPE  bf16 [n, tokens, dim]: what an image encoder sees in it, where they are fed that
     text         [tokens, dim] bf16, or float8_e4m3fn with `text_scale` fp32 [tokens]; a caption's text stands once
     pooled       bf16 [m, p], where the encoders give a vector
     captions     uint8: JSON of source index to [[text, weight], …]
@@ -17,9 +20,9 @@ it shows, the digest is of the streams too, and for each of these there are
     stream/NAME  int64 [m, 3]: start, length, how many states the mask shows
     text/NAME    as `text`, with `text_scale/NAME`
 
-Tables (`caption`, `stream/…`, `row/…`, `label/…`) come first: one small read opens a part. Every byte is under a
-digest. The metadata names the format, the range, the identity of encoders, buckets and pictures, and what was skipped.
-The range is the name's, or the part lies in the place of another.
+Tables (`caption`, `stream/…`, `row/…`, `label/…`, `frame/…`) come first: one small read opens a part. Every byte is
+under a digest. The metadata names the format, the range, the identity of encoders, buckets and pictures, and what was
+skipped. The range is the name's, or the part lies in the place of another.
 """
 
 from __future__ import annotations
@@ -45,6 +48,12 @@ LABELLED = "4"
 STREAMED = "5"
 """That of parts with streams, or with masks of their own."""
 
+FRAMED = "6"
+"""That of parts with first frames."""
+FIRST_FRAME = "first_frame"
+FRAME_COLUMNS = (FIRST_FRAME, "image_embeds")
+"""What is kept of first frames, in the order of their digest."""
+
 Shape = tuple[int, int, int] | tuple[int, int, int, int]
 """Of a sample's latents: C×H×W, or C×F×H×W of videos."""
 
@@ -61,7 +70,8 @@ class Skipped:
 @dataclass(frozen=True)
 class Encoded:
     """The features of one range: latents [n, *shape], or [n, 2, *shape] of mean and deviation, and source indices of
-    each shape; each index' captions; the text of each distinct caption; where pictures have classes, each index'."""
+    each shape; each index' captions; the text of each distinct caption; where pictures have classes, each index'; of
+    models that begin with a picture, what is kept of first frames by shape and name of FRAME_COLUMNS, [n, …]."""
 
     latents: Mapping[Shape, torch.Tensor]
     indices: Mapping[Shape, list[int]]
@@ -69,6 +79,7 @@ class Encoded:
     texts: Mapping[str, Text]
     skipped: list[Skipped]
     labels: Mapping[int, int] | None = None
+    frames: Mapping[Shape, Mapping[str, torch.Tensor]] | None = None
 
 
 def part_path(root: Path, start: int, end: int) -> Path:
@@ -128,8 +139,15 @@ def write_part(
         for shape, indices in encoded.indices.items():
             labels = [encoded.labels[index] for index in indices]
             tensors[f"label/{shape_name(shape)}"] = Pieces.of(torch.tensor(labels, dtype=torch.int64))
+    framed = encoded.frames or {}
+    for shape, kept in framed.items():
+        rows_of = zip(encoded.indices[shape], *(kept[name] for name in FRAME_COLUMNS if name in kept), strict=True)
+        digests = [chained_digest(map(bytes_of, row), index) for index, *row in rows_of]
+        tensors[f"frame/{shape_name(shape)}"] = Pieces.of(torch.tensor(digests, dtype=torch.int64))
     for shape in encoded.indices:
         tensors[f"latent/{shape_name(shape)}"] = Pieces.of(encoded.latents[shape])
+    for shape, kept in framed.items():
+        tensors |= {f"{name}/{shape_name(shape)}": Pieces.of(each) for name, each in kept.items()}
     tensors |= columns
     captions = json.dumps(
         {str(index): [[each.text, each.weight] for each in found] for index, found in encoded.captions.items()}
@@ -144,6 +162,8 @@ def write_part(
 
 def _format(encoded: Encoded) -> str:
     """The oldest format that has all of it: parts are the same to the byte as those before a later one was made."""
+    if encoded.frames is not None:
+        return FRAMED
     if encoded.labels is not None:
         return LABELLED
     return STREAMED if is_streamed(encoded.texts) else FORMAT
@@ -151,7 +171,7 @@ def _format(encoded: Encoded) -> str:
 
 def _digests(header: bytes, tensors: Mapping[str, Pieces]) -> list[int]:
     """Of the header, the tables and the captions."""
-    kinds = ("row/", "label/", "stream/")
+    kinds = ("row/", "label/", "stream/", "frame/")
     tables = ["caption", *(name for kind in kinds for name in sorted(tensors) if name.startswith(kind))]
     return [
         chained_digest([header]),

@@ -16,7 +16,7 @@ from bigdit.store.captions import column_name
 from bigdit.store.digest import bytes_of, chained_digest, row_digest
 from bigdit.store.header import Column, Header, check_part, damaged, read_header
 from bigdit.store.local import READERS, File, ReaderName
-from bigdit.store.part import LABELLED, Shape, part_range, shape_name
+from bigdit.store.part import FRAME_COLUMNS, FRAMED, LABELLED, Shape, part_range, shape_name
 from bigdit.store.text import TEXT, Text
 
 
@@ -32,7 +32,8 @@ class _Sequence:
 
 class Part:
     """An open part. `rows`: int64 [n, 4] of each shape, `captions`: int64 [m, 4 or 5], as in part.py; `weights`: [m];
-    `labels`: int64 [n] of each shape where pictures have classes, else of none. Sequences of a caption go by their
+    `labels`: int64 [n] of each shape where pictures have classes, else of none; `frames`: the digests [n] of what is
+    kept of first frames, of each shape where it is. Sequences of a caption go by their
     names: TEXT, and those of `streams`."""
 
     def __init__(self, header: Header, file: File, identity: str | None = None) -> None:
@@ -44,6 +45,9 @@ class Part:
         self.rows = {shape: self._table(header.columns[f"row/{shape_name(shape)}"]) for shape in self._latents}
         labelled = self._latents if header.metadata["format"] == LABELLED else ()
         self.labels = {shape: self._table(header.columns[f"label/{shape_name(shape)}"]) for shape in labelled}
+        framed = self._latents if header.metadata["format"] == FRAMED else ()
+        self.frames = {shape: self._table(header.columns[f"frame/{shape_name(shape)}"]) for shape in framed}
+        self._framed = {shape: self._frame_columns(shape) for shape in framed}
         self.captions = self._table(header.columns["caption"])
         self.weights = self.captions[:, 2].astype(np.uint32).view(np.float32)
         self._sequences = {name: self._sequence(name) for name in header.sequences()}
@@ -112,6 +116,8 @@ class Part:
     def advise(self, shape: Shape, row: int, caption: int | None) -> None:
         """This row will be read soon, with this caption."""
         self._file.advise(*self.latents_span(shape, row))
+        for column in self._framed.get(shape, {}).values():
+            self._file.advise(column.offset + row * column.row_bytes, column.row_bytes)
         if caption is not None:
             for name in self._sequences:
                 self._file.advise(*self.states_span(caption, name))
@@ -129,6 +135,20 @@ class Part:
         column = self._latents[shape]
         latents = torch.empty(column.shape[1:], dtype=column.dtype)
         return self.read_latents(shape, row, bytes_of(latents)), latents
+
+    def frame_shapes(self, shape: Shape) -> dict[str, tuple[int, ...]]:
+        """What is kept of the first frames of rows of this shape: the shape of each, by name."""
+        return {name: column.shape[1:] for name, column in self._framed.get(shape, {}).items()}
+
+    def read_frame(self, shape: Shape, row: int, memories: Mapping[str, memoryview]) -> None:
+        """Fill the memory of each name of `frame_shapes` with a row's. Raises UserError where they are damaged."""
+        for name, column in self._framed[shape].items():
+            self._file.read_into(memories[name], column.offset + row * column.row_bytes)
+        found = chained_digest([memories[name] for name in self._framed[shape]], int(self.rows[shape][row, 0]))
+        if found != int(self.frames[shape][row]):
+            raise self._damaged(
+                f"is damaged in the first frame of row {row} of {shape_name(shape)}: its digest differs"
+            )
 
     def text(self, caption: int) -> Text:
         """A caption's states [len, dim] and vector [p] in bf16. Raises UserError where they are damaged."""
@@ -172,6 +192,9 @@ class Part:
         for shape, rows in self.rows.items():
             memory = memoryview(bytearray(self._latents[shape].row_bytes))
             yield from self._problems(lambda row: self.read_latents(shape, row, memory), len(rows))  # noqa: B023
+        for shape, columns in self._framed.items():
+            rooms = {name: memoryview(bytearray(column.row_bytes)) for name, column in columns.items()}
+            yield from self._problems(lambda row: self.read_frame(shape, row, rooms), len(self.rows[shape]))  # noqa: B023
         yield from self._problems(self.text, len(self.captions))
 
     def _problems(self, read: object, count: int) -> Iterator[str]:
@@ -180,6 +203,10 @@ class Part:
                 read(number)  # type: ignore[operator]
             except UserError as error:
                 yield str(error)
+
+    def _frame_columns(self, shape: Shape) -> dict[str, Column]:
+        columns = {name: self.header.columns.get(f"{name}/{shape_name(shape)}") for name in FRAME_COLUMNS}
+        return {name: column for name, column in columns.items() if column is not None}
 
     def _sequence(self, name: str) -> _Sequence:
         columns = self.header.columns
@@ -220,6 +247,7 @@ class Part:
         self._digests = self._table_of(header.columns["digests"])
         tables = [self.captions, *(each[s] for each in (self.rows, self.labels) for s in sorted(each, key=shape_name))]
         tables += [self._sequences[name].places for name in self.streams]
+        tables += [self.frames[shape] for shape in sorted(self.frames, key=shape_name)]
         found = [chained_digest([header.start[: header.nbytes]]), chained_digest(table.tobytes() for table in tables)]
         if found != self._digests[:2]:
             raise self._damaged("is damaged in its header or tables: their digest differs")

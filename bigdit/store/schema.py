@@ -35,7 +35,8 @@ Range = tuple[int, int]
 class StoreSchema(Strict):
     """What a store is: encoders, buckets in pixels, sources of `source["count"]` pictures each, its parts; `classes`:
     the names of those that pictures are of, or their number, None where pictures have captions; `fps`: the frames a
-    second of videos, None where there are none."""
+    second of videos, None where there are none; `first_frame`: what is kept of their first frames, and by which image
+    encoder, None where nothing is."""
 
     version: Literal[3] = VERSION
     codec: dict[str, Any]
@@ -45,6 +46,7 @@ class StoreSchema(Strict):
     part_size: PositiveInt
     classes: Known | None = None
     fps: float | None = None
+    first_frame: dict[str, Any] | None = None
 
     @property
     def count(self) -> int:
@@ -74,7 +76,7 @@ class StoreSchema(Strict):
 def store_identity(schema: StoreSchema) -> str:
     """What all parts of one store have in common, however it is extended: the encoders, buckets, classes and frame
     rate that made them."""
-    beside = [value for value in (schema.classes, schema.fps) if value is not None]
+    beside = [value for value in (schema.classes, schema.fps, schema.first_frame) if value is not None]
     return _digest([schema.codec, schema.text_encoder, schema.buckets, *beside])
 
 
@@ -90,7 +92,8 @@ def part_identity(schema: StoreSchema, start: int) -> str:
 
 def schema_text(schema: StoreSchema) -> str:
     """What `schema.json` holds: JSON for people, with a checksum of what it says."""
-    without = {key for key in ("classes", "fps") if getattr(schema, key) is None}  # as stores of pictures always were
+    optional = ("classes", "fps", "first_frame")  # which stores of pictures never had
+    without = {key for key in optional if getattr(schema, key) is None}
     plain = schema.model_dump(mode="json", exclude=without)
     return json.dumps(plain | {_CHECKSUM: _digest(plain)}, indent=2) + "\n"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +17,7 @@ from bigdit.store.header import damaged
 from bigdit.store.index import FILE as INDEX
 from bigdit.store.index import Index, listed, load_index, misfit
 from bigdit.store.local import LocalParts, ReaderName
-from bigdit.store.part import Shape, part_name, part_range
+from bigdit.store.part import FIRST_FRAME, FRAME_COLUMNS, Shape, part_name, part_range
 from bigdit.store.reader import Part
 from bigdit.store.remote import RemoteParts, open_remote
 from bigdit.store.schema import EXTRACT, StoreSchema, part_identity, read_schema, store_identity
@@ -116,6 +116,14 @@ class FeatureStore:
         streams = self.schema.streams.items()
         return {TEXT: self.text_shape} | {name: (each["max_tokens"], each["dim"]) for name, each in streams}
 
+    def frame_shapes(self, bucket: Shape) -> dict[str, tuple[int, ...]]:
+        """What is kept of first frames beside latents of this shape: the shape of each, by name."""
+        found = self.schema.first_frame
+        if found is None:
+            return {}
+        embeds = {FRAME_COLUMNS[1]: (int(found["tokens"]), int(found["dim"]))} if "dim" in found else {}
+        return {FIRST_FRAME: bucket, **embeds}
+
     @functools.cached_property
     def null_text(self) -> Text:
         """The empty caption's, in bf16, for guidance, where pictures have captions."""
@@ -161,7 +169,8 @@ class FeatureStore:
         part = Part(self._files.header(name), self._files.open(name), part_identity(self.schema, start))
         if problem := misfit(part.header.path, listed(self.index, number), part.counts):
             raise UserError(problem)
-        if problem := _mislabelled(part, self.classes) or _misstreamed(part, self.schema):
+        unlike = _mislabelled(part, self.classes) or _misstreamed(part, self.schema)
+        if problem := unlike or _misframed(part, self.frame_shapes):
             raise damaged(part.header.path, problem)
         return part
 
@@ -172,6 +181,14 @@ def _mislabelled(part: Part, classes: Classes | None) -> str | None:
         return f"has {'' if part.labels else 'no '}labels, unlike its store"
     if classes is not None and any((labels >= classes.count).any() for labels in part.labels.values()):
         return f"is damaged: it has labels beyond the {classes.count} classes of its store"
+    return None
+
+
+def _misframed(part: Part, wanted: Callable[[Shape], dict[str, tuple[int, ...]]]) -> str | None:
+    """What is wrong where other things are kept of first frames than in its store."""
+    for shape in part.rows:
+        if (found := part.frame_shapes(shape)) != wanted(shape):
+            return f"keeps {found or 'nothing'} of first frames, and its store {wanted(shape) or 'nothing'}"
     return None
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from bigdit.catalog.classes import class_misfits
+from bigdit.catalog.first_frame import first_frame_misfits
 from bigdit.config import RunConfig
 from bigdit.config.plan_file import PlanFile
 from bigdit.config.stages import of_each
@@ -37,6 +38,7 @@ def open_store(run: RunConfig, spec: ModelSpec, plan: PlanFile | None) -> Featur
         *(f"its latents have {misfit}" for misfit in latent_misfits(spec, next(iter(store.buckets))[0])),
         *(f"it has {misfit}" for misfit in size_misfits(spec, store.buckets)),
         *_condition_misfits(run, spec, store),
+        *_frame_misfits(spec, store),
         *run_misfits(run, store.schema),
         *(plan_misfits(plan, store.buckets, tokens) if plan is not None else ()),
     ]
@@ -59,6 +61,13 @@ def _condition_misfits(run: RunConfig, spec: ModelSpec, store: FeatureStore) -> 
     if asked not in (None, most):
         problems.append(f"its text has at most {most} tokens, and encoders.text.max_tokens is {asked}")
     return problems
+
+
+def _frame_misfits(spec: ModelSpec, store: FeatureStore) -> list[str]:
+    """What of the store's first frames the model does not take."""
+    channels, text = next(iter(store.buckets))[0], store.text_shape
+    found = first_frame_misfits(spec, channels, store.schema.first_frame, None if text is None else text[0])
+    return [f"it has {misfit}" for misfit in found]
 
 
 def largest_batch_shape(store: FeatureStore) -> BatchShape:

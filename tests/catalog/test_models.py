@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 import bigdit.catalog
 from bigdit.catalog import FAMILIES, batch_shape, latent_shape, model
 from bigdit.catalog.classes import class_count, class_misfits, no_class, takes_classes
+from bigdit.catalog.families import training_obstacle
+from bigdit.catalog.first_frame import takes_first_frame
 from bigdit.catalog.gpus import gpus
 from bigdit.catalog.models import models
 from bigdit.catalog.names import load_json
@@ -72,11 +74,19 @@ def test_no_source_points_nowhere():
 def test_what_cannot_be_trained_says_why():
     assert {m.spec.class_name for m in models()} == set(FAMILIES)
     assert all(m.rehearsable for m in models())
-    assert model("wan2.1-i2v-14b-480p").training_obstacle == (
-        "the feature store keeps no image that a video begins with, which wan2.1-i2v-14b-480p is fed"
+    assert all(m.trainable for m in models())
+    assert all(m.extractable for m in models() if m.video)
+    first, both = model("wan2.1-i2v-14b-480p").spec, {"pos_embed_seq_len": 514}
+    assert takes_first_frame(first)
+    assert training_obstacle(first.model_copy(update={"kwargs": first.kwargs | both})) == (
+        "the feature store keeps no last frame beside the first, which wan2.1-i2v-14b-480p is fed"
     )
-    assert [m.name for m in models() if not m.trainable] == ["wan2.1-i2v-14b-480p"]
-    assert [m.name for m in models() if m.video and not m.extractable] == ["wan2.1-i2v-14b-480p"]
+    cogvideox = ModelSpec(
+        name="x", class_name="CogVideoXTransformer3DModel", kwargs={"in_channels": 32, "out_channels": 16}
+    )
+    assert training_obstacle(cogvideox) == (
+        "x begins with a picture, which is fed to models of WanTransformer3DModel alone"
+    )
     assert {m.name for m in models() if takes_classes(m.spec)} >= {"dit-xl-2", "dit-xl-2-paper"}
     assert all(m.trainable for m in models() if takes_classes(m.spec))
     assert model("sana-sprint-1600m").trainable

@@ -36,6 +36,7 @@ CALLS = {
     "SanaVideoPipeline": {"max_sequence_length": 300},
     "StableDiffusion3Pipeline": {"max_sequence_length": 256, "prompt_2": None, "prompt_3": None},
     "StableDiffusionXLPipeline": {},
+    "WanImageToVideoPipeline": {"max_sequence_length": 512},
     "WanPipeline": {"max_sequence_length": 512},
     "ZImagePipeline": {"max_sequence_length": 512},
 }

@@ -10,23 +10,22 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from bigdit.catalog.first_frame import CLIP_TOKENS, IMAGE_CONDITION, IMAGE_EMBEDS
 from bigdit.models.arguments import arguments
 from bigdit.models.conditions import Conditions, Extra
 from bigdit.models.family import Family
 
 TIMESTEP_SCALE = 1000.0
-# CLIP ViT-H/14 on 224 × 224 pixels: 16² patches and the class token.
-CLIP_TOKENS = 257
 
 
 def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions: Conditions) -> torch.Tensor:
     """Velocity [B, C, F, H, W] for latents of that shape, t [B], text_embeds [B, 512, D], zeros where padded."""
-    condition = conditions.extras.get("image_condition")
+    condition = conditions.extras.get(IMAGE_CONDITION)
     return model(
         hidden_states=latents if condition is None else torch.cat([latents, condition], dim=1),
         timestep=t * TIMESTEP_SCALE,
         encoder_hidden_states=conditions.text_embeds,
-        encoder_hidden_states_image=conditions.extras.get("image_embeds"),
+        encoder_hidden_states_image=conditions.extras.get(IMAGE_EMBEDS),
         return_dict=False,
     )[0]
 
@@ -35,9 +34,9 @@ def extras(model: nn.Module) -> dict[str, Extra]:
     """From an image: `image_condition`, its mask and latents beside the video's, and `image_embeds` of CLIP."""
     config, found = arguments(model), {}
     if config.in_channels > config.out_channels:
-        found["image_condition"] = Extra((config.in_channels - config.out_channels,), per_latent=True)
+        found[IMAGE_CONDITION] = Extra((config.in_channels - config.out_channels,), per_latent=True)
     if config.image_dim is not None:
-        found["image_embeds"] = Extra((config.pos_embed_seq_len or CLIP_TOKENS, config.image_dim))
+        found[IMAGE_EMBEDS] = Extra((config.pos_embed_seq_len or CLIP_TOKENS, config.image_dim))
     return found
 
 

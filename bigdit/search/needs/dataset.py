@@ -11,6 +11,7 @@ from pydantic import NonNegativeInt, PositiveInt
 from bigdit.catalog import CatalogModel
 from bigdit.catalog.encoders import online_encoders
 from bigdit.catalog.families import stream_shapes
+from bigdit.catalog.first_frame import CLIP_TOKENS, takes_first_frame
 from bigdit.encoders.recipes import RECIPES
 from bigdit.errors import UserError
 from bigdit.rehearse.ask import precision_problems, request_for
@@ -31,6 +32,8 @@ ROW_BYTES = 64
 """A row and one caption in the tables of a part, four int64 each, as in store/part.py."""
 STREAMED_BYTES, STREAM_BYTES = 8, 24
 """More of a caption that has streams, and of each of them: an int64, and three."""
+FRAMED_BYTES = 8
+"""More of a row whose first frame is kept: an int64."""
 LABELLED_ROW_BYTES = 40
 """A row and its class, an int64, of pictures without captions."""
 
@@ -103,6 +106,8 @@ def dataset_need(question: Question, batch: BatchShape, encoding: RehearsedSize 
     padded = sum(each.padded for each in texts)
     text = sum((each.stored for each in texts), Interval(low=0, high=0))
     sample = latents + (LABELLED_ROW_BYTES if batch.text is None else ROW_BYTES)
+    first = _first_frame_bytes(question.model, batch)
+    sample += first + FRAMED_BYTES if first else 0
     sample += STREAMED_BYTES + STREAM_BYTES * (len(texts) - 1) if len(texts) > 1 else 0
     store = (text + Interval(low=sample, high=sample)) * images
     extraction = None if encoding is None else _image_seconds(question, encoding) * (images / question.cluster.gpus)
@@ -115,6 +120,7 @@ def dataset_need(question: Question, batch: BatchShape, encoding: RehearsedSize 
         extraction_seconds=extraction,
         notes=(
             *_text_notes(texts, images, "video" if question.model.video else "image"),
+            *_first_frame_notes(first),
             _disk_note(store),
             *_part_notes(sample + text.high),
             *_extraction_notes(question.model, batch, known=encoding is not None),
@@ -173,6 +179,22 @@ def _texts(model: CatalogModel, batch: BatchShape) -> list[_Text]:
             low = 0
         texts.append(_Text(name, most, dim, Interval(low=low, high=high)))
     return texts
+
+
+def _first_frame_bytes(model: CatalogModel, batch: BatchShape) -> int:
+    """Of a sample's first frame: as many latents as the video has, and embeddings where the model is fed them."""
+    if not takes_first_frame(model.spec):
+        return 0
+    return (math.prod(batch.latents) + CLIP_TOKENS * (model.spec.kwargs.get("image_dim") or 0)) * STORED_BYTES
+
+
+def _first_frame_notes(nbytes: int) -> list[str]:
+    if not nbytes:
+        return []
+    return [
+        f"the first frame of each video takes {written(nbytes)} beside it; a second pass of the VAE, as long as that "
+        "over the video, and the image encoder's are not in the time of extraction"
+    ]
 
 
 def _text_notes(texts: Sequence[_Text], images: int, sample: str) -> list[str]:

@@ -232,6 +232,18 @@ def _third_t5():
     return {"tokenizer_3": tokenizer, "text_encoder_3": t5(tokenizer)}
 
 
+def _seeing():
+    """CLIP's half for pictures, which makes 257 states of one as the published one does, and its processor."""
+    config = transformers.CLIPVisionConfig(
+        hidden_size=8, intermediate_size=16, num_hidden_layers=3, num_attention_heads=2, image_size=32, patch_size=2
+    )
+    sizes = {"size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32}}
+    return {
+        "image_encoder": transformers.CLIPVisionModel(config),
+        "image_processor": transformers.CLIPImageProcessor(**sizes),
+    }
+
+
 def _second(parts):
     """The parts under the names of a second encoder."""
     return {f"{name}_2": part for name, part in parts.items()}
@@ -257,6 +269,7 @@ PARTS = {
     "SanaVideoPipeline": lambda: _one(gemma_tokenizer, gemma),
     "StableDiffusion3Pipeline": lambda: _two_clips() | _third_t5(),
     "StableDiffusionXLPipeline": lambda: _two_clips() | {"text_encoder": clip(clip_tokenizer())},
+    "WanImageToVideoPipeline": lambda: _one(t5_tokenizer, umt5) | _seeing(),
     "WanPipeline": lambda: _one(t5_tokenizer, umt5),
     "ZImagePipeline": lambda: _one(qwen_tokenizer, qwen3),
 }

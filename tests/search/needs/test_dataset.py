@@ -128,11 +128,14 @@ def test_padding_that_a_model_reads_is_stored():
     assert found.notes[0].endswith("that of all 4.19 GB; it is stored so, since the model reads padding as well")
 
 
-def test_what_no_store_can_hold_yet_is_said():
-    notes = need("wan2.1-i2v-14b-480p", images=10).notes
-    assert notes[-1] == (
-        "such a store cannot be trained from yet: the feature store keeps no image that a video begins with, which "
-        "wan2.1-i2v-14b-480p is fed"
+def test_first_frames_are_counted():
+    plain, begun = (need(name, images=10) for name in ("wan2.1-t2v-14b", "wan2.1-i2v-14b-480p"))
+    assert begun.latent_bytes == 16 * 21 * 60 * 104 * 2
+    more = begun.latent_bytes + 257 * 1280 * 2 + 8  # its latents, its embeddings, its digest
+    beside = plain.store_bytes.low / 10 - plain.latent_bytes
+    assert begun.store_bytes.low / 10 - begun.latent_bytes == beside + more
+    assert any(
+        note.startswith("the first frame of each video takes 4.85 MB beside it; a second") for note in begun.notes
     )
 
 

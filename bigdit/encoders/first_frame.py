@@ -1,0 +1,95 @@
+"""What a model that begins with a picture is fed of it: latents of the first frame, and what an image encoder sees.
+
+Source: diffusers 0.42.1, WanImageToVideoPipeline: prepare_latents, encode_image.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+
+from bigdit.catalog.first_frame import IMAGE_EMBEDS
+from bigdit.config.run import FirstFrameConfig
+from bigdit.encoders.codecs import ImageCodec, to_unit_range
+from bigdit.encoders.folder import DTYPES, IMAGE_ENCODER, read_config, weights_sample
+from bigdit.errors import UserError
+from bigdit.store.digest import config_digest, weights_digest
+from bigdit.store.part import FIRST_FRAME
+
+_KEY = "encoders.first_frame.pipeline"
+_PROCESSOR = "image_processor"
+_LAYER = -2
+"""Of the image encoder's hidden states, that which models are fed."""
+
+
+class FirstFrames:
+    """First frames of videos as a store keeps them, in bf16."""
+
+    def __init__(self, config: FirstFrameConfig, codec: ImageCodec, device: torch.device) -> None:
+        self._config, self._codec, self._device = config, codec, device
+        self.mask = codec.temporal_downsample
+        self._encoder: Any = None
+        self._processor: Any = None
+        if config.pipeline is not None:
+            self._encoder, self._processor = self._loaded(config.pipeline)
+
+    @functools.cached_property
+    def identity(self) -> dict[str, Any]:
+        """As StoreSchema.first_frame: channels of the mask, and the image encoder, whose weights are read once for
+        it."""
+        if self._encoder is None or self._config.pipeline is None:
+            return {"mask": self.mask}
+        folder = self._config.pipeline / IMAGE_ENCODER
+        tokens, dim = self._embeds(torch.zeros(1, 3, 1, 8, 8, dtype=torch.uint8)).shape[1:]
+        return {
+            "mask": self.mask,
+            "tokens": tokens,
+            "dim": dim,
+            "class_name": type(self._encoder).__name__,
+            "dtype": self._config.dtype,
+            "config": config_digest(read_config(_KEY, folder)),
+            "weights": weights_digest(self._encoder.state_dict()),
+            "weights_sample": weights_sample(folder, self._config.dtype),
+            "processor": config_digest(self._processor.to_dict()),
+        }
+
+    def encode(self, pixels: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Of videos uint8 [B, 3, F, H, W], or pictures without F: by name, latents [B, C, f, h, w] and embeddings
+        [B, tokens, dim]."""
+        videos = pixels.unsqueeze(2) if pixels.dim() == 4 else pixels
+        found = {FIRST_FRAME: self._codec.encode_first(to_unit_range(videos))}
+        if self._encoder is not None:
+            found[IMAGE_EMBEDS] = self._embeds(videos)
+        return {name: each.to("cpu", torch.bfloat16).contiguous() for name, each in found.items()}
+
+    @torch.no_grad()
+    def _embeds(self, videos: torch.Tensor) -> torch.Tensor:
+        """One by one: alone, a frame has the same bytes in whatever batch it comes."""
+        rows = []
+        for video in videos:
+            picture = Image.fromarray(video[:, 0].permute(1, 2, 0).expand(-1, -1, 3).contiguous().numpy())
+            given = self._processor(images=picture, return_tensors="pt").to(self._device, DTYPES[self._config.dtype])
+            rows.append(self._encoder(**given, output_hidden_states=True).hidden_states[_LAYER])
+        return torch.cat(rows)
+
+    def _loaded(self, folder: Path) -> tuple[Any, Any]:
+        """Image encoder and processor of the pipeline's folder."""
+        from bigdit.encoders.components import load_part, read_index  # transformers takes seconds to import
+
+        index = read_index(_KEY, folder)
+        parts = []
+        for name in (IMAGE_ENCODER, _PROCESSOR):
+            entry = index.get(name)
+            if not isinstance(entry, list) or not entry[0]:
+                raise UserError(f"{_KEY}: {folder} holds a {index['_class_name']} without {name}")
+            parts.append(load_part(_KEY, folder, name, entry, DTYPES[self._config.dtype], self._device))
+        return parts[0], parts[1]
+
+
+def load_first_frames(config: FirstFrameConfig | None, codec: ImageCodec, device: torch.device) -> FirstFrames | None:
+    """What encodes first frames, where a run asks for it. Raises UserError where it cannot be loaded."""
+    return None if config is None else FirstFrames(config, codec, device)

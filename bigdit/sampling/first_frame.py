@@ -1,0 +1,44 @@
+"""First frames of the videos that are drawn, for models that begin with a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from PIL import Image
+
+from bigdit.encoders.buckets import bucket_pixels
+from bigdit.encoders.first_frame import FirstFrames
+from bigdit.loader.first_frame import extras_of
+from bigdit.sources import Unusable
+from bigdit.sources.disk import PICTURE_BYTES, read_file
+from bigdit.sources.picture import decode
+from bigdit.sources.resample import Clip
+from bigdit.sources.video import is_video, video_frames
+
+_ONE = Clip(1, 1)
+
+
+def first_image(path: Path) -> Image.Image:
+    """The picture of a file, or the first frame of a video, upright, of mode RGB or L. Raises FileNotFoundError;
+    Unusable, with the reason; UserError where it cannot be read."""
+    if not is_video(path):
+        return decode(read_file(path, PICTURE_BYTES))
+    frame = next(video_frames(path, _ONE), None)
+    if frame is None:
+        raise Unusable("video without frames")
+    return frame
+
+
+def first_frame_extras(
+    frames: FirstFrames, images: Sequence[Image.Image], bucket: tuple[int, ...], count: int, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """The extras [count, …] fp32 of videos of `bucket` [(frames,) height, width], which begin with these images, or all
+    with the one; a picture is cropped to the bucket as extraction does it."""
+    videos = torch.zeros(len(images), 3, bucket[0] if len(bucket) == 3 else 1, *bucket[-2:], dtype=torch.uint8)
+    for video, image in zip(videos, images, strict=True):
+        _, pixels = bucket_pixels(image, [bucket[-2:]], "rgb")
+        video[:, 0] = torch.from_numpy(pixels)
+    found = extras_of(frames.encode(videos), frames.mask)
+    return {name: each.to(device, torch.float32).expand(count, *each.shape[1:]) for name, each in found.items()}

@@ -1,0 +1,159 @@
+"""Models of videos that begin with a picture, from files to samples: what they are fed is what their pipeline makes."""
+
+import json
+
+import diffusers
+import pytest
+import tiny_pipelines
+import torch
+import yaml
+from commands import bigdit
+from PIL import Image
+from tiny_vaes import wan
+from tiny_videos import moving_square
+
+from bigdit.encoders.buckets import bucket_pixels
+from bigdit.errors import UserError
+from bigdit.loader.read import BatchReader
+from bigdit.sampling.first_frame import first_image
+from bigdit.store import FeatureStore
+from bigdit.store.reader import Part
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("videos")]
+
+PIPELINE = "WanImageToVideoPipeline"
+SHAPE = (4, 3, 8, 16)  # of 5 frames of 16 × 32 pixels
+KWARGS = {
+    "num_attention_heads": 2,
+    "attention_head_dim": 12,
+    "in_channels": 10,  # latents, two of the mask, latents of the first frame
+    "out_channels": 4,
+    "text_dim": 16,
+    "freq_dim": 16,
+    "ffn_dim": 32,
+    "num_layers": 2,
+    "image_dim": 8,
+    "added_kv_proj_dim": 24,
+}
+
+
+@pytest.fixture(scope="module")
+def encoded(tmp_path_factory):
+    """The folder of a run over four clips whose features are made, and its pipeline without a transformer."""
+    folder = tmp_path_factory.mktemp("first")
+    torch.manual_seed(0)
+    vae = wan(halved=True).eval()
+    vae.register_to_config(scale_factor_temporal=2)
+    vae.save_pretrained(folder / "vae")
+    (folder / "pipeline").mkdir()
+    parts = tiny_pipelines.save(folder / "pipeline", PIPELINE)
+    (folder / "clips").mkdir()
+    for number in range(4):
+        moving_square(folder / f"clips/{number}.mp4", rightwards=number % 2 == 0)
+    config = {
+        "model": {"class_name": "WanTransformer3DModel", "kwargs": KWARGS},
+        "data": {
+            "images": str(folder / "clips"),
+            "features": str(folder / "features"),
+            "buckets": [[5, 16, 32]],
+            "fps": 8,
+        },
+        "encoders": {
+            "image": {"name": "vae", "class_name": "AutoencoderKLWan", "path": str(folder / "vae")},
+            "text": {"pipeline": str(folder / "pipeline")},
+            "first_frame": {"pipeline": str(folder / "pipeline")},
+        },
+        "train": {"steps": 2, "micro_batch_size": 2, "precision": "fp32"},
+        "output": str(folder / "run"),
+    }
+    (folder / "run.yaml").write_text(yaml.safe_dump(config))
+    done = bigdit("extract", "--config", folder / "run.yaml")
+    assert done.returncode == 0, done.stderr
+    parts |= {"vae": vae, "scheduler": diffusers.FlowMatchEulerDiscreteScheduler()}
+    return folder, tiny_pipelines.pipeline_of(PIPELINE, parts)
+
+
+@torch.no_grad()
+def of_pipeline(pipeline, picture):
+    """The condition and the embeddings that the pipeline's call makes of a picture, in bf16."""
+    image = pipeline.video_processor.preprocess(picture, height=16, width=32)
+    _, condition = pipeline.prepare_latents(image, 1, 4, 16, 32, 5, torch.float32, torch.device("cpu"))
+    return condition.bfloat16(), pipeline.encode_image(picture, torch.device("cpu")).bfloat16()
+
+
+def first_picture(path):
+    """As extraction has it: of the file, in its bucket."""
+    _, pixels = bucket_pixels(first_image(path), [(16, 32)], "rgb")
+    return Image.fromarray(pixels.transpose(1, 2, 0))
+
+
+def test_batches_are_what_the_pipeline_makes_to_the_bit(encoded):
+    folder, pipeline = encoded
+    store = FeatureStore.open(folder / "features")
+    assert {name: store.schema.first_frame[name] for name in ("mask", "tokens", "dim")} == {
+        "mask": 2, "tokens": 257, "dim": 8,
+    }  # fmt: skip
+    reader = BatchReader(store, 4, 1.0, pinned=False)  # captions are dropped, and first frames are not
+    for _ in range(2):  # in memory that is used again, too
+        batch = reader.read(SHAPE, *torch.tensor([[0, 0, 0, 0], [3, 0, 2, 1]]).numpy(), [1, 2, 3, 4])
+        assert set(batch.extras) == {"image_condition", "image_embeds"}
+        for place, number in enumerate([3, 0, 2, 1]):
+            condition, embeds = of_pipeline(pipeline, first_picture(folder / f"clips/{number}.mp4"))
+            assert torch.equal(batch.extras["image_condition"][place], condition[0])
+            assert torch.equal(batch.extras["image_embeds"][place], embeds[0])
+        assert batch.extras["image_condition"][0].std() > 0.1
+        del batch
+
+
+def test_a_step_is_rehearsed_to_the_byte_and_the_pipeline_loads_what_was_trained(encoded):
+    folder, pipeline = encoded
+    done = bigdit("bench", "step", "--config", folder / "run.yaml", "--steps", "3", "--out", folder / "step.json")
+    assert done.returncode == 0, done.stderr
+    receipt = json.loads((folder / "step.json").read_text())
+    assert receipt["predicted_peak_allocated_bytes"] == receipt["measured_peak_allocated_bytes"]
+    done = bigdit("train", "--config", folder / "run.yaml")
+    assert done.returncode == 0, done.stderr
+    picture = first_picture(folder / "clips/0.mp4")
+    picture.save(folder / "first.png")
+    drawn = bigdit("sample", "--checkpoint", folder / "run", "--caption", "a square", "--caption", "two", "--image",
+                   folder / "first.png", "--steps", "2", "--out", folder / "samples", "--json")  # fmt: skip
+    assert drawn.returncode == 0, drawn.stderr
+    for row in json.loads(drawn.stdout)["pictures"]:
+        with Image.open(folder / "samples" / row["file"]) as video:
+            assert (video.n_frames, video.size) == (5, (32, 16))
+    done = bigdit("export", "--checkpoint", folder / "run", "--out", folder / "exported")
+    assert done.returncode == 0, done.stderr
+    transformer = diffusers.WanTransformer3DModel.from_pretrained(folder / "exported/transformer")
+    whole = tiny_pipelines.pipeline_of(PIPELINE, pipeline.components | {"transformer": transformer})
+    whole.set_progress_bar_config(disable=True)
+    frames = whole(picture, "a square", height=16, width=32, num_frames=5, num_inference_steps=2, output_type="np")
+    assert frames.frames.shape == (1, 5, 16, 32, 3)
+
+
+def test_what_does_not_fit_is_refused(encoded):
+    folder, _ = encoded
+    config = folder / "run.yaml"
+    without = bigdit("train", "--config", config, "--set", "encoders.first_frame=null")
+    assert without.returncode == 1
+    assert "is fed the first frame, and encoders.first_frame is missing" in " ".join(without.stderr.split())
+    blind = bigdit("train", "--config", config, "--set", "encoders.first_frame={}")
+    assert "encoders.first_frame.pipeline is missing" in " ".join(blind.stderr.split())
+    narrow = bigdit("extract", "--config", config, "--set", "encoders.text.max_tokens=64")
+    assert "64 states of text, and with an image the model's blocks take 512" in " ".join(narrow.stderr.split())
+
+
+def test_a_first_frame_whose_bytes_changed_is_named(encoded, tmp_path):
+    folder, _ = encoded
+    (file,) = (folder / "features").glob("part-*.safetensors")
+    copy = tmp_path / file.name
+    part = Part.open(file)
+    data = bytearray(file.read_bytes())
+    column = part.header.columns["first_frame/4x3x8x16"]
+    data[column.offset + column.row_bytes + 5] ^= 1
+    copy.write_bytes(data)
+    assert list(part.damages()) == []
+    (problem,) = Part.open(copy).damages()
+    assert "is damaged in the first frame of row 1 of 4x3x8x16: its digest differs" in problem
+    rooms = {"first_frame": memoryview(bytearray(column.row_bytes)), "image_embeds": memoryview(bytearray(257 * 16))}
+    with pytest.raises(UserError, match="first frame of row 1"):
+        Part.open(copy).read_frame(SHAPE, 1, rooms)
