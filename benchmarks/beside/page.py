@@ -90,4 +90,5 @@ what they pick by a mask's values (Lumina, Z-Image, HunyuanImage).
   program that an emulated machine does not have. Before that `setup.py` asks for transformers from 5.6.0 on and kernels
   0.16: with transformers 5.24.0 `mageflow/vendor/models/modules/text_encoder.py:23`, which every start imports, finds
   no `Qwen3VLCausalLMOutputWithPast`; with 5.6.0 transformers' own `hub_kernels.py:89` fails with kernels 0.16; with
-  5.14.1 it comes as far as the first."""
+  5.14.1 it comes as far as the first. With a program of that name on its path it goes on, and ends in
+  `helpers/models/common.py:4050`, which makes a SanaPipeline without its scheduler; why was not found."""
