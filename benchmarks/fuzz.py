@@ -54,7 +54,7 @@ MORE_KEYS = (
     "train.grad_accum_steps", "train.ema", "train.ema.decay", "train.ema.power", "train.lora", "train.lora.rank",
     "train.checkpointed_blocks", "train.checkpointing", "train.grace", "train.offload_activations",
     "train.blocks_to_swap", "train.optimizer_in_backward", "train.decay_steps", "train.min_lr", "engine.timeout",
-    "engine.dp_replicate", "engine.ds_config", "engine.cpu_offload",
+    "engine.dp_replicate", "engine.ds_config", "engine.cpu_offload", "train.epochs",
 )  # fmt: skip
 WORDS = (
     "auto", "all", "none", "adamw", "came", "bf16", "fp16", "fp32", "fsdp2", "deepspeed", "single", "zero2", "identity",

@@ -49,11 +49,16 @@ def run(
         for line in stage.plan_notices(revision()):
             log.notice(f"note: {line}")
     libraries.prepare()
-    from bigdit.train.model import check_models  # torch, which only the processes that train need else
+    from bigdit.train.epochs import counted  # torch, which only the processes that train need else
+    from bigdit.train.model import check_models
     from bigdit.train.saves import snapshots_said
 
-    for stage, model in zip(stages, check_models(prepared), strict=True):
-        for line in snapshots_said(stage.run, model):
+    models = check_models(prepared)
+    prepared, lines = counted(prepared, needed=False)
+    for line in lines:
+        log.notice(line)
+    for each, model in zip(prepared, models, strict=True):
+        for line in snapshots_said(each.stage.run, model):
             log.notice(f"note: {line}")
     resolved = [
         {

@@ -148,7 +148,9 @@ def _check_text(run: RunConfig, model: ModelSpec) -> list[str]:
 def _check_schedule(run: RunConfig) -> list[str]:
     train, problems = run.train, []
     kind, decay = train.lr_schedule, train.decay_steps
-    if train.warmup_steps > train.steps:
+    if train.steps is None:
+        pass  # this is asked again when the epochs were counted
+    elif train.warmup_steps > train.steps:
         problems.append(f"train.warmup_steps is {train.warmup_steps}, beyond train.steps {train.steps}")
     elif train.warmup_steps + (decay or 0) > train.steps:
         problems.append(

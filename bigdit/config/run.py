@@ -262,12 +262,13 @@ class EncodersConfig(Strict):
 
 
 class TrainConfig(Strict):
-    """The length and the size of training: `steps` of the optimizer, in each of which a process takes
-    `micro_batch_size` samples at once, `grad_accum_steps` times (once), or so often that all processes at hand come to
-    `global_batch_size`. `precision`: as of a Strategy. `seed`: of weights, order, noise and t. `gradient_clipping`: the
-    most that the norm of all gradients may be; null: it is not computed. The learning rate warms up over
-    `warmup_steps`; then it stays (`lr_schedule`: constant), or falls from there on a half cosine (cosine), or, as one
-    minus the root of what is done, in the last `decay_steps` (wsd: warm-up, stable, decay); down to `min_lr`.
+    """The length and the size of training: `steps` of the optimizer, or as many as the store's samples, without those
+    held out, take for `epochs`, the last one full too. In each a process takes `micro_batch_size` samples at once,
+    `grad_accum_steps` times (once), or so often that all processes at hand come to `global_batch_size`. `precision`: as
+    of a Strategy. `seed`: of weights, order, noise, t and, in bf16_sr, of rounding. `gradient_clipping`: the most that
+    the norm of all gradients may be; null: it is not computed. The learning rate warms up over `warmup_steps`; then it
+    stays (`lr_schedule`: constant), or falls from there on a half cosine (cosine), or, as one minus the root of what is
+    done, in the last `decay_steps` (wsd: warm-up, stable, decay); down to `min_lr`.
 
     `checkpointed_blocks`: the first so many blocks are recomputed in the backward pass, whole or (`checkpointing:
     selective`) all but matrix products and attention; `offload_activations`: what the blocks save waits on the host;
@@ -283,7 +284,8 @@ class TrainConfig(Strict):
     the run ends.
     """
 
-    steps: Count
+    steps: Count | None = None
+    epochs: Annotated[Positive, Field(le=10**6)] | None = None
     micro_batch_size: Count
     global_batch_size: Count | None = None
     grad_accum_steps: Count | None = None
@@ -309,6 +311,23 @@ class TrainConfig(Strict):
     grace: Positive = 60.0
     most_skipped_steps: Count = 10
     seed: Natural = 0
+
+    @model_validator(mode="after")
+    def _one_length(self) -> TrainConfig:
+        if self.steps is None and self.epochs is None:
+            raise ValueError("steps and epochs are both missing; set one of them")
+        if self.steps is not None and self.epochs is not None:
+            raise ValueError(
+                f"steps is {self.steps} and epochs {self.epochs:g}, and one follows from the other; leave one of them "
+                "out, or set it to null"
+            )
+        return self
+
+    @property
+    def known_steps(self) -> int:
+        """`steps`, which a run by epochs has when its samples were counted (train/epochs.py)."""
+        assert self.steps is not None, "its epochs were not counted"
+        return self.steps
 
 
 class EngineConfig(Strict):
@@ -336,8 +355,8 @@ class RunConfig(Strict):
     checkpoints, exports, pictures, metrics, the receipt and the run's page.
 
     `stages`, one after another with the same weights, optimizer state and average: of each, what it has otherwise than
-    the run, under the same keys, such as `data` and `train.steps`, which are its own; and `plan`, a folder of
-    `bigdit plan --out` that decides how it is stepped.
+    the run, under the same keys, such as `data` and `train.steps` or `train.epochs`, which are its own; and `plan`, a
+    folder of `bigdit plan --out` that decides how it is stepped.
 
     `objective` left out is the model's own: DDPM of DiT and PixArt, flow matching of all others.
     """

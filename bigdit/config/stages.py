@@ -31,7 +31,7 @@ _SHARED = (
 @dataclass(frozen=True)
 class Stage:
     """Stage `number` of `count`, from 0: a whole `run` of its own that begins at step `start` of all, by a `plan` that
-    was read from `source` where it has one. A run without stages is one."""
+    was read from `source` where it has one; the key `length` says how long it is. A run without stages is one."""
 
     run: RunConfig
     number: int = 0
@@ -39,11 +39,12 @@ class Stage:
     start: int = 0
     plan: PlanFile | None = None
     source: Path | None = None
+    length: str = "train.steps"
 
     @property
     def end(self) -> int:
         """How many steps were taken when it is done, with those of the stages before it."""
-        return self.start + self.run.train.steps
+        return self.start + self.run.train.known_steps
 
     @property
     def name(self) -> str:
@@ -96,7 +97,7 @@ def load_stages(
             f"--plan is {source}, and {path} has stages, each of which may have a plan of its own: stages.0.plan"
         )
     try:
-        return _in_order(of_each(range(len(asked)), lambda number: _loaded(document, asked, number), "stages.{}."))
+        return _sharing(of_each(range(len(asked)), lambda number: _loaded(document, asked, number), "stages.{}."))
     except UserError as error:
         raise UserError(*(f"{path}: {problem}" for problem in error.problems)) from None
 
@@ -122,6 +123,15 @@ def of_each(numbers: Sequence[int], action: Callable[[int], T], before: str = "s
     in_all = set.intersection(*(set(own) for _, own in problems)) if len(problems) == len(numbers) else set()
     lines = [line if line in in_all else before.format(number) + line for number, own in problems for line in own]
     raise UserError(*dict.fromkeys(lines))
+
+
+def in_order(stages: Sequence[Stage]) -> tuple[Stage, ...]:
+    """Each begins where the one before it ends; after one whose epochs were not counted yet that is not known."""
+    placed, start = [], 0
+    for stage in stages:
+        placed.append(replace(stage, start=start))
+        start += stage.run.train.steps or 0
+    return tuple(placed)
 
 
 def not_shared(number: int, key: str, found: Any, first: Any) -> str:
@@ -160,18 +170,11 @@ def _loaded(base: dict[str, Any], asked: Sequence[dict[str, Any]], number: int) 
     return Stage(run, number, len(asked), plan=plan, source=path)
 
 
-def _in_order(stages: Sequence[Stage]) -> tuple[Stage, ...]:
-    """Each begins where the one before it ends. Raises UserError where they do not share what all stages do."""
-    problems: list[str] = []
-    placed: list[Stage] = []
-    start = 0
-    for stage in stages:
-        problems += _not_shared(stage, stages[0])
-        placed.append(replace(stage, start=start))
-        start = placed[-1].end
-    if problems:
+def _sharing(stages: Sequence[Stage]) -> tuple[Stage, ...]:
+    """The stages in order. Raises UserError where they do not share what all stages do."""
+    if problems := [line for stage in stages for line in _not_shared(stage, stages[0])]:
         raise UserError(*problems)
-    return tuple(placed)
+    return in_order(stages)
 
 
 def _parsed(document: dict[str, Any], path: str, plan: PlanFile | None, source: Path | None) -> RunConfig:

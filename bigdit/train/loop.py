@@ -108,7 +108,7 @@ def _train(stages: Sequence[Prepared], world: World, stop: Stop, device: torch.d
         notices += [f"note: {line}" for line in checkpoint.check_objective(found, objective)]
     _say(world, notices)
     if found is not None and start >= end:
-        _say(world, [f"{found.folder} has its {start} steps already; raise {stage.prefix}train.steps to go on"])
+        _say(world, [f"{found.folder} has its {start} steps already; raise {stage.prefix}{stage.length} to go on"])
         if world.is_main:
             exports.export_missed(run, ends, found)
         if not (run.output / RECEIPT).exists():

@@ -79,6 +79,7 @@ def _train(config: Path, overrides: Sequence[str], source: Path | None, around: 
         _set_allocator(world)
     libraries.prepare()
     with libraries.importing():  # torch and the engines, only when the config is known to be good
+        from bigdit.train.epochs import counted
         from bigdit.train.loop import train
         from bigdit.train.model import check_models
         from bigdit.train.processes.anew import start_all_again
@@ -86,6 +87,9 @@ def _train(config: Path, overrides: Sequence[str], source: Path | None, around: 
 
         check_models(prepared)
 
+    prepared, lines = counted(prepared)
+    for line in lines if world.is_main else ():
+        log.notice(line)
     run = stages[0].run
     stop = Stop(run.train.grace, world)
     try:

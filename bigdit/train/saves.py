@@ -21,11 +21,11 @@ def snapshots_said(run: RunConfig, model: nn.Module) -> list[str]:
     if every is None or ema is None:
         return []
     each = 4 * ema.count * sum(weights.numel() for weights in model.parameters() if weights.requires_grad)
-    count = run.train.steps // every
-    return [
-        f"snapshots of {ema.count} averages take {gib(each)} of disk each, and the {count:,} of train.steps "
-        f"{run.train.steps} (train.snapshot_every {every}) {gib(count * each)}"
-    ]
+    line = f"snapshots of {ema.count} averages take {gib(each)} of disk each"
+    if (steps := run.train.steps) is None:
+        return [f"{line}; how many train.epochs {run.train.epochs:g} come to is not known yet"]
+    count = steps // every
+    return [f"{line}, and the {count:,} of train.steps {steps} (train.snapshot_every {every}) {gib(count * each)}"]
 
 
 class Saves:

@@ -12,8 +12,9 @@ def learning_rate(run: RunConfig, step: int) -> float:
     train, peak = run.train, run.optimizer.lr
     if step < train.warmup_steps:
         return peak * (step + 1) / train.warmup_steps
-    fall = {"constant": 0, "cosine": train.steps - train.warmup_steps, "wsd": train.decay_steps or 0}[train.lr_schedule]
-    past = step - (train.steps - fall)
+    steps = train.known_steps
+    fall = {"constant": 0, "cosine": steps - train.warmup_steps, "wsd": train.decay_steps or 0}[train.lr_schedule]
+    past = step - (steps - fall)
     if past <= 0:
         return peak
     shape = _half_cosine if train.lr_schedule == "cosine" else _one_minus_root

@@ -165,7 +165,7 @@ def test_a_run_with_stages_has_a_plan_of_each_by_which_it_trains(tmp_path):
         "train": {"global_batch_size": 4, "checkpointed_blocks": 0},
         "optimizer": {"name": "adamw"},
         "engine": {"name": "single"},
-        "stages": [{"data": {"buckets": [[256, 256]]}, "train": {"steps": 9}}, {"train": {"steps": 3}}],
+        "stages": [{"data": {"buckets": [[256, 256]]}, "train": {"epochs": 2}}, {"train": {"steps": 3}}],
         "output": "run",
     }
     config, plans = tmp_path / "run.yaml", tmp_path / "plans"
@@ -175,6 +175,7 @@ def test_a_run_with_stages_has_a_plan_of_each_by_which_it_trains(tmp_path):
     assert [line for line in done.stdout.splitlines() if line.startswith("train by it")] == [
         f"train by it: stages.{number}.plan: {plans}/stage-{number}" for number in (0, 1)
     ]
+    assert done.stdout.count("how long it takes is said with --images") == 2
     for number, stage in enumerate(run["stages"]):
         stage["plan"] = str(plans / f"stage-{number}")
     config.write_text(yaml.safe_dump(run))
@@ -182,6 +183,7 @@ def test_a_run_with_stages_has_a_plan_of_each_by_which_it_trains(tmp_path):
     assert done.returncode == 0, done.stderr
     strategies = [stage["strategy"] for stage in json.loads(done.stdout)["stages"]]
     recorded = [yaml.safe_load((plans / f"stage-{number}/plan.yaml").read_text()) for number in (0, 1)]
+    assert recorded[0]["question"]["epochs"] == 2
     assert [each["question"]["resolution"] for each in recorded] == [[256, 256], [512, 512]]
     assert [each["micro_batch_size"] for each in strategies] == [
         each["strategy"]["micro_batch_size"] for each in recorded

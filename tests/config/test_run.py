@@ -76,8 +76,13 @@ def test_all_problems_of_values_are_told_at_once():
         ("train.ema={widths: [0.1, 0.1]}", "train.ema: ema.widths is [0.1, 0.1]; each is an average of its own, so let "
          "them differ"),
         ("train.ema={widths: [0.05]}", "train.ema.widths is [0.05], and a list of at least 2 was expected"),
-        ("train=null", "train is null, and keys such as steps, micro_batch_size, global_batch_size, grad_accum_steps, "
-         "precision, gradient_clipping were expected"),
+        ("train=null", "train is null, and keys such as steps, epochs, micro_batch_size, global_batch_size, "
+         "grad_accum_steps, precision were expected"),
+        ("train.steps=null", "train: steps and epochs are both missing; set one of them"),
+        ("train.epochs=2.5", "train: steps is 800 and epochs 2.5, and one follows from the other; leave one of them "
+         "out, or set it to null"),
+        ("train.epochs=0", "train.epochs is 0, and a number above 0 was expected"),
+        ("train.epochs=1e7", "train.epochs is '1e7', and 1000000 or less was expected"),
         ("optimizer.lr=.inf", "optimizer.lr is inf, and a finite number was expected"),
         ("optimizer.lr=.nan", "optimizer.lr is nan, and a finite number was expected"),
         ("optimizer.lr=true", "optimizer.lr is true, and a number was expected"),

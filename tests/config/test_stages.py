@@ -66,7 +66,7 @@ def test_a_stage_has_what_the_run_lacks(tmp_path):
     path = written(tmp_path, LOW, HIGH, train=document["train"])
     assert [stage.end for stage in load_stages(path)] == [5, 12]
     assert problems(written(tmp_path, LOW, {}, train=document["train"])) == [
-        "stages.1.train.steps: missing; it has no default"
+        "stages.1.train: steps and epochs are both missing; set one of them"
     ]
 
 

@@ -47,7 +47,7 @@ class Found:
     @property
     def wanted(self) -> int | None:
         """How many are to be taken; None where that is not known."""
-        return None if self.record is None else self.record.steps or self.record.run.train.steps
+        return None if self.record is None else self.record.steps or self.record.run.train.known_steps
 
     @functools.cached_property
     def borders(self) -> dict[int, str]:

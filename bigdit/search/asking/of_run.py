@@ -86,9 +86,11 @@ def _question(document: dict[str, Any], asked: Mapping[str, Any]) -> Question:
         full=run.train.lora is None,
         **{**asked, "gpus": gpus or asked.get("gpus")},
     )
+    if run.train.epochs is not None:
+        return question.model_copy(update={"epochs": run.train.epochs})
     if question.images is None or batch is None:
         return question
-    return question.model_copy(update={"epochs": run.train.steps * batch / question.images})
+    return question.model_copy(update={"epochs": run.train.known_steps * batch / question.images})
 
 
 def _model(run: RunConfig) -> str:

@@ -45,6 +45,13 @@ def test_each_stage_is_asked_with_what_is_said_of_it(tmp_path):
     assert (low.global_batch_size, low.epochs, high.epochs) == (32, 3.2, 0.32)
 
 
+def test_epochs_are_asked_as_they_are(tmp_path):
+    """Of as many images as are named, or of none: these and the global batch are the plan's to say."""
+    stages = written(tmp_path, {"train": {"epochs": 2.5}}, HIGH)
+    for options in ({}, {"images": "10k"}):
+        assert asked(stages, **options)[0].epochs == 2.5
+
+
 def test_a_run_without_stages_is_one_question(tmp_path):
     adapted = {"train": {"steps": 9, "lora": {"rank": 4}, "ema": {"device": "cpu"}}, "optimizer": {"name": "came"}}
     (only,) = asked(written(tmp_path, **adapted))

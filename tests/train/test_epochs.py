@@ -1,0 +1,114 @@
+"""A run, or a stage, by epochs of its store: how many steps they come to, said before; and it goes on to the bit."""
+
+import json
+import shutil
+
+import pytest
+import torch
+import yaml
+from commands import DIGITS, SINGLE, TINY, bigdit, with_set
+from safetensors.torch import load_file
+
+from bigdit.config import load_stages
+from bigdit.errors import UserError
+from bigdit.train.epochs import counted, steps_of
+from bigdit.train.metrics import read_metrics
+from bigdit.train.prepare import prepare_stages
+
+SAMPLES, BATCH = 240, 16
+EPOCHS = ("train.steps=null", "train.epochs=0.5")
+STEPS = 8
+
+
+@pytest.mark.parametrize(
+    ("epochs", "samples", "batch", "steps"),
+    [
+        *((1, 240, 16, 15), (0.5, 240, 16, 8), (2, 241, 16, 31), (1e-9, 5, 8, 1)),
+        (1.1, 100, 10, 11),  # as it is written: the float is above 1.1
+    ],
+)
+def test_the_last_step_is_full_too(epochs, samples, batch, steps):
+    assert steps_of(float(epochs), samples, batch) == steps
+
+
+def length(features, *overrides):
+    prepared = prepare_stages(load_stages(DIGITS, [*TINY, *SINGLE, f"data.features={features}", *overrides]), 1)
+    return counted(prepared)
+
+
+def test_what_is_held_out_does_not_count(features):
+    (found,), lines = length(features, "train.steps=null", "train.epochs=2", "validation={samples: 40}")
+    assert (found.stage.run.train.steps, found.stage.run.train.epochs, found.stage.end) == (25, None, 25)
+    assert lines == ["train.epochs 2 of 200 samples in steps of 16: 25 steps"]
+    assert length(features)[1] == []
+
+
+def test_the_schedule_is_held_against_what_they_come_to(features):
+    with pytest.raises(UserError, match=r"^train\.warmup_steps is 9, beyond train\.steps 8$"):
+        length(features, *EPOCHS, "train.warmup_steps=9")
+
+
+def test_a_dry_run_says_what_they_come_to(features, tmp_path):
+    def dry(features):
+        settings = with_set([*TINY, *SINGLE, *EPOCHS, f"data.features={features}"])
+        done = bigdit("train", "--config", DIGITS, "--dry-run", *settings)
+        assert done.returncode == 0, done.stderr
+        train = json.loads(done.stdout)["run"]["train"]
+        return (train["steps"], train["epochs"]), " ".join(done.stderr.split())
+
+    found, said = dry(features)
+    assert found == (STEPS, None)
+    assert "train.epochs 0.5 of 240 samples in steps of 16: 8 steps" in said
+    found, said = dry(tmp_path)
+    assert found == (None, 0.5)
+    assert f"train.epochs 0.5: how many steps they come to is known when {tmp_path} holds features" in said
+
+
+@pytest.fixture(scope="module")
+def staged(features, tmp_path_factory):
+    """A run of two stages by epochs, and trains it into an output; the exit status."""
+    folder = tmp_path_factory.mktemp("epochs")
+    stages = [{"train": {"epochs": 0.5}}, {"train": {"epochs": 0.2, "warmup_steps": 0}}]
+    document = yaml.safe_load(DIGITS.read_text()) | {"stages": stages}
+    del document["train"]["steps"]
+    document["data"]["features"] = str(features)
+    (folder / "run.yaml").write_text(yaml.safe_dump(document))
+    tiny = [each for each in TINY if not each.startswith("train.steps")]
+
+    def train(output, *overrides):
+        settings = with_set([*tiny, *SINGLE, f"output={output}", "train.checkpoint_every=3", *overrides])
+        return bigdit("train", "--config", folder / "run.yaml", *settings)
+
+    return train
+
+
+def course(output):
+    """What each step was, and the weights at the end."""
+    rows = [(row["step"], row["stage"], row["lr"], row["loss"]) for row in read_metrics(output / "metrics.jsonl")]
+    return rows, load_file(output / "exports/step-00000011/transformer/diffusion_pytorch_model.safetensors")
+
+
+@pytest.mark.slow
+def test_stages_by_epochs_go_on_to_the_bit(staged, tmp_path):
+    """From a checkpoint of the first stage over the border that its epochs come to; by more epochs they go on."""
+    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
+    done = staged(straight, "train.keep_checkpoints=9")
+    assert done.returncode == 0, done.stderr
+    said = " ".join(done.stderr.split())
+    assert said.count("stages.0.train.epochs 0.5 of 240 samples in steps of 16: 8 steps") == 2  # at each start
+    assert "stages.1.train.epochs 0.2 of 240 samples in steps of 16: 3 steps" in said
+    assert "stages.1: steps 8 to 11 of 11" in said
+    shutil.copytree(straight, stopped)  # and set back to its first checkpoint
+    for step in (6, 8, 9, 11):
+        shutil.rmtree(stopped / f"checkpoints/step-{step:08d}")
+    (stopped / "checkpoints/latest").write_text("step-00000003\n")
+    done = staged(stopped, "train.keep_checkpoints=9")
+    assert done.returncode == 0, done.stderr
+    rows, weights = course(straight)
+    again, weights_again = course(stopped)
+    assert [row[:2] for row in rows] == [(step, int(step >= STEPS)) for step in range(11)]
+    assert again == rows
+    assert all(torch.equal(weights[name], weights_again[name]) for name in weights)
+    assert "has its 11 steps already; raise stages.1.train.epochs to go on" in " ".join(staged(stopped).stderr.split())
+    moved = " ".join(staged(stopped, "stages.0.train.epochs=0.6").stderr.split())
+    assert "was saved in one that begins at step 8, and the one that step 11 is of now begins at 9" in moved
