@@ -22,8 +22,8 @@ from bigdit.errors import UserError
 from bigdit.spec import ModelSpec
 
 
-def restore(checkpoint: Checkpoint, engine: Engine, peers: Peers, ema: Ema | None = None) -> list[str]:
-    """Put masters, optimizer state and average in place, on all processes; what a person should know of it.
+def restore(checkpoint: Checkpoint, engine: Engine, peers: Peers, ema: Ema | None = None) -> None:
+    """Put masters, optimizer state and average in place, on all processes.
 
     Its files were verified before. Raises UserError where it holds another model's, or another optimizer's state.
     """
@@ -33,17 +33,13 @@ def restore(checkpoint: Checkpoint, engine: Engine, peers: Peers, ema: Ema | Non
     make_state(engine, saved, rank)
     wanted = places(engine, ema, rank)
     filled = {name: place for name, place in wanted.items() if name in saved}
-    notices = []
     for name in sorted(wanted.keys() - saved):
         if name.startswith("state.") and not wanted[name].number:
             wanted[name].tensor.zero_()  # of a parameter that no gradient had come to, in a master of several
-        elif name.startswith("rng."):
-            notices = ["there are more processes than before: the new ones round by random numbers of their own"]
         elif not wanted[name].number:
             raise UserError(f"{checkpoint.folder} does not hold {name}: it is of another model or optimizer")
     _load(checkpoint, filled, reader, peers)
-    adopt(engine, ema, filled, rank)
-    return notices
+    adopt(engine, ema, filled)
 
 
 def load_model(spec: ModelSpec, source: Path, *, dtype: torch.dtype) -> nn.Module:

@@ -10,7 +10,7 @@ the same engine on as many processes alone.
     state.<key>.<parameter>        the optimizer's state: an element for each of the master's, or one number
     local.<rank>.<i>.<key>         other state of this process's master i, and each part of a quantised one
     updates                        of an average whose profile is a power function: how many steps it has taken in
-    scaler.<key>, rng.<rank>       of fp16 and of stochastic rounding
+    scaler.<key>                   of fp16
 """
 
 from __future__ import annotations
@@ -53,9 +53,6 @@ def places(engine: Engine, ema: Ema | None, rank: int) -> dict[str, Place]:
         found[UPDATES] = _number(ema.updates)
     if engine.scaler is not None:
         found |= {f"scaler.{key}": _number(value) for key, value in engine.scaler.state_dict().items()}
-    if engine.strategy.precision == "bf16_sr":
-        generator = _rng(engine.device).get_rng_state()
-        found[f"rng.{rank}"] = Place(generator, 0, generator.numel(), number=True)
     return found
 
 
@@ -122,8 +119,8 @@ def make_state(engine: Engine, saved: Collection[str], rank: int) -> None:
             master.grad = held
 
 
-def adopt(engine: Engine, ema: Ema | None, filled: dict[str, Place], rank: int) -> None:
-    """Put back what is no view: numbers, the loss scale, random numbers."""
+def adopt(engine: Engine, ema: Ema | None, filled: dict[str, Place]) -> None:
+    """Put back what is no view: numbers, the loss scale."""
     if ema is not None and UPDATES in filled:
         ema.updates = int(filled[UPDATES].tensor.item())
     for shard in engine.shards():
@@ -134,8 +131,6 @@ def adopt(engine: Engine, ema: Ema | None, filled: dict[str, Place], rank: int) 
     if engine.scaler is not None:
         keys = engine.scaler.state_dict()
         engine.scaler.load_state_dict({key: filled[f"scaler.{key}"].tensor.item() for key in keys})
-    if f"rng.{rank}" in filled:
-        _rng(engine.device).set_rng_state(filled[f"rng.{rank}"].tensor)
 
 
 def _run(tensor: torch.Tensor, shard: Shard) -> Place:
@@ -172,8 +167,3 @@ def _parts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _rng(device: torch.device) -> Any:
-    """Where the generator of `device` is read and set."""
-    return torch if device.type == "cpu" else torch.get_device_module(device)

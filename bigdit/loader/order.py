@@ -171,6 +171,11 @@ class Order:
         return np.random.Generator(np.random.Philox(np.random.SeedSequence((self._seed, *names), spawn_key=stage)))
 
 
+def step_seed(seed: int, step: int) -> int:
+    """The 63-bit seed of what an optimizer draws in `step`, alike on all processes: replicas of a weight stay equal."""
+    return sample_seed(seed, step, -1)
+
+
 def sample_seed(seed: int, step: int, position: int) -> int:
     """The 63-bit seed of all randomness of the sample at `position` in the global batch of `step`."""
     digest = hashlib.blake2b(f"{seed}/{step}/{position}".encode(), digest_size=8).digest()

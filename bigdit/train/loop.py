@@ -22,6 +22,7 @@ from bigdit.config.output import AVERAGES, CHECKPOINTS, EXPORTS, RECEIPT, receip
 from bigdit.dist import World
 from bigdit.encoders.fit import smaller_than_planned
 from bigdit.errors import UserError
+from bigdit.loader.order import step_seed
 from bigdit.loader.stages import data_state, plan_order
 from bigdit.loader.stream import FeatureStream
 from bigdit.models.compiling import compiling_said, compiling_told
@@ -146,7 +147,7 @@ def _train(stages: Sequence[Prepared], world: World, stop: Stop, device: torch.d
         engine = engines.create(strategy, model, family, device=device, world=world)
         ema = engines.ema_of(engine)
         if found is not None:
-            _say(world, checkpoint.restore(found, engine, peers, ema))
+            checkpoint.restore(found, engine, peers, ema)
             _say(world, [f"going on from {found.folder}, step {start}"])
         if staged:
             _say(world, [f"{stage.name}: steps {stage.start} to {end} of {ends[-1]}"])
@@ -227,6 +228,7 @@ def _train(stages: Sequence[Prepared], world: World, stop: Stop, device: torch.d
         for step in range(start, end):
             micro_batches = next(steps)
             lr = learning_rate(run, step - stage.start)
+            torch.manual_seed(step_seed(run.train.seed, step))  # bf16_sr rounds by it
             with meter.step(micro_batches) as (batches, phase), recovery.step(step, phase) as noted:
                 result = train_step(engine, family, objective, batches, lr=lr, ema=ema, phase=noted)
             measured: dict[str, Any] = {}
