@@ -45,7 +45,7 @@ Made by `python benchmarks/plans.py`: each question is planned by rehearsals alo
 emulated cards (`--device emulated`). *reserved* is torch's, of the recommended strategy; *none* and *all* are the
 largest micro-batches with nothing and with all blocks recomputed: rehearsals predict them from shallow siblings, and on
 emulated cards so many ran and one more did not. *s* is what the first plan took, with nothing kept, and what the second
-one took more, which finds the first one's rehearsals; on two cores, which did other work beside it."""
+one took more, which finds the first one's rehearsals; on two cores."""
 
 
 @dataclass(frozen=True)
