@@ -1,6 +1,7 @@
 """Rows for trackers: what TensorBoard reads of them, a run that goes on, and trackers that fail."""
 
 import json
+import time
 
 import pytest
 from commands import DIGITS, SINGLE, TINY, with_set
@@ -26,6 +27,7 @@ def test_tensorboard_has_every_step_once_also_of_a_run_that_goes_on(features, tm
     run_to(3, tmp_path, features, *chosen)
     with SummaryWriter(tmp_path / "tensorboard") as killed:  # a start that had no time to save what it did
         killed.add_scalar("loss", 99.0, 3)
+    time.sleep(1)  # TensorBoard reads files by the second of their making, then by the number of who made them
     run_to(5, tmp_path, features, *chosen)
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert scalars(tmp_path, "loss") == [(row["step"], pytest.approx(row["loss"])) for row in rows]
