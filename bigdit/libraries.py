@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import gc
+import importlib.metadata
 import importlib.util
 import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 
@@ -19,15 +20,18 @@ _NOT_FOR_THEM = ("bitsandbytes", "peft", "scipy", "torchao")
 model, for quantised checkpoints, adapters and losses of their own: four of eleven seconds, in every process."""
 _NOT_FOR_MODELS = ("transformers",)
 """What diffusers imports with any model for its pipelines, which steps do without: a fifth of what is left."""
+_FOR_PIPELINES = "transformers.utils.quantization_config"
+"""What it imports whether it finds transformers or not, and does without where that fails (diffusers 0.42)."""
+_NAMES_ASKED = "diffusers.utils.import_utils"
+"""Reads the files of all installed packages for the names under which three are distributed that bigdit never drives
+(optimum, flashinfer, modelopt), and by what code of a downloaded pipeline imports, which bigdit runs none of."""
 
 _hidden: tuple[str, ...] = _NOT_FOR_THEM
 
 
-def prepare(*, models_alone: bool = False) -> None:
+def prepare() -> None:
     """Keep what concerns only the libraries' own developers from the user's screen, whose errors stay, and what only
-    other uses of them need from being imported. `models_alone`: diffusers finds no encoders for pipelines, either."""
-    global _hidden
-    _hidden = (*_NOT_FOR_THEM, *_NOT_FOR_MODELS) if models_alone else _NOT_FOR_THEM
+    other uses of them need from being imported."""
     # torch's distributed checkpoint says that one process saves and loads for itself.
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
@@ -42,6 +46,21 @@ def prepare(*, models_alone: bool = False) -> None:
     logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     importlib.util.find_spec = _find_spec
+    importlib.metadata.packages_distributions = _packages_distributions
+
+
+def import_models_alone() -> None:
+    """`prepare`, and import diffusers so that it finds no encoders for pipelines either, which others still may."""
+    global _hidden
+    prepare()
+    _hidden = (*_NOT_FOR_THEM, *_NOT_FOR_MODELS)
+    imported = _FOR_PIPELINES in sys.modules
+    if not imported:
+        sys.modules[_FOR_PIPELINES] = None  # type: ignore[assignment]  # an import of it fails, as the interpreter says
+    import diffusers.quantizers  # noqa: F401
+
+    if not imported:
+        del sys.modules[_FOR_PIPELINES]
 
 
 @contextmanager
@@ -75,6 +94,7 @@ def uncompiled() -> Iterator[None]:
 
 
 _every_spec = importlib.util.find_spec
+_every_name = importlib.metadata.packages_distributions
 
 
 def _find_spec(name: str, package: str | None = None) -> ModuleSpec | None:
@@ -82,3 +102,8 @@ def _find_spec(name: str, package: str | None = None) -> ModuleSpec | None:
     if name in _hidden and sys._getframe(1).f_globals.get("__name__") in _ASKING:
         return None
     return _every_spec(name, package)
+
+
+def _packages_distributions() -> Mapping[str, list[str]]:
+    """Packages by the modules that they install; none where that is asked for nothing."""
+    return {} if sys._getframe(1).f_globals.get("__name__") == _NAMES_ASKED else _every_name()

@@ -15,7 +15,8 @@ from bigdit.rehearse.card.attempt import Attempts
 from bigdit.rehearse.card.run import Timing
 from bigdit.rehearse.lanes import RehearsalError
 from bigdit.rehearse.pool import Pool
-from bigdit.speed.work import Amount, Load, work_of
+from bigdit.speed.amounts import Amount
+from bigdit.speed.work import Load, work_of
 from on_gpu.page import measured
 from on_gpu.points import GPU, POINTS, Point
 

@@ -70,8 +70,24 @@ def torchao(spec: OptimizerSpec, params: Groups, *, stochastic_rounding: bool) -
     )
     if spec.name in TORCHAO:
         optimizer._subclass_zeros = functools.partial(_quantised_zeros, optimizer._subclass_zeros)
-    optimizer.step = torch.compiler.set_stance("force_eager")(optimizer.step)
+    optimizer.step = _as_written(optimizer.step)
     return optimizer
+
+
+def _as_written(step: Callable[..., Any]) -> Callable[..., Any]:
+    """`step` with what it hands to torch.compile left as it is: even where nothing is compiled, each call of that takes
+    longer than the update of a tensor that follows, and a step calls it for every one."""
+
+    @functools.wraps(step)
+    def uncompiled(*args: Any, **kwargs: Any) -> Any:
+        compiling = torch.compile
+        torch.compile = lambda function, **options: function
+        try:
+            return step(*args, **kwargs)
+        finally:
+            torch.compile = compiling
+
+    return uncompiled
 
 
 def _quantised_zeros(zeros: Callable[..., torch.Tensor], p: torch.Tensor, *args: Any) -> torch.Tensor:

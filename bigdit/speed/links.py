@@ -6,9 +6,10 @@ import math
 
 from bigdit.catalog import Gpu
 from bigdit.spec import Strategy
+from bigdit.speed.amounts import Amount
 from bigdit.speed.cluster import Cluster
 from bigdit.speed.interval import Interval
-from bigdit.speed.work import Amount, Exchange, Load
+from bigdit.speed.work import Exchange, Load
 
 NVLINK = Interval(low=0.65, high=0.82)
 """Share of NVLink's peak, one way, that a ring's bus bandwidth reaches.
@@ -67,23 +68,17 @@ def exchange_seconds(load: Load, strategy: Strategy, gpu: Gpu, cluster: Cluster)
 
 def copy_seconds(load: Load, gpu: Gpu) -> Interval:
     """Seconds of copies between card and host: both ways at once in the low bound."""
-    way = {
-        place: sum(amount.nbytes for operation, amount in load.operations.items() if operation.place == place)
-        for place in ("to device", "to host")
-    }
-    peak = gpu.host_gbs * 1e9
+    there, back, peak = load.at("to device").nbytes, load.at("to host").nbytes, gpu.host_gbs * 1e9
     return Interval(
-        low=HOST_LINK.per(max(way.values()) / peak).low,
-        high=HOST_LINK.per(sum(way.values()) / peak).high,
+        low=HOST_LINK.per(max(there, back) / peak).low,
+        high=HOST_LINK.per((there + back) / peak).high,
     )
 
 
 def host_seconds(load: Load, cluster: Cluster) -> Interval:
     """Seconds of operators on the host's own tensors, whose memory the processes of a machine share."""
-    on_host = [amount for operation, amount in load.operations.items() if operation.place == "host"]
-    processes = min(cluster.gpus, cluster.gpus_per_node)
-    moved = HOST_MEMORY.per(sum(amount.nbytes for amount in on_host) * processes)
-    return moved + HOST_CALL * sum(amount.calls for amount in on_host)
+    on_host, processes = load.at("host"), min(cluster.gpus, cluster.gpus_per_node)
+    return HOST_MEMORY.per(on_host.nbytes * processes) + HOST_CALL * on_host.calls
 
 
 def _stride(exchange: Exchange, strategy: Strategy) -> int:

@@ -8,12 +8,19 @@ that are planned here.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from bigdit.catalog import Gpu
 from bigdit.spec import Precision
+from bigdit.speed.amounts import Keys, Rows
 from bigdit.speed.interval import Interval
-from bigdit.speed.work import Amount, Load, Operation
+from bigdit.speed.work import Load, Operation, rows_at
+
+Numbers = npt.NDArray[np.float64]
 
 HERE = "benchmarks/gpu_matrix.md"
 """What operators took in training steps on an H100, measured there with torch 2.11, of the points that are not held
@@ -133,6 +140,9 @@ HEADS = "(heads of "
 _ATTENTION = ("scaled_dot_product", "flash_attention", "efficient_attention", "cudnn_attention")
 _STEP = ("step", "ema")
 
+KINDS = ("matrix products", "attention", "convolutions", "memory-bound operators", "encoders", "optimizer")
+"""What of a step kernels can be."""
+
 
 class Pace(NamedTuple):
     """How fast a card runs an operator: what it reaches of the peak `rate` (FLOPs a second) and of the `bandwidth`
@@ -149,40 +159,59 @@ class Pace(NamedTuple):
     beside: int
     kinds: tuple[str, str]
 
-    def seconds(self, amount: Amount) -> tuple[float, float]:
-        """The least and the most. At the high end each call takes what a kernel takes at least, and what computes takes
-        that beside: its first and last tiles leave multiprocessors idle."""
-        calls, flops, nbytes = amount.calls, amount.flops, amount.nbytes / self.bandwidth
-        least, low, high = calls * KERNEL_SECONDS, nbytes / self.moving.high, nbytes / self.moving.low
-        if not flops:
-            return low, max(high, least)
-        arithmetic = flops / self.rate
-        fastest, slowest = arithmetic / self.efficiency.high, arithmetic / self.efficiency.low
-        return max(fastest, low), (slowest + self.beside * high if self.beside else max(slowest, high)) + least
+
+class Paces(NamedTuple):
+    """The paces of the operations that a card computes, which are in these `rows` of their keys: [2, rows] of lows and
+    highs, else [rows]. `kinds` are in the order of KINDS."""
+
+    rows: Rows
+    rate: Numbers
+    efficiency: Numbers
+    moving: Numbers
+    beside: Numbers
+    kinds: Rows
+
+    def seconds(self, amounts: Numbers) -> tuple[Numbers, Rows]:
+        """The least and the most of each, and its kind. At the high end each call takes what a kernel takes at least,
+        and what computes takes that beside: its first and last tiles leave multiprocessors idle."""
+        calls, flops, nbytes = amounts[self.rows].T
+        least, low, high = calls * KERNEL_SECONDS, nbytes / self.moving[1], nbytes / self.moving[0]
+        arithmetic, computes = flops / self.rate, flops > 0
+        fastest, slowest = arithmetic / self.efficiency[1], arithmetic / self.efficiency[0]
+        computed = np.where(self.beside > 0, slowest + self.beside * high, np.maximum(slowest, high)) + least
+        found = np.maximum(fastest, low), np.where(computes, computed, np.maximum(high, least))
+        return np.stack(found), np.where(computes, self.kinds[0], self.kinds[1])
 
 
 def kernel_seconds(load: Load, gpu: Gpu, precision: Precision) -> dict[str, Interval]:
     """Seconds of the card's kernels by kind: they run one after the other."""
-    paces = _paces(gpu, precision)
-    parts: dict[str, tuple[float, float]] = {}
-    for operation, amount in load.operations.items():
-        if operation.place == "device":
-            pace = paces.get(operation) or paces.setdefault(operation, _pace(operation, gpu, precision))
-            part = pace.kinds[0 if amount.flops else 1]
-            (low, high), (least, most) = parts.get(part, (0.0, 0.0)), pace.seconds(amount)
-            parts[part] = low + least, high + most
-    return {part: Interval(low=low, high=high) for part, (low, high) in parts.items()}
+    seconds, kinds = _paces(load.operations.named, gpu, precision).seconds(load.operations.numbers)
+    low, high = (np.bincount(kinds, weights=each, minlength=len(KINDS)).tolist() for each in seconds)
+    return {KINDS[kind]: Interval(low=low[kind], high=high[kind]) for kind in sorted({*kinds.tolist()})}
 
 
 def operators(load: Load) -> float:
     """How many the host hands to the card: it runs ahead where kernels last longer."""
-    return sum(amount.calls for operation, amount in load.operations.items() if operation.place == "device")
+    return load.at("device").calls
 
 
-@functools.lru_cache
-def _paces(gpu: Gpu, precision: Precision) -> dict[Operation, Pace]:
-    """The paces that were asked for: a plan times its few operators at hundreds of sizes."""
-    return {}
+@functools.lru_cache(maxsize=512)
+def _paces(named: Keys[Operation], gpu: Gpu, precision: Precision) -> Paces:
+    """Found once: a plan times its few operators at hundreds of sizes."""
+    rows = rows_at(named, "device")
+    found = [_pace(named.order[row], gpu, precision) for row in rows]
+
+    def bounds(intervals: Sequence[Interval]) -> Numbers:
+        return np.array([(each.low, each.high) for each in intervals]).reshape(len(rows), 2).T
+
+    return Paces(
+        rows=rows,
+        rate=np.array([each.rate for each in found]),
+        efficiency=bounds([each.efficiency for each in found]),
+        moving=bounds([each.moving * each.bandwidth for each in found]),
+        beside=np.array([each.beside for each in found]),
+        kinds=np.array([[KINDS.index(kind) for kind in each.kinds] for each in found], np.intp).reshape(len(rows), 2).T,
+    )
 
 
 def _pace(operation: Operation, gpu: Gpu, precision: Precision) -> Pace:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
+
+import numpy as np
 
 from bigdit.memory import Place, Span, Timeline
 from bigdit.spec import Strategy
-
-Key = TypeVar("Key")
+from bigdit.speed.amounts import Amount, Amounts, Keys, Rows
 
 
 class Operation(NamedTuple):
@@ -30,49 +32,28 @@ class Exchange(NamedTuple):
     group_size: int
 
 
-@dataclass(frozen=True, slots=True)
-class Amount:
-    """How often, floating-point operations, bytes. Numbers between two rehearsals need not be whole."""
-
-    calls: float = 0.0
-    flops: float = 0.0
-    nbytes: float = 0.0
-
-    def __add__(self, other: Amount) -> Amount:
-        return Amount(self.calls + other.calls, self.flops + other.flops, self.nbytes + other.nbytes)
-
-    def __mul__(self, times: float) -> Amount:
-        return Amount(self.calls * times, self.flops * times, self.nbytes * times)
-
-    def clamped(self) -> Amount:
-        """Nothing below zero, where an interpolation went there."""
-        return Amount(max(self.calls, 0.0), max(self.flops, 0.0), max(self.nbytes, 0.0))
-
-
-@dataclass(frozen=True)
 class Load:
     """Amounts of operations and exchanges, as a vector: `a + b`, `a - b`, `a * 0.5`."""
 
-    operations: Mapping[Operation, Amount]
-    exchanges: Mapping[Exchange, Amount]
+    def __init__(self, operations: Mapping[Operation, Amount], exchanges: Mapping[Exchange, Amount]) -> None:
+        self.operations = Amounts.of(operations)
+        self.exchanges = Amounts.of(exchanges)
 
     def __add__(self, other: Load) -> Load:
-        return Load(_sum(self.operations, other.operations), _sum(self.exchanges, other.exchanges))
+        return Load(self.operations + other.operations, self.exchanges + other.exchanges)
 
     def __mul__(self, times: float) -> Load:
-        return Load(
-            {key: amount * times for key, amount in self.operations.items()},
-            {key: amount * times for key, amount in self.exchanges.items()},
-        )
+        return Load(self.operations * times, self.exchanges * times)
 
     def __sub__(self, other: Load) -> Load:
         return self + other * -1.0
 
     def clamped(self) -> Load:
-        return Load(
-            {key: amount.clamped() for key, amount in self.operations.items()},
-            {key: amount.clamped() for key, amount in self.exchanges.items()},
-        )
+        return Load(self.operations.clamped(), self.exchanges.clamped())
+
+    def at(self, place: Place) -> Amount:
+        """All operations at that place."""
+        return self.operations.total(rows_at(self.operations.named, place))
 
 
 NOTHING = Load({}, {})
@@ -170,8 +151,7 @@ def _once_a_step(exchange: Exchange, strategy: Strategy) -> bool:
     return strategy.dp_replicate > 1 and exchange.name == "all_reduce"
 
 
-def _sum(first: Mapping[Key, Amount], second: Mapping[Key, Amount]) -> dict[Key, Amount]:
-    total = dict(first)
-    for key, amount in second.items():
-        total[key] = total.get(key, Amount()) + amount
-    return total
+@functools.lru_cache(maxsize=512)
+def rows_at(named: Keys[Operation], place: Place) -> Rows:
+    """Which of the operations are computed at that place."""
+    return np.array([row for row, key in enumerate(named.order) if key.place == place], dtype=np.intp)

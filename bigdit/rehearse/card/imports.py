@@ -11,8 +11,8 @@ from bigdit.rehearse.request import RehearsalRequest
 
 def import_all() -> None:
     """Import what all steps need."""
-    libraries.prepare(models_alone=True)
     with libraries.importing():
+        libraries.import_models_alone()
         import torch
 
         import bigdit.rehearse.card.steps  # noqa: F401
