@@ -49,18 +49,21 @@ def prepare() -> None:
     importlib.metadata.packages_distributions = _packages_distributions
 
 
-def import_models_alone() -> None:
-    """`prepare`, and import diffusers so that it finds no encoders for pipelines either, which others still may."""
+@contextmanager
+def models_alone() -> Iterator[None]:
+    """`prepare`, for a process that imports diffusers within, and with it no encoders for pipelines, which others still
+    may import later."""
     global _hidden
     prepare()
     _hidden = (*_NOT_FOR_THEM, *_NOT_FOR_MODELS)
     imported = _FOR_PIPELINES in sys.modules
     if not imported:
         sys.modules[_FOR_PIPELINES] = None  # type: ignore[assignment]  # an import of it fails, as the interpreter says
-    import diffusers.quantizers  # noqa: F401
-
-    if not imported:
-        del sys.modules[_FOR_PIPELINES]
+    try:
+        yield
+    finally:
+        if not imported:
+            del sys.modules[_FOR_PIPELINES]
 
 
 @contextmanager

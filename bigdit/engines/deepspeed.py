@@ -39,6 +39,16 @@ def _no_shm_op() -> None:
 importlib.import_module("deepspeed.comm.torch").build_shm_op = _no_shm_op  # type: ignore[attr-defined]
 
 
+def _without_passes() -> bool:
+    return False
+
+
+# Each engine on a card registers the passes of DeepSpeed's own compiler, which imports torch's for that: a second of
+# every start. Nothing here calls it. Source: DeepSpeedEngine.__init__ in deepspeed/runtime/engine.py, DeepSpeed 0.19.
+_runtime = importlib.import_module("deepspeed.runtime.engine")
+_runtime.is_deepcompile_supported = _without_passes  # type: ignore[attr-defined]
+
+
 class DeepSpeedEngine(Engine):
     """`deepspeed.initialize` over our optimizer; the JSON document decides the rest."""
 

@@ -19,8 +19,8 @@ def main(given: list[str]) -> None:
     """Answer until all lanes are closed."""
     lanes = taken(given)
     gc.disable()  # what is imported stays, and collections would look through all of it time and again
-    libraries.import_models_alone()
-    from bigdit.rehearse.worker import answer, import_for
+    with libraries.models_alone():
+        from bigdit.rehearse.worker import answer, import_for
 
     serve(lanes, import_for, answer)
 

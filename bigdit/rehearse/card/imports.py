@@ -11,8 +11,7 @@ from bigdit.rehearse.request import RehearsalRequest
 
 def import_all() -> None:
     """Import what all steps need."""
-    with libraries.importing():
-        libraries.import_models_alone()
+    with libraries.importing(), libraries.models_alone():
         import torch
 
         import bigdit.rehearse.card.steps  # noqa: F401
@@ -54,6 +53,9 @@ def _import_for(request: RehearsalRequest) -> None:
         import bigdit.engines.deepspeed
     if strategy.engine == "fsdp2":
         import bigdit.engines.fsdp2
+        from bigdit.rehearse.engines.fsdp2 import look_for_no_strided_shards
+
+        look_for_no_strided_shards()
     if strategy.lora is not None:
         import bigdit.models.lora
     if strategy.features == "online":
