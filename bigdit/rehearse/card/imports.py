@@ -25,7 +25,6 @@ def import_for_plans() -> None:
     """Import what every plan asks for: the updates that are rounded stochastically, which are torchao's."""
     with libraries.importing(), libraries.uncompiled():
         import torch
-        import torch._dynamo.repro.after_dynamo  # which its steps ask for
 
         from bigdit import optim
         from bigdit.spec import OptimizerSpec
