@@ -22,16 +22,16 @@ PR_SET_CHILD_SUBREAPER = 36
 """Source: linux/prctl.h."""
 
 SMALL_S, LARGE_S, WARM_S = 12.0, 25.0, 0.5
-"""Limits on two idle cores: of models of 1 to 2 B parameters on a card or a few, of 12 to 14 B, of the same question
-again."""
+"""Limits on two idle cores: of models of 1 to 2 B parameters on a card, of 12 to 14 B or on eight cards and more, of the
+same question again."""
 
 CASES = [
     ("--model sana-1600m --gpu a40", SMALL_S),
     (
         "--model sana-1600m --gpu a40 --gpus 8 --resolution 1024 --global-batch 256 --images 30M --epochs 1",
-        SMALL_S,
+        LARGE_S,
     ),
-    ("--model pixart-sigma-xl-2-1024 --gpu v100-32g --gpus 32 --images 30M", SMALL_S),
+    ("--model pixart-sigma-xl-2-1024 --gpu v100-32g --gpus 32 --images 30M", LARGE_S),
     ("--model flux.1-dev --gpu rtx-4090 --full", LARGE_S),
     ("--model flux.1-dev --gpu h100-80g --gpus 8", LARGE_S),
     ("--model wan2.1-t2v-14b --gpu h100-80g --gpus 8", LARGE_S),

@@ -211,6 +211,18 @@ def test_the_learning_rate_is_that_of_the_coming_step(name):
     assert not torch.equal(param, start)
 
 
+@pytest.mark.parametrize("name", ["adamw_8bit_ao", "adamw_4bit_ao"])
+def test_torchao_compiles_nothing_and_asks_torch_for_nothing(name, monkeypatch):
+    def asked(*args, **kwargs):
+        raise AssertionError("torch.compile was called")
+
+    monkeypatch.setattr(torch, "compile", asked)
+    start = draw(64, 64)
+    moved, _ = stepped(name, start, [draw(64, 64, seed=1)])
+    assert not torch.equal(moved, start)
+    assert torch.compile is asked  # as it was before the step
+
+
 def test_paged_state_is_refused_on_cpu_weights():
     param = nn.Parameter(torch.zeros(4))
     optimizer = optim.build(spec("paged_adamw_8bit"), [param])

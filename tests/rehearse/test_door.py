@@ -204,3 +204,17 @@ def test_on_a_gpu_host_batches_stay_off_the_device_and_blocks_are_counted_in_gra
     assert sum(block.nbytes for block in parameters) == 2 * cuda.params
     assert sum(block.nbytes for block in masters) == 4 * cuda.params
     assert all(phase.peak_bytes % 512 == 0 for phase in cuda.ledger.phases)
+
+
+def test_a_process_for_models_alone_imports_no_encoders_and_still_can() -> None:
+    code = """
+import sys
+from bigdit import libraries
+with libraries.models_alone():
+    import bigdit.models, diffusers
+diffusers.SanaTransformer2DModel
+assert "transformers" not in sys.modules
+from transformers.utils.quantization_config import QuantizationConfigMixin
+from transformers import T5EncoderModel
+"""
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
