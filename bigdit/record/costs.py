@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,7 +51,6 @@ _OVERWRITE = {aten.copy_, aten._foreach_copy_, aten.fill_, aten.zero_, aten._for
 _COPIES = {aten.copy_, aten._foreach_copy_, aten._to_copy}
 # Products with packed weights, which torch's flop counter does not know: bitsandbytes is imported where it is used.
 _PACKED_PRODUCTS = {"bitsandbytes.gemm_4bit", "bitsandbytes.int8_scaled_mm", "bitsandbytes.int8_linear_matmul"}
-# Where the number of groups stands among their arguments.
 _GROUPS = {aten.convolution: 8, aten.convolution_backward: 9}
 
 
@@ -68,7 +66,31 @@ def _convolution_backward_flops(
     return (asked[0] + asked[1]) * conv_flop_count(input.shape, weight.shape, grad_output.shape, transposed=transposed)
 
 
-_FORMULAS = flop_registry | {torch.ops.aten.convolution_backward: _convolution_backward_flops}
+def _of_shapes(formula: Callable[..., int]) -> Callable[..., int]:
+    """torch's formula of shapes, asked with tensors in its places: torch's own wrapper takes as long as a rehearsed
+    operation, since it looks for tensors in trees."""
+    within: Callable[..., int] = getattr(formula, "__wrapped__", formula)
+    if within is formula:
+        return formula  # it takes tensors
+
+    def flops(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
+        named = {name: _shape(value) for name, value in kwargs.items()}
+        return within(*map(_shape, args), out_shape=_shape(out_val), **named)
+
+    return flops
+
+
+def _shape(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.shape
+    if isinstance(value, list | tuple):
+        return [_shape(item) for item in value]
+    return value
+
+
+_FORMULAS = {packet: _of_shapes(formula) for packet, formula in flop_registry.items()} | {
+    torch.ops.aten.convolution_backward: _convolution_backward_flops
+}
 
 
 Key = tuple[int, str, str, Place]
@@ -85,42 +107,49 @@ class Costs:
 
     def __init__(self, device_type: str) -> None:
         self._device_type = device_type
-        self._calls: Counter[Key] = Counter()
-        self._flops: Counter[Key] = Counter()
-        self._bytes: Counter[Key] = Counter()
+        self._sums: dict[Key, _Sum] = {}
         self._collectives: list[Collective] = []
 
     def add(self, span: int, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Count one call of `func` in the span of that number."""
-        if func.namespace in _NAMESPACES:
-            self._add_collective(span, func, args, kwargs, result)
-            return
         counted = _counted(func)
         if counted is None:
             return
-        results = _tensors(result)
-        tensors = [*_tensors(args), *_tensors(tuple(kwargs.values())), *results]
+        if counted.is_collective:
+            self._add_collective(span, func, args, kwargs, result)
+            return
+        tensors: list[torch.Tensor] = []
+        _add_tensors(tensors, args)
+        if kwargs:
+            _add_tensors(tensors, kwargs.values())
+        given = len(tensors)
+        _add_tensors(tensors, (result,))
+        results = tensors[given:]
         if not tensors:
             return
-        place = self._place(counted.packet, tensors, results)
+        place = self._place(counted, tensors, results)
         # The dtype of the arithmetic decides its rate.
         key = (span, counted.name_of(args), _dtype(tensors[0].dtype), place)
-        self._calls[key] += 1
+        found = self._sums.get(key)
+        if found is None:
+            found = self._sums[key] = _Sum()
+        found.calls += 1
         if place in ("to device", "to host"):
-            self._bytes[key] += sum(tensor.nbytes for tensor in results or _tensors(args[0]))
+            found.nbytes += sum(tensor.nbytes for tensor in results or _tensors(args[0]))
         else:
-            again = _tensors([args[i] for i in counted.written if i < len(args)])
-            self._bytes[key] += sum({id(tensor): tensor.nbytes for tensor in tensors}.values())
-            self._bytes[key] += sum(tensor.nbytes for tensor in again)
+            found.nbytes += sum({id(tensor): tensor.nbytes for tensor in tensors}.values())
+            if counted.written:
+                again = _tensors([args[i] for i in counted.written if i < len(args)])
+                found.nbytes += sum(tensor.nbytes for tensor in again)
         if counted.flops is not None:
-            self._flops[key] += counted.flops(*args, **kwargs, out_val=result)
-        elif counted.name in _PACKED_PRODUCTS:
-            self._flops[key] += 2 * args[0].shape[-1] * results[0].numel()
+            found.flops += counted.flops(*args, **kwargs, out_val=result)
+        elif counted.is_packed:
+            found.flops += 2 * args[0].shape[-1] * results[0].numel()
 
     def operators(self) -> tuple[OperatorCost, ...]:
         return tuple(
-            OperatorCost(*key[:3], calls=calls, flops=self._flops[key], nbytes=self._bytes[key], place=key[3])
-            for key, calls in self._calls.items()
+            OperatorCost(*key[:3], calls=found.calls, flops=found.flops, nbytes=found.nbytes, place=key[3])
+            for key, found in self._sums.items()
         )
 
     def collectives(self) -> tuple[Collective, ...]:
@@ -135,41 +164,65 @@ class Costs:
         nbytes = max(tensor.nbytes for tensor in _tensors((args, result)))
         self._collectives.append(Collective(span, name, nbytes, _group_size([*args, *kwargs.values()])))
 
-    def _place(self, packet: Any, tensors: list[torch.Tensor], results: list[torch.Tensor]) -> Place:
-        on_host = [_on_host(tensor) for tensor in tensors]
-        if self._device_type == "cpu" or not any(on_host):
+    def _place(self, counted: _Counted, tensors: list[torch.Tensor], results: list[torch.Tensor]) -> Place:
+        if self._device_type == "cpu":
             return "device"
-        if all(on_host):
+        on_host = [_on_host(tensor) for tensor in tensors]
+        if True not in on_host:
+            return "device"
+        if False not in on_host:
             return "host"
-        if packet not in _COPIES:
+        if not counted.is_copy:
             return "device"  # a kernel that was handed a number, or an index, of the host's
         # What is written comes last; a list that is copied into comes first, and nothing is returned.
         return "to host" if (on_host[-1] if results else on_host[0]) else "to device"
 
 
+@dataclass(slots=True)
+class _Sum:
+    calls: int = 0
+    flops: int = 0
+    nbytes: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class _Counted:
-    """What is known of an operator before it is called. `written`: positions of arguments that it reads and writes."""
+    """What is known of an operator before it is called. `written`: positions of arguments that it reads and writes;
+    `groups`: where the number of groups stands among them."""
 
-    packet: Any
     name: str
     written: tuple[int, ...]
     flops: Callable[..., int] | None
+    groups: int | None
+    is_attention: bool
+    is_copy: bool
+    is_packed: bool
+    is_collective: bool
 
     def name_of(self, args: Any) -> str:
-        if self.packet in _GROUPS and args[_GROUPS[self.packet]] > 1:
+        if self.groups is not None and args[self.groups] > 1:
             return f"{self.name} (grouped)"
         # The query comes first, and backward the gradient of what is attended, which has its heads.
-        return f"{self.name} (heads of {args[0].shape[-1]})" if "scaled_dot_product" in self.name else self.name
+        return f"{self.name} (heads of {args[0].shape[-1]})" if self.is_attention else self.name
 
 
 @functools.cache
 def _counted(func: Any) -> _Counted | None:
     """None of what moves nothing."""
-    packet = func._overloadpacket
-    if func.is_view or packet in _FREE:
+    packet, is_collective = func._overloadpacket, func.namespace in _NAMESPACES
+    if not is_collective and (func.is_view or packet in _FREE):
         return None
-    return _Counted(packet, str(packet), _written(func), _FORMULAS.get(packet))
+    name = str(packet)
+    return _Counted(
+        name,
+        _written(func),
+        _FORMULAS.get(packet),
+        groups=_GROUPS.get(packet),
+        is_attention="scaled_dot_product" in name,
+        is_copy=packet in _COPIES,
+        is_packed=name in _PACKED_PRODUCTS,
+        is_collective=is_collective,
+    )
 
 
 @functools.cache
@@ -191,11 +244,17 @@ def _on_host(tensor: torch.Tensor) -> bool:
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, list | tuple):
-        return [tensor for item in value for tensor in _tensors(item)]
-    return []
+    found: list[torch.Tensor] = []
+    _add_tensors(found, (value,))
+    return found
+
+
+def _add_tensors(found: list[torch.Tensor], values: Iterable[Any]) -> None:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            _add_tensors(found, value)
 
 
 def _group_size(args: list[Any]) -> int:

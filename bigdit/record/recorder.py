@@ -89,10 +89,11 @@ class Recorder(TorchDispatchMode):
             gc.enable()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(map(_wraps, types)):
-            return NotImplemented  # then the wrapper runs it on the tensors within, and those operations come here
         if func is _DEVICE_OF and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # two of three operations; answered here they cost a tenth
+        for kind in types:
+            if _wraps(kind):
+                return NotImplemented  # then the wrapper runs it on the tensors within, and those operations come here
         kwargs = kwargs or {}
         if self._in_place.is_in_place(func, args):
             result = self._run(func, args, kwargs)
@@ -191,7 +192,7 @@ class Recorder(TorchDispatchMode):
 
     def _workspace(self, func: Any) -> Seen:
         track = self._tracks[self._device_type]
-        return lambda tensor: track.see(tensor.untyped_storage(), "workspace", lambda: str(func))
+        return lambda tensor: track.see(tensor.untyped_storage(), "workspace", func)
 
     def _see_all(self, result: Any, func: Any) -> None:
         if isinstance(result, torch.Tensor):
@@ -207,7 +208,7 @@ class Recorder(TorchDispatchMode):
         track = self._tracks.get(_device_type(tensor))
         if track is not None:
             label, category = self._callers[-1] if self._callers else (None, None)
-            track.see(tensor.untyped_storage(), category, lambda: label or str(source))
+            track.see(tensor.untyped_storage(), category, label or source)
 
     def _take_over(self, result: torch.Tensor, operand: torch.Tensor) -> None:
         """`result` stands in the block of `operand`."""

@@ -36,11 +36,11 @@ class Track:
         """The bytes of all storages that live."""
         return sum(self._nbytes[block] for _, block in self._live.values())
 
-    def see(self, storage: torch.UntypedStorage, category: Category | None, label: Callable[[], str]) -> None:
+    def see(self, storage: torch.UntypedStorage, category: Category | None, label: object) -> None:
         """A tensor on this storage exists: allocated now where it was not known, or where its size changed."""
         entry = self._live.get(storage._cdata)
         if entry is None:
-            self._allocate(storage, category, label())
+            self._allocate(storage, category, str(label))
         elif self._nbytes[entry[1]] != storage.nbytes():
             self._reallocate(storage, entry[1])
 

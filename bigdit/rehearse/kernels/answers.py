@@ -55,7 +55,9 @@ class _Made:
             torch._C._set_warn_deprecated_on_mutable_data_ptr(made)
         else:
             torch._C._set_throw_on_mutable_data_ptr(made)
-        made.__dict__.update(_BLANK, fake_mode=fakes, **{_DEVICE: self.device})
+        known = made.__dict__
+        known.update(_BLANK)
+        known["fake_mode"], known[_DEVICE] = fakes, self.device
         return made
 
 
@@ -101,22 +103,25 @@ class Answers:
         self._fakes = fakes
         self._unlike = unlike
         self._kept = kept
+        self._names: dict[Any, str | None] = {}
 
     def find(self, func: Any, args: Any, kwargs: Any) -> tuple[Any] | None:
         """The result, newly made; None where this was not asked before, or its answer follows from more."""
-        if func in self._unlike or not _repeats(func):
+        name = self._name(func)
+        if name is None:
             return None
         tensors: list[FakeTensor] = []
-        key = self._key(func, args, kwargs, tensors)
+        key = self._key(name, func, args, kwargs, tensors)
         answer = None if key is None else self._kept.get(key)
         return None if answer is None else (answer.make(tensors, self._fakes),)
 
     def keep(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Remember this answer, if it follows from the question."""
-        if func in self._unlike or not _repeats(func):
+        name = self._name(func)
+        if name is None:
             return
         tensors: list[FakeTensor] = []
-        key = self._key(func, args, kwargs, tensors)
+        key = self._key(name, func, args, kwargs, tensors)
         if key is None:
             return
         kind = type(result) if isinstance(result, list | tuple) else None
@@ -130,8 +135,16 @@ class Answers:
         if _keys(answer.make(tensors, self._fakes)) == _keys(result):
             self._kept[key] = answer
 
-    def _key(self, func: Any, args: Any, kwargs: Any, tensors: list[FakeTensor]) -> tuple[Any, ...] | None:
-        parts = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
+    def _name(self, func: Any) -> str | None:
+        """What stands for the operator in keys, since an operator takes long to hash; None where nothing is kept."""
+        try:
+            return self._names[func]
+        except KeyError:
+            name = None if func in self._unlike or not _repeats(func) else func.name()
+            return self._names.setdefault(func, name)
+
+    def _key(self, name: str, func: Any, args: Any, kwargs: Any, tensors: list[FakeTensor]) -> tuple[Any, ...] | None:
+        parts = [name, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
         if func is _AS_STRIDED:  # counts from the start of the storage
             parts.append(args[0].storage_offset())
         if not self._add(parts, tensors, args):
@@ -140,9 +153,11 @@ class Answers:
             parts += kwargs
             if not self._add(parts, tensors, kwargs.values()):
                 return None
-        known = [tensor for tensor in tensors if tensor.constant is not None]
-        if known and (len(known) == len(tensors) or func._schema.is_mutable):
-            return None  # FakeTensorMode computes with them, or forgets what they are
+        for tensor in tensors:
+            if tensor.constant is not None:
+                if func._schema.is_mutable or all(each.constant is not None for each in tensors):
+                    return None  # FakeTensorMode computes with them, or forgets what they are
+                break
         return tuple(parts)
 
     def _add(self, parts: list[Any], tensors: list[FakeTensor], values: Any) -> bool:

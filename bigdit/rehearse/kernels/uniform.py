@@ -31,7 +31,7 @@ def follow(func: Any, args: tuple[Any, ...], result: Any) -> None:
     rule = _RULES.get(func)
     if rule is not None:
         _note(result, rule(args, result))
-    elif func._schema.is_mutable and args and isinstance(args[0], list):  # _foreach_…_ leaves versions alone
+    elif args and isinstance(args[0], list) and func._schema.is_mutable:  # _foreach_…_ leaves versions alone
         for tensor in filter(torch.is_tensor, args[0]):
             setattr(tensor, _ATTRIBUTE, (None, 0))
 

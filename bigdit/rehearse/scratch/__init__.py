@@ -35,9 +35,10 @@ class Scratch:
 
     def __call__(self, func: Any) -> Callable[..., None] | None:
         """The rule of this operator, as the recorder calls it; None where it takes its results alone."""
-        if func not in self._rules:
-            self._rules[func] = self._by_name.get(str(func))
-        rule = self._rules[func]
+        try:
+            rule = self._rules[func]
+        except KeyError:
+            rule = self._rules[func] = self._by_name.get(str(func))
         if rule is None:
             return None
 

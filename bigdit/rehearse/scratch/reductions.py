@@ -7,6 +7,7 @@ ReduceNormKernel.cu and ReduceAMinMaxKernel.cu there. Shown by the referee's row
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -103,15 +104,26 @@ def reduce(launch: Launch, tensor: Layout, dims: Sequence[int], output: torch.dt
     """
     if not tensor.nbytes:
         return
+    kept, needed = _needed(launch.card, tensor, tuple(dims), output, kernel)
+    with launch.holding(*kept):
+        for sizes in needed:
+            launch.briefly(*sizes)
+
+
+@functools.cache  # a step has the same few reductions thousands of times
+def _needed(
+    card: Card, tensor: Layout, dims: tuple[int, ...], output: torch.dtype, kernel: Reducer
+) -> tuple[list[int], list[tuple[int, int]]]:
+    """The bytes that are held while all launches run, and those that each takes."""
     itemsize = tensor.dtype.itemsize
     whole = loop(tensor.shape, tensor.strides, tensor.offset, dims, itemsize, output.itemsize)
     pieces = list(whole.pieces())
     # What is accumulated between launches does not fit the result's elements.
     kept = len(pieces) > 1 and kernel.accumulator_bytes > output.itemsize
-    with launch.holding(*([kernel.accumulator_bytes * _extent(whole, output)] if kept else [])):
-        for piece in pieces:
-            needed = meeting(piece, kernel, launch.card)
-            launch.briefly(*((0, 0) if needed is None else (needed.buffer_bytes, needed.semaphore_bytes)))
+    needed = [meeting(piece, kernel, card) for piece in pieces]
+    return [kernel.accumulator_bytes * _extent(whole, output)] if kept else [], [
+        (0, 0) if each is None else (each.buffer_bytes, each.semaphore_bytes) for each in needed
+    ]
 
 
 def total(launch: Launch, tensor: Layout, dims: Sequence[int], output: torch.dtype) -> None:
