@@ -212,6 +212,44 @@ def test_host_tensors_share_pages_and_weights_are_not_drawn():
     assert pinned
 
 
+def test_what_is_copied_to_shared_pages_is_zeros_and_takes_no_time():
+    """What was copied there would be lost; all other copies are what they were."""
+    found = answers(
+        "a40",
+        """
+        import json, time, torch
+        ones = torch.ones(1 << 25)
+        huge, pinned = torch.empty(1 << 31), torch.empty(1 << 25, pin_memory=True)
+        began = time.process_time()
+        moved = [huge.to(torch.bfloat16), huge.to("cpu", copy=True), torch.empty(1 << 31).copy_(huge)]
+        moved.append(pinned.copy_(ones))
+        took, first = time.process_time() - began, [float(each[0]) for each in moved]
+        small = torch.ones(1 << 15)
+        few = [small.to(torch.bfloat16), small.to("cpu", copy=True), torch.empty(1 << 15).copy_(small)]
+        followed = torch.empty(1 << 25, requires_grad=True).to(torch.bfloat16)
+        broad = torch.empty(2, 1 << 25).copy_(torch.ones(()))
+        print(json.dumps({
+            "took": took,
+            "dtypes": [str(each.dtype) for each in moved],
+            "first": first,
+            "few": [float(each.mean()) for each in few],
+            "same": huge.to(torch.float32) is huge,
+            "followed": followed.grad_fn is not None,
+            "broad": float(broad[0, 0]),
+        }))
+        """,
+    )
+    assert found.pop("took") < 2  # 28 GiB
+    assert found == {
+        "dtypes": ["torch.bfloat16", *["torch.float32"] * 3],
+        "first": [0.0] * 4,
+        "few": [1.0] * 3,
+        "same": True,
+        "followed": True,
+        "broad": 1.0,
+    }
+
+
 def test_libraries_stand_before_those_of_installed_packages(tmp_path):
     """torch's DT_RPATH leads to NVIDIA's packages beside it, before LD_LIBRARY_PATH is asked."""
     site = tmp_path / "site"
