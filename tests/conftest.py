@@ -32,6 +32,9 @@ os.environ["PATH"] = f"{BIN}{os.pathsep}{os.environ['PATH']}"
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
+# What is imported for tests is no garbage, and looking through it time and again takes a third of their collection.
+gc.disable()
+
 # What tests start is there at once.
 warm.take_place()
 
@@ -103,6 +106,7 @@ def pytest_collection_modifyitems(items):
 
 def pytest_collection_finish():
     gc.freeze()  # the collections of all tests pass over what was imported
+    gc.enable()
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -60,7 +60,7 @@ class Recorder(TorchDispatchMode):
         self._costs = Costs(device_type)
         self._in_place = InPlace()
         self._hooks = ExitStack()
-        self._collect = False
+        self._collect = self._thaw = False
         self._paused = False
         self.broke_in: str | None = None
         """The module or the engine's call in which an operation raised the first error."""
@@ -71,6 +71,7 @@ class Recorder(TorchDispatchMode):
 
     def __enter__(self) -> Recorder:
         self._collect = gc.isenabled()
+        self._thaw = not gc.get_freeze_count()  # what the process has frozen itself stays so
         gc.disable()
         gc.freeze()  # what exists by now is not this recording's garbage: collections stay cheap
         self._hooks.enter_context(self._in_place.watching(self))
@@ -85,7 +86,8 @@ class Recorder(TorchDispatchMode):
         super().__exit__(*error)
         self._hooks.close()
         if self._collect:
-            gc.unfreeze()
+            if self._thaw:
+                gc.unfreeze()
             gc.enable()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import itertools
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -76,12 +75,10 @@ def _settled() -> int:
 
 
 @pytest.fixture
-def no_batch() -> Iterator[None]:
+def no_batch() -> None:
     """There is none, and `_held` looks through what is made from here on alone: all libraries are a second's work."""
     assert _held() == 0
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.mark.usefixtures("no_batch")
