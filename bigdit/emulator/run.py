@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -15,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
-from bigdit.emulator import janitor
+from bigdit.emulator import janitor, smi
 from bigdit.emulator.account import Account, read_account
 from bigdit.emulator.emulation import Run
 from bigdit.errors import UserError
@@ -38,12 +39,14 @@ def run_emulated(
 
     Raises UserError where it cannot be started, or cannot be emulated.
     """
-    program = shutil.which(command[0], path=environment.get("PATH", os.environ.get("PATH")))
+    path = f"{_programs(folder)}{os.pathsep}{environment.get('PATH', os.environ.get('PATH', os.defpath))}"
+    program = shutil.which(command[0], path=path)
     if program is None:
         raise UserError(f"the command {command[0]!r} was not found; what follows -- is run as a shell would run it")
     accounts = Path(tempfile.mkdtemp(prefix="accounts-", dir=folder))
     began = time.monotonic()
     asked = {
+        "PATH": path,
         "BIGDIT_EMULATED_OUT": str(accounts),
         "BIGDIT_EMULATED_STEPS": str(steps or 0),
         "BIGDIT_EMULATED_SKIP_FIRST": str(int(skip_first)),
@@ -67,6 +70,16 @@ def workplace() -> Iterator[Path]:
         assert waiting.stdin is not None
         waiting.stdin.close()
         waiting.wait()
+
+
+def _programs(folder: Path) -> Path:
+    """A folder with the programs that ask for the card, which stand before those of a card of this machine."""
+    programs = folder / "bin"
+    programs.mkdir(exist_ok=True)
+    program = programs / "nvidia-smi"
+    program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -I -S {shlex.quote(smi.__file__)} "$@"\n')
+    program.chmod(0o755)
+    return programs
 
 
 def _wait(command: Sequence[str], environment: Mapping[str, str], folder: Path, stdout_to_stderr: bool) -> int:
