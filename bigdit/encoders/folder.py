@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,13 +10,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from bigdit.documents import parse_json
+from bigdit.encoders.weights import weight_files
 from bigdit.errors import UserError
 from bigdit.store.digest import weights_digest
 
 IMAGE_ENCODER = "image_encoder"
 """Of a pipeline's folder, the part that sees first frames."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-_WEIGHTS = ("model.safetensors", "diffusion_pytorch_model.safetensors")  # of transformers, of diffusers
 
 
 def read_config(key: str, folder: Path) -> dict[str, Any]:
@@ -53,7 +52,7 @@ def weights_sample(folder: Path, dtype: str) -> str | None:
     """
     rows: dict[str, torch.Tensor] = {}
     try:
-        for file in _weight_files(folder):
+        for file in weight_files(folder):
             with safe_open(file, "pt") as opened:
                 for name in opened.keys():  # noqa: SIM118  # it is no mapping
                     tensor = opened.get_slice(name)
@@ -62,33 +61,3 @@ def weights_sample(folder: Path, dtype: str) -> str | None:
     except (OSError, ValueError, TypeError, KeyError, AttributeError, SafetensorError):
         return None
     return weights_digest(rows) if rows else None
-
-
-def weights_bytes(folder: Path, dtype: str) -> int | None:
-    """Bytes that the weights in a folder take once they are loaded in a dtype; None where there are none to read."""
-    sizes = []
-    try:
-        for file in _weight_files(folder):
-            with safe_open(file, "pt") as opened:
-                slices = [opened.get_slice(name) for name in opened.keys()]  # noqa: SIM118
-                sizes += [math.prod(each.get_shape()) * _itemsize(each.get_dtype(), dtype) for each in slices]
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, SafetensorError):
-        return None
-    return sum(sizes) if sizes else None
-
-
-def _itemsize(stored: str, dtype: str) -> int:
-    """Bytes of a value that safetensors calls `stored`: floats are loaded in `dtype`."""
-    if stored.startswith(("F", "BF")):
-        return DTYPES[dtype].itemsize
-    return {"BOOL": 1}.get(stored) or int(stored[1:]) // 8
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    for name in _WEIGHTS:
-        index = folder / f"{name}.index.json"
-        if index.is_file():
-            return sorted({folder / file for file in parse_json(index.read_bytes())["weight_map"].values()})
-        if (folder / name).is_file():
-            return [folder / name]
-    return []

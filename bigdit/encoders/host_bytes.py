@@ -4,19 +4,43 @@ from __future__ import annotations
 
 from bigdit.config.run import EncodersConfig, TextEncoderConfig, VaeCodec
 from bigdit.documents import parse_json
-from bigdit.encoders.folder import weights_bytes
+from bigdit.encoders.weights import weights_bytes
+from bigdit.numbers import Natural
+from bigdit.spec import Strict
 from bigdit.units import gib
 
 
-def host_bytes_said(encoders: EncodersConfig) -> str | None:
-    """The weights of text encoder and VAE, as a line has them; None where neither is known."""
+class HostWeights(Strict):
+    """Bytes of the weights of text encoder and VAE: 0 where the run has none, None where no folder tells."""
+
+    text_encoder: Natural | None
+    vae: Natural | None
+
+    @property
+    def known_bytes(self) -> int:
+        """Of both, as far as they are known."""
+        return (self.text_encoder or 0) + (self.vae or 0)
+
+    @property
+    def said(self) -> str | None:
+        """Those that are known, as a line has them; None where neither is."""
+        found = {"text encoder": self.text_encoder, "VAE": self.vae}
+        return " and ".join(f"{name} {gib(nbytes)}" for name, nbytes in found.items() if nbytes) or None
+
+    @property
+    def unknown(self) -> str | None:
+        """Those that no folder tells, by name."""
+        found = {"text encoder": self.text_encoder, "VAE": self.vae}
+        return " and ".join(name for name, nbytes in found.items() if nbytes is None) or None
+
+
+def host_weights(encoders: EncodersConfig) -> HostWeights:
+    """Of what `samples` loads on the host of the main process, to encode captions and to decode pictures."""
     text, image = encoders.text, encoders.image
-    found = {
-        "text encoder": None if text is None else text_bytes(text),
-        "VAE": weights_bytes(image.path, image.dtype) if isinstance(image, VaeCodec) else None,
-    }
-    parts = [f"{name} {gib(nbytes)}" for name, nbytes in found.items() if nbytes]
-    return " and ".join(parts) or None
+    return HostWeights(
+        text_encoder=0 if text is None else text_bytes(text),
+        vae=weights_bytes(image.path, image.dtype) if isinstance(image, VaeCodec) else 0,
+    )
 
 
 def text_bytes(text: TextEncoderConfig) -> int | None:
@@ -29,4 +53,4 @@ def text_bytes(text: TextEncoderConfig) -> int | None:
     except (OSError, ValueError, AttributeError, TypeError, IndexError):
         return None
     sizes = [weights_bytes(text.pipeline / name, text.dtype) for name in names]
-    return sum(size for size in sizes if size is not None) or None
+    return None if None in sizes else sum(size or 0 for size in sizes) or None

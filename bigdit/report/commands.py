@@ -14,7 +14,7 @@ from bigdit.search.telling.record import record
 
 WIDTH = 78
 PORT = 29500
-_ALONE = ("--standalone",)  # options without a value
+_ALONE = ("--standalone", "--multi_gpu")  # options without a value
 
 
 class Command(NamedTuple):
@@ -69,7 +69,7 @@ def commands(plan: Plan, folder: Path) -> list[Command]:
     if recorded.strategy.engine == "deepspeed":
         found.append(_deepspeed(folder, config, spread))
     elif recorded.strategy.engine == "fsdp2":
-        found += _torchrun(folder, config, spread)
+        found += _torchrun(folder, config, spread) + _accelerate(folder, config, spread)
     else:
         found.append(Command("or", ("python", "launch/train.py", *_arguments(folder, config))))
     return found
@@ -103,6 +103,18 @@ def _torchrun(folder: Path, config: Path, spread: Sequence[int]) -> list[Command
         Command(f"on machine {rank}, HEAD being the address of machine 0", on(str(rank), processes))
         for rank, processes in enumerate(spread)
     ]
+
+
+def _accelerate(folder: Path, config: Path, spread: Sequence[int]) -> list[Command]:
+    """accelerate's launcher, which starts as many processes on each machine."""
+    if len(set(spread)) > 1:
+        return []
+    words = ["accelerate", "launch", "--multi_gpu", "--num_machines", str(len(spread))]
+    words += ["--num_processes", str(sum(spread))]
+    if len(spread) > 1:
+        words += ["--machine_rank", "$NODE_RANK", "--main_process_ip", "$HEAD", "--main_process_port", str(PORT)]
+    comment = "or by accelerate" if len(spread) == 1 else "or on each by accelerate"
+    return [Command(comment, (*words, "launch/train.py", *_arguments(folder, config)))]
 
 
 def _arguments(folder: Path, config: Path) -> tuple[str, ...]:

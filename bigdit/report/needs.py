@@ -24,15 +24,21 @@ def speed(plan: Plan, most: int | None = None) -> dict[str, str]:
     if gpus > 1:
         found["speed"] += f", {between(rate * gpus)} over {gpus} cards"
     if plan.run is not None:
-        images = (
-            f"{plan.question.images:,} {samples(plan)} × {plan.question.epochs:g} epoch{_s(plan.question.epochs)}, "
-        )
-        found["run"] = f"{images if plan.question.images else ''}{plan.run.steps:,} steps: {span(plan.run.seconds)}"
+        found["run"] = f"{_seen(plan)}{plan.run.steps:,} steps: {span(plan.run.seconds)}"
         found["cost"] = f"{between(plan.run.gpu_hours)} GPU-hours"
         if plan.run.money is not None:
             found["cost"] += f", {between(plan.run.money)} at {number(plan.question.price or 0)} an hour a card"
     found["from"] = plan.calibration
     return found
+
+
+def _seen(plan: Plan) -> str:
+    """The samples that are trained on, and how often."""
+    images, held_out, epochs = plan.question.images, plan.question.held_out, plan.question.epochs
+    if images is None:
+        return ""
+    beside = f" ({held_out:,} held out)" if held_out else ""
+    return f"{images - held_out:,} {samples(plan)}{beside} × {epochs:g} epoch{_s(epochs)}, "
 
 
 def _launches(handed: Handed, waits: Interval | None) -> str:
@@ -47,9 +53,10 @@ def _launches(handed: Handed, waits: Interval | None) -> str:
 def needs(plan: Plan, *, notes: bool = True) -> dict[str, str]:
     """What the host holds, and what the encoded data set takes of a disk and of time; `notes` say how that is known."""
     host, data, node = plan.host, plan.dataset, plan.host.node_bytes
+    drawn = f"{size(host.samples_bytes, node)} to draw samples (text encoder, VAE); " if host.samples_bytes else ""
     found = {
         "host RAM": f"{size(host.process_bytes, node)} of tensors a process ({size(host.page_locked_bytes, node)} "
-        f"page-locked), {size(host.checkpoint_bytes, node)} more while it saves; "
+        f"page-locked), {size(host.checkpoint_bytes, node)} more while it saves; {drawn}"
         f"{size(node)} a machine of {host.processes_per_node} process{_s(host.processes_per_node, 'es')}"
     }
     if data is not None:

@@ -51,11 +51,12 @@ def show(plan: Plan, folder: Path | None = None, console: Console | None = None)
 
 
 def show_short(plan: Plan, name: str, folder: Path | None) -> None:
-    """Print the verdict, the settings and the length of the plan for `name`, and the key that names its `folder`, if it
-    was written, where the rest is."""
+    """Print the verdict, the settings, the length and the host RAM of the plan for `name`, and the key that names its
+    `folder`, if it was written, where the rest is."""
     length = speed(plan, PARTS).get("run", "how long it takes is said with --images")
     log.out.print(_headline(plan))
-    log.out.print(lines(name, _recommended(plan) | {"run": length}), highlight=False)
+    host = needs(plan, notes=False)["host RAM"]
+    log.out.print(lines(name, _recommended(plan) | {"run": length, "host RAM": host}), highlight=False)
     for notice in plan.notices:
         log.out.print(f"note: {notice}", highlight=False, markup=False)
     if folder is not None:

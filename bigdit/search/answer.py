@@ -18,6 +18,7 @@ from bigdit.search.finding.confirm import Confirmed
 from bigdit.search.finding.evidence import Evidence, own_receipts, weighed
 from bigdit.search.finding.limits import bucket_limits, limits_on
 from bigdit.search.needs.dataset import DatasetNeed, dataset_need, encoding_request
+from bigdit.search.needs.host import uncounted
 from bigdit.search.needs.schedule import run
 from bigdit.search.plan import Plan, Run, Step
 from bigdit.search.predict.anchors import Sample
@@ -112,7 +113,13 @@ def _plan(pool: Pool, question: Question, evidence: Evidence, cards: Cards | Non
         run=_run(question, known[0].strategy, known[0].step),
         waterfall=steps,
         calibration=evidence.said(known[0].strategy),
-        notices=(*_unverified(question.model), *answer.notices, *notices, *(() if fits else unproposed(question))),
+        notices=(
+            *_unverified(question.model),
+            *uncounted(question.samples),
+            *answer.notices,
+            *notices,
+            *(() if fits else unproposed(question)),
+        ),
         versions=answer.versions,
         emulated=cards.build if cards is not None and chosen.ran else None,
         catalogue=revision(),
@@ -149,7 +156,7 @@ def _run(question: Question, strategy: Strategy, step: StepTime) -> Run | None:
     if question.images is None:
         return None
     return run(
-        question.images,
+        question.images - question.held_out,
         question.epochs,
         strategy.global_batch_size,
         step,

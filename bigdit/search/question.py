@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from bigdit.catalog import CatalogModel, Gpu
+from bigdit.encoders.host_bytes import HostWeights
 from bigdit.numbers import Count, Natural, Positive, Side, Switch
 from bigdit.spec import OptimizerName, Precision, Strict, Widths
 from bigdit.speed.cluster import Cluster
@@ -56,9 +57,10 @@ class Question(Strict):
     """One question to the planner, checked as a whole.
 
     `host_memory_bytes` are those of one machine. `resolution` is (height, width) in pixels, `frames` of a video;
-    `buckets` are further sizes whose largest micro-batch is wanted. `images` of the data set are seen `epochs` times;
-    `device`: where strategies are tried, on emulated cards of that kind or in rehearsals alone; `no_cards`: why there
-    are no emulated cards where nobody asked to do without.
+    `buckets` are further sizes whose largest micro-batch is wanted. `images` of the data set are encoded, and all but
+    those `held_out` seen `epochs` times; `samples`: what the run loads on the host to draw pictures on the way, None
+    where it draws none. `device`: where strategies are tried, on emulated cards of that kind or in rehearsals alone;
+    `no_cards`: why there are no emulated cards where nobody asked to do without.
     `price` is of one card for an hour, in the user's currency. `receipts`: a folder of measured runs, whose speeds
     count for the same card. `explain`: the way from the setting that people copy to the recommended one is wanted too.
     """
@@ -72,6 +74,8 @@ class Question(Strict):
     buckets: tuple[tuple[Side, Side], ...] = ()
     global_batch_size: Count | None = None
     images: Count | None = None
+    held_out: Natural = 0
+    samples: HostWeights | None = None
     epochs: Positive = 1.0
     price: Positive | None = None
     receipts: Path | None = None

@@ -5,11 +5,14 @@ import json
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import yaml
 from commands import ROOT, bigdit
 from rehearsing import SANA
+from safetensors.numpy import save_file
 
+from bigdit.search.needs.host import LIBRARIES_BYTES
 from bigdit.spec import StepSize
 
 TINY = ("--model", "dit-s-8")
@@ -189,6 +192,46 @@ def test_a_run_with_stages_has_a_plan_of_each_by_which_it_trains(tmp_path):
         each["strategy"]["micro_batch_size"] for each in recorded
     ]
     assert {each["precision"] for each in strategies} == {"bf16_sr"}
+
+
+@pytest.mark.slow
+def test_what_a_run_holds_out_and_draws_is_in_its_plan(tmp_path):
+    """Held-out pictures are encoded and not trained on; what draws samples is in the machine's memory."""
+    (tmp_path / "config.json").write_text(json.dumps({"_class_name": "SanaTransformer2DModel", **SMALL_SANA}))
+    for name, rows in (("t5/model", 3), ("vae/diffusion_pytorch_model", 2)):
+        (tmp_path / name).parent.mkdir()
+        save_file({"a": np.zeros((rows, 2**20), np.float32)}, tmp_path / f"{name}.safetensors")
+    run = {
+        "model": {"path": str(tmp_path / "config.json")},
+        "data": {"images": "pictures", "features": "features", "buckets": [[256, 256]]},
+        "encoders": {
+            "image": {"name": "vae", "class_name": "AutoencoderDC", "path": str(tmp_path / "vae")},
+            "text": {"path": str(tmp_path / "t5"), "dtype": "bf16"},
+        },
+        "train": {"steps": 20, "global_batch_size": 4, "micro_batch_size": 4, "checkpointed_blocks": 0},
+        "optimizer": {"name": "adamw"},
+        "engine": {"name": "single"},
+        "validation": {"samples": 200},
+        "samples": {"captions": ["a fox"]},
+        "output": "run",
+    }
+    config = tmp_path / "run.yaml"
+    config.write_text(yaml.safe_dump(run))
+    asked = ("--config", config, "--gpu", "rtx-4090", "--images", 1000, "--device", "rehearsed")
+    done = bigdit("plan", *asked, "--json")
+    assert done.returncode == 0, done.stderr
+    (found,) = json.loads(done.stdout)["plans"]
+    assert (found["question"]["epochs"], found["run"]["steps"], found["dataset"]["images"]) == (0.1, 20, 1000)
+    host = found["host"]
+    assert host["samples_bytes"] == (3 * 2 + 2 * 4) * 2**20
+    held = host["process_bytes"] + host["checkpoint_bytes"]
+    assert host["node_bytes"] == found["chosen"]["host_bytes"] == held + LIBRARIES_BYTES + host["samples_bytes"]
+    text = " ".join(bigdit("plan", *asked).stdout.split())
+    assert "800 images (200 held out) × 0.1 epochs, 20 steps" in text
+    assert "0.01 GiB to draw samples (text encoder, VAE)" in text
+    (tmp_path / "vae/diffusion_pytorch_model.safetensors").unlink()
+    unknown = "what the VAE takes of the host is not known, and not counted: no weights there"
+    assert unknown in " ".join(bigdit("plan", *asked).stdout.split())
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ from tiny_vaes import kl
 
 from bigdit.config.run import EncodersConfig, TextEncoderConfig, VaeCodec
 from bigdit.encoders.components import load_text_pipeline
-from bigdit.encoders.folder import DTYPES, weights_bytes
-from bigdit.encoders.host_bytes import host_bytes_said, text_bytes
+from bigdit.encoders.folder import DTYPES
+from bigdit.encoders.host_bytes import HostWeights, host_weights
 from bigdit.encoders.vae import DiffusersVae
 from bigdit.units import gib
 
@@ -23,15 +23,19 @@ def test_folders_tell_what_the_loaded_weights_hold(tmp_path, dtype):
     tiny_pipelines.save(tmp_path, "StableDiffusion3Pipeline")  # of three text encoders
     pipeline = load_text_pipeline(tmp_path, DTYPES[dtype], torch.device("cpu"))
     text = TextEncoderConfig(pipeline=tmp_path, dtype=dtype)
-    assert text_bytes(text) == held(pipeline.text_encoder, pipeline.text_encoder_2, pipeline.text_encoder_3)
     image = VaeCodec(class_name="AutoencoderKL", path=tmp_path / "vae", dtype=dtype)
-    assert weights_bytes(image.path, dtype) == held(DiffusersVae(image, "cpu", 1)._vae)
-    said = host_bytes_said(EncodersConfig(image=image, text=text))
-    assert said == f"text encoder {gib(text_bytes(text))} and VAE {gib(weights_bytes(image.path, dtype))}"
+    found = host_weights(EncodersConfig(image=image, text=text))
+    assert found.text_encoder == held(pipeline.text_encoder, pipeline.text_encoder_2, pipeline.text_encoder_3)
+    assert found.vae == held(DiffusersVae(image, "cpu", 1)._vae)
+    assert found.said == f"text encoder {gib(found.text_encoder)} and VAE {gib(found.vae)}"
+    assert (found.known_bytes, found.unknown) == (found.text_encoder + found.vae, None)
+    (tmp_path / "text_encoder_2/model.safetensors").unlink()  # the others alone would be too little
+    assert host_weights(EncodersConfig(image=image, text=text)).unknown == "text encoder"
 
 
-def test_what_has_no_folder_is_not_known(tmp_path):
-    made_up = TextEncoderConfig(config={"d_model": 8})
-    assert text_bytes(made_up) is None
-    assert text_bytes(TextEncoderConfig(pipeline=tmp_path)) is None
-    assert host_bytes_said(EncodersConfig(image={"name": "identity"}, text=made_up)) is None
+@pytest.mark.parametrize("text", [{"config": {"d_model": 8}}, {"pipeline": "nowhere"}])
+def test_what_has_no_folder_is_not_known(text):
+    found = host_weights(EncodersConfig(image={"name": "identity"}, text=TextEncoderConfig(**text)))
+    assert found == HostWeights(text_encoder=None, vae=0)
+    assert (found.said, found.unknown, found.known_bytes) == (None, "text encoder", 0)
+    assert host_weights(EncodersConfig(image={"name": "identity"})).unknown is None  # of a model of classes

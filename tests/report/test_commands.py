@@ -51,6 +51,14 @@ def node(nodes, processes, rank):
     )
 
 
+def by_accelerate(machines, processes, *placed):
+    words = f"accelerate launch --multi_gpu --num_machines {machines} --num_processes {processes}"
+    return " ".join([words, *placed, f"launch/train.py {BY_PLAN}"])
+
+
+PLACED = ("--machine_rank $NODE_RANK", "--main_process_ip $HEAD", f"--main_process_port {PORT}")
+
+
 @pytest.mark.slow
 @pytest.mark.xdist_group("plan")
 def test_commands_are_those_of_the_engine_and_the_machines(made):
@@ -67,15 +75,16 @@ def test_commands_are_those_of_the_engine_and_the_machines(made):
         EXTRACT,
         SHORT,
         f"torchrun --standalone --nproc-per-node 8 launch/train.py {BY_PLAN}",
+        by_accelerate(1, 8),
     ]
-    assert printed(on(made, fsdp2(12))) == [EXTRACT, node(2, 6, "$NODE_RANK")]
+    assert printed(on(made, fsdp2(12))) == [EXTRACT, node(2, 6, "$NODE_RANK"), by_accelerate(2, 12, *PLACED)]
     assert printed(on(made, fsdp2(9))) == [EXTRACT, node(2, 8, 0), node(2, 1, 1)]
 
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("plan")
 def test_launchers_read_the_commands_as_they_are_meant(made):
-    """torchrun's and DeepSpeed's own parsers, on every form that is printed."""
+    """torchrun's, accelerate's and DeepSpeed's own parsers, on every form that is printed."""
     lines = [
         "\n".join(command.lines())
         for plan in (on(made, fsdp2(8)), on(made, fsdp2(12)), plans.sharded_plan(8), plans.sharded_plan(32))
@@ -84,6 +93,7 @@ def test_launchers_read_the_commands_as_they_are_meant(made):
     ]
     parse = """
 import json, shlex, sys
+from accelerate.commands.launch import launch_command_parser
 from deepspeed.launcher import runner
 from torch.distributed.run import get_args_parser
 found = []
@@ -92,6 +102,10 @@ for line in json.load(sys.stdin):
     if name == "torchrun":
         parsed = get_args_parser().parse_args(words)
         found.append([parsed.nnodes, parsed.nproc_per_node, parsed.node_rank, parsed.training_script,
+                      parsed.training_script_args])
+    elif name == "accelerate":
+        parsed = launch_command_parser().parse_args(words[1:])
+        found.append([parsed.num_machines, parsed.num_processes, parsed.machine_rank, parsed.training_script,
                       parsed.training_script_args])
     else:
         parsed = runner.parse_args(words)
@@ -106,7 +120,9 @@ print(json.dumps(found))
     ds = ["--ds-config", str(FOLDER / "ds_config.json")]
     assert json.loads(done.stdout.splitlines()[-1]) == [
         ["1:1", "8", 0, "launch/train.py", by_plan],
+        [1, 8, None, "launch/train.py", by_plan],
         ["2", "6", 1, "launch/train.py", by_plan],
+        [2, 12, 1, "launch/train.py", by_plan],
         ["/job/hostfile", 8, 0, "launch/train.py", ds + by_plan],
         ["hostfile", -1, 0, "launch/train.py", ds + by_plan],
     ]

@@ -1,5 +1,4 @@
-"""Two machines train by the commands that `bigdit plan` prints for them, and take the steps of one process; and by
-accelerate's launcher, which docs/cards.md has beside them.
+"""Two machines train by the commands that `bigdit plan` prints for them, and take the steps of one process.
 
 Both are this one: for torchrun and accelerate two groups of processes that meet at an address, for DeepSpeed two lines
 of a hostfile, with stubs of ssh and pdsh, which there are none of here.
@@ -67,13 +66,33 @@ def planned(strategy: Strategy, features: Path, folder: Path) -> Path:
     return folder
 
 
-def printed(strategy: Strategy, processes_per_node: int, folder: Path) -> Command:
-    """The command that a plan of `strategy` ends with."""
+def printed(launcher: str, strategy: Strategy, processes_per_node: int, folder: Path) -> Command:
+    """The command of a launcher that a plan of `strategy` has."""
     plan = plans.made_plan()
     cluster = Cluster(gpus=strategy.world_size, gpus_per_node=processes_per_node)
     question = plan.question.model_copy(update={"cluster": cluster})
     chosen = plan.chosen.model_copy(update={"strategy": strategy})
-    return commands(plan.model_copy(update={"question": question, "chosen": chosen}), folder)[-1]
+    found = commands(plan.model_copy(update={"question": question, "chosen": chosen}), folder)
+    (command,) = [command for command in found if command.words[0] == launcher]
+    return command
+
+
+def on_two_machines(command: Command, environment: dict[str, str]) -> None:
+    """Run it on each, which differ by NODE_RANK."""
+    port = str(free_port())
+    words = [port if word == str(PORT) else word for word in command.words]
+    machines = [
+        subprocess.Popen(
+            ["sh", "-c", " ".join(words)],
+            cwd=ROOT,
+            env=environment | {"NODE_RANK": str(rank), "HEAD": "127.0.0.1"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = [machine.communicate(timeout=300)[1] for machine in machines]
+    assert [machine.returncode for machine in machines] == [0, 0], said
 
 
 def losses(output: Path) -> list[float]:
@@ -102,61 +121,26 @@ def test_two_copies_of_the_model_on_two_machines_by_torchrun(features, tmp_path,
     """HSDP: sharded within a machine, averaged between them."""
     strategy = parse_strategy(["fsdp2,world_size=4,dp_replicate=2,micro_batch_size=2,precision=fp32"])
     folder = planned(strategy, features, tmp_path / "plan")
-    command = printed(strategy, 2, folder)
+    command = printed("torchrun", strategy, 2, folder)
     assert command.comment == "on each of 2 machines: NODE_RANK 0 to 1, HEAD the address of the first"
-    words = [str(free_port()) if word == str(PORT) else word for word in command.words]
-    machines = [
-        subprocess.Popen(
-            ["sh", "-c", " ".join(words)],
-            cwd=ROOT,
-            env=environment | {"NODE_RANK": str(rank), "HEAD": "127.0.0.1"},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    said = [machine.communicate(timeout=300)[1] for machine in machines]
-    assert [machine.returncode for machine in machines] == [0, 0], said
+    on_two_machines(command, environment)
     holds(folder, strategy, reference)
 
 
 def test_two_machines_by_accelerate(features, tmp_path, environment, reference):
-    """As docs/cards.md has it, with two processes on each."""
+    """With two processes on each."""
     strategy = parse_strategy(["fsdp2,world_size=4,micro_batch_size=2,precision=fp32"])
     folder = planned(strategy, features, tmp_path / "plan")
-    (line,) = [line for line in documented() if "--machine_rank" in line]
-    here = {"--num_machines": "2", "--num_processes": "4", "--main_process_port": str(free_port())}
-    here |= {"--config": str(folder / "run.yaml"), "--plan": str(folder / "plan.yaml")}
-    machines = [
-        subprocess.Popen(
-            placed(line.split(), here | {"--machine_rank": str(rank), "--main_process_ip": "127.0.0.1"}),
-            cwd=ROOT,
-            env=environment,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    said = [machine.communicate(timeout=300)[1] for machine in machines]
-    assert [machine.returncode for machine in machines] == [0, 0], said
+    command = printed("accelerate", strategy, 2, folder)
+    assert command.comment == "or on each by accelerate"
+    on_two_machines(command, environment)
     holds(folder, strategy, reference)
-
-
-def placed(words: list[str], values: dict[str, str]) -> list[str]:
-    """A command whose options have these values."""
-    return [values.get(before, word) for before, word in zip(["", *words], words, strict=False)]
-
-
-def documented() -> list[str]:
-    """The commands of docs/cards.md, without the prompt and the ends of their lines."""
-    text = (ROOT / "docs/cards.md").read_text().replace("\\\n", "")
-    return [line.removeprefix("$ ") for line in text.splitlines() if line.startswith("$ ")]
 
 
 def test_zero2_on_two_machines_of_a_hostfile(features, tmp_path, environment, reference):
     strategy = parse_strategy(["zero2,world_size=2,micro_batch_size=4,precision=fp32"])
     folder = planned(strategy, features, tmp_path / "plan")
-    command = printed(strategy, 1, folder)
+    command = printed("deepspeed", strategy, 1, folder)
     assert command.comment == "on the first machine, with 2 lines `host slots=1` in hostfile"
     hostfile = tmp_path / "hostfile"
     hostfile.write_text("one slots=1\nother slots=1\n")

@@ -15,6 +15,7 @@ from bigdit.config.planned import at
 from bigdit.config.run import frames_of
 from bigdit.config.stages import of_each, read_stages
 from bigdit.config.strategy import PRESETS
+from bigdit.encoders.host_bytes import host_weights
 from bigdit.errors import UserError
 from bigdit.search.asking.ask import question_for
 from bigdit.search.question import Question
@@ -86,11 +87,18 @@ def _question(document: dict[str, Any], asked: Mapping[str, Any]) -> Question:
         full=run.train.lora is None,
         **{**asked, "gpus": gpus or asked.get("gpus")},
     )
+    held_out = 0 if run.validation is None else run.validation.samples
+    seen: dict[str, Any] = {
+        "held_out": held_out,
+        "samples": None if run.samples is None else host_weights(run.encoders),
+    }
+    if question.images is not None and question.images <= held_out:
+        raise UserError(f"validation.samples is {held_out}, and --images {question.images} leaves none to train on")
     if run.train.epochs is not None:
-        return question.model_copy(update={"epochs": run.train.epochs})
-    if question.images is None or batch is None:
-        return question
-    return question.model_copy(update={"epochs": run.train.known_steps * batch / question.images})
+        seen["epochs"] = run.train.epochs
+    elif question.images is not None and batch is not None:
+        seen["epochs"] = run.train.known_steps * batch / (question.images - held_out)
+    return question.model_copy(update=seen)
 
 
 def _model(run: RunConfig) -> str:

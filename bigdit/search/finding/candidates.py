@@ -180,7 +180,7 @@ def fitting(question: Question, option: Option, capacity_bytes: float, evidence:
 
 def host_bytes(question: Question, option: Option, micro_batch_size: int, blocks: int) -> int:
     """What a machine's processes are expected to take of its memory, while they save."""
-    return node_bytes(round(option.arrangement.host(micro_batch_size, blocks)), question.cluster)
+    return node_bytes(round(option.arrangement.host(micro_batch_size, blocks)), question.cluster, question.samples)
 
 
 def fastest_without_state(question: Question, option: Option, capacity_bytes: float, evidence: Evidence) -> float:

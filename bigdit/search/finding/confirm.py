@@ -103,7 +103,7 @@ def judged(question: Question, band: Band, world_size: int, answer: RehearsedSiz
     reserved = planned(footprint).wanted_bytes
     if ran is not None:
         said, reserved = ran.verdict, ran.reserved_bytes or max(reserved, ran.at_least_bytes)
-    host = host_need(answer.host_timeline, answer.checkpoint_bytes, question.cluster)
+    host = host_need(answer.host_timeline, answer.checkpoint_bytes, question.cluster, question.samples)
     if host.node_bytes > question.host_memory_bytes:
         said = "DOES NOT FIT"
     taken = process(reserved, footprint.beside, band)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pydantic import NonNegativeInt, PositiveInt
 
+from bigdit.encoders.host_bytes import HostWeights
 from bigdit.memory import Timeline
 from bigdit.memory.host import host_memory
 from bigdit.spec import Strict
@@ -25,17 +26,22 @@ builds.
 class HostNeed(Strict):
     """`process_bytes` are tensors of one process (offloaded state, pinned buffers, batches read ahead), of which
     `page_locked_bytes` are locked, and `checkpoint_bytes` beside them the copy that it saves its state from;
-    `node_bytes` is the sum over the processes of a machine with the libraries'."""
+    `samples_bytes` are weights that the main process draws pictures on the way with; `node_bytes` is the sum over the
+    processes of the machine that has it, with the libraries'."""
 
     process_bytes: NonNegativeInt
     checkpoint_bytes: NonNegativeInt
+    samples_bytes: NonNegativeInt
     page_locked_bytes: NonNegativeInt
     processes_per_node: PositiveInt
     node_bytes: NonNegativeInt
 
 
-def host_need(host_timeline: Timeline, checkpoint_bytes: int, cluster: Cluster) -> HostNeed:
-    """What a machine of `cluster` needs for processes that each did as rehearsed, and save so many bytes.
+def host_need(
+    host_timeline: Timeline, checkpoint_bytes: int, cluster: Cluster, samples: HostWeights | None = None
+) -> HostNeed:
+    """What a machine of `cluster` needs for processes that each did as rehearsed, save so many bytes, and draw
+    `samples`.
 
     In `host_timeline` are the start, when each process holds the whole model (and the encoders, with features
     online) before it moves to the card, and two steps. The page cache of a feature store's files is not counted:
@@ -45,12 +51,21 @@ def host_need(host_timeline: Timeline, checkpoint_bytes: int, cluster: Cluster) 
     return HostNeed(
         process_bytes=host.peak_bytes,
         checkpoint_bytes=checkpoint_bytes,
+        samples_bytes=0 if samples is None else samples.known_bytes,
         page_locked_bytes=host.page_locked_bytes,
         processes_per_node=cluster.processes_per_node,
-        node_bytes=node_bytes(host.peak_bytes + checkpoint_bytes, cluster),
+        node_bytes=node_bytes(host.peak_bytes + checkpoint_bytes, cluster, samples),
     )
 
 
-def node_bytes(process_bytes: int, cluster: Cluster) -> int:
-    """What a machine's processes take that each have tensors of so many bytes."""
-    return cluster.processes_per_node * (process_bytes + LIBRARIES_BYTES)
+def node_bytes(process_bytes: int, cluster: Cluster, samples: HostWeights | None = None) -> int:
+    """What the processes of the first machine take that each have tensors of so many bytes; the main one is there."""
+    drawn = 0 if samples is None else samples.known_bytes
+    return cluster.processes_per_node * (process_bytes + LIBRARIES_BYTES) + drawn
+
+
+def uncounted(samples: HostWeights | None) -> tuple[str, ...]:
+    """A line where it is not known what pictures on the way take."""
+    if samples is None or samples.unknown is None:
+        return ()
+    return (f"samples: what the {samples.unknown} takes of the host is not known, and not counted: no weights there",)

@@ -16,7 +16,7 @@ from bigdit.config import RunConfig
 from bigdit.config.output import SAMPLES
 from bigdit.config.sight import SamplesConfig
 from bigdit.encoders.codecs import load_image_codec, to_bytes
-from bigdit.encoders.host_bytes import host_bytes_said
+from bigdit.encoders.host_bytes import host_weights
 from bigdit.engines import Ema, Engine, compute_dtype
 from bigdit.errors import UserError
 from bigdit.files import replacing
@@ -61,7 +61,7 @@ class Pictures:
         self._engine, self._ema, self._family, self._objective = engine, ema, family, objective
         height, width = run.data.buckets[0]
         self._options = SamplingOptions(height, width, config.steps, config.guidance, seed=config.seed)
-        if peers.world.is_main and (taken := host_bytes_said(run.encoders)) is not None:
+        if peers.world.is_main and (taken := host_weights(run.encoders).said) is not None:
             log.notice(f"samples: weights on this host while captions are encoded and pictures decoded: {taken}")
         (first, *_) = peers.gather(self._prepared(spec, known) if peers.world.is_main else None)
         if isinstance(first, str):

@@ -52,6 +52,13 @@ def test_epochs_are_asked_as_they_are(tmp_path):
         assert asked(stages, **options)[0].epochs == 2.5
 
 
+def test_what_validation_holds_out_is_encoded_and_not_trained_on(tmp_path):
+    path = written(tmp_path, LOW, HIGH, validation={"samples": 2000})
+    low, high = asked(path, images="10k")
+    assert (low.images, low.held_out, low.epochs, high.epochs) == (10_000, 2000, 4, 0.4)
+    assert problems(path, images=2000) == ["validation.samples is 2000, and --images 2000 leaves none to train on"]
+
+
 def test_a_run_without_stages_is_one_question(tmp_path):
     adapted = {"train": {"steps": 9, "lora": {"rank": 4}, "ema": {"device": "cpu"}}, "optimizer": {"name": "came"}}
     (only,) = asked(written(tmp_path, **adapted))
