@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -142,8 +143,13 @@ def _write_unigram(recipe: dict[str, Any], folder: Path) -> None:
         recipe["special"][role][1] for role in ("pad_token", "eos_token", "unk_token")
     )
     proto.normalizer_spec.name = "identity"
+    proto.normalizer_spec.precompiled_charsmap = _NO_CHANGES
     (folder / "spiece.model").write_bytes(proto.SerializeToString())
 
+
+_NO_CHANGES = struct.pack("<I1024x", 1024)
+"""A map of characters as sentencepiece compiles it: the size of its double array, and that, here of a root alone.
+Tokenizers of transformers before 5.15 take none that is empty."""
 
 _WRITERS = {"bpe": _write_bpe, "sentencepiece-bpe": _write_sentencepiece_bpe, "unigram": _write_unigram}
 

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from commands import BIN, DIGITS, ROOT, TINY, bigdit, run_command, run_ranks, with_set
+from commands import BIN, DIGITS, HELPERS, ROOT, TINY, bigdit, run_command, run_ranks, with_set
 from two_processes import run_two
 
 from bigdit.train.metrics import read_metrics
@@ -151,3 +151,13 @@ def test_bigdit_train_starts_the_launcher(features, reference, tmp_path, engine)
     receipt = json.loads((output / "receipt.json").read_text())
     assert receipt["strategy"]["world_size"] == 2
     assert receipt["measured_peak_allocated_bytes"] > 0
+
+
+@pytest.mark.slow
+def test_copies_of_the_model_round_alike():
+    """bf16_sr on HSDP: each copy's shards are those of the other to the bit, and are not where seeds differ."""
+    done = run_ranks(4, ROOT / "tests/engines/fsdp2_replicas.py", PYTHONPATH=HELPERS, DS_ACCELERATOR="cpu")
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert all(share > 0.1 for share in found.pop("seeds apart"))
+    assert found == dict.fromkeys(("adamw", "adafactor", "came", "adamw_4bit_ao"), [0.0, 0.0])
