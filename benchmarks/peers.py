@@ -6,9 +6,10 @@ python benchmarks/peers.py --beside --projects FOLDER --python NAME=PATH ... [ID
 peers.json says what is run and what its authors published. FOLDER/NAME is a checkout of each project at the commit
 that is named there; nothing of them is here. `--python` names the interpreter of each environment: `bigdit` has what
 this project installs, with a CUDA build of torch and torchvision; `2024`, `2023` and `finetrainers` have the versions
-of cogvideox-factory's, of fast-DiT's and of finetrainers' time. Found figures are kept in peers_found.json, a row at a
-time, so that rows can be run again by their ids. The data is noise: pictures in dog/ and imagenet/CLASS/, fast-DiT's
-features/, latents and embeddings in cogvideox/, mp4 files with their prompts.txt and videos.txt in videos/.
+of cogvideox-factory's, of fast-DiT's and of finetrainers' time, and `simpletuner` what it asks for (Python 3.12). Found
+figures are kept in peers_found.json, a row at a time, so that rows can be run again by their ids. The data is noise:
+pictures in dog/ and imagenet/CLASS/, fast-DiT's features/, latents and embeddings in cogvideox/, mp4 files with their
+prompts.txt and videos.txt in videos/; simpletuner.json is SimpleTuner's data backend of dog/, whose caches are empty.
 
 With --beside bigdit trains what some of the scripts train, on the same cards: the rows of beside/rows.json, whose
 figures are kept in beside/found.json.
@@ -100,7 +101,8 @@ def run(
             command += ["--fake-weights", name]
         command += ["--", python, *shlex.split(text)]
         folder = projects / row["project"] / row.get("folder", "")
-        environment = os.environ | ({"PYTHONPATH": row["pythonpath"]} if "pythonpath" in row else {})
+        environment = os.environ | row.get("variables", {})
+        environment |= {"PYTHONPATH": row["pythonpath"]} if "pythonpath" in row else {}
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     if not done.stdout.strip():
         return {"failed": done.stderr[-8000:]}

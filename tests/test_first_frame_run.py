@@ -7,14 +7,16 @@ import pytest
 import tiny_pipelines
 import torch
 import yaml
-from commands import bigdit
+from commands import bigdit, with_set
 from PIL import Image
 from tiny_vaes import wan
 from tiny_videos import moving_square
 
+from bigdit.checkpoint import latest
 from bigdit.encoders.buckets import bucket_pixels
 from bigdit.errors import UserError
 from bigdit.loader.read import BatchReader
+from bigdit.sampling import Sampler
 from bigdit.sampling.first_frame import first_image
 from bigdit.store import FeatureStore
 from bigdit.store.reader import Part
@@ -128,6 +130,35 @@ def test_a_step_is_rehearsed_to_the_byte_and_the_pipeline_loads_what_was_trained
     whole.set_progress_bar_config(disable=True)
     frames = whole(picture, "a square", height=16, width=32, num_frames=5, num_inference_steps=2, output_type="np")
     assert frames.frames.shape == (1, 5, 16, 32, 3)
+
+
+def test_the_pipeline_draws_with_exported_adapters_as_training_would(encoded):
+    folder, pipeline = encoded
+    torch.manual_seed(1)
+    base = diffusers.WanTransformer3DModel(**KWARGS)
+    base.save_pretrained(folder / "base/transformer")
+    of_lora = ("train.lora.rank=2", "train.precision=bf16", "optimizer.lr=0.05", "train.checkpoint_every=2")
+    settings = with_set((*of_lora, f"model.init_from={folder / 'base/transformer'}", f"output={folder / 'lora'}"))
+    done = bigdit("train", "--config", folder / "run.yaml", *settings)
+    assert done.returncode == 0, done.stderr
+    checkpoint, _ = latest(folder / "lora")
+    picture = first_picture(folder / "clips/0.mp4")
+
+    def drawn(transformer, adapters=None):
+        whole = tiny_pipelines.pipeline_of(PIPELINE, pipeline.components | {"transformer": transformer})
+        whole.set_progress_bar_config(disable=True)
+        if adapters is not None:
+            whole.load_lora_weights(adapters)
+        asked = {"height": 16, "width": 32, "num_frames": 5, "num_inference_steps": 2, "output_type": "latent"}
+        return whole(picture, "a square", generator=torch.Generator().manual_seed(0), **asked).frames
+
+    without = drawn(base)
+    trained = drawn(Sampler(checkpoint, torch.device("cpu"))._model)
+    loaded = drawn(base, folder / "lora/exports/step-00000002/transformer")
+    torch.testing.assert_close(loaded, trained, rtol=1e-5, atol=1e-5)
+    assert (loaded - without).abs().max() > 0.01
+    names = {name.rsplit(".lora_", 1)[0].split(".", 1)[1] for name in base.state_dict() if "lora_A" in name}
+    assert {name for name in names if "attn2.add_" in name}  # those that see the picture, too
 
 
 def test_what_does_not_fit_is_refused(encoded):

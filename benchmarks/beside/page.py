@@ -86,9 +86,10 @@ what they pick by a mask's values (Lumina, Z-Image, HunyuanImage).
 - NVlabs/Sana: `pyproject.toml` (09cf0ce) pins torchvision 0.23.0, which is for torch 2.8, and with it xformers
   0.0.32.post2, flash_attn 2.8.3 and triton 3.4.0, all of them built for CUDA 12: not emulated. Its repository of 1.0 GB
   could not be brought to the machine of these figures either.
-- SimpleTuner (bc8e6ab, Python 3.12): `helpers/training/default_settings/safety_check.py:109` runs `nvidia-smi`, a
-  program that an emulated machine does not have. Before that `setup.py` asks for transformers from 5.6.0 on and kernels
-  0.16: with transformers 5.24.0 `mageflow/vendor/models/modules/text_encoder.py:23`, which every start imports, finds
-  no `Qwen3VLCausalLMOutputWithPast`; with 5.6.0 transformers' own `hub_kernels.py:89` fails with kernels 0.16; with
-  5.14.1 it comes as far as the first. With a program of that name on its path it goes on, and ends in
-  `helpers/models/common.py:4050`, which makes a SanaPipeline without its scheduler; why was not found."""
+- SimpleTuner (bc8e6ab, Python 3.12) on Sana: its text is encoded by a SanaPipeline that `helpers/models/common.py:4050`
+  makes without a scheduler. `helpers/models/sana/model.py:85` says that this pipeline has one of its own, and
+  `common.py:3798`, which is to load that, is nowhere written over and gives none; so it would end on a card as well.
+  SD3.5 has no such claim, and is the row above. What `setup.py` asks for does not go together: with transformers 5.24.0
+  `mageflow/vendor/models/modules/text_encoder.py:23`, which every start imports, finds no
+  `Qwen3VLCausalLMOutputWithPast`; with 5.6.0 transformers' own `hub_kernels.py:89` fails with kernels 0.16; 5.14.1 is
+  the one that was taken."""

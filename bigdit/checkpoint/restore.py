@@ -21,9 +21,12 @@ from bigdit.engines.state import AVERAGE, Place, adopt, make_state, places
 from bigdit.errors import UserError
 from bigdit.spec import ModelSpec
 
+_RANDOM = "rng."
+"""How the states of generators began that checkpoints of bf16_sr had, a process each."""
 
-def restore(checkpoint: Checkpoint, engine: Engine, peers: Peers, ema: Ema | None = None) -> None:
-    """Put masters, optimizer state and average in place, on all processes.
+
+def restore(checkpoint: Checkpoint, engine: Engine, peers: Peers, ema: Ema | None = None) -> list[str]:
+    """Put masters, optimizer state and average in place, on all processes; what a person should know of it.
 
     Its files were verified before. Raises UserError where it holds another model's, or another optimizer's state.
     """
@@ -40,6 +43,12 @@ def restore(checkpoint: Checkpoint, engine: Engine, peers: Peers, ema: Ema | Non
             raise UserError(f"{checkpoint.folder} does not hold {name}: it is of another model or optimizer")
     _load(checkpoint, filled, reader, peers)
     adopt(engine, ema, filled)
+    if not any(name.startswith(_RANDOM) for name in saved):
+        return []
+    return [
+        f"{checkpoint.folder} holds random numbers of an earlier bigdit, which are not taken up: bf16_sr rounds by "
+        "train.seed and the step from here on, otherwise than that would have"
+    ]
 
 
 def load_model(spec: ModelSpec, source: Path, *, dtype: torch.dtype) -> nn.Module:

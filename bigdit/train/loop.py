@@ -147,7 +147,7 @@ def _train(stages: Sequence[Prepared], world: World, stop: Stop, device: torch.d
         engine = engines.create(strategy, model, family, device=device, world=world)
         ema = engines.ema_of(engine)
         if found is not None:
-            checkpoint.restore(found, engine, peers, ema)
+            _say(world, [f"note: {line}" for line in checkpoint.restore(found, engine, peers, ema)])
             _say(world, [f"going on from {found.folder}, step {start}"])
         if staged:
             _say(world, [f"{stage.name}: steps {stage.start} to {end} of {ends[-1]}"])

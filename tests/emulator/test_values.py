@@ -76,16 +76,18 @@ from bigdit_emulated import notices
 big = torch.ones(1 << 20, device="cuda")
 total = big.sum()
 derived = (total * 2 + 1).isnan()
-read = [total.item(), bool(derived), big[5].item(), (big > 0).nonzero().shape[0], torch.full_like(total, 7).item()]
+conditions = [bool(derived), bool(total.isfinite())]
+read = [total.item(), *conditions, big[5].item(), (big > 0).nonzero().shape[0], torch.full_like(total, 7).item()]
 print(json.dumps([read, [[found["text"], found["count"]] for found in notices.found()]]))
 """
 
 
 def test_what_no_kernel_computed_reads_zero_and_is_said():
     read, said = answers("a40", UNKNOWN)
-    assert read == [0.0, False, 0.0, 0, 7.0]
+    assert read == [0.0, False, True, 0.0, 0, 7.0]  # zero is finite: a script that asks for it trains on
     assert said == [
-        ["a value was read that no kernel computed: it is 0", 3],
+        ["a condition was read of values that no kernel computed: they are 0", 2],
+        ["a value was read that no kernel computed: it is 0", 2],
         ["nonzero looked into values that no kernel computed: they are 0", 1],
     ]
 

@@ -1,9 +1,11 @@
 """Training on disks that are full or cannot be written: a line, nothing lost, and it goes on with room."""
 
+import pytest
 from disks import mounted, remount
 from training import run
 
 from bigdit import checkpoint
+from bigdit.cli import main
 from bigdit.train.metrics import read_metrics
 
 
@@ -39,3 +41,42 @@ def test_an_output_that_can_no_longer_be_written_is_one_line(features, tmp_path,
         remount(disk, "ro")
         assert run(features, disk / "run", "train.steps=4") == 1
         assert errors(capfd) == [f"error: cannot write {disk}/run/lock: Read-only file system; choose another output"]
+
+
+def used(folder):
+    return sum(file.stat().st_blocks * 512 for file in folder.rglob("*") if file.is_file())
+
+
+def test_a_full_disk_at_a_snapshot_and_at_a_page_is_a_line_and_both_come_with_room(features, tmp_path, capfd):
+    of_averages = ("train.checkpoint_every=9", "train.snapshot_every=1", "train.ema.widths=[0.05,0.1]")
+    with mounted(tmp_path / "small", "size=64m") as disk:
+        output, snapshots = disk / "run", disk / "run/averages"
+        assert run(features, output, *of_averages, "train.steps=2") == 0
+        remount(disk, f"size={(used(disk) + used(snapshots) // 4) // 1024}k")
+        assert run(features, output, *of_averages, "train.steps=4") == 1
+        (line,) = errors(capfd)
+        assert line.startswith(f"error: cannot write the snapshot of averages {snapshots}/step-00000003: ")
+        assert "No space left on device" in line
+        assert sorted(each.name for each in snapshots.iterdir()) == ["step-00000001", "step-00000002"]
+        filled = sum(1 for _ in filling(disk / "filler"))
+        assert filled > 0
+        with pytest.raises(SystemExit, match="1"):
+            main(["report", str(output)])
+        assert errors(capfd) == [f"error: cannot write {output}/report.html: No space left on device"]
+        (disk / "filler").unlink()
+        remount(disk, "size=64m")
+        assert run(features, output, *of_averages, "train.steps=4") == 0
+        assert len(list(snapshots.iterdir())) == 4
+        with pytest.raises(SystemExit, match="0"):
+            main(["report", str(output)])
+        assert "4 of 4 steps" in (output / "report.html").read_text()
+
+
+def filling(file):
+    """Write a file until the disk is full, a block at a time."""
+    with open(file, "wb", buffering=0) as opened:
+        try:
+            while opened.write(bytes(4096)) == 4096:
+                yield
+        except OSError:
+            return

@@ -33,6 +33,9 @@ class Reads:
         kernel.call_boxed(keys, tensor)  # its copy and its wait are real; what it read is not
         if self._known.holds(tensor):
             return self._known.on_host(tensor).item()
+        if tensor.dtype == self._torch.bool:  # such as whether a loss is finite: scripts end where it is not
+            notices.add("a condition was read of values that no kernel computed: they are 0")
+            return self._known.on_host(tensor).item()
         notices.add("a value was read that no kernel computed: it is 0")
         return self._torch.zeros((), dtype=tensor.dtype).item()
 
