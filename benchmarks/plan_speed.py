@@ -22,8 +22,8 @@ PR_SET_CHILD_SUBREAPER = 36
 """Source: linux/prctl.h."""
 
 SMALL_S, LARGE_S, WARM_S = 12.0, 25.0, 0.5
-"""Limits on two idle cores: of models of 1 to 2 B parameters on a card, of 12 to 14 B or on eight cards and more, of the
-same question again."""
+"""Limits on two idle cores: of models of 1 to 2 B parameters on a card, of 12 to 14 B or on eight cards and more, of
+the same question again."""
 
 CASES = [
     ("--model sana-1600m --gpu a40", SMALL_S),
