@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from bigdit.bench.loader import data_loader, places
-from bigdit.config.run import DataConfig
+from bigdit.config.data import DataConfig
 from bigdit.dist import World
 from bigdit.loader.order import Order
 from bigdit.loader.padded import padded

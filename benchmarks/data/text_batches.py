@@ -22,7 +22,7 @@ import torch
 import transformers
 
 from bigdit import libraries
-from bigdit.config.run import TextEncoderConfig
+from bigdit.config.encoders import TextEncoderConfig
 from bigdit.encoders.load import load_text_encoder
 from bigdit.store.fp8 import dequantise, quantise
 from bigdit.store.text import Text

@@ -11,7 +11,7 @@ import torch
 
 from bigdit.bench.interleaved import Comparison, Load, take_turns
 from bigdit.config import RunConfig
-from bigdit.config.run import DataConfig
+from bigdit.config.data import DataConfig
 from bigdit.encoders.buckets import bucket_pixels
 from bigdit.encoders.codecs import ImageCodec, load_image_codec, to_unit_range
 from bigdit.encoders.device import encoding_device

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from bigdit.bench.interleaved import Comparison, Load, take_turns
 from bigdit.config import RunConfig
-from bigdit.config.run import DataConfig
+from bigdit.config.data import DataConfig
 from bigdit.dist import World
 from bigdit.loader.batch import Batch
 from bigdit.loader.order import Order

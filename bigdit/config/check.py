@@ -6,8 +6,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from bigdit.config.data import written_bucket
 from bigdit.config.deepspeed import complete_ds_config, ds_values, read_ds_config
-from bigdit.config.run import IdentityCodec, RunConfig, written_bucket
+from bigdit.config.encoders import IdentityCodec
+from bigdit.config.run import RunConfig
 from bigdit.errors import UserError
 from bigdit.objective_spec import DdpmSpec
 from bigdit.spec import ModelSpec, Strategy

@@ -10,10 +10,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from bigdit.config.data import frames_of, written_bucket
 from bigdit.config.deepspeed import complete_ds_config, ds_values, read_ds_config
 from bigdit.config.load import parse_run
 from bigdit.config.plan_file import DS_CONFIG, PlanFile, plan_file
-from bigdit.config.run import RunConfig, frames_of, written_bucket
+from bigdit.config.run import RunConfig
 from bigdit.errors import UserError, versions
 from bigdit.spec import PROFILES, EmaSpec, Strategy
 from bigdit.units import gib

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageOps
 
-from bigdit.config.run import frames_of, written_bucket
+from bigdit.config.data import frames_of, written_bucket
 from bigdit.errors import UserError
 from bigdit.sources.protocol import Unusable
 

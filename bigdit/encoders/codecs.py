@@ -8,7 +8,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch.nn import functional as F
 
-from bigdit.config.run import IdentityCodec, VaeCodec
+from bigdit.config.encoders import IdentityCodec, VaeCodec
 from bigdit.encoders.batch_size import CPU_BATCH
 from bigdit.encoders.buckets import Color, check_divides
 from bigdit.encoders.latents import first_alone

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from bigdit.catalog.first_frame import IMAGE_EMBEDS
-from bigdit.config.run import FirstFrameConfig
+from bigdit.config.encoders import FirstFrameConfig
 from bigdit.encoders.codecs import ImageCodec, to_unit_range
 from bigdit.encoders.folder import DTYPES, IMAGE_ENCODER, read_config, weights_sample
 from bigdit.errors import UserError

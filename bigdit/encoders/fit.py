@@ -10,8 +10,10 @@ from typing import Any
 from bigdit.catalog import FAMILIES
 from bigdit.catalog.families import stream_shapes, streams_of
 from bigdit.catalog.first_frame import takes_first_frame
+from bigdit.config.data import written_bucket
+from bigdit.config.encoders import IdentityCodec, TextEncoderConfig, VaeCodec
 from bigdit.config.plan_file import PlanFile
-from bigdit.config.run import IdentityCodec, RunConfig, TextEncoderConfig, VaeCodec, written_bucket
+from bigdit.config.run import RunConfig
 from bigdit.documents import parse_json
 from bigdit.encoders.folder import IMAGE_ENCODER, weights_sample
 from bigdit.spec import ModelSpec

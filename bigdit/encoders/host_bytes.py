@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bigdit.config.run import EncodersConfig, TextEncoderConfig, VaeCodec
+from bigdit.config.encoders import EncodersConfig, TextEncoderConfig, VaeCodec
 from bigdit.documents import parse_json
 from bigdit.encoders.weights import weights_bytes
 from bigdit.numbers import Natural

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from bigdit.config.run import EncodersConfig, TextEncoderConfig
+from bigdit.config.encoders import EncodersConfig, TextEncoderConfig
 from bigdit.encoders.batch_size import CPU_BATCH
 from bigdit.encoders.codecs import ImageCodec, load_image_codec
 from bigdit.encoders.device import encoding_device

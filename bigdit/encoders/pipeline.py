@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from bigdit.config.run import TextEncoderConfig
+from bigdit.config.encoders import TextEncoderConfig
 from bigdit.encoders.batch_size import BatchSize
 from bigdit.encoders.by_length import encode_by_length
 from bigdit.encoders.components import describe, load_text_pipeline

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerBase, T5Config, T5EncoderModel
 
-from bigdit.config.run import T5_TOKENS, TextEncoderConfig
+from bigdit.config.encoders import T5_TOKENS, TextEncoderConfig
 from bigdit.encoders.batch_size import CPU_BATCH, BatchSize
 from bigdit.encoders.by_length import encode_by_length
 from bigdit.encoders.folder import DTYPES, check_complete, read_config, weights_sample

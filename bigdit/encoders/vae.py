@@ -10,7 +10,8 @@ from typing import Any
 import diffusers
 import torch
 
-from bigdit.config.run import VaeCodec, frames_of, written_bucket
+from bigdit.config.data import frames_of, written_bucket
+from bigdit.config.encoders import VaeCodec
 from bigdit.encoders.batch_size import BatchSize
 from bigdit.encoders.buckets import Color, check_divides
 from bigdit.encoders.folder import DTYPES, check_complete, read_config, weights_sample

@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
-from bigdit.config.run import EncodersConfig
+from bigdit.config.encoders import EncodersConfig
 from bigdit.errors import UserError
 from bigdit.extract.server import server
 from bigdit.extract.speed import UnitSpeed

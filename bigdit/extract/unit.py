@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from bigdit.config.run import frames_of
+from bigdit.config.data import frames_of
 from bigdit.encoders.buckets import bucket_pixels
 from bigdit.encoders.codecs import ImageCodec, to_unit_range
 from bigdit.encoders.first_frame import FirstFrames

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from bigdit.config.run import EncodersConfig
+from bigdit.config.encoders import EncodersConfig
 from bigdit.encoders.load import Encoders, load_encoders
 from bigdit.errors import UserError
 from bigdit.extract.speed import Stopwatch, UnitSpeed, append

@@ -9,14 +9,14 @@ import yaml
 from bigdit.catalog import CatalogModel
 from bigdit.catalog.first_frame import takes_first_frame
 from bigdit.catalog.models import TextInput, models, repositories
-from bigdit.config.run import VaeCodec
+from bigdit.config.encoders import VaeCodec
 from bigdit.search.needs.dataset import PART_SIZE, part_size
 from bigdit.search.plan import Plan
 
 _HEAD = """\
 # A run by the plan beside this file, which decides how the step is run: engine, micro-batch, precision and the like.
 # The folders are to be filled in. What else may be said here: model.init_from (weights to start from), train.seed,
-# train.checkpoint_every, optimizer.betas, data.caption_dropout; bigdit/config/run.py has all keys.
+# train.checkpoint_every, optimizer.betas, data.caption_dropout; bigdit/config/ has all keys.
 """
 RUN = "run.yaml"
 _STEPS = 100_000

@@ -9,7 +9,7 @@ import torch
 
 from bigdit.catalog.classes import CLASS_LABEL, no_class
 from bigdit.config import RunConfig
-from bigdit.config.run import TextEncoderConfig
+from bigdit.config.encoders import TextEncoderConfig
 from bigdit.encoders.load import load_text_encoder
 from bigdit.encoders.text_encoder import shapes_of
 from bigdit.errors import UserError

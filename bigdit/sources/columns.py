@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from bigdit.config.run import SourceConfig
+from bigdit.config.data import SourceConfig
 from bigdit.errors import UserError, nearest
 from bigdit.sources.captions import weighted
 from bigdit.sources.protocol import Caption, Unusable

@@ -10,7 +10,7 @@ from typing import Any
 
 import xxhash
 
-from bigdit.config.run import DataConfig, SourceConfig, SourceKind, frames_of
+from bigdit.config.data import DataConfig, SourceConfig, SourceKind, frames_of
 from bigdit.errors import UserError
 from bigdit.sources.csv_rows import CsvRows
 from bigdit.sources.file_rows import FileRows

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from bigdit.config.run import SourceConfig, SourceKind
+from bigdit.config.data import SourceConfig, SourceKind
 from bigdit.documents import parse_json
 from bigdit.errors import UserError, nearest
 from bigdit.sources.picture import SUFFIXES

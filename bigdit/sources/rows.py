@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 import xxhash
 from PIL import Image
 
-from bigdit.config.run import SourceConfig, SourceKind
+from bigdit.config.data import SourceConfig, SourceKind
 from bigdit.errors import UserError
 from bigdit.sources.animation import moving_or_still
 from bigdit.sources.columns import Cells, Columns, captions_of, choose

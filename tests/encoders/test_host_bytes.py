@@ -5,7 +5,7 @@ import tiny_pipelines
 import torch
 from tiny_vaes import kl
 
-from bigdit.config.run import EncodersConfig, TextEncoderConfig, VaeCodec
+from bigdit.config.encoders import EncodersConfig, TextEncoderConfig, VaeCodec
 from bigdit.encoders.components import load_text_pipeline
 from bigdit.encoders.folder import DTYPES
 from bigdit.encoders.host_bytes import HostWeights, host_weights

@@ -20,7 +20,7 @@ from extracting import BUCKETS, PART_SIZE, all_indices, configured, parts
 from PIL import Image
 from running import ended, until
 
-from bigdit.config.run import SourceConfig
+from bigdit.config.data import SourceConfig
 from bigdit.errors import UserError
 from bigdit.extract.extract import extract
 from bigdit.extract.job import encode_here

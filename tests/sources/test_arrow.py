@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from tiny_sources import damage, opened, png, reason, snapshot, texts, value
 
-from bigdit.config.run import SourceConfig
+from bigdit.config.data import SourceConfig
 from bigdit.errors import UserError
 from bigdit.sources import Unusable
 from bigdit.sources.file_rows import FileRows

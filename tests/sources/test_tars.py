@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny_sources import opened, png, reason, texts, value, write_tar
 
-from bigdit.config.run import DataConfig
+from bigdit.config.data import DataConfig
 from bigdit.errors import UserError
 from bigdit.sources import Unusable, open_source
 

@@ -15,7 +15,7 @@ from PIL import Image
 from tiny_sources import gradient, save, write_tar
 from tiny_videos import SHADES, video
 
-from bigdit.config.run import DataConfig
+from bigdit.config.data import DataConfig
 from bigdit.errors import UserError
 from bigdit.sources import Unusable, open_source
 from bigdit.sources.resample import Clip, resampled

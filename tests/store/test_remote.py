@@ -13,7 +13,7 @@ from stores import make_store, read_all, stream_of
 
 from bigdit.catalog.resolve import model_spec
 from bigdit.config import load_run
-from bigdit.config.run import DataConfig
+from bigdit.config.data import DataConfig
 from bigdit.errors import UserError
 from bigdit.extract.extract import extract
 from bigdit.store import FeatureStore, remote

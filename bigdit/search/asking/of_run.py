@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from bigdit.config import RunConfig
+from bigdit.config.data import frames_of
 from bigdit.config.deepspeed import read_ds_config
 from bigdit.config.load import parse_run
 from bigdit.config.planned import at
-from bigdit.config.run import frames_of
 from bigdit.config.stages import of_each, read_stages
 from bigdit.config.strategy import PRESETS
 from bigdit.encoders.host_bytes import host_weights

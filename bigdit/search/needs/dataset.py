@@ -46,7 +46,7 @@ which leaves 167.6 × 4096 states for each.
 """
 
 PART_SIZE = 256
-"""Samples in a part of a run that does not say, as config/run.py has it."""
+"""Samples in a part of a run that does not say, as config/data.py has it."""
 LARGE_PART = 1e9
 """Bytes of a part, of which there are few in a data set and several in memory."""
 PARTS_HELD = 3

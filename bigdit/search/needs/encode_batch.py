@@ -6,7 +6,8 @@ import math
 
 from bigdit import log
 from bigdit.catalog import Gpu, batch_shape, find_model, found_gpus
-from bigdit.config.run import RunConfig, VaeCodec
+from bigdit.config.encoders import VaeCodec
+from bigdit.config.run import RunConfig
 from bigdit.errors import UserError
 from bigdit.memory.process import cuda_context
 from bigdit.rehearse import RehearsalRequest, rehearse

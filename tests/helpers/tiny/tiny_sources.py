@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from bigdit.config.run import DataConfig
+from bigdit.config.data import DataConfig
 from bigdit.sources import Unusable, open_source
 
 
