@@ -69,7 +69,7 @@ def test_a_full_disk_at_a_snapshot_and_at_a_page_is_a_line_and_both_come_with_ro
         assert len(list(snapshots.iterdir())) == 4
         with pytest.raises(SystemExit, match="0"):
             main(["report", str(output)])
-        assert "4 of 4 steps" in (output / "report.html").read_text()
+        assert "all of 4 steps" in (output / "report.html").read_text()
 
 
 def filling(file):
