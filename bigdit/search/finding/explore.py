@@ -14,6 +14,7 @@ from bigdit.search.finding.space import Proposal
 from bigdit.search.plan import Rejected
 from bigdit.search.predict.anchors import OF_STATE, OF_STEP, SIZES, Depths, Sample, outline, requests
 from bigdit.search.predict.outline import OF_ACTIVATIONS, Arrangement, Outline, varied
+from bigdit.search.predict.sibling import kinds
 from bigdit.spec import Strategy
 
 
@@ -100,7 +101,7 @@ def _arrangement(
     return Arrangement(
         none=outline(sample.model, none, known[:half]),
         full=outline(sample.model, _checkpointed(proposal.strategy, "all"), known[half:]),
-        blocks=sample.model.block_lists,
+        blocks=kinds(sample.model),
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from bigdit.catalog import CatalogModel, Gpu
+from bigdit.catalog import FAMILIES, CatalogModel, Gpu
 from bigdit.memory.host import host_memory
 from bigdit.rehearse import RehearsalRequest, RehearsedSize
 from bigdit.rehearse.ask import request_for
@@ -64,7 +64,8 @@ class Grid:
 
 def grid(model: CatalogModel, of: Depths = OF_STEP) -> Grid:
     """The shallowest sibling, and one for each list of blocks that is longer, with more of these."""
-    full, (shallow, deeper) = depths(model), (possible(model, blocks) for blocks in of)
+    aside = 2 if FAMILIES[model.spec.class_name].even else 0  # so that one block of each half has neighbours
+    full, (shallow, deeper) = depths(model), (possible(model, blocks) + aside for blocks in of)
     base = {name: min(shallow, length) for name, length in full.items()}
     varied = tuple(name for name, length in full.items() if length > shallow)
     more = tuple(min(deeper, full[name]) - shallow for name in varied)
@@ -95,7 +96,7 @@ def outline(model: CatalogModel, strategy: Strategy, answers: Sequence[Rehearsed
     count = len(plan.siblings)
     timelines = [answer.timeline for answer in answers]
     spans = [moments(timeline) for timeline in timelines]
-    shared = family(spans)
+    shared = family(spans, halved=FAMILIES[model.spec.class_name].even)
 
     def line(values: Sequence[Any]) -> Line:
         """Values of all anchors, at full depth and for any micro-batch size."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,11 +58,7 @@ def counterparts(short: Marks, long: Marks) -> Marks:
     The beginnings are the same up to where the longer one has more blocks, and so are the ends.
     """
     length, rest = len(short), len(long) - len(short)
-    least = min(length, len(long))
-    same = short[:least] == long[:least]
-    prefix = least if same.all() else int(same.argmin())
-    same = short[::-1][:least] == long[::-1][:least]
-    suffix = least if same.all() else int(same.argmin())
+    prefix, suffix = _alike(short, long), _alike(short[::-1], long[::-1])
     at = np.arange(length)
     if prefix + suffix < length:
         return np.where(at < prefix, at, np.where(at >= length - suffix, at + rest, -1))
@@ -71,13 +67,39 @@ def counterparts(short: Marks, long: Marks) -> Marks:
     return np.where(at < split, at, at + rest)
 
 
+def around(short: Marks, long: Marks) -> Marks:
+    """The same of the moments around the middle, where `long` has more blocks in each half, since skips join those of
+    the first to those of the second: what skips hold there grows, and no moment counted from an end comes to it.
+    """
+    at = np.arange(len(short))
+    if len(long) == len(short):
+        return at
+    middle = (len(short) - _alike(short[::-1], long[::-1]) + _alike(short, long)) // 2
+
+    def alike(more: int) -> tuple[int, int]:
+        """How many are the same before the middle, and behind it."""
+        before = _alike(short[:middle][::-1], long[: middle + more][::-1])
+        return before, _alike(short[middle:], long[middle + more :])
+
+    more = max(range(1, len(long) - len(short)), key=lambda more: sum(alike(more)))
+    before, after = alike(more)
+    return np.where((at >= middle - before) & (at < middle + after), at + more, -1)
+
+
+def _alike(one: Marks, other: Marks) -> int:
+    """How many moments of both are the same from the beginning on."""
+    least = min(len(one), len(other))
+    same = one[:least] == other[:least]
+    return least if same.all() else int(same.argmin())
+
+
 @dataclass(frozen=True)
 class Family:
     """Like rehearsals, span by span: `first` moment for moment, with what is live there in each of them.
 
     `live` of a span is (rehearsals, moments), its first column the span's peak, which is continued beside the
-    moments: a lower bound where moments could not be found again. `parts` are the same by category: (rehearsals,
-    CATEGORIES, moments).
+    moments: a lower bound where moments could not be found again. The second is the span's first moment, the last its
+    last. `parts` are the same by category: (rehearsals, CATEGORIES, moments).
     """
 
     phases: tuple[str, ...]
@@ -85,8 +107,9 @@ class Family:
     parts: tuple[Bytes, ...]
 
 
-def family(rehearsals: Sequence[tuple[SpanMoments, ...]]) -> Family:
-    """The moments that all `rehearsals` share. Raises ValueError where their phases differ."""
+def family(rehearsals: Sequence[tuple[SpanMoments, ...]], *, halved: bool = False) -> Family:
+    """The moments that all `rehearsals` share; of those that are `halved` the ones `around` the middle too. Raises
+    ValueError where their phases differ."""
     first = rehearsals[0]
     phases = tuple(span.phase for span in first)
     if any(tuple(span.phase for span in other) != phases for other in rehearsals):
@@ -94,9 +117,16 @@ def family(rehearsals: Sequence[tuple[SpanMoments, ...]]) -> Family:
     live, parts = [], []
     for number in range(len(phases)):
         spans = [rehearsal[number] for rehearsal in rehearsals]
-        found = [counterparts(spans[0].marks, span.marks) for span in spans]
-        shared = np.all([at >= 0 for at in found], axis=0)
-        columns = [np.concatenate([[span.live.argmax()], at[shared]]) for span, at in zip(spans, found, strict=True)]
+        ends = _shared(spans, counterparts)
+        middle = _shared(spans, around) if halved else ends[:, :0]
+        peaks = np.array([[span.live.argmax()] for span in spans])
+        columns = np.concatenate([peaks, ends[:, :1], middle, ends[:, 1:]], axis=1)
         live.append(np.stack([span.live[at] for span, at in zip(spans, columns, strict=True)]))
         parts.append(np.stack([span.parts[:, at] for span, at in zip(spans, columns, strict=True)]))
     return Family(phases, tuple(live), tuple(parts))
+
+
+def _shared(spans: Sequence[SpanMoments], find: Callable[[Marks, Marks], Marks]) -> Marks:
+    """The moments that `find` has for all spans: a row for each span."""
+    found = np.stack([find(spans[0].marks, span.marks) for span in spans])
+    return found[:, np.all(found >= 0, axis=0)]

@@ -23,9 +23,9 @@ from bigdit.search.finding.evidence import UNPROVED
 from bigdit.search.finding.explore import explore
 from bigdit.search.finding.space import Proposal, proposals
 from bigdit.search.finding.verdict import planned, process, verdict
-from bigdit.search.predict.anchors import OF_STATE, OF_STEP, SIZES, Depths, Sample, grid, requests
-from bigdit.search.predict.moments import counterparts
-from bigdit.search.predict.sibling import block_count, sibling
+from bigdit.search.predict.anchors import OF_STATE, OF_STEP, SIZES, Depths, Sample, grid, outline, requests
+from bigdit.search.predict.moments import around, counterparts
+from bigdit.search.predict.sibling import block_count, depths, sibling
 from bigdit.search.question import Pins, Question
 from bigdit.spec import Strategy
 from bigdit.speed.interval import Interval
@@ -205,6 +205,17 @@ def test_every_moment_of_fewer_blocks_is_found_among_more_blocks(
     assert found[-1] == len(long) - 1
 
 
+def test_the_middle_of_two_halves_is_found_between_more_blocks_of_each() -> None:
+    """Down and up again: the innermost blocks are those of the longer one, wherever the ends lead."""
+    head, down, turn, up, tail = [1, 2], [3, 4, 5], [6], [7, 8], [9, 2]
+    short, long = (np.array([*head, *down * half, *turn, *up * half, *tail]) for half in (2, 3))
+    found = around(short, long)
+    middle = slice(len(head), len(short) - len(tail))
+    assert (found[middle] == np.arange(len(short))[middle] + len(down)).all()
+    assert (short[found >= 0] == long[found[found >= 0]]).all()
+    assert around(long, long).tolist() == [*range(len(long))]
+
+
 def test_moments_that_are_nowhere_else_are_left_out() -> None:
     short, long = np.array([1, 2, 3, 4, 9]), np.array([1, 2, 7, 7, 7, 9])
     assert counterparts(short, long).tolist() == [0, 1, -1, -1, 5]
@@ -248,6 +259,31 @@ def test_the_shallowest_sibling_of_every_class_takes_a_step(pool: Pool) -> None:
 @pytest.mark.parametrize("name", ["sd3.5-medium", "hidream-i1"])
 def test_what_goes_with_single_blocks_goes_with_them(name: str) -> None:
     model = catalog.model(name)
-    kwargs = sibling(model, dict.fromkeys(dict(model.block_lists), 2)).spec.kwargs
-    assert all(at < 2 for at in kwargs.get("dual_attention_layers", []))
+    kwargs = sibling(model, dict.fromkeys(depths(model), 2)).spec.kwargs
+    assert kwargs.get("dual_attention_layers", [0, 1]) == [0, 1]
     assert len(kwargs.get("llama_layers", [0] * 4)) == 4
+
+
+def test_blocks_with_a_second_attention_among_others_are_no_list_of_their_own() -> None:
+    """A user's model may have them anywhere; the catalogue's are the first."""
+    model = catalog.model("sd3.5-medium")
+    spec = model.spec.model_copy(update={"kwargs": model.spec.kwargs | {"dual_attention_layers": [1, 9]}})
+    mixed = model.model_copy(update={"spec": spec})
+    assert [*depths(model).values()] == [13, 11]
+    assert depths(mixed) == {"transformer_blocks": 24}
+    assert sibling(mixed, {"transformer_blocks": 3}).spec.kwargs["dual_attention_layers"] == [1]
+
+
+@pytest.mark.parametrize(
+    ("name", "lengths"),
+    [("hunyuandit-v1.2", (12,)), ("sd3.5-medium", (5, 6))],
+)
+def test_blocks_that_are_not_alike_continue_to_the_whole_model(pool: Pool, name: str, lengths: tuple[int, ...]) -> None:
+    """Joined by skips, whose gradients grow towards the middle, or of two kinds; beyond the anchors' micro-batches."""
+    whole = catalog.model(name)
+    model = sibling(whole, dict(zip(depths(whole), lengths, strict=True)))
+    sample, strategy = Sample(model, A40, (1024, 1024)), Strategy(checkpointed_blocks="all")
+    asked = [*requests(sample, strategy), sample.request(strategy.with_micro_batch_size(9))]
+    *anchors, answer = (each for each in pool.rehearse(asked) if isinstance(each, RehearsedSize))
+    found, peak = outline(model, strategy, anchors).peaks(9)["backward"], answer.ledger.phase("backward")
+    assert found == pytest.approx(peak.peak_bytes, rel=1e-4, abs=peak.at_peak.get("workspace", 0))
