@@ -88,8 +88,9 @@ def _plan(pool: Pool, question: Question, evidence: Evidence, cards: Cards | Non
     rooms = [capacity(question, each.proposal, evidence) for each in found.options]
     rows = front(sample, question, found.options, known, rooms, evidence, cards)
     steps, notices = _explained(pool, sample, question, evidence, chosen)
-    buckets = bucket_limits(pool, sample, question, chosen.candidate, room, cards)
-    ran = runs(sample, chosen.candidate, buckets[0], room, cards)
+    limited = cards if fits else None  # of what does not fit, sizes that would are not worth their minutes
+    buckets = bucket_limits(pool, sample, question, chosen.candidate, room, limited)
+    ran = runs(sample, chosen.candidate, buckets[0], room, limited)
     every = [*found.options, *averages(pool, sample, question, found.options, option)]
     return Plan(
         question=question,

@@ -22,6 +22,7 @@ _SOURCES = (
     "optim",
     "rehearse/card",
     "rehearse/data.py",
+    "rehearse/engines/fsdp2.py",
     "rehearse/steps.py",
     "train/encode.py",
     "train/step.py",

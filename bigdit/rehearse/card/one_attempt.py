@@ -16,6 +16,7 @@ from bigdit.engines import Ema, Engine
 from bigdit.rehearse.card.attempt import Attempt
 from bigdit.rehearse.card.launched import Launched, launched
 from bigdit.rehearse.card.steps import group
+from bigdit.rehearse.card.uncomputed import large_uncomputed
 from bigdit.rehearse.card.unwritten import unwritten, unwritten_weights
 from bigdit.rehearse.request import RehearsalRequest
 from bigdit.rehearse.steps import STEPS, Witness, prepare, training
@@ -59,7 +60,7 @@ def _two_steps(request: RehearsalRequest, device: torch.device) -> dict[str, Lau
         workload = prepare(request.model, request.batch, strategy, request.encoders)
     witness = _Counting()
     try:
-        with group(strategy) as world:
+        with group(strategy) as world, large_uncomputed():
             fed = replace(workload, make=unwritten(workload.make))
             steps = training(fed, request.objective, device, world, witness)
             for _ in range(STEPS):

@@ -15,11 +15,11 @@ def do_without_data() -> None:
     # model's parameters, and makes them anew where they are not. Nothing replaces them in a rehearsal.
     _fsdp_param.FSDPParam.reset_sharded_param = _same
     _fsdp_param._chunk_with_empty = _first_chunk
-    look_for_no_strided_shards()
+    do_without_strided_shards()
 
 
-def look_for_no_strided_shards() -> None:
-    """For each tensor of an operation on lists DTensor looks at all of them, in search of shards that FSDP2 alone never
+def do_without_strided_shards() -> None:
+    """For each tensor of an operation on lists torch looks at all of them, in search of shards that FSDP2 alone never
     makes; of a thousand weights that would be half of a rehearsal. Torch before 2.13 does not look."""
     _sharding_prop._propagate_use_strided_shard_flag = _no_strided_shards
 

@@ -125,11 +125,6 @@ def front(
     )
 
 
-def _slow(candidate: Candidate) -> bool:
-    """Whether an attempt takes up to a minute: an optimizer on the host really steps there."""
-    return candidate.option.proposal.last_resort
-
-
 def _fastest_first(rows: Sequence[Choice]) -> list[Choice]:
     return sorted(rows, key=lambda each: -each.samples_per_second_per_card.middle)
 
@@ -138,15 +133,13 @@ def as_they_ran(
     cards: Cards | None, sample: Sample, question: Question, evidence: Evidence, candidates: Sequence[Candidate]
 ) -> list[Choice]:
     """The candidates as they ran on cards, without those that do not fit there; as they are predicted where there are
-    no cards, where an attempt would be slow, and where it could not be run."""
+    no cards, and where an attempt could not be run."""
     choices = [predicted(question, each, evidence) for each in candidates]
     if cards is None:
         return choices
-    quick = [each for each in candidates if not _slow(each)]
-    answers = dict(zip(map(title, quick), run(cards, sample, question, evidence.band, quick), strict=True))
     found = []
-    for choice, each in zip(choices, candidates, strict=True):
-        ran = answers.get(choice.title)
+    answers = run(cards, sample, question, evidence.band, candidates)
+    for choice, each, ran in zip(choices, candidates, answers, strict=True):
         if ran is None:
             found.append(choice)
         elif ran.reserved_bytes is not None:

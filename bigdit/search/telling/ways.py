@@ -58,8 +58,8 @@ def _questions(plan: Plan, ask: Callable[[int], Question]) -> Iterator[Question]
 
 
 def _proposed(question: Question) -> Iterator[Way]:
-    """What the search looks at first, with an average and without where none is asked for. An optimizer on the host
-    really steps there, for up to a minute."""
+    """What the search looks at first, with an average and without where none is asked for; not what it looks at where
+    nothing else fits."""
     places = ("none", "gpu", "cpu") if question.pins.ema == "none" else (question.pins.ema,)
     for place in places:
         pins = question.pins.model_copy(update={"ema": place})

@@ -49,6 +49,9 @@ STRATEGIES = (
     "zero3,world_size=8",
     "fsdp2,world_size=8",
     "zero2-offload,world_size=8",
+    "zero3-offload-all,world_size=8",
+    "fsdp2-offload,world_size=8",
+    "single,ema.device=cpu",
 )
 
 
@@ -66,7 +69,8 @@ def request(strategy: str, micro_batch_size: int = 2, model: CatalogModel = SMAL
 
 @pytest.mark.slow
 def test_every_attempt_finds_the_card_as_the_first_one_did(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """In one process after others, and in one of its own with all events recorded: the same bytes."""
+    """In one process after others, and in one of its own with all events recorded, which steps on the host too where
+    the optimizer is there: the same bytes."""
 
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")  # what a user says of this machine is not said of the card
 
