@@ -32,9 +32,6 @@ os.environ["PATH"] = f"{BIN}{os.pathsep}{os.environ['PATH']}"
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-# What is imported for tests is no garbage, and looking through it time and again takes a third of their collection.
-gc.disable()
-
 # What tests start is there at once.
 warm.take_place()
 
@@ -102,6 +99,10 @@ def pytest_collection_modifyitems(items):
     """The longest first, so that no worker is left with one of them when the others have ended: tests of the whole, and
     those that share what takes minutes to make."""
     items.sort(key=lambda item: (item.path.parent != ROOT / "tests", item.get_closest_marker("xdist_group") is None))
+
+
+def pytest_collectstart():
+    gc.disable()  # what is imported is no garbage: to look through it time and again takes a third of the time
 
 
 def pytest_collection_finish():

@@ -42,9 +42,9 @@ class Recorder(TorchDispatchMode):
     what is done with them.
 
     Frees follow reference counts. A cycle would live until the garbage collector happens to run, which no two
-    runs agree on: automatic collection is off while the mode is on, and a full one closes each phase. It passes over
-    what was there before; where automatic collection was off already, so do all later ones: garbage is then the
-    process's own affair.
+    runs agree on: automatic collection is off while the mode is on, and a full one closes each phase. It, and all
+    later ones, pass over what was there before. Where automatic collection was off already it stays off: garbage is
+    then the process's own affair.
 
     Use as a context manager, inside FakeTensorMode where the tensors are fake.
     """
@@ -60,7 +60,7 @@ class Recorder(TorchDispatchMode):
         self._costs = Costs(device_type)
         self._in_place = InPlace()
         self._hooks = ExitStack()
-        self._collect = self._thaw = False
+        self._collect = False
         self._paused = False
         self.broke_in: str | None = None
         """The module or the engine's call in which an operation raised the first error."""
@@ -71,7 +71,6 @@ class Recorder(TorchDispatchMode):
 
     def __enter__(self) -> Recorder:
         self._collect = gc.isenabled()
-        self._thaw = not gc.get_freeze_count()  # what the process has frozen itself stays so
         gc.disable()
         gc.freeze()  # what exists by now is not this recording's garbage: collections stay cheap
         self._hooks.enter_context(self._in_place.watching(self))
@@ -86,9 +85,7 @@ class Recorder(TorchDispatchMode):
         super().__exit__(*error)
         self._hooks.close()
         if self._collect:
-            if self._thaw:
-                gc.unfreeze()
-            gc.enable()
+            gc.enable()  # what was frozen stays so: the process may have frozen its libraries itself
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE_OF and isinstance(args[0], FakeTensor):
