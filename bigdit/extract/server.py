@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import multiprocessing
-from multiprocessing import forkserver, resource_tracker
+import os
+import tempfile
+from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.context import ForkServerContext
 
 import torch
 
 from bigdit.lifeline import undisturbed
+
+_LONGEST = 107 - len("/pymp-12345678/listener-12345678")
+"""Of the path of a folder in which multiprocessing makes sockets, in bytes. Source: unix(7); arbitrary_address in
+multiprocessing/connection.py, Python 3.11."""
 
 
 def server() -> ForkServerContext:
@@ -21,7 +27,19 @@ def server() -> ForkServerContext:
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([] if torch.cuda.is_available() else ["bigdit.extract.preload"])
+    _find_room_for_sockets()
     resource_tracker.ensure_running()  # whose own start lets signals through again
     with undisturbed():
         forkserver.ensure_running()
     return context
+
+
+def _find_room_for_sockets() -> None:
+    """They are made in TMPDIR, or in the system's folder for such files where the path of that is too long for them."""
+    if len(os.fsencode(tempfile.gettempdir())) <= _LONGEST:
+        return
+    asked, tempfile.tempdir = tempfile.tempdir, "/tmp"
+    try:
+        util.get_temp_dir()  # made once a process, and taken away at its end
+    finally:
+        tempfile.tempdir = asked

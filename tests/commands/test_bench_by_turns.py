@@ -67,17 +67,18 @@ def test_the_loader_is_held_against_torchs(features, tmp_path):
 
 
 def test_extraction_is_held_against_a_loop_and_leaves_nothing(pictures, tmp_path):
-    (tmp_path / "tmp").mkdir()
+    temporary = tmp_path / ("of-a-job-" * 12)  # too long a path for sockets
+    temporary.mkdir()
     asked = run_of(tmp_path / "none", f"data.images={pictures}")
     done = bigdit(
         "bench", "extract", *asked, "--pictures", "12", "--workers", "1", "--rounds", "2", "--json",
-        TMPDIR=str(tmp_path / "tmp"),
+        TMPDIR=str(temporary),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     check(found, "image", ["a loop, one by one", "bigdit, 1 worker"], 2)
     assert found["what"] == "the first 12 of 240 pictures, with their captions, in parts of 3"
-    assert not list((tmp_path / "tmp").glob("bigdit-*"))
+    assert not list(temporary.iterdir())
     assert not (tmp_path / "none").exists()
 
 

@@ -10,7 +10,6 @@ from bigdit.rehearse.pool import Pool
 from bigdit.search.finding.candidates import (
     Candidate,
     Option,
-    beside,
     candidate,
     capacity,
     fastest_without_state,
@@ -20,7 +19,7 @@ from bigdit.search.finding.candidates import (
 from bigdit.search.finding.cards import Cards
 from bigdit.search.finding.confirm import Confirmed, best_that_runs, confirm, confirmed_best
 from bigdit.search.finding.evidence import Evidence
-from bigdit.search.finding.explore import explore, hopeless, selective
+from bigdit.search.finding.explore import explore, hopeful, selective
 from bigdit.search.finding.space import Proposal, proposals
 from bigdit.search.plan import Rejected
 from bigdit.search.predict.anchors import Sample
@@ -85,7 +84,7 @@ def _explore(
 ) -> list[Rejected]:
     """Add the group's engines to `options`; then, of the best engine, other optimizers, masters and averages, and
     blocks that are recomputed in part. Of all engines, where nothing fits yet. Returns what could not be rehearsed."""
-    engines, rejected = _hopeful(pool, sample, question, group)
+    engines, rejected = hopeful(pool, sample, question, group)
     found, failed = explore(pool, sample, engines)
     rejected += failed
     ranked = _ranked(question, found, evidence)
@@ -119,20 +118,6 @@ def _worthwhile(
     more = max(bound / rate - 1, 0)
     reason = f"without any state in the way it would be {more:.0%} faster at most; --optimizer asks for it"
     return kept, [Rejected(choice="; ".join(each.title for each in lossy), reason=reason)] if lossy else []
-
-
-def _hopeful(
-    pool: Pool, sample: Sample, question: Question, group: Sequence[Proposal]
-) -> tuple[list[Proposal], list[Rejected]]:
-    """The engines of the group whose state leaves anything of the card, with any of their optimizers."""
-    engines, rejected = [], []
-    for base in (each for each in group if each.base is None):
-        most = question.gpu.usable_bytes - beside(question, base.strategy).low_bytes
-        if all(hopeless(pool, sample, each, most) for each in group if base in (each, each.base)):
-            rejected.append(Rejected(choice=base.title, reason="its state alone takes more than the card has"))
-        else:
-            engines.append(base)
-    return engines, rejected
 
 
 def _ranked(question: Question, options: Sequence[Option], evidence: Evidence) -> list[Candidate]:

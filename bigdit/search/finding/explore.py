@@ -9,12 +9,13 @@ from typing import Literal
 from bigdit.errors import UserError
 from bigdit.rehearse import RehearsalRequest, RehearsedSize
 from bigdit.rehearse.pool import Pool
-from bigdit.search.finding.candidates import Option
+from bigdit.search.finding.candidates import Option, beside
 from bigdit.search.finding.space import Proposal
 from bigdit.search.plan import Rejected
 from bigdit.search.predict.anchors import OF_STATE, OF_STEP, SIZES, Depths, Sample, outline, requests
 from bigdit.search.predict.outline import OF_ACTIVATIONS, Arrangement, Outline, varied
 from bigdit.search.predict.sibling import kinds
+from bigdit.search.question import Question
 from bigdit.spec import Strategy
 
 
@@ -45,7 +46,21 @@ def explore(
     return options, rejected
 
 
-def hopeless(pool: Pool, sample: Sample, proposal: Proposal, capacity_bytes: float) -> bool:
+def hopeful(
+    pool: Pool, sample: Sample, question: Question, group: Sequence[Proposal]
+) -> tuple[list[Proposal], list[Rejected]]:
+    """The engines of the group whose state leaves anything of the card, with any of their optimizers."""
+    engines, rejected = [], []
+    for base in (each for each in group if each.base is None):
+        most = question.gpu.usable_bytes - beside(question, base.strategy).low_bytes
+        if all(_hopeless(pool, sample, each, most) for each in group if base in (each, each.base)):
+            rejected.append(Rejected(choice=base.title, reason="its state alone takes more than the card has"))
+        else:
+            engines.append(base)
+    return engines, rejected
+
+
+def _hopeless(pool: Pool, sample: Sample, proposal: Proposal, capacity_bytes: float) -> bool:
     """Whether what has no activations, the start and the optimizer's step, takes more than the card has."""
     strategy, _, of = _asked(proposal)[-1]
     answers = pool.rehearse(requests(sample, strategy, SIZES[:1], of))

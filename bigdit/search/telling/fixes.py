@@ -9,7 +9,7 @@ from bigdit.rehearse.pool import Pool
 from bigdit.search.finding.candidates import Candidate, Option, capacity, fitting, preferred
 from bigdit.search.finding.cards import Cards
 from bigdit.search.finding.evidence import Evidence
-from bigdit.search.finding.explore import explore
+from bigdit.search.finding.explore import explore, hopeful
 from bigdit.search.finding.space import proposals
 from bigdit.search.plan import Choice
 from bigdit.search.predict.anchors import Sample
@@ -100,7 +100,9 @@ def _best(pool: Pool, sample: Sample, question: Question, evidence: Evidence, ca
     """The preferred one that fits, a last resort where nothing else does."""
     proposed, _ = proposals(question)
     for last_resort in (False, True):
-        options, _ = explore(pool, sample, [each for each in proposed if each.last_resort == last_resort])
+        group = [each for each in proposed if each.last_resort == last_resort]
+        engines, _ = hopeful(pool, sample, question, group)
+        options, _ = explore(pool, sample, [each for each in group if each in engines or each.base in engines])
         for _ in range(MOST_RUN):
             best = _preferred(question, options, evidence)
             if best is None:
