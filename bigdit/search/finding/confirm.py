@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -113,12 +113,14 @@ def judged(question: Question, band: Band, world_size: int, answer: RehearsedSiz
 
 @dataclass(frozen=True)
 class Ran:
-    """What the card says. `reserved_bytes` is None where nothing came to its end: it is more than `at_least_bytes`."""
+    """What the card says. `reserved_bytes` is None where nothing came to its end: it is more than `at_least_bytes`.
+    `cramped`: the allocator looked for room in all that the card has, and so would reserve more than it did."""
 
     verdict: Verdict
     reserved_bytes: int | None
     at_least_bytes: int
     launches: Launches | None
+    cramped: bool = False
 
 
 def run(
@@ -143,9 +145,9 @@ def run(
         if attempt.fits:
             found.append(Ran("FITS", attempt.peak_reserved_bytes, 0, launches))
         elif last.ran:
-            found.append(Ran("TIGHT", last.peak_reserved_bytes, safe[at], launches))
+            found.append(Ran("TIGHT", last.peak_reserved_bytes, safe[at], launches, cramped=not last.fits))
         else:
-            found.append(Ran("DOES NOT FIT", None, most[at], launches))
+            found.append(Ran("DOES NOT FIT", None, most[at], launches, cramped=True))
     for each, ran in zip(candidates, found, strict=True):
         if ran is not None:
             each.option.correct(each.micro_batch_size, each.blocks, ran.reserved_bytes or ran.at_least_bytes)
@@ -197,7 +199,7 @@ def best_that_runs(
     while True:
         order = [each for each in ranked() if _key(each) not in refused]
         if order and _key(order[0]) not in ran and len(ran) < MOST_RUN:
-            asked = _pair(question, evidence, order)[: cards.count]
+            asked = _pair(question, evidence, order, ran.values())[: cards.count]
             found = run(cards, sample, question, band, asked)
             ran |= {_key(each): (each, said) for each, said in zip(asked, found, strict=True)}
             continue
@@ -217,14 +219,32 @@ def best_that_runs(
     return confirm(pool, sample, question, band, tight[:1], cards)
 
 
-def _pair(question: Question, evidence: Evidence, new: Sequence[Candidate]) -> list[Candidate]:
-    """The two best; or the best and itself with one more block recomputed, where it is a second attempt: such a one is
-    often short of a few MiB, as the allocator's pieces fit."""
+def _pair(
+    question: Question,
+    evidence: Evidence,
+    new: Sequence[Candidate],
+    ran: Iterable[tuple[Candidate, Ran | None]] = (),
+) -> list[Candidate]:
+    """The two best; or the best and itself with more blocks recomputed, where it is a second attempt."""
     best = new[0]
     tried = any(title == best.option.proposal.title for title, _, _ in best.option.corrections)
     if not tried or question.pins.checkpointed_blocks is not None or best.blocks == best.option.arrangement.count:
         return list(new[:2])
-    return [best, candidate(question, best.option, best.micro_batch_size, best.blocks + 1, evidence)]
+    return [best, candidate(question, best.option, best.micro_batch_size, _more_blocks(best, ran), evidence)]
+
+
+def _more_blocks(best: Candidate, ran: Iterable[tuple[Candidate, Ran | None]]) -> int:
+    """One more: it is often short of a few MiB, as the allocator's pieces fit. Half way to what is known to fit, or to
+    all, where one like it was cramped: by how much it was short is not known then."""
+    like = [
+        (each.blocks, said)
+        for each, said in ran
+        if said is not None and _key(each)[:2] == _key(best)[:2] and (said.cramped or each.blocks > best.blocks)
+    ]
+    if not any(said.cramped for _, said in like):
+        return best.blocks + 1
+    fitting = [blocks for blocks, said in like if said.verdict == "FITS"]
+    return (best.blocks + min(fitting, default=best.option.arrangement.count) + 1) // 2
 
 
 _Key = tuple[str, int, int]

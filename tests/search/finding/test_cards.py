@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -21,10 +21,14 @@ from bigdit.rehearse import RehearsalRequest
 from bigdit.rehearse.ask import request_for
 from bigdit.rehearse.card.attempt import Attempt, Attempts
 from bigdit.rehearse.card.client import Card, cuda_python
+from bigdit.rehearse.pool import Pool
 from bigdit.search.answer import make_plan
 from bigdit.search.asking.ask import question_for
+from bigdit.search.finding.best import search
 from bigdit.search.finding.candidates import LARGEST_MICRO_BATCH, beside
-from bigdit.search.finding.cards import Cards
+from bigdit.search.finding.cards import Asked, Cards
+from bigdit.search.finding.confirm import MOST_RUN
+from bigdit.search.finding.evidence import weighed
 from bigdit.search.finding.verdict import safe_bytes
 from bigdit.search.predict.anchors import Sample
 from bigdit.search.predict.sibling import depths, sibling
@@ -324,3 +328,48 @@ def test_without_what_cards_need_plans_are_rehearsed(
     assert said in asked.no_cards
     with pytest.raises(UserError, match=said):
         question_for("sana-1600m", "a40", device="emulated")
+
+
+class Cramped:
+    """In the place of cards: attempts with fewer recomputed blocks than `enough` find room only by giving back what the
+    allocator keeps, in however many bytes; it is not known how many they want."""
+
+    count = 2
+
+    def __init__(self, enough: int) -> None:
+        self.enough = enough
+        self.made = 0
+
+    def run(self, asked: Sequence[Asked]) -> list[Attempt | None]:
+        self.made += len(asked)
+        return [self._attempt(request, capacity_bytes) for request, capacity_bytes in asked]
+
+    def _attempt(self, request: RehearsalRequest, capacity_bytes: int) -> Attempt:
+        blocks = request.strategy.checkpointed_blocks
+        fits = blocks == "all" or blocks >= self.enough
+        return Attempt(
+            out_of_memory=None,
+            retries=0 if fits else 7,
+            peak_allocated_bytes=capacity_bytes // 2,
+            peak_reserved_bytes=capacity_bytes * 9 // 10 if fits else capacity_bytes,
+            launched={},
+            seconds=0.1,
+        )
+
+
+@pytest.mark.parametrize("enough", [11, 31, 39])
+def test_what_fits_is_found_where_by_how_much_the_rest_was_short_is_not_known(enough: int) -> None:
+    kwargs = SANA.spec.kwargs | {"num_layers": 40, "num_attention_heads": 8, "num_cross_attention_heads": 8}
+    kwargs |= {"attention_head_dim": 16, "cross_attention_head_dim": 16, "cross_attention_dim": 128}
+    spec = SANA.spec.model_copy(update={"name": "deep-sana", "kwargs": kwargs})
+    deep = SANA.model_copy(update={"spec": spec, "params": None, "block_lists": (("transformer_blocks", 40),)})
+    card = A40.model_copy(update={"usable_mib": 12 * GIB // MIB})
+    only = Pins(engine="single", optimizer="adamw", micro_batch_size=64)
+    asked = Question(model=deep, gpu=card, resolution=(1024, 1024), pins=only, device="emulated")
+    with Pool() as pool:
+        evidence, _ = weighed(pool, asked, ())
+        cards = Cramped(enough)
+        found = search(pool, Sample(deep, card, asked.resolution), asked, evidence, cards, lambda best: None)
+    assert found.best[0].verdict == "FITS"
+    assert found.best[0].candidate.blocks >= enough
+    assert cards.made <= 2 * MOST_RUN + 2
