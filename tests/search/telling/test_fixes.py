@@ -17,6 +17,7 @@ from bigdit.units import GIB
 @pytest.fixture
 def grown(monkeypatch):
     """The rows for a machine that is larger, when no other strategy is found: of a choice that was tried on a card."""
+    monkeypatch.setattr("bigdit.search.telling.fixes.hopeful", lambda pool, sample, question, group: ((), ()))
     monkeypatch.setattr("bigdit.search.telling.fixes.explore", lambda pool, sample, proposed: ((), ()))
 
     def of(gpu, high, host, **asked):
