@@ -93,6 +93,8 @@ def complete_ds_config(document: dict[str, Any], ours: Values) -> tuple[dict[str
             "ds_config.bf16.check_grad_overflow is off: gradients that are not finite are stepped; remove it"
         )
     problems += _zero_problems(document.get("zero_optimization", {}))
+    if _section(document, "compile").get("deepcompile"):
+        problems.append("ds_config.compile.deepcompile is set: engines are never compiled by DeepSpeed here; remove it")
     # Any number is refused where train_batch_size disagrees with the three that it is the product of.
     if complete.pop("train_batch_size", "auto") != "auto":
         problems.append('ds_config.train_batch_size: it follows from train.micro_batch_size; use "auto"')

@@ -54,6 +54,10 @@ _CPU_ADAM = "needs DeepSpeedCPUAdam, and bigdit steps its own optimizer; remove 
     ("document", "message"),
     [
         (
+            {"zero_optimization": {"stage": 2}, "compile": {"deepcompile": True}},
+            "ds_config.compile.deepcompile is set: engines are never compiled by DeepSpeed here; remove it",
+        ),
+        (
             {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/nvme"}}},
             "ds_config.zero_optimization.offload_optimizer.device is 'nvme': it needs DeepSpeed's asynchronous I/O, "
             "compiled with libaio, and a disk whose speed no plan knows; use 'cpu'",
