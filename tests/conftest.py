@@ -32,12 +32,15 @@ os.environ["PATH"] = f"{BIN}{os.pathsep}{os.environ['PATH']}"
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-# What tests start is there at once.
-warm.take_place()
-
 # How long an example takes is this machine's business: other work on it must not fail a test.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
+
+
+def pytest_configure(config):
+    """What tests start is there at once; pytest's own workers are started as ever."""
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses"):
+        warm.take_place()
 
 
 @pytest.fixture(scope="session")

@@ -126,7 +126,7 @@ def test_a_program_that_is_not_there_or_no_python_is_started_as_ever(tmp_path):
 def test_clones_see_cards_of_their_own():
     """One seed for all of them, which has seen none, nor read how torch is to allocate."""
     asks = "import json, sys, torch; p = torch.cuda.get_device_properties(0); free, total = torch.cuda.mem_get_info()"
-    tells = "count = torch.cuda.device_count(); libraries = 'deepspeed' in sys.modules"
+    tells = "from sys import modules; count = torch.cuda.device_count(); libraries = 'deepspeed' in modules"
     tells += "; expandable = torch.cuda.memory._snapshot()['allocator_settings']['expandable_segments']"
     tells += "; print(json.dumps([p.name, p.multi_processor_count, count, expandable, libraries]))"
     for gpu, name, cards in (("a40", "NVIDIA A40", 2), ("h100-sxm", "NVIDIA H100 80GB HBM3", 1)):

@@ -4,6 +4,7 @@ from bigdit import libraries
 
 libraries.prepare()
 
-import bigdit.encoders.t5  # noqa: E402
-import bigdit.extract.verify  # noqa: E402
-import bigdit.extract.worker  # noqa: E402, F401
+with libraries.importing():
+    import bigdit.encoders.t5
+    import bigdit.extract.verify
+    import bigdit.extract.worker  # noqa: F401

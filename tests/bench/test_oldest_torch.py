@@ -4,6 +4,7 @@ import json
 import os
 
 import pytest
+from caches import empty_cache
 from commands import HELPERS, ROOT, run_command
 
 from bigdit import catalog
@@ -34,7 +35,7 @@ def test_the_oldest_torch_rehearses_what_it_allocates_on_a_card(tmp_path):
     done = run_command(
         *(PYTHON, "-W", "ignore", "-c", _JUDGE),
         **emulated | {"PYTHONPATH": os.pathsep.join(paths), "BIGDIT_CUDA_PYTHON": str(PYTHON)},
-        BIGDIT_CACHE=str(tmp_path),
+        BIGDIT_CACHE=str(empty_cache(tmp_path)),
         timeout=500,
     )
     assert done.returncode == 0, done.stderr[-3000:]

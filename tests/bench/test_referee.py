@@ -4,6 +4,7 @@ import statistics
 from collections.abc import Sequence
 
 import pytest
+from caches import empty_cache
 from refereed.known import KNOWN
 from refereed.report import share
 from refereed.rows import PART, Row
@@ -21,7 +22,7 @@ WORST_RESERVED, MEDIAN_RESERVED = 0.02, 0.005
 def judged(tmp_path_factory: pytest.TempPathFactory) -> dict[Row, Against | str]:
     """All rows of the part, by the allocator that plans are for, answered anew: nothing that was kept counts."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("BIGDIT_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("BIGDIT_CACHE", str(empty_cache(tmp_path_factory.mktemp("cache"))))
         return dict(judge(PART, expandable_segments=True))
 
 

@@ -1,6 +1,7 @@
 """A live page that all of these tests ask, served once."""
 
 import pytest
+from caches import empty_cache
 from live import ADAMW, USABLE_MIB, body, question, served
 
 from bigdit.live.answers import Answers
@@ -30,7 +31,7 @@ def live(offered, tmp_path_factory):
     """Its server, for which nothing is kept that ran before."""
     plan, offers = offered
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("BIGDIT_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("BIGDIT_CACHE", str(empty_cache(tmp_path_factory.mktemp("cache"))))
         with served(page_of(plan, live=offers), Answers(offers, Evidence())) as made:
             made.answers.warm(Asked(**body(ADAMW, 1, 0)))
             yield made

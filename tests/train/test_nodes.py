@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 from pathlib import Path
+from string import Template
 
 import plans
 import pytest
@@ -33,13 +35,20 @@ GLOBAL_BATCH = 8
 TOLERANCE = 2e-5
 
 _SSH = "#!/bin/sh\necho 127.0.0.1\n"
-# Runs the command for each of the hosts here, as pdsh does on each, `%n` being its place.
-_PDSH = """#!/usr/bin/env python
-import subprocess, sys
+# Runs the command for each of the hosts here, as pdsh does by the shell of each, `%n` being its place.
+_PDSH = f"""#!{BIN / "python"}
+import os, shlex, subprocess, sys
 words = sys.argv[1:]
 hosts = words[words.index("-w") + 1].split(",")
-line = " ".join(words[words.index("-w") + 2 :])
-runs = [subprocess.Popen(["sh", "-c", line.replace("%n", str(place))]) for place in range(len(hosts))]
+*before, command = " ".join(words[words.index("-w") + 2 :]).split(";")
+for words in map(shlex.split, before):
+    if words[0] == "export":
+        os.environ.update([words[1].split("=", 1)])
+    elif words[0] == "cd":
+        os.chdir(words[1])
+    else:
+        sys.exit(f"what is {{words}}?")
+runs = [subprocess.Popen(shlex.split(command.replace("%n", str(place)))) for place in range(len(hosts))]
 sys.exit(max(run.wait() for run in runs))
 """
 
@@ -81,16 +90,12 @@ def on_two_machines(command: Command, environment: dict[str, str]) -> None:
     """Run it on each, which differ by NODE_RANK."""
     port = str(free_port())
     words = [port if word == str(PORT) else word for word in command.words]
-    machines = [
-        subprocess.Popen(
-            ["sh", "-c", " ".join(words)],
-            cwd=ROOT,
-            env=environment | {"NODE_RANK": str(rank), "HEAD": "127.0.0.1"},
-            stderr=subprocess.PIPE,
-            text=True,
+    machines = []
+    for rank in range(2):
+        line = Template(" ".join(words)).substitute(NODE_RANK=rank, HEAD="127.0.0.1")
+        machines.append(
+            subprocess.Popen(shlex.split(line), cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
         )
-        for rank in range(2)
-    ]
     said = [machine.communicate(timeout=300)[1] for machine in machines]
     assert [machine.returncode for machine in machines] == [0, 0], said
 

@@ -45,14 +45,23 @@ LOOK_AT_CARDS = ("bitsandbytes.optim", "peft")
 """Which of them ask for cards when they are imported: a clone is to see its own."""
 READ_AT_IMPORT = ("HF_", "LD_", "OMP_", "MKL_", "BIGDIT_EMULATED_")
 """How variables begin that are read when libraries are imported, and not again."""
+LIBRARIES_OF_CARDS = "BIGDIT_EMULATED_CACHE"
+"""Of those, the folder of what is loaded, however it is called."""
 READ_LATER = ("BIGDIT_EMULATED_CARD", "BIGDIT_EMULATED_PEERS", "HF_HUB_OFFLINE")
 """Of those, what the emulated card's libraries read when they are first called, and what a clone reads again."""
 
 
+OF_IMPORTS = ("sys.modules", "/proc/self/status")
+"""What code asks that is to find out what an import takes along."""
+
+
 def _read_at_import(environment: Mapping[str, str]) -> dict[str, str]:
-    return {
+    read = {
         name: value for name, value in environment.items() if name.startswith(READ_AT_IMPORT) and name not in READ_LATER
     }
+    if LIBRARIES_OF_CARDS in read:
+        read[LIBRARIES_OF_CARDS] = os.path.realpath(read[LIBRARIES_OF_CARDS])
+    return read
 
 
 class Seed:
@@ -172,17 +181,17 @@ class _Program(NamedTuple):
 
 
 def _program(words: Sequence[str], environment: Mapping[str, str]) -> _Program | None:
-    """None for what is none of python, and for code outside of cards, by which tests ask what an import takes along."""
+    """None for what is none of python, and for code that asks what an import takes along."""
     found = shutil.which(words[0], path=environment.get("PATH"))
     if found is None:
         return None
     folder, rest = Path(found).parent.resolve(), list(words[1:])
-    if not (folder / "python").exists():
-        return None
     if not Path(found).name.startswith("python"):
         with open(found, "rb") as script:
             interpreter = Path(os.fsdecode(script.readline().strip()).removeprefix("#!"))
-        return _Program(folder, [found, *rest], False) if interpreter.parent.resolve() == folder else None
+        return _Program(interpreter.parent.resolve(), [found, *rest], False) if interpreter.is_absolute() else None
+    if not (folder / "python").exists():
+        return None
     if not Path(words[0]).is_absolute():  # whose sys.executable is for the interpreter to find
         return None
     options = set()
@@ -191,7 +200,7 @@ def _program(words: Sequence[str], environment: Mapping[str, str]) -> _Program |
         del rest[: 1 + (rest[0] == "-W")]
     if not rest or (rest[0].startswith("-") and rest[0] not in ("-m", "-c")):
         return None
-    if rest[0] == "-c" and not ("BIGDIT_EMULATED_CARD" in environment or rest[1].startswith(FORK_SERVER)):
+    if rest[0] == "-c" and any(asked in rest[1] for asked in OF_IMPORTS):
         return None
     return _Program(folder, rest, "-u" in options or bool(environment.get("PYTHONUNBUFFERED")))
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+from caches import empty_cache
 
 from bigdit import catalog
 from bigdit.catalog import CatalogModel
@@ -62,7 +63,7 @@ STRATEGIES = (
 @pytest.fixture(scope="module", autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("BIGDIT_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("BIGDIT_CACHE", str(empty_cache(tmp_path_factory.mktemp("cache"))))
         yield
 
 
@@ -79,7 +80,7 @@ def test_every_attempt_finds_the_card_as_the_first_one_did(monkeypatch: pytest.M
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")  # what a user says of this machine is not said of the card
 
     def peaks(folder: str, order: tuple[str, ...]) -> dict[str, tuple[int, int]]:
-        monkeypatch.setenv("BIGDIT_CACHE", str(tmp_path / folder))
+        monkeypatch.setenv("BIGDIT_CACHE", str(empty_cache(tmp_path / folder)))
         with Attempts(A40) as card:
             runs = {strategy: card.run(request(strategy), 40 * GIB) for strategy in order}
         return {strategy: (run.peak_allocated_bytes, run.peak_reserved_bytes) for strategy, run in runs.items()}
@@ -127,7 +128,7 @@ def memory_of(cache: Path, sizes: tuple[int, ...]) -> dict[str, tuple[int, int, 
     """What two blocks of each model take at the last of the sizes, which are asked one after another."""
     found = {}
     with pytest.MonkeyPatch.context() as patch, Attempts(A40) as card:
-        patch.setenv("BIGDIT_CACHE", str(cache))
+        patch.setenv("BIGDIT_CACHE", str(empty_cache(cache)))
         for name in MODELS:
             whole = catalog.model(name)
             model = sibling(whole, dict.fromkeys(depths(whole), 2))
