@@ -32,8 +32,8 @@ _rehearsed = 0
 
 
 def import_for(question: str) -> None:
-    """Import the model that the question is about, and what its step needs that takes a second or more, once for all
-    processes that begin there."""
+    """Import the model that the question is about, and what its step needs that takes long, once for all processes that
+    begin there."""
     import diffusers
     import torch
 
@@ -47,6 +47,9 @@ def import_for(question: str) -> None:
     if strategy.engine == "deepspeed":
         os.environ["DS_ACCELERATOR"] = "cpu"  # or DeepSpeed looks for one, and warns
         import bigdit.rehearse.engines.deepspeed
+    if strategy.engine == "fsdp2":
+        import bigdit.engines.fsdp2
+        import bigdit.rehearse.engines.fsdp2
     if request.encoders is not None:
         import bigdit.encoders.frozen  # noqa: F401
 

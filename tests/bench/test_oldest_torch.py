@@ -4,7 +4,7 @@ import json
 import os
 
 import pytest
-from caches import empty_cache
+from cards import empty_cache
 from commands import HELPERS, ROOT, run_command
 
 from bigdit import catalog

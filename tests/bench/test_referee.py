@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Sequence
 
 import pytest
-from caches import empty_cache
+from cards import empty_cache
 from refereed.known import KNOWN
 from refereed.report import share
 from refereed.rows import PART, Row

@@ -13,10 +13,21 @@ from typing import Any
 from commands import BIN, bigdit
 
 from bigdit import catalog
-from bigdit.emulator import emulated_environment, shared_state
+from bigdit.emulator import build, emulated_environment, shared_state
 from bigdit.rehearse.card.client import cuda_python
 
 TIME_LIMIT_S = 240
+
+_LIBRARIES = build.cache_folder()
+"""The user's, whatever a test says later of where its cache is."""
+
+
+def empty_cache(folder: Path) -> Path:
+    """A cache where nothing is kept but the emulated card's libraries, which are built once for all tests."""
+    _LIBRARIES.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(exist_ok=True)
+    (folder / _LIBRARIES.name).symlink_to(_LIBRARIES)
+    return folder
 
 
 def on_card(gpu: str, script: str, cards: int = 1, **variables: str) -> subprocess.CompletedProcess[str]:

@@ -1,7 +1,7 @@
 """A live page that all of these tests ask, served once."""
 
 import pytest
-from caches import empty_cache
+from cards import empty_cache
 from live import ADAMW, USABLE_MIB, body, question, served
 
 from bigdit.live.answers import Answers

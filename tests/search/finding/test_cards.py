@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-from caches import empty_cache
+from cards import empty_cache
 
 from bigdit import catalog
 from bigdit.catalog import CatalogModel
