@@ -92,6 +92,37 @@ def test_memory_ends_where_the_cards_bytes_end(setting):
     assert f"total capacity of {gpu.usable_bytes / GIB:.2f} GiB" in message
 
 
+LIMITED = """
+import json, torch
+from bigdit_emulated.libraries import limit
+torch.cuda.init()
+{limit}
+held = torch.empty(21 << 20, dtype=torch.uint8, device="cuda")
+del held
+free = torch.cuda.mem_get_info()[0]
+held = torch.empty(50 << 20, dtype=torch.uint8, device="cuda")
+retries = torch.cuda.memory_stats()["num_alloc_retries"]
+try:
+    torch.empty(11 << 20, dtype=torch.uint8, device="cuda")
+except torch.cuda.OutOfMemoryError:
+    print(json.dumps([free, retries, torch.cuda.memory_reserved()]))
+"""
+EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+
+
+def test_a_limited_card_is_one_of_so_many_bytes():
+    """Two pages of 20 MiB are there, a block of 50 wants one more, and there is no fourth."""
+    found = answers("h100-sxm", LIMITED.format(limit="limit(60 << 20)"), **EXPANDABLE)
+    assert found == [20 * MIB, 0, 60 * MIB]
+
+
+def test_torchs_own_limit_has_room_looked_for_where_a_card_has_it():
+    """Why attempts do not go by it: the block of 50 MiB counts whole beside the two pages that it lies on."""
+    own = "torch.cuda.set_per_process_memory_fraction(60.5 * 2**20 / torch.cuda.get_device_properties(0).total_memory)"
+    found = answers("h100-sxm", LIMITED.format(limit=own), **EXPANDABLE)
+    assert found[1:] == [1, 60 * MIB]
+
+
 def test_processes_of_an_emulation_fill_the_same_card(tmp_path):
     gpu = catalog.resolve_gpu("rtx-3060-12g")
     hold = """

@@ -30,6 +30,7 @@ static char *first, *next[CARDS_MOST];
 static size_t held[CARDS_MOST]; /* ranges of addresses of each card that were handed out, and not given back */
 static char *lowest(int device) { return (char *)(((uintptr_t)first + device * EACH + CARD_PAGE - 1) & ~(CARD_PAGE - 1)); }
 static int has_context[CARDS_MOST], has_nccl[CARDS_MOST];
+static size_t limit; /* what a process may take of a card beside its context and NCCL's; 0: what there is */
 static struct card_counts counts;
 static const char *refused[64];
 static int refused_count;
@@ -172,10 +173,17 @@ static size_t used(int which) {
     return sum;
 }
 
+static size_t room(int device) {
+    size_t beside = (has_context[device] ? context_bytes : 0) + (has_nccl[device] ? nccl_bytes : 0);
+    size_t all = limit ? limit + beside : the_card.usable_bytes;
+    size_t taken = limit ? mine->taken[visible[device]] : used(visible[device]);
+    return taken < all ? all - taken : 0;
+}
+
 /* Take `n` bytes of a card as they are, unless `*done` says that it was done; under the lock. */
 static int take(int device, size_t n, int *done) {
     if (done && *done) return 0;
-    int full = used(visible[device]) + n > the_card.usable_bytes;
+    int full = n > room(device) && !(limit && done);
     if (!full) mine->taken[visible[device]] += n;
     if (!full && done) *done = 1;
     return full;
@@ -198,6 +206,7 @@ void card_give(int device, size_t n) {
     mine->taken[visible[device]] -= pages(n);
     leave();
 }
+void card_limit(size_t n) { limit = n; }
 size_t card_used(int which) {
     card(), enter();
     size_t found = used(which);
@@ -211,8 +220,9 @@ int card_process(int which, int i, int *process, size_t *bytes) {
 }
 void card_info(int device, size_t *free_bytes, size_t *usable_bytes) {
     card_context(device);
-    size_t taken = card_used(visible[device]);
-    if (free_bytes) *free_bytes = taken < the_card.usable_bytes ? the_card.usable_bytes - taken : 0;
+    enter();
+    if (free_bytes) *free_bytes = room(device);
+    leave();
     if (usable_bytes) *usable_bytes = the_card.usable_bytes;
 }
 

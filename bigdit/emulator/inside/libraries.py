@@ -53,6 +53,15 @@ def library(stem: str) -> ctypes.CDLL:
     return next(found for name, found in loaded.items() if name.startswith(stem + ".so"))
 
 
+def limit(nbytes: int) -> None:
+    """Let this process take so many bytes of its card beside the context and NCCL's, and in place of what there is.
+
+    They end as a card ends. torch's own limit, `set_per_process_memory_fraction`, counts a block whole that lies on
+    pages which an expandable segment has already, and has room looked for where there is room.
+    """
+    library("libcuda").card_limit(ctypes.c_size_t(nbytes))
+
+
 def install(torch: Any) -> None:
     """After torch's import: ctypes loads again what it is asked for."""
     ctypes.CDLL = _real  # type: ignore[misc]

@@ -18,7 +18,7 @@ from bigdit.spec import OptimizerSpec, Strict
 
 
 class Asked(Strict):
-    """The first micro-batch size of `request`, where torch may reserve `capacity_bytes` and no more. Without
+    """The first micro-batch size of `request`, on a card with `capacity_bytes` for torch and no more. Without
     `values` no small tensor is computed either, and all that is read of the card is zero."""
 
     request: RehearsalRequest

@@ -28,8 +28,7 @@ def attempt(request: RehearsalRequest, capacity_bytes: int) -> Attempt:
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
     torch.cuda.init()
-    total = torch.cuda.get_device_properties(device).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(capacity_bytes / total, 1.0))
+    importlib.import_module("bigdit_emulated.libraries").limit(capacity_bytes)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_stats().get("num_alloc_retries", 0)
     said, counted = None, dict[str, Launched]()

@@ -18,6 +18,7 @@ from bigdit import catalog
 from bigdit.catalog import CatalogModel
 from bigdit.config.strategy import parse_strategy
 from bigdit.errors import UserError
+from bigdit.memory.allocator import replay
 from bigdit.rehearse import RehearsalRequest
 from bigdit.rehearse.ask import request_for
 from bigdit.rehearse.card.attempt import Attempt, Attempts
@@ -94,6 +95,23 @@ def test_every_attempt_finds_the_card_as_the_first_one_did(monkeypatch: pytest.M
                 max(phase.peak_allocated_bytes for phase in phases),
                 max(phase.peak_reserved_bytes for phase in phases),
             )
+
+
+@pytest.mark.slow
+def test_the_card_looks_for_room_where_the_replayed_allocator_does() -> None:
+    """In what it would reserve without a limit, and in less, down to where it runs out."""
+    asked = request("fsdp2,world_size=8")
+    with Pool(1) as pool, Attempts(A40) as card:
+        (answer,) = pool.rehearse([asked])
+        assert not isinstance(answer, UserError)
+        most = card.run(asked, 40 * GIB).peak_reserved_bytes
+        rooms = [most - less * MIB for less in (0, 2, 500, 1000)]
+        runs = [card.run(asked, room) for room in rooms]
+    replays = [replay(answer.timeline, room, expandable_segments=True) for room in rooms]
+    assert [(each.retries, each.peak_reserved_bytes, each.ran) for each in runs] == [
+        (each.cache_flushes, each.peak_reserved_bytes, each.fits) for each in replays
+    ]
+    assert (runs[0].fits, runs[1].ran, runs[1].fits, runs[-1].ran) == (True, True, False, False)
 
 
 @pytest.mark.slow
