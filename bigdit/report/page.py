@@ -69,6 +69,7 @@ def _found(plan: Plan, folder: Path | None, live: Sequence[Way]) -> dict[str, An
         "categories": [name for name in CATEGORIES if any(name in phase.at_peak for phase in plan.ledger.phases)],
         "variable": variable,
         "waterfall": _waterfall(plan),
+        "explained": words.explained(plan),
         "waterfall_line": 100 * usable / max([usable, *(step.process_bytes for step in plan.waterfall)]),
         "timeline": _timeline(plan),
         "curves": _curves(plan) if plan.curves else None,

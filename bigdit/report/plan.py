@@ -133,7 +133,7 @@ def _waterfall(plan: Plan) -> Table:
     rows = table("from the copied setting to this one", ["process", "fits", "change and what it does"], ["process"])
     for step in plan.waterfall:
         rows.add_row(words.taken(step), _SAID[step.verdict], Text.assemble((step.change, "bold"), f": {step.saved_by}"))
-    rows.caption = "each change on top of those above it; ~ predicted from shallower siblings"
+    rows.caption = f"each change on top of those above it; {words.explained(plan)}"
     return rows
 
 

@@ -264,6 +264,13 @@ def taken(step: Step) -> str:
     return ("~" if step.predicted else "") + gib(step.process_bytes)
 
 
+def explained(plan: Plan) -> str:
+    """How what each change of the waterfall takes was found."""
+    if any(step.predicted for step in plan.waterfall):
+        return "~ predicted from shallower siblings"
+    return how(plan) if plan.emulated is None else "run on emulated cards as large as they must be"
+
+
 def band(plan: Plan) -> str:
     """How the figure was found, and what of it is not known: in bytes, and where that comes from."""
     beside, share = plan.footprint.beside, f"{100 * plan.band.share:.2g}"

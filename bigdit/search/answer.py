@@ -87,7 +87,7 @@ def _plan(pool: Pool, question: Question, evidence: Evidence, cards: Cards | Non
     room = capacity(question, option.proposal, evidence)
     rooms = [capacity(question, each.proposal, evidence) for each in found.options]
     rows = front(sample, question, found.options, known, rooms, evidence, cards)
-    steps, notices = _explained(pool, sample, question, evidence, chosen)
+    steps, notices = _explained(pool, sample, question, evidence, chosen, cards)
     limited = cards if fits else None  # of what does not fit, sizes that would are not worth their minutes
     buckets = bucket_limits(pool, sample, question, chosen.candidate, room, limited)
     ran = runs(sample, chosen.candidate, buckets[0], room, limited)
@@ -134,13 +134,13 @@ def _unverified(model: CatalogModel) -> tuple[str, ...]:
 
 
 def _explained(
-    pool: Pool, sample: Sample, question: Question, evidence: Evidence, chosen: Confirmed
+    pool: Pool, sample: Sample, question: Question, evidence: Evidence, chosen: Confirmed, cards: Cards | None
 ) -> tuple[tuple[Step, ...], tuple[str, ...]]:
     """The waterfall where it is wanted, or a notice of what on the way to `chosen` could not be rehearsed."""
     if not question.explain:
         return (), ()
     try:
-        return waterfall(pool, sample, question, evidence, chosen), ()
+        return waterfall(pool, sample, question, evidence, chosen, cards), ()
     except UserError as error:
         return (), (f"the way to the recommended setting is not shown: {error}",)
 

@@ -152,7 +152,7 @@ class Run(Strict):
 class Step(Strict):
     """One bar of the waterfall from the naive setting to what fits: what was changed, and what it left.
 
-    `predicted`: from shallower siblings; else as the recommended strategy was found.
+    `predicted`: from shallower siblings; else it ran on an emulated card, or as the recommended strategy was found.
     """
 
     change: str

@@ -20,6 +20,7 @@ from bigdit.search.needs.host import HostNeed, host_need
 from bigdit.search.plan import Band, Verdict
 from bigdit.search.predict.anchors import Sample
 from bigdit.search.question import Question
+from bigdit.spec import Strategy
 from bigdit.speed.launches import Launches, launches_of
 
 _RANK: dict[Verdict, int] = {"FITS": 0, "TIGHT": 1, "DOES NOT FIT": 2}
@@ -65,10 +66,21 @@ def recorded(sample: Sample, candidate: Candidate) -> RehearsalRequest:
     """The rehearsal of the candidate's strategy."""
     strategy = candidate.option.proposal.strategy.settled(
         micro_batch_size=candidate.micro_batch_size,
-        grad_accum_steps=min(candidate.grad_accum_steps, RECORDED_ACCUMULATION),
+        grad_accum_steps=candidate.grad_accum_steps,
         checkpointed_blocks=candidate.blocks,
     )
-    return sample.request(strategy)
+    return sample.request(recorded_part(strategy))
+
+
+def recorded_part(strategy: Strategy) -> Strategy:
+    """The same strategy, with as many micro-batches in a step as tell what all of them take."""
+    if strategy.grad_accum_steps <= RECORDED_ACCUMULATION:
+        return strategy
+    return strategy.settled(
+        micro_batch_size=strategy.micro_batch_size,
+        grad_accum_steps=RECORDED_ACCUMULATION,
+        checkpointed_blocks=strategy.checkpointed_blocks,
+    )
 
 
 def confirm(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -15,7 +15,8 @@ from bigdit.memory.process import ByteRange
 from bigdit.rehearse import RehearsedSize
 from bigdit.rehearse.pool import Pool
 from bigdit.search.finding.candidates import Candidate, beside
-from bigdit.search.finding.confirm import Confirmed
+from bigdit.search.finding.cards import Cards
+from bigdit.search.finding.confirm import Confirmed, recorded_part
 from bigdit.search.finding.evidence import Evidence
 from bigdit.search.finding.verdict import expected, process
 from bigdit.search.plan import Step, Verdict
@@ -23,19 +24,23 @@ from bigdit.search.predict.anchors import Sample, grid, outline, requests
 from bigdit.search.question import Question
 from bigdit.search.telling.changes import Change, changes
 from bigdit.spec import Strategy
-from bigdit.units import gib
+from bigdit.units import GIB, gib
 
+ROOM = 1024 * GIB
+"""Bytes of a card on which any step comes to its end, and says what it wants."""
 WORTH_SAYING = 0.005
 """Of the bytes before: smaller effects are called nothing."""
 
 
 @dataclass(frozen=True)
 class Bar:
-    """Allocated bytes by phase; what torch reserves beyond their peak; bytes of encoders."""
+    """Allocated bytes by phase; what torch reserves beyond their peak; bytes of encoders; and the peak itself, where it
+    ran on a card."""
 
     peaks: Mapping[str, float]
     idle_bytes: float
     encoder_bytes: int = 0
+    ran_bytes: int | None = None
 
     @property
     def phase(self) -> str:
@@ -44,22 +49,25 @@ class Bar:
 
     @property
     def peak_bytes(self) -> int:
-        return round(max(self.peaks.values()))
+        return round(max(self.peaks.values())) if self.ran_bytes is None else self.ran_bytes
 
 
 def waterfall(
-    pool: Pool, sample: Sample, question: Question, evidence: Evidence, chosen: Confirmed
+    pool: Pool, sample: Sample, question: Question, evidence: Evidence, chosen: Confirmed, cards: Cards | None
 ) -> tuple[Step, ...]:
     """The bars from the naive setting to `chosen`.
 
-    All that comes before recomputation and the recommended micro-batch is rehearsed with shallow siblings, at the
-    naive micro-batch itself; those two are the search's predictions, and the last bar is `chosen` as it was
-    confirmed. Bars differ by what is allocated: each takes beside that what the allocator holds idle in `chosen`, for
+    All run on `cards` where there are any, as large as they must be. Without, all that comes before recomputation and
+    the recommended micro-batch is rehearsed with shallow siblings, at the naive micro-batch itself; those two are the
+    search's predictions. The last bar is `chosen` as it was confirmed; which phase decides is said by siblings. Bars
+    differ by what is allocated: each takes beside that what the allocator holds idle in `chosen`, for
     idle pieces of their own would hide what a change saves; they count for the verdict, which is TIGHT for them alone.
     Raises UserError where a sibling cannot be rehearsed.
     """
     steps = changes(sample, question, chosen.candidate)
     found = bars(pool, sample, chosen.candidate, steps)
+    if cards is not None:
+        found = _run(cards, sample, steps, found)
     taken_last = chosen.process.high_bytes
     shared = taken_last - chosen.footprint.beside.high_bytes - chosen.answer.ledger.peak_allocated_bytes
     shown = []
@@ -69,7 +77,8 @@ def waterfall(
         why = said(change, found[at - 1] if at else None, bar)
         if verdict == "TIGHT" and taken > question.gpu.usable_bytes:
             why += "; what is allocated would fit, without idle pieces beside it"
-        shown.append(Step(change=change.title, process_bytes=taken, verdict=verdict, saved_by=why, predicted=True))
+        predicted = bar.ran_bytes is None
+        shown.append(Step(change=change.title, process_bytes=taken, verdict=verdict, saved_by=why, predicted=predicted))
     confirmed = {"process_bytes": taken_last, "verdict": chosen.verdict, "predicted": False}
     return (*shown[:-1], shown[-1].model_copy(update=confirmed))
 
@@ -90,6 +99,19 @@ def bars(pool: Pool, sample: Sample, chosen: Candidate, steps: Sequence[Change])
         peaks = chosen.option.arrangement.peaks(*at)
         found.append(Bar(peaks, chosen.option.reserved(*at) - max(peaks.values())))
     return found
+
+
+def _run(cards: Cards, sample: Sample, steps: Sequence[Change], found: Sequence[Bar]) -> list[Bar]:
+    """The same as they ran, but for the last, which did; as they were where one could not be run."""
+    requests = [sample.request(recorded_part(each.strategy)) for each in steps[:-1]]
+    ran = []
+    for bar, attempt in zip(found, cards.run([(request, ROOM) for request in requests]), strict=False):
+        if attempt is None or not attempt.ran:
+            ran.append(bar)
+        else:
+            allocated = attempt.peak_allocated_bytes
+            ran.append(replace(bar, idle_bytes=attempt.peak_reserved_bytes - allocated, ran_bytes=allocated))
+    return [*ran, found[-1]]
 
 
 def _rehearsed(sample: Sample, strategy: Strategy, answers: Sequence[RehearsedSize | UserError]) -> Bar:

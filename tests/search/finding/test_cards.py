@@ -277,6 +277,22 @@ def test_a_plan_ran_and_so_did_its_alternatives_and_its_limit_and_one_more_did_n
 
 
 @pytest.mark.slow
+def test_the_way_from_the_copied_setting_runs_where_the_card_is_too_small_for_it() -> None:
+    """As rehearsals of siblings predict it."""
+    card = A40.model_copy(update={"usable_mib": 8 * GIB // MIB})
+    only = Pins(engine="single", optimizer="adamw", checkpointed_blocks=0, micro_batch_size=2)
+    asked = Question(model=SMALL, gpu=card, resolution=(1024, 1024), pins=only, explain=True, device="emulated")
+    ran, predicted = (make_plan(asked.model_copy(update={"device": each})) for each in ("emulated", "rehearsed"))
+    assert not any(step.predicted for step in ran.waterfall)
+    assert [step.predicted for step in predicted.waterfall] == [True] * (len(ran.waterfall) - 1) + [False]
+    assert [step.change for step in ran.waterfall] == [step.change for step in predicted.waterfall]
+    assert ran.waterfall[0].process_bytes > card.usable_bytes
+    expected = [step.process_bytes for step in predicted.waterfall]
+    assert [step.process_bytes for step in ran.waterfall] == pytest.approx(expected, rel=0.01)
+    assert [step.verdict for step in ran.waterfall] == [step.verdict for step in predicted.waterfall]
+
+
+@pytest.mark.slow
 def test_curves_run_beyond_a_global_batch_and_settings_do_not() -> None:
     only = Pins(engine="single", optimizer="adamw", checkpointed_blocks=0)
     plan = make_plan(
