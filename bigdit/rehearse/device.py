@@ -50,6 +50,8 @@ def fake_device(
     """
     fakes = FakeTensorMode()  # imports what looks at the things patched below
     fakes.cache_enabled = False  # answers are kept under cheaper keys, and making its entries takes a sixth of the time
+    supports = fakes.cpp_meta_supports_symint
+    fakes.cpp_meta_supports_symint = lambda func: supports(func) or _is_laid_out_in_cpp(func)  # type: ignore[method-assign]
     nn.Module._apply = convert_in_place
     FakeTensor.data = assignable_data
     torch.Tensor._make_subclass = staticmethod(make_subclass)
@@ -74,6 +76,16 @@ def fake_device(
             yield torch.device(FAKE_GPU if kernels == "cuda" else "cpu")
     finally:
         F.scaled_dot_product_attention, F.one_hot = attention, one_hot
+
+
+@functools.cache
+def _is_laid_out_in_cpp(func: torch._ops.OpOverload) -> bool:
+    """Whether torch has a kernel that only lays the results out, as those of CUDA do: FakeTensorMode would rather take
+    a decomposition in python, which takes up to twenty times as long.
+
+    Source: _dispatch_impl in torch/_subclasses/fake_tensor.py, torch 2.13.
+    """
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "Meta")
 
 
 class _FakeGpu:
