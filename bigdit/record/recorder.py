@@ -21,6 +21,8 @@ from bigdit.record.track import Track
 
 HOST = "cpu"
 _DEVICE_OF = torch.ops.prim.device.default
+_PROFILER = torch.ops.profiler
+_RANGES = (_PROFILER._record_function_enter_new.default, _PROFILER._record_function_exit._RecordFunction)
 _PIN = torch.ops.aten._pin_memory.default
 Seen = Callable[[Any], None]
 Rule = Callable[[Sequence[Any], Mapping[str, Any], Any, Seen, Seen], None]
@@ -90,6 +92,9 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE_OF and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # two of three operations; answered here they cost a tenth
+        if func in _RANGES:  # names for a profiler, without tensors
+            with torch._C._DisableTorchDispatch():
+                return func(*args, **(kwargs or {}))
         for kind in types:
             if _wraps(kind):
                 return NotImplemented  # then the wrapper runs it on the tensors within, and those operations come here
