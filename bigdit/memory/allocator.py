@@ -74,7 +74,7 @@ class Replay(Strict):
 
 
 class Playback:
-    """A timeline's events, done one by one with a caching allocator. `on_change` is the `Device`'s.
+    """A timeline's events, done one by one with a caching allocator. `on_change` and `card_bytes` are the `Device`'s.
 
     `live` are the blocks in use, by their event of allocation.
     """
@@ -86,11 +86,12 @@ class Playback:
         *,
         expandable_segments: bool = False,
         on_change: OnChange | None = None,
+        card_bytes: int | None = None,
     ) -> None:
         self._timeline = timeline
         self._emptied = frozenset(timeline.emptied)
         self.live: dict[int, Block] = {}
-        self.device = Device(capacity_bytes, on_change)
+        self.device = Device(capacity_bytes, on_change, card_bytes=card_bytes)
         self.allocator = CachingAllocator((ExpandableSegments if expandable_segments else WholeSegments)(self.device))
 
     def step(self, at: int) -> Block | None:
@@ -110,13 +111,15 @@ class Playback:
         return self.live[event]
 
 
-def replay(timeline: Timeline, capacity_bytes: int, *, expandable_segments: bool = False) -> Replay:
+def replay(
+    timeline: Timeline, capacity_bytes: int, *, expandable_segments: bool = False, card_bytes: int | None = None
+) -> Replay:
     """Allocate and free what `timeline` does, until it ends or an allocation fails.
 
     `capacity_bytes` is what the card leaves for torch: its usable bytes less what the process takes beside the
-    allocator (`process.beside_torch`).
+    allocator (`process.beside_torch`). `card_bytes` are the usable ones, where `capacity_bytes` are not.
     """
-    playback = Playback(timeline, capacity_bytes, expandable_segments=expandable_segments)
+    playback = Playback(timeline, capacity_bytes, expandable_segments=expandable_segments, card_bytes=card_bytes)
     device, allocator = playback.device, playback.allocator
     phases: dict[str, int] = {}
     peak_allocated = peak_reserved = idle = 0

@@ -28,14 +28,18 @@ _FIRST_ADDRESS = 127 * 20 * 2**36  # any; a multiple of every size that segments
 
 
 class Device:
-    """A card's memory: `capacity_bytes`, of which `reserved_bytes` are handed out.
+    """`capacity_bytes` of a card's memory, of which `reserved_bytes` are handed out.
 
-    `peak_reserved_bytes` is their highest level since `reset_peak`. Addresses only rise. cudaMalloc picks its own:
+    `card_bytes` is all that it has, where that is not the same: expandable segments have addresses by it.
+    `peak_reserved_bytes` is the highest level since `reset_peak`. Addresses only rise. cudaMalloc picks its own:
     they matter where free blocks of one size compete, of which the lowest wins.
     """
 
-    def __init__(self, capacity_bytes: int, on_change: OnChange | None = None) -> None:
+    def __init__(
+        self, capacity_bytes: int, on_change: OnChange | None = None, *, card_bytes: int | None = None
+    ) -> None:
         self.capacity_bytes = capacity_bytes
+        self.card_bytes = capacity_bytes if card_bytes is None else card_bytes
         self.reserved_bytes = 0
         self.peak_reserved_bytes = 0
         self._on_change = on_change

@@ -14,7 +14,7 @@ UNLIMITED = 1 << 50
 
 
 class Reserved(Strict):
-    """The allocator in one of its two ways. `wanted_bytes` is the reserved peak on a card without a limit; `on_card`
+    """The allocator in one of its two ways. `wanted_bytes` is the reserved peak without the card's limit; `on_card`
     is the replay within the card, which cleans its caches up before it fails."""
 
     wanted_bytes: NonNegativeInt
@@ -70,12 +70,12 @@ def footprint(
     capacity = max(usable_bytes - beside.high_bytes, 1)
 
     def way(expandable_segments: bool) -> Reserved:
-        free = replay(timeline, UNLIMITED, expandable_segments=expandable_segments)
+        free = replay(timeline, UNLIMITED, expandable_segments=expandable_segments, card_bytes=usable_bytes)
         fits_as_it_is = free.peak_reserved_bytes <= capacity
         on_card = (
             free.model_copy(update={"capacity_bytes": capacity})
             if fits_as_it_is
-            else replay(timeline, capacity, expandable_segments=expandable_segments)
+            else replay(timeline, capacity, expandable_segments=expandable_segments, card_bytes=usable_bytes)
         )
         return Reserved(wanted_bytes=free.peak_reserved_bytes, on_card=on_card)
 

@@ -107,7 +107,7 @@ class ExpandableSegments:
     def _with_room(self, pool: Pool, size: int) -> Block:
         """The lowest addresses, free or unmapped, that hold `size`; a new segment's where there are none.
 
-        Source: find_expandable_block.
+        Source: find_expandable_block, and ExpandableSegment, whose addresses are 9/8 of the card's memory.
         """
         for _, unmapped in pool.unmapped:
             before = unmapped.prev
@@ -118,8 +118,8 @@ class ExpandableSegments:
                 block = block.next  # type: ignore[assignment]
             if room >= size:
                 return first
-        capacity = self._device.capacity_bytes
-        addresses = rounded(capacity + capacity // 8 + 1, LARGE_BUFFER)  # more than the card can back
+        card = self._device.card_bytes
+        addresses = rounded(max(card + card // 8, size), LARGE_BUFFER)  # more than the card can back
         segment = Block(pool, self._device.new_addresses(addresses), addresses, mapped=False)
         pool.insert(segment)
         return segment

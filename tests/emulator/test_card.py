@@ -11,11 +11,14 @@ from pathlib import Path
 import pytest
 import warm
 from cards import answers, on_card
+from traces import timeline
 
 from bigdit import catalog
 from bigdit.catalog.capability import capability
 from bigdit.emulator import build, emulated_environment, shared_state
 from bigdit.errors import UserError
+from bigdit.memory.allocator import replay
+from bigdit.memory.footprint import UNLIMITED
 from bigdit.memory.process import cuda_context
 from bigdit.rehearse.card.client import cuda_python
 from bigdit.units import GIB, MIB
@@ -121,6 +124,34 @@ def test_torchs_own_limit_has_room_looked_for_where_a_card_has_it():
     own = "torch.cuda.set_per_process_memory_fraction(60.5 * 2**20 / torch.cuda.get_device_properties(0).total_memory)"
     found = answers("h100-sxm", LIMITED.format(limit=own), **EXPANDABLE)
     assert found[1:] == [1, 60 * MIB]
+
+
+ADDRESSES = """
+import json, torch
+from bigdit_emulated.libraries import limit
+torch.cuda.init()
+limit({limit} << 30)
+blocks, made = {{}}, 0
+for event in {events}:
+    if event < 0:
+        del blocks[-event]
+    else:
+        made += 1
+        blocks[made] = torch.empty(event, dtype=torch.uint8, device="cuda")
+print(json.dumps(torch.cuda.memory_reserved()))
+"""
+
+
+@pytest.mark.parametrize("limit", [11, 40])
+def test_addresses_follow_from_the_card_and_not_from_its_limit(limit):
+    """Where a block fits depends on how many addresses there are behind another."""
+    gpu = catalog.resolve_gpu("rtx-3060-12g")
+    events = [8 * GIB, GIB, GIB, -1, -3, GIB // 2, 8 * GIB]
+    found = answers(gpu.name, ADDRESSES.format(limit=limit, events=events), **EXPANDABLE)
+    trace = timeline(*events)
+    replayed = replay(trace, limit * GIB, expandable_segments=True, card_bytes=gpu.usable_bytes)
+    assert found == replayed.peak_reserved_bytes
+    assert found < replay(trace, UNLIMITED, expandable_segments=True).peak_reserved_bytes
 
 
 def test_processes_of_an_emulation_fill_the_same_card(tmp_path):

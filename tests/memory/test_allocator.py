@@ -174,6 +174,18 @@ def test_expandable_segments_join_what_lay_in_different_segments() -> None:
     assert replay(trace, 300 * MIB).cache_flushes == 1
 
 
+def test_the_block_before_unmapped_addresses_counts_with_what_the_card_has_of_them() -> None:
+    # 100 MiB are free, and 20 of the last page. On 160 MiB there are 180 of addresses: with the 40 behind it the page
+    # is the smaller one and takes 15, so that the next 100 find theirs. With more behind it the page comes last.
+    trace = timeline(100 * MIB, 20 * MIB, 20 * MIB, -1, -3, 15 * MIB, 100 * MIB)
+    reserved = [
+        replay(trace, ROOMY, expandable_segments=True, card_bytes=card).peak_reserved_bytes
+        for card in (160 * MIB, None)
+    ]
+    assert reserved == [140 * MIB, 220 * MIB]
+    assert replay(trace, 160 * MIB, expandable_segments=True).peak_reserved_bytes == 140 * MIB
+
+
 def test_expandable_segments_may_reserve_more() -> None:
     # 30 MiB in pages of 20 are 40, the next 15 fill the rest of 10 and a third page: 60. Whole segments: 30 + 16.
     trace = timeline(30 * MIB, 15 * MIB)

@@ -46,6 +46,7 @@ def verdict(timeline: Timeline, gpu: Gpu, world_size: int, band: Band) -> tuple[
     found = footprint(timeline, gpu.usable_bytes, gpu.compute_capability, world_size, gpu.multiprocessors)
     said = expected(process(planned(found).wanted_bytes, found.beside, band), gpu.usable_bytes)
     most = gpu.usable_bytes - found.beside.low_bytes
-    if said == "DOES NOT FIT" and most > 0 and replay(timeline, most, expandable_segments=True).fits:
-        return "TIGHT", found
-    return said, found
+    if said != "DOES NOT FIT" or most <= 0:
+        return said, found
+    within = replay(timeline, most, expandable_segments=True, card_bytes=gpu.usable_bytes)
+    return "TIGHT" if within.fits else said, found

@@ -122,13 +122,14 @@ def _rehearsed(sample: Sample, strategy: Strategy, answers: Sequence[RehearsedSi
         known.append(answer)
     peaks = outline(sample.model, strategy, known).peaks(strategy.micro_batch_size)
     # Flat partitions and temporaries as large as they leave pieces that grow with the depth, as the bytes do.
-    idle = [_idle(answer.timeline) for answer in known]
+    idle = [_idle(answer.timeline, sample.gpu.usable_bytes) for answer in known]
     encoders = max(phase.at_peak.get("encoder", 0) for phase in known[0].ledger.phases)
     return Bar(peaks, max(float(np.dot(grid(sample.model).weights, idle)), idle[-1]), encoders)
 
 
-def _idle(timeline: Timeline) -> int:
-    return replay(timeline, UNLIMITED, expandable_segments=True).peak_reserved_bytes - timeline.peak_allocated_bytes
+def _idle(timeline: Timeline, card_bytes: int) -> int:
+    found = replay(timeline, UNLIMITED, expandable_segments=True, card_bytes=card_bytes)
+    return found.peak_reserved_bytes - timeline.peak_allocated_bytes
 
 
 def _verdict(question: Question, evidence: Evidence, bar: Bar, around: ByteRange) -> Verdict:
