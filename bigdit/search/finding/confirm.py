@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -11,6 +11,7 @@ from bigdit.memory import Timeline
 from bigdit.memory.footprint import Footprint
 from bigdit.memory.process import ByteRange
 from bigdit.rehearse import RehearsalRequest, RehearsedSize
+from bigdit.rehearse.card.attempt import Attempt
 from bigdit.rehearse.pool import Pool
 from bigdit.search.finding.candidates import Candidate, beside, candidate, preferred
 from bigdit.search.finding.cards import Cards
@@ -23,7 +24,8 @@ from bigdit.search.question import Question
 from bigdit.spec import Strategy
 from bigdit.speed.launches import Launches, launches_of
 
-_RANK: dict[Verdict, int] = {"FITS": 0, "TIGHT": 1, "DOES NOT FIT": 2}
+_VERDICTS: tuple[Verdict, ...] = ("FITS", "TIGHT", "DOES NOT FIT")
+"""The best first; what is worse has no say in which of the better ones is preferred."""
 
 ROUNDS = 5
 """Pairs of rehearsals at full depth at most: predictions are moved by what each one found."""
@@ -33,6 +35,9 @@ AT_LEAST = 3
 
 MOST_RUN = 10
 """Candidates on emulated cards at most, on the way to the best."""
+
+WIDE = 2
+"""Cards in one, on which a candidate that is short of room says what it wants."""
 
 RECORDED_ACCUMULATION = 2
 """Micro-batches of a step in a rehearsal, at most: from the second on all find the same memory."""
@@ -114,7 +119,7 @@ def judged(question: Question, band: Band, world_size: int, answer: RehearsedSiz
     said, footprint = verdict(timeline, question.gpu, world_size, band)
     reserved = planned(footprint).wanted_bytes
     if ran is not None:
-        said, reserved = ran.verdict, ran.reserved_bytes or max(reserved, ran.at_least_bytes)
+        said, reserved = ran.verdict, ran.reserved_bytes or max(reserved, ran.wanted_bytes)
     host = host_need(answer.host_timeline, answer.checkpoint_bytes, question.cluster, question.samples)
     if host.node_bytes > question.host_memory_bytes:
         said = "DOES NOT FIT"
@@ -125,45 +130,54 @@ def judged(question: Question, band: Band, world_size: int, answer: RehearsedSiz
 
 @dataclass(frozen=True)
 class Ran:
-    """What the card says. `reserved_bytes` is None where nothing came to its end: it is more than `at_least_bytes`.
-    `cramped`: the allocator looked for room in all that the card has, and so would reserve more than it did."""
+    """What the card says. `reserved_bytes` is None where nothing came to its end there; with room for all of it torch
+    would reserve `wanted_bytes`, or more where they are those of WIDE cards."""
 
     verdict: Verdict
     reserved_bytes: int | None
-    at_least_bytes: int
+    wanted_bytes: int
     launches: Launches | None
-    cramped: bool = False
 
 
 def run(
     cards: Cards, sample: Sample, question: Question, band: Band, candidates: Sequence[Candidate]
 ) -> list[Ran | None]:
     """FITS where it ran in the bytes that torch has at least, TIGHT in those that it has at most; options' predictions
-    are moved by what was found."""
+    are moved by what was found, which of the others a card tells that has room for them."""
     around = [beside(question, each.strategy) for each in candidates]
     safe = [safe_bytes(question.gpu, each, band) for each in around]
     most = [max(question.gpu.usable_bytes - each.low_bytes, 1) for each in around]
     requests = [recorded(sample, each) for each in candidates]
-    first = cards.run(list(zip(requests, safe, strict=True)))
-    again = [at for at, attempt in enumerate(first) if attempt is not None and not attempt.fits]
-    second = dict(zip(again, cards.run([(requests[at], most[at]) for at in again]), strict=True))
-    found: list[Ran | None] = []
-    for at, attempt in enumerate(first):
-        last = second.get(at, attempt)
-        if attempt is None or last is None:
-            found.append(None)
-            continue
-        launches = launches_of(last.launched, requests[at].strategy.grad_accum_steps)
-        if attempt.fits:
-            found.append(Ran("FITS", attempt.peak_reserved_bytes, 0, launches))
-        elif last.ran:
-            found.append(Ran("TIGHT", last.peak_reserved_bytes, safe[at], launches, cramped=not last.fits))
-        else:
-            found.append(Ran("DOES NOT FIT", None, most[at], launches, cramped=True))
-    for each, ran in zip(candidates, found, strict=True):
+
+    def tried(places: Sequence[int], room: Sequence[int]) -> dict[int, Attempt]:
+        attempts = cards.run([(requests[at], room[at]) for at in places])
+        return {at: attempt for at, attempt in zip(places, attempts, strict=True) if attempt is not None}
+
+    first = tried(range(len(requests)), safe)
+    wide = tried([at for at, each in first.items() if not each.fits], [WIDE * question.gpu.usable_bytes] * len(most))
+    beyond = [at for at, each in wide.items() if not each.fits or each.peak_reserved_bytes > most[at]]
+    last = {at: each for at, each in wide.items() if at not in beyond} | tried(beyond, most)
+    found = []
+    for at, each in enumerate(candidates):
+        ran = _ran(requests[at].strategy.grad_accum_steps, first.get(at), wide.get(at), last.get(at))
         if ran is not None:
-            each.option.correct(each.micro_batch_size, each.blocks, ran.reserved_bytes or ran.at_least_bytes)
+            each.option.correct(each.micro_batch_size, each.blocks, ran.wanted_bytes)
+        found.append(ran)
     return found
+
+
+def _ran(micro_batches: int, first: Attempt | None, wide: Attempt | None, last: Attempt | None) -> Ran | None:
+    """By the attempts in the fewest bytes that torch may have, and where these are too few, with room for all that is
+    wanted and in the most; None where one of them could not be run."""
+    if first is not None and first.fits:
+        reserved = first.peak_reserved_bytes
+        return Ran("FITS", reserved, reserved, launches_of(first.launched, micro_batches))
+    if wide is None or last is None:
+        return None
+    wanted, launches = wide.peak_reserved_bytes, launches_of(wide.launched, micro_batches)
+    if last.ran:
+        return Ran("TIGHT", last.peak_reserved_bytes, wanted, launches)
+    return Ran("DOES NOT FIT", None, wanted, launches)
 
 
 def confirmed_best(
@@ -187,8 +201,11 @@ def confirmed_best(
             break
         pair = _pair(question, evidence, new) if new[0] is order[0] else new[: AT_LEAST - len(known)][:2]
         known |= {_key(each.candidate): each for each in confirm(pool, sample, question, evidence.band, pair)}
-    places = {_key(each): at for at, each in enumerate(preferred(each.candidate for each in known.values()))}
-    return sorted(known.values(), key=lambda each: (_RANK[each.verdict], places[_key(each.candidate)]))
+    return [
+        known[_key(each)]
+        for verdict in _VERDICTS
+        for each in preferred(one.candidate for one in known.values() if one.verdict == verdict)
+    ]
 
 
 def best_that_runs(
@@ -211,7 +228,7 @@ def best_that_runs(
     while True:
         order = [each for each in ranked() if _key(each) not in refused]
         if order and _key(order[0]) not in ran and len(ran) < MOST_RUN:
-            asked = _pair(question, evidence, order, ran.values())[: cards.count]
+            asked = _pair(question, evidence, order)[: cards.count]
             found = run(cards, sample, question, band, asked)
             ran |= {_key(each): (each, said) for each, said in zip(asked, found, strict=True)}
             continue
@@ -231,32 +248,14 @@ def best_that_runs(
     return confirm(pool, sample, question, band, tight[:1], cards)
 
 
-def _pair(
-    question: Question,
-    evidence: Evidence,
-    new: Sequence[Candidate],
-    ran: Iterable[tuple[Candidate, Ran | None]] = (),
-) -> list[Candidate]:
-    """The two best; or the best and itself with more blocks recomputed, where it is a second attempt."""
+def _pair(question: Question, evidence: Evidence, new: Sequence[Candidate]) -> list[Candidate]:
+    """The two best; or the best and itself with one more block recomputed, where it is a second attempt: such a one is
+    often short of a few MiB, as the allocator's pieces fit."""
     best = new[0]
     tried = any(title == best.option.proposal.title for title, _, _ in best.option.corrections)
     if not tried or question.pins.checkpointed_blocks is not None or best.blocks == best.option.arrangement.count:
         return list(new[:2])
-    return [best, candidate(question, best.option, best.micro_batch_size, _more_blocks(best, ran), evidence)]
-
-
-def _more_blocks(best: Candidate, ran: Iterable[tuple[Candidate, Ran | None]]) -> int:
-    """One more: it is often short of a few MiB, as the allocator's pieces fit. Half way to what is known to fit, or to
-    all, where one like it was cramped: by how much it was short is not known then."""
-    like = [
-        (each.blocks, said)
-        for each, said in ran
-        if said is not None and _key(each)[:2] == _key(best)[:2] and (said.cramped or each.blocks > best.blocks)
-    ]
-    if not any(said.cramped for _, said in like):
-        return best.blocks + 1
-    fitting = [blocks for blocks, said in like if said.verdict == "FITS"]
-    return (best.blocks + min(fitting, default=best.option.arrangement.count) + 1) // 2
+    return [best, candidate(question, best.option, best.micro_batch_size, best.blocks + 1, evidence)]
 
 
 _Key = tuple[str, int, int]

@@ -19,6 +19,7 @@ from bigdit.catalog import CatalogModel
 from bigdit.config.strategy import parse_strategy
 from bigdit.errors import UserError
 from bigdit.memory.allocator import replay
+from bigdit.memory.footprint import UNLIMITED
 from bigdit.rehearse import RehearsalRequest
 from bigdit.rehearse.ask import request_for
 from bigdit.rehearse.card.attempt import Attempt, Attempts
@@ -27,10 +28,12 @@ from bigdit.rehearse.pool import Pool
 from bigdit.search.answer import make_plan
 from bigdit.search.asking.ask import question_for
 from bigdit.search.finding.best import search
-from bigdit.search.finding.candidates import LARGEST_MICRO_BATCH, beside
+from bigdit.search.finding.candidates import LARGEST_MICRO_BATCH, beside, candidate
 from bigdit.search.finding.cards import Asked, Cards
-from bigdit.search.finding.confirm import MOST_RUN
+from bigdit.search.finding.confirm import confirmed_best
 from bigdit.search.finding.evidence import weighed
+from bigdit.search.finding.explore import explore
+from bigdit.search.finding.space import Proposal
 from bigdit.search.finding.verdict import safe_bytes
 from bigdit.search.predict.anchors import Sample
 from bigdit.search.predict.sibling import depths, sibling
@@ -107,7 +110,7 @@ def test_the_card_looks_for_room_where_the_replayed_allocator_does() -> None:
         most = card.run(asked, 40 * GIB).peak_reserved_bytes
         rooms = [most - less * MIB for less in (0, 2, 500, 1000)]
         runs = [card.run(asked, room) for room in rooms]
-    replays = [replay(answer.timeline, room, expandable_segments=True) for room in rooms]
+    replays = [replay(answer.timeline, room, expandable_segments=True, card_bytes=A40.usable_bytes) for room in rooms]
     assert [(each.retries, each.peak_reserved_bytes, each.ran) for each in runs] == [
         (each.cache_flushes, each.peak_reserved_bytes, each.fits) for each in replays
     ]
@@ -365,14 +368,28 @@ def test_without_what_cards_need_plans_are_rehearsed(
         question_for("sana-1600m", "a40", device="emulated")
 
 
-class Cramped:
-    """In the place of cards: attempts with fewer recomputed blocks than `enough` find room only by giving back what the
-    allocator keeps, in however many bytes; it is not known how many they want."""
+DEPTH = 20
+"""Blocks of a narrow SANA, which 12 GiB hold with 5 of them recomputed."""
+ONE_PROCESS = Pins(engine="single", optimizer="adamw", micro_batch_size=64)
+
+
+def deep() -> tuple[Sample, Question]:
+    kwargs = SANA.spec.kwargs | {"num_layers": DEPTH, "num_attention_heads": 8, "num_cross_attention_heads": 8}
+    kwargs |= {"attention_head_dim": 16, "cross_attention_head_dim": 16, "cross_attention_dim": 128}
+    spec = SANA.spec.model_copy(update={"name": "deep-sana", "kwargs": kwargs})
+    model = SANA.model_copy(update={"spec": spec, "params": None, "block_lists": (("transformer_blocks", DEPTH),)})
+    card = A40.model_copy(update={"usable_mib": 12 * GIB // MIB})
+    asked = Question(model=model, gpu=card, resolution=(1024, 1024), pins=ONE_PROCESS, device="emulated")
+    return Sample(model, card, asked.resolution), asked
+
+
+class Short:
+    """In the place of cards: steps want two fifths more than they are rehearsed to, and a tenth of it is only kept."""
 
     count = 2
 
-    def __init__(self, enough: int) -> None:
-        self.enough = enough
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
         self.made = 0
 
     def run(self, asked: Sequence[Asked]) -> list[Attempt | None]:
@@ -380,31 +397,48 @@ class Cramped:
         return [self._attempt(request, capacity_bytes) for request, capacity_bytes in asked]
 
     def _attempt(self, request: RehearsalRequest, capacity_bytes: int) -> Attempt:
-        blocks = request.strategy.checkpointed_blocks
-        fits = blocks == "all" or blocks >= self.enough
+        (answer,) = self.pool.rehearse([request])
+        assert not isinstance(answer, UserError)
+        wanted = replay(answer.timeline, UNLIMITED, expandable_segments=True).peak_reserved_bytes * 7 // 5
         return Attempt(
-            out_of_memory=None,
-            retries=0 if fits else 7,
-            peak_allocated_bytes=capacity_bytes // 2,
-            peak_reserved_bytes=capacity_bytes * 9 // 10 if fits else capacity_bytes,
+            out_of_memory=None if wanted * 9 // 10 <= capacity_bytes else "no room",
+            retries=0 if wanted <= capacity_bytes else 7,
+            peak_allocated_bytes=min(wanted * 9 // 10, capacity_bytes),
+            peak_reserved_bytes=min(wanted, capacity_bytes),
             launched={},
             seconds=0.1,
         )
 
 
-@pytest.mark.parametrize("enough", [11, 31, 39])
-def test_what_fits_is_found_where_by_how_much_the_rest_was_short_is_not_known(enough: int) -> None:
-    kwargs = SANA.spec.kwargs | {"num_layers": 40, "num_attention_heads": 8, "num_cross_attention_heads": 8}
-    kwargs |= {"attention_head_dim": 16, "cross_attention_head_dim": 16, "cross_attention_dim": 128}
-    spec = SANA.spec.model_copy(update={"name": "deep-sana", "kwargs": kwargs})
-    deep = SANA.model_copy(update={"spec": spec, "params": None, "block_lists": (("transformer_blocks", 40),)})
-    card = A40.model_copy(update={"usable_mib": 12 * GIB // MIB})
-    only = Pins(engine="single", optimizer="adamw", micro_batch_size=64)
-    asked = Question(model=deep, gpu=card, resolution=(1024, 1024), pins=only, device="emulated")
+def test_a_candidate_that_is_short_of_room_says_by_how_much() -> None:
+    """So that in few attempts it is one with the fewest recomputed blocks that fit, or one more."""
+    sample, asked = deep()
     with Pool() as pool:
         evidence, _ = weighed(pool, asked, ())
-        cards = Cramped(enough)
-        found = search(pool, Sample(deep, card, asked.resolution), asked, evidence, cards, lambda best: None)
-    assert found.best[0].verdict == "FITS"
-    assert found.best[0].candidate.blocks >= enough
-    assert cards.made <= 2 * MOST_RUN + 2
+        cards = Short(pool)
+        (best,) = search(pool, sample, asked, evidence, cards, lambda best: None).best
+        made, blocks = cards.made, best.candidate.blocks
+        fewer = best.candidate.strategy.settled(micro_batch_size=64, grad_accum_steps=1, checkpointed_blocks=blocks - 2)
+        (less,) = cards.run([(sample.request(fewer), safe_bytes(asked.gpu, beside(asked, fewer), evidence.band))])
+    assert best.verdict == "FITS"
+    assert less is not None
+    assert not less.fits
+    assert made <= 3 * 4  # of two pairs, where each is short
+
+
+def test_what_does_not_fit_has_no_say_in_what_is_preferred() -> None:
+    """Of what fits, the one with more room is as fast as the other, and not as fast as what does not fit."""
+    sample, asked = deep()
+    with Pool() as pool:
+        evidence, _ = weighed(pool, asked, ())
+        (option,), _ = explore(pool, sample, [Proposal("one process", parse_strategy(["single"]))])
+        every = [candidate(asked, option, 64, blocks, evidence) for blocks in range(DEPTH + 1)]
+        short = every[2]
+        near = max(blocks for blocks, each in enumerate(every) if each.as_fast_as(short))
+        found = confirmed_best(pool, sample, asked, evidence, lambda: [short, every[near], every[near + 1]])
+    assert every[near + 1].as_fast_as(every[near])
+    assert [(each.verdict == "FITS", each.candidate.blocks) for each in found] == [
+        (True, near + 1),
+        (True, near),
+        (False, 2),
+    ]
