@@ -35,7 +35,7 @@ BY_HAND = {
 }
 """The C file of each library that does more than succeed or refuse."""
 
-HOST = "libbigdit-host.so"
+HOST, HOST_SOURCES = "libbigdit-host.so", ("host.c", "blank.c")
 
 DIGESTS = "digests.json"
 """SHA-256 of each library by its name, beside them; checked before they are loaded (inside/libraries.py)."""
@@ -84,7 +84,7 @@ def build(packages: Sequence[Path], folder: Path) -> None:
         libraries = wanted(packages)
         for name in sorted(libraries, key=lambda name: name != "libcuda.so.1"):  # the others are linked to it
             _library(name, libraries[name], temporary)
-        _cc(temporary, "-o", HOST, str(C / "host.c"), "-ldl")
+        _cc(temporary, "-o", HOST, *(str(C / name) for name in HOST_SOURCES), "-ldl")
         built = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(temporary.iterdir())}
         (temporary / DIGESTS).write_text(json.dumps(built))
         try:

@@ -7,6 +7,7 @@
 #include <dlfcn.h>
 #include <elf.h>
 #include <link.h>
+#include <malloc.h>
 #include <pthread.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -15,9 +16,14 @@
 #include <unistd.h>
 
 #define LEAST ((size_t)32 << 20)
+#define KNOWN ((size_t)1 << 20) /* from here on it is known what nobody wrote */
 #define CHUNK ((size_t)64 << 20)
 #define PAGE ((size_t)2 << 20)
 #define ARENA ((size_t)16 << 40)
+
+void blank_remember(const void *at, size_t n); /* blank.c */
+void blank_forget(const void *at);
+void blank_zero(char *at, size_t n);
 
 static char *arena, *next, *own; /* own: the shared pages once more, which are in this process for good */
 static size_t *sizes; /* of what begins at a page of the arena */
@@ -39,8 +45,12 @@ static void prepare(void) {
 
 int host_has(const void *at) { return arena && (const char *)at >= arena && (const char *)at < next; }
 size_t host_peak_bytes(void) { return peak_bytes; }
-/* Zeros from there on: many of them through pages that are in this process already, where a tensor's take a fault each. */
-void host_zero(void *at, size_t n) { n < CHUNK / 2 ? memset(at, 0, n) : memset(own, 0, CHUNK); }
+/* Zeros from there on: on shared pages many of them through those that are in this process already, where a tensor's take a
+ * fault each. */
+void host_zero(void *at, size_t n) {
+    if (!host_has(at)) blank_zero(at, n);
+    else n < CHUNK / 2 ? memset(at, 0, n) : memset(own, 0, CHUNK);
+}
 
 /* Memory for `n` bytes on the shared pages; NULL where that is too little to be worth it, or there is no room. */
 void *host_take(size_t n) {
@@ -70,10 +80,15 @@ int host_release(void *at) {
 
 static int take_aligned(void **out, size_t align, size_t n) {
     void *at = align <= PAGE ? host_take(n) : NULL;
-    return at ? (*out = at, 0) : posix_memalign(out, align, n);
+    if (at) return *out = at, 0;
+    int problem = posix_memalign(out, align, n);
+    if (!problem && malloc_usable_size(*out) >= KNOWN) blank_remember(*out, n);
+    return problem;
 }
 static void give(void *at) {
-    if (!host_release(at)) free(at);
+    if (host_release(at)) return;
+    if (malloc_usable_size(at) >= KNOWN) blank_forget(at);
+    free(at);
 }
 
 static int put(void **slot, void *function) {

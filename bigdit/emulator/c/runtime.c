@@ -91,20 +91,15 @@ int cudaMallocManaged(void **out, size_t n, unsigned flags) { return (void)flags
 int cudaMemPrefetchAsync(void) { return OK; }
 int cudaMemGetInfo(size_t *free_bytes, size_t *total) { return card_info(card_current(), free_bytes, total), OK; }
 
-#define PAGE ((uintptr_t)4096)
-#define GIVEN_BACK ((size_t)1 << 20) /* bytes from which a system call is cheaper than writing them */
-
 /* Large host tensors lie on shared pages where libbigdit-host was loaded before: see host.c. */
 static void *(*host_take)(size_t);
 static int (*host_release)(void *);
-static int (*host_has)(const void *);
 static void (*host_zero)(void *, size_t);
 static void find_host(void) {
     void *library = dlopen("libbigdit-host.so", RTLD_NOW | RTLD_NOLOAD);
     if (!library) return;
     *(void **)&host_take = dlsym(library, "host_take");
     *(void **)&host_release = dlsym(library, "host_release");
-    *(void **)&host_has = dlsym(library, "host_has");
     *(void **)&host_zero = dlsym(library, "host_zero");
 }
 static pthread_once_t looked_for_host = PTHREAD_ONCE_INIT;
@@ -140,13 +135,6 @@ int cudaPointerGetAttributes(struct pointer_attributes *out, const void *at) {
 
 /* -- copies: small ones are done, of large ones the host gets zeros -- */
 
-/* Pages of memory that the kernel takes back read as zeros again, and cost no time until they are read. */
-static void zero(char *at, size_t n) {
-    char *first = (char *)(((uintptr_t)at + PAGE - 1) & ~(PAGE - 1));
-    char *last = (char *)((uintptr_t)(at + n) & ~(PAGE - 1));
-    if (n < GIVEN_BACK || madvise(first, (size_t)(last - first), MADV_DONTNEED)) memset(at, 0, n);
-    else memset(at, 0, (size_t)(first - at)), memset(last, 0, (size_t)(at + n - last));
-}
 static void count_copy(const void *to, const void *from, size_t n) {
     struct card_counts *c = card_counted();
     int into = card_has(to), out_of = card_has(from), between = into && out_of && card_of(to) != card_of(from);
@@ -156,10 +144,10 @@ static void count_copy(const void *to, const void *from, size_t n) {
 }
 static void move(void *to, const void *from, size_t n) {
     int into = card_has(to), out_of = card_has(from);
-    if (n <= card_values() || (!into && !out_of)) memmove(to, from, n);
-    else if (into) return;
-    else if (host_has && host_has(to)) host_zero(to, n);
-    else zero(to, n);
+    if (n <= card_values() || (!into && !out_of)) return (void)memmove(to, from, n);
+    if (into) return;
+    pthread_once(&looked_for_host, find_host);
+    host_zero ? host_zero(to, n) : (void)memset(to, 0, n);
 }
 static void copy(void *to, const void *from, size_t n) { count_copy(to, from, n), move(to, from, n); }
 static void synced(void) { card_count_one(&card_counted()->host_syncs); }

@@ -7,6 +7,7 @@ import functools
 from pathlib import Path
 from typing import Any
 
+from . import imports
 from .libraries import library
 
 DRAWN_BYTES = 64 << 10
@@ -16,8 +17,8 @@ SHARED_BYTES = 32 << 20
 
 
 def install(torch: Any) -> None:
-    """Share the host memory of this torch, and leave large tensors undrawn and uncopied: values take minutes, and no
-    byte of memory.
+    """Share the host memory of this torch, and leave large tensors undrawn, uncopied and uncomputed: values take
+    minutes, and no byte of memory.
 
     Raises RuntimeError where torch's library takes its memory otherwise than was known.
     """
@@ -26,6 +27,24 @@ def install(torch: Any) -> None:
         raise RuntimeError(f"{path} does not take host memory by posix_memalign, and cannot be made to share it")
     _leave_undrawn(torch)
     _leave_uncopied(torch)
+    imports.after("diffusers.models.embeddings", install_diffusers)
+
+
+def install_diffusers(embeddings: Any) -> None:
+    """Leave tables of positions that would lie on shared pages uncomputed: seconds of sines, for SD3's."""
+    import torch
+
+    table = embeddings.get_2d_sincos_pos_embed
+
+    @functools.wraps(table)
+    def of_small(*args: Any, device: Any = None, **kwargs: Any) -> Any:
+        if device is not None or torch.get_default_device().type != "cpu":
+            return table(*args, device=device, **kwargs)
+        outline = table(*args, device="meta", **kwargs)
+        shared = outline.numel() * outline.element_size() >= SHARED_BYTES
+        return torch.empty_like(outline, device="cpu") if shared else table(*args, **kwargs)
+
+    embeddings.get_2d_sincos_pos_embed = of_small
 
 
 def peak_bytes() -> int:
@@ -55,36 +74,62 @@ def _of_small(function: Any) -> Any:
     return drawn
 
 
-def _leave_uncopied(torch: Any) -> None:
-    """Have copies from the host to shared pages write zeros there: what they would write is lost."""
-    host, plain = library("libbigdit-host"), (torch.Tensor, torch.nn.Parameter)
-    host.host_has.argtypes = [ctypes.c_void_p]
-    host.host_zero.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-    copy, to = torch.Tensor.copy_, torch.Tensor.to
+class _Memory:
+    """What is known of the memory of host tensors."""
 
-    def is_values(tensor: Any) -> bool:
+    def __init__(self, torch: Any) -> None:
+        self._torch, self._host = torch, library("libbigdit-host")
+        self._host.host_has.argtypes = [ctypes.c_void_p]
+        for function in (self._host.host_zero, self._host.blank_known, self._host.blank_is):
+            function.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+
+    def has_values(self, tensor: Any) -> bool:
         """Whether it is a tensor of the host with many values, and none that autograd follows."""
-        if type(tensor) not in plain or tensor.device.type != "cpu":
+        torch = self._torch
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.device.type != "cpu":
+            return False
+        if tensor.layout is not torch.strided or tensor.is_quantized:
             return False
         large = tensor.numel() * tensor.element_size() > DRAWN_BYTES
         return large and not (tensor.requires_grad and torch.is_grad_enabled())
 
-    def zeroed(tensor: Any) -> bool:
-        """Whether the tensor lies on shared pages, which are zeros then."""
-        if not tensor.is_contiguous() or not host.host_has(tensor.data_ptr()):
+    def is_lost(self, tensor: Any) -> bool:
+        """Whether it lies on shared pages, and holds nothing."""
+        return bool(self._host.host_has(tensor.data_ptr()))
+
+    def is_blank(self, tensor: Any) -> bool:
+        """Whether it reads as zeros, which nobody wrote."""
+        return tensor.is_contiguous() and bool(self._host.blank_is(*_range(tensor)))
+
+    def zeroed(self, tensor: Any, source: Any) -> bool:
+        """Whether it has been made the zeros that a copy from the source would leave in it."""
+        if not tensor.is_contiguous():
             return False
-        host.host_zero(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+        if not self.is_lost(tensor) and not (self._host.blank_known(*_range(tensor)) and self.is_blank(source)):
+            return False
+        self._host.host_zero(*_range(tensor))
         return True
+
+
+def _range(tensor: Any) -> tuple[int, int]:
+    return tensor.data_ptr(), tensor.numel() * tensor.element_size()
+
+
+def _leave_uncopied(torch: Any) -> None:
+    """Have copies on the host leave zeros where what they would write is lost, on shared pages, or is zeros itself, of
+    memory that nobody wrote (c/blank.c); and have the bounds of both be zeros."""
+    memory = _Memory(torch)
+    copy, to, aminmax = torch.Tensor.copy_, torch.Tensor.to, torch.Tensor.aminmax
 
     @functools.wraps(copy)
     def copied(tensor: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
-        lost = is_values(tensor) and is_values(source) and source.shape == tensor.shape and zeroed(tensor)
-        return tensor if lost else copy(tensor, source, *args, **kwargs)
+        values = memory.has_values(tensor) and memory.has_values(source) and source.shape == tensor.shape
+        return tensor if values and memory.zeroed(tensor, source) else copy(tensor, source, *args, **kwargs)
 
     @functools.wraps(to)
     def moved(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        dtype = new_dtype(tensor, *args, **kwargs) if is_values(tensor) else None
-        if dtype is None or tensor.numel() * dtype.itemsize < SHARED_BYTES:
+        dtype = new_dtype(tensor, *args, **kwargs) if memory.has_values(tensor) else None
+        if dtype is None or (tensor.numel() * dtype.itemsize < SHARED_BYTES and not memory.is_blank(tensor)):
             return to(tensor, *args, **kwargs)
         return torch.empty_like(tensor, dtype=dtype).copy_(tensor)
 
@@ -98,4 +143,12 @@ def _leave_uncopied(torch: Any) -> None:
         stays = (device is None or device.type == "cpu") and layout is None
         return dtype if stays and (copy or dtype != tensor.dtype) else None
 
-    torch.Tensor.copy_, torch.Tensor.to = copied, moved
+    @functools.wraps(aminmax)
+    def bounds(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        whole = not args and not kwargs and memory.has_values(tensor)
+        if whole and (memory.is_lost(tensor) or memory.is_blank(tensor)):
+            tensor = tensor.new_zeros(1)
+        return aminmax(tensor, *args, **kwargs)
+
+    torch.Tensor.copy_, torch.Tensor.to, torch.Tensor.aminmax = copied, moved, bounds
+    torch.Tensor.float = functools.wraps(torch.Tensor.float)(lambda self, **how: self.to(torch.float32, **how))
