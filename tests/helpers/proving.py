@@ -127,8 +127,7 @@ def _record(requests: Sequence[RehearsalRequest], rank: int, size: int, store: P
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
     answers, cpu = [], torch.device("cpu")
     for request in requests:
-        # Whoever waits for DeepSpeed's collectives of CPUs keeps a core busy: there all are as slow as the first.
-        if rank == 0 or request.strategy.engine == "deepspeed":
+        if rank == 0:
             asked = (request.model, request.batch, request.strategy, request.objective, cpu)
             with _unhurried_waits(request.strategy.engine):
                 timeline, _ = drive(*asked, world_from_env())
