@@ -45,17 +45,20 @@ Made by `python benchmarks/plans.py`: each question is planned by rehearsals alo
 emulated cards (`--device emulated`). *reserved* is torch's, of the recommended strategy; *none* and *all* are the
 largest micro-batches with nothing and with all blocks recomputed: rehearsals predict them from shallow siblings, and on
 emulated cards so many ran and one more did not. *s* is what the first plan took, with nothing kept, and what the second
-one took more, which finds the first one's rehearsals; on two cores (HunyuanDiT and SD3.5-M on one card: beside other
-work, which took most of them; the first 16 by a version whose attempts stepped optimizers on the host)."""
+one took more, which finds the first one's rehearsals; on two cores, beside other work. The first nine, SD3-M on an
+A100, and SANA-1.6B, SD3.5-L, Flux.1-dev, Wan on 8 H100 and CogVideoX-5B are of this version. The others over several
+cards are of one whose replays had more addresses than a card has, and the rest of one whose attempts ended by torch's
+own limit: more may run than is said there."""
 
 DIFFERENCES = """## What differs
 
-- Strategies. What rehearsals recommend for SD3.5-L, CogVideoX-5B and Flux.1-dev over several cards leaves a few GiB of
-  the card. On emulated cards candidates like these ran, but the allocator gave back what it kept to find room, and
-  the search went on to what runs without. Why the replayed allocator does not have to is not known; FSDP2's second
-  stream, whose blocks wait for their events there, has not been looked at. Flux.1-dev's largest micro-batches with all
-  blocks recomputed are of two policies.
-- Reserved bytes of two plans of FSDP2 on 8 H100, by 0.02 and 0.09 GiB: not looked into.
+- Strategies and reserved bytes: nothing. What did was found in three places. Attempts ended by torch's own limit
+  (`set_per_process_memory_fraction`), which adds a block's whole size to what is reserved where an expandable segment
+  has some of its pages already, and so looked for room up to the size of a block before a card would: in SD3.5-L with
+  3 blocks recomputed at micro-batch 3 with 1.5 GiB left. A candidate that did so told no more than that it wants more,
+  and the search went half way to what fits, past Flux.1-dev's and CogVideoX-5B's. And replays without a limit had
+  addresses without end: torch takes the smallest block that is large enough, counted with the addresses behind it, of
+  which there are 9/8 of a card.
 - Largest micro-batches with all blocks recomputed are mostly a few too high: a deeper model leaves more pieces than its
   siblings. SANA-0.6B's is 5 % too low on an H100, since scratch of the convolution's bias gradient is continued that
   stops growing once it fills the card; that is read from the code. DiT's and PixArt's small pictures are 20 to 31 % too
