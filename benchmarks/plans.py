@@ -52,13 +52,14 @@ own limit: more may run than is said there."""
 
 DIFFERENCES = """## What differs
 
-- Strategies and reserved bytes: nothing. What did was found in three places. Attempts ended by torch's own limit
-  (`set_per_process_memory_fraction`), which adds a block's whole size to what is reserved where an expandable segment
-  has some of its pages already, and so looked for room up to the size of a block before a card would: in SD3.5-L with
-  3 blocks recomputed at micro-batch 3 with 1.5 GiB left. A candidate that did so told no more than that it wants more,
-  and the search went half way to what fits, past Flux.1-dev's and CogVideoX-5B's. And replays without a limit had
-  addresses without end: torch takes the smallest block that is large enough, counted with the addresses behind it, of
-  which there are 9/8 of a card.
+- Strategies and reserved bytes: nothing. What did, over several cards, had four reasons. Attempts ended by torch's own
+  limit (`set_per_process_memory_fraction`), which adds a block's whole size to what is reserved where an expandable
+  segment has some of its pages already: of two blocks of SD3.5-L with 460 MiB left, what FSDP2's reduce-scatter sends,
+  519 MiB of which 360 had no page, looked for room. In the most bytes that torch may have they ended before that, since
+  the card took a context and NCCL's buffers as they are at most: SD3.5-L's at 77.2 GiB of 78.7. A candidate that looked
+  for room told no more than that it wants more, and the search went half way to what fits, past Flux.1-dev's and
+  CogVideoX-5B's. And replays without a limit had addresses without end: torch takes the smallest block that is large
+  enough, counted with the addresses behind it, of which there are 9/8 of a card.
 - Largest micro-batches with all blocks recomputed are mostly a few too high: a deeper model leaves more pieces than its
   siblings. SANA-0.6B's is 5 % too low on an H100, since scratch of the convolution's bias gradient is continued that
   stops growing once it fills the card; that is read from the code. DiT's and PixArt's small pictures are 20 to 31 % too

@@ -82,7 +82,7 @@ def test_what_cannot_be_run_is_a_line(live, change, line):
     ("strategy", "size", "blocks", "verdict"),
     [
         (ADAMW, 192, 0, "DOES NOT FIT"),
-        (ADAMW, 48, 0, "TIGHT"),
+        (ADAMW, 64, 0, "TIGHT"),
         (LOSSY, 16, 5, "FITS"),
         ("FSDP2 on 4, AdamW", 16, 0, "FITS"),
     ],
