@@ -237,10 +237,15 @@ def unfitting_plan() -> Plan:
     """The same on a card of 16 GB: what is nearest does not fit, and what would."""
     plan = made_plan()
     gpu = catalog.gpu("rtx-4080")
+    found = footprint_on(plan, gpu)
+    reserved = verdict.planned(found).wanted_bytes
+    taken = verdict.process(reserved, found.beside, plan.band)
     chosen = plan.chosen.model_copy(
         update={
             "verdict": "DOES NOT FIT",
-            "headroom_bytes": gpu.usable_bytes - plan.chosen.process.high_bytes,
+            "peak_reserved_bytes": reserved,
+            "process": taken,
+            "headroom_bytes": gpu.usable_bytes - taken.high_bytes,
             "reason": "the nearest to fitting of all that keep the numbers of AdamW",
         }
     )
@@ -252,7 +257,7 @@ def unfitting_plan() -> Plan:
             "question": plan.question.model_copy(update={"gpu": gpu}),
             "verdict": "DOES NOT FIT",
             "chosen": chosen,
-            "footprint": footprint_on(plan, gpu),
+            "footprint": found,
             "fixes": fixes,
             "front": (chosen,),
             "settings": (),

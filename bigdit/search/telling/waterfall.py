@@ -53,7 +53,12 @@ class Bar:
 
 
 def waterfall(
-    pool: Pool, sample: Sample, question: Question, evidence: Evidence, chosen: Confirmed, cards: Cards | None
+    pool: Pool,
+    sample: Sample,
+    question: Question,
+    evidence: Evidence,
+    chosen: Confirmed,
+    cards: Cards | None = None,
 ) -> tuple[Step, ...]:
     """The bars from the naive setting to `chosen`.
 

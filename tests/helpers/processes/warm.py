@@ -64,6 +64,12 @@ def _read_at_import(environment: Mapping[str, str]) -> dict[str, str]:
     return read
 
 
+def _has_a_torch(environment: Mapping[str, str]) -> bool:
+    """Whether one would be found before the one that a clone has."""
+    folders = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
+    return any(Path(folder, name).exists() for folder in folders for name in ("torch", "torch.py"))
+
+
 class Seed:
     """The process that is cloned, as the one that asks it holds it."""
 
@@ -76,7 +82,8 @@ class Seed:
 
     def suits(self, environment: Mapping[str, str]) -> bool:
         """Whether a clone is what a new process with these variables would be, and a child of this one."""
-        return self._owner == os.getpid() and _read_at_import(environment) == self._environment
+        alike = _read_at_import(environment) == self._environment and not _has_a_torch(environment)
+        return self._owner == os.getpid() and alike
 
     def clone(self, asked: dict[str, Any], files: Sequence[int]) -> int:
         """The process id of a clone that has taken its place: its files are open, its group and signals are set."""
