@@ -1,21 +1,17 @@
 """The card that is not there, as the CUDA build of torch sees it: figures, bytes, refusals, and what is left of it."""
 
 import os
-import shutil
 import signal
 import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
-import warm
 from cards import answers, on_card
 from traces import timeline
 
 from bigdit import catalog
 from bigdit.catalog.capability import capability
-from bigdit.emulator import build, emulated_environment, shared_state
+from bigdit.emulator import emulated_environment, shared_state
 from bigdit.errors import UserError
 from bigdit.memory.allocator import replay
 from bigdit.memory.footprint import UNLIMITED
@@ -110,6 +106,7 @@ try:
 except torch.cuda.OutOfMemoryError:
     print(json.dumps([free, retries, torch.cuda.memory_reserved()]))
 """
+
 EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 
 
@@ -251,228 +248,10 @@ def test_what_has_no_answer_is_named():
     assert done.returncode == 0 or "has no answer without a GPU" in done.stderr
 
 
-def test_host_tensors_share_pages_and_weights_are_not_drawn():
-    found = answers(
-        "a40",
-        """
-        import json, resource, time, torch
-        began = time.perf_counter()
-        layers = [torch.nn.Linear(16384, 16384) for _ in range(24)]
-        pinned = torch.empty(4 << 30, dtype=torch.uint8, pin_memory=True)
-        layers[0].cuda()
-        took = time.perf_counter() - began
-        small = torch.nn.Linear(8, 8)
-        with open("/proc/self/status") as file:
-            anonymous = next(int(line.split()[1]) for line in file if line.startswith("RssAnon"))
-        print(json.dumps([anonymous, took, float(small.weight.std()), pinned.is_pinned()]))
-        """,
-    )
-    anonymous_kib, took, deviation, pinned = found
-    assert anonymous_kib < 2 * MIB  # KiB: 24 GiB of weights lie in 2 at most, libraries included
-    assert took < 60
-    assert deviation > 0.05
-    assert pinned
-
-
-def test_what_is_copied_to_shared_pages_is_zeros_and_takes_no_time():
-    """What was copied there would be lost; all other copies are what they were."""
-    found = answers(
-        "a40",
-        """
-        import json, time, torch
-        ones = torch.ones(1 << 25)
-        huge, pinned = torch.empty(1 << 31), torch.empty(1 << 25, pin_memory=True)
-        began = time.process_time()
-        moved = [huge.to(torch.bfloat16), huge.to("cpu", copy=True), torch.empty(1 << 31).copy_(huge)]
-        moved.append(pinned.copy_(ones))
-        took, first = time.process_time() - began, [float(each[0]) for each in moved]
-        small = torch.ones(1 << 15)
-        few = [small.to(torch.bfloat16), small.to("cpu", copy=True), torch.empty(1 << 15).copy_(small)]
-        followed = torch.empty(1 << 25, requires_grad=True).to(torch.bfloat16)
-        broad = torch.empty(2, 1 << 25).copy_(torch.ones(()))
-        print(json.dumps({
-            "took": took,
-            "dtypes": [str(each.dtype) for each in moved],
-            "first": first,
-            "few": [float(each.mean()) for each in few],
-            "same": huge.to(torch.float32) is huge,
-            "followed": followed.grad_fn is not None,
-            "broad": float(broad[0, 0]),
-        }))
-        """,
-    )
-    assert found.pop("took") < 2  # 28 GiB
-    assert found == {
-        "dtypes": ["torch.bfloat16", *["torch.float32"] * 3],
-        "first": [0.0] * 4,
-        "few": [1.0] * 3,
-        "same": True,
-        "followed": True,
-        "broad": 1.0,
-    }
-
-
-def test_what_nobody_wrote_is_copied_as_zeros_and_what_somebody_wrote_as_it_is(tmp_path):
-    """Tensors of less than 32 MiB share no pages: they hold all that is written to them."""
-    found = answers(
-        "a40",
-        f"""
-        import json, time, torch
-        from safetensors.torch import load_file, save_file
-        torch.set_num_threads(1)
-        file, dense, names = "{tmp_path}/model.safetensors", "{tmp_path}/dense", list(map(str, range(64)))
-        save_file({{name: torch.zeros(7 << 20) for name in names}}, file)  # but for their first MiB holes, of 28 MiB
-        torch.ones(7 << 20).numpy().tofile(dense)
-        began = time.process_time()
-        loaded = load_file(file)
-        rounded = [loaded[name].to(torch.bfloat16) for name in names]
-        copied = [torch.empty(7 << 20).copy_(loaded[name]) for name in names]
-        bounds = [float(bound) for each in copied for piece in each.split(1 << 20) for bound in piece.aminmax()]
-        took = time.process_time() - began
-        loaded["5"][-3:], copied[6][1] = 5, float("nan")
-        mapped = torch.from_file(dense, shared=False, size=7 << 20)
-        brought = torch.empty(7 << 20, device="cuda").cpu()
-        read = [float(each[123456]) for each in (*rounded, *copied, brought)]
-        brought[1 << 20] = -2
-        written = loaded["5"].to(torch.bfloat16), torch.empty(7 << 20).copy_(loaded["5"])
-        print(json.dumps({{
-            "took": took,
-            "bounds": set(bounds) == {{0.0}},
-            "read": set(read) == {{0.0}},
-            "written": [float(each.sum()) for each in written],
-            "in it": [*loaded["5"].aminmax()] == [0, 5] and [*brought.aminmax()] == [-2, 0],
-            "not a number": [bool(bound.isnan()) for bound in copied[6].aminmax()],
-            "moved": float(copied[6].to(torch.float16)[1]) != 0,
-            "of a file": [float(mapped.to(torch.bfloat16).mean()), *map(float, mapped.aminmax())],
-            "by dimension": brought.view(2, -1).aminmax(dim=1).min.tolist(),
-        }}))
-        """,
-    )
-    assert found.pop("took") < 0.8  # 5 GiB
-    assert found == {
-        "bounds": True,
-        "read": True,
-        "written": [15.0, 15.0],
-        "in it": True,
-        "not a number": [True, True],
-        "moved": True,
-        "of a file": [1.0, 1.0, 1.0],
-        "by dimension": [-2.0, 0.0],
-    }
-
-
-def test_tables_of_positions_that_would_be_lost_are_not_computed():
-    found = answers(
-        "a40",
-        """
-        import json, time, torch
-        from diffusers.models.embeddings import PatchEmbed, get_2d_sincos_pos_embed
-        make = lambda size: PatchEmbed(embed_dim=1536, pos_embed_max_size=size, layer_norm=False)
-        began = time.process_time()
-        large = make(384).pos_embed
-        took = time.process_time() - began
-        small, there = make(16).pos_embed, get_2d_sincos_pos_embed(64, 4, device="cuda")
-        with torch.device("meta"):
-            outline = make(384).pos_embed
-        deviation, devices = float(small.std()), [str(each.device) for each in (there, outline)]
-        print(json.dumps([took, large.shape, str(large.dtype), deviation, devices]))
-        """,
-    )
-    assert found.pop(0) < 0.5
-    assert 0.5 < found.pop(2) < 1  # of sines and cosines
-    assert found == [[1, 384 * 384, 1536], "torch.float32", ["cuda:0", "meta"]]
-
-
-def test_libraries_stand_before_those_of_installed_packages(tmp_path):
-    """torch's DT_RPATH leads to NVIDIA's packages beside it, before LD_LIBRARY_PATH is asked."""
-    site = tmp_path / "site"
-    torch = Path(
-        subprocess.run(
-            [cuda_python(), "-c", "import importlib.util as u; print(u.find_spec('torch').origin)"],
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout.strip()
-    ).parent
-    (site / "torch" / "lib").mkdir(parents=True)
-    for file in torch.iterdir():
-        if file.name != "lib":
-            (site / "torch" / file.name).symlink_to(file)
-    for file in (torch / "lib").iterdir():
-        (site / "torch" / "lib" / file.name).symlink_to(file)
-    nvidia = site / "nvidia" / "cu13" / "lib"
-    nvidia.mkdir(parents=True)
-    source = tmp_path / "real.c"
-    source.write_text("#include <unistd.h>\n__attribute__((constructor)) void loaded(void) { _exit(77); }\n")
-    name = "libcudart.so.13"
-    subprocess.run(
-        [build.compiler(), "-shared", "-fPIC", f"-Wl,-soname,{name}", source, "-o", nvidia / name], check=True
-    )
-    environment = os.environ | emulated_environment(catalog.resolve_gpu("a40"))
-    script = (
-        f"import sys; sys.path.insert(0, {str(site)!r}); import torch; print(torch.__file__, torch.cuda.is_available())"
-    )
-    command = [str(cuda_python()), "-c", script]
-    with warm.Executed(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        found, errors = process.communicate()
-    assert found == f"{site}/torch/__init__.py True\n", errors
-    built = next(folder for folder in build.cache_folder().iterdir() if (folder / name).exists())
-    plain = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {"LD_LIBRARY_PATH": str(built)}
-    assert subprocess.run(command, env=plain, capture_output=True).returncode == 77  # without the hook NVIDIA's wins
-
-
-def test_a_torch_without_cuda_says_how_to_get_one():
-    environment = os.environ | emulated_environment(catalog.resolve_gpu("a40"))
-    done = subprocess.run([sys.executable, "-c", "import torch"], env=environment, capture_output=True, text=True)
-    assert done.returncode == 1
-    assert len(done.stderr.splitlines()) == 1
-    assert "has no CUDA" in done.stderr
-    assert "pip install 'torch===" in done.stderr
-
-
-def test_a_missing_compiler_is_a_line(monkeypatch):
-    monkeypatch.setenv("CC", "no-such-compiler")
-    build.recipe.cache_clear()
-    with pytest.raises(UserError, match="no C compiler: no-such-compiler is not found"):
-        emulated_environment(catalog.resolve_gpu("a40"))
-    build.recipe.cache_clear()
-
-
 @pytest.mark.parametrize("cards", [0, 17])
 def test_as_many_cards_as_a_machine_has(cards):
     with pytest.raises(UserError, match=f"{cards} cards are asked for; one machine is emulated with 1 to 16"):
         emulated_environment(catalog.resolve_gpu("a40"), cards)
-
-
-def test_libraries_are_built_once_and_by_one(tmp_path):
-    environment = (
-        os.environ | emulated_environment(catalog.resolve_gpu("a40")) | {"BIGDIT_EMULATED_CACHE": str(tmp_path)}
-    )
-    command = [str(cuda_python()), "-c", "import torch; print(torch.cuda.device_count())"]
-    both = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    assert [process.communicate()[0] for process in both] == ["1\n", "1\n"]
-    (folder,) = tmp_path.iterdir()  # nothing half-built lies beside it
-    built = (folder / "libcuda.so.1").stat().st_mtime_ns
-    subprocess.run(command, env=environment, check=True)
-    assert (folder / "libcuda.so.1").stat().st_mtime_ns == built
-
-
-def test_damaged_libraries_are_built_anew(tmp_path):
-    environment = os.environ | emulated_environment(catalog.resolve_gpu("a40"))
-    environment["BIGDIT_EMULATED_CACHE"] = str(tmp_path)
-    command = [str(cuda_python()), "-W", "ignore", "-c", "import torch; print(torch.cuda.device_count())"]
-    subprocess.run(command, env=environment, check=True)
-    (folder,) = tmp_path.iterdir()
-    whole = (folder / "libcudart.so.13").read_bytes()
-    for damage in (whole[:5000], whole[:9000] + b"x" + whole[9001:], None):
-        if damage is None:
-            (folder / "libcudart.so.13").unlink()
-        else:
-            (folder / "libcudart.so.13").write_bytes(damage)
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
-        assert (done.stdout, done.returncode) == ("1\n", 0)
-        assert "is damaged, and is built anew" in done.stderr
-        assert (folder / "libcudart.so.13").read_bytes() == whole
 
 
 def test_a_killed_process_leaves_nothing(tmp_path):
@@ -489,20 +268,3 @@ def test_a_killed_process_leaves_nothing(tmp_path):
     time.sleep(0.1)
     assert left() == before
     assert not list(tmp_path.iterdir())
-
-
-def test_building_needs_only_a_compiler(tmp_path):
-    """No header and no library of NVIDIA's: the C stands for itself, and without a warning."""
-    for source in sorted(build.C.glob("*.c")):
-        command = [build.compiler(), "-O1", "-Wall", "-Wextra", "-Werror", "-fPIC", "-nostdinc", "-c", source]
-        standard = [f"-isystem{path}" for path in _include_paths()]
-        subprocess.run([*command, *standard, "-o", tmp_path / "out.o"], check=True)
-    assert shutil.which(build.compiler())
-
-
-def _include_paths() -> list[str]:
-    done = subprocess.run([build.compiler(), "-E", "-v", "-x", "c", "/dev/null"], capture_output=True, text=True)
-    lines = done.stderr.splitlines()
-    first = next(i for i, line in enumerate(lines) if line.startswith("#include <"))
-    last = next(i for i, line in enumerate(lines) if line.startswith("End of search list"))
-    return [line.strip() for line in lines[first + 1 : last]]

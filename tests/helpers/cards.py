@@ -13,10 +13,24 @@ from typing import Any
 from commands import BIN, bigdit
 
 from bigdit import catalog
+from bigdit.catalog import CatalogModel
+from bigdit.config.strategy import parse_strategy
 from bigdit.emulator import build, emulated_environment, shared_state
+from bigdit.rehearse import RehearsalRequest
+from bigdit.rehearse.ask import request_for
 from bigdit.rehearse.card.client import cuda_python
 
 TIME_LIMIT_S = 240
+
+A40 = catalog.gpu("a40")
+SANA = catalog.model("sana-1600m")
+SMALL = SANA.model_copy(
+    update={
+        "spec": SANA.spec.model_copy(update={"name": "short-sana", "kwargs": SANA.spec.kwargs | {"num_layers": 3}}),
+        "params": None,
+        "block_lists": (("transformer_blocks", 3),),
+    }
+)
 
 _LIBRARIES = build.cache_folder()
 """The user's, whatever a test says later of where its cache is."""
@@ -28,6 +42,12 @@ def empty_cache(folder: Path) -> Path:
     folder.mkdir(exist_ok=True)
     (folder / _LIBRARIES.name).symlink_to(_LIBRARIES)
     return folder
+
+
+def request(strategy: str, micro_batch_size: int = 2, model: CatalogModel = SMALL) -> RehearsalRequest:
+    """Two steps of a SANA of three blocks, or of another model, on an A40 at 1024 × 1024."""
+    asked = parse_strategy(strategy.split(",")).with_micro_batch_size(micro_batch_size)
+    return request_for(model, A40, asked, resolution=(1024, 1024))
 
 
 def on_card(gpu: str, script: str, cards: int = 1, **variables: str) -> subprocess.CompletedProcess[str]:
