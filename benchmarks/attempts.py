@@ -35,7 +35,7 @@ def main(count: int) -> int:
             found = Attempt.model_validate_json(card.lanes.ask(0, request.model.name, asked, 120.0))
             peaks = found.peak_allocated_bytes, found.peak_reserved_bytes
             other += first.setdefault(at % len(requests), peaks) != peaks
-            processes |= {*card.lanes.forks}
+            processes |= {*filter(None, card.lanes.forks)}
     seconds = time.perf_counter() - began
     print(
         f"{count} attempts of {len(requests)} kinds by {len(processes)} process(es) in {seconds:.0f} s: {other} differ"
