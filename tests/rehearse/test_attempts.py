@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -25,6 +24,8 @@ from bigdit.search.predict.sibling import depths, sibling
 from bigdit.spec import OptimizerName
 from bigdit.units import GIB, MIB
 
+pytestmark = pytest.mark.usefixtures("own_cache")
+
 STRATEGIES = (
     "single",
     "single,optimizer.name=adamw_8bit",
@@ -37,13 +38,6 @@ STRATEGIES = (
     "fsdp2-offload,world_size=8",
     "single,ema.device=cpu",
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("BIGDIT_CACHE", str(empty_cache(tmp_path_factory.mktemp("cache"))))
-        yield
 
 
 @pytest.mark.slow

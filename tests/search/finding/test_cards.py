@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 import pytest
-from cards import A40, SANA, SMALL, empty_cache, request
+from cards import A40, SANA, SMALL, request
 
 from bigdit.config.strategy import parse_strategy
 from bigdit.errors import UserError
@@ -31,12 +31,7 @@ from bigdit.search.predict.anchors import Sample
 from bigdit.search.question import Pins, Question
 from bigdit.units import GIB, MIB
 
-
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("BIGDIT_CACHE", str(empty_cache(tmp_path_factory.mktemp("cache"))))
-        yield
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 @pytest.mark.slow
