@@ -83,3 +83,15 @@ class Question(Strict):
     explain: Switch = False
     device: Device = "rehearsed"
     no_cards: str | None = None
+
+    def over(self, cluster: Cluster) -> Question:
+        """The same, over other cards: a machine that nobody described has more memory where it has more of them."""
+        update: dict[str, object] = {"cluster": cluster, "global_batch_size": None}
+        if self.host_memory_bytes == usual_host_bytes(self.cluster):
+            update["host_memory_bytes"] = usual_host_bytes(cluster)
+        return self.model_copy(update=update)
+
+
+def usual_host_bytes(cluster: Cluster) -> int:
+    """The memory of a machine of which nothing is said."""
+    return HOST_MEMORY_BYTES * cluster.processes_per_node

@@ -19,7 +19,7 @@ from bigdit.machine import memory_bytes
 from bigdit.rehearse.card.client import cuda_build, cuda_python
 from bigdit.search.asking.buckets import Asked, Size, aspect_sizes, parse_sizes
 from bigdit.search.asking.check import cluster_problems, fitting_shape, model_fits, pin_problems
-from bigdit.search.question import HOST_MEMORY_BYTES, Device, Pins, Question
+from bigdit.search.question import Device, Pins, Question, usual_host_bytes
 from bigdit.spec import Strict
 from bigdit.speed.cluster import Cluster
 from bigdit.units import parse_bytes
@@ -212,7 +212,7 @@ def _usual_host(gpu: str | None, cluster: Cluster) -> int:
     """This machine's own where its card was asked for; else so many bytes for each card of a machine."""
     if (gpu or "").strip().casefold() == "auto":
         return memory_bytes()
-    return HOST_MEMORY_BYTES * cluster.processes_per_node
+    return usual_host_bytes(cluster)
 
 
 def _folder(option: str, asked: Path | str | None) -> Path | None:

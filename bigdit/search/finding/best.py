@@ -122,14 +122,17 @@ def _worthwhile(
 
 def _ranked(question: Question, options: Sequence[Option], evidence: Evidence) -> list[Candidate]:
     """The best candidate of each option in which something fits, the best of all first; after them the second ones."""
-    best: list[Candidate] = []
-    second: list[Candidate] = []
-    for option in options:
-        room = capacity(question, option.proposal, evidence)
-        two = preferred(fitting(question, option, room, evidence))[:2]
-        best += two[:1]
-        second += two[1:]
-    return [each for group in (best, second) for each in preferred(group)]
+    order = preferred(
+        each
+        for option in options
+        for each in fitting(question, option, capacity(question, option.proposal, evidence), evidence)
+    )
+    best: dict[str, Candidate] = {}
+    second: dict[str, Candidate] = {}
+    for each in order:
+        title = each.option.proposal.title
+        (second if title in best else best).setdefault(title, each)
+    return [*best.values(), *second.values()]
 
 
 def _smallest(question: Question, options: Sequence[Option], evidence: Evidence) -> Candidate:

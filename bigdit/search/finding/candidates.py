@@ -164,7 +164,8 @@ def accumulation(question: Question, micro_batch_size: int, world_size: int) -> 
 
 
 def fitting(question: Question, option: Option, capacity_bytes: float, evidence: Evidence) -> Iterator[Candidate]:
-    """At each micro-batch size that fits the card and the host, the fewest checkpointed blocks with which it does."""
+    """At each micro-batch size that fits the card and the host, the fewest checkpointed blocks with which it does, and
+    the quarters beyond, up to all: what leaves more room may be as fast."""
     pinned = question.pins.checkpointed_blocks
     count = option.arrangement.count
     for size in micro_batch_sizes(question, option.proposal.strategy.world_size):
@@ -175,7 +176,14 @@ def fitting(question: Question, option: Option, capacity_bytes: float, evidence:
             blocks = blocks if option.reserved(size, blocks) <= capacity_bytes else None
         if blocks is None or host_bytes(question, option, size, blocks) > question.host_memory_bytes:
             return  # bytes never fall as the micro-batch grows
-        yield candidate(question, option, size, blocks, evidence)
+        more = quarters(count) if pinned is None else []
+        for each in (blocks, *(quarter for quarter in more if quarter > blocks)):
+            yield candidate(question, option, size, each, evidence)
+
+
+def quarters(count: int) -> list[int]:
+    """None to all of so many blocks, in quarters."""
+    return sorted({0, count // 4, count // 2, 3 * count // 4, count})
 
 
 def host_bytes(question: Question, option: Option, micro_batch_size: int, blocks: int) -> int:

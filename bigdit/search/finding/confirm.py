@@ -13,7 +13,7 @@ from bigdit.memory.process import ByteRange
 from bigdit.rehearse import RehearsalRequest, RehearsedSize
 from bigdit.rehearse.card.attempt import Attempt
 from bigdit.rehearse.pool import Pool
-from bigdit.search.finding.candidates import Candidate, beside, candidate, preferred
+from bigdit.search.finding.candidates import Candidate, beside, candidate, capacity, preferred
 from bigdit.search.finding.cards import Cards
 from bigdit.search.finding.evidence import Evidence
 from bigdit.search.finding.verdict import planned, process, safe_bytes, verdict
@@ -101,10 +101,11 @@ def confirm(
 
     Raises UserError for one that cannot be rehearsed.
     """
-    answers = pool.rehearse([recorded(sample, each) for each in candidates])
-    runs = [None] * len(candidates) if cards is None else run(cards, sample, question, band, candidates)
+    with ThreadPoolExecutor(1) as aside:  # neither waits for the other
+        asked = aside.submit(pool.rehearse, [recorded(sample, each) for each in candidates])
+        runs = [None] * len(candidates) if cards is None else run(cards, sample, question, band, candidates)
     found = []
-    for each, answer, ran in zip(candidates, answers, runs, strict=True):
+    for each, answer, ran in zip(candidates, asked.result(), runs, strict=True):
         if isinstance(answer, UserError):
             raise answer
         said = judged(question, band, each.strategy.world_size, answer, ran)
@@ -249,13 +250,16 @@ def best_that_runs(
 
 
 def _pair(question: Question, evidence: Evidence, new: Sequence[Candidate]) -> list[Candidate]:
-    """The two best; or the best and itself with one more block recomputed, where it is a second attempt: such a one is
-    often short of a few MiB, as the allocator's pieces fit."""
+    """The two best; or the best and itself with one more block recomputed, where it is a second attempt with as few as
+    are thought to fit: such a one is often short of a few MiB, as the allocator's pieces fit."""
     best = new[0]
-    tried = any(title == best.option.proposal.title for title, _, _ in best.option.corrections)
-    if not tried or question.pins.checkpointed_blocks is not None or best.blocks == best.option.arrangement.count:
+    option, size = best.option, best.micro_batch_size
+    tried = any(title == option.proposal.title for title, _, _ in option.corrections)
+    if not tried or question.pins.checkpointed_blocks is not None or best.blocks in (0, option.arrangement.count):
         return list(new[:2])
-    return [best, candidate(question, best.option, best.micro_batch_size, best.blocks + 1, evidence)]
+    if option.reserved(size, best.blocks - 1) <= capacity(question, option.proposal, evidence):
+        return list(new[:2])
+    return [best, candidate(question, option, size, best.blocks + 1, evidence)]
 
 
 _Key = tuple[str, int, int]

@@ -13,6 +13,7 @@ from bigdit.search.finding.candidates import (
     host_bytes,
     largest_micro_batch,
     micro_batch_sizes,
+    quarters,
 )
 from bigdit.search.finding.cards import Cards
 from bigdit.search.finding.confirm import Confirmed, run
@@ -21,11 +22,15 @@ from bigdit.search.finding.verdict import expected, process
 from bigdit.search.plan import Choice, Verdict
 from bigdit.search.predict.anchors import Sample
 from bigdit.search.question import Question
+from bigdit.speed.interval import Interval
 from bigdit.speed.step import step_time
 from bigdit.speed.work import work_of
 from bigdit.units import gib
 
 MOST_ROWS = 12
+
+NONE = 0.005
+"""A share that would be printed as 0 %."""
 
 
 def predicted(question: Question, found: Candidate, evidence: Evidence) -> Choice:
@@ -170,8 +175,7 @@ def as_run(question: Question, choice: Choice, reserved_bytes: int, verdict: Ver
 def _spread(question: Question, option: Option, capacity: float, evidence: Evidence) -> list[Candidate]:
     """The option with none to all blocks recomputed in quarters, at micro-batches up to the largest."""
     count, pinned = option.arrangement.count, question.pins.checkpointed_blocks
-    quarters = {0, count // 4, count // 2, 3 * count // 4, count}
-    steps = sorted(quarters) if pinned is None else [count if pinned == "all" else pinned]
+    steps = quarters(count) if pinned is None else [count if pinned == "all" else pinned]
     sizes = list(micro_batch_sizes(question, option.proposal.strategy.world_size))
     found = []
     for blocks in steps:
@@ -191,6 +195,17 @@ def _thinned(rows: Sequence[Choice], most: int) -> list[Choice]:
     return [rows[round(at * (len(rows) - 1) / (most - 1))] for at in range(most)]
 
 
+def _speed(rate: Interval, other: Interval) -> str:
+    """How much faster it is, by the middles; or how much slower where the intervals say so most, which is what tells
+    strategies apart."""
+    middle, worst = rate.middle / other.middle - 1, min(rate.low / other.low, rate.high / other.high) - 1
+    if middle >= NONE:
+        return f"{middle:.0%} faster"
+    if worst > -NONE:
+        return "as fast"
+    return f"{'up to ' if middle - worst >= NONE else ''}{-worst:.0%} slower"
+
+
 def _recommended(choice: Choice, rows: Sequence[Choice]) -> str:
     """Why `choice` is the recommended one among `rows`."""
     if choice.verdict == "DOES NOT FIT":
@@ -203,9 +218,8 @@ def _recommended(choice: Choice, rows: Sequence[Choice]) -> str:
 
 
 def _reason(choice: Choice, recommended: Choice) -> str:
-    speed = choice.samples_per_second_per_card.middle / recommended.samples_per_second_per_card.middle - 1
     less = recommended.process.high_bytes - choice.process.high_bytes
-    parts = ["as fast" if abs(speed) < 0.005 else f"{abs(speed):.0%} {'faster' if speed > 0 else 'slower'}"]
+    parts = [_speed(choice.samples_per_second_per_card, recommended.samples_per_second_per_card)]
     parts.append(f"{gib(abs(less))} {'less' if less >= 0 else 'more'}")
     if recommended.lossless and not choice.lossless:
         parts.append("not AdamW's own numbers")

@@ -86,7 +86,7 @@ def _more_cards(question: Question) -> Iterator[tuple[str, Question]]:
         cards = question.cluster.gpus * times
         cluster = question.cluster.model_copy(update={"gpus": cards})
         if cards <= cluster.gpus_per_node or cards % cluster.gpus_per_node == 0:
-            more = question.model_copy(update={"cluster": cluster, "pins": pins, "global_batch_size": None})
+            more = question.over(cluster).model_copy(update={"pins": pins})
             yield f"{cards} cards instead of {question.cluster.gpus}", more
 
 
