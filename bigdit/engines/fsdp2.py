@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -17,7 +17,8 @@ from bigdit.engines.backward import Backward
 from bigdit.engines.protocol import Engine, Stepped, compute_dtype
 from bigdit.engines.shards import Shard
 from bigdit.models import Family
-from bigdit.spec import Strategy
+from bigdit.optim.shards import sum_over_shards
+from bigdit.spec import FACTORED, Strategy
 
 
 class Fsdp2Engine(Engine):
@@ -36,12 +37,12 @@ class Fsdp2Engine(Engine):
         self.device = device
         _shard(model, [*family.shared(model), *family.blocks(model), model], strategy, device)
         self.model = model
-        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        self._names = [name for name, _ in named]  # in a forward pass the model has whole parameters in their place
-        self.masters = [p for _, p in named]
+        # In a forward pass the model has whole parameters in their place.
+        self._params: dict[str, DTensor] = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.masters = _stepped(strategy, self._params.values())
         self.optimizer = optim.build(
             strategy.optimizer,
-            optim.groups(strategy.optimizer, model),
+            optim.groups(strategy.optimizer, model, self.masters),
             stochastic_rounding=strategy.precision == "bf16_sr",
         )
         self._backward = Backward(strategy, together=True)
@@ -62,8 +63,12 @@ class Fsdp2Engine(Engine):
         if stepped.taken and factor is not None:
             torch._foreach_mul_([gradient.to_local() for gradient in self._gradients()], factor)
         if stepped.taken:
+            for param, master in zip(self._params.values(), self.masters, strict=True):
+                if param is not master:
+                    master.grad = None if param.grad is None else param.grad.to_local()
             self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        for tensor in (*self._params.values(), *self.masters):
+            tensor.grad = None
         return stepped
 
     @contextmanager
@@ -79,15 +84,26 @@ class Fsdp2Engine(Engine):
 
     def _norm(self) -> torch.Tensor:
         """The norm of all gradients, on every process."""
-        norm = nn.utils.get_total_norm(self._gradients())
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+        gradients = self._gradients()
+        squares = nn.utils.get_total_norm([each.to_local() for each in gradients]).square_()
+        return sum_over_shards(squares, gradients[0]).sqrt_()
 
     def _gradients(self) -> list[DTensor]:
-        return [master.grad for master in self.masters if master.grad is not None]
+        return [param.grad for param in self._params.values() if param.grad is not None]
 
     def shards(self) -> list[Shard]:
-        named = enumerate(zip(self._names, self.masters, strict=True))
-        return [_rows(name, master, i) for i, (name, master) in named if master.to_local().numel()]
+        held = enumerate(self._params.items())
+        return [_rows(name, param, i) for i, (name, param) in held if param.to_local().numel()]
+
+
+@torch.no_grad()
+def _stepped(strategy: Strategy, params: Iterable[DTensor]) -> list[torch.Tensor]:
+    """What the optimizer steps: this process's rows as plain tensors, since DTensor asks of each of its operations how
+    it is to be done everywhere, which takes longer than the step itself. Statistics of whole weights are asked of them,
+    and hooks of theirs step in the backward pass."""
+    if strategy.optimizer.name in FACTORED or strategy.optimizer_in_backward:
+        return list(params)
+    return [param.to_local().detach() for param in params]
 
 
 def _rows(name: str, param: DTensor, master: int) -> Shard:

@@ -34,7 +34,7 @@ def weights(optimizer: str, world: World, seed: int) -> list[torch.Tensor]:
     for step in range(STEPS):
         torch.manual_seed(step_seed(seed, step))  # as the trainer does
         train_step(engine, family, FlowMatchingSpec(), [batch(SANA, step, world)], lr=1e-2)
-    return [master.detach().to_local().clone() for master in engine.masters]
+    return [master.detach().clone() for master in engine.masters]
 
 
 def apart(optimizer: str, world: World, seed: int) -> list[float]:

@@ -52,9 +52,6 @@ def _import_for(request: RehearsalRequest) -> None:
         import bigdit.engines.deepspeed
     if strategy.engine == "fsdp2":
         import bigdit.engines.fsdp2
-        from bigdit.rehearse.engines.fsdp2 import do_without_strided_shards
-
-        do_without_strided_shards()
     if strategy.lora is not None:
         import bigdit.models.lora
     if strategy.features == "online":

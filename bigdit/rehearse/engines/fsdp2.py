@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch.distributed.fsdp._fully_shard import _fsdp_param
-from torch.distributed.tensor import _sharding_prop
+
+from bigdit.rehearse.engines import streams
 
 
 def do_without_data() -> None:
@@ -15,21 +14,16 @@ def do_without_data() -> None:
     # model's parameters, and makes them anew where they are not. Nothing replaces them in a rehearsal.
     _fsdp_param.FSDPParam.reset_sharded_param = _same
     _fsdp_param._chunk_with_empty = _first_chunk
-    do_without_strided_shards()
-
-
-def do_without_strided_shards() -> None:
-    """For each tensor of an operation on lists torch looks at all of them, in search of shards that FSDP2 alone never
-    makes; of a thousand weights that would be half of a rehearsal. Torch before 2.13 does not look."""
-    _sharding_prop._propagate_use_strided_shard_flag = _no_strided_shards
+    # Of a unit that was gathered for gradients and had none, as beside adapters, it asks the accelerator itself.
+    torch.accelerator.current_stream = _current_stream
 
 
 def _same(param: _fsdp_param.FSDPParam) -> None:
     return None
 
 
-def _no_strided_shards(op_strategy: Any, op_schema: Any) -> None:
-    return None
+def _current_stream(device: object = None) -> streams.Stream:
+    return streams.current()
 
 
 def _first_chunk(tensor: torch.Tensor, num_chunks: int, dim: int) -> list[torch.Tensor]:
