@@ -110,8 +110,10 @@ def _worthwhile(
     has its shard of the state alone, so that they save little of it. On one card they are worth seeing beside it."""
     if not best or best[0].strategy.world_size == 1:
         return list(variants), []
-    option, rate = best[0].option, best[0].rate.middle
-    bound = fastest_without_state(question, option, capacity(question, option.proposal, evidence), evidence)
+    option = best[0].option
+    room = capacity(question, option.proposal, evidence)
+    rate = max(each.rate.middle for each in fitting(question, option, room, evidence))
+    bound = fastest_without_state(question, option, room, evidence)
     if bound > rate * (1 + WORTH_LOSING):
         return list(variants), []
     kept, lossy = ([each for each in variants if each.lossless == wanted] for wanted in (True, False))

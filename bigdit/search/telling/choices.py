@@ -195,7 +195,7 @@ def _thinned(rows: Sequence[Choice], most: int) -> list[Choice]:
     return [rows[round(at * (len(rows) - 1) / (most - 1))] for at in range(most)]
 
 
-def _speed(rate: Interval, other: Interval) -> str:
+def faster_or_slower(rate: Interval, other: Interval) -> str:
     """How much faster it is, by the middles; or how much slower where the intervals say so most, which is what tells
     strategies apart."""
     middle, worst = rate.middle / other.middle - 1, min(rate.low / other.low, rate.high / other.high) - 1
@@ -219,7 +219,7 @@ def _recommended(choice: Choice, rows: Sequence[Choice]) -> str:
 
 def _reason(choice: Choice, recommended: Choice) -> str:
     less = recommended.process.high_bytes - choice.process.high_bytes
-    parts = [_speed(choice.samples_per_second_per_card, recommended.samples_per_second_per_card)]
+    parts = [faster_or_slower(choice.samples_per_second_per_card, recommended.samples_per_second_per_card)]
     parts.append(f"{gib(abs(less))} {'less' if less >= 0 else 'more'}")
     if recommended.lossless and not choice.lossless:
         parts.append("not AdamW's own numbers")

@@ -36,6 +36,9 @@ def test_the_host_is_this_machine_s_or_the_usual_one(monkeypatch):
     assert question_for("sana-1600m", "a40", gpus=4).host_memory_bytes == 256 * GIB
     assert question_for("sana-1600m", "a40", gpus=32).host_memory_bytes == 512 * GIB
     assert question_for("sana-1600m", "a40", gpus=32, host_memory="1TiB").host_memory_bytes == 1024 * GIB
+    more = question_for("sana-1600m", "a40").over(Cluster(gpus=4))
+    assert (more.cluster.gpus, more.host_memory_bytes) == (4, 256 * GIB)
+    assert question_for("sana-1600m", "a40", host_memory="96GiB").over(Cluster(gpus=4)).host_memory_bytes == 96 * GIB
     monkeypatch.setattr("bigdit.catalog.asked.found_gpus", lambda: [catalog.gpu("a40")])
     own = memory_bytes()
     assert question_for("sana-1600m", "auto").host_memory_bytes == own

@@ -23,12 +23,14 @@ from bigdit.search.finding.candidates import (
     micro_batch_sizes,
     most,
     preferred,
+    quarters,
 )
 from bigdit.search.finding.evidence import UNPROVED
 from bigdit.search.finding.space import Proposal, proposals
 from bigdit.search.finding.verdict import expected, planned, process, safe_bytes, verdict
 from bigdit.search.plan import Band
 from bigdit.search.question import Pins, Question
+from bigdit.search.telling.choices import faster_or_slower
 from bigdit.spec import Strategy
 from bigdit.speed.cluster import Cluster
 from bigdit.speed.interval import Interval
@@ -271,3 +273,23 @@ def test_a_rate_turns_an_interval_around(low: float, wider: float, amount: float
     assert rate.low <= rate.middle * 1.0001
     assert rate.middle <= rate.high * 1.0001
     assert rate.middle * seconds.middle == pytest.approx(amount)
+
+
+def test_speeds_are_told_by_what_tells_them_apart() -> None:
+    """By the middles; where an end says more, so much is said, since it is that end that keeps a strategy from being as
+    fast."""
+    other = Interval(low=1.03, high=1.79)
+
+    def said(low: float, high: float) -> str:
+        return faster_or_slower(Interval(low=low, high=high), other)
+
+    assert said(1.03, 1.79) == said(1.032, 1.789) == "as fast"
+    assert said(1.133, 1.969) == "10% faster"
+    assert said(0.927, 1.611) == "10% slower"
+    assert said(1.05, 1.67) == "up to 7% slower"
+    assert said(0.98, 1.88) == "up to 5% slower"
+
+
+def test_recomputed_blocks_are_looked_at_in_quarters() -> None:
+    assert quarters(57) == [0, 14, 28, 42, 57]
+    assert quarters(1) == [0, 1]
