@@ -36,6 +36,7 @@ STRATEGIES = (
     "zero2-offload,world_size=8",
     "zero3-offload-all,world_size=8",
     "fsdp2-offload,world_size=8",
+    "fsdp2-offload,world_size=8,optimizer.implementation=foreach",
     "single,ema.device=cpu",
 )
 

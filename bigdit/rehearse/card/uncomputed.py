@@ -20,8 +20,13 @@ from bigdit.units import MIB
 _LEAST_BYTES = MIB
 """Smaller tensors of the host are computed: counters, norms, flags."""
 
-_IN_PLACE = ("copy_", "add_.Tensor", "mul_.Tensor", "div_.Tensor", "lerp_.Scalar", "_fused_adamw_")
-"""What engines, offloads and averages write the host's tensors by. An optimizer that is not among them really steps."""
+_IN_PLACE = (
+    *("copy_", "add_.Tensor", "mul_.Tensor", "div_.Tensor", "lerp_.Scalar", "_fused_adamw_"),
+    *("_foreach_add_.Scalar", "_foreach_mul_.Scalar", "_foreach_lerp_.Scalar", "_foreach_addcmul_.Scalar"),
+    *("_foreach_div_.ScalarList", "_foreach_addcdiv_.ScalarList", "_foreach_mul_.Tensor", "_foreach_copy_"),
+)
+"""What engines, offloads, averages and AdamW write the host's tensors by, one by one and by lists. An optimizer that is
+not among them really steps."""
 
 
 @contextmanager
@@ -31,6 +36,7 @@ def large_uncomputed() -> Iterator[None]:
     library = torch.library.Library("aten", "IMPL")
     makers = dict.fromkeys(_IN_PLACE, _unwritten)
     makers |= {"zero_": _zeroed, "fill_.Scalar": _zeroed, "linalg_vector_norm": _unmeasured}
+    makers["_foreach_sqrt"] = _unfilled
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of kernels that take another's place
         for name, maker in makers.items():
@@ -52,6 +58,17 @@ def _unwritten(kernel: Any) -> Callable[..., Any]:
         if not listed and isinstance(args[0], (int, float)):  # it was a tensor before it came here
             args = (torch.tensor(args[0], dtype=torch.float64 if isinstance(args[0], float) else None), *args[1:])
         return kernel.call_boxed(keys, to, *args, **named)
+
+    return run
+
+
+def _unfilled(kernel: Any) -> Callable[..., Any]:
+    """New tensors like those of a list, which nobody writes."""
+
+    def run(keys: Any, of: Any) -> Any:
+        if sum(each.nbytes for each in of) >= _LEAST_BYTES:
+            return [torch.empty_like(each) for each in of]
+        return kernel.call_boxed(keys, of)
 
     return run
 

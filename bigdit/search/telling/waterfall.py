@@ -22,7 +22,7 @@ from bigdit.search.finding.verdict import expected, process
 from bigdit.search.plan import Step, Verdict
 from bigdit.search.predict.anchors import Sample, grid, outline, requests
 from bigdit.search.question import Question
-from bigdit.search.telling.changes import OFFLOADS, Change, changes
+from bigdit.search.telling.changes import Change, changes
 from bigdit.spec import Strategy
 from bigdit.units import GIB, gib
 
@@ -107,22 +107,16 @@ def bars(pool: Pool, sample: Sample, chosen: Candidate, steps: Sequence[Change])
 
 
 def _run(cards: Cards, sample: Sample, steps: Sequence[Change], found: Sequence[Bar]) -> list[Bar]:
-    """The same as they ran, but for the last, which did; as they were where one could not be run, or would take
-    minutes: loops over lists of tensors are computed where those are on the host."""
-    places = [at for at, each in enumerate(steps[:-1]) if not _loops_on_host(each.strategy)]
-    requests = [sample.request(recorded_part(steps[at].strategy)) for at in places]
-    ran = list(found)
-    for at, attempt in zip(places, cards.run([(request, ROOM) for request in requests]), strict=True):
-        if attempt is not None and attempt.ran:
+    """The same as they ran, but for the last, which did; as they were where one could not be run."""
+    requests = [sample.request(recorded_part(each.strategy)) for each in steps[:-1]]
+    ran = []
+    for bar, attempt in zip(found, cards.run([(request, ROOM) for request in requests]), strict=False):
+        if attempt is None or not attempt.ran:
+            ran.append(bar)
+        else:
             allocated = attempt.peak_allocated_bytes
-            ran[at] = replace(found[at], idle_bytes=attempt.peak_reserved_bytes - allocated, ran_bytes=allocated)
-    return ran
-
-
-def _loops_on_host(strategy: Strategy) -> bool:
-    zero = (strategy.ds_config or {}).get("zero_optimization", {})
-    on_host = strategy.cpu_offload or any(name in zero for name in OFFLOADS)
-    return on_host and strategy.optimizer.implementation == "foreach"
+            ran.append(replace(bar, idle_bytes=attempt.peak_reserved_bytes - allocated, ran_bytes=allocated))
+    return [*ran, found[-1]]
 
 
 def _rehearsed(sample: Sample, strategy: Strategy, answers: Sequence[RehearsedSize | UserError]) -> Bar:
