@@ -16,7 +16,7 @@ def sum_over_shards(part: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
     """`part`, computed of this process's rows of `of`, summed in place over the processes that hold the others."""
     if isinstance(of, DTensor):
         for dim, placement in enumerate(of.placements):
-            if placement.is_shard():
+            if placement.is_shard() and of.device_mesh.size(dim) > 1:  # alone it would make a communicator for nothing
                 dist.all_reduce(part, group=of.device_mesh.get_group(dim))
     return part
 
