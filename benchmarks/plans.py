@@ -61,10 +61,10 @@ DIFFERENCES = """## What differs
   CogVideoX-5B's. And replays without a limit had addresses without end: torch takes the smallest block that is large
   enough, counted with the addresses behind it, of which there are 9/8 of a card.
 - Largest micro-batches with all blocks recomputed are mostly a few too high: a deeper model leaves more pieces than its
-  siblings. SANA-0.6B's is 5 % too low on an H100, since scratch of the convolution's bias gradient is continued that
-  stops growing once it fills the card; that is read from the code. DiT's and PixArt's small pictures are 20 to 31 % too
-  low and Lumina's 38 % too high: not looked into. A recommended strategy is always rehearsed whole, and on emulated
-  cards the sizes ran.
+  siblings. Those of small pictures were 5 to 31 % too low while scratch of reductions was continued from micro-batches
+  of 2 and 4, which stops growing once its blocks fill the card; and Lumina's 38 % too high while most moments of its
+  backward pass were not found in a step of more samples, which it embeds one by one. A recommended strategy is always
+  rehearsed whole, and on emulated cards the sizes ran.
 """
 
 

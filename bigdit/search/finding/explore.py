@@ -9,7 +9,7 @@ from typing import Literal
 from bigdit.errors import UserError
 from bigdit.rehearse import RehearsalRequest, RehearsedSize
 from bigdit.rehearse.pool import Pool
-from bigdit.search.finding.candidates import Option, beside
+from bigdit.search.finding.candidates import Option, beside, most
 from bigdit.search.finding.space import Proposal
 from bigdit.search.plan import Rejected
 from bigdit.search.predict.anchors import OF_STATE, OF_STEP, SIZES, Depths, Sample, outline, requests
@@ -17,6 +17,9 @@ from bigdit.search.predict.outline import OF_ACTIVATIONS, Arrangement, Outline, 
 from bigdit.search.predict.sibling import kinds
 from bigdit.search.question import Question
 from bigdit.spec import Strategy
+
+FARTHER = 2
+"""How often siblings are rehearsed at the largest predicted micro-batch: from there another one may be predicted."""
 
 
 def explore(
@@ -41,7 +44,7 @@ def explore(
             rejected.append(Rejected(choice=proposal.title, reason=why))
             continue
         sizes = [each for each in found if isinstance(each, RehearsedSize)]
-        made = Option(proposal, _arrangement(sample, proposal, base.arrangement if base else None, sizes))
+        made = Option(proposal, _arrangement(pool, sample, proposal, base.arrangement if base else None, sizes))
         options.append(bases.setdefault(proposal.title, made if base is None else base.like(made)))
     return options, rejected
 
@@ -82,7 +85,7 @@ def selective(pool: Pool, sample: Sample, options: Sequence[Option]) -> list[Opt
     known = [each for each in answers if isinstance(each, RehearsedSize)]
     if len(known) < len(answers):
         return []
-    kept = outline(sample.model, strategy, known)
+    (kept,) = _reaching(pool, sample, [strategy], known)
     found = []
     for option in options:
         state = option.arrangement.full
@@ -106,18 +109,39 @@ def _asked(proposal: Proposal) -> list[tuple[Strategy, tuple[int, ...], Depths]]
 
 
 def _arrangement(
-    sample: Sample, proposal: Proposal, base: Arrangement | None, known: Sequence[RehearsedSize]
+    pool: Pool, sample: Sample, proposal: Proposal, base: Arrangement | None, known: Sequence[RehearsedSize]
 ) -> Arrangement:
-    none = _checkpointed(proposal.strategy, 0)
+    none, full = (_checkpointed(proposal.strategy, blocks) for blocks in (0, "all"))
     if base is not None:
         state: Outline = outline(sample.model, none, known, OF_STATE)
         return replace(base, none=varied(base.none, base.none, state), full=varied(base.full, base.none, state))
-    half = len(known) // 2
-    return Arrangement(
-        none=outline(sample.model, none, known[:half]),
-        full=outline(sample.model, _checkpointed(proposal.strategy, "all"), known[half:]),
-        blocks=kinds(sample.model),
-    )
+    of_none, of_full = _reaching(pool, sample, [none, full], known)
+    return Arrangement(of_none, of_full, kinds(sample.model))
+
+
+def _reaching(
+    pool: Pool, sample: Sample, strategies: Sequence[Strategy], known: Sequence[RehearsedSize]
+) -> list[Outline]:
+    """Outlines of the strategies, from their anchors one after another; and from further ones at the largest
+    micro-batch that is predicted, where an outline does not reach there."""
+    each = len(known) // len(strategies)
+    anchors = [known[at : at + each] for at in range(0, len(known), each)]
+    found = [outline(sample.model, *both) for both in zip(strategies, anchors, strict=True)]
+    for _ in range(FARTHER):
+        largest = [_largest(one, sample.gpu.usable_bytes) for one in found]
+        short = [at for at, (one, size) in enumerate(zip(found, largest, strict=True)) if not one.reaches(size)]
+        asked = [requests(sample, strategies[at], (largest[at],)) for at in short]
+        answers = iter(pool.rehearse([request for batch in asked for request in batch]))
+        for at, batch in zip(short, asked, strict=True):
+            more = [answer for _ in batch if isinstance(answer := next(answers), RehearsedSize)]
+            if len(more) == len(batch):
+                found[at] = outline(sample.model, strategies[at], [*anchors[at], *more])
+    return found
+
+
+def _largest(one: Outline, nbytes: int) -> int:
+    """The largest micro-batch size of which no more is allocated than that."""
+    return most(lambda size: max(one.peaks(size).values()) <= nbytes)
 
 
 def _checkpointed(

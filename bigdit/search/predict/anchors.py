@@ -1,9 +1,9 @@
-"""The few rehearsals that a prediction stands on: shallow siblings of the model at two micro-batch sizes."""
+"""The few rehearsals that a prediction stands on: shallow siblings of the model at two micro-batch sizes, or three."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
 from typing import Any
@@ -16,13 +16,13 @@ from bigdit.rehearse import RehearsalRequest, RehearsedSize
 from bigdit.rehearse.ask import request_for
 from bigdit.search.predict.gap import Gap
 from bigdit.search.predict.moments import family, moments
-from bigdit.search.predict.outline import FIRST_SIZE, Line, Outline
+from bigdit.search.predict.outline import FIRST_SIZE, SECOND_SIZE, Line, Outline
 from bigdit.search.predict.sibling import depths, possible, sibling
 from bigdit.spec import Strategy
 from bigdit.speed.work import Work, work_of
 
-SIZES = (FIRST_SIZE, 2 * FIRST_SIZE)
-"""Micro-batch sizes of anchors."""
+SIZES = (FIRST_SIZE, SECOND_SIZE)
+"""Micro-batch sizes of anchors; behind them stands a third one where they do not reach (`Outline.reaches`)."""
 
 Depths = tuple[int, int]
 """Blocks of the shallowest sibling and of the deeper ones."""
@@ -82,7 +82,7 @@ def grid(model: CatalogModel, of: Depths = OF_STEP) -> Grid:
 def requests(
     sample: Sample, strategy: Strategy, sizes: Sequence[int] = SIZES, of: Depths = OF_STEP
 ) -> list[RehearsalRequest]:
-    """What `outline` needs: every sibling at the first micro-batch size, then every one at the second."""
+    """What `outline` needs: every sibling at the first micro-batch size, then every one at the next."""
     siblings = grid(sample.model, of).siblings
     return [sample.request(strategy.with_micro_batch_size(size), each) for size in sizes for each in siblings]
 
@@ -95,24 +95,27 @@ def outline(model: CatalogModel, strategy: Strategy, answers: Sequence[Rehearsed
     plan = grid(model, of)
     count = len(plan.siblings)
     timelines = [answer.timeline for answer in answers]
+    sizes = [answer.micro_batch_size for answer in answers[::count]]
     spans = [moments(timeline) for timeline in timelines]
-    shared = family(spans, halved=FAMILIES[model.spec.class_name].even)
+    rows = [spans[at : at + count] for at in range(0, len(spans), count)]
+    shared = family(rows, halved=FAMILIES[model.spec.class_name].even)
 
     def line(values: Sequence[Any]) -> Line:
         """Values of all anchors, at full depth and for any micro-batch size."""
         found = [
             np.tensordot(plan.weights, np.stack(values[at : at + count]), 1) for at in range(0, len(values), count)
         ]
-        return _through(found)
+        return _through(sizes, found)
 
     last_forward = max(at for at, phase in enumerate(shared.phases) if phase == "forward")
     kept = [float(each[last_forward].live[-1]) for each in spans]
 
     def saved(at: int) -> Line:
-        return _through([np.asarray((kept[i + at + 1] - kept[i]) / plan.more[at]) for i in range(0, len(kept), count)])
+        each = [np.asarray((kept[i + at + 1] - kept[i]) / plan.more[at]) for i in range(0, len(kept), count)]
+        return _through(sizes, each)
 
     works = [work_of(timeline, strategy) for timeline in timelines]
-    whole = [_weighted(works[at : at + count], plan.weights) for at in range(0, len(works), count)]
+    whole = [_weighted(works[at : at + count], plan.weights) for at in range(0, len(works), count)][: len(SIZES)]
     growth = (whole[-1] - whole[0]) * (1 / (SIZES[1] - SIZES[0]))
     return Outline(
         phases=shared.phases,
@@ -120,15 +123,21 @@ def outline(model: CatalogModel, strategy: Strategy, answers: Sequence[Rehearsed
         parts=tuple(line(list(rows)) for rows in shared.parts),
         saved={name: saved(at) for at, name in enumerate(plan.varied)},
         host=line([host_memory(answer.host_timeline).peak_bytes + answer.checkpoint_bytes for answer in answers]),
-        gap=Gap((SIZES[0], SIZES[-1]), timelines[count - 1], timelines[-1]),
+        gap=Gap(dict(zip(sizes, timelines[count - 1 :: count], strict=True))),
         work=(whole[0], growth),
         params=round(float(np.dot(plan.weights, [answer.params for answer in answers[:count]]))),
+        farthest=sizes[-1],
     )
 
 
-def _through(values: list[np.ndarray[Any, Any]]) -> Line:
-    """The line through the values at SIZES; a level one through a single value."""
-    return Line(values[0], (values[-1] - values[0]) / (SIZES[1] - SIZES[0]))
+def _through(sizes: Sequence[int], values: Sequence[np.ndarray[Any, Any]]) -> Line:
+    """The line through the values at SIZES, and from there to those at a third size; a level one through one value."""
+    if len(values) == 1:
+        return Line(values[0], np.zeros_like(values[0]))
+    line = Line(values[0], (values[1] - values[0]) / (SIZES[1] - SIZES[0]))
+    if len(values) == len(SIZES):
+        return line
+    return replace(line, bend=(values[-1] - line.at(sizes[-1])) / (sizes[-1] - SIZES[-1]))
 
 
 def _weighted(works: Sequence[Work], weights: Sequence[float]) -> Work:

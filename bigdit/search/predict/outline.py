@@ -16,27 +16,34 @@ FIRST_SIZE = 2
 """The micro-batch size that the lines start from. At 1, torch takes some tensors for contiguous that are not so at
 any other size."""
 
+SECOND_SIZE = 2 * FIRST_SIZE
+"""The one that they go through, and may bend at."""
+
 OF_ACTIVATIONS = ("encode", "forward", "backward")
 
 
 @dataclass(frozen=True)
 class Line:
-    """Numbers (or arrays of them) that grow by `slope` with each sample of the micro-batch."""
+    """Numbers (or arrays of them) that grow by `slope` with each sample of the micro-batch, and by `bend` more with
+    each beyond SECOND_SIZE: where tensors alone are counted, that is none."""
 
     start: Bytes
     slope: Bytes
+    bend: Bytes = field(default_factory=lambda: np.asarray(0.0))
 
     def at(self, micro_batch_size: float) -> Bytes:
         """The numbers at that micro-batch size."""
-        value: Bytes = self.start + (micro_batch_size - FIRST_SIZE) * self.slope
+        beyond = max(micro_batch_size - SECOND_SIZE, 0.0)
+        value: Bytes = self.start + (micro_batch_size - FIRST_SIZE) * self.slope + beyond * self.bend
         return value
 
     def moment(self, number: int) -> Line:
         """Those of one moment, which are the last axis."""
-        return Line(self.start[..., number], self.slope[..., number])
+        bend = self.bend[..., number] if self.bend.ndim else self.bend
+        return Line(self.start[..., number], self.slope[..., number], bend)
 
     def __add__(self, other: Line) -> Line:
-        return Line(self.start + other.start, self.slope + other.slope)
+        return Line(self.start + other.start, self.slope + other.slope, self.bend + other.bend)
 
 
 @dataclass(frozen=True)
@@ -46,7 +53,7 @@ class Outline:
     `live` are bytes at the moments of each span (see moments.Family), and `parts` these by category; `saved` what one
     block of each list keeps from the forward to the backward pass; `host` the host's peak, with the copy that is saved;
     `gap` what the allocator reserves beyond the peak, of the deepest sibling: the model itself leaves more pieces,
-    which is found when the best are confirmed.
+    which is found when the best are confirmed. `farthest`: the largest micro-batch size that was rehearsed.
     """
 
     phases: tuple[str, ...]
@@ -57,6 +64,7 @@ class Outline:
     gap: Gap
     work: tuple[Work, Work]
     params: int
+    farthest: int = SECOND_SIZE
     # A search asks time and again, of the same few sizes with other numbers of recomputed blocks.
     _peaks: dict[float, dict[str, float]] = field(default_factory=dict, init=False, compare=False, repr=False)
     _works: dict[float, Work] = field(default_factory=dict, init=False, compare=False, repr=False)
@@ -81,6 +89,20 @@ class Outline:
                 highest[phase] = float(now[number])
                 found[phase] = parts.moment(number).at(micro_batch_size)
         return found
+
+    def reaches(self, micro_batch_size: float) -> bool:
+        """Whether what it says of that size can be off by a sample at most: kernels' scratch, which need not grow as it
+        is continued from `farthest`, is no more there; and where a step does more in more samples, whose pieces are
+        not continued at all, it is less than twice `farthest`."""
+        if micro_batch_size <= self.farthest:
+            return True
+        if not self.gap.continued:
+            return micro_batch_size < 2 * self.farthest
+        found = self.at_peak(micro_batch_size)
+        deciding = max(found, key=lambda phase: float(found[phase].sum()))
+        grown = found[deciding] - self.at_peak(self.farthest)[deciding]
+        of_a_sample = float(grown.sum()) / (micro_batch_size - self.farthest)
+        return abs(float(grown[CATEGORIES.index("workspace")])) <= of_a_sample
 
     def work_at(self, micro_batch_size: float) -> Work:
         """What one step does."""

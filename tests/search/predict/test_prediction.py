@@ -14,17 +14,19 @@ from bigdit import catalog
 from bigdit.catalog.models import models
 from bigdit.config.strategy import parse_strategy
 from bigdit.memory import CATEGORIES
+from bigdit.memory.allocator import replay
+from bigdit.memory.footprint import UNLIMITED
 from bigdit.rehearse import RehearsedSize
 from bigdit.rehearse.pool import Pool
 from bigdit.search.answer import make_plan
 from bigdit.search.asking.ask import question_for
-from bigdit.search.finding.candidates import SAME_SPEED, Option
+from bigdit.search.finding.candidates import SAME_SPEED, Option, most
 from bigdit.search.finding.evidence import UNPROVED
 from bigdit.search.finding.explore import explore
 from bigdit.search.finding.space import Proposal, proposals
 from bigdit.search.finding.verdict import planned, process, verdict
 from bigdit.search.predict.anchors import OF_STATE, OF_STEP, SIZES, Depths, Sample, grid, outline, requests
-from bigdit.search.predict.moments import around, counterparts
+from bigdit.search.predict.moments import around, counterparts, resized
 from bigdit.search.predict.sibling import block_count, depths, sibling
 from bigdit.search.question import Pins, Question
 from bigdit.spec import Strategy
@@ -221,6 +223,31 @@ def test_the_middle_of_two_halves_is_found_between_more_blocks_of_each() -> None
     assert around(long, long).tolist() == [*range(len(long))]
 
 
+@given(blocks_of_marks, blocks_of_marks, blocks_of_marks, st.integers(2, 4), st.integers(1, 3), st.integers(0, 40))
+def test_what_is_done_between_samples_is_found_in_a_step_of_more_samples(
+    sample: list[int], block: list[int], tail: list[int], blocks: int, few: int, more: int
+) -> None:
+    """At the beginning and at the end samples go one by one; moments between are those of the same blocks."""
+    aside = [60 + mark for mark in sample]  # what is done of a sample alone is done nowhere else
+    short, long = (
+        np.array([0, *aside * samples, *block * blocks, *tail, *aside * samples]) for samples in (few, few + more)
+    )
+    found = resized(short, long)
+    between = slice(1 + few * len(aside), len(short) - few * len(aside))
+    assert (found[between] == np.arange(len(short))[between] + more * len(aside)).all()
+    assert (short[found >= 0] == long[found[found >= 0]]).all()
+
+
+def test_kernels_that_work_in_several_launches_change_no_moment_around_them() -> None:
+    """Tensors of more than 2^31 numbers are reduced in pieces, once in each block."""
+    short, long = (np.array([0, *[1, 2, 3, *[7, -7] * pieces, 4] * 3, 5]) for pieces in (1, 2))
+    found = resized(short, long)
+    assert (found >= 0).all()
+    assert [int(found[at]) for at, mark in enumerate(short) if mark not in (7, -7)] == [
+        at for at, mark in enumerate(long) if mark not in (7, -7)
+    ]
+
+
 def test_moments_that_are_nowhere_else_are_left_out() -> None:
     short, long = np.array([1, 2, 3, 4, 9]), np.array([1, 2, 7, 7, 7, 9])
     assert counterparts(short, long).tolist() == [0, 1, -1, -1, 5]
@@ -281,10 +308,11 @@ def test_blocks_with_a_second_attention_among_others_are_no_list_of_their_own() 
 
 @pytest.mark.parametrize(
     ("name", "lengths"),
-    [("hunyuandit-v1.2", (12,)), ("sd3.5-medium", (5, 6))],
+    [("hunyuandit-v1.2", (12,)), ("sd3.5-medium", (5, 6)), ("lumina-image-2.0", (8,))],
 )
 def test_blocks_that_are_not_alike_continue_to_the_whole_model(pool: Pool, name: str, lengths: tuple[int, ...]) -> None:
-    """Joined by skips, whose gradients grow towards the middle, or of two kinds; beyond the anchors' micro-batches."""
+    """Joined by skips, whose gradients grow towards the middle, of two kinds, or between what is done sample by sample;
+    beyond the anchors' micro-batches."""
     whole = catalog.model(name)
     model = sibling(whole, dict(zip(depths(whole), lengths, strict=True)))
     sample, strategy = Sample(model, A40, (1024, 1024)), Strategy(checkpointed_blocks="all")
@@ -292,3 +320,22 @@ def test_blocks_that_are_not_alike_continue_to_the_whole_model(pool: Pool, name:
     *anchors, answer = (each for each in pool.rehearse(asked) if isinstance(each, RehearsedSize))
     found, peak = outline(model, strategy, anchors).peaks(9)["backward"], answer.ledger.phase("backward")
     assert found == pytest.approx(peak.peak_bytes, rel=1e-4, abs=peak.at_peak.get("workspace", 0))
+
+
+def test_small_pictures_are_predicted_where_they_fill_the_card(pool: Pool) -> None:
+    """What kernels take between micro-batches of 2 and 4 grows no further at a hundred: it is rehearsed there. So are
+    none and all blocks of a shallow DiT recomputed, and the allocator's pieces are not those of such kernels either."""
+    model = sibling(catalog.model("dit-l-2"), {"transformer_blocks": 8})
+    sample = Sample(model, catalog.gpu("rtx-3060-12g").model_copy(update={"usable_mib": 5000}), (256, 256))
+    (found,), _ = explore(pool, sample, [Proposal("one process", Strategy())])
+    for blocks in (0, 8):
+        outline = (found.arrangement.none, found.arrangement.full)[blocks == 8]
+        size = most(lambda size, blocks=blocks: found.reserved(size, blocks) <= 5000 * MIB)  # type: ignore[misc]
+        assert SIZES[-1] < size <= 2 * outline.farthest
+        strategy = Strategy(micro_batch_size=size, checkpointed_blocks=blocks)
+        (answer,) = pool.rehearse([sample.request(strategy)])
+        assert isinstance(answer, RehearsedSize)
+        peak = max(phase.peak_bytes for phase in answer.ledger.phases)
+        assert max(found.arrangement.peaks(size, blocks).values()) == pytest.approx(peak, rel=1e-3)
+        reserved = replay(answer.timeline, UNLIMITED, expandable_segments=True).peak_reserved_bytes
+        assert found.reserved(size, blocks) == pytest.approx(reserved, rel=0.04)
