@@ -197,6 +197,36 @@ def test_graphs_and_compiled_kernels_are_taken_and_counted():
     assert found == [2, 2, True]
 
 
+def test_patches_take_the_workspace_that_a_real_card_was_seen_to_take():
+    """In 16 bits and with channels first, patch by patch; where there is no room for it, the next engine takes none."""
+    gpu = catalog.gpu("h100-sxm")
+    assert answers(
+        gpu.name,
+        f"""
+        import json, torch
+
+        def taken(picture, weight, **options):
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            result = torch.conv2d(picture, weight, **options)
+            return torch.cuda.max_memory_allocated() - before - result.nbytes
+
+        picture = torch.empty(16, 4, 128, 128, device="cuda", dtype=torch.bfloat16)
+        weight = torch.empty(1152, 4, 2, 2, device="cuda", dtype=torch.bfloat16)
+        last = [tensor.contiguous(memory_format=torch.channels_last) for tensor in (picture, weight)]
+        found = [
+            taken(picture, weight, stride=2),
+            taken(*last, stride=2),
+            taken(picture.float(), weight.float(), stride=2),
+            taken(picture, torch.empty(1152, 4, 3, 3, device="cuda", dtype=torch.bfloat16), padding=1),
+        ]
+        torch.cuda.empty_cache()
+        torch.cuda.set_per_process_memory_fraction(250 * 2**20 / {gpu.usable_bytes})
+        print(json.dumps([*found, taken(picture, weight, stride=2)]))
+        """,
+    ) == [155_263_488, 0, 0, 0, 0]  # 155,263,123 in blocks of 512
+
+
 def test_calls_of_libraries_fills_and_copies_by_direction_are_counted():
     """Products are cuBLAS's, convolutions cuDNN's; a copy of rows that do not adjoin is one."""
     found = answers(

@@ -1,7 +1,7 @@
 """What kernels take inside one operation, against the allocator's own trace of the CUDA build of torch.
 
 Every expected row was read off torch 2.13.0+cu130, its host code run on an emulated card: blocks taken (+) and given
-back (-), in order. Results stay.
+back (-), in order. Results stay. What cuDNN works in was read off a real one.
 """
 
 from __future__ import annotations
@@ -37,6 +37,10 @@ def efficient_backward(dim: int) -> list[object]:
 def convolution_backward(grad: object, input: object, weight: object, groups: int, wanted: list[bool]) -> list[object]:
     bias = [groups] if wanted[2] else None
     return [grad, input, weight, bias, [1, 1], [0, 0], [1, 1], False, [0, 0], groups, wanted]
+
+
+def patches(input: object, weight: object) -> list[object]:
+    return [input, weight, None, [2, 2], [0, 0], [1, 1], False, [0, 0], 1]
 
 
 # card, operator, arguments, what is taken and given back
@@ -102,6 +106,24 @@ CASES = {
         "_scaled_dot_product_flash_attention.default",
         [heads(1, 256), heads(257, 256), heads(257, 256)],
         [4096, 32, 160, 40960, 16, 8, -40960, -160],
+    ),
+    "patches of pictures": (  # measured on an H100: benchmarks/gpu_matrix.md
+        "H100",
+        "convolution.default",
+        patches(bf16(16, 4, 128, 128), bf16(1152, 4, 2, 2)),
+        [150994944, 155263123, -155263123],
+    ),
+    "patches of pictures with channels last": (
+        "H100",
+        "convolution.default",
+        patches(bf16(16, 4, 128, 128, strides=(65536, 1, 512, 4)), bf16(1152, 4, 2, 2)),
+        [150994944, 36864, -36864],
+    ),
+    "patches in fp32": (
+        "H100",
+        "convolution.default",
+        patches(fp32(16, 4, 128, 128), fp32(1152, 4, 2, 2)),
+        [301989888],
     ),
     "convolution's gradient laid out as its input": (
         "A40",
