@@ -200,7 +200,25 @@ def page() -> str:
 NOTES = """## What differs, and why
 
 - cogvideox-factory, `print_memory` of the script itself on cogfactory-10: 12.945 GiB reserved before training, as
-  published, and 21.818 at the peak, where 21.803 was published.
+  published, and 21.812 at the peak, where 21.803 was published.
+- cogfactory-13 was 46.086 (0.991) until emulated cards took what cuDNN works in where it cuts latents into patches: in
+  16 bits copies of input, weight and result with channels last, here 440,687,763 bytes, a rule that an H100 gave
+  (gpu_matrix.md). They are gone before the first block; but hidden states then lie where they were, and later two
+  segments of 824 MiB more are reserved for rotated queries and keys, and one each of 834, 418 and 412 fewer. All six
+  rows of CogVideoX-5b with LoRA at batch 4 in that README were off by as much. Published, without and with it: rank 16
+  46.492, 46.086, 46.482, in 8 bits 46.320, 45.916, 46.312; rank 64 47.805, 47.398, 47.795, in 8 bits 46.820, 46.416,
+  46.812; rank 256 47.268, 46.891, 47.285, in 8 bits 47.920, 47.545, 47.939. Where segments lie (addresses that rise,
+  fall or are drawn by lot) moves none of the six by more than 1 MiB; with the result's copy alone nothing changes.
+- What that is not: torch of the time. 2.6.0 for CUDA 12.4, its host code run on an emulated card with stubs changed for
+  CUDA 12, reserves what 2.13 does in seven rows with LoRA, to 2 MiB (46.086 here). Nor diffusers, whose CogVideoX is
+  the same from 19 September to 21 October 2024; nor the first step skipped, nor three steps, nor four.
+- The other rows with LoRA, played again with the workspace, published, without and with: 2b at batch 4, rank 16 21.803,
+  21.818, 21.812, in 8 bits 21.734, 21.750, 21.744; rank 64 22.254, 22.270, 22.264, in 8 bits 21.941, 21.957, 21.951;
+  rank 256 22.020, 22.041, 22.047. With nothing recomputed at batch 1, rank 16 43.764, 43.826, 43.828; rank 64 44.314,
+  44.377, 44.443; rank 256 45.826, 45.824, 45.889. 5b at batch 1, rank 64 20.818, 20.725, 20.824; rank 256 22.119,
+  22.109, 22.158. What is left there addresses decide, by which equally good blocks are told apart: 43.764 where they
+  fall, 44.316, 22.119 and 45.889 to 46.102 where they are drawn. So it is with 2b, rank 256, 8-bit AdamW at batch 4:
+  22.020 published, 21.264 or 22.291 by addresses (21.258 without the workspace).
 - cogvideox-factory in full: the figures stand in the README of 3a519f5, four days after the LoRA ones; its script
   gives 46.055 / 33.221 at batch 4, where d81209b gives 46.029 / 33.344. The repository's last `metrics.sh`, of
   512a8a6 and for LoRA, takes two steps of AdamW in fp16. State is made in the first step that is taken; the forward

@@ -2,7 +2,7 @@
 
 Each rule is the host code of one kernel, from its source: what it takes beside its results, and in which order. Not in
 them: cuDNN's convolutions and attention, whose workspace follows from an algorithm that cuDNN picks on the card (0 for
-most, and up to what the card has free).
+most, and up to what the card has free); but of patches, where a card was seen to take it.
 """
 
 from __future__ import annotations

@@ -20,12 +20,13 @@ UNPROVED = Band(
     source="so far were emulated cards below what others published of real ones",
 )
 """Where no receipt of the card says more. Thirteen configurations of cogvideox-factory's own scripts, run on an
-emulated card, reserved 0.991 to 1.0015 of what their authors measured on an A100. Rehearsals are below emulated cards
+emulated card, reserved 0.991 to 1.0015 of what their authors measured on an A100, before emulated cards took cuDNN's
+workspace for patches; with it those of 0.991 are 0.9998 (benchmarks/peers.md). Rehearsals are below emulated cards
 in 3 of 368 rows, by 0.25 % of what is reserved at most (benchmarks/referee.md). Of bigdit's own steps, with expandable
 segments, a real H100 reserved what the emulated one did to the byte, but for a mixture of experts
 (benchmarks/gpu_matrix.md).
 
-cuDNN's workspaces are not in it: torch takes the next algorithm where one of them is too much for the card.
+cuDNN's other workspaces are not in it: torch takes the next algorithm where one of them is too much for the card.
 Source: try_configs in aten/src/ATen/native/cudnn/Conv_v8.cpp, torch 2.13, which catches OutOfMemoryError.
 """
 
