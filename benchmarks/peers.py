@@ -209,6 +209,8 @@ NOTES = """## What differs, and why
   46.492, 46.086, 46.482, in 8 bits 46.320, 45.916, 46.312; rank 64 47.805, 47.398, 47.795, in 8 bits 46.820, 46.416,
   46.812; rank 256 47.268, 46.891, 47.285, in 8 bits 47.920, 47.545, 47.939. Where segments lie (addresses that rise,
   fall or are drawn by lot) moves none of the six by more than 1 MiB; with the result's copy alone nothing changes.
+  `print_memory` of cogfactory-13 says 19.742 before training, and 46.482 before and after validation; published are
+  19.742, 46.492 and 46.492.
 - What that is not: torch of the time. 2.6.0 for CUDA 12.4, its host code run on an emulated card with stubs changed for
   CUDA 12, reserves what 2.13 does in seven rows with LoRA, to 2 MiB (46.086 here). Nor diffusers, whose CogVideoX is
   the same from 19 September to 21 October 2024; nor the first step skipped, nor three steps, nor four.
@@ -220,12 +222,13 @@ NOTES = """## What differs, and why
   fall, 44.316, 22.119 and 45.889 to 46.102 where they are drawn. So it is with 2b, rank 256, 8-bit AdamW at batch 4:
   22.020 published, 21.264 or 22.291 by addresses (21.258 without the workspace).
 - cogvideox-factory in full: the figures stand in the README of 3a519f5, four days after the LoRA ones; its script
-  gives 46.055 / 33.221 at batch 4, where d81209b gives 46.029 / 33.344. The repository's last `metrics.sh`, of
-  512a8a6 and for LoRA, takes two steps of AdamW in fp16. State is made in the first step that is taken; the forward
-  pass after it finds the cached blocks cut up by gradients and by AdamW's square roots, and reserves new ones: 33.3
-  becomes 46.0. With 8-bit AdamW, and with AdamW on the host, batch 4 was published at 27.930 and 27.916: what
-  backward reserves without state. So the authors' first step was skipped, and of 1.246 and 0.973 the second is the
-  one that holds.
+  gives 46.055 / 33.221 at batch 4, where d81209b gives 46.029 / 33.344 (without the workspace for patches, as all
+  figures of this point and of the next; with it batch 1, published at 33.934, is 34.057 / 33.996 instead of 34.340 /
+  34.090). The repository's last `metrics.sh`, of 512a8a6 and for LoRA, takes two steps of AdamW in fp16. State is made
+  in the first step that is taken; the forward pass after it finds the cached blocks cut up by gradients and by AdamW's
+  square roots, and reserves new ones: 33.3 becomes 46.0. With 8-bit AdamW, and with AdamW on the host, batch 4 was
+  published at 27.930 and 27.916: what backward reserves without state. So the authors' first step was skipped, and of
+  1.246 and 0.973 the second is the one that holds.
 - cogfactory-2b-full (AdamW, batch 4) is open: nothing that was tried gives 38.281. Both steps taken 46.03; the first
   skipped 33.28 to 33.34; three steps 46.8; with validation between the steps, as where an epoch has one batch, 40.33
   and 33.21. The history of allocations, played through the allocator's rules again, gives 39.7 with expandable
@@ -245,7 +248,8 @@ NOTES = """## What differs, and why
   first step skipped: 24.02 for 21.58). The process then takes 26.57 to 26.95, which is 0.997 of what was published
   (0.911). The versions that the authors had, and whether their first step was skipped, are not said.
 - Rows without a published figure: the READMEs of these scripts state none. They are there to be run: diffusers'
-  scripts under python and accelerate's launcher with DeepSpeed and FSDP, DiT's under torchrun."""
+  scripts under python and accelerate's launcher with DeepSpeed and FSDP, DiT's under torchrun. Those of SD3, SD3.5 and
+  CogVideoX, and SD3 beside bigdit, were run before emulated cards took the workspace for patches."""
 
 
 HEAD = """# Scripts of other projects on emulated cards
