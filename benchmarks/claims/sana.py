@@ -71,8 +71,8 @@ def sana_cached(pool: Pool, say: Say) -> Case:
         rows.append(["A40", title, *(f"micro-batch {largest(pool, question, found, k)}" for k in depths)])
     why = [
         f"With k of {total} blocks recomputed, the micro-batches are the largest that FIT, and the next do not: both "
-        "were rehearsed at full depth, with expandable segments. They keep free what real cards have taken beyond "
-        "emulated ones, 0.9 %, for no A40 has been measured yet.",
+        "were rehearsed at full depth, with expandable segments. They keep 0.3 % free for what torch may reserve "
+        "beyond that, for no A40 has been measured yet.",
     ]
     for card in ("rtx-4090", "rtx-4080", "rtx-3060-12g"):
         found_plan = plan(say, model="sana-1600m", gpu=card)

@@ -231,7 +231,7 @@ def test_a_prediction_is_judged_by_the_same_bounds() -> None:
         return expected(process(reserved_bytes, beside, UNPROVED), A40.usable_bytes)
 
     safe = safe_bytes(A40, beside, UNPROVED)
-    assert safe == int((A40.usable_bytes - 500 * MIB) / 1.009)
+    assert safe == int((A40.usable_bytes - 500 * MIB) / 1.003)
     assert judged(safe) == "FITS"
     assert judged(safe + 2) == "TIGHT"
     assert judged(A40.usable_bytes - 300 * MIB) == "TIGHT"
