@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeAlias
 
 import torch
 from torch import nn
@@ -18,6 +19,11 @@ from bigdit.units import MIB
 
 # The fp32 gradients that exist at once. All of them would cost 4 bytes a parameter and decide the peak.
 CHUNK_BYTES = 256 * MIB
+# Of these, what is made at once of adapters' gradients, which are many and small. Others are turned one by one: those
+# of a list live on while their fp32 copies are made, and with whole models the step may be what takes most.
+LIST_BYTES = 2 * MIB
+Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+"""A parameter and its master."""
 
 
 class SingleEngine(Engine):
@@ -93,11 +99,10 @@ class SingleEngine(Engine):
         if not stepped.taken:
             self.model.zero_grad(set_to_none=True)
             return stepped
-        for chunk in _chunks(list(zip(self._params, self.masters, strict=True))):
-            for param, master in chunk:
-                if param.grad is not None:
-                    master.grad = param.grad.float()
-                    param.grad = None
+        at_once = LIST_BYTES if self.strategy.lora is not None else 0
+        for chunk in _chunks(list(zip(self._params, self.masters, strict=True)), CHUNK_BYTES):
+            for pairs in _chunks([pair for pair in chunk if pair[0].grad is not None], at_once):
+                _widen(pairs)
             params, masters = zip(*chunk, strict=True)
             gradients = [master.grad for master in masters if master.grad is not None]
             if factor is not None and gradients:
@@ -118,13 +123,22 @@ def _norm(gradients: list[torch.Tensor]) -> torch.Tensor:
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32)))
 
 
-def _chunks(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
-    """(parameter, master) pairs in order, in runs of at most CHUNK_BYTES of fp32, or of one."""
-    chunk: list[tuple[torch.Tensor, torch.Tensor]] = []
+def _widen(pairs: list[Pair]) -> None:
+    """Hand the gradients of parameters to their masters, in fp32."""
+    for _, master in pairs:
+        master.grad = torch.empty_like(master)
+    torch._foreach_copy_([master.grad for _, master in pairs], [param.grad for param, _ in pairs])
+    for param, _ in pairs:
+        param.grad = None
+
+
+def _chunks(pairs: list[Pair], most: int) -> Iterator[list[Pair]]:
+    """Pairs in order, in runs of at most so many bytes of fp32, or of one."""
+    chunk: list[Pair] = []
     filled = 0
     for pair in pairs:
         nbytes = pair[1].numel() * pair[1].element_size()
-        if chunk and filled + nbytes > CHUNK_BYTES:
+        if chunk and filled + nbytes > most:
             yield chunk
             chunk, filled = [], 0
         chunk.append(pair)

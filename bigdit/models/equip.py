@@ -9,6 +9,7 @@ from bigdit.models.activations import offload_activations
 from bigdit.models.checkpointing import apply_checkpointing
 from bigdit.models.compiling import compile_blocks
 from bigdit.models.family import Family
+from bigdit.models.pieces import join_gradients
 from bigdit.models.swap import swap_blocks
 from bigdit.spec import Strategy
 
@@ -31,6 +32,7 @@ def equip(
         compile_blocks(model, family, backend)
     if strategy.blocks_to_swap:
         swap_blocks(model, family, strategy.blocks_to_swap, trained=strategy.lora is None)
+    join_gradients(model, family)
     apply_checkpointing(model, family, strategy.checkpointed_blocks, strategy.checkpointing)
     if strategy.offload_activations:
         offload_activations(model, family)

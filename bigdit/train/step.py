@@ -72,7 +72,8 @@ def train_step(
     if ema is not None and stepped.taken:
         with phase("ema"):
             ema.update()
-    return StepResult(torch.stack(losses).mean(), stepped.grad_norm, stepped.taken)
+    loss = losses[0] if len(losses) == 1 else torch.stack(losses).mean()
+    return StepResult(loss, stepped.grad_norm, stepped.taken)
 
 
 def predict_by(engine: Engine, family: Family, batch: Batch, latents: torch.Tensor, t: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from rehearsing import THREE_BLOCKS as WIDE  # with weights of 4096 elements and more, which are quantised
-from stepping import one_batch, started
+from stepping import Executed, equipped, one_batch, started
 from whole import full_weights
 
 from bigdit import checkpoint, engines, models
@@ -13,8 +13,14 @@ from bigdit.engines.scaling import LossScaler
 from bigdit.engines.state import places
 from bigdit.errors import UserError
 from bigdit.objective_spec import FlowMatchingSpec
-from bigdit.spec import OptimizerSpec, Strategy
+from bigdit.spec import LoraSpec, OptimizerSpec, Strategy
 from bigdit.train.step import train_step
+
+
+def adapted(strategy):
+    """An engine over fresh weights with the strategy's adapters, and its family."""
+    family, model = equipped(strategy, WIDE)
+    return engines.create(strategy, model, family, device=torch.device("cpu"), world=World()), family
 
 
 def step(engine, family, lr=1e-3):
@@ -47,12 +53,26 @@ def test_chunks_change_no_number(monkeypatch, optimizer):
     assert norms == same_norms
 
 
-def test_chunks_hold_every_pair_in_order_and_in_bounds(monkeypatch):
-    monkeypatch.setattr(single, "CHUNK_BYTES", 100)
+def test_chunks_hold_every_pair_in_order_and_in_bounds():
     sizes = [10, 10, 40, 1, 30, 5]
     pairs = [(torch.zeros(size, dtype=torch.bfloat16), torch.zeros(size)) for size in sizes]
-    chunks = list(single._chunks(pairs))
+    chunks = list(single._chunks(pairs, 100))
     assert [[len(master) for _, master in chunk] for chunk in chunks] == [[10, 10], [40], [1], [30], [5]]
+
+
+def test_gradients_of_adapters_come_to_fp32_by_lists_and_change_no_number(monkeypatch):
+    """One list; without lists, a copy an adapter. The copy beside them is of the masters that were stepped."""
+    found = []
+    for most in (single.LIST_BYTES, 0):
+        monkeypatch.setattr(single, "LIST_BYTES", most)
+        engine, family = adapted(Strategy(lora=LoraSpec(rank=2), gradient_clipping=0.5))
+        with Executed() as executed:
+            norm = step(engine, family).grad_norm
+        found.append((weights(engine), norm, executed.counts[torch.ops.aten._foreach_copy_.default]))
+    (lists, norm, by_lists), (one_by_one, same_norm, by_one) = found
+    assert equal(lists, one_by_one)
+    assert norm == same_norm
+    assert (by_lists, by_one) == (1 + 1, len(engine.masters) + 1)
 
 
 def test_clipping_agrees_with_torch():

@@ -1,7 +1,10 @@
-"""Engines of one process over tiny models, and a batch that they step on."""
+"""Engines of one process over tiny models, a batch that they step on, and which operators they run."""
+
+from collections import Counter
 
 import torch
 from rehearsing import SANA, SHAPE
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from bigdit import engines, models
 from bigdit.dist import World
@@ -30,3 +33,15 @@ def one_batch(seed=0, *, poisoned=False):
         latents[1, 0, 0, 0] = torch.nan
     text = torch.randn(2, *SHAPE.text, generator=generator)
     return Batch(latents, text, torch.ones(2, SHAPE.text[0]), (seed + 1, seed + 2))
+
+
+class Executed(TorchDispatchMode):
+    """Counts operators that are run, and not taken from what selective checkpointing kept."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.counts[func] += 1
+        return func(*args, **(kwargs or {}))

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 import torch
 from rehearsing import SANA as TINY
 from rehearsing import SHAPE
+from stepping import Executed
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from bigdit import models
 from bigdit.errors import UserError
@@ -55,18 +54,6 @@ def test_what_comes_back_from_the_host_is_what_went(policy, plain):
     largest = max(gradient.abs().max().item() for gradient in plain.values())
     for name, gradient in plain.items():
         torch.testing.assert_close(found[name], gradient, rtol=0, atol=1e-6 * largest)
-
-
-class Executed(TorchDispatchMode):
-    """Counts operators that are run, and not taken from what selective checkpointing kept."""
-
-    def __init__(self):
-        super().__init__()
-        self.counts = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.counts[func] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def test_selective_checkpointing_runs_matrix_products_and_attention_once():
