@@ -1,7 +1,7 @@
 """Scripts of other projects, as they stand, on emulated cards: writes benchmarks/peers.md.
 
 python benchmarks/peers.py --projects FOLDER --data FOLDER --python NAME=PATH ... [ID ...]
-python benchmarks/peers.py --beside --projects FOLDER --python NAME=PATH ... [ID ...]
+python benchmarks/peers.py --beside --projects FOLDER --python NAME=PATH ... [--side SIDE] [ID ...]
 
 peers.json says what is run and what its authors published. FOLDER/NAME is a checkout of each project at the commit
 that is named there; nothing of them is here. `--python` names the interpreter of each environment: `bigdit` has what
@@ -12,7 +12,8 @@ pictures in dog/ and imagenet/CLASS/, fast-DiT's features/, latents and embeddin
 prompts.txt and videos.txt in videos/; simpletuner.json is SimpleTuner's data backend of dog/, whose caches are empty.
 
 With --beside bigdit trains what some of the scripts train, on the same cards: the rows of beside/rows.json, whose
-figures are kept in beside/found.json.
+figures are kept in beside/found.json. With `--side bigdit` the scripts' figures stay as they are: where bigdit has
+changed, or, by what rows.json calls a script, where that has.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path)
     parser.add_argument("--python", action="append", required=True, metavar="NAME=PATH")
     parser.add_argument("--beside", action="store_true", help="bigdit's side of what they train, beside theirs")
+    parser.add_argument("--side", help="that one side of the rows: bigdit, or a script as rows.json calls it")
     parser.add_argument("ids", nargs="*")
     asked = parser.parse_args()
     if not asked.beside and asked.data is None:
@@ -56,7 +58,7 @@ def main() -> None:
     pythons = dict(text.split("=", 1) for text in asked.python)
     projects = asked.projects.resolve()
     if asked.beside:
-        train_beside(asked.ids, projects, pythons)
+        train_beside(asked.ids, asked.side, projects, pythons)
         return
     document, found = _read(ROWS), _read(FOUND)
     for row in document["rows"]:
@@ -68,18 +70,22 @@ def main() -> None:
             write_text(PAGE, page())
 
 
-def train_beside(ids: list[str], projects: Path, pythons: dict[str, str]) -> None:
-    """Both sides of the rows of these ids, or of all."""
-    document, found = _read(BESIDE), _read(FOUND_BESIDE)
+def train_beside(ids: list[str], only: str | None, projects: Path, pythons: dict[str, str]) -> None:
+    """Both sides of the rows of these ids, or of all; `only` that one."""
+    document = _read(BESIDE)
     for row in document["rows"]:
         if row["id"] in ids or not ids:
             with tempfile.TemporaryDirectory() as folder:
                 sides = Row(document, row, projects, pythons, Path(folder))
                 for side in (OURS, *row["theirs"]):
-                    found.setdefault(row["id"], {})[side] = took = sides.side(side)
-                    print(row["id"], side, json.dumps(took), flush=True)
-                    write_json(FOUND_BESIDE, found)
-                    write_text(PAGE, page())
+                    if side == only or only is None:
+                        known = _read(FOUND_BESIDE).get(row["id"], {}).get(side, {}).get("largest")
+                        took = sides.side(side, known)
+                        found = _read(FOUND_BESIDE)  # anew: other sides may be found meanwhile
+                        found.setdefault(row["id"], {})[side] = took
+                        print(row["id"], side, json.dumps(took), flush=True)
+                        write_json(FOUND_BESIDE, found)
+                        write_text(PAGE, page())
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -44,14 +44,17 @@ class Row:
         self._hub = lay_out([row["repository"]], folder, os.environ | emulated_environment(gpu))
         theirs.make_pictures(folder / "data", ours.SIZE)
 
-    def side(self, way: str) -> dict[str, Any]:
-        """What a step of one sample takes, and the largest batch where the row asks for it; or the error."""
+    def side(self, way: str, known: int | None) -> dict[str, Any]:
+        """What a step of one sample takes, and the largest batch where the row asks for it; or the error.
+
+        `known`: the largest that was found before.
+        """
         report = self._run(way, 1, STEPS)
         if not report["fits"] or report["exit_status"]:
             return {"failed": _error(report)}
         found = memory(report) | work(report, STEPS)
         if "largest" in self._row["asked"]:
-            found |= largest(lambda batch: self._passes_gib(way, batch), passes_gib(report), self._usable_gib)
+            found |= largest(lambda batch: self._passes_gib(way, batch), passes_gib(report), self._usable_gib, known)
         return found
 
     def _passes_gib(self, way: str, batch: int) -> float | None:
@@ -88,25 +91,27 @@ class Refused(Exception):
     """A side that fails at a batch, and not for want of memory."""
 
 
-def largest(passes: Callable[[int], float | None], one: float, usable_gib: float) -> dict[str, Any]:
-    """The largest batch that fits where one more does not, tried from where the line through one and two ends.
+def largest(passes: Callable[[int], float | None], one: float, usable_gib: float, known: int | None) -> dict[str, Any]:
+    """The largest batch that fits where one more does not.
 
-    `passes`: GiB of forward and backward passes by the batch, None where it runs out; `one`: of one sample.
+    `passes`: GiB of forward and backward passes by the batch, None where it runs out; `one`: of one sample. Tried is
+    first what is `known`, and one more; then where the line through the two largest that fit ends, and the middle where
+    that is known not to fit. At few samples passes may not grow, where the gradients of all weights are more than what
+    is kept of them: then twice as many are tried.
     """
-    fits, fails, stride = 1, MOST + 1, 1
+    fits, held, fails, grows = 1, one, MOST + 1, 0.0
+    likely = [2] if known is None else [known, known + 1]
     try:
-        two = passes(2)
-        if two is None:
-            return {"largest": 1}
-        at = min(MOST, max(3, int(1 + (usable_gib - one) / (two - one))))
-        fits = 2
         while fits + 1 < fails:
-            fits, fails = (fits, at) if passes(at) is None else (at, fails)
-            if fits > 2 and fails <= MOST:
-                at = (fits + fails) // 2
-            else:  # away from the guess, in strides that grow
-                at = min(fits + stride, MOST) if fits > 2 else max(fails - stride, 3)
-                stride *= 2
+            line = fits + max(1, int((usable_gib - held) / grows)) if grows > 0 else 2 * fits
+            likely = [batch for batch in likely if fits < batch < fails]
+            at = likely.pop(0) if likely else line if line < fails else (fits + fails) // 2
+            taken = passes(at)
+            if taken is None:
+                fails = at
+            else:
+                grows = (taken - held) / (at - fits)
+                fits, held = at, taken
     except Refused as error:
         return {"largest": fits, "why": str(error)}
     return {"largest": fits}

@@ -56,22 +56,29 @@ NOTES = """What differs between the sides:
 - Sana's script fails at two samples of one prompt, whose embedding has no batch; with a caption a picture it does not.
 - finetrainers keeps adapters in fp32, as bigdit keeps their masters, and runs them so: each of its 190 casts what comes
   in and what goes out, forward and again when its block is recomputed. bigdit runs them in bf16. Its features are made
-  before, as bigdit's are, by the same command. It has 33 copies on the card fewer; which of bigdit's those are was not
-  looked for.
+  before, as bigdit's are, by the same command. Of its 44 copies on the card 39 are gradients of slices that diffusers
+  0.33.1 cuts: two of each attention of two streams, and one behind the last block. 0.42.1, which bigdit trains, splits
+  in attention, and slices at the end of each single-stream block.
 - Waits. A script waits for each tensor that it sends from memory that is not pinned, twice a sample where it looks up
   the sample's noise level, and for the loss. bigdit waits once, to know whether the step is taken (docs/errors.md), and
   once in ten steps for their losses and norms.
-- Copies. bigdit's one more on the card is of the loss, whose own storage has the latents' size; to the host go the
-  verdict, the loss and the norm, and no step waits for the last two.
-- The largest batch of the full fine-tuning is not known: at few samples AdamW decides what is reserved there. Of
-  bigdit's, 152 samples run out of memory.
+- Copies. One of bigdit's on the card is of the loss, whose own storage has the latents' size; to the host go the
+  verdict, the loss and the norm, and no step waits for the last two. The others are of both sides: 47 of SD3's are
+  gradients of what each attention slices in two, within diffusers' processor, and 20 of Sana's are made in the backward
+  pass of convolutions.
+- The largest batch of the full fine-tuning: at 18 samples the script runs out in its VAE, which encodes pictures in
+  fp32 beside weights and AdamW's state, and asks for 9 GiB at once.
 
 What the comparison changed in bigdit: the step of one process multiplied and rounded each parameter by itself, and now
 does so by lists, as the scripts do (Sana: 2661 kernels became 2183); each micro-batch waited for its t, and each loss
-and norm of ten steps was waited for (4.0 waits became 1.1). Gradients are still widened one by one: by lists, those of
-a model and their fp32 copies would be there at once. What forward passes still wait for is in diffusers' models:
-numbers and tables that they make on the host (Lumina, Chroma, Qwen-Image, HiDream; CogView4 four times a block), and
-what they pick by a mask's values (Lumina, Z-Image, HunyuanImage).
+and norm of ten steps was waited for (4.0 waits became 1.1). FLUX.1's single-stream blocks return slices of one tensor,
+whose 75 gradients were each copied into zeros and then added: 38 kernels join them now, for every model whose blocks
+return such slices, and no number changes. Gradients of adapters are widened by lists of up to 2 MiB (Flux: 8175 kernels
+became 7759; Sana: 2183, 1947; SD3: 2810, 2432); of the recipes with adapters one reserves 2 MiB more by it, and one 2
+MiB less. Those of whole models still are one by one: by lists of 16 MiB, in chunks of 240 instead of 256, SD3's full
+fine-tuning launched 208 kernels fewer, and reserved 0.12 GiB more. What forward passes still wait for is in diffusers'
+models: numbers and tables that they make on the host (Lumina, Chroma, Qwen-Image, HiDream; CogView4 four times a
+block), and what they pick by a mask's values (Lumina, Z-Image, HunyuanImage).
 
 ## What could not be run
 
