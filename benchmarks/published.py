@@ -42,7 +42,8 @@ MISSES = """## What makes the large misses
   these were measured, on the host, the rehearsal reserves 18.43 and 40.81 GiB: 8 % and 6 % below what was published.
 - zai-org/CogVideo: its trainer encodes videos and captions before the first step (T5-XXL in bf16 alone is 8.9 GiB,
   beside the VAE's activations), samples with the whole pipeline to validate, and has buckets of 5e8 elements. Which of
-  these decided `max_memory_reserved` is not said. A step is well below it where all is sharded or on the host.
+  these decided `max_memory_reserved` is not said. A step is well below it where all is sharded or on the host. Its
+  rows of 5B and of 1.5 are of text and of a first picture alike; rehearsed is text to video.
 - ft-ltx-lora-cached: 10.010 of its 10.916 GiB were reserved before the first step, by the encoders.
 - The other rows of cogvideox-factory, finetrainers, SimpleTuner and fast-DiT are 11 to 28 % below, and were not taken
   apart one by one. Their trainers keep adapters in fp32 and compute under autocast, whose casts live beside them, or
