@@ -74,7 +74,7 @@ does so by lists, as the scripts do (Sana: 2661 kernels became 2183); each micro
 and norm of ten steps was waited for (4.0 waits became 1.1). FLUX.1's single-stream blocks return slices of one tensor,
 whose 75 gradients were each copied into zeros and then added: 38 kernels join them now, for every model whose blocks
 return such slices, and no number changes. Gradients of adapters are widened by lists of up to 2 MiB (Flux: 8175 kernels
-became 7759; Sana: 2183, 1947; SD3: 2810, 2432); of the recipes with adapters one reserves 2 MiB more by it, and one 2
+became 7759; Sana: 2183, 1947; SD3: 2810, 2432); of the recipes with adapters one reserves 2 MiB more by it, and two 2
 MiB less. Those of whole models still are one by one: by lists of 16 MiB, in chunks of 240 instead of 256, SD3's full
 fine-tuning launched 208 kernels fewer, and reserved 0.12 GiB more. What forward passes still wait for is in diffusers'
 models: numbers and tables that they make on the host (Lumina, Chroma, Qwen-Image, HiDream; CogView4 four times a
