@@ -27,7 +27,7 @@ UNLIKE = 0.05
 """Cards of another architecture take other workspaces and contexts: so much of a margin is asked of a larger one."""
 
 
-MOST_RUN = 3
+MOST_RUN = 6
 """Of each way out, on emulated cards: each that does not fit there moves the prediction of the next."""
 
 
