@@ -13,7 +13,7 @@ from bigdit.rehearse.pool import Pool
 from bigdit.search import kept
 from bigdit.search.finding.best import search
 from bigdit.search.finding.candidates import Candidate, capacity
-from bigdit.search.finding.cards import Cards
+from bigdit.search.finding.cards import NO_CARDS, Cards, Device
 from bigdit.search.finding.confirm import Confirmed
 from bigdit.search.finding.evidence import Evidence, own_receipts, weighed
 from bigdit.search.finding.limits import bucket_limits, limits_on
@@ -54,10 +54,10 @@ def make_plan(question: Question, *, progress: Progress | None = None) -> Plan:
     def tried(attempts: int) -> None:
         say(f"planning the training of {question.model.name}: {attempts} attempts on emulated cards")
 
-    with Pool(done=done) as pool, _cards(question, tried) as cards:
+    with Pool(done=done) as pool, _device(question, tried) as device:
         evidence, more = weighed(pool, question, own)
-        plan = _plan(pool, question, evidence, cards)
-        unanswered = [f"not run on an emulated card: {why}" for why in (cards.unanswered if cards else ())]
+        plan = _plan(pool, question, evidence, device)
+        unanswered = [f"not run on an emulated card: {why}" for why in device.unanswered]
     seconds = round(time.perf_counter() - began, 3)
     no_cards = [f"not run on emulated cards: {question.no_cards}"] if question.no_cards else []
     said = (*plan.notices, *notices, *more, *no_cards, *unanswered)
@@ -67,28 +67,27 @@ def make_plan(question: Question, *, progress: Progress | None = None) -> Plan:
     return plan
 
 
-def _cards(question: Question, done: Callable[[int], None]) -> AbstractContextManager[Cards | None]:
-    return Cards(question.gpu, done=done) if question.device == "emulated" else nullcontext()
+def _device(question: Question, done: Callable[[int], None]) -> AbstractContextManager[Device]:
+    return Cards(question.gpu, done=done) if question.device == "emulated" else nullcontext(NO_CARDS)
 
 
-def _plan(pool: Pool, question: Question, evidence: Evidence, cards: Cards | None) -> Plan:
+def _plan(pool: Pool, question: Question, evidence: Evidence, device: Device) -> Plan:
     sample = Sample(question.model, question.gpu, question.resolution, question.frames)
     batch = batch_shape(question.model, question.resolution, question.frames)
 
     def limits(best: Candidate) -> None:
-        if cards is not None:
-            limits_on(cards, sample, question, best, capacity(question, best.option.proposal, evidence))
+        limits_on(device, sample, question, best, capacity(question, best.option.proposal, evidence))
 
-    found = search(pool, sample, question, evidence, cards, ahead=limits)
+    found = search(pool, sample, question, evidence, device, ahead=limits)
     chosen = found.best[0]
     known = [confirmed(question, each, evidence) for each in found.best]
     option, answer = chosen.candidate.option, chosen.answer
     fits = chosen.verdict != "DOES NOT FIT"
     room = capacity(question, option.proposal, evidence)
     rooms = [capacity(question, each.proposal, evidence) for each in found.options]
-    rows = front(sample, question, found.options, known, rooms, evidence, cards)
-    steps, notices = _explained(pool, sample, question, evidence, chosen, cards)
-    limited = cards if fits else None  # of what does not fit, sizes that would are not worth their minutes
+    rows = front(sample, question, found.options, known, rooms, evidence, device)
+    steps, notices = _explained(pool, sample, question, evidence, chosen, device)
+    limited = device if fits else NO_CARDS  # of what does not fit, sizes that would are not worth their minutes
     buckets = bucket_limits(pool, sample, question, chosen.candidate, room, limited)
     ran = runs(sample, chosen.candidate, buckets[0], room, limited)
     every = [*found.options, *averages(pool, sample, question, found.options, option)]
@@ -109,7 +108,7 @@ def _plan(pool: Pool, question: Question, evidence: Evidence, cards: Cards | Non
         curves=curves(question, chosen.candidate, evidence.band, ran),
         settings=settings(sample, question, every, found.best, rows, ran, evidence),
         smaller=smaller(question, chosen.candidate, evidence),
-        fixes=() if fits else fixes(pool, sample, question, evidence, known[0], cards),
+        fixes=() if fits else fixes(pool, sample, question, evidence, known[0], device),
         dataset=_dataset(pool, question, batch),
         run=_run(question, known[0].strategy, known[0].step),
         waterfall=steps,
@@ -122,7 +121,7 @@ def _plan(pool: Pool, question: Question, evidence: Evidence, cards: Cards | Non
             *(() if fits else unproposed(question)),
         ),
         versions=answer.versions,
-        emulated=cards.build if cards is not None and chosen.ran else None,
+        emulated=device.build if chosen.ran else None,
         catalogue=revision(),
         seconds=1.0,
     )
@@ -134,13 +133,13 @@ def _unverified(model: CatalogModel) -> tuple[str, ...]:
 
 
 def _explained(
-    pool: Pool, sample: Sample, question: Question, evidence: Evidence, chosen: Confirmed, cards: Cards | None
+    pool: Pool, sample: Sample, question: Question, evidence: Evidence, chosen: Confirmed, device: Device
 ) -> tuple[tuple[Step, ...], tuple[str, ...]]:
     """The waterfall where it is wanted, or a notice of what on the way to `chosen` could not be rehearsed."""
     if not question.explain:
         return (), ()
     try:
-        return waterfall(pool, sample, question, evidence, chosen, cards), ()
+        return waterfall(pool, sample, question, evidence, chosen, device), ()
     except UserError as error:
         return (), (f"the way to the recommended setting is not shown: {error}",)
 

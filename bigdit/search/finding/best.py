@@ -16,7 +16,7 @@ from bigdit.search.finding.candidates import (
     fitting,
     preferred,
 )
-from bigdit.search.finding.cards import Cards
+from bigdit.search.finding.cards import Device
 from bigdit.search.finding.confirm import Confirmed, best_that_runs, confirm, confirmed_best
 from bigdit.search.finding.evidence import Evidence
 from bigdit.search.finding.explore import explore, hopeful, selective
@@ -43,11 +43,11 @@ def search(
     sample: Sample,
     question: Question,
     evidence: Evidence,
-    cards: Cards | None,
+    device: Device,
     ahead: Callable[[Candidate], object],
 ) -> Found:
     """Strategies without a last resort; where no lossless one of them fits, those too; where none does, what comes
-    nearest. `ahead` is what `cards` are asked of the best one, while it is rehearsed."""
+    nearest. `ahead` is what the device is asked of the best one, while it is rehearsed."""
     proposed, rejected = proposals(question)
     options: list[Option] = []
 
@@ -58,10 +58,10 @@ def search(
     for last_resort in (False, True):
         group = [each for each in proposed if each.last_resort == last_resort]
         rejected += _explore(pool, sample, question, evidence, group, options)
-        if cards is None:
-            best = confirmed_best(pool, sample, question, evidence, ranked)
+        if device.count:
+            best = best_that_runs(pool, sample, question, evidence, ranked, device, ahead)
         else:
-            best = best_that_runs(pool, sample, question, evidence, ranked, cards, ahead)
+            best = confirmed_best(pool, sample, question, evidence, ranked)
         if best and best[0].verdict != "DOES NOT FIT" and (best[0].candidate.lossless or last_resort or all_lossy):
             if not last_resort:
                 rejected += _last_resorts(proposed)
@@ -71,7 +71,7 @@ def search(
         if not options:
             raise UserError(*(f"{each.choice}: {each.reason}" for each in failed))
     least = _smallest(question, options, evidence)
-    return Found(options, rejected, confirm(pool, sample, question, evidence.band, [least], cards))
+    return Found(options, rejected, confirm(pool, sample, question, evidence.band, [least], device))
 
 
 def _explore(

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 from threading import Lock
+from typing import Protocol
 
 from bigdit.catalog import Gpu
 from bigdit.errors import UserError
@@ -22,11 +23,47 @@ Sized = Callable[[int], RehearsalRequest]
 """Two steps by the micro-batch size."""
 
 
-class Cards:
+class Device(Protocol):
+    """Where strategies are tried. What it did not try is as it was rehearsed, and else as it is predicted.
+
+    `count`: how many are tried side by side; 0 where nothing is. `build`: of the torch that runs there. `unanswered`:
+    why some of what was asked could not be run, in lines.
+    """
+
+    count: int
+    build: str | None
+    unanswered: dict[str, None]
+
+    def run(self, asked: Sequence[Asked]) -> list[Attempt | None]:
+        """An attempt for each, in their order; None for one that was not made."""
+        ...
+
+    def largest(self, rows: Sequence[tuple[Sized, int]], capacity_bytes: int) -> list[int | None]:
+        """For each row, a request by its micro-batch size and a guess, the largest size that fits where the next one
+        does not, to LARGEST_MICRO_BATCH; 0 for none, and None where one was not made."""
+        ...
+
+
+class NoCards(Device):
+    """Nothing is tried: rehearsals alone answer."""
+
+    def __init__(self) -> None:
+        self.count, self.build, self.unanswered = 0, None, {}
+
+    def run(self, asked: Sequence[Asked]) -> list[Attempt | None]:
+        return [None] * len(asked)
+
+    def largest(self, rows: Sequence[tuple[Sized, int]], capacity_bytes: int) -> list[int | None]:
+        return [None] * len(rows)
+
+
+NO_CARDS = NoCards()
+
+
+class Cards(Device):
     """A few emulated cards side by side, as many as there are processes that rehearse; they end with the `with` block.
 
-    `done` is called with the attempts made so far. `build`: of the torch that runs there. `unanswered`: why some of
-    what was asked could not be run, in lines. Raises UserError where there is no CUDA build of torch.
+    `done` is called with the attempts made so far. Raises UserError where there is no CUDA build of torch.
     """
 
     def __init__(self, gpu: Gpu, *, done: Callable[[int], None] | None = None) -> None:
@@ -51,12 +88,9 @@ class Cards:
         self.attempts.lanes.end()
 
     def run(self, asked: Sequence[Asked]) -> list[Attempt | None]:
-        """An attempt for each, in their order; None for one that could not be run."""
         return list(self._threads.map(self._run, asked))
 
     def largest(self, rows: Sequence[tuple[Sized, int]], capacity_bytes: int) -> list[int | None]:
-        """For each row, a request by its micro-batch size and a guess, the largest size that fits where the next one
-        does not, to LARGEST_MICRO_BATCH; 0 for none, and None where one could not be run."""
         return list(self._threads.map(lambda row: self._largest(row[0], row[1], capacity_bytes), rows))
 
     def _largest(self, request: Sized, guess: int, capacity_bytes: int) -> int | None:

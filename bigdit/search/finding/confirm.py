@@ -14,7 +14,7 @@ from bigdit.rehearse import RehearsalRequest, RehearsedSize
 from bigdit.rehearse.card.attempt import Attempt
 from bigdit.rehearse.pool import Pool
 from bigdit.search.finding.candidates import Candidate, beside, candidate, capacity, preferred
-from bigdit.search.finding.cards import Cards
+from bigdit.search.finding.cards import NO_CARDS, Device
 from bigdit.search.finding.evidence import Evidence
 from bigdit.search.finding.verdict import planned, process, safe_bytes, verdict
 from bigdit.search.needs.host import HostNeed, host_need
@@ -94,16 +94,16 @@ def confirm(
     question: Question,
     band: Band,
     candidates: Sequence[Candidate],
-    cards: Cards | None = None,
+    device: Device = NO_CARDS,
 ) -> list[Confirmed]:
-    """Rehearse each candidate at full depth, run it on one of the cards, and move its option's predictions by what was
+    """Rehearse each candidate at full depth, run it on the device, and move its option's predictions by what was
     found.
 
     Raises UserError for one that cannot be rehearsed.
     """
     with ThreadPoolExecutor(1) as aside:  # neither waits for the other
         asked = aside.submit(pool.rehearse, [recorded(sample, each) for each in candidates])
-        runs = [None] * len(candidates) if cards is None else run(cards, sample, question, band, candidates)
+        runs = run(device, sample, question, band, candidates)
     found = []
     for each, answer, ran in zip(candidates, asked.result(), runs, strict=True):
         if isinstance(answer, UserError):
@@ -141,7 +141,7 @@ class Ran:
 
 
 def run(
-    cards: Cards, sample: Sample, question: Question, band: Band, candidates: Sequence[Candidate]
+    device: Device, sample: Sample, question: Question, band: Band, candidates: Sequence[Candidate]
 ) -> list[Ran | None]:
     """FITS where it ran in the bytes that torch has at least, TIGHT in those that it has at most; options' predictions
     are moved by what was found, which of the others a card tells that has room for them."""
@@ -151,7 +151,7 @@ def run(
     requests = [recorded(sample, each) for each in candidates]
 
     def tried(places: Sequence[int], room: Sequence[int]) -> dict[int, Attempt]:
-        attempts = cards.run([(requests[at], room[at]) for at in places])
+        attempts = device.run([(requests[at], room[at]) for at in places])
         return {at: attempt for at, attempt in zip(places, attempts, strict=True) if attempt is not None}
 
     first = tried(range(len(requests)), safe)
@@ -215,13 +215,13 @@ def best_that_runs(
     question: Question,
     evidence: Evidence,
     ranked: Callable[[], list[Candidate]],
-    cards: Cards,
+    device: Device,
     ahead: Callable[[Candidate], object],
 ) -> list[Confirmed]:
     """The best that runs on a card, which alone is rehearsed: for what it takes of the host, and by category.
 
     `ranked` as above, by predictions that each run moves; where nothing fits, the best of what is TIGHT. `ahead` has
-    the cards do what will be asked of the best, while it is rehearsed.
+    the device do what will be asked of the best, while it is rehearsed.
     """
     band = evidence.band
     ran: dict[_Key, tuple[Candidate, Ran | None]] = {}
@@ -229,8 +229,8 @@ def best_that_runs(
     while True:
         order = [each for each in ranked() if _key(each) not in refused]
         if order and _key(order[0]) not in ran and len(ran) < MOST_RUN:
-            asked = _pair(question, evidence, order)[: cards.count]
-            found = run(cards, sample, question, band, asked)
+            asked = _pair(question, evidence, order)[: device.count]
+            found = run(device, sample, question, band, asked)
             ran |= {_key(each): (each, said) for each, said in zip(asked, found, strict=True)}
             continue
         held = preferred(
@@ -240,13 +240,13 @@ def best_that_runs(
             break
         with ThreadPoolExecutor(1) as aside:
             asked_next = aside.submit(ahead, held[0])
-            (best,) = confirm(pool, sample, question, band, held[:1], cards)
+            (best,) = confirm(pool, sample, question, band, held[:1], device)
             asked_next.result()
         if best.verdict == "FITS":
             return [best]
         refused.add(_key(best.candidate))
     tight = preferred(each for each, said in ran.values() if said is not None and said.verdict == "TIGHT")
-    return confirm(pool, sample, question, band, tight[:1], cards)
+    return confirm(pool, sample, question, band, tight[:1], device)
 
 
 def _pair(question: Question, evidence: Evidence, new: Sequence[Candidate]) -> list[Candidate]:

@@ -10,7 +10,7 @@ from functools import partial
 from bigdit.rehearse import RehearsalRequest
 from bigdit.rehearse.pool import Pool
 from bigdit.search.finding.candidates import Candidate, largest_micro_batch, most
-from bigdit.search.finding.cards import Cards
+from bigdit.search.finding.cards import Device
 from bigdit.search.finding.confirm import recorded
 from bigdit.search.finding.explore import explore
 from bigdit.search.finding.space import Proposal
@@ -24,11 +24,11 @@ area, though its text stays, which is off by this share of the text's part."""
 
 
 def bucket_limits(
-    pool: Pool, sample: Sample, question: Question, chosen: Candidate, capacity_bytes: float, cards: Cards | None
+    pool: Pool, sample: Sample, question: Question, chosen: Candidate, capacity_bytes: float, device: Device
 ) -> tuple[BucketLimit, ...]:
-    """The planned size and the question's further ones, with the chosen strategy: as they ran on `cards`, or else as
+    """The planned size and the question's further ones, with the chosen strategy: as they ran on the device, or else as
     they are predicted."""
-    ran = {} if cards is None else limits_on(cards, sample, question, chosen, capacity_bytes)
+    ran = limits_on(device, sample, question, chosen, capacity_bytes)
     sizes = (question.resolution, *question.buckets)
     if all(size in ran for size in sizes):
         return tuple(ran[size] for size in sizes)
@@ -37,7 +37,7 @@ def bucket_limits(
 
 
 def limits_on(
-    cards: Cards, sample: Sample, question: Question, chosen: Candidate, capacity_bytes: float
+    device: Device, sample: Sample, question: Question, chosen: Candidate, capacity_bytes: float
 ) -> dict[tuple[int, int], BucketLimit]:
     """The limits of each size as cards have them, looked for from what is predicted of the planned size; without those
     of which one could not be run."""
@@ -54,7 +54,7 @@ def limits_on(
         limits: dict[tuple[int, int], int | None] = {}
         for size in sizes:
             row = partial(request, size, blocks), round(pixels / _area(size))
-            (found,) = cards.largest([row], int(capacity_bytes))
+            (found,) = device.largest([row], int(capacity_bytes))
             limits[size] = found
             pixels = pixels if found is None else found * _area(size)
         return limits

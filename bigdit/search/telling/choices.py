@@ -15,7 +15,7 @@ from bigdit.search.finding.candidates import (
     micro_batch_sizes,
     quarters,
 )
-from bigdit.search.finding.cards import Cards
+from bigdit.search.finding.cards import NO_CARDS, Device
 from bigdit.search.finding.confirm import Confirmed, run
 from bigdit.search.finding.evidence import Evidence
 from bigdit.search.finding.verdict import expected, process
@@ -98,12 +98,12 @@ def front(
     known: Sequence[Choice],
     capacities: Sequence[float],
     evidence: Evidence,
-    cards: Cards | None = None,
+    device: Device = NO_CARDS,
 ) -> tuple[Choice, ...]:
     """The Pareto front of memory against speed, among the choices `known` and what else fits; MOST_ROWS at most.
 
     `known` come first where they are on it or not; the first of them is the recommended one. The others run on the
-    cards, and those that do not fit there are left out.
+    device, and those that do not fit there are left out.
     """
     spread = (
         each
@@ -120,7 +120,7 @@ def front(
     shown = _thinned([choice for choice in best if choice.title not in titles], MOST_ROWS - len(known))
     rows = _fastest_first([*known, *shown])
     unknown = [more[choice.title] for choice in rows if choice.title not in titles]
-    ran = as_they_ran(cards, sample, question, evidence, unknown)
+    ran = as_they_ran(device, sample, question, evidence, unknown)
     rows = _fastest_first([*(choice for choice in rows if choice.title in titles), *ran])
     return tuple(
         choice.model_copy(
@@ -135,15 +135,13 @@ def _fastest_first(rows: Sequence[Choice]) -> list[Choice]:
 
 
 def as_they_ran(
-    cards: Cards | None, sample: Sample, question: Question, evidence: Evidence, candidates: Sequence[Candidate]
+    device: Device, sample: Sample, question: Question, evidence: Evidence, candidates: Sequence[Candidate]
 ) -> list[Choice]:
     """The candidates as they ran on cards, without those that do not fit there; as they are predicted where there are
     no cards, and where an attempt could not be run."""
     choices = [predicted(question, each, evidence) for each in candidates]
-    if cards is None:
-        return choices
     found = []
-    answers = run(cards, sample, question, evidence.band, candidates)
+    answers = run(device, sample, question, evidence.band, candidates)
     for choice, each, ran in zip(choices, candidates, answers, strict=True):
         if ran is None:
             found.append(choice)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from bigdit.search.finding.candidates import Candidate, beside, largest_micro_batch
-from bigdit.search.finding.cards import Cards
+from bigdit.search.finding.cards import Device
 from bigdit.search.finding.confirm import recorded
 from bigdit.search.finding.verdict import process
 from bigdit.search.plan import Band, BucketLimit, Curve
@@ -22,15 +22,15 @@ Runs = dict[int, dict[int, int]]
 """What torch reserved, by the number of recomputed blocks and the micro-batch size."""
 
 
-def runs(sample: Sample, chosen: Candidate, limit: BucketLimit, capacity_bytes: float, cards: Cards | None) -> Runs:
-    """On `cards` the powers of four to the `limit` and that itself, in the `capacity_bytes` in which it was found: with
-    no block, the chosen number of them and all recomputed; each to the first that could not be run."""
-    if cards is None or not limit.ran:
+def runs(sample: Sample, chosen: Candidate, limit: BucketLimit, capacity_bytes: float, device: Device) -> Runs:
+    """On the device the powers of four to the `limit` and that itself, in the `capacity_bytes` in which it was found:
+    with no block, the chosen number of them and all recomputed; each to the first that could not be run."""
+    if not limit.ran:
         return {}
     largest = {chosen.blocks: limit.recommended, 0: limit.none, chosen.option.arrangement.count: limit.full}
     places = [(blocks, size) for blocks, most in largest.items() for size in _sizes(most)]
     requests = [recorded(sample, replace(chosen, blocks=blocks, micro_batch_size=size)) for blocks, size in places]
-    attempts = cards.run([(request, int(capacity_bytes)) for request in requests])
+    attempts = device.run([(request, int(capacity_bytes)) for request in requests])
     found: Runs = {blocks: {} for blocks in largest}
     short = set[int]()
     for (blocks, size), attempt in zip(places, attempts, strict=True):

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from bigdit.catalog import gpus
 from bigdit.rehearse.pool import Pool
 from bigdit.search.finding.candidates import Candidate, Option, capacity, fitting, preferred
-from bigdit.search.finding.cards import Cards
+from bigdit.search.finding.cards import NO_CARDS, Device
 from bigdit.search.finding.evidence import Evidence
 from bigdit.search.finding.explore import explore, hopeful
 from bigdit.search.finding.space import proposals
@@ -37,14 +37,14 @@ def fixes(
     question: Question,
     evidence: Evidence,
     smallest: Choice,
-    cards: Cards | None = None,
+    device: Device = NO_CARDS,
 ) -> tuple[Choice, ...]:
     """What would fit, one for each way out: without the pins, more cards, adapters, a larger card. `smallest` is what
-    comes nearest of what was asked for. Those that are for cards of the question's kind run on `cards`."""
+    comes nearest of what was asked for. Those that are for cards of the question's kind run on the device."""
 
     def first(ways: Iterable[tuple[str, Question]]) -> list[Choice]:
         for why, other in ways:
-            best = _best(pool, sample, other, evidence, cards)
+            best = _best(pool, sample, other, evidence, device)
             if best is not None:
                 return [best.model_copy(update={"reason": why})]
         return []
@@ -96,7 +96,7 @@ def _adapters(question: Question) -> Iterator[tuple[str, Question]]:
         yield "adapters beside frozen weights: another training", question.model_copy(update={"pins": pins})
 
 
-def _best(pool: Pool, sample: Sample, question: Question, evidence: Evidence, cards: Cards | None) -> Choice | None:
+def _best(pool: Pool, sample: Sample, question: Question, evidence: Evidence, device: Device) -> Choice | None:
     """The preferred one that fits, a last resort where nothing else does."""
     proposed, _ = proposals(question)
     for last_resort in (False, True):
@@ -107,7 +107,7 @@ def _best(pool: Pool, sample: Sample, question: Question, evidence: Evidence, ca
             best = _preferred(question, options, evidence)
             if best is None:
                 break
-            ran = as_they_ran(cards, sample, question, evidence, [best])
+            ran = as_they_ran(device, sample, question, evidence, [best])
             if ran and ran[0].verdict == "FITS":
                 return ran[0]
     return None

@@ -15,7 +15,7 @@ from bigdit.memory.process import ByteRange
 from bigdit.rehearse import RehearsedSize
 from bigdit.rehearse.pool import Pool
 from bigdit.search.finding.candidates import Candidate, beside
-from bigdit.search.finding.cards import Cards
+from bigdit.search.finding.cards import NO_CARDS, Device
 from bigdit.search.finding.confirm import Confirmed, recorded_part
 from bigdit.search.finding.evidence import Evidence
 from bigdit.search.finding.verdict import expected, process
@@ -58,11 +58,11 @@ def waterfall(
     question: Question,
     evidence: Evidence,
     chosen: Confirmed,
-    cards: Cards | None = None,
+    device: Device = NO_CARDS,
 ) -> tuple[Step, ...]:
     """The bars from the naive setting to `chosen`.
 
-    All run on `cards` where there are any, as large as they must be. Without, all that comes before recomputation and
+    All run on the device where it has cards, as large as they must be. Without, all that comes before recomputation and
     the recommended micro-batch is rehearsed with shallow siblings, at the naive micro-batch itself; those two are the
     search's predictions. The last bar is `chosen` as it was confirmed; which phase decides is said by siblings. Bars
     differ by what is allocated: each takes beside that what the allocator holds idle in `chosen`, for
@@ -70,9 +70,7 @@ def waterfall(
     Raises UserError where a sibling cannot be rehearsed.
     """
     steps = changes(sample, question, chosen.candidate)
-    found = bars(pool, sample, chosen.candidate, steps)
-    if cards is not None:
-        found = _run(cards, sample, steps, found)
+    found = _run(device, sample, steps, bars(pool, sample, chosen.candidate, steps))
     taken_last = chosen.process.high_bytes
     shared = taken_last - chosen.footprint.beside.high_bytes - chosen.answer.ledger.peak_allocated_bytes
     shown = []
@@ -106,11 +104,11 @@ def bars(pool: Pool, sample: Sample, chosen: Candidate, steps: Sequence[Change])
     return found
 
 
-def _run(cards: Cards, sample: Sample, steps: Sequence[Change], found: Sequence[Bar]) -> list[Bar]:
+def _run(device: Device, sample: Sample, steps: Sequence[Change], found: Sequence[Bar]) -> list[Bar]:
     """The same as they ran, but for the last, which did; as they were where one could not be run."""
     requests = [sample.request(recorded_part(each.strategy)) for each in steps[:-1]]
     ran = []
-    for bar, attempt in zip(found, cards.run([(request, ROOM) for request in requests]), strict=False):
+    for bar, attempt in zip(found, device.run([(request, ROOM) for request in requests]), strict=False):
         if attempt is None or not attempt.ran:
             ran.append(bar)
         else:
