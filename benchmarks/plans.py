@@ -83,8 +83,8 @@ class Line:
     @property
     def limits(self) -> list[tuple[int, int]]:
         """The largest micro-batches, rehearsed and run."""
-        one, other = self.rehearsed.buckets[0], self.emulated.buckets[0]
-        return [(one.none, other.none), (one.full, other.full)] if other.ran else []
+        both = zip(self.rehearsed.buckets, self.emulated.buckets, strict=True)  # none where the host is short
+        return [pair for one, other in both if other.ran for pair in ((one.none, other.none), (one.full, other.full))]
 
     def cells(self) -> list[str]:
         one, other = self.rehearsed, self.emulated

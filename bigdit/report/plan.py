@@ -39,6 +39,7 @@ def show(plan: Plan, folder: Path | None = None, console: Console | None = None)
         _memory(plan),
         *([_waterfall(plan)] if plan.waterfall else []),
         *([_limits(plan)] if plan.buckets else []),
+        *([lines("largest micro-batch", {"any size": words.NO_LIMIT})] if plan.short_of_host else []),
         *([_choices("alternatives", plan.front, plan)] if len(plan.front) > 1 else []),
         *([_rejected(plan)] if plan.rejected else []),
         lines("on the host and on disk", needs(plan, notes=False)),

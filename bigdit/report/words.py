@@ -31,6 +31,8 @@ PRECISIONS = {
 }
 ALLOCATOR = "PYTORCH_ALLOC_CONF=expandable_segments:True"
 
+NO_LIMIT = "none fits: host RAM is short with any micro-batch"
+
 _SPANS = ((86_400, "days"), (3_600, "h"), (60, "min"), (1, "s"), (1e-3, "ms"))
 
 

@@ -20,12 +20,12 @@ from bigdit.search.finding.limits import bucket_limits, limits_on
 from bigdit.search.needs.dataset import DatasetNeed, dataset_need, encoding_request
 from bigdit.search.needs.host import uncounted
 from bigdit.search.needs.schedule import run
-from bigdit.search.plan import Plan, Run, Step
+from bigdit.search.plan import BucketLimit, Plan, Run, Step
 from bigdit.search.predict.anchors import Sample
 from bigdit.search.question import Question
 from bigdit.search.telling.averages import averages
 from bigdit.search.telling.choices import confirmed, front
-from bigdit.search.telling.curves import curves, runs
+from bigdit.search.telling.curves import Runs, curves, runs
 from bigdit.search.telling.fixes import fixes, unproposed
 from bigdit.search.telling.settings import settings
 from bigdit.search.telling.smaller import smaller
@@ -87,9 +87,11 @@ def _plan(pool: Pool, question: Question, evidence: Evidence, device: Device) ->
     rooms = [capacity(question, each.proposal, evidence) for each in found.options]
     rows = front(sample, question, found.options, known, rooms, evidence, device)
     steps, notices = _explained(pool, sample, question, evidence, chosen, device)
-    limited = device if fits else NO_CARDS  # of what does not fit, sizes that would are not worth their minutes
-    buckets = bucket_limits(pool, sample, question, chosen.candidate, room, limited)
-    ran = runs(sample, chosen.candidate, buckets[0], room, limited)
+    buckets: tuple[BucketLimit, ...] = ()
+    ran: Runs = {}
+    if chosen.host.node_bytes <= question.host_memory_bytes:  # else no micro-batch fits
+        buckets = bucket_limits(pool, sample, question, chosen.candidate, room, device)
+        ran = runs(sample, chosen.candidate, buckets[0], room, device)
     every = [*found.options, *averages(pool, sample, question, found.options, option)]
     return Plan(
         question=question,

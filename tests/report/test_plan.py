@@ -212,6 +212,7 @@ def test_a_host_that_is_too_small_is_in_the_verdict(made):
         f"DOES NOT FIT: wants {gib(made.host.node_bytes)} of host RAM a machine, of 8.00 GiB (--host-memory); of the "
     )
     assert f"{said}card it wants " in text
+    assert "any size none fits: host RAM is short with any micro-batch" in text
     assert "--host-memory" not in plans.shown(made)
 
 

@@ -71,6 +71,7 @@ def test_a_plan_ran_and_so_did_its_alternatives_and_its_limit_and_one_more_did_n
     fits, more = map(make_plan, pinned)
     assert (fits.verdict, fits.buckets) == ("FITS", plan.buckets)
     assert more.verdict != "FITS"
+    assert more.buckets == plan.buckets  # of what does not fit they ran as well
     assert more.chosen.process.high_bytes > card.usable_bytes
     at_limit = next(choice for choice in plan.front if choice.strategy.micro_batch_size == limit.none)
     assert at_limit.step.launches.count == sum(each.launches for each in runs[0].launched.values())
@@ -249,3 +250,10 @@ def test_what_does_not_fit_has_no_say_in_what_is_preferred() -> None:
         (True, near),
         (False, 2),
     ]
+
+
+def test_no_micro_batch_is_looked_for_where_the_host_is_short() -> None:
+    only = Pins(engine="single", optimizer="adamw", checkpointed_blocks=0)
+    plan = make_plan(Question(model=SMALL, gpu=A40, resolution=(1024, 1024), pins=only, host_memory_bytes=MIB))
+    assert (plan.verdict, plan.short_of_host, plan.buckets) == ("DOES NOT FIT", True, ())
+    assert not any(curve.ran for curve in plan.curves)
