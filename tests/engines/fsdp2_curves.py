@@ -9,7 +9,7 @@ import json
 
 import torch
 import torch.distributed as dist
-from rehearsing import SANA
+from rehearsing import DIT, SANA
 
 from bigdit import engines, models
 from bigdit.dist import World, world_from_env
@@ -18,21 +18,6 @@ from bigdit.objective_spec import FlowMatchingSpec
 from bigdit.spec import ModelSpec, OptimizerSpec, Strategy
 from bigdit.train.step import train_step
 
-# The first block's embedder is called from outside the block, too.
-DIT = ModelSpec(
-    name="tiny-dit",
-    class_name="DiTTransformer2DModel",
-    kwargs={
-        "num_attention_heads": 2,
-        "attention_head_dim": 8,
-        "in_channels": 4,
-        "out_channels": 4,
-        "num_layers": 2,
-        "num_embeds_ada_norm": 10,
-        "sample_size": 8,
-        "patch_size": 2,
-    },
-)
 STEPS, SAMPLES = 4, 4
 
 

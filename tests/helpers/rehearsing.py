@@ -49,6 +49,21 @@ THREE_BLOCKS = ModelSpec(
         "patch_size": 1,
     },
 )
+# Its first block's embedder is called from outside the block, too: under FSDP2 a unit gathered for the backward pass.
+DIT = ModelSpec(
+    name="tiny-dit",
+    class_name="DiTTransformer2DModel",
+    kwargs={
+        "num_attention_heads": 2,
+        "attention_head_dim": 8,
+        "in_channels": 4,
+        "out_channels": 8,
+        "num_layers": 3,
+        "num_embeds_ada_norm": 10,
+        "sample_size": 8,
+        "patch_size": 2,
+    },
+)
 SHAPE = BatchShape(latents=(4, 8, 8), text=(6, 12))
 
 

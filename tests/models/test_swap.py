@@ -10,6 +10,7 @@ import pytest
 import torch
 from cards import answers
 from commands import DIGITS, HELPERS, SINGLE, TINY
+from rehearsing import DIT
 from stepping import equipped, one_batch
 from torch.utils._python_dispatch import TorchDispatchMode
 from training import exported, run_to
@@ -157,22 +158,6 @@ def test_weights_are_back_where_a_block_fails():
     with pytest.raises(TypeError):
         family.blocks(engine.model)[1].forward("no tensor", "nor this", "nor this")
     assert before == {name: parameter.data_ptr() for name, parameter in engine.model.named_parameters()}
-
-
-DIT = ModelSpec(
-    name="tiny-dit",
-    class_name="DiTTransformer2DModel",
-    kwargs={
-        "num_attention_heads": 2,
-        "attention_head_dim": 8,
-        "in_channels": 4,
-        "out_channels": 8,
-        "num_layers": 3,
-        "num_embeds_ada_norm": 10,
-        "sample_size": 8,
-        "patch_size": 2,
-    },
-)
 
 
 def test_what_is_called_from_outside_of_its_block_stays():

@@ -10,13 +10,13 @@ from collections import Counter
 import pytest
 import torch
 from proving import prove
-from rehearsing import SHAPE, rehearse_all
+from rehearsing import DIT, SHAPE, rehearse_all
 from rehearsing import THREE_BLOCKS as TINY
 
 from bigdit import models
 from bigdit.memory import ledger
 from bigdit.rehearse import RehearsalRequest
-from bigdit.spec import BatchShape, LoraSpec, ModelSpec, OptimizerSpec, Strategy
+from bigdit.spec import BatchShape, LoraSpec, OptimizerSpec, Strategy
 
 MICRO_BATCH_SIZE = 2
 
@@ -123,21 +123,6 @@ PLANNED = {
     "offload": _strategy(world_size=8, cpu_offload=True),
     "copies": _strategy(world_size=64, dp_replicate=8),
 }
-# Its first block's embedder is called from outside the block, too: a unit that is gathered for the backward pass.
-DIT = ModelSpec(
-    name="tiny-dit",
-    class_name="DiTTransformer2DModel",
-    kwargs={
-        "num_attention_heads": 2,
-        "attention_head_dim": 8,
-        "in_channels": 4,
-        "out_channels": 8,
-        "num_layers": 2,
-        "num_embeds_ada_norm": 10,
-        "sample_size": 8,
-        "patch_size": 2,
-    },
-)
 ADAPTED = {"all": _strategy(world_size=8), "adapters": _strategy(world_size=8, lora=LoraSpec(rank=4))}
 
 

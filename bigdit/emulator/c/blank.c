@@ -31,6 +31,7 @@ static int order(const void *one, const void *other) {
 /* Private memory of no file begins there, until it is forgotten. */
 void blank_remember(const void *at, size_t n) {
     struct range *new = malloc(sizeof *new), **kept;
+    if (!new) return; /* what is not known is read */
     *new = (struct range){at, n};
     pthread_mutex_lock(&lock);
     kept = tsearch(new, &ranges, order);
