@@ -7,6 +7,31 @@ from dataclasses import dataclass
 
 from bigdit.errors import UserError
 
+ACCELERATE = {
+    "cpu": ("ACCELERATE_USE_CPU", "false"),
+    "use_deepspeed": ("ACCELERATE_USE_DEEPSPEED", ""),
+    "use_fsdp": ("ACCELERATE_USE_FSDP", ""),
+    "use_megatron_lm": ("ACCELERATE_USE_MEGATRON_LM", ""),
+    "mixed_precision": ("ACCELERATE_MIXED_PRECISION", "no"),
+    "dynamo_backend": ("ACCELERATE_DYNAMO_BACKEND", "no"),
+    "gradient_accumulation_steps": ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", ""),
+    "gradient_clipping": ("ACCELERATE_GRADIENT_CLIPPING", ""),
+    "deepspeed_config_file": ("ACCELERATE_DEEPSPEED_CONFIG_FILE", ""),
+    "zero_stage": ("ACCELERATE_DEEPSPEED_ZERO_STAGE", ""),
+    "offload_optimizer_device": ("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", ""),
+    "offload_param_device": ("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", ""),
+    "fsdp_version": ("FSDP_VERSION", ""),
+    "fsdp_offload_params": ("FSDP_OFFLOAD_PARAMS", "false"),
+    "fsdp_reshard_after_forward": ("FSDP_RESHARD_AFTER_FORWARD", "true"),
+    "fsdp_activation_checkpointing": ("FSDP_ACTIVATION_CHECKPOINTING", "false"),
+    "parallelism_config_dp_replicate_size": ("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "1"),
+    "parallelism_config_tp_size": ("PARALLELISM_CONFIG_TP_SIZE", "1"),
+    "parallelism_config_cp_size": ("PARALLELISM_CONFIG_CP_SIZE", "1"),
+    "parallelism_config_sp_size": ("PARALLELISM_CONFIG_SP_SIZE", "1"),
+}
+"""Options of `accelerate launch` that say how a step is run, the variables by which its processes learn of them
+(accelerate/utils/launch.py), and what these say where nobody asked."""
+
 
 @dataclass(frozen=True)
 class World:
@@ -30,3 +55,9 @@ def world_from_env() -> World:
             raise UserError(f"the environment variable {key} should be a number, and {text!r} was found")
         values[key] = int(text)
     return World(values["RANK"], values["LOCAL_RANK"], values["WORLD_SIZE"])
+
+
+def asked_of_accelerate() -> dict[str, str]:
+    """What `accelerate launch` was asked for of ACCELERATE, by options or its config; of other launchers nothing."""
+    found = {option: (os.environ.get(variable, ""), unasked) for option, (variable, unasked) in ACCELERATE.items()}
+    return {option: text for option, (text, unasked) in found.items() if text.lower() not in ("", "auto", unasked)}

@@ -47,9 +47,9 @@ _PRECISIONS = {
 }
 
 
-def read_ds_config(path: Path) -> dict[str, Any]:
-    """The document as it stands. Raises UserError where it is missing or not a JSON object."""
-    return read_mapping(path, parse_json, f"engine.ds_config: {path}", "a JSON object")
+def read_ds_config(path: Path, key: str = "engine.ds_config") -> dict[str, Any]:
+    """The document as it stands, which `key` names. Raises UserError where it is missing or not a JSON object."""
+    return read_mapping(path, parse_json, f"{key}: {path}", "a JSON object")
 
 
 def ds_values(strategy: Strategy, section: str = "") -> Values:

@@ -14,7 +14,7 @@ from bigdit.search.telling.record import record
 
 WIDTH = 78
 PORT = 29500
-_ALONE = ("--standalone", "--multi_gpu")  # options without a value
+_ALONE = ("--standalone", "--multi_gpu", "--use_deepspeed")  # options without a value
 
 
 class Command(NamedTuple):
@@ -67,9 +67,9 @@ def commands(plan: Plan, folder: Path) -> list[Command]:
         train = ("bigdit", "train", "--plan", str(folder), "--config", str(config))
         found.append(Command("on this machine; the same command resumes", train))
     if recorded.strategy.engine == "deepspeed":
-        found.append(_deepspeed(folder, config, spread))
+        found += [_deepspeed(folder, config, spread), *_accelerate(folder, config, spread, "--use_deepspeed")]
     elif recorded.strategy.engine == "fsdp2":
-        found += _torchrun(folder, config, spread) + _accelerate(folder, config, spread)
+        found += _torchrun(folder, config, spread) + _accelerate(folder, config, spread, "--multi_gpu")
     else:
         found.append(Command("or", ("python", "launch/train.py", *_arguments(folder, config))))
     return found
@@ -105,12 +105,13 @@ def _torchrun(folder: Path, config: Path, spread: Sequence[int]) -> list[Command
     ]
 
 
-def _accelerate(folder: Path, config: Path, spread: Sequence[int]) -> list[Command]:
-    """accelerate's launcher, which starts as many processes on each machine."""
+def _accelerate(folder: Path, config: Path, spread: Sequence[int], kind: str) -> list[Command]:
+    """accelerate's launcher of this kind, which starts as many processes on each machine."""
     if len(set(spread)) > 1:
         return []
-    words = ["accelerate", "launch", "--multi_gpu", "--num_machines", str(len(spread))]
-    words += ["--num_processes", str(sum(spread))]
+    words = ["accelerate", "launch", kind, "--num_machines", str(len(spread)), "--num_processes", str(sum(spread))]
+    if len(spread) > 1 and kind == "--use_deepspeed":  # else the first would start the others, by pdsh
+        words += ["--deepspeed_multinode_launcher", "standard"]
     if len(spread) > 1:
         words += ["--machine_rank", "$NODE_RANK", "--main_process_ip", "$HEAD", "--main_process_port", str(PORT)]
     comment = "or by accelerate" if len(spread) == 1 else "or on each by accelerate"

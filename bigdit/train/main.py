@@ -15,7 +15,7 @@ from bigdit.config import load_stages
 from bigdit.config.plan_file import read_plan_file
 from bigdit.dist import World, world_from_env
 from bigdit.errors import EXIT_USER, guard, shown
-from bigdit.train.prepare import check_stores, prepare_stages, with_ds_config, with_grace
+from bigdit.train.prepare import check_launcher, check_stores, prepare_stages, with_ds_config, with_grace
 from bigdit.train.processes.orphan import LAUNCHER, end_with_launcher
 
 EXPANDABLE = "expandable_segments:True"
@@ -71,6 +71,7 @@ def _train(config: Path, overrides: Sequence[str], source: Path | None, around: 
     plan = None if source is None else read_plan_file(source)
     stages = load_stages(config, overrides, plan, source)
     prepared = prepare_stages(stages, world.world_size)
+    check_launcher(prepared)
     check_stores(stages)
     for stage in stages:
         for line in stage.plan_notices(revision()) if world.is_main else ():

@@ -12,6 +12,7 @@ from bigdit.catalog.classes import condition_problems
 from bigdit.catalog.families import argument_problems, objective_of, training_obstacle
 from bigdit.catalog.resolve import model_spec
 from bigdit.config import RunConfig, Stage, check, strategy_of
+from bigdit.config.accelerate import check_accelerate
 from bigdit.config.plan_file import PlanFile
 from bigdit.config.planned import planned_strategy
 from bigdit.config.stages import not_shared, of_each
@@ -75,6 +76,13 @@ def prepare(run: RunConfig, world_size: int, plan: PlanFile | None = None) -> tu
     if problems := [*condition_problems(run, spec), *_missing_trackers(run)]:
         raise UserError(*problems)
     return spec, strategy_of(run, world_size) if plan is None else planned_strategy(run, plan, world_size)
+
+
+def check_launcher(prepared: Sequence[Prepared]) -> None:
+    """Raise UserError where the launcher of these processes was asked for other steps than those of the stages."""
+    of_each(
+        range(len(prepared)), lambda number: check_accelerate(prepared[number].stage.run, prepared[number].strategy)
+    )
 
 
 def check_stores(stages: Sequence[Stage]) -> None:

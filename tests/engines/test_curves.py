@@ -132,11 +132,12 @@ def test_accelerate_launch_checkpointing_and_accumulation(features, reference, t
     output = tmp_path / "run"
     fsdp2 = ["engine.name=fsdp2", "engine.ds_config=null", "train.precision=fp32", "train.micro_batch_size=2"]
     done = run_command(
-        *(BIN / "accelerate", "launch", "--cpu", "--num_processes", 2, "--num_machines", 1, "--mixed_precision", "no"),
-        *("--dynamo_backend", "no", "--main_process_port", free_port(), TRAIN),
+        *(BIN / "accelerate", "launch", "--multi_gpu", "--num_processes", 2, "--num_machines", 1),
+        *("--main_process_port", free_port(), TRAIN),
         *("--config", DIGITS, *overrides(features, output, *fsdp2, "train.checkpointed_blocks=1")),
     )
     assert done.returncode == 0, done.stderr
+    assert json.loads((output / "receipt.json").read_text())["strategy"]["world_size"] == 2
     assert losses(output) == pytest.approx(reference["fp32"], rel=TOLERANCE["fp32"])
 
 

@@ -51,11 +51,12 @@ def node(nodes, processes, rank):
     )
 
 
-def by_accelerate(machines, processes, *placed):
-    words = f"accelerate launch --multi_gpu --num_machines {machines} --num_processes {processes}"
+def by_accelerate(kind, machines, processes, *placed):
+    words = f"accelerate launch {kind} --num_machines {machines} --num_processes {processes}"
     return " ".join([words, *placed, f"launch/train.py {BY_PLAN}"])
 
 
+STANDARD = "--deepspeed_multinode_launcher standard"
 PLACED = ("--machine_rank $NODE_RANK", "--main_process_ip $HEAD", f"--main_process_port {PORT}")
 
 
@@ -65,9 +66,15 @@ def test_commands_are_those_of_the_engine_and_the_machines(made):
     deepspeed = f"launch/train.py --ds-config plans/x/ds_config.json {BY_PLAN}"
     zero2 = plans.sharded_plan(8)
     assert printed(made) == [EXTRACT, SHORT, f"python launch/train.py {BY_PLAN}"]
-    assert printed(zero2) == [EXTRACT, SHORT, f"deepspeed --num_gpus 8 {deepspeed}"]
-    assert printed(plans.sharded_plan(32)) == [EXTRACT, f"deepspeed --hostfile hostfile {deepspeed}"]
-    _, on_four = commands(plans.sharded_plan(32), Path("plans/x"))
+    assert printed(zero2) == [
+        *(EXTRACT, SHORT, f"deepspeed --num_gpus 8 {deepspeed}"),
+        by_accelerate("--use_deepspeed", 1, 8),
+    ]
+    assert printed(plans.sharded_plan(32)) == [
+        *(EXTRACT, f"deepspeed --hostfile hostfile {deepspeed}"),
+        by_accelerate("--use_deepspeed", 4, 32, STANDARD, *PLACED),
+    ]
+    _, on_four, _ = commands(plans.sharded_plan(32), Path("plans/x"))
     assert on_four.comment == "on the first machine, with 4 lines `host slots=8` in hostfile"
     _, uneven = commands(plans.sharded_plan(9), Path("plans/x"))
     assert uneven.comment == "on the first machine, with `host slots=8`, `host slots=1` in hostfile"
@@ -75,9 +82,12 @@ def test_commands_are_those_of_the_engine_and_the_machines(made):
         EXTRACT,
         SHORT,
         f"torchrun --standalone --nproc-per-node 8 launch/train.py {BY_PLAN}",
-        by_accelerate(1, 8),
+        by_accelerate("--multi_gpu", 1, 8),
     ]
-    assert printed(on(made, fsdp2(12))) == [EXTRACT, node(2, 6, "$NODE_RANK"), by_accelerate(2, 12, *PLACED)]
+    assert printed(on(made, fsdp2(12))) == [
+        *(EXTRACT, node(2, 6, "$NODE_RANK")),
+        by_accelerate("--multi_gpu", 2, 12, *PLACED),
+    ]
     assert printed(on(made, fsdp2(9))) == [EXTRACT, node(2, 8, 0), node(2, 1, 1)]
 
 
@@ -105,8 +115,8 @@ for line in json.load(sys.stdin):
                       parsed.training_script_args])
     elif name == "accelerate":
         parsed = launch_command_parser().parse_args(words[1:])
-        found.append([parsed.num_machines, parsed.num_processes, parsed.machine_rank, parsed.training_script,
-                      parsed.training_script_args])
+        found.append([parsed.num_machines, parsed.num_processes, parsed.machine_rank, parsed.use_deepspeed,
+                      parsed.training_script, parsed.training_script_args])
     else:
         parsed = runner.parse_args(words)
         found.append([parsed.hostfile, parsed.num_gpus, 0, parsed.user_script, parsed.user_args])
@@ -120,11 +130,13 @@ print(json.dumps(found))
     ds = ["--ds-config", str(FOLDER / "ds_config.json")]
     assert json.loads(done.stdout.splitlines()[-1]) == [
         ["1:1", "8", 0, "launch/train.py", by_plan],
-        [1, 8, None, "launch/train.py", by_plan],
+        [1, 8, None, False, "launch/train.py", by_plan],
         ["2", "6", 1, "launch/train.py", by_plan],
-        [2, 12, 1, "launch/train.py", by_plan],
+        [2, 12, 1, False, "launch/train.py", by_plan],
         ["/job/hostfile", 8, 0, "launch/train.py", ds + by_plan],
+        [1, 8, None, True, "launch/train.py", by_plan],
         ["hostfile", -1, 0, "launch/train.py", ds + by_plan],
+        [4, 32, 1, True, "launch/train.py", by_plan],
     ]
 
 

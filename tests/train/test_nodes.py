@@ -132,11 +132,15 @@ def test_two_copies_of_the_model_on_two_machines_by_torchrun(features, tmp_path,
     holds(folder, strategy, reference)
 
 
-def test_two_machines_by_accelerate(features, tmp_path, environment, reference):
-    """With two processes on each."""
-    strategy = parse_strategy(["fsdp2,world_size=4,micro_batch_size=2,precision=fp32"])
+@pytest.mark.parametrize(
+    ("asked", "processes"),
+    [("fsdp2,world_size=4,micro_batch_size=2", 2), ("zero3,world_size=2,micro_batch_size=4", 1)],
+)
+def test_two_machines_by_accelerate(features, tmp_path, environment, reference, asked, processes):
+    """With so many processes on each."""
+    strategy = parse_strategy([f"{asked},precision=fp32"])
     folder = planned(strategy, features, tmp_path / "plan")
-    command = printed("accelerate", strategy, 2, folder)
+    command = printed("accelerate", strategy, processes, folder)
     assert command.comment == "or on each by accelerate"
     on_two_machines(command, environment)
     holds(folder, strategy, reference)

@@ -8,7 +8,7 @@ import os
 import subprocess
 
 import pytest
-from cards import TIME_LIMIT_S, answers
+from cards import TIME_LIMIT_S, answers, on_card
 from commands import DIGITS, ROOT, SINGLE, TINY, with_set
 from plan_files import TINY_KWARGS, plan_of, run_yaml, write
 
@@ -99,12 +99,19 @@ def check_phases(record, plan, receipt):
 
 
 DEEPSPEED = ("-m", "deepspeed.launcher.runner", "--log_level", "warning", "--num_gpus", "2")
+ACCELERATE = (
+    *("-m", "accelerate.commands.accelerate_cli", "launch", "--use_deepspeed", "--num_processes", "2"),
+    *("--zero_stage", "3", "--mixed_precision", "bf16"),
+)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", ["zero2_bf16", "zero3_bf16"])
-def test_deepspeed_trains_on_two_cards(features, tmp_path, stage):
-    command = (*DEEPSPEED, "--master_port", str(_port()), "launch/train.py", "--ds-config", f"ds_configs/{stage}.json")
+@pytest.mark.parametrize(
+    ("launcher", "stage"), [((*DEEPSPEED, "--master_port"), 2), ((*ACCELERATE, "--main_process_port"), 3)]
+)
+def test_deepspeed_trains_on_two_cards(features, tmp_path, launcher, stage):
+    ds_config = f"ds_configs/zero{stage}_bf16.json"
+    command = (*launcher, str(_port()), "launch/train.py", "--ds-config", ds_config)
     check(on_two_cards(features, tmp_path, *command), tmp_path, 2)
 
 
@@ -143,6 +150,25 @@ def test_a_card_measures_what_was_rehearsed_to_the_byte(features, tmp_path, expa
     assert receipt["expandable_segments"] is expandable
     assert receipt["predicted_peak_allocated_bytes"] == receipt["measured_peak_allocated_bytes"]
     assert receipt["predicted_peak_reserved_bytes"] == receipt["measured_peak_reserved_bytes"]
+
+
+TRAINED = """
+import json, os, sys
+from bigdit.train.main import main
+sys.exit(main(json.loads(os.environ["ARGUMENTS"])))
+"""
+
+
+@pytest.mark.slow
+def test_cards_that_accelerate_was_to_leave_alone_are_refused(features, tmp_path):
+    overrides = (*TINY, *STEPS, *SINGLE, f"data.features={features}", f"output={tmp_path}")
+    arguments = ["--config", str(DIGITS), *with_set(overrides)]
+    done = on_card("a40", TRAINED, ARGUMENTS=json.dumps(arguments), ACCELERATE_USE_CPU="True")  # as accelerate says it
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert done.stderr.splitlines()[-1] == (
+        "error: accelerate was asked for --cpu (ACCELERATE_USE_CPU), and runs take the cards that they see; leave it "
+        "out, or hide the cards: CUDA_VISIBLE_DEVICES="
+    )
 
 
 OPTIMIZERS = (

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from bigdit import libraries
-from bigdit.dist import World
+from bigdit.dist import World, asked_of_accelerate
 from bigdit.errors import UserError
 from bigdit.train.processes.leftovers import remove_leftovers
 
@@ -32,11 +32,17 @@ def process_group(
     """The device of this process, inside a process group where one is `needed` or several processes run.
 
     `on_host`: tensors of the host are reduced too, as FSDP2 does with what it keeps there. `timeout`: seconds that a
-    process waits for another. Raises UserError where the processes do not find each other.
+    process waits for another. Raises UserError where the processes do not find each other, and for cards that
+    accelerate was asked to leave alone.
     """
     device = torch.device("cpu")
     backend = "gloo"
     if torch.cuda.is_available():
+        if "cpu" in asked_of_accelerate():
+            raise UserError(
+                "accelerate was asked for --cpu (ACCELERATE_USE_CPU), and runs take the cards that they see; leave it "
+                "out, or hide the cards: CUDA_VISIBLE_DEVICES="
+            )
         device = torch.device("cuda", world.local_rank)
         torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl" if on_host else "nccl"

@@ -1,0 +1,99 @@
+"""What `accelerate launch` was asked for of what the run or its plan decides: the same, or it is refused.
+
+Its options reach processes as variables that accelerate's own Accelerator heeds: a run that passed over them would
+train otherwise than whoever started it has asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from bigdit.config.deepspeed import complete_ds_config, ds_values, read_ds_config
+from bigdit.config.planned import differences, said
+from bigdit.config.run import RunConfig
+from bigdit.dist import ACCELERATE, asked_of_accelerate
+from bigdit.errors import UserError
+from bigdit.spec import Strategy
+
+_ENGINES = {"use_deepspeed": "deepspeed", "use_fsdp": "fsdp2", "use_megatron_lm": "megatron"}
+_STARTED = {
+    "deepspeed": "say --use_deepspeed",
+    "fsdp2": "say --use_fsdp --fsdp_version 2, or --multi_gpu",
+    "single": "start it by `python launch/train.py`",
+}
+_PRECISIONS = {"fp32": "no", "tf32": "no", "bf16": "bf16", "bf16_sr": "bf16", "fp16": "fp16"}
+
+
+def check_accelerate(run: RunConfig, strategy: Strategy) -> None:
+    """Raise UserError with all that accelerate's launcher was asked for and `run`, stepped by `strategy`, is not."""
+    asked = asked_of_accelerate()
+    problems = [
+        _problem(asked, option, f"engine.name is {strategy.engine}", _STARTED[strategy.engine])
+        for option, engine in _ENGINES.items()
+        if option in asked and engine != strategy.engine
+    ]
+    if problems := problems or [*_option_problems(asked, strategy), *_file_problems(asked, run, strategy)]:
+        raise UserError(*problems)
+
+
+def _option_problems(asked: dict[str, str], strategy: Strategy) -> Iterator[str]:
+    for option, (wanted, decided) in _decided(strategy).items():
+        if option in asked and _plain(asked[option]) != _plain(wanted):
+            yield _problem(asked, option, decided, f"say --{option} {_plain(wanted)}")
+
+
+def _decided(strategy: Strategy) -> dict[str, tuple[object, str]]:
+    """By option of accelerate: what it would be for this strategy, and what decides it."""
+    accum, clipping, replicas = strategy.grad_accum_steps, strategy.gradient_clipping, strategy.dp_replicate
+    found: dict[str, tuple[object, str]] = {
+        "mixed_precision": (_PRECISIONS[strategy.precision], f"train.precision is {strategy.precision}"),
+        "dynamo_backend": (
+            "inductor" if strategy.compile_blocks else "no",
+            f"train.compile_blocks is {said(strategy.compile_blocks)}",
+        ),
+        "gradient_accumulation_steps": (accum, f"train.grad_accum_steps is {accum}"),
+        "gradient_clipping": (clipping or 0, f"train.gradient_clipping is {said(clipping)}"),
+        "parallelism_config_dp_replicate_size": (replicas, f"engine.dp_replicate is {replicas}"),
+        **{f"parallelism_config_{way}_size": (1, "no two processes share a sample") for way in ("tp", "cp", "sp")},
+    }
+    if strategy.ds_config is not None:
+        zero, of = strategy.ds_config.get("zero_optimization", {}), "engine.ds_config: zero_optimization"
+        found["zero_stage"] = (strategy.zero_stage, f"{of}.stage is {strategy.zero_stage}")
+        for part in ("offload_optimizer", "offload_param"):
+            device = (zero.get(part) or {}).get("device", "none")
+            found[f"{part}_device"] = (device, f"{of}.{part}.device is {device}")
+    if strategy.engine == "fsdp2":
+        offload, reshard, blocks = strategy.cpu_offload, strategy.reshard_after_forward, strategy.checkpointed_blocks
+        found |= {
+            "fsdp_version": (2, "engine.name is fsdp2"),
+            "fsdp_offload_params": (offload, f"engine.cpu_offload is {said(offload)}"),
+            "fsdp_reshard_after_forward": (reshard, f"engine.reshard_after_forward is {said(reshard)}"),
+            "fsdp_activation_checkpointing": (blocks != 0, f"train.checkpointed_blocks is {blocks}"),
+        }
+    return found
+
+
+def _file_problems(asked: dict[str, str], run: RunConfig, strategy: Strategy) -> Iterator[str]:
+    option, path = "deepspeed_config_file", asked.get("deepspeed_config_file")
+    if path is None or strategy.ds_config is None:
+        return
+    found, problems = complete_ds_config(read_ds_config(Path(path), f"--{option}"), ds_values(strategy, "train."))
+    yield from (f"--{option} {path}: {problem}" for problem in problems)
+    for key, own, wanted in () if problems else differences(found, strategy.ds_config, ""):
+        decided = f"{key} in it is {said(own)}, and in engine.ds_config {said(wanted)}"
+        yield _problem(asked, option, decided, f"say --{option} {run.engine.ds_config}")
+
+
+def _problem(asked: dict[str, str], option: str, decided: str, fix: str) -> str:
+    value = "" if option in _ENGINES else f" {asked[option]}"
+    return f"accelerate was asked for --{option}{value} ({ACCELERATE[option][0]}), and {decided}; {fix}"
+
+
+def _plain(value: object) -> str:
+    """`1` of 1, 1.0 and "1.0"; `true` of True."""
+    text = str(value).lower()
+    try:
+        return f"{float(text):g}"
+    except ValueError:
+        return text
