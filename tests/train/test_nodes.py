@@ -146,16 +146,41 @@ def test_two_machines_by_accelerate(features, tmp_path, environment, reference, 
     holds(folder, strategy, reference)
 
 
-def test_zero2_on_two_machines_of_a_hostfile(features, tmp_path, environment, reference):
-    strategy = parse_strategy(["zero2,world_size=2,micro_batch_size=4,precision=fp32"])
+@pytest.fixture
+def hostfile(tmp_path):
+    file = tmp_path / "hostfile"
+    file.write_text("one slots=1\nother slots=1\n")
+    return file
+
+
+def on_the_first(words: list[str], environment: dict[str, str]) -> None:
+    """Run what starts both machines."""
+    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+ZERO2 = "zero2,world_size=2,micro_batch_size=4,precision=fp32"
+
+
+def test_zero2_on_two_machines_of_a_hostfile(features, tmp_path, environment, reference, hostfile):
+    strategy = parse_strategy([ZERO2])
     folder = planned(strategy, features, tmp_path / "plan")
     command = printed("deepspeed", strategy, 1, folder)
     assert command.comment == "on the first machine, with 2 lines `host slots=1` in hostfile"
-    hostfile = tmp_path / "hostfile"
-    hostfile.write_text("one slots=1\nother slots=1\n")
     assert str(folder / DS_CONFIG) in command.words
     words = ["deepspeed", "--master_port", str(free_port()), *command.words[1:]]
-    words = [str(hostfile) if word == "hostfile" else word for word in words]
-    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    on_the_first([str(hostfile) if word == "hostfile" else word for word in words], environment)
     holds(folder, strategy, reference)
+
+
+def test_accelerate_hands_a_hostfile_over_to_deepspeed(features, tmp_path, environment, reference, hostfile):
+    """And its options in a file that `deepspeed` reads."""
+    strategy = parse_strategy([ZERO2])
+    folder = planned(strategy, features, tmp_path / "plan")
+    asked = f"--use_deepspeed --zero_stage 2 --num_machines 2 --num_processes 2 --deepspeed_hostfile {hostfile}"
+    where = f"--machine_rank 0 --main_process_ip 127.0.0.1 --main_process_port {free_port()}"
+    run = f"launch/train.py --plan {folder}/plan.yaml --config {folder}/run.yaml"
+    left = tmp_path / "deepspeed_env"
+    on_the_first(f"accelerate launch {asked} {where} {run}".split(), environment | {"DS_ENV_FILE": str(left)})
+    holds(folder, strategy, reference)
+    assert "ACCELERATE_DEEPSPEED_ZERO_STAGE=2" in left.read_text().splitlines()
