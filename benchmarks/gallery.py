@@ -94,7 +94,7 @@ def cells(kept: Sequence[Cell]) -> Iterator[Cell]:
 
 def ran(asked: Sequence[Cell], card: catalog.Gpu, gpus: int) -> Iterator[Cell]:
     """What is not known of the cells of a card, found there; the next cell is tried from the last one's size on."""
-    beside_bytes = beside_torch(card.compute_capability, gpus, None, card.multiprocessors).high_bytes
+    beside_bytes = beside_torch(card.compute_capability, gpus, multiprocessors=card.multiprocessors).high_bytes
     guess = dict.fromkeys(MODELS, 1)
     with Cards(card) as cards:
         for cell in asked:

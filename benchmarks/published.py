@@ -21,6 +21,7 @@ from bigdit.catalog.encoders import online_encoders
 from bigdit.config.strategy import parse_strategy
 from bigdit.errors import UserError
 from bigdit.memory.footprint import footprint
+from bigdit.memory.process import beside_training
 from bigdit.rehearse import RehearsalError, RehearsalRequest, rehearse
 from bigdit.units import GIB, MIB
 
@@ -88,7 +89,7 @@ def _predict(row: dict[str, Any]) -> dict[str, int] | str:
         size = rehearse(request, timeout_s=900).sizes[0]
     except (UserError, RehearsalError) as error:
         return str(error).splitlines()[-1]
-    taken = footprint(size.timeline, gpu.usable_bytes, gpu.compute_capability, strategy.world_size)
+    taken = footprint(size.timeline, gpu.usable_bytes, beside_training(strategy, gpu.compute_capability))
     return {
         "allocated": size.ledger.peak_allocated_bytes,
         "reserved": taken.segments.wanted_bytes,

@@ -186,8 +186,7 @@ def _text(tokens: int, dim: int | None, arguments: dict[str, Any]) -> Text:
 
 def _took(found: Recipe, receipts: Sequence[Receipt]) -> Took:
     gpu, plans = catalog.resolve_gpu(found.about.gpu), [planned(found, document) for document in stages_of(found)]
-    communicators = None if found.processes > 1 else 0
-    beside = beside_torch(gpu.compute_capability, found.processes, communicators, gpu.multiprocessors)
+    beside = beside_torch(gpu.compute_capability, found.processes, multiprocessors=gpu.multiprocessors)
     stores = [plan.dataset.store_bytes for plan in plans if plan.dataset]
     host_bytes, seconds = _needs(found, plans)
     reserved = max(each.measured_peak_reserved_bytes or 0 for each in receipts)

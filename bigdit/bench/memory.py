@@ -18,8 +18,7 @@ from bigdit.emulator import on_emulated_card
 from bigdit.errors import UserError, versions
 from bigdit.memory import Category, Timeline
 from bigdit.memory.caching import OutOfMemory
-from bigdit.memory.footprint import beside_steps
-from bigdit.memory.process import ByteRange
+from bigdit.memory.process import ByteRange, beside_training
 from bigdit.rehearse import RehearsalRequest, RehearsedSize
 from bigdit.rehearse.ask import request_for
 from bigdit.rehearse.card.client import Card, build_with
@@ -218,7 +217,7 @@ class MemoryBenchmark:
 
     def _point(self, run: Run | None, request: RehearsalRequest, answer: RehearsedSize) -> Point:
         gpu, timeline = self._gpu, answer.timeline
-        beside = beside_steps(timeline, gpu.compute_capability, request.strategy.world_size, gpu.multiprocessors)
+        beside = beside_training(request.strategy, gpu.compute_capability, gpu.multiprocessors)
         capacity = max(gpu.usable_bytes - beside.high_bytes, 1)
         rehearsed, found = self._replayed(timeline, capacity), None
         decides, ran = rehearsed, None

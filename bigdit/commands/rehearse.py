@@ -37,6 +37,7 @@ def run(
     from bigdit import catalog, log
     from bigdit.config.strategy import parse_strategy
     from bigdit.memory.footprint import footprint
+    from bigdit.memory.process import beside_training
     from bigdit.rehearse import rehearse
     from bigdit.rehearse.ask import parse_resolution, request_for
 
@@ -50,8 +51,8 @@ def run(
     )
     with log.err.status(f"rehearsing the training step of {request.model.name}"):
         found = rehearse(request, timeout_s=timeout).sizes[0]
-    world_size = request.strategy.world_size
-    taken = footprint(found.timeline, card.usable_bytes, card.compute_capability, world_size, card.multiprocessors)
+    beside = beside_training(request.strategy, card.compute_capability, card.multiprocessors)
+    taken = footprint(found.timeline, card.usable_bytes, beside)
     if as_json:
         log.emit_json(_document(request, found, taken, card))
     else:

@@ -108,7 +108,7 @@ class Answers:
         if isinstance(answer, UserError):
             raise answer
         ran = self._run(wanted)[0] if question.device == "emulated" else None
-        found = judged(question, self._band, strategy.world_size, answer, ran)
+        found = judged(question, self._band, strategy, answer, ran)
         work, calibration = work_of(found.timeline, strategy), self._evidence.calibration(strategy)
         speed = step_time(work, strategy, question.gpu, question.cluster, calibration, found.launches).seconds
         return Answer(

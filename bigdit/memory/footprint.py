@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import NonNegativeInt, PositiveInt
 
 from bigdit.memory.allocator import Replay, replay
-from bigdit.memory.process import ByteRange, beside_torch
+from bigdit.memory.process import ByteRange
 from bigdit.memory.timeline import Timeline
 from bigdit.spec import Strict
 
@@ -42,31 +42,8 @@ class Footprint(Strict):
         return ByteRange(low_bytes=reserved, high_bytes=reserved) + self.beside
 
 
-def beside_steps(
-    timeline: Timeline, compute_capability: tuple[int, int], world_size: int, multiprocessors: int | None = None
-) -> ByteRange:
-    """What a process that does this takes of a card beside torch's reserved memory.
-
-    Raises UserError for an unknown compute capability.
-    """
-    # NCCL makes a communicator for each group; groups of one size are taken to be one.
-    groups = len({each.group_size for each in timeline.collectives if each.group_size > 1})
-    communicators = int(bool(timeline.collectives)) if world_size == 1 else groups or 1
-    return beside_torch(compute_capability, world_size, communicators, multiprocessors)
-
-
-def footprint(
-    timeline: Timeline,
-    usable_bytes: int,
-    compute_capability: tuple[int, int],
-    world_size: int,
-    multiprocessors: int | None = None,
-) -> Footprint:
-    """Replay `timeline` on a card of `usable_bytes`; `multiprocessors` as `cuda_context` takes them.
-
-    Raises UserError for an unknown compute capability.
-    """
-    beside = beside_steps(timeline, compute_capability, world_size, multiprocessors)
+def footprint(timeline: Timeline, usable_bytes: int, beside: ByteRange) -> Footprint:
+    """Replay `timeline` on a card of `usable_bytes`, of which the process takes so many `beside` torch's."""
     capacity = max(usable_bytes - beside.high_bytes, 1)
 
     def way(expandable_segments: bool) -> Reserved:

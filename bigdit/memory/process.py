@@ -11,7 +11,7 @@ from pydantic import NonNegativeInt, model_validator
 
 from bigdit.catalog.capability import capability
 from bigdit.catalog.gpus import gpus
-from bigdit.spec import Strict
+from bigdit.spec import Strategy, Strict
 from bigdit.units import KIB, MIB
 
 
@@ -81,10 +81,14 @@ Derived from a measurement: 484 MiB for one rank on an RTX 3090 (NVIDIA/nccl#236
 256 MiB.
 """
 
-NCCL_ALONE = ByteRange(low_bytes=0, high_bytes=580 * MIB)
-"""A communicator of one process, which DeepSpeed makes and uses, and FSDP2 makes.
+NCCL_ALONE = {
+    "single": ByteRange(low_bytes=0, high_bytes=0),
+    "deepspeed": ByteRange(low_bytes=0, high_bytes=580 * MIB),
+    "fsdp2": ByteRange(low_bytes=0, high_bytes=84 * MIB),
+}
+"""A communicator of one process by its engine: DeepSpeed makes and uses one, and FSDP2 makes one.
 
-Measured on an H100 (torch 2.11, NCCL of CUDA 13.0; benchmarks/gpu_matrix.md): 580 MiB in ZeRO-2, 84 in FSDP2; of bare
+Measured on an H100 (torch 2.11, NCCL of CUDA 13.0; benchmarks/gpu_matrix.md): in ZeRO-2 and in FSDP2; of bare
 collectives 564 MiB with the first communicator, 388 with a second.
 """
 
@@ -109,17 +113,15 @@ def _multiprocessors(compute_capability: tuple[int, int]) -> list[int]:
     return [card.multiprocessors for card in gpus() if card.compute_capability == compute_capability]
 
 
-def nccl_buffers(compute_capability: tuple[int, int], world_size: int, communicators: int | None = None) -> ByteRange:
-    """NCCL's memory on one card with so many communicators: if not said, one, and none where a process is alone.
+def nccl_buffers(compute_capability: tuple[int, int], world_size: int, communicators: int = 1) -> ByteRange:
+    """NCCL's memory on one card with so many communicators among processes; none where a process is alone.
 
     How many processes there are does not matter beyond two nodes (NVIDIA/nccl#986). Raises UserError as `cuda_context`
     does.
     """
     capability(compute_capability)  # refuses one that is not known, also for a process alone
-    if communicators is None:
-        communicators = int(world_size > 1)
-    if world_size == 1 or communicators == 0:
-        return NCCL_ALONE * communicators
+    if world_size == 1:
+        return ByteRange(low_bytes=0, high_bytes=0)
     few, many = CHANNELS[compute_capability]
     channels = ByteRange(low_bytes=NCCL_CHANNEL.low_bytes * few, high_bytes=NCCL_CHANNEL.high_bytes * many)
     return NCCL_LIBRARY + channels * communicators
@@ -128,18 +130,24 @@ def nccl_buffers(compute_capability: tuple[int, int], world_size: int, communica
 def beside_torch(
     compute_capability: tuple[int, int],
     world_size: int,
-    communicators: int | None = None,
+    communicators: int = 1,
     multiprocessors: int | None = None,
 ) -> ByteRange:
-    """What the process takes of a card beside torch's reserved memory. Raises UserError as `cuda_context` does."""
+    """What a process takes of a card beside torch's reserved memory, whatever it runs: alone it has no communicator.
+
+    Raises UserError as `cuda_context` does.
+    """
     return cuda_context(compute_capability, multiprocessors) + nccl_buffers(
         compute_capability, world_size, communicators
     )
 
 
-def process_bytes(
-    reserved_bytes: int, compute_capability: tuple[int, int], world_size: int, communicators: int | None = None
+def beside_training(
+    strategy: Strategy, compute_capability: tuple[int, int], multiprocessors: int | None = None
 ) -> ByteRange:
-    """What nvidia-smi shows for a process that has reserved that much. Raises UserError as `cuda_context` does."""
-    reserved = ByteRange(low_bytes=reserved_bytes, high_bytes=reserved_bytes)
-    return reserved + beside_torch(compute_capability, world_size, communicators)
+    """What a process that trains by `strategy` takes of a card beside torch's reserved memory; HSDP has a communicator
+    for each of its two groups. Raises UserError as `cuda_context` does."""
+    if strategy.world_size == 1:
+        return cuda_context(compute_capability, multiprocessors) + NCCL_ALONE[strategy.engine]
+    communicators = 2 if 1 < strategy.dp_replicate < strategy.world_size else 1
+    return beside_torch(compute_capability, strategy.world_size, communicators, multiprocessors)

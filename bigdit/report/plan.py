@@ -144,7 +144,7 @@ def _limits(plan: Plan) -> Table:
     for limit in plan.buckets:
         size = f"{'' if limit.ran else '~'}{limit.height} × {limit.width}"
         rows.add_row(size, *(words.largest(getattr(limit, key)) for key in heads))
-    rows.caption = words.searched(plan)
+    rows.caption = "; ".join(words.limited(plan))
     return rows
 
 

@@ -82,11 +82,13 @@ def largest(micro_batch_size: int) -> str:
     return str(micro_batch_size) if micro_batch_size else "none fits"
 
 
-def searched(plan: Plan) -> str | None:
-    """What the `+` of a largest micro-batch means; None where none has it."""
+def limited(plan: Plan) -> list[str]:
+    """What the largest micro-batches are of, and what the `+` of one means, where one has it."""
     found = (getattr(limit, key) for limit in plan.buckets for key in limits(plan))
-    most = LARGEST_MICRO_BATCH
-    return f"{most}+: the search ends at {most}, and larger ones may fit" if max(found, default=0) >= most else None
+    most, said = LARGEST_MICRO_BATCH, ["of the engine, optimizer and precision above"]
+    if max(found, default=0) >= most:
+        said.append(f"{most}+: the search ends at {most}, and larger ones may fit")
+    return said
 
 
 def blocks(plan: Plan) -> int | None:
@@ -276,7 +278,7 @@ def explained(plan: Plan) -> str:
 def band(plan: Plan) -> str:
     """How the figure was found, and what of it is not known: in bytes, and where that comes from."""
     beside, share = plan.footprint.beside, f"{100 * plan.band.share:.2g}"
-    group = "CUDA's context and NCCL" if plan.chosen.strategy.world_size > 1 else "CUDA's context"
+    group = "CUDA's context" if plan.chosen.strategy.engine == "single" else "CUDA's context and NCCL"
     return (
         f"{how(plan)}; not known: {gib(margin(plan))} that torch may reserve beyond that "
         f"({share} %: {plan.band.source}), {gib(beside.high_bytes - beside.low_bytes)} of {group}"

@@ -11,7 +11,7 @@ from bigdit import catalog
 from bigdit.errors import versions
 from bigdit.memory import Ledger
 from bigdit.memory.footprint import footprint
-from bigdit.memory.process import ByteRange
+from bigdit.memory.process import ByteRange, beside_training
 from bigdit.rehearse import rehearse
 from bigdit.rehearse.ask import request_for
 from bigdit.report.plan import show
@@ -53,13 +53,17 @@ def strategy(**changes: Any) -> Strategy:
     return Strategy(**(usual | changes))
 
 
+def _beside(gpu: catalog.Gpu) -> ByteRange:
+    return beside_training(strategy(), gpu.compute_capability, gpu.multiprocessors)
+
+
 @functools.cache
 def made_plan() -> Plan:
     """Sana-1600M on one A40 at 1024 × 1024: rehearsed; the other strategies, speeds and the data set are made up."""
     model, gpu = catalog.model("sana-1600m"), catalog.gpu("a40")
     # Two micro-batches show all that thirty-two do.
     found = rehearse(request_for(model, gpu, strategy(grad_accum_steps=2))).sizes[0]
-    taken = footprint(found.timeline, gpu.usable_bytes, gpu.compute_capability, 1, gpu.multiprocessors)
+    taken = footprint(found.timeline, gpu.usable_bytes, _beside(gpu))
     band = Band(share=0.03, source="the step of 9 engines rehearsed and run on this machine's CPU")
     process = verdict.process(verdict.planned(taken).wanted_bytes, taken.beside, band)
     host = host_need(found.host_timeline, found.checkpoint_bytes, Cluster())
@@ -270,7 +274,7 @@ def footprint_on(plan: Plan, gpu: catalog.Gpu) -> Any:
     from bigdit.memory import Timeline
 
     timeline = Timeline.unpack(plan.packed_timeline)
-    return footprint(timeline, gpu.usable_bytes, gpu.compute_capability, 1, gpu.multiprocessors)
+    return footprint(timeline, gpu.usable_bytes, _beside(gpu))
 
 
 def sharded_plan(world_size: int = 32) -> Plan:

@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bigdit.catalog.gpus import gpus
+from bigdit.config.strategy import parse_strategy
 from bigdit.errors import UserError
-from bigdit.memory.process import CHANNELS, ByteRange, beside_torch, cuda_context, nccl_buffers, process_bytes
+from bigdit.memory.process import CHANNELS, ByteRange, beside_torch, beside_training, cuda_context, nccl_buffers
 
 MIB = 2**20
 KNOWN = st.sampled_from(sorted(CHANNELS))
@@ -66,17 +67,22 @@ def test_a_process_alone_has_no_nccl():
     assert beside_torch((9, 0), 1) == cuda_context((9, 0))
 
 
-@pytest.mark.parametrize("mib", [1347, 851])  # ZeRO-2 and FSDP2 on one H100 (benchmarks/gpu_matrix.md)
-def test_an_engine_of_one_process_has_a_communicator_all_the_same(mib):
-    assert holds(beside_torch((9, 0), 1, communicators=1), mib)
+@pytest.mark.parametrize(("engine", "mib"), [("zero2", 1347), ("fsdp2", 851), ("single", 767)])
+def test_an_engine_of_one_process_has_a_communicator_all_the_same(engine, mib):
+    """As one H100 had them (benchmarks/gpu_matrix.md)."""
+    assert holds(beside_training(parse_strategy([engine]), (9, 0)), mib)
 
 
-@given(st.integers(0, 2**40), KNOWN, st.integers(1, 64), st.integers(1, 4))
-def test_a_process_is_its_reserved_memory_and_what_lies_beside(reserved, compute_capability, world_size, communicators):
-    found = process_bytes(reserved, compute_capability, world_size, communicators)
+def test_hsdp_has_a_communicator_for_each_of_its_two_groups():
+    found = [
+        beside_training(parse_strategy(["fsdp2,world_size=16", f"dp_replicate={count}"]), (9, 0)) for count in (1, 2)
+    ]
+    assert found == [beside_torch((9, 0), 16, communicators=count) for count in (1, 2)]
+
+
+@given(KNOWN, st.integers(1, 64), st.integers(1, 4))
+def test_what_lies_beside_grows_with_communicators(compute_capability, world_size, communicators):
     beside = beside_torch(compute_capability, world_size, communicators)
-    assert found.low_bytes - reserved == beside.low_bytes
-    assert found.high_bytes - reserved == beside.high_bytes
     assert 0 < beside.low_bytes <= beside.high_bytes
     assert beside_torch(compute_capability, world_size, communicators + 1).high_bytes >= beside.high_bytes
 
@@ -88,7 +94,7 @@ def test_every_card_of_the_catalogue_is_known():
 
 def test_an_unknown_compute_capability_is_an_error():
     with pytest.raises(UserError, match=r"compute capability 6\.1 is not in the catalogue, which has 7\.0, 7\.5, 8\.0"):
-        process_bytes(0, (6, 1), 1)
+        beside_torch((6, 1), 1)
 
 
 def test_a_range_goes_up():

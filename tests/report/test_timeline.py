@@ -19,6 +19,7 @@ from traces import MIB, timeline, timelines
 from bigdit.errors import UserError
 from bigdit.memory import CATEGORIES, Block, Span, Timeline, ledger
 from bigdit.memory.footprint import Footprint, footprint
+from bigdit.memory.process import beside_torch
 from bigdit.report import ledger as tables
 from bigdit.report.timeline import COLOURS, MOST_COLUMNS, columns, live_bytes, plot_timeline
 
@@ -111,7 +112,7 @@ def text(*shown: Table) -> str:
 
 
 def on_card(usable_mib: int) -> Footprint:
-    return footprint(STEP, usable_mib * MIB, (8, 6), 1)
+    return footprint(STEP, usable_mib * MIB, beside_torch((8, 6), 1))
 
 
 def test_phases_and_what_is_live_at_the_peak() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from bigdit.memory.process import ByteRange, beside_torch
+from bigdit.memory.process import ByteRange, beside_training
 from bigdit.search.finding.evidence import Evidence
 from bigdit.search.finding.space import Proposal
 from bigdit.search.finding.verdict import safe_bytes
@@ -129,11 +129,8 @@ def _roomy(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 def beside(question: Question, strategy: Strategy) -> ByteRange:
-    """What the process takes of the card beside torch; HSDP has a communicator for each of its two groups, and one
-    process without an engine that shards has none."""
-    communicators = 2 if 1 < strategy.dp_replicate < strategy.world_size else int(strategy.engine != "single")
-    gpu = question.gpu
-    return beside_torch(gpu.compute_capability, strategy.world_size, communicators, gpu.multiprocessors)
+    """What the process takes of the card beside torch."""
+    return beside_training(strategy, question.gpu.compute_capability, question.gpu.multiprocessors)
 
 
 def capacity(question: Question, proposal: Proposal, evidence: Evidence) -> float:

@@ -108,16 +108,16 @@ def confirm(
     for each, answer, ran in zip(candidates, asked.result(), runs, strict=True):
         if isinstance(answer, UserError):
             raise answer
-        said = judged(question, band, each.strategy.world_size, answer, ran)
+        said = judged(question, band, each.strategy, answer, ran)
         each.option.correct(each.micro_batch_size, each.blocks, said.reserved_bytes)
         found.append(Confirmed(**vars(said), candidate=each))
     return found
 
 
-def judged(question: Question, band: Band, world_size: int, answer: RehearsedSize, ran: Ran | None) -> Judged:
+def judged(question: Question, band: Band, strategy: Strategy, answer: RehearsedSize, ran: Ran | None) -> Judged:
     """What card and host say to a rehearsal, and to how it `ran` if it did."""
     timeline = answer.timeline
-    said, footprint = verdict(timeline, question.gpu, world_size, band)
+    said, footprint = verdict(timeline, question.gpu, beside(question, strategy), band)
     reserved = planned(footprint).wanted_bytes
     if ran is not None:
         said, reserved = ran.verdict, ran.reserved_bytes or max(reserved, ran.wanted_bytes)

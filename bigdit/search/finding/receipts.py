@@ -13,6 +13,7 @@ from bigdit.catalog import Gpu, gpu
 from bigdit.documents import parse_json
 from bigdit.errors import UserError
 from bigdit.memory.footprint import footprint
+from bigdit.memory.process import beside_training
 from bigdit.receipt import Receipt
 from bigdit.rehearse import RehearsalError, RehearsalRequest, RehearsedSize
 from bigdit.rehearse.ask import device_bytes
@@ -96,9 +97,8 @@ def check(receipts: Iterable[Receipt], card: Gpu, rehearse: Rehearse) -> tuple[l
             continue
         timeline, cluster = size.timeline, Cluster(gpus=each.strategy.world_size, gpus_per_node=each.gpus_per_node)
         step = step_time(work_of(timeline, each.strategy), each.strategy, card, cluster)
-        taken = footprint(
-            timeline, card.usable_bytes, card.compute_capability, each.strategy.world_size, card.multiprocessors
-        )
+        beside = beside_training(each.strategy, card.compute_capability, card.multiprocessors)
+        taken = footprint(timeline, card.usable_bytes, beside)
         way = taken.expandable_segments if each.expandable_segments else taken.segments
         checked.append(Checked(each, step, way.wanted_bytes))
     return checked, notices

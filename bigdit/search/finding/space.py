@@ -206,7 +206,7 @@ def _left_out(question: Question) -> list[Rejected]:
     pins, one_card = question.pins, question.cluster.gpus == 1
     reasons: dict[str, str] = {}
     if pins.engine is None and one_card:
-        reasons["ZeRO-1, ZeRO-2, ZeRO-3 and FSDP2 on one card"] = (
+        reasons["ZeRO-1, ZeRO-2, ZeRO-3 and FSDP2 with all of it on one card"] = (
             "they shard over cards, and on one card shard nothing: their buffers and flat copies come on top"
         )
     if pins.engine is None and not one_card:

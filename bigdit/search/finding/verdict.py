@@ -40,10 +40,10 @@ def expected(taken: ByteRange, usable_bytes: int) -> Verdict:
     return "TIGHT" if taken.low_bytes <= usable_bytes else "DOES NOT FIT"
 
 
-def verdict(timeline: Timeline, gpu: Gpu, world_size: int, band: Band) -> tuple[Verdict, Footprint]:
+def verdict(timeline: Timeline, gpu: Gpu, beside: ByteRange, band: Band) -> tuple[Verdict, Footprint]:
     """As `expected` has it, and TIGHT too where torch comes through by emptying its caches, beside the least that the
-    process may take. Raises UserError for a card of unknown compute capability."""
-    found = footprint(timeline, gpu.usable_bytes, gpu.compute_capability, world_size, gpu.multiprocessors)
+    process may take."""
+    found = footprint(timeline, gpu.usable_bytes, beside)
     said = expected(process(planned(found).wanted_bytes, found.beside, band), gpu.usable_bytes)
     most = gpu.usable_bytes - found.beside.low_bytes
     if said != "DOES NOT FIT" or most <= 0:

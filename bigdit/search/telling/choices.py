@@ -180,8 +180,13 @@ def _spread(question: Question, option: Option, capacity: float, evidence: Evide
         most = largest_micro_batch(option, blocks, capacity)
         fitting = [size for size in sizes if size <= most]
         chosen = {*fitting[:1], *fitting[-1:], *(size for size in fitting if size & (size - 1) == 0)}
-        found += [candidate(question, option, size, blocks, evidence) for size in sorted(chosen)]
+        on_host = [size for size in sorted(chosen) if _host_suffices(question, option, size, blocks)]
+        found += [candidate(question, option, size, blocks, evidence) for size in on_host]
     return found
+
+
+def _host_suffices(question: Question, option: Option, micro_batch_size: int, blocks: int) -> bool:
+    return host_bytes(question, option, micro_batch_size, blocks) <= question.host_memory_bytes
 
 
 def _thinned(rows: Sequence[Choice], most: int) -> list[Choice]:
@@ -208,11 +213,15 @@ def _recommended(choice: Choice, rows: Sequence[Choice]) -> str:
     """Why `choice` is the recommended one among `rows`."""
     if choice.verdict == "DOES NOT FIT":
         return "what takes least of what was asked for"
-    alike = [each for each in rows if each.verdict == "FITS" and each.lossless == choice.lossless]
-    fastest = max([choice, *alike], key=lambda each: each.samples_per_second_per_card.middle)
+    fitting = [each for each in rows if each.verdict == "FITS"]
+    alike = [each for each in fitting if each.lossless == choice.lossless]
+    fastest, any_numbers = (
+        max([choice, *among], key=lambda each: each.samples_per_second_per_card.middle) for among in (alike, fitting)
+    )
+    among = "" if any_numbers in (fastest, choice) else " with AdamW's own numbers"
     if fastest is choice:
-        return "recommended: the fastest that fits"
-    return f"recommended: as fast as any that fits, to {SAME_SPEED:.0%}, and of those the one that takes least"
+        return f"recommended: the fastest that fits{among}"
+    return f"recommended: as fast as any that fits{among}, to {SAME_SPEED:.0%}, and of those the one that takes least"
 
 
 def _reason(choice: Choice, recommended: Choice) -> str:

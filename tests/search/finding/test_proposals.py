@@ -14,7 +14,7 @@ from bigdit import catalog
 from bigdit.catalog import CatalogModel
 from bigdit.config.strategy import parse_strategy
 from bigdit.memory.allocator import replay
-from bigdit.memory.process import ByteRange
+from bigdit.memory.process import ByteRange, beside_training
 from bigdit.search.finding.candidates import (
     LARGEST_MICRO_BATCH,
     Candidate,
@@ -60,7 +60,10 @@ def test_one_card_is_not_sharded_and_offload_is_a_last_resort() -> None:
         "ZeRO-2, optimizer on the host, AdamW",
         "FSDP2, weights and optimizer on the host, AdamW",
     }
-    assert "on one card shard nothing" in reasons(question())["ZeRO-1, ZeRO-2, ZeRO-3 and FSDP2 on one card"]
+    assert (
+        "on one card shard nothing"
+        in reasons(question())["ZeRO-1, ZeRO-2, ZeRO-3 and FSDP2 with all of it on one card"]
+    )
 
 
 def test_engines_of_several_cards_depend_on_accumulation_and_machines() -> None:
@@ -214,7 +217,9 @@ def test_options_that_share_activations_share_corrections_until_they_have_their_
 @given(timelines(), st.integers(600, 1200), st.floats(0, 0.3))
 def test_what_fits_comes_through_the_card_with_the_band_added(trace, usable_mib: int, share: float) -> None:  # type: ignore[no-untyped-def]
     card = A40.model_copy(update={"usable_mib": usable_mib})
-    said, found = verdict(trace, card, 1, Band(share=share, source=""))
+    said, found = verdict(
+        trace, card, beside_training(Strategy(), card.compute_capability), Band(share=share, source="")
+    )
     left = card.usable_bytes - found.beside.high_bytes
     if said == "FITS":
         assert planned(found).wanted_bytes * (1 + share) <= left
