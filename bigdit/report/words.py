@@ -85,7 +85,7 @@ def largest(micro_batch_size: int) -> str:
 def limited(plan: Plan) -> list[str]:
     """What the largest micro-batches are of, and what the `+` of one means, where one has it."""
     found = (getattr(limit, key) for limit in plan.buckets for key in limits(plan))
-    most, said = LARGEST_MICRO_BATCH, ["of the engine, optimizer and precision above"]
+    most, said = LARGEST_MICRO_BATCH, ["by the settings above"]
     if max(found, default=0) >= most:
         said.append(f"{most}+: the search ends at {most}, and larger ones may fit")
     return said
