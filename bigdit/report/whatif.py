@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from bigdit.memory import CATEGORIES
@@ -49,11 +49,13 @@ def start(plan: Plan) -> dict[str, Any]:
     }
 
 
-def choices(settings: Iterable[Setting]) -> dict[str, str]:
+def choices(settings: Collection[Setting]) -> dict[str, str]:
     """What is chosen beside the sizes and the card: its key, and what it is called."""
     found = {"engine": "Engine", "optimizer": "Optimizer", "precision": "Precision", "average": "EMA"}
     if any(each.strategy.lora for each in settings):
         found["adapters"] = "Adapters"
+    if any(each.strategy.blocks_to_swap for each in settings):
+        found["weights"] = "Weights"
     return found | {"kept": "Kept of recomputed blocks"}
 
 
@@ -71,7 +73,7 @@ def _grid(plan: Plan) -> dict[str, Any]:
 
 
 def _live(plan: Plan, ways: Sequence[Way]) -> dict[str, Any]:
-    chosen = {"cards": "Number of cards"} | choices(each.setting for each in ways)
+    chosen = {"cards": "Number of cards"} | choices([each.setting for each in ways])
     return {
         "choices": chosen,
         "settings": [
@@ -102,6 +104,7 @@ def _words(strategy: Strategy) -> dict[str, str]:
         "precision": words.PRECISIONS[strategy.precision],
         "average": words.average(strategy),
         "adapters": f"LoRA of rank {adapters.rank} over a frozen {adapters.base} base" if adapters else "none",
+        "weights": f"of {strategy.blocks_to_swap} blocks on the host" if strategy.blocks_to_swap else "on the card",
         "kept": "nothing" if strategy.checkpointing == "full" else "matrix products and attention",
     }
 

@@ -118,12 +118,20 @@ def checkpointing(strategy: Strategy, total: int | None) -> str:
     return f"{count} recomputed in the backward pass{kept}"
 
 
+def swapped(strategy: Strategy, total: int | None) -> str:
+    """`36 of 57 blocks' weights on the host`."""
+    of_all = f"{strategy.blocks_to_swap} of {total}" if total else f"the first {strategy.blocks_to_swap}"
+    return f"{of_all} blocks' weights on the host"
+
+
 def limits(plan: Plan) -> dict[str, str]:
     """Columns of BucketLimit and their heads; the strategy's own blocks only where they are neither none nor all."""
     total, chosen = blocks(plan), plan.chosen.strategy.checkpointed_blocks
     heads = {"none": "none", "recommended": f"{chosen} of {total or '…'}", "full": f"all {total}" if total else "all"}
     if chosen in (0, "all", total):
         del heads["recommended"]
+    if plan.chosen.strategy.blocks_to_swap:
+        del heads["none"]
     return heads
 
 
@@ -171,7 +179,7 @@ def settings(choice: Choice, plan: Plan) -> dict[str, str]:
     if strategy.offload_activations:
         found["activations"] = "what the blocks save waits on the host"
     if strategy.blocks_to_swap:
-        found["weights"] = f"those of the first {strategy.blocks_to_swap} blocks wait on the host"
+        found["weights"] = f"{swapped(strategy, blocks(plan))}, two at a time on the card"
     if strategy.lora is not None:
         found["adapters"] = f"LoRA of rank {strategy.lora.rank} over a frozen {strategy.lora.base} base"
     found |= _buckets(strategy)

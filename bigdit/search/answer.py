@@ -26,7 +26,7 @@ from bigdit.search.question import Question
 from bigdit.search.telling.averages import averages
 from bigdit.search.telling.choices import confirmed, front
 from bigdit.search.telling.curves import Runs, curves, runs
-from bigdit.search.telling.fixes import fixes, unproposed
+from bigdit.search.telling.fixes import fixes
 from bigdit.search.telling.settings import settings
 from bigdit.search.telling.smaller import smaller
 from bigdit.search.telling.waterfall import waterfall
@@ -115,13 +115,7 @@ def _plan(pool: Pool, question: Question, evidence: Evidence, device: Device) ->
         run=_run(question, known[0].strategy, known[0].step),
         waterfall=steps,
         calibration=evidence.said(known[0].strategy),
-        notices=(
-            *_unverified(question.model),
-            *uncounted(question.samples),
-            *answer.notices,
-            *notices,
-            *(() if fits else unproposed(question)),
-        ),
+        notices=(*_unverified(question.model), *uncounted(question.samples), *answer.notices, *notices),
         versions=answer.versions,
         emulated=device.build if chosen.ran else None,
         catalogue=revision(),

@@ -62,7 +62,8 @@ class Rejected(Strict):
 
 class BucketLimit(Strict):
     """The largest micro-batch of one size in pixels: without checkpointing, with the recommended number of blocks,
-    and with all; 0 where none fits. `ran`: on an emulated card, where one more does not; else predicted."""
+    and with all; 0 where none fits, or swapped blocks have to be recomputed. `ran`: on an emulated card, where one more
+    does not; else predicted."""
 
     height: PositiveInt
     width: PositiveInt

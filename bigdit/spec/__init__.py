@@ -3,7 +3,7 @@
 Values alone: nothing here runs a step or knows a run's files.
 """
 
-from bigdit.spec.strategy import EngineName, Precision, StepSize, Strategy
+from bigdit.spec.strategy import LEAST_SWAPPED, EngineName, Precision, StepSize, Strategy
 from bigdit.spec.trained import (
     BITSANDBYTES,
     FACTORED,
@@ -20,6 +20,7 @@ from bigdit.spec.values import BatchShape, ModelSpec, Strict
 __all__ = [
     "BITSANDBYTES",
     "FACTORED",
+    "LEAST_SWAPPED",
     "PROFILES",
     "TORCHAO",
     "BatchShape",

@@ -13,6 +13,9 @@ from bigdit.spec.values import Strict
 EngineName = Literal["single", "deepspeed", "fsdp2"]
 Precision = Literal["fp32", "tf32", "bf16", "bf16_sr", "fp16"]
 
+LEAST_SWAPPED = 3
+"""Blocks to swap, at least: there is room on the device for two."""
+
 
 class StepSize(Strict):
     """What one process's memory is traded for time with, at the same global batch; see Strategy."""
@@ -227,10 +230,10 @@ def _memory_problems(strategy: Strategy) -> list[str]:
 
 def _swap_problems(strategy: Strategy) -> list[str]:
     swapped, recomputed, problems = strategy.blocks_to_swap, strategy.checkpointed_blocks, []
-    if swapped < 3:
+    if swapped < LEAST_SWAPPED:
         problems.append(
-            f"blocks_to_swap is {swapped}, and the weights of two blocks are on the device at any time; set it to 3 or "
-            "more, or to 0"
+            f"blocks_to_swap is {swapped}, and the weights of two blocks are on the device at any time; set it to "
+            f"{LEAST_SWAPPED} or more, or to 0"
         )
     if strategy.engine != "single":
         problems.append(

@@ -136,7 +136,6 @@ def test_what_does_not_fit_is_an_answer_with_status_2():
     assert "adapters beside frozen weights: another training" in ways
     assert ways[-1] == "a larger card"
     assert all(fix["verdict"] == "FITS" for fix in found["fixes"])
-    assert any("blocks_to_swap=K` says what that takes" in notice for notice in found["notices"])
 
 
 def test_python_asks_as_the_command_does():

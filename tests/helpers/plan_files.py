@@ -10,7 +10,7 @@ from commands import DIGITS, TINY
 from bigdit.config.plan_file import write_plan_file
 from bigdit.config.strategy import parse_strategy
 from bigdit.errors import UserError
-from bigdit.spec import BatchShape, ModelSpec, Strategy
+from bigdit.spec import BatchShape, ModelSpec, OptimizerSpec, Strategy
 
 DIGITS_MODEL = yaml.safe_load(DIGITS.read_text())["model"]
 TINY_KWARGS = DIGITS_MODEL["kwargs"] | {
@@ -59,4 +59,11 @@ def problems(run, *arguments):
     return list(caught.value.problems)
 
 
-STRATEGIES = [SINGLE, zero2(), parse_strategy(["fsdp2,world_size=4,dp_replicate=2,ema.device=cpu"])]
+SWAPPED = Strategy(
+    precision="bf16_sr",
+    optimizer=OptimizerSpec(name="adafactor"),
+    optimizer_in_backward=True,
+    checkpointed_blocks="all",
+    blocks_to_swap=3,
+)
+STRATEGIES = [SINGLE, SWAPPED, zero2(), parse_strategy(["fsdp2,world_size=4,dp_replicate=2,ema.device=cpu"])]

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 from commands import BIN, bigdit, run_command
-from plan_files import SINGLE, TINY_KWARGS, plan_of, run_yaml, write, zero2
+from plan_files import SINGLE, SWAPPED, TINY_KWARGS, plan_of, run_yaml, write, zero2
 
 from bigdit.catalog.revision import revision
 from bigdit.spec import EmaSpec, OptimizerSpec, Strategy
@@ -20,6 +20,7 @@ PLANS = {
         kwargs=TINY_KWARGS,
         expandable_segments=True,
     ),
+    "swapped": plan_of(SWAPPED, kwargs=TINY_KWARGS | {"num_layers": 3}),
     "deepspeed": plan_of(zero2(checkpointed_blocks="all"), kwargs=TINY_KWARGS),
     "fsdp2": plan_of(
         Strategy(engine="fsdp2", world_size=2, micro_batch_size=4, gradient_clipping=1.0, reshard_after_forward=False),

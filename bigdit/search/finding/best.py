@@ -21,6 +21,7 @@ from bigdit.search.finding.confirm import Confirmed, best_that_runs, confirm, co
 from bigdit.search.finding.evidence import Evidence
 from bigdit.search.finding.explore import explore, hopeful, selective
 from bigdit.search.finding.space import Proposal, proposals
+from bigdit.search.finding.swapped import swapped
 from bigdit.search.plan import Rejected
 from bigdit.search.predict.anchors import Sample
 from bigdit.search.question import Question
@@ -46,24 +47,24 @@ def search(
     device: Device,
     ahead: Callable[[Candidate], object],
 ) -> Found:
-    """Strategies without a last resort; where no lossless one of them fits, those too; where none does, what comes
-    nearest. `ahead` is what the device is asked of the best one, while it is rehearsed."""
+    """Strategies without a last resort; where no lossless one of them fits, lossless resorts too, and where none does,
+    lossy ones; else what comes nearest. `ahead` is what the device is asked of the best one, while it is rehearsed."""
     proposed, rejected = proposals(question)
     options: list[Option] = []
 
     def ranked() -> list[Candidate]:
         return _ranked(question, options, evidence)
 
-    all_lossy = not any(each.lossless for each in proposed)
-    for last_resort in (False, True):
-        group = [each for each in proposed if each.last_resort == last_resort]
+    for resort in sorted({each.last_resort for each in proposed}):
+        group = [each for each in proposed if each.last_resort == resort]
         rejected += _explore(pool, sample, question, evidence, group, options)
         if device.count:
             best = best_that_runs(pool, sample, question, evidence, ranked, device, ahead)
         else:
             best = confirmed_best(pool, sample, question, evidence, ranked)
-        if best and best[0].verdict != "DOES NOT FIT" and (best[0].candidate.lossless or last_resort or all_lossy):
-            if not last_resort:
+        lossless_later = any(each.lossless for each in proposed if each.last_resort > resort)
+        if best and best[0].verdict != "DOES NOT FIT" and (best[0].candidate.lossless or not lossless_later):
+            if not resort:
                 rejected += _last_resorts(proposed)
             return Found(options, rejected, best)
     if not options:  # state alone is too much everywhere: by how much is still an answer
@@ -83,7 +84,8 @@ def _explore(
     options: list[Option],
 ) -> list[Rejected]:
     """Add the group's engines to `options`; then, of the best engine, other optimizers, masters and averages, and
-    blocks that are recomputed in part. Of all engines, where nothing fits yet. Returns what could not be rehearsed."""
+    blocks that are recomputed in part. Of all engines, where nothing fits yet; and blocks that are swapped. Returns
+    what could not be rehearsed."""
     engines, rejected = hopeful(pool, sample, question, group)
     found, failed = explore(pool, sample, engines)
     rejected += failed
@@ -100,7 +102,9 @@ def _explore(
         base = ranked[0].option.proposal.base or ranked[0].option.proposal
         alike = [each for each in (*found, *more) if (each.proposal.base or each.proposal) is base]
         options += selective(pool, sample, alike)
-    return rejected
+    waiting, failed_last = swapped(pool, sample, question, evidence, group, options)
+    options += waiting
+    return [*rejected, *failed_last]
 
 
 def _worthwhile(
@@ -151,7 +155,7 @@ def _smallest(question: Question, options: Sequence[Option], evidence: Evidence)
 
 
 def _last_resorts(proposed: Sequence[Proposal]) -> list[Rejected]:
-    titles = [each.title for each in proposed if each.last_resort]
+    titles = [each.title for each in proposed if each.last_resort == 1]
     if not titles:
         return []
     reason = "every step would wait for copies over PCIe and the host's cores, and something fits without that"

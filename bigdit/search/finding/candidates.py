@@ -36,6 +36,16 @@ class Option:
     corrections: dict[tuple[str, int, int], float] = field(default_factory=dict)
     steps: dict[tuple[int, int, int], StepTime] = field(default_factory=dict, repr=False)
 
+    @property
+    def least_blocks(self) -> int:
+        """So many are recomputed at least: those whose weights wait on the host."""
+        return self.proposal.strategy.blocks_to_swap
+
+    @property
+    def quarters(self) -> list[int]:
+        """The least number of recomputed blocks to all, in quarters of these."""
+        return sorted({max(self.least_blocks, each) for each in quarters(self.arrangement.count)})
+
     def like(self, other: Option) -> Option:
         """`other`, which shares activations with this one, and so its corrections."""
         return Option(other.proposal, other.arrangement, self.corrections)
@@ -64,7 +74,7 @@ class Option:
 
     def fewest_blocks(self, micro_batch_size: int, capacity_bytes: float) -> int | None:
         """The fewest first blocks to checkpoint so that `capacity_bytes` are enough; None where all are too few."""
-        low, high = 0, self.arrangement.count
+        low, high = self.least_blocks, self.arrangement.count
         if self.reserved(micro_batch_size, high) > capacity_bytes:
             return None
         while low < high:
@@ -165,7 +175,7 @@ def fitting(question: Question, option: Option, capacity_bytes: float, evidence:
     the quarters beyond, up to all: what leaves more room may be as fast."""
     pinned = question.pins.checkpointed_blocks
     count = option.arrangement.count
-    for size in micro_batch_sizes(question, option.proposal.strategy.world_size):
+    for size in micro_batch_sizes(question, option.proposal.strategy):
         if pinned is None:
             blocks = option.fewest_blocks(size, capacity_bytes)
         else:
@@ -173,7 +183,7 @@ def fitting(question: Question, option: Option, capacity_bytes: float, evidence:
             blocks = blocks if option.reserved(size, blocks) <= capacity_bytes else None
         if blocks is None or host_bytes(question, option, size, blocks) > question.host_memory_bytes:
             return  # bytes never fall as the micro-batch grows
-        more = quarters(count) if pinned is None else []
+        more = option.quarters if pinned is None else []
         for each in (blocks, *(quarter for quarter in more if quarter > blocks)):
             yield candidate(question, option, size, each, evidence)
 
@@ -198,14 +208,14 @@ def fastest_without_state(question: Question, option: Option, capacity_bytes: fl
     return max((each.rate.middle for each in found), default=0.0)
 
 
-def micro_batch_sizes(question: Question, world_size: int) -> Iterator[int]:
+def micro_batch_sizes(question: Question, strategy: Strategy) -> Iterator[int]:
     """Sizes in order: the pinned one, the divisors of a card's share of the global batch, or all to 32 and then
-    ever larger steps."""
+    ever larger steps. What steps in the backward pass accumulates nothing, and takes its share at once."""
     if question.pins.micro_batch_size is not None:
         yield question.pins.micro_batch_size
         return
-    share = None if question.global_batch_size is None else question.global_batch_size // world_size
-    size = 1
+    share = None if question.global_batch_size is None else question.global_batch_size // strategy.world_size
+    size = share if share is not None and strategy.optimizer_in_backward else 1
     while size <= min(share or LARGEST_MICRO_BATCH, LARGEST_MICRO_BATCH):
         if share is None or share % size == 0:
             yield size

@@ -50,6 +50,8 @@ def limits_on(
 
     def largest(blocks: int) -> dict[tuple[int, int], int | None]:
         """Of each size, from what is predicted of the planned one, and then from what ran last, by their pixels."""
+        if blocks < chosen.option.least_blocks:
+            return dict.fromkeys(sizes, 0)
         pixels = largest_micro_batch(chosen.option, blocks, capacity_bytes) * _area(question.resolution)
         limits: dict[tuple[int, int], int | None] = {}
         for size in sizes:
@@ -97,6 +99,8 @@ def _predicted(
         return (1 - share) * near + share * far
 
     def largest(size: tuple[int, int], blocks: int) -> int:
+        if blocks < option.least_blocks:
+            return 0
         return most(lambda micro_batch_size: reserved(size, micro_batch_size, blocks) <= capacity_bytes)
 
     for size in sizes:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import ValidationError
 
 from bigdit.config.strategy import parse_strategy
 from bigdit.errors import UserError
 from bigdit.rehearse.ask import precision_problems
 from bigdit.search.plan import Rejected
 from bigdit.search.predict.sibling import block_count
-from bigdit.search.question import Question
+from bigdit.search.question import Pins, Question
 from bigdit.spec import FACTORED, OptimizerName, Precision, Strategy
 from bigdit.units import gib
 
@@ -57,13 +61,15 @@ class Proposal:
     """An engine with an optimizer, at a micro-batch of one and nothing checkpointed.
 
     `base` is the proposal whose activations and gradients it has, with another state; None for one of its own kind.
-    `last_resort`: it pays with much time for little memory, and is looked at where nothing else fits.
+    `last_resort`: it pays with much time for little memory, and is looked at where nothing lossless fits: 1; or where
+    nothing else does, since it is lossy too: 2. Where blocks are swapped (`strategy.blocks_to_swap`), `base` is the
+    same without, and any number of them up to that is proposed.
     """
 
     title: str
     strategy: Strategy
     base: Proposal | None = None
-    last_resort: bool = False
+    last_resort: Literal[0, 1, 2] = 0
 
     @property
     def lossless(self) -> bool:
@@ -91,10 +97,10 @@ def proposals(question: Question) -> tuple[list[Proposal], list[Rejected]]:
                 continue
             title = f"{_engine_title(question, engine)}, {_setting_title(question, settings)}"
             offload = "offload" in engine and question.pins.engine is None
-            proposal = Proposal(title, strategy, base, offload)
+            proposal = Proposal(title, strategy, base, 1 if offload else 0)
             found.append(proposal)
             base = base or proposal
-    return found, left_out
+    return [*found, *_swapped(question, found)], left_out
 
 
 def precision_of(question: Question) -> Precision:
@@ -128,8 +134,6 @@ def _accumulates(question: Question) -> bool:
 def _settings(question: Question, engine: str) -> list[dict[str, Any]]:
     """Optimizer, precision, average and adapters: the lossless ones first."""
     pins, precision = question.pins, precision_of(question)
-    places: dict[str, list[str | None]] = {"none": [None], "auto": ["gpu", "cpu"]}
-    averages = places.get(pins.ema, [pins.ema])
     bases: list[Any] = [None] if pins.lora_rank is None else ["bf16", "nf4"]
     if pins.optimizer is not None:
         pairs: list[tuple[str, str]] = [(pins.optimizer, precision)]
@@ -144,17 +148,61 @@ def _settings(question: Question, engine: str) -> list[dict[str, Any]]:
         elif engine in ("fsdp2", "hsdp"):  # of a shard of the state, the least that there is of it
             pairs.append(("came", "bf16_sr" if without_masters else precision))
     return [
-        {
-            "optimizer.name": optimizer,
-            "precision": kind,
-            "ema.device": average,
-            "ema.widths": None if pins.ema_widths is None else list(pins.ema_widths),
-            "lora.base": base,
-        }
+        {"optimizer.name": optimizer, "precision": kind, "lora.base": base, **average}
         for optimizer, kind in pairs
         for base in bases
-        for average in averages
+        for average in _averages(pins)
     ]
+
+
+def _averages(pins: Pins) -> list[dict[str, Any]]:
+    places: dict[str, list[str | None]] = {"none": [None], "auto": ["gpu", "cpu"]}
+    widths = None if pins.ema_widths is None else list(pins.ema_widths)
+    return [{"ema.device": place, "ema.widths": widths} for place in places.get(pins.ema, [pins.ema])]
+
+
+def _swapped(question: Question, found: Sequence[Proposal]) -> list[Proposal]:
+    """Weights of as many first blocks as may be on the host, in one process: of those `found` that train adapters, or
+    of all weights, which are then stepped in the backward pass. Strategy's own rules say which."""
+    pins, most = question.pins, block_count(question.model)
+    if question.cluster.gpus > 1 or pins.engine not in (None, "single"):
+        return []
+    if isinstance(pins.checkpointed_blocks, int):
+        most = min(most, pins.checkpointed_blocks)
+    bases = [each for each in found if each.strategy.engine == "single"]
+    if pins.lora_rank is None:
+        bases = _in_backward(question)
+    swapped = []
+    for base in bases if most else []:
+        with suppress(ValidationError):
+            values = base.strategy.model_dump() | {"checkpointed_blocks": "all", "blocks_to_swap": most}
+            strategy = Strategy.model_validate(values)
+            title = f"{base.title}, weights of blocks on the host"
+            swapped.append(Proposal(title, strategy, base, 2 if pins.lora_rank is None else 1))
+    return swapped
+
+
+def _in_backward(question: Question) -> list[Proposal]:
+    """All weights without masters, each stepped where its gradient appears, by the optimizer with the least state: it
+    is there for blocks to be swapped, and not looked at by itself. It takes a step's samples at once."""
+    pins = question.pins
+    one_pass = pins.micro_batch_size is None or question.global_batch_size in (None, pins.micro_batch_size)
+    if not one_pass or pins.precision not in (None, "bf16_sr") or precision_of(question) == "fp16":
+        return []
+    found = []
+    for average in _averages(pins):
+        settings = {
+            "optimizer.name": pins.optimizer or "adafactor",
+            "precision": "bf16_sr",
+            "lora.base": None,
+            **average,
+        }
+        alone = {"optimizer_in_backward": "true", "gradient_clipping": "null"}
+        strategy = _strategy(question, "single", settings | alone)
+        if strategy is not None:
+            title = f"{_engine_title(question, 'single')}, {_setting_title(question, settings)}"
+            found.append(Proposal(f"{title}, stepped in the backward pass", strategy))
+    return found
 
 
 def _strategy(question: Question, engine: str, settings: dict[str, Any]) -> Strategy | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
@@ -60,6 +60,14 @@ class Grid:
     weights: tuple[float, ...]
     varied: tuple[str, ...]
     more: tuple[int, ...]
+    shallow: int
+
+    def weights_of(self, lengths: Mapping[str, int]) -> tuple[float, ...]:
+        """The weights of a model whose lists are so long."""
+        shares = [
+            (lengths.get(name, 0) - self.shallow) / added for name, added in zip(self.varied, self.more, strict=True)
+        ]
+        return (1 - sum(shares), *shares)
 
 
 def grid(model: CatalogModel, of: Depths = OF_STEP) -> Grid:
@@ -69,14 +77,10 @@ def grid(model: CatalogModel, of: Depths = OF_STEP) -> Grid:
     base = {name: min(shallow, length) for name, length in full.items()}
     varied = tuple(name for name, length in full.items() if length > shallow)
     more = tuple(min(deeper, full[name]) - shallow for name in varied)
-    shares = [(full[name] - shallow) / added for name, added in zip(varied, more, strict=True)]
     longer = [base | {name: shallow + added} for name, added in zip(varied, more, strict=True)]
-    return Grid(
-        siblings=tuple(sibling(model, lengths) for lengths in (base, *longer)),
-        weights=(1 - sum(shares), *shares),
-        varied=varied,
-        more=more,
-    )
+    siblings = tuple(sibling(model, lengths) for lengths in (base, *longer))
+    found = Grid(siblings=siblings, weights=(), varied=varied, more=more, shallow=shallow)
+    return replace(found, weights=found.weights_of(full))
 
 
 def requests(
@@ -115,7 +119,7 @@ def outline(model: CatalogModel, strategy: Strategy, answers: Sequence[Rehearsed
         return _through(sizes, each)
 
     works = [work_of(timeline, strategy) for timeline in timelines]
-    whole = [_weighted(works[at : at + count], plan.weights) for at in range(0, len(works), count)][: len(SIZES)]
+    whole = [weighted(works[at : at + count], plan.weights) for at in range(0, len(works), count)][: len(SIZES)]
     growth = (whole[-1] - whole[0]) * (1 / (SIZES[1] - SIZES[0]))
     return Outline(
         phases=shared.phases,
@@ -140,5 +144,6 @@ def _through(sizes: Sequence[int], values: Sequence[np.ndarray[Any, Any]]) -> Li
     return replace(line, bend=(values[-1] - line.at(sizes[-1])) / (sizes[-1] - SIZES[-1]))
 
 
-def _weighted(works: Sequence[Work], weights: Sequence[float]) -> Work:
+def weighted(works: Sequence[Work], weights: Sequence[float]) -> Work:
+    """The sum of so much of each."""
     return reduce(add, (work * weight for work, weight in zip(works, weights, strict=True)))

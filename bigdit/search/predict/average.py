@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
-
 from bigdit.search.predict.moments import Bytes
-from bigdit.search.predict.outline import Line, Outline, numbered
+from bigdit.search.predict.outline import Line, Outline, level, numbered
 
 
 def averaged(outline: Outline, base: Outline, other: Outline) -> Outline:
@@ -23,13 +21,13 @@ def averaged(outline: Outline, base: Outline, other: Outline) -> Outline:
         if key in ours:
             number = ours[key]
             shift = _end(other.parts[at]) - _end(base.parts[theirs[key]])
-            live.append(outline.live[number] + _level(shift.sum()))
-            parts.append(outline.parts[number] + _level(shift[:, None]))
+            live.append(outline.live[number] + level(shift.sum()))
+            parts.append(outline.parts[number] + level(shift[:, None]))
             before = key
         else:  # the average's own, beside the state that the phase before it left
             shift = _end(outline.parts[ours[before]]) - _end(base.parts[theirs[before]])
-            live.append(other.live[at] + _level(shift.sum()))
-            parts.append(other.parts[at] + _level(shift[:, None]))
+            live.append(other.live[at] + level(shift.sum()))
+            parts.append(other.parts[at] + level(shift[:, None]))
     start, slope = outline.work
     return replace(
         outline,
@@ -37,15 +35,10 @@ def averaged(outline: Outline, base: Outline, other: Outline) -> Outline:
         live=tuple(live),
         parts=tuple(parts),
         work=(replace(start, step=start.step + (other.work[0].step - base.work[0].step)), slope),
-        host=outline.host + _level(other.host.start - base.host.start),
+        host=outline.host + level(other.host.start - base.host.start),
     )
 
 
 def _end(parts: Line) -> Bytes:
     """What a phase leaves, by category, at the smallest micro-batch."""
     return parts.start[:, -1]
-
-
-def _level(value: Bytes) -> Line:
-    """The same at any micro-batch size."""
-    return Line(np.asarray(value), np.zeros_like(value))

@@ -128,8 +128,8 @@ class Family:
 
     `live` of a span is (rehearsals, moments), its first column the span's peak, which is continued beside the
     moments: a lower bound where moments could not be found again. Between two sizes it is an upper one, so that of
-    three it is not continued where all were found. The second is the span's first moment, the last its last. `parts`
-    are the same by category: (rehearsals, CATEGORIES, moments).
+    three it is not continued where all were found. The second is the span's first moment, the last its last; of the
+    start there is none between. `parts` are the same by category: (rehearsals, CATEGORIES, moments).
     """
 
     phases: tuple[str, ...]
@@ -149,6 +149,8 @@ def family(rehearsals: Sequence[Sequence[tuple[SpanMoments, ...]]], *, halved: b
         rows = [[spans[number] for spans in row] for row in rehearsals]
         spans = [span for row in rows for span in row]
         ends = _shared(rows, counterparts)
+        if phases[number] == "init":  # weights come alike, of whatever list of blocks: no moment is told from the next
+            ends = ends[:, [0, -1]]
         middle = _shared(rows, around) if halved else ends[:, :0]
         known = len(rows) > 2 and not halved and ends.shape[1] == len(spans[0].live)
         peaks = ends[:, :1] if known else np.array([[span.live.argmax()] for span in spans])

@@ -45,6 +45,8 @@ def naive(sample: Sample, question: Question, target: Strategy) -> Strategy:
             "ema": (target.ema or EmaSpec()).model_copy(update={"device": "gpu"}),
             "cpu_offload": False,
             "encode_chunk": None,
+            "blocks_to_swap": 0,
+            "optimizer_in_backward": False,
             "features": "online" if _has_encoders(sample) else target.features,
             "ds_config": _document(target, precision, own_buckets=True, offloaded=False),
         }
@@ -111,17 +113,29 @@ def _updates(start: Strategy, target: Strategy) -> list[tuple[str, str, dict[str
         ),
         (average, "its fp32 copy of the weights leaves the card", {"ema": target.ema}),
         (lossy, "less state beside each weight", {"optimizer": target.optimizer, "precision": target.precision}),
+        (
+            "optimizer in the backward pass",
+            "each gradient is gone once it is there",
+            {"optimizer_in_backward": target.optimizer_in_backward},
+        ),
     ]
 
 
 def _sizes(first: int, chosen: Candidate) -> list[Change]:
-    """Recomputation and the micro-batch; what takes less comes last where the other takes more."""
+    """Recomputation, with what is swapped of it, and the micro-batch; what takes less comes last where the other takes
+    more, but for swapped blocks, without which the predicted option is none."""
     count, last, accum = chosen.option.arrangement.count, chosen.micro_batch_size, chosen.grad_accum_steps
     kept = ", but for matrix products and attention" if chosen.strategy.checkpointing == "selective" else ""
     recomputed = (f"{chosen.blocks} of {count} blocks recomputed{kept}", "their activations are not kept")
+    swapped = chosen.strategy.blocks_to_swap
+    if swapped:
+        recomputed = (
+            f"{chosen.blocks} of {count} blocks recomputed, weights of {swapped} on the host",
+            "neither their activations nor these weights are kept",
+        )
     why = "fewer activations at once" if last < first else "what was saved goes into activations of more samples"
     resized = (f"micro-batch {last}" + (f", {accum} of them accumulated" if accum > 1 else ""), why)
-    grows = last > first
+    grows = last > first and not swapped
     between = chosen.strategy.settled(
         micro_batch_size=last if grows else first,
         grad_accum_steps=accum if grows else 1,

@@ -13,7 +13,6 @@ from bigdit.search.finding.candidates import (
     host_bytes,
     largest_micro_batch,
     micro_batch_sizes,
-    quarters,
 )
 from bigdit.search.finding.cards import NO_CARDS, Device
 from bigdit.search.finding.confirm import Confirmed, run
@@ -173,8 +172,8 @@ def as_run(question: Question, choice: Choice, reserved_bytes: int, verdict: Ver
 def _spread(question: Question, option: Option, capacity: float, evidence: Evidence) -> list[Candidate]:
     """The option with none to all blocks recomputed in quarters, at micro-batches up to the largest."""
     count, pinned = option.arrangement.count, question.pins.checkpointed_blocks
-    steps = quarters(count) if pinned is None else [count if pinned == "all" else pinned]
-    sizes = list(micro_batch_sizes(question, option.proposal.strategy.world_size))
+    steps = option.quarters if pinned is None else [count if pinned == "all" else pinned]
+    sizes = list(micro_batch_sizes(question, option.proposal.strategy))
     found = []
     for blocks in steps:
         most = largest_micro_batch(option, blocks, capacity)

@@ -49,6 +49,8 @@ def curves(question: Question, chosen: Candidate, band: Band, runs: Runs) -> tup
     labels = {chosen.blocks: f"{chosen.blocks} of {count} blocks", 0: "nothing recomputed"}
     found = []
     for blocks, label in sorted((labels | {count: "all blocks recomputed"}).items()):
+        if blocks < option.least_blocks:
+            continue
         ran = runs.get(blocks, {})
         last = largest_micro_batch(option, blocks, question.gpu.usable_bytes * BEYOND - around.high_bytes)
         beyond = [size for size in _evenly(last) if size > max(ran, default=0)]

@@ -11,6 +11,7 @@ from bigdit.search.finding.cards import NO_CARDS, Device
 from bigdit.search.finding.evidence import Evidence
 from bigdit.search.finding.explore import explore, hopeful
 from bigdit.search.finding.space import proposals
+from bigdit.search.finding.swapped import swapped
 from bigdit.search.plan import Choice
 from bigdit.search.predict.anchors import Sample
 from bigdit.search.question import Pins, Question
@@ -54,18 +55,6 @@ def fixes(
     return (*(choice for way in ways for choice in first(way)), *grown)
 
 
-def unproposed(question: Question) -> tuple[str, ...]:
-    """The way out that no plan proposes, in a line, where it is one: swapped blocks, for one card and adapters."""
-    pins = question.pins
-    if question.cluster.gpus > 1 or pins.full or pins.engine not in (None, "single"):
-        return ()
-    strategy = f"single,lora.rank={pins.lora_rank or ADAPTER_RANK},checkpointed_blocks=all,blocks_to_swap=K"
-    return (
-        "adapters may fit with frozen weights on the host, which is not proposed: `bigdit rehearse --strategy "
-        f"{strategy}` says what that takes with the first K blocks swapped",
-    )
-
-
 def _unpinned(question: Question) -> Iterator[tuple[str, Question]]:
     pins = question.pins
     if pins.features == "online":
@@ -99,10 +88,14 @@ def _adapters(question: Question) -> Iterator[tuple[str, Question]]:
 def _best(pool: Pool, sample: Sample, question: Question, evidence: Evidence, device: Device) -> Choice | None:
     """The preferred one that fits, a last resort where nothing else does."""
     proposed, _ = proposals(question)
-    for last_resort in (False, True):
-        group = [each for each in proposed if each.last_resort == last_resort]
+    known: list[Option] = []
+    for resort in sorted({each.last_resort for each in proposed}):
+        group = [each for each in proposed if each.last_resort == resort]
         engines, _ = hopeful(pool, sample, question, group)
-        options, _ = explore(pool, sample, [each for each in group if each in engines or each.base in engines])
+        found, _ = explore(pool, sample, [each for each in group if each in engines or each.base in engines])
+        waiting, _ = swapped(pool, sample, question, evidence, group, [*known, *found])
+        options = [*found, *waiting]
+        known += options
         for _ in range(MOST_RUN):
             best = _preferred(question, options, evidence)
             if best is None:

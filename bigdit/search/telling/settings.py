@@ -44,7 +44,7 @@ def settings(
     known = {row.title: row for row in rows if not row.predicted}
     rehearsed = {title_of(each.candidate): each.answer.ledger for each in best}
     own = best[0].candidate.option
-    allowed = {*micro_batch_sizes(question, own.proposal.strategy.world_size)}  # curves go on beyond a global batch
+    allowed = {*micro_batch_sizes(question, own.proposal.strategy)}  # curves go on beyond a global batch
     for count, reserved in runs.items():
         for size, nbytes in reserved.items():
             if size not in allowed:
@@ -128,13 +128,13 @@ def _blocks(question: Question, option: Option, wanted: Iterable[Strategy]) -> l
     if pinned is not None:
         return [count if pinned == "all" else pinned]
     counts = {count if each.checkpointed_blocks == "all" else each.checkpointed_blocks for each in wanted}
-    return sorted({0, count // 4, count // 2, 3 * count // 4, count} | counts)
+    return sorted({*option.quarters} | {each for each in counts if each >= option.least_blocks})
 
 
 def _sizes(question: Question, option: Option, blocks: int, most_bytes: float, wanted: Iterable[Strategy]) -> list[int]:
     """MOST_SIZES of the search's own, evenly on a logarithmic scale, to the largest of which torch reserves
     `most_bytes` with so many blocks recomputed; and those of the strategies that are `wanted`."""
-    own = list(micro_batch_sizes(question, option.proposal.strategy.world_size))
+    own = list(micro_batch_sizes(question, option.proposal.strategy))
     last = max(largest_micro_batch(option, blocks, most_bytes), own[0])
     within = [size for size in own if size <= last]
     steps = (math.log(within[-1] / within[0]) * at / (MOST_SIZES - 1) for at in range(MOST_SIZES))

@@ -72,6 +72,6 @@ def _way(question: Question, title: str, strategy: Strategy) -> Way:
     sample = Sample(question.model, question.gpu, question.resolution, question.frames)
     around, cards = beside(question, strategy), rooms(sample, question, strategy)
     pinned, count = question.pins.checkpointed_blocks, block_count(question.model)
-    blocks = range(count + 1) if pinned is None else (count if pinned == "all" else pinned,)
+    blocks = range(strategy.blocks_to_swap, count + 1) if pinned is None else (count if pinned == "all" else pinned,)
     setting = Setting(title=title, strategy=strategy, beside=around, rooms=cards, points=())
-    return Way(question, setting, tuple(micro_batch_sizes(question, strategy.world_size)), tuple(blocks))
+    return Way(question, setting, tuple(micro_batch_sizes(question, strategy)), tuple(blocks))

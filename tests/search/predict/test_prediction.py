@@ -318,8 +318,9 @@ def test_blocks_that_are_not_alike_continue_to_the_whole_model(pool: Pool, name:
     sample, strategy = Sample(model, A40, (1024, 1024)), Strategy(checkpointed_blocks="all")
     asked = [*requests(sample, strategy), sample.request(strategy.with_micro_batch_size(9))]
     *anchors, answer = (each for each in pool.rehearse(asked) if isinstance(each, RehearsedSize))
-    found, peak = outline(model, strategy, anchors).peaks(9)["backward"], answer.ledger.phase("backward")
-    assert found == pytest.approx(peak.peak_bytes, rel=1e-4, abs=peak.at_peak.get("workspace", 0))
+    found, peak = outline(model, strategy, anchors).peaks(9), answer.ledger.phase("backward")
+    assert found["backward"] == pytest.approx(peak.peak_bytes, rel=1e-4, abs=peak.at_peak.get("workspace", 0))
+    assert found["init"] == pytest.approx(answer.ledger.phase("init").peak_bytes, rel=1e-4)
 
 
 def test_small_pictures_are_predicted_where_they_fill_the_card(pool: Pool) -> None:

@@ -3,14 +3,13 @@
 import plans
 import pytest
 
-from bigdit.config.strategy import parse_strategy
 from bigdit.memory.process import ByteRange
 from bigdit.rehearse.pool import Pool
 from bigdit.search.asking.ask import question_for
 from bigdit.search.finding.cards import Cards
 from bigdit.search.finding.evidence import Evidence
 from bigdit.search.predict.anchors import Sample
-from bigdit.search.telling.fixes import fixes, unproposed
+from bigdit.search.telling.fixes import fixes
 from bigdit.units import GIB
 
 
@@ -43,15 +42,6 @@ def test_with_more_host_memory_the_card_s_figures_stand(grown):
     (row,) = grown("a40", 20 * GIB, 100 * GIB, host_memory="64GiB")
     assert (row.verdict, row.reason) == ("FITS", "100.00 GiB of host RAM a machine, instead of 64.00 GiB")
     assert not row.predicted
-
-
-def test_swapped_blocks_are_named_where_they_may_be_a_way_out():
-    (line,) = unproposed(question_for(model="flux.1-dev", gpu="rtx-3060-12g", lora=8))
-    asked = line.partition("--strategy ")[2].partition("`")[0].replace("=K", "=30")
-    found = parse_strategy([asked])
-    assert (found.engine, found.lora.rank, found.checkpointed_blocks, found.blocks_to_swap) == ("single", 8, "all", 30)
-    for other in ({"gpus": 2}, {"full": True}, {"engine": "fsdp2"}):
-        assert unproposed(question_for(model="flux.1-dev", gpu="rtx-3060-12g", **other)) == ()
 
 
 @pytest.mark.slow
