@@ -11,8 +11,10 @@ LARGEST = 2**63 - 1
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 
-_SUFFIXES = {"": 1, "B": 1, "KIB": KIB, "MIB": MIB, "GIB": GIB, "TIB": 1024 * GIB}
+_SUFFIXES = {"B": 1, "KIB": KIB, "MIB": MIB, "GIB": GIB, "TIB": 1024 * GIB}
 _SUFFIXES |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+A_SIZE = "a memory size with a unit was expected, such as 46068MiB or 24GB"
 
 _MOST_DIGITS = 20  # of a number of bytes below 2^64
 
@@ -50,8 +52,8 @@ def duration(seconds: float) -> str:
 
 
 def parse_bytes(text: str) -> int:
-    """`46068MiB`, `24GB`, `1024` in bytes. Raises UserError with the accepted forms."""
+    """`46068MiB`, `24GB`, `1024B` in bytes. Raises UserError with the accepted forms: who writes no unit means some."""
     match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([A-Za-z]*)\s*", text)
     if not match or match[2].upper() not in _SUFFIXES or len(match[1]) > _MOST_DIGITS:
-        raise UserError(f"a memory size was expected, such as 46068MiB or 24GB, and {text[:40]!r} was found")
+        raise UserError(f"{A_SIZE}, and {text[:40]!r} was found")
     return int(float(match[1]) * _SUFFIXES[match[2].upper()])

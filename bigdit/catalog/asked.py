@@ -64,10 +64,9 @@ def _with_memory(card: Gpu, memory: str) -> Gpu:
     asked = _bytes(memory)
     low, high = card.memory_bounds
     if not low <= asked <= high:
-        unit = f"; with a unit: {memory.strip()}MiB" if memory.strip().isdigit() else ""
         raise UserError(
             f"--gpu-memory {memory} is {gib(asked)}, and the {card.name}, of {card.total_mib} MiB, can have "
-            f"{low // MIB} to {high // MIB} MiB{unit}"
+            f"{low // MIB} to {high // MIB} MiB"
         )
     mib = asked // MIB
     if (card.usable_mib + card.total_mib) / 2 < mib <= card.total_mib:

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from bigdit.catalog.families import argument_problems
 from bigdit.catalog.models import model
 from bigdit.config.run import ModelConfig
 from bigdit.documents import parse_json, read_file
@@ -17,7 +18,8 @@ TRANSFORMER = "transformer"
 
 
 def model_spec(config: ModelConfig) -> ModelSpec:
-    """What is to be trained. Raises UserError unless exactly one of name, path and class_name is given."""
+    """What is to be trained. Raises UserError unless exactly one of name, path and class_name is given, and for
+    arguments that no class takes."""
     ways = [key for key in ("name", "path", "class_name") if getattr(config, key) is not None]
     if len(ways) != 1:
         found = " and ".join(f"model.{way}" for way in ways) or "none of them"
@@ -29,14 +31,14 @@ def model_spec(config: ModelConfig) -> ModelSpec:
     if config.path is not None:
         return read_model_config(config.path)
     assert config.class_name is not None
-    return ModelSpec(name=config.class_name, class_name=config.class_name, kwargs=config.kwargs)
+    return _sensible(ModelSpec(name=config.class_name, class_name=config.class_name, kwargs=config.kwargs))
 
 
 def read_model_config(path: Path) -> ModelSpec:
     """The ModelSpec in a diffusers `config.json`, in the folder that holds one, or in a pipeline's folder; it has the
     pipeline's name where the transformer lies in one.
 
-    Raises UserError where the file is missing, is not JSON, or names no class.
+    Raises UserError where the file is missing, is not JSON, names no class, or has arguments that no class takes.
     """
     file = config_file(path)
     try:
@@ -50,7 +52,13 @@ def read_model_config(path: Path) -> ModelSpec:
     name = file.absolute().parent.name
     if name == TRANSFORMER:
         name = file.absolute().parent.parent.name
-    return ModelSpec(name=name or class_name, class_name=class_name, kwargs=kwargs)
+    return _sensible(ModelSpec(name=name or class_name, class_name=class_name, kwargs=kwargs))
+
+
+def _sensible(spec: ModelSpec) -> ModelSpec:
+    if problems := argument_problems(spec):
+        raise UserError(*problems)
+    return spec
 
 
 def config_file(path: Path) -> Path:

@@ -14,6 +14,14 @@ from bigdit.documents import parse_yaml, read_mapping
 from bigdit.errors import UserError, nearest
 from bigdit.spec import Strategy
 
+MOST_MICRO_BATCH = 1024
+"""Samples of a card in one pass that can be asked for: the search itself looks no further than 512."""
+MOST_RANK = 8192
+"""Of adapters: beyond the width of the layer that it stands beside, a rank adds nothing, and none here is wider."""
+MOST_GPUS = 4096
+"""A rehearsal makes a process group of the real size, and what NCCL takes and how long collectives last is not known
+to hold beyond that."""
+
 _HOST = {"device": "cpu", "pin_memory": True}
 # Buckets of 5e7 elements: DeepSpeed's own 5e8 cost up to 1.9 GiB, and models here are a few blocks of 1e7.
 _ZERO = {"reduce_bucket_size": 50_000_000, "allgather_bucket_size": 50_000_000}
@@ -47,8 +55,11 @@ def parse_strategy(texts: Sequence[str]) -> Strategy:
     filled into it. Raises UserError with all problems.
     """
     document: dict[str, Any] = {"gradient_clipping": 1.0}
-    for part in (part for text in texts for part in _split(text)):
-        _add(document, part)
+    for text in texts:
+        parts = _split(text)
+        _check_once(parts)
+        for part in parts:
+            _add(document, part)
     problems: list[str] = []
     if isinstance(document.get("ds_config"), str):
         document["ds_config"] = read_ds_config(Path(document["ds_config"]))
@@ -58,7 +69,7 @@ def parse_strategy(texts: Sequence[str]) -> Strategy:
         document["ds_config"], problems = complete_ds_config(document.get("ds_config", {}), ds_values(wanted))
     if problems:
         raise UserError(*(f"--strategy: {problem}" for problem in problems))
-    return _validated(document)
+    return _within_bounds(_validated(document))
 
 
 def _split(text: str) -> list[str]:
@@ -71,6 +82,16 @@ def _split(text: str) -> list[str]:
         else:
             parts[-1] += sign
     return [part.strip() for part in parts if part.strip()]
+
+
+def _check_once(parts: Sequence[str]) -> None:
+    """Raise UserError where one text says a key twice."""
+    said: dict[str, str] = {}
+    for part in parts:
+        key, found, _ = (each.strip() for each in part.partition("="))
+        if found and key in said:
+            raise UserError(f"--strategy says {said[key]} and {part}; leave one of them out")
+        said[key] = part
 
 
 def _add(document: dict[str, Any], part: str) -> None:
@@ -109,3 +130,21 @@ def _validated(document: dict[str, Any]) -> Strategy:
         return Strategy.model_validate(document)
     except ValidationError as error:
         raise UserError(*(f"--strategy: {line}" for line in wrong(error, document, Strategy))) from None
+
+
+def _within_bounds(strategy: Strategy) -> Strategy:
+    """Raise UserError for sizes that plans refuse too: nobody would wait for the rehearsal."""
+    rank = 0 if strategy.lora is None else strategy.lora.rank
+    bounds = {
+        "world_size": (strategy.world_size, MOST_GPUS),
+        "micro_batch_size": (strategy.micro_batch_size, MOST_MICRO_BATCH),
+        "lora.rank": (rank, MOST_RANK),
+    }
+    problems = [
+        f"--strategy: {key} is {value}, and {most} or less was expected"
+        for key, (value, most) in bounds.items()
+        if value > most
+    ]
+    if problems:
+        raise UserError(*problems)
+    return strategy

@@ -8,13 +8,13 @@ from typing import Annotated
 from pydantic import Field
 
 from bigdit.catalog.gpus import gpus
+from bigdit.config.strategy import MOST_MICRO_BATCH
 from bigdit.errors import UserError, nearest
 from bigdit.numbers import Count, Natural
 from bigdit.rehearse import RehearsalRequest
 from bigdit.search.asking.check import cluster_problems
 from bigdit.search.finding.candidates import accumulation
 from bigdit.search.finding.confirm import RECORDED_ACCUMULATION
-from bigdit.search.question import MOST_MICRO_BATCH
 from bigdit.search.telling.ways import Way
 from bigdit.spec import Strategy, Strict
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from bigdit.config.strategy import MOST_MICRO_BATCH
 from bigdit.memory import CATEGORIES
 from bigdit.report import words
 from bigdit.report.svg import variable
 from bigdit.search.finding.space import OPTIMIZER_TITLES
 from bigdit.search.plan import Plan, Point, Setting
-from bigdit.search.question import MOST_MICRO_BATCH
 from bigdit.search.telling.ways import Way
 from bigdit.spec import Strategy
 

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from bigdit.catalog import CatalogModel, Gpu
+from bigdit.config.strategy import MOST_MICRO_BATCH, MOST_RANK
 from bigdit.encoders.host_bytes import HostWeights
 from bigdit.numbers import Count, Natural, Positive, Side, Switch
 from bigdit.spec import OptimizerName, Precision, Strict, Widths
@@ -30,12 +31,8 @@ EngineChoice = Literal[
 
 Device = Literal["emulated", "rehearsed"]
 
-MOST_MICRO_BATCH = 1024
-"""Samples of a card in one pass that can be asked for: the search itself looks no further than 512."""
 HOST_MEMORY_BYTES = 64 * GIB
 """Of a machine that is not known, for each of its cards: what is rented beside one card has about as much, or more."""
-MOST_RANK = 8192
-"""Of adapters: beyond the width of the layer that it stands beside, a rank adds nothing, and none here is wider."""
 
 
 class Pins(Strict):

@@ -52,7 +52,7 @@ class OptimizerSpec(Strict):
         return self
 
 
-Width = Annotated[Number, Field(gt=0, lt=0.288)]
+Width = Annotated[Number, Field(gt=0.0, lt=0.288)]
 """Of a power function's profile over the steps, as a share of them: 1/√12 is that of all alike."""
 
 Widths = Annotated[tuple[Width, ...], Field(min_length=2)]
@@ -71,7 +71,7 @@ class EmaSpec(Strict):
     other widths are made after the run (ibid., §3.2).
     """
 
-    decay: Annotated[Number, Field(gt=0, lt=1)] | None = None
+    decay: Annotated[Number, Field(gt=0.0, lt=1)] | None = None
     power: Width | None = None
     widths: Widths | None = None
     device: Literal["gpu", "cpu"] = "gpu"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bigdit.catalog.classes import condition_problems
-from bigdit.catalog.families import argument_problems, objective_of, training_obstacle
+from bigdit.catalog.families import objective_of, training_obstacle
 from bigdit.catalog.resolve import model_spec
 from bigdit.config import RunConfig, Stage, check, strategy_of
 from bigdit.config.accelerate import check_accelerate
@@ -70,8 +70,6 @@ def prepare(run: RunConfig, world_size: int, plan: PlanFile | None = None) -> tu
         raise UserError(f"model {spec.name} cannot be trained: {obstacle}; `bigdit models` lists those that can")
     if plan is not None:
         _check_model(spec, plan.model)
-    if problems := argument_problems(spec):
-        raise UserError(*problems)
     check(run, spec)
     if problems := [*condition_problems(run, spec), *_missing_trackers(run)]:
         raise UserError(*problems)

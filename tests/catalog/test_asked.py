@@ -115,16 +115,23 @@ def test_the_total_of_nvidia_smi_is_taken_with_a_warning(capsys):
         (
             "a40",
             "46068",
-            "--gpu-memory 46068 is 44.99 KiB, and the a40, of 46068 MiB, can have 5758 to 96742 MiB; with a unit: "
-            "46068MiB",
+            "--gpu-memory: a memory size with a unit was expected, such as 46068MiB or 24GB, and '46068' was found",
         ),
-        ("a40", "lots", "--gpu-memory: a memory size was expected, such as 46068MiB or 24GB, and 'lots' was found"),
+        (
+            "a40",
+            "lots",
+            "--gpu-memory: a memory size with a unit was expected, such as 46068MiB or 24GB, and 'lots' was found",
+        ),
         (
             "a40",
             "1.2.3GB",
-            "--gpu-memory: a memory size was expected, such as 46068MiB or 24GB, and '1.2.3GB' was found",
+            "--gpu-memory: a memory size with a unit was expected, such as 46068MiB or 24GB, and '1.2.3GB' was found",
         ),
-        ("a40", "-24GB", "--gpu-memory: a memory size was expected, such as 46068MiB or 24GB, and '-24GB' was found"),
+        (
+            "a40",
+            "-24GB",
+            "--gpu-memory: a memory size with a unit was expected, such as 46068MiB or 24GB, and '-24GB' was found",
+        ),
         (None, None, "no card was named; --gpu takes one of `bigdit gpus`, or auto for this machine's own"),
         (
             None,

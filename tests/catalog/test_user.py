@@ -73,6 +73,9 @@ def test_what_a_config_must_say(tmp_path):
         UserError, match=r"odd: in_channels is 66, and FluxTransformer2DModel packs 2 × 2 .* such as 64"
     ):
         user_model(written(tmp_path / "odd", "FluxTransformer2DModel", {"in_channels": 66}))
+    deep = dict(model("sana-600m-512").spec.kwargs) | {"num_layers": 1000000}
+    with pytest.raises(UserError, match=r"^model\.kwargs\.num_layers is 1000000, and 0 to 1000 was expected$"):
+        user_model(written(tmp_path / "deep", "SanaTransformer2DModel", deep))
     wrong = dict(model("sana-600m-512").spec.kwargs) | {"sample_size": "large"}
     with pytest.raises(UserError, match=r"wrong: sample_size is 'large'; a positive integer was expected"):
         user_model(written(tmp_path / "wrong", "SanaTransformer2DModel", wrong))

@@ -141,7 +141,9 @@ def test_a_filter_that_finds_nothing():
         gpus.run(min_memory="1000GB")
     with pytest.raises(UserError, match=r"^no card with 'turing' in its name has 74.51 GiB \(--min-memory 80GB\); the"):
         gpus.run(containing="turing", min_memory="80GB")
-    with pytest.raises(UserError, match=r"^a memory size was expected, such as 46068MiB or 24GB, and 'big' was found$"):
+    with pytest.raises(
+        UserError, match=r"^a memory size with a unit was expected, such as 46068MiB or 24GB, and 'big' was found$"
+    ):
         gpus.run(min_memory="big")
 
 

@@ -22,7 +22,7 @@ from bigdit.search.asking.check import cluster_problems, fitting_shape, model_fi
 from bigdit.search.question import Device, Pins, Question, usual_host_bytes
 from bigdit.spec import Strict
 from bigdit.speed.cluster import Cluster
-from bigdit.units import parse_bytes
+from bigdit.units import A_SIZE, parse_bytes
 
 _OPTIONS = {
     "network_gbs": "--network",
@@ -79,7 +79,9 @@ def question_for(
     """
     problems: list[str] = []
     found_model = _attempt(problems, "--model", lambda: _model(model))
-    card = _attempt(problems, "--gpu", lambda: resolve_gpu(_text("--gpu", gpu), _text("--gpu-memory", gpu_memory)))
+    card = _attempt(
+        problems, "--gpu", lambda: resolve_gpu(_text("--gpu", gpu), _text("--gpu-memory", gpu_memory, A_SIZE))
+    )
     sizes = _attempt(problems, "--resolution", lambda: _sizes("--resolution", resolution)) or ()
     more = _attempt(problems, "--buckets", lambda: () if buckets in WORDS else _sizes("--buckets", buckets)) or ()
     count = _attempt(problems, "--images", lambda: _count("--images", images))
@@ -157,9 +159,9 @@ def _model(asked: str | None) -> CatalogModel:
     return find_model(name)
 
 
-def _text(option: str, asked: Any) -> str | None:
+def _text(option: str, asked: Any, wanted: str = "a text was expected") -> str | None:
     if not isinstance(asked, str | Path | None):
-        raise UserError(f"{option} is {shown(asked)}, and a text was expected")
+        raise UserError(f"{option} is {shown(asked)}, and {wanted}")
     return None if asked is None else str(asked)
 
 
@@ -185,7 +187,7 @@ def _count(option: str, asked: int | str | None) -> int | None:
 
 def _host_memory(asked: str | None) -> int | None:
     """`205GiB` as bytes."""
-    text = _text("--host-memory", asked)
+    text = _text("--host-memory", asked, A_SIZE)
     return None if text is None else parse_bytes(text)
 
 
@@ -234,5 +236,7 @@ def _sound(kind: type[Strict], given: Mapping[str, Any], problems: list[str]) ->
             sound[name] = TypeAdapter(wanted).validate_python(value)
         except ValidationError as error:
             option = _OPTIONS.get(name, f"--{name.replace('_', '-')}")
-            problems.append(f"{option} {expected(error.errors())}")
+            details = error.errors()
+            of_elements = [detail for detail in details if detail["loc"] and isinstance(detail["loc"][-1], int)]
+            problems.append(f"{option} {expected(of_elements or details)}")  # one of a list, before its length
     return sound

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from bigdit.catalog import CatalogModel, Gpu, batch_shape
 from bigdit.catalog.encoders import online_encoders
-from bigdit.config.strategy import PRESETS
+from bigdit.config.strategy import MOST_GPUS, PRESETS
 from bigdit.errors import UserError
 from bigdit.rehearse.ask import model_problems, precision_problems
 from bigdit.search.asking.buckets import Size, written
@@ -18,10 +18,6 @@ from bigdit.search.predict.sibling import block_count
 from bigdit.search.question import EngineChoice, Pins
 from bigdit.spec import BatchShape, EmaSpec, LoraSpec, OptimizerSpec, Precision, Strategy
 from bigdit.speed.cluster import Cluster
-
-MOST_GPUS = 4096
-"""A rehearsal makes a process group of the real size, and what NCCL takes and how long collectives last is not known
-to hold beyond that."""
 
 
 def cluster_problems(cluster: Cluster, pins: Pins, global_batch_size: int | None, gpu: Gpu | None) -> list[str]:

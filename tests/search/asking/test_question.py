@@ -7,12 +7,12 @@ from hypothesis import strategies as st
 import bigdit
 from bigdit import catalog
 from bigdit.catalog.models import models
+from bigdit.config.strategy import MOST_GPUS, MOST_RANK
 from bigdit.errors import UserError
 from bigdit.machine import memory_bytes
 from bigdit.search.asking.ask import question_for
 from bigdit.search.asking.buckets import ASPECTS, aspect_sizes, parse_sizes, written
-from bigdit.search.asking.check import MOST_GPUS
-from bigdit.search.question import MOST_RANK, Pins, Question
+from bigdit.search.question import Pins, Question
 from bigdit.speed.cluster import Cluster
 from bigdit.units import GIB
 
@@ -45,7 +45,10 @@ def test_the_host_is_this_machine_s_or_the_usual_one(monkeypatch):
     (problem,) = problems(host_memory="0GiB")
     assert problem == "--host-memory is 0, and 1 or more was expected"
     (problem,) = problems(host_memory="much")
-    assert problem == "--host-memory: a memory size was expected, such as 46068MiB or 24GB, and 'much' was found"
+    assert (
+        problem
+        == "--host-memory: a memory size with a unit was expected, such as 46068MiB or 24GB, and 'much' was found"
+    )
 
 
 def test_every_option_arrives(tmp_path):
@@ -167,6 +170,10 @@ def test_sizes_read_as_they_are_written(sizes):
             {"receipts": "no/such"},
             "--receipts: no/such is no folder; one with receipts, as training writes them, was expected",
         ),
+        (
+            {"host_memory": "64"},
+            "--host-memory: a memory size with a unit was expected, such as 46068MiB or 24GB, and '64' was found",
+        ),
         ({"lora": 0}, "--lora is 0, and 1 or more was expected"),
         ({"engine": "zero"}, "--engine is 'zero', which is not known; did you mean zero3, zero2, zero1?"),
         (
@@ -175,6 +182,7 @@ def test_sizes_read_as_they_are_written(sizes):
         ),
         ({"precision": "fp8"}, "--precision is 'fp8', which is not known; did you mean fp32, fp16?"),
         ({"ema": "ram"}, "--ema is 'ram', which is not known; known: auto, cpu, gpu, none"),
+        ({"ema_widths": "0"}, "--ema-widths is '0', and a number above 0 was expected"),
         ({"ema_widths": "0.1"}, "--ema-widths is ['0.1'], and a list of at least 2 was expected"),
         (
             {"ema": "none", "ema_widths": "0.05,0.1"},
@@ -370,7 +378,16 @@ def test_no_rank_within_the_limit_is_wider_than_the_widest_layer():
             ),
         ),
         ((5, 6), {}, ("model is 5, and a text was expected", "gpu is 6, and a text was expected")),
-        (("sana-1600m", "a40"), {"gpu_memory": 5}, ("gpu_memory is 5, and a text was expected",)),
+        (
+            ("sana-1600m", "a40"),
+            {"gpu_memory": 5},
+            ("gpu_memory is 5, and a memory size with a unit was expected, such as 46068MiB or 24GB",),
+        ),
+        (
+            ("sana-1600m", "a40"),
+            {"host_memory": -1},
+            ("host_memory is -1, and a memory size with a unit was expected, such as 46068MiB or 24GB",),
+        ),
         (
             ("sana-1600m", "a40"),
             {"global_batch": 4, "micro_batch": 8},
