@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from bigdit.errors import nearest
 from bigdit.objective_spec import DdpmSpec, FlowMatchingSpec, ObjectiveSpec
 from bigdit.spec import ModelSpec, Strict
 
@@ -228,13 +229,19 @@ def training_obstacle(spec: ModelSpec) -> str | None:
     class_name = spec.class_name
     inputs = FAMILIES.get(class_name)
     if inputs is None:
-        return f"no family adapter yet: {class_name}"
+        return no_adapter(class_name)
     if inputs.video and begins_with_an_image(spec):
         if not inputs.first_frame:
             return f"{spec.name} begins with a picture, which is fed to models of WanTransformer3DModel alone"
         if spec.kwargs.get("pos_embed_seq_len") is not None:
             return f"the feature store keeps no last frame beside the first, which {spec.name} is fed"
     return None
+
+
+def no_adapter(class_name: str) -> str:
+    """That a class has no adapter, with those that may have been meant."""
+    near = nearest(class_name, FAMILIES)
+    return f"no family adapter yet: {class_name}" + (f", {near}" if near.startswith("did you mean") else "")
 
 
 def begins_with_an_image(spec: ModelSpec) -> bool:

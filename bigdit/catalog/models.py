@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import NonNegativeInt, PositiveInt
 
-from bigdit.catalog.families import FAMILIES, pipeline_of, training_obstacle
+from bigdit.catalog.families import FAMILIES, no_adapter, pipeline_of, training_obstacle
 from bigdit.catalog.names import Aliases, aliases_of, instead, load_json, normalise, resolve
 from bigdit.errors import UserError
 from bigdit.spec import BatchShape, ModelSpec, Strict
@@ -83,7 +83,7 @@ class CatalogModel(Strict):
     def obstacle(self) -> str | None:
         """Why this model cannot be rehearsed now; None where it can."""
         if self.spec.class_name not in FAMILIES:
-            return f"no family adapter yet: {self.spec.class_name}"
+            return no_adapter(self.spec.class_name)
         return None
 
     @property

@@ -93,6 +93,10 @@ def test_what_cannot_be_trained_says_why():
     unknown = model("sana-1600m").model_copy(update={"spec": ModelSpec(name="x", class_name="UNet", kwargs={})})
     assert unknown.obstacle == unknown.training_obstacle == "no family adapter yet: UNet"
     assert not unknown.rehearsable
+    misspelt = ModelSpec(name="x", class_name="SanaTransformerModel", kwargs={})
+    assert training_obstacle(misspelt).startswith(
+        "no family adapter yet: SanaTransformerModel, did you mean SanaTransformer2DModel"
+    )
 
 
 @pytest.mark.parametrize("class_name", ["DiTTransformer2DModel", "PaperDiT"])
