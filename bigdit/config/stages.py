@@ -91,7 +91,10 @@ def load_stages(
     `source` where there is one. Raises UserError with all problems."""
     document, asked = _read(path, overrides)
     if not asked:
-        return (Stage(_parsed(document, str(path), plan, source), plan=plan, source=source),)
+        try:
+            return (Stage(_parsed(document, str(path), plan, source), plan=plan, source=source),)
+        except UserError as error:
+            raise UserError(*(_with_set(problem, path, overrides) for problem in error.problems)) from None
     if plan is not None:
         raise UserError(
             f"--plan is {source}, and {path} has stages, each of which may have a plan of its own: stages.0.plan"
@@ -100,6 +103,14 @@ def load_stages(
         return _sharing(of_each(range(len(asked)), lambda number: _loaded(document, asked, number), "stages.{}."))
     except UserError as error:
         raise UserError(*(f"{path}: {problem}" for problem in error.problems)) from None
+
+
+def _with_set(problem: str, path: Path, overrides: Sequence[str]) -> str:
+    """With `--set` beside the file, where that is what said the key."""
+    key, _, rest = problem.removeprefix(f"{path}: ").partition(" ")
+    if not problem.startswith(f"{path}: ") or key.rstrip(":") not in [each.partition("=")[0] for each in overrides]:
+        return problem
+    return f"{path} with --set: {key} {rest}"
 
 
 def read_stages(path: Path, overrides: Sequence[str]) -> list[dict[str, Any]]:

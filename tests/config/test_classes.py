@@ -14,7 +14,9 @@ TEXT = "encoders.text={config: {d_model: 64}}"
 def problems(config, overrides):
     with pytest.raises(UserError) as error:
         prepare(load_run(config, [*SINGLE, *overrides]), 1)
-    return [problem.removeprefix(f"{config}: ") for problem in error.value.problems]
+    return [
+        problem.removeprefix(f"{config}: ").removeprefix(f"{config} with --set: ") for problem in error.value.problems
+    ]
 
 
 def test_the_recipe_of_classes_is_sound():

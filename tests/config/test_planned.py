@@ -163,7 +163,7 @@ def test_overrides_contradict_as_the_yaml_does_and_all_are_told_at_once(tmp_path
     file = run_yaml(tmp_path, train={"precision": "fp32"})
     found = problems(planned_run, file, ["train.micro_batch_size=4"], plan, write(plan, tmp_path / "plan"))
     assert [line.split(" is ")[0] for line in found] == [
-        f"{file}: train.micro_batch_size",
+        f"{file} with --set: train.micro_batch_size",
         f"{file}: train.precision",
     ]
 

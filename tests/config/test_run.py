@@ -18,7 +18,9 @@ def problems(overrides, config=DIGITS):
 
     with pytest.raises(UserError) as caught:
         load_and_check()
-    return [problem.removeprefix(f"{config}: ") for problem in caught.value.problems]
+    return [
+        problem.removeprefix(f"{config}: ").removeprefix(f"{config} with --set: ") for problem in caught.value.problems
+    ]
 
 
 def test_the_recipe_is_a_strategy_on_two_processes(monkeypatch):
@@ -46,6 +48,12 @@ def test_an_unknown_key_names_the_nearest():
 
 
 def test_a_misplaced_key_names_its_section():
+    with pytest.raises(UserError) as caught:
+        load_run(DIGITS, ["train.seed=-1", "data.fps=0"])
+    assert caught.value.problems == (
+        f"{DIGITS} with --set: data.fps is 0, and a number above 0 was expected",
+        f"{DIGITS} with --set: train.seed is -1, and 0 or more was expected",
+    )
     assert problems(["train.lr=1"]) == ["train.lr: unknown key; did you mean optimizer.lr?"]
 
 
