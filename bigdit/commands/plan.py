@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -126,7 +127,8 @@ def run(
         if overrides:
             raise UserError("--set goes with --config, and --model was given; leave it out")
         return _plan(question_for(**of_cards, **of_run), out, as_json)
-    if given := [f"--{name.replace('_', '-')}" for name, value in of_run.items() if value is not None]:
+    said = os.path.exists(config)  # or reading it says that it does not exist
+    if said and (given := [f"--{name.replace('_', '-')}" for name, value in of_run.items() if value is not None]):
         raise UserError(f"{', '.join(given)}: --config {config} says it; leave it out, or --config")
     return _plan_stages(config, overrides, of_cards, out, as_json)
 

@@ -101,6 +101,10 @@ def _line(key: str, details: Sequence[ErrorDetails], kind: type[BaseModel]) -> s
 
 
 def _names(detail: ErrorDetails) -> list[str]:
+    """Those that a value may be, where it may be one of several names."""
+    _, among, names = detail["msg"].partition(" is not one of ")
+    if among and detail["type"] == "value_error":  # as typer says it
+        return re.findall(r"'([^']+)'", names)
     if detail["type"] not in ("literal_error", "union_tag_invalid"):
         return []
     context = detail.get("ctx", {})

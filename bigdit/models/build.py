@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -113,8 +114,18 @@ def _problem(spec: ModelSpec, key: str, value: Any, known: Mapping[str, inspect.
     if key not in known:
         return f"{key}: {spec.class_name} does not take it; {nearest(key, known)}"
     for kind, words in _KINDS.items():
-        if type(known[key].default) is kind and isinstance(value, bool | int | float | str):
+        if type(known[key].default) is not kind:
+            continue
+        if value is None and re.fullmatch(r"\w+", _annotated(known[key])):
+            return f"{key} is null, and {words} was expected"
+        if isinstance(value, bool | int | float | str):
             wanted = (int, float) if kind is float else kind
             if not isinstance(value, wanted) or isinstance(value, bool) != (kind is bool):
                 return f"{key} is {value!r}, and {words} was expected"
     return None
+
+
+def _annotated(parameter: inspect.Parameter) -> str:
+    """The kind of an argument as its class writes it: `int`, or `int | None`."""
+    kind = parameter.annotation
+    return kind.__name__ if isinstance(kind, type) else str(kind)

@@ -53,6 +53,10 @@ class Pool:
         """Have the processes import what they need by the time of the first question."""
         self._lanes.start()
 
+    def check_model(self, request: RehearsalRequest) -> None:
+        """Raise UserError where the class of the request's model refuses its arguments, as it does of every step."""
+        ask(self._lanes, 0, request.model_copy(update={"micro_batch_sizes": ()}), self._timeout_s)
+
     def rehearse(self, requests: Sequence[RehearsalRequest]) -> list[RehearsedSize | UserError]:
         """An answer for each request, in their order; what the user could mend stands in its place.
 

@@ -25,7 +25,7 @@ def _own(given: dict[str, Any]) -> ObjectiveSpec:
 class RehearsalRequest(Strict):
     """One strategy at several micro-batch sizes; its own `micro_batch_size` gives way to each of them.
 
-    `objective`: left out, the model's own.
+    Without any size it is asked whether the model can be made. `objective`: left out, the model's own.
     `encoders`: what encodes on the device, with features online. `kernels`: whose kernels allocate, those of a
     CUDA card of `compute_capability` with so many `multiprocessors`, or those of a CPU. `device_bytes`: what engines
     that ask are told the card has; None: more than they want.
@@ -34,7 +34,7 @@ class RehearsalRequest(Strict):
     model: ModelSpec
     batch: BatchShape
     strategy: Strategy
-    micro_batch_sizes: tuple[PositiveInt, ...] = Field(min_length=1)
+    micro_batch_sizes: tuple[PositiveInt, ...]
     objective: ObjectiveSpec = Field(default_factory=_own)
     encoders: OnlineEncoders | None = None
     kernels: Kernels = "cuda"

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
+from bigdit import models
 from bigdit.dist import World
 from bigdit.errors import versions
 from bigdit.memory import CUDA_GRANULARITY, ledger
@@ -55,8 +56,11 @@ def import_for(question: str) -> None:
 
 
 def answer(question: str) -> tuple[str, bool]:
-    """Rehearse each micro-batch size of the request in this process, which may go on."""
+    """Rehearse each micro-batch size of the request in this process, which may go on; of one without any, make the
+    model of shapes alone."""
     request = RehearsalRequest.model_validate_json(question)
+    if not request.micro_batch_sizes:
+        models.outline(request.model)
     sizes = tuple(rehearse_size(request, size) for size in request.micro_batch_sizes)
     _collect_much_garbage()
     return Rehearsal(sizes=sizes).model_dump_json(), True

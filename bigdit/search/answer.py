@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from bigdit.catalog import CatalogModel, batch_shape
 from bigdit.catalog.revision import revision
 from bigdit.errors import UserError
+from bigdit.rehearse.ask import request_for
 from bigdit.rehearse.pool import Pool
 from bigdit.search import kept
 from bigdit.search.finding.best import search
@@ -55,6 +56,8 @@ def make_plan(question: Question, *, progress: Progress | None = None) -> Plan:
         say(f"planning the training of {question.model.name}: {attempts} attempts on emulated cards")
 
     with Pool(done=done) as pool, _device(question, tried) as device:
+        if question.model.params is None:
+            _check_own(pool, question)
         evidence, more = weighed(pool, question, own)
         plan = _plan(pool, question, evidence, device)
         unanswered = [f"not run on an emulated card: {why}" for why in device.unanswered]
@@ -65,6 +68,13 @@ def make_plan(question: Question, *, progress: Progress | None = None) -> Plan:
     if not unanswered:  # it may be this minute's: a busy machine, a process that was killed
         kept.keep(question, own, plan)
     return plan
+
+
+def _check_own(pool: Pool, question: Question) -> None:
+    """Raise UserError where a user's own model, whose arguments nobody has tried, cannot be made of them."""
+    strategy = Strategy(precision="fp32")  # which every card has: none is run
+    model, size = question.model, question.resolution
+    pool.check_model(request_for(model, question.gpu, strategy, resolution=size, frames=question.frames))
 
 
 def _device(question: Question, done: Callable[[int], None]) -> AbstractContextManager[Device]:

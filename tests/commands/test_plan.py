@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 import yaml
-from commands import ROOT, bigdit
+from commands import DIGITS, ROOT, bigdit
 from rehearsing import SANA
 from safetensors.numpy import save_file
 
@@ -236,7 +236,11 @@ def test_what_a_run_holds_out_and_draws_is_in_its_plan(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["--config", "run.yaml", "--ema", "cpu"], "--ema: --config run.yaml says it; leave it out, or --config"),
+        (
+            ["--config", DIGITS, "--ema", "cpu"],
+            f"--ema: --config {DIGITS} says it; leave it out, or --config",
+        ),
+        ([*TINY, "--config", "nosuch.yaml"], "the config nosuch.yaml does not exist"),
         ([*TINY, "--set", "a=1"], "--set goes with --config, and --model was given; leave it out"),
         ([], "no model was named; --model takes one of `bigdit models`, or a diffusers config.json"),
     ],
@@ -244,3 +248,21 @@ def test_what_a_run_holds_out_and_draws_is_in_its_plan(tmp_path):
 def test_a_plan_is_of_a_model_or_of_a_run(arguments, line):
     done = bigdit("plan", "--gpu", "a40", *arguments)
     assert (done.returncode, done.stderr) == (1, f"error: {line}\n")
+
+
+@pytest.mark.parametrize(
+    ("argument", "line"),
+    [
+        ({"num_attention_heads": 0}, "cannot be made of these arguments: groups must be a positive integer"),
+        ({"colour": 3}, "does not take it; known: "),
+    ],
+)
+def test_a_model_that_its_class_refuses_is_said_before_it_is_planned(argument, line, tmp_path):
+    """Without the name of a strategy, which it would be refused for with every one of them."""
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"_class_name": "SanaTransformer2DModel", **SMALL_SANA, **argument}))
+    done = bigdit("plan", "--model", file, "--gpu", "rtx-4090", "--device", "rehearsed")
+    assert (done.returncode, done.stdout) == (1, "")
+    (said,) = done.stderr.splitlines()
+    assert said.startswith("error: model.kwargs")
+    assert line in said
