@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import shutil
+import tempfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,6 +36,19 @@ def replacing(path: Path, scratch: Path | None = None) -> Iterator[Path]:
         raise UserError(f"cannot write {path}: {error.strerror or error}") from error
     finally:
         temporary.unlink(missing_ok=True) if temporary.parent.is_dir() else None
+
+
+def check_writable(key: str, folder: Path) -> None:
+    """Raise UserError where `folder`, as `key` asks for it, could not be made or written to. It is tried where that can
+    be without a trace: by a file without a name in what there is of it."""
+    there = folder
+    while not os.path.exists(there):
+        there = there.parent
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        raise UserError(f"{key}: cannot write {folder}: {error.strerror}; choose another") from None
 
 
 def write_text(path: Path, text: str, scratch: Path | None = None) -> None:

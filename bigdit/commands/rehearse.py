@@ -36,11 +36,15 @@ def run(
     """Rehearse two training steps on a fake GPU, and show what they take of a card, phase by phase."""
     from bigdit import catalog, log
     from bigdit.config.strategy import parse_strategy
+    from bigdit.files import check_writable
     from bigdit.memory.footprint import footprint
     from bigdit.memory.process import beside_training
     from bigdit.rehearse import rehearse
     from bigdit.rehearse.ask import parse_resolution, request_for
 
+    for option, file in (("--plot", plot), ("--snapshot", snapshot)):
+        if file is not None:
+            check_writable(option, file.parent)
     card = catalog.resolve_gpu(gpu)
     request = request_for(
         catalog.find_model(model),

@@ -29,6 +29,7 @@ def run(
     from bigdit.catalog.revision import revision
     from bigdit.config import load_stages
     from bigdit.config.plan_file import read_plan_file
+    from bigdit.files import check_writable
     from bigdit.report.run.leave import leaving_a_page
     from bigdit.train.prepare import check_stores, prepare_stages, with_ds_config, with_grace
     from bigdit.train.processes.launch import launch
@@ -52,8 +53,11 @@ def run(
     from bigdit.train.epochs import counted  # torch, which only the processes that train need else
     from bigdit.train.model import check_models
     from bigdit.train.saves import snapshots_said
+    from bigdit.train.store import check_those_there
 
     models = check_models(prepared)
+    check_those_there(prepared)
+    check_writable("output", first.output)
     prepared, lines = counted(prepared, needed=False)
     for line in lines:
         log.notice(line)

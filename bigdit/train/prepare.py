@@ -92,8 +92,13 @@ def check_store(run: RunConfig) -> None:
     """Raise UserError where data.features is a folder of this machine without a store: FeatureStore.open says so too,
     seconds later, since it imports torch."""
     features = run.data.features
-    if not re.match(r"\w+:/", str(features)) and not (features / SCHEMA).exists():
+    if not re.match(r"\w+:/", str(features)) and not has_store(run):
         raise UserError(f"data.features: {features} holds no features; `bigdit extract --config RUN.yaml` makes them")
+
+
+def has_store(run: RunConfig) -> bool:
+    """Whether data.features is a folder of this machine with a store."""
+    return (run.data.features / SCHEMA).exists()
 
 
 def _check_model(spec: ModelSpec, planned: ModelSpec) -> None:

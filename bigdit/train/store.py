@@ -16,7 +16,7 @@ from bigdit.encoders.fit import latent_misfits, plan_misfits, run_misfits, size_
 from bigdit.errors import UserError
 from bigdit.spec import BatchShape, ModelSpec
 from bigdit.store import FeatureStore
-from bigdit.train.prepare import Prepared
+from bigdit.train.prepare import Prepared, has_store
 
 
 def open_stores(stages: Sequence[Prepared], first: int) -> FeatureStore:
@@ -28,6 +28,17 @@ def open_stores(stages: Sequence[Prepared], first: int) -> FeatureStore:
         return open_store(each.stage.run, each.spec, each.stage.plan)
 
     return of_each(range(first, len(stages)), one)[0]
+
+
+def check_those_there(stages: Sequence[Prepared]) -> None:
+    """`open_store` of each stage whose features are on this machine already."""
+
+    def one(number: int) -> None:
+        each = stages[number]
+        if has_store(each.stage.run):
+            open_store(each.stage.run, each.spec, each.stage.plan)
+
+    of_each(range(len(stages)), one)
 
 
 def open_store(run: RunConfig, spec: ModelSpec, plan: PlanFile | None) -> FeatureStore:

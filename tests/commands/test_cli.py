@@ -134,6 +134,14 @@ def test_training_finds_out_about_a_missing_store_at_once(tmp_path):
         (["train", "--config", "none.yaml"], "error: the config none.yaml does not exist"),
         (["plan", "--micro-batch", "true"], "error: --micro-batch is 'true', and a whole number was expected"),
         (["plan", "--network", "fast"], "error: --network is 'fast', and a number was expected"),
+        (
+            ["extract", "--config", "none.yaml", "--engine", "foo"],
+            "error: --engine is 'foo', which is not known; known: local, ray, slurm",
+        ),
+        (
+            ["rehearse", "--model", "dit-s-2", "--plot", "/proc/x.png"],
+            "error: --plot: cannot write /proc: No such file or directory; choose another",
+        ),
         pytest.param(
             ["receipts", "list", "--receipts", "x" * 300], f"error: {'x' * 200}: File name too long", id="a long path"
         ),

@@ -30,6 +30,7 @@ def test_a_sound_run_is_printed(capsys):
     [
         (["model.kwargs.num_layers=two"], "model.kwargs.num_layers is 'two', and a whole number was expected"),
         (["model.kwargs.num_layers=true"], "model.kwargs.num_layers is True, and a whole number was expected"),
+        (["model.kwargs.in_channels=null"], "model.kwargs.in_channels is null, and a whole number was expected"),
         (["model.kwargs.mlp_ratio=much"], "model.kwargs.mlp_ratio is 'much', and a number was expected"),
         (["model.kwargs.num_layers=1000000000"], "model.kwargs.num_layers is 1000000000, and 0 to 1000 was expected"),
         (["model.kwargs.num_layers=-1"], "model.kwargs.num_layers is -1, and 0 to 1000 was expected"),
@@ -52,6 +53,8 @@ def test_a_sound_run_is_printed(capsys):
             "model.kwargs.out_channels is 3, and in_channels is 4: what is predicted has the channels of what is fed; "
             "set out_channels to 4",
         ),
+        (["output=/proc/x"], "output: cannot write /proc/x: No such file or directory; choose another"),
+        (["train.seed=-1"], f"{DIGITS} with --set: train.seed is -1, and 0 or more was expected"),
         (["train.checkpointed_blocks=999"], "train.checkpointed_blocks is 999, and the model has 4 blocks"),
         (
             ["train.lora.targets=[to_x]", "train.precision=bf16", "model.init_from=/weights"],
@@ -100,3 +103,9 @@ def test_channels_of_a_pixel_are_held_against_those_of_a_patch(capsys, tmp_path)
         "error: model.kwargs.out_channels is 64, and in_channels is 64: what is predicted has the channels of what is "
         "fed; set out_channels to 16\n",
     )
+
+
+def test_a_store_that_is_there_is_held_against_the_run(capsys, features):
+    status, _, said = dry_run(capsys, f"data.features={features}", "data.buckets=[[8, 8], [16, 16]]")
+    assert status == 1
+    assert f"error: data.features: {features} does not fit: it was encoded in the buckets 8 × 8, 8 × 12, " in said
