@@ -45,6 +45,8 @@ def prepare() -> None:
     logging.getLogger("torchao").setLevel(logging.ERROR)
     logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    # matplotlib draws a frame for a letter that its font lacks, as captions above pictures may have.
+    warnings.filterwarnings("ignore", message=r"Glyph \d+ .* missing from")
     importlib.util.find_spec = _find_spec
     importlib.metadata.packages_distributions = _packages_distributions
 

@@ -12,6 +12,12 @@ from bigdit.spec import Strict
 SamplerName = Literal["euler", "heun", "dpmsolver++", "unipc", "ddim"]
 """How samples are drawn: `euler` and `heun` of flow matching, `ddim` of a DDPM, the others of both."""
 
+SAMPLERS: dict[str, tuple[SamplerName, ...]] = {
+    "flow_matching": ("euler", "heun", "dpmsolver++", "unipc"),
+    "ddpm": ("dpmsolver++", "unipc", "ddim"),
+}
+"""Those of each objective, the one first that is taken where none is named."""
+
 Logit = Annotated[Number, Field(ge=-10, le=10)]
 """Of a t from 4.5e-5 to 1 - 4.5e-5."""
 

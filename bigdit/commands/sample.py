@@ -24,8 +24,11 @@ def run(
     caption: Annotated[
         list[str],
         typer.Option(
-            "--caption", "--label", help="A caption; of a model of classes, one's name or number; repeatable."
+            "--caption", help="A caption; of a model of classes, one's name or number, as --label; repeatable."
         ),
+    ] = [],  # noqa: B006
+    label: Annotated[
+        list[str], typer.Option("--label", help="Of a model of classes one's name or number; repeatable.")
     ] = [],  # noqa: B006
     captions: Annotated[Path | None, typer.Option(help="A text file with a caption, or a class, a line.")] = None,
     image: Annotated[
@@ -60,9 +63,12 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Draw one picture, or video, a caption or a class with a trained checkpoint."""
+    from bigdit import libraries, log
     from bigdit.errors import UserError
+    from bigdit.files import check_writable
 
-    wanted = [*caption, *_lines(captions)]
+    libraries.prepare()  # before the first of --image is read, which imports them
+    wanted = [*label, *caption, *_lines(captions)]
     if not wanted:
         raise UserError("no caption was given; pass --caption TEXT, --label CLASS, or --captions FILE with one a line")
     bucket = _size(size) if size else None
@@ -72,10 +78,7 @@ def run(
         raise UserError(f"--guidance is {guidance}, and a finite number was expected")
     if negative is not None and guidance == 1:
         raise UserError("--negative was given, and --guidance 1 leads away from nothing; pass another --guidance")
-
-    from bigdit import libraries, log
-
-    libraries.prepare()
+    check_writable("--out", out)
 
     import torch
 
@@ -95,10 +98,14 @@ def run(
         if posthoc is not None:
             log.notice(posthoc.said)
         loaded = Sampler(found, device, ema=ema, posthoc=posthoc)
-    *frames, height, width = bucket or loaded.buckets[0]
-    options = SamplingOptions(
-        height, width, steps, guidance, negative, drawn_by, seed, frames=frames[0] if frames else None
-    )
+        if label and loaded.captions:
+            raise UserError(f"--label is {label[0]!r}, and this model is fed captions; pass --caption TEXT")
+        *frames, height, width = bucket or loaded.buckets[0]
+        options = SamplingOptions(
+            height, width, steps, guidance, negative, drawn_by, seed, frames=frames[0] if frames else None
+        )
+        loaded.check(options, len(wanted), len(images))
+        loaded.load()
     drawn, rows, fps = [], [], loaded.fps or 1.0  # of videos, which alone have one
     with log.progress("sample", total=len(wanted), unit="images") as advance:
         for i, pixels in enumerate(loaded.sample(wanted, options, images)):
@@ -155,11 +162,12 @@ def _image(path: Path) -> Image.Image:
 
 def _sampler(name: str | None) -> SamplerName | None:
     from bigdit.errors import UserError, shown
-    from bigdit.objective_spec import SamplerName
+    from bigdit.objective_spec import SAMPLERS, SamplerName
 
     known: dict[str, SamplerName] = {each: each for each in get_args(SamplerName)}
     if name is not None and name not in known:
-        raise UserError(f"--sampler {shown(name)[:40]!r}: there is no such sampler; known: {', '.join(known)}")
+        of_each = "; ".join(f"of {objective}: {', '.join(names)}" for objective, names in SAMPLERS.items())
+        raise UserError(f"--sampler {shown(name)[:40]!r}: there is no such sampler; {of_each}")
     return None if name is None else known[name]
 
 

@@ -13,9 +13,9 @@ from bigdit.objective_spec import DdpmSpec, ObjectiveSpec
 from bigdit.objectives import ddpm, flow_matching
 from bigdit.objectives.noise import draw_noise
 from bigdit.objectives.output import Predict, of_latents
-from bigdit.objectives.samplers import default_sampler, sample
+from bigdit.objectives.samplers import check_sampler, default_sampler, sample
 
-__all__ = ["Predict", "default_sampler", "draw_noise", "loss", "of_latents", "sample"]
+__all__ = ["Predict", "check_sampler", "default_sampler", "draw_noise", "loss", "of_latents", "sample"]
 
 
 def loss(

@@ -13,20 +13,26 @@ from typing import Any
 import torch
 
 from bigdit.errors import UserError
-from bigdit.objective_spec import DdpmSpec, FlowMatchingSpec, ObjectiveSpec, SamplerName
+from bigdit.objective_spec import SAMPLERS, DdpmSpec, FlowMatchingSpec, ObjectiveSpec, SamplerName
 from bigdit.objectives.output import Predict, of_latents
 from bigdit.objectives.schedule import shifted_betas
 from bigdit.objectives.times import shift_of
-
-_OF_FLOWS: tuple[SamplerName, ...] = ("euler", "heun", "dpmsolver++", "unipc")
-_OF_DDPM: tuple[SamplerName, ...] = ("dpmsolver++", "unipc", "ddim")
 
 _PREDICTIONS = {"epsilon": "epsilon", "v": "v_prediction", "x0": "sample"}
 
 
 def default_sampler(objective: ObjectiveSpec) -> SamplerName:
     """Of flow matching Euler's, of a DDPM DPM-Solver++."""
-    return _known(objective)[0]
+    return SAMPLERS[objective.name][0]
+
+
+def check_sampler(objective: ObjectiveSpec, sampler: SamplerName) -> None:
+    """Raise UserError for a sampler that is not of this objective."""
+    *others, last = known = SAMPLERS[objective.name]
+    if sampler not in known:
+        raise UserError(
+            f"--sampler is {sampler}, and a model trained by {objective.name} takes {', '.join(others)} or {last}"
+        )
 
 
 def sample(
@@ -67,16 +73,8 @@ def _times_of_flow(scheduler: Any, sampler: SamplerName) -> torch.Tensor:
     return torch.as_tensor(scheduler.sigmas[:-1])
 
 
-def _known(objective: ObjectiveSpec) -> tuple[SamplerName, ...]:
-    return _OF_DDPM if isinstance(objective, DdpmSpec) else _OF_FLOWS
-
-
 def _scheduler(objective: ObjectiveSpec, sampler: SamplerName, tokens: int) -> Any:
-    *others, last = known = _known(objective)
-    if sampler not in known:
-        raise UserError(
-            f"--sampler is {sampler}, and a model trained by {objective.name} takes {', '.join(others)} or {last}"
-        )
+    check_sampler(objective, sampler)
     if isinstance(objective, DdpmSpec):
         return _of_ddpm(objective, sampler)
     return _of_flow(objective, sampler, tokens)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 import torch
 from PIL import Image
@@ -15,10 +16,10 @@ from bigdit.checkpoint import Checkpoint, PostHoc, load_model, load_weights, ver
 from bigdit.config import RunConfig
 from bigdit.config.load import parse_run
 from bigdit.encoders.codecs import load_image_codec, to_bytes
-from bigdit.encoders.first_frame import load_first_frames
+from bigdit.encoders.first_frame import FirstFrames, load_first_frames
 from bigdit.encoders.fit import size_misfits
 from bigdit.errors import UserError
-from bigdit.sampling.conditions import SamplingOptions, conditions_of
+from bigdit.sampling.conditions import Labels, SamplingOptions, Texts, conditions_of
 from bigdit.sampling.first_frame import first_frame_extras
 from bigdit.shortage import ran_out, room, told
 from bigdit.spec import ModelSpec, Strategy
@@ -29,25 +30,52 @@ _LESS = "a smaller --size or fewer captions take less"
 
 
 class Sampler:
-    """The model of a checkpoint, in fp32, with the encoders it was trained on."""
+    """The model of a checkpoint, in fp32, with the encoders it was trained on.
+
+    `captions`: whether it is fed captions, and not classes.
+    """
 
     def __init__(
         self, checkpoint: Checkpoint, device: torch.device, *, ema: bool = False, posthoc: PostHoc | None = None
     ) -> None:
-        """Load everything; with `ema` the moving average of the weights, with `posthoc` that one of them.
-
-        Raises UserError where weights or encoders cannot be loaded, or no average was kept.
-        """
+        """With `ema` of the moving average of the weights, with `posthoc` of that one of them. What decodes is loaded,
+        and nothing else yet. Raises UserError where it cannot be, or no average was kept."""
+        if ema and not checkpoint.has_average:
+            raise UserError(f"--ema: {checkpoint.folder} holds no moving average of the weights; train with train.ema")
         run = parse_run(checkpoint.state["run"], str(checkpoint.folder))
         spec = ModelSpec.model_validate(checkpoint.state["model"])
         self._device, self._spec = device, spec
         self._family = models.family(spec.class_name)
-        self._model = _load(checkpoint, run, spec, self._family, ema=ema, posthoc=posthoc).to(device).eval()
+        self._of = checkpoint, run, ema, posthoc
         self._codec = load_image_codec(run.encoders.image, device)
-        self._conditions = conditions_of(run, spec, (checkpoint.state["data"] or {}).get("classes"), device)
-        self._frames = load_first_frames(run.encoders.first_frame, self._codec, device)
+        self._begins = run.encoders.first_frame is not None
         self._objective = objective_of(spec, run.objective)
-        self.buckets, self.fps = run.data.buckets, run.data.fps
+        self.buckets, self.fps, self.captions = run.data.buckets, run.data.fps, run.encoders.text is not None
+
+    @cached_property
+    def _model(self) -> torch.nn.Module:
+        checkpoint, run, ema, posthoc = self._of
+        return _load(checkpoint, run, self._spec, self._family, ema=ema, posthoc=posthoc).to(self._device).eval()
+
+    @cached_property
+    def _conditions(self) -> Texts | Labels:
+        checkpoint, run, *_ = self._of
+        return conditions_of(run, self._spec, (checkpoint.state["data"] or {}).get("classes"), self._device)
+
+    @cached_property
+    def _frames(self) -> FirstFrames | None:
+        return load_first_frames(self._of[1].encoders.first_frame, self._codec, self._device)
+
+    def load(self) -> None:
+        """Load weights and encoders, which drawing does else. Raises UserError where they cannot be loaded."""
+        _ = self._model, self._conditions, self._frames
+
+    def check(self, options: SamplingOptions, captions: int, images: int = 0) -> None:
+        """Raise UserError where so many `captions` and `images` cannot be drawn so: known before weights are loaded."""
+        self._check_images(images, captions)
+        if options.sampler is not None:
+            objectives.check_sampler(self._objective, options.sampler)
+        self._latents(options)
 
     @torch.no_grad()
     def sample(
@@ -60,18 +88,8 @@ class Sampler:
         A batch for which memory does not do is halved. Raises UserError where it does not do for one picture, for a
         class that is unknown, and where images are missing or too many.
         """
-        self._check_images(len(images), len(captions))
-        size, side = options.size, self._codec.downsample
-        if options.height % side or options.width % side:
-            raise UserError(f"{size} does not divide by the codec's {side}")
-        step = self._codec.temporal_downsample
-        if options.frames is not None and (options.frames - 1) % step:
-            raise UserError(f"{size} has {options.frames} frames, and the codec takes one and then multiples of {step}")
-        if options.frames is not None and self.fps is None:
-            raise UserError(f"{size} has frames, and the run was trained on pictures; give HEIGHTxWIDTH")
-        shape = self._codec.latent_shape(options.bucket)
-        if misfits := size_misfits(self._spec, [shape]):
-            raise UserError(f"{size} gives {misfits[0]}")
+        self.check(options, len(captions), len(images))
+        size, shape = options.size, self._latents(options)
         start, most = 0, options.micro_batch_size
         while start < len(captions):
             chosen = captions[start : start + most]
@@ -86,10 +104,25 @@ class Sampler:
             yield from pictures
             start += len(chosen)
 
+    def _latents(self, options: SamplingOptions) -> Shape:
+        """The shape of the latents of one picture. Raises UserError where the codec or the model has none of it."""
+        size, side = options.size, self._codec.downsample
+        if options.height % side or options.width % side:
+            raise UserError(f"{size} does not divide by the codec's {side}")
+        step = self._codec.temporal_downsample
+        if options.frames is not None and (options.frames - 1) % step:
+            raise UserError(f"{size} has {options.frames} frames, and the codec takes one and then multiples of {step}")
+        if options.frames is not None and self.fps is None:
+            raise UserError(f"{size} has frames, and the run was trained on pictures; give HEIGHTxWIDTH")
+        shape = self._codec.latent_shape(options.bucket)
+        if misfits := size_misfits(self._spec, [shape]):
+            raise UserError(f"{size} gives {misfits[0]}")
+        return shape
+
     def _check_images(self, images: int, captions: int) -> None:
-        if self._frames is None and images:
+        if not self._begins and images:
             raise UserError("--image: the model's videos begin with no picture; leave it out")
-        if self._frames is not None and images not in (1, captions):
+        if self._begins and images not in (1, captions):
             raise UserError(
                 f"--image: the model's videos begin with a picture: {images} were given for {captions} captions; pass "
                 "one for all, or one for each"
@@ -161,8 +194,6 @@ def _load(
     ema: bool,
     posthoc: PostHoc | None,
 ) -> torch.nn.Module:
-    if ema and not checkpoint.has_average:
-        raise UserError(f"--ema: {checkpoint.folder} holds no moving average of the weights; train with train.ema")
     if posthoc is None:  # which has verified all that it is made of
         verify(checkpoint)
     lora, base = run.train.lora, run.model.init_from

@@ -212,7 +212,7 @@ def test_a_resumed_run_averages_on(tmp_path, features, kind):
     damaged = next(resumed.engine.glob("*.safetensors"))
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"\x7f")
     with pytest.raises(UserError, match=r"is damaged: its checksum is not the one in state\.json"):
-        Sampler(resumed, torch.device("cpu"), ema=True)
+        Sampler(resumed, torch.device("cpu"), ema=True).load()
     # A run that stops averaging, or starts to, is another run.
     with pytest.raises(UserError, match=r"holds a moving average of the weights, and the run has none \(train.ema\)"):
         run_to(6, tmp_path / "straight", features)

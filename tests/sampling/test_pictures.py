@@ -1,11 +1,17 @@
 """Sampling: a picture a caption, the same for the same seed, and errors in one line."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from commands import bigdit
 from PIL import Image
+
+from bigdit.checkpoint import latest
+from bigdit.errors import UserError
+from bigdit.sampling import Sampler, SamplingOptions
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +56,11 @@ def test_a_picture_depends_on_its_caption_and_seed_alone(sampled, trained):
     [
         ([], "error: no caption was given; pass --caption TEXT, --label CLASS, or --captions FILE with one a line"),
         (["--caption", "x", "--size", "8by8"], "error: --size expects HEIGHTxWIDTH in pixels"),
-        (["--caption", "x", "--sampler", "dpm"], "error: --sampler 'dpm': there is no such sampler; known: euler, "),
+        (
+            ["--caption", "x", "--sampler", "dpm"],
+            "error: --sampler 'dpm': there is no such sampler; of flow_matching: euler, ",
+        ),
+        (["--label", "3"], "error: --label is '3', and this model is fed captions; pass --caption TEXT"),
         (["--caption", "x", "--size", "8x9"], "error: --size 8x9 does not divide by the codec's 2"),
         (
             ["--caption", "x", "--size", "99998x99998"],
@@ -82,6 +92,27 @@ def test_errors(trained, tmp_path, arguments, error):
     assert done.returncode == 1
     assert error in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_what_cannot_be_drawn_is_refused_before_weights_are_loaded(trained):
+    """Of a checkpoint without its weights: its document is all that is read."""
+    found, _ = latest(trained)
+    sampler = Sampler(replace(found, folder=trained / "absent"), torch.device("cpu"))
+    for options, line in (
+        (SamplingOptions(7, 7), r"^--size 7x7 does not divide by the codec's 2$"),
+        (SamplingOptions(8, 8, sampler="ddim"), r"^--sampler is ddim, and a model trained by flow_matching takes "),
+    ):
+        with pytest.raises(UserError, match=line):
+            sampler.check(options, 1)
+    with pytest.raises(UserError, match="absent"):
+        sampler.load()
+
+
+def test_an_output_that_cannot_be_written_is_refused_first(tmp_path):
+    (tmp_path / "file").touch()
+    for out, why in ((tmp_path / "file", "Not a directory"), ("/proc/s", "No such file or directory")):
+        done = bigdit("sample", "--checkpoint", tmp_path, "--out", out, "--caption", "x")
+        assert done.stderr == f"error: --out: cannot write {out}: {why}; choose another\n"
 
 
 @pytest.mark.parametrize("sampler", ["heun", "dpmsolver++", "unipc"])
