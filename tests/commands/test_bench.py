@@ -160,7 +160,7 @@ def test_without_a_card_points_are_rehearsed():
         (("--device", "gpu"), "--device is gpu; it may be measured, emulated or rehearsed"),
         (("--device", "measured"), "--device measured runs on this machine's own card, and --gpu is a40; give --gpu"),
         (("--limit", "much"), "--limit: a memory size with a unit was expected"),
-        (("--limit", "0"), "--limit 0 is less than 1 MiB; write the bytes of a card"),
+        (("--limit", "0B"), "--limit 0B is less than 1 MiB; write the bytes of a card"),
         (("--limit", "100GiB"), "--limit 100GiB is more than the NVIDIA A40 has"),
         (("--strategy", "zero9"), "--strategy zero9: neither key=value"),
     ],

@@ -1,6 +1,7 @@
 """Sampling: a picture a caption, the same for the same seed, and errors in one line."""
 
 import json
+import warnings
 from dataclasses import replace
 
 import numpy as np
@@ -9,9 +10,11 @@ import torch
 from commands import bigdit
 from PIL import Image
 
+from bigdit import libraries
 from bigdit.checkpoint import latest
 from bigdit.errors import UserError
 from bigdit.sampling import Sampler, SamplingOptions
+from bigdit.sampling.grid import grid_png
 
 
 @pytest.fixture(scope="module")
@@ -130,3 +133,11 @@ def test_no_checkpoint(tmp_path):
     done = bigdit("sample", "--checkpoint", tmp_path, "--out", tmp_path / "out", "--caption", "x")
     assert done.returncode == 1
     assert f"error: --checkpoint {tmp_path}: neither a checkpoint nor the output of a run" in done.stderr
+
+
+def test_a_letter_that_the_font_lacks_is_no_warning():
+    with warnings.catch_warnings(record=True) as said:
+        libraries.prepare()
+        picture = grid_png([np.zeros((4, 4), np.uint8)], ["日本"])
+    assert picture.startswith(b"\x89PNG")
+    assert not said
