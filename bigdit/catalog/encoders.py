@@ -6,6 +6,7 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import NonNegativeInt, PositiveInt
 
+from bigdit.catalog.families import mask_of, stream_shapes
 from bigdit.catalog.models import CatalogModel
 from bigdit.catalog.names import load_json
 from bigdit.errors import UserError
@@ -30,8 +31,9 @@ class VaeSpec(Strict):
 class TextEncoderSpec(Strict):
     """A transformers text encoder that is fed `tokens` ids a caption, the first `skip` of them a prompt template's.
 
-    `gives`: hidden states, which become text_embeds, a pooled vector, or both. `layers`: which hidden states,
-    numbered as transformers' `hidden_states`; several are joined along the features; none: the last, normalised.
+    `gives`: hidden states, a pooled vector, or both. `layers`: which hidden states, numbered as transformers'
+    `hidden_states`; several are joined along the features, or, `in_rows`, one after another along the tokens; none:
+    the last, normalised. The states become text_embeds, or the further text that is named `stream`.
     """
 
     class_name: str
@@ -41,7 +43,9 @@ class TextEncoderSpec(Strict):
     tokens: PositiveInt
     gives: Gives = "states"
     layers: tuple[int, ...] = ()
+    in_rows: bool = False
     skip: NonNegativeInt = 0
+    stream: str | None = None
 
 
 class OnlineEncoders(Strict):
@@ -49,7 +53,7 @@ class OnlineEncoders(Strict):
     height, width) of a video.
 
     States of encoders with equally many tokens are joined along the features, and those along the tokens, the
-    narrower ones padded with zeros; pooled vectors are joined along the features.
+    narrower ones padded with zeros; pooled vectors are joined along the features. A stream is of one encoder.
     """
 
     pixels: Pixels
@@ -59,11 +63,14 @@ class OnlineEncoders(Strict):
     @property
     def extras(self) -> tuple[str, ...]:
         """The names of the extras that the encoders give."""
-        return (POOLED_TEXT,) if any(encoder.gives != "states" for encoder in self.text) else ()
+        pooled = (POOLED_TEXT,) if any(encoder.gives != "states" for encoder in self.text) else ()
+        streams = [encoder.stream for encoder in self.text if encoder.stream is not None]
+        return (*pooled, *(each for name in streams for each in (name, mask_of(name))))
 
 
 class _Part(NamedTuple):
-    """One encoder of a recipe; `tokens`: as many as the model is fed where it says none."""
+    """One encoder of a recipe; `tokens`: as many as the model is fed where it says none; `positions`: that it has,
+    where they are not its class's; of a `stream` that is fed several layers, as many as the model reads."""
 
     name: str
     gives: Gives = "states"
@@ -71,6 +78,8 @@ class _Part(NamedTuple):
     layers: tuple[int, ...] = ()
     skip: int = 0
     class_name: str | None = None
+    stream: str | None = None
+    positions: int | None = None
 
 
 # By the encoder and the width that a model's entry names.
@@ -93,6 +102,20 @@ _RECIPES: dict[tuple[str, int], tuple[_Part, ...]] = {
     ("llava-llama-3-8b + clip-l", 4096): (
         _Part("llama-3-8b", layers=(-3,), skip=95),
         _Part("clip-l", "pooled", 77),
+    ),
+    ("chinese-clip BERT-large (1024) + mT5-xl (2048)", 2048): (
+        _Part("bert-large-chinese-clip", tokens=77, stream="clip_text"),
+        _Part("mt5-xl"),
+    ),
+    ("Qwen2.5-VL-7B (+ ByT5 for rendered text)", 3584): (
+        _Part("qwen2.5-vl-7b", layers=(-3,), skip=34),
+        _Part("byt5-small", tokens=128, stream="glyph_text"),
+    ),
+    ("clip-l+clip-g+t5-xxl+llama-3.1-8b", 4096): (
+        _Part("clip-l", "pooled", class_name="CLIPTextModelWithProjection", positions=248),
+        _Part("clip-g", "pooled", positions=248),
+        _Part("t5-v1_1-xxl"),
+        _Part("llama-3.1-8b", tokens=128, stream="llama_text"),
     ),
 }
 
@@ -140,17 +163,22 @@ def _text_encoders(model: CatalogModel, batch: BatchShape) -> tuple[TextEncoderS
             f"{model.name} cannot be rehearsed with features online: the catalogue has no recipe of its text encoder "
             f"{text.encoder}; use features cached; known are {known}"
         )
-    return tuple(_text_encoder(part, batch.text[0]) for part in recipe)
+    streams = stream_shapes(model.spec.class_name, model.spec.kwargs)
+    return tuple(_text_encoder(part, part.tokens or batch.text[0], streams) for part in recipe)
 
 
-def _text_encoder(part: _Part, tokens: int) -> TextEncoderSpec:
+def _text_encoder(part: _Part, tokens: int, streams: dict[str, tuple[int, int]]) -> TextEncoderSpec:
     entry = load_json("models.json")["text_encoders"][part.name]
+    states, _ = streams.get(part.stream or "", (tokens, 0))
+    in_rows = states > tokens  # Llama's of HiDream: those of each layer, and not those of the embedding before them
     return TextEncoderSpec(
         class_name=part.class_name or entry["class_name"],
         config_class=entry["config_class"],
-        kwargs=entry["kwargs"],
-        tokens=(part.tokens or tokens) + part.skip,
+        kwargs=entry["kwargs"] | ({} if part.positions is None else {"max_position_embeddings": part.positions}),
+        tokens=tokens + part.skip,
         gives=part.gives,
-        layers=part.layers,
+        layers=tuple(range(1, states // tokens + 1)) if in_rows else part.layers,
+        in_rows=in_rows,
         skip=part.skip,
+        stream=part.stream,
     )

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from bigdit.catalog.encoders import POOLED_TEXT, OnlineEncoders, TextEncoderSpec
+from bigdit.catalog.families import mask_of
 from bigdit.encoders.codecs import to_unit_range
 from bigdit.encoders.latents import encode_latents
 
@@ -22,7 +23,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Encoded:
-    """latents [B, C, (F,) h, w] fp32, text_embeds [B, T, D] and text_mask [B, T] in the encoders' dtype."""
+    """latents [B, C, (F,) h, w] fp32; in the encoders' dtype text_embeds [B, T, D], text_mask [B, T] and the extras."""
 
     latents: torch.Tensor
     text_embeds: torch.Tensor | None
@@ -55,13 +56,20 @@ class FrozenEncoders:
     def encode(self, pixels: torch.Tensor, tokens: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Encoded:
         """Encode pixels [B, 3, (F,) H, W] uint8, and each text encoder's (ids, mask) [B, T] int64, where they are."""
         latents = encode_latents(self._vae, to_unit_range(pixels).to(self._vae.dtype)).float()
-        read = [
-            _read(spec, model, ids, mask)
-            for spec, model, (ids, mask) in zip(self.spec.text, self._text, tokens, strict=True)
-        ]
-        pooled = [vector for _, _, vector in read if vector is not None]
-        extras = {POOLED_TEXT: torch.cat(pooled, dim=1)} if pooled else {}
-        return Encoded(latents, *_joined([(states, mask) for states, mask, _ in read if states is not None]), extras)
+        texts: list[tuple[torch.Tensor, torch.Tensor]] = []
+        pooled: list[torch.Tensor] = []
+        extras: dict[str, torch.Tensor] = {}
+        for spec, model, (ids, mask) in zip(self.spec.text, self._text, tokens, strict=True):
+            states, shown, vector = _read(spec, model, ids, mask)
+            if vector is not None:
+                pooled.append(vector)
+            if states is not None and spec.stream is not None:
+                extras |= {spec.stream: states, mask_of(spec.stream): shown.to(states.dtype)}
+            elif states is not None:
+                texts.append((states, shown))
+        if pooled:
+            extras[POOLED_TEXT] = torch.cat(pooled, dim=1)
+        return Encoded(latents, *_joined(texts), extras)
 
 
 def look_into_fake_masks() -> None:
@@ -88,17 +96,26 @@ def _frozen(module: nn.Module, dtype: str) -> Any:
 def _read(
     spec: TextEncoderSpec, model: nn.Module, ids: torch.Tensor, mask: torch.Tensor
 ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor | None]:
-    """Hidden states [B, T, D] without the template, their mask, and the pooled vector [B, D]."""
+    """Hidden states [B, T, D] without the template, or [B, L T, D] of layers in rows, their mask, and the pooled vector
+    [B, D]."""
     found = model(input_ids=ids, attention_mask=mask, output_hidden_states=bool(spec.layers))
     states = pooled = None
     if spec.gives != "states":  # a model with a projection calls its pooled vector so
         pooled = found.text_embeds if "text_embeds" in found else found.pooler_output
     if spec.gives != "pooled":
-        states = found.last_hidden_state
-        if spec.layers:
-            states = torch.cat([found.hidden_states[layer] for layer in spec.layers], dim=2)
-        states = states[:, spec.skip :]
-    return states, mask[:, spec.skip :], pooled
+        states = _states(spec, found)
+    shown = mask[:, spec.skip :]
+    return states, shown.repeat(1, len(spec.layers)) if spec.in_rows else shown, pooled
+
+
+def _states(spec: TextEncoderSpec, found: Any) -> torch.Tensor:
+    """Those that the spec says, without the template."""
+    if not spec.layers:
+        return found.last_hidden_state[:, spec.skip :]
+    layers = [found.hidden_states[layer] for layer in spec.layers]
+    if spec.in_rows:
+        return torch.cat([layer[:, spec.skip :] for layer in layers], dim=1)
+    return torch.cat(layers, dim=2)[:, spec.skip :]
 
 
 def _joined(texts: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor | None, torch.Tensor | None]:

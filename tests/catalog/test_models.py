@@ -27,7 +27,7 @@ def test_counts():
     assert len(models()) == 74
     assert len(gpus()) == 80
     document = load_json("models.json")
-    assert (len(document["text_encoders"]), len(document["native_dit"])) == (9, 12)
+    assert (len(document["text_encoders"]), len(document["native_dit"])) == (12, 12)
     assert document["native_dit"]["DiT-XL/2"]["params_trainable"] == 674834720
 
 

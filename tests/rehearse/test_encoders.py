@@ -210,6 +210,9 @@ PICTURES = (
     "lumina-image-2.0",
     "qwen-image",
     "z-image",
+    "hunyuandit-v1.2",
+    "hunyuanimage-2.1",
+    "hidream-i1",
 )
 VIDEOS = {
     "cogvideox-2b": (16, 5, 30, 45),
@@ -281,6 +284,11 @@ def test_the_catalogue_s_encoders_make_what_its_models_are_fed(tmp_path: Path) -
     assert answers["sd3-medium"]["extras"] == {"pooled_text": [2, 2048]}
     assert answers["flux.1-dev"]["extras"] == {"pooled_text": [2, 768]}
     assert answers["hunyuanvideo-t2v"]["extras"] == {"pooled_text": [2, 768]}
+    clip, glyphs, llama = [2, 77, 1024], [2, 128, 1472], [2, 32 * 128, 4096]
+    assert answers["hunyuandit-v1.2"]["extras"] == {"clip_text": clip, "clip_text_mask": clip[:2]}
+    assert answers["hunyuanimage-2.1"]["extras"] == {"glyph_text": glyphs, "glyph_text_mask": glyphs[:2]}
+    two_clips = {"pooled_text": [2, 2048]}
+    assert answers["hidream-i1"]["extras"] == {"llama_text": llama, "llama_text_mask": llama[:2], **two_clips}
     # Verified counts of parameters: Gemma 2 and T5-XXL in bf16, the VAEs in fp32 and bf16; Gemma has buffers of 514 B.
     assert answers["sana-1600m-1024"]["bytes"] == 2614341888 * 2 + 312250275 * 4 + 514
     assert answers["chroma1-hd"]["bytes"] == (4762310656 + 83819683) * 2
