@@ -47,9 +47,6 @@ SANA, PIXART, SD35, FLUX, WAN = (
     *("sana-1600m-1024", "pixart-sigma-xl-2-1024", "sd3.5-medium", "flux.1-dev", "wan2.1-t2v-1.3b"),
 )
 
-SEVERAL_TEXTS = ("hunyuandit-v1.2", "hunyuanimage-2.1", "hidream-i1")
-"""Models that are fed further texts beside the one; their encoders alone take up to 27 GB."""
-
 LARGE = {"hunyuanvideo-t2v": "h200-sxm"}
 """Models whose one sample needs the card with most memory, however few blocks there are."""
 
@@ -128,7 +125,6 @@ PART = (
     Row(FLUX, "a40", "single,lora.rank=16,checkpointed_blocks=all,blocks_to_swap=3"),
     Row(FLUX, "a40", f"single,{IN_BACKWARD},checkpointed_blocks=all,blocks_to_swap=3"),
     Row(PIXART, "a40", "single,features=online", 1),
-    Row("hunyuandit-v1.2", "a40", "single,features=online,micro_batch_size=2,encode_chunk=1"),
     Row(SANA, "h100-sxm", "single,checkpointed_blocks=1,optimizer.name=adamw_8bit"),
     Row(SD35, "h100-sxm", "single,micro_batch_size=2", 1),
     Row(PIXART, "h100-sxm", "fsdp2,world_size=16,dp_replicate=2,optimizer.name=adamw_8bit_ao"),
@@ -183,6 +179,3 @@ def _online() -> Iterator[Row]:
     for i, model in enumerate((SANA, PIXART, SD35, FLUX, WAN)):
         yield Row(model, CARDS[i], "single,features=online")
         yield Row(model, CARDS[(i + 3) % 5], "single,features=online,micro_batch_size=2,encode_chunk=1")
-    for model in SEVERAL_TEXTS:
-        yield Row(model, "h200-sxm", "single,features=online")
-        yield Row(model, "h200-sxm", "single,features=online,micro_batch_size=2,encode_chunk=1")

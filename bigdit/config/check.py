@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from bigdit.config.data import written_bucket
 from bigdit.config.deepspeed import complete_ds_config, ds_values, read_ds_config
-from bigdit.config.encoders import IdentityCodec
+from bigdit.config.encoders import IdentityCodec, VaeCodec
 from bigdit.config.run import RunConfig
 from bigdit.errors import UserError
 from bigdit.objective_spec import DdpmSpec
@@ -18,11 +18,8 @@ from bigdit.spec import ModelSpec, Strategy
 def check(run: RunConfig, model: ModelSpec) -> None:
     """Raise UserError with every contradiction between the sections of `run` and the model it names."""
     problems = [*_check_latents(run, model), *_check_text(run, model), *_check_objective(run, model)]
-    if str(run.data.features) == "online":
-        problems.append(
-            "data.features is online, which is rehearsed but not trained yet; name a folder, and `bigdit extract` "
-            "encodes into it once"
-        )
+    if run.data.online:
+        problems += [f"data.features is online, and {why}; {_EXTRACT}" for why in _not_online(run)]
     if run.train.lora is not None and run.model.init_from is None:
         problems.append(
             "train.lora adapts trained weights, and model.init_from is missing; set it to a folder of diffusers weights"
@@ -43,6 +40,27 @@ def check(run: RunConfig, model: ModelSpec) -> None:
         problems.append(f"engine.ds_config is {found}, and engine.name is {run.engine.name}; they go together")
     if problems:
         raise UserError(*problems)
+
+
+_EXTRACT = "name a folder, and `bigdit extract` encodes into it once"
+
+
+def _not_online(run: RunConfig) -> list[str]:
+    """What of a run is not made of features that are encoded in each step."""
+    image, text, found = run.encoders.image, run.encoders.text, []
+    if len(run.data.buckets) > 1:
+        found.append(f"data.buckets has {len(run.data.buckets)}: which is a picture's is known when all were read")
+    if run.validation is not None:
+        found.append("validation holds samples of a store out")
+    if run.encoders.first_frame is not None:
+        found.append("encoders.first_frame is kept in a store alone")
+    if run.encoders.device != "auto":
+        found.append(f"encoders.device is {run.encoders.device}: they are where the model is; set it to auto")
+    if isinstance(image, VaeCodec) and image.latents == "moments":
+        found.append("encoders.image.latents is moments, of which loaders draw; set it to mode or sampled")
+    if text is not None and text.stored != "bf16":
+        found.append(f"encoders.text.stored is {text.stored}, as a store keeps states; leave it out")
+    return found
 
 
 def strategy_of(run: RunConfig, world_size: int) -> Strategy:
@@ -74,6 +92,8 @@ def strategy_of(run: RunConfig, world_size: int) -> Strategy:
             ema=run.train.ema,
             lora=run.train.lora,
             gradient_clipping=run.train.gradient_clipping,
+            features="online" if run.data.online else "cached",
+            encode_chunk=_encode_chunk(run),
             read_ahead_steps=run.data.read_ahead_steps,
             ds_config=ds_config,
             optimizer_in_backward=run.train.optimizer_in_backward,
@@ -86,6 +106,13 @@ def strategy_of(run: RunConfig, world_size: int) -> Strategy:
     if problems:
         raise UserError(*problems)
     return strategy
+
+
+def _encode_chunk(run: RunConfig) -> int | None:
+    """How many samples encoders take at once in a step: one where nothing is said, as plans have it."""
+    if not run.data.online:
+        return None
+    return 1 if run.encoders.batch_size == "auto" else run.encoders.batch_size
 
 
 def _accumulation(run: RunConfig, world_size: int) -> tuple[int, list[str]]:

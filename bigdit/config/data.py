@@ -98,7 +98,8 @@ class SourceConfig(Strict):
 
 class DataConfig(Strict):
     """`images`: the source of pictures or videos and captions, or a list of sources, one after another: what is
-    appended to the list later leaves the features before it as they are. `features`: where they are encoded to.
+    appended to the list later leaves the features before it as they are. `features`: where they are encoded to; or
+    online: the encoders stay on the card that trains, and encode in each step (of one bucket, with no `validation`).
     `classes`: of sources with a `label`, the names of the classes from class 0 on. Left out, they are the folders'
     names, sorted, or labels are the numbers themselves.
 
@@ -126,6 +127,11 @@ class DataConfig(Strict):
     read_threads: Processes = 2
     reader: Literal["pread", "mmap"] = "pread"
     remote_cache: Annotated[Count, BeforeValidator(_as_bytes)] = 16 * GIB
+
+    @property
+    def online(self) -> bool:
+        """Whether features are made in each step, and kept nowhere."""
+        return str(self.features) == "online"
 
     @field_validator("images", mode="before")
     @classmethod

@@ -70,7 +70,7 @@ def planned_strategy(run: RunConfig, plan: PlanFile, world_size: int) -> Strateg
     """The plan's strategy with the run's own constants, of the optimizer, the average, adapters and clipping, and with
     its blocks compiled where the run asks for it.
 
-    Raises UserError where so many processes are not the plan's, and for what is planned but not trained yet.
+    Raises UserError where so many processes are not the plan's, or its features are not made as the run makes them.
     """
     planned, problems = plan.strategy, []
     if world_size != planned.world_size:
@@ -79,10 +79,11 @@ def planned_strategy(run: RunConfig, plan: PlanFile, world_size: int) -> Strateg
             f"{'runs' if world_size == 1 else 'run'} (WORLD_SIZE, engine.processes); start {planned.world_size}, or "
             f"ask `bigdit plan` with --gpus {world_size}"
         )
-    if planned.features == "online":
+    if (planned.features == "online") != run.data.online:
+        asked = "online" if planned.features == "online" else "a folder"
         problems.append(
-            "the plan's strategy.features is online, which is rehearsed but not trained yet; ask `bigdit plan` with "
-            "cached features"
+            f"the plan's strategy.features is {planned.features}, and data.features is {run.data.features}; set it to "
+            f"{asked}, or ask `bigdit plan` with --features {'online' if run.data.online else 'cached'}"
         )
     if plan.expected.verdict == "DOES NOT FIT":
         problems.append(

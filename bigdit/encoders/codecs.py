@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol, cast
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from bigdit.config.encoders import IdentityCodec, VaeCodec
@@ -30,6 +31,10 @@ class ImageCodec(Protocol):
     @property
     def identity(self) -> dict[str, Any]:
         """What distinguishes these latents from those of another codec: a JSON object."""
+        ...
+
+    def modules(self) -> list[nn.Module]:
+        """Those with weights."""
         ...
 
     def latent_shape(self, bucket: tuple[int, ...]) -> Shape:
@@ -68,6 +73,9 @@ class PixelCodec:
         self.downsample = config.factor
         self.channels = config.factor**2 * (1 if config.color == "gray" else 3)
         self.identity = {"name": "identity", "factor": config.factor, "color": config.color}
+
+    def modules(self) -> list[nn.Module]:
+        return []
 
     def latent_shape(self, bucket: tuple[int, ...]) -> Shape:
         check_divides(bucket, self.downsample, 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -16,19 +15,10 @@ from torch.nn import functional as F
 from bigdit.catalog.encoders import POOLED_TEXT, OnlineEncoders, TextEncoderSpec
 from bigdit.catalog.families import mask_of
 from bigdit.encoders.codecs import to_unit_range
+from bigdit.encoders.encoded import Encoded
 from bigdit.encoders.latents import encode_latents
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-@dataclass(frozen=True)
-class Encoded:
-    """latents [B, C, (F,) h, w] fp32; in the encoders' dtype text_embeds [B, T, D], text_mask [B, T] and the extras."""
-
-    latents: torch.Tensor
-    text_embeds: torch.Tensor | None
-    text_mask: torch.Tensor | None
-    extras: dict[str, torch.Tensor]
 
 
 class FrozenEncoders:

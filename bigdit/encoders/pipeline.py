@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from bigdit.config.encoders import TextEncoderConfig
 from bigdit.encoders.batch_size import BatchSize
@@ -69,6 +70,10 @@ class PipelineTextEncoder:
             **({"complex_human_instruction": "\n".join(instruction)} if instruction else {}),
             **({"clean_caption": True} if self._arguments.get("clean_caption") else {}),
         }
+
+    def modules(self) -> list[nn.Module]:
+        """The text encoders."""
+        return [part for part in self._pipeline.components.values() if isinstance(part, nn.Module)]
 
     def encode(self, captions: Sequence[str]) -> list[Text]:
         """Captions to their texts in the encoders' dtype, without the padding that the transformer does not see."""

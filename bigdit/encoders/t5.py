@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerBase, T5Config, T5EncoderModel
 
 from bigdit.config.encoders import T5_TOKENS, TextEncoderConfig
@@ -67,6 +68,10 @@ class T5TextEncoder:
         if self._config.path is None:
             return {"seed": self._config.seed}
         return {"weights_sample": weights_sample(self._config.path, self._config.dtype)}
+
+    def modules(self) -> list[nn.Module]:
+        """The encoder."""
+        return [self._model]
 
     def encode(self, captions: Sequence[str]) -> list[Text]:
         """Captions to hidden states of at most max_tokens tokens; padding is masked and cut off."""

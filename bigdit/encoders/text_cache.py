@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from bigdit.encoders.text_encoder import TextEncoder
 from bigdit.store.text import Text
@@ -34,6 +35,10 @@ class TextCache:
     def identity(self) -> dict[str, Any]:
         """The encoder's."""
         return self._encoder.identity
+
+    def modules(self) -> list[nn.Module]:
+        """The encoder's."""
+        return self._encoder.modules()
 
     def encode(self, captions: Sequence[str]) -> list[Text]:
         """Captions to their texts, each distinct one that is not known encoded once."""

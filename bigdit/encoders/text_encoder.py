@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from torch import nn
+
 from bigdit.store.text import TEXT, Text
 
 
@@ -20,6 +22,10 @@ class TextEncoder(Protocol):
     @property
     def identity(self) -> dict[str, Any]:
         """What distinguishes these texts from those of another encoder: a JSON object."""
+        ...
+
+    def modules(self) -> list[nn.Module]:
+        """Those with weights."""
         ...
 
     def encode(self, captions: Sequence[str]) -> list[Text]:

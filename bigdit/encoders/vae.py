@@ -9,6 +9,7 @@ from typing import Any
 
 import diffusers
 import torch
+from torch import nn
 
 from bigdit.config.data import frames_of, written_bucket
 from bigdit.config.encoders import VaeCodec
@@ -79,6 +80,9 @@ class DiffusersVae:
             **({"tiling": True} if self._config.tiling else {}),
             **normalisation(self._vae).described(),
         }
+
+    def modules(self) -> list[nn.Module]:
+        return [self._vae]
 
     def latent_shape(self, bucket: tuple[int, ...]) -> Shape:
         if len(bucket) == 3 and not self._frames:

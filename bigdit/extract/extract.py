@@ -56,6 +56,8 @@ def extract(
     """
     began = time.perf_counter()
     root = run.data.features
+    if run.data.online:
+        raise UserError("data.features is online: each step encodes, and nothing is extracted; name a folder")
     if url_of(root) is not None:
         raise UserError(
             f"data.features: {url_of(root)} is read, and not extracted to; extract into a folder, and copy it there"
@@ -88,7 +90,7 @@ def _prepare(run: RunConfig, model: ModelSpec, source: SourceList) -> StoreSchem
     shapes, unfit = _latent_shapes(run, codec)
     problems = [
         *unfit,
-        *_unfit_model(model, codec, text_encoder, classes),
+        *unfit_model(model, codec, text_encoder, classes),
         *_unfit_frames(model, codec, text_encoder, first_frame),
         *(f"data.buckets gives {misfit}" for misfit in size_misfits(model, shapes)),
     ]
@@ -122,9 +124,10 @@ def _latent_shapes(run: RunConfig, codec: ImageCodec) -> tuple[list[Shape], list
     return shapes, problems
 
 
-def _unfit_model(
+def unfit_model(
     model: ModelSpec, codec: ImageCodec, text: TextEncoder | None, classes: list[str] | int | None
 ) -> list[str]:
+    """What of latents, texts or classes the model does not take."""
     latents = [f"encoders.image gives {misfit}" for misfit in latent_misfits(model, codec.channels)]
     if text is not None:
         return [

@@ -11,6 +11,7 @@ from pydantic import NonNegativeInt, PositiveInt, ValidationError
 from bigdit.errors import UserError
 from bigdit.loader.held_out import HeldOut
 from bigdit.loader.order import WINDOW_PARTS, Order, Stage
+from bigdit.loader.raw_store import RawStore
 from bigdit.spec import Strict
 from bigdit.store import FeatureStore
 from bigdit.store.classes import Known
@@ -32,7 +33,7 @@ class DataState(Strict):
     first_step: NonNegativeInt = 0
 
 
-def data_state(store: FeatureStore, order: Order, seed: int) -> DataState:
+def data_state(store: FeatureStore | RawStore, order: Order, seed: int) -> DataState:
     """What a checkpoint keeps of the order."""
     return DataState(
         seed=seed,
@@ -47,7 +48,7 @@ def data_state(store: FeatureStore, order: Order, seed: int) -> DataState:
 
 
 def plan_order(
-    store: FeatureStore,
+    store: FeatureStore | RawStore,
     global_batch_size: int,
     seed: int,
     saved: dict[str, Any] | None,
@@ -136,7 +137,7 @@ def plan_order(
     ]
 
 
-def _other_classes(store: FeatureStore, state: DataState, where: Path) -> list[str]:
+def _other_classes(store: FeatureStore | RawStore, state: DataState, where: Path) -> list[str]:
     if state.classes == store.schema.classes:
         return []
     return [
@@ -145,7 +146,7 @@ def _other_classes(store: FeatureStore, state: DataState, where: Path) -> list[s
     ]
 
 
-def _held_out(store: FeatureStore, parts: int, samples: int) -> HeldOut | None:
+def _held_out(store: FeatureStore | RawStore, parts: int, samples: int) -> HeldOut | None:
     """So many samples of the first parts, where any are asked for. Raises UserError where none were left."""
     there = int(store.index.counts[:parts].sum())
     if samples >= there:
@@ -156,7 +157,7 @@ def _held_out(store: FeatureStore, parts: int, samples: int) -> HeldOut | None:
     return HeldOut(store.index, parts, samples) if samples else None
 
 
-def _scarce(order: Order, store: FeatureStore) -> list[str]:
+def _scarce(order: Order, store: FeatureStore | RawStore) -> list[str]:
     """What a person should know of buckets that are empty, or fill no global batch in an epoch."""
     counts, batch = store.index.counts, order.global_batch_size
     totals = (counts if order.held is None else counts - order.held.counts).sum(0).tolist()
@@ -185,7 +186,7 @@ def _parse(saved: dict[str, Any], where: Path) -> DataState:
         raise UserError(f"{where} has a damaged state of its data; resume from an earlier checkpoint") from None
 
 
-def _digest(store: FeatureStore, parts: int) -> str:
+def _digest(store: FeatureStore | RawStore, parts: int) -> str:
     """Of the ranges and the samples of the first `parts` parts; buckets that come later do not change it."""
     digest = xxhash.xxh3_64(store.index.parts[:parts, :2].tobytes())
     for shape, column in zip(store.index.shapes, store.index.counts.T, strict=True):

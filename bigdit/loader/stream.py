@@ -9,7 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from bigdit.dist import World
 from bigdit.loader.ahead import Held, read_ahead
 from bigdit.loader.batch import Batch
+from bigdit.loader.captioned import CaptionedBatch
 from bigdit.loader.order import Ints, Order, sample_seed
+from bigdit.loader.raw_store import RawReader, RawStore
 from bigdit.loader.read import BatchReader
 from bigdit.store import FeatureStore
 from bigdit.store.part import Shape
@@ -19,12 +21,17 @@ ADVISED_AHEAD = 8
 page cache's memory alone."""
 
 
+Micro = Batch | CaptionedBatch
+"""A micro-batch: features, or what they are made of."""
+
+
 class FeatureStream:
-    """Micro-batches of a store for one process of `world`; every process sees its share of the same order."""
+    """Micro-batches of a store, or of pictures that are not encoded yet, for one process of `world`; every process sees
+    its share of the same order."""
 
     def __init__(
         self,
-        store: FeatureStore,
+        store: FeatureStore | RawStore,
         world: World,
         order: Order,
         *,
@@ -45,11 +52,15 @@ class FeatureStream:
         self._read_ahead_steps = read_ahead_steps
         self._threads = threads
         self._buckets = list(store.buckets)
-        self._reader = BatchReader(store, micro_batch_size, caption_dropout, pinned=pin_memory, no_class=no_class)
+        self._reader: BatchReader | RawReader = (
+            RawReader(store, caption_dropout, pinned=pin_memory, no_class=no_class)
+            if isinstance(store, RawStore)
+            else BatchReader(store, micro_batch_size, caption_dropout, pinned=pin_memory, no_class=no_class)
+        )
         self._lock = threading.Lock()
         self._advised = 0  # the first step that the system was not told of
 
-    def steps(self, start: int, stop: int, held: Held[list[Batch]] = lambda futures: None) -> Generator[list[Batch]]:
+    def steps(self, start: int, stop: int, held: Held[list[Micro]] = lambda futures: None) -> Generator[list[Micro]]:
         """The micro-batches of steps [start, stop), `read_ahead_steps` of them read ahead by threads, a step each;
         `held` is told of all that exist before each is handed out."""
         readers = ThreadPoolExecutor(self._threads, thread_name_prefix="loader")
@@ -60,11 +71,11 @@ class FeatureStream:
         finally:
             readers.shutdown(cancel_futures=True)
 
-    def micro_batches(self, step: int) -> list[Batch]:
+    def micro_batches(self, step: int) -> list[Micro]:
         """The grad_accum_steps micro-batches of this process in this step."""
         return [self._reader.read(*each) for each in self.samples(step)]
 
-    def _fetched(self, step: int, stop: int) -> list[Batch]:
+    def _fetched(self, step: int, stop: int) -> list[Micro]:
         """The micro-batches of a step, after the system was told of those that follow."""
         last = min(step + 1 + -(-ADVISED_AHEAD // self._grad_accum_steps), stop)
         with self._lock:

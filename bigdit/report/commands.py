@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from bigdit.catalog.first_frame import takes_first_frame
 from bigdit.config.plan_file import DS_CONFIG, FILE
 from bigdit.report.skeleton import RUN, skeleton
 from bigdit.search.plan import Plan
@@ -51,7 +52,9 @@ def obstacle(plan: Plan) -> str | None:
         return "it does not fit"
     if plan.question.model.training_obstacle is not None:
         return plan.question.model.training_obstacle
-    return None if plan.chosen.strategy.features == "cached" else "features online are rehearsed, not trained yet"
+    if plan.chosen.strategy.features == "online" and takes_first_frame(plan.question.model.spec):
+        return "features online have no first frame, which the model begins with"
+    return None
 
 
 def commands(plan: Plan, folder: Path) -> list[Command]:
@@ -59,7 +62,7 @@ def commands(plan: Plan, folder: Path) -> list[Command]:
     known = skeleton(plan) is not None
     recorded, config = record(plan), folder / RUN if known else Path(RUN)
     found, spread = [], recorded.processes_per_node
-    if known and plan.question.model.extractable:
+    if known and plan.question.model.extractable and recorded.strategy.features == "cached":
         extract = ("bigdit", "extract", "--config", str(config))
         what = "pictures" if plan.question.model.text is None else "pictures and captions"
         found.append(Command(f"once, to encode {what}", extract))

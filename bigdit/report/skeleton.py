@@ -7,6 +7,7 @@ from typing import Any, get_args
 import yaml
 
 from bigdit.catalog import CatalogModel
+from bigdit.catalog.encoders import online_encoders
 from bigdit.catalog.first_frame import takes_first_frame
 from bigdit.catalog.models import TextInput, models, repositories
 from bigdit.config.encoders import VaeCodec
@@ -34,7 +35,9 @@ def skeleton(plan: Plan) -> str | None:
         return None
     size = plan.chosen.strategy.micro_batch_size  # one for all buckets
     fitting = ((limit.height, limit.width) for limit in plan.buckets if limit.recommended >= size)
-    sizes = dict.fromkeys((question.resolution, *fitting))
+    online = plan.chosen.strategy.features == "online"  # of one bucket
+    sizes = dict.fromkeys((question.resolution, *(() if online else fitting)))
+    vae_dtype, text_dtype = _dtypes(plan) if online else ({}, {})
     spec, steps = model.spec, plan.run.steps if plan.run else _STEPS
     known = model.params is not None  # of the catalogue; a user's own model is written out
     pipeline = model.pipeline or f"{FOLDER}/{_named(model)}"
@@ -42,14 +45,14 @@ def skeleton(plan: Plan) -> str | None:
         "model": {"name": model.name} if known else {"class_name": spec.class_name, "kwargs": spec.kwargs},
         "data": {
             "images": f"{FOLDER}/pictures" if model.text else {"path": f"{FOLDER}/pictures", "label": "folder"},
-            "features": f"{FOLDER}/features",
+            "features": "online" if online else f"{FOLDER}/features",
             "buckets": [[*_frames(plan), *sides] for sides in sizes],
             **({} if model.clip is None else {"fps": model.clip.fps}),
             **_part_size(plan),
         },
         "encoders": {
-            "image": {"name": "vae", "class_name": model.vae.class_name, "path": f"{pipeline}/vae"},
-            **({} if model.text is None else {"text": _text(pipeline, model.text)}),
+            "image": {"name": "vae", "class_name": model.vae.class_name, "path": f"{pipeline}/vae", **vae_dtype},
+            **({} if model.text is None else {"text": _text(pipeline, model.text) | text_dtype}),
             **_first_frame(pipeline, model),
         },
         "optimizer": {"lr": plan.chosen.strategy.optimizer.lr},
@@ -63,6 +66,14 @@ def skeleton(plan: Plan) -> str | None:
     }
     text = yaml.safe_dump(run, sort_keys=False, default_flow_style=None, width=100)
     return _HEAD + "".join(f"# {note}\n" for note in _notes(plan)) + text
+
+
+def _dtypes(plan: Plan) -> tuple[dict[str, str], dict[str, str]]:
+    """Of encoders online, as the plan has them on the card: VAE and text encoders, where they are not the default."""
+    encoders = online_encoders(plan.question.model, plan.batch)
+    dtypes = encoders.vae.dtype, next((each.dtype for each in encoders.text), "fp32")
+    vae, text = ({} if each == "fp32" else {"dtype": each} for each in dtypes)
+    return vae, text
 
 
 def _frames(plan: Plan) -> list[int]:

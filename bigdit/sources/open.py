@@ -106,6 +106,11 @@ def _open(config: SourceConfig, data: DataConfig, key: str) -> Source:
     if kind == "csv":
         return TableSource(kind, CsvRows(config.path, key), config, key, clip)
     if kind == "webdataset":
+        if data.online:
+            raise UserError(
+                f"{key}: {config.path} holds tars, whose index is kept beside features, and data.features is online; "
+                "name a folder there, and `bigdit extract` encodes into it once"
+            )
         tars = files_of(config, ".tar", key)
         return WebDataset(tars, data.features / INDEX, data.workers, key, config.label, clip)
     if kind == "datasets" and any((config.path / name).exists() for name in (STATE, SPLITS)):

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from bigdit.store import fp8
@@ -23,6 +24,12 @@ class Caption(Protocol):
 
     @property
     def weight(self) -> float: ...
+
+
+def chosen(weights: npt.NDArray[np.float32], draw: float) -> int:
+    """The number of one of a picture's captions, by their weights and a number in [0, 1)."""
+    sums = np.cumsum(weights, dtype=np.float64)
+    return int(min(np.searchsorted(sums, draw * sums[-1], "right"), len(weights) - 1))
 
 
 def column_name(kind: str, name: str) -> str:

@@ -12,7 +12,7 @@ import torch
 
 from bigdit.errors import UserError
 from bigdit.store import fp8
-from bigdit.store.captions import column_name
+from bigdit.store.captions import chosen, column_name
 from bigdit.store.digest import bytes_of, chained_digest, row_digest
 from bigdit.store.header import Column, Header, check_part, damaged, read_header
 from bigdit.store.local import READERS, File, ReaderName
@@ -77,10 +77,7 @@ class Part:
     def choose_caption(self, shape: Shape, row: int, draw: float) -> int:
         """The number of one of a row's captions, by their weights and a number in [0, 1)."""
         _, first, count, _ = self.rows[shape][row].tolist()
-        if count == 1:
-            return int(first)
-        sums = np.cumsum(self.weights[first : first + count], dtype=np.float64)
-        return int(first + min(np.searchsorted(sums, draw * sums[-1], "right"), count - 1))
+        return int(first) if count == 1 else int(first) + chosen(self.weights[first : first + count], draw)
 
     def latents_span(self, shape: Shape, row: int) -> tuple[int, int]:
         """Offset and bytes of a row's latents."""

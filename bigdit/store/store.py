@@ -17,7 +17,7 @@ from bigdit.store.header import damaged
 from bigdit.store.index import FILE as INDEX
 from bigdit.store.index import Index, listed, load_index, misfit
 from bigdit.store.local import LocalParts, ReaderName
-from bigdit.store.part import FIRST_FRAME, FRAME_COLUMNS, Shape, part_name, part_range
+from bigdit.store.part import FIRST_FRAME, FRAME_COLUMNS, Shape, part_name, part_range, shape_name
 from bigdit.store.reader import Part
 from bigdit.store.remote import RemoteParts, open_remote
 from bigdit.store.schema import EXTRACT, StoreSchema, part_identity, read_schema, store_identity
@@ -162,6 +162,12 @@ class FeatureStore:
             if self.classes is None:
                 texts.append(part.text(part.choose_caption(bucket, row, 0.0)))
         return torch.stack(latents), texts, indices
+
+    def name_of(self, bucket: Shape, number: int, row: int) -> str:
+        """A sample as people find it: its number in the source, and the part and the row where the store has it."""
+        part = self.part(number)
+        index = int(part.rows[bucket][row, 0])
+        return f"sample {index} (row {row} of {shape_name(bucket)} in {part.header.path.name})"
 
     def _open(self, number: int) -> Part:
         start, end, _ = self.index.parts[number].tolist()

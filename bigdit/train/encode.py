@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 
+from bigdit.encoders.encoded import Encoded
 from bigdit.loader.batch import Batch
+from bigdit.loader.captioned import CaptionedBatch
 from bigdit.loader.raw import RawBatch
 
-if TYPE_CHECKING:  # transformers takes seconds to import, and most steps encode nothing
-    from bigdit.encoders.frozen import FrozenEncoders
-
-Encode = Callable[[RawBatch, torch.dtype], Batch]
+Encode = Callable[[Any, torch.dtype], Batch]
+"""Features of a micro-batch that has none yet, with its conditions in a dtype."""
 
 
-def encode(encoders: FrozenEncoders, chunk: int | None, batch: RawBatch, compute_dtype: torch.dtype) -> Batch:
+class Encodes(Protocol):
+    """A run's encoders, or those of a rehearsal: what a chunk of their micro-batches has becomes features."""
+
+    @property
+    def encode(self) -> Callable[..., Encoded]: ...
+
+
+def encode(encoders: Encodes, chunk: int | None, batch: RawBatch | CaptionedBatch, compute_dtype: torch.dtype) -> Batch:
     """The features of a batch on the encoders' device, conditions in `compute_dtype`, `chunk` samples at a time.
 
     Without a chunk, all at once.
     """
-    parts = [encoders.encode(pixels, tokens) for pixels, tokens in batch.chunks(chunk)]
+    parts = [encoders.encode(*chunked) for chunked in batch.chunks(chunk)]
     texts = [part.text_embeds for part in parts if part.text_embeds is not None]
     masks = [part.text_mask for part in parts if part.text_mask is not None]
     given = {name: _whole([part.extras[name] for part in parts]) for name in parts[0].extras}

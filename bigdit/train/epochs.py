@@ -10,8 +10,9 @@ from fractions import Fraction
 from bigdit.config import RunConfig, check
 from bigdit.config.stages import in_order, of_each
 from bigdit.errors import UserError
+from bigdit.sources import open_source
 from bigdit.store import FeatureStore
-from bigdit.train.prepare import Prepared, check_store
+from bigdit.train.prepare import Prepared, check_stores
 
 
 def counted(stages: Sequence[Prepared], *, needed: bool = True) -> tuple[list[Prepared], list[str]]:
@@ -39,7 +40,7 @@ def _counted(prepared: Prepared, needed: bool) -> tuple[Prepared, list[str]]:
         return prepared, []
     said = f"{stage.prefix}train.epochs {epochs:g}"
     try:
-        check_store(run)
+        check_stores([stage])
     except UserError:
         if needed:
             raise
@@ -54,7 +55,10 @@ def _counted(prepared: Prepared, needed: bool) -> tuple[Prepared, list[str]]:
 
 
 def samples_of(run: RunConfig) -> int:
-    """The samples of the run's store that are trained on. Raises UserError where it cannot be read."""
+    """The samples of the run's store that are trained on, or of its sources. Raises UserError where they cannot be
+    read."""
+    if run.data.online:
+        return len(open_source(run.data))
     store = FeatureStore.open(run.data.features, run.data.reader, run.data.remote_cache)
     held_out = run.validation.samples if run.validation else 0
     return max(int(store.index.counts.sum()) - held_out, 1)  # the loader refuses to hold out all

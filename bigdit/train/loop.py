@@ -22,14 +22,18 @@ from bigdit.config.output import AVERAGES, CHECKPOINTS, EXPORTS, RECEIPT, receip
 from bigdit.dist import World
 from bigdit.encoders.fit import smaller_than_planned
 from bigdit.errors import UserError
+from bigdit.loader.online import RunEncoders, more_than_planned, open_online
 from bigdit.loader.order import step_seed
+from bigdit.loader.raw_store import RawStore
 from bigdit.loader.stages import data_state, plan_order
 from bigdit.loader.stream import FeatureStream
 from bigdit.models.compiling import compiling_said, compiling_told
 from bigdit.shortage import told
 from bigdit.spec import ModelSpec, Strategy
+from bigdit.store import FeatureStore
 from bigdit.train import exports
 from bigdit.train.beside_plan import planned_memory
+from bigdit.train.encode import encode
 from bigdit.train.measure import STEPS as MEASURED_STEPS
 from bigdit.train.measure import MemoryMeter
 from bigdit.train.metrics import Metrics
@@ -103,7 +107,7 @@ def _train(stages: Sequence[Prepared], world: World, stop: Stop, device: torch.d
     stage, spec, asked, run, plan = reached.stage, reached.spec, reached.strategy, reached.stage.run, reached.stage.plan
     end, staged = stage.end, stage.count > 1
     objective = objective_of(spec, run.objective)
-    store = open_stores(stages, stage.number)
+    store, online = _opened(stages, reached, device)
     if found is not None:
         checkpoint.check_resumable(found, spec, asked)
         notices += [f"note: {line}" for line in checkpoint.check_objective(found, objective)]
@@ -122,6 +126,7 @@ def _train(stages: Sequence[Prepared], world: World, stop: Stop, device: torch.d
         store, asked.global_batch_size, run.train.seed, saved, start, where, held_out, stage.start
     )
     notices += smaller_than_planned(plan, store.buckets) if plan is not None else []
+    notices += more_than_planned(plan, online) if plan is not None and online is not None else []
     _say(world, [f"note: {line}" for line in notices])
 
     began = time.perf_counter()
@@ -141,7 +146,7 @@ def _train(stages: Sequence[Prepared], world: World, stop: Stop, device: torch.d
         if found is not None:
             checkpoint.load_weights(found, model)
         meter = stack.enter_context(MemoryMeter(device))
-        meter.loaded(model)
+        meter.loaded(model, online.tensors() if online else ())
         if strategy.compile_blocks:
             _say(world, [f"note: {compiling_said(device.type, emulated=meter.emulated)}"])
         engine = engines.create(strategy, model, family, device=device, world=world)
@@ -165,6 +170,7 @@ def _train(stages: Sequence[Prepared], world: World, stop: Stop, device: torch.d
             pin_memory=device.type == "cuda",
         )
         meter.watch(engine, ema)
+        encoding = None if online is None else functools.partial(encode, online, strategy.encode_chunk)
         samples = Samples(store, stream)
         skipped = SkippedSteps(engine, peers, samples, run.train.most_skipped_steps)
         settings = run.model_dump(mode="json")
@@ -189,7 +195,7 @@ def _train(stages: Sequence[Prepared], world: World, stop: Stop, device: torch.d
             )
         )
         validation = None
-        if run.validation is not None and order.held is not None:
+        if run.validation is not None and order.held is not None and isinstance(store, FeatureStore):
             measured_by = (peers, engine, ema, family, objective, end)
             validation = Validation(run.validation, store, order.held, *measured_by)
         pictures = None
@@ -230,7 +236,7 @@ def _train(stages: Sequence[Prepared], world: World, stop: Stop, device: torch.d
             lr = learning_rate(run, step - stage.start)
             torch.manual_seed(step_seed(run.train.seed, step))  # bf16_sr rounds by it
             with meter.step(micro_batches) as (batches, phase), recovery.step(step, phase) as noted:
-                result = train_step(engine, family, objective, batches, lr=lr, ema=ema, phase=noted)
+                result = train_step(engine, family, objective, batches, lr=lr, ema=ema, phase=noted, encode=encoding)
             measured: dict[str, Any] = {}
             if validation is not None and validation.due(step + 1):
                 with metrics.aside():
@@ -262,6 +268,17 @@ def _train(stages: Sequence[Prepared], world: World, stop: Stop, device: torch.d
             write_receipt(run, spec, strategy, store, meter, planned, metrics, relief, *counts, began, name)
     assert last is not None
     return Ended(last, end, None if end == ends[-1] else stage.number + 1)
+
+
+def _opened(
+    stages: Sequence[Prepared], reached: Prepared, device: torch.device
+) -> tuple[FeatureStore | RawStore, RunEncoders | None]:
+    """The store of the stage that was reached; or its pictures, and the encoders on the device, where features are made
+    in each step."""
+    strategy, stage = reached.strategy, reached.stage
+    if strategy.features == "cached":
+        return open_stores(stages, stage.number), None
+    return open_online(stage.run, reached.spec, stage.plan, device, strategy.encode_chunk or 1)
 
 
 def _say(world: World, lines: Sequence[str]) -> None:

@@ -16,7 +16,7 @@ from torch.profiler import record_function
 
 from bigdit.emulator import on_emulated_card
 from bigdit.engines import Ema, Engine
-from bigdit.loader.batch import Batch
+from bigdit.loader.stream import Micro
 from bigdit.memory import ledger
 from bigdit.record import Recorder, Watch
 from bigdit.train.record import MeasuredMemory, PhaseMemory
@@ -58,9 +58,10 @@ class MemoryMeter:
     def __exit__(self, *error: object) -> None:
         self._recording.close()
 
-    def loaded(self, model: nn.Module) -> None:
-        """The plain model is on the host, and an engine is about to take it."""
+    def loaded(self, model: nn.Module, encoders: Iterable[torch.Tensor] = ()) -> None:
+        """The plain model is on the host, and an engine is about to take it; encoders are on the device."""
         if self._recorder is not None:
+            self._recorder.mark(encoders, "encoder")
             self._recorder.mark(model.parameters(), "parameter")
             self._recorder.mark(model.buffers(), "buffer")
 
@@ -69,7 +70,7 @@ class MemoryMeter:
         if self._recorder is not None:
             self._watch = Watch(self._recorder, engine, ema)
 
-    def held(self, futures: Iterable[Future[list[Batch]]]) -> None:
+    def held(self, futures: Iterable[Future[list[Micro]]]) -> None:
         """These micro-batches wait on the host. They are read in a thread, whose allocations no recorder sees."""
         if self._watch is not None:
             for future in futures:
@@ -77,7 +78,7 @@ class MemoryMeter:
                     self._watch.host_batch(batch)
 
     @contextmanager
-    def step(self, micro_batches: Sequence[Batch]) -> Iterator[tuple[Sequence[Any], Phase]]:
+    def step(self, micro_batches: Sequence[Micro]) -> Iterator[tuple[Sequence[Any], Phase]]:
         """Surround one training step: yields the micro-batches and the phases to run it with."""
         if self._steps >= STEPS:
             yield micro_batches, record_function

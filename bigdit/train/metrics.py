@@ -20,7 +20,7 @@ from bigdit.checkpoint import Peers
 from bigdit.config.output import METRICS
 from bigdit.errors import UserError
 from bigdit.files import write_text
-from bigdit.loader.batch import Batch
+from bigdit.loader.stream import Micro
 from bigdit.train.mfu import Mfu
 from bigdit.train.record import read_metrics
 from bigdit.train.seen.trackers import Trackers
@@ -99,7 +99,7 @@ class Metrics:
         step: int,
         lr: float,
         result: StepResult,
-        micro_batches: Sequence[Batch] = (),
+        micro_batches: Sequence[Micro] = (),
         more: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         """The result of step number `step` (from 0), what it was taken over, and what its row has `more`. Raises

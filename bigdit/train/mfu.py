@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from bigdit import models
 from bigdit.catalog.gpus import named
 from bigdit.loader.batch import Batch
+from bigdit.loader.stream import Micro
 from bigdit.models import Family
 from bigdit.spec import ModelSpec, Precision, Strategy
 
@@ -30,9 +31,10 @@ class Mfu:
         self._passes = 2 if frozen else 3  # gradients of activations take as much as the forward pass; so do weights'
         self._known: dict[tuple[torch.Size, ...], int | None] = {}
 
-    def flops(self, micro_batches: Sequence[Batch]) -> int | None:
-        """Of a step over them, forward and backward; None of a model that reads its tensors, and so needs data."""
-        counts = [self._forward(batch) for batch in micro_batches]
+    def flops(self, micro_batches: Sequence[Micro]) -> int | None:
+        """Of a step over them, forward and backward; None of a model that reads its tensors, and so needs data, and
+        where features are online: encoders are no part of the model."""
+        counts = [self._forward(batch) if isinstance(batch, Batch) else None for batch in micro_batches]
         known = [count for count in counts if count is not None]
         return self._passes * sum(known) if len(known) == len(counts) else None
 

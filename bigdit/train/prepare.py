@@ -52,6 +52,8 @@ def prepare_stages(stages: Sequence[Stage], world_size: int) -> list[Prepared]:
         for each in found
         if (own := each.strategy.zero_stage) != found[0].strategy.zero_stage
     ]
+    if len(found) > 1 and any(each.strategy.features == "online" for each in found):
+        problems.append("data.features is online, and the run has stages: features online are of a run without stages")
     if problems:
         raise UserError(*problems)
     return found
@@ -85,13 +87,16 @@ def check_launcher(prepared: Sequence[Prepared]) -> None:
 
 def check_stores(stages: Sequence[Stage]) -> None:
     """`check_store` of each stage. Raises UserError with what is missing of all."""
-    of_each(range(len(stages)), lambda number: check_store(stages[number].run))
+    stored = [stage.run for stage in stages if not stage.run.data.online]
+    of_each(range(len(stored)), lambda number: check_store(stored[number]))
 
 
 def check_store(run: RunConfig) -> None:
-    """Raise UserError where data.features is a folder of this machine without a store: FeatureStore.open says so too,
-    seconds later, since it imports torch."""
+    """Raise UserError where data.features is online, or a folder of this machine without a store: FeatureStore.open
+    says so too, seconds later, since it imports torch."""
     features = run.data.features
+    if run.data.online:
+        raise UserError("data.features is online, and a store is read; name its folder")
     if not re.match(r"\w+:/", str(features)) and not has_store(run):
         raise UserError(f"data.features: {features} holds no features; `bigdit extract --config RUN.yaml` makes them")
 

@@ -1,4 +1,4 @@
-"""The samples of a step by name: their number in the source, and the part and the row where the store has them."""
+"""The samples of a step by name, as their store has it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import torch
 
 from bigdit.loader.batch import Batch
+from bigdit.loader.captioned import CaptionedBatch
+from bigdit.loader.raw_store import RawStore
 from bigdit.loader.stream import FeatureStream
 from bigdit.store import FeatureStore
-from bigdit.store.part import Shape, shape_name
 
 MOST = 4
 """Samples that a line names; it counts the others."""
@@ -18,7 +19,7 @@ MOST = 4
 class Samples:
     """Names the samples of steps of a stream over a store."""
 
-    def __init__(self, store: FeatureStore, stream: FeatureStream) -> None:
+    def __init__(self, store: FeatureStore | RawStore, stream: FeatureStream) -> None:
         self._store = store
         self._stream = stream
 
@@ -27,21 +28,16 @@ class Samples:
         batch = self._stream.order.batch(step)
         bucket = list(self._store.buckets)[batch.bucket]
         places = list(zip(batch.parts.tolist(), batch.rows.tolist(), strict=True))
-        names = [self._name(bucket, *place) for place in places[:MOST]]
+        names = [self._store.name_of(bucket, *place) for place in places[:MOST]]
         return f"its samples are {listed(names, len(places))}"
 
-    def not_finite(self, step: int, micro_batches: Sequence[Batch]) -> list[str]:
+    def not_finite(self, step: int, micro_batches: Sequence[Batch | CaptionedBatch]) -> list[str]:
         """Those of this process's micro-batches that came with a value that is not finite."""
         return [
-            self._name(bucket, int(parts[place]), int(rows[place]))
+            self._store.name_of(bucket, int(parts[place]), int(rows[place]))
             for batch, (bucket, parts, rows, _) in zip(micro_batches, self._stream.samples(step), strict=True)
             for place in _not_finite(batch)
         ]
-
-    def _name(self, bucket: Shape, number: int, row: int) -> str:
-        part = self._store.part(number)
-        index = int(part.rows[bucket][row, 0])
-        return f"sample {index} (row {row} of {shape_name(bucket)} in {part.header.path.name})"
 
 
 def listed(names: Sequence[str], count: int) -> str:
@@ -50,7 +46,7 @@ def listed(names: Sequence[str], count: int) -> str:
     return first if count <= MOST else f"{first} and {count - MOST} more"
 
 
-def _not_finite(batch: Batch) -> list[int]:
+def _not_finite(batch: Batch | CaptionedBatch) -> list[int]:
     sound = torch.ones(len(batch.seeds), dtype=torch.bool)
     for tensor in batch.tensors():
         sound &= tensor.isfinite().reshape(len(batch.seeds), -1).all(1)

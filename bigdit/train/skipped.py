@@ -12,7 +12,7 @@ from bigdit import log
 from bigdit.checkpoint import Peers
 from bigdit.engines import Engine
 from bigdit.errors import UserError
-from bigdit.loader.batch import Batch
+from bigdit.loader.stream import Micro
 from bigdit.train.samples import Samples, listed
 from bigdit.train.step import StepResult
 
@@ -31,7 +31,7 @@ class SkippedSteps:
         self._in_a_row = 0
         self.count = 0
 
-    def add(self, step: int, lr: float, result: StepResult, micro_batches: Sequence[Batch]) -> None:
+    def add(self, step: int, lr: float, result: StepResult, micro_batches: Sequence[Micro]) -> None:
         """The result of a step on these micro-batches. Raises UserError where `most` in a row were skipped.
 
         In fp16 gradients overflow until the loss is scaled less: such a step is counted, and no more.

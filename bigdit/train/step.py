@@ -14,6 +14,7 @@ from torch.profiler import record_function
 from bigdit import objectives, optim
 from bigdit.engines import Ema, Engine, compute_dtype
 from bigdit.loader.batch import Batch
+from bigdit.loader.captioned import CaptionedBatch
 from bigdit.loader.raw import RawBatch
 from bigdit.models import Family
 from bigdit.objective_spec import ObjectiveSpec
@@ -38,7 +39,7 @@ def train_step(
     engine: Engine,
     family: Family,
     objective: ObjectiveSpec,
-    micro_batches: Sequence[Batch | RawBatch],
+    micro_batches: Sequence[Batch | RawBatch | CaptionedBatch],
     *,
     lr: float,
     ema: Ema | None = None,

@@ -14,6 +14,7 @@ from bigdit.config.plan_file import PlanFile
 from bigdit.config.stages import of_each
 from bigdit.encoders.fit import latent_misfits, plan_misfits, run_misfits, size_misfits, text_misfits
 from bigdit.errors import UserError
+from bigdit.loader.raw_store import RawStore
 from bigdit.spec import BatchShape, ModelSpec
 from bigdit.store import FeatureStore
 from bigdit.train.prepare import Prepared, has_store
@@ -81,7 +82,7 @@ def _frame_misfits(spec: ModelSpec, store: FeatureStore) -> list[str]:
     return [f"it has {misfit}" for misfit in found]
 
 
-def largest_batch_shape(store: FeatureStore) -> BatchShape:
+def largest_batch_shape(store: FeatureStore | RawStore) -> BatchShape:
     """Shapes of the largest bucket in a feature store, with text of its max_tokens where it has text."""
     latents = max(store.buckets, key=math.prod)
     wide = store.has_deviation or store.latents_dtype == torch.float32

@@ -9,6 +9,7 @@ import torch
 from bigdit import log, receipt
 from bigdit.catalog.families import objective_of
 from bigdit.config import RunConfig
+from bigdit.loader.raw_store import RawStore
 from bigdit.spec import ModelSpec, Strategy
 from bigdit.store import FeatureStore
 from bigdit.train.beside_plan import PlannedMemory
@@ -22,7 +23,7 @@ def write_receipt(
     run: RunConfig,
     spec: ModelSpec,
     strategy: Strategy,
-    store: FeatureStore,
+    store: FeatureStore | RawStore,
     meter: MemoryMeter,
     planned: PlannedMemory | None,
     metrics: Metrics,

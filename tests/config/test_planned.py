@@ -205,10 +205,25 @@ def test_other_processes_and_what_cannot_be_trained(tmp_path):
     ]
     unfit = plan_of(SINGLE.model_copy(update={"features": "online"}), verdict="DOES NOT FIT")
     assert problems(planned_strategy, run, unfit, 1) == [
-        "the plan's strategy.features is online, which is rehearsed but not trained yet; ask `bigdit plan` with "
-        "cached features",
+        f"the plan's strategy.features is online, and data.features is {run.data.features}; set it to online, or ask "
+        "`bigdit plan` with --features cached",
         "the plan's verdict is DOES NOT FIT: 41.00 GiB wanted of 44.00 GiB (expected); take one of the fixes in its "
         "report.html",
+    ]
+
+
+def test_features_online_are_of_the_plan_and_of_the_run(tmp_path):
+    """Or of neither; the plan says how many samples are encoded at once."""
+    online, chunk = {"data": {"features": "online", "buckets": [[8, 8]]}}, {"features": "online", "encode_chunk": 4}
+    plan, file = plan_of(SINGLE.model_copy(update=chunk)), tmp_path / "plan"
+    run = planned_run(run_yaml(tmp_path, **online), [], plan, write(plan, file))
+    strategy = planned_strategy(run, plan, 1)
+    assert (strategy.features, strategy.encode_chunk) == ("online", 4)
+    plan = plan_of(SINGLE)
+    run = planned_run(run_yaml(tmp_path, **online), [], plan, write(plan, file))
+    assert problems(planned_strategy, run, plan, 1) == [
+        "the plan's strategy.features is cached, and data.features is online; set it to a folder, or ask `bigdit plan` "
+        "with --features online",
     ]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import DIGITS, ROOT
+from commands import ROOT
 from rehearsing import SANA, SHAPE, rehearse_all
 from traces import assert_same
 
@@ -310,11 +310,3 @@ def test_encoders_and_features_online_go_together() -> None:
     cached = request.model_copy(update={"strategy": Strategy(), "encoders": _encoders(KL, T5)})
     with pytest.raises(UserError, match="encoders were given, and"):
         rehearse(cached)
-
-
-def test_a_run_that_asks_for_online_features_is_told_to_extract() -> None:
-    from bigdit.config import check, load_run
-
-    run = load_run(DIGITS, ["data.features=online"])
-    with pytest.raises(UserError, match=r"data\.features is online, which is rehearsed but not trained yet"):
-        check(run, SANA)

@@ -8,11 +8,14 @@ from pathlib import Path
 
 import plans
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bigdit.catalog import model
 from bigdit.config.plan_file import FILE
 from bigdit.report.commands import PORT, Command, commands, obstacle
+from bigdit.report.skeleton import skeleton
 from bigdit.spec import Strategy
 from bigdit.speed.cluster import Cluster
 
@@ -151,8 +154,29 @@ def test_a_shell_reads_a_command_as_its_words(arguments):
 @pytest.mark.slow
 @pytest.mark.xdist_group("plan")
 def test_what_cannot_be_trained_here_has_no_command(made):
-    online = made.chosen.strategy.model_copy(update={"features": "online"})
-    plan = made.model_copy(update={"chosen": made.chosen.model_copy(update={"strategy": online})})
-    assert obstacle(plan) == "features online are rehearsed, not trained yet"
-    assert "nothing to run: features online are rehearsed, not trained yet" in plans.shown(plan, Path("plans/x"))
+    plan = online(made)
+    assert obstacle(plan) is None
+    first = model("wan2.1-i2v-14b-480p")
+    plan = plan.model_copy(update={"question": plan.question.model_copy(update={"model": first})})
+    assert obstacle(plan) == "features online have no first frame, which the model begins with"
+    assert "nothing to run: features online have no first frame" in plans.shown(plan, Path("plans/x"))
     assert obstacle(made) is None
+
+
+def online(made):
+    """The plan with its encoders on the card."""
+    strategy = made.chosen.strategy.model_copy(update={"features": "online"})
+    return made.model_copy(update={"chosen": made.chosen.model_copy(update={"strategy": strategy})})
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("plan")
+def test_features_online_are_not_extracted(made):
+    """The run has one bucket, and its encoders the dtypes that were rehearsed."""
+    plan = online(made)
+    assert next(each.words[:2] for each in commands(made, FOLDER)) == ("bigdit", "extract")
+    assert next(each.words[:2] for each in commands(plan, FOLDER)) == ("bigdit", "train")
+    run = yaml.safe_load(skeleton(plan))
+    assert (run["data"]["features"], run["data"]["buckets"]) == ("online", [[1024, 1024]])
+    assert "dtype" not in run["encoders"]["image"]
+    assert run["encoders"]["text"]["dtype"] == "bf16"

@@ -157,3 +157,17 @@ def test_a_folder_of_one_more_class_is_not_appended(digits_by_class, tmp_path):
     done = bigdit("extract", "--config", CONFIG, *settings(digits_by_class, changed, "model.kwargs.num_classes=11"))
     assert done.returncode == 1
     assert "classes[0] is 'eight' there, and 'apple' in this run" in " ".join(done.stderr.split())
+
+
+def test_losses_with_features_online_are_those_of_the_store(digits_by_class):
+    """Pictures that have classes, encoded in each step; and pictures are drawn on the way."""
+    found = []
+    for features in (digits_by_class / "features", "online"):
+        chosen = (*TINY["PaperDiT"], "samples={captions: [three, 0], steps: 2, every: 2}", f"data.features={features}")
+        output = f"features-{getattr(features, 'name', features)}"
+        done = trained(digits_by_class, *chosen, output=output)
+        assert done.returncode == 0, done.stderr
+        assert (digits_by_class / output / "samples/step-00000004.png").exists()
+        found.append([row["loss"] for row in read_metrics(digits_by_class / output / "metrics.jsonl")])
+    assert len(set(found[0])) == 4
+    assert found[0] == found[1]

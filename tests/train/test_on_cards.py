@@ -11,6 +11,7 @@ import pytest
 from cards import TIME_LIMIT_S, answers, on_card
 from commands import DIGITS, ROOT, SINGLE, TINY, with_set
 from plan_files import TINY_KWARGS, plan_of, run_yaml, write
+from transformers import T5Config, T5EncoderModel
 
 from bigdit import catalog
 from bigdit.emulator import emulated_environment, shared_state
@@ -96,6 +97,30 @@ def check_phases(record, plan, receipt):
     assert max(each["reserved_bytes"] for each in phases) == receipt["measured_peak_reserved_bytes"]
     assert len({each["allocated_bytes"] for each in phases}) == 4
     assert record["planned"]["phases"] == {each.phase: each.peak_bytes for each in plan.ledger.phases}
+
+
+@pytest.mark.slow
+def test_encoders_online_stay_on_the_card(pictures, tmp_path):
+    """The digits' T5 through every phase, beside what a step takes; encoding has a phase of its own."""
+    places = [f"data.images={pictures}", "data.features=online", "data.buckets=[[8, 8]]", f"output={tmp_path / 'run'}"]
+    command = [str(cuda_python()), "-W", "ignore", *BIGDIT, "--config", str(DIGITS)]
+    done = subprocess.run(
+        [*command, *with_set([*TINY, *STEPS, *SINGLE, *places])],
+        env=os.environ | emulated_environment(catalog.resolve_gpu("a40")),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=TIME_LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    check(json.loads((tmp_path / "run/receipt.json").read_text()), tmp_path / "run", 1)
+    measured = json.loads((tmp_path / "run/run.json").read_text())["measured"]["phases"]
+    phases = {each["phase"]: each["allocated_bytes"] for each in measured}
+    assert list(phases) == ["init", "encode", "forward", "backward", "step"]
+    sizes = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4}
+    encoder = sum(each.nbytes for each in T5EncoderModel(T5Config(**sizes, vocab_size=384)).parameters())
+    assert min(phases.values()) > encoder
 
 
 DEEPSPEED = ("-m", "deepspeed.launcher.runner", "--log_level", "warning", "--num_gpus", "2")

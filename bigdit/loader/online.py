@@ -1,0 +1,102 @@
+"""Features online: the encoders of a run on the device that trains, and its pictures in the place of a store."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from bigdit.catalog.classes import class_count, takes_classes
+from bigdit.config import RunConfig
+from bigdit.config.plan_file import PlanFile
+from bigdit.encoders.codecs import load_image_codec, to_unit_range
+from bigdit.encoders.encoded import Encoded
+from bigdit.encoders.fit import plan_misfits, size_misfits
+from bigdit.encoders.load import load_text_encoder
+from bigdit.encoders.text_encoder import shapes_of
+from bigdit.errors import UserError
+from bigdit.extract.extract import unfit_model
+from bigdit.loader.captioned import Captions
+from bigdit.loader.padded import padded
+from bigdit.loader.raw_store import RawStore
+from bigdit.sources import open_source
+from bigdit.spec import ModelSpec
+from bigdit.store.schema import StoreSchema
+from bigdit.units import gib
+
+_ROUNDED = 1.01
+"""A plan's bytes are those of a card's allocator, which rounds."""
+
+
+class RunEncoders:
+    """What `bigdit extract` encodes with, at most `chunk` samples at once: the same features to the byte on a CPU."""
+
+    def __init__(self, run: RunConfig, device: torch.device, chunk: int) -> None:
+        """Raises UserError where the encoders cannot be loaded."""
+        config, self._device = run.encoders, device
+        self.image = load_image_codec(config.image, device, chunk)
+        # One by one on a CPU, as in extraction: matrix products of other shapes round otherwise.
+        captions = 1 if device.type == "cpu" and config.batch_size == "auto" else chunk
+        self.text = None if config.text is None else load_text_encoder(config.text, device, captions)
+        self._null = None if self.text is None else self.text.null().to(device, torch.bfloat16)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All weights and buffers."""
+        modules = [*self.image.modules(), *(self.text.modules() if self.text else ())]
+        return [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+
+    @torch.no_grad()
+    def encode(self, pixels: torch.Tensor, captions: Captions, indices: Sequence[int]) -> Encoded:
+        """Encode pixels [B, 1 or 3, (F,) H, W] uint8 and a caption each, where the model has text; rounded as a store
+        keeps them."""
+        latents = self.image.encode(to_unit_range(pixels), indices).to(self.image.stored_dtype).float()
+        if self.text is None or self._null is None:
+            return Encoded(latents, None, None, {})
+        encoded = iter(self.text.encode([caption for caption in captions if caption is not None]))
+        texts = [
+            self._null if caption is None else next(encoded).to(self._device, torch.bfloat16) for caption in captions
+        ]
+        most = {name: tokens for name, (tokens, _) in shapes_of(self.text).items()}
+        return Encoded(latents, *padded(texts, most))
+
+
+def more_than_planned(plan: PlanFile, encoders: RunEncoders) -> list[str]:
+    """What a person should know of encoders that take more than the plan has for them."""
+    planned = max((phase.at_peak.get("encoder", 0) for phase in plan.ledger.phases), default=0)
+    found = sum(tensor.nbytes for tensor in encoders.tensors())
+    if found <= planned * _ROUNDED:
+        return []
+    return [
+        f"the encoders take {gib(found)}, and the plan has {gib(planned)} for them: encoders.image.dtype and "
+        "encoders.text.dtype say what they compute in"
+    ]
+
+
+def open_online(
+    run: RunConfig, spec: ModelSpec, plan: PlanFile | None, device: torch.device, chunk: int
+) -> tuple[RawStore, RunEncoders]:
+    """The run's pictures, and its encoders on the device. Raises UserError where these cannot be loaded, or what they
+    make of the pictures is not what the model takes, or the plan is for."""
+    source = open_source(run.data)
+    classes = (source.class_names or class_count(spec)) if takes_classes(spec) else None
+    encoders = RunEncoders(run, device, chunk)
+    image, text = encoders.image, encoders.text
+    (bucket,) = run.data.buckets
+    shape, tokens = image.latent_shape(bucket), 0 if text is None else text.max_tokens
+    problems = unfit_model(spec, image, text, classes)
+    problems += [f"data.buckets gives {each}" for each in size_misfits(spec, [shape])]
+    if plan is not None:
+        problems += [f"data.features is online: {each}" for each in plan_misfits(plan, [shape], tokens)]
+    if problems:
+        raise UserError(*problems)
+    schema = StoreSchema(
+        codec={},
+        text_encoder={},
+        buckets=[bucket],
+        sources=source.identity["sources"],
+        part_size=run.data.part_size,
+        classes=classes,
+        fps=run.data.fps,
+    )
+    text_shape = None if text is None else (tokens, text.dim)
+    return RawStore(source, schema, shape, image.color, image.stored_dtype, text_shape), encoders

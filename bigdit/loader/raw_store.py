@@ -1,0 +1,125 @@
+"""Pictures and captions of a run's sources as a store has its samples, not encoded: for features online."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from bigdit.catalog.classes import CLASS_LABEL
+from bigdit.encoders.buckets import Color, bucket_pixels
+from bigdit.errors import UserError
+from bigdit.loader.captioned import CaptionedBatch
+from bigdit.loader.order import Ints
+from bigdit.loader.read import draw
+from bigdit.sources import Item, Sample, Unusable
+from bigdit.sources.open import SourceList
+from bigdit.store.captions import chosen
+from bigdit.store.classes import Classes
+from bigdit.store.index import Index
+from bigdit.store.part import Shape
+from bigdit.store.schema import StoreSchema
+from bigdit.store.store import BucketRows
+
+
+class RawStore:
+    """All pictures of `source` in one bucket, whose latents have `shape`: parts and rows as a store of them has them
+    where none is skipped, so that the order of training is the same."""
+
+    root = "data.images"
+    has_deviation = False
+
+    def __init__(
+        self,
+        source: SourceList,
+        schema: StoreSchema,
+        shape: Shape,
+        color: Color,
+        latents_dtype: torch.dtype,
+        text_shape: tuple[int, int] | None,
+    ) -> None:
+        """`schema`: the sources, the one bucket in pixels and the classes of a store, which no encoder made."""
+        self.schema, self.latents_dtype, self.text_shape = schema, latents_dtype, text_shape
+        self._source, self._color = source, color
+        (self._bucket,) = schema.buckets
+        parts = np.array([(start, end, 0) for start, end in schema.ranges()], np.int64)
+        self.index = Index((shape,), parts, parts[:, 1:2] - parts[:, :1])
+        self.buckets = {shape: BucketRows(self.index.counts[:, 0])}
+
+    def item(self, number: int, row: int) -> Item:
+        """The picture of a part's row."""
+        at = int(self.index.parts[number, 0]) + row
+        return self._source.items(at, at + 1)[0]
+
+    def load(self, item: Item) -> tuple[Sample, torch.Tensor]:
+        """What an item holds, and its pixels in the bucket, uint8. Raises UserError for what extraction skips."""
+        try:
+            sample = item.load()
+            _, pixels = bucket_pixels(sample.image, [self._bucket], self._color)
+        except Unusable as error:
+            raise self._unusable(item, error) from None
+        return sample, torch.from_numpy(pixels)
+
+    def label(self, item: Item, sample: Sample) -> int:
+        """The number of its class. Raises UserError where it is none of those of the run."""
+        assert self.schema.classes is not None
+        assert sample.label is not None
+        try:
+            return Classes(self.schema.classes).number(sample.label)
+        except UserError as error:
+            raise self._unusable(item, error) from None
+
+    def name_of(self, bucket: Shape, number: int, row: int) -> str:
+        """A sample as people find it."""
+        item = self.item(number, row)
+        return f"sample {item.index} ({item.name})"
+
+    def _unusable(self, item: Item, why: Exception) -> UserError:
+        return UserError(
+            f"data.images: {item.name}: {why}; take it out, or `bigdit extract` into a folder, which skips what cannot "
+            "be used, and name that in data.features"
+        )
+
+
+class RawReader:
+    """Reads batches of a RawStore, as BatchReader those of a store: from the same seeds the same captions, classes and
+    drops. Threads may share it."""
+
+    def __init__(self, store: RawStore, caption_dropout: float, *, pinned: bool, no_class: int | None = None) -> None:
+        self._store, self._dropout, self._pinned, self._no_class = store, caption_dropout, pinned, no_class
+
+    def advise(self, bucket: Shape, parts: Ints, rows: Ints, seeds: Sequence[int]) -> None:
+        """Pictures are read when their turn comes."""
+
+    def read(self, bucket: Shape, parts: Ints, rows: Ints, seeds: Sequence[int]) -> CaptionedBatch:
+        """The batch of these rows. Raises UserError for a picture that cannot be used."""
+        items = [self._store.item(*place) for place in zip(parts.tolist(), rows.tolist(), strict=True)]
+        loaded = [self._store.load(item) for item in items]
+        pixels = torch.stack([each for _, each in loaded])
+        labelled = self._store.schema.classes is not None
+        captions = () if labelled else [self._caption(*each) for each in zip(loaded, seeds, strict=True)]
+        extras = {}
+        if labelled:
+            labels = [self._label(*each) for each in zip(items, loaded, seeds, strict=True)]
+            extras[CLASS_LABEL] = self._held(torch.tensor(labels))
+        indices = tuple(item.index for item in items)
+        return CaptionedBatch(self._held(pixels), captions, indices, tuple(seeds), extras)
+
+    def _caption(self, loaded: tuple[Sample, torch.Tensor], seed: int) -> str | None:
+        sample, _ = loaded
+        if self._drops(seed):
+            return None
+        weights = np.array([each.weight for each in sample.captions], np.float32)  # as a store keeps them
+        return sample.captions[chosen(weights, draw(seed, b"caption"))].text
+
+    def _label(self, item: Item, loaded: tuple[Sample, torch.Tensor], seed: int) -> int:
+        sample, _ = loaded
+        dropped = self._no_class is not None and self._drops(seed)
+        return self._no_class if dropped and self._no_class is not None else self._store.label(item, sample)
+
+    def _drops(self, seed: int) -> bool:
+        return draw(seed, b"dropout") < self._dropout
+
+    def _held(self, values: torch.Tensor) -> torch.Tensor:
+        return values.pin_memory() if self._pinned else values

@@ -1,0 +1,260 @@
+"""Features online: the weights of a run that encodes in each step are those of one that reads them from a store."""
+
+import json
+
+import pytest
+import tiny_pipelines
+import tiny_sources
+import tiny_vaes
+import torch
+import yaml
+from commands import run_ranks, with_set
+from safetensors.torch import load_file
+from tiny_pipelines import HI_DREAM, HUNYUAN_DIT, HUNYUAN_IMAGE, SD3
+
+from bigdit import checkpoint
+from bigdit.catalog.resolve import model_spec
+from bigdit.config import load_run, load_stages
+from bigdit.dist import World
+from bigdit.errors import UserError
+from bigdit.extract.extract import extract
+from bigdit.loader.online import open_online
+from bigdit.loader.order import Order
+from bigdit.loader.stream import FeatureStream
+from bigdit.store import FeatureStore
+from bigdit.train.encode import encode
+from bigdit.train.epochs import counted
+from bigdit.train.loop import train
+from bigdit.train.metrics import read_metrics
+from bigdit.train.prepare import check_stores, prepare_stages
+from bigdit.train.processes.stop import Stop
+
+FLUX = {
+    "patch_size": 1,
+    "in_channels": 16,
+    "num_layers": 1,
+    "num_single_layers": 1,
+    "num_attention_heads": 2,
+    "attention_head_dim": 8,
+    "axes_dims_rope": [2, 2, 4],
+    "joint_attention_dim": 16,
+    "pooled_projection_dim": 8,
+}
+WAN = {
+    "patch_size": [1, 2, 2],
+    "num_attention_heads": 2,
+    "attention_head_dim": 12,
+    "in_channels": 4,
+    "out_channels": 4,
+    "text_dim": 16,
+    "freq_dim": 16,
+    "ffn_dim": 32,
+    "num_layers": 2,
+}
+# By pipeline: the transformer, its arguments, and the VAE.
+CASES = {
+    "StableDiffusion3Pipeline": ("SD3Transformer2DModel", SD3, "AutoencoderKL"),
+    "FluxPipeline": ("FluxTransformer2DModel", FLUX, "AutoencoderKL"),
+    "HunyuanDiTPipeline": ("HunyuanDiT2DModel", HUNYUAN_DIT, "AutoencoderKL"),
+    "HunyuanImagePipeline": ("HunyuanImageTransformer2DModel", HUNYUAN_IMAGE, "AutoencoderKLHunyuanImage"),
+    "HiDreamImagePipeline": ("HiDreamImageTransformer2DModel", HI_DREAM, "AutoencoderKL"),
+    "WanPipeline": ("WanTransformer3DModel", WAN, "AutoencoderKLWan"),
+}
+DROPPED = 0.4
+
+
+@pytest.fixture(scope="module")
+def captioned(tmp_path_factory):
+    """Eleven pictures of several sizes, of which one has two captions, and some have the same one."""
+    folder = tmp_path_factory.mktemp("captioned")
+    for number in range(10):
+        caption = tiny_pipelines.CAPTIONS[number % 3 * 3] + (' that reads "CAT"' if number % 2 else "")
+        tiny_sources.save(folder / f"{number}.png", caption, tiny_sources.gradient(16 + number, 20 - number))
+    tiny_sources.gradient(20, 20).save(folder / "several.png")
+    captions = {"captions": ["a cat", "Two dogs, a red house and a blue car"], "weights": [1, 3]}
+    (folder / "several.json").write_text(json.dumps(captions))
+    return folder
+
+
+def written(folder, name, pictures):
+    """The config of a run over the pictures, in `folder`, beside its encoders."""
+    class_name, kwargs, vae = CASES[name]
+    torch.manual_seed(0)
+    tiny_vaes.VAES[vae][0]().save_pretrained(folder / "vae")
+    (folder / "pipeline").mkdir()
+    tiny_pipelines.save(folder / "pipeline", name)
+    config = {
+        "model": {"class_name": class_name, "kwargs": kwargs},
+        "data": {
+            "images": str(pictures),
+            "features": str(folder / "features"),
+            "buckets": [[16, 16]],
+            "part_size": 4,
+            "caption_dropout": DROPPED,
+        },
+        "encoders": {
+            "image": {"name": "vae", "class_name": vae, "path": str(folder / "vae")},
+            "text": {"pipeline": str(folder / "pipeline")},
+            "batch_size": 1,
+        },
+        "optimizer": {"lr": 1.0e-2},
+        "train": {"steps": 3, "micro_batch_size": 4, "grad_accum_steps": 2, "export_every": 3},
+        "output": str(folder / "run"),
+    }
+    (folder / "run.yaml").write_text(yaml.safe_dump(config))
+    return folder / "run.yaml"
+
+
+def trained(path, output, *overrides):
+    """The weights of a run when it has ended, by its command's own steps."""
+    stages = load_stages(path, [f"output={output}", *overrides])
+    prepared = prepare_stages(stages, 1)
+    check_stores(stages)
+    prepared, _ = counted(prepared)
+    train(prepared, World(), Stop(60.0, World()))
+    found, _ = checkpoint.latest(output)
+    return load_file(next((output / "exports" / found.folder.name).glob("*/*.safetensors")))
+
+
+@pytest.fixture(scope="module")
+def sd3(tmp_path_factory, captioned):
+    """The config of a run of Stable Diffusion 3, whose features are extracted, and the weights that it comes to."""
+    folder = tmp_path_factory.mktemp("sd3")
+    path = written(folder, "StableDiffusion3Pipeline", captioned)
+    run = load_run(path)
+    extract(run, model_spec(run.model))
+    return path, trained(path, folder / "cached")
+
+
+def test_weights_are_to_the_bit_those_of_a_cached_run(sd3, tmp_path):
+    """With three text encoders, captions and their choice dropped and drawn alike; and so is a run that goes on."""
+    path, cached = sd3
+    online = trained(path, tmp_path / "online", "data.features=online")
+    whole = trained(path, tmp_path / "whole", "data.features=online", "data.caption_dropout=0")
+    assert not all(torch.equal(whole[name], each) for name, each in cached.items())
+    assert online.keys() == cached.keys()
+    assert all(torch.equal(online[name], each) for name, each in cached.items())
+    trained(path, tmp_path / "resumed", "data.features=online", "train.steps=2", "train.export_every=2")
+    resumed = trained(path, tmp_path / "resumed", "data.features=online")
+    assert all(torch.equal(resumed[name], each) for name, each in cached.items())
+
+
+@pytest.mark.slow
+def test_two_processes_encode_a_share_each(sd3, tmp_path):
+    """Under FSDP2, of the same global batches: the losses are those of one process that reads a store."""
+    path, _ = sd3
+    chosen = ["data.features=online", "engine.name=fsdp2", "train.grad_accum_steps=1", f"output={tmp_path / 'run'}"]
+    done = run_ranks(2, "-m", "bigdit.train", "--config", path, *with_set(chosen))
+    assert done.returncode == 0, done.stderr
+    found, single = (
+        [row["loss"] for row in read_metrics(output / "metrics.jsonl")]
+        for output in (tmp_path / "run", path.parent / "cached")
+    )
+    assert len(set(single)) == 3
+    assert found == pytest.approx(single, rel=2e-2)
+
+
+def test_a_run_by_epochs_counts_its_pictures(sd3, tmp_path, capsys):
+    path, cached = sd3
+    lines = ["data.features=online", "train.steps=null", "train.epochs=2"]
+    assert all(torch.equal(each, cached[name]) for name, each in trained(path, tmp_path / "run", *lines).items())
+    record = json.loads((tmp_path / "run" / "receipt.json").read_text())
+    assert record["strategy"]["features"] == "online"
+    assert record["steps"] == 3
+
+
+@pytest.fixture(scope="module")
+def filmed(tmp_path_factory):
+    """Seven videos of nine frames."""
+    folder = tmp_path_factory.mktemp("filmed")
+    for video in range(7):
+        for frame in range(9):
+            picture = tiny_sources.gradient(16 + frame, 20 - video)
+            tiny_sources.save(folder / f"{video}" / f"{frame}.png", None, picture)
+        (folder / f"{video}.txt").write_text(tiny_pipelines.CAPTIONS[2 * video % 5 // 2 * 2])
+    return folder
+
+
+@pytest.mark.parametrize("name", sorted(CASES.keys() - {"StableDiffusion3Pipeline", "WanPipeline"}))
+def test_every_stream_of_a_batch_is_that_of_a_store(name, tmp_path, captioned):
+    """Latents, states, masks and pooled vectors of all samples, some of whose captions are dropped."""
+    assert_same(written(tmp_path, name, captioned))
+
+
+@pytest.fixture
+def one_thread():
+    """As workers of extraction have: convolutions over frames round otherwise by several."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_videos_are_encoded_as_for_a_store(tmp_path, filmed):
+    path = written(tmp_path, "WanPipeline", filmed)
+    assert_same(path, f"data.images={{path: {filmed}, frame_rate: 8}}", "data.fps=8", "data.buckets=[[9, 16, 16]]")
+
+
+def assert_same(path, *overrides):
+    """What is encoded of each batch is what a store has of it."""
+    run = load_run(path, overrides)
+    spec = model_spec(run.model)
+    extract(run, spec)
+    store = FeatureStore.open(run.data.features)
+    raw, encoders = open_online(run, spec, None, torch.device("cpu"), 1)
+    assert (raw.index.counts == store.index.counts).all()
+    order = Order(store.index.counts, store.index.shapes, 4, 0)
+    options = {"micro_batch_size": 4, "grad_accum_steps": 1, "seed": 0, "caption_dropout": DROPPED}
+    cached, online = (FeatureStream(each, World(), order, **options) for each in (store, raw))
+    dropped = 0
+    for step in range(6):
+        (expected,), (captions,) = cached.micro_batches(step), online.micro_batches(step)
+        dropped += captions.captions.count(None)
+        found = encode(encoders, 3, captions, torch.bfloat16)
+        expected = expected.to(torch.device("cpu"), torch.bfloat16)
+        assert found.seeds == expected.seeds
+        assert found.extras.keys() == expected.extras.keys()
+        for own, other in (
+            (found.latents, expected.latents),
+            (found.text_embeds, expected.text_embeds),
+            (found.text_mask, expected.text_mask),
+            *((found.extras[key], each) for key, each in expected.extras.items()),
+        ):
+            assert own.dtype == other.dtype
+            assert torch.equal(own, other)
+    assert 4 < dropped < 16
+
+
+def test_what_is_not_taken_online_is_refused(sd3, tmp_path, captioned):
+    path, _ = sd3
+    said = {
+        "data.buckets=[[16, 16], [16, 24]]": "data.buckets has 2: which is a picture's is known when all were read",
+        "validation.samples=2": "validation holds samples of a store out",
+        "encoders.device=cpu": "encoders.device is cpu: they are where the model is; set it to auto",
+        "encoders.image.latents=moments": "encoders.image.latents is moments, of which loaders draw",
+        "encoders.text.stored=fp8": "encoders.text.stored is fp8, as a store keeps states; leave it out",
+        "encoders.first_frame={}": "encoders.first_frame is kept in a store alone",
+        "stages=[{train: {steps: 1}}, {train: {steps: 2}}]": "features online are of a run without stages",
+    }
+    for override, problem in said.items():
+        with pytest.raises(UserError) as error:
+            prepare_stages(load_stages(path, ["data.features=online", override]), 1)
+        assert any(problem in line for line in error.value.problems), (override, error.value.problems)
+    run = load_run(path, ["data.features=online"])
+    with pytest.raises(UserError, match=r"data\.features is online: each step encodes, and nothing is extracted"):
+        extract(run, model_spec(run.model))
+    (tmp_path / "some.tar").touch()
+    with pytest.raises(UserError, match=r"holds tars, whose index is kept beside features, and data\.features is onli"):
+        trained(path, tmp_path / "run", "data.features=online", f"data.images={tmp_path}/some.tar")
+    with pytest.raises(
+        UserError, match=r"encoders\.text gives 12 pooled features, and the model's pooled_projection_di"
+    ):
+        trained(path, tmp_path / "run", "data.features=online", "model.kwargs.pooled_projection_dim=10")
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for file in captioned.iterdir():
+        (broken / file.name).write_bytes(file.read_bytes())
+    (broken / "3.txt").write_text("")
+    with pytest.raises(UserError, match=r"data\.images: 3\.png: caption 3\.txt is empty; take it out, or"):
+        trained(path, tmp_path / "other", "data.features=online", f"data.images={broken}")
