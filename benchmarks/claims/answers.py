@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 from bigdit.catalog.encoders import online_encoders
 from bigdit.config.strategy import parse_strategy
 from bigdit.errors import UserError
+from bigdit.memory.process import beside_training
 from bigdit.memory.timeline import Category
 from bigdit.rehearse import RehearsedSize
 from bigdit.rehearse.pool import Pool
@@ -170,7 +171,9 @@ def _sample_of(question: Question) -> Sample:
 
 
 def _found(sample: Sample, strategy: Strategy, answer: RehearsedSize) -> Found:
-    said, taken = verdict(answer.timeline, sample.gpu, strategy.world_size, EVIDENCE.band)
+    gpu = sample.gpu
+    beside = beside_training(strategy, gpu.compute_capability, gpu.multiprocessors)
+    said, taken = verdict(answer.timeline, gpu, beside, EVIDENCE.band)
     return Found(
         step=step_time(work_of(answer.timeline, strategy), strategy, sample.gpu, Cluster(gpus=strategy.world_size)),
         answer=answer,

@@ -184,8 +184,11 @@ def _swapped(question: Question, found: Sequence[Proposal]) -> list[Proposal]:
 
 def _in_backward(question: Question) -> list[Proposal]:
     """All weights without masters, each stepped where its gradient appears, by the optimizer with the least state: it
-    is there for blocks to be swapped, and not looked at by itself. It takes a step's samples at once."""
+    is there for blocks to be swapped, and not looked at by itself. It takes a step's samples at once. Whoever fixed the
+    optimizer alone has fixed its numbers, which have masters."""
     pins = question.pins
+    if pins.optimizer is not None and pins.precision is None:
+        return []
     one_pass = pins.micro_batch_size is None or question.global_batch_size in (None, pins.micro_batch_size)
     if not one_pass or pins.precision not in (None, "bf16_sr") or precision_of(question) == "fp16":
         return []

@@ -20,7 +20,7 @@ from bigdit.rehearse import RehearsedSize
 from bigdit.rehearse.pool import Pool
 from bigdit.search.answer import make_plan
 from bigdit.search.asking.ask import question_for
-from bigdit.search.finding.candidates import SAME_SPEED, Option, most
+from bigdit.search.finding.candidates import SAME_SPEED, Option, beside, most
 from bigdit.search.finding.evidence import UNPROVED
 from bigdit.search.finding.explore import explore
 from bigdit.search.finding.space import Proposal, proposals
@@ -154,7 +154,7 @@ def test_numerics_are_changed_only_where_somebody_asks(pool: Pool) -> None:
     sample = Sample(WIDE, A40, (1024, 1024))
     (least,) = pool.rehearse([sample.request(Strategy(micro_batch_size=1, checkpointed_blocks="all"))])
     assert isinstance(least, RehearsedSize)
-    _, taken = verdict(least.timeline, A40, 1, UNPROVED)
+    _, taken = verdict(least.timeline, A40, beside(question(model=WIDE, gpu=A40), Strategy()), UNPROVED)
     wanted = process(planned(taken).wanted_bytes, taken.beside, UNPROVED).high_bytes
     card = A40.model_copy(update={"usable_mib": int(0.87 * wanted) // MIB})
     plan = make_plan(question(model=WIDE, gpu=card))
@@ -187,7 +187,7 @@ def brute_force(pool: Pool, asked: Question, sizes: Iterable[int]) -> dict[tuple
     found = {}
     for strategy, answer in zip(strategies, answers, strict=True):
         assert isinstance(answer, RehearsedSize)
-        said, _ = verdict(answer.timeline, asked.gpu, 1, UNPROVED)
+        said, _ = verdict(answer.timeline, asked.gpu, beside(asked, strategy), UNPROVED)
         if said == "FITS":
             step = step_time(work_of(answer.timeline, strategy), strategy, asked.gpu, asked.cluster)
             key = strategy.micro_batch_size, int(strategy.checkpointed_blocks), strategy.checkpointing
