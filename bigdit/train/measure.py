@@ -56,7 +56,14 @@ class MemoryMeter:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        """Take off what watches: after the second step, or where a run ends before it."""
+        if self._watch is not None:
+            self._watch.close()
         self._recording.close()
+        self._recorder = self._watch = None
 
     def loaded(self, model: nn.Module, encoders: Iterable[torch.Tensor] = ()) -> None:
         """The plain model is on the host, and an engine is about to take it; encoders are on the device."""
@@ -98,14 +105,12 @@ class MemoryMeter:
             phases = self._peaks.found
             allocated, reserved = self._peaks.allocated_bytes, self._peaks.reserved_bytes
         else:
-            assert self._recorder is not None
-            assert self._watch is not None
-            self._watch.close()
-            self._recording.close()
-            found = ledger(self._recorder.timeline(), granularity=1)
+            recorder = self._recorder
+            assert recorder is not None
+            self._close()
+            found = ledger(recorder.timeline(), granularity=1)
             phases = [PhaseMemory(phase=each.phase, allocated_bytes=each.peak_bytes) for each in found.phases]
             allocated, reserved = found.peak_allocated_bytes, None
-            self._recorder = self._watch = None
         self.measured = MeasuredMemory(
             method=self.method,
             steps=STEPS,
