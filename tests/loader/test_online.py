@@ -10,7 +10,7 @@ import torch
 import yaml
 from commands import run_ranks, with_set
 from safetensors.torch import load_file
-from tiny_pipelines import HI_DREAM, HUNYUAN_DIT, HUNYUAN_IMAGE, SD3
+from tiny_pipelines import HI_DREAM, HUNYUAN_DIT, HUNYUAN_IMAGE, SD3, WAN
 
 from bigdit import checkpoint
 from bigdit.catalog.resolve import model_spec
@@ -39,17 +39,6 @@ FLUX = {
     "axes_dims_rope": [2, 2, 4],
     "joint_attention_dim": 16,
     "pooled_projection_dim": 8,
-}
-WAN = {
-    "patch_size": [1, 2, 2],
-    "num_attention_heads": 2,
-    "attention_head_dim": 12,
-    "in_channels": 4,
-    "out_channels": 4,
-    "text_dim": 16,
-    "freq_dim": 16,
-    "ffn_dim": 32,
-    "num_layers": 2,
 }
 # By pipeline: the transformer, its arguments, and the VAE.
 CASES = {

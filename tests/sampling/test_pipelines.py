@@ -5,25 +5,13 @@ import pytest
 import tiny_pipelines
 import tiny_vaes
 import torch
-from tiny_pipelines import HI_DREAM, HUNYUAN_DIT, HUNYUAN_IMAGE, SD3
+from tiny_pipelines import HI_DREAM, HUNYUAN_DIT, HUNYUAN_IMAGE, SD3, WAN
 
 from bigdit import checkpoint, engines, models, objectives
 from bigdit.dist import World
 from bigdit.loader.batch import Batch
 from bigdit.sampling import Sampler, SamplingOptions
 from bigdit.spec import ModelSpec, Strategy
-
-WAN = {
-    "patch_size": [1, 2, 2],
-    "num_attention_heads": 2,
-    "attention_head_dim": 12,
-    "in_channels": 4,
-    "out_channels": 4,
-    "text_dim": 16,
-    "freq_dim": 16,
-    "ffn_dim": 32,
-    "num_layers": 2,
-}
 
 
 def guided(pipeline, away, **asked):

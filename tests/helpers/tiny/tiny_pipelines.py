@@ -312,6 +312,18 @@ SD3 = {
     "pos_embed_max_size": 16,
 }
 """The transformer that takes what the encoders of StableDiffusion3Pipeline make."""
+WAN = {
+    "patch_size": [1, 2, 2],
+    "num_attention_heads": 2,
+    "attention_head_dim": 12,
+    "in_channels": 4,
+    "out_channels": 4,
+    "text_dim": 16,
+    "freq_dim": 16,
+    "ffn_dim": 32,
+    "num_layers": 2,
+}
+"""The transformer of WanPipeline."""
 HUNYUAN_DIT = {
     "num_attention_heads": 2,
     "attention_head_dim": 8,
