@@ -19,7 +19,7 @@ UNPROVED = Band(
     share=0.003,
     source="so far were rehearsals below emulated cards, and these below real ones",
 )
-"""Where no receipt of the card says more. Rehearsals are below emulated cards in 3 of 368 rows, by 0.25 % of what is
+"""Where no receipt of the card says more. Rehearsals are below emulated cards in 3 of 375 rows, by 0.25 % of what is
 reserved at most (benchmarks/referee.md). Emulated cards are below an A100 by 0.02 % at most in seventeen configurations
 of cogvideox-factory's own scripts, since they take cuDNN's workspace for patches; 0.9 % before (benchmarks/peers.md,
 which tells of an eighteenth, whose blocks addresses decide in torch's default allocator). Of bigdit's own steps, with
