@@ -45,6 +45,22 @@ def test_a_card_is_the_catalogues(name):
     ]
 
 
+SORTED = """
+import json, torch
+rows, values = torch.arange(3, device="cuda"), torch.ones(3, 5, device="cuda")
+written = torch.zeros(4, 5, device="cuda").index_put_((rows,), values, accumulate=True)  # sorts the rows, by CUB
+print(json.dumps([written.sum().item(), torch.sort(torch.rand(300_000, device="cuda")).indices.shape[0]]))
+"""
+
+
+@pytest.mark.parametrize(
+    "name", ["v100-sxm2-32gb", "t4", "a100-80g", "a40", "l40s", "rtx-4090", "h100-sxm", "b200", "rtx-5090"]
+)
+def test_kernels_are_those_that_the_library_was_built_with(name):
+    """CUB refuses a generation for which it has no code: 8.9 runs what was built for 8.6."""
+    assert answers(name, SORTED) == [15.0, 300_000]
+
+
 @pytest.mark.parametrize(
     ("visible", "seen"),
     [("1", 1), ("2,0", 2), ("", 0), ("-1", 0), ("0,7,1", 1), ("GPU-b1b1b1b1-b1b1-b1b1-b1b1-b1b1b1b1b102", 1)],

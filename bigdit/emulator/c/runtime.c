@@ -11,8 +11,8 @@
 #include <sys/mman.h>
 
 enum {
-    OK = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, INVALID_SYMBOL = 13, MISSING_CONFIGURATION = 52, NO_DEVICE = 100,
-    INVALID_DEVICE = 101, SYMBOL_NOT_FOUND = 500, NOT_SUPPORTED = 801,
+    OK = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, INVALID_SYMBOL = 13, MISSING_CONFIGURATION = 52, NO_FUNCTION = 98,
+    NO_DEVICE = 100, INVALID_DEVICE = 101, SYMBOL_NOT_FOUND = 500, NOT_SUPPORTED = 801,
 };
 static __thread int last_error;
 static int fail(int error) { return last_error = error; }
@@ -25,11 +25,14 @@ int cudaPeekAtLastError(void) { return last_error; }
 const char *cudaGetErrorString(int error) {
     return error == OK ? "no error" : error == OUT_OF_MEMORY ? "out of memory" : error == INVALID_DEVICE ? "invalid device ordinal"
          : error == NO_DEVICE ? "no CUDA-capable device is detected" : error == NOT_SUPPORTED ? "not answered by an emulated card"
+         : error == NO_FUNCTION ? "invalid device function"
          : "error of an emulated card";
 }
 const char *cudaGetErrorName(int error) {
     return error == OK ? "cudaSuccess" : error == OUT_OF_MEMORY ? "cudaErrorMemoryAllocation"
-         : error == INVALID_DEVICE ? "cudaErrorInvalidDevice" : error == NO_DEVICE ? "cudaErrorNoDevice" : "cudaErrorNotSupported";
+         : error == INVALID_DEVICE ? "cudaErrorInvalidDevice" : error == NO_DEVICE ? "cudaErrorNoDevice"
+         : error == NO_FUNCTION ? "cudaErrorInvalidDeviceFunction" : error == NOT_SUPPORTED ? "cudaErrorNotSupported"
+         : error == INVALID_VALUE ? "cudaErrorInvalidValue" : "cudaErrorUnknown";
 }
 
 /* -- ranges that were handed out -- */
@@ -333,22 +336,51 @@ int cudaGraphExecDestroy(struct graph *graph) { return free(graph), OK; }
 
 /* -- kernels: known by the host function that stands for them -- */
 
-struct known { const void *function; const char *name; };
+struct module { int built[2][16]; int count[2]; }; /* compute capabilities as 10 major + minor: of its PTX, of its cubins */
+struct known { const void *function; const char *name; const struct module *module; };
 static struct known *known; /* all that libraries register: tens of thousands, of which a run launches hundreds */
 static size_t known_count, known_room;
 struct launched { const void *function; uint64_t times; };
 #define SLOTS 8192
 static struct launched launched[SLOTS];
 
-void **__cudaRegisterFatBinary(void *binary) { return (void)binary, handle(64); }
+enum { FAT_WRAPPER = 0x466243b1, FAT_BINARY = (int)0xba55ed50 };
+struct fat_wrapper { int magic, version; const char *binary; };
+struct fat_binary { int magic; uint16_t version, header_size; uint64_t size; };
+struct fat_entry {
+    uint16_t kind, attributes;
+    uint32_t header_size;
+    uint64_t size;
+    uint32_t packed, options;
+    uint16_t minor, major;
+    uint32_t built;
+};
+
+/* What a library's kernels were built for, as its fat binary says (the layout is that of `fatbinary` since CUDA 5). */
+static void read_fat(struct module *module, const struct fat_wrapper *wrapper) {
+    if (!wrapper || wrapper->magic != FAT_WRAPPER || !wrapper->binary) return;
+    const struct fat_binary *binary = (const void *)wrapper->binary;
+    const char *at = wrapper->binary + binary->header_size, *end = at + binary->size;
+    if (binary->magic != FAT_BINARY) return;
+    for (const struct fat_entry *entry; at + sizeof *entry <= end; at += entry->header_size + entry->size) {
+        entry = (const void *)at;
+        int kind = entry->kind - 1; /* 0: PTX, 1: a cubin */
+        if (entry->header_size < sizeof *entry) return;
+        if ((kind == 0 || kind == 1) && module->count[kind] < 16) module->built[kind][module->count[kind]++] = (int)entry->built;
+    }
+}
+void **__cudaRegisterFatBinary(void *binary) {
+    struct module *module = handle(sizeof *module);
+    return read_fat(module, binary), (void **)module;
+}
 void __cudaRegisterFatBinaryEnd(void **binary) { (void)binary; }
-void __cudaUnregisterFatBinary(void **binary) { free(binary); }
+void __cudaUnregisterFatBinary(void **binary) { (void)binary; } /* its functions are still known by it */
 void __cudaRegisterFunction(void **binary, const char *function, char *device_function, const char *name, int limit, void *thread,
                             void *block, void *block_size, void *grid_size, int *warp) {
-    (void)binary, (void)device_function, (void)limit, (void)thread, (void)block, (void)block_size, (void)grid_size, (void)warp;
+    (void)device_function, (void)limit, (void)thread, (void)block, (void)block_size, (void)grid_size, (void)warp;
     pthread_mutex_lock(&lock);
     if (known_count == known_room) known = realloc(known, (known_room = known_room ? 2 * known_room : 4096) * sizeof *known);
-    known[known_count++] = (struct known){function, name};
+    known[known_count++] = (struct known){function, name, (const struct module *)binary};
     pthread_mutex_unlock(&lock);
 }
 static int launch(const void *function) {
@@ -400,12 +432,33 @@ struct function_attributes {
     size_t shared, constant, local;
     int threads_per_block, registers, ptx, binary, cache, dynamic_shared, carveout, cluster[5], reserved[16];
 };
+/* The code that a driver takes: the newest cubin of the card's own generation, else the newest PTX that it can compile.
+ * CUB asks for it and has kernels for just these. A card for which nothing was built has what was built for the oldest:
+ * other builds of the same library have kernels for it. */
+static int built_for(const struct module *module, int major, int minor) {
+    int cubin = 0, ptx = 0, oldest = 0;
+    for (int i = 0; module && i < module->count[1]; i++) {
+        int built = module->built[1][i];
+        if (built / 10 == major && built % 10 <= minor && built > cubin) cubin = built;
+        if (!oldest || built < oldest) oldest = built;
+    }
+    for (int i = 0; module && i < module->count[0]; i++)
+        if (module->built[0][i] <= 10 * major + minor && module->built[0][i] > ptx) ptx = module->built[0][i];
+    return cubin ? cubin : ptx ? ptx : oldest ? oldest : 10 * major + minor;
+}
+static const struct module *module_of(const void *function) {
+    const struct module *found = NULL;
+    pthread_mutex_lock(&lock);
+    for (size_t i = 0; i < known_count && !found; i++)
+        if (known[i].function == function) found = known[i].module;
+    pthread_mutex_unlock(&lock);
+    return found;
+}
 int cudaFuncGetAttributes(struct function_attributes *out, const void *function) {
-    (void)function;
     const struct card *c = card();
     memset(out, 0, sizeof *out - sizeof out->reserved);
     out->threads_per_block = 1024, out->registers = 32;
-    out->binary = out->ptx = 10 * c->major + c->minor;
+    out->binary = out->ptx = built_for(module_of(function), c->major, c->minor);
     out->dynamic_shared = (int)c->shared_per_block_optin;
     return OK;
 }
