@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 from pydantic import NonNegativeInt, PositiveInt
 
 from bigdit.catalog.families import mask_of, stream_shapes
-from bigdit.catalog.models import CatalogModel
+from bigdit.catalog.models import CatalogModel, TextInput
 from bigdit.catalog.names import load_json
 from bigdit.errors import UserError
 from bigdit.spec import BatchShape, Strict
@@ -142,6 +142,15 @@ def online_encoders(model: CatalogModel, batch: BatchShape, *, vae_dtype: Dtype 
         vae=VaeSpec(class_name=vae.class_name, kwargs=vae.kwargs, dtype=vae_dtype or ("bf16" if cast else "fp32")),
         text=_text_encoders(model, batch),
     )
+
+
+def caption_tokens(text: TextInput) -> int | None:
+    """What a caption is cut to, where a pipeline is asked for a length: less than Stable Diffusion 3 is fed, whose
+    pipeline puts CLIP's states before those of T5."""
+    parts = _RECIPES.get((text.encoder, text.dim or 0), ())
+    own = [part.tokens for part in parts if part.gives != "pooled" and part.stream is None]
+    known = [each for each in own if each is not None]
+    return max(known) if known and known == own else text.tokens
 
 
 def _pixels(model: CatalogModel, batch: BatchShape) -> Pixels:

@@ -7,7 +7,7 @@ from typing import Any, get_args
 import yaml
 
 from bigdit.catalog import CatalogModel
-from bigdit.catalog.encoders import online_encoders
+from bigdit.catalog.encoders import caption_tokens, online_encoders
 from bigdit.catalog.first_frame import takes_first_frame
 from bigdit.catalog.models import TextInput, models, repositories
 from bigdit.config.encoders import VaeCodec
@@ -91,7 +91,8 @@ def _part_size(plan: Plan) -> dict[str, int]:
 
 
 def _text(pipeline: str, text: TextInput) -> dict[str, Any]:
-    return {"pipeline": pipeline} | ({"max_tokens": text.tokens} if text.tokens else {})
+    tokens = caption_tokens(text)
+    return {"pipeline": pipeline} | ({"max_tokens": tokens} if tokens else {})
 
 
 def _first_frame(pipeline: str, model: CatalogModel) -> dict[str, Any]:

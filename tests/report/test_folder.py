@@ -126,7 +126,11 @@ def test_a_model_of_videos_is_run_with_frames_and_their_rate(made, tmp_path, nam
 
 @pytest.mark.parametrize(
     ("name", "vae", "tokens"),
-    [("hunyuandit-v1.2", "AutoencoderKL", 256), ("hunyuanimage-2.1", "AutoencoderKLHunyuanImage", 1000)],
+    [
+        ("hunyuandit-v1.2", "AutoencoderKL", 256),
+        ("hunyuanimage-2.1", "AutoencoderKLHunyuanImage", 1000),
+        ("sd3.5-medium", "AutoencoderKL", 256),  # and CLIP's 77 before them
+    ],
 )
 def test_a_model_of_several_texts_is_run_by_its_pipeline(made, tmp_path, name, vae, tokens):
     plan = of_model(made, model(name))
