@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from bigdit.catalog.classes import CLASS_LABEL
@@ -52,14 +53,14 @@ class RawStore:
         at = int(self.index.parts[number, 0]) + row
         return self._source.items(at, at + 1)[0]
 
-    def load(self, item: Item) -> tuple[Sample, torch.Tensor]:
+    def load(self, item: Item) -> tuple[Sample, npt.NDArray[np.uint8]]:
         """What an item holds, and its pixels in the bucket, uint8. Raises UserError for what extraction skips."""
         try:
             sample = item.load()
             _, pixels = bucket_pixels(sample.image, [self._bucket], self._color)
         except Unusable as error:
             raise self._unusable(item, error) from None
-        return sample, torch.from_numpy(pixels)
+        return sample, pixels
 
     def label(self, item: Item, sample: Sample) -> int:
         """The number of its class. Raises UserError where it is none of those of the run."""
@@ -77,8 +78,8 @@ class RawStore:
 
     def _unusable(self, item: Item, why: Exception) -> UserError:
         return UserError(
-            f"data.images: {item.name}: {why}; take it out, or `bigdit extract` into a folder, which skips what cannot "
-            "be used, and name that in data.features"
+            f"data.images: {item.name}: {why}; mend or replace it, and the same command goes on; a run that has not "
+            "begun can do without, or read features from the folder that `bigdit extract` makes, which skips it"
         )
 
 
@@ -96,7 +97,7 @@ class RawReader:
         """The batch of these rows. Raises UserError for a picture that cannot be used."""
         items = [self._store.item(*place) for place in zip(parts.tolist(), rows.tolist(), strict=True)]
         loaded = [self._store.load(item) for item in items]
-        pixels = torch.stack([each for _, each in loaded])
+        pixels = torch.from_numpy(np.stack([each for _, each in loaded]))  # a copy: of gray pictures they are Pillow's
         labelled = self._store.schema.classes is not None
         captions = () if labelled else [self._caption(*each) for each in zip(loaded, seeds, strict=True)]
         extras = {}
@@ -106,14 +107,14 @@ class RawReader:
         indices = tuple(item.index for item in items)
         return CaptionedBatch(self._held(pixels), captions, indices, tuple(seeds), extras)
 
-    def _caption(self, loaded: tuple[Sample, torch.Tensor], seed: int) -> str | None:
+    def _caption(self, loaded: tuple[Sample, npt.NDArray[np.uint8]], seed: int) -> str | None:
         sample, _ = loaded
         if self._drops(seed):
             return None
         weights = np.array([each.weight for each in sample.captions], np.float32)  # as a store keeps them
         return sample.captions[chosen(weights, draw(seed, b"caption"))].text
 
-    def _label(self, item: Item, loaded: tuple[Sample, torch.Tensor], seed: int) -> int:
+    def _label(self, item: Item, loaded: tuple[Sample, npt.NDArray[np.uint8]], seed: int) -> int:
         sample, _ = loaded
         dropped = self._no_class is not None and self._drops(seed)
         return self._no_class if dropped and self._no_class is not None else self._store.label(item, sample)

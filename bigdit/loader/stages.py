@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ from bigdit.store.part import shape_name
 class DataState(Strict):
     """Stages of the data as (first epoch, parts); `parts_digest`: of the parts of the last; what else the order follows
     from; the `classes` that labels are of, by their names or their number, None of captions; how many samples of the
-    first stage are `held_out`; and the `first_step` of the order: that of the stage of the run that it is of."""
+    first stage are `held_out`; the `first_step` of the order: that of the stage of the run that it is of; and of
+    features online the `sources` of pictures, as they say what they are, None of a store, which keeps them itself."""
 
     seed: NonNegativeInt
     global_batch_size: PositiveInt
@@ -31,6 +33,7 @@ class DataState(Strict):
     classes: Known | None = None
     held_out: NonNegativeInt = 0
     first_step: NonNegativeInt = 0
+    sources: list[dict[str, Any]] | None = None
 
 
 def data_state(store: FeatureStore | RawStore, order: Order, seed: int) -> DataState:
@@ -44,6 +47,7 @@ def data_state(store: FeatureStore | RawStore, order: Order, seed: int) -> DataS
         classes=store.schema.classes,
         held_out=0 if order.held is None else int(order.held.counts.sum()),
         first_step=order.first_step,
+        sources=store.schema.sources if isinstance(store, RawStore) else None,
     )
 
 
@@ -88,11 +92,7 @@ def plan_order(
         if found != asked
     ]
     parts = state.stages[-1][1]
-    if parts > len(index.parts) or _digest(store, parts) != state.parts_digest:
-        problems.append(
-            f"data.features: the first {parts} parts of {store.root} are not those that {where} was trained on; bring "
-            "them back, or choose another output"
-        )
+    problems += _other_parts(store, parts, state, where)
     if held_out != state.held_out:
         problems.append(
             f"validation.samples is {held_out}, and {where} was trained with {state.held_out} held out: its weights "
@@ -113,8 +113,9 @@ def plan_order(
         held=held,
         first_step=first_step,
     )
+    changed = _changed(store, state, where)
     if parts == len(index.parts):
-        return order, []
+        return order, changed
     epoch = order.epoch_of(step)
     first = epoch if step == order.batches_before(epoch) else epoch + 1
     kept = [stage for stage in stages if stage.first_epoch < first]
@@ -131,6 +132,7 @@ def plan_order(
     added = len(index.parts) - parts
     samples = int(index.counts[parts:].sum())
     return order, [
+        *changed,
         f"{store.root} has {added} more parts ({samples} samples) than before: they enter with epoch {first}, and what "
         "was planned until then stays",
         *_scarce(order, store),
@@ -140,9 +142,44 @@ def plan_order(
 def _other_classes(store: FeatureStore | RawStore, state: DataState, where: Path) -> list[str]:
     if state.classes == store.schema.classes:
         return []
+    key = store.root if isinstance(store, RawStore) else f"data.features: {store.root}"
     return [
-        f"data.features: {store.root} has other classes, or in another order, than {where} was trained on; bring "
-        "them back, or choose another output"
+        f"{key} has other classes, or in another order, than {where} was trained on; bring them back, or choose "
+        "another output"
+    ]
+
+
+def _other_parts(store: FeatureStore | RawStore, parts: int, state: DataState, where: Path) -> list[str]:
+    same = parts <= len(store.index.parts) and _digest(store, parts) == state.parts_digest
+    if not isinstance(store, RawStore):
+        problem = f"data.features: the first {parts} parts of {store.root} are not those that {where} was trained on"
+        return [] if same else [f"{problem}; bring them back, or choose another output"]
+    before = [source["count"] for source in state.sources or ()]
+    now = [source["count"] for source in store.schema.sources[: len(before)]]
+    if same and now == before:
+        return []
+    counted = f": {_listed(now)} now, and {_listed(before)} then" if before else ""
+    return [
+        f"{store.root} has other pictures than {where} was trained on{counted}; bring these back, have new ones in a "
+        "further source at the end of the list, or choose another output"
+    ]
+
+
+def _listed(counts: Sequence[int]) -> str:
+    return " + ".join(map(str, counts))
+
+
+def _changed(store: FeatureStore | RawStore, state: DataState, where: Path) -> list[str]:
+    """What a person should know of sources that have as many pictures as before, and are not as they were."""
+    if not isinstance(store, RawStore) or state.sources is None:
+        return []
+    changed = sum(one != other for one, other in zip(store.schema.sources, state.sources, strict=False))
+    if not changed:
+        return []
+    return [
+        f"{changed} of {len(state.sources)} sources of {store.root} changed since {where}: names, sizes or captions of "
+        "pictures; what was put in a picture's place is trained on from here, and what moved in their order comes "
+        "twice, or not, in this epoch"
     ]
 
 

@@ -15,6 +15,7 @@ from bigdit.config.stages import of_each
 from bigdit.encoders.fit import latent_misfits, plan_misfits, run_misfits, size_misfits, text_misfits
 from bigdit.errors import UserError
 from bigdit.loader.raw_store import RawStore
+from bigdit.sources import open_source
 from bigdit.spec import BatchShape, ModelSpec
 from bigdit.store import FeatureStore
 from bigdit.train.prepare import Prepared, has_store
@@ -32,11 +33,14 @@ def open_stores(stages: Sequence[Prepared], first: int) -> FeatureStore:
 
 
 def check_those_there(stages: Sequence[Prepared]) -> None:
-    """`open_store` of each stage whose features are on this machine already."""
+    """`open_store` of each stage whose features are on this machine already, or `open_source` of one that makes them in
+    each step."""
 
     def one(number: int) -> None:
         each = stages[number]
-        if has_store(each.stage.run):
+        if each.stage.run.data.online:
+            open_source(each.stage.run.data)
+        elif has_store(each.stage.run):
             open_store(each.stage.run, each.spec, each.stage.plan)
 
     of_each(range(len(stages)), one)
