@@ -38,7 +38,8 @@ class RunEncoders:
         # One by one on a CPU, as in extraction: matrix products of other shapes round otherwise.
         captions = 1 if device.type == "cpu" and config.batch_size == "auto" else chunk
         self.text = None if config.text is None else load_text_encoder(config.text, device, captions)
-        self._null = None if self.text is None else self.text.null().to(device, torch.bfloat16)
+        # On the host, as a store's: a step has it on the device where a caption is dropped, in that caption's place.
+        self._null = None if self.text is None else self.text.null().to("cpu", torch.bfloat16)
 
     def tensors(self) -> list[torch.Tensor]:
         """All weights and buffers."""
@@ -54,7 +55,7 @@ class RunEncoders:
             return Encoded(latents, None, None, {})
         encoded = iter(self.text.encode([caption for caption in captions if caption is not None]))
         texts = [
-            self._null if caption is None else next(encoded).to(self._device, torch.bfloat16) for caption in captions
+            (self._null if caption is None else next(encoded)).to(self._device, torch.bfloat16) for caption in captions
         ]
         most = {name: tokens for name, (tokens, _) in shapes_of(self.text).items()}
         return Encoded(latents, *padded(texts, most))

@@ -111,13 +111,14 @@ def training(
     strategy, frozen = workload.strategy, workload.frozen
     with witness.phase("init"):
         witness.built(workload.model, frozen)
+        if frozen is not None:  # before the engine takes the model, as in the trainer, which holds them against it
+            frozen.to(device)
+            witness.moved(frozen)
         engine = engines.create(strategy, workload.model, workload.family, device=device, world=world)
         ema = engines.ema_of(engine)
         witness.started(engine, ema)
         encoding = None
         if frozen is not None:
-            frozen.to(device)
-            witness.moved(frozen)
             encoding = witness.encoding(functools.partial(encode, frozen, strategy.encode_chunk))
         steps = feed(workload.make, strategy, pin=device.type != "cpu", seen=witness.held)
     while True:
