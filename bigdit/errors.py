@@ -33,6 +33,10 @@ class UserError(Exception):
         self.problems = problems
 
 
+class Killed(Exception):
+    """A process of ours was killed: by somebody, or by a kernel that was short of memory. Its first line says which."""
+
+
 def nearest(name: str, known: Iterable[str], most: int = 3) -> str:
     """`did you mean a, b?` for a misspelt name, or the list of what is known where nothing is near."""
     known = list(known)
@@ -82,14 +86,19 @@ def _escaped(found: re.Match[str]) -> str:
 
 
 def guard(main: Callable[[], int | None]) -> int:
-    """Run `main` and return the exit status: a user's error is a line each and 1, a bug a traceback with
-    versions and 3, Ctrl-C 130. In a launched group only rank 0 prints a user's error, or Ctrl-C: all ranks hit it."""
+    """Run `main` and return the exit status: a user's error, and a process that was killed, is a line each and 1, a bug
+    a traceback with versions and 3, Ctrl-C 130. In a launched group only rank 0 prints a user's error, or Ctrl-C, which
+    all ranks hit."""
     try:
         return main() or 0
     except UserError as error:
         if os.environ.get("RANK", "0") == "0":
             for problem in error.problems:
                 print(f"error: {shown(problem)}", file=sys.stderr)
+        return EXIT_USER
+    except Killed as error:
+        said = shown(str(error).splitlines()[0].rstrip(":"))
+        print(f"error: {said}: somebody killed it, or a kernel short of memory; run it again", file=sys.stderr)
         return EXIT_USER
     except BrokenPipeError:  # who reads our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or the last flush would fail again

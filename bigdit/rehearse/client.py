@@ -14,6 +14,10 @@ from bigdit.rehearse.lanes import Lanes, RehearsalError
 from bigdit.rehearse.request import Rehearsal, RehearsalRequest, RehearsedSize
 
 
+class TookTooLong(UserError):
+    """A rehearsal was stopped: on another day, or another machine, it may have an answer."""
+
+
 def rehearse(request: RehearsalRequest, *, timeout_s: float = 300.0) -> Rehearsal:
     """Rehearse two training steps at each micro-batch size; sizes asked before come from the cache.
 
@@ -38,7 +42,7 @@ def ask(lanes: Lanes, lane: int, request: RehearsalRequest, timeout_s: float) ->
     try:
         answer = lanes.ask(lane, what, request, timeout_s)
     except TimeoutError:
-        raise UserError(
+        raise TookTooLong(
             f"{what} took more than {timeout_s:g} s and was stopped; "
             f"ask for fewer micro-batch sizes at once, or give it more time"
         ) from None

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from bigdit.errors import EXIT_USER, UserError
+from bigdit.errors import EXIT_USER, Killed, UserError
 from bigdit.spec import Strict
 
 _CHUNK = 1 << 20
@@ -29,14 +29,20 @@ class RehearsalError(RuntimeError):
     """A process ended without an answer; the message has its exit status and the end of its stderr."""
 
 
+class WorkerKilled(RehearsalError, Killed):
+    """It was ended by SIGKILL, which is nobody's bug."""
+
+
 class Lanes:
     """A process that has imported all libraries, and forks of it that answer, one in each of `count` lanes.
 
-    It starts with the first question, or when it is told to, and ends with the `with` block.
+    It starts with the first question, or when it is told to, and ends with the `with` block: whoever asks later, such
+    as a thread that waited for another's answer, starts none.
     """
 
     def __init__(self, started: Started, count: int = 1) -> None:
         self.count = count
+        self._over = False
         self._started = started
         self._said = Said()
         self._said_by = [Said() for _ in range(count)]
@@ -86,12 +92,16 @@ class Lanes:
         return [lane.fork for lane in self._lanes] or [None] * self.count
 
     def end(self) -> None:
-        """End the process and its forks, which are a group of their own."""
-        if self._process is not None:
-            self._end(self._process)
+        """End the process and its forks, which are a group of their own, for good."""
+        with self._lock:
+            self._over, process = True, self._process
+        if process is not None:
+            self._end(process)
 
     def _running(self) -> tuple[subprocess.Popen[bytes], list[_Lane]]:
         with self._lock:
+            if self._over:
+                raise RehearsalError("the processes that answer were ended")
             if self._process is None:
                 self._process, self._lanes = self._start()
             return self._process, self._lanes
@@ -224,4 +234,5 @@ def failure(what: str, status: int | None, said: list[str]) -> Exception:
     if status == EXIT_USER and problems:
         return UserError(*problems)
     end = "\n".join(said[-_LAST_LINES:])
-    return RehearsalError(f"{what} ended with status {status} and no result:\n{end}")
+    kind = WorkerKilled if status == -signal.SIGKILL else RehearsalError
+    return kind(f"{what} ended with status {status} and no result:\n{end}")

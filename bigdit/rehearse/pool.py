@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from bigdit.errors import UserError
 from bigdit.machine import memory_bytes
 from bigdit.rehearse import cache
-from bigdit.rehearse.client import ask, check, worker
+from bigdit.rehearse.client import TookTooLong, ask, check, worker
 from bigdit.rehearse.lanes import Lanes
 from bigdit.rehearse.request import RehearsalRequest, RehearsedSize
 from bigdit.units import GIB
@@ -41,6 +41,7 @@ class Pool:
         self._timeout_s = timeout_s
         self._done = done
         self._asked = self._answered = 0
+        self.late = 0  # answers that took too long, as on a busy machine
         self._lock = threading.Lock()
 
     def __enter__(self) -> Pool:
@@ -100,6 +101,7 @@ class Pool:
         except UserError as error:
             answer = error
         with self._lock:
+            self.late += isinstance(answer, TookTooLong)
             self._answered += 1
             if self._done is not None:
                 self._done(self._answered, self._asked)

@@ -65,7 +65,7 @@ def make_plan(question: Question, *, progress: Progress | None = None) -> Plan:
     no_cards = [f"not run on emulated cards: {question.no_cards}"] if question.no_cards else []
     said = (*plan.notices, *notices, *more, *no_cards, *unanswered)
     plan = plan.model_copy(update={"seconds": seconds, "notices": said})
-    if not unanswered:  # it may be this minute's: a busy machine, a process that was killed
+    if not unanswered and not pool.late:  # it may be this minute's: a busy machine, a process that was killed
         kept.keep(question, own, plan)
     return plan
 

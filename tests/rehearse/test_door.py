@@ -16,8 +16,9 @@ from commands import ROOT
 from disks import mounted
 from rehearsing import SANA, SHAPE
 
-from bigdit.errors import UserError
+from bigdit.errors import UserError, guard
 from bigdit.rehearse import Rehearsal, RehearsalError, RehearsalRequest, client, rehearse
+from bigdit.rehearse.pool import Pool
 from bigdit.spec import BatchShape, Strategy
 
 
@@ -147,11 +148,14 @@ def test_a_cache_that_cannot_be_written_is_noticed_and_the_answer_stands(
 def test_a_rehearsal_that_takes_too_long_is_stopped(cache: Path) -> None:
     with pytest.raises(UserError, match=r"rehearsal of tiny-sana took more than 0.2 s and was stopped"):
         rehearse(_request(1), timeout_s=0.2)
+    with Pool(1, timeout_s=0.2) as pool:
+        (answer,) = pool.rehearse([_request(1)])
+        assert (isinstance(answer, UserError), pool.late) == (True, 1)  # a plan with it is not kept
     assert not cache.exists()
 
 
 def test_a_worker_that_is_killed_gives_its_status_and_no_number(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\necho 'about to be killed' >&2\nkill -9 $$\n")
@@ -159,6 +163,11 @@ def test_a_worker_that_is_killed_gives_its_status_and_no_number(
     monkeypatch.setattr(sys, "executable", str(python))
     with pytest.raises(RehearsalError, match=f"status {-signal.SIGKILL} and no result:\nabout to be killed"):
         rehearse(_request(1))
+    assert guard(lambda: print(rehearse(_request(1)))) == 1
+    assert capsys.readouterr().err == (
+        "error: the rehearsal of tiny-sana ended with status -9 and no result: somebody killed it, or a kernel short "
+        "of memory; run it again\n"
+    )
 
 
 def test_a_worker_that_leaves_without_a_result_gives_no_number(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -179,6 +179,8 @@ def test_nothing_is_left_when_it_ends(lanes: Lanes) -> None:
         with pytest.raises(RehearsalError):
             asked.result()
     until(lambda: all(map(gone, processes)))
+    with pytest.raises(RehearsalError, match="were ended"):  # and none is started anew, by a thread that asks late
+        ask(lanes, 0, "one")
 
 
 @pytest.mark.timeout(60, method="thread")  # who waits for a lock hears nothing else

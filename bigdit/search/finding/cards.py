@@ -114,7 +114,7 @@ class Cards(Device):
         try:
             return self.attempts.run(request, capacity_bytes, card=card)
         except (UserError, RehearsalError) as error:
-            self.unanswered[str(error).splitlines()[0]] = None
+            self.unanswered[str(error).splitlines()[0].rstrip(":")] = None
             return None
         finally:
             self._free.put(card)
