@@ -14,11 +14,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from bigdit import optim
+from bigdit import optim, shortage
 from bigdit.errors import UserError
 from bigdit.memory import CUDA_GRANULARITY, pinned_bytes, rounded
 from bigdit.models.family import Family
-from bigdit.units import GIB
+from bigdit.units import GIB, gib
 
 ROOMS = 2
 """Blocks whose weights are on the device at once: the one that computes, and the one that comes."""
@@ -182,11 +182,26 @@ def with_data(weight: nn.Parameter, data: torch.Tensor) -> Iterator[None]:
 
 
 def _move_to_host(parameters: Sequence[nn.Parameter], *, pin: bool) -> None:
-    """Give these parameters, in place, the same values in page-locked memory."""
+    """Give these parameters, in place, the same values in page-locked memory. Raises UserError where that runs out."""
     for run in _runs(parameters):
-        chunk = torch.empty(sum(map(_size, run)), dtype=torch.uint8, pin_memory=pin)
+        chunk = _locked(sum(map(_size, run)), pin, sum(map(_size, parameters)))
         for parameter, locked in zip(run, _in_row(chunk, run), strict=True):
             parameter.data = locked.data.copy_(parameter.data)
+
+
+def _locked(nbytes: int, pin: bool, of_all: int) -> torch.Tensor:
+    """So many bytes on the host, for weights that come to `of_all`."""
+    try:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=pin)
+    except RuntimeError as error:
+        if not shortage.ran_out(error):
+            raise
+        there = shortage.said(None, *shortage.room(torch.device("cpu")))
+        raise UserError(
+            f"train.blocks_to_swap: {gib(of_all)} of weights wait in page-locked memory of the host, which ran out: "
+            f"{gib(nbytes)} were asked for, {there}; swap fewer blocks, or raise what limits this process (ulimit -l "
+            "and -v, its container)"
+        ) from error
 
 
 def _runs(parameters: Sequence[nn.Parameter]) -> list[Sequence[nn.Parameter]]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 from cards import answers
-from commands import DIGITS, HELPERS, SINGLE, TINY
+from commands import DIGITS, HELPERS, ROOT, SINGLE, TINY, run_command
 from rehearsing import DIT
 from stepping import equipped, one_batch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -227,6 +228,32 @@ def test_what_cannot_be_is_refused():
         ValueError, match=r"blocks_to_swap .*, and checkpointing is selective, .*; set checkpointing to full"
     ):
         lora(3, checkpointing="selective")
+
+
+SHORT = """
+import os, resource, sys, torch
+sys.path[:0] = os.environ["HELPERS"].split(":")
+from torch import nn
+from bigdit.errors import guard
+from bigdit.models.swap import Swap, _Weights
+
+model = nn.ModuleList(nn.Linear(4096, 4096, bias=False).requires_grad_(False) for _ in range(3))  # of 64 MiB each
+swap = Swap([_Weights(block, set(), False) for block in model])
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + 2**26, -1))
+sys.exit(guard(lambda: swap.moved(model, torch.device("cpu")) and 0))
+"""
+
+
+def test_a_host_that_has_no_room_for_the_weights_is_a_line():
+    done = run_command(sys.executable, "-c", SHORT, HELPERS=HELPERS, PYTHONPATH=str(ROOT))
+    assert done.returncode == 1, done.stderr
+    (line,) = [each for each in done.stderr.splitlines() if each]
+    assert line.startswith(
+        "error: train.blocks_to_swap: 0.19 GiB of weights wait in page-locked memory of the host, which ran out: "
+        "64.00 MiB were asked for, "
+    )
+    assert line.endswith("; swap fewer blocks, or raise what limits this process (ulimit -l and -v, its container)")
 
 
 RUNS = {
