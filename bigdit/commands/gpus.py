@@ -37,9 +37,9 @@ def run(
 def _found(containing: str | None, min_memory: str | None) -> list[Gpu]:
     from bigdit.catalog.gpus import gpu_aliases, gpus, no_gpu
     from bigdit.errors import UserError
-    from bigdit.units import gib, parse_bytes
+    from bigdit.units import gib, parse_memory
 
-    wanted, least = (containing or "").casefold(), 0 if min_memory is None else parse_bytes(min_memory)
+    wanted, least = (containing or "").casefold(), 0 if min_memory is None else parse_memory(min_memory)
     cards = gpus()
     words = {g.name: " ".join((g.name, g.title, g.architecture, *gpu_aliases(g.name))).casefold() for g in cards}
     named = [g for g in cards if wanted in words[g.name]]

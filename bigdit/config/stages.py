@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -102,15 +103,30 @@ def load_stages(
     try:
         return _sharing(of_each(range(len(asked)), lambda number: _loaded(document, asked, number), "stages.{}."))
     except UserError as error:
-        raise UserError(*(f"{path}: {problem}" for problem in error.problems)) from None
+        lines = [f"{path}: {problem}" for problem in error.problems]
+        raise UserError(*(_with_set(line, path, overrides, asked) for line in lines)) from None
 
 
-def _with_set(problem: str, path: Path, overrides: Sequence[str]) -> str:
-    """With `--set` beside the file, where that is what said the key."""
+def _with_set(problem: str, path: Path, overrides: Sequence[str], asked: Sequence[dict[str, Any]] = ()) -> str:
+    """With `--set` beside the file, where that is what said the key; `asked`: what stages say, with it in them."""
     key, _, rest = problem.removeprefix(f"{path}: ").partition(" ")
-    if not problem.startswith(f"{path}: ") or key.rstrip(":") not in [each.partition("=")[0] for each in overrides]:
-        return problem
-    return f"{path} with --set: {key} {rest}"
+    if problem.startswith(f"{path}: ") and any(
+        _says(each.partition("=")[0], key.rstrip(":"), asked) for each in overrides
+    ):
+        return f"{path} with --set: {key} {rest}"
+    return problem
+
+
+def _says(override: str, key: str, asked: Sequence[dict[str, Any]]) -> bool:
+    """Whether an override said the key: itself or the section that it is in. A stage has of the run what it does not
+    say itself, and what all stages have alike is told without one."""
+    of_stage = re.fullmatch(r"stages\.(\d+)\.(.+)", key)
+    if of_stage is not None:
+        inner = of_stage[2]
+        keys = [key] if at(asked[int(of_stage[1])], inner.split(".")) is not None else [key, inner]
+    else:
+        keys = [key, *(f"stages.{n}.{key}" for n, own in enumerate(asked) if at(own, key.split(".")) is not None)]
+    return any(f"{each}.".startswith(f"{override}.") for each in keys)
 
 
 def read_stages(path: Path, overrides: Sequence[str]) -> list[dict[str, Any]]:

@@ -145,6 +145,8 @@ def test_a_filter_that_finds_nothing():
         UserError, match=r"^a memory size with a unit was expected, such as 46068MiB or 24GB, and 'big' was found$"
     ):
         gpus.run(min_memory="big")
+    with pytest.raises(UserError, match=r"^24MB is 22.89 MiB, and machines and cards have 1 GiB to .*mean 24GiB\?$"):
+        gpus.run(min_memory="24MB")
 
 
 def test_listing_imports_no_torch():

@@ -38,6 +38,31 @@ def test_each_is_the_run_with_what_it_has_otherwise(tmp_path):
     assert (low.name, high.prefix) == ("stages.0", "stages.1.")
 
 
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("stages.1.train.stepz=9", "stages.1.train.stepz: unknown key; did you mean steps, decay_steps?"),
+        ("stages.0.train={stepz: 3}", "stages.0.train.stepz: unknown key; did you mean steps, decay_steps?"),
+        ("train.stepz=9", "train.stepz: unknown key; did you mean steps, decay_steps?"),
+        ("optimizer.lr=x", "stages.0.optimizer.lr is 'x', and a number was expected"),
+        ("stages=[{train: {steps: x}}]", "train.steps is 'x', and a whole number was expected"),
+        ("stages.1.plan=3", "stages.1.plan is 3, and a path was expected"),
+    ],
+)
+def test_what_set_said_of_a_stage_is_told_of_it(tmp_path, override, problem):
+    path = written(tmp_path, LOW, HIGH)
+    with pytest.raises(UserError) as caught:
+        load_stages(path, [*ALONE, override])
+    assert caught.value.problems == (f"{path} with --set: {problem}",)
+
+
+def test_what_a_stage_says_itself_is_not_told_of_set(tmp_path):
+    path = written(tmp_path, LOW, HIGH | {"optimizer": {"lr": "x"}})
+    with pytest.raises(UserError) as caught:
+        load_stages(path, [*ALONE, "optimizer.lr=1e-3"])
+    assert caught.value.problems == (f"{path}: stages.1.optimizer.lr is 'x', and a number was expected",)
+
+
 def test_a_run_without_stages_is_one(tmp_path):
     (only,) = load_stages(DIGITS)
     assert (only.run, only.start, only.end, only.prefix) == (load_run(DIGITS), 0, 800, "")
@@ -92,7 +117,7 @@ def test_what_is_wrong_of_a_stage_is_told_by_its_key(tmp_path, stage, line):
 
 def test_what_is_wrong_of_the_run_is_told_once(tmp_path):
     path = written(tmp_path, LOW, HIGH)
-    assert problems(path, "train.seed=-1") == ["train.seed is -1, and 0 or more was expected"]
+    assert problems(path, "train.seed=-1") == [f"{path} with --set: train.seed is -1, and 0 or more was expected"]
     assert problems(path, "encoders.image.factor=1", "model.name=null") == [
         "encoders.image gives 1 channels (factor 1, gray), and the model's in_channels is 4"
     ]

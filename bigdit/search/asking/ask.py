@@ -22,7 +22,7 @@ from bigdit.search.asking.check import cluster_problems, fitting_shape, model_fi
 from bigdit.search.question import Device, Pins, Question, usual_host_bytes
 from bigdit.spec import Strict
 from bigdit.speed.cluster import Cluster
-from bigdit.units import A_SIZE, parse_bytes
+from bigdit.units import A_SIZE, parse_memory
 
 _OPTIONS = {
     "network_gbs": "--network",
@@ -188,7 +188,7 @@ def _count(option: str, asked: int | str | None) -> int | None:
 def _host_memory(asked: str | None) -> int | None:
     """`205GiB` as bytes."""
     text = _text("--host-memory", asked, A_SIZE)
-    return None if text is None else parse_bytes(text)
+    return None if text is None else parse_memory(text)
 
 
 def device_for(asked: str | None) -> tuple[Device, str | None]:

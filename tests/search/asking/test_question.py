@@ -42,8 +42,16 @@ def test_the_host_is_this_machine_s_or_the_usual_one(monkeypatch):
     monkeypatch.setattr("bigdit.catalog.asked.found_gpus", lambda: [catalog.gpu("a40")])
     own = memory_bytes()
     assert question_for("sana-1600m", "auto").host_memory_bytes == own
-    (problem,) = problems(host_memory="0GiB")
-    assert problem == "--host-memory is 0, and 1 or more was expected"
+    for slip, said in (
+        ("0GiB", "0GiB is 0 B, and machines and cards have 1 GiB to 1024 TiB"),
+        ("64B", "64B is 64 B, and machines and cards have 1 GiB to 1024 TiB; did you mean 64GiB?"),
+        ("512 MB", "512 MB is 0.48 GiB, and machines and cards have 1 GiB to 1024 TiB; did you mean 512GiB?"),
+        (
+            "64000TB",
+            "64000TB is 59604644.78 GiB, and machines and cards have 1 GiB to 1024 TiB; did you mean 64000GiB?",
+        ),
+    ):
+        assert problems(host_memory=slip) == (f"--host-memory: {said}",)
     (problem,) = problems(host_memory="much")
     assert (
         problem
