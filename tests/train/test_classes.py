@@ -1,6 +1,7 @@
 """Models of classes end to end: a folder a class is extracted, trained on, gone on with and sampled by its name."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -159,8 +160,8 @@ def test_a_folder_of_one_more_class_is_not_appended(digits_by_class, tmp_path):
     assert "classes[0] is 'eight' there, and 'apple' in this run" in " ".join(done.stderr.split())
 
 
-def test_losses_with_features_online_are_those_of_the_store(digits_by_class):
-    """Pictures that have classes, encoded in each step; and pictures are drawn on the way."""
+def test_losses_with_features_online_are_those_of_the_store(digits_by_class, tmp_path):
+    """Pictures that have classes, encoded in each step; pictures drawn on the way; other classes refused."""
     found = []
     for features in (digits_by_class / "features", "online"):
         chosen = (*TINY["PaperDiT"], "samples={captions: [three, 0], steps: 2, every: 2}", f"data.features={features}")
@@ -171,3 +172,10 @@ def test_losses_with_features_online_are_those_of_the_store(digits_by_class):
         found.append([row["loss"] for row in read_metrics(digits_by_class / output / "metrics.jsonl")])
     assert len(set(found[0])) == 4
     assert found[0] == found[1]
+    shutil.copytree(digits_by_class / "pictures", tmp_path / "pictures")
+    (tmp_path / "pictures/eight").rename(tmp_path / "pictures/acht")
+    chosen = (*TINY["PaperDiT"], "train.steps=5", "data.features=online")
+    images = f"data.images={{path: {tmp_path / 'pictures'}, label: folder}}"
+    done = trained(digits_by_class, *chosen, images, output="features-online")
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: data.images has other classes, or in another order, than ")
