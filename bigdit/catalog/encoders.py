@@ -29,7 +29,8 @@ class VaeSpec(Strict):
 
 
 class TextEncoderSpec(Strict):
-    """A transformers text encoder that is fed `tokens` ids a caption, the first `skip` of them a prompt template's.
+    """A transformers text encoder that is fed `tokens` ids a caption, the first `skip` and the last `cut` of them a
+    prompt template's.
 
     `gives`: hidden states, a pooled vector, or both. `layers`: which hidden states, numbered as transformers'
     `hidden_states`; several are joined along the features, or, `in_rows`, one after another along the tokens; none:
@@ -45,6 +46,7 @@ class TextEncoderSpec(Strict):
     layers: tuple[int, ...] = ()
     in_rows: bool = False
     skip: NonNegativeInt = 0
+    cut: NonNegativeInt = 0
     stream: str | None = None
 
 
@@ -77,6 +79,7 @@ class _Part(NamedTuple):
     tokens: int | None = None
     layers: tuple[int, ...] = ()
     skip: int = 0
+    cut: int = 0
     class_name: str | None = None
     stream: str | None = None
     positions: int | None = None
@@ -97,6 +100,8 @@ _RECIPES: dict[tuple[str, int], tuple[_Part, ...]] = {
         _Part("t5-v1_1-xxl", tokens=256),
     ),
     ("Qwen2.5-VL-7B", 3584): (_Part("qwen2.5-vl-7b", layers=(-1,), skip=34),),
+    ("Qwen2.5-VL-7B (padded within its template)", 3584): (_Part("qwen2.5-vl-7b", layers=(-1,), skip=36, cut=5),),
+    ("Qwen3-1.7B", 2048): (_Part("qwen3-1.7b", skip=28),),
     ("Qwen3-4B", 2560): (_Part("qwen3-4b", layers=(-2,)),),
     ("Qwen3-4B", 7680): (_Part("qwen3-4b", layers=(9, 18, 27)),),
     ("llava-llama-3-8b + clip-l", 4096): (
@@ -184,10 +189,11 @@ def _text_encoder(part: _Part, tokens: int, streams: dict[str, tuple[int, int]])
         class_name=part.class_name or entry["class_name"],
         config_class=entry["config_class"],
         kwargs=entry["kwargs"] | ({} if part.positions is None else {"max_position_embeddings": part.positions}),
-        tokens=tokens + part.skip,
+        tokens=tokens + part.skip + part.cut,
         gives=part.gives,
         layers=tuple(range(1, states // tokens + 1)) if in_rows else part.layers,
         in_rows=in_rows,
         skip=part.skip,
+        cut=part.cut,
         stream=part.stream,
     )

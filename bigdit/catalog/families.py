@@ -102,6 +102,12 @@ _HUNYUAN_DIT = DdpmSpec(prediction="v", betas="scaled_linear", beta_start=0.0008
 """Of version 1.2; `--beta-end 0.03` up to 1.1, whose models take a style. Source: hydit/train.sh, the README and the
 error of hydit/inference.py in Tencent/HunyuanDiT."""
 
+_COGVIEW3 = DdpmSpec(
+    prediction="v", betas="scaled_linear", beta_start=0.00085, beta_end=0.012, snr_shift=4.0, zero_terminal_snr=True
+)
+"""Source: ZeroSNRDiffusionLoss, weighed to be v's error, and cogview3_plus.yaml in THUDM/CogView3; the scheduler of
+diffusers' scripts/convert_cogview3_to_diffusers.py."""
+
 _STYLED = "use_style_cond_and_image_meta_size"  # true where a model does not say
 
 _TWO_LISTS = {"transformer_blocks": "num_layers", "single_transformer_blocks": "num_single_layers"}
@@ -120,6 +126,7 @@ FAMILIES: dict[str, Inputs] = {
     "Krea2Transformer2DModel": Inputs(text_dim="text_hidden_dim", text_layers="num_text_layers", packs=True),
     "PRXTransformer2DModel": Inputs(text_dim="context_in_dim", depths={"blocks": "depth"}),
     "CogView4Transformer2DModel": Inputs(text_dim="text_embed_dim"),
+    "CogView3PlusTransformer2DModel": Inputs(text_dim="text_embed_dim", objective=_COGVIEW3),
     "HunyuanImageTransformer2DModel": Inputs(
         text_dim="text_embed_dim",
         streams={"glyph_text": Stream(dim="text_embed_2_dim", tokens=128, optional=True)},
@@ -150,6 +157,9 @@ FAMILIES: dict[str, Inputs] = {
         text_dim="joint_attention_dim", extras=("pooled_text",), packs=True, depths=_TWO_LISTS
     ),
     "ChromaTransformer2DModel": Inputs(text_dim="joint_attention_dim", packs=True, depths=_TWO_LISTS),
+    "OvisImageTransformer2DModel": Inputs(text_dim="joint_attention_dim", packs=True, depths=_TWO_LISTS),
+    "LongCatImageTransformer2DModel": Inputs(text_dim="joint_attention_dim", packs=True, depths=_TWO_LISTS),
+    "BriaTransformer2DModel": Inputs(text_dim="joint_attention_dim", packs=True, depths=_TWO_LISTS),
     "Flux2Transformer2DModel": Inputs(text_dim="joint_attention_dim", joined=3, packs=True, depths=_TWO_LISTS),
     "AuraFlowTransformer2DModel": Inputs(
         text_dim="joint_attention_dim",
@@ -169,15 +179,19 @@ FAMILIES: dict[str, Inputs] = {
 
 PIPELINES = {
     "AuraFlowTransformer2DModel": "AuraFlowPipeline",
+    "BriaTransformer2DModel": "BriaPipeline",
     "ChromaTransformer2DModel": "ChromaPipeline",
     "CogVideoXTransformer3DModel": "CogVideoXPipeline",
+    "CogView3PlusTransformer2DModel": "CogView3PlusPipeline",
     "FluxTransformer2DModel": "FluxPipeline",
     "HiDreamImageTransformer2DModel": "HiDreamImagePipeline",
     "HunyuanDiT2DModel": "HunyuanDiTPipeline",
     "HunyuanImageTransformer2DModel": "HunyuanImagePipeline",
     "HunyuanVideoTransformer3DModel": "HunyuanVideoPipeline",
     "LTXVideoTransformer3DModel": "LTXPipeline",
+    "LongCatImageTransformer2DModel": "LongCatImagePipeline",
     "Lumina2Transformer2DModel": "Lumina2Pipeline",
+    "OvisImageTransformer2DModel": "OvisImagePipeline",
     "PixArtTransformer2DModel": "PixArtSigmaPipeline",
     "QwenImageTransformer2DModel": "QwenImagePipeline",
     "SD3Transformer2DModel": "StableDiffusion3Pipeline",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import diffusers
@@ -20,6 +21,15 @@ from bigdit.store.digest import config_digest, weights_digest
 
 KEY = "encoders.text.pipeline"
 _INDEX = "model_index.json"
+
+
+class _Absent:
+    """What BriaPipeline asks of the VAE and the transformer, which encode no text: a shift of none, and a dtype."""
+
+    config = SimpleNamespace(block_out_channels=(), shift_factor=0.0)
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
 
 
 def load_text_pipeline(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
@@ -40,6 +50,8 @@ def load_text_pipeline(folder: Path, dtype: torch.dtype, device: torch.device) -
     absent: dict[str, Any] = {
         name: None for name, each in parameters.items() if each.default is each.empty and name != "self"
     }
+    if class_name == "BriaPipeline":
+        absent |= dict.fromkeys(("vae", "transformer"), _Absent(dtype))
     if "requires_safety_checker" in parameters:  # pictures are not its affair here
         absent["requires_safety_checker"] = False
     return pipeline(**(absent | loaded))
@@ -49,7 +61,7 @@ def describe(folder: Path, pipeline: Any, dtype: str) -> dict[str, Any]:
     """Class and digests of each part that encodes text; all weights are read for it."""
     described: dict[str, Any] = {}
     for name, part in sorted(pipeline.components.items()):
-        if part is None:
+        if part is None or not _is_text(name):
             continue
         if isinstance(part, torch.nn.Module):
             saved = read_config(KEY, folder / name)

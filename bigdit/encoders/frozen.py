@@ -94,18 +94,23 @@ def _read(
         pooled = found.text_embeds if "text_embeds" in found else found.pooler_output
     if spec.gives != "pooled":
         states = _states(spec, found)
-    shown = mask[:, spec.skip :]
+    shown = mask[:, _own(spec)]
     return states, shown.repeat(1, len(spec.layers)) if spec.in_rows else shown, pooled
 
 
 def _states(spec: TextEncoderSpec, found: Any) -> torch.Tensor:
     """Those that the spec says, without the template."""
     if not spec.layers:
-        return found.last_hidden_state[:, spec.skip :]
+        return found.last_hidden_state[:, _own(spec)]
     layers = [found.hidden_states[layer] for layer in spec.layers]
     if spec.in_rows:
-        return torch.cat([layer[:, spec.skip :] for layer in layers], dim=1)
-    return torch.cat(layers, dim=2)[:, spec.skip :]
+        return torch.cat([layer[:, _own(spec)] for layer in layers], dim=1)
+    return torch.cat(layers, dim=2)[:, _own(spec)]
+
+
+def _own(spec: TextEncoderSpec) -> slice:
+    """The places of a caption's tokens between those of its template."""
+    return slice(spec.skip, -spec.cut or None)
 
 
 def _joined(texts: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor | None, torch.Tensor | None]:

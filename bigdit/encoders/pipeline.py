@@ -157,7 +157,7 @@ def _arguments(pipeline: Any, device: torch.device) -> dict[str, Any]:
     """The arguments of `encode_prompt` beside the captions."""
     called = inspect.signature(type(pipeline).__call__).parameters
     parameters: Mapping[str, inspect.Parameter] = inspect.signature(pipeline.encode_prompt).parameters
-    arguments: dict[str, Any] = {"device": device}
+    arguments: dict[str, Any] = {"device": device} if "device" in parameters else {}
     if "do_classifier_free_guidance" in parameters:
         arguments["do_classifier_free_guidance"] = False
     for name, parameter in parameters.items():

@@ -61,8 +61,10 @@ _ZEROED = Recipe(("states", "-", "null_states", "-"), "zeroed")
 # Source: diffusers 0.42.1, `encode_prompt` and the transformer's call of each pipeline.
 RECIPES: dict[str, Recipe] = {
     "AuraFlowPipeline": _ZEROED,
+    "BriaPipeline": Recipe(("states", "null_states", "-"), "zeroed"),
     "ChromaPipeline": Recipe(("states", "-", "mask", "null_states", "-", "null_mask"), "masked"),
     "CogVideoXPipeline": Recipe(("states", "null_states"), "kept"),
+    "CogView3PlusPipeline": Recipe(("states", "null_states"), "kept"),
     "Flux2KleinPipeline": Recipe(("states", "-"), "kept"),
     "FluxPipeline": Recipe(("states", "pooled", "-"), "kept"),
     "HiDreamImagePipeline": Recipe(  # Llama's layers, which each block reads one of
@@ -82,7 +84,9 @@ RECIPES: dict[str, Recipe] = {
     ),
     "HunyuanVideoPipeline": Recipe(("states", "pooled", "mask"), "masked"),
     "LTXPipeline": Recipe(("states", "mask", "null_states", "null_mask"), "attended"),
+    "LongCatImagePipeline": Recipe(("states", "-"), "kept", length="tokenizer_max_length"),
     "Lumina2Pipeline": _MASKED,
+    "OvisImagePipeline": Recipe(("states", "null_states", "-", "-"), "zeroed"),
     "PixArtAlphaPipeline": _MASKED,
     "PixArtSigmaPipeline": _MASKED,
     "QwenImagePipeline": Recipe(("states", "mask"), "masked"),

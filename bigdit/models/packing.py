@@ -31,6 +31,13 @@ def positions(latents: torch.Tensor, text: torch.Tensor) -> dict[str, torch.Tens
     }
 
 
-def grid(*lengths: int, device: torch.device) -> torch.Tensor:
-    """Positions [product of lengths, axes] int64 in a grid, the last axis varying fastest."""
-    return torch.cartesian_prod(*(torch.arange(length, device=device) for length in lengths))
+def grid(*lengths: int, device: torch.device, start: tuple[int, ...] | None = None) -> torch.Tensor:
+    """Positions [product of lengths, axes] int64 in a grid from `start` or zero, the last axis varying fastest."""
+    axes = zip(start or (0,) * len(lengths), lengths, strict=True)
+    return torch.cartesian_prod(*(torch.arange(first, first + length, device=device) for first, length in axes))
+
+
+def diagonal(tokens: int, *, device: torch.device) -> torch.Tensor:
+    """Positions [tokens, 3] int64 of a text whose tokens lie one below and beside another: 0, i and i."""
+    place = torch.arange(tokens, device=device)
+    return torch.stack([torch.zeros_like(place), place, place], dim=1)

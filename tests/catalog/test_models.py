@@ -24,10 +24,10 @@ NAMES = [m.name for m in models()]
 
 
 def test_counts():
-    assert len(models()) == 74
+    assert len(models()) == 78
     assert len(gpus()) == 80
     document = load_json("models.json")
-    assert (len(document["text_encoders"]), len(document["native_dit"])) == (12, 12)
+    assert (len(document["text_encoders"]), len(document["native_dit"])) == (13, 12)
     assert document["native_dit"]["DiT-XL/2"]["params_trainable"] == 674834720
 
 

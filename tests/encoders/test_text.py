@@ -18,8 +18,10 @@ from bigdit.errors import UserError
 # What each pipeline's own call asks of its encode_prompt, written out: its defaults, read in diffusers 0.42.1.
 CALLS = {
     "AuraFlowPipeline": {"max_sequence_length": 256},
+    "BriaPipeline": {"max_sequence_length": 128},
     "ChromaPipeline": {"max_sequence_length": 512},
     "CogVideoXPipeline": {"max_sequence_length": 226},
+    "CogView3PlusPipeline": {"max_sequence_length": 224},
     "Flux2KleinPipeline": {"max_sequence_length": 512},
     "FluxPipeline": {"max_sequence_length": 512, "prompt_2": None},
     "HiDreamImagePipeline": {"max_sequence_length": 128},
@@ -27,7 +29,9 @@ CALLS = {
     "HunyuanImagePipeline": {},
     "HunyuanVideoPipeline": {"max_sequence_length": 256},
     "LTXPipeline": {"max_sequence_length": 128},
+    "LongCatImagePipeline": {},
     "Lumina2Pipeline": {"max_sequence_length": 256},
+    "OvisImagePipeline": {"max_sequence_length": 256},
     "PixArtAlphaPipeline": {"max_sequence_length": 120, "clean_caption": True},
     "PixArtSigmaPipeline": {"max_sequence_length": 300, "clean_caption": True},
     "QwenImagePipeline": {"max_sequence_length": 512},
@@ -63,8 +67,10 @@ def call(class_name, pipeline, caption, **arguments):
     if class_name in WITH_INSTRUCTION:
         parameters = inspect.signature(type(pipeline).__call__).parameters
         asked["complex_human_instruction"] = parameters["complex_human_instruction"].default
+    if class_name != "LongCatImagePipeline":  # which encodes where its text encoder is
+        asked["device"] = torch.device("cpu")
     with torch.no_grad():
-        returned = pipeline.encode_prompt(prompt=[caption], device=torch.device("cpu"), **asked)
+        returned = pipeline.encode_prompt(prompt=[caption], **asked)
     return dict(zip(RECIPES[class_name].gives, returned, strict=True))
 
 

@@ -10,7 +10,7 @@ import torch
 import yaml
 from commands import run_ranks, with_set
 from safetensors.torch import load_file
-from tiny_pipelines import HI_DREAM, HUNYUAN_DIT, HUNYUAN_IMAGE, SD3, WAN
+from tiny_pipelines import BRIA, COGVIEW3, HI_DREAM, HUNYUAN_DIT, HUNYUAN_IMAGE, LONGCAT_IMAGE, OVIS_IMAGE, SD3, WAN
 
 from bigdit import checkpoint
 from bigdit.catalog.resolve import model_spec
@@ -43,6 +43,10 @@ FLUX = {
 # By pipeline: the transformer, its arguments, and the VAE.
 CASES = {
     "StableDiffusion3Pipeline": ("SD3Transformer2DModel", SD3, "AutoencoderKL"),
+    "BriaPipeline": ("BriaTransformer2DModel", BRIA, "AutoencoderKL"),
+    "CogView3PlusPipeline": ("CogView3PlusTransformer2DModel", COGVIEW3, "AutoencoderKL"),
+    "OvisImagePipeline": ("OvisImageTransformer2DModel", OVIS_IMAGE, "AutoencoderKL"),
+    "LongCatImagePipeline": ("LongCatImageTransformer2DModel", LONGCAT_IMAGE, "AutoencoderKL"),
     "FluxPipeline": ("FluxTransformer2DModel", FLUX, "AutoencoderKL"),
     "HunyuanDiTPipeline": ("HunyuanDiT2DModel", HUNYUAN_DIT, "AutoencoderKL"),
     "HunyuanImagePipeline": ("HunyuanImageTransformer2DModel", HUNYUAN_IMAGE, "AutoencoderKLHunyuanImage"),

@@ -16,7 +16,7 @@ from bigdit.catalog.families import objective_of
 from bigdit.dist import World
 from bigdit.loader.batch import Batch
 from bigdit.models.checkpointing import apply_checkpointing
-from bigdit.models.packing import grid, pack, unpack
+from bigdit.models.packing import diagonal, grid, pack, unpack
 from bigdit.objectives import of_latents
 from bigdit.rehearse import RehearsalRequest, RehearsedSize
 from bigdit.rehearse.drive import drive
@@ -43,6 +43,13 @@ TINY: dict[str, dict[str, object]] = {
     "ChromaTransformer2DModel": PACKED
     | {"axes_dims_rope": [2, 2, 4], "approximator_num_channels": 8}
     | {"approximator_hidden_dim": 16, "approximator_layers": 1},
+    "OvisImageTransformer2DModel": PACKED | {"out_channels": 16, "axes_dims_rope": [2, 2, 4]},
+    "LongCatImageTransformer2DModel": PACKED | {"axes_dims_rope": [2, 2, 4]},
+    "BriaTransformer2DModel": PACKED | {"axes_dims_rope": [0, 4, 4]},
+    "CogView3PlusTransformer2DModel": NARROW
+    | LATENTS
+    | {"out_channels": 4, "num_layers": 2, "text_embed_dim": 12, "time_embed_dim": 8, "condition_dim": 4}
+    | {"pos_embed_max_size": 8},
     "Flux2Transformer2DModel": PACKED | {"timestep_guidance_channels": 16, "axes_dims_rope": [2, 2, 2, 2]},
     "AuraFlowTransformer2DModel": NARROW
     | LATENTS
@@ -252,7 +259,10 @@ def test_packing_is_undone_and_positions_run_row_by_row() -> None:
     assert tokens.shape == (2, 6, 12)
     assert tokens[0, 1].view(3, 2, 2).equal(latents[0, :, 0:2, 2:4])
     assert unpack(tokens, 4, 6).equal(latents)
-    assert grid(1, 2, 2, device=torch.device("cpu")).tolist() == [[0, 0, 0], [0, 0, 1], [0, 1, 0], [0, 1, 1]]
+    cpu = torch.device("cpu")
+    assert grid(1, 2, 2, device=cpu).tolist() == [[0, 0, 0], [0, 0, 1], [0, 1, 0], [0, 1, 1]]
+    assert grid(1, 1, 2, start=(1, 7, 8), device=cpu).tolist() == [[1, 7, 8], [1, 7, 9]]
+    assert diagonal(2, device=cpu).tolist() == [[0, 0, 0], [0, 1, 1]]
 
 
 def test_dit_leaves_labels_alone_in_training() -> None:

@@ -10,6 +10,7 @@ from diffusers.training_utils import compute_snr
 from torch.distributions import Normal, kl_divergence
 
 from bigdit import objectives
+from bigdit.catalog import FAMILIES
 from bigdit.errors import UserError
 from bigdit.objective_spec import DdpmSpec
 from bigdit.objectives.schedule import alphas_cumprod
@@ -82,6 +83,18 @@ def test_signal_to_noise_is_shifted_as_cogvideox_has_it(shift, zero):
     scheduler = CogVideoXDDIMScheduler(rescale_betas_zero_snr=zero, snr_shift_scale=shift)
     found = torch.tensor(alphas_cumprod(objective), dtype=torch.float64)
     assert torch.allclose(found, scheduler.alphas_cumprod.double(), rtol=1e-6, atol=1e-12)
+
+
+def test_cogview3_learns_v_by_the_schedule_that_its_weights_are_published_with():
+    """Its scheduler's settings, as diffusers' scripts/convert_cogview3_to_diffusers.py writes them."""
+    objective = FAMILIES["CogView3PlusTransformer2DModel"].objective
+    settings = {"beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012}
+    settings |= {"snr_shift_scale": 4.0, "rescale_betas_zero_snr": True}
+    published = CogVideoXDDIMScheduler(**settings).alphas_cumprod.double()
+    assert torch.allclose(
+        torch.tensor(alphas_cumprod(objective), dtype=torch.float64), published, rtol=1e-6, atol=1e-12
+    )
+    assert objective.prediction == "v"
 
 
 def test_timesteps_are_drawn_evenly_from_seeds():

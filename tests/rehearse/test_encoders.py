@@ -213,6 +213,10 @@ PICTURES = (
     "hunyuandit-v1.2",
     "hunyuanimage-2.1",
     "hidream-i1",
+    "ovis-image-7b",
+    "longcat-image",
+    "cogview3-plus-3b",
+    "bria-3.2",
 )
 VIDEOS = {
     "cogvideox-2b": (16, 5, 30, 45),

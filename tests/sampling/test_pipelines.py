@@ -5,7 +5,7 @@ import pytest
 import tiny_pipelines
 import tiny_vaes
 import torch
-from tiny_pipelines import HI_DREAM, HUNYUAN_DIT, HUNYUAN_IMAGE, SD3, WAN
+from tiny_pipelines import BRIA, COGVIEW3, HI_DREAM, HUNYUAN_DIT, HUNYUAN_IMAGE, LONGCAT_IMAGE, OVIS_IMAGE, SD3, WAN
 
 from bigdit import checkpoint, engines, models, objectives
 from bigdit.dist import World
@@ -28,6 +28,15 @@ def of_sd3(pipeline, away):
 
 def of_wan(pipeline, away):
     return [(own, None, {}) for own in guided(pipeline, away, max_sequence_length=512)]
+
+
+def of_states(pipeline, away):
+    own, null, *_ = guided(pipeline, away)
+    return [(own, None, {}), (null, None, {})]
+
+
+def of_longcat(pipeline, away):
+    return [(pipeline.encode_prompt(prompt=[text])[0], None, {}) for text in (CAPTION, away or "")]
 
 
 def of_hunyuan_dit(pipeline, away):
@@ -53,6 +62,17 @@ CAPTION = 'a cat on a mat that reads "CAT"'
 # By name: the transformer and its arguments, the pipeline, the VAE, the latents of 16 × 24 pixels; states, mask and
 # what stands beside them of what encode_prompt returns, of the caption and of what guidance leads away from.
 CASES = {
+    "bria": ("BriaTransformer2DModel", BRIA, "BriaPipeline", "AutoencoderKL", (4, 8, 12), of_states),
+    "cogview3": (
+        *("CogView3PlusTransformer2DModel", COGVIEW3, "CogView3PlusPipeline", "AutoencoderKL", (4, 8, 12), of_states),
+    ),
+    "longcat": (
+        *("LongCatImageTransformer2DModel", LONGCAT_IMAGE, "LongCatImagePipeline", "AutoencoderKL", (4, 8, 12)),
+        of_longcat,
+    ),
+    "ovis": (
+        *("OvisImageTransformer2DModel", OVIS_IMAGE, "OvisImagePipeline", "AutoencoderKL", (4, 8, 12), of_states),
+    ),
     "hidream": (
         *("HiDreamImageTransformer2DModel", HI_DREAM, "HiDreamImagePipeline", "AutoencoderKL", (4, 8, 12), of_hi_dream),
     ),

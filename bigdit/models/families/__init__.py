@@ -1,17 +1,18 @@
 """One file a transformer family: what differs in how the model is called, and which modules are its blocks.
 
-Each ends with its `FAMILY`; a file that is here is known.
+Each ends with its `FAMILY`; a file that is here is known, or in `video/`, where those with frames are.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
-from pkgutil import iter_modules
+from pkgutil import walk_packages
 
 from bigdit.errors import UserError, nearest
 from bigdit.models.family import Family
 
-_FOUND: list[Family] = [import_module(f"{__name__}.{module.name}").FAMILY for module in iter_modules(__path__)]
+_FILES = [found.name for found in walk_packages(__path__, f"{__name__}.") if not found.ispkg]
+_FOUND: list[Family] = [import_module(name).FAMILY for name in _FILES]
 _FAMILIES = {each.CLASS_NAME: each for each in _FOUND}
 
 

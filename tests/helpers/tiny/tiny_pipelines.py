@@ -251,8 +251,10 @@ def _second(parts):
 
 PARTS = {
     "AuraFlowPipeline": lambda: _one(t5_tokenizer, umt5),
+    "BriaPipeline": lambda: _one(t5_tokenizer, t5),
     "ChromaPipeline": lambda: _one(t5_tokenizer, t5),
     "CogVideoXPipeline": lambda: _one(t5_tokenizer, t5),
+    "CogView3PlusPipeline": lambda: _one(t5_tokenizer, t5),
     "Flux2KleinPipeline": lambda: _one(qwen_tokenizer, lambda made: qwen3(made, layers=28)),
     "FluxPipeline": lambda: _one(clip_tokenizer, clip) | _second(_one(t5_tokenizer, t5)),
     "HiDreamImagePipeline": _of_hidream,
@@ -260,7 +262,9 @@ PARTS = {
     "HunyuanDiTPipeline": lambda: _one(bert_tokenizer, bert) | _second(_one(t5_tokenizer, t5)),
     "HunyuanVideoPipeline": lambda: _one(llama_tokenizer, llama) | _second(_one(clip_tokenizer, clip)),
     "LTXPipeline": lambda: _one(t5_tokenizer, t5),
+    "LongCatImagePipeline": lambda: _one(qwen_tokenizer, qwen_vl),
     "Lumina2Pipeline": lambda: _one(gemma_tokenizer, gemma),
+    "OvisImagePipeline": lambda: _one(qwen_tokenizer, qwen3),
     "PixArtAlphaPipeline": lambda: _one(t5_tokenizer, t5),
     "PixArtSigmaPipeline": lambda: _one(t5_tokenizer, t5),
     "QwenImagePipeline": lambda: _one(qwen_tokenizer, qwen_vl),
@@ -295,6 +299,8 @@ def pipeline_of(class_name, parts):
     parameters = inspect.signature(pipeline.__init__).parameters.values()
     absent = {each.name: None for each in parameters if each.default is each.empty and each.name != "self"}
     absent |= {each.name: False for each in parameters if each.name == "requires_safety_checker"}
+    if class_name == "BriaPipeline":  # which asks for both, also where captions alone are encoded
+        absent |= {"vae": diffusers.AutoencoderKL(), "transformer": diffusers.BriaTransformer2DModel(**BRIA)}
     return pipeline(**(absent | parts))
 
 
@@ -324,6 +330,34 @@ WAN = {
     "num_layers": 2,
 }
 """The transformer of WanPipeline."""
+_PACKED = {
+    "in_channels": 16,
+    "num_layers": 1,
+    "num_single_layers": 1,
+    "num_attention_heads": 2,
+    "attention_head_dim": 8,
+    "joint_attention_dim": 16,
+}
+BRIA = _PACKED | {"axes_dims_rope": [0, 4, 4]}
+"""Of BriaPipeline."""
+LONGCAT_IMAGE = _PACKED | {"pooled_projection_dim": 16, "axes_dims_rope": [2, 2, 4]}
+"""Of LongCatImagePipeline."""
+OVIS_IMAGE = _PACKED | {"out_channels": 16, "axes_dims_rope": [2, 2, 4]}
+"""Of OvisImagePipeline."""
+COGVIEW3 = {
+    "patch_size": 2,
+    "in_channels": 4,
+    "out_channels": 4,
+    "num_layers": 1,
+    "num_attention_heads": 2,
+    "attention_head_dim": 8,
+    "text_embed_dim": 16,
+    "time_embed_dim": 8,
+    "condition_dim": 4,
+    "pos_embed_max_size": 8,
+    "sample_size": 8,
+}
+"""Of CogView3PlusPipeline."""
 HUNYUAN_DIT = {
     "num_attention_heads": 2,
     "attention_head_dim": 8,

@@ -1,0 +1,1 @@
+"""Families whose latents have frames."""

@@ -1,0 +1,72 @@
+"""A family feeds its transformer what diffusers' own pipeline does: a call of each pipeline, and of its transformer."""
+
+import diffusers
+import pytest
+import tiny_pipelines
+import torch
+from tiny_pipelines import BRIA, COGVIEW3, LONGCAT_IMAGE, OVIS_IMAGE
+
+from bigdit import models
+from bigdit.catalog import FAMILIES
+from bigdit.loader.batch import Batch
+from bigdit.models.packing import unpack
+from bigdit.spec import ModelSpec
+
+LATENTS = (8, 12)  # of 64 × 96 pixels
+# By pipeline: the transformer and its arguments, what a t of 1 is to it, and what else the pipeline's call is told.
+CASES = {
+    "BriaPipeline": ("BriaTransformer2DModel", BRIA, 1000, {}),
+    "CogView3PlusPipeline": ("CogView3PlusTransformer2DModel", COGVIEW3, 1000, {}),
+    "LongCatImagePipeline": (  # which draws noise of 16 channels
+        "LongCatImageTransformer2DModel",
+        LONGCAT_IMAGE | {"in_channels": 64},
+        1,
+        {"enable_prompt_rewrite": False},
+    ),
+    "OvisImagePipeline": ("OvisImageTransformer2DModel", OVIS_IMAGE, 1, {}),
+}
+
+
+def scheduler(class_name):
+    if class_name == "CogView3PlusPipeline":
+        return diffusers.CogVideoXDDIMScheduler(prediction_type="v_prediction", timestep_spacing="trailing")
+    return diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
+
+
+def vae():
+    """Which makes a latent of 8 × 8 pixels, as the published ones."""
+    blocks = {"down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4}
+    return diffusers.AutoencoderKL(block_out_channels=(4,) * 4, norm_num_groups=2, **blocks)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_family_feeds_what_the_pipeline_feeds(name):
+    class_name, kwargs, scale, asked = CASES[name]
+    torch.manual_seed(0)
+    parts = tiny_pipelines.PARTS[name]()
+    spec = ModelSpec(name="tiny", class_name=class_name, kwargs=kwargs)
+    transformer = models.build(spec, device="cpu", dtype=torch.float32, seed=0)
+    for parameter in transformer.parameters():
+        parameter.data.normal_(std=0.2)
+    pipeline = tiny_pipelines.pipeline_of(
+        name, parts | {"vae": vae(), "transformer": transformer, "scheduler": scheduler(name)}
+    )
+    pipeline.set_progress_bar_config(disable=True)
+    calls = []
+    transformer.register_forward_hook(
+        lambda module, args, fed, answer: calls.append((fed, answer[0])), with_kwargs=True
+    )
+    pixels = {"height": 8 * LATENTS[0], "width": 8 * LATENTS[1]}
+    pipeline("a cat", num_inference_steps=2, guidance_scale=1.0, output_type="latent", **pixels, **asked)
+
+    packs, family = FAMILIES[class_name].packs, models.family(class_name)
+    assert len(calls) == 2
+    for fed, answer in list(calls):
+        latents, answer = (unpack(each, *LATENTS) if packs else each for each in (fed["hidden_states"], answer))
+        text = fed["encoder_hidden_states"]
+        batch = Batch(latents, text, torch.ones(text.shape[:2]), (0,))
+        assert latents.shape[2:] == LATENTS
+        t = fed["timestep"] / scale
+        assert 0 < t.item() <= 1
+        with torch.no_grad():
+            assert torch.allclose(family.predict(transformer, latents, t, batch), answer, rtol=1e-5, atol=1e-5)
