@@ -11,7 +11,7 @@ import torch
 import yaml
 from commands import bigdit
 from stores import stream_of
-from tiny_pipelines import HI_DREAM, HUNYUAN_DIT, HUNYUAN_IMAGE
+from tiny_pipelines import HI_DREAM, HUNYUAN_DIT, HUNYUAN_IMAGE, HUNYUAN_VIDEO_15
 
 from bigdit import checkpoint, models
 from bigdit.extract.verify import verify
@@ -50,6 +50,9 @@ FAMILIES = {
     "HunyuanDiTPipeline": ("HunyuanDiT2DModel", HUNYUAN_DIT, "AutoencoderKL", hunyuan_dit),
     "HunyuanImagePipeline": (
         *("HunyuanImageTransformer2DModel", HUNYUAN_IMAGE, "AutoencoderKLHunyuanImage", hunyuan_image),
+    ),
+    "HunyuanVideo15Pipeline": (
+        *("HunyuanVideo15Transformer3DModel", HUNYUAN_VIDEO_15, "AutoencoderKLHunyuanVideo15", hunyuan_image),
     ),
 }
 

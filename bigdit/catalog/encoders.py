@@ -116,6 +116,10 @@ _RECIPES: dict[tuple[str, int], tuple[_Part, ...]] = {
         _Part("qwen2.5-vl-7b", layers=(-3,), skip=34),
         _Part("byt5-small", tokens=128, stream="glyph_text"),
     ),
+    ("Qwen2.5-VL-7B, told to describe a video (+ ByT5 for rendered text)", 3584): (
+        _Part("qwen2.5-vl-7b", layers=(-3,), skip=108),
+        _Part("byt5-small", tokens=256, stream="glyph_text"),
+    ),
     ("clip-l+clip-g+t5-xxl+llama-3.1-8b", 4096): (
         _Part("clip-l", "pooled", class_name="CLIPTextModelWithProjection", positions=248),
         _Part("clip-g", "pooled", positions=248),

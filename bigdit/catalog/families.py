@@ -30,7 +30,8 @@ class Inputs(Strict):
     of the pooled vector. `extras`: the further inputs, as its adapter names them, and `streams` those of them that are
     texts: each has a mask beside it, `…_mask`. `classes`: the argument with the
     number of classes, of a family that is fed one of them. `packs`: latents go in as 2 × 2 patches in the channels.
-    `video`: latents have frames; `first_frame`: those of its models that begin with a picture are trained. `square`:
+    `video`: latents have frames; `first_frame`: those of its models that begin with a picture are trained; `blank`:
+    all its models can begin with one, and are fed zeros in its place. `square`:
     height and width are one number to it; `fixed`: that of `sample_size`.
     `depths`: the lists of like blocks, in the order of the forward pass, each with the constructor argument that
     says its length. `even`: the class takes an even number of blocks alone, whose halves are joined by skips.
@@ -49,6 +50,7 @@ class Inputs(Strict):
     packs: bool = False
     video: bool = False
     first_frame: bool = False
+    blank: bool = False
     square: bool = False
     fixed: bool = False
     depths: dict[str, str] = {"transformer_blocks": "num_layers"}
@@ -120,7 +122,24 @@ FAMILIES: dict[str, Inputs] = {
     "HunyuanVideoTransformer3DModel": Inputs(
         text_dim="text_embed_dim", extras=("pooled_text",), video=True, depths=_TWO_LISTS
     ),
+    "HunyuanVideo15Transformer3DModel": Inputs(
+        text_dim="text_embed_dim",
+        streams={"glyph_text": Stream(dim="text_embed_2_dim", tokens=256)},
+        video=True,
+        blank=True,
+    ),
+    "Kandinsky5Transformer3DModel": Inputs(
+        text_dim="in_text_dim",
+        pooled_dim="in_text_dim2",
+        extras=("pooled_text",),
+        video=True,
+        depths={
+            "text_transformer_blocks": "num_text_blocks",
+            "visual_transformer_blocks": "num_visual_blocks",
+        },
+    ),
     "LTXVideoTransformer3DModel": Inputs(text_dim="caption_channels", video=True),
+    "MochiTransformer3DModel": Inputs(text_dim="text_embed_dim", video=True),
     "QwenImageTransformer2DModel": Inputs(text_dim="joint_attention_dim", packs=True),
     "ZImageTransformer2DModel": Inputs(text_dim="cap_feat_dim", depths={"layers": "n_layers"}),
     "Krea2Transformer2DModel": Inputs(text_dim="text_hidden_dim", text_layers="num_text_layers", packs=True),
@@ -187,11 +206,13 @@ PIPELINES = {
     "HiDreamImageTransformer2DModel": "HiDreamImagePipeline",
     "HunyuanDiT2DModel": "HunyuanDiTPipeline",
     "HunyuanImageTransformer2DModel": "HunyuanImagePipeline",
+    "HunyuanVideo15Transformer3DModel": "HunyuanVideo15Pipeline",
     "HunyuanVideoTransformer3DModel": "HunyuanVideoPipeline",
     "LTXVideoTransformer3DModel": "LTXPipeline",
     "LongCatImageTransformer2DModel": "LongCatImagePipeline",
     "Lumina2Transformer2DModel": "Lumina2Pipeline",
     "OvisImageTransformer2DModel": "OvisImagePipeline",
+    "MochiTransformer3DModel": "MochiPipeline",
     "PixArtTransformer2DModel": "PixArtSigmaPipeline",
     "QwenImageTransformer2DModel": "QwenImagePipeline",
     "SD3Transformer2DModel": "StableDiffusion3Pipeline",
@@ -244,7 +265,7 @@ def training_obstacle(spec: ModelSpec) -> str | None:
     inputs = FAMILIES.get(class_name)
     if inputs is None:
         return no_adapter(class_name)
-    if inputs.video and begins_with_an_image(spec):
+    if inputs.video and not inputs.blank and begins_with_an_image(spec):
         if not inputs.first_frame:
             return f"{spec.name} begins with a picture, which is fed to models of WanTransformer3DModel alone"
         if spec.kwargs.get("pos_embed_seq_len") is not None:

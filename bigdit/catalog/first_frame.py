@@ -25,6 +25,11 @@ def takes_first_frame(model: ModelSpec) -> bool:
     return model.class_name in FAMILIES and FAMILIES[model.class_name].first_frame and begins_with_an_image(model)
 
 
+def fed_more(model: ModelSpec) -> bool:
+    """Whether the model's input has more channels than latents have: a first frame's, or zeros in their place."""
+    return takes_first_frame(model) or (model.class_name in FAMILIES and FAMILIES[model.class_name].blank)
+
+
 def first_frame_problems(run: RunConfig, model: ModelSpec) -> list[str]:
     """What keeps the model from the first frame that the run would condition it on."""
     asked, takes = run.encoders.first_frame, takes_first_frame(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,11 +42,17 @@ _RATIOS: dict[str, Callable[[dict[str, Any]], _Ratios]] = {
     "AutoencoderKLHunyuanVideo": lambda c: _Ratios(
         c["spatial_compression_ratio"], c["temporal_compression_ratio"], c["latent_channels"]
     ),
+    "AutoencoderKLHunyuanVideo15": lambda c: _Ratios(
+        c["spatial_compression_ratio"], c["temporal_compression_ratio"], c["latent_channels"]
+    ),
     "AutoencoderKLHunyuanImage": lambda c: _Ratios(c["spatial_compression_ratio"], 1, c["latent_channels"]),
     "AutoencoderKLLTXVideo": lambda c: _Ratios(
         c.get("spatial_compression_ratio") or c["patch_size"] * 2 ** sum(c["spatio_temporal_scaling"]),
         c.get("temporal_compression_ratio") or c["patch_size_t"] * 2 ** sum(c["spatio_temporal_scaling"]),
         c["latent_channels"],
+    ),
+    "AutoencoderKLMochi": lambda c: _Ratios(
+        math.prod(c["spatial_expansions"]), math.prod(c["temporal_expansions"]), c["latent_channels"]
     ),
 }
 
@@ -72,11 +79,21 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "temporal_compression_ratio": 4,
         "latent_channels": 16,
     },
+    "AutoencoderKLHunyuanVideo15": {
+        "spatial_compression_ratio": 16,
+        "temporal_compression_ratio": 4,
+        "latent_channels": 32,
+    },
     "AutoencoderKLLTXVideo": {
         "patch_size": 4,
         "patch_size_t": 1,
         "spatio_temporal_scaling": [True, True, True, False],
         "latent_channels": 128,
+    },
+    "AutoencoderKLMochi": {
+        "spatial_expansions": [2, 2, 2],
+        "temporal_expansions": [1, 2, 3],
+        "latent_channels": 12,
     },
 }
 

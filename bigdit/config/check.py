@@ -140,7 +140,11 @@ def _check_latents(run: RunConfig, model: ModelSpec) -> list[str]:
         return []  # a VAE's channels are known when it is loaded: extraction checks them
     problems = []
     channels = codec.factor**2 * (1 if codec.color == "gray" else 3)
-    key = "in_channels" if run.encoders.first_frame is None else "out_channels"  # more go in with the first frame
+    taken, out = (model.kwargs.get(key) for key in ("in_channels", "out_channels"))
+    blank = (
+        isinstance(out, int) and taken == 2 * out + 1
+    )  # HunyuanVideo-1.5's first frame and its mask, which are zeros
+    key = "in_channels" if run.encoders.first_frame is None and not blank else "out_channels"  # more go in with them
     wanted = model.kwargs.get(key)
     if wanted is not None and wanted != channels:
         problems.append(

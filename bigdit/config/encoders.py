@@ -45,7 +45,9 @@ class VaeCodec(Strict):
         "AutoencoderKLLTXVideo",
         "AutoencoderKLHunyuanImage",
         "AutoencoderKLHunyuanVideo",
+        "AutoencoderKLHunyuanVideo15",
         "AutoencoderKLCogVideoX",
+        "AutoencoderKLMochi",
     ]
     path: Path
     latents: Literal["mode", "sampled", "moments"] = "mode"

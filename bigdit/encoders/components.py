@@ -21,15 +21,20 @@ from bigdit.store.digest import config_digest, weights_digest
 
 KEY = "encoders.text.pipeline"
 _INDEX = "model_index.json"
+_ASKED = {"BriaPipeline": ("vae", "transformer"), "HunyuanVideo15Pipeline": ("vae",)}
+"""Parts that encode no text, and of which these pipelines ask something all the same."""
 
 
 class _Absent:
-    """What BriaPipeline asks of the VAE and the transformer, which encode no text: a shift of none, and a dtype."""
+    """No VAE or transformer, as far as pipelines ask one for its channels, its shift and its dtype, there or not."""
 
-    config = SimpleNamespace(block_out_channels=(), shift_factor=0.0)
+    config = SimpleNamespace(block_out_channels=(), latent_channels=None, shift_factor=0.0)
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
+
+    def __bool__(self) -> bool:
+        return False
 
 
 def load_text_pipeline(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
@@ -50,8 +55,7 @@ def load_text_pipeline(folder: Path, dtype: torch.dtype, device: torch.device) -
     absent: dict[str, Any] = {
         name: None for name, each in parameters.items() if each.default is each.empty and name != "self"
     }
-    if class_name == "BriaPipeline":
-        absent |= dict.fromkeys(("vae", "transformer"), _Absent(dtype))
+    absent |= dict.fromkeys(_ASKED.get(class_name, ()), _Absent(dtype))
     if "requires_safety_checker" in parameters:  # pictures are not its affair here
         absent["requires_safety_checker"] = False
     return pipeline(**(absent | loaded))

@@ -9,7 +9,7 @@ from typing import Any
 
 from bigdit.catalog import FAMILIES
 from bigdit.catalog.families import stream_shapes, streams_of
-from bigdit.catalog.first_frame import takes_first_frame
+from bigdit.catalog.first_frame import fed_more
 from bigdit.config.data import written_bucket
 from bigdit.config.encoders import IdentityCodec, TextEncoderConfig, VaeCodec
 from bigdit.config.plan_file import PlanFile
@@ -27,7 +27,7 @@ def latent_misfits(model: ModelSpec, channels: int) -> list[str]:
     """What keeps the model from latents of so many channels; arguments left at the class's defaults are not judged."""
     packs = model.class_name in FAMILIES and FAMILIES[model.class_name].packs
     given, how = (4 * channels, " in patches of 2 × 2") if packs else (channels, "")
-    key = "out_channels" if takes_first_frame(model) else "in_channels"
+    key = "out_channels" if fed_more(model) else "in_channels"
     taken = model.kwargs.get(key)
     return [] if taken in (None, given) else [f"{given} channels{how}, and the model's {key} is {taken}"]
 

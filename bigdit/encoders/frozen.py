@@ -16,7 +16,7 @@ from bigdit.catalog.encoders import POOLED_TEXT, OnlineEncoders, TextEncoderSpec
 from bigdit.catalog.families import mask_of
 from bigdit.encoders.codecs import to_unit_range
 from bigdit.encoders.encoded import Encoded
-from bigdit.encoders.latents import encode_latents
+from bigdit.encoders.latents import encode_latents, one_by_one
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -26,7 +26,7 @@ class FrozenEncoders:
 
     def __init__(self, spec: OnlineEncoders) -> None:
         self.spec = spec
-        self._vae = _frozen(getattr(diffusers, spec.vae.class_name)(**spec.vae.kwargs), spec.vae.dtype)
+        self._vae = one_by_one(_frozen(getattr(diffusers, spec.vae.class_name)(**spec.vae.kwargs), spec.vae.dtype))
         self._text = [_text_encoder(encoder) for encoder in spec.text]
 
     def to(self, device: torch.device) -> None:

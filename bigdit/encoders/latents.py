@@ -12,10 +12,22 @@ from torch.nn import functional as F
 VIDEO_VAES = (
     "AutoencoderKLCogVideoX",
     "AutoencoderKLHunyuanVideo",
+    "AutoencoderKLHunyuanVideo15",
     "AutoencoderKLLTXVideo",
+    "AutoencoderKLMochi",
     "AutoencoderKLQwenImage",
     "AutoencoderKLWan",
 )
+
+# Whose attention broadcasts its mask to one sample alone.
+_ONE_BY_ONE = ("AutoencoderKLHunyuanVideo15",)
+
+
+def one_by_one(vae: Any) -> Any:
+    """The VAE, which takes the samples of a batch one after another where its class cannot take them together."""
+    if type(vae).__name__ in _ONE_BY_ONE:
+        vae.enable_slicing()
+    return vae
 
 
 def frames_a_latent(vae: Any) -> int:

@@ -25,6 +25,7 @@ from bigdit.encoders.latents import (
     first_alone,
     frames_a_latent,
     normalisation,
+    one_by_one,
 )
 from bigdit.errors import UserError
 from bigdit.store.digest import config_digest, weights_digest
@@ -53,7 +54,7 @@ class DiffusersVae:
         self._config = config
         self.batch_size = batch_size
         self._size = BatchSize(batch_size)
-        self._vae = _load(config).to(device)
+        self._vae = one_by_one(_load(config).to(device))
         self._device = torch.device(device)
         found = self._vae.config
         self.channels = int(found.get("latent_channels") or found.z_dim)

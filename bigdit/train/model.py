@@ -8,7 +8,7 @@ from torch import nn
 
 from bigdit import models
 from bigdit.catalog import FAMILIES
-from bigdit.catalog.first_frame import takes_first_frame
+from bigdit.catalog.first_frame import fed_more
 from bigdit.config import RunConfig, check
 from bigdit.config.stages import of_each
 from bigdit.errors import UserError
@@ -38,8 +38,7 @@ def check_model(run: RunConfig, spec: ModelSpec, strategy: Strategy) -> nn.Modul
     check(run, made)
     channels, predicted = (made.kwargs.get(key) for key in ("in_channels", "out_channels"))
     fed = channels // _packed(made) ** 2 if isinstance(channels, int) else None
-    more = takes_first_frame(made)  # which is fed beside
-    if fed is not None and not more and predicted not in (None, fed, 2 * fed):  # 2: and the variance
+    if fed is not None and not fed_more(made) and predicted not in (None, fed, 2 * fed):  # 2: and the variance
         raise UserError(
             f"model.kwargs.out_channels is {predicted}, and in_channels is {channels}: what is predicted has the "
             f"channels of what is fed; set out_channels to {fed}"

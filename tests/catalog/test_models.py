@@ -24,7 +24,7 @@ NAMES = [m.name for m in models()]
 
 
 def test_counts():
-    assert len(models()) == 78
+    assert len(models()) == 83
     assert len(gpus()) == 80
     document = load_json("models.json")
     assert (len(document["text_encoders"]), len(document["native_dit"])) == (13, 12)
@@ -75,7 +75,7 @@ def test_what_cannot_be_trained_says_why():
     assert {m.spec.class_name for m in models()} == set(FAMILIES)
     assert all(m.rehearsable for m in models())
     assert all(m.trainable for m in models())
-    assert all(m.extractable for m in models() if m.video)
+    assert {m.spec.class_name for m in models() if m.video and not m.extractable} == {"Kandinsky5Transformer3DModel"}
     first, both = model("wan2.1-i2v-14b-480p").spec, {"pos_embed_seq_len": 514}
     assert takes_first_frame(first)
     assert training_obstacle(first.model_copy(update={"kwargs": first.kwargs | both})) == (
@@ -113,12 +113,15 @@ def test_a_model_knows_as_many_classes_as_its_class_has_it(class_name):
 
 def test_what_is_trained_but_not_encoded_here_is_told_apart():
     elsewhere = [m.name for m in models() if m.trainable and not m.extractable]
-    assert elsewhere == ["flux.2-dev", "lumina-next-sft", "krea2", "prx-1.2b", "cogview4-6b"]
+    kandinsky = ("kandinsky-5-t2v-lite", "kandinsky-5-t2v-pro")
+    assert elsewhere == ["flux.2-dev", "lumina-next-sft", *kandinsky, "krea2", "prx-1.2b", "cogview4-6b"]
     klein = model("flux.2-klein-9b")
     assert (klein.text_pipeline, klein.extractable) == ("Flux2KleinPipeline", True)
     assert (model("dit-xl-2").text_pipeline, model("dit-xl-2").extractable) == (None, True)
     several = {m.text_pipeline for m in models() if m.extractable and FAMILIES[m.spec.class_name].streams}
-    assert several == {"HiDreamImagePipeline", "HunyuanDiTPipeline", "HunyuanImagePipeline"}
+    assert several == {
+        *("HiDreamImagePipeline", "HunyuanDiTPipeline", "HunyuanImagePipeline", "HunyuanVideo15Pipeline"),
+    }
 
 
 def test_text_is_no_class():

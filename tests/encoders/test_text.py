@@ -27,11 +27,13 @@ CALLS = {
     "HiDreamImagePipeline": {"max_sequence_length": 128},
     "HunyuanDiTPipeline": {"text_encoder_index": 1},
     "HunyuanImagePipeline": {},
+    "HunyuanVideo15Pipeline": {},
     "HunyuanVideoPipeline": {"max_sequence_length": 256},
     "LTXPipeline": {"max_sequence_length": 128},
     "LongCatImagePipeline": {},
     "Lumina2Pipeline": {"max_sequence_length": 256},
     "OvisImagePipeline": {"max_sequence_length": 256},
+    "MochiPipeline": {"max_sequence_length": 256},
     "PixArtAlphaPipeline": {"max_sequence_length": 120, "clean_caption": True},
     "PixArtSigmaPipeline": {"max_sequence_length": 300, "clean_caption": True},
     "QwenImagePipeline": {"max_sequence_length": 512},
@@ -105,8 +107,13 @@ def test_captions_are_encoded_as_the_pipeline_does(class_name, saved):
         assert set(lengths) == {encoder.max_tokens}
     else:
         assert max(lengths) == encoder.max_tokens  # the caption that is too long fills it
-        assert lengths[1] < lengths[4] <= lengths[0] < lengths[2]
-    own = [text.states[: text.shown][-3:] for text in (texts[0], texts[6])]
+        # HunyuanVideo-1.5 reads a space where there is no caption, as many tokens as of a cat.
+        assert lengths[1] <= lengths[4] <= lengths[0] < lengths[2]
+        assert class_name == "HunyuanVideo15Pipeline" or lengths[1] < lengths[4]
+    tail = (
+        12 if class_name == "HunyuanVideo15Pipeline" else 3
+    )  # after a caption come the words of an answer's beginning
+    own = [text.states[: text.shown][-tail:] for text in (texts[0], texts[6])]
     assert not torch.allclose(*own, atol=1e-3)
 
 

@@ -111,7 +111,7 @@ def test_predictions_gradients_and_checkpointing(name: str) -> None:
     silent = {parameter for parameter, _ in _model(name, 0)[1].named_parameters()} - plain[1].keys()
     # The text's half of a joint block goes nowhere after the last one.
     assert all(parameter.startswith("transformer_blocks.1.") for parameter in silent)
-    assert len(silent) == (6 if name == "qwen-image" else 0)
+    assert len(silent) == (6 if name in ("qwen-image", "hunyuan-video-1.5") else 0)
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -191,6 +191,11 @@ os._exit(0)
         ("ltx-video-0.9", (128, 21, 16, 22), (128, 4096)),
         ("ltx-video-0.9.7-13b", (128, 21, 16, 22), (256, 4096)),
         ("sana-video-2b-480p", (16, 21, 60, 104), (300, 2304)),
+        ("hunyuanvideo-1.5-480p", (32, 31, 30, 53), (1000, 3584)),
+        ("hunyuanvideo-1.5-720p", (32, 31, 45, 80), (1000, 3584)),
+        ("kandinsky-5-t2v-lite", (16, 31, 64, 96), (512, 3584)),
+        ("kandinsky-5-t2v-pro", (16, 31, 64, 96), (512, 3584)),
+        ("mochi-1-preview", (12, 28, 60, 106), (256, 4096)),
         ("krea2", (16, 128, 128), (512, 12 * 2560)),
     ],
 )
@@ -217,6 +222,8 @@ def test_video_shapes_that_are_asked_for() -> None:
     ("name", "change", "message"),
     [
         ("hunyuan-video", {"image_condition_type": "latent_concat"}, "image_condition_type is latent_concat"),
+        ("hunyuan-video-1.5", {"use_meanflow": True}, "use_meanflow is true"),
+        ("kandinsky-5", {"attention_type": "nabla"}, "attention_type is nabla"),
         ("hunyuan-image", {"use_meanflow": True}, "use_meanflow is true"),
     ],
 )

@@ -224,6 +224,8 @@ VIDEOS = {
     "hunyuanvideo-t2v": (16, 5, 30, 40),
     "ltx-video-0.9": (128, 3, 16, 24),
     "sana-video-2b-480p": (16, 5, 30, 52),
+    "hunyuanvideo-1.5-480p": (32, 2, 15, 20),
+    "mochi-1-preview": (12, 3, 30, 26),
 }
 _ENCODE_ALL = """
 import json, os, sys, torch

@@ -22,6 +22,9 @@ READS: dict[str, Callable[[torch.Tensor], object]] = {
     "joined": lambda mask: torch.cat([mask.bool(), torch.ones(2, 3, dtype=torch.bool)], dim=1).sum(1).tolist(),
     "outer product": lambda mask: (mask[:, None, :] * mask[:, :, None]).sum().item(),
     "mean": lambda mask: mask.float().mean().item(),
+    "all of nothing": lambda mask: bool(torch.all(mask[:, :0] == 0)),
+    "rows of nothing": lambda mask: len(mask[:, :0][torch.zeros(2, 0, dtype=torch.bool)]),
+    "where": lambda mask: [*torch.nonzero(mask[0]).flatten().shape, *torch.nonzero(mask).stride()],
 }
 
 

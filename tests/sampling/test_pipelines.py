@@ -5,7 +5,19 @@ import pytest
 import tiny_pipelines
 import tiny_vaes
 import torch
-from tiny_pipelines import BRIA, COGVIEW3, HI_DREAM, HUNYUAN_DIT, HUNYUAN_IMAGE, LONGCAT_IMAGE, OVIS_IMAGE, SD3, WAN
+from tiny_pipelines import (
+    BRIA,
+    COGVIEW3,
+    HI_DREAM,
+    HUNYUAN_DIT,
+    HUNYUAN_IMAGE,
+    HUNYUAN_VIDEO_15,
+    LONGCAT_IMAGE,
+    MOCHI,
+    OVIS_IMAGE,
+    SD3,
+    WAN,
+)
 
 from bigdit import checkpoint, engines, models, objectives
 from bigdit.dist import World
@@ -37,6 +49,11 @@ def of_states(pipeline, away):
 
 def of_longcat(pipeline, away):
     return [(pipeline.encode_prompt(prompt=[text])[0], None, {}) for text in (CAPTION, away or "")]
+
+
+def of_mochi(pipeline, away):
+    own, mask, null, null_mask = guided(pipeline, away)
+    return [(own, mask, {}), (null, null_mask, {})]
 
 
 def of_hunyuan_dit(pipeline, away):
@@ -81,6 +98,11 @@ CASES = {
         *("HunyuanImageTransformer2DModel", HUNYUAN_IMAGE, "HunyuanImagePipeline", "AutoencoderKLHunyuanImage"),
         *((4, 8, 12), of_hunyuan_image),
     ),
+    "hunyuanvideo-1.5": (
+        *("HunyuanVideo15Transformer3DModel", HUNYUAN_VIDEO_15, "HunyuanVideo15Pipeline"),
+        *("AutoencoderKLHunyuanVideo15", (4, 1, 4, 6), of_hunyuan_image),
+    ),
+    "mochi": ("MochiTransformer3DModel", MOCHI, "MochiPipeline", "AutoencoderKLMochi", (4, 1, 8, 12), of_mochi),
     "sd3": ("SD3Transformer2DModel", SD3, "StableDiffusion3Pipeline", "AutoencoderKL", (4, 8, 12), of_sd3),
     "wan": ("WanTransformer3DModel", WAN, "WanPipeline", "AutoencoderKLWan", (4, 1, 8, 12), of_wan),
 }

@@ -1,6 +1,6 @@
 """One file a transformer family: what differs in how the model is called, and which modules are its blocks.
 
-Each ends with its `FAMILY`; a file that is here is known, or in `video/`, where those with frames are.
+Each ends with its `FAMILY`; a file that is here, or in a folder here, is known.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from pkgutil import walk_packages
 from bigdit.errors import UserError, nearest
 from bigdit.models.family import Family
 
-_FILES = [found.name for found in walk_packages(__path__, f"{__name__}.") if not found.ispkg]
-_FOUND: list[Family] = [import_module(name).FAMILY for name in _FILES]
+_MODULES = [module.name for module in walk_packages(__path__, f"{__name__}.") if not module.ispkg]
+_FOUND: list[Family] = [import_module(name).FAMILY for name in _MODULES]
 _FAMILIES = {each.CLASS_NAME: each for each in _FOUND}
 
 

@@ -58,6 +58,18 @@ def index_put_(
     return aten.index_put_.default(tensor, _without_masks(indices), values, accumulate)
 
 
+def nonzero(mask: torch.Tensor) -> torch.Tensor:
+    """Where a mask is true [count, dimensions], a dimension's positions one after another.
+
+    Source: nonzero_cuda_out_impl in aten/src/ATen/native/cuda/Nonzero.cu, nonzero_out_cpu in
+    aten/src/ATen/native/TensorAdvancedIndexing.cpp.
+    """
+    count = _count(mask)
+    if count is None:
+        return aten.nonzero.default(mask)  # which raises
+    return torch.empty(mask.dim(), count, dtype=torch.int64, device=mask.device).t()
+
+
 def one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
     """`F.one_hot`, which computes otherwise where it meets a fake tensor.
 
@@ -85,5 +97,5 @@ def _without_masks(indices: list[torch.Tensor | None]) -> list[torch.Tensor | No
 
 
 def _count(mask: torch.Tensor) -> int | None:
-    value = value_of(mask)
+    value = value_of(mask) if mask.numel() else False
     return getattr(mask, _TRUE, None) if value is None else mask.numel() * int(value)

@@ -183,6 +183,7 @@ _RULES: dict[Any, Callable[..., Any]] = {
     aten.topk.default: masks.topk,
     aten.eq.Scalar: masks.equal,
     aten.index.Tensor: masks.index,
+    aten.nonzero.default: masks.nonzero,
     aten.index_put.default: masks.index_put,
     aten.index_put_.default: masks.index_put_,
 }
@@ -202,6 +203,7 @@ _BY_VALUE = {
     aten.topk.default,
     aten.eq.Scalar,
     aten.index.Tensor,
+    aten.nonzero.default,
     aten.index_put.default,
     aten.index_put_.default,
     aten._pin_memory.default,

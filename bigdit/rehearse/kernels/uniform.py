@@ -61,6 +61,10 @@ def _sum(args: Any, result: torch.Tensor) -> Value | None:
     return None if value is None else value * (args[0].numel() // max(result.numel(), 1))
 
 
+def _all(args: Any, result: Any) -> Value | None:
+    return _known(args[0]) if args[0].numel() else True
+
+
 def _apply(function: Callable[..., Value], *positions: int) -> Callable[[Any, Any], Value | None]:
     def rule(args: Any, result: Any) -> Value | None:
         values = [_known(args[position]) for position in positions]
@@ -84,7 +88,7 @@ _SAME = (
     aten._pin_memory.default,
     *(aten.view.default, aten._unsafe_view.default, aten.expand.default, aten.repeat.default, aten.permute.default),
     *(aten.unsqueeze.default, aten.squeeze.dim, aten.select.int, aten.slice.Tensor, aten.transpose.int),
-    *(aten.unbind.int, aten.split.Tensor, aten.any.default, aten.any.dim, aten.all.default, aten.all.dim),
+    *(aten.unbind.int, aten.split.Tensor, aten.any.default, aten.any.dim, aten.all.dim),
     *(aten.max.default, aten.min.default, aten.amax.default, aten.amin.default, aten.mean.default),
 )
 
@@ -101,6 +105,7 @@ _RULES: dict[Any, Callable[[Any, Any], Value | None]] = {
     **dict.fromkeys((aten.lt.Scalar, aten.lt.Tensor), _apply(operator.lt, 0, 1)),
     **dict.fromkeys((aten.le.Scalar, aten.le.Tensor), _apply(operator.le, 0, 1)),
     **dict.fromkeys((aten.mul.Tensor, aten.bitwise_and.Tensor), _apply(operator.mul, 0, 1)),
+    aten.all.default: _all,
     aten.logical_not.default: _apply(operator.not_, 0),
     aten.bitwise_not.default: _inverted,
     aten.cat.default: _cat,

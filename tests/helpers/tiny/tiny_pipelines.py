@@ -5,6 +5,7 @@ import inspect
 import json
 
 import diffusers
+import tiny_vaes
 import torch
 import transformers
 from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video import DEFAULT_PROMPT_TEMPLATE
@@ -204,6 +205,11 @@ def qwen_vl(tokenizer):
     return transformers.Qwen2_5_VLForConditionalGeneration(config)
 
 
+def qwen_words(tokenizer):
+    """Its half for text alone."""
+    return qwen_vl(tokenizer).model.language_model
+
+
 def _one(tokenizer, model):
     """One encoder with its tokenizer."""
     made = tokenizer()
@@ -260,11 +266,15 @@ PARTS = {
     "HiDreamImagePipeline": _of_hidream,
     "HunyuanImagePipeline": lambda: _one(qwen_tokenizer, qwen_vl) | _second(_one(transformers.ByT5Tokenizer, byt5)),
     "HunyuanDiTPipeline": lambda: _one(bert_tokenizer, bert) | _second(_one(t5_tokenizer, t5)),
+    "HunyuanVideo15Pipeline": lambda: (
+        _one(qwen_tokenizer, qwen_words) | _second(_one(transformers.ByT5Tokenizer, byt5))
+    ),
     "HunyuanVideoPipeline": lambda: _one(llama_tokenizer, llama) | _second(_one(clip_tokenizer, clip)),
     "LTXPipeline": lambda: _one(t5_tokenizer, t5),
     "LongCatImagePipeline": lambda: _one(qwen_tokenizer, qwen_vl),
     "Lumina2Pipeline": lambda: _one(gemma_tokenizer, gemma),
     "OvisImagePipeline": lambda: _one(qwen_tokenizer, qwen3),
+    "MochiPipeline": lambda: _one(t5_tokenizer, t5),
     "PixArtAlphaPipeline": lambda: _one(t5_tokenizer, t5),
     "PixArtSigmaPipeline": lambda: _one(t5_tokenizer, t5),
     "QwenImagePipeline": lambda: _one(qwen_tokenizer, qwen_vl),
@@ -301,6 +311,8 @@ def pipeline_of(class_name, parts):
     absent |= {each.name: False for each in parameters if each.name == "requires_safety_checker"}
     if class_name == "BriaPipeline":  # which asks for both, also where captions alone are encoded
         absent |= {"vae": diffusers.AutoencoderKL(), "transformer": diffusers.BriaTransformer2DModel(**BRIA)}
+    if class_name == "HunyuanVideo15Pipeline":  # asks its VAE for the latents' channels, there or not
+        absent["vae"] = tiny_vaes.hunyuan_15()
     return pipeline(**(absent | parts))
 
 
@@ -404,3 +416,27 @@ HUNYUAN_IMAGE = {
     "rope_axes_dim": [8, 8],
 }
 """With a second text, for HunyuanImagePipeline."""
+MOCHI = {
+    "num_attention_heads": 2,
+    "attention_head_dim": 12,
+    "num_layers": 2,
+    "pooled_projection_dim": 16,
+    "in_channels": 4,
+    "text_embed_dim": 16,
+    "time_embed_dim": 8,
+}
+"""The transformer of MochiPipeline."""
+HUNYUAN_VIDEO_15 = {
+    "in_channels": 9,
+    "out_channels": 4,
+    "num_attention_heads": 2,
+    "attention_head_dim": 16,
+    "num_layers": 2,
+    "num_refiner_layers": 1,
+    "mlp_ratio": 2.0,
+    "text_embed_dim": 16,
+    "text_embed_2_dim": 12,
+    "image_embed_dim": 8,
+    "rope_axes_dim": [4, 6, 6],
+}
+"""From text, for HunyuanVideo15Pipeline."""

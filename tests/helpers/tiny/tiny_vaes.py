@@ -90,6 +90,19 @@ def hunyuan(levels=2):
     return diffusers.AutoencoderKLHunyuanVideo(**config, spatial_compression_ratio=2 ** (levels - 1))
 
 
+def hunyuan_15():
+    """Frames are halved twice; its attention takes one sample alone."""
+    vae = diffusers.AutoencoderKLHunyuanVideo15(
+        latent_channels=4,
+        block_out_channels=(16, 16, 16),
+        layers_per_block=1,
+        spatial_compression_ratio=4,
+        temporal_compression_ratio=4,
+    )
+    vae.enable_slicing()
+    return vae
+
+
 def hunyuan_image():
     """Its norms are of 32 groups."""
     return diffusers.AutoencoderKLHunyuanImage(
@@ -108,6 +121,20 @@ def cogvideox(frames=1):
     return diffusers.AutoencoderKLCogVideoX(**pyramid("CogVideoX{}Block3D"), temporal_compression_ratio=frames)
 
 
+def mochi():
+    """Its norms are of 32 groups; frames are halved once."""
+    return diffusers.AutoencoderKLMochi(
+        latent_channels=4,
+        encoder_block_out_channels=(32, 32),
+        decoder_block_out_channels=(32, 32),
+        layers_per_block=(1, 1, 1),
+        temporal_expansions=(2,),
+        spatial_expansions=(2,),
+        add_attention_block=(False, True, False),
+        **STATISTICS,
+    )
+
+
 # By class: a small one, the latents that its transformers are fed for 16 × 24 pixels, and its pipeline's arithmetic.
 VAES = {
     "AutoencoderKL": (lambda: kl(**STATISTICS, scaling_factor=0.5), (4, 8, 12), "statistics"),
@@ -117,7 +144,9 @@ VAES = {
     "AutoencoderKLLTXVideo": (ltx, (4, 1, 4, 6), "buffers"),
     "AutoencoderKLHunyuanImage": (hunyuan_image, (4, 8, 12), "scale"),
     "AutoencoderKLHunyuanVideo": (hunyuan, (4, 1, 8, 12), "scale"),
+    "AutoencoderKLHunyuanVideo15": (hunyuan_15, (4, 1, 4, 6), "scale"),
     "AutoencoderKLCogVideoX": (cogvideox, (4, 1, 8, 12), "scale"),
+    "AutoencoderKLMochi": (mochi, (4, 1, 8, 12), "statistics"),
 }
 
 
@@ -146,7 +175,9 @@ VIDEO_VAES = {
     "AutoencoderKLWan": (lambda: wan(halved=True), (4, 3, 8, 12), _by_statistics),
     "AutoencoderKLLTXVideo": (ltx, (4, 3, 4, 6), _by_buffers),
     "AutoencoderKLHunyuanVideo": (lambda: hunyuan(levels=3), (4, 2, 4, 6), _by_scale),
+    "AutoencoderKLHunyuanVideo15": (hunyuan_15, (4, 2, 4, 6), _by_scale),
     "AutoencoderKLCogVideoX": (lambda: cogvideox(frames=2), (4, 3, 8, 12), _by_scale),
+    "AutoencoderKLMochi": (mochi, (4, 3, 8, 12), _by_statistics),
 }
 
 

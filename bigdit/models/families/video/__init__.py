@@ -1,1 +1,1 @@
-"""Families whose latents have frames."""
+"""The families of video, a file each, as those beside this folder."""

@@ -1,0 +1,117 @@
+"""Kandinsky 5.0 Video: text refined by attention, then self-attention over a video and cross-attention to that text.
+
+Its attention has no masks: each caption is attended to without its padding, a sample after another. Its input has
+channels of a first frame and its mask, which are zeros from text alone.
+
+Source: Kandinsky Lab, arXiv:2511.14993; diffusers' Kandinsky5Transformer3DModel and Kandinsky5T2VPipeline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from diffusers.models.transformers.transformer_kandinsky import Kandinsky5AttnProcessor
+from torch import nn
+from torch.nn import functional as F
+
+from bigdit.errors import UserError
+from bigdit.models.arguments import arguments
+from bigdit.models.conditions import Conditions, Extra, text
+from bigdit.models.family import Family
+
+TIMESTEP_SCALE = 1000.0
+VAE_SIDE = 8
+# Rows and columns are so much nearer to each other in videos of 480p, and in others, as the pipeline has it.
+SIDES_480P, SCALE_480P, SCALE = (480, 854), (1, 2, 2), (1, 3.16, 3.16)
+
+
+class Unpadded(Kandinsky5AttnProcessor):  # type: ignore[misc]
+    """The class's own attention, for one sample at a time and `tokens` of its caption: of those to each other, or of a
+    video to them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens: Sequence[int] = ()
+
+    def __call__(
+        self,
+        attn: nn.Module,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        rotary_emb: torch.Tensor | None = None,
+        sparse_params: Any = None,
+    ) -> torch.Tensor:
+        if encoder_hidden_states is not None:
+            pairs = zip(hidden_states.split(1), encoder_hidden_states.split(1), self.tokens, strict=True)
+            return torch.cat([super(Unpadded, self).__call__(attn, video, own[:, :n]) for video, own, n in pairs])
+        assert rotary_emb is not None
+        rows = [
+            super(Unpadded, self).__call__(attn, own[:, :n], rotary_emb=rotary_emb[:, :n])
+            for own, n in zip(hidden_states.split(1), self.tokens, strict=True)
+        ]
+        return torch.cat([F.pad(row, (0, 0, 0, hidden_states.shape[1] - row.shape[1])) for row in rows])
+
+
+def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions: Conditions) -> torch.Tensor:
+    """Velocity [B, C, F, H, W] for latents of that shape, t [B], text_embeds [B, T, D], text_mask [B, T], and the extra
+    pooled_text [B, D'].
+
+    It reads how many tokens each mask has, which waits for the device.
+    """
+    embeds, mask = text(conditions)
+    _unpadded(model).tokens = mask.bool().sum(1).tolist()
+    _, channels, *sides = latents.shape
+    if arguments(model).visual_cond:
+        latents = F.pad(latents, (0, 0, 0, 0, 0, 0, 0, channels + 1))
+    frames, height, width = (
+        torch.arange(side // patch, device=latents.device)
+        for side, patch in zip(sides, arguments(model).patch_size, strict=True)
+    )
+    within = all(SIDES_480P[0] <= VAE_SIDE * side <= SIDES_480P[1] for side in sides[1:])
+    velocity = model(
+        hidden_states=latents.permute(0, 2, 3, 4, 1),
+        encoder_hidden_states=embeds,
+        timestep=t * TIMESTEP_SCALE,
+        pooled_projections=conditions.extras["pooled_text"],
+        visual_rope_pos=(frames, height, width),
+        text_rope_pos=torch.arange(embeds.shape[1], device=latents.device),
+        scale_factor=SCALE_480P if within else SCALE,
+        return_dict=False,
+    )
+    return velocity.permute(0, 4, 1, 2, 3)
+
+
+def _unpadded(model: Any) -> Unpadded:
+    """The attention that all blocks have to text, which they are given before the first pass."""
+    found = model.text_transformer_blocks[0].self_attention.processor
+    if isinstance(found, Unpadded):
+        return found
+    made = Unpadded()
+    for block in model.text_transformer_blocks:
+        block.self_attention.set_processor(made)
+    for block in model.visual_transformer_blocks:
+        block.cross_attention.set_processor(made)
+    # Sines and cosines come in fp32, whatever the weights are.
+    model.time_embeddings.in_layer.register_forward_pre_hook(lambda layer, given: (given[0].to(layer.bias.dtype),))
+    return made
+
+
+def extras(model: nn.Module) -> dict[str, Extra]:
+    """`pooled_text`, CLIP's. Raises UserError for a model of sparse attention, whose blocks values choose."""
+    config = arguments(model)
+    if config.attention_type != "regular":
+        raise UserError(
+            f"model.kwargs.attention_type is {config.attention_type}, and the adapter of {FAMILY.CLASS_NAME} attends "
+            "to all of a video; use regular, as its models of 5 seconds have it"
+        )
+    return {"pooled_text": Extra((config.in_text_dim2,))}
+
+
+FAMILY = Family(
+    "Kandinsky5Transformer3DModel",
+    predict,
+    lists=("text_transformer_blocks", "visual_transformer_blocks"),
+    extras=extras,
+)
