@@ -10,6 +10,7 @@ from bigdit.search.finding.candidates import (
     Option,
     beside,
     candidate,
+    fitting,
     host_bytes,
     largest_micro_batch,
     micro_batch_sizes,
@@ -99,7 +100,8 @@ def front(
     evidence: Evidence,
     device: Device = NO_CARDS,
 ) -> tuple[Choice, ...]:
-    """The Pareto front of memory against speed, among the choices `known` and what else fits; MOST_ROWS at most.
+    """The Pareto front of memory against speed, among the choices `known` and what else fits; MOST_ROWS at most; and
+    the fastest that the first one was chosen from.
 
     `known` come first where they are on it or not; the first of them is the recommended one. The others run on the
     device, and those that do not fit there are left out.
@@ -117,6 +119,9 @@ def front(
         if not best or choice.samples_per_second_per_card.middle > best[-1].samples_per_second_per_card.middle:
             best.append(choice)
     shown = _thinned([choice for choice in best if choice.title not in titles], MOST_ROWS - len(known))
+    fastest = _fastest_first([each for each in every if each.lossless == known[0].lossless])[0]
+    if fastest.title not in {*titles, *(choice.title for choice in shown)}:
+        shown.append(fastest)
     rows = _fastest_first([*known, *shown])
     unknown = [more[choice.title] for choice in rows if choice.title not in titles]
     ran = as_they_ran(device, sample, question, evidence, unknown)
@@ -170,18 +175,20 @@ def as_run(question: Question, choice: Choice, reserved_bytes: int, verdict: Ver
 
 
 def _spread(question: Question, option: Option, capacity: float, evidence: Evidence) -> list[Candidate]:
-    """The option with none to all blocks recomputed in quarters, at micro-batches up to the largest."""
+    """The option with none to all blocks recomputed in quarters, at micro-batches up to the largest; and the fastest of
+    those that the recommended one was chosen from, which has as few recomputed as fit."""
     count, pinned = option.arrangement.count, question.pins.checkpointed_blocks
     steps = option.quarters if pinned is None else [count if pinned == "all" else pinned]
     sizes = list(micro_batch_sizes(question, option.proposal.strategy))
     found = []
     for blocks in steps:
         most = largest_micro_batch(option, blocks, capacity)
-        fitting = [size for size in sizes if size <= most]
-        chosen = {*fitting[:1], *fitting[-1:], *(size for size in fitting if size & (size - 1) == 0)}
+        small = [size for size in sizes if size <= most]
+        chosen = {*small[:1], *small[-1:], *(size for size in small if size & (size - 1) == 0)}
         on_host = [size for size in sorted(chosen) if _host_suffices(question, option, size, blocks)]
         found += [candidate(question, option, size, blocks, evidence) for size in on_host]
-    return found
+    fastest = max(fitting(question, option, capacity, evidence), key=lambda each: each.rate.middle, default=None)
+    return found if fastest is None else [*found, fastest]
 
 
 def _host_suffices(question: Question, option: Option, micro_batch_size: int, blocks: int) -> bool:
@@ -212,10 +219,10 @@ def _recommended(choice: Choice, rows: Sequence[Choice]) -> str:
     """Why `choice` is the recommended one among `rows`."""
     if choice.verdict == "DOES NOT FIT":
         return "what takes least of what was asked for"
-    fitting = [each for each in rows if each.verdict == "FITS"]
-    alike = [each for each in fitting if each.lossless == choice.lossless]
+    fits = [each for each in rows if each.verdict == "FITS"]
+    alike = [each for each in fits if each.lossless == choice.lossless]
     fastest, any_numbers = (
-        max([choice, *among], key=lambda each: each.samples_per_second_per_card.middle) for among in (alike, fitting)
+        max([choice, *among], key=lambda each: each.samples_per_second_per_card.middle) for among in (alike, fits)
     )
     among = "" if any_numbers in (fastest, choice) else " with AdamW's own numbers"
     if fastest is choice:
