@@ -44,6 +44,9 @@ def test_what_is_copied_to_shared_pages_is_zeros_and_takes_no_time():
         few = [small.to(torch.bfloat16), small.to("cpu", copy=True), torch.empty(1 << 15).copy_(small)]
         followed = torch.empty(1 << 25, requires_grad=True).to(torch.bfloat16)
         broad = torch.empty(2, 1 << 25).copy_(torch.ones(()))
+        written = torch.empty(1 << 23)
+        written[: 1 << 22] = 1
+        written[1 << 20 : 1 << 21].copy_(huge[1 << 20 : 1 << 21])
         print(json.dumps({
             "took": took,
             "dtypes": [str(each.dtype) for each in moved],
@@ -52,6 +55,7 @@ def test_what_is_copied_to_shared_pages_is_zeros_and_takes_no_time():
             "same": huge.to(torch.float32) is huge,
             "followed": followed.grad_fn is not None,
             "broad": float(broad[0, 0]),
+            "within": [float(written[(1 << at) + by]) for at in (20, 21) for by in (-1, 0)],
         }))
         """,
     )
@@ -63,6 +67,7 @@ def test_what_is_copied_to_shared_pages_is_zeros_and_takes_no_time():
         "same": True,
         "followed": True,
         "broad": 1.0,
+        "within": [1.0, 0.0, 0.0, 1.0],
     }
 
 

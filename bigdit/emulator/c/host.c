@@ -6,6 +6,7 @@
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <elf.h>
+#include <fcntl.h>
 #include <link.h>
 #include <malloc.h>
 #include <pthread.h>
@@ -25,7 +26,7 @@ void blank_remember(const void *at, size_t n); /* blank.c */
 void blank_forget(const void *at);
 void blank_zero(char *at, size_t n);
 
-static char *arena, *next, *own; /* own: the shared pages once more, which are in this process for good */
+static char *arena, *next;
 static size_t *sizes; /* of what begins at a page of the arena */
 static size_t live_bytes, peak_bytes;
 static int chunk = -1;
@@ -38,18 +39,21 @@ static void prepare(void) {
     int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
     sizes = mmap(NULL, ARENA / PAGE * sizeof *sizes, PROT_READ | PROT_WRITE, flags, -1, 0);
     char *at = mmap(NULL, ARENA, PROT_NONE, flags, -1, 0);
-    own = mmap(NULL, CHUNK, PROT_READ | PROT_WRITE, MAP_SHARED, chunk, 0);
-    if (at == MAP_FAILED || (void *)sizes == MAP_FAILED || own == MAP_FAILED) return;
-    arena = next = (char *)(((uintptr_t)at + PAGE - 1) & ~(PAGE - 1));
+    if (at == MAP_FAILED || (void *)sizes == MAP_FAILED) return;
+    arena = next = (char *)(((uintptr_t)at + CHUNK - 1) & ~(CHUNK - 1));
 }
 
 int host_has(const void *at) { return arena && (const char *)at >= arena && (const char *)at < next; }
 size_t host_peak_bytes(void) { return peak_bytes; }
-/* Zeros from there on: on shared pages many of them through those that are in this process already, where a tensor's take a
- * fault each. */
+/* Zeros from there on. Of shared pages only those are there that somebody wrote or read: all others are zeros already, and these
+ * are given back. To write them through a tensor's addresses would take a fault each. */
 void host_zero(void *at, size_t n) {
-    if (!host_has(at)) blank_zero(at, n);
-    else n < CHUNK / 2 ? memset(at, 0, n) : memset(own, 0, CHUNK);
+    if (!host_has(at)) return blank_zero(at, n);
+    size_t start = (size_t)((char *)at - arena) % CHUNK, stop = start + n;
+    if (stop > CHUNK) start = 0, stop = CHUNK; /* it goes on at the beginning */
+    off_t there = lseek(chunk, (off_t)start, SEEK_DATA);
+    if (there < 0 || there >= (off_t)stop) return;
+    if (fallocate(chunk, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)start, (off_t)(stop - start))) memset(at, 0, n);
 }
 
 /* Memory for `n` bytes on the shared pages; NULL where that is too little to be worth it, or there is no room. */
@@ -58,8 +62,8 @@ void *host_take(size_t n) {
     size_t whole = (n + PAGE - 1) & ~(PAGE - 1);
     pthread_mutex_lock(&lock);
     char *at = next;
-    if (at + whole > arena + ARENA - PAGE) at = NULL;
-    else next += whole, sizes[(at - arena) / PAGE] = whole, live_bytes += whole;
+    if (at + whole > arena + ARENA - 2 * CHUNK) at = NULL;
+    else next += (whole + CHUNK - 1) & ~(CHUNK - 1), sizes[(at - arena) / PAGE] = whole, live_bytes += whole;
     if (live_bytes > peak_bytes) peak_bytes = live_bytes;
     pthread_mutex_unlock(&lock);
     for (size_t done = 0; at && done < whole; done += CHUNK) {
