@@ -56,8 +56,7 @@ class Watch:
             register_module_forward_pre_hook(self._enter_module),
             # always_call: a checkpoint stops its recomputation early by an exception.
             register_module_forward_hook(self._leave_module, always_call=True),
-            # The gradients of fp32 masters live and die within the step.
-            engine.optimizer.register_step_pre_hook(lambda *_: self._mark_gradients()),
+            engine.optimizer.register_step_pre_hook(lambda stepping, *_: self._mark_stepped(stepping)),
         )
         self._calls = list(engine.calls())
         for owner, name in self._calls:
@@ -128,6 +127,11 @@ class Watch:
         self._recorder.mark((p.grad for p in self._engine.model.parameters()), "gradient")
         self._recorder.mark((master.grad for master in self._engine.masters), "gradient")
         self._recorder.mark(self._engine.gradients(), "gradient")
+
+    def _mark_stepped(self, optimizer: Optimizer) -> None:
+        """The gradients of fp32 masters live and die within the step; a step in the backward pass is of one alone."""
+        stepped = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        self._recorder.mark((parameter.grad for parameter in stepped), "gradient")
 
     def _mark_optimizer_state(self) -> None:
         for state in self._engine.optimizer.state.values():
