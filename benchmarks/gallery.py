@@ -23,7 +23,7 @@ from bigdit.files import write_json, write_text
 from bigdit.memory.process import beside_torch
 from bigdit.rehearse import RehearsalRequest
 from bigdit.rehearse.ask import request_for
-from bigdit.search.finding.cards import Cards
+from bigdit.search.finding.cards import Cards, Row
 from bigdit.spec import Strict
 
 HERE = Path(__file__).parent
@@ -107,8 +107,9 @@ def searched(cards: Cards, cell: Cell, guess: int, beside_bytes: int) -> Cell:
     """The cell with its largest size, tried from the guess on."""
     card = catalog.resolve_gpu(cell.gpu)
     cards.unanswered.clear()
-    rows = [(sized(cell.model, card, cell.strategy), guess)]
-    (largest,) = cards.largest(rows, card.usable_bytes - beside_bytes)
+    rows = [Row(sized(cell.model, card, cell.strategy), guess)]
+    (found,) = cards.largest(rows, card.usable_bytes - beside_bytes)
+    largest = None if found is None else int(found)
     return cell.model_copy(update={"largest": largest, "why": next(iter(cards.unanswered), None)})
 
 

@@ -17,7 +17,7 @@ from bigdit.search.finding.candidates import Candidate, capacity
 from bigdit.search.finding.cards import NO_CARDS, Cards, Device
 from bigdit.search.finding.confirm import Confirmed
 from bigdit.search.finding.evidence import Evidence, own_receipts, weighed
-from bigdit.search.finding.limits import bucket_limits, limits_on
+from bigdit.search.finding.limits import Limits, bucket_limits, limits_on
 from bigdit.search.needs.dataset import DatasetNeed, dataset_need, encoding_request
 from bigdit.search.needs.host import uncounted
 from bigdit.search.needs.schedule import run
@@ -25,7 +25,7 @@ from bigdit.search.plan import BucketLimit, Plan, Run, Step
 from bigdit.search.predict.anchors import Sample
 from bigdit.search.question import Question
 from bigdit.search.telling.averages import averages
-from bigdit.search.telling.choices import confirmed, front
+from bigdit.search.telling.choices import confirmed, front, title
 from bigdit.search.telling.curves import Runs, curves, runs
 from bigdit.search.telling.fixes import fixes
 from bigdit.search.telling.settings import settings
@@ -85,10 +85,14 @@ def _plan(pool: Pool, question: Question, evidence: Evidence, device: Device) ->
     sample = Sample(question.model, question.gpu, question.resolution, question.frames)
     batch = batch_shape(question.model, question.resolution, question.frames)
 
-    def limits(best: Candidate) -> None:
-        limits_on(device, sample, question, best, capacity(question, best.option.proposal, evidence))
+    limits: dict[str, Limits] = {}
 
-    found = search(pool, sample, question, evidence, device, ahead=limits)
+    def ahead(best: Candidate) -> None:
+        limits[title(best)] = limits_on(
+            device, sample, question, best, capacity(question, best.option.proposal, evidence)
+        )
+
+    found = search(pool, sample, question, evidence, device, ahead)
     chosen = found.best[0]
     known = [confirmed(question, each, evidence) for each in found.best]
     option, answer = chosen.candidate.option, chosen.answer
@@ -100,7 +104,9 @@ def _plan(pool: Pool, question: Question, evidence: Evidence, device: Device) ->
     buckets: tuple[BucketLimit, ...] = ()
     ran: Runs = {}
     if chosen.host.node_bytes <= question.host_memory_bytes:  # else no micro-batch fits
-        buckets = bucket_limits(pool, sample, question, chosen.candidate, room, device)
+        if known[0].title not in limits:
+            ahead(chosen.candidate)
+        buckets = bucket_limits(pool, sample, question, chosen.candidate, room, limits[known[0].title])
         ran = runs(sample, chosen.candidate, buckets[0], room, device)
     every = [*found.options, *averages(pool, sample, question, found.options, option)]
     return Plan(

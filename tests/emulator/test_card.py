@@ -132,6 +132,32 @@ def test_a_limited_card_is_one_of_so_many_bytes():
     assert found == [20 * MIB, 0, 60 * MIB]
 
 
+FINAL = """
+import json, torch
+from bigdit_emulated.libraries import limit
+torch.cuda.init()
+
+def taken(mib):
+    try:
+        return torch.empty(mib << 20, dtype=torch.uint8, device="cuda").numel() >> 20
+    except torch.cuda.OutOfMemoryError:
+        return 0
+
+found = []
+for final in (False, True):
+    limit(60 << 20, final=final)
+    found.append([taken(40), taken(80), taken(40)])
+    torch.cuda.empty_cache()
+limit(60 << 20)
+print(json.dumps([*found, taken(40)]))
+"""
+
+
+def test_a_final_limit_gives_nothing_more_once_it_has_refused_something():
+    """Though torch has given back what it kept; another limit begins anew."""
+    assert answers("h100-sxm", FINAL, **EXPANDABLE) == [[40, 0, 40], [40, 0, 0], 40]
+
+
 def test_torchs_own_limit_has_room_looked_for_where_a_card_has_it():
     """Why attempts do not go by it: the block of 50 MiB counts whole beside the two pages that it lies on."""
     own = "torch.cuda.set_per_process_memory_fraction(60.5 * 2**20 / torch.cuda.get_device_properties(0).total_memory)"

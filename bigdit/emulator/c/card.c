@@ -31,6 +31,7 @@ static size_t held[CARDS_MOST]; /* ranges of addresses of each card that were ha
 static char *lowest(int device) { return (char *)(((uintptr_t)first + device * EACH + CARD_PAGE - 1) & ~(CARD_PAGE - 1)); }
 static int has_context[CARDS_MOST], has_nccl[CARDS_MOST];
 static size_t limit; /* what a process may take of a card beside its context and NCCL's; 0: what there is */
+static int final, full_once; /* whether it gets nothing more once it was refused something, and whether it was */
 static struct card_counts counts;
 static const char *refused[64];
 static int refused_count;
@@ -183,7 +184,8 @@ static size_t room(int device) {
 /* Take `n` bytes of a card as they are, unless `*done` says that it was done; under the lock. */
 static int take(int device, size_t n, int *done) {
     if (done && *done) return 0;
-    int full = n > room(device) && !(limit && done);
+    int full = (full_once || n > room(device)) && !(limit && done);
+    full_once |= final && full;
     if (!full) mine->taken[visible[device]] += n;
     if (!full && done) *done = 1;
     return full;
@@ -206,7 +208,7 @@ void card_give(int device, size_t n) {
     mine->taken[visible[device]] -= pages(n);
     leave();
 }
-void card_limit(size_t n) { limit = n; }
+void card_limit(size_t n, int ends) { limit = n, final = ends, full_once = 0; }
 size_t card_used(int which) {
     card(), enter();
     size_t found = used(which);

@@ -45,7 +45,8 @@ int card_use(int device);              /* 0, or 1 where there is no such card */
 int card_context(int device);          /* make sure of its context; 1 where the card is too full for one */
 int card_nccl(int device);             /* the same for what NCCL takes */
 int card_take(int device, size_t n);   /* 0, or 1 where the card is full */
-void card_limit(size_t n);             /* this process may take `n` beside context and NCCL's, in place of what there is */
+void card_limit(size_t n, int final);  /* this process may take `n` beside context and NCCL's, in place of what there is;
+                                          `final`: and nothing more once it was refused */
 void card_give(int device, size_t n);
 void card_info(int device, size_t *free_bytes, size_t *usable_bytes);
 size_t card_used(int installed);       /* by all processes of the emulation */

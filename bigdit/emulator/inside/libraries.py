@@ -53,13 +53,14 @@ def library(stem: str) -> ctypes.CDLL:
     return next(found for name, found in loaded.items() if name.startswith(stem + ".so"))
 
 
-def limit(nbytes: int) -> None:
+def limit(nbytes: int, *, final: bool = False) -> None:
     """Let this process take so many bytes of its card beside the context and NCCL's, and in place of what there is.
 
     They end as a card ends. torch's own limit, `set_per_process_memory_fraction`, counts a block whole that lies on
-    pages which an expandable segment has already, and has room looked for where there is room.
+    pages which an expandable segment has already, and has room looked for where there is room. With `final` there is
+    nothing more once something was refused: torch runs out where it would have looked for room.
     """
-    library("libcuda").card_limit(ctypes.c_size_t(nbytes))
+    library("libcuda").card_limit(ctypes.c_size_t(nbytes), final)
 
 
 def install(torch: Any) -> None:

@@ -19,10 +19,12 @@ from bigdit.spec import OptimizerSpec, Strict
 
 class Asked(Strict):
     """The first micro-batch size of `request`, on a card with `capacity_bytes` for torch and no more. Without
-    `values` no small tensor is computed either, and all that is read of the card is zero."""
+    `values` no small tensor is computed either, and all that is read of the card is zero. Without `to_end` the card
+    gives nothing more where the allocator is first short of room: the steps do not fit then."""
 
     request: RehearsalRequest
     capacity_bytes: PositiveInt
+    to_end: bool = True
     values: bool = True
 
 
@@ -85,14 +87,20 @@ class Attempts:
         self.lanes.end()
 
     def run(
-        self, request: RehearsalRequest, capacity_bytes: int, *, card: int = 0, timeout_s: float = 120.0
+        self,
+        request: RehearsalRequest,
+        capacity_bytes: int,
+        *,
+        to_end: bool = True,
+        card: int = 0,
+        timeout_s: float = 120.0,
     ) -> Attempt:
         """Two steps of `request` on the card of this number, where torch may reserve so many bytes, or what is kept of
-        them.
+        them: without `to_end` no more than whether they fit, of those that do not.
 
         Raises UserError where they take longer, and for what the user can mend; RehearsalError where the process dies.
         """
-        asked = Asked(request=request, capacity_bytes=capacity_bytes)
+        asked = Asked(request=request, capacity_bytes=capacity_bytes, to_end=to_end)
         decides = cache.decides(self.gpu, asked, self._build)
         found = _KEPT.find(decides)
         if found is None:
@@ -140,12 +148,14 @@ class Attempts:
 
 
 def _kind(request: RehearsalRequest) -> str:
-    """What attempts have alike that differ in sizes, and in the optimizer, whose memory follows from shapes alone.
+    """What attempts have alike that differ in sizes, and in the optimizer and what is kept of recomputed blocks, whose
+    memory follows from shapes alone.
 
     fp16 is a kind of its own: it reads whether gradients are finite.
     """
     strategy = request.strategy.settled(micro_batch_size=1, grad_accum_steps=1, checkpointed_blocks=0)
-    update: dict[str, object] = {"optimizer": OptimizerSpec()}
+    update: dict[str, object] = {"optimizer": OptimizerSpec(), "checkpointing": "full"}
+    update["blocks_to_swap"] = min(strategy.blocks_to_swap, 1)
     if strategy.precision == "bf16_sr":
         update["precision"] = "bf16"
     batch = request.batch.model_copy(update={"latents": (1, 1, 1)})

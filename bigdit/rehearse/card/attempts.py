@@ -30,7 +30,7 @@ def _answer(line: str) -> tuple[str, bool]:
     question = Asked.model_validate_json(line)
     if not question.values:
         leave_values()
-    return attempt(question.request, question.capacity_bytes).model_dump_json(), emptied()
+    return attempt(question).model_dump_json(), emptied()
 
 
 def _suits(line: str) -> bool:

@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 
 from bigdit.engines import Ema, Engine
-from bigdit.rehearse.card.attempt import Attempt
+from bigdit.rehearse.card.attempt import Asked, Attempt
 from bigdit.rehearse.card.launched import Launched, launched
 from bigdit.rehearse.card.steps import group
 from bigdit.rehearse.card.uncomputed import large_uncomputed
@@ -22,18 +22,18 @@ from bigdit.rehearse.request import RehearsalRequest
 from bigdit.rehearse.steps import STEPS, Witness, prepare, training
 
 
-def attempt(request: RehearsalRequest, capacity_bytes: int) -> Attempt:
+def attempt(asked: Asked) -> Attempt:
     """Two steps of the request's first micro-batch size, where torch may reserve so many bytes of the card."""
     began = time.perf_counter()
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
     torch.cuda.init()
-    importlib.import_module("bigdit_emulated.libraries").limit(capacity_bytes)
+    importlib.import_module("bigdit_emulated.libraries").limit(asked.capacity_bytes, final=not asked.to_end)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_stats().get("num_alloc_retries", 0)
     said, counted = None, dict[str, Launched]()
     try:
-        counted = _two_steps(request, device)
+        counted = _two_steps(asked.request, device)
     except torch.OutOfMemoryError as error:
         said = str(error)
     return Attempt(

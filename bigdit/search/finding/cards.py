@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
 from threading import Lock
 from typing import Protocol
@@ -19,8 +22,16 @@ from bigdit.search.finding.candidates import LARGEST_MICRO_BATCH
 
 Asked = tuple[RehearsalRequest, int]
 """Two steps, and the bytes that torch may reserve for them."""
-Sized = Callable[[int], RehearsalRequest]
-"""Two steps by the micro-batch size."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """Two steps by the micro-batch size, of which the largest is looked for: `guess` is about as many as fit, and
+    `sample_bytes` about what one more takes, where that is known."""
+
+    request: Callable[[int], RehearsalRequest]
+    guess: float
+    sample_bytes: float = math.inf
 
 
 class Device(Protocol):
@@ -34,13 +45,14 @@ class Device(Protocol):
     build: str | None
     unanswered: dict[str, None]
 
-    def run(self, asked: Sequence[Asked]) -> list[Attempt | None]:
-        """An attempt for each, in their order; None for one that was not made."""
+    def run(self, asked: Sequence[Asked], *, to_end: bool = True) -> list[Attempt | None]:
+        """An attempt for each, in their order; None for one that was not made. Without `to_end` those that do not fit
+        tell no more than that."""
         ...
 
-    def largest(self, rows: Sequence[tuple[Sized, int]], capacity_bytes: int) -> list[int | None]:
-        """For each row, a request by its micro-batch size and a guess, the largest size that fits where the next one
-        does not, to LARGEST_MICRO_BATCH; 0 for none, and None where one was not made."""
+    def largest(self, rows: Sequence[Row], capacity_bytes: int) -> list[float | None]:
+        """For each row the largest size that fits where the next one does not, to LARGEST_MICRO_BATCH, and about which
+        part of the next one has room; below 1 for none, and None where one was not made."""
         ...
 
 
@@ -50,10 +62,10 @@ class NoCards(Device):
     def __init__(self) -> None:
         self.count, self.build, self.unanswered = 0, None, {}
 
-    def run(self, asked: Sequence[Asked]) -> list[Attempt | None]:
+    def run(self, asked: Sequence[Asked], *, to_end: bool = True) -> list[Attempt | None]:
         return [None] * len(asked)
 
-    def largest(self, rows: Sequence[tuple[Sized, int]], capacity_bytes: int) -> list[int | None]:
+    def largest(self, rows: Sequence[Row], capacity_bytes: int) -> list[float | None]:
         return [None] * len(rows)
 
 
@@ -87,32 +99,35 @@ class Cards(Device):
         self._threads.shutdown(wait=False, cancel_futures=True)
         self.attempts.lanes.end()
 
-    def run(self, asked: Sequence[Asked]) -> list[Attempt | None]:
-        return list(self._threads.map(self._run, asked))
+    def run(self, asked: Sequence[Asked], *, to_end: bool = True) -> list[Attempt | None]:
+        return list(self._threads.map(partial(self._run, to_end=to_end), asked))
 
-    def largest(self, rows: Sequence[tuple[Sized, int]], capacity_bytes: int) -> list[int | None]:
-        return list(self._threads.map(lambda row: self._largest(row[0], row[1], capacity_bytes), rows))
+    def largest(self, rows: Sequence[Row], capacity_bytes: int) -> list[float | None]:
+        return list(self._threads.map(lambda row: self._largest(row, capacity_bytes), rows))
 
-    def _largest(self, request: Sized, guess: int, capacity_bytes: int) -> int | None:
-        fitting, failing, stride = 0, LARGEST_MICRO_BATCH + 1, 1
-        size = min(max(guess, 1), LARGEST_MICRO_BATCH)
+    def _largest(self, row: Row, capacity_bytes: int) -> float | None:
+        fitting, failing, stride, room = 0, LARGEST_MICRO_BATCH + 1, 1, 0.0
+        size = expected = min(max(int(row.guess), 1), LARGEST_MICRO_BATCH)
         while fitting + 1 < failing:
-            attempt = self._run((request(size), capacity_bytes))
+            attempt = self._run((row.request(size), capacity_bytes), to_end=False)
             if attempt is None:
                 return None
-            fitting, failing = (size, failing) if attempt.fits else (fitting, size)
-            if fitting and failing <= LARGEST_MICRO_BATCH:
-                size = (fitting + failing) // 2
-            else:  # away from the guess, in strides that grow
-                size = min(fitting + stride, failing - 1) if fitting else max(failing - stride, 1)
+            if attempt.fits:  # on to the last that there is room for, and one more; in strides that grow where it fits
+                stride = 1 if size <= expected else 2 * stride
+                fitting, room = size, (capacity_bytes - attempt.peak_reserved_bytes) / row.sample_bytes
+                expected = size + int(room)
+                size = min(max(expected, size + max(stride // 2, 1)), failing - 1)
+            else:
+                failing = size
+                size = (fitting + failing) // 2 if fitting else max(failing - stride, 1)
                 stride *= 2
-        return fitting
+        return fitting + min(room, 0.99)
 
-    def _run(self, asked: Asked) -> Attempt | None:
+    def _run(self, asked: Asked, *, to_end: bool) -> Attempt | None:
         request, capacity_bytes = asked
         card = self._free.get()
         try:
-            return self.attempts.run(request, capacity_bytes, card=card)
+            return self.attempts.run(request, capacity_bytes, to_end=to_end, card=card)
         except (UserError, RehearsalError) as error:
             self.unanswered[str(error).splitlines()[0].rstrip(":")] = None
             return None

@@ -150,11 +150,11 @@ def run(
     most = [max(question.gpu.usable_bytes - each.low_bytes, 1) for each in around]
     requests = [recorded(sample, each) for each in candidates]
 
-    def tried(places: Sequence[int], room: Sequence[int]) -> dict[int, Attempt]:
-        attempts = device.run([(requests[at], room[at]) for at in places])
+    def tried(places: Sequence[int], room: Sequence[int], *, to_end: bool = True) -> dict[int, Attempt]:
+        attempts = device.run([(requests[at], room[at]) for at in places], to_end=to_end)
         return {at: attempt for at, attempt in zip(places, attempts, strict=True) if attempt is not None}
 
-    first = tried(range(len(requests)), safe)
+    first = tried(range(len(requests)), safe, to_end=False)
     wide = tried([at for at, each in first.items() if not each.fits], [WIDE * question.gpu.usable_bytes] * len(most))
     beyond = [at for at, each in wide.items() if not each.fits or each.peak_reserved_bytes > most[at]]
     last = {at: each for at, each in wide.items() if at not in beyond} | tried(beyond, most)

@@ -9,8 +9,8 @@ from functools import partial
 
 from bigdit.rehearse import RehearsalRequest
 from bigdit.rehearse.pool import Pool
-from bigdit.search.finding.candidates import Candidate, largest_micro_batch, most
-from bigdit.search.finding.cards import Device
+from bigdit.search.finding.candidates import Candidate, Option, largest_micro_batch, most
+from bigdit.search.finding.cards import Device, Row
 from bigdit.search.finding.confirm import recorded
 from bigdit.search.finding.explore import explore
 from bigdit.search.finding.space import Proposal
@@ -23,12 +23,15 @@ NEAR = 0.05
 area, though its text stays, which is off by this share of the text's part."""
 
 
+Limits = dict[tuple[int, int], BucketLimit]
+"""By the size in pixels."""
+
+
 def bucket_limits(
-    pool: Pool, sample: Sample, question: Question, chosen: Candidate, capacity_bytes: float, device: Device
+    pool: Pool, sample: Sample, question: Question, chosen: Candidate, capacity_bytes: float, ran: Limits
 ) -> tuple[BucketLimit, ...]:
-    """The planned size and the question's further ones, with the chosen strategy: as they ran on the device, or else as
+    """The planned size and the question's further ones, with the chosen strategy: as they `ran` on a device, or else as
     they are predicted."""
-    ran = limits_on(device, sample, question, chosen, capacity_bytes)
     sizes = (question.resolution, *question.buckets)
     if all(size in ran for size in sizes):
         return tuple(ran[size] for size in sizes)
@@ -36,13 +39,11 @@ def bucket_limits(
     return tuple(ran.get((each.height, each.width), each) for each in predicted)
 
 
-def limits_on(
-    device: Device, sample: Sample, question: Question, chosen: Candidate, capacity_bytes: float
-) -> dict[tuple[int, int], BucketLimit]:
+def limits_on(device: Device, sample: Sample, question: Question, chosen: Candidate, capacity_bytes: float) -> Limits:
     """The limits of each size as cards have them, looked for from what is predicted of the planned size; without those
     of which one could not be run."""
     columns = _columns(chosen)
-    sizes = (question.resolution, *question.buckets)
+    sizes, planned = (question.resolution, *question.buckets), _area(question.resolution)
 
     def request(size: tuple[int, int], blocks: int, micro_batch_size: int) -> RehearsalRequest:
         candidate = replace(chosen, micro_batch_size=micro_batch_size, blocks=blocks)
@@ -52,14 +53,26 @@ def limits_on(
         """Of each size, from what is predicted of the planned one, and then from what ran last, by their pixels."""
         if blocks < chosen.option.least_blocks:
             return dict.fromkeys(sizes, 0)
-        pixels = largest_micro_batch(chosen.option, blocks, capacity_bytes) * _area(question.resolution)
+        expected = largest_micro_batch(chosen.option, blocks, capacity_bytes)
+        pixels, pixel_bytes = float(expected * planned), _sample_bytes(chosen.option, expected, blocks) / planned
         limits: dict[tuple[int, int], int | None] = {}
         for size in sizes:
-            row = partial(request, size, blocks), round(pixels / _area(size))
+            turned = limits.get(size[::-1])
+            if turned and alike(blocks, turned, size):
+                limits[size] = turned
+                continue
+            row = Row(partial(request, size, blocks), pixels / _area(size), pixel_bytes * _area(size))
             (found,) = device.largest([row], int(capacity_bytes))
-            limits[size] = found
+            limits[size] = None if found is None else int(found)
             pixels = pixels if found is None else found * _area(size)
         return limits
+
+    def alike(blocks: int, micro_batch_size: int, size: tuple[int, int]) -> bool:
+        """Whether so many take the same memory, to the byte, as of pictures turned by a quarter, of which one more does
+        not fit."""
+        both = [(request(each, blocks, micro_batch_size), int(capacity_bytes)) for each in (size, size[::-1])]
+        one, other = device.run(both, to_end=False)
+        return one is not None and other is not None and one.fits and one.memory == other.memory
 
     rows = [*dict.fromkeys(columns.values())]
     with ThreadPoolExecutor(len(rows)) as aside:  # none waits for another's size
@@ -105,6 +118,12 @@ def _predicted(
 
     for size in sizes:
         yield _limit(size, {column: largest(size, blocks) for column, blocks in _columns(chosen).items()}, ran=False)
+
+
+def _sample_bytes(option: Option, micro_batch_size: int, blocks: int) -> float:
+    """About what one more takes there."""
+    size = max(micro_batch_size, 2)
+    return max((option.reserved(size, blocks) - option.reserved(size / 2, blocks)) / (size / 2), 1)
 
 
 def _area(size: tuple[int, int]) -> int:

@@ -30,7 +30,7 @@ def runs(sample: Sample, chosen: Candidate, limit: BucketLimit, capacity_bytes: 
     largest = {chosen.blocks: limit.recommended, 0: limit.none, chosen.option.arrangement.count: limit.full}
     places = [(blocks, size) for blocks, most in largest.items() for size in _sizes(most)]
     requests = [recorded(sample, replace(chosen, blocks=blocks, micro_batch_size=size)) for blocks, size in places]
-    attempts = device.run([(request, int(capacity_bytes)) for request in requests])
+    attempts = device.run([(request, int(capacity_bytes)) for request in requests], to_end=False)
     found: Runs = {blocks: {} for blocks in largest}
     short = set[int]()
     for (blocks, size), attempt in zip(places, attempts, strict=True):

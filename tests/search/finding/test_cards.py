@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,7 @@ from bigdit.search.answer import make_plan
 from bigdit.search.asking.ask import question_for
 from bigdit.search.finding.best import search
 from bigdit.search.finding.candidates import LARGEST_MICRO_BATCH, beside, candidate
-from bigdit.search.finding.cards import Asked, Cards
+from bigdit.search.finding.cards import Asked, Cards, Row
 from bigdit.search.finding.confirm import confirmed_best
 from bigdit.search.finding.evidence import weighed
 from bigdit.search.finding.explore import explore
@@ -37,13 +38,15 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 @pytest.mark.slow
 def test_the_largest_is_found_from_any_guess() -> None:
     with Cards(A40) as cards:
-        rows = [(partial(request, "single"), guess) for guess in (0, 1, 40, LARGEST_MICRO_BATCH)]
-        found = cards.largest(rows, 12 * GIB)
-        assert found[0] is not None
+        guesses = [(0, GIB), (1, 1), (40.5, MIB), (LARGEST_MICRO_BATCH, math.inf)]
+        rows = [Row(partial(request, "single"), guess, sample_bytes) for guess, sample_bytes in guesses]
+        found = [int(each or 0) for each in cards.largest(rows, 12 * GIB)]
         assert found == found[:1] * 4
-        runs = cards.run([(request("single", size), 12 * GIB) for size in (found[0], found[0] + 1)])
+        asked = [(request("single", found[0] + more), 12 * GIB) for more in (0, 1)]
+        runs, ended = cards.run(asked), cards.run(asked, to_end=False)
         assert cards.largest(rows[:2], GIB) == [0] * 2
     assert [run is not None and run.fits for run in runs] == [True, False]
+    assert [run is not None and run.ran for run in ended] == [True, False]
 
 
 @pytest.mark.slow
@@ -84,6 +87,28 @@ def test_a_plan_ran_and_so_did_its_alternatives_and_its_limit_and_one_more_did_n
     for size, nbytes in zip(kept.micro_batch_sizes[: kept.ran], kept.process_bytes, strict=False):
         assert (ran[size].process.high_bytes, ran[size].verdict) == (nbytes, "FITS")
     assert [size for size, each in ran.items() if each.at_peak_rehearsed] == [plan.chosen.strategy.micro_batch_size]
+
+
+@pytest.mark.slow
+def test_of_pictures_turned_by_a_quarter_as_many_fit_and_one_more_does_not() -> None:
+    """Which the plan has from as many that ran alike, and not from one more that did not."""
+    card = A40.model_copy(update={"usable_mib": 12 * GIB // MIB})
+    only = Pins(engine="single", optimizer="adamw", checkpointed_blocks=0)
+    asked = Question(model=SMALL, gpu=card, resolution=(512, 1024), pins=only, device="emulated")
+    asked = asked.model_copy(update={"buckets": ((1024, 512),)})
+    plan = make_plan(asked)
+    one, turned = plan.buckets
+    assert (one.none, one.full) == (turned.none, turned.full)
+    sample = Sample(SMALL, card, (1024, 512))
+    room = safe_bytes(card, beside(asked, plan.chosen.strategy), plan.band)
+    with Cards(card) as cards:
+        largest, more = (
+            cards.run([(sample.request(plan.chosen.strategy.with_micro_batch_size(size)), room)], to_end=False)[0]
+            for size in (turned.none, turned.none + 1)
+        )
+    assert largest is not None
+    assert more is not None
+    assert (largest.fits, more.fits) == (True, False)
 
 
 @pytest.mark.slow
@@ -200,7 +225,7 @@ class Short:
         self.pool = pool
         self.made = 0
 
-    def run(self, asked: Sequence[Asked]) -> list[Attempt | None]:
+    def run(self, asked: Sequence[Asked], *, to_end: bool = True) -> list[Attempt | None]:
         self.made += len(asked)
         return [self._attempt(request, capacity_bytes) for request, capacity_bytes in asked]
 
