@@ -43,10 +43,10 @@ check:
 	$(MAKE) -j2 lint types imports docs
 	$(MAKE) test
 
-# The pages as a site in build/site; a link that leads nowhere is an error. The variable is what material asks for to
-# leave out its announcement of a successor.
+# The pages as a site in build/site; a link that leads nowhere is an error, which --quiet would take out of what --strict
+# counts. The variable is what material asks for to leave out its announcement of a successor.
 docs: $(READY)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # Every model and every way to train it, rehearsed and on an emulated card: about an hour, which goes on where it was.
 referee: $(READY) $(CUDA_READY)

@@ -69,6 +69,12 @@ NOTES = """What differs between the sides:
 - The largest batch of the full fine-tuning: at 18 samples the script runs out in its VAE, which encodes pictures in
   fp32 beside weights and AdamW's state, and asks for 9 GiB at once.
 
+- Before the first step bigdit has more on the card than the script in two rows. Of SD3 in full 11.49 GiB against 10.77:
+  its 2.03 billion weights are there in bf16 and as fp32 masters, 6 bytes each, 11.33 GiB, and the script's in fp32
+  alone, 4 bytes, 7.56; what the script's other 3.2 GiB are was not broken down. In steps it is the other way round,
+  since bigdit's gradients are in bf16. Of Flux.1, 22.281 against 22.272: adapters in bf16 beside their fp32 masters.
+- SimpleTuner has a row above and none here: bigdit was not run beside it, and how the two compare is not known.
+
 What the comparison changed in bigdit: the step of one process multiplied and rounded each parameter by itself, and now
 does so by lists, as the scripts do (Sana: 2661 kernels became 2183); each micro-batch waited for its t, and each loss
 and norm of ten steps was waited for (4.0 waits became 1.1). FLUX.1's single-stream blocks return slices of one tensor,

@@ -94,13 +94,19 @@ def page(predicted: Predictions, taken: dict[str, Measured]) -> str:
         "reserved; *beside* is what the process took of the card beside torch. Seconds are of steps after those. Of "
         "Sana at 15 and 16 pictures a plan had said before which fits; their bytes were computed while others ran.",
         "",
-        f"{len(pairs)} of {len(predicted.points)} points are measured.",
+        f"{len(pairs)} of {len(predicted.points)} points are measured. {_unmeasured(predicted, taken)}".rstrip(),
         "",
         *(line for title, some in sides.items() for line in _summary(title, some)),
     ]
     for title, some in sides.items():
         parts += ["", f"## Points {title}", "", *_table(some)]
     return "\n".join(parts) + "\n" + DIFFERENT
+
+
+def _unmeasured(predicted: Predictions, taken: dict[str, Measured]) -> str:
+    """The points of which the card has no measurement, by name."""
+    names = [each.name for each in predicted.points if each.name not in taken]
+    return f"No measurement is kept of {'; '.join(names)}." if names else ""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ from bigdit.catalog import CatalogModel, Gpu
 from bigdit.emulator import on_emulated_card
 from bigdit.errors import UserError, versions
 from bigdit.memory import Category, Timeline
-from bigdit.memory.caching import OutOfMemory
+from bigdit.memory.allocator import replay
+from bigdit.memory.caching import fits
 from bigdit.memory.process import ByteRange, beside_training
 from bigdit.rehearse import RehearsalRequest, RehearsedSize
 from bigdit.rehearse.ask import request_for
@@ -43,10 +44,16 @@ class PhasePeaks(Strict):
 
 
 class Side(Strict):
-    """Two steps by one device: their phases, or why they ran out of memory."""
+    """Two steps by one device: their phases, or why they ran out of memory. `retries`: how often the allocator gave
+    back what it kept, to find room."""
 
     phases: tuple[PhasePeaks, ...] = ()
     ran_out: str | None = None
+    retries: NonNegativeInt = 0
+
+    @property
+    def fits(self) -> bool:
+        return fits(self.ran_out is not None, self.retries)
 
     @property
     def deciding(self) -> PhasePeaks | None:
@@ -83,7 +90,7 @@ class Point(Strict):
 
     @property
     def fits(self) -> bool:
-        return self.decides.ran_out is None
+        return self.decides.fits
 
     @property
     def samples_per_second(self) -> float | None:
@@ -154,8 +161,7 @@ class MemoryBenchmark:
         if self._device == "measured":
             self._check_alone(strategies)
         asked = [
-            (name, strategy, [self._request(strategy, size) for size in sorted(set(sizes))])
-            for name, strategy in strategies
+            (name, strategy, [self._request(strategy, size) for size in sorted(sizes)]) for name, strategy in strategies
         ]  # all of them before any is looked at, so that what cannot be asked is said at once
         with ExitStack() as ends:
             pool = ends.enter_context(Pool())
@@ -210,7 +216,7 @@ class MemoryBenchmark:
         for request, answer in zip(requests, answers, strict=True):
             self._said(f"{name}: micro-batch {request.micro_batch_sizes[0]}")
             points.append(self._point(run, request, answer))
-            if not points[-1].fits:
+            if points[-1].decides.ran_out is not None:
                 break
         left_out = tuple(request.micro_batch_sizes[0] for request in requests[len(points) :])
         return Curve(asked=name, strategy=strategy, points=tuple(points), left_out=left_out), answers
@@ -224,7 +230,8 @@ class MemoryBenchmark:
         if run is not None:
             try:
                 found = run(request, capacity if self._limited else 0)
-                ran = _side((each.phase, each.peak_allocated_bytes, each.peak_reserved_bytes) for each in found.phases)
+                peaks = ((each.phase, each.peak_allocated_bytes, each.peak_reserved_bytes) for each in found.phases)
+                ran = _side(peaks, found.alloc_retries)
             except RanOut as error:
                 ran = Side(ran_out=str(error))
             decides = ran
@@ -241,21 +248,22 @@ class MemoryBenchmark:
         )
 
     def _replayed(self, timeline: Timeline, capacity_bytes: int) -> Side:
-        try:
-            peaks = by_replay(timeline, capacity_bytes, expandable_segments=self._expandable_segments)
-        except OutOfMemory:
+        whole = replay(timeline, capacity_bytes, expandable_segments=self._expandable_segments)
+        if not whole.fits:
             return Side(ran_out=f"the replay of torch's allocator found no room in {gib(capacity_bytes)}")
-        return _side(
+        peaks = by_replay(timeline, capacity_bytes, expandable_segments=self._expandable_segments)
+        occurrences = (
             (span.phase, peak.allocated_bytes, peak.reserved_bytes)
             for span, peak in zip(timeline.spans, peaks, strict=True)
         )
+        return _side(occurrences, whole.cache_flushes)
 
 
-def _side(occurrences: Iterable[tuple[str, int, int]]) -> Side:
+def _side(occurrences: Iterable[tuple[str, int, int]], retries: int) -> Side:
     """Of each phase's occurrences, by its name, the most that was allocated and that was reserved."""
     found: dict[str, tuple[int, int]] = {}
     for phase, allocated, reserved in occurrences:
         before = found.get(phase, (0, 0))
         found[phase] = max(before[0], allocated), max(before[1], reserved)
     phases = (PhasePeaks(phase=phase, allocated_bytes=most[0], reserved_bytes=most[1]) for phase, most in found.items())
-    return Side(phases=tuple(phases))
+    return Side(phases=tuple(phases), retries=retries)

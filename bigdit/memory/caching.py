@@ -149,6 +149,12 @@ class Segments(Protocol):
         """Give back to the card what can be given back."""
 
 
+def fits(ran_out: bool, retries: int) -> bool:
+    """Whether steps count as fitting: they ran, and never waited for an allocator that was short of room and had to
+    give back what it kept."""
+    return not ran_out and not retries
+
+
 class OutOfMemory(Exception):
     """The card has no room for a block, and the caches had nothing left to give back."""
 

@@ -41,6 +41,7 @@ WHERE = {
 
 COLUMNS = ("micro-batch", "allocated", "reserved", "process", "peak in", "rehearsed %")
 TIMED = ("step", "samples/s")
+RETRIED = "†"
 
 
 def make_folder(folder: Path) -> None:
@@ -92,7 +93,7 @@ def rows(curve: Curve, timed: bool) -> list[list[str]]:
 
 def _row(point: Point, timed: bool) -> list[str]:
     side = point.decides
-    size = str(point.micro_batch_size)
+    size = f"{point.micro_batch_size}{RETRIED if side.retries else ''}"
     if side.deciding is None:
         cells = [size, "out of memory", DASH, DASH, DASH, _rehearsed(point)]
     else:
@@ -105,6 +106,16 @@ def _row(point: Point, timed: bool) -> list[str]:
         seconds, rate = point.seconds_per_step, point.samples_per_second
         cells += [DASH if seconds is None else f"{seconds:.3f} s", DASH if rate is None else f"{rate:.2f}"]
     return cells
+
+
+def retried(curve: Curve) -> list[str]:
+    """Of each size that ran without fitting, that it did, a line each."""
+    return [
+        f"{RETRIED} {point.micro_batch_size} ran, but only since the allocator gave back what it kept and tried again "
+        f"({point.decides.retries} ×), for which the card waits: as in plans, it does not count as fitting"
+        for point in curve.points
+        if point.decides.retries
+    ]
 
 
 def _rehearsed(point: Point) -> str:
@@ -180,6 +191,7 @@ def markdown(found: MemoryBench, command: str) -> str:
     lines = [f"# {title(found)}", "", f"{subtitle(found)}. {found.written}.", "", f"![{title(found)}]({PICTURE})", ""]
     for curve in found.curves:
         lines += [f"## {_heading(curve, found)}", "", *_lines(columns, rows(curve, timed)), ""]
+        lines += [part for line in retried(curve) for part in (f"{line}.", "")]
         phases, peaks = by_phase(curve)
         if peaks:
             lines += [f"### Allocated by phase, {where(found)}", "", *_lines(phases, peaks), ""]
@@ -202,7 +214,10 @@ def page(found: MemoryBench, command: str) -> str:
         "found": found,
         "command": command,
         "columns": [*COLUMNS, *(TIMED if timed else ())],
-        "curves": [(_heading(curve, found), curve, rows(curve, timed), by_phase(curve)) for curve in found.curves],
+        "curves": [
+            (_heading(curve, found), curve, rows(curve, timed), retried(curve), by_phase(curve))
+            for curve in found.curves
+        ],
         "picture": _inline(curves_figure(found), "curves", f"{title(found)}: {_told(found)}"),
         "bars": [
             _inline(bars_figure(curve, found), f"bars-{at}", _bars_title(curve, found))
@@ -253,16 +268,20 @@ def bars_figure(curve: Curve, found: MemoryBench) -> Figure:
 
 def _draw_curves(axes: Axes, found: MemoryBench) -> None:
     for curve, (colour, marker) in zip(found.curves, LINES * len(found.curves), strict=False):
-        fitting = [(point.micro_batch_size, point.process) for point in curve.points]
-        ran = [(size, process.high_bytes / GIB) for size, process in fitting if process is not None]
+        taken = [(point.micro_batch_size, point.process, point.fits) for point in curve.points]
+        ran = [(size, process.high_bytes / GIB) for size, process, fits in taken if process is not None and fits]
         axes.plot(
             *zip(*ran, strict=True) if ran else ((), ()), marker=marker, color=colour, label=_heading(curve, found)
         )
-        for size in (size for size, process in fitting if process is None):
-            axes.plot([size], [found.gpu.usable_bytes / GIB], marker="x", markersize=10, color=colour, linestyle="")
+        for size, process, fits in taken:
+            if not fits:
+                height = found.gpu.usable_bytes if process is None else process.high_bytes
+                sign = "x" if process is None else "+"
+                axes.plot([size], [height / GIB], marker=sign, markersize=10, color=colour, linestyle="")
     axes.axhline(found.gpu.usable_bytes / GIB, color="black", linestyle="--", linewidth=1.2)
+    short = "; + ran by the allocator's retries alone" if any(map(retried, found.curves)) else ""
     axes.annotate(
-        f"usable {gib(found.gpu.usable_bytes)}; × ran out of memory",
+        f"usable {gib(found.gpu.usable_bytes)}; × ran out of memory{short}",
         (0.01, found.gpu.usable_bytes / GIB),
         xycoords=axes.get_yaxis_transform(),
         xytext=(0, 6),

@@ -156,6 +156,8 @@ def test_without_a_card_points_are_rehearsed():
     ("more", "said"),
     [
         (("--micro-batch", "1,two"), "--micro-batch expects sizes such as 1,2,4,8, each from 1 to 65536"),
+        (("--micro-batch", "2,1,2"), "--micro-batch 2,1,2 says 2 twice; leave one of them out"),
+        (("--strategy", "single,micro_batch_size=4"), "--strategy single,micro_batch_size=4 says micro_batch_size"),
         (("--micro-batch", "0"), "--micro-batch expects sizes such as 1,2,4,8"),
         (("--device", "gpu"), "--device is gpu; it may be measured, emulated or rehearsed"),
         (("--device", "measured"), "--device measured runs on this machine's own card, and --gpu is a40; give --gpu"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,6 +13,7 @@ from bigdit.commands.options import Device, Frames, Gpu, Json, Model, Resolution
 if TYPE_CHECKING:
     from bigdit import catalog
     from bigdit.bench import memory
+    from bigdit.spec import Strategy
 
 LARGEST = 65_536
 """Micro-batch sizes beyond this are a slip of the pen."""
@@ -49,10 +51,11 @@ def run(
     from bigdit.config.strategy import parse_strategy
     from bigdit.rehearse.ask import parse_resolution
     from bigdit.rehearse.notices import COMPILED
-    from bigdit.report.memory import NOTE, make_folder, subtitle, tables, title, write_memory
+    from bigdit.report.memory import NOTE, make_folder, retried, subtitle, tables, title, write_memory
 
     sizes = _sizes(micro_batch)
     strategies = [(text, parse_strategy([text])) for text in strategy]
+    _check_unsized(strategies)
     where, card = _device(device, gpu), catalog.resolve_gpu(gpu)
     limit_bytes = None if limit is None else _limit(limit, card)
     if where != "measured" and any(each.compile_blocks for _, each in strategies):
@@ -76,9 +79,11 @@ def run(
     else:
         log.out.print(f"[bold]{title(found)}[/bold]", highlight=False)
         log.out.print(subtitle(found), highlight=False)
-        for each in tables(found):
+        for each, curve in zip(tables(found), found.curves, strict=True):
             log.out.print()
             log.out.print(each)
+            for line in retried(curve):
+                log.out.print(line, highlight=False)
         log.out.print()
         log.out.print(NOTE, highlight=False)
     if out is not None:
@@ -97,7 +102,23 @@ def _sizes(text: str) -> list[int]:
         raise UserError(
             f"--micro-batch expects sizes such as 1,2,4,8, each from 1 to {LARGEST}, and {text[:40]!r} was found"
         )
+    twice = sorted({size for size in sizes if sizes.count(size) > 1})
+    if twice:
+        raise UserError(f"--micro-batch {text[:40]} says {twice[0]} twice; leave one of them out")
     return sizes
+
+
+def _check_unsized(strategies: Sequence[tuple[str, Strategy]]) -> None:
+    """Raise UserError where a strategy says a size, beside those of --micro-batch."""
+    from bigdit.errors import UserError
+
+    wrong = [
+        f"--strategy {text} says micro_batch_size, and each is run at the sizes of --micro-batch; leave it out there"
+        for text, strategy in strategies
+        if "micro_batch_size" in strategy.model_fields_set
+    ]
+    if wrong:
+        raise UserError(*wrong)
 
 
 def _limit(text: str, card: catalog.Gpu) -> int:

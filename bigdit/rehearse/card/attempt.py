@@ -9,6 +9,7 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 from bigdit.catalog import Gpu
 from bigdit.errors import UserError
 from bigdit.kept import Kept
+from bigdit.memory.caching import fits
 from bigdit.rehearse.card import cache
 from bigdit.rehearse.card.client import ask, build_with, worker
 from bigdit.rehearse.card.launched import Launched
@@ -51,8 +52,7 @@ class Attempt(Strict):
 
     @property
     def fits(self) -> bool:
-        """Whether both steps ran, and none waited for an allocator that was short of room."""
-        return self.ran and not self.retries
+        return fits(not self.ran, self.retries)
 
 
 _KEPT = Kept("attempts", Attempt, "the attempt", "the card is emulated")
