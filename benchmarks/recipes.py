@@ -1,8 +1,9 @@
 """Every recipe at full size on its emulated cards for three steps, and what its plan says: recipes/measured.json.
 
-python benchmarks/recipes.py [NAME…]
+python benchmarks/recipes.py [--encoding] [NAME…]
 
-Weights are holes in files, which read as zeros, and features are made up: what a step allocates follows from shapes.
+With --encoding the hours of encoding alone are found anew, by a rehearsal of the encoders each. Weights are holes in
+files, which read as zeros, and features are made up: what a step allocates follows from shapes.
 """
 
 from __future__ import annotations
@@ -36,8 +37,10 @@ from bigdit.rehearse.card.attempt import Attempt, Attempts
 from bigdit.rehearse.card.client import cuda_build, cuda_python
 from bigdit.search.answer import make_plan
 from bigdit.search.asking.ask import question_for
+from bigdit.search.needs.dataset import DatasetNeed, dataset_need, encoding_request
 from bigdit.search.needs.host import host_need
 from bigdit.search.plan import Plan
+from bigdit.search.question import Question
 from bigdit.speed.cluster import Cluster
 from bigdit.speed.interval import Interval
 from bigdit.speed.step import step_time
@@ -51,6 +54,7 @@ from bigdit.train.prepare import prepare
 ROOT = Path(__file__).parent.parent
 IMAGES = 100_000
 STEPS = 3
+ENCODING = "--encoding"
 
 
 class Caption:
@@ -62,7 +66,13 @@ class Caption:
 def main(asked: list[str]) -> int:
     """A line a recipe, as they come."""
     took = json.loads(MEASURED.read_text()) if MEASURED.exists() else {}
-    recipes = [recipe(name) for name in asked or names()]
+    recipes = [recipe(name) for name in [each for each in asked if each != ENCODING] or names()]
+    if ENCODING in asked:
+        for found in recipes:
+            took[found.name] |= {"encoding_hours": encoding_hours(found)}
+            write_json(MEASURED, took)
+            print(f"{found.name}: hours of encoding {took[found.name]['encoding_hours']}", flush=True)
+        return 0
     with tempfile.TemporaryDirectory(prefix="bigdit-recipes-") as folder:
         hub = weights_of(recipes, Path(folder))
         for found in recipes:
@@ -198,8 +208,27 @@ def _took(found: Recipe, receipts: Sequence[Receipt]) -> Took:
         usable_bytes=gpu.usable_bytes,
         host_bytes=host_bytes,
         store_bytes=(round(sum(each.low for each in stores)), round(sum(each.high for each in stores))),
-        hours=(round(sum(each.low for each in seconds) / 3600, 2), round(sum(each.high for each in seconds) / 3600, 2)),
+        hours=_hours(seconds),
+        encoding_hours=encoding_hours(found),
     )
+
+
+def encoding_hours(found: Recipe) -> tuple[float, float] | None:
+    """Of the pictures of all stages, on the recipe's cards; None where the catalogue has not all encoders."""
+    needs = [_dataset(question_of(found, document)) for document in stages_of(found)]
+    seconds = [need.extraction_seconds for need in needs if need and need.extraction_seconds]
+    return _hours(seconds) if len(seconds) == len(needs) else None
+
+
+def _dataset(question: Question) -> DatasetNeed | None:
+    batch = batch_shape(question.model, question.resolution, question.frames)
+    request = encoding_request(question, batch)
+    return dataset_need(question, batch, None if request is None else rehearse(request).sizes[0])
+
+
+def _hours(seconds: Sequence[Interval]) -> tuple[float, float]:
+    low, high = (sum(each) / 3600 for each in zip(*((each.low, each.high) for each in seconds), strict=True))
+    return round(low, 2), round(high, 2)
 
 
 def _needs(found: Recipe, plans: Sequence[Plan]) -> tuple[int, list[Interval]]:
@@ -219,26 +248,29 @@ def _needs(found: Recipe, plans: Sequence[Plan]) -> tuple[int, list[Interval]]:
 
 def planned(found: Recipe, document: dict[str, Any]) -> Plan:
     """The plan for a stage's own strategy and steps, at the first of its sizes."""
+    return make_plan(question_of(found, document))
+
+
+def question_of(found: Recipe, document: dict[str, Any]) -> Question:
+    """What a stage's plan is asked."""
     train, blocks = document["train"], document["train"].get("checkpointed_blocks", 0)
     *frames, height, width = document["data"]["buckets"][0]
-    return make_plan(
-        question_for(
-            model=found.about.model,
-            gpu=found.about.gpu,
-            gpus=found.processes,
-            engine=_engine(found),
-            resolution=[(height, width)],
-            frames=frames[0] if frames else None,
-            optimizer="adamw",
-            micro_batch=train["micro_batch_size"],
-            global_batch=train["global_batch_size"],
-            checkpointed_blocks=blocks,
-            lora=train["lora"]["rank"] if "lora" in train else None,
-            images=IMAGES,
-            epochs=train["steps"] * train["global_batch_size"] / IMAGES,
-            host_memory="1TiB",
-            device="rehearsed",
-        )
+    return question_for(
+        model=found.about.model,
+        gpu=found.about.gpu,
+        gpus=found.processes,
+        engine=_engine(found),
+        resolution=[(height, width)],
+        frames=frames[0] if frames else None,
+        optimizer="adamw",
+        micro_batch=train["micro_batch_size"],
+        global_batch=train["global_batch_size"],
+        checkpointed_blocks=blocks,
+        lora=train["lora"]["rank"] if "lora" in train else None,
+        images=IMAGES,
+        epochs=train["steps"] * train["global_batch_size"] / IMAGES,
+        host_memory="1TiB",
+        device="rehearsed",
     )
 
 

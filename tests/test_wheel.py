@@ -69,6 +69,18 @@ def test_commands_answer_from_a_wheel(installed, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("wheel")
+def test_doctor_proposes_what_can_be_done_without_a_checkout(installed):
+    run, bigdit = installed
+    said = run(bigdit, "doctor", BIGDIT_CUDA_PYTHON="")
+    (fix,) = (line for line in said.splitlines() if line.startswith("fix: emulated cards: "))
+    assert fix.startswith(
+        f"fix: emulated cards: {bigdit.parent / 'python'} is without the CUDA build of torch; `pip install"
+    )
+    assert ".venv-cuda" not in said
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("wheel")
 def test_a_wheel_has_the_emulated_card(installed, tmp_path):
     run, bigdit = installed
     path = f"{cuda_python().parent}{os.pathsep}{os.environ['PATH']}"

@@ -31,8 +31,9 @@ class Took(Strict):
     """Three steps of a recipe at full size on emulated cards, in bytes of one: by torch's allocator, and
     `process_bytes` with all that a CUDA process takes beside it, at least and at most. As the plan for it says, or its
     rehearsal where blocks are swapped, whose number no plan is asked for: `host_bytes` of the machine's memory while
-    it saves, `store_bytes` of the features of 100,000 pictures or videos, `hours` of its steps. Of stages, three steps
-    of each: bytes of memory are those of the one that takes most, features and hours those of all."""
+    it saves, `store_bytes` of the features of 100,000 pictures or videos, `hours` of its steps, `encoding_hours` of
+    what the encoders compute of these on its cards, None where the catalogue has not all of them. Of stages, three
+    steps of each: bytes of memory are those of the one that takes most, features and hours those of all."""
 
     torch: str
     peak_allocated_bytes: PositiveInt
@@ -42,6 +43,7 @@ class Took(Strict):
     host_bytes: NonNegativeInt
     store_bytes: tuple[int, int]
     hours: tuple[float, float]
+    encoding_hours: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)

@@ -112,7 +112,7 @@ def retried(curve: Curve) -> list[str]:
     """Of each size that ran without fitting, that it did, a line each."""
     return [
         f"{RETRIED} {point.micro_batch_size} ran, but only since the allocator gave back what it kept and tried again "
-        f"({point.decides.retries} ×), for which the card waits: as in plans, it does not count as fitting"
+        f"({point.decides.retries}×), for which the card waits: as in plans, it does not count as fitting"
         for point in curve.points
         if point.decides.retries
     ]

@@ -54,9 +54,21 @@ def needs(found: Recipe) -> list[str]:
         f"card   {card}: {gib(low)} to {gib(high)} of {gib(took.usable_bytes)}, {gib(_left(found))} left",
         f"       of it torch reserves {gib(took.peak_reserved_bytes)}: three steps{each} on {where}, {took.torch}",
         f"host   {gib(took.host_bytes)} of RAM, while it saves",
-        f"disk   {disk} of features for 100,000 {found.samples}",
+        f"disk   {disk} of features for 100,000 {found.samples}; weights, checkpoints and exports come on top",
         f"time   {hours} of training, by {by}",
+        f"       {_encoding(found)}",
+        "       not counted: the download, reading and decoding, samples and saving",
     ]
+
+
+def _encoding(found: Recipe) -> str:
+    """How long its features take, or that it is not known."""
+    assert found.took is not None
+    if found.took.encoding_hours is None:
+        return "how long encoding takes before it is not known"
+    low, high = found.took.encoding_hours
+    cards = "card" if found.processes == 1 else "cards"
+    return f"{low:.1f} to {high:.1f} h before it, to encode 100,000 {found.samples} on the {cards}"
 
 
 def _left(found: Recipe) -> int:

@@ -1,14 +1,21 @@
 """benchmarks/gallery.md: every model on every card, as gallery.json has it, and what a cell says is what runs."""
 
 import json
+import random
 
 import gallery
 import pytest
 from commands import bigdit
 
 from bigdit import catalog
+from bigdit.bench.memory import Curve
+from bigdit.memory.process import beside_torch
+from bigdit.search.finding.candidates import LARGEST_MICRO_BATCH
 
 CELLS = [gallery.Cell.model_validate(cell) for cell in json.loads(gallery.FOUND.read_text())]
+
+RETRIED = ("pixart-sigma-xl-2-1024", "a40", 1, "full")
+"""One more sample than its largest runs on an emulated card, where torch's allocator gives back what it kept."""
 
 
 def test_the_page_has_every_cell():
@@ -44,11 +51,26 @@ def test_what_is_kept_is_not_run_again(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_cell_runs_and_one_more_runs_out():
-    (cell,) = (cell for cell in CELLS if (cell.model, cell.gpu, cell.way) == ("sana-600m-1024", "rtx-3060-12g", "full"))
+def test_a_cell_is_what_bench_memory_finds_where_one_more_runs_by_retries_alone():
+    (cell,) = (each for each in CELLS if each.asked == RETRIED)
     sizes = f"{cell.largest},{cell.largest + 1}"
     asked = ("--model", cell.model, "--gpu", cell.gpu, "--strategy", cell.strategy, "--micro-batch", sizes)
     done = bigdit("bench", "memory", *asked, "--json", BIGDIT_DEVICE="emulated")
     assert done.returncode == 0, done.stderr
-    (curve,) = json.loads(done.stdout)["curves"]
-    assert [point["process"] is None for point in curve["points"]] == [False, True]
+    (curve,) = (Curve.model_validate(each) for each in json.loads(done.stdout)["curves"])
+    assert [(point.ran.ran_out, point.ran.retries > 0) for point in curve.points] == [(None, False), (None, True)]
+    assert [point.fits for point in curve.points] == [True, False]
+    assert curve.largest == cell.largest
+
+
+@pytest.mark.slow
+def test_cells_run_and_one_more_sample_does_not_fit():
+    """Some of a card, drawn by a seed."""
+    card = catalog.resolve_gpu("a40")
+    room = card.usable_bytes - beside_torch(card.compute_capability, 1, multiprocessors=card.multiprocessors).high_bytes
+    found = [each for each in CELLS if (each.gpu, each.gpus) == ("a40", 1) and 0 < each.largest < LARGEST_MICRO_BATCH]
+    with gallery.Cards(card) as cards:
+        for cell in random.Random("a40").sample(found, 4):
+            request = gallery.sized(cell.model, card, cell.strategy)
+            attempts = cards.run([(request(cell.largest + more), room) for more in (0, 1)])
+            assert [attempt.fits for attempt in attempts] == [True, False], (cell, cards.unanswered)

@@ -1,8 +1,10 @@
 """Steps of a real H100, which was measured once: what was predicted of them before, and today, against what it took."""
 
+import re
 import statistics
 
 import pytest
+from commands import ROOT
 from on_gpu.page import PAGE as MATRIX
 from on_gpu.page import errors, measured, page
 from on_gpu.points import POINTS
@@ -49,6 +51,12 @@ def test_what_was_predicted_of_every_point_is_what_an_h100_took(side, what, pred
 
 def test_the_page_says_what_was_predicted_and_measured(predictions):
     assert MATRIX.read_text() == page(predictions, {each.name: each for each in measured()})
+
+
+def test_how_wide_seconds_are_is_what_the_faq_says():
+    ratios = [float(high) / float(low) for low, high in re.findall(r"\| ([\d.]+) to ([\d.]+) \|", MATRIX.read_text())]
+    said = f"{min(ratios):.1f} to {max(ratios):.1f} times, {statistics.median(ratios):.1f} in the middle"
+    assert said in " ".join((ROOT / "docs/faq.md").read_text().split())
 
 
 @pytest.mark.xdist_group("referee")

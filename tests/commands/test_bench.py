@@ -10,8 +10,10 @@ from cards import TIME_LIMIT_S
 from commands import BIN, ROOT, bigdit
 
 from bigdit import catalog
+from bigdit.bench.memory import MemoryBench
 from bigdit.emulator import emulated_environment
 from bigdit.rehearse.card.client import cuda_python
+from bigdit.report.memory import write_memory
 
 ASKED = ("bench", "memory", "--model", "dit-s-2-paper", "--micro-batch", "64,2,1,128", "--limit", "3GiB")
 STRATEGIES = ("--strategy", "single", "--strategy", "single,checkpointed_blocks=all")
@@ -140,6 +142,28 @@ def test_this_machines_card_is_measured_and_one_that_is_emulated_says_so(emulate
     assert small["ran"] == before["ran"]
     assert large["process"] is None
     assert "ran out of the card's memory" in large["ran"]["ran_out"]
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("bench-memory")
+def test_every_form_says_what_ran_by_retries_alone_and_none_counts_it(emulated, tmp_path):
+    report = emulated[0]
+    report = {key: value for key, value in report.items() if key != "command"}
+    found = MemoryBench.model_validate(report)
+    kept, *others = found.curves
+    first, second, *_ = kept.points
+    retried = second.model_copy(update={"ran": second.ran.model_copy(update={"retries": 3})})
+    kept = kept.model_copy(update={"points": (first, retried)})
+    found = found.model_copy(update={"curves": (kept, *others)})
+    assert kept.largest == first.micro_batch_size
+    files = write_memory(found, tmp_path, "bigdit bench memory")
+    texts = {file.suffix: file.read_text() for file in files if file.suffix != ".png"}
+    line = "† 2 ran, but only since the allocator gave back what it kept and tried again (3×)"
+    assert all(line in texts[suffix] for suffix in (".md", ".html"))
+    assert "single on the emulated NVIDIA GeForce RTX 3060: 1 fits" in texts[".md"]
+    assert "| 2† |" in texts[".md"]
+    assert '"retries": 3' in texts[".json"]
+    assert "+ ran by the allocator&#39;s retries alone" in texts[".html"].replace("'", "&#39;")
 
 
 def test_without_a_card_points_are_rehearsed():

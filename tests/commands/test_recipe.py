@@ -2,9 +2,10 @@
 
 import json
 from pathlib import Path
+from statistics import median
 
 import pytest
-from commands import bigdit
+from commands import ROOT, bigdit
 
 from bigdit import catalog
 from bigdit.catalog.classes import takes_classes
@@ -74,9 +75,18 @@ def test_deepspeeds_json_is_shown_and_copied_beside_the_yaml(tmp_path):
     assert ((tmp_path / "mine.yaml").read_text(), mine.read_text()) == tuple(found.files.values())
 
 
+def test_how_wide_hours_are_is_what_the_faq_says():
+    ratios = [took.hours[1] / took.hours[0] for took in (recipe(name).took for name in names())]
+    said = f"{min(ratios):.1f} to {max(ratios):.1f} times the low, {median(ratios):.1f} in the middle"
+    assert said in " ".join((ROOT / "docs/faq.md").read_text().split())
+
+
 def test_videos_and_classes_are_asked_for_as_such():
     shown = bigdit("recipe", "show", "wan2.1-1.3b-lora-rtx-4090").stdout
-    assert "of features for 100,000 videos" in shown
+    assert "of features for 100,000 videos; weights, checkpoints and exports come on top" in shown
+    low, high = recipe("wan2.1-1.3b-lora-rtx-4090").took.encoding_hours
+    assert f"{low:.1f} to {high:.1f} h before it, to encode 100,000 videos on the card" in shown
+    assert "not counted: the download, reading and decoding, samples and saving" in shown
     assert '--caption "a fox in the snow"' in recipe("wan2.1-1.3b-lora-rtx-4090").commands[-1]
     assert recipe("dit-xl-2-rtx-4090").commands[-1].endswith("--label 0")
 

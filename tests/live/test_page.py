@@ -7,13 +7,16 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 from browser import asked, browser, width
-from live import ADAMW, USABLE_MIB, WITHIN_S, body, stopped
+from live import ADAMW, USABLE_MIB, WITHIN_S, body, question, stopped
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.select import Select
 from selenium.webdriver.support.ui import WebDriverWait
 
+from bigdit.config.strategy import MOST_MICRO_BATCH
 from bigdit.memory import CATEGORIES
+from bigdit.report.page import page as page_of
+from bigdit.search.telling.ways import ways
 from bigdit.units import gib
 
 # One plan with that of tests/commands/test_plan.py, which is kept, and one server.
@@ -110,6 +113,27 @@ def test_the_address_keeps_what_is_asked(page, live):
     answered(page)
     assert (state(page), page.current_url) == (before, address)
     shows(page, live, body("one process, CAME", 64, 12))
+
+
+def test_what_an_address_asks_for_and_cannot_be_had_is_said_with_what_runs_instead(page, live):
+    page.get("about:blank")
+    page.get(f"{live.url}#strategy=zzz&micro-batch=9999")
+    answered(page)
+    said = f"strategy “zzz” (shown: {ADAMW}); micro-batch “9999” (shown: {MOST_MICRO_BATCH})"
+    assert at(page, "refused").text == f"The address asks for what is not here: {said}"
+    changed(page, lambda: at(page, "blocks").send_keys(Keys.ARROW_RIGHT))
+    assert not at(page, "refused").is_displayed()
+
+
+def test_a_page_offers_the_sizes_that_can_be_asked_for(plan, offered):
+    """Any, or with a global batch those that share it out."""
+    some = page_of(plan, live=ways(plan, lambda count: question(gpus=count)))
+    assert "The micro-batches on the slider and any number of blocks may be asked for" in some
+    assert 'id="whatif-exactly"' not in some
+    small, offers = offered
+    every = page_of(small, live=offers)
+    assert "Any micro-batch and any number of blocks may be asked for" in every
+    assert 'id="whatif-exactly"' in every
 
 
 def test_a_card_that_is_killed_is_said_and_the_next_question_runs(page, live):

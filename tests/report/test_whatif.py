@@ -203,6 +203,22 @@ def test_an_address_that_means_nothing_shows_what_is_recommended(page, folder, p
     nonsense = {"strategy": "</script><b>", "micro-batch": "many", "blocks": "-1e9", "card": "abacus"}
     page.get(f"{(folder / 'report.html').as_uri()}#{urlencode(nonsense)}")
     shows(page, *point(document, "one process, AdamW", plan.chosen.strategy.micro_batch_size, 0))
+    refused = at(page, "refused").text
+    assert refused.startswith(
+        "The address asks for what is not here: strategy “</script><b>” (shown: one process, AdamW)"
+    )
+    assert f"micro-batch “many” (shown: {plan.chosen.strategy.micro_batch_size})" in refused
+    assert "card “abacus” (shown: NVIDIA A40)" in refused
+    at(page, "blocks").send_keys(Keys.ARROW_RIGHT)
+    assert not at(page, "refused").is_displayed()
+
+
+def test_an_address_that_asks_for_too_much_says_what_is_shown_instead(page, folder, document):
+    page.get(f"{(folder / 'report.html').as_uri()}#{urlencode({'micro-batch': '9999', 'blocks': '20', 'size': '3'})}")
+    largest = int(at(page, "micro-batch-said").text)
+    shows(page, *point(document, "one process, AdamW", largest, 20))
+    said = f"micro-batch “9999” (shown: {largest}); size “3” (no such choice)"
+    assert at(page, "refused").text == f"The address asks for what is not here: {said}"
 
 
 @pytest.mark.parametrize("pixels", [400, 1200])

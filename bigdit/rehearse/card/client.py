@@ -32,11 +32,24 @@ def cuda_python() -> Path:
         return own
     python = Path(chosen or _ROOT / ".venv-cuda" / "bin" / "python")
     if not python.exists():
-        raise UserError(
-            f"{python} is no interpreter with the CUDA build of torch; `make cuda` sets one up, "
-            "and BIGDIT_CUDA_PYTHON names another"
-        )
+        missing = f"{python} is no interpreter with" if chosen or _checkout() else f"{own} is without"
+        raise UserError(f"{missing} the CUDA build of torch; {_mends()}")
     return python
+
+
+def _checkout() -> bool:
+    """Whether this is one, with its Makefile, or what pip installed."""
+    return (_ROOT / "Makefile").exists()
+
+
+def _mends() -> str:
+    """What sets up an interpreter with the CUDA build of torch."""
+    if _checkout():
+        return "`make cuda` sets one up in .venv-cuda, and BIGDIT_CUDA_PYTHON names another"
+    return (
+        "`pip install --force-reinstall torch` with no index of CPU builds has it on Linux, and BIGDIT_CUDA_PYTHON "
+        "names another interpreter that has it, and what bigdit needs"
+    )
 
 
 def _has_cuda(python: Path) -> bool:
@@ -60,10 +73,7 @@ def cuda_build(python: Path) -> str:
         if given and name.split(":")[0].strip() in ("__version__", "cuda"):
             found[name.split(":")[0].strip()] = text.strip().strip("'")
     if found.get("cuda", "None").endswith("None"):
-        raise UserError(
-            f"{python} has torch {found.get('__version__', '(none)')}, which is no CUDA build; "
-            "`make cuda` sets one up in .venv-cuda, and BIGDIT_CUDA_PYTHON names another"
-        )
+        raise UserError(f"{python} has torch {found.get('__version__', '(none)')}, which is no CUDA build; {_mends()}")
     return f"{found['__version__']} CUDA {found['cuda']}"
 
 

@@ -206,10 +206,21 @@ function recall() {
     asked[key] = value || value === 0 ? value : asked[key];
   }
   show();
+  sayRefused(said);
+}
+
+// What of the address could not be taken, and what is shown instead.
+function sayRefused(said) {
+  const quoted = (key) => `${key} “${said.get(key).slice(0, 40)}”`;
+  const differs = [...new Set(said.keys())].filter((key) => said.get(key) !== `${asked[key]}`);
+  const lines = differs.map((key) => `${quoted(key)} (${key in asked ? `shown: ${asked[key]}` : "no such choice"})`);
+  at("refused").hidden = !lines.length;
+  at("refused").textContent = lines.length ? `The address asks for what is not here: ${lines.join("; ")}` : "";
 }
 
 function changed(change) {
   change();
+  sayRefused(new URLSearchParams());
   show();
   remember();
 }
