@@ -72,7 +72,7 @@ def test_cells_run_and_one_more_sample_does_not_fit():
         each for each in CELLS if (each.gpu, each.gpus) == (card.name, 1) and 0 < each.largest < LARGEST_MICRO_BATCH
     ]
     with gallery.Cards(card) as cards:
-        for cell in random.Random(card.name).sample(found, 3):
+        for cell in random.Random(card.name).sample(found, 2):
             request = gallery.sized(cell.model, card, cell.strategy)
             attempts = cards.run([(request(cell.largest + more), room) for more in (0, 1)])
             assert [attempt.fits for attempt in attempts] == [True, False], (cell, cards.unanswered)
