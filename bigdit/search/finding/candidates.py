@@ -122,16 +122,17 @@ class Candidate:
 
 
 def preferred(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """Lossless ones first, since nobody's numerics are changed unasked; of those that are as fast as the fastest, the
-    one that takes least, and of equal ones that with fewest recomputed blocks; all others by their speed."""
-    found = list(candidates)
-    return [each for lossless in (True, False) for each in _roomy([c for c in found if c.lossless == lossless])]
+    """Lossless ones first, since nobody's numerics are changed unasked, and what is no last resort before what is one;
+    of those that are as fast as the fastest, the one that takes least, and of equal ones that with fewest recomputed
+    blocks; all others by their speed."""
+    groups: dict[tuple[bool, int], list[Candidate]] = {}
+    for each in candidates:
+        groups.setdefault((not each.lossless, each.option.proposal.last_resort), []).append(each)
+    return [each for _, group in sorted(groups.items()) for each in _roomy(group)]
 
 
 def _roomy(candidates: Sequence[Candidate]) -> list[Candidate]:
-    fastest = max(candidates, key=lambda each: each.rate.middle, default=None)
-    if fastest is None:
-        return []
+    fastest = max(candidates, key=lambda each: each.rate.middle)
     near = [each for each in candidates if each.as_fast_as(fastest)]
     near.sort(key=lambda each: (each.reserved_bytes, each.blocks))
     rest = [each for each in candidates if not each.as_fast_as(fastest)]

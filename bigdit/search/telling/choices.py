@@ -220,11 +220,15 @@ def _recommended(choice: Choice, rows: Sequence[Choice]) -> str:
     if choice.verdict == "DOES NOT FIT":
         return "what takes least of what was asked for"
     fits = [each for each in rows if each.verdict == "FITS"]
-    alike = [each for each in fits if each.lossless == choice.lossless]
-    fastest, any_numbers = (
-        max([choice, *among], key=lambda each: each.samples_per_second_per_card.middle) for among in (alike, fits)
+    swaps = bool(choice.strategy.blocks_to_swap)
+    numbers = [each for each in fits if each.lossless == choice.lossless]
+    alike = [each for each in numbers if bool(each.strategy.blocks_to_swap) == swaps]
+    fastest, of_numbers, of_all = (
+        max([choice, *among], key=lambda each: each.samples_per_second_per_card.middle)
+        for among in (alike, numbers, fits)
     )
-    among = "" if any_numbers in (fastest, choice) else " with AdamW's own numbers"
+    among = "" if of_all in (of_numbers, choice) else " with AdamW's own numbers"
+    among += "" if of_numbers in (fastest, choice) or swaps else " with all weights on the card"
     if fastest is choice:
         return f"recommended: the fastest that fits{among}"
     return f"recommended: as fast as any that fits{among}, to {SAME_SPEED:.0%}, and of those the one that takes least"

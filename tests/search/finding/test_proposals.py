@@ -261,9 +261,11 @@ class Weighed:
         return self.nbytes
 
 
-def weighed(title: str, nbytes: float, low: float, high: float, optimizer: str = "adamw", blocks: int = 0) -> Candidate:
+def weighed(
+    title: str, nbytes: float, low: float, high: float, optimizer: str = "adamw", blocks: int = 0, resort: int = 0
+) -> Candidate:
     """A candidate that takes so many bytes, at `low` to `high` images a second."""
-    proposal = Proposal(title, parse_strategy([f"optimizer.name={optimizer}"]))
+    proposal = Proposal(title, parse_strategy([f"optimizer.name={optimizer}"]), last_resort=resort)  # type: ignore[arg-type]
     step = StepTime(seconds=Interval(low=1 / high, high=1 / low), parts={})
     return Candidate(Weighed(proposal, nbytes), 1, 1, blocks, step)  # type: ignore[arg-type]
 
@@ -276,6 +278,12 @@ def test_room_comes_before_speed_that_cannot_be_told_apart() -> None:
     alike = [weighed(str(blocks), 20, 10, 20, blocks=blocks) for blocks in (3, 0, 7)]
     assert [each.blocks for each in preferred(alike)] == [0, 3, 7]
     assert preferred([]) == []
+    waiting, whole = weighed("waiting", 1, 11, 21, "adamw_8bit", resort=2), weighed("whole", 90, 10, 20, "adamw_8bit")
+    assert [each.option.proposal.title for each in preferred([waiting, whole, slower])] == [
+        "slower",
+        "whole",
+        "waiting",
+    ]
 
 
 @given(st.floats(0.1, 1e6), st.floats(1, 100), st.floats(0.1, 1e3))
