@@ -135,7 +135,7 @@ def test_a_step_is_rehearsed_to_the_byte_and_the_pipeline_loads_what_was_trained
 def test_the_pipeline_draws_with_exported_adapters_as_training_would(encoded):
     folder, pipeline = encoded
     torch.manual_seed(1)
-    base = diffusers.WanTransformer3DModel(**KWARGS)
+    base = diffusers.WanTransformer3DModel(**KWARGS).bfloat16().float()  # rounded, as training loads it
     base.save_pretrained(folder / "base/transformer")
     of_lora = ("train.lora.rank=2", "train.precision=bf16", "optimizer.lr=0.05", "train.checkpoint_every=2")
     settings = with_set((*of_lora, f"model.init_from={folder / 'base/transformer'}", f"output={folder / 'lora'}"))
@@ -153,9 +153,9 @@ def test_the_pipeline_draws_with_exported_adapters_as_training_would(encoded):
         return whole(picture, "a square", generator=torch.Generator().manual_seed(0), **asked).frames
 
     without = drawn(base)
-    trained = drawn(Sampler(checkpoint, torch.device("cpu"))._model)
+    trained = drawn(Sampler(checkpoint, torch.device("cpu")).model().float())
     loaded = drawn(base, folder / "lora/exports/step-00000002/transformer")
-    torch.testing.assert_close(loaded, trained, rtol=1e-5, atol=1e-5)
+    assert (loaded - trained).norm() < 0.02 * (loaded - without).norm()  # adapters that are rounded, too
     assert (loaded - without).abs().max() > 0.01
     names = {name.rsplit(".lora_", 1)[0].split(".", 1)[1] for name in base.state_dict() if "lora_A" in name}
     assert {name for name in names if "attn2.add_" in name}  # those that see the picture, too

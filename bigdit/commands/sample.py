@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, get_args
 
@@ -13,6 +14,7 @@ from bigdit.commands.options import EmaWidth, Json
 from bigdit.units import LARGEST
 
 if TYPE_CHECKING:
+    import torch
     from PIL import Image
 
     from bigdit.objective_spec import SamplerName
@@ -105,15 +107,13 @@ def run(
             height, width, steps, guidance, negative, drawn_by, seed, frames=frames[0] if frames else None
         )
         loaded.check(options, len(wanted), len(images))
-        loaded.load()
+    latents = list(_shown("draw", loaded.draw(wanted, options, images), len(wanted)))
     drawn, rows, fps = [], [], loaded.fps or 1.0  # of videos, which alone have one
-    with log.progress("sample", total=len(wanted), unit="images") as advance:
-        for i, pixels in enumerate(loaded.sample(wanted, options, images)):
-            drawn.append(pixels.squeeze(0).numpy() if len(pixels) == 1 else pixels.movedim(0, -1).numpy())
-            path = out / f"{i:05d}{'.webp' if frames else '.png'}"
-            _write(path, webp(drawn[-1], fps) if frames else png(drawn[-1]))
-            rows.append({"file": path.name, "caption": wanted[i], "seed": seed + i})
-            advance(1)
+    for i, pixels in enumerate(_shown("decode", loaded.decode(latents, options), len(wanted))):
+        drawn.append(pixels.squeeze(0).numpy() if len(pixels) == 1 else pixels.movedim(0, -1).numpy())
+        path = out / f"{i:05d}{'.webp' if frames else '.png'}"
+        _write(path, webp(drawn[-1], fps) if frames else png(drawn[-1]))
+        rows.append({"file": path.name, "caption": wanted[i], "seed": seed + i})
     path = out / f"grid{'.webp' if frames else '.png'}"
     _write(path, webp(moving_grid(drawn), fps) if frames else grid_png(drawn, wanted))
     report = {
@@ -129,6 +129,16 @@ def run(
     if as_json:
         log.emit_json(report)
     log.notice(f"wrote {len(rows)} {'videos' if frames else 'pictures'}, samples.json and {path}")
+
+
+def _shown(what: str, found: Iterator[torch.Tensor], total: int) -> Iterator[torch.Tensor]:
+    """The same, with a bar of how many there are."""
+    from bigdit import log
+
+    with log.progress(what, total=total, unit="images") as advance:
+        for each in found:
+            yield each
+            advance(1)
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -37,6 +37,10 @@ class ImageCodec(Protocol):
         """Those with weights."""
         ...
 
+    def move(self, device: torch.device) -> None:
+        """Compute there from now on, with the weights there."""
+        ...
+
     def latent_shape(self, bucket: tuple[int, ...]) -> Shape:
         """The latents [C, f, h, w] of a video of `bucket` [frames, height, width] in pixels; of a picture of [height,
         width] [C, h, w], or with the one frame of video VAEs.
@@ -76,6 +80,9 @@ class PixelCodec:
 
     def modules(self) -> list[nn.Module]:
         return []
+
+    def move(self, device: torch.device) -> None:
+        pass  # pixels are unshuffled where they are
 
     def latent_shape(self, bucket: tuple[int, ...]) -> Shape:
         check_divides(bucket, self.downsample, 1)

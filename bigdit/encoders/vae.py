@@ -85,6 +85,10 @@ class DiffusersVae:
     def modules(self) -> list[nn.Module]:
         return [self._vae]
 
+    def move(self, device: torch.device) -> None:
+        self._vae.to(device)
+        self._device = device
+
     def latent_shape(self, bucket: tuple[int, ...]) -> Shape:
         if len(bucket) == 3 and not self._frames:
             raise UserError(

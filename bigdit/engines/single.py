@@ -13,7 +13,7 @@ from bigdit import optim
 from bigdit.engines.backward import Backward
 from bigdit.engines.protocol import Engine, Stepped
 from bigdit.engines.shards import Shard, whole
-from bigdit.models.swap import swap_of, with_data
+from bigdit.models.swap import moved, swap_of, with_data
 from bigdit.spec import Strategy
 from bigdit.units import MIB
 
@@ -36,7 +36,7 @@ class SingleEngine(Engine):
         self.strategy = strategy
         self.device = device
         self._swap = swap_of(model)
-        self.model = model.to(device) if self._swap is None else self._swap.moved(model, device)
+        self.model = moved(model, device)
         self._named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         self._params = [p for _, p in self._named]
         self._mixed = strategy.precision in ("bf16", "fp16")

@@ -52,6 +52,12 @@ def swap_of(model: nn.Module) -> Swap | None:
     return found
 
 
+def moved(model: nn.Module, device: torch.device) -> nn.Module:
+    """The model, in place, on the device; weights that are swapped wait on the host."""
+    swap = swap_of(model)
+    return model.to(device) if swap is None else swap.moved(model, device)
+
+
 class _Weights:
     """The weights of a block, frozen ones alone but where all are `trained`; and without `shared` ones, which the model
     calls from elsewhere too."""

@@ -103,25 +103,9 @@ class Recipe:
 
     @property
     def _sample(self) -> str:
-        """`bigdit sample` computes in fp32, over a base in fp32: where the card holds it in fewer bits alone, or a part
-        of it, diffusers draws, with all but one layer on the host."""
-        output, train = self.run["output"], self.run["train"]
-        if train.get("lora", {}).get("base", "bf16") == "bf16" and "blocks_to_swap" not in train:
-            asked = '--caption "a fox in the snow"' if "text" in self.run["encoders"] else "--label 0"
-            return f"bigdit sample --checkpoint {output} --out {output}/samples {asked}"
-        export = f"{output}/exports/step-{train['steps']:08d}/transformer"
-        dtype = "torch_dtype=torch.bfloat16"
-        trained = (
-            f', transformer=diffusers.AutoModel.from_pretrained("{export}", {dtype})' if "lora" not in train else ""
-        )
-        steps = (
-            "import diffusers, torch",
-            f'drawn_by = diffusers.DiffusionPipeline.from_pretrained("{self.weights}", {dtype}{trained})',
-            *([f'drawn_by.load_lora_weights("{export}")'] if "lora" in train else []),
-            "drawn_by.enable_sequential_cpu_offload()",
-            f'drawn_by("a fox in the snow").images[0].save("{output}/fox.png")',
-        )
-        return f"python -c '{'; '.join(steps)}'"
+        output = self.run["output"]
+        asked = '--caption "a fox in the snow"' if "text" in self.run["encoders"] else "--label 0"
+        return f"bigdit sample --checkpoint {output} --out {output}/samples {asked}"
 
 
 def names() -> list[str]:

@@ -13,6 +13,7 @@ from bigdit.config.encoders import TextEncoderConfig
 from bigdit.encoders.load import load_text_encoder
 from bigdit.encoders.text_encoder import shapes_of
 from bigdit.errors import UserError
+from bigdit.loader.batch import condition
 from bigdit.loader.padded import padded
 from bigdit.objective_spec import SamplerName
 from bigdit.spec import ModelSpec
@@ -55,28 +56,38 @@ class SamplingOptions:
 
 @dataclass(frozen=True)
 class Given:
-    """What a batch is conditioned on; with guidance, followed by what it is led away from."""
+    """What a batch is conditioned on."""
 
     text_embeds: torch.Tensor | None
     text_mask: torch.Tensor | None
     extras: Mapping[str, torch.Tensor]
 
+    def rows(self, numbers: Sequence[int], device: torch.device, dtype: torch.dtype) -> Given:
+        """Those of the batch with these numbers, as a model that computes in `dtype` is fed them."""
+
+        def chosen(tensor: torch.Tensor) -> torch.Tensor:
+            return condition(tensor[list(numbers)], device, dtype)
+
+        embeds, mask = (None if each is None else chosen(each) for each in (self.text_embeds, self.text_mask))
+        return Given(embeds, mask, {name: chosen(each) for name, each in self.extras.items()})
+
 
 class Texts:
-    """Conditions of captions, by the run's text encoder."""
+    """Captions as the run's text encoder has them, on the host; the encoder takes nothing any more."""
 
-    def __init__(self, config: TextEncoderConfig, device: torch.device) -> None:
-        self._encoder, self._device = load_text_encoder(config, device), device
-        self._null = self._encoder.null()
-
-    def of(self, captions: Sequence[str], options: SamplingOptions) -> Given:
-        """Those of captions."""
-        texts = list(self._encoder.encode(captions))
+    def __init__(
+        self, config: TextEncoderConfig, captions: Sequence[str], options: SamplingOptions, device: torch.device
+    ) -> None:
+        encoder = load_text_encoder(config, device)
+        texts = list(encoder.encode(captions))
         if options.guided:
-            away = self._null if options.negative is None else self._encoder.encode([options.negative])[0]
-            texts += [away] * len(captions)
-        texts = [text.to(self._device, torch.float32) for text in texts]
-        return Given(*padded(texts, {name: most for name, (most, _) in shapes_of(self._encoder).items()}))
+            texts.append(encoder.null() if options.negative is None else encoder.encode([options.negative])[0])
+        self._texts = [text.to("cpu", torch.float32) for text in texts]
+        self._most = {name: most for name, (most, _) in shapes_of(encoder).items()}
+
+    def of(self, numbers: Sequence[int]) -> Given:
+        """Those of captions by their numbers; with guidance, the one after the last is what it leads away from."""
+        return Given(*padded([self._texts[number] for number in numbers], self._most))
 
 
 @dataclass(frozen=True)
@@ -88,23 +99,23 @@ class Words:
 
 
 class Labels:
-    """Conditions of classes, which a checkpoint knows by their names or their number."""
+    """Classes, which a checkpoint knows by their names or their number."""
 
-    def __init__(self, known: Known, spec: ModelSpec, device: torch.device, words: Words) -> None:
-        self._classes, self._no_class, self._device = Classes(known), no_class(spec), device
-        self._words = words
-
-    def of(self, labels: Sequence[str], options: SamplingOptions) -> Given:
-        """Those of classes by their names or numbers. Raises UserError for one that is unknown."""
-        numbers = [self._number(self._words.label, label) for label in labels]
+    def __init__(
+        self, known: Known, spec: ModelSpec, labels: Sequence[str], options: SamplingOptions, words: Words
+    ) -> None:
+        """Raises UserError for one that is unknown."""
+        self._classes = Classes(known)
+        self._numbers = [self._number(words.label, label) for label in labels]
         if options.guided:
-            away = self._no_class if options.negative is None else self._number("--negative", options.negative)
+            away = no_class(spec) if options.negative is None else self._number("--negative", options.negative)
             if away is None:
-                raise UserError(
-                    f"guidance leads away from no class, which this model does not know; {self._words.unguided}"
-                )
-            numbers += [away] * len(labels)
-        return Given(None, None, {CLASS_LABEL: torch.tensor(numbers, device=self._device)})
+                raise UserError(f"guidance leads away from no class, which this model does not know; {words.unguided}")
+            self._numbers.append(away)
+
+    def of(self, numbers: Sequence[int]) -> Given:
+        """As Texts.of."""
+        return Given(None, None, {CLASS_LABEL: torch.tensor([self._numbers[number] for number in numbers])})
 
     def _number(self, option: str, label: str) -> int:
         try:
@@ -114,11 +125,17 @@ class Labels:
 
 
 def conditions_of(
-    run: RunConfig, spec: ModelSpec, known: Known | None, device: torch.device, words: Words = Words()
+    run: RunConfig,
+    spec: ModelSpec,
+    known: Known | None,
+    captions: Sequence[str],
+    options: SamplingOptions,
+    device: torch.device,
+    words: Words = Words(),
 ) -> Texts | Labels:
-    """Of the captions that a run is fed, or of the classes that are `known` to it. Raises UserError where its text
-    encoder cannot be loaded."""
+    """Of these captions, if the run is fed any, or of classes that are `known` to it; what encodes them is on `device`
+    meanwhile. Raises UserError where it cannot be loaded, and for a class that is unknown."""
     if run.encoders.text is not None:
-        return Texts(run.encoders.text, device)
+        return Texts(run.encoders.text, captions, options, device)
     assert known is not None  # of a run without captions
-    return Labels(known, spec, device, words)
+    return Labels(known, spec, captions, options, words)

@@ -32,13 +32,16 @@ def first_image(path: Path) -> Image.Image:
 
 
 def first_frame_extras(
-    frames: FirstFrames, images: Sequence[Image.Image], bucket: tuple[int, ...], count: int, device: torch.device
+    frames: FirstFrames, images: Sequence[Image.Image], bucket: tuple[int, ...]
 ) -> dict[str, torch.Tensor]:
-    """The extras [count, …] fp32 of videos of `bucket` [(frames,) height, width], which begin with these images, or all
-    with the one; a picture is cropped to the bucket as extraction does it."""
-    videos = torch.zeros(len(images), 3, bucket[0] if len(bucket) == 3 else 1, *bucket[-2:], dtype=torch.uint8)
-    for video, image in zip(videos, images, strict=True):
-        _, pixels = bucket_pixels(image, [bucket[-2:]], "rgb")
-        video[:, 0] = torch.from_numpy(pixels)
-    found = extras_of(frames.encode(videos), frames.mask)
-    return {name: each.to(device, torch.float32).expand(count, *each.shape[1:]) for name, each in found.items()}
+    """The extras [images, …] fp32, on the host, of videos of `bucket` [(frames,) height, width] that begin with these
+    images; a picture is cropped to the bucket as extraction does it."""
+    found = [_extras(frames, each, bucket) for each in images]  # one by one: a whole video is made of each
+    return {name: torch.cat([each[name] for each in found]).float() for name in found[0]}
+
+
+def _extras(frames: FirstFrames, image: Image.Image, bucket: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    _, pixels = bucket_pixels(image, [bucket[-2:]], "rgb")
+    video = torch.zeros(1, 3, bucket[0] if len(bucket) == 3 else 1, *bucket[-2:], dtype=torch.uint8)
+    video[0, :, 0] = torch.from_numpy(pixels)
+    return extras_of(frames.encode(video), frames.mask)

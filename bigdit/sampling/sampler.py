@@ -1,36 +1,41 @@
-"""Pictures or videos from captions or classes by a trained checkpoint, with classifier-free guidance."""
+"""Pictures or videos from captions or classes by a trained checkpoint, with classifier-free guidance.
+
+What encodes, draws and decodes has the device in turn, and alone: no card holds all of it that holds each of them.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from functools import cached_property
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from PIL import Image
+from torch import nn
 
 from bigdit import log, models, objectives
 from bigdit.catalog.families import objective_of
-from bigdit.checkpoint import Checkpoint, PostHoc, load_model, load_weights, verify
-from bigdit.config import RunConfig
+from bigdit.checkpoint import Checkpoint, PostHoc, verify
 from bigdit.config.load import parse_run
 from bigdit.encoders.codecs import load_image_codec, to_bytes
-from bigdit.encoders.first_frame import FirstFrames, load_first_frames
 from bigdit.encoders.fit import size_misfits
+from bigdit.engines import compute_dtype
 from bigdit.errors import UserError
-from bigdit.sampling.conditions import Labels, SamplingOptions, Texts, conditions_of
-from bigdit.sampling.first_frame import first_frame_extras
+from bigdit.sampling.conditions import Given, SamplingOptions
+from bigdit.sampling.encoded import Encoded, encoded
+from bigdit.sampling.model import model_of
+from bigdit.sampling.turns import give_back
 from bigdit.shortage import ran_out, room, told
 from bigdit.spec import ModelSpec, Strategy
 from bigdit.store.part import Shape
 from bigdit.units import gib
 
+_HOST = torch.device("cpu")
 _LESS = "a smaller --size or fewer captions take less"
+_MORE = "a device with more memory is needed"
 
 
 class Sampler:
-    """The model of a checkpoint, in fp32, with the encoders it was trained on.
+    """Draws with the model of a checkpoint, as its run computed it, and the encoders it was trained on.
 
     `captions`: whether it is fed captions, and not classes.
     """
@@ -39,36 +44,26 @@ class Sampler:
         self, checkpoint: Checkpoint, device: torch.device, *, ema: bool = False, posthoc: PostHoc | None = None
     ) -> None:
         """With `ema` of the moving average of the weights, with `posthoc` of that one of them. What decodes is loaded,
-        and nothing else yet. Raises UserError where it cannot be, or no average was kept."""
+        on the host, and nothing else yet. Raises UserError where it cannot be, or no average was kept."""
         if ema and not checkpoint.has_average:
             raise UserError(f"--ema: {checkpoint.folder} holds no moving average of the weights; train with train.ema")
         run = parse_run(checkpoint.state["run"], str(checkpoint.folder))
         spec = ModelSpec.model_validate(checkpoint.state["model"])
-        self._device, self._spec = device, spec
+        self._checkpoint, self._run, self._spec, self._device = checkpoint, run, spec, device
+        self._ema, self._posthoc = ema, posthoc
         self._family = models.family(spec.class_name)
-        self._of = checkpoint, run, ema, posthoc
-        self._codec = load_image_codec(run.encoders.image, device)
+        self._dtype = compute_dtype(Strategy.model_validate(checkpoint.state["strategy"]))
+        self._codec = load_image_codec(run.encoders.image, _HOST)
         self._begins = run.encoders.first_frame is not None
         self._objective = objective_of(spec, run.objective)
         self.buckets, self.fps, self.captions = run.data.buckets, run.data.fps, run.encoders.text is not None
 
-    @cached_property
-    def _model(self) -> torch.nn.Module:
-        checkpoint, run, ema, posthoc = self._of
-        return _load(checkpoint, run, self._spec, self._family, ema=ema, posthoc=posthoc).to(self._device).eval()
-
-    @cached_property
-    def _conditions(self) -> Texts | Labels:
-        checkpoint, run, *_ = self._of
-        return conditions_of(run, self._spec, (checkpoint.state["data"] or {}).get("classes"), self._device)
-
-    @cached_property
-    def _frames(self) -> FirstFrames | None:
-        return load_first_frames(self._of[1].encoders.first_frame, self._codec, self._device)
-
-    def load(self) -> None:
-        """Load weights and encoders, which drawing does else. Raises UserError where they cannot be loaded."""
-        _ = self._model, self._conditions, self._frames
+    def model(self) -> nn.Module:
+        """The model as it draws, loaded anew. Raises UserError where weights cannot be read, or memory does not do."""
+        if self._posthoc is None:  # which has verified all that it is made of
+            verify(self._checkpoint)
+        with told(f"--checkpoint {self._checkpoint.folder}: loading it", self._device, _MORE):
+            return model_of(self._checkpoint, self._run, self._spec, self._device, ema=self._ema, posthoc=self._posthoc)
 
     def check(self, options: SamplingOptions, captions: int, images: int = 0) -> None:
         """Raise UserError where so many `captions` and `images` cannot be drawn so: known before weights are loaded."""
@@ -77,32 +72,51 @@ class Sampler:
             objectives.check_sampler(self._objective, options.sampler)
         self._latents(options)
 
-    @torch.no_grad()
     def sample(
         self, captions: Sequence[str], options: SamplingOptions, images: Sequence[Image.Image] = ()
     ) -> Iterator[torch.Tensor]:
         """One picture a caption, or a class by its name or number: uint8 [channels, (frames,) height, width]. Picture i
         depends on caption i and seed + i, and of a model of videos that begin with a picture on image i; one image is
-        for all.
+        for all. Raises UserError as `draw` and `decode` do."""
+        return self.decode(list(self.draw(captions, options, images)), options)
 
-        A batch for which memory does not do is halved. Raises UserError where it does not do for one picture, for a
-        class that is unknown, and where images are missing or too many.
+    @torch.no_grad()
+    def draw(
+        self, captions: Sequence[str], options: SamplingOptions, images: Sequence[Image.Image] = ()
+    ) -> Iterator[torch.Tensor]:
+        """The latents [C, (f,) h, w] of each picture, on the host; the model is gone when the last one is drawn.
+
+        A batch for which memory does not do is halved. Raises UserError where it does not do for what encodes, for the
+        model or for one picture, for a class that is unknown, and where images are missing or too many.
         """
         self.check(options, len(captions), len(images))
-        size, shape = options.size, self._latents(options)
+        shape = self._latents(options)
+        known = (self._checkpoint.state["data"] or {}).get("classes")
+        with told(f"--checkpoint {self._checkpoint.folder}: encoding captions", self._device, _MORE):
+            given = encoded(self._run, self._spec, known, captions, images, options, self._codec, self._device)
+        model = self.model()
         start, most = 0, options.micro_batch_size
         while start < len(captions):
-            chosen = captions[start : start + most]
-            first = images if len(images) == 1 else images[start : start + most]
-            pictures = self._attempt(chosen, shape, start, options, first)
-            if pictures is None:
-                most = len(chosen) // 2
-                log.notice(f"note: {size}: memory does not do for {len(chosen)} at once; going on with {most}")
-                if self._device.type == "cuda":
-                    torch.cuda.empty_cache()  # what the larger batch left in pieces
+            numbers = range(start, min(start + most, len(captions)))
+            latents = self._attempt(model, given, numbers, shape, options)
+            if latents is None:
+                most = len(numbers) // 2
+                log.notice(f"note: {options.size}: memory does not do for {len(numbers)} at once; going on with {most}")
+                give_back(self._device)  # what the larger batch left in pieces
                 continue
-            yield from pictures
-            start += len(chosen)
+            yield from latents.cpu()
+            start += len(numbers)
+
+    @torch.no_grad()
+    def decode(self, latents: Iterable[torch.Tensor], options: SamplingOptions) -> Iterator[torch.Tensor]:
+        """Their pictures, one at a time, since a picture takes much more than its latents. Raises UserError where
+        memory does not do for one."""
+        give_back(self._device)
+        self._codec.move(self._device)
+        for each in latents:
+            with told(f"{options.size}: decoding it", self._device, "a smaller --size takes less"):
+                pixels = to_bytes(self._codec.decode(each[None].to(self._device)))[0].cpu()
+            yield pixels
 
     def _latents(self, options: SamplingOptions) -> Shape:
         """The shape of the latents of one picture. Raises UserError where the codec or the model has none of it."""
@@ -129,14 +143,14 @@ class Sampler:
             )
 
     def _attempt(
-        self, captions: Sequence[str], shape: Shape, start: int, options: SamplingOptions, first: Sequence[Image.Image]
+        self, model: nn.Module, given: Encoded, numbers: range, shape: Shape, options: SamplingOptions
     ) -> torch.Tensor | None:
-        """Their pictures; None where memory does not do for so many: the error, which holds what was allocated, ends
+        """Their latents; None where memory does not do for so many: the error, which holds what was allocated, ends
         here. Raises UserError where it does not do for one."""
-        least, (free, total) = len(captions) * _least_bytes(shape, options.guidance), room(self._device)
-        if len(captions) > 1:
+        least, (free, total) = len(numbers) * _least_bytes(shape, options.guidance), room(self._device)
+        if len(numbers) > 1:
             try:
-                return self._draw(captions, shape, start, options, first) if least <= free else None
+                return self._draw(model, given, numbers, shape, options) if least <= free else None
             except (RuntimeError, MemoryError) as error:
                 if not ran_out(error):
                     raise
@@ -145,32 +159,23 @@ class Sampler:
         if least > free:
             raise UserError(f"{drawing} takes {gib(least)} at least, and {gib(free)} of {gib(total)} are free; {_LESS}")
         with told(drawing, self._device, _LESS):
-            return self._draw(captions, shape, start, options, first)
+            return self._draw(model, given, numbers, shape, options)
 
     def _draw(
-        self, captions: Sequence[str], shape: Shape, start: int, options: SamplingOptions, first: Sequence[Image.Image]
+        self, model: nn.Module, given: Encoded, numbers: range, shape: Shape, options: SamplingOptions
     ) -> torch.Tensor:
-        seeds = [options.seed + start + i for i in range(len(captions))]
-        noise = objectives.draw_noise(torch.empty((len(captions), *shape), device=self._device), seeds)
+        seeds = [options.seed + number for number in numbers]
+        noise = objectives.draw_noise(torch.empty((len(seeds), *shape), device=self._device), seeds)
         sampler = options.sampler or objectives.default_sampler(self._objective)
-        tokens = self._family.tokens(self._model, noise.shape)
-        predict = self._predict(captions, options, first)
-        latents = objectives.sample(self._objective, sampler, predict, noise, options.steps, tokens)
-        return to_bytes(self._codec.decode(latents)).cpu()
+        tokens = self._family.tokens(model, noise.shape)
+        predict = self._predict(model, given.of(numbers, self._device, self._dtype), options)
+        return objectives.sample(self._objective, sampler, predict, noise, options.steps, tokens)
 
-    def _predict(
-        self, captions: Sequence[str], options: SamplingOptions, first: Sequence[Image.Image]
-    ) -> objectives.Predict:
-        """The prediction for the captions; with guidance, pushed away from that for the negative or empty caption, of
-        the same first frames."""
-        conditions = self._conditions.of(captions, options)
-        if self._frames is not None:
-            begun = first_frame_extras(self._frames, first, options.bucket, len(captions), self._device)
-            twice = {name: torch.cat([each, each]) if options.guided else each for name, each in begun.items()}
-            conditions = replace(conditions, extras={**conditions.extras, **twice})
+    def _predict(self, model: nn.Module, given: Given, options: SamplingOptions) -> objectives.Predict:
+        """The prediction in fp32; with guidance, pushed away from that for the negative or empty caption."""
 
         def conditioned(latents: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
-            return self._family.predict(self._model, latents, t, conditions)
+            return self._family.predict(model, latents.to(self._dtype), t, given).float()
 
         def pushed(latents: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
             conditional, unconditional = conditioned(torch.cat([latents, latents]), t.repeat(2)).chunk(2)
@@ -183,28 +188,3 @@ def _least_bytes(shape: Shape, guidance: float) -> int:
     """What a picture takes at the least, in fp32: latents, noise and what the model predicts; with guidance twice what
     the model is fed and predicts, beside noise. A host's memory is not refused, but ends."""
     return (3 if guidance == 1 else 5) * 4 * math.prod(shape)
-
-
-def _load(
-    checkpoint: Checkpoint,
-    run: RunConfig,
-    spec: ModelSpec,
-    family: models.Family,
-    *,
-    ema: bool,
-    posthoc: PostHoc | None,
-) -> torch.nn.Module:
-    if posthoc is None:  # which has verified all that it is made of
-        verify(checkpoint)
-    lora, base = run.train.lora, run.model.init_from
-    if lora is None or base is None:
-        model = models.skeleton(spec, dtype=torch.float32)
-    else:
-        # The adapters stand over the base as it was loaded, whatever it was quantised to in training.
-        whole = Strategy(lora=lora.model_copy(update={"base": "bf16"}))
-        model = models.equip(load_model(spec, base, dtype=torch.float32), family, whole)
-    if posthoc is None:
-        load_weights(checkpoint, model, average=ema)
-    else:
-        posthoc.load(model)
-    return model

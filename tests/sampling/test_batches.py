@@ -23,7 +23,7 @@ def draw(sampler, captions=CAPTIONS, **chosen):
     return torch.stack(list(pictures)).int()
 
 
-def fed(sampler, most=None, error=None):
+def fed(sampler, monkeypatch, most=None, error=None):
     """How many samples the model is fed at once; of more than `most` it ends with `error`."""
     sizes = []
 
@@ -33,13 +33,15 @@ def fed(sampler, most=None, error=None):
         if most is not None and len(batch) > most:
             raise error
 
-    sampler._model.register_forward_pre_hook(before, with_kwargs=True)
+    model = sampler.model()
+    model.register_forward_pre_hook(before, with_kwargs=True)
+    monkeypatch.setattr(sampler, "model", lambda: model)
     return sizes
 
 
-def test_a_batch_that_runs_out_of_memory_is_halved_and_says_so(sampler, capsys):
+def test_a_batch_that_runs_out_of_memory_is_halved_and_says_so(sampler, monkeypatch, capsys):
     whole = draw(sampler, seed=3)
-    sizes = fed(sampler, most=4, error=torch.OutOfMemoryError("CUDA out of memory."))
+    sizes = fed(sampler, monkeypatch, most=4, error=torch.OutOfMemoryError("CUDA out of memory."))
     halved = draw(sampler, seed=3)
     assert sizes == [10, 4, 4, 4, 4, 2, 2]  # with guidance twice 5, and by two steps twice 2, 2 and 1
     assert (halved - whole).abs().max() <= ROUNDING
@@ -49,28 +51,30 @@ def test_a_batch_that_runs_out_of_memory_is_halved_and_says_so(sampler, capsys):
 
 
 def test_a_batch_without_room_is_halved_before_it_is_drawn(sampler, monkeypatch):
-    sizes = fed(sampler)
+    sizes = fed(sampler, monkeypatch)
     monkeypatch.setattr("bigdit.sampling.sampler.room", lambda device: (3 * ONE_OF_8X8 - 1, 2**30))
     assert len(draw(sampler)) == len(CAPTIONS)
     assert sizes == [4, 4, 4, 4, 2, 2]
 
 
-def test_of_one_picture_the_shortage_is_said(sampler):
-    sizes = fed(sampler, most=1, error=torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."))
+def test_of_one_picture_the_shortage_is_said(sampler, monkeypatch):
+    sizes = fed(
+        sampler, monkeypatch, most=1, error=torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    )
     with pytest.raises(UserError, match=r"--size 8x8: drawing 1 at once ran out of memory: 2\.00 GiB were asked for, "):
         draw(sampler)
     assert sizes == [10, 4, 2]
 
 
-def test_another_error_is_not_taken_for_a_shortage(sampler):
-    sizes = fed(sampler, most=1, error=RuntimeError("shapes do not match"))
+def test_another_error_is_not_taken_for_a_shortage(sampler, monkeypatch):
+    sizes = fed(sampler, monkeypatch, most=1, error=RuntimeError("shapes do not match"))
     with pytest.raises(RuntimeError, match="shapes do not match"):
         draw(sampler)
     assert sizes == [10]
 
 
-def test_without_guidance_the_model_is_fed_the_captions_alone(sampler):
-    sizes = fed(sampler)
+def test_without_guidance_the_model_is_fed_the_captions_alone(sampler, monkeypatch):
+    sizes = fed(sampler, monkeypatch)
     plain = draw(sampler, guidance=1.0)
     assert sizes == [5, 5]
     # Away from itself no caption leads anywhere.

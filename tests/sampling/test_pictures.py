@@ -108,7 +108,7 @@ def test_what_cannot_be_drawn_is_refused_before_weights_are_loaded(trained):
         with pytest.raises(UserError, match=line):
             sampler.check(options, 1)
     with pytest.raises(UserError, match="absent"):
-        sampler.load()
+        sampler.model()
 
 
 def test_an_output_that_cannot_be_written_is_refused_first(tmp_path):

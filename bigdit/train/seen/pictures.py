@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -20,7 +19,6 @@ from bigdit.encoders.host_bytes import host_weights
 from bigdit.engines import Ema, Engine, compute_dtype
 from bigdit.errors import UserError
 from bigdit.files import replacing
-from bigdit.loader.batch import condition
 from bigdit.models import Family
 from bigdit.objective_spec import ObjectiveSpec
 from bigdit.sampling.conditions import Given, SamplingOptions, Words, conditions_of
@@ -92,7 +90,9 @@ class Pictures:
     def _prepared(self, spec: ModelSpec, known: Known | None) -> tuple[Given, Shape] | str:
         """Conditions and the latents' shape; or what is wrong."""
         try:
-            given = conditions_of(self._run, spec, known, _HOST, _WORDS).of(self._config.captions, self._options)
+            captions = self._config.captions
+            found = conditions_of(self._run, spec, known, captions, self._options, _HOST, _WORDS)
+            given = found.of(range(len(captions) + self._options.guided))
             codec = load_image_codec(self._run.encoders.image, _HOST)
             return given, codec.latent_shape((self._options.height, self._options.width))
         except UserError as error:
@@ -122,10 +122,7 @@ class Pictures:
 
     def _of(self, numbers: list[int]) -> Given:
         """Conditions of these captions; the one after the last is what guidance leads away from."""
-        dtype, given = compute_dtype(self._engine.strategy), self._given
-        chosen = functools.partial(_rows, numbers=numbers, device=self._engine.device, dtype=dtype)
-        embeds, mask = (None if each is None else chosen(each) for each in (given.text_embeds, given.text_mask))
-        return Given(embeds, mask, {name: chosen(each) for name, each in given.extras.items()})
+        return self._given.rows(numbers, self._engine.device, compute_dtype(self._engine.strategy))
 
     def _predict(self, given: Given) -> objectives.Predict:
         dtype = compute_dtype(self._engine.strategy)
@@ -158,7 +155,3 @@ def _led(asked: objectives.Predict, away: objectives.Predict, guidance: float) -
         return unconditional + guidance * (asked(latents, t) - unconditional)
 
     return predict
-
-
-def _rows(tensor: torch.Tensor, numbers: list[int], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    return condition(tensor[numbers], device, dtype)
