@@ -1,4 +1,5 @@
-"""Every recipe at full size on its emulated cards for three steps, and what its plan says: recipes/measured.json.
+"""Every recipe at full size on its emulated cards: three steps, and a picture by its last command; and what its plan
+says: recipes/measured.json.
 
 python benchmarks/recipes.py [--encoding] [NAME…]
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -77,6 +79,7 @@ def main(asked: list[str]) -> int:
         hub = weights_of(recipes, Path(folder))
         for found in recipes:
             receipts = trained(found, hub, Path(folder) / found.name)
+            drawn(found, Path(folder) / found.name)
             took[found.name] = _took(found, receipts).model_dump(mode="json")
             write_json(MEASURED, dict(sorted(took.items())))
             print(f"{found.name}: reserves {took[found.name]['peak_reserved_bytes']} bytes", flush=True)
@@ -108,18 +111,31 @@ def trained(found: Recipe, hub: Path, folder: Path) -> list[Receipt]:
         (folder / name).write_text(text.replace(found.weights, str(weights)))
     with shared_state() as state:
         environment = os.environ | emulated_environment(gpu, found.processes, state, values=found.processes > 1)
-        subprocess.run(
-            [
-                *(str(cuda_python()), "-W", "ignore", "-c", "from bigdit.cli import main; main()"),
-                *("train", "--config", f"{found.name}.yaml", *(part for each in changed for part in ("--set", each))),
-            ],
-            env=environment | {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "PYTHONPATH": _path(environment)},
-            cwd=folder,
-            check=True,
-            stdout=subprocess.DEVNULL,
-        )
+        asked = [f"{found.name}.yaml", *(part for each in changed for part in ("--set", each))]
+        _bigdit(folder, environment | {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, "train", "--config", *asked)
+    return receipts_of(found, folder)
+
+
+def receipts_of(found: Recipe, folder: Path) -> list[Receipt]:
+    """Those of each stage that was `trained`."""
     names = [*map(receipt_of, range(found.stages - 1)), RECEIPT]
     return [Receipt.model_validate_json((folder / "run" / name).read_text()) for name in names]
+
+
+def drawn(found: Recipe, folder: Path) -> Path:
+    """The picture or video that the recipe's last command draws, in two steps, on its emulated card, of what was
+    `trained` there."""
+    _, *asked = shlex.split(found.commands[-1].replace(found.run["output"], "run"))
+    _bigdit(folder, os.environ | emulated_environment(catalog.resolve_gpu(found.about.gpu)), *asked, "--steps", "2")
+    (row,) = json.loads((folder / "run/samples/samples.json").read_text())["pictures"]
+    return folder / "run/samples" / row["file"]
+
+
+def _bigdit(folder: Path, environment: dict[str, str], *arguments: str) -> None:
+    """A command of bigdit, by the CUDA build of torch."""
+    command = [str(cuda_python()), "-W", "ignore", "-c", "from bigdit.cli import main; main()", *arguments]
+    own = environment | {"PYTHONPATH": os.pathsep.join((str(ROOT), environment["PYTHONPATH"]))}
+    subprocess.run(command, env=own, cwd=folder, check=True, stdout=subprocess.DEVNULL)
 
 
 def stages_of(found: Recipe) -> list[dict[str, Any]]:
@@ -151,10 +167,6 @@ def requests(found: Recipe) -> dict[tuple[int, int], RehearsalRequest]:
     if not strategy.optimizer_in_backward:
         strategy = strategy.sized(strategy.step_size.model_copy(update={"grad_accum_steps": 2}))
     return {size: request_for(model, gpu, strategy, resolution=size) for size in run.data.buckets}
-
-
-def _path(environment: dict[str, str]) -> str:
-    return os.pathsep.join((str(ROOT), environment["PYTHONPATH"]))
 
 
 def make_store(root: Path, name: str, document: dict[str, Any], arguments: dict[str, Any], each: int = 16) -> None:

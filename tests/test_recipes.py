@@ -1,13 +1,23 @@
-"""Every recipe, at full size on its emulated card: it trains, and takes what is said of it, to the byte."""
+"""Every recipe, at full size on its emulated card: it trains, and takes what is said of it, to the byte; and what it
+trained is drawn with there."""
 
 import pytest
-from recipes import first_of_many, trained, weights_of
+from PIL import Image
+from recipes import drawn, first_of_many, receipts_of, trained, weights_of
 
 from bigdit.recipes.recipe import names, recipe
 from bigdit.rehearse.card.client import cuda_build, cuda_python
 
 ALONE = [name for name in names() if recipe(name).processes == 1]
 MANY = [name for name in names() if name not in ALONE]
+# Those of the smallest cards, of a base in 4 bits and of videos; all draw where figures are made, ten CPU-seconds each.
+DRAWN = [
+    "flux.1-dev-lora-rtx-3060",
+    "flux.1-dev-lora-rtx-4080",
+    "sana-1600m-lora-rtx-3060",
+    "sd3.5-medium-lora-rtx-3060",
+    "wan2.1-1.3b-lora-rtx-4090",
+]
 
 
 @pytest.fixture(scope="module")
@@ -15,18 +25,33 @@ def hub(once):
     return once("recipes", lambda folder: weights_of([recipe(name) for name in ALONE], folder)) / "hub"
 
 
+@pytest.fixture
+def folder(once, hub, name):
+    """Where the recipe trained."""
+    return once(f"recipe-{name}", lambda folder: trained(recipe(name), hub, folder))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ALONE)
-def test_a_recipe_takes_what_it_is_said_to(name, hub, tmp_path):
+def test_a_recipe_takes_what_it_is_said_to(name, folder):
     found = recipe(name)
     assert found.took is not None
-    receipts = trained(found, hub, tmp_path / name)
+    receipts = receipts_of(found, folder)
     assert all(each.emulated for each in receipts)
     assert [each.steps for each in receipts] == [3] * found.stages
     assert found.took.torch == cuda_build(cuda_python())
     assert max(each.measured_peak_allocated_bytes for each in receipts) == found.took.peak_allocated_bytes
     assert max(each.measured_peak_reserved_bytes for each in receipts) == found.took.peak_reserved_bytes
     assert found.took.process_bytes[1] < found.took.usable_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DRAWN)
+def test_the_last_command_draws_on_the_card_that_trained(name, folder):
+    found = recipe(name)
+    *frames, height, width = found.run["data"]["buckets"][0]
+    with Image.open(drawn(found, folder)) as picture:
+        assert (picture.size, getattr(picture, "n_frames", 1)) == ((width, height), frames[0] if frames else 1)
 
 
 @pytest.mark.slow

@@ -125,6 +125,8 @@ def _quantised(linear: nn.Linear, base: str) -> nn.Linear:
         layer.weight = Int8Params(linear.weight.data, requires_grad=False, has_fp16_weights=False)
     else:
         layer = Linear4bit(*sizes, bias=bias, compress_statistics=False, quant_type="nf4", device="meta")
+        # In eval mode it would pack itself anew on some CPUs: to other numbers, and not if rows have fewer than 64.
+        layer.support_avx512bf16_for_cpu = False
         layer.weight = Params4bit(
             linear.weight.data, requires_grad=False, compress_statistics=False, quant_type="nf4", module=layer
         )
