@@ -3,7 +3,7 @@ trained is drawn with there."""
 
 import pytest
 from PIL import Image
-from recipes import drawn, first_of_many, receipts_of, trained, weights_of
+from recipes import drawn, first_of_many, receipts_of, stages_of, trained, weights_of
 
 from bigdit.recipes.recipe import names, recipe
 from bigdit.rehearse.card.client import cuda_build, cuda_python
@@ -41,7 +41,7 @@ def test_a_recipe_takes_what_it_is_said_to(name, folder):
 @pytest.mark.parametrize("name", ALONE)
 def test_the_last_command_draws_on_the_card_that_trained(name, folder):
     found = recipe(name)
-    *frames, height, width = found.run["data"]["buckets"][0]
+    *frames, height, width = stages_of(found)[-1]["data"]["buckets"][0]
     path = drawn(found, folder)
     with Image.open(path) as picture:  # all of its frames are alike, and written as one
         assert (picture.size, path.suffix) == ((width, height), ".webp" if frames else ".png")
