@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -98,6 +99,7 @@ def _read(output: Path, sampler: str, case: Case) -> int:
     named = digits.WORDS.__getitem__ if case.classes else digits.caption
     captions.write_text("".join(f"{named(digit)}\n" for digit in asked))
     drawn = ("--guidance", "2", "--size", "8x8", "--sampler", sampler)
+    shutil.rmtree(out, ignore_errors=True)
     _run(BIGDIT, "sample", "--checkpoint", output, "--captions", captions, "--out", out, *drawn)
     rows = json.loads((out / "samples.json").read_text())["pictures"]
     found = digits.read_digits([np.asarray(Image.open(out / row["file"])) for row in rows])

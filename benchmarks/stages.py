@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -90,6 +91,7 @@ def _read(output: Path) -> int:
     captions, out = output / "captions.txt", output / "samples"
     captions.write_text("".join(f"{digits.caption(digit)}\n" for digit in asked))
     drawn = ("--guidance", "2", "--size", "16x16")
+    shutil.rmtree(out, ignore_errors=True)
     _run(BIGDIT, "sample", "--checkpoint", output, "--captions", captions, "--out", out, *drawn)
     rows = json.loads((out / "samples.json").read_text())["pictures"]
     pictures = [np.asarray(Image.open(out / row["file"]), float).reshape(8, 2, 8, 2).mean((1, 3)) for row in rows]

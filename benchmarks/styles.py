@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -122,6 +123,7 @@ def main() -> None:
         base = f"model.init_from={folder / f'base/checkpoints/step-{arguments.steps:08d}'}"
         took = _train(config(folder, name, adapted, base, *LORA, f"train.steps={arguments.lora_steps}"))
         for model, seconds in (("base", ""), (adapted, f"{took:.0f} s")):
+            shutil.rmtree(folder / model / "samples", ignore_errors=True)
             _run(BIGDIT, "sample", *drawn(folder / model))
             found = read(readers, folder / model)
             counts = (f"{found.styled} of {SAMPLES}", f"{found.right} of {SAMPLES}")

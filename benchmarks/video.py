@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -62,6 +63,7 @@ def _read(output: Path) -> tuple[int, int]:
     captions = output / "captions.txt"
     captions.write_text("".join(f"{moving.caption(*each)}\n" for each in asked))
     out = output / "samples"
+    shutil.rmtree(out, ignore_errors=True)
     _run(BIGDIT, "sample", "--checkpoint", output, "--captions", captions, "--out", out, "--guidance", "2")
     rows = json.loads((out / "samples.json").read_text())["pictures"]
     found = [_frames(out / row["file"]) for row in rows]

@@ -51,12 +51,16 @@ class ExponentialShift(Strict):
         return self
 
 
+NUMBER = "number"
+"""What a shift is that has no name."""
+
+
 def _kind(shift: Any) -> Any:
-    return shift.get("name") if isinstance(shift, dict) else getattr(shift, "name", "number")
+    return shift.get("name") if isinstance(shift, dict) else getattr(shift, "name", NUMBER)
 
 
 Shift = Annotated[
-    Annotated[Positive, Tag("number")]
+    Annotated[Positive, Tag(NUMBER)]
     | Annotated[SqrtShift, Tag("sqrt")]
     | Annotated[ExponentialShift, Tag("exponential")],
     Discriminator(_kind),
@@ -126,6 +130,45 @@ class DdpmSpec(Strict):
 def _named(value: Any) -> Any:
     """Keys without a name are flow matching's."""
     return {"name": "flow_matching"} | value if isinstance(value, dict) else value
+
+
+def learned(objective: FlowMatchingSpec | DdpmSpec) -> dict[str, Any]:
+    """What a model learns to predict, and of which noise, by the keys that say so: with others its weights are of no
+    use. How t is drawn, shifted and weighed says only where it learns more."""
+    if isinstance(objective, FlowMatchingSpec):
+        return {"name": objective.name}
+    betas = () if objective.betas == "squaredcos_cap_v2" else ("beta_start", "beta_end")
+    keys = ("name", "prediction", "timesteps", "betas", *betas, "snr_shift", "zero_terminal_snr")
+    return {key: getattr(objective, key) for key in keys}
+
+
+# What counts only where another key has one of these values; None: any but null.
+_COUNTS_WITH: dict[str, tuple[str, tuple[str, ...] | None]] = {
+    "logit_mean": ("t_distribution", ("logit_normal",)),
+    "logit_std": ("t_distribution", ("logit_normal",)),
+    "mode_scale": ("t_distribution", ("mode",)),
+    "beta_start": ("betas", ("linear", "scaled_linear")),
+    "beta_end": ("betas", ("linear", "scaled_linear")),
+    "p2_k": ("p2_gamma", None),
+}
+
+
+def meaningless(objective: FlowMatchingSpec | DdpmSpec) -> list[str]:
+    """What is set to other than its default and changes nothing, a line each by its key."""
+    found = []
+    for key, field in type(objective).model_fields.items():
+        deciding, values = _COUNTS_WITH.get(key, ("", None))
+        if not deciding or (own := getattr(objective, key)) == field.default:
+            continue
+        decided = getattr(objective, deciding)
+        if values is None and decided is None:
+            found.append(f"objective.{key} is {own:g}, and objective.{deciding} is missing, which it is of; set both")
+        elif values is not None and decided not in values:
+            of = " and ".join(values)
+            found.append(
+                f"objective.{key} is {own:g}, and objective.{deciding} is {decided}; it is of {of}: leave it out"
+            )
+    return found
 
 
 ObjectiveSpec = Annotated[FlowMatchingSpec | DdpmSpec, Field(discriminator="name"), BeforeValidator(_named)]

@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -97,6 +98,7 @@ def _sample(demo: Demo) -> Path:
     for name, count in (("grid", len(digits.WORDS)), ("samples", SAMPLES)):
         captions = demo.folder / f"{name}.txt"
         write_text(captions, "".join(digits.caption(i % len(digits.WORDS)) + "\n" for i in range(count)))
+        shutil.rmtree(demo.folder / name, ignore_errors=True)  # of a demo before
         demo.run(f"sample {count}", *command, "--captions", str(captions), "--out", str(demo.folder / name))
     return demo.folder / "grid" / "grid.png"
 

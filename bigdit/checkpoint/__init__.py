@@ -10,7 +10,7 @@ from bigdit.checkpoint.find import find_checkpoint, latest
 from bigdit.checkpoint.folder import Checkpoint
 from bigdit.checkpoint.peers import Peers
 from bigdit.checkpoint.posthoc import PostHoc
-from bigdit.checkpoint.restore import load_model, load_weights, restore
+from bigdit.checkpoint.restore import load_model, load_weights, restore, written_here
 from bigdit.checkpoint.resumable import check_objective, check_resumable
 from bigdit.checkpoint.saver import Keeping, Saver, remove_unfinished
 from bigdit.checkpoint.verify import verify
@@ -31,4 +31,5 @@ __all__ = [
     "remove_unfinished",
     "restore",
     "verify",
+    "written_here",
 ]

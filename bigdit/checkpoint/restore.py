@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader
 
 from bigdit import models
+from bigdit.checkpoint.exported import FILE as CHECKSUMS
 from bigdit.checkpoint.exported import check_exported
 from bigdit.checkpoint.folder import STATE, Checkpoint, Saved, open_checkpoint
 from bigdit.checkpoint.peers import Peers
@@ -49,6 +50,11 @@ def restore(checkpoint: Checkpoint, engine: Engine, peers: Peers, ema: Ema | Non
         f"{checkpoint.folder} holds random numbers of an earlier bigdit, which are not taken up: bf16_sr rounds by "
         "train.seed and the step from here on, otherwise than that would have"
     ]
+
+
+def written_here(source: Path) -> bool:
+    """Whether a folder is a checkpoint, or an export with its checksums."""
+    return any((source / name).is_file() for name in (STATE, CHECKSUMS))
 
 
 def load_model(spec: ModelSpec, source: Path, *, dtype: torch.dtype) -> nn.Module:

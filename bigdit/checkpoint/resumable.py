@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from bigdit.checkpoint.folder import Checkpoint
 from bigdit.errors import UserError
-from bigdit.objective_spec import ObjectiveSpec
+from bigdit.objective_spec import ObjectiveSpec, learned
 from bigdit.spec import EmaSpec, ModelSpec, Strategy
+
+_ANY: TypeAdapter[ObjectiveSpec] = TypeAdapter(ObjectiveSpec)
 
 
 def check_resumable(checkpoint: Checkpoint, model: ModelSpec, strategy: Strategy) -> None:
@@ -47,19 +51,20 @@ def check_resumable(checkpoint: Checkpoint, model: ModelSpec, strategy: Strategy
 
 def check_objective(checkpoint: Checkpoint, objective: ObjectiveSpec) -> list[str]:
     """What else the run asks of the objective than before, a line each. Raises UserError where it would have the model
-    predict something else than it learned."""
-    saved, wanted = checkpoint.state["run"]["objective"], objective.model_dump(mode="json")
-    for key in ("name", "prediction"):
-        if saved.get(key) != wanted.get(key):
-            raise UserError(
-                f"{checkpoint.folder} was trained with objective.{key} {saved.get(key)}, and the run asks for "
-                f"{wanted.get(key)}; set objective.{key} to {saved.get(key)}, choose another output, or start from its "
-                f"weights: model.init_from={checkpoint.folder}"
-            )
-    before = type(objective).model_validate(saved).model_dump(mode="json")  # keys are added, with their defaults
+    predict something else than it learned, or of other noise."""
+    before = _ANY.validate_python(checkpoint.state["run"]["objective"])  # keys are added, with their defaults
+    had, asked = learned(before), learned(objective)
+    key = next((key for key in had | asked if had.get(key) != asked.get(key)), None)
+    if key is not None:
+        raise UserError(
+            f"{checkpoint.folder} was trained with objective.{key} {had.get(key)}, and the run asks for "
+            f"{asked.get(key)}; set objective.{key} to {had.get(key)}, choose another output, or start from its "
+            f"weights: model.init_from={checkpoint.folder}"
+        )
+    wanted = objective.model_dump(mode="json")
     return [
         f"{checkpoint.folder} was trained with objective.{key} {found}, and goes on with {wanted[key]}"
-        for key, found in before.items()
+        for key, found in before.model_dump(mode="json").items()
         if found != wanted[key]
     ]
 

@@ -81,6 +81,8 @@ def run(
     if negative is not None and guidance == 1:
         raise UserError("--negative was given, and --guidance 1 leads away from nothing; pass another --guidance")
     check_writable("--out", out)
+    if out.is_dir() and any(out.iterdir()):
+        raise UserError(f"--out {out} holds files already, which would stand among new ones; name another folder")
 
     import torch
 
@@ -177,7 +179,9 @@ def _sampler(name: str | None) -> SamplerName | None:
     known: dict[str, SamplerName] = {each: each for each in get_args(SamplerName)}
     if name is not None and name not in known:
         of_each = "; ".join(f"of {objective}: {', '.join(names)}" for objective, names in SAMPLERS.items())
-        raise UserError(f"--sampler {shown(name)[:40]!r}: there is no such sampler; {of_each}")
+        near = [each for each in known if name.strip() and each.startswith(name.strip().casefold())]
+        meant = f"did you mean {', '.join(near)}? " if near else ""
+        raise UserError(f"--sampler {shown(name)[:40]!r}: there is no such sampler; {meant}{of_each}")
     return None if name is None else known[name]
 
 

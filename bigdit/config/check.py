@@ -6,13 +6,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from bigdit.config.data import written_bucket
+from bigdit.config.data import fitting_bucket, written_bucket
 from bigdit.config.deepspeed import complete_ds_config, ds_values, read_ds_config
 from bigdit.config.encoders import IdentityCodec, VaeCodec
 from bigdit.config.run import RunConfig
 from bigdit.errors import UserError
-from bigdit.objective_spec import DdpmSpec
-from bigdit.spec import ModelSpec, Strategy
+from bigdit.objective_spec import DdpmSpec, meaningless
+from bigdit.spec import Contradictory, ModelSpec, Strategy
 
 
 def check(run: RunConfig, model: ModelSpec) -> None:
@@ -102,7 +102,9 @@ def strategy_of(run: RunConfig, world_size: int) -> Strategy:
             cpu_offload=run.engine.cpu_offload,
         )
     except ValidationError as error:
-        problems += [detail["msg"].removeprefix("Value error, ") for detail in error.errors()]
+        for detail in error.errors():
+            cause = detail.get("ctx", {}).get("error")
+            problems += cause.problems if isinstance(cause, Contradictory) else [detail["msg"]]
     if problems:
         raise UserError(*problems)
     return strategy
@@ -156,7 +158,10 @@ def _check_latents(run: RunConfig, model: ModelSpec) -> list[str]:
     side = codec.factor * (patch if isinstance(patch, int) and patch > 0 else 1)
     for bucket in run.data.buckets:
         if any(length % side for length in bucket[-2:]):
-            problems.append(f"data.buckets: {written_bucket(bucket)} does not divide by {side} (factor × patch_size)")
+            problems.append(
+                f"data.buckets: {written_bucket(bucket)} does not divide by {side} (factor × patch_size); nearest: "
+                f"{written_bucket(fitting_bucket(bucket, side))}"
+            )
     return problems
 
 
@@ -166,7 +171,13 @@ def _check_text(run: RunConfig, model: ModelSpec) -> list[str]:
         return _check_labels(run, labelled.count(False))
     if run.data.classes is not None:
         return ["data.classes names classes, and data.images has no label; set it, or leave data.classes out"]
-    if text is None or sum(way is not None for way in (text.pipeline, text.path, text.config)) != 1:
+    if text is None:
+        return [
+            "encoders.text is missing, and no source of data.images has a label: a model is fed captions or classes; "
+            "set encoders.text to a mapping of pipeline, path or config; or, of a model of classes, data.images to one "
+            "such as {path: FOLDER, label: folder}"
+        ]
+    if sum(way is not None for way in (text.pipeline, text.path, text.config)) != 1:
         return [
             "encoders.text needs one of pipeline (a diffusers pipeline's folder), path (a T5's folder) and config "
             "(random weights)"
@@ -216,12 +227,14 @@ def _check_labels(run: RunConfig, unlabelled: int) -> list[str]:
 
 def _check_objective(run: RunConfig, model: ModelSpec) -> list[str]:
     objective = run.objective
+    problems = [] if objective is None else meaningless(objective)
     channels, predicted = (model.kwargs.get(key) for key in ("in_channels", "out_channels"))
     if not isinstance(objective, DdpmSpec) or not objective.learned_variance:
-        return []
+        return problems
     if not isinstance(channels, int) or predicted in (None, 2 * channels):
-        return []
+        return problems
     return [
+        *problems,
         f"objective.learned_variance is true, and the model's out_channels is {predicted}: with a variance beside the "
-        f"prediction it is {2 * channels}, twice in_channels; set it so, or objective.learned_variance to false"
+        f"prediction it is {2 * channels}, twice in_channels; set it so, or objective.learned_variance to false",
     ]

@@ -37,6 +37,11 @@ def written_bucket(bucket: tuple[int, ...]) -> str:
     return " × ".join(map(str, bucket))
 
 
+def fitting_bucket(bucket: tuple[int, ...], side: int) -> tuple[int, ...]:
+    """The bucket whose sides are the nearest multiples of `side`."""
+    return (*bucket[:-2], *(max(round(each / side), 1) * side for each in bucket[-2:]))
+
+
 SourceKind = Literal["folder", "csv", "parquet", "webdataset", "datasets"]
 
 

@@ -174,7 +174,28 @@ def _read(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], list[di
     asked = document.pop("stages", None) or []
     if not isinstance(asked, list) or not all(isinstance(own, dict) for own in asked):
         raise UserError(f"{path}: stages is {shown(asked)}, and a list of mappings of a run's keys was expected")
+    if unheard := [each for each in overrides if asked and all(_says(own, each) for own in asked)]:
+        raise UserError(*(_unheard(each, len(asked)) for each in unheard))
     return document, asked
+
+
+def _says(own: Any, override: str) -> bool:
+    """Whether a stage has of its own what the override says of the run."""
+    for part in override.partition("=")[0].split("."):
+        if not isinstance(own, dict):
+            return True
+        if part not in own:
+            return False
+        own = own[part]
+    return not isinstance(own, dict)
+
+
+def _unheard(override: str, stages: int) -> str:
+    key, _, value = override.partition("=")
+    return (
+        f"--set {override[:80]}: all {stages} stages have {key} of their own, and none takes it; set it of one, such "
+        f"as stages.0.{key}={value[:40]}"
+    )
 
 
 def _said_of(own: dict[str, Any]) -> dict[str, Any]:

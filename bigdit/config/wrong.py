@@ -10,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from bigdit.errors import nearest
+from bigdit.objective_spec import NUMBER
 
 Key = tuple[str | int, ...]
 
@@ -37,6 +38,8 @@ _BOUNDS = {
     "too_long": ("a list of {}", "max_length"),
 }
 _MOST_SHOWN = 60
+_CALLED = {"cosine": "squaredcos_cap_v2", "v_prediction": "v", "sample": "x0", "noise": "epsilon", "eps": "epsilon"}
+"""Values by what papers and diffusers call them, where the run's own name is far from that."""
 
 
 def wrong(error: ValidationError, document: Any, kind: type[BaseModel]) -> list[str]:
@@ -55,7 +58,9 @@ def expected(details: Sequence[ErrorDetails]) -> str:
     if details[0]["type"] == "union_tag_invalid":
         value = value["name"]
     if len(names) > 1:
-        return f"is {shown(value)}, which is not known; {nearest(str(value), names)}"
+        called = _CALLED.get(str(value))
+        near = f"did you mean {called}?" if called in names else nearest(str(value), names)
+        return f"is {shown(value)}, which is not known; {near}"
     kinds = [_expected(detail) for detail in details if not _names(detail)]
     return f"is {shown(value)}, and {' or '.join(dict.fromkeys([*kinds, *names]))} was expected"
 
@@ -108,7 +113,8 @@ def _names(detail: ErrorDetails) -> list[str]:
     if detail["type"] not in ("literal_error", "union_tag_invalid"):
         return []
     context = detail.get("ctx", {})
-    return re.findall(r"'([^']+)'", str(context.get("expected") or context.get("expected_tags")))
+    found = re.findall(r"'([^']+)'", str(context.get("expected") or context.get("expected_tags")))
+    return [name for name in found if name != NUMBER]  # which is no name, but a value in the place of one
 
 
 def _expected(detail: ErrorDetails) -> str:
@@ -129,20 +135,41 @@ def _expected(detail: ErrorDetails) -> str:
 def _hint(path: Sequence[str], kind: type[BaseModel]) -> str:
     """Where a misplaced key belongs, or what a misspelt one may have meant."""
     here = _fields_at(path[:-1], kind)
+    section, key = path[:-1], path[-1]
+    if section and (
+        others := [name for name in _others(section, kind) if key in _fields_at([*section[:-1], name], kind)]
+    ):
+        return f"{section[-1]} has none; it is of {' and '.join(others)}"
     elsewhere = [f"{section}.{path[-1]}" for section in kind.model_fields if path[-1] in _fields_at([section], kind)]
     return f"did you mean {', '.join(elsewhere)}?" if elsewhere else nearest(path[-1], here)
 
 
+def _others(section: Sequence[str], kind: type[BaseModel]) -> list[str]:
+    """What the section at this path could have been of its union; none where it is of no union."""
+    names = [_name_of(model) for model in _models_at(section[:-1], kind)]
+    return [name for name in names if name is not None and name != section[-1]] if section[-1] in names else []
+
+
 def _fields_at(path: Sequence[str], kind: type[BaseModel]) -> list[str]:
     """The keys that the section at `path` knows."""
+    return list(dict.fromkeys(name for model in _models_at(path, kind) for name in model.model_fields))
+
+
+def _models_at(path: Sequence[str], kind: type[BaseModel]) -> list[type[BaseModel]]:
     models = [kind]
     for part in path:
         inner = [m.model_fields[part].annotation for m in models if part in m.model_fields]
         if inner:
             models = [m for annotation in inner for m in _models_in(annotation)]
         else:  # the tag of a discriminated union stands in the path as well: data's key `image` → `identity`
-            models = [m for m in models if getattr(m.model_fields.get("name"), "default", None) == part] or models
-    return list(dict.fromkeys(name for model in models for name in model.model_fields))
+            models = [m for m in models if _name_of(m) == part] or models
+    return models
+
+
+def _name_of(model: type[BaseModel]) -> str | None:
+    """By which a union of models knows it."""
+    found: str | None = getattr(model.model_fields.get("name"), "default", None)
+    return found if isinstance(found, str) else None
 
 
 def _models_in(annotation: Any) -> list[type[BaseModel]]:

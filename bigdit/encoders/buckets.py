@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageOps
 
-from bigdit.config.data import frames_of, written_bucket
+from bigdit.config.data import fitting_bucket, frames_of, written_bucket
 from bigdit.errors import UserError
 from bigdit.sources.protocol import Unusable
 
@@ -34,7 +34,7 @@ def check_divides(bucket: tuple[int, ...], side: int, frames: int) -> None:
     """Raise UserError where sides are no multiples of `side`, or frames not one and then multiples of `frames`."""
     *count, height, width = bucket
     if height % side or width % side:
-        nearest = written_bucket((*count, *(max(round(each / side), 1) * side for each in (height, width))))
+        nearest = written_bucket(fitting_bucket(bucket, side))
         raise UserError(
             f"data.buckets: {written_bucket(bucket)} does not divide by {side}, the pixels a side of one latent; "
             f"nearest: {nearest}"

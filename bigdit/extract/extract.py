@@ -153,8 +153,10 @@ def _whole(root: Path, schema: StoreSchema, *, changed: bool) -> StoreReport:
             write_text(root / REPORT, json.dumps(report.model_dump(mode="json"), indent=2) + "\n", folder)
     if not report.encoded:
         first = report.skipped[0]
+        # Of a table labels are taken for numbers where nothing names the classes.
+        names = ", or name the classes in data.classes" if isinstance(schema.classes, int) else ""
         raise UserError(
             f"data.images: all {report.pictures} pictures were skipped, the first {first.name}: "
-            f"{first.reason}; mend them, delete {root}, and run again"
+            f"{first.reason}; mend them{names}, delete {root}, and run again"
         )
     return report

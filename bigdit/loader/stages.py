@@ -185,13 +185,20 @@ def _changed(store: FeatureStore | RawStore, state: DataState, where: Path) -> l
 
 def _held_out(store: FeatureStore | RawStore, parts: int, samples: int) -> HeldOut | None:
     """So many samples of the first parts, where any are asked for. Raises UserError where none were left."""
-    there = int(store.index.counts[:parts].sum())
-    if samples >= there:
-        raise UserError(
-            f"validation.samples is {samples}, and {store.root} has {there} samples: none would be left to train on; "
-            f"hold out fewer, such as {max(there // 10, 1)}, or add pictures"
-        )
+    if problems := none_left(store, samples, parts):
+        raise UserError(*problems)
     return HeldOut(store.index, parts, samples) if samples else None
+
+
+def none_left(store: FeatureStore | RawStore, samples: int, parts: int | None = None) -> list[str]:
+    """The line for so many samples that are held out of the first parts, or of all, where none is left to train on."""
+    there = int(store.index.counts[:parts].sum())
+    if samples < there:
+        return []
+    return [
+        f"validation.samples is {samples}, and {store.root} has {there} samples: none would be left to train on; "
+        f"hold out fewer, such as {max(there // 10, 1)}, or add pictures"
+    ]
 
 
 def _scarce(order: Order, store: FeatureStore | RawStore) -> list[str]:

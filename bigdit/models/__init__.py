@@ -4,7 +4,7 @@ Checkpointing, offload and adapters are put on here, alike for all. What is know
 """
 
 from bigdit.models.adapters import save_adapters
-from bigdit.models.build import build, load, outline, skeleton
+from bigdit.models.build import build, check_folder, load, outline, skeleton
 from bigdit.models.conditions import Conditions, Extra
 from bigdit.models.equip import equip
 from bigdit.models.families import families, family
@@ -15,6 +15,7 @@ __all__ = [
     "Extra",
     "Family",
     "build",
+    "check_folder",
     "equip",
     "families",
     "family",

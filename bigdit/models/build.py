@@ -18,7 +18,7 @@ from torch import nn
 from bigdit.errors import UserError, nearest
 from bigdit.models.families import family
 from bigdit.models.paper_dit import PaperDiT
-from bigdit.models.weights import fill
+from bigdit.models.weights import fill, lacking
 from bigdit.shortage import ran_out
 from bigdit.spec import ModelSpec
 
@@ -43,6 +43,7 @@ def load(spec: ModelSpec, folder: Path, *, dtype: torch.dtype) -> nn.Module:
 
     Raises UserError where the folder does not hold weights of this very model.
     """
+    check_folder(spec, folder)
     model_class = _model_class(spec)
     try:
         config = model_class.load_config(folder, local_files_only=True)
@@ -58,6 +59,12 @@ def load(spec: ModelSpec, folder: Path, *, dtype: torch.dtype) -> nn.Module:
             f"and {unexpected} unexpected"
         )
     return _in_training(model, dtype)
+
+
+def check_folder(spec: ModelSpec, folder: Path) -> None:
+    """Raise UserError where the folder lacks the files of diffusers' weights; what they hold is seen by `load`."""
+    if missing := lacking(folder):
+        raise UserError(f"{folder} does not hold diffusers weights of {spec.class_name}: {missing}")
 
 
 def skeleton(spec: ModelSpec, *, dtype: torch.dtype) -> nn.Module:

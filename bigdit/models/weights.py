@@ -14,6 +14,16 @@ from bigdit.documents import parse_json, read_mapping
 _FILE = "diffusion_pytorch_model.safetensors"
 
 
+def lacking(folder: Path) -> str | None:
+    """What keeps a folder from being one of diffusers' weights; None where it has their files."""
+    if not folder.is_dir():
+        return "it is no folder"
+    if not (folder / "config.json").is_file():
+        within = folder / "transformer"
+        return f"it has no config.json{f'; {within} has' if (within / 'config.json').is_file() else ''}"
+    return None if (folder / _FILE).exists() or _index(folder).exists() else f"it has no {_FILE}"
+
+
 def fill(model: nn.Module, folder: Path, *, dtype: torch.dtype) -> tuple[int, int]:
     """Give the model its tensors by their names, in `dtype`; how many the folder lacks, and how many it has beside.
 
@@ -34,10 +44,14 @@ def fill(model: nn.Module, folder: Path, *, dtype: torch.dtype) -> tuple[int, in
 
 
 def _files(folder: Path) -> list[Path]:
-    index = folder / f"{_FILE}.index.json"
+    index = _index(folder)
     if not index.exists():
         return [folder / _FILE]
     shards = read_mapping(index, parse_json, str(index), "a JSON object").get("weight_map")
     if not isinstance(shards, dict):
         raise ValueError(f"{index.name} has no weight_map, which names the files")
     return [folder / name for name in sorted({str(name) for name in shards.values()})]
+
+
+def _index(folder: Path) -> Path:
+    return folder / f"{_FILE}.index.json"

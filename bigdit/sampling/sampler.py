@@ -15,6 +15,7 @@ from torch import nn
 from bigdit import log, models, objectives
 from bigdit.catalog.families import objective_of
 from bigdit.checkpoint import Checkpoint, PostHoc, verify
+from bigdit.config.data import fitting_bucket
 from bigdit.config.load import parse_run
 from bigdit.encoders.codecs import load_image_codec, to_bytes
 from bigdit.encoders.fit import size_misfits
@@ -122,7 +123,8 @@ class Sampler:
         """The shape of the latents of one picture. Raises UserError where the codec or the model has none of it."""
         size, side = options.size, self._codec.downsample
         if options.height % side or options.width % side:
-            raise UserError(f"{size} does not divide by the codec's {side}")
+            nearest = "x".join(map(str, fitting_bucket(options.bucket, side)))
+            raise UserError(f"{size} does not divide by the codec's {side}; nearest: {nearest}")
         step = self._codec.temporal_downsample
         if options.frames is not None and (options.frames - 1) % step:
             raise UserError(f"{size} has {options.frames} frames, and the codec takes one and then multiples of {step}")

@@ -3,7 +3,7 @@
 Values alone: nothing here runs a step or knows a run's files.
 """
 
-from bigdit.spec.strategy import LEAST_SWAPPED, EngineName, Precision, StepSize, Strategy
+from bigdit.spec.strategy import LEAST_SWAPPED, Contradictory, EngineName, Precision, StepSize, Strategy
 from bigdit.spec.trained import (
     BITSANDBYTES,
     FACTORED,
@@ -24,6 +24,7 @@ __all__ = [
     "PROFILES",
     "TORCHAO",
     "BatchShape",
+    "Contradictory",
     "EmaSpec",
     "EngineName",
     "LoraSpec",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from pydantic import model_validator
@@ -24,6 +25,14 @@ class StepSize(Strict):
     grad_accum_steps: Count
     checkpointed_blocks: Natural | Literal["all"]
     checkpointing: Literal["full", "selective"] = "full"
+
+
+class Contradictory(ValueError):
+    """What of a Strategy excludes what: its `problems`, each a line of its own."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        super().__init__("; ".join(problems))
+        self.problems = tuple(problems)
 
 
 class Strategy(Strict):
@@ -77,7 +86,7 @@ class Strategy(Strict):
         problems = [*_engine_problems(self), *_optimizer_problems(self), *_memory_problems(self)]
         problems += _compile_problems(self) if self.compile_blocks else []
         if problems:
-            raise ValueError("; ".join(problems))
+            raise Contradictory(problems)
         return self
 
     @property
@@ -231,10 +240,10 @@ def _memory_problems(strategy: Strategy) -> list[str]:
 def _swap_problems(strategy: Strategy) -> list[str]:
     swapped, recomputed, problems = strategy.blocks_to_swap, strategy.checkpointed_blocks, []
     if swapped < LEAST_SWAPPED:
-        problems.append(
+        return [
             f"blocks_to_swap is {swapped}, and the weights of two blocks are on the device at any time; set it to "
             f"{LEAST_SWAPPED} or more, or to 0"
-        )
+        ]
     if strategy.engine != "single":
         problems.append(
             f"blocks_to_swap keeps weights of one process on the host, and engine is {strategy.engine}, which shards "

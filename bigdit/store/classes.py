@@ -22,7 +22,10 @@ class Classes:
         number = _whole(label)
         if number is not None and 0 <= number < self.count:
             return number
-        known = nearest(str(label), self._numbers) if self._numbers else f"known: 0 to {self.count - 1}"
+        numbers = f"0 to {self.count - 1}"
+        known = f"known: {numbers}"
+        if self._numbers:
+            known = f"{nearest(str(label), self._numbers)} (their numbers, {numbers}, go too)"
         raise UserError(f"there is no class {str(label)[:40]!r}; {known}")
 
 

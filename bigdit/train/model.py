@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from bigdit import models
+from bigdit import checkpoint, models
 from bigdit.catalog import FAMILIES
 from bigdit.catalog.first_frame import fed_more
 from bigdit.config import RunConfig, check
+from bigdit.config.output import CHECKPOINTS
 from bigdit.config.stages import of_each
 from bigdit.errors import UserError
 from bigdit.models.arguments import arguments
@@ -23,7 +24,22 @@ def check_models(stages: Sequence[Prepared]) -> list[nn.Module]:
     def one(number: int) -> nn.Module:
         return check_model(stages[number].stage.run, stages[number].spec, stages[number].strategy)
 
-    return of_each(range(len(stages)), one)
+    found = of_each(range(len(stages)), one)
+    _check_start(stages[0].stage.run, stages[0].spec)
+    return found
+
+
+def _check_start(run: RunConfig, spec: ModelSpec) -> None:
+    """Raise UserError where model.init_from is no folder of weights; what bigdit wrote has checksums, which loading
+    reads. A run that goes on reads it for adapters alone."""
+    source = run.model.init_from
+    goes_on = run.train.lora is None and any((run.output / CHECKPOINTS).glob("step-*"))
+    if source is None or goes_on or checkpoint.written_here(source):
+        return
+    try:
+        models.check_folder(spec, source)
+    except UserError as error:
+        raise UserError(f"model.init_from: {error}") from None
 
 
 def check_model(run: RunConfig, spec: ModelSpec, strategy: Strategy) -> nn.Module:

@@ -17,6 +17,7 @@ from bigdit.config.plan_file import PlanFile
 from bigdit.config.planned import planned_strategy
 from bigdit.config.stages import not_shared, of_each
 from bigdit.errors import UserError
+from bigdit.objective_spec import learned
 from bigdit.spec import ModelSpec, Strategy
 
 SCHEMA = "schema.json"
@@ -40,11 +41,11 @@ def prepare_stages(stages: Sequence[Stage], world_size: int) -> list[Prepared]:
         return Prepared(stage, *prepare(stage.run, world_size, stage.plan))
 
     found = of_each(range(len(stages)), one)
-    objectives = [objective_of(each.spec, each.stage.run.objective).model_dump(mode="json") for each in found]
+    objectives = [learned(objective_of(each.spec, each.stage.run.objective)) for each in found]
     problems = [
         not_shared(number, f"objective.{key}", own.get(key), objectives[0].get(key))
         for number, own in enumerate(objectives)
-        for key in ("name", "prediction")
+        for key in objectives[0] | own
         if own.get(key) != objectives[0].get(key)
     ]
     problems += [

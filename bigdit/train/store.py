@@ -15,9 +15,11 @@ from bigdit.config.stages import of_each
 from bigdit.encoders.fit import latent_misfits, plan_misfits, run_misfits, size_misfits, text_misfits
 from bigdit.errors import UserError
 from bigdit.loader.raw_store import RawStore
+from bigdit.loader.stages import none_left
 from bigdit.sources import open_source
 from bigdit.spec import BatchShape, ModelSpec
 from bigdit.store import FeatureStore
+from bigdit.store.classes import Classes
 from bigdit.train.prepare import Prepared, has_store
 
 
@@ -47,7 +49,8 @@ def check_those_there(stages: Sequence[Prepared]) -> None:
 
 
 def open_store(run: RunConfig, spec: ModelSpec, plan: PlanFile | None) -> FeatureStore:
-    """The store. Raises UserError where its features are not what the model takes, the run says or the plan is for."""
+    """The store. Raises UserError where its features are not what the model takes, the run says or the plan is for,
+    and where it has none to train on beside those held out, or no class that samples.captions names."""
     store = FeatureStore.open(run.data.features, run.data.reader, run.data.remote_cache)
     tokens = 0 if store.text_shape is None else store.text_shape[0]
     problems = [
@@ -60,7 +63,23 @@ def open_store(run: RunConfig, spec: ModelSpec, plan: PlanFile | None) -> Featur
     ]
     if problems:
         raise UserError(*(f"data.features: {store.root} does not fit: {problem}" for problem in problems))
+    held_out = none_left(store, run.validation.samples) if run.validation is not None else []
+    if problems := [*held_out, *_unknown_classes(run, store)]:
+        raise UserError(*problems)
     return store
+
+
+def _unknown_classes(run: RunConfig, store: FeatureStore) -> list[str]:
+    """What of samples.captions names no class of the store's."""
+    if run.samples is None or store.schema.classes is None:
+        return []
+    known, problems = Classes(store.schema.classes), []
+    for label in run.samples.captions:
+        try:
+            known.number(label)
+        except UserError as error:
+            problems.append(f"samples.captions: {error}")
+    return problems
 
 
 def _condition_misfits(run: RunConfig, spec: ModelSpec, store: FeatureStore) -> list[str]:

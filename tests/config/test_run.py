@@ -135,7 +135,7 @@ def test_all_contradictions_are_told_at_once():
     found = problems(["encoders.image.color=rgb", "data.buckets=[[8, 9]]", "encoders.text.config.d_model=32"])
     assert found == [
         "encoders.image gives 12 channels (factor 2, rgb), and the model's in_channels is 4",
-        "data.buckets: 8 × 9 does not divide by 2 (factor × patch_size)",
+        "data.buckets: 8 × 9 does not divide by 2 (factor × patch_size); nearest: 8 × 8",
         "encoders.text.config.d_model is 32, and the model's caption_channels is 64",
     ]
 

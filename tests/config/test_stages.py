@@ -107,12 +107,21 @@ def test_a_stage_has_what_the_run_lacks(tmp_path):
         ({"train": {"warmup_steps": 900}}, "stages.1: train.warmup_steps is 900, beyond train.steps 800"),
         (
             {"data": {"buckets": [[9, 8]]}},
-            "stages.1: data.buckets: 9 × 8 does not divide by 2 (factor × patch_size)",
+            "stages.1: data.buckets: 9 × 8 does not divide by 2 (factor × patch_size); nearest: 8 × 8",
         ),
     ],
 )
 def test_what_is_wrong_of_a_stage_is_told_by_its_key(tmp_path, stage, line):
     assert problems(written(tmp_path, LOW, stage)) == [line]
+
+
+def test_what_no_stage_would_hear_is_refused(tmp_path):
+    path = written(tmp_path, LOW, HIGH)
+    assert problems(path, "train.steps=9", "data.workers=1") == [
+        "--set train.steps=9: all 2 stages have train.steps of their own, and none takes it; set it of one, such as "
+        "stages.0.train.steps=9"
+    ]
+    assert load_stages(path, ["optimizer.lr=1e-3"])[0].run.optimizer.lr == 1e-3  # the second has its own
 
 
 def test_what_is_wrong_of_the_run_is_told_once(tmp_path):
@@ -133,6 +142,7 @@ def test_what_is_wrong_of_the_run_is_told_once(tmp_path):
         ({"optimizer": {"name": "came"}}, "optimizer.name is came, and stages.0 has adamw"),
         ({"output": "else"}, "output is else, and stages.0 has demo/run"),
         ({"objective": {"name": "ddpm"}}, "objective.name is ddpm, and stages.0 has flow_matching"),
+        ({"objective": {"name": "ddpm"}}, "objective.betas is linear, and stages.0 has null"),
     ],
 )
 def test_what_all_stages_share_is_refused_in_one(tmp_path, stage, line):

@@ -32,9 +32,10 @@ def reader_folder(folder, pictures):
 
 
 def run_there(folder, words, timeout=300):
-    """A page's command of bigdit, in that folder, which has no `exported` of the page before; stdout, stderr and
-    returncode."""
-    shutil.rmtree(folder / "exported", ignore_errors=True)
+    """A page's command of bigdit, in that folder, which has no `exported` and `samples` of the page before;
+    stdout, stderr and returncode."""
+    for made in ("exported", "samples"):
+        shutil.rmtree(folder / made, ignore_errors=True)
     return warm.run([str(BIN / words[0]), *words[1:]], [environment_with({})], folder, timeout)
 
 

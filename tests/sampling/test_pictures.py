@@ -61,10 +61,15 @@ def test_a_picture_depends_on_its_caption_and_seed_alone(sampled, trained):
         (["--caption", "x", "--size", "8by8"], "error: --size expects HEIGHTxWIDTH in pixels"),
         (
             ["--caption", "x", "--sampler", "dpm"],
-            "error: --sampler 'dpm': there is no such sampler; of flow_matching: euler, ",
+            "error: --sampler 'dpm': there is no such sampler; did you mean dpmsolver++? of flow_matching: euler, ",
+        ),
+        (["--caption", "x", "--sampler", "DDIM"], "there is no such sampler; did you mean ddim? of flow_matching: "),
+        (
+            ["--caption", "x", "--sampler", "lms"],
+            "error: --sampler 'lms': there is no such sampler; of flow_matching: ",
         ),
         (["--label", "3"], "error: --label is '3', and this model is fed captions; pass --caption TEXT"),
-        (["--caption", "x", "--size", "8x9"], "error: --size 8x9 does not divide by the codec's 2"),
+        (["--caption", "x", "--size", "8x9"], "error: --size 8x9 does not divide by the codec's 2; nearest: 8x8"),
         (
             ["--caption", "x", "--size", "99998x99998"],
             "error: --size is 99998x99998, and a side has 65535 pixels at most",
@@ -102,13 +107,24 @@ def test_what_cannot_be_drawn_is_refused_before_weights_are_loaded(trained):
     found, _ = latest(trained)
     sampler = Sampler(replace(found, folder=trained / "absent"), torch.device("cpu"))
     for options, line in (
-        (SamplingOptions(7, 7), r"^--size 7x7 does not divide by the codec's 2$"),
+        (SamplingOptions(7, 7), r"^--size 7x7 does not divide by the codec's 2; nearest: 8x8$"),
         (SamplingOptions(8, 8, sampler="ddim"), r"^--sampler is ddim, and a model trained by flow_matching takes "),
     ):
         with pytest.raises(UserError, match=line):
             sampler.check(options, 1)
     with pytest.raises(UserError, match="absent"):
         sampler.model()
+
+
+def test_a_folder_of_other_pictures_is_refused(sampled, trained):
+    out, _ = sampled
+    before = {file: file.stat().st_mtime_ns for file in (out / "first").iterdir()}
+    done = bigdit("sample", "--checkpoint", trained, "--out", out / "first", "--caption", "x")
+    assert (done.returncode, done.stderr) == (
+        1,
+        f"error: --out {out / 'first'} holds files already, which would stand among new ones; name another folder\n",
+    )
+    assert before == {file: file.stat().st_mtime_ns for file in (out / "first").iterdir()}
 
 
 def test_an_output_that_cannot_be_written_is_refused_first(tmp_path):

@@ -53,11 +53,15 @@ def test_a_sound_run_is_printed(capsys):
             "model.kwargs.out_channels is 3, and in_channels is 4: what is predicted has the channels of what is fed; "
             "set out_channels to 4",
         ),
+        (
+            ["model.init_from=nowhere"],
+            "model.init_from: nowhere does not hold diffusers weights of SanaTransformer2DModel: it is no folder",
+        ),
         (["output=/proc/x"], "output: cannot write /proc/x: No such file or directory; choose another"),
         (["train.seed=-1"], f"{DIGITS} with --set: train.seed is -1, and 0 or more was expected"),
         (["train.checkpointed_blocks=999"], "train.checkpointed_blocks is 999, and the model has 4 blocks"),
         (
-            ["train.lora.targets=[to_x]", "train.precision=bf16", "model.init_from=/weights"],
+            ["train.lora.targets=[to_x]", "train.precision=bf16", "model.init_from=/weights"],  # the model comes first
             "lora.targets: no linear layer's name ends in 'to_x'; did you mean to_v, to_q, to_k?",
         ),
     ],
@@ -89,7 +93,9 @@ def test_what_is_left_out_is_what_the_class_takes_for_it(capsys, tmp_path, left_
 def test_channels_of_a_pixel_are_held_against_those_of_a_patch(capsys, tmp_path):
     """Qwen-Image is fed patches of 2 × 2 as channels, and says how many a pixel of what it predicts has."""
     document = yaml.safe_load(recipe("qwen-image-lora-rtx-4090").text)
-    document["model"]["init_from"] = "/weights"
+    document["model"]["init_from"] = str(tmp_path)
+    for name in ("config.json", "diffusion_pytorch_model.safetensors"):  # dry: nothing of them is read
+        (tmp_path / name).touch()
     config = tmp_path / "run.yaml"
     config.write_text(yaml.safe_dump(document))
     status, _, said = dry_run(capsys, config=config)
@@ -109,3 +115,18 @@ def test_a_store_that_is_there_is_held_against_the_run(capsys, features):
     status, _, said = dry_run(capsys, f"data.features={features}", "data.buckets=[[8, 8], [16, 16]]")
     assert status == 1
     assert f"error: data.features: {features} does not fit: it was encoded in the buckets 8 × 8, 8 × 12, " in said
+
+
+def test_nothing_would_be_left_to_train_on(capsys, features):
+    status, _, said = dry_run(capsys, f"data.features={features}", "validation.samples=9999")
+    assert status == 1
+    assert (
+        f"error: validation.samples is 9999, and {features} has 240 samples: none would be left to train on; " in said
+    )
+
+
+def test_the_folder_of_a_pipeline_is_no_transformers(capsys, tmp_path):
+    (tmp_path / "transformer").mkdir()
+    (tmp_path / "transformer/config.json").touch()
+    status, _, said = dry_run(capsys, f"model.init_from={tmp_path}")
+    assert (status, said.rpartition(": ")[2]) == (1, f"it has no config.json; {tmp_path}/transformer has\n")

@@ -25,12 +25,12 @@ def leaving_a_page(output: Path) -> Iterator[None]:
 
 
 def _written(output: Path) -> tuple[int, int] | None:
-    """When its metrics were written, and their bytes; None where there are none."""
+    """When its metrics were written, and their bytes; None where there are no rows."""
     try:
         found = (output / METRICS).stat()
     except OSError:
         return None
-    return found.st_mtime_ns, found.st_size
+    return (found.st_mtime_ns, found.st_size) if found.st_size else None
 
 
 def _write(output: Path) -> None:
