@@ -2,18 +2,22 @@
 
 import json
 
+import diffusers
+import numpy as np
 import pytest
 import tiny_pipelines
 import tiny_vaes
 import torch
 import yaml
 from commands import bigdit
+from safetensors.torch import load_file
 from tiny_pipelines import SD3
 
 from bigdit.store import FeatureStore
 from bigdit.store.fp8 import dequantise, quantise
 
 CLASS = "SD3Transformer2DModel"
+WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 
 def config(folder, pictures):
@@ -24,6 +28,7 @@ def config(folder, pictures):
             "image": {"name": "vae", "class_name": "AutoencoderKL", "path": str(folder / "vae")},
             "text": {"pipeline": str(folder / "pipeline"), "stored": "fp8"},
         },
+        "objective": {"shift": 3.0},
         "train": {"steps": 2, "micro_batch_size": 4, "precision": "fp32"},
         "output": str(folder / "run"),
     }
@@ -62,3 +67,25 @@ def test_stable_diffusion_3_is_encoded_trained_and_sampled(tmp_path, pictures):
                   "--steps", "2", "--out", tmp_path / "samples", "--json")  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert len(json.loads(done.stdout)["pictures"]) == 1
+
+    done = bigdit("export", "--checkpoint", tmp_path / "run", "--out", tmp_path / "alone")
+    assert done.stderr.splitlines()[0] == (
+        "note: the transformer alone is written, and no pipeline: "
+        f"{tmp_path}/pipeline/model_index.json has no {CLASS} as its transformer"
+    )
+    index = tmp_path / "pipeline/model_index.json"
+    of_diffusers = {"transformer": CLASS, "scheduler": "FlowMatchEulerDiscreteScheduler"}
+    named = {name: ["diffusers", class_name] for name, class_name in of_diffusers.items()}
+    index.write_text(json.dumps(json.loads(index.read_text()) | named))
+    done = bigdit("export", "--checkpoint", tmp_path / "run", "--out", tmp_path / "whole")
+    assert (done.returncode, "note: " in done.stderr) == (0, False), done.stderr
+    whole = diffusers.DiffusionPipeline.from_pretrained(tmp_path / "whole")
+    whole.set_progress_bar_config(disable=True)
+    assert whole.scheduler.config.shift == 3.0
+    trained = load_file(tmp_path / "alone/transformer" / WEIGHTS)
+    assert all(torch.equal(tensor, trained[name]) for name, tensor in whole.transformer.named_parameters())
+    drawn = whole("a handwritten six", height=16, width=16, num_inference_steps=2, output_type="np").images
+    assert (drawn.shape, bool(np.isfinite(drawn).all())) == ((1, 16, 16, 3), True)
+    part = "text_encoder/model.safetensors"
+    assert (tmp_path / "whole" / part).samefile(tmp_path / "pipeline" / part)
+    assert not (tmp_path / "whole/text_encoder/config.json").samefile(tmp_path / "pipeline/text_encoder/config.json")

@@ -9,6 +9,7 @@ from bigdit.checkpoint.export import export
 from bigdit.checkpoint.find import find_checkpoint, latest
 from bigdit.checkpoint.folder import Checkpoint
 from bigdit.checkpoint.peers import Peers
+from bigdit.checkpoint.pipeline import pipeline_of
 from bigdit.checkpoint.posthoc import PostHoc
 from bigdit.checkpoint.restore import load_model, load_weights, restore, written_here
 from bigdit.checkpoint.resumable import check_objective, check_resumable
@@ -28,6 +29,7 @@ __all__ = [
     "latest",
     "load_model",
     "load_weights",
+    "pipeline_of",
     "remove_unfinished",
     "restore",
     "verify",

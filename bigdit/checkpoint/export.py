@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from bigdit import models
 from bigdit.checkpoint.exported import write_checksums
 from bigdit.checkpoint.folder import Checkpoint
+from bigdit.checkpoint.pipeline import Pipeline
 from bigdit.checkpoint.posthoc import PostHoc
 from bigdit.checkpoint.restore import load_kind
 from bigdit.engines.state import AVERAGE
@@ -32,9 +33,11 @@ _FILE = "diffusion_pytorch_model{suffix}.safetensors"  # as diffusers' from_pret
 _MOST = "5GB"
 
 
-def export(checkpoint: Checkpoint, folder: Path, posthoc: PostHoc | None = None) -> None:
+def export(
+    checkpoint: Checkpoint, folder: Path, posthoc: PostHoc | None = None, pipeline: Pipeline | None = None
+) -> None:
     """Write `transformer/`, and `transformer_ema/` where there is an average, to `folder`, whole or not at all; with
-    `posthoc` that average.
+    `posthoc` that average, and around them the `pipeline` that is given.
 
     Weights are fp32; of LoRA they are the adapters, as diffusers' `load_lora_weights` reads them. The checkpoint's
     files were verified before. Raises UserError where the folder cannot be written.
@@ -56,6 +59,8 @@ def export(checkpoint: Checkpoint, folder: Path, posthoc: PostHoc | None = None)
             write_checksums(temporary / name)
         for file in temporary.rglob("*.safetensors"):  # safetensors' are their owner's alone, whatever the umask says
             file.chmod(temporary.stat().st_mode & 0o666)
+        if pipeline is not None:
+            pipeline.write(temporary)
         commit_folder(temporary, folder)
     except (OSError, SafetensorError) as error:
         raise UserError(f"cannot export to {folder}: {error}") from error

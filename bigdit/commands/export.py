@@ -15,7 +15,8 @@ def run(
     out: Annotated[Path, typer.Option(help="A folder that is not there yet.")],
     ema_width: EmaWidth = None,
 ) -> int:
-    """Write a checkpoint's weights, and their average, in diffusers' format."""
+    """Write a checkpoint's weights, and their average, in diffusers' format; with the pipeline that the run was fed by,
+    where it has one."""
     from bigdit.errors import UserError
 
     if out.exists():
@@ -25,7 +26,7 @@ def run(
 
     libraries.prepare()
 
-    from bigdit.checkpoint import PostHoc, export, find_checkpoint, verify
+    from bigdit.checkpoint import PostHoc, export, find_checkpoint, pipeline_of, verify
 
     found, notices = find_checkpoint(checkpoint)
     for line in notices:
@@ -35,6 +36,11 @@ def run(
         verify(found)
     else:
         log.notice(posthoc.said)
-    export(found, out, posthoc)
+    pipeline = pipeline_of(found)
+    if isinstance(pipeline, str):
+        export(found, out, posthoc)
+        log.notice(f"note: the transformer alone is written, and no pipeline: {pipeline}")
+    else:
+        export(found, out, posthoc, pipeline)
     log.notice(f"wrote {found.folder} to {out}")
     return 0

@@ -14,8 +14,18 @@ from bigdit.objectives import ddpm, flow_matching
 from bigdit.objectives.noise import draw_noise
 from bigdit.objectives.output import Predict, of_latents
 from bigdit.objectives.samplers import check_sampler, default_sampler, sample
+from bigdit.objectives.scheduler_config import scheduler_config
 
-__all__ = ["Predict", "check_sampler", "default_sampler", "draw_noise", "loss", "of_latents", "sample"]
+__all__ = [
+    "Predict",
+    "check_sampler",
+    "default_sampler",
+    "draw_noise",
+    "loss",
+    "of_latents",
+    "sample",
+    "scheduler_config",
+]
 
 
 def loss(

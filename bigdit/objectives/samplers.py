@@ -18,7 +18,8 @@ from bigdit.objectives.output import Predict, of_latents
 from bigdit.objectives.schedule import shifted_betas
 from bigdit.objectives.times import shift_of
 
-_PREDICTIONS = {"epsilon": "epsilon", "v": "v_prediction", "x0": "sample"}
+PREDICTIONS = {"epsilon": "epsilon", "v": "v_prediction", "x0": "sample"}
+"""As diffusers' schedulers call them."""
 
 
 def default_sampler(objective: ObjectiveSpec) -> SamplerName:
@@ -102,7 +103,7 @@ def _of_ddpm(objective: DdpmSpec, sampler: SamplerName) -> Any:
         "beta_schedule": objective.betas,
         "beta_start": objective.beta_start,
         "beta_end": objective.beta_end,
-        "prediction_type": _PREDICTIONS[objective.prediction],
+        "prediction_type": PREDICTIONS[objective.prediction],
         "rescale_betas_zero_snr": objective.zero_terminal_snr,
         "timestep_spacing": "trailing",
     }
