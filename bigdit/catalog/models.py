@@ -102,6 +102,16 @@ class CatalogModel(Strict):
         return self.trainable and (self.text is None or self.text_pipeline is not None)
 
     @property
+    def extract_obstacle(self) -> str | None:
+        """Why `bigdit extract` does not make the features that it is trained on; None where it does."""
+        if self.extractable or self.text is None or not self.trainable:
+            return None
+        return (
+            f"its text is encoded by {self.text.encoder}, of whose pipeline `bigdit extract` has no recipe; it trains "
+            "on a store whose text was encoded elsewhere"
+        )
+
+    @property
     def square(self) -> bool:
         """Whether it takes squares alone."""
         inputs = FAMILIES.get(self.spec.class_name)

@@ -10,7 +10,7 @@ from bigdit.commands.options import Config, Json, Set, Stage
 
 if TYPE_CHECKING:
     from bigdit.extract.extract import Engine
-    from bigdit.extract.report import ExtractReport
+    from bigdit.extract.report import ExtractReport, StoreReport
     from bigdit.store.part import Skipped
 
 
@@ -50,7 +50,9 @@ def run(
 
     asked, reports = _engine(engine, tasks, resources), []
     runs = [each.run for each in load_chosen(config, overrides, stage)]
-    of_each(range(len(runs)), lambda number: check(runs[number], model_spec(runs[number].model)))
+    # What is drawn while training is no matter of features.
+    seen = [each.model_copy(update={"samples": None}) for each in runs]
+    of_each(range(len(runs)), lambda number: check(seen[number], model_spec(seen[number].model)))
     for number, run_config in enumerate(runs):
         if any((run_config.data, run_config.encoders) == (other.data, other.encoders) for other in runs[:number]):
             continue  # several stages train on one store
@@ -113,9 +115,16 @@ def _print(report: ExtractReport) -> None:
         log.say(f"{done}; `bigdit features info {report.features}` shows the store")
         return
     buckets = ", ".join(f"{count} of {shape}" for shape, count in report.store.buckets.items())
-    log.say(f"{report.features}: {report.store.encoded} of {report.store.pictures} pictures encoded ({buckets})")
+    log.say(f"{report.features}: {encoded(report.store)} ({buckets})")
     log.say(f"{done}; report: {report.features / REPORT}")
     print_skipped(report.store.skipped)
+
+
+def encoded(store: StoreReport) -> str:
+    """`4 of 11 videos encoded`, by what the latents are of."""
+    moving = {shape.count("x") == 3 for shape in store.buckets}  # of [channels, frames, height, width]
+    kind = {(True,): "video", (False, True): "picture and video"}.get(tuple(sorted(moving)), "picture")
+    return f"{store.encoded} of {store.pictures} {kind}{'' if store.pictures == 1 else 's'} encoded"
 
 
 def print_skipped(skipped: list[Skipped]) -> None:

@@ -169,12 +169,12 @@ def _said(prefix: str, identity: dict[str, Any]) -> Iterator[str]:
 
 def _print_info(report: StoreReport) -> None:
     from bigdit import log
-    from bigdit.commands.extract import print_skipped
+    from bigdit.commands.extract import encoded, print_skipped
     from bigdit.report.tables import lines, table
     from bigdit.units import gib
 
     done = "whole" if report.parts_done == report.parts else f"{report.parts_done} of {report.parts} parts done"
-    log.say(f"{report.features}: {done}; {report.encoded} of {report.pictures} pictures encoded, {gib(report.bytes)}")
+    log.say(f"{report.features}: {done}; {encoded(report)}, {gib(report.bytes)}")
     log.out.print(lines("", _identity(report)), highlight=False)
     buckets = table("", ["bucket", "pictures", "share"], numeric=["pictures", "share"])
     for shape, count in report.buckets.items():

@@ -52,11 +52,18 @@ def _fields(model: CatalogModel) -> dict[str, Any]:
         "trainable": model.trainable,
         "training_obstacle": model.training_obstacle,
         "extractable": model.extractable,
+        "extract_obstacle": model.extract_obstacle,
         "text_pipeline": model.text_pipeline,
     }
 
 
 _ELSEWHERE = "train*"
+_PURPOSES = {
+    "train": "for train: can be rehearsed, and trained from a feature store",
+    _ELSEWHERE: f"for {_ELSEWHERE}: its text is encoded elsewhere, by no recipe of `bigdit extract`",
+    "plan": "for plan: can be rehearsed",
+}
+"""What a model is for, and what that means."""
 
 
 def _purpose(model: CatalogModel) -> str | None:
@@ -92,10 +99,7 @@ def _table(found: list[CatalogModel]) -> Table:
             DASH if text is None else f"{text.tokens or '?'}×{text.dim or '?'}",
             _purpose(m) or DASH,
         )
-    made.caption = (
-        f"{len(found)} model{'' if len(found) == 1 else 's'}\n"
-        "for train: can be rehearsed, and trained from a feature store; plan: can be rehearsed;\n"
-        f"{_ELSEWHERE}: its text is encoded elsewhere, by no recipe of `bigdit extract`;\n"
-        "what is in the way: --json"
-    )
+    shown = [_PURPOSES[each] for each in _PURPOSES if each in {_purpose(m) for m in found}]
+    why = ["what is in the way: --json"] if {_purpose(m) for m in found} != {"train"} else []
+    made.caption = "\n".join([f"{len(found)} model{'' if len(found) == 1 else 's'}", *shown, *why])
     return made

@@ -130,7 +130,9 @@ def run(
     write_json(out / "samples.json", report)
     if as_json:
         log.emit_json(report)
-    log.notice(f"wrote {len(rows)} {'videos' if frames else 'pictures'}, samples.json and {path}")
+    log.notice(
+        f"wrote {len(rows)} {'video' if frames else 'picture'}{'' if len(rows) == 1 else 's'}, samples.json and {path}"
+    )
 
 
 def _shown(what: str, found: Iterator[torch.Tensor], total: int) -> Iterator[torch.Tensor]:

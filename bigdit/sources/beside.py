@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from pathlib import Path
 
+from bigdit import log
 from bigdit.sources.captions import json_captions, text_captions
 from bigdit.sources.disk import CAPTION_BYTES, leads_out, read_file
 from bigdit.sources.protocol import Caption, Unusable
@@ -34,3 +36,9 @@ def check_link(root: Path, path: Path, follow_links: bool) -> None:
 def _read(root: Path, path: Path, follow_links: bool) -> bytes:
     check_link(root, path, follow_links)
     return read_file(path, CAPTION_BYTES)
+
+
+def tell_passed_over(key: str, root: Path, passed_over: Counter[str]) -> None:
+    """Say in a line what of the folder, named by `key`, is neither a picture nor a caption, where anything is."""
+    if kinds := ", ".join(f"{count} {kind}" for kind, count in passed_over.most_common(5) if count):
+        log.notice(f"{key}: {root} also holds what is not read: {kinds}")

@@ -14,10 +14,9 @@ from pathlib import Path
 import xxhash
 from PIL import Image
 
-from bigdit import log
 from bigdit.errors import UserError
 from bigdit.sources.animation import moving_or_still
-from bigdit.sources.beside import captions_beside, check_link
+from bigdit.sources.beside import captions_beside, check_link, tell_passed_over
 from bigdit.sources.disk import IMPOSSIBLE, PICTURE_BYTES, read_file, unreadable
 from bigdit.sources.labels import folder_label
 from bigdit.sources.names import Names
@@ -103,9 +102,7 @@ class ImageFolder:
             raise UserError(f"{key}: {error.filename} cannot be listed: {error.strerror}") from None
         if not len(self._names):
             raise UserError(f"{key}: {root} holds no pictures{' or videos' if clip else ''} ({', '.join(suffixes)})")
-        if passed_over:
-            kinds = ", ".join(f"{count} {kind}" for kind, count in passed_over.most_common(5))
-            log.notice(f"{key}: {root} also holds what is not read: {kinds}")
+        tell_passed_over(key, root, passed_over)
         self.identity = {"kind": "folder", "count": len(self._names), "digest": digest.hexdigest()}
 
     def __len__(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
@@ -13,7 +14,7 @@ import xxhash
 from PIL import Image
 
 from bigdit.errors import UserError
-from bigdit.sources.beside import captions_beside, check_link
+from bigdit.sources.beside import captions_beside, check_link, tell_passed_over
 from bigdit.sources.disk import PICTURE_BYTES, read_file, unreadable
 from bigdit.sources.names import Names
 from bigdit.sources.picture import SUFFIXES, decode
@@ -61,12 +62,14 @@ class FrameFolders:
         self._step = Clip(frame_rate, 1).step
         self._follow_links = follow_links
         digest = xxhash.xxh3_128(f"frames {self._step} apart, links {follow_links}\n".encode())
+        passed_over: Counter[str] = Counter()
         try:
-            self._names = Names(_digested(root, digest))
+            self._names = Names(_digested(root, digest, passed_over))
         except OSError as error:
             raise UserError(f"{key}: {error.filename} cannot be listed: {error.strerror}") from None
         if not len(self._names):
             raise UserError(f"{key}: {root} holds no folders of pictures, which frame_rate is of; leave frame_rate out")
+        tell_passed_over(key, root, passed_over)
         self.identity = {"kind": "folder", "count": len(self._names), "digest": digest.hexdigest()}
 
     def __len__(self) -> int:
@@ -89,11 +92,17 @@ def frames_within(names: list[str]) -> list[str]:
     return sorted((name for name in names if os.path.splitext(name)[1].lower() in SUFFIXES), key=number)
 
 
-def _digested(root: Path, digest: xxhash.xxh3_128) -> Iterator[str]:
-    """Relative paths of folders with pictures; with the names and sizes of these, and sizes of captions, digested."""
-    for folder in _below(root):
-        frames = frames_within(os.listdir(folder))
-        if frames and folder != root:
+def _digested(root: Path, digest: xxhash.xxh3_128, passed_over: Counter[str]) -> Iterator[str]:
+    """Relative paths of folders with pictures; with the names and sizes of these, and sizes of captions, digested. What
+    else is there is counted in `passed_over`, pictures in no folder too."""
+    for folder in _below(root, passed_over):
+        names = os.listdir(folder)
+        frames = frames_within(names)
+        taken = frames if folder != root else []
+        for name in set(names) - set(taken):
+            if (suffix := os.path.splitext(name)[1]) not in (".json", ".txt") and (folder / name).is_file():
+                passed_over[f"{suffix or 'other'} files"[:20]] += 1
+        if taken:
             name = os.path.relpath(folder, root)
             files = [*(folder / frame for frame in frames), Path(f"{folder}.json"), Path(f"{folder}.txt")]
             for file in files:
@@ -101,13 +110,14 @@ def _digested(root: Path, digest: xxhash.xxh3_128) -> Iterator[str]:
             yield name
 
 
-def _below(folder: Path) -> Iterator[Path]:
-    """A folder and those within, sorted."""
+def _below(folder: Path, passed_over: Counter[str]) -> Iterator[Path]:
+    """A folder and those within, sorted; links to folders are counted in `passed_over`."""
     yield folder
     with os.scandir(folder) as entries:
-        within = sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
-    for name in within:
-        yield from _below(folder / name)
+        found = list(entries)
+    passed_over["links to folders"] += sum(entry.is_symlink() and os.path.isdir(entry) for entry in found)
+    for name in sorted(entry.name for entry in found if entry.is_dir(follow_symlinks=False)):
+        yield from _below(folder / name, passed_over)
 
 
 def _size(file: Path) -> int:

@@ -4,6 +4,7 @@ import configparser
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -61,6 +62,26 @@ def test_models_read_well_at_80_columns(printed):
     assert row(text, "dit-xl-2-paper")[1:] == ["674.8", "M", "28", "256", "4×32×32", "–", "train"]
     assert all(row(text, each.name) for each in catalogued())  # no name is broken
     assert "83 models" in text
+
+
+def test_what_is_in_the_way_of_extraction_is_said():
+    """Where a row points to --json, a reason stands there; and the page names the models."""
+    shown = json.loads(options(models.run, "--json").stdout)
+    elsewhere = {m["spec"]["name"]: m["extract_obstacle"] for m in shown if not m["extractable"]}
+    assert all(each and "has no recipe" in each for each in elsewhere.values())
+    assert not [m for m in shown if m["extractable"] and m["extract_obstacle"]]
+    (listed,) = re.findall(r"has no recipe for \(that of (.*?);", (ROOT / "docs/works.md").read_text())
+    assert set(re.findall(r"`(.+?)`", listed)) == elsewhere.keys()
+
+
+def test_legends_are_of_what_is_shown():
+    legends = {"sana-600m": [], "flux.2": ["for train*: its text is encoded elsewhere", "what is in the way: --json"]}
+    for containing, more in legends.items():
+        text = options(models.run, "--filter", containing).stdout
+        assert "for train: " in text
+        assert "for plan: " not in text
+        assert all(line in text for line in more)
+        assert ("train*" in text) is bool(more)
 
 
 def test_gpus_read_well_at_80_columns(printed):

@@ -67,6 +67,13 @@ CASES = [
     (
         DIGITS,
         ["encoders.text=null"],
+        "encoders.text is missing, and no source of data.images has a label: a model is fed captions or classes; set "
+        "encoders.text to a mapping of pipeline, path or config; or, of a model of classes, data.images to one such as "
+        "{path: FOLDER, label: folder}",
+    ),
+    (
+        DIGITS,
+        ["encoders.text={}"],
         "encoders.text needs one of pipeline (a diffusers pipeline's folder), path (a T5's folder) and config (random "
         "weights)",
     ),

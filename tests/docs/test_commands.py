@@ -6,6 +6,7 @@ import shlex
 from dataclasses import dataclass
 
 import pytest
+import typer
 from carried import FIRST
 from commands import DIGITS, ROOT, bigdit, run_command
 from pipeline_folders import pipeline_folder
@@ -19,6 +20,7 @@ GOLDEN = ROOT / "tests/golden/plan-sana-1600m-a40.txt"
 FENCE = re.compile(r"^```(.*?)$\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LANGUAGES = {"console", "text", "yaml"}
 OURS = dict(commands())
+USAGE = typer.BadParameter.__base__  # of typer's own copy of click
 
 
 @dataclass(frozen=True)
@@ -229,6 +231,32 @@ def test_commands_stand_where_they_are_found(page):
         known = {option for command in fitting for each in command.params for option in each.opts}
         assert fitting, within
         assert set(re.findall(r"(?<= )--[\w-]+", within)) <= known, within
+        assert not stray(within), f"{within}: takes no such word; name the option"
+
+
+def stray(within):
+    """What of a command in a sentence no option and no argument takes: its last words may be left out, no option's."""
+    words = shlex.split(within)
+    name = max((name for name in OURS if words[: len(name.split())] == name.split()), key=len, default=None)
+    if name is None:
+        return []  # of several commands, such as `bigdit bench`
+    command, rest = OURS[name], words[len(name.split()) :]
+    arguments = sum(each.param_type_name == "argument" for each in command.params)
+    if "--strategy" in rest and "--model" not in rest:
+        return ["--strategy, without --model"]
+    try:
+        _, left, _ = command.make_parser(command.context_class(command)).parse_args(list(rest))
+    except USAGE:
+        return []  # an option whose value is left out
+    return left[arguments:]
+
+
+def test_a_word_that_no_option_takes_is_stray():
+    assert stray("plan wan2.1-t2v-1.3b --gpu a40") == ["wan2.1-t2v-1.3b"]
+    assert stray("rehearse --strategy single") == ["--strategy, without --model"]
+    assert not stray("plan --model wan2.1-t2v-1.3b --gpu …")
+    assert not stray("features info runs/my --json")
+    assert not stray("plan --out")
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import torch
 from rehearsing import rehearse_all
 from torch import nn
 from traces import assert_same
+from views import written_views
 
 from bigdit import models
 from bigdit.catalog import FAMILIES
@@ -193,6 +194,11 @@ def _changed(batch: Batch) -> list[Batch]:
     return changed
 
 
+def test_nothing_is_written_into_views_of_units(fed: Fed) -> None:
+    """What FSDP2 warns of: it would lose the hook that gathers a unit's weights for the backward pass."""
+    assert not written_views(fed.family, fed.model, fed.predict)
+
+
 def test_gradients_reach_every_parameter_that_trains_and_checkpointing_leaves_them(fed: Fed) -> None:
     gradients = fed.gradients()
     without = {name for name, gradient in gradients.items() if gradient is None}
@@ -281,3 +287,15 @@ def test_tokens_are_counted_as_the_model_makes_them(class_name: str) -> None:
     latents = torch.Size((2, 4, 8, 12))
     sides = {"SanaTransformer2DModel": 1}
     assert fed.family.tokens(fed.model, latents) == 8 * 12 // sides.get(class_name, 2) ** 2
+
+
+@pytest.mark.parametrize(
+    ("class_name", "scale"),  # what the family's pipeline makes of 1
+    [("FluxTransformer2DModel", 1.0), ("Flux2Transformer2DModel", 1.0), ("SanaTransformer2DModel", 0.1)],
+)
+def test_a_distilled_model_is_trained_at_a_guidance_of_one(class_name: str, scale: float) -> None:
+    fed, fed_with = Fed(class_name), []
+    hook = fed.model.register_forward_pre_hook(lambda *args: fed_with.append(args[2]["guidance"]), with_kwargs=True)
+    fed.predict()
+    hook.remove()
+    assert [each.tolist() for each in fed_with] == [pytest.approx([scale] * MICRO_BATCH_SIZE)]

@@ -16,6 +16,7 @@ from rehearsing import rehearse_all
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from traces import assert_same
+from views import written_views
 
 from bigdit import engines, models
 from bigdit.catalog import batch_shape, latent_shape, model
@@ -112,6 +113,14 @@ def test_predictions_gradients_and_checkpointing(name: str) -> None:
     # The text's half of a joint block goes nowhere after the last one.
     assert all(parameter.startswith("transformer_blocks.1.") for parameter in silent)
     assert len(silent) == (6 if name in ("qwen-image", "hunyuan-video-1.5") else 0)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_nothing_is_written_into_views_of_units(name: str) -> None:
+    """What FSDP2 warns of: it would lose the hook that gathers a unit's weights for the backward pass."""
+    family, tiny = _model(name, 0)
+    latents, t, conditions = _inputs(name, family, tiny)
+    assert not written_views(family, tiny, lambda: family.predict(tiny, latents, t, conditions))
 
 
 @pytest.mark.parametrize("name", TINY)

@@ -126,6 +126,19 @@ def test_folders_of_numbered_pictures_are_videos(tmp_path):
         opened({"path": str(tmp_path / "deep/a.b"), "frame_rate": 24})
 
 
+def test_what_stands_beside_folders_of_frames_is_counted(tmp_path, capfd):
+    (tmp_path / "a").mkdir()
+    for file in ("a/1.png", "b.png"):
+        save(tmp_path / file)
+    for file in ("c.mp4", "d.gif", "a/e.mp4", "a.txt"):
+        (tmp_path / file).touch()
+    (tmp_path / "again").symlink_to("a")
+    assert len(opened({"path": str(tmp_path), "frame_rate": 8})) == 1
+    head, _, kinds = capfd.readouterr().err.strip().rpartition(": ")
+    assert head == f"data.images: {tmp_path} also holds what is not read"
+    assert sorted(kinds.split(", ")) == ["1 .gif files", "1 .png files", "1 links to folders", "2 .mp4 files"]
+
+
 def test_tables_name_videos(tmp_path):
     video(tmp_path / "a.mp4", evenly(8, 8), caption=None)
     (tmp_path / "a.csv").write_text("path,caption\na.mp4,a ship\nb.mp4,none\n")

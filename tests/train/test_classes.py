@@ -133,7 +133,7 @@ def test_pictures_are_drawn_by_names_and_numbers(digits_by_class, class_name):
     assert drawn["seven"] == drawn["its number"]
     assert drawn["away from two"] == drawn["away from its number"]
     assert drawn["seven"] not in (drawn["two"], drawn["away from two"])
-    done = bigdit("sample", "--checkpoint", checkpoint, "--out", out, "--label", "sevn")
+    done = bigdit("sample", "--checkpoint", checkpoint, "--out", out / "sevn", "--label", "sevn")
     assert done.returncode == 1
     assert "error: --label: there is no class 'sevn'; did you mean seven?" in done.stderr
 
