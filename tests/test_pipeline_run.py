@@ -37,7 +37,7 @@ def config(folder, pictures):
 @pytest.mark.slow
 def test_stable_diffusion_3_is_encoded_trained_and_sampled(tmp_path, pictures):
     torch.manual_seed(0)
-    tiny_vaes.VAES["AutoencoderKL"][0]().save_pretrained(tmp_path / "vae")
+    tiny_vaes.kl(shift_factor=0.0609).save_pretrained(tmp_path / "vae")
     (tmp_path / "pipeline").mkdir()
     parts = tiny_pipelines.save(tmp_path / "pipeline", "StableDiffusion3Pipeline")
     few = tmp_path / "pictures"

@@ -174,12 +174,12 @@ def _read(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], list[di
     asked = document.pop("stages", None) or []
     if not isinstance(asked, list) or not all(isinstance(own, dict) for own in asked):
         raise UserError(f"{path}: stages is {shown(asked)}, and a list of mappings of a run's keys was expected")
-    if unheard := [each for each in overrides if asked and all(_says(own, each) for own in asked)]:
+    if unheard := [each for each in overrides if asked and all(_has_own(own, each) for own in asked)]:
         raise UserError(*(_unheard(each, len(asked)) for each in unheard))
     return document, asked
 
 
-def _says(own: Any, override: str) -> bool:
+def _has_own(own: Any, override: str) -> bool:
     """Whether a stage has of its own what the override says of the run."""
     for part in override.partition("=")[0].split("."):
         if not isinstance(own, dict):
