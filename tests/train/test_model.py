@@ -55,7 +55,8 @@ def test_a_sound_run_is_printed(capsys):
         ),
         (
             ["model.init_from=nowhere"],
-            "model.init_from: nowhere does not hold diffusers weights of SanaTransformer2DModel: it is no folder",
+            "model.init_from: nowhere does not hold diffusers weights of SanaTransformer2DModel: it is no folder; "
+            "name one of diffusers, or a checkpoint",
         ),
         (["output=/proc/x"], "output: cannot write /proc/x: No such file or directory; choose another"),
         (["train.seed=-1"], f"{DIGITS} with --set: train.seed is -1, and 0 or more was expected"),
