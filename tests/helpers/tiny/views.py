@@ -1,4 +1,4 @@
-"""Which outputs of a model's parts are views that were written into after they were returned."""
+"""Which outputs of a tiny model's parts are views that were written into after they were returned."""
 
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
