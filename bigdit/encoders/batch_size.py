@@ -19,6 +19,10 @@ CPU_BATCH = 16
 _PATIENCE = 8  # batches that must do before a larger one is tried; twice as many after each failure
 
 
+class OneIsTooMuch(UserError):
+    """Memory does not do for one sample."""
+
+
 class BatchSize:
     """At most `most` samples in a batch; `size` is what memory allows at the moment."""
 
@@ -29,7 +33,7 @@ class BatchSize:
     def map(self, encode: Callable[[Sequence[T]], Sequence[R]], samples: Sequence[T]) -> list[R]:
         """`encode` of all samples, in batches, in order: one result a sample.
 
-        Raises UserError where memory does not do for one sample.
+        Raises OneIsTooMuch where memory does not do for one sample.
         """
         results: list[R] = []
         while len(results) < len(samples):
@@ -55,7 +59,7 @@ class BatchSize:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()  # what the larger batch left in pieces
         if failed == 1:
-            raise UserError(
+            raise OneIsTooMuch(
                 "encoders.batch_size: memory does not do for one sample at a time; smaller data.buckets, bf16 as "
                 "the encoders' dtype, encoders.image.tiling, or fewer workers take less"
             )

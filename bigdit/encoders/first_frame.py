@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from PIL import Image
+from torch import nn
 
 from bigdit.catalog.first_frame import IMAGE_EMBEDS
 from bigdit.config.encoders import FirstFrameConfig
@@ -56,6 +57,10 @@ class FirstFrames:
             "weights_sample": weights_sample(folder, self._config.dtype),
             "processor": config_digest(self._processor.to_dict()),
         }
+
+    def modules(self) -> list[nn.Module]:
+        """The image encoder, where there is one: the codec has its own."""
+        return [] if self._encoder is None else [self._encoder]
 
     def encode(self, pixels: torch.Tensor) -> dict[str, torch.Tensor]:
         """Of videos uint8 [B, 3, F, H, W], or pictures without F: by name, latents [B, C, f, h, w] and embeddings

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
+from bigdit import log
 from bigdit.config.encoders import EncodersConfig, TextEncoderConfig
 from bigdit.encoders.batch_size import CPU_BATCH
 from bigdit.encoders.codecs import ImageCodec, load_image_codec
 from bigdit.encoders.device import encoding_device
 from bigdit.encoders.first_frame import FirstFrames, load_first_frames
+from bigdit.encoders.host_bytes import text_bytes
 from bigdit.encoders.text_cache import TextCache
 from bigdit.encoders.text_encoder import TextEncoder
+from bigdit.encoders.turns import Side, Turn, Turns, at_once
+from bigdit.units import gib
+
+_LESS = "smaller data.buckets, encoders.image.dtype: bf16, encoders.image.tiling or fewer workers take less"
 
 
 @dataclass(frozen=True)
@@ -24,12 +31,14 @@ class Encoders:
     text: TextEncoder | None
     device: torch.device
     first_frame: FirstFrames | None = None
+    of_pictures: Turn = at_once
 
 
-def load_encoders(config: EncodersConfig, worker: int = 0) -> Encoders:
+def load_encoders(config: EncodersConfig, worker: int = 0, note: Callable[[str], None] = log.notice) -> Encoders:
     """The encoders of the `worker`-th process of this machine; texts that come again are kept on the host.
 
-    Raises UserError where they cannot be loaded.
+    Where its device does not hold them all they take turns, of which `note` is told: text encodes in its own, and
+    what image and first_frame are asked is called by `of_pictures`. Raises UserError where they cannot be loaded.
     """
     device = encoding_device(config.device, worker)
     size = captions = CPU_BATCH if config.batch_size == "auto" else config.batch_size
@@ -38,9 +47,25 @@ def load_encoders(config: EncodersConfig, worker: int = 0) -> Encoders:
         # alone, a caption has the same bytes in whatever part it comes first, so any split of the work gives the same
         # store.
         captions = 1
-    text = None if config.text is None else TextCache(load_text_encoder(config.text, device, captions))
-    image = load_image_codec(config.image, device, size)
-    return Encoders(image, text, device, load_first_frames(config.first_frame, image, device))
+    texts, pictures = _side_of_text(config.text, device), Side("encoders.image", _LESS)
+    turns = Turns(device, (texts, pictures), note)
+    text = None
+    if (asked := config.text) is not None:
+        encoder = turns.load(texts, lambda: load_text_encoder(asked, device, captions))
+        text = TextCache(encoder, turn=turns.of(texts))
+    image = turns.load(pictures, lambda: load_image_codec(config.image, device, size))
+    frames = turns.load(pictures, lambda: load_first_frames(config.first_frame, image, device))
+    return Encoders(image, text, device, frames, turns.of(pictures))
+
+
+def _side_of_text(text: TextEncoderConfig | None, device: torch.device) -> Side:
+    if text is None:
+        return Side("encoders.text", "")
+    nbytes = text_bytes(text)
+    weights = "" if nbytes is None else f", whose weights take {gib(nbytes)} in {text.dtype},"
+    half = "encoders.text.dtype: bf16 takes half, " if text.dtype == "fp32" else ""
+    on_host = "" if device.type == "cpu" else " or encoders.device: cpu"
+    return Side(f"encoders.text{weights}", f"{half}fewer workers{on_host} take less")
 
 
 def load_text_encoder(

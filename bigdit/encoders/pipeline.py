@@ -17,6 +17,7 @@ from bigdit.encoders.components import describe, load_text_pipeline
 from bigdit.encoders.folder import DTYPES
 from bigdit.encoders.recipes import RECIPES, Recipe
 from bigdit.encoders.returned import by_name, shape_of, texts_of, with_streams
+from bigdit.encoders.text_encoder import Keep, as_it_is
 from bigdit.errors import UserError
 from bigdit.store.text import Text
 
@@ -75,7 +76,7 @@ class PipelineTextEncoder:
         """The text encoders."""
         return [part for part in self._pipeline.components.values() if isinstance(part, nn.Module)]
 
-    def encode(self, captions: Sequence[str]) -> list[Text]:
+    def encode(self, captions: Sequence[str], kept: Keep = as_it_is) -> list[Text]:
         """Captions to their texts in the encoders' dtype, without the padding that the transformer does not see."""
         tokens = self._count_tokens(captions)
 
@@ -83,7 +84,7 @@ class PipelineTextEncoder:
             longest = max(tokens[place] for place in places)
             return self._fitted([captions[place] for place in places], longest + self._template_tokens + 1)
 
-        return encode_by_length(captions, tokens, self._size, encode)
+        return encode_by_length(captions, tokens, self._size, encode, kept)
 
     def null(self) -> Text:
         """What the pipeline calls its negative prompt where none is given; the empty caption where it has none."""

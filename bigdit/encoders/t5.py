@@ -15,6 +15,7 @@ from bigdit.config.encoders import T5_TOKENS, TextEncoderConfig
 from bigdit.encoders.batch_size import CPU_BATCH, BatchSize
 from bigdit.encoders.by_length import encode_by_length
 from bigdit.encoders.folder import DTYPES, check_complete, read_config, weights_sample
+from bigdit.encoders.text_encoder import Keep, as_it_is
 from bigdit.encoders.tokenizer import tokenizer_digest
 from bigdit.errors import UserError, nearest
 from bigdit.store.digest import config_digest, weights_digest
@@ -73,7 +74,7 @@ class T5TextEncoder:
         """The encoder."""
         return [self._model]
 
-    def encode(self, captions: Sequence[str]) -> list[Text]:
+    def encode(self, captions: Sequence[str], kept: Keep = as_it_is) -> list[Text]:
         """Captions to hidden states of at most max_tokens tokens; padding is masked and cut off."""
         if not captions:
             return []
@@ -82,7 +83,7 @@ class T5TextEncoder:
         def encode(places: Sequence[int]) -> list[Text]:
             return self._read([ids[place] for place in places])
 
-        return encode_by_length(captions, [len(each) for each in ids], self._size, encode)
+        return encode_by_length(captions, [len(each) for each in ids], self._size, encode, kept)
 
     def null(self) -> Text:
         """The text of the empty caption."""

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from bigdit.encoders.text_encoder import TextEncoder
+from bigdit.encoders.text_encoder import Keep, TextEncoder, as_it_is
+from bigdit.encoders.turns import Turn, at_once
 from bigdit.store.text import Text
 
 CAPACITY_BYTES = 256 * 2**20
@@ -18,12 +19,17 @@ CAPACITY_BYTES = 256 * 2**20
 
 class TextCache:
     """An encoder whose texts are on the host in `dtype`, and of which at most so many bytes are kept between calls:
-    the longest unused go first."""
+    the longest unused go first. It is asked in its `turn`."""
 
     def __init__(
-        self, encoder: TextEncoder, dtype: torch.dtype = torch.bfloat16, capacity_bytes: int = CAPACITY_BYTES
+        self,
+        encoder: TextEncoder,
+        dtype: torch.dtype = torch.bfloat16,
+        capacity_bytes: int = CAPACITY_BYTES,
+        turn: Turn = at_once,
     ) -> None:
         self._encoder = encoder
+        self._turn = turn
         self._dtype = dtype
         self._capacity_bytes = capacity_bytes
         self._kept: OrderedDict[str, Text] = OrderedDict()
@@ -40,20 +46,23 @@ class TextCache:
         """The encoder's."""
         return self._encoder.modules()
 
-    def encode(self, captions: Sequence[str]) -> list[Text]:
+    def encode(self, captions: Sequence[str], kept: Keep = as_it_is) -> list[Text]:
         """Captions to their texts, each distinct one that is not known encoded once."""
         distinct = list(dict.fromkeys(captions))
         unknown = [caption for caption in distinct if caption not in self._kept]
-        fresh = zip(unknown, self._encoder.encode(unknown), strict=True) if unknown else ()
+        encoded = self._turn(lambda: self._encoder.encode(unknown, self._to_host)) if unknown else []
         texts = {caption: self._kept[caption] for caption in distinct if caption in self._kept}
-        texts |= {caption: text.to("cpu", self._dtype) for caption, text in fresh}
+        texts |= zip(unknown, encoded, strict=True)
         for caption in distinct:
             self._keep(caption, texts[caption])
-        return [texts[caption] for caption in captions]
+        return [kept(texts[caption]) for caption in captions]
 
     def null(self) -> Text:
         """The encoder's."""
-        return self._encoder.null().to("cpu", self._dtype)
+        return self._to_host(self._turn(self._encoder.null))
+
+    def _to_host(self, text: Text) -> Text:
+        return text.to("cpu", self._dtype)
 
     def _keep(self, caption: str, text: Text) -> None:
         """Put the text last, and let the first go until all fit."""

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import nn
 
 from bigdit.store.text import TEXT, Text
+
+Keep = Callable[[Text], Text]
+"""What becomes of a text as soon as its batch is encoded."""
+
+
+def as_it_is(text: Text) -> Text:
+    """A text that stays where it was made."""
+    return text
 
 
 class TextEncoder(Protocol):
@@ -28,8 +36,8 @@ class TextEncoder(Protocol):
         """Those with weights."""
         ...
 
-    def encode(self, captions: Sequence[str]) -> list[Text]:
-        """Captions to their texts, on the encoder's device."""
+    def encode(self, captions: Sequence[str], kept: Keep = as_it_is) -> list[Text]:
+        """Captions to their texts, each `kept`: else they are on the encoder's device, as many as there are."""
         ...
 
     def null(self) -> Text:

@@ -9,11 +9,12 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
+from bigdit import log
 from bigdit.config.encoders import EncodersConfig
 from bigdit.errors import UserError
 from bigdit.extract.server import server
 from bigdit.extract.speed import UnitSpeed
-from bigdit.extract.worker import Done, Failed, Finished, Progress, Ready, Unit, work
+from bigdit.extract.worker import Done, Failed, Finished, Note, Progress, Ready, Unit, work
 from bigdit.store.in_hand import remove_left
 from bigdit.store.schema import EXTRACT, StoreSchema
 
@@ -46,12 +47,13 @@ def encode_in_workers(
     """
     workers: list[Worker] = []
     done: list[UnitSpeed] = []
+    noted: set[str] = set()
     try:
         for number in range(count):
             workers.append(_start(number, encoders, schema, root))
         while at_work := {worker.pipe: worker for worker in workers if not worker.finished}:
             for pipe in wait(list(at_work)):
-                pictures = _hear(at_work[pipe], units, done)  # type: ignore[index]  # wait() gives what it was given
+                pictures = _hear(at_work[pipe], units, done, noted)  # type: ignore[index]  # wait() gives what it was given
                 on_progress(pictures, done)
     finally:
         for worker in workers:
@@ -81,7 +83,7 @@ def _start(number: int, encoders: EncodersConfig, schema: StoreSchema, root: Pat
     return Worker(number, process, ours)
 
 
-def _hear(worker: Worker, units: Iterator[Unit], done: list[UnitSpeed]) -> int:
+def _hear(worker: Worker, units: Iterator[Unit], done: list[UnitSpeed], noted: set[str]) -> int:
     """Take one message of a worker; the pictures that it tells of."""
     try:
         message = worker.pipe.recv()
@@ -94,6 +96,10 @@ def _hear(worker: Worker, units: Iterator[Unit], done: list[UnitSpeed]) -> int:
         return message.pictures
     if isinstance(message, Done):
         done.append(message.speed)
+    elif isinstance(message, Note):
+        if message.text not in noted:
+            log.notice(message.text)
+        noted.add(message.text)
     elif isinstance(message, Finished):
         worker.finished = True
     elif isinstance(message, Failed):

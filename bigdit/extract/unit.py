@@ -14,6 +14,7 @@ from bigdit.encoders.buckets import bucket_pixels
 from bigdit.encoders.codecs import ImageCodec, to_unit_range
 from bigdit.encoders.first_frame import FirstFrames
 from bigdit.encoders.text_encoder import TextEncoder
+from bigdit.encoders.turns import Turn, at_once
 from bigdit.errors import UserError
 from bigdit.extract.speed import Stopwatch
 from bigdit.sources import Caption, Item, Sample, Unusable
@@ -29,9 +30,10 @@ def encode_unit(
     on_progress: Callable[[int], None],
     watch: Stopwatch | None = None,
     first: FirstFrames | None = None,
+    turn: Turn = at_once,
 ) -> Encoded:
     """Features of `items`, those that cannot be used left out: latents, and their captions encoded, or their classes;
-    with `first`, what it keeps of first frames.
+    with `first`, what it keeps of first frames. All pictures come before the captions, in the `turn` of their encoders.
 
     `on_progress` hears of pictures done, and `watch` of the seconds that went into `reading` and `encoding`.
     """
@@ -51,9 +53,9 @@ def encode_unit(
             shape = codec.latent_shape(bucket)
             places = indices[shape][-len(pixels) :]
             # Convolutions may answer in channels_last memory, and files hold rows of [C, H, W].
-            encoded = codec.encode(pixels, places).to("cpu", codec.stored_dtype).contiguous()
+            encoded = turn(lambda: codec.encode(pixels, places)).to("cpu", codec.stored_dtype).contiguous()
             if first is not None:
-                frames[shape].append(first.encode(shown))
+                frames[shape].append(turn(lambda: first.encode(shown)))
         latents[shape].append(encoded)
         on_progress(len(encoded))
 

@@ -51,6 +51,13 @@ class Progress:
 
 
 @dataclass(frozen=True)
+class Note:
+    """A line that people should read once, however many workers say it."""
+
+    text: str
+
+
+@dataclass(frozen=True)
 class Done:
     """The part of a unit is committed."""
 
@@ -76,11 +83,12 @@ def work(pipe: Connection, number: int, encoders: EncodersConfig, schema: StoreS
     end_with_parent()
     torch.set_num_threads(1)
     try:
-        loaded = load_encoders(encoders, number)
+        loaded = load_encoders(encoders, number, lambda text: pipe.send(Note(text)))
+        first = loaded.first_frame
         found = {
             "codec": loaded.image.identity,
             "text_encoder": loaded.text.identity if loaded.text else {},
-            "first_frame": loaded.first_frame.identity if loaded.first_frame else None,
+            "first_frame": loaded.of_pictures(lambda: first.identity) if first else None,
         }
         check_same(root, schema, schema.model_copy(update=found))
         with own_folder(root) as folder:
@@ -108,7 +116,8 @@ def _work_through(pipe: Connection, root: Path, folder: Path, schema: StoreSchem
             path = part_path(root, unit.start, unit.end)
             _mark(folder / path.name)
             told, first = lambda n: pipe.send(Progress(n)), encoders.first_frame
-            encoded = encode_unit(unit.items, schema.buckets, encoders.image, condition, told, watch, first)
+            turn = encoders.of_pictures
+            encoded = encode_unit(unit.items, schema.buckets, encoders.image, condition, told, watch, first, turn)
             speed = watch.stop(unit.start, unit.end, str(encoders.device))
             watch = Stopwatch()  # waiting for the writer is a part of the next unit's time
             note = functools.partial(_note, root, folder.name, speed, clock, time.perf_counter(), committed)

@@ -90,6 +90,17 @@ def test_texts_come_in_the_order_of_their_captions(captions, most, room):
     assert lengths == sorted(lengths, reverse=True)
 
 
+def test_texts_are_kept_before_the_next_are_encoded():
+    done = []
+
+    def encode(places):
+        done.append(f"{len(places)} encoded")
+        return [Text(torch.zeros(1, 1)) for _ in places]
+
+    encode_by_length(["a", "b", "c"], [1, 1, 1], BatchSize(2), encode, lambda text: done.append("kept") or text)
+    assert done == ["2 encoded", "kept", "kept", "1 encoded", "kept"]
+
+
 class Counting:
     """A text encoder that keeps what it was asked: four tokens a caption."""
 
@@ -98,9 +109,9 @@ class Counting:
     def __init__(self):
         self.asked = []
 
-    def encode(self, captions):
+    def encode(self, captions, kept):
         self.asked.append(list(captions))
-        return [Text(torch.full((4, 8), float(len(caption))), torch.ones(2)) for caption in captions]
+        return [kept(Text(torch.full((4, 8), float(len(caption))), torch.ones(2))) for caption in captions]
 
     def null(self):
         return Text(torch.zeros(4, 8))

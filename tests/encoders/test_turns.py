@@ -1,0 +1,133 @@
+"""Encoders that have no room on a card together take turns there, and make the same features to the bit."""
+
+import pytest
+import torch
+from cards import answers
+
+from bigdit.encoders.turns import Side, Turns
+from bigdit.errors import UserError
+
+SCRIPT = """
+import json
+import torch
+from bigdit.encoders.turns import Side, Turns
+from bigdit.errors import UserError
+
+CARD = torch.device("cuda", 0)
+
+class Weights(torch.nn.Module):
+    def __init__(self, gibs):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(int(gibs * 2**30), dtype=torch.uint8), requires_grad=False)
+
+class Encoder:
+    def __init__(self, gibs):
+        self.module = Weights(gibs).to(CARD)
+    def modules(self):
+        return [self.module]
+
+def where(*sides):
+    return [side.modules[0].weight.device.type for side in sides]
+
+def error(ask):
+    try:
+        ask()
+    except UserError as error:
+        return error.problems
+
+found, notes = {}, []
+texts, pictures = Side("encoders.text", "a smaller one takes less"), Side("encoders.image", "tiling takes less")
+turns = Turns(CARD, (texts, pictures), notes.append)
+turns.load(texts, lambda: Encoder(5))
+turns.load(pictures, lambda: Encoder(2))
+found["together"] = where(texts, pictures), list(notes)
+taken = turns.of(pictures)(lambda: torch.empty(8 * 2**30, dtype=torch.uint8, device=CARD).nbytes)
+found["after pictures"] = taken, where(texts, pictures), list(notes)
+turns.of(texts)(lambda: None)
+found["after texts"] = where(texts, pictures), len(notes), torch.cuda.memory_allocated()
+found["too much"] = error(lambda: turns.of(pictures)(lambda: torch.empty(10 * 2**30, dtype=torch.uint8, device=CARD)))
+del turns, texts, pictures
+
+notes.clear()
+texts, pictures = Side("encoders.text", "a smaller one takes less"), Side("encoders.image", "tiling takes less")
+turns = Turns(CARD, (texts, pictures), notes.append)
+turns.load(texts, lambda: Encoder(7))
+turns.load(pictures, lambda: Encoder(6))
+found["loaded by turns"] = where(texts, pictures), len(notes)
+del turns, texts, pictures
+torch.cuda.empty_cache()
+lone = Side("encoders.text", "a smaller one takes less")
+found["not loaded"] = error(lambda: Turns(CARD, (lone,), notes.append).load(lone, lambda: Encoder(13)))
+
+from bigdit.encoders.load import load_encoders
+from bigdit.config.encoders import EncodersConfig
+config = EncodersConfig.model_validate(json.loads('CONFIG'))
+pixels = torch.linspace(-1, 1, 3 * 32 * 32).reshape(1, 3, 32, 32)
+def features(encoders):
+    latents = encoders.of_pictures(lambda: encoders.image.encode(pixels)).cpu()
+    (text,) = encoders.text.encode(["a caption"])
+    return latents, text.states
+together = features(load_encoders(config, note=notes.append))
+notes.clear()
+apart = load_encoders(config, note=notes.append)
+held = [torch.empty(2**30, dtype=torch.uint8, device=CARD)]
+def short():
+    if held:
+        held.clear()
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+apart.of_pictures(short)
+by_turns = [features(apart) for _ in range(2)]
+found["same"] = [all(map(torch.equal, together, each)) for each in by_turns]
+found["values"] = [float(each.abs().sum()) for each in together]
+found["noted"] = len(notes)
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def found(once):
+    from tiny_vaes import kl
+
+    folder = once("tiny-vae", lambda folder: kl().save_pretrained(folder / "vae"))
+    config = (
+        '{"image": {"name": "vae", "class_name": "AutoencoderKL", "path": "%s"}, "device": "cuda", "text": '
+        '{"config": {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}, "max_tokens": 7}}'
+    )
+    return answers("rtx-3060-12g", SCRIPT.replace("CONFIG", config % (folder / "vae")))
+
+
+def test_all_stay_while_there_is_room(found):
+    assert found["together"] == [["cuda", "cuda"], []]
+
+
+def test_they_take_turns_from_where_memory_runs_out(found):
+    taken, where, notes = found["after pictures"]
+    assert (taken, where) == (8 * 2**30, ["cpu", "cuda"])
+    (note,) = notes
+    assert note.startswith("note: text encoders and VAE have no room on the card together, and take turns")
+    assert note.endswith("up to 5.00 GiB of weights wait on the host")
+    assert found["after texts"] == [["cuda", "cpu"], 1, 5 * 2**30]
+    assert found["loaded by turns"] == [["cpu", "cuda"], 1]
+
+
+def test_what_has_no_room_alone_is_a_line(found):
+    (line,) = found["too much"]
+    assert line.startswith("encoders.image ran out of memory: 10.00 GiB were asked for, ")
+    assert line.endswith("; tiling takes less")
+    (line,) = found["not loaded"]
+    assert line.startswith("encoders.text ran out of memory: 13.00 GiB were asked for, ")
+
+
+def test_features_are_the_same_to_the_bit(found):
+    assert found["noted"] == 1
+    assert min(found["values"]) > 0
+    assert found["same"] == [True, True]
+
+
+def test_a_host_that_runs_out_has_no_turns():
+    notes = []
+    sides = Side("encoders.text", "bf16 takes half"), Side("encoders.image", "")
+    sides[1].modules.append(torch.nn.Linear(1, 1))
+    with pytest.raises(UserError, match=r"^encoders\.text ran out of memory: .* were free; bf16 takes half$"):
+        Turns(torch.device("cpu"), sides, notes.append).of(sides[0])(lambda: torch.empty(2**60, dtype=torch.uint8))
+    assert notes == []
