@@ -25,6 +25,7 @@ from bigdit import catalog
 from bigdit.catalog import batch_shape
 from bigdit.catalog.classes import class_count
 from bigdit.config import load_run
+from bigdit.config.load import parse_run
 from bigdit.config.output import RECEIPT, receipt_of
 from bigdit.config.stages import read_stages
 from bigdit.emulator import emulated_environment, shared_state
@@ -40,6 +41,7 @@ from bigdit.rehearse.card.client import cuda_build, cuda_python
 from bigdit.search.answer import make_plan
 from bigdit.search.asking.ask import question_for
 from bigdit.search.needs.dataset import DatasetNeed, dataset_need, encoding_request
+from bigdit.search.needs.encode_batch import encode_batch
 from bigdit.search.needs.host import host_need
 from bigdit.search.plan import Plan
 from bigdit.search.question import Question
@@ -71,7 +73,7 @@ def main(asked: list[str]) -> int:
     recipes = [recipe(name) for name in [each for each in asked if each != ENCODING] or names()]
     if ENCODING in asked:
         for found in recipes:
-            took[found.name] |= {"encoding_hours": encoding_hours(found)}
+            took[found.name] |= {"encoding_hours": encoding_hours(found), "waiting_bytes": waiting_bytes(found)}
             write_json(MEASURED, took)
             print(f"{found.name}: hours of encoding {took[found.name]['encoding_hours']}", flush=True)
         return 0
@@ -222,6 +224,7 @@ def _took(found: Recipe, receipts: Sequence[Receipt]) -> Took:
         store_bytes=(round(sum(each.low for each in stores)), round(sum(each.high for each in stores))),
         hours=_hours(seconds),
         encoding_hours=encoding_hours(found),
+        waiting_bytes=waiting_bytes(found),
     )
 
 
@@ -235,12 +238,22 @@ def encoding_hours(found: Recipe) -> tuple[float, float] | None:
 def _dataset(question: Question) -> DatasetNeed | None:
     batch = batch_shape(question.model, question.resolution, question.frames)
     request = encoding_request(question, batch)
-    return dataset_need(question, batch, None if request is None else rehearse(request).sizes[0])
+    return dataset_need(question, batch, [] if request is None else rehearse(request).sizes)
 
 
 def _hours(seconds: Sequence[Interval]) -> tuple[float, float]:
     low, high = (sum(each) / 3600 for each in zip(*((each.low, each.high) for each in seconds), strict=True))
     return round(low, 2), round(high, 2)
+
+
+def waiting_bytes(found: Recipe) -> int:
+    """Of encoders' weights that wait on the host while `bigdit extract` has encoders take turns; 0 where it has not."""
+    gpu, waiting = catalog.resolve_gpu(found.about.gpu), 0
+    for document in stages_of(found):
+        chosen = encode_batch(parse_run(document, found.name), gpu)
+        if chosen is not None and chosen.way == "in turns":
+            waiting = max(waiting, round(chosen.need.waiting))
+    return waiting
 
 
 def _needs(found: Recipe, plans: Sequence[Plan]) -> tuple[int, list[Interval]]:

@@ -21,11 +21,13 @@ POOLED_TEXT = "pooled_text"
 
 
 class VaeSpec(Strict):
-    """A diffusers VAE, whole: the decoder stays on the device with the encoder, as trainers keep it."""
+    """A diffusers VAE, whole: the decoder stays on the device with the encoder, as trainers keep it. `tiling`: it
+    encodes large pictures in pieces."""
 
     class_name: str
     kwargs: dict[str, Any]
     dtype: Dtype = "fp32"
+    tiling: bool = False
 
 
 class TextEncoderSpec(Strict):

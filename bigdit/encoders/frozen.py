@@ -18,6 +18,8 @@ from bigdit.encoders.codecs import to_unit_range
 from bigdit.encoders.encoded import Encoded
 from bigdit.encoders.latents import encode_latents, one_by_one
 
+Texts = tuple[torch.Tensor | None, torch.Tensor | None, dict[str, torch.Tensor]]
+
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -27,6 +29,8 @@ class FrozenEncoders:
     def __init__(self, spec: OnlineEncoders) -> None:
         self.spec = spec
         self._vae = one_by_one(_frozen(getattr(diffusers, spec.vae.class_name)(**spec.vae.kwargs), spec.vae.dtype))
+        if spec.vae.tiling:
+            self._vae.enable_tiling()
         self._text = [_text_encoder(encoder) for encoder in spec.text]
 
     def to(self, device: torch.device) -> None:
@@ -36,7 +40,15 @@ class FrozenEncoders:
 
     def modules(self) -> list[nn.Module]:
         """The VAE and the text encoders."""
-        return [self._vae, *self._text]
+        return [*self.of_pictures(), *self.of_texts()]
+
+    def of_pictures(self) -> list[nn.Module]:
+        """The VAE."""
+        return [self._vae]
+
+    def of_texts(self) -> list[nn.Module]:
+        """The text encoders."""
+        return list(self._text)
 
     def tensors(self) -> list[torch.Tensor]:
         """All weights and buffers."""
@@ -45,7 +57,16 @@ class FrozenEncoders:
     @torch.no_grad()
     def encode(self, pixels: torch.Tensor, tokens: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Encoded:
         """Encode pixels [B, 3, (F,) H, W] uint8, and each text encoder's (ids, mask) [B, T] int64, where they are."""
-        latents = encode_latents(self._vae, to_unit_range(pixels).to(self._vae.dtype)).float()
+        return Encoded(self.latents(pixels), *self.texts(tokens))
+
+    @torch.no_grad()
+    def latents(self, pixels: torch.Tensor) -> torch.Tensor:
+        """What the VAE makes of pixels, as `encode` takes them."""
+        return encode_latents(self._vae, to_unit_range(pixels).to(self._vae.dtype)).float()
+
+    @torch.no_grad()
+    def texts(self, tokens: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Texts:
+        """What the text encoders make of their tokens: states, mask and extras of Encoded."""
         texts: list[tuple[torch.Tensor, torch.Tensor]] = []
         pooled: list[torch.Tensor] = []
         extras: dict[str, torch.Tensor] = {}
@@ -59,7 +80,7 @@ class FrozenEncoders:
                 texts.append((states, shown))
         if pooled:
             extras[POOLED_TEXT] = torch.cat(pooled, dim=1)
-        return Encoded(latents, *_joined(texts), extras)
+        return *_joined(texts), extras
 
 
 def look_into_fake_masks() -> None:

@@ -32,8 +32,9 @@ class Took(Strict):
     `process_bytes` with all that a CUDA process takes beside it, at least and at most. As the plan for it says, or its
     rehearsal where blocks are swapped, whose number no plan is asked for: `host_bytes` of the machine's memory while
     it saves, `store_bytes` of the features of 100,000 pictures or videos, `hours` of its steps, `encoding_hours` of
-    what the encoders compute of these on its cards, None where the catalogue has not all of them. Of stages, three
-    steps of each: bytes of memory are those of the one that takes most, features and hours those of all."""
+    what the encoders compute of these on its cards, None where the catalogue has not all of them, `waiting_bytes` of
+    their weights on the host, where they take turns on the card; 0 where all have room. Of stages, three steps of each:
+    bytes of memory are those of the one that takes most, features and hours those of all."""
 
     torch: str
     peak_allocated_bytes: PositiveInt
@@ -44,6 +45,7 @@ class Took(Strict):
     store_bytes: tuple[int, int]
     hours: tuple[float, float]
     encoding_hours: tuple[float, float] | None = None
+    waiting_bytes: NonNegativeInt = 0
 
 
 @dataclass(frozen=True)

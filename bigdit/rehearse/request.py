@@ -13,6 +13,9 @@ from bigdit.objective_spec import ObjectiveSpec
 from bigdit.spec import BatchShape, ModelSpec, Strategy, Strict
 
 Kernels = Literal["cuda", "cpu"]
+Part = Literal["steps", "encoders"]
+PICTURES, TEXTS = "pictures", "texts"
+"""The phases of encoders alone."""
 
 A100_MULTIPROCESSORS = 108
 """Of the card that a request is about where it names none. Source: NVIDIA A100 Tensor Core GPU Architecture."""
@@ -25,10 +28,10 @@ def _own(given: dict[str, Any]) -> ObjectiveSpec:
 class RehearsalRequest(Strict):
     """One strategy at several micro-batch sizes; its own `micro_batch_size` gives way to each of them.
 
-    Without any size it is asked whether the model can be made. `objective`: left out, the model's own.
-    `encoders`: what encodes on the device, with features online. `kernels`: whose kernels allocate, those of a
-    CUDA card of `compute_capability` with so many `multiprocessors`, or those of a CPU. `device_bytes`: what engines
-    that ask are told the card has; None: more than they want.
+    Without any size it is asked whether the model can be made. `part`: two steps, or a micro-batch through the encoders
+    alone. `objective`: left out, the model's own. `encoders`: what encodes on the device, with features online.
+    `kernels`: whose kernels allocate, those of a CUDA card of `compute_capability` with so many `multiprocessors`, or
+    those of a CPU. `device_bytes`: what engines that ask are told the card has; None: more than they want.
     """
 
     model: ModelSpec
@@ -41,6 +44,7 @@ class RehearsalRequest(Strict):
     compute_capability: tuple[int, int] = (8, 0)
     multiprocessors: PositiveInt = A100_MULTIPROCESSORS
     device_bytes: PositiveInt | None = None
+    part: Part = "steps"
 
 
 class RehearsedSize(Strict):

@@ -14,6 +14,7 @@ from bigdit.errors import versions
 from bigdit.memory import CUDA_GRANULARITY, ledger
 from bigdit.rehearse.device import fake_device
 from bigdit.rehearse.drive import record
+from bigdit.rehearse.encoding import record_encoding
 from bigdit.rehearse.engines.group import fake_group
 from bigdit.rehearse.notices import notices
 from bigdit.rehearse.request import Kernels, Rehearsal, RehearsalRequest, RehearsedSize
@@ -95,7 +96,12 @@ def rehearse_size(request: RehearsalRequest, micro_batch_size: int) -> Rehearsed
         page_on_the_host()
     card = fake_device(request.kernels, request.compute_capability, request.device_bytes, request.multiprocessors)
     with _world(strategy, request.kernels) as world, card as device:
-        recording = record(request.model, request.batch, strategy, request.objective, device, world, request.encoders)
+        if request.part == "encoders":
+            assert request.encoders is not None
+            recording = record_encoding(request.encoders, request.batch, strategy, device)
+        else:
+            objective, encoders = request.objective, request.encoders
+            recording = record(request.model, request.batch, strategy, objective, device, world, encoders)
     found = versions()
     return RehearsedSize(
         micro_batch_size=micro_batch_size,

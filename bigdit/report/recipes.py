@@ -50,10 +50,12 @@ def needs(found: Recipe) -> list[str]:
     each = "" if found.stages == 1 else " of each stage"
     disk = " to ".join(written(size) for size in took.store_bytes)
     by = "its rehearsal" if "blocks_to_swap" in found.run["train"] else "the plan for it"
+    waiting = f"host   {gib(took.waiting_bytes)} of RAM in `bigdit extract`, for encoders that take turns on the card"
     return [
         f"card   {card}: {gib(low)} to {gib(high)} of {gib(took.usable_bytes)}, {gib(_left(found))} left",
         f"       of it torch reserves {gib(took.peak_reserved_bytes)}: three steps{each} on {where}, {took.torch}",
         f"host   {gib(took.host_bytes)} of RAM, while it saves",
+        *([waiting] if took.waiting_bytes else []),
         f"disk   {disk} of features for 100,000 {found.samples}; weights, checkpoints and exports come on top",
         f"time   {hours} of training, by {by}",
         f"       {_encoding(found)}",

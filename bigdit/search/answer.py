@@ -160,8 +160,10 @@ def _dataset(pool: Pool, question: Question, batch: BatchShape) -> DatasetNeed |
     if question.images is None:
         return None
     request = encoding_request(question, batch)
-    encoding = None if request is None else pool.rehearse([request])[0]
-    return dataset_need(question, batch, None if isinstance(encoding, UserError) else encoding)
+    sizes = () if request is None else request.micro_batch_sizes
+    asked = [request.model_copy(update={"micro_batch_sizes": (size,)}) for size in sizes if request is not None]
+    found = [answer for answer in pool.rehearse(asked) if not isinstance(answer, UserError)]
+    return dataset_need(question, batch, found if len(found) == len(asked) else [])
 
 
 def _run(question: Question, strategy: Strategy, step: StepTime) -> Run | None:

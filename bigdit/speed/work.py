@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -98,7 +98,7 @@ def work_of(timeline: Timeline, strategy: Strategy) -> Work:
     copies of averaged gradients) then counts for every micro-batch. Raises ValueError for a timeline without a step.
     """
     micro_batches, step = _last_step(timeline.spans)
-    loads = [_load(timeline, spans) for spans in micro_batches]
+    loads = [_load(timeline, _named(timeline.spans, numbers)) for numbers in micro_batches]
     if len(loads) > 1:
         micro = sum(loads[1:-1], loads[0]) * (1.0 / (len(loads) - 1))
         last = loads[-1] - micro
@@ -106,7 +106,12 @@ def work_of(timeline: Timeline, strategy: Strategy) -> Work:
         waiting = {key: amount for key, amount in loads[0].exchanges.items() if _once_a_step(key, strategy)}
         last = Load({}, waiting)
         micro = Load(loads[0].operations, {k: v for k, v in loads[0].exchanges.items() if k not in waiting})
-    return Work(micro, last, _load(timeline, step))
+    return Work(micro, last, _load(timeline, _named(timeline.spans, step)))
+
+
+def load_of(timeline: Timeline, phases: Collection[str], phase: str) -> Load:
+    """What all spans of these phases do, as work of `phase`."""
+    return _load(timeline, {i: phase for i, span in enumerate(timeline.spans) if span.phase in phases})
 
 
 def _last_step(spans: Iterable[Span]) -> tuple[list[list[int]], list[int]]:
@@ -129,8 +134,12 @@ def _last_step(spans: Iterable[Span]) -> tuple[list[list[int]], list[int]]:
     return micro_batches, step
 
 
-def _load(timeline: Timeline, spans: list[int]) -> Load:
-    phases = {i: timeline.spans[i].phase for i in spans}
+def _named(spans: Sequence[Span], numbers: Iterable[int]) -> dict[int, str]:
+    return {i: spans[i].phase for i in numbers}
+
+
+def _load(timeline: Timeline, phases: Mapping[int, str]) -> Load:
+    """What spans do, by number under the name of a phase."""
     operations: defaultdict[Operation, Amount] = defaultdict(Amount)
     exchanges: defaultdict[Exchange, Amount] = defaultdict(Amount)
     for cost in timeline.operators:

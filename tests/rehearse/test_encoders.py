@@ -23,6 +23,9 @@ from bigdit.objective_spec import FlowMatchingSpec
 from bigdit.rehearse import RehearsalRequest, rehearse
 from bigdit.rehearse.data import raw_batch
 from bigdit.rehearse.drive import record
+from bigdit.rehearse.encoding import record_encoding
+from bigdit.rehearse.request import PICTURES as OF_PICTURES
+from bigdit.rehearse.request import TEXTS
 from bigdit.spec import BatchShape, Strategy
 from bigdit.train.encode import encode
 
@@ -137,6 +140,30 @@ def test_the_rehearsal_of_encoding_is_the_real_one_to_the_byte(tmp_path: Path) -
         assert answer.ledger == ledger(real.device, 1)
         assert {phase.phase for phase in answer.ledger.phases} == {"init", "encode", "forward", "backward", "step"}
         assert "saved activation" not in answer.ledger.phase("encode").at_peak
+
+
+def test_encoders_alone_are_rehearsed_as_they_run_and_each_side_without_the_other(tmp_path: Path) -> None:
+    """On a CPU every allocation and free; on a card each phase has its own weights there, and no others."""
+    request = RehearsalRequest(
+        model=SANA,
+        batch=SHAPE,
+        strategy=_strategy("bf16", None),
+        micro_batch_sizes=(MICRO_BATCH_SIZE,),
+        encoders=_encoders(KL, T5),
+        kernels="cpu",
+        part="encoders",
+    )
+    on_card = request.model_copy(update={"kernels": "cuda"})
+    here, there = rehearse_all(tmp_path, [request, on_card])
+    assert request.encoders is not None
+    real = record_encoding(request.encoders, SHAPE, request.strategy, CPU)
+    assert_same(here.timeline, real.device)
+    frozen = FrozenEncoders(request.encoders)
+    for phase, modules in ((OF_PICTURES, frozen.of_pictures()), (TEXTS, frozen.of_texts())):
+        weights = sum(-(-tensor.nbytes // 512) * 512 for module in modules for tensor in module.parameters())
+        found = there.ledger.phase(phase)
+        assert found.at_peak["encoder"] == weights
+        assert found.peak_bytes > weights
 
 
 def _real(vae: VaeSpec, text: TextEncoderSpec, chunk: int | None) -> Timeline:

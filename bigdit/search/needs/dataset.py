@@ -15,14 +15,15 @@ from bigdit.catalog.first_frame import CLIP_TOKENS, takes_first_frame
 from bigdit.encoders.recipes import RECIPES
 from bigdit.errors import UserError
 from bigdit.rehearse.ask import precision_problems, request_for
-from bigdit.rehearse.request import RehearsalRequest, RehearsedSize
-from bigdit.search.predict.sibling import depths, possible, sibling
+from bigdit.rehearse.request import PICTURES, TEXTS, RehearsalRequest, RehearsedSize
+from bigdit.search.needs.encoders import EncodersNeed, encoders_need, room
 from bigdit.search.question import Question
 from bigdit.spec import BatchShape, Strategy, Strict
 from bigdit.speed.cluster import Cluster
 from bigdit.speed.interval import Interval
 from bigdit.speed.step import step_time
-from bigdit.speed.work import NOTHING, Load, Work, work_of
+from bigdit.speed.work import NOTHING, Work, load_of
+from bigdit.units import gib
 
 STORED_BYTES = 2
 """Latents of a VAE (the mode of its distribution, no deviation beside it) and hidden states are stored in bf16, as
@@ -75,9 +76,9 @@ class DatasetNeed(Strict):
 
 
 def encoding_request(question: Question, batch: BatchShape) -> RehearsalRequest | None:
-    """The rehearsal whose encode phase is that of extraction: features online, and a transformer of single blocks.
+    """The rehearsal of extraction's encoders, with one sample and with as many as go through them at once.
 
-    None where the catalogue does not have the encoders.
+    None where the catalogue does not have them.
     """
     model = question.model
     try:
@@ -89,14 +90,15 @@ def encoding_request(question: Question, batch: BatchShape) -> RehearsalRequest 
         micro_batch_size=1 if model.video else ENCODED_AT_ONCE,
         precision="fp16" if precision_problems(question.gpu, "bf16") else "bf16",
     )
-    shallow = sibling(model, dict.fromkeys(depths(model), possible(model, 1)))
-    return request_for(shallow, question.gpu, strategy, resolution=question.resolution, frames=question.frames)
+    request = request_for(model, question.gpu, strategy, resolution=question.resolution, frames=question.frames)
+    sizes = tuple(sorted({1, strategy.micro_batch_size}))
+    return request.model_copy(update={"part": "encoders", "micro_batch_sizes": sizes})
 
 
-def dataset_need(question: Question, batch: BatchShape, encoding: RehearsedSize | None) -> DatasetNeed | None:
+def dataset_need(question: Question, batch: BatchShape, encoding: Sequence[RehearsedSize]) -> DatasetNeed | None:
     """What the images of `question`, samples of `batch`, take; None where it names none.
 
-    `encoding`: the answer to `encoding_request`, None where there is no such request.
+    `encoding`: the answers to `encoding_request`; none where there is no such request.
     """
     if question.images is None:
         return None
@@ -110,7 +112,7 @@ def dataset_need(question: Question, batch: BatchShape, encoding: RehearsedSize 
     sample += first + FRAMED_BYTES if first else 0
     sample += STREAMED_BYTES + STREAM_BYTES * (len(texts) - 1) if len(texts) > 1 else 0
     store = (text + Interval(low=sample, high=sample)) * images
-    extraction = None if encoding is None else _image_seconds(question, encoding) * (images / question.cluster.gpus)
+    extraction = _image_seconds(question, encoding[-1]) * (images / question.cluster.gpus) if encoding else None
     return DatasetNeed(
         images=images,
         latent_bytes=latents,
@@ -123,17 +125,16 @@ def dataset_need(question: Question, batch: BatchShape, encoding: RehearsedSize 
             *_first_frame_notes(first),
             _disk_note(store),
             *_part_notes(sample + text.high),
-            *_extraction_notes(question.model, batch, known=encoding is not None),
+            *_extraction_notes(question.model, batch, known=bool(encoding)),
+            *(_room_notes(encoders_need(encoding), question) if encoding else ()),
         ),
     )
 
 
 def _image_seconds(question: Question, encoding: RehearsedSize) -> Interval:
-    """Seconds of one card for the encoders' share of a rehearsed step, by image."""
+    """Seconds of one card for the rehearsed encoders, by image."""
     strategy = Strategy(micro_batch_size=encoding.micro_batch_size)
-    micro = work_of(encoding.timeline, strategy).micro
-    encode = {operation: amount for operation, amount in micro.operations.items() if operation.phase == "encode"}
-    work = Work(micro=Load(encode, {}), last=NOTHING, step=NOTHING)
+    work = Work(micro=load_of(encoding.timeline, (PICTURES, TEXTS), "encode"), last=NOTHING, step=NOTHING)
     return step_time(work, strategy, question.gpu, Cluster()).seconds * (1 / encoding.micro_batch_size)
 
 
@@ -257,6 +258,23 @@ def _extraction_notes(model: CatalogModel, batch: BatchShape, *, known: bool) ->
     if model.training_obstacle is not None:
         notes.append(f"such a store cannot be trained from yet: {model.training_obstacle}")
     return notes
+
+
+def _room_notes(need: EncodersNeed, question: Question) -> list[str]:
+    """What is to be known of encoders that have no room on the card together."""
+    way = need.way(question.gpu)
+    if way == "together":
+        return []
+    if way == "in turns":
+        return [
+            f"text encoders and VAE have no room on the {question.gpu.title} together: a worker of `bigdit extract` "
+            f"has them take turns, and {gib(need.waiting)} of weights wait on the host"
+        ]
+    name, nbytes = need.larger
+    return [
+        f"extraction does not fit the {question.gpu.title}: with a sample at a time {gib(nbytes)} of "
+        f"{gib(room(question.gpu))} are wanted for the {name}; a larger card, or encoders.device: cpu, encodes"
+    ]
 
 
 def written(nbytes: float) -> str:

@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 from bigdit import log
 from bigdit.catalog import Gpu, batch_shape, find_model, found_gpus
+from bigdit.config.data import frames_of
 from bigdit.config.encoders import VaeCodec
 from bigdit.config.run import RunConfig
+from bigdit.encoders.host_bytes import text_bytes
 from bigdit.errors import UserError
-from bigdit.memory.process import cuda_context
 from bigdit.rehearse import RehearsalRequest, rehearse
 from bigdit.search.needs.dataset import encoding_request
+from bigdit.search.needs.encoders import KEPT_FREE, EncodersNeed, Way, encoders_need, room
 from bigdit.search.question import Question
+from bigdit.units import gib
 
 MOST = 256
 """Beyond that an encoder gains nothing more: its matrix products fill any card."""
 
-_PROBED = (2, 8)  # samples at once that are rehearsed: what they take grows evenly with their number
-_KEPT_FREE = 0.1  # of the card: for the pieces between allocations
+_PROBED = (1, 8)  # samples at once that are rehearsed: what they take grows evenly with their number
+
+
+class EncodeBatch(NamedTuple):
+    """`size` for encoders.batch_size, and how encoders are on the card with it: None where not even 1 has room."""
+
+    size: int
+    way: Way | None
+    need: EncodersNeed
 
 
 def with_batch_size(run: RunConfig, workers: int) -> RunConfig:
@@ -32,49 +43,84 @@ def with_batch_size(run: RunConfig, workers: int) -> RunConfig:
         cards = found_gpus()
     except UserError:
         return run
-    least = min(cards, key=lambda card: card.usable_bytes)
-    size = encode_batch_size(run, least, -(-workers // len(cards)))
-    if size is None:
+    least, processes = min(cards, key=lambda card: card.usable_bytes), -(-workers // len(cards))
+    found = encode_batch(run, least, processes)
+    if found is None:
         log.notice("encoders.batch_size: the catalogue cannot say what these encoders take; it stays at its default")
         return run
-    log.notice(f"encoders.batch_size: {size}, of which the rehearsed encode phase fits the {least.title}")
-    return run.model_copy(update={"encoders": run.encoders.model_copy(update={"batch_size": size})})
+    log.notice(f"encoders.batch_size: {found.size}, {_said(found, run, least, processes)}")
+    return run.model_copy(update={"encoders": run.encoders.model_copy(update={"batch_size": found.size})})
 
 
-def encode_batch_size(run: RunConfig, gpu: Gpu, processes: int = 1) -> int | None:
-    """The largest power of two of pictures, or of frames, that each of `processes` has room for on `gpu`, in the run's
-    largest bucket; at most MOST.
+def encode_batch(run: RunConfig, gpu: Gpu, processes: int = 1) -> EncodeBatch | None:
+    """The largest power of two of pictures, or of frames, and of captions, that each of `processes` has room for on
+    `gpu`, in the run's largest bucket; at most MOST.
 
-    None where the catalogue does not have the model of the run, or its encoders. 1 where not even one fits.
+    None where the catalogue does not have the model of the run, or its encoders.
     """
     request = _request(run, gpu)
     if request is None:
         return None
-    few, many = (size.ledger.phase("encode").peak_bytes for size in rehearse(request).sizes)
-    sample_bytes = max((many - few) / (_PROBED[1] - _PROBED[0]), 1)
-    context = cuda_context(gpu.compute_capability, gpu.multiprocessors)
-    room = gpu.usable_bytes * (1 - _KEPT_FREE) / processes - context.high_bytes
-    fitting = int((room - (few - _PROBED[0] * sample_bytes)) / sample_bytes)
-    return min(1 << max(fitting.bit_length() - 1, 0), MOST) if fitting > 0 else 1
+    text = run.encoders.text
+    frames = frames_of(_largest(run))
+    need = encoders_need(rehearse(request).sizes, None if text is None else text_bytes(text), frames)
+    way = need.way(gpu, processes)
+    within = room(gpu, processes, KEPT_FREE)
+    sizes = (1 << power for power in reversed(range(MOST.bit_length())))
+    fitting = 1 if way is None else next((size for size in sizes if need.taken(way, size) <= within), 1)
+    return EncodeBatch(fitting, way, need)
+
+
+def _said(found: EncodeBatch, run: RunConfig, gpu: Gpu, processes: int) -> str:
+    """How many fit, and how; or what has no room, and what takes less."""
+    fits = f"of which the rehearsed encode phase fits the {gpu.title}"
+    if found.way == "together":
+        return fits
+    if found.way == "in turns":
+        return f"{fits} where text encoders and VAE take turns; {gib(found.need.waiting)} of weights wait on the host"
+    name, nbytes = found.need.larger
+    share = "" if processes == 1 else f" of each of {processes} workers"
+    return (
+        f"and not even of that the rehearsed encode phase fits the {gpu.title}: {gib(nbytes)} are "
+        f"wanted for the {name}{share}, and {gib(max(room(gpu, processes), 0))} are there; "
+        f"{_less(name, run, processes)}"
+    )
+
+
+def _less(name: str, run: RunConfig, processes: int) -> str:
+    """What of a run to change for encoders that have no room."""
+    if processes > 1:
+        return "fewer data.workers"
+    text, image = run.encoders.text, run.encoders.image
+    if name == "VAE":
+        half = "encoders.image.dtype: bf16, " if isinstance(image, VaeCodec) and image.dtype == "fp32" else ""
+        return f"{half}encoders.image.tiling or smaller data.buckets take less"
+    if text is not None and text.dtype == "fp32":
+        return "encoders.text.dtype: bf16 takes half"
+    return "encoders.device: cpu takes nothing of a card"
+
+
+def _largest(run: RunConfig) -> tuple[int, ...]:
+    return max(run.data.buckets, key=math.prod)
 
 
 def _request(run: RunConfig, gpu: Gpu) -> RehearsalRequest | None:
     """The encode phase of extraction, in the dtypes of the run."""
-    if run.model.name is None or not isinstance(run.encoders.image, VaeCodec):
+    image = run.encoders.image
+    if run.model.name is None or not isinstance(image, VaeCodec):
         return None
     model = find_model(run.model.name)
-    height, width = max((bucket[-2:] for bucket in run.data.buckets), key=math.prod)
-    largest = height, width
-    frames = 1 if model.video else None
+    largest = _largest(run)
+    size, frames = (largest[-2], largest[-1]), frames_of(largest) if model.video else None
     try:
-        batch = batch_shape(model, largest, frames)
+        batch = batch_shape(model, size, frames)
     except UserError:
         return None
-    found = encoding_request(Question(model=model, gpu=gpu, resolution=largest, frames=frames), batch)
+    found = encoding_request(Question(model=model, gpu=gpu, resolution=size, frames=frames), batch)
     if found is None or found.encoders is None:
         return None
     dtype = run.encoders.text and run.encoders.text.dtype
     text = tuple(encoder.model_copy(update={"dtype": dtype}) for encoder in found.encoders.text)
-    vae = found.encoders.vae.model_copy(update={"dtype": run.encoders.image.dtype})
+    vae = found.encoders.vae.model_copy(update={"dtype": image.dtype, "tiling": image.tiling})
     encoders = found.encoders.model_copy(update={"vae": vae, "text": text})
     return found.model_copy(update={"encoders": encoders, "micro_batch_sizes": _PROBED})

@@ -12,7 +12,8 @@ from bigdit import catalog
 from bigdit.memory import Block, Span, Timeline
 from bigdit.rehearse import rehearse
 from bigdit.search.asking.ask import question_for
-from bigdit.search.needs.dataset import dataset_need, encoding_request, written
+from bigdit.search.needs.dataset import _room_notes, dataset_need, encoding_request, written
+from bigdit.search.needs.encoders import EncodersNeed, Side
 from bigdit.search.needs.host import LIBRARIES_BYTES, host_need
 from bigdit.sources import Caption
 from bigdit.speed.cluster import Cluster
@@ -21,7 +22,7 @@ from bigdit.store.text import Text
 from bigdit.units import GIB, KIB, MIB
 
 
-def need(name, encoding=None, **options):
+def need(name, *encoding, **options):
     question = question_for(name, "a100-80g", **options)
     batch = catalog.batch_shape(question.model, question.resolution, question.frames)
     return dataset_need(question, batch, encoding)
@@ -147,7 +148,7 @@ def test_unknown_encoders_have_no_time():
     question = question_for("flux.2-dev", "a100-80g", images=10)
     batch = catalog.batch_shape(question.model)
     assert encoding_request(question, batch) is None
-    found = dataset_need(question, batch, None)
+    found = dataset_need(question, batch, [])
     assert found.extraction_seconds is None
     assert "how long extraction takes is not known: the catalogue has not all encoders of flux.2-dev" in found.notes
 
@@ -157,22 +158,46 @@ def test_an_old_card_encodes_in_what_it_computes():
         question = question_for("pixart-sigma-xl-2-512", gpu, images=10)
         request = encoding_request(question, catalog.batch_shape(question.model))
         assert request.strategy.precision == precision
-        assert request.model.kwargs["num_layers"] == 1
+        assert request.part == "encoders"
 
 
 def test_extraction_takes_the_encoders_alone():
     """The VAE of DiT: 16 pictures a pass, between its arithmetic at the card's rate and a hundred times that."""
     question = question_for("dit-s-8", "a100-80g", images=1_000_000)
     batch = catalog.batch_shape(question.model)
-    encoding = rehearse(encoding_request(question, batch)).sizes[0]
+    encoding = rehearse(encoding_request(question, batch)).sizes[-1]
     timeline = encoding.timeline
-    encode = [span for span, each in enumerate(timeline.spans) if each.phase == "encode"]
-    flops = sum(each.flops for each in timeline.operators if each.span == encode[-1])
+    (encode,) = [span for span, each in enumerate(timeline.spans) if each.phase == "pictures"]
+    flops = sum(each.flops for each in timeline.operators if each.span == encode)
     fastest = flops / 16 / (question.gpu.tflops.fp32 * 1e12)
     one, many = (need("dit-s-8", encoding, images=1_000_000, gpus=gpus).extraction_seconds for gpus in (1, 8))
     assert 1e6 * fastest < one.low < one.high < 1e8 * fastest
     assert many.low == pytest.approx(one.low / 8)
     assert many.high == pytest.approx(one.high / 8)
+
+
+def test_a_plan_says_where_encoders_have_no_room_together():
+    """By made-up needs: the rehearsals that give them are those of extraction, tested with it."""
+    question = question_for("flux.1-dev", "rtx-3060-12g", images=1000)
+    pictures = Side(GIB, GIB, GIB)
+    for gibs, said in (
+        (7, []),
+        (
+            10,
+            [
+                "text encoders and VAE have no room on the NVIDIA GeForce RTX 3060 together: a worker of `bigdit "
+                "extract` has them take turns, and 10.00 GiB of weights wait on the host"
+            ],
+        ),
+        (
+            12,
+            [
+                "extraction does not fit the NVIDIA GeForce RTX 3060: with a sample at a time 12.50 GiB of "
+                "11.10 GiB are wanted for the text encoders; a larger card, or encoders.device: cpu, encodes"
+            ],
+        ),
+    ):
+        assert _room_notes(EncodersNeed(pictures, Side(gibs * GIB, GIB / 2, 0)), question) == said
 
 
 @given(st.floats(1, 1e18))

@@ -7,7 +7,9 @@ from bigdit.config.load import parse_run
 from bigdit.memory.process import cuda_context
 from bigdit.rehearse import rehearse
 from bigdit.search.needs import encode_batch
-from bigdit.search.needs.encode_batch import encode_batch_size, with_batch_size
+from bigdit.search.needs.encode_batch import EncodeBatch, with_batch_size
+from bigdit.search.needs.encoders import EncodersNeed, Side
+from bigdit.units import GIB
 
 
 def run(model, buckets=((128, 128), (256, 256)), image=None, **encoders):
@@ -27,6 +29,11 @@ def run(model, buckets=((128, 128), (256, 256)), image=None, **encoders):
 DIT = {"name": "dit-s-8"}  # its only encoder is a VAE, which makes the rehearsal short
 
 
+def size_of(asked, gpu, processes=1):
+    found = encode_batch.encode_batch(asked, gpu, processes)
+    return None if found is None else found.size
+
+
 @pytest.fixture(scope="module")
 def card():
     return resolve_gpu("a40", "8192MiB")
@@ -34,31 +41,62 @@ def card():
 
 @pytest.mark.slow
 def test_the_largest_batch_that_fits_is_chosen(card):
-    chosen = encode_batch_size(run(DIT), card)
+    chosen = size_of(run(DIT), card)
     room = card.usable_bytes * 0.9 - cuda_context(card.compute_capability, card.multiprocessors).high_bytes
     request = encode_batch._request(run(DIT), card)
     assert (request.batch.latents, request.encoders.vae.dtype) == ((4, 32, 32), "fp32")  # the largest bucket
     answers = rehearse(request.model_copy(update={"micro_batch_sizes": (chosen, 2 * chosen)})).sizes
-    fits, does_not = (answer.ledger.phase("encode").peak_bytes for answer in answers)
+    fits, does_not = (answer.ledger.phase("pictures").peak_bytes for answer in answers)
     assert fits <= room < does_not
-    assert encode_batch_size(run(DIT), card, processes=2) <= chosen / 2
-    assert encode_batch_size(run(DIT), resolve_gpu("a40")) > chosen
-    assert encode_batch_size(run(DIT), card, processes=16) == 1
+    assert size_of(run(DIT), card, processes=2) <= chosen / 2
+    assert size_of(run(DIT), resolve_gpu("a40")) > chosen
+    assert size_of(run(DIT), card, processes=16) == 1
 
 
 def test_what_the_catalogue_does_not_know_has_no_answer(card):
     own = {"class_name": "SanaTransformer2DModel", "kwargs": {"num_layers": 1}}
-    assert encode_batch_size(run(own), card) is None
-    assert encode_batch_size(run({"name": "flux.2-dev"}), card) is None
-    assert encode_batch_size(run(DIT, image={"name": "identity"}), card) is None
+    assert size_of(run(own), card) is None
+    assert size_of(run({"name": "flux.2-dev"}), card) is None
+    assert size_of(run(DIT, image={"name": "identity"}), card) is None
 
 
 def test_a_run_takes_the_size_where_it_leaves_it_open_and_there_is_a_card(card, monkeypatch):
     monkeypatch.setattr(encode_batch, "found_gpus", lambda: (card, gpu("h200")))  # there is no driver to ask here
     chosen = with_batch_size(run(DIT), workers=2).encoders.batch_size
-    assert chosen == encode_batch_size(run(DIT), card)  # one each, and the smaller card decides
+    assert chosen == size_of(run(DIT), card)  # one each, and the smaller card decides
     for settled in (run(DIT, batch_size=5), run(DIT, device="cpu"), run({"name": "flux.2-dev"})):
         assert with_batch_size(settled, workers=2) == settled
+
+
+def test_what_takes_turns_and_what_has_no_room_is_said():
+    small, few = resolve_gpu("rtx-3060-12g"), Side(GIB, GIB, GIB)
+    asked = run(DIT)
+    by_turns, nothing = EncodersNeed(few, Side(9.5 * GIB, 0, GIB / 16)), EncodersNeed(few, Side(12 * GIB, 0, 0))
+    assert (by_turns.way(small), nothing.way(small), nothing.way(resolve_gpu("a40"))) == ("in turns", None, "together")
+    assert by_turns.taken("in turns", 9) == max(10 * GIB, 10 * GIB)
+    assert by_turns.taken("together", 1) == 11.5 * GIB
+    said = encode_batch._said(EncodeBatch(8, "in turns", by_turns), asked, small, 1)
+    assert said == (
+        "of which the rehearsed encode phase fits the NVIDIA GeForce RTX 3060 where text encoders and VAE take turns; "
+        "9.50 GiB of weights wait on the host"
+    )
+    said = encode_batch._said(EncodeBatch(1, None, nothing), asked, small, 1)
+    assert said == (
+        "and not even of that the rehearsed encode phase fits the NVIDIA GeForce RTX 3060: 12.00 GiB are "
+        "wanted for the text encoders, and 11.10 GiB are there; encoders.device: cpu takes nothing of a card"
+    )
+    assert encode_batch._said(EncodeBatch(1, None, by_turns), asked, small, 2).endswith("; fewer data.workers")
+    large = EncodeBatch(1, None, EncodersNeed(Side(GIB, 20 * GIB, 0), Side(GIB, 0, 0)))
+    assert encode_batch._said(large, asked, small, 1).endswith(
+        "21.00 GiB are wanted for the VAE, and 11.10 GiB are there; encoders.image.dtype: bf16, encoders.image.tiling "
+        "or smaller data.buckets take less"
+    )
+
+
+def test_videos_are_encoded_whole_and_weights_that_encode_nothing_are_counted():
+    videos = EncodersNeed(Side(0, GIB, GIB), Side(0, 0, GIB), frames=81)
+    assert [videos.pictures.taken(-(-size // 81)) for size in (1, 81, 82)] == [GIB, GIB, 2 * GIB]
+    assert (videos.taken("in turns", 1), videos.taken("in turns", 128)) == (GIB, 127 * GIB)
 
 
 def test_without_cards_nothing_is_chosen(monkeypatch, tmp_path):
