@@ -3,7 +3,8 @@
     python benchmarks/video.py [--folder DIR] [--steps N]
 
 One process, fp32, a small Wan on pixels (launch/recipes/digits-moving.yaml). Two classifiers, which are fitted on real
-videos and digits alone (launch/moving.py, launch/digits.py), read the samples.
+videos and digits alone (launch/moving.py, launch/digits.py), read the samples. Exit status 1 where after STEPS or more
+fewer than LEAST are read as asked for.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ from bigdit.report.tables import table
 
 ROOT = Path(__file__).parents[1]
 BIGDIT = Path(sys.executable).parent / "bigdit"
-SAMPLES = 100
+SAMPLES, LEAST, STEPS = 100, 90, 2000
 
 sys.path.insert(0, str(ROOT / "launch"))
 import digits  # noqa: E402
 import moving  # noqa: E402
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description="Learn digits that move, and read where the samples do.")
     parser.add_argument("--folder", type=Path, default=Path("demo/video"), help="where everything is written")
-    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--steps", type=int, default=STEPS)
     arguments = parser.parse_args()
     folder = arguments.folder.resolve()
     output = folder / f"run-{arguments.steps}"
@@ -54,6 +55,7 @@ def main() -> None:
     from bigdit import log
 
     log.out.print(rows)
+    return int(arguments.steps >= STEPS and min(ways, shown) < LEAST)
 
 
 def _read(output: Path) -> tuple[int, int]:
@@ -86,4 +88,4 @@ def _run(*command: str | Path) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
