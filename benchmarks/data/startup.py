@@ -1,6 +1,6 @@
 """How long two processes take from the command to their first step, and how long a step waits for its samples.
 
-    python benchmarks/startup.py [--folder DIR] [--rounds N]
+    python benchmarks/data/startup.py [--folder DIR] [--rounds N]
 
 The demo's recipe (launch/recipes/digits.yaml: DeepSpeed's ZeRO-2 over two processes on CPUs) for one step, whose
 metrics tell that it was done; once before, which compiles what DeepSpeed compiles once. Samples come through the
@@ -24,7 +24,7 @@ from bigdit.loader.stream import FeatureStream
 from bigdit.report.tables import table
 from bigdit.store import FeatureStore
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 BIGDIT = Path(sys.executable).parent / "bigdit"
 RECIPE = ROOT / "launch/recipes/digits.yaml"
 STEP_S, STEPS = 0.2, 50
