@@ -20,6 +20,9 @@ _NOT_FOR_THEM = ("bitsandbytes", "peft", "scipy", "torchao")
 model, for quantised checkpoints, adapters and losses of their own: four of eleven seconds, in every process."""
 _NOT_FOR_MODELS = ("transformers",)
 """What diffusers imports with any model for its pipelines, which steps do without: a fifth of what is left."""
+_NOT_FOR_LAUNCHES = "accelerate.utils.imports", "boto3"
+"""accelerate, which diffusers imports with any model, imports Amazon's client for launches there where it is installed:
+a sixteenth of the start."""
 _FOR_PIPELINES = "transformers.utils.quantization_config"
 """What it imports whether it finds transformers or not, and does without where that fails (diffusers 0.42)."""
 _NAMES_ASKED = "diffusers.utils.import_utils"
@@ -106,8 +109,9 @@ _every_name = importlib.metadata.packages_distributions
 
 
 def _find_spec(name: str, package: str | None = None) -> ModuleSpec | None:
-    """Where a module lies, as these two ask to know what is installed; the interpreter's own imports do not come by."""
-    if name in _hidden and sys._getframe(1).f_globals.get("__name__") in _ASKING:
+    """Where a module lies, as these ask to know what is installed; the interpreter's own imports do not come by."""
+    asking = sys._getframe(1).f_globals.get("__name__")
+    if (name in _hidden and asking in _ASKING) or (asking, name) == _NOT_FOR_LAUNCHES:
         return None
     return _every_spec(name, package)
 

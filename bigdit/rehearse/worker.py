@@ -70,7 +70,7 @@ def answer(question: str) -> tuple[str, bool]:
 def _collect_much_garbage() -> None:
     global _settled, _rehearsed
     _rehearsed += 1
-    if _rehearsed % _COUNTED_EVERY != 1:
+    if _rehearsed % _COUNTED_EVERY:
         return
     count = gc.get_freeze_count()  # of the time when the last recording began
     if _settled is None:
