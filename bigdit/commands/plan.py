@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from bigdit.commands.listed import listed
 from bigdit.commands.options import (
     Buckets,
     Device,
@@ -41,6 +43,8 @@ if TYPE_CHECKING:
     from bigdit.search.question import Question
 
 EXIT_DOES_NOT_FIT = 2
+MOST_OTHERS = 3
+"""Other numbers of cards on a page: each is a plan, and some 150 of 1,000 KB."""
 
 
 def run(
@@ -82,6 +86,10 @@ def run(
     device: Device = None,
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Write plan.yaml, ds_config.json and report.html to DIR.")
+    ] = None,
+    also_gpus: Annotated[
+        str | None,
+        typer.Option(metavar="N,N", help="Plan so many cards too, for report.html's what-if: three numbers at most."),
     ] = None,
     as_json: Json = False,
 ) -> int:
@@ -126,24 +134,53 @@ def run(
     if config is None:
         if overrides:
             raise UserError("--set goes with --config, and --model was given; leave it out")
-        return _plan(question_for(**of_cards, **of_run), out, as_json)
+        question = question_for(**of_cards, **of_run)
+        numbers = _others(also_gpus, question.cluster.gpus, out)
+        others = [question_for(**of_cards | {"gpus": number}, **of_run) for number in numbers]
+        return _plan(question, others, out, as_json)
     said = os.path.exists(config)  # or reading it says that it does not exist
     if said and (given := [f"--{name.replace('_', '-')}" for name, value in of_run.items() if value is not None]):
         raise UserError(f"{', '.join(given)}: --config {config} says it; leave it out, or --config")
+    if also_gpus is not None:
+        raise UserError("--also-gpus goes with --model, and --config was given; leave it out")
     return _plan_stages(config, overrides, of_cards, out, as_json)
 
 
-def _plan(question: Question, out: Path | None, as_json: bool) -> int:
+def _others(also_gpus: str | None, own: int, out: Path | None) -> list[int]:
+    """Cards in all of the plans that the page has beside its `own`."""
+    from bigdit.config.strategy import MOST_GPUS
+    from bigdit.errors import UserError
+
+    if also_gpus is None:
+        return []
+    also = listed("--also-gpus", also_gpus, "numbers of cards such as 2,4,8", MOST_GPUS)
+    if out is None:
+        raise UserError("--also-gpus is for report.html, which --out DIR writes; add --out, or leave it out")
+    if len(also) > MOST_OTHERS:
+        raise UserError(
+            f"--also-gpus {also_gpus[:40]} are {len(also)} numbers, and a page has {MOST_OTHERS} beside its own"
+        )
+    if own in also:
+        raise UserError(f"--also-gpus says {own}, which the plan is of; leave it out there")
+    return also
+
+
+def _plan(question: Question, others: Sequence[Question], out: Path | None, as_json: bool) -> int:
+    """The plan; and for its page those of other numbers of cards."""
     from bigdit import log
     from bigdit.report.plan import show
     from bigdit.search.answer import make_plan
 
-    with log.err.status(f"planning the training of {question.model.name}") as status:
-        plan = make_plan(question, progress=status.update)
+    plans = []
+    for asked in (question, *others):
+        on = f" on {asked.cluster.gpus} cards" if others else ""
+        with log.err.status(f"planning the training of {asked.model.name}{on}") as status:
+            plans.append(make_plan(asked, progress=status.update))
+    plan = plans[0]
     if out is not None:
         from bigdit.report.folder import write_plan  # here: it draws, and imports what draws
 
-        log.notice(f"wrote {out}: {', '.join(file.name for file in write_plan(plan, out))}")
+        log.notice(f"wrote {out}: {', '.join(file.name for file in write_plan(plan, out, plans[1:]))}")
     if as_json:
         log.emit_json(plan.model_dump(mode="json", exclude={"packed_timeline", "settings"}) | {"fits": plan.fits})
     else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -26,8 +27,9 @@ JSON, PAGE, MEMORY, CURVE = "plan.json", "report.html", "memory.png", "curve.png
 OURS = {FILE, DS_CONFIG, JSON, PAGE, MEMORY, CURVE, RUN}
 
 
-def write_plan(plan: Plan, folder: Path) -> list[Path]:
-    """Write `plan`'s files; an older plan in `folder` gives way, but for a run.yaml that was edited since.
+def write_plan(plan: Plan, folder: Path, others: Sequence[Plan] = ()) -> list[Path]:
+    """Write `plan`'s files; an older plan in `folder` gives way, but for a run.yaml that was edited since. The page
+    moves over the `others` too, plans of other numbers of cards.
 
     Raises UserError where `folder` holds anything that no plan wrote, and where it cannot be written.
     """
@@ -35,7 +37,7 @@ def write_plan(plan: Plan, folder: Path) -> list[Path]:
     temporary = folder.with_name(f"{TEMPORARY}{folder.name}-{uuid.uuid4().hex[:8]}")
     try:
         temporary.mkdir(parents=True)
-        _fill(plan, temporary, folder)
+        _fill(plan, others, temporary, folder)
         if kept is not None:
             write_text(temporary / RUN, kept)
         commit_folder(temporary, folder)
@@ -46,7 +48,7 @@ def write_plan(plan: Plan, folder: Path) -> list[Path]:
     return sorted(folder.iterdir())
 
 
-def _fill(plan: Plan, temporary: Path, folder: Path) -> None:
+def _fill(plan: Plan, others: Sequence[Plan], temporary: Path, folder: Path) -> None:
     write_plan_file(temporary / FILE, record(plan))
     write_text(temporary / JSON, document(plan))
     if plan.chosen.strategy.ds_config is not None:
@@ -59,7 +61,7 @@ def _fill(plan: Plan, temporary: Path, folder: Path) -> None:
     plot_timeline(Timeline.unpack(plan.packed_timeline), temporary / MEMORY, title=title, card_bytes=card)
     if plan.curves:
         plot_curves(plan, temporary / CURVE)
-    write_text(temporary / PAGE, page(plan, folder))
+    write_text(temporary / PAGE, page(plan, folder, others=others))
 
 
 def document(plan: Plan) -> str:

@@ -43,14 +43,14 @@ class Bar(NamedTuple):
     mark: str = ""
 
 
-def page(plan: Plan, folder: Path | None = None, live: Sequence[Way] = ()) -> str:
+def page(plan: Plan, folder: Path | None = None, live: Sequence[Way] = (), others: Sequence[Plan] = ()) -> str:
     """The page; with the commands that run the plan from `folder`, where it lies, and with what may be asked `live` of
-    the server that hands it out."""
+    the server that hands it out, or else of the `others`, plans of other numbers of cards."""
     filters = {"gib": gib, "size": words.size, "count": count, "between": words.between}
-    return render("plan.html", filters, _found(plan, folder, live))
+    return render("plan.html", filters, _found(plan, folder, live, others))
 
 
-def _found(plan: Plan, folder: Path | None, live: Sequence[Way]) -> dict[str, Any]:
+def _found(plan: Plan, folder: Path | None, live: Sequence[Way], others: Sequence[Plan]) -> dict[str, Any]:
     """All that the template shows."""
     usable = plan.question.gpu.usable_bytes
     longest = max(usable, plan.chosen.process.high_bytes)
@@ -79,7 +79,9 @@ def _found(plan: Plan, folder: Path | None, live: Sequence[Way]) -> dict[str, An
             for command in (commands(plan, folder) if folder and obstacle(plan) is None else ())
         ],
         "blocks": words.blocks(plan),
-        "whatif": whatif(plan, live),
+        "whatif": whatif(plan, live, others),
+        "numbers": [each.question.cluster.gpus for each in (plan, *others)],
+        "band": max(each.band.share for each in (plan, *others)),
     }
 
 

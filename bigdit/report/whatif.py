@@ -11,6 +11,7 @@ from bigdit.report import words
 from bigdit.report.svg import variable
 from bigdit.search.finding.space import OPTIMIZER_TITLES
 from bigdit.search.plan import Plan, Point, Setting
+from bigdit.search.question import Question
 from bigdit.search.telling.ways import Way
 from bigdit.spec import Strategy
 
@@ -20,17 +21,18 @@ FOUND = {
     "predicted": "predicted from shallower siblings",
 }
 
+CARDS = {"cards": "Number of cards"}
 
-def whatif(plan: Plan, live: Sequence[Way] = ()) -> dict[str, Any] | None:
-    """All that the script of the page is given, for JSON: the plan's grid, or what may be asked `live`; None where the
-    plan has no settings."""
+
+def whatif(plan: Plan, live: Sequence[Way] = (), others: Sequence[Plan] = ()) -> dict[str, Any] | None:
+    """All that the script of the page is given, for JSON: the grids of the plan and of the `others`, which are of other
+    numbers of cards, or what may be asked `live`; None where the plan has no settings."""
     if not plan.settings:
         return None
-    asked = _live(plan, live) if live else _grid(plan)
+    asked = _live(plan, live) if live else _grid([plan, *others])
     return asked | {
         "start": start(plan),
         "categories": {name: variable(name) for name in CATEGORIES},
-        "hostMemory": plan.question.host_memory_bytes,
         "samples": words.samples(plan),
     }
 
@@ -59,13 +61,16 @@ def choices(settings: Collection[Setting]) -> dict[str, str]:
     return found | {"kept": "Kept of recomputed blocks"}
 
 
-def _grid(plan: Plan) -> dict[str, Any]:
-    chosen = choices(plan.settings)
+def _grid(plans: Sequence[Plan]) -> dict[str, Any]:
+    settings = [(each, plan.question) for plan in plans for each in plan.settings]
+    chosen = CARDS if len(plans) > 1 else {}
+    chosen = chosen | choices([each for each, _ in settings])
     return {
         "choices": chosen,
         "fields": list(Point.model_fields),
         "settings": [
-            _setting(each, chosen) | {"points": [_point(point) for point in each.points]} for each in plan.settings
+            _setting(each, question, chosen) | {"points": [_point(point) for point in each.points]}
+            for each, question in settings
         ],
         "found": FOUND,
         "live": None,
@@ -73,25 +78,25 @@ def _grid(plan: Plan) -> dict[str, Any]:
 
 
 def _live(plan: Plan, ways: Sequence[Way]) -> dict[str, Any]:
-    chosen = {"cards": "Number of cards"} | choices([each.setting for each in ways])
+    chosen = CARDS | choices([each.setting for each in ways])
     return {
         "choices": chosen,
         "settings": [
-            _setting(each.setting, chosen)
+            _setting(each.setting, each.question, chosen)
             | {"sizes": each.sizes, "any": each.any_size, "blocks": each.blocks}
-            | {"hostMemory": each.question.host_memory_bytes}
             for each in ways
         ],
         "live": {"emulated": plan.question.device == "emulated", "largest": MOST_MICRO_BATCH},
     }
 
 
-def _setting(setting: Setting, chosen: Collection[str]) -> dict[str, Any]:
+def _setting(setting: Setting, question: Question, chosen: Collection[str]) -> dict[str, Any]:
     return {
         "strategy": setting.title,
         "words": {key: text for key, text in _words(setting.strategy).items() if key in chosen},
         "beside": setting.beside.high_bytes,
         "rooms": [room.model_dump(mode="json") for room in setting.rooms],
+        "hostMemory": question.host_memory_bytes,
     }
 
 

@@ -255,3 +255,24 @@ def test_without_scripts_all_else_is_there(chromium, folder):
         chromium.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})
     assert "With scripts, sliders here show what other settings take" in text
     assert re.search(r"Memory by phase", text)
+
+
+def test_another_number_of_cards_is_another_plans(chromium, plan, tmp_path):
+    """Its grid, on its own machine."""
+    other = make_plan(question_for("sana-1600m", "a40", gpus=8, engine="zero2", optimizer="adamw", device="rehearsed"))
+    write_plan(plan, tmp_path / "plan", [other])
+    written = tmp_path / "plan" / "report.html"
+    chromium.get(written.as_uri())
+    assert "Other settings and sizes that plans of 1, 8 cards have looked at" in chromium.page_source
+    cards = Select(at(chromium, "cards"))
+    assert [each.text for each in cards.options] == ["1", "8"]
+    assert cards.first_selected_option.text == "1"
+    cards.select_by_visible_text("8")
+    asked = state(chromium)
+    assert asked["strategy"] == other.settings[0].title == "ZeRO-2 on 8, AdamW"
+    document = json.loads(other.model_dump_json())
+    shows(chromium, *point(document, asked["strategy"], int(asked["micro-batch"]), int(asked["blocks"])))
+    assert f"of {gib(other.question.host_memory_bytes)} a machine" in texts(chromium, "#whatif-facts dd")
+    assert other.question.host_memory_bytes != plan.question.host_memory_bytes
+    assert json.loads((written.parent / "plan.json").read_text()) == json.loads(plan.model_dump_json()) | {"fits": True}
+    assert written.stat().st_size < 1_000_000

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from bigdit.commands.listed import listed
 from bigdit.commands.options import Device, Frames, Gpu, Json, Model, Resolution
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def run(
     from bigdit.rehearse.notices import COMPILED
     from bigdit.report.memory import NOTE, make_folder, retried, subtitle, tables, title, write_memory
 
-    sizes = _sizes(micro_batch)
+    sizes = listed("--micro-batch", micro_batch, "sizes such as 1,2,4,8", LARGEST)
     strategies = [(text, parse_strategy([text])) for text in strategy]
     _check_unsized(strategies)
     where, card = _device(device, gpu), catalog.resolve_gpu(gpu)
@@ -89,23 +90,6 @@ def run(
     if out is not None:
         typed = _typed(model, gpu, micro_batch, strategy, resolution, frames, limit, segments, device)
         log.notice(f"wrote {out}: {', '.join(file.name for file in write_memory(found, out, typed))}")
-
-
-def _sizes(text: str) -> list[int]:
-    from bigdit.errors import UserError
-
-    try:
-        sizes = [int(part) for part in text.split(",")]
-    except ValueError:
-        sizes = []
-    if not sizes or not all(0 < size <= LARGEST for size in sizes):
-        raise UserError(
-            f"--micro-batch expects sizes such as 1,2,4,8, each from 1 to {LARGEST}, and {text[:40]!r} was found"
-        )
-    twice = sorted({size for size in sizes if sizes.count(size) > 1})
-    if twice:
-        raise UserError(f"--micro-batch {text[:40]} says {twice[0]} twice; leave one of them out")
-    return sizes
 
 
 def _check_unsized(strategies: Sequence[tuple[str, Strategy]]) -> None:

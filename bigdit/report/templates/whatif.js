@@ -58,7 +58,7 @@ function judged(setting, point, room) {
   if (room === setting.rooms[0]) return { verdict: point.verdict, found: point.found };
   const { low_bytes: low, high_bytes: high } = point.process;
   const verdict = high <= room.usable_bytes ? "FITS" : low <= room.usable_bytes ? "TIGHT" : "DOES NOT FIT";
-  return { verdict: point.host_bytes <= given.hostMemory ? verdict : "DOES NOT FIT", found: "predicted" };
+  return { verdict: point.host_bytes <= setting.hostMemory ? verdict : "DOES NOT FIT", found: "predicted" };
 }
 
 // The setting that has this choice and those before it, and of the others as many as there can be.
@@ -99,7 +99,7 @@ function showAsked({ setting, room }) {
 
 function showVerdict({ setting, point, room, verdict, predicted, how }) {
   const { process } = point;
-  const memory = setting.hostMemory ?? given.hostMemory;
+  const memory = setting.hostMemory;
   const left = room.usable_bytes - process.high_bytes;
   const host = point.host_bytes > memory;
   const short = `; ${gib(point.host_bytes)} of host memory a machine, of ${gib(memory)}`;
@@ -164,7 +164,7 @@ function showFacts({ setting, point, room, predicted }) {
   ];
   if (point.phase) {
     facts.push(["decides", point.phase, "the highest peak of all phases"]);
-    facts.push(["on the host", gib(point.host_bytes), `of ${gib(setting.hostMemory ?? given.hostMemory)} a machine`]);
+    facts.push(["on the host", gib(point.host_bytes), `of ${gib(setting.hostMemory)} a machine`]);
   }
   const speed = point.samples_per_second_per_card;
   if (speed && (given.live || room === setting.rooms[0])) facts.push([`${given.samples}/s a card`, speed, room.card]);
