@@ -242,13 +242,26 @@ def test_what_a_run_holds_out_and_draws_is_in_its_plan(tmp_path):
         ),
         ([*TINY, "--config", "nosuch.yaml"], "the config nosuch.yaml does not exist"),
         ([*TINY, "--set", "a=1"], "--set goes with --config, and --model was given; leave it out"),
-        ([*TINY, "--also-gpus", "2"], "--also-gpus is for report.html, which --out DIR writes; add --out"),
+        (
+            [*TINY, "--also-gpus", "2"],
+            "--also-gpus is for report.html, which --out DIR writes; add --out, or leave it out",
+        ),
         (
             [*TINY, "--out", "plan", "--also-gpus", "1,2"],
             "--also-gpus says 1, which the plan is of; leave it out there",
         ),
-        ([*TINY, "--out", "plan", "--also-gpus", "two"], "--also-gpus expects numbers of cards such as 2,4,8, each"),
-        ([*TINY, "--out", "plan", "--also-gpus", "2,3,4,5"], "--also-gpus 2,3,4,5 are 4 numbers; a page has 3 beside"),
+        (
+            [*TINY, "--out", "plan", "--also-gpus", "two"],
+            "--also-gpus expects numbers of cards such as 2,4,8, each from 1 to 4096, and 'two' was found",
+        ),
+        (
+            [*TINY, "--out", "plan", "--also-gpus", "2,3,4,5"],
+            "--also-gpus 2,3,4,5 are 4 numbers; a page has 3 beside its own",
+        ),
+        (
+            ["--config", DIGITS, "--out", "plan", "--also-gpus", "2"],
+            "--also-gpus goes with --model, and --config was given; leave it out",
+        ),
         ([], "no model was named; --model takes one of `bigdit models`, or a diffusers config.json"),
     ],
 )
