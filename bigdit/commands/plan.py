@@ -158,7 +158,7 @@ def _others(also_gpus: str | None, own: int, out: Path | None) -> list[int]:
         raise UserError("--also-gpus is for report.html, which --out DIR writes; add --out, or leave it out")
     if len(also) > MOST_OTHERS:
         raise UserError(
-            f"--also-gpus {also_gpus[:40]} are {len(also)} numbers, and a page has {MOST_OTHERS} beside its own"
+            f"--also-gpus {also_gpus[:40]} are {len(also)} numbers; a page has {MOST_OTHERS} beside its own"
         )
     if own in also:
         raise UserError(f"--also-gpus says {own}, which the plan is of; leave it out there")
