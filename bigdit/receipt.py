@@ -19,7 +19,8 @@ from bigdit.spec.renamed import renamed
 
 
 class OutOfMemory(Strict):
-    """A step (from 0) that ran out of a card's memory in a phase of `rank`, and what the run went on with.
+    """A step, with `step` finished before it, that ran out of a card's memory in a phase of `rank`, and what the run
+    went on with.
 
     Bytes: what was asked for (None where it is not known), what the card had left of its total, and what torch had
     allocated and reserved of it. `saved`: whether all steps before it were saved first.

@@ -87,11 +87,11 @@ def test_a_picture_that_is_damaged_on_the_way_is_named_and_the_run_goes_on_when_
             (line,) = said(capfd, "error: ")
             assert line.startswith(f"error: data.images: 3.png: {why}")
             assert "; mend or replace it, and the same command goes on; " in line
-            assert taken(output) == [0]
+            assert taken(output) == [1]
         (folder / name).write_bytes(whole)
     assert run("online", output, *online(folder), "train.steps=3") == 0
     assert not said(capfd, "note: 1 of")  # it is as it was
-    assert taken(output) == [0, 1, 2]
+    assert taken(output) == [1, 2, 3]
 
 
 def test_pictures_that_are_others_when_a_run_goes_on_are_said_or_refused(folder, tmp_path, capfd):
@@ -153,7 +153,7 @@ def test_a_full_disk_and_one_that_cannot_be_written_lose_nothing(folder, tmp_pat
         ]
         remount(disk, "size=64m,rw")
         assert run("online", disk / "run", *more, "train.steps=8") == 0
-        assert taken(disk / "run") == list(range(8))
+        assert taken(disk / "run") == list(range(1, 9))
 
 
 @pytest.mark.slow
@@ -169,10 +169,10 @@ def test_killed_and_told_to_end_it_comes_to_the_weights_of_a_run_that_was_not(fo
     with running(BIGDIT, "online", output, *more) as second:
         second.until_it_trains().process.send_signal(signal.SIGTERM)
         ended = second.ends()
-        assert ended == 143 or taken(output)[-1] == 29, second.stderr
+        assert ended == 143 or taken(output)[-1] == 30, second.stderr
         assert "Warning" not in second.stderr
     assert run("online", output, *more) == 0
-    assert taken(output) == list(range(30))
+    assert taken(output) == list(range(1, 31))
     found, other = (exported(checkpoint.latest(each)[0], "transformer") for each in (output, tmp_path / "whole"))
     assert found.keys() == other.keys()
     assert all(torch.equal(found[name], each) for name, each in other.items())

@@ -237,29 +237,30 @@ def _train(stages: Sequence[Prepared], world: World, stop: Stop, device: torch.d
             torch.manual_seed(step_seed(run.train.seed, step))  # bf16_sr rounds by it
             with meter.step(micro_batches) as (batches, phase), recovery.step(step, phase) as noted:
                 result = train_step(engine, family, objective, batches, lr=lr, ema=ema, phase=noted, encode=encoding)
+            done = step + 1
             measured: dict[str, Any] = {}
-            if validation is not None and validation.due(step + 1):
+            if validation is not None and validation.due(done):
                 with metrics.aside():
                     measured = validation.measure()
-            metrics.add(step, lr, result, micro_batches, measured)
-            if pictures is not None and pictures.due(step + 1):
+            metrics.add(done, lr, result, micro_batches, measured)
+            if pictures is not None and pictures.due(done):
                 with metrics.aside():
-                    pictures.draw(step + 1)
-            skipped.add(step, lr, result, micro_batches)
+                    pictures.draw(done)
+            skipped.add(done, lr, result, micro_batches)
             del micro_batches, batches  # or they would live on while the next ones are read
-            if step + 1 == start + MEASURED_STEPS:
+            if done == start + MEASURED_STEPS:
                 _keep(world, record.model_copy(update={"measured": meter.measured}))
                 if planned is not None and meter.peak_reserved_bytes is not None:
                     _say(world, [planned.beside(meter.peak_reserved_bytes)])
-            signum = stop.asked(step + 1)
-            if saves.due(step + 1) or signum:
-                saves.save(step + 1)
-            elif saves.snapshot_due(step + 1):
-                saves.snapshot(step + 1)
-            if signum and step + 1 < ends[-1]:
-                last = saves.save_now(step + 1)
+            signum = stop.asked(done)
+            if saves.due(done) or signum:
+                saves.save(done)
+            elif saves.snapshot_due(done):
+                saves.snapshot(done)
+            if signum and done < ends[-1]:
+                last = saves.save_now(done)
                 assert last is not None
-                raise Stopped(signum, step + 1, last)
+                raise Stopped(signum, done, last)
         last = saves.save_now(end)
         if world.is_main:
             skipped.sum_up(end - start, metrics.path)

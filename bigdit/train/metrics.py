@@ -22,7 +22,7 @@ from bigdit.errors import UserError
 from bigdit.files import write_text
 from bigdit.loader.stream import Micro
 from bigdit.train.mfu import Mfu
-from bigdit.train.record import read_metrics
+from bigdit.train.record import numbered, read_metrics
 from bigdit.train.seen.trackers import Trackers
 from bigdit.train.sight import VALIDATED, Sight
 from bigdit.train.spikes import LossSpikes
@@ -102,12 +102,12 @@ class Metrics:
         micro_batches: Sequence[Micro] = (),
         more: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        """The result of step number `step` (from 0), what it was taken over, and what its row has `more`. Raises
-        UserError where one was taken that is not finite."""
+        """The result of the step with which `step` are finished, what it was taken over, and what its row has `more`.
+        Raises UserError where one was taken that is not finite."""
         self._pending.append((step, lr, result, more))
         if self._mfu is not None:
             self._flops += self._mfu.flops(micro_batches) or 0
-        if len(self._pending) == FLUSH_EVERY or step + 1 == self._stop or not result.taken:
+        if len(self._pending) == FLUSH_EVERY or step == self._stop or not result.taken:
             self.flush()
 
     def flush(self) -> None:
@@ -134,7 +134,7 @@ class Metrics:
                 self._trackers.add(rows)
             for row in rows:
                 self._validated |= {key: row[key] for key in VALIDATED if key in row}
-            left = (self._stop - rows[-1]["step"] - 1) * self._seconds[-1]
+            left = (self._stop - rows[-1]["step"]) * self._seconds[-1]
             self._sight.show(self._validated | rows[-1] | {"seconds_left": left})
 
     def _numbers(self) -> list[tuple[float, float | None]]:
@@ -170,7 +170,8 @@ class Metrics:
                 log.notice(f"note: the loss of step {row['step']} {spike}; {self._name_samples(row['step'])}")
 
     def _write(self, rows: list[dict[str, Any]]) -> None:
-        text = self._digested(rows)
+        text = _lines(rows)
+        self._digest.update(text.encode())
         try:
             with open(self.path, "a") as file:
                 file.write(text)
@@ -180,15 +181,10 @@ class Metrics:
                 "the last checkpoint"
             ) from None
 
-    def _digested(self, rows: list[dict[str, Any]]) -> str:
-        text = "".join(json.dumps(row) + "\n" for row in rows)
-        self._digest.update(text.encode())
-        return text
-
     def _keep_before(self, start: int, written: str | None) -> None:
         """Drop the rows that a resumed run is about to write again; those of a run that begins anew are put aside."""
         rows = read_metrics(self.path)
-        kept = [row for row in rows if row["step"] < start]
+        kept = [row for row in rows if row["step"] <= start]
         if rows and not start:
             aside = self.path.with_name(f"before-{time.strftime('%Y%m%dT%H%M%S')}-{METRICS}")
             self.path.rename(aside)
@@ -196,9 +192,18 @@ class Metrics:
         lost = start - len({row["step"] for row in kept})
         if lost:
             log.notice(f"note: {self.path} has no row that can be read of {lost} of the {start} steps before this one")
-        write_text(self.path, self._digested(kept))
-        if not lost and written not in (None, self.digest):
-            log.notice(f"note: {self.path} was changed: its rows before step {start} are not those that were written")
+        text = _lines(kept)
+        write_text(self.path, text)
+        self._digest.update(text.encode())
+        # A checkpoint of an earlier bigdit knows the rows as they were numbered then, from 0.
+        from_zero = xxhash.xxh3_128_hexdigest(_lines(numbered(kept, -1)).encode())
+        if not lost and written not in (None, self.digest, from_zero):
+            log.notice(f"note: {self.path} was changed: its rows up to step {start} are not those that were written")
+
+
+def _lines(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Rows as the file has them."""
+    return "".join(json.dumps(row) + "\n" for row in rows)
 
 
 def _row(step: int, loss: float, norm: float | None, lr: float, taken: bool) -> dict[str, Any]:

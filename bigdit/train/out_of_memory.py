@@ -88,7 +88,7 @@ class Recovery:
 
     @contextmanager
     def step(self, step: int, phase: Phase) -> Iterator[Phase]:
-        """Surround step number `step`; yields the phases to run it with."""
+        """Surround the step that follows `step` finished ones; yields the phases to run it with."""
 
         @contextmanager
         def noted(name: str) -> Iterator[object]:
@@ -215,4 +215,4 @@ class Recovery:
 def _told(event: OutOfMemory) -> str:
     short = shortage.said(event.asked_bytes, event.free_bytes, event.total_bytes, event.reserved_bytes)
     where = f"rank {event.rank} ({event.device}) in {event.phase or 'its start'}"
-    return f"step {event.step} ran out of memory on {where}: {short}"
+    return f"step {event.step + 1} ran out of memory on {where}: {short}"

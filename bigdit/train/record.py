@@ -4,6 +4,7 @@ steps took. Nothing here imports torch."""
 from __future__ import annotations
 
 import datetime
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -67,15 +68,21 @@ class RunRecord(Strict):
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl; what is none, such as a line that was cut off while it was written, is left out."""
+    """The rows of a metrics.jsonl, as `read_rows`; what is none, such as a line that was cut off, is left out."""
     return read_rows(path)[0]
 
 
 def read_rows(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """The rows of a metrics.jsonl, and how many of its lines are none."""
+    """The rows of a metrics.jsonl, and how many of its lines are none. A row's `step` is how many steps are finished
+    with its own: those of earlier bigdits, which began with 0, are counted so too."""
     lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
     rows = [row for line in lines if (row := _row(line)) is not None]
-    return rows, len(lines) - len(rows)
+    return numbered(rows, 1) if any(row["step"] == 0 for row in rows) else rows, len(lines) - len(rows)
+
+
+def numbered(rows: Iterable[dict[str, Any]], more: int) -> list[dict[str, Any]]:
+    """The rows with `more` added to the number of each step."""
+    return [row | {"step": row["step"] + more} for row in rows]
 
 
 def _row(line: str) -> dict[str, Any] | None:

@@ -24,18 +24,19 @@ class Samples:
         self._stream = stream
 
     def of_step(self, step: int) -> str:
-        """Those of a step's global batch, of all processes, as a line ends with them."""
-        batch = self._stream.order.batch(step)
+        """Those of the global batch, of all processes, of the step with which `step` are finished, as a line ends with
+        them."""
+        batch = self._stream.order.batch(step - 1)
         bucket = list(self._store.buckets)[batch.bucket]
         places = list(zip(batch.parts.tolist(), batch.rows.tolist(), strict=True))
         names = [self._store.name_of(bucket, *place) for place in places[:MOST]]
         return f"its samples are {listed(names, len(places))}"
 
     def not_finite(self, step: int, micro_batches: Sequence[Batch | CaptionedBatch]) -> list[str]:
-        """Those of this process's micro-batches that came with a value that is not finite."""
+        """Those of this process's micro-batches of that step that came with a value that is not finite."""
         return [
             self._store.name_of(bucket, int(parts[place]), int(rows[place]))
-            for batch, (bucket, parts, rows, _) in zip(micro_batches, self._stream.samples(step), strict=True)
+            for batch, (bucket, parts, rows, _) in zip(micro_batches, self._stream.samples(step - 1), strict=True)
             for place in _not_finite(batch)
         ]
 

@@ -47,7 +47,7 @@ class Sight:
         """The row of the last step there is."""
         if not self._bar.disable:
             self._bar.figures = figures(row)
-            self._bar.update(self._task, completed=row["step"] + 1)
+            self._bar.update(self._task, completed=row["step"])
         elif self._shown:
             self._unsaid = row
             if time.monotonic() - self._since >= EVERY_S:
@@ -55,7 +55,7 @@ class Sight:
 
     def _say(self) -> None:
         if self._unsaid is not None:
-            log.notice(f"step {self._unsaid['step'] + 1}/{self._stop} · {figures(self._unsaid)}")
+            log.notice(f"step {self._unsaid['step']}/{self._stop} · {figures(self._unsaid)}")
             self._unsaid, self._since = None, time.monotonic()
 
 

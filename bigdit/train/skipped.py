@@ -32,7 +32,8 @@ class SkippedSteps:
         self.count = 0
 
     def add(self, step: int, lr: float, result: StepResult, micro_batches: Sequence[Micro]) -> None:
-        """The result of a step on these micro-batches. Raises UserError where `most` in a row were skipped.
+        """The result on these micro-batches of the step with which `step` are finished. Raises UserError where `most`
+        in a row were skipped.
 
         In fp16 gradients overflow until the loss is scaled less: such a step is counted, and no more.
         """

@@ -33,7 +33,8 @@ def test_a_plan_of_images_a_second_is_read_with_its_own_digest(tmp_path: Path) -
     assert read_plan_file(file) == plan_of()
 
 
-def test_rows_of_images_a_second_are_drawn_as_samples(tmp_path: Path) -> None:
+def test_rows_of_images_a_second_numbered_from_0_are_drawn_as_samples_from_1(tmp_path: Path) -> None:
     rows = [{"step": 0, "images_per_second": 2.0}, {"step": 1, "samples_per_second": 3.0}]
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    assert read_run(tmp_path).series("samples_per_second") == [(0, 2.0), (1, 3.0)]
+    assert read_run(tmp_path).series("samples_per_second") == [(1, 2.0), (2, 3.0)]
+    assert read_run(tmp_path).steps == 2

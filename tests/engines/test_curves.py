@@ -21,7 +21,7 @@ TRAIN = ROOT / "launch/train.py"
 
 def losses(output):
     rows = read_metrics(output / "metrics.jsonl")
-    assert [row["step"] for row in rows] == list(range(len(rows)))
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
     return [row["loss"] for row in rows]
 
 

@@ -106,7 +106,7 @@ def test_stages_by_epochs_go_on_to_the_bit(staged, tmp_path):
     assert done.returncode == 0, done.stderr
     rows, weights = course(straight)
     again, weights_again = course(stopped)
-    assert [row[:2] for row in rows] == [(step, int(step >= STEPS)) for step in range(11)]
+    assert [row[:2] for row in rows] == [(step, int(step > STEPS)) for step in range(1, 12)]
     assert again == rows
     assert all(torch.equal(weights[name], weights_again[name]) for name in weights)
     assert "has its 11 steps already; raise stages.1.train.epochs to go on" in " ".join(staged(stopped).stderr.split())

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+import xxhash
 from disks import mounted
 
 from bigdit.checkpoint import Peers
@@ -28,22 +29,22 @@ def going_on(output, start):
 
 
 def test_rows_that_come_again_are_dropped(tmp_path, capfd):
-    rows(tmp_path / "metrics.jsonl", 0, 1, 2, 3)
-    assert going_on(tmp_path, 2) == [0, 1]
+    rows(tmp_path / "metrics.jsonl", 1, 2, 3, 4)
+    assert going_on(tmp_path, 2) == [1, 2]
     assert "note" not in capfd.readouterr().err
 
 
 def test_rows_of_another_course_are_put_aside_and_said(tmp_path, capfd):
-    rows(tmp_path / "metrics.jsonl", 0, 1, 2)
+    rows(tmp_path / "metrics.jsonl", 1, 2, 3)
     assert going_on(tmp_path, 0) == []
     (aside,) = tmp_path.glob("before-*-metrics.jsonl")
-    assert [row["step"] for row in read_metrics(aside)] == [0, 1, 2]
+    assert [row["step"] for row in read_metrics(aside)] == [1, 2, 3]
     assert f"note: training begins at step 0; 3 rows of an earlier course are now {aside}" in capfd.readouterr().err
 
 
 def test_a_disk_without_room_for_more_rows_is_one_line(tmp_path):
     def fill(metrics):
-        for step in range(999):
+        for step in range(1, 1000):
             metrics.add(step, 1e-3, StepResult(torch.tensor(1.0), None, taken=True))
 
     options = {"start": 0, "stop": 999, "images": 1, "name_samples": str, "memory": host_now}
@@ -56,7 +57,7 @@ def test_a_disk_without_room_for_more_rows_is_one_line(tmp_path):
             "last checkpoint"
         )
         steps = [row["step"] for row in read_metrics(file)]
-        assert steps == list(range(len(steps)))
+        assert steps == list(range(1, len(steps) + 1))
         assert steps
 
 
@@ -67,9 +68,9 @@ def test_a_disk_without_room_for_more_rows_is_one_line(tmp_path):
 )
 def test_rows_that_are_lost_are_said(tmp_path, capfd, damage):
     path = tmp_path / "metrics.jsonl"
-    rows(path, 0, 2)
+    rows(path, 1, 3)
     path.write_text(path.read_text() + damage, errors="surrogateescape")
-    assert going_on(tmp_path, 4) == [0, 2]
+    assert going_on(tmp_path, 4) == [1, 3]
     assert f"note: {path} has no row that can be read of 2 of the 4 steps before this one" in capfd.readouterr().err
 
 
@@ -77,14 +78,28 @@ def test_rows_that_were_changed_are_said(tmp_path, capfd):
     """What a digest in the checkpoint is for: a flipped digit is JSON as well."""
     path = tmp_path / "metrics.jsonl"
     before = metrics(tmp_path, 0)
-    before.add(0, 1e-3, StepResult(torch.tensor(1.5), None, True))
+    before.add(1, 1e-3, StepResult(torch.tensor(1.5), None, True))
     before.flush()
     metrics(tmp_path, 1, written=before.digest)
     assert "note" not in capfd.readouterr().err
     path.write_text(path.read_text().replace("1.5", "1.7"))
     metrics(tmp_path, 1, written=before.digest)
-    said = f"note: {path} was changed: its rows before step 1 are not those that were written"
+    said = f"note: {path} was changed: its rows up to step 1 are not those that were written"
     assert said in capfd.readouterr().err
+
+
+def test_a_run_goes_on_over_rows_that_were_numbered_from_0(tmp_path, capfd):
+    """Of an earlier bigdit, whose checkpoint knows them so; also after a start that was killed."""
+    path = tmp_path / "metrics.jsonl"
+    rows(path, 0, 1, 2, 3)
+    written = xxhash.xxh3_128_hexdigest("".join(path.read_text().splitlines(keepends=True)[:3]).encode())
+    for _ in range(2):
+        metrics(tmp_path, 3, written=written)
+        assert [row["step"] for row in read_metrics(path)] == [1, 2, 3]
+        assert capfd.readouterr().err == ""
+    path.write_text(path.read_text().replace("1.0", "1.5", 1))
+    metrics(tmp_path, 3, written=written)
+    assert "its rows up to step 3 are not those that were written" in capfd.readouterr().err
 
 
 def test_a_full_disk_is_a_line(tmp_path):
@@ -92,7 +107,7 @@ def test_a_full_disk_is_a_line(tmp_path):
     full = metrics(tmp_path, 0)
     path.unlink()
     path.symlink_to("/dev/full")
-    full.add(0, 1e-3, StepResult(torch.tensor(1.5), None, True))
+    full.add(1, 1e-3, StepResult(torch.tensor(1.5), None, True))
     with pytest.raises(UserError) as refused:
         full.flush()
     assert str(refused.value) == (

@@ -60,7 +60,7 @@ def test_they_are_those_of_the_checkpoints_average_and_training_is_the_same(feat
     read.Reload()
     shown = read.Images("samples/image_0") if "samples/image_0" in read.Tags()["images"] else read.Images("samples")
     with Image.open(tmp_path / "run/samples/step-00000003.png") as picture:
-        assert [(each.step, each.width, each.height) for each in shown] == [(step, *picture.size) for step in (1, 2)]
+        assert [(each.step, each.width, each.height) for each in shown] == [(step, *picture.size) for step in (2, 3)]
 
 
 def test_what_fails_is_a_line_and_training_goes_on(features, tmp_path, monkeypatch, capfd):

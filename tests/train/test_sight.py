@@ -19,7 +19,7 @@ from bigdit.train.step import StepResult
 from bigdit.units import GIB
 
 ROW = {
-    "step": 11,
+    "step": 12,
     "loss": 0.123456,
     "grad_norm": 0.51234,
     "lr": 1e-4,
@@ -51,7 +51,7 @@ def test_a_pipe_gets_a_line_a_minute_and_the_last_one(capfd, monkeypatch):
     now = [0.0]
     monkeypatch.setattr(sight.time, "monotonic", lambda: now[0])
     with Sight(0, 900, shown=True) as shown:
-        for step in range(0, 600, 10):
+        for step in range(1, 600, 10):
             now[0] += 2.0
             shown.show(ROW | {"step": step})
     text = capfd.readouterr().err
@@ -71,7 +71,7 @@ def test_other_processes_show_nothing(capfd):
 _SHOW = f"""
 from bigdit.train.sight import Sight
 with Sight(0, 900, shown=True) as shown:
-    for step in (9, 19):
+    for step in (10, 20):
         shown.show({ROW!r} | {{"step": step}})
 """
 
@@ -119,7 +119,7 @@ def written(output, **options):
     """The rows of a metrics.jsonl after two steps."""
     told = {"images": 4, "name_samples": str, "memory": host_now}
     with Metrics(output, Peers(), torch.device("cpu"), start=0, stop=2, **told, **options) as metrics:
-        for step in range(2):
+        for step in (1, 2):
             metrics.add(step, 1e-3, StepResult(torch.tensor(1.0), torch.tensor(0.5), taken=True))
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
 

@@ -149,7 +149,7 @@ def test_a_skipped_step_is_said_with_its_sample(features, tmp_path, poisoned, ca
     assert run(features, tmp_path, "train.steps=15") == 0  # of 16 samples: an epoch of 240
     said = " ".join(capfd.readouterr().err.split())
     rows = read_metrics(tmp_path / "metrics.jsonl")
-    assert [row["step"] for row in rows] == list(range(15))
+    assert [row["step"] for row in rows] == list(range(1, 16))
     (skipped,) = [row for row in rows if row.get("skipped")]
     assert skipped["loss"] is skipped["grad_norm"] is None
     assert f"note: step {skipped['step']} is skipped: the loss of step {skipped['step']} is nan" in said

@@ -110,7 +110,7 @@ def alone(once, staged):
 
 def test_one_command_goes_through_all_stages(alone):
     said, (rows, _) = (alone / "said").read_text(), course(alone)
-    assert [row[:2] for row in rows] == [(step, int(step >= BORDER)) for step in range(END)]
+    assert [row[:2] for row in rows] == [(step, int(step > BORDER)) for step in range(1, END + 1)]
     assert [row[2] for row in rows[:3]] == [1e-3, 2e-3, 2e-3]  # it warms up in the first
     assert rows[BORDER][2] == 1e-3  # and the rate begins anew in the second
     assert rows[BORDER + 1][2] < 1e-3

@@ -26,13 +26,13 @@ def test_tensorboard_has_every_step_once_also_of_a_run_that_goes_on(features, tm
     chosen = ("trackers=[tensorboard]", "validation.samples=8", "validation.every=3", "validation.times=[0.5]")
     run_to(3, tmp_path, features, *chosen)
     with SummaryWriter(tmp_path / "tensorboard") as killed:  # a start that had no time to save what it did
-        killed.add_scalar("loss", 99.0, 3)
+        killed.add_scalar("loss", 99.0, 4)
     time.sleep(1)  # TensorBoard reads files by the second of their making, then by the number of who made them
     run_to(5, tmp_path, features, *chosen)
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert scalars(tmp_path, "loss") == [(row["step"], pytest.approx(row["loss"])) for row in rows]
     validated = [(row["step"], pytest.approx(row["validation_loss"])) for row in rows if "validation_loss" in row]
-    assert [step for step, _ in validated] == [2, 4]
+    assert [step for step, _ in validated] == [3, 5]
     assert scalars(tmp_path, "validation_loss") == validated
     assert scalars(tmp_path, "validation_loss_by_t/0.5") == validated
 
@@ -40,7 +40,7 @@ def test_tensorboard_has_every_step_once_also_of_a_run_that_goes_on(features, tm
 def test_a_tracker_that_fails_is_a_line(tmp_path, capfd):
     (tmp_path / "tensorboard").write_text("no folder")
     with Trackers(["tensorboard"], tmp_path, 0, {}, shown=True) as failing:
-        failing.add([{"step": step, "loss": 1.0} for step in range(3)])
+        failing.add([{"step": step, "loss": 1.0} for step in range(1, 4)])
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("note: trackers: tensorboard failed (")
     assert line.endswith("); training goes on without it")
@@ -70,7 +70,7 @@ def test_other_processes_and_runs_without_trackers_start_nothing(tmp_path, monke
     monkeypatch.setattr(trackers.subprocess, "Popen", lambda *a, **k: pytest.fail("a process was started"))
     for names, shown in (((), True), (("tensorboard",), False)):
         with Trackers(names, tmp_path, 0, {}, shown=shown) as idle:
-            idle.add([{"step": 0, "loss": json.loads("1.0")}])
+            idle.add([{"step": 1, "loss": json.loads("1.0")}])
     assert not [*tmp_path.iterdir()]
 
 

@@ -48,8 +48,8 @@ def rows(features, tmp_path_factory):
 
 def test_rows_have_the_mean_and_each_time_of_weights_and_average(rows):
     found, _ = rows
-    assert [row["step"] for row in found["often"] if LOSSES[0] in row] == [1, 3]
-    assert [row["step"] for row in found["once"] if LOSSES[0] in row] == [3]
+    assert [row["step"] for row in found["often"] if LOSSES[0] in row] == [2, 4]
+    assert [row["step"] for row in found["once"] if LOSSES[0] in row] == [4]
     for name in LOSSES:
         by_t = found["often"][3][f"{name}_by_t"]
         assert by_t.keys() == {"0.25", "0.75"}

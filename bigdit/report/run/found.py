@@ -42,7 +42,7 @@ class Found:
     @property
     def steps(self) -> int:
         """How many were taken."""
-        return int(self.rows[-1]["step"]) + 1
+        return int(self.rows[-1]["step"])
 
     @property
     def wanted(self) -> int | None:
@@ -51,10 +51,10 @@ class Found:
 
     @functools.cached_property
     def borders(self) -> dict[int, str]:
-        """The steps at which stages after the first begin, and their names."""
+        """How many steps are finished when stages after the first begin, and their names."""
         pairs = zip(self.rows, self.rows[1:], strict=False)
         return {
-            after["step"]: f"stages.{after['stage']}"
+            after["step"] - 1: f"stages.{after['stage']}"
             for before, after in pairs
             if before.get("stage") != after.get("stage") and isinstance(after.get("stage"), int)
         }
@@ -122,7 +122,7 @@ def _read(path: Path, kind: type[Kept], notices: list[str]) -> Kept | None:
 
 def _is_of(receipt: Receipt | None, record: RunRecord | None, rows: list[Row]) -> bool:
     """Whether a receipt is of the last start, which then has come to its end: a run that goes on leaves the old one."""
-    return receipt is not None and (record is None or record.start + receipt.steps == rows[-1]["step"] + 1)
+    return receipt is not None and (record is None or record.start + receipt.steps == rows[-1]["step"])
 
 
 def _names(folder: Path) -> Iterator[tuple[int, str]]:

@@ -71,7 +71,7 @@ class _Guarded:
         os.environ.setdefault("WANDB_DIR", said["folder"])  # else it writes where the command was given
         if self._name == "tensorboard":
             # What an earlier start wrote of steps that come again is passed over by who reads it.
-            tracker = kind(self._name, said["folder"], purge_step=said["start"])
+            tracker = kind(self._name, said["folder"], purge_step=said["start"] + 1)
         elif kind.requires_logging_directory:
             tracker = kind(PROJECT, said["folder"])
         else:

@@ -22,9 +22,10 @@ _OURS = ("RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "TORCHELA
 
 
 class Trackers:
-    """Hands rows to `names` of accelerate's trackers, from step `start` on; without names, or `shown`, to nobody.
+    """Hands rows to `names` of accelerate's trackers; without names, or `shown`, to nobody.
 
-    What fails there is said once, and training goes on. `run` is what the trackers keep as its settings.
+    What fails there is said once, and training goes on. The rows of `start` steps are there already; `run` is what the
+    trackers keep as its settings.
     """
 
     def __init__(self, names: Sequence[str], output: Path, start: int, run: Mapping[str, Any], *, shown: bool) -> None:
@@ -64,7 +65,7 @@ class Trackers:
 
     def show(self, step: int, picture: Path) -> None:
         """A grid of pictures that was drawn after `step` steps."""
-        self._put({"step": step - 1, "picture": str(picture.resolve())})
+        self._put({"step": step, "picture": str(picture.resolve())})
 
     def _put(self, value: Mapping[str, Any]) -> None:
         self._rows.put(json.dumps(value) + "\n")
