@@ -88,9 +88,9 @@ def run(
 
     from bigdit.checkpoint import PostHoc, find_checkpoint
     from bigdit.files import write_json
-    from bigdit.report.moving import moving_grid, webp
     from bigdit.sampling import Sampler, SamplingOptions
     from bigdit.sampling.grid import grid_png, png
+    from bigdit.sampling.moving import moving_grid, webp
     from bigdit.shortage import told
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -24,10 +24,10 @@ def check(run: RunConfig, model: ModelSpec) -> None:
         problems.append(
             "train.lora adapts trained weights, and model.init_from is missing; set it to a folder of diffusers weights"
         )
-    if run.samples is not None and any(len(bucket) == 3 for bucket in run.data.buckets):
+    if run.samples is not None and run.encoders.first_frame is not None:
         problems.append(
-            "samples draws pictures on the way, and data.buckets has frames; leave samples out, and draw videos by "
-            "`bigdit sample`"
+            "samples draws videos of captions alone, and encoders.first_frame has them begin with a picture; leave "
+            "samples out, and draw by `bigdit sample --image`"
         )
     if run.train.snapshot_every is not None and (run.train.ema is None or run.train.ema.widths is None):
         problems.append(

@@ -23,9 +23,9 @@ Time = Annotated[Number, Field(gt=0, lt=1)]
 
 
 class SamplesConfig(Strict):
-    """Pictures of `captions` (of a model of classes their names or numbers), drawn `every` so many steps, and after the
-    last, by the model that trains, or by its average where train.ema keeps one: of the size of the first of
-    data.buckets, by `steps` of the objective's own sampler, with classifier-free `guidance` (1: none). Picture i is
+    """Pictures, or videos, of `captions` (of a model of classes their names or numbers), drawn `every` so many steps,
+    and after the last, by the model that trains, or by its average where train.ema keeps one: of the size of the first
+    of data.buckets, by `steps` of the objective's own sampler, with classifier-free `guidance` (1: none). Number i is
     drawn from `seed` + i.
     """
 

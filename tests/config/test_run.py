@@ -225,7 +225,7 @@ def test_one_way_to_name_the_model():
     ]
 
 
-def test_pictures_on_the_way_are_not_of_videos():
-    found = problems(["data.buckets=[[9, 8, 8]]", "data.fps=8", "samples.captions=[a one]"])
-    said = "samples draws pictures on the way, and data.buckets has frames; leave samples out, and draw videos by "
-    assert f"{said}`bigdit sample`" in found
+def test_what_is_drawn_on_the_way_does_not_begin_with_a_picture():
+    found = problems(["data.buckets=[[9, 8, 8]]", "data.fps=8", "samples.captions=[a one]", "encoders.first_frame={}"])
+    said = "samples draws videos of captions alone, and encoders.first_frame has them begin with a picture; leave "
+    assert f"{said}samples out, and draw by `bigdit sample --image`" in found

@@ -67,6 +67,7 @@ def planned(run):
     for step in (2, 4, 6, 8):
         pixels = np.random.default_rng(step).integers(0, 256, (24, 48, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(run / f"samples/step-{step:08d}.png")
+    (run / "samples/step-00000008.webp").touch()  # of videos, which move
     return run
 
 
@@ -131,6 +132,7 @@ def test_it_needs_nothing_beside_itself_and_captions_are_text(planned):
     assert "<script" not in text
     assert "&lt;script&gt;alert(1)&lt;/script&gt;; a &amp; b" in text
     assert len(re.findall(r'src="data:image/png;base64,[\w+/=]+"', text)) == text.count("src=") == 4
+    assert re.findall(r'after (\d) steps, <a href="samples/step-(\d+).webp">moving</a>', text) == [("8", "00000008")]
     for address in re.findall(r'href="([^"]*)"', text):
         assert (planned / address).exists()
     ids = re.findall(r'\bid="([^"]*)"', text)

@@ -18,12 +18,14 @@ _SMALLER = 0.75
 
 
 class Shown(NamedTuple):
-    """A picture after `step` steps: its address, which is the picture itself, and its size in pixels."""
+    """A picture after `step` steps: its address, which is the picture itself, and its size in pixels; of videos, of
+    which it shows some frames, the file of all that lies beside it."""
 
     step: int
     address: str
     width: int
     height: int
+    moving: str | None
 
 
 def shown(pictures: Mapping[int, Path], notices: list[str]) -> list[Shown]:
@@ -36,7 +38,9 @@ def shown(pictures: Mapping[int, Path], notices: list[str]) -> list[Shown]:
         except OSError as error:  # PIL's errors of a damaged picture too
             notices.append(f"{pictures[step]} cannot be read: {error.strerror or error}; it is left out")
             continue
-        found.append(Shown(step, f"data:image/{kind};base64,{base64.b64encode(data).decode()}", *size))
+        address = f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+        animation = pictures[step].with_suffix(".webp")
+        found.append(Shown(step, address, *size, animation.name if animation.exists() else None))
     return found
 
 

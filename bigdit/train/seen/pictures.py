@@ -23,6 +23,7 @@ from bigdit.models import Family
 from bigdit.objective_spec import ObjectiveSpec
 from bigdit.sampling.conditions import Given, SamplingOptions, Words, conditions_of
 from bigdit.sampling.grid import grid_png
+from bigdit.sampling.moving import moving_grid, small, stills_png, webp
 from bigdit.spec import ModelSpec
 from bigdit.store.classes import Known
 from bigdit.store.part import Shape
@@ -32,7 +33,7 @@ _WORDS = Words("samples.captions", "set samples.guidance to 1")
 
 
 class Pictures:
-    """Draws the same pictures again and again; all processes call it alike, and share them out.
+    """Draws the same pictures, or videos, again and again; all processes call it alike, and share them out.
 
     They are drawn by forward passes of the training's own engine, of no more samples than a micro-batch has. Captions
     are encoded once, at the start, and latents decoded on the main process's host while training goes on.
@@ -57,8 +58,10 @@ class Pictures:
         self._last = last
         self._config, self._run, self._peers, self._done = config, run, peers, done
         self._engine, self._ema, self._family, self._objective = engine, ema, family, objective
-        height, width = run.data.buckets[0]
-        self._options = SamplingOptions(height, width, config.steps, config.guidance, seed=config.seed)
+        *frames, height, width = run.data.buckets[0]
+        self._options = SamplingOptions(
+            height, width, config.steps, config.guidance, seed=config.seed, frames=frames[0] if frames else None
+        )
         if peers.world.is_main and (taken := host_weights(run.encoders).said) is not None:
             log.notice(f"samples: weights on this host while captions are encoded and pictures decoded: {taken}")
         (first, *_) = peers.gather(self._prepared(spec, known) if peers.world.is_main else None)
@@ -85,7 +88,7 @@ class Pictures:
             found = self._peers.gather(self._share())
         if self._peers.world.is_main:
             latents = [latent for each in zip(*found, strict=True) for latent in each]
-            self._decoder.submit(self._write, step, latents[: len(self._config.captions)])
+            self._decoder.submit(self._decode, step, latents[: len(self._config.captions)])
 
     def _prepared(self, spec: ModelSpec, known: Known | None) -> tuple[Given, Shape] | str:
         """Conditions and the latents' shape; or what is wrong."""
@@ -94,7 +97,7 @@ class Pictures:
             found = conditions_of(self._run, spec, known, captions, self._options, _HOST, _WORDS)
             given = found.of(range(len(captions) + self._options.guided))
             codec = load_image_codec(self._run.encoders.image, _HOST)
-            return given, codec.latent_shape((self._options.height, self._options.width))
+            return given, codec.latent_shape(self._options.bucket)
         except UserError as error:
             return str(error)
 
@@ -133,18 +136,28 @@ class Pictures:
         return predict
 
     @torch.no_grad()
-    def _write(self, step: int, latents: list[torch.Tensor]) -> None:
-        """In a thread: decode one at a time, since a picture takes much more than its latents."""
+    def _decode(self, step: int, latents: list[torch.Tensor]) -> None:
+        """In a thread: decode one at a time, since a picture takes much more than its latents; and write the grid."""
         path = self._run.output / SAMPLES / f"step-{step:08d}.png"
         try:
             codec = load_image_codec(self._run.encoders.image, _HOST)
             pixels = [to_bytes(codec.decode(latent[None]))[0] for latent in latents]
-            pictures = [each[0].numpy() if len(each) == 1 else each.permute(1, 2, 0).numpy() for each in pixels]
-            with replacing(path) as temporary:
-                temporary.write_bytes(grid_png(pictures, self._config.captions))
+            drawn = [each[0].numpy() if len(each) == 1 else each.movedim(0, -1).numpy() for each in pixels]
+            if self._options.frames is None:
+                _write(path, grid_png(drawn, self._config.captions))
+            else:
+                assert self._run.data.fps is not None  # of a run with frames
+                grid = moving_grid([small(each) for each in drawn])
+                _write(path.with_suffix(".webp"), webp(grid, self._run.data.fps, lossless=False))
+                _write(path, stills_png(drawn, self._config.captions))
             self._done(step, path)
         except (UserError, RuntimeError, MemoryError) as error:
             log.notice(f"note: the pictures of step {step} are not written: {error}; training goes on")
+
+
+def _write(path: Path, data: bytes) -> None:
+    with replacing(path) as temporary:
+        temporary.write_bytes(data)
 
 
 def _led(asked: objectives.Predict, away: objectives.Predict, guidance: float) -> objectives.Predict:

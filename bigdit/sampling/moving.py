@@ -1,4 +1,4 @@
-"""Videos as animated WebP, without loss: one, or a grid of them."""
+"""Videos as animated WebP: one, or a grid of them; and some frames of each as a picture that lies still."""
 
 from __future__ import annotations
 
@@ -9,15 +9,20 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
+from bigdit.sampling.grid import grid_png
+
 Video = npt.NDArray[np.uint8]
 """[frames, height, width] gray or [frames, height, width, 3]."""
 
 _LEAST_SIDE = 96  # pixels of a video in a grid
 _GAP = 2
+_MOST_SIDE = 480  # of a small one
+_STILLS = 5
+_QUALITY = 90
 
 
-def webp(video: Video, fps: float) -> bytes:
-    """An animation that goes on for ever."""
+def webp(video: Video, fps: float, *, lossless: bool = True) -> bytes:
+    """An animation that goes on for ever; one with losses takes a tenth of the bytes."""
     first, *others = [Image.fromarray(frame) for frame in video]
     buffer = BytesIO()
     first.save(
@@ -27,8 +32,9 @@ def webp(video: Video, fps: float) -> bytes:
         append_images=others,
         duration=round(1000 / fps),
         loop=0,
-        lossless=True,
-        exact=True,
+        lossless=lossless,
+        exact=lossless,
+        quality=_QUALITY,
     )
     return buffer.getvalue()
 
@@ -41,6 +47,20 @@ def moving_grid(videos: Sequence[Video], columns: int = 5) -> Video:
     cells += [np.full_like(cells[0], 255)] * (-len(cells) % columns)
     rows = [np.concatenate(cells[start : start + columns], axis=2) for start in range(0, len(cells), columns)]
     return np.concatenate(rows, axis=1)
+
+
+def small(video: Video) -> Video:
+    """The same at a whole fraction of its size, of at most 480 pixels a side."""
+    factor = -(-max(video.shape[1:3]) // _MOST_SIDE)
+    return np.stack([np.asarray(Image.fromarray(frame).reduce(factor)) for frame in video])
+
+
+def stills_png(videos: Sequence[Video], captions: Sequence[str]) -> bytes:
+    """PNG bytes: a row a video of up to five of its frames, from the first to the last, its caption above them."""
+    count = min(_STILLS, len(videos[0]))
+    places = np.linspace(0, len(videos[0]) - 1, count).round().astype(int)
+    titles = [title for caption in captions for title in (caption, *[""] * (count - 1))]
+    return grid_png([frame for video in videos for frame in video[places]], titles, count)
 
 
 def _border(video: Video) -> list[tuple[int, int]]:
