@@ -60,6 +60,8 @@ class SourceConfig(Strict):
     with a line in the report; links to files within the folder are read, and links to folders are never entered.
     `frame_rate`: of a folder of folders of numbered pictures, each of which is a video then, of so many frames a
     second; its captions stand beside it (`clip/0001.png`, `clip.txt`).
+    `clips`: how many are taken of each video at most, one after another from its start, each as long as the longest of
+    data.buckets, all with its captions; those that it is too short for are skipped, with a line in the report.
     """
 
     path: Path
@@ -70,6 +72,7 @@ class SourceConfig(Strict):
     split: str | None = None
     follow_links: Switch = False
     frame_rate: Positive | None = None
+    clips: Count = 1
 
     @model_validator(mode="before")
     @classmethod

@@ -14,8 +14,8 @@ from bigdit.loader.first_frame import extras_of
 from bigdit.sources import Unusable
 from bigdit.sources.disk import PICTURE_BYTES, read_file
 from bigdit.sources.picture import decode
-from bigdit.sources.resample import Clip
-from bigdit.sources.video import is_video, video_frames
+from bigdit.sources.videos.resample import Clip
+from bigdit.sources.videos.video import is_video, video_frames
 
 _ONE = Clip(1, 1)
 

@@ -15,16 +15,16 @@ import xxhash
 from PIL import Image
 
 from bigdit.errors import UserError
-from bigdit.sources.animation import moving_or_still
 from bigdit.sources.beside import captions_beside, check_link, tell_passed_over
 from bigdit.sources.disk import IMPOSSIBLE, PICTURE_BYTES, read_file, unreadable
 from bigdit.sources.labels import folder_label
 from bigdit.sources.names import Names
 from bigdit.sources.picture import SUFFIXES, decode
 from bigdit.sources.protocol import Sample, Unusable
-from bigdit.sources.resample import Clip
-from bigdit.sources.video import SUFFIXES as VIDEOS
-from bigdit.sources.video import is_video, video_frames
+from bigdit.sources.videos.animation import moving_or_still
+from bigdit.sources.videos.resample import Clip
+from bigdit.sources.videos.video import SUFFIXES as VIDEOS
+from bigdit.sources.videos.video import is_video, video_frames
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,13 @@ from bigdit.errors import UserError
 from bigdit.sources.csv_rows import CsvRows
 from bigdit.sources.file_rows import FileRows
 from bigdit.sources.folder import ImageFolder
-from bigdit.sources.frame_folders import FrameFolders
 from bigdit.sources.labels import FOLDER
 from bigdit.sources.places import SPLITS, STATE, files_of, kind_of, saved_files
 from bigdit.sources.protocol import Item, Sample, Source
-from bigdit.sources.resample import Clip
 from bigdit.sources.rows import TableSource
+from bigdit.sources.videos.clips import Clips
+from bigdit.sources.videos.frame_folders import FrameFolders
+from bigdit.sources.videos.resample import Clip
 from bigdit.sources.webdataset import WebDataset
 
 INDEX = "index"  # the folder within data.features where what is costly to list is kept
@@ -84,7 +85,7 @@ def open_source(data: DataConfig) -> SourceList:
     problems: list[str] = []
     for number, config in enumerate(data.images):
         try:
-            sources.append(_open(config, data, "data.images" if len(data.images) == 1 else f"data.images[{number}]"))
+            sources.append(_clips(config, data, "data.images" if len(data.images) == 1 else f"data.images[{number}]"))
         except UserError as error:
             problems += error.problems
     if problems:
@@ -92,10 +93,18 @@ def open_source(data: DataConfig) -> SourceList:
     return SourceList(sources, [str(config.path) for config in data.images], data.classes)
 
 
-def _open(config: SourceConfig, data: DataConfig, key: str) -> Source:
+def _clips(config: SourceConfig, data: DataConfig, key: str) -> Source:
+    clip = None if data.fps is None else Clip(data.fps, max(map(frames_of, data.buckets)))
+    if config.clips == 1:
+        return _open(config, data, key, clip)
+    if clip is None:
+        raise UserError(f"{key}.clips is of videos, and data.buckets has no frames; leave it out")
+    return Clips(_open(config, data, key, clip), config.clips, clip)
+
+
+def _open(config: SourceConfig, data: DataConfig, key: str, clip: Clip | None) -> Source:
     kind = kind_of(config, key)
     _refuse_columns(config, kind, key)
-    clip = None if data.fps is None else Clip(data.fps, max(map(frames_of, data.buckets)))
     if kind == "folder":
         links, rate = config.follow_links, config.frame_rate
         if rate is None:

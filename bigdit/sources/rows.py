@@ -14,14 +14,14 @@ from PIL import Image
 
 from bigdit.config.data import SourceConfig, SourceKind
 from bigdit.errors import UserError
-from bigdit.sources.animation import moving_or_still
 from bigdit.sources.columns import Cells, Columns, captions_of, choose
 from bigdit.sources.disk import PICTURE_BYTES, check_size, read_file, unreadable
 from bigdit.sources.labels import label_of
 from bigdit.sources.picture import decode
 from bigdit.sources.protocol import Sample, Unusable
-from bigdit.sources.resample import Clip
-from bigdit.sources.video import is_video, video_frames
+from bigdit.sources.videos.animation import moving_or_still
+from bigdit.sources.videos.resample import Clip
+from bigdit.sources.videos.video import is_video, video_frames
 
 # A row by columns; or the reason why it cannot be read.
 Row = Mapping[str, Any] | Unusable

@@ -16,7 +16,7 @@ import xxhash
 from bigdit.files import replacing, write_text
 from bigdit.sources.picture import SUFFIXES
 from bigdit.sources.tar_members import Member, members
-from bigdit.sources.video import SUFFIXES as VIDEOS
+from bigdit.sources.videos.video import SUFFIXES as VIDEOS
 
 VERSION = 2
 SAMPLES = 4096  # written at a time

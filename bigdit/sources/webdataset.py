@@ -17,16 +17,16 @@ from bigdit import log
 from bigdit.errors import UserError
 from bigdit.lifeline import end_with_parent
 from bigdit.sources import parquet_file
-from bigdit.sources.animation import moving_or_still
 from bigdit.sources.captions import json_captions, text_captions
 from bigdit.sources.disk import CAPTION_BYTES, PICTURE_BYTES, check_size, opened_range, read_range
 from bigdit.sources.labels import Label, json_label
 from bigdit.sources.picture import decode
 from bigdit.sources.protocol import Caption, Sample, Unusable
-from bigdit.sources.resample import Clip
 from bigdit.sources.tar_index import SCHEMA, index_path, is_whole, read_digest, write_index
 from bigdit.sources.tar_members import Refused
-from bigdit.sources.video import decoded_frames
+from bigdit.sources.videos.animation import moving_or_still
+from bigdit.sources.videos.resample import Clip
+from bigdit.sources.videos.video import decoded_frames
 
 ROWS = 1024  # of an index, decoded at a time
 TARS_A_WORKER = 8  # a process takes seconds to start, and a tar of ten thousand members half of one

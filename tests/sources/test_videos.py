@@ -18,7 +18,7 @@ from tiny_videos import SHADES, video
 from bigdit.config.data import DataConfig
 from bigdit.errors import UserError
 from bigdit.sources import Unusable, open_source
-from bigdit.sources.resample import Clip, resampled
+from bigdit.sources.videos.resample import Clip, resampled
 
 
 def opened(images, fps=8, frames=5):

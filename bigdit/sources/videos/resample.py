@@ -17,37 +17,41 @@ INSTANT = Fraction(0)
 
 @dataclass(frozen=True)
 class Clip:
-    """The beginning of a video: at most `frames` frames, `fps` of them a second."""
+    """A part of a video: at most `frames` frames, `fps` of them a second, after the first `start`."""
 
     fps: float
     frames: int
+    start: int = 0
 
     @property
     def step(self) -> Fraction:
         """Seconds from one frame to the next; rates of broadcasts, such as 23.976, are n × 1000/1001."""
         broadcast = Fraction(round(self.fps) * 1000, 1001)
-        near = abs(self.fps - broadcast) < 1e-3
+        near = abs(self.fps - broadcast) < 5e-4
         return 1 / (broadcast if near else Fraction(self.fps).limit_denominator(1000))
 
 
-def resampled(timed: Iterable[Timed[T]], clip: Clip, tick: Fraction = INSTANT) -> Iterator[T]:
+def resampled(
+    timed: Iterable[Timed[T]], clip: Clip, tick: Fraction = INSTANT, began: Fraction | None = None
+) -> Iterator[T]:
     """The frame that is shown at each step of the clip, counted from the first one, as long as there is one.
 
-    `tick`: what times are rounded to, so that a frame may be shown half of it earlier than it says. One frame beyond
-    the last that is taken is asked for, and no more.
+    `tick`: what times are rounded to, so that a frame may be shown half of it earlier than it says. `began`: when the
+    first one was shown, where `timed` begins with a later one. One frame beyond the last that is taken is asked for,
+    and no more.
     """
-    taken, began = 0, INSTANT
+    number, end = clip.start, clip.start + clip.frames
     shown: Timed[T] | None = None
     for frame in timed:
-        if shown is None:
-            began = frame[0]
-        else:
-            while taken < clip.frames and began + taken * clip.step < frame[0] - tick / 2:
-                yield shown[2]
-                taken += 1
-        if taken == clip.frames:
+        began = frame[0] if began is None else began
+        while shown is not None and number < end and began + number * clip.step < frame[0] - tick / 2:
+            yield shown[2]
+            number += 1
+        if number == end:
             return
         shown = frame
-    while shown is not None and taken < clip.frames and began + taken * clip.step < shown[0] + shown[1] - tick / 2:
+    if shown is None or began is None:
+        return
+    while number < end and began + number * clip.step < shown[0] + shown[1] - tick / 2:
         yield shown[2]
-        taken += 1
+        number += 1

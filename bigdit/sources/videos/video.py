@@ -1,9 +1,11 @@
-"""Video files by PyAV: decoded frame by frame, no further than the clip goes, by one thread."""
+"""Video files by PyAV: decoded frame by frame, from shortly before the clip to its end, by one thread."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from fractions import Fraction
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -13,11 +15,14 @@ from bigdit.errors import UserError
 from bigdit.sources.disk import opened_file
 from bigdit.sources.picture import check_pixels
 from bigdit.sources.protocol import Unusable
-from bigdit.sources.resample import Clip, Timed, resampled
+from bigdit.sources.videos.resample import Clip, Timed, resampled
 
 SUFFIXES = (".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi")
 # FFmpeg's other demuxers, some of which open further files and addresses, are never tried.
 _OPTIONS = {"format_whitelist": "mov,matroska,avi", "protocol_whitelist": ""}
+_BEFORE_S = 1
+"""So much before a clip is sought: indices name the times at which frames are decoded, which are shown later. Of the
+first half of it frames may be damaged, since they are made of others before them."""
 
 
 def is_video(path: Path) -> bool:
@@ -53,14 +58,40 @@ def _frames(container: Any, clip: Clip) -> Iterator[Image.Image]:
         raise Unusable("damaged video: its codec is not known")
     check_pixels(stream.width, stream.height)
     stream.codec_context.thread_count = 1  # extraction's processes are the parallelism
-    for frame in resampled(_timed(container.decode(stream)), clip, stream.time_base):
+    timed, began = _timed(container.decode(stream)), None
+    if clip.start:
+        timed, began = _near(container, stream, clip, timed)
+    for frame in resampled(timed, clip, stream.time_base, began):
         yield _upright(frame)
 
 
-def _timed(frames: Iterator[Any]) -> Iterator[Timed[Any]]:
-    """Frames with their times; the last one is shown as long as it says, or else as the one before it."""
+def _near(
+    container: Any, stream: Any, clip: Clip, timed: Iterator[Timed[Any]]
+) -> tuple[Iterator[Timed[Any]], Fraction | None]:
+    """Frames from one on that is shown before the clip, and when the first of all in `timed` is; None without any."""
+    first = next(timed, None)
+    if first is None:
+        return timed, None
+    began = first[0]
+    wanted = began + clip.start * clip.step
+    if wanted - _BEFORE_S <= began:
+        return chain([first], timed), began
+    for target in (wanted - _BEFORE_S, began):  # where an index leads too far, all is decoded
+        container.seek(math.floor(target / stream.time_base), stream=stream)
+        timed = _timed(container.decode(stream), wanted - Fraction(_BEFORE_S, 2))
+        reached = next(timed, None)
+        if reached is not None and reached[0] <= wanted:
+            return chain([reached], timed), began
+    raise Unusable(f"damaged video: what is {float(wanted - began):.2f} s after its start is not found")
+
+
+def _timed(frames: Iterator[Any], sound_from: Fraction | None = None) -> Iterator[Timed[Any]]:
+    """Frames with their times; the last one is shown as long as it says, or else as the one before it. Those before
+    `sound_from` may be damaged, and are left out then."""
     last, gap = None, Fraction(0)
     for frame in frames:
+        if frame.is_corrupt and frame.pts is not None and sound_from and frame.pts * frame.time_base < sound_from:
+            continue
         if frame.pts is None or frame.is_corrupt:
             what = "has no time" if frame.pts is None else "is damaged"
             raise Unusable(f"damaged video: a frame after {float(last or 0):.2f} s {what}")

@@ -19,7 +19,7 @@ from bigdit.sources.disk import PICTURE_BYTES, read_file, unreadable
 from bigdit.sources.names import Names
 from bigdit.sources.picture import SUFFIXES, decode
 from bigdit.sources.protocol import Sample
-from bigdit.sources.resample import Clip, resampled
+from bigdit.sources.videos.resample import Clip, resampled
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from fractions import Fraction
 from PIL import Image
 
 from bigdit.sources.picture import damages_told, decode, flat, opened
-from bigdit.sources.resample import Clip, Timed, resampled
+from bigdit.sources.videos.resample import Clip, Timed, resampled
 
 _FORMATS = ("GIF", "WEBP", "PNG", "AVIF")  # the pages of a TIFF are no frames
 _UNTIMED_MS = 100
