@@ -72,7 +72,7 @@ class SourceConfig(Strict):
     split: str | None = None
     follow_links: Switch = False
     frame_rate: Positive | None = None
-    clips: Count = 1
+    clips: Annotated[Count, Field(le=10_000)] = 1
 
     @model_validator(mode="before")
     @classmethod

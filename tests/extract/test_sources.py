@@ -4,9 +4,10 @@ import io
 import json
 
 import pytest
-from commands import DIGITS, bigdit, with_set
+from commands import DIGITS, ROOT, bigdit, with_set
 from PIL import Image
 from tiny_sources import png, snapshot, write_tar
+from tiny_videos import video
 
 from bigdit.store import FeatureStore
 
@@ -61,3 +62,26 @@ def test_a_store_of_every_kind_of_source(sources, tmp_path):
     latents, _, indices = store.read(bucket, range(len(store.buckets[bucket])))
     found = {index: round((float(sample.mean()) + 1) * 127.5) for index, sample in zip(indices, latents, strict=True)}
     assert found == {0: 0, 2: 2, 3: 0, 5: 3, 9: 5, 10: 6, 11: 7, 12: 8, 13: 9, 14: 10}
+
+
+@pytest.mark.slow
+def test_clips_of_videos_in_shares_that_begin_within_one(tmp_path):
+    """What a video is too short for is skipped by name, and its end is of the bucket that it has frames for."""
+    (tmp_path / "videos").mkdir()
+    for name, count in (("a", 15), ("b", 9)):
+        video(tmp_path / f"videos/{name}.mp4", range(0, 125 * count, 125), caption=f"of {name}")
+    sizes = ["data.part_size=2", "encoders.image.color=rgb", "encoders.image.factor=2", "model.kwargs.in_channels=12"]
+    asked = [f"data.images={{path: {tmp_path}/videos, clips: 3}}", "data.buckets=[[5, 8, 8], [3, 8, 8]]", *sizes]
+    settings = with_set([*asked, "data.workers=1", f"data.features={tmp_path}/features"])
+    for share in (("--end-index", "2"), ()):
+        done = bigdit("extract", "--config", ROOT / "launch/recipes/digits-moving.yaml", *settings, *share)
+        assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "features/report.json").read_text())
+    assert (report["pictures"], report["encoded"]) == (6, 5)
+    assert report["buckets"] == {"12x5x4x4": 4, "12x3x4x4": 1}
+    (skipped,) = report["skipped"]
+    assert (skipped["name"], skipped["reason"]) == ("b.mp4 from 1.25 s", "the video ends before this clip")
+    latents, _, indices = FeatureStore.open(tmp_path / "features").read((12, 5, 4, 4), range(4))
+    assert indices == [0, 1, 2, 3]
+    brightness = latents.float().mean((1, 3, 4))[:3].flatten()
+    assert (brightness.diff() > 0).all()  # the frames of a video brighten, one after another

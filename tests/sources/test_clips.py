@@ -3,24 +3,18 @@
 import av
 import numpy as np
 import pytest
-from commands import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 from tiny_sources import write_tar
 from tiny_videos import SHADES, video
 
-from bigdit.catalog.resolve import model_spec
-from bigdit.config import load_run
 from bigdit.config.data import DataConfig
 from bigdit.errors import UserError
-from bigdit.extract.extract import extract
 from bigdit.sources import Unusable, open_source
 from bigdit.sources.videos import video as videos
 from bigdit.sources.videos.resample import Clip, resampled
-from bigdit.store import FeatureStore
 
-MOVING = ROOT / "launch/recipes/digits-moving.yaml"
 RATE, LENGTH = 16, 160  # ten seconds
 
 
@@ -134,24 +128,3 @@ def test_sources_of_all_kinds_have_clips_and_a_picture_has_one(tmp_path):
     with pytest.raises(UserError) as refused:
         open_source(DataConfig(images={"path": str(tmp_path), "clips": 2}, features="f", buckets=[(8, 8)]))
     assert str(refused.value) == "data.images.clips is of videos, and data.buckets has no frames; leave it out"
-
-
-def test_clips_are_extracted_in_shares_that_begin_within_a_video(tmp_path):
-    """What a video is too short for is skipped by name, and its end is of the bucket that it has frames for."""
-    (tmp_path / "videos").mkdir()
-    for name, count in (("a", 15), ("b", 9)):
-        video(tmp_path / f"videos/{name}.mp4", range(0, 125 * count, 125), caption=f"of {name}")
-    sizes = ["data.part_size=2", "encoders.image.color=rgb", "encoders.image.factor=2", "model.kwargs.in_channels=12"]
-    asked = [f"data.images={{path: {tmp_path}/videos, clips: 3}}", "data.buckets=[[5, 8, 8], [3, 8, 8]]", *sizes]
-    run = load_run(MOVING, [*asked, f"data.features={tmp_path}/features"])
-    for share in ({"end": 2}, {}):
-        report = extract(run, model_spec(run.model), workers=1, **share).store
-    assert (report.pictures, report.encoded) == (6, 5)
-    assert report.buckets == {"12x5x4x4": 4, "12x3x4x4": 1}
-    (skipped,) = report.skipped
-    assert (skipped.name, skipped.reason) == ("b.mp4 from 1.25 s", "the video ends before this clip")
-    store = FeatureStore.open(tmp_path / "features")
-    latents, _, indices = store.read((12, 5, 4, 4), range(4))
-    assert indices == [0, 1, 2, 3]
-    brightness = latents.float().mean((1, 3, 4))[:3].flatten()
-    assert (brightness.diff() > 0).all()  # the frames of a video brighten, one after another
