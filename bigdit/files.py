@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import json
 import os
 import shutil
@@ -10,11 +12,14 @@ import tempfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+from bigdit import log
 from bigdit.errors import UserError
 
 TEMPORARY = ".tmp-"
+# A file system that has no locks: Lustre without the mount option flock, some FUSE and object stores.
+WITHOUT_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 
 @contextlib.contextmanager
@@ -84,8 +89,64 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2, default=str) + "\n")
 
 
-def commit_folder(temporary: Path, final: Path) -> None:
-    """Make a folder that was filled under a temporary name visible as `final`, on disk before it is seen."""
+@contextlib.contextmanager
+def filling(folder: Path) -> Iterator[Path]:
+    """A temporary folder to fill and to commit as `folder`; what is left of it when the block ends vanishes, as does
+    what a killed process had left. Raises OSError where it cannot be made."""
+    temporary = folder.with_name(f"{TEMPORARY}{folder.name}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Be the one process that writes a folder. Raises UserError where another is, or nothing can be written beside it.
+
+    It is flock(2) on a file that is there meanwhile: free when its process has ended, however that ends.
+    """
+    lock, held = folder.with_name(f"{TEMPORARY}{folder.name}.lock"), None
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        while held is None:
+            held = _locked(lock, folder)
+    except OSError as error:
+        raise UserError(f"cannot write {folder}: {error.strerror or error}") from error
+    try:
+        yield
+    finally:
+        lock.unlink(missing_ok=True)
+        held.close()
+
+
+def _locked(lock: Path, folder: Path) -> BinaryIO | None:
+    """The file, opened and locked; None where who held it took it away before it was locked, so that it has no name."""
+    opened = open(lock, "wb")  # noqa: SIM115  # it is closed when the lock ends
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(opened.fileno()), os.stat(lock)):
+            return opened
+    except BlockingIOError:
+        opened.close()
+        raise UserError(f"another process is writing {folder}; wait for it, or name another folder") from None
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        if error.errno not in WITHOUT_LOCKS:
+            opened.close()
+            raise
+        log.notice(f"note: {lock} cannot be locked ({error.strerror}): a second process there would not be noticed")
+        return opened
+    opened.close()
+    return None
+
+
+def commit_folder(temporary: Path, final: Path, *, replace: bool = True) -> None:
+    """Make a folder that was filled under a temporary name visible as `final`, on disk before it is seen. Unless it may
+    `replace` another, raises OSError where there is one that holds anything."""
     for file in sorted(temporary.rglob("*")):
         if file.is_dir():
             fsync_folder(file)
@@ -95,7 +156,7 @@ def commit_folder(temporary: Path, final: Path) -> None:
     fsync_folder(temporary)
     before = final.with_name(f"{TEMPORARY}before-{final.name}")
     shutil.rmtree(before, ignore_errors=True)
-    if final.exists():  # the same step written again, after a resume from an earlier one
+    if replace and final.exists():  # the same step written again, after a resume from an earlier one
         os.replace(final, before)
     os.replace(temporary, final)
     fsync_folder(final.parent)

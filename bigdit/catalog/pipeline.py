@@ -102,7 +102,7 @@ def folder_vae(folder: Path) -> Vae | None:
     """The VAE in a pipeline's folder, with its own arguments; None where there is none, or one of a class whose factor
     is not known here. Raises UserError for a config.json that does not say what its class is built from."""
     file = folder / "vae" / CONFIG
-    config = _read(file)
+    config = config_of(file)
     class_name = str(config.get("_class_name"))
     if class_name not in _RATIOS:
         return None
@@ -135,7 +135,7 @@ def text_widths(folder: Path) -> dict[str, int]:
         return {}
     found = {}
     for file in sorted(folder.glob(f"text_encoder*/{CONFIG}")):
-        config = _read(file)
+        config = config_of(file)
         config = config | config.get("text_config", {}) if isinstance(config.get("text_config"), dict) else config
         width = config.get("d_model", config.get("hidden_size"))
         if isinstance(width, int):
@@ -145,7 +145,7 @@ def text_widths(folder: Path) -> dict[str, int]:
 
 def index_of(folder: Path) -> dict[str, Any]:
     """model_index.json of a pipeline's folder; empty without one."""
-    return _read(folder / INDEX)
+    return config_of(folder / INDEX)
 
 
 def _vaes() -> dict[str, Any]:
@@ -163,8 +163,8 @@ def _known(class_name: str, ratios: tuple[int, int, int], kwargs: dict[str, Any]
     return None
 
 
-def _read(file: Path) -> dict[str, Any]:
-    """A JSON object; empty where there is no such file."""
+def config_of(file: Path) -> dict[str, Any]:
+    """A JSON object of diffusers; empty where there is no such file. Raises UserError for what is none."""
     try:
         found = parse_json(file.read_bytes())
     except FileNotFoundError:
@@ -173,4 +173,6 @@ def _read(file: Path) -> dict[str, Any]:
         raise UserError(f"{file} cannot be read: {error.strerror or error}") from None
     except ValueError as error:
         raise UserError(f"{file} is not a config of diffusers: it is {error}") from None
-    return found if isinstance(found, dict) else {}
+    if not isinstance(found, dict):
+        raise UserError(f"{file} is not a config of diffusers: it holds no JSON object")
+    return found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from bigdit.checkpoint.posthoc import PostHoc
 from bigdit.checkpoint.restore import load_kind
 from bigdit.engines.state import AVERAGE
 from bigdit.errors import UserError
-from bigdit.files import TEMPORARY, commit_folder
+from bigdit.files import commit_folder, filling
 from bigdit.spec import LoraSpec, ModelSpec, Strategy
 
 Fill = Callable[[dict[str, torch.Tensor]], None]
@@ -34,36 +33,45 @@ _MOST = "5GB"
 
 
 def export(
-    checkpoint: Checkpoint, folder: Path, posthoc: PostHoc | None = None, pipeline: Pipeline | None = None
+    checkpoint: Checkpoint,
+    folder: Path,
+    posthoc: PostHoc | None = None,
+    pipeline: Pipeline | None = None,
+    *,
+    replace: bool = True,
 ) -> None:
     """Write `transformer/`, and `transformer_ema/` where there is an average, to `folder`, whole or not at all; with
     `posthoc` that average, and around them the `pipeline` that is given.
 
     Weights are fp32; of LoRA they are the adapters, as diffusers' `load_lora_weights` reads them. The checkpoint's
-    files were verified before. Raises UserError where the folder cannot be written.
+    files were verified before, and no other process writes the folder. Raises UserError where it cannot be written,
+    and where it holds anything that is not to be `replace`d.
     """
-    spec = ModelSpec.model_validate(checkpoint.state["model"])
-    lora = Strategy.model_validate(checkpoint.state["strategy"]).lora
-    temporary = folder.parent / f"{TEMPORARY}{folder.name}"
     try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        average = functools.partial(load_kind, checkpoint, AVERAGE) if posthoc is None else posthoc.fill
-        ways: list[tuple[str, Fill]] = [(TRANSFORMER, functools.partial(load_kind, checkpoint, "master"))]
-        ways += [(TRANSFORMER_EMA, average)] if checkpoint.has_average else []
-        for name, fill in ways:
-            (temporary / name).mkdir(parents=True)
-            if lora is None:
-                _write_model(checkpoint, spec, fill, temporary / name)
-            else:
-                _write_adapters(checkpoint, lora, fill, temporary / name)
-            write_checksums(temporary / name)
-        for file in temporary.rglob("*.safetensors"):  # safetensors' are their owner's alone, whatever the umask says
-            file.chmod(temporary.stat().st_mode & 0o666)
-        if pipeline is not None:
-            pipeline.write(temporary)
-        commit_folder(temporary, folder)
+        with filling(folder) as temporary:
+            _write(checkpoint, posthoc, temporary)
+            if pipeline is not None:
+                pipeline.write(temporary)
+            commit_folder(temporary, folder, replace=replace)
     except (OSError, SafetensorError) as error:
         raise UserError(f"cannot export to {folder}: {error}") from error
+
+
+def _write(checkpoint: Checkpoint, posthoc: PostHoc | None, folder: Path) -> None:
+    spec = ModelSpec.model_validate(checkpoint.state["model"])
+    lora = Strategy.model_validate(checkpoint.state["strategy"]).lora
+    average = functools.partial(load_kind, checkpoint, AVERAGE) if posthoc is None else posthoc.fill
+    ways: list[tuple[str, Fill]] = [(TRANSFORMER, functools.partial(load_kind, checkpoint, "master"))]
+    ways += [(TRANSFORMER_EMA, average)] if checkpoint.has_average else []
+    for name, fill in ways:
+        (folder / name).mkdir()
+        if lora is None:
+            _write_model(checkpoint, spec, fill, folder / name)
+        else:
+            _write_adapters(checkpoint, lora, fill, folder / name)
+        write_checksums(folder / name)
+    for file in folder.rglob("*.safetensors"):  # safetensors' are their owner's alone, whatever the umask says
+        file.chmod(folder.stat().st_mode & 0o666)
 
 
 def _write_model(checkpoint: Checkpoint, spec: ModelSpec, fill: Fill, folder: Path) -> None:

@@ -4,8 +4,6 @@ out."""
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +11,13 @@ from typing import Any
 
 from bigdit import objectives
 from bigdit.catalog.families import objective_of
-from bigdit.catalog.pipeline import INDEX, index_of
+from bigdit.catalog.pipeline import INDEX, config_of, index_of
 from bigdit.checkpoint.folder import Checkpoint
+from bigdit.checkpoint.parts import copy_part, part_problem
 from bigdit.config import RunConfig
 from bigdit.config.encoders import VaeCodec
 from bigdit.config.load import parse_run
+from bigdit.errors import UserError
 from bigdit.objective_spec import ObjectiveSpec
 from bigdit.spec import ModelSpec
 
@@ -37,21 +37,23 @@ class Pipeline:
     def write(self, folder: Path) -> None:
         """All of it but the transformer, to `folder`. Raises OSError."""
         for name, source in self.parts.items():
-            _take(source, folder / name)
+            copy_part(source, folder / name)
         (folder / _SCHEDULER).mkdir()
         (folder / _SCHEDULER / "scheduler_config.json").write_text(json.dumps(self.scheduler, indent=2) + "\n")
         (folder / INDEX).write_text(json.dumps(self.index, indent=2) + "\n")
 
 
 def pipeline_of(checkpoint: Checkpoint) -> Pipeline | str:
-    """The pipeline that the run of a checkpoint was fed by; or why its weights make none, for people. Raises UserError
-    where an index cannot be read."""
+    """The pipeline that the run of a checkpoint was fed by; or why its weights make none, for people."""
     run = parse_run(checkpoint.state["run"], str(checkpoint.folder))
     spec = ModelSpec.model_validate(checkpoint.state["model"])
     base = next((folder for folder in _folders(run) if (folder / INDEX).is_file()), None)
     if base is None:
         return f"in {_KEYS} there is no {INDEX} of a pipeline"
-    index = index_of(base)
+    try:
+        index = index_of(base)
+    except UserError as error:
+        return str(error)
     if index.get(_TRANSFORMER) != ["diffusers", spec.class_name]:
         return f"{base / INDEX} has no {spec.class_name} as its transformer"
     if run.train.lora is not None:
@@ -60,8 +62,9 @@ def pipeline_of(checkpoint: Checkpoint) -> Pipeline | str:
     parts = {name: base / name for name in wanted}
     if isinstance(run.encoders.image, VaeCodec) and _VAE in parts:
         parts[_VAE] = run.encoders.image.path
-    if lacking := [str(place) for place in parts.values() if not place.is_dir()]:
-        return f"of the pipeline {base} these folders are missing: {', '.join(lacking)}"
+    problems = (part_problem(part) for part in parts.values())
+    if problem := next(filter(None, problems), None):
+        return f"of the pipeline {base} no whole copy can be made: {problem}"
     scheduler = _scheduler(base, index, objective_of(spec, run.objective))
     return scheduler if isinstance(scheduler, str) else Pipeline(index, parts, scheduler)
 
@@ -81,28 +84,11 @@ def _is_part(entry: Any) -> bool:
 
 def _scheduler(base: Path, index: dict[str, Any], objective: ObjectiveSpec) -> dict[str, Any] | str:
     """The pipeline's own scheduler with what the objective says of its noise; or why it cannot have that."""
-    library, class_name = index.get(_SCHEDULER) or [None, None]
-    if library != "diffusers":
+    entry: Any = index.get(_SCHEDULER)
+    if not _is_part(entry) or entry[0] != "diffusers":
         return f"{base / INDEX} names no scheduler of diffusers"
     file = base / _SCHEDULER / "scheduler_config.json"
-    said = json.loads(file.read_text()) if file.is_file() else {}
-    return objectives.scheduler_config(objective, class_name, said)
-
-
-def _take(source: Path, folder: Path) -> None:
-    """The files of a part: weights as hard links, which take no room, where both are on one disk; what people edit, and
-    what lies elsewhere, as copies."""
-    folder.mkdir()
-    for file in sorted(source.iterdir()):
-        if file.is_dir():
-            _take(file, folder / file.name)
-        elif file.suffix == ".json" or not _linked(file, folder / file.name):
-            shutil.copyfile(file, folder / file.name)
-
-
-def _linked(file: Path, target: Path) -> bool:
     try:
-        os.link(file.resolve(), target)  # a hub's cache has links in the place of files
-    except OSError:
-        return False
-    return True
+        return objectives.scheduler_config(objective, entry[1], config_of(file))
+    except (UserError, TypeError, ValueError, AttributeError) as error:
+        return f"of {file} no {entry[1]} can be made: {error}"

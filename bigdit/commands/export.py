@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from bigdit.commands.options import EmaWidth
+
+if TYPE_CHECKING:
+    from bigdit.checkpoint import Checkpoint
 
 
 def run(
@@ -17,20 +21,30 @@ def run(
 ) -> int:
     """Write a checkpoint's weights, and their average, in diffusers' format; with the pipeline that the run was fed by,
     where it has one."""
-    from bigdit.errors import UserError
-
-    if out.exists():
-        raise UserError(f"--out {out} is there already; name a folder that is not")
-
     from bigdit import libraries, log
+    from bigdit.errors import UserError
+    from bigdit.files import alone, check_writable
 
+    if os.path.lexists(out):
+        raise UserError(f"--out {out} is there already; name a folder that is not")
+    check_writable("--out", out)
     libraries.prepare()
 
-    from bigdit.checkpoint import PostHoc, export, find_checkpoint, pipeline_of, verify
+    from bigdit.checkpoint import find_checkpoint
 
     found, notices = find_checkpoint(checkpoint)
     for line in notices:
         log.notice(line)
+    with alone(out):
+        _export(found, out, ema_width)
+    log.notice(f"wrote {found.folder} to {out}")
+    return 0
+
+
+def _export(found: Checkpoint, out: Path, ema_width: float | None) -> None:
+    from bigdit import log
+    from bigdit.checkpoint import PostHoc, export, pipeline_of, verify
+
     posthoc = None if ema_width is None else PostHoc(found, ema_width)
     if posthoc is None:
         verify(found)
@@ -38,9 +52,7 @@ def run(
         log.notice(posthoc.said)
     pipeline = pipeline_of(found)
     if isinstance(pipeline, str):
-        export(found, out, posthoc)
+        export(found, out, posthoc, replace=False)
         log.notice(f"note: the transformer alone is written, and no pipeline: {pipeline}")
     else:
-        export(found, out, posthoc, pipeline)
-    log.notice(f"wrote {found.folder} to {out}")
-    return 0
+        export(found, out, posthoc, pipeline, replace=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 import os
@@ -20,12 +19,11 @@ from bigdit import log
 from bigdit.dist import World
 from bigdit.documents import parse_json
 from bigdit.errors import UserError
+from bigdit.files import WITHOUT_LOCKS
 
 FILE = "lock"
 # A process that was killed holds its lock until the kernel has taken its memory away.
 PATIENCE_S = 5.0
-# A file system that has no locks: Lustre without the mount option flock, some FUSE and object stores.
-WITHOUT_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 
 @contextmanager
