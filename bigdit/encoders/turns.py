@@ -16,6 +16,7 @@ from bigdit.shortage import ran_out, told
 from bigdit.units import gib
 
 R = TypeVar("R")
+_HOST = torch.device("cpu")
 
 
 class Turn(Protocol):
@@ -84,21 +85,23 @@ class Turns:
                 return answer[0]
             self._apart = True
             self._note(self._said())
+        if self._apart and self._here is not side:
+            self._clear()
         with told(side.title, self._device, side.less):
-            if self._apart:
-                self._bring(side)
+            if self._apart and self._here is not side:
+                side.to(self._device)
+                self._here = side
             return ask()
 
-    def _bring(self, side: Side) -> None:
-        if self._here is side:
-            return
-        for other in self._others(side):
-            other.to("cpu")
+    def _clear(self) -> None:
+        """Have all wait on the host, the side that comes too: while they were there together it has put small weights
+        between the others', which hold torch's segments. Raises UserError where the host has no room for them."""
+        for each in self._sides:
+            with told(f"{each.title} that waits for its turn on the host", _HOST, "fewer workers take less of it"):
+                each.to(_HOST)
         gc.collect()  # what was half loaded, or half encoded, when memory ran out
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        side.to(self._device)
-        self._here = side
 
     def _others(self, side: Side) -> list[Side]:
         return [other for other in self._sides if other is not side]

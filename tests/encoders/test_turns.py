@@ -56,6 +56,25 @@ turns.load(pictures, lambda: Encoder(6))
 found["loaded by turns"] = where(texts, pictures), len(notes)
 del turns, texts, pictures
 torch.cuda.empty_cache()
+class Small(Encoder):
+    def __init__(self, count, nbytes):
+        self.module = torch.nn.Module()
+        weights = [Weights(nbytes / 2**30).weight for _ in range(count)]
+        self.module.weights = torch.nn.ParameterList(weights).to(CARD)
+
+texts, pictures = Side("encoders.text", "a smaller one takes less"), Side("encoders.image", "tiling takes less")
+turns = Turns(CARD, (texts, pictures), notes.append)
+turns.load(texts, lambda: Small(256, 62 * 1024))
+turns.load(pictures, lambda: Small(448, 36 * 1024))
+larger = [torch.empty(2**33, dtype=torch.uint8, device=CARD)]
+def once_short():
+    if larger:
+        larger.clear()
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+turns.of(pictures)(once_short)
+found["of small weights"] = [pictures.nbytes, torch.cuda.memory_reserved()]
+del turns, texts, pictures
+
 lone = Side("encoders.text", "a smaller one takes less")
 found["not loaded"] = error(lambda: Turns(CARD, (lone,), notes.append).load(lone, lambda: Encoder(13)))
 
@@ -110,6 +129,12 @@ def test_they_take_turns_from_where_memory_runs_out(found):
     assert found["loaded by turns"] == [["cpu", "cuda"], 1]
 
 
+def test_weights_that_lay_between_the_others_leave_their_segments(found):
+    weights, reserved = found["of small weights"]
+    assert weights == 448 * 36 * 1024
+    assert weights <= reserved <= weights + 2 * 2**20  # torch's segments of small tensors are of 2 MiB
+
+
 def test_what_has_no_room_alone_is_a_line(found):
     (line,) = found["too much"]
     assert line.startswith("encoders.image ran out of memory: 10.00 GiB were asked for, ")
@@ -131,3 +156,28 @@ def test_a_host_that_runs_out_has_no_turns():
     with pytest.raises(UserError, match=r"^encoders\.text ran out of memory: .* were free; bf16 takes half$"):
         Turns(torch.device("cpu"), sides, notes.append).of(sides[0])(lambda: torch.empty(2**60, dtype=torch.uint8))
     assert notes == []
+
+
+class Unmovable(torch.nn.Linear):
+    """Weights that wait on a host that has no room for them."""
+
+    def to(self, device):
+        return torch.empty(2**60, dtype=torch.uint8, device=device)
+
+
+def test_a_host_without_room_for_those_that_wait_is_a_line():
+    notes, short = [], [True]
+    sides = Side("encoders.text", "bf16 takes half"), Side("encoders.image", "tiling takes less")
+    sides[0].modules.append(Unmovable(1, 1))
+
+    def ask():
+        if short.pop():
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    line = (
+        r"^encoders\.text that waits for its turn on the host ran out of memory: 1073741824\.00 GiB were asked for, .* "
+        r"were free; fewer workers take less of it$"
+    )
+    with pytest.raises(UserError, match=line):
+        Turns(torch.device("meta"), sides, notes.append).of(sides[1])(ask)
+    assert (len(notes), short) == (1, [])

@@ -12,6 +12,7 @@ from bigdit.config.encoders import VaeCodec
 from bigdit.config.run import RunConfig
 from bigdit.encoders.host_bytes import text_bytes
 from bigdit.errors import UserError
+from bigdit.machine import memory_bytes
 from bigdit.rehearse import RehearsalRequest, rehearse
 from bigdit.search.needs.dataset import encoding_request
 from bigdit.search.needs.encoders import KEPT_FREE, EncodersNeed, Way, encoders_need, room
@@ -48,7 +49,7 @@ def with_batch_size(run: RunConfig, workers: int) -> RunConfig:
     if found is None:
         log.notice("encoders.batch_size: the catalogue cannot say what these encoders take; it stays at its default")
         return run
-    log.notice(f"encoders.batch_size: {found.size}, {_said(found, run, least, processes)}")
+    log.notice(f"encoders.batch_size: {found.size}, {_said(found, run, least, workers, processes)}")
     return run.model_copy(update={"encoders": run.encoders.model_copy(update={"batch_size": found.size})})
 
 
@@ -71,19 +72,33 @@ def encode_batch(run: RunConfig, gpu: Gpu, processes: int = 1) -> EncodeBatch | 
     return EncodeBatch(fitting, way, need)
 
 
-def _said(found: EncodeBatch, run: RunConfig, gpu: Gpu, processes: int) -> str:
-    """How many fit, and how; or what has no room, and what takes less."""
+def _said(found: EncodeBatch, run: RunConfig, gpu: Gpu, workers: int, processes: int) -> str:
+    """How many fit, and how; or what has no room, and what takes less. Of all `workers` each card has `processes`."""
     fits = f"of which the rehearsed encode phase fits the {gpu.title}"
     if found.way == "together":
         return fits
     if found.way == "in turns":
-        return f"{fits} where text encoders and VAE take turns; {gib(found.need.waiting)} of weights wait on the host"
+        return f"{fits} where text encoders and VAE take turns; {_waiting(found.need, run, workers, memory_bytes())}"
     name, nbytes = found.need.larger
     share = "" if processes == 1 else f" of each of {processes} workers"
     return (
         f"and not even of that the rehearsed encode phase fits the {gpu.title}: {gib(nbytes)} are "
         f"wanted for the {name}{share}, and {gib(max(room(gpu, processes), 0))} are there; "
         f"{_less(name, run, processes)}"
+    )
+
+
+def _waiting(need: EncodersNeed, run: RunConfig, workers: int, host: int) -> str:
+    """What waits on a host of so many bytes; and, where that is more than it has, what takes less."""
+    nbytes = need.waiting * workers
+    weights = f"{gib(nbytes)} of weights{'' if workers == 1 else f' of {workers} workers'}"
+    if nbytes <= host:
+        return f"{weights} wait on the host"
+    text = run.encoders.text
+    half = "encoders.text.dtype: bf16 takes half" if text is not None and text.dtype == "fp32" else "swap may hold them"
+    return (
+        f"{weights} have to wait on the host, which has {gib(host)}, so that extraction may be killed; "
+        f"{'fewer data.workers take less' if workers > 1 else half}"
     )
 
 
