@@ -109,9 +109,8 @@ def run(
             height, width, steps, guidance, negative, drawn_by, seed, frames=frames[0] if frames else None
         )
         loaded.check(options, len(wanted), len(images))
-    latents = list(_shown("draw", loaded.draw(wanted, options, images), len(wanted)))
     drawn, rows, fps = [], [], loaded.fps or 1.0  # of videos, which alone have one
-    for i, pixels in enumerate(_shown("decode", loaded.decode(latents, options), len(wanted))):
+    for i, pixels in enumerate(loaded.sample(wanted, options, images, _shown)):
         drawn.append(pixels.squeeze(0).numpy() if len(pixels) == 1 else pixels.movedim(0, -1).numpy())
         path = out / f"{i:05d}{'.webp' if frames else '.png'}"
         _write(path, webp(drawn[-1], fps) if frames else png(drawn[-1]))

@@ -1,12 +1,13 @@
 """Pictures or videos from captions or classes by a trained checkpoint, with classifier-free guidance.
 
 What encodes, draws and decodes has the device in turn, and alone: no card holds all of it that holds each of them.
+Where one has room for it, what decodes comes between batches, beside the model: pictures come soon after being drawn.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from PIL import Image
@@ -29,6 +30,9 @@ from bigdit.shortage import ran_out, room, told
 from bigdit.spec import ModelSpec, Strategy
 from bigdit.store.part import Shape
 from bigdit.units import gib
+
+Shown = Callable[[str, Iterator[torch.Tensor], int], Iterator[torch.Tensor]]
+"""Passes on what is made, one by one, by the name of what makes it and how many there will be."""
 
 _HOST = torch.device("cpu")
 _LESS = "a smaller --size or fewer captions take less"
@@ -74,12 +78,25 @@ class Sampler:
         self._latents(options)
 
     def sample(
-        self, captions: Sequence[str], options: SamplingOptions, images: Sequence[Image.Image] = ()
+        self,
+        captions: Sequence[str],
+        options: SamplingOptions,
+        images: Sequence[Image.Image] = (),
+        shown: Shown = lambda what, found, total: found,
     ) -> Iterator[torch.Tensor]:
         """One picture a caption, or a class by its name or number: uint8 [channels, (frames,) height, width]. Picture i
         depends on caption i and seed + i, and of a model of videos that begin with a picture on image i; one image is
-        for all. Raises UserError as `draw` and `decode` do."""
-        return self.decode(list(self.draw(captions, options, images)), options)
+        for all. Each comes when its batch is drawn; where memory does not do for what decodes beside the model, when
+        all are. `shown` sees what is drawn, and what is decoded at the end. Raises UserError as `draw` and `decode`."""
+        waiting: list[torch.Tensor] = []
+        for latents in shown("draw", self.draw(captions, options, images), len(captions)):
+            pixels = None if waiting else self._decode_beside(latents, options)
+            if pixels is None:
+                waiting.append(latents)
+            else:
+                yield pixels
+        if waiting:
+            yield from shown("decode", self.decode(waiting, options), len(waiting))
 
     @torch.no_grad()
     def draw(
@@ -98,6 +115,7 @@ class Sampler:
         model = self.model()
         start, most = 0, options.micro_batch_size
         while start < len(captions):
+            self._codec.move(_HOST)
             numbers = range(start, min(start + most, len(captions)))
             latents = self._attempt(model, given, numbers, shape, options)
             if latents is None:
@@ -116,8 +134,25 @@ class Sampler:
         self._codec.move(self._device)
         for each in latents:
             with told(f"{options.size}: decoding it", self._device, "a smaller --size takes less"):
-                pixels = to_bytes(self._codec.decode(each[None].to(self._device)))[0].cpu()
+                pixels = self._pixels(each)
             yield pixels
+
+    @torch.no_grad()
+    def _decode_beside(self, latents: torch.Tensor, options: SamplingOptions) -> torch.Tensor | None:
+        """The picture of these latents beside the model; None, and a note, where memory does not do for that."""
+        try:
+            self._codec.move(self._device)
+            return self._pixels(latents)
+        except (RuntimeError, MemoryError) as error:
+            if not ran_out(error):
+                raise
+        self._codec.move(_HOST)
+        give_back(self._device)
+        log.notice(f"note: {options.size}: no room to decode beside the model; pictures come when all are drawn")
+        return None
+
+    def _pixels(self, latents: torch.Tensor) -> torch.Tensor:
+        return to_bytes(self._codec.decode(latents[None].to(self._device)))[0].cpu()
 
     def _latents(self, options: SamplingOptions) -> Shape:
         """The shape of the latents of one picture. Raises UserError where the codec or the model has none of it."""

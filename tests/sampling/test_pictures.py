@@ -1,14 +1,18 @@
 """Sampling: a picture a caption, the same for the same seed, and errors in one line."""
 
 import json
+import os
+import signal
+import subprocess
 import warnings
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from commands import bigdit
+from commands import BIN, ROOT, bigdit
 from PIL import Image
+from running import until
 
 from bigdit import libraries
 from bigdit.checkpoint import latest
@@ -114,6 +118,30 @@ def test_what_cannot_be_drawn_is_refused_before_weights_are_loaded(trained):
             sampler.check(options, 1)
     with pytest.raises(UserError, match="absent"):
         sampler.model()
+
+
+@pytest.mark.slow
+def test_what_a_killed_command_had_drawn_is_there_and_whole(trained, tmp_path):
+    (tmp_path / "captions.txt").write_text("".join(f"number {number}\n" for number in range(2000)))
+    command = [
+        BIN / "bigdit",
+        "sample",
+        "--checkpoint",
+        trained,
+        "--captions",
+        tmp_path / "captions.txt",
+        "--size",
+        "8x8",
+    ]
+    out = tmp_path / "out"
+    process = subprocess.Popen([*command, "--out", out], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    until(lambda: process.poll() is not None or len(list(out.glob("0*.png"))) > 60)  # more than a batch
+    process.kill()
+    assert process.wait(60) == -signal.SIGKILL
+    pictures = sorted(out.glob("0*.png"))
+    assert [file.name for file in pictures] == [f"{number:05d}.png" for number in range(len(pictures))]
+    assert {np.asarray(Image.open(file)).shape for file in pictures} == {(8, 8)}
+    assert not (out / "samples.json").exists()
 
 
 def test_a_folder_of_other_pictures_is_refused(sampled, trained):

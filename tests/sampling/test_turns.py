@@ -77,3 +77,43 @@ def test_pictures_in_fp32_are_those_of_a_loop_with_all_of_it_side_by_side(traine
     assert torch.equal(drawn, wanted)
     in_bf16 = torch.stack(list(Sampler(computed_in("bf16", trained), CPU).sample(CAPTIONS, OPTIONS)))
     assert not torch.equal(in_bf16, wanted)
+
+
+def test_pictures_come_while_others_are_still_to_be_drawn(trained, capsys):
+    sampler = Sampler(computed_in("fp32", trained), CPU)
+    whole = list(sampler.sample(CAPTIONS, OPTIONS))
+    drawn = []
+
+    def shown(what, found, total):
+        assert (what, total) == ("draw", len(CAPTIONS))
+        for each in found:
+            drawn.append(each)
+            yield each
+
+    pictures = sampler.sample(CAPTIONS, replace(OPTIONS, micro_batch_size=1), shown=shown)
+    for number, picture in enumerate(pictures, 1):
+        assert len(drawn) == number
+        assert (picture.int() - whole[number - 1].int()).abs().max() <= 1  # another batch size takes other kernels
+    assert (len(drawn), capsys.readouterr().err) == (len(CAPTIONS), "")
+
+
+def test_without_room_to_decode_beside_the_model_they_come_when_all_are_drawn(trained, monkeypatch, capsys):
+    sampler, said = Sampler(computed_in("fp32", trained), CPU), []
+    whole = list(sampler.sample(CAPTIONS, OPTIONS))
+    model, decode = weakref.ref(kept := sampler.model()), sampler._codec.decode
+
+    def short(latents):
+        said.append(model() is not None)
+        if model() is not None and len(said) > 1:  # for the first one there is room
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return decode(latents)
+
+    models = [kept]
+    del kept
+    monkeypatch.setattr(sampler, "model", models.pop)
+    monkeypatch.setattr(sampler._codec, "decode", short)
+    waited = list(sampler.sample(CAPTIONS, OPTIONS))
+    assert said == [True, True, False, False]
+    assert all(map(torch.equal, waited, whole))
+    note = "note: --size 8x8: no room to decode beside the model; pictures come when all are drawn"
+    assert capsys.readouterr().err.splitlines() == [note]
