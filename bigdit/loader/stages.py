@@ -51,6 +51,19 @@ def data_state(store: FeatureStore | RawStore, order: Order, seed: int) -> DataS
     )
 
 
+def check_border(saved: dict[str, Any] | None, where: Path, begins: int, step: int) -> None:
+    """Raise UserError where the stage that took the last of `step` steps `begins` elsewhere now than when the
+    checkpoint `where` was saved: its order would have been another one."""
+    began = begins if saved is None else _parse(saved, where).first_step
+    if began == begins:
+        return
+    fix = f"let those before it come to {began} steps again" if began else f"let the first one take all {step} steps"
+    raise UserError(
+        f"stages: {where} was saved in one that begins at step {began}, and the one that took its last step begins at "
+        f"{begins} now; {fix}, or choose another output"
+    )
+
+
 def plan_order(
     store: FeatureStore | RawStore,
     global_batch_size: int,
@@ -65,8 +78,9 @@ def plan_order(
 
     Parts that the store has gained enter with the first epoch that has not begun; of those that it began with so many
     samples are `held_out`. A stage of the run that begins with `first_step` has an order of its own, of which a
-    checkpoint of the stage before it knows nothing. The second value: what a person should know. Raises UserError where
-    the store, the seed, the global batch or what is held out are not those of the checkpoint.
+    checkpoint of the stage before it knows nothing; whether it begins where it did, `check_border` says. The second
+    value: what a person should know. Raises UserError where the store, the seed, the global batch or what is held out
+    are not those of the checkpoint.
     """
     index = store.index
     state = None if saved is None else _parse(saved, where)
@@ -77,12 +91,6 @@ def plan_order(
         held = _held_out(store, len(index.parts), held_out)
         order = Order(index.counts, index.shapes, global_batch_size, seed, held=held, first_step=first_step)
         return order, _scarce(order, store)
-    if state.first_step != first_step:
-        raise UserError(
-            f"stages: {where} was saved in one that begins at step {state.first_step}, and the one that step {step} is "
-            f"of now begins at {first_step}; give those before it as many train.steps as they had, or choose another "
-            "output"
-        )
     problems += [
         f"{key} is {asked}, and {where} was trained with {found}: samples would come twice, or never; set it to {found}"
         for key, found, asked in (

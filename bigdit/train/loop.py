@@ -25,7 +25,7 @@ from bigdit.errors import UserError
 from bigdit.loader.online import RunEncoders, more_than_planned, open_online
 from bigdit.loader.order import step_seed
 from bigdit.loader.raw_store import RawStore
-from bigdit.loader.stages import data_state, plan_order
+from bigdit.loader.stages import data_state
 from bigdit.loader.stream import FeatureStream
 from bigdit.models.compiling import compiling_said, compiling_told
 from bigdit.shortage import told
@@ -34,12 +34,13 @@ from bigdit.store import FeatureStore
 from bigdit.train import exports
 from bigdit.train.beside_plan import planned_memory
 from bigdit.train.encode import encode
+from bigdit.train.going_on import start_of
 from bigdit.train.measure import STEPS as MEASURED_STEPS
 from bigdit.train.measure import MemoryMeter
 from bigdit.train.metrics import Metrics
 from bigdit.train.mfu import mfu_of
 from bigdit.train.out_of_memory import Recovery
-from bigdit.train.prepare import Prepared, stage_at
+from bigdit.train.prepare import Prepared
 from bigdit.train.processes.lock import held
 from bigdit.train.processes.peers import ending_together
 from bigdit.train.processes.process import process_group
@@ -101,30 +102,22 @@ def _train(stages: Sequence[Prepared], world: World, stop: Stop, device: torch.d
     output, ends = stages[0].stage.run.output, [each.stage.end for each in stages]
     for folder in (output, *(output / each for each in (CHECKPOINTS, AVERAGES, EXPORTS))) if world.is_main else ():
         checkpoint.remove_unfinished(folder)
-    found, notices = checkpoint.latest(output)
-    start = found.step if found else 0
-    reached = stage_at(stages, start)
+    begin = start_of(stages)
+    found, start, reached = begin.found, begin.step, begin.reached
+    _say(world, begin.notices)
     stage, spec, asked, run, plan = reached.stage, reached.spec, reached.strategy, reached.stage.run, reached.stage.plan
     end, staged = stage.end, stage.count > 1
     objective = objective_of(spec, run.objective)
-    store, online = _opened(stages, reached, device)
-    if found is not None:
-        checkpoint.check_resumable(found, spec, asked)
-        notices += [f"note: {line}" for line in checkpoint.check_objective(found, objective)]
-    _say(world, notices)
-    if found is not None and start >= end:
-        _say(world, [f"{found.folder} has its {start} steps already; raise {stage.prefix}{stage.length} to go on"])
+    if found is not None and begin.done is not None:
+        _say(world, [begin.done])
         if world.is_main:
             exports.export_missed(run, ends, found)
         if not (run.output / RECEIPT).exists():
             _say(world, [f"note: {run.output / RECEIPT} is missing: the run was interrupted before it was written"])
         return Ended(found.folder, start)
 
-    saved, where = (found.state.get("data"), found.folder) if found else (None, run.output)
-    held_out = run.validation.samples if run.validation else 0
-    order, notices = plan_order(
-        store, asked.global_batch_size, run.train.seed, saved, start, where, held_out, stage.start
-    )
+    store, online = _opened(stages, reached, device)
+    order, notices = begin.order(store)
     notices += smaller_than_planned(plan, store.buckets) if plan is not None else []
     notices += more_than_planned(plan, online) if plan is not None and online is not None else []
     _say(world, [f"note: {line}" for line in notices])

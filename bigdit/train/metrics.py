@@ -23,8 +23,8 @@ from bigdit.files import write_text
 from bigdit.loader.stream import Micro
 from bigdit.train.mfu import Mfu
 from bigdit.train.record import numbered, read_metrics
+from bigdit.train.seen.sight import VALIDATED, Sight
 from bigdit.train.seen.trackers import Trackers
-from bigdit.train.sight import VALIDATED, Sight
 from bigdit.train.spikes import LossSpikes
 from bigdit.train.step import StepResult
 

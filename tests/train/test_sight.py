@@ -11,10 +11,10 @@ import torch
 from commands import BIN, DIGITS, HELPERS, ROOT, SINGLE, TINY, environment_with, with_set
 
 from bigdit.checkpoint import Peers
-from bigdit.train import sight
 from bigdit.train.measure import host_now
 from bigdit.train.metrics import Metrics
-from bigdit.train.sight import Sight, figures
+from bigdit.train.seen import sight
+from bigdit.train.seen.sight import Sight, figures
 from bigdit.train.step import StepResult
 from bigdit.units import GIB
 
@@ -69,7 +69,7 @@ def test_other_processes_show_nothing(capfd):
 
 
 _SHOW = f"""
-from bigdit.train.sight import Sight
+from bigdit.train.seen.sight import Sight
 with Sight(0, 900, shown=True) as shown:
     for step in (10, 20):
         shown.show({ROW!r} | {{"step": step}})

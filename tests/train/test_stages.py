@@ -172,14 +172,18 @@ def refused(capsys, staged, output, *overrides):
     return capsys.readouterr().err
 
 
-def test_a_border_does_not_move_beneath_a_checkpoint(staged, alone, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("steps", "begins"),
+    [(9, 9), (7, 7), (END, 0)],  # seven: fewer in all than were taken; all: to where the checkpoint is
+)
+def test_a_border_does_not_move_beneath_a_checkpoint(staged, alone, tmp_path, capsys, steps, begins):
     """Its order would be another one."""
     output = tmp_path / "run"
     shutil.copytree(alone, output)
-    found = output / f"checkpoints/step-{END:08d}"
-    assert refused(capsys, staged, output, "stages.0.train.steps=9") == (
-        f"error: stages: {found} was saved in one that begins at step 8, and the one that step 16 is of now begins at "
-        "9; give those before it as many train.steps as they had, or choose another output\n"
+    assert refused(capsys, staged, output, f"stages.0.train.steps={steps}") == (
+        f"error: stages: {output}/checkpoints/step-{END:08d} was saved in one that begins at step 8, and the one that "
+        f"took its last step begins at {begins} now; let those before it come to 8 steps again, or choose another "
+        "output\n"
     )
 
 

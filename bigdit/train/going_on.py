@@ -1,0 +1,59 @@
+"""What a run goes on from: the latest checkpoint of its output, held against the run before anything is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bigdit import checkpoint
+from bigdit.catalog.families import objective_of
+from bigdit.checkpoint import Checkpoint
+from bigdit.loader.order import Order
+from bigdit.loader.raw_store import RawStore
+from bigdit.loader.stages import check_border, plan_order
+from bigdit.store import FeatureStore
+from bigdit.train.prepare import Prepared, stage_at
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where training begins: in the stage that was `reached`, after the checkpoint `found`, None before the first; and
+    what a person should know of it (`notices`)."""
+
+    found: Checkpoint | None
+    reached: Prepared
+    notices: tuple[str, ...]
+
+    @property
+    def step(self) -> int:
+        """How many steps were taken."""
+        return 0 if self.found is None else self.found.step
+
+    @property
+    def done(self) -> str | None:
+        """That nothing is left to do, where it is so."""
+        stage = self.reached.stage
+        if self.found is None or self.step < stage.end:
+            return None
+        return f"{self.found.folder} has its {self.step} steps already; raise {stage.prefix}{stage.length} to go on"
+
+    def order(self, store: FeatureStore | RawStore) -> tuple[Order, list[str]]:
+        """As plan_order, of the store of the stage that was reached. Raises UserError as it does."""
+        run, first_step = self.reached.stage.run, self.reached.stage.start
+        saved, where = (None, run.output) if self.found is None else (self.found.state["data"], self.found.folder)
+        held_out = run.validation.samples if run.validation else 0
+        batch = self.reached.strategy.global_batch_size
+        return plan_order(store, batch, run.train.seed, saved, self.step, where, held_out, first_step)
+
+
+def start_of(stages: Sequence[Prepared]) -> Start:
+    """Where training begins. Raises UserError where it cannot go on from the checkpoint that is there."""
+    found, notices = checkpoint.latest(stages[0].stage.run.output)
+    if found is None:
+        return Start(None, stages[0], tuple(notices))
+    reached, last = stage_at(stages, found.step), stage_at(stages, max(found.step - 1, 0))
+    check_border(found.state["data"], found.folder, last.stage.start, found.step)
+    checkpoint.check_resumable(found, reached.spec, reached.strategy)
+    objective = objective_of(reached.spec, reached.stage.run.objective)
+    notices += [f"note: {line}" for line in checkpoint.check_objective(found, objective)]
+    return Start(found, reached, tuple(notices))
