@@ -51,15 +51,16 @@ def run(
             log.notice(f"note: {line}")
     libraries.prepare()
     from bigdit.train.epochs import counted  # torch, which only the processes that train need else
+    from bigdit.train.going_on import foreseen
     from bigdit.train.model import check_models
     from bigdit.train.saves import snapshots_said
     from bigdit.train.store import check_those_there
 
     models = check_models(prepared)
-    check_those_there(prepared)
+    missing = check_those_there(prepared)
     check_writable("output", first.output)
     prepared, lines = counted(prepared, needed=False)
-    for line in lines:
+    for line in [*(f"note: {each}" for each in missing), *lines, *foreseen(prepared)]:
         log.notice(line)
     for each, model in zip(prepared, models, strict=True):
         for line in snapshots_said(each.stage.run, model):

@@ -4,7 +4,7 @@
 at tens of millions of pictures.
 """
 
-from bigdit.sources.open import open_source
+from bigdit.sources.open import check_sources, open_source
 from bigdit.sources.protocol import Caption, Item, Sample, Source, Unusable
 
-__all__ = ["Caption", "Item", "Sample", "Source", "Unusable", "open_source"]
+__all__ = ["Caption", "Item", "Sample", "Source", "Unusable", "check_sources", "open_source"]

@@ -16,7 +16,7 @@ from bigdit.sources.csv_rows import CsvRows
 from bigdit.sources.file_rows import FileRows
 from bigdit.sources.folder import ImageFolder
 from bigdit.sources.labels import FOLDER
-from bigdit.sources.places import SPLITS, STATE, files_of, kind_of, saved_files
+from bigdit.sources.places import SPLITS, STATE, files_of, is_pattern, kind_of, saved_files
 from bigdit.sources.protocol import Item, Sample, Source
 from bigdit.sources.rows import TableSource
 from bigdit.sources.videos.clips import Clips
@@ -85,7 +85,7 @@ def open_source(data: DataConfig) -> SourceList:
     problems: list[str] = []
     for number, config in enumerate(data.images):
         try:
-            sources.append(_clips(config, data, "data.images" if len(data.images) == 1 else f"data.images[{number}]"))
+            sources.append(_clips(config, data, _key(data, number)))
         except UserError as error:
             problems += error.problems
     if problems:
@@ -93,24 +93,53 @@ def open_source(data: DataConfig) -> SourceList:
     return SourceList(sources, [str(config.path) for config in data.images], data.classes)
 
 
+def check_sources(data: DataConfig, *, listed: bool) -> list[str]:
+    """What of `data.images` is not there, and so was not looked at. Raises UserError where a source is asked for what
+    its kind does not have, or, where all are there and to be `listed`, as open_source does; tars are not, since that
+    writes an index."""
+    kinds, missing, problems = set[SourceKind](), list[str](), list[str]()
+    for number, config in enumerate(data.images):
+        key, there = _key(data, number), config.path.exists() or is_pattern(config.path)
+        missing += [] if there else [f"{key}: {config.path}"]
+        if there or config.kind is not None:  # or its kind is not known
+            try:
+                kinds.add(_checked_kind(config, data, key))
+            except UserError as error:
+                problems += error.problems
+    if problems:
+        raise UserError(*problems)
+    if listed and not missing and "webdataset" not in kinds:
+        open_source(data)
+    return missing
+
+
+def _key(data: DataConfig, number: int) -> str:
+    return "data.images" if len(data.images) == 1 else f"data.images[{number}]"
+
+
 def _clips(config: SourceConfig, data: DataConfig, key: str) -> Source:
     clip = None if data.fps is None else Clip(data.fps, max(map(frames_of, data.buckets)))
-    if config.clips == 1:
-        return _open(config, data, key, clip)
-    if clip is None:
+    source = _open(config, data, key, clip)
+    return source if clip is None or config.clips == 1 else Clips(source, config.clips, clip)
+
+
+def _checked_kind(config: SourceConfig, data: DataConfig, key: str) -> SourceKind:
+    kind = kind_of(config, key)
+    _refuse_columns(config, kind, key)
+    if config.frame_rate is not None and data.fps is None:
+        raise UserError(f"{key}.frame_rate is of videos, and data.buckets has no frames; leave it out")
+    if config.clips > 1 and data.fps is None:
         raise UserError(f"{key}.clips is of videos, and data.buckets has no frames; leave it out")
-    return Clips(_open(config, data, key, clip), config.clips, clip)
+    return kind
 
 
 def _open(config: SourceConfig, data: DataConfig, key: str, clip: Clip | None) -> Source:
-    kind = kind_of(config, key)
-    _refuse_columns(config, kind, key)
+    kind = _checked_kind(config, data, key)
     if kind == "folder":
         links, rate = config.follow_links, config.frame_rate
         if rate is None:
             return ImageFolder(config.path, key, follow_links=links, labelled=config.label is not None, clip=clip)
-        if clip is None:
-            raise UserError(f"{key}.frame_rate is of videos, and data.buckets has no frames; leave it out")
+        assert clip is not None  # or its rate was refused
         return FrameFolders(config.path, key, frame_rate=rate, clip=clip, follow_links=links)
     if kind == "csv":
         return TableSource(kind, CsvRows(config.path, key), config, key, clip)

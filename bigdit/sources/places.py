@@ -45,6 +45,11 @@ def kind_of(config: SourceConfig, key: str) -> SourceKind:
     return found.pop() if found else "folder"
 
 
+def is_pattern(path: Path) -> bool:
+    """Whether a path names files by a pattern, and is none itself."""
+    return glob.has_magic(str(path)) or _BRACES.search(str(path)) is not None
+
+
 def files_of(config: SourceConfig, suffix: str, key: str) -> list[Path]:
     """Files that `config.path` names: itself, those of a pattern, or those of its suffix below a folder; of the
     asked split. Raises UserError where there are none, or splits to choose from."""

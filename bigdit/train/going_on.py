@@ -12,7 +12,7 @@ from bigdit.loader.order import Order
 from bigdit.loader.raw_store import RawStore
 from bigdit.loader.stages import check_border, plan_order
 from bigdit.store import FeatureStore
-from bigdit.train.prepare import Prepared, stage_at
+from bigdit.train.prepare import Prepared, has_store, stage_at
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,21 @@ class Start:
         held_out = run.validation.samples if run.validation else 0
         batch = self.reached.strategy.global_batch_size
         return plan_order(store, batch, run.train.seed, saved, self.step, where, held_out, first_step)
+
+
+def foreseen(stages: Sequence[Prepared]) -> list[str]:
+    """What training would say of where it begins, with nothing written; nothing where its steps are not known yet.
+    Raises UserError as it would, but for what only encoders show of pictures with features online."""
+    if any(each.stage.run.train.steps is None for each in stages):
+        return []
+    start = start_of(stages)
+    if start.done is not None:
+        return [*start.notices, start.done]
+    run = start.reached.stage.run
+    if not has_store(run):
+        return list(start.notices)
+    _, notices = start.order(FeatureStore.open(run.data.features, run.data.reader, run.data.remote_cache))
+    return [*start.notices, *(f"note: {line}" for line in notices)]
 
 
 def start_of(stages: Sequence[Prepared]) -> Start:

@@ -16,10 +16,11 @@ from bigdit.encoders.fit import latent_misfits, plan_misfits, run_misfits, size_
 from bigdit.errors import UserError
 from bigdit.loader.raw_store import RawStore
 from bigdit.loader.stages import none_left
-from bigdit.sources import open_source
+from bigdit.sources import check_sources, open_source
 from bigdit.spec import BatchShape, ModelSpec
 from bigdit.store import FeatureStore
 from bigdit.store.classes import Classes
+from bigdit.store.remote import url_of
 from bigdit.train.prepare import Prepared, has_store
 
 
@@ -34,18 +35,26 @@ def open_stores(stages: Sequence[Prepared], first: int) -> FeatureStore:
     return of_each(range(first, len(stages)), one)[0]
 
 
-def check_those_there(stages: Sequence[Prepared]) -> None:
-    """`open_store` of each stage whose features are on this machine already, or `open_source` of one that makes them in
-    each step."""
+def check_those_there(stages: Sequence[Prepared]) -> list[str]:
+    """`open_store` of each stage whose features are on this machine already, and of its pictures what no listing takes;
+    else `open_source`, as extraction or, with features online, each step does. A line for what is not there."""
 
-    def one(number: int) -> None:
+    def one(number: int) -> list[str]:
         each = stages[number]
-        if each.stage.run.data.online:
-            open_source(each.stage.run.data)
-        elif has_store(each.stage.run):
+        data = each.stage.run.data
+        if data.online:
+            open_source(data)
+            return []
+        stored = has_store(each.stage.run)
+        if stored:
             open_store(each.stage.run, each.spec, each.stage.plan)
+        elsewhere = url_of(data.features) is not None
+        missing = check_sources(data, listed=not stored and not elsewhere)
+        if stored or elsewhere or not missing:
+            return []
+        return [f"{', '.join(missing)} is not there, and {data.features} holds no features: neither was looked at"]
 
-    of_each(range(len(stages)), one)
+    return list(dict.fromkeys(line for lines in of_each(range(len(stages)), one) for line in lines))
 
 
 def open_store(run: RunConfig, spec: ModelSpec, plan: PlanFile | None) -> FeatureStore:

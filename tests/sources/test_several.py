@@ -3,6 +3,7 @@
 import io
 import json
 import pickle
+import tarfile
 
 import datasets
 import pyarrow as pa
@@ -13,6 +14,7 @@ from tiny_sources import gradient, opened, pixels, save
 
 from bigdit.config import load_run
 from bigdit.errors import UserError
+from bigdit.sources import check_sources
 
 
 def test_several_sources_follow_one_another_and_appending_changes_nothing_before(tmp_path):
@@ -40,6 +42,31 @@ def test_an_error_names_the_source_of_the_list(tmp_path):
     save(tmp_path / "one/a.png")
     with pytest.raises(UserError, match=r"data\.images\[1\]: the folder .*two does not exist"):
         opened([str(tmp_path / "one"), str(tmp_path / "two")])
+
+
+def test_what_is_known_before_extraction_writes_nothing(tmp_path):
+    save(tmp_path / "one/a.png")
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        tar.add(tmp_path / "one/a.png", "a.png")
+    (tmp_path / "empty").mkdir()
+
+    def checked(*images, listed=True):
+        data = load_run(DIGITS, [f"data.images={json.dumps(images)}", f"data.features={tmp_path / 'features'}"]).data
+        return check_sources(data, listed=listed)
+
+    one, empty, tars, none = (str(tmp_path / name) for name in ("one", "empty", "*.tar", "none"))
+    assert checked(one, tars) == []
+    assert not (tmp_path / "features").exists()
+    assert checked(one, empty, none) == [f"data.images[2]: {none}"]
+    assert checked(empty, listed=False) == []
+    with pytest.raises(UserError, match="holds no pictures"):
+        checked(one, empty)
+    with pytest.raises(UserError) as error:
+        checked({"path": one, "label": "nope"}, {"path": tars, "split": "a"}, {"path": none, "label": "nope"})
+    assert [problem.split(": ")[0] for problem in error.value.problems] == [
+        "data.images[0].label",
+        "data.images[1].split",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import json
 
 import pytest
 import yaml
-from commands import DIGITS, SINGLE, with_set
+from commands import DIGITS, SINGLE, TINY, with_set
 
 from bigdit.cli import main
 from bigdit.recipes.recipe import recipe
@@ -20,8 +20,11 @@ def dry_run(capsys, *overrides, config=DIGITS):
 
 
 def test_a_sound_run_is_printed(capsys):
-    status, printed, said = dry_run(capsys)
-    assert (status, said) == (0, "")
+    status, printed, said = dry_run(capsys, "data.images=/nowhere", "data.features=/none")
+    assert (status, said) == (
+        0,
+        "note: data.images: /nowhere is not there, and /none holds no features: neither was looked at\n",
+    )
     assert json.loads(printed)["strategy"]["micro_batch_size"] == 16
 
 
@@ -100,7 +103,7 @@ def test_channels_of_a_pixel_are_held_against_those_of_a_patch(capsys, tmp_path)
     config = tmp_path / "run.yaml"
     config.write_text(yaml.safe_dump(document))
     status, _, said = dry_run(capsys, config=config)
-    assert (status, said) == (0, "")
+    assert (status, said.count("note: data.images: "), said.count("\n")) == (0, 1, 1)
     document["model"] = {"class_name": "QwenImageTransformer2DModel", "kwargs": {"num_layers": 1, "out_channels": 64}}
     del document["train"]["lora"], document["train"]["checkpointed_blocks"]
     config.write_text(yaml.safe_dump(document))
@@ -131,3 +134,33 @@ def test_the_folder_of_a_pipeline_is_no_transformers(capsys, tmp_path):
     (tmp_path / "transformer/config.json").touch()
     status, _, said = dry_run(capsys, f"model.init_from={tmp_path}")
     assert (status, said.rpartition(": ")[2]) == (1, f"it has no config.json; {tmp_path}/transformer has\n")
+
+
+def test_a_checkpoint_that_the_run_cannot_go_on_from_is_refused(capsys, features, trained):
+    """As training refuses it a moment later."""
+    chosen = (*TINY, f"data.features={features}", f"output={trained}")
+    found = trained / "checkpoints/step-00000008"
+    status, _, said = dry_run(capsys, *chosen)
+    assert (status, said) == (0, f"{found} has its 8 steps already; raise train.steps to go on\n")
+    for override, problem in {
+        "objective.name=ddpm": f"{found} was trained with objective.name flow_matching, and the run asks for ddpm; ",
+        "model.kwargs.num_layers=3": f"{found} holds num_layers 2, and the run's model has 3; ",
+        "train.seed=7": f"train.seed is 7, and {found} was trained with 6: ",
+    }.items():
+        status, printed, said = dry_run(capsys, *chosen, "train.steps=9", override)
+        assert (status, printed) == (1, "")
+        assert said.startswith(f"error: {problem}")
+
+
+def test_pictures_that_extraction_refuses_are_refused(capsys, tmp_path, features, pictures):
+    label = ["data.images.path={}", "data.images.captions=[text]"]
+    for there in (features, tmp_path / "none"):  # with and without their features
+        columns = [each.format(pictures) for each in label]
+        status, _, said = dry_run(capsys, "data.images={}", *columns, f"data.features={there}")
+        assert (status, said) == (
+            1,
+            f"error: data.images: {pictures} is of kind folder, which has no columns; leave out image and captions\n",
+        )
+    status, _, said = dry_run(capsys, f"data.images={tmp_path}", f"data.features={tmp_path / 'none'}")
+    assert (status, said.partition(" (")[0]) == (1, f"error: data.images: {tmp_path} holds no pictures")
+    assert dry_run(capsys, "data.images=/nowhere", f"data.features={features}")[::2] == (0, "")

@@ -12,6 +12,7 @@ from commands import BIN, DIGITS, ROOT, SINGLE, TINY, bigdit, environment_with, 
 from running import until
 from safetensors.torch import load_file
 
+from bigdit import cli
 from bigdit.train import main
 from bigdit.train.metrics import read_metrics
 
@@ -180,7 +181,12 @@ def test_a_border_does_not_move_beneath_a_checkpoint(staged, alone, tmp_path, ca
     """Its order would be another one."""
     output = tmp_path / "run"
     shutil.copytree(alone, output)
-    assert refused(capsys, staged, output, f"stages.0.train.steps={steps}") == (
+    moved = f"stages.0.train.steps={steps}"
+    with pytest.raises(SystemExit):
+        cli.main(["train", "--dry-run", "--config", str(staged), *settings(output, "single"), *with_set([moved])])
+    foreseen = capsys.readouterr().err
+    assert foreseen == refused(capsys, staged, output, moved)
+    assert foreseen == (
         f"error: stages: {output}/checkpoints/step-{END:08d} was saved in one that begins at step 8, and the one that "
         f"took its last step begins at {begins} now; let those before it come to 8 steps again, or choose another "
         "output\n"
