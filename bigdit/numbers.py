@@ -25,9 +25,9 @@ def no_truth_value(value: Any) -> Any:
 
 _Whole = Annotated[int, Field(strict=True, le=LARGEST)]
 Natural = Annotated[_Whole, Field(ge=0)]
-Count = Annotated[_Whole, Field(gt=0)]
-Processes = Annotated[_Whole, Field(gt=0, le=MOST_PROCESSES)]
-Side = Annotated[_Whole, Field(gt=0, le=LARGEST_SIDE)]
+Count = Annotated[_Whole, Field(ge=1)]
+Processes = Annotated[_Whole, Field(ge=1, le=MOST_PROCESSES)]
+Side = Annotated[_Whole, Field(ge=1, le=LARGEST_SIDE)]
 
 Number = Annotated[float, BeforeValidator(no_truth_value), Field(allow_inf_nan=False)]
 """A text such as `1e-4` stands for one too: YAML 1.1 reads it as a text."""

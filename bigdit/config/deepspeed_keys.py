@@ -48,7 +48,7 @@ class Zero(_Keys):
     stage: Any = 0
     contiguous_gradients: Switch = True
     reduce_scatter: Switch = True
-    reduce_bucket_size: Annotated[Size, Field(gt=0)] = 1
+    reduce_bucket_size: Annotated[Size, Field(ge=1)] = 1
     use_multi_rank_bucket_allreduce: Switch = True
     allgather_partitions: Switch = True
     allgather_bucket_size: Size = 0
@@ -104,8 +104,8 @@ class Fp16(_Keys):
     auto_cast: Switch = False
     loss_scale: NotNegative = 0.0
     initial_scale_power: Annotated[Whole, Field(ge=0, le=127)] = 16  # of two, in fp32
-    loss_scale_window: Annotated[Whole, Field(gt=0)] = 1000
-    hysteresis: Annotated[Whole, Field(gt=0)] = 2
+    loss_scale_window: Annotated[Whole, Field(ge=1)] = 1000
+    hysteresis: Annotated[Whole, Field(ge=1)] = 2
     consecutive_hysteresis: Switch = False
     min_loss_scale: Size = 1
     fp16_master_weights_and_grads: Switch = False
@@ -130,7 +130,7 @@ class Document(_Keys):
     gradient_predivide_factor: Positive = 1.0
     gradient_allreduce_op: Literal["mean", "sum"] = "mean"
     prescale_gradients: Switch = False
-    steps_per_print: Annotated[Size, Field(gt=0)] | None = None
+    steps_per_print: Annotated[Size, Field(ge=1)] | None = None
     wall_clock_breakdown: Switch = False
     memory_breakdown: Switch = False
     dump_state: Switch = False

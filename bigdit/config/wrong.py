@@ -124,8 +124,6 @@ def _expected(detail: ErrorDetails) -> str:
         return f"a list of {int(detail['loc'][-1]) + 1}"
     if kind == "union_tag_not_found":
         return "a mapping with a name"
-    if kind == "greater_than" and isinstance(context["gt"], int):
-        return f"{context['gt'] + 1} or more"
     if kind in _BOUNDS:
         words, bound = _BOUNDS[kind]
         return words.format(context[bound])

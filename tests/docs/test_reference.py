@@ -26,7 +26,7 @@ def test_every_key_has_a_row():
         page = strategy if model is Strategy else run.split(f"{name} {{#{name.lower()}}}\n")[1].split("\n## ")[0]
         assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == list(model.model_fields)
     assert "\n## train.ema: EmaSpec {#emaspec}\n" in run
-    assert "| `micro_batch_size` | integer > 0 |  |" in run
+    assert "| `micro_batch_size` | integer ≥ 1 |  |" in run
     assert "| `ema` | [EmaSpec](run.md#emaspec) or null | `null` |" in strategy
 
 
