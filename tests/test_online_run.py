@@ -116,7 +116,8 @@ def test_pictures_that_are_others_when_a_run_goes_on_are_said_or_refused(folder,
     for file in folder.glob("01*"):
         file.rename(more / file.name)
     assert run("online", output, *online(folder, more), "train.steps=2") == 0
-    changed, added, _ = said(capfd, "note: ")
+    length, changed, added, _ = said(capfd, "note: ")
+    assert length == f"note: {where} was trained with train.steps 1, and goes on with 2"
     assert changed.startswith(f"note: 1 of 1 sources of data.images changed since {where}: ")
     assert added.startswith("note: data.images has 1 more parts (2 samples) than before: they enter with epoch ")
     assert run("online", output, *online(folder), "train.steps=3") == 1

@@ -12,7 +12,7 @@ from bigdit.checkpoint.peers import Peers
 from bigdit.checkpoint.pipeline import pipeline_of
 from bigdit.checkpoint.posthoc import PostHoc
 from bigdit.checkpoint.restore import load_model, load_weights, restore, written_here
-from bigdit.checkpoint.resumable import check_objective, check_resumable
+from bigdit.checkpoint.resumable import changed_since, check_objective, check_resumable
 from bigdit.checkpoint.saver import Keeping, Saver, remove_unfinished
 from bigdit.checkpoint.verify import verify
 
@@ -22,6 +22,7 @@ __all__ = [
     "Peers",
     "PostHoc",
     "Saver",
+    "changed_since",
     "check_objective",
     "check_resumable",
     "export",

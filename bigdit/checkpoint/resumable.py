@@ -7,9 +7,29 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from bigdit.checkpoint.folder import Checkpoint
+from bigdit.config.load import parse_run
+from bigdit.config.planned import differences, said
+from bigdit.config.run import RunConfig
 from bigdit.errors import UserError
 from bigdit.objective_spec import ObjectiveSpec, learned
 from bigdit.spec import EmaSpec, ModelSpec, Strategy
+
+BESIDE = (
+    # How it is stepped, read, saved and seen.
+    *("engine", "output", "trackers", "samples", "validation", "stages", "optimizer.implementation"),
+    *("train.micro_batch_size", "train.global_batch_size", "train.grad_accum_steps", "train.optimizer_in_backward"),
+    *("train.checkpointed_blocks", "train.checkpointing", "train.offload_activations", "train.compile_blocks"),
+    *("train.blocks_to_swap", "train.ema.device", "train.checkpoint_every", "train.keep_checkpoints"),
+    *("train.keep_every", "train.export_every", "train.snapshot_every", "train.grace", "train.most_skipped_steps"),
+    *("data.part_size", "data.workers", "data.read_ahead_steps", "data.read_threads", "data.reader"),
+    *("data.remote_cache", "encoders.device", "encoders.batch_size"),
+    # What of another model, or other pictures, is refused or said by what they are.
+    *("model.name", "model.path", "model.class_name", "model.kwargs", "data.images", "train.epochs"),
+)
+"""Keys whose change is no matter of what is trained: all others are. `train.steps` is one where no rate falls by it."""
+
+_MOST = 60
+"""Letters of a value."""
 
 _ANY: TypeAdapter[ObjectiveSpec] = TypeAdapter(ObjectiveSpec)
 
@@ -49,9 +69,8 @@ def check_resumable(checkpoint: Checkpoint, model: ModelSpec, strategy: Strategy
         raise UserError(*(f"{problem}; {fix}" for problem in problems))
 
 
-def check_objective(checkpoint: Checkpoint, objective: ObjectiveSpec) -> list[str]:
-    """What else the run asks of the objective than before, a line each. Raises UserError where it would have the model
-    predict something else than it learned, or of other noise."""
+def check_objective(checkpoint: Checkpoint, objective: ObjectiveSpec) -> None:
+    """Raise UserError where the run would have the model predict something else than it learned, or of other noise."""
     before = _ANY.validate_python(checkpoint.state["run"]["objective"])  # keys are added, with their defaults
     had, asked = learned(before), learned(objective)
     key = next((key for key in had | asked if had.get(key) != asked.get(key)), None)
@@ -61,12 +80,22 @@ def check_objective(checkpoint: Checkpoint, objective: ObjectiveSpec) -> list[st
             f"{asked.get(key)}; set objective.{key} to {had.get(key)}, choose another output, or start from its "
             f"weights: model.init_from={checkpoint.folder}"
         )
-    wanted = objective.model_dump(mode="json")
+
+
+def changed_since(checkpoint: Checkpoint, run: RunConfig) -> list[str]:
+    """What the run, whose objective is resolved as the checkpoint's is, says otherwise than before of what is trained,
+    a line each: all of its keys, but for those that leave it as it is, and those that are held against it elsewhere."""
+    before, now = (each.model_dump(mode="json") for each in (_run_of(checkpoint), run))
+    beside = BESIDE if run.train.lr_schedule != "constant" else {*BESIDE, "train.steps"}
     return [
-        f"{checkpoint.folder} was trained with objective.{key} {found}, and goes on with {wanted[key]}"
-        for key, found in before.model_dump(mode="json").items()
-        if found != wanted[key]
+        f"{checkpoint.folder} was trained with {key} {said(found)[:_MOST]}, and goes on with {said(wanted)[:_MOST]}"
+        for key, found, wanted in differences(before, now, "")
+        if not any(f"{key}.".startswith(f"{each}.") for each in beside)
     ]
+
+
+def _run_of(checkpoint: Checkpoint) -> RunConfig:
+    return parse_run(checkpoint.state["run"], str(checkpoint.folder))
 
 
 def layout(strategy: Strategy) -> str:

@@ -70,5 +70,8 @@ def start_of(stages: Sequence[Prepared]) -> Start:
     check_border(found.state["data"], found.folder, last.stage.start, found.step)
     checkpoint.check_resumable(found, reached.spec, reached.strategy)
     objective = objective_of(reached.spec, reached.stage.run.objective)
-    notices += [f"note: {line}" for line in checkpoint.check_objective(found, objective)]
+    checkpoint.check_objective(found, objective)
+    if last is reached:  # or another stage begins, which is another run
+        run = reached.stage.run.model_copy(update={"objective": objective})
+        notices += [f"note: {line}" for line in checkpoint.changed_since(found, run)]
     return Start(found, reached, tuple(notices))

@@ -1,32 +1,70 @@
-"""What a run may ask of its objective when it goes on: the same prediction and noise, and the rest with a word."""
+"""What a run may ask otherwise when it goes on: the same prediction and noise, and the rest with a word."""
 
 import pytest
+from commands import DIGITS
 
-from bigdit.checkpoint import Checkpoint, check_objective
+from bigdit.checkpoint import Checkpoint, changed_since, check_objective
+from bigdit.checkpoint.resumable import BESIDE
+from bigdit.config import load_run
+from bigdit.config.planned import at
 from bigdit.errors import UserError
 from bigdit.objective_spec import DdpmSpec, FlowMatchingSpec
+from bigdit.spec import EmaSpec
 
 
-def trained_by(folder, objective, *without):
+def trained_by(folder, objective, *without, run=None):
     saved = {key: value for key, value in objective.model_dump(mode="json").items() if key not in without}
-    return Checkpoint(folder, {"run": {"objective": saved}})
+    document = {} if run is None else run.model_dump(mode="json")
+    return Checkpoint(folder, {"run": document | {"objective": saved}})
+
+
+def changed(folder, before, now, *overrides):
+    """What is said of a run that goes on with another objective and other settings, without its beginning."""
+    run = load_run(DIGITS)
+    found = changed_since(
+        trained_by(folder, before, run=run), load_run(DIGITS, overrides).model_copy(update={"objective": now})
+    )
+    assert all(line.startswith(f"{folder} was trained with ") for line in found)
+    return [line.partition(" was trained with ")[2] for line in found]
 
 
 def test_other_weights_and_times_are_said(tmp_path):
     before, now = DdpmSpec(prediction="v"), DdpmSpec(prediction="v", min_snr_gamma=5.0)
-    assert check_objective(trained_by(tmp_path, before), now) == [
-        f"{tmp_path} was trained with objective.min_snr_gamma None, and goes on with 5.0"
-    ]
-    assert check_objective(trained_by(tmp_path, now), now) == []
-    times = check_objective(trained_by(tmp_path, FlowMatchingSpec()), FlowMatchingSpec(t_distribution="mode", shift=3))
-    assert [line.partition(" was trained with ")[2] for line in times] == [
-        "objective.t_distribution logit_normal, and goes on with mode",
+    assert changed(tmp_path, before, now) == ["objective.min_snr_gamma null, and goes on with 5.0"]
+    assert changed(tmp_path, now, now) == []
+    assert changed(tmp_path, FlowMatchingSpec(), FlowMatchingSpec(t_distribution="mode", shift=3)) == [
         "objective.shift 1.0, and goes on with 3.0",
+        "objective.t_distribution logit_normal, and goes on with mode",
     ]
+
+
+def test_all_that_is_trained_otherwise_is_said(tmp_path):
+    """The recipe's rate falls: so its length counts."""
+    objective = FlowMatchingSpec()
+    said = {
+        "data.caption_dropout=0.3": "data.caption_dropout 0.1, and goes on with 0.3",
+        "optimizer.betas=[0.9, 0.9]": "optimizer.betas [0.9, 0.99], and goes on with [0.9, 0.9]",
+        "train.gradient_clipping=null": "train.gradient_clipping 1.0, and goes on with null",
+        "train.steps=900": "train.steps 800, and goes on with 900",
+    }
+    assert changed(tmp_path, objective, objective, *said) == list(said.values())
+    constant = load_run(DIGITS, ["train.lr_schedule=constant"])
+    longer = load_run(DIGITS, ["train.lr_schedule=constant", "train.steps=900"])
+    found = trained_by(tmp_path, objective, run=constant)
+    assert changed_since(found, longer.model_copy(update={"objective": objective})) == []
+
+
+def test_what_changes_nothing_that_is_trained_is_not_said(tmp_path):
+    objective, run = FlowMatchingSpec(), load_run(DIGITS).model_dump()
+    run["train"]["ema"] = EmaSpec().model_dump()
+    for key in BESIDE:  # each is one
+        assert at(run, key.split(".")[:-1]).keys() >= {key.split(".")[-1]}
+    others = ("engine={name: fsdp2}", "train.micro_batch_size=8", "data.workers=1", "output=else", "samples=null")
+    assert changed(tmp_path, objective, objective, *others, "train.checkpoint_every=7") == []
 
 
 def test_a_key_that_came_later_had_its_default(tmp_path):
-    assert check_objective(trained_by(tmp_path, DdpmSpec(), "snr_shift", "p2_k"), DdpmSpec()) == []
+    check_objective(trained_by(tmp_path, DdpmSpec(), "snr_shift", "p2_k"), DdpmSpec())
     with pytest.raises(UserError, match=r"objective\.snr_shift 1\.0, and the run asks for 3\.0"):
         check_objective(trained_by(tmp_path, DdpmSpec(), "snr_shift"), DdpmSpec(snr_shift=3.0))
 
@@ -34,7 +72,7 @@ def test_a_key_that_came_later_had_its_default(tmp_path):
 def test_betas_that_were_of_no_use_may_be_left_out(tmp_path):
     """They were taken in silence once."""
     before = DdpmSpec(betas="squaredcos_cap_v2", beta_start=0.001)
-    assert len(check_objective(trained_by(tmp_path, before), DdpmSpec(betas="squaredcos_cap_v2"))) == 1
+    check_objective(trained_by(tmp_path, before), DdpmSpec(betas="squaredcos_cap_v2"))
 
 
 @pytest.mark.parametrize(

@@ -159,6 +159,12 @@ def test_pictures_that_extraction_refuses_are_refused(capsys, tmp_path, features
         status, _, said = dry_run(capsys, "data.images={}", *columns, f"data.features={there}")
         assert (status, said) == (
             1,
+    status, _, said = dry_run(capsys, *chosen, "train.steps=9", "data.caption_dropout=0.3")
+    assert (status, said) == (
+        0,
+        f"note: {found} was trained with data.caption_dropout 0.1, and goes on with 0.3\n"
+        f"note: {found} was trained with train.steps 8, and goes on with 9\n",
+    )
             f"error: data.images: {pictures} is of kind folder, which has no columns; leave out image and captions\n",
         )
     status, _, said = dry_run(capsys, f"data.images={tmp_path}", f"data.features={tmp_path / 'none'}")
