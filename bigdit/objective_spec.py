@@ -154,20 +154,37 @@ _COUNTS_WITH: dict[str, tuple[str, tuple[str, ...] | None]] = {
 
 
 def meaningless(objective: FlowMatchingSpec | DdpmSpec) -> list[str]:
-    """What is set to other than its default and changes nothing, a line each by its key."""
+    """What is said, were it its default, and changes nothing, a line each by its key."""
     found = []
-    for key, field in type(objective).model_fields.items():
-        deciding, values = _COUNTS_WITH.get(key, ("", None))
-        if not deciding or (own := getattr(objective, key)) == field.default:
+    for key in _idle(objective):
+        if key not in objective.model_fields_set:
             continue
+        (deciding, values), own = _COUNTS_WITH[key], getattr(objective, key)
         decided = getattr(objective, deciding)
-        if values is None and decided is None:
+        if values is None:
             found.append(f"objective.{key} is {own:g}, and objective.{deciding} is missing, which it is of; set both")
-        elif values is not None and decided not in values:
+        else:
             of = " and ".join(values)
             found.append(
                 f"objective.{key} is {own:g}, and objective.{deciding} is {decided}; it is of {of}: leave it out"
             )
+    return found
+
+
+def counting(objective: FlowMatchingSpec | DdpmSpec) -> dict[str, Any]:
+    """The objective as JSON, without the keys that change nothing."""
+    return objective.model_dump(mode="json", exclude=set(_idle(objective)))
+
+
+def _idle(objective: FlowMatchingSpec | DdpmSpec) -> list[str]:
+    """The keys that change nothing, by what another one is."""
+    found = []
+    for key in type(objective).model_fields:
+        if key in _COUNTS_WITH:
+            deciding, values = _COUNTS_WITH[key]
+            decided = getattr(objective, deciding)
+            if decided is None if values is None else decided not in values:
+                found.append(key)
     return found
 
 

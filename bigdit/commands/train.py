@@ -30,6 +30,7 @@ def run(
     from bigdit.config import load_stages
     from bigdit.config.plan_file import read_plan_file
     from bigdit.files import check_writable
+    from bigdit.objective_spec import counting
     from bigdit.report.run.leave import leaving_a_page
     from bigdit.train.prepare import check_stores, prepare_stages, with_ds_config, with_grace
     from bigdit.train.processes.launch import launch
@@ -65,14 +66,14 @@ def run(
     for each, model in zip(prepared, models, strict=True):
         for line in snapshots_said(each.stage.run, model):
             log.notice(f"note: {line}")
-    resolved = [
+    documents = [
         {
-            "run": each.stage.run.model_copy(update={"objective": objective_of(each.spec, each.stage.run.objective)}),
-            "strategy": each.strategy,
+            "run": each.stage.run.model_dump(mode="json")
+            | {"objective": counting(objective_of(each.spec, each.stage.run.objective))},  # as a run may say it
+            "strategy": each.strategy.model_dump(mode="json"),
         }
         for each in prepared
     ]
-    documents = [{key: value.model_dump(mode="json") for key, value in each.items()} for each in resolved]
     log.emit_json(documents[0] if len(documents) == 1 else {"stages": documents})
     return 0
 

@@ -87,6 +87,14 @@ def test_keys_without_a_name_are_of_flow_matching():
             "objective.mode_scale is 1, and objective.t_distribution is uniform; it is of mode: leave it out",
         ),
         (
+            ["objective={t_distribution: uniform, mode_scale: 1.29}"],  # its default
+            "objective.mode_scale is 1.29, and objective.t_distribution is uniform; it is of mode: leave it out",
+        ),
+        (
+            ["objective={name: ddpm, p2_k: 1}"],
+            "objective.p2_k is 1, and objective.p2_gamma is missing, which it is of; set both",
+        ),
+        (
             ["objective={t_distribution: mode, logit_std: 2}"],
             "objective.logit_std is 2, and objective.t_distribution is mode; it is of logit_normal: leave it out",
         ),

@@ -19,13 +19,17 @@ def dry_run(capsys, *overrides, config=DIGITS):
     return ended.value.code, *capsys.readouterr()
 
 
-def test_a_sound_run_is_printed(capsys):
+def test_a_sound_run_is_printed(capsys, tmp_path):
     status, printed, said = dry_run(capsys, "data.images=/nowhere", "data.features=/none")
     assert (status, said) == (
         0,
         "note: data.images: /nowhere is not there, and /none holds no features: neither was looked at\n",
     )
-    assert json.loads(printed)["strategy"]["micro_batch_size"] == 16
+    found = json.loads(printed)
+    assert found["strategy"]["micro_batch_size"] == 16
+    config = tmp_path / "run.yaml"
+    config.write_text(json.dumps(found["run"]))
+    assert json.loads(dry_run(capsys, config=config)[1]) == found  # it is a run's YAML itself
 
 
 @pytest.mark.parametrize(
