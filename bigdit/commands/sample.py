@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Iterator
@@ -70,7 +71,8 @@ def run(
     from bigdit.files import check_writable
 
     libraries.prepare()  # before the first of --image is read, which imports them
-    wanted = [*label, *caption, *_lines(captions)]
+    by_option = {"--label": label, "--caption": caption, f"--captions {captions}": _lines(captions)}
+    wanted = [each for given in by_option.values() for each in given]
     if not wanted:
         raise UserError("no caption was given; pass --caption TEXT, --label CLASS, or --captions FILE with one a line")
     bucket = _size(size) if size else None
@@ -108,9 +110,10 @@ def run(
         options = SamplingOptions(
             height, width, steps, guidance, negative, drawn_by, seed, frames=frames[0] if frames else None
         )
-        loaded.check(options, len(wanted), len(images))
+        loaded.check(options, by_option, len(images))
+    shown = functools.partial(_shown, unit="videos" if frames else "images")
     drawn, rows, fps = [], [], loaded.fps or 1.0  # of videos, which alone have one
-    for i, pixels in enumerate(loaded.sample(wanted, options, images, _shown)):
+    for i, pixels in enumerate(loaded.sample(wanted, options, images, shown)):
         drawn.append(pixels.squeeze(0).numpy() if len(pixels) == 1 else pixels.movedim(0, -1).numpy())
         path = out / f"{i:05d}{'.webp' if frames else '.png'}"
         _write(path, webp(drawn[-1], fps) if frames else png(drawn[-1]))
@@ -134,11 +137,11 @@ def run(
     )
 
 
-def _shown(what: str, found: Iterator[torch.Tensor], total: int) -> Iterator[torch.Tensor]:
+def _shown(what: str, found: Iterator[torch.Tensor], total: int, unit: str) -> Iterator[torch.Tensor]:
     """The same, with a bar of how many there are."""
     from bigdit import log
 
-    with log.progress(what, total=total, unit="images") as advance:
+    with log.progress(what, total=total, unit=unit) as advance:
         for each in found:
             yield each
             advance(1)

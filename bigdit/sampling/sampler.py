@@ -7,7 +7,7 @@ Where one has room for it, what decodes comes between batches, beside the model:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from PIL import Image
@@ -22,7 +22,7 @@ from bigdit.encoders.codecs import load_image_codec, to_bytes
 from bigdit.encoders.fit import size_misfits
 from bigdit.engines import compute_dtype
 from bigdit.errors import UserError
-from bigdit.sampling.conditions import Given, SamplingOptions
+from bigdit.sampling.conditions import Given, Labels, SamplingOptions, Words
 from bigdit.sampling.encoded import Encoded, encoded
 from bigdit.sampling.model import model_of
 from bigdit.sampling.turns import give_back
@@ -59,6 +59,7 @@ class Sampler:
         self._family = models.family(spec.class_name)
         self._dtype = compute_dtype(Strategy.model_validate(checkpoint.state["strategy"]))
         self._codec = load_image_codec(run.encoders.image, _HOST)
+        self._known = (checkpoint.state["data"] or {}).get("classes")
         self._begins = run.encoders.first_frame is not None
         self._objective = objective_of(spec, run.objective)
         self.buckets, self.fps, self.captions = run.data.buckets, run.data.fps, run.encoders.text is not None
@@ -70,12 +71,23 @@ class Sampler:
         with told(f"--checkpoint {self._checkpoint.folder}: loading it", self._device, _MORE):
             return model_of(self._checkpoint, self._run, self._spec, self._device, ema=self._ema, posthoc=self._posthoc)
 
-    def check(self, options: SamplingOptions, captions: int, images: int = 0) -> None:
-        """Raise UserError where so many `captions` and `images` cannot be drawn so: known before weights are loaded."""
-        self._check_images(images, captions)
+    def check(self, options: SamplingOptions, captions: Mapping[str, Sequence[str]], images: int = 0) -> None:
+        """Raise UserError where captions or classes, by what a user called each of them, and so many `images` cannot be
+        drawn so: known before weights are loaded."""
+        self._check_images(images, sum(map(len, captions.values())))
         if options.sampler is not None:
             objectives.check_sampler(self._objective, options.sampler)
         self._latents(options)
+        if self.captions:
+            return
+        problems: list[str] = []
+        for option, each in captions.items():
+            try:
+                Labels(self._known, self._spec, each, options, Words(option))
+            except UserError as error:
+                problems += error.problems
+        if problems:
+            raise UserError(*dict.fromkeys(problems))
 
     def sample(
         self,
@@ -107,11 +119,10 @@ class Sampler:
         A batch for which memory does not do is halved. Raises UserError where it does not do for what encodes, for the
         model or for one picture, for a class that is unknown, and where images are missing or too many.
         """
-        self.check(options, len(captions), len(images))
+        self.check(options, {Words().label: captions}, len(images))
         shape = self._latents(options)
-        known = (self._checkpoint.state["data"] or {}).get("classes")
         with told(f"--checkpoint {self._checkpoint.folder}: encoding captions", self._device, _MORE):
-            given = encoded(self._run, self._spec, known, captions, images, options, self._codec, self._device)
+            given = encoded(self._run, self._spec, self._known, captions, images, options, self._codec, self._device)
         model = self.model()
         start, most = 0, options.micro_batch_size
         while start < len(captions):

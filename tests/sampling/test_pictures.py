@@ -115,7 +115,7 @@ def test_what_cannot_be_drawn_is_refused_before_weights_are_loaded(trained):
         (SamplingOptions(8, 8, sampler="ddim"), r"^--sampler is ddim, and a model trained by flow_matching takes "),
     ):
         with pytest.raises(UserError, match=line):
-            sampler.check(options, 1)
+            sampler.check(options, {"--caption": ["x"]})
     with pytest.raises(UserError, match="absent"):
         sampler.model()
 

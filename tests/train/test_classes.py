@@ -133,9 +133,26 @@ def test_pictures_are_drawn_by_names_and_numbers(digits_by_class, class_name):
     assert drawn["seven"] == drawn["its number"]
     assert drawn["away from two"] == drawn["away from its number"]
     assert drawn["seven"] not in (drawn["two"], drawn["away from two"])
-    done = bigdit("sample", "--checkpoint", checkpoint, "--out", out / "sevn", "--label", "sevn")
-    assert done.returncode == 1
-    assert "error: --label: there is no class 'sevn'; did you mean seven?" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "option", "name"),
+    [
+        (("--label", "sevn"), "--label", "sevn"),
+        (("--label", "seven", "--caption", "sevn"), "--caption", "sevn"),
+        (("--label", "seven", "--negative", "sevn"), "--negative", "sevn"),
+    ],
+)
+def test_a_class_that_there_is_not_is_refused_before_anything_is_drawn(
+    digits_by_class, tmp_path, arguments, option, name
+):
+    done = bigdit(
+        *("sample", "--checkpoint", digits_by_class / "PaperDiT-straight", "--out", tmp_path / "out"), *arguments
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert " ".join(done.stderr.split()) == (
+        f"error: {option}: there is no class {name!r}; did you mean seven? (their numbers, 0 to 9, go too)"
+    )
 
 
 @pytest.mark.parametrize(
