@@ -83,6 +83,13 @@ def streams_of(spec: ModelSpec) -> tuple[str, ...]:
     return tuple(name for name, each in streams if not each.optional or spec.kwargs.get(each.dim) is not None)
 
 
+def block_count(spec: ModelSpec) -> int | None:
+    """How many blocks its arguments say that it has; None where they leave one of its lists to the class."""
+    depths = FAMILIES[spec.class_name].depths.values() if spec.class_name in FAMILIES else ()
+    counts = [spec.kwargs.get(key) for key in depths]
+    return sum(each for each in counts if each) if counts and all(type(each) is int for each in counts) else None
+
+
 def _tokens(stream: Stream, arguments: Mapping[str, Any]) -> int | None:
     tokens = arguments.get(stream.tokens) if isinstance(stream.tokens, str) else stream.tokens
     layers = [0] if stream.layers is None else arguments.get(stream.layers)

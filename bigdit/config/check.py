@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from pydantic import ValidationError
@@ -9,6 +10,7 @@ from pydantic import ValidationError
 from bigdit.config.data import fitting_bucket, written_bucket
 from bigdit.config.deepspeed import complete_ds_config, ds_values, read_ds_config
 from bigdit.config.encoders import IdentityCodec, VaeCodec
+from bigdit.config.keys import in_run
 from bigdit.config.run import RunConfig
 from bigdit.errors import UserError
 from bigdit.objective_spec import DdpmSpec, meaningless
@@ -104,7 +106,8 @@ def strategy_of(run: RunConfig, world_size: int) -> Strategy:
     except ValidationError as error:
         for detail in error.errors():
             cause = detail.get("ctx", {}).get("error")
-            problems += cause.problems if isinstance(cause, Contradictory) else [detail["msg"]]
+            own = cause.problems if isinstance(cause, Contradictory) else [detail["msg"]]
+            problems += in_run(own, launched=world_size != run.engine.processes)
     if problems:
         raise UserError(*problems)
     return strategy
@@ -151,7 +154,7 @@ def _check_latents(run: RunConfig, model: ModelSpec) -> list[str]:
     if wanted is not None and wanted != channels:
         problems.append(
             f"encoders.image gives {channels} channels (factor {codec.factor}, {codec.color}), "
-            f"and the model's {key} is {wanted}"
+            f"and the model's {key} is {wanted}; {_fitting(codec, wanted)}"
         )
     patch = model.kwargs.get("patch_size", 1)  # what is no number the model itself refuses
     patch = patch[-1] if isinstance(patch, list | tuple) and patch else patch  # (frames, height, width) of videos
@@ -163,6 +166,19 @@ def _check_latents(run: RunConfig, model: ModelSpec) -> list[str]:
                 f"{written_bucket(fitting_bucket(bucket, side))}"
             )
     return problems
+
+
+def _fitting(codec: IdentityCodec, wanted: Any) -> str:
+    """What gives the model as many channels."""
+    for color, colors in (("gray", 1), ("rgb", 3)):
+        if wanted == codec.factor**2 * colors:
+            return f"set encoders.image.color to {color}"
+    vae = "set encoders.image to the VAE that the model was made for (name: vae, class_name, path)"
+    for color, colors in (("rgb", 3), ("gray", 1)):
+        factor = math.isqrt(wanted // colors) if isinstance(wanted, int) and wanted > 0 else 0
+        if factor and factor**2 * colors == wanted:
+            return f"{vae}, or, for pixels, its factor to {factor} and its color to {color}"
+    return vae
 
 
 def _check_text(run: RunConfig, model: ModelSpec) -> list[str]:

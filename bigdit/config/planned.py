@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from bigdit.config.data import frames_of, written_bucket
 from bigdit.config.deepspeed import complete_ds_config, ds_values, read_ds_config
+from bigdit.config.keys import in_run
 from bigdit.config.load import parse_run
 from bigdit.config.plan_file import DS_CONFIG, PlanFile, plan_file
 from bigdit.config.run import RunConfig
@@ -105,7 +106,7 @@ def planned_strategy(run: RunConfig, plan: PlanFile, world_size: int) -> Strateg
     try:
         return Strategy.model_validate(dict(planned) | own)
     except ValidationError as error:
-        raise UserError(*(detail["msg"].removeprefix("Value error, ") for detail in error.errors())) from None
+        raise UserError(*in_run(detail["msg"].removeprefix("Value error, ") for detail in error.errors())) from None
 
 
 def plan_notices(run: RunConfig, plan: PlanFile, catalogue: str) -> list[str]:

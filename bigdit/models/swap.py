@@ -18,6 +18,7 @@ from bigdit import optim, shortage
 from bigdit.errors import UserError
 from bigdit.memory import CUDA_GRANULARITY, pinned_bytes, rounded
 from bigdit.models.family import Family
+from bigdit.spec import swap_misfit
 from bigdit.units import GIB, gib
 
 ROOMS = 2
@@ -37,8 +38,8 @@ def swap_blocks(model: nn.Module, family: Family, first: int, *, trained: bool) 
     where the model has fewer blocks.
     """
     blocks = family.blocks(model)
-    if first > len(blocks):
-        raise UserError(f"train.blocks_to_swap is {first}, and the model has {len(blocks)} blocks")
+    if misfit := swap_misfit(first, len(blocks)):
+        raise UserError(misfit)
     shared = {parameter for module in family.shared(model) for parameter in module.parameters()}
     swap = Swap([_Weights(block, shared, trained) for block in blocks[:first]])
     for number, block in enumerate(blocks[:first]):

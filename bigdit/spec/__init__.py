@@ -3,7 +3,7 @@
 Values alone: nothing here runs a step or knows a run's files.
 """
 
-from bigdit.spec.strategy import LEAST_SWAPPED, Contradictory, EngineName, Precision, StepSize, Strategy
+from bigdit.spec.strategy import LEAST_SWAPPED, Contradictory, EngineName, Precision, StepSize, Strategy, swap_misfit
 from bigdit.spec.trained import (
     BITSANDBYTES,
     FACTORED,
@@ -36,4 +36,5 @@ __all__ = [
     "Strategy",
     "Strict",
     "Widths",
+    "swap_misfit",
 ]

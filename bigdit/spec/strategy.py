@@ -138,10 +138,28 @@ class Strategy(Strict):
         return int(self.ds_config.get("zero_optimization", {}).get("stage", 0))
 
 
+def swap_misfit(blocks_to_swap: int, blocks: int) -> str | None:
+    """What keeps a model of so many blocks from swapping these, by the run's key; None where nothing does."""
+    if blocks < LEAST_SWAPPED:
+        return (
+            f"train.blocks_to_swap is {blocks_to_swap}, and the model has {blocks} blocks: the weights of two are on "
+            "the device at any time, and none are left to swap; set it to 0"
+        )
+    if blocks_to_swap <= blocks:
+        return None
+    return (
+        f"train.blocks_to_swap is {blocks_to_swap}, and the model has {blocks} blocks; set it to {LEAST_SWAPPED} to "
+        f"{blocks}, or to 0"
+    )
+
+
 def _engine_problems(strategy: Strategy) -> list[str]:
     engine, problems = strategy.engine, []
     if engine == "single" and strategy.world_size != 1:
-        problems.append(f"engine single runs one process, and world_size is {strategy.world_size}")
+        problems.append(
+            f"engine single runs one process, and world_size is {strategy.world_size}; use engine fsdp2 or deepspeed, "
+            "or set world_size to 1"
+        )
     if (engine == "deepspeed") != (strategy.ds_config is not None):
         problems.append("ds_config belongs to the engine deepspeed, and to no other")
     if engine != "fsdp2" and (strategy.dp_replicate != 1 or strategy.cpu_offload):

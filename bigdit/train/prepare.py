@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bigdit.catalog.classes import condition_problems
-from bigdit.catalog.families import objective_of, training_obstacle
+from bigdit.catalog.families import block_count, objective_of, training_obstacle
 from bigdit.catalog.resolve import model_spec
 from bigdit.config import RunConfig, Stage, check, strategy_of
 from bigdit.config.accelerate import check_accelerate
@@ -18,7 +18,7 @@ from bigdit.config.planned import planned_strategy
 from bigdit.config.stages import not_shared, of_each
 from bigdit.errors import UserError
 from bigdit.objective_spec import learned
-from bigdit.spec import ModelSpec, Strategy
+from bigdit.spec import ModelSpec, Strategy, swap_misfit
 
 SCHEMA = "schema.json"
 """What every store has, as store/schema.py, which imports torch, calls it."""
@@ -45,7 +45,7 @@ def prepare_stages(stages: Sequence[Stage], world_size: int) -> list[Prepared]:
     problems = [
         not_shared(number, f"objective.{key}", own.get(key), objectives[0].get(key))
         for number, own in enumerate(objectives)
-        for key in objectives[0] | own
+        for key in (objectives[0] | own if own["name"] == objectives[0]["name"] else ("name",))
         if own.get(key) != objectives[0].get(key)
     ]
     problems += [
@@ -74,7 +74,7 @@ def prepare(run: RunConfig, world_size: int, plan: PlanFile | None = None) -> tu
     if plan is not None:
         _check_model(spec, plan.model)
     check(run, spec)
-    if problems := [*condition_problems(run, spec), *_missing_trackers(run)]:
+    if problems := [*condition_problems(run, spec), *_missing_trackers(run), *_too_few_blocks(run, spec)]:
         raise UserError(*problems)
     return spec, strategy_of(run, world_size) if plan is None else planned_strategy(run, plan, world_size)
 
@@ -124,6 +124,13 @@ def _check_model(spec: ModelSpec, planned: ModelSpec) -> None:
     ]
     if problems:
         raise UserError(*problems)
+
+
+def _too_few_blocks(run: RunConfig, spec: ModelSpec) -> list[str]:
+    """What of train.blocks_to_swap the model has no blocks for, as far as its arguments say."""
+    swapped, blocks = run.train.blocks_to_swap, block_count(spec)
+    misfit = swap_misfit(swapped, blocks) if swapped and blocks is not None else None
+    return [] if misfit is None else [misfit]
 
 
 def _missing_trackers(run: RunConfig) -> list[str]:

@@ -7,7 +7,9 @@ from commands import DIGITS, ROOT
 
 from bigdit.catalog.resolve import model_spec
 from bigdit.config import check, load_run, strategy_of
+from bigdit.config.keys import IN_RUN
 from bigdit.errors import UserError
+from bigdit.spec import Strategy
 
 
 def problems(overrides, config=DIGITS):
@@ -96,11 +98,11 @@ def test_all_problems_of_values_are_told_at_once():
         ("optimizer.lr=true", "optimizer.lr is true, and a number was expected"),
         ("optimizer.lr=fast", "optimizer.lr is 'fast', and a number was expected"),
         ("optimizer.lr=0", "optimizer.lr is 0, and a number above 0 was expected"),
-        ("optimizer.betas=[0.9, 1]", "optimizer.betas.1 is 1, and a number below 1 was expected"),
-        ("optimizer.betas=[0.9]", "optimizer.betas is [0.9], and a list of 2 was expected"),
         ("validation.times=[0]", "validation.times.0 is 0, and a number above 0 was expected"),
         ("validation.times=[0.5, 1]", "validation.times.1 is 1, and a number below 1 was expected"),
         ("data.read_threads=0", "data.read_threads is 0, and 1 or more was expected"),
+        ("optimizer.betas=[0.9, 1]", "optimizer.betas.1 is 1, and a number below 1 was expected"),
+        ("optimizer.betas=[0.9]", "optimizer.betas is [0.9], and a list of 2 was expected"),
         ("optimizer.betas=0.9", "optimizer.betas is 0.9, and a list was expected"),
         ("engine.processes=100000", "engine.processes is 100000, and 1024 or less was expected"),
         ("engine.timeout=.inf", "engine.timeout is inf, and a finite number was expected"),
@@ -137,7 +139,8 @@ def test_a_number_may_be_written_as_yaml_reads_it():
 def test_all_contradictions_are_told_at_once():
     found = problems(["encoders.image.color=rgb", "data.buckets=[[8, 9]]", "encoders.text.config.d_model=32"])
     assert found == [
-        "encoders.image gives 12 channels (factor 2, rgb), and the model's in_channels is 4",
+        "encoders.image gives 12 channels (factor 2, rgb), and the model's in_channels is 4; set encoders.image.color "
+        "to gray",
         "data.buckets: 8 × 9 does not divide by 2 (factor × patch_size); nearest: 8 × 8",
         "encoders.text.config.d_model is 32, and the model's caption_channels is 64",
     ]
@@ -176,8 +179,52 @@ def test_fsdp2_refuses_bitsandbytes():
     found = problems(["engine.name=fsdp2", "engine.ds_config=null", "optimizer.name=adamw_8bit"])
     assert found == [
         "optimizer.name adamw_8bit (bitsandbytes) cannot step FSDP2's sharded DTensors; "
-        "use optimizer.name adamw_8bit_ao, or engine deepspeed"
+        "use optimizer.name adamw_8bit_ao, or engine.name deepspeed"
     ]
+
+
+def test_pixels_of_no_fitting_number_of_channels_name_what_fits():
+    (found,) = problems(["encoders.image.factor=8", "encoders.image.color=rgb", "data.buckets=[[8, 8]]"])
+    assert found == (
+        "encoders.image gives 192 channels (factor 8, rgb), and the model's in_channels is 4; set encoders.image to "
+        "the VAE that the model was made for (name: vae, class_name, path), or, for pixels, its factor to 2 and its "
+        "color to gray"
+    )
+
+
+ALONE = ("engine.name=single", "engine.ds_config=null", "train.global_batch_size=null")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "lines"),
+    [
+        (("engine.processes=2",), ["engine.name single runs one process, and engine.processes is 2; use engine.name "
+         "fsdp2 or deepspeed, or set engine.processes to 1"]),
+        (("train.lora={}", "model.init_from=/weights"), ["train.lora.base bf16 is computed with in bf16, and "
+         "train.precision is fp32; use train.precision bf16, or train.lora.base nf4"]),
+        (("train.blocks_to_swap=2", "train.lora={base: nf4}", "model.init_from=/weights"), ["train.blocks_to_swap is "
+         "2, and the weights of two blocks are on the device at any time; set it to 3 or more, or to 0"]),
+        (("train.blocks_to_swap=3",), ["train.blocks_to_swap keeps weights on the host, and those that are trained "
+         "have to be stepped while they are on the device, without masters: train.precision is fp32 and "
+         "train.optimizer_in_backward is false; set train.precision to bf16_sr and train.optimizer_in_backward to "
+         "true, or set train.lora", "train.blocks_to_swap is 3, and train.checkpointed_blocks is 0: weights of a "
+         "swapped block come again when it is recomputed; set train.checkpointed_blocks to 3 or more, or all"]),
+    ],
+)  # fmt: skip
+def test_how_a_run_is_stepped_is_told_by_its_own_keys(overrides, lines):
+    assert problems([*ALONE, "engine.processes=1", *overrides]) == lines
+
+
+def test_processes_of_another_launcher_are_told_by_its_variable():
+    with pytest.raises(UserError, match=r"^engine\.name single runs one process, and WORLD_SIZE is 2; "):
+        strategy_of(load_run(DIGITS, [*ALONE, "engine.processes=1"]), 2)
+
+
+def test_every_key_of_a_strategy_that_is_a_runs_is_known():
+    beside = {"engine", "optimizer", "features", "encode_chunk"}
+    assert IN_RUN.keys() == Strategy.model_fields.keys() - beside
+    run = load_run(DIGITS).model_dump()
+    assert all(key.split(".")[1] in run[key.split(".")[0]] for key in IN_RUN.values())
 
 
 def test_ds_config_and_run_config_must_agree(tmp_path):

@@ -67,6 +67,18 @@ def test_a_sound_run_is_printed(capsys, tmp_path):
         ),
         (["output=/proc/x"], "output: cannot write /proc/x: No such file or directory; choose another"),
         (["train.seed=-1"], f"{DIGITS} with --set: train.seed is -1, and 0 or more was expected"),
+        *(
+            (
+                ["model.kwargs.num_layers=2", f"train.blocks_to_swap={number}"],
+                f"train.blocks_to_swap is {number}, and the model has 2 blocks: the weights of two are on the "
+                "device at any time, and none are left to swap; set it to 0",
+            )
+            for number in (1, 3)
+        ),
+        (
+            ["train.blocks_to_swap=5"],
+            "train.blocks_to_swap is 5, and the model has 4 blocks; set it to 3 to 4, or to 0",
+        ),
         (["train.checkpointed_blocks=999"], "train.checkpointed_blocks is 999, and the model has 4 blocks"),
         (
             ["train.lora.targets=[to_x]", "train.precision=bf16", "model.init_from=/weights"],  # the model comes first
@@ -85,7 +97,8 @@ def test_what_its_class_refuses_is_one_line(capsys, overrides, line):
         (
             "in_channels",
             ["encoders.image.color=rgb"],
-            "encoders.image gives 12 channels (factor 2, rgb), and the model's in_channels is 32",
+            "encoders.image gives 12 channels (factor 2, rgb), and the model's in_channels is 32; set encoders.image "
+            "to the VAE that the model was made for (name: vae, class_name, path)",
         ),
         ("caption_channels", [], "encoders.text.config.d_model is 64, and the model's caption_channels is 2304"),
     ],
@@ -146,6 +159,12 @@ def test_a_checkpoint_that_the_run_cannot_go_on_from_is_refused(capsys, features
     found = trained / "checkpoints/step-00000008"
     status, _, said = dry_run(capsys, *chosen)
     assert (status, said) == (0, f"{found} has its 8 steps already; raise train.steps to go on\n")
+    status, _, said = dry_run(capsys, *chosen, "train.steps=9", "data.caption_dropout=0.3")
+    assert (status, said) == (
+        0,
+        f"note: {found} was trained with data.caption_dropout 0.1, and goes on with 0.3\n"
+        f"note: {found} was trained with train.steps 8, and goes on with 9\n",
+    )
     for override, problem in {
         "objective.name=ddpm": f"{found} was trained with objective.name flow_matching, and the run asks for ddpm; ",
         "model.kwargs.num_layers=3": f"{found} holds num_layers 2, and the run's model has 3; ",
@@ -163,12 +182,6 @@ def test_pictures_that_extraction_refuses_are_refused(capsys, tmp_path, features
         status, _, said = dry_run(capsys, "data.images={}", *columns, f"data.features={there}")
         assert (status, said) == (
             1,
-    status, _, said = dry_run(capsys, *chosen, "train.steps=9", "data.caption_dropout=0.3")
-    assert (status, said) == (
-        0,
-        f"note: {found} was trained with data.caption_dropout 0.1, and goes on with 0.3\n"
-        f"note: {found} was trained with train.steps 8, and goes on with 9\n",
-    )
             f"error: data.images: {pictures} is of kind folder, which has no columns; leave out image and captions\n",
         )
     status, _, said = dry_run(capsys, f"data.images={tmp_path}", f"data.features={tmp_path / 'none'}")
