@@ -66,6 +66,8 @@ def encoded(request, tmp_path_factory):
     (folder / "run.yaml").write_text(yaml.safe_dump(config))
     done = bigdit("extract", "--config", folder / "run.yaml")
     assert done.returncode == 0, done.stderr
+    assert "videos/s" in done.stdout
+    assert "images" not in done.stdout.replace(str(folder), "")
     return pipeline, parts, folder
 
 

@@ -67,7 +67,7 @@ def run(
         )
         reports.append(report)
         if not as_json:
-            _print(report)
+            _print(report, run_config.data.samples)
     if as_json:
         documents = [report.model_dump(mode="json") for report in reports]
         log.emit_json(documents if len(runs) > 1 else documents[0])
@@ -103,12 +103,12 @@ def _parse(resources: list[str]) -> dict[str, Any]:
     return asked
 
 
-def _print(report: ExtractReport) -> None:
+def _print(report: ExtractReport, samples: str) -> None:
     from bigdit import log
     from bigdit.extract.report import FILE as REPORT
     from bigdit.units import duration
 
-    speed = f"{report.images_per_s:.1f} images/s" if report.parts else "nothing was left to do"
+    speed = f"{report.images_per_s:.1f} {samples}/s" if report.parts else "nothing was left to do"
     done = f"{duration(report.seconds)}, {speed}"
     if report.store is None:
         log.say(f"{report.features}: {report.pictures} pictures in {report.parts} parts are done; others are missing")

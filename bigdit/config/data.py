@@ -141,6 +141,11 @@ class DataConfig(Strict):
         """Whether features are made in each step, and kept nowhere."""
         return str(self.features) == "online"
 
+    @property
+    def samples(self) -> str:
+        """What is counted of it: images, videos, or samples where there are both."""
+        return {(2,): "images", (3,): "videos"}.get(tuple({len(bucket) for bucket in self.buckets}), "samples")
+
     @field_validator("images", mode="before")
     @classmethod
     def _one_source(cls, value: Any) -> Any:

@@ -48,7 +48,7 @@ def encode_here(job: Job, source: Source) -> None:
     """
     root, ranges = job.data.features, job.left()
     units = (Unit(start, end, source.items(start, end)) for start, end in pull(root, ranges, random.Random()))
-    with log.progress("extract", total=sum(end - start for start, end in ranges), unit="images") as advance:
+    with log.progress("extract", total=sum(end - start for start, end in ranges), unit=job.data.samples) as advance:
 
         def on_progress(pictures: int, done: list[UnitSpeed]) -> None:
             advance(pictures, shares_of(done).at_work() if done else "")

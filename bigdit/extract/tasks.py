@@ -123,7 +123,7 @@ def _failed(count: int, tasks: int, error: str, where: str) -> UserError:
 def _watch(job: Job, over: Callable[[], bool]) -> None:
     """A progress bar of what the store holds, until the tasks are over."""
     left, ended = _pictures(job), False
-    with log.progress("extract", total=left, unit="images") as advance:
+    with log.progress("extract", total=left, unit=job.data.samples) as advance:
         while not ended:
             began = time.perf_counter()
             ended = over()

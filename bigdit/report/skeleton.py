@@ -20,7 +20,8 @@ _HEAD = """\
 # train.checkpoint_every, optimizer.betas, data.caption_dropout; bigdit/config/ has all keys.
 """
 RUN = "run.yaml"
-_STEPS = 100_000
+_STEPS, _WARMUP = 100_000, 1000
+"""Of a run, where no pictures were counted; of its warm-up, but a tenth of the steps at the most."""
 _OTHER_TEXT = "`bigdit extract` does not encode text as {} is fed it ({}): its features come from elsewhere."
 _VAES = get_args(VaeCodec.model_fields["class_name"].annotation)
 FOLDER = "path/to"
@@ -59,7 +60,7 @@ def skeleton(plan: Plan) -> str | None:
         "train": {
             "steps": steps,
             "micro_batch_size": size,
-            "warmup_steps": min(1000, steps),
+            "warmup_steps": min(_WARMUP, steps // 10),
             "lr_schedule": "constant",
         },
         "output": f"{FOLDER}/run",

@@ -80,10 +80,16 @@ def test_the_skeleton_runs_by_its_plan(make, tmp_path):
     strategy = planned_strategy(run, recorded, plan.chosen.strategy.world_size)
     assert strategy == plan.chosen.strategy
     assert run.train.steps == plan.run.steps
+    assert run.train.warmup_steps == min(1000, run.train.steps // 10)
     assert run.data.buckets == ((1024, 1024), (832, 1248), (512, 512))
     done = bigdit("train", "--plan", folder, "--config", folder / "run.yaml", "--dry-run")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["strategy"] == plan.chosen.strategy.model_dump(mode="json")
+
+
+def test_a_short_run_leaves_its_warm_up(made):
+    few = made.model_copy(update={"run": made.run.model_copy(update={"steps": 4})})
+    assert yaml.safe_load(skeleton(few))["train"]["warmup_steps"] == 0
 
 
 def test_a_bucket_that_is_too_large_for_the_micro_batch_is_left_out(made):
