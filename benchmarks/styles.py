@@ -6,7 +6,8 @@ One process: a DiT of classes (launch/recipes/digits-classes.yaml), trained on t
 in fp32, is the base; adapters over it, frozen in bf16, are trained on the same digits in the style alone. Classifiers
 that are fitted on real digits, and see no sample, read the pictures of both: which style it is, fitted on half of the
 digits as they are and in the style (what it tells apart of the other half is said beside it); and which digit, fitted
-on digits in that style.
+on digits in that style. Exit status 1 where after STEPS and LORA_STEPS, or more, a base has the style more often than
+PLAIN allows, an adapted model less often than STYLED wants, or fewer than RIGHT are read as the digit asked for.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ from bigdit.report.tables import table
 ROOT = Path(__file__).parents[1]
 BIGDIT = Path(sys.executable).parent / "bigdit"
 RECIPE = "launch/recipes/digits-classes.yaml"
-SAMPLES = 100
+SAMPLES, STEPS, LORA_STEPS = 100, 800, 400
+PLAIN, STYLED, RIGHT = 5, 90, 90
+"""Of the samples: 0, 100 and 100 were seen."""
 LORA = (
     "train.lora={rank: 16, alpha: 16, targets: [qkv, proj, fc1, fc2, linear]}",
     "train.precision=bf16",  # adapters are computed with in the base's 16 bits
@@ -103,12 +106,12 @@ def write_styled(folder: Path, style: Callable[[Ink], Ink]) -> None:
         Image.fromarray(picture).save(place / f"{i:04d}.png")
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description="Learn a style by LoRA over trained weights, and read the samples.")
     parser.add_argument("names", nargs="*", choices=[[], *STYLES], help="styles; all where none is named")
     parser.add_argument("--folder", type=Path, default=Path("demo/styles"), help="where everything is written")
-    parser.add_argument("--steps", type=int, default=800, help="of the base")
-    parser.add_argument("--lora-steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=STEPS, help="of the base")
+    parser.add_argument("--lora-steps", type=int, default=LORA_STEPS)
     arguments = parser.parse_args()
     folder = arguments.folder.resolve()
     if not (folder / "plain").exists():
@@ -116,6 +119,7 @@ def main() -> None:
     _train(config(folder, "plain", "base", f"train.steps={arguments.steps}"))
     titles = ["style", "told apart", "model", "has the style", "digit read right", "training"]
     rows = table(f"a LoRA of {arguments.lora_steps} steps over a base of {arguments.steps}", titles)
+    missed = False
     for name in arguments.names or STYLES:
         readers, adapted = Readers(STYLES[name]), f"lora-{name}"
         if not (folder / name).exists():
@@ -126,11 +130,13 @@ def main() -> None:
             shutil.rmtree(folder / model / "samples", ignore_errors=True)
             _run(BIGDIT, "sample", *drawn(folder / model))
             found = read(readers, folder / model)
+            missed |= found.right < RIGHT or (found.styled > PLAIN if model == "base" else found.styled < STYLED)
             counts = (f"{found.styled} of {SAMPLES}", f"{found.right} of {SAMPLES}")
             rows.add_row(name, f"{readers.sure:.1%}", model, *counts, seconds)
     from bigdit import log
 
     log.out.print(rows)
+    return int(missed and arguments.steps >= STEPS and arguments.lora_steps >= LORA_STEPS)
 
 
 def config(folder: Path, pictures: str, output: str, *overrides: str) -> list[str]:
@@ -177,4 +183,4 @@ def _run(*command: str | Path) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -4,7 +4,8 @@
 
 The demo's recipe (launch/recipes/digits.yaml: DeepSpeed's ZeRO-2 over two processes on CPUs) for one step, whose
 metrics tell that it was done; once before, which compiles what DeepSpeed compiles once. Samples come through the
-trainer's own stream, beside steps that last STEP_S and leave the processor alone, as on a card.
+trainer's own stream, beside steps that last STEP_S and leave the processor alone, as on a card. Exit
+status 1 where the median of either is above its limit.
 """
 
 from __future__ import annotations
@@ -28,9 +29,12 @@ ROOT = Path(__file__).parents[2]
 BIGDIT = Path(sys.executable).parent / "bigdit"
 RECIPE = ROOT / "launch/recipes/digits.yaml"
 STEP_S, STEPS = 0.2, 50
+START_S, WAIT = 15.0, 0.01
+"""Seconds from the command to the first step, and the share of a step that it waits for samples: at most, in the
+median."""
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description="Time the start of a training, and what its steps wait for samples.")
     parser.add_argument("--folder", type=Path, default=Path("demo/startup"), help="where everything is written")
     parser.add_argument("--rounds", type=int, default=3)
@@ -50,6 +54,7 @@ def main() -> None:
     from bigdit import log
 
     log.out.print(rows)
+    return int(statistics.median(starts[1:]) > START_S or share > WAIT)
 
 
 def seconds_to_first_step(output: Path, settings: list[str]) -> float:
@@ -105,4 +110,4 @@ def _run(*command: str | Path) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
