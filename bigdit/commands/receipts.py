@@ -53,7 +53,8 @@ def compare(
     document = []
     for device, card in cards.items():
         with log.err.status(f"rehearsing what the {device} ran"), Pool() as pool:
-            checked, notices = check(of_card(found, card), card, one_by(pool))
+            own = [*of_card(found, card), *of_card(found, card, emulated=True)]
+            checked, notices = check(own, card, one_by(pool))
         lines = summary(checked)
         band = memory_band(checked)
         lines += [] if band is None else [f"plans for this card take {band[0]:.1%} more memory into account: {band[1]}"]
@@ -69,9 +70,10 @@ def compare(
             {
                 "model": each.receipt.model.name,
                 "device": device,
+                "emulated": each.receipt.emulated,
                 "measured_peak_reserved_bytes": each.receipt.measured_peak_reserved_bytes,
                 "predicted_peak_reserved_bytes": each.peak_reserved_bytes,
-                "seconds_per_step": each.receipt.seconds_per_step,
+                "seconds_per_step": None if each.receipt.emulated else each.receipt.seconds_per_step,
                 "predicted_seconds_per_step": each.step.seconds.model_dump(),
             }
             for each in checked
@@ -93,14 +95,14 @@ def calibrate(
     from bigdit.errors import UserError
     from bigdit.rehearse.pool import Pool
     from bigdit.report.receipts import bands, speeds
-    from bigdit.search.finding.receipts import check, learnt, of_card, one_by
+    from bigdit.search.finding.receipts import check, learnt, left_out, of_card, one_by
 
     found = _read(receipts)
     learned = []
     for card in {card.name: card for card in _cards(found, gpu).values()}.values():
         with log.err.status(f"rehearsing what the {card.title} ran"), Pool() as pool:
             checked, notices = check(of_card(found, card), card, one_by(pool))
-        for line in notices:
+        for line in [*left_out(found, card), *notices]:
             log.notice(f"note: {line}")
         if checked:
             learned.append(learnt(card, checked))

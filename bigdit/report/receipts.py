@@ -26,8 +26,8 @@ def listed(receipts: Sequence[Receipt]) -> Table:
             _card(each),
             str(each.strategy.micro_batch_size),
             _bytes(each.measured_peak_reserved_bytes),
-            DASH if each.seconds_per_step is None else f"{each.seconds_per_step:.3f} s",
-            f"{each.samples_per_second:.2f}",
+            _seconds(each),
+            DASH if each.emulated else f"{each.samples_per_second:.2f}",
         )
     return rows
 
@@ -37,14 +37,14 @@ def compared(checked: Sequence[Checked]) -> Table:
     columns = ("model", "card", "reserved", "predicted", "off", "step", "predicted, s")
     rows = table("", columns, numeric=columns[2:])
     for each in checked:
-        measured, seconds, step = each.receipt.measured_peak_reserved_bytes, each.receipt.seconds_per_step, each.step
+        measured, step = each.receipt.measured_peak_reserved_bytes, each.step
         rows.add_row(
             each.receipt.model.name,
             _card(each.receipt),
             _bytes(measured),
             gib(each.peak_reserved_bytes),
             DASH if measured is None else f"{100 * _off(each.peak_reserved_bytes, measured):+.2f} %",
-            DASH if seconds is None else f"{seconds:.3f} s{'' if _inside(each) else ' !'}",
+            f"{_seconds(each.receipt)}{' !' if _timed(each) and not _inside(each) else ''}",
             f"{step.seconds.low:.3f}–{step.seconds.high:.3f}",
         )
     return rows
@@ -74,16 +74,22 @@ def speeds(learned: Sequence[Learnt]) -> Table:
 
 
 def summary(checked: Sequence[Checked]) -> list[str]:
-    """Median, P95 and worst of how far reserved bytes are off, and how many steps lie inside what is predicted."""
-    measured = [(each.peak_reserved_bytes, each.receipt.measured_peak_reserved_bytes) for each in checked]
-    errors = [abs(_off(predicted, found)) for predicted, found in measured if found is not None]
-    timed = [each for each in checked if each.receipt.seconds_per_step is not None]
+    """Median, P95 and worst of how far reserved bytes are off, of real cards and of emulated ones; and how many steps
+    of real ones lie inside what is predicted."""
+    timed = [each for each in checked if _timed(each)]
     lines = []
-    if errors:
-        lines.append(
-            f"reserved bytes off by {statistics.median(errors):.2%} (median), {np.percentile(errors, 95):.2%} (P95), "
-            f"{max(errors):.2%} (worst) in {len(errors)}"
-        )
+    for emulated in (False, True):
+        measured = [
+            (each.peak_reserved_bytes, each.receipt.measured_peak_reserved_bytes)
+            for each in checked
+            if each.receipt.emulated == emulated
+        ]
+        errors = [abs(_off(predicted, found)) for predicted, found in measured if found is not None]
+        if errors:
+            lines.append(
+                f"reserved bytes {'of emulated cards ' * emulated}off by {statistics.median(errors):.2%} (median), "
+                f"{np.percentile(errors, 95):.2%} (P95), {max(errors):.2%} (worst) in {len(errors)}"
+            )
     if timed:
         lines.append(
             f"{sum(map(_inside, timed))} of {len(timed)} steps inside the predicted interval"
@@ -97,12 +103,21 @@ def _card(each: Receipt) -> str:
     return f"{cards}{each.device.removeprefix('NVIDIA ')}{' (emulated)' if each.emulated else ''}"
 
 
+def _seconds(each: Receipt) -> str:
+    """Of a step; none of an emulated card, whose kernels are not run."""
+    return DASH if each.seconds_per_step is None or each.emulated else f"{each.seconds_per_step:.3f} s"
+
+
 def _bytes(found: int | None) -> str:
     return DASH if found is None else gib(found)
 
 
 def _off(predicted: int, measured: int) -> float:
     return predicted / measured - 1
+
+
+def _timed(each: Checked) -> bool:
+    return each.receipt.seconds_per_step is not None and not each.receipt.emulated
 
 
 def _inside(each: Checked) -> bool:

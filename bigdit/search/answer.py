@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 from bigdit.catalog import CatalogModel, batch_shape
@@ -46,7 +46,7 @@ def make_plan(question: Question, *, progress: Progress | None = None) -> Plan:
     own, notices = own_receipts(question)
     plan = kept.find(question, own)
     if plan is not None:
-        return plan
+        return _with(plan, notices)
     began = time.perf_counter()
 
     def done(answered: int, asked: int) -> None:
@@ -63,11 +63,14 @@ def make_plan(question: Question, *, progress: Progress | None = None) -> Plan:
         unanswered = [f"not run on an emulated card: {why}" for why in device.unanswered]
     seconds = round(time.perf_counter() - began, 3)
     no_cards = [f"not run on emulated cards: {question.no_cards}"] if question.no_cards else []
-    said = (*plan.notices, *notices, *more, *no_cards, *unanswered)
-    plan = plan.model_copy(update={"seconds": seconds, "notices": said})
+    plan = _with(plan.model_copy(update={"seconds": seconds}), [*more, *no_cards, *unanswered])
     if not unanswered and not pool.late:  # it may be this minute's: a busy machine, a process that was killed
         kept.keep(question, own, plan)
-    return plan
+    return _with(plan, notices)  # which are of files that decide nothing: they may be others the next time
+
+
+def _with(plan: Plan, notices: Sequence[str]) -> Plan:
+    return plan.model_copy(update={"notices": (*plan.notices, *notices)})
 
 
 def _check_own(pool: Pool, question: Question) -> None:

@@ -12,11 +12,13 @@ from bigdit.files import write_json
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Two receipts of an A100, one of a card that nobody knows, one of a CPU, and a file that is none."""
+    """Two receipts of an A100 and one of an emulated one, one of a card that nobody knows, one of a CPU, and a file
+    that is none."""
     folder = tmp_path_factory.mktemp("receipts")
     made = {
         "one": receipt_of(),
         "two": receipt_of(seconds_per_step=None, measured_peak_reserved_bytes=None),
+        "emulated": receipt_of(emulated=True, seconds_per_step=7.654, measured_peak_reserved_bytes=3 * GIB),
         "unknown": receipt_of(device="Nobody's Card"),
         "cpu": receipt_of(device="cpu", compute_capability=None),
     }
@@ -29,23 +31,30 @@ def folder(tmp_path_factory):
 def test_they_are_listed(folder):
     done = bigdit("receipts", "list", "--receipts", folder)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("2026-01-02") == 4
+    assert done.stdout.count("2026-01-02") == 5
+    assert done.stdout.count("emulated") == 1
+    assert "7.654" not in done.stdout
     assert "2.00 GiB  0.100 s" in done.stdout
     assert f"note: {folder}/other.json is no receipt and was passed over: it is no mapping of keys" in done.stderr
     assert all(len(line) <= 80 for line in done.stdout.splitlines())
-    assert len(json.loads(bigdit("receipts", "list", "--receipts", folder, "--json").stdout)) == 4
+    assert len(json.loads(bigdit("receipts", "list", "--receipts", folder, "--json").stdout)) == 5
 
 
 @pytest.mark.slow
 def test_they_are_held_against_what_is_predicted_now(folder):
     document = json.loads(bigdit("receipts", "compare", "--receipts", folder, "--json").stdout)
-    assert [row["device"] for row in document] == ["NVIDIA A100-SXM4-80GB"] * 2
+    assert [row["device"] for row in document] == ["NVIDIA A100-SXM4-80GB"] * 3
+    assert [row["emulated"] for row in document] == [False, False, True]
+    assert document[2]["seconds_per_step"] is None
     first = document[0]
     off = first["predicted_peak_reserved_bytes"] / (2 * GIB) - 1
     done = bigdit("receipts", "compare", "--receipts", folder, "--gpu", "a100-80g")
     assert done.returncode == 0, done.stderr
     assert f"{100 * off:+.2f} %" in done.stdout
     assert f"reserved bytes off by {-off:.2%} (median), {-off:.2%} (P95), {-off:.2%} (worst) in 1" in done.stdout
+    emulated = 1 - document[2]["predicted_peak_reserved_bytes"] / (3 * GIB)
+    assert f"reserved bytes of emulated cards off by {emulated:.2%} (median)" in " ".join(done.stdout.split())
+    assert "7.654" not in done.stdout
     assert "0 of 1 steps inside the predicted interval; ! marks those outside" in done.stdout
     assert "0.100 s !" in done.stdout
     assert "plans for this card take" in done.stdout
@@ -56,6 +65,7 @@ def test_they_are_held_against_what_is_predicted_now(folder):
 
 @pytest.mark.slow
 def test_what_plans_take_from_them_is_said_by_card(folder):
+    """The emulated one, which was slower and took more, counts for nothing."""
     (row,) = json.loads(bigdit("receipts", "compare", "--receipts", folder, "--json").stdout)[:1]
     (card,) = json.loads(bigdit("receipts", "calibrate", "--receipts", folder, "--json").stdout)
     assert (card["gpu"], card["receipts"]) == ("a100-80g-sxm", 2)
@@ -69,6 +79,7 @@ def test_what_plans_take_from_them_is_said_by_card(folder):
     assert (speed["spread"], speed["count"]) == (0, 1)
     done = bigdit("receipts", "calibrate", "--receipts", folder, "--gpu", "a100-80g")
     assert done.returncode == 0, done.stderr
+    assert "note: 1 receipt of an emulated card is left out: what the NVIDIA A100" in done.stderr
     assert f"+{100 * card['band_share']:.1f} %" in done.stdout
     assert f"× {speed['ratio']:.3g}" in done.stdout
     assert all(len(line) <= 80 for line in done.stdout.splitlines())
@@ -78,7 +89,7 @@ def test_nothing_to_take_is_a_line(folder, tmp_path):
     done = bigdit("receipts", "calibrate", "--receipts", folder, "--gpu", "a40")
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith(
-        "error: receipts calibrate: none of 4 receipts is usable of a40; one"
+        "error: receipts calibrate: none of 5 receipts is usable of a40; one"
     )
     done = bigdit("receipts", "calibrate", "--receipts", tmp_path, "--json")
     assert (done.returncode, done.stdout) == (1, "")
@@ -88,7 +99,7 @@ def test_nothing_to_take_is_a_line(folder, tmp_path):
 def test_none_of_a_card_and_none_at_all_are_lines(folder, tmp_path):
     done = bigdit("receipts", "compare", "--receipts", folder, "--gpu", "a40")
     assert done.returncode == 0
-    assert "none of 4 receipts is of a40 with one shape of batches" in done.stderr
+    assert "none of 5 receipts is of a40 with one shape of batches" in done.stderr
     done = bigdit("receipts", "list", "--receipts", tmp_path)
     assert (done.returncode, done.stdout) == (0, "")
     assert f"no receipts in {tmp_path}; `bigdit train` leaves one" in done.stderr

@@ -72,7 +72,7 @@ def weighed(pool: Pool, question: Question, own: Iterable[Receipt]) -> tuple[Evi
 
 
 def own_receipts(question: Question) -> tuple[list[Receipt], list[str]]:
-    """The receipts of the question's card, and a line for each file that is none."""
+    """The receipts of the question's card, and lines for files that are none and for emulated cards."""
     places = receipts.folders() if question.receipts is None else [question.receipts]
     found, notices = receipts.read(places)
-    return receipts.of_card(found, question.gpu), notices
+    return receipts.of_card(found, question.gpu), [*notices, *receipts.left_out(found, question.gpu)]

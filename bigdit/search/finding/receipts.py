@@ -76,10 +76,19 @@ def read(places: Iterable[Path]) -> tuple[list[Receipt], list[str]]:
     return sorted(found, key=lambda each: each.written), notices
 
 
-def of_card(receipts: Iterable[Receipt], card: Gpu) -> list[Receipt]:
-    """The newest receipts of this card whose steps all had one shape."""
-    fitting = [each for each in receipts if each.buckets == 1 and _is(each.device, card)]
-    return fitting[-NEWEST:]
+def of_card(receipts: Iterable[Receipt], card: Gpu, *, emulated: bool = False) -> list[Receipt]:
+    """The newest receipts of this card, or of emulated ones of its kind, whose steps all had one shape."""
+    own = [each for each in receipts if each.emulated == emulated and _is(each.device, card)]
+    return [each for each in own if each.buckets == 1][-NEWEST:]
+
+
+def left_out(receipts: Iterable[Receipt], card: Gpu) -> list[str]:
+    """A line where receipts are of emulated cards of this kind, from which plans learn nothing."""
+    count = sum(each.emulated and _is(each.device, card) for each in receipts)
+    if count == 0:
+        return []
+    said = "1 receipt of an emulated card is" if count == 1 else f"{count} receipts of emulated cards are"
+    return [f"{said} left out: what the {card.title} takes is learnt from real ones alone"]
 
 
 def check(receipts: Iterable[Receipt], card: Gpu, rehearse: Rehearse) -> tuple[list[Checked], list[str]]:
@@ -120,8 +129,9 @@ def calibration(checked: Iterable[Checked], strategy: Strategy) -> Calibration |
     """What the receipts of strategies like this one say about its time; None where there are none.
 
     Like: on one card or on several, with the optimizer on the card or on the host, since different links decide.
+    Those of emulated cards, which run no kernel, say nothing.
     """
-    alike = [each for each in checked if _kind(each.receipt.strategy) == _kind(strategy)]
+    alike = [each for each in _real(checked) if _kind(each.receipt.strategy) == _kind(strategy)]
     timed = [(each.receipt.seconds_per_step, each) for each in alike]
     ratios = [seconds / each.step.seconds.middle for seconds, each in timed if seconds is not None]
     devices = sorted({each.receipt.device for _, each in timed})
@@ -133,9 +143,9 @@ def memory_band(checked: Iterable[Checked]) -> tuple[float, str] | None:
 
     The largest error that n receipts show is exceeded by the next with probability 1 / (n + 1); (n + 1) / n of it
     is what the largest error is where errors are spread evenly up to it (the estimator of a uniform distribution's
-    bound that has no bias).
+    bound that has no bias). Those of emulated cards do not count: how far real ones are from these is what is asked.
     """
-    measured = [(each.receipt.measured_peak_reserved_bytes, each.peak_reserved_bytes) for each in checked]
+    measured = [(each.receipt.measured_peak_reserved_bytes, each.peak_reserved_bytes) for each in _real(checked)]
     errors = [abs(found / predicted - 1) for found, predicted in measured if found is not None]
     if not errors:
         return None
@@ -156,6 +166,10 @@ def learnt(card: Gpu, checked: Sequence[Checked]) -> Learnt:
         band_source=None if band is None else band[1],
         speeds={kind: speed for kind, speed in speeds.items() if speed is not None},
     )
+
+
+def _real(checked: Iterable[Checked]) -> list[Checked]:
+    return [each for each in checked if not each.receipt.emulated]
 
 
 def _is(device: str, card: Gpu) -> bool:

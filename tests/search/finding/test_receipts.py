@@ -14,7 +14,9 @@ from bigdit.errors import UserError
 from bigdit.memory.allocator import replay
 from bigdit.receipt import Receipt
 from bigdit.rehearse import RehearsalRequest
+from bigdit.search.asking.ask import question_for
 from bigdit.search.finding import receipts
+from bigdit.search.finding.evidence import own_receipts
 from bigdit.speed.cluster import Cluster
 from bigdit.speed.step import step_time
 from bigdit.speed.work import work_of
@@ -100,6 +102,28 @@ def test_only_receipts_of_the_card_and_of_one_shape_count():
     assert receipts.of_card([*others, mine], A100) == [mine]
     many = [receipt_of(seconds=float(i)) for i in range(12)]
     assert receipts.of_card(many, A100) == many[-receipts.NEWEST :]
+
+
+def test_an_emulated_card_s_receipt_teaches_nothing_of_the_real_one(rehearsed, tmp_path):
+    mine = receipt_of()
+    emulated = [receipt_of(emulated=True, seconds_per_step=each) for each in (9.0, 9.5)]
+    assert receipts.of_card([mine, *emulated], A100) == [mine]
+    assert receipts.of_card([mine, *emulated], A100, emulated=True) == emulated
+    checked, _ = receipts.check(emulated, A100, rehearsed)
+    assert (len(checked), receipts.memory_band(checked), receipts.calibration(checked, mine.strategy)) == (
+        2,
+        None,
+        None,
+    )
+    for number, each in enumerate([mine, *emulated]):
+        receipt.write(each, tmp_path / f"{number}.json")
+    question = question_for("dit-s-2-paper", "a100-80g-sxm", receipts=tmp_path)
+    assert own_receipts(question) == (
+        [mine],
+        [f"2 receipts of emulated cards are left out: what the {A100.title} takes is learnt from real ones alone"],
+    )
+    other = question_for("dit-s-2-paper", "a40", receipts=tmp_path)
+    assert own_receipts(other) == ([], [])
 
 
 def test_measured_steps_move_and_narrow_the_prediction(rehearsed):
