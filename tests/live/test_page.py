@@ -125,6 +125,20 @@ def test_what_an_address_asks_for_and_cannot_be_had_is_said_with_what_runs_inste
     assert not at(page, "refused").is_displayed()
 
 
+def test_a_size_that_cannot_be_had_is_refused_by_name_and_what_is_shown_stays(page, live):
+    before = state(page)
+    exactly = at(page, "exactly")
+    shown = exactly.get_attribute("value")
+    for typed in ("1.5", "0", "-3", "99999"):
+        exactly.send_keys(Keys.CONTROL, "a", Keys.NULL, typed, Keys.ENTER)
+        said = f"Micro-batch “{typed}” is no whole number from 1 to {MOST_MICRO_BATCH} (shown: {shown})"
+        assert at(page, "refused").text == said
+        assert (exactly.get_attribute("value"), state(page)) == (shown, before)
+    changed(page, lambda: exactly.send_keys(Keys.CONTROL, "a", Keys.NULL, "7", Keys.ENTER))
+    assert not at(page, "refused").is_displayed()
+    assert state(page)["micro-batch"] == "7"
+
+
 def test_a_page_offers_the_sizes_that_can_be_asked_for(plan, offered):
     """Any, or with a global batch those that share it out."""
     some = page_of(plan, live=ways(plan, lambda count: question(gpus=count)))

@@ -71,6 +71,13 @@ function wait(waiting) {
 }
 
 function exactly(event) {
-  const size = parseInt(event.target.value, 10);
-  if (size >= 1 && size <= given.live.largest) changed(() => (asked["micro-batch"] = size));
+  const typed = event.target.value; // empty where it is no number
+  const size = Number(typed);
+  if (Number.isInteger(size) && size >= 1 && size <= given.live.largest) {
+    changed(() => (asked["micro-batch"] = size));
+    return;
+  }
+  const shown = asked["micro-batch"];
+  event.target.value = shown;
+  refuse(`Micro-batch “${typed.slice(0, 40)}” is no whole number from 1 to ${given.live.largest} (shown: ${shown})`);
 }

@@ -214,8 +214,12 @@ function sayRefused(said) {
   const quoted = (key) => `${key} “${said.get(key).slice(0, 40)}”`;
   const differs = [...new Set(said.keys())].filter((key) => said.get(key) !== `${asked[key]}`);
   const lines = differs.map((key) => `${quoted(key)} (${key in asked ? `shown: ${asked[key]}` : "no such choice"})`);
-  at("refused").hidden = !lines.length;
-  at("refused").textContent = lines.length ? `The address asks for what is not here: ${lines.join("; ")}` : "";
+  refuse(lines.length ? `The address asks for what is not here: ${lines.join("; ")}` : "");
+}
+
+function refuse(text) {
+  at("refused").hidden = !text;
+  at("refused").textContent = text;
 }
 
 function changed(change) {
