@@ -155,11 +155,17 @@ def tables(found: MemoryBench) -> list[Table]:
 
 def _heading(curve: Curve, found: MemoryBench) -> str:
     fits = "no size fits" if curve.largest is None else f"{curve.largest} fits"
-    return f"{curve.asked} {where(found)}: {fits}"
+    return f"{_named(curve)} {where(found)}: {fits}"
 
 
 def _bars_title(curve: Curve, found: MemoryBench) -> str:
-    return f"{curve.asked} {where(found)}: live at the peak, as rehearsed"
+    return f"{_named(curve)} {where(found)}: live at the peak, as rehearsed"
+
+
+def _named(curve: Curve) -> str:
+    """As it was asked for; of an engine that shares state out, that one process has it all where no more were asked."""
+    alone = curve.strategy.engine != "single" and curve.strategy.world_size == 1
+    return f"{curve.asked}, 1 process," if alone else curve.asked
 
 
 def by_phase(curve: Curve) -> tuple[list[str], list[list[str]]]:

@@ -11,9 +11,10 @@ from commands import BIN, ROOT, bigdit
 
 from bigdit import catalog
 from bigdit.bench.memory import MemoryBench
+from bigdit.config.strategy import parse_strategy
 from bigdit.emulator import emulated_environment
 from bigdit.rehearse.card.client import cuda_python
-from bigdit.report.memory import write_memory
+from bigdit.report.memory import markdown, write_memory
 
 ASKED = ("bench", "memory", "--model", "dit-s-2-paper", "--micro-batch", "64,2,1,128", "--limit", "3GiB")
 STRATEGIES = ("--strategy", "single", "--strategy", "single,checkpointed_blocks=all")
@@ -174,6 +175,15 @@ def test_without_a_card_points_are_rehearsed():
     (curve,) = report["curves"]
     assert [point["ran"] for point in curve["points"]] == [None] * 3
     assert [point["process"] is None for point in curve["points"]] == [False, False, True]
+    # of an engine that shares state out, headings say how many processes share it where nobody did
+    found = MemoryBench.model_validate(report)
+    headings = []
+    for asked in ("single", "zero2", "zero2,world_size=8"):
+        own = found.curves[0].model_copy(update={"asked": asked, "strategy": parse_strategy([asked])})
+        text = markdown(found.model_copy(update={"curves": (own,)}), "")
+        headings += [line for line in text.splitlines() if line.startswith("## ")]
+    where = "rehearsed for the NVIDIA GeForce RTX 3060: 2 fits"
+    assert headings == [f"## {named} {where}" for named in ("single", "zero2, 1 process,", "zero2,world_size=8")]
 
 
 @pytest.mark.parametrize(
@@ -182,6 +192,9 @@ def test_without_a_card_points_are_rehearsed():
         (("--micro-batch", "1,two"), "--micro-batch expects sizes such as 1,2,4,8, each from 1 to 65536"),
         (("--micro-batch", "2,1,2"), "--micro-batch 2,1,2 says 2 twice; leave one of them out"),
         (("--strategy", "single,micro_batch_size=4"), "--strategy single,micro_batch_size=4 says micro_batch_size"),
+        (("--strategy", "single") * 2, "--strategy single is said twice; leave one of them out"),
+        (("--strategy", "zero2", "--strategy", "zero2,world_size=1"), "--strategy zero2,world_size=1 is zero2 again"),
+        (("--steps", "9"), "--steps 9 are timed on this machine's real card, and points are "),
         (("--micro-batch", "0"), "--micro-batch expects sizes such as 1,2,4,8"),
         (("--device", "gpu"), "--device is gpu; it may be measured, emulated or rehearsed"),
         (("--device", "measured"), "--device measured runs on this machine's own card, and --gpu is a40; give --gpu"),

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 LARGEST = 65_536
 """Micro-batch sizes beyond this are a slip of the pen."""
 
+STEPS = 5
+"""Timed at a point."""
+
 
 def run(
     model: Model,
@@ -39,7 +42,9 @@ def run(
         bool,
         typer.Option("--expandable-segments/--default-allocator", help="How torch's allocator is set."),
     ] = True,
-    steps: Annotated[int, typer.Option(min=1, metavar="N", help="Timed steps a point, on a real card.")] = 5,
+    steps: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Timed steps a point, on a real card; 5 if left out.")
+    ] = None,
     device: Device = None,
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Write memory.json, .md, .png and .html to DIR.")
@@ -56,8 +61,9 @@ def run(
 
     sizes = listed("--micro-batch", micro_batch, "sizes such as 1,2,4,8", LARGEST)
     strategies = [(text, parse_strategy([text])) for text in strategy]
-    _check_unsized(strategies)
+    _check_strategies(strategies)
     where, card = _device(device, gpu), catalog.resolve_gpu(gpu)
+    _check_timed(steps, where)
     limit_bytes = None if limit is None else _limit(limit, card)
     if where != "measured" and any(each.compile_blocks for _, each in strategies):
         log.notice(f"note: {COMPILED}")
@@ -72,7 +78,7 @@ def run(
             frames=frames,
             limit_bytes=limit_bytes,
             expandable_segments=segments,
-            steps=steps,
+            steps=STEPS if steps is None else steps,
             said=status.update,
         ).curves(strategies, sizes)
     if as_json:
@@ -88,12 +94,12 @@ def run(
         log.out.print()
         log.out.print(NOTE, highlight=False)
     if out is not None:
-        typed = _typed(model, gpu, micro_batch, strategy, resolution, frames, limit, segments, device)
+        typed = _typed(model, gpu, micro_batch, strategy, resolution, frames, limit, segments, steps, device)
         log.notice(f"wrote {out}: {', '.join(file.name for file in write_memory(found, out, typed))}")
 
 
-def _check_unsized(strategies: Sequence[tuple[str, Strategy]]) -> None:
-    """Raise UserError where a strategy says a size, beside those of --micro-batch."""
+def _check_strategies(strategies: Sequence[tuple[str, Strategy]]) -> None:
+    """Raise UserError where a strategy says a size, beside those of --micro-batch, and where two are one."""
     from bigdit.errors import UserError
 
     wrong = [
@@ -101,8 +107,26 @@ def _check_unsized(strategies: Sequence[tuple[str, Strategy]]) -> None:
         for text, strategy in strategies
         if "micro_batch_size" in strategy.model_fields_set
     ]
+    seen: dict[str, str] = {}
+    for text, strategy in strategies:
+        before = seen.setdefault(strategy.digest(), text)
+        if before is not text:
+            twice = f"--strategy {text} is said twice" if before == text else f"--strategy {text} is {before} again"
+            wrong.append(f"{twice}; leave one of them out")
     if wrong:
         raise UserError(*wrong)
+
+
+def _check_timed(steps: int | None, where: memory.Device) -> None:
+    """Raise UserError where steps are to be timed on a card that runs none."""
+    from bigdit.emulator import on_emulated_card
+    from bigdit.errors import UserError
+
+    if steps is not None and (where != "measured" or on_emulated_card()):
+        raise UserError(
+            f"--steps {steps} are timed on this machine's real card, and points are "
+            f"{'emulated' if where == 'measured' else where} here, which times nothing; leave it out"
+        )
 
 
 def _limit(text: str, card: catalog.Gpu) -> int:
@@ -146,13 +170,14 @@ def _typed(
     frames: int | None,
     limit: str | None,
     segments: bool,
+    steps: int | None,
     device: str | None,
 ) -> str:
     """The command that asks the same again."""
     import shlex
 
     given = {"model": model, "gpu": gpu, "micro-batch": micro_batch}
-    more = {"resolution": resolution, "frames": frames, "limit": limit, "device": device}
+    more = {"resolution": resolution, "frames": frames, "limit": limit, "steps": steps, "device": device}
     options = [*given.items(), *(("strategy", each) for each in strategy)]
     options += [(name, str(value)) for name, value in more.items() if value is not None]
     words = [word for name, value in options for word in (f"--{name}", value)]
