@@ -185,7 +185,9 @@ def latent_shape(
     and the patches do not divide.
     """
     vae = model.vae
-    problems = [*_misfit(model, "height", height), *_misfit(model, "width", width), *_frames_misfit(model, frames)]
+    sides = {"a side": height} if height == width else {"the height": height, "the width": width}
+    problems = [line for side, pixels in sides.items() for line in _misfit(model, side, pixels)]
+    problems += _frames_misfit(model, frames)
     if model.square and height != width:
         side = min(height, width)
         problems.append(
@@ -193,11 +195,11 @@ def latent_shape(
         )
     if problems:
         raise UserError(*problems)
-    sides = height // vae.downsample, width // vae.downsample
+    rows, columns = height // vae.downsample, width // vae.downsample
     if frames is None:
-        return vae.latent_channels, *sides
+        return vae.latent_channels, rows, columns
     latents = (frames - 1) // vae.temporal_downsample + 1
-    return vae.latent_channels, -(-latents // model.patch_frames) * model.patch_frames, *sides
+    return vae.latent_channels, -(-latents // model.patch_frames) * model.patch_frames, rows, columns
 
 
 def batch_shape(
@@ -240,7 +242,7 @@ def _misfit(model: CatalogModel, side: str, pixels: int) -> list[str]:
     fitting = f"{below} or {below + multiple}" if below > 0 else f"{multiple}"
     return [
         f"{model.name} takes pixels in multiples of {multiple} (VAE {model.vae.downsample} × patch "
-        f"{model.patch_size}), and the {side} is {pixels}; the nearest that fit: {fitting}"
+        f"{model.patch_size}), and {side} is {pixels}; the nearest that fit: {fitting}"
     ]
 
 

@@ -81,7 +81,7 @@ def instead(kind: str, plain: str, known: Collection[str], aliases: Aliases) -> 
         if found:
             near = refused.nearest or _alike(found.groupdict().get("rest") or "", known, aliases)
             return f": {refused.reason}" + (f"; nearest: {', '.join(near)}" if near else "")
-    alike = _alike(plain, known, aliases)
+    alike = _alike(plain, known, aliases) or _alike(_respelt(plain, known, aliases), known, aliases)
     said = f"did you mean {', '.join(alike)}?" if alike else nearest(plain, known)
     return f"; {said} (`bigdit {kind}s` lists all)"
 
@@ -115,6 +115,13 @@ def _alike(plain: str, known: Collection[str], aliases: Aliases) -> list[str]:
         return max(difflib.SequenceMatcher(None, plain, each).ratio() for each in spoken[name])
 
     return sorted((name for name in known if scores[name] == best), key=likeness, reverse=True)[:SUGGESTED]
+
+
+def _respelt(plain: str, known: Collection[str], aliases: Aliases) -> str:
+    """The words of names that are nearly those of `plain`, which are misspelt: `sanna` is sana."""
+    words = {word for name in (*known, *aliases) for word in _words(name) if word.isalpha()}
+    near = (difflib.get_close_matches(word, words, n=1, cutoff=0.75) for word in sorted(_words(plain)))
+    return "-".join(word for found in near for word in found)
 
 
 def _squeezed(name: str) -> str:

@@ -21,7 +21,7 @@ def run(
         str | None, typer.Option(metavar="SIZE", help="What a CUDA process is told instead, as 46068MiB or 24GB.")
     ] = None,
     processes: Annotated[
-        int, typer.Option("--processes", "--cards", min=1, max=64, help="Cards, one for each process of the command.")
+        int, typer.Option("--processes", "--cards", min=1, help="Cards, one for each process of the command.")
     ] = 1,
     steps: Annotated[int | None, typer.Option(min=1, help="End each process after so many optimizer steps.")] = None,
     out: Annotated[
@@ -41,9 +41,13 @@ def run(
     process runs out of memory, and else as the command does. With --json what the command prints goes to stderr.
     """
     from bigdit import catalog, log
+    from bigdit.emulator.card import CARDS_MOST
+    from bigdit.errors import UserError
     from bigdit.report.emulation import document, show
 
     card = catalog.resolve_gpu(gpu, gpu_memory)
+    if processes > CARDS_MOST:
+        raise UserError(f"--processes is {processes}, and one machine is emulated with 1 to {CARDS_MOST} cards")
     if out is not None:
         from bigdit.report.emulation_page import make_folder
 

@@ -54,7 +54,9 @@ def show(name: Name) -> None:
 @app.command()
 def copy(
     name: Name,
-    out: Annotated[Path | None, typer.Option(help="The file, or its folder; NAME.yaml here if left out.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The file, by .yaml at its end, or its folder; NAME.yaml here if left out.")
+    ] = None,
 ) -> None:
     """Write a recipe's YAML, to be filled in, and DeepSpeed's JSON where it has one. A file that is there stays."""
     from bigdit import log
@@ -64,7 +66,8 @@ def copy(
 
     found = recipe(name)
     file = out or Path()
-    file = file / f"{found.name}.yaml" if file.is_dir() else file
+    if file.is_dir() or not (file.suffix in (".yaml", ".yml") or file.exists()):
+        file = file / f"{found.name}.yaml"
     own, *beside = found.files.items()
     texts = {file: own[1], **{file.parent / name: text for name, text in beside}}
     for each in texts:

@@ -120,7 +120,7 @@ def recipe(name: str) -> Recipe:
     known = names()
     asked = name.removesuffix(".yaml")
     if asked not in known:
-        raise UserError(f"there is no recipe {name!r}; {nearest(asked, known)}")
+        raise UserError(f"there is no recipe {name!r}; {_instead(asked, known)}")
     text = (_FOLDER / f"{asked}.yaml").read_text(encoding="utf-8")
     title, about, *_ = text.splitlines()
     took = json.loads(MEASURED.read_text(encoding="utf-8")) if MEASURED.exists() else {}
@@ -131,3 +131,10 @@ def recipe(name: str) -> Recipe:
         text=text,
         took=Took.model_validate(took[asked]) if asked in took else None,
     )
+
+
+def _instead(asked: str, known: list[str]) -> str:
+    """The recipes whose names have what was asked in them, such as a card or a model; else the nearest."""
+    part = "-".join(asked.casefold().split())
+    holding = [name for name in known if part in name]
+    return f"did you mean {', '.join(holding)}?" if part and holding else nearest(asked, known)

@@ -167,6 +167,8 @@ def test_pixels_that_do_not_divide():
     )
     with pytest.raises(UserError, match=message):
         latent_shape(model("sana-1600m"), 500, 512)
+    with pytest.raises(UserError, match=message.replace("the height", "a side")):  # said once
+        latent_shape(model("sana-1600m"), 500, 500)
     with pytest.raises(UserError, match=r"multiples of 16 .*the width is 8; the nearest that fit: 16$"):
         latent_shape(model("flux.1-dev"), 1024, 8)
     with pytest.raises(UserError) as both:

@@ -82,6 +82,7 @@ ASKED_BACK = {
     "unsloth/FLUX.1-dev": (find_model, "did you mean flux.1-dev?"),
     "qwen": (find_model, "did you mean qwen-image?"),
     "longcat": (find_model, "did you mean longcat-image?"),
+    "sanna": (find_model, "did you mean sana-600m-1024, sana-1600m-1024"),
     "sana-160m": (find_model, "did you mean sana-1600m-1024"),
     "stable-diffusion": (find_model, "did you mean sd3-medium, sd3.5-large, sd3.5-medium?"),
     "A100": (resolve_gpu, "is ambiguous; name one of a100-40g-sxm, a100-40g-pcie, a100-80g-sxm, a100-80g-pcie"),

@@ -31,6 +31,10 @@ def test_a_script_that_dies_says_so_itself(tmp_path: Path) -> None:
         (("--gpu", "a41", "--", "python", "-c", "pass"), "a41.*did you mean a40"),
         (("--gpu", "a40", "--", "pithon", "-c", "pass"), "the command 'pithon' was not found"),
         (("--gpu", "a40", "--", BIN / "python", "-c", "import torch"), r"pip install 'torch===\d"),
+        (
+            ("--gpu", "a40", "--processes", 20, "--", "python", "-c", "pass"),
+            "--processes is 20, .* 1 to 16",
+        ),
         (("--gpu", "a40", "--out", "/proc/none", "--", "python", "-c", "pass"), "cannot write /proc/none"),
     ],
 )

@@ -59,6 +59,14 @@ def test_one_is_shown_with_its_needs_and_all_commands_and_is_copied_as_it_stands
     assert copied.read_text() == "mine"
 
 
+def test_what_has_no_ending_is_a_folder(tmp_path):
+    done = bigdit("recipe", "copy", "sana-1600m-a40", "--out", tmp_path / "my/runs")
+    assert done.stderr == f"wrote {tmp_path}/my/runs/sana-1600m-a40.yaml\n"
+    (tmp_path / "file").write_text("mine")
+    done = bigdit("recipe", "copy", "sana-1600m-a40", "--out", tmp_path / "file")
+    assert done.stderr == f"error: {tmp_path}/file is there already, and is left as it is; --out names another file\n"
+
+
 def test_deepspeeds_json_is_shown_and_copied_beside_the_yaml(tmp_path):
     found = recipe("pixart-sigma-8x-v100")
     assert list(found.files) == ["pixart-sigma-8x-v100.yaml", "pixart-sigma-8x-v100.json"]
@@ -95,6 +103,8 @@ def test_a_name_that_is_no_recipe_is_told_what_is_nearest():
     done = bigdit("recipe", "show", "sana-1600-a40")
     assert done.returncode == 1
     assert done.stderr.startswith("error: there is no recipe 'sana-1600-a40'; did you mean sana-1600m-a40")
+    done = bigdit("recipe", "show", "A40")
+    assert done.stderr == "error: there is no recipe 'A40'; did you mean cogvideox-2b-a40, sana-1600m-a40?\n"
 
 
 def test_commands_name_the_recipes_own_folders():

@@ -135,8 +135,6 @@ def _of_size(problem: str, size: Size | None, option: str) -> str:
         return f"--frames: {problem}"
     if size is None:
         return f"{option}: {problem}"
-    if size[0] == size[1]:  # else said of both sides
-        problem = problem.replace("the height is", "a side is").replace("the width is", "a side is")
     return f"{option} {written(size)}: {problem}"
 
 
