@@ -8,6 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bigdit.catalog import resolve_gpu
+from bigdit.catalog.gated import before_download
 from bigdit.recipes.recipe import Recipe
 from bigdit.report.tables import DASH, table
 from bigdit.search.needs.dataset import written
@@ -31,6 +32,9 @@ def shown(found: Recipe) -> Iterator[Text | str]:
     yield ""
     yield from needs(found)
     yield ""
+    before = before_download(found.about.repository)
+    if before is not None:
+        yield f"# gated: {before}"
     yield from found.commands
     for text in found.files.values():
         yield ""

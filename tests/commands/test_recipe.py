@@ -9,6 +9,7 @@ from commands import ROOT, bigdit
 
 from bigdit import catalog
 from bigdit.catalog.classes import takes_classes
+from bigdit.catalog.gated import gates
 from bigdit.config import load_stages
 from bigdit.recipes.recipe import names, recipe
 from bigdit.train.prepare import prepare_stages
@@ -57,6 +58,24 @@ def test_one_is_shown_with_its_needs_and_all_commands_and_is_copied_as_it_stands
     assert again.returncode == 1
     assert again.stderr == f"error: {copied} is there already, and is left as it is; --out names another file\n"
     assert copied.read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["flux.1-dev-rtx-4090", "sd3.5-medium-lora-rtx-3060", "sana-1600m-a40"])
+def test_a_licence_and_a_login_are_said_before_the_download_that_wants_them(name):
+    found = recipe(name)
+    lines = bigdit("recipe", "show", name).stdout.splitlines()
+    before = lines[lines.index(found.commands[0]) - 1]
+    repository = found.about.repository
+    if repository in gates():
+        said = f"# gated: accept the licence at https://huggingface.co/{repository}, and log in by `hf auth login`"
+        assert before == said
+    else:
+        assert (before, name) == ("", "sana-1600m-a40")
+
+
+def test_gated_repositories_are_those_of_models():
+    assert gates()
+    assert all(catalog.model(repository).name for repository in gates())
 
 
 def test_what_has_no_ending_is_a_folder(tmp_path):
