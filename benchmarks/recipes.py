@@ -1,10 +1,11 @@
-"""Every recipe at full size on its emulated cards: three steps, and a picture by its last command; and what its plan
-says: recipes/measured.json.
+"""Every recipe at full size on its emulated cards: extraction of a few pictures, three steps, and a picture by its last
+command; and what its plan says: recipes/measured.json.
 
-python benchmarks/recipes.py [--encoding] [NAME…]
+python benchmarks/recipes.py [--encoding | --extract] [NAME…]
 
-With --encoding the hours of encoding alone are found anew, by a rehearsal of the encoders each. Weights are holes in
-files, which read as zeros, and features are made up: what a step allocates follows from shapes.
+With --encoding the hours of encoding alone are found anew, by a rehearsal of the encoders each; with --extract what
+extraction takes of the cards. Weights are holes in files, which read as zeros; pictures, and the features that are
+trained on, are made up: what is allocated follows from shapes.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -20,20 +22,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tried.extraction import extraction, stages_of, waiting_bytes, weights_in
+from tried.saved import saved
 
 from bigdit import catalog
 from bigdit.catalog import batch_shape
 from bigdit.catalog.classes import class_count
+from bigdit.checkpoint import latest
 from bigdit.config import load_run
-from bigdit.config.load import parse_run
 from bigdit.config.output import RECEIPT, receipt_of
-from bigdit.config.stages import read_stages
+from bigdit.config.stages import load_stages
 from bigdit.emulator import emulated_environment, shared_state
 from bigdit.emulator.fake_weights import lay_out
 from bigdit.files import write_json
 from bigdit.memory.process import beside_torch
 from bigdit.receipt import Receipt
-from bigdit.recipes.recipe import MEASURED, Recipe, Took, names, recipe
+from bigdit.recipes.recipe import MEASURED, Extraction, Recipe, Saved, Took, names, recipe
 from bigdit.rehearse import RehearsalRequest, rehearse
 from bigdit.rehearse.ask import request_for
 from bigdit.rehearse.card.attempt import Attempt, Attempts
@@ -41,7 +45,6 @@ from bigdit.rehearse.card.client import cuda_build, cuda_python
 from bigdit.search.answer import make_plan
 from bigdit.search.asking.ask import question_for
 from bigdit.search.needs.dataset import DatasetNeed, dataset_need, encoding_request
-from bigdit.search.needs.encode_batch import encode_batch
 from bigdit.search.needs.host import host_need
 from bigdit.search.plan import Plan
 from bigdit.search.question import Question
@@ -58,7 +61,7 @@ from bigdit.train.prepare import prepare
 ROOT = Path(__file__).parent.parent
 IMAGES = 100_000
 STEPS = 3
-ENCODING = "--encoding"
+ENCODING, EXTRACT = "--encoding", "--extract"
 
 
 class Caption:
@@ -70,7 +73,7 @@ class Caption:
 def main(asked: list[str]) -> int:
     """A line a recipe, as they come."""
     took = json.loads(MEASURED.read_text()) if MEASURED.exists() else {}
-    recipes = [recipe(name) for name in [each for each in asked if each != ENCODING] or names()]
+    recipes = [recipe(name) for name in [each for each in asked if each not in (ENCODING, EXTRACT)] or names()]
     if ENCODING in asked:
         for found in recipes:
             took[found.name] |= {"encoding_hours": encoding_hours(found), "waiting_bytes": waiting_bytes(found)}
@@ -80,12 +83,32 @@ def main(asked: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="bigdit-recipes-") as folder:
         hub = weights_of(recipes, Path(folder))
         for found in recipes:
-            receipts = trained(found, hub, Path(folder) / found.name)
-            drawn(found, Path(folder) / found.name)
-            took[found.name] = _took(found, receipts).model_dump(mode="json")
+            place = Path(folder) / found.name
+            place.mkdir()
+            if EXTRACT not in asked:
+                took[found.name] = _tried(found, hub, place / "trained").model_dump(mode="json")
+                print(f"{found.name}: reserves {took[found.name]['peak_reserved_bytes']} bytes", flush=True)
+            of_extraction = extraction(found, hub, place)
+            took[found.name]["extraction"] = of_extraction.model_dump(mode="json")
             write_json(MEASURED, dict(sorted(took.items())))
-            print(f"{found.name}: reserves {took[found.name]['peak_reserved_bytes']} bytes", flush=True)
+            print(f"{found.name}: {_said(of_extraction)}", flush=True)
+            shutil.rmtree(place)
     return 0
+
+
+def _said(found: Extraction) -> str:
+    """What extraction took beside what was rehearsed."""
+    allocated, rehearsed = found.peak_allocated_bytes, found.rehearsed_bytes
+    beside = "" if rehearsed is None else f", {rehearsed} rehearsed ({allocated / rehearsed - 1:+.2%})"
+    turns = "; memory ran out, and encoders took turns" if found.ran_out else ""
+    return f"extraction allocates {allocated} bytes{beside}, and reserves {found.peak_reserved_bytes}{turns}"
+
+
+def _tried(found: Recipe, hub: Path, folder: Path) -> Took:
+    """Three steps, and a picture."""
+    receipts = trained(found, hub, folder)
+    drawn(found, folder)
+    return _took(found, receipts, folder)
 
 
 def weights_of(recipes: Sequence[Recipe], folder: Path) -> Path:
@@ -100,8 +123,7 @@ def trained(found: Recipe, hub: Path, folder: Path) -> list[Receipt]:
 
     Of one process no values are computed; several tell each other theirs.
     """
-    gpu = catalog.resolve_gpu(found.about.gpu)
-    (weights,) = hub.glob(f"models--{found.about.repository.replace('/', '--')}/snapshots/*")
+    gpu, weights = catalog.resolve_gpu(found.about.gpu), weights_in(hub, found)
     folder.mkdir()
     arguments, changed = json.loads((weights / "transformer/config.json").read_text()), ["output=run"]
     for number, document in enumerate(stages_of(found)):
@@ -124,6 +146,13 @@ def receipts_of(found: Recipe, folder: Path) -> list[Receipt]:
     return [Receipt.model_validate_json((folder / "run" / name).read_text()) for name in names]
 
 
+def saved_by(found: Recipe, folder: Path) -> Saved:
+    """What the run that was `trained` there has saved, and how much of it there will be of the recipe's own steps."""
+    newest, _ = latest(folder / "run")
+    assert newest is not None
+    return saved(newest, folder / "run", load_stages(MEASURED.parent / f"{found.name}.yaml"))
+
+
 def drawn(found: Recipe, folder: Path) -> Path:
     """The picture or video that the recipe's last command draws, in two steps, on its emulated card, of what was
     `trained` there."""
@@ -138,11 +167,6 @@ def _bigdit(folder: Path, environment: dict[str, str], *arguments: str) -> None:
     command = [str(cuda_python()), "-W", "ignore", "-c", "from bigdit.cli import main; main()", *arguments]
     own = environment | {"PYTHONPATH": os.pathsep.join((str(ROOT), environment["PYTHONPATH"]))}
     subprocess.run(command, env=own, cwd=folder, check=True, stdout=subprocess.DEVNULL)
-
-
-def stages_of(found: Recipe) -> list[dict[str, Any]]:
-    """What its YAML says of each stage; of a run without stages what it says."""
-    return read_stages(MEASURED.parent / f"{found.name}.yaml", [])
 
 
 def first_of_many(found: Recipe) -> dict[tuple[int, int], Attempt]:
@@ -208,7 +232,7 @@ def _text(tokens: int, dim: int | None, arguments: dict[str, Any]) -> Text:
     return Text(torch.zeros(tokens, dim), None if pooled is None else torch.zeros(pooled))
 
 
-def _took(found: Recipe, receipts: Sequence[Receipt]) -> Took:
+def _took(found: Recipe, receipts: Sequence[Receipt], folder: Path) -> Took:
     gpu, plans = catalog.resolve_gpu(found.about.gpu), [planned(found, document) for document in stages_of(found)]
     beside = beside_torch(gpu.compute_capability, found.processes, multiprocessors=gpu.multiprocessors)
     stores = [plan.dataset.store_bytes for plan in plans if plan.dataset]
@@ -225,6 +249,7 @@ def _took(found: Recipe, receipts: Sequence[Receipt]) -> Took:
         hours=_hours(seconds),
         encoding_hours=encoding_hours(found),
         waiting_bytes=waiting_bytes(found),
+        saved=saved_by(found, folder),
     )
 
 
@@ -244,16 +269,6 @@ def _dataset(question: Question) -> DatasetNeed | None:
 def _hours(seconds: Sequence[Interval]) -> tuple[float, float]:
     low, high = (sum(each) / 3600 for each in zip(*((each.low, each.high) for each in seconds), strict=True))
     return round(low, 2), round(high, 2)
-
-
-def waiting_bytes(found: Recipe) -> int:
-    """Of encoders' weights that wait on the host while `bigdit extract` has encoders take turns; 0 where it has not."""
-    gpu, waiting = catalog.resolve_gpu(found.about.gpu), 0
-    for document in stages_of(found):
-        chosen = encode_batch(parse_run(document, found.name), gpu)
-        if chosen is not None and chosen.way == "in turns":
-            waiting = max(waiting, round(chosen.need.waiting))
-    return waiting
 
 
 def _needs(found: Recipe, plans: Sequence[Plan]) -> tuple[int, list[Interval]]:

@@ -1,16 +1,11 @@
 """Every recipe, at full size on its emulated card: it trains, and takes what is said of it, to the byte; and what it
 trained is drawn with there."""
 
-import os
-import subprocess
-
 import pytest
 from PIL import Image
-from recipes import drawn, first_of_many, receipts_of, stages_of, trained, waiting_bytes, weights_of
+from recipes import drawn, first_of_many, receipts_of, saved_by, stages_of, trained, waiting_bytes, weights_of
+from tried.extraction import extracted, rehearsed_bytes
 
-from bigdit import catalog
-from bigdit.emulator import emulated_environment
-from bigdit.emulator.run import _programs
 from bigdit.recipes.recipe import names, recipe
 from bigdit.rehearse.card.client import cuda_build, cuda_python
 from bigdit.report.recipes import needs
@@ -43,6 +38,7 @@ def test_a_recipe_takes_what_it_is_said_to(name, folder):
     assert max(each.measured_peak_allocated_bytes for each in receipts) == found.took.peak_allocated_bytes
     assert max(each.measured_peak_reserved_bytes for each in receipts) == found.took.peak_reserved_bytes
     assert found.took.process_bytes[1] < found.took.usable_bytes
+    assert saved_by(found, folder) == found.took.saved
 
 
 @pytest.mark.slow
@@ -69,57 +65,35 @@ def test_the_first_of_many_reserves_what_it_did_among_all_of_them(name):
     assert max(each.peak_reserved_bytes for each in took.values()) + beside < found.took.usable_bytes
 
 
-@pytest.fixture(scope="module")
-def captioned(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("pictures")
-    for number in range(2):
-        Image.new("RGB", (1024, 1024), (90 * number, 9, 9)).save(folder / f"{number}.png")
-        (folder / f"{number}.txt").write_text(f"number {number}" + " and more of it" * 40 * number)
-    return folder
-
-
-def extracted(found, hub, pictures, folder, *changed):
-    """`bigdit extract` of a recipe on its emulated card."""
-    (weights,) = hub.glob(f"models--{found.about.repository.replace('/', '--')}/snapshots/*")
-    (folder / "run.yaml").write_text(found.text.replace(found.weights, str(weights)))
-    changed = [part for each in (f"data.images={pictures}", *changed) for part in ("--set", each)]
-    command = [str(cuda_python()), "-W", "ignore", "-c", "from bigdit.cli import main; main()", "extract"]
-    environment = os.environ | emulated_environment(catalog.resolve_gpu(found.about.gpu), values=False)
-    environment["PATH"] = f"{_programs(folder)}{os.pathsep}{environment['PATH']}"  # nvidia-smi, of the emulated card
-    return subprocess.run(
-        [*command, "--config", "run.yaml", *changed],
-        env=environment,
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
-def test_a_recipe_extracts_on_its_card(name, hub, captioned, tmp_path):
+def test_a_recipe_extracts_on_its_card(name, hub, tmp_path, capfd):
+    """One picture of each size; of all recipes, and of more, it is seen where figures are made."""
     found = recipe(name)
-    done = extracted(found, hub, captioned, tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "2 of 2 pictures encoded" in done.stdout
+    run = extracted(found, hub, tmp_path, 1)
+    said = capfd.readouterr()
+    assert run.exit_status == 0, said.err
+    assert "5 of 5 pictures encoded" in said.out
     by_turns = found.took.waiting_bytes > 0
-    assert ("note: text encoders and VAE have no room on the card together" in done.stderr) == by_turns
-    (chosen,) = [line for line in done.stderr.splitlines() if line.startswith("encoders.batch_size: ")]
+    assert ("note: text encoders and VAE have no room on the card together" in said.err) == by_turns
+    (chosen,) = [line for line in said.err.splitlines() if line.startswith("encoders.batch_size: ")]
     assert "of which the rehearsed encode phase fits the NVIDIA GeForce RTX 3060" in chosen
     assert ("where text encoders and VAE take turns" in chosen) == by_turns
+    _, card = run.highest
+    least, most = rehearsed_bytes(found, tmp_path, 1), found.took.extraction.peak_allocated_bytes
+    assert least <= card.peak_allocated_bytes <= most, (least, card.peak_allocated_bytes, most)
 
 
 @pytest.mark.slow
-def test_encoders_that_no_card_of_the_recipe_holds_are_a_line(hub, captioned, tmp_path):
-    found = recipe("sd3.5-medium-lora-rtx-3060")
-    done = extracted(found, hub, captioned, tmp_path, "encoders.text.dtype=fp32")
-    assert done.returncode == 1
-    assert "Traceback" not in done.stderr
-    *_, line = done.stderr.splitlines()
+def test_encoders_that_no_card_of_the_recipe_holds_are_a_line(hub, tmp_path, capfd):
+    run = extracted(recipe("sd3.5-medium-lora-rtx-3060"), hub, tmp_path, 1, "encoders.text.dtype=fp32")
+    said = capfd.readouterr().err
+    assert run.exit_status == 1
+    assert "Traceback" not in said
+    *_, line = said.splitlines()
     assert line.startswith("error: encoders.text, whose weights take 20.79 GiB in fp32, ran out of memory: ")
     assert line.endswith("; encoders.text.dtype: bf16 takes half, fewer workers or encoders.device: cpu take less")
-    (chosen,) = [line for line in done.stderr.splitlines() if line.startswith("encoders.batch_size: ")]
+    (chosen,) = [line for line in said.splitlines() if line.startswith("encoders.batch_size: ")]
     assert "1, and not even of that the rehearsed encode phase fits the NVIDIA GeForce RTX 3060: 20.8" in chosen
     assert chosen.endswith("encoders.text.dtype: bf16 takes half")
 
@@ -129,3 +103,13 @@ def test_a_recipe_says_which_weights_wait(name):
     found = recipe(name)
     assert found.took.waiting_bytes == waiting_bytes(found)
     assert ("take turns on the card" in "\n".join(needs(found))) == (found.took.waiting_bytes > 0)
+
+
+@pytest.mark.parametrize("name", names())
+def test_what_extraction_took_of_a_card_is_what_was_rehearsed(name):
+    """Where all encoders have room; where memory ran out it took what there was."""
+    found = recipe(name)
+    taken = found.took.extraction
+    assert taken.peak_allocated_bytes <= taken.peak_reserved_bytes < found.took.usable_bytes
+    if not taken.ran_out:
+        assert taken.peak_allocated_bytes == pytest.approx(taken.rehearsed_bytes, rel=0.01)

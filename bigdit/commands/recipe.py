@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from bigdit.commands.options import Json
+
+if TYPE_CHECKING:
+    from bigdit.recipes.recipe import Recipe
 
 HELP = "Runs that are known to fit their cards, to be copied and filled in."
 
@@ -25,29 +28,23 @@ def every(as_json: Json = False) -> None:
 
     found = [recipe(name) for name in names()]
     if as_json:
-        log.emit_json(
-            [
-                {
-                    "name": each.name,
-                    "title": each.title,
-                    **each.about.model_dump(),
-                    "took": each.took.model_dump(mode="json") if each.took else None,
-                }
-                for each in found
-            ]
-        )
+        log.emit_json([_document(each) for each in found])
     else:
         log.out.print(listed(found))
 
 
 @app.command()
-def show(name: Name) -> None:
+def show(name: Name, as_json: Json = False) -> None:
     """One recipe: what it needs, the commands from download to samples, and its YAML."""
     from bigdit import log
     from bigdit.recipes.recipe import recipe
     from bigdit.report.recipes import shown
 
-    for part in shown(recipe(name)):
+    found = recipe(name)
+    if as_json:
+        log.emit_json(_document(found) | {"commands": found.commands, "files": found.files})
+        return
+    for part in shown(found):
         log.out.print(part, highlight=False, markup=False, soft_wrap=True)
 
 
@@ -76,3 +73,9 @@ def copy(
     for each, text in texts.items():
         write_text(each, text)
     log.notice(f"wrote {' and '.join(map(str, texts))}")
+
+
+def _document(found: Recipe) -> dict[str, Any]:
+    """What is known of a recipe, as JSON."""
+    took = found.took.model_dump(mode="json") if found.took else None
+    return {"name": found.name, "title": found.title, **found.about.model_dump(), "took": took}

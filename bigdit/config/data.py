@@ -144,7 +144,8 @@ class DataConfig(Strict):
     @property
     def samples(self) -> str:
         """What is counted of it: images, videos, or samples where there are both."""
-        return {(2,): "images", (3,): "videos"}.get(tuple({len(bucket) for bucket in self.buckets}), "samples")
+        kinds = {len(bucket) for bucket in self.buckets}
+        return "samples" if len(kinds) > 1 else "videos" if 3 in kinds else "images"
 
     @field_validator("images", mode="before")
     @classmethod

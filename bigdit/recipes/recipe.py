@@ -27,14 +27,47 @@ class For(Strict):
     repository: str
 
 
+class Extraction(Strict):
+    """`bigdit extract` of so many `samples` of each size on emulated cards, in bytes of one, at the most; `ran_out`:
+    encoders were on the card together until memory did not do, and took turns from then on. `rehearsed_bytes`: what
+    torch allocates for as many by the rehearsed encode phase, None where the catalogue has not all encoders."""
+
+    samples: PositiveInt
+    peak_allocated_bytes: PositiveInt
+    peak_reserved_bytes: PositiveInt
+    ran_out: bool
+    rehearsed_bytes: PositiveInt | None
+
+
+class Saved(Strict):
+    """What a run writes to its output, of all processes: bytes of a checkpoint's tensors by what they are, and of its
+    files in `engine/`, with the headers; of an export's files. `checkpoints` stay when it ends; so many lie there at
+    once before, with the one that is being written. `exports` are those of the whole run."""
+
+    weights_bytes: PositiveInt
+    optimizer_bytes: NonNegativeInt
+    averages_bytes: NonNegativeInt
+    checkpoint_bytes: PositiveInt
+    checkpoints: PositiveInt
+    checkpoints_at_once: PositiveInt
+    export_bytes: PositiveInt
+    exports: PositiveInt
+
+    @property
+    def most_bytes(self) -> int:
+        """Of all that lies there at once, at the most."""
+        return self.checkpoints_at_once * self.checkpoint_bytes + self.exports * self.export_bytes
+
+
 class Took(Strict):
     """Three steps of a recipe at full size on emulated cards, in bytes of one: by torch's allocator, and
     `process_bytes` with all that a CUDA process takes beside it, at least and at most. As the plan for it says, or its
     rehearsal where blocks are swapped, whose number no plan is asked for: `host_bytes` of the machine's memory while
     it saves, `store_bytes` of the features of 100,000 pictures or videos, `hours` of its steps, `encoding_hours` of
     what the encoders compute of these on its cards, None where the catalogue has not all of them, `waiting_bytes` of
-    their weights on the host, where they take turns on the card; 0 where all have room. Of stages, three steps of each:
-    bytes of memory are those of the one that takes most, features and hours those of all."""
+    their weights on the host, where they take turns on the card; 0 where all have room. `extraction` was run there
+    too, and `saved` is what the steps left. Of stages, three steps of each: bytes of memory are those of the one that
+    takes most, features and hours those of all."""
 
     torch: str
     peak_allocated_bytes: PositiveInt
@@ -46,6 +79,8 @@ class Took(Strict):
     hours: tuple[float, float]
     encoding_hours: tuple[float, float] | None = None
     waiting_bytes: NonNegativeInt = 0
+    extraction: Extraction | None = None
+    saved: Saved | None = None
 
 
 @dataclass(frozen=True)

@@ -52,18 +52,54 @@ def needs(found: Recipe) -> list[str]:
     hours = f"{took.hours[0]:.1f} to {took.hours[1]:.1f} h"
     where = "an emulated card" if found.processes == 1 else "emulated cards"
     each = "" if found.stages == 1 else " of each stage"
-    disk = " to ".join(written(size) for size in took.store_bytes)
+    disk = " to ".join(dict.fromkeys(map(written, took.store_bytes)))
     by = "its rehearsal" if "blocks_to_swap" in found.run["train"] else "the plan for it"
     waiting = f"host   {gib(took.waiting_bytes)} of RAM in `bigdit extract`, for encoders that take turns on the card"
     return [
         f"card   {card}: {gib(low)} to {gib(high)} of {gib(took.usable_bytes)}, {gib(_left(found))} left",
         f"       of it torch reserves {gib(took.peak_reserved_bytes)}: three steps{each} on {where}, {took.torch}",
+        *_extraction(found),
         f"host   {gib(took.host_bytes)} of RAM, while it saves",
         *([waiting] if took.waiting_bytes else []),
-        f"disk   {disk} of features for 100,000 {found.samples}; weights, checkpoints and exports come on top",
+        f"disk   {disk} of features for 100,000 {found.samples}",
+        *_saved(found),
         f"time   {hours} of training, by {by}",
         f"       {_encoding(found)}",
         "       not counted: the download, reading and decoding, samples and saving",
+    ]
+
+
+def _extraction(found: Recipe) -> list[str]:
+    """What encoding takes of the card."""
+    assert found.took is not None
+    taken = found.took.extraction
+    if taken is None:
+        return ["       what `bigdit extract` takes of it was not measured"]
+    few = "one video" if found.samples == "videos" else f"{taken.samples} pictures"
+    turns = "; text encoders and VAE had no room together, and took turns" if taken.ran_out else ""
+    allocated, reserved = gib(taken.peak_allocated_bytes), gib(taken.peak_reserved_bytes)
+    return [f"       `bigdit extract` allocates {allocated} and reserves {reserved}: {few} of each size{turns}"]
+
+
+def _saved(found: Recipe) -> list[str]:
+    """What the run writes to its output."""
+    assert found.took is not None
+    saved = found.took.saved
+    if saved is None:
+        return ["       weights, checkpoints and exports come on top"]
+    kinds = {
+        "weights": saved.weights_bytes,
+        "the optimizer's state": saved.optimizer_bytes,
+        "averages": saved.averages_bytes,
+    }
+    parts = ", ".join(f"{written(nbytes)} of {name}" for name, nbytes in kinds.items() if nbytes)
+    exports = "an export" if saved.exports == 1 else f"{saved.exports} exports"
+    stay = "1 stays" if saved.checkpoints == 1 else f"{saved.checkpoints} stay"
+    return [
+        f"       {written(saved.checkpoint_bytes)} a checkpoint ({parts}), of which {stay}",
+        f"       at most {written(saved.most_bytes)}: {saved.checkpoints_at_once} of them, while one is written, and "
+        f"{exports} of {written(saved.export_bytes)}",
+        "       the download comes on top",
     ]
 
 

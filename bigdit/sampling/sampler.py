@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from PIL import Image
@@ -59,7 +60,7 @@ class Sampler:
         self._family = models.family(spec.class_name)
         self._dtype = compute_dtype(Strategy.model_validate(checkpoint.state["strategy"]))
         self._codec = load_image_codec(run.encoders.image, _HOST)
-        self._known = (checkpoint.state["data"] or {}).get("classes")
+        self._known: Any = (checkpoint.state["data"] or {}).get("classes")
         self._begins = run.encoders.first_frame is not None
         self._objective = objective_of(spec, run.objective)
         self.buckets, self.fps, self.captions = run.data.buckets, run.data.fps, run.encoders.text is not None

@@ -28,6 +28,11 @@ def snapshots_said(run: RunConfig, model: nn.Module) -> list[str]:
     return [f"{line}, and the {count:,} of train.steps {steps} (train.snapshot_every {every}) {gib(count * each)}"]
 
 
+def due(run: RunConfig, step: int, end: int) -> bool:
+    """Whether a run, or a stage that ends at step `end`, wants a checkpoint after so many steps."""
+    return step % run.train.checkpoint_every == 0 or step == end
+
+
 class Saves:
     """`step`: how many steps the newest checkpoint has, at first `start`; `described`: what its state.json says; `end`:
     how many steps there are when training ends, or the run's stage."""
@@ -50,7 +55,7 @@ class Saves:
 
     def due(self, step: int) -> bool:
         """Whether the config wants a checkpoint after so many steps."""
-        return step % self._run.train.checkpoint_every == 0 or step == self._end
+        return due(self._run, step, self._end)
 
     def snapshot_due(self, step: int) -> bool:
         """Whether the config wants a snapshot of the averages after so many steps."""

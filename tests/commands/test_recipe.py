@@ -11,8 +11,11 @@ from bigdit import catalog
 from bigdit.catalog.classes import takes_classes
 from bigdit.catalog.gated import gates
 from bigdit.config import load_stages
-from bigdit.recipes.recipe import names, recipe
+from bigdit.recipes.recipe import MEASURED, names, recipe
 from bigdit.train.prepare import prepare_stages
+from bigdit.units import gib
+
+RECIPES = MEASURED.parent
 
 
 def test_recipes_are_listed(tmp_path):
@@ -86,6 +89,37 @@ def test_what_has_no_ending_is_a_folder(tmp_path):
     assert done.stderr == f"error: {tmp_path}/file is there already, and is left as it is; --out names another file\n"
 
 
+def test_what_it_saves_is_shown_and_said_as_json():
+    name = "sana-1600m-a40"
+    saved, extraction = recipe(name).took.saved, recipe(name).took.extraction
+    parts = saved.weights_bytes + saved.optimizer_bytes + saved.averages_bytes
+    assert 0 < saved.checkpoint_bytes - parts < 2**20  # headers
+    assert saved.most_bytes == 3 * saved.checkpoint_bytes + 2 * saved.export_bytes
+    shown = bigdit("recipe", "show", name).stdout
+    for text in (
+        "19.3 GB a checkpoint (6.42 GB of weights, 12.8 GB of the optimizer's state), of which 2 stay\n",
+        "at most 70.6 GB: 3 of them, while one is written, and 2 exports of 6.42 GB\n",
+        f"`bigdit extract` allocates {gib(extraction.peak_allocated_bytes)} and reserves "
+        f"{gib(extraction.peak_reserved_bytes)}: 8 pictures of each size\n",
+    ):
+        assert text in shown
+    said = json.loads(bigdit("recipe", "show", name, "--json").stdout)
+    assert said["took"]["saved"] == saved.model_dump()
+    assert said["took"]["extraction"] == extraction.model_dump()
+    assert (said["commands"], said["files"]) == (recipe(name).commands, recipe(name).files)
+    (listed,) = [each for each in json.loads(bigdit("recipe", "list", "--json").stdout) if each["name"] == name]
+    assert listed == {key: value for key, value in said.items() if key not in ("commands", "files")}
+
+
+@pytest.mark.parametrize("name", names())
+def test_as_many_checkpoints_are_said_as_its_yaml_keeps(name):
+    stages, saved = load_stages(RECIPES / f"{name}.yaml"), recipe(name).took.saved
+    steps, train = stages[-1].end, stages[-1].run.train
+    assert steps > train.keep_checkpoints * train.checkpoint_every
+    assert (saved.checkpoints, saved.checkpoints_at_once) == (train.keep_checkpoints, train.keep_checkpoints + 1)
+    assert saved.exports == (steps // train.export_every if train.export_every else len(stages))
+
+
 def test_deepspeeds_json_is_shown_and_copied_beside_the_yaml(tmp_path):
     found = recipe("pixart-sigma-8x-v100")
     assert list(found.files) == ["pixart-sigma-8x-v100.yaml", "pixart-sigma-8x-v100.json"]
@@ -110,7 +144,8 @@ def test_how_wide_hours_are_is_what_the_faq_says():
 
 def test_videos_and_classes_are_asked_for_as_such():
     shown = bigdit("recipe", "show", "wan2.1-1.3b-lora-rtx-4090").stdout
-    assert "of features for 100,000 videos; weights, checkpoints and exports come on top" in shown
+    assert "of features for 100,000 videos\n" in shown
+    assert "GiB: one video of each size\n" in shown
     low, high = recipe("wan2.1-1.3b-lora-rtx-4090").took.encoding_hours
     assert f"{low:.1f} to {high:.1f} h before it, to encode 100,000 videos on the card" in shown
     assert "not counted: the download, reading and decoding, samples and saving" in shown

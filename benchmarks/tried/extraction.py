@@ -1,0 +1,121 @@
+"""`bigdit extract` of a recipe on its emulated cards, of made-up samples, beside what its rehearsal says."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from bigdit import catalog
+from bigdit.config import RunConfig
+from bigdit.config.data import frames_of
+from bigdit.config.load import parse_run
+from bigdit.config.stages import read_stages
+from bigdit.emulator import emulated_environment, shared_state
+from bigdit.emulator.emulation import Run
+from bigdit.emulator.run import run_emulated, workplace
+from bigdit.recipes.recipe import MEASURED, Extraction, Recipe
+from bigdit.rehearse.card.client import cuda_python
+from bigdit.search.needs.encode_batch import EncodeBatch, encode_batch
+
+ROOT = Path(__file__).parents[2]
+MOST = 8
+"""Pictures of a size; of videos one, whose frames are as many."""
+
+
+def stages_of(found: Recipe) -> list[dict[str, Any]]:
+    """What its YAML says of each stage; of a run without stages what it says."""
+    return read_stages(_file(found, MEASURED.parent), [])
+
+
+def waiting_bytes(found: Recipe) -> int:
+    """Of encoders' weights that wait on the host while `bigdit extract` has encoders take turns; 0 where it has not."""
+    turns = [each for each in encode_batches(found, MEASURED.parent) if each.way == "in turns"]
+    return max((round(each.need.waiting) for each in turns), default=0)
+
+
+def rehearsed_bytes(found: Recipe, folder: Path, samples: int) -> int | None:
+    """What torch allocates for so many samples by the rehearsal, or for as many as are encoded at once where these are
+    fewer, of a recipe in `folder`, whose encoders' weights are there; None where the catalogue has not all encoders."""
+    taken = (each.need.taken(each.way, min(each.size, samples)) for each in encode_batches(found, folder) if each.way)
+    return max(map(round, taken), default=None)
+
+
+def encode_batches(found: Recipe, folder: Path) -> list[EncodeBatch]:
+    """What each stage of a recipe in `folder` encodes at once by itself, where the catalogue has all encoders."""
+    gpu, documents = catalog.resolve_gpu(found.about.gpu), read_stages(_file(found, folder), [])
+    batches = (encode_batch(parse_run(document, found.name), gpu) for document in documents)
+    return [each for each in batches if each is not None]
+
+
+def _file(found: Recipe, folder: Path) -> Path:
+    return folder / f"{found.name}.yaml"
+
+
+def extraction(found: Recipe, hub: Path, folder: Path) -> Extraction:
+    """What extraction takes of a card: of MOST pictures, or of one video, of each of the largest sizes, with captions
+    that fill all tokens. Raises RuntimeError where it does not end well."""
+    each = 1 if found.samples == "videos" else MOST
+    run = extracted(found, hub, folder, each)
+    if run.exit_status or run.highest is None:
+        raise RuntimeError(f"{found.name}: extraction ended with {run.exit_status}")
+    cards = [card for account in run.accounts for card in account.cards]
+    return Extraction(
+        samples=each,
+        peak_allocated_bytes=max(card.peak_allocated_bytes for card in cards),
+        peak_reserved_bytes=max(card.peak_reserved_bytes for card in cards),
+        ran_out=any(account.out_of_memory_count for account in run.accounts),
+        rehearsed_bytes=rehearsed_bytes(found, folder, each),
+    )
+
+
+def extracted(found: Recipe, hub: Path, folder: Path, each: int, *changed: str) -> Run:
+    """`bigdit extract` on the recipe's cards, in `folder`, of so many samples of each size; what its processes took."""
+    weights = weights_in(hub, found)
+    for name, text in found.files.items():
+        (folder / name).write_text(text.replace(found.weights, str(weights)))
+    count = make_samples(parse_run(stages_of(found)[-1], found.name), folder, each)
+    own = [f"data.part_size={-(-count // found.processes)}", *changed]
+    command = [str(cuda_python()), "-W", "ignore", "-c", "from bigdit.cli import main; main()", "extract"]
+    command += ["--config", f"{found.name}.yaml", *(part for change in own for part in ("--set", change))]
+    gpu = catalog.resolve_gpu(found.about.gpu)
+    with workplace() as place, shared_state() as state, contextlib.chdir(folder):
+        environment = emulated_environment(gpu, found.processes, state)  # Qwen-Image keeps the tokens that a mask says
+        path = os.pathsep.join((str(ROOT), environment["PYTHONPATH"]))
+        return run_emulated(command, environment | {"PYTHONPATH": path}, place)
+
+
+def weights_in(hub: Path, found: Recipe) -> Path:
+    """The recipe's repository in a hub's cache."""
+    (weights,) = hub.glob(f"models--{found.about.repository.replace('/', '--')}/snapshots/*")
+    return weights
+
+
+def make_samples(run: RunConfig, folder: Path, each: int) -> int:
+    """So many pictures or videos of each of the run's sizes where it looks for its own, below `folder`; how many."""
+    (source,) = run.data.images
+    root = folder / source.path
+    if source.label is not None:
+        root /= "fox"
+    root.mkdir(parents=True)
+    for number, bucket in enumerate(run.data.buckets):
+        for sample in range(each):
+            file = root / f"{number}-{sample}"
+            _write(file, bucket, sample, run.data.fps)
+            file.with_suffix(".txt").write_text(f"number {sample}" + " and more of it" * 200)
+    return each * len(run.data.buckets)
+
+
+def _write(file: Path, bucket: tuple[int, ...], shade: int, fps: float | None) -> None:
+    """A picture of one colour, or an animation that is shown somewhat longer than its frames at `fps`."""
+    *_, height, width = bucket
+    frames = [Image.new("RGB", (width, height), (90 * number % 256, shade, 9)) for number in range(frames_of(bucket))]
+    if fps is None:
+        frames[0].save(file.with_suffix(".png"))
+    else:
+        shown = 10 * math.ceil(100 / fps)  # a GIF counts in hundredths of a second
+        frames[0].save(file.with_suffix(".gif"), save_all=True, append_images=frames[1:], duration=shown)
