@@ -40,18 +40,7 @@ def bench_loader(
     load, threads, pinned = Load.now(), run.data.read_threads, torch.cuda.is_available()
     store = FeatureStore.open(run.data.features, run.data.reader, run.data.remote_cache)
     size, last = run.train.micro_batch_size, batches * (rounds + 1)
-    stream = FeatureStream(
-        store,
-        World(),
-        Order(store.index.counts, store.index.shapes, size, run.train.seed),
-        micro_batch_size=size,
-        grad_accum_steps=1,
-        seed=run.train.seed,
-        caption_dropout=0.0,
-        read_ahead_steps=run.data.read_ahead_steps,
-        threads=threads,
-        pin_memory=pinned,
-    )
+    stream = stream_of(run, store, caption_dropout=0.0, pinned=pinned)
     tokens = {name: most for name, (most, _) in store.text_shapes.items()}
     naive = data_loader(run.data, (places(stream, step) for step in range(last)), tokens, pinned=pinned)
     with closing(stream.steps(0, last)) as steps:
@@ -72,6 +61,23 @@ def bench_loader(
             f"samples: {rows}; {gib(int(store.index.parts[:, 2].sum()))} of parts, which the page cache keeps where "
             "there is memory for them",
         ),
+    )
+
+
+def stream_of(run: RunConfig, store: FeatureStore, *, caption_dropout: float, pinned: bool) -> FeatureStream:
+    """The trainer's own stream over a run's store, of one process and one micro-batch a step."""
+    size = run.train.micro_batch_size
+    return FeatureStream(
+        store,
+        World(),
+        Order(store.index.counts, store.index.shapes, size, run.train.seed),
+        micro_batch_size=size,
+        grad_accum_steps=1,
+        seed=run.train.seed,
+        caption_dropout=caption_dropout,
+        read_ahead_steps=run.data.read_ahead_steps,
+        threads=run.data.read_threads,
+        pin_memory=pinned,
     )
 
 
