@@ -112,4 +112,6 @@ def _load(checkpoint: Saved, wanted: dict[str, Place], reader: HuggingFaceStorag
         )
     except CheckpointException as error:
         first = next(iter(error.failures.values()))[0]
+        if isinstance(first, KeyboardInterrupt):  # torch makes a failure of it, as of all else
+            raise first from None
         raise UserError(f"{checkpoint.folder} cannot be read: {first}") from None

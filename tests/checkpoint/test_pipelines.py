@@ -178,6 +178,14 @@ def test_what_appeared_meanwhile_stays(output, tmp_path):
     assert ".tmp-out" not in names(tmp_path)
 
 
+def test_ctrl_c_while_weights_are_read_is_no_damage(output, tmp_path, monkeypatch):
+    reader = torch.distributed.checkpoint.HuggingFaceStorageReader
+    monkeypatch.setattr(reader, "read_data", lambda *_: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        export_command.run(output, tmp_path / "out")
+    assert names(tmp_path).isdisjoint({"out", ".tmp-out", ".tmp-out.lock"})
+
+
 @pytest.mark.slow
 def test_killed_exports_look_whole_at_no_moment_and_the_next_one_clears_up(output, pipeline, tmp_path):
     with open(pipeline / WEIGHTS, "r+b") as file:  # all holes, which a copy fills
