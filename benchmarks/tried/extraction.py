@@ -73,8 +73,12 @@ def extraction(found: Recipe, hub: Path, folder: Path) -> Extraction:
     )
 
 
-def extracted(found: Recipe, hub: Path, folder: Path, each: int, *changed: str) -> Run:
-    """`bigdit extract` on the recipe's cards, in `folder`, of so many samples of each size; what its processes took."""
+def extracted(found: Recipe, hub: Path, folder: Path, each: int, *changed: str, values: bool = True) -> Run:
+    """`bigdit extract` on the recipe's cards, in `folder`, of so many samples of each size; what its processes took.
+
+    Without `values` it is sooner done, and a pipeline that keeps the tokens that a mask says, such as Qwen-Image's,
+    keeps none.
+    """
     weights = weights_in(hub, found)
     for name, text in found.files.items():
         (folder / name).write_text(text.replace(found.weights, str(weights)))
@@ -84,7 +88,7 @@ def extracted(found: Recipe, hub: Path, folder: Path, each: int, *changed: str) 
     command += ["--config", f"{found.name}.yaml", *(part for change in own for part in ("--set", change))]
     gpu = catalog.resolve_gpu(found.about.gpu)
     with workplace() as place, shared_state() as state, contextlib.chdir(folder):
-        environment = emulated_environment(gpu, found.processes, state)  # Qwen-Image keeps the tokens that a mask says
+        environment = emulated_environment(gpu, found.processes, state, values=values)
         path = os.pathsep.join((str(ROOT), environment["PYTHONPATH"]))
         return run_emulated(command, environment | {"PYTHONPATH": path}, place)
 
