@@ -222,10 +222,11 @@ def test_the_waterfall_leads_from_what_is_copied_to_what_fits(pool: Pool, sana: 
     assert steps[-1].verdict == "FITS"
     left = dict(zip((step.change for step in steps), (step.process_bytes for step in steps), strict=True))
     taken = [before - after for before, after in pairwise(left.values())]
-    assert taken[0] == pytest.approx(6.03 * GIB, rel=0.01)  # Gemma-2 in bf16, the VAE in fp32
-    assert taken[3] == pytest.approx(4 * chosen.answer.params, rel=0.01)
+    # Gemma-2 in bf16 and the VAE in fp32, but for pieces that lie idle without them.
+    assert 0.9 * 6.03 * GIB < taken[0] < 6.03 * GIB
+    assert 0.97 * 4 * chosen.answer.params < taken[3] < 4 * chosen.answer.params
     assert "the encoders hold 6.03 GiB" in steps[0].saved_by
-    assert "6.03 GiB less" in steps[1].saved_by
+    assert "VAE and text encoders leave the card (6.03 GiB)" in steps[1].saved_by
     shown = [row for row in stated(7) if row["start"] == "one process"]
     assert [(row["change"], row["process"], row["verdict"]) for row in shown] == [
         (step.change, f"{step.process_bytes / GIB:.2f} GiB", step.verdict) for step in steps

@@ -11,7 +11,6 @@ from bigdit.errors import UserError
 from bigdit.memory import Timeline
 from bigdit.memory.allocator import replay
 from bigdit.memory.footprint import UNLIMITED
-from bigdit.memory.process import ByteRange
 from bigdit.rehearse import RehearsedSize
 from bigdit.rehearse.pool import Pool
 from bigdit.search.finding.candidates import Candidate, beside
@@ -19,7 +18,7 @@ from bigdit.search.finding.cards import NO_CARDS, Device
 from bigdit.search.finding.confirm import Confirmed, recorded_part
 from bigdit.search.finding.evidence import Evidence
 from bigdit.search.finding.verdict import expected, process
-from bigdit.search.plan import Step, Verdict
+from bigdit.search.plan import Step
 from bigdit.search.predict.anchors import Sample, grid, outline, requests
 from bigdit.search.question import Question
 from bigdit.search.telling.changes import Change, changes
@@ -34,8 +33,8 @@ WORTH_SAYING = 0.005
 
 @dataclass(frozen=True)
 class Bar:
-    """Allocated bytes by phase; what torch reserves beyond their peak; bytes of encoders; and the peak itself, where it
-    ran on a card."""
+    """Allocated bytes by phase; what torch reserves beyond their peak; bytes of encoders; and what torch reserved,
+    where it ran on a card."""
 
     peaks: Mapping[str, float]
     idle_bytes: float
@@ -48,8 +47,8 @@ class Bar:
         return max(self.peaks, key=lambda phase: self.peaks[phase])
 
     @property
-    def peak_bytes(self) -> int:
-        return round(max(self.peaks.values())) if self.ran_bytes is None else self.ran_bytes
+    def reserved_bytes(self) -> int:
+        return round(max(self.peaks.values()) + self.idle_bytes) if self.ran_bytes is None else self.ran_bytes
 
 
 def waterfall(
@@ -64,25 +63,25 @@ def waterfall(
 
     All run on the device where it has cards, as large as they must be. Without, all that comes before recomputation and
     the recommended micro-batch is rehearsed with shallow siblings, at the naive micro-batch itself; those two are the
-    search's predictions. The last bar is `chosen` as it was confirmed; which phase decides is said by siblings. Bars
-    differ by what is allocated: each takes beside that what the allocator holds idle in `chosen`, for
-    idle pieces of their own would hide what a change saves; they count for the verdict, which is TIGHT for them alone.
+    search's predictions. The last bar is `chosen` as it was confirmed; which phase decides is said by siblings.
     Raises UserError where a sibling cannot be rehearsed.
     """
     steps = changes(sample, question, chosen.candidate)
     found = _run(device, sample, steps, bars(pool, sample, chosen.candidate, steps))
-    taken_last = chosen.process.high_bytes
-    shared = taken_last - chosen.footprint.beside.high_bytes - chosen.answer.ledger.peak_allocated_bytes
+    found[-1] = replace(found[-1], ran_bytes=chosen.reserved_bytes)
     shown = []
     for at, (change, bar) in enumerate(zip(steps, found, strict=True)):
-        around = beside(question, change.strategy)
-        taken, verdict = bar.peak_bytes + shared + around.high_bytes, _verdict(question, evidence, bar, around)
-        why = said(change, found[at - 1] if at else None, bar)
-        if verdict == "TIGHT" and taken > question.gpu.usable_bytes:
-            why += "; what is allocated would fit, without idle pieces beside it"
-        predicted = bar.ran_bytes is None
-        shown.append(Step(change=change.title, process_bytes=taken, verdict=verdict, saved_by=why, predicted=predicted))
-    confirmed = {"process_bytes": taken_last, "verdict": chosen.verdict, "predicted": False}
+        taken = process(bar.reserved_bytes, beside(question, change.strategy), evidence.band)
+        shown.append(
+            Step(
+                change=change.title,
+                process_bytes=taken.high_bytes,
+                verdict=expected(taken, question.gpu.usable_bytes),
+                saved_by=said(change, found[at - 1] if at else None, bar),
+                predicted=bar.ran_bytes is None,
+            )
+        )
+    confirmed = {"process_bytes": chosen.process.high_bytes, "verdict": chosen.verdict}
     return (*shown[:-1], shown[-1].model_copy(update=confirmed))
 
 
@@ -112,8 +111,7 @@ def _run(device: Device, sample: Sample, steps: Sequence[Change], found: Sequenc
         if attempt is None or not attempt.ran:
             ran.append(bar)
         else:
-            allocated = attempt.peak_allocated_bytes
-            ran.append(replace(bar, idle_bytes=attempt.peak_reserved_bytes - allocated, ran_bytes=allocated))
+            ran.append(replace(bar, ran_bytes=attempt.peak_reserved_bytes))
     return [*ran, found[-1]]
 
 
@@ -135,22 +133,14 @@ def _idle(timeline: Timeline, card_bytes: int) -> int:
     return found.peak_reserved_bytes - timeline.peak_allocated_bytes
 
 
-def _verdict(question: Question, evidence: Evidence, bar: Bar, around: ByteRange) -> Verdict:
-    """As `expected`; TIGHT where what is allocated fits, and idle pieces do not."""
-    found = expected(process(round(bar.peak_bytes + bar.idle_bytes), around, evidence.band), question.gpu.usable_bytes)
-    if found == "DOES NOT FIT" and bar.peak_bytes <= question.gpu.usable_bytes - around.low_bytes:
-        return "TIGHT"
-    return found
-
-
 def said(change: Change, before: Bar | None, bar: Bar) -> str:
     """Why the bar is as long as it is: `VAE and text encoders leave the card (6.03 GiB): 8.55 GiB less`."""
     if before is None:
         held = f"; the encoders hold {gib(bar.encoder_bytes)}" if bar.encoder_bytes else ""
         return f"the {bar.phase} decides{held}"
     left = before.encoder_bytes - bar.encoder_bytes
-    less = before.peak_bytes - bar.peak_bytes
-    least = before.peak_bytes * WORTH_SAYING
+    less = before.reserved_bytes - bar.reserved_bytes
+    least = before.reserved_bytes * WORTH_SAYING
     effect = f"{gib(abs(less))} {'less' if less > 0 else 'more'}" if abs(less) >= least else "nothing at the peak"
     drops = {phase: before.peaks[phase] - peak for phase, peak in bar.peaks.items() if phase in before.peaks}
     most = max(drops, key=lambda phase: drops[phase])
