@@ -260,7 +260,10 @@ def numerics(plan: Plan) -> str:
     """What a plan says first where it is not for AdamW's own numbers, which nobody asked it to leave."""
     pins = plan.question.pins
     asked = (pins.optimizer, pins.precision) != (None, None) or pins.lora_rank is not None
-    return "" if plan.chosen.lossless or asked else " with a lossy optimizer, since nothing lossless does"
+    if plan.chosen.lossless or asked:
+        return ""
+    host = gib(plan.question.host_memory_bytes)
+    return f" with a lossy optimizer, since nothing lossless does with {host} of host memory (--host-memory)"
 
 
 def how(plan: Plan) -> str:

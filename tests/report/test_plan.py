@@ -220,8 +220,10 @@ def test_a_host_that_is_too_small_is_in_the_verdict(made):
 @pytest.mark.xdist_group("plan")
 def test_a_lossy_optimizer_that_nobody_asked_for_is_in_the_first_line(made):
     lossy = made.model_copy(update={"chosen": made.chosen.model_copy(update={"lossless": False})})
-    assert "FITS with a lossy optimizer, since nothing lossless does: wants" in plans.shown(lossy)
-    assert "FITS with a lossy optimizer, since nothing lossless does</strong>" in page(lossy)
+    memory = f"with {gib(lossy.question.host_memory_bytes)} of host memory (--host-memory)"
+    words = f"FITS with a lossy optimizer, since nothing lossless does {memory}"
+    assert f"{words}: wants" in " ".join(plans.shown(lossy).split())
+    assert f"{words}</strong>" in page(lossy)
     pins = made.question.pins.model_copy(update={"optimizer": "came"})
     asked = lossy.model_copy(update={"question": made.question.model_copy(update={"pins": pins})})
     assert "since nothing lossless does" not in plans.shown(asked)
