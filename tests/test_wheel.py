@@ -5,7 +5,9 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import venv
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,13 @@ from commands import ROOT
 
 from bigdit.rehearse.card.client import cuda_python
 
+ASKED = ("--model", "dit-s-2-paper", "--gpu", "a40", "--device", "rehearsed")
 ON_CARD = "import torch; print(torch.zeros(1 << 20, device='cuda').device)"
+
+
+def git(*words):
+    """What git says of this repository."""
+    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
 
 
 @pytest.fixture(scope="module")
@@ -57,14 +65,56 @@ def installed(tmp_path_factory):
 
 
 @pytest.mark.slow
+def test_the_sdist_is_the_whole_project_and_wheels_lose_no_package(tmp_path):
+    ours = [name for name in git("ls-files").splitlines() if not name.startswith(".")]
+    for name in ours:
+        (tmp_path / "source" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / "source" / name)
+    build = "import setuptools.build_meta as b; b.build_sdist('out'); b.build_wheel('out')"
+    done = subprocess.run(
+        [sys.executable, "-c", build],
+        cwd=tmp_path / "source", capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said
+    assert "would be ignored" not in said
+    sdist, wheel = sorted((tmp_path / "source/out").iterdir(), key=lambda file: file.suffix)
+    with tarfile.open(sdist) as packed:
+        names = {name.partition("/")[2] for name in packed.getnames()}
+    assert [name for name in ours if name not in names] == []
+    with zipfile.ZipFile(wheel) as packed:
+        names = set(packed.namelist())
+    assert [name for name in ours if name.startswith("bigdit/") and name not in names] == []
+    assert not any("__pycache__" in name for name in names)
+
+
+@pytest.mark.slow
 @pytest.mark.xdist_group("wheel")
 def test_commands_answer_from_a_wheel(installed, tmp_path):
     run, bigdit = installed
     assert run(bigdit, "--version").startswith("bigdit ")
     assert "sana-1600m-a40" in run(bigdit, "recipe", "list")
-    asked = ("--model", "dit-s-2-paper", "--gpu", "a40", "--device", "rehearsed", "--out", tmp_path / "plan")
-    assert "FITS" in run(bigdit, "plan", *asked, BIGDIT_CACHE=str(tmp_path / "cache"))
+    assert "FITS" in run(bigdit, "plan", *ASKED, "--out", tmp_path / "plan")
     assert "<html" in (tmp_path / "plan/report.html").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("wheel")
+def test_what_a_plan_prints_is_there_without_a_checkout(installed, tmp_path):
+    """Each launcher starts the module, which says its options; and receipts are the user's alone."""
+    run, bigdit = installed
+    python = bigdit.parent / "python"
+    assert "python -m bigdit.launch " in run(bigdit, "plan", *ASKED, "--out", tmp_path / "plan")
+    for launcher in (
+        (python,),
+        (python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 1),
+        (python, "-m", "accelerate.commands.launch", "--use_deepspeed", "--num_machines", 1, "--num_processes", 1),
+    ):
+        assert "usage: train.py" in run(*launcher, "-m", "bigdit.launch", "--help")
+    ranks = (python, "-m", "deepspeed.launcher.runner", "--num_gpus", 1, "--module", "bigdit.launch", "--help")
+    assert "usage: train.py" in run(*ranks, DS_ACCELERATOR="cpu")
+    folders = "from bigdit.search.finding.receipts import folders; print(*folders(), sep='\\n')"
+    assert run(python, "-c", folders, BIGDIT_RECEIPTS=str(tmp_path)).splitlines() == [str(tmp_path)]
 
 
 @pytest.mark.slow

@@ -79,11 +79,12 @@ def run(
 
 
 def _check_one_machine(plan: PlanFile) -> None:
+    from bigdit.checkout import entry
     from bigdit.errors import UserError
 
     spread = plan.processes_per_node
     if len(spread) > 1:
         raise UserError(
             f"the plan is for {plan.strategy.world_size} processes on {len(spread)} machines, and `bigdit train` "
-            "starts those of one; start launch/train.py with the commands that `bigdit plan` printed"
+            f"starts those of one; start {entry()[-1]} with the commands that `bigdit plan` printed"
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from bigdit.checkout import entry
 from bigdit.config.deepspeed import complete_ds_config, ds_values, read_ds_config
 from bigdit.config.planned import differences, said
 from bigdit.config.run import RunConfig
@@ -20,7 +21,7 @@ _ENGINES = {"use_deepspeed": "deepspeed", "use_fsdp": "fsdp2", "use_megatron_lm"
 _STARTED = {
     "deepspeed": "say --use_deepspeed",
     "fsdp2": "say --use_fsdp --fsdp_version 2, or --multi_gpu",
-    "single": "start it by `python launch/train.py`",
+    "single": f"start it by `python {' '.join(entry())}`",
 }
 _PRECISIONS = {"fp32": "no", "tf32": "no", "bf16": "bf16", "bf16_sr": "bf16", "fp16": "fp16"}
 

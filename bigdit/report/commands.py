@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bigdit.catalog.first_frame import takes_first_frame
+from bigdit.checkout import entry
 from bigdit.config.plan_file import DS_CONFIG, FILE
 from bigdit.report.skeleton import RUN, skeleton
 from bigdit.search.plan import Plan
@@ -74,23 +75,23 @@ def commands(plan: Plan, folder: Path) -> list[Command]:
     elif recorded.strategy.engine == "fsdp2":
         found += _torchrun(folder, config, spread) + _accelerate(folder, config, spread, "--multi_gpu")
     else:
-        found.append(Command("or", ("python", "launch/train.py", *_arguments(folder, config))))
+        found.append(Command("or", ("python", *entry(), *_arguments(folder, config))))
     return found
 
 
 def _deepspeed(folder: Path, config: Path, spread: Sequence[int]) -> Command:
     arguments = ["--ds-config", str(folder / DS_CONFIG), *_arguments(folder, config)]
     if len(spread) == 1:
-        words = ["deepspeed", "--num_gpus", str(spread[0]), "launch/train.py", *arguments]
+        words = ["deepspeed", "--num_gpus", str(spread[0]), *entry("--module"), *arguments]
         return Command("or by DeepSpeed's launcher", tuple(words))
     even = len(set(spread)) == 1
     slots = f"{len(spread)} lines `host slots={spread[0]}`" if even else ", ".join(f"`host slots={n}`" for n in spread)
-    words = ["deepspeed", "--hostfile", "hostfile", "launch/train.py", *arguments]
+    words = ["deepspeed", "--hostfile", "hostfile", *entry("--module"), *arguments]
     return Command(f"on the first machine, with {slots} in hostfile", tuple(words))
 
 
 def _torchrun(folder: Path, config: Path, spread: Sequence[int]) -> list[Command]:
-    arguments = ("launch/train.py", *_arguments(folder, config))
+    arguments = (*entry(), *_arguments(folder, config))
     if len(spread) == 1:
         words = ("torchrun", "--standalone", "--nproc-per-node", str(spread[0]), *arguments)
         return [Command("or by torchrun", words)]
@@ -118,7 +119,7 @@ def _accelerate(folder: Path, config: Path, spread: Sequence[int], kind: str) ->
     if len(spread) > 1:
         words += ["--machine_rank", "$NODE_RANK", "--main_process_ip", "$HEAD", "--main_process_port", str(PORT)]
     comment = "or by accelerate" if len(spread) == 1 else "or on each by accelerate"
-    return [Command(comment, (*words, "launch/train.py", *_arguments(folder, config)))]
+    return [Command(comment, (*words, *entry(), *_arguments(folder, config)))]
 
 
 def _arguments(folder: Path, config: Path) -> tuple[str, ...]:

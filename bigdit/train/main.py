@@ -29,7 +29,7 @@ Around = Callable[[Path], AbstractContextManager[object]]
 
 
 def main(arguments: Sequence[str] | None = None, around: Around = nullcontext) -> int:
-    """The entry of launch/train.py and `python -m bigdit.train`; returns the exit status. The main process trains
+    """The entry of `bigdit.launch` and `python -m bigdit.train`; returns the exit status. The main process trains
     within `around`."""
     parsed = parse(arguments)
     overrides = with_grace(with_ds_config(parsed.set, parsed.ds_config), parsed.grace)

@@ -8,8 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import bigdit
 from bigdit.catalog import Gpu
+from bigdit.checkout import ROOT, in_checkout
 from bigdit.emulator import emulated_environment
 from bigdit.errors import UserError
 from bigdit.rehearse.card import cache as card_cache
@@ -17,8 +17,6 @@ from bigdit.rehearse.card.run import RAN_OUT, CardRun, RanOut
 from bigdit.rehearse.lanes import Lanes, Started
 from bigdit.rehearse.request import RehearsalRequest
 from bigdit.spec import Strict
-
-_ROOT = Path(bigdit.__file__).parent.parent
 
 
 def cuda_python() -> Path:
@@ -30,21 +28,16 @@ def cuda_python() -> Path:
     chosen, own = os.environ.get("BIGDIT_CUDA_PYTHON"), Path(sys.executable)
     if not chosen and _has_cuda(own):
         return own
-    python = Path(chosen or _ROOT / ".venv-cuda" / "bin" / "python")
+    python = Path(chosen or ROOT / ".venv-cuda" / "bin" / "python")
     if not python.exists():
-        missing = f"{python} is no interpreter with" if chosen or _checkout() else f"{own} is without"
+        missing = f"{python} is no interpreter with" if chosen or in_checkout() else f"{own} is without"
         raise UserError(f"{missing} the CUDA build of torch; {_mends()}")
     return python
 
 
-def _checkout() -> bool:
-    """Whether this is one, with its Makefile, or what pip installed."""
-    return (_ROOT / "Makefile").exists()
-
-
 def _mends() -> str:
     """What sets up an interpreter with the CUDA build of torch."""
-    if _checkout():
+    if in_checkout():
         return "`make cuda` sets one up in .venv-cuda, and BIGDIT_CUDA_PYTHON names another"
     return (
         "`pip install --force-reinstall torch` with no index of CPU builds has it on Linux, and BIGDIT_CUDA_PYTHON "
@@ -155,4 +148,4 @@ def worker_environment(
         own.pop(name, None)
     own["PYTORCH_ALLOC_CONF"] = f"expandable_segments:{expandable_segments}"
     card = emulated_environment(gpu, ranks, state, peers=ranks > 1)
-    return own | card | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join((str(_ROOT), card["PYTHONPATH"]))}
+    return own | card | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join((str(ROOT), card["PYTHONPATH"]))}

@@ -10,6 +10,7 @@ from pydantic import NonNegativeFloat, PositiveInt, ValidationError
 
 from bigdit import receipt
 from bigdit.catalog import Gpu, gpu
+from bigdit.checkout import ROOT, in_checkout
 from bigdit.documents import parse_json
 from bigdit.errors import UserError
 from bigdit.memory.footprint import footprint
@@ -53,7 +54,8 @@ class Learnt(Strict):
 
 def folders() -> list[Path]:
     """Where receipts are looked for: the repository's own, where bigdit runs from one, and the user's."""
-    return [Path(receipt.__file__).parents[1] / "benchmarks" / "receipts", receipt.folder()]
+    own = [ROOT / "benchmarks" / "receipts"] if in_checkout() else []
+    return [*own, receipt.folder()]
 
 
 def read(places: Iterable[Path]) -> tuple[list[Receipt], list[str]]:

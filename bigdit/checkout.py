@@ -1,0 +1,18 @@
+"""The repository that bigdit runs from, if it does: it has files that a wheel does not bring along."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+"""Of the repository; what packages lie in where pip installed bigdit."""
+
+
+def in_checkout() -> bool:
+    """Whether this is one, with its Makefile, or what pip installed."""
+    return (ROOT / "Makefile").exists()
+
+
+def entry(module_option: str = "-m") -> tuple[str, ...]:
+    """What python or a launcher starts to train: a script of the checkout, or a module by that option."""
+    return ("launch/train.py",) if in_checkout() else (module_option, "bigdit.launch")
