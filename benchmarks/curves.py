@@ -18,10 +18,17 @@ from bigdit.units import GIB
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-LOOKS = {False: (COLOURS["parameter"], "o", "one card"), True: (COLOURS["gradient"], "^", "8 × A40, one of them")}
-"""Colour, marker and name, by whether a curve is of several cards."""
+LOOKS = (
+    (COLOURS["parameter"], "o"),
+    (COLOURS["optimizer state"], "^"),
+    (COLOURS["input"], "D"),
+    (COLOURS["EMA"], "v"),
+    (COLOURS["workspace"], "x"),
+    (COLOURS["gradient"], "s"),
+)
+"""Colours and markers of cards in turn: told apart without colour too."""
 APART_GIB = 2.0
-"""Lines of cards that are nearer than this have one name."""
+"""Lines of cards that are nearer than this are named together."""
 
 
 class Point(Strict):
@@ -31,58 +38,77 @@ class Point(Strict):
     process_bytes: PositiveInt
 
 
-Curve = tuple[str, bool, tuple[Point, ...]]
-"""The way, whether it is of several cards, and its points."""
+Curve = tuple[str, str, tuple[Point, ...]]
+"""The way, the name of its cards, and its points."""
 
 
-def draw(path: Path, model: str, ways: Sequence[str], curves: Sequence[Curve], usable: Mapping[str, int]) -> None:
+def draw(
+    path: Path,
+    model: str,
+    ways: Sequence[str],
+    cards: Sequence[str],
+    curves: Sequence[Curve],
+    usable: Mapping[str, int],
+) -> None:
     """GiB of the process against the micro-batch size, a panel a way, below the cards' lines of `usable` bytes.
+
+    Each of the `cards`' names has its own colour and marker in every picture.
 
     Raises UserError where it cannot be written.
     """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8.4, 3.6), dpi=90, layout="constrained")
+    figure = Figure(figsize=(9.6, 3.8), dpi=90, layout="constrained")
     for way, axes in zip(ways, figure.subplots(1, len(ways), sharey=True), strict=True):
-        own = [(many, points) for each, many, points in curves if each == way]
-        _draw_curves(axes, own)
-        _draw_cards(axes, usable)
+        own = {name: points for each, name, points in curves if each == way}
+        _draw_curves(axes, cards, own)
+        _draw_lines(axes, usable)
         axes.set_title(f"{model}, {way}" if own else f"{model}, {way}: fits none", loc="left", fontsize=9)
         axes.set_xlabel("micro-batch size a card; emulated, no kernel ran", fontsize=8)
     figure.axes[0].set_ylabel("process, GiB")
+    _name_lines(figure.axes[-1], usable)
+    named = {name: line for axes in figure.axes for line, name in zip(*axes.get_legend_handles_labels(), strict=True)}
+    own = [name for name in cards if name in named]
+    if own:
+        figure.legend(
+            [named[name] for name in own], own, loc="outside lower center", ncols=6, frameon=False, fontsize=7
+        )
     drawn = BytesIO()
     figure.savefig(drawn, format="png")
-    with replacing(path) as temporary:  # in few colours: a third of the bytes
-        Image.open(drawn).convert("RGB").quantize(32).save(temporary, format="png", optimize=True)
+    with replacing(path) as temporary:  # in few colours: half of the bytes
+        Image.open(drawn).convert("RGB").quantize(64).save(temporary, format="png", optimize=True)
 
 
-def _draw_curves(axes: Axes, curves: Sequence[tuple[bool, tuple[Point, ...]]]) -> None:
+def _draw_curves(axes: Axes, cards: Sequence[str], curves: Mapping[str, tuple[Point, ...]]) -> None:
+    """The last cards first, so that the fewest samples, whose curves are the shortest, lie on top."""
     from matplotlib.ticker import MaxNLocator
 
-    for many, (colour, marker, name) in LOOKS.items():
-        label = name
-        for points in (points for each, points in curves if each == many):
-            sizes = [point.micro_batch for point in points]
-            taken = [point.process_bytes / GIB for point in points]
-            axes.plot(sizes, taken, color=colour, marker=marker, markersize=4, linewidth=1.2, label=label)
-            label = ""  # said once
-    if curves:
-        axes.legend(loc="lower right", frameon=False, fontsize=7)
-    axes.set_xlim(0, 1.04 * max((point.micro_batch for _, points in curves for point in points), default=1))
+    for name, (colour, marker) in reversed([*zip(cards, LOOKS, strict=True)]):
+        sizes = [point.micro_batch for point in curves.get(name, ())]
+        taken = [point.process_bytes / GIB for point in curves.get(name, ())]
+        if sizes:
+            axes.plot(sizes, taken, color=colour, marker=marker, markersize=4.5, linewidth=1.2, label=name)
+    largest = max((point.micro_batch for points in curves.values() for point in points), default=1)
+    axes.set_xlim(0, 1.04 * largest)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _draw_cards(axes: Axes, usable: Mapping[str, int]) -> None:
-    """A line at the bytes of each card, with its name; those of nearly as many share one."""
+def _draw_lines(axes: Axes, usable: Mapping[str, int]) -> None:
+    """A line at the bytes of each card."""
+    for size in usable.values():
+        axes.axhline(size / GIB, color="black", linestyle="--", linewidth=0.7)
+    axes.set_ylim(0, 1.08 * max(usable.values()) / GIB)
+
+
+def _name_lines(axes: Axes, usable: Mapping[str, int]) -> None:
+    """The lines' names right of all curves; those of nearly as many bytes are one below the other."""
     named: list[tuple[float, list[str]]] = []
     for name, size in sorted(usable.items(), key=lambda each: each[1]):
-        axes.axhline(size / GIB, color="black", linestyle="--", linewidth=0.7)
         if named and size / GIB - named[-1][0] < APART_GIB:
             named[-1][1].append(name)
         else:
             named.append((size / GIB, [name]))
     for at, names in named:
-        said, place = ", ".join(names), (0.01, at)
-        axes.annotate(said, place, xycoords=axes.get_yaxis_transform(), va="bottom", fontsize=7)
-    axes.set_ylim(0, 1.08 * max(usable.values()) / GIB)
+        place = axes.get_yaxis_transform()
+        axes.annotate("\n".join(names), (1.01, at), xycoords=place, va="center", fontsize=7, annotation_clip=False)

@@ -39,10 +39,18 @@ WAYS = {"full": "checkpointed_blocks=all", "LoRA": "checkpointed_blocks=all,lora
 
 MARK = "<!-- tables -->"
 
+AGAIN = (
+    ("full", "sana-600m-1024", "rtx-3060-12g", 1),
+    ("LoRA", "sana-600m-1024", "rtx-3060-12g", 1),
+    ("full", "sana-600m-1024", "a40", 8),
+    ("LoRA", "flux.1-dev", "a40", 8),
+)
+"""A cell of each kind, whose command is on the page."""
+
 CURVES = """The process, as nvidia-smi shows it at most, from one sample to the largest micro-batch of each card, where
 a curve ends below that card's line: the cells above, run at 1, at half of the largest and at the largest. Curves of
-single cards lie on one another where the cards choose the same kernels; those of 8 × A40 are of one of the eight, by
-FSDP2."""
+single cards lie on one another where the cards choose the same kernels, those that end first on top; those of 8 × a40
+are of one of the eight, by FSDP2."""
 
 
 class Cell(Strict):
@@ -76,6 +84,11 @@ class Cell(Strict):
     def whole(self) -> bool:
         """Whether its curve is there, or there is none to be had."""
         return self.searched and bool(self.points or not self.largest)
+
+
+def named(gpu: str, gpus: int) -> str:
+    """As columns and curves have it."""
+    return gpu if gpus == 1 else f"{gpus} × {gpu}"
 
 
 def strategy(way: str, gpus: int) -> str:
@@ -138,10 +151,23 @@ def sized(model: str, card: catalog.Gpu, text: str) -> Callable[[int], Rehearsal
 
 
 def page(found: list[Cell]) -> str:
-    """A table a way, a row a model; and the pictures."""
-    lines = []
+    """A command a kind of cell, a table a way, a row a model; and the pictures."""
+    lines = [
+        "## Any cell again",
+        "",
+        "By its size, which fits, and one more, which does not; a command of each kind:",
+        "",
+    ]
+    lines += [
+        again(next(cell for cell in found if cell.asked == (model, gpu, gpus, way))) for way, model, gpu, gpus in AGAIN
+    ]
+    lines += [
+        "",
+        "Of 8 × a40 the first of eight processes runs, on its card.",
+        "",
+    ]
     for way in WAYS:
-        heads = [name if gpus == 1 else f"{gpus} × {name}" for name, gpus in CARDS]
+        heads = [named(*each) for each in CARDS]
         lines += [f"## {way}", "", f"| model | {' | '.join(heads)} |", "| --- |" + " ---: |" * len(CARDS)]
         for model in MODELS:
             row = [_shown(found, model, way, *card) for card in CARDS]
@@ -153,6 +179,13 @@ def page(found: list[Cell]) -> str:
     for model in MODELS:
         lines += [f"![memory of {model} against micro-batch](gallery/{model}.png)", ""]
     return "\n".join(lines)
+
+
+def again(cell: Cell) -> str:
+    """The command that asks the cell again, as a line of the page."""
+    assert cell.largest
+    words = ("bench memory --model", cell.model, "--gpu", cell.gpu, "--strategy", cell.strategy)
+    return f"    bigdit {' '.join(words)} --micro-batch {cell.largest},{cell.largest + 1}"
 
 
 def _shown(found: list[Cell], model: str, way: str, gpu: str, gpus: int) -> str:
@@ -167,8 +200,9 @@ def draw_all(found: Sequence[Cell]) -> None:
     PICTURES.mkdir(exist_ok=True)
     usable = {name: catalog.resolve_gpu(name).usable_bytes for name, _ in CARDS}
     for model in MODELS:
-        curves = [(cell.way, cell.gpus > 1, cell.points) for cell in found if cell.model == model and cell.points]
-        draw(PICTURES / f"{model}.png", model, tuple(WAYS), curves, usable)
+        own = [cell for cell in found if cell.model == model and cell.points]
+        curves = [(cell.way, named(cell.gpu, cell.gpus), cell.points) for cell in own]
+        draw(PICTURES / f"{model}.png", model, tuple(WAYS), [named(*each) for each in CARDS], curves, usable)
 
 
 def main() -> None:

@@ -9,6 +9,7 @@ from commands import bigdit
 
 from bigdit import catalog
 from bigdit.bench.memory import Curve
+from bigdit.config.strategy import parse_strategy
 from bigdit.memory.process import beside_torch
 from bigdit.search.finding.candidates import LARGEST_MICRO_BATCH
 
@@ -33,6 +34,20 @@ def test_a_curve_goes_from_one_sample_to_the_largest_below_its_card():
         taken = [point.process_bytes for point in cell.points]
         assert taken == sorted(taken)
         assert all(size <= catalog.resolve_gpu(cell.gpu).usable_bytes for size in taken)
+
+
+def test_the_page_has_a_command_of_each_kind_that_bench_memory_takes():
+    """The two ways, on one card and on several."""
+    text = gallery.PAGE.read_text()
+    shown = [line.split() for line in text.splitlines() if line.startswith("    bigdit bench memory ")]
+    options = [dict(zip(words[3::2], words[4::2], strict=True)) for words in shown]
+    assert {each["--strategy"] for each in options} == {cell.strategy for cell in CELLS}
+    for each in options:
+        sizes = [int(size) for size in each["--micro-batch"].split(",")]
+        asked = (each["--model"], each["--gpu"], each["--strategy"])
+        (cell,) = (cell for cell in CELLS if (cell.model, cell.gpu, cell.strategy) == asked)
+        assert sizes == [cell.largest, cell.largest + 1]
+        assert parse_strategy([each["--strategy"]]).world_size == cell.gpus
 
 
 def test_every_model_has_a_small_picture():
