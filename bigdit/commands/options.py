@@ -8,7 +8,21 @@ from typing import Annotated
 import typer
 
 Config = Annotated[Path, typer.Option("--config", help="The run's YAML.")]
-Set = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="Override a config key; repeatable.")]
+
+
+def _said_once(overrides: list[str]) -> list[str]:
+    from bigdit.errors import UserError
+
+    keys = [override.partition("=")[0] for override in overrides]
+    if twice := [key for key in dict.fromkeys(keys) if keys.count(key) > 1]:
+        raise UserError(*(f"--set says {key[:80]} {keys.count(key)} times; leave it once" for key in twice))
+    return overrides
+
+
+Set = Annotated[
+    list[str],
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a config key; repeatable.", callback=_said_once),
+]
 Stage = Annotated[
     int | None, typer.Option("--stage", min=0, metavar="N", help="Of a run with stages this one, from 0 on.")
 ]

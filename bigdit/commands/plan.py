@@ -135,12 +135,13 @@ def run(
         if overrides:
             raise UserError("--set goes with --config, and --model was given; leave it out")
         question = question_for(**of_cards, **of_run)
-        numbers = _others(also_gpus, question.cluster.gpus, out)
-        others = [question_for(**of_cards | {"gpus": number}, **of_run) for number in numbers]
+        others = [_with_gpus(number, of_cards | of_run) for number in _others(also_gpus, question.cluster.gpus, out)]
         return _plan(question, others, out, as_json)
-    said = os.path.exists(config)  # or reading it says that it does not exist
-    if said and (given := [f"--{name.replace('_', '-')}" for name, value in of_run.items() if value is not None]):
-        raise UserError(f"{', '.join(given)}: --config {config} says it; leave it out, or --config")
+    there = os.path.exists(config)  # or reading it says that it does not exist
+    if there and (given := {name: value for name, value in of_run.items() if value is not None}):
+        from bigdit.search.asking.by_set import instead
+
+        raise UserError(*(instead(name, value) for name, value in given.items()))
     if also_gpus is not None:
         raise UserError("--also-gpus goes with --model, and --config was given; leave it out")
     return _plan_stages(config, overrides, of_cards, out, as_json)
@@ -163,6 +164,18 @@ def _others(also_gpus: str | None, own: int, out: Path | None) -> list[int]:
     if own in also:
         raise UserError(f"--also-gpus says {own}, which the plan is of; leave it out there")
     return also
+
+
+def _with_gpus(number: int, asked: dict[str, Any]) -> Question:
+    """The question of one of the other numbers, whose errors name the option that said it."""
+    from bigdit.errors import UserError
+    from bigdit.search.asking.ask import question_for
+
+    try:
+        return question_for(**asked | {"gpus": number})
+    except UserError as error:
+        lines = (line.replace("--gpus is", "--also-gpus says") for line in error.problems)
+        raise UserError(*(line.replace("or --gpus 1", "or leave it out") for line in lines)) from None
 
 
 def _plan(question: Question, others: Sequence[Question], out: Path | None, as_json: bool) -> int:

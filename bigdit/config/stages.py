@@ -95,7 +95,7 @@ def load_stages(
         try:
             return (Stage(_parsed(document, str(path), plan, source), plan=plan, source=source),)
         except UserError as error:
-            raise UserError(*(_with_set(problem, path, overrides) for problem in error.problems)) from None
+            raise UserError(*(with_set(problem, path, overrides) for problem in error.problems)) from None
     if plan is not None:
         raise UserError(
             f"--plan is {source}, and {path} has stages, each of which may have a plan of its own: stages.0.plan"
@@ -104,16 +104,15 @@ def load_stages(
         return _sharing(of_each(range(len(asked)), lambda number: _loaded(document, asked, number), "stages.{}."))
     except UserError as error:
         lines = [f"{path}: {problem}" for problem in error.problems]
-        raise UserError(*(_with_set(line, path, overrides, asked) for line in lines)) from None
+        raise UserError(*(with_set(line, path, overrides, asked) for line in lines)) from None
 
 
-def _with_set(problem: str, path: Path, overrides: Sequence[str], asked: Sequence[dict[str, Any]] = ()) -> str:
+def with_set(problem: str, path: Path, overrides: Sequence[str], asked: Sequence[dict[str, Any]] = ()) -> str:
     """With `--set` beside the file, where that is what said the key; `asked`: what stages say, with it in them."""
-    key, _, rest = problem.removeprefix(f"{path}: ").partition(" ")
-    if problem.startswith(f"{path}: ") and any(
-        _says(each.partition("=")[0], key.rstrip(":"), asked) for each in overrides
-    ):
-        return f"{path} with --set: {key} {rest}"
+    told = problem.removeprefix(f"{path}: ")
+    key = re.sub(r"^(stages\.\d+): ", r"\1.", told).partition(" ")[0].rstrip(":")
+    if problem.startswith(f"{path}: ") and any(_says(each.partition("=")[0], key, asked) for each in overrides):
+        return f"{path} with --set: {told}"
     return problem
 
 
@@ -129,11 +128,11 @@ def _says(override: str, key: str, asked: Sequence[dict[str, Any]]) -> bool:
     return any(f"{each}.".startswith(f"{override}.") for each in keys)
 
 
-def read_stages(path: Path, overrides: Sequence[str]) -> list[dict[str, Any]]:
+def read_stages(path: Path, overrides: Sequence[str]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """What is said of each stage, by itself and by the run, not validated and without its plan; of a run without stages
-    what is said of that. Raises UserError where stages are no list of mappings."""
+    what is said of that. And what stages say themselves. Raises UserError where they are no list of mappings."""
     document, asked = _read(path, overrides)
-    return [_merged(document, _said_of(own)) for own in asked] or [document]
+    return [_merged(document, _said_of(own)) for own in asked] or [document], asked
 
 
 def of_each(numbers: Sequence[int], action: Callable[[int], T], before: str = "stages.{}: ") -> list[T]:

@@ -238,9 +238,25 @@ def test_what_a_run_holds_out_and_draws_is_in_its_plan(tmp_path):
     [
         (
             ["--config", DIGITS, "--ema", "cpu"],
-            f"--ema: --config {DIGITS} says it; leave it out, or --config",
+            "--ema goes with --model; with --config it is --set train.ema.device=cpu",
+        ),
+        (
+            ["--config", DIGITS, "--engine", "fsdp2-offload"],
+            "--engine goes with --model; with --config it is --set engine.name=fsdp2 --set engine.cpu_offload=true",
+        ),
+        (
+            ["--config", DIGITS, "--lora", "16"],
+            "--lora goes with --model; with --config it is --set train.lora.rank=16",
+        ),
+        (
+            [*TINY, "--config", DIGITS],
+            "--model dit-s-8 and --config each say what is planned; leave one of them out",
         ),
         ([*TINY, "--config", "nosuch.yaml"], "the config nosuch.yaml does not exist"),
+        (
+            ["--config", DIGITS, "--set", "train.steps=5", "--set", "train.steps=6"],
+            "--set says train.steps 2 times; leave it once",
+        ),
         ([*TINY, "--set", "a=1"], "--set goes with --config, and --model was given; leave it out"),
         (
             [*TINY, "--also-gpus", "2"],
@@ -258,6 +274,16 @@ def test_what_a_run_holds_out_and_draws_is_in_its_plan(tmp_path):
             [*TINY, "--out", "plan", "--also-gpus", "2,3,4,5"],
             "--also-gpus 2,3,4,5 are 4 numbers; a page has 3 beside its own",
         ),
+        (
+            [*TINY, "--out", "plan", "--also-gpus", "2,12"],
+            "--also-gpus says 12, and machines of --gpus-per-node 8 come to multiples of 8; nearest: 8 or 16",
+        ),
+        (
+            [*TINY, "--out", "plan", "--engine", "single", "--also-gpus", "2"],
+            "--engine single runs on one card, and --also-gpus says 2; use --engine zero1, zero2, zero3 or fsdp2, or "
+            "leave it out",
+        ),
+        ([*TINY, "--gpus", "100001"], "--gpus is 100001, and plans go up to 4096"),
         (
             ["--config", DIGITS, "--out", "plan", "--also-gpus", "2"],
             "--also-gpus goes with --model, and --config was given; leave it out",

@@ -59,5 +59,6 @@ def run_ranks(count, *program, timeout=300, **environment):
 
 
 def with_set(overrides):
-    """`--set` for each override."""
-    return [part for override in overrides for part in ("--set", override)]
+    """`--set` for each override; of a key that stands twice the last one, as those of a test are after the shared."""
+    last = {override.partition("=")[0]: override for override in overrides}
+    return [part for override in last.values() for part in ("--set", override)]

@@ -30,7 +30,7 @@ def cluster_problems(cluster: Cluster, pins: Pins, global_batch_size: int | None
         problems.append(f"--gpus is {gpus}, and NCCL joins no MIG slices ({gpu.name}); use --gpus 1, or whole cards")
     if gpus > MOST_GPUS:
         problems.append(f"--gpus is {gpus}, and plans go up to {MOST_GPUS}")
-    if gpus > per_node and gpus % per_node:
+    elif gpus > per_node and gpus % per_node:
         below = gpus // per_node * per_node
         problems.append(
             f"--gpus is {gpus}, and machines of --gpus-per-node {per_node} come to multiples of {per_node}; "

@@ -13,7 +13,7 @@ from bigdit.config.data import frames_of
 from bigdit.config.deepspeed import read_ds_config
 from bigdit.config.load import parse_run
 from bigdit.config.planned import at
-from bigdit.config.stages import of_each, read_stages
+from bigdit.config.stages import of_each, read_stages, with_set
 from bigdit.config.strategy import PRESETS
 from bigdit.encoders.host_bytes import host_weights
 from bigdit.errors import UserError
@@ -41,7 +41,7 @@ _KEYS = {
 def questions_of(path: Path, overrides: Sequence[str], asked: Mapping[str, Any]) -> list[Question]:
     """A question for each stage of the run that `path` describes; of one without stages, one. `asked`: what the YAML
     does not say, as `question_for` takes it. Raises UserError with all problems."""
-    documents = read_stages(path, overrides)
+    documents, said = read_stages(path, overrides)
 
     def one(number: int) -> Question:
         try:
@@ -52,7 +52,9 @@ def questions_of(path: Path, overrides: Sequence[str], asked: Mapping[str, Any])
     try:
         return of_each(range(len(documents)), one)
     except UserError as error:
-        raise UserError(*(f"{path}: {problem}" for problem in error.problems)) from None
+        raise UserError(
+            *(with_set(f"{path}: {problem}", path, overrides, said) for problem in error.problems)
+        ) from None
 
 
 def _question(document: dict[str, Any], asked: Mapping[str, Any]) -> Question:

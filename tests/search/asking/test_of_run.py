@@ -31,7 +31,8 @@ def asked(path, *overrides, **options):
 def problems(path, *overrides, **options):
     with pytest.raises(UserError) as caught:
         asked(path, *overrides, **options)
-    return [problem.removeprefix(f"{path}: ") for problem in caught.value.problems]
+    lines = caught.value.problems
+    return [line.removeprefix(f"{path}: ").removeprefix(f"{path} with --set: ") for line in lines]
 
 
 def test_each_stage_is_asked_with_what_is_said_of_it(tmp_path):
@@ -96,3 +97,11 @@ def test_what_is_wrong_is_told_by_the_runs_keys(tmp_path):
         "model.class_name says what is trained; plans take model.name or model.path, a config.json"
     ]
     assert problems(path, "train.stepz=3") == ["train.stepz: unknown key; did you mean steps, decay_steps?"]
+
+
+def test_a_key_that_set_said_is_told_as_training_tells_it(tmp_path):
+    path = written(tmp_path, LOW, HIGH)
+    for override in ("train.seed=x", "stages.1.train.steps=x"):
+        with pytest.raises(UserError) as caught:
+            asked(path, override)
+        assert [line.partition(": ")[0] for line in caught.value.problems] == [f"{path} with --set"]

@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 from commands import DIGITS, SINGLE, TINY, with_set
@@ -74,6 +75,11 @@ def test_the_user_s_folder_is_where_data_is_kept(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     assert receipt.folder() == tmp_path / "bigdit" / "receipts"
     assert receipts.folders()[-1] == receipt.folder()
+
+
+def test_tests_keep_no_receipts_among_the_user_s():
+    own = Path.home() / ".local/share/bigdit/receipts"
+    assert own not in receipts.folders()
 
 
 def test_files_that_are_no_receipts_are_named_and_passed_over(tmp_path):
