@@ -1,7 +1,10 @@
 """bigdit: plan and train large diffusion transformers; the step is rehearsed before it is run."""
 
-import importlib
-from typing import Any
+from __future__ import annotations
+
+TYPE_CHECKING = False  # what is imported here delays the word that Ctrl-C gets
+if TYPE_CHECKING:
+    from typing import Any
 
 __version__ = "0.1.0"
 
@@ -9,6 +12,8 @@ __version__ = "0.1.0"
 def __getattr__(name: str) -> Any:
     """`bigdit.plan`, once it is asked for: until then `import bigdit` takes no time."""
     if name == "plan":
+        import importlib
+
         return importlib.import_module("bigdit.report.notebook").plan
     raise AttributeError(f"module 'bigdit' has no attribute {name!r}")
 

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 
-from bigdit.errors import guard
+TYPE_CHECKING = False  # typing takes milliseconds, in which Ctrl-C would be a traceback
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command and exit: 0 done, 1 the user's error, 2 does not fit, 3 a bug, 130 interrupted."""
+    try:
+        from bigdit.errors import guard  # here: Ctrl-C while it is imported ends as it says too
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
     sys.exit(guard(lambda: _run(sys.argv[1:] if arguments is None else arguments)))
 
 

@@ -37,9 +37,9 @@ def run(
 def _found(containing: str | None, min_memory: str | None) -> list[Gpu]:
     from bigdit.catalog.gpus import gpu_aliases, gpus, no_gpu
     from bigdit.errors import UserError
-    from bigdit.units import gib, parse_memory
+    from bigdit.units import gib
 
-    wanted, least = (containing or "").casefold(), 0 if min_memory is None else parse_memory(min_memory)
+    wanted, least = (containing or "").casefold(), 0 if min_memory is None else _least(min_memory)
     cards = gpus()
     words = {g.name: " ".join((g.name, g.title, g.architecture, *gpu_aliases(g.name))).casefold() for g in cards}
     named = [g for g in cards if wanted in words[g.name]]
@@ -54,6 +54,16 @@ def _found(containing: str | None, min_memory: str | None) -> list[Gpu]:
             f"{gib(largest.total_bytes)}"
         )
     return found
+
+
+def _least(min_memory: str) -> int:
+    from bigdit.errors import UserError
+    from bigdit.units import parse_memory
+
+    try:
+        return parse_memory(min_memory)
+    except UserError as error:
+        raise UserError(*(f"--min-memory: {problem}" for problem in error.problems)) from None
 
 
 def _fields(card: Gpu) -> dict[str, Any]:

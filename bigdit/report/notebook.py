@@ -42,7 +42,10 @@ def _answered(ask: Callable[Options, Question]) -> Callable[Options, Answer]:
             return Answer(**dict(make_plan(question, progress=status.update)))
 
     plan.__name__ = plan.__qualname__ = "plan"
-    plan.__doc__ = f"The plan that answers this question: what `bigdit plan --json` prints.\n\n{ask.__doc__}"
+    _, _, options = (ask.__doc__ or "").partition("\n\n")
+    plan.__doc__ = f"The plan that these options of `bigdit plan` ask for; what is None is as there.\n\n{options}"
+    plan.__annotations__ = ask.__annotations__ | {"return": Plan.__name__}
+    plan.__signature__ = inspect.signature(ask).replace(return_annotation=Plan.__name__)  # type: ignore[attr-defined]
     return plan
 
 

@@ -163,10 +163,13 @@ def test_a_filter_that_finds_nothing():
     with pytest.raises(UserError, match=r"^no card with 'turing' in its name has 74.51 GiB \(--min-memory 80GB\); the"):
         gpus.run(containing="turing", min_memory="80GB")
     with pytest.raises(
-        UserError, match=r"^a memory size with a unit was expected, such as 46068MiB or 24GB, and 'big' was found$"
+        UserError,
+        match=r"^--min-memory: a memory size with a unit was expected, such as 46068MiB or 24GB, and 'big' was found$",
     ):
         gpus.run(min_memory="big")
-    with pytest.raises(UserError, match=r"^24MB is 22.89 MiB, and machines and cards have 1 GiB to .*mean 24GiB\?$"):
+    with pytest.raises(
+        UserError, match=r"^--min-memory: 24MB is 22.89 MiB, and machines and cards have 1 GiB to .*mean 24GiB\?$"
+    ):
         gpus.run(min_memory="24MB")
 
 

@@ -210,6 +210,21 @@ def test_ctrl_c_says_so_and_no_worker_of_the_command_says_more(arguments, pictur
     until(lambda: not started & {pid for pid, *_ in processes()}, within=30)
 
 
+def test_ctrl_c_while_its_first_module_is_imported_says_so():
+    code = (
+        "import os, signal, sys\n"
+        "class Typed:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'bigdit.errors':\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Typed())\n"
+        "from bigdit.cli import main\n"
+        "main(['--version'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+
+
 def processes():
     """Those of this machine that have not ended, each with the one that started it."""
     for stat in Path("/proc").glob("[0-9]*/stat"):

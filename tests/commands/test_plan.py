@@ -145,6 +145,8 @@ def test_python_asks_as_the_command_does():
         "assert 'plan' in dir(bigdit) and not any(name.startswith('bigdit.') for name in sys.modules)\n"
         "import inspect\n"
         "print(*inspect.signature(bigdit.plan).parameters)\n"
+        "assert inspect.signature(bigdit.plan).return_annotation == 'Plan'\n"
+        "assert bigdit.plan.__doc__.startswith('The plan that')\n"
         "assert 'torch' not in sys.modules"
     )
     done = subprocess.run(
@@ -282,6 +284,10 @@ def test_what_a_run_holds_out_and_draws_is_in_its_plan(tmp_path):
             [*TINY, "--out", "plan", "--engine", "single", "--also-gpus", "2"],
             "--engine single runs on one card, and --also-gpus says 2; use --engine zero1, zero2, zero3 or fsdp2, or "
             "leave it out",
+        ),
+        (
+            [*TINY, "--ema-widths", "0.1"],
+            "--ema-widths is 0.1, and two widths or more were expected, such as 0.05,0.1",
         ),
         ([*TINY, "--gpus", "100001"], "--gpus is 100001, and plans go up to 4096"),
         (

@@ -96,7 +96,7 @@ def question_for(
         "checkpointed_blocks": _whole(checkpointed_blocks),
         "micro_batch_size": micro_batch,
         "ema": "auto" if ema is None and ema_widths is not None else ema,
-        "ema_widths": ema_widths.split(",") if isinstance(ema_widths, str) else ema_widths,
+        "ema_widths": _attempt(problems, "--ema-widths", lambda: _widths(ema_widths)),
         "lora_rank": lora,
         "features": features,
         "full": full,
@@ -183,6 +183,13 @@ def _count(option: str, asked: int | str | None) -> int | None:
     if not number.is_integer():
         raise UserError(f"{option} expects a number such as 250000, 1.5k or 30M, and {asked[:40]!r} was found")
     return int(number)
+
+
+def _widths(asked: str | Sequence[float] | None) -> Sequence[str | float] | None:
+    """`0.05,0.1` as two."""
+    if isinstance(asked, str) and "," not in asked:
+        raise UserError(f"--ema-widths is {asked[:40]}, and two widths or more were expected, such as 0.05,0.1")
+    return asked.split(",") if isinstance(asked, str) else asked
 
 
 def _host_memory(asked: str | None) -> int | None:
