@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -255,14 +256,23 @@ LARGEST_ARGUMENT = 2**24
 
 
 def argument_problems(spec: ModelSpec) -> list[str]:
-    """What no class takes: lengths and counts of a model that nobody could build or wait for."""
+    """What no class takes: lengths and counts of a model that nobody could build or wait for, and no block at all."""
     inputs = FAMILIES.get(spec.class_name, Inputs())
     most = dict.fromkeys(inputs.depths.values(), MOST_BLOCKS)
-    return [
+    problems = [
         f"model.kwargs.{key} is {value}, and 0 to {most.get(key, LARGEST_ARGUMENT)} was expected"
         for key, value in spec.kwargs.items()
         if isinstance(value, int) and not 0 <= value <= most.get(key, LARGEST_ARGUMENT)
     ]
+    problems += [
+        f"model.kwargs.{key} is {value}, and a finite number was expected"
+        for key, value in spec.kwargs.items()
+        if isinstance(value, float) and not math.isfinite(value)
+    ]
+    if most and all(spec.kwargs.get(key) == 0 for key in most):
+        none = " and ".join(f"model.kwargs.{key} is 0" for key in most)
+        problems.append(f"{none}, and a model without a block learns nothing; set it to 1 or more")
+    return problems
 
 
 def training_obstacle(spec: ModelSpec) -> str | None:

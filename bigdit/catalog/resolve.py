@@ -35,8 +35,8 @@ def model_spec(config: ModelConfig) -> ModelSpec:
 
 
 def read_model_config(path: Path) -> ModelSpec:
-    """The ModelSpec in a diffusers `config.json`, in the folder that holds one, or in a pipeline's folder; it has the
-    pipeline's name where the transformer lies in one.
+    """The ModelSpec in a diffusers `config.json`, in the folder that holds one, or in a pipeline's folder. It has the
+    name of its folder, of the pipeline where the transformer lies in one, or of a file that is called otherwise.
 
     Raises UserError where the file is missing, is not JSON, names no class, or has arguments that no class takes.
     """
@@ -49,10 +49,17 @@ def read_model_config(path: Path) -> ModelSpec:
     if not isinstance(class_name, str):
         raise UserError(f"{file} names no _class_name, as diffusers' config.json does")
     kwargs = {key: value for key, value in document.items() if not key.startswith("_")}
-    name = file.absolute().parent.name
-    if name == TRANSFORMER:
-        name = file.absolute().parent.parent.name
-    return _sensible(ModelSpec(name=name or class_name, class_name=class_name, kwargs=kwargs))
+    spec = ModelSpec(name=_name(file.absolute()) or class_name, class_name=class_name, kwargs=kwargs)
+    try:
+        return _sensible(spec)
+    except UserError as error:
+        raise UserError(*(f"{file}: {line.removeprefix('model.kwargs.')}" for line in error.problems)) from None
+
+
+def _name(file: Path) -> str:
+    if file.name != "config.json":
+        return file.stem
+    return file.parent.parent.name if file.parent.name == TRANSFORMER else file.parent.name
 
 
 def _sensible(spec: ModelSpec) -> ModelSpec:

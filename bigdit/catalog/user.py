@@ -52,27 +52,38 @@ def user_model(path: Path) -> CatalogModel:
     ]
     if problems:
         raise UserError(*problems)
-    vae = own or _vae(spec, inputs, sibling)
-    text = _text(spec, inputs, sibling)
-    if folder is not None:
-        _check_together(spec, inputs, sibling, own, text_widths(folder))
+    widths = None if folder is None else text_widths(folder)
+    try:
+        if widths is not None:
+            _check_together(spec, inputs, sibling, own, widths)
+        read = _read(spec, inputs, sibling, own)
+    except UserError as error:
+        raise UserError(*(f"{path}: {line}" for line in error.problems)) from None
     return sibling.model_copy(
-        update={
+        update=read
+        | {
             "spec": spec,
             "params": None,
             "buffer_elems": None,
-            "block_lists": _block_lists(spec, inputs, sibling),
-            "text": text,
-            "vae": vae,
-            "patch_size": _patch_size(spec, inputs, sibling),
-            "patch_frames": _whole(spec, "patch_size_t", spec.kwargs.get("patch_size_t") or 1),
-            "resolution": _resolution(spec, vae, sibling),
             "source": (str(path),),
-            "unverified": _assumed(None if own else vae, text, sibling),
             "notes": None,
             "pipeline": None if folder is None else str(folder),
         }
     )
+
+
+def _read(spec: ModelSpec, inputs: Inputs, sibling: CatalogModel, own: Vae | None) -> dict[str, Any]:
+    """What the arguments say of a model, the sibling lends and the pipeline's `own` VAE is."""
+    vae, text = own or _vae(spec, inputs, sibling), _text(spec, inputs, sibling)
+    return {
+        "block_lists": _block_lists(spec, inputs, sibling),
+        "text": text,
+        "vae": vae,
+        "patch_size": _patch_size(spec, inputs, sibling),
+        "patch_frames": _whole("patch_size_t", spec.kwargs.get("patch_size_t") or 1),
+        "resolution": _resolution(spec, vae, sibling),
+        "unverified": _assumed(None if own else vae, text, sibling),
+    }
 
 
 def _check_transformer(path: Path, folder: Path | None) -> None:
@@ -94,7 +105,7 @@ def _check_together(
     if vae is not None and taken is not None and not more and taken != _packed(vae, inputs):
         how = f" in patches of {PACKING} × {PACKING}" if inputs.packs else ""
         problems.append(
-            f"{spec.name}: transformer/config.json has in_channels {taken}, and vae/config.json gives "
+            f"transformer/config.json has in_channels {taken}, and vae/config.json gives "
             f"{_packed(vae, inputs)}{how} (latents of {vae.latent_channels}): they do not go together"
         )
     width = spec.kwargs.get(inputs.text_dim or "")
@@ -102,7 +113,7 @@ def _check_together(
     if widths and isinstance(wanted, int) and wanted not in {each * inputs.joined for each in widths.values()}:
         given = ", ".join(f"{name}/config.json {each}" for name, each in widths.items())
         problems.append(
-            f"{spec.name}: transformer/config.json has {inputs.text_dim} {wanted}, and the text encoders' states are "
+            f"transformer/config.json has {inputs.text_dim} {wanted}, and the text encoders' states are "
             f"as wide as {given}: they do not go together"
         )
     if problems:
@@ -124,7 +135,7 @@ def _assumed(vae: Vae | None, text: TextInput | None, sibling: CatalogModel) -> 
 def _block_lists(spec: ModelSpec, inputs: Inputs, sibling: CatalogModel) -> tuple[tuple[str, int], ...]:
     """The sibling's lists, at the lengths that the config says."""
     return tuple(
-        (name, _whole(spec, inputs.depths[name], spec.kwargs.get(inputs.depths[name], length)))
+        (name, _whole(inputs.depths[name], spec.kwargs.get(inputs.depths[name], length)))
         if name in inputs.depths
         else (name, length)
         for name, length in sibling.block_lists
@@ -146,10 +157,10 @@ def _vae(spec: ModelSpec, inputs: Inputs, sibling: CatalogModel) -> Vae:
     found = spec.kwargs.get("in_channels")
     if found is None or found == sibling.spec.kwargs.get("in_channels"):
         return sibling.vae
-    channels, rest = divmod(_whole(spec, "in_channels", found), PACKING**2 if inputs.packs else 1)
+    channels, rest = divmod(_whole("in_channels", found), PACKING**2 if inputs.packs else 1)
     if rest:
         raise UserError(
-            f"{spec.name}: in_channels is {found}, and {spec.class_name} packs {PACKING} × {PACKING} latents into "
+            f"in_channels is {found}, and {spec.class_name} packs {PACKING} × {PACKING} latents into "
             f"one: a multiple of {PACKING**2}, such as {max(channels, 1) * PACKING**2}"
         )
     if channels == sibling.vae.latent_channels:
@@ -172,7 +183,7 @@ def _text(spec: ModelSpec, inputs: Inputs, sibling: CatalogModel) -> TextInput |
     dim, layers = spec.kwargs.get(inputs.text_dim), spec.kwargs.get(inputs.text_layers or "", 1)
     if dim is None:
         return sibling.text
-    dim = _whole(spec, inputs.text_dim, dim[0] if isinstance(dim, list) and dim else dim) * layers
+    dim = _whole(inputs.text_dim, dim[0] if isinstance(dim, list) and dim else dim) * layers
     return sibling.text.model_copy(update={"dim": dim})
 
 
@@ -180,20 +191,20 @@ def _patch_size(spec: ModelSpec, inputs: Inputs, sibling: CatalogModel) -> int:
     found = spec.kwargs.get("patch_size")
     if found is None or inputs.packs:
         return sibling.patch_size
-    return _whole(spec, "patch_size", found)
+    return _whole("patch_size", found)
 
 
 def _resolution(spec: ModelSpec, vae: Vae, sibling: CatalogModel) -> int | None:
     side = spec.kwargs.get("sample_size")
     if side is None or sibling.video:
         return sibling.resolution
-    return _whole(spec, "sample_size", side) * vae.downsample
+    return _whole("sample_size", side) * vae.downsample
 
 
-def _whole(spec: ModelSpec, key: str, value: Any) -> int:
+def _whole(key: str, value: Any) -> int:
     """A positive integer; of several, as (frames, height, width), the last."""
     if isinstance(value, list) and value:
         value = value[-1]
     if not isinstance(value, int) or value < 1:
-        raise UserError(f"{spec.name}: {key} is {value!r}; a positive integer was expected")
+        raise UserError(f"{key} is {value!r}; a positive integer was expected")
     return value

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+import warnings
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -90,13 +91,27 @@ def outline(spec: ModelSpec) -> nn.Module:
 def _constructed(spec: ModelSpec) -> nn.Module:
     model_class = _model_class(spec)
     try:
-        model: nn.Module = model_class(**spec.kwargs)
+        with warnings.catch_warnings():  # of widths of 0, which are an error a moment later
+            warnings.filterwarnings("ignore", "Initializing zero-element tensors")
+            model: nn.Module = model_class(**spec.kwargs)
     except Exception as error:  # what a constructor makes of arguments that it was not written for is of any class
         if ran_out(error):
             raise
+        if zeros := _zeros(spec, inspect.signature(model_class).parameters):
+            raise UserError(*(f"model.kwargs.{key} is 0, and 1 or more was expected" for key in zeros)) from error
         reason = " ".join(str(error).split())[:300]
         raise UserError(f"model.kwargs: {spec.class_name} cannot be made of these arguments: {reason}") from error
     return model
+
+
+def _zeros(spec: ModelSpec, known: Mapping[str, inspect.Parameter]) -> list[str]:
+    """The arguments that are 0 where the class has a number above that by default."""
+    defaults = {key: known[key].default for key, value in spec.kwargs.items() if value == 0 and key in known}
+    return [
+        key
+        for key, default in defaults.items()
+        if isinstance(default, int | float) and not isinstance(default, bool) and default > 0
+    ]
 
 
 def _in_training(model: nn.Module, dtype: torch.dtype) -> nn.Module:

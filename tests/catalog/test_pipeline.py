@@ -49,8 +49,8 @@ def test_what_cannot_go_together_is_refused_with_both_sides(tmp_path):
         user_model(folder)
     vae, text = error.value.problems
     assert vae == (
-        "odd: transformer/config.json has in_channels 64, and vae/config.json gives 16 in patches of 2 × 2 (latents of "
-        "4): they do not go together"
+        f"{folder}: transformer/config.json has in_channels 64, and vae/config.json gives 16 in patches of 2 × 2 "
+        "(latents of 4): they do not go together"
     )
     assert "joint_attention_dim 4096" in text
     assert "text_encoder/config.json 768, text_encoder_2/config.json 2048" in text

@@ -70,12 +70,22 @@ def test_what_a_config_must_say(tmp_path):
     with pytest.raises(UserError, match=r"no family adapter drives 'UNet2DConditionModel': it is a U-Net, and "):
         user_model(written(tmp_path / "unet", "UNet2DConditionModel", {}))
     with pytest.raises(
-        UserError, match=r"odd: in_channels is 66, and FluxTransformer2DModel packs 2 × 2 .* such as 64"
+        UserError, match=r"odd/config.json: in_channels is 66, and FluxTransformer2DModel packs 2 × 2 .* such as 64"
     ):
         user_model(written(tmp_path / "odd", "FluxTransformer2DModel", {"in_channels": 66}))
     deep = dict(model("sana-600m-512").spec.kwargs) | {"num_layers": 1000000}
-    with pytest.raises(UserError, match=r"^model\.kwargs\.num_layers is 1000000, and 0 to 1000 was expected$"):
+    with pytest.raises(UserError, match=r"^\S+/deep/config\.json: num_layers is 1000000, and 0 to 1000 was expected$"):
         user_model(written(tmp_path / "deep", "SanaTransformer2DModel", deep))
     wrong = dict(model("sana-600m-512").spec.kwargs) | {"sample_size": "large"}
-    with pytest.raises(UserError, match=r"wrong: sample_size is 'large'; a positive integer was expected"):
+    with pytest.raises(UserError, match=r"wrong/config.json: sample_size is 'large'; a positive integer was expected"):
         user_model(written(tmp_path / "wrong", "SanaTransformer2DModel", wrong))
+    two = dict(model("sana-600m-512").spec.kwargs) | {"num_layers": "two"}
+    file = written(tmp_path / "two", "SanaTransformer2DModel", two).rename(tmp_path / "c12.json")
+    with pytest.raises(UserError, match=r"/c12\.json: num_layers is 'two'; a positive integer was expected"):
+        user_model(file)
+
+
+def test_a_model_is_called_by_its_file_or_by_the_folder_of_a_config_json(tmp_path):
+    file = written(tmp_path / "mine", "SanaTransformer2DModel", model("sana-600m-512").spec.kwargs)
+    assert user_model(file).name == "mine"
+    assert user_model(file.rename(tmp_path / "mine/c12.json")).name == "c12"

@@ -305,7 +305,7 @@ def test_a_plan_is_of_a_model_or_of_a_run(arguments, line):
 @pytest.mark.parametrize(
     ("argument", "line"),
     [
-        ({"num_attention_heads": 0}, "cannot be made of these arguments: groups must be a positive integer"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0, and 1 or more was expected"),
         ({"colour": 3}, "does not take it; known: "),
     ],
 )

@@ -46,11 +46,6 @@ def test_a_sound_run_is_printed(capsys, tmp_path):
             "model.kwargs.num_layer: SanaTransformer2DModel does not take it; did you mean num_layers?",
         ),
         (
-            ["model.kwargs.patch_size=0"],
-            "model.kwargs: SanaTransformer2DModel cannot be made of these arguments: integer division or modulo by "
-            "zero",
-        ),
-        (
             ["model.kwargs.patch_size=[1, 2]"],
             "model.kwargs: SanaTransformer2DModel cannot be made of these arguments: unsupported operand type(s) for "
             "//: 'int' and 'list'",
@@ -64,6 +59,13 @@ def test_a_sound_run_is_printed(capsys, tmp_path):
             ["model.init_from=nowhere"],
             "model.init_from: nowhere does not hold diffusers weights of SanaTransformer2DModel: it is no folder; "
             "name one of diffusers, or a checkpoint",
+        ),
+        (["model.kwargs.patch_size=0"], "model.kwargs.patch_size is 0, and 1 or more was expected"),
+        (["model.kwargs.num_attention_heads=0"], "model.kwargs.num_attention_heads is 0, and 1 or more was expected"),
+        (["model.kwargs.mlp_ratio=.inf"], "model.kwargs.mlp_ratio is inf, and a finite number was expected"),
+        (
+            ["model.kwargs.num_layers=0"],
+            "model.kwargs.num_layers is 0, and a model without a block learns nothing; set it to 1 or more",
         ),
         (["output=/proc/x"], "output: cannot write /proc/x: No such file or directory; choose another"),
         (["train.seed=-1"], f"{DIGITS} with --set: train.seed is -1, and 0 or more was expected"),
