@@ -206,9 +206,11 @@ def _plan_stages(config: Path, overrides: list[str], asked: dict[str, Any], out:
     from bigdit import log
     from bigdit.report.plan import show_short
     from bigdit.search.answer import make_plan
-    from bigdit.search.asking.of_run import questions_of
+    from bigdit.search.asking.of_run import questions_of, unpinned
 
     questions, plans = questions_of(config, overrides, asked), []
+    for line in unpinned(config, overrides):
+        log.notice(f"note: {line}")
     for number, question in enumerate(questions):
         name = f"stages.{number}" if len(questions) > 1 else str(config)
         with log.err.status(f"planning {name}") as status:

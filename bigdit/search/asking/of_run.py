@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,14 @@ from bigdit.config.data import frames_of
 from bigdit.config.deepspeed import read_ds_config
 from bigdit.config.load import parse_run
 from bigdit.config.planned import at
+from bigdit.config.run import EngineConfig, TrainConfig
 from bigdit.config.stages import of_each, read_stages, with_set
 from bigdit.config.strategy import PRESETS
 from bigdit.encoders.host_bytes import host_weights
 from bigdit.errors import UserError
 from bigdit.search.asking.ask import question_for
 from bigdit.search.question import Question
+from bigdit.spec import LoraSpec, Strict
 
 _KEYS = {
     "--resolution": "data.buckets",
@@ -36,6 +38,18 @@ _KEYS = {
     "--model": "model",
 }
 """Options of `bigdit plan` by the keys that say the same."""
+_UNPINNED: dict[str, type[Strict]] = {
+    "train.lora.base": LoraSpec,
+    "train.lora.dora": LoraSpec,
+    "train.lora.targets": LoraSpec,
+    "train.checkpointing": TrainConfig,
+    "train.offload_activations": TrainConfig,
+    "train.blocks_to_swap": TrainConfig,
+    "train.optimizer_in_backward": TrainConfig,
+    "engine.reshard_after_forward": EngineConfig,
+    "engine.dp_replicate": EngineConfig,
+}
+"""What a run may say of memory or speed, and a plan chooses by itself, or has otherwise; and whose defaults it has."""
 
 
 def questions_of(path: Path, overrides: Sequence[str], asked: Mapping[str, Any]) -> list[Question]:
@@ -55,6 +69,22 @@ def questions_of(path: Path, overrides: Sequence[str], asked: Mapping[str, Any])
         raise UserError(
             *(with_set(f"{path}: {problem}", path, overrides, said) for problem in error.problems)
         ) from None
+
+
+def unpinned(path: Path, overrides: Sequence[str]) -> list[str]:
+    """What a run says that its plan does not pin, as lines: one a key, whichever stage says it."""
+    documents, _ = read_stages(path, overrides)
+    said = {(key, str(found)) for document in documents for key, found in _beside_pins(document)}
+    return [
+        f"{path}: {key} is {found}, which plans do not pin: this one chooses by itself" for key, found in sorted(said)
+    ]
+
+
+def _beside_pins(document: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, of in _UNPINNED.items():
+        found = at(document, key.split("."))
+        if found is not None and found != of.model_fields[key.rsplit(".", 1)[1]].default:
+            yield key, found
 
 
 def _question(document: dict[str, Any], asked: Mapping[str, Any]) -> Question:
@@ -86,6 +116,7 @@ def _question(document: dict[str, Any], asked: Mapping[str, Any]) -> Question:
         ema=None if run.train.ema is None else run.train.ema.device,
         ema_widths=None if run.train.ema is None else run.train.ema.widths,
         lora=None if run.train.lora is None else run.train.lora.rank,
+        features="online" if run.data.online else None,
         full=run.train.lora is None,
         **{**asked, "gpus": gpus or asked.get("gpus")},
     )

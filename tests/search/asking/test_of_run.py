@@ -5,7 +5,7 @@ import yaml
 from commands import ROOT
 
 from bigdit.errors import UserError
-from bigdit.search.asking.of_run import questions_of
+from bigdit.search.asking.of_run import questions_of, unpinned
 
 PIXART = {
     "model": {"name": "pixart-sigma-xl-2-1024"},
@@ -64,6 +64,18 @@ def test_a_run_without_stages_is_one_question(tmp_path):
     adapted = {"train": {"steps": 9, "lora": {"rank": 4}, "ema": {"device": "cpu"}}, "optimizer": {"name": "came"}}
     (only,) = asked(written(tmp_path, **adapted))
     assert (only.pins.lora_rank, only.pins.ema, only.pins.full, only.pins.optimizer) == (4, "cpu", False, "came")
+
+
+def test_features_online_are_pinned_and_what_is_not_is_said(tmp_path):
+    train = {"steps": 9, "lora": {"rank": 4, "base": "nf4", "dora": False}, "blocks_to_swap": 3}
+    path = written(tmp_path, data=PIXART["data"] | {"features": "online"}, train=train)
+    (only,) = asked(path)
+    assert only.pins.features == "online"
+    assert unpinned(path, ["train.checkpointing=selective"]) == [
+        f"{path}: {key} is {said}, which plans do not pin: this one chooses by itself"
+        for key, said in (("train.blocks_to_swap", 3), ("train.checkpointing", "selective"), ("train.lora.base", "nf4"))
+    ]
+    assert unpinned(written(tmp_path, LOW, HIGH), ()) == []
 
 
 @pytest.mark.parametrize(
