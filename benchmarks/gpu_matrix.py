@@ -8,11 +8,16 @@ python benchmarks/gpu_matrix.py shares [--held-out]
 
 `predict` asks the rehearsal and the emulated card about every point, and writes on_gpu/predicted.json: that comes
 first, and is committed before anything is measured. `measure` runs on a machine with the GPU, most important points
-first, each in a fresh process; it goes on where it was, needs no network, and ends within its seconds. Beside what a
-CUDA image of PyTorch has it needs diffusers (6 MB), pydantic with pydantic-core (3 MB), bitsandbytes (43 MB; 4 MB with
-the library of one CUDA), torchao (3 MB) and DeepSpeed (2 MB). `report` lays both side by side in gpu_matrix.md, and
-writes what was measured into on_gpu/measured.json; `events` shows where one point's allocations differ;
-`shares` what operators reached of the card, and launches measured beside counted ones.
+first, each in a fresh process; it goes on where it was, needs no network, and ends within its seconds. Beside numpy,
+Pillow and what torch itself wants it needs 64 MB of wheels: bitsandbytes (43 MB; 4 MB with the library of one CUDA),
+diffusers (6 MB), torchao (3 MB), pydantic with pydantic-core (3 MB), DeepSpeed (2 MB), rich with Pygments and
+markdown-it-py (2 MB), below 1 MB each huggingface_hub, PyYAML, regex, safetensors, msgpack, accelerate,
+charset-normalizer, psutil, urllib3, anyio, certifi, packaging, httpx2, httpcore2, tqdm, requests, idna, einops, hjson,
+h11, py-cpuinfo, truststore, typing-inspection, annotated-types. Points of LoRA need transformers with tokenizers and
+peft too (18 MB), and those with features online pyarrow and xxhash beside these (55 MB): with bitsandbytes' one
+library 25, 43 and 98 MB. `report` lays both side by side in gpu_matrix.md, and writes what was measured into
+on_gpu/measured.json; `events` shows where one point's allocations differ; `shares` what operators reached of the card,
+and launches measured beside counted ones.
 
 Points marked as held out are measured last, and no rule and no constant is ever made from them.
 """
