@@ -291,6 +291,10 @@ def test_what_a_run_holds_out_and_draws_is_in_its_plan(tmp_path):
         ),
         ([*TINY, "--gpus", "100001"], "--gpus is 100001, and plans go up to 4096"),
         (
+            ["--config", DIGITS, "--features", "online"],
+            "--features goes with --model; with --config it is --set data.features=online",
+        ),
+        (
             ["--config", DIGITS, "--out", "plan", "--also-gpus", "2"],
             "--also-gpus goes with --model, and --config was given; leave it out",
         ),

@@ -29,14 +29,14 @@ def instead(option: str, value: Any) -> str:
     called = f"--{option.replace('_', '-')}"
     if option == "model":
         return f"--model {value} and --config each say what is planned; leave one of them out"
-    if option == "features":
-        return "--features goes with --model: plans of a --config are of features that were extracted; leave it out"
     return f"{called} goes with --model; with --config it is --set {_said(option, value)}"
 
 
 def _said(option: str, value: Any) -> str:
     if option == "engine":
         return _engine(value)
+    if option == "features":
+        return f"data.features={'online' if value == 'online' else 'FOLDER'}"
     if option == "ema":
         return {"none": "train.ema=null", "auto": "train.ema={}"}.get(value, f"train.ema.device={value}")
     if option == "ema_widths":
