@@ -29,7 +29,8 @@ MOST = 8
 
 def stages_of(found: Recipe) -> list[dict[str, Any]]:
     """What its YAML says of each stage; of a run without stages what it says."""
-    return read_stages(_file(found, MEASURED.parent), [])
+    documents, _ = read_stages(_file(found, MEASURED.parent), [])
+    return documents
 
 
 def waiting_bytes(found: Recipe) -> int:
@@ -47,7 +48,7 @@ def rehearsed_bytes(found: Recipe, folder: Path, samples: int) -> int | None:
 
 def encode_batches(found: Recipe, folder: Path) -> list[EncodeBatch]:
     """What each stage of a recipe in `folder` encodes at once by itself, where the catalogue has all encoders."""
-    gpu, documents = catalog.resolve_gpu(found.about.gpu), read_stages(_file(found, folder), [])
+    gpu, (documents, _) = catalog.resolve_gpu(found.about.gpu), read_stages(_file(found, folder), [])
     batches = (encode_batch(parse_run(document, found.name), gpu) for document in documents)
     return [each for each in batches if each is not None]
 
