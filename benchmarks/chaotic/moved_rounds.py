@@ -32,7 +32,7 @@ def elsewhere_round(world: World, draw: random.Random, folder: Path) -> Seen:
     door = Door(world.training(second.name, output), folder / "last.log")
     end_well(door)
     rows = rows_of(output)
-    if [row[0] for row in rows] != list(range(STEPS)) or steps_of(output)[-1] != STEPS:
+    if [row[0] for row in rows] != list(range(1, STEPS + 1)) or steps_of(output)[-1] != STEPS:
         raise ChaosError(f"rows {rows}: {door.text()[-2000:]}")
     far = max(abs(row[1] - right[1]) / right[1] for row, right in zip(rows, second.rows, strict=True))
     masters, right_masters = _masters(output), _masters(second.whole)

@@ -136,8 +136,9 @@ def test_a_damaged_checkpoint_is_refused(features, trained, tmp_path):
     done = train(features, output, "train.steps=9")
     assert done.returncode == 1
     assert done.stderr.splitlines() == [
+        f"note: {shard.parent.parent} was trained with train.steps 8, and goes on with 9",
         f"error: {shard} is damaged: its checksum is not the one in state.json; "
-        "there is no other; choose another output to start anew"
+        "there is no other; choose another output to start anew",
     ]
 
 

@@ -190,8 +190,8 @@ def test_sizes_read_as_they_are_written(sizes):
         ),
         ({"precision": "fp8"}, "--precision is 'fp8', which is not known; did you mean fp32, fp16?"),
         ({"ema": "ram"}, "--ema is 'ram', which is not known; known: auto, cpu, gpu, none"),
-        ({"ema_widths": "0"}, "--ema-widths is '0', and a number above 0 was expected"),
-        ({"ema_widths": "0.1"}, "--ema-widths is ['0.1'], and a list of at least 2 was expected"),
+        ({"ema_widths": "0,0.1"}, "--ema-widths is '0', and a number above 0 was expected"),
+        ({"ema_widths": "0.1"}, "--ema-widths is 0.1, and two widths or more were expected, such as 0.05,0.1"),
         (
             {"ema": "none", "ema_widths": "0.05,0.1"},
             "--ema-widths are of averages, and --ema none keeps none; leave one of them out",
