@@ -13,11 +13,10 @@ Pillow and what torch itself wants it needs 64 MB of wheels: bitsandbytes (43 MB
 diffusers (6 MB), torchao (3 MB), pydantic with pydantic-core (3 MB), DeepSpeed (2 MB), rich with Pygments and
 markdown-it-py (2 MB), below 1 MB each huggingface_hub, PyYAML, regex, safetensors, msgpack, accelerate,
 charset-normalizer, psutil, urllib3, anyio, certifi, packaging, httpx2, httpcore2, tqdm, requests, idna, einops, hjson,
-h11, py-cpuinfo, truststore, typing-inspection, annotated-types. Points of LoRA need transformers with tokenizers and
-peft too (18 MB), and those with features online pyarrow and xxhash beside these (55 MB): with bitsandbytes' one
-library 25, 43 and 98 MB. `report` lays both side by side in gpu_matrix.md, and writes what was measured into
-on_gpu/measured.json; `events` shows where one point's allocations differ; `shares` what operators reached of the card,
-and launches measured beside counted ones.
+h11, py-cpuinfo, truststore, typing-inspection, annotated-types. Points of LoRA and those with features online need
+transformers with tokenizers, peft and xxhash too (18 MB): with bitsandbytes' one library 25 and 43 MB. `report` lays
+both side by side in gpu_matrix.md, and writes what was measured into on_gpu/measured.json; `events` shows where one
+point's allocations differ; `shares` what operators reached of the card, and launches measured beside counted ones.
 
 Points marked as held out are measured last, and no rule and no constant is ever made from them.
 """

@@ -29,7 +29,7 @@ from bigdit.encoders.load import load_text_encoder
 from bigdit.extract.pool import encode_in_workers
 from bigdit.extract.speed import UnitSpeed, read_units, shares_of, worker_speed
 from bigdit.extract.worker import Unit
-from bigdit.sources import open_source
+from bigdit.sources.open import open_source
 from bigdit.store.schema import StoreSchema, claim
 
 ROOT = Path(__file__).parents[2]

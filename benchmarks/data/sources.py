@@ -26,7 +26,7 @@ UNIT, UNITS = 256, 10
 PROBE = """
 import json, resource, sys, time
 from bigdit.config.data import DataConfig
-from bigdit.sources import open_source
+from bigdit.sources.open import open_source
 path, features = sys.argv[1:]
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 for kind in ("csv_rows", "file_rows", "webdataset"):

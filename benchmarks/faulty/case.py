@@ -17,7 +17,7 @@ from bigdit.config.run import RunConfig
 from bigdit.extract.extract import extract
 from bigdit.extract.job import Job, encode_here
 from bigdit.extract.speed import FOLDER as SPEED
-from bigdit.sources import open_source
+from bigdit.sources.open import open_source
 from bigdit.store import FeatureStore
 from bigdit.store.in_hand import FOLDER as WORKERS
 from bigdit.store.in_hand import all_held, remove_left

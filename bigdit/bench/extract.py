@@ -22,8 +22,8 @@ from bigdit.extract.job import Job
 from bigdit.extract.pool import encode_in_workers
 from bigdit.extract.speed import read_units
 from bigdit.extract.worker import Unit
-from bigdit.sources import Item, Source, Unusable, open_source
-from bigdit.sources.open import INDEX
+from bigdit.sources.open import INDEX, open_source
+from bigdit.sources.protocol import Item, Source, Unusable
 from bigdit.spec import ModelSpec
 
 UNITS = 4

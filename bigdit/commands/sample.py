@@ -168,7 +168,7 @@ def _lines(path: Path | None) -> list[str]:
 def _image(path: Path) -> Image.Image:
     from bigdit.errors import UserError
     from bigdit.sampling.first_frame import first_image
-    from bigdit.sources import Unusable
+    from bigdit.sources.protocol import Unusable
 
     try:
         return first_image(path)

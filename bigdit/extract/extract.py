@@ -24,8 +24,8 @@ from bigdit.extract.ranges import missing, parse_split
 from bigdit.extract.report import FILE as REPORT
 from bigdit.extract.report import ExtractReport, StoreReport, extract_report, store_report
 from bigdit.files import write_text
-from bigdit.sources import Source, open_source
-from bigdit.sources.open import SourceList
+from bigdit.sources.open import SourceList, open_source
+from bigdit.sources.protocol import Source
 from bigdit.spec import ModelSpec
 from bigdit.store.in_hand import own_folder, remove_left
 from bigdit.store.null_text import write_null_text

@@ -15,7 +15,8 @@ from bigdit.extract.pool import encode_in_workers
 from bigdit.extract.ranges import missing, pull, split
 from bigdit.extract.speed import UnitSpeed, shares_of
 from bigdit.extract.worker import Unit
-from bigdit.sources import Source, open_source
+from bigdit.sources.open import open_source
+from bigdit.sources.protocol import Source
 from bigdit.store.schema import Range, StoreSchema, check_same
 
 

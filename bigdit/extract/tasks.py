@@ -16,7 +16,7 @@ from typing import Any
 from bigdit import log
 from bigdit.errors import UserError, nearest
 from bigdit.extract.job import Job, do
-from bigdit.sources import Source
+from bigdit.sources.protocol import Source
 from bigdit.store.schema import EXTRACT
 
 LOGS = "slurm"

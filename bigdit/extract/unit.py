@@ -17,7 +17,7 @@ from bigdit.encoders.text_encoder import TextEncoder
 from bigdit.encoders.turns import Turn, at_once
 from bigdit.errors import UserError
 from bigdit.extract.speed import Stopwatch
-from bigdit.sources import Caption, Item, Sample, Unusable
+from bigdit.sources.protocol import Caption, Item, Sample, Unusable
 from bigdit.store.classes import Classes
 from bigdit.store.part import Encoded, Shape, Skipped
 

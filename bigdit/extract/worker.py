@@ -20,7 +20,7 @@ from bigdit.errors import UserError
 from bigdit.extract.speed import Stopwatch, UnitSpeed, append
 from bigdit.extract.unit import encode_unit
 from bigdit.lifeline import end_with_parent
-from bigdit.sources import Item
+from bigdit.sources.protocol import Item
 from bigdit.store.classes import Classes
 from bigdit.store.in_hand import own_folder
 from bigdit.store.null_text import write_null_text

@@ -19,7 +19,7 @@ from bigdit.extract.extract import unfit_model
 from bigdit.loader.captioned import Captions
 from bigdit.loader.padded import padded
 from bigdit.loader.raw_store import RawStore
-from bigdit.sources import open_source
+from bigdit.sources.open import open_source
 from bigdit.spec import ModelSpec
 from bigdit.store.schema import StoreSchema
 from bigdit.units import gib

@@ -14,8 +14,8 @@ from bigdit.errors import UserError
 from bigdit.loader.captioned import CaptionedBatch
 from bigdit.loader.order import Ints
 from bigdit.loader.read import draw
-from bigdit.sources import Item, Sample, Unusable
 from bigdit.sources.open import SourceList
+from bigdit.sources.protocol import Item, Sample, Unusable
 from bigdit.store.captions import chosen
 from bigdit.store.classes import Classes
 from bigdit.store.index import Index

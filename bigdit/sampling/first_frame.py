@@ -11,9 +11,9 @@ from PIL import Image
 from bigdit.encoders.buckets import bucket_pixels
 from bigdit.encoders.first_frame import FirstFrames
 from bigdit.loader.first_frame import extras_of
-from bigdit.sources import Unusable
 from bigdit.sources.disk import PICTURE_BYTES, read_file
 from bigdit.sources.picture import decode
+from bigdit.sources.protocol import Unusable
 from bigdit.sources.videos.resample import Clip
 from bigdit.sources.videos.video import is_video, video_frames
 

@@ -10,7 +10,7 @@ from fractions import Fraction
 from bigdit.config import RunConfig, check
 from bigdit.config.stages import in_order, of_each
 from bigdit.errors import UserError
-from bigdit.sources import open_source
+from bigdit.sources.open import open_source
 from bigdit.store import FeatureStore
 from bigdit.train.prepare import Prepared, check_stores
 

@@ -1,10 +1,13 @@
 """Steps of a real H100, which was measured once: what was predicted of them before, and today, against what it took."""
 
+import importlib.metadata
+import json
 import re
 import statistics
 
 import pytest
-from commands import ROOT
+from cards import on_card
+from commands import HELPERS, ROOT
 from on_gpu.page import PAGE as MATRIX
 from on_gpu.page import errors, measured, page
 from on_gpu.points import POINTS
@@ -74,3 +77,54 @@ def test_rehearsals_of_today_come_to_what_an_h100_took():
     # The card had torch 2.11: its blocks are a little smaller or larger than those of this torch.
     assert max(map(abs, offs.values())) <= PAGE, offs
     assert statistics.median(offs.values()) == 0, offs
+
+
+# Refuses what belongs to none of the packages given, and says what came in of which packages.
+ONLY = """
+import importlib.abc, importlib.metadata, json, os, sys
+sys.path += os.environ["ON_PATH"].split(":")
+of, allowed = importlib.metadata.packages_distributions(), set(json.loads(os.environ["ALLOWED"]))
+class Refused(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        owners = {each.lower().replace("_", "-") for each in of.get(name.partition(".")[0], ())}
+        if owners and not owners & allowed:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Refused())
+from bigdit import libraries
+libraries.prepare()
+from on_gpu.points import POINTS
+from bigdit.rehearse.card.steps import run
+for point in POINTS:
+    if point.name.startswith(os.environ["POINT"]):
+        print(json.dumps(run(point.question()[0]).params))
+        break
+"""
+
+
+def listed(upto):
+    """The packages that benchmarks/gpu_matrix.py names up to these words, and all that torch wants."""
+    said = " ".join((ROOT / "benchmarks/gpu_matrix.py").read_text().partition('"""\n\nfrom')[0].split()).partition(
+        upto
+    )[0]
+    names = set(re.findall(r"[a-z][a-z0-9_.-]+", said.lower().replace("_", "-")))
+    waiting = ["torch"]
+    while waiting:
+        wanted = importlib.metadata.requires(waiting.pop()) or []
+        found = {re.match(r"[\w.-]+", each)[0].lower().replace("_", "-") for each in wanted if "extra ==" not in each}
+        waiting += [each for each in found - names if not each.startswith(("nvidia", "cuda", "triton"))]
+        names |= found
+    return names | {"torch", "numpy", "pillow", "bigdit"}
+
+
+@pytest.mark.parametrize(
+    ("point", "upto"),
+    [
+        ("sana-1600m-1024 (2 blocks) · zero3,world_size=1,optimizer.name=adamw_8bit", "Points of LoRA need"),
+        ("chroma1-hd (2 blocks) · single,lora.base=int8", "with bitsandbytes' one"),
+        ("pixart-sigma-xl-2-1024 (2 blocks) · single,features=online", "with bitsandbytes' one"),
+    ],
+)
+def test_points_run_with_the_packages_that_are_listed_alone(point, upto):
+    allowed = json.dumps(sorted(listed(upto)))
+    ran = on_card("h100-sxm", ONLY, POINT=point, ALLOWED=allowed, ON_PATH=f"{HELPERS}:{ROOT}/benchmarks")
+    assert ran.stdout.rpartition("\n")[0].rpartition("\n")[2].isdigit(), ran.stderr[-2000:]

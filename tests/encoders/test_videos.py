@@ -11,7 +11,7 @@ from bigdit.encoders.buckets import bucket_pixels
 from bigdit.encoders.codecs import load_image_codec
 from bigdit.encoders.fit import size_misfits
 from bigdit.errors import UserError
-from bigdit.sources import Unusable
+from bigdit.sources.protocol import Unusable
 from bigdit.spec import ModelSpec
 
 LENGTHS = [(1, 8, 8), (5, 8, 8), (9, 8, 8), (9, 8, 16), (5, 4, 8)]

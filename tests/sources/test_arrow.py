@@ -13,8 +13,8 @@ from tiny_sources import damage, opened, png, reason, snapshot, texts, value
 
 from bigdit.config.data import SourceConfig
 from bigdit.errors import UserError
-from bigdit.sources import Unusable
 from bigdit.sources.file_rows import FileRows
+from bigdit.sources.protocol import Unusable
 from bigdit.sources.rows import TableSource
 
 

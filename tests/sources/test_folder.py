@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from tiny_sources import gradient, opened, save
 
 from bigdit.errors import UserError
-from bigdit.sources import Caption, Unusable
 from bigdit.sources.names import Names
+from bigdit.sources.protocol import Caption, Unusable
 
 
 def test_a_folder_is_listed_in_the_order_of_paths(tmp_path):

@@ -10,8 +10,8 @@ import pytest
 from PIL import Image
 from tiny_sources import damage, gradient, opened, pixels, save
 
-from bigdit.sources import Unusable
 from bigdit.sources.picture import decode
+from bigdit.sources.protocol import Unusable
 
 
 @pytest.mark.parametrize(

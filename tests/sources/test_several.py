@@ -14,7 +14,7 @@ from tiny_sources import gradient, opened, pixels, save
 
 from bigdit.config import load_run
 from bigdit.errors import UserError
-from bigdit.sources import check_sources
+from bigdit.sources.open import check_sources
 
 
 def test_several_sources_follow_one_another_and_appending_changes_nothing_before(tmp_path):

@@ -14,7 +14,8 @@ from tiny_sources import opened, png, reason, texts, value, write_tar
 
 from bigdit.config.data import DataConfig
 from bigdit.errors import UserError
-from bigdit.sources import Unusable, open_source
+from bigdit.sources.open import open_source
+from bigdit.sources.protocol import Unusable
 
 
 def member(name, kind, **fields):

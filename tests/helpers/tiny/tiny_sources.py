@@ -10,7 +10,8 @@ import pytest
 from PIL import Image
 
 from bigdit.config.data import DataConfig
-from bigdit.sources import Unusable, open_source
+from bigdit.sources.open import open_source
+from bigdit.sources.protocol import Unusable
 
 
 def opened(images, features="features"):

@@ -15,7 +15,7 @@ from bigdit.search.asking.ask import question_for
 from bigdit.search.needs.dataset import _room_notes, dataset_need, encoding_request, written
 from bigdit.search.needs.encoders import EncodersNeed, Side
 from bigdit.search.needs.host import LIBRARIES_BYTES, host_need
-from bigdit.sources import Caption
+from bigdit.sources.protocol import Caption
 from bigdit.speed.cluster import Cluster
 from bigdit.store.part import Encoded, write_part
 from bigdit.store.text import Text
