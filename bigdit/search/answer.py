@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 from bigdit.catalog import CatalogModel, batch_shape
 from bigdit.catalog.revision import revision
@@ -22,7 +23,7 @@ from bigdit.search.needs.dataset import DatasetNeed, dataset_need, encoding_requ
 from bigdit.search.needs.host import uncounted
 from bigdit.search.needs.schedule import run
 from bigdit.search.plan import BucketLimit, Plan, Run, Step
-from bigdit.search.predict.anchors import Sample
+from bigdit.search.predict.anchors import Sample, shallowest
 from bigdit.search.question import Question
 from bigdit.search.telling.averages import averages
 from bigdit.search.telling.choices import confirmed, front, title
@@ -81,7 +82,9 @@ def _check_own(pool: Pool, question: Question) -> None:
 
 
 def _device(question: Question, done: Callable[[int], None]) -> AbstractContextManager[Device]:
-    return Cards(question.gpu, done=done) if question.device == "emulated" else nullcontext(NO_CARDS)
+    if question.device != "emulated":
+        return nullcontext(NO_CARDS)
+    return Cards(question.gpu, shallow=partial(shallowest, question.model), done=done)
 
 
 def _plan(pool: Pool, question: Question, evidence: Evidence, device: Device) -> Plan:

@@ -16,10 +16,12 @@ from bigdit import catalog
 from bigdit.catalog import CatalogModel
 from bigdit.errors import UserError
 from bigdit.memory.allocator import replay
-from bigdit.rehearse.card.attempt import Attempt, Attempts
+from bigdit.rehearse.card.attempt import Attempt, Attempts, Shallow
 from bigdit.rehearse.card.client import Card
 from bigdit.rehearse.pool import Pool
+from bigdit.rehearse.request import RehearsalRequest
 from bigdit.search.finding.cards import Cards
+from bigdit.search.predict.anchors import shallowest
 from bigdit.search.predict.sibling import depths, sibling
 from bigdit.spec import OptimizerName
 from bigdit.units import GIB, MIB
@@ -110,24 +112,33 @@ def test_an_attempt_tells_what_the_second_step_had_the_card_do() -> None:
 MODELS = ("sana-1600m", "lumina-image-2.0", "z-image")
 
 
-def memory_of(cache: Path, sizes: tuple[int, ...]) -> dict[str, tuple[int, int, int]]:
-    """What two blocks of each model take at the last of the sizes, which are asked one after another."""
+def of_blocks(name: str, blocks: int) -> CatalogModel:
+    whole = catalog.model(name)
+    return sibling(whole, dict.fromkeys(depths(whole), blocks))
+
+
+def memory_of(cache: Path, sizes: tuple[int, ...], shallow: Shallow) -> dict[str, tuple[int, int, int]]:
+    """What four blocks of each model take at the last of the sizes, which are asked one after another."""
     found = {}
-    with pytest.MonkeyPatch.context() as patch, Attempts(A40) as card:
+    with pytest.MonkeyPatch.context() as patch, Attempts(catalog.gpu("h100-sxm"), shallow=shallow) as card:
         patch.setenv("BIGDIT_CACHE", str(empty_cache(cache)))
         for name in MODELS:
-            whole = catalog.model(name)
-            model = sibling(whole, dict.fromkeys(depths(whole), 2))
-            runs = [card.run(request("single", size, model), 40 * GIB) for size in sizes]
+            runs = [card.run(request("single", size, of_blocks(name, 4)), 78 * GIB) for size in sizes]
             assert all(each.ran for each in runs)
             found[name] = runs[-1].memory
     return found
 
 
+def fewer_blocks(asked: RehearsalRequest) -> RehearsalRequest:
+    return shallowest(of_blocks(asked.model.name, 4), asked)
+
+
 @pytest.fixture(scope="module")
 def third_and_first(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, tuple[int, int, int]]]:
-    """What the models take as the third of their kind, and as the first, in a process that has seen no other of it."""
-    return [memory_of(tmp_path_factory.mktemp("asked"), sizes) for sizes in ((1, 2, 3), (3,))]
+    """What the models take as the third of their kind, of which fewer blocks told whether values matter, and as the
+    first, with values, in a process that has seen no other of it."""
+    asked = (((1, 2, 3), fewer_blocks), ((3,), lambda request: request))
+    return [memory_of(tmp_path_factory.mktemp("asked"), *each) for each in asked]
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from threading import Lock
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
@@ -55,6 +56,8 @@ class Attempt(Strict):
         return fits(not self.ran, self.retries)
 
 
+Shallow = Callable[[RehearsalRequest], RehearsalRequest]
+
 _KEPT = Kept("attempts", Attempt, "the attempt", "the card is emulated")
 
 
@@ -62,19 +65,20 @@ class Attempts:
     """Emulated cards of one kind, `count` of them side by side: processes answer question after question there, each
     on a card that has nothing.
 
-    Small tensors are computed for the first question of a kind that comes to its end, and it is asked again without
-    values. Where that takes the same memory, memory does not follow from values, and further questions of the kind,
-    which differ in sizes, bytes and the optimizer, go without: in a third of the time or less. One that comes before
-    that is known goes without as well, and again with values where they were wanted.
+    Before the first question of a kind, which are those that differ in sizes, bytes and the optimizer alone, its
+    `shallow` one is asked with the values of small tensors and without: the same steps of a model of few blocks, or
+    else the question itself. Where both take the same memory, it does not follow from values, and those of the kind go
+    without: in a third of the time or less.
 
     They start with the first question whose answer is not kept, or when they are told to, and end with the `with`
     block. Raises UserError where there is no CUDA build of torch.
     """
 
-    def __init__(self, gpu: Gpu, count: int = 1) -> None:
+    def __init__(self, gpu: Gpu, count: int = 1, *, shallow: Shallow = lambda request: request) -> None:
         self.gpu = gpu
         self._build = build_with(expandable_segments=True)
         self._count = count
+        self._shallow = shallow
         self._without_values: dict[str, bool] = {}  # whether they take the same memory so, by kind
         self._first: dict[str, Lock] = {}  # held by the question that finds out, by kind
         # Two forks a card: one cannot have values again.
@@ -110,27 +114,16 @@ class Attempts:
 
     def _attempt(self, asked: Asked, card: int, timeout_s: float) -> Attempt:
         kind = _kind(asked.request)
-        ahead: Attempt | None = None
-        if kind not in self._without_values:
-            first = self._first.setdefault(kind, Lock())
-            if not first.acquire(blocking=False):
-                ahead = self._valueless(asked, card, timeout_s)
-                first.acquire()
-            try:
-                if kind not in self._without_values:
-                    return self._first_of(kind, asked, card, timeout_s)
-            finally:
-                first.release()
-        values = not self._without_values[kind]
-        return self._ask(asked, card, timeout_s, values=values) if ahead is None or values else ahead
-
-    def _first_of(self, kind: str, asked: Asked, card: int, timeout_s: float) -> Attempt:
-        """With values, and where it comes to its end without, which says it of the kind."""
-        found = self._ask(asked, card, timeout_s, values=True)
-        if found.ran:
-            without = self._valueless(asked, card, timeout_s)
-            self._without_values[kind] = without is not None and without.memory == found.memory
-        return found
+        with self._first.setdefault(kind, Lock()):
+            if kind not in self._without_values:
+                first = asked.model_copy(update={"request": self._shallow(asked.request)})
+                found = self._ask(first, card, timeout_s, values=True)
+                if found.ran:
+                    without = self._valueless(first, card, timeout_s)
+                    self._without_values[kind] = without is not None and without.memory == found.memory
+                if first == asked:
+                    return found
+        return self._ask(asked, card, timeout_s, values=not self._without_values.get(kind, False))
 
     def _valueless(self, asked: Asked, card: int, timeout_s: float) -> Attempt | None:
         """None where it asks for values that are not there."""

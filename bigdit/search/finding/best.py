@@ -51,13 +51,16 @@ def search(
     lossy ones; else what comes nearest. `ahead` is what the device is asked of the best one, while it is rehearsed."""
     proposed, rejected = proposals(question)
     options: list[Option] = []
+    short_of_host: list[Proposal] = []
 
     def ranked() -> list[Candidate]:
         return _ranked(question, options, evidence)
 
     for resort in sorted({each.last_resort for each in proposed}):
         group = [each for each in proposed if each.last_resort == resort]
-        rejected += _explore(pool, sample, question, evidence, group, options)
+        hopes = hopeful(pool, sample, question, group)
+        short_of_host += hopes.short_of_host
+        rejected += [*hopes.rejected, *_explore(pool, sample, question, evidence, group, hopes.engines, options)]
         if device.count:
             best = best_that_runs(pool, sample, question, evidence, ranked, device, ahead)
         else:
@@ -67,6 +70,8 @@ def search(
             if not resort:
                 rejected += _last_resorts(proposed)
             return Found(options, rejected, best)
+    nearest, failed = explore(pool, sample, short_of_host)  # a machine with more memory is an answer
+    options += nearest
     if not options:  # state alone is too much everywhere: by how much is still an answer
         options, failed = explore(pool, sample, [each for each in proposed if each.base is None][-1:])
         if not options:
@@ -81,14 +86,13 @@ def _explore(
     question: Question,
     evidence: Evidence,
     group: Sequence[Proposal],
+    engines: Sequence[Proposal],
     options: list[Option],
 ) -> list[Rejected]:
-    """Add the group's engines to `options`; then, of the best engine, other optimizers, masters and averages, and
+    """Add the group's `engines` to `options`; then, of the best engine, other optimizers, masters and averages, and
     blocks that are recomputed in part. Of all engines, where nothing fits yet; and blocks that are swapped. Returns
     what could not be rehearsed."""
-    engines, rejected = hopeful(pool, sample, question, group)
-    found, failed = explore(pool, sample, engines)
-    rejected += failed
+    found, rejected = explore(pool, sample, engines)
     ranked = _ranked(question, found, evidence)
     bases = {option.proposal.title for option in ([ranked[0].option] if ranked else found)}
     variants, slower = _worthwhile(

@@ -14,7 +14,7 @@ from typing import Protocol
 from bigdit.catalog import Gpu
 from bigdit.errors import UserError
 from bigdit.rehearse import RehearsalRequest
-from bigdit.rehearse.card.attempt import Attempt, Attempts
+from bigdit.rehearse.card.attempt import Attempt, Attempts, Shallow
 from bigdit.rehearse.card.client import cuda_build, cuda_python
 from bigdit.rehearse.lanes import RehearsalError
 from bigdit.rehearse.pool import workers_here
@@ -75,13 +75,16 @@ NO_CARDS = NoCards()
 class Cards(Device):
     """A few emulated cards side by side, as many as there are processes that rehearse; they end with the `with` block.
 
-    `done` is called with the attempts made so far. Raises UserError where there is no CUDA build of torch.
+    `shallow`: the same steps of few blocks, which tell whether memory follows from values; `done` is called with the
+    attempts made so far. Raises UserError where there is no CUDA build of torch.
     """
 
-    def __init__(self, gpu: Gpu, *, done: Callable[[int], None] | None = None) -> None:
+    def __init__(
+        self, gpu: Gpu, *, shallow: Shallow = lambda request: request, done: Callable[[int], None] | None = None
+    ) -> None:
         self.count = workers_here()
         self.build = cuda_build(cuda_python())
-        self.attempts = Attempts(gpu, self.count)
+        self.attempts = Attempts(gpu, self.count, shallow=shallow)
         self.unanswered: dict[str, None] = {}
         self._free: SimpleQueue[int] = SimpleQueue()
         for card in range(self.count):

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from bigdit.errors import UserError
+from bigdit.memory import Timeline
+from bigdit.memory.host import pinned_bytes
 from bigdit.rehearse import RehearsalRequest, RehearsedSize
 from bigdit.rehearse.pool import Pool
 from bigdit.search.finding.candidates import Option, beside, most
 from bigdit.search.finding.space import Proposal
+from bigdit.search.needs.host import node_bytes
 from bigdit.search.plan import Rejected
 from bigdit.search.predict.anchors import OF_STATE, OF_STEP, SIZES, Depths, Sample, outline, requests
 from bigdit.search.predict.outline import OF_ACTIVATIONS, Arrangement, Outline, varied
 from bigdit.search.predict.sibling import kinds
 from bigdit.search.question import Question
 from bigdit.spec import Strategy
+from bigdit.units import gib
 
 FARTHER = 2
 """How often siblings are rehearsed at the largest predicted micro-batch: from there another one may be predicted."""
@@ -49,29 +53,73 @@ def explore(
     return options, rejected
 
 
-def hopeful(
-    pool: Pool, sample: Sample, question: Question, group: Sequence[Proposal]
-) -> tuple[list[Proposal], list[Rejected]]:
-    """The engines of the group whose state leaves anything of the card, with any of their optimizers."""
-    engines, rejected = [], []
-    for base in (each for each in group if each.base is None):
+@dataclass(frozen=True)
+class Hopes:
+    """The engines of a group whose state, with any of their optimizers, leaves anything of the card and of the
+    machine's memory; those for which it is the machine that has too little; and why the others are not looked at."""
+
+    engines: list[Proposal]
+    short_of_host: list[Proposal]
+    rejected: list[Rejected]
+
+
+def hopeful(pool: Pool, sample: Sample, question: Question, group: Sequence[Proposal]) -> Hopes:
+    """What of the group is worth exploring, by what has neither activations nor batches."""
+    bases = [each for each in group if each.base is None]
+    pool.rehearse([request for each in bases for request in _of_state(sample, each)])  # side by side, and kept
+    hopes = Hopes([], [], [])
+    for base in bases:
         most = question.gpu.usable_bytes - beside(question, base.strategy).low_bytes
-        if all(_hopeless(pool, sample, each, most) for each in group if base in (each, each.base)):
-            rejected.append(Rejected(choice=base.title, reason="its state alone takes more than the card has"))
+        on_host: list[int] = []  # of those that the card holds
+        for each in (each for each in group if base in (each, each.base)):
+            state = _state(pool, sample, question, each)
+            if state is None or (state.card_bytes <= most and state.machine_bytes <= question.host_memory_bytes):
+                hopes.engines.append(base)
+                break
+            on_host += [state.machine_bytes] if state.card_bytes <= most else []
         else:
-            engines.append(base)
-    return engines, rejected
+            hopes.short_of_host.extend([base] if on_host else [])
+            hopes.rejected.append(Rejected(choice=base.title, reason=_why(question, on_host)))
+    return hopes
 
 
-def _hopeless(pool: Pool, sample: Sample, proposal: Proposal, capacity_bytes: float) -> bool:
-    """Whether what has no activations, the start and the optimizer's step, takes more than the card has."""
+def _why(question: Question, on_host: Sequence[int]) -> str:
+    if not on_host:
+        return "its state alone takes more than the card has"
+    least, memory = gib(min(on_host)), gib(question.host_memory_bytes)
+    return f"its state alone takes {least} of a machine's memory, and {memory} are there (--host-memory)"
+
+
+@dataclass(frozen=True)
+class _State:
+    card_bytes: float
+    machine_bytes: int
+
+
+def _of_state(sample: Sample, proposal: Proposal) -> list[RehearsalRequest]:
     strategy, _, of = _asked(proposal)[-1]
-    answers = pool.rehearse(requests(sample, strategy, SIZES[:1], of))
+    return requests(sample, strategy, SIZES[:1], of)
+
+
+def _state(pool: Pool, sample: Sample, question: Question, proposal: Proposal) -> _State | None:
+    """What the start and the optimizer's step take of the card, and all but batches of its machine; None where that
+    could not be rehearsed, which is said where it is explored."""
+    strategy, _, of = _asked(proposal)[-1]
+    answers = pool.rehearse(_of_state(sample, proposal))
     known = [each for each in answers if isinstance(each, RehearsedSize)]
     if len(known) < len(answers):
-        return False  # which is said where it is explored
-    peaks = outline(sample.model, strategy, known, of).peaks(SIZES[0])
-    return max(peak for phase, peak in peaks.items() if phase not in OF_ACTIVATIONS) > capacity_bytes
+        return None
+    found = outline(sample.model, strategy, known, of)
+    card = max(peak for phase, peak in found.peaks(SIZES[0]).items() if phase not in OF_ACTIVATIONS)
+    batches = max(_batches_bytes(each.host_timeline) for each in known)
+    host = max(float(found.host.at(SIZES[0])) - batches, 0.0)
+    return _State(card, node_bytes(round(host), question.cluster, question.samples))
+
+
+def _batches_bytes(host: Timeline) -> int:
+    """All batches that were read, at most as many as there are at once."""
+    blocks = (block for block in host.blocks if block.category == "input")
+    return sum(pinned_bytes(block.nbytes) if block.pinned else block.nbytes for block in blocks)
 
 
 def selective(pool: Pool, sample: Sample, options: Sequence[Option]) -> list[Option]:

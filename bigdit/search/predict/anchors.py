@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -17,7 +18,7 @@ from bigdit.rehearse.ask import request_for
 from bigdit.search.predict.gap import Gap
 from bigdit.search.predict.moments import family, moments
 from bigdit.search.predict.outline import FIRST_SIZE, SECOND_SIZE, Line, Outline
-from bigdit.search.predict.sibling import depths, possible, sibling
+from bigdit.search.predict.sibling import block_count, depths, possible, sibling
 from bigdit.spec import Strategy
 from bigdit.speed.work import Work, work_of
 
@@ -89,6 +90,17 @@ def requests(
     """What `outline` needs: every sibling at the first micro-batch size, then every one at the next."""
     siblings = grid(sample.model, of).siblings
     return [sample.request(strategy.with_micro_batch_size(size), each) for size in sizes for each in siblings]
+
+
+def shallowest(model: CatalogModel, request: RehearsalRequest) -> RehearsalRequest:
+    """The steps of a request about `model` with its shallowest sibling, which has as large a part of its blocks
+    recomputed, and all swapped where any are."""
+    small = grid(model).siblings[0]
+    count, strategy = block_count(small), request.strategy
+    blocks = strategy.checkpointed_blocks
+    part = blocks if blocks == "all" else math.ceil(blocks * count / block_count(model))
+    update = {"checkpointed_blocks": part, "blocks_to_swap": min(strategy.blocks_to_swap, count)}
+    return request.model_copy(update={"model": small.spec, "strategy": strategy.model_copy(update=update)})
 
 
 def outline(model: CatalogModel, strategy: Strategy, answers: Sequence[RehearsedSize], of: Depths = OF_STEP) -> Outline:

@@ -91,7 +91,7 @@ def _best(pool: Pool, sample: Sample, question: Question, evidence: Evidence, de
     known: list[Option] = []
     for resort in sorted({each.last_resort for each in proposed}):
         group = [each for each in proposed if each.last_resort == resort]
-        engines, _ = hopeful(pool, sample, question, group)
+        engines = hopeful(pool, sample, question, group).engines
         found, _ = explore(pool, sample, [each for each in group if each in engines or each.base in engines])
         waiting, _ = swapped(pool, sample, question, evidence, group, [*known, *found])
         options = [*found, *waiting]

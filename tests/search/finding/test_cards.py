@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -25,8 +26,8 @@ from bigdit.search.finding.candidates import LARGEST_MICRO_BATCH, beside, candid
 from bigdit.search.finding.cards import Asked, Cards, Row
 from bigdit.search.finding.confirm import confirmed_best
 from bigdit.search.finding.evidence import weighed
-from bigdit.search.finding.explore import explore
-from bigdit.search.finding.space import Proposal
+from bigdit.search.finding.explore import explore, hopeful
+from bigdit.search.finding.space import Proposal, proposals
 from bigdit.search.finding.verdict import safe_bytes
 from bigdit.search.predict.anchors import Sample
 from bigdit.search.question import Pins, Question
@@ -282,3 +283,22 @@ def test_no_micro_batch_is_looked_for_where_the_host_is_short() -> None:
     plan = make_plan(Question(model=SMALL, gpu=A40, resolution=(1024, 1024), pins=only, host_memory_bytes=MIB))
     assert (plan.verdict, plan.short_of_host, plan.buckets) == ("DOES NOT FIT", True, ())
     assert not any(curve.ran for curve in plan.curves)
+
+
+def test_an_engine_whose_state_its_machine_does_not_hold_is_not_looked_at() -> None:
+    """It takes the bytes that it is said to, of which batches are no part; and comes nearest where nothing fits."""
+    only = Pins(engine="fsdp2-offload", optimizer="adamw", checkpointed_blocks=0)
+    asked = Question(model=SMALL, gpu=A40, resolution=(1024, 1024), pins=only, host_memory_bytes=5 * GIB)
+    sample = Sample(asked.model, asked.gpu, asked.resolution)
+    engines, _ = proposals(asked)
+    with Pool() as pool:
+        short = hopeful(pool, sample, asked, engines)
+        said = re.match(r"its state alone takes ([\d.]+) GiB of a machine's memory", short.rejected[0].reason)
+        assert said
+        enough = asked.model_copy(update={"host_memory_bytes": round((float(said[1]) + 0.01) * GIB)})
+        held = hopeful(pool, sample, enough, engines)
+    assert len(engines) == 1
+    assert (short.engines, short.short_of_host) == ([], engines)
+    assert (held.engines, held.short_of_host, held.rejected) == (engines, [], [])
+    needed = make_plan(asked).host.node_bytes
+    assert float(said[1]) * GIB < needed < (float(said[1]) + 0.1) * GIB

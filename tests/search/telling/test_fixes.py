@@ -8,6 +8,7 @@ from bigdit.rehearse.pool import Pool
 from bigdit.search.asking.ask import question_for
 from bigdit.search.finding.cards import Cards
 from bigdit.search.finding.evidence import Evidence
+from bigdit.search.finding.explore import Hopes
 from bigdit.search.predict.anchors import Sample
 from bigdit.search.telling.fixes import fixes
 from bigdit.units import GIB
@@ -16,7 +17,7 @@ from bigdit.units import GIB
 @pytest.fixture
 def grown(monkeypatch):
     """The rows for a machine that is larger, when no other strategy is found: of a choice that was tried on a card."""
-    monkeypatch.setattr("bigdit.search.telling.fixes.hopeful", lambda pool, sample, question, group: ((), ()))
+    monkeypatch.setattr("bigdit.search.telling.fixes.hopeful", lambda *asked: Hopes([], [], []))
     monkeypatch.setattr("bigdit.search.telling.fixes.explore", lambda pool, sample, proposed: ((), ()))
 
     def of(gpu, high, host, **asked):
