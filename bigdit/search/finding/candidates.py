@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from bigdit.memory.process import ByteRange, beside_training
-from bigdit.search.finding.evidence import Evidence
+from bigdit.search.finding.evidence import UNPROVED, Evidence
 from bigdit.search.finding.space import Proposal
 from bigdit.search.finding.verdict import safe_bytes
 from bigdit.search.needs.host import node_bytes
@@ -23,6 +23,11 @@ LARGEST_MICRO_BATCH = 512
 SAME_SPEED = 0.05
 """Strategies within this share of the fastest one's speed, at both ends of their intervals, are as fast as it: bounds
 that are two to three times apart do not tell smaller differences, whichever of them is true."""
+
+
+SAME_ROOM = UNPROVED.share
+"""Bytes within this share of each other are as many: more than that is not known of a real card. No block is recomputed
+for them."""
 
 
 @dataclass
@@ -123,8 +128,8 @@ class Candidate:
 
 def preferred(candidates: Iterable[Candidate]) -> list[Candidate]:
     """Lossless ones first, since nobody's numerics are changed unasked, and what is no last resort before what is one;
-    of those that are as fast as the fastest, the one that takes least, and of equal ones that with fewest recomputed
-    blocks; all others by their speed."""
+    of those that are as fast as the fastest, the one that takes least, and of those that take as much, to SAME_ROOM,
+    that with fewest recomputed blocks; all others by their speed."""
     groups: dict[tuple[bool, int], list[Candidate]] = {}
     for each in candidates:
         groups.setdefault((not each.lossless, each.option.proposal.last_resort), []).append(each)
@@ -134,7 +139,13 @@ def preferred(candidates: Iterable[Candidate]) -> list[Candidate]:
 def _roomy(candidates: Sequence[Candidate]) -> list[Candidate]:
     fastest = max(candidates, key=lambda each: each.rate.middle)
     near = [each for each in candidates if each.as_fast_as(fastest)]
-    near.sort(key=lambda each: (each.reserved_bytes, each.blocks))
+    least = min(each.reserved_bytes for each in near)
+
+    def room(each: Candidate) -> tuple[float, int, float]:
+        as_much = each.reserved_bytes <= least * (1 + SAME_ROOM)
+        return least if as_much else each.reserved_bytes, each.blocks, each.reserved_bytes
+
+    near.sort(key=room)
     rest = [each for each in candidates if not each.as_fast_as(fastest)]
     return near + sorted(rest, key=lambda each: -each.rate.middle)
 

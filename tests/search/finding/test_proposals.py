@@ -277,6 +277,10 @@ def test_room_comes_before_speed_that_cannot_be_told_apart() -> None:
     assert [each.option.proposal.title for each in order] == ["roomy", "fastest", "slower", "lossy"]
     alike = [weighed(str(blocks), 20, 10, 20, blocks=blocks) for blocks in (3, 0, 7)]
     assert [each.blocks for each in preferred(alike)] == [0, 3, 7]
+    spared = [
+        weighed(str(nbytes), nbytes, 10, 20, blocks=blocks) for nbytes, blocks in ((1000, 9), (1002.9, 0), (1003.1, 1))
+    ]
+    assert [each.blocks for each in preferred(spared)] == [0, 9, 1]
     assert preferred([]) == []
     waiting, whole = weighed("waiting", 1, 11, 21, "adamw_8bit", resort=2), weighed("whole", 90, 10, 20, "adamw_8bit")
     assert [each.option.proposal.title for each in preferred([waiting, whole, slower])] == [
