@@ -58,7 +58,7 @@ MORE_KEYS = (
 )  # fmt: skip
 WORDS = (
     "auto", "all", "none", "adamw", "came", "bf16", "fp16", "fp32", "fsdp2", "deepspeed", "single", "zero2", "identity",
-    "sana-600m", "sana-1600m", "flux.1-dev", "wan2.1-t2v-1.3b", "sdxl", "a40", "h100", "4090", "a100-80g:3g.40gb",
+    "sana-600m", "sana-1600m", "flux.1-dev", "wan2.1-t2v-1.3b", "sdxl", "a40", "h100", "4090", "a100-80g-sxm:3g.40gb",
     "1024", "480x832", "512,1024", "8x8", "aspect", "24GB", "45416MiB", "30M", "1.5k", "1e-4", "cpu", "cuda", "online",
     "", " ", ".", "..", "/", "~", "run.yaml", "ds.json", "/dev/null", "/proc/self/mem", "no/such", "\x00", "\x1b[31m",
     "²", "٣", "1" * 400, "x" * 5000, "true", "null", "[", "{", "*a", "&a [*a]", "!!python/object:os.system", "{{}}",

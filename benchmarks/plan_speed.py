@@ -31,10 +31,10 @@ CASES = [
         "--model sana-1600m --gpu a40 --gpus 8 --resolution 1024 --global-batch 256 --images 30M --epochs 1",
         LARGE_S,
     ),
-    ("--model pixart-sigma-xl-2-1024 --gpu v100-32g --gpus 32 --images 30M", LARGE_S),
+    ("--model pixart-sigma-xl-2-1024 --gpu v100-32g-sxm2 --gpus 32 --images 30M", LARGE_S),
     ("--model flux.1-dev --gpu rtx-4090 --full", LARGE_S),
-    ("--model flux.1-dev --gpu h100-80g --gpus 8", LARGE_S),
-    ("--model wan2.1-t2v-14b --gpu h100-80g --gpus 8", LARGE_S),
+    ("--model flux.1-dev --gpu h100-sxm --gpus 8", LARGE_S),
+    ("--model wan2.1-t2v-14b --gpu h100-sxm --gpus 8", LARGE_S),
 ]
 
 

@@ -34,7 +34,7 @@ QUESTIONS = [
     *((model, "rtx-3060-12g", 1) for model in ("dit-l-2", "pixart-alpha-xl-2-256", "sana-600m-512")),
     *((model, "a40", 8) for model in ("sana-600m-1024", "sana-1600m-1024", "pixart-sigma-xl-2-1024", "sd3.5-medium")),
     *((model, "h100-sxm", 8) for model in ("sana-1600m-1024", "sd3.5-large", "flux.1-dev", "wan2.1-t2v-1.3b")),
-    *((model, "v100-32g", 8) for model in ("dit-xl-2", "pixart-sigma-xl-2-512", "sana-600m-512")),
+    *((model, "v100-32g-sxm2", 8) for model in ("dit-xl-2", "pixart-sigma-xl-2-512", "sana-600m-512")),
     *((model, "a100-80g-sxm", 16) for model in ("sana-1600m-1024", "cogvideox-5b", "qwen-image", "wan2.1-t2v-14b")),
 ]
 """Model, card, and how many of them."""

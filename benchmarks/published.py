@@ -28,7 +28,7 @@ from bigdit.units import GIB, MIB
 HERE = Path(__file__).parent
 # Where the source names no card: one that has room, so that nothing has to be cleaned up.
 CARDS = {
-    "A100": "a100-80g",
+    "A100": "a100-80g-sxm",
     "H100": "h100-sxm",
     "4090": "rtx-4090",
     "4080": "rtx-4080",

@@ -51,7 +51,7 @@ def main(wanted: str) -> int:
     for name, text, limit in CASES:
         if wanted not in f"{name} {text}":
             continue
-        request = request_for(catalog.model(name), catalog.gpu("a100-80g"), parse_strategy([text]))
+        request = request_for(catalog.model(name), catalog.gpu("a100-80g-sxm"), parse_strategy([text]))
         began = time.perf_counter()
         found = rehearse(request).sizes[0]
         cold = time.perf_counter() - began

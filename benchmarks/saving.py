@@ -54,7 +54,7 @@ def main() -> None:
     model = catalog.find_model(options.model)
     model = sibling(model, {key: min(options.blocks, length) for key, length in depths(model).items()})
     strategy = parse_strategy([options.strategy, "gradient_clipping=null"])
-    request = request_for(model, catalog.resolve_gpu("a100-80g"), strategy, resolution=options.resolution)
+    request = request_for(model, catalog.resolve_gpu("a100-80g-sxm"), strategy, resolution=options.resolution)
     predicted = rehearse(request).sizes[0].checkpoint_bytes
     family, cpu = models.family(model.spec.class_name), torch.device("cpu")
     with unwritten_weights():

@@ -165,7 +165,7 @@ def test_thirty_million_images_on_32_v100(pool: Pool) -> None:
     """An epoch takes days at 1024 pixels, and hours at 256."""
     days = {}
     for pixels, size, blocks in ((256, 16, 0), (1024, 4, 28)):
-        question = question_for(model=f"pixart-sigma-xl-2-{pixels}", gpu="v100-32g", gpus=32, images="30M")
+        question = question_for(model=f"pixart-sigma-xl-2-{pixels}", gpu="v100-32g-sxm2", gpus=32, images="30M")
         found = option(pool, question, "zero2,world_size=32,precision=fp16")
         assert found.reserved(size, blocks) < capacity(question, found.proposal, EVIDENCE)
         step = candidate(question, found, size, blocks, EVIDENCE).step

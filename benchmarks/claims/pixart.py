@@ -62,7 +62,7 @@ def pixart_days(pool: Pool, say: Say) -> Case:
     """How long 32 V100 take for 30 M images."""
     rows = [["resolution", "strategy", "verdict", "images/s a card", "days for one epoch", "epochs in 17 days"]]
     for model in ("pixart-sigma-xl-2-256", "pixart-sigma-xl-2-512", "pixart-sigma-xl-2-1024"):
-        found = plan(say, model=model, gpu="v100-32g", gpus=32, images=IMAGES)
+        found = plan(say, model=model, gpu="v100-32g-sxm2", gpus=32, images=IMAGES)
         assert found.run is not None
         days = found.run.seconds * (1 / DAY)
         rate = found.chosen.samples_per_second_per_card
@@ -72,7 +72,7 @@ def pixart_days(pool: Pool, say: Say) -> Case:
     found_days = []
     for size, features in ((12, "cached"), (3, "online")):
         text = f"{recipe},micro_batch_size={size},features={features}"
-        (theirs,) = rehearsed(pool, "pixart-sigma-xl-2-1024", "v100-32g", [text], vae_dtype="fp16")
+        (theirs,) = rehearsed(pool, "pixart-sigma-xl-2-1024", "v100-32g-sxm2", [text], vae_dtype="fp16")
         days = theirs.step.seconds * (IMAGES / (32 * size) / DAY)
         found_days.append(days)
         title = f"as in its repository: data parallel, micro-batch {size}, all blocks recomputed, features {features}"

@@ -18,7 +18,7 @@ from bigdit.units import MIB
 FIELDS = ("index", "uuid", "name", "memory.total", "memory.used", "memory.free", "mig.mode.current")
 TIMEOUT_S = 60
 NOTABLE_MIB = 1024  # in use by others: less is what drivers and desktops take by themselves
-INSTEAD = "name a card instead, such as --gpu a100-80g (`bigdit gpus` lists all)"
+INSTEAD = "name a card instead, such as --gpu a100-80g-sxm (`bigdit gpus` lists all)"
 
 
 class Reading(NamedTuple):
@@ -96,7 +96,7 @@ def _visible(readings: list[Reading]) -> list[Reading]:
     if not seen:
         raise UserError(
             f"--gpu auto: CUDA_VISIBLE_DEVICES={listed} shows none of this machine's {len(readings)} cards; unset it, "
-            "or name a card, with its slice where MIG divides it (--gpu a100-80g:3g.40gb)"
+            "or name a card, with its slice where MIG divides it (--gpu a100-80g-sxm:3g.40gb)"
         )
     return seen
 

@@ -1,4 +1,4 @@
-"""Slices of a card, as Multi-Instance GPU makes them: `a100-80g:3g.40gb` is a card of its own to a process."""
+"""Slices of a card, as Multi-Instance GPU makes them: `a100-80g-sxm:3g.40gb` is a card of its own to a process."""
 
 from __future__ import annotations
 

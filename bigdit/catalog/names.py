@@ -11,7 +11,7 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from bigdit.errors import UserError, nearest
+from bigdit.errors import UserError
 from bigdit.spec import Strict
 
 SUGGESTED = 4
@@ -81,9 +81,14 @@ def instead(kind: str, plain: str, known: Collection[str], aliases: Aliases) -> 
         if found:
             near = refused.nearest or _alike(found.groupdict().get("rest") or "", known, aliases)
             return f": {refused.reason}" + (f"; nearest: {', '.join(near)}" if near else "")
-    alike = _alike(plain, known, aliases) or _alike(_respelt(plain, known, aliases), known, aliases)
-    said = f"did you mean {', '.join(alike)}?" if alike else nearest(plain, known)
-    return f"; {said} (`bigdit {kind}s` lists all)"
+    alike = (
+        _alike(plain, known, aliases)
+        or _alike(_respelt(plain, known, aliases), known, aliases)
+        or difflib.get_close_matches(plain, known, n=SUGGESTED)
+    )
+    return (
+        f"; did you mean {', '.join(alike)}? (`bigdit {kind}s` lists all)" if alike else f"; `bigdit {kind}s` lists all"
+    )
 
 
 def refusal(kind: str, name: str) -> str:

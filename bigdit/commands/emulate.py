@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def run(
     command: Annotated[list[str], typer.Argument(metavar="-- COMMAND…", help="The script, as it is started.")],
-    gpu: Annotated[str, typer.Option(help="A card of `bigdit gpus`, or a MIG slice (a100-80g:3g.40gb).")],
+    gpu: Annotated[str, typer.Option(help="A card of `bigdit gpus`, or a MIG slice (a100-80g-sxm:3g.40gb).")],
     gpu_memory: Annotated[
         str | None, typer.Option(metavar="SIZE", help="What a CUDA process is told instead, as 46068MiB or 24GB.")
     ] = None,

@@ -23,7 +23,7 @@ def run(
         list[str],
         typer.Option(help="Presets, key=value and YAML files: zero2,world_size=8,checkpointed_blocks=all; repeatable."),
     ] = ["single"],  # noqa: B006
-    gpu: Gpu = "a100-80g",
+    gpu: Gpu = "a100-80g-sxm",
     resolution: Resolution = None,
     frames: Frames = None,
     plot: Annotated[Path | None, typer.Option(help="Draw memory over time to this PNG.")] = None,

@@ -47,17 +47,17 @@ def test_names_of_the_catalogue():
 
 
 def test_a_slice_is_a_card_of_its_own():
-    part, whole = resolve_gpu("a100-80g:3g.40gb"), gpu("a100-80g")
+    part, whole = resolve_gpu("a100-80g-sxm:3g.40gb"), gpu("a100-80g-sxm")
     assert (part.name, part.title) == ("a100-80g-sxm:3g.40gb", "NVIDIA A100-SXM4-80GB MIG 3g.40gb")
     assert part.usable_bytes == part.total_bytes == 39.25 * GIB
     assert part.tflops.bf16 == round(whole.tflops.bf16 * 42 / 108, 2)
     assert part.bandwidth_gbs == 1019.5
     assert (part.nvlink_gbs, part.nvlink_one_way_gbs, part.pcie_gbs) == (None, None, whole.pcie_gbs)
     assert part.sources.compute.startswith("42 of 108 multiprocessors (nvidia-smi mig -lgip of an A100 80GB")
-    assert resolve_gpu("h100-80g:1g.10gb").usable_mib == 9984
-    for written in ("NVIDIA A100-SXM4-80GB MIG 3g.40gb", "a100-80g:3g.40gb+me", "A100-80G:3G.40GB+ME.ALL"):
+    assert resolve_gpu("h100-sxm:1g.10gb").usable_mib == 9984
+    for written in ("NVIDIA A100-SXM4-80GB MIG 3g.40gb", "a100-80g-sxm:3g.40gb+me", "A100-80G-SXM:3G.40GB+ME.ALL"):
         assert resolve_gpu(written) == part
-    assert resolve_gpu("v100-32g").tflops.bf16 is None
+    assert resolve_gpu("v100-32g-sxm2").tflops.bf16 is None
 
 
 SLICED = [card for card in gpus() if mig_profiles(card)]
@@ -80,7 +80,7 @@ def test_slices_are_parts_of_their_card(card):
 def test_errors_of_slices():
     message = "a100-80g-sxm has no MIG profile '3g.20gb'; it has 1g.10gb, 1g.20gb, 2g.20gb, 3g.40gb, 4g.40gb, 7g.80gb"
     with pytest.raises(UserError) as error:
-        resolve_gpu("a100-80g:3g.20gb")
+        resolve_gpu("a100-80g-sxm:3g.20gb")
     assert error.value.problems == (message,)
     with pytest.raises(UserError, match=r"^l4 has no MIG slices here; cards that have: a30, a100-40g-pcie"):
         resolve_gpu("l4:1g.6gb")
@@ -96,7 +96,7 @@ def test_a_memory_takes_the_place_of_the_cards(capsys):
     modded = resolve_gpu("rtx-4090", "49140MiB")
     assert modded.usable_bytes == modded.total_bytes == 49140 * MIB
     assert resolve_gpu("a40", "24GB").usable_mib == 24_000_000_000 // MIB
-    assert resolve_gpu("a100-80g:3g.40gb", "38GiB").usable_bytes == 38 * GIB
+    assert resolve_gpu("a100-80g-sxm:3g.40gb", "38GiB").usable_bytes == 38 * GIB
 
 
 def test_the_total_of_nvidia_smi_is_taken_with_a_warning(capsys):
@@ -169,7 +169,7 @@ def test_the_machines_own_cards(nvidia_smi, capsys):
     first, second = found_gpus()
     assert (first.name, first.usable_mib, first.total_mib) == ("a40", 45465, 46068)
     assert first.sources.usable == "nvidia-smi of this machine: used 4 and free 45461 MiB"
-    assert (second.name, second.usable_mib, second.tflops) == ("a100-80g-sxm", 81153, gpu("a100-80g").tflops)
+    assert (second.name, second.usable_mib, second.tflops) == ("a100-80g-sxm", 81153, gpu("a100-80g-sxm").tflops)
     assert resolve_gpu("auto") == first
     assert capsys.readouterr().err == (
         "this machine's cards differ: a40 (44.40 GiB), a100-80g-sxm (79.25 GiB); planned for the a40, which has the "
@@ -230,7 +230,7 @@ def test_cards_that_cannot_be_planned_for_are_all_said_at_once(nvidia_smi):
     )
 
 
-INSTEAD = r"; name a card instead, such as --gpu a100-80g \(`bigdit gpus` lists all\)$"
+INSTEAD = r"; name a card instead, such as --gpu a100-80g-sxm \(`bigdit gpus` lists all\)$"
 
 
 def test_a_machine_without_cards(nvidia_smi, monkeypatch, tmp_path):

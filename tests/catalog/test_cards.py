@@ -77,15 +77,15 @@ def test_multiprocessors_that_were_seen():
         "NVIDIA RTX PRO 6000 Blackwell Server Edition": (188, 128),
     }
     assert {title: (gpu(title).multiprocessors, gpu(title).l2_mib) for title in seen} == seen
-    assert mig_slice(gpu("a100-80g"), "3g.40gb").multiprocessors == 42
+    assert mig_slice(gpu("a100-80g-sxm"), "3g.40gb").multiprocessors == 42
 
 
 def test_known_cards():
     a40 = gpu("a40")
     assert (a40.total_bytes, a40.usable_bytes) == (46068 * MIB, 45416 * MIB)
     assert a40.compute_capability == (8, 6)
-    assert gpu("v100-32g").tflops.bf16 is None
-    assert gpu("h200").usable_mib == 143156
+    assert gpu("v100-32g-sxm2").tflops.bf16 is None
+    assert gpu("h200-sxm").usable_mib == 143156
 
 
 def test_the_cards_that_people_train_on():
@@ -115,14 +115,14 @@ def test_the_cards_that_people_train_on():
 
 def test_links_one_way():
     """PCIe's rates are those that the PCI-SIG's generations give 16 lanes; Grace has its own link to its GPUs."""
-    assert gpu("v100-32g").pcie_gbs == pytest.approx(15.754, abs=0.001)
+    assert gpu("v100-32g-sxm2").pcie_gbs == pytest.approx(15.754, abs=0.001)
     assert gpu("a40").pcie_gbs == pytest.approx(31.508, abs=0.001)
     assert gpu("h100-sxm").pcie_gbs == pytest.approx(63.015, abs=0.001)
     assert gpu("b300").pcie_gbs == 121
     assert gpu("rtx-4060").pcie_gbs == gpu("a40").pcie_gbs / 2
-    assert (gpu("a100-80g").nvlink_one_way_gbs, gpu("l40s").nvlink_one_way_gbs) == (300, None)
+    assert (gpu("a100-80g-sxm").nvlink_one_way_gbs, gpu("l40s").nvlink_one_way_gbs) == (300, None)
     assert (gpu("gh200-96g").host_gbs, gpu("gb200").host_gbs) == (450, 225)
-    assert gpu("h200").host_gbs == gpu("h200").pcie_gbs
+    assert gpu("h200-sxm").host_gbs == gpu("h200-sxm").pcie_gbs
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_links_one_way():
         ("RTX4090", "rtx-4090"),
         ("NVIDIA GeForce RTX 4090 D", "rtx-4090-d"),
         ("NVIDIA A800 80GB PCIe", "a800-80g-pcie"),
-        ("h100-80g", "h100-sxm"),
+        ("h100-80gb-sxm", "h100-sxm"),
     ],
 )
 def test_card_aliases(written, meant):

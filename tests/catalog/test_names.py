@@ -39,6 +39,12 @@ FOUND = {
     "sd3.5-large": "sd3.5-large",
     "sd-3.5-large": "sd3.5-large",
     "wan-2.1-1.3b": "wan2.1-t2v-1.3b",
+    "wan-1.3b": "wan2.1-t2v-1.3b",
+    "Wan 5B": "wan2.2-ti2v-5b",
+    "qwen": "qwen-image",
+    "longcat": "longcat-image",
+    "ovis": "ovis-image-7b",
+    "ltxv-13b": "ltx-video-0.9.7-13b",
 }
 
 
@@ -53,10 +59,12 @@ CARDS = {
     "3090ti": "rtx-3090-ti",
     "6000 ada": "rtx-6000-ada",
     "rtx4070tisuper": "rtx-4070-ti-super",
-    "A100 80GB": "a100-80g-sxm",
-    "a100-80": "a100-80g-sxm",
-    "a100 40 GB": "a100-40g-sxm",
+    "NVIDIA A100-SXM4-80GB": "a100-80g-sxm",
+    "A100 80GB SXM": "a100-80g-sxm",
     "a100 40gb pcie": "a100-40g-pcie",
+    "rtx pro 6000": "rtx-pro-6000",
+    "5090": "rtx-5090",
+    "h100-sxm5": "h100-sxm",
     "h100-80gb-hbm3": "h100-sxm",
     "H100 SXM": "h100-sxm",
 }
@@ -80,14 +88,19 @@ ASKED_BACK = {
     "dit-xl": (find_model, "did you mean dit-xl-2, dit-xl-4, dit-xl-8"),
     "hunyuan": (find_model, "did you mean hunyuandit-v1.2, hunyuandit-v1.1, hunyuanvideo-t2v, hunyuanimage-2.1?"),
     "unsloth/FLUX.1-dev": (find_model, "did you mean flux.1-dev?"),
-    "qwen": (find_model, "did you mean qwen-image?"),
-    "longcat": (find_model, "did you mean longcat-image?"),
+    "wan": (find_model, "one of wan2.1-t2v-1.3b, wan2.1-t2v-14b, wan2.1-i2v-14b-480p, wan2.2-ti2v-5b"),
+    "ltxv": (find_model, "is ambiguous; name one of ltx-video-0.9, ltx-video-0.9.7-13b"),
+    "qwen-image-2": (find_model, "did you mean qwen-image?"),
     "sanna": (find_model, "did you mean sana-600m-1024, sana-1600m-1024"),
     "sana-160m": (find_model, "did you mean sana-1600m-1024"),
     "stable-diffusion": (find_model, "did you mean sd3-medium, sd3.5-large, sd3.5-medium?"),
     "A100": (resolve_gpu, "is ambiguous; name one of a100-40g-sxm, a100-40g-pcie, a100-80g-sxm, a100-80g-pcie"),
-    "a100-sxm": (resolve_gpu, "did you mean a100-40g-sxm, a100-80g-sxm?"),
-    "h100-80gb-sxm5": (resolve_gpu, "did you mean h100-sxm?"),
+    **dict.fromkeys(
+        ("a100-40", "A100 40GB", "a100-40g"), (resolve_gpu, "is ambiguous; name one of a100-40g-sxm, a100-40g-pcie")
+    ),
+    "a100-sxm": (resolve_gpu, "is ambiguous; name one of a100-40g-sxm, a100-80g-sxm"),
+    "h100-80": (resolve_gpu, "is ambiguous; name one of h100-sxm, h100-pcie"),
+    "Tesla V100": (resolve_gpu, "one of v100-16g-sxm2, v100-16g-pcie, v100-32g-sxm2, v100-32g-pcie"),
     "ada 6000": (resolve_gpu, "did you mean rtx-6000-ada?"),
     "rtx-4091": (resolve_gpu, "did you mean rtx-4090"),
     "l40z": (resolve_gpu, "did you mean l40"),
@@ -102,6 +115,11 @@ def test_what_may_be_several_is_asked_back_with_a_short_list(asked):
     assert len(re.search("(?:one of|mean) (.*)", problem)[1].split(", ")) <= SUGGESTED
 
 
+@pytest.mark.parametrize(("find", "asked"), [(find_model, "transformer"), (resolve_gpu, "kitchen")])
+def test_of_what_nothing_is_like_nothing_is_proposed(find, asked):
+    assert re.search(r"' is not in the catalogue; `bigdit (model|gpu)s` lists all$", _refused(find, asked))
+
+
 REASONS = {
     "sdxl": (find_model, "SDXL and what is tuned from it are U-Nets", "pixart-sigma-xl-2-1024"),
     "stabilityai/stable-diffusion-xl-base-1.0": (find_model, "are U-Nets (UNet2DConditionModel)", "sana-1600m-1024"),
@@ -111,7 +129,15 @@ REASONS = {
     **dict.fromkeys(
         ("sd15", "sd-1-5", "stable-diffusion-1-5"), (find_model, "Stable Diffusion 1 and 2 are U-Nets", "dit-xl-2")
     ),
-    "unet": (find_model, "it is a U-Net", ""),
+    **dict.fromkeys(
+        ("unet", "if-xl", "DeepFloyd/IF-I-XL-v1.0", "stable-cascade"), (find_model, "it is a U-Net", "sana")
+    ),
+    **dict.fromkeys(("kolors", "playground", "playground-v2.5"), (find_model, "are U-Nets", "sana-1600m-1024")),
+    **dict.fromkeys(
+        ("stepfun-ai/stepvideo-t2v", "step-video", "omnigen2", "hunyuan-image-3", "infinity", "var"),
+        (find_model, "diffusers has no class for it", ""),
+    ),
+    **dict.fromkeys(("flux3", "qwen-image-2.1", "cosmos", "omnigen"), (find_model, "no adapter for its class yet", "")),
     **dict.fromkeys(
         ("llama-3-8b", "gpt2", "qwen2.5-7b", "mistral-7b"),
         (find_model, "it is a language model, and bigdit plans diffusion transformers", ""),
@@ -152,6 +178,14 @@ REASONS = {
     "p4de.24xlarge": (resolve_gpu, "name the card, and --gpus 8", "a100-80g-sxm"),
     "80GB": (resolve_gpu, "`bigdit gpus --min-memory` lists", ""),
     "hopper": (resolve_gpu, "it is many cards", ""),
+    **dict.fromkeys(("0", "1", "0,1", "-1"), (resolve_gpu, "it is a card's number, and a plan wants its kind", "")),
+    **dict.fromkeys(("cuda", "cuda:0", "gpu"), (resolve_gpu, "--gpu auto for this machine's", "")),
+    "mps": (resolve_gpu, "Apple's chips are not CUDA", ""),
+    "npu": (resolve_gpu, "it is not CUDA", ""),
+    **dict.fromkeys(("rtx 2080", "titan v", "b100"), (resolve_gpu, "its memory with --gpu-memory", "0")),
+    "gb200 nvl72": (resolve_gpu, "it is a rack of that many cards", "gb200"),
+    "DGX A100": (resolve_gpu, "it is a machine of 8 cards", "a100-80g-sxm"),
+    "colab": (resolve_gpu, "name the one that nvidia-smi shows there", "t4"),
 }
 
 

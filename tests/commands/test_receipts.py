@@ -48,7 +48,7 @@ def test_they_are_held_against_what_is_predicted_now(folder):
     assert document[2]["seconds_per_step"] is None
     first = document[0]
     off = first["predicted_peak_reserved_bytes"] / (2 * GIB) - 1
-    done = bigdit("receipts", "compare", "--receipts", folder, "--gpu", "a100-80g")
+    done = bigdit("receipts", "compare", "--receipts", folder, "--gpu", "a100-80g-sxm")
     assert done.returncode == 0, done.stderr
     assert f"{100 * off:+.2f} %" in done.stdout
     assert f"reserved bytes off by {-off:.2%} (median), {-off:.2%} (P95), {-off:.2%} (worst) in 1" in done.stdout
@@ -77,7 +77,7 @@ def test_what_plans_take_from_them_is_said_by_card(folder):
     assert list(card["speeds"]) == ["one card"]
     assert speed["ratio"] == pytest.approx(0.1 / math.sqrt(seconds["low"] * seconds["high"]))
     assert (speed["spread"], speed["count"]) == (0, 1)
-    done = bigdit("receipts", "calibrate", "--receipts", folder, "--gpu", "a100-80g")
+    done = bigdit("receipts", "calibrate", "--receipts", folder, "--gpu", "a100-80g-sxm")
     assert done.returncode == 0, done.stderr
     assert "note: 1 receipt of an emulated card is left out: what the NVIDIA A100" in done.stderr
     assert f"+{100 * card['band_share']:.1f} %" in done.stdout

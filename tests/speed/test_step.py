@@ -42,7 +42,9 @@ loads = st.builds(
     Load, st.dictionaries(operations, amounts, max_size=5), st.dictionaries(exchanges, amounts, max_size=3)
 )
 works = st.builds(Work, loads, loads, loads)
-cards = st.sampled_from([catalog.gpu(name) for name in ("a100-80g-sxm", "v100-32g", "rtx-4090", "a40", "h100-sxm")])
+cards = st.sampled_from(
+    [catalog.gpu(name) for name in ("a100-80g-sxm", "v100-32g-sxm2", "rtx-4090", "a40", "h100-sxm")]
+)
 clusters = st.sampled_from([Cluster(gpus=16), Cluster(gpus=8), Cluster(gpus=16, gpus_per_node=2, network_gbs=1.0)])
 
 
@@ -141,7 +143,7 @@ def test_the_dtype_and_the_precision_choose_the_rate():
     tf32 = step_time(single, Strategy(precision="tf32"), A100, Cluster()).seconds
     fp32 = step_time(single, Strategy(precision="fp32"), A100, Cluster()).seconds
     assert fp32.low > 4 * tf32.low
-    assert step_time(single, Strategy(precision="tf32"), catalog.gpu("v100-32g"), Cluster()).seconds.low > fp32.low
+    assert step_time(single, Strategy(precision="tf32"), catalog.gpu("v100-32g-sxm2"), Cluster()).seconds.low > fp32.low
     int8 = one(Load({MM._replace(dtype="int8"): Amount(1, 312e12, 0)}, {}))
     assert step_time(int8, ONE, A100, Cluster()).seconds.low == pytest.approx(1 / PRODUCTS[8, 0].high)
 

@@ -113,9 +113,9 @@ def test_images_are_counted_as_people_count(asked, count):
 
 
 def test_a_video_has_the_frames_of_its_clip():
-    asked = question_for("wan2.1-t2v-1.3b", "a100-80g")
+    asked = question_for("wan2.1-t2v-1.3b", "a100-80g-sxm")
     assert (asked.resolution, asked.frames) == ((480, 832), 81)
-    assert question_for("wan2.1-t2v-1.3b", "a100-80g", frames=49).frames == 49
+    assert question_for("wan2.1-t2v-1.3b", "a100-80g-sxm", frames=49).frames == 49
 
 
 def test_the_usual_aspect_ratios_keep_the_area():
@@ -226,7 +226,7 @@ def test_sizes_read_as_they_are_written(sizes):
         ),
         ({"frames": 5}, "--frames: sana-1600m-1024 makes pictures, and 5 frames were asked for"),
         (
-            {"model": "wan2.1-t2v-1.3b", "gpu": "a100-80g", "frames": 12},
+            {"model": "wan2.1-t2v-1.3b", "gpu": "a100-80g-sxm", "frames": 12},
             "--frames: wan2.1-t2v-1.3b takes 1 frame and then multiples of 4 (VAE), and frames is 12; the nearest that "
             "fit: 9 or 13",
         ),
@@ -260,7 +260,7 @@ def test_sizes_read_as_they_are_written(sizes):
             "--full trains all weights, and --lora 16 adapters beside frozen ones; leave one of them out",
         ),
         (
-            {"gpu": "v100-32g", "precision": "bf16"},
+            {"gpu": "v100-32g-sxm2", "precision": "bf16"},
             "--precision: Tesla V100-SXM2-32GB computes no bf16 (compute capability 7.0), and precision is bf16; fp16 "
             "and fp32 fit it",
         ),
@@ -275,7 +275,7 @@ def test_sizes_read_as_they_are_written(sizes):
             "DeepSpeed's ZeRO keeps; use precision bf16",
         ),
         (
-            {"gpu": "v100-32g", "gpus": 8, "lora": 8},
+            {"gpu": "v100-32g-sxm2", "gpus": 8, "lora": 8},
             "--lora 8: no strategy has this: lora.base bf16 is computed with in bf16, and precision is fp16; use "
             "precision bf16, or lora.base nf4; or: lora.base nf4 (bitsandbytes) keeps packed weights, which fsdp2 "
             "cannot shard; use lora.base bf16, or engine single",
@@ -321,7 +321,7 @@ def test_contradictions_are_said_beside_what_is_unknown():
 
 
 def test_adapters_over_a_quantised_base_need_no_bf16():
-    assert question_for("sana-600m", "v100-32g", lora=8).pins.lora_rank == 8
+    assert question_for("sana-600m", "v100-32g-sxm2", lora=8).pins.lora_rank == 8
 
 
 @given(st.integers(1, 64), st.integers(1, 32), st.integers(1, 4096))

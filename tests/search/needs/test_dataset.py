@@ -23,7 +23,7 @@ from bigdit.units import GIB, KIB, MIB
 
 
 def need(name, *encoding, **options):
-    question = question_for(name, "a100-80g", **options)
+    question = question_for(name, "a100-80g-sxm", **options)
     batch = catalog.batch_shape(question.model, question.resolution, question.frames)
     return dataset_need(question, batch, encoding)
 
@@ -145,7 +145,7 @@ def test_without_images_there_is_no_data_set():
 
 
 def test_unknown_encoders_have_no_time():
-    question = question_for("flux.2-dev", "a100-80g", images=10)
+    question = question_for("flux.2-dev", "a100-80g-sxm", images=10)
     batch = catalog.batch_shape(question.model)
     assert encoding_request(question, batch) is None
     found = dataset_need(question, batch, [])
@@ -154,7 +154,7 @@ def test_unknown_encoders_have_no_time():
 
 
 def test_an_old_card_encodes_in_what_it_computes():
-    for gpu, precision in (("v100-32g", "fp16"), ("a40", "bf16")):
+    for gpu, precision in (("v100-32g-sxm2", "fp16"), ("a40", "bf16")):
         question = question_for("pixart-sigma-xl-2-512", gpu, images=10)
         request = encoding_request(question, catalog.batch_shape(question.model))
         assert request.strategy.precision == precision
@@ -163,7 +163,7 @@ def test_an_old_card_encodes_in_what_it_computes():
 
 def test_extraction_takes_the_encoders_alone():
     """The VAE of DiT: 16 pictures a pass, between its arithmetic at the card's rate and a hundred times that."""
-    question = question_for("dit-s-8", "a100-80g", images=1_000_000)
+    question = question_for("dit-s-8", "a100-80g-sxm", images=1_000_000)
     batch = catalog.batch_shape(question.model)
     encoding = rehearse(encoding_request(question, batch)).sizes[-1]
     timeline = encoding.timeline
