@@ -11,12 +11,9 @@ Config = Annotated[Path, typer.Option("--config", help="The run's YAML.")]
 
 
 def _said_once(overrides: list[str]) -> list[str]:
-    from bigdit.errors import UserError
+    from bigdit.config.overrides import said_once
 
-    keys = [override.partition("=")[0] for override in overrides]
-    if twice := [key for key in dict.fromkeys(keys) if keys.count(key) > 1]:
-        raise UserError(*(f"--set says {key[:80]} {keys.count(key)} times; leave it once" for key in twice))
-    return overrides
+    return said_once(overrides)
 
 
 Set = Annotated[

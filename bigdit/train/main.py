@@ -12,6 +12,7 @@ from pathlib import Path
 from bigdit import libraries, log
 from bigdit.catalog.revision import revision
 from bigdit.config import load_stages
+from bigdit.config.overrides import said_once
 from bigdit.config.plan_file import read_plan_file
 from bigdit.dist import World, world_from_env
 from bigdit.errors import EXIT_USER, guard, shown
@@ -32,10 +33,9 @@ def main(arguments: Sequence[str] | None = None, around: Around = nullcontext) -
     """The entry of `bigdit.launch` and `python -m bigdit.train`; returns the exit status. The main process trains
     within `around`."""
     parsed = parse(arguments)
-    overrides = with_grace(with_ds_config(parsed.set, parsed.ds_config), parsed.grace)
     end_with_launcher()
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # or a lost peer is told in stack frames too
-    status = guard(lambda: _train(parsed.config, overrides, parsed.plan, around))
+    status = guard(lambda: _train(parsed.config, _overrides(parsed), parsed.plan, around))
     if status == EXIT_USER and os.environ.get("RANK", "0") != "0" and LAUNCHER not in os.environ:
         time.sleep(PATIENCE_S)  # torchrun ends all as soon as one has failed: the one that says why is let go first
     return status
@@ -52,6 +52,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     # The deepspeed launcher passes it; the environment says the same.
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
+
+
+def _overrides(parsed: argparse.Namespace) -> list[str]:
+    return with_grace(with_ds_config(said_once(parsed.set), parsed.ds_config), parsed.grace)
 
 
 def _set_allocator(world: World) -> None:

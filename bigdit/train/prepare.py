@@ -13,6 +13,7 @@ from bigdit.catalog.families import block_count, objective_of, training_obstacle
 from bigdit.catalog.resolve import model_spec
 from bigdit.config import RunConfig, Stage, check, strategy_of
 from bigdit.config.accelerate import check_accelerate
+from bigdit.config.overrides import with_option
 from bigdit.config.plan_file import PlanFile
 from bigdit.config.planned import planned_strategy
 from bigdit.config.stages import not_shared, of_each
@@ -147,9 +148,9 @@ def with_ds_config(overrides: Sequence[str], ds_config: Path | None) -> list[str
     """`--ds-config FILE` as the overrides that it stands for."""
     if ds_config is None:
         return list(overrides)
-    return ["engine.name=deepspeed", f"engine.ds_config={ds_config}", *overrides]
+    return with_option(overrides, "--ds-config", {"engine.name": "deepspeed", "engine.ds_config": ds_config})
 
 
 def with_grace(overrides: Sequence[str], grace: float | None) -> list[str]:
     """`--grace SECONDS` as the override that it stands for."""
-    return list(overrides) if grace is None else [*overrides, f"train.grace={grace}"]
+    return list(overrides) if grace is None else with_option(overrides, "--grace", {"train.grace": grace})

@@ -18,6 +18,8 @@ from bigdit.checkpoint.folder import checksum, write_state
 from bigdit.checkpoint.shard_file import OFFSETS
 from bigdit.train.metrics import read_metrics
 
+TRAIN = ROOT / "launch/train.py"
+
 ENGINES = {
     "single": SINGLE,
     "single, 8-bit": (*SINGLE, "optimizer.name=adamw_8bit"),
@@ -234,3 +236,24 @@ def test_dry_run_prints_what_would_run(features):
     resolved = json.loads(done.stdout)
     assert resolved["strategy"]["world_size"] == 2
     assert resolved["run"]["train"]["steps"] == 8
+
+
+@pytest.mark.parametrize(
+    ("said", "refused"),
+    [
+        (("--set", "train.steps=1", "--set", "train.steps=2"), "--set says train.steps 2 times; leave it once"),
+        (
+            ("--ds-config", "ds_configs/zero2_bf16.json", "--set", "engine.name=fsdp2"),
+            "--ds-config and --set engine.name say the same key; leave one of them out",
+        ),
+        (
+            ("--grace", "5", "--set", "train.grace=6"),
+            "--grace and --set train.grace say the same key; leave one of them out",
+        ),
+    ],
+)
+def test_a_key_is_said_once_however_training_starts(said, refused):
+    begun = [bigdit("train", "--config", DIGITS, *said)]
+    begun += [run_ranks(1, *program, "--config", DIGITS, *said) for program in (("-m", "bigdit.train"), (TRAIN,))]
+    for done in begun:
+        assert (done.returncode, " ".join(done.stderr.split())) == (1, f"error: {refused}")
