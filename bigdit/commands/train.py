@@ -46,7 +46,8 @@ def run(
     if not dry_run:
         check_stores(stages)
         with leaving_a_page(first.output):
-            return launch(first, config, overrides, plan)
+            on_host = [stage.plan.expected.host_bytes or 0 for stage in stages if stage.plan is not None]
+            return launch(first, config, overrides, plan, max(on_host, default=0))
     for stage in stages:
         for line in stage.plan_notices(revision()):
             log.notice(f"note: {line}")

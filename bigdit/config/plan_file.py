@@ -44,7 +44,8 @@ class Asked(Strict):
 
 
 class Expected(Strict):
-    """What the plan says of one card: bytes of memory; (low, high) where it is a range."""
+    """What the plan says of one card: bytes of memory; (low, high) where it is a range. `host_bytes` are a machine's,
+    None where an earlier bigdit wrote it."""
 
     verdict: Literal["FITS", "TIGHT", "DOES NOT FIT"]
     usable_bytes: PositiveInt
@@ -52,6 +53,7 @@ class Expected(Strict):
     peak_reserved_bytes: PositiveInt
     process_bytes: tuple[NonNegativeInt, NonNegativeInt]
     samples_per_second_per_card: tuple[NonNegativeFloat, NonNegativeFloat]
+    host_bytes: NonNegativeInt | None = None
 
     _of_today = model_validator(mode="before")(renamed)
 

@@ -114,6 +114,7 @@ def _plan(pool: Pool, question: Question, evidence: Evidence, device: Device) ->
             ahead(chosen.candidate)
         buckets = bucket_limits(pool, sample, question, chosen.candidate, room, limits[known[0].title])
         ran = runs(sample, chosen.candidate, buckets[0], room, device)
+    build = device.build if chosen.ran else None
     every = [*found.options, *averages(pool, sample, question, found.options, option)]
     return Plan(
         question=question,
@@ -138,8 +139,8 @@ def _plan(pool: Pool, question: Question, evidence: Evidence, device: Device) ->
         waterfall=steps,
         calibration=evidence.said(known[0].strategy),
         notices=(*_unverified(question.model), *uncounted(question.samples), *answer.notices, *notices),
-        versions=answer.versions,
-        emulated=device.build if chosen.ran else None,
+        versions=answer.versions | ({} if build is None else {"torch": build.split()[0]}),
+        emulated=build,
         catalogue=revision(),
         seconds=1.0,
     )

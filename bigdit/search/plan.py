@@ -168,7 +168,7 @@ class Plan(Strict):
 
     `ledger`, `footprint` and `packed_timeline` (see memory.Timeline) are of the chosen strategy's rehearsal;
     `smaller` are sizes of its step that take less, for training that runs out of memory after all;
-    `emulated`: the build of torch that ran on emulated cards, where any did.
+    `emulated`: the build of torch that ran on emulated cards, where any did, whose torch is then that of `versions`.
     `buckets` are none where the machine is short of memory, since it is so with any micro-batch;
     `fixes` are what would fit, where nothing asked for does; `front` is the Pareto front of memory against speed;
     `settings` are what else may be asked of the page.

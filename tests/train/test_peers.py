@@ -152,16 +152,21 @@ def test_a_process_that_a_signal_ends_while_the_main_one_hangs(capfd, monkeypatc
     assert len(err.splitlines()) == 1
 
 
-def test_processes_that_could_not_speak(capfd, monkeypatch):
+@pytest.mark.parametrize(
+    ("host_bytes", "counted"),
+    [(0, "`bigdit plan` counts what it takes"), (48 * 2**30, "its plan counts 48.00 GiB of them")],
+)
+def test_processes_that_could_not_speak(capfd, monkeypatch, host_bytes, counted):
     """One is killed, and the other does not notice."""
+    monkeypatch.setattr(launch, "memory_bytes", lambda: 32 * 2**30)
     monkeypatch.setattr(launch, "PATIENCE_S", 1.0)
     script = "import os, time; os.environ['RANK'] == '1' and os.kill(os.getpid(), 9); time.sleep(100)"
-    assert Ranks([sys.executable, "-c", script], 10.0).run(2) == 137
+    assert Ranks([sys.executable, "-c", script], 10.0, host_bytes).run(2) == 137
     said = capfd.readouterr().err
     assert said.startswith("error: rank 1 (process ")
     assert said.endswith(
-        ") was ended by SIGKILL (by hand, or since the machine's memory ran out); rank 0 waited for it and had to be "
-        "killed\n"
+        f") was ended by SIGKILL (by hand, or since memory ran out: this machine has 32.00 GiB, and {counted}); rank 0 "
+        "waited for it and had to be killed\n"
     )
 
 

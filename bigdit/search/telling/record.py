@@ -34,6 +34,7 @@ def record(plan: Plan) -> PlanFile:
             peak_reserved_bytes=chosen.peak_reserved_bytes,
             process_bytes=(chosen.process.low_bytes, chosen.process.high_bytes),
             samples_per_second_per_card=(rate.low, rate.high),
+            host_bytes=plan.host.node_bytes,
         ),
         micro_batch_sizes=tuple(LargestMicroBatch(**limit.model_dump()) for limit in plan.buckets),
         smaller=plan.smaller,

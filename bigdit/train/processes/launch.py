@@ -21,8 +21,10 @@ from typing import TYPE_CHECKING
 from bigdit import log
 from bigdit.config import RunConfig
 from bigdit.errors import EXIT_USER
+from bigdit.machine import memory_bytes
 from bigdit.train.processes.orphan import LAUNCHER
 from bigdit.train.processes.signals import heeded
+from bigdit.units import gib
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -31,19 +33,24 @@ if TYPE_CHECKING:
 PATIENCE_S = 10.0
 
 
-def launch(run: RunConfig, config: Path, overrides: Sequence[str], plan: Path | None = None) -> int:
-    """Run `python -m bigdit.train` as `engine.processes` processes; the exit status, 0 or that of the first to fail."""
+def launch(
+    run: RunConfig, config: Path, overrides: Sequence[str], plan: Path | None = None, host_bytes: int = 0
+) -> int:
+    """Run `python -m bigdit.train` as `engine.processes` processes; the exit status, 0 or that of the first to fail.
+    `host_bytes`: what its plans count of this machine's memory, where there are any."""
     arguments = ["--config", str(config), *(part for override in overrides for part in ("--set", override))]
     arguments += [] if plan is None else ["--plan", str(plan)]
-    return Ranks([sys.executable, "-m", "bigdit.train", *arguments], run.train.grace).run(run.engine.processes)
+    command = [sys.executable, "-m", "bigdit.train", *arguments]
+    return Ranks(command, run.train.grace, host_bytes).run(run.engine.processes)
 
 
 class Ranks:
     """The processes of a run, each in a session of its own: Ctrl-C reaches them by their parent alone."""
 
-    def __init__(self, command: Sequence[str], grace: float) -> None:
+    def __init__(self, command: Sequence[str], grace: float, host_bytes: int = 0) -> None:
         self._command = command
         self._grace = grace
+        self._host_bytes = host_bytes
         self._processes: list[subprocess.Popen[bytes]] = []
         self._signum = 0
         self._deadline = math.inf
@@ -107,11 +114,14 @@ class Ranks:
         by = signal.Signals(-statuses[failed] if statuses[failed] < 0 else statuses[failed] - 128)
         others = [rank for rank in killed if rank != failed]
         end = f"; {_ranks(others)} waited for it and had to be killed" if others else ""
-        why = (
-            " (by hand, or since the machine's memory ran out)" if by == signal.SIGKILL and failed not in killed else ""
-        )
+        why = f" ({_killed(self._host_bytes)})" if by == signal.SIGKILL and failed not in killed else ""
         pid = self._processes[failed].pid
         log.notice(f"error: {_ranks([failed])} (process {pid}) was ended by {by.name}{why}{end}")
+
+
+def _killed(host_bytes: int) -> str:
+    counted = f"its plan counts {gib(host_bytes)} of them" if host_bytes else "`bigdit plan` counts what it takes"
+    return f"by hand, or since memory ran out: this machine has {gib(memory_bytes())}, and {counted}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -58,6 +58,7 @@ def test_a_plan_ran_and_so_did_its_alternatives_and_its_limit_and_one_more_did_n
     plan = make_plan(asked)
     (limit,) = plan.buckets
     assert (plan.verdict, plan.chosen.ran, limit.ran, plan.emulated is not None) == ("FITS", True, True, True)
+    assert plan.emulated.startswith(f"{plan.versions['torch']} CUDA ")  # what ran, not the build that asked
     assert 1 <= plan.chosen.strategy.micro_batch_size <= limit.none
     assert all(choice.step.launches is not None and choice.step.launches.counted for choice in plan.front)
     assert all(choice.ran for choice in plan.front)
