@@ -20,8 +20,7 @@ from bigdit.spec import Contradictory, ModelSpec, Strategy
 def check(run: RunConfig, model: ModelSpec) -> None:
     """Raise UserError with every contradiction between the sections of `run` and the model it names."""
     problems = [*_check_latents(run, model), *_check_text(run, model), *_check_objective(run, model)]
-    if run.data.online:
-        problems += [f"data.features is online, and {why}; {_EXTRACT}" for why in _not_online(run)]
+    problems += online_problems(run)
     if run.train.lora is not None and run.model.init_from is None:
         problems.append(
             "train.lora adapts trained weights, and model.init_from is missing; set it to a folder of diffusers weights"
@@ -47,8 +46,14 @@ def check(run: RunConfig, model: ModelSpec) -> None:
 _EXTRACT = "name a folder, and `bigdit extract` encodes into it once"
 
 
+def online_problems(run: RunConfig) -> list[str]:
+    """What of a run is not made of features that are encoded in each step, where it has these."""
+    if not run.data.online:
+        return []
+    return [f"data.features is online, and {why}; {_EXTRACT}" for why in _not_online(run)]
+
+
 def _not_online(run: RunConfig) -> list[str]:
-    """What of a run is not made of features that are encoded in each step."""
     image, text, found = run.encoders.image, run.encoders.text, []
     if len(run.data.buckets) > 1:
         found.append(f"data.buckets has {len(run.data.buckets)}: which is a picture's is known when all were read")

@@ -33,7 +33,7 @@ def show(plan: Plan, folder: Path | None = None, console: Console | None = None)
     console = console or log.out
     for part in (
         _headline(plan),
-        *([_choices("what would fit", plan.fixes, plan)] if plan.fixes else []),
+        *([] if plan.fits else [_would_fit(plan)]),
         lines("recommended" if plan.fits else "nearest to fitting", _recommended(plan)),
         lines("speed and cost", speed(plan, PARTS)),
         _memory(plan),
@@ -64,6 +64,11 @@ def show_short(plan: Plan, name: str, folder: Path | None) -> None:
         key = f"{name}.plan:" if name.startswith("stages.") else "--plan"
         log.out.print(f"train by it: {key} {folder}", highlight=False, markup=False, soft_wrap=True)
     log.out.print()
+
+
+def _would_fit(plan: Plan) -> RenderableType:
+    title = "what would fit"
+    return _choices(title, plan.fixes, plan) if plan.fixes else lines(title, {"none": words.NO_FIX})
 
 
 def _headline(plan: Plan) -> RenderableType:

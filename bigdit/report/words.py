@@ -31,6 +31,7 @@ PRECISIONS = {
 }
 ALLOCATOR = "PYTORCH_ALLOC_CONF=expandable_segments:True"
 
+NO_FIX = "nothing of what is looked at: fewer pins, up to 8 times the cards, adapters (without --full), a larger card"
 NO_LIMIT = "none fits: host RAM is short with any micro-batch"
 
 _SPANS = ((86_400, "days"), (3_600, "h"), (60, "min"), (1, "s"), (1e-3, "ms"))

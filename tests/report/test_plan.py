@@ -148,6 +148,9 @@ def test_what_does_not_fit_is_answered_with_what_would():
     assert "8-bit AdamW, all blocks" in text
     assert "nothing to run: it does not fit" in text
     assert "bigdit train" not in text
+    without = plan.model_copy(update={"fixes": ()})
+    assert f"what would fit none {words.NO_FIX}" in " ".join(plans.shown(without).split())
+    assert words.NO_FIX in page(without)
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bigdit.config import RunConfig
+from bigdit.config.check import online_problems
 from bigdit.config.data import frames_of
 from bigdit.config.deepspeed import read_ds_config
 from bigdit.config.load import parse_run
@@ -93,6 +94,8 @@ def _question(document: dict[str, Any], asked: Mapping[str, Any]) -> Question:
     if isinstance(train, dict):
         train.setdefault("micro_batch_size", 1)  # which a plan may be to say, and a run has to
     run = parse_run(whole, "run")
+    if problems := online_problems(run):
+        raise UserError(*problems)
 
     def said(key: str, value: Any) -> Any:
         return None if at(document, key.split(".")) is None else value

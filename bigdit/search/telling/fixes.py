@@ -120,19 +120,24 @@ def _more_host(question: Question, smallest: Choice) -> list[Choice]:
     """`smallest` as it stands, where it is the host alone that has too little."""
     if smallest.headroom_bytes < 0 or smallest.host_bytes <= question.host_memory_bytes:
         return []
-    wanted = f"{gib(smallest.host_bytes)} of host RAM a machine, instead of {gib(question.host_memory_bytes)}"
-    return [smallest.model_copy(update={"verdict": "FITS", "reason": wanted})]
+    return [smallest.model_copy(update={"verdict": "FITS", "reason": _host(question, smallest)})]
+
+
+def _host(question: Question, smallest: Choice) -> str:
+    return f"{gib(smallest.host_bytes)} of host RAM a machine, instead of {gib(question.host_memory_bytes)}"
 
 
 def _larger_card(question: Question, smallest: Choice) -> list[Choice]:
-    """The smallest card of the catalogue on which `smallest` would fit as it stands."""
+    """The smallest card of the catalogue on which `smallest` would fit as it stands, in a machine of as much memory as
+    that takes."""
     needed = smallest.process.high_bytes
-    if needed <= question.gpu.usable_bytes or smallest.host_bytes > question.host_memory_bytes:
+    if needed <= question.gpu.usable_bytes:
         return []
     larger = [card for card in gpus.gpus() if card.usable_bytes >= needed * (1 + UNLIKE)]
     if not larger:
         return []
     card = min(larger, key=lambda each: each.usable_bytes)
+    short = smallest.host_bytes > question.host_memory_bytes
     return [
         smallest.model_copy(
             update={
@@ -141,7 +146,7 @@ def _larger_card(question: Question, smallest: Choice) -> list[Choice]:
                 "confirmed": False,
                 "ran": False,
                 "headroom_bytes": card.usable_bytes - needed,
-                "reason": "a larger card",
+                "reason": f"a larger card, and {_host(question, smallest)}" if short else "a larger card",
             }
         )
     ]

@@ -71,6 +71,10 @@ def test_features_online_are_pinned_and_what_is_not_is_said(tmp_path):
     path = written(tmp_path, data=PIXART["data"] | {"features": "online"}, train=train)
     (only,) = asked(path)
     assert only.pins.features == "online"
+    assert problems(path, "data.buckets=[[512, 512], [256, 256]]") == [
+        "data.features is online, and data.buckets has 2: which is a picture's is known when all were read; name a "
+        "folder, and `bigdit extract` encodes into it once"
+    ]
     assert unpinned(path, ["train.checkpointing=selective"]) == [
         f"{path}: {key} is {said}, which plans do not pin: this one chooses by itself"
         for key, said in (("train.blocks_to_swap", 3), ("train.checkpointing", "selective"), ("train.lora.base", "nf4"))

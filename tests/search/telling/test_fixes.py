@@ -39,6 +39,15 @@ def test_on_a_larger_card_nothing_ran(grown):
     assert row.headroom_bytes >= GIB  # 5 % of what is wanted, for an architecture that may take more
 
 
+def test_a_larger_card_is_named_though_the_host_is_short_too(grown):
+    (row,) = grown("t4", 100 * GIB, 108 * GIB)
+    assert row.title.endswith("on NVIDIA H200")
+    assert (row.verdict, row.reason) == (
+        "FITS",
+        "a larger card, and 108.00 GiB of host RAM a machine, instead of 64.00 GiB",
+    )
+
+
 def test_with_more_host_memory_the_card_s_figures_stand(grown):
     (row,) = grown("a40", 20 * GIB, 100 * GIB, host_memory="64GiB")
     assert (row.verdict, row.reason) == ("FITS", "100.00 GiB of host RAM a machine, instead of 64.00 GiB")
