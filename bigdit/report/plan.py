@@ -21,6 +21,8 @@ from bigdit.units import count, gib
 
 PARTS = 3
 """Of the step's time, the longest."""
+WIDEST = 1000
+"""Columns of a terminal in which nothing is broken."""
 MOST_ROWS = 5
 """Of the front, in the terminal; all of it is in report.html and --json."""
 
@@ -36,7 +38,7 @@ def show(plan: Plan, folder: Path | None = None, console: Console | None = None)
         *([] if plan.fits else [_would_fit(plan)]),
         lines("recommended" if plan.fits else "nearest to fitting", _recommended(plan)),
         lines("speed and cost", speed(plan, PARTS)),
-        _memory(plan),
+        _memory(plan, console),
         *([_waterfall(plan)] if plan.waterfall else []),
         *([_limits(plan)] if plan.buckets else []),
         *([lines("largest micro-batch", {"any size": words.NO_LIMIT})] if plan.short_of_host else []),
@@ -94,15 +96,19 @@ def _recommended(plan: Plan) -> dict[str, str]:
     return words.settings(chosen, plan) | {"why": f"{words.reason(chosen)}{lossy}"}
 
 
-def _memory(plan: Plan) -> Table:
-    """Peaks of the phases and the way to nvidia-smi on the left, what is live at the peak on the right."""
-    sides = Table.grid(padding=(0, 4, 0, 0))
+def _memory(plan: Plan, console: Console) -> Table:
+    """Peaks of the phases and the way to nvidia-smi on the left, what is live at the peak on the right; or below, where
+    the terminal is too narrow."""
     left = Table.grid()
-    left.add_row(_phases(plan))
-    left.add_row("")
-    left.add_row(_card(plan))
+    for part in (_phases(plan), "", _card(plan)):
+        left.add_row(part)
+    sides = Table.grid(padding=(0, 4, 0, 0), pad_edge=False)
     sides.add_row(left, _at_peak(plan))
-    return sides
+    if console.measure(sides, options=console.options.update(max_width=WIDEST)).maximum <= console.width:
+        return sides
+    for part in ("", _at_peak(plan)):
+        left.add_row(part)
+    return left
 
 
 def _phases(plan: Plan) -> Table:

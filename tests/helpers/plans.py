@@ -292,8 +292,8 @@ def sharded_plan(world_size: int = 32) -> Plan:
     return plan.model_copy(update=changed)
 
 
-def shown(plan: Plan, folder: Path | None = None) -> str:
-    """What a terminal of 80 columns shows of it."""
+def shown(plan: Plan, folder: Path | None = None, width: int = 80) -> str:
+    """What a terminal of so many columns shows of it."""
     out = StringIO()
-    show(plan, folder, Console(width=80, no_color=True, file=out))
+    show(plan, folder, Console(width=width, no_color=True, file=out))
     return out.getvalue()

@@ -139,6 +139,18 @@ def test_what_ran_and_what_is_predicted_are_told_apart(made):
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("plan")
+def test_a_narrow_terminal_shows_the_tables_of_memory_below_each_other(made):
+    text = plans.shown(made, width=40)
+    assert max(map(len, text.splitlines())) <= 40
+    below = text[text.index("memory by phase") :]
+    for name, nbytes in made.ledger.at_peak.items():
+        assert re.search(rf"^{name} +{gib(nbytes)} ", below, re.M), name
+    for phase in made.ledger.phases:
+        assert re.search(rf"^{phase.phase} .*{gib(phase.peak_bytes)} *$", below, re.M), phase.phase
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("plan")
 def test_what_does_not_fit_is_answered_with_what_would():
     plan = plans.unfitting_plan()
     text = plans.shown(plan, Path("plans/sana"))
