@@ -24,7 +24,12 @@ def find_model(asked: str) -> CatalogModel:
     """
     if asked.endswith(".json") or asked.startswith((".", "/", "~")) or os.path.isdir(asked):
         return user_model(Path(os.path.expanduser(asked)))
-    return model(asked)
+    try:
+        return model(asked)
+    except UserError as error:
+        if "/" not in asked or refusal("model", asked):
+            raise
+        raise UserError(*(f"{problem}; nor is there such a folder here" for problem in error.problems)) from None
 
 
 def user_model(path: Path) -> CatalogModel:

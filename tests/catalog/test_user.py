@@ -54,6 +54,8 @@ def test_a_name_is_still_a_name():
         find_model("sana-160m")
     with pytest.raises(UserError, match=r"^\./absent does not exist|^absent does not exist"):
         find_model("./absent")
+    with pytest.raises(UserError, match=r"'mine/absent' is not in the .*; nor is there such a folder here$"):
+        find_model("mine/absent")
 
 
 def test_what_a_config_must_say(tmp_path):

@@ -12,6 +12,7 @@ from bigdit.config import RunConfig
 from bigdit.config.check import online_problems
 from bigdit.config.data import frames_of
 from bigdit.config.deepspeed import read_ds_config
+from bigdit.config.encoders import IdentityCodec
 from bigdit.config.load import parse_run
 from bigdit.config.planned import at
 from bigdit.config.run import EngineConfig, TrainConfig
@@ -140,6 +141,10 @@ def _question(document: dict[str, Any], asked: Mapping[str, Any]) -> Question:
 def _model(run: RunConfig) -> str:
     if (name := run.model.name or run.model.path) is None:
         raise UserError("model.class_name says what is trained; plans take model.name or model.path, a config.json")
+    if isinstance(run.encoders.image, IdentityCodec):
+        raise UserError(
+            "encoders.image is identity, and plans are of a VAE's latents; `bigdit train` measures this run"
+        )
     return str(name)
 
 

@@ -112,6 +112,9 @@ def test_what_is_wrong_is_told_by_the_runs_keys(tmp_path):
     assert problems(path, "model={class_name: SanaTransformer2DModel}") == [
         "model.class_name says what is trained; plans take model.name or model.path, a config.json"
     ]
+    assert problems(path, "encoders.image={name: identity, factor: 2, color: rgb}") == [
+        "encoders.image is identity, and plans are of a VAE's latents; `bigdit train` measures this run"
+    ]
     assert problems(path, "train.stepz=3") == ["train.stepz: unknown key; did you mean steps, decay_steps?"]
 
 
