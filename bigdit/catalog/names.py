@@ -79,7 +79,8 @@ def instead(kind: str, plain: str, known: Collection[str], aliases: Aliases) -> 
     for refused in refusals(kind):
         found = re.search(refused.asked, plain)
         if found:
-            near = refused.nearest or _alike(found.groupdict().get("rest") or "", known, aliases)
+            rest = found.groupdict().get("rest") or ""
+            near = refused.nearest or meant(rest, known, aliases) or _alike(rest, known, aliases)
             return f": {refused.reason}" + (f"; nearest: {', '.join(near)}" if near else "")
     alike = (
         _alike(plain, known, aliases)

@@ -147,9 +147,9 @@ def _attempt(problems: list[str], option: str, make: Callable[[], Found]) -> Fou
 
 
 def _with_option(option: str, problem: str) -> str:
-    if option in problem:
-        return problem
-    return f"--{problem}" if f"--{problem}".startswith(f"{option} ") else f"{option}: {problem}"
+    if f"--{problem}".startswith(f"{option} "):
+        return f"--{problem}"
+    return problem if option in problem else f"{option}: {problem}"
 
 
 def _model(asked: str | None) -> CatalogModel:

@@ -162,6 +162,10 @@ def test_sizes_read_as_they_are_written(sizes):
             {"gpu": "a4"},
             "--gpu 'a4' is not in the catalogue; did you mean a40, rtx-a4000, rtx-a4500? (`bigdit gpus` lists all)",
         ),
+        (
+            {"gpu": "8xA40"},
+            "--gpu '8xA40' is not in the catalogue: how many cards there are, --gpus says; nearest: a40",
+        ),
         ({"model": "no/config.json"}, "--model: no/config.json does not exist; a diffusers config.json was expected"),
         ({"gpus": 0}, "--gpus is 0, and 1 or more was expected"),
         ({"gpus_per_node": -8}, "--gpus-per-node is -8, and 1 or more was expected"),
