@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
 from bigdit.catalog import CatalogModel, batch_shape
 from bigdit.catalog.revision import revision
 from bigdit.errors import UserError
 from bigdit.rehearse.ask import request_for
+from bigdit.rehearse.lanes import RehearsalError, WorkerKilled
 from bigdit.rehearse.pool import Pool
 from bigdit.search import kept
 from bigdit.search.finding.best import search
@@ -57,10 +59,11 @@ def make_plan(question: Question, *, progress: Progress | None = None) -> Plan:
         say(f"planning the training of {question.model.name}: {attempts} attempts on emulated cards")
 
     with Pool(done=done) as pool, _device(question, tried) as device:
-        if question.model.params is None:
-            _check_own(pool, question)
-        evidence, more = weighed(pool, question, own)
-        plan = _plan(pool, question, evidence, device)
+        with nullcontext() if question.model.params else _of_own(question.model.name):
+            if question.model.params is None:
+                _check_own(pool, question)
+            evidence, more = weighed(pool, question, own)
+            plan = _plan(pool, question, evidence, device)
         unanswered = [f"not run on an emulated card: {why}" for why in device.unanswered]
     seconds = round(time.perf_counter() - began, 3)
     no_cards = [f"not run on emulated cards: {question.no_cards}"] if question.no_cards else []
@@ -72,6 +75,26 @@ def make_plan(question: Question, *, progress: Progress | None = None) -> Plan:
 
 def _with(plan: Plan, notices: Sequence[str]) -> Plan:
     return plan.model_copy(update={"notices": (*plan.notices, *notices)})
+
+
+@contextmanager
+def _of_own(name: str) -> Iterator[None]:
+    """Tell what is wrong with a user's own model by its name: an argument, or that what they make fails in a step."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(*(problem.replace("model.kwargs.", f"{name}: ", 1) for problem in error.problems)) from None
+    except WorkerKilled:
+        raise
+    except RehearsalError as error:
+        said = [line for line in str(error).splitlines() if re.match(r"\w+Error: ", line)]
+        if not said:
+            raise
+        reason = said[-1][:300].rstrip(".")
+        raise UserError(
+            f"{name}: a step of it ends with {reason}; its arguments, such as widths, may not go together; where they "
+            "do, this is a bug in bigdit"
+        ) from error
 
 
 def _check_own(pool: Pool, question: Question) -> None:
