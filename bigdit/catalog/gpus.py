@@ -33,6 +33,10 @@ class Tflops(Strict):
     tf32: PositiveFloat | None
     fp32: PositiveFloat
 
+    def computes(self, precision: str) -> bool:
+        """Whether the card has units for a precision of `Strategy`."""
+        return bool({"bf16": self.bf16, "bf16_sr": self.bf16, "tf32": self.tf32}.get(precision, self.fp32))
+
     def of(self, dtype: str, *, tf32: bool) -> float:
         """Operations a second of the units that compute matrix products of `dtype`. int8 counts as fp16: its products
         are scaled within the same kernel."""

@@ -28,7 +28,7 @@ from bigdit.search.plan import BucketLimit, Plan, Run, Step
 from bigdit.search.predict.anchors import Sample, shallowest
 from bigdit.search.question import Question
 from bigdit.search.telling.averages import averages
-from bigdit.search.telling.choices import confirmed, front, title
+from bigdit.search.telling.choices import confirmed, front, step_on, title
 from bigdit.search.telling.curves import Runs, curves, runs
 from bigdit.search.telling.fixes import fixes
 from bigdit.search.telling.settings import settings
@@ -156,7 +156,9 @@ def _plan(pool: Pool, question: Question, evidence: Evidence, device: Device) ->
         curves=curves(question, chosen.candidate, evidence.band, ran),
         settings=settings(sample, question, every, found.best, rows, ran, evidence),
         smaller=smaller(question, chosen.candidate, evidence),
-        fixes=() if fits else fixes(pool, sample, question, evidence, known[0], device),
+        fixes=()
+        if fits
+        else fixes(pool, sample, question, evidence, known[0], partial(step_on, question, chosen), device),
         dataset=_dataset(pool, question, batch),
         run=_run(question, known[0].strategy, known[0].step),
         waterfall=steps,

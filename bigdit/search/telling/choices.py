@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from bigdit.catalog import Gpu
 from bigdit.search.finding.candidates import (
     SAME_SPEED,
     Candidate,
@@ -23,7 +24,7 @@ from bigdit.search.plan import Choice, Verdict
 from bigdit.search.predict.anchors import Sample
 from bigdit.search.question import Question
 from bigdit.speed.interval import Interval
-from bigdit.speed.step import step_time
+from bigdit.speed.step import StepTime, step_time
 from bigdit.speed.work import work_of
 from bigdit.units import gib
 
@@ -80,6 +81,12 @@ def confirmed(question: Question, found: Confirmed, evidence: Evidence) -> Choic
         lossless=found.candidate.option.proposal.lossless,
         reason="",
     )
+
+
+def step_on(question: Question, found: Confirmed, card: Gpu) -> StepTime:
+    """The step of the same kernels on other cards, of which no receipt tells."""
+    strategy = found.candidate.strategy
+    return step_time(work_of(found.timeline, strategy), strategy, card, question.cluster, launches=found.launches)
 
 
 def title(found: Candidate) -> str:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from bigdit.catalog import gpus
+from bigdit.catalog import Gpu, gpus
 from bigdit.rehearse.pool import Pool
 from bigdit.search.finding.candidates import Candidate, Option, capacity, fitting, preferred
 from bigdit.search.finding.cards import NO_CARDS, Device
@@ -17,6 +17,7 @@ from bigdit.search.predict.anchors import Sample
 from bigdit.search.question import Pins, Question
 from bigdit.search.telling.choices import as_they_ran
 from bigdit.spec import BITSANDBYTES
+from bigdit.speed.step import StepTime
 from bigdit.units import gib
 
 MORE_CARDS = (2, 4, 8)
@@ -38,10 +39,12 @@ def fixes(
     question: Question,
     evidence: Evidence,
     smallest: Choice,
+    step_on: Callable[[Gpu], StepTime],
     device: Device = NO_CARDS,
 ) -> tuple[Choice, ...]:
     """What would fit, one for each way out: without the pins, more cards, adapters, a larger card. `smallest` is what
-    comes nearest of what was asked for. Those that are for cards of the question's kind run on the device."""
+    comes nearest of what was asked for, and `step_on` its time on other cards. Those that are for cards of the
+    question's kind run on the device."""
 
     def first(ways: Iterable[tuple[str, Question]]) -> list[Choice]:
         for why, other in ways:
@@ -51,7 +54,7 @@ def fixes(
         return []
 
     ways = (_unpinned(question), _more_cards(question), _adapters(question))
-    grown = [*_more_host(question, smallest), *_larger_card(question, smallest)]
+    grown = [*_more_host(question, smallest), *_larger_card(question, smallest, step_on)]
     return (*(choice for way in ways for choice in first(way)), *grown)
 
 
@@ -127,16 +130,21 @@ def _host(question: Question, smallest: Choice) -> str:
     return f"{gib(smallest.host_bytes)} of host RAM a machine, instead of {gib(question.host_memory_bytes)}"
 
 
-def _larger_card(question: Question, smallest: Choice) -> list[Choice]:
+def _larger_card(question: Question, smallest: Choice, step_on: Callable[[Gpu], StepTime]) -> list[Choice]:
     """The smallest card of the catalogue on which `smallest` would fit as it stands, in a machine of as much memory as
     that takes."""
     needed = smallest.process.high_bytes
     if needed <= question.gpu.usable_bytes:
         return []
-    larger = [card for card in gpus.gpus() if card.usable_bytes >= needed * (1 + UNLIKE)]
+    larger = [
+        card
+        for card in gpus.gpus()
+        if card.usable_bytes >= needed * (1 + UNLIKE) and card.tflops.computes(smallest.strategy.precision)
+    ]
     if not larger:
         return []
     card = min(larger, key=lambda each: each.usable_bytes)
+    step, samples = step_on(card), smallest.strategy.micro_batch_size * smallest.strategy.grad_accum_steps
     short = smallest.host_bytes > question.host_memory_bytes
     return [
         smallest.model_copy(
@@ -145,6 +153,8 @@ def _larger_card(question: Question, smallest: Choice) -> list[Choice]:
                 "verdict": "FITS",
                 "confirmed": False,
                 "ran": False,
+                "step": step,
+                "samples_per_second_per_card": step.seconds.per(samples),
                 "headroom_bytes": card.usable_bytes - needed,
                 "reason": f"a larger card, and {_host(question, smallest)}" if short else "a larger card",
             }

@@ -11,7 +11,14 @@ from bigdit.search.finding.evidence import Evidence
 from bigdit.search.finding.explore import Hopes
 from bigdit.search.predict.anchors import Sample
 from bigdit.search.telling.fixes import fixes
+from bigdit.speed.interval import Interval
 from bigdit.units import GIB
+
+
+def fixed_step(card):
+    """A second on any card but an H200, which takes half of that."""
+    seconds = Interval(low=0.5, high=0.5) if card.name == "h200-sxm" else Interval(low=1, high=1)
+    return plans.made_plan().chosen.step.model_copy(update={"seconds": seconds})
 
 
 @pytest.fixture
@@ -27,7 +34,7 @@ def grown(monkeypatch):
             update={**taken, "ran": True, "confirmed": False, "headroom_bytes": question.gpu.usable_bytes - high}
         )
         sample = Sample(question.model, question.gpu, question.resolution, question.frames)
-        return fixes(None, sample, question, Evidence(), smallest)
+        return fixes(None, sample, question, Evidence(), smallest, fixed_step)
 
     return of
 
@@ -48,6 +55,16 @@ def test_a_larger_card_is_named_though_the_host_is_short_too(grown):
     )
 
 
+def test_a_larger_card_computes_the_precision_and_goes_at_its_own_speed(grown):
+    """Of 32 GB a V100 would be the smallest, which computes no bf16."""
+    (row,) = grown("rtx-4090", 30 * GIB, GIB)
+    assert row.strategy.precision == "bf16"
+    assert row.title.endswith("on NVIDIA A100-PCIE-40GB")
+    (fast,) = grown("t4", 100 * GIB, GIB)
+    samples = fast.strategy.micro_batch_size * fast.strategy.grad_accum_steps
+    assert fast.samples_per_second_per_card == Interval(low=2 * samples, high=2 * samples)
+
+
 def test_with_more_host_memory_the_card_s_figures_stand(grown):
     (row,) = grown("a40", 20 * GIB, 100 * GIB, host_memory="64GiB")
     assert (row.verdict, row.reason) == ("FITS", "100.00 GiB of host RAM a machine, instead of 64.00 GiB")
@@ -65,7 +82,7 @@ def test_ways_out_on_the_same_kind_of_card_ran_there():
     taken = {"process": ByteRange(low_bytes=2 * GIB, high_bytes=2 * GIB)}
     smallest = plans.made_plan().chosen.model_copy(update=taken | {"host_bytes": GIB})
     with Pool() as pool, Cards(gpu) as cards:
-        *here, larger = fixes(pool, sample, question, Evidence(), smallest, cards)
+        *here, larger = fixes(pool, sample, question, Evidence(), smallest, fixed_step, cards)
     assert not cards.unanswered
     assert [row.reason for row in here] == [
         "2 cards instead of 1",
