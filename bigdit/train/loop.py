@@ -39,6 +39,7 @@ from bigdit.train.measure import STEPS as MEASURED_STEPS
 from bigdit.train.measure import MemoryMeter
 from bigdit.train.metrics import Metrics
 from bigdit.train.mfu import mfu_of
+from bigdit.train.model import telling_shapes
 from bigdit.train.out_of_memory import Recovery
 from bigdit.train.prepare import Prepared
 from bigdit.train.processes.lock import held
@@ -228,7 +229,11 @@ def _train(stages: Sequence[Prepared], world: World, stop: Stop, device: torch.d
             micro_batches = next(steps)
             lr = learning_rate(run, step - stage.start)
             torch.manual_seed(step_seed(run.train.seed, step))  # bf16_sr rounds by it
-            with meter.step(micro_batches) as (batches, phase), recovery.step(step, phase) as noted:
+            with (
+                telling_shapes(run),
+                meter.step(micro_batches) as (batches, phase),
+                recovery.step(step, phase) as noted,
+            ):
                 result = train_step(engine, family, objective, batches, lr=lr, ema=ema, phase=noted, encode=encoding)
             done = step + 1
             measured: dict[str, Any] = {}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from torch import nn
 
@@ -67,3 +69,24 @@ def _packed(spec: ModelSpec) -> int:
     Qwen-Image's patch_size. Flux's is 1, its out_channels are those of a patch."""
     side = spec.kwargs.get("patch_size", 1)
     return side if FAMILIES[spec.class_name].packs and isinstance(side, int) else 1
+
+
+_OF_SHAPES = re.compile(
+    "shapes cannot be multiplied|Sizes of tensors must match|must match the size of tensor|is invalid for input of size"
+)
+"""What torch says of tensors that do not go together."""
+
+
+@contextmanager
+def telling_shapes(run: RunConfig) -> Iterator[None]:
+    """Make a step that fails by shapes, of a model whose arguments are the user's own, a UserError."""
+    try:
+        yield
+    except RuntimeError as error:
+        if run.model.name is not None or not _OF_SHAPES.search(str(error)):
+            raise
+        key, reason = "model.path" if run.model.path else "model.kwargs", " ".join(str(error).split())
+        raise UserError(
+            f"{key}: a step ends with {reason[:300]}; "
+            "the model's arguments, such as widths, may not go together; where they do, this is a bug in bigdit"
+        ) from error

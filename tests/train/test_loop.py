@@ -1,6 +1,7 @@
 """Training goes on where it stopped, keeps what it wrote whole, and refuses what does not fit."""
 
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -257,3 +258,14 @@ def test_a_key_is_said_once_however_training_starts(said, refused):
     begun += [run_ranks(1, *program, "--config", DIGITS, *said) for program in (("-m", "bigdit.train"), (TRAIN,))]
     for done in begun:
         assert (done.returncode, " ".join(done.stderr.split())) == (1, f"error: {refused}")
+
+
+def test_arguments_of_a_model_that_do_not_go_together_are_a_line(features, tmp_path):
+    """Its class takes them: what it makes of them is known in the first step."""
+    done = train(features, tmp_path, "model.kwargs.attention_head_dim=33")
+    (said,) = (line for line in done.stderr.splitlines() if line.startswith("error: "))
+    assert done.returncode == 1
+    assert re.match(
+        r"error: model.kwargs: a step ends with mat1 and mat2 shapes cannot be multiplied \(\d+x132 and", said
+    )
+    assert "Traceback" not in done.stderr
