@@ -180,8 +180,9 @@ def _choices(title: str, choices: Sequence[Choice], plan: Plan) -> Table:
             what,
         )
     notes = [f"{rate} a card"]
-    some = any(choice.predicted for choice in shown)
-    notes.append(f"~ predicted, the others {words.found(shown)}" if some else words.found(shown))
+    marked = [choice.predicted for choice in shown]
+    others = "" if all(marked) else f", the others {words.found(shown)}"
+    notes.append(f"~ predicted{others}" if any(marked) else words.found(shown))
     notes += ["▸ recommended"] if plan.chosen in shown and plan.fits else []
     notes += [f"{len(choices) - len(shown)} more in report.html and --json"] if len(choices) > len(shown) else []
     rows.caption = "; ".join(notes)

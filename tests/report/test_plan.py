@@ -160,6 +160,9 @@ def test_what_does_not_fit_is_answered_with_what_would():
     assert "8-bit AdamW, all blocks" in text
     assert "nothing to run: it does not fit" in text
     assert "bigdit train" not in text
+    guessed = plan.fixes[0].model_copy(update={"ran": False, "confirmed": False})
+    only = plans.shown(plan.model_copy(update={"fixes": (guessed,)}))
+    assert re.search("images/s a card; ~ predicted *\n", only[: only.index("nearest to fitting")])
     without = plan.model_copy(update={"fixes": ()})
     assert f"what would fit none {words.NO_FIX}" in " ".join(plans.shown(without).split())
     assert words.NO_FIX in page(without)
