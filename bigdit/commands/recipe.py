@@ -44,7 +44,7 @@ def show(name: Name, as_json: Json = False) -> None:
     if as_json:
         log.emit_json(_document(found) | {"commands": found.commands, "files": found.files})
         return
-    for part in shown(found):
+    for part in shown(found, log.out.width):
         log.out.print(part, highlight=False, markup=False, soft_wrap=True)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from textwrap import fill
 
 from rich.table import Table
 from rich.text import Text
@@ -11,6 +12,7 @@ from bigdit.catalog import resolve_gpu
 from bigdit.catalog.gated import before_download
 from bigdit.recipes.recipe import Recipe
 from bigdit.report.tables import DASH, table
+from bigdit.report.words import gibs
 from bigdit.search.needs.dataset import written
 from bigdit.units import gib
 
@@ -26,19 +28,24 @@ def listed(recipes: Sequence[Recipe]) -> Table:
     return rows
 
 
-def shown(found: Recipe) -> Iterator[Text | str]:
-    """The title, what it needs, the commands, the YAML."""
-    yield Text(found.title, style="bold")
+def shown(found: Recipe, width: int) -> Iterator[Text | str]:
+    """The title, what it needs, the commands, the YAML: within the width, but for what is pasted or copied."""
+    yield Text(_within(found.title, width), style="bold")
     yield ""
-    yield from needs(found)
+    yield from (_within(line, width, " " * 9) for line in needs(found))
     yield ""
     before = before_download(found.about.repository)
     if before is not None:
-        yield f"# gated: {before}"
+        yield _within(f"# gated: {before}", width, "# ")
     yield from found.commands
     for text in found.files.values():
         yield ""
         yield text.rstrip("\n")
+
+
+def _within(text: str, width: int, indent: str = "") -> str:
+    """The text in lines of at most so many columns, where its words allow it."""
+    return fill(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def needs(found: Recipe) -> list[str]:
@@ -56,7 +63,7 @@ def needs(found: Recipe) -> list[str]:
     by = "its rehearsal" if "blocks_to_swap" in found.run["train"] else "the plan for it"
     waiting = f"host   {gib(took.waiting_bytes)} of RAM in `bigdit extract`, for encoders that take turns on the card"
     return [
-        f"card   {card}: {gib(low)} to {gib(high)} of {gib(took.usable_bytes)}, {gib(_left(found))} left",
+        f"card   {card}: {gibs(low, high)} of {gib(took.usable_bytes)}, {gib(_left(found))} left",
         f"       of it torch reserves {gib(took.peak_reserved_bytes)}: three steps{each} on {where}, {took.torch}",
         *_extraction(found),
         f"host   {gib(took.host_bytes)} of RAM, while it saves",
@@ -97,7 +104,7 @@ def _saved(found: Recipe) -> list[str]:
     stay = "1 stays" if saved.checkpoints == 1 else f"{saved.checkpoints} stay"
     return [
         f"       {written(saved.checkpoint_bytes)} a checkpoint ({parts}), of which {stay}",
-        f"       at most {written(saved.most_bytes)}: {saved.checkpoints_at_once} of them, while one is written, and "
+        f"       at most {written(saved.most_bytes)}: {saved.checkpoints_at_once} of them while one is written, and "
         f"{exports} of {written(saved.export_bytes)}",
         "       the download comes on top",
     ]

@@ -70,10 +70,19 @@ def test_a_licence_and_a_login_are_said_before_the_download_that_wants_them(name
     before = lines[lines.index(found.commands[0]) - 1]
     repository = found.about.repository
     if repository in gates():
-        said = f"# gated: accept the licence at https://huggingface.co/{repository}, and log in by `hf auth login`"
-        assert before == said
+        comment = [line.removeprefix("# ") for line in lines[: lines.index(found.commands[0])] if line.startswith("# ")]
+        said = f"gated: accept the licence at https://huggingface.co/{repository}, and log in by `hf auth login`"
+        assert " ".join(comment) == said
     else:
         assert (before, name) == ("", "sana-1600m-a40")
+
+
+@pytest.mark.parametrize("name", names())
+def test_what_is_read_fits_a_terminal_and_what_is_pasted_is_one_line(name):
+    found = recipe(name)
+    read, pasted = bigdit("recipe", "show", name).stdout.split(f"\n{found.commands[0]}\n")
+    assert max(map(len, read.splitlines())) <= 80
+    assert pasted.startswith("\n".join(found.commands[1:]))
 
 
 def test_gated_repositories_are_those_of_models():
@@ -95,12 +104,12 @@ def test_what_it_saves_is_shown_and_said_as_json():
     parts = saved.weights_bytes + saved.optimizer_bytes + saved.averages_bytes
     assert 0 < saved.checkpoint_bytes - parts < 2**20  # headers
     assert saved.most_bytes == 3 * saved.checkpoint_bytes + 2 * saved.export_bytes
-    shown = bigdit("recipe", "show", name).stdout
+    shown = " ".join(bigdit("recipe", "show", name).stdout.split())
     for text in (
-        "19.3 GB a checkpoint (6.42 GB of weights, 12.8 GB of the optimizer's state), of which 2 stay\n",
-        "at most 70.6 GB: 3 of them, while one is written, and 2 exports of 6.42 GB\n",
+        "19.3 GB a checkpoint (6.42 GB of weights, 12.8 GB of the optimizer's state), of which 2 stay",
+        "at most 70.6 GB: 3 of them while one is written, and 2 exports of 6.42 GB",
         f"`bigdit extract` allocates {gib(extraction.peak_allocated_bytes)} and reserves "
-        f"{gib(extraction.peak_reserved_bytes)}: 8 pictures of each size\n",
+        f"{gib(extraction.peak_reserved_bytes)}: 8 pictures of each size",
     ):
         assert text in shown
     said = json.loads(bigdit("recipe", "show", name, "--json").stdout)
@@ -143,9 +152,9 @@ def test_how_wide_hours_are_is_what_the_faq_says():
 
 
 def test_videos_and_classes_are_asked_for_as_such():
-    shown = bigdit("recipe", "show", "wan2.1-1.3b-lora-rtx-4090").stdout
-    assert "of features for 100,000 videos\n" in shown
-    assert "GiB: one video of each size\n" in shown
+    shown = " ".join(bigdit("recipe", "show", "wan2.1-1.3b-lora-rtx-4090").stdout.split())
+    assert "of features for 100,000 videos " in shown
+    assert "GiB: one video of each size " in shown
     low, high = recipe("wan2.1-1.3b-lora-rtx-4090").took.encoding_hours
     assert f"{low:.1f} to {high:.1f} h before it, to encode 100,000 videos on the card" in shown
     assert "not counted: the download, reading and decoding, samples and saving" in shown
