@@ -1,6 +1,7 @@
 """The wheel as pip installs it, away from the checkout: everything that the commands read has come along."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -31,7 +32,7 @@ def installed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wheel")
     source, wheels, environment = folder / "source", folder / "wheels", folder / "environment"
     shutil.copytree(ROOT / "bigdit", source / "bigdit", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "setup.cfg", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.cfg", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     venv.create(environment, symlinks=True)
     python = environment / "bin/python"
@@ -80,10 +81,15 @@ def test_the_sdist_is_the_whole_project_and_wheels_lose_no_package(tmp_path):
     assert "would be ignored" not in said
     sdist, wheel = sorted((tmp_path / "source/out").iterdir(), key=lambda file: file.suffix)
     with tarfile.open(sdist) as packed:
-        names = {name.partition("/")[2] for name in packed.getnames()}
-    assert [name for name in ours if name not in names] == []
+        source = {name.partition("/")[2] for name in packed.getnames()}
+    assert [name for name in ours if name not in source] == []
     with zipfile.ZipFile(wheel) as packed:
         names = set(packed.namelist())
+        (metadata,) = (name for name in names if name.endswith(".dist-info/METADATA"))
+        described = packed.read(metadata).decode().partition("\n\n")[2]
+    relative = re.compile(r"\]\((?![a-z]+:)([^)#]+)")
+    assert relative.findall(described) == []
+    assert set(relative.findall((ROOT / "README.md").read_text())) <= source & set(re.findall(r"[\w./-]+", described))
     assert [name for name in ours if name.startswith("bigdit/") and name not in names] == []
     assert not any("__pycache__" in name for name in names)
 
