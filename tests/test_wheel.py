@@ -116,9 +116,9 @@ def test_what_a_plan_prints_is_there_without_a_checkout(installed, tmp_path):
         (python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 1),
         (python, "-m", "accelerate.commands.launch", "--use_deepspeed", "--num_machines", 1, "--num_processes", 1),
     ):
-        assert "usage: train.py" in run(*launcher, "-m", "bigdit.launch", "--help")
+        assert "usage: launch.py" in run(*launcher, "-m", "bigdit.launch", "--help")
     ranks = (python, "-m", "deepspeed.launcher.runner", "--num_gpus", 1, "--module", "bigdit.launch", "--help")
-    assert "usage: train.py" in run(*ranks, DS_ACCELERATOR="cpu")
+    assert "usage: launch.py" in run(*ranks, DS_ACCELERATOR="cpu")
     folders = "from bigdit.search.finding.receipts import folders; print(*folders(), sep='\\n')"
     assert run(python, "-c", folders, BIGDIT_RECEIPTS=str(tmp_path)).splitlines() == [str(tmp_path)]
 

@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None, around: Around = nullcontext) -
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of launch/train.py; ends the process where they are none."""
-    parser = argparse.ArgumentParser(prog="train.py", description="Train as the run's config says.")
+    parser = argparse.ArgumentParser(description="Train as the run's config says.")
     parser.add_argument("--config", type=Path, required=True, help="the run's YAML")
     parser.add_argument("--ds-config", type=Path, help="DeepSpeed's JSON; chooses engine.name deepspeed")
     parser.add_argument("--plan", type=Path, help="plan.yaml of `bigdit plan --out`; decides how the step is run")
