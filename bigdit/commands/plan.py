@@ -184,6 +184,10 @@ def _plan(question: Question, others: Sequence[Question], out: Path | None, as_j
     from bigdit.report.plan import show
     from bigdit.search.answer import make_plan
 
+    if out is not None:
+        from bigdit.report.folder import check_folder, write_plan  # here: it draws, and imports what draws
+
+        check_folder(out)
     plans = []
     for asked in (question, *others):
         on = f" on {asked.cluster.gpus} cards" if others else ""
@@ -191,8 +195,6 @@ def _plan(question: Question, others: Sequence[Question], out: Path | None, as_j
             plans.append(make_plan(asked, progress=status.update))
     plan = plans[0]
     if out is not None:
-        from bigdit.report.folder import write_plan  # here: it draws, and imports what draws
-
         log.notice(f"wrote {out}: {', '.join(file.name for file in write_plan(plan, out, plans[1:]))}")
     if as_json:
         log.emit_json(plan.model_dump(mode="json", exclude={"packed_timeline", "settings"}) | {"fits": plan.fits})
@@ -209,17 +211,20 @@ def _plan_stages(config: Path, overrides: list[str], asked: dict[str, Any], out:
     from bigdit.search.asking.of_run import questions_of, unpinned
 
     questions, plans = questions_of(config, overrides, asked), []
+    folders = [out if out is None or len(questions) == 1 else out / f"stage-{at}" for at in range(len(questions))]
+    if out is not None:
+        from bigdit.report.folder import check_folder, write_plan
+
+        for each in filter(None, folders):
+            check_folder(each)
     for line in unpinned(config, overrides):
         log.notice(f"note: {line}")
-    for number, question in enumerate(questions):
+    for number, (question, folder) in enumerate(zip(questions, folders, strict=True)):
         name = f"stages.{number}" if len(questions) > 1 else str(config)
         with log.err.status(f"planning {name}") as status:
             plan = make_plan(question, progress=status.update)
         plans.append(plan)
-        folder = out if out is None or len(questions) == 1 else out / f"stage-{number}"
         if folder is not None:
-            from bigdit.report.folder import write_plan
-
             write_plan(plan, folder)
         if not as_json:
             show_short(plan, name, folder)

@@ -9,7 +9,7 @@ from markupsafe import Markup
 
 from bigdit.emulator.account import Account, CardAccount
 from bigdit.emulator.emulation import Emulation, Run
-from bigdit.files import replacing, write_json, write_text
+from bigdit.files import check_writable, replacing, write_json, write_text
 from bigdit.memory import CATEGORIES
 from bigdit.report import emulation as text
 from bigdit.report.render import render
@@ -37,6 +37,7 @@ def make_folder(folder: Path) -> None:
 
     Raises UserError where it cannot be written.
     """
+    check_writable("--out", folder)
     ours = (folder / JSON).exists()
     with replacing(folder / PAGE) as empty:
         empty.touch()

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from bigdit.config.plan_file import DS_CONFIG, FILE, write_plan_file
 from bigdit.documents import parse_json
 from bigdit.errors import UserError
-from bigdit.files import TEMPORARY, commit_folder, write_json, write_text
+from bigdit.files import TEMPORARY, check_writable, commit_folder, write_json, write_text
 from bigdit.memory import Timeline
 from bigdit.report.curve import plot_curves
 from bigdit.report.page import page
@@ -25,6 +25,12 @@ from bigdit.search.telling.record import record
 
 JSON, PAGE, MEMORY, CURVE = "plan.json", "report.html", "memory.png", "curve.png"
 OURS = {FILE, DS_CONFIG, JSON, PAGE, MEMORY, CURVE, RUN}
+
+
+def check_folder(folder: Path) -> None:
+    """Raise UserError where a plan could not be written to `folder`: known before it is made, which takes a while."""
+    _kept_run(folder)
+    check_writable("--out", folder)
 
 
 def write_plan(plan: Plan, folder: Path, others: Sequence[Plan] = ()) -> list[Path]:

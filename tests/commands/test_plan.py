@@ -323,3 +323,16 @@ def test_a_model_that_its_class_refuses_is_said_before_it_is_planned(argument, l
     (said,) = done.stderr.splitlines()
     assert said.startswith(f"error: {tmp_path.name}: ")
     assert line in said
+
+
+@pytest.mark.parametrize(
+    "asked", [TINY, ("--config", ROOT / "bigdit/recipes/sana-600m-stages-rtx-4090.yaml")], ids=["one", "stages"]
+)
+def test_a_folder_that_takes_no_plan_is_said_before_one_is_made(asked, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    done = bigdit("plan", *asked, "--gpu", "rtx-4090", "--out", tmp_path / "file/plan", BIGDIT_CACHE=tmp_path / "cache")
+    said = f"error: --out: cannot write {tmp_path}/file/plan"
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith(said)
+    assert done.stderr.endswith(": Not a directory; choose another\n")
+    assert not (tmp_path / "cache").exists()
