@@ -10,7 +10,7 @@ from markupsafe import Markup
 from rich.table import Table
 
 from bigdit.bench.memory import Curve, MemoryBench, Point
-from bigdit.files import replacing, write_json, write_text
+from bigdit.files import check_writable, replacing, write_json, write_text
 from bigdit.memory import CATEGORIES
 from bigdit.report.curve import LINES
 from bigdit.report.render import render
@@ -39,13 +39,15 @@ WHERE = {
 }
 """What every heading and figure says of its card."""
 
-COLUMNS = ("micro-batch", "allocated", "reserved", "process", "peak in", "rehearsed %")
+COLUMNS = ("micro-batch", "allocated", "reserved", "process", "peak in")
+OFF = "rehearsed %"
 TIMED = ("step", "samples/s")
 RETRIED = "†"
 
 
 def make_folder(folder: Path) -> None:
     """Make the folder, before anything runs for its sake. Raises UserError where it cannot be written."""
+    check_writable("--out", folder)
     with replacing(folder / PAGE) as empty:
         empty.touch()
 
@@ -82,30 +84,37 @@ def subtitle(found: MemoryBench) -> str:
     return f"{count(found.params)} parameters, latents {latents}, {usable}, {segments}; {GRADES[found.device]}{build}"
 
 
-def rows(curve: Curve, timed: bool) -> list[list[str]]:
-    """A row a point, and one for what was not run since a smaller size ran out."""
-    found = [_row(point, timed) for point in curve.points]
+def columns(found: MemoryBench) -> list[str]:
+    """Of the tables: how far predictions were off only where something ran, and time only where it was taken."""
+    ran = found.device != "rehearsed"
+    timed = any(point.seconds_per_step for curve in found.curves for point in curve.points)
+    return [*COLUMNS, *([OFF] if ran else []), *(TIMED if timed else ())]
+
+
+def rows(curve: Curve, names: Sequence[str]) -> list[list[str]]:
+    """The columns of these names: a row a point, and one for what was not run since a smaller size ran out."""
+    found = [_cells(point) for point in curve.points]
     if curve.left_out:
-        sizes = ", ".join(map(str, curve.left_out))
-        found.append([sizes, "not run", *[DASH] * (len(COLUMNS) - 2 + (len(TIMED) if timed else 0))])
-    return found
+        found.append({"micro-batch": ", ".join(map(str, curve.left_out)), "allocated": "not run"})
+    return [[cells.get(name, DASH) for name in names] for cells in found]
 
 
-def _row(point: Point, timed: bool) -> list[str]:
+def _cells(point: Point) -> dict[str, str]:
     side = point.decides
-    size = f"{point.micro_batch_size}{RETRIED if side.retries else ''}"
+    cells = {"micro-batch": f"{point.micro_batch_size}{RETRIED if side.retries else ''}", OFF: _rehearsed(point)}
     if side.deciding is None:
-        cells = [size, "out of memory", DASH, DASH, DASH, _rehearsed(point)]
-    else:
-        assert point.process is not None  # where memory did not run out
-        low, high = point.process.low_bytes, point.process.high_bytes
-        process = gib(high) if low == high else f"{low / GIB:.2f}–{gib(high)}"
-        reserved = gib(side.reserved_bytes or 0)
-        cells = [size, gib(side.deciding.allocated_bytes), reserved, process, side.deciding.phase, _rehearsed(point)]
-    if timed:
-        seconds, rate = point.seconds_per_step, point.samples_per_second
-        cells += [DASH if seconds is None else f"{seconds:.3f} s", DASH if rate is None else f"{rate:.2f}"]
-    return cells
+        return cells | {"allocated": "out of memory"}
+    assert point.process is not None  # where memory did not run out
+    low, high = point.process.low_bytes, point.process.high_bytes
+    seconds, rate = point.seconds_per_step, point.samples_per_second
+    return cells | {
+        "allocated": gib(side.deciding.allocated_bytes),
+        "reserved": gib(side.reserved_bytes or 0),
+        "process": gib(high) if low == high else f"{low / GIB:.2f}–{gib(high)}",
+        "peak in": side.deciding.phase,
+        "step": DASH if seconds is None else f"{seconds:.3f} s",
+        "samples/s": DASH if rate is None else f"{rate:.2f}",
+    }
 
 
 def retried(curve: Curve) -> list[str]:
@@ -142,12 +151,10 @@ def _one_sided(point: Point) -> str:
 
 def tables(found: MemoryBench) -> list[Table]:
     """A table for each strategy, for the terminal."""
-    timed = _timed(found)
-    columns = [*COLUMNS, *(TIMED if timed else ())]
-    made = []
+    made, names = [], columns(found)
     for curve in found.curves:
-        rows_of = table(_heading(curve, found), columns, numeric=columns)
-        for row in rows(curve, timed):
+        rows_of = table(_heading(curve, found), names, numeric=names)
+        for row in rows(curve, names):
             rows_of.add_row(*row)
         made.append(rows_of)
     return made
@@ -180,48 +187,45 @@ def by_phase(curve: Curve) -> tuple[list[str], list[list[str]]]:
     ]
 
 
-def _timed(found: MemoryBench) -> bool:
-    return any(point.seconds_per_step for curve in found.curves for point in curve.points)
-
-
-NOTE = (
-    "peaks of what torch allocates and reserves; process as nvidia-smi shows it; the last column: by how many % the "
-    "prediction of allocated / reserved, made before, is off"
-)
+def note(found: MemoryBench) -> str:
+    """What the columns are."""
+    said = "peaks of what torch allocates and reserves; process as nvidia-smi shows it"
+    if OFF not in columns(found):
+        return said
+    return f"{said}; {OFF}: how far the prediction of allocated / reserved, made before, is off"
 
 
 def markdown(found: MemoryBench, command: str) -> str:
     """The tables, the picture and the command."""
-    timed = _timed(found)
-    columns = [*COLUMNS, *(TIMED if timed else ())]
+    names, said = columns(found), note(found)
     lines = [f"# {title(found)}", "", f"{subtitle(found)}. {found.written}.", "", f"![{title(found)}]({PICTURE})", ""]
     for curve in found.curves:
-        lines += [f"## {_heading(curve, found)}", "", *_lines(columns, rows(curve, timed)), ""]
+        lines += [f"## {_heading(curve, found)}", "", *_lines(names, rows(curve, names)), ""]
         lines += [part for line in retried(curve) for part in (f"{line}.", "")]
         phases, peaks = by_phase(curve)
         if peaks:
             lines += [f"### Allocated by phase, {where(found)}", "", *_lines(phases, peaks), ""]
-    return "\n".join([*lines, f"{NOTE[0].upper()}{NOTE[1:]}.", "", f"    {command}", ""])
+    return "\n".join([*lines, f"{said[0].upper()}{said[1:]}.", "", f"    {command}", ""])
 
 
-def _lines(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    return [f"| {' | '.join(cells)} |" for cells in (columns, ["---"] * len(columns), *rows)]
+def _lines(head: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
+    return [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *body)]
 
 
 def page(found: MemoryBench, command: str) -> str:
     """The whole page, which needs nothing beside it."""
-    timed = _timed(found)
+    names = columns(found)
     shown: dict[str, Any] = {
         "title": title(found),
         "subtitle": subtitle(found),
         "grade": GRADES[found.device],
         "where": where(found),
-        "note": NOTE,
+        "note": note(found),
         "found": found,
         "command": command,
-        "columns": [*COLUMNS, *(TIMED if timed else ())],
+        "columns": names,
         "curves": [
-            (_heading(curve, found), curve, rows(curve, timed), retried(curve), by_phase(curve))
+            (_heading(curve, found), curve, rows(curve, names), retried(curve), by_phase(curve))
             for curve in found.curves
         ],
         "picture": _inline(curves_figure(found), "curves", f"{title(found)}: {_told(found)}"),

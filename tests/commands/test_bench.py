@@ -175,6 +175,10 @@ def test_without_a_card_points_are_rehearsed():
     (curve,) = report["curves"]
     assert [point["ran"] for point in curve["points"]] == [None] * 3
     assert [point["process"] is None for point in curve["points"]] == [False, False, True]
+    # nothing ran, and so no prediction of it is off
+    shown = markdown(MemoryBench.model_validate(report), "")
+    assert "| micro-batch | allocated | reserved | process | peak in |\n" in shown
+    assert "rehearsed %" not in shown
     # of an engine that shares state out, headings say how many processes share it where nobody did
     found = MemoryBench.model_validate(report)
     headings = []
@@ -213,7 +217,7 @@ def test_what_cannot_be_asked_is_one_line(more, said):
 
 def test_a_folder_that_cannot_be_written_is_said_before_anything_runs(tmp_path):
     (tmp_path / "file").write_text("")
-    done = bigdit("bench", "memory", "--model", "dit-s-2-paper", "--gpu", "a40", "--out", tmp_path / "file/there")
-    assert done.returncode == 1
-    assert done.stderr.startswith(f"error: cannot write {tmp_path}/file/there")
-    assert len(done.stderr.splitlines()) == 1
+    for folder in (tmp_path / "file", tmp_path / "file/there"):
+        done = bigdit("bench", "memory", "--model", "dit-s-2-paper", "--gpu", "a40", "--out", folder)
+        assert done.returncode == 1
+        assert done.stderr == f"error: --out: cannot write {folder}: Not a directory; choose another\n"

@@ -57,7 +57,7 @@ def run(
     from bigdit.config.strategy import parse_strategy
     from bigdit.rehearse.ask import parse_resolution
     from bigdit.rehearse.notices import COMPILED
-    from bigdit.report.memory import NOTE, make_folder, retried, subtitle, tables, title, write_memory
+    from bigdit.report.memory import make_folder, note, retried, subtitle, tables, title, write_memory
 
     sizes = listed("--micro-batch", micro_batch, "sizes such as 1,2,4,8", LARGEST)
     strategies = [(text, parse_strategy([text])) for text in strategy]
@@ -92,7 +92,7 @@ def run(
             for line in retried(curve):
                 log.out.print(line, highlight=False)
         log.out.print()
-        log.out.print(NOTE, highlight=False)
+        log.out.print(note(found), highlight=False)
     if out is not None:
         typed = _typed(model, gpu, micro_batch, strategy, resolution, frames, limit, segments, steps, device)
         log.notice(f"wrote {out}: {', '.join(file.name for file in write_memory(found, out, typed))}")
