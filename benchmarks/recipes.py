@@ -10,6 +10,7 @@ trained on, are made up: what is allocated follows from shapes.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shlex
@@ -34,6 +35,7 @@ from bigdit.config.output import RECEIPT, receipt_of
 from bigdit.config.stages import load_stages
 from bigdit.emulator import emulated_environment, shared_state
 from bigdit.emulator.fake_weights import lay_out
+from bigdit.errors import guard
 from bigdit.files import write_json
 from bigdit.memory.process import beside_torch
 from bigdit.receipt import Receipt
@@ -61,7 +63,6 @@ from bigdit.train.prepare import prepare
 ROOT = Path(__file__).parent.parent
 IMAGES = 100_000
 STEPS = 3
-ENCODING, EXTRACT = "--encoding", "--extract"
 
 
 class Caption:
@@ -70,11 +71,17 @@ class Caption:
     text, weight = "a caption", 1.0
 
 
-def main(asked: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     """A line a recipe, as they come."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="recipes; all if left out")
+    alone = parser.add_mutually_exclusive_group()
+    alone.add_argument("--encoding", action="store_true", help="the hours of encoding alone")
+    alone.add_argument("--extract", action="store_true", help="what extraction takes alone")
+    asked = parser.parse_args(arguments)
     took = json.loads(MEASURED.read_text()) if MEASURED.exists() else {}
-    recipes = [recipe(name) for name in [each for each in asked if each not in (ENCODING, EXTRACT)] or names()]
-    if ENCODING in asked:
+    recipes = [recipe(name) for name in asked.names or names()]
+    if asked.encoding:
         for found in recipes:
             took[found.name] |= {"encoding_hours": encoding_hours(found), "waiting_bytes": waiting_bytes(found)}
             write_json(MEASURED, took)
@@ -85,7 +92,7 @@ def main(asked: list[str]) -> int:
         for found in recipes:
             place = Path(folder) / found.name
             place.mkdir()
-            if EXTRACT not in asked:
+            if not asked.extract:
                 took[found.name] = _tried(found, hub, place / "trained").model_dump(mode="json")
                 print(f"{found.name}: reserves {took[found.name]['peak_reserved_bytes']} bytes", flush=True)
             of_extraction = extraction(found, hub, place)
@@ -321,4 +328,4 @@ def _engine(found: Recipe) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(guard(lambda: main(sys.argv[1:])))
