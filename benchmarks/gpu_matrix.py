@@ -7,11 +7,11 @@ python benchmarks/gpu_matrix.py events OUT PART
 python benchmarks/gpu_matrix.py shares [--held-out]
 
 `predict` asks the rehearsal and the emulated card about every point, and writes on_gpu/predicted.json: that comes
-first, and is committed before anything is measured. `measure` runs on a machine with the GPU, most important points
-first, each in a fresh process; it goes on where it was, needs no network, and ends within its seconds. Beside numpy,
-Pillow and what torch itself wants it needs 64 MB of wheels: bitsandbytes (43 MB; 4 MB with the library of one CUDA),
-diffusers (6 MB), torchao (3 MB), pydantic with pydantic-core (3 MB), DeepSpeed (2 MB), rich with Pygments and
-markdown-it-py (2 MB), below 1 MB each huggingface_hub, PyYAML, regex, safetensors, msgpack, accelerate,
+first, is committed before anything is measured, and refused after that. `measure` runs on a machine with the GPU, most
+important points first, each in a fresh process; it goes on where it was, needs no network, and ends within its seconds.
+Beside numpy, Pillow and what torch itself wants it needs 64 MB of wheels: bitsandbytes (43 MB; 4 MB with the library of
+one CUDA), diffusers (6 MB), torchao (3 MB), pydantic with pydantic-core (3 MB), DeepSpeed (2 MB), rich with Pygments
+and markdown-it-py (2 MB), below 1 MB each huggingface_hub, PyYAML, regex, safetensors, msgpack, accelerate,
 charset-normalizer, psutil, urllib3, anyio, certifi, packaging, httpx2, httpcore2, tqdm, requests, idna, einops, hjson,
 h11, py-cpuinfo, truststore, typing-inspection, annotated-types. Points of LoRA and those with features online need
 transformers with tokenizers, peft and xxhash too (18 MB): with bitsandbytes' one library 25 and 43 MB. `report` lays
@@ -26,11 +26,12 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
-from on_gpu.page import events, report
+from on_gpu.page import MEASURED, events, measured, report
 from on_gpu.points import POINTS, Point
-from on_gpu.predicted import predict
+from on_gpu.predicted import PREDICTED, predict
 from on_gpu.processes import Ahead
 from on_gpu.shares import shares
 
@@ -62,6 +63,7 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     match options.what:
         case "predict":
+            _check_first(POINTS)
             predict(POINTS)
         case "measure":
             measure(options.out, [each for each in POINTS if each.held_out == options.held_out], options.seconds)
@@ -72,6 +74,16 @@ def main(arguments: list[str]) -> int:
         case "shares":
             shares(held_out=options.held_out)
     return 0
+
+
+def _check_first(points: Sequence[Point]) -> None:
+    """Raise UserError where points are measured: what is said of them now would pass for what was said before."""
+    known = {each.name for each in measured()}
+    if count := sum(point.name in known for point in points):
+        raise UserError(
+            f"{count} of {len(points)} points are measured, and predictions of them come before that; for another "
+            f"card, move {PREDICTED.name} and {MEASURED.name} away from {MEASURED.parent}"
+        )
 
 
 def measure(out: Path, points: list[Point], seconds: float) -> None:

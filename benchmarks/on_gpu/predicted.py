@@ -55,7 +55,7 @@ class Predictions(Strict):
 
 
 def predict(points: Sequence[Point]) -> None:
-    """Ask both devices about all points; what is kept of them is not asked again."""
+    """Ask both devices about all points."""
     gpu = catalog.resolve_gpu(GPU)
     with Pool(1, timeout_s=300) as pool, Card(gpu) as whole, Card(gpu, expandable_segments=True) as expandable:
         found = []

@@ -4,10 +4,11 @@ import importlib.metadata
 import json
 import re
 import statistics
+import sys
 
 import pytest
 from cards import on_card
-from commands import HELPERS, ROOT
+from commands import HELPERS, ROOT, run_command
 from on_gpu.page import PAGE as MATRIX
 from on_gpu.page import errors, measured, page
 from on_gpu.points import POINTS
@@ -40,6 +41,15 @@ WITHIN = {
 def predictions():
     """What both devices said of all points, before they were measured."""
     return Predictions.model_validate_json(PREDICTED.read_bytes())
+
+
+def test_what_was_predicted_stays_once_it_is_measured():
+    before = PREDICTED.read_bytes()
+    done = run_command(sys.executable, ROOT / "benchmarks/gpu_matrix.py", "predict")
+    assert (done.returncode, done.stdout) == (1, "")
+    (said,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert said.startswith(f"error: {len(measured())} of {len(POINTS)} points are measured, and predictions ")
+    assert PREDICTED.read_bytes() == before
 
 
 @pytest.mark.parametrize(("side", "what"), WITHIN)
