@@ -66,7 +66,7 @@ def speeds(learned: Sequence[Learnt]) -> Table:
     rows = table("what plans multiply predicted seconds by", columns, numeric=columns[2:])
     for each in learned:
         for kind, speed in each.speeds.items():
-            spread = f"{100 * math.expm1(speed.spread):.0f} %"
+            spread = f"{100 * math.expm1(speed.spread):.0f} %" if speed.count > 1 else DASH  # of one nothing is apart
             rows.add_row(each.gpu, kind, f"× {speed.ratio:.3g}", spread, str(speed.count))
         if not each.speeds:
             rows.add_row(each.gpu, "no receipt has seconds", DASH, DASH, "0")

@@ -50,7 +50,8 @@ def calibration_of(ratios: Sequence[float], what: str) -> Calibration | None:
     median = statistics.median(ratios)
     spread = max(abs(math.log(ratio / median)) for ratio in ratios)
     seen = f"{len(ratios)} receipt{'s' * (len(ratios) > 1)} of {what}"
-    source = f"{seen}: steps took {median:.2f} times the middle of the roofline, to {math.expm1(spread):.0%} either way"
+    apart = f", to {math.expm1(spread):.0%} either way" if len(ratios) > 1 else ", once"
+    source = f"{seen}: steps took {median:.2f} times the middle of the roofline{apart}"
     return Calibration(ratio=median, spread=spread, count=len(ratios), source=source)
 
 

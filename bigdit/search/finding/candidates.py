@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from bigdit.memory.process import ByteRange, beside_training
-from bigdit.search.finding.evidence import UNPROVED, Evidence
+from bigdit.search.finding.evidence import Evidence
 from bigdit.search.finding.space import Proposal
+from bigdit.search.finding.unproved import UNPROVED
 from bigdit.search.finding.verdict import safe_bytes
 from bigdit.search.needs.host import node_bytes
 from bigdit.search.predict.outline import OF_ACTIVATIONS, Arrangement

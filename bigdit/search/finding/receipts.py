@@ -19,6 +19,7 @@ from bigdit.receipt import Receipt
 from bigdit.rehearse import RehearsalError, RehearsalRequest, RehearsedSize
 from bigdit.rehearse.ask import device_bytes
 from bigdit.rehearse.pool import Pool
+from bigdit.search.finding.unproved import UNPROVED
 from bigdit.spec import Strategy, Strict
 from bigdit.speed.calibration import Calibration, calibration_of
 from bigdit.speed.cluster import Cluster
@@ -145,15 +146,18 @@ def memory_band(checked: Iterable[Checked]) -> tuple[float, str] | None:
 
     The largest error that n receipts show is exceeded by the next with probability 1 / (n + 1); (n + 1) / n of it
     is what the largest error is where errors are spread evenly up to it (the estimator of a uniform distribution's
-    bound that has no bias). Those of emulated cards do not count: how far real ones are from these is what is asked.
+    bound that has no bias). What is assumed without any counts as one beside them, as it does in Calibration: a single
+    one that is met to the byte proves little. Those of emulated cards do not count: how far real ones are from these is
+    what is asked.
     """
     measured = [(each.receipt.measured_peak_reserved_bytes, each.peak_reserved_bytes) for each in _real(checked)]
     errors = [abs(found / predicted - 1) for found, predicted in measured if found is not None]
     if not errors:
         return None
     count = len(errors)
-    share = min(max(errors) * (count + 1) / count, 0.99)
-    return share, f"{count} receipt{'s' * (count > 1)} of this card, off by {max(errors):.1%} at most"
+    share = min(max(errors) * (count + 1) / count + UNPROVED.share / (count + 1), 0.99)
+    seen = f"{count} receipt{'s' * (count > 1)} of this card, off by {max(errors):.1%} at most"
+    return share, f"{seen}, and 1/{count + 1} of the {UNPROVED.share:.1%} that is assumed without any"
 
 
 def learnt(card: Gpu, checked: Sequence[Checked]) -> Learnt:

@@ -7,7 +7,8 @@ from on_gpu.predicted import PREDICTED, Predictions
 
 from bigdit import catalog
 from bigdit.catalog.families import FAMILIES
-from bigdit.search.finding.evidence import UNPROVED, UNPROVED_ROUTED, Evidence
+from bigdit.search.finding.evidence import Evidence
+from bigdit.search.finding.unproved import UNPROVED, UNPROVED_ROUTED
 
 TAKEN = {each.name: max(phase.reserved for phase in each.phases) for each in measured() if each.phases}
 SAID = {each.name: each for each in Predictions.model_validate_json(PREDICTED.read_bytes()).points}

@@ -25,8 +25,8 @@ from bigdit.search.finding.candidates import (
     preferred,
     quarters,
 )
-from bigdit.search.finding.evidence import UNPROVED
 from bigdit.search.finding.space import Proposal, proposals
+from bigdit.search.finding.unproved import UNPROVED
 from bigdit.search.finding.verdict import expected, planned, process, safe_bytes, verdict
 from bigdit.search.plan import Band
 from bigdit.search.question import Pins, Question

@@ -18,6 +18,7 @@ from bigdit.rehearse import RehearsalRequest
 from bigdit.search.asking.ask import question_for
 from bigdit.search.finding import receipts
 from bigdit.search.finding.evidence import own_receipts
+from bigdit.search.finding.unproved import UNPROVED
 from bigdit.speed.cluster import Cluster
 from bigdit.speed.step import step_time
 from bigdit.speed.work import work_of
@@ -172,8 +173,20 @@ def test_measured_peaks_give_the_band(rehearsed):
     checked, _ = receipts.check([receipt_of(measured_peak_reserved_bytes=each) for each in measured], A100, rehearsed)
     band = receipts.memory_band(checked)
     assert band is not None
-    assert band[0] == pytest.approx(0.02 * 4 / 3, rel=1e-3)
-    assert band[1] == "3 receipts of this card, off by 2.0% at most"
+    assert band[0] == pytest.approx(0.02 * 4 / 3 + UNPROVED.share / 4, rel=1e-3)
+    assert band[1] == "3 receipts of this card, off by 2.0% at most, and 1/4 of the 0.3% that is assumed without any"
+
+
+def test_one_receipt_that_is_met_to_the_byte_leaves_half_of_what_is_assumed(rehearsed):
+    (seen,), _ = receipts.check([receipt_of()], A100, rehearsed)
+    met = receipt_of(measured_peak_reserved_bytes=seen.peak_reserved_bytes)
+    checked, _ = receipts.check([met], A100, rehearsed)
+    share, why = receipts.memory_band(checked) or (0, "")
+    assert share == UNPROVED.share / 2
+    assert why == "1 receipt of this card, off by 0.0% at most, and 1/2 of the 0.3% that is assumed without any"
+    calibrated = receipts.calibration(checked, met.strategy)
+    assert calibrated is not None
+    assert calibrated.source.endswith("times the middle of the roofline, once")
 
 
 def test_a_receipt_is_held_against_the_allocator_as_it_was_set(rehearsed):

@@ -21,9 +21,9 @@ from bigdit.rehearse.pool import Pool
 from bigdit.search.answer import make_plan
 from bigdit.search.asking.ask import question_for
 from bigdit.search.finding.candidates import SAME_SPEED, Option, beside, most
-from bigdit.search.finding.evidence import UNPROVED
 from bigdit.search.finding.explore import explore
 from bigdit.search.finding.space import Proposal, proposals
+from bigdit.search.finding.unproved import UNPROVED
 from bigdit.search.finding.verdict import planned, process, verdict
 from bigdit.search.predict.anchors import OF_STATE, OF_STEP, SIZES, Depths, Sample, grid, outline, requests
 from bigdit.search.predict.moments import around, counterparts, resized
