@@ -3,12 +3,13 @@
 import json
 
 import diffusers
+import numpy as np
 import pytest
 import tiny_pipelines
 import torch
 import yaml
 from commands import bigdit, with_set
-from PIL import Image
+from PIL import Image, ImageSequence
 from tiny_vaes import wan
 from tiny_videos import moving_square
 
@@ -18,6 +19,7 @@ from bigdit.errors import UserError
 from bigdit.loader.read import BatchReader
 from bigdit.sampling import Sampler
 from bigdit.sampling.first_frame import first_image
+from bigdit.sampling.moving import stills_png
 from bigdit.store import FeatureStore
 from bigdit.store.reader import Part
 
@@ -159,6 +161,47 @@ def test_the_pipeline_draws_with_exported_adapters_as_training_would(encoded):
     assert (loaded - without).abs().max() > 0.01
     names = {name.rsplit(".lora_", 1)[0].split(".", 1)[1] for name in base.state_dict() if "lora_A" in name}
     assert {name for name in names if "attn2.add_" in name}  # those that see the picture, too
+
+
+def test_videos_on_the_way_are_those_that_are_drawn_of_the_checkpoint(encoded):
+    """Each begins with its own picture, with guidance away from it too."""
+    folder, _ = encoded
+    for number in range(2):
+        first_picture(folder / f"clips/{number}.mp4").save(folder / f"begins-{number}.png")
+    asked = (
+        f"samples.images=[{folder / 'begins-0.png'}, {folder / 'clips/1.mp4'}]",
+        *("samples.captions=[a square, two]", "samples.every=2", "samples.steps=2", "samples.seed=5"),
+        *("train.checkpoint_every=2", f"output={folder / 'seen'}"),
+    )
+    done = bigdit("train", "--config", folder / "run.yaml", *with_set(asked))
+    assert done.returncode == 0, done.stderr
+    with Image.open(folder / "seen/samples/step-00000002.webp") as grid:
+        assert grid.n_frames == 5
+    images = [part for number in range(2) for part in ("--image", folder / f"begins-{number}.png")]
+    drawn = bigdit("sample", "--checkpoint", folder / "seen", "--caption", "a square", "--caption", "two", *images,
+                   "--steps", "2", "--seed", "5", "--out", folder / "of-checkpoint")  # fmt: skip
+    assert drawn.returncode == 0, drawn.stderr
+    assert stills(folder / "of-checkpoint") == (folder / "seen/samples/step-00000002.png").read_bytes()
+
+
+def stills(folder):
+    """The picture of frames that a run would make of these two videos."""
+    videos = []
+    for number in range(2):
+        with Image.open(folder / f"{number:05d}.webp") as video:
+            frames = [np.asarray(each.convert("RGB")) for each in ImageSequence.Iterator(video)]
+        videos.append(np.stack(frames))
+    return stills_png(videos, ["a square", "two"])
+
+
+def test_pictures_to_begin_with_that_cannot_be_read_are_named_before_training(encoded):
+    folder, _ = encoded
+    asked = ("samples.captions=[a square]", "samples.images=[none.png]", f"output={folder / 'none'}")
+    for more in (("--dry-run",), ()):
+        done = bigdit("train", "--config", folder / "run.yaml", *with_set(asked), *more)
+        assert done.returncode == 1
+        assert "samples.images: none.png cannot be read: [Errno 2] No such file" in " ".join(done.stderr.split())
+    assert not (folder / "none/metrics.jsonl").exists()
 
 
 def test_what_does_not_fit_is_refused(encoded):

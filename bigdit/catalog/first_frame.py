@@ -13,6 +13,8 @@ IMAGE_CONDITION = "image_condition"
 """Among a batch's extras: a mask, 1 where a latent frame is given, over the latents of the first frame."""
 IMAGE_EMBEDS = "image_embeds"
 """Among them: what an image encoder sees in that frame."""
+IMAGE_ENCODER = "image_encoder"
+"""The part of a pipeline's folder that sees it."""
 CLIP_TOKENS = 257
 """CLIP ViT-H/14 on 224 × 224 pixels: 16² patches and the class token."""
 TEXT_TOKENS = 512

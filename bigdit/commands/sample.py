@@ -16,7 +16,6 @@ from bigdit.units import LARGEST
 
 if TYPE_CHECKING:
     import torch
-    from PIL import Image
 
     from bigdit.objective_spec import SamplerName
 
@@ -70,14 +69,16 @@ def run(
     from bigdit.errors import UserError
     from bigdit.files import check_writable
 
-    libraries.prepare()  # before the first of --image is read, which imports them
+    libraries.prepare()  # before what reads --image imports them
+    from bigdit.sampling.first_frame import asked_image
+
     by_option = {"--label": label, "--caption": caption, f"--captions {captions}": _lines(captions)}
     wanted = [each for given in by_option.values() for each in given]
     if not wanted:
         raise UserError("no caption was given; pass --caption TEXT, --label CLASS, or --captions FILE with one a line")
     bucket = _size(size) if size else None
     drawn_by = _sampler(sampler)
-    images = [_image(path) for path in image]
+    images = [asked_image("--image", path) for path in image]
     if not math.isfinite(guidance):
         raise UserError(f"--guidance is {guidance}, and a finite number was expected")
     if negative is not None and guidance == 1:
@@ -163,17 +164,6 @@ def _lines(path: Path | None) -> list[str]:
         return [line.strip() for line in path.read_text().splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--captions {path} cannot be read: {error}") from None
-
-
-def _image(path: Path) -> Image.Image:
-    from bigdit.errors import UserError
-    from bigdit.sampling.first_frame import first_image
-    from bigdit.sources.protocol import Unusable
-
-    try:
-        return first_image(path)
-    except (OSError, Unusable) as error:
-        raise UserError(f"--image {path} cannot be read: {error}") from None
 
 
 def _sampler(name: str | None) -> SamplerName | None:

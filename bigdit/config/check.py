@@ -25,11 +25,7 @@ def check(run: RunConfig, model: ModelSpec) -> None:
         problems.append(
             "train.lora adapts trained weights, and model.init_from is missing; set it to a folder of diffusers weights"
         )
-    if run.samples is not None and run.encoders.first_frame is not None:
-        problems.append(
-            "samples draws videos of captions alone, and encoders.first_frame has them begin with a picture; leave "
-            "samples out, and draw by `bigdit sample --image`"
-        )
+    problems += _check_images(run)
     if run.train.snapshot_every is not None and (run.train.ema is None or run.train.ema.widths is None):
         problems.append(
             f"train.snapshot_every is {run.train.snapshot_every}, and train.ema.widths is missing: averages of other "
@@ -41,6 +37,21 @@ def check(run: RunConfig, model: ModelSpec) -> None:
         problems.append(f"engine.ds_config is {found}, and engine.name is {run.engine.name}; they go together")
     if problems:
         raise UserError(*problems)
+
+
+def _check_images(run: RunConfig) -> list[str]:
+    """Pictures that samples begin with: one or as many as captions, where encoders.first_frame has them begin so."""
+    if run.samples is None:
+        return []
+    images, captions = len(run.samples.images), len(run.samples.captions)
+    if run.encoders.first_frame is None:
+        return ["samples.images is set, and encoders.first_frame is not; leave it out"] if images else []
+    if images in (1, captions):
+        return []
+    return [
+        f"samples.images has {images} for {captions} of samples.captions, and encoders.first_frame has videos begin "
+        "with a picture; name one for all, or one for each"
+    ]
 
 
 _EXTRACT = "name a folder, and `bigdit extract` encodes into it once"

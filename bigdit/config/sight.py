@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator
@@ -26,10 +27,12 @@ class SamplesConfig(Strict):
     """Pictures, or videos, of `captions` (of a model of classes their names or numbers), drawn `every` so many steps,
     and after the last, by the model that trains, or by its average where train.ema keeps one: of the size of the first
     of data.buckets, by `steps` of the objective's own sampler, with classifier-free `guidance` (1: none). Number i is
-    drawn from `seed` + i.
+    drawn from `seed` + i. Videos of models that begin with a picture begin with `images`, or with the first frames of
+    those that are videos: one for all captions, or one for each.
     """
 
     captions: tuple[Caption, ...] = Field(min_length=1)
+    images: tuple[Path, ...] = ()
     every: Count = 1000
     steps: Annotated[Count, Field(le=1000)] = 20
     guidance: NotNegative = 3.0

@@ -13,10 +13,10 @@ import torch
 from PIL import Image
 from torch import nn
 
-from bigdit.catalog.first_frame import IMAGE_EMBEDS
+from bigdit.catalog.first_frame import IMAGE_EMBEDS, IMAGE_ENCODER
 from bigdit.config.encoders import FirstFrameConfig
 from bigdit.encoders.codecs import ImageCodec, to_unit_range
-from bigdit.encoders.folder import DTYPES, IMAGE_ENCODER, read_config, weights_sample
+from bigdit.encoders.folder import DTYPES, read_config, weights_sample
 from bigdit.errors import UserError
 from bigdit.store.digest import config_digest, weights_digest
 from bigdit.store.part import FIRST_FRAME

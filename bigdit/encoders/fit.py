@@ -9,13 +9,13 @@ from typing import Any
 
 from bigdit.catalog import FAMILIES
 from bigdit.catalog.families import stream_shapes, streams_of
-from bigdit.catalog.first_frame import fed_more
+from bigdit.catalog.first_frame import IMAGE_ENCODER, fed_more
 from bigdit.config.data import written_bucket
 from bigdit.config.encoders import IdentityCodec, TextEncoderConfig, VaeCodec
 from bigdit.config.plan_file import PlanFile
 from bigdit.config.run import RunConfig
 from bigdit.documents import parse_json
-from bigdit.encoders.folder import IMAGE_ENCODER, weights_sample
+from bigdit.encoders.folder import weights_sample
 from bigdit.spec import ModelSpec
 from bigdit.store.digest import config_digest
 from bigdit.store.part import Shape, shape_name

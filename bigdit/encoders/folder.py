@@ -14,8 +14,6 @@ from bigdit.encoders.weights import weight_files
 from bigdit.errors import UserError
 from bigdit.store.digest import weights_digest
 
-IMAGE_ENCODER = "image_encoder"
-"""Of a pipeline's folder, the part that sees first frames."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 

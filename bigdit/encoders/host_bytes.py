@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bigdit.catalog.first_frame import IMAGE_ENCODER
 from bigdit.config.encoders import EncodersConfig, TextEncoderConfig, VaeCodec
 from bigdit.documents import parse_json
 from bigdit.encoders.weights import weights_bytes
@@ -11,35 +12,43 @@ from bigdit.units import gib
 
 
 class HostWeights(Strict):
-    """Bytes of the weights of text encoder and VAE: 0 where the run has none, None where no folder tells."""
+    """Bytes of the weights of text encoder, VAE and image encoder: 0 where the run has none, None where no folder
+    tells."""
 
     text_encoder: Natural | None
     vae: Natural | None
+    image_encoder: Natural | None = 0
 
     @property
     def known_bytes(self) -> int:
-        """Of both, as far as they are known."""
-        return (self.text_encoder or 0) + (self.vae or 0)
+        """Of all, as far as they are known."""
+        return sum(nbytes or 0 for nbytes in self._by_name.values())
 
     @property
     def said(self) -> str | None:
-        """Those that are known, as a line has them; None where neither is."""
-        found = {"text encoder": self.text_encoder, "VAE": self.vae}
-        return " and ".join(f"{name} {gib(nbytes)}" for name, nbytes in found.items() if nbytes) or None
+        """Those that are known, as a line has them; None where none is."""
+        return " and ".join(f"{name} {gib(nbytes)}" for name, nbytes in self._by_name.items() if nbytes) or None
 
     @property
     def unknown(self) -> str | None:
         """Those that no folder tells, by name."""
-        found = {"text encoder": self.text_encoder, "VAE": self.vae}
-        return " and ".join(name for name, nbytes in found.items() if nbytes is None) or None
+        return " and ".join(name for name, nbytes in self._by_name.items() if nbytes is None) or None
+
+    @property
+    def _by_name(self) -> dict[str, int | None]:
+        return {"text encoder": self.text_encoder, "VAE": self.vae, "image encoder": self.image_encoder}
 
 
 def host_weights(encoders: EncodersConfig) -> HostWeights:
-    """Of what `samples` loads on the host of the main process, to encode captions and to decode pictures."""
-    text, image = encoders.text, encoders.image
+    """Of what `samples` loads on the host of the main process, to encode captions and first frames, and to decode
+    pictures."""
+    text, image, first = encoders.text, encoders.image, encoders.first_frame
     return HostWeights(
         text_encoder=0 if text is None else text_bytes(text),
         vae=weights_bytes(image.path, image.dtype) if isinstance(image, VaeCodec) else 0,
+        image_encoder=0
+        if first is None or first.pipeline is None
+        else weights_bytes(first.pipeline / IMAGE_ENCODER, first.dtype),
     )
 
 

@@ -11,7 +11,7 @@ from PIL import Image
 from bigdit.config import RunConfig
 from bigdit.encoders.codecs import ImageCodec
 from bigdit.encoders.first_frame import load_first_frames
-from bigdit.sampling.conditions import Given, Labels, SamplingOptions, Texts, conditions_of
+from bigdit.sampling.conditions import Given, Labels, SamplingOptions, Texts, Words, conditions_of
 from bigdit.sampling.first_frame import first_frame_extras
 from bigdit.sampling.turns import give_back
 from bigdit.spec import ModelSpec
@@ -22,7 +22,7 @@ _HOST = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Encoded:
-    """Of so many pictures; `begun`: the extras of their first frames, or of the one that all have."""
+    """Of so many pictures; `begun`: the extras of their first frames, a row each."""
 
     count: int
     guided: bool
@@ -35,7 +35,7 @@ class Encoded:
         asked = [*numbers, *([self.count] * len(numbers) if self.guided else [])]
         given = self.texts.of(asked)
         frames = [*numbers, *numbers] if self.guided else list(numbers)
-        begun = {name: each[frames if len(each) > 1 else [0] * len(frames)] for name, each in self.begun.items()}
+        begun = {name: each[frames] for name, each in self.begun.items()}
         return replace(given, extras={**given.extras, **begun}).rows(range(len(asked)), device, dtype)
 
 
@@ -48,14 +48,17 @@ def encoded(
     options: SamplingOptions,
     codec: ImageCodec,
     device: torch.device,
+    words: Words,
 ) -> Encoded:
-    """Of captions and `images`, by the run's encoders, which have `device` in turn and are gone from it then, and by
-    `codec`, which is on the host. Raises UserError where one cannot be loaded, and for a class that is unknown."""
-    texts = conditions_of(run, spec, known, captions, options, device)
+    """Of captions and `images`, one for all or one for each, by the run's encoders, which have `device` in turn and are
+    gone from it then, and by `codec`, which is on the host. Raises UserError where one cannot be loaded, and in `words`
+    for a class that is unknown."""
+    texts = conditions_of(run, spec, known, captions, options, device, words)
     give_back(device)
     begun = _begun(run, images, options, codec, device)
     give_back(device)
-    return Encoded(len(captions), options.guided, texts, begun)
+    of_each = {name: each.expand(len(captions), *each.shape[1:]) for name, each in begun.items()}
+    return Encoded(len(captions), options.guided, texts, of_each)
 
 
 def _begun(

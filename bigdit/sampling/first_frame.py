@@ -10,6 +10,7 @@ from PIL import Image
 
 from bigdit.encoders.buckets import bucket_pixels
 from bigdit.encoders.first_frame import FirstFrames
+from bigdit.errors import UserError
 from bigdit.loader.first_frame import extras_of
 from bigdit.sources.disk import PICTURE_BYTES, read_file
 from bigdit.sources.picture import decode
@@ -18,6 +19,14 @@ from bigdit.sources.videos.resample import Clip
 from bigdit.sources.videos.video import is_video, video_frames
 
 _ONE = Clip(1, 1)
+
+
+def asked_image(option: str, path: Path) -> Image.Image:
+    """As first_image. Raises UserError, which names the option or key that asked for it, where there is none."""
+    try:
+        return first_image(path)
+    except (OSError, Unusable) as error:
+        raise UserError(f"{option} {path} cannot be read: {error}") from None
 
 
 def first_image(path: Path) -> Image.Image:

@@ -123,7 +123,8 @@ class Sampler:
         self.check(options, {Words().label: captions}, len(images))
         shape = self._latents(options)
         with told(f"--checkpoint {self._checkpoint.folder}: encoding captions", self._device, _MORE):
-            given = encoded(self._run, self._spec, self._known, captions, images, options, self._codec, self._device)
+            fed = self._run, self._spec, self._known, captions, images
+            given = encoded(*fed, options, self._codec, self._device, Words())
         model = self.model()
         start, most = 0, options.micro_batch_size
         while start < len(captions):

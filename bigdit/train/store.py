@@ -16,6 +16,7 @@ from bigdit.encoders.fit import latent_misfits, plan_misfits, run_misfits, size_
 from bigdit.errors import UserError
 from bigdit.loader.raw_store import RawStore
 from bigdit.loader.stages import none_left
+from bigdit.sampling.first_frame import asked_image
 from bigdit.sources.open import check_sources, open_source
 from bigdit.spec import BatchShape, ModelSpec
 from bigdit.store import FeatureStore
@@ -59,7 +60,8 @@ def check_those_there(stages: Sequence[Prepared]) -> list[str]:
 
 def open_store(run: RunConfig, spec: ModelSpec, plan: PlanFile | None) -> FeatureStore:
     """The store. Raises UserError where its features are not what the model takes, the run says or the plan is for,
-    and where it has none to train on beside those held out, or no class that samples.captions names."""
+    and where it has none to train on beside those held out, no class that samples.captions names, or samples.images
+    cannot be read."""
     store = FeatureStore.open(run.data.features, run.data.reader, run.data.remote_cache)
     tokens = 0 if store.text_shape is None else store.text_shape[0]
     problems = [
@@ -73,7 +75,7 @@ def open_store(run: RunConfig, spec: ModelSpec, plan: PlanFile | None) -> Featur
     if problems:
         raise UserError(*(f"data.features: {store.root} does not fit: {problem}" for problem in problems))
     held_out = none_left(store, run.validation.samples) if run.validation is not None else []
-    if problems := [*held_out, *_unknown_classes(run, store)]:
+    if problems := [*held_out, *_unknown_classes(run, store), *_unreadable_images(run)]:
         raise UserError(*problems)
     return store
 
@@ -88,6 +90,17 @@ def _unknown_classes(run: RunConfig, store: FeatureStore) -> list[str]:
             known.number(label)
         except UserError as error:
             problems.append(f"samples.captions: {error}")
+    return problems
+
+
+def _unreadable_images(run: RunConfig) -> list[str]:
+    """Which pictures of samples.images cannot be read, and why."""
+    problems: list[str] = []
+    for path in run.samples.images if run.samples is not None else ():
+        try:
+            asked_image("samples.images:", path)
+        except UserError as error:
+            problems += error.problems
     return problems
 
 

@@ -12,14 +12,15 @@ from bigdit.errors import UserError
 from bigdit.spec import Strategy
 
 
-def problems(overrides, config=DIGITS):
-    def load_and_check():
-        run = load_run(config, [f"engine.ds_config={ROOT}/ds_configs/zero2_bf16.json", *overrides])
-        check(run, model_spec(run.model))
-        strategy_of(run, run.engine.processes)
+def load_and_check(overrides, config=DIGITS):
+    run = load_run(config, [f"engine.ds_config={ROOT}/ds_configs/zero2_bf16.json", *overrides])
+    check(run, model_spec(run.model))
+    strategy_of(run, run.engine.processes)
 
+
+def problems(overrides, config=DIGITS):
     with pytest.raises(UserError) as caught:
-        load_and_check()
+        load_and_check(overrides, config)
     return [
         problem.removeprefix(f"{config}: ").removeprefix(f"{config} with --set: ") for problem in caught.value.problems
     ]
@@ -275,7 +276,13 @@ def test_one_way_to_name_the_model():
     ]
 
 
-def test_what_is_drawn_on_the_way_does_not_begin_with_a_picture():
-    found = problems(["data.buckets=[[9, 8, 8]]", "data.fps=8", "samples.captions=[a one]", "encoders.first_frame={}"])
-    said = "samples draws videos of captions alone, and encoders.first_frame has them begin with a picture; leave "
-    assert f"{said}samples out, and draw by `bigdit sample --image`" in found
+def test_what_is_drawn_on_the_way_begins_with_pictures_where_the_run_does():
+    drawn = ["data.buckets=[[9, 8, 8]]", "data.fps=8", "samples.captions=[a one, a two, a six]"]
+    for images, count in (("[]", 0), ("[a.png, b.png]", 2)):
+        found = problems([*drawn, "encoders.first_frame={}", f"samples.images={images}"])
+        said = f"samples.images has {count} for 3 of samples.captions, and encoders.first_frame has videos begin with"
+        assert f"{said} a picture; name one for all, or one for each" in found
+    for images in ("[a.png]", "[a.png, b.png, c.png]"):
+        load_and_check([*drawn, "encoders.first_frame={}", f"samples.images={images}"])
+    found = problems([*drawn, "samples.images=[a.png]"])
+    assert "samples.images is set, and encoders.first_frame is not; leave it out" in found

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -21,7 +22,9 @@ from bigdit.errors import UserError
 from bigdit.files import replacing
 from bigdit.models import Family
 from bigdit.objective_spec import ObjectiveSpec
-from bigdit.sampling.conditions import Given, SamplingOptions, Words, conditions_of
+from bigdit.sampling.conditions import Given, SamplingOptions, Words
+from bigdit.sampling.encoded import encoded
+from bigdit.sampling.first_frame import asked_image
 from bigdit.sampling.grid import grid_png
 from bigdit.sampling.moving import moving_grid, small, stills_png, webp
 from bigdit.spec import ModelSpec
@@ -68,7 +71,7 @@ class Pictures:
         if isinstance(first, str):
             raise UserError(first)
         assert first is not None
-        self._given, self._shape = first
+        self._given, self._begun, self._shape = first
         self._decoder = ThreadPoolExecutor(1, "pictures")
 
     def __enter__(self) -> Pictures:
@@ -90,14 +93,15 @@ class Pictures:
             latents = [latent for each in zip(*found, strict=True) for latent in each]
             self._decoder.submit(self._decode, step, latents[: len(self._config.captions)])
 
-    def _prepared(self, spec: ModelSpec, known: Known | None) -> tuple[Given, Shape] | str:
-        """Conditions and the latents' shape; or what is wrong."""
+    def _prepared(self, spec: ModelSpec, known: Known | None) -> tuple[Given, Mapping[str, torch.Tensor], Shape] | str:
+        """Conditions, extras of first frames, a row each, and the latents' shape; or what is wrong."""
         try:
             captions = self._config.captions
-            found = conditions_of(self._run, spec, known, captions, self._options, _HOST, _WORDS)
-            given = found.of(range(len(captions) + self._options.guided))
+            images = [asked_image("samples.images:", path) for path in self._config.images]
             codec = load_image_codec(self._run.encoders.image, _HOST)
-            return given, codec.latent_shape(self._options.bucket)
+            found = encoded(self._run, spec, known, captions, images, self._options, codec, _HOST, _WORDS)
+            given = found.texts.of(range(len(captions) + self._options.guided))
+            return given, found.begun, codec.latent_shape(self._options.bucket)
         except UserError as error:
             return str(error)
 
@@ -114,18 +118,20 @@ class Pictures:
         noise = objectives.draw_noise(
             torch.empty((len(numbers), *self._shape), device=device), [self._config.seed + number for number in numbers]
         )
-        asked = self._predict(self._of(numbers))
+        asked = self._predict(self._of(numbers, numbers))
         if self._options.guided:
-            asked = _led(
-                asked, self._predict(self._of([len(self._config.captions)] * len(numbers))), self._config.guidance
-            )
+            away = self._predict(self._of([len(self._config.captions)] * len(numbers), numbers))
+            asked = _led(asked, away, self._config.guidance)
         tokens = self._family.tokens(self._engine.model, noise.shape)
         sampler = objectives.default_sampler(self._objective)
         return objectives.sample(self._objective, sampler, asked, noise, self._config.steps, tokens)
 
-    def _of(self, numbers: list[int]) -> Given:
-        """Conditions of these captions; the one after the last is what guidance leads away from."""
-        return self._given.rows(numbers, self._engine.device, compute_dtype(self._engine.strategy))
+    def _of(self, captions: list[int], begun: list[int]) -> Given:
+        """Conditions of these captions, of which the one after the last is what guidance leads away from, and of the
+        first frames of these videos."""
+        placed = self._engine.device, compute_dtype(self._engine.strategy)
+        given, first = self._given.rows(captions, *placed), Given(None, None, self._begun).rows(begun, *placed)
+        return replace(given, extras={**given.extras, **first.extras})
 
     def _predict(self, given: Given) -> objectives.Predict:
         dtype = compute_dtype(self._engine.strategy)
