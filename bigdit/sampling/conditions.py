@@ -104,11 +104,13 @@ class Labels:
     def __init__(
         self, known: Known, spec: ModelSpec, labels: Sequence[str], options: SamplingOptions, words: Words
     ) -> None:
-        """Raises UserError for one that is unknown."""
-        self._classes = Classes(known)
-        self._numbers = [self._number(words.label, label) for label in labels]
-        if options.guided:
-            away = no_class(spec) if options.negative is None else self._number("--negative", options.negative)
+        """Raises UserError with all that are unknown."""
+        asked = [(words.label, label) for label in labels]
+        if options.guided and options.negative is not None:
+            asked.append(("--negative", options.negative))
+        self._numbers = _numbers(Classes(known), asked)
+        if options.guided and options.negative is None:
+            away = no_class(spec)
             if away is None:
                 raise UserError(f"guidance leads away from no class, which this model does not know; {words.unguided}")
             self._numbers.append(away)
@@ -117,11 +119,18 @@ class Labels:
         """As Texts.of."""
         return Given(None, None, {CLASS_LABEL: torch.tensor([self._numbers[number] for number in numbers])})
 
-    def _number(self, option: str, label: str) -> int:
+
+def _numbers(classes: Classes, asked: Sequence[tuple[str, str]]) -> list[int]:
+    """Of labels, each with the option that asked for it. Raises UserError with all that are unknown."""
+    found, problems = [], []
+    for option, label in asked:
         try:
-            return self._classes.number(label)
+            found.append(classes.number(label))
         except UserError as error:
-            raise UserError(f"{option}: {error}") from None
+            problems.append(f"{option}: {error}")
+    if problems:
+        raise UserError(*problems)
+    return found
 
 
 def conditions_of(
