@@ -44,6 +44,8 @@ def prepare() -> None:
     # level when they are imported, by these.
     os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    # transformers draws a bar for each model that it loads, of many lines in a file.
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     # torchao names kernels that it cannot load here, and registers its enums as torch has come to do by itself.
     logging.getLogger("torchao").setLevel(logging.ERROR)
     logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
