@@ -24,7 +24,7 @@ BESIDE = (
     *("data.part_size", "data.workers", "data.read_ahead_steps", "data.read_threads", "data.reader"),
     *("data.remote_cache", "encoders.device", "encoders.batch_size"),
     # What of another model, or other pictures, is refused or said by what they are.
-    *("model.name", "model.path", "model.class_name", "model.kwargs", "data.images", "train.epochs"),
+    *("model.name", "model.path", "model.class_name", "model.kwargs", "data.images", "train.epochs", "train.seed"),
 )
 """Keys whose change is no matter of what is trained: all others are. `train.steps` is one where no rate falls by it."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bigdit import checkpoint
 from bigdit.catalog.families import objective_of
@@ -71,7 +71,9 @@ def start_of(stages: Sequence[Prepared]) -> Start:
     checkpoint.check_resumable(found, reached.spec, reached.strategy)
     objective = objective_of(reached.spec, reached.stage.run.objective)
     checkpoint.check_objective(found, objective)
-    if last is reached:  # or another stage begins, which is another run
-        run = reached.stage.run.model_copy(update={"objective": objective})
-        notices += [f"note: {line}" for line in checkpoint.changed_since(found, run)]
-    return Start(found, reached, tuple(notices))
+    start = Start(found, reached, tuple(notices))
+    if last is not reached or start.done is not None:  # another stage begins, which is another run; or nothing goes on
+        return start
+    run = reached.stage.run.model_copy(update={"objective": objective})
+    changed = [f"note: {line}" for line in checkpoint.changed_since(found, run)]
+    return replace(start, notices=(*notices, *changed))

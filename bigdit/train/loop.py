@@ -69,11 +69,13 @@ _LESS = {
 
 @dataclass(frozen=True)
 class Ended:
-    """How a training ended: its last `checkpoint`, of `step` steps; the number of the stage that is `following`, None
-    at the end of all; and the `store` by which several processes agree to start again for it."""
+    """How a training ended: its last `checkpoint`, of `step` steps, and whether it `trained`, or had all before; the
+    number of the stage that is `following`, None at the end of all; and the `store` by which several processes agree to
+    start again for it."""
 
     checkpoint: Path
     step: int
+    trained: bool
     following: int | None = None
     store: dist.Store | None = None
 
@@ -115,7 +117,7 @@ def _train(stages: Sequence[Prepared], world: World, stop: Stop, device: torch.d
             exports.export_missed(run, ends, found)
         if not (run.output / RECEIPT).exists():
             _say(world, [f"note: {run.output / RECEIPT} is missing: the run was interrupted before it was written"])
-        return Ended(found.folder, start)
+        return Ended(found.folder, start, trained=False)
 
     store, online = _opened(stages, reached, device)
     order, notices = begin.order(store)
@@ -149,7 +151,7 @@ def _train(stages: Sequence[Prepared], world: World, stop: Stop, device: torch.d
             _say(world, [f"note: {line}" for line in checkpoint.restore(found, engine, peers, ema)])
             _say(world, [f"going on from {found.folder}, step {start}"])
         if staged:
-            _say(world, [f"{stage.name}: steps {stage.start} to {end} of {ends[-1]}"])
+            _say(world, [f"{stage.name}: steps {stage.start + 1} to {end} of {ends[-1]}"])
         stream = FeatureStream(
             store,
             world,
@@ -266,7 +268,7 @@ def _train(stages: Sequence[Prepared], world: World, stop: Stop, device: torch.d
             name = RECEIPT if end == ends[-1] else receipt_of(stage.number)
             write_receipt(run, spec, strategy, store, meter, planned, metrics, relief, *counts, began, name)
     assert last is not None
-    return Ended(last, end, None if end == ends[-1] else stage.number + 1)
+    return Ended(last, end, trained=True, following=None if end == ends[-1] else stage.number + 1)
 
 
 def _opened(

@@ -106,7 +106,7 @@ def _train(config: Path, overrides: Sequence[str], source: Path | None, around: 
         if world.is_main:
             log.notice(str(stopped))
         return stopped.status
-    if world.is_main:
+    if world.is_main and ended.trained:
         log.notice(f"wrote {ended.checkpoint}")
     if ended.following is not None:
         if world.is_main:

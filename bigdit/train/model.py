@@ -11,6 +11,7 @@ from torch import nn
 from bigdit import checkpoint, models
 from bigdit.catalog import FAMILIES
 from bigdit.catalog.first_frame import fed_more
+from bigdit.catalog.resolve import read_model_config
 from bigdit.config import RunConfig, check
 from bigdit.config.output import CHECKPOINTS
 from bigdit.config.stages import of_each
@@ -35,13 +36,16 @@ def _check_start(run: RunConfig, spec: ModelSpec) -> None:
     """Raise UserError where model.init_from is no folder of weights; what bigdit wrote has checksums, which loading
     reads. A run that goes on reads it for adapters alone."""
     source = run.model.init_from
-    goes_on = run.train.lora is None and any((run.output / CHECKPOINTS).glob("step-*"))
-    if source is None or goes_on or checkpoint.written_here(source):
+    if source is None or (run.train.lora is None and _goes_on(run)) or checkpoint.written_here(source):
         return
     try:
         models.check_folder(spec, source)
     except UserError as error:
         raise UserError(f"model.init_from: {error}") from None
+
+
+def _goes_on(run: RunConfig) -> bool:
+    return any((run.output / CHECKPOINTS).glob("step-*"))
 
 
 def check_model(run: RunConfig, spec: ModelSpec, strategy: Strategy) -> nn.Module:
@@ -54,6 +58,7 @@ def check_model(run: RunConfig, spec: ModelSpec, strategy: Strategy) -> nn.Modul
     model = models.outline(spec)
     made = spec.model_copy(update={"kwargs": dict(arguments(model))})
     check(run, made)
+    _check_left_out(run, made)
     channels, predicted = (made.kwargs.get(key) for key in ("in_channels", "out_channels"))
     fed = channels // _packed(made) ** 2 if isinstance(channels, int) else None
     if fed is not None and not fed_more(made) and predicted not in (None, fed, 2 * fed):  # 2: and the variance
@@ -62,6 +67,23 @@ def check_model(run: RunConfig, spec: ModelSpec, strategy: Strategy) -> nn.Modul
             f"channels of what is fed; set out_channels to {fed}"
         )
     return models.equip(model, family, strategy)
+
+
+def _check_left_out(run: RunConfig, made: ModelSpec) -> None:
+    """Raise UserError where the weights to start from have another value for what model.kwargs leaves to the class:
+    they load, and checkpoints and exports would say another model. A run that goes on has what it began with."""
+    source = run.model.init_from
+    if run.model.class_name is None or source is None or _goes_on(run) or not (source / "config.json").is_file():
+        return
+    had, taken = read_model_config(source / "config.json").kwargs, made.model_dump(mode="json")["kwargs"]
+    others = [key for key in had if key not in run.model.kwargs and key in taken and had[key] != taken[key]]
+    if others:
+        key = others[0]
+        more = f", and {len(others) - 1} more of its arguments differ" if len(others) > 1 else ""
+        raise UserError(
+            f"model.init_from: {source} has {key} {had[key]}, and model.kwargs leaves it to {made.class_name}, which "
+            f"has {taken[key]}{more}; set model.path to {source} in the place of model.class_name and model.kwargs"
+        )
 
 
 def _packed(spec: ModelSpec) -> int:

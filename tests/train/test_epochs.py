@@ -97,7 +97,7 @@ def test_stages_by_epochs_go_on_to_the_bit(staged, tmp_path):
     said = " ".join(done.stderr.split())
     assert said.count("stages.0.train.epochs 0.5 of 240 samples in steps of 16: 8 steps") == 2  # at each start
     assert "stages.1.train.epochs 0.2 of 240 samples in steps of 16: 3 steps" in said
-    assert "stages.1: steps 8 to 11 of 11" in said
+    assert "stages.1: steps 9 to 11 of 11" in said
     shutil.copytree(straight, stopped)  # and set back to its first checkpoint
     for step in (6, 8, 9, 11):
         shutil.rmtree(stopped / f"checkpoints/step-{step:08d}")

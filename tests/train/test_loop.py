@@ -76,6 +76,7 @@ def test_a_finished_run_has_nothing_to_do(features, trained):
     done = train(features, trained)
     assert done.returncode == 0
     assert "has its 8 steps already; raise train.steps to go on" in done.stderr
+    assert "wrote" not in done.stderr.replace(f"wrote {trained}/report.html", "")
 
 
 def test_only_the_newest_checkpoints_stay(features, tmp_path):

@@ -11,6 +11,8 @@ from commands import DIGITS, SINGLE, TINY, with_set
 from bigdit.cli import main
 from bigdit.recipes.recipe import recipe
 
+ARGUMENTS = yaml.safe_load(DIGITS.read_text())["model"]["kwargs"]
+
 
 def dry_run(capsys, *overrides, config=DIGITS):
     """Exit status, stdout and stderr of `bigdit train --dry-run`, by the command's own function."""
@@ -155,12 +157,31 @@ def test_the_folder_of_a_pipeline_is_no_transformers(capsys, tmp_path):
     assert (status, said.rpartition(": ")[2]) == (1, f"it has no config.json; {tmp_path}/transformer has\n")
 
 
+def test_weights_of_another_shape_than_the_class_takes_are_refused(capsys, tmp_path):
+    """They would load, and the run could neither go on nor be drawn from."""
+    (tmp_path / "config.json").write_text(json.dumps(ARGUMENTS | {"_class_name": "SanaTransformer2DModel"}))
+    (tmp_path / "diffusion_pytorch_model.safetensors").touch()
+    left_out = {key: value for key, value in ARGUMENTS.items() if key not in ("num_layers", "sample_size")}
+    starts = ("data.images=/nowhere", "data.features=/none", f"model.init_from={tmp_path}")
+    status, _, said = dry_run(capsys, *starts, f"model.kwargs={json.dumps(left_out)}")
+    assert (status, said) == (
+        1,
+        f"error: model.init_from: {tmp_path} has num_layers 4, and model.kwargs leaves it to SanaTransformer2DModel, "
+        f"which has 20, and 1 more of its arguments differ; set model.path to {tmp_path} in the place of "
+        "model.class_name and model.kwargs\n",
+    )
+    by_path = ("model.class_name=null", "model.kwargs={}", f"model.path={tmp_path}")
+    for sound in ((f"model.kwargs={json.dumps(ARGUMENTS)}",), by_path):
+        assert dry_run(capsys, *starts, *sound)[0] == 0
+
+
 def test_a_checkpoint_that_the_run_cannot_go_on_from_is_refused(capsys, features, trained):
     """As training refuses it a moment later."""
     chosen = (*TINY, f"data.features={features}", f"output={trained}")
     found = trained / "checkpoints/step-00000008"
-    status, _, said = dry_run(capsys, *chosen)
-    assert (status, said) == (0, f"{found} has its 8 steps already; raise train.steps to go on\n")
+    for nothing_goes_on in ((), ("data.caption_dropout=0.3", "train.steps=7", "train.warmup_steps=0")):
+        status, _, said = dry_run(capsys, *chosen, *nothing_goes_on)
+        assert (status, said) == (0, f"{found} has its 8 steps already; raise train.steps to go on\n")
     status, _, said = dry_run(capsys, *chosen, "train.steps=9", "data.caption_dropout=0.3")
     assert (status, said) == (
         0,
