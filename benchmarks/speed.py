@@ -12,7 +12,7 @@ import statistics
 import sys
 from pathlib import Path
 
-from speed_claims import CLAIMS, OUTSIDE, Claim
+from claims.speed import CLAIMS, OUTSIDE, Claim
 
 from bigdit import catalog
 from bigdit.config.strategy import parse_strategy
@@ -119,7 +119,7 @@ def _document(found: list[tuple[Claim, StepTime]]) -> str:
         [
             "# Published speeds of training against the roofline",
             "",
-            "Made by `python benchmarks/speed.py`, from speed_claims.py. Seconds of one optimizer step; nothing is",
+            "Made by `python benchmarks/speed.py`, from claims/speed.py. Seconds of one optimizer step; nothing is",
             "fitted to them, and no receipt calibrates the intervals. What a claim does otherwise than the strategy",
             "beside it stands in the last column; for those outside it is the likely reason, which was not measured.",
             "",
