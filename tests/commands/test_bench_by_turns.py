@@ -6,9 +6,11 @@ import signal
 import subprocess
 
 import pytest
+import step
 from commands import BIN, DIGITS, SINGLE, TINY, bigdit, environment_with, with_set
 from running import until
 
+from bigdit.bench.interleaved import Comparison, Load, take_turns
 from bigdit.cli import main
 from bigdit.receipt import Receipt
 
@@ -41,6 +43,24 @@ def test_a_step_is_held_against_a_plain_loop_and_its_receipt_stays_one(features,
     assert receipt.seconds_per_step == pytest.approx(compared["contenders"][1]["seconds"]["median"], abs=1e-5)
     _, _, plain, _, own = compared["notes"][0].rpartition("losses after ")[2].replace(":", "").split()
     assert float(plain) == pytest.approx(float(own), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("own", "plain", "status"),
+    [
+        ([0.203, 0.204, 0.9], [0.2, 0.2, 0.2], 0),  # a slow round is no matter
+        ([0.203, 0.206, 0.206], [0.2, 0.2, 0.2], 1),
+        ([0.1, 0.1, 0.1], [0.19, 0.19, 0.19], 1),  # of so short a step nothing is said
+    ],
+)
+def test_a_step_that_is_too_far_from_the_plain_loops_fails_the_benchmark(monkeypatch, capsys, own, plain, status):
+    turns = {"plain PyTorch": iter(plain).__next__, "bigdit": iter(own).__next__}
+    found = Comparison(what="", unit="step", load=Load.now(), contenders=tuple(take_turns(turns, 3)))
+    monkeypatch.setattr(step, "compare", lambda *asked: found)
+    assert step.main([]) == status
+    said = capsys.readouterr().out
+    assert "; limit 2 %" in said
+    assert ("too short" in said) == (plain[0] < 0.2)
 
 
 def test_a_table_has_the_load_the_bytes_and_the_overhead(features):

@@ -1,0 +1,69 @@
+"""Whether the run's step takes longer than that of a bare PyTorch loop of the same model, values and optimizer.
+
+    python benchmarks/step.py [--folder DIR] [--rounds N] [--samples N]
+
+`bigdit bench step` of the demo's recipe (launch/recipes/digits.yaml), in one process, by turns with the plain loop, in
+micro-batches of so many samples, two a step. Exit status 1 where the median of the rounds' ratios is above LIMIT, or a
+step takes less than STEP_S, of which a fixed cost would be too large a part.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from bigdit import log
+from bigdit.bench.interleaved import Comparison
+from bigdit.report.comparison import comparison_table, load_line, overhead, print_notes
+
+ROOT = Path(__file__).parents[1]
+BIGDIT = Path(sys.executable).parent / "bigdit"
+RECIPE = ROOT / "launch/recipes/digits.yaml"
+STEP_S, LIMIT = 0.2, 1.02
+"""Seconds of the plain loop's step at least, and the run's by them at most: both in the median."""
+
+
+def main(asked: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description="Hold the run's step against a plain PyTorch loop's.")
+    parser.add_argument("--folder", type=Path, default=Path("demo/step"), help="where everything is written")
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--samples", type=int, default=96, help="a micro-batch, of two a step")
+    arguments = parser.parse_args(asked)
+    compared = compare(arguments.folder.resolve(), arguments.rounds, arguments.samples)
+    plain, own = compared.contenders
+    assert own.of_baseline is not None  # which the baseline alone has not
+    log.out.print(load_line(compared.load), highlight=False)
+    log.out.print(comparison_table(compared))
+    log.out.print(f"overhead: {overhead(own.of_baseline)}; limit {100 * (LIMIT - 1):.0f} %", highlight=False)
+    print_notes(compared)
+    if plain.seconds.median < STEP_S:
+        log.out.print(f"steps of {plain.seconds.median:.3f} s are too short; raise --samples", highlight=False)
+    return int(own.of_baseline.median > LIMIT or plain.seconds.median < STEP_S)
+
+
+def compare(folder: Path, rounds: int, samples: int) -> Comparison:
+    """The two loops, by turns, on the digits in `folder`."""
+    settings = [
+        *(f"data.images={folder / 'digits'}", f"data.features={folder / 'features'}"),
+        *(f"train.micro_batch_size={samples}", f"train.global_batch_size={2 * samples}"),
+    ]
+    config = ["--config", str(RECIPE), *(part for each in settings for part in ("--set", each))]
+    if not (folder / "digits").exists():
+        _run(sys.executable, "launch/digits.py", folder / "digits")
+    _run(BIGDIT, "extract", *config)
+    steps = str(rounds + 2)  # the first two are not timed
+    said = _run(BIGDIT, "bench", "step", *config, "--steps", steps, "--out", folder / "receipt.json", "--json")
+    return Comparison.model_validate(json.loads(said)["compared"])
+
+
+def _run(*command: str | Path) -> str:
+    said = [str(part) for part in command]
+    return subprocess.run(said, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
