@@ -5,7 +5,7 @@ import tiny_pipelines
 import torch
 from tiny_vaes import kl
 
-from bigdit.config.encoders import EncodersConfig, TextEncoderConfig, VaeCodec
+from bigdit.config.encoders import EncodersConfig, FirstFrameConfig, TextEncoderConfig, VaeCodec
 from bigdit.encoders.components import load_text_pipeline
 from bigdit.encoders.folder import DTYPES
 from bigdit.encoders.host_bytes import HostWeights, host_weights
@@ -39,3 +39,13 @@ def test_what_has_no_folder_is_not_known(text):
     assert found == HostWeights(text_encoder=None, vae=0)
     assert (found.said, found.unknown, found.known_bytes) == (None, "text encoder", 0)
     assert host_weights(EncodersConfig(image={"name": "identity"})).unknown is None  # of a model of classes
+
+
+def test_what_sees_first_frames_is_counted(tmp_path):
+    parts = tiny_pipelines.save(tmp_path, "WanImageToVideoPipeline")
+    first = FirstFrameConfig(pipeline=tmp_path)
+    found = host_weights(EncodersConfig(image={"name": "identity"}, first_frame=first))
+    assert found.image_encoder == found.known_bytes == held(parts["image_encoder"])
+    assert found.said == f"image encoder {gib(found.image_encoder)}"
+    (tmp_path / "image_encoder/model.safetensors").unlink()
+    assert host_weights(EncodersConfig(image={"name": "identity"}, first_frame=first)).unknown == "image encoder"
