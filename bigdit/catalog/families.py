@@ -219,6 +219,7 @@ PIPELINES = {
     "LTXVideoTransformer3DModel": "LTXPipeline",
     "LongCatImageTransformer2DModel": "LongCatImagePipeline",
     "Lumina2Transformer2DModel": "Lumina2Pipeline",
+    "LuminaNextDiT2DModel": "LuminaPipeline",
     "OvisImageTransformer2DModel": "OvisImagePipeline",
     "MochiTransformer3DModel": "MochiPipeline",
     "PixArtTransformer2DModel": "PixArtSigmaPipeline",

@@ -23,6 +23,7 @@ from bigdit.store.text import Text
 
 _PROBE = 16  # tokens: a length at which an encoder costs nothing
 _LENGTH = "max_sequence_length"
+_MORE = inspect.Parameter.VAR_KEYWORD
 # What `__call__` sets for `encode_prompt`, whose own defaults differ: a caption is encoded as the pipeline's call does.
 _SET_BY_CALL = (_LENGTH, "complex_human_instruction", "clean_caption")
 
@@ -98,7 +99,7 @@ class PipelineTextEncoder:
         Templates and cleaning change the number of tokens: a caption that fills the whole length may have been cut,
         and is encoded anew at twice the length.
         """
-        length = min(length, self._longest) if self._recipe.fits else self._longest
+        length = min(self._recipe.taken(length), self._longest) if self._recipe.fits else self._longest
         while True:
             texts = self._call(captions, length)
             if length == self._longest or max(len(text.states) for text in texts) < length:
@@ -122,7 +123,7 @@ class PipelineTextEncoder:
         if "batch_size" in asked:
             asked["batch_size"] = len(captions)
         if recipe.length is not None:
-            setattr(self._pipeline, recipe.length, length)
+            setattr(*self._length_place(recipe.length), length)
         # A copy: ZImagePipeline writes its template into the list.
         returned = self._pipeline.encode_prompt(prompt=list(captions), **asked)
         return by_name(recipe, returned)
@@ -143,11 +144,23 @@ class PipelineTextEncoder:
 
     def _length_asked(self, max_tokens: int | None) -> int:
         """The length at which captions are cut; 0 of a pipeline that leaves no choice."""
-        most = getattr(self._pipeline, self._recipe.length) if self._recipe.length else self._arguments.get(_LENGTH, 0)
+        length = self._recipe.length
+        most = getattr(*self._length_place(length)) if length else self._arguments.get(_LENGTH, 0)
         return int(most if max_tokens is None or not most else max_tokens)
+
+    def _length_place(self, length: str) -> tuple[Any, str]:
+        """The object that has a recipe's length, and its name there: the pipeline, or a part of it."""
+        part, _, name = length.rpartition(".")
+        return (getattr(self._pipeline, part) if part else self._pipeline), name
 
     def _check_length(self, max_tokens: int | None) -> None:
         """Raise UserError for a length that the pipeline does not take."""
+        taken = self._recipe.taken(self._longest)
+        if self._longest != taken:
+            raise UserError(
+                f"encoders.text.max_tokens is {max_tokens}, and {self._class_name} cuts at multiples of "
+                f"{self._recipe.multiple}; nearest: {taken}"
+            )
         if max_tokens not in (None, self._longest or self.max_tokens):
             raise UserError(
                 f"encoders.text.max_tokens: {self._class_name} has a length of its own, {self.max_tokens}; leave it out"
@@ -166,6 +179,6 @@ def _arguments(pipeline: Any, device: torch.device) -> dict[str, Any]:
             arguments[name] = called[name].default
         elif name == "batch_size":
             arguments[name] = 1
-        elif parameter.default is parameter.empty and name != "prompt":
+        elif parameter.default is parameter.empty and name != "prompt" and parameter.kind is not _MORE:
             arguments[name] = None  # prompt_2, prompt_3: the same prompt
     return arguments

@@ -6,7 +6,7 @@ Tokenizers, templates, layers and masks are the pipeline's own code: here stands
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 Padding = Literal["masked", "zeroed", "attended", "kept"]
@@ -26,7 +26,8 @@ class Recipe:
     the padding, the transformer does not. kept: both do, or the transformer does; with a mask, in one place of several.
 
     `asks`: further arguments of the call. `beside`: further texts that a call of their own gives, by name; `rare`:
-    those that most captions have not. `length`: the attribute by which captions are cut, where it is no argument.
+    those that most captions have not. `length`: the attribute by which captions are cut, where it is no argument; with
+    a dot, one of a part. `multiple`: they are cut at multiples of it alone.
     """
 
     gives: tuple[str, ...]
@@ -35,11 +36,16 @@ class Recipe:
     beside: Mapping[str, Recipe] = field(default_factory=dict)
     rare: tuple[str, ...] = ()
     length: str | None = None
+    multiple: int = 1
 
     @property
     def fits(self) -> bool:
         """Whether a batch may be padded to its longest caption: states of tokens are the same then."""
         return self.padding in ("masked", "zeroed")
+
+    def taken(self, length: int) -> int:
+        """The least length that captions can be cut at and that is as long."""
+        return -(-length // self.multiple) * self.multiple
 
     def keeps(self, name: str) -> bool:
         """Whether the padding of a further text is stored; of none: of the text itself."""
@@ -92,6 +98,7 @@ RECIPES: dict[str, Recipe] = {
     "LTXPipeline": Recipe(("states", "mask", "null_states", "null_mask"), "attended"),
     "LongCatImagePipeline": Recipe(("states", "-"), "kept", length="tokenizer_max_length"),
     "Lumina2Pipeline": _MASKED,
+    "LuminaPipeline": replace(_MASKED, length="max_sequence_length", multiple=8),
     "OvisImagePipeline": Recipe(("states", "null_states", "-", "-"), "zeroed"),
     "MochiPipeline": _MASKED,
     "PixArtAlphaPipeline": _MASKED,

@@ -32,6 +32,7 @@ CALLS = {
     "LTXPipeline": {"max_sequence_length": 128},
     "LongCatImagePipeline": {},
     "Lumina2Pipeline": {"max_sequence_length": 256},
+    "LuminaPipeline": {"clean_caption": True},
     "OvisImagePipeline": {"max_sequence_length": 256},
     "MochiPipeline": {"max_sequence_length": 256},
     "PixArtAlphaPipeline": {"max_sequence_length": 120, "clean_caption": True},
@@ -241,6 +242,14 @@ def test_captions_are_cut_where_the_run_says(saved):
     folder, _ = saved("StableDiffusionXLPipeline")
     assert load_text_encoder(TextEncoderConfig(pipeline=folder, max_tokens=77)).max_tokens == 77
     expected = r"encoders\.text\.max_tokens: StableDiffusionXLPipeline has a length of its own, 77; leave it out"
+    with pytest.raises(UserError, match=expected):
+        load_text_encoder(TextEncoderConfig(pipeline=folder, max_tokens=9))
+
+
+def test_a_length_is_a_multiple_of_what_the_pipeline_pads_to(saved):
+    folder, _ = saved("LuminaPipeline")
+    assert load_text_encoder(TextEncoderConfig(pipeline=folder, max_tokens=24)).max_tokens == 24
+    expected = r"encoders\.text\.max_tokens is 9, and LuminaPipeline cuts at multiples of 8; nearest: 16"
     with pytest.raises(UserError, match=expected):
         load_text_encoder(TextEncoderConfig(pipeline=folder, max_tokens=9))
 

@@ -10,7 +10,18 @@ import torch
 import yaml
 from commands import run_ranks, with_set
 from safetensors.torch import load_file
-from tiny_pipelines import BRIA, COGVIEW3, HI_DREAM, HUNYUAN_DIT, HUNYUAN_IMAGE, LONGCAT_IMAGE, OVIS_IMAGE, SD3, WAN
+from tiny_pipelines import (
+    BRIA,
+    COGVIEW3,
+    HI_DREAM,
+    HUNYUAN_DIT,
+    HUNYUAN_IMAGE,
+    LONGCAT_IMAGE,
+    LUMINA_NEXT,
+    OVIS_IMAGE,
+    SD3,
+    WAN,
+)
 
 from bigdit import checkpoint
 from bigdit.catalog.resolve import model_spec
@@ -47,6 +58,7 @@ CASES = {
     "CogView3PlusPipeline": ("CogView3PlusTransformer2DModel", COGVIEW3, "AutoencoderKL"),
     "OvisImagePipeline": ("OvisImageTransformer2DModel", OVIS_IMAGE, "AutoencoderKL"),
     "LongCatImagePipeline": ("LongCatImageTransformer2DModel", LONGCAT_IMAGE, "AutoencoderKL"),
+    "LuminaPipeline": ("LuminaNextDiT2DModel", LUMINA_NEXT, "AutoencoderKL"),
     "FluxPipeline": ("FluxTransformer2DModel", FLUX, "AutoencoderKL"),
     "HunyuanDiTPipeline": ("HunyuanDiT2DModel", HUNYUAN_DIT, "AutoencoderKL"),
     "HunyuanImagePipeline": ("HunyuanImageTransformer2DModel", HUNYUAN_IMAGE, "AutoencoderKLHunyuanImage"),

@@ -235,6 +235,7 @@ PICTURES = (
     "chroma1-hd",
     "flux.2-klein-4b",
     "lumina-image-2.0",
+    "lumina-next-sft",
     "qwen-image",
     "z-image",
     "hunyuandit-v1.2",

@@ -13,6 +13,7 @@ from tiny_pipelines import (
     HUNYUAN_IMAGE,
     HUNYUAN_VIDEO_15,
     LONGCAT_IMAGE,
+    LUMINA_NEXT,
     MOCHI,
     OVIS_IMAGE,
     SD3,
@@ -53,6 +54,11 @@ def of_longcat(pipeline, away):
 
 def of_mochi(pipeline, away):
     own, mask, null, null_mask = guided(pipeline, away)
+    return [(own, mask, {}), (null, null_mask, {})]
+
+
+def of_lumina_next(pipeline, away):
+    own, mask, null, null_mask = guided(pipeline, away, clean_caption=True)
     return [(own, mask, {}), (null, null_mask, {})]
 
 
@@ -101,6 +107,9 @@ CASES = {
     "hunyuanvideo-1.5": (
         *("HunyuanVideo15Transformer3DModel", HUNYUAN_VIDEO_15, "HunyuanVideo15Pipeline"),
         *("AutoencoderKLHunyuanVideo15", (4, 1, 4, 6), of_hunyuan_image),
+    ),
+    "lumina-next": (
+        *("LuminaNextDiT2DModel", LUMINA_NEXT, "LuminaPipeline", "AutoencoderKL", (4, 8, 12), of_lumina_next),
     ),
     "mochi": ("MochiTransformer3DModel", MOCHI, "MochiPipeline", "AutoencoderKLMochi", (4, 1, 8, 12), of_mochi),
     "sd3": ("SD3Transformer2DModel", SD3, "StableDiffusion3Pipeline", "AutoencoderKL", (4, 8, 12), of_sd3),

@@ -175,6 +175,10 @@ def gemma(tokenizer):
     return transformers.Gemma2Model(transformers.Gemma2Config(**_SIZES, vocab_size=len(tokenizer)))
 
 
+def first_gemma(tokenizer):
+    return transformers.GemmaModel(transformers.GemmaConfig(**_SIZES, vocab_size=len(tokenizer)))
+
+
 def llama(tokenizer):
     return transformers.LlamaModel(transformers.LlamaConfig(**_SIZES, vocab_size=len(tokenizer)))
 
@@ -273,6 +277,7 @@ PARTS = {
     "LTXPipeline": lambda: _one(t5_tokenizer, t5),
     "LongCatImagePipeline": lambda: _one(qwen_tokenizer, qwen_vl),
     "Lumina2Pipeline": lambda: _one(gemma_tokenizer, gemma),
+    "LuminaPipeline": lambda: _one(gemma_tokenizer, first_gemma),
     "OvisImagePipeline": lambda: _one(qwen_tokenizer, qwen3),
     "MochiPipeline": lambda: _one(t5_tokenizer, t5),
     "PixArtAlphaPipeline": lambda: _one(t5_tokenizer, t5),
@@ -416,6 +421,18 @@ HUNYUAN_IMAGE = {
     "rope_axes_dim": [8, 8],
 }
 """With a second text, for HunyuanImagePipeline."""
+LUMINA_NEXT = {
+    "sample_size": 8,
+    "patch_size": 2,
+    "in_channels": 4,
+    "hidden_size": 32,
+    "num_layers": 2,
+    "num_attention_heads": 4,
+    "num_kv_heads": 2,
+    "multiple_of": 8,
+    "cross_attention_dim": 16,
+}
+"""Of LuminaPipeline."""
 MOCHI = {
     "num_attention_heads": 2,
     "attention_head_dim": 12,
