@@ -96,6 +96,7 @@ _RECIPES: dict[tuple[str, int], tuple[_Part, ...]] = {
     ("gemma-2-2b-it (decoder)", 2304): (_Part("gemma-2-2b"),),
     ("gemma-2-2b", 2304): (_Part("gemma-2-2b", layers=(-2,)),),
     ("gemma-2b", 2048): (_Part("gemma-2b", layers=(-2,)),),
+    ("t5gemma-2b", 2304): (_Part("t5gemma-2b"),),
     ("t5-v1_1-xxl + clip-l pooled", 4096): (_Part("t5-v1_1-xxl"), _Part("clip-l", "pooled", 77)),
     ("clip-l + clip-g + t5-v1_1-xxl", 4096): (
         _Part("clip-l", "both", 77, layers=(-2,), class_name="CLIPTextModelWithProjection"),

@@ -222,6 +222,7 @@ PIPELINES = {
     "LuminaNextDiT2DModel": "LuminaPipeline",
     "OvisImageTransformer2DModel": "OvisImagePipeline",
     "MochiTransformer3DModel": "MochiPipeline",
+    "PRXTransformer2DModel": "PRXPipeline",
     "PixArtTransformer2DModel": "PixArtSigmaPipeline",
     "QwenImageTransformer2DModel": "QwenImagePipeline",
     "SD3Transformer2DModel": "StableDiffusion3Pipeline",

@@ -11,6 +11,7 @@ from typing import Any
 import diffusers
 import torch
 import transformers
+from transformers.models.t5gemma.modeling_t5gemma import T5GemmaEncoder
 
 from bigdit.documents import parse_json
 from bigdit.encoders.folder import check_complete, read_config, weights_sample
@@ -47,11 +48,11 @@ def load_text_pipeline(folder: Path, dtype: torch.dtype, device: torch.device) -
     class_name = index["_class_name"]
     if class_name not in RECIPES:
         raise UserError(f"{KEY}: {folder} holds a {class_name}, which has no recipe; {nearest(class_name, RECIPES)}")
+    pipeline = getattr(diffusers, class_name)
     there = {name: entry for name, entry in index.items() if _is_text(name) and isinstance(entry, list) and entry[0]}
     loaded = {name: load_part(KEY, folder, name, entry, dtype, device) for name, entry in there.items()}
-    pipeline = getattr(diffusers, index["_class_name"])
     parameters = inspect.signature(pipeline.__init__).parameters
-    _check_all(folder, index["_class_name"], [name for name in parameters if _is_text(name)], loaded)
+    _check_all(folder, class_name, [name for name in parameters if _is_text(name)], loaded)
     absent: dict[str, Any] = {
         name: None for name, each in parameters.items() if each.default is each.empty and name != "self"
     }
@@ -114,7 +115,7 @@ def load_part(setting: str, folder: Path, name: str, entry: list[str], dtype: to
     """One part, of the class that the index names, if that is one of transformers. Raises UserError, which names
     `setting`."""
     library, class_name = entry
-    found: Any = getattr(transformers, class_name, None) if library == "transformers" else None
+    found, config = _class_of(setting, library, class_name, folder / name)
     if not hasattr(found, "from_pretrained"):
         asked = f"{library}.{class_name} as {name}"
         raise UserError(f"{setting}: {folder / _INDEX} asks for {asked}; transformers has none")
@@ -123,7 +124,7 @@ def load_part(setting: str, folder: Path, name: str, entry: list[str], dtype: to
         if not issubclass(found, transformers.PreTrainedModel):
             return found.from_pretrained(place, local_files_only=True)
         model, info = found.from_pretrained(
-            place, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True
+            place, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True, **config
         )
     except (OSError, ValueError, RuntimeError, ImportError, TypeError) as error:
         raise UserError(f"{key}: {place} cannot be loaded: {' '.join(str(error).split())}") from None
@@ -132,3 +133,15 @@ def load_part(setting: str, folder: Path, name: str, entry: list[str], dtype: to
     if hasattr(config, "use_cache"):
         config.use_cache = False  # keys and values of a caption are not asked for again
     return model.to(device).eval()
+
+
+def _class_of(setting: str, library: str, class_name: str, place: Path) -> tuple[Any, dict[str, Any]]:
+    """A class of transformers, None where it has none, and what it is loaded with beside its folder's weights.
+
+    T5Gemma's encoder alone is a class that transformers does not show, and PRX's folder names it as diffusers' own; it
+    takes the encoder's config, which the folder has whole or as a part of T5Gemma's.
+    """
+    if class_name == "T5GemmaEncoder":
+        saved = read_config(setting, place)
+        return T5GemmaEncoder, {"config": transformers.T5GemmaConfig(encoder=saved.get("encoder", saved)).encoder}
+    return (getattr(transformers, class_name, None) if library == "transformers" else None), {}

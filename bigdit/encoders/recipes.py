@@ -101,6 +101,7 @@ RECIPES: dict[str, Recipe] = {
     "LuminaPipeline": replace(_MASKED, length="max_sequence_length", multiple=8),
     "OvisImagePipeline": Recipe(("states", "null_states", "-", "-"), "zeroed"),
     "MochiPipeline": _MASKED,
+    "PRXPipeline": replace(_MASKED, length="tokenizer.model_max_length"),
     "PixArtAlphaPipeline": _MASKED,
     "PixArtSigmaPipeline": _MASKED,
     "QwenImagePipeline": Recipe(("states", "mask"), "masked"),

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import shutil
 
 import pytest
 import tiny_pipelines
@@ -35,6 +36,7 @@ CALLS = {
     "LuminaPipeline": {"clean_caption": True},
     "OvisImagePipeline": {"max_sequence_length": 256},
     "MochiPipeline": {"max_sequence_length": 256},
+    "PRXPipeline": {"tokenizer_max_length": None},
     "PixArtAlphaPipeline": {"max_sequence_length": 120, "clean_caption": True},
     "PixArtSigmaPipeline": {"max_sequence_length": 300, "clean_caption": True},
     "QwenImagePipeline": {"max_sequence_length": 512},
@@ -230,6 +232,19 @@ def test_batches_of_like_lengths_are_padded_to_their_longest_alone(saved, monkey
     assert [count for count, _ in batches] == [2, 2]
     for (_, padded), longest in zip(batches, lengths[::2], strict=True):
         assert longest < padded <= longest + 2
+
+
+def test_an_encoder_is_read_by_its_own_config_or_by_that_of_the_whole_model(saved, tmp_path):
+    """T5Gemma's: both are read of PRX's folder."""
+    folder, _ = saved("PRXPipeline")
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "text_encoder/config.json"
+    own = json.loads(file.read_text())
+    file.write_text(json.dumps({"model_type": "t5gemma", "encoder": own, "decoder": own}))
+    found, whole = (
+        load_text_encoder(TextEncoderConfig(pipeline=each)).encode(CAPTIONS[:1])[0] for each in (folder, tmp_path)
+    )
+    assert torch.equal(found.states, whole.states)
 
 
 def test_captions_are_cut_where_the_run_says(saved):

@@ -19,6 +19,7 @@ from tiny_pipelines import (
     LONGCAT_IMAGE,
     LUMINA_NEXT,
     OVIS_IMAGE,
+    PRX,
     SD3,
     WAN,
 )
@@ -59,6 +60,7 @@ CASES = {
     "OvisImagePipeline": ("OvisImageTransformer2DModel", OVIS_IMAGE, "AutoencoderKL"),
     "LongCatImagePipeline": ("LongCatImageTransformer2DModel", LONGCAT_IMAGE, "AutoencoderKL"),
     "LuminaPipeline": ("LuminaNextDiT2DModel", LUMINA_NEXT, "AutoencoderKL"),
+    "PRXPipeline": ("PRXTransformer2DModel", PRX, "AutoencoderKL"),
     "FluxPipeline": ("FluxTransformer2DModel", FLUX, "AutoencoderKL"),
     "HunyuanDiTPipeline": ("HunyuanDiT2DModel", HUNYUAN_DIT, "AutoencoderKL"),
     "HunyuanImagePipeline": ("HunyuanImageTransformer2DModel", HUNYUAN_IMAGE, "AutoencoderKLHunyuanImage"),

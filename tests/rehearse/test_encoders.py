@@ -236,6 +236,7 @@ PICTURES = (
     "flux.2-klein-4b",
     "lumina-image-2.0",
     "lumina-next-sft",
+    "prx-1.2b",
     "qwen-image",
     "z-image",
     "hunyuandit-v1.2",

@@ -16,6 +16,7 @@ from tiny_pipelines import (
     LUMINA_NEXT,
     MOCHI,
     OVIS_IMAGE,
+    PRX,
     SD3,
     WAN,
 )
@@ -59,6 +60,11 @@ def of_mochi(pipeline, away):
 
 def of_lumina_next(pipeline, away):
     own, mask, null, null_mask = guided(pipeline, away, clean_caption=True)
+    return [(own, mask, {}), (null, null_mask, {})]
+
+
+def of_prx(pipeline, away):
+    own, mask, null, null_mask = pipeline.encode_prompt([CAPTION], torch.device("cpu"), negative_prompt=away or "")
     return [(own, mask, {}), (null, null_mask, {})]
 
 
@@ -112,6 +118,7 @@ CASES = {
         *("LuminaNextDiT2DModel", LUMINA_NEXT, "LuminaPipeline", "AutoencoderKL", (4, 8, 12), of_lumina_next),
     ),
     "mochi": ("MochiTransformer3DModel", MOCHI, "MochiPipeline", "AutoencoderKLMochi", (4, 1, 8, 12), of_mochi),
+    "prx": ("PRXTransformer2DModel", PRX, "PRXPipeline", "AutoencoderKL", (4, 8, 12), of_prx),
     "sd3": ("SD3Transformer2DModel", SD3, "StableDiffusion3Pipeline", "AutoencoderKL", (4, 8, 12), of_sd3),
     "wan": ("WanTransformer3DModel", WAN, "WanPipeline", "AutoencoderKLWan", (4, 1, 8, 12), of_wan),
 }

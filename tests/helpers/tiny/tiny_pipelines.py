@@ -1,5 +1,6 @@
 """Diffusers pipelines whose text halves are tiny: random weights, and tokenizers trained on a few sentences."""
 
+import copy
 import functools
 import inspect
 import json
@@ -10,6 +11,8 @@ import torch
 import transformers
 from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video import DEFAULT_PROMPT_TEMPLATE
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
+from transformers.models.t5gemma import T5GemmaModuleConfig
+from transformers.models.t5gemma.modeling_t5gemma import T5GemmaEncoder
 
 CAPTIONS = [
     "a cat on a mat",
@@ -113,6 +116,14 @@ def gemma_tokenizer():
 
 
 @functools.cache
+def short_gemma_tokenizer():
+    """Which says how long PRX's captions are."""
+    tokenizer = copy.deepcopy(gemma_tokenizer())
+    tokenizer.model_max_length = 256
+    return tokenizer
+
+
+@functools.cache
 def llama_tokenizer():
     # So small that the template has more tokens than the 95 that its pipeline cuts off.
     vocab, merges = _sentencepiece_merges("<unk>", "<s>", "</s>", "<pad>", size=600)
@@ -177,6 +188,12 @@ def gemma(tokenizer):
 
 def first_gemma(tokenizer):
     return transformers.GemmaModel(transformers.GemmaConfig(**_SIZES, vocab_size=len(tokenizer)))
+
+
+def t5gemma(tokenizer):
+    """Its encoder alone, which is made from a part of the whole model's config."""
+    sizes = T5GemmaModuleConfig(**_SIZES, vocab_size=len(tokenizer))
+    return T5GemmaEncoder(transformers.T5GemmaConfig(encoder=sizes, decoder=sizes).encoder)
 
 
 def llama(tokenizer):
@@ -280,6 +297,7 @@ PARTS = {
     "LuminaPipeline": lambda: _one(gemma_tokenizer, first_gemma),
     "OvisImagePipeline": lambda: _one(qwen_tokenizer, qwen3),
     "MochiPipeline": lambda: _one(t5_tokenizer, t5),
+    "PRXPipeline": lambda: _one(short_gemma_tokenizer, t5gemma),
     "PixArtAlphaPipeline": lambda: _one(t5_tokenizer, t5),
     "PixArtSigmaPipeline": lambda: _one(t5_tokenizer, t5),
     "QwenImagePipeline": lambda: _one(qwen_tokenizer, qwen_vl),
@@ -303,7 +321,8 @@ def save(folder, class_name, seed=0):
     for name, part in parts.items():
         part.eval() if isinstance(part, torch.nn.Module) else None
         part.save_pretrained(folder / name)
-        index[name] = ["transformers", type(part).__name__]
+        library = "prx" if isinstance(part, T5GemmaEncoder) else "transformers"  # as PRX's repositories have it
+        index[name] = [library, type(part).__name__]
     (folder / "model_index.json").write_text(json.dumps(index))
     return parts
 
@@ -433,6 +452,17 @@ LUMINA_NEXT = {
     "cross_attention_dim": 16,
 }
 """Of LuminaPipeline."""
+PRX = {
+    "in_channels": 4,
+    "patch_size": 2,
+    "context_in_dim": 16,
+    "hidden_size": 32,
+    "mlp_ratio": 2.0,
+    "num_heads": 2,
+    "depth": 2,
+    "axes_dim": [8, 8],
+}
+"""Of PRXPipeline."""
 MOCHI = {
     "num_attention_heads": 2,
     "attention_head_dim": 12,
