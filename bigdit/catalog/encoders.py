@@ -108,6 +108,7 @@ _RECIPES: dict[tuple[str, int], tuple[_Part, ...]] = {
     ("Qwen3-1.7B", 2048): (_Part("qwen3-1.7b", skip=28),),
     ("Qwen3-4B", 2560): (_Part("qwen3-4b", layers=(-2,)),),
     ("Qwen3-4B", 7680): (_Part("qwen3-4b", layers=(9, 18, 27)),),
+    ("Qwen3-VL-4B (12 layers tapped)", 12 * 2560): (_Part("qwen3-vl-4b", layers=tuple(range(2, 36, 3)), skip=34),),
     ("llava-llama-3-8b + clip-l", 4096): (
         _Part("llama-3-8b", layers=(-3,), skip=95),
         _Part("clip-l", "pooled", 77),

@@ -216,6 +216,7 @@ PIPELINES = {
     "HunyuanImageTransformer2DModel": "HunyuanImagePipeline",
     "HunyuanVideo15Transformer3DModel": "HunyuanVideo15Pipeline",
     "HunyuanVideoTransformer3DModel": "HunyuanVideoPipeline",
+    "Krea2Transformer2DModel": "Krea2Pipeline",
     "LTXVideoTransformer3DModel": "LTXPipeline",
     "LongCatImageTransformer2DModel": "LongCatImagePipeline",
     "Lumina2Transformer2DModel": "Lumina2Pipeline",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ from bigdit.store.digest import config_digest, weights_digest
 
 KEY = "encoders.text.pipeline"
 _INDEX = "model_index.json"
+_TEXT = re.compile(r"(text_encoder|tokenizer)(_\d)?")
 _ASKED = {"BriaPipeline": ("vae", "transformer"), "HunyuanVideo15Pipeline": ("vae",)}
 """Parts that encode no text, and of which these pipelines ask something all the same."""
 
@@ -59,7 +61,7 @@ def load_text_pipeline(folder: Path, dtype: torch.dtype, device: torch.device) -
     absent |= dict.fromkeys(_ASKED.get(class_name, ()), _Absent(dtype))
     if "requires_safety_checker" in parameters:  # pictures are not its affair here
         absent["requires_safety_checker"] = False
-    return pipeline(**(absent | loaded))
+    return pipeline(**(absent | RECIPES[class_name].said(index) | loaded))
 
 
 def describe(folder: Path, pipeline: Any, dtype: str) -> dict[str, Any]:
@@ -97,7 +99,7 @@ def read_index(setting: str, folder: Path) -> dict[str, Any]:
 
 
 def _is_text(name: str) -> bool:
-    return name.startswith(("text_encoder", "tokenizer"))
+    return _TEXT.fullmatch(name) is not None
 
 
 def _check_all(folder: Path, class_name: str, wanted: Sequence[str], loaded: Mapping[str, Any]) -> None:

@@ -16,6 +16,7 @@ from bigdit.config.plan_file import PlanFile
 from bigdit.config.run import RunConfig
 from bigdit.documents import parse_json
 from bigdit.encoders.folder import weights_sample
+from bigdit.encoders.recipes import RECIPES
 from bigdit.spec import ModelSpec
 from bigdit.store.digest import config_digest
 from bigdit.store.part import Shape, shape_name
@@ -189,7 +190,9 @@ def _text(config: TextEncoderConfig) -> dict[str, Any]:
             return said | _saved(config.path, config.dtype)
         return said | {"config": config_digest(config.config or {}), "seed": config.seed}
     index = _document(config.pipeline / "model_index.json")
-    return ({"class_name": index["_class_name"]} if "_class_name" in index else {}) | said
+    name = index.get("_class_name")
+    recipe = RECIPES.get(name) if isinstance(name, str) else None
+    return ({"class_name": name} if "_class_name" in index else {}) | (recipe.said(index) if recipe else {}) | said
 
 
 def _saved(folder: Path, dtype: str) -> dict[str, Any]:

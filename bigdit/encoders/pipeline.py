@@ -71,6 +71,7 @@ class PipelineTextEncoder:
             **({"streams": self._described_streams()} if self.streams else {}),
             **({"complex_human_instruction": "\n".join(instruction)} if instruction else {}),
             **({"clean_caption": True} if self._arguments.get("clean_caption") else {}),
+            **{name: list(self._pipeline.config[name]) for name in self._recipe.settings},
         }
 
     def modules(self) -> list[nn.Module]:

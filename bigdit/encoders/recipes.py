@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 Padding = Literal["masked", "zeroed", "attended", "kept"]
 
@@ -27,7 +27,8 @@ class Recipe:
 
     `asks`: further arguments of the call. `beside`: further texts that a call of their own gives, by name; `rare`:
     those that most captions have not. `length`: the attribute by which captions are cut, where it is no argument; with
-    a dot, one of a part. `multiple`: they are cut at multiples of it alone.
+    a dot, one of a part. `multiple`: they are cut at multiples of it alone. `joined`: several layers come as
+    [B, T, L, D], one text whose features they are. `settings`: what the folder's index says of texts beside the parts.
     """
 
     gives: tuple[str, ...]
@@ -37,6 +38,8 @@ class Recipe:
     rare: tuple[str, ...] = ()
     length: str | None = None
     multiple: int = 1
+    joined: bool = False
+    settings: tuple[str, ...] = ()
 
     @property
     def fits(self) -> bool:
@@ -46,6 +49,10 @@ class Recipe:
     def taken(self, length: int) -> int:
         """The least length that captions can be cut at and that is as long."""
         return -(-length // self.multiple) * self.multiple
+
+    def said(self, index: Mapping[str, Any]) -> dict[str, Any]:
+        """The settings that the index of a pipeline's folder has."""
+        return {name: index[name] for name in self.settings if index.get(name) is not None}
 
     def keeps(self, name: str) -> bool:
         """Whether the padding of a further text is stored; of none: of the text itself."""
@@ -95,6 +102,9 @@ RECIPES: dict[str, Recipe] = {
         length="tokenizer_max_length",
     ),
     "HunyuanVideoPipeline": Recipe(("states", "pooled", "mask"), "masked"),
+    "Krea2Pipeline": Recipe(  # which pads within its template
+        ("states", "mask"), "masked", joined=True, settings=("text_encoder_select_layers",)
+    ),
     "LTXPipeline": Recipe(("states", "mask", "null_states", "null_mask"), "attended"),
     "LongCatImagePipeline": Recipe(("states", "-"), "kept", length="tokenizer_max_length"),
     "Lumina2Pipeline": _MASKED,

@@ -15,10 +15,11 @@ from bigdit.store.text import Text
 
 
 def by_name(recipe: Recipe, returned: Sequence[Any]) -> dict[str, Any]:
-    """What was returned by the recipe's names: [B, …] each, of several layers [L, B, T, D] as [B, L T, D]."""
+    """What was returned by the recipe's names: [B, …] each, of several layers [L, B, T, D] as [B, L T, D], or joined
+    ones [B, T, L, D] as [B, T, L D]."""
     given = dict(zip(recipe.gives, returned, strict=True))
     layers = {
-        name: each.transpose(0, 1).flatten(1, 2)
+        name: each.flatten(2) if recipe.joined else each.transpose(0, 1).flatten(1, 2)
         for name, each in given.items()
         if isinstance(each, torch.Tensor) and each.dim() == 4
     }

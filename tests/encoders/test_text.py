@@ -30,6 +30,7 @@ CALLS = {
     "HunyuanImagePipeline": {},
     "HunyuanVideo15Pipeline": {},
     "HunyuanVideoPipeline": {"max_sequence_length": 256},
+    "Krea2Pipeline": {"max_sequence_length": 512},
     "LTXPipeline": {"max_sequence_length": 128},
     "LongCatImagePipeline": {},
     "Lumina2Pipeline": {"max_sequence_length": 256},
@@ -76,7 +77,9 @@ def call(class_name, pipeline, caption, **arguments):
         asked["device"] = torch.device("cpu")
     with torch.no_grad():
         returned = pipeline.encode_prompt(prompt=[caption], **asked)
-    return dict(zip(RECIPES[class_name].gives, returned, strict=True))
+    given = dict(zip(RECIPES[class_name].gives, returned, strict=True))
+    # Krea 2's transformer is given the layers of a token, which are its features here.
+    return given | ({"states": given["states"].flatten(2)} if class_name == "Krea2Pipeline" else {})
 
 
 def fed(class_name, given, prefix=""):
@@ -245,6 +248,20 @@ def test_an_encoder_is_read_by_its_own_config_or_by_that_of_the_whole_model(save
         load_text_encoder(TextEncoderConfig(pipeline=each)).encode(CAPTIONS[:1])[0] for each in (folder, tmp_path)
     )
     assert torch.equal(found.states, whole.states)
+
+
+def test_layers_are_those_that_the_folder_s_index_names(saved, tmp_path):
+    """Krea 2's, which the identity of its texts tells."""
+    folder, _ = saved("Krea2Pipeline")
+    found = load_text_encoder(TextEncoderConfig(pipeline=folder))
+    assert (found.dim, found.identity["text_encoder_select_layers"]) == (3 * 16, [1, 2, 4])
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    index = json.loads((tmp_path / "model_index.json").read_text())
+    (tmp_path / "model_index.json").write_text(json.dumps(index | {"text_encoder_select_layers": [1, 4]}))
+    fewer = load_text_encoder(TextEncoderConfig(pipeline=tmp_path))
+    first, last = (slice(16), slice(-16, None))
+    own, other = (each.encode(["a cat"])[0].states for each in (found, fewer))
+    assert torch.equal(other, torch.cat([own[:, first], own[:, last]], dim=1))
 
 
 def test_captions_are_cut_where_the_run_says(saved):

@@ -237,6 +237,7 @@ PICTURES = (
     "lumina-image-2.0",
     "lumina-next-sft",
     "prx-1.2b",
+    "krea2",
     "qwen-image",
     "z-image",
     "hunyuandit-v1.2",

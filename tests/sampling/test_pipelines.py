@@ -12,6 +12,7 @@ from tiny_pipelines import (
     HUNYUAN_DIT,
     HUNYUAN_IMAGE,
     HUNYUAN_VIDEO_15,
+    KREA2,
     LONGCAT_IMAGE,
     LUMINA_NEXT,
     MOCHI,
@@ -68,6 +69,11 @@ def of_prx(pipeline, away):
     return [(own, mask, {}), (null, null_mask, {})]
 
 
+def of_krea2(pipeline, away):
+    given = [pipeline.encode_prompt(prompt=[text], device="cpu") for text in (CAPTION, away or "")]
+    return [(layers.flatten(2), mask, {}) for layers, mask in given]
+
+
 def of_hunyuan_dit(pipeline, away):
     own, clip = (guided(pipeline, away, text_encoder_index=which) for which in (1, 0))
     return [(own[i], own[2 + i], {"clip_text": clip[i], "clip_text_mask": clip[2 + i].float()}) for i in (0, 1)]
@@ -95,6 +101,7 @@ CASES = {
     "cogview3": (
         *("CogView3PlusTransformer2DModel", COGVIEW3, "CogView3PlusPipeline", "AutoencoderKL", (4, 8, 12), of_states),
     ),
+    "krea2": ("Krea2Transformer2DModel", KREA2, "Krea2Pipeline", "AutoencoderKL", (4, 8, 12), of_krea2),
     "longcat": (
         *("LongCatImageTransformer2DModel", LONGCAT_IMAGE, "LongCatImagePipeline", "AutoencoderKL", (4, 8, 12)),
         of_longcat,

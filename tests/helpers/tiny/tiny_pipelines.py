@@ -140,6 +140,14 @@ def qwen_tokenizer():
     return tokenizer
 
 
+@functools.cache
+def krea_tokenizer():
+    """By which its template ends in five tokens, as many as its pipeline leaves room for."""
+    tokenizer = copy.deepcopy(qwen_tokenizer())
+    tokenizer.add_tokens(["assistant"])
+    return tokenizer
+
+
 def _beginning(tokenizer, token):
     """The tokenizer with `token` put before every text, as the published ones do."""
     from tokenizers.processors import TemplateProcessing
@@ -226,6 +234,17 @@ def qwen_vl(tokenizer):
     return transformers.Qwen2_5_VLForConditionalGeneration(config)
 
 
+def qwen3_vl(tokenizer):
+    """Which sees, and has no head."""
+    text = _SIZES | {
+        "vocab_size": len(tokenizer),
+        "rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1]},
+    }
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 16}
+    config = transformers.Qwen3VLConfig(text_config=text, vision_config=vision | {"deepstack_visual_indexes": [0]})
+    return transformers.Qwen3VLModel(config)
+
+
 def qwen_words(tokenizer):
     """Its half for text alone."""
     return qwen_vl(tokenizer).model.language_model
@@ -291,6 +310,7 @@ PARTS = {
         _one(qwen_tokenizer, qwen_words) | _second(_one(transformers.ByT5Tokenizer, byt5))
     ),
     "HunyuanVideoPipeline": lambda: _one(llama_tokenizer, llama) | _second(_one(clip_tokenizer, clip)),
+    "Krea2Pipeline": lambda: _one(krea_tokenizer, qwen3_vl),
     "LTXPipeline": lambda: _one(t5_tokenizer, t5),
     "LongCatImagePipeline": lambda: _one(qwen_tokenizer, qwen_vl),
     "Lumina2Pipeline": lambda: _one(gemma_tokenizer, gemma),
@@ -311,13 +331,15 @@ PARTS = {
     "ZImagePipeline": lambda: _one(qwen_tokenizer, qwen3),
 }
 """The parts that encode text, by the pipeline's class."""
+SETTINGS = {"Krea2Pipeline": {"text_encoder_select_layers": [1, 2, 4]}}
+"""What its folder's index says beside them."""
 
 
 def save(folder, class_name, seed=0):
     """Write the text half of a pipeline in diffusers' layout, and give its parts."""
     torch.manual_seed(seed)
     parts = PARTS[class_name]()
-    index = {"_class_name": class_name, "vae": ["diffusers", "AutoencoderKL"]}
+    index = {"_class_name": class_name, "vae": ["diffusers", "AutoencoderKL"], **SETTINGS.get(class_name, {})}
     for name, part in parts.items():
         part.eval() if isinstance(part, torch.nn.Module) else None
         part.save_pretrained(folder / name)
@@ -337,7 +359,7 @@ def pipeline_of(class_name, parts):
         absent |= {"vae": diffusers.AutoencoderKL(), "transformer": diffusers.BriaTransformer2DModel(**BRIA)}
     if class_name == "HunyuanVideo15Pipeline":  # asks its VAE for the latents' channels, there or not
         absent["vae"] = tiny_vaes.hunyuan_15()
-    return pipeline(**(absent | parts))
+    return pipeline(**(absent | SETTINGS.get(class_name, {}) | parts))
 
 
 SD3 = {
@@ -463,6 +485,24 @@ PRX = {
     "axes_dim": [8, 8],
 }
 """Of PRXPipeline."""
+KREA2 = {
+    "in_channels": 16,
+    "num_layers": 2,
+    "attention_head_dim": 16,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 64,
+    "timestep_embed_dim": 16,
+    "text_hidden_dim": 16,
+    "num_text_layers": 3,
+    "text_num_attention_heads": 2,
+    "text_num_key_value_heads": 2,
+    "text_intermediate_size": 16,
+    "num_layerwise_text_blocks": 1,
+    "num_refiner_text_blocks": 1,
+    "axes_dims_rope": [4, 6, 6],
+}
+"""Of Krea2Pipeline, with the layers that SETTINGS names."""
 MOCHI = {
     "num_attention_heads": 2,
     "attention_head_dim": 12,
