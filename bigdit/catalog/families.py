@@ -236,6 +236,7 @@ PIPELINES = {
 _BY_WIDTH = {
     ("Flux2Transformer2DModel", 7680): "Flux2KleinPipeline",
     ("Flux2Transformer2DModel", 12288): "Flux2KleinPipeline",
+    ("Flux2Transformer2DModel", 15360): "Flux2Pipeline",
 }
 """Of classes whose models are fed by several text encoders, those that are encoded here, by the width of their text."""
 

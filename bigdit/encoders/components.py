@@ -17,7 +17,7 @@ from transformers.models.t5gemma.modeling_t5gemma import T5GemmaEncoder
 from bigdit.documents import parse_json
 from bigdit.encoders.folder import check_complete, read_config, weights_sample
 from bigdit.encoders.recipes import RECIPES
-from bigdit.encoders.tokenizer import tokenizer_digest
+from bigdit.encoders.tokenizer import Words, tokenizer_digest
 from bigdit.errors import UserError, nearest
 from bigdit.store.digest import config_digest, weights_digest
 
@@ -78,6 +78,7 @@ def describe(folder: Path, pipeline: Any, dtype: str) -> dict[str, Any]:
                 "weights_sample": weights_sample(folder / name, dtype),
             }
         else:
+            part = part.tokenizer if isinstance(part, Words) else part
             digests = {"vocabulary": tokenizer_digest(part)}
         described[name] = {"class_name": type(part).__name__, **digests}
     return described
@@ -118,7 +119,7 @@ def load_part(setting: str, folder: Path, name: str, entry: list[str], dtype: to
     `setting`."""
     library, class_name = entry
     found, config = _class_of(setting, library, class_name, folder / name)
-    if not hasattr(found, "from_pretrained"):
+    if found is None:
         asked = f"{library}.{class_name} as {name}"
         raise UserError(f"{setting}: {folder / _INDEX} asks for {asked}; transformers has none")
     key, place = f"{setting}: {name}", folder / name
@@ -146,4 +147,9 @@ def _class_of(setting: str, library: str, class_name: str, place: Path) -> tuple
     if class_name == "T5GemmaEncoder":
         saved = read_config(setting, place)
         return T5GemmaEncoder, {"config": transformers.T5GemmaConfig(encoder=saved.get("encoder", saved)).encoder}
-    return (getattr(transformers, class_name, None) if library == "transformers" else None), {}
+    if library != "transformers":
+        return None, {}
+    if place.name.startswith("tokenizer") and class_name.endswith("Processor"):
+        return Words, {}
+    found = getattr(transformers, class_name, None)
+    return (found if hasattr(found, "from_pretrained") else None), {}

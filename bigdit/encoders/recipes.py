@@ -79,6 +79,7 @@ RECIPES: dict[str, Recipe] = {
     "CogVideoXPipeline": Recipe(("states", "null_states"), "kept"),
     "CogView3PlusPipeline": Recipe(("states", "null_states"), "kept"),
     "Flux2KleinPipeline": Recipe(("states", "-"), "kept"),
+    "Flux2Pipeline": Recipe(("states", "-"), "kept"),
     "FluxPipeline": Recipe(("states", "pooled", "-"), "kept"),
     "HiDreamImagePipeline": Recipe(  # Llama's layers, which each block reads one of
         ("states", "null_states", "llama_text", "null_llama_text", "pooled", "null_pooled"), "kept"

@@ -27,7 +27,7 @@ def test_counts():
     assert len(models()) == 83
     assert len(gpus()) == 80
     document = load_json("models.json")
-    assert (len(document["text_encoders"]), len(document["native_dit"])) == (16, 12)
+    assert (len(document["text_encoders"]), len(document["native_dit"])) == (17, 12)
     assert document["native_dit"]["DiT-XL/2"]["params_trainable"] == 674834720
 
 
@@ -114,7 +114,7 @@ def test_a_model_knows_as_many_classes_as_its_class_has_it(class_name):
 def test_what_is_trained_but_not_encoded_here_is_told_apart():
     elsewhere = [m.name for m in models() if m.trainable and not m.extractable]
     kandinsky = ("kandinsky-5-t2v-lite", "kandinsky-5-t2v-pro")
-    assert elsewhere == ["flux.2-dev", *kandinsky, "cogview4-6b"]
+    assert elsewhere == [*kandinsky, "cogview4-6b"]
     klein = model("flux.2-klein-9b")
     assert (klein.text_pipeline, klein.extractable) == ("Flux2KleinPipeline", True)
     assert (model("dit-xl-2").text_pipeline, model("dit-xl-2").extractable) == (None, True)

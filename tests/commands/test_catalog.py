@@ -51,7 +51,7 @@ def test_models_read_well_at_80_columns(printed):
     assert all(len(line) <= 80 for line in text.splitlines())
     assert " ".join(row(text, "sana-1600m-1024")) == "sana-1600m-1024 1.604 B 20 1024 32×32×32 300×2304 train"
     assert row(text, "flux.1-dev")[3:] == ["19+38", "1024", "16×128×128", "512×4096", "train"]
-    assert [row(text, name)[-1] for name in ("flux.2-dev", "flux.2-klein-4b", "dit-xl-2", "wan2.1-t2v-14b")] == [
+    assert [row(text, name)[-1] for name in ("cogview4-6b", "flux.2-klein-4b", "dit-xl-2", "wan2.1-t2v-14b")] == [
         "train*",
         "train",
         "train",
@@ -75,7 +75,7 @@ def test_what_is_in_the_way_of_extraction_is_said():
 
 
 def test_legends_are_of_what_is_shown():
-    legends = {"sana-600m": [], "flux.2": ["for train*: its text is encoded elsewhere", "what is in the way: --json"]}
+    legends = {"sana-600m": [], "cogview": ["for train*: its text is encoded elsewhere", "what is in the way: --json"]}
     for containing, more in legends.items():
         text = options(models.run, "--filter", containing).stdout
         assert "for train: " in text

@@ -14,6 +14,7 @@ from bigdit.catalog.models import models
 from bigdit.config.encoders import TextEncoderConfig
 from bigdit.encoders.load import load_text_encoder
 from bigdit.encoders.recipes import RECIPES
+from bigdit.encoders.tokenizer import Words
 from bigdit.errors import UserError
 
 # What each pipeline's own call asks of its encode_prompt, written out: its defaults, read in diffusers 0.42.1.
@@ -24,6 +25,7 @@ CALLS = {
     "CogVideoXPipeline": {"max_sequence_length": 226},
     "CogView3PlusPipeline": {"max_sequence_length": 224},
     "Flux2KleinPipeline": {"max_sequence_length": 512},
+    "Flux2Pipeline": {"max_sequence_length": 512},
     "FluxPipeline": {"max_sequence_length": 512, "prompt_2": None},
     "HiDreamImagePipeline": {"max_sequence_length": 128},
     "HunyuanDiTPipeline": {"text_encoder_index": 1},
@@ -262,6 +264,25 @@ def test_layers_are_those_that_the_folder_s_index_names(saved, tmp_path):
     first, last = (slice(16), slice(-16, None))
     own, other = (each.encode(["a cat"])[0].states for each in (found, fewer))
     assert torch.equal(other, torch.cat([own[:, first], own[:, last]], dim=1))
+
+
+@pytest.mark.parametrize("begins", ["{{ bos_token }}", ""])
+def test_a_processor_s_tokenizer_makes_of_words_what_the_processor_does(begins, tmp_path):
+    processor = tiny_pipelines.mistral_processor()
+    chats = [[{"role": "user", "content": [{"type": "text", "text": text}]}] for text in CAPTIONS]
+    template = begins + tiny_pipelines.PARTED_CHAT
+    made = tiny_pipelines.PixtralProcessor(processor.tokenizer, chat_template=template)
+    made.save_pretrained(tmp_path)
+    asked = {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
+    asked |= {"padding": "max_length", "truncation": True, "max_length": 64}
+    expected = made.apply_chat_template(chats, **asked)
+    found = Words.from_pretrained(tmp_path, local_files_only=True).apply_chat_template(chats, **asked)
+    assert found["input_ids"].shape == (len(CAPTIONS), 64)
+    assert torch.equal(found["input_ids"], expected["input_ids"])
+    assert torch.equal(found["attention_mask"], expected["attention_mask"])
+    (tmp_path / "chat_template.jinja").unlink()
+    with pytest.raises(UserError, match=f"^encoders.text.pipeline: {tmp_path} has no chat_template.jinja, by which"):
+        Words.from_pretrained(tmp_path, local_files_only=True).apply_chat_template(chats, **asked)
 
 
 def test_captions_are_cut_where_the_run_says(saved):

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from tiny_pipelines import (
     BRIA,
     COGVIEW3,
+    FLUX2,
     HI_DREAM,
     HUNYUAN_DIT,
     HUNYUAN_IMAGE,
@@ -63,6 +64,7 @@ CASES = {
     "LuminaPipeline": ("LuminaNextDiT2DModel", LUMINA_NEXT, "AutoencoderKL"),
     "PRXPipeline": ("PRXTransformer2DModel", PRX, "AutoencoderKL"),
     "Krea2Pipeline": ("Krea2Transformer2DModel", KREA2, "AutoencoderKL"),
+    "Flux2Pipeline": ("Flux2Transformer2DModel", FLUX2, "AutoencoderKLFlux2"),
     "FluxPipeline": ("FluxTransformer2DModel", FLUX, "AutoencoderKL"),
     "HunyuanDiTPipeline": ("HunyuanDiT2DModel", HUNYUAN_DIT, "AutoencoderKL"),
     "HunyuanImagePipeline": ("HunyuanImageTransformer2DModel", HUNYUAN_IMAGE, "AutoencoderKLHunyuanImage"),

@@ -155,12 +155,14 @@ def test_large_samples_are_written_in_small_parts(made, tmp_path):
 
 
 def test_text_that_is_encoded_elsewhere_is_told_of_the_model_it_is_of(made, tmp_path):
-    klein, dev = (of_model(made, model(name)) for name in ("flux.2-klein-4b", "flux.2-dev"))
+    known = model("flux.2-klein-4b")
+    other = known.model_copy(update={"text": known.text.model_copy(update={"dim": 4096})})
+    klein, unknown = (of_model(made, each) for each in (known, other))
     assert "does not encode text" not in skeleton(klein)
     assert yaml.safe_load(skeleton(klein))["encoders"]["text"]["pipeline"] == "path/to/FLUX.2-klein-4B"
     assert commands(klein, tmp_path)[0].words[:2] == ("bigdit", "extract")
-    assert "`bigdit extract` does not encode text as Flux2Transformer2DModel is fed it" in skeleton(dev)
-    assert commands(dev, tmp_path)[0].words[:2] != ("bigdit", "extract")
+    assert "`bigdit extract` does not encode text as Flux2Transformer2DModel is fed it" in skeleton(unknown)
+    assert commands(unknown, tmp_path)[0].words[:2] != ("bigdit", "extract")
 
 
 def test_no_encoders_are_named_that_a_users_model_cannot_take(made, tmp_path):

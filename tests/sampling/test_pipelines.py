@@ -8,6 +8,7 @@ import torch
 from tiny_pipelines import (
     BRIA,
     COGVIEW3,
+    FLUX2,
     HI_DREAM,
     HUNYUAN_DIT,
     HUNYUAN_IMAGE,
@@ -102,6 +103,7 @@ CASES = {
         *("CogView3PlusTransformer2DModel", COGVIEW3, "CogView3PlusPipeline", "AutoencoderKL", (4, 8, 12), of_states),
     ),
     "krea2": ("Krea2Transformer2DModel", KREA2, "Krea2Pipeline", "AutoencoderKL", (4, 8, 12), of_krea2),
+    "flux.2": ("Flux2Transformer2DModel", FLUX2, "Flux2Pipeline", "AutoencoderKLFlux2", (4, 8, 12), of_longcat),
     "longcat": (
         *("LongCatImageTransformer2DModel", LONGCAT_IMAGE, "LongCatImagePipeline", "AutoencoderKL", (4, 8, 12)),
         of_longcat,

@@ -36,6 +36,10 @@ _CHAT = (
     "{% if add_generation_prompt %}<|im_start|>assistant{% if enable_thinking is false %} <think></think>{% endif %}"
     "{% endif %}"
 )
+PARTED_CHAT = (
+    "{% for message in messages %}[{{ message.role }}]"
+    "{% for part in message.content %}{{ part.text }}{% endfor %}[/{{ message.role }}]{% endfor %}"
+)
 _SIZES = {
     "hidden_size": 16,
     "intermediate_size": 32,
@@ -140,6 +144,20 @@ def qwen_tokenizer():
     return tokenizer
 
 
+class PixtralProcessor(transformers.ProcessorMixin):
+    """What it is for words alone; transformers' own asks for torchvision, and treats them as all processors do."""
+
+    def __init__(self, tokenizer=None, chat_template=None):
+        super().__init__(tokenizer, chat_template=chat_template)
+
+
+@functools.cache
+def mistral_processor():
+    tokenizer = copy.deepcopy(llama_tokenizer())
+    tokenizer.padding_side = "left"
+    return PixtralProcessor(tokenizer, chat_template="{{ bos_token }}" + PARTED_CHAT)
+
+
 @functools.cache
 def krea_tokenizer():
     """By which its template ends in five tokens, as many as its pipeline leaves room for."""
@@ -234,6 +252,16 @@ def qwen_vl(tokenizer):
     return transformers.Qwen2_5_VLForConditionalGeneration(config)
 
 
+def mistral(processor):
+    """As it stands with its sight and its head, of as many layers as its pipeline reads."""
+    text = _SIZES | {"num_hidden_layers": 31, "vocab_size": len(processor.tokenizer), "model_type": "mistral"}
+    vision = {"model_type": "pixtral", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    vision |= {"num_attention_heads": 2, "head_dim": 8}
+    return transformers.Mistral3ForConditionalGeneration(
+        transformers.Mistral3Config(text_config=text, vision_config=vision)
+    )
+
+
 def qwen3_vl(tokenizer):
     """Which sees, and has no head."""
     text = _SIZES | {
@@ -302,6 +330,7 @@ PARTS = {
     "CogVideoXPipeline": lambda: _one(t5_tokenizer, t5),
     "CogView3PlusPipeline": lambda: _one(t5_tokenizer, t5),
     "Flux2KleinPipeline": lambda: _one(qwen_tokenizer, lambda made: qwen3(made, layers=28)),
+    "Flux2Pipeline": lambda: _one(mistral_processor, mistral),
     "FluxPipeline": lambda: _one(clip_tokenizer, clip) | _second(_one(t5_tokenizer, t5)),
     "HiDreamImagePipeline": _of_hidream,
     "HunyuanImagePipeline": lambda: _one(qwen_tokenizer, qwen_vl) | _second(_one(transformers.ByT5Tokenizer, byt5)),
@@ -400,6 +429,8 @@ BRIA = _PACKED | {"axes_dims_rope": [0, 4, 4]}
 """Of BriaPipeline."""
 LONGCAT_IMAGE = _PACKED | {"pooled_projection_dim": 16, "axes_dims_rope": [2, 2, 4]}
 """Of LongCatImagePipeline."""
+FLUX2 = _PACKED | {"joint_attention_dim": 48, "timestep_guidance_channels": 16, "axes_dims_rope": [2, 2, 2, 2]}
+"""Of Flux2Pipeline, which reads three layers."""
 OVIS_IMAGE = _PACKED | {"out_channels": 16, "axes_dims_rope": [2, 2, 4]}
 """Of OvisImagePipeline."""
 COGVIEW3 = {

@@ -145,12 +145,14 @@ def test_without_images_there_is_no_data_set():
 
 
 def test_unknown_encoders_have_no_time():
-    question = question_for("flux.2-dev", "a100-80g-sxm", images=10)
+    question = question_for("flux.2-klein-9b", "a100-80g-sxm", images=10)
     batch = catalog.batch_shape(question.model)
     assert encoding_request(question, batch) is None
     found = dataset_need(question, batch, [])
     assert found.extraction_seconds is None
-    assert "how long extraction takes is not known: the catalogue has not all encoders of flux.2-dev" in found.notes
+    assert (
+        "how long extraction takes is not known: the catalogue has not all encoders of flux.2-klein-9b" in found.notes
+    )
 
 
 def test_an_old_card_encodes_in_what_it_computes():

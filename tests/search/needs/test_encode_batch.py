@@ -56,7 +56,7 @@ def test_the_largest_batch_that_fits_is_chosen(card):
 def test_what_the_catalogue_does_not_know_has_no_answer(card):
     own = {"class_name": "SanaTransformer2DModel", "kwargs": {"num_layers": 1}}
     assert size_of(run(own), card) is None
-    assert size_of(run({"name": "flux.2-dev"}), card) is None
+    assert size_of(run({"name": "flux.2-klein-9b"}), card) is None
     assert size_of(run(DIT, image={"name": "identity"}), card) is None
 
 
@@ -64,7 +64,7 @@ def test_a_run_takes_the_size_where_it_leaves_it_open_and_there_is_a_card(card, 
     monkeypatch.setattr(encode_batch, "found_gpus", lambda: (card, gpu("h200")))  # there is no driver to ask here
     chosen = with_batch_size(run(DIT), workers=2).encoders.batch_size
     assert chosen == size_of(run(DIT), card)  # one each, and the smaller card decides
-    for settled in (run(DIT, batch_size=5), run(DIT, device="cpu"), run({"name": "flux.2-dev"})):
+    for settled in (run(DIT, batch_size=5), run(DIT, device="cpu"), run({"name": "flux.2-klein-9b"})):
         assert with_batch_size(settled, workers=2) == settled
 
 
