@@ -105,6 +105,10 @@ _RECIPES: dict[tuple[str, int], tuple[_Part, ...]] = {
     ),
     ("Qwen2.5-VL-7B", 3584): (_Part("qwen2.5-vl-7b", layers=(-1,), skip=34),),
     ("Qwen2.5-VL-7B (padded within its template)", 3584): (_Part("qwen2.5-vl-7b", layers=(-1,), skip=36, cut=5),),
+    ("Qwen2.5-VL-7B + clip-l pooled", 3584): (
+        _Part("qwen2.5-vl-7b", layers=(-1,), skip=128),
+        _Part("clip-l", "pooled", 77),
+    ),
     ("Qwen3-1.7B", 2048): (_Part("qwen3-1.7b", skip=28),),
     ("Mistral-Small-3 (24B)", 15360): (_Part("mistral-small-3", layers=(10, 20, 30)),),
     ("Qwen3-4B", 2560): (_Part("qwen3-4b", layers=(-2,)),),

@@ -216,6 +216,7 @@ PIPELINES = {
     "HunyuanImageTransformer2DModel": "HunyuanImagePipeline",
     "HunyuanVideo15Transformer3DModel": "HunyuanVideo15Pipeline",
     "HunyuanVideoTransformer3DModel": "HunyuanVideoPipeline",
+    "Kandinsky5Transformer3DModel": "Kandinsky5T2VPipeline",
     "Krea2Transformer2DModel": "Krea2Pipeline",
     "LTXVideoTransformer3DModel": "LTXPipeline",
     "LongCatImageTransformer2DModel": "LongCatImagePipeline",

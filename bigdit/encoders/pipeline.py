@@ -38,7 +38,7 @@ class PipelineTextEncoder:
         self._pipeline = load_text_pipeline(config.pipeline, DTYPES[config.dtype], self._device)
         self._class_name = type(self._pipeline).__name__
         self._recipe = RECIPES[self._class_name]
-        self._size = BatchSize(batch_size)
+        self._size = BatchSize(1 if self._recipe.alone else batch_size)
         self._arguments = _arguments(self._pipeline, self._device)
         self._longest = self._length_asked(config.max_tokens)
         # What is kept of layers times tokens is seen at the whole length alone.

@@ -27,8 +27,9 @@ class Recipe:
 
     `asks`: further arguments of the call. `beside`: further texts that a call of their own gives, by name; `rare`:
     those that most captions have not. `length`: the attribute by which captions are cut, where it is no argument; with
-    a dot, one of a part. `multiple`: they are cut at multiples of it alone. `joined`: several layers come as
-    [B, T, L, D], one text whose features they are. `settings`: what the folder's index says of texts beside the parts.
+    a dot, one of a part. `multiple`: they are cut at multiples of it alone. `alone`: they are encoded one at a time,
+    for what is returned of one follows from those beside it. `joined`: several layers come as [B, T, L, D], features of
+    one text. `settings`: what the folder's index says of texts beside the parts.
     """
 
     gives: tuple[str, ...]
@@ -38,13 +39,14 @@ class Recipe:
     rare: tuple[str, ...] = ()
     length: str | None = None
     multiple: int = 1
+    alone: bool = False
     joined: bool = False
     settings: tuple[str, ...] = ()
 
     @property
     def fits(self) -> bool:
         """Whether a batch may be padded to its longest caption: states of tokens are the same then."""
-        return self.padding in ("masked", "zeroed")
+        return self.padding in ("masked", "zeroed") and not self.alone
 
     def taken(self, length: int) -> int:
         """The least length that captions can be cut at and that is as long."""
@@ -103,6 +105,9 @@ RECIPES: dict[str, Recipe] = {
         length="tokenizer_max_length",
     ),
     "HunyuanVideoPipeline": Recipe(("states", "pooled", "mask"), "masked"),
+    "Kandinsky5T2VPipeline": Recipe(  # which cuts all where one is too long
+        ("states", "pooled", "-"), "masked", alone=True
+    ),
     "Krea2Pipeline": Recipe(  # which pads within its template
         ("states", "mask"), "masked", joined=True, settings=("text_encoder_select_layers",)
     ),

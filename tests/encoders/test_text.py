@@ -32,6 +32,7 @@ CALLS = {
     "HunyuanImagePipeline": {},
     "HunyuanVideo15Pipeline": {},
     "HunyuanVideoPipeline": {"max_sequence_length": 256},
+    "Kandinsky5T2VPipeline": {"max_sequence_length": 512},
     "Krea2Pipeline": {"max_sequence_length": 512},
     "LTXPipeline": {"max_sequence_length": 128},
     "LongCatImagePipeline": {},

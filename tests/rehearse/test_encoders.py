@@ -257,6 +257,7 @@ VIDEOS = {
     "sana-video-2b-480p": (16, 5, 30, 52),
     "hunyuanvideo-1.5-480p": (32, 2, 15, 20),
     "mochi-1-preview": (12, 3, 30, 26),
+    "kandinsky-5-t2v-lite": (16, 3, 32, 48),
 }
 _ENCODE_ALL = """
 import json, os, sys, torch

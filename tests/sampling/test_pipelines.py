@@ -13,6 +13,7 @@ from tiny_pipelines import (
     HUNYUAN_DIT,
     HUNYUAN_IMAGE,
     HUNYUAN_VIDEO_15,
+    KANDINSKY5,
     KREA2,
     LONGCAT_IMAGE,
     LUMINA_NEXT,
@@ -70,6 +71,11 @@ def of_prx(pipeline, away):
     return [(own, mask, {}), (null, null_mask, {})]
 
 
+def of_kandinsky(pipeline, away):
+    given = [pipeline.encode_prompt([text], device="cpu") for text in (CAPTION, away or "")]
+    return [(states, None, {"pooled_text": vector}) for states, vector, _ in given]
+
+
 def of_krea2(pipeline, away):
     given = [pipeline.encode_prompt(prompt=[text], device="cpu") for text in (CAPTION, away or "")]
     return [(layers.flatten(2), mask, {}) for layers, mask in given]
@@ -101,6 +107,10 @@ CASES = {
     "bria": ("BriaTransformer2DModel", BRIA, "BriaPipeline", "AutoencoderKL", (4, 8, 12), of_states),
     "cogview3": (
         *("CogView3PlusTransformer2DModel", COGVIEW3, "CogView3PlusPipeline", "AutoencoderKL", (4, 8, 12), of_states),
+    ),
+    "kandinsky-5": (
+        *("Kandinsky5Transformer3DModel", KANDINSKY5, "Kandinsky5T2VPipeline", "AutoencoderKLHunyuanVideo"),
+        *((4, 1, 8, 12), of_kandinsky),
     ),
     "krea2": ("Krea2Transformer2DModel", KREA2, "Krea2Pipeline", "AutoencoderKL", (4, 8, 12), of_krea2),
     "flux.2": ("Flux2Transformer2DModel", FLUX2, "Flux2Pipeline", "AutoencoderKLFlux2", (4, 8, 12), of_longcat),

@@ -151,6 +151,15 @@ class PixtralProcessor(transformers.ProcessorMixin):
         super().__init__(tokenizer, chat_template=chat_template)
 
 
+class Qwen2VLProcessor(PixtralProcessor):
+    """Of words likewise: its videos' half asks for torchvision."""
+
+
+@functools.cache
+def qwen_processor():
+    return Qwen2VLProcessor(qwen_tokenizer())
+
+
 @functools.cache
 def mistral_processor():
     tokenizer = copy.deepcopy(llama_tokenizer())
@@ -273,6 +282,10 @@ def qwen3_vl(tokenizer):
     return transformers.Qwen3VLModel(config)
 
 
+def qwen_vl_of(processor):
+    return qwen_vl(processor.tokenizer)
+
+
 def qwen_words(tokenizer):
     """Its half for text alone."""
     return qwen_vl(tokenizer).model.language_model
@@ -339,6 +352,7 @@ PARTS = {
         _one(qwen_tokenizer, qwen_words) | _second(_one(transformers.ByT5Tokenizer, byt5))
     ),
     "HunyuanVideoPipeline": lambda: _one(llama_tokenizer, llama) | _second(_one(clip_tokenizer, clip)),
+    "Kandinsky5T2VPipeline": lambda: _one(qwen_processor, qwen_vl_of) | _second(_one(clip_tokenizer, clip)),
     "Krea2Pipeline": lambda: _one(krea_tokenizer, qwen3_vl),
     "LTXPipeline": lambda: _one(t5_tokenizer, t5),
     "LongCatImagePipeline": lambda: _one(qwen_tokenizer, qwen_vl),
@@ -516,6 +530,21 @@ PRX = {
     "axes_dim": [8, 8],
 }
 """Of PRXPipeline."""
+KANDINSKY5 = {
+    "in_visual_dim": 4,
+    "out_visual_dim": 4,
+    "in_text_dim": 16,
+    "in_text_dim2": 8,
+    "time_dim": 16,
+    "patch_size": [1, 2, 2],
+    "model_dim": 32,
+    "ff_dim": 64,
+    "num_text_blocks": 1,
+    "num_visual_blocks": 1,
+    "axes_dims": [4, 6, 6],
+    "visual_cond": True,
+}
+"""Of Kandinsky5T2VPipeline."""
 KREA2 = {
     "in_channels": 16,
     "num_layers": 2,
