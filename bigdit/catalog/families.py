@@ -210,6 +210,7 @@ PIPELINES = {
     "ChromaTransformer2DModel": "ChromaPipeline",
     "CogVideoXTransformer3DModel": "CogVideoXPipeline",
     "CogView3PlusTransformer2DModel": "CogView3PlusPipeline",
+    "CogView4Transformer2DModel": "CogView4Pipeline",
     "FluxTransformer2DModel": "FluxPipeline",
     "HiDreamImageTransformer2DModel": "HiDreamImagePipeline",
     "HunyuanDiT2DModel": "HunyuanDiTPipeline",

@@ -80,6 +80,9 @@ RECIPES: dict[str, Recipe] = {
     "ChromaPipeline": Recipe(("states", "-", "mask", "null_states", "-", "null_mask"), "masked"),
     "CogVideoXPipeline": Recipe(("states", "null_states"), "kept"),
     "CogView3PlusPipeline": Recipe(("states", "null_states"), "kept"),
+    "CogView4Pipeline": Recipe(  # which pads to a multiple of 16, and to the longest; the transformer is shown all
+        ("states", "null_states"), "masked", alone=True, multiple=16
+    ),
     "Flux2KleinPipeline": Recipe(("states", "-"), "kept"),
     "Flux2Pipeline": Recipe(("states", "-"), "kept"),
     "FluxPipeline": Recipe(("states", "pooled", "-"), "kept"),

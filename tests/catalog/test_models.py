@@ -75,7 +75,6 @@ def test_what_cannot_be_trained_says_why():
     assert {m.spec.class_name for m in models()} == set(FAMILIES)
     assert all(m.rehearsable for m in models())
     assert all(m.trainable for m in models())
-    assert all(m.extractable for m in models() if m.video)
     first, both = model("wan2.1-i2v-14b-480p").spec, {"pos_embed_seq_len": 514}
     assert takes_first_frame(first)
     assert training_obstacle(first.model_copy(update={"kwargs": first.kwargs | both})) == (
@@ -111,11 +110,10 @@ def test_a_model_knows_as_many_classes_as_its_class_has_it(class_name):
     assert class_misfits(few, 7) == []
 
 
-def test_what_is_trained_but_not_encoded_here_is_told_apart():
-    elsewhere = [m.name for m in models() if m.trainable and not m.extractable]
-    assert elsewhere == ["cogview4-6b"]
-    klein = model("flux.2-klein-9b")
-    assert (klein.text_pipeline, klein.extractable) == ("Flux2KleinPipeline", True)
+def test_what_is_trained_is_encoded_here_too():
+    assert all(m.extractable for m in models())
+    dev, klein = model("flux.2-dev"), model("flux.2-klein-9b")
+    assert (dev.text_pipeline, klein.text_pipeline) == ("Flux2Pipeline", "Flux2KleinPipeline")
     assert (model("dit-xl-2").text_pipeline, model("dit-xl-2").extractable) == (None, True)
     several = {m.text_pipeline for m in models() if m.extractable and FAMILIES[m.spec.class_name].streams}
     assert several == {

@@ -24,6 +24,7 @@ CALLS = {
     "ChromaPipeline": {"max_sequence_length": 512},
     "CogVideoXPipeline": {"max_sequence_length": 226},
     "CogView3PlusPipeline": {"max_sequence_length": 224},
+    "CogView4Pipeline": {"max_sequence_length": 1024},
     "Flux2KleinPipeline": {"max_sequence_length": 512},
     "Flux2Pipeline": {"max_sequence_length": 512},
     "FluxPipeline": {"max_sequence_length": 512, "prompt_2": None},
@@ -116,9 +117,9 @@ def test_captions_are_encoded_as_the_pipeline_does(class_name, saved):
         assert set(lengths) == {encoder.max_tokens}
     else:
         assert max(lengths) == encoder.max_tokens  # the caption that is too long fills it
-        # HunyuanVideo-1.5 reads a space where there is no caption, as many tokens as of a cat.
+        # HunyuanVideo-1.5 reads a space where there is no caption, as many tokens as of a cat; CogView4 sixteen.
         assert lengths[1] <= lengths[4] <= lengths[0] < lengths[2]
-        assert class_name == "HunyuanVideo15Pipeline" or lengths[1] < lengths[4]
+        assert class_name in ("CogView4Pipeline", "HunyuanVideo15Pipeline") or lengths[1] < lengths[4]
     tail = (
         12 if class_name == "HunyuanVideo15Pipeline" else 3
     )  # after a caption come the words of an answer's beginning
@@ -306,6 +307,16 @@ def test_a_length_is_a_multiple_of_what_the_pipeline_pads_to(saved):
     expected = r"encoders\.text\.max_tokens is 9, and LuminaPipeline cuts at multiples of 8; nearest: 16"
     with pytest.raises(UserError, match=expected):
         load_text_encoder(TextEncoderConfig(pipeline=folder, max_tokens=9))
+
+
+def test_what_is_attended_to_is_that_of_a_caption_alone(saved):
+    """CogView4: padded to a multiple of 16 before its words, to the bit, in whatever company."""
+    folder, parts = saved("CogView4Pipeline")
+    texts = load_text_encoder(TextEncoderConfig(pipeline=folder), batch_size=3).encode(CAPTIONS)
+    assert {len(text.states) % 16 for text in texts} == {0}
+    pipeline = pipeline_of("CogView4Pipeline", parts)
+    for caption, text in zip(CAPTIONS, texts, strict=True):
+        assert torch.equal(text.states, call("CogView4Pipeline", pipeline, caption)["states"][0])
 
 
 def test_encoders_compute_in_the_dtype_that_is_asked_for(saved):

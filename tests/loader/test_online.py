@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from tiny_pipelines import (
     BRIA,
     COGVIEW3,
+    COGVIEW4,
     FLUX2,
     HI_DREAM,
     HUNYUAN_DIT,
@@ -65,6 +66,7 @@ CASES = {
     "PRXPipeline": ("PRXTransformer2DModel", PRX, "AutoencoderKL"),
     "Krea2Pipeline": ("Krea2Transformer2DModel", KREA2, "AutoencoderKL"),
     "Flux2Pipeline": ("Flux2Transformer2DModel", FLUX2, "AutoencoderKLFlux2"),
+    "CogView4Pipeline": ("CogView4Transformer2DModel", COGVIEW4, "AutoencoderKL"),
     "FluxPipeline": ("FluxTransformer2DModel", FLUX, "AutoencoderKL"),
     "HunyuanDiTPipeline": ("HunyuanDiT2DModel", HUNYUAN_DIT, "AutoencoderKL"),
     "HunyuanImagePipeline": ("HunyuanImageTransformer2DModel", HUNYUAN_IMAGE, "AutoencoderKLHunyuanImage"),

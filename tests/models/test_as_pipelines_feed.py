@@ -4,7 +4,7 @@ import diffusers
 import pytest
 import tiny_pipelines
 import torch
-from tiny_pipelines import BRIA, COGVIEW3, LONGCAT_IMAGE, OVIS_IMAGE
+from tiny_pipelines import BRIA, COGVIEW3, COGVIEW4, LONGCAT_IMAGE, OVIS_IMAGE
 
 from bigdit import models
 from bigdit.catalog import FAMILIES
@@ -17,6 +17,7 @@ LATENTS = (8, 12)  # of 64 × 96 pixels
 CASES = {
     "BriaPipeline": ("BriaTransformer2DModel", BRIA, 1000, {}),
     "CogView3PlusPipeline": ("CogView3PlusTransformer2DModel", COGVIEW3, 1000, {}),
+    "CogView4Pipeline": ("CogView4Transformer2DModel", COGVIEW4, 1000, {}),
     "LongCatImagePipeline": (  # which draws noise of 16 channels
         "LongCatImageTransformer2DModel",
         LONGCAT_IMAGE | {"in_channels": 64},

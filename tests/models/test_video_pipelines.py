@@ -101,7 +101,7 @@ def test_the_pipeline_draws_what_the_predicted_velocities_lead_to(name):
     assert not torch.allclose(latents, drawn(1, *tiny["latents"]), atol=0.1)
 
 
-@pytest.mark.parametrize("name", PIPELINES)
+@pytest.mark.parametrize("name", [*PIPELINES, "cogview4"])
 def test_padding_and_the_other_captions_of_a_batch_change_nothing(name):
     """Captions of 2 and of 5 tokens together are each alone."""
     tiny, (family, model) = TINY[name], made(name)

@@ -8,6 +8,7 @@ import torch
 from tiny_pipelines import (
     BRIA,
     COGVIEW3,
+    COGVIEW4,
     FLUX2,
     HI_DREAM,
     HUNYUAN_DIT,
@@ -114,6 +115,9 @@ CASES = {
     ),
     "krea2": ("Krea2Transformer2DModel", KREA2, "Krea2Pipeline", "AutoencoderKL", (4, 8, 12), of_krea2),
     "flux.2": ("Flux2Transformer2DModel", FLUX2, "Flux2Pipeline", "AutoencoderKLFlux2", (4, 8, 12), of_longcat),
+    "cogview4": (
+        *("CogView4Transformer2DModel", COGVIEW4, "CogView4Pipeline", "AutoencoderKL", (4, 8, 12), of_states),
+    ),
     "longcat": (
         *("LongCatImageTransformer2DModel", LONGCAT_IMAGE, "LongCatImagePipeline", "AutoencoderKL", (4, 8, 12)),
         of_longcat,

@@ -5,7 +5,18 @@ Source: Zheng et al., arXiv:2403.05121; diffusers' CogView3PlusTransformer2DMode
 
 from __future__ import annotations
 
-from bigdit.models.families.cogview4 import predict
+import torch
+from torch import nn
+
+from bigdit.models.conditions import Conditions, text
+from bigdit.models.families.cogview4 import of_sizes
 from bigdit.models.family import Family
+
+
+def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions: Conditions) -> torch.Tensor:
+    """Velocity [B, C, H, W] for latents of that shape, t [B], text_embeds [B, T, D]; pictures are whole, uncropped."""
+    embeds, _ = text(conditions)
+    return of_sizes(model, latents, t, embeds)
+
 
 FAMILY = Family("CogView3PlusTransformer2DModel", predict)

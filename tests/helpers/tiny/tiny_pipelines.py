@@ -168,6 +168,14 @@ def mistral_processor():
 
 
 @functools.cache
+def glm_tokenizer():
+    """Which pads on the left."""
+    tokenizer = copy.deepcopy(llama_tokenizer())
+    tokenizer.padding_side = "left"
+    return tokenizer
+
+
+@functools.cache
 def krea_tokenizer():
     """By which its template ends in five tokens, as many as its pipeline leaves room for."""
     tokenizer = copy.deepcopy(qwen_tokenizer())
@@ -271,6 +279,10 @@ def mistral(processor):
     )
 
 
+def glm(tokenizer):
+    return transformers.GlmModel(transformers.GlmConfig(**_SIZES, vocab_size=len(tokenizer), pad_token_id=0))
+
+
 def qwen3_vl(tokenizer):
     """Which sees, and has no head."""
     text = _SIZES | {
@@ -342,6 +354,7 @@ PARTS = {
     "ChromaPipeline": lambda: _one(t5_tokenizer, t5),
     "CogVideoXPipeline": lambda: _one(t5_tokenizer, t5),
     "CogView3PlusPipeline": lambda: _one(t5_tokenizer, t5),
+    "CogView4Pipeline": lambda: _one(glm_tokenizer, glm),
     "Flux2KleinPipeline": lambda: _one(qwen_tokenizer, lambda made: qwen3(made, layers=28)),
     "Flux2Pipeline": lambda: _one(mistral_processor, mistral),
     "FluxPipeline": lambda: _one(clip_tokenizer, clip) | _second(_one(t5_tokenizer, t5)),
@@ -461,6 +474,18 @@ COGVIEW3 = {
     "sample_size": 8,
 }
 """Of CogView3PlusPipeline."""
+COGVIEW4 = {
+    "in_channels": 4,
+    "out_channels": 4,
+    "num_layers": 2,
+    "attention_head_dim": 16,
+    "num_attention_heads": 2,
+    "text_embed_dim": 16,
+    "time_embed_dim": 8,
+    "condition_dim": 4,
+    "rope_axes_dim": [8, 8],
+}
+"""Of CogView4Pipeline."""
 HUNYUAN_DIT = {
     "num_attention_heads": 2,
     "attention_head_dim": 8,
