@@ -24,8 +24,8 @@ DOWNSAMPLE = 8
 
 
 class Unpadded(CogView4AttnProcessor):  # type: ignore[misc]
-    """The class's own attention, for `tokens` of each sample's text: of all at once where they are as many, else one
-    sample at a time."""
+    """The class's own attention, of one sample after another, each with so many `tokens` of its text: also where all
+    have as many, so that a plan has the memory of any."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Unpadded(CogView4AttnProcessor):  # type: ignore[misc]
         attention_mask: torch.Tensor | None = None,
         image_rotary_emb: Any = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if len(set(self.tokens)) == 1:
+        if len(self.tokens) == 1:  # whose padding is cut off
             return super().__call__(attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
         samples = zip(hidden_states.split(1), encoder_hidden_states.split(1), self.tokens, strict=True)
         images, texts = zip(
