@@ -46,9 +46,9 @@ from bigdit.rehearse.card.attempt import Attempt, Attempts
 from bigdit.rehearse.card.client import cuda_build, cuda_python
 from bigdit.search.answer import make_plan
 from bigdit.search.asking.ask import question_for
-from bigdit.search.needs.dataset import DatasetNeed, dataset_need, encoding_request
+from bigdit.search.needs.dataset import dataset_need, encoding_request
 from bigdit.search.needs.host import host_need
-from bigdit.search.plan import Plan
+from bigdit.search.plan import DatasetNeed, Plan
 from bigdit.search.question import Question
 from bigdit.speed.cluster import Cluster
 from bigdit.speed.interval import Interval

@@ -20,7 +20,8 @@ from bigdit.rehearse import rehearse
 from bigdit.rehearse.ask import request_for
 from bigdit.speed.cluster import Cluster
 from bigdit.speed.interval import Interval
-from bigdit.speed.step import NO_TIME, StepTime, step_time
+from bigdit.speed.seconds import NO_TIME, StepTime
+from bigdit.speed.step import step_time
 from bigdit.speed.work import work_of
 
 HERE = Path(__file__).parent

@@ -33,7 +33,8 @@ from bigdit.search.telling.waterfall import waterfall
 from bigdit.spec import Strategy
 from bigdit.speed.cluster import Cluster
 from bigdit.speed.interval import Interval
-from bigdit.speed.step import StepTime, step_time
+from bigdit.speed.seconds import StepTime
+from bigdit.speed.step import step_time
 from bigdit.speed.work import work_of
 
 Say = Callable[[str], None]

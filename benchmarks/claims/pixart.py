@@ -7,7 +7,7 @@ from typing import Any
 
 from bigdit.rehearse.pool import Pool
 from bigdit.speed.interval import Interval
-from bigdit.speed.step import StepTime
+from bigdit.speed.seconds import StepTime
 from bigdit.units import gib
 from claims.answers import Case, Say, between, plan, rehearsed
 

@@ -20,7 +20,8 @@ from bigdit.rehearse.lanes import RehearsalError
 from bigdit.rehearse.pool import Pool
 from bigdit.spec import Strict
 from bigdit.speed.cluster import Cluster
-from bigdit.speed.step import StepTime, step_time
+from bigdit.speed.seconds import StepTime
+from bigdit.speed.step import step_time
 from bigdit.speed.work import work_of
 from on_gpu.points import GPU, Point
 

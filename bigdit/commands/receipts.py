@@ -46,7 +46,8 @@ def compare(
     from bigdit import log
     from bigdit.rehearse.pool import Pool
     from bigdit.report.receipts import compared, summary
-    from bigdit.search.finding.receipts import calibration, check, memory_band, of_card, one_by
+    from bigdit.search.finding.checked import calibration, check, memory_band, one_by
+    from bigdit.search.finding.receipts import of_card
 
     found = _read(receipts)
     cards = _cards(found, gpu)
@@ -95,7 +96,8 @@ def calibrate(
     from bigdit.errors import UserError
     from bigdit.rehearse.pool import Pool
     from bigdit.report.receipts import bands, speeds
-    from bigdit.search.finding.receipts import check, learnt, left_out, of_card, one_by
+    from bigdit.search.finding.checked import check, learnt, one_by
+    from bigdit.search.finding.receipts import left_out, of_card
 
     found = _read(receipts)
     learned = []

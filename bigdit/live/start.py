@@ -10,7 +10,8 @@ from bigdit.rehearse.pool import Pool
 from bigdit.report.page import page
 from bigdit.report.whatif import start
 from bigdit.search.answer import Progress, make_plan
-from bigdit.search.finding.evidence import own_receipts, weighed
+from bigdit.search.finding.evidence import weighed
+from bigdit.search.finding.receipts import own_receipts
 from bigdit.search.question import Question
 from bigdit.search.telling.ways import ways
 

@@ -11,7 +11,7 @@ from bigdit.catalog.encoders import caption_tokens, online_encoders
 from bigdit.catalog.first_frame import takes_first_frame
 from bigdit.catalog.models import TextInput, models, repositories
 from bigdit.config.encoders import VaeCodec
-from bigdit.search.needs.dataset import PART_SIZE, part_size
+from bigdit.search.needs.parts import PART_SIZE, part_size
 from bigdit.search.plan import Plan
 
 _HEAD = """\

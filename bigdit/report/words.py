@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bigdit.search.finding.candidates import LARGEST_MICRO_BATCH
 from bigdit.search.finding.verdict import planned
 from bigdit.search.plan import Choice, Plan, Step
+from bigdit.search.question import LARGEST_MICRO_BATCH
 from bigdit.spec import EmaSpec, Strategy
 from bigdit.speed.interval import Interval
 from bigdit.units import GIB, count, gib, unit_of

@@ -1,7 +1,8 @@
-"""A plan: the answer to a question, with all that was found on the way. Values only; search/answer.py makes it."""
+"""A plan: the answer to a question, with all that was found on the way. Values only; search/making.py makes it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
@@ -9,12 +10,11 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from bigdit.memory import Category, Ledger
 from bigdit.memory.footprint import Footprint
 from bigdit.memory.process import ByteRange
-from bigdit.search.needs.dataset import DatasetNeed
 from bigdit.search.needs.host import HostNeed
 from bigdit.search.question import Question
 from bigdit.spec import BatchShape, StepSize, Strategy, Strict
 from bigdit.speed.interval import Interval
-from bigdit.speed.step import StepTime
+from bigdit.speed.seconds import StepTime
 from bigdit.units import gib
 
 Verdict = Literal["FITS", "TIGHT", "DOES NOT FIT"]
@@ -140,6 +140,21 @@ class Band(Strict):
     source: str
 
 
+class DatasetNeed(Strict):
+    """The feature store of `images` samples. Bytes a sample; its texts as they are stored (low to high) and padded.
+
+    `extraction_seconds` is over all cards of the cluster, None where the encoders are not known.
+    """
+
+    images: PositiveInt
+    latent_bytes: NonNegativeInt
+    text_bytes: Interval
+    padded_text_bytes: NonNegativeInt
+    store_bytes: Interval
+    extraction_seconds: Interval | None
+    notes: tuple[str, ...]
+
+
 class Run(Strict):
     """The whole training: optimizer steps, and seconds, GPU-hours and money as intervals."""
 
@@ -214,6 +229,10 @@ class Plan(Strict):
     def fits(self) -> bool:
         """Whether the chosen strategy fits, with or without the band."""
         return self.verdict != "DOES NOT FIT"
+
+    def noted(self, notices: Sequence[str]) -> Plan:
+        """The plan with further notices."""
+        return self.model_copy(update={"notices": (*self.notices, *notices)})
 
     @property
     def short_of_host(self) -> bool:

@@ -31,6 +31,9 @@ EngineChoice = Literal[
 
 Device = Literal["emulated", "rehearsed"]
 
+LARGEST_MICRO_BATCH = 512
+"""Where the search for micro-batches ends."""
+
 HOST_MEMORY_BYTES = 64 * GIB
 """Of a machine that is not known, for each of its cards: what is rented beside one card has about as much, or more."""
 

@@ -11,7 +11,7 @@ from bigdit import catalog
 from bigdit.bench.memory import Curve
 from bigdit.config.strategy import parse_strategy
 from bigdit.memory.process import beside_torch
-from bigdit.search.finding.candidates import LARGEST_MICRO_BATCH
+from bigdit.search.question import LARGEST_MICRO_BATCH
 
 CELLS = [gallery.Cell.model_validate(cell) for cell in json.loads(gallery.FOUND.read_text())]
 

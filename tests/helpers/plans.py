@@ -16,13 +16,13 @@ from bigdit.rehearse import rehearse
 from bigdit.rehearse.ask import request_for
 from bigdit.report.plan import show
 from bigdit.search.finding import verdict
-from bigdit.search.needs.dataset import DatasetNeed
 from bigdit.search.needs.host import host_need
 from bigdit.search.plan import (
     Band,
     BucketLimit,
     Choice,
     Curve,
+    DatasetNeed,
     Plan,
     Point,
     Rejected,
@@ -36,7 +36,7 @@ from bigdit.search.question import Pins, Question
 from bigdit.spec import EmaSpec, OptimizerSpec, StepSize, Strategy
 from bigdit.speed.cluster import Cluster
 from bigdit.speed.interval import Interval
-from bigdit.speed.step import StepTime
+from bigdit.speed.seconds import StepTime
 from bigdit.units import GIB, KIB
 
 IMAGES = 30_000_000

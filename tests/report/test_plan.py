@@ -14,7 +14,7 @@ from bigdit.report import words
 from bigdit.report.needs import speed
 from bigdit.report.notebook import Answer
 from bigdit.report.page import page
-from bigdit.search.finding.candidates import LARGEST_MICRO_BATCH
+from bigdit.search.question import LARGEST_MICRO_BATCH
 from bigdit.spec import Strategy
 from bigdit.speed.interval import Interval
 from bigdit.speed.launches import Handed

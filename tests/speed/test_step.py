@@ -15,7 +15,8 @@ from bigdit.speed.interval import Interval
 from bigdit.speed.launches import LAUNCHED_SECONDS, Launches, launches_of
 from bigdit.speed.links import HOST_LINK, HOST_MEMORY, LATENCY, NVLINK
 from bigdit.speed.roofline import BANDWIDTH, KERNEL_SECONDS, LAUNCH_SECONDS, PRODUCTS
-from bigdit.speed.step import PARTS, StepTime, step_time
+from bigdit.speed.seconds import PARTS, StepTime
+from bigdit.speed.step import step_time
 from bigdit.speed.work import NOTHING, Exchange, Load, Operation, Work
 
 A100 = catalog.gpu("a100-80g-sxm")

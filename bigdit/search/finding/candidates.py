@@ -14,12 +14,11 @@ from bigdit.search.finding.unproved import UNPROVED
 from bigdit.search.finding.verdict import safe_bytes
 from bigdit.search.needs.host import node_bytes
 from bigdit.search.predict.outline import OF_ACTIVATIONS, Arrangement
-from bigdit.search.question import Question
+from bigdit.search.question import LARGEST_MICRO_BATCH, Question
 from bigdit.spec import Strategy
 from bigdit.speed.interval import Interval
-from bigdit.speed.step import StepTime, step_time
-
-LARGEST_MICRO_BATCH = 512
+from bigdit.speed.seconds import StepTime
+from bigdit.speed.step import step_time
 
 SAME_SPEED = 0.05
 """Strategies within this share of the fastest one's speed, at both ends of their intervals, are as fast as it: bounds

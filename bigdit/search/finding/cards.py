@@ -18,7 +18,7 @@ from bigdit.rehearse.card.attempt import Attempt, Attempts, Shallow
 from bigdit.rehearse.card.client import cuda_build, cuda_python
 from bigdit.rehearse.lanes import RehearsalError
 from bigdit.rehearse.pool import workers_here
-from bigdit.search.finding.candidates import LARGEST_MICRO_BATCH
+from bigdit.search.question import LARGEST_MICRO_BATCH
 
 Asked = tuple[RehearsalRequest, int]
 """Two steps, and the bytes that torch may reserve for them."""

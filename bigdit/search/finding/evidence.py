@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from bigdit.catalog.families import FAMILIES
 from bigdit.receipt import Receipt
 from bigdit.rehearse.pool import Pool
-from bigdit.search.finding import receipts
-from bigdit.search.finding.receipts import Checked
+from bigdit.search.finding import checked
+from bigdit.search.finding.checked import Checked
 from bigdit.search.finding.unproved import UNPROVED, UNPROVED_ROUTED
 from bigdit.search.plan import Band
 from bigdit.search.question import Question
@@ -27,14 +27,14 @@ class Evidence:
     @property
     def band(self) -> Band:
         """How far off the reserved peak may be."""
-        found = receipts.memory_band(self.checked)
+        found = checked.memory_band(self.checked)
         known = UNPROVED if found is None else Band(share=found[0], source=found[1])
         # receipts of other models say nothing of experts
         return max(known, UNPROVED_ROUTED, key=lambda band: band.share) if self.routed else known
 
     def calibration(self, strategy: Strategy) -> Calibration | None:
         """What was measured of steps like this strategy's; None where nothing was."""
-        return receipts.calibration(self.checked, strategy)
+        return checked.calibration(self.checked, strategy)
 
     def said(self, strategy: Strategy) -> str:
         """Where the seconds come from, in a sentence."""
@@ -46,12 +46,5 @@ class Evidence:
 
 def weighed(pool: Pool, question: Question, own: Iterable[Receipt]) -> tuple[Evidence, list[str]]:
     """What the card's `own` receipts say to a question, and a line for each that says nothing."""
-    checked, notices = receipts.check(own, question.gpu, receipts.one_by(pool))
-    return Evidence(tuple(checked), routed=FAMILIES[question.model.spec.class_name].routed), notices
-
-
-def own_receipts(question: Question) -> tuple[list[Receipt], list[str]]:
-    """The receipts of the question's card, and lines for files that are none and for emulated cards."""
-    places = receipts.folders() if question.receipts is None else [question.receipts]
-    found, notices = receipts.read(places)
-    return receipts.of_card(found, question.gpu), [*notices, *receipts.left_out(found, question.gpu)]
+    found, notices = checked.check(own, question.gpu, checked.one_by(pool))
+    return Evidence(tuple(found), routed=FAMILIES[question.model.spec.class_name].routed), notices

@@ -6,8 +6,6 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from pydantic import NonNegativeInt, PositiveInt
-
 from bigdit.catalog import CatalogModel
 from bigdit.catalog.encoders import online_encoders
 from bigdit.catalog.families import stream_shapes
@@ -17,8 +15,10 @@ from bigdit.errors import UserError
 from bigdit.rehearse.ask import precision_problems, request_for
 from bigdit.rehearse.request import PICTURES, TEXTS, RehearsalRequest, RehearsedSize
 from bigdit.search.needs.encoders import EncodersNeed, encoders_need, room
+from bigdit.search.needs.parts import PART_SIZE, part_size
+from bigdit.search.plan import DatasetNeed
 from bigdit.search.question import Question
-from bigdit.spec import BatchShape, Strategy, Strict
+from bigdit.spec import BatchShape, Strategy
 from bigdit.speed.cluster import Cluster
 from bigdit.speed.interval import Interval
 from bigdit.speed.step import step_time
@@ -46,10 +46,6 @@ high-resolution set. High: detailed captions as T5 reads them. frutiemax/vintage
 which leaves 167.6 × 4096 states for each.
 """
 
-PART_SIZE = 256
-"""Samples in a part of a run that does not say, as config/data.py has it."""
-LARGE_PART = 1e9
-"""Bytes of a part, of which there are few in a data set and several in memory."""
 PARTS_HELD = 3
 """Parts that a worker of extraction has in memory: one that it encodes, and those that wait in store/writer.py."""
 
@@ -58,21 +54,6 @@ DISK_BYTES = 3_840_000_000_000
 
 ENCODED_AT_ONCE = 16
 """Pictures in one pass of the encoders, as in extract/unit.py; of videos, one."""
-
-
-class DatasetNeed(Strict):
-    """The feature store of `images` samples. Bytes a sample; its texts as they are stored (low to high) and padded.
-
-    `extraction_seconds` is over all cards of the cluster, None where the encoders are not known.
-    """
-
-    images: PositiveInt
-    latent_bytes: NonNegativeInt
-    text_bytes: Interval
-    padded_text_bytes: NonNegativeInt
-    store_bytes: Interval
-    extraction_seconds: Interval | None
-    notes: tuple[str, ...]
 
 
 def encoding_request(question: Question, batch: BatchShape) -> RehearsalRequest | None:
@@ -215,11 +196,6 @@ def _text_notes(texts: Sequence[_Text], images: int, sample: str) -> list[str]:
         f"{said}; it is stored without padding{but}: {written(stored.low)} to {written(stored.high)} each, with "
         f"captions of {low} tokens (two or three sentences) to {high} (detailed ones) on the mean"
     ]
-
-
-def part_size(sample_bytes: float) -> int:
-    """How many samples of so many bytes make a part of a store: as many as a run says by itself, or as fit 1 GB."""
-    return min(PART_SIZE, 1 << int(math.log2(max(LARGE_PART / sample_bytes, 1))))
 
 
 def _part_notes(sample_bytes: float) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from bigdit.search.plan import Run
-from bigdit.speed.step import StepTime
+from bigdit.speed.seconds import StepTime
 
 HOUR = 3600.0
 

@@ -24,7 +24,8 @@ from bigdit.search.plan import Choice, Verdict
 from bigdit.search.predict.anchors import Sample
 from bigdit.search.question import Question
 from bigdit.speed.interval import Interval
-from bigdit.speed.step import StepTime, step_time
+from bigdit.speed.seconds import StepTime
+from bigdit.speed.step import step_time
 from bigdit.speed.work import work_of
 from bigdit.units import gib
 

@@ -17,7 +17,7 @@ from bigdit.search.predict.anchors import Sample
 from bigdit.search.question import Pins, Question
 from bigdit.search.telling.choices import as_they_ran
 from bigdit.spec import BITSANDBYTES
-from bigdit.speed.step import StepTime
+from bigdit.speed.seconds import StepTime
 from bigdit.units import gib
 
 MORE_CARDS = (2, 4, 8)

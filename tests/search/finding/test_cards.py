@@ -22,7 +22,7 @@ from bigdit.rehearse.pool import Pool
 from bigdit.search.answer import make_plan
 from bigdit.search.asking.ask import question_for
 from bigdit.search.finding.best import search
-from bigdit.search.finding.candidates import LARGEST_MICRO_BATCH, beside, candidate
+from bigdit.search.finding.candidates import beside, candidate
 from bigdit.search.finding.cards import Asked, Cards, Row
 from bigdit.search.finding.confirm import confirmed_best
 from bigdit.search.finding.evidence import weighed
@@ -30,7 +30,7 @@ from bigdit.search.finding.explore import explore, hopeful
 from bigdit.search.finding.space import Proposal, proposals
 from bigdit.search.finding.verdict import safe_bytes
 from bigdit.search.predict.anchors import Sample
-from bigdit.search.question import Pins, Question
+from bigdit.search.question import LARGEST_MICRO_BATCH, Pins, Question
 from bigdit.units import GIB, MIB
 
 pytestmark = pytest.mark.usefixtures("own_cache")

@@ -16,7 +16,6 @@ from bigdit.config.strategy import parse_strategy
 from bigdit.memory.allocator import replay
 from bigdit.memory.process import ByteRange, beside_training
 from bigdit.search.finding.candidates import (
-    LARGEST_MICRO_BATCH,
     Candidate,
     Option,
     accumulation,
@@ -29,12 +28,12 @@ from bigdit.search.finding.space import Proposal, proposals
 from bigdit.search.finding.unproved import UNPROVED
 from bigdit.search.finding.verdict import expected, planned, process, safe_bytes, verdict
 from bigdit.search.plan import Band
-from bigdit.search.question import Pins, Question
+from bigdit.search.question import LARGEST_MICRO_BATCH, Pins, Question
 from bigdit.search.telling.choices import faster_or_slower
 from bigdit.spec import Strategy
 from bigdit.speed.cluster import Cluster
 from bigdit.speed.interval import Interval
-from bigdit.speed.step import StepTime
+from bigdit.speed.seconds import StepTime
 from bigdit.units import MIB
 
 A40 = catalog.gpu("a40")

@@ -17,7 +17,8 @@ from bigdit.receipt import Receipt
 from bigdit.rehearse import RehearsalRequest
 from bigdit.search.asking.ask import question_for
 from bigdit.search.finding import receipts
-from bigdit.search.finding.evidence import own_receipts
+from bigdit.search.finding.checked import _request, calibration, check, memory_band
+from bigdit.search.finding.receipts import own_receipts
 from bigdit.search.finding.unproved import UNPROVED
 from bigdit.speed.cluster import Cluster
 from bigdit.speed.step import step_time
@@ -116,8 +117,12 @@ def test_an_emulated_card_s_receipt_teaches_nothing_of_the_real_one(rehearsed, t
     emulated = [receipt_of(emulated=True, seconds_per_step=each) for each in (9.0, 9.5)]
     assert receipts.of_card([mine, *emulated], A100) == [mine]
     assert receipts.of_card([mine, *emulated], A100, emulated=True) == emulated
-    checked, _ = receipts.check(emulated, A100, rehearsed)
-    assert (len(checked), receipts.memory_band(checked), receipts.calibration(checked, mine.strategy)) == (
+    checked, _ = check(emulated, A100, rehearsed)
+    assert (
+        len(checked),
+        memory_band(checked),
+        calibration(checked, mine.strategy),
+    ) == (
         2,
         None,
         None,
@@ -139,9 +144,9 @@ def test_measured_steps_move_and_narrow_the_prediction(rehearsed):
     work = work_of(rehearsed(request).timeline, strategy)
     plain = step_time(work, strategy, A100, Cluster()).seconds
     measured = [receipt_of(seconds_per_step=plain.middle * times) for times in (1.5, 1.6, 1.7)]
-    checked, notices = receipts.check(measured, A100, rehearsed)
+    checked, notices = check(measured, A100, rehearsed)
     assert notices == []
-    told = receipts.calibration(checked, strategy)
+    told = calibration(checked, strategy)
     assert told is not None
     assert (told.count, told.ratio) == (3, pytest.approx(1.6))
     assert told.spread == pytest.approx(math.log(1.6 / 1.5))
@@ -153,45 +158,42 @@ def test_measured_steps_move_and_narrow_the_prediction(rehearsed):
 
 def test_receipts_speak_for_strategies_like_theirs(rehearsed):
     offloaded = receipt_of("zero2-offload,world_size=8")
-    checked, _ = receipts.check([offloaded], A100, rehearsed)
-    assert receipts.calibration(checked, receipt_of().strategy) is None
-    told = receipts.calibration(checked, offloaded.strategy)
+    checked, _ = check([offloaded], A100, rehearsed)
+    assert calibration(checked, receipt_of().strategy) is None
+    told = calibration(checked, offloaded.strategy)
     assert told is not None
     assert "several cards, state on the host" in told.source
-    untimed, _ = receipts.check([receipt_of(seconds_per_step=None)], A100, rehearsed)
-    assert receipts.calibration(untimed, receipt_of().strategy) is None
+    untimed, _ = check([receipt_of(seconds_per_step=None)], A100, rehearsed)
+    assert calibration(untimed, receipt_of().strategy) is None
 
 
 def test_measured_peaks_give_the_band(rehearsed):
-    (seen,), _ = receipts.check([receipt_of()], A100, rehearsed)
-    assert receipts.memory_band([]) is None
-    assert (
-        receipts.memory_band(receipts.check([receipt_of(measured_peak_reserved_bytes=None)], A100, rehearsed)[0])
-        is None
-    )
+    (seen,), _ = check([receipt_of()], A100, rehearsed)
+    assert memory_band([]) is None
+    assert memory_band(check([receipt_of(measured_peak_reserved_bytes=None)], A100, rehearsed)[0]) is None
     measured = [round(seen.peak_reserved_bytes * times) for times in (1.02, 0.99, 1.01)]
-    checked, _ = receipts.check([receipt_of(measured_peak_reserved_bytes=each) for each in measured], A100, rehearsed)
-    band = receipts.memory_band(checked)
+    checked, _ = check([receipt_of(measured_peak_reserved_bytes=each) for each in measured], A100, rehearsed)
+    band = memory_band(checked)
     assert band is not None
     assert band[0] == pytest.approx(0.02 * 4 / 3 + UNPROVED.share / 4, rel=1e-3)
     assert band[1] == "3 receipts of this card, off by 2.0% at most, and 1/4 of the 0.3% that is assumed without any"
 
 
 def test_one_receipt_that_is_met_to_the_byte_leaves_half_of_what_is_assumed(rehearsed):
-    (seen,), _ = receipts.check([receipt_of()], A100, rehearsed)
+    (seen,), _ = check([receipt_of()], A100, rehearsed)
     met = receipt_of(measured_peak_reserved_bytes=seen.peak_reserved_bytes)
-    checked, _ = receipts.check([met], A100, rehearsed)
-    share, why = receipts.memory_band(checked) or (0, "")
+    checked, _ = check([met], A100, rehearsed)
+    share, why = memory_band(checked) or (0, "")
     assert share == UNPROVED.share / 2
     assert why == "1 receipt of this card, off by 0.0% at most, and 1/2 of the 0.3% that is assumed without any"
-    calibrated = receipts.calibration(checked, met.strategy)
+    calibrated = calibration(checked, met.strategy)
     assert calibrated is not None
     assert calibrated.source.endswith("times the middle of the roofline, once")
 
 
 def test_a_receipt_is_held_against_the_allocator_as_it_was_set(rehearsed):
-    checked, _ = receipts.check([receipt_of(), receipt_of(expandable_segments=True)], A100, rehearsed)
-    timeline = rehearsed(receipts._request(receipt_of(), A100)).timeline
+    checked, _ = check([receipt_of(), receipt_of(expandable_segments=True)], A100, rehearsed)
+    timeline = rehearsed(_request(receipt_of(), A100)).timeline
     assert [each.peak_reserved_bytes for each in checked] == [
         replay(timeline, A100.usable_bytes, expandable_segments=expandable).peak_reserved_bytes
         for expandable in (False, True)
@@ -200,7 +202,7 @@ def test_a_receipt_is_held_against_the_allocator_as_it_was_set(rehearsed):
 
 def test_a_receipt_that_cannot_be_rehearsed_is_said(rehearsed):
     lost, compiled = receipt_of("single,grad_accum_steps=7"), receipt_of("single,compile_blocks=true")
-    checked, notices = receipts.check([compiled, lost], A100, rehearsed)
+    checked, notices = check([compiled, lost], A100, rehearsed)
     assert checked == []
     assert notices == [
         "the receipt of tiny-sana, 2026-01-02, is left out: its blocks were compiled",
