@@ -224,7 +224,7 @@ def test_commands_stand_where_they_are_found(page):
     ]
     prose = FENCE.sub("", text)
     assert not re.search(r"\n\n {4,}(\$ )?(bigdit|python|make|pip)\b", prose)
-    for within in re.findall(r"`bigdit ([a-z][^`]*)`", prose):
+    for within in (part for each in re.findall(r"`bigdit ([a-z][^`]*)`", prose) for part in each.split(" -- bigdit ")):
         fitting = [
             command for name, command in OURS.items() if f"{within} ".startswith((f"{name} ", f"{name.split()[0]} "))
         ]

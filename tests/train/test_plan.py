@@ -80,7 +80,7 @@ def test_an_allocator_that_is_set_otherwise_than_planned_is_left_so_and_said(
         monkeypatch.delenv(each, raising=False)
     monkeypatch.setenv(name, value)
     seen = {}
-    ended = Ended(tmp_path, 8)
+    ended = Ended(tmp_path, 8, trained=True)
     monkeypatch.setattr("bigdit.train.loop.train", lambda *_: (seen.update(os.environ), ended)[1])
     assert main.main(["--plan", str(folder / "plan.yaml"), "--config", str(config)]) == 0
     assert seen[name] == value
