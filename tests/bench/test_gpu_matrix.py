@@ -1,22 +1,28 @@
 """Steps of a real H100, which was measured once: what was predicted of them before, and today, against what it took."""
 
 import importlib.metadata
-import json
+import os
 import re
 import statistics
+import subprocess
 import sys
+import venv
+from pathlib import Path
 
 import pytest
-from cards import on_card
-from commands import HELPERS, ROOT, run_command
+from commands import ROOT, run_command
 from on_gpu.page import PAGE as MATRIX
 from on_gpu.page import errors, measured, page
 from on_gpu.points import POINTS
 from on_gpu.predicted import PREDICTED, Predictions, rehearsed
 
+from bigdit import catalog
+from bigdit.emulator import emulated_environment
 from bigdit.rehearse import rehearse
+from bigdit.rehearse.card.client import cuda_python
 from bigdit.units import MIB
 
+LIBRARIES = f"lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
 PAGE = 2 * MIB  # what an allocator with expandable segments takes at a time
 ASKED = (
     "hunyuandit-v1.2 (2 blocks)",
@@ -89,52 +95,61 @@ def test_rehearsals_of_today_come_to_what_an_h100_took():
     assert statistics.median(offs.values()) == 0, offs
 
 
-# Refuses what belongs to none of the packages given, and says what came in of which packages.
-ONLY = """
-import importlib.abc, importlib.metadata, json, os, sys
-sys.path += os.environ["ON_PATH"].split(":")
-of, allowed = importlib.metadata.packages_distributions(), set(json.loads(os.environ["ALLOWED"]))
-class Refused(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
-        owners = {each.lower().replace("_", "-") for each in of.get(name.partition(".")[0], ())}
-        if owners and not owners & allowed:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-sys.meta_path.insert(0, Refused())
+RUN_ONE = """
+import os
 from bigdit import libraries
 libraries.prepare()
 from on_gpu.points import POINTS
 from bigdit.rehearse.card.steps import run
-for point in POINTS:
-    if point.name.startswith(os.environ["POINT"]):
-        print(json.dumps(run(point.question()[0]).params))
-        break
+print(next(run(each.question()[0]).params for each in POINTS if each.name.startswith(os.environ["POINT"])))
 """
 
 
 def listed(upto):
-    """The packages that benchmarks/gpu_matrix.py names up to these words, and all that torch wants."""
-    said = " ".join((ROOT / "benchmarks/gpu_matrix.py").read_text().partition('"""\n\nfrom')[0].split()).partition(
-        upto
-    )[0]
-    names = set(re.findall(r"[a-z][a-z0-9_.-]+", said.lower().replace("_", "-")))
-    waiting = ["torch"]
+    """The packages that benchmarks/gpu_matrix.py needs, up to these words."""
+    said = " ".join((ROOT / "benchmarks/gpu_matrix.py").read_text().partition('"""\n\nfrom')[0].split())
+    before, found, _ = said.partition("MB of wheels:")[2].partition(upto)
+    assert found
+    return set(re.findall(r"[a-z][a-z0-9-]+", before.lower().replace("_", "-")))
+
+
+def python_with(names, folder):
+    """The interpreter of an environment that has these packages, torch and what that wants, and nothing else."""
+    places = [Path(python).parents[1] / LIBRARIES for python in (cuda_python(), sys.executable)]
+    installed = {}
+    for each in importlib.metadata.distributions(path=list(map(str, places))):
+        installed.setdefault(each.metadata["Name"].lower().replace("_", "-"), each)
+    waiting, wanted = [*names & set(installed), "torch", "numpy", "pillow"], set()
     while waiting:
-        wanted = importlib.metadata.requires(waiting.pop()) or []
-        found = {re.match(r"[\w.-]+", each)[0].lower().replace("_", "-") for each in wanted if "extra ==" not in each}
-        waiting += [each for each in found - names if not each.startswith(("nvidia", "cuda", "triton"))]
-        names |= found
-    return names | {"torch", "numpy", "pillow", "bigdit"}
+        name = waiting.pop()
+        wanted.add(name)
+        required = (installed[name].requires or []) if name == "torch" or name not in names else []
+        found = {re.match(r"[\w.-]+", each)[0].lower().replace("_", "-") for each in required if "extra ==" not in each}
+        waiting += [each for each in found - wanted if each in installed]
+    venv.create(folder, symlinks=True)
+    for name in wanted:
+        for top in {Path(each).parts[0] for each in installed[name].files} - {"..", "__pycache__"}:
+            (folder / LIBRARIES / top).symlink_to(installed[name].locate_file(top))
+    return folder / "bin/python"
 
 
 @pytest.mark.parametrize(
     ("point", "upto"),
     [
-        ("sana-1600m-1024 (2 blocks) · zero3,world_size=1,optimizer.name=adamw_8bit", "Points of LoRA need"),
+        ("sana-1600m-1024 (2 blocks) · zero3,world_size=1,optimizer.name=adamw_8bit", "Points of LoRA"),
         ("chroma1-hd (2 blocks) · single,lora.base=int8", "with bitsandbytes' one"),
         ("pixart-sigma-xl-2-1024 (2 blocks) · single,features=online", "with bitsandbytes' one"),
     ],
 )
-def test_points_run_with_the_packages_that_are_listed_alone(point, upto):
-    allowed = json.dumps(sorted(listed(upto)))
-    ran = on_card("h100-sxm", ONLY, POINT=point, ALLOWED=allowed, ON_PATH=f"{HELPERS}:{ROOT}/benchmarks")
+def test_points_run_with_the_packages_that_are_listed_alone(point, upto, tmp_path):
+    python = python_with(listed(upto), tmp_path / "environment")
+    own = os.environ | emulated_environment(catalog.resolve_gpu("h100-sxm")) | {"POINT": point}
+    path = f"{own['PYTHONPATH']}:{ROOT}:{ROOT}/benchmarks"
+    ran = subprocess.run(
+        [python, "-W", "ignore", "-c", RUN_ONE],
+        env=own | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
     assert ran.stdout.rpartition("\n")[0].rpartition("\n")[2].isdigit(), ran.stderr[-2000:]

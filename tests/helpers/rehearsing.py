@@ -80,9 +80,11 @@ def rehearse_all(folder: Path, requests: Sequence[RehearsalRequest]) -> list[Reh
 def _main(asked: Path, answered: Path) -> None:
     gc.disable()
     libraries.prepare()
-    from bigdit.rehearse.worker import rehearse_size  # in this process alone: it makes the fake device
+    from bigdit.rehearse.worker import import_for, rehearse_size  # in this process alone: it makes the fake device
 
     requests = [RehearsalRequest.model_validate(value) for value in json.loads(asked.read_text())]
+    for request in requests:
+        import_for(request.model_dump_json())
     answers = [rehearse_size(request, request.micro_batch_sizes[0]).model_dump(mode="json") for request in requests]
     answered.write_text(json.dumps(answers))
 

@@ -248,7 +248,8 @@ sys.exit(guard(lambda: swap.moved(model, torch.device("cpu")) and 0))
 def test_a_host_that_has_no_room_for_the_weights_is_a_line():
     done = run_command(sys.executable, "-c", SHORT, HELPERS=HELPERS, PYTHONPATH=str(ROOT))
     assert done.returncode == 1, done.stderr
-    (line,) = [each for each in done.stderr.splitlines() if each]
+    line, *more = [each for each in done.stderr.splitlines() if each]
+    assert not more, done.stderr
     assert line.startswith(
         "error: train.blocks_to_swap: 0.19 GiB of weights wait in page-locked memory of the host, which ran out: "
         "64.00 MiB were asked for, "
