@@ -11,7 +11,7 @@ import warm
 from cards import answers
 from commands import environment_with, run_command
 
-from bigdit import catalog
+from bigdit import catalog, libraries
 
 PROBE = """
 import json, os, pathlib, signal, subprocess, sys, tempfile
@@ -99,6 +99,16 @@ def test_servers_of_workers_are_warm(tmp_path):
     file = tmp_path / "pools.py"
     file.write_text(WORKER)
     assert run_command(sys.executable, file).stdout == "True\n"
+
+
+@pytest.mark.slow
+def test_a_process_that_tells_libraries_what_it_wants_starts_others_warm_before_and_after(monkeypatch):
+    """As tests do that build models themselves, after which all was imported anew to the suite's end."""
+    asks = "from sys import modules; print('deepspeed' in modules)"
+    monkeypatch.delenv("HF_HUB_DISABLE_PROGRESS_BARS", raising=False)
+    before = run_command(sys.executable, "-c", asks)
+    libraries.prepare()
+    assert [each.stdout for each in (before, run_command(sys.executable, "-c", asks))] == ["True\n"] * 2
 
 
 @pytest.mark.slow

@@ -49,6 +49,8 @@ LIBRARIES_OF_CARDS = "BIGDIT_EMULATED_CACHE"
 """Of those, the folder of what is loaded, however it is called."""
 READ_LATER = ("BIGDIT_EMULATED_CARD", "BIGDIT_EMULATED_PEERS", "HF_HUB_OFFLINE")
 """Of those, what the emulated card's libraries read when they are first called, and what a clone reads again."""
+SET_BY_BIGDIT = {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+"""Of those, what bigdit/libraries.py sets where nobody has: a seed is told there, and its process may be told later."""
 
 
 OF_IMPORTS = ("sys.modules", "/proc/self/status")
@@ -56,7 +58,7 @@ OF_IMPORTS = ("sys.modules", "/proc/self/status")
 
 
 def _read_at_import(environment: Mapping[str, str]) -> dict[str, str]:
-    read = {
+    read = SET_BY_BIGDIT | {
         name: value for name, value in environment.items() if name.startswith(READ_AT_IMPORT) and name not in READ_LATER
     }
     if LIBRARIES_OF_CARDS in read:
