@@ -1,41 +1,33 @@
-"""CogView4's attention where texts are of several lengths. Source: diffusers' CogView4AttnProcessor."""
+"""Attention to texts of several lengths without a mask: one sample after another, each with its own tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, Self
 
 import torch
-from diffusers.models.transformers.transformer_cogview4 import CogView4AttnProcessor
-from torch import nn
 from torch.nn import functional as F
 
 
-class Unpadded(CogView4AttnProcessor):  # type: ignore[misc]
-    """The class's own attention, of one sample after another, each with so many `tokens` of its text: also where all
-    have as many, so that a plan has the memory of any."""
+class Unpadded:
+    """A class's own attention, `whole`, called for one sample after another, each with so many `tokens` of its text."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, whole: Any) -> None:
+        self.whole = whole
         self.tokens: Sequence[int] = ()
 
-    def __call__(
-        self,
-        attn: nn.Module,
-        hidden_states: torch.Tensor,
-        encoder_hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        image_rotary_emb: Any = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if len(self.tokens) == 1:  # whose padding is cut off
-            return super().__call__(attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
-        samples = zip(hidden_states.split(1), encoder_hidden_states.split(1), self.tokens, strict=True)
-        images, texts = zip(
-            *(
-                super(Unpadded, self).__call__(attn, image, own[:, :n], image_rotary_emb=image_rotary_emb)
-                for image, own, n in samples
-            ),
-            strict=True,
-        )
-        longest = encoder_hidden_states.shape[1]
-        return torch.cat(images), torch.cat([F.pad(own, (0, 0, 0, longest - own.shape[1])) for own in texts])
+    @classmethod
+    def of(cls, attentions: Sequence[Any]) -> Self:
+        """That of all of them, which they are given before the first pass."""
+        found = attentions[0].processor
+        if isinstance(found, cls):
+            return found
+        made = cls(found)
+        for attention in attentions:
+            attention.set_processor(made)
+        return made
+
+
+def padded(rows: Iterable[torch.Tensor], length: int) -> torch.Tensor:
+    """Rows [1, T, D] as one tensor of `length` tokens, with zeros behind each."""
+    return torch.cat([F.pad(row, (0, 0, 0, length - row.shape[1])) for row in rows])

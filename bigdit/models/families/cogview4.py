@@ -7,20 +7,40 @@ Source: diffusers' CogView4Transformer2DModel and CogView4Pipeline (Zheng et al.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from bigdit.models.conditions import Conditions, text
 from bigdit.models.family import Family
-
-if TYPE_CHECKING:
-    from bigdit.models.unpadded import Unpadded
+from bigdit.models.unpadded import Unpadded, padded
 
 TIMESTEP_SCALE = 1000.0
 # Pixels a latent: sizes are told in pixels.
 DOWNSAMPLE = 8
+
+
+class Joint(Unpadded):
+    """Of pictures and texts to each other: also sample by sample where all texts are as long, so that a plan has the
+    memory of any."""
+
+    def __call__(
+        self,
+        attn: nn.Module,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        image_rotary_emb: Any = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if len(self.tokens) == 1:  # whose padding is cut off
+            return self.whole(attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
+        samples = zip(hidden_states.split(1), encoder_hidden_states.split(1), self.tokens, strict=True)
+        images, texts = zip(
+            *(self.whole(attn, image, own[:, :n], image_rotary_emb=image_rotary_emb) for image, own, n in samples),
+            strict=True,
+        )
+        return torch.cat(images), padded(texts, encoder_hidden_states.shape[1])
 
 
 def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions: Conditions) -> torch.Tensor:
@@ -30,7 +50,7 @@ def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions
     """
     embeds, mask = text(conditions)
     tokens = mask.bool().sum(1).tolist()
-    _unpadded(model).tokens = tokens
+    Joint.of([block.attn1 for block in model.transformer_blocks]).tokens = tokens
     return of_sizes(model, latents, t, embeds[:, : max(tokens)])
 
 
@@ -48,19 +68,6 @@ def of_sizes(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, embeds: t
         crop_coords=torch.zeros_like(size),
         return_dict=False,
     )[0]
-
-
-def _unpadded(model: Any) -> Unpadded:
-    """The attention of all blocks, which they are given before the first pass."""
-    from bigdit.models.unpadded import Unpadded  # here: diffusers' own file of the class imports all that loads weights
-
-    found = model.transformer_blocks[0].attn1.processor
-    if isinstance(found, Unpadded):
-        return found
-    made = Unpadded()
-    for block in model.transformer_blocks:
-        block.attn1.set_processor(made)
-    return made
 
 
 FAMILY = Family("CogView4Transformer2DModel", predict)

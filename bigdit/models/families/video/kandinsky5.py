@@ -8,11 +8,9 @@ Source: Kandinsky Lab, arXiv:2511.14993; diffusers' Kandinsky5Transformer3DModel
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
-from diffusers.models.transformers.transformer_kandinsky import Kandinsky5AttnProcessor
 from torch import nn
 from torch.nn import functional as F
 
@@ -20,6 +18,7 @@ from bigdit.errors import UserError
 from bigdit.models.arguments import arguments
 from bigdit.models.conditions import Conditions, Extra, text
 from bigdit.models.family import Family
+from bigdit.models.unpadded import Unpadded, padded
 
 TIMESTEP_SCALE = 1000.0
 VAE_SIDE = 8
@@ -27,13 +26,8 @@ VAE_SIDE = 8
 SIDES_480P, SCALE_480P, SCALE = (480, 854), (1, 2, 2), (1, 3.16, 3.16)
 
 
-class Unpadded(Kandinsky5AttnProcessor):  # type: ignore[misc]
-    """The class's own attention, for one sample at a time and `tokens` of its caption: of those to each other, or of a
-    video to them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens: Sequence[int] = ()
+class ToText(Unpadded):
+    """Of the tokens of a caption to each other, or of a video to them."""
 
     def __call__(
         self,
@@ -45,13 +39,11 @@ class Unpadded(Kandinsky5AttnProcessor):  # type: ignore[misc]
     ) -> torch.Tensor:
         if encoder_hidden_states is not None:
             pairs = zip(hidden_states.split(1), encoder_hidden_states.split(1), self.tokens, strict=True)
-            return torch.cat([super(Unpadded, self).__call__(attn, video, own[:, :n]) for video, own, n in pairs])
+            return torch.cat([self.whole(attn, video, own[:, :n]) for video, own, n in pairs])
         assert rotary_emb is not None
-        rows = [
-            super(Unpadded, self).__call__(attn, own[:, :n], rotary_emb=rotary_emb[:, :n])
-            for own, n in zip(hidden_states.split(1), self.tokens, strict=True)
-        ]
-        return torch.cat([F.pad(row, (0, 0, 0, hidden_states.shape[1] - row.shape[1])) for row in rows])
+        samples = zip(hidden_states.split(1), self.tokens, strict=True)
+        rows = [self.whole(attn, own[:, :n], rotary_emb=rotary_emb[:, :n]) for own, n in samples]
+        return padded(rows, hidden_states.shape[1])
 
 
 def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions: Conditions) -> torch.Tensor:
@@ -61,7 +53,7 @@ def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions
     It reads how many tokens each mask has, which waits for the device.
     """
     embeds, mask = text(conditions)
-    _unpadded(model).tokens = mask.bool().sum(1).tolist()
+    _to_text(model).tokens = mask.bool().sum(1).tolist()
     _, channels, *sides = latents.shape
     if arguments(model).visual_cond:
         latents = F.pad(latents, (0, 0, 0, 0, 0, 0, 0, channels + 1))
@@ -83,19 +75,15 @@ def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions
     return velocity.permute(0, 4, 1, 2, 3)
 
 
-def _unpadded(model: Any) -> Unpadded:
-    """The attention that all blocks have to text, which they are given before the first pass."""
-    found = model.text_transformer_blocks[0].self_attention.processor
-    if isinstance(found, Unpadded):
-        return found
-    made = Unpadded()
-    for block in model.text_transformer_blocks:
-        block.self_attention.set_processor(made)
-    for block in model.visual_transformer_blocks:
-        block.cross_attention.set_processor(made)
-    # Sines and cosines come in fp32, whatever the weights are.
-    model.time_embeddings.in_layer.register_forward_pre_hook(lambda layer, given: (given[0].to(layer.bias.dtype),))
-    return made
+def _to_text(model: Any) -> ToText:
+    """The attention that all blocks have to text."""
+    attentions = [block.self_attention for block in model.text_transformer_blocks]
+    attentions += [block.cross_attention for block in model.visual_transformer_blocks]
+    before = attentions[0].processor
+    attention = ToText.of(attentions)
+    if attention is not before:  # once: sines and cosines come in fp32, whatever the weights are
+        model.time_embeddings.in_layer.register_forward_pre_hook(lambda layer, given: (given[0].to(layer.bias.dtype),))
+    return attention
 
 
 def extras(model: nn.Module) -> dict[str, Extra]:
