@@ -18,6 +18,7 @@ from tiny_pipelines import (
     HI_DREAM,
     HUNYUAN_DIT,
     HUNYUAN_IMAGE,
+    KANDINSKY5,
     KREA2,
     LONGCAT_IMAGE,
     LUMINA_NEXT,
@@ -71,9 +72,13 @@ CASES = {
     "HunyuanDiTPipeline": ("HunyuanDiT2DModel", HUNYUAN_DIT, "AutoencoderKL"),
     "HunyuanImagePipeline": ("HunyuanImageTransformer2DModel", HUNYUAN_IMAGE, "AutoencoderKLHunyuanImage"),
     "HiDreamImagePipeline": ("HiDreamImageTransformer2DModel", HI_DREAM, "AutoencoderKL"),
+}
+VIDEOS = {
+    "Kandinsky5T2VPipeline": ("Kandinsky5Transformer3DModel", KANDINSKY5, "AutoencoderKLHunyuanVideo"),
     "WanPipeline": ("WanTransformer3DModel", WAN, "AutoencoderKLWan"),
 }
 DROPPED = 0.4
+ONLINE_AND_NOT = {"cached": (), "online": ("data.features=online",)}
 
 
 @pytest.fixture(scope="module")
@@ -91,9 +96,9 @@ def captioned(tmp_path_factory):
 
 def written(folder, name, pictures):
     """The config of a run over the pictures, in `folder`, beside its encoders."""
-    class_name, kwargs, vae = CASES[name]
+    class_name, kwargs, vae = (CASES | VIDEOS)[name]
     torch.manual_seed(0)
-    tiny_vaes.VAES[vae][0]().save_pretrained(folder / "vae")
+    (tiny_vaes.VIDEO_VAES if name in VIDEOS else tiny_vaes.VAES)[vae][0]().save_pretrained(folder / "vae")
     (folder / "pipeline").mkdir()
     tiny_pipelines.save(folder / "pipeline", name)
     config = {
@@ -189,7 +194,7 @@ def filmed(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("name", sorted(CASES.keys() - {"StableDiffusion3Pipeline", "WanPipeline"}))
+@pytest.mark.parametrize("name", sorted(CASES.keys() - {"StableDiffusion3Pipeline"}))
 def test_every_stream_of_a_batch_is_that_of_a_store(name, tmp_path, captioned):
     """Latents, states, masks and pooled vectors of all samples, some of whose captions are dropped."""
     assert_same(written(tmp_path, name, captioned))
@@ -205,9 +210,15 @@ def one_thread():
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_videos_are_encoded_as_for_a_store(tmp_path, filmed):
-    path = written(tmp_path, "WanPipeline", filmed)
-    assert_same(path, f"data.images={{path: {filmed}, frame_rate: 8}}", "data.fps=8", "data.buckets=[[9, 16, 16]]")
+@pytest.mark.parametrize("name", VIDEOS)
+def test_videos_are_encoded_as_for_a_store(name, tmp_path, filmed):
+    """And trained on alike, to the bit."""
+    path = written(tmp_path, name, filmed)
+    clips = (f"data.images={{path: {filmed}, frame_rate: 8}}", "data.fps=8", "data.buckets=[[9, 16, 16]]")
+    assert_same(path, *clips)
+    cached, online = (trained(path, tmp_path / each, *clips, *more) for each, more in ONLINE_AND_NOT.items())
+    assert cached.keys() == online.keys()
+    assert all(torch.equal(online[key], each) for key, each in cached.items())
 
 
 def assert_same(path, *overrides):
