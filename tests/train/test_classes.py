@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import cache
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ TINY = {
         "num_layers: 2, in_channels: 4, out_channels: 8, sample_size: 4, patch_size: 1, num_embeds_ada_norm: 10}}",
     ),
 }
+SEEN = ("samples={captions: [three, 0], steps: 2}", "validation={samples: 4, every: 2, times: [0.5]}")
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("classes")]
 
@@ -58,6 +60,20 @@ def trained(root, *overrides, output):
     return run_ranks(1, "-m", "bigdit.train", "--config", CONFIG, *settings(root, *overrides, output=output))
 
 
+@pytest.fixture(scope="module")
+def straight(digits_by_class):
+    """The output of a run of a class from its first step to its last: trained once, for the first test that asks."""
+
+    @cache
+    def output(class_name):
+        name = f"{class_name}-straight"
+        done = trained(digits_by_class, *TINY[class_name], *SEEN, output=name)
+        assert done.returncode == 0, done.stderr
+        return digits_by_class / name
+
+    return output
+
+
 def test_the_store_has_the_class_of_each_folder(digits_by_class):
     schema = json.loads((digits_by_class / "features/schema.json").read_text())
     assert schema["classes"] == ["eight", "five", "four", "nine", "one", "seven", "six", "three", "two", "zero"]
@@ -67,15 +83,12 @@ def test_the_store_has_the_class_of_each_folder(digits_by_class):
 
 
 @pytest.mark.parametrize("class_name", TINY)
-def test_a_run_goes_on_from_its_checkpoint(digits_by_class, class_name):
-    seen = ("samples={captions: [three, 0], steps: 2}", "validation={samples: 4, every: 2, times: [0.5]}")
-    chosen = (*TINY[class_name], *seen)
-    done = trained(digits_by_class, *chosen, output=f"{class_name}-straight")
-    assert done.returncode == 0, done.stderr
+def test_a_run_goes_on_from_its_checkpoint(digits_by_class, straight, class_name):
+    chosen, twice = (*TINY[class_name], *SEEN), f"{class_name}-twice"
     for steps in (2, 4):
-        done = trained(digits_by_class, *chosen, f"train.steps={steps}", output=f"{class_name}-twice")
+        done = trained(digits_by_class, *chosen, f"train.steps={steps}", output=twice)
         assert done.returncode == 0, done.stderr
-    outputs = [digits_by_class / f"{class_name}-{each}" for each in ("straight", "twice")]
+    outputs = [straight(class_name), digits_by_class / twice]
     rows = [read_metrics(output / "metrics.jsonl") for output in outputs]
     losses = [[row["loss"] for row in each] for each in rows]
     assert len(losses[0]) == 4
@@ -108,9 +121,8 @@ def test_a_step_of_the_run_is_rehearsed_to_the_byte(digits_by_class, class_name)
 
 
 @pytest.mark.parametrize("class_name", TINY)
-def test_pictures_are_drawn_by_names_and_numbers(digits_by_class, class_name):
-    checkpoint = digits_by_class / f"{class_name}-straight"
-    out = digits_by_class / f"{class_name}-samples"
+def test_pictures_are_drawn_by_names_and_numbers(straight, class_name, tmp_path):
+    checkpoint, out = straight(class_name), tmp_path
     asked = ("--label", "seven", "--label", "5", "--caption", "two", "--steps", "3", "--json")
     done = bigdit("sample", "--checkpoint", checkpoint, "--out", out, *asked)
     assert done.returncode == 0, done.stderr
@@ -143,10 +155,8 @@ def test_pictures_are_drawn_by_names_and_numbers(digits_by_class, class_name):
         (("--label", "sevn", "--negative", "sevenn"), [("--label", "sevn"), ("--negative", "sevenn")]),
     ],
 )
-def test_classes_that_there_are_not_are_refused_before_anything_is_drawn(digits_by_class, tmp_path, arguments, unknown):
-    done = bigdit(
-        *("sample", "--checkpoint", digits_by_class / "PaperDiT-straight", "--out", tmp_path / "out"), *arguments
-    )
+def test_classes_that_there_are_not_are_refused_before_anything_is_drawn(straight, tmp_path, arguments, unknown):
+    done = bigdit("sample", "--checkpoint", straight("PaperDiT"), "--out", tmp_path / "out", *arguments)
     assert (done.returncode, done.stdout) == (1, "")
     assert " ".join(done.stderr.split()) == " ".join(
         f"error: {option}: there is no class {name!r}; did you mean seven? (their numbers, 0 to 9, go too)"
