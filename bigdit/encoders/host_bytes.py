@@ -58,8 +58,10 @@ def text_bytes(text: TextEncoderConfig) -> int | None:
         return None if text.path is None else weights_bytes(text.path, text.dtype)
     try:
         index = parse_json((text.pipeline / "model_index.json").read_bytes())
-        names = [name for name, entry in index.items() if name.startswith("text_encoder") and entry[0]]
+        parts = {name: entry[0] for name, entry in index.items() if name.startswith("text_encoder")}
     except (OSError, ValueError, AttributeError, TypeError, IndexError):
         return None
+    # Krea 2's `text_encoder_select_layers` are numbers, and none of a library; encoders that are left out have null.
+    names = [name for name, library in parts.items() if isinstance(library, str)]
     sizes = [weights_bytes(text.pipeline / name, text.dtype) for name in names]
     return None if None in sizes else sum(size or 0 for size in sizes) or None

@@ -4,6 +4,7 @@ import pytest
 import tiny_pipelines
 import torch
 from tiny_vaes import kl
+from torch import nn
 
 from bigdit.config.encoders import EncodersConfig, FirstFrameConfig, TextEncoderConfig, VaeCodec
 from bigdit.encoders.components import load_text_pipeline
@@ -18,18 +19,22 @@ def held(*modules):
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_folders_tell_what_the_loaded_weights_hold(tmp_path, dtype):
+@pytest.mark.parametrize(
+    ("name", "encoder"),
+    [("StableDiffusion3Pipeline", "text_encoder_2"), ("Krea2Pipeline", "text_encoder")],  # of three, and of one
+)
+def test_folders_tell_what_the_loaded_weights_hold(tmp_path, name, encoder, dtype):
     kl().save_pretrained(tmp_path / "vae")
-    tiny_pipelines.save(tmp_path, "StableDiffusion3Pipeline")  # of three text encoders
+    tiny_pipelines.save(tmp_path, name)
     pipeline = load_text_pipeline(tmp_path, DTYPES[dtype], torch.device("cpu"))
     text = TextEncoderConfig(pipeline=tmp_path, dtype=dtype)
     image = VaeCodec(class_name="AutoencoderKL", path=tmp_path / "vae", dtype=dtype)
     found = host_weights(EncodersConfig(image=image, text=text))
-    assert found.text_encoder == held(pipeline.text_encoder, pipeline.text_encoder_2, pipeline.text_encoder_3)
+    assert found.text_encoder == held(*(part for part in pipeline.components.values() if isinstance(part, nn.Module)))
     assert found.vae == held(DiffusersVae(image, "cpu", 1)._vae)
     assert found.said == f"text encoder {gib(found.text_encoder)} and VAE {gib(found.vae)}"
     assert (found.known_bytes, found.unknown) == (found.text_encoder + found.vae, None)
-    (tmp_path / "text_encoder_2/model.safetensors").unlink()  # the others alone would be too little
+    (tmp_path / encoder / "model.safetensors").unlink()  # the others alone would be too little
     assert host_weights(EncodersConfig(image=image, text=text)).unknown == "text encoder"
 
 
