@@ -1,0 +1,30 @@
+"""What libraries say of their own code is not among a run's lines."""
+
+import warnings
+
+import pytest
+import torch
+from diffusers.loaders import LoraLoaderMixin
+
+from bigdit import libraries
+
+
+@pytest.fixture
+def each_time():
+    """torch warns whenever there is a reason, and not once a process."""
+    before = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    yield
+    torch.set_warn_always(before)
+
+
+@pytest.mark.usefixtures("each_time")
+@pytest.mark.parametrize(("prepare", "heard"), [(lambda: None, 2), (libraries.prepare, 0)])
+def test_what_no_user_can_change_is_not_said(prepare, heard):
+    """As PRX's pipeline is made, and queries of Krea 2 and Kandinsky 5 are normalised."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        prepare()
+        LoraLoaderMixin()
+        torch.nn.functional.rms_norm(torch.ones(2, 4), (4,), torch.ones(4, dtype=torch.bfloat16))
+    assert len(said) == heard
