@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader
 
 from bigdit import models
+from bigdit.catalog.resolve import read_model_config
 from bigdit.checkpoint.exported import FILE as CHECKSUMS
 from bigdit.checkpoint.exported import check_exported
 from bigdit.checkpoint.folder import STATE, Checkpoint, Saved, open_checkpoint
@@ -58,18 +59,36 @@ def written_here(source: Path) -> bool:
 
 
 def load_model(spec: ModelSpec, source: Path, *, dtype: torch.dtype) -> nn.Module:
-    """The model on the host with the weights in `source`: a folder of diffusers', or a checkpoint.
+    """The model on the host with the weights in `source`, model.init_from: a folder of diffusers', or a checkpoint.
 
-    Raises UserError where it holds neither, or another model's, or is damaged.
+    Raises UserError where it holds neither, or another model's, with what is other about it, or is damaged.
     """
-    if not (source / STATE).is_file():
-        check_exported(source)
-        return models.load(spec, source, dtype=dtype)
-    found = open_checkpoint(source)
-    verify(found)
-    model = models.skeleton(spec, dtype=dtype)
-    load_weights(found, model)
-    return model
+    try:
+        if not (source / STATE).is_file():
+            check_exported(source)
+            return models.load(spec, source, dtype=dtype)
+        found = open_checkpoint(source)
+        verify(found)
+        model = models.skeleton(spec, dtype=dtype)
+        load_weights(found, model)
+        return model
+    except UserError as error:
+        others = _others(spec, source)
+        raise UserError(*(f"model.init_from: {problem}{others}" for problem in error.problems)) from None
+
+
+def _others(spec: ModelSpec, source: Path) -> str:
+    """What the weights in `source` say of their model that this one is not."""
+    try:
+        had = open_checkpoint(source).state["model"] if (source / STATE).is_file() else None
+        had = had or read_model_config(source / "config.json").model_dump(mode="json")
+    except UserError:
+        return ""
+    if had["class_name"] != spec.class_name:
+        return f"; they are of {had['class_name']}"
+    here = spec.model_dump(mode="json")["kwargs"]
+    others = [f"{key} {each}, here {here[key]}" for key, each in had["kwargs"].items() if here.get(key, each) != each]
+    return f"; they have {' and '.join(others[:3])}" if others else ""
 
 
 @torch.no_grad()

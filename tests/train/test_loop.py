@@ -186,7 +186,8 @@ def test_weights_to_start_from(features, trained, tmp_path, kind):
     what = (
         "cannot be read: it holds 0 elements" if "checkpoints" in kind else "holds weights of another SanaTransformer"
     )
-    assert f"error: {folder} {what}" in other.stderr
+    assert f"error: model.init_from: {folder} {what}" in other.stderr
+    assert other.stderr.endswith("; they have num_layers 2, here 3\n")
 
 
 def test_features_of_other_encoders_are_refused(features, tmp_path):
