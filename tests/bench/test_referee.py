@@ -19,8 +19,10 @@ WORST_RESERVED, MEDIAN_RESERVED = 0.02, 0.005
 SEVERAL_TEXTS = (
     Row("hunyuandit-v1.2", "a40", "single,features=online,micro_batch_size=2,encode_chunk=1", 1),
     Row(SD35, "h100-sxm", "single,features=online", 1),
+    Row("kandinsky-5-t2v-lite", "h100-sxm", "single,features=online", 1),
 )
-"""Text encoders side by side on the card: two texts of a model, and three encoders that make one text of it."""
+"""Text encoders side by side on the card: two texts of a model, three encoders that make one text of it, and a text
+with a vector beside a video."""
 HIDREAM = Row("hidream-i1", "h200-sxm", "single,features=online", 1)
 """All layers of Llama; the experts of its blocks go by values, so that its encode phase alone is known."""
 
