@@ -38,7 +38,8 @@ def run(
     """Run a training command, unmodified, on emulated cards, and show what it takes of them.
 
     Real CUDA PyTorch runs with no GPU: kernels are not executed, and all memory is accounted for. Ends with 2 where a
-    process runs out of memory, and else as the command does. With --json what the command prints goes to stderr.
+    process runs out of memory and does not go on, and else as the command does. With --json what the command prints
+    goes to stderr.
     """
     from bigdit import catalog, log
     from bigdit.emulator.card import CARDS_MOST

@@ -118,13 +118,14 @@ class Account(Strict):
     world_size: PositiveInt
     argv: Annotated[tuple[Name, ...], Field(max_length=10_000)]
     versions: dict[str, str]
-    ended: Literal["exit", "exception", "signal", "steps"]
+    ended: Literal["exit", "exception", "signal", "steps", "exec"]
     error: Uncaught | None
     seconds: NonNegativeFloat
     steps: NonNegativeInt
     skipped_steps: NonNegativeInt
     backwards: NonNegativeInt
     stepped_after_oom: bool
+    computed_after_oom: bool
     loss_scaler: bool
     host_bytes: NonNegativeInt
     cards: Annotated[tuple[CardAccount, ...], Field(max_length=64)]
@@ -134,12 +135,15 @@ class Account(Strict):
     work_by_step: Annotated[tuple[dict[str, int], ...], Field(max_length=1000)]
     notices: Annotated[tuple[Notice, ...], Field(max_length=100)]
 
-    @property
-    def fits(self) -> bool:
-        """Whether memory never ran out, or the script caught it and then trained on."""
+    def fits(self, ended_well: bool) -> bool:
+        """Whether memory never ran out, or the script caught it and went on: as a training it stepped after that; as
+        another program it computed, or began anew, and its command `ended_well`."""
         if self.error is not None and self.error.out_of_memory:
             return False
-        return not self.out_of_memory_count or self.stepped_after_oom
+        if not self.out_of_memory_count or self.stepped_after_oom:
+            return True
+        trains = self.backwards > 0 and self.steps == 0
+        return ended_well and (self.ended == "exec" or (self.computed_after_oom and not trains))
 
     @property
     def title(self) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from bigdit.catalog import Gpu
-from bigdit.emulator.account import Account, CardAccount
+from bigdit.emulator.account import Account, CardAccount, OutOfMemory
 from bigdit.memory.process import ByteRange, beside_torch
 from bigdit.spec import Strict
 
@@ -29,7 +29,19 @@ class Run(Strict):
 
     @property
     def fits(self) -> bool:
-        return all(account.fits for account in self.accounts)
+        return all(map(self.holds, self.accounts))
+
+    def holds(self, account: Account) -> bool:
+        """Whether memory never ran out in one of its processes, or that went on."""
+        return account.fits(self.exit_status == 0)
+
+    def shortage(self, account: Account) -> OutOfMemory | None:
+        """The time that memory ran out for good in one of its processes."""
+        return None if self.holds(account) else next(reversed(account.out_of_memory), None)
+
+    @property
+    def out_of_memory_count(self) -> int:
+        return sum(account.out_of_memory_count for account in self.accounts)
 
     @property
     def scales_loss(self) -> bool:
@@ -39,7 +51,7 @@ class Run(Strict):
     def highest(self) -> tuple[Account, CardAccount] | None:
         """The process and card with the most reserved memory; one that ran out before all others."""
         found = [(account, card) for account in self.accounts for card in account.cards]
-        return max(found, key=lambda each: (not each[0].fits, each[1].peak_reserved_bytes), default=None)
+        return max(found, key=lambda each: (not self.holds(each[0]), each[1].peak_reserved_bytes), default=None)
 
 
 class Emulation(Strict):
@@ -56,7 +68,7 @@ class Emulation(Strict):
 
     @property
     def exit_status(self) -> int:
-        """2 where a process ran out of memory; else the command's own."""
+        """2 where a process ran out of memory and did not go on; else the command's own."""
         return next((run.exit_status for run in self.runs if run.exit_status), 0) if self.fits else EXIT_DOES_NOT_FIT
 
     def process(self, account: Account, card: CardAccount) -> ByteRange:
@@ -96,17 +108,24 @@ def _notices(run: Run) -> Iterator[tuple[str, str]]:
             "",
         )
     yield from _of_processes(run)
-    used = Counter(card.index for account in run.accounts for card in account.cards)
-    for index, count in sorted(used.items()):
+    users = {(account.pid, card.index) for account in run.accounts for card in account.cards}
+    for index, count in sorted(Counter(index for _, index in users).items()):
         if count > 1:
             yield f"{count} processes used card {index}, and shared its memory", ""
     for account in run.accounts:
-        if account.out_of_memory_count and account.fits:
-            times = "once" if account.out_of_memory_count == 1 else f"{account.out_of_memory_count} times"
-            yield f"memory ran out {times}, and the script caught it and trained on", account.title
+        if account.out_of_memory_count and run.holds(account):
+            on = "trained on" if account.stepped_after_oom else "began anew" if account.ended == "exec" else "went on"
+            yield (
+                f"memory ran out {times(account.out_of_memory_count)}, and the script caught it and {on}",
+                account.title,
+            )
         off = max((card.phases_off_bytes for card in account.cards), default=0)
         if off:
             yield f"figures by phase may be off by up to {off:,} bytes; the peaks are torch's own", account.title
+
+
+def times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
 
 
 def _of_processes(run: Run) -> Iterator[tuple[str, str]]:

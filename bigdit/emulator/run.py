@@ -126,13 +126,14 @@ def _gather(folder: Path, status: int, seconds: float, skip_first: bool, snapsho
     accounts: list[Account] = []
     lost = []
     for begun in sorted(folder.glob("begun-*.json")):
-        pid = begun.stem.removeprefix("begun-")
-        account = read_account(folder / f"account-{pid}.json")
+        name = begun.stem.removeprefix("begun-")
+        pid, _, before = name.partition("-")
+        account = read_account(folder / f"account-{name}.json")
         if account is None:
             lost.append(int(pid) if pid.isdigit() else 0)
         elif account.cards:
             accounts.append(account)
-            _keep_snapshot(folder / f"snapshot-{pid}.pickle", account, snapshots)
+            _keep_snapshot(folder / f"snapshot-{name}.pickle", account, before, snapshots)
     accounts.sort(key=lambda each: (each.rank is None, each.rank or 0, each.pid))
     crowds = (_text(path, "processes") for path in folder.glob("crowd-*.json"))
     return Run(
@@ -145,11 +146,13 @@ def _gather(folder: Path, status: int, seconds: float, skip_first: bool, snapsho
     )
 
 
-def _keep_snapshot(found: Path, account: Account, snapshots: Path | None) -> None:
-    """Move a process's snapshot, which is never opened here, to where it was asked for."""
+def _keep_snapshot(found: Path, account: Account, before: str, snapshots: Path | None) -> None:
+    """Move a process's snapshot, which is never opened here, to where it was asked for; `before`: how many programs it
+    had been."""
     if snapshots is None or not found.is_file():
         return
     name = f"pid{account.pid}" if account.rank is None else f"rank{account.rank}"
+    name += "" if before == "0" else f"-{before}"
     snapshots.mkdir(parents=True, exist_ok=True)
     shutil.move(found, snapshots / f"snapshot-{name}.pickle")
 

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from bigdit import log
 from bigdit.emulator.account import Account, CardAccount, Line, Live, OutOfMemory
-from bigdit.emulator.emulation import Emulation, Run
+from bigdit.emulator.emulation import Emulation, Run, times
 from bigdit.memory.process import ByteRange
 from bigdit.report.tables import DASH, table
 from bigdit.report.words import gibs
@@ -53,7 +53,7 @@ def document(emulation: Emulation) -> dict[str, Any]:
     for run, dumped in zip(emulation.runs, found["runs"], strict=True):
         dumped["fits"] = run.fits
         for account, each in zip(run.accounts, dumped["accounts"], strict=True):
-            each |= {"fits": account.fits, "work_a_step": work(account)}
+            each |= {"fits": run.holds(account), "work_a_step": work(account)}
             for card, shown in zip(account.cards, each["cards"], strict=True):
                 shown["process"] = emulation.process(account, card).model_dump(mode="json")
     return {
@@ -85,23 +85,22 @@ def verdict(run: Run, emulation: Emulation) -> tuple[str, str]:
         return "no answer", f": {ending(run)}"
     account, card = highest
     if not run.fits:
-        return "does not fit", f": {account.title} ran out of memory{_asked(account)}"
+        return "does not fit", f": {account.title} ran out of memory{_asked(run.shortage(account))}"
     taken = emulation.process(account, card)
     usable = emulation.gpu.usable_bytes
     many = len(run.accounts) > 1
-    said = f": {account.title if many else 'the process'} takes {between(taken)} of {gib(usable)}"
+    said = f"{account.title if many else 'the process'} takes {between(taken)} of {gib(usable)}"
     if run.exit_status:
         return "no answer", f": {ending(run)}; until then it took {between(taken)} of {gib(usable)}"
+    if run.out_of_memory_count:
+        return "ended well", f", after memory ran out {times(run.out_of_memory_count)} on the way: {said}"
     if taken.high_bytes > usable:
         said += ", but with the most that CUDA and NCCL may take beside torch it is too much"
-    return "fits", said
+    return "fits", f": {said}"
 
 
-def _asked(account: Account) -> str:
-    if not account.out_of_memory:
-        return ""
-    oom = account.out_of_memory[-1]
-    return f" in {oom.phase}: {gib(oom.asked_bytes)} asked, {gib(oom.free_bytes)} free"
+def _asked(oom: OutOfMemory | None) -> str:
+    return "" if oom is None else f" in {oom.phase}: {gib(oom.asked_bytes)} asked, {gib(oom.free_bytes)} free"
 
 
 def ending(run: Run) -> str:
@@ -152,13 +151,14 @@ def _show_run(run: Run, emulation: Emulation) -> None:
     if highest is None:
         return
     account, card = highest
-    if account.out_of_memory and not account.fits:
+    shortage = run.shortage(account)
+    if shortage is not None:
         log.out.print()
-        _show_oom(account, account.out_of_memory[-1])
+        _show_oom(account, shortage)
     log.out.print()
     log.out.print(phases(card))
     _say(f"of {account.title}; start: all before the first training forward; forward: the rest of a step")
-    if account.fits:
+    if run.holds(account):
         log.out.print()
         log.out.print(live(card.live, f"largest live tensors at the peak, in {card.peak_phase}"))
     if any(work(account).values()):
@@ -179,7 +179,7 @@ def processes(run: Run, emulation: Emulation) -> Table:
                 gib(card.peak_reserved_bytes),
                 between(emulation.process(account, card)),
                 steps(account),
-                escape(end(account)),
+                escape(end(account, run)),
             )
     return rows
 
@@ -249,12 +249,14 @@ def steps(account: Account) -> str:
     return f"{account.steps}" + (f" ({account.skipped_steps} skipped)" if account.skipped_steps else "")
 
 
-def end(account: Account) -> str:
-    if not account.fits:
+def end(account: Account, run: Run) -> str:
+    if not run.holds(account):
         return "out of memory"
     if account.error is not None:
         return account.error.type
-    return {"signal": "ended by a signal", "steps": "", "exit": "", "exception": ""}[account.ended]
+    return {"signal": "ended by a signal", "steps": "", "exit": "", "exception": "", "exec": "began anew"}[
+        account.ended
+    ]
 
 
 def _say(line: str) -> None:

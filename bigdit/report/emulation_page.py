@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 
-from bigdit.emulator.account import Account, CardAccount
+from bigdit.emulator.account import Account, CardAccount, OutOfMemory
 from bigdit.emulator.emulation import Emulation, Run
 from bigdit.files import check_writable, replacing, write_json, write_text
 from bigdit.memory import CATEGORIES
@@ -68,17 +68,17 @@ def page(emulation: Emulation) -> str:
 def _run(run: Run, at: int, emulation: Emulation) -> dict[str, Any]:
     """All that the template shows of a run."""
     found = [(account, card) for account in run.accounts for card in account.cards]
-    found.sort(key=lambda each: (each[0].fits, -each[1].peak_reserved_bytes))
+    found.sort(key=lambda each: (run.holds(each[0]), -each[1].peak_reserved_bytes))
     word, why = text.verdict(run, emulation)
     return {
         "run": run,
         "word": word,
-        "why": why.removeprefix(": "),
+        "why": why.lstrip(":, "),
         "class": {"fits": "fits", "does not fit": "no"}.get(word, "tight"),
         "name": "first step skipped by the loss scaler" if run.first_step_skipped else "as it is",
         "highest": run.highest,
         "figures": [
-            (account, card, _inline(account, card, emulation, f"curve-{at}-{number}"))
+            (account, card, _inline(account, card, run.shortage(account), emulation, f"curve-{at}-{number}"))
             for number, (account, card) in enumerate(found[:MOST_CURVES])
             if card.curve
         ],
@@ -86,16 +86,18 @@ def _run(run: Run, at: int, emulation: Emulation) -> dict[str, Any]:
     }
 
 
-def _inline(account: Account, card: CardAccount, emulation: Emulation, name: str) -> Markup:
+def _inline(
+    account: Account, card: CardAccount, shortage: OutOfMemory | None, emulation: Emulation, name: str
+) -> Markup:
     said = (
         f"Memory of {account.title} in the order of the allocator's events: allocated up to "
         f"{gib(card.peak_allocated_bytes)}, in {card.peak_phase}, and reserved up to {gib(card.peak_reserved_bytes)}, "
         f"of the card's {gib(emulation.gpu.usable_bytes)}."
     )
-    return inline(curve_figure(account, card, emulation), name, "Memory over the run", said)
+    return inline(curve_figure(account, card, shortage, emulation), name, "Memory over the run", said)
 
 
-def curve_figure(account: Account, card: CardAccount, emulation: Emulation) -> Figure:
+def curve_figure(account: Account, card: CardAccount, shortage: OutOfMemory | None, emulation: Emulation) -> Figure:
     """Allocated and reserved over the run in GiB, phases behind them, and what the card leaves to torch."""
     from matplotlib.figure import Figure
 
@@ -111,7 +113,8 @@ def curve_figure(account: Account, card: CardAccount, emulation: Emulation) -> F
         at, [nbytes / GIB for nbytes in reserved], drawstyle="steps-post", color=red, linewidth=1.2, label="reserved"
     )
     _draw_card(axes, account, card, emulation)
-    _draw_oom(axes, account, card, at[-1])
+    if shortage is not None and shortage.card == card.index:
+        _draw_oom(axes, shortage, at[-1])
     axes.set_xlim(0, max(card.events, 1))
     axes.set_xlabel("allocations and frees, in order")
     axes.set_ylabel("GiB")
@@ -156,13 +159,8 @@ def _draw_card(axes: Axes, account: Account, card: CardAccount, emulation: Emula
     axes.set_ylim(0, 1.15 * max(usable, top) / GIB)
 
 
-def _draw_oom(axes: Axes, account: Account, card: CardAccount, end: int) -> None:
+def _draw_oom(axes: Axes, oom: OutOfMemory, end: int) -> None:
     """Where the process ran out of memory for good: at the end of its curve."""
-    if account.fits or not account.out_of_memory:
-        return
-    oom = account.out_of_memory[-1]
-    if oom.card != card.index:
-        return
     height = (oom.allocated_bytes + oom.asked_bytes) / GIB
     highest = axes.get_ylim()[1]
     axes.annotate(

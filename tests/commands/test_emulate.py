@@ -59,6 +59,20 @@ optimizer.step()
 print("rows", rows)
 """
 
+BEGINS_ANEW = """
+import os, sys
+import torch
+rows = int(sys.argv[1])
+with torch.no_grad():
+    model = torch.nn.Linear(4096, 4096, device="cuda")
+    try:
+        model(torch.empty(rows, 4096, device="cuda"))
+    except torch.OutOfMemoryError:
+        if rows == 2**23:
+            os.execl(sys.executable, sys.executable, __file__, str(rows // 2))
+        model(torch.empty(rows // 4, 4096, device="cuda"))
+"""
+
 NOTICES = """
 import torch
 
@@ -208,6 +222,25 @@ def test_a_script_that_catches_it_and_trains_on_fits(tmp_path: Path) -> None:
     assert notice.startswith("memory ran out 4 times, and the script caught it")
     live = done.account["out_of_memory"][0]["live"]
     assert sum(group["nbytes"] for group in live) == done.account["out_of_memory"][0]["allocated_bytes"]
+
+
+def test_a_program_that_begins_anew_and_takes_less_ended_well(tmp_path: Path) -> None:
+    """It trains nothing: the first time it becomes another program, the second it goes on with a quarter."""
+    command = ("python", script(tmp_path, BEGINS_ANEW), 2**23)
+    done = emulate("--gpu", "a40", "--out", tmp_path / "out", "--json", "--", *command)
+    assert done.returncode == 0, done.stderr
+    first, second = done.report["runs"][0]["accounts"]
+    assert first["pid"] == second["pid"]
+    assert [each["out_of_memory_count"] for each in (first, second)] == [1, 1]
+    assert [(each["ended"], each["computed_after_oom"]) for each in (first, second)] == [
+        ("exec", False),
+        ("exit", True),
+    ]
+    assert done.report["fits"]
+    assert len([*(tmp_path / "out").glob("snapshot-*.pickle")]) == 2
+    began_anew, went_on = done.report["notices"]
+    assert "the script caught it and began anew" in began_anew
+    assert "the script caught it and went on" in went_on
 
 
 def test_what_would_make_figures_wrong_is_said(tmp_path: Path) -> None:

@@ -66,6 +66,37 @@ def test_out_of_memory_decides_the_exit_status() -> None:
     assert why == ": process 1 ran out of memory in backward: 2.00 GiB asked, 1.00 GiB free"
 
 
+@pytest.mark.parametrize(
+    ("changed", "status", "found"),
+    [
+        ({"stepped_after_oom": True}, 0, 0),
+        ({"stepped_after_oom": True}, 1, 1),
+        ({"steps": 0, "backwards": 0, "computed_after_oom": True}, 0, 0),  # it draws
+        ({"computed_after_oom": True}, 0, 0),  # it draws after its training
+        ({"ended": "exec"}, 0, 0),
+        ({"ended": "exec"}, 1, EXIT_DOES_NOT_FIT),
+        ({"steps": 0, "backwards": 0}, 0, EXIT_DOES_NOT_FIT),  # it catches all errors and ends
+        ({"steps": 0, "computed_after_oom": True}, 0, EXIT_DOES_NOT_FIT),  # it leaves out every step
+        ({"computed_after_oom": True}, 1, EXIT_DOES_NOT_FIT),
+    ],
+)
+def test_what_went_on_after_memory_ran_out_ended_as_its_command(
+    changed: dict[str, Any], status: int, found: int
+) -> None:
+    ran_out = {"out_of_memory": [OOM] * 3, "out_of_memory_count": 3}
+    of = emulation(run(ran_out | changed, status=status))
+    assert (of.exit_status, of.fits) == (found, found != EXIT_DOES_NOT_FIT)
+    if found == 0:
+        word, why = verdict(of.runs[0], of)
+        assert word == "ended well"
+        assert why.startswith(", after memory ran out 3 times on the way: the process takes ")
+
+
+def test_a_page_says_first_that_memory_ran_out_on_the_way() -> None:
+    of = emulation(run({"out_of_memory": [OOM], "out_of_memory_count": 1, "stepped_after_oom": True}))
+    assert "<strong>ended well</strong> <span>after memory ran out once on the way: the process takes" in page(of)
+
+
 def test_a_traceback_is_the_scripts_own_lines_from_outside_in() -> None:
     (oom,) = run({"out_of_memory": [OOM], "out_of_memory_count": 1}).accounts[0].out_of_memory
     assert [line.name for line in own_lines(oom)] == ["<module>", "[link=x]<b>", "inner"]

@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Iterable
 from typing import Any
 
-from . import counts, files, frames, history, loss_scaler, notices, ooms, replay, steps
+from . import counts, ending, files, frames, history, loss_scaler, notices, ooms, replay, steps
 
 _ORDER = ("start", "forward", "backward", "step")
 _LARGEST = 40
@@ -21,9 +21,8 @@ def write(how: str, seconds: float) -> None:
     """Write the account, where this process used a card."""
     if not history.used():
         return
-    pid = os.getpid()
-    history.fold(snapshot=f"snapshot-{pid}.pickle")
-    files.write_json(f"account-{pid}.json", _document(how, seconds))
+    history.fold(snapshot=f"snapshot-{ending.name}.pickle")
+    files.write_json(f"account-{ending.name}.json", _document(how, seconds))
 
 
 def _document(how: str, seconds: float) -> dict[str, Any]:
@@ -50,6 +49,7 @@ def _document(how: str, seconds: float) -> dict[str, Any]:
         "skipped_steps": steps.skipped,
         "backwards": steps.backwards,
         "stepped_after_oom": steps.stepped_after_oom,
+        "computed_after_oom": ooms.computed_since(),
         "loss_scaler": loss_scaler.seen,
         "host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "cards": [_card(torch, card) for card in range(torch.cuda.device_count()) if _was_used(card)],

@@ -1,4 +1,5 @@
-"""The account is written once, however the process ends: by itself, by an error, by a signal, after its steps."""
+"""The account is written once, however the process ends: by itself, by an error, by a signal, after its steps; or by
+exec, where it goes on as another program."""
 
 from __future__ import annotations
 
@@ -17,6 +18,9 @@ from typing import Any
 from . import files
 
 began = time.time()
+name = ""
+"""What this process's files are called by, once it uses a card."""
+
 _written = False
 _watching = False
 _owner = os.getpid()
@@ -37,11 +41,14 @@ def install(account: Callable[[str, float], None], forget: Sequence[Callable[[],
     atexit.register(lambda: write("exit"))
     os.register_at_fork(after_in_child=_in_child)
     os._exit = leave  # type: ignore[assignment]
+    os.execv, os.execve = _becoming(os.execv), _becoming(os.execve)  # which all others of os call
 
 
 def begin() -> None:
-    """This process uses a card from now on."""
-    files.write_json(f"begun-{os.getpid()}.json", {"argv": sys.argv, "rank": os.environ.get("RANK")})
+    """This process uses a card from now on; by exec it may be another program than one that did."""
+    global name
+    name = f"{os.getpid()}-{files.count(f'begun-{os.getpid()}-*.json')}"
+    files.write_json(f"begun-{name}.json", {"argv": sys.argv, "rank": os.environ.get("RANK")})
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
         _watch_for_termination()
 
@@ -76,6 +83,20 @@ def leave(status: int) -> Any:
     """os._exit, after the account."""
     write("exit")
     _exit(status)
+
+
+def _becoming(become: Callable[..., Any]) -> Callable[..., Any]:
+    """exec, after the account; where it fails, this program has one to write yet."""
+
+    def after_the_account(*args: Any) -> Any:
+        global _written
+        write("exec")
+        try:
+            return become(*args)
+        finally:
+            _written = False
+
+    return after_the_account
 
 
 def write(how: str) -> None:

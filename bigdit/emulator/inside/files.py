@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 from typing import Any
@@ -27,3 +28,8 @@ def write(name: str, content: bytes) -> None:
         os.replace(temporary, final)
     except FileNotFoundError:
         pass
+
+
+def count(pattern: str) -> int:
+    """How many files of the folder are called so."""
+    return len(glob.glob(pattern, root_dir=options.OUT)) if options.OUT else 0

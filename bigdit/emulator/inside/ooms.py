@@ -6,11 +6,12 @@ import sys
 import threading
 from typing import Any
 
-from . import frames, history, phases, steps
+from . import counts, frames, history, phases, steps
 
 _MOST = 20
 found: list[dict[str, Any]] = []
 count = 0
+_launched = 0  # before memory ran out last
 
 
 def install(torch: Any) -> None:
@@ -19,8 +20,9 @@ def install(torch: Any) -> None:
 
 def observe(card: int, asked: int, total: int, free: int) -> None:
     """Called by the allocator when it gives up, before it raises."""
-    global count
+    global count, _launched
     count += 1
+    _launched = _launches()
     steps.stepped_after_oom = False
     if len(found) >= _MOST:
         return
@@ -41,7 +43,17 @@ def observe(card: int, asked: int, total: int, free: int) -> None:
     )
 
 
+def computed_since() -> bool:
+    """Whether anything was computed on a card after memory ran out last."""
+    return count > 0 and _launches() > _launched
+
+
 def forget() -> None:
     global count
     found.clear()
     count = 0
+
+
+def _launches() -> int:
+    counted = counts.read()
+    return counted["launches"] + counted["library_calls"]
