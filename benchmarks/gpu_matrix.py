@@ -86,9 +86,21 @@ def _check_first(points: Sequence[Point]) -> None:
         )
 
 
+def _check_card() -> None:
+    """Raise UserError where this machine has no GPU that torch sees."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise UserError(
+            f"measure takes steps on this machine's GPU, and torch {torch.__version__} of {sys.executable} sees none; "
+            "start it by a python whose torch does"
+        )
+
+
 def measure(out: Path, points: list[Point], seconds: float) -> None:
     """Those of `points` that OUT has no answer of, one after another; while one runs the next ones import torch."""
     began = time.perf_counter()
+    _check_card()
     out.mkdir(parents=True, exist_ok=True)
     missing = [point for point in points if not (out / f"{point.key}.json").exists()]
     with Ahead(missing, out, STEPS) as processes:

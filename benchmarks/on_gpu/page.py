@@ -70,9 +70,11 @@ class Receipts(Strict):
 
 
 def report(outs: Sequence[Path]) -> None:
-    """Add what lies in `outs` to the receipts, and write the page anew."""
+    """Add what lies in `outs` to the receipts, where what failed takes no place of another, and write the page anew."""
     kept = {each.name: each for each in measured()}
-    kept |= {point.name: found for out in outs for point in POINTS if (found := _measured(point, out)) is not None}
+    for found in (_measured(point, out) for out in outs for point in POINTS):
+        if found is not None and not (found.failed and found.name in kept):
+            kept[found.name] = found
     predicted = Predictions.model_validate_json(PREDICTED.read_bytes())
     receipts = [kept[each.name] for each in predicted.points if each.name in kept]
     write_json(MEASURED, Receipts(points=tuple(receipts)).model_dump(mode="json", exclude_defaults=True))

@@ -3,6 +3,7 @@
 import importlib.metadata
 import os
 import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -11,8 +12,8 @@ from pathlib import Path
 
 import pytest
 from commands import ROOT, run_command
+from on_gpu.page import MEASURED, errors, measured, page, report
 from on_gpu.page import PAGE as MATRIX
-from on_gpu.page import errors, measured, page
 from on_gpu.points import POINTS
 from on_gpu.predicted import PREDICTED, Predictions, rehearsed
 
@@ -56,6 +57,30 @@ def test_what_was_predicted_stays_once_it_is_measured():
     (said,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert said.startswith(f"error: {len(measured())} of {len(POINTS)} points are measured, and predictions ")
     assert PREDICTED.read_bytes() == before
+
+
+def test_nothing_is_measured_without_a_card(tmp_path):
+    done = run_command(sys.executable, ROOT / "benchmarks/gpu_matrix.py", "measure", tmp_path / "out")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert re.search(
+        r"^error: measure takes steps on this machine's GPU, and torch \S+ of \S+ sees none", done.stderr, re.M
+    )
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_attempt_that_failed_takes_the_place_of_no_measurement(tmp_path, monkeypatch):
+    before = MEASURED.read_bytes()
+    for name, path in (("MEASURED", MEASURED), ("PAGE", MATRIX)):
+        monkeypatch.setattr(f"on_gpu.page.{name}", Path(shutil.copy(path, tmp_path)))
+    known = measured()
+    for point in POINTS:
+        (tmp_path / f"{point.key}.failed").write_text("not ready after 30 s")
+    report([tmp_path])
+    assert {each.name for each in measured() if each.failed == "not ready after 30 s"} == {
+        point.name for point in POINTS
+    } - {each.name for each in known}
+    assert [each for each in measured() if each.name in {one.name for one in known}] == list(known)
+    assert MEASURED.read_bytes() == before
 
 
 @pytest.mark.parametrize(("side", "what"), WITHIN)
