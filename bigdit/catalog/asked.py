@@ -8,6 +8,7 @@ from bigdit import log
 from bigdit.catalog.gpus import Gpu, gpu, gpus
 from bigdit.catalog.machine import found_gpus
 from bigdit.catalog.mig import mig_slice
+from bigdit.catalog.names import refusal
 from bigdit.errors import UserError
 from bigdit.units import MIB, gib, parse_bytes
 
@@ -37,7 +38,7 @@ def _named(name: str) -> Gpu:
             held = ", ".join(f"{card.name} ({gib(card.usable_bytes)})" for card in cards)
             log.notice(f"this machine's cards differ: {held}; planned for the {least.name}, which has the least memory")
         return least
-    parts = SLICE.match(name)
+    parts = None if refusal("gpu", name) else SLICE.match(name)  # cuda:0 is no slice
     return gpu(name) if parts is None else mig_slice(gpu(parts["card"]), parts["profile"])
 
 

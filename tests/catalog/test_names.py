@@ -45,6 +45,8 @@ FOUND = {
     "longcat": "longcat-image",
     "ovis": "ovis-image-7b",
     "ltxv-13b": "ltx-video-0.9.7-13b",
+    "sana-2k": "sana-1600m-2048",
+    "Sana 4K": "sana-1600m-4096",
 }
 
 
@@ -148,6 +150,11 @@ REASONS = {
     "hpcai-tech/Open-Sora": (find_model, "diffusers has no class for it", ""),
     "FLUX.1-Kontext-dev": (find_model, "trained on pictures beside the noise", "flux.1-dev"),
     "Wan-AI/Wan2.2-T2V-A14B-Diffusers": (find_model, "two experts of Wan 2.1's shape", "wan2.1-t2v-14b"),
+    **dict.fromkeys(("wan2.2", "wan22", "Wan-AI/Wan2.2"), (find_model, "that of three models", "wan2.2-ti2v-5b")),
+    "wan2.2-t2v": (find_model, "two experts of Wan 2.1's shape", "wan2.1-t2v-14b"),
+    "Wan-AI/Wan2.1-I2V-14B-720P": (find_model, "with --resolution 720x1280", "wan2.1-i2v-14b-480p"),
+    "facebook/DiT-XL-2-512": (find_model, "plan it as dit-xl-2 with --resolution 512", "dit-xl-2"),
+    "zai-org/CogVideoX1.5-5B-I2V": (find_model, "whose latents it is fed beside the noise", "cogvideox1.5-5b"),
     "THUDM/CogView3": (find_model, "base and relay models are U-Nets", "cogview3-plus-3b"),
     "meituan-longcat/LongCat-Image-Edit": (find_model, "trained on pictures beside the noise", "longcat-image"),
     "meituan-longcat/LongCat-Video": (find_model, "bigdit has no adapter for its class yet", ""),
@@ -176,10 +183,13 @@ REASONS = {
     "8xH100": (resolve_gpu, "how many cards there are, --gpus says", "h100-sxm"),
     "h100x8": (resolve_gpu, "how many cards there are, --gpus says", "h100-sxm"),
     "p4de.24xlarge": (resolve_gpu, "name the card, and --gpus 8", "a100-80g-sxm"),
+    "a2-highgpu-1g": (resolve_gpu, "it is an instance of 1 to 16 cards", "a100-40g-sxm"),
     "80GB": (resolve_gpu, "`bigdit gpus --min-memory` lists", ""),
     "hopper": (resolve_gpu, "it is many cards", ""),
-    **dict.fromkeys(("0", "1", "0,1", "-1"), (resolve_gpu, "it is a card's number, and a plan wants its kind", "")),
-    **dict.fromkeys(("cuda", "cuda:0", "gpu"), (resolve_gpu, "--gpu auto for this machine's", "")),
+    **dict.fromkeys(
+        ("0", "1", "0,1", "-1", "cuda:0"), (resolve_gpu, "it is a card's number, and a plan wants its kind", "")
+    ),
+    **dict.fromkeys(("cuda", "gpu"), (resolve_gpu, "--gpu auto for this machine's", "")),
     "mps": (resolve_gpu, "Apple's chips are not CUDA", ""),
     "npu": (resolve_gpu, "it is not CUDA", ""),
     **dict.fromkeys(("rtx 2080", "titan v", "b100"), (resolve_gpu, "its memory with --gpu-memory", "0")),
