@@ -61,20 +61,20 @@ def user_model(path: Path) -> CatalogModel:
     try:
         if widths is not None:
             _check_together(spec, inputs, sibling, own, widths)
-        read = _read(spec, inputs, sibling, own)
+        made = of_arguments(spec, own)
     except UserError as error:
         raise UserError(*(f"{path}: {line}" for line in error.problems)) from None
-    return sibling.model_copy(
-        update=read
-        | {
-            "spec": spec,
-            "params": None,
-            "buffer_elems": None,
-            "source": (str(path),),
-            "notes": None,
-            "pipeline": None if folder is None else str(folder),
-        }
-    )
+    return made.model_copy(update={"source": (str(path),), "pipeline": None if folder is None else str(folder)})
+
+
+def of_arguments(spec: ModelSpec, own: Vae | None = None) -> CatalogModel:
+    """The model of these arguments and its pipeline's `own` VAE, with what its sibling lends.
+
+    Raises UserError where one of them that decides shapes is no number that can.
+    """
+    inputs, sibling = FAMILIES[spec.class_name], _sibling(spec, own)
+    more = {"spec": spec, "params": None, "buffer_elems": None, "notes": None, "source": (), "pipeline": None}
+    return sibling.model_copy(update=_read(spec, inputs, sibling, own) | more)
 
 
 def _read(spec: ModelSpec, inputs: Inputs, sibling: CatalogModel, own: Vae | None) -> dict[str, Any]:
@@ -189,7 +189,8 @@ def _text(spec: ModelSpec, inputs: Inputs, sibling: CatalogModel) -> TextInput |
     if dim is None:
         return sibling.text
     dim = _whole(inputs.text_dim, dim[0] if isinstance(dim, list) and dim else dim) * layers
-    return sibling.text.model_copy(update={"dim": dim})
+    tokens = spec.kwargs.get(inputs.text_tokens or "", sibling.text.tokens)
+    return sibling.text.model_copy(update={"dim": dim, "tokens": tokens})
 
 
 def _patch_size(spec: ModelSpec, inputs: Inputs, sibling: CatalogModel) -> int:

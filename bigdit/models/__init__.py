@@ -9,6 +9,7 @@ from bigdit.models.conditions import Conditions, Extra
 from bigdit.models.equip import equip
 from bigdit.models.families import families, family
 from bigdit.models.family import Family
+from bigdit.models.shapes import take_through
 
 __all__ = [
     "Conditions",
@@ -23,4 +24,5 @@ __all__ = [
     "outline",
     "save_adapters",
     "skeleton",
+    "take_through",
 ]

@@ -9,9 +9,10 @@ from contextlib import contextmanager
 from torch import nn
 
 from bigdit import checkpoint, models
-from bigdit.catalog import FAMILIES
+from bigdit.catalog import FAMILIES, batch_shape
 from bigdit.catalog.first_frame import fed_more
 from bigdit.catalog.resolve import read_model_config
+from bigdit.catalog.user import of_arguments
 from bigdit.config import RunConfig, check
 from bigdit.config.output import CHECKPOINTS
 from bigdit.config.stages import of_each
@@ -66,7 +67,32 @@ def check_model(run: RunConfig, spec: ModelSpec, strategy: Strategy) -> nn.Modul
             f"model.kwargs.out_channels is {predicted}, and in_channels is {channels}: what is predicted has the "
             f"channels of what is fed; set out_channels to {fed}"
         )
+    if run.model.name is None:
+        _check_shapes(run, made)
     return models.equip(model, family, strategy)
+
+
+def _check_shapes(run: RunConfig, made: ModelSpec) -> None:
+    """Raise UserError where the arguments of a user's own model, such as widths, do not go together: the first step
+    would end so. A sample is of the size that they say, or else of the catalogue's sibling. What else fails with it, as
+    where values are read, which it has none of, is left to that step."""
+    said = {key: value for key, value in made.kwargs.items() if not key.startswith("_")}
+    said |= {key: _LIKE for key in FAMILIES[made.class_name].depths.values() if said.get(key)}
+    shallow = ModelSpec.model_validate_json(made.model_copy(update={"kwargs": said}).model_dump_json())
+    try:
+        sample = batch_shape(of_arguments(shallow))
+    except UserError:
+        return
+    model = models.outline(shallow)
+    try:
+        models.take_through(model, models.family(made.class_name), sample)
+    except Exception as error:  # whatever a class raises
+        if (told := _of_shapes(run, error)) is not None:
+            raise told from error
+
+
+_LIKE = 2
+"""Blocks of a list that a sample is taken through: all are alike; HunyuanDiT's come in halves."""
 
 
 def _check_left_out(run: RunConfig, made: ModelSpec) -> None:
@@ -94,7 +120,8 @@ def _packed(spec: ModelSpec) -> int:
 
 
 _OF_SHAPES = re.compile(
-    "shapes cannot be multiplied|Sizes of tensors must match|must match the size of tensor|is invalid for input of size"
+    "shapes cannot be multiplied|same reduction dim|Sizes of tensors must match|must match the size of tensor"
+    "|Attempting to broadcast a dimension|expected input|is invalid for input of size"
 )
 """What torch says of tensors that do not go together."""
 
@@ -105,10 +132,17 @@ def telling_shapes(run: RunConfig) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if run.model.name is not None or not _OF_SHAPES.search(str(error)):
+        if run.model.name is not None or (told := _of_shapes(run, error)) is None:
             raise
-        key, reason = "model.path" if run.model.path else "model.kwargs", " ".join(str(error).split())
-        raise UserError(
-            f"{key}: a step ends with {reason[:300]}; "
-            "the model's arguments, such as widths, may not go together; where they do, this is a bug in bigdit"
-        ) from error
+        raise told from error
+
+
+def _of_shapes(run: RunConfig, error: Exception) -> UserError | None:
+    """What is told of an error of shapes; None for any other."""
+    if not _OF_SHAPES.search(str(error)):
+        return None
+    key, reason = "model.path" if run.model.path else "model.kwargs", " ".join(str(error).split())
+    return UserError(
+        f"{key}: a step ends with {reason[:300].rstrip('.')}; "
+        "the model's arguments, such as widths, may not go together; where they do, this is a bug in bigdit"
+    )

@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 import yaml
 from commands import DIGITS, SINGLE, TINY, with_set
 
 from bigdit.cli import main
+from bigdit.config import load_stages
+from bigdit.errors import UserError
 from bigdit.recipes.recipe import recipe
+from bigdit.train.model import telling_shapes
 
 ARGUMENTS = yaml.safe_load(DIGITS.read_text())["model"]["kwargs"]
 
@@ -61,6 +65,11 @@ def test_a_sound_run_is_printed(capsys, tmp_path):
             ["model.init_from=nowhere"],
             "model.init_from: nowhere does not hold diffusers weights of SanaTransformer2DModel: it is no folder; "
             "name one of diffusers, or a checkpoint",
+        ),
+        (
+            ["model.kwargs.attention_head_dim=33"],  # taken: what the class makes of it no sample goes through
+            "model.kwargs: a step ends with a and b must have same reduction dim, but got [300, 132] X [128, 128]; the "
+            "model's arguments, such as widths, may not go together; where they do, this is a bug in bigdit",
         ),
         (["model.kwargs.patch_size=0"], "model.kwargs.patch_size is 0, and 1 or more was expected"),
         (["model.kwargs.num_attention_heads=0"], "model.kwargs.num_attention_heads is 0, and 1 or more was expected"),
@@ -210,3 +219,15 @@ def test_pictures_that_extraction_refuses_are_refused(capsys, tmp_path, features
     status, _, said = dry_run(capsys, f"data.images={tmp_path}", f"data.features={tmp_path / 'none'}")
     assert (status, said.partition(" (")[0]) == (1, f"error: data.images: {tmp_path} holds no pictures")
     assert dry_run(capsys, "data.images=/nowhere", f"data.features={features}")[::2] == (0, "")
+
+
+def test_what_only_a_step_shows_of_arguments_that_do_not_go_together_is_a_line_there():
+    """Some classes read values of masks before they come to what does not fit."""
+    run = load_stages(DIGITS, [])[0].run
+    with (
+        pytest.raises(UserError, match=r"model\.kwargs: a step ends with mat1 and mat2 shapes cannot be multiplied"),
+        telling_shapes(run),
+    ):
+        torch.ones(2, 3) @ torch.ones(4, 2)
+    with pytest.raises(RuntimeError, match="of something else"), telling_shapes(run):
+        raise RuntimeError("of something else")
