@@ -44,4 +44,7 @@ def test_a_bugs_traceback_and_tables_show_them_too(said):
     rows = table("", ["name"])
     rows.add_row("a\x1b[31m")
     log.out.print(rows)
+    rows = table("", ["name", "size"], numeric=["size"])
+    rows.add_row("b\x1b[31m", f"\x1b[31m{'0' * 999}")
+    log.out.print(rows)  # whose rows stand below each other then
     assert "\x1b" not in said()

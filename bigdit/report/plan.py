@@ -15,14 +15,12 @@ from bigdit.report import words
 from bigdit.report.commands import commands, obstacle
 from bigdit.report.needs import needs, speed
 from bigdit.report.skeleton import RUN
-from bigdit.report.tables import lines, table
+from bigdit.report.tables import WIDEST, lines, table
 from bigdit.search.plan import Choice, Plan
 from bigdit.units import count, gib
 
 PARTS = 3
 """Of the step's time, the longest."""
-WIDEST = 1000
-"""Columns of a terminal in which nothing is broken."""
 MOST_ROWS = 5
 """Of the front, in the terminal; all of it is in report.html and --json."""
 

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from rich import box
-from rich.table import Table
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.measure import Measurement
+from rich.padding import Padding
+from rich.table import Column, Table
 from rich.text import Text
 
 DASH = "–"
+NARROWEST = 12
+"""Characters that a column of texts gets at least, where a word of it is as long."""
+WIDEST = 1000
+"""Columns of a terminal in which nothing is broken."""
+GAP = 2
+"""Blanks between columns."""
 
 
 def table(title: str, columns: Sequence[str], numeric: Collection[str] = ()) -> Table:
     """An empty table; fill it with `add_row(*cells)`.
 
     `numeric` columns are right-aligned and are never broken into lines: where the terminal is too narrow,
-    the other columns give way.
+    the other columns give way, and where they cannot, rows stand below each other.
     """
-    made = Table(
+    made = _Table(
         title=title, title_justify="left", title_style="bold", caption_justify="left", caption_style="",
         box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True, show_edge=False,
     )  # fmt: skip
@@ -25,6 +34,38 @@ def table(title: str, columns: Sequence[str], numeric: Collection[str] = ()) -> 
         number = name in numeric
         made.add_column(name, justify="right" if number else "left", no_wrap=number, overflow="fold")
     return made
+
+
+class _Table(Table):
+    """A table whose rows stand below each other, each cell with its column's head, where the terminal would cut
+    numbers."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        least = sum(_least(console, column) for column in self.columns) + GAP * (len(self.columns) - 1)
+        if least <= options.max_width:
+            yield from super().__rich_console__(console, options)
+            return
+        if self.title:
+            yield Text(str(self.title), style="bold")
+        for first, *others in zip(*(column.cells for column in self.columns), strict=True):
+            yield first
+            yield Padding(Text(", ").join(self._said(console, others)), (0, 0, 0, GAP))
+        if self.caption:
+            yield Text(str(self.caption))
+
+    def _said(self, console: Console, cells: Sequence[RenderableType]) -> Iterator[Text]:
+        for column, found in zip(self.columns[1:], cells, strict=True):
+            head = f"{column.header} " if self.show_header and column.header else ""
+            yield Text(head).append_text(found if isinstance(found, Text) else console.render_str(str(found)))
+
+
+def _least(console: Console, column: Column) -> int:
+    """The width below which a column's numbers are cut, or its words broken."""
+    wide = console.options.update(max_width=WIDEST)
+    sizes = [Measurement.get(console, wide, each) for each in (column.header, *column.cells)]
+    if column.no_wrap:
+        return max(size.maximum for size in sizes)
+    return min(NARROWEST, max(size.minimum for size in sizes))
 
 
 def lines(title: str, found: Mapping[str, str]) -> Table:
