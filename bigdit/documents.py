@@ -65,6 +65,9 @@ def parse_yaml(text: str | bytes) -> Any:
         return loader.construct_document(root)
     except _Refused:
         raise
+    except yaml.MarkedYAMLError as error:
+        where = "" if error.problem_mark is None else f" (line {error.problem_mark.line + 1})"
+        raise ValueError(f"not YAML: {error.problem}{where}") from None
     except Exception as error:  # what builds the values of tags such as !!timestamp raises many classes
         raise ValueError(f"not YAML: {' '.join(str(error).split())}") from None
 

@@ -83,6 +83,8 @@ def _key(detail: ErrorDetails, document: Any) -> Key:
         key.append(part)
     if detail["type"] == "missing" and isinstance(detail["loc"][-1], str):
         key.append(detail["loc"][-1])
+    if detail["type"] == "union_tag_invalid":
+        key.append("name")
     return tuple(key)
 
 

@@ -54,6 +54,8 @@ def _asked(ask: Callable[Options, Question], *options: Options.args, **named: Op
     known = inspect.signature(ask).parameters
     if unknown := [name for name in named if name not in known]:
         raise TypeError(f"bigdit.plan has no argument {unknown[0]!r}; {nearest(unknown[0], known)}")
+    if twice := [name for name, _ in zip(known, options, strict=False) if name in named]:
+        raise TypeError(f"bigdit.plan has the argument {twice[0]!r} twice: by its place and by its name; leave one out")
     try:
         return ask(*options, **named)
     except UserError as error:

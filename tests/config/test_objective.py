@@ -67,7 +67,7 @@ def test_keys_without_a_name_are_of_flow_matching():
     [
         (
             ["objective.name=ddmp"],
-            "objective is 'ddmp', which is not known; did you mean ddpm?",
+            "objective.name is 'ddmp', which is not known; did you mean ddpm?",
         ),
         (["objective.prediction=v"], "objective.prediction: unknown key; flow_matching has none; it is of ddpm"),
         (
@@ -80,7 +80,7 @@ def test_keys_without_a_name_are_of_flow_matching():
         ),
         (
             ["objective.shift={name: linear}"],
-            "objective.shift is 'linear', which is not known; known: exponential, sqrt",
+            "objective.shift.name is 'linear', which is not known; known: exponential, sqrt",
         ),
         (
             ["objective={t_distribution: uniform, mode_scale: 1}"],

@@ -123,7 +123,7 @@ def test_all_problems_of_values_are_told_at_once():
         ("encoders.image=5", "encoders.image is 5, and keys such as name, factor, color, class_name, path, latents "
          "were expected"),
         ("encoders.image={}", "encoders.image is {}, and a mapping with a name was expected"),
-        ("encoders.image.name=foo", "encoders.image is 'foo', which is not known; known: identity, vae"),
+        ("encoders.image.name=foo", "encoders.image.name is 'foo', which is not known; known: identity, vae"),
         ("model.kwargs=5", "model.kwargs is 5, and a mapping of keys to values was expected"),
         ("model.kwargs={1: 2}", "model.kwargs.1: this key is no text; put quotes around it"),
     ],
