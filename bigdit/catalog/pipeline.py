@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -60,7 +61,8 @@ _RATIOS: dict[str, Callable[[dict[str, Any]], _Ratios]] = {
 def pipeline_folder(config: Path) -> Path | None:
     """The pipeline's folder that the folder of a transformer's config.json lies in; None where it lies in none."""
     folder = config.absolute().parent.parent
-    return folder if (folder / INDEX).is_file() or (folder / "vae" / CONFIG).is_file() else None
+    there = any(os.path.isfile(file) for file in (folder / INDEX, folder / "vae" / CONFIG))  # False for a name too long
+    return folder if there else None
 
 
 # What a class takes where an older config.json does not say. Source: their constructors in diffusers 0.42.1.
@@ -154,11 +156,12 @@ def _vaes() -> dict[str, Any]:
 
 
 def _known(class_name: str, ratios: tuple[int, int, int], kwargs: dict[str, Any]) -> str | None:
-    """The catalogue's VAE of that class and shape whose arguments are all among these."""
+    """The catalogue's VAE of that class and shape whose arguments, where they are known, are all among these."""
     for name, vae in _vaes().items():
-        shape = vae["downsample"], vae["temporal_downsample"], vae["latent_channels"]
-        said = vae["kwargs"] or {}
-        if (vae["class_name"], shape) == (class_name, ratios) and said == {key: kwargs.get(key) for key in said}:
+        shape, said = (vae["downsample"], vae["temporal_downsample"], vae["latent_channels"]), vae["kwargs"]
+        if said is None or (vae["class_name"], shape) != (class_name, ratios):
+            continue
+        if said == {key: kwargs.get(key) for key in said}:
             return str(name)
     return None
 

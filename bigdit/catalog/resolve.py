@@ -13,6 +13,7 @@ from bigdit.documents import parse_json, read_file
 from bigdit.errors import UserError
 from bigdit.spec import ModelSpec
 
+INDEX = "model_index.json"
 TRANSFORMER = "transformer"
 """The folder of a transformer in a pipeline's, in diffusers' layout."""
 
@@ -69,7 +70,8 @@ def _sensible(spec: ModelSpec) -> ModelSpec:
 
 
 def config_file(path: Path) -> Path:
-    """The config.json of the transformer at `path`, which may be that file, its folder, or a pipeline's."""
+    """The config.json of the transformer at `path`, which may be it, its folder, or a pipeline's or its index."""
+    path = path.parent if path.name == INDEX else path
     if not os.path.isdir(path):  # False for a name that no file can have, where Path.is_dir raises
         return path
     inner = path / TRANSFORMER / "config.json"

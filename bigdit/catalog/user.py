@@ -9,7 +9,7 @@ from typing import Any
 from bigdit.catalog.families import FAMILIES, Inputs
 from bigdit.catalog.models import CatalogModel, TextInput, Vae, model, models
 from bigdit.catalog.names import refusal
-from bigdit.catalog.pipeline import folder_vae, index_of, pipeline_folder, text_widths
+from bigdit.catalog.pipeline import CONFIG, config_of, folder_vae, index_of, pipeline_folder, text_widths
 from bigdit.catalog.resolve import config_file, read_model_config
 from bigdit.errors import UserError, nearest
 from bigdit.spec import ModelSpec
@@ -43,7 +43,7 @@ def user_model(path: Path) -> CatalogModel:
     """
     file = config_file(path)
     folder = pipeline_folder(file)
-    _check_transformer(path, folder if file.is_file() else path)
+    _check_transformer(path, path if os.path.isdir(path) and not os.path.isfile(file) else folder)
     spec = read_model_config(path)
     if spec.class_name not in FAMILIES:
         why = refusal("model", spec.class_name) or f"; {nearest(spec.class_name, FAMILIES)}"
@@ -64,7 +64,10 @@ def user_model(path: Path) -> CatalogModel:
         made = of_arguments(spec, own)
     except UserError as error:
         raise UserError(*(f"{path}: {line}" for line in error.problems)) from None
-    return made.model_copy(update={"source": (str(path),), "pipeline": None if folder is None else str(folder)})
+    pipeline, assumed = None if folder is None else str(folder), made.unverified
+    if folder is not None and own is None and (other := config_of(folder / "vae" / CONFIG).get("_class_name")):
+        assumed = f"vae/config.json is of {other}, which is not known here: {assumed}"
+    return made.model_copy(update={"source": (str(path),), "pipeline": pipeline, "unverified": assumed})
 
 
 def of_arguments(spec: ModelSpec, own: Vae | None = None) -> CatalogModel:
@@ -87,7 +90,7 @@ def _read(spec: ModelSpec, inputs: Inputs, sibling: CatalogModel, own: Vae | Non
         "patch_size": _patch_size(spec, inputs, sibling),
         "patch_frames": _whole("patch_size_t", spec.kwargs.get("patch_size_t") or 1),
         "resolution": _resolution(spec, vae, sibling),
-        "unverified": _assumed(None if own else vae, text, sibling),
+        "unverified": _assumed(None if own else vae, None if inputs.text_tokens in spec.kwargs else text, sibling),
     }
 
 
@@ -105,9 +108,10 @@ def _check_together(
 ) -> None:
     """Raise UserError where the VAE's latents, or the text encoders' states, are none that the transformer takes."""
     problems = []
-    taken = spec.kwargs.get("in_channels", sibling.spec.kwargs.get("in_channels"))
-    more = sibling.spec.kwargs.get("in_channels") not in (None, _packed(sibling.vae, inputs))  # than latents
-    if vae is not None and taken is not None and not more and taken != _packed(vae, inputs):
+    usual = _packed(sibling.vae, inputs)
+    taken = spec.kwargs.get("in_channels", sibling.spec.kwargs.get("in_channels", usual))
+    more = sibling.spec.kwargs.get("in_channels") not in (None, usual)  # than latents
+    if vae is not None and not more and taken != _packed(vae, inputs):
         how = f" in patches of {PACKING} × {PACKING}" if inputs.packs else ""
         problems.append(
             f"transformer/config.json has in_channels {taken}, and vae/config.json gives "

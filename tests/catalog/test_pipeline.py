@@ -15,7 +15,7 @@ PIPELINES = {name: entry["model"] for name, entry in document()["repositories"].
 
 
 @pytest.mark.parametrize("name", ["Efficient-Large-Model/Sana_1600M_1024px_diffusers", "black-forest-labs/FLUX.1-dev"])
-@pytest.mark.parametrize("place", ["", "transformer", "transformer/config.json"])
+@pytest.mark.parametrize("place", ["", "transformer", "transformer/config.json", "model_index.json"])
 def test_a_pipelines_folder_is_a_model_of_its_own(name, place, tmp_path):
     folder, known = pipeline_folder(tmp_path / "mine", name), model(PIPELINES[name])
     found = find_model(str(folder / place))
@@ -42,7 +42,7 @@ def test_the_vae_is_the_folders_own(tmp_path):
 
 def test_what_cannot_go_together_is_refused_with_both_sides(tmp_path):
     folder = pipeline_folder(tmp_path / "odd", "black-forest-labs/FLUX.1-dev")
-    changed(folder / "transformer/config.json", in_channels=64, joint_attention_dim=4096)
+    changed(folder / "transformer/config.json", joint_attention_dim=4096)  # in_channels is left to the class
     changed(folder / "vae/config.json", latent_channels=4)
     changed(folder / "text_encoder_2/config.json", d_model=2048)
     with pytest.raises(UserError) as error:
@@ -73,8 +73,16 @@ def test_a_vae_of_an_unknown_class_is_said_to_be_assumed(tmp_path):
     changed(folder / "vae/config.json", _class_name="AutoencoderOfMine")
     unverified = user_model(folder).unverified
     assert unverified == (
-        "the VAE (dc-ae-f32c32-sana, 32 × 32 pixels a latent) and 300 text tokens, taken from sana-600m-512"
+        "vae/config.json is of AutoencoderOfMine, which is not known here: the VAE (dc-ae-f32c32-sana, 32 × 32 pixels "
+        "a latent) and 300 text tokens, taken from sana-600m-512"
     )
+
+
+def test_a_vae_whose_arguments_are_no_known_ones_has_no_known_name(tmp_path):
+    """As CogView4's, of whose arguments the catalogue knows none."""
+    folder = pipeline_folder(tmp_path / "own", "black-forest-labs/FLUX.1-dev")
+    changed(folder / "vae/config.json", scaling_factor=0.5)
+    assert user_model(folder).vae.name == "the VAE of own"
 
 
 def test_a_u_net_is_called_one(tmp_path):

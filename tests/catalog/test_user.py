@@ -48,6 +48,21 @@ def test_what_differs_from_the_sibling_is_read_from_the_config(tmp_path):
     assert batch_shape(user, 512) == BatchShape(latents=(32, 64, 64), text=(512, 2048))
 
 
+def test_as_many_text_tokens_as_the_config_says(tmp_path):
+    hunyuan = model("hunyuandit-v1.2").spec.kwargs | {"text_len_t5": 100}
+    user = find_model(str(written(tmp_path / "short-text", "HunyuanDiT2DModel", hunyuan)))
+    assert batch_shape(user).text == (100, 2048)
+    assert "tokens" not in user.unverified
+
+
+def test_what_is_no_transformer_is_called_what_it_is(tmp_path):
+    vae = written(tmp_path / "vae", "AutoencoderKL", {})
+    with pytest.raises(UserError, match=r"no family adapter drives 'AutoencoderKL': it is a VAE, and plans are of the"):
+        find_model(str(vae))
+    with pytest.raises(UserError, match=r"^x{300}\.json cannot be read: File name too long"):
+        find_model(f"{'x' * 300}.json")
+
+
 def test_a_name_is_still_a_name():
     assert find_model("DiT-XL/2").name == "dit-xl-2"
     with pytest.raises(UserError, match=r"model 'sana-160m' is not in the catalogue"):
