@@ -38,9 +38,9 @@ _SPANS = ((86_400, "days"), (3_600, "h"), (60, "min"), (1, "s"), (1e-3, "ms"))
 
 
 def number(value: float) -> str:
-    """Three digits, or all before the point: 0.043, 1.25, 38.5, 1,208."""
+    """Three digits, or all before the point, and two of what is below one: 0.043, 0.40, 1.25, 38.5, 1,208."""
     digits = 0 if value >= 100 else 1 if value >= 10 else 2
-    return f"{value:,.{digits}f}" if value >= 1 or not value else f"{value:.2g}"
+    return f"{value:,.{digits}f}" if value >= 1 or not value else f"{value:#.2g}"
 
 
 def between(interval: Interval, unit: float = 1) -> str:

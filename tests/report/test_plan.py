@@ -402,6 +402,10 @@ def test_ranges_of_time_in_the_unit_of_their_middle(low, high, text):
     assert words.span(Interval(low=low, high=high)) == text
 
 
+def test_what_is_below_one_has_two_figures():
+    assert words.between(Interval(low=0.0951, high=0.4)) == "0.095–0.40"
+
+
 @given(st.integers(0, 1 << 50), st.integers(0, 1 << 50))
 def test_ranges_of_bytes_name_their_unit_once_where_it_is_one(one, other):
     low, high = sorted((one, other))

@@ -88,7 +88,8 @@ def proposals(question: Question) -> tuple[list[Proposal], list[Rejected]]:
         if least > question.gpu.usable_bytes and question.pins.engine is None:
             what = "weights and gradients" if COPIES[engine] > 1 else "the weights"
             reason = f"{what} alone take {gib(least)} of the card's {gib(question.gpu.usable_bytes)}"
-            left_out.append(Rejected(choice=_engine_title(question, engine), reason=reason))
+            whole = ", all weights on the card" if engine == "single" else ""
+            left_out.append(Rejected(choice=f"{_engine_title(question, engine)}{whole}", reason=reason))
             continue
         base: Proposal | None = None
         for settings in _settings(question, engine):

@@ -130,7 +130,7 @@ def test_adapters_are_proposed_over_every_base_that_the_engine_takes() -> None:
 def test_what_cannot_hold_weights_and_gradients_is_not_rehearsed() -> None:
     found, _ = proposals(question("flux.1-dev", "rtx-4090"))
     assert {each.strategy.engine for each in found if each.last_resort < 2} == {"deepspeed", "fsdp2"}
-    assert reasons(question("flux.1-dev", "rtx-4090"))["one process"] == (
+    assert reasons(question("flux.1-dev", "rtx-4090"))["one process, all weights on the card"] == (
         "weights and gradients alone take 44.34 GiB of the card's 23.60 GiB"
     )
 
