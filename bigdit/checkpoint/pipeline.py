@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bigdit import objectives
+from bigdit import models, objectives
 from bigdit.catalog.families import objective_of
 from bigdit.catalog.pipeline import INDEX, config_of, index_of
 from bigdit.checkpoint.folder import Checkpoint
@@ -57,7 +57,10 @@ def pipeline_of(checkpoint: Checkpoint) -> Pipeline | str:
     if index.get(_TRANSFORMER) != ["diffusers", spec.class_name]:
         return f"{base / INDEX} has no {spec.class_name} as its transformer"
     if run.train.lora is not None:
-        return f"adapters are loaded over {base}, by its pipeline's load_lora_weights"
+        loader = models.loaded_by(spec.class_name, index.get("_class_name"))
+        if loader is None:
+            return f"diffusers loads no adapters of {spec.class_name}; `bigdit sample` draws with them"
+        return f"adapters are loaded over {base}, by {loader}"
     wanted = [name for name, entry in index.items() if _is_part(entry) and name not in (_TRANSFORMER, _SCHEDULER)]
     parts = {name: base / name for name in wanted}
     if isinstance(run.encoders.image, VaeCodec) and _VAE in parts:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
+import diffusers
 import torch
 from safetensors.torch import save_file
 
@@ -24,6 +25,15 @@ def save_adapters(folder: Path, spec: LoraSpec, weights: Iterable[tuple[str, tor
     described = json.dumps({PREFIX + key: value for key, value in config.items()})
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / FILE, metadata={"format": "pt", "lora_adapter_metadata": described})
+
+
+def loaded_by(class_name: str, pipeline: str | None) -> str | None:
+    """What of diffusers loads adapters of a class: its pipeline, or it alone; None where nothing does."""
+    if not hasattr(getattr(diffusers, class_name, None), "load_lora_adapter"):
+        return None  # whatever the pipeline has is a U-Net's
+    if hasattr(getattr(diffusers, pipeline or "", None), "load_lora_weights"):
+        return f"{pipeline}'s load_lora_weights"
+    return f"{class_name}'s load_lora_adapter"
 
 
 def _name_in_file(name: str) -> str:

@@ -12,7 +12,7 @@ from training import exported, run_to
 from two_processes import answer_of_two
 from whole import full_weights
 
-from bigdit import engines
+from bigdit import engines, models
 from bigdit.config import load_run
 from bigdit.dist import World
 from bigdit.errors import UserError
@@ -182,7 +182,7 @@ import json, sys
 import torch, torch.distributed as dist
 from stepping import equipped, one_batch
 from whole import full_weights
-from bigdit import engines
+from bigdit import engines, models
 from bigdit.dist import world_from_env
 from bigdit.loader.batch import Batch
 from bigdit.objective_spec import FlowMatchingSpec
@@ -237,3 +237,17 @@ def test_sharded_engines_train_the_same_adapters(tmp_path):
         losses, names = alone["dora" in name]
         assert found["losses"] == pytest.approx(losses, rel=3e-3)  # engines/test_curves.py says why
         assert found["names"] == names
+
+
+@pytest.mark.parametrize(
+    ("class_name", "pipeline", "loader"),
+    [
+        ("SanaTransformer2DModel", "SanaPipeline", "SanaPipeline's load_lora_weights"),
+        ("HunyuanVideo15Transformer3DModel", "HunyuanVideo15Pipeline", "HunyuanVideo15Transformer3DModel's load_"),
+        ("PRXTransformer2DModel", "PRXPipeline", None),  # whose load_lora_weights is of a U-Net
+        ("PaperDiT", None, None),
+    ],
+)
+def test_what_of_diffusers_loads_adapters_is_known(class_name, pipeline, loader):
+    found = models.loaded_by(class_name, pipeline)
+    assert found is None if loader is None else found.startswith(loader)
