@@ -4,10 +4,13 @@ import inspect
 import re
 
 import pytest
-from commands import bigdit
+from commands import ROOT, bigdit
 from reference import commands, kind, pages, sections
 
+from bigdit.catalog.gpus import gpus
+from bigdit.catalog.models import models
 from bigdit.config.run import RunConfig
+from bigdit.encoders.recipes import RECIPES
 from bigdit.spec import Strategy
 
 SECTIONS = {name: model for name, (_, model) in sections(RunConfig).items()} | {"Strategy": Strategy}
@@ -50,3 +53,14 @@ def test_every_command_and_option_is_there():
 )
 def test_types_are_words(part, words):
     assert kind(part) == words
+
+
+def test_what_works_is_counted_as_it_is():
+    first, table = (ROOT / "README.md").read_text(), (ROOT / "docs/works.md").read_text()
+    classes = {model.spec.class_name for model in models()}
+    assert f"Plans: {len(models())} transformers, image and video, and {len(gpus())} cards" in first
+    assert (
+        f"| all {len(models())} of the catalogue, image and video, and any config of their {len(classes)} classes |"
+        in table
+    )
+    assert f"the text encoders of {len(RECIPES)} diffusers pipelines |" in table
