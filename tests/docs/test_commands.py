@@ -10,7 +10,7 @@ import typer
 from carried import FIRST
 from commands import DIGITS, ROOT, bigdit, run_command
 from pipeline_folders import pipeline_folder
-from reader import reader_folder, run_there
+from reader import classes_folder, ddpm_folder, planned_folder, reader_folder, run_there
 from reference import commands
 
 from bigdit.config import load_run
@@ -76,18 +76,44 @@ def agrees(output, printed):
     return re.fullmatch(r"(?:.*\n)*?".join(map(re.escape, parts)), printed) is not None
 
 
+EXTRACT, TRAIN = "bigdit extract --config my.yaml", "bigdit train --config my.yaml"
+
+
 @pytest.fixture(scope="module")
 def reader(tmp_path_factory, pictures):
     """The folder of a reader who has extracted and trained, as pages say it, and what these two commands came to."""
-    folder = reader_folder(tmp_path_factory.mktemp("docs") / "reader", pictures)
-    before = ("bigdit extract --config my.yaml", "bigdit train --config my.yaml")
+    return done_in(reader_folder(tmp_path_factory.mktemp("docs") / "reader", pictures), EXTRACT, TRAIN)
+
+
+@pytest.fixture(scope="module")
+def ddpm(reader):
+    return done_in(ddpm_folder(reader[0].with_name("ddpm"), reader[0]), TRAIN)
+
+
+@pytest.fixture(scope="module")
+def planned(reader):
+    return done_in(planned_folder(reader[0].with_name("planned"), reader[0]))
+
+
+@pytest.fixture(scope="module")
+def classes(tmp_path_factory, pictures):
+    return done_in(classes_folder(tmp_path_factory.mktemp("docs") / "classes", pictures), EXTRACT, TRAIN)
+
+
+def done_in(folder, *before):
+    """A reader's folder, and what came of the commands that are run there first."""
     return folder, {text: run_there(folder, shlex.split(text)) for text in before}
 
 
+OTHERS = {"--sampler": "ddpm", "--plan": "planned", "--label": "classes"}
+"""Readers whose my.yaml is another run, by the option that is of theirs."""
+
+
 def reading(command, found):
-    """It is run as it stands, in the folder of a reader whose my.yaml is a tiny run of the digits, and ends well."""
+    """It is run as it stands, in the folder of a reader whose runs are tiny ones of the digits, and ends well."""
     folder, done_before = found
     assert {*done_before} <= {each.text for each in ALL}
+    assert all(done.returncode == 0 for done in done_before.values()), done_before
     done = done_before.get(command.text) or run_there(folder, command.words)
     assert done.returncode == 0, done.stderr
 
@@ -200,9 +226,10 @@ def test_a_command_does_what_stands_there(command, tmp_path, monkeypatch):
 
 @pytest.mark.xdist_group("reader")  # one worker has the folder, and the commands their order
 @pytest.mark.parametrize("command", READ, ids=named)
-def test_a_reader_gets_what_stands_there(command, reader):
+def test_a_reader_gets_what_stands_there(command, request):
     assert not command.output, "nothing holds this output"
-    reading(command, reader)
+    who = next((OTHERS[word] for word in command.words if word in OTHERS), "reader")
+    reading(command, request.getfixturevalue(who))
 
 
 def test_all_that_is_said_of_commands_is_of_some():

@@ -1,12 +1,28 @@
-"""The folder of somebody who follows the pages: pictures, and runs of theirs as small as can be."""
+"""The folders of people who follow the pages: pictures, and runs of theirs as small as can be."""
 
 from __future__ import annotations
 
+import os
 import shutil
+from pathlib import Path
 
 import warm
 import yaml
-from commands import BIN, DIGITS, SINGLE, TINY, environment_with
+from commands import BIN, DIGITS, ROOT, SINGLE, TINY, environment_with
+from plan_files import TINY_KWARGS, plan_of, write
+
+from bigdit.recipes.recipe import recipe
+from bigdit.rehearse.card.client import cuda_python
+
+RECIPES = {
+    "sana-1600m-a40": ("data.features=features/sana",),
+    "sana-1600m-lora-rtx-3060": (
+        "data.features=features/my",
+        "model.init_from=runs/my/checkpoints/step-00000008",
+        "train.lora={rank: 2}",
+    ),
+}
+"""Those that pages extract and train: what a tiny run has of each beside its name and output."""
 
 SET = (
     *TINY,
@@ -18,16 +34,72 @@ SET = (
     "data.part_size=null",
 )
 
+SCRIPT = """
+import argparse, pathlib, torch
+from huggingface_hub import snapshot_download
+parser = argparse.ArgumentParser()
+parser.add_argument("--pretrained_model_name_or_path")
+folder = pathlib.Path(snapshot_download(parser.parse_known_args()[0].pretrained_model_name_or_path))
+assert (folder / "transformer/diffusion_pytorch_model.safetensors").exists()
+model = torch.nn.Linear(64, 64, device="cuda")
+optimizer = torch.optim.AdamW(model.parameters())
+while True:
+    model(torch.ones(1, 64, device="cuda")).sum().backward()
+    optimizer.step()
+"""
+"""In the place of diffusers' example, whose weights are laid out as for that one."""
+
 
 def reader_folder(folder, pictures):
-    """`pictures`, `my.yaml` with features/my and runs/my, and `run.yaml`, which has two stages."""
+    """`pictures`, `my.yaml` with features/my and runs/my, `run.yaml`, which has two stages, and RECIPES."""
     folder.mkdir()
     (folder / "pictures").symlink_to(pictures)
+    (folder / "train_dreambooth_lora_sana.py").write_text(SCRIPT)
     my = _run(*SET, "data.features=features/my", "output=runs/my")
     stages = [{"data": {"features": "features/my"}, "train": {"steps": steps}} for steps in (2, 3)]
     progressive = _run(*SET, "train.steps=null", "output=runs/progressive") | {"stages": stages}
-    for name, document in (("my.yaml", my), ("run.yaml", progressive)):
-        (folder / name).write_text(yaml.safe_dump(document))
+    of_recipes = {
+        name: _run(*SET, "train.ema=null", "train.snapshot_every=null", f"output={recipe(name).run['output']}", *own)
+        for name, own in RECIPES.items()
+    }
+    _write(folder, my=my, run=progressive, **of_recipes)
+    return folder
+
+
+def ddpm_folder(folder, reader):
+    """`my.yaml` of another objective, over the features of that reader."""
+    folder.mkdir()
+    (folder / "features").symlink_to(reader / "features")
+    _write(folder, my=_run(*SET, "objective={name: ddpm}", "data.features=features/my", "output=runs/my"))
+    return folder
+
+
+def planned_folder(folder, reader):
+    """`my.yaml` without what a plan decides, and two plans of one process."""
+    folder.mkdir()
+    (folder / "features").symlink_to(reader / "features")
+    my = _run("engine=null", "model=null", "optimizer={lr: 2.0e-3}", "train={steps: 3, warmup_steps: 1}")
+    _write(folder, my=my | {"output": "runs/my", "data": my["data"] | {"features": "features/my"}})
+    (folder / "plans").mkdir()
+    for name in ("sana", "flux"):
+        write(plan_of(kwargs=TINY_KWARGS), folder / "plans" / name)
+    return folder
+
+
+def classes_folder(folder, pictures):
+    """`my.yaml` of a model of two classes, whose pictures lie in a folder a class."""
+    names = ("n01440764", "n01443537")
+    for name in names:
+        (folder / "classes" / name).mkdir(parents=True)
+    for number, picture in enumerate(sorted(Path(pictures).glob("*.png"))[:32]):
+        shutil.copy(picture, folder / "classes" / names[number % 2])
+    my = _run(
+        *("model.kwargs.hidden_size=16", "model.kwargs.depth=1", "model.kwargs.num_classes=2"),
+        *("train.steps=2", "train.warmup_steps=0", "train.micro_batch_size=8", "data.part_size=null"),
+        *("data.images={path: classes, label: folder}", "data.features=features/my", "output=runs/my"),
+        of=ROOT / "launch/recipes/digits-classes.yaml",
+    )
+    _write(folder, my=my)
     return folder
 
 
@@ -36,12 +108,18 @@ def run_there(folder, words, timeout=300):
     stdout, stderr and returncode."""
     for made in ("exported", "samples"):
         shutil.rmtree(folder / made, ignore_errors=True)
-    return warm.run([str(BIN / words[0]), *words[1:]], [environment_with({})], folder, timeout)
+    path = f"{cuda_python().parent}:{os.environ['PATH']}"  # what is emulated has the CUDA build of torch
+    return warm.run([str(BIN / words[0]), *words[1:]], [environment_with({"PATH": path})], folder, timeout)
 
 
-def _run(*changed):
+def _write(folder, **documents):
+    for name, document in documents.items():
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(document))
+
+
+def _run(*changed, of=DIGITS):
     """The digits' run with so much changed; null leaves a key out."""
-    document = yaml.safe_load(DIGITS.read_text())
+    document = yaml.safe_load(of.read_text())
     for each in changed:
         path, _, text = each.partition("=")
         *sections, key = path.split(".")
