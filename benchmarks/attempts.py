@@ -5,6 +5,7 @@ python benchmarks/attempts.py [HOW MANY]
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import sys
 import time
@@ -44,4 +45,6 @@ def main(count: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]) if len(sys.argv) > 1 else 1000))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("count", type=int, nargs="?", default=1000, metavar="HOW MANY")
+    sys.exit(main(parser.parse_args().count))

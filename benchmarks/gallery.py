@@ -8,6 +8,7 @@ ones are those of gallery.json, and curves that it has are not run again.
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -206,12 +207,15 @@ def draw_all(found: Sequence[Cell]) -> None:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--keep", action="store_true", help="run what gallery.json lacks alone, and draw the pictures")
+    keep = parser.parse_args().keep
     text = PAGE.read_text()
     if MARK not in text:
         raise UserError(f"{PAGE} has no line {MARK}, below which the tables go")
-    kept = [Cell.model_validate(each) for each in json.loads(FOUND.read_text())] if "--keep" in sys.argv[1:] else []
-    found = {cell.asked: cell for cell in kept}
-    for cell in cells(kept):
+    before = [Cell.model_validate(each) for each in json.loads(FOUND.read_text())]
+    found = {cell.asked: cell for cell in before}  # until a cell is found anew
+    for cell in cells(before if keep else []):
         found[cell.asked] = cell
         print(f"{cell.model}, {cell.gpus} × {cell.gpu}, {cell.way}: {cell.largest}", flush=True)
         write_json(FOUND, [each.model_dump(mode="json") for each in found.values()])

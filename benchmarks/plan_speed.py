@@ -6,6 +6,7 @@ python benchmarks/plan_speed.py [PART OF A MODEL'S NAME]
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import ctypes
 import json
@@ -82,4 +83,6 @@ def _processors() -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1] if len(sys.argv) > 1 else ""))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("wanted", nargs="?", default="", metavar="PART OF A MODEL'S NAME")
+    sys.exit(main(parser.parse_args().wanted))

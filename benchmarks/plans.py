@@ -8,6 +8,7 @@ attempts is not asked again, so that an interrupted run goes on; of some questio
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -150,4 +151,6 @@ def main(wanted: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(" ".join(sys.argv[1:])))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("wanted", nargs="*", metavar="PART OF A QUESTION")
+    sys.exit(main(" ".join(parser.parse_args().wanted)))

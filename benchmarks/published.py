@@ -9,9 +9,9 @@ comes nearest to what was run, or why none does. It is a report: nothing in bigd
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
-import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -172,4 +172,9 @@ def _document(rows: list[dict[str, Any]], lines: list[str], errors: dict[str, li
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("wanted", nargs="*", metavar="ID")
+    asked = parser.parse_args().wanted
+    if unknown := {*asked} - {row["id"] for row in json.loads((HERE / "published.json").read_text())}:
+        parser.error(f"no ID is called {', '.join(sorted(unknown))}")
+    main(asked)

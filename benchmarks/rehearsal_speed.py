@@ -5,9 +5,9 @@ python benchmarks/rehearsal_speed.py [PART OF A NAME]
 
 from __future__ import annotations
 
+import argparse
 import os
 import resource
-import sys
 import tempfile
 import time
 
@@ -66,6 +66,9 @@ def main(wanted: str) -> int:
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("wanted", nargs="?", default="", metavar="PART OF A NAME")
+    part = parser.parse_args().wanted
     with tempfile.TemporaryDirectory() as folder:
         os.environ["BIGDIT_CACHE"] = folder
-        raise SystemExit(main(sys.argv[1] if len(sys.argv) > 1 else ""))
+        raise SystemExit(main(part))

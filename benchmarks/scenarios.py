@@ -8,6 +8,7 @@ cases are answered and printed, and nothing is written.
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
 from pathlib import Path
@@ -73,4 +74,6 @@ def _say(line: str) -> None:
 
 
 if __name__ == "__main__":
-    main([int(each) for each in sys.argv[1:]])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("wanted", type=int, nargs="*", metavar="NUMBER")
+    main(parser.parse_args().wanted)

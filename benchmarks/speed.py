@@ -8,8 +8,8 @@ differs in it. It is a report: no constant of the roofline is fitted to it. No r
 
 from __future__ import annotations
 
+import argparse
 import statistics
-import sys
 from pathlib import Path
 
 from claims.speed import CLAIMS, OUTSIDE, Claim
@@ -136,4 +136,9 @@ def _document(found: list[tuple[Claim, StepTime]]) -> str:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("wanted", nargs="*", metavar="ID")
+    asked = parser.parse_args().wanted
+    if unknown := {*asked} - {claim.name for claim in CLAIMS}:
+        parser.error(f"no ID is called {', '.join(sorted(unknown))}")
+    main(asked)

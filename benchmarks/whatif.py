@@ -8,6 +8,7 @@ another of micro-batch and recomputed blocks, none of which ran before. The page
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import os
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 
-def main(model: str = "sana-1600m", gpu: str = "a40", count: str = "20") -> int:
+def main(model: str, gpu: str, count: int) -> int:
     """Two lines, of both kinds; the first question's answer, which waits for the libraries, is said beside them."""
     with tempfile.TemporaryDirectory() as cache:
         command = [Path(sys.executable).with_name("bigdit"), "whatif", "--model", model, "--gpu", gpu, "--no-browser"]
@@ -30,7 +31,7 @@ def main(model: str = "sana-1600m", gpu: str = "a40", count: str = "20") -> int:
         try:
             assert server.stdout is not None
             url = server.stdout.readline().strip()
-            _measure(url, int(count))
+            _measure(url, count)
         finally:
             server.terminate()
             server.wait()
@@ -73,4 +74,8 @@ def _seconds(url: str, start: dict[str, Any], size: int, blocks: int) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", default="sana-1600m")
+    parser.add_argument("gpu", nargs="?", default="a40")
+    parser.add_argument("count", type=int, nargs="?", default=20, metavar="HOW MANY")
+    sys.exit(main(**vars(parser.parse_args())))

@@ -55,6 +55,13 @@ def layers():
     return sorted([*PACKAGE.rglob("__init__.py"), *(file for file in alone if file.exists())])
 
 
+def test_scripts_that_are_asked_for_help_run_nothing():
+    """All parse what they are asked for; the referee refuses what it does not know."""
+    scripts = {file: file.read_text() for file in (ROOT / "benchmarks").glob("*.py")}
+    started = {file.stem for file, text in scripts.items() if "__main__" in text and "ArgumentParser(" not in text}
+    assert started == {"referee"}
+
+
 def test_no_two_files_import_each_other():
     graph = grimp.build_graph("bigdit")
     imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}

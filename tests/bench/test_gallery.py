@@ -5,7 +5,7 @@ import random
 
 import gallery
 import pytest
-from commands import bigdit
+from commands import ROOT, bigdit
 
 from bigdit import catalog
 from bigdit.bench.memory import Curve
@@ -63,6 +63,30 @@ def test_what_is_kept_is_not_run_again(tmp_path, monkeypatch):
     monkeypatch.setattr(gallery, "PICTURES", tmp_path)
     gallery.draw_all(CELLS)
     assert {file.stem for file in tmp_path.iterdir()} == {*gallery.MODELS}
+
+
+def test_cells_stay_until_they_are_found_anew(tmp_path, monkeypatch):
+    """Also where the command is interrupted; and who asks for its help runs nothing."""
+    kept = tmp_path / "gallery.json"
+    kept.write_bytes(gallery.FOUND.read_bytes())
+    monkeypatch.setattr(gallery, "FOUND", kept)
+
+    def interrupted(known):
+        assert known == []
+        yield CELLS[0].model_copy(update={"largest": 1})
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gallery, "cells", interrupted)
+    monkeypatch.setattr("sys.argv", ["gallery.py", "--help"])
+    with pytest.raises(SystemExit):
+        gallery.main()
+    assert kept.read_bytes() == (ROOT / "benchmarks/gallery.json").read_bytes()
+    monkeypatch.setattr("sys.argv", ["gallery.py"])
+    with pytest.raises(KeyboardInterrupt):
+        gallery.main()
+    first, *others = (gallery.Cell.model_validate(each) for each in json.loads(kept.read_text()))
+    assert first.largest == 1
+    assert others == CELLS[1:]
 
 
 @pytest.mark.slow
