@@ -67,7 +67,7 @@ def _with_memory(card: Gpu, memory: str) -> Gpu:
     if not low <= asked <= high:
         raise UserError(
             f"--gpu-memory {memory} is {gib(asked)}, and the {card.name}, of {card.total_mib} MiB, can have "
-            f"{low // MIB} to {high // MIB} MiB"
+            f"{-(-low // MIB)} to {high // MIB} MiB"
         )
     mib = asked // MIB
     if (card.usable_mib + card.total_mib) / 2 < mib <= card.total_mib:

@@ -110,8 +110,8 @@ def test_the_total_of_nvidia_smi_is_taken_with_a_warning(capsys):
 @pytest.mark.parametrize(
     ("name", "memory", "message"),
     [
-        ("a40", "500GiB", "--gpu-memory 500GiB is 500.00 GiB, and the a40, of 46068 MiB, can have 5758 to 96742 MiB"),
-        ("a40", "1GB", "--gpu-memory 1GB is 0.93 GiB, and the a40, of 46068 MiB, can have 5758 to 96742 MiB"),
+        ("a40", "500GiB", "--gpu-memory 500GiB is 500.00 GiB, and the a40, of 46068 MiB, can have 5759 to 96742 MiB"),
+        ("a40", "1GB", "--gpu-memory 1GB is 0.93 GiB, and the a40, of 46068 MiB, can have 5759 to 96742 MiB"),
         (
             "a40",
             "46068",
@@ -160,7 +160,7 @@ def test_every_memory_is_taken_as_it_is_or_refused(name, mib):
         taken = resolve_gpu(name, f"{mib}MiB")
         assert taken.usable_mib == mib <= taken.total_mib
     else:
-        with pytest.raises(UserError, match=rf"can have {card.total_mib // 8} to \d+ MiB$"):
+        with pytest.raises(UserError, match=rf"can have {-(-card.total_mib // 8)} to \d+ MiB$"):
             resolve_gpu(name, f"{mib}MiB")
 
 
