@@ -97,6 +97,13 @@ def test_a_page_says_first_that_memory_ran_out_on_the_way() -> None:
     assert "<strong>ended well</strong> <span>after memory ran out once on the way: the process takes" in page(of)
 
 
+def test_a_process_of_a_command_that_failed_is_not_said_to_have_ended_well() -> None:
+    assert "<td>well</td>" in page(emulation(run({})))
+    failed = page(emulation(run({}, status=9)))
+    assert "<td>by itself</td>" in failed
+    assert "<td>well</td>" not in failed
+
+
 def test_a_traceback_is_the_scripts_own_lines_from_outside_in() -> None:
     (oom,) = run({"out_of_memory": [OOM], "out_of_memory_count": 1}).accounts[0].out_of_memory
     assert [line.name for line in own_lines(oom)] == ["<module>", "[link=x]<b>", "inner"]
