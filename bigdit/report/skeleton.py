@@ -10,6 +10,7 @@ from bigdit.catalog import CatalogModel
 from bigdit.catalog.encoders import caption_tokens, online_encoders
 from bigdit.catalog.first_frame import takes_first_frame
 from bigdit.catalog.models import TextInput, models, repositories
+from bigdit.catalog.resolve import TRANSFORMER
 from bigdit.config.encoders import VaeCodec
 from bigdit.search.needs.parts import PART_SIZE, part_size
 from bigdit.search.plan import Plan
@@ -43,7 +44,8 @@ def skeleton(plan: Plan) -> str | None:
     known = model.params is not None  # of the catalogue; a user's own model is written out
     pipeline = model.pipeline or f"{FOLDER}/{_named(model)}"
     run = {
-        "model": {"name": model.name} if known else {"class_name": spec.class_name, "kwargs": spec.kwargs},
+        "model": ({"name": model.name} if known else {"class_name": spec.class_name, "kwargs": spec.kwargs})
+        | ({} if plan.chosen.strategy.lora is None else {"init_from": f"{pipeline}/{TRANSFORMER}"}),
         "data": {
             "images": f"{FOLDER}/pictures" if model.text else {"path": f"{FOLDER}/pictures", "label": "folder"},
             "features": "online" if online else f"{FOLDER}/features",

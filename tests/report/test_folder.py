@@ -21,6 +21,7 @@ from bigdit.report.skeleton import skeleton
 from bigdit.search import kept
 from bigdit.search.plan import Plan
 from bigdit.search.telling.record import record
+from bigdit.spec import LoraSpec
 from bigdit.speed.interval import Interval
 from bigdit.train.prepare import prepare
 
@@ -146,6 +147,14 @@ def test_a_model_of_several_texts_is_run_by_its_pipeline(made, tmp_path, name, v
     assert prepare(run, 1)[0] == plan.question.model.spec
     assert commands(plan, tmp_path)[0].words[:2] == ("bigdit", "extract")
     assert run.data.part_size == 256
+
+
+def test_adapters_are_told_where_the_weights_are_that_they_adapt(made):
+    strategy = made.chosen.strategy.model_copy(update={"lora": LoraSpec(rank=16)})
+    adapted = made.model_copy(update={"chosen": made.chosen.model_copy(update={"strategy": strategy})})
+    run, own = (yaml.safe_load(skeleton(plan)) for plan in (adapted, made))
+    assert run["model"]["init_from"] == run["encoders"]["image"]["path"].replace("/vae", "/transformer")
+    assert "init_from" not in own["model"]
 
 
 def test_large_samples_are_written_in_small_parts(made, tmp_path):
