@@ -133,7 +133,7 @@ def test_an_account_is_data_of_a_fixed_form_or_nothing() -> None:
     assert read_account(Path("absent.json")) is None
 
 
-def test_a_process_that_ran_out_of_memory_fits_only_if_it_trained_on() -> None:
+def test_a_process_that_ran_out_of_memory_fits_only_if_it_went_on() -> None:
     error = {"type": "OutOfMemoryError", "text": "CUDA out of memory", "out_of_memory": True, "frames": [LINE]}
     for fits, changed in (
         (True, {}),
@@ -144,4 +144,4 @@ def test_a_process_that_ran_out_of_memory_fits_only_if_it_trained_on() -> None:
     ):
         found = account(**changed)
         assert found is not None
-        assert found.fits is fits, changed
+        assert found.fits(ended_well=True) is fits, changed
