@@ -15,6 +15,7 @@ from bigdit.report.needs import speed
 from bigdit.report.notebook import Answer
 from bigdit.report.page import page
 from bigdit.search.question import LARGEST_MICRO_BATCH
+from bigdit.search.telling.choices import recommended
 from bigdit.spec import Strategy
 from bigdit.speed.interval import Interval
 from bigdit.speed.launches import Handed
@@ -185,6 +186,11 @@ def test_a_tight_plan_says_so(made):
         wants = words.gibs(process.low_bytes, process.high_bytes)
         said = f"TIGHT: wants {wants} of {gib(plan.question.gpu.usable_bytes)} usable: {why}, and the upper one is "
         assert f"{said}{gib(-plan.chosen.headroom_bytes)} too much" in " ".join(plans.shown(plan).split())
+
+
+def test_what_may_not_fit_is_not_called_the_fastest_that_fits(made):
+    chosen = tight(made, made.chosen.process.high_bytes - MIB).chosen
+    assert recommended(chosen, [chosen]).startswith("nothing of what was asked for is sure to fit")
 
 
 def tight(plan, usable_bytes):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -70,20 +70,22 @@ def hopeful(pool: Pool, sample: Sample, question: Question, group: Sequence[Prop
     hopes = Hopes([], [], [])
     for base in bases:
         most = question.gpu.usable_bytes - beside(question, base.strategy).low_bytes
-        on_host: list[int] = []  # of those that the card holds
+        on_host: dict[str, int] = {}  # of those that the card holds
         for each in (each for each in group if base in (each, each.base)):
             state = _state(pool, sample, question, each)
             if state is None or (state.card_bytes <= most and state.machine_bytes <= question.host_memory_bytes):
                 hopes.engines.append(base)
+                for title, taken in on_host.items():  # with those before, AdamW first, the machine has too little
+                    hopes.rejected.append(Rejected(choice=title, reason=_why(question, [taken])))
                 break
-            on_host += [state.machine_bytes] if state.card_bytes <= most else []
+            on_host |= {each.title: state.machine_bytes} if state.card_bytes <= most else {}
         else:
             hopes.short_of_host.extend([base] if on_host else [])
-            hopes.rejected.append(Rejected(choice=base.title, reason=_why(question, on_host)))
+            hopes.rejected.append(Rejected(choice=base.title, reason=_why(question, on_host.values())))
     return hopes
 
 
-def _why(question: Question, on_host: Sequence[int]) -> str:
+def _why(question: Question, on_host: Collection[int]) -> str:
     if not on_host:
         return "its state alone takes more than the card has"
     least, memory = gib(min(on_host)), gib(question.host_memory_bytes)

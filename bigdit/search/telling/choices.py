@@ -136,7 +136,7 @@ def front(
     rows = _fastest_first([*(choice for choice in rows if choice.title in titles), *ran])
     return tuple(
         choice.model_copy(
-            update={"reason": _recommended(choice, every) if choice is known[0] else _reason(choice, known[0])}
+            update={"reason": recommended(choice, every) if choice is known[0] else _reason(choice, known[0])}
         )
         for choice in rows
     )
@@ -223,10 +223,12 @@ def faster_or_slower(rate: Interval, other: Interval) -> str:
     return f"{'up to ' if middle - worst >= NONE else ''}{-worst:.0%} slower"
 
 
-def _recommended(choice: Choice, rows: Sequence[Choice]) -> str:
+def recommended(choice: Choice, rows: Sequence[Choice]) -> str:
     """Why `choice` is the recommended one among `rows`."""
     if choice.verdict == "DOES NOT FIT":
         return "what takes least of what was asked for"
+    if choice.verdict == "TIGHT":
+        return "nothing of what was asked for is sure to fit, and of what may this is preferred"
     fits = [each for each in rows if each.verdict == "FITS"]
     swaps = bool(choice.strategy.blocks_to_swap)
     numbers = [each for each in fits if each.lossless == choice.lossless]

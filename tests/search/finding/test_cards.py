@@ -303,3 +303,19 @@ def test_an_engine_whose_state_its_machine_does_not_hold_is_not_looked_at() -> N
     assert (held.engines, held.short_of_host, held.rejected) == (engines, [], [])
     needed = make_plan(asked).host.node_bytes
     assert float(said[1]) * GIB < needed < (float(said[1]) + 0.1) * GIB
+
+
+def test_of_an_engine_that_goes_on_with_another_optimizer_the_one_its_machine_does_not_hold_is_named() -> None:
+    """Why a plan is lossy, whose card has room for AdamW."""
+    asked = Question(model=SMALL, gpu=A40, resolution=(1024, 1024), pins=Pins(engine="single"))
+    sample = Sample(asked.model, asked.gpu, asked.resolution)
+    engines, _ = proposals(asked)
+    with Pool() as pool:
+        none = hopeful(pool, sample, asked.model_copy(update={"host_memory_bytes": MIB}), engines[:1])
+        said = re.match(r"its state alone takes ([\d.]+) GiB of a machine's memory", none.rejected[0].reason)
+        assert said
+        short = asked.model_copy(update={"host_memory_bytes": round((float(said[1]) - 0.01) * GIB)})
+        held = hopeful(pool, sample, short, engines)
+    assert held.engines == engines[:1]
+    assert [each.choice for each in held.rejected] == ["one process, AdamW"]
+    assert held.rejected[0].reason.startswith(said[0])
