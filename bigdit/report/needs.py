@@ -64,9 +64,9 @@ def needs(plan: Plan, *, notes: bool = True) -> dict[str, str]:
         text = gibs(data.text_bytes.low, data.text_bytes.high, like=each)
         stored = gibs(data.store_bytes.low, data.store_bytes.high)
         found["disk"] = f"{stored} for {data.images:,} encoded {samples(plan)}"
-        found["each"] = (
-            f"{size(data.latent_bytes, each)} of latents, {text} of text ({size(data.padded_text_bytes, each)} padded)"
-        )
+        found["each"] = f"{size(data.latent_bytes, each)} of latents"
+        if data.padded_text_bytes:
+            found["each"] += f", {text} of text ({size(data.padded_text_bytes, each)} padded)"
         if data.extraction_seconds is not None:
             found["encoding"] = _encoding(plan, data.extraction_seconds)
         if notes and data.notes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, get_args
 
 import yaml
@@ -10,6 +11,7 @@ from bigdit.catalog import CatalogModel
 from bigdit.catalog.encoders import caption_tokens, online_encoders
 from bigdit.catalog.first_frame import takes_first_frame
 from bigdit.catalog.models import TextInput, models, repositories
+from bigdit.catalog.pipeline import CONFIG
 from bigdit.catalog.resolve import TRANSFORMER
 from bigdit.config.encoders import VaeCodec
 from bigdit.search.needs.parts import PART_SIZE, part_size
@@ -42,7 +44,8 @@ def skeleton(plan: Plan) -> str | None:
     vae_dtype, text_dtype = _dtypes(plan) if online else ({}, {})
     spec, steps = model.spec, plan.run.steps if plan.run else _STEPS
     known = model.params is not None  # of the catalogue; a user's own model is written out
-    pipeline = model.pipeline or f"{FOLDER}/{_named(model)}"
+    named = f"{FOLDER}/{_named(model)}"
+    pipeline, vae = model.pipeline or named, named if model.pipeline is None or _vae_lent(model) else model.pipeline
     run = {
         "model": ({"name": model.name} if known else {"class_name": spec.class_name, "kwargs": spec.kwargs})
         | ({} if plan.chosen.strategy.lora is None else {"init_from": f"{pipeline}/{TRANSFORMER}"}),
@@ -54,7 +57,7 @@ def skeleton(plan: Plan) -> str | None:
             **_part_size(plan),
         },
         "encoders": {
-            "image": {"name": "vae", "class_name": model.vae.class_name, "path": f"{pipeline}/vae", **vae_dtype},
+            "image": {"name": "vae", "class_name": model.vae.class_name, "path": f"{vae}/vae", **vae_dtype},
             **({} if model.text is None else {"text": _text(pipeline, model.text) | text_dtype}),
             **_first_frame(pipeline, model),
         },
@@ -120,6 +123,10 @@ def _notes(plan: Plan) -> list[str]:
     notes = []
     if model.text is not None and not model.extractable:
         notes.append(_OTHER_TEXT.format(model.spec.class_name, model.text.encoder))
+    if _vae_lent(model):
+        notes.append(
+            f"The plan is of {model.vae.name}: the VAE of {model.pipeline} is not known here, or there is none."
+        )
     if model.pipeline is None and not _usual(model):
         vae = model.vae
         states = "" if model.text is None else f", the text encoder states of {model.text.dim}"
@@ -129,6 +136,11 @@ def _notes(plan: Plan) -> list[str]:
         )
         notes.append(f"no encoders of the catalogue do that for {model.spec.class_name}.")
     return notes
+
+
+def _vae_lent(model: CatalogModel) -> bool:
+    """Whether the VAE is not that of the model's own folder."""
+    return model.pipeline is not None and model.vae.source != str(Path(model.pipeline) / "vae" / CONFIG)
 
 
 def _usual(model: CatalogModel) -> bool:

@@ -104,6 +104,10 @@ def test_a_users_model_is_paired_with_the_encoders_in_its_folder(made, tmp_path)
     run = yaml.safe_load(skeleton(of_model(made, user_model(folder))))
     assert run["encoders"]["text"]["pipeline"] == str(folder)
     assert run["encoders"]["image"] == {"name": "vae", "class_name": "AutoencoderDC", "path": f"{folder}/vae"}
+    changed(folder / "vae/config.json", _class_name="AutoencoderOfMine")  # the plan is of another VAE
+    text = skeleton(of_model(made, user_model(folder)))
+    assert yaml.safe_load(text)["encoders"]["image"]["path"] == "path/to/SanaPipeline/vae"
+    assert f"# The plan is of dc-ae-f32c32-sana: the VAE of {folder} is not known here, or there is none.\n" in text
 
 
 def test_a_model_of_classes_is_run_by_folders_of_classes(made, tmp_path):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from bigdit.cli import main
 from bigdit.report import words
-from bigdit.report.needs import speed
+from bigdit.report.needs import needs, speed
 from bigdit.report.notebook import Answer
 from bigdit.report.page import page
 from bigdit.search.question import LARGEST_MICRO_BATCH
@@ -111,6 +111,8 @@ def test_the_numbers_are_the_plans(made):
     assert "longer than training" not in text
     assert "2 more in report.html and --json" in " ".join(text.split())
     assert "ask again with --out DIR" in text
+    of_classes = made.dataset.model_copy(update={"text_bytes": Interval(low=0, high=0), "padded_text_bytes": 0})
+    assert needs(made.model_copy(update={"dataset": of_classes}))["each"] == "64.00 KiB of latents"
 
 
 @pytest.mark.slow
