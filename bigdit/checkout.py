@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -14,5 +15,6 @@ def in_checkout() -> bool:
 
 
 def entry(module_option: str = "-m") -> tuple[str, ...]:
-    """What python or a launcher starts to train: a script of the checkout, or a module by that option."""
-    return ("launch/train.py",) if in_checkout() else (module_option, "bigdit.launch")
+    """What python or a launcher starts to train: a script of the checkout, by its path from here, or a module by that
+    option."""
+    return (os.path.relpath(ROOT / "launch/train.py"),) if in_checkout() else (module_option, "bigdit.launch")

@@ -21,16 +21,20 @@ _ENGINES = {"use_deepspeed": "deepspeed", "use_fsdp": "fsdp2", "use_megatron_lm"
 _STARTED = {
     "deepspeed": "say --use_deepspeed",
     "fsdp2": "say --use_fsdp --fsdp_version 2, or --multi_gpu",
-    "single": f"start it by `python {' '.join(entry())}`",
 }
 _PRECISIONS = {"fp32": "no", "tf32": "no", "bf16": "bf16", "bf16_sr": "bf16", "fp16": "fp16"}
+
+
+def _started(engine: str) -> str:
+    """How a run of that engine is started instead."""
+    return f"start it by `python {' '.join(entry())}`" if engine == "single" else _STARTED[engine]
 
 
 def check_accelerate(run: RunConfig, strategy: Strategy) -> None:
     """Raise UserError with all that accelerate's launcher was asked for and `run`, stepped by `strategy`, is not."""
     asked = asked_of_accelerate()
     problems = [
-        _problem(asked, option, f"engine.name is {strategy.engine}", _STARTED[strategy.engine])
+        _problem(asked, option, f"engine.name is {strategy.engine}", _started(strategy.engine))
         for option, engine in _ENGINES.items()
         if option in asked and engine != strategy.engine
     ]

@@ -9,10 +9,12 @@ from pathlib import Path
 import plans
 import pytest
 import yaml
+from commands import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
 
 from bigdit.catalog import model
+from bigdit.checkout import entry
 from bigdit.config.plan_file import FILE
 from bigdit.report.commands import PORT, Command, commands, obstacle
 from bigdit.report.skeleton import skeleton
@@ -34,6 +36,14 @@ def printed(plan, folder=Path("plans/x")):
 BY_PLAN = "--plan plans/x/plan.yaml --config plans/x/run.yaml"
 EXTRACT = "bigdit extract --config plans/x/run.yaml"
 SHORT = "bigdit train --plan plans/x --config plans/x/run.yaml"
+
+
+def test_the_script_is_found_from_where_a_plan_is_asked(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (script,) = entry()
+    assert Path(script).is_file()
+    monkeypatch.chdir(ROOT)
+    assert entry() == ("launch/train.py",)
 
 
 def on(made, strategy, gpus_per_node=8):
