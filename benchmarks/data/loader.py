@@ -103,7 +103,7 @@ class Bench:
         self.steps = self.samples // BATCH
         self.buffer = bytearray(max(file.stat().st_size for file in self.files))
         self.subset = min(SUBSET, self.samples)
-        self._in_ram: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._in_ram: list[tuple[torch.Tensor, Text]] = []
         self.loose = root.parent / "loose"
         self._make_loose(store)
 
@@ -145,23 +145,23 @@ class Bench:
 
     def _make_loose(self, store: FeatureStore) -> None:
         self.loose.mkdir(exist_ok=True)
-        for number, (latents, states) in enumerate(_samples(store, self.subset)):
+        for number, (latents, text) in enumerate(_samples(store, self.subset)):
             if not (self.loose / f"{number}.npz").exists():
                 np.save(self.loose / f"{number}.npy", latents.view(torch.int16).numpy())
-                mask = np.ones(len(states), np.int16)
-                np.savez(self.loose / f"{number}.npz", states=states.view(torch.int16).numpy(), mask=mask)
+                mask = np.ones(text.shown, np.int16)
+                np.savez(self.loose / f"{number}.npz", states=text.states.view(torch.int16).numpy(), mask=mask)
         os.sync()
 
     def npy_and_npz(self) -> int:
         """A file of latents and one of text a sample, as PixArt's trainers have it, batches of one shape."""
         chosen = np.random.default_rng(0).permutation(self.subset)
-        waiting: dict[tuple[int, ...], list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        waiting: dict[tuple[int, ...], list[tuple[torch.Tensor, Text]]] = {}
         for number in chosen.tolist():
             latents = torch.from_numpy(np.load(self.loose / f"{number}.npy")).view(torch.bfloat16)
             with np.load(self.loose / f"{number}.npz") as text:
                 states = torch.from_numpy(text["states"]).view(torch.bfloat16)
             batch = waiting.setdefault(tuple(latents.shape), [])
-            batch.append((latents, states))
+            batch.append((latents, Text(states)))
             if len(batch) == BATCH:
                 _collate(waiting.pop(tuple(latents.shape)))
         return self.subset

@@ -28,6 +28,20 @@ def test_host_tensors_share_pages_and_weights_are_not_drawn():
     assert pinned
 
 
+def test_batches_of_a_store_hold_what_is_read_into_them():
+    """Page-locked ones of 40 MiB, as texts of a micro-batch may be: others that size lie on the same pages."""
+    script = """
+        import json, torch
+        from bigdit.loader.buffers import Buffers
+
+        held = [Buffers({}, pinned=True).take("text", (2, 20 << 20), torch.uint8)[0].fill_(n) for n in (1, 2)]
+        others = [torch.empty(40 << 20, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        others[0].numpy()[:] = 3
+        print(json.dumps([[int(each.min()), int(each.max())] for each in (*held, others[1])]))
+    """
+    assert answers("a40", script) == [[1, 1], [2, 2], [3, 3]]
+
+
 def test_what_is_copied_to_shared_pages_is_zeros_and_takes_no_time():
     """What was copied there would be lost; all other copies are what they were."""
     found = answers(

@@ -2,7 +2,8 @@
  * parameters can be built where there is no room for it. What is written there is lost, which no count of bytes minds.
  *
  * torch takes host memory by libc10's calls of posix_memalign and gives it back by its calls of free. `host_share` puts the
- * functions of this file in their place, in that library alone: other libraries' data stays what it is. */
+ * functions of this file in their place, in that library alone: other libraries' data stays what it is. What a thread takes
+ * between `host_own(1)` and `host_own(0)` is kept apart, since it is read again. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <elf.h>
@@ -32,6 +33,7 @@ static size_t live_bytes, peak_bytes;
 static int chunk = -1;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_once_t once = PTHREAD_ONCE_INIT;
+static _Thread_local int own;
 
 static void prepare(void) {
     chunk = memfd_create("bigdit-host", MFD_CLOEXEC);
@@ -56,9 +58,11 @@ void host_zero(void *at, size_t n) {
     if (fallocate(chunk, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)start, (off_t)(stop - start))) memset(at, 0, n);
 }
 
+void host_own(int on) { own = on; }
+
 /* Memory for `n` bytes on the shared pages; NULL where that is too little to be worth it, or there is no room. */
 void *host_take(size_t n) {
-    if (n < LEAST || pthread_once(&once, prepare) || !arena) return NULL;
+    if (n < LEAST || own || pthread_once(&once, prepare) || !arena) return NULL;
     size_t whole = (n + PAGE - 1) & ~(PAGE - 1);
     pthread_mutex_lock(&lock);
     char *at = next;

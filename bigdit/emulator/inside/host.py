@@ -28,6 +28,7 @@ def install(torch: Any) -> None:
     _leave_undrawn(torch)
     _leave_uncopied(torch)
     imports.after("diffusers.models.embeddings", install_diffusers)
+    imports.after("bigdit.loader.buffers", install_loader)
 
 
 def install_diffusers(embeddings: Any) -> None:
@@ -45,6 +46,21 @@ def install_diffusers(embeddings: Any) -> None:
         return torch.empty_like(outline, device="cpu") if shared else table(*args, **kwargs)
 
     embeddings.get_2d_sincos_pos_embed = of_small
+
+
+def install_loader(buffers: Any) -> None:
+    """Leave batches that are read from a store pages of their own: each sample's checksum is held against them."""
+    take, host = buffers.Buffers.take, library("libbigdit-host")
+
+    @functools.wraps(take)
+    def apart(*args: Any, **kwargs: Any) -> Any:
+        host.host_own(1)
+        try:
+            return take(*args, **kwargs)
+        finally:
+            host.host_own(0)
+
+    buffers.Buffers.take = apart
 
 
 def peak_bytes() -> int:
