@@ -267,7 +267,7 @@ def test_arguments_of_a_model_that_do_not_go_together_are_a_line_before_a_step(f
     (said,) = (line for line in done.stderr.splitlines() if line.startswith("error: "))
     assert done.returncode == 1
     assert said == (
-        "error: model.kwargs: a step ends with a and b must have same reduction dim, but got [300, 132] X [128, 128]; "
+        "error: model.kwargs: a step ends with a and b must have same reduction dim, but got [300, 132] X [32, 32]; "
         "the model's arguments, such as widths, may not go together; where they do, this is a bug in bigdit"
     )
     assert "Traceback" not in done.stderr
