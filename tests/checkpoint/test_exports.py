@@ -68,7 +68,7 @@ def test_a_damaged_or_half_copied_export_is_no_start(features, trained, tmp_path
     damage(folder)
     assert run(features, tmp_path / "run", f"model.init_from={folder}", "train.steps=2") == 1
     (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert line.startswith(f"error: {folder}{problem}")
+    assert line.startswith(f"error: model.init_from: {folder}{problem}")
 
 
 def test_a_folder_without_checksums_is_read_as_others_write_it(features, trained, tmp_path):
@@ -83,10 +83,11 @@ def test_a_half_copied_checkpoint_is_one_line(features, trained, tmp_path, capfd
     shutil.copytree(trained, output)
     folder = output / "checkpoints/step-00000008"
     (folder / "engine/rank-00000-of-00001.safetensors").unlink()
+    lacks = f"the checkpoint {folder} lacks engine/rank-00000-of-00001.safetensors; "
     assert run(features, output, "train.steps=9") == 1
-    assert f"error: the checkpoint {folder} lacks engine/rank-00000-of-00001.safetensors; " in capfd.readouterr().err
+    assert f"error: {lacks}" in capfd.readouterr().err
     assert run(features, tmp_path / "other", f"model.init_from={folder}", "train.steps=2") == 1
-    assert f"error: the checkpoint {folder} lacks engine/rank-00000-of-00001.safetensors; " in capfd.readouterr().err
+    assert f"error: model.init_from: {lacks}" in capfd.readouterr().err
     (folder / "state.json").unlink()
     assert run(features, output, "train.steps=9") == 1
     assert f"error: {folder} is not a checkpoint: it holds no state.json; " in capfd.readouterr().err
