@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -89,6 +90,7 @@ def _command() -> Any:
 
 def run(arguments: Sequence[str]) -> int:
     """Run a command; its exit status. Ctrl-C is left to the caller: typer would end it without a word."""
+    _check_folder()
     command = _command()
     try:
         with command.make_context("bigdit", list(arguments)) as context:
@@ -102,6 +104,14 @@ def run(arguments: Sequence[str]) -> int:
     except (typer.Abort, EOFError):
         raise KeyboardInterrupt from None
     return result if isinstance(result, int) else 0
+
+
+def _check_folder() -> None:
+    """Raise UserError where the working folder is gone, in which torch's own libraries do not load."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise UserError("the working folder is gone; go to one that is there (cd)") from None
 
 
 def _say_by_its_option(error: Any) -> None:

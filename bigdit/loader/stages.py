@@ -215,7 +215,7 @@ def _scarce(order: Order, store: FeatureStore | RawStore) -> list[str]:
     totals = (counts if order.held is None else counts - order.held.counts).sum(0).tolist()
     filled = {shape_name(shape): total for shape, total in zip(store.index.shapes, totals, strict=True) if total}
     asked, limit = len(set(store.schema.buckets)), f"fewer than a global batch of {batch} (train.global_batch_size)"
-    empty = f"{asked - len(filled)} of {asked} data.buckets have no samples: all are of {len(filled)} sizes, "
+    empty = f"{asked - len(filled)} of {asked} data.buckets have no samples: all are of "
     lines = [empty + ", ".join(filled)] if len(filled) < asked else []
     if sum(totals) < batch:
         return [

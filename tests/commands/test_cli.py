@@ -160,6 +160,15 @@ def test_a_wrong_call_ends_with_1(arguments, message):
     assert "Traceback" not in done.stderr
 
 
+def test_a_working_folder_that_is_gone_is_a_line(tmp_path):
+    """In which torch's own libraries do not load, as a process of its own said of a plan."""
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    done = run_command("sh", "-c", f"cd {gone} && rmdir {gone} && exec {BIN / 'bigdit'} plan --model sana-600m")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "error: the working folder is gone; go to one that is there (cd)\n"
+
+
 def test_a_bug_ends_with_3_and_versions(monkeypatch, capsys):
     from bigdit.errors import EXIT_BUG, guard
 
