@@ -59,7 +59,7 @@ DIFFERENCES = """## What differs
   CogVideoX-5B's. And replays without a limit had addresses without end: torch takes the smallest block that is large
   enough, counted with the addresses behind it, of which there are 9/8 of a card.
 - Of the largest micro-batches with nothing recomputed none; of those with all blocks eight are 1 to 3 too high and
-  nine 1 to 4 too low, 2.5 % at most but for 20 of 21 of Flux.1-dev and 33 of 34 of SD3 on an RTX 4090: a deeper model
+  ten 1 to 4 too low, 2.5 % at most but for 20 of 21 of Flux.1-dev and 33 of 34 of SD3 on an RTX 4090: a deeper model
   leaves other pieces than its siblings.
   Those of small pictures were 5 to 31 % too low while scratch of reductions was continued from micro-batches
   of 2 and 4, which stops growing once its blocks fill the card; and Lumina's 38 % too high while most moments of its
