@@ -25,7 +25,7 @@ from bigdit import models
 from bigdit.config import load_run
 from bigdit.report.tables import table
 from bigdit.spec import ModelSpec
-from bigdit.train.metrics import read_metrics
+from bigdit.train.seen.metrics import read_metrics
 
 ROOT = Path(__file__).parents[1]
 BIGDIT = Path(sys.executable).parent / "bigdit"

@@ -13,7 +13,7 @@ import xxhash
 from bigdit.checkpoint.folder import NAME, Checkpoint, checksum, open_checkpoint
 from bigdit.checkpoint.shard_file import OFFSETS
 from bigdit.errors import UserError
-from bigdit.train.metrics import read_metrics
+from bigdit.train.seen.metrics import read_metrics
 from chaotic.processes import ChaosError, Door, none_left
 
 STEPS = 10

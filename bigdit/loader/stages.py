@@ -82,61 +82,46 @@ def plan_order(
     value: what a person should know. Raises UserError where the store, the seed, the global batch or what is held out
     are not those of the checkpoint.
     """
-    index = store.index
     state = None if saved is None else _parse(saved, where)
     problems = [] if state is None else _other_classes(store, state, where)
-    if state is None or step == first_step:
-        if problems:
-            raise UserError(*problems)
-        held = _held_out(store, len(index.parts), held_out)
-        order = Order(index.counts, index.shapes, global_batch_size, seed, held=held, first_step=first_step)
-        return order, _scarce(order, store)
-    problems += [
-        f"{key} is {asked}, and {where} was trained with {found}: samples would come twice, or never; set it to {found}"
-        for key, found, asked in (
-            ("train.seed", state.seed, seed),
-            ("the global batch (train.global_batch_size)", state.global_batch_size, global_batch_size),
-        )
-        if found != asked
-    ]
-    parts = state.stages[-1][1]
-    problems += _other_parts(store, parts, state, where)
-    if held_out != state.held_out:
-        problems.append(
-            f"validation.samples is {held_out}, and {where} was trained with {state.held_out} held out: its weights "
-            f"would be validated on samples that they were trained on; set it to {state.held_out}, or choose another "
-            "output"
-        )
+    if state is not None and step != first_step:
+        problems += _other_order(store, state, where, global_batch_size, seed, held_out)
     if problems:
         raise UserError(*problems)
+    if state is not None and step != first_step:
+        return _going_on(store, state, where, step, first_step)
+    index = store.index
+    held = _held_out(store, len(index.parts), held_out)
+    order = Order(index.counts, index.shapes, global_batch_size, seed, held=held, first_step=first_step)
+    return order, _scarce(order, store)
+
+
+def _going_on(
+    store: FeatureStore | RawStore, state: DataState, where: Path, step: int, first_step: int
+) -> tuple[Order, list[str]]:
+    """The order of the checkpoint, with what the store has gained since."""
+    index, parts = store.index, state.stages[-1][1]
     stages = [Stage(*each) for each in state.stages]
-    held, window_parts = _held_out(store, stages[0].parts, held_out), state.window_parts
-    order = Order(
-        index.counts,
-        index.shapes,
-        global_batch_size,
-        seed,
-        stages=stages,
-        window_parts=window_parts,
-        held=held,
-        first_step=first_step,
-    )
-    changed = _changed(store, state, where)
+    held = _held_out(store, stages[0].parts, state.held_out)
+
+    def ordered(stages: Sequence[Stage]) -> Order:
+        return Order(
+            index.counts,
+            index.shapes,
+            state.global_batch_size,
+            state.seed,
+            stages=stages,
+            window_parts=state.window_parts,
+            held=held,
+            first_step=first_step,
+        )
+
+    order, changed = ordered(stages), _changed(store, state, where)
     if parts == len(index.parts):
         return order, changed
     epoch = order.epoch_of(step)
     first = epoch if step == order.batches_before(epoch) else epoch + 1
-    kept = [stage for stage in stages if stage.first_epoch < first]
-    order = Order(
-        index.counts,
-        index.shapes,
-        global_batch_size,
-        seed,
-        stages=[*kept, Stage(first, len(index.parts))],
-        window_parts=window_parts,
-        held=held,
-        first_step=first_step,
-    )
+    order = ordered([*(stage for stage in stages if stage.first_epoch < first), Stage(first, len(index.parts))])
     added = len(index.parts) - parts
     samples = int(index.counts[parts:].sum())
     return order, [
@@ -145,6 +130,28 @@ def plan_order(
         "was planned until then stays",
         *_scarce(order, store),
     ]
+
+
+def _other_order(
+    store: FeatureStore | RawStore, state: DataState, where: Path, global_batch_size: int, seed: int, held_out: int
+) -> list[str]:
+    """What is asked for now, and would have samples of the checkpoint's epoch come twice, or never."""
+    problems = [
+        f"{key} is {asked}, and {where} was trained with {found}: samples would come twice, or never; set it to {found}"
+        for key, found, asked in (
+            ("train.seed", state.seed, seed),
+            ("the global batch (train.global_batch_size)", state.global_batch_size, global_batch_size),
+        )
+        if found != asked
+    ]
+    problems += _other_parts(store, state.stages[-1][1], state, where)
+    if held_out != state.held_out:
+        problems.append(
+            f"validation.samples is {held_out}, and {where} was trained with {state.held_out} held out: its weights "
+            f"would be validated on samples that they were trained on; set it to {state.held_out}, or choose another "
+            "output"
+        )
+    return problems
 
 
 def _other_classes(store: FeatureStore | RawStore, state: DataState, where: Path) -> list[str]:

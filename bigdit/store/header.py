@@ -41,6 +41,9 @@ LONGEST_HEADER = 16 << 20
 FIRST_READ = 64 << 10
 """Bytes that are read at once to open a part: header and tables of 256 samples with five captions each."""
 
+Wanted = dict[str, tuple[tuple[torch.dtype, ...], tuple[int | None, ...]]]
+"""Columns by name: the dtypes that each may have, and its shape, with None where any size does."""
+
 _MOST_ELEMENTS = 1 << 48
 _MOST_DIMENSIONS = 8
 _STREAM = re.compile(r"stream/[a-z][a-z0-9_]{0,63}")
@@ -155,15 +158,29 @@ def check_part(header: Header, identity: str | None = None) -> None:
     found_range, named = metadata.get("range"), range_text(path.name)
     if found_range != named:
         raise damaged(path, f"is another part: it holds the pictures {str(found_range)[:40]}, and not {named}")
-    framed = found_format == FRAMED
+    wanted = _wanted_texts(header, found_format) | _wanted_latents(header, found_format)
+    for name, (dtypes, dims) in wanted.items():
+        found = columns.get(name)
+        if found is None:
+            raise damaged(path, f"has a damaged header: {name} is missing")
+        fits = len(found.shape) == len(dims) and all(
+            want in (None, have) for want, have in zip(dims, found.shape, strict=True)
+        )
+        if found.dtype not in dtypes or not fits:
+            raise damaged(path, f"has a damaged header: {name} is {found.dtype} {list(found.shape)}")
+
+
+def _wanted_texts(header: Header, found_format: str) -> Wanted:
+    """Digests, captions and the texts of a part of that format."""
+    path, columns = header.path, header.columns
     wide = "caption" in columns and columns["caption"].shape[1:] == (5,)
-    streamed = found_format == STREAMED or (framed and wide)
-    wanted: dict[str, tuple[tuple[torch.dtype, ...], tuple[int | None, ...]]] = {
+    streamed = found_format == STREAMED or (found_format == FRAMED and wide)
+    captions = columns["caption"].shape[0] if "caption" in columns else None
+    wanted: Wanted = {
         "digests": ((torch.int64,), (3,)),
         "caption": ((torch.int64,), (None, 5 if streamed else 4)),
         "captions": ((torch.uint8,), (None,)),
     }
-    captions = columns["caption"].shape[0] if "caption" in columns else None
     for name in {*header.sequences(), *([TEXT] if captions else [])}:
         if name != TEXT:
             if not streamed or not _STREAM.fullmatch(f"stream/{name}"):
@@ -175,7 +192,14 @@ def check_part(header: Header, identity: str | None = None) -> None:
             wanted[column_name("text_scale", name)] = ((torch.float32,), (columns[text].shape[0],))
     if "pooled" in columns:
         wanted["pooled"] = ((torch.bfloat16,), (captions, None))
-    labelled = found_format == LABELLED
+    return wanted
+
+
+def _wanted_latents(header: Header, found_format: str) -> Wanted:
+    """Latents of each shape that a part of that format names, their rows, labels and first frames."""
+    path, columns = header.path, header.columns
+    framed = found_format == FRAMED
+    wanted: Wanted = {}
     shaped = ("latent/", "row/", "label/", *(f"{each}/" for each in ("frame", *FRAME_COLUMNS)))
     for name in [name for name in columns if name.startswith(shaped)]:
         if not _SHAPED.fullmatch(name):
@@ -186,7 +210,7 @@ def check_part(header: Header, identity: str | None = None) -> None:
         deviation = (2,) if latent in columns and len(columns[latent].shape) == len(shape) + 2 else ()
         wanted[latent] = ((torch.bfloat16, torch.float32), (None, *deviation, *shape))
         wanted[row] = ((torch.int64,), (count, 4))
-        if labelled:
+        if found_format == LABELLED:
             wanted[label] = ((torch.int64,), (count,))
         if framed:
             sides = name.partition("/")[2]
@@ -194,15 +218,7 @@ def check_part(header: Header, identity: str | None = None) -> None:
             wanted[f"{FIRST_FRAME}/{sides}"] = ((torch.bfloat16,), (count, *shape))
         if framed and name.startswith(FRAME_COLUMNS[1]):
             wanted[name] = ((torch.bfloat16,), (count, None, None))
-    for name, (dtypes, dims) in wanted.items():
-        found = columns.get(name)
-        if found is None:
-            raise damaged(path, f"has a damaged header: {name} is missing")
-        fits = len(found.shape) == len(dims) and all(
-            want in (None, have) for want, have in zip(dims, found.shape, strict=True)
-        )
-        if found.dtype not in dtypes or not fits:
-            raise damaged(path, f"has a damaged header: {name} is {found.dtype} {list(found.shape)}")
+    return wanted
 
 
 def _on_a_line(text: object) -> str:

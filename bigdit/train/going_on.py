@@ -17,9 +17,10 @@ from bigdit.train.prepare import Prepared, has_store, stage_at
 
 @dataclass(frozen=True)
 class Start:
-    """Where training begins: in the stage that was `reached`, after the checkpoint `found`, None before the first; and
-    what a person should know of it (`notices`)."""
+    """Where training begins: of the run's `stages` in the one that was `reached`, after the checkpoint `found`, None
+    before the first; and what a person should know of it (`notices`)."""
 
+    stages: Sequence[Prepared]
     found: Checkpoint | None
     reached: Prepared
     notices: tuple[str, ...]
@@ -28,6 +29,11 @@ class Start:
     def step(self) -> int:
         """How many steps were taken."""
         return 0 if self.found is None else self.found.step
+
+    @property
+    def ends(self) -> list[int]:
+        """How many steps were taken at the end of each stage."""
+        return [each.stage.end for each in self.stages]
 
     @property
     def done(self) -> str | None:
@@ -65,13 +71,13 @@ def start_of(stages: Sequence[Prepared]) -> Start:
     """Where training begins. Raises UserError where it cannot go on from the checkpoint that is there."""
     found, notices = checkpoint.latest(stages[0].stage.run.output)
     if found is None:
-        return Start(None, stages[0], tuple(notices))
+        return Start(stages, None, stages[0], tuple(notices))
     reached, last = stage_at(stages, found.step), stage_at(stages, max(found.step - 1, 0))
     check_border(found.state["data"], found.folder, last.stage.start, found.step)
     checkpoint.check_resumable(found, reached.spec, reached.strategy)
     objective = objective_of(reached.spec, reached.stage.run.objective)
     checkpoint.check_objective(found, objective)
-    start = Start(found, reached, tuple(notices))
+    start = Start(stages, found, reached, tuple(notices))
     if last is not reached or start.done is not None:  # another stage begins, which is another run; or nothing goes on
         return start
     run = reached.stage.run.model_copy(update={"objective": objective})

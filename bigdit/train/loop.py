@@ -8,37 +8,24 @@ from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
-from bigdit import checkpoint, engines, log, models
-from bigdit.catalog.classes import no_class
-from bigdit.catalog.families import objective_of
-from bigdit.config import RunConfig
-from bigdit.config.output import AVERAGES, CHECKPOINTS, EXPORTS, RECEIPT, receipt_of
+from bigdit import checkpoint, log
+from bigdit.config.output import AVERAGES, CHECKPOINTS, EXPORTS, RECEIPT
 from bigdit.dist import World
-from bigdit.encoders.fit import smaller_than_planned
 from bigdit.errors import UserError
-from bigdit.loader.online import RunEncoders, more_than_planned, open_online
 from bigdit.loader.order import step_seed
-from bigdit.loader.raw_store import RawStore
 from bigdit.loader.stages import data_state
-from bigdit.loader.stream import FeatureStream
-from bigdit.models.compiling import compiling_said, compiling_told
+from bigdit.loader.stream import Micro
+from bigdit.models.compiling import compiling_told
 from bigdit.shortage import told
-from bigdit.spec import ModelSpec, Strategy
-from bigdit.store import FeatureStore
 from bigdit.train import exports
-from bigdit.train.beside_plan import planned_memory
-from bigdit.train.encode import encode
-from bigdit.train.going_on import start_of
+from bigdit.train.encode import Encode
+from bigdit.train.feed import Feed, open_feed
+from bigdit.train.going_on import Start, start_of
 from bigdit.train.measure import STEPS as MEASURED_STEPS
-from bigdit.train.measure import MemoryMeter
-from bigdit.train.metrics import Metrics
-from bigdit.train.mfu import mfu_of
 from bigdit.train.model import telling_shapes
 from bigdit.train.out_of_memory import Recovery
 from bigdit.train.prepare import Prepared
@@ -47,16 +34,13 @@ from bigdit.train.processes.peers import ending_together
 from bigdit.train.processes.process import process_group
 from bigdit.train.processes.stop import Stop, Stopped
 from bigdit.train.record import RunRecord
-from bigdit.train.relief import read_relief, relieved
-from bigdit.train.samples import Samples
-from bigdit.train.saves import Saves, snapshots_said
+from bigdit.train.saves import Saves
+from bigdit.train.say import say
 from bigdit.train.schedule import learning_rate
-from bigdit.train.seen.pictures import Pictures
-from bigdit.train.seen.trackers import Trackers
-from bigdit.train.seen.validation import Validation
-from bigdit.train.skipped import SkippedSteps
-from bigdit.train.step import train_step
-from bigdit.train.store import open_stores
+from bigdit.train.seen.metrics import Metrics
+from bigdit.train.seen.watching import watch
+from bigdit.train.step import StepResult, train_step
+from bigdit.train.stepped import Stepped, on_engine
 from bigdit.train.written import write_receipt
 
 # On a card, steps are taken again with less: what comes here ran out before the first one, or between two.
@@ -102,189 +86,132 @@ def train(stages: Sequence[Prepared], world: World, stop: Stop) -> Ended:
 
 
 def _train(stages: Sequence[Prepared], world: World, stop: Stop, device: torch.device) -> Ended:
-    output, ends = stages[0].stage.run.output, [each.stage.end for each in stages]
+    output = stages[0].stage.run.output
     for folder in (output, *(output / each for each in (CHECKPOINTS, AVERAGES, EXPORTS))) if world.is_main else ():
         checkpoint.remove_unfinished(folder)
-    begin = start_of(stages)
-    found, start, reached = begin.found, begin.step, begin.reached
-    _say(world, begin.notices)
-    stage, spec, asked, run, plan = reached.stage, reached.spec, reached.strategy, reached.stage.run, reached.stage.plan
-    end, staged = stage.end, stage.count > 1
-    objective = objective_of(spec, run.objective)
-    if found is not None and begin.done is not None:
-        _say(world, [begin.done])
-        if world.is_main:
-            exports.export_missed(run, ends, found)
-        if not (run.output / RECEIPT).exists():
-            _say(world, [f"note: {run.output / RECEIPT} is missing: the run was interrupted before it was written"])
-        return Ended(found.folder, start, trained=False)
-
-    store, online = _opened(stages, reached, device)
-    order, notices = begin.order(store)
-    notices += smaller_than_planned(plan, store.buckets) if plan is not None else []
-    notices += more_than_planned(plan, online) if plan is not None and online is not None else []
-    _say(world, [f"note: {line}" for line in notices])
+    start = start_of(stages)
+    say(world, start.notices)
+    if start.found is not None and start.done is not None:
+        return _nothing_left(start, start.found, start.done, world)
+    feed, notices = open_feed(start, device)
+    say(world, notices, notes=True)
 
     began = time.perf_counter()
     with ExitStack() as stack:
-        family = models.family(spec.class_name)
-        peers = checkpoint.Peers(world)
-        (relief, *_) = peers.gather(read_relief(run.output, asked) if world.is_main else None)
-        assert relief is not None
-        strategy = relief.now
-        if found is not None:
-            checkpoint.verify(found, peers)
-            if world.is_main:
-                exports.export_missed(run, ends, found)
-        model = models.equip(_weights(run, spec, strategy, found), family, strategy, seed=run.train.seed)
-        blocks = len(family.blocks(model))
-        _say(world, [f"note: {line}" for line in snapshots_said(run, model)])
-        if found is not None:
-            checkpoint.load_weights(found, model)
-        meter = stack.enter_context(MemoryMeter(device))
-        meter.loaded(model, online.tensors() if online else ())
-        if strategy.compile_blocks:
-            _say(world, [f"note: {compiling_said(device.type, emulated=meter.emulated)}"])
-        engine = engines.create(strategy, model, family, device=device, world=world)
-        ema = engines.ema_of(engine)
-        if found is not None:
-            _say(world, [f"note: {line}" for line in checkpoint.restore(found, engine, peers, ema)])
-            _say(world, [f"going on from {found.folder}, step {start}"])
-        if staged:
-            _say(world, [f"{stage.name}: steps {stage.start + 1} to {end} of {ends[-1]}"])
-        stream = FeatureStream(
-            store,
-            world,
-            order,
-            micro_batch_size=strategy.micro_batch_size,
-            grad_accum_steps=strategy.grad_accum_steps,
-            seed=run.train.seed,
-            caption_dropout=run.data.caption_dropout,
-            no_class=no_class(spec),
-            read_ahead_steps=strategy.read_ahead_steps,
-            threads=run.data.read_threads,
-            pin_memory=device.type == "cuda",
-        )
-        meter.watch(engine, ema)
-        encoding = None if online is None else functools.partial(encode, online, strategy.encode_chunk)
-        samples = Samples(store, stream)
-        skipped = SkippedSteps(engine, peers, samples, run.train.most_skipped_steps)
-        settings = run.model_dump(mode="json")
-        planned = planned_memory(plan, strategy, device.type)
-        trackers = stack.enter_context(Trackers(run.trackers, run.output, start, settings, shown=world.is_main))
-        images, names = strategy.global_batch_size, samples.of_step
-        metrics = stack.enter_context(
-            Metrics(
-                run.output,
-                peers,
-                device,
-                start=start,
-                stop=end,
-                images=images,
-                name_samples=names,
-                memory=meter.now,
-                written=found.state["metrics"] if found else None,
-                planned_bytes=None if planned is None else planned.peak_allocated_bytes,
-                stage=stage.number if staged else None,
-                mfu=mfu_of(spec, family, strategy, device, emulated=meter.emulated) if world.is_main else None,
-                trackers=trackers,
-            )
-        )
-        validation = None
-        if run.validation is not None and order.held is not None and isinstance(store, FeatureStore):
-            measured_by = (peers, engine, ema, family, objective, end)
-            validation = Validation(run.validation, store, order.held, *measured_by)
-        pictures = None
-        if run.samples is not None:
-            drawn_by = (peers, engine, ema, family, objective)
-            known = store.schema.classes
-            pictures = stack.enter_context(Pictures(run.samples, run, spec, known, *drawn_by, end, trackers.show))
-        steps = stack.enter_context(closing(stream.steps(start, end, meter.held)))
-        keeping = checkpoint.Keeping(run.train.keep_checkpoints, run.train.keep_every)
-        saving = checkpoint.Peers(world)  # its thread's own: training speaks with its peers meanwhile
-        export = functools.partial(exports.export_due, run, ends)
-        saver = stack.enter_context(checkpoint.Saver(run.output, saving, keeping, found=found, then=export))
-        record = RunRecord(
-            start=start,
-            model=spec,
-            strategy=strategy,
-            run=run.model_copy(update={"objective": objective}),
-            device=meter.device_name,
-            emulated=meter.emulated,
-            out_of_memory=relief.events,
-            planned=planned,
-            stage=stage.number if staged else None,
-            steps=ends[-1],
-        )
-        described = {
-            **record.model_dump(mode="json", include={"model", "strategy", "run"}),
-            "data": data_state(store, order, run.train.seed).model_dump(mode="json"),
-        }
-        saves = Saves(run, engine, ema, saver, metrics, described, start, end)
-        stop.begin(start, run.engine.timeout)
-        sizes = () if plan is None else (plan.strategy.step_size, *plan.smaller)
-        recovery = stack.enter_context(
-            Recovery(run, world, device, relief, relieved(strategy, sizes, blocks), peers, saves, stop)
-        )
+        stepped = on_engine(start, feed, world, device, stack)
+        last = _steps(start, feed, stepped, world, stop, device, began)
+    stage = start.reached.stage
+    following = None if stage.end == start.ends[-1] else stage.number + 1
+    return Ended(last, stage.end, trained=True, following=following)
+
+
+def _nothing_left(start: Start, found: checkpoint.Checkpoint, done: str, world: World) -> Ended:
+    """What an interrupted run still owes is written, and a person told that all steps were taken."""
+    run = start.reached.stage.run
+    say(world, [done])
+    if world.is_main:
+        exports.export_missed(run, start.ends, found)
+    if not (run.output / RECEIPT).exists():
+        say(world, [f"{run.output / RECEIPT} is missing: the run was interrupted before it was written"], notes=True)
+    return Ended(found.folder, start.step, trained=False)
+
+
+def _steps(
+    start: Start, feed: Feed, stepped: Stepped, world: World, stop: Stop, device: torch.device, began: float
+) -> Path:
+    """Take the steps of the stage that was reached; its last checkpoint. Raises Stopped where `stop` says."""
+    stage, strategy = start.reached.stage, stepped.strategy
+    run = stage.run
+    if stage.count > 1:
+        say(world, [f"{stage.name}: steps {stage.start + 1} to {stage.end} of {start.ends[-1]}"])
+    stream, encode = feed.stream(start.reached, strategy, world, device), feed.encode(strategy)
+    with ExitStack() as stack:
+        seen = watch(start, feed, stream, stepped, device, stack)
+        steps = stack.enter_context(closing(stream.steps(start.step, stage.end, stepped.meter.held)))
+        record = _record(start, stepped)
+        saves = _saves(start, feed, stepped, seen.metrics, record, world, stack)
+        stop.begin(start.step, run.engine.timeout)
+        afresh = stepped.relief, stepped.smaller, stepped.peers
+        recovery = stack.enter_context(Recovery(run, world, device, *afresh, saves, stop))
         _keep(world, record)
-        for step in range(start, end):
+        for step in range(start.step, stage.end):
             micro_batches = next(steps)
             lr = learning_rate(run, step - stage.start)
             torch.manual_seed(step_seed(run.train.seed, step))  # bf16_sr rounds by it
-            with (
-                telling_shapes(run),
-                meter.step(micro_batches) as (batches, phase),
-                recovery.step(step, phase) as noted,
-            ):
-                result = train_step(engine, family, objective, batches, lr=lr, ema=ema, phase=noted, encode=encoding)
+            with telling_shapes(run):
+                result = _step(stepped, recovery, step, micro_batches, lr, encode)
             done = step + 1
-            measured: dict[str, Any] = {}
-            if validation is not None and validation.due(done):
-                with metrics.aside():
-                    measured = validation.measure()
-            metrics.add(done, lr, result, micro_batches, measured)
-            if pictures is not None and pictures.due(done):
-                with metrics.aside():
-                    pictures.draw(done)
-            skipped.add(done, lr, result, micro_batches)
-            del micro_batches, batches  # or they would live on while the next ones are read
-            if done == start + MEASURED_STEPS:
-                _keep(world, record.model_copy(update={"measured": meter.measured}))
-                if planned is not None and meter.peak_reserved_bytes is not None:
-                    _say(world, [planned.beside(meter.peak_reserved_bytes)])
+            seen.add(done, lr, result, micro_batches)
+            del micro_batches  # or they would live on while the next ones are read
+            if done == start.step + MEASURED_STEPS:
+                _keep(world, record.model_copy(update={"measured": stepped.meter.measured}))
+                say(world, _beside_plan(stepped))
             signum = stop.asked(done)
             if saves.due(done) or signum:
                 saves.save(done)
             elif saves.snapshot_due(done):
                 saves.snapshot(done)
-            if signum and done < ends[-1]:
-                last = saves.save_now(done)
-                assert last is not None
-                raise Stopped(signum, done, last)
-        last = saves.save_now(end)
+            if signum and done < start.ends[-1]:
+                raise Stopped(signum, done, _saved(saves, done))
+        last = _saved(saves, stage.end)
         if world.is_main:
-            skipped.sum_up(end - start, metrics.path)
-            counts = skipped.count, end - start
-            name = RECEIPT if end == ends[-1] else receipt_of(stage.number)
-            write_receipt(run, spec, strategy, store, meter, planned, metrics, relief, *counts, began, name)
+            seen.skipped.sum_up(stage.end - start.step, seen.metrics.path)
+            write_receipt(start, feed, stepped, seen, began)
+    return last
+
+
+def _step(
+    stepped: Stepped, recovery: Recovery, step: int, micro_batches: Sequence[Micro], lr: float, encode: Encode | None
+) -> StepResult:
+    """The step that follows `step` finished ones."""
+    engine, family, objective = stepped.engine, stepped.family, stepped.objective
+    with stepped.meter.step(micro_batches) as (batches, phase), recovery.step(step, phase) as noted:
+        return train_step(engine, family, objective, batches, lr=lr, ema=stepped.ema, phase=noted, encode=encode)
+
+
+def _beside_plan(stepped: Stepped) -> list[str]:
+    """What was measured, beside what was planned, where both are known."""
+    reserved = stepped.meter.peak_reserved_bytes
+    return [] if stepped.planned is None or reserved is None else [stepped.planned.beside(reserved)]
+
+
+def _record(start: Start, stepped: Stepped) -> RunRecord:
+    stage = start.reached.stage
+    return RunRecord(
+        start=start.step,
+        model=start.reached.spec,
+        strategy=stepped.strategy,
+        run=stage.run.model_copy(update={"objective": stepped.objective}),
+        device=stepped.meter.device_name,
+        emulated=stepped.meter.emulated,
+        out_of_memory=stepped.relief.events,
+        planned=stepped.planned,
+        stage=stage.number if stage.count > 1 else None,
+        steps=start.ends[-1],
+    )
+
+
+def _saves(
+    start: Start, feed: Feed, stepped: Stepped, metrics: Metrics, record: RunRecord, world: World, stack: ExitStack
+) -> Saves:
+    stage = start.reached.stage
+    run = stage.run
+    described = {
+        **record.model_dump(mode="json", include={"model", "strategy", "run"}),
+        "data": data_state(feed.store, feed.order, run.train.seed).model_dump(mode="json"),
+    }
+    keeping = checkpoint.Keeping(run.train.keep_checkpoints, run.train.keep_every)
+    peers = checkpoint.Peers(world)  # its thread's own: training speaks with its peers meanwhile
+    export = functools.partial(exports.export_due, run, start.ends)
+    saver = stack.enter_context(checkpoint.Saver(run.output, peers, keeping, found=start.found, then=export))
+    return Saves(run, stepped.engine, stepped.ema, saver, metrics, described, start.step, stage.end)
+
+
+def _saved(saves: Saves, step: int) -> Path:
+    """The checkpoint of all `step` steps, of which some were taken."""
+    last = saves.save_now(step)
     assert last is not None
-    return Ended(last, end, trained=True, following=None if end == ends[-1] else stage.number + 1)
-
-
-def _opened(
-    stages: Sequence[Prepared], reached: Prepared, device: torch.device
-) -> tuple[FeatureStore | RawStore, RunEncoders | None]:
-    """The store of the stage that was reached; or its pictures, and the encoders on the device, where features are made
-    in each step."""
-    strategy, stage = reached.strategy, reached.stage
-    if strategy.features == "cached":
-        return open_stores(stages, stage.number), None
-    return open_online(stage.run, reached.spec, stage.plan, device, strategy.encode_chunk or 1)
-
-
-def _say(world: World, lines: Sequence[str]) -> None:
-    for line in lines if world.is_main else ():
-        log.notice(line)
+    return last
 
 
 def _keep(world: World, record: RunRecord) -> None:
@@ -294,13 +221,3 @@ def _keep(world: World, record: RunRecord) -> None:
             record.write()
         except UserError as error:
             log.notice(f"note: {error}; training goes on, and its page will lack it")
-
-
-def _weights(run: RunConfig, spec: ModelSpec, strategy: Strategy, found: checkpoint.Checkpoint | None) -> nn.Module:
-    """The plain model on the host: empty where a checkpoint fills all of it, else from init_from, or drawn."""
-    dtype, source = engines.compute_dtype(strategy), run.model.init_from
-    if found is not None and strategy.lora is None:
-        return models.skeleton(spec, dtype=dtype)
-    if source is not None:
-        return checkpoint.load_model(spec, source, dtype=dtype)
-    return models.build(spec, device="cpu", dtype=dtype, seed=run.train.seed)

@@ -18,6 +18,7 @@ from bigdit.dist import World, world_from_env
 from bigdit.errors import EXIT_USER, guard, shown
 from bigdit.train.prepare import check_launcher, check_stores, prepare_stages, with_ds_config, with_grace
 from bigdit.train.processes.orphan import LAUNCHER, end_with_launcher
+from bigdit.train.say import say
 
 EXPANDABLE = "expandable_segments:True"
 
@@ -78,8 +79,7 @@ def _train(config: Path, overrides: Sequence[str], source: Path | None, around: 
     check_launcher(prepared)
     check_stores(stages)
     for stage in stages:
-        for line in stage.plan_notices(revision()) if world.is_main else ():
-            log.notice(f"note: {line}")
+        say(world, stage.plan_notices(revision()), notes=True)
     if any(stage.plan is not None and stage.plan.expandable_segments for stage in stages):
         _set_allocator(world)
     libraries.prepare()
@@ -93,8 +93,7 @@ def _train(config: Path, overrides: Sequence[str], source: Path | None, around: 
         check_models(prepared)
 
     prepared, lines = counted(prepared)
-    for line in lines if world.is_main else ():
-        log.notice(line)
+    say(world, lines)
     run = stages[0].run
     stop = Stop(run.train.grace, world)
     try:
@@ -106,11 +105,10 @@ def _train(config: Path, overrides: Sequence[str], source: Path | None, around: 
         if world.is_main:
             log.notice(str(stopped))
         return stopped.status
-    if world.is_main and ended.trained:
-        log.notice(f"wrote {ended.checkpoint}")
+    if ended.trained:
+        say(world, [f"wrote {ended.checkpoint}"])
     if ended.following is not None:
-        if world.is_main:
-            done, following = (stages[ended.following - before].name for before in (1, 0))
-            log.notice(f"{done} is done; the processes start again for {following}")
+        done, following = (stages[ended.following - before].name for before in (1, 0))
+        say(world, [f"{done} is done; the processes start again for {following}"])
         start_all_again(ended.store, world)
     return 0

@@ -11,7 +11,7 @@ from torch import nn
 from bigdit.checkpoint import Saver
 from bigdit.config import RunConfig
 from bigdit.engines import Ema, Engine
-from bigdit.train.metrics import Metrics
+from bigdit.train.seen.metrics import Metrics
 from bigdit.units import gib
 
 

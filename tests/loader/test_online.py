@@ -41,9 +41,9 @@ from bigdit.store import FeatureStore
 from bigdit.train.encode import encode
 from bigdit.train.epochs import counted
 from bigdit.train.loop import train
-from bigdit.train.metrics import read_metrics
 from bigdit.train.prepare import check_stores, prepare_stages
 from bigdit.train.processes.stop import Stop
+from bigdit.train.seen.metrics import read_metrics
 
 FLUX = {
     "patch_size": 1,

@@ -9,7 +9,7 @@ import pytest
 from commands import ROOT, bigdit, run_ranks, with_set
 from PIL import Image
 
-from bigdit.train.metrics import read_metrics
+from bigdit.train.seen.metrics import read_metrics
 
 CONFIG = ROOT / "launch/recipes/digits-classes.yaml"
 SIZE = (

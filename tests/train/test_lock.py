@@ -10,8 +10,8 @@ from running import BIGDIT, FSDP2, arguments, running
 
 from bigdit.dist import World
 from bigdit.errors import UserError
-from bigdit.train.metrics import read_metrics
 from bigdit.train.processes.lock import held
+from bigdit.train.seen.metrics import read_metrics
 
 
 @pytest.mark.slow

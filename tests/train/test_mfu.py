@@ -13,7 +13,7 @@ from bigdit.objective_spec import FlowMatchingSpec
 from bigdit.rehearse.data import batch
 from bigdit.rehearse.drive import record
 from bigdit.spec import ModelSpec, Strategy
-from bigdit.train.mfu import Mfu, mfu_of, peak_flops
+from bigdit.train.seen.mfu import Mfu, mfu_of, peak_flops
 from bigdit.units import GIB, MIB
 
 CPU = torch.device("cpu")

@@ -24,8 +24,8 @@ from bigdit.report.commands import PORT, Command, commands
 from bigdit.spec import Strategy
 from bigdit.speed.cluster import Cluster
 from bigdit.train import main
-from bigdit.train.metrics import read_metrics
 from bigdit.train.processes.launch import free_port
+from bigdit.train.seen.metrics import read_metrics
 
 pytestmark = pytest.mark.slow
 

@@ -21,7 +21,7 @@ from bigdit.emulator import emulated_environment, shared_state
 from bigdit.rehearse import RehearsalRequest, rehearse
 from bigdit.rehearse.card.client import cuda_python
 from bigdit.spec import BatchShape
-from bigdit.train.metrics import read_metrics
+from bigdit.train.seen.metrics import read_metrics
 from bigdit.units import gib
 
 STEPS = ("train.steps=3", "train.checkpoint_every=3")

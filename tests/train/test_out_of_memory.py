@@ -24,9 +24,9 @@ from bigdit.memory.process import cuda_context, nccl_buffers
 from bigdit.rehearse.card.client import cuda_python
 from bigdit.shortage import asked_bytes, told
 from bigdit.spec import StepSize, Strategy
-from bigdit.train.metrics import read_metrics
 from bigdit.train.processes.launch import free_port
 from bigdit.train.relief import FILE, Relief, read_relief, relieved, write_relief
+from bigdit.train.seen.metrics import read_metrics
 from bigdit.units import MIB
 
 BUCKETS = "data.buckets=[[8,8],[32,32]]"

@@ -12,8 +12,8 @@ from commands import BIN, DIGITS, HELPERS, ROOT, SINGLE, TINY, environment_with,
 
 from bigdit.checkpoint import Peers
 from bigdit.train.measure import host_now
-from bigdit.train.metrics import Metrics
 from bigdit.train.seen import sight
+from bigdit.train.seen.metrics import Metrics
 from bigdit.train.seen.sight import Sight, figures
 from bigdit.train.step import StepResult
 from bigdit.units import GIB

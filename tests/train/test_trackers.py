@@ -10,8 +10,8 @@ from torch.utils.tensorboard import SummaryWriter
 from training import run_to
 
 from bigdit.train import main, prepare
-from bigdit.train.metrics import read_metrics
 from bigdit.train.seen import trackers
+from bigdit.train.seen.metrics import read_metrics
 from bigdit.train.seen.trackers import Trackers
 
 

@@ -22,7 +22,7 @@ from bigdit.objective_spec import FlowMatchingSpec
 from bigdit.record import Recorder
 from bigdit.spec import EmaSpec, LoraSpec
 from bigdit.store import FeatureStore
-from bigdit.train.metrics import read_metrics
+from bigdit.train.seen.metrics import read_metrics
 from bigdit.train.seen.validation import Validation
 from bigdit.train.step import train_step
 

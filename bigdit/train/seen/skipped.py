@@ -13,7 +13,7 @@ from bigdit.checkpoint import Peers
 from bigdit.engines import Engine
 from bigdit.errors import UserError
 from bigdit.loader.stream import Micro
-from bigdit.train.samples import Samples, listed
+from bigdit.train.seen.samples import Samples, listed
 from bigdit.train.step import StepResult
 
 _FIX = "lower optimizer.lr, lengthen train.warmup_steps, or set train.gradient_clipping"

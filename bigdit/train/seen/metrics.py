@@ -21,11 +21,11 @@ from bigdit.config.output import METRICS
 from bigdit.errors import UserError
 from bigdit.files import write_text
 from bigdit.loader.stream import Micro
-from bigdit.train.mfu import Mfu
 from bigdit.train.record import numbered, read_metrics
+from bigdit.train.seen.mfu import Mfu
 from bigdit.train.seen.sight import VALIDATED, Sight
+from bigdit.train.seen.spikes import LossSpikes
 from bigdit.train.seen.trackers import Trackers
-from bigdit.train.spikes import LossSpikes
 from bigdit.train.step import StepResult
 
 FLUSH_EVERY = 10
