@@ -89,6 +89,19 @@ Stateless(model.parameters()).step()
 print(len(torch.cuda.memory._snapshot()["device_traces"][0]))
 """
 
+CHUNKS = """
+import torch
+model = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024) for _ in range(8)]).cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+for step in range(100):
+    model(torch.randn(10, 1024, device="cuda")).square().mean().backward()
+    gradients = [(p, p.grad) for p in model.parameters()]
+    optimizer.zero_grad()
+    for p, p.grad in gradients:
+        optimizer.step()
+        p.grad = None
+"""
+
 SHARDS = """
 import os, torch
 import torch.distributed as dist
@@ -106,6 +119,7 @@ for step in range(100):
     model(torch.randn(100, 1024, device="cuda")).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
+    torch.cuda.memory_snapshot()
 """
 
 HALF = """
@@ -253,6 +267,15 @@ def test_what_would_make_figures_wrong_is_said(tmp_path: Path) -> None:
     assert int(done.stderr.strip().splitlines()[-1]) > 0  # which it finds as it left it
 
 
+def test_an_optimizer_that_steps_chunk_by_chunk_takes_one_step(tmp_path: Path) -> None:
+    """As bigdit's own does of one process: the run ended within the first step, without most of the state."""
+    done = emulate("--gpu", "a40", "--steps", 3, "--json", "--", "python", script(tmp_path, CHUNKS))
+    assert done.returncode == 0, done.stderr
+    assert (done.account["steps"], done.account["backwards"]) == (3, 3)
+    weights_and_states = 3 * 8 * (1024 + 1) * 1024 * 4
+    assert peaks(done.account)["forward"] > weights_and_states
+
+
 @pytest.mark.parametrize("how", ["fsdp", "ddp"])
 def test_two_processes_on_two_cards(tmp_path: Path, how: str) -> None:
     command = ("torchrun", "--standalone", "--nproc-per-node", 2, script(tmp_path, SHARDS))
@@ -264,6 +287,7 @@ def test_two_processes_on_two_cards(tmp_path: Path, how: str) -> None:
     state = 2 * parameters // (2 if how == "fsdp" else 1)
     held = sum(group["nbytes"] for group in accounts[0]["cards"][0]["live"] if group["phase"] == "step")
     assert held >= state
+    assert not any("shared its memory" in notice for notice in done.report["notices"])  # a snapshot is of all cards
     process = accounts[0]["cards"][0]["process"]
     assert process["high_bytes"] - process["low_bytes"] > GIB // 2  # NCCL's buffers, whose size is not known
 

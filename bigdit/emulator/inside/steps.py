@@ -1,7 +1,8 @@
 """Optimizer steps: counted, ended after, and looked at for what would make the figures wrong.
 
 A training step is a step of the optimizer that has stepped most: two optimizers that take turns, or one for each
-parameter, make one step together. Those that an engine of DeepSpeed drives are counted by the engine.
+parameter, make one step together, as one does that steps chunk by chunk, without a backward pass between. Those that an
+engine of DeepSpeed drives are counted by the engine.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ backwards = 0
 stepped_after_oom = False
 
 _by_driver: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+_seen_by_driver: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # backward passes at its last step
 _looked_at: weakref.WeakSet[Any] = weakref.WeakSet()
 _within_engine = 0
 _torch: Any = None
@@ -33,14 +35,17 @@ def install(torch: Any) -> None:
 
 
 def begin(driver: Any) -> None:
-    """`driver`, an optimizer or an engine, begins a step."""
-    if options.STEPS and _by_driver.get(driver, 0) >= options.STEPS:
+    """`driver`, an optimizer or an engine, begins a step, or goes on with one."""
+    if options.STEPS and _by_driver.get(driver, 0) >= options.STEPS and not _goes_on(driver):
         ending.end_after_steps()
 
 
 def complete(driver: Any, *, was_skipped: bool = False) -> None:
     """`driver` has stepped, or its loss scaler has skipped a step."""
     global done, skipped, stepped_after_oom
+    if _goes_on(driver):
+        return
+    _seen_by_driver[driver] = backwards
     _by_driver[driver] = _by_driver.get(driver, 0) + 1
     skipped += was_skipped
     if _by_driver[driver] > done:
@@ -49,6 +54,11 @@ def complete(driver: Any, *, was_skipped: bool = False) -> None:
         counts.sample()
         if done == options.STEPS:
             phases.end_at_next_forward(_torch)
+
+
+def _goes_on(driver: Any) -> bool:
+    """Whether `driver` is within a step that was counted: no backward pass ran since. Gradients may come without."""
+    return backwards > 0 and _seen_by_driver.get(driver) == backwards
 
 
 def before_backward() -> None:
@@ -75,6 +85,7 @@ def forget() -> None:
     global done, skipped, backwards, stepped_after_oom, _within_engine
     done = skipped = backwards = _within_engine = 0
     stepped_after_oom = False
+    _seen_by_driver.clear()
 
 
 def _before(optimizer: Any, args: Any, kwargs: Any) -> Any:
