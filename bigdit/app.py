@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import os
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -36,6 +37,9 @@ UsageError: Any = typer.BadParameter.__base__
 
 WIDEST = 1000
 """Columns of help at most: the terminal's, where they are fewer. click's own limit is 80."""
+
+HELP = {"-h", "--help", "--version"}
+"""What is answered anywhere; behind -- they are another command's."""
 
 app = typer.Typer(
     name="bigdit",
@@ -90,7 +94,8 @@ def _command() -> Any:
 
 def run(arguments: Sequence[str]) -> int:
     """Run a command; its exit status. Ctrl-C is left to the caller: typer would end it without a word."""
-    _check_folder()
+    if arguments and not HELP & set(itertools.takewhile(lambda each: each != "--", arguments)):
+        _check_folder()
     command = _command()
     try:
         with command.make_context("bigdit", list(arguments)) as context:
