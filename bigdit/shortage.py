@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
 from bigdit.errors import UserError
+from bigdit.machine import memory_bytes
 from bigdit.units import gib, parse_bytes
 
 # What torch, its allocator of the host, cuBLAS and NCCL say; the first is torch.OutOfMemoryError's.
@@ -33,6 +35,25 @@ def told(what: str, device: torch.device, less: str) -> Iterator[None]:
         raise UserError(f"{what} ran out of memory: {shortage(error, device)}; {less}") from error
 
 
+@contextmanager
+def bounded(device: torch.device) -> Iterator[None]:
+    """Within it a host whose memory is used up refuses more, as a card does, where the kernel would end the process.
+
+    Source: getrlimit(2), RLIMIT_DATA; proc_pid_status(5), VmData.
+    """
+    if device.type != "cpu":
+        yield
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    limits = [limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY]
+    most = min(_held() + room(device)[0], memory_bytes(), *limits)
+    resource.setrlimit(resource.RLIMIT_DATA, (most, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
 def asked_bytes(message: str) -> int | None:
     """What the allocation that failed asked for, as torch says it."""
     found = re.search(r"[Tt]ried to allocate ([\d.]+ \w+?)\.", message)
@@ -40,20 +61,37 @@ def asked_bytes(message: str) -> int | None:
 
 
 def shortage(error: BaseException, device: torch.device) -> str:
-    """What was asked for of a device, and what it had."""
+    """What was asked for of a device, and what it had; or, of a host, what this process may hold, much of which is free
+    again when the error is told."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
+    if device.type == "cpu" and limit != resource.RLIM_INFINITY:
+        asked, (_, total) = asked_bytes(str(error)), room(device)
+        of_it = "more was" if asked is None else f"{gib(asked)} more were"
+        return f"{of_it} asked for, and this process may hold {gib(limit)} of {gib(total)}"
     reserved = torch.cuda.memory_reserved(device) if device.type == "cuda" else None
     return said(asked_bytes(str(error)), *room(device), reserved)
 
 
 def room(device: torch.device) -> tuple[int, int]:
-    """Free and total bytes of a card, or of this machine. Source: proc_meminfo(5)."""
+    """Bytes that a card, or this machine, has left for this process, and in all. Source: proc_meminfo(5)."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return free, total
-    with open("/proc/meminfo") as file:
+    free, total = (_table("/proc/meminfo", key) for key in ("MemAvailable", "MemTotal"))
+    limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
+    return free if limit == resource.RLIM_INFINITY else min(free, max(limit - _held(), 0)), total
+
+
+def _held() -> int:
+    """What counts against RLIMIT_DATA."""
+    return _table("/proc/self/status", "VmData")
+
+
+def _table(path: str, key: str) -> int:
+    """Bytes of a row that the kernel tells."""
+    with open(path) as file:
         found = dict(line.split(":", 1) for line in file)
-    free, total = (parse_bytes(found[key].replace("kB", "KiB")) for key in ("MemAvailable", "MemTotal"))
-    return free, total
+    return parse_bytes(found[key].replace("kB", "KiB"))
 
 
 def said(asked: int | None, free: int, total: int, reserved: int | None = None) -> str:

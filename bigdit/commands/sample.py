@@ -94,33 +94,34 @@ def run(
     from bigdit.sampling import Sampler, SamplingOptions
     from bigdit.sampling.grid import grid_png, png
     from bigdit.sampling.moving import moving_grid, webp
-    from bigdit.shortage import told
+    from bigdit.shortage import bounded, told
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     found, notices = find_checkpoint(checkpoint)
     for line in notices:
         log.notice(line)
-    with told(f"--checkpoint {found.folder}: loading it", device, "a device with more memory is needed"):
-        posthoc = None if ema_width is None else PostHoc(found, ema_width)
-        if posthoc is not None:
-            log.notice(posthoc.said)
-        loaded = Sampler(found, device, ema=ema, posthoc=posthoc)
-        if label and loaded.captions:
-            raise UserError(f"--label is {label[0]!r}, and this model is fed captions; pass --caption TEXT")
-        *frames, height, width = bucket or loaded.buckets[0]
-        options = SamplingOptions(
-            height, width, steps, guidance, negative, drawn_by, seed, frames=frames[0] if frames else None
-        )
-        loaded.check(options, by_option, len(images))
-    shown = functools.partial(_shown, unit="videos" if frames else "images")
-    drawn, rows, fps = [], [], loaded.fps or 1.0  # of videos, which alone have one
-    for i, pixels in enumerate(loaded.sample(wanted, options, images, shown)):
-        drawn.append(pixels.squeeze(0).numpy() if len(pixels) == 1 else pixels.movedim(0, -1).numpy())
-        path = out / f"{i:05d}{'.webp' if frames else '.png'}"
-        _write(path, webp(drawn[-1], fps) if frames else png(drawn[-1]))
-        rows.append({"file": path.name, "caption": wanted[i], "seed": seed + i})
-    path = out / f"grid{'.webp' if frames else '.png'}"
-    _write(path, webp(moving_grid(drawn), fps) if frames else grid_png(drawn, wanted))
+    with bounded(device):
+        with told(f"--checkpoint {found.folder}: loading it", device, "a device with more memory is needed"):
+            posthoc = None if ema_width is None else PostHoc(found, ema_width)
+            if posthoc is not None:
+                log.notice(posthoc.said)
+            loaded = Sampler(found, device, ema=ema, posthoc=posthoc)
+            if label and loaded.captions:
+                raise UserError(f"--label is {label[0]!r}, and this model is fed captions; pass --caption TEXT")
+            *frames, height, width = bucket or loaded.buckets[0]
+            options = SamplingOptions(
+                height, width, steps, guidance, negative, drawn_by, seed, frames=frames[0] if frames else None
+            )
+            loaded.check(options, by_option, len(images))
+        shown = functools.partial(_shown, unit="videos" if frames else "images")
+        drawn, rows, fps = [], [], loaded.fps or 1.0  # of videos, which alone have one
+        for i, pixels in enumerate(loaded.sample(wanted, options, images, shown)):
+            drawn.append(pixels.squeeze(0).numpy() if len(pixels) == 1 else pixels.movedim(0, -1).numpy())
+            path = out / f"{i:05d}{'.webp' if frames else '.png'}"
+            _write(path, webp(drawn[-1], fps) if frames else png(drawn[-1]))
+            rows.append({"file": path.name, "caption": wanted[i], "seed": seed + i})
+        path = out / f"grid{'.webp' if frames else '.png'}"
+        _write(path, webp(moving_grid(drawn), fps) if frames else grid_png(drawn, wanted))
     report = {
         "checkpoint": str(found.folder),
         "ema": ema,

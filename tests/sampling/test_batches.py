@@ -1,11 +1,16 @@
 """Batches of pictures: halved where memory does not do for them, and no larger than guidance needs."""
 
+import re
+import resource
+
 import pytest
 import torch
 
 from bigdit import checkpoint
 from bigdit.errors import UserError
 from bigdit.sampling import Sampler, SamplingOptions
+from bigdit.shortage import bounded
+from bigdit.units import GIB
 
 CAPTIONS = [f"a handwritten {name}" for name in ("one", "two", "three", "four", "five")]
 ONE_OF_8X8 = 4 * 5 * 4 * 4 * 4  # bytes: five times 4 × 4 × 4 numbers
@@ -81,3 +86,19 @@ def test_without_guidance_the_model_is_fed_the_captions_alone(sampler, monkeypat
     itself = draw(sampler, CAPTIONS[:1], guidance=3.0, negative=CAPTIONS[0])
     assert (itself - plain[:1]).abs().max() <= ROUNDING
     assert (draw(sampler, guidance=3.0)[:1] - plain[:1]).abs().max() > ROUNDING
+
+
+def test_a_host_says_that_its_memory_does_not_do_where_the_kernel_would_end_the_process(sampler, monkeypatch, capsys):
+    monkeypatch.setattr("bigdit.shortage.room", lambda device: (GIB, 64 * GIB))
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    large = SamplingOptions(2048, 2048, steps=1)
+    with pytest.raises(UserError) as found, bounded(torch.device("cpu")):
+        list(sampler.sample(CAPTIONS[:2], large))
+    assert re.search(
+        r"^--size 2048x2048: drawing 1 at once ran out of memory: \d+\.\d\d GiB more were asked for, and this process "
+        r"may hold \d+\.\d\d GiB of 64\.00 GiB; a smaller --size or fewer captions take less$",
+        str(found.value),
+    )
+    assert capsys.readouterr().err == "note: --size 2048x2048: memory does not do for 2 at once; going on with 1\n"
+    assert resource.getrlimit(resource.RLIMIT_DATA) == before
+    assert draw(sampler).shape[0] == len(CAPTIONS)
