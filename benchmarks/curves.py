@@ -75,8 +75,10 @@ def draw(
         )
     drawn = BytesIO()
     figure.savefig(drawn, format="png")
-    with replacing(path) as temporary:  # in few colours: half of the bytes
-        Image.open(drawn).convert("RGB").quantize(64).save(temporary, format="png", optimize=True)
+    # In few colours: half of the bytes. By an octree: the median cut gives a curve of few pixels another's colour.
+    few = Image.open(drawn).convert("RGB").quantize(64, method=Image.Quantize.FASTOCTREE)
+    with replacing(path) as temporary:
+        few.save(temporary, format="png", optimize=True)
 
 
 def _draw_curves(axes: Axes, cards: Sequence[str], curves: Mapping[str, tuple[Point, ...]]) -> None:

@@ -3,9 +3,11 @@
 import json
 import random
 
+import curves
 import gallery
 import pytest
 from commands import ROOT, bigdit
+from PIL import Image, ImageColor
 
 from bigdit import catalog
 from bigdit.bench.memory import Curve
@@ -55,6 +57,19 @@ def test_every_model_has_a_small_picture():
     assert sorted(pictures.values()) == sorted(gallery.PICTURES.iterdir())
     assert all(file.stat().st_size <= 40_000 for file in pictures.values())
     assert all(f"](gallery/{model}.png)" in gallery.PAGE.read_text() for model in pictures)
+
+
+@pytest.mark.parametrize("model", gallery.MODELS)
+def test_a_cards_curve_has_its_own_colour_in_every_picture(model):
+    """Also where it is a single point; all but H100's, which lies below A100's."""
+    with Image.open(gallery.PICTURES / f"{model}.png") as picture:
+        found = [colour for _, colour in picture.convert("RGB").getcolors()]
+    drawn = {gallery.named(cell.gpu, cell.gpus) for cell in CELLS if cell.model == model and cell.points} - {"h100-sxm"}
+    assert drawn
+    looks = dict(zip((gallery.named(*card) for card in gallery.CARDS), curves.LOOKS, strict=True))
+    for card in drawn:
+        wanted = ImageColor.getrgb(looks[card][0])
+        assert min(max(abs(a - b) for a, b in zip(wanted, each, strict=True)) for each in found) <= 8, card
 
 
 def test_what_is_kept_is_not_run_again(tmp_path, monkeypatch):
