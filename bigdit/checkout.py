@@ -14,6 +14,12 @@ def in_checkout() -> bool:
     return (ROOT / "Makefile").exists()
 
 
+def own_module(name: str) -> tuple[str, ...]:
+    """What python is given to run this module. Without -P it would take any other of its name, or of a library's, that
+    lies in the folder where people are, such as another checkout."""
+    return "-P", "-m", name
+
+
 def entry(module_option: str = "-m") -> tuple[str, ...]:
     """What python or a launcher starts to train: a script of the checkout, by its path from here, or a module by that
     option."""

@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 
 import bigdit
+from bigdit.checkout import own_module
 from bigdit.errors import UserError
 from bigdit.rehearse.card.client import told
 from bigdit.rehearse.card.run import CardRun
@@ -30,10 +31,10 @@ def run_on_card(
     with tempfile.TemporaryDirectory(prefix="bigdit-card-") as folder:
         asked, answered = (Path(folder) / name for name in ("request.json", "result.json"))
         asked.write_text(request.model_dump_json())
-        worker = ["-m", "bigdit.rehearse.card.worker", str(asked), str(answered), str(steps), str(capacity_bytes)]
+        given = [str(each) for each in (asked, answered, steps, capacity_bytes)]
         try:
             done = subprocess.run(
-                [sys.executable, "-W", "ignore", *worker],
+                [sys.executable, "-W", "ignore", *own_module("bigdit.rehearse.card.worker"), *given],
                 env=_environment(expandable_segments),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,

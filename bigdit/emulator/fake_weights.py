@@ -14,6 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from bigdit.checkout import own_module
 from bigdit.emulator.fake_tokenizers import write_tokenizer
 from bigdit.emulator.repositories import document, repository
 from bigdit.errors import UserError
@@ -110,7 +111,7 @@ def _mark_absent(snapshot: Path) -> None:
 def _write_weights(dtypes: Mapping[str, str], environment: Mapping[str, str] | None) -> None:
     """Write the weights, in a process of its own: it takes torch, diffusers and transformers."""
     done = subprocess.run(
-        [sys.executable, "-m", "bigdit.emulator.fake_models"],
+        [sys.executable, *own_module("bigdit.emulator.fake_models")],
         input=json.dumps(dtypes),
         capture_output=True,
         text=True,

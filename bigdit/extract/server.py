@@ -5,6 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.context import ForkServerContext
 
@@ -29,9 +31,24 @@ def server() -> ForkServerContext:
     context.set_forkserver_preload([] if torch.cuda.is_available() else ["bigdit.extract.preload"])
     _find_room_for_sockets()
     resource_tracker.ensure_running()  # whose own start lets signals through again
-    with undisturbed():
+    with undisturbed(), _of_no_folder():
         forkserver.ensure_running()
     return context
+
+
+@contextmanager
+def _of_no_folder() -> Iterator[None]:
+    """What is started within takes no module from the folder where people are (checkout.own_module)."""
+    name = "PYTHONSAFEPATH"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def _find_room_for_sockets() -> None:

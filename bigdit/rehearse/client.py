@@ -8,6 +8,7 @@ from pathlib import Path
 
 import bigdit
 from bigdit.catalog import FAMILIES
+from bigdit.checkout import own_module
 from bigdit.errors import UserError
 from bigdit.rehearse import cache
 from bigdit.rehearse.lanes import Lanes, RehearsalError
@@ -54,7 +55,7 @@ def ask(lanes: Lanes, lane: int, request: RehearsalRequest, timeout_s: float) ->
 
 def worker() -> tuple[list[str], dict[str, str]]:
     """The process that rehearses, as Lanes start it."""
-    return [sys.executable, "-m", "bigdit.rehearse"], worker_environment()
+    return [sys.executable, *own_module("bigdit.rehearse")], worker_environment()
 
 
 def check(request: RehearsalRequest) -> None:

@@ -131,7 +131,8 @@ def _build(packages: list[Path], folder: Path) -> None:
     own = {"PYTHONPATH", "PYTHONHOME", "LD_PRELOAD"}
     environment = {key: value for key, value in os.environ.items() if key not in own and "EMULATED" not in key}
     environment["PYTHONPATH"] = os.environ["BIGDIT_EMULATED_HOME"]
-    command = [os.environ["BIGDIT_EMULATED_BUILDER"], "-m", "bigdit.emulator.build", str(folder), *map(str, packages)]
+    command = [os.environ["BIGDIT_EMULATED_BUILDER"], "-P", "-m", "bigdit.emulator.build"]
+    command += [str(folder), *map(str, packages)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise NoCard(done.stderr.strip() or f"building the emulated card's libraries ended with {done.returncode}")

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from bigdit.catalog import Gpu
-from bigdit.checkout import ROOT, in_checkout
+from bigdit.checkout import ROOT, in_checkout, own_module
 from bigdit.emulator import emulated_environment
 from bigdit.errors import UserError
 from bigdit.rehearse.card import cache as card_cache
@@ -106,7 +106,7 @@ def worker(gpu: Gpu, module: str, *, expandable_segments: bool) -> Started:
 
     def started() -> tuple[list[str], dict[str, str]]:
         environment = worker_environment(gpu, expandable_segments=expandable_segments)
-        return [str(cuda_python()), "-W", "ignore", "-m", module], environment
+        return [str(cuda_python()), "-W", "ignore", *own_module(module)], environment
 
     return started
 

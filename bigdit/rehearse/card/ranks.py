@@ -38,6 +38,7 @@ def run_ranks(
 
 def _run(gpu: Gpu, request: RehearsalRequest, timeout_s: float, expandable_segments: bool) -> CardRun:
     ranks = request.strategy.world_size
+    # torchrun hands -P on to no rank: the variable does what own_module does
     with tempfile.TemporaryDirectory(prefix="bigdit-ranks-") as folder, shared_state() as state:
         asked, answered = (Path(folder) / name for name in ("request.json", "result.json"))
         asked.write_text(request.model_dump_json())
@@ -46,7 +47,7 @@ def _run(gpu: Gpu, request: RehearsalRequest, timeout_s: float, expandable_segme
         process = subprocess.Popen(
             [str(cuda_python()), "-W", "ignore", *launcher, *worker],
             env=worker_environment(gpu, ranks, state, expandable_segments=expandable_segments)
-            | {"OMP_NUM_THREADS": "1"},
+            | {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,

@@ -19,6 +19,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from bigdit import log
+from bigdit.checkout import own_module
 from bigdit.config import RunConfig
 from bigdit.errors import EXIT_USER
 from bigdit.machine import memory_bytes
@@ -40,7 +41,7 @@ def launch(
     `host_bytes`: what its plans count of this machine's memory, where there are any."""
     arguments = ["--config", str(config), *(part for override in overrides for part in ("--set", override))]
     arguments += [] if plan is None else ["--plan", str(plan)]
-    command = [sys.executable, "-m", "bigdit.train", *arguments]
+    command = [sys.executable, *own_module("bigdit.train"), *arguments]
     return Ranks(command, run.train.grace, host_bytes).run(run.engine.processes)
 
 

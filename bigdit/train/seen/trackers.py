@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bigdit import log
+from bigdit.checkout import own_module
 from bigdit.lifeline import undisturbed
 
 PATIENCE_S = 60.0
@@ -35,7 +36,7 @@ class Trackers:
             return
         with undisturbed():
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "bigdit.train.processes.tracking"],
+                [sys.executable, *own_module("bigdit.train.processes.tracking")],
                 stdin=subprocess.PIPE,
                 stdout=sys.stderr,
                 env={name: value for name, value in os.environ.items() if not name.startswith(_OURS)}

@@ -165,6 +165,7 @@ class Popen(Executed):
             "program": program.words,
             "words": [os.fsdecode(word) for word in args],
             "unbuffered": program.unbuffered,
+            "safe_path": program.safe_path,
             "environment": environment,
             "folder": str(Path(os.fsdecode(cwd) if cwd else ".").absolute()),
             "numbers": [0, 1, 2, *pass_fds],
@@ -186,7 +187,8 @@ class Popen(Executed):
 class _Program(NamedTuple):
     folder: Path  # of its interpreter
     words: list[str]  # `-m MODULE`, `-c CODE` or a script, with its arguments
-    unbuffered: bool
+    unbuffered: bool = False
+    safe_path: bool = False  # without the folder that it is started in
 
 
 def _program(words: Sequence[str], environment: Mapping[str, str]) -> _Program | None:
@@ -198,20 +200,21 @@ def _program(words: Sequence[str], environment: Mapping[str, str]) -> _Program |
     if not Path(found).name.startswith("python"):
         with open(found, "rb") as script:
             interpreter = Path(os.fsdecode(script.readline().strip()).removeprefix("#!"))
-        return _Program(interpreter.parent.resolve(), [found, *rest], False) if interpreter.is_absolute() else None
+        return _Program(interpreter.parent.resolve(), [found, *rest]) if interpreter.is_absolute() else None
     if not (folder / "python").exists():
         return None
     if not Path(words[0]).is_absolute():  # whose sys.executable is for the interpreter to find
         return None
     options = set()
-    while rest and (rest[0] in ("-u", "-B") or rest[0].startswith("-W")):
+    while rest and (rest[0] in ("-u", "-B", "-P") or rest[0].startswith("-W")):
         options.add(rest[0])
         del rest[: 1 + (rest[0] == "-W")]
     if not rest or (rest[0].startswith("-") and rest[0] not in ("-m", "-c")):
         return None
     if rest[0] == "-c" and any(asked in rest[1] for asked in OF_IMPORTS):
         return None
-    return _Program(folder, rest, "-u" in options or bool(environment.get("PYTHONUNBUFFERED")))
+    unbuffered = "-u" in options or bool(environment.get("PYTHONUNBUFFERED"))
+    return _Program(folder, rest, unbuffered, "-P" in options or bool(environment.get("PYTHONSAFEPATH")))
 
 
 def take_place() -> None:
@@ -359,8 +362,8 @@ def _become(asked: dict[str, Any]) -> None:
     first, *rest = program
     given = first in ("-m", "-c")
     sys.argv, sys.orig_argv = [first, *rest[1:]] if given else program, asked["words"]
-    sys.path[0] = {"-m": asked["folder"], "-c": ""}.get(first, str(Path(first).parent))
-    sys.path[1:1] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
+    before = [] if asked["safe_path"] else [{"-m": asked["folder"], "-c": ""}.get(first, str(Path(first).parent))]
+    sys.path[:1] = [*before, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
     if first == "-m":
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
     elif first == "-c":

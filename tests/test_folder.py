@@ -1,0 +1,25 @@
+"""bigdit is the one that was started, whatever lies in the folder where people are, such as another checkout."""
+
+import warm
+from cards import empty_cache
+from commands import BIN, DIGITS, SINGLE, TINY, environment_with, with_set
+
+
+def test_no_process_takes_another_bigdit_from_the_folder_where_it_is_started(pictures, tmp_path):
+    """Not the one that rehearses, nor those of emulated cards, those that encode, nor those that train."""
+    (tmp_path / "bigdit").mkdir()
+    (tmp_path / "bigdit/__init__.py").write_text("raise SystemExit('of another checkout')")
+    short = ("train.steps=1", "train.warmup_steps=0", "output=run")
+    own = [*TINY, *SINGLE, *short, f"data.images={pictures}", "data.features=features"]
+    two = ("engine.name=fsdp2", "engine.processes=2")
+    asked = ("--model", "dit-s-8", "--gpu", "a40", "--strategy", "single")
+    environment = environment_with({"BIGDIT_CACHE": str(empty_cache(tmp_path / "cache"))})
+    for command in (
+        ("rehearse", *asked),
+        ("bench", "memory", *asked, "--micro-batch", "1", "--device", "emulated"),
+        ("extract", "--config", DIGITS, *with_set(own)),
+        ("train", "--config", DIGITS, *with_set([*own, *two])),
+    ):
+        done = warm.run([str(part) for part in (BIN / "bigdit", *command)], [environment], tmp_path, 300)
+        assert done.returncode == 0, done.stderr
+    assert (tmp_path / "run/checkpoints/step-00000001").is_dir()
