@@ -17,6 +17,7 @@ HELP = "What earlier runs took, and how far what is predicted for them now is of
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help=HELP)
 
+Card = Annotated[str | None, typer.Option("--gpu", metavar="NAME", help="Of this card alone.")]
 Folder = Annotated[
     Path | None,
     typer.Option("--receipts", metavar="DIR", help="The folder; those that plans read if left out."),
@@ -24,24 +25,24 @@ Folder = Annotated[
 
 
 @app.command("list")
-def show(receipts: Folder = None, as_json: Json = False) -> None:
+def show(gpu: Card = None, receipts: Folder = None, as_json: Json = False) -> None:
     """All receipts: when, which model and card, reserved bytes, seconds a step."""
     from bigdit import log
     from bigdit.report.receipts import listed
 
     found = _read(receipts)
+    of_cards = None if gpu is None else _cards(found, gpu)
+    own = [each for each in found if of_cards is None or each.device in of_cards]
     if as_json:
-        log.emit_json([each.model_dump(mode="json") for each in found])
+        log.emit_json([each.model_dump(mode="json") for each in own])
+    elif own:
+        log.out.print(listed(own))
     elif found:
-        log.out.print(listed(found))
+        log.notice(f"none of {len(found)} receipts is of {gpu}")
 
 
 @app.command()
-def compare(
-    gpu: Annotated[str | None, typer.Option(metavar="NAME", help="Of this card alone.")] = None,
-    receipts: Folder = None,
-    as_json: Json = False,
-) -> None:
+def compare(gpu: Card = None, receipts: Folder = None, as_json: Json = False) -> None:
     """Each receipt beside what is predicted for it now, and what plans take from all of a card: band and speed."""
     from bigdit import log
     from bigdit.rehearse.pool import Pool
@@ -86,11 +87,7 @@ def compare(
 
 
 @app.command()
-def calibrate(
-    gpu: Annotated[str | None, typer.Option(metavar="NAME", help="Of this card alone.")] = None,
-    receipts: Folder = None,
-    as_json: Json = False,
-) -> None:
+def calibrate(gpu: Card = None, receipts: Folder = None, as_json: Json = False) -> None:
     """What plans take from a card's receipts: the band of memory, and by what its predicted seconds are multiplied."""
     from bigdit import log
     from bigdit.errors import UserError

@@ -41,6 +41,19 @@ def test_they_are_listed(folder):
     assert len(json.loads(bigdit("receipts", "list", "--receipts", folder, "--json").stdout)) == 5
 
 
+def test_those_of_a_card_are_listed_alone(folder):
+    done = bigdit("receipts", "list", "--receipts", folder, "--gpu", "a100-80g-sxm")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("A100-SXM4-80GB") == done.stdout.count("2026-01-02") == 3
+    assert "note: receipts of Nobody's Card are left out: " in done.stderr
+    listed = json.loads(bigdit("receipts", "list", "--receipts", folder, "--gpu", "a100-80g-sxm", "--json").stdout)
+    assert {each["device"] for each in listed} == {"NVIDIA A100-SXM4-80GB"}
+    done = bigdit("receipts", "list", "--receipts", folder, "--gpu", "a40")
+    assert (done.returncode, done.stdout) == (0, "")
+    assert "none of 5 receipts is of a40" in done.stderr
+    assert bigdit("receipts", "list", "--receipts", folder, "--gpu", "a4000000").returncode == 1
+
+
 @pytest.mark.slow
 def test_they_are_held_against_what_is_predicted_now(folder):
     document = json.loads(bigdit("receipts", "compare", "--receipts", folder, "--json").stdout)
