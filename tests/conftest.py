@@ -18,11 +18,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # Plans are made by rehearsals alone, which take a third of the time, but where a test asks for more.
 os.environ.setdefault("BIGDIT_DEVICE", "rehearsed")
-# Receipts of runs that tests take, or make up, are none that the user's own plans are to learn from.
+# Receipts of runs that tests take, or make up, are none that the user's own plans are to learn from; and what programs
+# leave behind in TMPDIR, as torchrun does a folder of logs, ends with the tests.
 os.environ.pop("BIGDIT_RECEIPTS", None)
 if "PYTEST_XDIST_WORKER" not in os.environ:
-    OWN_DATA = tempfile.TemporaryDirectory(prefix="bigdit-data-")
-    os.environ["XDG_DATA_HOME"] = OWN_DATA.name
+    OWN = tempfile.TemporaryDirectory(prefix="bigdit-")  # short: Ray's sockets lie in it
+    os.environ |= {"TMPDIR": OWN.name, "XDG_DATA_HOME": f"{OWN.name}/data"}
 # A shell has what it starts in the background ignore Ctrl-C, and so all that tests start: they are to hear it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -4,8 +4,12 @@ Which layer imports from which is import-linter's (setup.cfg).
 """
 
 import ast
+import os
 import re
+import subprocess
+import sys
 from configparser import ConfigParser
+from pathlib import Path
 
 import grimp
 import pytest
@@ -124,3 +128,10 @@ def test_the_drawing_has_the_layers_that_are_held():
 def test_no_text_has_both_sides_of_a_merge():
     texts = [*ROOT.glob("*.md"), *(ROOT / "benchmarks").rglob("*.md"), ROOT / "Makefile", ROOT / "setup.cfg"]
     assert [text for text in texts if re.search("^(<{7}|>{7}) ", text.read_text(), re.MULTILINE)] == []
+
+
+def test_what_programs_leave_behind_ends_with_the_tests():
+    """As torchrun leaves a folder of logs."""
+    leave = "import tempfile; print(tempfile.mkdtemp())"
+    left = subprocess.run([sys.executable, "-c", leave], capture_output=True, text=True, check=True).stdout.strip()
+    assert Path(left).parent == Path(os.environ["XDG_DATA_HOME"]).parent != Path("/tmp")
