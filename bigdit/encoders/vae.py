@@ -106,7 +106,19 @@ class DiffusersVae:
             rows = slice(places[0], places[-1] + 1)
             return self._encode(pixels[rows], indices[rows])
 
-        return torch.stack(self._size.map(encode, range(len(pixels))))
+        latents = torch.stack(self._size.map(encode, range(len(pixels))))
+        self._check_sizes(tuple(pixels.shape[2:]), latents.shape)
+        return latents
+
+    def _check_sizes(self, bucket: tuple[int, ...], found: Shape) -> None:
+        """Raise UserError where the weights divide frames or sides otherwise than the config says."""
+        told = self.latent_shape(bucket)
+        if found[-len(told) :] != told:
+            made, said = (written_bucket(tuple(shape)) for shape in (found[-len(told) :], told))
+            raise UserError(
+                f"{_KEY}: {self._config.path} makes latents of {made} of {written_bucket(bucket)} pixels, and its "
+                f"config.json says {said}; mend its temporal_compression_ratio or spatial_compression_ratio"
+            )
 
     @torch.no_grad()
     def _encode(self, pixels: torch.Tensor, indices: Sequence[int]) -> torch.Tensor:

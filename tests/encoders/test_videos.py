@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tiny_vaes import VIDEO_VAES, kl
+from tiny_vaes import VIDEO_VAES, kl, ltx
 
 from bigdit.config.encoders import IdentityCodec, VaeCodec
 from bigdit.encoders.buckets import bucket_pixels
@@ -84,6 +84,20 @@ def test_every_vae_of_videos_gives_what_its_own_pass_over_them_does(class_name, 
         UserError, match=rf"4 × 16 × 24 has 4 frames, .* multiples of {step}; nearest: {5 - step} or 5$"
     ):
         codec.latent_shape((4, 16, 24))
+
+
+@pytest.mark.parametrize(("said", "told"), [("temporal", "4 × 2 × 4 × 6"), ("spatial", "4 × 3 × 2 × 3")])
+def test_a_config_that_divides_otherwise_than_its_weights_is_named(said, told, tmp_path, pixels):
+    torch.manual_seed(0)
+    ltx(**{f"{said}_compression_ratio": {"temporal": 4, "spatial": 8}[said]}).save_pretrained(tmp_path)
+    codec = VaeCodec(name="vae", class_name="AutoencoderKLLTXVideo", path=str(tmp_path))
+    encode = load_image_codec(codec, device="cpu", batch_size=1).encode
+    with pytest.raises(UserError) as raised:
+        encode(pixels)
+    assert str(raised.value).startswith(
+        f"encoders.image.path: {tmp_path} makes latents of 4 × 3 × 4 × 6 of 5 × 16 × 24 pixels, and its config.json "
+        f"says {told}; mend its "
+    )
 
 
 def test_pixels_of_videos_are_latents_frame_by_frame(pixels):
