@@ -42,6 +42,12 @@ _DECIDED = {
 # decay, widths, alpha) is the run's.
 _SECTIONS = {"ema": ("device",), "lora": ("rank", "targets", "base")}
 
+COMPILED = (
+    "train.compile_blocks is true, and the plan is of blocks as they are written: compiled ones keep other tensors, as "
+    "a rule less, and at times more"
+)
+"""What is said of a run beside its plan."""
+
 
 def planned_run(document: dict[str, Any], path: str, plan: PlanFile, source: Path) -> RunConfig:
     """The run in `document`, where it says nothing of what the plan in the folder or file `source` decides filled in.
@@ -124,10 +130,7 @@ def plan_notices(run: RunConfig, plan: PlanFile, catalogue: str) -> list[str]:
             f"the plan was made with catalogue {plan.catalogue}, and this is {catalogue}; plan again to be sure"
         )
     if run.train.compile_blocks:
-        lines.append(
-            "train.compile_blocks is true, and the plan is of blocks as they are written: compiled ones keep other "
-            "tensors, as a rule less, and at times more"
-        )
+        lines.append(COMPILED)
     height, width = plan.question.resolution
     frames = plan.question.frames or 1
     larger = [

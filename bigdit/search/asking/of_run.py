@@ -14,7 +14,7 @@ from bigdit.config.data import frames_of
 from bigdit.config.deepspeed import read_ds_config
 from bigdit.config.encoders import IdentityCodec
 from bigdit.config.load import parse_run
-from bigdit.config.planned import at
+from bigdit.config.planned import COMPILED, at
 from bigdit.config.run import EngineConfig, TrainConfig
 from bigdit.config.stages import of_each, read_stages, with_set
 from bigdit.config.strategy import PRESETS
@@ -74,12 +74,13 @@ def questions_of(path: Path, overrides: Sequence[str], asked: Mapping[str, Any])
 
 
 def unpinned(path: Path, overrides: Sequence[str]) -> list[str]:
-    """What a run says that its plan does not pin, as lines: one a key, whichever stage says it."""
+    """What a run says that its plan does not pin, or is not of, as lines: one a key, whichever stage says it."""
     documents, _ = read_stages(path, overrides)
     said = {(key, str(found)) for document in documents for key, found in _beside_pins(document)}
-    return [
-        f"{path}: {key} is {found}, which plans do not pin: this one chooses by itself" for key, found in sorted(said)
-    ]
+    lines = [f"{key} is {found}, which plans do not pin: this one chooses by itself" for key, found in sorted(said)]
+    if any(at(document, ["train", "compile_blocks"]) for document in documents):
+        lines.append(COMPILED)
+    return [f"{path}: {line}" for line in lines]
 
 
 def _beside_pins(document: dict[str, Any]) -> Iterator[tuple[str, Any]]:

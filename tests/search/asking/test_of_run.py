@@ -80,6 +80,8 @@ def test_features_online_are_pinned_and_what_is_not_is_said(tmp_path):
         for key, said in (("train.blocks_to_swap", 3), ("train.checkpointing", "selective"), ("train.lora.base", "nf4"))
     ]
     assert unpinned(written(tmp_path, LOW, HIGH), ()) == []
+    (compiled,) = unpinned(path, ["train.lora=null", "train.blocks_to_swap=0", "train.compile_blocks=true"])
+    assert compiled.startswith(f"{path}: train.compile_blocks is true, and the plan is of blocks as they are written: ")
 
 
 @pytest.mark.parametrize(
