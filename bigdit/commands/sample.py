@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, get_args
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
@@ -16,8 +16,10 @@ from bigdit.units import LARGEST
 
 if TYPE_CHECKING:
     import torch
+    from PIL import Image
 
     from bigdit.objective_spec import SamplerName
+    from bigdit.sampling import Sampler, SamplingOptions
 
 
 def run(
@@ -92,8 +94,6 @@ def run(
     from bigdit.checkpoint import PostHoc, find_checkpoint
     from bigdit.files import write_json
     from bigdit.sampling import Sampler, SamplingOptions
-    from bigdit.sampling.grid import grid_png, png
-    from bigdit.sampling.moving import moving_grid, webp
     from bigdit.shortage import bounded, told
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -113,15 +113,7 @@ def run(
                 height, width, steps, guidance, negative, drawn_by, seed, frames=frames[0] if frames else None
             )
             loaded.check(options, by_option, len(images))
-        shown = functools.partial(_shown, unit="videos" if frames else "images")
-        drawn, rows, fps = [], [], loaded.fps or 1.0  # of videos, which alone have one
-        for i, pixels in enumerate(loaded.sample(wanted, options, images, shown)):
-            drawn.append(pixels.squeeze(0).numpy() if len(pixels) == 1 else pixels.movedim(0, -1).numpy())
-            path = out / f"{i:05d}{'.webp' if frames else '.png'}"
-            _write(path, webp(drawn[-1], fps) if frames else png(drawn[-1]))
-            rows.append({"file": path.name, "caption": wanted[i], "seed": seed + i})
-        path = out / f"grid{'.webp' if frames else '.png'}"
-        _write(path, webp(moving_grid(drawn), fps) if frames else grid_png(drawn, wanted))
+        rows, grid = _draw(loaded, wanted, options, images, out)
     report = {
         "checkpoint": str(found.folder),
         "ema": ema,
@@ -135,8 +127,28 @@ def run(
     if as_json:
         log.emit_json(report)
     log.notice(
-        f"wrote {len(rows)} {'video' if frames else 'picture'}{'' if len(rows) == 1 else 's'}, samples.json and {path}"
+        f"wrote {len(rows)} {'video' if frames else 'picture'}{'' if len(rows) == 1 else 's'}, samples.json and {grid}"
     )
+
+
+def _draw(
+    sampler: Sampler, wanted: Sequence[str], options: SamplingOptions, images: Sequence[Image.Image], out: Path
+) -> tuple[list[dict[str, Any]], Path]:
+    """Write a file for each that is wanted, as it comes, and a grid of all: what they are, and the grid's path."""
+    from bigdit.sampling.grid import grid_png, png
+    from bigdit.sampling.moving import moving_grid, webp
+
+    moving, fps = options.frames is not None, sampler.fps or 1.0  # of videos, which alone have one
+    suffix, shown = ".webp" if moving else ".png", functools.partial(_shown, unit="videos" if moving else "images")
+    drawn, rows = [], []
+    for i, pixels in enumerate(sampler.sample(wanted, options, images, shown)):
+        drawn.append(pixels.squeeze(0).numpy() if len(pixels) == 1 else pixels.movedim(0, -1).numpy())
+        path = out / f"{i:05d}{suffix}"
+        _write(path, webp(drawn[-1], fps) if moving else png(drawn[-1]))
+        rows.append({"file": path.name, "caption": wanted[i], "seed": options.seed + i})
+    grid = out / f"grid{suffix}"
+    _write(grid, webp(moving_grid(drawn), fps) if moving else grid_png(drawn, wanted))
+    return rows, grid
 
 
 def _shown(what: str, found: Iterator[torch.Tensor], total: int, unit: str) -> Iterator[torch.Tensor]:
