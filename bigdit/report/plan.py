@@ -23,6 +23,8 @@ PARTS = 3
 """Of the step's time, the longest."""
 MOST_ROWS = 5
 """Of the front, in the terminal; all of it is in report.html and --json."""
+OTHERS = 2
+"""Of these, those whose optimizer has other numbers than the recommended one's, where there are so many."""
 
 _SAID = {"FITS": "fits", "TIGHT": "tight", "DOES NOT FIT": "no"}
 _STYLES = {"FITS": "bold green", "TIGHT": "bold yellow", "DOES NOT FIT": "bold red"}
@@ -159,7 +161,9 @@ def _limits(plan: Plan) -> Table:
 
 def _choices(title: str, choices: Sequence[Choice], plan: Plan) -> Table:
     """Rows of what takes how much and goes how fast; the recommended one is marked."""
-    shown = list(choices[:MOST_ROWS])
+    lossy = [choice for choice in choices if choice.lossless != plan.chosen.lossless][:OTHERS]
+    own = [choice for choice in choices if choice not in lossy][: MOST_ROWS - len(lossy)]
+    shown = [choice for choice in choices if choice in own or choice in lossy]
     if plan.chosen in choices and plan.chosen not in shown:
         shown[-1] = plan.chosen
     rate = f"{words.samples(plan)}/s"

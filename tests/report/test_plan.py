@@ -339,6 +339,17 @@ def test_the_recommended_row_is_shown_however_long_the_front(made):
     assert "▸ 12 of 20 blocks checkpointed" in plans.shown(last)
 
 
+@pytest.mark.slow
+@pytest.mark.xdist_group("plan")
+def test_most_rows_of_a_long_front_keep_the_numbers_of_the_recommended_one(made):
+    own = [made.chosen] + [made.front[1].model_copy(update={"title": f"own {at}"}) for at in range(5)]
+    others = [made.front[-1].model_copy(update={"title": f"lossy {at}"}) for at in range(4)]
+    long = made.model_copy(update={"front": (*own, *others)})
+    table = plans.shown(long).split("alternatives")[1].split("not taken")[0]
+    assert re.findall(r"(?:own|lossy) \d", table) == ["own 0", "own 1", "lossy 0", "lossy 1"]
+    assert "5 more in report.html and --json" in " ".join(table.split())
+
+
 STRATEGIES = {
     "zero2, offload": (
         {"engine": "deepspeed", "world_size": 8},

@@ -125,8 +125,9 @@ def _worthwhile(
     if bound > rate * (1 + WORTH_LOSING):
         return list(variants), []
     kept, lossy = ([each for each in variants if each.lossless == wanted] for wanted in (True, False))
-    more = max(bound / rate - 1, 0)
-    reason = f"without any state in the way it would be {more:.0%} faster at most; --optimizer asks for it"
+    more = bound / rate - 1
+    gain = f"{more:.0%} faster at most" if round(more, 2) > 0 else "no faster"
+    reason = f"without any state in the way it would be {gain}; --optimizer asks for it"
     return kept, [Rejected(choice="; ".join(each.title for each in lossy), reason=reason)] if lossy else []
 
 

@@ -108,10 +108,11 @@ def front(
     evidence: Evidence,
     device: Device = NO_CARDS,
 ) -> tuple[Choice, ...]:
-    """The Pareto front of memory against speed, among the choices `known` and what else fits; MOST_ROWS at most; and
-    the fastest that the first one was chosen from.
+    """The Pareto front of memory against speed, among the choices `known` and what else fits: first of what keeps an
+    optimizer's numbers as the recommended one does, then of the others where none of those is as good; MOST_ROWS at
+    most; and the fastest that the recommended one was chosen from.
 
-    `known` come first where they are on it or not; the first of them is the recommended one. The others run on the
+    `known` come in where they are on it or not; the first of them is the recommended one. The others run on the
     device, and those that do not fit there are left out.
     """
     spread = (
@@ -120,26 +121,35 @@ def front(
         for each in _spread(question, option, capacity, evidence)
     )
     more = {title(each): each for each in spread}
-    titles = {choice.title for choice in known}
+    titles, lossless = {choice.title for choice in known}, known[0].lossless
     every = [*known, *(predicted(question, each, evidence) for name, each in more.items() if name not in titles)]
-    best: list[Choice] = []
-    for choice in sorted(every, key=lambda each: (each.process.high_bytes, -each.samples_per_second_per_card.middle)):
-        if not best or choice.samples_per_second_per_card.middle > best[-1].samples_per_second_per_card.middle:
-            best.append(choice)
-    shown = _thinned([choice for choice in best if choice.title not in titles], MOST_ROWS - len(known))
-    fastest = _fastest_first([each for each in every if each.lossless == known[0].lossless])[0]
+    alike = [choice for choice in every if choice.lossless == lossless]
+    own = [choice for choice in _frontier(alike) if choice.title not in titles]
+    others = [choice for choice in _frontier(every) if choice.title not in titles and choice.lossless != lossless]
+    room = MOST_ROWS - len(known)
+    shown = _thinned(own, max(room - len(others), room - room // 2))
+    shown += _thinned(others, room - len(shown))
+    fastest = _fastest_first(alike)[0]
     if fastest.title not in {*titles, *(choice.title for choice in shown)}:
         shown.append(fastest)
-    rows = _fastest_first([*known, *shown])
-    unknown = [more[choice.title] for choice in rows if choice.title not in titles]
-    ran = as_they_ran(device, sample, question, evidence, unknown)
-    rows = _fastest_first([*(choice for choice in rows if choice.title in titles), *ran])
+    unknown = [more[choice.title] for choice in _fastest_first(shown)]
+    rows = _fastest_first([*known, *as_they_ran(device, sample, question, evidence, unknown)])
+    rows.sort(key=lambda choice: choice.lossless != lossless)
     return tuple(
         choice.model_copy(
             update={"reason": recommended(choice, every) if choice is known[0] else _reason(choice, known[0])}
         )
         for choice in rows
     )
+
+
+def _frontier(choices: Sequence[Choice]) -> list[Choice]:
+    """Those of which no other one takes less and is as fast; what takes least first."""
+    best: list[Choice] = []
+    for choice in sorted(choices, key=lambda each: (each.process.high_bytes, -each.samples_per_second_per_card.middle)):
+        if not best or choice.samples_per_second_per_card.middle > best[-1].samples_per_second_per_card.middle:
+            best.append(choice)
+    return best
 
 
 def _fastest_first(rows: Sequence[Choice]) -> list[Choice]:
