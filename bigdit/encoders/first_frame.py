@@ -32,7 +32,7 @@ class FirstFrames:
 
     def __init__(self, config: FirstFrameConfig, codec: ImageCodec, device: torch.device) -> None:
         self._config, self._codec, self._device = config, codec, device
-        self.mask = codec.temporal_downsample
+        self.mask, self.color = codec.temporal_downsample, codec.color
         self._encoder: Any = None
         self._processor: Any = None
         if config.pipeline is not None:
@@ -63,7 +63,7 @@ class FirstFrames:
         return [] if self._encoder is None else [self._encoder]
 
     def encode(self, pixels: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Of videos uint8 [B, 3, F, H, W], or pictures without F: by name, latents [B, C, f, h, w] and embeddings
+        """Of videos uint8 [B, 1 or 3, F, H, W], or pictures without F: by name, latents [B, C, f, h, w] and embeddings
         [B, tokens, dim]."""
         videos = pixels.unsqueeze(2) if pixels.dim() == 4 else pixels
         found = {FIRST_FRAME: self._codec.encode_first(to_unit_range(videos))}

@@ -50,7 +50,7 @@ def first_frame_extras(
 
 
 def _extras(frames: FirstFrames, image: Image.Image, bucket: tuple[int, ...]) -> dict[str, torch.Tensor]:
-    _, pixels = bucket_pixels(image, [bucket[-2:]], "rgb")
-    video = torch.zeros(1, 3, bucket[0] if len(bucket) == 3 else 1, *bucket[-2:], dtype=torch.uint8)
+    _, pixels = bucket_pixels(image, [bucket[-2:]], frames.color)
+    video = torch.zeros(1, len(pixels), bucket[0] if len(bucket) == 3 else 1, *bucket[-2:], dtype=torch.uint8)
     video[0, :, 0] = torch.from_numpy(pixels)
     return extras_of(frames.encode(video), frames.mask)
