@@ -10,7 +10,15 @@ import typer
 from carried import FIRST
 from commands import DIGITS, ROOT, bigdit, run_command
 from pipeline_folders import pipeline_folder
-from reader import classes_folder, ddpm_folder, planned_folder, reader_folder, run_there
+from reader import (
+    classes_folder,
+    ddpm_folder,
+    first_frames_folder,
+    planned_folder,
+    reader_folder,
+    run_there,
+    videos_folder,
+)
 from reference import commands
 
 from bigdit.config import load_run
@@ -100,13 +108,26 @@ def classes(tmp_path_factory, pictures):
     return done_in(classes_folder(tmp_path_factory.mktemp("docs") / "classes", pictures), EXTRACT, TRAIN)
 
 
+@pytest.fixture(scope="module")
+def videos(tmp_path_factory):
+    return done_in(videos_folder(tmp_path_factory.mktemp("docs") / "videos"), EXTRACT, TRAIN)
+
+
+@pytest.fixture(scope="module")
+def first_frames(tmp_path_factory):
+    return done_in(first_frames_folder(tmp_path_factory.mktemp("docs") / "first-frames"), EXTRACT, TRAIN)
+
+
 def done_in(folder, *before):
     """A reader's folder, and what came of the commands that are run there first."""
     return folder, {text: run_there(folder, shlex.split(text)) for text in before}
 
 
-OTHERS = {"--sampler": "ddpm", "--plan": "planned", "--label": "classes"}
-"""Readers whose my.yaml is another run, by the option that is of theirs."""
+OTHERS = {
+    **{"--sampler": "ddpm", "--plan": "planned", "--label": "classes"},
+    **{"--image": "first_frames", "33x480x832": "videos"},
+}
+"""Readers whose my.yaml is another run, by the first word that is of theirs."""
 
 
 def reading(command, found):

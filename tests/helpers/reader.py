@@ -9,7 +9,9 @@ from pathlib import Path
 import warm
 import yaml
 from commands import BIN, DIGITS, ROOT, SINGLE, TINY, environment_with
+from PIL import Image
 from plan_files import TINY_KWARGS, plan_of, write
+from tiny_videos import moving_square
 
 from bigdit.recipes.recipe import recipe
 from bigdit.rehearse.card.client import cuda_python
@@ -100,6 +102,30 @@ def classes_folder(folder, pictures):
         of=ROOT / "launch/recipes/digits-classes.yaml",
     )
     _write(folder, my=my)
+    return folder
+
+
+def videos_folder(folder, *changed):
+    """`my.yaml` of a model of videos, of few tokens at any size, since each stands for 11 frames of 32 × 32 pixels."""
+    (folder / "clips").mkdir(parents=True)
+    for number in range(4):
+        moving_square(folder / f"clips/{number}.mp4", rightwards=number % 2 == 0)
+    my = _run(
+        *("model.kwargs.num_attention_heads=1", "model.kwargs.attention_head_dim=12", "model.kwargs.num_layers=1"),
+        *("model.kwargs.in_channels=1024", "model.kwargs.out_channels=1024", "model.kwargs.patch_size=[11, 1, 1]"),
+        *("data.buckets=[[11, 32, 32]]", "data.fps=16", "encoders.image.factor=32", "data.workers=1"),
+        *("train.steps=2", "train.warmup_steps=0", "train.micro_batch_size=2", "train.checkpoint_every=null"),
+        *("data.part_size=null", "data.images=clips", "data.features=features/my", "output=runs/my", *changed),
+        of=ROOT / "launch/recipes/digits-moving.yaml",
+    )
+    _write(folder, my=my)
+    return folder
+
+
+def first_frames_folder(folder):
+    """The same of videos that begin with a picture, and one to begin with."""
+    videos_folder(folder, "model.kwargs.in_channels=2049", "encoders.first_frame={}")  # both latents, and the mask
+    Image.new("RGB", (32, 32), "orange").save(folder / "fox.png")
     return folder
 
 
