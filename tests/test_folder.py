@@ -1,14 +1,15 @@
-"""bigdit is the one that was started, whatever lies in the folder where people are, such as another checkout."""
+"""bigdit, and what it imports, is what was started, whatever lies in the folder where people are."""
 
 import warm
 from cards import empty_cache
 from commands import BIN, DIGITS, SINGLE, TINY, environment_with, with_set
 
 
-def test_no_process_takes_another_bigdit_from_the_folder_where_it_is_started(pictures, tmp_path):
+def test_no_process_takes_another_checkout_or_a_module_of_the_users_for_its_own(pictures, tmp_path):
     """Not the one that rehearses, nor those of emulated cards, those that encode, nor those that train."""
     (tmp_path / "bigdit").mkdir()
     (tmp_path / "bigdit/__init__.py").write_text("raise SystemExit('of another checkout')")
+    (tmp_path / "random.py").write_text("raise SystemExit('of the user')")
     short = ("train.steps=1", "train.warmup_steps=0", "output=run")
     own = [*TINY, *SINGLE, *short, f"data.images={pictures}", "data.features=features"]
     two = ("engine.name=fsdp2", "engine.processes=2")

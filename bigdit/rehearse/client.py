@@ -80,6 +80,5 @@ def worker_environment() -> dict[str, str]:
     return own | {
         "CUDA_VISIBLE_DEVICES": "",
         "HF_HUB_OFFLINE": "1",
-        "PYTHONSAFEPATH": "1",  # or a random.py of the folder where it is asked would be imported for Python's own
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
     }

@@ -148,5 +148,4 @@ def worker_environment(
         own.pop(name, None)
     own["PYTORCH_ALLOC_CONF"] = f"expandable_segments:{expandable_segments}"
     card = emulated_environment(gpu, ranks, state, peers=ranks > 1)
-    paths = os.pathsep.join((str(ROOT), card["PYTHONPATH"]))
-    return own | card | {"HF_HUB_OFFLINE": "1", "PYTHONSAFEPATH": "1", "PYTHONPATH": paths}
+    return own | card | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join((str(ROOT), card["PYTHONPATH"]))}
