@@ -61,11 +61,13 @@ def search(
         hopes = hopeful(pool, sample, question, group)
         short_of_host += hopes.short_of_host
         rejected += [*hopes.rejected, *_explore(pool, sample, question, evidence, group, hopes.engines, options)]
+        lossless_later = any(each.lossless for each in proposed if each.last_resort > resort)
         if device.count:
-            best = best_that_runs(pool, sample, question, evidence, ranked, device, ahead)
+            best = best_that_runs(
+                pool, sample, question, evidence, ranked, device, ahead, lossless_later=lossless_later
+            )
         else:
             best = confirmed_best(pool, sample, question, evidence, ranked)
-        lossless_later = any(each.lossless for each in proposed if each.last_resort > resort)
         if best and best[0].verdict != "DOES NOT FIT" and (best[0].candidate.lossless or not lossless_later):
             if not resort:
                 rejected += _last_resorts(proposed)

@@ -217,11 +217,14 @@ def best_that_runs(
     ranked: Callable[[], list[Candidate]],
     device: Device,
     ahead: Callable[[Candidate], object],
+    *,
+    lossless_later: bool,
 ) -> list[Confirmed]:
     """The best that runs on a card, which alone is rehearsed: for what it takes of the host, and by category.
 
-    `ranked` as above, by predictions that each run moves; where nothing fits, the best of what is TIGHT. `ahead` has
-    the device do what will be asked of the best, while it is rehearsed.
+    `ranked` as above, by predictions that each run moves; where nothing fits, the best of what is TIGHT. None that is
+    lossy where others are `lossless_later`. `ahead` has the device do what will be asked of the best, while it is
+    rehearsed.
     """
     band = evidence.band
     ran: dict[_Key, tuple[Candidate, Ran | None]] = {}
@@ -238,6 +241,8 @@ def best_that_runs(
         )
         if not held:
             break
+        if lossless_later and not held[0].lossless:
+            return []
         with ThreadPoolExecutor(1) as aside:
             asked_next = aside.submit(ahead, held[0])
             (best,) = confirm(pool, sample, question, band, held[:1], device)
@@ -246,6 +251,8 @@ def best_that_runs(
             return [best]
         refused.add(_key(best.candidate))
     tight = preferred(each for each, said in ran.values() if said is not None and said.verdict == "TIGHT")
+    if lossless_later and tight and not tight[0].lossless:
+        return []
     return confirm(pool, sample, question, band, tight[:1], device)
 
 

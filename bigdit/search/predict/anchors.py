@@ -97,9 +97,9 @@ def shallowest(model: CatalogModel, request: RehearsalRequest) -> RehearsalReque
     recomputed, and all swapped where any are."""
     small = grid(model).siblings[0]
     count, strategy = block_count(small), request.strategy
-    blocks = strategy.checkpointed_blocks
-    part = blocks if blocks == "all" else math.ceil(blocks * count / block_count(model))
-    update = {"checkpointed_blocks": part, "blocks_to_swap": min(strategy.blocks_to_swap, count)}
+    blocks, swapped = strategy.checkpointed_blocks, min(strategy.blocks_to_swap, count)
+    part = blocks if blocks == "all" else max(math.ceil(blocks * count / block_count(model)), swapped)
+    update = {"checkpointed_blocks": part, "blocks_to_swap": swapped}
     return request.model_copy(update={"model": small.spec, "strategy": strategy.model_copy(update=update)})
 
 

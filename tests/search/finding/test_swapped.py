@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Callable
+from functools import partial
 
 import plans
 import pytest
@@ -15,14 +16,14 @@ from bigdit.rehearse.pool import Pool
 from bigdit.report.page import page
 from bigdit.search.answer import make_plan
 from bigdit.search.finding.best import search
-from bigdit.search.finding.candidates import beside
-from bigdit.search.finding.cards import NO_CARDS
+from bigdit.search.finding.candidates import Candidate, beside
+from bigdit.search.finding.cards import NO_CARDS, Cards
 from bigdit.search.finding.evidence import Evidence
 from bigdit.search.finding.space import proposals
 from bigdit.search.finding.verdict import verdict
 from bigdit.search.needs.host import host_need
 from bigdit.search.plan import Plan, Setting
-from bigdit.search.predict.anchors import Sample, weighted
+from bigdit.search.predict.anchors import Sample, shallowest, weighted
 from bigdit.search.predict.sibling import sibling
 from bigdit.search.predict.swap import swapping, swapping_requests
 from bigdit.search.question import Pins, Question
@@ -164,6 +165,22 @@ def test_what_fits_without_asks_for_no_rehearsal_of_swapped_blocks(short: Plan) 
 
 
 @pytest.mark.slow
+def test_on_a_card_too_and_what_is_lossy_is_not_looked_at_further() -> None:
+    """Over an nf4 base adapters fit without, and are not AdamW's own numbers: limits are asked of the best alone."""
+    pins, further = ADAPTERS.model_copy(update={"checkpointed_blocks": 6}), list[Candidate]()
+    asked = question(SHORT, 3400, pins, buckets=())
+    sample = Sample(asked.model, asked.gpu, asked.resolution)
+    with Pool() as pool, Cards(asked.gpu, shallow=partial(shallowest, asked.model)) as cards:
+        found = search(pool, sample, asked, Evidence(), cards, further.append)
+        assert not cards.unanswered
+    (best,) = found.best
+    assert (best.verdict, best.ran is not None, best.candidate.lossless) == ("FITS", True, True)
+    assert 0 < best.candidate.strategy.blocks_to_swap <= best.candidate.blocks == 6
+    assert any(option.proposal.last_resort == 0 and not option.proposal.lossless for option in found.options)
+    assert further == [best.candidate]
+
+
+@pytest.mark.slow
 def test_all_weights_are_swapped_on_a_card_and_the_way_there_is_shown() -> None:
     """On an emulated one: in the backward pass, without masters, since nothing else fits."""
     plan = make_plan(question(SANA, 1500, WHOLE, device="emulated", explain=True, buckets=()))
@@ -198,6 +215,15 @@ def test_swapped_blocks_are_proposed_where_they_can_be_trained() -> None:
         (Pins(optimizer="paged_adamw_8bit", precision="fp32"), {}),
     ):
         assert titles(question(FLUX, 12_000, pins, **changes)) == [], pins
+
+
+@pytest.mark.parametrize(("swapped", "recomputed"), [(3, 3), (14, 37), (42, 42), (57, "all")])
+def test_a_few_blocks_that_are_swapped_are_recomputed_too(swapped: int, recomputed: int | str) -> None:
+    (proposal,) = [each for each in proposals(question(FLUX, 12_000, ADAPTERS))[0] if each.strategy.blocks_to_swap]
+    update = {"blocks_to_swap": swapped, "checkpointed_blocks": recomputed}
+    asked = Sample(FLUX, catalog.gpu("rtx-4090"), (512, 512)).request(proposal.strategy.model_copy(update=update))
+    few = shallowest(FLUX, asked).strategy
+    assert Strategy.model_validate(few.model_dump()) == few
 
 
 def test_no_more_are_swapped_than_are_recomputed() -> None:
