@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from bigdit import libraries
+from bigdit.checkout import own_module
 from bigdit.train.processes.signals import SIGNALS
 from chaotic import moments
 
@@ -244,7 +245,7 @@ class _Forking:
         self.moment = moment
 
     def Popen(self, command: Sequence[str], *, env: Mapping[str, str], start_new_session: bool) -> Rank:
-        return Rank(list(command[3:]), env, self.moment)
+        return Rank(list(command[1 + len(own_module("")) :]), env, self.moment)
 
 
 class Rank:
