@@ -146,8 +146,10 @@ def _record(requests: Sequence[RehearsalRequest], rank: int, size: int, store: P
 
 # gloo's own thread lets go of a collective's tensors a moment after the collective ended, and waits for the
 # interpreter's lock to do it: it is given that moment, for without it the record has the few bytes of an overflow flag,
-# or a gathered unit, now sooner, now later.
+# or a gathered unit, now sooner, now later. Of tensors that are given here it is known when they are let go of, which
+# on a busy machine takes longer; of gloo's own copies it is not.
 _MOMENT_S = 0.002
+_LONGEST_S = 1.0
 _COLLECTIVES = (
     *("all_reduce", "broadcast", "reduce", "all_gather_into_tensor", "reduce_scatter_tensor"),
     *("all_gather_single", "reduce_scatter_single"),  # torch 2.13's names
@@ -163,11 +165,23 @@ def _give_gloo_time() -> None:
 
 def _unhurried(collective: Callable[..., object]) -> Callable[..., object]:
     def call(*args: object, **kwargs: object) -> object:
+        before = _uses(args)
         work = collective(*args, **kwargs)
         time.sleep(_MOMENT_S)
+        until = time.monotonic() + _LONGEST_S
+        while work is None and _uses(args) != before and time.monotonic() < until:
+            time.sleep(_MOMENT_S)
         return work
 
     return call
+
+
+def _uses(args: Sequence[object]) -> list[int]:
+    """How often each tensor's storage is held."""
+    import torch
+
+    held = [each.untyped_storage() for each in args if isinstance(each, torch.Tensor)]
+    return [torch._C._storage_Use_Count(each._cdata) for each in held]
 
 
 def _unhurried_waits(engine: str) -> AbstractContextManager[object]:
