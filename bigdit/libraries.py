@@ -10,10 +10,9 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from importlib.machinery import ModuleSpec
 
-_DISABLE = "TORCHDYNAMO_DISABLE"
 _ASKING = ("diffusers.utils.import_utils", "transformers.utils.import_utils")
 _NOT_FOR_THEM = ("bitsandbytes", "peft", "scipy", "torchao")
 """Libraries that bigdit drives itself, or not at all. diffusers and transformers import what they find of them with any
@@ -93,21 +92,26 @@ def importing() -> Iterator[None]:
 
 
 @contextmanager
-def uncompiled() -> Iterator[None]:
+def switched_on(variable: str) -> Iterator[None]:
+    """This variable is 1 for what is imported or started within."""
+    before = os.environ.get(variable)
+    os.environ[variable] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[variable]
+        else:
+            os.environ[variable] = before
+
+
+def uncompiled() -> AbstractContextManager[None]:
     """What is imported within runs as it is written, where it would have torch compile it: bitsandbytes does, whose
     import then takes a second less, and allocates what a rehearsal knows of.
 
     Source: `optimize` in torch/_dynamo/eval_frame.py, torch 2.13.
     """
-    before = os.environ.get(_DISABLE)
-    os.environ[_DISABLE] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[_DISABLE]
-        else:
-            os.environ[_DISABLE] = before
+    return switched_on("TORCHDYNAMO_DISABLE")
 
 
 _every_spec = importlib.util.find_spec

@@ -102,6 +102,15 @@ def test_servers_of_workers_are_warm(tmp_path):
 
 
 @pytest.mark.slow
+def test_the_first_that_is_started_may_be_one_that_imports_nothing_from_its_folder(monkeypatch):
+    """The seed starts with it, and imports what lies beside its own script."""
+    monkeypatch.setattr(warm, "_seeds", {})
+    monkeypatch.setenv("PYTHONSAFEPATH", "1")
+    asks = "from sys import modules; print('deepspeed' in modules)"
+    assert run_command(sys.executable, "-c", asks).stdout == "True\n"
+
+
+@pytest.mark.slow
 def test_a_process_that_tells_libraries_what_it_wants_starts_others_warm_before_and_after(monkeypatch):
     """As tests do that build models themselves, after which all was imported anew to the suite's end."""
     asks = "from sys import modules; print('deepspeed' in modules)"

@@ -5,13 +5,12 @@ from __future__ import annotations
 import multiprocessing
 import os
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.context import ForkServerContext
 
 import torch
 
+from bigdit.libraries import switched_on
 from bigdit.lifeline import undisturbed
 
 _LONGEST = 107 - len("/pymp-12345678/listener-12345678")
@@ -31,24 +30,9 @@ def server() -> ForkServerContext:
     context.set_forkserver_preload([] if torch.cuda.is_available() else ["bigdit.extract.preload"])
     _find_room_for_sockets()
     resource_tracker.ensure_running()  # whose own start lets signals through again
-    with undisturbed(), _of_no_folder():
+    with undisturbed(), switched_on("PYTHONSAFEPATH"):  # for the reason of checkout.own_module
         forkserver.ensure_running()
     return context
-
-
-@contextmanager
-def _of_no_folder() -> Iterator[None]:
-    """What is started within takes no module from the folder where people are (checkout.own_module)."""
-    name = "PYTHONSAFEPATH"
-    before = os.environ.get(name)
-    os.environ[name] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
 
 
 def _find_room_for_sockets() -> None:

@@ -122,6 +122,7 @@ def _seed_for(folder: Path, environment: Mapping[str, str]) -> Seed | None:
     kind, observed = _kind(folder, environment), "BIGDIT_EMULATED_OUT" in environment
     if folder == home and kind not in _seeds and not observed and not _is_a_seed:
         own = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+        own.pop("PYTHONSAFEPATH", None)  # it imports what lies beside it; its clones are told each
         if on_card:
             cards = ("BIGDIT_EMULATED_", "DS_ACCELERATOR", "PYTHONPATH")
             own |= {name: value for name, value in environment.items() if name.startswith(cards)}
