@@ -37,60 +37,85 @@ def encode_unit(
 
     `on_progress` hears of pictures done, and `watch` of the seconds that went into `reading` and `encoding`.
     """
-    watch = watch or Stopwatch()
-    waiting: dict[tuple[int, ...], list[npt.NDArray[np.uint8]]] = defaultdict(list)
-    latents: dict[Shape, list[torch.Tensor]] = defaultdict(list)
-    frames: dict[Shape, list[dict[str, torch.Tensor]]] = defaultdict(list)
-    indices: dict[Shape, list[int]] = defaultdict(list)
-    captions: dict[int, tuple[Caption, ...]] = {}
-    labels: dict[int, int] | None = {} if isinstance(condition, Classes) else None
-    skipped: list[Skipped] = []
+    unit = _Unit(buckets, codec, condition, on_progress, watch or Stopwatch(), first, turn)
+    for item in items:
+        unit.take(item)
+    return unit.encoded()
 
-    def encode_waiting(bucket: tuple[int, ...]) -> None:
-        with watch.at("encoding"):
-            shown = torch.from_numpy(np.stack(waiting.pop(bucket)))
+
+class _Unit:
+    """Pictures that wait for others of their bucket, and what has become of those before them."""
+
+    def __init__(
+        self,
+        buckets: Sequence[tuple[int, ...]],
+        codec: ImageCodec,
+        condition: TextEncoder | Classes,
+        on_progress: Callable[[int], None],
+        watch: Stopwatch,
+        first: FirstFrames | None,
+        turn: Turn,
+    ) -> None:
+        self._buckets, self._codec, self._condition = buckets, codec, condition
+        self._on_progress, self._watch, self._first, self._turn = on_progress, watch, first, turn
+        self._waiting: dict[tuple[int, ...], list[npt.NDArray[np.uint8]]] = defaultdict(list)
+        self._latents: dict[Shape, list[torch.Tensor]] = defaultdict(list)
+        self._frames: dict[Shape, list[dict[str, torch.Tensor]]] = defaultdict(list)
+        self._indices: dict[Shape, list[int]] = defaultdict(list)
+        self._captions: dict[int, tuple[Caption, ...]] = {}
+        self._labels: dict[int, int] | None = {} if isinstance(condition, Classes) else None
+        self._skipped: list[Skipped] = []
+
+    def take(self, item: Item) -> None:
+        """Read it, and encode its bucket where that has as many as are encoded together; or note that it is skipped."""
+        try:
+            with self._watch.at("reading"):
+                sample = item.load()
+                bucket, pixels = bucket_pixels(sample.image, self._buckets, self._codec.color)
+                label = _number(sample, self._condition) if isinstance(self._condition, Classes) else None
+        except Unusable as error:
+            self._skipped.append(Skipped(item.index, item.name, str(error)))
+            self._on_progress(1)
+            return
+        if self._labels is None or label is None:
+            self._captions[item.index] = sample.captions
+        else:
+            self._labels[item.index] = label
+        self._indices[self._codec.latent_shape(bucket)].append(item.index)
+        self._waiting[bucket].append(pixels)
+        if len(self._waiting[bucket]) * frames_of(bucket) >= self._codec.batch_size:
+            self._encode(bucket)
+
+    def _encode(self, bucket: tuple[int, ...]) -> None:
+        codec, first = self._codec, self._first
+        with self._watch.at("encoding"):
+            shown = torch.from_numpy(np.stack(self._waiting.pop(bucket)))
             pixels = to_unit_range(shown)
             shape = codec.latent_shape(bucket)
-            places = indices[shape][-len(pixels) :]
+            places = self._indices[shape][-len(pixels) :]
             # Convolutions may answer in channels_last memory, and files hold rows of [C, H, W].
-            encoded = turn(lambda: codec.encode(pixels, places)).to("cpu", codec.stored_dtype).contiguous()
+            encoded = self._turn(lambda: codec.encode(pixels, places)).to("cpu", codec.stored_dtype).contiguous()
             if first is not None:
-                frames[shape].append(turn(lambda: first.encode(shown)))
-        latents[shape].append(encoded)
-        on_progress(len(encoded))
+                self._frames[shape].append(self._turn(lambda: first.encode(shown)))
+        self._latents[shape].append(encoded)
+        self._on_progress(len(encoded))
 
-    for item in items:
-        try:
-            with watch.at("reading"):
-                sample = item.load()
-                bucket, pixels = bucket_pixels(sample.image, buckets, codec.color)
-                label = _number(sample, condition) if isinstance(condition, Classes) else None
-        except Unusable as error:
-            skipped.append(Skipped(item.index, item.name, str(error)))
-            on_progress(1)
-            continue
-        if labels is None or label is None:
-            captions[item.index] = sample.captions
-        else:
-            labels[item.index] = label
-        indices[codec.latent_shape(bucket)].append(item.index)
-        waiting[bucket].append(pixels)
-        if len(waiting[bucket]) * frames_of(bucket) >= codec.batch_size:
-            encode_waiting(bucket)
-    for bucket in list(waiting):
-        encode_waiting(bucket)
-    distinct = list(dict.fromkeys(caption.text for each in captions.values() for caption in each))
-    with watch.at("encoding"):
-        encoded = [] if isinstance(condition, Classes) else condition.encode(distinct)
-    return Encoded(
-        {shape: torch.cat(batches) for shape, batches in latents.items()},
-        indices,
-        captions,
-        dict(zip(distinct, encoded, strict=True)),
-        skipped,
-        labels,
-        None if first is None else {shape: _joined(batches) for shape, batches in frames.items()},
-    )
+    def encoded(self) -> Encoded:
+        """The features of all that was taken: the pictures that wait, and then the captions."""
+        for bucket in list(self._waiting):
+            self._encode(bucket)
+        distinct = list(dict.fromkeys(caption.text for each in self._captions.values() for caption in each))
+        with self._watch.at("encoding"):
+            texts = [] if isinstance(self._condition, Classes) else self._condition.encode(distinct)
+        return Encoded(
+            {shape: torch.cat(batches) for shape, batches in self._latents.items()},
+            self._indices,
+            self._captions,
+            dict(zip(distinct, texts, strict=True)),
+            self._skipped,
+            self._labels,
+            None if self._first is None else {shape: _joined(batches) for shape, batches in self._frames.items()},
+        )
 
 
 def _joined(batches: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
