@@ -1,18 +1,22 @@
-# make setup | demo | test | check | docs | referee; everything lives in .venv, .venv-cuda and .venv-oldest; nothing needs a GPU.
+# make setup | demo | test | check | docs | referee; everything lives in .venv and three beside it; nothing needs a GPU.
 PYTHON ?= python3
 BIN := .venv/bin
 VENV := .venv/.made
 READY := .venv/.ready
 CUDA_READY := .venv-cuda/.ready
 OLDEST_READY := .venv-oldest/.ready
+NEWEST_READY := .venv-newest/.ready
+PROVED := bigdit/rehearse/notices.py
 
-.PHONY: setup cuda oldest demo test check docs referee lint types imports clean
+.PHONY: setup cuda oldest newest demo test check docs referee lint types imports clean
 
 setup: $(READY)
 
 cuda: $(READY) $(CUDA_READY)
 
 oldest: $(READY) $(OLDEST_READY)
+
+newest: $(READY) $(NEWEST_READY)
 
 $(VENV):
 	$(PYTHON) -m venv .venv
@@ -23,12 +27,15 @@ $(READY): $(VENV) setup.cfg pyproject.toml constraints.txt
 	touch $(READY)
 
 # The CUDA build of torch (three equals signs: no build of another name) without NVIDIA's packages, which emulated cards
-# stand in for; all else is .venv's, which may be filled meanwhile. In .venv-oldest it is the oldest that setup.cfg allows.
+# stand in for; all else is .venv's, which may be filled meanwhile. In the other two it is the first and the last that
+# rehearsals are proved with, whatever this machine's pip is held to.
 $(CUDA_READY): TORCH = $$(sed -n 's/^torch==//p' constraints.txt)
-$(OLDEST_READY): TORCH = $$(sed -n 's/^ *torch>=\([0-9.]*\),.*/\1.0/p' setup.cfg)
-$(CUDA_READY) $(OLDEST_READY): $(VENV) setup.cfg constraints.txt
+$(OLDEST_READY): TORCH = $$(sed -n 's/.*"torch": ("\(.*\)", ".*/\1/p' $(PROVED))
+$(NEWEST_READY): TORCH = $$(sed -n 's/.*"torch": (".*", "\(.*\)").*/\1/p' $(PROVED))
+$(OLDEST_READY) $(NEWEST_READY): $(PROVED)
+$(CUDA_READY) $(OLDEST_READY) $(NEWEST_READY): $(VENV) setup.cfg constraints.txt
 	$(BIN)/python -m venv $(@D)
-	$(@D)/bin/pip install --quiet --disable-pip-version-check --no-deps "torch===$(TORCH)"
+	PIP_CONSTRAINT=/dev/null $(@D)/bin/pip install --quiet --disable-pip-version-check --no-deps "torch===$(TORCH)"
 	echo "import site; site.addsitedir('$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" \
 	  > "$$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/zz_shared.pth"
 	touch $@
@@ -36,7 +43,7 @@ $(CUDA_READY) $(OLDEST_READY): $(VENV) setup.cfg constraints.txt
 demo: $(READY)
 	$(BIN)/python launch/demo.py
 
-test: $(READY) $(CUDA_READY) $(OLDEST_READY)
+test: $(READY) $(CUDA_READY) $(OLDEST_READY) $(NEWEST_READY)
 	$(BIN)/python -m pytest
 
 check:
@@ -63,4 +70,4 @@ imports: $(READY)
 	$(BIN)/lint-imports
 
 clean:
-	rm -rf .venv .venv-cuda .venv-oldest demo build *.egg-info
+	rm -rf .venv .venv-cuda .venv-oldest .venv-newest demo build *.egg-info

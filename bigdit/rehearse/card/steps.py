@@ -219,4 +219,7 @@ def _first_of(size: int) -> World:
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(size)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     dist.init_process_group("cpu:fake,cuda:nccl", store=dist.HashStore(), rank=0, world_size=size)
+    # Since torch 2.15 the group has its device from the start, and parts of it are split off, which asks the peers who
+    # is in which: without a device each part is a group that is told how many it has.
+    dist.distributed_c10d._get_default_group().bound_device_id = None
     return World(rank=0, local_rank=0, world_size=size)

@@ -31,6 +31,10 @@ class Stream:
     def query(self) -> bool:
         return True
 
+    def is_capturing(self) -> bool:
+        """As optimizers of torch 2.15 ask of the current one, whether it records a graph."""
+        return False
+
     def record_event(self, event: Event | None = None) -> Event:
         return event or Event()
 

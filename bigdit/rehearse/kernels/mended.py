@@ -17,7 +17,7 @@ from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
-from bigdit.rehearse.kernels import masks, reads, strides, uniform
+from bigdit.rehearse.kernels import TORCH, masks, reads, strides, uniform
 from bigdit.rehearse.kernels.answers import Answers, Kept
 
 aten = torch.ops.aten
@@ -82,10 +82,12 @@ def _as_cudnn(result: torch.Tensor, input: torch.Tensor, weight: torch.Tensor) -
 
 
 def _efficient_attention(*args: Any, **options: Any) -> tuple[torch.Tensor, ...]:
-    # The seed and offset of dropout are on the host, unless a CUDA graph is captured.
-    # Source: _efficient_attention_forward in aten/src/ATen/native/transformers/cuda/attention.cu.
+    # The seed and offset of dropout are on the host, unless a CUDA graph is captured; since torch 2.15 on the card.
+    # Source: _efficient_attention_forward in aten/src/ATen/native/transformers/cuda/attention.cu; traces of 2.15.0 on
+    # emulated cards.
     out, logsumexp, seed, offset = aten._scaled_dot_product_efficient_attention.default(*args, **options)
-    return out, logsumexp, torch.empty_like(seed, device="cpu"), torch.empty_like(offset, device="cpu")
+    place = "cpu" if TORCH < (2, 15) else out.device
+    return out, logsumexp, torch.empty_like(seed, device=place), torch.empty_like(offset, device=place)
 
 
 def _pin_memory(tensor: torch.Tensor, device: object = None) -> torch.Tensor:

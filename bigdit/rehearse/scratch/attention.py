@@ -81,6 +81,13 @@ def _flash_backward(
         launch.briefly(4 * batch * heads * tokens, 4 * batch * tokens * heads * dim)
 
 
+def _efficient(launch: Launch, *args: Any, **options: Any) -> None:
+    """The seed and offset of dropout first, where they are on the card. Source: traces of torch 2.15.0 on emulated
+    cards (kernels/mended.py)."""
+    launch.results(2, 3)
+    launch.results()
+
+
 @dataclass(frozen=True)
 class _Tile:
     """A kernel of the efficient backward pass: queries and keys of a block, and the longest head that it takes.
@@ -208,5 +215,6 @@ RULES: dict[Any, Rule] = {
     aten._scaled_dot_product_cudnn_attention_backward.default: _cudnn_backward,
     aten._scaled_dot_product_flash_attention.default: _flash,
     aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
+    aten._scaled_dot_product_efficient_attention.default: _efficient,
     aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
 }

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from bigdit.rehearse.kernels import TORCH
 from bigdit.rehearse.scratch.launch import Launch, Rule
 from bigdit.units import KIB, MIB
 
@@ -20,11 +21,10 @@ _PRODUCTS = (
     *(aten.mv.default, aten.addmv.default, aten.dot.default),
 )
 
-_VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
-_LT_APART = _VERSION < (2, 12)
+_LT_APART = TORCH < (2, 12)
 """Whether cuBLASLt has a workspace beside cuBLAS. Source: traces of torch 2.11.0, 2.13.0, 2.15.0 on emulated cards."""
 
-_STAYS = _VERSION < (2, 15)
+_STAYS = TORCH < (2, 15)
 """Whether workspaces stay when a product is done. Source: as of _LT_APART."""
 
 LT_BYTES = MIB

@@ -65,7 +65,17 @@ def _chunk_cat(
     launch.briefly(*(up(t.shape[dim], num_chunks) * (t.numel() // t.shape[dim]) * dtype.itemsize for t in uneven))
 
 
+def _chunk_cat_mixed_dtype(
+    launch: Launch, tensors: Sequence[torch.Tensor], dim: int, num_chunks: int, *, out: torch.Tensor
+) -> None:
+    """As `_chunk_cat` for those of each dtype. Source: torch/csrc/distributed/fsdp/ChunkCat.cu, torch 2.15."""
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        _chunk_cat(launch, [tensor for tensor in tensors if tensor.dtype == dtype], dim, num_chunks, out=out)
+
+
 RULES: dict[Any, Rule] = {
     torch.ops.fsdp.split_with_sizes_copy.default: _split_with_sizes_copy,
     torch.ops.fsdp.chunk_cat.default: _chunk_cat,
 }
+if hasattr(torch.ops.fsdp, "chunk_cat_mixed_dtype"):  # which torch 2.15 calls in its place
+    RULES[torch.ops.fsdp.chunk_cat_mixed_dtype.default] = _chunk_cat_mixed_dtype

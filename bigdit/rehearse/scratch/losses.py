@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from bigdit.rehearse.kernels import TORCH
 from bigdit.rehearse.scratch.launch import Launch, Rule
 from bigdit.rehearse.scratch.layout import Layout
 from bigdit.rehearse.scratch.reductions import total
@@ -36,13 +37,19 @@ def _mse_loss(launch: Launch, input: torch.Tensor, target: torch.Tensor, reducti
 def _foreach_norm(
     launch: Launch, tensors: Sequence[torch.Tensor], ord: float = 2, dtype: torch.dtype | None = None
 ) -> None:
-    """A partial norm for each chunk of the longest tensor, of every tensor.
+    """A partial norm for each chunk, of every tensor as many as of the longest one; since torch 2.15 as many as it has,
+    behind a table of where those of each tensor begin.
 
-    Source: foreach_tensor_norm_cuda in aten/src/ATen/native/cuda/ForeachReduceOp.cu.
+    Source: foreach_tensor_norm_cuda in aten/src/ATen/native/cuda/ForeachReduceOp.cu; traces of 2.15.0 on
+    emulated cards.
     """
-    chunks = max(-(-tensor.numel() // _CHUNK) for tensor in tensors)
+    chunks = [-(-tensor.numel() // _CHUNK) for tensor in tensors]
     accumulated = torch.float64 if (dtype or tensors[0].dtype) == torch.float64 else torch.float32
-    with launch.holding(len(tensors) * chunks * accumulated.itemsize):
+    if TORCH < (2, 15):
+        taken = [len(chunks) * max(chunks) * accumulated.itemsize]
+    else:
+        taken = [8 * (len(chunks) + 1), sum(chunks) * accumulated.itemsize]
+    with launch.holding(*taken):
         launch.results()
 
 

@@ -49,6 +49,8 @@ class QuantisedProducts:
         shape: Sequence[int],
         absmax: torch.Tensor,
         blocksize: int,
+        kind: str,
+        bias: torch.Tensor | None = None,
         *rest: Any,
     ) -> None:
         """Either a kernel of its own, or the weight in the input's dtype, for torch's own product.
@@ -64,7 +66,10 @@ class QuantisedProducts:
                 launch.results()
             return
         with launch.holding(math.prod(shape) * input.element_size()):
-            self._workspaces.product(launch)
+            if bias is None:
+                self._workspaces.product(launch)
+            else:
+                self._workspaces.biased(launch, bias)
 
 
 @functools.cache
