@@ -62,7 +62,7 @@ class Recorder(TorchDispatchMode):
         self._costs = Costs(device_type)
         self._in_place = InPlace()
         self._hooks = ExitStack()
-        self._collect = False
+        self._collect = self._froze = False
         self._paused = False
         self.broke_in: str | None = None
         """The module or the engine's call in which an operation raised the first error."""
@@ -74,6 +74,7 @@ class Recorder(TorchDispatchMode):
     def __enter__(self) -> Recorder:
         self._collect = gc.isenabled()
         gc.disable()
+        self._froze = gc.get_freeze_count() == 0
         gc.freeze()  # what exists by now is not this recording's garbage: collections stay cheap
         self._hooks.enter_context(self._in_place.watching(self))
         self._hooks.enter_context(self._watching_resize())
@@ -87,7 +88,9 @@ class Recorder(TorchDispatchMode):
         super().__exit__(*error)
         self._hooks.close()
         if self._collect:
-            gc.enable()  # what was frozen stays so: the process may have frozen its libraries itself
+            gc.enable()
+        if self._froze:  # else the process has frozen its libraries itself, and leaves without taking them apart
+            gc.unfreeze()  # what stays frozen to its end, libraries such as Triton tell of as leaked
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE_OF and isinstance(args[0], FakeTensor):
