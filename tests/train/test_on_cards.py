@@ -29,16 +29,21 @@ FSDP2 = ("engine.name=fsdp2", "engine.ds_config=null")
 BIGDIT = ("-c", "from bigdit.cli import main; main()", "train")
 
 
-def on_two_cards(features, output, *command, overrides=()):
-    """Run a launcher's command on two emulated A40s; the receipt that the run wrote."""
+def launched(features, output, *command, overrides=(), cards=2):
+    """A launcher's command on emulated A40s, as it ended."""
     chosen = with_set([*TINY, *STEPS, f"data.features={features}", f"output={output}", *overrides])
     with shared_state() as state:
-        environment = os.environ | emulated_environment(catalog.resolve_gpu("a40"), 2, state)
+        environment = os.environ | emulated_environment(catalog.resolve_gpu("a40"), cards, state)
         environment["OMP_NUM_THREADS"] = "1"
         line = [str(cuda_python()), "-W", "ignore", *command, "--config", str(DIGITS), *chosen]
-        done = subprocess.run(
+        return subprocess.run(
             line, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=TIME_LIMIT_S, check=False
         )
+
+
+def on_two_cards(features, output, *command, overrides=()):
+    """Run a launcher's command on two emulated A40s; the receipt that the run wrote."""
+    done = launched(features, output, *command, overrides=overrides)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "overflow" not in (done.stdout + done.stderr).lower()
     assert "skipping step" not in (done.stdout + done.stderr).lower()
@@ -187,6 +192,16 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 def test_fsdp2_trains_on_two_cards(features, tmp_path, command, replicate):
     overrides = (*FSDP2, f"engine.dp_replicate={replicate}")
     check(on_two_cards(features, tmp_path, *command, overrides=overrides), tmp_path, 2)
+
+
+@pytest.mark.slow
+def test_more_processes_than_cards_are_a_line(features, tmp_path):
+    done = launched(features, tmp_path, *BIGDIT, cards=1)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == (
+        "error: 2 processes of the run are on this machine, a card each, and torch sees 1 there: start 1 "
+        "(engine.processes, or the launcher's own number), or show it more (CUDA_VISIBLE_DEVICES)\n"
+    )
 
 
 @pytest.mark.slow

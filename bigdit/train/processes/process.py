@@ -19,10 +19,22 @@ STARTS = "BIGDIT_STARTS"
 """How often a process has started its command anew; each time the processes meet anew, under keys of their own."""
 
 
-def _processes_here(world: World) -> int:
-    """The processes of this machine, as torchrun and accelerate (LOCAL_WORLD_SIZE) and deepspeed (LOCAL_SIZE) say."""
+def _processes_here(otherwise: int) -> int:
+    """The processes of this machine, as torchrun and accelerate (LOCAL_WORLD_SIZE) and deepspeed (LOCAL_SIZE) say;
+    `otherwise` where none has."""
     found = os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", ""))
-    return int(found) if found.isdigit() and int(found) else world.world_size
+    return int(found) if found.isdigit() and int(found) else otherwise
+
+
+def _card(world: World) -> torch.device:
+    """This process's own: the one of its number on this machine."""
+    processes, cards = _processes_here(world.local_rank + 1), torch.cuda.device_count()
+    if processes > cards:
+        raise UserError(
+            f"{processes} processes of the run are on this machine, a card each, and torch sees {cards} there: start "
+            f"{cards} (engine.processes, or the launcher's own number), or show it more (CUDA_VISIBLE_DEVICES)"
+        )
+    return torch.device("cuda", world.local_rank)
 
 
 @contextmanager
@@ -32,8 +44,8 @@ def process_group(
     """The device of this process, inside a process group where one is `needed` or several processes run.
 
     `on_host`: tensors of the host are reduced too, as FSDP2 does with what it keeps there. `timeout`: seconds that a
-    process waits for another. Raises UserError where the processes do not find each other, and for cards that
-    accelerate was asked to leave alone.
+    process waits for another. Raises UserError where the processes do not find each other, where they are more than the
+    machine's cards, and for cards that accelerate was asked to leave alone.
     """
     device = torch.device("cpu")
     backend = "gloo"
@@ -43,14 +55,14 @@ def process_group(
                 "accelerate was asked for --cpu (ACCELERATE_USE_CPU), and runs take the cards that they see; leave it "
                 "out, or hide the cards: CUDA_VISIBLE_DEVICES="
             )
-        device = torch.device("cuda", world.local_rank)
+        device = _card(world)
         torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl" if on_host else "nccl"
     else:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed guesses at one, and warns
     # A machine's processes share its cores: torchrun gives each a single one, which an optimizer on the host would
     # wait for.
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // _processes_here(world)))
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // _processes_here(world.world_size)))
     libraries.prepare()
     if not needed and world.world_size == 1:
         yield device
