@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import importlib.metadata
 import importlib.util
@@ -89,6 +90,7 @@ def importing() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+        atexit.register(gc.unfreeze)  # or Triton, where it is installed, tells in forty lines of all that is frozen
 
 
 @contextmanager
