@@ -53,9 +53,10 @@ class QuantisedProducts:
         bias: torch.Tensor | None = None,
         *rest: Any,
     ) -> None:
-        """Either a kernel of its own, or the weight in the input's dtype, for torch's own product.
+        """Either a kernel of its own, or the weight in the input's dtype, for torch's own product, to which a bias is
+        added by itself where rows do not lie one behind the other.
 
-        Source: gemm_4bit in bitsandbytes/backends/cuda/ops.py, 0.50.
+        Source: gemm_4bit in bitsandbytes/backends/cuda/ops.py, 0.50; linear in aten/src/ATen/native/Linear.cpp.
         """
         columns, inner = shape
         rows = input.numel() // inner
@@ -66,10 +67,10 @@ class QuantisedProducts:
                 launch.results()
             return
         with launch.holding(math.prod(shape) * input.element_size()):
-            if bias is None:
-                self._workspaces.product(launch)
-            else:
+            if bias is not None and (input.dim() == 2 or input.is_contiguous()):
                 self._workspaces.biased(launch, bias)
+            else:
+                self._workspaces.product(launch)
 
 
 @functools.cache
