@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
+from bigdit import log
 from bigdit.emulator import janitor, smi
 from bigdit.emulator.account import Account, read_account
 from bigdit.emulator.emulation import Run
@@ -116,10 +117,13 @@ def _passed_on(process: subprocess.Popen[bytes]) -> Iterator[None]:
 
 
 def _refuse(folder: Path, status: int) -> None:
-    """Raise UserError where a process said that it cannot be emulated."""
-    reasons = dict.fromkeys(_text(path, "reason") for path in sorted(folder.glob("refused-*.json")))
+    """Raise UserError where a process could not be emulated; say why where the command ended well without it."""
+    said = (_text(path, "reason") for path in sorted(folder.glob("refused-*.json")))
+    reasons = dict.fromkeys(reason for reason in said if reason)
     if reasons and status:
-        raise UserError(*(reason for reason in reasons if reason))
+        raise UserError(*reasons)
+    for reason in reasons:
+        log.notice(f"note: a process of the command was not emulated: {reason}")
 
 
 def _gather(folder: Path, status: int, seconds: float, skip_first: bool, snapshots: Path | None) -> Run:

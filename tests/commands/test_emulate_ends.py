@@ -16,6 +16,8 @@ from commands import BIN, ROOT
 
 from bigdit.rehearse.card.client import cuda_python
 
+NO_CUDA = r"torch \S+ in \S+ has no CUDA, .*: pip install 'torch===\d"
+
 
 def test_a_script_that_dies_says_so_itself(tmp_path: Path) -> None:
     file = script(tmp_path, "import sys, torch\ntorch.ones(1).cuda()\nprint('dying', file=sys.stderr)\nsys.exit(7)\n")
@@ -30,7 +32,7 @@ def test_a_script_that_dies_says_so_itself(tmp_path: Path) -> None:
     [
         (("--gpu", "a41", "--", "python", "-c", "pass"), "a41.*did you mean a40"),
         (("--gpu", "a40", "--", "pithon", "-c", "pass"), "the command 'pithon' was not found"),
-        (("--gpu", "a40", "--", BIN / "python", "-c", "import torch"), r"pip install 'torch===\d"),
+        (("--gpu", "a40", "--", BIN / "python", "-c", "import torch"), f"^error: {NO_CUDA}"),
         (
             ("--gpu", "a40", "--processes", 20, "--", "python", "-c", "pass"),
             "--processes is 20, .* 1 to 16",
@@ -45,6 +47,15 @@ def test_bad_input_is_one_line(arguments: tuple[object, ...], problem: str) -> N
     assert len(errors) == 1, done.stderr
     assert re.search(problem, errors[0])
     assert "Traceback" not in done.stderr
+
+
+def test_a_build_for_cpus_is_said_once(tmp_path: Path) -> None:
+    """As an error where the command ends by it, and as a note where it goes on."""
+    for then, status, grade in (("", 1, "error: "), ("; true", 0, "note: a process of the command was not emulated: ")):
+        done = emulate("--gpu", "a40", "--", "sh", "-c", f"{BIN}/python -c 'import torch'{then}")
+        assert done.returncode == status
+        (line,) = done.stderr.splitlines()
+        assert re.match(grade + NO_CUDA, line), line
 
 
 def test_a_command_that_uses_no_card_is_no_answer() -> None:

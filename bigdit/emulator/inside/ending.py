@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
-from . import files
+from . import files, options
 
 began = time.time()
 name = ""
@@ -62,11 +62,11 @@ def note_crowd(cards: int) -> None:
 
 
 def refuse(reason: str) -> None:
-    """End a process that cannot be emulated, with exit status 1; `bigdit emulate` shows `reason`, a line, as the
-    user's error."""
+    """End a process that cannot be emulated, with exit status 1. `bigdit emulate` says `reason`, a line, at its end."""
     files.write_json(f"refused-{os.getpid()}.json", {"reason": reason})
-    sys.stderr.write(f"bigdit emulate: {reason}\n")
-    sys.stderr.flush()
+    if not options.OUT:  # nobody waits for it
+        sys.stderr.write(f"bigdit emulate: {reason}\n")
+        sys.stderr.flush()
     os._exit(1)
 
 
