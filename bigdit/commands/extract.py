@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -9,6 +11,7 @@ import typer
 from bigdit.commands.options import Config, Json, Set, Stage
 
 if TYPE_CHECKING:
+    from bigdit.config import RunConfig
     from bigdit.extract.extract import Engine
     from bigdit.extract.report import ExtractReport, StoreReport
     from bigdit.store.part import Skipped
@@ -43,16 +46,13 @@ def run(
 
     libraries.prepare()
     from bigdit.catalog.resolve import model_spec
-    from bigdit.config import check
-    from bigdit.config.stages import load_chosen, of_each
+    from bigdit.config.stages import load_chosen
     from bigdit.extract.extract import extract
     from bigdit.search.needs.encode_batch import with_batch_size
 
     asked, reports = _engine(engine, tasks, resources), []
     runs = [each.run for each in load_chosen(config, overrides, stage)]
-    # What is drawn while training is no matter of features.
-    seen = [each.model_copy(update={"samples": None}) for each in runs]
-    of_each(range(len(runs)), lambda number: check(seen[number], model_spec(seen[number].model)))
+    _check(runs)
     for number, run_config in enumerate(runs):
         if any((run_config.data, run_config.encoders) == (other.data, other.encoders) for other in runs[:number]):
             continue  # several stages train on one store
@@ -71,6 +71,23 @@ def run(
     if as_json:
         documents = [report.model_dump(mode="json") for report in reports]
         log.emit_json(documents if len(runs) > 1 else documents[0])
+
+
+def _check(runs: Sequence[RunConfig]) -> None:
+    """Whether the runs could train on what is encoded for them, before hours of encoding."""
+    from bigdit.catalog.resolve import model_spec
+    from bigdit.config import check
+    from bigdit.config.stages import of_each
+    from bigdit.errors import UserError
+
+    # What is drawn while training is no matter of features.
+    seen = [each.model_copy(update={"samples": None}) for each in runs]
+    try:
+        of_each(range(len(runs)), lambda number: check(seen[number], model_spec(seen[number].model)))
+    except UserError as error:
+        of_training = re.compile(r"(stages\.\d+: )?(train|optimizer|engine)\.")
+        why = "; nothing is encoded for a run that cannot train"
+        raise UserError(*(f"{line}{why if of_training.match(line) else ''}" for line in error.problems)) from None
 
 
 def _engine(name: str, tasks: int | None, resources: list[str]) -> Engine:

@@ -39,6 +39,15 @@ def test_the_command_reports_what_was_skipped_and_why(flawed, tmp_path):
     assert "2 skipped:\n  b.png: damaged picture" in again.stdout
 
 
+def test_nothing_is_encoded_for_a_run_that_cannot_train(flawed, tmp_path):
+    done = command(flawed, tmp_path / "f", "--set", "train.steps=20")
+    assert done.returncode == 1
+    assert done.stderr == (
+        "error: train.warmup_steps is 50, beyond train.steps 20; nothing is encoded for a run that cannot train\n"
+    )
+    assert not (tmp_path / "f").exists()
+
+
 def test_each_bad_file_is_one_line_and_the_others_are_encoded(flawed, tmp_path, capfdbinary):
     """Names that are not UTF-8 or steer terminals, a link in a circle, and weights that fp32 does not hold."""
     for name in (b"bytes \xff.png", b"esc \x1b[31m.png", b"line\nbreak [b].png"):
