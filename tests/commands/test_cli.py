@@ -244,6 +244,21 @@ def test_ctrl_c_while_its_first_module_is_imported_says_so():
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
 
 
+def test_ctrl_c_while_what_was_interrupted_exits_is_no_traceback():
+    """Of the exit's own handlers, such as torch's, which take seconds."""
+    code = (
+        "import atexit, os, signal, sys, time\n"
+        "def typed(seconds):\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    time.sleep(seconds)\n"
+        "atexit.register(typed, 60)\n"
+        "from bigdit.errors import guard\n"
+        "sys.exit(guard(lambda: typed(60)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "interrupted\n")
+
+
 def processes():
     """Those of this machine that have not ended, each with the one that started it."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
