@@ -69,8 +69,7 @@ def search(
         else:
             best = confirmed_best(pool, sample, question, evidence, ranked)
         if best and best[0].verdict != "DOES NOT FIT" and (best[0].candidate.lossless or not lossless_later):
-            if not resort:
-                rejected += _last_resorts(proposed)
+            rejected += _adapters(question) if resort else _last_resorts(proposed)
             return Found(options, rejected, best)
     nearest, failed = explore(pool, sample, short_of_host)  # a machine with more memory is an answer
     options += nearest
@@ -167,3 +166,11 @@ def _last_resorts(proposed: Sequence[Proposal]) -> list[Rejected]:
         return []
     reason = "every step would wait for copies over PCIe and the host's cores, and something fits without that"
     return [Rejected(choice="; ".join(titles), reason=reason)]
+
+
+def _adapters(question: Question) -> list[Rejected]:
+    """Named where all weights train by a last resort alone."""
+    if question.pins.lora_rank is not None or question.pins.full:
+        return []
+    reason = "adapters beside frozen weights take less, and are another training; --lora 16 asks for them"
+    return [Rejected(choice="LoRA", reason=reason)]

@@ -194,6 +194,24 @@ def test_all_weights_are_swapped_on_a_card_and_the_way_there_is_shown() -> None:
     assert plan.curves[0].ran
 
 
+@pytest.mark.slow
+def test_adapters_are_named_where_all_weights_train_by_a_last_resort_alone() -> None:
+    """Unless all weights were asked for, or they fit without."""
+
+    def left_out(mib: int, pins: Pins) -> set[str]:
+        asked = question(SANA, mib, pins, buckets=())
+        with Pool() as pool:
+            sample = Sample(asked.model, asked.gpu, asked.resolution)
+            found = search(pool, sample, asked, Evidence(), NO_CARDS, lambda _: None)
+        assert found.best[0].verdict == "FITS"
+        return {each.choice for each in found.rejected}
+
+    free = Pins(engine="single")
+    assert "LoRA" in left_out(1500, free)
+    assert "LoRA" not in left_out(1500, WHOLE)
+    assert "LoRA" not in left_out(12_000, free)
+
+
 def titles(asked: Question) -> list[str]:
     return [each.title for each in proposals(asked)[0] if each.strategy.blocks_to_swap]
 
