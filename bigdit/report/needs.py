@@ -7,13 +7,17 @@ from bigdit.search.plan import Plan
 from bigdit.speed.interval import Interval
 from bigdit.speed.launches import Handed
 
+LEAST = 0.001
+"""A share of the step: a part below it tells nothing, and would be `8.3e-05–0.00035 s`."""
+
 
 def speed(plan: Plan, most: int | None = None) -> dict[str, str]:
     """Step with the `most` longest of its parts, images a second, the whole run, money, and where all that is from."""
     step, rate = plan.chosen.step, plan.chosen.samples_per_second_per_card
-    parts = sorted(step.parts.items(), key=lambda part: -part[1].high)
-    said = [f"{name} {span(part, like=step.seconds)}" for name, part in parts[:most] if part.high > 0]
-    said += ["and less"] if len(parts[:most]) < len(parts) else []
+    parts = sorted(((name, part) for name, part in step.parts.items() if part.high), key=lambda each: -each[1].high)
+    told = [(name, part) for name, part in parts[:most] if part.high >= LEAST * step.seconds.high]
+    said = [f"{name} {span(part, like=step.seconds)}" for name, part in told]
+    said += ["and less"] if len(told) < len(parts) else []
     found = {
         "step": f"{span(step.seconds)}: {', '.join(said)}",
         "speed": f"{between(rate)} {samples(plan)}/s a card",

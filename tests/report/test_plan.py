@@ -421,6 +421,14 @@ def test_ranges_of_time_in_the_unit_of_their_middle(low, high, text):
     assert words.span(Interval(low=low, high=high)) == text
 
 
+def test_what_takes_less_than_a_thousandth_of_the_step_is_less():
+    made = plans.made_plan()
+    parts = made.chosen.step.parts | {"copies": plans.interval(0, 0.02), "waits": plans.interval(0, 0)}
+    step = made.chosen.step.model_copy(update={"parts": parts})
+    text = plans.shown(made.model_copy(update={"chosen": made.chosen.model_copy(update={"step": step})}))
+    assert "compute 26.0–32.2 s, memory 2.40–4.90 s, and less" in " ".join(text.split())
+
+
 def test_what_is_below_one_has_two_figures():
     assert words.between(Interval(low=0.0951, high=0.4)) == "0.095–0.40"
 

@@ -231,6 +231,18 @@ def test_it_is_as_wide_as_the_screen(page, pixels):
     assert all(each.rect["x"] + each.rect["width"] <= pixels for each in inside if each.is_displayed())
 
 
+def test_tables_that_are_lists_on_a_narrow_screen_are_as_wide_as_it(page):
+    """Their captions too; and what a cell says is one piece, which stands at its end."""
+    width(page, 400)
+    captions = page.find_elements(By.CSS_SELECTOR, ".stacks caption")
+    assert captions
+    for caption in captions:
+        table = caption.find_element(By.XPATH, "..")
+        assert caption.rect["width"] == table.rect["width"] > 300
+    pieces = "return [...document.querySelectorAll('.stacks th, .stacks td')].map(each => each.childNodes.length)"
+    assert set(page.execute_script(pieces)) == {1}
+
+
 def test_bars_are_told_apart_without_colours(page):
     letters = texts(page, "#whatif-bar i")
     assert len(letters) >= 3
