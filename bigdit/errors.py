@@ -105,7 +105,7 @@ def guard(main: Callable[[], int | None]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or the last flush would fail again
         return EXIT_USER
     except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # another one ends the exit itself, as no traceback of its handlers
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # another one ends the exit too, without a traceback of it
         if os.environ.get("RANK", "0") == "0":
             print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED

@@ -87,6 +87,8 @@ def limited(plan: Plan) -> list[str]:
     """What the largest micro-batches are of, and what the `+` of one means, where one has it."""
     found = (getattr(limit, key) for limit in plan.buckets for key in limits(plan))
     most, said = LARGEST_MICRO_BATCH, ["by the settings above"]
+    if plan.chosen.strategy.checkpointing == "selective":
+        said.append("blocks keep matrix products and attention: where these are recomputed too, larger ones may fit")
     if max(found, default=0) >= most:
         said.append(f"{most}+: the search ends at {most}, and larger ones may fit")
     return said

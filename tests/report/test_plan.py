@@ -421,6 +421,14 @@ def test_ranges_of_time_in_the_unit_of_their_middle(low, high, text):
     assert words.span(Interval(low=low, high=high)) == text
 
 
+def test_largest_micro_batches_of_blocks_that_keep_a_part_say_so():
+    made = plans.made_plan()
+    kept = "blocks keep matrix products and attention: where these are recomputed too, larger ones may fit"
+    assert kept not in words.limited(made)
+    chosen = made.chosen.model_copy(update={"strategy": plans.strategy(checkpointing="selective")})
+    assert kept in words.limited(made.model_copy(update={"chosen": chosen}))
+
+
 def test_what_takes_less_than_a_thousandth_of_the_step_is_less():
     made = plans.made_plan()
     parts = made.chosen.step.parts | {"copies": plans.interval(0, 0.02), "waits": plans.interval(0, 0)}
