@@ -110,11 +110,12 @@ def _first_frame(pipeline: str, model: CatalogModel) -> dict[str, Any]:
 
 def _named(model: CatalogModel) -> str:
     """What the folder with the encoders is called: as its repository on the hub, or as the pipeline of its class where
-    the catalogue's encoders of that class are the model's."""
+    the catalogue's encoders of that class are alike, and the model's."""
     known = repositories(model.name)
     if known:
         return known[0].split("/")[1]
-    return model.text_pipeline or "pipeline" if _usual(model) else "pipeline"
+    vaes = {each.vae.name for each in models() if each.spec.class_name == model.spec.class_name}
+    return model.text_pipeline or "pipeline" if _usual(model) and len(vaes) == 1 else "pipeline"
 
 
 def _notes(plan: Plan) -> list[str]:
@@ -123,6 +124,8 @@ def _notes(plan: Plan) -> list[str]:
     notes = []
     if model.text is not None and not model.extractable:
         notes.append(_OTHER_TEXT.format(model.spec.class_name, model.text.encoder))
+    if model.unverified and not repositories(model.name):
+        notes.append(f"Not verified of {model.name}: {model.unverified}.")
     if _vae_lent(model):
         notes.append(
             f"The plan is of {model.vae.name}: the VAE of {model.pipeline} is not known here, or there is none."

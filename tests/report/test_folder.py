@@ -178,6 +178,18 @@ def test_text_that_is_encoded_elsewhere_is_told_of_the_model_it_is_of(made, tmp_
     assert commands(unknown, tmp_path)[0].words[:2] != ("bigdit", "extract")
 
 
+def test_what_is_assumed_of_a_users_model_is_said_where_its_encoders_are_filled_in(made, tmp_path):
+    """Of one class are PixArt-α's encoders and PixArt-Σ's, which are in pipelines of two classes."""
+    file = tmp_path / "mine/config.json"
+    file.parent.mkdir()
+    alpha = model("pixart-alpha-xl-2-512").spec
+    file.write_text(json.dumps({"_class_name": alpha.class_name} | alpha.kwargs))
+    text = skeleton(of_model(made, user_model(file)))
+    said = "the VAE (sd-vae-ft, 8 × 8 pixels a latent) and 120 text tokens, taken from pixart-alpha-xl-2-512"
+    assert f"# Not verified of mine: {said}.\n" in text
+    assert yaml.safe_load(text)["encoders"]["text"] == {"pipeline": "path/to/pipeline", "max_tokens": 120}
+
+
 def test_no_encoders_are_named_that_a_users_model_cannot_take(made, tmp_path):
     """A config.json alone, whose latents and text are none of the catalogue's: what is wanted is said instead."""
     config = {"_class_name": "SanaTransformer2DModel"} | made.question.model.spec.kwargs
