@@ -9,7 +9,7 @@ from markupsafe import Markup
 
 from bigdit.emulator.account import Account, CardAccount, OutOfMemory
 from bigdit.emulator.emulation import Emulation, Run
-from bigdit.files import check_writable, replacing, write_json, write_text
+from bigdit.files import check_writable, write_json, write_text
 from bigdit.memory import CATEGORIES
 from bigdit.report import emulation as text
 from bigdit.report.render import render
@@ -32,17 +32,13 @@ MOST_SPANS = 60
 SHADES = {"backward": COLOURS["saved activation"], "step": COLOURS["optimizer state"]}
 
 
-def make_folder(folder: Path) -> None:
-    """Make the folder, and take away what an earlier emulation left in it: before anything runs for its sake.
-
-    Raises UserError where it cannot be written.
-    """
+def clear_folder(folder: Path) -> None:
+    """Take away what an earlier emulation left in the folder. Raises UserError where it could not be written, before
+    anything runs for its sake."""
     check_writable("--out", folder)
-    ours = (folder / JSON).exists()
-    with replacing(folder / PAGE) as empty:
-        empty.touch()
-    for file in (folder / JSON, *folder.rglob("snapshot-*.pickle")) if ours else ():
-        file.unlink(missing_ok=True)
+    if (folder / JSON).exists():
+        for file in (folder / PAGE, folder / JSON, *folder.rglob("snapshot-*.pickle")):
+            file.unlink(missing_ok=True)
 
 
 def write_emulation(emulation: Emulation, folder: Path) -> list[Path]:

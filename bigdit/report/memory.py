@@ -10,7 +10,7 @@ from markupsafe import Markup
 from rich.table import Table
 
 from bigdit.bench.memory import Curve, MemoryBench, Point
-from bigdit.files import check_writable, replacing, write_json, write_text
+from bigdit.files import replacing, write_json, write_text
 from bigdit.memory import CATEGORIES
 from bigdit.report.curve import LINES
 from bigdit.report.render import render
@@ -43,13 +43,6 @@ COLUMNS = ("micro-batch", "allocated", "reserved", "process", "peak in")
 OFF = "rehearsed %"
 TIMED = ("step", "samples/s")
 RETRIED = "†"
-
-
-def make_folder(folder: Path) -> None:
-    """Make the folder, before anything runs for its sake. Raises UserError where it cannot be written."""
-    check_writable("--out", folder)
-    with replacing(folder / PAGE) as empty:
-        empty.touch()
 
 
 def write_memory(found: MemoryBench, folder: Path, command: str) -> list[Path]:

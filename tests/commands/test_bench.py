@@ -221,3 +221,10 @@ def test_a_folder_that_cannot_be_written_is_said_before_anything_runs(tmp_path):
         done = bigdit("bench", "memory", "--model", "dit-s-2-paper", "--gpu", "a40", "--out", folder)
         assert done.returncode == 1
         assert done.stderr == f"error: --out: cannot write {folder}: Not a directory; choose another\n"
+
+
+def test_what_comes_to_nothing_leaves_no_folder(tmp_path):
+    done = bigdit("bench", "memory", "--model", "dit-s-3", "--gpu", "a40", "--out", tmp_path / "memory")
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: model 'dit-s-3' is not in the catalogue")
+    assert not (tmp_path / "memory").exists()

@@ -71,7 +71,7 @@ def test_nothing_is_left_of_a_killed_emulation(tmp_path: Path, number: signal.Si
     temporary.mkdir()
     file = script(tmp_path, "import torch, time\ntorch.ones(1).cuda()\nprint('ready', flush=True)\ntime.sleep(600)\n")
     python = shutil.which("python", path=str(cuda_python().parent))
-    command = [BIN / "bigdit", "emulate", "--gpu", "a40", "--", python, file]
+    command = [BIN / "bigdit", "emulate", "--gpu", "a40", "--out", tmp_path / "report", "--", python, file]
     environment = os.environ | {"TMPDIR": str(temporary)}
     with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as running:
         assert running.stdout is not None
@@ -80,6 +80,7 @@ def test_nothing_is_left_of_a_killed_emulation(tmp_path: Path, number: signal.Si
         running.send_signal(number)
         assert running.wait(timeout=60) == (130 if number == signal.SIGINT else -number)
     assert len(folders) == 1
+    assert not (tmp_path / "report").exists()
     deadline = time.monotonic() + 30
     while list(temporary.glob("bigdit-*")) and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -55,9 +55,10 @@ def run(
     from bigdit import catalog, log
     from bigdit.bench.memory import MemoryBenchmark
     from bigdit.config.strategy import parse_strategy
+    from bigdit.files import check_writable
     from bigdit.rehearse.ask import parse_resolution
     from bigdit.rehearse.notices import COMPILED
-    from bigdit.report.memory import make_folder, note, retried, subtitle, tables, title, write_memory
+    from bigdit.report.memory import note, retried, subtitle, tables, title, write_memory
 
     sizes = listed("--micro-batch", micro_batch, "sizes such as 1,2,4,8", LARGEST)
     strategies = [(text, parse_strategy([text])) for text in strategy]
@@ -68,7 +69,7 @@ def run(
     if where != "measured" and any(each.compile_blocks for _, each in strategies):
         log.notice(f"note: {COMPILED}")
     if out is not None:
-        make_folder(out)
+        check_writable("--out", out)
     with log.err.status(f"rehearsing {model}") as status:
         found = MemoryBenchmark(
             catalog.find_model(model),
