@@ -112,7 +112,8 @@ class Curve(Strict):
 
 
 class MemoryBench(Strict):
-    """The curves of a model on a card. `build`: of the torch that ran, with its allocator; None where none did."""
+    """The curves of a model on a card. `build`: of the torch that ran, with its allocator; None where none did. Of
+    `versions` torch's is the one that ran."""
 
     written: datetime.date = Field(default_factory=datetime.date.today)
     model: str
@@ -124,7 +125,7 @@ class MemoryBench(Strict):
     batch: BatchShape
     curves: tuple[Curve, ...]
     build: str | None
-    versions: dict[str, str] = Field(default_factory=versions)
+    versions: dict[str, str]
 
 
 class MemoryBenchmark:
@@ -168,6 +169,7 @@ class MemoryBenchmark:
             run = self._runner(ends)
             found = [self._curve(pool, run, *each) for each in asked]
         points = [answer for _, answers in found for answer in answers]
+        build = build_with(self._expandable_segments) if self._device == "emulated" else None
         return MemoryBench(
             model=self._model.name,
             params=points[0].params,
@@ -177,7 +179,8 @@ class MemoryBenchmark:
             expandable_segments=self._expandable_segments,
             batch=asked[0][2][0].batch,
             curves=tuple(curve for curve, _ in found),
-            build=build_with(self._expandable_segments) if self._device == "emulated" else None,
+            build=build,
+            versions=versions() | ({} if build is None else {"torch": build.split()[0]}),
         )
 
     def _check_alone(self, strategies: Sequence[tuple[str, Strategy]]) -> None:
