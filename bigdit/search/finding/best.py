@@ -172,5 +172,5 @@ def _adapters(question: Question) -> list[Rejected]:
     """Named where all weights train by a last resort alone."""
     if question.pins.lora_rank is not None or question.pins.full:
         return []
-    reason = "adapters beside frozen weights take less, and are another training; --lora 16 asks for them"
+    reason = "frozen weights have no gradients and no state, and adapters are another training; --lora 16 asks for them"
     return [Rejected(choice="LoRA", reason=reason)]
