@@ -1,10 +1,12 @@
 """Rows for trackers: what TensorBoard reads of them, a run that goes on, and trackers that fail."""
 
 import json
+import os
 import time
 
 import pytest
 from commands import DIGITS, SINGLE, TINY, with_set
+from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
 from training import run_to
@@ -44,6 +46,44 @@ def test_a_tracker_that_fails_is_a_line(tmp_path, capfd):
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("note: trackers: tensorboard failed (")
     assert line.endswith("); training goes on without it")
+
+
+WANDB = """import json, os, types
+config = types.SimpleNamespace(update=lambda *values, **options: None)
+class Run:
+    last, axes = 0, {}
+    def define_metric(self, name, step_metric):
+        self.axes[name] = step_metric
+    def log(self, values, step=None):
+        if step is not None and step < self.last:
+            return  # as W&B does
+        self.last = self.last if step is None else step
+        with open(os.path.join(os.environ["WANDB_DIR"], "logged"), "a") as file:
+            file.write(json.dumps([self.axes, values]) + "\\n")
+    def finish(self):
+        pass
+def init(project):
+    return Run()
+def Image(pixels):
+    return list(pixels.shape)
+"""
+
+
+def test_wandb_takes_rows_and_pictures_in_any_order(tmp_path, monkeypatch):
+    (tmp_path / "packages/wandb").mkdir(parents=True)
+    (tmp_path / "packages/wandb/__init__.py").write_text(WANDB)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "packages"), prepend=os.pathsep)
+    Image.new("RGB", (3, 2)).save(tmp_path / "grid.png")
+    with Trackers(["wandb"], tmp_path, 0, {}, shown=True) as trackers:
+        trackers.add([{"step": 1, "loss": 3.0}])
+        trackers.show(4, tmp_path / "grid.png")  # its rows come later
+        trackers.add([{"step": step, "loss": 1.0} for step in (2, 3, 4, 5)])
+        trackers.show(2, tmp_path / "grid.png")  # it took long to decode
+    logged = [json.loads(line) for line in (tmp_path / "logged").read_text().splitlines()]
+    assert all(axes == {"*": "step"} for axes, _ in logged)
+    rows, pictures = ([values for _, values in logged if key in values] for key in ("loss", "samples"))
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+    assert pictures == [{"samples": [[2, 3, 3]], "step": 4}, {"samples": [[2, 3, 3]], "step": 2}]
 
 
 def test_a_process_that_is_gone_is_a_line(tmp_path, capfd, monkeypatch):

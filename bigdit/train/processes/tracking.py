@@ -65,9 +65,7 @@ class _Guarded:
             self.do("log_images", {"samples": _pixels(picture)[None]}, step=step, **said)
 
     def _start(self, said: Mapping[str, Any]) -> None:
-        from accelerate.tracking import LOGGER_TYPE_TO_CLASS
-
-        kind = LOGGER_TYPE_TO_CLASS[self._name]
+        kind = _kind(self._name)
         os.environ.setdefault("WANDB_DIR", said["folder"])  # else it writes where the command was given
         if self._name == "tensorboard":
             # What an earlier start wrote of steps that come again is passed over by who reads it.
@@ -88,6 +86,17 @@ class _Guarded:
             reason = shown(" ".join(f"{type(error).__name__}: {error}".split())[:200])
             log.notice(f"note: trackers: {self._name} failed ({reason}); training goes on without it")
             self._tracker = None
+
+
+def _kind(name: str) -> Any:
+    """accelerate's tracker of this name."""
+    if name == "wandb":
+        from bigdit.train.processes.wandb_tracker import AnyOrder
+
+        return AnyOrder
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+    return LOGGER_TYPE_TO_CLASS[name]
 
 
 def _pixels(picture: Path) -> npt.NDArray[np.uint8]:
