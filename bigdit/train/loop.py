@@ -99,7 +99,7 @@ def _train(stages: Sequence[Prepared], world: World, stop: Stop, device: torch.d
     began = time.perf_counter()
     with ExitStack() as stack:
         stepped = on_engine(start, feed, world, device, stack)
-        last = _steps(start, feed, stepped, world, stop, device, began)
+        last = _steps(start, feed, stepped, stop, began)
     stage = start.reached.stage
     following = None if stage.end == start.ends[-1] else stage.number + 1
     return Ended(last, stage.end, trained=True, following=following)
@@ -116,20 +116,18 @@ def _nothing_left(start: Start, found: checkpoint.Checkpoint, done: str, world: 
     return Ended(found.folder, start.step, trained=False)
 
 
-def _steps(
-    start: Start, feed: Feed, stepped: Stepped, world: World, stop: Stop, device: torch.device, began: float
-) -> Path:
+def _steps(start: Start, feed: Feed, stepped: Stepped, stop: Stop, began: float) -> Path:
     """Take the steps of the stage that was reached; its last checkpoint. Raises Stopped where `stop` says."""
     stage, strategy = start.reached.stage, stepped.strategy
-    run = stage.run
+    run, world, device = stage.run, stepped.peers.world, stepped.engine.device
     if stage.count > 1:
         say(world, [f"{stage.name}: steps {stage.start + 1} to {stage.end} of {start.ends[-1]}"])
     stream, encode = feed.stream(start.reached, strategy, world, device), feed.encode(strategy)
     with ExitStack() as stack:
-        seen = watch(start, feed, stream, stepped, device, stack)
+        seen = watch(start, feed, stream, stepped, stack)
         steps = stack.enter_context(closing(stream.steps(start.step, stage.end, stepped.meter.held)))
         record = _record(start, stepped)
-        saves = _saves(start, feed, stepped, seen.metrics, record, world, stack)
+        saves = _saves(start, feed, stepped, seen.metrics, record, stack)
         stop.begin(start.step, run.engine.timeout)
         afresh = stepped.relief, stepped.smaller, stepped.peers
         recovery = stack.enter_context(Recovery(run, world, device, *afresh, saves, stop))
@@ -191,9 +189,7 @@ def _record(start: Start, stepped: Stepped) -> RunRecord:
     )
 
 
-def _saves(
-    start: Start, feed: Feed, stepped: Stepped, metrics: Metrics, record: RunRecord, world: World, stack: ExitStack
-) -> Saves:
+def _saves(start: Start, feed: Feed, stepped: Stepped, metrics: Metrics, record: RunRecord, stack: ExitStack) -> Saves:
     stage = start.reached.stage
     run = stage.run
     described = {
@@ -201,7 +197,7 @@ def _saves(
         "data": data_state(feed.store, feed.order, run.train.seed).model_dump(mode="json"),
     }
     keeping = checkpoint.Keeping(run.train.keep_checkpoints, run.train.keep_every)
-    peers = checkpoint.Peers(world)  # its thread's own: training speaks with its peers meanwhile
+    peers = checkpoint.Peers(stepped.peers.world)  # its thread's own: training speaks with its peers meanwhile
     export = functools.partial(exports.export_due, run, start.ends)
     saver = stack.enter_context(checkpoint.Saver(run.output, peers, keeping, found=start.found, then=export))
     return Saves(run, stepped.engine, stepped.ema, saver, metrics, described, start.step, stage.end)

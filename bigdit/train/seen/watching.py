@@ -7,8 +7,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from bigdit.loader.stream import FeatureStream, Micro
 from bigdit.store import FeatureStore
 from bigdit.train.feed import Feed
@@ -47,13 +45,11 @@ class Watching:
         self.skipped.add(step, lr, result, micro_batches)
 
 
-def watch(
-    start: Start, feed: Feed, stream: FeatureStream, stepped: Stepped, device: torch.device, stack: ExitStack
-) -> Watching:
+def watch(start: Start, feed: Feed, stream: FeatureStream, stepped: Stepped, stack: ExitStack) -> Watching:
     """What is seen of the steps of a stream; `stack` ends it. Raises UserError where captions of pictures cannot be
     encoded."""
     stage, spec, store = start.reached.stage, start.reached.spec, feed.store
-    run, peers, planned = stage.run, stepped.peers, stepped.planned
+    run, peers, planned, device = stage.run, stepped.peers, stepped.planned, stepped.engine.device
     samples, is_main = Samples(store, stream), peers.world.is_main
     settings = run.model_dump(mode="json")
     trackers = stack.enter_context(Trackers(run.trackers, run.output, start.step, settings, shown=is_main))
