@@ -69,7 +69,11 @@ def test_what_fails_is_a_line_and_training_goes_on(features, tmp_path, monkeypat
 
     monkeypatch.setattr(pictures, "grid_png", fails)
     run_to(3, tmp_path, features, *ASKED)
-    assert "note: the pictures of step 2 are not written: no room; training goes on" in capfd.readouterr().err
+    said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("note: the pictures")]
+    assert said == [
+        "note: the pictures of step 2 are not written: no room; training goes on",
+        "note: the pictures of step 3 are not written: no room",
+    ]
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 3
 
 

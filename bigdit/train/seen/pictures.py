@@ -158,7 +158,8 @@ class Pictures:
                 _write(path, stills_png(drawn, self._config.captions))
             self._done(step, path)
         except (UserError, RuntimeError, MemoryError) as error:
-            log.notice(f"note: the pictures of step {step} are not written: {error}; training goes on")
+            goes_on = "" if step == self._last else "; training goes on"
+            log.notice(f"note: the pictures of step {step} are not written: {error}{goes_on}")
 
 
 def _write(path: Path, data: bytes) -> None:
