@@ -44,6 +44,8 @@ def restore(checkpoint: Checkpoint, engine: Engine, peers: Peers, ema: Ema | Non
         elif not wanted[name].number:
             raise UserError(f"{checkpoint.folder} does not hold {name}: it is of another model or optimizer")
     _load(checkpoint, filled, reader, peers)
+    if ema is not None:
+        ema.updates = checkpoint.step  # checkpoints of exponential averages did not count updates before
     adopt(engine, ema, filled)
     if not any(name.startswith(_RANDOM) for name in saved):
         return []

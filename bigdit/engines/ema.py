@@ -30,17 +30,18 @@ def exponent(width: float) -> float:
 def shares_of_new(spec: EmaSpec, update: int) -> list[float]:
     """How much of each average is the weights that update number `update` (from 1) takes in; β = 1 less it.
 
-    Source: Karras et al., §3.1: β_γ(t) = (1 − 1/t)^(γ + 1).
+    Source: Karras et al., §3.1: β_γ(t) = (1 − 1/t)^(γ + 1). Of an exponential one β is at most (1 + t) / (10 + t), as in
+    TensorFlow's ExponentialMovingAverage with num_updates: else a short run would export the weights that it began with.
     """
     if spec.decay is not None:
-        return [1.0 - spec.decay]
+        return [1.0 - min(spec.decay, (1 + update) / (10 + update))]
     return [1.0 - (1.0 - 1.0 / update) ** (exponent(width) + 1.0) for width in spec.powers]
 
 
 class Ema:
     """average = (1 − share) × average + share × weights, in fp32, of this process's masters; see `shares_of_new`.
 
-    `updates`: how many steps it has taken in, which decides the share where its profile is a power function.
+    `updates`: how many steps it has taken in, which decides the share.
     `every`: each average, as tensors in the order of `engine.masters` with their local shapes. On the host they wait in
     plain memory: the weights come there a chunk at a time, through one pinned buffer, and the host's cores average.
     """

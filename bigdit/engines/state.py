@@ -9,7 +9,7 @@ the same engine on as many processes alone.
     ema.<parameter>                its moving average; of several the first, and the others are ema2, ema3, …
     state.<key>.<parameter>        the optimizer's state: an element for each of the master's, or one number
     local.<rank>.<i>.<key>         other state of this process's master i, and each part of a quantised one
-    updates                        of an average whose profile is a power function: how many steps it has taken in
+    updates                        how many steps the averages have taken in
     scaler.<key>                   of fp16
 """
 
@@ -49,7 +49,7 @@ class Place:
 def places(engine: Engine, ema: Ema | None, rank: int) -> dict[str, Place]:
     """Everything that the next step depends on, by the names it is saved under."""
     found = _tensors(engine, ema, rank)
-    if ema is not None and ema.spec.powers:
+    if ema is not None:
         found[UPDATES] = _number(ema.updates)
     if engine.scaler is not None:
         found |= {f"scaler.{key}": _number(value) for key, value in engine.scaler.state_dict().items()}

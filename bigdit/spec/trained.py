@@ -64,11 +64,11 @@ PROFILES = ("decay", "power", "widths")
 class EmaSpec(Strict):
     """A moving average of the weights in fp32, on the GPU or on the host (`device`); sharded as the masters are.
 
-    It is exponential, each step keeps `decay` of it (0.9999); or it grows with the run: with `power` its profile over
-    the steps is a power function, whose width is this share of them, σ_rel (Karras et al., arXiv:2312.02696, §3.1):
-    0.05 to 0.2 as a rule; at 0.2887 all steps would count alike. `widths` are two such averages or more, each as large
-    as the weights; the first is what samples and validation take, and of all, with train.snapshot_every, averages of
-    other widths are made after the run (ibid., §3.2).
+    It is exponential: each step keeps `decay` of it (0.9999), and step t at most (1 + t) / (10 + t). Or it grows with
+    the run: with `power` its profile over the steps is a power function, whose width is this share of them, σ_rel
+    (Karras et al., arXiv:2312.02696, §3.1): 0.05 to 0.2 as a rule; at 0.2887 all steps would count alike. `widths` are
+    two such averages or more, each as large as the weights; the first is what samples and validation take, and of all,
+    with train.snapshot_every, averages of other widths are made after the run (ibid., §3.2).
     """
 
     decay: Annotated[Number, Field(gt=0.0, lt=1)] | None = None
