@@ -20,7 +20,7 @@ def run(
     ema_width: EmaWidth = None,
 ) -> int:
     """Write a checkpoint's weights, and their average, in diffusers' format; with the pipeline that the run was fed by,
-    where it has one."""
+    where it has one. Of LoRA write the adapters."""
     from bigdit import libraries, log
     from bigdit.errors import UserError
     from bigdit.files import alone, check_writable
@@ -53,6 +53,7 @@ def _export(found: Checkpoint, out: Path, ema_width: float | None) -> None:
     pipeline = pipeline_of(found)
     if isinstance(pipeline, str):
         export(found, out, posthoc, replace=False)
-        log.notice(f"note: the transformer alone is written, and no pipeline: {pipeline}")
+        written = "the transformer is" if found.state["strategy"].get("lora") is None else "LoRA adapters are"
+        log.notice(f"note: {written} written, and no pipeline: {pipeline}")
     else:
         export(found, out, posthoc, pipeline, replace=False)

@@ -45,8 +45,8 @@ class TrainConfig(Strict):
     `optimizer_in_backward`: each parameter is stepped when its gradient is there, which is then freed. `ema`: a moving
     average of the weights; `lora`: adapters are trained, over a frozen model.init_from. Of the checkpoints, every
     `checkpoint_every` steps, the last `keep_checkpoints` stay and those that `keep_every` divides; those that
-    `export_every` divides, and the last, are written in diffusers' format too: the transformer alone, which takes no
-    more of the disk than its weights (`bigdit export` writes the pipeline of any checkpoint). Every `snapshot_every`
+    `export_every` divides, and the last, are written in diffusers' format too: the transformer, or the adapters of
+    `lora`, without the pipeline, which would take more disk (`bigdit export` writes it). Every `snapshot_every`
     steps a snapshot of the averages of ema.widths is written, and stays, to make averages of other widths of: 4 bytes
     for each of them and each trained weight. `grace`: the seconds after SIGTERM, SIGUSR1, SIGHUP or Ctrl-C in which a
     checkpoint is saved, before the run ends. A step whose gradients are not finite is skipped; after
