@@ -1,5 +1,6 @@
 """Models of videos that begin with a picture, from files to samples: what they are fed is what their pipeline makes."""
 
+import copy
 import json
 
 import diffusers
@@ -139,24 +140,32 @@ def test_the_pipeline_draws_with_exported_adapters_as_training_would(encoded):
     torch.manual_seed(1)
     base = diffusers.WanTransformer3DModel(**KWARGS).bfloat16().float()  # rounded, as training loads it
     base.save_pretrained(folder / "base/transformer")
-    of_lora = ("train.lora.rank=2", "train.precision=bf16", "optimizer.lr=0.05", "train.checkpoint_every=2")
+    of_lora = (
+        "train.lora={rank: 2, alpha: 4}",
+        "train.precision=bf16",
+        "optimizer.lr=0.05",
+        "train.checkpoint_every=2",
+    )
     settings = with_set((*of_lora, f"model.init_from={folder / 'base/transformer'}", f"output={folder / 'lora'}"))
     done = bigdit("train", "--config", folder / "run.yaml", *settings)
     assert done.returncode == 0, done.stderr
     checkpoint, _ = latest(folder / "lora")
     picture = first_picture(folder / "clips/0.mp4")
 
-    def drawn(transformer, adapters=None):
+    def drawn(transformer, adapters=None, file=None):
         whole = tiny_pipelines.pipeline_of(PIPELINE, pipeline.components | {"transformer": transformer})
         whole.set_progress_bar_config(disable=True)
         if adapters is not None:
-            whole.load_lora_weights(adapters)
+            whole.load_lora_weights(adapters, weight_name=file)
         asked = {"height": 16, "width": 32, "num_frames": 5, "num_inference_steps": 2, "output_type": "latent"}
         return whole(picture, "a square", generator=torch.Generator().manual_seed(0), **asked).frames
 
     without = drawn(base)
     trained = drawn(Sampler(checkpoint, torch.device("cpu")).model().float())
-    loaded = drawn(base, folder / "lora/exports/step-00000002/transformer")
+    exported = folder / "lora/exports/step-00000002/transformer"
+    of_comfyui = drawn(copy.deepcopy(base), exported, "comfyui_lora_weights.safetensors")  # which diffusers reads too
+    loaded = drawn(base, exported)
+    assert torch.equal(of_comfyui, loaded)
     assert (loaded - trained).norm() < 0.02 * (loaded - without).norm()  # adapters that are rounded, too
     assert (loaded - without).abs().max() > 0.01
     names = {name.rsplit(".lora_", 1)[0].split(".", 1)[1] for name in base.state_dict() if "lora_A" in name}

@@ -12,12 +12,12 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from bigdit import models
+from bigdit import log, models
 from bigdit.checkpoint.exported import write_checksums
 from bigdit.checkpoint.folder import Checkpoint
 from bigdit.checkpoint.pipeline import Pipeline
 from bigdit.checkpoint.posthoc import PostHoc
-from bigdit.checkpoint.restore import load_kind
+from bigdit.checkpoint.restore import load_kind, load_model
 from bigdit.engines.state import AVERAGE
 from bigdit.errors import UserError
 from bigdit.files import commit_folder, filling
@@ -43,9 +43,9 @@ def export(
     """Write `transformer/`, and `transformer_ema/` where there is an average, to `folder`, whole or not at all; with
     `posthoc` that average, and around them the `pipeline` that is given.
 
-    Weights are fp32; of LoRA they are the adapters, as diffusers' `load_lora_weights` reads them. The checkpoint's
-    files were verified before, and no other process writes the folder. Raises UserError where it cannot be written,
-    and where it holds anything that is not to be `replace`d.
+    Weights are fp32; of LoRA they are the adapters, as diffusers' `load_lora_weights` and ComfyUI read them. The
+    checkpoint's files were verified before, and no other process writes the folder. Raises UserError where it cannot be
+    written, and where it holds anything that is not to be `replace`d.
     """
     try:
         with filling(folder) as temporary:
@@ -68,7 +68,7 @@ def _write(checkpoint: Checkpoint, posthoc: PostHoc | None, folder: Path) -> Non
         if lora is None:
             _write_model(checkpoint, spec, fill, folder / name)
         else:
-            _write_adapters(checkpoint, lora, fill, folder / name)
+            _write_adapters(checkpoint, spec, lora, fill, folder / name)
         write_checksums(folder / name)
     for file in folder.rglob("*.safetensors"):  # safetensors' are their owner's alone, whatever the umask says
         file.chmod(folder.stat().st_mode & 0o666)
@@ -91,10 +91,16 @@ def _write_model(checkpoint: Checkpoint, spec: ModelSpec, fill: Fill, folder: Pa
     model.save_config(folder)  # type: ignore[operator]  # of diffusers' ConfigMixin
 
 
-def _write_adapters(checkpoint: Checkpoint, lora: LoraSpec, fill: Fill, folder: Path) -> None:
+def _write_adapters(checkpoint: Checkpoint, spec: ModelSpec, lora: LoraSpec, fill: Fill, folder: Path) -> None:
     adapters = {name: torch.empty(shape) for name, shape in _shapes(checkpoint).items()}
     fill(adapters)
-    models.save_adapters(folder, lora, adapters.items())
+    models.save_adapters(folder, lora, adapters)
+    source = Path(checkpoint.state["run"]["model"]["init_from"])
+    base = functools.partial(load_model, spec, source, dtype=torch.bfloat16)  # bf16 files stay mapped
+    try:
+        models.save_for_comfyui(folder, spec, lora, adapters, base)
+    except UserError as error:
+        log.notice(f"note: no LoRA file for ComfyUI is written: {error}")
 
 
 def _shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:

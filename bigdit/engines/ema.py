@@ -30,8 +30,8 @@ def exponent(width: float) -> float:
 def shares_of_new(spec: EmaSpec, update: int) -> list[float]:
     """How much of each average is the weights that update number `update` (from 1) takes in; β = 1 less it.
 
-    Source: Karras et al., §3.1: β_γ(t) = (1 − 1/t)^(γ + 1). Of an exponential one β is at most (1 + t) / (10 + t), as in
-    TensorFlow's ExponentialMovingAverage with num_updates: else a short run would export the weights that it began with.
+    Source: Karras et al., §3.1: β_γ(t) = (1 − 1/t)^(γ + 1). Of an exponential one β is at most (1 + t) / (10 + t), as
+    in TensorFlow's ExponentialMovingAverage with num_updates: else the average of a short run would be its start.
     """
     if spec.decay is not None:
         return [1.0 - min(spec.decay, (1 + update) / (10 + update))]

@@ -3,7 +3,7 @@
 Checkpointing, offload and adapters are put on here, alike for all. What is known of them without torch is `catalog`.
 """
 
-from bigdit.models.adapters import loaded_by, save_adapters
+from bigdit.models.adapters import loaded_by, save_adapters, save_for_comfyui
 from bigdit.models.build import build, check_folder, load, outline, skeleton
 from bigdit.models.conditions import Conditions, Extra
 from bigdit.models.equip import equip
@@ -24,6 +24,7 @@ __all__ = [
     "loaded_by",
     "outline",
     "save_adapters",
+    "save_for_comfyui",
     "skeleton",
     "take_through",
 ]

@@ -1,30 +1,67 @@
-"""Trained adapters as files: safetensors in the layout that diffusers' `load_lora_weights` reads."""
+"""Trained adapters as files: safetensors in the layouts that diffusers' `load_lora_weights` and ComfyUI read."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import diffusers
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
-from bigdit.spec import LoraSpec
+from bigdit.models import comfyui
+from bigdit.models.build import outline
+from bigdit.spec import LoraSpec, ModelSpec
 
 FILE = "pytorch_lora_weights.safetensors"
 PREFIX = "transformer."  # pipelines tell a transformer's adapters from a text encoder's by it
 ADAPTER = "default"  # as peft names the only adapter; files do not say it
+_DOWN = f".lora_A.{ADAPTER}.weight"
 
 
-def save_adapters(folder: Path, spec: LoraSpec, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Write adapters, by their names in the model, with their rank and alpha. Raises OSError, SafetensorError."""
-    tensors = {_name_in_file(name): tensor.contiguous() for name, tensor in weights}
+def save_adapters(folder: Path, spec: LoraSpec, weights: Mapping[str, torch.Tensor]) -> None:
+    """Write adapters, by their names in the model, as diffusers reads them. Raises OSError, SafetensorError.
+
+    alpha / rank is multiplied into B, since most other loaders do not read it in the metadata.
+    """
+    tensors = {_name_in_file(name): _scaled(name, tensor, spec).contiguous() for name, tensor in weights.items()}
     layers = {name.removeprefix(PREFIX).rsplit(".lora_", 1)[0] for name in tensors}
-    config = {"r": spec.rank, "lora_alpha": spec.alpha, "target_modules": sorted(layers), "use_dora": spec.dora}
+    config = {"r": spec.rank, "lora_alpha": spec.rank, "target_modules": sorted(layers), "use_dora": spec.dora}
     described = json.dumps({PREFIX + key: value for key, value in config.items()})
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / FILE, metadata={"format": "pt", "lora_adapter_metadata": described})
+
+
+def save_for_comfyui(
+    folder: Path, model: ModelSpec, spec: LoraSpec, weights: Mapping[str, torch.Tensor], base: Callable[[], nn.Module]
+) -> None:
+    """Write adapters as ComfyUI reads them, where it has the model and cannot read diffusers' file.
+
+    `base`: the frozen model, which only DoRA needs. Raises UserError where a layer has no place in ComfyUI, and as
+    `base` does, OSError, SafetensorError.
+    """
+    if not comfyui.needed(model.class_name, dora=spec.dora):
+        return
+    linears = {name: each for name, each in outline(model).named_modules() if isinstance(each, nn.Linear)}
+    rows = {name: each.out_features for name, each in linears.items()}
+    adapters = {
+        name.removesuffix(_DOWN): comfyui.Adapter(
+            down,
+            _scaled(up := name.replace(".lora_A.", ".lora_B."), weights[up], spec),
+            weights.get(name.replace(".lora_A.", ".lora_magnitude_vector.")),
+        )
+        for name, down in weights.items()
+        if name.endswith(_DOWN)
+    }
+    frozen = dict(base().named_parameters()) if spec.dora else {}
+    tensors = comfyui.tensors(model.class_name, adapters, rows, lambda name: frozen[f"{name}.weight"].detach())
+    save_file(tensors, folder / comfyui.FILE, metadata={"format": "pt"})
+
+
+def _scaled(name: str, tensor: torch.Tensor, spec: LoraSpec) -> torch.Tensor:
+    return tensor * (spec.alpha / spec.rank) if ".lora_B." in name else tensor
 
 
 def loaded_by(class_name: str, pipeline: str | None) -> str | None:

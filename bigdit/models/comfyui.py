@@ -1,0 +1,196 @@
+"""Adapters in the names and shapes that ComfyUI reads, for models that ComfyUI has.
+
+ComfyUI reads no metadata: without a tensor `.alpha` the product B·A counts as it is. Source: comfy/lora.py,
+comfy/utils.py and comfy/weight_adapter of ComfyUI 0.19.3, and its models for the names of their layers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+
+from bigdit.errors import UserError
+
+FILE = "comfyui_lora_weights.safetensors"
+
+AS_DIFFUSERS = frozenset(
+    {
+        *(
+            "AuraFlowTransformer2DModel",
+            "ChromaTransformer2DModel",
+            "Flux2Transformer2DModel",
+            "FluxTransformer2DModel",
+        ),
+        *("HiDreamImageTransformer2DModel", "Kandinsky5Transformer3DModel", "Krea2Transformer2DModel"),
+        *("LongCatImageTransformer2DModel", "OvisImageTransformer2DModel", "PixArtTransformer2DModel"),
+        *("QwenImageTransformer2DModel", "SD3Transformer2DModel", "ZImageTransformer2DModel"),
+    }
+)
+"""Classes whose layers ComfyUI also knows by their names in diffusers."""
+
+_TURNED = re.compile(r".*\bnorm_out\.linear|SD3.*norm1_context\.linear")
+"""Of these, class and layer, ComfyUI may exchange the halves of the rows: of B, but not of the scales of DoRA."""
+
+
+def _qkv(here: str, there: str) -> dict[str, str]:
+    return {here.format(each): f"{there}#{i}" for i, each in enumerate("qkv")}
+
+
+_WAN = {
+    f"{attention}.{here}": f"{there}_attn.{layer}"
+    for attention, there in (("attn1", "self"), ("attn2", "cross"))
+    for here, layer in (("to_q", "q"), ("to_k", "k"), ("to_v", "v"), ("to_out.0", "o"))
+} | {
+    "attn2.add_k_proj": "cross_attn.k_img",
+    "attn2.add_v_proj": "cross_attn.v_img",
+    "ffn.net.0.proj": "ffn.0",
+    "ffn.net.2": "ffn.2",
+}
+_LTX = {
+    each: each
+    for each in (
+        *(f"attn{i}.to_{layer}" for i in (1, 2) for layer in ("q", "k", "v", "out.0")),
+        *("ff.net.0.proj", "ff.net.2"),
+    )
+}
+_COGVIDEOX = {"norm1.linear": "norm1.linear", "norm2.linear": "norm2.linear"} | {
+    "attn1.to_q": "q",
+    "attn1.to_k": "k",
+    "attn1.to_v": "v",
+    "attn1.to_out.0": "attn_out",
+    "ff.net.0.proj": "ff_proj",
+    "ff.net.2": "ff_out",
+}
+_MOCHI = _qkv("attn1.to_{}", "attn.qkv_x") | _qkv("attn1.add_{}_proj", "attn.qkv_y")
+_MOCHI |= {
+    "attn1.to_out.0": "attn.proj_x",
+    "attn1.to_add_out": "attn.proj_y",
+    "norm1.linear": "mod_x",
+    "norm1_context.linear": "mod_y",
+    "norm1_context.linear_1": "mod_y",
+    "ff.net.0.proj": "mlp_x.w1~",
+    "ff.net.2": "mlp_x.w2",
+    "ff_context.net.0.proj": "mlp_y.w1~",
+    "ff_context.net.2": "mlp_y.w2",
+}
+_LUMINA = _qkv("attn.to_{}", "attention.qkv")
+_LUMINA |= {"attn.to_out.0": "attention.out", "norm1.linear": "adaLN_modulation.1"}
+_LUMINA |= {f"feed_forward.linear_{i}": f"feed_forward.w{i}" for i in (1, 2, 3)}
+_DOUBLE = _qkv("attn.to_{}", "img_attn.qkv") | _qkv("attn.add_{}_proj", "txt_attn.qkv")
+_DOUBLE |= {
+    "attn.to_out.0": "img_attn.proj",
+    "attn.to_add_out": "txt_attn.proj",
+    "norm1.linear": "img_mod.lin",
+    "norm1_context.linear": "txt_mod.lin",
+    "ff.net.0.proj": "img_mlp.0",
+    "ff.net.2": "img_mlp.2",
+    "ff_context.net.0.proj": "txt_mlp.0",
+    "ff_context.net.2": "txt_mlp.2",
+}
+_SINGLE = _qkv("attn.to_{}", "linear1")
+_SINGLE |= {"proj_mlp": "linear1#3", "proj_out": "linear2", "norm.linear": "modulation.lin"}
+_REFINER = _qkv("attn.to_{}", "self_attn.qkv")
+_REFINER |= {"attn.to_out.0": "self_attn.proj", "ff.net.0.proj": "mlp.0", "ff.net.2": "mlp.2"}
+_REFINER |= {"norm_out.linear": "adaLN_modulation.1"}
+_HUNYUAN = {
+    "transformer_blocks": ("double_blocks", _DOUBLE),
+    "single_transformer_blocks": ("single_blocks", _SINGLE),
+    "context_embedder.token_refiner.refiner_blocks": ("txt_in.individual_token_refiner.blocks", _REFINER),
+}
+
+_RENAMED: dict[str, dict[str, tuple[str, dict[str, str]]]] = {
+    "WanTransformer3DModel": {"blocks": ("blocks", _WAN)},
+    "LTXVideoTransformer3DModel": {"transformer_blocks": ("transformer_blocks", _LTX)},
+    "CogVideoXTransformer3DModel": {"transformer_blocks": ("blocks", _COGVIDEOX)},
+    "MochiTransformer3DModel": {"transformer_blocks": ("blocks", _MOCHI)},
+    "Lumina2Transformer2DModel": {each: (each, _LUMINA) for each in ("layers", "noise_refiner", "context_refiner")},
+    "HunyuanVideoTransformer3DModel": _HUNYUAN,
+    "HunyuanVideo15Transformer3DModel": _HUNYUAN,
+    "HunyuanImageTransformer2DModel": _HUNYUAN,
+}
+"""Of each class its lists of blocks, with ComfyUI's names of the list and of the layers in a block. `#i`: part i of the
+rows of one layer there. `~`: the two halves of the rows are exchanged there."""
+
+
+class Adapter(NamedTuple):
+    """Of one linear layer: `down` [rank, in], `up` [out, rank] with the scale in it, and DoRA's `magnitudes` [out]."""
+
+    down: torch.Tensor
+    up: torch.Tensor
+    magnitudes: torch.Tensor | None
+
+
+def needed(class_name: str, *, dora: bool) -> bool:
+    """Whether ComfyUI has the model and reads its adapters from no file in diffusers' layout."""
+    return class_name in _RENAMED or (dora and class_name in AS_DIFFUSERS)
+
+
+def tensors(
+    class_name: str,
+    adapters: Mapping[str, Adapter],
+    rows: Mapping[str, int],
+    weight: Callable[[str], torch.Tensor],
+) -> dict[str, torch.Tensor]:
+    """The adapters as ComfyUI reads them. `rows`: those of each linear layer; `weight`: a frozen weight, for DoRA.
+
+    Raises UserError where a layer has no place in ComfyUI.
+    """
+    dora = any(each.magnitudes is not None for each in adapters.values())
+    layers: dict[str, dict[int, str]] = {}
+    for name in rows:
+        place = _place(class_name, name, dora=dora)
+        if place is not None:
+            layer, _, part = place.partition("#")
+            layers.setdefault(layer, {})[int(part or 0)] = name
+    found: dict[str, torch.Tensor] = {}
+    left = set(adapters)
+    for layer, parts in layers.items():
+        names = [parts[i] for i in sorted(parts)]
+        if left.isdisjoint(names):
+            continue
+        left.difference_update(names)
+        joined = {"lora_A.weight": _down(names, adapters), "lora_B.weight": _up(names, adapters, rows)}
+        if dora:
+            joined["dora_scale"] = torch.cat([_dora_scale(weight(name), adapters.get(name)) for name in names])
+        for kind, tensor in joined.items():
+            turned = layer.endswith("~") and kind != "lora_A.weight"
+            halves = torch.cat(tensor.chunk(2)[::-1]) if turned else tensor
+            found[f"{layer.removesuffix('~')}.{kind}"] = halves.contiguous()
+    if left:
+        raise UserError(f"ComfyUI has no place for adapters of {min(left)} (train.lora.targets)")
+    return found
+
+
+def _place(class_name: str, name: str, *, dora: bool) -> str | None:
+    """The layer of ComfyUI that a layer is, or is a part of."""
+    if class_name in AS_DIFFUSERS:
+        return None if dora and _TURNED.fullmatch(f"{class_name} {name}") else f"transformer.{name}"
+    match = re.fullmatch(r"(.+?)\.(\d+)\.(.+)", name)
+    blocks, layers = _RENAMED[class_name].get(match[1], ("", {})) if match else ("", {})
+    return f"diffusion_model.{blocks}.{match[2]}.{layers[match[3]]}" if match and match[3] in layers else None
+
+
+def _down(names: list[str], adapters: Mapping[str, Adapter]) -> torch.Tensor:
+    return torch.cat([adapters[name].down for name in names if name in adapters])
+
+
+def _up(names: list[str], adapters: Mapping[str, Adapter], rows: Mapping[str, int]) -> torch.Tensor:
+    """One block on the diagonal for each adapter; rows of zeros for parts that have none."""
+    blocks = [adapters[name].up if name in adapters else torch.empty(rows[name], 0) for name in names]
+    return torch.block_diag(*blocks)
+
+
+def _dora_scale(weight: torch.Tensor, adapter: Adapter | None) -> torch.Tensor:
+    """[rows, 1]. ComfyUI computes (W + B·A) · scale / ‖W‖ by rows, and DoRA is (W + B·A) · magnitudes / ‖W + B·A‖.
+
+    Source: weight_decompose in comfy/weight_adapter/base.py; Liu et al., arXiv:2402.09353, equation 5.
+    """
+    weight = weight.float()
+    norms = torch.linalg.norm(weight, dim=1, keepdim=True)
+    if adapter is None or adapter.magnitudes is None:
+        return norms
+    adapted = torch.linalg.norm(weight + adapter.up @ adapter.down, dim=1, keepdim=True)
+    return adapter.magnitudes[:, None] * norms / adapted
