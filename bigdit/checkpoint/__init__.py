@@ -11,7 +11,7 @@ from bigdit.checkpoint.folder import Checkpoint
 from bigdit.checkpoint.peers import Peers
 from bigdit.checkpoint.pipeline import pipeline_of
 from bigdit.checkpoint.posthoc import PostHoc
-from bigdit.checkpoint.restore import load_model, load_weights, restore, written_here
+from bigdit.checkpoint.restore import check_whole, load_model, load_weights, restore, written_here
 from bigdit.checkpoint.resumable import changed_since, check_objective, check_resumable
 from bigdit.checkpoint.saver import Keeping, Saver, remove_unfinished
 from bigdit.checkpoint.verify import verify
@@ -25,6 +25,7 @@ __all__ = [
     "changed_since",
     "check_objective",
     "check_resumable",
+    "check_whole",
     "export",
     "find_checkpoint",
     "latest",

@@ -21,6 +21,7 @@ from bigdit.checkpoint.verify import verify
 from bigdit.engines import Ema, Engine
 from bigdit.engines.state import AVERAGE, Place, adopt, make_state, places
 from bigdit.errors import UserError
+from bigdit.models.adapters import FILE as ADAPTERS
 from bigdit.spec import ModelSpec
 
 _RANDOM = "rng."
@@ -60,12 +61,24 @@ def written_here(source: Path) -> bool:
     return any((source / name).is_file() for name in (STATE, CHECKSUMS))
 
 
+def check_whole(source: Path) -> None:
+    """Raise UserError where a checkpoint or an export holds LoRA adapters alone, and no weights to start from."""
+    if (source / STATE).is_file():
+        state = open_checkpoint(source).state
+        if state["strategy"].get("lora") is not None:
+            base = state["run"]["model"]["init_from"]
+            raise UserError(f"{source} holds LoRA adapters alone; name the weights they are for: {base}")
+    elif (source / ADAPTERS).is_file():
+        raise UserError(f"{source} holds LoRA adapters alone; name the weights they are for")
+
+
 def load_model(spec: ModelSpec, source: Path, *, dtype: torch.dtype) -> nn.Module:
     """The model on the host with the weights in `source`, model.init_from: a folder of diffusers', or a checkpoint.
 
     Raises UserError where it holds neither, or another model's, with what is other about it, or is damaged.
     """
     try:
+        check_whole(source)
         if not (source / STATE).is_file():
             check_exported(source)
             return models.load(spec, source, dtype=dtype)

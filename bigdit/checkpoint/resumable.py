@@ -12,7 +12,7 @@ from bigdit.config.planned import differences, said
 from bigdit.config.run import RunConfig
 from bigdit.errors import UserError
 from bigdit.objective_spec import ObjectiveSpec, learned
-from bigdit.spec import EmaSpec, ModelSpec, Strategy
+from bigdit.spec import ModelSpec, Strategy
 
 BESIDE = (
     # How it is stepped, read, saved and seen.
@@ -36,37 +36,35 @@ _ANY: TypeAdapter[ObjectiveSpec] = TypeAdapter(ObjectiveSpec)
 
 def check_resumable(checkpoint: Checkpoint, model: ModelSpec, strategy: Strategy) -> None:
     """Raise UserError with every difference that keeps this run from going on from here."""
-    saved_model, saved = checkpoint.state["model"], checkpoint.state["strategy"]
-    problems = [
-        f"{checkpoint.folder} holds {key} {found!r}, and the run's model has {wanted!r}"
+    saved_model, was = checkpoint.state["model"], Strategy.model_validate(checkpoint.state["strategy"])
+    of_model = [
+        f"{checkpoint.folder} holds {key} {found!r}, and the run's model has {wanted!r}; choose another output"
         for key, found, wanted in _differences(saved_model, model.model_dump(mode="json"))
     ]
-    wanted_strategy = strategy.model_dump(mode="json")
-    problems += [
-        f"{checkpoint.folder} was trained with {key} {saved.get(key)!r}, and the run asks for {wanted_strategy[key]!r}"
-        for key in ("precision", "lora")
-        if saved.get(key) != wanted_strategy[key]
+    had, asked = (each.model_dump(mode="json", include={"precision", "lora"}) for each in (was, strategy))
+    problems = [
+        f"{checkpoint.folder} was trained with train.{key} {said(found)}, and the run asks for {said(wanted)}"
+        for key, found, wanted in differences(had, asked, "")
     ]
-    if (saved.get("ema") is None) != (strategy.ema is None):
+    if (was.ema is None) != (strategy.ema is None):
         without, with_it = ("the run has none", "holds") if strategy.ema is None else ("the run has one", "lacks")
         problems.append(f"{checkpoint.folder} {with_it} a moving average of the weights, and {without} (train.ema)")
-    elif strategy.ema is not None and (before := EmaSpec.model_validate(saved["ema"])).powers != strategy.ema.powers:
+    elif strategy.ema is not None and was.ema is not None and was.ema.powers != strategy.ema.powers:
         problems.append(
-            f"{checkpoint.folder} averages with train.{before.profile}, and the run asks for "
+            f"{checkpoint.folder} averages with train.{was.ema.profile}, and the run asks for "
             f"train.{strategy.ema.profile}: what was taken in counts otherwise"
         )
-    saved_optimizer, optimizer = saved["optimizer"]["name"], strategy.optimizer.name
+    saved_optimizer, optimizer = was.optimizer.name, strategy.optimizer.name
     if saved_optimizer != optimizer:
         problems.append(f"{checkpoint.folder} holds the state of {saved_optimizer}, and optimizer.name is {optimizer}")
-    laid, now = layout(Strategy.model_validate(saved)), layout(strategy)
+    laid, now = layout(was), layout(strategy)
     if checkpoint.state["local"] and laid != now:
         problems.append(
             f"{checkpoint.folder} holds the state of {saved_optimizer} in blocks or factors as {laid} made them, and "
             f"the run is {now}"
         )
-    if problems:
-        fix = f"choose another output, or start from its weights: model.init_from={checkpoint.folder}"
-        raise UserError(*(f"{problem}; {fix}" for problem in problems))
+    if of_model or problems:
+        raise UserError(*of_model, *(f"{problem}; {_elsewhere(checkpoint)}" for problem in problems))
 
 
 def check_objective(checkpoint: Checkpoint, objective: ObjectiveSpec) -> None:
@@ -77,9 +75,15 @@ def check_objective(checkpoint: Checkpoint, objective: ObjectiveSpec) -> None:
     if key is not None:
         raise UserError(
             f"{checkpoint.folder} was trained with objective.{key} {had.get(key)}, and the run asks for "
-            f"{asked.get(key)}; set objective.{key} to {had.get(key)}, choose another output, or start from its "
-            f"weights: model.init_from={checkpoint.folder}"
+            f"{asked.get(key)}; set objective.{key} to {had.get(key)}, or {_elsewhere(checkpoint)}"
         )
+
+
+def _elsewhere(checkpoint: Checkpoint) -> str:
+    """What a run can do that does not go on from here. Adapters alone are no weights to start from."""
+    if checkpoint.state["strategy"].get("lora") is not None:
+        return "choose another output, where adapters start anew"
+    return f"choose another output; there model.init_from={checkpoint.folder} starts from these weights"
 
 
 def changed_since(checkpoint: Checkpoint, run: RunConfig) -> list[str]:

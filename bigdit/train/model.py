@@ -37,10 +37,12 @@ def _check_start(run: RunConfig, spec: ModelSpec) -> None:
     """Raise UserError where model.init_from is no folder of weights; what bigdit wrote has checksums, which loading
     reads. A run that goes on reads it for adapters alone."""
     source = run.model.init_from
-    if source is None or (run.train.lora is None and _goes_on(run)) or checkpoint.written_here(source):
+    if source is None or (run.train.lora is None and _goes_on(run)):
         return
     try:
-        models.check_folder(spec, source)
+        checkpoint.check_whole(source)
+        if not checkpoint.written_here(source):
+            models.check_folder(spec, source)
     except UserError as error:
         raise UserError(f"model.init_from: {error}") from None
 

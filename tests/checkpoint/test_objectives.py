@@ -15,7 +15,7 @@ from bigdit.spec import EmaSpec
 def trained_by(folder, objective, *without, run=None):
     saved = {key: value for key, value in objective.model_dump(mode="json").items() if key not in without}
     document = {} if run is None else run.model_dump(mode="json")
-    return Checkpoint(folder, {"run": document | {"objective": saved}})
+    return Checkpoint(folder, {"run": document | {"objective": saved}, "strategy": {}})
 
 
 def changed(folder, before, now, *overrides):
@@ -87,7 +87,7 @@ def test_betas_that_were_of_no_use_may_be_left_out(tmp_path):
         (
             DdpmSpec(),
             DdpmSpec(betas="squaredcos_cap_v2", min_snr_gamma=5.0),
-            "objective.betas linear, and the run asks for squaredcos_cap_v2; set objective.betas to linear, choose",
+            "objective.betas linear, and the run asks for squaredcos_cap_v2; set objective.betas to linear, or choose",
         ),
         (DdpmSpec(), DdpmSpec(beta_end=0.012), "objective.beta_end 0.02, and the run asks for 0.012"),
         (

@@ -124,8 +124,7 @@ def test_a_checkpoint_of_another_model_is_refused(features, trained, tmp_path):
     assert done.returncode == 1
     folder = trained / "checkpoints/step-00000008"
     assert done.stderr.splitlines() == [
-        f"error: {folder} holds num_layers 2, and the run's model has 3; "
-        f"choose another output, or start from its weights: model.init_from={folder}"
+        f"error: {folder} holds num_layers 2, and the run's model has 3; choose another output"
     ]
 
 
