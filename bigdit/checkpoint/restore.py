@@ -45,9 +45,10 @@ def restore(checkpoint: Checkpoint, engine: Engine, peers: Peers, ema: Ema | Non
         elif not wanted[name].number:
             raise UserError(f"{checkpoint.folder} does not hold {name}: it is of another model or optimizer")
     _load(checkpoint, filled, reader, peers)
+    adopt(engine, filled)
     if ema is not None:
-        ema.updates = checkpoint.step  # checkpoints of exponential averages did not count updates before
-    adopt(engine, ema, filled)
+        updates = checkpoint.state["updates"]
+        ema.updates = checkpoint.step if updates is None else updates  # earlier versions did not count those of a decay
     if not any(name.startswith(_RANDOM) for name in saved):
         return []
     return [

@@ -106,7 +106,7 @@ class Saver:
         held = places(engine, ema, self._peers.world.rank)
         copies = {name: _copied(place) for name, place in held.items() if whole or name.startswith(AVERAGE)}
         described = {**described, "step": step, "parameters": {each.name: each.shape for each in engine.shards()}}
-        if ema is not None and ema.spec.powers:
+        if ema is not None:
             described["updates"] = ema.updates
         self._thread = threading.Thread(target=self._guarded, args=(copies, described, whole, snapshot), daemon=True)
         self._thread.start()

@@ -9,7 +9,6 @@ the same engine on as many processes alone.
     ema.<parameter>                its moving average; of several the first, and the others are ema2, ema3, …
     state.<key>.<parameter>        the optimizer's state: an element for each of the master's, or one number
     local.<rank>.<i>.<key>         other state of this process's master i, and each part of a quantised one
-    updates                        how many steps the averages have taken in
     scaler.<key>                   of fp16
 """
 
@@ -29,7 +28,6 @@ from bigdit.engines.protocol import Engine
 from bigdit.engines.shards import Shard
 
 LOCAL = "local."
-UPDATES = "updates"
 AVERAGE = "ema"
 
 
@@ -49,8 +47,6 @@ class Place:
 def places(engine: Engine, ema: Ema | None, rank: int) -> dict[str, Place]:
     """Everything that the next step depends on, by the names it is saved under."""
     found = _tensors(engine, ema, rank)
-    if ema is not None:
-        found[UPDATES] = _number(ema.updates)
     if engine.scaler is not None:
         found |= {f"scaler.{key}": _number(value) for key, value in engine.scaler.state_dict().items()}
     return found
@@ -120,10 +116,8 @@ def make_state(engine: Engine, saved: Collection[str], rank: int) -> None:
             master.grad = held
 
 
-def adopt(engine: Engine, ema: Ema | None, filled: dict[str, Place]) -> None:
+def adopt(engine: Engine, filled: dict[str, Place]) -> None:
     """Put back what is no view: numbers, the loss scale."""
-    if ema is not None and UPDATES in filled:
-        ema.updates = int(filled[UPDATES].tensor.item())
     for shard in engine.shards():
         state = engine.optimizer.state.get(engine.masters[shard.master], {})
         for key, value in state.items():
