@@ -21,16 +21,16 @@ it shows, the digest is of the streams too, and for each of these there are
     text/NAME    as `text`, with `text_scale/NAME`
 
 Tables (`caption`, `stream/…`, `row/…`, `label/…`, `frame/…`) come first: one small read opens a part. Every byte is
-under a digest. The metadata names the format, the range, the identity of encoders, buckets and pictures, and what was
-skipped. The range is the name's, or the part lies in the place of another.
+under a digest. The metadata names the format, the range, the identity of encoders, buckets and pictures, what was
+skipped, and which captions were cut. The range is the name's, or the part lies in the place of another.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import cast
 
@@ -40,7 +40,7 @@ import torch
 from bigdit.store.captions import Caption, caption_columns, is_streamed
 from bigdit.store.digest import bytes_of, chained_digest, row_digest
 from bigdit.store.tensors import Pieces, commit, header_bytes
-from bigdit.store.text import Text
+from bigdit.store.text import Cut, Text
 
 FORMAT = "3"
 LABELLED = "4"
@@ -71,7 +71,8 @@ class Skipped:
 class Encoded:
     """The features of one range: latents [n, *shape], or [n, 2, *shape] of mean and deviation, and source indices of
     each shape; each index' captions; the text of each distinct caption; where pictures have classes, each index'; of
-    models that begin with a picture, what is kept of first frames by shape and name of FRAME_COLUMNS, [n, …]."""
+    models that begin with a picture, what is kept of first frames by shape and name of FRAME_COLUMNS, [n, …]; the
+    captions that tokenizers cut."""
 
     latents: Mapping[Shape, torch.Tensor]
     indices: Mapping[Shape, list[int]]
@@ -80,6 +81,7 @@ class Encoded:
     skipped: list[Skipped]
     labels: Mapping[int, int] | None = None
     frames: Mapping[Shape, Mapping[str, torch.Tensor]] | None = None
+    cuts: Sequence[Cut] = ()
 
 
 def part_path(root: Path, start: int, end: int) -> Path:
@@ -155,6 +157,7 @@ def write_part(
     tensors["captions"] = Pieces.of(torch.from_numpy(np.frombuffer(captions.encode(), np.uint8).copy()))
     skipped = json.dumps([[item.index, item.name, item.reason] for item in encoded.skipped])
     metadata = {"format": _format(encoded), "range": range_text(path.name), "store": identity, "skipped": skipped}
+    metadata["cut"] = json.dumps([asdict(cut) for cut in encoded.cuts])
     header = header_bytes(tensors, metadata)
     tensors["digests"].pieces[0].copy_(torch.tensor(_digests(header, tensors)))
     commit(path, header, tensors, scratch)
