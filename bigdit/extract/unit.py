@@ -66,6 +66,7 @@ class _Unit:
         self._indices: dict[Shape, list[int]] = defaultdict(list)
         self._captions: dict[int, tuple[Caption, ...]] = {}
         self._names: dict[int, str] = {}
+        self._contents: dict[int, tuple[int, int]] = {}
         self._labels: dict[int, int] | None = {} if isinstance(condition, Classes) else None
         self._skipped: list[Skipped] = []
 
@@ -73,7 +74,9 @@ class _Unit:
         """Read it, and encode its bucket where that has as many as are encoded together; or note that it is skipped."""
         try:
             with self._watch.at("reading"):
-                sample = item.load()
+                contents = item.read()
+                self._contents[item.index] = contents.digests()
+                sample = contents.sample()
                 bucket, pixels = bucket_pixels(sample.image, self._buckets, self._codec.color)
                 label = _number(sample, self._condition) if isinstance(self._condition, Classes) else None
         except Unusable as error:
@@ -120,6 +123,7 @@ class _Unit:
             self._labels,
             None if self._first is None else {shape: _joined(batches) for shape, batches in self._frames.items()},
             summed(self._cuts(texts)),
+            self._contents,
         )
 
     def _cuts(self, texts: Mapping[str, Text]) -> Iterator[Cut]:

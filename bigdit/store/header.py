@@ -30,6 +30,7 @@ from bigdit.store.part import (
     Shape,
     Skipped,
     parse_shape,
+    part_range,
     range_text,
 )
 from bigdit.store.schema import EXTRACT
@@ -186,8 +187,10 @@ def _wanted_texts(header: Header, found_format: str) -> Wanted:
     wide = "caption" in columns and columns["caption"].shape[1:] == (5,)
     streamed = found_format == STREAMED or (found_format == FRAMED and wide)
     captions = columns["caption"].shape[0] if "caption" in columns else None
+    start, end = part_range(path.name) or (0, 0)
     wanted: Wanted = {
         "digests": ((torch.int64,), (3,)),
+        "content": ((torch.int64,), (end - start, 2)),
         "caption": ((torch.int64,), (None, 5 if streamed else 4)),
         "captions": ((torch.uint8,), (None,)),
     }
