@@ -62,9 +62,9 @@ def read_range(path: Path, offset: int, size: int) -> bytes:
 
 def sampled_digest(path: Path, offset: int = 0, size: int | None = None) -> int:
     """xxh3-64 of a file, or of a range of it: of sixteen pieces of 64 KiB, spread evenly, where there are more, as of a
-    video; of nothing where it is missing, which decoding says. Raises UserError where it cannot be read."""
+    video; of nothing where it is missing, which decoding says. Raises as `read_file`."""
     digest = xxhash.xxh3_64()
-    with contextlib.suppress(FileNotFoundError), _opened(path) as file:
+    with contextlib.suppress(FileNotFoundError), opened_file(path) as file:
         length = os.fstat(file.fileno()).st_size - offset if size is None else size
         last = max(length - PIECE_BYTES, 0)
         for number in range(PIECES) if length > PIECES * PIECE_BYTES else [None]:
