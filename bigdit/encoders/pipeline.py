@@ -17,11 +17,10 @@ from bigdit.encoders.batch_size import BatchSize
 from bigdit.encoders.by_length import encode_by_length
 from bigdit.encoders.components import describe, load_text_pipeline
 from bigdit.encoders.folder import DTYPES
-from bigdit.encoders.lengths import TokenizerCalls
 from bigdit.encoders.recipes import RECIPES, Recipe
 from bigdit.encoders.returned import by_name, shape_of, texts_of, with_streams
 from bigdit.encoders.text_encoder import MAX_TOKENS, Keep, as_it_is
-from bigdit.encoders.tokenizer import Words
+from bigdit.encoders.tokenizer import TokenizerCalls, Words
 from bigdit.errors import UserError
 from bigdit.store.text import Cut, Text
 

@@ -16,9 +16,8 @@ from bigdit.config.encoders import T5_TOKENS, TextEncoderConfig
 from bigdit.encoders.batch_size import CPU_BATCH, BatchSize
 from bigdit.encoders.by_length import encode_by_length
 from bigdit.encoders.folder import DTYPES, check_complete, read_config, weights_sample
-from bigdit.encoders.lengths import full_length
 from bigdit.encoders.text_encoder import MAX_TOKENS, Keep, as_it_is
-from bigdit.encoders.tokenizer import tokenizer_digest
+from bigdit.encoders.tokenizer import full_length, tokenizer_digest
 from bigdit.errors import UserError, nearest
 from bigdit.store.digest import config_digest, weights_digest
 from bigdit.store.text import Cut, Text
