@@ -137,13 +137,14 @@ def _counts(found: Mapping[str, Any]) -> list[int]:
 
 
 def _by_order(calls: Sequence[_Call], count: int) -> list[int] | None:
-    """The most tokens that each caption has in a call; calls are of all captions, or of one after another."""
+    """The most tokens that each caption has in a call; calls are of all captions, or of one after another.
+    None where some captions alone are in them, and one was cut."""
     most = [0] * count
     for cutting in (True, False):
         tokens = [each for call in calls if (call.limit is not None) == cutting for each in call.tokens]
         if len(tokens) % count == 0:
             most = [max(most[at], *tokens[at::count]) if tokens else most[at] for at in range(count)]
-        elif cutting:
+        elif cutting and any(each > (call.limit or 0) for call in calls if call.limit for each in call.tokens):
             return None
     return most
 
