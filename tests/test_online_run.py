@@ -194,3 +194,16 @@ def test_of_two_processes_one_that_is_killed_or_finds_a_damaged_picture_ends_bot
         assert second.ends() == 1
         (line,) = [each for each in second.stderr.splitlines() if each.startswith("error: ")]
         assert line.startswith("error: data.images: 3.png: damaged picture: ")
+
+
+def test_captions_that_are_cut_on_the_way_are_counted(folder, tmp_path, capfd):
+    """At once where the first is met, and all of them at the run's end."""
+    for number in (3, 7):
+        (folder / f"{number}.txt").write_text("digit " * 8 * number)
+    settings = ("train.steps=5", "train.global_batch_size=4", "encoders.text.max_tokens=100", "data.caption_dropout=0")
+    assert run("online", tmp_path / "run", *online(folder), *settings) == 0
+    first, last = (line for line in said(capfd, "note: ") if "captions were cut" in line)
+    assert first.startswith("note: 2 of 8 captions were cut at 100 tokens by tokenizer, the longest has ")
+    ended = "note: 4 of 20 captions were cut at 100 tokens by tokenizer, the longest has 336; raise encoders.text."
+    assert last.startswith(ended)
+    assert last.endswith(("; the first: 3.png, 7.png", "; the first: 7.png, 3.png"))

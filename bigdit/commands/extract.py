@@ -134,6 +134,7 @@ def _print(report: ExtractReport, samples: str) -> None:
     buckets = ", ".join(f"{count} of {shape}" for shape, count in report.store.buckets.items())
     log.say(f"{report.features}: {encoded(report.store)} ({buckets})")
     log.say(f"{done}; report: {report.features / REPORT}")
+    print_cut(report.store)
     print_skipped(report.store.skipped)
 
 
@@ -142,6 +143,15 @@ def encoded(store: StoreReport) -> str:
     moving = {shape.count("x") == 3 for shape in store.buckets}  # of [channels, frames, height, width]
     kind = {(True,): "video", (False, True): "picture and video"}.get(tuple(sorted(moving)), "picture")
     return f"{store.encoded} of {store.pictures} {kind}{'' if store.pictures == 1 else 's'} encoded"
+
+
+def print_cut(store: StoreReport) -> None:
+    """How many captions each tokenizer cut, where it cut any."""
+    from bigdit import log
+    from bigdit.store.text import cut_line
+
+    for cut in store.cut:
+        log.say(cut_line(cut, store.captions))
 
 
 def print_skipped(skipped: list[Skipped]) -> None:

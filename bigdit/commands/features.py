@@ -24,7 +24,7 @@ Folder = Annotated[Path, typer.Argument(metavar="FEATURES", help="The store: dat
 
 @app.command()
 def info(folder: Folder, as_json: Json = False) -> None:
-    """Counts, buckets, sizes, encoders, the speed of each worker, what was skipped, and what is in hand."""
+    """Counts, buckets, sizes, encoders, the speed of each worker, what was cut or skipped, and what is in hand."""
     from bigdit import log
     from bigdit.extract.report import store_report
     from bigdit.extract.verify import open_schema
@@ -169,7 +169,7 @@ def _said(prefix: str, identity: dict[str, Any]) -> Iterator[str]:
 
 def _print_info(report: StoreReport) -> None:
     from bigdit import log
-    from bigdit.commands.extract import encoded, print_skipped
+    from bigdit.commands.extract import encoded, print_cut, print_skipped
     from bigdit.report.tables import lines, table
     from bigdit.units import gib
 
@@ -203,4 +203,5 @@ def _print_info(report: StoreReport) -> None:
         log.say(f"{held.worker} {what}; in hand: {', '.join(held.parts)}, {gib(held.bytes)}")
     if any(held.fate != "alive" for held in report.at_work):
         log.say(f"`bigdit features clean {report.features}` removes what dead workers left; see its --other-machines")
+    print_cut(report)
     print_skipped(report.skipped)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedTokenizerBase
 
 from bigdit.config.encoders import TextEncoderConfig
 from bigdit.encoders.batch_size import BatchSize
@@ -17,9 +19,10 @@ from bigdit.encoders.components import describe, load_text_pipeline
 from bigdit.encoders.folder import DTYPES
 from bigdit.encoders.recipes import RECIPES, Recipe
 from bigdit.encoders.returned import by_name, shape_of, texts_of, with_streams
-from bigdit.encoders.text_encoder import Keep, as_it_is
+from bigdit.encoders.text_encoder import MAX_TOKENS, Keep, as_it_is
+from bigdit.encoders.tokenizer import TokenizerCalls, Words
 from bigdit.errors import UserError
-from bigdit.store.text import Text
+from bigdit.store.text import Cut, Text
 
 _PROBE = 16  # tokens: a length at which an encoder costs nothing
 _LENGTH = "max_sequence_length"
@@ -40,11 +43,14 @@ class PipelineTextEncoder:
         self._recipe = RECIPES[self._class_name]
         self._size = BatchSize(1 if self._recipe.alone else batch_size)
         self._arguments = _arguments(self._pipeline, self._device)
+        self._calls = TokenizerCalls(_tokenizers(self._pipeline))
         self._longest = self._length_asked(config.max_tokens)
         # What is kept of layers times tokens is seen at the whole length alone.
         length = self._longest if self._recipe.padding == "kept" and self._recipe.streams else _PROBE
         given = self._returned(self._recipe, [""], length)
         probe = texts_of(self._recipe, given)[0]
+        self._probed = {name: limit for name, (_, limit) in self._calls.lengths([""]).items()}
+        self._dropped = self._template_dropped(probe)
         self.dim = int(probe.states.shape[1])
         self.pooled_dim = None if probe.pooled is None else len(probe.pooled)
         beside = len(probe.states) - length if self._longest else len(probe.states)
@@ -110,10 +116,42 @@ class PipelineTextEncoder:
     def _call(self, captions: list[str], length: int, prefix: str = "", **arguments: bool) -> list[Text]:
         """`encode_prompt` of captions, padded to `length`, as texts; `prefix` chooses among what it returns."""
         texts = texts_of(self._recipe, self._returned(self._recipe, captions, length, **arguments), prefix)
+        cuts = self._cuts(self._recipe, captions, length)
         for name, recipe in self._recipe.beside.items():
             more = texts_of(recipe, self._returned(recipe, captions, length, **arguments), prefix)
             texts = with_streams(texts, {name: more})
-        return texts
+            cuts = [one + two for one, two in zip(cuts, self._cuts(recipe, captions, length), strict=True)]
+        return [replace(text, cuts=cut) if cut else text for text, cut in zip(texts, cuts, strict=True)]
+
+    def _cuts(self, recipe: Recipe, captions: list[str], length: int) -> list[tuple[Cut, ...]]:
+        """How tokenizers cut each of the captions that were encoded last."""
+        found: list[tuple[Cut, ...]] = [()] * len(captions)
+        for name, (tokens, limit) in self._calls.lengths(captions).items():
+            if tokens is None:  # some of them alone have what this tokenizer reads
+                return [self._cuts_of_one(recipe, caption, length) for caption in captions]
+            at, key = self._limit(name, limit, length)
+            shown = length if key else at
+            for place, count in enumerate(tokens):
+                if count > at:
+                    found[place] += (Cut(name, 1, count - at + shown, shown, key),)
+        return found
+
+    def _cuts_of_one(self, recipe: Recipe, caption: str, length: int) -> tuple[Cut, ...]:
+        self._returned(recipe, [caption], length)
+        return self._cuts(recipe, [caption], length)[0]
+
+    def _limit(self, name: str, limit: int | None, length: int) -> tuple[int, str | None]:
+        """The tokens, with the template, at which captions asked for at `length` are cut, and the key that says so."""
+        if limit is None:
+            return length, MAX_TOKENS
+        if name == "tokenizer" and self._recipe.padding == "masked" and 0 < length + self._dropped < limit:
+            return length + self._dropped, MAX_TOKENS
+        return limit, MAX_TOKENS if limit == length or limit != self._probed.get(name, limit) else None
+
+    def _template_dropped(self, empty: Text) -> int:
+        """The tokens of the template whose states the pipeline drops, by the text of the empty caption."""
+        tokens, _ = self._calls.lengths([""]).get("tokenizer", (None, None))
+        return max(tokens[0] - len(empty.states), 0) if tokens else 0
 
     @torch.no_grad()
     def _returned(self, recipe: Recipe, captions: list[str], length: int, **arguments: bool) -> dict[str, Any]:
@@ -125,6 +163,7 @@ class PipelineTextEncoder:
             asked["batch_size"] = len(captions)
         if recipe.length is not None:
             setattr(*self._length_place(recipe.length), length)
+        self._calls.clear()
         # A copy: ZImagePipeline writes its template into the list.
         returned = self._pipeline.encode_prompt(prompt=list(captions), **asked)
         return by_name(recipe, returned)
@@ -166,6 +205,15 @@ class PipelineTextEncoder:
             raise UserError(
                 f"encoders.text.max_tokens: {self._class_name} has a length of its own, {self.max_tokens}; leave it out"
             )
+
+
+def _tokenizers(pipeline: Any) -> dict[str, PreTrainedTokenizerBase]:
+    parts = {
+        name: part.tokenizer if isinstance(part, Words) else part
+        for name, part in pipeline.components.items()
+        if name.startswith("tokenizer")
+    }
+    return {name: part for name, part in parts.items() if isinstance(part, PreTrainedTokenizerBase)}
 
 
 def _arguments(pipeline: Any, device: torch.device) -> dict[str, Any]:

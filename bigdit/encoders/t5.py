@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,11 +16,11 @@ from bigdit.config.encoders import T5_TOKENS, TextEncoderConfig
 from bigdit.encoders.batch_size import CPU_BATCH, BatchSize
 from bigdit.encoders.by_length import encode_by_length
 from bigdit.encoders.folder import DTYPES, check_complete, read_config, weights_sample
-from bigdit.encoders.text_encoder import Keep, as_it_is
-from bigdit.encoders.tokenizer import tokenizer_digest
+from bigdit.encoders.text_encoder import MAX_TOKENS, Keep, as_it_is
+from bigdit.encoders.tokenizer import full_length, tokenizer_digest
 from bigdit.errors import UserError, nearest
 from bigdit.store.digest import config_digest, weights_digest
-from bigdit.store.text import Text
+from bigdit.store.text import Cut, Text
 
 _KEY = "encoders.text"
 # What an encoder of a given width may be asked for; the rest of T5Config is the decoder's or the tokenizer's.
@@ -81,13 +82,22 @@ class T5TextEncoder:
         ids = self._tokenizer(list(captions), truncation=True, max_length=self.max_tokens).input_ids
 
         def encode(places: Sequence[int]) -> list[Text]:
-            return self._read([ids[place] for place in places])
+            texts = self._read([ids[place] for place in places])
+            return [self._noted(captions[place], text) for place, text in zip(places, texts, strict=True)]
 
         return encode_by_length(captions, [len(each) for each in ids], self._size, encode, kept)
 
     def null(self) -> Text:
         """The text of the empty caption."""
         return self.encode([""])[0]
+
+    def _noted(self, caption: str, text: Text) -> Text:
+        """A text with how it was cut, where it was."""
+        if len(text.states) < self.max_tokens:
+            return text
+        tokens = full_length(self._tokenizer, caption)
+        cut = Cut("tokenizer", 1, tokens, self.max_tokens, MAX_TOKENS)
+        return replace(text, cuts=(cut,)) if tokens > self.max_tokens else text
 
     @torch.no_grad()
     def _read(self, ids: list[list[int]]) -> list[Text]:

@@ -9,6 +9,9 @@ from torch import nn
 
 from bigdit.store.text import TEXT, Text
 
+MAX_TOKENS = "encoders.text.max_tokens"
+"""The key that says how many tokens of a caption are kept."""
+
 Keep = Callable[[Text], Text]
 """What becomes of a text as soon as its batch is encoded."""
 

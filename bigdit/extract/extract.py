@@ -19,6 +19,7 @@ from bigdit.encoders.fit import latent_misfits, size_misfits, text_misfits
 from bigdit.encoders.load import load_text_encoder
 from bigdit.encoders.text_encoder import TextEncoder, shapes_of
 from bigdit.errors import UserError
+from bigdit.extract.changes import check_unchanged, write_listings
 from bigdit.extract.job import Job, encode_here
 from bigdit.extract.ranges import missing, parse_split
 from bigdit.extract.report import FILE as REPORT
@@ -107,7 +108,9 @@ def _prepare(run: RunConfig, model: ModelSpec, source: SourceList) -> StoreSchem
         first_frame=first_frame,
     )
     root = run.data.features
+    check_unchanged(root, schema, source)
     claim(root, schema)
+    write_listings(root, source)
     remove_left(root)
     return schema
 

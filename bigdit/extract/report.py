@@ -16,6 +16,7 @@ from bigdit.store.header import check_part, read_header
 from bigdit.store.in_hand import Fate, all_held
 from bigdit.store.part import Skipped, part_path, shape_name
 from bigdit.store.schema import Range, StoreSchema, part_identity
+from bigdit.store.text import Cut, summed
 
 FILE = "report.json"
 
@@ -31,8 +32,8 @@ class AtWork(Strict):
 
 class StoreReport(Strict):
     """A store as it is: parts that are done of all, pictures of the sources, and of the parts that are done encoded
-    pictures by latents' shape, what was skipped, bytes by column; encoders, or classes as in the schema; every worker
-    that ever wrote a part."""
+    pictures by latents' shape, what was skipped, their captions, and which of these tokenizers cut, bytes by column;
+    encoders, or classes as in the schema; every worker that ever wrote a part."""
 
     features: Path
     parts_done: int
@@ -41,6 +42,8 @@ class StoreReport(Strict):
     encoded: int
     buckets: dict[str, int]
     skipped: list[Skipped]
+    captions: int
+    cut: list[Cut]
     bytes: int
     bytes_by_column: dict[str, int]
     codec: dict[str, Any]
@@ -85,6 +88,8 @@ def store_report(root: Path, schema: StoreSchema) -> StoreReport:
         encoded=sum(buckets.values()),
         buckets=dict(sorted(buckets.items())),
         skipped=[item for header in headers for item in header.skipped()],
+        captions=sum(header.columns["caption"].shape[0] for header in headers),
+        cut=summed(cut for header in headers for cut in header.cuts()),
         bytes=sum(part_path(root, *each).stat().st_size for each in there),
         bytes_by_column=dict(sorted(columns.items())),
         codec=schema.codec,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,7 @@ from bigdit.extract.speed import Stopwatch
 from bigdit.sources.protocol import Caption, Item, Sample, Unusable
 from bigdit.store.classes import Classes
 from bigdit.store.part import Encoded, Shape, Skipped
+from bigdit.store.text import Cut, Text, summed
 
 
 def encode_unit(
@@ -63,6 +65,8 @@ class _Unit:
         self._frames: dict[Shape, list[dict[str, torch.Tensor]]] = defaultdict(list)
         self._indices: dict[Shape, list[int]] = defaultdict(list)
         self._captions: dict[int, tuple[Caption, ...]] = {}
+        self._names: dict[int, str] = {}
+        self._contents: dict[int, tuple[int, int]] = {}
         self._labels: dict[int, int] | None = {} if isinstance(condition, Classes) else None
         self._skipped: list[Skipped] = []
 
@@ -70,7 +74,9 @@ class _Unit:
         """Read it, and encode its bucket where that has as many as are encoded together; or note that it is skipped."""
         try:
             with self._watch.at("reading"):
-                sample = item.load()
+                contents = item.read()
+                self._contents[item.index] = contents.digests()
+                sample = contents.sample()
                 bucket, pixels = bucket_pixels(sample.image, self._buckets, self._codec.color)
                 label = _number(sample, self._condition) if isinstance(self._condition, Classes) else None
         except Unusable as error:
@@ -78,7 +84,7 @@ class _Unit:
             self._on_progress(1)
             return
         if self._labels is None or label is None:
-            self._captions[item.index] = sample.captions
+            self._captions[item.index], self._names[item.index] = sample.captions, item.name
         else:
             self._labels[item.index] = label
         self._indices[self._codec.latent_shape(bucket)].append(item.index)
@@ -106,16 +112,25 @@ class _Unit:
             self._encode(bucket)
         distinct = list(dict.fromkeys(caption.text for each in self._captions.values() for caption in each))
         with self._watch.at("encoding"):
-            texts = [] if isinstance(self._condition, Classes) else self._condition.encode(distinct)
+            encoded = [] if isinstance(self._condition, Classes) else self._condition.encode(distinct)
+        texts = dict(zip(distinct, encoded, strict=True))
         return Encoded(
             {shape: torch.cat(batches) for shape, batches in self._latents.items()},
             self._indices,
             self._captions,
-            dict(zip(distinct, texts, strict=True)),
+            texts,
             self._skipped,
             self._labels,
             None if self._first is None else {shape: _joined(batches) for shape, batches in self._frames.items()},
+            summed(self._cuts(texts)),
+            self._contents,
         )
+
+    def _cuts(self, texts: Mapping[str, Text]) -> Iterator[Cut]:
+        """How each caption of each picture was cut."""
+        for index, captions in self._captions.items():
+            for cut in (cut for caption in captions for cut in texts[caption.text].cuts):
+                yield replace(cut, samples=[self._names[index]])
 
 
 def _joined(batches: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

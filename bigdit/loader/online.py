@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -13,15 +14,16 @@ from bigdit.encoders.codecs import load_image_codec, to_unit_range
 from bigdit.encoders.encoded import Encoded
 from bigdit.encoders.fit import plan_misfits, size_misfits
 from bigdit.encoders.load import load_text_encoder
-from bigdit.encoders.text_encoder import shapes_of
+from bigdit.encoders.text_encoder import TextEncoder, shapes_of
 from bigdit.errors import UserError
 from bigdit.extract.extract import unfit_model
 from bigdit.loader.captioned import Captions
 from bigdit.loader.padded import padded
 from bigdit.loader.raw_store import RawStore
-from bigdit.sources.open import open_source
+from bigdit.sources.open import SourceList, open_source
 from bigdit.spec import ModelSpec
 from bigdit.store.schema import StoreSchema
+from bigdit.store.text import Cut, Text, summed
 from bigdit.units import gib
 
 _ROUNDED = 1.01
@@ -31,9 +33,10 @@ _ROUNDED = 1.01
 class RunEncoders:
     """What `bigdit extract` encodes with, at most `chunk` samples at once: the same features to the byte on a CPU."""
 
-    def __init__(self, run: RunConfig, device: torch.device, chunk: int) -> None:
+    def __init__(self, run: RunConfig, device: torch.device, chunk: int, source: SourceList) -> None:
         """Raises UserError where the encoders cannot be loaded."""
-        config, self._device = run.encoders, device
+        config, self._device, self._source = run.encoders, device, source
+        self.captions, self.cuts = 0, list[Cut]()
         self.image = load_image_codec(config.image, device, chunk)
         # One by one on a CPU, as in extraction: matrix products of other shapes round otherwise.
         captions = 1 if device.type == "cpu" and config.batch_size == "auto" else chunk
@@ -53,12 +56,23 @@ class RunEncoders:
         latents = self.image.encode(to_unit_range(pixels), indices).to(self.image.stored_dtype).float()
         if self.text is None or self._null is None:
             return Encoded(latents, None, None, {})
-        encoded = iter(self.text.encode([caption for caption in captions if caption is not None]))
+        encoded = iter(self._counted(captions, indices, self.text))
         texts = [
             (self._null if caption is None else next(encoded)).to(self._device, torch.bfloat16) for caption in captions
         ]
         most = {name: tokens for name, (tokens, _) in shapes_of(self.text).items()}
         return Encoded(latents, *padded(texts, most))
+
+    def _counted(self, captions: Captions, indices: Sequence[int], encoder: TextEncoder) -> list[Text]:
+        """The texts of the captions that are not dropped; `captions` and `cuts` count them, and how they were cut."""
+        kept = [(index, caption) for index, caption in zip(indices, captions, strict=True) if caption is not None]
+        texts = encoder.encode([caption for _, caption in kept])
+        self.captions += len(texts)
+        for (index, _), text in zip(kept, texts, strict=True):
+            if text.cuts:
+                (item,) = self._source.items(index, index + 1)
+                self.cuts = summed([*self.cuts, *(replace(cut, samples=[item.name]) for cut in text.cuts)])
+        return texts
 
 
 def more_than_planned(plan: PlanFile, encoders: RunEncoders) -> list[str]:
@@ -80,7 +94,7 @@ def open_online(
     make of the pictures is not what the model takes, or the plan is for."""
     source = open_source(run.data)
     classes = (source.class_names or class_count(spec)) if takes_classes(spec) else None
-    encoders = RunEncoders(run, device, chunk)
+    encoders = RunEncoders(run, device, chunk, source)
     image, text = encoders.image, encoders.text
     (bucket,) = run.data.buckets
     shape, tokens = image.latent_shape(bucket), 0 if text is None else text.max_tokens

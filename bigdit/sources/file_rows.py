@@ -16,7 +16,7 @@ from bigdit.errors import UserError
 from bigdit.sources import arrow_file, parquet_file
 from bigdit.sources.arrow_types import cells_of
 from bigdit.sources.columns import Cells
-from bigdit.sources.protocol import Unusable
+from bigdit.sources.protocol import Entry, Unusable
 from bigdit.sources.rows import FilePicture, Row
 
 Format = Literal["parquet", "arrow"]
@@ -58,6 +58,7 @@ class FileRows:
         self.where = where
         self._paths, self._format = list(paths), file_format
         self.columns: Mapping[str, Cells] = {}
+        self._entries: list[Entry] = []
         digest = xxhash.xxh3_128()
         counts: list[int] = []
         for path in self._paths:
@@ -71,6 +72,7 @@ class FileRows:
                 raise UserError(f"{key}: {path} differs from {self._paths[0]} in the columns {', '.join(differ)}")
             self.columns = columns
             counts.append(count)
+            self._entries.append(Entry(path.name, count, contents, "", str(path.stat().st_mtime_ns)))
             digest.update(f"{path.name} {count} {contents}\n".encode("utf-8", "surrogateescape"))
         self._ends = list(itertools.accumulate(counts))
         self.digest = digest.hexdigest()
@@ -86,6 +88,10 @@ class FileRows:
             found += self._rows(path, row, last, columns)
             start += last - row
         return found
+
+    def entries(self) -> Iterator[Entry]:
+        """The files."""
+        return iter(self._entries)
 
     def name(self, row: int) -> str:
         """`train-00000-of-00002.parquet row 17`; the first row of a file is row 0."""

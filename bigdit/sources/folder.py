@@ -9,6 +9,7 @@ import os
 from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import xxhash
@@ -16,19 +17,22 @@ from PIL import Image
 
 from bigdit.errors import UserError
 from bigdit.sources.beside import captions_beside, check_link, tell_passed_over
-from bigdit.sources.disk import IMPOSSIBLE, PICTURE_BYTES, read_file, unreadable
+from bigdit.sources.disk import IMPOSSIBLE, PICTURE_BYTES, read_file, sampled_digest, unreadable
 from bigdit.sources.labels import folder_label
 from bigdit.sources.names import Names
-from bigdit.sources.picture import SUFFIXES, decode
-from bigdit.sources.protocol import Sample, Unusable
-from bigdit.sources.videos.animation import moving_or_still
+from bigdit.sources.picture import SUFFIXES
+from bigdit.sources.protocol import Contents, Entry, Readable, Unusable
+from bigdit.sources.videos.animation import contents_of
 from bigdit.sources.videos.resample import Clip
 from bigdit.sources.videos.video import SUFFIXES as VIDEOS
 from bigdit.sources.videos.video import is_video, video_frames
 
+_BETWEEN = "//"  # the parts of an entry as it is kept: no relative path holds it
+_MISSING = -1, -1
+
 
 @dataclass(frozen=True)
-class FolderItem:
+class FolderItem(Readable):
     """The picture `name` below `root`; `follow_links`: also where it or its captions are links that lead out;
     `labelled`: the folder that it lies in is its class, and captions are not read; `clip`: what of videos is taken."""
 
@@ -44,16 +48,17 @@ class FolderItem:
         """The file."""
         return self.root / self.name
 
-    def load(self) -> Sample:
-        """As Item.load."""
+    def read(self) -> Contents:
+        """As Item.read."""
         label = folder_label(self.name) if self.labelled else None
         captions = () if self.labelled else captions_beside(self.root, self.picture.with_suffix(""), self.follow_links)
         check_link(self.root, self.picture, self.follow_links)
         if self.clip is not None and is_video(self.picture):
-            return Sample(self._frames(self.clip), captions, label)
+            frames, digest = partial(self._frames, self.clip), partial(sampled_digest, self.picture)
+            return Contents(frames, digest, captions, label)
         with self._vanished_told():
             data = read_file(self.picture, PICTURE_BYTES)
-        return Sample(decode(data) if self.clip is None else moving_or_still(data, self.clip), captions, label)
+        return contents_of(data, self.clip, captions, label)
 
     def _frames(self, clip: Clip) -> Iterator[Image.Image]:
         with self._vanished_told():
@@ -110,34 +115,44 @@ class ImageFolder:
 
     def items(self, start: int, end: int) -> list[FolderItem]:
         """Pictures [start, end) of the order."""
-        names = enumerate(self._names.range(start, end), start)
+        names = enumerate((_entry(text).name for text in self._names.range(start, end)), start)
         how = (self._follow_links, self._labelled, self._clip)
         return [FolderItem(index, self.root, name, *how) for index, name in names]
 
-    def _classified(self, names: Iterator[str]) -> Iterator[str]:
-        """The names, whose first folders are classes where pictures have labels."""
-        for name in names:
+    def entries(self) -> Iterator[Entry]:
+        """As Source.entries."""
+        return map(_entry, self._names.range(0, len(self._names)))
+
+    def _classified(self, entries: Iterator[str]) -> Iterator[str]:
+        """The entries, the first folders of whose names are classes where pictures have labels."""
+        for entry in entries:
             if self._labelled:
                 with contextlib.suppress(Unusable):  # which its picture says when it is loaded
-                    self.class_names.add(folder_label(name))
-            yield name
+                    self.class_names.add(folder_label(_entry(entry).name))
+            yield entry
 
 
 def _digested(
     root: Path, digest: xxhash.xxh3_128, suffixes: Collection[str], passed_over: Counter[str]
 ) -> Iterator[str]:
-    """Names of pictures, sorted; names and sizes of pictures and captions go into the digest: a caption that was
+    """Entries of pictures, sorted; names and sizes of pictures and captions go into the digest: a caption that was
     edited changes the features as much as a picture."""
-    for name, sizes in _pictures(root, "", suffixes, passed_over):
+    for name, found in _pictures(root, "", suffixes, passed_over):
+        sizes, times = zip(*found, strict=True)
         digest.update(os.fsencode(f"{name}\0{sizes}\n"))
-        yield name
+        yield _BETWEEN.join([name, str(sizes[0]), " ".join(map(str, sizes[1:])), " ".join(map(str, times))])
+
+
+def _entry(text: str) -> Entry:
+    name, picture, captions, times = text.split(_BETWEEN)
+    return Entry(name, 1, picture, captions, times)
 
 
 def _pictures(
     root: Path, folder: str, suffixes: Collection[str], passed_over: Counter[str]
-) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Relative paths of pictures below `folder`, sorted, with the bytes of picture, `.json` and `.txt`, -1 for what
-    is missing; what is neither is counted in `passed_over`.
+) -> Iterator[tuple[str, list[tuple[int, int]]]]:
+    """Relative paths of pictures below `folder`, sorted, with bytes and times of picture, `.json` and `.txt`, -1 for
+    what is missing; what is neither is counted in `passed_over`.
 
     A folder is sorted as if its name ended in a slash, which gives the order of whole paths: one folder of each
     level is held at a time, never the whole tree.
@@ -152,7 +167,7 @@ def _pictures(
             elif suffix.lower() in suffixes:
                 # A listing tells what is missing; asking for it would be a round trip on a network file system.
                 files = (name, f"{stem}.json", f"{stem}.txt")
-                yield folder + name, tuple(_size(file, descriptor) if file in entries else -1 for file in files)
+                yield folder + name, [_seen(file, descriptor) if file in entries else _MISSING for file in files]
             elif suffix not in (".json", ".txt"):
                 passed_over[f"{suffix or 'other'} files"[:20]] += 1
     finally:
@@ -180,10 +195,12 @@ def _is_folder(link: os.DirEntry) -> bool:
         raise
 
 
-def _size(name: str, descriptor: int) -> int:
+def _seen(name: str, descriptor: int) -> tuple[int, int]:
+    """Bytes of a file, and the nanosecond when it was changed last."""
     try:
-        return os.stat(name, dir_fd=descriptor).st_size
+        status = os.stat(name, dir_fd=descriptor)
+        return status.st_size, status.st_mtime_ns
     except OSError as error:
         if error.errno in (errno.ENOENT, *IMPOSSIBLE):
-            return -1  # a link to nothing, or in a circle: loading it will tell
+            return _MISSING  # a link to nothing, or in a circle: loading it will tell
         raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from bigdit.sources.file_rows import FileRows
 from bigdit.sources.folder import ImageFolder
 from bigdit.sources.labels import FOLDER
 from bigdit.sources.places import SPLITS, STATE, files_of, is_pattern, kind_of, saved_files
-from bigdit.sources.protocol import Item, Sample, Source
+from bigdit.sources.protocol import Contents, Entry, Item, Readable, Source
 from bigdit.sources.rows import TableSource
 from bigdit.sources.videos.clips import Clips
 from bigdit.sources.videos.frame_folders import FrameFolders
@@ -28,16 +28,16 @@ INDEX = "index"  # the folder within data.features where what is costly to list 
 
 
 @dataclass(frozen=True)
-class ListedItem:
+class ListedItem(Readable):
     """An item of one source of the list, under its index in the whole list."""
 
     index: int
     name: str
     item: Item
 
-    def load(self) -> Sample:
-        """As Item.load."""
-        return self.item.load()
+    def read(self) -> Contents:
+        """As Item.read."""
+        return self.item.read()
 
 
 class SourceList:
@@ -62,6 +62,10 @@ class SourceList:
 
     def __len__(self) -> int:
         return self._ends[-1]
+
+    def entries(self) -> Iterator[Entry]:
+        """Those of all sources."""
+        return itertools.chain.from_iterable(source.entries() for source in self.sources)
 
     def items(self, start: int, end: int) -> list[ListedItem]:
         """Items [start, end) of the whole list; names start with their source where there are several."""

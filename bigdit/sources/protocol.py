@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+import json
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import xxhash
 from PIL import Image
 
 
@@ -31,6 +33,49 @@ class Sample:
     label: str | int | None = None
 
 
+@dataclass(frozen=True)
+class Contents:
+    """What was read of an item: how its picture is decoded, and the digest of the bytes that are; captions or label."""
+
+    decode: Callable[[], Image.Image | Iterator[Image.Image]]
+    digest: Callable[[], int]
+    captions: tuple[Caption, ...] = ()
+    label: str | int | None = None
+
+    def sample(self) -> Sample:
+        """Decoded. Raises Unusable for a damaged picture."""
+        return Sample(self.decode(), self.captions, self.label)
+
+    def digests(self) -> tuple[int, int]:
+        """xxh3-64 of the picture as it lies on the disk, and of its captions or its label."""
+        said = [[each.text, each.weight] for each in self.captions] or self.label
+        return self.digest(), xxhash.xxh3_64_intdigest(json.dumps(said).encode())
+
+
+class Readable:
+    """An item by what it reads."""
+
+    def read(self) -> Contents:
+        """As Item.read."""
+        raise NotImplementedError
+
+    def load(self) -> Sample:
+        """As Item.load."""
+        return self.read().sample()
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A file of a source, or a picture with its captions: how many items it has, what tells those of a `picture` and of
+    `captions` without reading them, such as sizes; and when they were changed last."""
+
+    name: str
+    count: int
+    picture: str
+    captions: str
+    times: str
+
+
 class Item(Protocol):
     """One picture of a source: its `index` there, its `name` for people. Items can be sent to other processes:
     they hold paths and offsets, and no open files."""
@@ -40,6 +85,10 @@ class Item(Protocol):
 
     @property
     def name(self) -> str: ...
+
+    def read(self) -> Contents:
+        """Read all but videos. Raises as `load`."""
+        ...
 
     def load(self) -> Sample:
         """Read and decode; frames of a video may raise as well.
@@ -64,6 +113,10 @@ class Source(Protocol):
         ...
 
     def __len__(self) -> int: ...
+
+    def entries(self) -> Iterator[Entry]:
+        """What it consists of, in its order; without `times` it tells what `identity` does."""
+        ...
 
     def items(self, start: int, end: int) -> Sequence[Item]:
         """Items [start, end) of the order; pictures are not touched before their `load`."""

@@ -6,6 +6,7 @@ import contextlib
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -15,11 +16,10 @@ from PIL import Image
 from bigdit.config.data import SourceConfig, SourceKind
 from bigdit.errors import UserError
 from bigdit.sources.columns import Cells, Columns, captions_of, choose
-from bigdit.sources.disk import PICTURE_BYTES, check_size, read_file, unreadable
+from bigdit.sources.disk import PICTURE_BYTES, check_size, read_file, sampled_digest, unreadable
 from bigdit.sources.labels import label_of
-from bigdit.sources.picture import decode
-from bigdit.sources.protocol import Sample, Unusable
-from bigdit.sources.videos.animation import moving_or_still
+from bigdit.sources.protocol import Contents, Entry, Readable, Unusable
+from bigdit.sources.videos.animation import contents_of
 from bigdit.sources.videos.resample import Clip
 from bigdit.sources.videos.video import is_video, video_frames
 
@@ -45,6 +45,10 @@ class Rows(Protocol):
 
     def read(self, start: int, end: int, columns: Sequence[str]) -> Sequence[Row]:
         """Some columns of the rows [start, end); a cell that holds a picture is given as a Picture."""
+        ...
+
+    def entries(self) -> Iterator[Entry]:
+        """The files."""
         ...
 
     def name(self, row: int) -> str:
@@ -94,7 +98,7 @@ def _holds_files(folder: Path) -> bool:
 
 
 @dataclass(frozen=True)
-class TableItem:
+class TableItem(Readable):
     """One row: its picture, and the cells that its captions or its label are made of; `clip`: of videos."""
 
     index: int
@@ -104,8 +108,8 @@ class TableItem:
     picture: Picture | None
     clip: Clip | None = None
 
-    def load(self) -> Sample:
-        """As Item.load."""
+    def read(self) -> Contents:
+        """As Item.read."""
         if isinstance(self.row, Unusable):
             raise self.row
         if self.picture is None:
@@ -114,10 +118,11 @@ class TableItem:
         label = None if column is None else label_of(self.row[column], f"column {column}")
         captions = captions_of(self.row, self.columns) if column is None else ()
         if self.clip is not None and isinstance(self.picture, FilePicture) and is_video(self.picture.path):
-            return Sample(self.picture.frames(self.clip), captions, label)
+            frames, digest = partial(self.picture.frames, self.clip), partial(sampled_digest, self.picture.path)
+            return Contents(frames, digest, captions, label)
         data = self.picture.read()
         check_size("picture", len(data), PICTURE_BYTES)
-        return Sample(decode(data) if self.clip is None else moving_or_still(data, self.clip), captions, label)
+        return contents_of(data, self.clip, captions, label)
 
 
 class TableSource:
@@ -138,6 +143,10 @@ class TableSource:
 
     def __len__(self) -> int:
         return len(self._rows)
+
+    def entries(self) -> Iterator[Entry]:
+        """As Source.entries."""
+        return self._rows.entries()
 
     def items(self, start: int, end: int) -> list[TableItem]:
         """Rows [start, end)."""

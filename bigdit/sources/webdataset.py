@@ -8,6 +8,7 @@ import multiprocessing
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import xxhash
@@ -18,13 +19,12 @@ from bigdit.errors import UserError
 from bigdit.lifeline import end_with_parent
 from bigdit.sources import parquet_file
 from bigdit.sources.captions import json_captions, text_captions
-from bigdit.sources.disk import CAPTION_BYTES, PICTURE_BYTES, check_size, opened_range, read_range
+from bigdit.sources.disk import CAPTION_BYTES, PICTURE_BYTES, check_size, opened_range, read_range, sampled_digest
 from bigdit.sources.labels import Label, json_label
-from bigdit.sources.picture import decode
-from bigdit.sources.protocol import Caption, Sample, Unusable
+from bigdit.sources.protocol import Caption, Contents, Entry, Readable, Unusable
 from bigdit.sources.tar_index import SCHEMA, index_path, is_whole, read_digest, write_index
 from bigdit.sources.tar_members import Refused
-from bigdit.sources.videos.animation import moving_or_still
+from bigdit.sources.videos.animation import contents_of
 from bigdit.sources.videos.resample import Clip
 from bigdit.sources.videos.video import decoded_frames
 
@@ -35,7 +35,7 @@ Span = tuple[int, int] | None  # offset and size of a member
 
 
 @dataclass(frozen=True)
-class TarItem:
+class TarItem(Readable):
     """A sample of a tar: where its picture or its video and its captions are; `label`: the key of its `.json` that
     holds its class, and then captions are not read; `clip`: what of videos is taken."""
 
@@ -50,17 +50,18 @@ class TarItem:
     video: Span = None
     clip: Clip | None = None
 
-    def load(self) -> Sample:
-        """As Item.load; where videos are taken, of a sample that has both its video."""
+    def read(self) -> Contents:
+        """As Item.read; where videos are taken, of a sample that has both its video."""
         if self.problem is not None or (self.picture is None and (self.video is None or self.clip is None)):
             raise Unusable(self.problem or ("sample of a video, without a picture" if self.video else "empty sample"))
         label = None if self.label is None else self._label(self.label)
         captions = self._captions() if self.label is None else ()
         if self.clip is not None and self.video is not None:
-            return Sample(self._frames(self.video, self.clip), captions, label)
+            digest = partial(sampled_digest, self.tar, *self.video)
+            return Contents(partial(self._frames, self.video, self.clip), digest, captions, label)
         assert self.picture is not None
         data = self._read(self.picture, "picture", PICTURE_BYTES)
-        return Sample(decode(data) if self.clip is None else moving_or_still(data, self.clip), captions, label)
+        return contents_of(data, self.clip, captions, label)
 
     def _frames(self, video: tuple[int, int], clip: Clip) -> Iterator[Image.Image]:
         with opened_range(self.tar, *video) as file:
@@ -119,9 +120,11 @@ class WebDataset:
             raise UserError(*problems)
         digest = xxhash.xxh3_128(b"" if label is None else f"label {label}\n".encode())
         counts = []
+        self._entries: list[Entry] = []
         for tar, index in zip(self._tars, self._indices, strict=True):
             count, members = read_digest(index)
             counts.append(count)
+            self._entries.append(Entry(tar.name, count, members, "", str(tar.stat().st_mtime_ns)))
             digest.update(f"{tar.name} {members}\n".encode("utf-8", "surrogateescape"))
         self._ends = list(itertools.accumulate(counts))
         if not len(self):
@@ -130,6 +133,10 @@ class WebDataset:
 
     def __len__(self) -> int:
         return self._ends[-1]
+
+    def entries(self) -> Iterator[Entry]:
+        """As Source.entries."""
+        return iter(self._entries)
 
     def items(self, start: int, end: int) -> list[TarItem]:
         """Samples [start, end)."""

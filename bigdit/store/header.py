@@ -11,11 +11,12 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 
 from bigdit.errors import UserError, shown
 from bigdit.store.captions import column_name
@@ -29,11 +30,12 @@ from bigdit.store.part import (
     Shape,
     Skipped,
     parse_shape,
+    part_range,
     range_text,
 )
 from bigdit.store.schema import EXTRACT
 from bigdit.store.tensors import DTYPES
-from bigdit.store.text import TEXT
+from bigdit.store.text import TEXT, Cut
 
 LONGEST_HEADER = 16 << 20
 """Bytes: a part of 256 samples has about 2 kB. A damaged length must not ask for more memory than there is."""
@@ -44,6 +46,7 @@ FIRST_READ = 64 << 10
 Wanted = dict[str, tuple[tuple[torch.dtype, ...], tuple[int | None, ...]]]
 """Columns by name: the dtypes that each may have, and its shape, with None where any size does."""
 
+_CUT = TypeAdapter(Cut)
 _MOST_ELEMENTS = 1 << 48
 _MOST_DIMENSIONS = 8
 _STREAM = re.compile(r"stream/[a-z][a-z0-9_]{0,63}")
@@ -96,6 +99,14 @@ class Header:
             return [Skipped(int(index), _on_a_line(name), _on_a_line(why)) for index, name, why in rows]
         except (KeyError, ValueError, TypeError, OverflowError, RecursionError):
             raise damaged(self.path, "has a damaged list of what was skipped") from None
+
+    def cuts(self) -> list[Cut]:
+        """The captions of the part that tokenizers cut."""
+        try:
+            cuts = [_CUT.validate_python(each) for each in json.loads(self.metadata["cut"])]
+            return [replace(cut, samples=[_on_a_line(name) for name in cut.samples]) for cut in cuts]
+        except (KeyError, ValueError, TypeError, RecursionError):
+            raise damaged(self.path, "has a damaged list of captions that were cut") from None
 
 
 def damaged(path: Path, what: str) -> UserError:
@@ -176,8 +187,10 @@ def _wanted_texts(header: Header, found_format: str) -> Wanted:
     wide = "caption" in columns and columns["caption"].shape[1:] == (5,)
     streamed = found_format == STREAMED or (found_format == FRAMED and wide)
     captions = columns["caption"].shape[0] if "caption" in columns else None
+    start, end = part_range(path.name) or (0, 0)
     wanted: Wanted = {
         "digests": ((torch.int64,), (3,)),
+        "content": ((torch.int64,), (end - start, 2)),
         "caption": ((torch.int64,), (None, 5 if streamed else 4)),
         "captions": ((torch.uint8,), (None,)),
     }

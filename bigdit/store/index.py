@@ -105,8 +105,11 @@ def read_index(path: Path, identity: str) -> Index | None:
         shapes = tuple(parse_shape(name) for name in names)
         if int(read_column(header, "digest")) != chained_digest([bytes_of(parts), bytes_of(counts)]):
             raise damaged(path, "is damaged")
-        if header.metadata["store"] != identity or counts.shape != (len(parts), len(shapes)):
+        typed = parts.dtype == counts.dtype == torch.int64 and parts.shape[1:] == (3,)
+        if header.metadata["store"] != identity or not typed or counts.shape != (len(parts), len(shapes)):
             return None
+        if (counts < 0).any():
+            raise damaged(path, "is damaged")
     except (UserError, KeyError, ValueError, RuntimeError):
         return None
     return Index(shapes, parts.numpy(), counts.numpy())

@@ -3,6 +3,8 @@
 A part's name is its record of completion. In the order of the file, with shapes as in `latent/4x64x64`:
 
     digests      int64 [3]: xxh3 of the header, of the tables below, and of `captions`
+    content      int64 [range, 2]: xxh3 of each picture and of its captions or label, as the source had them; 0 of those
+                 that could not be read
     caption      int64 [m, 4]: text start, text length, weight (the bits of an fp32), xxh3 of (states, scale, pooled)
     row/SHAPE    int64 [n, 4]: source index, first caption, captions, xxh3 of the latents, seeded with the index
     label/SHAPE  int64 [n]: the class, where pictures have classes, and then no captions
@@ -20,17 +22,17 @@ it shows, the digest is of the streams too, and for each of these there are
     stream/NAME  int64 [m, 3]: start, length, how many states the mask shows
     text/NAME    as `text`, with `text_scale/NAME`
 
-Tables (`caption`, `stream/…`, `row/…`, `label/…`, `frame/…`) come first: one small read opens a part. Every byte is
-under a digest. The metadata names the format, the range, the identity of encoders, buckets and pictures, and what was
-skipped. The range is the name's, or the part lies in the place of another.
+Tables (`content`, `caption`, `stream/…`, `row/…`, `label/…`, `frame/…`) come first: one small read opens a part. Every
+byte is under a digest. The metadata names the format, the range, the identity of encoders, buckets and pictures, what
+was skipped, and which captions were cut. The range is the name's, or the part lies in the place of another.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import cast
 
@@ -40,7 +42,7 @@ import torch
 from bigdit.store.captions import Caption, caption_columns, is_streamed
 from bigdit.store.digest import bytes_of, chained_digest, row_digest
 from bigdit.store.tensors import Pieces, commit, header_bytes
-from bigdit.store.text import Text
+from bigdit.store.text import Cut, Text
 
 FORMAT = "3"
 LABELLED = "4"
@@ -71,7 +73,9 @@ class Skipped:
 class Encoded:
     """The features of one range: latents [n, *shape], or [n, 2, *shape] of mean and deviation, and source indices of
     each shape; each index' captions; the text of each distinct caption; where pictures have classes, each index'; of
-    models that begin with a picture, what is kept of first frames by shape and name of FRAME_COLUMNS, [n, …]."""
+    models that begin with a picture, what is kept of first frames by shape and name of FRAME_COLUMNS, [n, …]; the
+    captions that tokenizers cut; and `contents`, the digests of the picture and of the captions or the label of each
+    index that could be read."""
 
     latents: Mapping[Shape, torch.Tensor]
     indices: Mapping[Shape, list[int]]
@@ -80,6 +84,8 @@ class Encoded:
     skipped: list[Skipped]
     labels: Mapping[int, int] | None = None
     frames: Mapping[Shape, Mapping[str, torch.Tensor]] | None = None
+    cuts: Sequence[Cut] = ()
+    contents: Mapping[int, tuple[int, int]] = field(default_factory=dict)
 
 
 def part_path(root: Path, start: int, end: int) -> Path:
@@ -126,6 +132,8 @@ def write_part(
     Raises UserError where the disk is full or cannot be written.
     """
     tensors: dict[str, Pieces] = {"digests": Pieces.of(torch.zeros(3, dtype=torch.int64))}
+    contents = [encoded.contents.get(index, (0, 0)) for index in range(*(part_range(path.name) or (0, 0)))]
+    tensors["content"] = Pieces.of(torch.from_numpy(np.array(contents, np.uint64).view(np.int64).reshape(-1, 2)))
     tables, columns, firsts = caption_columns(encoded.captions, encoded.texts, eight_bits)
     tensors |= tables
     for shape, indices in encoded.indices.items():
@@ -155,6 +163,7 @@ def write_part(
     tensors["captions"] = Pieces.of(torch.from_numpy(np.frombuffer(captions.encode(), np.uint8).copy()))
     skipped = json.dumps([[item.index, item.name, item.reason] for item in encoded.skipped])
     metadata = {"format": _format(encoded), "range": range_text(path.name), "store": identity, "skipped": skipped}
+    metadata["cut"] = json.dumps([asdict(cut) for cut in encoded.cuts])
     header = header_bytes(tensors, metadata)
     tensors["digests"].pieces[0].copy_(torch.tensor(_digests(header, tensors)))
     commit(path, header, tensors, scratch)
@@ -172,7 +181,7 @@ def _format(encoded: Encoded) -> str:
 def _digests(header: bytes, tensors: Mapping[str, Pieces]) -> list[int]:
     """Of the header, the tables and the captions."""
     kinds = ("row/", "label/", "stream/", "frame/")
-    tables = ["caption", *(name for kind in kinds for name in sorted(tensors) if name.startswith(kind))]
+    tables = ["content", "caption", *(name for kind in kinds for name in sorted(tensors) if name.startswith(kind))]
     return [
         chained_digest([header]),
         chained_digest(buffer for name in tables for buffer in tensors[name].buffers()),

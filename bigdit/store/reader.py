@@ -31,9 +31,9 @@ class _Sequence:
 
 
 class Part:
-    """An open part. `rows`: int64 [n, 4] of each shape, `captions`: int64 [m, 4 or 5], as in part.py; `weights`: [m];
-    `labels`: int64 [n] of each shape where pictures have classes, else of none; `frames`: the digests [n] of what is
-    kept of first frames, of each shape where it is. Sequences of a caption go by their
+    """An open part. `content`: uint64 [range, 2], `rows`: int64 [n, 4] of each shape, `captions`: int64 [m, 4 or 5], as
+    in part.py; `weights`: [m]; `labels`: int64 [n] of each shape where pictures have classes, else of none; `frames`:
+    the digests [n] of what is kept of first frames, of each shape where it is. Sequences of a caption go by their
     names: TEXT, and those of `streams`."""
 
     def __init__(self, header: Header, file: File, identity: str | None = None) -> None:
@@ -48,6 +48,7 @@ class Part:
         framed = self._latents if header.metadata["format"] == FRAMED else ()
         self.frames = {shape: self._table(header.columns[f"frame/{shape_name(shape)}"]) for shape in framed}
         self._framed = {shape: self._frame_columns(shape) for shape in framed}
+        self.content = self._table(header.columns["content"]).view(np.uint64)
         self.captions = self._table(header.columns["caption"])
         self.weights = self.captions[:, 2].astype(np.uint32).view(np.float32)
         self._sequences = {name: self._sequence(name) for name in header.sequences()}
@@ -242,7 +243,8 @@ class Part:
         """Digests of the header and the tables; and bounds, since a digest does not keep malice out."""
         header = self.header
         self._digests = self._table_of(header.columns["digests"])
-        tables = [self.captions, *(each[s] for each in (self.rows, self.labels) for s in sorted(each, key=shape_name))]
+        tables = [self.content, self.captions]
+        tables += [each[s] for each in (self.rows, self.labels) for s in sorted(each, key=shape_name)]
         tables += [self._sequences[name].places for name in self.streams]
         tables += [self.frames[shape] for shape in sorted(self.frames, key=shape_name)]
         found = [chained_digest([header.start[: header.nbytes]]), chained_digest(table.tobytes() for table in tables)]

@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from pydantic import PositiveInt, ValidationError
+from pydantic import PositiveInt, ValidationError, model_validator
 
 from bigdit.documents import parse_json
 from bigdit.errors import UserError
@@ -21,7 +21,7 @@ from bigdit.store.in_hand import own_folder
 FILE = "schema.json"
 EXTRACT = "`bigdit extract --config RUN.yaml`"  # how errors name the command that makes and finishes stores
 
-VERSION: Final = 3
+VERSION: Final = 4
 
 _CHECKSUM = "checksum"
 
@@ -38,7 +38,7 @@ class StoreSchema(Strict):
     second of videos, None where there are none; `first_frame`: what is kept of their first frames, and by which image
     encoder, None where nothing is."""
 
-    version: Literal[3] = VERSION
+    version: Literal[4] = VERSION
     codec: dict[str, Any]
     text_encoder: dict[str, Any]
     buckets: list[tuple[int, ...]]
@@ -47,6 +47,21 @@ class StoreSchema(Strict):
     classes: Known | None = None
     fps: float | None = None
     first_frame: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _sound(self) -> StoreSchema:
+        """What is read of the encoders' descriptions has the types that readers expect."""
+        text, first = self.text_encoder, self.first_frame or {}
+        streams, parts = text.get("streams", {}), text.get("components", {})
+        for group in (streams, parts):
+            if not isinstance(group, dict) or not all(isinstance(each, dict) for each in group.values()):
+                raise ValueError("text_encoder describes no encoder")
+        sizes = [text.get("max_tokens")] if text else []
+        sizes += [each.get(key) for each in streams.values() for key in ("max_tokens", "dim")]
+        sizes += [first.get(key) for key in ("tokens", "dim")] if "dim" in first else []
+        if not all(type(size) is int and size >= 0 for size in sizes):
+            raise ValueError("a size of what an encoder gives is no number")
+        return self
 
     @property
     def count(self) -> int:
@@ -74,10 +89,10 @@ class StoreSchema(Strict):
 
 
 def store_identity(schema: StoreSchema) -> str:
-    """What all parts of one store have in common, however it is extended: the encoders, buckets, classes and frame
-    rate that made them."""
+    """What all parts of one store have in common, however it is extended: its version, and the encoders, buckets,
+    classes and frame rate that made them."""
     beside = [value for value in (schema.classes, schema.fps, schema.first_frame) if value is not None]
-    return _digest([schema.codec, schema.text_encoder, schema.buckets, *beside])
+    return _digest([schema.version, schema.codec, schema.text_encoder, schema.buckets, *beside])
 
 
 def part_identity(schema: StoreSchema, start: int) -> str:
@@ -104,12 +119,12 @@ def read_schema(root: Path) -> StoreSchema | None:
     try:
         plain = parse_json(file.read_bytes())
         version = plain.get("version")
-        if type(version) is int and version < VERSION and _CHECKSUM not in plain:
+        known = plain.pop(_CHECKSUM, None)
+        if type(version) is int and version < VERSION and known in (None, _digest(plain)):
             raise UserError(
                 f"data.features: {file} has version {version}, and {VERSION} is read: an earlier bigdit wrote this "
                 f"store; choose another data.features, or delete {root}, then {EXTRACT}"
             )
-        known = plain.pop(_CHECKSUM, None)
         schema = StoreSchema.model_validate(plain)
     except (FileNotFoundError, NotADirectoryError):
         return None
@@ -118,6 +133,8 @@ def read_schema(root: Path) -> StoreSchema | None:
     except (ValueError, AttributeError) as error:
         why = "its keys are others" if isinstance(error, ValidationError | AttributeError) else str(error)
         raise _damaged(file, why) from None
+    if schema.classes is None and not schema.text_encoder:
+        raise _damaged(file, "it has neither captions nor classes")
     if known != _digest(plain) or not all(type(source.get("count")) is int for source in schema.sources):
         raise _damaged(file, "its checksum is not its own")
     if schema.count > MOST_PARTS * schema.part_size:
@@ -179,6 +196,20 @@ def _differences(found: Any, asked: Any, name: str = "") -> list[str]:
         first = ((at, here, there) for at, (here, there) in pairs if here != there)
         return [f"{name}[{at}] is {here!r} there, and {there!r} in this run" for at, here, there in first][:1]
     if isinstance(found, list) and isinstance(asked, list) and name == "sources":
-        pairs = enumerate(itertools.zip_longest(found, asked, fillvalue="missing"))
-        return [line for at, (here, there) in pairs for line in _differences(here, there, f"{name}[{at}]")]
+        return _other_sources(found, asked)
     return [] if found == asked else [f"{name} is {found} there, and {asked} in this run"]
+
+
+def _other_sources(found: list[dict[str, Any]], asked: list[dict[str, Any]]) -> list[str]:
+    """How the sources of a store differ from those of a run, without the digests that say so."""
+    if len(found) > len(asked):
+        return [f"it has {len(found)} sources, and data.images of this run has {len(asked)}"]
+    lines = []
+    for at, (there, here) in enumerate(zip(found, asked, strict=False)):
+        of = [f"{source.get('kind')} of {source['count']}" for source in (there, here)]
+        if of[0] != of[1]:
+            lines.append(f"data.images[{at}] was a {of[0]}, and is a {of[1]} in this run")
+        elif there != here:
+            lines.append(f"data.images[{at}] has other files now, or is read otherwise")
+    extra = len(asked) - len(found)
+    return [*lines, f"{extra} more in data.images"] if extra and not lines else lines

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from bigdit.catalog.classes import no_class
+from bigdit.checkpoint import Peers
 from bigdit.dist import World
 from bigdit.encoders.fit import smaller_than_planned
 from bigdit.loader.online import RunEncoders, more_than_planned, open_online
@@ -16,6 +17,7 @@ from bigdit.loader.raw_store import RawStore
 from bigdit.loader.stream import FeatureStream
 from bigdit.spec import Strategy
 from bigdit.store import FeatureStore
+from bigdit.store.text import cut_line, summed
 from bigdit.train.encode import Encode, encode
 from bigdit.train.going_on import Start
 from bigdit.train.prepare import Prepared
@@ -29,6 +31,18 @@ class Feed:
     store: FeatureStore | RawStore
     encoders: RunEncoders | None
     order: Order
+
+    def cut_here(self) -> list[str]:
+        """The captions that tokenizers cut in this process, a line each."""
+        return [] if self.encoders is None else [cut_line(cut, self.encoders.captions) for cut in self.encoders.cuts]
+
+    def cut(self, peers: Peers) -> list[str]:
+        """Those of all processes, which call it alike."""
+        if self.encoders is None:
+            return []
+        found = peers.gather((self.encoders.captions, self.encoders.cuts))
+        captions = sum(count for count, _ in found)
+        return [cut_line(cut, captions) for cut in summed(cut for _, cuts in found for cut in cuts)]
 
     def encode(self, strategy: Strategy) -> Encode | None:
         """What makes features of a micro-batch; None where it has some."""

@@ -132,6 +132,7 @@ def _steps(start: Start, feed: Feed, stepped: Stepped, stop: Stop, began: float)
         afresh = stepped.relief, stepped.smaller, stepped.peers
         recovery = stack.enter_context(Recovery(run, world, device, *afresh, saves, stop))
         _keep(world, record)
+        cut: list[str] = []
         for step in range(start.step, stage.end):
             micro_batches = next(steps)
             lr = learning_rate(run, step - stage.start)
@@ -140,6 +141,8 @@ def _steps(start: Start, feed: Feed, stepped: Stepped, stop: Stop, began: float)
                 result = _step(stepped, recovery, step, micro_batches, lr, encode)
             done = step + 1
             seen.add(done, lr, result, micro_batches)
+            if not cut and (cut := feed.cut_here()):
+                say(world, cut, notes=True)
             del micro_batches  # or they would live on while the next ones are read
             if done == start.step + MEASURED_STEPS:
                 _keep(world, record.model_copy(update={"measured": stepped.meter.measured}))
@@ -152,6 +155,7 @@ def _steps(start: Start, feed: Feed, stepped: Stepped, stop: Stop, began: float)
             if signum and done < start.ends[-1]:
                 raise Stopped(signum, done, _saved(saves, done))
         last = _saved(saves, stage.end)
+        say(world, feed.cut(stepped.peers), notes=True)
         if world.is_main:
             seen.skipped.sum_up(stage.end - start.step, seen.metrics.path)
             write_receipt(start, feed, stepped, seen, began)

@@ -127,6 +127,60 @@ def test_captions_are_encoded_as_the_pipeline_does(class_name, saved):
     assert not torch.allclose(*own, atol=1e-3)
 
 
+def words(count):
+    return " ".join(["one"] * count)
+
+
+@pytest.mark.parametrize("class_name", sorted(PARTS))
+def test_captions_that_a_tokenizer_cuts_are_told_from_those_that_just_fit(class_name, saved):
+    """Of a caption that was cut, words at its end change nothing; the end of a template is cut before it is."""
+    encoder = load_text_encoder(TextEncoderConfig(pipeline=saved(class_name)[0]), batch_size=3)
+    *texts, cat = encoder.encode([words(1200), words(1201), "a cat"])
+    long, longer = ({cut.tokenizer: cut for cut in text.cuts} for text in texts)
+    assert cat.cuts == ()
+    assert long.keys() == longer.keys()
+    assert {name for name, cut in long.items() if cut.key == "encoders.text.max_tokens"} == max_tokens_raise(class_name)
+    name, loosest = max(long.items(), key=lambda each: each[1].limit)
+    word = longer[name].longest - loosest.longest
+    most = 1200 - -((loosest.limit - loosest.longest) // word)  # words that it takes whole
+    less, whole, more, cut, same = encoder.encode([words(most + each) for each in (-1, 0, 1, 20, 21)])
+    assert [name in {cut.tokenizer for cut in text.cuts} for text in (less, whole, more, cut)] == [False] * 2 + [
+        True
+    ] * 2
+    assert all(torch.equal(*each) for each in zip(tensors_of(cut), tensors_of(same), strict=True))
+    assert not all(map(torch.equal, tensors_of(less), tensors_of(whole)))
+
+
+def max_tokens_raise(class_name):
+    """The tokenizers whose length encoders.text.max_tokens says; the others have their own."""
+    several = {
+        "FluxPipeline": {"tokenizer_2"},
+        "HiDreamImagePipeline": {"tokenizer", "tokenizer_2", "tokenizer_3", "tokenizer_4"},
+        "HunyuanDiTPipeline": set(),
+        "StableDiffusion3Pipeline": {"tokenizer_3"},
+        "StableDiffusionXLPipeline": set(),
+    }
+    return several.get(class_name, {"tokenizer"})
+
+
+def tensors_of(text):
+    return [
+        each
+        for each in (text.states, text.pooled, *(stream.states for stream in text.streams.values()))
+        if each is not None
+    ]
+
+
+def test_words_within_quotes_that_a_second_encoder_reads_are_cut_in_any_batch(saved):
+    """HunyuanImage's ByT5 reads them alone, and LongCat has them letter by letter: a batch mixes captions with none."""
+    quoted = f'a sign "{words(100)}" in the rain'
+    for class_name, tokenizer in (("HunyuanImagePipeline", "tokenizer_2"), ("LongCatImagePipeline", "tokenizer")):
+        encoder = load_text_encoder(TextEncoderConfig(pipeline=saved(class_name)[0], max_tokens=300), batch_size=4)
+        texts = encoder.encode([quoted, "a cat", 'a "sign"', "a dog"])
+        assert [[cut.tokenizer for cut in text.cuts] for text in texts] == [[tokenizer], [], [], []]
+        assert texts[0].cuts[0].longest > 399  # a byte or a letter each
+
+
 def test_all_states_of_a_model_that_pools_them_are_kept_and_a_second_text_beside_them(saved):
     """HunyuanDiT: mT5's, whose mask stands for their first ones, and CLIP's without padding; to the bit."""
     folder, parts = saved("HunyuanDiTPipeline")

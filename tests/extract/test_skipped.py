@@ -7,6 +7,7 @@ import re
 import pytest
 from commands import DIGITS, bigdit, with_set
 from extracting import all_indices, configured, parts
+from tiny_sources import save
 
 from bigdit.commands.extract import print_skipped
 from bigdit.errors import UserError
@@ -37,6 +38,27 @@ def test_the_command_reports_what_was_skipped_and_why(flawed, tmp_path):
     assert f"{tmp_path}/f: 2 of 4 pictures encoded (2 of 4x4x4)" in again.stdout
     assert "nothing was left to do" in again.stdout
     assert "2 skipped:\n  b.png: damaged picture" in again.stdout
+
+
+def test_captions_that_were_cut_are_counted_over_parts_and_told_wherever_a_store_is_shown(tmp_path):
+    """Each caption of a picture counts, and one that two pictures share counts twice."""
+    captions = {"a": ["a cat", "x" * 50, "y" * 20], "b": ["x" * 50], "c": ["z" * 15], "d": ["z" * 16]}
+    for name, texts in captions.items():
+        save(tmp_path / f"pictures/{name}.png", None)
+        (tmp_path / f"pictures/{name}.json").write_text(json.dumps(texts))
+    more = with_set(["encoders.text.max_tokens=16", "data.part_size=1"])
+    done = command(tmp_path / "pictures", tmp_path / "f", *more)
+    assert done.returncode == 0, done.stderr
+    line = (  # a byte is a token, and one ends a caption
+        "4 of 6 captions were cut at 16 tokens by tokenizer, the longest has 51; raise encoders.text.max_tokens to "
+        "keep more; the first: a.png, b.png, d.png\n"
+    )
+    assert line in done.stdout
+    report = json.loads((tmp_path / "f/report.json").read_text())
+    assert report["captions"] == 6
+    cut = {"tokenizer": "tokenizer", "captions": 4, "longest": 51, "limit": 16, "key": "encoders.text.max_tokens"}
+    assert report["cut"] == [cut | {"samples": ["a.png", "b.png", "d.png"]}]
+    assert line in bigdit("features", "info", tmp_path / "f").stdout
 
 
 def test_nothing_is_encoded_for_a_run_that_cannot_train(flawed, tmp_path):

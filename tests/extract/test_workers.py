@@ -166,7 +166,7 @@ def test_data_added_later_is_encoded_alone(noise, flawed, tmp_path):
     assert (report.parts, report.store.pictures, report.store.encoded) == (1, COUNT + 4, COUNT + 2)
     assert {name: (folder / name).stat().st_mtime_ns for name in before} == before
     assert all_indices(folder) == [*range(COUNT), COUNT, COUNT + 2]
-    with pytest.raises(UserError, match=r"sources\[1\] is .* there, and missing in this run"):
+    with pytest.raises(UserError, match=r"it has 2 sources, and data\.images of this run has 1"):
         extract(run, model)
 
 
@@ -231,7 +231,7 @@ def test_a_disk_that_refuses_more_is_one_line(noise, tmp_path):
     assert done.returncode == 1, done.stderr
     last = done.stderr.strip().splitlines()[-1]
     assert re.fullmatch(rf"error: cannot write {tmp_path}/f/part-\d+-\d+\.safetensors: File too large", last)
-    names = ["null_text.safetensors", "schema.json", "workers"]
+    names = ["index", "null_text.safetensors", "schema.json", "workers"]
     assert sorted(file.name for file in (tmp_path / "f").iterdir()) == names
     assert list((tmp_path / "f/workers").iterdir()) == []
 

@@ -7,6 +7,7 @@ import pytest
 from bigdit.errors import UserError
 from bigdit.extract.verify import verify
 from bigdit.store import FeatureStore
+from bigdit.store.digest import lines_digest
 from bigdit.store.schema import claim, part_identity, schema_text
 
 
@@ -73,15 +74,56 @@ def test_every_flipped_bit_of_a_schema_is_found_and_it_is_made_again(root, schem
     assert len(FeatureStore.open(root).buckets) == 2
 
 
+def sealed(plain):
+    """A schema's text under the checksum that is right for it."""
+    return json.dumps(plain | {"checksum": lines_digest([json.dumps(plain, sort_keys=True).encode()])})
+
+
+def test_values_of_wrong_types_under_a_right_checksum_are_one_line_or_read(root, schema):
+    file = root / "schema.json"
+    plain = {name: each for name, each in json.loads(file.read_text()).items() if name != "checksum"}
+    plain["text_encoder"] |= {"streams": {"more": {"max_tokens": 2, "dim": 3}}, "components": {"part": {}}}
+    plain["first_frame"] = {"tokens": 2, "dim": 3}
+    refused = 0
+    for place in places_of(plain):
+        for value in (None, True, -1, 1.5, float("inf"), "x", [], [[]], {}, {"a": 1}):
+            file.write_text(sealed(changed(plain, place, value)))
+            for look in (FeatureStore.open, lambda each: claim(each, schema)):
+                try:
+                    look(root)
+                except UserError as error:
+                    refused += 1
+                    assert all(line.startswith("data.features: ") for line in error.problems)  # noqa: PT017
+    assert refused > 500
+
+
+def places_of(value, before=()):
+    """The keys that lead to each value within a document."""
+    pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in pairs:
+        yield (*before, key)
+        yield from places_of(inner, (*before, key))
+
+
+def changed(document, place, value):
+    copy = json.loads(json.dumps(document))
+    within = copy
+    for key in place[:-1]:
+        within = within[key]
+    within[place[-1]] = value
+    return copy
+
+
 def test_a_store_of_an_earlier_version_is_called_one(root):
     file = root / "schema.json"
-    plain = json.loads(file.read_text()) | {"version": 2}
-    del plain["checksum"]
-    file.write_text(json.dumps(plain))
-    with pytest.raises(
-        UserError, match=r"schema\.json has version 2, and 3 is read: an earlier bigdit wrote this store"
-    ):
-        FeatureStore.open(root)
+    plain = {key: value for key, value in json.loads(file.read_text()).items() if key != "checksum"}
+    plain["version"] = 3
+    for text in (json.dumps(plain), sealed(plain)):  # the first versions had no checksum
+        file.write_text(text)
+        with pytest.raises(
+            UserError, match=r"schema\.json has version 3, and 4 is read: an earlier bigdit wrote this store"
+        ):
+            FeatureStore.open(root)
 
 
 def test_what_a_part_is_of_follows_from_its_own_source_alone(schema):

@@ -90,6 +90,7 @@ def test_a_part_is_plain_safetensors_with_each_caption_once(root):
         "row/4x4x6": (1, 4),
         "text": (2 * 9, 16),
         "caption": (3, 4),
+        "content": (4, 2),
         "digests": (3,),
     }
     assert json.loads(bytes(part["captions"])) == {str(index): [[f"number {index % 2}", 1.0]] for index in (4, 6, 7)}

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from fractions import Fraction
 
+import xxhash
 from PIL import Image
 
 from bigdit.sources.picture import damages_told, decode, flat, opened
+from bigdit.sources.protocol import Caption, Contents
 from bigdit.sources.videos.resample import Clip, Timed, resampled
 
 _FORMATS = ("GIF", "WEBP", "PNG", "AVIF")  # the pages of a TIFF are no frames
@@ -20,6 +23,12 @@ def moving_or_still(data: bytes, clip: Clip) -> Image.Image | Iterator[Image.Ima
     with damages_told(), opened(data) as image:
         animated = image.format in _FORMATS and getattr(image, "is_animated", False)
     return resampled(_timed(data), clip) if animated else decode(data)
+
+
+def contents_of(data: bytes, clip: Clip | None, captions: tuple[Caption, ...], label: str | int | None) -> Contents:
+    """Those of a picture's bytes, which may be animated where a `clip` of videos is taken."""
+    shown = functools.partial(decode, data) if clip is None else functools.partial(moving_or_still, data, clip)
+    return Contents(shown, functools.partial(xxhash.xxh3_64_intdigest, data), captions, label)
 
 
 def _timed(data: bytes) -> Iterator[Timed[Image.Image]]:

@@ -10,12 +10,12 @@ from typing import Any, cast
 import xxhash
 from PIL import Image
 
-from bigdit.sources.protocol import Item, Sample, Source, Unusable
+from bigdit.sources.protocol import Contents, Entry, Item, Readable, Source, Unusable
 from bigdit.sources.videos.resample import Clip
 
 
 @dataclass(frozen=True)
-class ClipItem:
+class ClipItem(Readable):
     """Clip `number` of an item, which has been told where it begins."""
 
     index: int
@@ -23,14 +23,15 @@ class ClipItem:
     item: Item
     number: int
 
-    def load(self) -> Sample:
-        """As Item.load."""
-        sample = self.item.load()
-        if not self.number:
-            return sample
-        if isinstance(sample.image, Image.Image):
+    def read(self) -> Contents:
+        """As Item.read."""
+        contents = self.item.read()
+        return dataclasses.replace(contents, decode=lambda: self._clip(contents.decode())) if self.number else contents
+
+    def _clip(self, found: Image.Image | Iterator[Image.Image]) -> Iterator[Image.Image]:
+        if isinstance(found, Image.Image):
             raise Unusable("a picture, which has one clip")
-        return dataclasses.replace(sample, image=_at_least_one(sample.image))
+        return _at_least_one(found)
 
 
 class Clips:
@@ -46,6 +47,10 @@ class Clips:
 
     def __len__(self) -> int:
         return len(self._source) * self._count
+
+    def entries(self) -> Iterator[Entry]:
+        """As Source.entries."""
+        return (dataclasses.replace(each, count=each.count * self._count) for each in self._source.entries())
 
     def items(self, start: int, end: int) -> list[ClipItem]:
         """Clips [start, end)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections import Counter
@@ -11,19 +12,18 @@ from fractions import Fraction
 from pathlib import Path
 
 import xxhash
-from PIL import Image
 
 from bigdit.errors import UserError
 from bigdit.sources.beside import captions_beside, check_link, tell_passed_over
 from bigdit.sources.disk import PICTURE_BYTES, read_file, unreadable
 from bigdit.sources.names import Names
 from bigdit.sources.picture import SUFFIXES, decode
-from bigdit.sources.protocol import Sample
+from bigdit.sources.protocol import Contents, Entry, Readable, Unusable
 from bigdit.sources.videos.resample import Clip, resampled
 
 
 @dataclass(frozen=True)
-class FrameFolder:
+class FrameFolder(Readable):
     """The pictures of the folder `name` below `root`, in the order of their numbers, `step` seconds apart; the others
     as of FolderItem."""
 
@@ -34,19 +34,27 @@ class FrameFolder:
     clip: Clip
     follow_links: bool
 
-    def load(self) -> Sample:
-        """As Item.load."""
-        folder = self.root / self.name
-        return Sample(self._frames(folder), captions_beside(self.root, folder, self.follow_links))
+    def read(self) -> Contents:
+        """As Item.read."""
+        captions = captions_beside(self.root, self.root / self.name, self.follow_links)
+        return Contents(lambda: map(decode, self._taken()), self._digest, captions)
 
-    def _frames(self, folder: Path) -> Iterator[Image.Image]:
-        """Of those that are taken alone."""
+    def _digest(self) -> int:
+        digest = xxhash.xxh3_64()
+        with contextlib.suppress(Unusable):  # which decoding says
+            for data in self._taken():
+                digest.update(data)
+        return digest.intdigest()
+
+    def _taken(self) -> Iterator[bytes]:
+        """The bytes of the frames that are taken."""
+        folder = self.root / self.name
         try:
             names = frames_within(os.listdir(folder))
             timed = ((number * self.step, self.step, name) for number, name in enumerate(names))
             for name in resampled(timed, self.clip):
                 check_link(self.root, folder / name, self.follow_links)
-                yield decode(read_file(folder / name, PICTURE_BYTES))
+                yield read_file(folder / name, PICTURE_BYTES)
         except FileNotFoundError as error:
             raise unreadable(folder, error) from None
 
@@ -64,7 +72,8 @@ class FrameFolders:
         digest = xxhash.xxh3_128(f"frames {self._step} apart, links {follow_links}\n".encode())
         passed_over: Counter[str] = Counter()
         try:
-            self._names = Names(_digested(root, digest, passed_over))
+            self._entries = list(_digested(root, digest, passed_over))
+            self._names = Names(entry.name for entry in self._entries)
         except OSError as error:
             raise UserError(f"{key}: {error.filename} cannot be listed: {error.strerror}") from None
         if not len(self._names):
@@ -74,6 +83,10 @@ class FrameFolders:
 
     def __len__(self) -> int:
         return len(self._names)
+
+    def entries(self) -> Iterator[Entry]:
+        """As Source.entries."""
+        return iter(self._entries)
 
     def items(self, start: int, end: int) -> list[FrameFolder]:
         """Videos [start, end) of the order."""
@@ -92,8 +105,8 @@ def frames_within(names: list[str]) -> list[str]:
     return sorted((name for name in names if os.path.splitext(name)[1].lower() in SUFFIXES), key=number)
 
 
-def _digested(root: Path, digest: xxhash.xxh3_128, passed_over: Counter[str]) -> Iterator[str]:
-    """Relative paths of folders with pictures; with the names and sizes of these, and sizes of captions, digested. What
+def _digested(root: Path, digest: xxhash.xxh3_128, passed_over: Counter[str]) -> Iterator[Entry]:
+    """Entries of folders with pictures; with the names and sizes of these, and sizes of captions, digested. What
     else is there is counted in `passed_over`, pictures in no folder too."""
     for folder in _below(root, passed_over):
         names = os.listdir(folder)
@@ -105,9 +118,15 @@ def _digested(root: Path, digest: xxhash.xxh3_128, passed_over: Counter[str]) ->
         if taken:
             name = os.path.relpath(folder, root)
             files = [*(folder / frame for frame in frames), Path(f"{folder}.json"), Path(f"{folder}.txt")]
-            for file in files:
-                digest.update(os.fsencode(f"{os.path.relpath(file, root)}\0{_size(file)}\n"))
-            yield name
+            sizes, times = zip(*map(_seen, files), strict=True)
+            lines = [f"{os.path.relpath(each, root)}\0{size}\n" for each, size in zip(files, sizes, strict=True)]
+            digest.update(os.fsencode("".join(lines)))
+            frames_digest, when = (_digest_of(each) for each in ("".join(lines[:-2]), str(times)))
+            yield Entry(name, 1, frames_digest, f"{sizes[-2]} {sizes[-1]}", when)
+
+
+def _digest_of(text: str) -> str:
+    return xxhash.xxh3_64_hexdigest(os.fsencode(text))
 
 
 def _below(folder: Path, passed_over: Counter[str]) -> Iterator[Path]:
@@ -120,8 +139,10 @@ def _below(folder: Path, passed_over: Counter[str]) -> Iterator[Path]:
         yield from _below(folder / name, passed_over)
 
 
-def _size(file: Path) -> int:
+def _seen(file: Path) -> tuple[int, int]:
+    """Bytes of a file, and the nanosecond when it was changed last."""
     try:
-        return file.stat().st_size
+        status = file.stat()
+        return status.st_size, status.st_mtime_ns
     except OSError:
-        return -1  # missing, or a link to nothing: loading it will tell
+        return -1, -1  # missing, or a link to nothing: loading it will tell
