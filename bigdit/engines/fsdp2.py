@@ -127,13 +127,17 @@ def _shard(model: nn.Module, units: list[nn.Module], strategy: Strategy, device:
     # The rest of the model is needed first in the backward pass, so that None keeps it gathered after the forward.
     reshard = None if strategy.reshard_after_forward else False
     offload = CPUOffloadPolicy(pin_memory=device.type != "cpu") if strategy.cpu_offload else OffloadPolicy()
+
+    def place(tensor: torch.Tensor) -> torch.Tensor:
+        # The values are already rounded to the compute dtype, where every engine starts. What is not trained needs no
+        # master.
+        return tensor.to(device, master if tensor.requires_grad else tensor.dtype)
+
     moved: set[nn.Module] = set()
     for unit in units:
         for module in unit.modules():
-            for param in module.parameters(recurse=False) if module not in moved else ():
-                # The values are already rounded to the compute dtype, where every engine starts. What is not
-                # trained needs no master.
-                param.data = param.data.to(device, master if param.requires_grad else param.dtype)
+            if module not in moved:
+                module._apply(place, recurse=False)  # which has layers of a quantised base quantise their weights
             moved.add(module)
         fully_shard(
             unit,

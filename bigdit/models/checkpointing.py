@@ -30,8 +30,6 @@ KEPT = (
     aten._scaled_dot_product_cudnn_attention.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
 )
-# bitsandbytes' matrix products, where a quantised base has them.
-KEPT_OF_BITSANDBYTES = ("gemm_4bit", "int8_scaled_mm")
 
 
 def apply_checkpointing(
@@ -58,6 +56,6 @@ def apply_checkpointing(
 
 
 def _kept() -> list[torch._ops.OpOverload]:
-    """The operators whose outputs are kept; bitsandbytes' are there once it is imported."""
-    quantised = [getattr(torch.ops.bitsandbytes, name, None) for name in KEPT_OF_BITSANDBYTES]
-    return [*KEPT, *(packet.default for packet in quantised if packet is not None)]
+    """The operators whose outputs are kept; that of an nf4 base is there once bitsandbytes is imported."""
+    nf4 = getattr(torch.ops.bitsandbytes, "gemm_4bit", None)
+    return [*KEPT, *(() if nf4 is None else (nf4.default,))]

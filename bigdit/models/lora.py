@@ -1,8 +1,8 @@
-"""Low-rank adapters (Hu et al., arXiv:2106.09685) by peft, over a base frozen as it is or quantised by bitsandbytes.
+"""Low-rank adapters (Hu et al., arXiv:2106.09685) by peft, over a frozen base in bf16, int8 or nf4.
 
-bitsandbytes quantises a weight when it moves to its device: to int8 with a scale a row (Dettmers et al.,
-arXiv:2208.07339, without its decomposition of outliers, whose size the data decide), or to 4-bit NormalFloat
-with an fp32 scale for 64 values (Dettmers et al., arXiv:2305.14314, without double quantisation).
+A quantised base is quantised when it moves to its device: to int8 with a scale for each row (`int8.py`), or by
+bitsandbytes to 4-bit NormalFloat with an fp32 scale for 64 values (Dettmers et al., arXiv:2305.14314, without double
+quantisation).
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from bitsandbytes.functional import dequantize_4bit, int8_vectorwise_dequant, int8_vectorwise_quant, quantize_4bit
-from bitsandbytes.nn import Int8Params, Linear4bit, Linear8bitLt, Params4bit
+from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+from bitsandbytes.nn import Linear4bit, Params4bit
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.dora import DoraLinearLayer
@@ -22,6 +22,7 @@ from torch import nn
 from bigdit.errors import UserError, nearest
 from bigdit.models.adapters import ADAPTER
 from bigdit.models.family import Family
+from bigdit.models.int8 import Int8Linear, dequantised
 from bigdit.spec import LoraSpec
 
 
@@ -40,7 +41,7 @@ def apply_lora(model: nn.Module, family: Family, spec: LoraSpec, *, seed: int) -
                 if isinstance(linear, nn.Linear):
                     block.set_submodule(name, _quantised(linear, spec.base))
     # peft asks the model which of its own layers may wrap bitsandbytes'.
-    model.is_loaded_in_8bit, model.is_loaded_in_4bit = spec.base == "int8", spec.base == "nf4"  # type: ignore[assignment]
+    model.is_loaded_in_4bit = spec.base == "nf4"  # type: ignore[assignment]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         packed = spec.base != "bf16"  # whose norms peft could take once it has moved, and no sooner
@@ -81,11 +82,10 @@ def _is_of_attention(name: str) -> bool:
 
 
 def _add_magnitudes(layer: Any, base: str) -> None:
-    """DoRA's, as peft's own DoraLinearVariant.init adds them to a LoraLayer: the norms of the rows as they will be once
-    the layer's weight is packed."""
+    """DoRA's, as peft's own DoraLinearVariant.init adds them to a LoraLayer: norms of the rows of a quantised base."""
     weight = layer.get_base_layer().weight.data
     magnitudes = _PackedDora(fan_in_fan_out=False)
-    magnitudes.weight = nn.Parameter(_packed_norms(weight, base).to(weight.dtype))
+    magnitudes.weight = nn.Parameter(_norms(weight, base).to(weight.dtype))
     layer.adapter_layer_names = (*layer.adapter_layer_names, "lora_magnitude_vector")
     layer.lora_magnitude_vector[ADAPTER] = magnitudes
     layer.lora_variant[ADAPTER] = DoraLinearVariant()
@@ -93,42 +93,41 @@ def _add_magnitudes(layer: Any, base: str) -> None:
 
 
 class _PackedDora(DoraLinearLayer):
-    """DoRA over a packed weight, unpacked here: peft's own way of that moves the layer's weight to the CPU that it is
-    on, where bitsandbytes then loses the scales of int8."""
+    """DoRA over a quantised weight, which it dequantises; peft itself knows nothing of int8.py."""
 
     def forward(self, x: torch.Tensor, *, base_layer: Any, **rest: Any) -> torch.Tensor:
-        if isinstance(base_layer, Linear4bit):
+        if isinstance(base_layer, Int8Linear):
+            weight = dequantised(base_layer.weight, base_layer.scale)
+        else:
             weight = dequantize_4bit(base_layer.weight.data, base_layer.weight.quant_state)
-        else:  # the state has both since the layer's own forward, whose result this is added to
-            weight = int8_vectorwise_dequant(base_layer.state.CB, base_layer.state.SCB)
         unpacked = SimpleNamespace(weight=nn.Parameter(weight, requires_grad=False), bias=base_layer.bias)
         return super().forward(x, base_layer=unpacked, **rest)
 
 
-def _packed_norms(weight: torch.Tensor, base: str) -> torch.Tensor:
-    """[rows], of a weight that is packed as its layer will pack it, and unpacked again."""
-    if weight.is_meta:
-        return weight.new_empty(len(weight))
-    if base == "int8":
-        rows, scales, _ = int8_vectorwise_quant(weight.to(torch.float16))
-        unpacked = int8_vectorwise_dequant(rows, scales)
-    else:
-        unpacked = dequantize_4bit(*quantize_4bit(weight, compress_statistics=False, quant_type="nf4"))
-    return torch.linalg.norm(unpacked.float(), dim=1)
+def _norms(weight: torch.Tensor, base: str) -> torch.Tensor:
+    """[rows], fp32, of a weight as its layer will keep it. Those of int8 are taken before it is quantised, which the
+    host would do for minutes: it moves norms of rows of 3,072 by 3e-3 at most, about as much as bf16 rounds them."""
+    if base == "nf4" and not weight.is_meta:
+        weight = dequantize_4bit(*quantize_4bit(weight, compress_statistics=False, quant_type="nf4"))
+    return torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32)
 
 
 def _quantised(linear: nn.Linear, base: str) -> nn.Linear:
-    """bitsandbytes' layer with the same weight, which it quantises when it moves to a device."""
-    sizes, bias = (linear.in_features, linear.out_features), linear.bias is not None
+    """A layer with the same weight, which it quantises when it moves to a device."""
     if base == "int8":
-        layer = Linear8bitLt(*sizes, bias=bias, has_fp16_weights=False, threshold=0.0, device="meta")
-        layer.weight = Int8Params(linear.weight.data, requires_grad=False, has_fp16_weights=False)
-    else:
-        layer = Linear4bit(*sizes, bias=bias, compress_statistics=False, quant_type="nf4", device="meta")
-        # In eval mode it would pack itself anew on some CPUs: to other numbers, and not if rows have fewer than 64.
-        layer.support_avx512bf16_for_cpu = False
-        layer.weight = Params4bit(
-            linear.weight.data, requires_grad=False, compress_statistics=False, quant_type="nf4", module=layer
-        )
+        return Int8Linear(linear)
+    layer = Linear4bit(
+        linear.in_features,
+        linear.out_features,
+        bias=linear.bias is not None,
+        compress_statistics=False,
+        quant_type="nf4",
+        device="meta",
+    )
+    # In eval mode it would pack itself anew on some CPUs: to other numbers, and not if rows have fewer than 64.
+    layer.support_avx512bf16_for_cpu = False
+    layer.weight = Params4bit(
+        linear.weight.data, requires_grad=False, compress_statistics=False, quant_type="nf4", module=layer
+    )
     layer.bias = linear.bias
     return layer

@@ -49,8 +49,8 @@ _FREE = {
 # What they write to they do not read.
 _OVERWRITE = {aten.copy_, aten._foreach_copy_, aten.fill_, aten.zero_, aten._foreach_zero_, aten.normal_, aten.uniform_}
 _COPIES = {aten.copy_, aten._foreach_copy_, aten._to_copy}
-# Products with packed weights, which torch's flop counter does not know: bitsandbytes is imported where it is used.
-_PACKED_PRODUCTS = {"bitsandbytes.gemm_4bit", "bitsandbytes.int8_scaled_mm", "bitsandbytes.int8_linear_matmul"}
+# The product with an nf4 weight, which torch's flop counter does not know: bitsandbytes is imported where it is used.
+_PACKED_PRODUCT = "bitsandbytes.gemm_4bit"
 _GROUPS = {aten.convolution: 8, aten.convolution_backward: 9}
 
 
@@ -220,7 +220,7 @@ def _counted(func: Any) -> _Counted | None:
         groups=_GROUPS.get(packet),
         is_attention="scaled_dot_product" in name,
         is_copy=packet in _COPIES,
-        is_packed=name in _PACKED_PRODUCTS,
+        is_packed=name == _PACKED_PRODUCT,
         is_collective=is_collective,
     )
 

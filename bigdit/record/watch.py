@@ -139,9 +139,9 @@ class Watch:
 
 
 def _scales(parameter: nn.Parameter) -> Iterator[torch.Tensor]:
-    """What bitsandbytes keeps beside the values of a quantised parameter."""
-    held = vars(parameter)
-    for value in (*held.values(), *vars(held.get("quant_state") or parameter).values()):
+    """What bitsandbytes keeps beside the values of an nf4 parameter."""
+    state = getattr(parameter, "quant_state", None)
+    for value in () if state is None else vars(state).values():
         if isinstance(value, torch.Tensor):
             yield value
 

@@ -104,8 +104,8 @@ def front_figure(plan: Plan) -> Figure:
     axes.set_xlabel("process at its peak, GiB")
     axes.set_ylabel(f"{samples(plan)}/s a card")
     marks = [
-        axes.plot([], [], "o", color=COLOURS["parameter"], label="the numbers of AdamW")[0],
-        axes.plot([], [], "s", color=COLOURS["gradient"], markerfacecolor="white", label="not those: lossy")[0],
+        axes.plot([], [], "o", color=COLOURS["parameter"], label="lossless")[0],
+        axes.plot([], [], "s", color=COLOURS["gradient"], markerfacecolor="white", label="lossy")[0],
     ]
     _finish(axes, handles=marks, title="large: recommended" if plan.fits else "large: nearest to fitting")
     return figure

@@ -91,9 +91,7 @@ def _headline(plan: Plan) -> RenderableType:
 
 
 def _recommended(plan: Plan) -> dict[str, str]:
-    chosen = plan.chosen
-    lossy = "" if chosen.lossless else "; lossy: not the numbers of AdamW with fp32 masters"
-    return words.settings(chosen, plan) | {"why": f"{words.reason(chosen)}{lossy}"}
+    return words.settings(plan.chosen, plan) | {"why": words.why(plan.chosen)}
 
 
 def _memory(plan: Plan, console: Console) -> Table:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from bigdit.search.finding.space import lossy_by
 from bigdit.search.finding.verdict import planned
 from bigdit.search.plan import Choice, Plan, Step
 from bigdit.search.question import LARGEST_MICRO_BATCH
@@ -163,6 +164,13 @@ def reason(choice: Choice) -> str:
     return choice.reason.removeprefix("recommended: ")
 
 
+def why(choice: Choice) -> str:
+    """Why a choice is the recommended one, and what of it is lossy: `the fastest that fits; lossy: 8-bit CAME instead
+    of AdamW`."""
+    lossy = lossy_by(choice.strategy)
+    return reason(choice) + (f"; lossy: {', '.join(lossy)}" if lossy else "")
+
+
 def settings(choice: Choice, plan: Plan) -> dict[str, str]:
     """The strategy, a line for each thing that is set."""
     strategy = choice.strategy
@@ -260,7 +268,7 @@ def verdict(plan: Plan) -> str:
 
 
 def numerics(plan: Plan) -> str:
-    """What a plan says first where it is not for AdamW's own numbers, which nobody asked it to leave."""
+    """What a plan says first where it is lossy, and nobody asked for that."""
     pins = plan.question.pins
     asked = (pins.optimizer, pins.precision) != (None, None) or pins.lora_rank is not None
     if plan.chosen.lossless or asked:

@@ -238,15 +238,16 @@ def _compile_problems(strategy: Strategy) -> list[str]:
 
 def _memory_problems(strategy: Strategy) -> list[str]:
     problems = []
-    if strategy.lora is not None and strategy.lora.base != "bf16" and strategy.engine != "single":
+    takes = {"int8": ("single", "fsdp2"), "nf4": ("single",)}
+    if strategy.lora is not None and strategy.engine not in takes.get(strategy.lora.base, (strategy.engine,)):
         problems.append(
-            f"lora.base {strategy.lora.base} (bitsandbytes) keeps packed weights, which {strategy.engine} cannot "
-            "shard; use lora.base bf16, or engine single"
+            f"lora.base {strategy.lora.base} keeps packed weights, which {strategy.engine} cannot shard; use lora.base "
+            f"bf16, or engine {' or '.join(takes[strategy.lora.base])}"
         )
     if strategy.lora is not None and strategy.lora.base == "bf16" and not strategy.precision.startswith("bf16"):
         problems.append(
             f"lora.base bf16 is computed with in bf16, and precision is {strategy.precision}; use precision bf16, or "
-            "lora.base nf4"
+            "lora.base int8 or nf4"
         )
     if strategy.features == "cached" and strategy.encode_chunk is not None:
         problems.append("encode_chunk belongs to features online, and features is cached")

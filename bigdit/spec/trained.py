@@ -115,6 +115,9 @@ def _plain(value: float | tuple[float, ...]) -> str:
     return f"[{', '.join(map(_plain, value))}]" if isinstance(value, tuple) else f"{value:g}"
 
 
+LoraBase = Literal["bf16", "int8", "nf4"]
+
+
 class LoraSpec(Strict):
     """Low-rank adapters (Hu et al., arXiv:2106.09685) of rank `rank`, scaled by `alpha` / `rank`, over a frozen base,
     which is kept in `base`. `dora`: with a trained magnitude for each row of a weight (Liu et al., arXiv:2402.09353).
@@ -125,5 +128,5 @@ class LoraSpec(Strict):
     rank: Count = 16
     alpha: Positive = 16.0
     targets: tuple[str, ...] = ()
-    base: Literal["bf16", "int8", "nf4"] = "bf16"
+    base: LoraBase = "bf16"
     dora: Switch = False

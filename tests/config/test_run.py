@@ -202,7 +202,7 @@ ALONE = ("engine.name=single", "engine.ds_config=null", "train.global_batch_size
         (("engine.processes=2",), ["engine.name single runs one process, and engine.processes is 2; use engine.name "
          "fsdp2 or deepspeed, or set engine.processes to 1"]),
         (("train.lora={}", "model.init_from=/weights"), ["train.lora.base bf16 is computed with in bf16, and "
-         "train.precision is fp32; use train.precision bf16, or train.lora.base nf4"]),
+         "train.precision is fp32; use train.precision bf16, or train.lora.base int8 or nf4"]),
         (("train.blocks_to_swap=2", "train.lora={base: nf4}", "model.init_from=/weights"), ["train.blocks_to_swap is "
          "2, and the weights of two blocks are on the device at any time; set it to 3 or more, or to 0"]),
         (("train.blocks_to_swap=3",), ["train.blocks_to_swap keeps weights on the host, and those that are trained "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import diffusers
 import pytest
 import torch
-from bitsandbytes.functional import dequantize_4bit, int8_vectorwise_dequant, int8_vectorwise_quant, quantize_4bit
+from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from commands import DIGITS, SINGLE
 from safetensors.torch import load_file
 from stepping import equipped, one_batch
@@ -18,6 +18,7 @@ from bigdit.config import load_run
 from bigdit.dist import World
 from bigdit.errors import UserError
 from bigdit.models.adapters import FILE as ADAPTERS
+from bigdit.models.int8 import dequantised, quantised
 from bigdit.objective_spec import FlowMatchingSpec
 from bigdit.sampling import Sampler
 from bigdit.spec import LoraSpec, OptimizerSpec, Strategy
@@ -50,7 +51,7 @@ def unpacked(layer):
     """The weight that a layer computes with."""
     if layer.weight.dtype == torch.uint8:
         return dequantize_4bit(layer.weight.data, layer.weight.quant_state)
-    return layer.weight if layer.weight.dtype == torch.bfloat16 else layer.state.CB * layer.state.SCB[:, None] / 127
+    return layer.weight if layer.weight.dtype == torch.bfloat16 else layer.weight * layer.scale
 
 
 @pytest.mark.parametrize("base", ["bf16", "int8", "nf4"])
@@ -76,24 +77,27 @@ def test_magnitudes_learn_beside_the_adapters_and_start_as_the_base(base):
     for name, weight in before.items():
         layer = model.get_submodule(name.split(".lora_")[0]).get_base_layer()
         rows = unpacked(layer).float().norm(dim=1)
-        torch.testing.assert_close(weight, rows, rtol=2**-8, atol=0)
+        torch.testing.assert_close(weight, rows, rtol=2**-7 if base == "int8" else 2**-8, atol=0)  # rows of 32
         assert not torch.equal(after[name], weight)
 
 
+@pytest.mark.parametrize("recomputed", [0, "all"])
 @pytest.mark.parametrize("base", ["int8", "nf4"])
-def test_a_quantised_base_predicts_nearly_the_same(base):
+def test_a_quantised_base_has_nearly_the_same_predictions_and_gradients(base, recomputed):
     """Of weights of one size: int8 has 1/254 of the largest of a row as its error, nf4 up to 1/7 of 64's largest."""
-    predictions = []
+    most = {"int8": 0.02, "nf4": 0.15}[base]
+    predictions, gradients = [], []
     for kept in ("bf16", base):
-        strategy = Strategy(lora=LoraSpec(base=kept))
+        strategy = Strategy(lora=LoraSpec(base=kept), checkpointed_blocks=recomputed)
         family, model = equipped(strategy)
         engine = engines.create(strategy, model, family, device=CPU, world=World())
         batch = one_batch().to(CPU, torch.bfloat16)
         latents = batch.latents.bfloat16()
         predictions.append(family.predict(engine.model, latents, torch.tensor([0.2, 0.7]), batch).float())
-    exact, found = predictions
-    error = (found - exact).norm() / exact.norm()
-    assert 0 < error < {"int8": 0.02, "nf4": 0.15}[base]
+        predictions[-1].square().mean().backward()
+        gradients.append(torch.cat([p.grad.flatten().float() for p in model.parameters() if p.requires_grad]))
+    for exact, found in (predictions, gradients):
+        assert 0 < (found - exact).norm() / exact.norm() < most
 
 
 def test_adapters_start_from_the_seed_alone():
@@ -117,8 +121,9 @@ def test_targets_are_named_by_their_last_parts():
 def test_what_cannot_be_is_refused():
     with pytest.raises(ValueError, match=r"lora\.base bf16 is computed with in bf16, and precision is fp32"):
         Strategy(lora=LoraSpec(), precision="fp32")
-    with pytest.raises(ValueError, match=r"lora\.base nf4 \(bitsandbytes\) keeps packed weights, which fsdp2 cannot"):
-        Strategy(lora=LoraSpec(base="nf4"), engine="fsdp2")
+    for base, engine in (("nf4", "fsdp2"), ("nf4", "deepspeed"), ("int8", "deepspeed")):
+        with pytest.raises(ValueError, match=rf"lora\.base {base} keeps packed weights, which {engine} cannot shard"):
+            Strategy(lora=LoraSpec(base=base), engine=engine, ds_config={})
     run = load_run(DIGITS, ["train.lora.rank=4", "train.precision=bf16", *SINGLE])
     with pytest.raises(UserError, match=r"train\.lora adapts trained weights, and model\.init_from is missing"):
         prepare(run, 1)
@@ -197,7 +202,7 @@ def as_kept(folder, kind):
         if packed == "nf4":
             weight = dequantize_4bit(*quantize_4bit(weight, compress_statistics=False, quant_type="nf4"))
         if packed == "int8":
-            weight = int8_vectorwise_dequant(*int8_vectorwise_quant(weight.half())[:2])
+            weight = dequantised(*quantised(weight.bfloat16()))
         linear.weight.data = weight.float()
     return model
 
@@ -225,13 +230,14 @@ document = json.load(open("ds_configs/zero2_bf16.json"))
 document |= {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "gradient_clipping": 0.0}
 document |= {"bf16": {"enabled": True}, "zero_allow_untested_optimizer": True}
 stages = {f"zero{n}": document | {"zero_optimization": document["zero_optimization"] | {"stage": n}} for n in (2, 3)}
+cases = {"fsdp2": None, "fsdp2-dora": None, "fsdp2-int8": None} | stages | {"zero3-dora": stages["zero3"]}
 found = {}
-for name, ds_config in ({"fsdp2": None, "fsdp2-dora": None} | stages | {"zero3-dora": stages["zero3"]}).items():
+for name, ds_config in cases.items():
     strategy = Strategy(
         engine="deepspeed" if ds_config else "fsdp2",
         world_size=2,
         ds_config=ds_config,
-        lora=LoraSpec(rank=4, dora="dora" in name),
+        lora=LoraSpec(rank=4, dora="dora" in name, base="int8" if "int8" in name else "bf16"),
         optimizer=OptimizerSpec(lr=1e-2),
         checkpointed_blocks="all",
     )
@@ -253,14 +259,14 @@ dist.destroy_process_group()
 def test_sharded_engines_train_the_same_adapters(tmp_path):
     answer = answer_of_two(_SHARDED, tmp_path)
     alone = {}
-    for dora in (False, True):
-        strategy = Strategy(lora=LoraSpec(rank=4, dora=dora), optimizer=OptimizerSpec(lr=1e-2))
+    for kind, spec in {"": {}, "dora": {"dora": True}, "int8": {"base": "int8"}}.items():
+        strategy = Strategy(lora=LoraSpec(rank=4, **spec), optimizer=OptimizerSpec(lr=1e-2))
         family, model = equipped(strategy)
         engine = engines.create(strategy, model, family, device=CPU, world=World())
         steps = [train_step(engine, family, FlowMatchingSpec(), [one_batch()], lr=1e-2).loss.item() for _ in range(4)]
-        alone[dora] = steps, list(full_weights(engine))
+        alone[kind] = steps, list(full_weights(engine))
     for name, found in answer.items():
-        losses, names = alone["dora" in name]
+        losses, names = alone[name.partition("-")[2]]
         assert found["losses"] == pytest.approx(losses, rel=3e-3)  # engines/test_curves.py says why
         assert found["names"] == names
 

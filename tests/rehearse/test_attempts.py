@@ -68,6 +68,17 @@ def test_every_attempt_finds_the_card_as_the_first_one_did(monkeypatch: pytest.M
 
 
 @pytest.mark.slow
+def test_an_int8_base_halves_the_weights_of_a_recomputed_model() -> None:
+    """Of Flux.1-dev, whose base in bf16 takes 22.2 GiB; the adapters and what is saved stay as they are."""
+    model = catalog.model("flux.1-dev")
+    requests = [request(f"single,checkpointed_blocks=all,lora.base={base}", 1, model) for base in ("bf16", "int8")]
+    with Attempts(A40) as card:
+        plain, int8 = (card.run(each, 44 * GIB).peak_allocated_bytes for each in requests)
+    assert plain - int8 == pytest.approx(model.params, rel=0.02)  # a byte for each
+    assert int8 < 15 * GIB
+
+
+@pytest.mark.slow
 def test_the_card_looks_for_room_where_the_replayed_allocator_does() -> None:
     """In what it would reserve without a limit, and in less, down to where it runs out."""
     asked = request("fsdp2,world_size=8")

@@ -1,6 +1,6 @@
 """Products of quantised weights, by bitsandbytes.
 
-Shown by the referee's rows with lora.base int8 and nf4.
+Shown by the referee's rows with lora.base nf4.
 """
 
 from __future__ import annotations
@@ -34,9 +34,6 @@ class QuantisedProducts:
         """The rule of each operator."""
         return {
             "bitsandbytes.gemm_4bit.default": self._gemm_4bit,
-            "bitsandbytes.int8_scaled_mm.default": _int8_scaled_mm,
-            "bitsandbytes.int8_vectorwise_dequant.default": _int8_vectorwise_dequant,
-            "bitsandbytes.int8_vectorwise_quant.default": _scales_first,
             "bitsandbytes.quantize_4bit.default": _scales_first,
             "bitsandbytes.quantize_blockwise.default": _scales_first,
         }
@@ -98,30 +95,9 @@ def _defines(node: ast.stmt) -> str | None:
     return node.name if isinstance(node, ast.FunctionDef) else None
 
 
-def _int8_scaled_mm(
-    launch: Launch,
-    rows: torch.Tensor,
-    columns: torch.Tensor,
-    row_stats: torch.Tensor,
-    column_stats: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    dtype: torch.dtype = torch.float16,
-) -> None:
-    """The product in int32, and scaled in fp16 where that is not the result.
-
-    Source: int8_scaled_mm and int8_mm_dequant in bitsandbytes/backends/default/ops.py and backends/cuda/ops.py.
-    """
-    count = rows.numel() // rows.shape[-1] * columns.shape[0]
-    with launch.holding(*([4 * count] if dtype == torch.float16 else [4 * count, 2 * count])):
-        launch.results()
-
-
-def _int8_vectorwise_dequant(launch: Launch, rows: torch.Tensor, stats: torch.Tensor) -> None:
-    """Scaled by its row first, and then by a constant. Source: int8_vectorwise_dequant in bitsandbytes/_ops.py."""
-    with launch.holding(4 * rows.numel()):
-        launch.results()
-
-
 def _scales_first(launch: Launch, *args: Any, **options: Any) -> None:
-    """Scales of rows or blocks are allocated before what they scale. Source: as of int8_scaled_mm."""
+    """Scales of blocks are allocated before what they scale.
+
+    Source: quantize_4bit and quantize_blockwise in bitsandbytes/backends/cuda/ops.py.
+    """
     launch.results(1, 0)

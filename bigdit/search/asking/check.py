@@ -16,7 +16,7 @@ from bigdit.rehearse.ask import model_problems, precision_problems
 from bigdit.search.asking.buckets import Size, written
 from bigdit.search.predict.sibling import block_count
 from bigdit.search.question import EngineChoice, Pins
-from bigdit.spec import BatchShape, EmaSpec, LoraSpec, OptimizerSpec, Precision, Strategy
+from bigdit.spec import BatchShape, EmaSpec, LoraBase, LoraSpec, OptimizerSpec, Precision, Strategy
 from bigdit.speed.cluster import Cluster
 
 
@@ -68,7 +68,7 @@ def pin_problems(cluster: Cluster, pins: Pins, gpu: Gpu | None) -> list[str]:
         )
     if pins.ema == "none" and pins.ema_widths is not None:
         problems.append("--ema-widths are of averages, and --ema none keeps none; leave one of them out")
-    bases: tuple[str | None, ...] = (None,) if pins.lora_rank is None else ("bf16", "nf4")
+    bases: tuple[str | None, ...] = (None,) if pins.lora_rank is None else get_args(LoraBase)
     refusals = [_refusals(cluster, pins, gpu, base) for base in bases]
     if all(refusals):
         why = "; or: ".join(min(each, key=len) for each in refusals)

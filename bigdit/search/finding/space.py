@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import ValidationError
 
@@ -15,7 +15,7 @@ from bigdit.rehearse.ask import precision_problems
 from bigdit.search.plan import Rejected
 from bigdit.search.predict.sibling import block_count
 from bigdit.search.question import Pins, Question
-from bigdit.spec import FACTORED, OptimizerName, Precision, Strategy
+from bigdit.spec import FACTORED, LoraBase, OptimizerName, Precision, Strategy
 from bigdit.units import gib
 
 ENGINE_TITLES = {
@@ -74,9 +74,21 @@ class Proposal:
     @property
     def lossless(self) -> bool:
         """Whether the numbers are those of AdamW with fp32 masters."""
-        strategy = self.strategy
-        quantised = strategy.lora is not None and strategy.lora.base != "bf16"
-        return strategy.optimizer.name == "adamw" and strategy.precision != "bf16_sr" and not quantised
+        return not lossy_by(self.strategy)
+
+
+def lossy_by(strategy: Strategy) -> list[str]:
+    """What of a strategy changes the numbers of AdamW with fp32 masters, in a few words each."""
+    found, name = [], strategy.optimizer.name
+    if strategy.lora is not None and strategy.lora.base != "bf16":
+        found.append(f"quantised base ({strategy.lora.base})")
+    if "adamw" not in name:
+        found.append(f"{OPTIMIZER_TITLES[name]} instead of AdamW")
+    elif name != "adamw":
+        found.append(f"{'4' if '4bit' in name else '8'}-bit optimizer state")
+    if strategy.precision == "bf16_sr":
+        found.append("no fp32 master weights")
+    return found
 
 
 def proposals(question: Question) -> tuple[list[Proposal], list[Rejected]]:
@@ -135,7 +147,7 @@ def _accumulates(question: Question) -> bool:
 def _settings(question: Question, engine: str) -> list[dict[str, Any]]:
     """Optimizer, precision, average and adapters: the lossless ones first."""
     pins, precision = question.pins, precision_of(question)
-    bases: list[Any] = [None] if pins.lora_rank is None else ["bf16", "nf4"]
+    bases: list[Any] = [None] if pins.lora_rank is None else list(get_args(LoraBase))
     if pins.optimizer is not None:
         pairs: list[tuple[str, str]] = [(pins.optimizer, precision)]
     elif "offload" in engine or pins.lora_rank is not None:

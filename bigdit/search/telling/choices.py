@@ -19,6 +19,7 @@ from bigdit.search.finding.candidates import (
 from bigdit.search.finding.cards import NO_CARDS, Device
 from bigdit.search.finding.confirm import Confirmed, run
 from bigdit.search.finding.evidence import Evidence
+from bigdit.search.finding.space import lossy_by
 from bigdit.search.finding.verdict import expected, process
 from bigdit.search.plan import Choice, Verdict
 from bigdit.search.predict.anchors import Sample
@@ -110,7 +111,7 @@ def front(
 ) -> tuple[Choice, ...]:
     """The Pareto front of memory against speed, among the choices `known` and what else fits: first of what keeps an
     optimizer's numbers as the recommended one does, then of the others where none of those is as good; MOST_ROWS at
-    most; and the fastest that the recommended one was chosen from.
+    most; and the fastest that the recommended one was chosen from, and of each base of adapters that has no row yet.
 
     `known` come in where they are on it or not; the first of them is the recommended one. The others run on the
     device, and those that do not fit there are left out.
@@ -132,6 +133,8 @@ def front(
     fastest = _fastest_first(alike)[0]
     if fastest.title not in {*titles, *(choice.title for choice in shown)}:
         shown.append(fastest)
+    bases = {_base(choice) for choice in (*known, *shown)}
+    shown += [choice for choice in _fastest_of_each_base(every) if _base(choice) not in bases]
     unknown = [more[choice.title] for choice in _fastest_first(shown)]
     rows = _fastest_first([*known, *as_they_ran(device, sample, question, evidence, unknown)])
     rows.sort(key=lambda choice: choice.lossless != lossless)
@@ -150,6 +153,15 @@ def _frontier(choices: Sequence[Choice]) -> list[Choice]:
         if not best or choice.samples_per_second_per_card.middle > best[-1].samples_per_second_per_card.middle:
             best.append(choice)
     return best
+
+
+def _base(choice: Choice) -> str | None:
+    return None if choice.strategy.lora is None else choice.strategy.lora.base
+
+
+def _fastest_of_each_base(choices: Sequence[Choice]) -> list[Choice]:
+    """nf4 takes less than int8 and is as fast, so that no front has an int8 base, whose error is a tenth."""
+    return list({_base(choice): choice for choice in reversed(_fastest_first(choices))}.values())
 
 
 def _fastest_first(rows: Sequence[Choice]) -> list[Choice]:
@@ -247,19 +259,19 @@ def recommended(choice: Choice, rows: Sequence[Choice]) -> str:
         max([choice, *among], key=lambda each: each.samples_per_second_per_card.middle)
         for among in (alike, numbers, fits)
     )
-    among = "" if of_all in (of_numbers, choice) else " with AdamW's own numbers"
-    among += "" if of_numbers in (fastest, choice) or swaps else " with all weights on the card"
+    among = "" if of_all in (of_numbers, choice) else " lossless one"
+    among += " that fits" + ("" if of_numbers in (fastest, choice) or swaps else " with all weights on the card")
     if fastest is choice:
-        return f"recommended: the fastest that fits{among}"
-    return f"recommended: as fast as any that fits{among}, to {SAME_SPEED:.0%}, and of those the one that takes least"
+        return f"recommended: the fastest{among}"
+    return f"recommended: as fast as any{among}, to {SAME_SPEED:.0%}, and of those the one that takes least"
 
 
 def _reason(choice: Choice, recommended: Choice) -> str:
     less = recommended.process.high_bytes - choice.process.high_bytes
     parts = [faster_or_slower(choice.samples_per_second_per_card, recommended.samples_per_second_per_card)]
     parts.append(f"{gib(abs(less))} {'less' if less >= 0 else 'more'}")
-    if recommended.lossless and not choice.lossless:
-        parts.append("not AdamW's own numbers")
+    if recommended.lossless:
+        parts += lossy_by(choice.strategy)
     if choice.verdict != "FITS":
         parts.append(choice.verdict.lower())
     return "; ".join(parts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
@@ -24,13 +25,13 @@ from bigdit.search.finding.candidates import (
     preferred,
     quarters,
 )
-from bigdit.search.finding.space import Proposal, proposals
+from bigdit.search.finding.space import Proposal, lossy_by, proposals
 from bigdit.search.finding.unproved import UNPROVED
 from bigdit.search.finding.verdict import expected, planned, process, safe_bytes, verdict
 from bigdit.search.plan import Band
 from bigdit.search.question import LARGEST_MICRO_BATCH, Pins, Question
 from bigdit.search.telling.choices import faster_or_slower
-from bigdit.spec import Strategy
+from bigdit.spec import LoraBase, Strategy
 from bigdit.speed.cluster import Cluster
 from bigdit.speed.interval import Interval
 from bigdit.speed.seconds import StepTime
@@ -123,8 +124,26 @@ def test_as_many_averages_are_proposed_as_were_asked_for() -> None:
 
 def test_adapters_are_proposed_over_every_base_that_the_engine_takes() -> None:
     one, several = (question(pins=Pins(lora_rank=16), cluster=Cluster(gpus=gpus)) for gpus in (1, 8))
-    assert "one process, AdamW, LoRA 16 over nf4" in titles(one)
+    assert [title for title in titles(one) if title.startswith("one process") and "host" not in title] == [
+        f"one process, AdamW, LoRA 16 over {base}" for base in get_args(LoraBase)
+    ]
+    assert "FSDP2 on 8, AdamW, LoRA 16 over int8" in titles(several)
     assert not any("nf4" in title for title in titles(several))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, []),
+        ({"lora": {"base": "int8"}}, ["quantised base (int8)"]),
+        ({"optimizer": {"name": "adamw_8bit"}}, ["8-bit optimizer state"]),
+        ({"optimizer": {"name": "adamw_4bit_ao"}}, ["4-bit optimizer state"]),
+        ({"optimizer": {"name": "lion_8bit"}}, ["8-bit Lion instead of AdamW"]),
+        ({"optimizer": {"name": "came"}, "precision": "bf16_sr"}, ["CAME instead of AdamW", "no fp32 master weights"]),
+    ],
+)
+def test_what_of_a_strategy_is_lossy_is_named(changes: dict[str, Any], words: list[str]) -> None:
+    assert lossy_by(Strategy.model_validate(changes)) == words
 
 
 def test_what_cannot_hold_weights_and_gradients_is_not_rehearsed() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Callable
 from functools import partial
+from typing import get_args
 
 import plans
 import pytest
@@ -28,7 +29,7 @@ from bigdit.search.predict.sibling import sibling
 from bigdit.search.predict.swap import swapping, swapping_requests
 from bigdit.search.question import Pins, Question
 from bigdit.search.telling.record import record
-from bigdit.spec import Strategy
+from bigdit.spec import LoraBase, Strategy
 from bigdit.speed.cluster import Cluster
 from bigdit.speed.work import work_of
 from bigdit.units import GIB
@@ -70,6 +71,14 @@ def rehearsed(short: Plan) -> Callable[[Strategy], RehearsedSize]:
         return found
 
     return answer
+
+
+@pytest.mark.slow
+def test_every_base_that_fits_has_a_row_that_says_what_is_lossy(short: Plan) -> None:
+    """int8 takes more than nf4 and is no faster, and is nearer to bf16."""
+    assert {row.strategy.lora.base for row in short.front if row.strategy.lora} == set(get_args(LoraBase))
+    for row in short.front:
+        assert row.lossless or row.reason.endswith(f"quantised base ({row.strategy.lora and row.strategy.lora.base})")
 
 
 def that_swap(plan: Plan) -> list[Setting]:
@@ -166,7 +175,7 @@ def test_what_fits_without_asks_for_no_rehearsal_of_swapped_blocks(short: Plan) 
 
 @pytest.mark.slow
 def test_on_a_card_too_and_what_is_lossy_is_not_looked_at_further() -> None:
-    """Over an nf4 base adapters fit without, and are not AdamW's own numbers: limits are asked of the best alone."""
+    """Over a quantised base adapters fit without, which is lossy: limits are asked of the best alone."""
     pins, further = ADAPTERS.model_copy(update={"checkpointed_blocks": 6}), list[Candidate]()
     asked = question(SHORT, 3400, pins, buckets=())
     sample = Sample(asked.model, asked.gpu, asked.resolution)
