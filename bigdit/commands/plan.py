@@ -35,6 +35,7 @@ from bigdit.commands.options import (
     Precision,
     Price,
     Receipts,
+    Reserve,
     Resolutions,
     Set,
 )
@@ -56,6 +57,7 @@ def run(
     ] = None,
     overrides: Set = [],  # noqa: B006  # typer reads the default; it is not changed
     gpu_memory: GpuMemory = None,
+    reserve: Reserve = None,
     gpus: Gpus = None,
     gpus_per_node: GpusPerNode = None,
     network: Network = None,
@@ -103,6 +105,7 @@ def run(
     of_cards: dict[str, Any] = {
         "gpu": gpu,
         "gpu_memory": gpu_memory,
+        "reserve": reserve,
         "gpus": gpus,
         "gpus_per_node": gpus_per_node,
         "network": network,

@@ -240,6 +240,22 @@ def test_a_host_that_is_too_small_is_in_the_verdict(made):
     assert f"{said}card it wants " in text
     assert "any size none fits: host RAM is short with any micro-batch" in text
     assert "--host-memory" not in plans.shown(made)
+    question = question.model_copy(update={"host_assumed": True})
+    assumed = made.model_copy(update={"question": question})
+    text = " ".join(plans.shown(assumed).split())
+    line = f"host RAM: {gib(made.host.node_bytes)} needed a machine, more than the 8.00 GiB that are assumed;"
+    assert f" GiB left {line} --host-memory says" in text
+    assert "FITS: wants" in text
+    assert f"<p>{line}" in page(assumed)
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("plan")
+def test_what_is_reserved_is_in_the_verdict(made):
+    question = made.question.model_copy(update={"gpu": made.question.gpu.reserving(512 * MIB)})
+    text = " ".join(plans.shown(made.model_copy(update={"question": question})).split())
+    assert " of 43.85 GiB usable (0.50 GiB reserved for the display), " in text
+    assert "reserved for the display" not in plans.shown(made)
 
 
 @pytest.mark.slow
