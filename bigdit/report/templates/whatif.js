@@ -133,7 +133,7 @@ function partsOf(point, beside) {
     ["and at most", "--beside", margin, ""],
     ["CUDA context, NCCL", "--beside", beside, ""],
   ];
-  return parts.map((part, number) => [LETTERS[number], ...part]).filter(([, , , bytes]) => bytes > 0);
+  return parts.filter(([, , bytes]) => bytes > 0).map((part, number) => [LETTERS[number], ...part]);
 }
 
 function made(tag, text) {
