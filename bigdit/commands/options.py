@@ -116,4 +116,7 @@ Lora = Annotated[int | None, typer.Option(metavar="RANK", help="Train adapters o
 Features = Annotated[
     str | None, typer.Option(metavar="WHEN", help="cached (if left out), or online: encode while training.")
 ]
+FromScratch = Annotated[
+    bool | None, typer.Option("--from-scratch", help="Train from random weights: run.yaml names none to start from.")
+]
 Full = Annotated[bool | None, typer.Option("--full", help="Train all weights: propose no adapters instead.")]

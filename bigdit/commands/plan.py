@@ -19,6 +19,7 @@ from bigdit.commands.options import (
     Epochs,
     Features,
     Frames,
+    FromScratch,
     Full,
     GlobalBatch,
     Gpu,
@@ -82,6 +83,7 @@ def run(
     lora: Lora = None,
     features: Features = None,
     full: Full = None,
+    from_scratch: FromScratch = None,
     explain: Annotated[
         bool, typer.Option("--explain", help="Show the way from the setting that people copy to the recommended one.")
     ] = False,
@@ -133,6 +135,7 @@ def run(
         "lora": lora,
         "features": features,
         "full": full,
+        "from_scratch": from_scratch,
     }
     if config is None:
         if overrides:

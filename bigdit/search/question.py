@@ -61,6 +61,7 @@ class Question(Strict):
     `no_cards`: why there are no emulated cards where nobody asked to do without.
     `price` is of one card for an hour, in the user's currency. `receipts`: a folder of measured runs, whose speeds
     count for the same card. `explain`: the way from the setting that people copy to the recommended one is wanted too.
+    `from_scratch`: training starts from random weights.
     """
 
     model: CatalogModel
@@ -79,6 +80,7 @@ class Question(Strict):
     price: Positive | None = None
     receipts: Path | None = None
     pins: Pins = Pins()
+    from_scratch: Switch = False
     explain: Switch = False
     device: Device = "rehearsed"
     no_cards: str | None = None

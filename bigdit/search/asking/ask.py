@@ -69,6 +69,7 @@ def question_for(
     lora: int | None = None,
     features: str | None = None,
     full: bool | None = None,
+    from_scratch: bool | None = None,
     explain: bool = False,
     device: str | None = None,
 ) -> Question:
@@ -106,12 +107,16 @@ def question_for(
         "full": full,
     }
     wanted = {"frames": frames, "global_batch_size": global_batch, "images": count, "epochs": epochs, "price": price}
-    wanted |= {"explain": explain, "host_memory_bytes": host}
+    wanted |= {"explain": explain, "host_memory_bytes": host, "from_scratch": from_scratch}
     cluster, pins = Cluster(**_sound(Cluster, cards, problems)), Pins(**_sound(Pins, pinned, problems))
     amounts = _sound(Question, wanted, problems)
 
     problems += cluster_problems(cluster, pins, amounts.get("global_batch_size"), card)
     problems += pin_problems(cluster, pins, card)
+    if from_scratch and lora is not None:
+        problems.append(
+            "--from-scratch and --lora were given, and adapters need weights that they adapt; leave one out"
+        )
     shape = None
     if found_model is not None:
         asked = {**dict.fromkeys(more, "--buckets"), **dict.fromkeys(sizes, "--resolution")}

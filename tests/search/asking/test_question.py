@@ -52,6 +52,12 @@ def test_what_is_reserved_is_not_usable(gpu, reserve, kept):
     assert asked.usable_bytes == card.usable_bytes - kept
 
 
+def test_adapters_have_weights_to_adapt():
+    (problem,) = problems(from_scratch=True, lora=16)
+    assert problem.startswith("--from-scratch and --lora were given, ")
+    assert question_for("sana-1600m", "a40", from_scratch=True).from_scratch
+
+
 def test_what_is_reserved_leaves_something():
     for reserve in ("30GiB", f"{catalog.gpu('rtx-4090').told_bytes}B"):
         (problem,) = problems(gpu="rtx-4090", reserve=reserve)
