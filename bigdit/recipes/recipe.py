@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +164,7 @@ def download(repository: str) -> str:
     return f"hf download {repository} --local-dir {weights_folder(repository)}"
 
 
+@cache
 def beginning(model: str, *, lora: bool) -> Beginning:
     """As the model's own recipe has it, with LoRA or without; else as most recipes of that kind do."""
     found = []

@@ -62,7 +62,7 @@ def needs(plan: Plan, *, notes: bool = True) -> dict[str, str]:
     assumed = f" ({gib(plan.question.host_memory_bytes)} assumed)" if plan.question.host_assumed else ""
     found = {
         "host RAM": f"{size(node)} a machine of {host.processes_per_node} process{_s(host.processes_per_node, 'es')}"
-        f"{assumed}; tensors of each: {size(host.process_bytes, node)} at most, {size(host.steps_bytes, node)} between "
+        f"{assumed}; tensors of each: {size(host.process_bytes, node)} at most, {size(host.steps_bytes, node)} in "
         f"steps ({size(host.page_locked_bytes, node)} page-locked), {size(host.checkpoint_bytes, node)} more to save"
         f"{drawn}"
     }

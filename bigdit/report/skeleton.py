@@ -96,7 +96,7 @@ def _beginning(plan: Plan) -> Beginning:
 
 
 def _objective(model: CatalogModel) -> dict[str, Any]:
-    """The model's own, without what no model here changes; of a flow how t is drawn and shifted."""
+    """The model's own; of flow matching how t is drawn and shifted."""
     own = objective_of(model.spec, None)
     said = own.model_dump(mode="json", exclude_defaults=True)
     if isinstance(own, FlowMatchingSpec):

@@ -262,8 +262,9 @@ def verdict(plan: Plan) -> str:
 
 def reserved(plan: Plan) -> str:
     """What of the card stays free, where anything does."""
-    kept = plan.question.gpu.reserved_bytes
-    return f" ({gib(kept)} reserved for the display)" if kept else ""
+    gpu = plan.question.gpu
+    what = " for the display" if gpu == gpu.reserving() else ""
+    return f" ({gib(gpu.reserved_bytes)} reserved{what})" if gpu.reserved_bytes else ""
 
 
 def host(plan: Plan) -> list[str]:

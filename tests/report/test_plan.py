@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bigdit import catalog
 from bigdit.cli import main
 from bigdit.report import words
 from bigdit.report.needs import needs, speed
@@ -252,10 +253,14 @@ def test_a_host_that_is_too_small_is_in_the_verdict(made):
 @pytest.mark.slow
 @pytest.mark.xdist_group("plan")
 def test_what_is_reserved_is_in_the_verdict(made):
-    question = made.question.model_copy(update={"gpu": made.question.gpu.reserving(512 * MIB)})
-    text = " ".join(plans.shown(made.model_copy(update={"question": question})).split())
-    assert " of 43.85 GiB usable (0.50 GiB reserved for the display), " in text
-    assert "reserved for the display" not in plans.shown(made)
+    """For what, where it is what is reserved of its kind."""
+    for gpu, said in (
+        (made.question.gpu.reserving(512 * MIB), "43.85 GiB usable (0.50 GiB reserved), "),
+        (catalog.gpu("rtx-a6000").reserving(), "46.89 GiB usable (0.50 GiB reserved for the display), "),
+        (made.question.gpu, "44.35 GiB usable, "),
+    ):
+        question = made.question.model_copy(update={"gpu": gpu})
+        assert f" of {said}" in " ".join(plans.shown(made.model_copy(update={"question": question})).split())
 
 
 @pytest.mark.slow
