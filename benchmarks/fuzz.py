@@ -158,7 +158,7 @@ def plan(draw: st.DrawFn) -> Written:
     model, gpu = (draw(st.sampled_from(names) | TEXTS) for names in (("sana-600m", "wan2.1-t2v-1.3b"), ("a40", "h100")))
     more = options(
         "--gpu-memory", "--gpus", "--gpus-per-node", "--network", "--host-memory", "--resolution", "--buckets",
-        "--frames", "--epochs",
+        "--frames", "--epochs", "--reserve",
         "--global-batch", "--images", "--price", "--receipts", "--engine", "--optimizer", "--precision", "--ema",
         "--checkpointed-blocks", "--micro-batch", "--lora", "--features",
     )  # fmt: skip

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from bigdit.errors import nearest
-from bigdit.objective_spec import DdpmSpec, FlowMatchingSpec, ObjectiveSpec
+from bigdit.objective_spec import DdpmSpec, ExponentialShift, FlowMatchingSpec, ObjectiveSpec
 from bigdit.spec import ModelSpec, Strict
 
 
@@ -248,11 +248,35 @@ def pipeline_of(class_name: str, text_dim: int | None) -> str | None:
     return PIPELINES.get(class_name) or _BY_WIDTH.get((class_name, text_dim or 0))
 
 
-def objective_of(model: ModelSpec, asked: ObjectiveSpec | None) -> ObjectiveSpec:
-    """What a model is trained by: as asked, else as its family was."""
-    if asked is None and model.class_name == "HunyuanDiT2DModel" and model.kwargs.get(_STYLED, True):
+_COGVIDEOX = DdpmSpec(prediction="v", betas="scaled_linear", beta_start=0.00085, beta_end=0.012, zero_terminal_snr=True)
+_SHIFTED = FlowMatchingSpec(shift=3.0)
+
+PUBLISHED: dict[str, FlowMatchingSpec | DdpmSpec] = {
+    **dict.fromkeys(("sana-600m-512", "sana-600m-1024", "sana-1600m-512", "sana-1600m-1024"), _SHIFTED),
+    **dict.fromkeys(("sana-1600m-2048", "sana-1600m-4096"), _SHIFTED),
+    **dict.fromkeys(("sana-1.5-1600m-1024", "sana-1.5-3200m-1024", "sana-1.5-4800m-1024"), _SHIFTED),
+    **dict.fromkeys(("sd3-medium", "sd3.5-medium", "sd3.5-large"), _SHIFTED),
+    **dict.fromkeys(("wan2.1-t2v-1.3b", "wan2.1-t2v-14b", "wan2.1-i2v-14b-480p"), _SHIFTED),
+    "flux.1-dev": FlowMatchingSpec(shift=ExponentialShift()),
+    "flux.1-schnell": FlowMatchingSpec(),
+    "qwen-image": FlowMatchingSpec(shift=ExponentialShift(max_tokens=8192, max_mu=0.9)),
+    "cogvideox-2b": _COGVIDEOX.model_copy(update={"snr_shift": 3.0}),
+    **dict.fromkeys(("cogvideox-5b", "cogvideox1.5-5b"), _COGVIDEOX),
+}
+"""What models of the catalogue were published with, where it is more than their family says: shift and noise of the
+scheduler in each one's own repository. Wan's shift is for 480 pixels; its README has 5 for 720."""
+
+
+def family_objective(model: ModelSpec) -> FlowMatchingSpec | DdpmSpec:
+    """What models of the class are trained by."""
+    if model.class_name == "HunyuanDiT2DModel" and model.kwargs.get(_STYLED, True):
         return _HUNYUAN_DIT.model_copy(update={"beta_end": 0.03})
-    return asked or FAMILIES.get(model.class_name, Inputs()).objective
+    return FAMILIES.get(model.class_name, Inputs()).objective
+
+
+def objective_of(model: ModelSpec, asked: ObjectiveSpec | None) -> ObjectiveSpec:
+    """What a model is trained by: as asked, else as it was published, else as its family was."""
+    return asked or PUBLISHED.get(model.name) or family_objective(model)
 
 
 MOST_BLOCKS = 1000

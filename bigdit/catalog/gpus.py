@@ -6,11 +6,11 @@ import re
 from functools import cache
 from typing import Annotated, Any
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from bigdit.catalog.names import aliases_of, instead, load_json, meant, normalise, resolve
 from bigdit.spec import Strict
-from bigdit.units import MIB
+from bigdit.units import GIB, MIB
 
 PCIE_LANE_GBS = {
     "3.0": 8 * 128 / 130 / 8,
@@ -59,16 +59,26 @@ class Sources(Strict):
     link: str
 
 
+class Kind(Strict):
+    """Where cards of one kind are found: `host_gib` is a machine's memory for each of its cards, assumed where nobody
+    says how much there is; `display_mib` is what a plan leaves free of the card for a screen."""
+
+    host_gib: PositiveInt
+    display_mib: NonNegativeInt
+    source: str
+
+
 class Gpu(Strict):
     """A card. `total_mib` is what nvidia-smi shows, `usable_mib` what a CUDA process is told: the total less
     what the driver keeps. `verified` is False where no sighting was at hand and the source says how the figure
     came about. `l2_mib` is of the second-level cache, None where it was not sighted. `bandwidth_gbs` of the memory;
     `nvlink_gbs` of all links to other cards and `c2c_gbs` of NVLink-C2C to the host's processor, both directions, None
-    where there is none; in 10⁹ B/s. `pcie` as `4.0 x16`."""
+    where there is none; in 10⁹ B/s. `pcie` as `4.0 x16`. `reserved_bytes` of the usable ones stay free."""
 
     name: str
     title: str
     architecture: str
+    kind: Kind
     compute_capability: tuple[int, int]
     multiprocessors: PositiveInt
     l2_mib: PositiveFloat | None = None
@@ -76,6 +86,7 @@ class Gpu(Strict):
     total_verified: bool
     usable_mib: PositiveInt
     usable_verified: bool
+    reserved_bytes: NonNegativeInt = 0
     tflops: Tflops
     bandwidth_gbs: PositiveFloat
     pcie: Annotated[str, Field(pattern=r"^[3456]\.0 x(4|8|16)$")]
@@ -107,7 +118,21 @@ class Gpu(Strict):
     @property
     def usable_bytes(self) -> int:
         """What a plan may fill, the CUDA context included."""
+        return self.told_bytes - self.reserved_bytes
+
+    @property
+    def told_bytes(self) -> int:
+        """What a CUDA process is told that there is."""
         return self.usable_mib * MIB
+
+    @property
+    def host_bytes(self) -> int:
+        """The host memory that is assumed for each card of a machine."""
+        return self.kind.host_gib * GIB
+
+    def reserving(self, nbytes: int | None = None) -> Gpu:
+        """The same card, of which so many bytes stay free; None: what a screen takes of its kind."""
+        return self.model_copy(update={"reserved_bytes": self.kind.display_mib * MIB if nbytes is None else nbytes})
 
     @property
     def memory_bounds(self) -> tuple[int, int]:
@@ -139,7 +164,8 @@ def _document() -> dict[str, Any]:
 
 @cache
 def _gpu(name: str) -> Gpu:
-    return Gpu(name=name, **_document()["gpus"][name])
+    entry = _document()["gpus"][name]
+    return Gpu(name=name, **entry | {"kind": _document()["kinds"][entry["kind"]]})
 
 
 def _plain(name: str) -> str:

@@ -53,6 +53,13 @@ Device = Annotated[
 GpuMemory = Annotated[
     str | None, typer.Option(metavar="SIZE", help="The card's used + free in nvidia-smi, such as 45416MiB.")
 ]
+Reserve = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        help="GPU memory to keep free, 1GiB or 0; if left out 512MiB for a display, 0 for data-centre GPUs.",
+    ),
+]
 Gpus = Annotated[int | None, typer.Option(metavar="N", help="Cards in all; 1 if left out.")]
 GpusPerNode = Annotated[int | None, typer.Option(metavar="N", help="Cards in a machine; 8 if left out.")]
 Network = Annotated[
@@ -60,7 +67,9 @@ Network = Annotated[
 ]
 HostMemory = Annotated[
     str | None,
-    typer.Option(metavar="SIZE", help="Of one machine: 128GiB; this one's for --gpu auto, else 64 GiB a card."),
+    typer.Option(
+        metavar="SIZE", help="Of one machine: 128GiB; this one's for --gpu auto, else assumed by the kind of GPU."
+    ),
 ]
 Resolutions = Annotated[
     list[str] | None,
@@ -106,5 +115,8 @@ EmaWidths = Annotated[
 Lora = Annotated[int | None, typer.Option(metavar="RANK", help="Train adapters of this rank.")]
 Features = Annotated[
     str | None, typer.Option(metavar="WHEN", help="cached (if left out), or online: encode while training.")
+]
+FromScratch = Annotated[
+    bool | None, typer.Option("--from-scratch", help="Train from random weights: run.yaml names none to start from.")
 ]
 Full = Annotated[bool | None, typer.Option("--full", help="Train all weights: propose no adapters instead.")]

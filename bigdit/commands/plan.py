@@ -19,6 +19,7 @@ from bigdit.commands.options import (
     Epochs,
     Features,
     Frames,
+    FromScratch,
     Full,
     GlobalBatch,
     Gpu,
@@ -35,6 +36,7 @@ from bigdit.commands.options import (
     Precision,
     Price,
     Receipts,
+    Reserve,
     Resolutions,
     Set,
 )
@@ -56,6 +58,7 @@ def run(
     ] = None,
     overrides: Set = [],  # noqa: B006  # typer reads the default; it is not changed
     gpu_memory: GpuMemory = None,
+    reserve: Reserve = None,
     gpus: Gpus = None,
     gpus_per_node: GpusPerNode = None,
     network: Network = None,
@@ -80,6 +83,7 @@ def run(
     lora: Lora = None,
     features: Features = None,
     full: Full = None,
+    from_scratch: FromScratch = None,
     explain: Annotated[
         bool, typer.Option("--explain", help="Show the way from the setting that people copy to the recommended one.")
     ] = False,
@@ -103,6 +107,7 @@ def run(
     of_cards: dict[str, Any] = {
         "gpu": gpu,
         "gpu_memory": gpu_memory,
+        "reserve": reserve,
         "gpus": gpus,
         "gpus_per_node": gpus_per_node,
         "network": network,
@@ -130,6 +135,7 @@ def run(
         "lora": lora,
         "features": features,
         "full": full,
+        "from_scratch": from_scratch,
     }
     if config is None:
         if overrides:

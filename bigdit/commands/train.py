@@ -44,10 +44,11 @@ def run(
     first = stages[0].run
     prepared = prepare_stages(stages, first.engine.processes)
     if not dry_run:
+        on_host = max((stage.plan.expected.host_bytes or 0 for stage in stages if stage.plan is not None), default=0)
+        _check_host(on_host)
         check_stores(stages)
         with leaving_a_page(first.output):
-            on_host = [stage.plan.expected.host_bytes or 0 for stage in stages if stage.plan is not None]
-            return launch(first, config, overrides, plan, max(on_host, default=0))
+            return launch(first, config, overrides, plan, on_host)
     for stage in stages:
         for line in stage.plan_notices(revision()):
             log.notice(f"note: {line}")
@@ -77,6 +78,18 @@ def run(
     ]
     log.emit_json(documents[0] if len(documents) == 1 else {"stages": documents})
     return 0
+
+
+def _check_host(needed: int) -> None:
+    from bigdit.errors import UserError
+    from bigdit.machine import memory_bytes
+    from bigdit.units import GIB, gib
+
+    if needed > (own := memory_bytes()):
+        raise UserError(
+            f"the plan needs {gib(needed)} of host memory (expected.host_bytes), and this machine has {gib(own)}; plan "
+            f"with --host-memory {own // GIB}GiB"
+        )
 
 
 def _check_one_machine(plan: PlanFile) -> None:

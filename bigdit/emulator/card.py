@@ -39,7 +39,7 @@ def settings(gpu: Gpu, cards: int, state: str | None = None, *, values: bool = T
         "shared_optin": has.shared_optin_bytes,
         "l2": int((gpu.l2_mib or _L2_MIB) * MIB),
         "total": gpu.total_bytes,
-        "usable": gpu.usable_bytes,
+        "usable": gpu.told_bytes,
         "context": cuda_context(gpu.compute_capability, gpu.multiprocessors).high_bytes,
         "nccl": nccl_buffers(gpu.compute_capability, max(cards, 2)).high_bytes,
         "values": VALUES_BYTES if values else 0,

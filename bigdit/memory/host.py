@@ -11,14 +11,20 @@ from bigdit.spec import Strict
 
 
 class HostMemory(Strict):
-    """What one process takes of its host, tensors alone: `peak_bytes` of pageable and page-locked memory together.
+    """What one process takes of its host, tensors alone: `peak_bytes` of pageable and page-locked memory together,
+    and `steps_bytes` of them once it has started.
 
     `page_locked_bytes` is what the pinned allocator has taken in the end, its free blocks included: locked memory
     is the process's until it ends, and counts against the machine's limit on it.
     """
 
     peak_bytes: NonNegativeInt
+    steps_bytes: NonNegativeInt
     page_locked_bytes: NonNegativeInt
+
+    def saving(self, checkpoint_bytes: int) -> tuple[int, int]:
+        """The peak as it starts or steps, and the one as it saves a copy of so many bytes between steps: never both."""
+        return self.peak_bytes, self.steps_bytes + checkpoint_bytes
 
 
 def pinned_bytes(nbytes: int) -> int:
@@ -37,8 +43,9 @@ def host_memory(timeline: Timeline) -> HostMemory:
     the real allocator waits for that and may take another one.
     """
     free: Counter[int] = Counter()
-    pageable = locked = peak = 0
-    for event in timeline.events:
+    started = max((span.stop for span in timeline.spans if span.phase == "init"), default=0)
+    pageable = locked = peak = steps = 0
+    for at, event in enumerate(timeline.events, 1):
         block = timeline.blocks[abs(event) - 1]
         size = pinned_bytes(block.nbytes)
         if not block.pinned:
@@ -50,4 +57,6 @@ def host_memory(timeline: Timeline) -> HostMemory:
         else:
             locked += size
         peak = max(peak, pageable + locked)
-    return HostMemory(peak_bytes=peak, page_locked_bytes=locked)
+        if at >= started:
+            steps = max(steps, pageable + locked)
+    return HostMemory(peak_bytes=peak, steps_bytes=steps, page_locked_bytes=locked)

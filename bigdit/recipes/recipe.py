@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import statistics
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -124,14 +125,14 @@ class Recipe:
     @property
     def weights(self) -> str:
         """The folder that its run expects the repository in."""
-        return f"models/{self.about.repository.rpartition('/')[2]}"
+        return weights_folder(self.about.repository)
 
     @property
     def commands(self) -> list[str]:
         """From download to samples, in order."""
         file = f"{self.name}.yaml"
         return [
-            f"hf download {self.about.repository} --local-dir {self.weights}",
+            download(self.about.repository),
             f"bigdit recipe copy {self.name}",
             f"bigdit extract --config {file}",
             f"PYTORCH_ALLOC_CONF=expandable_segments:True bigdit train --config {file}",
@@ -143,6 +144,39 @@ class Recipe:
         output = self.run["output"]
         asked = '--caption "a fox in the snow"' if "text" in self.run["encoders"] else "--label 0"
         return f"bigdit sample --checkpoint {output} --out {output}/samples {asked}"
+
+
+class Beginning(Strict):
+    """How long a run goes and how fast it learns, where nobody says."""
+
+    steps: PositiveInt
+    warmup_steps: NonNegativeInt
+    lr: float
+
+
+def weights_folder(repository: str) -> str:
+    """Where runs expect a repository of the hub."""
+    return f"models/{repository.rpartition('/')[2]}"
+
+
+def download(repository: str) -> str:
+    """The command that puts it there."""
+    return f"hf download {repository} --local-dir {weights_folder(repository)}"
+
+
+@cache
+def beginning(model: str, *, lora: bool) -> Beginning:
+    """As the model's own recipe has it, with LoRA or without; else as most recipes of that kind do."""
+    found = []
+    for each in map(recipe, names()):
+        train = each.run["train"]
+        if each.stages == 1 and ("lora" in train) == lora:
+            lr = float(each.run["optimizer"]["lr"])
+            start = Beginning(steps=train["steps"], warmup_steps=train["warmup_steps"], lr=lr)
+            if each.about.model == model:
+                return start
+            found.append(start.model_dump_json())
+    return Beginning.model_validate_json(statistics.mode(found))
 
 
 def names() -> list[str]:

@@ -46,7 +46,7 @@ def device_bytes(gpu: Gpu, strategy: Strategy) -> int | None:
 
     None for all others, whose rehearsals are then those of every card of as many multiprocessors that computes as it.
     """
-    return gpu.usable_bytes if strategy.zero_stage in (1, 2) else None
+    return gpu.told_bytes if strategy.zero_stage in (1, 2) else None
 
 
 def model_problems(model: CatalogModel) -> list[str]:

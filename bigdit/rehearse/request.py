@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from bigdit.catalog.encoders import OnlineEncoders
-from bigdit.catalog.families import objective_of
+from bigdit.catalog.families import family_objective
 from bigdit.memory import Ledger, Timeline
 from bigdit.objective_spec import ObjectiveSpec
 from bigdit.spec import BatchShape, ModelSpec, Strategy, Strict
@@ -22,7 +22,7 @@ A100_MULTIPROCESSORS = 108
 
 
 def _own(given: dict[str, Any]) -> ObjectiveSpec:
-    return objective_of(given["model"], None)
+    return family_objective(given["model"])
 
 
 class RehearsalRequest(Strict):

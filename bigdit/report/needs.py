@@ -6,6 +6,7 @@ from bigdit.report.words import between, gibs, number, samples, size, span
 from bigdit.search.plan import Plan
 from bigdit.speed.interval import Interval
 from bigdit.speed.launches import Handed
+from bigdit.units import gib
 
 LEAST = 0.001
 """A share of the step: a part below it tells nothing, and would be `8.3e-05–0.00035 s`."""
@@ -57,11 +58,13 @@ def _launches(handed: Handed, waits: Interval | None) -> str:
 def needs(plan: Plan, *, notes: bool = True) -> dict[str, str]:
     """What the host holds, and what the encoded data set takes of a disk and of time; `notes` say how that is known."""
     host, data, node = plan.host, plan.dataset, plan.host.node_bytes
-    drawn = f"{size(host.samples_bytes, node)} to draw samples (text encoder, VAE); " if host.samples_bytes else ""
+    drawn = f"; {size(host.samples_bytes, node)} to draw samples (text encoder, VAE)" if host.samples_bytes else ""
+    assumed = f" ({gib(plan.question.host_memory_bytes)} assumed)" if plan.question.host_assumed else ""
     found = {
-        "host RAM": f"{size(host.process_bytes, node)} of tensors a process ({size(host.page_locked_bytes, node)} "
-        f"page-locked), {size(host.checkpoint_bytes, node)} more while it saves; {drawn}"
-        f"{size(node)} a machine of {host.processes_per_node} process{_s(host.processes_per_node, 'es')}"
+        "host RAM": f"{size(node)} a machine of {host.processes_per_node} process{_s(host.processes_per_node, 'es')}"
+        f"{assumed}; tensors of each: {size(host.process_bytes, node)} at most, {size(host.steps_bytes, node)} in "
+        f"steps ({size(host.page_locked_bytes, node)} page-locked), {size(host.checkpoint_bytes, node)} more to save"
+        f"{drawn}"
     }
     if data is not None:
         each = max(data.latent_bytes, data.padded_text_bytes)

@@ -86,7 +86,8 @@ def _headline(plan: Plan) -> RenderableType:
     )
     head.add_row("")
     head.add_row(Text.assemble((plan.verdict, _STYLES[plan.verdict]), f"{words.numerics(plan)}: {words.verdict(plan)}"))
-    head.add_row(Text(words.band(plan)))
+    for line in (*words.host(plan), words.band(plan)):
+        head.add_row(Text(line))
     return head
 
 

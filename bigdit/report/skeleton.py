@@ -9,22 +9,26 @@ import yaml
 
 from bigdit.catalog import CatalogModel
 from bigdit.catalog.encoders import caption_tokens, online_encoders
+from bigdit.catalog.families import PUBLISHED, objective_of
 from bigdit.catalog.first_frame import takes_first_frame
+from bigdit.catalog.gated import before_download
 from bigdit.catalog.models import TextInput, models, repositories
 from bigdit.catalog.pipeline import CONFIG
 from bigdit.catalog.resolve import TRANSFORMER
 from bigdit.config.encoders import VaeCodec
+from bigdit.objective_spec import FlowMatchingSpec
+from bigdit.recipes.recipe import Beginning, beginning, download, weights_folder
 from bigdit.search.needs.parts import PART_SIZE, part_size
 from bigdit.search.plan import Plan
 
 _HEAD = """\
 # A run by the plan beside this file, which decides how the step is run: engine, micro-batch, precision and the like.
-# The folders are to be filled in. What else may be said here: model.init_from (weights to start from), train.seed,
-# train.checkpoint_every, optimizer.betas, data.caption_dropout; bigdit/config/ has all keys.
+# The folders are to be filled in. What else may be said here: train.seed, train.checkpoint_every, optimizer.betas,
+# data.caption_dropout; bigdit/config/ has all keys.
 """
 RUN = "run.yaml"
-_STEPS, _WARMUP = 100_000, 1000
-"""Of a run, where no pictures were counted; of its warm-up, but a tenth of the steps at the most."""
+_FROM_SCRATCH = Beginning(steps=100_000, warmup_steps=1000, lr=1e-4)
+"""Of a run from random weights, where no pictures were counted; the warm-up is a tenth of the steps at the most."""
 _OTHER_TEXT = "`bigdit extract` does not encode text as {} is fed it ({}): its features come from elsewhere."
 _VAES = get_args(VaeCodec.model_fields["class_name"].annotation)
 FOLDER = "path/to"
@@ -42,13 +46,14 @@ def skeleton(plan: Plan) -> str | None:
     online = plan.chosen.strategy.features == "online"  # of one bucket
     sizes = dict.fromkeys((question.resolution, *(() if online else fitting)))
     vae_dtype, text_dtype = _dtypes(plan) if online else ({}, {})
-    spec, steps = model.spec, plan.run.steps if plan.run else _STEPS
+    spec, weights, start = model.spec, _weights(plan), _beginning(plan)
+    steps = plan.run.steps if plan.run else start.steps
     known = model.params is not None  # of the catalogue; a user's own model is written out
-    named = f"{FOLDER}/{_named(model)}"
+    named = _folder(model)
     pipeline, vae = model.pipeline or named, named if model.pipeline is None or _vae_lent(model) else model.pipeline
     run = {
         "model": ({"name": model.name} if known else {"class_name": spec.class_name, "kwargs": spec.kwargs})
-        | ({} if plan.chosen.strategy.lora is None else {"init_from": f"{pipeline}/{TRANSFORMER}"}),
+        | ({} if weights is None else {"init_from": weights}),
         "data": {
             "images": f"{FOLDER}/pictures" if model.text else {"path": f"{FOLDER}/pictures", "label": "folder"},
             "features": "online" if online else f"{FOLDER}/features",
@@ -61,17 +66,42 @@ def skeleton(plan: Plan) -> str | None:
             **({} if model.text is None else {"text": _text(pipeline, model.text) | text_dtype}),
             **_first_frame(pipeline, model),
         },
-        "optimizer": {"lr": plan.chosen.strategy.optimizer.lr},
+        "objective": _objective(model),
+        "optimizer": {"lr": start.lr},
         "train": {
             "steps": steps,
             "micro_batch_size": size,
-            "warmup_steps": min(_WARMUP, steps // 10),
+            "warmup_steps": min(start.warmup_steps, steps // 10),
             "lr_schedule": "constant",
         },
         "output": f"{FOLDER}/run",
     }
     text = yaml.safe_dump(run, sort_keys=False, default_flow_style=None, width=100)
     return _HEAD + "".join(f"# {note}\n" for note in _notes(plan)) + text
+
+
+def _weights(plan: Plan) -> str | None:
+    """What the run starts from: the model's published weights, or those in a user's folder; None for random ones."""
+    model = plan.question.model
+    known = model.pipeline is not None or repositories(model.name)
+    if plan.question.from_scratch or not (known or plan.chosen.strategy.lora):
+        return None
+    return f"{model.pipeline or _folder(model)}/{TRANSFORMER}"
+
+
+def _beginning(plan: Plan) -> Beginning:
+    if _weights(plan) is None:
+        return _FROM_SCRATCH
+    return beginning(plan.question.model.name, lora=plan.chosen.strategy.lora is not None)
+
+
+def _objective(model: CatalogModel) -> dict[str, Any]:
+    """The model's own; of flow matching how t is drawn and shifted."""
+    own = objective_of(model.spec, None)
+    said = own.model_dump(mode="json", exclude_defaults=True)
+    if isinstance(own, FlowMatchingSpec):
+        said = own.model_dump(mode="json", include={"t_distribution", "shift"})
+    return {"name": own.name, **said}
 
 
 def _dtypes(plan: Plan) -> tuple[dict[str, str], dict[str, str]]:
@@ -108,12 +138,15 @@ def _first_frame(pipeline: str, model: CatalogModel) -> dict[str, Any]:
     return {"first_frame": {} if model.spec.kwargs.get("image_dim") is None else {"pipeline": pipeline}}
 
 
-def _named(model: CatalogModel) -> str:
-    """What the folder with the encoders is called: as its repository on the hub, or as the pipeline of its class where
-    the catalogue's encoders of that class are alike, and the model's."""
+def _folder(model: CatalogModel) -> str:
+    """The folder of weights and encoders: that of its repository on the hub, or one to be filled in."""
     known = repositories(model.name)
-    if known:
-        return known[0].split("/")[1]
+    return weights_folder(known[0]) if known else f"{FOLDER}/{_named(model)}"
+
+
+def _named(model: CatalogModel) -> str:
+    """What a folder with encoders is called: as the pipeline of its class where the catalogue's encoders of that class
+    are alike, and the model's."""
     vaes = {each.vae.name for each in models() if each.spec.class_name == model.spec.class_name}
     return model.text_pipeline or "pipeline" if _usual(model) and len(vaes) == 1 else "pipeline"
 
@@ -121,10 +154,18 @@ def _named(model: CatalogModel) -> str:
 def _notes(plan: Plan) -> list[str]:
     """What is to be known of the encoders' folders, a line each."""
     model = plan.question.model
-    notes = []
+    known, notes = repositories(model.name), []
+    if known:
+        gate = before_download(known[0])
+        notes += [f"{download(known[0])}{f' # {gate}' if gate else ''}"]
+    if _weights(plan) is None:
+        why = "" if plan.question.from_scratch else ": no published ones are known; model.init_from names others"
+        notes.append(f"It starts from random weights{why}.")
+    elif isinstance(objective_of(model.spec, None), FlowMatchingSpec) and model.name not in PUBLISHED:
+        notes.append(f"The shift that {model.name} was trained with is not known here: objective.shift is 1.")
     if model.text is not None and not model.extractable:
         notes.append(_OTHER_TEXT.format(model.spec.class_name, model.text.encoder))
-    if model.unverified and not repositories(model.name):
+    if model.unverified and not known:
         notes.append(f"Not verified of {model.name}: {model.unverified}.")
     if _vae_lent(model):
         notes.append(

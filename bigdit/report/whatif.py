@@ -97,6 +97,7 @@ def _setting(setting: Setting, question: Question, chosen: Collection[str]) -> d
         "beside": setting.beside.high_bytes,
         "rooms": [room.model_dump(mode="json") for room in setting.rooms],
         "hostMemory": question.host_memory_bytes,
+        "hostAssumed": question.host_assumed,
     }
 
 

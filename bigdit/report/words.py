@@ -255,6 +255,7 @@ def verdict(plan: Plan) -> str:
     """What is wanted of what there is, and what that leaves."""
     chosen, usable = plan.chosen, plan.question.gpu.usable_bytes
     wants = f"wants {gibs(chosen.process.low_bytes, chosen.process.high_bytes)} of {gib(usable)} usable"
+    wants += reserved(plan)
     if plan.verdict == "TIGHT":
         least = chosen.process.low_bytes
         when = "it fits at the lower end" if least <= usable else "torch must empty its caches to come through"
@@ -267,14 +268,32 @@ def verdict(plan: Plan) -> str:
     return f"wants {host}; of the card it {wants}"
 
 
+def reserved(plan: Plan) -> str:
+    """What of the card stays free, where anything does."""
+    gpu = plan.question.gpu
+    what = " for the display" if gpu == gpu.reserving() else ""
+    return f" ({gib(gpu.reserved_bytes)} reserved{what})" if gpu.reserved_bytes else ""
+
+
+def host(plan: Plan) -> list[str]:
+    """A line where the machine that is assumed has less memory than the plan needs."""
+    needed, assumed = plan.chosen.host_bytes, plan.question.host_memory_bytes
+    if not plan.question.host_assumed or needed <= assumed:
+        return []
+    return [
+        f"host RAM: {gib(needed)} needed a machine, more than the {gib(assumed)} that are assumed; --host-memory says "
+        "how much there is"
+    ]
+
+
 def numerics(plan: Plan) -> str:
     """What a plan says first where it is lossy, and nobody asked for that."""
     pins = plan.question.pins
     asked = (pins.optimizer, pins.precision) != (None, None) or pins.lora_rank is not None
     if plan.chosen.lossless or asked:
         return ""
-    host = gib(plan.question.host_memory_bytes)
-    return f" with a lossy optimizer, since nothing lossless does with {host} of host memory (--host-memory)"
+    memory = f"{gib(plan.question.host_memory_bytes)} of {'assumed ' * plan.question.host_assumed}host memory"
+    return f" with a lossy optimizer, since nothing lossless does with {memory} (--host-memory)"
 
 
 def how(plan: Plan) -> str:

@@ -112,6 +112,7 @@ def _plan(pool: Pool, question: Question, evidence: Evidence, device: Device) ->
         )
 
     found = search(pool, sample, question, evidence, device, ahead)
+    asked, question = question, found.question
     chosen = found.best[0]
     known = [confirmed(question, each, evidence) for each in found.best]
     option, answer = chosen.candidate.option, chosen.answer
@@ -122,7 +123,7 @@ def _plan(pool: Pool, question: Question, evidence: Evidence, device: Device) ->
     steps, notices = _explained(pool, sample, question, evidence, chosen, device)
     buckets: tuple[BucketLimit, ...] = ()
     ran: Runs = {}
-    if chosen.host.node_bytes <= question.host_memory_bytes:  # else no micro-batch fits
+    if not question.short_of_host(chosen.host.node_bytes):  # else no micro-batch fits
         if known[0].title not in limits:
             ahead(chosen.candidate)
         buckets = bucket_limits(pool, sample, question, chosen.candidate, room, limits[known[0].title])
@@ -130,7 +131,7 @@ def _plan(pool: Pool, question: Question, evidence: Evidence, device: Device) ->
     build = device.build if chosen.ran else None
     every = [*found.options, *averages(pool, sample, question, found.options, option)]
     return Plan(
-        question=question,
+        question=asked,
         params=answer.params,
         batch=batch,
         verdict=chosen.verdict,

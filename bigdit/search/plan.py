@@ -236,5 +236,5 @@ class Plan(Strict):
 
     @property
     def short_of_host(self) -> bool:
-        """Whether a machine has too little memory beside its cards."""
-        return self.chosen.host_bytes > self.question.host_memory_bytes
+        """Whether a machine that is known has too little memory beside its cards."""
+        return self.question.short_of_host(self.chosen.host_bytes)

@@ -34,9 +34,6 @@ Device = Literal["emulated", "rehearsed"]
 LARGEST_MICRO_BATCH = 512
 """Where the search for micro-batches ends."""
 
-HOST_MEMORY_BYTES = 64 * GIB
-"""Of a machine that is not known, for each of its cards: what is rented beside one card has about as much, or more."""
-
 
 class Pins(Strict):
     """What the user has fixed; None leaves it to the search. `full`: no adapters are proposed in its place."""
@@ -56,19 +53,22 @@ class Pins(Strict):
 class Question(Strict):
     """One question to the planner, checked as a whole.
 
-    `host_memory_bytes` are those of one machine. `resolution` is (height, width) in pixels, `frames` of a video;
+    `host_memory_bytes` are those of one machine, which are no verdict where they are only assumed (`host_assumed`): the
+    search prefers what they hold. `resolution` is (height, width) in pixels, `frames` of a video;
     `buckets` are further sizes whose largest micro-batch is wanted. `images` of the data set are encoded, and all but
     those `held_out` seen `epochs` times; `samples`: what the run loads on the host to draw pictures on the way, None
     where it draws none. `device`: where strategies are tried, on emulated cards of that kind or in rehearsals alone;
     `no_cards`: why there are no emulated cards where nobody asked to do without.
     `price` is of one card for an hour, in the user's currency. `receipts`: a folder of measured runs, whose speeds
     count for the same card. `explain`: the way from the setting that people copy to the recommended one is wanted too.
+    `from_scratch`: training starts from random weights.
     """
 
     model: CatalogModel
     gpu: Gpu
     cluster: Cluster = Cluster()
-    host_memory_bytes: Count = HOST_MEMORY_BYTES
+    host_memory_bytes: Count = 64 * GIB
+    host_assumed: Switch = False
     resolution: tuple[Side, Side]
     frames: Count | None = None
     buckets: tuple[tuple[Side, Side], ...] = ()
@@ -80,6 +80,7 @@ class Question(Strict):
     price: Positive | None = None
     receipts: Path | None = None
     pins: Pins = Pins()
+    from_scratch: Switch = False
     explain: Switch = False
     device: Device = "rehearsed"
     no_cards: str | None = None
@@ -87,11 +88,15 @@ class Question(Strict):
     def over(self, cluster: Cluster) -> Question:
         """The same, over other cards: a machine that nobody described has more memory where it has more of them."""
         update: dict[str, object] = {"cluster": cluster, "global_batch_size": None}
-        if self.host_memory_bytes == usual_host_bytes(self.cluster):
-            update["host_memory_bytes"] = usual_host_bytes(cluster)
+        if self.host_assumed:
+            update["host_memory_bytes"] = usual_host_bytes(self.gpu, cluster)
         return self.model_copy(update=update)
 
+    def short_of_host(self, nbytes: int) -> bool:
+        """Whether a machine that is known has less memory than that."""
+        return nbytes > self.host_memory_bytes and not self.host_assumed
 
-def usual_host_bytes(cluster: Cluster) -> int:
+
+def usual_host_bytes(gpu: Gpu, cluster: Cluster) -> int:
     """The memory of a machine of which nothing is said."""
-    return HOST_MEMORY_BYTES * cluster.processes_per_node
+    return gpu.host_bytes * cluster.processes_per_node

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from bigdit import checkpoint
 from bigdit.catalog.families import objective_of
+from bigdit.catalog.models import repositories
 from bigdit.checkpoint import Checkpoint
 from bigdit.loader.order import Order
 from bigdit.loader.raw_store import RawStore
@@ -67,11 +68,22 @@ def foreseen(stages: Sequence[Prepared]) -> list[str]:
     return [*start.notices, *(f"note: {line}" for line in notices)]
 
 
+def _random_weights(first: Prepared) -> list[str]:
+    """A line where the weights are drawn of a model whose weights are published."""
+    known = repositories(first.spec.name)
+    if first.stage.run.model.init_from is not None or not known:
+        return []
+    return [
+        f"note: {first.spec.name} starts from random weights; model.init_from: FOLDER starts from published ones, such "
+        f"as those of {known[0]}"
+    ]
+
+
 def start_of(stages: Sequence[Prepared]) -> Start:
     """Where training begins. Raises UserError where it cannot go on from the checkpoint that is there."""
     found, notices = checkpoint.latest(stages[0].stage.run.output)
     if found is None:
-        return Start(stages, None, stages[0], tuple(notices))
+        return Start(stages, None, stages[0], (*notices, *_random_weights(stages[0])))
     reached, last = stage_at(stages, found.step), stage_at(stages, max(found.step - 1, 0))
     check_border(found.state["data"], found.folder, last.stage.start, found.step)
     checkpoint.check_resumable(found, reached.spec, reached.strategy)

@@ -225,7 +225,7 @@ def test_what_a_run_holds_out_and_draws_is_in_its_plan(tmp_path):
     assert (found["question"]["epochs"], found["run"]["steps"], found["dataset"]["images"]) == (0.1, 20, 1000)
     host = found["host"]
     assert host["samples_bytes"] == (3 * 2 + 2 * 4) * 2**20
-    held = host["process_bytes"] + host["checkpoint_bytes"]
+    held = max(host["process_bytes"], host["steps_bytes"] + host["checkpoint_bytes"])
     assert host["node_bytes"] == found["chosen"]["host_bytes"] == held + LIBRARIES_BYTES + host["samples_bytes"]
     text = " ".join(bigdit("plan", *asked).stdout.split())
     assert "800 images (200 held out) × 0.1 epochs, 20 steps" in text

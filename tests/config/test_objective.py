@@ -4,11 +4,11 @@ import pytest
 from commands import DIGITS
 
 from bigdit.catalog import model, models
-from bigdit.catalog.families import FAMILIES, objective_of
+from bigdit.catalog.families import FAMILIES, PUBLISHED, objective_of
 from bigdit.catalog.resolve import model_spec
 from bigdit.config import check, load_run
 from bigdit.errors import UserError
-from bigdit.objective_spec import DdpmSpec, FlowMatchingSpec
+from bigdit.objective_spec import DdpmSpec, ExponentialShift, FlowMatchingSpec
 from bigdit.rehearse import RehearsalRequest
 from bigdit.spec import BatchShape, Strategy
 
@@ -34,6 +34,9 @@ def test_models_are_trained_as_their_authors_did():
     assert {(each.prediction, each.betas, each.beta_start) for each in hunyuan} == {("v", "scaled_linear", 0.00085)}
     assert [each.beta_end for each in hunyuan] == [0.018, 0.03]
     assert own["HunyuanDiT2DModel"] == hunyuan[1]  # its class takes a style where nothing is said
+    shifted = {name: objective_of(model(name).spec, None).shift for name in ("sd3.5-large", "flux.1-dev", "lumina-2")}
+    assert shifted == {"sd3.5-large": 3.0, "flux.1-dev": ExponentialShift(), "lumina-2": 1.0}
+    assert PUBLISHED.keys() <= {each.name for each in models.models()}
     asked = FlowMatchingSpec(shift=2.0)
     assert objective_of(model_spec_of("PaperDiT"), asked) is asked
 

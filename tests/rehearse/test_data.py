@@ -152,7 +152,7 @@ def test_a_freed_pinned_block_stays_and_serves_its_own_size_again() -> None:
     pageable = Block(100, "input", "")
     timeline = Timeline((*pinned, pageable), (1, -1, 2, 3, -2, 4, 5, -5), (Span("init", 0, 8),))
     # 8 for the first, reused by the second and, after its end, by the fourth; 16 for the third.
-    assert host_memory(timeline) == HostMemory(peak_bytes=8 + 16 + 100, page_locked_bytes=8 + 16)
+    assert host_memory(timeline) == HostMemory(peak_bytes=8 + 16 + 100, steps_bytes=8 + 16, page_locked_bytes=8 + 16)
     assert pinned_bytes(0) == 0
 
 

@@ -9,12 +9,15 @@ from commands import bigdit
 from pipeline_folders import changed, pipeline_folder
 
 from bigdit.catalog import batch_shape, model, user_model
+from bigdit.catalog.families import objective_of
 from bigdit.config import load_run
 from bigdit.config.deepspeed import complete_ds_config, ds_values
 from bigdit.config.plan_file import read_plan_file
 from bigdit.config.planned import planned_strategy
 from bigdit.config.stages import load_stages
 from bigdit.errors import UserError
+from bigdit.objective_spec import learned
+from bigdit.recipes.recipe import names, recipe
 from bigdit.report.commands import commands
 from bigdit.report.folder import OURS, write_plan
 from bigdit.report.skeleton import skeleton
@@ -79,13 +82,57 @@ def test_the_skeleton_runs_by_its_plan(make, tmp_path):
     recorded = read_plan_file(folder)
     run = load_stages(folder / "run.yaml", [], recorded, folder)[0].run
     strategy = planned_strategy(run, recorded, plan.chosen.strategy.world_size)
-    assert strategy == plan.chosen.strategy
+    learning = plan.chosen.strategy.optimizer.model_copy(update={"lr": run.optimizer.lr})  # which is the run's own
+    assert strategy == plan.chosen.strategy.model_copy(update={"optimizer": learning})
     assert run.train.steps == plan.run.steps
-    assert run.train.warmup_steps == min(1000, run.train.steps // 10)
     assert run.data.buckets == ((1024, 1024), (832, 1248), (512, 512))
-    done = bigdit("train", "--plan", folder, "--config", folder / "run.yaml", "--dry-run")
+    by_plan = ("train", "--plan", folder, "--config", folder / "run.yaml", "--dry-run")
+    done = bigdit(*by_plan, "--set", "model.init_from=null")
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["strategy"] == plan.chosen.strategy.model_dump(mode="json")
+    assert json.loads(done.stdout)["strategy"] == strategy.model_dump(mode="json")
+    assert "note: sana-1600m-1024 starts from random weights; model.init_from: FOLDER starts from" in done.stderr
+    missing = bigdit(*by_plan)
+    assert missing.returncode == 1
+    assert "model.init_from: models/Sana_1600M_1024px_diffusers/transformer does not hold" in missing.stderr
+
+
+@pytest.mark.parametrize("name", [name for name in names() if recipe(name).stages == 1])
+def test_a_run_starts_as_the_recipe_of_its_model_does(made, tmp_path, monkeypatch, name):
+    """From its weights, by its objective, as long and as fast as runs of its kind."""
+    found = recipe(name)
+    for file, text in found.files.items():
+        (tmp_path / file).write_text(text)
+    lora = LoraSpec(rank=16) if "lora" in found.run["train"] else None
+    strategy = made.chosen.strategy.model_copy(update={"lora": lora})
+    asked = model(found.about.model)
+    plan = of_model(made, asked).model_copy(
+        update={"run": None, "chosen": made.chosen.model_copy(update={"strategy": strategy})}
+    )
+    plan = plan.model_copy(update={"batch": batch_shape(asked)})
+    text = skeleton(plan)
+    (tmp_path / "own.yaml").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    own, known = (load_run(tmp_path / file) for file in ("own.yaml", f"{name}.yaml"))
+    assert own.model == known.model
+    assert own.encoders.image.path == known.encoders.image.path
+    mine, theirs = (objective_of(asked.spec, run.objective) for run in (own, known))
+    assert own.objective == mine
+    assert learned(mine) == learned(theirs)
+    assert getattr(mine, "shift", None) == getattr(theirs, "shift", None)
+    assert own.optimizer.lr == known.optimizer.lr
+    assert (own.train.steps, own.train.warmup_steps) == (known.train.steps, known.train.warmup_steps)
+    assert f" --local-dir {found.weights}\n" in text.replace(" # accept", "\n")
+
+
+@pytest.mark.parametrize(("name", "scratch"), [("flux.1-dev", True), ("dit-s-8", False)])
+def test_random_weights_are_asked_for_or_all_that_there_is(made, name, scratch):
+    plan = of_model(made, model(name)).model_copy(update={"run": None})
+    plan = plan.model_copy(update={"question": plan.question.model_copy(update={"from_scratch": scratch})})
+    run = yaml.safe_load(skeleton(plan))
+    assert "init_from" not in run["model"]
+    assert (run["train"]["steps"], run["train"]["warmup_steps"], run["optimizer"]["lr"]) == (100_000, 1000, 1e-4)
+    assert "# It starts from random weights" in skeleton(plan)
+    assert ("no published ones are known" in skeleton(plan)) is not scratch
 
 
 def test_a_short_run_leaves_its_warm_up(made):
@@ -153,12 +200,11 @@ def test_a_model_of_several_texts_is_run_by_its_pipeline(made, tmp_path, name, v
     assert run.data.part_size == 256
 
 
-def test_adapters_are_told_where_the_weights_are_that_they_adapt(made):
+def test_it_is_told_where_the_weights_are_that_it_starts_from(made):
     strategy = made.chosen.strategy.model_copy(update={"lora": LoraSpec(rank=16)})
     adapted = made.model_copy(update={"chosen": made.chosen.model_copy(update={"strategy": strategy})})
-    run, own = (yaml.safe_load(skeleton(plan)) for plan in (adapted, made))
-    assert run["model"]["init_from"] == run["encoders"]["image"]["path"].replace("/vae", "/transformer")
-    assert "init_from" not in own["model"]
+    for run in (yaml.safe_load(skeleton(plan)) for plan in (adapted, made)):
+        assert run["model"]["init_from"] == run["encoders"]["image"]["path"].replace("/vae", "/transformer")
 
 
 def test_large_samples_are_written_in_small_parts(made, tmp_path):
@@ -172,7 +218,7 @@ def test_text_that_is_encoded_elsewhere_is_told_of_the_model_it_is_of(made, tmp_
     other = known.model_copy(update={"text": known.text.model_copy(update={"dim": 4096})})
     klein, unknown = (of_model(made, each) for each in (known, other))
     assert "does not encode text" not in skeleton(klein)
-    assert yaml.safe_load(skeleton(klein))["encoders"]["text"]["pipeline"] == "path/to/FLUX.2-klein-4B"
+    assert yaml.safe_load(skeleton(klein))["encoders"]["text"]["pipeline"] == "models/FLUX.2-klein-4B"
     assert commands(klein, tmp_path)[0].words[:2] == ("bigdit", "extract")
     assert "`bigdit extract` does not encode text as Flux2Transformer2DModel is fed it" in skeleton(unknown)
     assert commands(unknown, tmp_path)[0].words[:2] != ("bigdit", "extract")

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bigdit import catalog
 from bigdit.cli import main
 from bigdit.report import words
 from bigdit.report.needs import needs, speed
@@ -240,6 +241,26 @@ def test_a_host_that_is_too_small_is_in_the_verdict(made):
     assert f"{said}card it wants " in text
     assert "any size none fits: host RAM is short with any micro-batch" in text
     assert "--host-memory" not in plans.shown(made)
+    question = question.model_copy(update={"host_assumed": True})
+    assumed = made.model_copy(update={"question": question})
+    text = " ".join(plans.shown(assumed).split())
+    line = f"host RAM: {gib(made.host.node_bytes)} needed a machine, more than the 8.00 GiB that are assumed;"
+    assert f" GiB left {line} --host-memory says" in text
+    assert "FITS: wants" in text
+    assert f"<p>{line}" in page(assumed)
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("plan")
+def test_what_is_reserved_is_in_the_verdict(made):
+    """For what, where it is what is reserved of its kind."""
+    for gpu, said in (
+        (made.question.gpu.reserving(512 * MIB), "43.85 GiB usable (0.50 GiB reserved), "),
+        (catalog.gpu("rtx-a6000").reserving(), "46.89 GiB usable (0.50 GiB reserved for the display), "),
+        (made.question.gpu, "44.35 GiB usable, "),
+    ):
+        question = made.question.model_copy(update={"gpu": gpu})
+        assert f" of {said}" in " ".join(plans.shown(made.model_copy(update={"question": question})).split())
 
 
 @pytest.mark.slow

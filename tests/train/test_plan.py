@@ -118,6 +118,17 @@ def test_other_processes_are_refused_with_both_numbers(tmp_path):
     ]
 
 
+def test_a_machine_that_has_too_little_memory_for_the_plan_starts_nothing(tmp_path):
+    plan = PLANS["single"]
+    too_much = plan.expected.model_copy(update={"host_bytes": 2**50})
+    folder = write(plan.model_copy(update={"expected": too_much}), tmp_path / "plan")
+    done = bigdit("train", "--plan", folder, "--config", run_yaml(tmp_path))
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith(
+        "error: the plan needs 1048576.00 GiB of host memory (expected.host_bytes), and this machine has "
+    )
+
+
 def test_several_machines_need_their_launcher(tmp_path):
     plan = plan_of(Strategy(engine="fsdp2", world_size=16, gradient_clipping=1.0))
     done = bigdit("train", "--plan", write(plan, tmp_path / "plan"), "--config", run_yaml(tmp_path))

@@ -53,12 +53,17 @@ function ofGrid({ setting, room }) {
   return { setting, room, point, verdict, predicted: found === "predicted", how: given.found[found] };
 }
 
+// Host memory that is only assumed is no verdict.
+function shortOfHost(setting, point) {
+  return !setting.hostAssumed && point.host_bytes > setting.hostMemory;
+}
+
 // On the plan's own card as the plan has it; on another one by the same bytes, which nothing has run there.
 function judged(setting, point, room) {
   if (room === setting.rooms[0]) return { verdict: point.verdict, found: point.found };
   const { low_bytes: low, high_bytes: high } = point.process;
   const verdict = high <= room.usable_bytes ? "FITS" : low <= room.usable_bytes ? "TIGHT" : "DOES NOT FIT";
-  return { verdict: point.host_bytes <= setting.hostMemory ? verdict : "DOES NOT FIT", found: "predicted" };
+  return { verdict: shortOfHost(setting, point) ? "DOES NOT FIT" : verdict, found: "predicted" };
 }
 
 // The setting that has this choice and those before it, and of the others as many as there can be.
@@ -99,10 +104,9 @@ function showAsked({ setting, room }) {
 
 function showVerdict({ setting, point, room, verdict, predicted, how }) {
   const { process } = point;
-  const memory = setting.hostMemory;
   const left = room.usable_bytes - process.high_bytes;
-  const host = point.host_bytes > memory;
-  const short = `; ${gib(point.host_bytes)} of host memory a machine, of ${gib(memory)}`;
+  const host = shortOfHost(setting, point);
+  const short = `; ${gib(point.host_bytes)} of host memory a machine, of ${gib(setting.hostMemory)}`;
   const wants = `${between(process.low_bytes, process.high_bytes)} of ${gib(room.usable_bytes)} usable`;
   const more = point.ran_out && !point.at_peak; // where it ran out of memory, and no rehearsal says of how much
   const rest = left >= 0 ? `${gib(left)} left` : `${gib(-left)} too much`;
@@ -129,7 +133,7 @@ function partsOf(point, beside) {
     ["and at most", "--beside", margin, ""],
     ["CUDA context, NCCL", "--beside", beside, ""],
   ];
-  return parts.map((part, number) => [LETTERS[number], ...part]).filter(([, , , bytes]) => bytes > 0);
+  return parts.filter(([, , bytes]) => bytes > 0).map((part, number) => [LETTERS[number], ...part]);
 }
 
 function made(tag, text) {
@@ -164,7 +168,8 @@ function showFacts({ setting, point, room, predicted }) {
   ];
   if (point.phase) {
     facts.push(["decides", point.phase, "the highest peak of all phases"]);
-    facts.push(["on the host", gib(point.host_bytes), `of ${gib(setting.hostMemory)} a machine`]);
+    const machine = setting.hostAssumed ? "assumed" : "a machine";
+    facts.push(["on the host", gib(point.host_bytes), `of ${gib(setting.hostMemory)} ${machine}`]);
   }
   const speed = point.samples_per_second_per_card;
   if (speed && (given.live || room === setting.rooms[0])) facts.push([`${given.samples}/s a card`, speed, room.card]);

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from bigdit.catalog import CatalogModel, find_model
+from bigdit.catalog import CatalogModel, Gpu, find_model
 from bigdit.catalog.asked import resolve_gpu
 from bigdit.config.wrong import expected, shown
 from bigdit.emulator.build import compiler
@@ -22,7 +22,7 @@ from bigdit.search.asking.check import cluster_problems, fitting_shape, model_fi
 from bigdit.search.question import Device, Pins, Question, usual_host_bytes
 from bigdit.spec import Strict
 from bigdit.speed.cluster import Cluster
-from bigdit.units import A_SIZE, parse_memory
+from bigdit.units import A_SIZE, gib, parse_bytes, parse_memory
 
 _OPTIONS = {
     "network_gbs": "--network",
@@ -46,6 +46,7 @@ def question_for(
     gpu: str | None = None,
     *,
     gpu_memory: str | None = None,
+    reserve: int | str | None = None,
     gpus: int | None = None,
     gpus_per_node: int | None = None,
     network: float | None = None,
@@ -68,6 +69,7 @@ def question_for(
     lora: int | None = None,
     features: str | None = None,
     full: bool | None = None,
+    from_scratch: bool | None = None,
     explain: bool = False,
     device: str | None = None,
 ) -> Question:
@@ -82,6 +84,9 @@ def question_for(
     card = _attempt(
         problems, "--gpu", lambda: resolve_gpu(_text("--gpu", gpu), _text("--gpu-memory", gpu_memory, A_SIZE))
     )
+    reserved = _attempt(problems, "--reserve", lambda: _reserved(reserve))
+    if card is not None and (reserved or 0) >= card.told_bytes:
+        problems.append(f"--reserve {reserve} leaves nothing of the {card.name}, which has {gib(card.told_bytes)}")
     sizes = _attempt(problems, "--resolution", lambda: _sizes("--resolution", resolution)) or ()
     more = _attempt(problems, "--buckets", lambda: () if buckets in WORDS else _sizes("--buckets", buckets)) or ()
     count = _attempt(problems, "--images", lambda: _count("--images", images))
@@ -102,12 +107,16 @@ def question_for(
         "full": full,
     }
     wanted = {"frames": frames, "global_batch_size": global_batch, "images": count, "epochs": epochs, "price": price}
-    wanted |= {"explain": explain, "host_memory_bytes": host}
+    wanted |= {"explain": explain, "host_memory_bytes": host, "from_scratch": from_scratch}
     cluster, pins = Cluster(**_sound(Cluster, cards, problems)), Pins(**_sound(Pins, pinned, problems))
     amounts = _sound(Question, wanted, problems)
 
     problems += cluster_problems(cluster, pins, amounts.get("global_batch_size"), card)
     problems += pin_problems(cluster, pins, card)
+    if from_scratch and lora is not None:
+        problems.append(
+            "--from-scratch and --lora were given, and adapters need weights that they adapt; leave one out"
+        )
     shape = None
     if found_model is not None:
         asked = {**dict.fromkeys(more, "--buckets"), **dict.fromkeys(sizes, "--resolution")}
@@ -123,7 +132,7 @@ def question_for(
     further = dict.fromkeys(size for size in (*sizes, *more) if size != (height, width))
     return Question(
         model=found_model,
-        gpu=card,
+        gpu=card.reserving(reserved),
         cluster=cluster,
         resolution=(height, width),
         buckets=tuple(further),
@@ -132,7 +141,7 @@ def question_for(
         device=tried[0],
         no_cards=tried[1],
         **({"frames": found_model.clip.frames} if found_model.clip is not None else {})
-        | {"host_memory_bytes": _usual_host(gpu, cluster)}
+        | ({} if "host_memory_bytes" in amounts else _usual_host(gpu, card, cluster))
         | amounts,
     )
 
@@ -217,11 +226,19 @@ def device_for(asked: str | None) -> tuple[Device, str | None]:
     return "emulated", None
 
 
-def _usual_host(gpu: str | None, cluster: Cluster) -> int:
-    """This machine's own where its card was asked for; else so many bytes for each card of a machine."""
+def _reserved(asked: int | str | None) -> int | None:
+    """`512MiB` as bytes, and 0 without a unit."""
+    if asked in (0, "0"):
+        return 0
+    text = _text("--reserve", asked, A_SIZE)
+    return None if text is None else parse_bytes(text)
+
+
+def _usual_host(gpu: str | None, card: Gpu, cluster: Cluster) -> dict[str, Any]:
+    """This machine's own where its card was asked for; else what is assumed for each card of a machine."""
     if (gpu or "").strip().casefold() == "auto":
-        return memory_bytes()
-    return usual_host_bytes(cluster)
+        return {"host_memory_bytes": memory_bytes()}
+    return {"host_memory_bytes": usual_host_bytes(card, cluster), "host_assumed": True}
 
 
 def _folder(option: str, asked: Path | str | None) -> Path | None:

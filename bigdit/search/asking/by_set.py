@@ -20,6 +20,7 @@ _OTHERS = {
     "buckets": "data.buckets=[[HEIGHT,WIDTH],…]",
     "frames": "data.buckets=[[FRAMES,HEIGHT,WIDTH]]",
     "full": "train.lora=null",
+    "from_scratch": "model.init_from=null",
 }
 """Options by what says the same."""
 

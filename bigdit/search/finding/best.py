@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -25,6 +26,7 @@ from bigdit.search.finding.swapped import swapped
 from bigdit.search.plan import Rejected
 from bigdit.search.predict.anchors import Sample
 from bigdit.search.question import Question
+from bigdit.units import GIB, LARGEST
 
 WORTH_LOSING = 0.10
 """A lossy optimizer over several cards is looked at where it could be faster than the best lossless one by more."""
@@ -32,8 +34,10 @@ WORTH_LOSING = 0.10
 
 @dataclass
 class Found:
-    """What the search has come to: options in which something fits, and the rehearsals of the best."""
+    """What the search has come to: options in which something fits, and the rehearsals of the best. `question` is as it
+    was asked, but for assumed host memory, which is as much as the best one needs."""
 
+    question: Question
     options: list[Option]
     rejected: list[Rejected]
     best: list[Confirmed]
@@ -48,7 +52,8 @@ def search(
     ahead: Callable[[Candidate], object],
 ) -> Found:
     """Strategies without a last resort; where no lossless one of them fits, lossless resorts too, and where none does,
-    lossy ones; else what comes nearest. `ahead` is what the device is asked of the best one, while it is rehearsed."""
+    lossy ones; else the one that needs the least host memory, of a machine with as much where that is assumed; else
+    what comes nearest. `ahead` is what the device is asked of the best one, while it is rehearsed."""
     proposed, rejected = proposals(question)
     options: list[Option] = []
     short_of_host: list[Proposal] = []
@@ -70,15 +75,20 @@ def search(
             best = confirmed_best(pool, sample, question, evidence, ranked)
         if best and best[0].verdict != "DOES NOT FIT" and (best[0].candidate.lossless or not lossless_later):
             rejected += _adapters(question) if resort else _last_resorts(proposed)
-            return Found(options, rejected, best)
+            return Found(question, options, rejected, best)
     nearest, failed = explore(pool, sample, short_of_host)  # a machine with more memory is an answer
     options += nearest
     if not options:  # state alone is too much everywhere: by how much is still an answer
         options, failed = explore(pool, sample, [each for each in proposed if each.base is None][-1:])
         if not options:
             raise UserError(*(f"{each.choice}: {each.reason}" for each in failed))
-    least = _smallest(question, options, evidence)
-    return Found(options, rejected, confirm(pool, sample, question, evidence.band, [least], device))
+    least = _least_host(question, options, evidence)
+    if least is not None and question.host_assumed:
+        needed = math.ceil(least.host_bytes(question) / GIB) * GIB
+        more = question.model_copy(update={"host_memory_bytes": needed})
+        return search(pool, sample, more, evidence, device, ahead)
+    least = least or _smallest(question, options, evidence)
+    return Found(question, options, rejected, confirm(pool, sample, question, evidence.band, [least], device))
 
 
 def _explore(
@@ -145,6 +155,17 @@ def _ranked(question: Question, options: Sequence[Option], evidence: Evidence) -
         title = each.option.proposal.title
         (second if title in best else best).setdefault(title, each)
     return [*best.values(), *second.values()]
+
+
+def _least_host(question: Question, options: Sequence[Option], evidence: Evidence) -> Candidate | None:
+    """Of what fits the cards, the one that needs the least host memory; None where a machine has that much."""
+    anywhere = question.model_copy(update={"host_memory_bytes": LARGEST})
+    smallest = (
+        next(fitting(anywhere, option, capacity(question, option.proposal, evidence), evidence), None)
+        for option in options
+    )
+    least = min(filter(None, smallest), key=lambda each: each.host_bytes(question), default=None)
+    return None if least is None or least.host_bytes(question) <= question.host_memory_bytes else least
 
 
 def _smallest(question: Question, options: Sequence[Option], evidence: Evidence) -> Candidate:

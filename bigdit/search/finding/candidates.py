@@ -111,6 +111,10 @@ class Candidate:
     def reserved_bytes(self) -> float:
         return self.option.reserved(self.micro_batch_size, self.blocks)
 
+    def host_bytes(self, question: Question) -> int:
+        """What a machine's processes are expected to take of its memory at the most."""
+        return host_bytes(question, self.option, self.micro_batch_size, self.blocks)
+
     @property
     def lossless(self) -> bool:
         return self.option.proposal.lossless
@@ -206,7 +210,7 @@ def quarters(count: int) -> list[int]:
 
 
 def host_bytes(question: Question, option: Option, micro_batch_size: int, blocks: int) -> int:
-    """What a machine's processes are expected to take of its memory, while they save."""
+    """What a machine's processes are expected to take of its memory at the most."""
     return node_bytes(round(option.arrangement.host(micro_batch_size, blocks)), question.cluster, question.samples)
 
 

@@ -122,7 +122,7 @@ def judged(question: Question, band: Band, strategy: Strategy, answer: Rehearsed
     if ran is not None:
         said, reserved = ran.verdict, ran.reserved_bytes or max(reserved, ran.wanted_bytes)
     host = host_need(answer.host_timeline, answer.checkpoint_bytes, question.cluster, question.samples)
-    if host.node_bytes > question.host_memory_bytes:
+    if question.short_of_host(host.node_bytes):
         said = "DOES NOT FIT"
     taken = process(reserved, footprint.beside, band)
     launches = None if ran is None else ran.launches

@@ -6,6 +6,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import numpy as np
+
 from bigdit.errors import UserError
 from bigdit.memory import Timeline
 from bigdit.memory.host import pinned_bytes
@@ -89,7 +91,8 @@ def _why(question: Question, on_host: Collection[int]) -> str:
     if not on_host:
         return "its state alone takes more than the card has"
     least, memory = gib(min(on_host)), gib(question.host_memory_bytes)
-    return f"its state alone takes {least} of a machine's memory, and {memory} are there (--host-memory)"
+    there = "assumed" if question.host_assumed else "there"
+    return f"its state alone takes {least} of a machine's memory, and {memory} are {there} (--host-memory)"
 
 
 @dataclass(frozen=True)
@@ -114,7 +117,7 @@ def _state(pool: Pool, sample: Sample, question: Question, proposal: Proposal) -
     found = outline(sample.model, strategy, known, of)
     card = max(peak for phase, peak in found.peaks(SIZES[0]).items() if phase not in OF_ACTIVATIONS)
     batches = max(_batches_bytes(each.host_timeline) for each in known)
-    host = max(float(found.host.at(SIZES[0])) - batches, 0.0)
+    host = max(float(np.max(found.host.at(SIZES[0]))) - batches, 0.0)
     return _State(card, node_bytes(round(host), question.cluster, question.samples))
 
 

@@ -61,15 +61,15 @@ class Proposal:
     """An engine with an optimizer, at a micro-batch of one and nothing checkpointed.
 
     `base` is the proposal whose activations and gradients it has, with another state; None for one of its own kind.
-    `last_resort`: it pays with much time for little memory, and is looked at where nothing lossless fits: 1; or where
-    nothing else does, since it is lossy too: 2. Where blocks are swapped (`strategy.blocks_to_swap`), `base` is the
-    same without, and any number of them up to that is proposed.
+    `last_resort`: it pays with much time for little memory, and is looked at where nothing lossless fits: 1. Where
+    nothing else does, lossy ones are: without copies over PCIe, 2, and with them, 3. Where blocks are swapped
+    (`strategy.blocks_to_swap`), `base` is the same without, and any number of them up to that is proposed.
     """
 
     title: str
     strategy: Strategy
     base: Proposal | None = None
-    last_resort: Literal[0, 1, 2] = 0
+    last_resort: Literal[0, 1, 2, 3] = 0
 
     @property
     def lossless(self) -> bool:
@@ -176,29 +176,27 @@ def _averages(pins: Pins) -> list[dict[str, Any]]:
 
 def _swapped(question: Question, found: Sequence[Proposal]) -> list[Proposal]:
     """Weights of as many first blocks as may be on the host, in one process: of those `found` that train adapters, or
-    of all weights, which are then stepped in the backward pass. Strategy's own rules say which."""
+    of all weights, which are then stepped in the backward pass, and come without swapped blocks too. Strategy's own
+    rules say which."""
     pins, most = question.pins, block_count(question.model)
     if question.cluster.gpus > 1 or pins.engine not in (None, "single"):
         return []
     if isinstance(pins.checkpointed_blocks, int):
         most = min(most, pins.checkpointed_blocks)
-    bases = [each for each in found if each.strategy.engine == "single"]
-    if pins.lora_rank is None:
-        bases = _in_backward(question)
-    swapped = []
+    swapped = [] if pins.lora_rank is not None else _in_backward(question)
+    bases = swapped[:] if pins.lora_rank is None else [each for each in found if each.strategy.engine == "single"]
     for base in bases if most else []:
         with suppress(ValidationError):
             values = base.strategy.model_dump() | {"checkpointed_blocks": "all", "blocks_to_swap": most}
             strategy = Strategy.model_validate(values)
             title = f"{base.title}, weights of blocks on the host"
-            swapped.append(Proposal(title, strategy, base, 2 if pins.lora_rank is None else 1))
+            swapped.append(Proposal(title, strategy, base, 3 if pins.lora_rank is None else 1))
     return swapped
 
 
 def _in_backward(question: Question) -> list[Proposal]:
-    """All weights without masters, each stepped where its gradient appears, by the optimizer with the least state: it
-    is there for blocks to be swapped, and not looked at by itself. It takes a step's samples at once. Whoever fixed the
-    optimizer alone has fixed its numbers, which have masters."""
+    """All weights without masters, each stepped where its gradient appears, by the optimizer with the least state. It
+    takes a step's samples at once. Whoever fixed the optimizer alone has fixed its numbers, which have masters."""
     pins = question.pins
     if pins.optimizer is not None and pins.precision is None:
         return []
@@ -217,7 +215,7 @@ def _in_backward(question: Question) -> list[Proposal]:
         strategy = _strategy(question, "single", settings | alone)
         if strategy is not None:
             title = f"{_engine_title(question, 'single')}, {_setting_title(question, settings)}"
-            found.append(Proposal(f"{title}, stepped in the backward pass", strategy))
+            found.append(Proposal(f"{title}, stepped in the backward pass", strategy, None, 2))
     return found
 
 

@@ -24,12 +24,14 @@ builds.
 
 
 class HostNeed(Strict):
-    """`process_bytes` are tensors of one process (offloaded state, pinned buffers, batches read ahead), of which
-    `page_locked_bytes` are locked, and `checkpoint_bytes` beside them the copy that it saves its state from;
+    """`process_bytes` are tensors of one process at the most (the model as it is loaded; then offloaded state, pinned
+    buffers, batches read ahead), and `steps_bytes` those of its steps, of which `page_locked_bytes` are locked;
+    `checkpoint_bytes` beside the latter are the copy that it saves its state from;
     `samples_bytes` are weights that the main process draws pictures on the way with; `node_bytes` is the sum over the
     processes of the machine that has it, with the libraries'."""
 
     process_bytes: NonNegativeInt
+    steps_bytes: NonNegativeInt
     checkpoint_bytes: NonNegativeInt
     samples_bytes: NonNegativeInt
     page_locked_bytes: NonNegativeInt
@@ -50,11 +52,12 @@ def host_need(
     host = host_memory(host_timeline)
     return HostNeed(
         process_bytes=host.peak_bytes,
+        steps_bytes=host.steps_bytes,
         checkpoint_bytes=checkpoint_bytes,
         samples_bytes=0 if samples is None else samples.known_bytes,
         page_locked_bytes=host.page_locked_bytes,
         processes_per_node=cluster.processes_per_node,
-        node_bytes=node_bytes(host.peak_bytes + checkpoint_bytes, cluster, samples),
+        node_bytes=node_bytes(max(host.saving(checkpoint_bytes)), cluster, samples),
     )
 
 

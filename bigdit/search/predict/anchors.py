@@ -138,7 +138,7 @@ def outline(model: CatalogModel, strategy: Strategy, answers: Sequence[Rehearsed
         live=tuple(line(list(rows)) for rows in shared.live),
         parts=tuple(line(list(rows)) for rows in shared.parts),
         saved={name: saved(at) for at, name in enumerate(plan.varied)},
-        host=line([host_memory(answer.host_timeline).peak_bytes + answer.checkpoint_bytes for answer in answers]),
+        host=line([host_memory(answer.host_timeline).saving(answer.checkpoint_bytes) for answer in answers]),
         gap=Gap(dict(zip(sizes, timelines[count - 1 :: count], strict=True))),
         work=(whole[0], growth),
         params=round(float(np.dot(plan.weights, [answer.params for answer in answers[:count]]))),

@@ -56,7 +56,7 @@ class Outline:
     """One checkpointing policy of one strategy.
 
     `live` are bytes at the moments of each span (see moments.Family), and `parts` these by category; `saved` what one
-    block of each list keeps from the forward to the backward pass; `host` the host's peak, with the copy that is saved;
+    block of each list keeps from the forward to the backward pass; `host` the host's peaks (HostMemory.saving);
     `gap` what the allocator reserves beyond the peak, of the deepest sibling: the model itself leaves more pieces,
     which is found when the best are confirmed. `farthest`: the largest micro-batch size that was rehearsed.
     """
@@ -191,9 +191,9 @@ class Arrangement:
         return none * (1 - share) + full * share
 
     def host(self, micro_batch_size: float, checkpointed: int) -> float:
-        """Bytes of the host's peak, with the copy that is saved."""
+        """The most bytes of the host, as the process starts, steps or saves."""
         outline = self.full if checkpointed else self.none
-        return max(float(outline.host.at(micro_batch_size)), 0.0)
+        return max(float(np.max(outline.host.at(micro_batch_size))), 0.0)
 
 
 def varied(outline: Outline, base: Outline, other: Outline) -> Outline:
@@ -223,7 +223,7 @@ def varied(outline: Outline, base: Outline, other: Outline) -> Outline:
         live=tuple(lines),
         parts=tuple(parts),
         work=(replace(start, step=other.work[0].step), replace(slope, step=slope.step * 0.0)),
-        host=outline.host + Line(np.asarray(other.host.start - base.host.start), np.asarray(0.0)),
+        host=outline.host + level(other.host.start - base.host.start),
     )
 
 

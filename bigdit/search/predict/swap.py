@@ -20,7 +20,7 @@ from bigdit.speed.work import Work, work_of
 @dataclass(frozen=True)
 class Swapping:
     """What differs in each sibling of the `grid` once all of its blocks are swapped: bytes of the device by category,
-    the host's peak, with the copy that is saved, and the work of a step.
+    the host's peaks (HostMemory.saving), and the work of a step.
 
     There is room for two blocks from the start of a step to its end, and each block takes its own weights away: all of
     it is affine in the number of swapped blocks, whatever blocks there are beside them. But for the host: where there
@@ -29,14 +29,14 @@ class Swapping:
 
     grid: Grid
     parts: tuple[Bytes, ...]
-    host: tuple[int, ...]
+    host: tuple[Bytes, ...]
     work: tuple[Work, ...]
 
     def of(self, arrangement: Arrangement, first: int) -> Arrangement:
         """`arrangement` with weights of the `first` blocks on the host."""
         weights = self.grid.weights_of(_lengths(arrangement, first))
         parts = np.tensordot(weights, np.stack(self.parts), 1)
-        host, work = float(np.dot(weights, self.host)), weighted(self.work, weights)
+        host, work = np.tensordot(weights, np.stack(self.host), 1), weighted(self.work, weights)
 
         def moved(outline: Outline) -> Outline:
             start, slope = outline.work
@@ -45,7 +45,7 @@ class Swapping:
                 live=tuple(each + level(parts.sum()) for each in outline.live),
                 parts=tuple(each + level(parts[:, None]) for each in outline.parts),
                 work=(start + work, slope),
-                host=outline.host + level(np.asarray(host)),
+                host=outline.host + level(host),
             )
 
         return replace(arrangement, none=moved(arrangement.none), full=moved(arrangement.full))
@@ -67,7 +67,7 @@ def swapping(sample: Sample, strategy: Strategy, answers: Sequence[RehearsedSize
     """From the answers to `swapping_requests`."""
     timelines = [answer.timeline for answer in answers]
     left = [moments(timeline)[-1].parts[:, -1] for timeline in timelines]
-    host = [host_memory(answer.host_timeline).peak_bytes + answer.checkpoint_bytes for answer in answers]
+    host = [np.asarray(host_memory(answer.host_timeline).saving(answer.checkpoint_bytes)) for answer in answers]
     work = [work_of(timeline, strategy) for timeline in timelines]
     pairs = [(at, at + len(answers) // 2) for at in range(len(answers) // 2)]
     return Swapping(

@@ -121,7 +121,7 @@ def _preferred(question: Question, options: Sequence[Option], evidence: Evidence
 
 def _more_host(question: Question, smallest: Choice) -> list[Choice]:
     """`smallest` as it stands, where it is the host alone that has too little."""
-    if smallest.headroom_bytes < 0 or smallest.host_bytes <= question.host_memory_bytes:
+    if smallest.headroom_bytes < 0 or not question.short_of_host(smallest.host_bytes):
         return []
     return [smallest.model_copy(update={"verdict": "FITS", "reason": _host(question, smallest)})]
 
@@ -138,14 +138,14 @@ def _larger_card(question: Question, smallest: Choice, step_on: Callable[[Gpu], 
         return []
     larger = [
         card
-        for card in gpus.gpus()
+        for card in (each.reserving() for each in gpus.gpus())
         if card.usable_bytes >= needed * (1 + UNLIKE) and card.tflops.computes(smallest.strategy.precision)
     ]
     if not larger:
         return []
     card = min(larger, key=lambda each: each.usable_bytes)
     step, samples = step_on(card), smallest.strategy.micro_batch_size * smallest.strategy.grad_accum_steps
-    short = smallest.host_bytes > question.host_memory_bytes
+    short = question.short_of_host(smallest.host_bytes)
     return [
         smallest.model_copy(
             update={

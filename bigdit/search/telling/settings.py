@@ -93,7 +93,7 @@ def _point(
         peak_reserved_bytes=choice.peak_reserved_bytes,
         process=choice.process,
         host_bytes=choice.host_bytes,
-        verdict=choice.verdict if choice.host_bytes <= question.host_memory_bytes else "DOES NOT FIT",
+        verdict="DOES NOT FIT" if question.short_of_host(choice.host_bytes) else choice.verdict,
         samples_per_second_per_card=choice.samples_per_second_per_card,
     )
 
@@ -112,7 +112,7 @@ def rooms(sample: Sample, question: Question, strategy: Strategy) -> tuple[Room,
     own = question.gpu
     asked = sample.request(strategy)
     alike = (
-        gpu
+        gpu.reserving()
         for gpu in gpus()
         if (gpu.compute_capability, gpu.multiprocessors) == (own.compute_capability, own.multiprocessors)
         and gpu.name != own.name

@@ -14,7 +14,7 @@ from bigdit.search.asking.ask import question_for
 from bigdit.search.asking.buckets import ASPECTS, aspect_sizes, parse_sizes, written
 from bigdit.search.question import Pins, Question
 from bigdit.speed.cluster import Cluster
-from bigdit.units import GIB
+from bigdit.units import GIB, MIB
 
 SANA = "sana-1600m-1024"
 
@@ -27,12 +27,48 @@ def problems(model="sana-1600m", gpu="a40", **options):
 
 def test_what_is_left_out_is_as_the_question_has_it():
     asked = question_for("sana-1600m", "a40", buckets="none")
-    assert asked == Question(model=catalog.model(SANA), gpu=catalog.gpu("a40"), resolution=(1024, 1024))
+    own = {"model": catalog.model(SANA), "gpu": catalog.gpu("a40"), "resolution": (1024, 1024)}
+    assert asked == Question(**own, host_assumed=True)
     assert (asked.cluster, asked.pins) == (Cluster(), Pins())
+
+
+@pytest.mark.parametrize(
+    ("gpu", "reserve", "kept"),
+    [
+        ("rtx-4090", None, 512 * MIB),
+        ("rtx-a6000", None, 512 * MIB),
+        ("a40", None, 0),
+        ("h100-sxm", None, 0),
+        ("rtx-4090", "1GiB", GIB),
+        ("a40", "700MiB", 700 * MIB),
+        ("rtx-4090", "0", 0),
+        ("rtx-4090", 0, 0),
+    ],
+)
+def test_what_is_reserved_is_not_usable(gpu, reserve, kept):
+    """By the kind of GPU where nobody says how much; what a process is told stays the driver's."""
+    asked, card = question_for("sana-1600m", gpu, reserve=reserve).gpu, catalog.gpu(gpu)
+    assert (asked.reserved_bytes, asked.told_bytes) == (kept, card.told_bytes)
+    assert asked.usable_bytes == card.usable_bytes - kept
+
+
+def test_adapters_have_weights_to_adapt():
+    (problem,) = problems(from_scratch=True, lora=16)
+    assert problem.startswith("--from-scratch and --lora were given, ")
+    assert question_for("sana-1600m", "a40", from_scratch=True).from_scratch
+
+
+def test_what_is_reserved_leaves_something():
+    for reserve in ("30GiB", f"{catalog.gpu('rtx-4090').told_bytes}B"):
+        (problem,) = problems(gpu="rtx-4090", reserve=reserve)
+        assert problem == f"--reserve {reserve} leaves nothing of the rtx-4090, which has 23.60 GiB"
+    (problem,) = problems(reserve="512")
+    assert problem.startswith("--reserve: a memory size with a unit was expected")
 
 
 def test_the_host_is_this_machine_s_or_the_usual_one(monkeypatch):
     assert question_for("sana-1600m", "a40").host_memory_bytes == 64 * GIB
+    assert question_for("sana-1600m", "h100-sxm").host_memory_bytes == 256 * GIB
     assert question_for("sana-1600m", "a40", gpus=4).host_memory_bytes == 256 * GIB
     assert question_for("sana-1600m", "a40", gpus=32).host_memory_bytes == 512 * GIB
     assert question_for("sana-1600m", "a40", gpus=32, host_memory="1TiB").host_memory_bytes == 1024 * GIB
@@ -41,7 +77,10 @@ def test_the_host_is_this_machine_s_or_the_usual_one(monkeypatch):
     assert question_for("sana-1600m", "a40", host_memory="96GiB").over(Cluster(gpus=4)).host_memory_bytes == 96 * GIB
     monkeypatch.setattr("bigdit.catalog.asked.found_gpus", lambda: [catalog.gpu("a40")])
     own = memory_bytes()
-    assert question_for("sana-1600m", "auto").host_memory_bytes == own
+    found = question_for("sana-1600m", "auto")
+    assert (found.host_memory_bytes, found.host_assumed) == (own, False)
+    assert question_for("sana-1600m", "a40").host_assumed
+    assert not question_for("sana-1600m", "a40", host_memory="96GiB").host_assumed
     for slip, said in (
         ("0GiB", "0GiB is 0 B, and machines and cards have 1 GiB to 1024 TiB"),
         ("64B", "64B is 64 B, and machines and cards have 1 GiB to 1024 TiB; did you mean 64GiB?"),

@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from cards import A40, SANA, SMALL, request
@@ -19,6 +20,7 @@ from bigdit.rehearse import RehearsalRequest
 from bigdit.rehearse.card.attempt import Attempt
 from bigdit.rehearse.card.client import cuda_python
 from bigdit.rehearse.pool import Pool
+from bigdit.report import words
 from bigdit.search.answer import make_plan
 from bigdit.search.asking.ask import question_for
 from bigdit.search.finding.best import search
@@ -31,7 +33,7 @@ from bigdit.search.finding.space import Proposal, proposals
 from bigdit.search.finding.verdict import safe_bytes
 from bigdit.search.predict.anchors import Sample
 from bigdit.search.question import LARGEST_MICRO_BATCH, Pins, Question
-from bigdit.units import GIB, MIB
+from bigdit.units import GIB, MIB, gib
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -286,6 +288,19 @@ def test_no_micro_batch_is_looked_for_where_the_host_is_short() -> None:
     assert not any(curve.ran for curve in plan.curves)
 
 
+@pytest.mark.parametrize("engine", ["single", "fsdp2-offload"])
+def test_a_machine_that_is_only_assumed_is_a_line_and_no_verdict(engine: Literal["single", "fsdp2-offload"]) -> None:
+    """Nor a reason not to look at an engine, where nothing takes less."""
+    only = Pins(engine=engine, optimizer="adamw", checkpointed_blocks=0, full=True)
+    asked = Question(model=SMALL, gpu=A40, resolution=(1024, 1024), pins=only, host_memory_bytes=GIB, host_assumed=True)
+    plan = make_plan(asked)
+    assert (plan.verdict, plan.question, plan.chosen.verdict) == ("FITS", asked, "FITS")
+    assert plan.buckets[0].none >= plan.chosen.strategy.micro_batch_size
+    assert {point.verdict for point in plan.settings[0].points} >= {"FITS"}
+    (line,) = words.host(plan)
+    assert line.startswith(f"host RAM: {gib(plan.host.node_bytes)} needed a machine, more than the 1.00 GiB that are")
+
+
 def test_an_engine_whose_state_its_machine_does_not_hold_is_not_looked_at() -> None:
     """It takes the bytes that it is said to, of which batches are no part; and comes nearest where nothing fits."""
     only = Pins(engine="fsdp2-offload", optimizer="adamw", checkpointed_blocks=0)
@@ -309,7 +324,7 @@ def test_of_an_engine_that_goes_on_with_another_optimizer_the_one_its_machine_do
     """Why a plan is lossy, whose card has room for AdamW."""
     asked = Question(model=SMALL, gpu=A40, resolution=(1024, 1024), pins=Pins(engine="single"))
     sample = Sample(asked.model, asked.gpu, asked.resolution)
-    engines, _ = proposals(asked)
+    engines = [each for each in proposals(asked)[0] if not each.last_resort]
     with Pool() as pool:
         none = hopeful(pool, sample, asked.model_copy(update={"host_memory_bytes": MIB}), engines[:1])
         said = re.match(r"its state alone takes ([\d.]+) GiB of a machine's memory", none.rejected[0].reason)

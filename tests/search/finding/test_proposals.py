@@ -56,6 +56,8 @@ def reasons(asked: Question) -> dict[str, str]:
 def test_one_card_is_not_sharded_and_offload_is_a_last_resort() -> None:
     found, _ = proposals(question())
     assert {proposal.strategy.engine for proposal in found if not proposal.last_resort} == {"single"}
+    (stepped,) = (proposal.title for proposal in found if proposal.last_resort == 2)
+    assert stepped == "one process, Adafactor, bf16 without masters, stepped in the backward pass"
     assert {proposal.title for proposal in found if proposal.last_resort == 1} == {
         "ZeRO-2, optimizer on the host, AdamW",
         "FSDP2, weights and optimizer on the host, AdamW",

@@ -195,7 +195,7 @@ def test_a_plan_says_where_encoders_have_no_room_together():
             12,
             [
                 "extraction does not fit the NVIDIA GeForce RTX 3060: with a sample at a time 12.50 GiB of "
-                "11.10 GiB are wanted for the text encoders; a larger card, or encoders.device: cpu, encodes"
+                "10.60 GiB are wanted for the text encoders; a larger card, or encoders.device: cpu, encodes"
             ],
         ),
     ):
@@ -217,7 +217,10 @@ def test_a_machine_holds_all_of_its_processes():
         assert found.processes_per_node == processes
         assert found.process_bytes == GIB + 4 * MIB  # the pinned allocator takes the next power of two
         assert found.page_locked_bytes == 4 * MIB
-        assert found.node_bytes == processes * (GIB + 4 * MIB + 5 * MIB + LIBRARIES_BYTES)
+        assert found.steps_bytes == 4 * MIB
+        assert found.node_bytes == processes * (GIB + 4 * MIB + LIBRARIES_BYTES)
+        saving = host_need(timeline, 2 * GIB, cluster).node_bytes  # by then the model has left the host
+        assert saving == processes * (2 * GIB + 4 * MIB + LIBRARIES_BYTES)
 
 
 def test_the_libraries_take_no_more_than_is_allowed_for_them():

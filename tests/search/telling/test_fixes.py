@@ -47,7 +47,7 @@ def test_on_a_larger_card_nothing_ran(grown):
 
 
 def test_a_larger_card_is_named_though_the_host_is_short_too(grown):
-    (row,) = grown("t4", 100 * GIB, 108 * GIB)
+    (row,) = grown("t4", 100 * GIB, 108 * GIB, host_memory="64GiB")
     assert row.title.endswith("on NVIDIA H200")
     assert (row.verdict, row.reason) == (
         "FITS",
@@ -75,7 +75,7 @@ def test_with_more_host_memory_the_card_s_figures_stand(grown):
 @pytest.mark.xdist_group("plan")
 def test_ways_out_on_the_same_kind_of_card_ran_there():
     """Each in so many bytes; what is for another card did not."""
-    question = question_for(model="dit-s-8", gpu="rtx-3060-12g")
+    question = question_for(model="dit-s-8", gpu="rtx-3060-12g", reserve=0)
     gpu = question.gpu.model_copy(update={"usable_mib": 1500})
     question = question.model_copy(update={"gpu": gpu, "host_memory_bytes": 64 * GIB})
     sample = Sample(question.model, gpu, question.resolution, question.frames)

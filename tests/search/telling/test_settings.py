@@ -94,7 +94,7 @@ def test_more_samples_take_more_and_more_recomputed_blocks_less(plan: Plan) -> N
 def test_cards_to_choose_from_are_those_that_a_rehearsal_does_not_tell_apart(plan: Plan) -> None:
     (rooms,) = {setting.rooms for setting in plan.settings}
     assert [room.card for room in rooms] == ["NVIDIA A40", "NVIDIA GeForce RTX 3090 Ti", "NVIDIA RTX A6000"]
-    larger = catalog.gpu("rtx-a6000")
+    larger = catalog.gpu("rtx-a6000").reserving()
     strategy = plan.chosen.strategy
     assert rooms[2].usable_bytes == larger.usable_bytes
     around = beside(plan.question.model_copy(update={"gpu": larger}), strategy)
