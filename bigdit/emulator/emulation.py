@@ -14,6 +14,8 @@ from bigdit.memory.process import ByteRange, beside_torch
 from bigdit.spec import Strict
 
 EXIT_DOES_NOT_FIT = 2
+EXIT_FAILED = 1
+"""In place of a command's own 2, which would read as the one above."""
 
 
 class Run(Strict):
@@ -28,8 +30,11 @@ class Run(Strict):
     crowd: NonNegativeInt
 
     @property
-    def fits(self) -> bool:
-        return all(map(self.holds, self.accounts))
+    def fits(self) -> bool | None:
+        """None where that is not known: the command failed, or no process of it used a card."""
+        if not all(map(self.holds, self.accounts)):
+            return False
+        return True if self.accounts and self.exit_status == 0 else None
 
     def holds(self, account: Account) -> bool:
         """Whether memory never ran out in one of its processes, or that went on."""
@@ -63,13 +68,21 @@ class Emulation(Strict):
     runs: tuple[Run, ...]
 
     @property
-    def fits(self) -> bool:
-        return all(run.fits for run in self.runs)
+    def decisive(self) -> Run:
+        """The run that decides: one that does not fit, else one that gave no answer."""
+        return min(self.runs, key=lambda run: (False, None, True).index(run.fits))
+
+    @property
+    def fits(self) -> bool | None:
+        return self.decisive.fits
 
     @property
     def exit_status(self) -> int:
-        """2 where a process ran out of memory and did not go on; else the command's own."""
-        return next((run.exit_status for run in self.runs if run.exit_status), 0) if self.fits else EXIT_DOES_NOT_FIT
+        """2 only where a process ran out of memory and did not go on; else the command's own, 1 for its 2."""
+        if self.fits is False:
+            return EXIT_DOES_NOT_FIT
+        own = next((run.exit_status for run in self.runs if run.exit_status), 0)
+        return EXIT_FAILED if own == EXIT_DOES_NOT_FIT else own
 
     def process(self, account: Account, card: CardAccount) -> ByteRange:
         """What nvidia-smi would show of a process at its peak: reserved memory, CUDA context and NCCL."""

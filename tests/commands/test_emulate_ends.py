@@ -20,11 +20,17 @@ NO_CUDA = r"torch \S+ in \S+ has no CUDA, .*: pip install 'torch===\d"
 
 
 def test_a_script_that_dies_says_so_itself(tmp_path: Path) -> None:
-    file = script(tmp_path, "import sys, torch\ntorch.ones(1).cuda()\nprint('dying', file=sys.stderr)\nsys.exit(7)\n")
-    done = emulate("--gpu", "a40", "--", "python", file)
-    assert done.returncode == 7
-    assert "dying" in done.stderr
-    assert "the command ended with status 7" in done.stdout
+    """With its own status, but for 2, which means that it does not fit."""
+    file = script(
+        tmp_path,
+        "import sys, torch\ntorch.ones(1).cuda()\nprint('dying', file=sys.stderr)\nsys.exit(int(sys.argv[1]))\n",
+    )
+    for status, told in ((7, 7), (2, 1)):
+        done = emulate("--gpu", "a40", "--json", "--", "python", file, status)
+        assert done.returncode == told
+        assert "dying" in done.stderr
+        assert (done.report["fits"], done.account["fits"]) == (None, None)
+        assert done.report["reason"].startswith(f"the command ended with status {status}; until then it took ")
 
 
 @pytest.mark.parametrize(
