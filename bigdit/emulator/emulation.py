@@ -10,6 +10,7 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from bigdit.catalog import Gpu
 from bigdit.emulator.account import Account, CardAccount, OutOfMemory
+from bigdit.emulator.repositories import option_for
 from bigdit.memory.process import ByteRange, beside_torch
 from bigdit.spec import Strict
 
@@ -20,7 +21,8 @@ EXIT_FAILED = 1
 
 class Run(Strict):
     """The command from its start to its end. `lost`: processes that used a card and left no account; `crowd`: how
-    many processes it started on this machine where they are more than the cards, else 0."""
+    many processes it started on this machine where they are more than the cards, else 0; `absent`: the hub's
+    repositories for want of which processes ended."""
 
     first_step_skipped: bool
     exit_status: NonNegativeInt
@@ -28,6 +30,7 @@ class Run(Strict):
     accounts: tuple[Account, ...]
     lost: tuple[NonNegativeInt, ...]
     crowd: NonNegativeInt
+    absent: tuple[str, ...] = ()
 
     @property
     def fits(self) -> bool | None:
@@ -110,6 +113,8 @@ def _notices(run: Run) -> Iterator[tuple[str, str]]:
     if not run.accounts and not run.lost:
         why = "the command's python may ignore PYTHONPATH, or it trains on the host"
         yield "no process used a card" + (f": {why}" if run.exit_status == 0 else " before the command failed"), ""
+    for name in run.absent:
+        yield f"{name} is not on this machine; lay it out without its weights: {option_for(name)}", ""
     for pid in run.lost:
         yield (
             "a process used a card and left no account: killed or crashed, its memory is not in this",

@@ -71,6 +71,30 @@ def test_a_command_that_uses_no_card_is_no_answer() -> None:
     assert "no answer" in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [
+        (
+            'import huggingface_hub; huggingface_hub.hf_hub_download("Qwen/Qwen-Image", "model_index.json")',
+            "--fake-weights Qwen/Qwen-Image",
+        ),
+        (
+            'import transformers; transformers.AutoTokenizer.from_pretrained("x/y", subfolder="tokenizer")',
+            "--fake-weights x/y=FOLDER",
+        ),
+        ('import huggingface_hub; huggingface_hub.hf_hub_download("x/y", "a.png", repo_type="dataset")', None),
+        ('open("x/y")', None),
+    ],
+)
+def test_a_repository_that_is_not_there_is_named_with_its_option(tmp_path: Path, call: str, named: str | None) -> None:
+    file = script(tmp_path, call)
+    offline = {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(tmp_path)}
+    done = emulate("--gpu", "a40", "--json", "--", "python", file, **offline)
+    assert done.returncode == 1
+    asked = [notice for notice in done.report["notices"] if "--fake-weights" in notice]
+    assert [notice.partition("weights: ")[2] for notice in asked] == ([] if named is None else [named])
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_nothing_is_left_of_a_killed_emulation(tmp_path: Path, number: signal.Signals) -> None:
     temporary = tmp_path / "temporary"
