@@ -128,11 +128,11 @@ def figures(run: dict[str, Any]) -> dict[str, Any]:
     cards = [(account, card) for account in run["accounts"] for card in account["cards"]]
     if not cards:
         return {"steps": 0}
-    account, card = max(cards, key=lambda each: (not each[0]["fits"], each[1]["peak_reserved_bytes"]))
+    account, card = max(cards, key=lambda each: (each[0]["fits"] is False, each[1]["peak_reserved_bytes"]))
     process = card["process"]
     return {
         "steps": account["steps"],
-        "out_of_memory": not account["fits"],
+        "out_of_memory": account["fits"] is False,
         "seconds": round(run["seconds"]),
         "allocated_gib": round(card["peak_allocated_bytes"] / GIB, 3),
         "reserved_gib": round(card["peak_reserved_bytes"] / GIB, 3),
@@ -287,7 +287,7 @@ def line(row: dict[str, Any], found: dict[str, Any]) -> str:
 def _ratios(row: dict[str, Any], found: dict[str, Any]) -> list[str]:
     """The emulated figure over the published one, by the metric that was published, a run each."""
     if row.get("published") == "out of memory":
-        return ["agrees" if not found["fits"] else "contradicts"]
+        return ["agrees" if found["fits"] is False else "contradicts"]
     published = row.get("published_gib")
     if not published:
         return ["–"]

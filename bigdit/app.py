@@ -102,6 +102,7 @@ def run(arguments: Sequence[str]) -> int:
             result = command.invoke(context)
     except UsageError as error:  # an unknown option or a missing one: click would exit 2, which means DOES NOT FIT
         _say_by_its_option(error)
+        _say_by_meaning(error)
         error.show()
         return EXIT_USER
     except typer.Exit as ended:
@@ -127,3 +128,20 @@ def _say_by_its_option(error: Any) -> None:
 
     if isinstance(error.__cause__, ValidationError):
         raise UserError(f"{error.param.opts[0]} {expected(error.__cause__.errors(include_url=False))}") from None
+
+
+def _say_by_meaning(error: Any) -> None:
+    """Name what the command has for an option of other trainers, in the place of options that are spelt like it."""
+    from bigdit.config.other_trainers import key_meant, suggested
+
+    option = getattr(error, "option_name", None)
+    meant = key_meant(option) if option else None
+    if meant is None:
+        return
+    here = {each: param for param in error.ctx.command.params for each in param.opts}
+    own = next((each for each in meant.options if each in here), None)
+    if own is not None:
+        hint = f"did you mean {own}? {here[own].help}"
+    else:
+        hint = suggested(meant, f"--set {meant.key}=…" if "--set" in here else f"{meant.key} in a run's YAML")
+    error.message, error.possibilities = f"{error.message}; {hint}", None

@@ -59,7 +59,7 @@ def notice(text: str) -> None:
 
 def emit_json(value: Any) -> None:
     """A machine-readable report on stdout, and nothing else there."""
-    print(json.dumps(value, indent=2, sort_keys=False, default=str))
+    print(json.dumps(value, indent=2, sort_keys=False, default=str), flush=True)  # before notices that follow
 
 
 class Advance(Protocol):

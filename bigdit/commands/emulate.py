@@ -38,8 +38,8 @@ def run(
     """Run a training command, unmodified, on emulated cards, and show what it takes of them.
 
     Real CUDA PyTorch runs with no GPU: kernels are not executed, and all memory is accounted for. Ends with 2 where a
-    process runs out of memory and does not go on, and else as the command does. With --json what the command prints
-    goes to stderr.
+    process runs out of memory and does not go on, and else as the command does, but with 1 for a command's own 2. With
+    --json what the command prints goes to stderr.
     """
     from bigdit import catalog, log
     from bigdit.emulator.card import CARDS_MOST
@@ -102,7 +102,7 @@ def _emulate(
                 )
 
         runs = [once(skip_first=False)]
-        if runs[0].scales_loss and (runs[0].exit_status == 0 or not runs[0].fits):
+        if runs[0].scales_loss and (runs[0].exit_status == 0 or runs[0].fits is False):
             log.notice("fp16 with loss scaling: once more, with the first step skipped as on real cards")
             runs.append(once(skip_first=True))
     return Emulation(command=tuple(command), gpu=card, cards=cards, runs=tuple(runs))

@@ -21,7 +21,9 @@ def run(
         Path | None, typer.Option(help="A folder of `bigdit plan --out`; decides how the step is run.")
     ] = None,
     grace: Annotated[float | None, typer.Option(help="Seconds to save and end in after a signal; train.grace.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check config and model, print the config, stop.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check config and model, print the config and a verdict, stop.")
+    ] = False,
 ) -> int:
     """Train as the run's config says, with as many processes; the same command resumes."""
     from bigdit import libraries, log
@@ -54,7 +56,7 @@ def run(
             log.notice(f"note: {line}")
     libraries.prepare()
     from bigdit.train.epochs import counted  # torch, which only the processes that train need else
-    from bigdit.train.going_on import foreseen
+    from bigdit.train.going_on import foreseen, verdict
     from bigdit.train.model import check_models
     from bigdit.train.saves import snapshots_said
     from bigdit.train.store import check_those_there
@@ -77,6 +79,7 @@ def run(
         for each in prepared
     ]
     log.emit_json(documents[0] if len(documents) == 1 else {"stages": documents})
+    log.notice(verdict(prepared))
     return 0
 
 

@@ -9,6 +9,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from bigdit.config.other_trainers import key_meant, suggested, value_meant
 from bigdit.errors import nearest
 from bigdit.objective_spec import NUMBER
 
@@ -38,8 +39,6 @@ _BOUNDS = {
     "too_long": ("a list of {}", "max_length"),
 }
 _MOST_SHOWN = 60
-_CALLED = {"cosine": "squaredcos_cap_v2", "v_prediction": "v", "sample": "x0", "noise": "epsilon", "eps": "epsilon"}
-"""Values by what papers and diffusers call them, where the run's own name is far from that."""
 
 
 def wrong(error: ValidationError, document: Any, kind: type[BaseModel]) -> list[str]:
@@ -58,8 +57,8 @@ def expected(details: Sequence[ErrorDetails]) -> str:
     if details[0]["type"] == "union_tag_invalid":
         value = value["name"]
     if len(names) > 1:
-        called = _CALLED.get(str(value))
-        near = f"did you mean {called}?" if called in names else nearest(str(value), names)
+        meant = value_meant(str(value), names)
+        near = nearest(str(value), names) if meant is None else suggested(meant)
         return f"is {shown(value)}, which is not known; {near}"
     kinds = [_expected(detail) for detail in details if not _names(detail)]
     return f"is {shown(value)}, and {' or '.join(dict.fromkeys([*kinds, *names]))} was expected"
@@ -133,13 +132,20 @@ def _expected(detail: ErrorDetails) -> str:
 
 
 def _hint(path: Sequence[str], kind: type[BaseModel]) -> str:
-    """Where a misplaced key belongs, or what a misspelt one may have meant."""
+    """Where a misplaced key belongs, what other trainers mean by it, or what a misspelt one may have meant."""
     here = _fields_at(path[:-1], kind)
     section, key = path[:-1], path[-1]
     if section and (
         others := [name for name in _others(section, kind) if key in _fields_at([*section[:-1], name], kind)]
     ):
         return f"{section[-1]} has none; it is of {' and '.join(others)}"
+    meant = key_meant(".".join(path), path[-1])
+    if meant is not None:
+        parts = meant.key.split(".")
+        if all(part in _fields_at(parts[:at], kind) for at, part in enumerate(parts)):
+            return suggested(meant)
+        if parts[-1] in here:
+            return suggested(meant, parts[-1])
     elsewhere = [f"{section}.{path[-1]}" for section in kind.model_fields if path[-1] in _fields_at([section], kind)]
     return f"did you mean {', '.join(elsewhere)}?" if elsewhere else nearest(path[-1], here)
 

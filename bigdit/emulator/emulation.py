@@ -10,15 +10,19 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from bigdit.catalog import Gpu
 from bigdit.emulator.account import Account, CardAccount, OutOfMemory
+from bigdit.emulator.repositories import option_for
 from bigdit.memory.process import ByteRange, beside_torch
 from bigdit.spec import Strict
 
 EXIT_DOES_NOT_FIT = 2
+EXIT_FAILED = 1
+"""In place of a command's own 2, which would read as the one above."""
 
 
 class Run(Strict):
     """The command from its start to its end. `lost`: processes that used a card and left no account; `crowd`: how
-    many processes it started on this machine where they are more than the cards, else 0."""
+    many processes it started on this machine where they are more than the cards, else 0; `absent`: the hub's
+    repositories for want of which processes ended."""
 
     first_step_skipped: bool
     exit_status: NonNegativeInt
@@ -26,10 +30,14 @@ class Run(Strict):
     accounts: tuple[Account, ...]
     lost: tuple[NonNegativeInt, ...]
     crowd: NonNegativeInt
+    absent: tuple[str, ...] = ()
 
     @property
-    def fits(self) -> bool:
-        return all(map(self.holds, self.accounts))
+    def fits(self) -> bool | None:
+        """None where that is not known: the command failed, or no process of it used a card."""
+        if not all(map(self.holds, self.accounts)):
+            return False
+        return True if self.accounts and self.exit_status == 0 else None
 
     def holds(self, account: Account) -> bool:
         """Whether memory never ran out in one of its processes, or that went on."""
@@ -63,13 +71,21 @@ class Emulation(Strict):
     runs: tuple[Run, ...]
 
     @property
-    def fits(self) -> bool:
-        return all(run.fits for run in self.runs)
+    def decisive(self) -> Run:
+        """The run that decides: one that does not fit, else one that gave no answer."""
+        return min(self.runs, key=lambda run: (False, None, True).index(run.fits))
+
+    @property
+    def fits(self) -> bool | None:
+        return self.decisive.fits
 
     @property
     def exit_status(self) -> int:
-        """2 where a process ran out of memory and did not go on; else the command's own."""
-        return next((run.exit_status for run in self.runs if run.exit_status), 0) if self.fits else EXIT_DOES_NOT_FIT
+        """2 only where a process ran out of memory and did not go on; else the command's own, 1 for its 2."""
+        if self.fits is False:
+            return EXIT_DOES_NOT_FIT
+        own = next((run.exit_status for run in self.runs if run.exit_status), 0)
+        return EXIT_FAILED if own == EXIT_DOES_NOT_FIT else own
 
     def process(self, account: Account, card: CardAccount) -> ByteRange:
         """What nvidia-smi would show of a process at its peak: reserved memory, CUDA context and NCCL."""
@@ -97,6 +113,8 @@ def _notices(run: Run) -> Iterator[tuple[str, str]]:
     if not run.accounts and not run.lost:
         why = "the command's python may ignore PYTHONPATH, or it trains on the host"
         yield "no process used a card" + (f": {why}" if run.exit_status == 0 else " before the command failed"), ""
+    for name in run.absent:
+        yield f"{name} is not on this machine; lay it out without its weights: {option_for(name)}", ""
     for pid in run.lost:
         yield (
             "a process used a card and left no account: killed or crashed, its memory is not in this",

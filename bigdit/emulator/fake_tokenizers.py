@@ -6,10 +6,11 @@ theirs are longer. Which ids they are decides no bytes.
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
-import struct
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from bigdit.files import write_text
 
 _LETTERS = "etaoinshrdlcumwfgypbvkjxqz"
 _WORD = "▁"
+_BYTE = re.compile("<0x[0-9A-F]{2}>")
 _ASCII = [chr(code) for code in range(33, 127)]
 
 
@@ -78,12 +80,19 @@ def _write_bpe(recipe: dict[str, Any], folder: Path) -> None:
 
 
 def _write_sentencepiece_bpe(recipe: dict[str, Any], folder: Path) -> None:
-    """tokenizer.json of a BPE over characters, with bytes for those that it does not know, as Gemma's is."""
+    """tokenizer.json, and tokenizer.model for slow tokenizers, of a BPE over characters, with bytes for those that it
+    does not know, as Gemma's is."""
     special = {number: token for token, number in recipe["special"].values()}
     letters = [_WORD, *_ASCII]
     tokens = [f"<0x{byte:02X}>" for byte in range(256)] + letters
     merges = _merges(start=_WORD)
     tokens += dict.fromkeys(left + right for left, right in merges)
+    vocabulary = _filled(tokens, recipe["size"], special)
+    proto = _sentencepiece(recipe, vocabulary, lambda number: -float(number))
+    proto.trainer_spec.model_type, proto.trainer_spec.byte_fallback = proto.trainer_spec.BPE, True
+    proto.normalizer_spec.name = "identity"
+    proto.normalizer_spec.add_dummy_prefix = proto.normalizer_spec.remove_extra_whitespaces = False
+    (folder / "tokenizer.model").write_bytes(proto.SerializeToString())
     begin = recipe["special"]["bos_token"][0]
     first = {"SpecialToken": {"id": begin, "type_id": 0}}
     _write_json(
@@ -117,7 +126,7 @@ def _write_sentencepiece_bpe(recipe: dict[str, Any], folder: Path) -> None:
                 "end_of_word_suffix": None,
                 "fuse_unk": True,
                 "byte_fallback": True,
-                "vocab": _filled(tokens, recipe["size"], special),
+                "vocab": vocabulary,
                 "merges": [f"{left} {right}" for left, right in merges],
             },
         },
@@ -126,30 +135,52 @@ def _write_sentencepiece_bpe(recipe: dict[str, Any], folder: Path) -> None:
 
 def _write_unigram(recipe: dict[str, Any], folder: Path) -> None:
     """spiece.model of a unigram model: all pieces are as likely, so a word becomes as few as it can."""
-    from sentencepiece import sentencepiece_model_pb2
-
-    messages: Any = sentencepiece_model_pb2  # which protobuf makes without types
-    proto = messages.ModelProto()
-    kinds = proto.SentencePiece
     special = {number: token for token, number in recipe["special"].values()}
-    for token, number in _filled(_pieces(recipe["size"] - len(special)), recipe["size"], special).items():
-        kind = kinds.NORMAL if number not in special else kinds.CONTROL
-        kind = kinds.UNKNOWN if number == recipe["special"]["unk_token"][1] else kind
-        proto.pieces.add(piece=token, score=-10.0 if kind == kinds.NORMAL else 0.0, type=kind)
-    trainer = proto.trainer_spec
-    trainer.model_type, trainer.vocab_size = trainer.UNIGRAM, recipe["size"]
-    trainer.bos_id = -1
-    trainer.pad_id, trainer.eos_id, trainer.unk_id = (
-        recipe["special"][role][1] for role in ("pad_token", "eos_token", "unk_token")
-    )
-    proto.normalizer_spec.name = "identity"
-    proto.normalizer_spec.precompiled_charsmap = _NO_CHANGES
+    tokens = _filled(_pieces(recipe["size"] - len(special)), recipe["size"], special)
+    proto = _sentencepiece(recipe, tokens, lambda number: -10.0)
+    proto.trainer_spec.model_type = proto.trainer_spec.UNIGRAM
+    proto.normalizer_spec.name = "nmt_nfkc"
+    proto.normalizer_spec.precompiled_charsmap = _nfkc()
     (folder / "spiece.model").write_bytes(proto.SerializeToString())
 
 
-_NO_CHANGES = struct.pack("<I1024x", 1024)
-"""A map of characters as sentencepiece compiles it: the size of its double array, and that, here of a root alone.
-T5's tokenizer in transformers 5.14.1 takes none that is empty."""
+def _sentencepiece(recipe: dict[str, Any], tokens: dict[str, int], score: Callable[[int], float]) -> Any:
+    """sentencepiece's model of `tokens` with the score of each number, without type and normalizer."""
+    proto: Any = _messages().ModelProto()
+    kinds = proto.SentencePiece
+    special = {number for _, number in recipe["special"].values()}
+    for token, number in tokens.items():
+        kind = kinds.CONTROL if number in special else kinds.BYTE if _BYTE.fullmatch(token) else kinds.NORMAL
+        kind = kinds.UNKNOWN if number == recipe["special"]["unk_token"][1] else kind
+        proto.pieces.add(piece=token, score=score(number) if kind == kinds.NORMAL else 0.0, type=kind)
+    trainer = proto.trainer_spec
+    trainer.vocab_size = len(tokens)
+    trainer.pad_id, trainer.bos_id, trainer.eos_id, trainer.unk_id = (
+        recipe["special"].get(role, (None, -1))[1] for role in ("pad_token", "bos_token", "eos_token", "unk_token")
+    )
+    return proto
+
+
+def _nfkc() -> bytes:
+    """sentencepiece's own map of characters, which is T5's too, from a model that it trains on one letter.
+
+    T5's tokenizer in transformers 5.14.1 takes no model without a map, and sentencepiece 0.2.3 checks it.
+    """
+    from sentencepiece import SentencePieceTrainer
+
+    model = io.BytesIO()
+    SentencePieceTrainer.train(
+        sentence_iterator=iter("a"), model_writer=model, model_type="char", vocab_size=4, minloglevel=2
+    )
+    found: bytes = _messages().ModelProto.FromString(model.getvalue()).normalizer_spec.precompiled_charsmap
+    return found
+
+
+def _messages() -> Any:  # which protobuf makes without types
+    from sentencepiece import sentencepiece_model_pb2
+
+    return sentencepiece_model_pb2
+
 
 _WRITERS = {"bpe": _write_bpe, "sentencepiece-bpe": _write_sentencepiece_bpe, "unigram": _write_unigram}
 

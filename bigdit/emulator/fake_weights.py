@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from bigdit.checkout import own_module
+from bigdit.documents import parse_json, read_mapping
 from bigdit.emulator.fake_tokenizers import write_tokenizer
 from bigdit.emulator.repositories import document, repository
 from bigdit.errors import UserError
@@ -40,8 +41,9 @@ def lay_out(names: Sequence[str], folder: Path, environment: Mapping[str, str] |
         asked, _, source = name.partition("=")
         snapshot = _new_snapshot(hub, asked)
         dtypes[str(snapshot)] = _write_configs(asked, source or asked, snapshot)
-        _mark_absent(snapshot)
     _write_weights(dtypes, environment)
+    for laid in dtypes:
+        _write_empty_configs(Path(laid))
     _link_own(hub)
     return {"HF_HUB_CACHE": str(hub), "HUGGINGFACE_HUB_CACHE": str(hub), "HF_HUB_OFFLINE": "1"}
 
@@ -87,25 +89,40 @@ def _copy_configs(name: str, source: Path, snapshot: Path) -> str:
         if path.is_file() and not hidden and not path.name.endswith((*_WEIGHTS, ".index.json")):
             (snapshot / relative).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, snapshot / relative)
-    index = snapshot / "model_index.json"
-    parts = json.loads(index.read_text(encoding="utf-8")) if index.is_file() else {}
     kinds = {recipe["class"]: kind for kind, recipe in reversed(document()["tokenizers"].items())}
-    for part, value in parts.items():
-        if part.startswith("tokenizer") and not (snapshot / part).is_dir():
-            kind = kinds.get(value[1].removesuffix("Fast"))
+    for part, class_name in _tokenizers(snapshot / "model_index.json", f"--fake-weights {name}={source}").items():
+        if not (snapshot / part).is_dir():
+            kind = kinds.get(class_name.removesuffix("Fast"))
             if kind is None:
-                raise UserError(f"--fake-weights {name}={source}: lacks {part}/, and a {value[1]} cannot be made here")
+                raise UserError(
+                    f"--fake-weights {name}={source}: lacks {part}/, and a {class_name} cannot be made here; copy the "
+                    "tokenizer's files there"
+                )
             write_tokenizer(kind, snapshot / part)
     return "float32"
 
 
-def _mark_absent(snapshot: Path) -> None:
-    """Mark the folders that have no config.json, which AutoTokenizer asks for in the tokenizers': offline a file that
-    is neither there nor known to be absent is an error. Source: huggingface_hub's guide `manage-cache`."""
-    absent = snapshot.parents[1] / ".no_exist" / snapshot.name
-    for folder in (snapshot, *(path for path in snapshot.rglob("*") if path.is_dir())):
-        if not (folder / "config.json").is_file():
-            write_text(absent / folder.relative_to(snapshot) / "config.json", "")
+def _tokenizers(index: Path, asked: str) -> dict[str, str]:
+    """The tokenizers that a model_index.json names, and their classes; without those that the script passes itself,
+    whose entries are null. Raises UserError where it is damaged."""
+    if not index.is_file():
+        return {}
+    parts = read_mapping(index, parse_json, f"{asked}: its model_index.json", "an object of components")
+    found = {}
+    for part, value in parts.items():
+        if part.startswith("tokenizer") and value not in (None, [None, None]):
+            if not (isinstance(value, list) and len(value) == 2 and isinstance(value[1], str)):
+                raise UserError(f"{asked}: {part} in its model_index.json is no [library, class]")
+            found[part] = value[1]
+    return found
+
+
+def _write_empty_configs(snapshot: Path) -> None:
+    """Write the config.json that AutoTokenizer asks for in tokenizers' folders, and that few of them have: offline
+    transformers 5.14.1 stops where it is missing, even where the cache knows that it is."""
+    for found in snapshot.rglob("tokenizer_config.json"):
+        if not found.with_name("config.json").exists():
+            write_json(found.with_name("config.json"), {})
 
 
 def _write_weights(dtypes: Mapping[str, str], environment: Mapping[str, str] | None) -> None:

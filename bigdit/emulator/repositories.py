@@ -37,6 +37,12 @@ def known() -> tuple[str, ...]:
     return tuple(document()["repositories"])
 
 
+def option_for(name: str) -> str:
+    """The option that lays a repository out: by its name alone, or with a folder that holds its configs."""
+    is_known = name.casefold() in (each.casefold() for each in known())
+    return f"--fake-weights {name}" + ("" if is_known else "=FOLDER")
+
+
 def repository(name: str) -> Repository:
     """The repository of that name, whatever its letters' case. Raises UserError where the catalogue has none."""
     entries = {known.casefold(): entry for known, entry in document()["repositories"].items()}
@@ -44,7 +50,7 @@ def repository(name: str) -> Repository:
     if entry is None:
         raise UserError(
             f"--fake-weights {name}: the catalogue does not know this repository; {nearest(name, known())}; of any "
-            f"other, a folder with its configs does: --fake-weights {name}=FOLDER"
+            f"other, a folder with its configs does: {option_for(name)}"
         )
     dtype: str = entry["dtype"]
     if "model" in entry:

@@ -140,6 +140,7 @@ def _gather(folder: Path, status: int, seconds: float, skip_first: bool, snapsho
             _keep_snapshot(folder / f"snapshot-{name}.pickle", account, before, snapshots)
     accounts.sort(key=lambda each: (each.rank is None, each.rank or 0, each.pid))
     crowds = (_text(path, "processes") for path in folder.glob("crowd-*.json"))
+    absent = (_text(path, "repository") for path in folder.glob("absent-*.json"))
     return Run(
         first_step_skipped=skip_first,
         exit_status=status,
@@ -147,6 +148,7 @@ def _gather(folder: Path, status: int, seconds: float, skip_first: bool, snapsho
         accounts=tuple(accounts),
         lost=tuple(lost),
         crowd=max((int(count) for count in crowds if count.isdigit()), default=0),
+        absent=tuple(sorted(set(filter(None, absent)))) if status else (),
     )
 
 

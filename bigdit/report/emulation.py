@@ -48,21 +48,26 @@ def show(emulation: Emulation) -> None:
 
 
 def document(emulation: Emulation) -> dict[str, Any]:
-    """The emulation as JSON, with what follows from it."""
+    """The emulation as JSON, with what follows from it. Where `fits` is null, `reason` says why."""
     found = emulation.model_dump(mode="json")
     for run, dumped in zip(emulation.runs, found["runs"], strict=True):
-        dumped["fits"] = run.fits
+        dumped |= _answer(run, emulation)
         for account, each in zip(run.accounts, dumped["accounts"], strict=True):
-            each |= {"fits": run.holds(account), "work_a_step": work(account)}
+            each |= {"fits": run.holds(account) and (run.exit_status == 0 or None), "work_a_step": work(account)}
             for card, shown in zip(account.cards, each["cards"], strict=True):
                 shown["process"] = emulation.process(account, card).model_dump(mode="json")
     return {
         "grade": "emulated",
-        "fits": emulation.fits,
+        **_answer(emulation.decisive, emulation),
         "exit_status": emulation.exit_status,
         **found,
         "notices": emulation.notices,
     }
+
+
+def _answer(run: Run, emulation: Emulation) -> dict[str, Any]:
+    word, why = verdict(run, emulation)
+    return {"fits": run.fits, "verdict": word, "reason": why.lstrip(":, ")}
 
 
 def title(emulation: Emulation) -> str:
@@ -84,7 +89,7 @@ def verdict(run: Run, emulation: Emulation) -> tuple[str, str]:
     if highest is None:
         return "no answer", f": {ending(run)}"
     account, card = highest
-    if not run.fits:
+    if run.fits is False:
         return "does not fit", f": {account.title} ran out of memory{_asked(run.shortage(account))}"
     taken = emulation.process(account, card)
     usable = emulation.gpu.usable_bytes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from bigdit import checkpoint
@@ -13,7 +13,10 @@ from bigdit.loader.order import Order
 from bigdit.loader.raw_store import RawStore
 from bigdit.loader.stages import check_border, plan_order
 from bigdit.store import FeatureStore
+from bigdit.store.remote import url_of
+from bigdit.train.epochs import samples_of
 from bigdit.train.prepare import Prepared, has_store, stage_at
+from bigdit.units import gib
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,37 @@ def _random_weights(first: Prepared) -> list[str]:
         f"note: {first.spec.name} starts from random weights; model.init_from: FOLDER starts from published ones, such "
         f"as those of {known[0]}"
     ]
+
+
+def verdict(stages: Sequence[Prepared]) -> str:
+    """`ok: 240 images, 3 buckets, 60 steps of 4, fits as planned: 21.34 GiB of 23.53 GiB`: a run that was checked, and
+    what is known of it without running it."""
+    lines = [(f"{each.stage.name}: " if each.stage.count > 1 else "") + ", ".join(_known(each)) for each in stages]
+    return "; ".join([f"ok: {lines[0]}", *lines[1:], *_taken(stages)])
+
+
+def _taken(stages: Sequence[Prepared]) -> list[str]:
+    """Where a run that was begun goes on, if its steps are known."""
+    start = start_of(stages) if all(each.stage.run.train.steps is not None for each in stages) else None
+    if start is None or not start.step:
+        return []
+    return ["nothing is left to train" if start.done else f"resumes after step {start.step:,}"]
+
+
+def _known(prepared: Prepared) -> Iterator[str]:
+    run, plan, batch = prepared.stage.run, prepared.stage.plan, prepared.strategy.global_batch_size
+    data, train = run.data, run.train
+    if data.online or has_store(run):
+        yield f"{samples_of(run):,} {data.samples}"
+    else:
+        yield f"features in {data.features}" if url_of(data.features) else "no features yet (`bigdit extract`)"
+    yield f"{len(data.buckets)} bucket{'' if len(data.buckets) == 1 else 's'}"
+    yield f"{train.steps:,} steps of {batch:,}" if train.steps else f"{train.epochs:g} epochs in steps of {batch:,}"
+    if plan is None:
+        yield "memory not planned (`bigdit plan --config`)"
+    else:
+        taken, usable = plan.expected.process_bytes[1], plan.expected.usable_bytes
+        yield f"{plan.expected.verdict.lower()} as planned: {gib(taken)} of {gib(usable)}"
 
 
 def start_of(stages: Sequence[Prepared]) -> Start:

@@ -20,11 +20,17 @@ NO_CUDA = r"torch \S+ in \S+ has no CUDA, .*: pip install 'torch===\d"
 
 
 def test_a_script_that_dies_says_so_itself(tmp_path: Path) -> None:
-    file = script(tmp_path, "import sys, torch\ntorch.ones(1).cuda()\nprint('dying', file=sys.stderr)\nsys.exit(7)\n")
-    done = emulate("--gpu", "a40", "--", "python", file)
-    assert done.returncode == 7
-    assert "dying" in done.stderr
-    assert "the command ended with status 7" in done.stdout
+    """With its own status, but for 2, which means that it does not fit."""
+    file = script(
+        tmp_path,
+        "import sys, torch\ntorch.ones(1).cuda()\nprint('dying', file=sys.stderr)\nsys.exit(int(sys.argv[1]))\n",
+    )
+    for status, told in ((7, 7), (2, 1)):
+        done = emulate("--gpu", "a40", "--json", "--", "python", file, status)
+        assert done.returncode == told
+        assert "dying" in done.stderr
+        assert (done.report["fits"], done.account["fits"]) == (None, None)
+        assert done.report["reason"].startswith(f"the command ended with status {status}; until then it took ")
 
 
 @pytest.mark.parametrize(
@@ -63,6 +69,30 @@ def test_a_command_that_uses_no_card_is_no_answer() -> None:
     assert done.returncode == 0
     assert "no process used a card" in done.stdout
     assert "no answer" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [
+        (
+            'import huggingface_hub; huggingface_hub.hf_hub_download("Qwen/Qwen-Image", "model_index.json")',
+            "--fake-weights Qwen/Qwen-Image",
+        ),
+        (
+            'import transformers; transformers.AutoTokenizer.from_pretrained("x/y", subfolder="tokenizer")',
+            "--fake-weights x/y=FOLDER",
+        ),
+        ('import huggingface_hub; huggingface_hub.hf_hub_download("x/y", "a.png", repo_type="dataset")', None),
+        ('open("x/y")', None),
+    ],
+)
+def test_a_repository_that_is_not_there_is_named_with_its_option(tmp_path: Path, call: str, named: str | None) -> None:
+    file = script(tmp_path, call)
+    offline = {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(tmp_path)}
+    done = emulate("--gpu", "a40", "--json", "--", "python", file, **offline)
+    assert done.returncode == 1
+    asked = [notice for notice in done.report["notices"] if "--fake-weights" in notice]
+    assert [notice.partition("weights: ")[2] for notice in asked] == ([] if named is None else [named])
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])

@@ -21,7 +21,7 @@ PIPELINES = {
     "stabilityai/stable-diffusion-3.5-medium": "bfloat16",
     "THUDM/CogVideoX-2b": "float16",
 }
-DISK_BYTES = 20_000_000
+DISK_BYTES = 60_000_000  # most of it tokenizers
 CAPTION = "An oil painting of two ships in a storm, waves high above the masts, dark clouds, a lighthouse far away"
 
 LOAD = """
@@ -131,18 +131,28 @@ def test_hardly_any_disk(hub):
     assert sum(path.stat().st_size for path in folder.rglob("*")) > 150e9
 
 
+@pytest.mark.xdist_group("fake-weights")
 @pytest.mark.parametrize(
     ("kind", "size", "fewest", "most"),
-    [("clip", 49408, 20, 50), ("clip-g", 49408, 20, 50), ("t5", 32100, 18, 50), ("gemma", 256000, 18, 50),
-     ("qwen", 151646, 18, 50)],
+    [("clip", 49408, 20, 50), ("clip-g", 49408, 20, 50), ("t5", 32100, 18, 50), ("umt5", 256300, 18, 50),
+     ("gemma", 256000, 18, 50), ("qwen", 151646, 18, 50)],
 )  # fmt: skip
-def test_tokenizers_have_their_size_and_pieces_like_the_published(tmp_path, kind, size, fewest, most):
+def test_tokenizers_load_by_every_way_and_have_pieces_like_the_published(hub, kind, size, fewest, most):
+    """By its class, the fast one and by AutoTokenizer; from a folder, and from a subfolder of the cache."""
+    import sentencepiece
     import transformers
 
-    write_tokenizer(kind, tmp_path)
     recipe = repositories.document()["tokenizers"][kind]
-    for tokenizer in (getattr(transformers, recipe["class"]), transformers.AutoTokenizer):
-        found = tokenizer.from_pretrained(tmp_path)
+    cached = Path(hub[1]["HF_HUB_CACHE"])
+    (folder,) = (cached / "models--someone--theirs" / "snapshots").glob(f"*/tokenizer-{kind}")
+    of_hub = {"subfolder": folder.name, "cache_dir": cached, "local_files_only": True}
+    by_class, fast = (getattr(transformers, recipe["class"] + suffix) for suffix in ("", "Fast"))
+    auto = transformers.AutoTokenizer
+    cached_ways = ((by_class, {}), (fast, {}), (auto, {}), (auto, {"use_fast": False}))
+    for found in (
+        auto.from_pretrained(folder),
+        *(tokenizer.from_pretrained("someone/theirs", **of_hub, **more) for tokenizer, more in cached_ways),
+    ):
         assert len(found) == size
         assert found.model_max_length == recipe["longest"]
         for role, (token, number) in recipe["special"].items():
@@ -151,6 +161,11 @@ def test_tokenizers_have_their_size_and_pieces_like_the_published(tmp_path, kind
         assert fewest <= len(found(CAPTION).input_ids) <= most
         padded = found([CAPTION, ""], padding="max_length", max_length=77, truncation=True)
         assert [len(ids) for ids in padded.input_ids] == [77, 77]
+    for model in folder.glob("*.model"):  # as slow tokenizers of transformers 4 read it
+        pieces = sentencepiece.SentencePieceProcessor(model_file=str(model))
+        assert pieces.get_piece_size() == recipe["size"]
+        assert fewest <= len(pieces.encode(CAPTION)) <= most
+        assert pieces.decode(pieces.encode(CAPTION)) == CAPTION
 
 
 def write_configs(folder):
@@ -162,7 +177,10 @@ def write_configs(folder):
         (folder / part).mkdir(parents=True)
         (folder / part / "config.json").write_text(json.dumps(config))
     (folder / "transformer" / "old.safetensors").write_bytes(b"weights")
-    index = {"_class_name": "SomePipeline", "tokenizer": ["transformers", "T5TokenizerFast"]}
+    for kind in repositories.document()["tokenizers"]:
+        write_tokenizer(kind, folder / f"tokenizer-{kind}")
+    passed_by_the_script = {"tokenizer_4": [None, None], "tokenizer_5": None}
+    index = {"_class_name": "SomePipeline", "tokenizer": ["transformers", "T5TokenizerFast"], **passed_by_the_script}
     (folder / "model_index.json").write_text(json.dumps(index))
 
 
@@ -205,6 +223,24 @@ def test_names_that_cannot_be_laid_out(tmp_path):
     (tmp_path / "wrong" / "config.json").write_text('{"_class_name": "NoSuchModel"}')
     with pytest.raises(UserError, match=r"no model can be built from .*config\.json: .*NoSuchModel"):
         lay_out([f"x/y={tmp_path / 'wrong'}"], tmp_path / "f")
+
+
+@pytest.mark.parametrize(
+    ("index", "problem"),
+    [
+        ('{"tokenizer": "T5Tokenizer"}', r"tokenizer in its model_index\.json is no \[library, class\]"),
+        ('{"tokenizer": ["transformers"]}', r"tokenizer in its model_index\.json is no \[library, class\]"),
+        ('{"tokenizer": [null, 3]}', r"tokenizer in its model_index\.json is no \[library, class\]"),
+        ('{"tokenizer": ["x", "LlamaTokenizer"]}', r"lacks tokenizer/, and a LlamaTokenizer cannot be made here"),
+        ('{"tokenizer": [', r"its model_index\.json is not JSON"),
+        ("[]", r"its model_index\.json should hold"),
+    ],
+)
+def test_a_damaged_model_index_is_one_line(tmp_path, index, problem):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model_index.json").write_text(index)
+    with pytest.raises(UserError, match=f"^--fake-weights x/y=.*{problem}"):
+        lay_out([f"x/y={tmp_path}"], tmp_path / "hub")
 
 
 def test_every_repository_names_what_the_catalogue_has():

@@ -85,11 +85,29 @@ def test_what_went_on_after_memory_ran_out_ended_as_its_command(
 ) -> None:
     ran_out = {"out_of_memory": [OOM] * 3, "out_of_memory_count": 3}
     of = emulation(run(ran_out | changed, status=status))
-    assert (of.exit_status, of.fits) == (found, found != EXIT_DOES_NOT_FIT)
+    assert (of.exit_status, of.fits) == (found, {0: True, 1: None, EXIT_DOES_NOT_FIT: False}[found])
     if found == 0:
         word, why = verdict(of.runs[0], of)
         assert word == "ended well"
         assert why.startswith(", after memory ran out 3 times on the way: the process takes ")
+
+
+@pytest.mark.parametrize("status", [1, 2, 7, 139])
+@pytest.mark.parametrize("processes", [0, 1])
+def test_a_command_that_failed_gives_no_answer(
+    status: int, processes: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Text, page and JSON say so alike, and its status is not that of what does not fit."""
+    found = emulation(run(*[{"steps": 0}] * processes, status=status))
+    told = document(found)
+    (of_run,) = told["runs"]
+    assert [told["fits"], of_run["fits"], *(each["fits"] for each in of_run["accounts"])] == [None] * (2 + processes)
+    assert told["verdict"] == of_run["verdict"] == "no answer"
+    ended = "ended by signal 11" if status == 139 else f"ended with status {status}"
+    assert told["reason"].startswith(f"the command was {ended}" if status == 139 else f"the command {ended}")
+    assert f"no answer: {told['reason']}" in " ".join(shown(found, monkeypatch, capsys).split())
+    assert f"<strong>no answer</strong> <span>{told['reason']}</span>" in page(found)
+    assert (told["exit_status"], of_run["exit_status"]) == (1 if status == 2 else status, status)
 
 
 def test_a_page_says_first_that_memory_ran_out_on_the_way() -> None:

@@ -59,9 +59,11 @@ def test_a_dry_run_says_what_they_come_to(features, tmp_path):
     found, said = dry(features)
     assert found == (STEPS, None)
     assert "train.epochs 0.5 of 240 samples in steps of 16: 8 steps" in said
+    assert said.endswith(" ok: 240 images, 3 buckets, 8 steps of 16, memory not planned (`bigdit plan --config`)")
     found, said = dry(tmp_path)
     assert found == (None, 0.5)
     assert f"train.epochs 0.5: how many steps they come to is known when {tmp_path} holds features" in said
+    assert " ok: no features yet (`bigdit extract`), 3 buckets, 0.5 epochs in steps of 16, memory" in said
 
 
 @pytest.fixture(scope="module")

@@ -231,12 +231,17 @@ def test_errors_come_before_any_process_group(features, tmp_path):
     assert errors[0].endswith("train.seed is -1, and 0 or more was expected")
 
 
-def test_dry_run_prints_what_would_run(features):
-    done = bigdit("train", "--config", DIGITS, "--dry-run", *with_set(TINY))
-    assert done.returncode == 0
-    resolved = json.loads(done.stdout)
-    assert resolved["strategy"]["world_size"] == 2
-    assert resolved["run"]["train"]["steps"] == 8
+def test_dry_run_prints_what_would_run(features, trained):
+    """And a verdict as its last line, also where the run was begun."""
+    begun = (*TINY, f"data.features={features}", f"output={trained}")
+    known = "ok: 240 images, 3 buckets, {} steps of 16, memory not planned (`bigdit plan --config`); {}\n"
+    for steps, left in ((8, "nothing is left to train"), (12, "resumes after step 8")):
+        done = bigdit("train", "--config", DIGITS, "--dry-run", *with_set([*begun, f"train.steps={steps}"]))
+        assert done.returncode == 0
+        resolved = json.loads(done.stdout)
+        assert resolved["strategy"]["world_size"] == 2
+        assert resolved["run"]["train"]["steps"] == steps
+        assert done.stderr.endswith(known.format(steps, left))
 
 
 @pytest.mark.parametrize(

@@ -19,10 +19,16 @@ ARGUMENTS = yaml.safe_load(DIGITS.read_text())["model"]["kwargs"]
 
 
 def dry_run(capsys, *overrides, config=DIGITS):
-    """Exit status, stdout and stderr of `bigdit train --dry-run`, by the command's own function."""
+    """Exit status, stdout and stderr of `bigdit train --dry-run`, by the command's own function; of a
+    sound run without its last line, the verdict."""
     with pytest.raises(SystemExit) as ended:
         main(["train", "--config", str(config), *with_set([*SINGLE, *overrides]), "--dry-run"])
-    return ended.value.code, *capsys.readouterr()
+    printed, said = capsys.readouterr()
+    if ended.value.code == 0:
+        *lines, verdict = said.splitlines(keepends=True)
+        assert verdict.startswith("ok: ")
+        said = "".join(lines)
+    return ended.value.code, printed, said
 
 
 def test_a_sound_run_is_printed(capsys, tmp_path):
@@ -182,6 +188,18 @@ def test_weights_of_another_shape_than_the_class_takes_are_refused(capsys, tmp_p
     by_path = ("model.class_name=null", "model.kwargs={}", f"model.path={tmp_path}")
     for sound in ((f"model.kwargs={json.dumps(ARGUMENTS)}",), by_path):
         assert dry_run(capsys, *starts, *sound)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("steps", "output", "end"),
+    [(8, None, ""), (8, "trained", "; nothing is left to train"), (12, "trained", "; resumes after step 8")],
+)
+def test_a_verdict_is_the_last_line(capfd, features, trained, tmp_path, steps, output, end):
+    chosen = (*TINY, *SINGLE, f"data.features={features}", f"output={trained if output else tmp_path}")
+    with pytest.raises(SystemExit):
+        main(["train", "--config", str(DIGITS), *with_set([*chosen, f"train.steps={steps}"]), "--dry-run"])
+    known = f"ok: 240 images, 3 buckets, {steps} steps of 16, memory not planned (`bigdit plan --config`)"
+    assert capfd.readouterr().err.splitlines()[-1] == known + end
 
 
 def test_a_checkpoint_that_the_run_cannot_go_on_from_is_refused(capsys, features, trained):

@@ -13,6 +13,7 @@ from bigdit.spec import EmaSpec, OptimizerSpec, Strategy
 from bigdit.train import main
 from bigdit.train.loop import Ended
 from bigdit.train.processes.launch import free_port
+from bigdit.units import gib
 
 PLANS = {
     "single": plan_of(
@@ -101,6 +102,8 @@ def test_dry_run_shows_the_plans_strategy(tmp_path):
     assert strategy.model_copy(update={"optimizer": plan.strategy.optimizer}) == plan.strategy
     assert found["run"]["engine"]["processes"] == 2
     assert done.stderr.startswith("note: the plan was made with catalogue 0123456789abcdef")
+    usable = gib(plan.expected.usable_bytes)
+    assert done.stderr.endswith(f", fits as planned: {gib(plan.expected.process_bytes[1])} of {usable}\n")
 
 
 def errors(done):

@@ -219,3 +219,6 @@ def test_a_dry_run_prints_each(staged):
     assert (low["strategy"]["grad_accum_steps"], high["strategy"]["grad_accum_steps"]) == (2, 4)
     assert high["run"]["data"]["buckets"] == [[16, 16]]
     assert high["run"]["stages"] == []
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("ok: stages.0: ")
+    assert "; stages.1: " in last

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import resource
 import sys
 import traceback
@@ -18,7 +19,10 @@ _LARGEST = 40
 
 
 def write(how: str, seconds: float) -> None:
-    """Write the account, where this process used a card."""
+    """Write the account, where this process used a card; and which of the hub's repositories it ended for want of."""
+    absent = _absent_repository() if how == "exit" else None
+    if absent is not None:
+        files.write_json(f"absent-{os.getpid()}.json", {"repository": absent})
     if not history.used():
         return
     history.fold(snapshot=f"snapshot-{ending.name}.pickle")
@@ -136,24 +140,64 @@ def _key(line: frames.Line | None) -> tuple[Any, ...] | None:
 
 
 def _uncaught() -> dict[str, Any] | None:
-    """The exception that ends this process; python has kept it where nobody caught it."""
+    """The exception that ends this process."""
     import torch
 
-    error = getattr(sys, "last_value", None)
-    if error is None or isinstance(error, (SystemExit, KeyboardInterrupt)):
+    chain = _chain()
+    if not chain:
         return None
-    chain: list[BaseException] = []
-    at: BaseException | None = error
-    while at is not None and at not in chain:
-        chain.append(at)
-        at = at.__cause__ or at.__context__
-    stack = [(step.filename, step.lineno or 0, step.name) for step in traceback.extract_tb(error.__traceback__)]
+    stack = [(step.filename, step.lineno or 0, step.name) for step in traceback.extract_tb(chain[0].__traceback__)]
     return {
-        "type": type(error).__name__,
-        "text": str(error)[:2000],
+        "type": type(chain[0]).__name__,
+        "text": str(chain[0])[:2000],
         "out_of_memory": any(isinstance(each, torch.OutOfMemoryError) for each in chain),
         "frames": frames.shown(stack[::-1]),
     }
+
+
+def _chain() -> list[BaseException]:
+    """The exception that ends this process, which python has kept where nobody caught it, and what led to it."""
+    error = getattr(sys, "last_value", None)
+    chain: list[BaseException] = []
+    at = None if isinstance(error, (SystemExit, KeyboardInterrupt)) else error
+    while at is not None and at not in chain:
+        chain.append(at)
+        at = at.__cause__ or at.__context__
+    return chain
+
+
+_LOADING = {"huggingface_hub", "transformers", "diffusers"}
+_CALLED = ("repo_id", "path_or_repo_id", "pretrained_model_name_or_path", "pretrained_model_name")
+_REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def _absent_repository() -> str | None:
+    """The repository of models that is not on this machine, where the process ended because of that. Errors do not
+    name it; the arguments of the libraries' functions do."""
+    hub, chain = sys.modules.get("huggingface_hub.constants"), _chain()
+    if hub is None or not any(
+        isinstance(each, OSError) or _package(type(each).__module__) in _LOADING for each in chain
+    ):
+        return None
+    calls = [call for error in chain for call, _ in traceback.walk_tb(error.__traceback__)]
+    packages = [_package(call.f_globals.get("__name__")) for call in calls]
+    if "datasets" in packages:
+        return None
+    for call, package in zip(calls, packages, strict=True):
+        if package in _LOADING and call.f_locals.get("repo_type") in (None, "model"):
+            for name in map(call.f_locals.get, _CALLED):
+                if isinstance(name, str) and _REPOSITORY.fullmatch(name) and not _is_here(name, hub.HF_HUB_CACHE):
+                    return name
+    return None
+
+
+def _is_here(name: str, cache: str) -> bool:
+    """Whether it is a folder, or the hub's cache has it."""
+    return os.path.exists(name) or os.path.exists(os.path.join(cache, f"models--{name.replace('/', '--')}"))
+
+
+def _package(module: object) -> str:
+    return str(module).partition(".")[0]
 
 
 def _world_size(torch: Any) -> int:

@@ -1,0 +1,79 @@
+"""Keys, options and values of other trainers are answered by what they mean, before what they are spelt like."""
+
+import pytest
+from commands import DIGITS
+
+from bigdit.app import app, run
+from bigdit.config import load_run
+from bigdit.config.other_trainers import _NAMES, KEYS, suggested
+from bigdit.config.strategy import parse_strategy
+from bigdit.errors import UserError
+
+
+def problems(*overrides):
+    with pytest.raises(UserError) as caught:
+        load_run(DIGITS, overrides)
+    return [problem.partition(": ")[2] for problem in caught.value.problems]
+
+
+def test_each_key_leads_to_one_of_the_run():
+    """One that the run did not have, or had itself, would be answered otherwise."""
+    assert len(KEYS) == sum(len(names.split()) for names in _NAMES.values())  # none stands twice
+    assert set(problems(*(f"{name}=1" for name in KEYS))) == {
+        f"{name}: unknown key; {suggested(meant)}" for name, meant in KEYS.items()
+    }
+
+
+def options_of(command):
+    if hasattr(command, "commands"):
+        return set().union(*map(options_of, command.commands.values()))
+    return {each for param in command.params for each in param.opts}
+
+
+def test_each_option_is_one_of_a_command():
+    import typer
+
+    known = options_of(typer.main.get_command(app))
+    assert not {option for meant in KEYS.values() for option in meant.options} - known
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("train.batch_size=4", "train.batch_size: unknown key; did you mean train.micro_batch_size? (samples"),
+        ("train.Learning-Rate=1", "train.Learning-Rate: unknown key; did you mean optimizer.lr?"),
+        ("data.image=x", "data.image: unknown key; did you mean data.images? (a folder"),
+        ("data.images=[{path: a, repeats: 10}]", "data.images.0.repeats: unknown key; did you mean data.images? (list "
+         "a source as often as it is repeated)"),
+        ("network={linear: 16}", "network: unknown key; did you mean train.lora? ({rank: 16, alpha: 16})"),
+        ("engine.name=DDP", "engine.name is 'DDP', which is not known; did you mean deepspeed? (zero_optimization"),
+        ("train.lr_schedule=cosine_with_restarts", "train.lr_schedule is 'cosine_with_restarts', which is not known; "
+         "did you mean cosine? (without restarts)"),
+        ("optimizer.name=PagedAdamW8bit", "optimizer.name is 'PagedAdamW8bit', which is not known; did you mean "
+         "paged_adamw_8bit?"),
+        ("train.precision=bfloat16", "train.precision is 'bfloat16', which is not known; did you mean bf16?"),
+    ],
+)  # fmt: skip
+def test_what_others_call_it_is_answered_by_its_meaning(override, line):
+    (found,) = problems(override)
+    assert found.startswith(line)
+
+
+def test_a_strategy_is_answered_by_its_own_keys():
+    with pytest.raises(UserError, match=r"^--strategy: batch_size: unknown key; did you mean micro_batch_size\?"):
+        parse_strategy(["single,batch_size=4"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (("plan", "--image-size", "512"), "--image-size; did you mean --resolution? 1024, or 480x832"),
+        (("plan", "--train_batch_size", "4"), "--train_batch_size; did you mean --micro-batch? "),
+        (("train", "--learning-rate", "1e-4"), "--learning-rate; did you mean --set optimizer.lr=…?"),
+        (("export", "--network-dim", "16"), "--network-dim; did you mean train.lora.rank in a run's YAML?"),
+        (("plan", "--micro-batsh", "4"), "--micro-batsh (Possible options: --micro-batch"),
+    ],
+)
+def test_options_too(arguments, hint, capsys):
+    assert run(arguments) == 1
+    assert hint in capsys.readouterr().err
