@@ -20,9 +20,9 @@ from typing import Any
 
 import xxhash
 
-from bigdit.documents import parse_json
+from bigdit.documents import read_json
 from bigdit.errors import UserError
-from bigdit.files import write_json
+from bigdit.files import open_file, write_json
 
 LATEST = "latest"
 STATE = "state.json"
@@ -87,7 +87,7 @@ def read_state(
     nothing of, and what stands for them. Raises UserError where it is missing or is not what was written."""
     file = folder / name
     try:
-        state = parse_json(file.read_bytes())
+        state = read_json(file)
         if "checksums" in state and _CHECKSUM not in state:
             raise UserError(
                 f"{file} has no checksum of its own: an earlier bigdit wrote it, whose checkpoints are not read"
@@ -118,7 +118,7 @@ def write_state(folder: Path, state: dict[str, Any], name: str = STATE) -> Path:
 def checksum(file: Path) -> str:
     """xxh3-128 of a file's bytes, as hex."""
     digest = xxhash.xxh3_128()
-    with open(file, "rb", buffering=0) as opened:
+    with open_file(file) as opened:
         size = os.fstat(opened.fileno()).st_size
         while (at := opened.tell()) < size:
             data = _next_data(opened.fileno(), at, size)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bigdit.config.data import SourceConfig, SourceKind
-from bigdit.documents import parse_json
+from bigdit.documents import read_json
 from bigdit.errors import UserError, nearest
 from bigdit.sources.picture import SUFFIXES
 
@@ -146,7 +146,7 @@ def _choose(splits: Sequence[str], split: str | None, key: str) -> str:
 
 def _json(path: Path, key: str) -> dict[str, Any]:
     try:
-        value = parse_json(path.read_bytes())
+        value = read_json(path)
     except (OSError, ValueError):
         raise UserError(f"{key}: {path} is missing or damaged; save the data set again") from None
     if not isinstance(value, dict):
