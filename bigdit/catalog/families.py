@@ -260,6 +260,8 @@ MOST_BLOCKS = 1000
 """In a list of like blocks; the deepest of the catalogue has 60."""
 LARGEST_ARGUMENT = 2**24
 """Of a width, a count or a length: the largest of the catalogue is a width of 14336."""
+WIDEST = 2**20
+"""Channels of all heads of attention."""
 _DEPTHS = re.compile("layers|depth|blocks")
 """In the names of arguments that say how many modules are built one after another."""
 _NO_SIZE = re.compile("theta")
@@ -292,6 +294,10 @@ def argument_problems(spec: ModelSpec) -> list[str]:
         if isinstance(value, int) and value < 0
     ]
     problems += [f"model.kwargs.{problem}" for problem in too_large(spec.kwargs)]
+    heads, channels = (spec.kwargs.get(key) for key in ("num_attention_heads", "attention_head_dim"))
+    if isinstance(heads, int) and isinstance(channels, int) and heads * channels > WIDEST:
+        width = f"model.kwargs.num_attention_heads is {heads} and attention_head_dim {channels}: a width of"
+        problems.append(f"{width} {heads * channels}, and {WIDEST} is the most")
     problems += [
         f"model.kwargs.{key} is {value}, and a finite number was expected"
         for key, value in spec.kwargs.items()
