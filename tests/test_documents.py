@@ -1,6 +1,7 @@
 """YAML and JSON of users: what is beyond the limits is one line, at once, wherever it is handed in."""
 
 import json
+import os
 import time
 
 import pytest
@@ -19,6 +20,7 @@ from bigdit.config.strategy import parse_strategy
 from bigdit.documents import parse_json, parse_yaml
 from bigdit.errors import UserError
 from bigdit.search.finding.receipts import read as read_receipts
+from bigdit.sources.open import open_source
 
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False) | st.text("aä :-'\"\n"),
@@ -156,6 +158,25 @@ def test_every_document_of_a_user_is_read_within_the_limits(tmp_path):
     found, notices = read_receipts([tmp_path / "receipts"])
     assert (found, len(notices)) == ([], 3)
     assert notices[0] == f"{tmp_path}/receipts/0.json is no receipt and was passed over: it is {DEEP}"
+
+
+def test_a_pipe_in_a_document_s_place_is_not_waited_for(tmp_path):
+    names = ("run.yaml", "plan.yaml", "strategy.yaml", "ds.json", "config.json", "rows.csv", "rows.parquet", "a.tar")
+    for name in names:
+        os.mkfifo(tmp_path / name)
+    doors = [
+        (load_run, tmp_path / "run.yaml"),
+        (read_plan_file, tmp_path),
+        (parse_strategy, [str(tmp_path / "strategy.yaml")]),
+        (read_ds_config, tmp_path / "ds.json"),
+        (read_model_config, tmp_path),
+    ]
+    for name in names[-3:]:
+        columns = ["data.images.image=image", "data.images.captions=[text]"] if name != "a.tar" else []
+        overrides = [f"data.images={{path: {tmp_path / name}}}", *columns, f"data.features={tmp_path}/features"]
+        doors.append((open_source, load_run(DIGITS, overrides).data))
+    for door in doors:
+        assert "it is a named pipe, and a regular file was expected" in refusal(*door), door
 
 
 def _config(folder, more):

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerBase, T5Config, T5EncoderModel
 
+from bigdit.catalog.families import too_large
 from bigdit.config.encoders import T5_TOKENS, TextEncoderConfig
 from bigdit.encoders.batch_size import CPU_BATCH, BatchSize
 from bigdit.encoders.by_length import encode_by_length
@@ -136,6 +137,8 @@ def _from_seed(config: TextEncoderConfig) -> tuple[T5EncoderModel, PreTrainedTok
                 for key in wrong
             )
         )
+    if problems := too_large(arguments):
+        raise UserError(*(f"{_KEY}.config.{problem}" for problem in problems))
     tokenizer = ByT5Tokenizer()
     try:
         with torch.random.fork_rng(devices=[]):  # the process's own random numbers go on undisturbed

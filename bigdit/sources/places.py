@@ -81,7 +81,7 @@ def saved_files(config: SourceConfig, key: str) -> list[Path]:
         raise UserError(f"{key}.split: {folder} holds one split; leave split out")
     listed = _json(folder / STATE, key).get("_data_files")
     files = listed if isinstance(listed, list) else []
-    names = [file.get("filename") if isinstance(file, dict) else file for file in files]
+    names: list[Any] = [file.get("filename") if isinstance(file, dict) else file for file in files]
     wrong = [name for name in names if not isinstance(name, str) or Path(name).name != name]
     if wrong or not names:
         raise UserError(f"{key}: {folder / STATE} names no data files of its folder: {names[:3]}")

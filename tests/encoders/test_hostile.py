@@ -185,6 +185,14 @@ def test_a_config_that_nothing_can_be_built_of_is_a_line(part, values, expected,
     assert expected in refused(handed, part)
 
 
+def test_an_encoder_of_absurd_depth_is_not_drawn():
+    config = TextEncoderConfig(class_name="T5EncoderModel", seed=0, config={"num_layers": 10**9})
+    with pytest.raises(
+        UserError, match=r"^encoders\.text\.config\.num_layers is 1000000000, and 0 to 1000 was expected$"
+    ):
+        load_text_encoder(config)
+
+
 @pytest.mark.parametrize("of", ["CogView4Pipeline", "LuminaPipeline", "t5"])
 def test_a_tokenizer_that_gives_the_empty_caption_no_token_is_a_line(of, handed):
     folder = handed / "t5" if of == "t5" else handed / of
