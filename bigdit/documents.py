@@ -7,6 +7,7 @@ that nothing takes. What reads its values afterwards looks at each of them.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,17 @@ from typing import Any
 import yaml
 
 from bigdit.errors import UserError
+from bigdit.files import MOST_BYTES, read_bytes
 
 DEEPEST = 64
 """Levels of lists and mappings: DeepSpeed's and diffusers' documents have four."""
 
-MOST_VALUES = 100_000
-"""Of a YAML document, what an alias names counted wherever it stands: a plan has about a thousand."""
+MOST_VALUES = 25_000
+"""Of a YAML document, what an alias names counted wherever it stands: a plan has about a thousand, and the names of
+ImageNet-21k's classes are 21,841."""
+
+MOST_YAML_BYTES = 2**20
+"""PyYAML reads about a megabyte a second."""
 
 _MOST_DIGITS = 70  # 64 bits, in binary as well
 _DEEP = f"nested too deeply: {DEEPEST} levels are the most"
@@ -29,10 +35,28 @@ class _Refused(ValueError):
     """What is wrong with a document that can be read."""
 
 
+def read_json(path: Path) -> Any:
+    """The value of a JSON file. Raises OSError where it cannot be read; ValueError as `parse_json` does."""
+    return parse_json(read_bytes(path))
+
+
+def indexed_files(index: Path) -> list[Path]:
+    """The files of weights that an index of safetensors names. Raises OSError where it cannot be read; ValueError
+    for one that names anything but .safetensors files beside it."""
+    document = read_json(index)
+    names = document.get("weight_map") if isinstance(document, dict) else None
+    if not isinstance(names, dict):
+        raise ValueError(f"{index.name} has no weight_map, which names the files")
+    for name in names.values():
+        if not isinstance(name, str) or not name.endswith(".safetensors") or Path(name).name != name:
+            raise ValueError(f"{index.name} names {str(name)[:60]!r}; only .safetensors files beside it are read")
+    return [index.parent / name for name in sorted(set(names.values()))]
+
+
 def read_file(path: Path, said: str, where_missing: str = "") -> bytes:
     """The bytes of a file that errors call `said`. Raises UserError, which says what to do where it is missing."""
     try:
-        return path.read_bytes()
+        return read_bytes(path)
     except FileNotFoundError:
         raise UserError(f"{said} does not exist{where_missing}") from None
     except OSError as error:
@@ -57,6 +81,7 @@ def parse_yaml(text: str | bytes) -> Any:
     limits, for keys that stand twice, and for texts that no file name can hold.
     """
     try:
+        _short(text, MOST_YAML_BYTES)
         loader = _Loader(text)
         root = loader.get_single_node()
         if root is None:
@@ -75,6 +100,7 @@ def parse_yaml(text: str | bytes) -> Any:
 def parse_json(text: str | bytes) -> Any:
     """The value of a JSON document. Raises ValueError as `parse_yaml` does."""
     try:
+        _short(text, MOST_BYTES)
         value = json.loads(text, parse_int=lambda digits: _bounded(digits, int), object_pairs_hook=_distinct)
         _check(value)
     except _Refused:
@@ -89,10 +115,13 @@ def parse_json(text: str | bytes) -> Any:
 class _Loader(yaml.SafeLoader):
     """Refuses, by their lines, what is beyond the limits before more of it is built."""
 
-    _depth = 0
+    _depth = _values = 0
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         self._depth += 1
+        self._values += 1
+        if self._values > MOST_VALUES:
+            raise _Refused(f"too large: {MOST_VALUES} values are the most (line {self.line + 1})")
         if self._depth > DEEPEST:
             raise _Refused(f"{_DEEP} (line {self.line + 1})")
         node = super().compose_node(parent, index)
@@ -118,6 +147,11 @@ class _Loader(yaml.SafeLoader):
 
 _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 _Loader.add_constructor("tag:yaml.org,2002:str", _Loader.construct_yaml_str)
+
+
+def _short(text: str | bytes, most: int) -> None:
+    if len(text) > most:
+        raise _Refused(f"too large: {most} bytes are the most, and it has {len(text)}")
 
 
 def _where(node: yaml.Node) -> str:
@@ -164,8 +198,7 @@ def _check(value: Any) -> None:
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in found if names.count(name) > 1)
+        twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
         raise _Refused(f"ambiguous: the key {twice[:40]} stands twice")
     return found
 

@@ -1,4 +1,8 @@
-"""Safe writes: a temporary name, fsync, rename, fsync of the folder; a name that exists is whole."""
+"""Safe reads and writes of files.
+
+A write goes to a temporary name, then fsync, rename and fsync of the folder: a name that exists is whole. A read opens
+regular files alone, and no more of them than a limit.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ import fcntl
 import json
 import os
 import shutil
+import stat
 import tempfile
 import uuid
 from collections.abc import Iterator
@@ -20,6 +25,60 @@ from bigdit.errors import UserError
 TEMPORARY = ".tmp-"
 # A file system that has no locks: Lustre without the mount option flock, some FUSE and object stores.
 WITHOUT_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+
+
+MOST_BYTES = 2**24
+"""Bytes of a file that is read whole. The largest index of a hub's weights has about 1 MB."""
+
+_KINDS = {
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def check_regular(path: Path) -> None:
+    """Raise OSError unless `path`, links followed, is a regular file: a read of a pipe may wait for ever."""
+    mode = os.stat(path).st_mode
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(mode):
+        kind = _KINDS.get(stat.S_IFMT(mode), "no file")
+        raise OSError(errno.ENXIO, f"it is {kind}, and a regular file was expected", str(path))
+
+
+def open_descriptor(path: Path) -> int:
+    """A regular file, open for reading. Raises OSError, also for anything else that has a name."""
+    check_regular(path)
+    return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe may have taken its place meanwhile
+
+
+def open_file(path: Path) -> BinaryIO:
+    """As `open_descriptor`, as a file of Python."""
+    return open(open_descriptor(path), "rb")
+
+
+def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
+    """All bytes of a regular file. Raises OSError, also where it has more than `most`."""
+    with open_file(path) as file:
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise OSError(errno.EFBIG, f"it has more than {most} bytes, which are the most that is read", str(path))
+    return data
+
+
+def leads_out(folder: Path, path: Path) -> bool:
+    """Whether a path within a folder is a link to what is not below it. A link of a hub's cache leads to its blobs,
+    and counts as within: models--NAME/snapshots/REVISION/FILE -> ../../blobs/DIGEST.
+
+    Source: huggingface_hub's guide `manage-cache`.
+    """
+    if not path.is_symlink():
+        return False
+    root, target = Path(os.path.realpath(folder)), Path(os.path.realpath(path))
+    blobs = (parent.parent / "blobs" for parent in root.parents if parent.name == "snapshots")
+    return not any(target.is_relative_to(each) for each in (root, *blobs))
 
 
 @contextlib.contextmanager

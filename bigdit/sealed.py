@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from bigdit.files import write_text
+from bigdit.files import read_bytes, write_text
 
 
 def write_sealed(path: Path, text: str) -> None:
@@ -15,7 +15,7 @@ def write_sealed(path: Path, text: str) -> None:
 
 def read_sealed(path: Path) -> bytes:
     """The text that was written. Raises ValueError where the file is not as it was written; OSError."""
-    seal, _, text = path.read_bytes().partition(b"\n")
+    seal, _, text = read_bytes(path).partition(b"\n")
     if seal != hashlib.sha256(text).hexdigest().encode():
         raise ValueError(f"{path} is not as it was written")
     return text

@@ -95,6 +95,54 @@ def test_no_folder_has_too_many_files(tmp_path):
     assert crowded(tmp_path) == {tmp_path / "deep": MOST + 1}
 
 
+UNPICKLES = re.compile(
+    r"(pickle|dill|cloudpickle|joblib|marshal|torch|torch\.jit|torch\.hub)\.(load|loads|Unpickler)|shelve\.open"
+    r"|yaml\.(load|load_all|full_load|unsafe_load)"
+)
+WITHOUT_WEIGHTS = re.compile(r"(tokenizer|processor|config_class)$", re.IGNORECASE)
+
+
+def unsafe(source):
+    """The calls of a source that unpickle, or that may run what a folder of weights holds."""
+    found = []
+    for call in (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)):
+        name, said = ast.unparse(call.func), {each.arg: ast.unparse(each.value) for each in call.keywords}
+        owner, _, method = name.rpartition(".")
+        if UNPICKLES.fullmatch(name) or said.get("allow_pickle", "False") != "False":
+            found.append(name)
+        if method == "from_pretrained":
+            safe = {"trust_remote_code": "False"}
+            safe |= {} if WITHOUT_WEIGHTS.search(owner) else {"use_safetensors": "True"}
+            found += [f"{name} without {key}={value}" for key, value in safe.items() if said.get(key) != value]
+    return found
+
+
+def test_nothing_is_unpickled_and_no_code_of_a_folder_is_run():
+    sources = [file for each in ("bigdit", "launch", "benchmarks", "docs") for file in (ROOT / each).rglob("*.py")]
+    assert len(sources) > 400
+    assert {str(file): calls for file in sources if (calls := unsafe(file.read_text()))} == {}
+
+
+@pytest.mark.parametrize(
+    ("source", "calls"),
+    [
+        ("torch.load(f, weights_only=True)", ["torch.load"]),
+        ("pickle.Unpickler(f).load()", ["pickle.Unpickler"]),
+        ("np.load(f, allow_pickle=True)", ["np.load"]),
+        ("np.load(f); yaml.safe_load(f); json.load(f); pickle.dumps(x)", []),
+        ("yaml.load(f, Loader)", ["yaml.load"]),
+        ("AutoTokenizer.from_pretrained(f)", ["AutoTokenizer.from_pretrained without trust_remote_code=False"]),
+        ("C.from_pretrained(f, use_safetensors=True, trust_remote_code=False)", []),
+        (
+            "transformers.AutoModel.from_pretrained(f, trust_remote_code=False)",
+            ["transformers.AutoModel.from_pretrained without use_safetensors=True"],
+        ),
+    ],
+)
+def test_an_unsafe_call_would_be_found(source, calls):
+    assert unsafe(source) == calls
+
+
 def test_a_wheel_has_every_file():
     """Python's come along where there is an __init__.py beside them; all others, and those of folders without one, by
     setup.cfg's package_data."""

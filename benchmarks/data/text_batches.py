@@ -54,8 +54,10 @@ def save_pipeline(folder: Path) -> None:
 
 def padded(folder: Path, longest: bool) -> Encode:
     """In the order given, padded to the pipeline's length or to the longest of each batch."""
-    model = transformers.T5EncoderModel.from_pretrained(folder / "text_encoder").eval()
-    tokenizer = transformers.ByT5Tokenizer.from_pretrained(folder / "tokenizer")
+    model = transformers.T5EncoderModel.from_pretrained(
+        folder / "text_encoder", use_safetensors=True, trust_remote_code=False
+    ).eval()
+    tokenizer = transformers.ByT5Tokenizer.from_pretrained(folder / "tokenizer", trust_remote_code=False)
 
     @torch.no_grad()
     def encode(texts: Sequence[str]) -> list[Text]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -283,24 +284,51 @@ MOST_BLOCKS = 1000
 """In a list of like blocks; the deepest of the catalogue has 60."""
 LARGEST_ARGUMENT = 2**24
 """Of a width, a count or a length: the largest of the catalogue is a width of 14336."""
+WIDEST = 2**20
+"""Channels of all heads of attention."""
+_DEPTHS = re.compile("layers|depth|blocks")
+"""In the names of arguments that say how many modules are built one after another."""
+_NO_SIZE = re.compile("theta")
+"""In the names of arguments that are no sizes: rope_theta goes up to 1e9."""
+
+
+def too_large(arguments: Mapping[str, Any]) -> list[str]:
+    """Sizes of a model that nobody could build or wait for, a line each, in the lists and mappings within too."""
+    problems, waiting = [], list(arguments.items())
+    while waiting:
+        key, value = waiting.pop()
+        most = MOST_BLOCKS if _DEPTHS.search(key) else LARGEST_ARGUMENT
+        if isinstance(value, Mapping):
+            waiting += [(f"{key}.{inner}", each) for inner, each in value.items()]
+        elif isinstance(value, list | tuple) and len(value) > MOST_BLOCKS:
+            problems.append(f"{key} has {len(value)} values, and {MOST_BLOCKS} are the most")
+        elif isinstance(value, list | tuple):
+            waiting += [(f"{key}[{place}]", each) for place, each in enumerate(value)]
+        elif isinstance(value, int) and value > most and not _NO_SIZE.search(key):
+            problems.append(f"{key} is {value}, and 0 to {most} was expected")
+    return problems
 
 
 def argument_problems(spec: ModelSpec) -> list[str]:
     """What no class takes: lengths and counts of a model that nobody could build or wait for, and no block at all."""
-    inputs = FAMILIES.get(spec.class_name, Inputs())
-    most = dict.fromkeys(inputs.depths.values(), MOST_BLOCKS)
+    depths = tuple(dict.fromkeys(FAMILIES.get(spec.class_name, Inputs()).depths.values()))
     problems = [
-        f"model.kwargs.{key} is {value}, and 0 to {most.get(key, LARGEST_ARGUMENT)} was expected"
+        f"model.kwargs.{key} is {value}, and 0 to {MOST_BLOCKS if key in depths else LARGEST_ARGUMENT} was expected"
         for key, value in spec.kwargs.items()
-        if isinstance(value, int) and not 0 <= value <= most.get(key, LARGEST_ARGUMENT)
+        if isinstance(value, int) and value < 0
     ]
+    problems += [f"model.kwargs.{problem}" for problem in too_large(spec.kwargs)]
+    heads, channels = (spec.kwargs.get(key) for key in ("num_attention_heads", "attention_head_dim"))
+    if isinstance(heads, int) and isinstance(channels, int) and heads * channels > WIDEST:
+        width = f"model.kwargs.num_attention_heads is {heads} and attention_head_dim {channels}: a width of"
+        problems.append(f"{width} {heads * channels}, and {WIDEST} is the most")
     problems += [
         f"model.kwargs.{key} is {value}, and a finite number was expected"
         for key, value in spec.kwargs.items()
         if isinstance(value, float) and not math.isfinite(value)
     ]
-    if most and all(spec.kwargs.get(key) == 0 for key in most):
-        none = " and ".join(f"model.kwargs.{key} is 0" for key in most)
+    if depths and all(spec.kwargs.get(key) == 0 for key in depths):
+        none = " and ".join(f"model.kwargs.{key} is 0" for key in depths)
         problems.append(f"{none}, and a model without a block learns nothing; set it to 1 or more")
     return problems
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from bigdit.catalog.models import Vae
 from bigdit.catalog.names import load_json
-from bigdit.documents import parse_json
+from bigdit.documents import read_json
 from bigdit.errors import UserError
 
 INDEX, CONFIG = "model_index.json", "config.json"
@@ -169,7 +169,7 @@ def _known(class_name: str, ratios: tuple[int, int, int], kwargs: dict[str, Any]
 def config_of(file: Path) -> dict[str, Any]:
     """A JSON object of diffusers; empty where there is no such file. Raises UserError for what is none."""
     try:
-        found = parse_json(file.read_bytes())
+        found = read_json(file)
     except FileNotFoundError:
         return {}
     except OSError as error:

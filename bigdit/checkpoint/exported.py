@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from bigdit.checkpoint.folder import checksum
-from bigdit.documents import parse_json
+from bigdit.documents import read_json
 from bigdit.errors import UserError
 from bigdit.files import write_json
 
@@ -25,7 +25,7 @@ def check_exported(folder: Path) -> None:
     """
     file = folder / FILE
     try:
-        sums: dict[str, str] = parse_json(file.read_bytes())
+        sums: dict[str, str] = read_json(file)
         more = {each.name for each in folder.glob("*.safetensors")} - sums.keys()
         lacking = [name for name in sums if not (folder / name).is_file()]
         changed = [name for name, known in sums.items() if name not in lacking and checksum(folder / name) != known]

@@ -7,6 +7,7 @@ from pathlib import Path
 from bigdit.checkpoint.folder import LATEST, NAME, STATE, Checkpoint, open_checkpoint
 from bigdit.config.output import CHECKPOINTS
 from bigdit.errors import UserError
+from bigdit.files import read_bytes
 
 
 def latest(output: Path) -> tuple[Checkpoint | None, list[str]]:
@@ -70,7 +71,7 @@ def advice(root: Path, damaged: str) -> str:
 def _named(pointer: Path) -> tuple[str | None, str]:
     """What `latest` names, or None and why."""
     try:
-        text = pointer.read_text().strip()
+        text = read_bytes(pointer).decode().strip()
     except FileNotFoundError:
         return None, f"{pointer} is missing"
     except (OSError, UnicodeDecodeError) as error:

@@ -13,16 +13,19 @@ import errno
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import xxhash
+from pydantic import StringConstraints, ValidationError
+from pydantic_core import PydanticUndefined
 
-from bigdit.documents import parse_json
+from bigdit.documents import read_json
 from bigdit.errors import UserError
-from bigdit.files import write_json
+from bigdit.files import open_file, write_json
+from bigdit.numbers import Natural, Switch
+from bigdit.spec import ModelSpec, Strategy, Strict
 
 LATEST = "latest"
 STATE = "state.json"
@@ -31,8 +34,34 @@ NAME = re.compile(r"step-[0-9]{8,}")
 _CHECKSUM = "checksum"
 _CHUNK = 1 << 22
 _ZEROS = memoryview(bytes(_CHUNK))
-_KEYS = ("step", "lineage", "saved", "local", "model", "strategy", "run", "data", "parameters", "checksums")
-_LATER: dict[str, Any] = {"metrics": None, "updates": None, "snapshots": {}}
+
+
+class SavedState(Strict):
+    """What the JSON of a folder of tensors says, but for its own checksum.
+
+    `updates`: how many steps the averages have taken in, None without; `parameters`: their shapes; `checksums`: of each
+    file, by its path in the folder.
+    """
+
+    step: Natural
+    saved: str
+    model: ModelSpec
+    strategy: Strategy
+    parameters: dict[str, list[Natural]]
+    checksums: dict[Annotated[str, StringConstraints(pattern=rf"^{ENGINE}/[^/]+$")], str]
+    updates: Natural | None
+
+
+class CheckpointState(SavedState):
+    """What state.json says. Keys with a default are those that earlier versions wrote nothing of."""
+
+    lineage: list[Natural]
+    local: Switch
+    run: dict[str, Any]
+    data: dict[str, Any] | None
+    metrics: str | None = None
+    updates: Natural | None = None
+    snapshots: dict[Annotated[str, StringConstraints(pattern=rf"^{NAME.pattern}$")], str] = {}
 
 
 @dataclass(frozen=True)
@@ -74,32 +103,35 @@ class Checkpoint(Saved):
 
 def open_checkpoint(folder: Path) -> Checkpoint:
     """A checkpoint's folder. Raises UserError where its state.json is missing or is not what was written."""
-    kept, _ = read_state(folder, STATE, "a checkpoint", _KEYS, _LATER)
+    kept, _ = read_state(folder, STATE, "a checkpoint", CheckpointState)
     if NAME.fullmatch(folder.name) and folder.name != name_of(kept["step"]):
         raise UserError(f"{folder} holds {name_of(kept['step'])}: it lies in the place of another")
     return Checkpoint(folder, kept)
 
 
-def read_state(
-    folder: Path, name: str, kind: str, keys: Sequence[str], later: Mapping[str, Any]
-) -> tuple[dict[str, Any], str]:
-    """What `write_state` wrote under these `keys`, and its checksum; `later` are keys that earlier versions wrote
-    nothing of, and what stands for them. Raises UserError where it is missing or is not what was written."""
+def read_state(folder: Path, name: str, kind: str, expected: type[SavedState]) -> tuple[dict[str, Any], str]:
+    """What `write_state` wrote under the keys that are `expected`, and its checksum. Raises UserError where it is
+    missing or is not what was written."""
     file = folder / name
     try:
-        state = parse_json(file.read_bytes())
+        state = read_json(file)
         if "checksums" in state and _CHECKSUM not in state:
             raise UserError(
                 f"{file} has no checksum of its own: an earlier bigdit wrote it, whose checkpoints are not read"
             )
         known = state.pop(_CHECKSUM)
-        kept = {key: state[key] for key in keys} | {key: state.get(key, value) for key, value in later.items()}
     except FileNotFoundError:
         raise UserError(f"{folder} is not {kind}: it holds no {name}") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{file} is damaged ({str(error)[:200]})") from None
     if known != _digest(state):
         raise UserError(f"{file} is damaged: its checksum is not its own")
+    kept = {key: state.get(key, field.default) for key, field in expected.model_fields.items()}
+    try:
+        expected.model_validate({key: value for key, value in kept.items() if value is not PydanticUndefined})
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise UserError(f"{file} is damaged: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
     return kept, known
 
 
@@ -118,7 +150,7 @@ def write_state(folder: Path, state: dict[str, Any], name: str = STATE) -> Path:
 def checksum(file: Path) -> str:
     """xxh3-128 of a file's bytes, as hex."""
     digest = xxhash.xxh3_128()
-    with open(file, "rb", buffering=0) as opened:
+    with open_file(file) as opened:
         size = os.fstat(opened.fileno()).st_size
         while (at := opened.tell()) < size:
             data = _next_data(opened.fileno(), at, size)

@@ -11,19 +11,23 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from bigdit.files import check_regular, leads_out, read_bytes
+
 _CONFIG = "config.json"
 _WEIGHTS = (".safetensors", ".bin", ".gguf")
+_LARGEST_JSON = 2**28
+"""Bytes; Gemma's tokenizer.json has 34 MB."""
 _CLONE = 0x40049409
 """FICLONE. Source: ioctl_ficlone(2)."""
 
 
 def part_problem(part: Path) -> str | None:
     """Why a folder holds no whole part, for people, as far as is known without reading its weights: a file that is
-    missing, cut off or no JSON."""
+    missing, cut off or no JSON, or that a link has in its place from outside of the folder."""
     if not part.is_dir():
         return f"{part} is missing"
-    files = [file for file in sorted(part.rglob("*")) if not file.is_dir()]
-    problems = (problem for file in files for problem in _problems(file))
+    files = sorted(part.rglob("*"))
+    problems = (problem for file in files for problem in _problems(part, file))
     try:
         problem = next(problems, None)
     except OSError as error:
@@ -44,10 +48,18 @@ def copy_part(source: Path, folder: Path) -> None:
             shutil.copyfile(file, folder / file.name)
 
 
-def _problems(file: Path) -> Iterator[str]:
+def _problems(part: Path, file: Path) -> Iterator[str]:
     if not file.exists():  # a hub's cache has links in the place of files
         yield f"{file} is a link to {file.readlink()}, which is missing"
-    elif file.suffix == ".safetensors":
+    elif leads_out(part, file):  # whose copy would be published with the weights
+        yield f"{file} is a link out of its folder; copy there what it leads to"
+    elif not file.is_dir():
+        check_regular(file)
+        yield from _damages(file)
+
+
+def _damages(file: Path) -> Iterator[str]:
+    if file.suffix == ".safetensors":
         try:
             with safe_open(file, "np"):  # it holds the file's length against its header
                 pass
@@ -59,7 +71,7 @@ def _problems(file: Path) -> Iterator[str]:
             yield f"{file} is no JSON ({found})"
         named = found.get("weight_map") if isinstance(found, dict) else None
         for name in sorted(set(map(str, named.values()))) if isinstance(named, dict) else ():
-            if not (file.parent / name).exists():
+            if Path(name).name != name or not (file.parent / name).exists():
                 yield f"{file.parent / name} is missing, which {file.name} names"
 
 
@@ -75,7 +87,7 @@ def _is_model(part: Path) -> bool:
 def _json(file: Path) -> Any:
     """What it holds; the error where that is no JSON."""
     try:
-        return json.loads(file.read_bytes())
+        return json.loads(read_bytes(file, _LARGEST_JSON))
     except (ValueError, RecursionError) as error:
         return error
 

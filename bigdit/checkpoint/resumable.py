@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from bigdit.checkpoint.folder import Checkpoint
 from bigdit.config.load import parse_run
@@ -69,7 +69,10 @@ def check_resumable(checkpoint: Checkpoint, model: ModelSpec, strategy: Strategy
 
 def check_objective(checkpoint: Checkpoint, objective: ObjectiveSpec) -> None:
     """Raise UserError where the run would have the model predict something else than it learned, or of other noise."""
-    before = _ANY.validate_python(checkpoint.state["run"]["objective"])  # keys are added, with their defaults
+    try:
+        before = _ANY.validate_python(checkpoint.state["run"]["objective"])  # keys are added, with their defaults
+    except (KeyError, ValidationError):
+        raise UserError(f"{checkpoint.folder} is damaged: its run.objective is none") from None
     had, asked = learned(before), learned(objective)
     key = next((key for key in had | asked if had.get(key) != asked.get(key)), None)
     if key is not None:

@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bigdit.checkpoint.folder import Checkpoint, Saved, read_state, write_state
+from bigdit.checkpoint.folder import Checkpoint, Saved, SavedState, read_state, write_state
 from bigdit.config.output import AVERAGES
 from bigdit.errors import UserError
 
 FILE = "snapshot.json"
-_KEYS = ("step", "updates", "saved", "model", "strategy", "parameters", "checksums")
 
 
 @dataclass(frozen=True)
@@ -29,12 +28,12 @@ class Snapshot(Saved):
 
 def write_snapshot(folder: Path, state: dict[str, Any]) -> Path:
     """Write snapshot.json, with a checksum of what it says."""
-    return write_state(folder, {key: state[key] for key in _KEYS}, FILE)
+    return write_state(folder, {key: state[key] for key in SavedState.model_fields}, FILE)
 
 
 def open_snapshot(folder: Path) -> Snapshot:
     """A snapshot's folder. Raises UserError where its snapshot.json is missing or is not what was written."""
-    return Snapshot(folder, *read_state(folder, FILE, "a snapshot of averages", _KEYS, {}))
+    return Snapshot(folder, *read_state(folder, FILE, "a snapshot of averages", SavedState))
 
 
 def snapshots_of(checkpoint: Checkpoint) -> list[Snapshot]:

@@ -170,11 +170,12 @@ def _write(path: Path, data: bytes) -> None:
 
 def _lines(path: Path | None) -> list[str]:
     from bigdit.errors import UserError
+    from bigdit.files import read_bytes
 
     if path is None:
         return []
     try:
-        return [line.strip() for line in path.read_text().splitlines() if line.strip()]
+        return [line.strip() for line in read_bytes(path).decode().splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--captions {path} cannot be read: {error}") from None
 

@@ -11,8 +11,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from bigdit.catalog.families import too_large
+from bigdit.documents import parse_json, read_mapping
 from bigdit.emulator.inside import holes
-from bigdit.errors import UserError, guard
+from bigdit.errors import UserError, guard, nearest
 
 VARIANTS = {"fp16": "float16", "bf16": "bfloat16"}
 """What `variant=` of from_pretrained names, and the dtype of these files."""
@@ -27,15 +29,21 @@ def main() -> None:
 
 def write_weights(config: Path, dtype: str) -> None:
     """Write the weights of one component, in the dtype that its config names or in `dtype`, and its variants."""
-    document = json.loads(config.read_text(encoding="utf-8"))
     try:
+        document = read_mapping(config, parse_json, str(config), "a JSON object")
+        if problems := too_large(document):
+            raise ValueError("; ".join(problems))
         if "_class_name" in document:
             model, stem = _diffusers_model(document, config.parent), "diffusion_pytorch_model"
         else:
             model, stem = _transformers_model(document, config.parent), "model"
-    except (AttributeError, ValueError, TypeError, KeyError) as error:
-        raise UserError(f"--fake-weights: no model can be built from {config}: {error}") from error
-    stored = document.get("dtype") or document.get("torch_dtype") or dtype
+        stored = str(document.get("dtype") or document.get("torch_dtype") or dtype)
+        if stored not in holes.DTYPES:
+            raise ValueError(f"dtype is {stored!r}; {nearest(stored, holes.DTYPES)}")
+    except Exception as error:  # what a constructor makes of arguments that it was not written for is of any class
+        raise UserError(
+            f"--fake-weights: no model can be built from {config}: {' '.join(str(error).split())}"
+        ) from error
     for variant, variant_dtype in {"": stored, **VARIANTS}.items():
         name = f"{stem}.{variant}.safetensors" if variant else f"{stem}.safetensors"
         holes.write(config.parent / name, _entries(model, variant_dtype), {"format": "pt"})
@@ -46,8 +54,9 @@ def _diffusers_model(document: dict[str, Any], folder: Path) -> Any:
     import diffusers
     import torch
 
+    built = _class_in(diffusers, document["_class_name"], diffusers.ModelMixin)
     with torch.device("meta"):
-        model = getattr(diffusers, document["_class_name"]).from_config(document)
+        model = built.from_config(document)
     if "_diffusers_version" not in document:
         model.save_config(folder)
     return model
@@ -60,9 +69,17 @@ def _transformers_model(document: dict[str, Any], folder: Path) -> Any:
     class_name = (document.get("architectures") or [None])[0]
     if class_name is None:
         raise ValueError('its "architectures" name no class')
+    built = _class_in(transformers, class_name, transformers.PreTrainedModel)
     with torch.device("meta"):
-        built = getattr(transformers, class_name)
-        return built(built.config_class.from_pretrained(folder))
+        return built(built.config_class.from_pretrained(folder, trust_remote_code=False))
+
+
+def _class_in(library: Any, name: str, kind: type) -> Any:
+    """A model's class by its name. Raises ValueError for what is none, such as AutoModel, which loads any class."""
+    found = getattr(library, name, None)
+    if not (isinstance(found, type) and issubclass(found, kind)):
+        raise ValueError(f"{library.__name__} has no model {name}")
+    return found
 
 
 def _entries(model: Any, dtype: str) -> list[holes.Entry]:

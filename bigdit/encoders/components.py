@@ -14,8 +14,8 @@ import torch
 import transformers
 from transformers.models.t5gemma.modeling_t5gemma import T5GemmaEncoder
 
-from bigdit.documents import parse_json
-from bigdit.encoders.folder import check_complete, read_config, weights_sample
+from bigdit.documents import read_json
+from bigdit.encoders.folder import check_complete, check_files, read_config, weights_sample
 from bigdit.encoders.recipes import RECIPES
 from bigdit.encoders.tokenizer import Words, tokenizer_digest
 from bigdit.errors import UserError, nearest
@@ -24,6 +24,21 @@ from bigdit.store.digest import config_digest, weights_digest
 KEY = "encoders.text.pipeline"
 _INDEX = "model_index.json"
 _TEXT = re.compile(r"(text_encoder|tokenizer)(_\d)?")
+CLASSES = (
+    # Text encoders.
+    *("BertModel", "CLIPTextModel", "CLIPTextModelWithProjection", "Gemma2Model", "GemmaModel", "GlmModel"),
+    *("LlamaForCausalLM", "LlamaModel", "Mistral3ForConditionalGeneration", "Qwen2Model", "Qwen2_5_VLTextModel"),
+    *("Qwen2_5_VLForConditionalGeneration", "Qwen3ForCausalLM", "Qwen3Model", "Qwen3VLModel", "Qwen3VLTextModel"),
+    *("T5EncoderModel", "T5GemmaEncoder", "UMT5EncoderModel"),
+    # Tokenizers.
+    *("BertTokenizer", "ByT5Tokenizer", "CLIPTokenizer", "GemmaTokenizer", "LlamaTokenizer", "PreTrainedTokenizer"),
+    *("Qwen2Tokenizer", "T5Tokenizer", "TokenizersBackend"),
+    # Image encoders and what prepares their images.
+    *("CLIPVisionModel", "CLIPVisionModelWithProjection", "CLIPImageProcessor", "CLIPImageProcessorPil"),
+)
+"""Classes of transformers that parts are loaded as, tokenizers and processors also by their names with `Fast`. Others,
+such as AutoModel, may load any class, and code from the folder."""
+
 _ASKED = {"BriaPipeline": ("vae", "transformer"), "HunyuanVideo15Pipeline": ("vae",)}
 """Parts that encode no text, and of which these pipelines ask something all the same."""
 
@@ -51,7 +66,7 @@ def load_text_pipeline(folder: Path, dtype: torch.dtype, device: torch.device) -
     if class_name not in RECIPES:
         raise UserError(f"{KEY}: {folder} holds a {class_name}, which has no recipe; {nearest(class_name, RECIPES)}")
     pipeline = getattr(diffusers, class_name)
-    there = {name: entry for name, entry in index.items() if _is_text(name) and isinstance(entry, list) and entry[0]}
+    there = {name: entry for name, entry in index.items() if _is_text(name) and isinstance(entry, list) and any(entry)}
     loaded = {name: load_part(KEY, folder, name, entry, dtype, device) for name, entry in there.items()}
     parameters = inspect.signature(pipeline.__init__).parameters
     _check_all(folder, class_name, [name for name in parameters if _is_text(name)], loaded)
@@ -61,7 +76,12 @@ def load_text_pipeline(folder: Path, dtype: torch.dtype, device: torch.device) -
     absent |= dict.fromkeys(_ASKED.get(class_name, ()), _Absent(dtype))
     if "requires_safety_checker" in parameters:  # pictures are not its affair here
         absent["requires_safety_checker"] = False
-    return pipeline(**(absent | RECIPES[class_name].said(index) | loaded))
+    try:
+        return pipeline(**(absent | RECIPES[class_name].said(index) | loaded))
+    except (TypeError, ValueError, AttributeError) as error:
+        raise UserError(
+            f"{KEY}: {folder} holds no {class_name} that can be made: {' '.join(str(error).split())}"
+        ) from None
 
 
 def describe(folder: Path, pipeline: Any, dtype: str) -> dict[str, Any]:
@@ -87,8 +107,9 @@ def describe(folder: Path, pipeline: Any, dtype: str) -> dict[str, Any]:
 def read_index(setting: str, folder: Path) -> dict[str, Any]:
     """What a pipeline's folder says that it holds; `setting` is named in errors, which are UserErrors."""
     try:
-        index = parse_json((folder / _INDEX).read_bytes())
-        index["_class_name"]
+        index = read_json(folder / _INDEX)
+        if not isinstance(index["_class_name"], str):
+            raise TypeError
     except OSError as error:
         raise UserError(
             f"{setting}: {folder / _INDEX} cannot be read ({error.strerror}); a diffusers pipeline's folder was "
@@ -117,19 +138,32 @@ def _check_all(folder: Path, class_name: str, wanted: Sequence[str], loaded: Map
 def load_part(setting: str, folder: Path, name: str, entry: list[str], dtype: torch.dtype, device: torch.device) -> Any:
     """One part, of the class that the index names, if that is one of transformers. Raises UserError, which names
     `setting`."""
-    library, class_name = entry
-    found, config = _class_of(setting, library, class_name, folder / name)
-    if found is None:
-        asked = f"{library}.{class_name} as {name}"
-        raise UserError(f"{setting}: {folder / _INDEX} asks for {asked}; transformers has none")
+    library, class_name = entry if list(map(type, entry)) == [str, str] else ("", str(entry)[:60])
     key, place = f"{setting}: {name}", folder / name
+    found = _class_of(library, class_name, place)
+    if found is None:
+        raise UserError(
+            f"{setting}: {folder / _INDEX} asks for {library}.{class_name} as {name}, which is not loaded; "
+            f"{nearest(class_name, CLASSES)}"
+        )
+    check_files(key, place)
+    if issubclass(found, transformers.PreTrainedModel):
+        read_config(key, place)
     try:
         if not issubclass(found, transformers.PreTrainedModel):
-            return found.from_pretrained(place, local_files_only=True)
+            tokenizer = found  # or an image processor: neither has weights
+            return tokenizer.from_pretrained(place, local_files_only=True, trust_remote_code=False)
+        config = {"config": _inner_config(setting, place)} if found is T5GemmaEncoder else {}
         model, info = found.from_pretrained(
-            place, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True, **config
+            place,
+            dtype=dtype,
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+            **config,
         )
-    except (OSError, ValueError, RuntimeError, ImportError, TypeError) as error:
+    except Exception as error:  # what the libraries make of files that they were not written for is of any class
         raise UserError(f"{key}: {place} cannot be loaded: {' '.join(str(error).split())}") from None
     check_complete(key, place, info)
     config = model.config.get_text_config()
@@ -138,18 +172,19 @@ def load_part(setting: str, folder: Path, name: str, entry: list[str], dtype: to
     return model.to(device).eval()
 
 
-def _class_of(setting: str, library: str, class_name: str, place: Path) -> tuple[Any, dict[str, Any]]:
-    """A class of transformers, None where it has none, and what it is loaded with beside its folder's weights.
-
-    T5Gemma's encoder alone is a class that transformers does not show, and PRX's folder names it as diffusers' own; it
-    takes the encoder's config, which the folder has whole or as a part of T5Gemma's.
-    """
+def _class_of(library: str, class_name: str, place: Path) -> Any:
+    """One of CLASSES; None for any other. T5Gemma's encoder alone is a class that transformers does not show, and PRX's
+    folder names it as diffusers' own."""
     if class_name == "T5GemmaEncoder":
-        saved = read_config(setting, place)
-        return T5GemmaEncoder, {"config": transformers.T5GemmaConfig(encoder=saved.get("encoder", saved)).encoder}
+        return T5GemmaEncoder
     if library != "transformers":
-        return None, {}
+        return None
     if place.name.startswith("tokenizer") and class_name.endswith("Processor"):
-        return Words, {}
-    found = getattr(transformers, class_name, None)
-    return (found if hasattr(found, "from_pretrained") else None), {}
+        return Words
+    return getattr(transformers, class_name, None) if class_name.removesuffix("Fast") in CLASSES else None
+
+
+def _inner_config(key: str, place: Path) -> Any:
+    """The config of T5Gemma's encoder, which its folder has whole or as a part of T5Gemma's."""
+    saved = read_config(key, place)
+    return transformers.T5GemmaConfig(encoder=saved.get("encoder", saved)).encoder

@@ -14,7 +14,7 @@ from bigdit.config.data import written_bucket
 from bigdit.config.encoders import IdentityCodec, TextEncoderConfig, VaeCodec
 from bigdit.config.plan_file import PlanFile
 from bigdit.config.run import RunConfig
-from bigdit.documents import parse_json
+from bigdit.documents import read_json
 from bigdit.encoders.folder import weights_sample
 from bigdit.encoders.recipes import RECIPES
 from bigdit.spec import ModelSpec
@@ -203,7 +203,7 @@ def _saved(folder: Path, dtype: str) -> dict[str, Any]:
 
 def _document(file: Path) -> dict[str, Any]:
     try:
-        found = parse_json(file.read_bytes())
+        found = read_json(file)
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from bigdit.documents import parse_json
+from bigdit.catalog.families import too_large
+from bigdit.documents import indexed_files, read_json
 from bigdit.encoders.weights import weight_files
 from bigdit.errors import UserError
+from bigdit.files import check_regular, leads_out
 from bigdit.store.digest import weights_digest
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -20,7 +22,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 def read_config(key: str, folder: Path) -> dict[str, Any]:
     """`config.json` of a model folder; `key` names the run's setting in errors, which are UserErrors."""
     try:
-        config = parse_json((folder / "config.json").read_bytes())
+        config = read_json(folder / "config.json")
     except OSError as error:
         raise UserError(
             f"{key}: {folder / 'config.json'} cannot be read ({error.strerror}); "
@@ -30,7 +32,34 @@ def read_config(key: str, folder: Path) -> dict[str, Any]:
         raise UserError(f"{key}: {folder / 'config.json'} is {error}") from None
     if not isinstance(config, dict):
         raise UserError(f"{key}: {folder / 'config.json'} should hold a JSON object")
+    if problems := too_large(config):
+        raise UserError(*(f"{key}: {folder / 'config.json'}: {problem}" for problem in problems))
     return config
+
+
+def check_files(key: str, folder: Path) -> None:
+    """Raise UserError for what a library would load from the folder, and bigdit does not.
+
+    That is a pipe in a file's place, a link out of the folder, adapters of other weights, and an index that names
+    pickles or files elsewhere.
+    """
+    for file in sorted(folder.rglob("*")):
+        try:
+            if not file.exists():  # the library tells what it misses
+                continue
+            if leads_out(folder, file):
+                raise UserError(f"{key}: {file} is a link out of its folder; copy there what it leads to")
+            if file.is_dir():
+                continue
+            check_regular(file)
+            if file.name == "adapter_config.json":
+                raise UserError(f"{key}: {file} is of adapters; merge them into the weights, or take it away")
+            if file.name.endswith(".safetensors.index.json"):
+                indexed_files(file)
+        except OSError as error:
+            raise UserError(f"{key}: {file} cannot be read: {error.strerror}") from None
+        except ValueError as error:
+            raise UserError(f"{key}: {folder}: {error}") from None
 
 
 def check_complete(key: str, folder: Path, info: Mapping[str, Sequence[object]]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bigdit.catalog.first_frame import IMAGE_ENCODER
 from bigdit.config.encoders import EncodersConfig, TextEncoderConfig, VaeCodec
-from bigdit.documents import parse_json
+from bigdit.documents import read_json
 from bigdit.encoders.weights import weights_bytes
 from bigdit.numbers import Natural
 from bigdit.spec import Strict
@@ -57,7 +57,7 @@ def text_bytes(text: TextEncoderConfig) -> int | None:
     if text.pipeline is None:
         return None if text.path is None else weights_bytes(text.path, text.dtype)
     try:
-        index = parse_json((text.pipeline / "model_index.json").read_bytes())
+        index = read_json(text.pipeline / "model_index.json")
         parts = {name: entry[0] for name, entry in index.items() if name.startswith("text_encoder")}
     except (OSError, ValueError, AttributeError, TypeError, IndexError):
         return None

@@ -15,13 +15,14 @@ from transformers import PreTrainedTokenizerBase
 from bigdit.config.encoders import TextEncoderConfig
 from bigdit.encoders.batch_size import BatchSize
 from bigdit.encoders.by_length import encode_by_length
-from bigdit.encoders.components import describe, load_text_pipeline
+from bigdit.encoders.components import KEY, describe, load_text_pipeline
 from bigdit.encoders.folder import DTYPES
 from bigdit.encoders.recipes import RECIPES, Recipe
 from bigdit.encoders.returned import by_name, shape_of, texts_of, with_streams
 from bigdit.encoders.text_encoder import MAX_TOKENS, Keep, as_it_is
 from bigdit.encoders.tokenizer import TokenizerCalls, Words
 from bigdit.errors import UserError
+from bigdit.shortage import ran_out
 from bigdit.store.text import Cut, Text
 
 _PROBE = 16  # tokens: a length at which an encoder costs nothing
@@ -47,7 +48,7 @@ class PipelineTextEncoder:
         self._longest = self._length_asked(config.max_tokens)
         # What is kept of layers times tokens is seen at the whole length alone.
         length = self._longest if self._recipe.padding == "kept" and self._recipe.streams else _PROBE
-        given = self._returned(self._recipe, [""], length)
+        given = self._of_no_caption(length)
         probe = texts_of(self._recipe, given)[0]
         self._probed = {name: limit for name, (_, limit) in self._calls.lengths([""]).items()}
         self._dropped = self._template_dropped(probe)
@@ -79,6 +80,18 @@ class PipelineTextEncoder:
             **({"clean_caption": True} if self._arguments.get("clean_caption") else {}),
             **{name: list(self._pipeline.config[name]) for name in self._recipe.settings},
         }
+
+    def _of_no_caption(self, length: int) -> dict[str, Any]:
+        """What is returned of the empty caption. Raises UserError where the parts do not go together."""
+        try:
+            return self._returned(self._recipe, [""], length)
+        except Exception as error:  # what the pipeline raises of parts that it was not written for is of any class
+            if ran_out(error):
+                raise
+            raise UserError(
+                f"{KEY}: {self._folder} does not encode the empty caption: {' '.join(str(error).split())}; its "
+                "tokenizers and text encoders may not be of one model, or give it no token"
+            ) from None
 
     def modules(self) -> list[nn.Module]:
         """The text encoders."""

@@ -12,10 +12,11 @@ import torch
 from torch import nn
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerBase, T5Config, T5EncoderModel
 
+from bigdit.catalog.families import too_large
 from bigdit.config.encoders import T5_TOKENS, TextEncoderConfig
 from bigdit.encoders.batch_size import CPU_BATCH, BatchSize
 from bigdit.encoders.by_length import encode_by_length
-from bigdit.encoders.folder import DTYPES, check_complete, read_config, weights_sample
+from bigdit.encoders.folder import DTYPES, check_complete, check_files, read_config, weights_sample
 from bigdit.encoders.text_encoder import MAX_TOKENS, Keep, as_it_is
 from bigdit.encoders.tokenizer import full_length, tokenizer_digest
 from bigdit.errors import UserError, nearest
@@ -80,6 +81,11 @@ class T5TextEncoder:
         if not captions:
             return []
         ids = self._tokenizer(list(captions), truncation=True, max_length=self.max_tokens).input_ids
+        if not all(ids):
+            raise UserError(
+                f"{_KEY}.path: the tokenizer in {self._config.path} gives the caption {captions[ids.index([])]!r} no "
+                "token, and an end of text was expected; save the tokenizer of the encoder there"
+            )
 
         def encode(places: Sequence[int]) -> list[Text]:
             texts = self._read([ids[place] for place in places])
@@ -113,12 +119,18 @@ def _from_folder(config: TextEncoderConfig) -> tuple[T5EncoderModel, PreTrainedT
     saved = read_config(f"{_KEY}.path", config.path)
     if saved.get("model_type") != "t5":
         raise UserError(f"{_KEY}.path: {config.path} holds a {saved.get('model_type')}, and a t5 was expected")
+    check_files(f"{_KEY}.path", config.path)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(config.path, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(config.path, local_files_only=True, trust_remote_code=False)
         model, info = T5EncoderModel.from_pretrained(
-            config.path, dtype=torch.float32, local_files_only=True, use_safetensors=True, output_loading_info=True
+            config.path,
+            dtype=torch.float32,
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
         )
-    except (OSError, ValueError, RuntimeError, ImportError) as error:
+    except Exception as error:  # what the library makes of files that it was not written for is of any class
         raise UserError(f"{_KEY}.path: {config.path} cannot be loaded: {' '.join(str(error).split())}") from None
     check_complete(f"{_KEY}.path", config.path, info)
     return model, tokenizer, saved
@@ -135,6 +147,8 @@ def _from_seed(config: TextEncoderConfig) -> tuple[T5EncoderModel, PreTrainedTok
                 for key in wrong
             )
         )
+    if problems := too_large(arguments):
+        raise UserError(*(f"{_KEY}.config.{problem}" for problem in problems))
     tokenizer = ByT5Tokenizer()
     try:
         with torch.random.fork_rng(devices=[]):  # the process's own random numbers go on undisturbed

@@ -42,9 +42,10 @@ class Words:
         self.tokenizer = tokenizer
 
     @classmethod
-    def from_pretrained(cls, place: Path, *, local_files_only: bool) -> Words:
+    def from_pretrained(cls, place: Path, *, local_files_only: bool, trust_remote_code: bool = False) -> Words:
         """That of a processor's folder."""
-        return cls(AutoTokenizer.from_pretrained(place, local_files_only=local_files_only))
+        assert not trust_remote_code
+        return cls(AutoTokenizer.from_pretrained(place, local_files_only=local_files_only, trust_remote_code=False))
 
     def __call__(self, text: list[str], images: None = None, videos: None = None, **asked: Any) -> Any:
         """The tokens of texts."""

@@ -15,7 +15,7 @@ from bigdit.config.data import frames_of, written_bucket
 from bigdit.config.encoders import VaeCodec
 from bigdit.encoders.batch_size import BatchSize
 from bigdit.encoders.buckets import Color, check_divides
-from bigdit.encoders.folder import DTYPES, check_complete, read_config, weights_sample
+from bigdit.encoders.folder import DTYPES, check_complete, check_files, read_config, weights_sample
 from bigdit.encoders.latents import (
     VIDEO_VAES,
     decode_latents,
@@ -160,15 +160,17 @@ def _noise(seed: int, index: int, shape: Sequence[int]) -> torch.Tensor:
 
 def _load(config: VaeCodec) -> Any:
     """The VAE in eval mode, from safetensors only: a pickle can run code."""
+    check_files(_KEY, config.path)
     try:
         vae, info = getattr(diffusers, config.class_name).from_pretrained(
             config.path,
             torch_dtype=DTYPES[config.dtype],
             local_files_only=True,
             use_safetensors=True,
+            trust_remote_code=False,
             output_loading_info=True,
         )
-    except (OSError, ValueError, RuntimeError) as error:
+    except Exception as error:  # what the library makes of files that it was not written for is of any class
         raise UserError(f"{_KEY}: {config.path} cannot be loaded: {' '.join(str(error).split())}") from None
     check_complete(_KEY, config.path, info)
     return vae.eval()

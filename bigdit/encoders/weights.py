@@ -7,7 +7,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from bigdit.documents import parse_json
+from bigdit.documents import indexed_files
 
 _WEIGHTS = ("model.safetensors", "diffusion_pytorch_model.safetensors")  # of transformers, of diffusers
 _SIZES = {"fp32": 4, "bf16": 2}
@@ -18,7 +18,7 @@ def weight_files(folder: Path) -> list[Path]:
     for name in _WEIGHTS:
         index = folder / f"{name}.index.json"
         if index.is_file():
-            return sorted({folder / file for file in parse_json(index.read_bytes())["weight_map"].values()})
+            return indexed_files(index)
         if (folder / name).is_file():
             return [folder / name]
     return []

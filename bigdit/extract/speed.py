@@ -14,6 +14,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from bigdit.files import read_bytes
 from bigdit.spec import Strict
 from bigdit.store.in_hand import WorkerName
 
@@ -151,7 +152,7 @@ def read_units(root: Path) -> dict[str, list[UnitSpeed]]:
             continue
         units = []
         try:
-            lines = file.read_text(errors="replace").splitlines()
+            lines = read_bytes(file).decode(errors="replace").splitlines()
         except OSError:  # a folder, or what else is no file
             continue
         for line in lines:

@@ -51,7 +51,9 @@ def load(spec: ModelSpec, folder: Path, *, dtype: torch.dtype) -> nn.Module:
         with init_empty_weights(include_buffers=False):
             model = model_class.from_config(config, **spec.kwargs)  # this model, where the folder's config says another
         missing, unexpected = fill(model, folder, dtype=dtype)
-    except (OSError, ValueError, RuntimeError) as error:
+    except Exception as error:  # as of a constructor, and of files that are not what they seem
+        if ran_out(error):
+            raise
         reason = " ".join(str(error).split())[:300]
         raise UserError(f"{folder} does not hold diffusers weights of {spec.class_name}: {reason}") from None
     if missing or unexpected:

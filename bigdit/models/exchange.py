@@ -5,7 +5,6 @@ The names are those of `PaperDiT`, so that weights pass through bit by bit.
 
 from __future__ import annotations
 
-import pickle
 from pathlib import Path
 
 import torch
@@ -13,17 +12,17 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from bigdit.errors import UserError
-from bigdit.files import replacing
+from bigdit.files import check_regular, replacing
 from bigdit.models.build import build
 from bigdit.models.paper_dit import PaperDiT
 from bigdit.spec import ModelSpec
 
 
 def import_published(file: Path, spec: ModelSpec) -> PaperDiT:
-    """The PaperDiT of `spec`, in fp32 on the host, with the weights in a published `.pt`, or in a `.safetensors`.
+    """The PaperDiT of `spec`, in fp32 on the host, with the published weights in a `.safetensors`.
 
-    A `.pt` is read by torch's restricted unpickler, that makes tensors and no other objects. Raises UserError
-    where the file cannot be read, or holds another model; `spec` says the number of heads, which no tensor shows.
+    Raises UserError where the file cannot be read, or holds another model; `spec` says the number of heads, which no
+    tensor shows. A published `.pt` is a pickle, and no pickle is read.
     """
     weights = _read(file)
     model = build(spec, device="meta", dtype=torch.float32)
@@ -42,16 +41,13 @@ def export_published(model: PaperDiT, file: Path) -> None:
 
 
 def _read(file: Path) -> dict[str, torch.Tensor]:
+    if file.suffix != ".safetensors":
+        raise UserError(f"{file} is no .safetensors, and pickles are not read; save its tensors with safetensors.torch")
     try:
-        if file.suffix == ".safetensors":
-            return load_file(file)
-        found = torch.load(file, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, SafetensorError, pickle.UnpicklingError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(f"{file} cannot be read as a state dict of tensors alone: {reason}") from None
-    if not isinstance(found, dict) or not all(isinstance(value, torch.Tensor) for value in found.values()):
-        raise UserError(f"{file} holds no state dict; a published DiT is one, by names such as pos_embed")
-    return found
+        check_regular(file)
+        return load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{file} cannot be read: {' '.join(str(error).split())[:200]}") from None
 
 
 def _differences(file: Path, weights: dict[str, torch.Tensor], model: PaperDiT) -> list[str]:

@@ -9,7 +9,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
-from bigdit.documents import parse_json, read_mapping
+from bigdit.documents import indexed_files
+from bigdit.files import check_regular, leads_out
 
 _FILE = "diffusion_pytorch_model.safetensors"
 
@@ -32,6 +33,9 @@ def fill(model: nn.Module, folder: Path, *, dtype: torch.dtype) -> tuple[int, in
     """
     lacking, beside = set(model.state_dict()), set()
     for file in _files(folder):
+        check_regular(file)
+        if leads_out(folder, file):
+            raise OSError(f"{file.name} is a link out of its folder; copy there what it leads to")
         try:
             tensors = load_file(file)
         except SafetensorError as error:
@@ -45,12 +49,7 @@ def fill(model: nn.Module, folder: Path, *, dtype: torch.dtype) -> tuple[int, in
 
 def _files(folder: Path) -> list[Path]:
     index = _index(folder)
-    if not index.exists():
-        return [folder / _FILE]
-    shards = read_mapping(index, parse_json, str(index), "a JSON object").get("weight_map")
-    if not isinstance(shards, dict):
-        raise ValueError(f"{index.name} has no weight_map, which names the files")
-    return [folder / name for name in sorted({str(name) for name in shards.values()})]
+    return indexed_files(index) if index.exists() else [folder / _FILE]
 
 
 def _index(folder: Path) -> Path:

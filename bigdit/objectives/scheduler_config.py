@@ -15,8 +15,8 @@ def scheduler_config(objective: ObjectiveSpec, class_name: str, said: dict[str, 
     follow the objective, for people."""
     import diffusers
 
-    scheduler = getattr(diffusers, class_name, None)
-    if scheduler is None:
+    scheduler: Any = getattr(diffusers, class_name, None)
+    if diffusers.SchedulerMixin not in getattr(scheduler, "__mro__", ()):
         return f"diffusers has no scheduler {class_name}"
     known = inspect.signature(scheduler.__init__).parameters
     found = _of_ddpm(objective, known) if isinstance(objective, DdpmSpec) else _of_flow(objective, known)

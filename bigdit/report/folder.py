@@ -11,9 +11,9 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from bigdit.config.plan_file import DS_CONFIG, FILE, write_plan_file
-from bigdit.documents import parse_json
+from bigdit.documents import read_json
 from bigdit.errors import UserError
-from bigdit.files import TEMPORARY, check_writable, commit_folder, write_json, write_text
+from bigdit.files import TEMPORARY, check_writable, commit_folder, read_bytes, write_json, write_text
 from bigdit.memory import Timeline
 from bigdit.report.curve import plot_curves
 from bigdit.report.page import page
@@ -92,7 +92,7 @@ def _kept_run(folder: Path) -> str | None:
             "or name another folder"
         )
     try:
-        text = (folder / RUN).read_text() if RUN in found else None
+        text = read_bytes(folder / RUN).decode() if RUN in found else None
         known = skeleton(Plan.model_validate_json(_without_fits(folder / JSON)))
     except (OSError, ValueError, ValidationError):  # of another version, or damaged: better keep too much
         known = None
@@ -100,7 +100,7 @@ def _kept_run(folder: Path) -> str | None:
 
 
 def _without_fits(file: Path) -> str:
-    found = parse_json(file.read_bytes())
+    found = read_json(file)
     found.pop("fits", None)
     return json.dumps(found)
 

@@ -12,6 +12,8 @@ from pathlib import Path
 import pyarrow as pa
 import xxhash
 
+from bigdit.files import open_file
+
 # Of uncompressed files nothing is copied; what decoding allocates is compressed buffers, which could be of any size.
 COPIED_BYTES = 2**20
 # Source: https://arrow.apache.org/docs/format/Columnar.html#ipc-streaming-format, the end-of-stream marker
@@ -25,7 +27,7 @@ def describe(path: Path) -> tuple[int, pa.Schema, str]:
     """Rows, schema, and the digest of the sizes of batches and file. Raises OSError or ArrowException for what is no
     Arrow stream."""
     size = path.stat().st_size
-    with path.open("rb") as file:
+    with open_file(path) as file:
         file.seek(max(size - len(END), 0))
         if file.read() != END:
             raise pa.ArrowInvalid("the end of its stream is missing: it was cut, or is still written")

@@ -7,8 +7,9 @@ from collections import Counter
 from pathlib import Path
 
 from bigdit import log
+from bigdit.files import leads_out
 from bigdit.sources.captions import json_captions, text_captions
-from bigdit.sources.disk import CAPTION_BYTES, leads_out, read_file
+from bigdit.sources.disk import CAPTION_BYTES, read_file
 from bigdit.sources.protocol import Caption, Unusable
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import xxhash
 
 from bigdit.errors import UserError
+from bigdit.files import open_file
 from bigdit.sources.columns import Cells
 from bigdit.sources.disk import read_range
 from bigdit.sources.protocol import Entry, Unusable
@@ -36,7 +37,7 @@ class CsvRows:
         records = size = quotes = 0
         last = b"\n"
         try:
-            with path.open("rb") as file:
+            with open_file(path) as file:
                 while chunk := file.read(CHUNK_BYTES):
                     digest.update(chunk)
                     ends, quotes = _record_ends(chunk, quotes)

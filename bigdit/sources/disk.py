@@ -6,7 +6,6 @@ import contextlib
 import errno
 import io
 import os
-import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, BinaryIO
 import xxhash
 
 from bigdit.errors import UserError
+from bigdit.files import open_descriptor
 from bigdit.sources.protocol import Unusable
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 PICTURE_BYTES = 2**30  # a picture within Pillow's limit of pixels takes less, unless it was made to fill the memory
 CAPTION_BYTES = 2**20
 PIECES, PIECE_BYTES = 16, 2**16  # of a video that are digested
-IMPOSSIBLE = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)  # of paths that name no file
+IMPOSSIBLE = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO)  # of paths that name no file
 
 
 def read_file(path: Path, limit: int) -> bytes:
@@ -33,24 +33,10 @@ def read_file(path: Path, limit: int) -> bytes:
         return file.read()
 
 
-@contextlib.contextmanager
-def opened_file(path: Path) -> Iterator[BinaryIO]:
-    """A file to be read piece by piece. Raises as `read_file`."""
-    with _opened(path) as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise Unusable(f"{path.name} is not a file")
-        yield file
-
-
-def leads_out(root: Path, path: Path) -> bool:
-    """Whether a path is a link to what is not below `root`."""
-    return path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root))
-
-
 def read_range(path: Path, offset: int, size: int) -> bytes:
     """Bytes [offset, offset + size) of a file. Raises UserError where it ends before them or cannot be read."""
     try:
-        with _opened(path) as file:
+        with opened_file(path) as file:
             file.seek(offset)
             data = file.read(size)
     except FileNotFoundError as error:
@@ -83,7 +69,7 @@ def opened_range(path: Path, offset: int, size: int) -> Iterator[BinaryIO]:
     """Bytes [offset, offset + size) of a file as a file of their own, read piece by piece. Raises UserError where it
     cannot be read."""
     try:
-        with _opened(path) as file, io.BufferedReader(_Range(file.fileno(), offset, size)) as part:
+        with opened_file(path) as file, io.BufferedReader(_Range(file.fileno(), offset, size)) as part:
             if os.fstat(file.fileno()).st_size < offset + size:
                 raise _cut(path, offset + size)
             yield part
@@ -128,10 +114,10 @@ def unreadable(path: Path, error: OSError) -> UserError:
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[BinaryIO]:
+def opened_file(path: Path) -> Iterator[BinaryIO]:
+    """A file to be read piece by piece. Raises as `read_file`."""
     try:
-        # Not waiting for a writer: a pipe in the place of a picture would hold the worker for ever.
-        with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb", buffering=0) as file:
+        with open(open_descriptor(path), "rb", buffering=0) as file:
             yield file  # type: ignore[misc]  # unbuffered: FileIO
     except FileNotFoundError:
         raise

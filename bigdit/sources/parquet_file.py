@@ -14,6 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
 
+from bigdit.files import open_file
+
 STREAM_BYTES = 2**20  # read at a time of each column, instead of all of it that a row group holds
 OPEN = 4  # cursors that a process keeps
 
@@ -21,7 +23,7 @@ OPEN = 4  # cursors that a process keeps
 def describe(path: Path) -> tuple[int, pa.Schema, str]:
     """Rows, schema, and the digest of the footer, which holds sizes and offsets of all columns, and as a rule their
     least and greatest values. Raises OSError or ArrowException for what is no Parquet file."""
-    with path.open("rb") as file, pq.ParquetFile(file) as parquet:
+    with open_file(path) as file, pq.ParquetFile(file) as parquet:
         if parquet.metadata.num_rows < 0:
             raise pa.ArrowInvalid("its footer counts less than no rows")
         size = file.seek(0, 2)

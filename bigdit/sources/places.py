@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bigdit.config.data import SourceConfig, SourceKind
-from bigdit.documents import parse_json
+from bigdit.documents import read_json
 from bigdit.errors import UserError, nearest
 from bigdit.sources.picture import SUFFIXES
 
@@ -74,11 +74,14 @@ def saved_files(config: SourceConfig, key: str) -> list[Path]:
     splits to choose from, or the folder is not whole."""
     folder = config.path
     if (folder / SPLITS).is_file():
-        splits = [str(split) for split in _json(folder / SPLITS, key).get("splits", [])]
+        listed = _json(folder / SPLITS, key).get("splits")
+        splits = [str(split) for split in listed] if isinstance(listed, list) else []
         folder = folder / _choose(splits, config.split, key)
     elif config.split is not None:
         raise UserError(f"{key}.split: {folder} holds one split; leave split out")
-    names = [file.get("filename") for file in _json(folder / STATE, key).get("_data_files", [])]
+    listed = _json(folder / STATE, key).get("_data_files")
+    files = listed if isinstance(listed, list) else []
+    names: list[Any] = [file.get("filename") if isinstance(file, dict) else file for file in files]
     wrong = [name for name in names if not isinstance(name, str) or Path(name).name != name]
     if wrong or not names:
         raise UserError(f"{key}: {folder / STATE} names no data files of its folder: {names[:3]}")
@@ -146,7 +149,7 @@ def _choose(splits: Sequence[str], split: str | None, key: str) -> str:
 
 def _json(path: Path, key: str) -> dict[str, Any]:
     try:
-        value = parse_json(path.read_bytes())
+        value = read_json(path)
     except (OSError, ValueError):
         raise UserError(f"{key}: {path} is missing or damaged; save the data set again") from None
     if not isinstance(value, dict):

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from bigdit.files import open_file
+
 BLOCK = tarfile.BLOCKSIZE
 HEADER_BYTES = 2**16  # the headers of one member, extended ones with long names and attributes included
 TAIL_BYTES = 2**20  # zeros behind the end: tools fill up to a record, of 10 KiB as a rule
@@ -41,7 +43,7 @@ def members(path: Path) -> Iterator[Member]:
 
 
 def _members(path: Path) -> Iterator[Member]:
-    with path.open("rb", buffering=0) as file:
+    with open_file(path) as file:
         headers = _Headers(file.fileno())
         if headers.pread(0, 6).startswith(COMPRESSED):
             raise Refused("is compressed, and members cannot be read at their offsets; decompress it")

@@ -19,6 +19,7 @@ import torch
 from pydantic import TypeAdapter
 
 from bigdit.errors import UserError, shown
+from bigdit.files import open_file
 from bigdit.store.captions import column_name
 from bigdit.store.part import (
     FIRST_FRAME,
@@ -117,7 +118,7 @@ def damaged(path: Path, what: str) -> UserError:
 def read_header(path: Path) -> Header:
     """Read the header of any safetensors file. Raises UserError where it cannot be, or does not describe the file."""
     try:
-        with open(path, "rb", buffering=0) as file:
+        with open_file(path) as file:
             descriptor = file.fileno()
             size = os.fstat(descriptor).st_size
             return header_by(path, lambda offset, nbytes: os.pread(descriptor, nbytes, offset), size)

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from bigdit.errors import UserError
+from bigdit.files import open_descriptor
 from bigdit.store.digest import bytes_of
 from bigdit.store.header import Header, damaged, read_header
 
@@ -133,6 +134,6 @@ def read_column(header: Header, name: str) -> torch.Tensor:
 
 def _open(path: Path) -> int:
     try:
-        return os.open(path, os.O_RDONLY)
+        return open_descriptor(path)
     except OSError as error:
         raise UserError(f"data.features: {path} cannot be read: {error.strerror}") from None

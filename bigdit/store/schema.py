@@ -10,7 +10,7 @@ from typing import Any, Final, Literal
 
 from pydantic import PositiveInt, ValidationError, model_validator
 
-from bigdit.documents import parse_json
+from bigdit.documents import read_json
 from bigdit.errors import UserError
 from bigdit.files import create_text, write_text
 from bigdit.spec import Strict
@@ -117,7 +117,7 @@ def read_schema(root: Path) -> StoreSchema | None:
     """The schema of the store at `root`; None where there is none. Raises UserError where it is damaged."""
     file = root / FILE
     try:
-        plain = parse_json(file.read_bytes())
+        plain = read_json(file)
         version = plain.get("version")
         known = plain.pop(_CHECKSUM, None)
         if type(version) is int and version < VERSION and known in (None, _digest(plain)):

@@ -54,7 +54,7 @@ def fed_by(pipeline, trained, output):
 
 @pytest.fixture
 def pipeline(tmp_path):
-    return write_pipeline(tmp_path / "a hub")
+    return write_pipeline(tmp_path / "a hub/snapshots/0123")
 
 
 @pytest.fixture
@@ -67,8 +67,10 @@ def names(folder):
 
 
 def test_exported_files_may_be_changed_in_place(pipeline, output, tmp_path):
-    (pipeline / WEIGHTS).rename(tmp_path / "blob")
-    (pipeline / WEIGHTS).symlink_to(tmp_path / "blob")  # as a hub's cache has them
+    blob = tmp_path / "a hub/blobs/4567"
+    blob.parent.mkdir()
+    (pipeline / WEIGHTS).rename(blob)
+    (pipeline / WEIGHTS).symlink_to(blob)  # as a hub's cache has them
     (pipeline / "text_encoder/more").mkdir()
     (pipeline / "text_encoder/more/vocab").write_bytes(b"v")
     whole = tmp_path / "a b/exported"
@@ -80,13 +82,18 @@ def test_exported_files_may_be_changed_in_place(pipeline, output, tmp_path):
     for file in (path for path in whole.rglob("*") if path.is_file()):
         with open(file, "r+b") as opened:
             opened.write(b"changed")
-    assert torch.equal(load_file(tmp_path / "blob")["a"], torch.arange(9.0))
+    assert torch.equal(load_file(blob)["a"], torch.arange(9.0))
     assert (pipeline / "text_encoder/more/vocab").read_bytes() == b"v"
     checkpoint.verify(checkpoint.latest(output)[0])
 
 
 def cut(file):
     os.truncate(file, file.stat().st_size - 1)
+
+
+def pipe(file):
+    file.unlink()
+    os.mkfifo(file)
 
 
 def dangle(file):
@@ -99,6 +106,15 @@ def dangle(file):
     [
         (lambda base: cut(base / WEIGHTS), f"/{WEIGHTS} is damaged or cut off ("),
         (lambda base: dangle(base / WEIGHTS), f"/{WEIGHTS} is a link to blob, which is missing"),
+        (
+            lambda base: (base / "tokenizer/secret").symlink_to("/proc/self/environ"),
+            "/tokenizer/secret is a link out of its folder; copy there what it leads to",
+        ),
+        (lambda base: (base / "tokenizer/all").symlink_to("/proc/self"), "/tokenizer/all is a link out of its folder"),
+        (
+            lambda base: pipe(base / "tokenizer/tokenizer.json"),
+            "/tokenizer/tokenizer.json cannot be read: it is a named pipe, and a regular file was expected",
+        ),
         (lambda base: (base / WEIGHTS).unlink(), "/text_encoder has no weights"),
         (
             lambda base: (base / f"{WEIGHTS}.index.json").write_text(SHARDS),
@@ -127,7 +143,7 @@ def dangle(file):
         (lambda base: (base / "model_index.json").write_text("{"), "/model_index.json is not a config of diffusers"),
     ],
     ids=[
-        *("cut", "dangling", "no weights", "no shard", "tokenizer", "no part"),
+        *("cut", "dangling", "link", "folder", "pipe", "no weights", "no shard", "tokenizer", "no part"),
         *("scheduler", "list", "junk", "three", "index"),
     ],
 )

@@ -192,7 +192,7 @@ def test_a_state_of_anything_is_a_line(tmp_path, engine_and_average, text):
     keep(tmp_path, engine_and_average, 2, keeping=checkpoint.Keeping(2))
     file = tmp_path / "checkpoints/step-00000002/state.json"
     file.write_text(text)
-    with pytest.raises(UserError, match=r"state\.json is damaged .*; there is no other; choose another output"):
+    with pytest.raises(UserError, match=r"state\.json is damaged.*; there is no other; choose another output"):
         checkpoint.latest(tmp_path)
 
 

@@ -11,6 +11,7 @@ import pytest
 from bigdit.catalog.models import models
 from bigdit.catalog.names import load_json
 from bigdit.emulator import repositories
+from bigdit.emulator.fake_models import write_weights
 from bigdit.emulator.fake_tokenizers import write_tokenizer
 from bigdit.emulator.fake_weights import lay_out
 from bigdit.errors import UserError
@@ -22,6 +23,7 @@ PIPELINES = {
     "THUDM/CogVideoX-2b": "float16",
 }
 DISK_BYTES = 60_000_000  # most of it tokenizers
+TINY_T5 = {"architectures": ["T5EncoderModel"], "model_type": "t5", "d_model": 8, "d_ff": 8, "num_layers": 1}
 CAPTION = "An oil painting of two ships in a storm, waves high above the masts, dark clouds, a lighthouse far away"
 
 LOAD = """
@@ -241,6 +243,28 @@ def test_a_damaged_model_index_is_one_line(tmp_path, index, problem):
     (tmp_path / "model_index.json").write_text(index)
     with pytest.raises(UserError, match=f"^--fake-weights x/y=.*{problem}"):
         lay_out([f"x/y={tmp_path}"], tmp_path / "hub")
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        ({"_class_name": "AutoModel"}, "diffusers has no model AutoModel"),
+        ({"_class_name": "FluxPipeline"}, "diffusers has no model FluxPipeline"),
+        ({"architectures": ["AutoModel"]}, "transformers has no model AutoModel"),
+        ({"architectures": ["pipeline"]}, "transformers has no model pipeline"),
+        ({"architectures": {}}, 'its "architectures" name no class'),
+        (TINY_T5 | {"num_layers": 10**9}, "num_layers is 1000000000, and 0 to 1000 was expected"),
+        (TINY_T5 | {"dtype": "evil"}, "evil"),
+        (TINY_T5 | {"torch_dtype": "evil"}, "evil"),
+        ([1], "should hold a JSON object"),
+    ],
+)
+def test_a_config_of_no_model_is_a_line(config, why, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        UserError, match=rf"--fake-weights: no model can be built from {tmp_path}/config\.json: .*{why}"
+    ):
+        write_weights(tmp_path / "config.json", "float32")
 
 
 def test_every_repository_names_what_the_catalogue_has():

@@ -1,6 +1,7 @@
 """Weights of diffusers folders: the file's own values in whatever dtype trains, and no more memory than that takes."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -98,7 +99,9 @@ def test_a_folder_that_lacks_tensors_or_has_more_is_of_another_model(tmp_path):
         models.load(SPEC, tmp_path, dtype=torch.float32)
 
 
-@pytest.mark.parametrize("spoiled", ["no file", "cut off", "index of nothing", "no config"])
+@pytest.mark.parametrize(
+    "spoiled", ["no file", "cut off", "index of nothing", "no config", "pickle", "elsewhere", "pipe", "link"]
+)
 def test_a_folder_that_cannot_be_read_is_one_line(tmp_path, spoiled):
     saved(tmp_path)
     file = tmp_path / FILE
@@ -108,6 +111,15 @@ def test_a_folder_that_cannot_be_read_is_one_line(tmp_path, spoiled):
         file.write_bytes(file.read_bytes()[:-100])
     if spoiled == "index of nothing":
         (tmp_path / f"{FILE}.index.json").write_text(json.dumps({"metadata": {}}))
+    if spoiled in ("pickle", "elsewhere"):
+        name = "weights.bin" if spoiled == "pickle" else f"../{tmp_path.name}/{FILE}"
+        (tmp_path / f"{FILE}.index.json").write_text(json.dumps({"weight_map": {"proj_out.bias": name}}))
+    if spoiled == "pipe":
+        file.unlink()
+        os.mkfifo(file)
+    if spoiled == "link":
+        file.rename(tmp_path.parent / FILE)
+        file.symlink_to(tmp_path.parent / FILE)
     if spoiled == "no config":
         (tmp_path / "config.json").unlink()
     with pytest.raises(

@@ -205,4 +205,8 @@ def test_what_is_no_file_is_unusable_and_holds_nobody_up(tmp_path):
         with pytest.raises(Unusable) as error:
             item.load()
         reasons.append(str(error.value))
-    assert reasons == ["a.png is not a file", "b.png is not a file", "c.png is a link to nothing"]
+    assert reasons == [
+        "path a.png: it is a named pipe, and a regular file was expected",
+        "path b.png: it is a device, and a regular file was expected",
+        "c.png is a link to nothing",
+    ]

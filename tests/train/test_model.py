@@ -52,6 +52,11 @@ def test_a_sound_run_is_printed(capsys, tmp_path):
         (["model.kwargs.in_channels=null"], "model.kwargs.in_channels is null, and a whole number was expected"),
         (["model.kwargs.mlp_ratio=much"], "model.kwargs.mlp_ratio is 'much', and a number was expected"),
         (["model.kwargs.num_layers=1000000000"], "model.kwargs.num_layers is 1000000000, and 0 to 1000 was expected"),
+        (
+            ["model.kwargs.num_attention_heads=16777216", "model.kwargs.attention_head_dim=72"],
+            "model.kwargs.num_attention_heads is 16777216 and attention_head_dim 72: a width of 1207959552, and "
+            "1048576 is the most",
+        ),
         (["model.kwargs.num_layers=-1"], "model.kwargs.num_layers is -1, and 0 to 1000 was expected"),
         (
             ["model.kwargs.num_layer=2"],

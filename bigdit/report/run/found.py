@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from bigdit.config.output import CHECKPOINTS, EXPORTS, METRICS, RECEIPT, RECORD, SAMPLES
-from bigdit.documents import parse_json
+from bigdit.documents import read_json
 from bigdit.errors import UserError
 from bigdit.receipt import Receipt
 from bigdit.spec.renamed import renamed
@@ -106,7 +106,7 @@ def read_run(output: Path) -> Found:
 def _read(path: Path, kind: type[Kept], notices: list[str]) -> Kept | None:
     """What is kept in a file; None where there is none, or it is damaged, which is a notice."""
     try:
-        return kind.model_validate(parse_json(path.read_bytes()))
+        return kind.model_validate(read_json(path))
     except FileNotFoundError:
         return None
     except ValidationError as error:

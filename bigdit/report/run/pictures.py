@@ -8,6 +8,8 @@ from io import BytesIO
 from pathlib import Path
 from typing import NamedTuple
 
+from bigdit.files import read_bytes
+
 MOST = 6
 """Shown of those that were drawn: the first, the last, and evenly between."""
 
@@ -55,7 +57,7 @@ def _at_most(path: Path, most: int) -> tuple[str, bytes, tuple[int, int]]:
     """Kind, bytes and size of a picture: its own file, or a JPEG that is made smaller until it has so few bytes."""
     from PIL import Image
 
-    data = path.read_bytes()
+    data = read_bytes(path)
     with Image.open(BytesIO(data)) as picture:
         picture.load()
         size, pixels = picture.size, picture.convert("RGB")

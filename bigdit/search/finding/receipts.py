@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from bigdit import receipt
 from bigdit.catalog import Gpu, gpu
 from bigdit.checkout import ROOT, in_checkout
-from bigdit.documents import parse_json
+from bigdit.documents import read_json
 from bigdit.errors import UserError
 from bigdit.receipt import Receipt
 from bigdit.search.question import Question
@@ -30,7 +30,7 @@ def read(places: Iterable[Path]) -> tuple[list[Receipt], list[str]]:
     found, notices = [], []
     for path in sorted({path for place in places for path in place.glob("*.json")}):
         try:
-            document = parse_json(path.read_bytes())
+            document = read_json(path)
             if not isinstance(document, dict):
                 raise ValueError("no mapping of keys, such as model and strategy")
             found.append(Receipt.model_validate(document))
