@@ -14,12 +14,13 @@ from pathlib import Path
 import xxhash
 from PIL import Image
 
+from bigdit.config.data import MAX_PIXELS
 from bigdit.errors import UserError
 from bigdit.sources.beside import captions_beside, check_link, tell_passed_over
 from bigdit.sources.disk import IMPOSSIBLE, PICTURE_BYTES, read_file, unreadable
 from bigdit.sources.labels import folder_label
 from bigdit.sources.names import Names
-from bigdit.sources.picture import SUFFIXES, decode
+from bigdit.sources.picture import SUFFIXES
 from bigdit.sources.protocol import Sample, Unusable
 from bigdit.sources.videos.animation import moving_or_still
 from bigdit.sources.videos.resample import Clip
@@ -44,20 +45,20 @@ class FolderItem:
         """The file."""
         return self.root / self.name
 
-    def load(self) -> Sample:
+    def load(self, max_pixels: int = MAX_PIXELS) -> Sample:
         """As Item.load."""
         label = folder_label(self.name) if self.labelled else None
         captions = () if self.labelled else captions_beside(self.root, self.picture.with_suffix(""), self.follow_links)
         check_link(self.root, self.picture, self.follow_links)
         if self.clip is not None and is_video(self.picture):
-            return Sample(self._frames(self.clip), captions, label)
+            return Sample(self._frames(self.clip, max_pixels), captions, label)
         with self._vanished_told():
             data = read_file(self.picture, PICTURE_BYTES)
-        return Sample(decode(data) if self.clip is None else moving_or_still(data, self.clip), captions, label)
+        return Sample(moving_or_still(data, self.clip, max_pixels), captions, label)
 
-    def _frames(self, clip: Clip) -> Iterator[Image.Image]:
+    def _frames(self, clip: Clip, max_pixels: int) -> Iterator[Image.Image]:
         with self._vanished_told():
-            yield from video_frames(self.picture, clip)
+            yield from video_frames(self.picture, clip, max_pixels)
 
     @contextlib.contextmanager
     def _vanished_told(self) -> Iterator[None]:

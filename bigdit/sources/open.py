@@ -10,7 +10,7 @@ from typing import Any
 
 import xxhash
 
-from bigdit.config.data import DataConfig, SourceConfig, SourceKind, frames_of
+from bigdit.config.data import MAX_PIXELS, DataConfig, SourceConfig, SourceKind, frames_of
 from bigdit.errors import UserError
 from bigdit.sources.csv_rows import CsvRows
 from bigdit.sources.file_rows import FileRows
@@ -34,10 +34,11 @@ class ListedItem:
     index: int
     name: str
     item: Item
+    max_pixels: int = MAX_PIXELS
 
-    def load(self) -> Sample:
-        """As Item.load."""
-        return self.item.load()
+    def load(self, max_pixels: int | None = None) -> Sample:
+        """As Item.load, of as many pixels as the run allows where nothing else is asked."""
+        return self.item.load(max_pixels or self.max_pixels)
 
 
 class SourceList:
@@ -45,13 +46,16 @@ class SourceList:
 
     `class_names`: of the classes 0, 1, … of its pictures, where they have names."""
 
-    def __init__(self, sources: Sequence[Source], titles: Sequence[str], class_names: Sequence[str] | None) -> None:
+    def __init__(
+        self, sources: Sequence[Source], titles: Sequence[str], class_names: Sequence[str] | None, max_pixels: int
+    ) -> None:
         self.sources = sources
-        self._titles = titles
+        self._titles, self._max_pixels = titles, max_pixels
         known = {name for source in sources for name in source.class_names}
         self.class_names = sorted(known) if class_names is None else list(class_names)
         self._ends = list(itertools.accumulate(len(source) for source in sources))
-        identities = [source.identity for source in sources]
+        limit = {} if max_pixels == MAX_PIXELS else {"max_pixels": max_pixels}  # other images are skipped
+        identities = [source.identity | limit for source in sources]
         digest = xxhash.xxh3_128_hexdigest("\n".join(identity["digest"] for identity in identities).encode())
         self.identity: dict[str, Any] = {
             "kind": "list",
@@ -72,7 +76,7 @@ class SourceList:
                 break
             prefix = f"{self._titles[number]}: " if len(self.sources) > 1 else ""
             inner = self.sources[number].items(max(start - first, 0), min(end, self._ends[number]) - first)
-            found += [ListedItem(first + item.index, prefix + item.name, item) for item in inner]
+            found += [ListedItem(first + item.index, prefix + item.name, item, self._max_pixels) for item in inner]
         return found
 
 
@@ -90,7 +94,7 @@ def open_source(data: DataConfig) -> SourceList:
             problems += error.problems
     if problems:
         raise UserError(*problems)
-    return SourceList(sources, [str(config.path) for config in data.images], data.classes)
+    return SourceList(sources, [str(config.path) for config in data.images], data.classes, data.max_pixels)
 
 
 def check_sources(data: DataConfig, *, listed: bool) -> list[str]:

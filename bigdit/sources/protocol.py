@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 from PIL import Image
 
+from bigdit.config.data import MAX_PIXELS
+
 
 class Unusable(Exception):
     """A picture or a caption that cannot be trained on: it is skipped, and its reason reported."""
@@ -41,8 +43,8 @@ class Item(Protocol):
     @property
     def name(self) -> str: ...
 
-    def load(self) -> Sample:
-        """Read and decode; frames of a video may raise as well.
+    def load(self, max_pixels: int = MAX_PIXELS) -> Sample:
+        """Read and decode; frames of a video may raise as well. A picture or a frame has at most `max_pixels`.
 
         Raises Unusable for a damaged picture and for captions or labels that are missing, empty or malformed; UserError
         where files cannot be read at all, since then the disk and not the data is at fault.

@@ -12,12 +12,11 @@ from typing import Any, Protocol, runtime_checkable
 import xxhash
 from PIL import Image
 
-from bigdit.config.data import SourceConfig, SourceKind
+from bigdit.config.data import MAX_PIXELS, SourceConfig, SourceKind
 from bigdit.errors import UserError
 from bigdit.sources.columns import Cells, Columns, captions_of, choose
 from bigdit.sources.disk import PICTURE_BYTES, check_size, read_file, unreadable
 from bigdit.sources.labels import label_of
-from bigdit.sources.picture import decode
 from bigdit.sources.protocol import Sample, Unusable
 from bigdit.sources.videos.animation import moving_or_still
 from bigdit.sources.videos.resample import Clip
@@ -67,10 +66,10 @@ class FilePicture:
         with self._missing_told():
             return read_file(self.path, PICTURE_BYTES)
 
-    def frames(self, clip: Clip) -> Iterator[Image.Image]:
+    def frames(self, clip: Clip, max_pixels: int) -> Iterator[Image.Image]:
         """Of a video. Raises as `read` and `video_frames`."""
         with self._missing_told():
-            yield from video_frames(self.path, clip)
+            yield from video_frames(self.path, clip, max_pixels)
 
     @contextlib.contextmanager
     def _missing_told(self) -> Iterator[None]:
@@ -104,7 +103,7 @@ class TableItem:
     picture: Picture | None
     clip: Clip | None = None
 
-    def load(self) -> Sample:
+    def load(self, max_pixels: int = MAX_PIXELS) -> Sample:
         """As Item.load."""
         if isinstance(self.row, Unusable):
             raise self.row
@@ -114,10 +113,10 @@ class TableItem:
         label = None if column is None else label_of(self.row[column], f"column {column}")
         captions = captions_of(self.row, self.columns) if column is None else ()
         if self.clip is not None and isinstance(self.picture, FilePicture) and is_video(self.picture.path):
-            return Sample(self.picture.frames(self.clip), captions, label)
+            return Sample(self.picture.frames(self.clip, max_pixels), captions, label)
         data = self.picture.read()
         check_size("picture", len(data), PICTURE_BYTES)
-        return Sample(decode(data) if self.clip is None else moving_or_still(data, self.clip), captions, label)
+        return Sample(moving_or_still(data, self.clip, max_pixels), captions, label)
 
 
 class TableSource:

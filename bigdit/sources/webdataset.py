@@ -14,13 +14,13 @@ import xxhash
 from PIL import Image
 
 from bigdit import log
+from bigdit.config.data import MAX_PIXELS
 from bigdit.errors import UserError
 from bigdit.lifeline import end_with_parent
 from bigdit.sources import parquet_file
 from bigdit.sources.captions import json_captions, text_captions
 from bigdit.sources.disk import CAPTION_BYTES, PICTURE_BYTES, check_size, opened_range, read_range
 from bigdit.sources.labels import Label, json_label
-from bigdit.sources.picture import decode
 from bigdit.sources.protocol import Caption, Sample, Unusable
 from bigdit.sources.tar_index import SCHEMA, index_path, is_whole, read_digest, write_index
 from bigdit.sources.tar_members import Refused
@@ -50,21 +50,21 @@ class TarItem:
     video: Span = None
     clip: Clip | None = None
 
-    def load(self) -> Sample:
+    def load(self, max_pixels: int = MAX_PIXELS) -> Sample:
         """As Item.load; where videos are taken, of a sample that has both its video."""
         if self.problem is not None or (self.picture is None and (self.video is None or self.clip is None)):
             raise Unusable(self.problem or ("sample of a video, without a picture" if self.video else "empty sample"))
         label = None if self.label is None else self._label(self.label)
         captions = self._captions() if self.label is None else ()
         if self.clip is not None and self.video is not None:
-            return Sample(self._frames(self.video, self.clip), captions, label)
+            return Sample(self._frames(self.video, self.clip, max_pixels), captions, label)
         assert self.picture is not None
         data = self._read(self.picture, "picture", PICTURE_BYTES)
-        return Sample(decode(data) if self.clip is None else moving_or_still(data, self.clip), captions, label)
+        return Sample(moving_or_still(data, self.clip, max_pixels), captions, label)
 
-    def _frames(self, video: tuple[int, int], clip: Clip) -> Iterator[Image.Image]:
+    def _frames(self, video: tuple[int, int], clip: Clip, max_pixels: int) -> Iterator[Image.Image]:
         with opened_range(self.tar, *video) as file:
-            yield from decoded_frames(file, self.name, clip)
+            yield from decoded_frames(file, self.name, clip, max_pixels)
 
     def _label(self, key: str) -> Label:
         name = f"{self.name.rpartition('/')[2]}.json"

@@ -10,6 +10,7 @@ from typing import Any, cast
 import xxhash
 from PIL import Image
 
+from bigdit.config.data import MAX_PIXELS
 from bigdit.sources.protocol import Item, Sample, Source, Unusable
 from bigdit.sources.videos.resample import Clip
 
@@ -23,9 +24,9 @@ class ClipItem:
     item: Item
     number: int
 
-    def load(self) -> Sample:
+    def load(self, max_pixels: int = MAX_PIXELS) -> Sample:
         """As Item.load."""
-        sample = self.item.load()
+        sample = self.item.load(max_pixels)
         if not self.number:
             return sample
         if isinstance(sample.image, Image.Image):

@@ -13,6 +13,7 @@ from pathlib import Path
 import xxhash
 from PIL import Image
 
+from bigdit.config.data import MAX_PIXELS
 from bigdit.errors import UserError
 from bigdit.sources.beside import captions_beside, check_link, tell_passed_over
 from bigdit.sources.disk import PICTURE_BYTES, read_file, unreadable
@@ -34,19 +35,19 @@ class FrameFolder:
     clip: Clip
     follow_links: bool
 
-    def load(self) -> Sample:
+    def load(self, max_pixels: int = MAX_PIXELS) -> Sample:
         """As Item.load."""
         folder = self.root / self.name
-        return Sample(self._frames(folder), captions_beside(self.root, folder, self.follow_links))
+        return Sample(self._frames(folder, max_pixels), captions_beside(self.root, folder, self.follow_links))
 
-    def _frames(self, folder: Path) -> Iterator[Image.Image]:
+    def _frames(self, folder: Path, max_pixels: int) -> Iterator[Image.Image]:
         """Of those that are taken alone."""
         try:
             names = frames_within(os.listdir(folder))
             timed = ((number * self.step, self.step, name) for number, name in enumerate(names))
             for name in resampled(timed, self.clip):
                 check_link(self.root, folder / name, self.follow_links)
-                yield decode(read_file(folder / name, PICTURE_BYTES))
+                yield decode(read_file(folder / name, PICTURE_BYTES), max_pixels)
         except FileNotFoundError as error:
             raise unreadable(folder, error) from None
 

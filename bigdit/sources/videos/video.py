@@ -11,6 +11,7 @@ from typing import Any, BinaryIO
 
 from PIL import Image
 
+from bigdit.config.data import MAX_PIXELS
 from bigdit.errors import UserError
 from bigdit.sources.disk import opened_file
 from bigdit.sources.picture import check_pixels
@@ -30,33 +31,33 @@ def is_video(path: Path) -> bool:
     return path.suffix.lower() in SUFFIXES
 
 
-def video_frames(path: Path, clip: Clip) -> Iterator[Image.Image]:
+def video_frames(path: Path, clip: Clip, max_pixels: int = MAX_PIXELS) -> Iterator[Image.Image]:
     """The clip's frames, upright RGB. Raises FileNotFoundError; Unusable, with the reason, for a file that is no video
     or damaged; UserError where it cannot be read, or PyAV is missing."""
     _pyav(path.name)
     with opened_file(path) as file:
-        yield from decoded_frames(file, path.name, clip)
+        yield from decoded_frames(file, path.name, clip, max_pixels)
 
 
-def decoded_frames(file: BinaryIO, name: str, clip: Clip) -> Iterator[Image.Image]:
+def decoded_frames(file: BinaryIO, name: str, clip: Clip, max_pixels: int) -> Iterator[Image.Image]:
     """The clip's frames of an open file, as `video_frames`; `name` is for errors."""
     av = _pyav(name)
     try:
         with av.open(file, options=_OPTIONS) as container:
-            yield from _frames(container, clip)
+            yield from _frames(container, clip, max_pixels)
     except MemoryError:
         raise
     except av.FFmpegError as error:
         raise Unusable(f"damaged video: {error.strerror}") from None
 
 
-def _frames(container: Any, clip: Clip) -> Iterator[Image.Image]:
+def _frames(container: Any, clip: Clip, max_pixels: int) -> Iterator[Image.Image]:
     if not container.streams.video:
         raise Unusable("file without a video stream")
     stream = container.streams.video[0]
     if stream.codec_context is None:
         raise Unusable("damaged video: its codec is not known")
-    check_pixels(stream.width, stream.height)
+    check_pixels(stream.width, stream.height, max_pixels)
     stream.codec_context.thread_count = 1  # extraction's processes are the parallelism
     timed, began = _timed(container.decode(stream)), None
     if clip.start:
