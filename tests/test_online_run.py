@@ -59,8 +59,8 @@ def huge():
 
 DAMAGES = {
     "3.png": {
-        b"": "damaged picture: UnidentifiedImageError: cannot identify image file",
-        b"I am a text": "damaged picture: UnidentifiedImageError: cannot identify image file",
+        b"": "damaged picture: it begins as none of PNG, JPEG, ",
+        b"I am a text": "damaged picture: it begins as none of PNG, JPEG, ",
         half_a_jpeg(): "damaged picture: OSError: image file is truncated",
         huge(): "image of 400000000 pixels; data.max_pixels allows 89478485",
     },

@@ -11,6 +11,8 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from bigdit.files import lfs_pointer
+
 _CONFIG = "config.json"
 _WEIGHTS = (".safetensors", ".bin", ".gguf")
 _CLONE = 0x40049409
@@ -47,6 +49,8 @@ def copy_part(source: Path, folder: Path) -> None:
 def _problems(file: Path) -> Iterator[str]:
     if not file.exists():  # a hub's cache has links in the place of files
         yield f"{file} is a link to {file.readlink()}, which is missing"
+    elif pointer := lfs_pointer(file):
+        yield pointer
     elif file.suffix == ".safetensors":
         try:
             with safe_open(file, "np"):  # it holds the file's length against its header

@@ -15,7 +15,7 @@ import transformers
 from transformers.models.t5gemma.modeling_t5gemma import T5GemmaEncoder
 
 from bigdit.documents import parse_json
-from bigdit.encoders.folder import check_complete, read_config, weights_sample
+from bigdit.encoders.folder import check_complete, check_pulled, read_config, weights_sample
 from bigdit.encoders.recipes import RECIPES
 from bigdit.encoders.tokenizer import Words, tokenizer_digest
 from bigdit.errors import UserError, nearest
@@ -123,6 +123,7 @@ def load_part(setting: str, folder: Path, name: str, entry: list[str], dtype: to
         asked = f"{library}.{class_name} as {name}"
         raise UserError(f"{setting}: {folder / _INDEX} asks for {asked}; transformers has none")
     key, place = f"{setting}: {name}", folder / name
+    check_pulled(key, place)
     try:
         if not issubclass(found, transformers.PreTrainedModel):
             return found.from_pretrained(place, local_files_only=True)

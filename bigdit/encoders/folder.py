@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from bigdit.documents import parse_json
 from bigdit.encoders.weights import weight_files
 from bigdit.errors import UserError
+from bigdit.files import lfs_pointer
 from bigdit.store.digest import weights_digest
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -19,6 +20,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 def read_config(key: str, folder: Path) -> dict[str, Any]:
     """`config.json` of a model folder; `key` names the run's setting in errors, which are UserErrors."""
+    check_pulled(key, folder)
     try:
         config = parse_json((folder / "config.json").read_bytes())
     except OSError as error:
@@ -31,6 +33,12 @@ def read_config(key: str, folder: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise UserError(f"{key}: {folder / 'config.json'} should hold a JSON object")
     return config
+
+
+def check_pulled(key: str, folder: Path) -> None:
+    """Raise UserError where a file of the folder is a pointer of Git LFS, of which libraries say something else."""
+    if pointer := lfs_pointer(folder):
+        raise UserError(f"{key}: {pointer}")
 
 
 def check_complete(key: str, folder: Path, info: Mapping[str, Sequence[object]]) -> None:

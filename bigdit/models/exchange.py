@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from bigdit.errors import UserError
-from bigdit.files import replacing
+from bigdit.files import lfs_pointer, replacing
 from bigdit.models.build import build
 from bigdit.models.paper_dit import PaperDiT
 from bigdit.spec import ModelSpec
@@ -42,6 +42,8 @@ def export_published(model: PaperDiT, file: Path) -> None:
 
 
 def _read(file: Path) -> dict[str, torch.Tensor]:
+    if pointer := lfs_pointer(file):
+        raise UserError(pointer)
     try:
         if file.suffix == ".safetensors":
             return load_file(file)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from bigdit.config.weights import WEIGHTS, is_weight
+from bigdit.files import IS_LFS_POINTER, is_lfs_pointer
 from bigdit.sources.protocol import Caption, Unusable
 
 
@@ -59,6 +60,8 @@ def weighted(texts: Sequence[Any], weights: Sequence[Any], name: str) -> tuple[C
 
 
 def _decoded(data: bytes, name: str) -> str:
+    if is_lfs_pointer(data):
+        raise Unusable(f"caption {name} {IS_LFS_POINTER}")
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError:

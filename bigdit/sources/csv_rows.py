@@ -12,6 +12,7 @@ import numpy as np
 import xxhash
 
 from bigdit.errors import UserError
+from bigdit.files import lfs_pointer
 from bigdit.sources.columns import Cells
 from bigdit.sources.disk import read_range
 from bigdit.sources.protocol import Unusable
@@ -53,6 +54,8 @@ class CsvRows:
         if self._offsets[-1] != size:
             self._offsets.append(size)
         self.digest = digest.hexdigest()
+        if pointer := lfs_pointer(path):
+            raise UserError(f"{key}: {pointer}")
         if not self._records:
             raise UserError(f"{key}: {path} is empty; its first line should name its columns")
         self._names = [name.strip() for name in self._block(0)[0]]

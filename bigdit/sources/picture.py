@@ -9,14 +9,24 @@ import warnings
 from collections.abc import Iterator
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from bigdit.config.data import MAX_PIXELS
+from bigdit.files import IS_LFS_POINTER, is_lfs_pointer
 from bigdit.sources.protocol import Unusable
 
 # What pictures of data sets are; Pillow's other decoders, some of which start programs, are never tried.
 FORMATS = ("PNG", "JPEG", "WEBP", "AVIF", "BMP", "TIFF", "GIF")
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".avif", ".bmp", ".tif", ".tiff", ".gif")
+
+# First bytes of what people have beside them; pillow-heif registers itself, and is not tried either.
+_UNREAD = {
+    rb"....ftyp(hei|hev|mif1|msf1)": "HEIC",
+    rb"\xff\x0a|....JXL ": "JPEG XL",
+    rb"....jP  ": "JPEG 2000",
+    rb"8BPS": "PSD",
+    rb"\s*<(\?xml|svg)": "SVG",
+}
 
 MAX_ASPECT = 100
 """The longer side over the shorter one. Beyond it a bucket keeps next to nothing, and rows take memory of their own."""
@@ -49,6 +59,8 @@ def opened(data: bytes, max_pixels: int) -> Iterator[Image.Image]:
     except Image.DecompressionBombError as error:
         pixels = re.search(r"\d+", str(error))
         raise _too_large(pixels[0] if pixels else "more", max_pixels) from None
+    except UnidentifiedImageError:
+        raise Unusable(_not_read(data)) from None
     except Exception as error:  # Pillow's decoders raise many classes on damaged files
         # Without the addresses that objects happen to have: the same picture gives the same reason.
         reason = re.sub(r" object at 0x[0-9a-f]+", "", " ".join(str(error).split()))
@@ -66,6 +78,16 @@ def check_pixels(width: int, height: int, max_pixels: int) -> None:
 
 def _too_large(pixels: str, max_pixels: int) -> Unusable:
     return Unusable(f"image of {pixels} pixels; data.max_pixels allows {max_pixels}")
+
+
+def _not_read(data: bytes) -> str:
+    """What a file is that Pillow does not know or may not try, by its first bytes."""
+    if is_lfs_pointer(data):
+        return f"picture {IS_LFS_POINTER}"
+    for start, kind in _UNREAD.items():
+        if re.match(start, data, re.DOTALL):
+            return f"picture in {kind}, which is not read; convert it to PNG or JPEG"
+    return f"damaged picture: it begins as none of {', '.join(FORMATS)}"
 
 
 def flat(image: Image.Image) -> Image.Image:

@@ -135,6 +135,22 @@ def test_a_picture_of_108_megapixels_is_read_where_the_limit_is_raised(tmp_path)
     assert reason(opened(str(tmp_path), max_pixels=200_000_000).items(0, 1)[0]).startswith("damaged picture: ")
 
 
+@pytest.mark.parametrize(
+    ("start", "expected"),
+    [
+        (b"\0\0\0\x18ftypheic\0\0\0\0", "picture in HEIC, which is not read; convert it to PNG or JPEG"),
+        (b"\0\0\0\x18ftypmif1\0\0\0\0", "picture in HEIC, which is not read; convert it to PNG or JPEG"),
+        (b"\xff\x0a\xfa\x1f", "picture in JPEG XL, which is not read; convert it to PNG or JPEG"),
+        (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "picture in SVG, which is not read; convert it to PNG or JPEG"),
+        (b"no picture", "damaged picture: it begins as none of PNG, JPEG, WEBP, AVIF, BMP, TIFF, GIF"),
+    ],
+)
+def test_files_that_are_no_pictures_are_named_by_what_they_are(tmp_path, start, expected):
+    save(tmp_path / "a.png")
+    (tmp_path / "a.png").write_bytes(start)
+    assert reason(opened(str(tmp_path)).items(0, 1)[0]) == expected
+
+
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")  # of Pillow, about damaged metadata
 @pytest.mark.parametrize("suffix", ["png", "jpg", "webp", "avif", "tif", "gif", "bmp"])
 def test_damaged_pictures_are_decoded_or_unusable(suffix):

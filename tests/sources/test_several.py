@@ -4,6 +4,7 @@ import io
 import json
 import pickle
 import tarfile
+from pathlib import Path
 
 import datasets
 import pyarrow as pa
@@ -141,6 +142,17 @@ def test_pixels_beyond_the_limit_are_refused_in_every_kind(tmp_path):
     for item in items(max_pixels=255):
         with pytest.raises(Unusable, match=r"^image of 16 × 16 = 256 pixels; data\.max_pixels allows 255$"):
             frames(item)
+
+
+@pytest.mark.parametrize("name", ["meta.jsonl", "a.png", "LICENSE"])
+def test_a_file_of_no_kind_is_named_with_what_is_read(tmp_path, name):
+    (tmp_path / name).touch()
+    with pytest.raises(UserError) as error:
+        opened(str(tmp_path / name))
+    what = f"a {Path(name).suffix} file" if "." in name else "a file without a suffix"
+    assert str(error.value).startswith(
+        f"data.images: {tmp_path / name} is {what}; give a folder of images or videos, a"
+    )
 
 
 def test_pixels_survive_every_kind(folder):

@@ -13,6 +13,7 @@ from PIL import Image
 
 from bigdit.config.data import MAX_PIXELS
 from bigdit.errors import UserError
+from bigdit.files import IS_LFS_POINTER, is_lfs_pointer
 from bigdit.sources.disk import opened_file
 from bigdit.sources.picture import check_pixels, flat
 from bigdit.sources.protocol import Unusable
@@ -43,6 +44,9 @@ def video_frames(path: Path, clip: Clip, max_pixels: int = MAX_PIXELS) -> Iterat
 def decoded_frames(file: BinaryIO, name: str, clip: Clip, max_pixels: int) -> Iterator[Image.Image]:
     """The clip's frames of an open file, as `video_frames`; `name` is for errors."""
     av = _pyav(name)
+    if is_lfs_pointer(file.read(100)):
+        raise Unusable(f"video {IS_LFS_POINTER}")
+    file.seek(0)
     try:
         with av.open(file, options=_OPTIONS) as container:
             yield from _frames(container, clip, max_pixels)
