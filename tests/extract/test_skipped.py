@@ -24,6 +24,10 @@ def test_the_command_reports_what_was_skipped_and_why(flawed, tmp_path):
     done = command(flawed, tmp_path / "f", "--json")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
+    rate = report["images_per_s"]
+    assert rate == pytest.approx(2 / report["seconds"], abs=0.01)  # of those that were encoded
+    (shown,) = re.findall(r"4/4 ([\d.]+) images/s 0:00:00", done.stderr)
+    assert rate - 0.1 < float(shown) < 4 * rate + 1  # the bar begins when the sources are listed
     assert (report["parts"], report["pictures"], len(report["workers"])) == (1, 4, 1)
     store = report["store"]
     assert (store["pictures"], store["encoded"], store["buckets"]) == (4, 2, {"4x4x4": 2})
