@@ -14,6 +14,7 @@ from bigdit.encoders.weights import weight_files
 from bigdit.errors import UserError
 from bigdit.files import lfs_pointer
 from bigdit.store.digest import weights_digest
+from bigdit.units import how_many
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -47,7 +48,7 @@ def check_complete(key: str, folder: Path, info: Mapping[str, Sequence[object]])
         names = sorted(str(name) for name in info[problem])
         if names:
             what = problem.removesuffix("_keys")
-            raise UserError(f"{key}: {folder} has {len(names)} {what} weights, the first {names[0]}")
+            raise UserError(f"{key}: {folder} has {how_many(len(names), f'{what} weight')}, the first {names[0]}")
 
 
 def weights_sample(folder: Path, dtype: str) -> str | None:

@@ -17,6 +17,7 @@ from bigdit.files import lfs_pointer, replacing
 from bigdit.models.build import build
 from bigdit.models.paper_dit import PaperDiT
 from bigdit.spec import ModelSpec
+from bigdit.units import how_many
 
 
 def import_published(file: Path, spec: ModelSpec) -> PaperDiT:
@@ -70,5 +71,6 @@ def _differences(file: Path, weights: dict[str, torch.Tensor], model: PaperDiT) 
         (unexpected, "this PaperDiT does not have"),
     ):
         if names:
-            problems.append(f"{file} holds another model: {len(names)} tensors {whose}: {', '.join(sorted(names)[:3])}")
+            count, first = how_many(len(names), "tensor"), ", ".join(sorted(names)[:3])
+            problems.append(f"{file} holds another model: {count} {whose}: {first}")
     return problems

@@ -9,6 +9,7 @@ from typing import Any
 from bigdit.config.weights import WEIGHTS, is_weight
 from bigdit.files import IS_LFS_POINTER, is_lfs_pointer
 from bigdit.sources.protocol import Caption, Unusable
+from bigdit.units import how_many
 
 
 def text_captions(data: bytes, name: str) -> tuple[Caption, ...]:
@@ -43,7 +44,7 @@ def weighted(texts: Sequence[Any], weights: Sequence[Any], name: str) -> tuple[C
     Raises Unusable where none is left, lengths differ, or values are not texts and weights.
     """
     if len(texts) != len(weights):
-        raise Unusable(f"caption {name} has {len(texts)} texts and {len(weights)} weights")
+        raise Unusable(f"caption {name} has {how_many(len(texts), 'text')} and {how_many(len(weights), 'weight')}")
     captions = []
     for text, weight in zip(texts, weights, strict=True):
         if text is None:

@@ -17,6 +17,7 @@ from bigdit.sources.columns import Cells
 from bigdit.sources.disk import read_range
 from bigdit.sources.protocol import Unusable
 from bigdit.sources.rows import Row
+from bigdit.units import how_many
 
 BLOCK = 1024  # rows that are read at a time
 BLOCK_BYTES = 2**28  # 256 KiB a row: more is a quote that was never closed
@@ -77,7 +78,8 @@ class CsvRows:
                 if len(cells) == len(self._names):
                     found.append({column: cells[at] for column, at in wanted})
                 else:
-                    found.append(Unusable(f"row of {len(cells)} cells under {len(self._names)} columns"))
+                    columns_there = how_many(len(self._names), "column")
+                    found.append(Unusable(f"row of {how_many(len(cells), 'cell')} under {columns_there}"))
         return found
 
     def name(self, row: int) -> str:

@@ -155,7 +155,7 @@ def _pictures(
                 files = (name, f"{stem}.json", f"{stem}.txt")
                 yield folder + name, tuple(_size(file, descriptor) if file in entries else -1 for file in files)
             elif suffix not in (".json", ".txt"):
-                passed_over[f"{suffix or 'other'} files"[:20]] += 1
+                passed_over[f"{suffix or 'other'} file"[:20]] += 1
     finally:
         os.close(descriptor)
 
@@ -166,7 +166,7 @@ def _entries(descriptor: int, passed_over: Counter[str]) -> set[str]:
     with os.scandir(descriptor) as scanned:
         for entry in scanned:
             if entry.is_symlink() and _is_folder(entry):
-                passed_over["links to folders"] += 1
+                passed_over["linked folder"] += 1
             else:
                 entries.add(f"{entry.name}/" if entry.is_dir(follow_symlinks=False) else entry.name)
     return entries

@@ -80,7 +80,7 @@ def test_each_bad_file_is_one_line_and_the_others_are_encoded(flawed, tmp_path, 
 def test_a_source_without_one_usable_picture_is_an_error(flawed, tmp_path):
     for caption in flawed.glob("*.txt"):
         caption.unlink()
-    with pytest.raises(UserError, match=r"all 4 pictures were skipped, the first a\.png: caption a\.txt is mis"):
+    with pytest.raises(UserError, match=r"no picture of 4 can be used, the first a\.png: caption a\.txt is mis"):
         extract(*configured(flawed, tmp_path / "f", "data.buckets=[[8, 8]]"), workers=1)
     with pytest.raises(UserError, match=r"all pictures of .* were skipped; report\.json there says why"):
         FeatureStore.open(tmp_path / "f")

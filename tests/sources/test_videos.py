@@ -139,7 +139,7 @@ def test_what_stands_beside_folders_of_frames_is_counted(tmp_path, capfd):
     assert len(opened({"path": str(tmp_path), "frame_rate": 8})) == 1
     head, _, kinds = capfd.readouterr().err.strip().rpartition(": ")
     assert head == f"data.images: {tmp_path} also holds what is not read"
-    assert sorted(kinds.split(", ")) == ["1 .gif files", "1 .png files", "1 links to folders", "2 .mp4 files"]
+    assert sorted(kinds.split(", ")) == ["1 .gif file", "1 .png file", "1 linked folder", "2 .mp4 files"]
 
 
 def test_tables_name_videos(tmp_path):
@@ -279,7 +279,7 @@ def test_without_frames_in_the_buckets_videos_are_passed_over(tmp_path, capsys):
     video(tmp_path / "a.mp4", evenly(8, 8))
     asked = {"images": str(tmp_path), "features": "features"}
     assert [item.name for item in open_source(DataConfig(**asked, buckets=[(8, 8)])).items(0, 9)] == ["b.png"]
-    assert "also holds what is not read: 1 .mp4 files" in capsys.readouterr().err
+    assert "also holds what is not read: 1 .mp4 file" in capsys.readouterr().err
     assert [item.name for item in opened(str(tmp_path)).items(0, 9)] == ["a.mp4", "b.png"]
 
 

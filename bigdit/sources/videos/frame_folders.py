@@ -102,7 +102,7 @@ def _digested(root: Path, digest: xxhash.xxh3_128, passed_over: Counter[str]) ->
         taken = frames if folder != root else []
         for name in set(names) - set(taken):
             if (suffix := os.path.splitext(name)[1]) not in (".json", ".txt") and (folder / name).is_file():
-                passed_over[f"{suffix or 'other'} files"[:20]] += 1
+                passed_over[f"{suffix or 'other'} file"[:20]] += 1
         if taken:
             name = os.path.relpath(folder, root)
             files = [*(folder / frame for frame in frames), Path(f"{folder}.json"), Path(f"{folder}.txt")]
@@ -112,11 +112,11 @@ def _digested(root: Path, digest: xxhash.xxh3_128, passed_over: Counter[str]) ->
 
 
 def _below(folder: Path, passed_over: Counter[str]) -> Iterator[Path]:
-    """A folder and those within, sorted; links to folders are counted in `passed_over`."""
+    """A folder and those within, sorted; linked folders are counted in `passed_over`."""
     yield folder
     with os.scandir(folder) as entries:
         found = list(entries)
-    passed_over["links to folders"] += sum(entry.is_symlink() and os.path.isdir(entry) for entry in found)
+    passed_over["linked folder"] += sum(entry.is_symlink() and os.path.isdir(entry) for entry in found)
     for name in sorted(entry.name for entry in found if entry.is_dir(follow_symlinks=False)):
         yield from _below(folder / name, passed_over)
 
