@@ -1,7 +1,7 @@
 """Safe reads and writes of files.
 
 A write goes to a temporary name, then fsync, rename and fsync of the folder: a name that exists is whole. A read opens
-regular files alone, and no more of them than a limit.
+regular files alone, and no more of them than a limit; pointers of Git LFS are known for what they are.
 """
 
 from __future__ import annotations
@@ -25,6 +25,25 @@ from bigdit.errors import UserError
 TEMPORARY = ".tmp-"
 # A file system that has no locks: Lustre without the mount option flock, some FUSE and object stores.
 WITHOUT_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+
+IS_LFS_POINTER = "is a Git LFS pointer, not the file: run `git lfs pull`"
+_LFS = b"version https://git-lfs.github.com/spec/"
+"""What a pointer begins with. Source: https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md"""
+
+
+def is_lfs_pointer(start: bytes) -> bool:
+    """Whether a file that begins with `start` is a pointer of Git LFS."""
+    return start.startswith(_LFS)
+
+
+def lfs_pointer(path: Path) -> str | None:
+    """What is wrong with a file, or with the first file of a folder, that is a pointer of Git LFS; None of others."""
+    with contextlib.suppress(OSError):  # which reading it says
+        for file in filter(Path.is_file, sorted(path.iterdir()) if path.is_dir() else [path]):
+            with file.open("rb") as opened:
+                if is_lfs_pointer(opened.read(len(_LFS))):
+                    return f"{file} {IS_LFS_POINTER}"
+    return None
 
 
 MOST_BYTES = 2**24

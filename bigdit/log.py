@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, Protocol
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 
 from bigdit.errors import shown
@@ -63,30 +65,39 @@ def emit_json(value: Any) -> None:
 
 
 class Advance(Protocol):
-    """Moves a progress bar on by `count`; a `note` that is not empty takes the place of the last one."""
+    """Moves a progress bar on by `count`, of which those `skipped` are no part of the rate; a `note` that is not empty
+    takes the place of the last one."""
 
-    def __call__(self, count: int, note: str = "") -> None: ...
+    def __call__(self, count: int, note: str = "", skipped: int = 0) -> None: ...
 
 
 @contextmanager
 def progress(what: str, total: int, unit: str) -> Iterator[Advance]:
-    """A progress bar on stderr with count, rate, time left and a note; yields the function that advances it."""
+    """A progress bar on stderr with count, rate, time left and a note; yields the function that advances it.
+
+    Rate and time left are means since the bar began: what comes in batches has no rate between two of them.
+    """
     columns = (
         TextColumn(what),
         BarColumn(bar_width=None),
         MofNCompleteColumn(),
         TextColumn("{task.fields[rate]}"),
-        TimeRemainingColumn(),
+        TextColumn("{task.fields[left]}"),
         TextColumn("{task.fields[note]}"),
     )
+    began, done, worked = time.monotonic(), 0, 0
     with Progress(*columns, console=err) as bar:
-        task = bar.add_task("", total=total, rate="", note="")
+        task = bar.add_task("", total=total, rate="", left="", note="")
 
-        def advance(count: int, note: str = "") -> None:
+        def advance(count: int, note: str = "", skipped: int = 0) -> None:
+            nonlocal done, worked
+            done, worked = done + count, worked + count - skipped
             bar.update(task, advance=count)
             if note:
                 bar.update(task, note=note)
-            speed = bar.tasks[task].speed
-            bar.update(task, rate=f"{speed:.1f} {unit}/s" if speed else "")
+            if done:
+                seconds = max(time.monotonic() - began, 1e-3)
+                left = timedelta(seconds=round(seconds / done * max(total - done, 0)))
+                bar.update(task, rate=f"{worked / seconds:.1f} {unit}/s", left=str(left))
 
         yield advance

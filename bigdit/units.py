@@ -44,6 +44,12 @@ def count(n: float) -> str:
     return str(int(n))
 
 
+def how_many(number: int, what: str) -> str:
+    """A number of things by the name of one of them: `1 process`, `2 processes`, `1,029 images`."""
+    plural = "es" if what.endswith("s") else "s"
+    return f"{number:,} {what}{'' if number == 1 else plural}"
+
+
 def duration(seconds: float) -> str:
     """Seconds as `4.2 s`, `3 min 05 s` or `2 h 10 min`."""
     if seconds < 60:

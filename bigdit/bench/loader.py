@@ -21,7 +21,7 @@ from bigdit.loader.stream import FeatureStream
 from bigdit.store import FeatureStore
 from bigdit.store.part import Shape
 from bigdit.store.text import Text
-from bigdit.units import gib
+from bigdit.units import gib, how_many
 
 Place = tuple[Shape, int, int, int]
 """A sample's bucket, part, row and seed."""
@@ -45,15 +45,15 @@ def bench_loader(
     naive = data_loader(run.data, (places(stream, step) for step in range(last)), tokens, pinned=pinned)
     with closing(stream.steps(0, last)) as steps:
         turns = {
-            f"torch DataLoader, {_count(threads, 'process')}": lambda: _seconds(naive, batches),
-            f"bigdit, {_count(threads, 'thread')}": lambda: _seconds(steps, batches),
+            f"torch DataLoader, {how_many(threads, 'process')}": lambda: _seconds(naive, batches),
+            f"bigdit, {how_many(threads, 'thread')}": lambda: _seconds(steps, batches),
         }
         for turn in turns.values():  # starts threads and processes, opens files, brings them into the page cache
             turn()
         contenders = tuple(take_turns(turns, rounds, said))
     rows = ", ".join(f"{len(rows)} of {' × '.join(map(str, shape))}" for shape, rows in store.buckets.items())
     return Comparison(
-        what=f"micro-batches of {size} samples from {store.root}, {batches} a turn",
+        what=f"micro-batches of {how_many(size, 'sample')} from {store.root}, {batches} a turn",
         unit="batch",
         load=load,
         contenders=contenders,
@@ -148,8 +148,3 @@ def _seconds(source: Iterator[Sequence[Batch]] | Iterator[Sequence[torch.Tensor]
     for _ in range(batches):
         next(source)  # and it is let go, as by a step that has copied it
     return (time.perf_counter() - began) / batches
-
-
-def _count(number: int, what: str) -> str:
-    plural = "es" if what.endswith("s") else "s"
-    return f"{number} {what}{plural if number != 1 else ''}"

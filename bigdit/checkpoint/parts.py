@@ -11,7 +11,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from bigdit.files import check_regular, leads_out, read_bytes
+from bigdit.files import check_regular, leads_out, lfs_pointer, read_bytes
 
 _CONFIG = "config.json"
 _WEIGHTS = (".safetensors", ".bin", ".gguf")
@@ -59,7 +59,9 @@ def _problems(part: Path, file: Path) -> Iterator[str]:
 
 
 def _damages(file: Path) -> Iterator[str]:
-    if file.suffix == ".safetensors":
+    if pointer := lfs_pointer(file):
+        yield pointer
+    elif file.suffix == ".safetensors":
         try:
             with safe_open(file, "np"):  # it holds the file's length against its header
                 pass

@@ -13,6 +13,7 @@ from bigdit.config.run import RunConfig
 from bigdit.errors import UserError
 from bigdit.objective_spec import ObjectiveSpec, learned
 from bigdit.spec import ModelSpec, Strategy
+from bigdit.units import how_many
 
 BESIDE = (
     # How it is stepped, read, saved and seen.
@@ -111,7 +112,7 @@ def layout(strategy: Strategy) -> str:
         return "single"
     stage = "" if strategy.zero_stage is None else f" ZeRO-{strategy.zero_stage}"
     copies = f" in {strategy.dp_replicate} copies" if strategy.dp_replicate > 1 else ""
-    processes = "1 process" if strategy.world_size == 1 else f"{strategy.world_size} processes"
+    processes = how_many(strategy.world_size, "process")
     flat = strategy.engine == "deepspeed" and strategy.optimizer.decayed != "all"
     apart = ", what decays apart from what does not" if flat else ""
     return f"{strategy.engine}{stage} on {processes}{copies}{apart}"

@@ -24,6 +24,7 @@ from bigdit.engines import Ema, Engine
 from bigdit.engines.state import AVERAGE, Place, places
 from bigdit.errors import UserError
 from bigdit.files import TEMPORARY, write_text
+from bigdit.units import how_many
 
 _LEAVE_AFTER_S = 60.0
 """How long a run that failed waits for the checkpoint that it was writing."""
@@ -191,6 +192,7 @@ def _not_finite(copies: dict[str, Place], final: Path, last: Path | None) -> str
         return None
     before = f"{last} is the last that is good" if last else "there is none before it"
     return (
-        f"{sum(wrong.values())} weights are not finite, the first in {next(iter(wrong)).split('.', 1)[1]}: {final} is "
-        f"not written, and {before}; lower optimizer.lr, lengthen train.warmup_steps, or set train.gradient_clipping"
+        f"NaN or infinity in {how_many(sum(wrong.values()), 'weight')}, the first in "
+        f"{next(iter(wrong)).split('.', 1)[1]}: {final} is not written, and {before}; lower "
+        "optimizer.lr, lengthen train.warmup_steps, or set train.gradient_clipping"
     )

@@ -123,12 +123,13 @@ def _parse(resources: list[str]) -> dict[str, Any]:
 def _print(report: ExtractReport, samples: str) -> None:
     from bigdit import log
     from bigdit.extract.report import FILE as REPORT
-    from bigdit.units import duration
+    from bigdit.units import duration, how_many
 
     speed = f"{report.images_per_s:.1f} {samples}/s" if report.parts else "nothing was left to do"
     done = f"{duration(report.seconds)}, {speed}"
     if report.store is None:
-        log.say(f"{report.features}: {report.pictures} pictures in {report.parts} parts are done; others are missing")
+        done_here = f"{how_many(report.pictures, 'picture')} in {how_many(report.parts, 'part')}"
+        log.say(f"{report.features}: {done_here} done; others are missing")
         log.say(f"{done}; `bigdit features info {report.features}` shows the store")
         return
     buckets = ", ".join(f"{count} of {shape}" for shape, count in report.store.buckets.items())
@@ -140,9 +141,11 @@ def _print(report: ExtractReport, samples: str) -> None:
 
 def encoded(store: StoreReport) -> str:
     """`4 of 11 videos encoded`, by what the latents are of."""
+    from bigdit.units import how_many
+
     moving = {shape.count("x") == 3 for shape in store.buckets}  # of [channels, frames, height, width]
     kind = {(True,): "video", (False, True): "picture and video"}.get(tuple(sorted(moving)), "picture")
-    return f"{store.encoded} of {store.pictures} {kind}{'' if store.pictures == 1 else 's'} encoded"
+    return f"{store.encoded} of {how_many(store.pictures, kind)} encoded"
 
 
 def print_cut(store: StoreReport) -> None:

@@ -51,7 +51,7 @@ def verify(
     from bigdit import log
     from bigdit.errors import EXIT_USER, UserError
     from bigdit.extract.verify import verify as verify_store
-    from bigdit.units import gib
+    from bigdit.units import gib, how_many
 
     if repair and config is None:
         raise UserError("--repair: the damaged parts are encoded again, which takes the run's encoders; add --config")
@@ -69,7 +69,7 @@ def verify(
             log.say(f"{each.file}: encoded again" if mended else each.problem)
         rate = gib(report.bytes / report.seconds)
         found = f"{len(report.damaged)} damaged, {report.missing} missing"
-        log.say(f"{report.parts} parts, {gib(report.bytes)}, {rate}/s; {found}")
+        log.say(f"{how_many(report.parts, 'part')}, {gib(report.bytes)}, {rate}/s; {found}")
     return EXIT_USER if report.damaged and not mended else 0
 
 
@@ -84,13 +84,13 @@ def clean(
     from bigdit import log
     from bigdit.extract.verify import open_schema
     from bigdit.store.in_hand import remove_left
-    from bigdit.units import gib
+    from bigdit.units import gib, how_many
 
     open_schema(folder)
     left = remove_left(folder, other_machines=other_machines)
     for each in left:
-        log.say(f"removed {each.folder.name}: {len(each.marks)} parts begun, {gib(each.nbytes)}")
-    log.say(f"{len(left)} dead workers' folders removed")
+        log.say(f"removed {each.folder.name}: {how_many(len(each.marks), 'part')} begun, {gib(each.nbytes)}")
+    log.say(f"{how_many(len(left), 'folder')} of dead workers removed")
 
 
 def _repair(folder: Path, config: Path, overrides: list[str], workers: int | None, damaged: list[Damaged]) -> None:
@@ -138,11 +138,12 @@ _NAMED = 12
 
 def _identity(report: StoreReport) -> dict[str, str]:
     """What a store was made from and by, a line each."""
-    from bigdit.units import gib
+    from bigdit.units import gib, how_many
 
     found = {"bytes": ", ".join(f"{name} {gib(size)}" for name, size in report.bytes_by_column.items())}
     for number, source in enumerate(report.sources):
-        found[f"source {number}"] = f"{source.get('kind')}: {source['count']} pictures, digest {source.get('digest')}"
+        pictures = how_many(source["count"], "picture")
+        found[f"source {number}"] = f"{source.get('kind')}: {pictures}, digest {source.get('digest')}"
     for what, identity in (("image", report.codec), ("text", report.text_encoder)):
         if identity:
             found[what] = ", ".join(_said("", identity))
@@ -171,9 +172,10 @@ def _print_info(report: StoreReport) -> None:
     from bigdit import log
     from bigdit.commands.extract import encoded, print_cut, print_skipped
     from bigdit.report.tables import lines, table
-    from bigdit.units import gib
+    from bigdit.units import gib, how_many
 
-    done = "whole" if report.parts_done == report.parts else f"{report.parts_done} of {report.parts} parts done"
+    parts = how_many(report.parts, "part")
+    done = "whole" if report.parts_done == report.parts else f"{report.parts_done} of {parts} done"
     log.say(f"{report.features}: {done}; {encoded(report)}, {gib(report.bytes)}")
     log.out.print(lines("", _identity(report)), highlight=False)
     buckets = table("", ["bucket", "pictures", "share"], numeric=["pictures", "share"])

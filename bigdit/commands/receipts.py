@@ -29,6 +29,7 @@ def show(gpu: Card = None, receipts: Folder = None, as_json: Json = False) -> No
     """All receipts: when, which model and card, reserved bytes, seconds a step."""
     from bigdit import log
     from bigdit.report.receipts import listed
+    from bigdit.units import how_many
 
     found = _read(receipts)
     of_cards = None if gpu is None else _cards(found, gpu)
@@ -38,7 +39,7 @@ def show(gpu: Card = None, receipts: Folder = None, as_json: Json = False) -> No
     elif own:
         log.out.print(listed(own))
     elif found:
-        log.notice(f"none of {len(found)} receipts is of {gpu}")
+        log.notice(f"none of {how_many(len(found), 'receipt')} is of {gpu}")
 
 
 @app.command()
@@ -49,6 +50,7 @@ def compare(gpu: Card = None, receipts: Folder = None, as_json: Json = False) ->
     from bigdit.report.receipts import compared, summary
     from bigdit.search.finding.checked import calibration, check, memory_band, one_by
     from bigdit.search.finding.receipts import of_card
+    from bigdit.units import how_many
 
     found = _read(receipts)
     cards = _cards(found, gpu)
@@ -83,7 +85,8 @@ def compare(gpu: Card = None, receipts: Folder = None, as_json: Json = False) ->
     if as_json:
         log.emit_json(document)
     elif not document:
-        log.notice(f"none of {len(found)} receipts is of {'a card' if gpu is None else gpu} with one shape of batches")
+        whose = "a card" if gpu is None else gpu
+        log.notice(f"none of {how_many(len(found), 'receipt')} is of {whose} with one shape of batches")
 
 
 @app.command()
@@ -95,6 +98,7 @@ def calibrate(gpu: Card = None, receipts: Folder = None, as_json: Json = False) 
     from bigdit.report.receipts import bands, speeds
     from bigdit.search.finding.checked import check, learnt, one_by
     from bigdit.search.finding.receipts import left_out, of_card
+    from bigdit.units import how_many
 
     found = _read(receipts)
     learned = []
@@ -107,8 +111,9 @@ def calibrate(gpu: Card = None, receipts: Folder = None, as_json: Json = False) 
             learned.append(learnt(card, checked))
     if not learned:
         raise UserError(
-            f"receipts calibrate: none of {len(found)} receipts is usable of {'any card' if gpu is None else gpu}; "
-            "one that `bigdit train` wrote on a card, with one shape of batches, was expected (--receipts DIR)"
+            f"receipts calibrate: none of {how_many(len(found), 'receipt')} is usable of "
+            f"{'any card' if gpu is None else gpu}; one that `bigdit train` wrote on a card, with one shape of "
+            "batches, was expected (--receipts DIR)"
         )
     if as_json:
         log.emit_json([each.model_dump(mode="json") for each in learned])

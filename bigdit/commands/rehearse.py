@@ -81,14 +81,16 @@ def _title(request: RehearsalRequest, card: catalog.Gpu) -> str:
 
 def _engine(request: RehearsalRequest) -> str:
     """`ZeRO-2 on 8 processes`, `FSDP2 2 × 4`, `one process`."""
+    from bigdit.units import how_many
+
     strategy = request.strategy
     if strategy.engine == "single":
         return "one process"
     if strategy.engine == "deepspeed":
-        return f"ZeRO-{strategy.zero_stage} on {strategy.world_size} processes"
+        return f"ZeRO-{strategy.zero_stage} on {how_many(strategy.world_size, 'process')}"
     if strategy.dp_replicate > 1:
         return f"HSDP {strategy.dp_replicate} × {strategy.dp_shard}"
-    return f"FSDP2 on {strategy.world_size} processes"
+    return f"FSDP2 on {how_many(strategy.world_size, 'process')}"
 
 
 def _show(request: RehearsalRequest, found: RehearsedSize, taken: Footprint, card: catalog.Gpu) -> None:

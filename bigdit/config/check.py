@@ -15,6 +15,7 @@ from bigdit.config.run import RunConfig
 from bigdit.errors import UserError
 from bigdit.objective_spec import DdpmSpec, meaningless
 from bigdit.spec import Contradictory, ModelSpec, Strategy
+from bigdit.units import how_many
 
 
 def check(run: RunConfig, model: ModelSpec) -> None:
@@ -148,7 +149,7 @@ def _accumulation(run: RunConfig, world_size: int) -> tuple[int, list[str]]:
     if rest or not accum:
         below = max(accum, 1) * one_pass
         return 1, [
-            f"train.global_batch_size is {train.global_batch_size}, and {world_size} processes × "
+            f"train.global_batch_size is {train.global_batch_size}, and {how_many(world_size, 'process')} × "
             f"train.micro_batch_size {train.micro_batch_size} come to multiples of {one_pass}; "
             f"nearest: {below} or {below + one_pass}"
         ]

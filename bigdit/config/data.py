@@ -42,6 +42,9 @@ def fitting_bucket(bucket: tuple[int, ...], side: int) -> tuple[int, ...]:
     return (*bucket[:-2], *(max(round(each / side), 1) * side for each in bucket[-2:]))
 
 
+MAX_PIXELS = 89_478_485
+"""A quarter of a GiB at three bytes a pixel. Source: Pillow, Image.MAX_IMAGE_PIXELS."""
+
 SourceKind = Literal["folder", "csv", "parquet", "webdataset", "datasets"]
 
 
@@ -114,6 +117,8 @@ class DataConfig(Strict):
     `buckets`: the sizes [height, width] in pixels that pictures are brought to, each to the nearest aspect
     ratio; of videos [frames, height, width]: each goes to those of the most frames that it has, and is cut at their
     end; one with fewer frames than any is skipped. `fps`: the frames a second that are taken of videos.
+    `max_pixels`: the most pixels of an image or a frame that is read: a decoded one takes four bytes a pixel or more in
+    each worker. Larger ones are skipped, and named in the report.
     `part_size`: pictures of the source in one part of the store; `workers`: processes that encode.
     `caption_dropout`: the share of samples trained on the empty caption, or on no class, for classifier-free guidance
     (Ho & Salimans, arXiv:2207.12598). `read_ahead_steps`: steps whose micro-batches are read, and held on the
@@ -128,6 +133,7 @@ class DataConfig(Strict):
     classes: tuple[str, ...] | None = Field(default=None, min_length=1)
     buckets: tuple[Bucket, ...] = Field(min_length=1)
     fps: Positive | None = None
+    max_pixels: Count = MAX_PIXELS
     part_size: Count = 256
     workers: Processes = 1
     caption_dropout: Share = 0.1

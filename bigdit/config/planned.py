@@ -18,7 +18,7 @@ from bigdit.config.plan_file import DS_CONFIG, PlanFile, plan_file
 from bigdit.config.run import RunConfig
 from bigdit.errors import UserError, versions
 from bigdit.spec import PROFILES, EmaSpec, Strategy
-from bigdit.units import gib
+from bigdit.units import gib, how_many
 
 # Keys of a run that a plan decides, and the keys of its strategy. What is not here is the run's own.
 _DECIDED = {
@@ -82,7 +82,7 @@ def planned_strategy(run: RunConfig, plan: PlanFile, world_size: int) -> Strateg
     planned, problems = plan.strategy, []
     if world_size != planned.world_size:
         problems.append(
-            f"the plan is for {planned.world_size} processes (strategy.world_size), and {world_size} "
+            f"the plan is for {how_many(planned.world_size, 'process')} (strategy.world_size), and {world_size} "
             f"{'runs' if world_size == 1 else 'run'} (WORLD_SIZE, engine.processes); start {planned.world_size}, or "
             f"ask `bigdit plan` with --gpus {world_size}"
         )
@@ -138,7 +138,7 @@ def plan_notices(run: RunConfig, plan: PlanFile, catalogue: str) -> list[str]:
         for bucket in run.data.buckets
         if math.prod(bucket[-2:]) * frames_of(bucket) > plan.most_pixels * frames
     ]
-    planned = f"{height} × {width}" + (f" of {frames} frames" if plan.question.frames else "")
+    planned = f"{height} × {width}" + (f" of {how_many(frames, 'frame')}" if plan.question.frames else "")
     if larger:
         lines.append(
             f"data.buckets holds {', '.join(larger)}, and the plan is for {planned} (question.resolution) and "

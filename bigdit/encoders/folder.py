@@ -13,14 +13,17 @@ from bigdit.catalog.families import too_large
 from bigdit.documents import indexed_files, read_json
 from bigdit.encoders.weights import weight_files
 from bigdit.errors import UserError
-from bigdit.files import check_regular, leads_out
+from bigdit.files import check_regular, leads_out, lfs_pointer
 from bigdit.store.digest import weights_digest
+from bigdit.units import how_many
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def read_config(key: str, folder: Path) -> dict[str, Any]:
     """`config.json` of a model folder; `key` names the run's setting in errors, which are UserErrors."""
+    if pointer := lfs_pointer(folder / "config.json"):
+        raise UserError(f"{key}: {pointer}")
     try:
         config = read_json(folder / "config.json")
     except OSError as error:
@@ -40,8 +43,8 @@ def read_config(key: str, folder: Path) -> dict[str, Any]:
 def check_files(key: str, folder: Path) -> None:
     """Raise UserError for what a library would load from the folder, and bigdit does not.
 
-    That is a pipe in a file's place, a link out of the folder, adapters of other weights, and an index that names
-    pickles or files elsewhere.
+    That is a pipe in a file's place, a link out of the folder, a pointer of Git LFS, adapters of other weights, and an
+    index that names pickles or files elsewhere.
     """
     for file in sorted(folder.rglob("*")):
         try:
@@ -52,6 +55,8 @@ def check_files(key: str, folder: Path) -> None:
             if file.is_dir():
                 continue
             check_regular(file)
+            if pointer := lfs_pointer(file):
+                raise UserError(f"{key}: {pointer}")
             if file.name == "adapter_config.json":
                 raise UserError(f"{key}: {file} is of adapters; merge them into the weights, or take it away")
             if file.name.endswith(".safetensors.index.json"):
@@ -68,7 +73,7 @@ def check_complete(key: str, folder: Path, info: Mapping[str, Sequence[object]])
         names = sorted(str(name) for name in info[problem])
         if names:
             what = problem.removesuffix("_keys")
-            raise UserError(f"{key}: {folder} has {len(names)} {what} weights, the first {names[0]}")
+            raise UserError(f"{key}: {folder} has {how_many(len(names), f'{what} weight')}, the first {names[0]}")
 
 
 def weights_sample(folder: Path, dtype: str) -> str | None:

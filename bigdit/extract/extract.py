@@ -159,7 +159,7 @@ def _whole(root: Path, schema: StoreSchema, *, changed: bool) -> StoreReport:
         # Of a table labels are taken for numbers where nothing names the classes.
         names = ", or name the classes in data.classes" if isinstance(schema.classes, int) else ""
         raise UserError(
-            f"data.images: all {report.pictures} pictures were skipped, the first {first.name}: "
+            f"data.images: no picture of {report.pictures} can be used, the first {first.name}: "
             f"{first.reason}; mend them{names}, delete {root}, and run again"
         )
     return report

@@ -14,7 +14,7 @@ from bigdit.errors import UserError
 from bigdit.extract.pool import encode_in_workers
 from bigdit.extract.ranges import missing, pull, split
 from bigdit.extract.speed import UnitSpeed, shares_of
-from bigdit.extract.worker import Unit
+from bigdit.extract.worker import Progress, Unit
 from bigdit.sources.open import open_source
 from bigdit.sources.protocol import Source
 from bigdit.store.schema import Range, StoreSchema, check_same
@@ -51,8 +51,8 @@ def encode_here(job: Job, source: Source) -> None:
     units = (Unit(start, end, source.items(start, end)) for start, end in pull(root, ranges, random.Random()))
     with log.progress("extract", total=sum(end - start for start, end in ranges), unit=job.data.samples) as advance:
 
-        def on_progress(pictures: int, done: list[UnitSpeed]) -> None:
-            advance(pictures, shares_of(done).at_work() if done else "")
+        def on_progress(progress: Progress, done: list[UnitSpeed]) -> None:
+            advance(progress.pictures, shares_of(done).at_work() if done else "", progress.skipped)
 
         encode_in_workers(units, min(job.workers, len(ranges)), job.encoders, job.schema, root, on_progress)
 

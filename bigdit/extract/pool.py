@@ -18,8 +18,10 @@ from bigdit.extract.worker import Done, Failed, Finished, Note, Progress, Ready,
 from bigdit.store.in_hand import remove_left
 from bigdit.store.schema import EXTRACT, StoreSchema
 
-OnProgress = Callable[[int, list[UnitSpeed]], None]
+OnProgress = Callable[[Progress, list[UnitSpeed]], None]
 """Called with the pictures that were encoded or skipped since, and all units that were committed so far."""
+
+_NOTHING = Progress(0, 0)
 
 
 @dataclass
@@ -53,8 +55,8 @@ def encode_in_workers(
             workers.append(_start(number, encoders, schema, root))
         while at_work := {worker.pipe: worker for worker in workers if not worker.finished}:
             for pipe in wait(list(at_work)):
-                pictures = _hear(at_work[pipe], units, done, noted)  # type: ignore[index]  # wait() gives what it was given
-                on_progress(pictures, done)
+                progress = _hear(at_work[pipe], units, done, noted)  # type: ignore[index]  # wait() gives what it was given
+                on_progress(progress, done)
     finally:
         for worker in workers:
             if not worker.finished:  # in the middle of a unit: what it was at is taken away below
@@ -83,8 +85,8 @@ def _start(number: int, encoders: EncodersConfig, schema: StoreSchema, root: Pat
     return Worker(number, process, ours)
 
 
-def _hear(worker: Worker, units: Iterator[Unit], done: list[UnitSpeed], noted: set[str]) -> int:
-    """Take one message of a worker; the pictures that it tells of."""
+def _hear(worker: Worker, units: Iterator[Unit], done: list[UnitSpeed], noted: set[str]) -> Progress:
+    """Take one message of a worker; the progress that it tells of."""
     try:
         message = worker.pipe.recv()
         if isinstance(message, Ready):
@@ -93,7 +95,7 @@ def _hear(worker: Worker, units: Iterator[Unit], done: list[UnitSpeed], noted: s
     except (EOFError, BrokenPipeError, ConnectionResetError):
         raise _death(worker) from None
     if isinstance(message, Progress):
-        return message.pictures
+        return message
     if isinstance(message, Done):
         done.append(message.speed)
     elif isinstance(message, Note):
@@ -106,7 +108,7 @@ def _hear(worker: Worker, units: Iterator[Unit], done: list[UnitSpeed], noted: s
         if message.bug is not None:
             raise RuntimeError(f"extraction worker {worker.number} failed:\n{message.bug}")
         raise UserError(*message.problems)
-    return 0
+    return _NOTHING
 
 
 def _death(worker: Worker) -> UserError:

@@ -108,17 +108,18 @@ def store_report(root: Path, schema: StoreSchema) -> StoreReport:
 def extract_report(root: Path, ranges: Sequence[Range], seconds: float, store: StoreReport | None) -> ExtractReport:
     """What was done of `ranges`, all of which are in the store now, by whom."""
     wanted = set(ranges)
-    pictures = sum(end - start for start, end in ranges)
     by_worker = {
         worker: [unit for unit in units if (unit.start, unit.end) in wanted]
         for worker, units in (speed.read_units(root).items() if wanted else ())
     }
+    skipped = {(unit.start, unit.end): unit.skipped for units in by_worker.values() for unit in units}
+    pictures = sum(end - start for start, end in ranges)
     return ExtractReport(
         features=root,
         parts=len(ranges),
         pictures=pictures,
         seconds=round(seconds, 3),
-        images_per_s=round(pictures / seconds, 2),
+        images_per_s=round((pictures - sum(skipped.values())) / seconds, 2),
         workers=[speed.worker_speed(worker, units) for worker, units in by_worker.items() if units],
         store=store,
     )

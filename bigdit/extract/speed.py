@@ -24,7 +24,8 @@ FOLDER = "speed"
 class UnitSpeed(Strict):
     """The unit of the range [start, end), in seconds: from the end of the one before it to its features, of which
     waiting for the writer, reading and decoding pictures, encoding (in `gpu_s` on a GPU); the writer's own, beside the
-    next unit's; those of the process' cores, and those in which the encoding thread waited for a core to be free."""
+    next unit's; those of the process' cores, and those in which the encoding thread waited for a core to be free.
+    `skipped`: pictures of the range that were not encoded."""
 
     start: int
     end: int
@@ -37,6 +38,12 @@ class UnitSpeed(Strict):
     cpu_s: float
     gpu_s: float
     queue_s: float
+    skipped: int = 0
+
+    @property
+    def encoded(self) -> int:
+        """Pictures that were not skipped."""
+        return self.end - self.start - self.skipped
 
 
 class Shares(Strict):
@@ -57,7 +64,7 @@ class Shares(Strict):
 
 
 class WorkerSpeed(Strict):
-    """What a worker did: speed without start-up, in pictures a second."""
+    """What a worker did: speed without start-up, in pictures encoded a second."""
 
     worker: str
     device: str
@@ -85,12 +92,13 @@ class Stopwatch:
         finally:
             self.seconds[what] += time.perf_counter() - began
 
-    def stop(self, start: int, end: int, device: str) -> UnitSpeed:
+    def stop(self, start: int, end: int, skipped: int, device: str) -> UnitSpeed:
         """The speed of a unit, all but its writing."""
         encoding = self.seconds["encoding"]
         return UnitSpeed(
             start=start,
             end=end,
+            skipped=skipped,
             device=device,
             seconds=time.perf_counter() - self._began,
             reading_s=self.seconds["reading"],
@@ -172,6 +180,6 @@ def worker_speed(worker: str, units: list[UnitSpeed]) -> WorkerSpeed:
         parts=len(units),
         pictures=pictures,
         seconds=round(seconds, 3),
-        images_per_s=round(pictures / seconds, 2) if seconds else 0.0,
+        images_per_s=round(sum(unit.encoded for unit in units) / seconds, 2) if seconds else 0.0,
         shares=shares_of(units),
     )

@@ -18,6 +18,7 @@ from bigdit.errors import UserError, nearest
 from bigdit.extract.job import Job, do
 from bigdit.sources.protocol import Source
 from bigdit.store.schema import EXTRACT
+from bigdit.units import how_many
 
 LOGS = "slurm"
 _LOOK_S = 0.5  # how often, at most, the store is looked at while others work
@@ -117,7 +118,7 @@ def _failed(count: int, tasks: int, error: str, where: str) -> UserError:
     reasons = re.findall(r"^[\w.]*(?:Error|Exception|Interrupt): .*", error, re.MULTILINE)
     reason = reasons[-1].removeprefix("bigdit.errors.UserError: ") if reasons else " ".join(error.split())[:300]
     goes_on = f"{EXTRACT} goes on from the parts done"
-    return UserError(f"{count} of {tasks} tasks failed, the first: {reason}; {where}; {goes_on}")
+    return UserError(f"{count} of {how_many(tasks, 'task')} failed, the first: {reason}; {where}; {goes_on}")
 
 
 def _watch(job: Job, over: Callable[[], bool]) -> None:

@@ -23,13 +23,16 @@ from bigdit.store.classes import Classes
 from bigdit.store.part import Encoded, Shape, Skipped
 from bigdit.store.text import Cut, Text, summed
 
+OnPictures = Callable[[int, int], None]
+"""Called with the pictures that were encoded or skipped since, and those of them that were skipped."""
+
 
 def encode_unit(
     items: Sequence[Item],
     buckets: Sequence[tuple[int, ...]],
     codec: ImageCodec,
     condition: TextEncoder | Classes,
-    on_progress: Callable[[int], None],
+    on_progress: OnPictures,
     watch: Stopwatch | None = None,
     first: FirstFrames | None = None,
     turn: Turn = at_once,
@@ -37,7 +40,7 @@ def encode_unit(
     """Features of `items`, those that cannot be used left out: latents, and their captions encoded, or their classes;
     with `first`, what it keeps of first frames. All pictures come before the captions, in the `turn` of their encoders.
 
-    `on_progress` hears of pictures done, and `watch` of the seconds that went into `reading` and `encoding`.
+    `on_progress` is told of pictures, and `watch` of the seconds that went into `reading` and `encoding`.
     """
     unit = _Unit(buckets, codec, condition, on_progress, watch or Stopwatch(), first, turn)
     for item in items:
@@ -53,7 +56,7 @@ class _Unit:
         buckets: Sequence[tuple[int, ...]],
         codec: ImageCodec,
         condition: TextEncoder | Classes,
-        on_progress: Callable[[int], None],
+        on_progress: OnPictures,
         watch: Stopwatch,
         first: FirstFrames | None,
         turn: Turn,
@@ -81,7 +84,7 @@ class _Unit:
                 label = _number(sample, self._condition) if isinstance(self._condition, Classes) else None
         except Unusable as error:
             self._skipped.append(Skipped(item.index, item.name, str(error)))
-            self._on_progress(1)
+            self._on_progress(1, 1)
             return
         if self._labels is None or label is None:
             self._captions[item.index], self._names[item.index] = sample.captions, item.name
@@ -104,7 +107,7 @@ class _Unit:
             if first is not None:
                 self._frames[shape].append(self._turn(lambda: first.encode(shown)))
         self._latents[shape].append(encoded)
-        self._on_progress(len(encoded))
+        self._on_progress(len(encoded), 0)
 
     def encoded(self) -> Encoded:
         """The features of all that was taken: the pictures that wait, and then the captions."""

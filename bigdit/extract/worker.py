@@ -45,9 +45,10 @@ class Ready:
 
 @dataclass(frozen=True)
 class Progress:
-    """So many more pictures of the unit are encoded or skipped."""
+    """So many more pictures of the unit are encoded or skipped, of which so many are skipped."""
 
     pictures: int
+    skipped: int
 
 
 @dataclass(frozen=True)
@@ -115,10 +116,10 @@ def _work_through(pipe: Connection, root: Path, folder: Path, schema: StoreSchem
         while (unit := _next_unit(pipe, committed)) is not None:
             path = part_path(root, unit.start, unit.end)
             _mark(folder / path.name)
-            told, first = lambda n: pipe.send(Progress(n)), encoders.first_frame
+            told, first = lambda *counts: pipe.send(Progress(*counts)), encoders.first_frame
             turn = encoders.of_pictures
             encoded = encode_unit(unit.items, schema.buckets, encoders.image, condition, told, watch, first, turn)
-            speed = watch.stop(unit.start, unit.end, str(encoders.device))
+            speed = watch.stop(unit.start, unit.end, len(encoded.skipped), str(encoders.device))
             watch = Stopwatch()  # waiting for the writer is a part of the next unit's time
             note = functools.partial(_note, root, folder.name, speed, clock, time.perf_counter(), committed)
             with watch.at("waiting"):

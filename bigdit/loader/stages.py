@@ -17,6 +17,7 @@ from bigdit.spec import Strict
 from bigdit.store import FeatureStore
 from bigdit.store.classes import Known
 from bigdit.store.part import shape_name
+from bigdit.units import how_many
 
 
 class DataState(Strict):
@@ -57,7 +58,8 @@ def check_border(saved: dict[str, Any] | None, where: Path, begins: int, step: i
     began = begins if saved is None else _parse(saved, where).first_step
     if began == begins:
         return
-    fix = f"let those before it come to {began} steps again" if began else f"let the first one take all {step} steps"
+    before, all_of_them = how_many(began, "step"), how_many(step, "step")
+    fix = f"let those before it come to {before} again" if began else f"let the first one take all {all_of_them}"
     raise UserError(
         f"stages: {where} was saved in one that begins at step {began}, and the one that took its last step begins at "
         f"{begins} now; {fix}, or choose another output"
@@ -126,8 +128,8 @@ def _going_on(
     samples = int(index.counts[parts:].sum())
     return order, [
         *changed,
-        f"{store.root} has {added} more parts ({samples} samples) than before: they enter with epoch {first}, and what "
-        "was planned until then stays",
+        f"{store.root} has {how_many(added, 'part')} more ({how_many(samples, 'sample')}) than before: what is new "
+        f"enters with epoch {first}, and what was planned until then stays",
         *_scarce(order, store),
     ]
 
@@ -167,7 +169,8 @@ def _other_classes(store: FeatureStore | RawStore, state: DataState, where: Path
 def _other_parts(store: FeatureStore | RawStore, parts: int, state: DataState, where: Path) -> list[str]:
     same = parts <= len(store.index.parts) and _digest(store, parts) == state.parts_digest
     if not isinstance(store, RawStore):
-        problem = f"data.features: the first {parts} parts of {store.root} are not those that {where} was trained on"
+        known = how_many(parts, "part")
+        problem = f"data.features: {store.root} does not begin with the {known} that {where} was trained on"
         return [] if same else [f"{problem}; bring them back, or choose another output"]
     before = [source["count"] for source in state.sources or ()]
     now = [source["count"] for source in store.schema.sources[: len(before)]]
@@ -192,9 +195,9 @@ def _changed(store: FeatureStore | RawStore, state: DataState, where: Path) -> l
     if not changed:
         return []
     return [
-        f"{changed} of {len(state.sources)} sources of {store.root} changed since {where}: names, sizes or captions of "
-        "pictures; what was put in a picture's place is trained on from here, and what moved in their order comes "
-        "twice, or not, in this epoch"
+        f"{changed} of {how_many(len(state.sources), 'source')} of {store.root} changed since {where}: names, sizes or "
+        "captions of pictures; what was put in a picture's place is trained on from here, and what moved in their "
+        "order comes twice, or not, in this epoch"
     ]
 
 
@@ -211,8 +214,8 @@ def none_left(store: FeatureStore | RawStore, samples: int, parts: int | None = 
     if samples < there:
         return []
     return [
-        f"validation.samples is {samples}, and {store.root} has {there} samples: none would be left to train on; "
-        f"hold out fewer, such as {max(there // 10, 1)}, or add pictures"
+        f"validation.samples is {samples}, and {store.root} has {how_many(there, 'sample')}: none would be left to "
+        f"train on; hold out fewer, such as {max(there // 10, 1)}, or add pictures"
     ]
 
 
@@ -227,12 +230,12 @@ def _scarce(order: Order, store: FeatureStore | RawStore) -> list[str]:
     if sum(totals) < batch:
         return [
             *lines,
-            f"data.features has {sum(totals)} samples, {limit}: each step takes more than an epoch, and has samples "
-            "more than once; lower train.global_batch_size, or add pictures",
+            f"data.features has {how_many(sum(totals), 'sample')}, {limit}: each step takes more than an epoch, and "
+            "has samples more than once; lower train.global_batch_size, or add pictures",
         ]
     return lines + [
-        f"bucket {name} has {total} samples, {limit}: each of its batches takes {batch / total:.1f} epochs of them, "
-        "and has samples more than once"
+        f"bucket {name} has {how_many(total, 'sample')}, {limit}: each of its batches takes {batch / total:.1f} "
+        "epochs of them, and has samples more than once"
         for name, total in filled.items()
         if total < batch
     ]

@@ -22,6 +22,7 @@ from bigdit.models.paper_dit import PaperDiT
 from bigdit.models.weights import fill, lacking
 from bigdit.shortage import ran_out
 from bigdit.spec import ModelSpec
+from bigdit.units import how_many
 
 _KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
 
@@ -58,7 +59,7 @@ def load(spec: ModelSpec, folder: Path, *, dtype: torch.dtype) -> nn.Module:
         raise UserError(f"{folder} does not hold diffusers weights of {spec.class_name}: {reason}") from None
     if missing or unexpected:
         raise UserError(
-            f"{folder} holds weights of another {spec.class_name}: {missing} tensors are missing "
+            f"{folder} holds weights of another {spec.class_name}: {how_many(missing, 'tensor')} missing "
             f"and {unexpected} unexpected"
         )
     return _in_training(model, dtype)

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from bigdit.errors import UserError
 from bigdit.models.family import Family
+from bigdit.units import how_many
 
 aten = torch.ops.aten
 
@@ -45,7 +46,7 @@ def apply_checkpointing(
     if first == "all":
         first = len(blocks)
     if first > len(blocks):
-        raise UserError(f"train.checkpointed_blocks is {first}, and the model has {len(blocks)} blocks")
+        raise UserError(f"train.checkpointed_blocks is {first}, and the model has {how_many(len(blocks), 'block')}")
     # Nothing in a block draws random numbers (dropout is 0 in pre-training configs), so the RNG state,
     # whose copy would synchronise with the device, is not kept.
     run = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)

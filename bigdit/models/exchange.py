@@ -12,10 +12,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from bigdit.errors import UserError
-from bigdit.files import check_regular, replacing
+from bigdit.files import check_regular, lfs_pointer, replacing
 from bigdit.models.build import build
 from bigdit.models.paper_dit import PaperDiT
 from bigdit.spec import ModelSpec
+from bigdit.units import how_many
 
 
 def import_published(file: Path, spec: ModelSpec) -> PaperDiT:
@@ -43,6 +44,8 @@ def export_published(model: PaperDiT, file: Path) -> None:
 def _read(file: Path) -> dict[str, torch.Tensor]:
     if file.suffix != ".safetensors":
         raise UserError(f"{file} is no .safetensors, and pickles are not read; save its tensors with safetensors.torch")
+    if pointer := lfs_pointer(file):
+        raise UserError(pointer)
     try:
         check_regular(file)
         return load_file(file)
@@ -64,5 +67,6 @@ def _differences(file: Path, weights: dict[str, torch.Tensor], model: PaperDiT) 
         (unexpected, "this PaperDiT does not have"),
     ):
         if names:
-            problems.append(f"{file} holds another model: {len(names)} tensors {whose}: {', '.join(sorted(names)[:3])}")
+            count, first = how_many(len(names), "tensor"), ", ".join(sorted(names)[:3])
+            problems.append(f"{file} holds another model: {count} {whose}: {first}")
     return problems

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from bigdit.documents import indexed_files
-from bigdit.files import check_regular, leads_out
+from bigdit.files import check_regular, leads_out, lfs_pointer
 
 _FILE = "diffusion_pytorch_model.safetensors"
 
@@ -22,7 +22,9 @@ def lacking(folder: Path) -> str | None:
     if not (folder / "config.json").is_file():
         within = folder / "transformer"
         return f"it has no config.json{f'; {within} has' if (within / 'config.json').is_file() else ''}"
-    return None if (folder / _FILE).exists() or _index(folder).exists() else f"it has no {_FILE}"
+    if not (folder / _FILE).exists() and not _index(folder).exists():
+        return f"it has no {_FILE}"
+    return lfs_pointer(folder)
 
 
 def fill(model: nn.Module, folder: Path, *, dtype: torch.dtype) -> tuple[int, int]:

@@ -17,7 +17,7 @@ from bigdit.emulator.emulation import Emulation, Run, times
 from bigdit.memory.process import ByteRange
 from bigdit.report.tables import DASH, table
 from bigdit.report.words import gibs
-from bigdit.units import duration, gib
+from bigdit.units import duration, gib, how_many
 
 LINES = 8
 """Groups of live tensors that the terminal shows; the page and JSON have all."""
@@ -230,7 +230,8 @@ def made_by(group: Live) -> Iterator[str]:
 
 
 def _show_oom(account: Account, oom: OutOfMemory) -> None:
-    _say(f"[bold]{account.title} ran out of memory[/bold] in {oom.phase}, after {oom.steps} steps, on card {oom.card}:")
+    when = f"in {oom.phase}, after {how_many(oom.steps, 'step')}, on card {oom.card}"
+    _say(f"[bold]{account.title} ran out of memory[/bold] {when}:")
     _say(f"  {gib(oom.asked_bytes)} asked, {gib(oom.free_bytes)} free of {gib(oom.total_bytes)}; "
          f"{gib(oom.allocated_bytes)} allocated")  # fmt: skip
     for line in own_lines(oom):

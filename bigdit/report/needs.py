@@ -6,7 +6,7 @@ from bigdit.report.words import between, gibs, number, samples, size, span
 from bigdit.search.plan import Plan
 from bigdit.speed.interval import Interval
 from bigdit.speed.launches import Handed
-from bigdit.units import gib
+from bigdit.units import gib, how_many
 
 LEAST = 0.001
 """A share of the step: a part below it tells nothing, and would be `8.3e-05–0.00035 s`."""
@@ -29,7 +29,7 @@ def speed(plan: Plan, most: int | None = None) -> dict[str, str]:
     if gpus > 1:
         found["speed"] += f", {between(rate * gpus)} over {gpus} cards"
     if plan.run is not None:
-        found["run"] = f"{_seen(plan)}{plan.run.steps:,} steps: {span(plan.run.seconds)}"
+        found["run"] = f"{_seen(plan)}{how_many(plan.run.steps, 'step')}: {span(plan.run.seconds)}"
         found["cost"] = f"{between(plan.run.gpu_hours)} GPU-hours"
         if plan.run.money is not None:
             found["cost"] += f", {between(plan.run.money)} at {number(plan.question.price or 0)} an hour a card"

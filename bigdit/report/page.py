@@ -19,7 +19,7 @@ from bigdit.report.timeline import COLOURS, timeline_figure
 from bigdit.report.whatif import whatif
 from bigdit.search.plan import Plan
 from bigdit.search.telling.ways import Way
-from bigdit.units import count, gib
+from bigdit.units import count, gib, how_many
 
 COLUMNS = 400
 """Points of memory over time on the page: enough for its width, and a tenth of the bytes of all."""
@@ -101,7 +101,7 @@ def _facts(plan: Plan) -> dict[str, tuple[str, str]]:
         ),
     }
     if plan.run is not None:
-        found["whole run"] = (words.span(plan.run.seconds), f"{plan.run.steps:,} steps")
+        found["whole run"] = (words.span(plan.run.seconds), how_many(plan.run.steps, "step"))
         if plan.run.money is not None:
             found["cost"] = (words.between(plan.run.money), f"{words.between(plan.run.gpu_hours)} GPU-hours")
         else:

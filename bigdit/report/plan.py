@@ -17,7 +17,7 @@ from bigdit.report.needs import needs, speed
 from bigdit.report.skeleton import RUN
 from bigdit.report.tables import WIDEST, lines, table
 from bigdit.search.plan import Choice, Plan
-from bigdit.units import count, gib
+from bigdit.units import count, gib, how_many
 
 PARTS = 3
 """Of the step's time, the longest."""
@@ -76,7 +76,7 @@ def _would_fit(plan: Plan) -> RenderableType:
 def _headline(plan: Plan) -> RenderableType:
     question = plan.question
     sides = " × ".join(str(side) for side in question.resolution)
-    frames = f", {question.frames} frames" if question.frames else ""
+    frames = f", {how_many(question.frames, 'frame')}" if question.frames else ""
     head = Table.grid()
     head.add_row(
         Text.assemble(

@@ -12,7 +12,7 @@ from rich.table import Table
 from bigdit.receipt import Receipt
 from bigdit.report.tables import DASH, table
 from bigdit.search.finding.checked import Checked, Learnt
-from bigdit.units import gib
+from bigdit.units import gib, how_many
 
 
 def listed(receipts: Sequence[Receipt]) -> Table:
@@ -92,7 +92,7 @@ def summary(checked: Sequence[Checked]) -> list[str]:
             )
     if timed:
         lines.append(
-            f"{sum(map(_inside, timed))} of {len(timed)} steps inside the predicted interval"
+            f"{sum(map(_inside, timed))} of {how_many(len(timed), 'step')} inside the predicted interval"
             + ("" if all(map(_inside, timed)) else "; ! marks those outside")
         )
     return lines

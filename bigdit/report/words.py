@@ -10,7 +10,7 @@ from bigdit.search.plan import Choice, Plan, Step
 from bigdit.search.question import LARGEST_MICRO_BATCH
 from bigdit.spec import EmaSpec, Strategy
 from bigdit.speed.interval import Interval
-from bigdit.units import GIB, count, gib, unit_of
+from bigdit.units import GIB, count, gib, how_many, unit_of
 
 OPTIMIZERS = {
     "adamw": "AdamW",
@@ -145,7 +145,7 @@ def engine(strategy: Strategy) -> str:
     if strategy.engine == "single":
         return "one process, no sharding"
     if strategy.engine == "fsdp2":
-        copies = f"HSDP, {strategy.dp_replicate} copies over {strategy.dp_shard} processes each"
+        copies = f"HSDP, {strategy.dp_replicate} copies over {how_many(strategy.dp_shard, 'process')} each"
         text = copies if strategy.dp_replicate > 1 else f"FSDP2 over {world} process{'es' * (world > 1)}"
         text += "" if strategy.reshard_after_forward else ", weights stay gathered until the backward pass"
         return text + (", shards and optimizer on the host" if strategy.cpu_offload else "")

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from PIL import Image
 
+from bigdit.config.data import MAX_PIXELS
 from bigdit.encoders.buckets import bucket_pixels
 from bigdit.encoders.first_frame import FirstFrames
 from bigdit.errors import UserError
@@ -21,20 +22,20 @@ from bigdit.sources.videos.video import is_video, video_frames
 _ONE = Clip(1, 1)
 
 
-def asked_image(option: str, path: Path) -> Image.Image:
+def asked_image(option: str, path: Path, max_pixels: int = MAX_PIXELS) -> Image.Image:
     """As first_image. Raises UserError, which names the option or key that asked for it, where there is none."""
     try:
-        return first_image(path)
+        return first_image(path, max_pixels)
     except (OSError, Unusable) as error:
         raise UserError(f"{option} {path} cannot be read: {error}") from None
 
 
-def first_image(path: Path) -> Image.Image:
+def first_image(path: Path, max_pixels: int = MAX_PIXELS) -> Image.Image:
     """The picture of a file, or the first frame of a video, upright, of mode RGB or L. Raises FileNotFoundError;
     Unusable, with the reason; UserError where it cannot be read."""
     if not is_video(path):
-        return decode(read_file(path, PICTURE_BYTES))
-    frame = next(video_frames(path, _ONE), None)
+        return decode(read_file(path, PICTURE_BYTES), max_pixels)
+    frame = next(video_frames(path, _ONE, max_pixels), None)
     if frame is None:
         raise Unusable("video without frames")
     return frame

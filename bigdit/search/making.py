@@ -36,6 +36,7 @@ from bigdit.search.telling.smaller import smaller
 from bigdit.search.telling.waterfall import waterfall
 from bigdit.spec import BatchShape, Strategy
 from bigdit.speed.seconds import StepTime
+from bigdit.units import how_many
 
 Progress = Callable[[str], None]
 
@@ -49,10 +50,10 @@ def made(question: Question, own: Sequence[Receipt], say: Progress) -> tuple[Pla
     began = time.perf_counter()
 
     def done(answered: int, asked: int) -> None:
-        say(f"planning the training of {question.model.name}: {answered} of {asked} rehearsals")
+        say(f"planning the training of {question.model.name}: {answered} of {how_many(asked, 'rehearsal')}")
 
     def tried(attempts: int) -> None:
-        say(f"planning the training of {question.model.name}: {attempts} attempts on emulated cards")
+        say(f"planning the training of {question.model.name}: {how_many(attempts, 'attempt')} on emulated cards")
 
     with Pool(done=done) as pool, _device(question, tried) as device:
         with nullcontext() if question.model.params else _of_own(question.model.name):

@@ -11,6 +11,7 @@ from bigdit.files import leads_out
 from bigdit.sources.captions import json_captions, text_captions
 from bigdit.sources.disk import CAPTION_BYTES, read_file
 from bigdit.sources.protocol import Caption, Unusable
+from bigdit.units import how_many
 
 
 def captions_beside(root: Path, stem: Path, follow_links: bool) -> tuple[Caption, ...]:
@@ -41,5 +42,5 @@ def _read(root: Path, path: Path, follow_links: bool) -> bytes:
 
 def tell_passed_over(key: str, root: Path, passed_over: Counter[str]) -> None:
     """Say in a line what of the folder, named by `key`, is neither a picture nor a caption, where anything is."""
-    if kinds := ", ".join(f"{count} {kind}" for kind, count in passed_over.most_common(5) if count):
+    if kinds := ", ".join(how_many(count, kind) for kind, count in passed_over.most_common(5) if count):
         log.notice(f"{key}: {root} also holds what is not read: {kinds}")

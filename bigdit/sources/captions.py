@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from bigdit.config.weights import WEIGHTS, is_weight
+from bigdit.files import IS_LFS_POINTER, is_lfs_pointer
 from bigdit.sources.protocol import Caption, Unusable
+from bigdit.units import how_many
 
 
 def text_captions(data: bytes, name: str) -> tuple[Caption, ...]:
@@ -42,7 +44,7 @@ def weighted(texts: Sequence[Any], weights: Sequence[Any], name: str) -> tuple[C
     Raises Unusable where none is left, lengths differ, or values are not texts and weights.
     """
     if len(texts) != len(weights):
-        raise Unusable(f"caption {name} has {len(texts)} texts and {len(weights)} weights")
+        raise Unusable(f"caption {name} has {how_many(len(texts), 'text')} and {how_many(len(weights), 'weight')}")
     captions = []
     for text, weight in zip(texts, weights, strict=True):
         if text is None:
@@ -59,6 +61,8 @@ def weighted(texts: Sequence[Any], weights: Sequence[Any], name: str) -> tuple[C
 
 
 def _decoded(data: bytes, name: str) -> str:
+    if is_lfs_pointer(data):
+        raise Unusable(f"caption {name} {IS_LFS_POINTER}")
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError:

@@ -10,6 +10,7 @@ from bigdit.config.data import SourceConfig
 from bigdit.errors import UserError, nearest
 from bigdit.sources.captions import weighted
 from bigdit.sources.protocol import Caption, Unusable
+from bigdit.units import how_many
 
 # What a column's cells are: encoded pictures, a text (of CSV: anything), several texts, numbers, something else.
 Cells = Literal["picture", "text", "texts", "numbers", "other"]
@@ -83,7 +84,8 @@ def captions_of(row: Mapping[str, Any], columns: Columns) -> tuple[Caption, ...]
         share = _numbers(row[weight], weight) if isinstance(weight, str) else weight
         shares = share if isinstance(share, list) else [share] * len(listed)
         if len(shares) != len(listed):
-            raise Unusable(f"caption column {column} has {len(listed)} texts and {len(shares)} weights")
+            found = f"{how_many(len(listed), 'text')} and {how_many(len(shares), 'weight')}"
+            raise Unusable(f"caption column {column} has {found}")
         texts += listed
         weights += shares
     return weighted(texts, weights, "column " + ", ".join(column for column, _ in columns.captions))

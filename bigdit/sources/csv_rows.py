@@ -12,11 +12,12 @@ import numpy as np
 import xxhash
 
 from bigdit.errors import UserError
-from bigdit.files import open_file
+from bigdit.files import lfs_pointer, open_file
 from bigdit.sources.columns import Cells
 from bigdit.sources.disk import read_range
 from bigdit.sources.protocol import Entry, Unusable
 from bigdit.sources.rows import Row
+from bigdit.units import how_many
 
 BLOCK = 1024  # rows that are read at a time
 BLOCK_BYTES = 2**28  # 256 KiB a row: more is a quote that was never closed
@@ -54,6 +55,8 @@ class CsvRows:
         if self._offsets[-1] != size:
             self._offsets.append(size)
         self.digest = digest.hexdigest()
+        if pointer := lfs_pointer(path):
+            raise UserError(f"{key}: {pointer}")
         if not self._records:
             raise UserError(f"{key}: {path} is empty; its first line should name its columns")
         self._names = [name.strip() for name in self._block(0)[0]]
@@ -75,7 +78,8 @@ class CsvRows:
                 if len(cells) == len(self._names):
                     found.append({column: cells[at] for column, at in wanted})
                 else:
-                    found.append(Unusable(f"row of {len(cells)} cells under {len(self._names)} columns"))
+                    columns_there = how_many(len(self._names), "column")
+                    found.append(Unusable(f"row of {how_many(len(cells), 'cell')} under {columns_there}"))
         return found
 
     def entries(self) -> Iterator[Entry]:

@@ -13,6 +13,7 @@ import pyarrow as pa
 import xxhash
 
 from bigdit.errors import UserError
+from bigdit.files import lfs_pointer
 from bigdit.sources import arrow_file, parquet_file
 from bigdit.sources.arrow_types import cells_of
 from bigdit.sources.columns import Cells
@@ -66,7 +67,8 @@ class FileRows:
                 count, schema, contents = _FILES[file_format].describe(path)
                 columns = cells_of(schema)
             except (OSError, ValueError, pa.ArrowException) as error:  # ValueError: names that are not UTF-8
-                raise UserError(f"{key}: {path} is not read as {file_format}: {_line(error)}") from None
+                why = lfs_pointer(path) or f"{path} is not read as {file_format}: {_line(error)}"
+                raise UserError(f"{key}: {why}") from None
             if counts and columns != self.columns:
                 differ = sorted(dict(columns.items() ^ self.columns.items()))
                 raise UserError(f"{key}: {path} differs from {self._paths[0]} in the columns {', '.join(differ)}")

@@ -15,6 +15,7 @@ from pathlib import Path
 import xxhash
 from PIL import Image
 
+from bigdit.config.data import MAX_PIXELS
 from bigdit.errors import UserError
 from bigdit.sources.beside import captions_beside, check_link, tell_passed_over
 from bigdit.sources.disk import IMPOSSIBLE, PICTURE_BYTES, read_file, sampled_digest, unreadable
@@ -48,21 +49,21 @@ class FolderItem(Readable):
         """The file."""
         return self.root / self.name
 
-    def read(self) -> Contents:
+    def read(self, max_pixels: int = MAX_PIXELS) -> Contents:
         """As Item.read."""
         label = folder_label(self.name) if self.labelled else None
         captions = () if self.labelled else captions_beside(self.root, self.picture.with_suffix(""), self.follow_links)
         check_link(self.root, self.picture, self.follow_links)
         if self.clip is not None and is_video(self.picture):
-            frames, digest = partial(self._frames, self.clip), partial(sampled_digest, self.picture)
-            return Contents(frames, digest, captions, label)
+            frames = partial(self._frames, self.clip, max_pixels)
+            return Contents(frames, partial(sampled_digest, self.picture), captions, label)
         with self._vanished_told():
             data = read_file(self.picture, PICTURE_BYTES)
-        return contents_of(data, self.clip, captions, label)
+        return contents_of(data, self.clip, max_pixels, captions, label)
 
-    def _frames(self, clip: Clip) -> Iterator[Image.Image]:
+    def _frames(self, clip: Clip, max_pixels: int) -> Iterator[Image.Image]:
         with self._vanished_told():
-            yield from video_frames(self.picture, clip)
+            yield from video_frames(self.picture, clip, max_pixels)
 
     @contextlib.contextmanager
     def _vanished_told(self) -> Iterator[None]:
@@ -169,7 +170,7 @@ def _pictures(
                 files = (name, f"{stem}.json", f"{stem}.txt")
                 yield folder + name, [_seen(file, descriptor) if file in entries else _MISSING for file in files]
             elif suffix not in (".json", ".txt"):
-                passed_over[f"{suffix or 'other'} files"[:20]] += 1
+                passed_over[f"{suffix or 'other'} file"[:20]] += 1
     finally:
         os.close(descriptor)
 
@@ -180,7 +181,7 @@ def _entries(descriptor: int, passed_over: Counter[str]) -> set[str]:
     with os.scandir(descriptor) as scanned:
         for entry in scanned:
             if entry.is_symlink() and _is_folder(entry):
-                passed_over["links to folders"] += 1
+                passed_over["linked folder"] += 1
             else:
                 entries.add(f"{entry.name}/" if entry.is_dir(follow_symlinks=False) else entry.name)
     return entries

@@ -10,14 +10,14 @@ from typing import Any
 
 import xxhash
 
-from bigdit.config.data import DataConfig, SourceConfig, SourceKind, frames_of
+from bigdit.config.data import MAX_PIXELS, DataConfig, SourceConfig, SourceKind, frames_of
 from bigdit.errors import UserError
 from bigdit.sources.csv_rows import CsvRows
 from bigdit.sources.file_rows import FileRows
 from bigdit.sources.folder import ImageFolder
 from bigdit.sources.labels import FOLDER
 from bigdit.sources.places import SPLITS, STATE, files_of, is_pattern, kind_of, saved_files
-from bigdit.sources.protocol import Contents, Entry, Item, Readable, Source
+from bigdit.sources.protocol import Contents, Entry, Item, Readable, Sample, Source
 from bigdit.sources.rows import TableSource
 from bigdit.sources.videos.clips import Clips
 from bigdit.sources.videos.frame_folders import FrameFolders
@@ -34,10 +34,15 @@ class ListedItem(Readable):
     index: int
     name: str
     item: Item
+    max_pixels: int = MAX_PIXELS
 
-    def read(self) -> Contents:
-        """As Item.read."""
-        return self.item.read()
+    def read(self, max_pixels: int | None = None) -> Contents:
+        """As Item.read, of as many pixels as the run allows where nothing else is asked."""
+        return self.item.read(max_pixels or self.max_pixels)
+
+    def load(self, max_pixels: int | None = None) -> Sample:
+        """Likewise."""
+        return self.read(max_pixels).sample()
 
 
 class SourceList:
@@ -45,13 +50,16 @@ class SourceList:
 
     `class_names`: of the classes 0, 1, … of its pictures, where they have names."""
 
-    def __init__(self, sources: Sequence[Source], titles: Sequence[str], class_names: Sequence[str] | None) -> None:
+    def __init__(
+        self, sources: Sequence[Source], titles: Sequence[str], class_names: Sequence[str] | None, max_pixels: int
+    ) -> None:
         self.sources = sources
-        self._titles = titles
+        self._titles, self._max_pixels = titles, max_pixels
         known = {name for source in sources for name in source.class_names}
         self.class_names = sorted(known) if class_names is None else list(class_names)
         self._ends = list(itertools.accumulate(len(source) for source in sources))
-        identities = [source.identity for source in sources]
+        limit = {} if max_pixels == MAX_PIXELS else {"max_pixels": max_pixels}  # other images are skipped
+        identities = [source.identity | limit for source in sources]
         digest = xxhash.xxh3_128_hexdigest("\n".join(identity["digest"] for identity in identities).encode())
         self.identity: dict[str, Any] = {
             "kind": "list",
@@ -76,7 +84,7 @@ class SourceList:
                 break
             prefix = f"{self._titles[number]}: " if len(self.sources) > 1 else ""
             inner = self.sources[number].items(max(start - first, 0), min(end, self._ends[number]) - first)
-            found += [ListedItem(first + item.index, prefix + item.name, item) for item in inner]
+            found += [ListedItem(first + item.index, prefix + item.name, item, self._max_pixels) for item in inner]
         return found
 
 
@@ -94,7 +102,7 @@ def open_source(data: DataConfig) -> SourceList:
             problems += error.problems
     if problems:
         raise UserError(*problems)
-    return SourceList(sources, [str(config.path) for config in data.images], data.classes)
+    return SourceList(sources, [str(config.path) for config in data.images], data.classes, data.max_pixels)
 
 
 def check_sources(data: DataConfig, *, listed: bool) -> list[str]:

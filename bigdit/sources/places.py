@@ -39,6 +39,12 @@ def kind_of(config: SourceConfig, key: str) -> SourceKind:
     suffix = config.path.suffix.lower()
     if suffix in KINDS and not config.path.is_dir():
         return KINDS[suffix]
+    if config.path.is_file():
+        what = f"a {suffix} file" if suffix else "a file without a suffix"
+        raise UserError(
+            f"{key}: {config.path} is {what}; give a folder of images or videos, a .csv, .tsv or .parquet table, "
+            ".tar files (WebDataset), or a folder that `datasets` saved"
+        )
     found = _kinds_within(config.path)
     if len(found) > 1:
         raise UserError(f"{key}.kind: {config.path} holds files of {' and '.join(sorted(found))}; say which is meant")

@@ -10,6 +10,8 @@ from typing import Any, Protocol
 import xxhash
 from PIL import Image
 
+from bigdit.config.data import MAX_PIXELS
+
 
 class Unusable(Exception):
     """A picture or a caption that cannot be trained on: it is skipped, and its reason reported."""
@@ -55,13 +57,13 @@ class Contents:
 class Readable:
     """An item by what it reads."""
 
-    def read(self) -> Contents:
+    def read(self, max_pixels: int = MAX_PIXELS) -> Contents:
         """As Item.read."""
         raise NotImplementedError
 
-    def load(self) -> Sample:
+    def load(self, max_pixels: int = MAX_PIXELS) -> Sample:
         """As Item.load."""
-        return self.read().sample()
+        return self.read(max_pixels).sample()
 
 
 @dataclass(frozen=True)
@@ -86,12 +88,12 @@ class Item(Protocol):
     @property
     def name(self) -> str: ...
 
-    def read(self) -> Contents:
+    def read(self, max_pixels: int = MAX_PIXELS) -> Contents:
         """Read all but videos. Raises as `load`."""
         ...
 
-    def load(self) -> Sample:
-        """Read and decode; frames of a video may raise as well.
+    def load(self, max_pixels: int = MAX_PIXELS) -> Sample:
+        """Read and decode; frames of a video may raise as well. A picture or a frame has at most `max_pixels`.
 
         Raises Unusable for a damaged picture and for captions or labels that are missing, empty or malformed; UserError
         where files cannot be read at all, since then the disk and not the data is at fault.

@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 import xxhash
 from PIL import Image
 
-from bigdit.config.data import SourceConfig, SourceKind
+from bigdit.config.data import MAX_PIXELS, SourceConfig, SourceKind
 from bigdit.errors import UserError
 from bigdit.sources.columns import Cells, Columns, captions_of, choose
 from bigdit.sources.disk import PICTURE_BYTES, check_size, read_file, sampled_digest, unreadable
@@ -71,10 +71,10 @@ class FilePicture:
         with self._missing_told():
             return read_file(self.path, PICTURE_BYTES)
 
-    def frames(self, clip: Clip) -> Iterator[Image.Image]:
+    def frames(self, clip: Clip, max_pixels: int) -> Iterator[Image.Image]:
         """Of a video. Raises as `read` and `video_frames`."""
         with self._missing_told():
-            yield from video_frames(self.path, clip)
+            yield from video_frames(self.path, clip, max_pixels)
 
     @contextlib.contextmanager
     def _missing_told(self) -> Iterator[None]:
@@ -108,7 +108,7 @@ class TableItem(Readable):
     picture: Picture | None
     clip: Clip | None = None
 
-    def read(self) -> Contents:
+    def read(self, max_pixels: int = MAX_PIXELS) -> Contents:
         """As Item.read."""
         if isinstance(self.row, Unusable):
             raise self.row
@@ -118,11 +118,11 @@ class TableItem(Readable):
         label = None if column is None else label_of(self.row[column], f"column {column}")
         captions = captions_of(self.row, self.columns) if column is None else ()
         if self.clip is not None and isinstance(self.picture, FilePicture) and is_video(self.picture.path):
-            frames, digest = partial(self.picture.frames, self.clip), partial(sampled_digest, self.picture.path)
-            return Contents(frames, digest, captions, label)
+            frames = partial(self.picture.frames, self.clip, max_pixels)
+            return Contents(frames, partial(sampled_digest, self.picture.path), captions, label)
         data = self.picture.read()
         check_size("picture", len(data), PICTURE_BYTES)
-        return contents_of(data, self.clip, captions, label)
+        return contents_of(data, self.clip, max_pixels, captions, label)
 
 
 class TableSource:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from bigdit.files import open_file
+from bigdit.files import IS_LFS_POINTER, is_lfs_pointer, open_file
 
 BLOCK = tarfile.BLOCKSIZE
 HEADER_BYTES = 2**16  # the headers of one member, extended ones with long names and attributes included
@@ -47,6 +47,8 @@ def _members(path: Path) -> Iterator[Member]:
         headers = _Headers(file.fileno())
         if headers.pread(0, 6).startswith(COMPRESSED):
             raise Refused("is compressed, and members cannot be read at their offsets; decompress it")
+        if is_lfs_pointer(headers.pread(0, BLOCK)):
+            raise Refused(IS_LFS_POINTER)
         if not headers.size:
             raise Refused("is empty")
         try:

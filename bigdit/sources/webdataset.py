@@ -15,6 +15,7 @@ import xxhash
 from PIL import Image
 
 from bigdit import log
+from bigdit.config.data import MAX_PIXELS
 from bigdit.errors import UserError
 from bigdit.lifeline import end_with_parent
 from bigdit.sources import parquet_file
@@ -50,7 +51,7 @@ class TarItem(Readable):
     video: Span = None
     clip: Clip | None = None
 
-    def read(self) -> Contents:
+    def read(self, max_pixels: int = MAX_PIXELS) -> Contents:
         """As Item.read; where videos are taken, of a sample that has both its video."""
         if self.problem is not None or (self.picture is None and (self.video is None or self.clip is None)):
             raise Unusable(self.problem or ("sample of a video, without a picture" if self.video else "empty sample"))
@@ -58,14 +59,14 @@ class TarItem(Readable):
         captions = self._captions() if self.label is None else ()
         if self.clip is not None and self.video is not None:
             digest = partial(sampled_digest, self.tar, *self.video)
-            return Contents(partial(self._frames, self.video, self.clip), digest, captions, label)
+            return Contents(partial(self._frames, self.video, self.clip, max_pixels), digest, captions, label)
         assert self.picture is not None
         data = self._read(self.picture, "picture", PICTURE_BYTES)
-        return contents_of(data, self.clip, captions, label)
+        return contents_of(data, self.clip, max_pixels, captions, label)
 
-    def _frames(self, video: tuple[int, int], clip: Clip) -> Iterator[Image.Image]:
+    def _frames(self, video: tuple[int, int], clip: Clip, max_pixels: int) -> Iterator[Image.Image]:
         with opened_range(self.tar, *video) as file:
-            yield from decoded_frames(file, self.name, clip)
+            yield from decoded_frames(file, self.name, clip, max_pixels)
 
     def _label(self, key: str) -> Label:
         name = f"{self.name.rpartition('/')[2]}.json"

@@ -23,7 +23,7 @@ from bigdit.store.remote import RemoteParts, open_remote
 from bigdit.store.schema import EXTRACT, StoreSchema, part_identity, read_schema, store_identity
 from bigdit.store.schema import FILE as SCHEMA
 from bigdit.store.text import TEXT, Text
-from bigdit.units import GIB
+from bigdit.units import GIB, how_many
 
 OPEN_PARTS = 256
 """Parts that are open at once: of a window of the order and of what is carried over; about 20 kB of tables each."""
@@ -80,8 +80,8 @@ class FeatureStore:
         del sizes, ranges
         if missing:
             raise UserError(
-                f"data.features: {files} lacks {len(missing)} of {len(parts) + len(beside)} files, the first "
-                f"{missing[0]}; {EXTRACT} finishes it"
+                f"data.features: {files} lacks {len(missing)} of {how_many(len(parts) + len(beside), 'file')}, the "
+                f"first {missing[0]}; {EXTRACT} finishes it"
             )
         if others:
             raise UserError(

@@ -13,6 +13,7 @@ from bigdit.errors import UserError
 from bigdit.sources.open import open_source
 from bigdit.store import FeatureStore
 from bigdit.train.prepare import Prepared, check_stores
+from bigdit.units import how_many
 
 
 def counted(stages: Sequence[Prepared], *, needed: bool = True) -> tuple[list[Prepared], list[str]]:
@@ -50,7 +51,7 @@ def _counted(prepared: Prepared, needed: bool) -> tuple[Prepared, list[str]]:
     train = run.train.model_copy(update={"steps": steps, "epochs": None})
     run = run.model_copy(update={"train": train})
     check(run, prepared.spec)
-    line = f"{said} of {samples:,} samples in steps of {batch:,}: {steps:,} steps"
+    line = f"{said} of {how_many(samples, 'sample')} in steps of {batch:,}: {how_many(steps, 'step')}"
     return replace(prepared, stage=replace(stage, run=run, length="train.epochs")), [line]
 
 

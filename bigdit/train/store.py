@@ -98,7 +98,7 @@ def _unreadable_images(run: RunConfig) -> list[str]:
     problems: list[str] = []
     for path in run.samples.images if run.samples is not None else ():
         try:
-            asked_image("samples.images:", path)
+            asked_image("samples.images:", path, run.data.max_pixels)
         except UserError as error:
             problems += error.problems
     return problems

@@ -244,8 +244,9 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path):
         keep(tmp_path, (engine, ema), 4, keeping=checkpoint.Keeping(1), found=checkpoint.latest(tmp_path)[0])
     root = tmp_path / "checkpoints"
     assert str(refused.value) == (
-        f"2 weights are not finite, the first in {name}: {root}/step-00000004 is not written, and {root}/step-00000002 "
-        "is the last that is good; lower optimizer.lr, lengthen train.warmup_steps, or set train.gradient_clipping"
+        f"NaN or infinity in 2 weights, the first in {name}: {root}/step-00000004 is not written, and "
+        f"{root}/step-00000002 is the last that is good; lower optimizer.lr, lengthen "
+        "train.warmup_steps, or set train.gradient_clipping"
     )
     assert names(tmp_path) == ["latest", "step-00000002"]
     assert checkpoint.latest(tmp_path)[0].step == 2

@@ -177,4 +177,4 @@ def test_a_store_without_a_usable_picture_is_said(tmp_path):
     overrides = run_of(tmp_path / "features", f"data.images={tmp_path / 'pictures'}")
     done = bigdit("bench", "extract", *overrides)
     assert done.returncode == 1
-    assert done.stderr.startswith("error: data.images: all 1 pictures were skipped, the first broken.png")
+    assert done.stderr.startswith("error: data.images: no picture of 1 can be used, the first broken.png")

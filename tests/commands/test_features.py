@@ -92,10 +92,10 @@ def test_info_reads_at_80_columns(store):
 def test_clean_takes_other_machines_on_demand_alone(store):
     gone, dead = left_half_written(store)
     done = bigdit("features", "clean", store)
-    assert done.stdout == f"removed {dead.name}: 1 parts begun, 4 B\n1 dead workers' folders removed\n"
+    assert done.stdout == f"removed {dead.name}: 1 part begun, 4 B\n1 folder of dead workers removed\n"
     assert (gone.exists(), dead.exists()) == (True, False)
     done = bigdit("features", "clean", store, "--other-machines")
-    assert done.stdout.splitlines()[-1] == "1 dead workers' folders removed"
+    assert done.stdout.splitlines()[-1] == "1 folder of dead workers removed"
     assert not gone.exists()
 
 

@@ -69,7 +69,7 @@ def test_they_are_held_against_what_is_predicted_now(folder):
     emulated = 1 - document[2]["predicted_peak_reserved_bytes"] / (3 * GIB)
     assert f"reserved bytes of emulated cards off by {emulated:.2%} (median)" in " ".join(done.stdout.split())
     assert "7.654" not in done.stdout
-    assert "0 of 1 steps inside the predicted interval; ! marks those outside" in done.stdout
+    assert "0 of 1 step inside the predicted interval; ! marks those outside" in done.stdout
     assert "0.100 s !" in done.stdout
     assert "plans for this card take" in done.stdout
     assert "their speed is calibrated by" in done.stdout

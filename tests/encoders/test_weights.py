@@ -208,7 +208,7 @@ def test_missing_weights_are_not_drawn_at_random(tmp_path):
     state = load_file(file)
     del state["encoder.conv_in.bias"]
     save_file(state, file, metadata={"format": "pt"})
-    with pytest.raises(UserError, match=r"has 1 missing weights, the first encoder\.conv_in\.bias"):
+    with pytest.raises(UserError, match=r"has 1 missing weight, the first encoder\.conv_in\.bias"):
         load_image_codec(VaeCodec(class_name="AutoencoderKL", path=tmp_path))
 
 

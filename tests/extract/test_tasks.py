@@ -65,7 +65,7 @@ def test_a_task_that_fails_is_one_line(pictures, tmp_path):
     with pytest.raises(UserError) as error:
         extract(*configured(pictures, tmp_path / "f"), engine=changed)
     (problem,) = error.value.problems
-    assert problem.startswith("1 of 1 tasks failed, the first: ")
+    assert problem.startswith("1 of 1 task failed, the first: ")
     assert "none does not exist" in problem
     assert f"log: {tmp_path}/f/slurm/" in problem
     assert problem.endswith("goes on from the parts done")

@@ -192,7 +192,7 @@ def test_added_data_enters_with_the_next_epoch_and_is_told(tmp_path):
     grown = FeatureStore.open(root)
     again, notices = plan_order(grown, 4, 0, saved, 5, tmp_path)
     assert [(stage.first_epoch, stage.parts) for stage in again.stages] == [(0, 5), (1, 7)]
-    assert f"{root} has 2 more parts (16 samples) than before: they enter with epoch 1" in notices[0]
+    assert f"{root} has 2 parts more (16 samples) than before: what is new enters with epoch 1" in notices[0]
     for step, batch in enumerate(before[: again.batches_before(1)]):
         assert batch.parts.tolist() == again.batch(step).parts.tolist()
     assert max(again.batch(step).parts.max() for step in range(10, 24)) == 6
@@ -200,7 +200,7 @@ def test_added_data_enters_with_the_next_epoch_and_is_told(tmp_path):
     assert plan_order(grown, 4, 0, saved, 13, tmp_path)[0].stages == again.stages
     with pytest.raises(UserError, match=r"global_batch_size\) is 8, and .* was trained with 4.*set it to 4"):
         plan_order(grown, 8, 0, saved, 13, tmp_path)
-    with pytest.raises(UserError, match=r"the first 7 parts of .* are not those that"):
+    with pytest.raises(UserError, match=r"does not begin with the 7 parts that"):
         plan_order(store, 4, 0, saved, 13, tmp_path)
     with pytest.raises(UserError, match=r"has a damaged state of its data"):
         plan_order(store, 4, 0, {"seed": 0}, 13, tmp_path)

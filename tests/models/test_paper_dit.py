@@ -141,8 +141,8 @@ def test_files_that_are_not_this_model_are_refused(tmp_path: Path) -> None:
         import_published(tmp_path / "wider.safetensors", TINY)
     assert [problem.removeprefix(f"{tmp_path}/") for problem in error.value.problems] == [
         "wider.safetensors holds another model: final_layer.linear.weight is (16, 16), and (32, 16) in this PaperDiT",
-        "wider.safetensors holds another model: 1 tensors this PaperDiT has and the file lacks: pos_embed",
-        "wider.safetensors holds another model: 1 tensors this PaperDiT does not have: optimizer",
+        "wider.safetensors holds another model: 1 tensor this PaperDiT has and the file lacks: pos_embed",
+        "wider.safetensors holds another model: 1 tensor this PaperDiT does not have: optimizer",
     ]
 
 

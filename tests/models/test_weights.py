@@ -95,7 +95,7 @@ def test_a_folder_that_lacks_tensors_or_has_more_is_of_another_model(tmp_path):
     tensors = load_file(tmp_path / FILE)
     del tensors["proj_out.bias"]
     save_file(tensors | {"more": torch.zeros(1), "and more": torch.zeros(1)}, tmp_path / FILE)
-    with pytest.raises(UserError, match="of another SD3Transformer2DModel: 1 tensors are missing and 2 unexpected"):
+    with pytest.raises(UserError, match="of another SD3Transformer2DModel: 1 tensor missing and 2 unexpected"):
         models.load(SPEC, tmp_path, dtype=torch.float32)
 
 

@@ -35,7 +35,7 @@ def test_parquet_of_paths_with_lists_of_captions_and_weights(folder):
     items = opened({"path": str(folder / "list.parquet"), "captions": {"captions": "weights"}}).items(0, 4)
     assert texts(items[0]) == [("a", 1), ("b", 3)]
     assert [reason(item) for item in items[1:]] == [
-        "caption column captions has 1 texts and 2 weights",
+        "caption column captions has 1 text and 2 weights",
         "caption column captions is empty",
         "caption column captions is empty",
     ]

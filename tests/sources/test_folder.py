@@ -30,7 +30,7 @@ def test_what_a_folder_holds_besides_is_told(tmp_path, capsys):
     (tmp_path / "c.heic").touch()
     (tmp_path / "link").symlink_to(tmp_path)
     assert len(opened(str(tmp_path))) == 1
-    told = f"data.images: {tmp_path} also holds what is not read: 2 .heic files, 1 links to folders\n"
+    told = f"data.images: {tmp_path} also holds what is not read: 2 .heic files, 1 linked folder\n"
     assert capsys.readouterr().err == told
 
 
@@ -157,7 +157,7 @@ def test_the_forms_of_json_captions(tmp_path, content, expected):
         ({"json": "[]"}, "caption a.json is empty"),
         ({"json": "3"}, "caption a.json holds int, not text"),
         ({"json": '"\\ud800"'}, "caption a.json is not UTF-8"),
-        ({"json": '{"captions": ["a", "b"], "weights": [1]}'}, "caption a.json has 2 texts and 1 weights"),
+        ({"json": '{"captions": ["a", "b"], "weights": [1]}'}, "caption a.json has 2 texts and 1 weight"),
         ({"json": '{"captions": ["a"], "weights": [-1]}'}, "caption a.json has the weight -1; weights are numbers"),
         ({"json": '{"captions": ["a"], "weights": [NaN]}'}, "caption a.json has the weight nan"),
         (

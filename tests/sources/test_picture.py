@@ -8,7 +8,7 @@ import zlib
 import numpy as np
 import pytest
 from PIL import Image
-from tiny_sources import damage, gradient, opened, pixels, save
+from tiny_sources import damage, gradient, opened, pixels, reason, save
 
 from bigdit.sources.picture import decode
 from bigdit.sources.protocol import Unusable
@@ -69,16 +69,17 @@ def test_16_bits_are_scaled(tmp_path, suffix):
     assert pixels(image) == np.arange(256).reshape(16, 16).tolist()
 
 
-def png_16(samples, color_type, *chunks):
-    """A PNG of 16-bit samples [H, W, C], which Pillow does not write for every color type."""
+def png_16(samples, color_type, *chunks, size=None):
+    """A PNG of 16-bit samples [H, W, C], which Pillow does not write for every color type; `size`: (width, height) that
+    its header says instead of theirs."""
 
     def chunk(kind, data):
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
-    height, width = samples.shape[:2]
+    width, height = size or samples.shape[1::-1]
     rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in samples)
-    size = struct.pack(">IIBBBBB", width, height, 16, color_type, 0, 0, 0)
-    parts = [(b"IHDR", size), *chunks, (b"IDAT", zlib.compress(rows)), (b"IEND", b"")]
+    header = struct.pack(">IIBBBBB", width, height, 16, color_type, 0, 0, 0)
+    parts = [(b"IHDR", header), *chunks, (b"IDAT", zlib.compress(rows)), (b"IEND", b"")]
     return b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*part) for part in parts)
 
 
@@ -107,14 +108,47 @@ def test_32_bits_are_refused_by_name(tmp_path):
         loaded(tmp_path, gradient(8, 8, "F"), "tif")
 
 
+EMPTY = np.zeros((0, 0, 1), np.uint16)
+
+
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")  # pytest undoes filters of modules
-def test_more_pixels_than_pillow_allows_are_refused_before_they_are_decoded(tmp_path):
-    save(tmp_path / "a.png", picture=Image.new("1", (20_000, 10_000)))  # 25 kB on the disk, 200 MB as gray
-    with pytest.raises(Unusable, match="picture too large: Image size \\(200000000 pixels\\)"):
-        opened(str(tmp_path)).items(0, 1)[0].load()
-    save(tmp_path / "a.png", picture=Image.new("1", (10_000, 9_000)))
-    with pytest.raises(Unusable, match=r"picture too large: 10000 × 9000 pixels; \d+ are the most"):
-        opened(str(tmp_path)).items(0, 1)[0].load()
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [
+        ((10_000, 9_000), "image of 10000 × 9000 = 90000000 pixels; data.max_pixels allows 89478485"),
+        ((20_000, 10_000), "image of 200000000 pixels; data.max_pixels allows 89478485"),
+        ((1, 80_000_000), "image of 1 × 80000000 pixels; one side is at most 100 times the other"),
+    ],
+)
+def test_too_large_pictures_are_refused_by_their_headers(tmp_path, size, expected):
+    save(tmp_path / "a.png")
+    (tmp_path / "a.png").write_bytes(png_16(EMPTY, 0, size=size))
+    assert reason(opened(str(tmp_path)).items(0, 1)[0]) == expected
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")  # pytest undoes filters of modules
+def test_a_picture_of_108_megapixels_is_read_where_the_limit_is_raised(tmp_path):
+    save(tmp_path / "a.png", picture=Image.new("1", (12_000, 9_000)))
+    (found,) = opened(str(tmp_path), max_pixels=108_000_000).items(0, 1)
+    assert found.load().image.size == (12_000, 9_000)
+    (tmp_path / "a.png").write_bytes(png_16(EMPTY, 0, size=(20_000, 10_000)))
+    assert reason(opened(str(tmp_path), max_pixels=200_000_000).items(0, 1)[0]).startswith("damaged picture: ")
+
+
+@pytest.mark.parametrize(
+    ("start", "expected"),
+    [
+        (b"\0\0\0\x18ftypheic\0\0\0\0", "picture in HEIC, which is not read; convert it to PNG or JPEG"),
+        (b"\0\0\0\x18ftypmif1\0\0\0\0", "picture in HEIC, which is not read; convert it to PNG or JPEG"),
+        (b"\xff\x0a\xfa\x1f", "picture in JPEG XL, which is not read; convert it to PNG or JPEG"),
+        (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "picture in SVG, which is not read; convert it to PNG or JPEG"),
+        (b"no picture", "damaged picture: it begins as none of PNG, JPEG, WEBP, AVIF, BMP, TIFF, GIF"),
+    ],
+)
+def test_files_that_are_no_pictures_are_named_by_what_they_are(tmp_path, start, expected):
+    save(tmp_path / "a.png")
+    (tmp_path / "a.png").write_bytes(start)
+    assert reason(opened(str(tmp_path)).items(0, 1)[0]) == expected
 
 
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")  # of Pillow, about damaged metadata

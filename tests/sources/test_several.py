@@ -4,17 +4,22 @@ import io
 import json
 import pickle
 import tarfile
+from pathlib import Path
 
 import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from commands import DIGITS
-from tiny_sources import gradient, opened, pixels, save
+from PIL import Image
+from tiny_sources import gradient, opened, pixels, save, write_tar
+from tiny_videos import video
 
 from bigdit.config import load_run
+from bigdit.config.data import DataConfig
 from bigdit.errors import UserError
-from bigdit.sources.open import check_sources
+from bigdit.sources.open import check_sources, open_source
+from bigdit.sources.protocol import Unusable
 
 
 def test_several_sources_follow_one_another_and_appending_changes_nothing_before(tmp_path):
@@ -100,6 +105,53 @@ def test_what_does_not_go_with_a_kind_is_said_for_all_sources_at_once(tmp_path):
         f"data.images[0]: {tmp_path}/one is of kind folder, which has no columns; leave out image and captions",
         f"data.images[1].kind: {tmp_path}/two holds files of folder and webdataset; say which is meant",
         f"data.images[2]: the folder {tmp_path}/three does not exist",
+    )
+
+
+def test_pixels_beyond_the_limit_are_refused_in_every_kind(tmp_path):
+    """Pictures of 16 × 16, a video and an animation of two frames."""
+    root = tmp_path / "kinds"
+    save(root / "plain/a.png", picture=gradient(16, 16))
+    picture = (root / "plain/a.png").read_bytes()
+    (root / "list.csv").write_text("path,caption\nplain/a.png,a gradient\n")
+    pq.write_table(pa.table({"image": [picture], "caption": ["a gradient"]}), root / "a.parquet")
+    write_tar(root / "a.tar", [("a.png", picture), ("a.txt", b"a gradient")])
+    features = datasets.Features({"image": datasets.Image(), "caption": datasets.Value("string")})
+    rows = {"image": [{"bytes": picture, "path": None}], "caption": ["a gradient"]}
+    datasets.Dataset.from_dict(rows, features=features).save_to_disk(root / "saved")
+    save(root / "frames/a/1.png", picture=gradient(16, 16))
+    (root / "frames/a.txt").write_text("a gradient")
+    (root / "moving").mkdir()
+    video(root / "moving/a.mp4", range(2), size=(16, 16))
+    save(root / "moving/b.gif", picture=gradient(16, 16), save_all=True, append_images=[Image.new("RGB", (16, 16))])
+    write_tar(root / "moving.tar", [("a.mp4", (root / "moving/a.mp4").read_bytes()), ("a.txt", b"a caption")])
+    names = ("plain", "list.csv", "a.parquet", "a.tar", "saved", "moving", "moving.tar")
+    images = [*(str(root / name) for name in names), {"path": str(root / "frames"), "frame_rate": 8}]
+
+    def items(**limit):
+        data = DataConfig(images=images, features=tmp_path / "f", buckets=[(1, 16, 16)], fps=8, **limit)
+        return open_source(data).items(0, 99)
+
+    def frames(item):
+        image = item.load().image
+        return [image] if isinstance(image, Image.Image) else list(image)
+
+    assert len(items()) == 9
+    for item in items(max_pixels=256):
+        assert frames(item)[0].size == (16, 16)
+    for item in items(max_pixels=255):
+        with pytest.raises(Unusable, match=r"^image of 16 × 16 = 256 pixels; data\.max_pixels allows 255$"):
+            frames(item)
+
+
+@pytest.mark.parametrize("name", ["meta.jsonl", "a.png", "LICENSE"])
+def test_a_file_of_no_kind_is_named_with_what_is_read(tmp_path, name):
+    (tmp_path / name).touch()
+    with pytest.raises(UserError) as error:
+        opened(str(tmp_path / name))
+    what = f"a {Path(name).suffix} file" if "." in name else "a file without a suffix"
+    assert str(error.value).startswith(
+        f"data.images: {tmp_path / name} is {what}; give a folder of images or videos, a"
     )
 
 

@@ -1,6 +1,7 @@
 """Videos as sources: files, animations and folders of frames, at the rate asked for, and what cannot be used."""
 
 import io
+import re
 import sys
 from fractions import Fraction
 
@@ -13,9 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 from tiny_sources import gradient, save, write_tar
-from tiny_videos import SHADES, video
+from tiny_videos import SHADES, transparent, video
 
 from bigdit.config.data import DataConfig
+from bigdit.encoders.buckets import bucket_pixels
 from bigdit.errors import UserError
 from bigdit.sources.open import open_source
 from bigdit.sources.protocol import Unusable
@@ -137,7 +139,7 @@ def test_what_stands_beside_folders_of_frames_is_counted(tmp_path, capfd):
     assert len(opened({"path": str(tmp_path), "frame_rate": 8})) == 1
     head, _, kinds = capfd.readouterr().err.strip().rpartition(": ")
     assert head == f"data.images: {tmp_path} also holds what is not read"
-    assert sorted(kinds.split(", ")) == ["1 .gif files", "1 .png files", "1 links to folders", "2 .mp4 files"]
+    assert sorted(kinds.split(", ")) == ["1 .gif file", "1 .png file", "1 linked folder", "2 .mp4 files"]
 
 
 def test_tables_name_videos(tmp_path):
@@ -150,10 +152,63 @@ def test_tables_name_videos(tmp_path):
         shades(source, 1)
 
 
-def test_a_video_that_was_filmed_upright_is_upright(tmp_path):
+@pytest.mark.parametrize("suffix", ["mp4", "mkv", "mov", "avi", "webm"])
+@pytest.mark.parametrize("aspect", [Fraction(2), Fraction(1, 2)])
+def test_pixels_that_are_not_square_are_shown_as_players_do(tmp_path, suffix, aspect):
+    codec = "libvpx-vp9" if suffix == "webm" else "mpeg4"
+    path = tmp_path / f"a.{suffix}"
+    video(path, range(12), Fraction(1, 16), codec, aspect=aspect)
+    if suffix == "webm":  # PyAV leaves it out: DisplayWidth and DisplayHeight take the place of DefaultDuration
+        found = re.compile(rb"\x23\xe3\x83\x84.{4}\xe0\x86(\xb0\x81.\xba\x81.)", re.DOTALL)
+        shown = b"\xe0\x8e\\1\x54\xb0\x81" + bytes([int(32 * aspect)]) + b"\x54\xba\x81\x10"
+        data, count = found.subn(shown, path.read_bytes())
+        assert count == 1
+        path.write_bytes(data)
+    size = (64, 16) if aspect > 1 else (32, 32)
+    write_tar(tmp_path / "tars/a.tar", [(path.name, path.read_bytes()), ("a.txt", b"a caption")])
+    (tmp_path / "a.csv").write_text(f"path,caption\n{path.name},a caption\n")
+    for images in (str(tmp_path), str(tmp_path / "a.csv"), str(tmp_path / "tars"), {"path": str(tmp_path), "clips": 2}):
+        data = DataConfig(images=images, features=tmp_path / "f", buckets=[(3, 16, 16)], fps=8)
+        for item in open_source(data).items(0, 2):
+            assert {frame.size for frame in item.load().image} == {size}
+    bucket, _ = bucket_pixels(item.load().image, [(3, 16, 32), (3, 8, 32), (3, 16, 16)], "rgb")
+    assert bucket == ((3, 8, 32) if aspect > 1 else (3, 16, 16))
+
+
+TRANSPARENT = [
+    ("mov", "prores_ks", "yuva444p10le"),
+    ("mov", "png", "rgba"),
+    ("mov", "qtrle", "argb"),
+    ("webm", "libvpx-vp9", "yuva420p"),
+    ("mkv", "libvpx-vp9", "yuva420p"),
+    ("webm", "libvpx", "yuva420p"),
+    ("mkv", "ffv1", "bgra"),
+]
+
+
+@pytest.mark.parametrize(("suffix", "codec", "pixels"), TRANSPARENT)
+def test_transparent_videos_lie_over_white(tmp_path, suffix, codec, pixels):
+    transparent(tmp_path / f"a.{suffix}", codec, pixels)
+    for item in opened({"path": str(tmp_path), "clips": 2}, frames=4).items(0, 2):
+        frames = list(item.load().image)
+        assert len(frames) == 4
+        for frame in frames:
+            assert frame.getpixel((4, 8)) == pytest.approx((255, 0, 0), abs=8)
+            assert frame.getpixel((28, 8)) == (255, 255, 255)
+
+
+def test_transparency_that_cannot_be_decoded_is_said(tmp_path):
+    transparent(tmp_path / "a.mkv", "mpeg4", "yuv420p", {"alpha_mode": "1"})
+    with pytest.raises(Unusable, match=r"^video with transparency in mpeg4, which PyAV cannot decode here"):
+        shades(opened(str(tmp_path)))
+
+
+@pytest.mark.parametrize("aspect", [1, 2])
+def test_a_video_that_was_filmed_upright_is_upright(tmp_path, aspect):
     with av.open(tmp_path / "a.mp4", "w") as container:
         stream = container.add_stream("mpeg4", rate=8)
         stream.width, stream.height = 32, 16
+        stream.codec_context.sample_aspect_ratio = aspect
         picture = Image.new("RGB", (32, 16))
         picture.paste("white", (0, 0, 16, 16))  # the left half, which is above once it is turned clockwise
         container.mux(stream.encode(av.VideoFrame.from_image(picture)))
@@ -166,7 +221,7 @@ def test_a_video_that_was_filmed_upright_is_upright(tmp_path):
     (tmp_path / "a.mp4").write_bytes(data[:at] + clockwise + data[at + len(clockwise) :])
     (tmp_path / "a.txt").write_text("a caption")
     (frame,) = opened(str(tmp_path)).items(0, 1)[0].load().image
-    assert frame.size == (16, 32)
+    assert frame.size == (16, 32 * aspect)
     above, below = np.asarray(frame.convert("L")).reshape(2, -1).mean(1)
     assert above > 200 > 50 > below
 
@@ -224,7 +279,7 @@ def test_without_frames_in_the_buckets_videos_are_passed_over(tmp_path, capsys):
     video(tmp_path / "a.mp4", evenly(8, 8))
     asked = {"images": str(tmp_path), "features": "features"}
     assert [item.name for item in open_source(DataConfig(**asked, buckets=[(8, 8)])).items(0, 9)] == ["b.png"]
-    assert "also holds what is not read: 1 .mp4 files" in capsys.readouterr().err
+    assert "also holds what is not read: 1 .mp4 file" in capsys.readouterr().err
     assert [item.name for item in opened(str(tmp_path)).items(0, 9)] == ["a.mp4", "b.png"]
 
 

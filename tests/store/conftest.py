@@ -63,7 +63,7 @@ def fill(pictures, codec, text_encoder):
         write_null_text(root, text_encoder.null, store_identity(schema))
         for start, end in schema.ranges():
             items = ImageFolder(pictures).items(start, end)
-            encoded = encode_unit(items, BUCKETS, codec, text_encoder, lambda _: None)
+            encoded = encode_unit(items, BUCKETS, codec, text_encoder, lambda *_: None)
             write_part(part_path(root, start, end), encoded, identity=part_identity(schema, start))
 
     return make

@@ -63,7 +63,7 @@ def test_a_vaes_latents_are_kept_in_bfloat16(tmp_path, pictures, schema, text_en
     one_part = schema.model_copy(update={"codec": codec.identity, "sources": [{"count": 4}]})
     claim(root, one_part)
     write_null_text(root, text_encoder.null, store_identity(one_part))
-    encoded = encode_unit(items, schema.buckets, codec, text_encoder, lambda _: None)
+    encoded = encode_unit(items, schema.buckets, codec, text_encoder, lambda *_: None)
     write_part(part_path(root, 0, 4), encoded, identity=part_identity(one_part, 0))
     store = FeatureStore.open(root)
     latents, _, indices = store.read((4, 8, 12), [1])

@@ -39,7 +39,7 @@ def test_rows_of_another_course_are_put_aside_and_said(tmp_path, capfd):
     assert going_on(tmp_path, 0) == []
     (aside,) = tmp_path.glob("before-*-metrics.jsonl")
     assert [row["step"] for row in read_metrics(aside)] == [1, 2, 3]
-    assert f"note: training begins at step 0; 3 rows of an earlier course are now {aside}" in capfd.readouterr().err
+    assert f"note: training begins at step 0; {aside} holds 3 rows of an earlier course" in capfd.readouterr().err
 
 
 def test_a_disk_without_room_for_more_rows_is_one_line(tmp_path):

@@ -155,15 +155,13 @@ def test_a_skipped_step_is_said_with_its_sample(features, tmp_path, poisoned, ca
     assert f"note: step {skipped['step']} is skipped: the loss of step {skipped['step']} is nan" in said
     assert "; not finite is what the store has of sample 9 (row 3 of " in said
     assert " in part-000000000000-000000000240.safetensors)" in said
-    assert f"note: 1 of 15 steps were skipped; {tmp_path}/metrics.jsonl says which" in said
+    assert f"note: 1 of 15 steps skipped; {tmp_path}/metrics.jsonl says which" in said
 
 
 def test_too_many_skipped_steps_end_the_run(features, tmp_path, poisoned, capfd):
     assert run(features, tmp_path, "train.steps=15", "train.most_skipped_steps=1") == 1
     (error,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert error.startswith(
-        "error: 1 steps in a row were skipped, as many as train.most_skipped_steps: the loss of step "
-    )
+    assert error.startswith("error: training skipped 1 step in a row (train.most_skipped_steps): the loss of step ")
     assert "of sample 9 (row 3 of " in error
     assert error.endswith("or leave them out")
     assert read_metrics(tmp_path / "metrics.jsonl")[-1]["skipped"]

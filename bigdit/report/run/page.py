@@ -22,7 +22,7 @@ from bigdit.report.svg import DARK, variable
 from bigdit.report.timeline import COLOURS
 from bigdit.speed.interval import Interval
 from bigdit.train.beside_plan import off
-from bigdit.units import gib, unit_of
+from bigdit.units import gib, how_many, unit_of
 
 MOST_SKIPPED = 20
 """Skipped steps that are named."""
@@ -99,10 +99,12 @@ def _yaml(run: dict[str, Any]) -> str:
 def _verdict(found: Found) -> tuple[str, str, str]:
     """A class of the page's style, a word, and what it means."""
     if found.wanted is None:
-        return "tight", f"{found.steps:,} steps", "of how many is not known: the run left no run.json that can be read"
+        unknown = "of how many is not known: the run left no run.json that can be read"
+        return "tight", how_many(found.steps, "step"), unknown
+    wanted = how_many(found.wanted, "step")
     if found.steps < found.wanted:
-        return "tight", "NOT AT ITS END", f"{found.steps:,} of {found.wanted:,} steps; the same command goes on"
-    return "fits", "DONE", f"all of {found.wanted:,} steps"
+        return "tight", "NOT AT ITS END", f"{found.steps:,} of {wanted}; the same command goes on"
+    return "fits", "DONE", f"all of {wanted}"
 
 
 def _facts(found: Found) -> dict[str, tuple[str, str]]:
@@ -126,7 +128,7 @@ def _facts(found: Found) -> dict[str, tuple[str, str]]:
         facts["memory at its peak"] = gib(peak), "of this process, on the host" if on_host else "allocated by torch"
     if found.receipt is not None:
         seconds = Interval(low=found.receipt.seconds, high=found.receipt.seconds)
-        facts["time"] = words.span(seconds), f"for {found.receipt.steps:,} steps of the last start"
+        facts["time"] = words.span(seconds), f"for {how_many(found.receipt.steps, 'step')} of the last start"
     return facts
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bigdit.report import words
 from bigdit.train.record import RunRecord
+from bigdit.units import how_many
 
 
 def settings(record: RunRecord) -> dict[str, str]:
@@ -26,7 +27,8 @@ def settings(record: RunRecord) -> dict[str, str]:
     if strategy.lora is not None:
         found["adapters"] = f"LoRA of rank {strategy.lora.rank} over a frozen {strategy.lora.base} base"
     if run.validation is not None:
-        found["validation"] = f"{run.validation.samples:,} samples held out, every {run.validation.every:,} steps"
+        held_out, every = how_many(run.validation.samples, "sample"), how_many(run.validation.every, "step")
+        found["validation"] = f"{held_out} held out, every {every}"
     if record.stage is not None:
         found["stage"] = f"stages.{record.stage}, whose settings these are"
     found["seed"] = f"{run.train.seed}"

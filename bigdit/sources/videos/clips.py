@@ -10,6 +10,7 @@ from typing import Any, cast
 import xxhash
 from PIL import Image
 
+from bigdit.config.data import MAX_PIXELS
 from bigdit.sources.protocol import Contents, Entry, Item, Readable, Source, Unusable
 from bigdit.sources.videos.resample import Clip
 
@@ -23,9 +24,9 @@ class ClipItem(Readable):
     item: Item
     number: int
 
-    def read(self) -> Contents:
+    def read(self, max_pixels: int = MAX_PIXELS) -> Contents:
         """As Item.read."""
-        contents = self.item.read()
+        contents = self.item.read(max_pixels)
         return dataclasses.replace(contents, decode=lambda: self._clip(contents.decode())) if self.number else contents
 
     def _clip(self, found: Image.Image | Iterator[Image.Image]) -> Iterator[Image.Image]:

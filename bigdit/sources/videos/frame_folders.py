@@ -13,6 +13,7 @@ from pathlib import Path
 
 import xxhash
 
+from bigdit.config.data import MAX_PIXELS
 from bigdit.errors import UserError
 from bigdit.sources.beside import captions_beside, check_link, tell_passed_over
 from bigdit.sources.disk import PICTURE_BYTES, read_file, unreadable
@@ -34,10 +35,10 @@ class FrameFolder(Readable):
     clip: Clip
     follow_links: bool
 
-    def read(self) -> Contents:
+    def read(self, max_pixels: int = MAX_PIXELS) -> Contents:
         """As Item.read."""
         captions = captions_beside(self.root, self.root / self.name, self.follow_links)
-        return Contents(lambda: map(decode, self._taken()), self._digest, captions)
+        return Contents(lambda: (decode(each, max_pixels) for each in self._taken()), self._digest, captions)
 
     def _digest(self) -> int:
         digest = xxhash.xxh3_64()
@@ -114,7 +115,7 @@ def _digested(root: Path, digest: xxhash.xxh3_128, passed_over: Counter[str]) ->
         taken = frames if folder != root else []
         for name in set(names) - set(taken):
             if (suffix := os.path.splitext(name)[1]) not in (".json", ".txt") and (folder / name).is_file():
-                passed_over[f"{suffix or 'other'} files"[:20]] += 1
+                passed_over[f"{suffix or 'other'} file"[:20]] += 1
         if taken:
             name = os.path.relpath(folder, root)
             files = [*(folder / frame for frame in frames), Path(f"{folder}.json"), Path(f"{folder}.txt")]
@@ -130,11 +131,11 @@ def _digest_of(text: str) -> str:
 
 
 def _below(folder: Path, passed_over: Counter[str]) -> Iterator[Path]:
-    """A folder and those within, sorted; links to folders are counted in `passed_over`."""
+    """A folder and those within, sorted; linked folders are counted in `passed_over`."""
     yield folder
     with os.scandir(folder) as entries:
         found = list(entries)
-    passed_over["links to folders"] += sum(entry.is_symlink() and os.path.isdir(entry) for entry in found)
+    passed_over["linked folder"] += sum(entry.is_symlink() and os.path.isdir(entry) for entry in found)
     for name in sorted(entry.name for entry in found if entry.is_dir(follow_symlinks=False)):
         yield from _below(folder / name, passed_over)
 

@@ -27,6 +27,7 @@ from bigdit.train.seen.sight import VALIDATED, Sight
 from bigdit.train.seen.spikes import LossSpikes
 from bigdit.train.seen.trackers import Trackers
 from bigdit.train.step import StepResult
+from bigdit.units import how_many
 
 FLUSH_EVERY = 10
 
@@ -188,7 +189,8 @@ class Metrics:
         if rows and not start:
             aside = self.path.with_name(f"before-{time.strftime('%Y%m%dT%H%M%S')}-{METRICS}")
             self.path.rename(aside)
-            log.notice(f"note: training begins at step 0; {len(rows)} rows of an earlier course are now {aside}")
+            found = how_many(len(rows), "row")
+            log.notice(f"note: training begins at step 0; {aside} holds {found} of an earlier course")
         lost = start - len({row["step"] for row in kept})
         if lost:
             log.notice(f"note: {self.path} has no row that can be read of {lost} of the {start} steps before this one")

@@ -97,7 +97,7 @@ class Pictures:
         """Conditions, extras of first frames, a row each, and the latents' shape; or what is wrong."""
         try:
             captions = self._config.captions
-            images = [asked_image("samples.images:", path) for path in self._config.images]
+            images = [asked_image("samples.images:", path, self._run.data.max_pixels) for path in self._config.images]
             codec = load_image_codec(self._run.encoders.image, _HOST)
             found = encoded(self._run, spec, known, captions, images, self._options, codec, _HOST, _WORDS)
             given = found.texts.of(range(len(captions) + self._options.guided))

@@ -15,6 +15,7 @@ from bigdit.errors import UserError
 from bigdit.loader.stream import Micro
 from bigdit.train.seen.samples import Samples, listed
 from bigdit.train.step import StepResult
+from bigdit.units import how_many
 
 _FIX = "lower optimizer.lr, lengthen train.warmup_steps, or set train.gradient_clipping"
 _MEND = "encode these samples again, where they are a VAE's with encoders.image.dtype fp32, or leave them out"
@@ -56,7 +57,7 @@ class SkippedSteps:
         )
         if ends:
             raise UserError(
-                f"{self._most} steps in a row were skipped, as many as train.most_skipped_steps: {line}; "
+                f"training skipped {how_many(self._most, 'step')} in a row (train.most_skipped_steps): {line}; "
                 + (_MEND if wrong else _FIX)
             )
         log.notice(f"note: step {step} is skipped: {line}")
@@ -64,4 +65,4 @@ class SkippedSteps:
     def sum_up(self, steps: int, metrics: Path) -> None:
         """Say how many of the run's `steps` were skipped, where any were; `metrics` says which."""
         if self.count:
-            log.notice(f"note: {self.count} of {steps} steps were skipped; {metrics} says which")
+            log.notice(f"note: {self.count} of {how_many(steps, 'step')} skipped; {metrics} says which")

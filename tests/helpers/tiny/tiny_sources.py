@@ -14,9 +14,9 @@ from bigdit.sources.open import open_source
 from bigdit.sources.protocol import Unusable
 
 
-def opened(images, features="features"):
+def opened(images, features="features", buckets=((8, 8),), **more):
     """The source of a run whose `data.images` is `images`."""
-    return open_source(DataConfig(images=images, features=features, buckets=[(8, 8)]))
+    return open_source(DataConfig(images=images, features=features, buckets=buckets, **more))
 
 
 def gradient(width=8, height=8, mode="RGB"):

@@ -3,17 +3,21 @@
 from fractions import Fraction
 
 import av
+import numpy as np
 from PIL import Image
 
 SHADES = 16  # of gray from one frame to the next: more than a codec changes
 
 
-def video(path, times, tick=Fraction(1, 1000), codec="mpeg4", size=(32, 16), caption="a caption"):
-    """A video file whose n-th frame is n shades bright and shown at `times[n]` ticks."""
+def video(path, times, tick=Fraction(1, 1000), codec="mpeg4", size=(32, 16), caption="a caption", aspect=None):
+    """A video file whose n-th frame is n shades bright and shown at `times[n]` ticks; `aspect`: its pixels' width over
+    their height."""
     with av.open(path, "w") as container:
         stream = container.add_stream(codec, rate=Fraction(1) / tick)
         stream.width, stream.height = size
         stream.codec_context.time_base = tick
+        if aspect:
+            stream.codec_context.sample_aspect_ratio = aspect
         for number, time in enumerate(times):
             frame = av.VideoFrame.from_image(Image.new("RGB", size, (number * SHADES,) * 3))
             frame.pts, frame.time_base = time, tick
@@ -21,6 +25,21 @@ def video(path, times, tick=Fraction(1, 1000), codec="mpeg4", size=(32, 16), cap
         container.mux(stream.encode())
     if caption:
         path.with_suffix(".txt").write_text(caption)
+
+
+def transparent(path, codec, pixels, tags=()):
+    """A second of video that is red and opaque on the left, and has hidden green on the right; `pixels`: its format."""
+    frame = np.zeros((16, 32, 4), np.uint8)
+    frame[:, :16], frame[:, 16:] = (255, 0, 0, 255), (0, 255, 0, 0)
+    with av.open(path, "w") as container:
+        options = {"auto-alt-ref": "0"} if codec == "libvpx" else {}
+        stream = container.add_stream(codec, rate=8, options=options)
+        stream.width, stream.height, stream.pix_fmt = 32, 16, pixels
+        stream.metadata.update(tags)
+        for _ in range(8):
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgba")))
+        container.mux(stream.encode())
+    path.with_suffix(".txt").write_text("a caption")
 
 
 def moving_square(path, rightwards, frames=12, fps=16, side=32):
