@@ -28,6 +28,13 @@ class _Console(Console):
         return self.is_terminal and (bool(os.environ.get("NO_COLOR")) or super().is_dumb_terminal)
 
     def print(self, *objects: Any, **options: Any) -> None:
+        try:
+            self._print(*objects, **options)
+        except OSError:  # nobody hears progress and notices where stderr is full: what they are about goes on
+            if not self.stderr:
+                raise
+
+    def _print(self, *objects: Any, **options: Any) -> None:
         if self.is_terminal:
             super().print(*objects, **options)
             return

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from bigdit.dist import World
-from bigdit.errors import EXIT_USER, UserError
+from bigdit.errors import EXIT_USER, UserError, refused
 from bigdit.lifeline import ENDED, STOPPED, state_of
 from bigdit.train.processes.stop import Stop
 
@@ -68,30 +68,27 @@ def ending_together(world: World, stop: Stop, timeout: float) -> Iterator[None]:
         dist.all_gather_object(found, Place.here())
         places = found
         yield
-    except UserError as error:
-        for problem in error.problems:
+    except Exception as error:
+        problems = error.problems if isinstance(error, UserError) else tuple(filter(None, [refused(error)]))
+        for problem in problems:
             if store.first(problem, world.is_main):
-                print(f"error: {problem}", file=sys.stderr)
+                _say(problem)
         store.leave_word(world.rank)
-        raise UserError() from error
-    except RuntimeError as error:
-        if not any(sign in str(error).lower() for sign in SIGNS):
-            store.leave_word(world.rank)
+        if problems:
+            raise UserError() from error
+        if not isinstance(error, RuntimeError) or not any(sign in str(error).lower() for sign in SIGNS):
             raise
-        store.leave_word(world.rank)
         gone = _gone(places)
         if not any(store.has_word(rank) for rank in gone) and store.first("a peer", True):
             lost = f"{_names(gone, places)} was lost" if gone else _silent(store, places, world, timeout, error)
-            print(
-                f"error: {lost} after step {stop.step}: all end; the same command goes on from the last checkpoint",
-                file=sys.stderr,
-            )
+            _say(f"{lost} after step {stop.step}: all end; the same command goes on from the last checkpoint")
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(EXIT_USER)
-    except Exception:
-        store.leave_word(world.rank)
-        raise
+
+
+def _say(problem: str) -> None:
+    print(f"error: {problem}", file=sys.stderr)
 
 
 class _Store:
@@ -123,8 +120,11 @@ class _Store:
 
         if self.answers:
             asking = threading.Thread(target=ask, daemon=True)
-            asking.start()
-            asking.join(PATIENCE_S)
+            try:
+                asking.start()
+                asking.join(PATIENCE_S)
+            except RuntimeError:  # the system starts no more threads
+                ask()
             self.answers = bool(heard)
         return heard[0] if heard else otherwise
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from bigdit import libraries
 from bigdit.dist import World, asked_of_accelerate
-from bigdit.errors import UserError
+from bigdit.errors import UserError, refused
 from bigdit.train.processes.leftovers import remove_leftovers
 
 STARTS = "BIGDIT_STARTS"
@@ -103,6 +103,8 @@ def _meet(backend: str, timeout: float) -> None:
         store = dist.PrefixStore(f"start {os.environ.get(STARTS, '0')}", store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     except RuntimeError as error:  # torch's errors of the network and of its store
+        if refused(error):
+            raise
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         said = (str(error).splitlines() or [""])[0][:200]
         raise UserError(
