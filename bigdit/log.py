@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -67,6 +67,25 @@ def notice(text: str) -> None:
 def emit_json(value: Any) -> None:
     """A machine-readable report on stdout, and nothing else there."""
     print(json.dumps(value, indent=2, sort_keys=False, default=str))
+
+
+@contextmanager
+def status(what: str) -> Iterator[Callable[[str], None]]:
+    """What is going on, on stderr; yields the function that says it. On a terminal a line changes; elsewhere each is
+    printed once, and what it counts, in parentheses at its end, is left out."""
+    if err.is_terminal or err.is_jupyter:
+        with err.status(what) as shown:
+            yield shown.update
+        return
+    said = set()
+
+    def say(line: str) -> None:
+        stage = line.partition(" (")[0]
+        if stage not in said:
+            said.add(stage)
+            notice(stage)
+
+    yield say
 
 
 class Advance(Protocol):
