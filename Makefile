@@ -23,6 +23,7 @@ $(VENV):
 	touch $@
 
 $(READY): $(VENV) setup.cfg pyproject.toml constraints.txt
+	@echo "installing torch, DeepSpeed, diffusers and what bigdit needs into .venv: about 3 GB on disk, some minutes"
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $(READY)
 
@@ -34,13 +35,14 @@ $(OLDEST_READY): TORCH = $$(sed -n 's/.*"torch": ("\(.*\)", ".*/\1/p' $(PROVED))
 $(NEWEST_READY): TORCH = $$(sed -n 's/.*"torch": (".*", "\(.*\)").*/\1/p' $(PROVED))
 $(OLDEST_READY) $(NEWEST_READY): $(PROVED)
 $(CUDA_READY) $(OLDEST_READY) $(NEWEST_READY): $(VENV) setup.cfg constraints.txt
+	@echo "installing torch $(TORCH) into $(@D): about 1 GB on disk, the rest is that of .venv; this takes a minute or more"
 	$(BIN)/python -m venv $(@D)
 	PIP_CONSTRAINT=/dev/null $(@D)/bin/pip install --quiet --disable-pip-version-check --no-deps "torch===$(TORCH)"
 	echo "import site; site.addsitedir('$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" \
 	  > "$$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/zz_shared.pth"
 	touch $@
 
-demo: $(READY)
+demo: $(READY) $(CUDA_READY)
 	$(BIN)/python launch/demo.py
 
 test: $(READY) $(CUDA_READY) $(OLDEST_READY) $(NEWEST_READY)

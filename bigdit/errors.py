@@ -12,7 +12,10 @@ import re
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+
+from bigdit import machine, streams
 
 EXIT_USER, EXIT_BUG, EXIT_INTERRUPTED = 1, 3, 130
 
@@ -21,6 +24,11 @@ _OF_PATHS = (
     *(errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM),
     *(errno.EROFS, errno.ENOSPC, errno.EDQUOT),
 )
+
+# What Python, glibc, libgomp and a worker's last words say where the system refuses a process, a thread or memory.
+_NO_PROCESS = ("can't start new thread", os.strerror(errno.EAGAIN), "Thread creation failed")
+_NO_MEMORY = ("MemoryError", os.strerror(errno.ENOMEM), "failed to map segment")
+_NO_HOME = "Could not determine home directory"
 
 _HIDDEN = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
@@ -86,20 +94,58 @@ def _escaped(found: re.Match[str]) -> str:
     return f"\\x{sign:02x}" if sign < 256 else f"\\u{sign:04x}"
 
 
+def refused(error: BaseException) -> str | None:
+    """What the system refused this process, where that is the cause of `error`, in a line; None where it is not."""
+    for each in _causes(error):
+        text = f"{type(each).__name__}: {each}"
+        if _NO_HOME in text:
+            return f"HOME is not set, and user {os.getuid()} has no home folder; set HOME to a folder it can write"
+        process = any(sign in text for sign in _NO_PROCESS)
+        if process or any(sign in text for sign in _NO_MEMORY):
+            what = "starts no more processes or threads" if process else "gives no more memory"
+            limits = machine.limits()
+            where = f"it is limited to {limits}; raise that" if limits else "end other programs"
+            return f"the system {what} for this process: {where}, or ask for fewer processes or workers"
+    return None
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and what it followed from, the last first."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
 def guard(main: Callable[[], int | None]) -> int:
-    """Run `main` and return the exit status: a user's error, and a process that was killed, is a line each and 1, a bug
-    a traceback with versions and 3, Ctrl-C 130. In a launched group only rank 0 prints a user's error, or Ctrl-C, which
-    all ranks hit."""
+    """Run `main` and return the exit status: a user's error, a process that was killed, and what the system refuses are
+    a line each and 1, a bug a traceback with versions and 3, Ctrl-C 130. In a launched group only rank 0 prints a
+    user's error, or Ctrl-C, which all ranks hit. A report that cannot be written is an error too; notices are not."""
+    streams.prepare()
+    status = _guarded(main)
+    streams.lost("stderr")
+    if lost := streams.lost("stdout"):
+        _tell(f"error: output: {lost}")
+        return status or EXIT_USER
+    return status
+
+
+def _tell(text: str) -> None:
+    """Say it where anybody may hear it."""
+    with suppress(OSError):
+        print(shown(text), file=sys.stderr)
+
+
+def _guarded(main: Callable[[], int | None]) -> int:
     try:
         return main() or 0
     except UserError as error:
         if os.environ.get("RANK", "0") == "0":
             for problem in error.problems:
-                print(f"error: {shown(problem)}", file=sys.stderr)
+                _tell(f"error: {problem}")
         return EXIT_USER
     except Killed as error:
-        said = shown(str(error).splitlines()[0].rstrip(":"))
-        print(f"error: {said}: somebody killed it, or a kernel short of memory; run it again", file=sys.stderr)
+        said = str(error).splitlines()[0].rstrip(":")
+        _tell(f"error: {said}: somebody killed it, or a kernel short of memory; run it again")
         return EXIT_USER
     except BrokenPipeError:  # who reads our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or the last flush would fail again
@@ -107,13 +153,25 @@ def guard(main: Callable[[], int | None]) -> int:
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # another one ends the exit too, without a traceback of it
         if os.environ.get("RANK", "0") == "0":
-            print("interrupted", file=sys.stderr)
+            _tell("interrupted")
         return EXIT_INTERRUPTED
     except Exception as error:
-        if isinstance(error, OSError) and error.filename is not None and error.errno in _OF_PATHS:
-            print(f"error: {shown(str(error.filename)[:200])}: {error.strerror}", file=sys.stderr)
+        return _unforeseen(error)
+
+
+def _unforeseen(error: Exception) -> int:
+    if why := refused(error):
+        _tell(f"error: {why}")
+        return EXIT_USER
+    if isinstance(error, OSError) and error.filename is not None and error.errno in _OF_PATHS:
+        _tell(f"error: {str(error.filename)[:200]}: {error.strerror}")
+        return EXIT_USER
+    if isinstance(error, OSError) and error.filename is None:
+        lost = streams.lost("stdout", "\n") or streams.lost("stderr", "\n")
+        if lost:
+            _tell(f"error: output: {lost}")
             return EXIT_USER
-        print(shown(traceback.format_exc()), end="", file=sys.stderr)
-        found = " ".join(f"{name}={version}" for name, version in versions().items())
-        print(f"this is a bug in bigdit, or in what it drives; versions: {found}", file=sys.stderr)
-        return EXIT_BUG
+    _tell(traceback.format_exc().rstrip("\n"))
+    found = " ".join(f"{name}={version}" for name, version in versions().items())
+    _tell(f"this is a bug in bigdit, or in what it drives; versions: {found}")
+    return EXIT_BUG

@@ -8,11 +8,15 @@ import importlib.metadata
 import importlib.util
 import logging
 import os
+import resource
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from importlib.machinery import ModuleSpec
+
+from bigdit.errors import UserError
+from bigdit.units import gib
 
 _ASKING = ("diffusers.utils.import_utils", "transformers.utils.import_utils")
 _NOT_FOR_THEM = ("bitsandbytes", "peft", "scipy", "torchao")
@@ -29,12 +33,22 @@ _NAMES_ASKED = "diffusers.utils.import_utils"
 """Reads the files of all installed packages for the names under which three are distributed that bigdit never drives
 (optimum, flashinfer, modelopt), and by what code of a downloaded pipeline imports, which bigdit runs none of."""
 
+_ADDRESS_SPACE = 2 << 30
+"""Bytes that a process with torch, diffusers and DeepSpeed takes of it at least. libgomp ends one that has less, and
+says nothing: a tiny training of two processes did not begin with 1.7 GiB, and one of one process ended with 1.9."""
+
 _hidden: tuple[str, ...] = _NOT_FOR_THEM
 
 
 def prepare() -> None:
     """Keep what concerns only the libraries' own developers from the user's screen, whose errors stay, and what only
-    other uses of them need from being imported."""
+    other uses of them need from being imported. Raises UserError where the address space is too small for them."""
+    space, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if space != resource.RLIM_INFINITY and space < _ADDRESS_SPACE:
+        raise UserError(
+            f"this process may have {gib(space)} of address space (ulimit -v), and torch with its libraries needs "
+            f"{gib(_ADDRESS_SPACE)} or more; lift the limit: ulimit -v unlimited"
+        )
     # torch's distributed checkpoint says that one process saves and loads for itself.
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)

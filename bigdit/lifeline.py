@@ -9,6 +9,10 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+
+ENDED, STOPPED = ("Z", "X"), ("T", "t")
+"""States of processes, as proc_pid_stat(5) has them."""
 
 
 def end_with(pid: int, number: int) -> None:
@@ -26,6 +30,14 @@ def end_with(pid: int, number: int) -> None:
         os.kill(os.getpid(), number)
 
     threading.Thread(target=wait, daemon=True).start()
+
+
+def state_of(pid: int) -> str:
+    """The letter of a process's state; X where there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "X"
 
 
 def end_with_parent() -> None:

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Protocol
@@ -30,6 +30,13 @@ class _Console(Console):
         return self.is_terminal and (bool(os.environ.get("NO_COLOR")) or super().is_dumb_terminal)
 
     def print(self, *objects: Any, **options: Any) -> None:
+        try:
+            self._print(*objects, **options)
+        except OSError:  # nobody hears progress and notices where stderr is full: what they are about goes on
+            if not self.stderr:
+                raise
+
+    def _print(self, *objects: Any, **options: Any) -> None:
         if self.is_terminal:
             super().print(*objects, **options)
             return
@@ -62,6 +69,25 @@ def notice(text: str) -> None:
 def emit_json(value: Any) -> None:
     """A machine-readable report on stdout, and nothing else there."""
     print(json.dumps(value, indent=2, sort_keys=False, default=str), flush=True)  # before notices that follow
+
+
+@contextmanager
+def status(what: str) -> Iterator[Callable[[str], None]]:
+    """What is going on, on stderr; yields the function that says it. On a terminal a line changes; elsewhere each is
+    printed once, and what it counts, in parentheses at its end, is left out."""
+    if err.is_terminal or err.is_jupyter:
+        with err.status(what) as shown:
+            yield shown.update
+        return
+    said = set()
+
+    def say(line: str) -> None:
+        stage = line.partition(" (")[0]
+        if stage not in said:
+            said.add(stage)
+            notice(stage)
+
+    yield say
 
 
 class Advance(Protocol):

@@ -69,7 +69,9 @@ def shortage(error: BaseException, device: torch.device) -> str:
         of_it = "more was" if asked is None else f"{gib(asked)} more were"
         return f"{of_it} asked for, and this process may hold {gib(limit)} of {gib(total)}"
     reserved = torch.cuda.memory_reserved(device) if device.type == "cuda" else None
-    return said(asked_bytes(str(error)), *room(device), reserved)
+    space, _ = resource.getrlimit(resource.RLIMIT_AS)
+    limited = f", and this process may have {gib(space)} of address space (ulimit -v)"
+    return said(asked_bytes(str(error)), *room(device), reserved) + (limited if space != resource.RLIM_INFINITY else "")
 
 
 def room(device: torch.device) -> tuple[int, int]:

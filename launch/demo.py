@@ -31,6 +31,7 @@ BIN = Path(sys.executable).parent
 FOLDER = Path("demo")  # as the recipe says
 RECIPE = "launch/recipes/digits.yaml"
 SAMPLES = 100
+STEPS = 7
 GUIDANCE = "2"
 
 
@@ -47,7 +48,7 @@ class Demo:
 
     def run(self, what: str, *command: str) -> None:
         """Run one command, shown first; end the demo with its status where it fails."""
-        log.err.rule(f"[bold]{what}[/bold]", align="left")
+        log.err.rule(f"[bold]{len(self.took) + 1} of {STEPS}: {what}[/bold]", align="left")
         log.err.print(f"$ {shlex.join(command)}", style="dim", soft_wrap=True, highlight=False)
         began = time.perf_counter()
         environment = os.environ | {"PATH": f"{BIN}{os.pathsep}{os.environ.get('PATH', '')}"}
@@ -141,7 +142,7 @@ def _report(demo: Demo, grid: Path, right: int) -> None:
     rows = table("", ["step", "took", "result"], numeric=["took"])
     read = f"a classifier fitted on the real digits reads {right} right"
     results = {
-        "plan": "sana-1600m on an A40, rehearsed (above)",
+        "plan": "sana-1600m on an A40 (above)",
         "pictures": str(demo.folder / "digits"),
         "extract": f"{extracted['encoded']} pictures, {demo.folder / 'features'}",
         "bench": "the single-process step, for real and rehearsed",
@@ -164,6 +165,8 @@ def _report(demo: Demo, grid: Path, right: int) -> None:
 
     log.out.print(f"{read} of {SAMPLES}", highlight=False)
     log.out.print(f"the grid: {grid}", highlight=False, soft_wrap=True)
+    log.out.print(f"the run's page: {demo.folder / 'run' / 'report.html'}", highlight=False, soft_wrap=True)
+    log.out.print("next: `bigdit recipe` lists runs for your GPU, and docs/start.md goes on from here", highlight=False)
     write_json(
         demo.folder / "summary.json", {"read_right": right, "of": SAMPLES, "seconds": demo.took, "grid": str(grid)}
     )

@@ -194,11 +194,12 @@ def _plan(question: Question, others: Sequence[Question], out: Path | None, as_j
         from bigdit.report.folder import check_folder, write_plan  # here: it draws, and imports what draws
 
         check_folder(out)
+    _say_no_cards(question)
     plans = []
     for asked in (question, *others):
         on = f" on {asked.cluster.gpus} cards" if others else ""
-        with log.err.status(f"planning the training of {asked.model.name}{on}") as status:
-            plans.append(make_plan(asked, progress=status.update))
+        with log.status(f"planning the training of {asked.model.name}{on}") as status:
+            plans.append(make_plan(asked, progress=status))
     plan = plans[0]
     if out is not None:
         log.notice(f"wrote {out}: {', '.join(file.name for file in write_plan(plan, out, plans[1:]))}")
@@ -207,6 +208,13 @@ def _plan(question: Question, others: Sequence[Question], out: Path | None, as_j
     else:
         show(plan, out)
     return 0 if plan.fits else EXIT_DOES_NOT_FIT
+
+
+def _say_no_cards(question: Question) -> None:
+    from bigdit import log
+
+    if question.no_cards:
+        log.notice(f"note: this plan is made by rehearsals alone, without emulated cards: {question.no_cards}")
 
 
 def _plan_stages(config: Path, overrides: list[str], asked: dict[str, Any], out: Path | None, as_json: bool) -> int:
@@ -223,12 +231,13 @@ def _plan_stages(config: Path, overrides: list[str], asked: dict[str, Any], out:
 
         for each in filter(None, folders):
             check_folder(each)
+    _say_no_cards(questions[0])
     for line in unpinned(config, overrides):
         log.notice(f"note: {line}")
     for number, (question, folder) in enumerate(zip(questions, folders, strict=True)):
         name = f"stages.{number}" if len(questions) > 1 else str(config)
-        with log.err.status(f"planning {name}") as status:
-            plan = make_plan(question, progress=status.update)
+        with log.status(f"planning {name}") as status:
+            plan = make_plan(question, progress=status)
         plans.append(plan)
         if folder is not None:
             write_plan(plan, folder)

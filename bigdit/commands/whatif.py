@@ -111,7 +111,7 @@ def run(
     )
     question = ask(gpus=gpus)
     with ended_in_order(), listening(port) as at:
-        with log.err.status(f"planning the training of {question.model.name}") as status:
-            page, answers = live_page(question, lambda count: ask(gpus=count), progress=status.update)
+        with log.status(f"planning the training of {question.model.name}") as status:
+            page, answers = live_page(question, lambda count: ask(gpus=count), progress=status)
         with answers:
             serve(page, answers, at, browser=not no_browser)

@@ -38,8 +38,8 @@ def _answered(ask: Callable[Options, Question]) -> Callable[Options, Answer]:
     @functools.wraps(ask)
     def plan(*options: Options.args, **named: Options.kwargs) -> Answer:
         question = _asked(ask, *options, **named)
-        with log.err.status(f"planning the training of {question.model.name}") as status:
-            return Answer(**dict(make_plan(question, progress=status.update)))
+        with log.status(f"planning the training of {question.model.name}") as status:
+            return Answer(**dict(make_plan(question, progress=status)))
 
     plan.__name__ = plan.__qualname__ = "plan"
     _, _, options = (ask.__doc__ or "").partition("\n\n")

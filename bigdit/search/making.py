@@ -48,24 +48,40 @@ def made(question: Question, own: Sequence[Receipt], say: Progress) -> tuple[Pla
     Raises UserError where the model cannot be rehearsed.
     """
     began = time.perf_counter()
+    stages = _Stages(f"planning the training of {question.model.name}", say)
 
     def done(answered: int, asked: int) -> None:
-        say(f"planning the training of {question.model.name}: {answered} of {how_many(asked, 'rehearsal')}")
+        stages.count(f"{answered} of {how_many(asked, 'rehearsal')}")
 
     def tried(attempts: int) -> None:
-        say(f"planning the training of {question.model.name}: {how_many(attempts, 'attempt')} on emulated cards")
+        stages.count(f"{how_many(attempts, 'attempt')} on emulated cards")
 
     with Pool(done=done) as pool, _device(question, tried) as device:
         with nullcontext() if question.model.params else _of_own(question.model.name):
             if question.model.params is None:
                 _check_own(pool, question)
+            stages.begin("which engines and settings fit")
             evidence, more = weighed(pool, question, own)
-            plan = _plan(pool, question, evidence, device)
+            plan = _plan(pool, question, evidence, device, stages.begin)
         unanswered = [f"not run on an emulated card: {why}" for why in device.unanswered]
     seconds = round(time.perf_counter() - began, 3)
     no_cards = [f"not run on emulated cards: {question.no_cards}"] if question.no_cards else []
     plan = plan.model_copy(update={"seconds": seconds}).noted([*more, *no_cards, *unanswered])
     return plan, not unanswered and not pool.late
+
+
+class _Stages:
+    """What is told while a plan is made: a stage when it begins, and what was counted since, in parentheses."""
+
+    def __init__(self, what: str, say: Progress) -> None:
+        self._what, self._say, self._stage = what, say, ""
+
+    def begin(self, stage: str) -> None:
+        self._stage = stage
+        self._say(f"{self._what}: {stage}")
+
+    def count(self, counted: str) -> None:
+        self._say(f"{self._what}: {self._stage} ({counted})")
 
 
 @contextmanager
@@ -101,7 +117,7 @@ def _device(question: Question, done: Callable[[int], None]) -> AbstractContextM
     return Cards(question.gpu, shallow=partial(shallowest, question.model), done=done)
 
 
-def _plan(pool: Pool, question: Question, evidence: Evidence, device: Device) -> Plan:
+def _plan(pool: Pool, question: Question, evidence: Evidence, device: Device, begin: Progress) -> Plan:
     sample = Sample(question.model, question.gpu, question.resolution, question.frames)
     batch = batch_shape(question.model, question.resolution, question.frames)
 
@@ -120,15 +136,18 @@ def _plan(pool: Pool, question: Question, evidence: Evidence, device: Device) ->
     fits = chosen.verdict != "DOES NOT FIT"
     room = capacity(question, option.proposal, evidence)
     rooms = [capacity(question, each.proposal, evidence) for each in found.options]
+    begin("the fastest alternatives")
     rows = front(sample, question, found.options, known, rooms, evidence, device)
     steps, notices = _explained(pool, sample, question, evidence, chosen, device)
     buckets: tuple[BucketLimit, ...] = ()
     ran: Runs = {}
     if not question.short_of_host(chosen.host.node_bytes):  # else no micro-batch fits
+        begin("the largest micro-batches")
         if known[0].title not in limits:
             ahead(chosen.candidate)
         buckets = bucket_limits(pool, sample, question, chosen.candidate, room, limits[known[0].title])
         ran = runs(sample, chosen.candidate, buckets[0], room, device)
+    begin("other settings")
     build = device.build if chosen.ran else None
     every = [*found.options, *averages(pool, sample, question, found.options, option)]
     return Plan(

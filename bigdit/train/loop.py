@@ -74,7 +74,7 @@ def train(stages: Sequence[Prepared], world: World, stop: Stop) -> Ended:
     on_host = any(each.strategy.cpu_offload for each in stages)
     with (
         process_group(world, needed=needed, on_host=on_host, timeout=run.engine.timeout) as device,
-        ending_together(world, stop),
+        ending_together(world, stop, run.engine.timeout),
         held(run.output, world),
         told("training", device, _LESS[device.type]),
         compiling_told(),
@@ -128,7 +128,7 @@ def _steps(start: Start, feed: Feed, stepped: Stepped, stop: Stop, began: float)
         steps = stack.enter_context(closing(stream.steps(start.step, stage.end, stepped.meter.held)))
         record = _record(start, stepped)
         saves = _saves(start, feed, stepped, seen.metrics, record, stack)
-        stop.begin(start.step, run.engine.timeout)
+        stop.begin(start.step)
         afresh = stepped.relief, stepped.smaller, stepped.peers
         recovery = stack.enter_context(Recovery(run, world, device, *afresh, saves, stop))
         _keep(world, record)

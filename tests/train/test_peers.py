@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 from commands import BIN, ROOT
 from running import BIGDIT, FSDP2, ZERO2, ended, running, until
+from two_processes import answer_of_two
 
 from bigdit.train.processes import launch
-from bigdit.train.processes.launch import Ranks
+from bigdit.train.processes.launch import Ranks, free_port
 
 # What a run may take to end when one of its processes was killed.
 WITHIN_S = 30
@@ -61,6 +62,68 @@ def test_a_killed_process_under_torchrun(features, tmp_path):
         kill_rank(run, 1)
 
 
+STOPPED = {
+    "zero3, its main process": ((*ZERO2, "engine.ds_config=ds_configs/zero3_bf16.json"), 0),
+    "fsdp2": (FSDP2, 1),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STOPPED)
+def test_a_stopped_process_is_named_after_the_timeout(features, tmp_path, name):
+    engine, rank = STOPPED[name]
+    with running(BIGDIT, features, tmp_path / "run", *engine, "engine.timeout=5") as run:
+        ranks = run.until_it_trains().ranks()
+        os.kill(ranks[rank], signal.SIGSTOP)
+        assert run.ends(within=60) == 1
+        assert ended(ranks)
+        (said,) = [line for line in run.stderr.splitlines() if line.startswith("error: ")]
+        where = f"rank {rank} (process {ranks[rank]} on {os.uname().nodename}), which is stopped,"
+        assert said.startswith(f"error: {where} did not answer for 5 s (engine.timeout) after step ")
+        assert said.endswith(": all end; the same command goes on from the last checkpoint")
+        assert "Traceback" not in run.stderr
+
+
+_EVERY_GROUP = """
+import json, sys
+from pathlib import Path
+import torch, torch.distributed as dist
+from resuming import save, started, strategy
+from bigdit.dist import world_from_env
+from bigdit.train.processes.process import process_group
+from bigdit.train.processes.stop import Stop
+
+ENGINES = {f"zero{stage}": strategy("deepspeed", 2, stage) for stage in range(4)}
+ENGINES |= {"fsdp2": strategy("fsdp2", 2), "hsdp": strategy("fsdp2", 2, dp_replicate=2)}
+world, found = world_from_env(), {}
+with process_group(world, needed=True, timeout=37.0):
+    groups = dist.distributed_c10d._world.pg_map
+    for name, wanted in ENGINES.items():
+        before = set(groups)
+        engine, ema, step, peers = started(wanted, world)
+        Stop(1.0, world).begin(0)
+        step()
+        save(Path(sys.argv[1]).parent / name, engine, ema, peers)
+        backends = [group._get_backend(torch.device("cpu")) for group in groups if group not in before]
+        found[name] = [backend.options._timeout.total_seconds() for backend in backends]
+        if hasattr(engine.model, "destroy"):
+            from bigdit.engines.deepspeed import forget
+            forget(engine)
+if world.is_main:
+    json.dump(found, open(sys.argv[1], "w"))
+"""
+
+
+@pytest.mark.slow
+def test_every_group_of_every_engine_has_the_timeout(tmp_path):
+    """Of training, of the engine itself, of saving, and that by which processes agree on signals."""
+    found = answer_of_two(_EVERY_GROUP, tmp_path)
+    assert set(found) == {"zero0", "zero1", "zero2", "zero3", "fsdp2", "hsdp"}
+    assert {timeout for timeouts in found.values() for timeout in timeouts} == {37.0}
+    assert len(found["zero0"]) > len(found["fsdp2"]) >= 2  # DeepSpeed's own among them
+    assert len(found["hsdp"]) > len(found["fsdp2"])
+
+
 # Two processes in a group, of which the second does what is asked.
 _GROUP = """
 import os, sys, time
@@ -80,12 +143,15 @@ def lost(world):
 
 def main():
     world = world_from_env()
-    stop = Stop(10.0, world)
-    with process_group(world, needed=True, timeout=float(sys.argv[2])), lost(world), ending_together(world, stop):
-        stop.begin(5, float(sys.argv[2]))
+    stop, timeout = Stop(10.0, world), float(sys.argv[2])
+    with process_group(world, needed=True, timeout=timeout), lost(world), ending_together(world, stop, timeout):
+        stop.begin(5)
+        dist.barrier()
         if sys.argv[1] == "both":
             raise UserError("the same on both")
-        if not world.is_main:
+        if sys.argv[1] == "stops" and world.is_main:
+            os.kill(os.getpid(), 19)
+        elif not world.is_main and sys.argv[1] != "stops":
             if sys.argv[1] == "one":
                 raise UserError("on one alone")
             if sys.argv[1] == "bug":
@@ -136,7 +202,8 @@ def test_a_process_that_does_not_answer(capfd, monkeypatch):
     began = time.monotonic()
     status, stderr = grouped(capfd, "hangs", timeout=2.0)
     assert status == 1
-    assert stderr.startswith("error: of 2 processes one on another machine, or one that does not answer (")
+    assert stderr.startswith("error: rank 1 (process ")
+    assert f" on {os.uname().nodename}) did not answer for 2 s (engine.timeout) after step 6: all end; " in stderr
     assert stderr.count("\n") == 1
     assert time.monotonic() - began < 60
 
@@ -168,6 +235,32 @@ def test_processes_that_could_not_speak(capfd, monkeypatch, host_bytes, counted)
         f") was ended by SIGKILL (by hand, or since memory ran out: this machine has 32.00 GiB, and {counted}); rank 0 "
         "waited for it and had to be killed\n"
     )
+
+
+def test_processes_that_abort_since_another_is_stopped(capfd, monkeypatch):
+    """As NCCL's watchdog has them do."""
+    monkeypatch.setattr(launch, "PATIENCE_S", 1.0)
+    script = "import os; os.kill(os.getpid(), 19) if os.environ['RANK'] == '1' else os.abort()"
+    assert Ranks([sys.executable, "-c", script], 10.0).run(2) == 134
+    said = capfd.readouterr().err.splitlines()[-1]
+    assert said.startswith("error: rank 1, which was stopped, did not answer; rank 0 (process ")
+    assert said.endswith(") was ended by SIGABRT")
+
+
+def test_the_process_that_holds_the_store_does_not_answer():
+    """Of launchers that hold none themselves: what the store is asked has no timeout of torch's."""
+    port = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    command = [sys.executable, "-c", _GROUP, "stops", "2"]
+    ranks = [os.environ | port | {"RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
+    first, second = (subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True) for env in ranks)
+    try:
+        _, said = second.communicate(timeout=100)
+    finally:
+        first.kill()
+        second.kill()
+    assert second.returncode == 1
+    assert said.startswith(f"error: rank 0 (process {first.pid} on {os.uname().nodename}), which is stopped, did not ")
+    assert said.count("\n") == 1
 
 
 def test_a_process_that_loses_its_parent_before_it_looks(tmp_path):

@@ -107,7 +107,7 @@ from bigdit.train.processes.stop import Stop
 stop = Stop(float(sys.argv[1]), World())
 with stop.listening():
     if sys.argv[2] == "training":
-        stop.begin(7, 1.0)
+        stop.begin(7)
     print("ready", flush=True)
     while True:
         time.sleep(100)

@@ -22,6 +22,7 @@ from bigdit import log
 from bigdit.checkout import own_module
 from bigdit.config import RunConfig
 from bigdit.errors import EXIT_USER
+from bigdit.lifeline import STOPPED, state_of
 from bigdit.machine import memory_bytes
 from bigdit.train.processes.orphan import LAUNCHER
 from bigdit.train.processes.signals import heeded
@@ -53,6 +54,7 @@ class Ranks:
         self._grace = grace
         self._host_bytes = host_bytes
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._stopped: list[int] = []
         self._signum = 0
         self._deadline = math.inf
 
@@ -90,6 +92,7 @@ class Ranks:
                 self._deadline = min(self._deadline, time.monotonic() + PATIENCE_S)
             if time.monotonic() > self._deadline:
                 killed = [self._processes.index(process) for process in alive]
+                self._stopped = [rank for rank in killed if state_of(self._processes[rank].pid) in STOPPED]
                 for process in alive:
                     process.kill()
                     process.wait()
@@ -113,11 +116,12 @@ class Ranks:
         if any(status > 0 and (rank == 0 or status < 128) for rank, status in enumerate(statuses)):
             return
         by = signal.Signals(-statuses[failed] if statuses[failed] < 0 else statuses[failed] - 128)
-        others = [rank for rank in killed if rank != failed]
+        others = [rank for rank in killed if rank not in (failed, *self._stopped)]
         end = f"; {_ranks(others)} waited for it and had to be killed" if others else ""
         why = f" ({_killed(self._host_bytes)})" if by == signal.SIGKILL and failed not in killed else ""
         pid = self._processes[failed].pid
-        log.notice(f"error: {_ranks([failed])} (process {pid}) was ended by {by.name}{why}{end}")
+        stopped = f"{_ranks(self._stopped)}, which was stopped, did not answer; " if self._stopped else ""
+        log.notice(f"error: {stopped}{_ranks([failed])} (process {pid}) was ended by {by.name}{why}{end}")
 
 
 def _killed(host_bytes: int) -> str:

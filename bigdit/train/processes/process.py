@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from bigdit import libraries
 from bigdit.dist import World, asked_of_accelerate
-from bigdit.errors import UserError
+from bigdit.errors import UserError, refused
 from bigdit.train.processes.leftovers import remove_leftovers
 
 STARTS = "BIGDIT_STARTS"
@@ -44,8 +44,8 @@ def process_group(
     """The device of this process, inside a process group where one is `needed` or several processes run.
 
     `on_host`: tensors of the host are reduced too, as FSDP2 does with what it keeps there. `timeout`: seconds that a
-    process waits for another. Raises UserError where the processes do not find each other, where they are more than the
-    machine's cards, and for cards that accelerate was asked to leave alone.
+    process waits for another, in every group that is made within. Raises UserError where the processes do not find each
+    other, where they are more than the machine's cards, and for cards that accelerate was asked to leave alone.
     """
     device = torch.device("cpu")
     backend = "gloo"
@@ -69,24 +69,42 @@ def process_group(
         return
     if world.local_rank == 0:
         remove_leftovers()
-    if world.world_size == 1:  # DeepSpeed and FSDP2 want a group even of one, and DeepSpeed this variable
-        os.environ.setdefault("LOCAL_RANK", "0")
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    else:
-        _meet(backend, timeout)
+    with _groups_wait(timedelta(seconds=timeout)):
+        if world.world_size == 1:  # DeepSpeed and FSDP2 want a group even of one, and DeepSpeed this variable
+            os.environ.setdefault("LOCAL_RANK", "0")
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        else:
+            _meet(backend, timeout)
+        try:
+            yield device
+        finally:
+            # Without this, ZeRO-3's threads are still running at exit, and the process aborts.
+            dist.destroy_process_group()
+
+
+@contextmanager
+def _groups_wait(timeout: timedelta) -> Iterator[None]:
+    """Every group that is made within waits so long: DeepSpeed and device meshes make theirs with torch's defaults.
+
+    Source: _get_default_timeout in torch/distributed/distributed_c10d.py, torch 2.13.
+    """
+    c10d = dist.distributed_c10d
+    before = c10d.default_pg_timeout, c10d.default_pg_nccl_timeout
+    c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = timeout
     try:
-        yield device
+        yield
     finally:
-        # Without this, ZeRO-3's threads are still running at exit, and the process aborts.
-        dist.destroy_process_group()
+        c10d.default_pg_timeout, c10d.default_pg_nccl_timeout = before
 
 
 def _meet(backend: str, timeout: float) -> None:
     try:
         store, rank, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
         store = dist.PrefixStore(f"start {os.environ.get(STARTS, '0')}", store)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     except RuntimeError as error:  # torch's errors of the network and of its store
+        if refused(error):
+            raise
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         said = (str(error).splitlines() or [""])[0][:200]
         raise UserError(

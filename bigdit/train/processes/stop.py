@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -70,14 +69,14 @@ class Stop:
             listener.join()
             os.close(hear)
 
-    def begin(self, step: int, timeout: float) -> None:
+    def begin(self, step: int) -> None:
         """Training begins at `step`: from here on there is something to save. All processes call this.
 
         They agree through the host's memory, so that none waits for its device.
         """
         self.step = step
         if self._world.world_size > 1:
-            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+            self._group = dist.new_group(backend="gloo")
         self._training = True
 
     def asked(self, step: int) -> int:
