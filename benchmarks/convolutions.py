@@ -70,7 +70,7 @@ def shapes() -> None:
                 found.setdefault(json.dumps(row), row)
             return op(*args, **(kwargs or {}))
 
-    vaes = {json.dumps([m.vae.class_name, m.vae.kwargs]): m.vae for m in models() if m.vae and m.vae.kwargs}
+    vaes = {json.dumps([m.vae.class_name, m.vae.kwargs]): m.vae for m in models() if m.vae and m.vae.kwargs is not None}
     for spec in vaes.values():
         with torch.device("meta"):
             vae = getattr(diffusers, spec.class_name)(**spec.kwargs).to(torch.bfloat16).eval()
