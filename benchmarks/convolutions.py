@@ -5,8 +5,8 @@ python benchmarks/convolutions.py measure OUT [--seconds 400]
 python benchmarks/convolutions.py table
 
 `shapes` collects the convolutions by running each VAE on meta tensors, and writes on_gpu/convolutions.json. `measure`
-needs a GPU, torch and that file alone; OUT is the file with the bytes filled in. `table` counts how many rows follow
-each rule of `RULES`.
+needs a GPU, torch and that file alone; OUT is the file with the bytes filled in. `table` counts the rows by the copies
+that the workspace is made of.
 """
 
 from __future__ import annotations
