@@ -43,6 +43,7 @@ _FREE = {
     aten.empty_strided,
     aten.new_empty,
     aten.is_pinned,
+    aten.record_stream,
     aten._local_scalar_dense,
     aten._unsafe_view,
 }

@@ -28,6 +28,13 @@ aten = torch.ops.aten
 
 _WRITTEN = (aten.index_put.default, aten.scatter.src)
 
+WRITING = {
+    aten.add.Tensor: aten.add_.Tensor,
+    aten.index_put.default: aten.index_put_.default,
+    aten.scatter.src: aten.scatter_.src,
+}
+"""What computes the same sums in their first operands."""
+
 
 class InPlace:
     """Knows these sums when it is shown them. To be made before a recording, and entered with it."""

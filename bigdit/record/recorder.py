@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from bigdit.memory import Category, Span, Timeline
 from bigdit.record.costs import Costs
 from bigdit.record.fsdp2 import watching_fsdp2
-from bigdit.record.in_place import InPlace
+from bigdit.record.history import History
+from bigdit.record.in_place import WRITING, InPlace
 from bigdit.record.track import Track
 
 HOST = "cpu"
@@ -56,7 +57,9 @@ class Recorder(TorchDispatchMode):
         self._scratch = scratch
         self._known = known
         self._device_type = device_type
-        self._tracks = {kind: Track(kind) for kind in (device_type, HOST)}
+        self._history = History() if device_type == "cuda" else None
+        self._tracks = {HOST: Track(HOST)}
+        self._tracks.setdefault(device_type, Track(device_type, self._history))
         self._phases: list[str] = []
         self._callers: list[tuple[str, Category | None]] = []
         self._costs = Costs(device_type)
@@ -102,7 +105,13 @@ class Recorder(TorchDispatchMode):
             if _wraps(kind):
                 return NotImplemented  # then the wrapper runs it on the tensors within, and those operations come here
         kwargs = kwargs or {}
-        if self._in_place.is_in_place(func, args):
+        if self._history is not None:
+            self._history.begin(func)
+        in_place = self._in_place.is_in_place(func, args)
+        if in_place and self._history is not None:
+            func = WRITING[func]
+            result = func(*args, **kwargs)
+        elif in_place:
             result = self._run(func, args, kwargs)
             self._take_over(result, args[0])
         else:
@@ -135,6 +144,8 @@ class Recorder(TorchDispatchMode):
             for track in self._tracks.values():
                 track.mark_live("saved activation", since=track.starts[-1])
         self._phases.append(name)
+        if self._history is not None:
+            self._history.start_phase()
         for track in self._tracks.values():
             track.starts.append(len(track.events))
         yield
@@ -181,8 +192,14 @@ class Recorder(TorchDispatchMode):
             track.mark_live(category)
 
     def timeline(self) -> Timeline:
-        """What was recorded of the device so far, and what its operators and collectives did."""
+        """What was recorded of the device so far, and what its operators and collectives did; of a card, at its end."""
+        if self._history is not None:
+            return self._history.timeline(self._phases, self._tracks[self._device_type].blocks(), self._costs)
         return self._timeline(self._tracks[self._device_type], self._costs)
+
+    def peaks(self) -> Sequence[int]:
+        """Torch's own peak of allocated bytes on a card, phase by phase; known once `timeline` was asked for."""
+        return [] if self._history is None else self._history.peaks
 
     def host_timeline(self) -> Timeline:
         """What was recorded of the host so far; the same as the device's where the device is the CPU."""
@@ -242,7 +259,7 @@ class Recorder(TorchDispatchMode):
     @contextmanager
     def _watching_cache(self) -> Iterator[None]:
         """Engines empty the device's caching allocator at times, and ask what is allocated."""
-        if self._device_type == HOST:
+        if self._device_type == HOST or self._history is not None:  # a card's allocator knows
             yield
             return
         track, module = self._tracks[self._device_type], torch.get_device_module(self._device_type)

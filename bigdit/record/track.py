@@ -9,16 +9,18 @@ from typing import Any
 import torch
 
 from bigdit.memory import Block, Category
+from bigdit.record.history import History
 
 
 class Track:
     """Blocks and events of one device type; storages are known by address while they live.
 
-    A category is a guess until `mark` says it: the first mark stays.
+    A category is a guess until `mark` says it: the first mark stays. `history` is shown each block's storage.
     """
 
-    def __init__(self, device_type: str) -> None:
+    def __init__(self, device_type: str, history: History | None = None) -> None:
         self.device_type = device_type
+        self._history = history
         self.events: list[int] = []
         self.starts: list[int] = []
         self.emptied: list[int] = []
@@ -90,6 +92,8 @@ class Track:
         self._label.append(label)
         self._stream.append(0 if self._device is None else self._device.current_stream().stream_id)
         self.events.append(block + 1)
+        if self._history is not None:
+            self._history.see(storage)
         self._live[address] = (weakref.ref(storage, self._freed(address)), block)
 
     def _freed(self, address: int) -> Callable[[object], None]:

@@ -15,7 +15,7 @@ from bigdit.errors import UserError
 from bigdit.rehearse.card import cache as card_cache
 from bigdit.rehearse.card.run import RAN_OUT, CardRun, RanOut
 from bigdit.rehearse.lanes import Lanes, Started
-from bigdit.rehearse.request import RehearsalRequest
+from bigdit.rehearse.request import RehearsalRequest, RehearsedSize
 from bigdit.spec import Strict
 
 
@@ -99,6 +99,28 @@ class Card:
             kept = CardRun.model_validate_json(ask(self._lanes, 0, self.gpu, request.model.name, request, timeout_s))
             card_cache.keep(self.gpu, request, self._build, kept)
         return kept
+
+
+class Profiler:
+    """One emulated card, whose allocator has expandable segments. Steps are recorded there: what lies in memory, by
+    category and phase, to the byte of torch's own counters.
+
+    It starts with the first question and ends with the `with` block.
+    """
+
+    def __init__(self, gpu: Gpu) -> None:
+        self.gpu = gpu
+        self._lanes = Lanes(worker(gpu, "bigdit.rehearse.card.profile", expandable_segments=True))
+
+    def __enter__(self) -> Profiler:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._lanes.end()
+
+    def run(self, request: RehearsalRequest, timeout_s: float = 300.0) -> RehearsedSize:
+        """Two steps of the request's first micro-batch size. Raises what `Card.run` raises."""
+        return RehearsedSize.model_validate_json(ask(self._lanes, 0, self.gpu, request.model.name, request, timeout_s))
 
 
 def worker(gpu: Gpu, module: str, *, expandable_segments: bool) -> Started:
