@@ -88,6 +88,7 @@ class _Pool:
 
     def turn(self) -> float:
         with tempfile.TemporaryDirectory(prefix="store-", dir=self._folder) as name:
+            self._index.mkdir(exist_ok=True)
             (Path(name) / INDEX).symlink_to(self._index)
             data = self._run.data.model_copy(update={"features": Path(name)})
             began = time.perf_counter()

@@ -1,6 +1,7 @@
 """Features online: the weights of a run that encodes in each step are those of one that reads them from a store."""
 
 import json
+import os
 
 import pytest
 import tiny_pipelines
@@ -201,9 +202,10 @@ def test_every_stream_of_a_batch_is_that_of_a_store(name, tmp_path, captioned):
 
 
 @pytest.fixture
-def one_thread():
-    """As workers of extraction have: convolutions over frames round otherwise by several."""
+def one_thread(monkeypatch):
+    """As workers of extraction have: convolutions over frames round otherwise by several. A run takes all its cores."""
     threads = torch.get_num_threads()
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
