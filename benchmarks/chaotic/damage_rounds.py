@@ -161,7 +161,7 @@ def _resolved(words: list[object], log: Path) -> object:
     if status not in (0, 1):
         raise ChaosError(f"--dry-run ended with {status}: {door.text()[-2000:]}")
     text = door.text()
-    return json.loads(text[text.index("{") :]) if status == 0 else None
+    return json.JSONDecoder().raw_decode(text[text.index("{") :])[0] if status == 0 else None  # the verdict follows
 
 
 def _training(world: World, course: Course, output: Path, store: Path | None = None) -> Door:

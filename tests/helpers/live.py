@@ -26,7 +26,7 @@ WITHIN_S = 120
 
 def question(**changes: Any) -> Question:
     """That of the plan of tests/commands/test_plan.py, which is kept."""
-    return question_for("dit-s-8", "rtx-3060", images="10k", global_batch=64, device="rehearsed", **changes)
+    return question_for("dit-s-8", "rtx-3060", reserve=0, images="10k", global_batch=64, device="rehearsed", **changes)
 
 
 def body(strategy: str, size: int, blocks: int) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The fake device and the emulated card, one last time side by side: writes benchmarks/one_card.md.
 
-python benchmarks/one_card.py [--part]
+python -m refereed.one_card [--part]   # in benchmarks/
 
 Each row of refereed/rows.py but those of every rank is recorded twice by the same recorder: on fake tensors, and on the
 emulated card with its allocator's own history. Compared are, by phase, allocated bytes by category, and for the whole
@@ -32,8 +32,8 @@ from bigdit.rehearse.lanes import RehearsalError
 from bigdit.rehearse.pool import Pool
 from bigdit.rehearse.request import RehearsedSize
 
-PAGE = Path(__file__).with_suffix(".md")
-OUT = Path(__file__).parents[1] / "build/one_card"
+PAGE = Path(__file__).parents[1] / "one_card.md"
+OUT = Path(__file__).parents[2] / "build/one_card"
 PARTS = ("allocated", "categories", "work", "collectives", "host", "checkpoint")
 
 
@@ -142,7 +142,7 @@ def page(found: dict[Row, dict[str, Any]]) -> str:
     lines = [
         "# The fake device and the emulated card, side by side",
         "",
-        "`python benchmarks/one_card.py` writes this page. The same recorder watched the same two steps on both.",
+        "`python -m refereed.one_card` in benchmarks/ writes this page. The same recorder watched the same two steps on both.",
         "On the card the allocator's own history adds what kernels take within operators. There the categories of each",
         "phase sum to torch's own peak, or the run ends with an error.",
         "",

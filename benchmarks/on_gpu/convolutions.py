@@ -1,10 +1,10 @@
 """The workspace that cuDNN takes for each convolution of the catalogue's VAEs and of patch embeddings, on a real GPU.
 
-python benchmarks/convolutions.py shapes
-python benchmarks/convolutions.py measure OUT [--seconds 400]
-python benchmarks/convolutions.py table
+python benchmarks/on_gpu/convolutions.py shapes
+python benchmarks/on_gpu/convolutions.py measure OUT [--seconds 400]
+python benchmarks/on_gpu/convolutions.py table
 
-`shapes` collects the convolutions by running each VAE on meta tensors, and writes on_gpu/convolutions.json. `measure`
+`shapes` collects the convolutions by running each VAE on meta tensors, and writes convolutions.json beside this file. `measure`
 needs a GPU, torch and that file alone; OUT is the file with the bytes filled in. `table` counts the rows by the copies
 that the workspace is made of.
 """
@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-CONVOLUTIONS = Path(__file__).parent / "on_gpu/convolutions.json"
+CONVOLUTIONS = Path(__file__).with_suffix(".json")
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "tf32": "float32", "fp32": "float32"}
 LARGEST = 3 << 29
 """Elements of an input that is still measured: 3 GiB in 16 bits."""
