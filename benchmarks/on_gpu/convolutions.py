@@ -4,9 +4,9 @@ python benchmarks/on_gpu/convolutions.py shapes
 python benchmarks/on_gpu/convolutions.py measure OUT [--seconds 400]
 python benchmarks/on_gpu/convolutions.py table
 
-`shapes` collects the convolutions by running each VAE on meta tensors, and writes convolutions.json beside this file. `measure`
-needs a GPU, torch and that file alone; OUT is the file with the bytes filled in. `table` counts the rows by the copies
-that the workspace is made of.
+`shapes` collects the convolutions by running each VAE on meta tensors, and writes convolutions.json beside this file.
+`measure` needs a GPU, torch and that file alone; OUT is the file with the bytes filled in. `table` counts the rows by
+the copies that the workspace is made of.
 """
 
 from __future__ import annotations

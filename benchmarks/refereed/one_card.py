@@ -21,8 +21,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from refereed.rows import PART, Row, rows
-
 from bigdit import catalog
 from bigdit.errors import UserError, guard, versions
 from bigdit.files import write_text
@@ -31,6 +29,7 @@ from bigdit.rehearse.card.client import Profiler, cuda_build, cuda_python
 from bigdit.rehearse.lanes import RehearsalError
 from bigdit.rehearse.pool import Pool
 from bigdit.rehearse.request import RehearsedSize
+from refereed.rows import PART, Row, rows
 
 PAGE = Path(__file__).parents[1] / "one_card.md"
 OUT = Path(__file__).parents[2] / "build/one_card"
@@ -142,9 +141,9 @@ def page(found: dict[Row, dict[str, Any]]) -> str:
     lines = [
         "# The fake device and the emulated card, side by side",
         "",
-        "`python -m refereed.one_card` in benchmarks/ writes this page. The same recorder watched the same two steps on both.",
-        "On the card the allocator's own history adds what kernels take within operators. There the categories of each",
-        "phase sum to torch's own peak, or the run ends with an error.",
+        "`python -m refereed.one_card` in benchmarks/ writes this page. The same recorder watched the same two steps",
+        "on both. On the card the allocator's own history adds what kernels take within operators. There the",
+        "categories of each phase sum to torch's own peak, or the run ends with an error.",
         "",
         f"Fake device: torch {installed['torch']}; emulated card: torch {cuda_build(cuda_python())}; "
         f"diffusers {installed['diffusers']}, DeepSpeed {installed['deepspeed']}. {len(answered)} of {len(found)} rows "

@@ -115,7 +115,7 @@ class Watch:
 
     def _mark_weights(self) -> None:
         for parameter in self._engine.model.parameters():
-            self._recorder.mark((parameter, *_scales(parameter)), "parameter")
+            self._recorder.mark((parameter, *_kept_with(parameter)), "parameter")
         self._recorder.mark(self._engine.model.buffers(), "buffer")
         self._recorder.mark(self._engine.masters, "master weight")
         if self._ema is not None:
@@ -138,10 +138,11 @@ class Watch:
             self._recorder.mark(filter(torch.is_tensor, state.values()), "optimizer state")
 
 
-def _scales(parameter: nn.Parameter) -> Iterator[torch.Tensor]:
-    """What bitsandbytes keeps beside the values of an nf4 parameter."""
-    state = getattr(parameter, "quant_state", None)
-    for value in () if state is None else vars(state).values():
+def _kept_with(parameter: nn.Parameter) -> Iterator[torch.Tensor]:
+    """What is kept with a parameter: the shard of ZeRO-3, what bitsandbytes has beside nf4 values."""
+    held = vars(parameter)
+    state = held.get("quant_state")
+    for value in (*held.values(), *(() if state is None else vars(state).values())):
         if isinstance(value, torch.Tensor):
             yield value
 

@@ -320,7 +320,8 @@ def test_a_model_that_its_class_refuses_is_said_before_it_is_planned(argument, l
     file.write_text(json.dumps({"_class_name": "SanaTransformer2DModel", **SMALL_SANA, **argument}))
     done = bigdit("plan", "--model", file, "--gpu", "rtx-4090", "--device", "rehearsed")
     assert (done.returncode, done.stdout) == (1, "")
-    (said,) = done.stderr.splitlines()
+    *stages, said = done.stderr.splitlines()
+    assert all(each.startswith("planning ") for each in stages)
     assert said.startswith(f"error: {tmp_path.name}: ")
     assert line in said
 
@@ -338,10 +339,11 @@ def test_a_folder_that_takes_no_plan_is_said_before_one_is_made(asked, tmp_path)
     assert not (tmp_path / "cache").exists()
 
 
-def test_a_plan_tells_its_stages_where_stderr_is_no_terminal(tmp_path):
+def test_a_plan_tells_its_stages_where_stderr_is_no_terminal(tmp_path, monkeypatch):
     """A line each, before them what it is made without, and no stages where it is kept; stdout has the plan alone."""
     asked = ("plan", "--model", "dit-b-2", "--gpu", "a40", "--micro-batch", "4", "--json")
-    missing = {"BIGDIT_CUDA_PYTHON": str(tmp_path / "none"), "BIGDIT_CACHE": str(tmp_path), "BIGDIT_DEVICE": ""}
+    missing = {"BIGDIT_CUDA_PYTHON": str(tmp_path / "none"), "BIGDIT_CACHE": str(tmp_path)}
+    monkeypatch.delenv("BIGDIT_DEVICE")
     made, again = (bigdit(*asked, **missing) for _ in range(2))
     first, *stages = made.stderr.splitlines()
     assert first.startswith("note: this plan is made by rehearsals alone, without emulated cards: ")
