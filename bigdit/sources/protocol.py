@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -54,12 +55,12 @@ class Contents:
         return self.digest(), xxhash.xxh3_64_intdigest(json.dumps(said).encode())
 
 
-class Readable:
+class Readable(ABC):
     """An item by what it reads."""
 
+    @abstractmethod
     def read(self, max_pixels: int = MAX_PIXELS) -> Contents:
         """As Item.read."""
-        raise NotImplementedError
 
     def load(self, max_pixels: int = MAX_PIXELS) -> Sample:
         """As Item.load."""

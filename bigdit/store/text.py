@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from bigdit.units import how_many
+
 TEXT = "text"
 """What the text itself is called among the sequences of a caption."""
 
@@ -45,9 +47,10 @@ def cut_line(cut: Cut, captions: int) -> str:
     """What was cut, of so many `captions` in all, and how more would be kept."""
     names = f"; the first: {', '.join(cut.samples)}" if cut.samples else ""
     fix = "its encoder takes no more" if cut.key is None else f"raise {cut.key} to keep more"
+    of_all = f"{how_many(captions, 'caption')} {'was' if captions == 1 else 'were'}"
     return (
-        f"{cut.captions} of {captions} captions were cut at {cut.limit} tokens by {cut.tokenizer}, the longest has "
-        f"{cut.longest}; {fix}{names}"
+        f"{cut.captions} of {of_all} cut at {cut.limit} tokens by {cut.tokenizer}, the longest has {cut.longest}; "
+        f"{fix}{names}"
     )
 
 
