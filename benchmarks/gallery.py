@@ -22,9 +22,9 @@ from bigdit.config.strategy import parse_strategy
 from bigdit.errors import UserError, guard
 from bigdit.files import write_json, write_text
 from bigdit.memory.process import beside_torch
-from bigdit.rehearse import RehearsalRequest
-from bigdit.rehearse.ask import request_for
-from bigdit.search.finding.cards import Cards, Row
+from bigdit.rehearse import StepRequest
+from bigdit.profile.request import request_for
+from bigdit.profile.cards import Cards, Row
 from bigdit.spec import Strict
 
 HERE = Path(__file__).parent
@@ -145,7 +145,7 @@ def curved(cards: Cards, cell: Cell, beside_bytes: int) -> Cell:
     return cell.model_copy(update={"points": tuple(points)})
 
 
-def sized(model: str, card: catalog.Gpu, text: str) -> Callable[[int], RehearsalRequest]:
+def sized(model: str, card: catalog.Gpu, text: str) -> Callable[[int], StepRequest]:
     """The request of a model's strategy by its micro-batch size."""
     found, asked = catalog.find_model(model), parse_strategy([text])
     return lambda size: request_for(found, card, asked.with_micro_batch_size(size))

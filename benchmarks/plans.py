@@ -16,7 +16,7 @@ from pathlib import Path
 
 from bigdit.errors import versions
 from bigdit.files import write_text
-from bigdit.rehearse.card.client import cuda_build, cuda_python
+from bigdit.emulator.interpreter import cuda_build, cuda_python
 from bigdit.search.answer import make_plan
 from bigdit.search.asking.ask import question_for
 from bigdit.search.plan import Plan

@@ -22,7 +22,7 @@ from bigdit.config.strategy import parse_strategy
 from bigdit.errors import UserError
 from bigdit.memory.footprint import footprint
 from bigdit.memory.process import beside_training
-from bigdit.rehearse import RehearsalError, RehearsalRequest, rehearse
+from bigdit.rehearse import WorkerError, StepRequest, rehearse
 from bigdit.units import GIB, MIB
 
 HERE = Path(__file__).parent
@@ -78,7 +78,7 @@ def _predict(row: dict[str, Any]) -> dict[str, int] | str:
         size = row.get("resolution"), row.get("height"), row.get("width"), row.get("frames")
         shape = _shape(model, *size)
         encoders = online_encoders(model, shape) if strategy.features == "online" else None
-        request = RehearsalRequest(
+        request = StepRequest(
             model=model.spec,
             batch=shape,
             strategy=strategy,
@@ -87,7 +87,7 @@ def _predict(row: dict[str, Any]) -> dict[str, int] | str:
             compute_capability=gpu.compute_capability,
         )
         size = rehearse(request, timeout_s=900).sizes[0]
-    except (UserError, RehearsalError) as error:
+    except (UserError, WorkerError) as error:
         return str(error).splitlines()[-1]
     taken = footprint(size.timeline, gpu.usable_bytes, beside_training(strategy, gpu.compute_capability))
     return {

@@ -40,10 +40,10 @@ from bigdit.files import write_json
 from bigdit.memory.process import beside_torch
 from bigdit.receipt import Receipt
 from bigdit.recipes.recipe import MEASURED, Extraction, Recipe, Saved, Took, names, recipe
-from bigdit.rehearse import RehearsalRequest, rehearse
-from bigdit.rehearse.ask import request_for
-from bigdit.rehearse.card.attempt import Attempt, Attempts
-from bigdit.rehearse.card.client import cuda_build, cuda_python
+from bigdit.rehearse import StepRequest, rehearse
+from bigdit.profile.request import request_for
+from bigdit.profile.attempt import Attempt, Attempts
+from bigdit.emulator.interpreter import cuda_build, cuda_python
 from bigdit.search.answer import make_plan
 from bigdit.search.asking.ask import question_for
 from bigdit.search.needs.dataset import dataset_need, encoding_request
@@ -186,7 +186,7 @@ def first_of_many(found: Recipe) -> dict[tuple[int, int], Attempt]:
         return {size: cards.run(request, gpu.usable_bytes) for size, request in requests(found).items()}
 
 
-def requests(found: Recipe) -> dict[tuple[int, int], RehearsalRequest]:
+def requests(found: Recipe) -> dict[tuple[int, int], StepRequest]:
     """The recipe's strategy with two micro-batches a step, where it may have so many, by bucket: its YAML is read as
     training reads it."""
     gpu, model = catalog.resolve_gpu(found.about.gpu), catalog.model(found.about.model)

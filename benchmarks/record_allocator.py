@@ -100,7 +100,7 @@ def rehearsed_trace(model: str, gpu: str) -> Timeline:
     """Two training steps of a model of the catalogue at micro-batch 1, in bf16 with AdamW."""
     from bigdit import catalog
     from bigdit.rehearse import rehearse
-    from bigdit.rehearse.ask import request_for
+    from bigdit.profile.request import request_for
 
     return rehearse(request_for(catalog.model(model), catalog.gpu(gpu), Strategy())).sizes[0].timeline
 

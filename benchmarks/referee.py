@@ -21,7 +21,7 @@ from bigdit.bench.against_card import Against
 from bigdit.bench.referee import judge, lines
 from bigdit.errors import UserError, guard, versions
 from bigdit.files import write_text
-from bigdit.rehearse.card.client import cuda_build, cuda_python
+from bigdit.emulator.interpreter import cuda_build, cuda_python
 
 PAGE = Path(__file__).with_suffix(".md")
 EXPANDABLE = "--expandable"

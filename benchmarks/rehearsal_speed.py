@@ -14,7 +14,7 @@ import time
 from bigdit import catalog
 from bigdit.config.strategy import parse_strategy
 from bigdit.rehearse import rehearse
-from bigdit.rehearse.ask import request_for
+from bigdit.profile.request import request_for
 from bigdit.units import GIB, KIB, gib
 
 SMALL_S, LARGE_S, WARM_S, RSS_BYTES = 15.0, 40.0, 0.2, 3 * GIB

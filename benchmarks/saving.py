@@ -30,9 +30,9 @@ from bigdit.engines.state import places
 from bigdit.files import write_text
 from bigdit.objective_spec import FlowMatchingSpec
 from bigdit.rehearse import rehearse
-from bigdit.rehearse.ask import request_for
-from bigdit.rehearse.card.unwritten import unwritten_weights
-from bigdit.rehearse.data import batch
+from bigdit.profile.request import request_for
+from bigdit.profile.unwritten import unwritten_weights
+from bigdit.profile.data import batch
 from bigdit.search.predict.sibling import depths, sibling
 from bigdit.train.step import train_step
 from bigdit.units import gib

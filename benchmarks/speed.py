@@ -17,7 +17,7 @@ from claims.speed import CLAIMS, OUTSIDE, Claim
 from bigdit import catalog
 from bigdit.config.strategy import parse_strategy
 from bigdit.rehearse import rehearse
-from bigdit.rehearse.ask import request_for
+from bigdit.profile.request import request_for
 from bigdit.speed.cluster import Cluster
 from bigdit.speed.interval import Interval
 from bigdit.speed.seconds import NO_TIME, StepTime

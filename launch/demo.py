@@ -116,13 +116,13 @@ def _rehearse_training(demo: Demo, receipt: dict[str, Any]) -> int:
     """Peak bytes of the training that the receipt is of, rehearsed for this machine's CPU."""
     from bigdit.bench.step import largest_batch_shape
     from bigdit.checkpoint import latest
-    from bigdit.rehearse import RehearsalRequest, rehearse
+    from bigdit.rehearse import StepRequest, rehearse
     from bigdit.spec import ModelSpec, Strategy
 
     trained, _ = latest(demo.folder / "run")
     assert trained is not None
     strategy = Strategy.model_validate(receipt["strategy"])
-    request = RehearsalRequest(
+    request = StepRequest(
         model=ModelSpec.model_validate(trained.state["model"]),
         batch=largest_batch_shape(demo.folder / "features"),
         strategy=strategy,

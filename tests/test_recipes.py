@@ -7,7 +7,7 @@ from recipes import drawn, first_of_many, receipts_of, saved_by, stages_of, trai
 from tried.extraction import extracted, rehearsed_bytes
 
 from bigdit.recipes.recipe import names, recipe
-from bigdit.rehearse.card.client import cuda_build, cuda_python
+from bigdit.emulator.interpreter import cuda_build, cuda_python
 from bigdit.report.recipes import needs
 
 ALONE = [name for name in names() if recipe(name).processes == 1]

@@ -15,7 +15,7 @@ from tiny_pipelines import HI_DREAM, HUNYUAN_DIT, HUNYUAN_IMAGE, HUNYUAN_VIDEO_1
 
 from bigdit import checkpoint, models
 from bigdit.extract.verify import verify
-from bigdit.rehearse.data import batch as rehearsed_batch
+from bigdit.profile.data import batch as rehearsed_batch
 from bigdit.spec import ModelSpec, Strategy
 from bigdit.store import FeatureStore
 from bigdit.store.header import read_header

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from commands import ROOT
 
-from bigdit.rehearse.card.client import cuda_python
+from bigdit.emulator.interpreter import cuda_python
 
 ASKED = ("--model", "dit-s-2-paper", "--gpu", "a40", "--device", "rehearsed")
 ON_CARD = "import torch; print(torch.zeros(1 << 20, device='cuda').device)"

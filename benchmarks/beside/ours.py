@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 from recipes import make_store
 
-from bigdit.rehearse.card.client import cuda_python
+from bigdit.emulator.interpreter import cuda_python
 
 ROOT = Path(__file__).parents[2]
 SIZE = 1024

@@ -17,7 +17,7 @@ from bigdit.memory.process import beside_training
 from bigdit.memory.timeline import Category
 from bigdit.rehearse import RehearsedSize
 from bigdit.rehearse.pool import Pool
-from bigdit.rehearse.request import Rehearsal
+from bigdit.profile.request import Rehearsal
 from bigdit.search.answer import make_plan
 from bigdit.search.asking.ask import question_for
 from bigdit.search.finding.candidates import Option, candidate, capacity

@@ -9,14 +9,14 @@ from pathlib import Path
 from bigdit import libraries
 from bigdit.errors import guard
 from bigdit.files import write_text
-from bigdit.rehearse.card.steps import run
-from bigdit.rehearse.request import RehearsalRequest
+from bigdit.profile.measured.steps import run
+from bigdit.profile.request import StepRequest
 
 
 def main(asked: Path, answered: Path, steps: int) -> None:
     if not sys.stdin.readline():  # who was to ask has ended
         return
-    found = run(RehearsalRequest.model_validate_json(asked.read_text()), steps)
+    found = run(StepRequest.model_validate_json(asked.read_text()), steps)
     write_text(answered, found.model_dump_json())
 
 

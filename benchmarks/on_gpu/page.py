@@ -13,7 +13,7 @@ from bigdit.bench.against_card import Reserved, against
 from bigdit.bench.referee import lines
 from bigdit.files import write_json, write_text
 from bigdit.rehearse.card.client import Card
-from bigdit.rehearse.card.run import CardRun, Spent, Timing
+from bigdit.profile.measured.run import CardRun, Spent, Timing
 from bigdit.spec import Strict
 from on_gpu.points import POINTS, Point
 from on_gpu.predicted import PREDICTED, Peaks, Predicted, Predictions

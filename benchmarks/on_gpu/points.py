@@ -13,7 +13,7 @@ from refereed.rows import Row
 
 from bigdit.catalog import Gpu
 from bigdit.objective_spec import FlowMatchingSpec
-from bigdit.rehearse.request import RehearsalRequest
+from bigdit.profile.request import StepRequest
 
 GPU = "h100-sxm"
 
@@ -44,7 +44,7 @@ class Point:
         """A file name of its own."""
         return re.sub(r"[^a-z0-9.]+", "-", self.name.lower()).strip("-")
 
-    def question(self) -> tuple[RehearsalRequest, Gpu]:
+    def question(self) -> tuple[StepRequest, Gpu]:
         """As the referee asks, by what the card trained the model. Raises UserError as its rows do."""
         request, gpu = Row(self.model, GPU, self.strategy, self.blocks).question()
         objective = TRAINED_BY.get(self.model, request.objective)

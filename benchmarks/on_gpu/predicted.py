@@ -15,8 +15,8 @@ from bigdit.memory import Timeline
 from bigdit.memory.caching import OutOfMemory
 from bigdit.memory.process import cuda_context
 from bigdit.rehearse.card.client import Card, cuda_build, cuda_python
-from bigdit.rehearse.card.run import RanOut
-from bigdit.rehearse.lanes import RehearsalError
+from bigdit.profile.measured.run import RanOut
+from bigdit.profile.lanes import WorkerError
 from bigdit.rehearse.pool import Pool
 from bigdit.spec import Strict
 from bigdit.speed.cluster import Cluster
@@ -102,7 +102,7 @@ def _emulated(card: Card, point: Point) -> tuple[Peaks, ...] | str:
         run = card.run(point.question()[0], timeout_s=300)
     except RanOut:
         return "out of memory"
-    except (UserError, RehearsalError) as error:
+    except (UserError, WorkerError) as error:
         return str(error)
     return tuple(
         Peaks(phase=each.phase, allocated=each.peak_allocated_bytes, reserved=each.peak_reserved_bytes)

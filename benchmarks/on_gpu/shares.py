@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping
 from bigdit import catalog
 from bigdit.catalog import Gpu
 from bigdit.errors import UserError
-from bigdit.rehearse.card.attempt import Attempts
-from bigdit.rehearse.card.run import Timing
-from bigdit.rehearse.lanes import RehearsalError
+from bigdit.profile.attempt import Attempts
+from bigdit.profile.measured.run import Timing
+from bigdit.profile.lanes import WorkerError
 from bigdit.rehearse.pool import Pool
 from bigdit.speed.amounts import Amount
 from bigdit.speed.work import Load, work_of
@@ -63,7 +63,7 @@ def _launches(cards: Attempts, point: Point, gpu: Gpu, timing: Timing) -> str:
     real = sum(each.count for each in timing.kernels.values())
     try:
         found = cards.run(point.question()[0], gpu.usable_bytes, timeout_s=300)
-    except (UserError, RehearsalError) as error:
+    except (UserError, WorkerError) as error:
         return f"{took}; {real} launches measured, none counted: {error}"
     counted = sum(each.launches for each in found.launched.values())
     return f"{took}; {real} launches measured, {counted} counted ({counted / real - 1:+.0%})"

@@ -26,9 +26,9 @@ from bigdit.errors import UserError, guard, versions
 from bigdit.files import write_text
 from bigdit.memory.host import host_memory
 from bigdit.rehearse.card.client import Profiler, cuda_build, cuda_python
-from bigdit.rehearse.lanes import RehearsalError
+from bigdit.profile.lanes import WorkerError
 from bigdit.rehearse.pool import Pool
-from bigdit.rehearse.request import RehearsedSize
+from bigdit.profile.request import RehearsedSize
 from refereed.rows import PART, Row, rows
 
 PAGE = Path(__file__).parents[1] / "one_card.md"
@@ -74,7 +74,7 @@ def _answer(row: Row, profiler: Profiler, pool: Pool, aside: ThreadPoolExecutor)
         if isinstance(fake, UserError):
             return {"error": f"rehearsal: {fake}"}
         return difference(fake, card)
-    except (UserError, RehearsalError) as error:
+    except (UserError, WorkerError) as error:
         return {"error": f"{type(error).__name__}: {error}"}
 
 

@@ -9,8 +9,8 @@ from bigdit import catalog
 from bigdit.catalog import Gpu
 from bigdit.catalog.models import models
 from bigdit.config.strategy import parse_strategy
-from bigdit.rehearse.ask import request_for
-from bigdit.rehearse.request import RehearsalRequest
+from bigdit.profile.request import request_for
+from bigdit.profile.request import StepRequest
 from bigdit.search.predict.sibling import depths, sibling
 
 
@@ -32,7 +32,7 @@ class Row:
         depth = f"{self.blocks} blocks" if self.blocks else "whole"
         return f"{self.model} ({depth}) · {self.gpu} · {self.strategy}{' · every rank' if self.ranks else ''}"
 
-    def question(self) -> tuple[RehearsalRequest, Gpu]:
+    def question(self) -> tuple[StepRequest, Gpu]:
         """What both sides are asked. Raises UserError for what the catalogue does not know, or cannot be rehearsed."""
         gpu, model = catalog.resolve_gpu(self.gpu), catalog.find_model(self.model)
         if self.blocks:

@@ -12,7 +12,7 @@ from typing import Literal
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from bigdit.bench.against_card import by_replay
-from bigdit.bench.real_card import run_on_card
+from bigdit.profile.measured.on_gpu import run_on_card
 from bigdit.catalog import CatalogModel, Gpu
 from bigdit.emulator import on_emulated_card
 from bigdit.errors import UserError, versions
@@ -20,10 +20,10 @@ from bigdit.memory import Category, Timeline
 from bigdit.memory.allocator import replay
 from bigdit.memory.caching import fits
 from bigdit.memory.process import ByteRange, beside_training
-from bigdit.rehearse import RehearsalRequest, RehearsedSize
-from bigdit.rehearse.ask import request_for
+from bigdit.rehearse import StepRequest, RehearsedSize
+from bigdit.profile.request import request_for
 from bigdit.rehearse.card.client import Card, build_with
-from bigdit.rehearse.card.run import CardRun, RanOut
+from bigdit.profile.measured.run import CardRun, RanOut
 from bigdit.rehearse.pool import Pool
 from bigdit.spec import BatchShape, Strategy, Strict
 from bigdit.units import gib
@@ -31,7 +31,7 @@ from bigdit.units import gib
 Device = Literal["measured", "emulated", "rehearsed"]
 """Where points run: on this machine's card, on one that is not there, or on none."""
 
-Run = Callable[[RehearsalRequest, int], CardRun]
+Run = Callable[[StepRequest, int], CardRun]
 """Two steps, where torch may reserve so many bytes; 0: all."""
 
 
@@ -193,7 +193,7 @@ class MemoryBenchmark:
         if wrong:
             raise UserError(*wrong)
 
-    def _request(self, strategy: Strategy, size: int) -> RehearsalRequest:
+    def _request(self, strategy: Strategy, size: int) -> StepRequest:
         of_size = strategy.with_micro_batch_size(size)
         return request_for(self._model, self._gpu, of_size, resolution=self._resolution, frames=self._frames)
 
@@ -208,7 +208,7 @@ class MemoryBenchmark:
         return None
 
     def _curve(
-        self, pool: Pool, run: Run | None, name: str, strategy: Strategy, requests: Sequence[RehearsalRequest]
+        self, pool: Pool, run: Run | None, name: str, strategy: Strategy, requests: Sequence[StepRequest]
     ) -> tuple[Curve, list[RehearsedSize]]:
         self._said(f"{name}: rehearsing {len(requests)} micro-batch sizes")
         answers, points = [], []
@@ -224,7 +224,7 @@ class MemoryBenchmark:
         left_out = tuple(request.micro_batch_sizes[0] for request in requests[len(points) :])
         return Curve(asked=name, strategy=strategy, points=tuple(points), left_out=left_out), answers
 
-    def _point(self, run: Run | None, request: RehearsalRequest, answer: RehearsedSize) -> Point:
+    def _point(self, run: Run | None, request: StepRequest, answer: RehearsedSize) -> Point:
         gpu, timeline = self._gpu, answer.timeline
         beside = beside_training(request.strategy, gpu.compute_capability, gpu.multiprocessors)
         capacity = max(gpu.usable_bytes - beside.high_bytes, 1)

@@ -12,10 +12,10 @@ from bigdit.catalog import Gpu
 from bigdit.errors import UserError
 from bigdit.memory.caching import OutOfMemory
 from bigdit.rehearse.card.client import Card
-from bigdit.rehearse.card.ranks import run_ranks
-from bigdit.rehearse.lanes import RehearsalError
+from bigdit.profile.measured.ranks import run_ranks
+from bigdit.profile.lanes import WorkerError
 from bigdit.rehearse.pool import Pool
-from bigdit.rehearse.request import RehearsalRequest
+from bigdit.profile.request import StepRequest
 
 
 class Asks(Protocol):
@@ -27,7 +27,7 @@ class Asks(Protocol):
     gpu: str
     ranks: bool
 
-    def question(self) -> tuple[RehearsalRequest, Gpu]:
+    def question(self) -> tuple[StepRequest, Gpu]:
         """What both sides are asked. Raises UserError for what the catalogue does not know, or cannot be rehearsed."""
         ...
 
@@ -70,7 +70,7 @@ def _judged(
         return against(
             rehearsed.timeline, run.timeline, counters, gpu.usable_bytes, expandable_segments=expandable_segments
         )
-    except (UserError, RehearsalError, OutOfMemory, ValueError) as error:
+    except (UserError, WorkerError, OutOfMemory, ValueError) as error:
         return f"{type(error).__name__}: {error}"
 
 

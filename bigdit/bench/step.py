@@ -20,9 +20,9 @@ from bigdit.dist import World
 from bigdit.memory.allocator import replay
 from bigdit.objective_spec import ObjectiveSpec
 from bigdit.receipt import Receipt
-from bigdit.rehearse import RehearsalRequest, RehearsedSize, rehearse
-from bigdit.rehearse.data import batch, feed
-from bigdit.rehearse.request import A100_MULTIPROCESSORS, Kernels
+from bigdit.rehearse import StepRequest, RehearsedSize, rehearse
+from bigdit.profile.data import batch, feed
+from bigdit.profile.request import A100_MULTIPROCESSORS, Kernels
 from bigdit.shortage import room
 from bigdit.spec import BatchShape, ModelSpec, Strategy
 from bigdit.store import FeatureStore
@@ -100,10 +100,10 @@ def bench_step(
     return StepBench(_receipt(asked, found, meter, seconds), compared, alone)
 
 
-def _request(asked: _Asked) -> RehearsalRequest:
+def _request(asked: _Asked) -> StepRequest:
     kernels: Kernels = "cuda" if asked.device.type == "cuda" else "cpu"
     card = torch.cuda.get_device_properties(asked.device) if kernels == "cuda" else None
-    return RehearsalRequest(
+    return StepRequest(
         model=asked.spec,
         batch=asked.shape,
         strategy=asked.strategy,

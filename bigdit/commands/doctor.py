@@ -204,7 +204,7 @@ def _look_at_emulated_cards(health: Health) -> None:
 def _cuda_torch(health: Health) -> tuple[str | None, str | None]:
     """The CUDA build of torch that emulated cards have, and whose it is."""
     from bigdit.errors import UserError
-    from bigdit.rehearse.card.client import cuda_build, cuda_python
+    from bigdit.emulator.interpreter import cuda_build, cuda_python
 
     try:
         python = cuda_python()

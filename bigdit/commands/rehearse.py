@@ -12,7 +12,7 @@ from bigdit.commands.options import Frames, Gpu, Json, Model, Resolution
 if TYPE_CHECKING:
     from bigdit import catalog
     from bigdit.memory.footprint import Footprint
-    from bigdit.rehearse import RehearsalRequest, RehearsedSize
+    from bigdit.rehearse import StepRequest, RehearsedSize
 
 EXIT_DOES_NOT_FIT = 2
 
@@ -40,7 +40,7 @@ def run(
     from bigdit.memory.footprint import footprint
     from bigdit.memory.process import beside_training
     from bigdit.rehearse import rehearse
-    from bigdit.rehearse.ask import parse_resolution, request_for
+    from bigdit.profile.request import parse_resolution, request_for
 
     for option, file in (("--plot", plot), ("--snapshot", snapshot)):
         if file is not None:
@@ -74,12 +74,12 @@ def run(
     return 0 if taken.fits else EXIT_DOES_NOT_FIT
 
 
-def _title(request: RehearsalRequest, card: catalog.Gpu) -> str:
+def _title(request: StepRequest, card: catalog.Gpu) -> str:
     strategy = request.strategy
     return f"{request.model.name}, {_engine(request)}, micro-batch {strategy.micro_batch_size}, on {card.title}"
 
 
-def _engine(request: RehearsalRequest) -> str:
+def _engine(request: StepRequest) -> str:
     """`ZeRO-2 on 8 processes`, `FSDP2 2 × 4`, `one process`."""
     from bigdit.units import how_many
 
@@ -93,7 +93,7 @@ def _engine(request: RehearsalRequest) -> str:
     return f"FSDP2 on {how_many(strategy.world_size, 'process')}"
 
 
-def _show(request: RehearsalRequest, found: RehearsedSize, taken: Footprint, card: catalog.Gpu) -> None:
+def _show(request: StepRequest, found: RehearsedSize, taken: Footprint, card: catalog.Gpu) -> None:
     from bigdit import log
     from bigdit.memory.host import host_memory
     from bigdit.report import ledger as report
@@ -128,7 +128,7 @@ def _show(request: RehearsalRequest, found: RehearsedSize, taken: Footprint, car
         say(f"[bold]does not fit[/bold]: {gib(taken.process.high_bytes)} wanted of {gib(taken.usable_bytes)}")
 
 
-def _policy(request: RehearsalRequest) -> str:
+def _policy(request: StepRequest) -> str:
     """What the strategy says beside its engine, in one line."""
     strategy = request.strategy
     blocks = strategy.checkpointed_blocks
@@ -148,7 +148,7 @@ def _policy(request: RehearsalRequest) -> str:
     return f"{', '.join(parts)}, {strategy.features} features"
 
 
-def _document(request: RehearsalRequest, found: RehearsedSize, taken: Footprint, card: catalog.Gpu) -> dict[str, Any]:
+def _document(request: StepRequest, found: RehearsedSize, taken: Footprint, card: catalog.Gpu) -> dict[str, Any]:
     from bigdit.memory.host import host_memory
 
     timeline = found.timeline

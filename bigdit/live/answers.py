@@ -13,7 +13,7 @@ from bigdit.errors import UserError
 from bigdit.live.asked import Asked, Step, step
 from bigdit.memory import Category
 from bigdit.memory.process import ByteRange
-from bigdit.rehearse.card.attempt import Attempts
+from bigdit.profile.attempt import Attempts
 from bigdit.rehearse.pool import Pool
 from bigdit.search.finding.candidates import beside
 from bigdit.search.finding.confirm import Ran, judged
@@ -84,7 +84,7 @@ class Answers:
     def run(self, asked: Asked) -> Answer:
         """As it runs on an emulated card.
 
-        Raises UserError for what cannot be asked or takes too long, and RehearsalError where the process dies.
+        Raises UserError for what cannot be asked or takes too long, and WorkerError where the process dies.
         """
         began = time.perf_counter()
         wanted = step(self._ways, asked)

@@ -24,7 +24,7 @@ from bigdit.live.answers import Answer, Answers
 from bigdit.live.asked import Asked
 from bigdit.live.gate import App, Gate
 from bigdit.live.newest import DroppedError, Newest
-from bigdit.rehearse import RehearsalError
+from bigdit.rehearse import WorkerError
 from bigdit.report.words import between, span
 
 _SCRIPT = re.compile(r'<script type="module">(.*?)</script>', re.DOTALL)
@@ -83,7 +83,7 @@ def _asks(answer: Callable[[Asked], Answer]) -> Callable[[Request], Awaitable[Re
             return JSONResponse({"dropped": str(dropped)})
         except UserError as error:
             return JSONResponse({"error": str(error)})
-        except RehearsalError as error:
+        except WorkerError as error:
             return JSONResponse({"error": str(error).splitlines()[0].rstrip(":")})
         except Exception:
             print(shown(traceback.format_exc()), end="", file=sys.stderr)

@@ -11,7 +11,7 @@ from bigdit.catalog.gpus import gpus
 from bigdit.config.strategy import MOST_MICRO_BATCH
 from bigdit.errors import UserError, nearest
 from bigdit.numbers import Count, Natural
-from bigdit.rehearse import RehearsalRequest
+from bigdit.rehearse import StepRequest
 from bigdit.search.asking.check import cluster_problems
 from bigdit.search.finding.candidates import accumulation
 from bigdit.search.finding.confirm import RECORDED_ACCUMULATION
@@ -36,7 +36,7 @@ class Step:
     strategy: Strategy
 
     @property
-    def request(self) -> RehearsalRequest:
+    def request(self) -> StepRequest:
         accum = min(self.strategy.grad_accum_steps, RECORDED_ACCUMULATION)
         return self.way.sample.request(self.strategy.settled(
             micro_batch_size=self.strategy.micro_batch_size,

@@ -33,6 +33,7 @@ class History:
         self._starts: list[int] = []
         self.peaks: list[int] = []
         """Of each phase, by torch's own counter, in bytes."""
+        self.peak_reserved_bytes = 0
 
     def begin(self, operation: Any) -> None:
         """An operation runs from here on, until the next one begins."""
@@ -105,6 +106,7 @@ class History:
     def _end_phase(self) -> None:
         if self._starts:
             self.peaks.append(torch.cuda.max_memory_allocated())
+            self.peak_reserved_bytes = max(self.peak_reserved_bytes, torch.cuda.max_memory_reserved())
 
     def _count(self) -> int:
         return self._total() - self._before

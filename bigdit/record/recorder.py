@@ -201,6 +201,11 @@ class Recorder(TorchDispatchMode):
         """Torch's own peak of allocated bytes on a card, phase by phase; known once `timeline` was asked for."""
         return [] if self._history is None else self._history.peaks
 
+    @property
+    def peak_reserved_bytes(self) -> int:
+        """Torch's own peak of reserved bytes on a card, likewise."""
+        return 0 if self._history is None else self._history.peak_reserved_bytes
+
     def host_timeline(self) -> Timeline:
         """What was recorded of the host so far; the same as the device's where the device is the CPU."""
         return self._timeline(self._tracks[HOST], Costs(HOST))

@@ -8,7 +8,7 @@ from bigdit.catalog.revision import revision
 from bigdit.kept import Kept, digest_of, installed
 from bigdit.receipt import Receipt
 from bigdit.rehearse import cache
-from bigdit.rehearse.card.client import cuda_build, cuda_python
+from bigdit.emulator.interpreter import cuda_build, cuda_python
 from bigdit.search.plan import Plan
 from bigdit.search.question import Question
 

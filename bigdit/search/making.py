@@ -12,12 +12,12 @@ from bigdit.catalog import CatalogModel, batch_shape
 from bigdit.catalog.revision import revision
 from bigdit.errors import UserError
 from bigdit.receipt import Receipt
-from bigdit.rehearse.ask import request_for
-from bigdit.rehearse.lanes import RehearsalError, WorkerKilled
+from bigdit.profile.request import request_for
+from bigdit.profile.lanes import WorkerError, WorkerKilled
 from bigdit.rehearse.pool import Pool
 from bigdit.search.finding.best import search
 from bigdit.search.finding.candidates import Candidate, capacity
-from bigdit.search.finding.cards import NO_CARDS, Cards, Device
+from bigdit.profile.cards import NO_CARDS, Cards, Device
 from bigdit.search.finding.confirm import Confirmed
 from bigdit.search.finding.evidence import Evidence, weighed
 from bigdit.search.finding.limits import Limits, bucket_limits, limits_on
@@ -93,7 +93,7 @@ def _of_own(name: str) -> Iterator[None]:
         raise UserError(*(problem.replace("model.kwargs.", f"{name}: ", 1) for problem in error.problems)) from None
     except WorkerKilled:
         raise
-    except RehearsalError as error:
+    except WorkerError as error:
         said = [line for line in str(error).splitlines() if re.match(r"\w+Error: ", line)]
         if not said:
             raise

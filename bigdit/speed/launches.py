@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import NonNegativeFloat
 
-from bigdit.rehearse.card.launched import Launched
+from bigdit.profile.launched import Launched
 from bigdit.spec import Strict
 from bigdit.speed.interval import Interval
 

@@ -11,8 +11,8 @@ from bigdit.bench.against_card import Against, Reserved, against, by_replay
 from bigdit.errors import UserError
 from bigdit.memory import Block, Span, Timeline
 from bigdit.rehearse.card.client import Card
-from bigdit.rehearse.card.trace import operator
-from bigdit.rehearse.card.unwritten import unwritten_weights
+from bigdit.profile.measured.trace import operator
+from bigdit.profile.unwritten import unwritten_weights
 from bigdit.units import GIB, MIB
 
 

@@ -20,7 +20,7 @@ from on_gpu.predicted import PREDICTED, Predictions, rehearsed
 from bigdit import catalog
 from bigdit.emulator import emulated_environment
 from bigdit.rehearse import rehearse
-from bigdit.rehearse.card.client import cuda_python
+from bigdit.emulator.interpreter import cuda_python
 from bigdit.units import MIB
 
 LIBRARIES = f"lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
@@ -125,7 +125,7 @@ import os
 from bigdit import libraries
 libraries.prepare()
 from on_gpu.points import POINTS
-from bigdit.rehearse.card.steps import run
+from bigdit.profile.measured.steps import run
 print(next(run(each.question()[0]).params for each in POINTS if each.name.startswith(os.environ["POINT"])))
 """
 

@@ -10,7 +10,7 @@ from commands import HELPERS, ROOT, run_command
 
 from bigdit import catalog
 from bigdit.emulator import emulated_environment
-from bigdit.rehearse.notices import PROVED_WITH
+from bigdit.profile.notices import PROVED_WITH
 
 # Bytes that differ, by row and phase, in processes that have this torch alone.
 _JUDGE = """

@@ -19,7 +19,7 @@ from bigdit.checkpoint.verify import verify
 from bigdit.dist import World
 from bigdit.engines.state import checkpoint_bytes
 from bigdit.errors import UserError
-from bigdit.rehearse import RehearsalRequest, rehearse
+from bigdit.rehearse import StepRequest, rehearse
 from bigdit.spec import OptimizerSpec
 
 _ELSEWHERE = """
@@ -126,7 +126,7 @@ def test_what_a_process_copies_to_save_is_rehearsed(runs, name):
         "zero3": strategy("deepspeed", 2, 3),
         "fsdp2": strategy("fsdp2", 2),
     }[name]
-    asked = RehearsalRequest(model=MODEL, batch=SHAPE, strategy=wanted, micro_batch_sizes=(1,), kernels="cpu")
+    asked = StepRequest(model=MODEL, batch=SHAPE, strategy=wanted, micro_batch_sizes=(1,), kernels="cpu")
     (size,) = rehearse(asked).sizes
     copied = json.loads((runs / "copied.json").read_text())
     assert size.checkpoint_bytes == copied[name]

@@ -14,7 +14,7 @@ import pytest
 from cards import emulate, script
 from commands import BIN, ROOT
 
-from bigdit.rehearse.card.client import cuda_python
+from bigdit.emulator.interpreter import cuda_python
 
 NO_CUDA = r"torch \S+ in \S+ has no CUDA, .*: pip install 'torch===\d"
 

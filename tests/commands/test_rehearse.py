@@ -8,8 +8,8 @@ from rehearsing import THREE_BLOCKS as TINY
 
 from bigdit.config.strategy import parse_strategy
 from bigdit.errors import UserError
-from bigdit.rehearse.ask import parse_resolution
-from bigdit.rehearse.notices import PROVED_WITH, notices
+from bigdit.profile.request import parse_resolution
+from bigdit.profile.notices import PROVED_WITH, notices
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +128,7 @@ import torch
 from diffusers.models.transformers.sana_transformer import SanaTransformerBlock as Block
 from rehearsing import SHAPE, THREE_BLOCKS
 from bigdit.errors import guard
-from bigdit.rehearse import RehearsalRequest
+from bigdit.rehearse import StepRequest
 from bigdit.rehearse.worker import rehearse_size
 from bigdit.spec import Strategy
 forward = Block.forward
@@ -141,7 +141,7 @@ def reading(block, hidden_states, *args, **kwargs):
         hidden_states[hidden_states > 0]
     return forward(block, hidden_states, *args, **kwargs)
 Block.forward = reading
-request = RehearsalRequest(model=THREE_BLOCKS, batch=SHAPE, strategy=Strategy(), micro_batch_sizes=(1,))
+request = StepRequest(model=THREE_BLOCKS, batch=SHAPE, strategy=Strategy(), micro_batch_sizes=(1,))
 status = guard(lambda: rehearse_size(request, 1) and 0)
 sys.stderr.flush()
 os._exit(status)

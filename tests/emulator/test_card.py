@@ -16,7 +16,7 @@ from bigdit.errors import UserError
 from bigdit.memory.allocator import replay
 from bigdit.memory.footprint import UNLIMITED
 from bigdit.memory.process import cuda_context
-from bigdit.rehearse.card.client import cuda_python
+from bigdit.emulator.interpreter import cuda_python
 from bigdit.units import GIB, MIB
 
 FIGURES = """

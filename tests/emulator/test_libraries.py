@@ -12,7 +12,7 @@ import warm
 from bigdit import catalog
 from bigdit.emulator import build, emulated_environment
 from bigdit.errors import UserError
-from bigdit.rehearse.card.client import cuda_python
+from bigdit.emulator.interpreter import cuda_python
 
 
 def test_libraries_stand_before_those_of_installed_packages(tmp_path):

@@ -16,9 +16,9 @@ from bigdit import catalog
 from bigdit.catalog import CatalogModel
 from bigdit.config.strategy import parse_strategy
 from bigdit.emulator import build, emulated_environment, shared_state
-from bigdit.rehearse import RehearsalRequest
-from bigdit.rehearse.ask import request_for
-from bigdit.rehearse.card.client import cuda_python
+from bigdit.rehearse import StepRequest
+from bigdit.profile.request import request_for
+from bigdit.emulator.interpreter import cuda_python
 
 TIME_LIMIT_S = 240
 
@@ -44,7 +44,7 @@ def empty_cache(folder: Path) -> Path:
     return folder
 
 
-def request(strategy: str, micro_batch_size: int = 2, model: CatalogModel = SMALL) -> RehearsalRequest:
+def request(strategy: str, micro_batch_size: int = 2, model: CatalogModel = SMALL) -> StepRequest:
     """Two steps of a SANA of three blocks, or of another model, on an A40 at 1024 × 1024."""
     asked = parse_strategy(strategy.split(",")).with_micro_batch_size(micro_batch_size)
     return request_for(model, A40, asked, resolution=(1024, 1024))

@@ -13,7 +13,7 @@ from bigdit.memory import Ledger
 from bigdit.memory.footprint import footprint
 from bigdit.memory.process import ByteRange, beside_training
 from bigdit.rehearse import rehearse
-from bigdit.rehearse.ask import request_for
+from bigdit.profile.request import request_for
 from bigdit.report.plan import show
 from bigdit.search.finding import verdict
 from bigdit.search.needs.host import host_need

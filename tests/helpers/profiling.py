@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from bigdit import engines
 from bigdit.dist import World
 from bigdit.objective_spec import FlowMatchingSpec
-from bigdit.rehearse.data import batch, feed
+from bigdit.profile.data import batch, feed
 from bigdit.rehearse.drive import STEPS
 from bigdit.spec import Strategy
 from bigdit.train.step import train_step

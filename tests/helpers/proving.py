@@ -19,10 +19,10 @@ from pathlib import Path
 from commands import HELPERS, run_ranks
 
 from bigdit.memory import Timeline
-from bigdit.rehearse import RehearsalRequest, RehearsedSize
+from bigdit.rehearse import StepRequest, RehearsedSize
 
 
-def prove(folder: Path, requests: Sequence[RehearsalRequest], timeout: float) -> list[tuple[Timeline, RehearsedSize]]:
+def prove(folder: Path, requests: Sequence[StepRequest], timeout: float) -> list[tuple[Timeline, RehearsedSize]]:
     """What the first process recorded, and its rehearsal, for each request; `strategy.world_size` processes run."""
     asked, answered = folder / "asked.json", folder / "answered.json"
     asked.write_text(json.dumps([request.model_dump(mode="json") for request in requests]))
@@ -35,7 +35,7 @@ def prove(folder: Path, requests: Sequence[RehearsalRequest], timeout: float) ->
 
 
 def main(asked: Path, answered: Path) -> None:
-    requests = [RehearsalRequest.model_validate(value) for value in json.loads(asked.read_text())]
+    requests = [StepRequest.model_validate(value) for value in json.loads(asked.read_text())]
     _import(requests)
     gc.disable()  # so that the recordings' many collections pass over all that was recorded before
     gc.freeze()  # and over all that was imported
@@ -60,7 +60,7 @@ def _real(asked: Path, size: int) -> Path:
     return asked.with_name(f"real{size}.json")
 
 
-def _import(requests: Sequence[RehearsalRequest]) -> None:
+def _import(requests: Sequence[StepRequest]) -> None:
     import torch
 
     from bigdit import models
@@ -107,20 +107,20 @@ def _wait(children: set[int], until: Iterable[int]) -> set[int]:
     return children
 
 
-def _rehearse(requests: Sequence[RehearsalRequest], answered: Path) -> None:
+def _rehearse(requests: Sequence[StepRequest], answered: Path) -> None:
     from bigdit.rehearse.worker import rehearse_size
 
     answers = [rehearse_size(request, request.micro_batch_sizes[0]).model_dump(mode="json") for request in requests]
     answered.write_text(json.dumps(answers))
 
 
-def _record(requests: Sequence[RehearsalRequest], rank: int, size: int, store: Path, answered: Path) -> None:
+def _record(requests: Sequence[StepRequest], rank: int, size: int, store: Path, answered: Path) -> None:
     import torch
     import torch.distributed as dist
 
     from bigdit.dist import world_from_env
     from bigdit.rehearse.drive import drive
-    from bigdit.rehearse.steps import Witness, prepare, two_steps
+    from bigdit.profile.steps import Witness, prepare, two_steps
 
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
     _give_gloo_time()

@@ -14,7 +14,7 @@ from plan_files import TINY_KWARGS, plan_of, write
 from tiny_videos import moving_square
 
 from bigdit.recipes.recipe import recipe
-from bigdit.rehearse.card.client import cuda_python
+from bigdit.emulator.interpreter import cuda_python
 
 RECIPES = {
     "sana-1600m-a40": ("data.features=features/sana",),

@@ -10,7 +10,7 @@ from pathlib import Path
 from commands import HELPERS, run_ranks
 
 from bigdit import libraries
-from bigdit.rehearse import RehearsalRequest, RehearsedSize
+from bigdit.rehearse import StepRequest, RehearsedSize
 from bigdit.spec import BatchShape, ModelSpec
 
 SANA = ModelSpec(
@@ -67,7 +67,7 @@ DIT = ModelSpec(
 SHAPE = BatchShape(latents=(4, 8, 8), text=(6, 12))
 
 
-def rehearse_all(folder: Path, requests: Sequence[RehearsalRequest]) -> list[RehearsedSize]:
+def rehearse_all(folder: Path, requests: Sequence[StepRequest]) -> list[RehearsedSize]:
     """The rehearsal of each request at its first micro-batch size."""
     asked, answered = folder / "requests.json", folder / "answers.json"
     asked.write_text(json.dumps([request.model_dump(mode="json") for request in requests]))
@@ -82,7 +82,7 @@ def _main(asked: Path, answered: Path) -> None:
     libraries.prepare()
     from bigdit.rehearse.worker import import_for, rehearse_size  # in this process alone: it makes the fake device
 
-    requests = [RehearsalRequest.model_validate(value) for value in json.loads(asked.read_text())]
+    requests = [StepRequest.model_validate(value) for value in json.loads(asked.read_text())]
     for request in requests:
         import_for(request.model_dump_json())
     answers = [rehearse_size(request, request.micro_batch_sizes[0]).model_dump(mode="json") for request in requests]

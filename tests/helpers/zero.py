@@ -5,7 +5,7 @@ import json
 from commands import ROOT
 from rehearsing import SHAPE, THREE_BLOCKS
 
-from bigdit.rehearse import RehearsalRequest
+from bigdit.rehearse import StepRequest
 from bigdit.spec import OptimizerSpec, Strategy
 
 MICRO_BATCH_SIZE = 2
@@ -53,6 +53,6 @@ def request_of(engine, processes, precision, optimizer, checkpointed, grad_accum
         gradient_clipping=1.0,
         ds_config=document,
     )
-    return RehearsalRequest(
+    return StepRequest(
         model=TINY, batch=SHAPE, strategy=strategy, micro_batch_sizes=(MICRO_BATCH_SIZE,), kernels="cpu"
     )

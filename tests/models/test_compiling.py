@@ -15,7 +15,7 @@ from bigdit.errors import UserError, versions
 from bigdit.models.compiling import compile_blocks
 from bigdit.objective_spec import FlowMatchingSpec
 from bigdit.rehearse.drive import record
-from bigdit.rehearse.notices import COMPILED, notices
+from bigdit.profile.notices import COMPILED, notices
 from bigdit.spec import LoraSpec, Strategy
 from bigdit.train.beside_plan import PlannedMemory
 from bigdit.train.step import train_step

@@ -19,7 +19,7 @@ from bigdit.loader.batch import Batch
 from bigdit.models.checkpointing import apply_checkpointing
 from bigdit.models.packing import diagonal, grid, pack, unpack
 from bigdit.objectives import of_latents
-from bigdit.rehearse import RehearsalRequest, RehearsedSize
+from bigdit.rehearse import StepRequest, RehearsedSize
 from bigdit.rehearse.drive import drive
 from bigdit.spec import BatchShape, ModelSpec, Strategy
 
@@ -101,7 +101,7 @@ CONFIGS = [(class_name, checkpointed) for class_name in TINY for checkpointed in
 def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[object, ...], RehearsedSize]:
     folder = tmp_path_factory.mktemp("rehearsals")
     requests = [
-        RehearsalRequest(
+        StepRequest(
             model=spec_of(class_name),
             batch=shape_of(class_name),
             strategy=strategy(checkpointed),

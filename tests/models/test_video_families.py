@@ -26,8 +26,8 @@ from bigdit.errors import UserError
 from bigdit.loader.batch import Batch
 from bigdit.memory import ledger
 from bigdit.objective_spec import FlowMatchingSpec
-from bigdit.rehearse import RehearsalRequest, RehearsedSize
-from bigdit.rehearse.data import batch
+from bigdit.rehearse import StepRequest, RehearsedSize
+from bigdit.profile.data import batch
 from bigdit.rehearse.drive import STEPS, drive
 from bigdit.spec import BatchShape, ModelSpec, Precision, Strategy
 from bigdit.train.step import train_step
@@ -59,7 +59,7 @@ def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int |
     folder = tmp_path_factory.mktemp("rehearsals")
     keys = [(*case, "cpu") for case in CASES] + [(name, "all", "cuda") for name in TINY]
     requests = [
-        RehearsalRequest(
+        StepRequest(
             model=_spec(name),
             batch=_shape(name),
             strategy=_strategy(checkpointed),

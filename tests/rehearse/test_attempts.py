@@ -16,11 +16,11 @@ from bigdit import catalog
 from bigdit.catalog import CatalogModel
 from bigdit.errors import UserError
 from bigdit.memory.allocator import replay
-from bigdit.rehearse.card.attempt import Attempt, Attempts, Shallow
+from bigdit.profile.attempt import Attempt, Attempts, Shallow
 from bigdit.rehearse.card.client import Card
 from bigdit.rehearse.pool import Pool
-from bigdit.rehearse.request import RehearsalRequest
-from bigdit.search.finding.cards import Cards
+from bigdit.profile.request import StepRequest
+from bigdit.profile.cards import Cards
 from bigdit.search.predict.anchors import shallowest
 from bigdit.search.predict.sibling import depths, sibling
 from bigdit.spec import OptimizerName
@@ -140,7 +140,7 @@ def memory_of(cache: Path, sizes: tuple[int, ...], shallow: Shallow) -> dict[str
     return found
 
 
-def fewer_blocks(asked: RehearsalRequest) -> RehearsalRequest:
+def fewer_blocks(asked: StepRequest) -> StepRequest:
     return shallowest(of_blocks(asked.model.name, 4), asked)
 
 

@@ -23,8 +23,8 @@ from bigdit.loader.batch import Batch
 from bigdit.loader.order import Order
 from bigdit.loader.stream import FeatureStream
 from bigdit.memory import Block, HostMemory, Span, Timeline, host_memory, pinned_bytes
-from bigdit.rehearse import RehearsalRequest, rehearse
-from bigdit.rehearse.data import batch, feed
+from bigdit.rehearse import StepRequest, rehearse
+from bigdit.profile.data import batch, feed
 from bigdit.spec import BatchShape, Strategy
 from bigdit.store import FeatureStore
 
@@ -125,7 +125,7 @@ def test_beside_a_gpu_batches_wait_pinned_on_the_host(tmp_path: Path, monkeypatc
     monkeypatch.setenv("BIGDIT_CACHE", str(tmp_path))
     shape = BatchShape(latents=(4, 8, 8), text=(6, 12))
     strategy = Strategy(micro_batch_size=2, grad_accum_steps=2, read_ahead_steps=3)
-    request = RehearsalRequest(model=SANA, batch=shape, strategy=strategy, micro_batch_sizes=(2,))
+    request = StepRequest(model=SANA, batch=shape, strategy=strategy, micro_batch_sizes=(2,))
     host = rehearse(request).size(2).host_timeline
     one = [tensor.nbytes for tensor in batch(shape, strategy).tensors()]
     live = most = 0

@@ -18,7 +18,7 @@ from rehearsing import SANA, SHAPE
 
 from bigdit import catalog, models
 from bigdit.memory import Ledger, ledger
-from bigdit.rehearse import RehearsalRequest, RehearsedSize
+from bigdit.rehearse import StepRequest, RehearsedSize
 from bigdit.spec import BatchShape, ModelSpec, OptimizerSpec, Strategy
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("deepspeed-cuda")]
@@ -30,13 +30,13 @@ PARAM = {"offload_param": {"device": "cpu", "pin_memory": False}}
 # A worker that answers one question after another; a line each.
 _ANSWERING = """
 import json, sys
-from bigdit.rehearse import RehearsalRequest
+from bigdit.rehearse import StepRequest
 from bigdit.rehearse.engines import deepspeed_peers
 from bigdit.rehearse.worker import rehearse_size
 for line in sys.stdin:
     asked = json.loads(line)
     deepspeed_peers.MANY = asked["many"]
-    request = RehearsalRequest.model_validate(asked["request"])
+    request = StepRequest.model_validate(asked["request"])
     print("answer", rehearse_size(request, 1).model_dump_json(), flush=True)
 """
 
@@ -87,7 +87,7 @@ def _request(
     grad_accum_steps: int = 1,
     batch: BatchShape = SHAPE,
     device_bytes: int | None = None,
-) -> RehearsalRequest:
+) -> StepRequest:
     document = json.loads((ROOT / "ds_configs/zero2_bf16.json").read_text())
     document["zero_optimization"] |= {"stage": stage, "reduce_bucket_size": 4000, **(zero or {})}
     document |= {
@@ -107,7 +107,7 @@ def _request(
         gradient_clipping=1.0,
         ds_config=document,
     )
-    return RehearsalRequest(
+    return StepRequest(
         model=model, batch=batch, strategy=strategy, micro_batch_sizes=(1,), device_bytes=device_bytes
     )
 

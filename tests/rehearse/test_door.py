@@ -17,7 +17,7 @@ from disks import mounted
 from rehearsing import SANA, SHAPE
 
 from bigdit.errors import UserError, guard
-from bigdit.rehearse import Rehearsal, RehearsalError, RehearsalRequest, client, rehearse
+from bigdit.rehearse import Rehearsal, WorkerError, StepRequest, client, rehearse
 from bigdit.rehearse.pool import Pool
 from bigdit.spec import BatchShape, Strategy
 
@@ -44,8 +44,8 @@ def asked(answered: tuple[Rehearsal, Path], cache: Path) -> Rehearsal:
     return answered[0]
 
 
-def _request(*sizes: int, **changes: object) -> RehearsalRequest:
-    return RehearsalRequest(model=SANA, batch=SHAPE, strategy=Strategy(), micro_batch_sizes=sizes, **changes)
+def _request(*sizes: int, **changes: object) -> StepRequest:
+    return StepRequest(model=SANA, batch=SHAPE, strategy=Strategy(), micro_batch_sizes=sizes, **changes)
 
 
 def _no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +161,7 @@ def test_a_worker_that_is_killed_gives_its_status_and_no_number(
     python.write_text("#!/bin/sh\necho 'about to be killed' >&2\nkill -9 $$\n")
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
-    with pytest.raises(RehearsalError, match=f"status {-signal.SIGKILL} and no result:\nabout to be killed"):
+    with pytest.raises(WorkerError, match=f"status {-signal.SIGKILL} and no result:\nabout to be killed"):
         rehearse(_request(1))
     assert guard(lambda: print(rehearse(_request(1)))) == 1
     assert capsys.readouterr().err == (
@@ -172,7 +172,7 @@ def test_a_worker_that_is_killed_gives_its_status_and_no_number(
 
 def test_a_worker_that_leaves_without_a_result_gives_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/true")
-    with pytest.raises(RehearsalError, match="status 0 and no result"):
+    with pytest.raises(WorkerError, match="status 0 and no result"):
         rehearse(_request(1))
 
 

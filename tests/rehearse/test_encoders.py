@@ -20,12 +20,12 @@ from bigdit.encoders.frozen import FrozenEncoders
 from bigdit.errors import UserError
 from bigdit.memory import Timeline, ledger
 from bigdit.objective_spec import FlowMatchingSpec
-from bigdit.rehearse import RehearsalRequest, rehearse
-from bigdit.rehearse.data import raw_batch
+from bigdit.rehearse import StepRequest, rehearse
+from bigdit.profile.data import raw_batch
 from bigdit.rehearse.drive import record
 from bigdit.rehearse.encoding import record_encoding
-from bigdit.rehearse.request import PICTURES as OF_PICTURES
-from bigdit.rehearse.request import TEXTS
+from bigdit.profile.request import PICTURES as OF_PICTURES
+from bigdit.profile.request import TEXTS
 from bigdit.spec import BatchShape, Strategy
 from bigdit.train.encode import encode
 
@@ -124,7 +124,7 @@ def _strategy(precision: str, chunk: int | None, **changes: object) -> Strategy:
 def test_the_rehearsal_of_encoding_is_the_real_one_to_the_byte(tmp_path: Path) -> None:
     """Every allocation and free of both steps, in order, with its label; and the phase encode has its peak."""
     requests = [
-        RehearsalRequest(
+        StepRequest(
             model=SANA,
             batch=SHAPE,
             strategy=_strategy(precision, chunk),
@@ -144,7 +144,7 @@ def test_the_rehearsal_of_encoding_is_the_real_one_to_the_byte(tmp_path: Path) -
 
 def test_encoders_alone_are_rehearsed_as_they_run_and_each_side_without_the_other(tmp_path: Path) -> None:
     """On a CPU every allocation and free; on a card each phase has its own weights there, and no others."""
-    request = RehearsalRequest(
+    request = StepRequest(
         model=SANA,
         batch=SHAPE,
         strategy=_strategy("bf16", None),
@@ -263,7 +263,7 @@ _ENCODE_ALL = """
 import json, os, sys, torch
 from bigdit.catalog.encoders import OnlineEncoders
 from bigdit.encoders.frozen import FrozenEncoders
-from bigdit.rehearse.data import raw_batch
+from bigdit.profile.data import raw_batch
 from bigdit.rehearse.device import fake_device
 from bigdit.spec import BatchShape, Strategy
 from bigdit.train.encode import encode
@@ -342,7 +342,7 @@ def test_what_has_no_recipe_is_named() -> None:
 
 
 def test_encoders_and_features_online_go_together() -> None:
-    request = RehearsalRequest(model=SANA, batch=SHAPE, strategy=_strategy("bf16", None), micro_batch_sizes=(1,))
+    request = StepRequest(model=SANA, batch=SHAPE, strategy=_strategy("bf16", None), micro_batch_sizes=(1,))
     with pytest.raises(UserError, match="features is online, and the rehearsal of tiny-sana was given no encoders"):
         rehearse(request)
     cached = request.model_copy(update={"strategy": Strategy(), "encoders": _encoders(KL, T5)})

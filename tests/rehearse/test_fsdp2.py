@@ -15,7 +15,7 @@ from rehearsing import THREE_BLOCKS as TINY
 
 from bigdit import models
 from bigdit.memory import ledger
-from bigdit.rehearse import RehearsalRequest
+from bigdit.rehearse import StepRequest
 from bigdit.spec import BatchShape, LoraSpec, OptimizerSpec, Strategy
 
 MICRO_BATCH_SIZE = 2
@@ -78,7 +78,7 @@ PROVED = {
 
 
 def _request(strategy, kernels):
-    return RehearsalRequest(
+    return StepRequest(
         model=MODEL,
         batch=SHAPE,
         strategy=strategy,

@@ -7,13 +7,13 @@ from bigdit import catalog
 from bigdit.memory.ledger import ledger
 from bigdit.rehearse import cache
 from bigdit.rehearse.card import cache as card_cache
-from bigdit.rehearse.card.run import CardRun
-from bigdit.rehearse.request import RehearsalRequest, RehearsedSize
+from bigdit.profile.measured.run import CardRun
+from bigdit.profile.request import StepRequest, RehearsedSize
 from bigdit.sealed import write_sealed
 from bigdit.spec import BatchShape, ModelSpec, Strategy
 
 TRACE = timeline(1000, 2000, -1)
-REQUEST = RehearsalRequest(
+REQUEST = StepRequest(
     model=ModelSpec(name="any", class_name="Any", kwargs={}),
     batch=BatchShape(latents=(4, 8, 8)),
     strategy=Strategy(),

@@ -14,13 +14,13 @@ import pytest
 from commands import ROOT
 
 from bigdit.errors import UserError
-from bigdit.rehearse.lanes import Lanes, RehearsalError
+from bigdit.profile.lanes import Lanes, WorkerError
 from bigdit.spec import Strict
 
 SERVER = """
 import json, os, signal, sys, time
 from bigdit.errors import UserError
-from bigdit.rehearse.forks import serve, taken
+from bigdit.profile.forks import serve, taken
 
 def prepare(line):
     if json.loads(line)["what"] == "cannot be prepared":
@@ -96,10 +96,10 @@ def test_each_lane_has_a_fork_of_its_own_that_stays(lanes: Lanes) -> None:
     [
         (
             "killed",
-            RehearsalError,
+            WorkerError,
             f"^the question ended with status {-signal.SIGKILL} and no result:\n.*\nabout",
         ),
-        ("bug", RehearsalError, "^the question ended with status 3 and no result:(.|\n)*RuntimeError: of ours"),
+        ("bug", WorkerError, "^the question ended with status 3 and no result:(.|\n)*RuntimeError: of ours"),
         ("wrong", UserError, "^this is wrong; and that$"),
         ("cannot be prepared", UserError, "^there is no such library$"),
     ],
@@ -152,7 +152,7 @@ def test_a_process_that_is_killed_takes_its_forks_along_and_the_next_question_st
     forks = [ask(lanes, lane, "one")[1] for lane in (0, 1)]
     os.kill(lanes.start(), signal.SIGKILL)
     until(lambda: all(map(gone, forks)))
-    with pytest.raises(RehearsalError, match=f"^the question ended with status {-signal.SIGKILL} and no result"):
+    with pytest.raises(WorkerError, match=f"^the question ended with status {-signal.SIGKILL} and no result"):
         ask(lanes, 0, "one")
     assert ask(lanes, 1, "two")[1] not in forks
 
@@ -164,7 +164,7 @@ def test_a_process_that_is_killed_is_told_to_all_that_wait_for_it(lanes: Lanes) 
             until(lambda: None not in lanes.forks)
             os.kill(lanes.start(), signal.SIGKILL)
             for each in waiting:
-                with pytest.raises(RehearsalError, match=f"^the question ended with status {-signal.SIGKILL} and"):
+                with pytest.raises(WorkerError, match=f"^the question ended with status {-signal.SIGKILL} and"):
                     each.result()
     assert ask(lanes, 1, "two")[0] == "two"
 
@@ -176,10 +176,10 @@ def test_nothing_is_left_when_it_ends(lanes: Lanes) -> None:
         until(lambda: lanes.forks[1] is not None)
         processes.append(lanes.forks[1] or 0)
         lanes.end()
-        with pytest.raises(RehearsalError):
+        with pytest.raises(WorkerError):
             asked.result()
     until(lambda: all(map(gone, processes)))
-    with pytest.raises(RehearsalError, match="were ended"):  # and none is started anew, by a thread that asks late
+    with pytest.raises(WorkerError, match="were ended"):  # and none is started anew, by a thread that asks late
         ask(lanes, 0, "one")
 
 
@@ -188,5 +188,5 @@ def test_a_process_that_ends_before_all_have_asked_is_told_to_those_that_ask_lat
     with Lanes(lambda: (["false"], dict(os.environ)), 8) as lanes, ThreadPoolExecutor(8) as aside:
         for _ in range(100):
             for each in [aside.submit(ask, lanes, lane, "one") for lane in range(8)]:
-                with pytest.raises(RehearsalError, match=r"^the question ended with status 1 and no"):
+                with pytest.raises(WorkerError, match=r"^the question ended with status 1 and no"):
                     each.result()

@@ -17,7 +17,7 @@ from bigdit.dist import World
 from bigdit.engines.single import LIST_BYTES
 from bigdit.memory import Ledger, Timeline, ledger
 from bigdit.objective_spec import FlowMatchingSpec
-from bigdit.rehearse import RehearsalRequest, RehearsedSize
+from bigdit.rehearse import StepRequest, RehearsedSize
 from bigdit.rehearse.drive import record
 from bigdit.spec import EmaSpec, LoraSpec, OptimizerSpec, Strategy
 
@@ -95,7 +95,7 @@ def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str],
     cases = {("cpu", name): policy for name, policy in ON_CPU.items()}
     cases |= {("cuda", name): policy for name, policy in ON_CUDA.items()}
     requests = [
-        RehearsalRequest(
+        StepRequest(
             model=TINY,
             batch=SHAPE,
             strategy=_strategy(policy),

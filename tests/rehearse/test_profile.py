@@ -3,7 +3,7 @@
 import pytest
 from cards import A40, request
 
-from bigdit.rehearse.card.attempt import Attempts
+from bigdit.profile.attempt import Attempts
 from bigdit.rehearse.card.client import Profiler
 
 STRATEGIES = (

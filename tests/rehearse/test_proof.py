@@ -20,8 +20,8 @@ from bigdit.engines import scaling
 from bigdit.memory import Timeline, ledger
 from bigdit.objective_spec import FlowMatchingSpec
 from bigdit.record.in_place import InPlace
-from bigdit.rehearse import RehearsalRequest, RehearsedSize
-from bigdit.rehearse.data import batch
+from bigdit.rehearse import StepRequest, RehearsedSize
+from bigdit.profile.data import batch
 from bigdit.rehearse.drive import drive
 from bigdit.spec import OptimizerSpec, Strategy
 from bigdit.train.step import train_step
@@ -126,7 +126,7 @@ def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> Answers:
     """By kernels and configuration: ("cpu", "fp32-adamw-…"), ("cuda", …), and ("paged", …) of the wide model."""
     folder = tmp_path_factory.mktemp("rehearsals")
     requests = {
-        (group, name): RehearsalRequest(
+        (group, name): StepRequest(
             model=WIDE if group == "paged" else TINY,
             batch=SHAPE,
             strategy=strategy,

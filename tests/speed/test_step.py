@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bigdit import catalog
-from bigdit.rehearse.card.launched import launched
+from bigdit.profile.launched import launched
 from bigdit.search.needs.schedule import run
 from bigdit.spec import Strategy
 from bigdit.speed.amounts import Amount

@@ -6,7 +6,7 @@ from rehearsing import SANA, SHAPE, rehearse_all
 from bigdit import catalog
 from bigdit.config.strategy import parse_strategy
 from bigdit.memory import Timeline
-from bigdit.rehearse import RehearsalRequest
+from bigdit.rehearse import StepRequest
 from bigdit.spec import Strategy
 from bigdit.speed.cluster import Cluster
 from bigdit.speed.interval import Interval
@@ -39,7 +39,7 @@ def recorded(tmp_path_factory):
     """Strategy and work of each name in STRATEGIES, of a tiny Sana."""
     strategies = {name: parse_strategy([text]) for name, text in STRATEGIES.items()}
     requests = [
-        RehearsalRequest(model=SANA, batch=SHAPE, strategy=each, micro_batch_sizes=(each.micro_batch_size,))
+        StepRequest(model=SANA, batch=SHAPE, strategy=each, micro_batch_sizes=(each.micro_batch_size,))
         for each in strategies.values()
     ]
     sizes = rehearse_all(tmp_path_factory.mktemp("speed"), requests)

@@ -10,7 +10,7 @@ from bigdit import models
 from bigdit.catalog.gpus import gpu
 from bigdit.dist import World
 from bigdit.objective_spec import FlowMatchingSpec
-from bigdit.rehearse.data import batch
+from bigdit.profile.data import batch
 from bigdit.rehearse.drive import record
 from bigdit.spec import ModelSpec, Strategy
 from bigdit.train.seen.mfu import Mfu, mfu_of, peak_flops

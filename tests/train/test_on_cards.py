@@ -18,8 +18,8 @@ from bigdit.catalog.encoders import OnlineEncoders, TextEncoderSpec, VaeSpec
 from bigdit.catalog.resolve import model_spec
 from bigdit.config import load_run, strategy_of
 from bigdit.emulator import emulated_environment, shared_state
-from bigdit.rehearse import RehearsalRequest, rehearse
-from bigdit.rehearse.card.client import cuda_python
+from bigdit.rehearse import StepRequest, rehearse
+from bigdit.emulator.interpreter import cuda_python
 from bigdit.spec import BatchShape
 from bigdit.train.seen.metrics import read_metrics
 from bigdit.units import gib
@@ -147,7 +147,7 @@ def test_encoders_online_take_of_a_card_what_was_rehearsed(pictures, tmp_path):
     )
     vae = VaeSpec(class_name="AutoencoderKL", kwargs=KL, dtype="fp32")
     strategy = strategy_of(run, 1)
-    request = RehearsalRequest(
+    request = StepRequest(
         model=model_spec(run.model),
         batch=BatchShape(latents=(4, 8, 8), text=(32, 64), latents_dtype="bf16"),
         strategy=strategy,

@@ -30,10 +30,21 @@ void blank_zero(char *at, size_t n);
 static char *arena, *next;
 static size_t *sizes; /* of what begins at a page of the arena */
 static size_t live_bytes, peak_bytes;
+static int64_t tensor_bytes, most_tensor_bytes; /* of all host tensors, page-locked ones among them */
 static int chunk = -1;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static _Thread_local int own;
+
+/* Host tensors take `n` bytes more, or give -n back. */
+void host_count(int64_t n) {
+    int64_t now = __atomic_add_fetch(&tensor_bytes, n, __ATOMIC_RELAXED);
+    int64_t most = __atomic_load_n(&most_tensor_bytes, __ATOMIC_RELAXED);
+    while (now > most && !__atomic_compare_exchange_n(&most_tensor_bytes, &most, now, 0, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
+}
+int64_t host_tensor_bytes(void) { return __atomic_load_n(&tensor_bytes, __ATOMIC_RELAXED); }
+/* The most since it was asked last; from now on it is counted anew. */
+int64_t host_most_tensor_bytes(void) { return __atomic_exchange_n(&most_tensor_bytes, host_tensor_bytes(), __ATOMIC_RELAXED); }
 
 static void prepare(void) {
     chunk = memfd_create("bigdit-host", MFD_CLOEXEC);
@@ -86,16 +97,23 @@ int host_release(void *at) {
     return 1;
 }
 
+static size_t size_of(const void *at) { return sizes[((const char *)at - arena) / PAGE]; }
+
 static int take_aligned(void **out, size_t align, size_t n) {
     void *at = align <= PAGE ? host_take(n) : NULL;
-    if (at) return *out = at, 0;
+    if (at) return host_count((int64_t)size_of(at)), *out = at, 0;
     int problem = posix_memalign(out, align, n);
-    if (!problem && malloc_usable_size(*out) >= KNOWN) blank_remember(*out, n);
-    return problem;
+    if (problem) return problem;
+    size_t usable = malloc_usable_size(*out);
+    host_count((int64_t)usable);
+    if (usable >= KNOWN) blank_remember(*out, n);
+    return 0;
 }
 static void give(void *at) {
+    size_t usable = host_has(at) ? size_of(at) : malloc_usable_size(at);
+    host_count(-(int64_t)usable);
     if (host_release(at)) return;
-    if (malloc_usable_size(at) >= KNOWN) blank_forget(at);
+    if (usable >= KNOWN) blank_forget(at);
     free(at);
 }
 

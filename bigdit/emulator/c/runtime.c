@@ -97,6 +97,7 @@ int cudaMemGetInfo(size_t *free_bytes, size_t *total) { return card_info(card_cu
 /* Large host tensors lie on shared pages where libbigdit-host was loaded before: see host.c. */
 static void *(*host_take)(size_t);
 static int (*host_release)(void *);
+static void (*host_count)(int64_t);
 static void (*host_zero)(void *, size_t);
 static void find_host(void) {
     void *library = dlopen("libbigdit-host.so", RTLD_NOW | RTLD_NOLOAD);
@@ -104,6 +105,7 @@ static void find_host(void) {
     *(void **)&host_take = dlsym(library, "host_take");
     *(void **)&host_release = dlsym(library, "host_release");
     *(void **)&host_zero = dlsym(library, "host_zero");
+    *(void **)&host_count = dlsym(library, "host_count");
 }
 static pthread_once_t looked_for_host = PTHREAD_ONCE_INIT;
 
@@ -111,14 +113,17 @@ int cudaHostAlloc(void **out, size_t n, unsigned flags) {
     (void)flags;
     pthread_once(&looked_for_host, find_host);
     *out = host_take ? host_take(n) : NULL;
+    if (*out && host_count) host_count((int64_t)n);
     if (*out) return remember(*out, n, SHARED), OK;
     *out = mmap(NULL, n, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (*out == MAP_FAILED) return *out = NULL, fail(OUT_OF_MEMORY);
+    if (host_count) host_count((int64_t)n);
     return remember(*out, n, PINNED), OK;
 }
 int cudaMallocHost(void **out, size_t n) { return cudaHostAlloc(out, n, 0); }
 int cudaFreeHost(void *at) {
     struct range was = forget(at);
+    if (was.at && host_count) host_count(-(int64_t)was.n);
     if (was.where == SHARED) host_release(was.at);
     else if (was.at) munmap(was.at, was.n);
     return OK;

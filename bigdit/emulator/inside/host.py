@@ -70,6 +70,14 @@ def peak_bytes() -> int:
     return int(host.host_peak_bytes())
 
 
+def tensor_bytes() -> tuple[int, int]:
+    """Bytes of all host tensors, page-locked ones among them: now, and the most since this was asked last."""
+    host = library("libbigdit-host")
+    for function in (host.host_tensor_bytes, host.host_most_tensor_bytes):
+        function.restype = ctypes.c_int64
+    return int(host.host_tensor_bytes()), int(host.host_most_tensor_bytes())
+
+
 def _leave_undrawn(torch: Any) -> None:
     init = torch.nn.init
     for name in dir(init):

@@ -16,7 +16,7 @@ from bigdit.config.wrong import expected, shown
 from bigdit.emulator.build import compiler
 from bigdit.errors import UserError
 from bigdit.machine import memory_bytes
-from bigdit.rehearse.card.client import cuda_build, cuda_python
+from bigdit.emulator.interpreter import cuda_build, cuda_python
 from bigdit.search.asking.buckets import Asked, Size, aspect_sizes, parse_sizes
 from bigdit.search.asking.check import cluster_problems, fitting_shape, model_fits, pin_problems
 from bigdit.search.question import Device, Pins, Question, usual_host_bytes

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from bigdit.catalog import CatalogModel
 from bigdit.errors import UserError
-from bigdit.rehearse.ask import parse_resolution
+from bigdit.profile.request import parse_resolution
 
 Size = tuple[int, int]
 """Height and width."""

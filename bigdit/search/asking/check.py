@@ -12,7 +12,7 @@ from bigdit.catalog import CatalogModel, Gpu, batch_shape
 from bigdit.catalog.encoders import online_encoders
 from bigdit.config.strategy import MOST_GPUS, PRESETS
 from bigdit.errors import UserError
-from bigdit.rehearse.ask import model_problems, precision_problems
+from bigdit.profile.request import model_problems, precision_problems
 from bigdit.search.asking.buckets import Size, written
 from bigdit.search.predict.sibling import block_count
 from bigdit.search.question import EngineChoice, Pins

@@ -17,7 +17,7 @@ from bigdit.search.finding.candidates import (
     fitting,
     preferred,
 )
-from bigdit.search.finding.cards import Device
+from bigdit.profile.cards import Device
 from bigdit.search.finding.confirm import Confirmed, best_that_runs, confirm, confirmed_best
 from bigdit.search.finding.evidence import Evidence
 from bigdit.search.finding.explore import explore, hopeful, selective

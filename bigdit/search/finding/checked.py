@@ -12,8 +12,8 @@ from bigdit.errors import UserError
 from bigdit.memory.footprint import footprint
 from bigdit.memory.process import beside_training
 from bigdit.receipt import Receipt
-from bigdit.rehearse import RehearsalError, RehearsalRequest, RehearsedSize
-from bigdit.rehearse.ask import device_bytes
+from bigdit.rehearse import WorkerError, StepRequest, RehearsedSize
+from bigdit.profile.request import device_bytes
 from bigdit.rehearse.pool import Pool
 from bigdit.search.finding.unproved import UNPROVED
 from bigdit.spec import Strategy, Strict
@@ -23,7 +23,7 @@ from bigdit.speed.seconds import StepTime
 from bigdit.speed.step import step_time
 from bigdit.speed.work import work_of
 
-Rehearse = Callable[[RehearsalRequest], RehearsedSize]
+Rehearse = Callable[[StepRequest], RehearsedSize]
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def check(receipts: Iterable[Receipt], card: Gpu, rehearse: Rehearse) -> tuple[l
             continue
         try:
             size = rehearse(_request(each, card))
-        except (UserError, RehearsalError) as error:
+        except (UserError, WorkerError) as error:
             problem = str(error).splitlines()[0]
             notices.append(f"the receipt of {each.model.name}, {each.written}, is left out: {problem}")
             continue
@@ -70,9 +70,9 @@ def check(receipts: Iterable[Receipt], card: Gpu, rehearse: Rehearse) -> tuple[l
 
 
 def one_by(pool: Pool) -> Rehearse:
-    """Rehearsals one after another, by the workers of a pool that stays. They raise UserError and RehearsalError."""
+    """Rehearsals one after another, by the workers of a pool that stays. They raise UserError and WorkerError."""
 
-    def rehearse(request: RehearsalRequest) -> RehearsedSize:
+    def rehearse(request: StepRequest) -> RehearsedSize:
         (answer,) = pool.rehearse([request])
         if isinstance(answer, UserError):
             raise answer
@@ -131,8 +131,8 @@ def _real(checked: Iterable[Checked]) -> list[Checked]:
     return [each for each in checked if not each.receipt.emulated]
 
 
-def _request(each: Receipt, card: Gpu) -> RehearsalRequest:
-    return RehearsalRequest(
+def _request(each: Receipt, card: Gpu) -> StepRequest:
+    return StepRequest(
         model=each.model,
         batch=each.batch,
         strategy=each.strategy,

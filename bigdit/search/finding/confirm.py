@@ -10,11 +10,11 @@ from bigdit.errors import UserError
 from bigdit.memory import Timeline
 from bigdit.memory.footprint import Footprint
 from bigdit.memory.process import ByteRange
-from bigdit.rehearse import RehearsalRequest, RehearsedSize
-from bigdit.rehearse.card.attempt import Attempt
+from bigdit.rehearse import StepRequest, RehearsedSize
+from bigdit.profile.attempt import Attempt
 from bigdit.rehearse.pool import Pool
 from bigdit.search.finding.candidates import Candidate, beside, candidate, capacity, preferred
-from bigdit.search.finding.cards import NO_CARDS, Device
+from bigdit.profile.cards import NO_CARDS, Device
 from bigdit.search.finding.evidence import Evidence
 from bigdit.search.finding.verdict import planned, process, safe_bytes, verdict
 from bigdit.search.needs.host import HostNeed, host_need
@@ -67,7 +67,7 @@ class Confirmed(Judged):
     candidate: Candidate
 
 
-def recorded(sample: Sample, candidate: Candidate) -> RehearsalRequest:
+def recorded(sample: Sample, candidate: Candidate) -> StepRequest:
     """The rehearsal of the candidate's strategy."""
     strategy = candidate.option.proposal.strategy.settled(
         micro_batch_size=candidate.micro_batch_size,

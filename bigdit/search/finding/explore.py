@@ -11,7 +11,7 @@ import numpy as np
 from bigdit.errors import UserError
 from bigdit.memory import Timeline
 from bigdit.memory.host import pinned_bytes
-from bigdit.rehearse import RehearsalRequest, RehearsedSize
+from bigdit.rehearse import StepRequest, RehearsedSize
 from bigdit.rehearse.pool import Pool
 from bigdit.search.finding.candidates import Option, beside, most
 from bigdit.search.finding.space import Proposal
@@ -34,7 +34,7 @@ def explore(
     """An option for each proposal, bases standing before what varies them or being among the `known`; and those that
     could not be rehearsed."""
     asked = {proposal.title: _asked(proposal) for proposal in proposed}
-    batches: dict[str, list[RehearsalRequest]] = {
+    batches: dict[str, list[StepRequest]] = {
         title: [request for each in strategies for request in requests(sample, *each)]
         for title, strategies in asked.items()
     }
@@ -101,7 +101,7 @@ class _State:
     machine_bytes: int
 
 
-def _of_state(sample: Sample, proposal: Proposal) -> list[RehearsalRequest]:
+def _of_state(sample: Sample, proposal: Proposal) -> list[StepRequest]:
     strategy, _, of = _asked(proposal)[-1]
     return requests(sample, strategy, SIZES[:1], of)
 

@@ -7,10 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 
-from bigdit.rehearse import RehearsalRequest
+from bigdit.rehearse import StepRequest
 from bigdit.rehearse.pool import Pool
 from bigdit.search.finding.candidates import Candidate, Option, largest_micro_batch, most
-from bigdit.search.finding.cards import Device, Row
+from bigdit.profile.cards import Device, Row
 from bigdit.search.finding.confirm import recorded
 from bigdit.search.finding.explore import explore
 from bigdit.search.finding.space import Proposal
@@ -45,7 +45,7 @@ def limits_on(device: Device, sample: Sample, question: Question, chosen: Candid
     columns = _columns(chosen)
     sizes, planned = (question.resolution, *question.buckets), _area(question.resolution)
 
-    def request(size: tuple[int, int], blocks: int, micro_batch_size: int) -> RehearsalRequest:
+    def request(size: tuple[int, int], blocks: int, micro_batch_size: int) -> StepRequest:
         candidate = replace(chosen, micro_batch_size=micro_batch_size, blocks=blocks)
         return recorded(replace(sample, resolution=size), candidate)
 

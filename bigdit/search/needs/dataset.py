@@ -12,8 +12,8 @@ from bigdit.catalog.families import stream_shapes
 from bigdit.catalog.first_frame import CLIP_TOKENS, takes_first_frame
 from bigdit.encoders.recipes import RECIPES
 from bigdit.errors import UserError
-from bigdit.rehearse.ask import precision_problems, request_for
-from bigdit.rehearse.request import PICTURES, TEXTS, RehearsalRequest, RehearsedSize
+from bigdit.profile.request import precision_problems, request_for
+from bigdit.profile.request import PICTURES, TEXTS, StepRequest, RehearsedSize
 from bigdit.search.needs.encoders import EncodersNeed, encoders_need, room
 from bigdit.search.needs.parts import PART_SIZE, part_size
 from bigdit.search.plan import DatasetNeed
@@ -56,7 +56,7 @@ ENCODED_AT_ONCE = 16
 """Pictures in one pass of the encoders, as in extract/unit.py; of videos, one."""
 
 
-def encoding_request(question: Question, batch: BatchShape) -> RehearsalRequest | None:
+def encoding_request(question: Question, batch: BatchShape) -> StepRequest | None:
     """The rehearsal of extraction's encoders, with one sample and with as many as go through them at once.
 
     None where the catalogue does not have them.

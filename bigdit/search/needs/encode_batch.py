@@ -13,7 +13,7 @@ from bigdit.config.run import RunConfig
 from bigdit.encoders.host_bytes import text_bytes
 from bigdit.errors import UserError
 from bigdit.machine import memory_bytes
-from bigdit.rehearse import RehearsalRequest, rehearse
+from bigdit.rehearse import StepRequest, rehearse
 from bigdit.search.needs.dataset import encoding_request
 from bigdit.search.needs.encoders import KEPT_FREE, EncodersNeed, Way, encoders_need, room
 from bigdit.search.question import Question
@@ -119,7 +119,7 @@ def _largest(run: RunConfig) -> tuple[int, ...]:
     return max(run.data.buckets, key=math.prod)
 
 
-def _request(run: RunConfig, gpu: Gpu) -> RehearsalRequest | None:
+def _request(run: RunConfig, gpu: Gpu) -> StepRequest | None:
     """The encode phase of extraction, in the dtypes of the run."""
     image = run.encoders.image
     if run.model.name is None or not isinstance(image, VaeCodec):

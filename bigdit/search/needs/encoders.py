@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 from bigdit.catalog import Gpu
 from bigdit.memory.process import cuda_context
-from bigdit.rehearse.request import PICTURES, TEXTS, RehearsedSize
+from bigdit.profile.request import PICTURES, TEXTS, RehearsedSize
 
 Way = Literal["together", "in turns"]
 

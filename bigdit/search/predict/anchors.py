@@ -13,8 +13,8 @@ import numpy as np
 
 from bigdit.catalog import FAMILIES, CatalogModel, Gpu
 from bigdit.memory.host import host_memory
-from bigdit.rehearse import RehearsalRequest, RehearsedSize
-from bigdit.rehearse.ask import request_for
+from bigdit.rehearse import StepRequest, RehearsedSize
+from bigdit.profile.request import request_for
 from bigdit.search.predict.gap import Gap
 from bigdit.search.predict.moments import family, moments
 from bigdit.search.predict.outline import FIRST_SIZE, SECOND_SIZE, Line, Outline
@@ -44,7 +44,7 @@ class Sample:
     resolution: tuple[int, int]
     frames: int | None = None
 
-    def request(self, strategy: Strategy, model: CatalogModel | None = None) -> RehearsalRequest:
+    def request(self, strategy: Strategy, model: CatalogModel | None = None) -> StepRequest:
         """The rehearsal of `strategy` as it stands, with `model` in the place of the whole one."""
         chosen = self.model if model is None else model
         return request_for(chosen, self.gpu, strategy, resolution=self.resolution, frames=self.frames)
@@ -86,13 +86,13 @@ def grid(model: CatalogModel, of: Depths = OF_STEP) -> Grid:
 
 def requests(
     sample: Sample, strategy: Strategy, sizes: Sequence[int] = SIZES, of: Depths = OF_STEP
-) -> list[RehearsalRequest]:
+) -> list[StepRequest]:
     """What `outline` needs: every sibling at the first micro-batch size, then every one at the next."""
     siblings = grid(sample.model, of).siblings
     return [sample.request(strategy.with_micro_batch_size(size), each) for size in sizes for each in siblings]
 
 
-def shallowest(model: CatalogModel, request: RehearsalRequest) -> RehearsalRequest:
+def shallowest(model: CatalogModel, request: StepRequest) -> StepRequest:
     """The steps of a request about `model` with its shallowest sibling, which has as large a part of its blocks
     recomputed, and all swapped where any are."""
     small = grid(model).siblings[0]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from bigdit.memory.host import host_memory
-from bigdit.rehearse import RehearsalRequest, RehearsedSize
+from bigdit.rehearse import StepRequest, RehearsedSize
 from bigdit.search.predict.anchors import SIZES, Grid, Sample, grid, weighted
 from bigdit.search.predict.moments import Bytes, moments
 from bigdit.search.predict.outline import Arrangement, Outline, level
@@ -51,7 +51,7 @@ class Swapping:
         return replace(arrangement, none=moved(arrangement.none), full=moved(arrangement.full))
 
 
-def swapping_requests(sample: Sample, strategy: Strategy) -> list[RehearsalRequest]:
+def swapping_requests(sample: Sample, strategy: Strategy) -> list[StepRequest]:
     """What `swapping` needs: every sibling with all blocks recomputed, as its anchors were rehearsed, and then with all
     of them swapped too."""
     plain = strategy.with_micro_batch_size(SIZES[0]).model_copy(update={"checkpointed_blocks": "all"})

@@ -16,7 +16,7 @@ from bigdit.search.finding.candidates import (
     largest_micro_batch,
     micro_batch_sizes,
 )
-from bigdit.search.finding.cards import NO_CARDS, Device
+from bigdit.profile.cards import NO_CARDS, Device
 from bigdit.search.finding.confirm import Confirmed, run
 from bigdit.search.finding.evidence import Evidence
 from bigdit.search.finding.space import lossy_by

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from bigdit.search.finding.candidates import Candidate, beside, largest_micro_batch
-from bigdit.search.finding.cards import Device
+from bigdit.profile.cards import Device
 from bigdit.search.finding.confirm import recorded
 from bigdit.search.finding.verdict import process
 from bigdit.search.plan import Band, BucketLimit, Curve

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from bigdit.catalog import Gpu, gpus
 from bigdit.rehearse.pool import Pool
 from bigdit.search.finding.candidates import Candidate, Option, capacity, fitting, preferred
-from bigdit.search.finding.cards import NO_CARDS, Device
+from bigdit.profile.cards import NO_CARDS, Device
 from bigdit.search.finding.evidence import Evidence
 from bigdit.search.finding.explore import explore, hopeful
 from bigdit.search.finding.space import proposals

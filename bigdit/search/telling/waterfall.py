@@ -14,7 +14,7 @@ from bigdit.memory.footprint import UNLIMITED
 from bigdit.rehearse import RehearsedSize
 from bigdit.rehearse.pool import Pool
 from bigdit.search.finding.candidates import Candidate, beside
-from bigdit.search.finding.cards import NO_CARDS, Device
+from bigdit.profile.cards import NO_CARDS, Device
 from bigdit.search.finding.confirm import Confirmed, recorded_part
 from bigdit.search.finding.evidence import Evidence
 from bigdit.search.finding.verdict import expected, process

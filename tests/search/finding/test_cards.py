@@ -16,16 +16,16 @@ from bigdit.config.strategy import parse_strategy
 from bigdit.errors import UserError
 from bigdit.memory.allocator import replay
 from bigdit.memory.footprint import UNLIMITED
-from bigdit.rehearse import RehearsalRequest
-from bigdit.rehearse.card.attempt import Attempt
-from bigdit.rehearse.card.client import cuda_python
+from bigdit.rehearse import StepRequest
+from bigdit.profile.attempt import Attempt
+from bigdit.emulator.interpreter import cuda_python
 from bigdit.rehearse.pool import Pool
 from bigdit.report import words
 from bigdit.search.answer import make_plan
 from bigdit.search.asking.ask import question_for
 from bigdit.search.finding.best import search
 from bigdit.search.finding.candidates import beside, candidate
-from bigdit.search.finding.cards import Asked, Cards, Row
+from bigdit.profile.cards import Asked, Cards, Row
 from bigdit.search.finding.confirm import confirmed_best
 from bigdit.search.finding.evidence import weighed
 from bigdit.search.finding.explore import explore, hopeful
@@ -233,7 +233,7 @@ class Short:
         self.made += len(asked)
         return [self._attempt(request, capacity_bytes) for request, capacity_bytes in asked]
 
-    def _attempt(self, request: RehearsalRequest, capacity_bytes: int) -> Attempt:
+    def _attempt(self, request: StepRequest, capacity_bytes: int) -> Attempt:
         (answer,) = self.pool.rehearse([request])
         assert not isinstance(answer, UserError)
         wanted = replay(answer.timeline, UNLIMITED, expandable_segments=True).peak_reserved_bytes * 7 // 5

@@ -14,7 +14,7 @@ from bigdit import catalog, receipt
 from bigdit.errors import UserError
 from bigdit.memory.allocator import replay
 from bigdit.receipt import Receipt
-from bigdit.rehearse import RehearsalRequest
+from bigdit.rehearse import StepRequest
 from bigdit.search.asking.ask import question_for
 from bigdit.search.finding import receipts
 from bigdit.search.finding.checked import _request, calibration, check, memory_band
@@ -33,7 +33,7 @@ def rehearsed(tmp_path_factory):
     """The rehearsal of a request for one of two strategies."""
     known = {text: receipt_of(text) for text in ("single", "zero2-offload,world_size=8")}
     requests = [
-        RehearsalRequest(model=SANA, batch=SHAPE, strategy=each.strategy, micro_batch_sizes=(1,))
+        StepRequest(model=SANA, batch=SHAPE, strategy=each.strategy, micro_batch_sizes=(1,))
         for each in known.values()
     ]
     sizes = rehearse_all(tmp_path_factory.mktemp("receipts"), requests)
@@ -140,7 +140,7 @@ def test_an_emulated_card_s_receipt_teaches_nothing_of_the_real_one(rehearsed, t
 
 def test_measured_steps_move_and_narrow_the_prediction(rehearsed):
     strategy = receipt_of().strategy
-    request = RehearsalRequest(model=SANA, batch=SHAPE, strategy=strategy, micro_batch_sizes=(1,))
+    request = StepRequest(model=SANA, batch=SHAPE, strategy=strategy, micro_batch_sizes=(1,))
     work = work_of(rehearsed(request).timeline, strategy)
     plain = step_time(work, strategy, A100, Cluster()).seconds
     measured = [receipt_of(seconds_per_step=plain.middle * times) for times in (1.5, 1.6, 1.7)]

@@ -18,7 +18,7 @@ from bigdit.report.page import page
 from bigdit.search.answer import make_plan
 from bigdit.search.finding.best import search
 from bigdit.search.finding.candidates import Candidate, beside
-from bigdit.search.finding.cards import NO_CARDS, Cards
+from bigdit.profile.cards import NO_CARDS, Cards
 from bigdit.search.finding.evidence import Evidence
 from bigdit.search.finding.space import proposals
 from bigdit.search.finding.verdict import verdict

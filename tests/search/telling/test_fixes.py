@@ -6,7 +6,7 @@ import pytest
 from bigdit.memory.process import ByteRange
 from bigdit.rehearse.pool import Pool
 from bigdit.search.asking.ask import question_for
-from bigdit.search.finding.cards import Cards
+from bigdit.profile.cards import Cards
 from bigdit.search.finding.evidence import Evidence
 from bigdit.search.finding.explore import Hopes
 from bigdit.search.predict.anchors import Sample

@@ -1,0 +1,112 @@
+"""What an emulated GPU is asked, and what it answers. Nothing here imports torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
+
+from bigdit.errors import UserError
+from bigdit.memory import HostMemory, Ledger, Timeline
+from bigdit.profile.launched import Launched
+from bigdit.profile.request import StepRequest
+from bigdit.spec import Strict
+
+UNLIMITED = 1 << 50
+"""Bytes of a GPU on which every step runs to its end."""
+
+
+class Question(Strict):
+    """`what`: an attempt, a recorded run, or whether the model can be made at all.
+
+    Torch may reserve `capacity_bytes`. Without `to_end` the GPU gives nothing more once the allocator is short of room:
+    the steps do not fit then. Without `values` no small tensor is computed, and the host reads zeros. `counted`: one
+    more step counts what its operators and collectives do.
+    """
+
+    what: Literal["attempt", "recorded", "model"] = "attempt"
+    request: StepRequest
+    capacity_bytes: PositiveInt = UNLIMITED
+    to_end: bool = True
+    values: bool = True
+    counted: bool = False
+
+
+class PhaseBytes(Strict):
+    """Bytes that torch had allocated in a phase: the most, and at its end; the highest of all its occurrences."""
+
+    peak_bytes: NonNegativeInt
+    end_bytes: NonNegativeInt
+
+
+class Attempt(Strict):
+    """Two steps, or what was taken until one ran out of memory: by torch's own counters, with expandable segments.
+
+    `out_of_memory`: torch's message. `retries`: how often the allocator gave back what it kept, to find room. `reads`:
+    copies from the GPU to the host, before the optimizer steps. `host`: bytes of host tensors. `launched`: what the second step had the GPU do, by
+    phase. `packed_work` (a Timeline without blocks) and `checkpoint_bytes` are there where they were counted.
+    """
+
+    out_of_memory: str | None
+    retries: NonNegativeInt
+    peak_allocated_bytes: NonNegativeInt
+    peak_reserved_bytes: NonNegativeInt
+    phases: dict[str, PhaseBytes]
+    params: NonNegativeInt
+    host: HostMemory
+    checkpoint_bytes: NonNegativeInt
+    reads: NonNegativeInt
+    launched: dict[str, Launched]
+    packed_work: str | None
+    seconds: NonNegativeFloat
+
+    @property
+    def ran(self) -> bool:
+        return self.out_of_memory is None
+
+    @property
+    def fits(self) -> bool:
+        """Whether it ran, and never had to look for room."""
+        return self.ran and not self.retries
+
+    @property
+    def memory(self) -> tuple[int, int, int]:
+        """What two attempts that take the same memory have alike."""
+        return self.retries, self.peak_allocated_bytes, self.peak_reserved_bytes
+
+    @property
+    def work(self) -> Timeline:
+        """Operators and collectives of one step, by span. Raises ValueError where they were not counted."""
+        if self.packed_work is None:
+            raise ValueError("the work of this attempt was not counted")
+        return Timeline.unpack(self.packed_work)
+
+
+class Profile(Strict):
+    """Two steps under the recorder, on a GPU without a limit.
+
+    `ledger` counts in 512 B. `packed_timeline` is the record of the GPU, `packed_host_timeline` that of the host.
+    `checkpoint_bytes`: what a process copies to the host to save its state. `params` counts elements.
+    """
+
+    params: PositiveInt
+    ledger: Ledger
+    peak_reserved_bytes: NonNegativeInt
+    packed_timeline: str
+    packed_host_timeline: str
+    checkpoint_bytes: NonNegativeInt
+    versions: dict[str, str]
+    notices: tuple[str, ...]
+    seconds: NonNegativeFloat
+
+    @property
+    def timeline(self) -> Timeline:
+        return Timeline.unpack(self.packed_timeline)
+
+    @property
+    def host_timeline(self) -> Timeline:
+        return Timeline.unpack(self.packed_host_timeline)
+
+
+class TookTooLong(UserError):
+    """An answer did not come in time: on another day, or another machine, it may."""

@@ -1,0 +1,276 @@
+"""Ask emulated GPUs, a few side by side: processes with the CUDA build of torch answer. Nothing here imports torch."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from queue import SimpleQueue
+from threading import Lock
+from typing import TypeVar
+
+from bigdit.catalog import Gpu
+from bigdit.checkout import ROOT, own_module
+from bigdit.emulator import emulated_environment
+from bigdit.emulator.interpreter import cuda_build, cuda_python
+from bigdit.errors import UserError
+from bigdit.kept import Kept, digest_of
+from bigdit.machine import memory_bytes
+from bigdit.profile.attempt import UNLIMITED, Attempt, Profile, Question, TookTooLong
+from bigdit.profile.lanes import Lanes, WorkerError
+from bigdit.profile.request import StepRequest, check
+from bigdit.spec import OptimizerSpec
+from bigdit.units import GIB
+
+T = TypeVar("T")
+
+MOST_WORKERS = 4
+WORKER_BYTES = 2 * GIB
+"""Of this machine's memory for each worker beyond two: three times what one holds (benchmarks/README.md)."""
+
+LARGEST_MICRO_BATCH = 512
+"""Where the search for the largest micro-batch ends."""
+
+_ATTEMPTS = Kept("attempts", Attempt, "the attempt", "the step is run")
+_PROFILES = Kept("profiles", Profile, "the profile", "the step is recorded")
+
+SOURCES = (
+    "spec",
+    "emulator",
+    "engines",
+    "encoders",
+    "loader",
+    "memory",
+    "models",
+    "objectives",
+    "objective_spec.py",
+    "optim",
+    "profile",
+    "record",
+    "train/encode.py",
+    "train/step.py",
+)
+"""Whose sources decide an answer."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """Two steps by the micro-batch size. `guess`: about how many fit; `sample_bytes`: about what one more takes."""
+
+    request: Callable[[int], StepRequest]
+    guess: float
+    sample_bytes: float = math.inf
+
+
+def workers_here() -> int:
+    """One for each core, and for each WORKER_BYTES: two at least, MOST_WORKERS at most."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(2, min(cores, memory_bytes() // WORKER_BYTES, MOST_WORKERS))
+
+
+class Cards:
+    """Emulated GPUs of one kind, `count` of them side by side: forks of one process answer question after question.
+
+    They start with the first question whose answer is not cached, or by `with`, and end with the block. `done` is
+    called with the number of answers so far. `unanswered`: why a question had no answer, in lines. Raises UserError
+    where there is no CUDA build of torch.
+
+    Values of small tensors cost two thirds of the time, so an attempt does without them first. If the host read
+    nothing of the GPU meanwhile, no byte can follow from a value. Else both ways are compared, once for all attempts
+    that differ in sizes alone.
+    """
+
+    def __init__(
+        self,
+        gpu: Gpu,
+        count: int | None = None,
+        *,
+        done: Callable[[int], None] | None = None,
+        timeout_s: float = 300.0,
+        expandable_segments: bool = True,
+    ) -> None:
+        self.gpu = gpu
+        self.count = count or workers_here()
+        self.build = cuda_build(cuda_python())
+        self.unanswered: dict[str, None] = {}
+        self._settings = f"{self.build}, expandable segments {expandable_segments}"
+        self._timeout_s, self._done, self._made = timeout_s, done, 0
+        self._follows: dict[str, bool] = {}  # whether memory follows from values, by kind
+        self._first: dict[str, Lock] = {}  # held by the question that finds that out
+        self._free: SimpleQueue[int] = SimpleQueue()
+        for card in range(self.count):
+            self._free.put(card)
+        self._threads = ThreadPoolExecutor(self.count)
+        self._lock = Lock()
+        # Two forks a card: one that has left values cannot have them again.
+        self._lanes = Lanes(_worker(gpu, expandable_segments=expandable_segments), 2 * self.count)
+
+    def __enter__(self) -> Cards:
+        self._threads.submit(self._lanes.start)  # libraries are imported by the time of the first question
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._lanes.end()
+
+    def check_model(self, request: StepRequest) -> None:
+        """Raise UserError where the class of the request's model refuses its arguments."""
+        self._ask(Question(what="model", request=request), lane=0)
+
+    def profile(self, request: StepRequest) -> Profile:
+        """Two recorded steps, or what is cached of them.
+
+        Raises UserError for what the user can mend, TookTooLong, and WorkerError where the process dies.
+        """
+        return self._with_card(partial(self._profile, request))
+
+    def attempt(
+        self, request: StepRequest, capacity_bytes: int = UNLIMITED, *, to_end: bool = True, counted: bool = False
+    ) -> Attempt:
+        """Two steps where torch may reserve so many bytes, or what is cached of them. Raises as `profile` does."""
+        question = Question(request=request, capacity_bytes=capacity_bytes, to_end=to_end, counted=counted)
+        return self._with_card(partial(self._attempt, question))
+
+    def attempts(
+        self, asked: Sequence[tuple[StepRequest, int]], *, to_end: bool = True, counted: bool = False
+    ) -> list[Attempt | None]:
+        """An attempt for each request and capacity, side by side; None, and a line in `unanswered`, for one that failed."""
+        one = partial(self._answered, to_end=to_end, counted=counted)
+        return list(self._threads.map(lambda each: one(*each), asked))
+
+    def largest(self, rows: Sequence[Row], capacity_bytes: int) -> list[float | None]:
+        """For each row the largest micro-batch that fits where the next one does not, and which part of that has room.
+
+        Below 1 for none; None where an attempt failed.
+        """
+        return list(self._threads.map(lambda row: self._largest(row, capacity_bytes), rows))
+
+    def _answered(
+        self, request: StepRequest, capacity_bytes: int, *, to_end: bool, counted: bool = False
+    ) -> Attempt | None:
+        try:
+            return self.attempt(request, capacity_bytes, to_end=to_end, counted=counted)
+        except (UserError, WorkerError) as error:
+            self.unanswered[str(error).splitlines()[0].rstrip(":")] = None
+            return None
+
+    def _largest(self, row: Row, capacity_bytes: int) -> float | None:
+        fitting, failing, stride, room = 0, LARGEST_MICRO_BATCH + 1, 1, 0.0
+        size = expected = min(max(int(row.guess), 1), LARGEST_MICRO_BATCH)
+        while fitting + 1 < failing:
+            attempt = self._answered(row.request(size), capacity_bytes, to_end=False)
+            if attempt is None:
+                return None
+            if attempt.fits:  # on to the last that there is room for, and one more; in strides that grow where it fits
+                stride = 1 if size <= expected else 2 * stride
+                fitting, room = size, (capacity_bytes - attempt.peak_reserved_bytes) / row.sample_bytes
+                expected = size + int(room)
+                size = min(max(expected, size + max(stride // 2, 1)), failing - 1)
+            else:
+                failing = size
+                size = (fitting + failing) // 2 if fitting else max(failing - stride, 1)
+                stride *= 2
+        return fitting + min(room, 0.99)
+
+    def _with_card(self, ask: Callable[[int], T]) -> T:
+        card = self._free.get()
+        try:
+            return ask(card)
+        finally:
+            self._free.put(card)
+            with self._lock:
+                self._made += 1
+                if self._done is not None:
+                    self._done(self._made)
+
+    def _profile(self, request: StepRequest, card: int) -> Profile:
+        question = Question(what="recorded", request=request)
+        decides = self._decides(question)
+        found = _PROFILES.find(decides)
+        if found is None:
+            found = Profile.model_validate_json(self._ask(question, card))
+            _PROFILES.keep(decides, found)
+        return found
+
+    def _attempt(self, question: Question, card: int) -> Attempt:
+        decides = self._decides(question)
+        found = _ATTEMPTS.find(decides)
+        if found is None:
+            found = self._valueless_or_with(question, card)
+            _ATTEMPTS.keep(decides, found)
+        return found
+
+    def _valueless_or_with(self, question: Question, card: int) -> Attempt:
+        kind = _kind(question.request)
+        if self._follows.get(kind):
+            return self._run(question, card, values=True)
+        try:
+            without = self._run(question, card, values=False)
+        except (UserError, WorkerError):  # it asks for values that are not there
+            self._follows[kind] = True
+            return self._run(question, card, values=True)
+        if not without.reads:
+            return without
+        with self._first.setdefault(kind, Lock()):
+            if kind in self._follows:
+                return self._run(question, card, values=True) if self._follows[kind] else without
+            found = self._run(question, card, values=True)
+            self._follows[kind] = found.memory != without.memory
+            return found
+
+    def _run(self, question: Question, card: int, *, values: bool) -> Attempt:
+        lane = card if values else self.count + card
+        return Attempt.model_validate_json(self._ask(question.model_copy(update={"values": values}), lane))
+
+    def _decides(self, question: Question) -> tuple[str, ...]:
+        return self.gpu.model_dump_json(), question.model_dump_json(), self._settings, digest_of(*SOURCES)
+
+    def _ask(self, question: Question, lane: int) -> bytes:
+        check(question.request)
+        name = question.request.model.name
+        try:
+            return self._lanes.ask(lane, f"{name} on an emulated GPU", question, self._timeout_s)
+        except TimeoutError:
+            raise TookTooLong(
+                f"two steps of {name} on an emulated {self.gpu.name} took more than {self._timeout_s:g} s"
+            ) from None
+
+
+def _kind(request: StepRequest) -> str:
+    """What attempts have alike that differ in sizes, or in what makes no difference to values: fp16 does."""
+    strategy = request.strategy.settled(micro_batch_size=1, grad_accum_steps=1, checkpointed_blocks=0)
+    update: dict[str, object] = {"optimizer": OptimizerSpec(), "checkpointing": "full"}
+    update["blocks_to_swap"] = min(strategy.blocks_to_swap, 1)
+    if strategy.precision == "bf16_sr":
+        update["precision"] = "bf16"
+    batch = request.batch.model_copy(update={"latents": (1, 1, 1)})
+    sizes = {"strategy": strategy.model_copy(update=update), "batch": batch}
+    return request.model_copy(update=sizes).model_dump_json()
+
+
+def _worker(gpu: Gpu, *, expandable_segments: bool) -> Callable[[], tuple[list[str], dict[str, str]]]:
+    """The process that answers, as Lanes start it."""
+
+    def started() -> tuple[list[str], dict[str, str]]:
+        environment = worker_environment(gpu, expandable_segments=expandable_segments)
+        return [str(cuda_python()), "-W", "ignore", *own_module("bigdit.profile")], environment
+
+    return started
+
+
+def worker_environment(
+    gpu: Gpu, ranks: int = 1, state: str | None = None, *, expandable_segments: bool = True
+) -> dict[str, str]:
+    """A GPU for each of the ranks that there are, no network, and no place in a launched group.
+
+    One rank alone has no peers, whatever its strategy; `state` is the file that several share.
+    """
+    own = {key: value for key, value in os.environ.items() if key not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    for name in ("CUDA_VISIBLE_DEVICES", "PYTORCH_CUDA_ALLOC_CONF"):
+        own.pop(name, None)
+    own["PYTORCH_ALLOC_CONF"] = f"expandable_segments:{expandable_segments}"
+    card = emulated_environment(gpu, ranks, state, peers=ranks > 1)
+    return own | card | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join((str(ROOT), card["PYTHONPATH"]))}

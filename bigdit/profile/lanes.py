@@ -1,0 +1,238 @@
+"""Ask a process whose forks answer (forks.py), several questions side by side. Nothing here imports torch."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+
+from bigdit.errors import EXIT_USER, Killed, UserError
+from bigdit.spec import Strict
+
+_CHUNK = 1 << 20
+_LAST_LINES = 12
+_GONE_WITHIN_S = 10
+"""After which a process that was killed is not waited for."""
+
+Started = Callable[[], tuple[list[str], dict[str, str]]]
+"""The command of the process, which is given its lanes as further arguments, and its environment."""
+
+
+class WorkerError(RuntimeError):
+    """A process ended without an answer; the message has its exit status and the end of its stderr."""
+
+
+class WorkerKilled(WorkerError, Killed):
+    """It was ended by SIGKILL, which is nobody's bug."""
+
+
+class Lanes:
+    """A process that has imported all libraries, and forks of it that answer, one in each of `count` lanes.
+
+    It starts with the first question, or when it is told to, and ends with the `with` block: whoever asks later, such
+    as a thread that waited for another's answer, starts none.
+    """
+
+    def __init__(self, started: Started, count: int = 1) -> None:
+        self.count = count
+        self._over = False
+        self._started = started
+        self._said = Said()
+        self._said_by = [Said() for _ in range(count)]
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lanes: list[_Lane] = []  # of this process
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Lanes:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.end()
+
+    def start(self) -> int:
+        """Have the process import what it needs by the time of the first question; its id."""
+        return self._running()[0].pid
+
+    def ask(self, lane: int, what: str, question: Strict, timeout_s: float) -> bytes:
+        """The answer to a question, in this lane. `what` it is, for messages.
+
+        Raises TimeoutError where it takes longer, UserError for what the user can mend, and WorkerError where the
+        fork or the process dies. The next question finds a new one.
+        """
+        said = self._said_by[lane]
+        before, before_all = len(said), len(self._said)  # before it starts: it may be dead when it has
+        process, lanes = self._running()
+        own = lanes[lane]
+        try:
+            with own.asking:
+                status, answer = own.put(question, time.monotonic() + timeout_s)
+        except TimeoutError:
+            if not own.stop():
+                self._end(process)
+            raise
+        except EOFError:
+            own.close()
+            ended = process.wait()
+            self._end(process)
+            raise failure(what, ended, self._said.lines(before_all)) from None
+        if status:
+            raise failure(what, status, said.lines(before))
+        return answer
+
+    @property
+    def forks(self) -> list[int | None]:
+        """The process that answers in each lane, None where there is none."""
+        return [lane.fork for lane in self._lanes] or [None] * self.count
+
+    def end(self) -> None:
+        """End the process and its forks, which are a group of their own, for good."""
+        with self._lock:
+            self._over, process = True, self._process
+        if process is not None:
+            self._end(process)
+
+    def _running(self) -> tuple[subprocess.Popen[bytes], list[_Lane]]:
+        with self._lock:
+            if self._over:
+                raise WorkerError("the processes that answer were ended")
+            if self._process is None:
+                self._process, self._lanes = self._start()
+            return self._process, self._lanes
+
+    def _start(self) -> tuple[subprocess.Popen[bytes], list[_Lane]]:
+        command, environment = self._started()
+        pairs = [socket.socketpair() for _ in range(self.count)]
+        files = [(theirs.fileno(), said.file.fileno()) for (_, theirs), said in zip(pairs, self._said_by, strict=True)]
+        try:
+            process = subprocess.Popen(
+                [*command, *(f"{end}:{said}" for end, said in files)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=self._said.file,
+                env=environment,
+                pass_fds=[number for pair in files for number in pair],
+                start_new_session=True,  # it does not hear Ctrl-C: who asks does, and ends it
+            )
+        except OSError:
+            for ours, _ in pairs:
+                ours.close()
+            raise
+        finally:
+            for _, theirs in pairs:
+                theirs.close()
+        return process, [_Lane(ours) for ours, _ in pairs]
+
+    def _end(self, process: subprocess.Popen[bytes]) -> None:
+        with self._lock:
+            if self._process is not process:
+                return  # another lane has ended it, and there may be a new one
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            for lane in self._lanes:
+                lane.await_end()
+                if lane.asking.acquire(blocking=False):  # or the one that asks there finds the end, and closes it
+                    lane.close()
+                    lane.asking.release()  # one that is about to ask there finds it closed
+            self._process, self._lanes = None, []
+
+
+class _Lane:
+    """One lane of one process, and the fork that answers there. `asking`: held by the one that asks."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self.fork: int | None = None
+        self.asking = threading.Lock()
+        self._read_there = False  # the question
+        self._socket = end
+        self._unread = b""
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def await_end(self) -> None:
+        """Wait until nobody holds the other end, as forks that were killed do for a moment."""
+        until = time.monotonic() + _GONE_WITHIN_S
+        with contextlib.suppress(TimeoutError, EOFError):
+            while True:
+                self._line(until)
+
+    def put(self, question: Strict, until: float) -> tuple[int, bytes]:
+        """The status of a question, and its answer. Raises TimeoutError, and EOFError where the process has ended."""
+        self._read_there = False
+        with contextlib.suppress(OSError):  # it has ended, which reading says too
+            self._socket.sendall(f"{question.model_dump_json()}\n".encode())
+        while True:
+            first, _, rest = self._line(until).partition(b"\t")
+            if first == b"read":
+                self._read_there = True
+            elif first == b"fork":
+                self.fork = int(rest)
+            elif first == b"end":
+                self.fork = None
+                if self._read_there:  # or it had ended before, and the next fork has it
+                    return int(rest), b""
+            else:
+                return int(first), rest
+
+    def stop(self) -> bool:
+        """End the fork that has the question; False where none has it, or where its end is not told."""
+        if self.fork is None or not self._read_there:
+            return False
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.fork, signal.SIGKILL)
+        try:
+            while not self._line(time.monotonic() + _GONE_WITHIN_S).startswith(b"end\t"):
+                pass
+        except (TimeoutError, EOFError):
+            return False
+        self.fork = None
+        return True
+
+    def _line(self, until: float) -> bytes:
+        while b"\n" not in self._unread:
+            try:
+                poll = select.poll()  # select takes no descriptor beyond 1023
+                poll.register(self._socket, select.POLLIN)
+                ready = poll.poll(max(until - time.monotonic(), 0) * 1000)
+                part = self._socket.recv(_CHUNK) if ready else None
+            except (OSError, ValueError):  # killed with something unread, or closed here
+                part = b""
+            if part is None:
+                raise TimeoutError
+            if not part:
+                raise EOFError
+            self._unread += part
+        line, _, self._unread = self._unread.partition(b"\n")
+        return line
+
+
+class Said:
+    """What a process writes to its stderr: a file without a name, of which nothing is left when both have ended."""
+
+    def __init__(self) -> None:
+        self.file = tempfile.TemporaryFile()  # noqa: SIM115 closed with the last that holds it
+
+    def __len__(self) -> int:
+        return os.fstat(self.file.fileno()).st_size
+
+    def lines(self, since: int = 0) -> list[str]:
+        """The lines from that byte on; where the process writes next stays as it is."""
+        return os.pread(self.file.fileno(), len(self) - since, since).decode(errors="replace").splitlines()
+
+
+def failure(what: str, status: int | None, said: list[str]) -> Exception:
+    """What `what`, which left no result, ended with: the errors that it said, or its last lines."""
+    problems = [line.removeprefix("error: ") for line in said if line.startswith("error: ")]
+    if status == EXIT_USER and problems:
+        return UserError(*problems)
+    end = "\n".join(said[-_LAST_LINES:])
+    kind = WorkerKilled if status == -signal.SIGKILL else WorkerError
+    return kind(f"{what} ended with status {status} and no result:\n{end}")

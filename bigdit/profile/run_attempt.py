@@ -1,0 +1,253 @@
+"""Two steps on an emulated GPU that has nothing, within so many bytes, and nothing on the GPU after them."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import importlib
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
+
+from bigdit.engines import Ema, Engine
+from bigdit.engines.state import checkpoint_bytes
+from bigdit.memory import HostMemory, Span, Timeline
+from bigdit.profile.attempt import Attempt, PhaseBytes, Question
+from bigdit.profile.data import raw_batch
+from bigdit.profile.launched import Launched, launched
+from bigdit.profile.request import PICTURES, TEXTS
+from bigdit.profile.steps import STEPS, Witness, group, prepare, training
+from bigdit.profile.uncomputed import large_uncomputed
+from bigdit.profile.unwritten import unwritten, unwritten_weights
+from bigdit.record.costs import Costs
+
+DEVICE = torch.device("cuda", 0)
+
+_OF_ENGINE = ("step", "ema")
+"""What is read of the GPU there says whether a step is taken at all."""
+
+
+def attempt(question: Question) -> Attempt:
+    """What the question asks for, where torch may reserve so many bytes of the GPU."""
+    began = time.perf_counter()
+    torch.cuda.set_device(DEVICE)
+    torch.cuda.init()
+    importlib.import_module("bigdit_emulated.libraries").limit(question.capacity_bytes, final=not question.to_end)
+    before = torch.cuda.memory_stats().get("num_alloc_retries", 0)
+    watch, said = _Watch(), None
+    try:
+        with unwritten_weights(), large_uncomputed():
+            (_steps if question.request.part == "steps" else _encoding)(question, watch)
+    except torch.OutOfMemoryError as error:
+        said = str(error)
+    watch.end()
+    return Attempt(
+        out_of_memory=said,
+        retries=torch.cuda.memory_stats()["num_alloc_retries"] - before,
+        peak_allocated_bytes=max(each.peak_bytes for each in watch.phases.values()),
+        peak_reserved_bytes=watch.reserved_bytes,
+        phases=watch.phases,
+        params=watch.params,
+        host=watch.host(),
+        checkpoint_bytes=watch.checkpoint_bytes,
+        reads=watch.reads,
+        launched={} if said else watch.launched,
+        packed_work=watch.packed_work,
+        seconds=round(time.perf_counter() - began, 3),
+    )
+
+
+@functools.cache
+def leave_values() -> None:
+    """Have this process compute none from now on, which emulator/inside does under a name of its own."""
+    importlib.import_module("bigdit_emulated.values").leave()
+
+
+def emptied() -> bool:
+    """Take away what lay in cycles, and what torch and cuBLAS keep; whether the GPU is empty then."""
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_reserved() == 0
+
+
+def _steps(question: Question, watch: _Watch) -> None:
+    request = question.request
+    workload = prepare(request.model, request.batch, request.strategy, request.encoders)
+    watch.params = workload.params
+    try:
+        with group(request.strategy) as world:
+            fed = replace(workload, make=unwritten(workload.make))
+            steps = training(fed, request.objective, DEVICE, world, watch)
+            for _ in range(STEPS):
+                watch.launched.clear()
+                if not next(steps):
+                    raise RuntimeError(
+                        "a step was not taken, since its gradients are not finite: no optimizer state was made"
+                    )
+            if question.counted:
+                watch.count_work(lambda: next(steps))
+    finally:
+        if request.strategy.engine == "deepspeed":
+            from bigdit.engines.deepspeed import forget
+
+            forget(watch.engine)
+
+
+def _encoding(question: Question, watch: _Watch) -> None:
+    """The encoders of images, then those of texts, as where they take turns; the weights in phases of their own."""
+    from bigdit.encoders.frozen import FrozenEncoders  # transformers takes seconds to import
+
+    request = question.request
+    assert request.encoders is not None
+    frozen = FrozenEncoders(request.encoders)
+    raw = raw_batch(request.encoders, request.batch, request.strategy)
+    modules = [*frozen.of_pictures(), *frozen.of_texts()]
+    watch.params = sum(tensor.numel() for module in modules for tensor in module.parameters())
+
+    def pictures() -> object:
+        return frozen.latents(raw.pixels.to(DEVICE))
+
+    def texts() -> object:
+        return frozen.texts([(ids.to(DEVICE), mask.to(DEVICE)) for ids, mask in raw.tokens])
+
+    sides = {PICTURES: (frozen.of_pictures(), pictures), TEXTS: (frozen.of_texts(), texts)}
+
+    def encode() -> None:
+        for phase, (modules, encoded) in sides.items():
+            with watch.phase(weights_of(phase)):
+                for module in modules:
+                    module.to(DEVICE)
+            with watch.phase(phase):
+                encoded()
+            for module in modules:
+                module.to("cpu")
+
+    watch.count_work(encode)
+
+
+def weights_of(phase: str) -> str:
+    """The phase in which these encoders come to the GPU."""
+    return f"weights of {phase}"
+
+
+class _Watch(Witness):
+    """Torch's counters phase by phase, the host's, and what each phase has the GPU do. Keeps the engine, which
+    DeepSpeed's hooks would otherwise keep alive beyond the attempt."""
+
+    engine: Engine | None = None
+
+    def __init__(self) -> None:
+        self.phases: dict[str, PhaseBytes] = {}
+        self.launched: dict[str, Launched] = {}
+        self.params = self.reads = self.reserved_bytes = self.checkpoint_bytes = 0
+        self.packed_work: str | None = None
+        self._ema: Ema | None = None
+        self._counting: _Counting | None = None
+        self._phase: str | None = None
+        self._counts = importlib.import_module("bigdit_emulated.counts").read
+        self._host = importlib.import_module("bigdit_emulated.host").tensor_bytes
+        self._host_before, _ = self._host()
+        self._host_peaks = [0, 0]  # until the engine has started, and since
+        torch.cuda.reset_peak_memory_stats()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        if self._counting is not None:
+            self._counting.spans.append(Span(name, 0, 0))
+            yield
+            return
+        self.end()
+        if self._phase is None:
+            self._host()  # its peak begins here: how the model came to the host is another matter
+        self._phase = name
+        torch.cuda.reset_peak_memory_stats()
+        before = self._counts()
+        yield
+        after = self._counts()
+        if name not in _OF_ENGINE:
+            self.reads += after["copies_to_host"] - before["copies_to_host"]
+        found = launched(before, after)
+        self.launched[name] = found if name not in self.launched else self.launched[name] + found
+
+    def end(self) -> None:
+        """The phase that lasted until now is over."""
+        if self._counting is not None or self._phase is None:
+            return
+        old = self.phases.get(self._phase, PhaseBytes(peak_bytes=0, end_bytes=0))
+        peak, end = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
+        self.phases[self._phase] = PhaseBytes(peak_bytes=max(old.peak_bytes, peak), end_bytes=max(old.end_bytes, end))
+        self.reserved_bytes = max(self.reserved_bytes, torch.cuda.max_memory_reserved())
+        started = self._phase != "init"
+        self._host_peaks[started] = max(self._host_peaks[started], self._host()[1] - self._host_before)
+
+    def started(self, engine: Engine, ema: Ema | None) -> None:
+        self.engine, self._ema = engine, ema
+
+    def host(self) -> HostMemory:
+        """Bytes of host tensors since the attempt began; page-locked ones are not told apart."""
+        start, steps = self._host_peaks
+        return HostMemory(peak_bytes=max(start, steps), steps_bytes=steps, page_locked_bytes=0)
+
+    def count_work(self, run: Callable[[], object]) -> None:
+        """Run something once more, where its operators are counted, and its memory is not. Encoders run twice."""
+        if self.engine is None:
+            run()
+        self.end()
+        counting = self._counting = _Counting()
+        with counting, _without_propagation(counting):
+            run()
+        spans, costs = tuple(counting.spans), counting.costs
+        self.packed_work = Timeline((), (), spans, costs.collectives(), costs.operators()).pack()
+        if self.engine is not None:
+            self.checkpoint_bytes = checkpoint_bytes(self.engine, self._ema)
+
+
+class _Counting(TorchDispatchMode):
+    """Counts what operators compute and move, and what collectives send, in the phase that began last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.costs = Costs("cuda")
+        self.spans: list[Span] = []
+        self.paused = False
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and keeping the compiler out takes its time at every operation
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if any(is_wrapper(kind) for kind in types):
+            return NotImplemented  # then the wrapper runs it on the tensors within, and those operations come here
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if self.spans and not self.paused:
+            self.costs.add(len(self.spans) - 1, func, args, kwargs, result)
+        return result
+
+
+is_wrapper = functools.cache(is_traceable_wrapper_subclass_type)
+
+
+@contextmanager
+def _without_propagation(counting: _Counting) -> Iterator[None]:
+    """DTensor finds the shapes of a result by running the operation on fake tensors of the global shape."""
+    original = ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def propagate(propagator, op_schema):  # type: ignore[no-untyped-def]
+        counting.paused, before = True, counting.paused
+        try:
+            return original(propagator, op_schema)
+        finally:
+            counting.paused = before
+
+    ShardingPropagator._propagate_tensor_meta_non_cached = propagate  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        ShardingPropagator._propagate_tensor_meta_non_cached = original  # type: ignore[method-assign]

@@ -1,0 +1,162 @@
+"""The one description of what runs on a GPU, emulated or real: a model, an engine that takes it, and training steps."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from bigdit import engines, models
+from bigdit.catalog.encoders import OnlineEncoders
+from bigdit.dist import World, world_from_env
+from bigdit.engines import Ema, Engine
+from bigdit.loader.batch import Batch
+from bigdit.loader.raw import RawBatch
+from bigdit.models import Family
+from bigdit.objective_spec import ObjectiveSpec
+from bigdit.profile.data import batch, feed, raw_batch
+from bigdit.spec import BatchShape, ModelSpec, Strategy
+from bigdit.train.encode import Encode, encode
+from bigdit.train.step import train_step
+
+if TYPE_CHECKING:
+    from bigdit.encoders.frozen import FrozenEncoders
+
+STEPS = 2  # optimizer state appears in the first one
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model on the host, with what the strategy adds to it, its frozen encoders, and what feeds it."""
+
+    model: nn.Module
+    family: Family
+    strategy: Strategy
+    frozen: FrozenEncoders | None
+    make: Callable[[], Batch | RawBatch]
+    params: int
+
+
+def prepare(spec: ModelSpec, shape: BatchShape, strategy: Strategy, encoders: OnlineEncoders | None) -> Workload:
+    """As in the trainer, the model and the encoders are built on the host before anything is recorded."""
+    family = models.family(spec.class_name)
+    model = models.build(spec, device="cpu", dtype=engines.compute_dtype(strategy))
+    models.equip(model, family, strategy)
+    extras = family.extras(model)
+    params = sum(param.numel() for param in model.parameters())
+    frozen = None if encoders is None else _frozen(encoders)
+
+    def make() -> Batch | RawBatch:
+        if encoders is None:
+            return batch(shape, strategy, extras)
+        return raw_batch(encoders, shape, strategy, extras)
+
+    return Workload(model, family, strategy, frozen, make, params)
+
+
+class Witness:
+    """What is told of two steps as they run: this one does not listen."""
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Surrounds init, and the phases of `train_step`."""
+        yield
+
+    def built(self, model: nn.Module, frozen: FrozenEncoders | None) -> None:
+        """In init, before the engine takes the model."""
+
+    def started(self, engine: Engine, ema: Ema | None) -> None:
+        """In init, when the engine has the model."""
+
+    def moved(self, frozen: FrozenEncoders) -> None:
+        """In init, when the encoders are on the device."""
+
+    def held(self, batch: Any) -> None:
+        """The loader holds a micro-batch, for this step or a later one."""
+
+    def batches(self, micro_batches: Sequence[Any]) -> Sequence[Any]:
+        """What the step is given for these micro-batches."""
+        return micro_batches
+
+    def encoding(self, encode: Encode) -> Encode:
+        """What encodes in place of `encode`."""
+        return encode
+
+
+def training(
+    workload: Workload, objective: ObjectiveSpec, device: torch.device, world: World, witness: Witness
+) -> Iterator[bool]:
+    """The engine's start, and a step on `device` for each `next`, without end: whether it was taken.
+
+    Where the engine needs a process group, it exists already, of torch's fake backend or a real one.
+    """
+    strategy, frozen = workload.strategy, workload.frozen
+    with witness.phase("init"):
+        witness.built(workload.model, frozen)
+        if frozen is not None:  # before the engine takes the model, as in the trainer, which holds them against it
+            frozen.to(device)
+            witness.moved(frozen)
+        engine = engines.create(strategy, workload.model, workload.family, device=device, world=world)
+        ema = engines.ema_of(engine)
+        witness.started(engine, ema)
+        encoding = None
+        if frozen is not None:
+            encoding = witness.encoding(functools.partial(encode, frozen, strategy.encode_chunk))
+        steps = feed(workload.make, strategy, pin=device.type != "cpu", seen=witness.held)
+    while True:
+        micro_batches = next(steps)
+        taken = train_step(
+            engine,
+            workload.family,
+            objective,
+            witness.batches(micro_batches),
+            lr=strategy.optimizer.lr,
+            ema=ema,
+            phase=witness.phase,
+            encode=encoding,
+        ).taken
+        del micro_batches  # before the next ones are read, as the trainer does
+        yield taken
+
+
+def _frozen(encoders: OnlineEncoders) -> FrozenEncoders:
+    from bigdit.encoders.frozen import FrozenEncoders  # transformers takes seconds to import
+
+    return FrozenEncoders(encoders)
+
+
+@contextmanager
+def group(strategy: Strategy) -> Iterator[World]:
+    """This process among as many as the strategy has: those that torchrun started, or the first of them alone."""
+    if strategy.engine == "single":
+        yield World()
+        return
+    if dist.is_torchelastic_launched():
+        dist.init_process_group("cpu:gloo,cuda:nccl")
+        yield world_from_env()
+        dist.barrier()  # who ends first takes away what the others still read
+    else:
+        yield _first_of(strategy.world_size)
+
+
+def _first_of(size: int) -> World:
+    """NCCL over a store that asks nobody; on the host collectives have torch's fake backend."""
+    from torch.testing._internal.distributed import fake_pg  # registers the backend
+
+    assert fake_pg
+    if dist.is_initialized() and dist.get_world_size() == size:  # by an attempt before
+        return World(rank=0, local_rank=0, world_size=size)
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(size)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    dist.init_process_group("cpu:fake,cuda:nccl", store=dist.HashStore(), rank=0, world_size=size)
+    # Since torch 2.15 the group has its device from the start, and parts of it are split off, which asks the peers who
+    # is in which: without a device each part is a group that is told how many it has.
+    dist.distributed_c10d._get_default_group().bound_device_id = None
+    return World(rank=0, local_rank=0, world_size=size)
