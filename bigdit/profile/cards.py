@@ -136,8 +136,11 @@ class Cards:
 
     def attempts(
         self, asked: Sequence[tuple[StepRequest, int]], *, to_end: bool = True, counted: bool = False
-    ) -> list[Attempt | None]:
-        """An attempt for each request and capacity, side by side; None, and a line in `unanswered`, for one that failed."""
+    ) -> list[Attempt | Exception]:
+        """An attempt for each request and capacity, side by side; or the UserError or WorkerError in its place.
+
+        What may be this machine's fault, time or a process that died, is a line in `unanswered` too.
+        """
         one = partial(self._answered, to_end=to_end, counted=counted)
         return list(self._threads.map(lambda each: one(*each), asked))
 
@@ -150,19 +153,20 @@ class Cards:
 
     def _answered(
         self, request: StepRequest, capacity_bytes: int, *, to_end: bool, counted: bool = False
-    ) -> Attempt | None:
+    ) -> Attempt | Exception:
         try:
             return self.attempt(request, capacity_bytes, to_end=to_end, counted=counted)
         except (UserError, WorkerError) as error:
-            self.unanswered[str(error).splitlines()[0].rstrip(":")] = None
-            return None
+            if isinstance(error, TookTooLong | WorkerError):
+                self.unanswered[str(error).splitlines()[0].rstrip(":")] = None
+            return error
 
     def _largest(self, row: Row, capacity_bytes: int) -> float | None:
         fitting, failing, stride, room = 0, LARGEST_MICRO_BATCH + 1, 1, 0.0
         size = expected = min(max(int(row.guess), 1), LARGEST_MICRO_BATCH)
         while fitting + 1 < failing:
             attempt = self._answered(row.request(size), capacity_bytes, to_end=False)
-            if attempt is None:
+            if not isinstance(attempt, Attempt):
                 return None
             if attempt.fits:  # on to the last that there is room for, and one more; in strides that grow where it fits
                 stride = 1 if size <= expected else 2 * stride
