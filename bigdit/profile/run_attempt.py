@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import gc
 import importlib
+import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
 from bigdit.engines import Ema, Engine
@@ -200,7 +200,8 @@ class _Watch(Witness):
             run()
         self.end()
         counting = self._counting = _Counting()
-        with counting, _without_propagation(counting):
+        sharded = "torch.distributed.tensor" in sys.modules
+        with counting, _without_propagation(counting) if sharded else nullcontext():
             run()
         spans, costs = tuple(counting.spans), counting.costs
         self.packed_work = Timeline((), (), spans, costs.collectives(), costs.operators()).pack()
@@ -237,6 +238,8 @@ is_wrapper = functools.cache(is_traceable_wrapper_subclass_type)
 @contextmanager
 def _without_propagation(counting: _Counting) -> Iterator[None]:
     """DTensor finds the shapes of a result by running the operation on fake tensors of the global shape."""
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator  # half a second, and FSDP2's alone
+
     original = ShardingPropagator._propagate_tensor_meta_non_cached
 
     def propagate(propagator, op_schema):  # type: ignore[no-untyped-def]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from bigdit.catalog.revision import revision
-from bigdit.kept import Kept, digest_of, installed
-from bigdit.receipt import Receipt
 from bigdit.emulator.interpreter import cuda_build, cuda_python
+from bigdit.kept import Kept, digest_of, installed
 from bigdit.profile.cards import SOURCES
+from bigdit.receipt import Receipt
 from bigdit.search.plan import Plan
 from bigdit.search.question import Question
 

@@ -59,9 +59,9 @@ class BucketLimit(Strict):
 
     height: PositiveInt
     width: PositiveInt
-    none: NonNegativeInt
+    none: NonNegativeInt | None
     recommended: NonNegativeInt
-    full: NonNegativeInt
+    full: NonNegativeInt | None
 
 
 class Curve(Strict):

@@ -42,15 +42,16 @@ class Policy:
 
     Bytes: `peaks` of each phase, `kept` from the forward to the backward pass, `idle` that torch reserves beyond what is
     allocated, `host` of host tensors at the most, saving included. `work` and `growth`: of a step at the first of SIZES,
-    and of each further sample.
+    and of each further sample. `reserved`: by torch at both SIZES.
     """
 
     peaks: Mapping[str, Line]
     kept: Line
-    idle: Line
+    idle: int
     host: Line
     work: Work
     growth: Work
+    reserved: Mapping[int, int]
 
     def moved(self, peaks: Mapping[str, float], host: float, work: Work) -> Policy:
         """The same with so many bytes more in each phase and on the host, and more work."""
@@ -73,10 +74,11 @@ def policy(strategy: Strategy, small: Attempt, large: Attempt) -> Policy:
             if phase in large.phases
         },
         kept=line(small.phases["forward"].end_bytes, large.phases["forward"].end_bytes),
-        idle=line(_idle(small), _idle(large)),
+        idle=max(_idle(small), _idle(large)),
         host=line(host_peak(small), host_peak(large)),
         work=works[0],
         growth=(works[1] - works[0]) * (1 / span),
+        reserved={size: each.peak_reserved_bytes for size, each in zip(SIZES, (small, large), strict=True)},
     )
 
 
@@ -163,8 +165,8 @@ class Arrangement:
 
     def reserved(self, micro_batch_size: float, recomputed: int) -> float:
         """Bytes that torch is expected to reserve."""
-        idle = max(self.none.idle.at(micro_batch_size), self.full.idle.at(micro_batch_size), 0.0)
-        return max(self.peaks(micro_batch_size, recomputed).values()) + idle
+        ways = {0: (self.none,), self.count: (self.full,)}.get(recomputed, (self.none, self.full))
+        return max(self.peaks(micro_batch_size, recomputed).values()) + max(each.idle for each in ways)
 
     def work(self, micro_batch_size: float, recomputed: int) -> Work:
         """What one step does with that many blocks recomputed, each costing the same."""

@@ -82,6 +82,7 @@ class Option:
     corrections: dict[tuple[str, int, int], float] = field(default_factory=dict)
     anchor: Attempt = field(kw_only=True, repr=False)
     steps: dict[tuple[int, int, int], StepTime] = field(default_factory=dict, repr=False)
+    wanted: dict[tuple[str, int, int], int] = field(default_factory=dict, repr=False)
 
     @property
     def least_blocks(self) -> int:
@@ -93,12 +94,21 @@ class Option:
         """The least number of recomputed blocks to all, in quarters of these."""
         return sorted({max(self.least_blocks, each) for each in quarters(self.arrangement.count)})
 
+    def ran(self, blocks: int) -> dict[int, int]:
+        """What torch reserved with so many blocks recomputed, by the micro-batch size, of all sizes that ran."""
+        policy = {0: self.arrangement.none, self.arrangement.count: self.arrangement.full}.get(blocks)
+        found = {} if policy is None or self.proposal.base or self.least_blocks else dict(policy.reserved)
+        return found | {
+            at[1]: self.wanted[at] for at in self.wanted if at[0] == self.proposal.title and at[2] == blocks
+        }
+
     def like(self, other: Option) -> Option:
         """`other`, which shares activations with this one, and so its corrections."""
         return Option(other.proposal, other.arrangement, self.corrections, anchor=other.anchor)
 
     def correct(self, micro_batch_size: int, blocks: int, reserved_bytes: int) -> None:
         """Torch reserved so many bytes here: predict that share more, or less; less of it far away."""
+        self.wanted[self.proposal.title, micro_batch_size, blocks] = reserved_bytes
         off = reserved_bytes / self.arrangement.reserved(micro_batch_size, blocks) - 1
         self.corrections[self.proposal.title, micro_batch_size, blocks] = off
 

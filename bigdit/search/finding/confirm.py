@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from bigdit.memory.process import ByteRange
-from bigdit.profile.attempt import Attempt, Profile
+from bigdit.profile.attempt import UNLIMITED, Attempt, Profile
 from bigdit.search.finding.candidates import Candidate, Planner, candidate, preferred
 from bigdit.search.finding.verdict import process
 from bigdit.search.needs.host import HostNeed, host_need
@@ -17,25 +17,18 @@ from bigdit.speed.launches import Launches, launches_of
 MOST_RUN = 10
 """Candidates that are run at most, on the way to the best."""
 
-WIDE = 2
-"""GPUs in one, on which a candidate that is short of room says what it wants."""
-
 
 @dataclass(frozen=True)
 class Ran:
-    """How a candidate ran. `reserved_bytes` is None where it did not come to its end; with room for all of it torch
-    would reserve `wanted_bytes`, or more where they are those of WIDE GPUs. `phases`: allocated bytes at the most."""
+    """How a candidate ran. `reserved_bytes` is what torch reserved of the GPU, and `wanted_bytes` what it does where
+    there is room for all. `phases`: allocated bytes at the most."""
 
     candidate: Candidate
     verdict: Verdict
-    reserved_bytes: int | None
+    reserved_bytes: int
     wanted_bytes: int
     phases: dict[str, int]
     launches: Launches | None
-
-    @property
-    def known_bytes(self) -> int:
-        return self.wanted_bytes if self.reserved_bytes is None else self.reserved_bytes
 
 
 @dataclass(frozen=True)
@@ -60,60 +53,37 @@ def confirm(planner: Planner, ran: Ran) -> Confirmed:
     answer = planner.cards.profile(planner.request(found.strategy))
     host = host_need(answer.host_timeline, answer.checkpoint_bytes, question.cluster, question.samples)
     short = question.short_of_host(host.node_bytes)
-    taken = process(ran.known_bytes, planner.non_torch(found.strategy), planner.band)
+    taken = process(ran.reserved_bytes, planner.non_torch(found.strategy), planner.band)
     return Confirmed(ran, answer, taken, host, "DOES NOT FIT" if short else ran.verdict)
 
 
 def run(planner: Planner, candidates: Sequence[Candidate]) -> list[Ran | None]:
-    """FITS where it ran in the bytes that torch has at least, TIGHT in those that it has at most; None where an attempt
-    failed. Options' predictions are moved by what was found."""
+    """As each ran on a GPU without a limit: FITS where torch reserved no more than it has for sure, TIGHT where no more
+    than it may have, or where it came through within that by looking for room. None where an attempt failed.
+
+    Options' predictions are moved by what was found.
+    """
     question = planner.question
-    safe = [planner.capacity(each.strategy) for each in candidates]
-    most = [
-        max(question.gpu.usable_bytes - planner.non_torch(each.strategy).low_bytes, 1) for each in candidates
-    ]
     requests = [planner.request(each.strategy) for each in candidates]
-
-    def tried(places: Sequence[int], room: Sequence[int], *, to_end: bool = True) -> dict[int, Attempt]:
-        attempts = planner.cards.attempts([(requests[at], room[at]) for at in places], to_end=to_end)
-        return {at: each for at, each in zip(places, attempts, strict=True) if isinstance(each, Attempt)}
-
-    first = tried(range(len(requests)), safe, to_end=False)
-    wide = tried([at for at, each in first.items() if not each.fits], [WIDE * question.gpu.usable_bytes] * len(most))
-    beyond = [at for at, each in wide.items() if not each.fits or each.peak_reserved_bytes > most[at]]
-    last = {at: each for at, each in wide.items() if at not in beyond} | tried(beyond, most)
-    found = []
-    for at, each in enumerate(candidates):
-        ran = _ran(each, requests[at].strategy.grad_accum_steps, first.get(at), wide.get(at), last.get(at))
-        if ran is not None:
-            each.option.correct(each.micro_batch_size, each.blocks, ran.wanted_bytes)
-        found.append(ran)
+    wide = planner.cards.attempts([(request, UNLIMITED) for request in requests])
+    found: list[Ran | None] = []
+    for each, request, attempt in zip(candidates, requests, wide, strict=True):
+        if not isinstance(attempt, Attempt) or not attempt.ran:
+            found.append(None)
+            continue
+        wanted = reserved = attempt.peak_reserved_bytes
+        most = question.gpu.usable_bytes - planner.non_torch(each.strategy).low_bytes
+        said: Verdict = "FITS" if wanted <= planner.capacity(each.strategy) else "TIGHT"
+        if wanted > most:
+            (last,) = planner.cards.attempts([(request, max(most, 1))])
+            came_through = isinstance(last, Attempt) and last.ran
+            said = "TIGHT" if came_through else "DOES NOT FIT"
+            reserved = last.peak_reserved_bytes if isinstance(last, Attempt) and came_through else wanted
+        each.option.correct(each.micro_batch_size, each.blocks, wanted)
+        launches = launches_of(attempt.launched, request.strategy.grad_accum_steps)
+        phases = {phase: each.peak_bytes for phase, each in attempt.phases.items()}
+        found.append(Ran(each, said, reserved, wanted, phases, launches))
     return found
-
-
-def _ran(
-    tried: Candidate, micro_batches: int, first: Attempt | None, wide: Attempt | None, last: Attempt | None
-) -> Ran | None:
-    """By the attempts in the fewest bytes that torch may have, and where these are too few, with room for all that is
-    wanted and in the most; None where one of them failed."""
-    if first is not None and first.fits:
-        return _as_ran(tried, "FITS", first, first, first, micro_batches)
-    if wide is None or last is None:
-        return None
-    return _as_ran(tried, "TIGHT" if last.ran else "DOES NOT FIT", last, wide, wide, micro_batches)
-
-
-def _as_ran(
-    tried: Candidate, said: Verdict, reserved: Attempt, wanted: Attempt, launched: Attempt, micro_batches: int
-) -> Ran:
-    return Ran(
-        candidate=tried,
-        verdict=said,
-        reserved_bytes=None if said == "DOES NOT FIT" else reserved.peak_reserved_bytes,
-        wanted_bytes=wanted.peak_reserved_bytes,
-        phases={phase: each.peak_bytes for phase, each in wanted.phases.items()},
-        launches=launches_of(launched.launched, micro_batches),
-    )
 
 
 def best_that_runs(

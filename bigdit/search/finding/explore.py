@@ -89,7 +89,7 @@ def hopeful(planner: Planner, group: Sequence[Proposal]) -> Hopes:
     """What of the group is worth exploring, by what has neither activations nor batches."""
     question = planner.question
     bases = [each for each in group if each.base is None]
-    attempts(planner, [_asked(each)[0] for each in bases])  # side by side, and cached
+    attempts(planner, [strategy for each in bases for strategy in _asked(each)[:2]])  # side by side, and cached
     hopes = Hopes([], [], [])
     for base in bases:
         most = question.gpu.usable_bytes - planner.non_torch(base.strategy).low_bytes
@@ -131,9 +131,7 @@ def selective(planner: Planner, options: Sequence[Option]) -> list[Option]:
     first = options[0]
     strategy = first.proposal.strategy.model_copy(update={"checkpointing": "selective"})
     ran = [
-        each
-        for each in attempts(planner, [_recomputing(strategy, *at) for at in _all()])
-        if isinstance(each, Attempt)
+        each for each in attempts(planner, [_recomputing(strategy, *at) for at in _all()]) if isinstance(each, Attempt)
     ]
     if len(ran) < len(SIZES):
         return []

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 
-from bigdit.profile.attempt import Attempt
+from bigdit.profile.attempt import UNLIMITED, Attempt
 from bigdit.profile.cards import Row
 from bigdit.profile.request import StepRequest
 from bigdit.search.finding.candidates import Candidate, Option, Planner, largest_micro_batch
@@ -14,6 +14,10 @@ from bigdit.search.plan import BucketLimit
 
 Limits = dict[tuple[int, int], BucketLimit]
 """By the size in pixels."""
+
+NEAR = 0.05
+"""Of a size whose area is within this share of the planned one, with nothing and with all blocks recomputed, about as
+many fit as of that: they are not looked for."""
 
 
 def limits_of(planner: Planner, chosen: Candidate) -> Limits:
@@ -27,6 +31,10 @@ def limits_of(planner: Planner, chosen: Candidate) -> Limits:
         tried = replace(chosen, micro_batch_size=micro_batch_size, blocks=blocks)
         return planner.request(tried.strategy, size)
 
+    def wanted(size: tuple[int, int], blocks: int) -> bool:
+        near = size != question.resolution and abs(_area(size) / planned - 1) <= NEAR
+        return not near or blocks == chosen.blocks
+
     def largest(blocks: int) -> dict[tuple[int, int], int | None]:
         """Of each size, from what is predicted of the planned one, and then from what ran last, by their pixels."""
         if blocks < chosen.option.least_blocks:
@@ -35,11 +43,14 @@ def limits_of(planner: Planner, chosen: Candidate) -> Limits:
         pixels, pixel_bytes = float(expected * planned), _sample_bytes(chosen.option, expected, blocks) / planned
         limits: dict[tuple[int, int], int | None] = {}
         for size in sizes:
+            if not wanted(size, blocks):
+                continue
             turned = limits.get(size[::-1])
             if turned and alike(blocks, turned, size):
                 limits[size] = turned
                 continue
-            row = Row(partial(request, size, blocks), pixels / _area(size), pixel_bytes * _area(size))
+            known = chosen.option.ran(blocks) if size == question.resolution else {}
+            row = Row(partial(request, size, blocks), pixels / _area(size), pixel_bytes * _area(size), known)
             (found,) = planner.cards.largest([row], capacity_bytes)
             limits[size] = None if found is None else int(found)
             pixels = pixels if found is None else found * _area(size)
@@ -48,20 +59,18 @@ def limits_of(planner: Planner, chosen: Candidate) -> Limits:
     def alike(blocks: int, micro_batch_size: int, size: tuple[int, int]) -> bool:
         """Whether so many take the same memory, to the byte, as of pictures turned by a quarter, of which one more does
         not fit."""
-        both = [(request(each, blocks, micro_batch_size), capacity_bytes) for each in (size, size[::-1])]
-        one, other = planner.cards.attempts(both, to_end=False)
-        if not isinstance(one, Attempt) or not isinstance(other, Attempt):
-            return False
-        return one.fits and one.memory == other.memory
+        both = [(request(each, blocks, micro_batch_size), UNLIMITED) for each in (size, size[::-1])]
+        one, other = planner.cards.attempts(both)
+        return isinstance(one, Attempt) and isinstance(other, Attempt) and one.memory == other.memory
 
     rows = [*dict.fromkeys(columns.values())]
     with ThreadPoolExecutor(len(rows)) as aside:  # none waits for another's size
         ran = dict(zip(rows, aside.map(largest, rows), strict=True))
-    found = {size: {column: ran[blocks][size] for column, blocks in columns.items()} for size in sizes}
+    found = {size: {column: ran[blocks].get(size) for column, blocks in columns.items()} for size in sizes}
     return {
         size: BucketLimit.model_validate({"height": size[0], "width": size[1], **limits})
         for size, limits in found.items()
-        if None not in limits.values()
+        if limits["recommended"] is not None
     }
 
 

@@ -12,8 +12,8 @@ from bigdit.catalog.families import stream_shapes
 from bigdit.catalog.first_frame import CLIP_TOKENS, takes_first_frame
 from bigdit.encoders.recipes import RECIPES
 from bigdit.errors import UserError
-from bigdit.profile.request import precision_problems, request_for
-from bigdit.profile.request import PICTURES, TEXTS, StepRequest
+from bigdit.profile.request import PICTURES, TEXTS, StepRequest, precision_problems, request_for
+
 RehearsedSize = object
 from bigdit.search.needs.encoders import EncodersNeed, encoders_need, room
 from bigdit.search.needs.parts import PART_SIZE, part_size

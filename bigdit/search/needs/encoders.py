@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 from bigdit.catalog import Gpu
 from bigdit.memory.process import cuda_context
 from bigdit.profile.request import PICTURES, TEXTS
+
 RehearsedSize = object
 
 Way = Literal["together", "in turns"]

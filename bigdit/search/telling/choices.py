@@ -39,13 +39,13 @@ def as_ran(planner: Planner, ran: Ran) -> Choice:
     work, strategy = found.option.arrangement.work(found.micro_batch_size, found.blocks), found.strategy
     calibration = planner.evidence.calibration(strategy)
     step = step_time(work, strategy, question.gpu, question.cluster, calibration, ran.launches)
-    taken = process(ran.known_bytes, planner.non_torch(strategy), planner.band)
+    taken = process(ran.reserved_bytes, planner.non_torch(strategy), planner.band)
     return Choice(
         title=title(found),
         strategy=strategy,
         phases=ran.phases,
         peak_allocated_bytes=max(ran.phases.values()),
-        peak_reserved_bytes=ran.known_bytes,
+        peak_reserved_bytes=ran.reserved_bytes,
         process=taken,
         verdict=ran.verdict,
         headroom_bytes=question.gpu.usable_bytes - taken.high_bytes,
@@ -110,9 +110,7 @@ def front(planner: Planner, options: Sequence[Option], known: Choice) -> tuple[C
     rows = [known, *(as_ran(planner, each) for each in ran)]
     rows.sort(key=lambda choice: (choice.lossless != known.lossless, -_rate(choice)))
     return tuple(
-        choice.model_copy(
-            update={"reason": recommended(choice, rows) if choice is known else _reason(choice, known)}
-        )
+        choice.model_copy(update={"reason": recommended(choice, rows) if choice is known else _reason(choice, known)})
         for choice in rows
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from bigdit.profile.attempt import Attempt
+from bigdit.profile.attempt import UNLIMITED, Attempt
 from bigdit.search.finding.candidates import Candidate, Planner
 from bigdit.search.finding.verdict import process
 from bigdit.search.plan import BucketLimit, Curve
@@ -15,17 +15,16 @@ Runs = Mapping[int, Mapping[int, Attempt]]
 
 
 def runs(planner: Planner, chosen: Candidate, limit: BucketLimit) -> Runs:
-    """The powers of four to the `limit` and that itself, in the bytes in which it was found: with no block, the chosen
-    number of them and all recomputed; each to the first that could not be run."""
+    """The powers of four to the `limit` and that itself, with no block, the chosen number of them and all recomputed;
+    each to the first that could not be run."""
     largest = {chosen.blocks: limit.recommended, 0: limit.none, chosen.option.arrangement.count: limit.full}
-    places = [(blocks, size) for blocks, most in largest.items() for size in _sizes(most)]
+    places = [(blocks, size) for blocks, most in largest.items() for size in _sizes(most or 0)]
     strategies = [replace(chosen, blocks=blocks, micro_batch_size=size).strategy for blocks, size in places]
-    capacity = planner.capacity(chosen.strategy)
-    attempts = planner.cards.attempts([(planner.request(each), capacity) for each in strategies], to_end=False)
+    attempts = planner.cards.attempts([(planner.request(each), UNLIMITED) for each in strategies])
     found: dict[int, dict[int, Attempt]] = {blocks: {} for blocks in largest}
     short = set[int]()
     for (blocks, size), attempt in zip(places, attempts, strict=True):
-        if not isinstance(attempt, Attempt) or not attempt.fits:
+        if not isinstance(attempt, Attempt):
             short.add(blocks)
         elif blocks not in short:
             found[blocks][size] = attempt

@@ -46,7 +46,7 @@ def waterfall(planner: Planner, chosen: Confirmed) -> tuple[tuple[Step, ...], tu
         verdict = verdict_of(taken, question.gpu.usable_bytes)
         shown.append(_step(change, before, bar, taken.high_bytes, verdict))
         before = bar
-    last = Bar(chosen.ran.phases, chosen.ran.known_bytes)
+    last = Bar(chosen.ran.phases, chosen.ran.reserved_bytes)
     shown.append(_step(steps[-1], before, last, chosen.taken.high_bytes, chosen.verdict))
     return tuple(shown), tuple(notices)
 
