@@ -159,12 +159,10 @@ class Cards:
         one = partial(self._answered, to_end=to_end, counted=counted)
         return list(self._threads.map(lambda each: one(*each), asked))
 
-    def largest(self, rows: Sequence[Row], capacity_bytes: int) -> list[float | None]:
-        """For each row the largest micro-batch that fits where the next one does not, and which part of that has room.
-
-        Below 1 for none; None where an attempt failed.
-        """
-        return list(self._threads.map(lambda row: self._largest(row, capacity_bytes), rows))
+    def largest(self, row: Row, capacity_bytes: int) -> tuple[float, dict[int, int]] | None:
+        """The largest micro-batch that fits where the next one does not, with about which part of that has room (below 1
+        for none); and what torch reserves at the sizes that ran. None where an attempt failed."""
+        return self._threads.submit(self._largest, row, capacity_bytes).result()
 
     def _answered(
         self, request: StepRequest, capacity_bytes: int, *, to_end: bool, counted: bool = False
@@ -176,7 +174,7 @@ class Cards:
                 self.unanswered[str(error).splitlines()[0].rstrip(":")] = None
             return error
 
-    def _largest(self, row: Row, capacity_bytes: int) -> float | None:
+    def _largest(self, row: Row, capacity_bytes: int) -> tuple[float, dict[int, int]] | None:
         """A GPU without a limit tells how much a size wants. One that is expected to be too much is tried within the
         capacity, and ends early."""
         reserved = dict(row.known)
@@ -197,7 +195,7 @@ class Cards:
                 fitting = size
             else:
                 failing = size
-        return fitting + min(max(row.expected(reserved, capacity_bytes) - fitting, 0.0), 0.99)
+        return fitting + min(max(row.expected(reserved, capacity_bytes) - fitting, 0.0), 0.99), reserved
 
     def _with_card(self, ask: Callable[[int], T]) -> T:
         card = self._free.get()
@@ -224,6 +222,8 @@ class Cards:
     def _attempt(self, question: Question, card: int) -> Attempt:
         decides = self._decides(question)
         found = _ATTEMPTS.find(decides)
+        if found is None and not question.counted:
+            found = _ATTEMPTS.find(self._decides(question.model_copy(update={"counted": True})))
         if found is None:
             found = self._valueless_or_with(question, card)
             _ATTEMPTS.keep(decides, found)

@@ -10,13 +10,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import numpy as np
+
 from bigdit.profile.attempt import Attempt
 from bigdit.spec import Strategy
 from bigdit.speed.work import Work, work_of
 
-SIZES = (2, 4)
-"""Micro-batch sizes that attempts are made at. At 1, torch takes some tensors as contiguous that are not so at any other
-size."""
+FIRST = 2
+"""The micro-batch size that attempts begin with. At 1, torch takes some tensors as contiguous that are not so else."""
+
+SECOND = 4
+"""The least of the second ones, each about as large as fits."""
 
 OF_ACTIVATIONS = ("encode", "forward", "backward")
 OF_STATE = ("ema", "step")
@@ -24,13 +28,13 @@ OF_STATE = ("ema", "step")
 
 
 class Line(NamedTuple):
-    """A number that grows by `slope` with each sample of the micro-batch; `start` is at the first of SIZES."""
+    """A number that grows by `slope` with each sample of the micro-batch; `start` is at FIRST."""
 
     start: float
     slope: float
 
     def at(self, micro_batch_size: float) -> float:
-        return self.start + (micro_batch_size - SIZES[0]) * self.slope
+        return self.start + (micro_batch_size - FIRST) * self.slope
 
     def plus(self, more: float) -> Line:
         return Line(self.start + more, self.slope)
@@ -40,46 +44,80 @@ class Line(NamedTuple):
 class Policy:
     """Steps with nothing recomputed, or with all blocks.
 
-    Bytes: `peaks` of each phase, `kept` from the forward to the backward pass, `idle` that torch reserves beyond what is
-    allocated, `host` of host tensors at the most, saving included. `work` and `growth`: of a step at the first of SIZES,
-    and of each further sample. `reserved`: by torch at both SIZES.
+    Bytes: `peaks` of each phase; `kept` from the forward to the backward pass; `within`, for each sample, what the
+    start of the backward pass takes beside that; `left` where it ends. `idle` is what torch reserves beyond what is
+    allocated, `host` what host tensors take at the most, saving included, `reserved` torch's of the sizes that ran.
+    `work` and `growth`: of a step at FIRST, and of each further sample.
     """
 
     peaks: Mapping[str, Line]
     kept: Line
-    idle: int
+    within: float
+    left: Line
+    idle: Mapping[int, int]
     host: Line
     work: Work
     growth: Work
     reserved: Mapping[int, int]
 
+    def phases(self, micro_batch_size: float) -> dict[str, float]:
+        """The most bytes of each phase. The backward pass is highest at its start, where all is there that was kept, or
+        at its end, where all gradients are."""
+        found = {phase: line.at(micro_batch_size) for phase, line in self.peaks.items()}
+        start = self.kept.at(micro_batch_size) + self.within * micro_batch_size
+        return found | {"backward": max(start, self.left.at(micro_batch_size))}
+
+    def idle_at(self, micro_batch_size: float) -> float:
+        """What torch is expected to reserve beyond what is allocated: between what it did at both sizes."""
+        return float(np.interp(micro_batch_size, [*self.idle], [*self.idle.values()]))
+
     def moved(self, peaks: Mapping[str, float], host: float, work: Work) -> Policy:
         """The same with so many bytes more in each phase and on the host, and more work."""
-        lines = {phase: line.plus(peaks.get(phase, 0.0)) for phase, line in self.peaks.items()}
-        return replace(self, peaks=lines, host=self.host.plus(host), work=self.work + work)
+        more = peaks["backward"]
+        return replace(
+            self,
+            peaks={phase: line.plus(peaks.get(phase, 0.0)) for phase, line in self.peaks.items()},
+            kept=self.kept.plus(more),
+            left=self.left.plus(more),
+            host=self.host.plus(host),
+            work=self.work + work,
+        )
 
 
-def policy(strategy: Strategy, small: Attempt, large: Attempt) -> Policy:
-    """From counted attempts of `strategy` at both SIZES, without a limit of bytes."""
-    span = SIZES[1] - SIZES[0]
+def policy(strategy: Strategy, ran: Mapping[int, Attempt]) -> Policy:
+    """From counted attempts of `strategy` at FIRST and another micro-batch size, without a limit of bytes."""
+    (first, second), (small, large) = ran, ran.values()
 
     def line(low: float, high: float) -> Line:
-        return Line(low, (high - low) / span)
+        return Line(low, (high - low) / (second - first))
 
     works = [work_of(each.work, strategy) for each in (small, large)]
+    end, start = large.phases["backward"], large.phases["forward"]
     return Policy(
         peaks={
             phase: line(small.phases[phase].peak_bytes, large.phases[phase].peak_bytes)
             for phase in small.phases
             if phase in large.phases
         },
-        kept=line(small.phases["forward"].end_bytes, large.phases["forward"].end_bytes),
-        idle=max(_idle(small), _idle(large)),
+        kept=line(small.phases["forward"].end_bytes, start.end_bytes),
+        within=max(end.peak_bytes - start.end_bytes, 0) / second,
+        left=line(small.phases["backward"].end_bytes, end.end_bytes),
+        idle={size: _idle(each) for size, each in ran.items()},
         host=line(host_peak(small), host_peak(large)),
         work=works[0],
-        growth=(works[1] - works[0]) * (1 / span),
-        reserved={size: each.peak_reserved_bytes for size, each in zip(SIZES, (small, large), strict=True)},
+        growth=(works[1] - works[0]) * (1 / (second - first)),
+        reserved={size: each.peak_reserved_bytes for size, each in ran.items()},
     )
+
+
+def sample_bytes(attempt: Attempt) -> float:
+    """What each sample keeps from the forward to the backward pass, by an attempt at FIRST."""
+    return (attempt.phases["forward"].end_bytes - _left(attempt)) / FIRST
+
+
+def filling(attempt: Attempt, sample: float, capacity_bytes: int) -> int:
+    """About the micro-batch size that fills so many bytes, by an attempt at FIRST, where each takes `sample` bytes."""
+    return int((capacity_bytes - _left(attempt)) / max(sample, 1))
 
 
 def host_peak(attempt: Attempt) -> int:
@@ -93,7 +131,7 @@ def state_bytes(attempt: Attempt) -> int:
 
 
 def varied(base: Policy, strategy: Strategy, before: Attempt, after: Attempt) -> Policy:
-    """`base` with another optimizer, EMA or masters, from one attempt with each at the first of SIZES.
+    """`base` with another optimizer, EMA or masters, from one attempt with each at FIRST.
 
     Activations stay; the state beside them, and the phases without them, are those of `after`, that of `strategy`.
     """
@@ -108,6 +146,8 @@ def varied(base: Policy, strategy: Strategy, before: Attempt, after: Attempt) ->
     return replace(
         base,
         peaks=peaks,
+        kept=base.kept.plus(more),
+        left=base.left.plus(more),
         host=base.host.plus(host_peak(after) - host_peak(before)),
         work=replace(base.work, step=work.step),
         growth=replace(base.growth, step=work.step * 0.0),
@@ -155,8 +195,7 @@ class Arrangement:
         Until the backward pass comes to those blocks it is as without, less what they do not keep; from there on all
         behind them is freed, as it is with all of them recomputed.
         """
-        plain = {phase: line.at(micro_batch_size) for phase, line in self.none.peaks.items()}
-        full = {phase: line.at(micro_batch_size) for phase, line in self.full.peaks.items()}
+        plain, full = self.none.phases(micro_batch_size), self.full.phases(micro_batch_size)
         if recomputed in (0, self.count):
             return plain if recomputed == 0 else full
         share = recomputed / self.count
@@ -166,12 +205,14 @@ class Arrangement:
     def reserved(self, micro_batch_size: float, recomputed: int) -> float:
         """Bytes that torch is expected to reserve."""
         ways = {0: (self.none,), self.count: (self.full,)}.get(recomputed, (self.none, self.full))
-        return max(self.peaks(micro_batch_size, recomputed).values()) + max(each.idle for each in ways)
+        return max(self.peaks(micro_batch_size, recomputed).values()) + max(
+            each.idle_at(micro_batch_size) for each in ways
+        )
 
     def work(self, micro_batch_size: float, recomputed: int) -> Work:
         """What one step does with that many blocks recomputed, each costing the same."""
         share = recomputed / max(self.count, 1)
-        none, full = (each.work + each.growth * (micro_batch_size - SIZES[0]) for each in (self.none, self.full))
+        none, full = (each.work + each.growth * (micro_batch_size - FIRST) for each in (self.none, self.full))
         return none * (1 - share) + full * share
 
     def host(self, micro_batch_size: float, recomputed: int) -> float:

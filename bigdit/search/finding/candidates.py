@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -102,6 +102,10 @@ class Option:
             at[1]: self.wanted[at] for at in self.wanted if at[0] == self.proposal.title and at[2] == blocks
         }
 
+    def note(self, blocks: int, reserved: Mapping[int, int]) -> None:
+        """What torch reserved at sizes that ran, which moves no prediction."""
+        self.wanted.update({(self.proposal.title, size, blocks): nbytes for size, nbytes in reserved.items()})
+
     def like(self, other: Option) -> Option:
         """`other`, which shares activations with this one, and so its corrections."""
         return Option(other.proposal, other.arrangement, self.corrections, anchor=other.anchor)
@@ -113,7 +117,9 @@ class Option:
         self.corrections[self.proposal.title, micro_batch_size, blocks] = off
 
     def reserved(self, micro_batch_size: float, blocks: int) -> float:
-        """What torch is expected to reserve with expandable segments."""
+        """What torch is expected to reserve with expandable segments, or did where it ran."""
+        if micro_batch_size in (ran := self.ran(blocks)):
+            return ran[int(micro_batch_size)]
         return self.arrangement.reserved(micro_batch_size, blocks) * (1 + self._off(micro_batch_size, blocks))
 
     def _off(self, micro_batch_size: float, blocks: int) -> float:

@@ -5,14 +5,25 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from bigdit.profile.attempt import UNLIMITED, Attempt
 from bigdit.search.finding.candidates import Option, Planner, micro_batch_sizes, quarters
 from bigdit.search.finding.space import Proposal
 from bigdit.search.needs.host import node_bytes
 from bigdit.search.plan import Rejected
-from bigdit.search.predict import SIZES, Arrangement, Swapping, host_peak, policy, state_bytes, varied
+from bigdit.search.predict import (
+    FIRST,
+    SECOND,
+    Arrangement,
+    Policy,
+    Swapping,
+    filling,
+    host_peak,
+    policy,
+    sample_bytes,
+    state_bytes,
+    varied,
+)
 from bigdit.spec import LEAST_SWAPPED, Strategy
 from bigdit.speed.work import work_of
 from bigdit.units import gib
@@ -32,40 +43,62 @@ def explore(
 ) -> tuple[list[Option], list[Rejected]]:
     """An option for each proposal, bases standing before what varies them or being among the `known`; and those that
     could not be run."""
-    asked = {proposal.title: _asked(proposal) for proposal in proposed}
-    answers = iter(attempts(planner, [strategy for each in asked.values() for strategy in each]))
+    firsts = {each.title: _firsts(planner, each) for each in proposed}
+    attempts(planner, [strategy for each in firsts.values() for strategy in each])  # side by side, and cached
+    attempts(planner, [each for proposal in proposed for each in _seconds(planner, firsts[proposal.title])])
     bases = {option.proposal.title: option for option in known}
     options, rejected = [], []
     for proposal in proposed:
-        found = [next(answers) for _ in asked[proposal.title]]
-        ran = [each for each in found if isinstance(each, Attempt)]
         base = None if proposal.base is None else bases.get(proposal.base.title)
-        if len(ran) < len(found) or (proposal.base is not None and base is None):
-            problem = next((each for each in found if not isinstance(each, Attempt)), None)
-            why = "what it varies could not be run" if problem is None else str(problem).splitlines()[0]
-            rejected.append(Rejected(choice=proposal.title, reason=why))
-            continue
-        arrangement = _varied(base, proposal, ran) if base else _arrangement(planner, proposal.strategy, ran)
-        made = Option(proposal, arrangement, anchor=ran[0])
-        options.append(bases.setdefault(proposal.title, made if base is None else base.like(made)))
+        made = _option(planner, proposal, base, firsts[proposal.title])
+        if isinstance(made, str):
+            rejected.append(Rejected(choice=proposal.title, reason=made))
+        else:
+            options.append(bases.setdefault(proposal.title, made if base is None else base.like(made)))
     return options, rejected
 
 
-def _asked(proposal: Proposal) -> list[Strategy]:
-    """Of what varies another proposal the state alone is wanted, which is the same whatever is recomputed."""
-    first = _recomputing(proposal.strategy, 0, SIZES[0])
-    if proposal.base is not None:
-        return [first]
-    return [first, *(_recomputing(proposal.strategy, *each) for each in ((0, SIZES[1]), *_all()))]
+def _firsts(planner: Planner, proposal: Proposal) -> list[Strategy]:
+    """With nothing recomputed, and with all blocks. Of what varies another proposal the state alone is wanted, which is
+    the same whatever is recomputed."""
+    none, full = (_recomputing(proposal.strategy, blocks, FIRST) for blocks in (0, planner.question.model.block_count))
+    return [none, full] if proposal.base is None else [none]
 
 
-def _all() -> list[tuple[Literal["all"], int]]:
-    return [("all", size) for size in SIZES]
+def _seconds(planner: Planner, firsts: Sequence[Strategy]) -> list[Strategy]:
+    """Each at a micro-batch about as large as fits: there predictions are wanted."""
+    ran = [each for each in attempts(planner, firsts) if isinstance(each, Attempt)]
+    if len(firsts) == 1 or len(ran) < len(firsts):
+        return []
+    none, full = map(sample_bytes, ran)
+    # A block that is recomputed is there with what its backward pass takes beside it.
+    block = max(none - full, 0) / max(planner.question.model.block_count, 1)
+    found = []
+    for strategy, first, sample in zip(firsts, ran, (none, full + 2 * block), strict=True):
+        largest = [*micro_batch_sizes(planner.question, strategy)][-1]
+        size = min(filling(first, sample, planner.capacity(strategy)), largest)
+        found.append(strategy.with_micro_batch_size(max(size, SECOND)))
+    return found
 
 
-def _arrangement(planner: Planner, strategy: Strategy, ran: Sequence[Attempt]) -> Arrangement:
-    none, full = policy(strategy, *ran[:2]), policy(strategy, *ran[2:])
-    return Arrangement(none, full, planner.question.model.block_count)
+def _option(planner: Planner, proposal: Proposal, base: Option | None, firsts: Sequence[Strategy]) -> Option | str:
+    """The option, or why it could not be run."""
+    strategies = [*firsts, *_seconds(planner, firsts)]
+    ran = []
+    for each in attempts(planner, strategies):
+        if not isinstance(each, Attempt):
+            return str(each).splitlines()[0]
+        ran.append(each)
+    if proposal.base is not None and base is None:
+        return "what it varies could not be run"
+    if base is not None:
+        return Option(proposal, _varied(base, proposal, ran), anchor=ran[0])
+    none, full = (_policy(proposal.strategy, strategies[at::2], ran[at::2]) for at in (0, 1))
+    return Option(proposal, Arrangement(none, full, planner.question.model.block_count), anchor=ran[0])
+
+
+def _policy(strategy: Strategy, strategies: Sequence[Strategy], ran: Sequence[Attempt]) -> Policy:
+    return policy(strategy, {each.micro_batch_size: found for each, found in zip(strategies, ran, strict=True)})
 
 
 def _varied(base: Option, proposal: Proposal, ran: Sequence[Attempt]) -> Arrangement:
@@ -89,13 +122,13 @@ def hopeful(planner: Planner, group: Sequence[Proposal]) -> Hopes:
     """What of the group is worth exploring, by what has neither activations nor batches."""
     question = planner.question
     bases = [each for each in group if each.base is None]
-    attempts(planner, [strategy for each in bases for strategy in _asked(each)[:2]])  # side by side, and cached
+    attempts(planner, [strategy for each in bases for strategy in _firsts(planner, each)])  # side by side, and cached
     hopes = Hopes([], [], [])
     for base in bases:
         most = question.gpu.usable_bytes - planner.non_torch(base.strategy).low_bytes
         on_host: dict[str, int] = {}  # of those that the GPU holds
         for each in (each for each in group if base in (each, each.base)):
-            (found,) = attempts(planner, [_asked(each)[0]])
+            (found,) = attempts(planner, _firsts(planner, each)[:1])
             host = node_bytes(_host_state(found), question.cluster, question.samples)
             holds = not isinstance(found, Attempt) or state_bytes(found) <= most
             if holds and host <= question.host_memory_bytes:
@@ -128,16 +161,17 @@ def selective(planner: Planner, options: Sequence[Option]) -> list[Option]:
 
     None where the model cannot be run so.
     """
-    first = options[0]
-    strategy = first.proposal.strategy.model_copy(update={"checkpointing": "selective"})
-    ran = [
-        each for each in attempts(planner, [_recomputing(strategy, *at) for at in _all()]) if isinstance(each, Attempt)
-    ]
-    if len(ran) < len(SIZES):
+    base = options[0]
+    strategy = base.proposal.strategy.model_copy(update={"checkpointing": "selective"})
+    first = _recomputing(strategy, planner.question.model.block_count, FIRST)
+    none = _recomputing(base.proposal.strategy, 0, FIRST)
+    strategies = [first, *_seconds(planner, [none, first])[1:]]
+    ran = [each for each in attempts(planner, strategies) if isinstance(each, Attempt)]
+    if len(ran) < 2:
         return []
-    kept, found = policy(strategy, *ran), []
+    kept, found = _policy(strategy, strategies, ran), []
     for option in options:
-        full = kept if option is first else varied(kept, option.proposal.strategy, first.anchor, option.anchor)
+        full = kept if option is base else varied(kept, option.proposal.strategy, base.anchor, option.anchor)
         proposal = replace(
             option.proposal,
             title=f"{option.proposal.title}, selective",
@@ -174,7 +208,7 @@ def _swapping(planner: Planner, strategy: Strategy, most: int) -> Swapping | Fai
     """What swapped blocks spare, from attempts with all blocks recomputed."""
     least = min(LEAST_SWAPPED, most)
     places = [
-        _recomputing(strategy, "all", SIZES[0]).model_copy(update={"blocks_to_swap": blocks})
+        _recomputing(strategy, planner.question.model.block_count, FIRST).model_copy(update={"blocks_to_swap": blocks})
         for blocks in (0, least, most)
     ]
     ran = []
@@ -208,5 +242,5 @@ def _numbers(planner: Planner, proposal: Proposal, base: Option, moved: Swapping
     return [option(each) for each in sorted({first, *(each for each in quarters(count) if first < each <= most)})]
 
 
-def _recomputing(strategy: Strategy, blocks: int | Literal["all"], micro_batch_size: int) -> Strategy:
+def _recomputing(strategy: Strategy, blocks: int, micro_batch_size: int) -> Strategy:
     return strategy.with_micro_batch_size(micro_batch_size).model_copy(update={"checkpointed_blocks": blocks})

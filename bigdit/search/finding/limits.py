@@ -51,9 +51,12 @@ def limits_of(planner: Planner, chosen: Candidate) -> Limits:
                 continue
             known = chosen.option.ran(blocks) if size == question.resolution else {}
             row = Row(partial(request, size, blocks), pixels / _area(size), pixel_bytes * _area(size), known)
-            (found,) = planner.cards.largest([row], capacity_bytes)
-            limits[size] = None if found is None else int(found)
-            pixels = pixels if found is None else found * _area(size)
+            found = planner.cards.largest(row, capacity_bytes)
+            limits[size] = None if found is None else int(found[0])
+            if found is not None:
+                pixels = found[0] * _area(size)
+                if size == question.resolution:
+                    chosen.option.note(blocks, found[1])
         return limits
 
     def alike(blocks: int, micro_batch_size: int, size: tuple[int, int]) -> bool:

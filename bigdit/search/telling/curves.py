@@ -15,18 +15,19 @@ Runs = Mapping[int, Mapping[int, Attempt]]
 
 
 def runs(planner: Planner, chosen: Candidate, limit: BucketLimit) -> Runs:
-    """The powers of four to the `limit` and that itself, with no block, the chosen number of them and all recomputed;
-    each to the first that could not be run."""
+    """All sizes up to the `limit` that ran, and 1: with no block, the chosen number of them and all recomputed."""
     largest = {chosen.blocks: limit.recommended, 0: limit.none, chosen.option.arrangement.count: limit.full}
-    places = [(blocks, size) for blocks, most in largest.items() for size in _sizes(most or 0)]
+    places = [
+        (blocks, size)
+        for blocks, most in largest.items()
+        for size in sorted({1, *chosen.option.ran(blocks)})
+        if size <= (most or 0)
+    ]
     strategies = [replace(chosen, blocks=blocks, micro_batch_size=size).strategy for blocks, size in places]
     attempts = planner.cards.attempts([(planner.request(each), UNLIMITED) for each in strategies])
     found: dict[int, dict[int, Attempt]] = {blocks: {} for blocks in largest}
-    short = set[int]()
     for (blocks, size), attempt in zip(places, attempts, strict=True):
-        if not isinstance(attempt, Attempt):
-            short.add(blocks)
-        elif blocks not in short:
+        if isinstance(attempt, Attempt):
             found[blocks][size] = attempt
     return found
 
@@ -46,7 +47,3 @@ def curves(planner: Planner, chosen: Candidate, ran: Runs) -> tuple[Curve, ...]:
         for blocks, label in sorted((labels | {count: "all blocks recomputed"}).items())
         if ran.get(blocks)
     )
-
-
-def _sizes(largest: int) -> list[int]:
-    return sorted({largest, *(1 << power for power in range(0, largest.bit_length(), 2))} - {0})
