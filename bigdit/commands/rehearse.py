@@ -12,7 +12,7 @@ from bigdit.commands.options import Frames, Gpu, Json, Model, Resolution
 if TYPE_CHECKING:
     from bigdit import catalog
     from bigdit.memory.footprint import Footprint
-    from bigdit.rehearse import StepRequest, RehearsedSize
+    from bigdit.rehearse import RehearsedSize, StepRequest
 
 EXIT_DOES_NOT_FIT = 2
 
@@ -39,8 +39,8 @@ def run(
     from bigdit.files import check_writable
     from bigdit.memory.footprint import footprint
     from bigdit.memory.process import beside_training
-    from bigdit.rehearse import rehearse
     from bigdit.profile.request import parse_resolution, request_for
+    from bigdit.rehearse import rehearse
 
     for option, file in (("--plot", plot), ("--snapshot", snapshot)):
         if file is not None:

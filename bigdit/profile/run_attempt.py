@@ -131,11 +131,6 @@ def _encoding(question: Question, watch: _Watch) -> None:
     watch.count_work(encode)
 
 
-def weights_of(phase: str) -> str:
-    """The phase in which these encoders come to the GPU."""
-    return f"weights of {phase}"
-
-
 class _Watch(Witness):
     """Torch's counters phase by phase, the host's, and what each phase has the GPU do. Keeps the engine, which
     DeepSpeed's hooks would otherwise keep alive beyond the attempt."""

@@ -86,6 +86,7 @@ class Point(Strict):
     checkpointed_blocks: NonNegativeInt
     phase: str
     at_peak: dict[Category, NonNegativeInt]
+    peak_allocated_bytes: NonNegativeInt
     peak_reserved_bytes: NonNegativeInt
     process: ByteRange
     host_bytes: NonNegativeInt
