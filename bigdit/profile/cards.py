@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from queue import SimpleQueue
 from threading import Lock
 from typing import TypeVar
@@ -120,12 +121,12 @@ class Cards:
         """Raise UserError where the class of the request's model refuses its arguments."""
         self._ask(Question(what="model", request=request), lane=0)
 
-    def profile(self, request: StepRequest) -> Profile:
-        """Two recorded steps, or what is cached of them.
+    def profile(self, request: StepRequest, snapshot: Path | None = None) -> Profile:
+        """Two recorded steps, or what is cached of them. They run where torch's memory snapshot goes to a file.
 
         Raises UserError for what the user can mend, TookTooLong, and WorkerError where the process dies.
         """
-        return self._with_card(partial(self._profile, request))
+        return self._with_card(partial(self._profile, request, snapshot))
 
     def attempt(
         self, request: StepRequest, capacity_bytes: int = UNLIMITED, *, to_end: bool = True, counted: bool = False
@@ -186,12 +187,13 @@ class Cards:
                 if self._done is not None:
                     self._done(self._made)
 
-    def _profile(self, request: StepRequest, card: int) -> Profile:
+    def _profile(self, request: StepRequest, snapshot: Path | None, card: int) -> Profile:
         question = Question(what="recorded", request=request)
         decides = self._decides(question)
-        found = _PROFILES.find(decides)
+        found = None if snapshot else _PROFILES.find(decides)
         if found is None:
-            found = Profile.model_validate_json(self._ask(question, card))
+            file = None if snapshot is None else str(snapshot.absolute())
+            found = Profile.model_validate_json(self._ask(question.model_copy(update={"snapshot": file}), card))
             _PROFILES.keep(decides, found)
         return found
 
