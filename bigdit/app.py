@@ -22,9 +22,9 @@ from bigdit.commands import (
     gpus,
     models,
     plan,
+    profile,
     receipts,
     recipe,
-    rehearse,
     report,
     sample,
     train,
@@ -50,7 +50,7 @@ app = typer.Typer(
 )
 for name, module in {
     "plan": plan,
-    "rehearse": rehearse,
+    "profile": profile,
     "emulate": emulate,
     "extract": extract,
     "train": train,
