@@ -28,7 +28,6 @@ from bigdit.commands import (
     report,
     sample,
     train,
-    whatif,
 )
 from bigdit.errors import EXIT_USER, UserError
 
@@ -51,7 +50,6 @@ app = typer.Typer(
 )
 for name, module in {
     "plan": plan,
-    "whatif": whatif,
     "profile": profile,
     "emulate": emulate,
     "extract": extract,

@@ -80,6 +80,11 @@ class CatalogModel(Strict):
         return self.spec.name
 
     @property
+    def block_count(self) -> int:
+        """All blocks that can be recomputed or swapped."""
+        return sum(length for _, length in self.block_lists)
+
+    @property
     def obstacle(self) -> str | None:
         """Why this model cannot be rehearsed now; None where it can."""
         if self.spec.class_name not in FAMILIES:

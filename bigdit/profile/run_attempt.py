@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import gc
 import importlib
+import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
 from bigdit.engines import Ema, Engine
@@ -20,11 +20,12 @@ from bigdit.memory import HostMemory, Span, Timeline
 from bigdit.profile.attempt import Attempt, PhaseBytes, Question
 from bigdit.profile.data import raw_batch
 from bigdit.profile.launched import Launched, launched
-from bigdit.profile.request import PICTURES, TEXTS
+from bigdit.profile.request import PICTURES, TEXTS, weights_of
 from bigdit.profile.steps import STEPS, Witness, group, prepare, training
 from bigdit.profile.uncomputed import large_uncomputed
 from bigdit.profile.unwritten import unwritten, unwritten_weights
 from bigdit.record.costs import Costs
+from bigdit.record.in_place import WRITING, InPlace
 
 DEVICE = torch.device("cuda", 0)
 
@@ -69,8 +70,10 @@ def leave_values() -> None:
 
 
 def emptied() -> bool:
-    """Take away what lay in cycles, and what torch and cuBLAS keep; whether the GPU is empty then."""
+    """Take away what lay in cycles, and what torch and cuBLAS keep, page-locked memory too; whether the GPU is empty
+    then."""
     gc.collect()
+    torch._C._host_emptyCache()
     torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
     return torch.cuda.memory_reserved() == 0
@@ -129,11 +132,6 @@ def _encoding(question: Question, watch: _Watch) -> None:
                 module.to("cpu")
 
     watch.count_work(encode)
-
-
-def weights_of(phase: str) -> str:
-    """The phase in which these encoders come to the GPU."""
-    return f"weights of {phase}"
 
 
 class _Watch(Witness):
@@ -200,7 +198,9 @@ class _Watch(Witness):
             run()
         self.end()
         counting = self._counting = _Counting()
-        with counting, _without_propagation(counting):
+        sharded = "torch.distributed.tensor" in sys.modules
+        unpropagated = _without_propagation(counting) if sharded else nullcontext()
+        with counting.in_place.watching(counting), counting, unpropagated:
             run()
         spans, costs = tuple(counting.spans), counting.costs
         self.packed_work = Timeline((), (), spans, costs.collectives(), costs.operators()).pack()
@@ -215,6 +215,7 @@ class _Counting(TorchDispatchMode):
         super().__init__()
         self.costs = Costs("cuda")
         self.spans: list[Span] = []
+        self.in_place = InPlace()
         self.paused = False
 
     @classmethod
@@ -224,6 +225,8 @@ class _Counting(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         if any(is_wrapper(kind) for kind in types):
             return NotImplemented  # then the wrapper runs it on the tensors within, and those operations come here
+        if self.in_place.is_in_place(func, args):
+            func = WRITING[func]
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if self.spans and not self.paused:
@@ -237,6 +240,8 @@ is_wrapper = functools.cache(is_traceable_wrapper_subclass_type)
 @contextmanager
 def _without_propagation(counting: _Counting) -> Iterator[None]:
     """DTensor finds the shapes of a result by running the operation on fake tensors of the global shape."""
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator  # half a second, and FSDP2's alone
+
     original = ShardingPropagator._propagate_tensor_meta_non_cached
 
     def propagate(propagator, op_schema):  # type: ignore[no-untyped-def]

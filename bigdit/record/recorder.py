@@ -25,6 +25,7 @@ _DEVICE_OF = torch.ops.prim.device.default
 _PROFILER = torch.ops.profiler
 _RANGES = (_PROFILER._record_function_enter_new.default, _PROFILER._record_function_exit._RecordFunction)
 _PIN = torch.ops.aten._pin_memory.default
+_TO = torch.ops.aten._to_copy.default
 Seen = Callable[[Any], None]
 Rule = Callable[[Sequence[Any], Mapping[str, Any], Any, Seen, Seen], None]
 """What an operation allocates inside, told in its order: called with arguments and result, it shows the first `Seen`
@@ -130,7 +131,7 @@ class Recorder(TorchDispatchMode):
             if rule is not None:
                 rule(args, kwargs, result, lambda results: self._see_all(results, func), self._workspace(func))
             self._see_all(result, func)
-        if func is _PIN or kwargs.get("pin_memory"):
+        if func is _PIN or kwargs.get("pin_memory") or _is_pinned_copy(func, args, kwargs, result):
             self._tracks[HOST].pin(result.untyped_storage())
         if not self._paused and self._phases:
             self._costs.add(len(self._phases) - 1, func, args, kwargs, result)
@@ -287,6 +288,14 @@ class Recorder(TorchDispatchMode):
             yield
         finally:
             ShardingPropagator._propagate_tensor_meta_non_cached = original
+
+
+def _is_pinned_copy(func: Any, args: Any, kwargs: Mapping[str, Any], result: Any) -> bool:
+    """Whether torch put the result into page-locked memory, as it does for copies to the host that nobody waits for.
+
+    Source: `_to_copy` in aten/src/ATen/native/TensorConversions.cpp.
+    """
+    return bool(func is _TO and kwargs.get("non_blocking") and args[0].is_cuda and _device_type(result) == HOST)
 
 
 @functools.cache

@@ -8,7 +8,6 @@ from typing import Literal
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from bigdit.memory import Category, Ledger
-from bigdit.memory.footprint import Footprint
 from bigdit.memory.process import ByteRange
 from bigdit.search.needs.host import HostNeed
 from bigdit.search.question import Question
@@ -33,8 +32,6 @@ class Choice(Strict):
 
     title: str
     strategy: Strategy
-    confirmed: bool
-    ran: bool = False
     phases: dict[str, NonNegativeInt]
     peak_allocated_bytes: NonNegativeInt
     peak_reserved_bytes: NonNegativeInt
@@ -46,11 +43,6 @@ class Choice(Strict):
     samples_per_second_per_card: Interval
     lossless: bool
     reason: str
-
-    @property
-    def predicted(self) -> bool:
-        """Whether what it takes was neither rehearsed nor run."""
-        return not (self.confirmed or self.ran)
 
 
 class Rejected(Strict):
@@ -67,10 +59,9 @@ class BucketLimit(Strict):
 
     height: PositiveInt
     width: PositiveInt
-    none: NonNegativeInt
+    none: NonNegativeInt | None
     recommended: NonNegativeInt
-    full: NonNegativeInt
-    ran: bool = False
+    full: NonNegativeInt | None
 
 
 class Curve(Strict):
@@ -80,7 +71,6 @@ class Curve(Strict):
     label: str
     micro_batch_sizes: tuple[PositiveInt, ...]
     process_bytes: tuple[NonNegativeInt, ...]
-    ran: NonNegativeInt = 0
 
 
 class Point(Strict):
@@ -94,10 +84,9 @@ class Point(Strict):
 
     micro_batch_size: PositiveInt
     checkpointed_blocks: NonNegativeInt
-    found: Literal["run", "rehearsed", "predicted"]
     phase: str
     at_peak: dict[Category, NonNegativeInt]
-    at_peak_rehearsed: bool
+    peak_allocated_bytes: NonNegativeInt
     peak_reserved_bytes: NonNegativeInt
     process: ByteRange
     host_bytes: NonNegativeInt
@@ -119,7 +108,7 @@ class Setting(Strict):
 
     title: str
     strategy: Strategy
-    beside: ByteRange
+    non_torch: ByteRange
     rooms: tuple[Room, ...]
     points: tuple[Point, ...]
 
@@ -175,7 +164,6 @@ class Step(Strict):
     process_bytes: NonNegativeInt
     verdict: Verdict
     saved_by: str
-    predicted: bool
 
 
 class Plan(Strict):
@@ -196,7 +184,7 @@ class Plan(Strict):
     band: Band
     chosen: Choice
     ledger: Ledger
-    footprint: Footprint
+    non_torch: ByteRange
     packed_timeline: str = Field(repr=False)
     host: HostNeed
     front: tuple[Choice, ...]
@@ -212,7 +200,7 @@ class Plan(Strict):
     calibration: str
     notices: tuple[str, ...]
     versions: dict[str, str]
-    emulated: str | None = None
+    emulated: str
     catalogue: str
     seconds: PositiveFloat
 

@@ -29,11 +29,6 @@ EngineChoice = Literal[
 ]
 """Engines by the names of config/strategy.py's presets."""
 
-Device = Literal["emulated", "rehearsed"]
-
-LARGEST_MICRO_BATCH = 512
-"""Where the search for micro-batches ends."""
-
 
 class Pins(Strict):
     """What the user has fixed; None leaves it to the search. `full`: no adapters are proposed in its place."""
@@ -82,8 +77,6 @@ class Question(Strict):
     pins: Pins = Pins()
     from_scratch: Switch = False
     explain: Switch = False
-    device: Device = "rehearsed"
-    no_cards: str | None = None
 
     def over(self, cluster: Cluster) -> Question:
         """The same, over other cards: a machine that nobody described has more memory where it has more of them."""
