@@ -206,7 +206,7 @@ def test_more_processes_than_cards_are_a_line(features, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("expandable", [False, True], ids=["whole segments", "expandable segments"])
-def test_a_card_measures_what_was_rehearsed_to_the_byte(features, tmp_path, expandable):
+def test_a_gpu_measures_what_was_predicted_to_the_byte(features, tmp_path, expandable):
     arguments = [*with_set([*TINY, f"data.features={features}"]), "--out", str(tmp_path / "receipt.json")]
     environment = os.environ | emulated_environment(catalog.resolve_gpu("a40"))
     environment |= {"PYTORCH_ALLOC_CONF": f"expandable_segments:{expandable}"}
