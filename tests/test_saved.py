@@ -4,6 +4,7 @@ import os
 import subprocess
 
 import pytest
+from bigdit.rehearse import StepRequest, rehearse
 from cards import A40, TIME_LIMIT_S
 from commands import DIGITS, ROOT, SINGLE, TINY, bigdit, with_set
 from tried.saved import saved
@@ -12,7 +13,6 @@ from bigdit.catalog.resolve import model_spec
 from bigdit.checkpoint import latest
 from bigdit.config import load_run, load_stages, strategy_of
 from bigdit.emulator import emulated_environment
-from bigdit.rehearse import StepRequest, rehearse
 from bigdit.emulator.interpreter import cuda_python
 from bigdit.spec import BatchShape
 

@@ -4,10 +4,11 @@ import json
 
 import pytest
 import torch
-from tiny_models import SANA as MODEL
-from tiny_models import SHAPE
+from bigdit.rehearse import StepRequest, rehearse
 from resuming import IN_GROUPS, save, started, strategy
 from safetensors.torch import load_file, save_file
+from tiny_models import SANA as MODEL
+from tiny_models import SHAPE
 from two_processes import run_two
 from whole import whole_state
 
@@ -19,7 +20,6 @@ from bigdit.checkpoint.verify import verify
 from bigdit.dist import World
 from bigdit.engines.state import checkpoint_bytes
 from bigdit.errors import UserError
-from bigdit.rehearse import StepRequest, rehearse
 from bigdit.spec import OptimizerSpec
 
 _ELSEWHERE = """

@@ -1,6 +1,7 @@
 """The objective of a run: whose it is where nothing is said, and what cannot go together, by the key that mends it."""
 
 import pytest
+from bigdit.rehearse import StepRequest
 from commands import DIGITS
 
 from bigdit.catalog import model, models
@@ -9,7 +10,6 @@ from bigdit.catalog.resolve import model_spec
 from bigdit.config import check, load_run
 from bigdit.errors import UserError
 from bigdit.objective_spec import DdpmSpec, ExponentialShift, FlowMatchingSpec
-from bigdit.rehearse import StepRequest
 from bigdit.spec import BatchShape, Strategy
 
 

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from bigdit.rehearse import StepRequest, rehearse
+from bigdit.rehearse.drive import record
+from bigdit.rehearse.encoding import record_encoding
 from commands import ROOT
 from tiny_models import SANA, SHAPE, rehearse_all
 from traces import assert_same
@@ -20,10 +23,7 @@ from bigdit.encoders.frozen import FrozenEncoders
 from bigdit.errors import UserError
 from bigdit.memory import Timeline, ledger
 from bigdit.objective_spec import FlowMatchingSpec
-from bigdit.rehearse import StepRequest, rehearse
 from bigdit.profile.data import raw_batch
-from bigdit.rehearse.drive import record
-from bigdit.rehearse.encoding import record_encoding
 from bigdit.profile.request import PICTURES as OF_PICTURES
 from bigdit.profile.request import TEXTS
 from bigdit.spec import BatchShape, Strategy

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from stepping import one_batch, started
 from tiny_models import SANA as MODEL
 from tiny_models import SHAPE
-from stepping import one_batch, started
 from training import exported, run_to
 from two_processes import answer_of_two
 from whole import full_weights

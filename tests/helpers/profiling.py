@@ -5,15 +5,15 @@ from __future__ import annotations
 import gc
 
 import torch
-from tiny_models import SHAPE, THREE_BLOCKS
+from bigdit.rehearse.drive import STEPS
 from stepping import equipped
+from tiny_models import SHAPE, THREE_BLOCKS
 from torch.profiler import ProfilerActivity, profile
 
 from bigdit import engines
 from bigdit.dist import World
 from bigdit.objective_spec import FlowMatchingSpec
 from bigdit.profile.data import batch, feed
-from bigdit.rehearse.drive import STEPS
 from bigdit.spec import Strategy
 from bigdit.train.step import train_step
 

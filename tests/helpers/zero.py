@@ -2,10 +2,10 @@
 
 import json
 
+from bigdit.rehearse import StepRequest
 from commands import ROOT
 from tiny_models import SHAPE, THREE_BLOCKS
 
-from bigdit.rehearse import StepRequest
 from bigdit.spec import OptimizerSpec, Strategy
 
 MICRO_BATCH_SIZE = 2

@@ -3,9 +3,10 @@
 import pytest
 import torch
 import torch._dynamo
+from bigdit.rehearse.drive import record
 from commands import HELPERS, ROOT, run_ranks
-from tiny_models import SANA, SHAPE
 from stepping import one_batch
+from tiny_models import SANA, SHAPE
 from torch._dynamo.utils import counters
 from training import run
 
@@ -14,7 +15,6 @@ from bigdit.dist import World
 from bigdit.errors import UserError, versions
 from bigdit.models.compiling import compile_blocks
 from bigdit.objective_spec import FlowMatchingSpec
-from bigdit.rehearse.drive import record
 from bigdit.profile.notices import COMPILED, notices
 from bigdit.spec import LoraSpec, Strategy
 from bigdit.train.beside_plan import PlannedMemory

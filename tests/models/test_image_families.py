@@ -6,6 +6,8 @@ import functools
 
 import pytest
 import torch
+from bigdit.rehearse import RehearsedSize, StepRequest
+from bigdit.rehearse.drive import drive
 from tiny_models import rehearse_all
 from torch import nn
 from traces import assert_same
@@ -19,8 +21,6 @@ from bigdit.loader.batch import Batch
 from bigdit.models.checkpointing import apply_checkpointing
 from bigdit.models.packing import diagonal, grid, pack, unpack
 from bigdit.objectives import of_latents
-from bigdit.rehearse import StepRequest, RehearsedSize
-from bigdit.rehearse.drive import drive
 from bigdit.spec import BatchShape, ModelSpec, Strategy
 
 SHAPE = BatchShape(latents=(4, 8, 8), text=(6, 12))

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from bigdit.rehearse import RehearsedSize, StepRequest
+from bigdit.rehearse.drive import STEPS, drive
 from commands import ROOT
 from tiny_models import rehearse_all
 from torch import nn
@@ -26,9 +28,7 @@ from bigdit.errors import UserError
 from bigdit.loader.batch import Batch
 from bigdit.memory import ledger
 from bigdit.objective_spec import FlowMatchingSpec
-from bigdit.rehearse import StepRequest, RehearsedSize
 from bigdit.profile.data import batch
-from bigdit.rehearse.drive import STEPS, drive
 from bigdit.spec import BatchShape, ModelSpec, Precision, Strategy
 from bigdit.train.step import train_step
 

@@ -1,12 +1,12 @@
 """The work of a step, as real rehearsals recorded it: what is repeated, reduced and moved."""
 
 import pytest
+from bigdit.rehearse import StepRequest
 from tiny_models import SANA, SHAPE, rehearse_all
 
 from bigdit import catalog
 from bigdit.config.strategy import parse_strategy
 from bigdit.memory import Timeline
-from bigdit.rehearse import StepRequest
 from bigdit.spec import Strategy
 from bigdit.speed.cluster import Cluster
 from bigdit.speed.interval import Interval

@@ -8,6 +8,7 @@ import os
 import subprocess
 
 import pytest
+from bigdit.rehearse import StepRequest, rehearse
 from cards import A40, TIME_LIMIT_S, answers, on_card
 from commands import DIGITS, ROOT, SINGLE, TINY, with_set
 from diffusers import AutoencoderKL
@@ -18,7 +19,6 @@ from bigdit.catalog.encoders import OnlineEncoders, TextEncoderSpec, VaeSpec
 from bigdit.catalog.resolve import model_spec
 from bigdit.config import load_run, strategy_of
 from bigdit.emulator import emulated_environment, shared_state
-from bigdit.rehearse import StepRequest, rehearse
 from bigdit.emulator.interpreter import cuda_python
 from bigdit.spec import BatchShape
 from bigdit.train.seen.metrics import read_metrics
