@@ -5,6 +5,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+from bigdit.rehearse import rehearse
 from rich.console import Console
 
 from bigdit import catalog
@@ -12,7 +13,6 @@ from bigdit.errors import versions
 from bigdit.memory import Ledger
 from bigdit.memory.footprint import footprint
 from bigdit.memory.process import ByteRange, beside_training
-from bigdit.rehearse import rehearse
 from bigdit.profile.request import request_for
 from bigdit.report.plan import show
 from bigdit.search.finding import verdict

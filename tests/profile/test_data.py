@@ -10,10 +10,12 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+import torch
 from commands import DIGITS
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import SANA
+from torch import nn
 
 from bigdit.config import check, load_run
 from bigdit.config.check import strategy_of
@@ -26,6 +28,7 @@ from bigdit.memory import Block, HostMemory, Span, Timeline, host_memory, pinned
 from bigdit.profile.cards import Cards
 from bigdit.profile.data import batch, feed
 from bigdit.profile.request import StepRequest
+from bigdit.profile.unwritten import unwritten_weights
 from bigdit.spec import BatchShape, Strategy
 from bigdit.store import FeatureStore
 
@@ -162,3 +165,15 @@ def test_the_run_s_config_says_how_far_to_read_ahead() -> None:
     with pytest.raises(Exception, match=r"data\.read_ahead_steps"):
         load_run(DIGITS, ["data.read_ahead_steps=-1"])
     check(run, SANA.model_copy(update={"kwargs": {}}))
+
+
+def test_large_weights_have_no_pages_and_small_ones_are_drawn() -> None:
+    """What lay in the memory of small ones before may be infinite, and no step would be taken."""
+    before = nn.init.kaiming_uniform_, nn.Module._apply
+    with unwritten_weights():
+        layer = nn.Linear(1 << 16, 1 << 16).to(torch.bfloat16)  # 8 GiB that nobody writes
+        small = nn.Linear(16, 16)
+    assert layer.weight.shape == (1 << 16, 1 << 16)
+    assert layer.weight.dtype == layer.bias.dtype == torch.bfloat16
+    assert 0.1 < float(small.weight.detach().std()) < float(small.weight.detach().abs().max()) <= 0.25
+    assert (nn.init.kaiming_uniform_, nn.Module._apply) == before
