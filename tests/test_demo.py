@@ -36,6 +36,6 @@ def test_the_demo_learns_to_write_digits(tmp_path):
     receipt = json.loads((tmp_path / "demo/run/receipt.json").read_text())
     assert receipt["strategy"]["ds_config"]["zero_optimization"]["stage"] == 2
     assert receipt["strategy"]["world_size"] == 2
-    # The second step, which decides, has the largest batch, as the rehearsal; and the trainer holds the first step's
+    # The second step, which decides, has the largest batch, as the profile; and the trainer holds the first step's
     # loss until it writes its metrics.
     assert re.search(r"ZeRO-2, each of 2 processes .* -4 bytes", done.stdout)

@@ -6,8 +6,8 @@ from PIL import Image
 from recipes import drawn, first_of_many, receipts_of, saved_by, stages_of, trained, waiting_bytes, weights_of
 from tried.extraction import extracted, rehearsed_bytes
 
-from bigdit.recipes.recipe import names, recipe
 from bigdit.emulator.interpreter import cuda_build, cuda_python
+from bigdit.recipes.recipe import names, recipe
 from bigdit.report.recipes import needs
 
 ALONE = [name for name in names() if recipe(name).processes == 1]

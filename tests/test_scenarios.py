@@ -5,12 +5,12 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 import pytest
+from bigdit.rehearse.pool import Pool
 from claims.answers import EVIDENCE, Found, largest, option, published_came, rehearsed
 from claims.dit import DIT_CLAIMS, DIT_OURS, DIT_THEIRS
 from commands import ROOT
 
 from bigdit import catalog
-from bigdit.rehearse.pool import Pool
 from bigdit.search.asking.ask import question_for
 from bigdit.search.finding.candidates import Option, candidate, capacity
 from bigdit.search.finding.confirm import confirm
