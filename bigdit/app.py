@@ -22,13 +22,12 @@ from bigdit.commands import (
     gpus,
     models,
     plan,
+    profile,
     receipts,
     recipe,
-    rehearse,
     report,
     sample,
     train,
-    whatif,
 )
 from bigdit.errors import EXIT_USER, UserError
 
@@ -51,8 +50,7 @@ app = typer.Typer(
 )
 for name, module in {
     "plan": plan,
-    "whatif": whatif,
-    "rehearse": rehearse,
+    "profile": profile,
     "emulate": emulate,
     "extract": extract,
     "train": train,

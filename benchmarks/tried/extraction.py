@@ -17,9 +17,9 @@ from bigdit.config.load import parse_run
 from bigdit.config.stages import read_stages
 from bigdit.emulator import emulated_environment, shared_state
 from bigdit.emulator.emulation import Run
+from bigdit.emulator.interpreter import cuda_python
 from bigdit.emulator.run import run_emulated, workplace
 from bigdit.recipes.recipe import MEASURED, Extraction, Recipe
-from bigdit.emulator.interpreter import cuda_python
 from bigdit.search.needs.encode_batch import EncodeBatch, encode_batch
 
 ROOT = Path(__file__).parents[2]
@@ -39,7 +39,7 @@ def waiting_bytes(found: Recipe) -> int:
     return max((round(each.need.waiting) for each in turns), default=0)
 
 
-def rehearsed_bytes(found: Recipe, folder: Path, samples: int) -> int | None:
+def emulated_bytes(found: Recipe, folder: Path, samples: int) -> int | None:
     """What torch allocates for so many samples by the rehearsal, or for as many as are encoded at once where these are
     fewer, of a recipe in `folder`, whose encoders' weights are there; None where the catalogue has not all encoders."""
     taken = (each.need.taken(each.way, min(each.size, samples)) for each in encode_batches(found, folder) if each.way)
@@ -70,7 +70,7 @@ def extraction(found: Recipe, hub: Path, folder: Path) -> Extraction:
         peak_allocated_bytes=max(card.peak_allocated_bytes for card in cards),
         peak_reserved_bytes=max(card.peak_reserved_bytes for card in cards),
         ran_out=any(account.out_of_memory_count for account in run.accounts),
-        rehearsed_bytes=rehearsed_bytes(found, folder, each),
+        emulated_bytes=emulated_bytes(found, folder, each),
     )
 
 

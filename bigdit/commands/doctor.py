@@ -203,8 +203,8 @@ def _look_at_emulated_cards(health: Health) -> None:
 
 def _cuda_torch(health: Health) -> tuple[str | None, str | None]:
     """The CUDA build of torch that emulated cards have, and whose it is."""
-    from bigdit.errors import UserError
     from bigdit.emulator.interpreter import cuda_build, cuda_python
+    from bigdit.errors import UserError
 
     try:
         python = cuda_python()

@@ -59,15 +59,14 @@ class Expected(Strict):
 
 
 class LargestMicroBatch(Strict):
-    """Of one size in pixels: without checkpointing, with the plan's, and with all blocks checkpointed. `ran`: on an
-    emulated card, where one more did not; else predicted."""
+    """Of one size in pixels, as so many ran on an emulated GPU and one more did not: with nothing recomputed, with the
+    plan's blocks, and with all. None where it was not looked for."""
 
     height: PositiveInt
     width: PositiveInt
-    none: NonNegativeInt
+    none: NonNegativeInt | None
     recommended: NonNegativeInt
-    full: NonNegativeInt
-    ran: bool = False
+    full: NonNegativeInt | None
 
 
 class Phase(Strict):

@@ -35,14 +35,14 @@ def _answer(line: str) -> tuple[str, bool]:
 
         models.outline(question.request.model)
         return "", True
-    if question.what == "recorded":
-        from bigdit.profile.recorded import recorded
-
-        return recorded(question.request).model_dump_json(), False
     from bigdit.profile.run_attempt import attempt, emptied, leave_values
 
     if not question.values:
         leave_values()
+    if question.what == "recorded":
+        from bigdit.profile.recorded import recorded
+
+        return recorded(question.request, question.snapshot).model_dump_json(), False
     return attempt(question).model_dump_json(), emptied()
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from queue import SimpleQueue
 from threading import Lock
 from typing import TypeVar
@@ -58,11 +59,25 @@ SOURCES = (
 
 @dataclass(frozen=True)
 class Row:
-    """Two steps by the micro-batch size. `guess`: about how many fit; `sample_bytes`: about what one more takes."""
+    """Two steps by the micro-batch size. `guess`: about how many fit; `sample_bytes`: about what one more takes;
+    `known`: what torch reserves at sizes that ran already, on a GPU without a limit."""
 
     request: Callable[[int], StepRequest]
     guess: float
     sample_bytes: float = math.inf
+    known: Mapping[int, int] = field(default_factory=dict)
+
+    def expected(self, reserved: Mapping[int, int], capacity_bytes: int) -> float:
+        """About how many fit, by the nearest sizes that are known on both sides, or by the nearest alone."""
+        below = max((size for size, nbytes in reserved.items() if nbytes <= capacity_bytes), default=None)
+        above = min((size for size, nbytes in reserved.items() if nbytes > capacity_bytes), default=None)
+        nearest = below if above is None else above
+        if nearest is None:
+            return self.guess
+        sample = self.sample_bytes
+        if below is not None and above is not None:
+            sample = (reserved[above] - reserved[below]) / (above - below)
+        return nearest + (capacity_bytes - reserved[nearest]) / max(sample, 1.0)
 
 
 def workers_here() -> int:
@@ -98,7 +113,8 @@ class Cards:
         self.unanswered: dict[str, None] = {}
         self._settings = f"{self.build}, expandable segments {expandable_segments}"
         self._timeout_s, self._done, self._made = timeout_s, done, 0
-        self._follows: dict[str, bool] = {}  # whether memory follows from values, by kind
+        self._follows: dict[str, bool] = {}  # whether memory follows from values, by kind, where both were compared
+        self._unread: set[str] = set()  # kinds that read nothing of the GPU
         self._first: dict[str, Lock] = {}  # held by the question that finds that out
         self._free: SimpleQueue[int] = SimpleQueue()
         for card in range(self.count):
@@ -120,12 +136,12 @@ class Cards:
         """Raise UserError where the class of the request's model refuses its arguments."""
         self._ask(Question(what="model", request=request), lane=0)
 
-    def profile(self, request: StepRequest) -> Profile:
-        """Two recorded steps, or what is cached of them.
+    def profile(self, request: StepRequest, snapshot: Path | None = None) -> Profile:
+        """Two recorded steps, or what is cached of them. They run where torch's memory snapshot goes to a file.
 
         Raises UserError for what the user can mend, TookTooLong, and WorkerError where the process dies.
         """
-        return self._with_card(partial(self._profile, request))
+        return self._with_card(partial(self._profile, request, snapshot))
 
     def attempt(
         self, request: StepRequest, capacity_bytes: int = UNLIMITED, *, to_end: bool = True, counted: bool = False
@@ -136,44 +152,51 @@ class Cards:
 
     def attempts(
         self, asked: Sequence[tuple[StepRequest, int]], *, to_end: bool = True, counted: bool = False
-    ) -> list[Attempt | None]:
-        """An attempt for each request and capacity, side by side; None, and a line in `unanswered`, for one that failed."""
+    ) -> list[Attempt | Exception]:
+        """An attempt for each request and capacity, side by side; or the UserError or WorkerError in its place.
+
+        What may be this machine's fault, time or a process that died, is a line in `unanswered` too.
+        """
         one = partial(self._answered, to_end=to_end, counted=counted)
         return list(self._threads.map(lambda each: one(*each), asked))
 
-    def largest(self, rows: Sequence[Row], capacity_bytes: int) -> list[float | None]:
-        """For each row the largest micro-batch that fits where the next one does not, and which part of that has room.
-
-        Below 1 for none; None where an attempt failed.
-        """
-        return list(self._threads.map(lambda row: self._largest(row, capacity_bytes), rows))
+    def largest(self, row: Row, capacity_bytes: int) -> tuple[float, dict[int, int]] | None:
+        """The largest micro-batch that fits where the next one does not, with about which part of that has room, below 1
+        for none; and what torch reserves at the sizes that ran. None where an attempt failed."""
+        return self._threads.submit(self._largest, row, capacity_bytes).result()
 
     def _answered(
         self, request: StepRequest, capacity_bytes: int, *, to_end: bool, counted: bool = False
-    ) -> Attempt | None:
+    ) -> Attempt | Exception:
         try:
             return self.attempt(request, capacity_bytes, to_end=to_end, counted=counted)
         except (UserError, WorkerError) as error:
-            self.unanswered[str(error).splitlines()[0].rstrip(":")] = None
-            return None
+            if isinstance(error, TookTooLong | WorkerError):
+                self.unanswered[str(error).splitlines()[0].rstrip(":")] = None
+            return error
 
-    def _largest(self, row: Row, capacity_bytes: int) -> float | None:
-        fitting, failing, stride, room = 0, LARGEST_MICRO_BATCH + 1, 1, 0.0
-        size = expected = min(max(int(row.guess), 1), LARGEST_MICRO_BATCH)
+    def _largest(self, row: Row, capacity_bytes: int) -> tuple[float, dict[int, int]] | None:
+        """A GPU without a limit tells how much a size wants. One that is expected to be too much is tried within the
+        capacity, and ends early."""
+        reserved = dict(row.known)
+        failing = min((size for size, nbytes in reserved.items() if nbytes > capacity_bytes), default=None)
+        failing = failing or LARGEST_MICRO_BATCH + 1
+        fitting = max((size for size, nbytes in reserved.items() if nbytes <= capacity_bytes), default=0)
         while fitting + 1 < failing:
-            attempt = self._answered(row.request(size), capacity_bytes, to_end=False)
-            if attempt is None:
+            expected = row.expected(reserved, capacity_bytes)
+            size = min(max(int(expected), fitting + 1), failing - 1)
+            hopeless = size > expected
+            room = capacity_bytes if hopeless else UNLIMITED
+            attempt = self._answered(row.request(size), room, to_end=not hopeless)
+            if not isinstance(attempt, Attempt):
                 return None
-            if attempt.fits:  # on to the last that there is room for, and one more; in strides that grow where it fits
-                stride = 1 if size <= expected else 2 * stride
-                fitting, room = size, (capacity_bytes - attempt.peak_reserved_bytes) / row.sample_bytes
-                expected = size + int(room)
-                size = min(max(expected, size + max(stride // 2, 1)), failing - 1)
+            if attempt.ran:
+                reserved[size] = attempt.peak_reserved_bytes
+            if attempt.fits and attempt.peak_reserved_bytes <= capacity_bytes:
+                fitting = size
             else:
                 failing = size
-                size = (fitting + failing) // 2 if fitting else max(failing - stride, 1)
-                stride *= 2
-        return fitting + min(room, 0.99)
+        return fitting + min(max(row.expected(reserved, capacity_bytes) - fitting, 0.0), 0.99), reserved
 
     def _with_card(self, ask: Callable[[int], T]) -> T:
         card = self._free.get()
@@ -186,18 +209,23 @@ class Cards:
                 if self._done is not None:
                     self._done(self._made)
 
-    def _profile(self, request: StepRequest, card: int) -> Profile:
-        question = Question(what="recorded", request=request)
-        decides = self._decides(question)
-        found = _PROFILES.find(decides)
+    def _profile(self, request: StepRequest, snapshot: Path | None, card: int) -> Profile:
+        kind = _kind(request)
+        follows = self._follows.get(kind, kind not in self._unread)
+        decides = self._decides(Question(what="recorded", request=request))
+        found = None if snapshot else _PROFILES.find(decides)
         if found is None:
-            found = Profile.model_validate_json(self._ask(question, card))
+            file = None if snapshot is None else str(snapshot.absolute())
+            question = Question(what="recorded", request=request, values=follows, snapshot=file)
+            found = Profile.model_validate_json(self._ask(question, card if follows else self.count + card))
             _PROFILES.keep(decides, found)
         return found
 
     def _attempt(self, question: Question, card: int) -> Attempt:
         decides = self._decides(question)
         found = _ATTEMPTS.find(decides)
+        if found is None and not question.counted:
+            found = _ATTEMPTS.find(self._decides(question.model_copy(update={"counted": True})))
         if found is None:
             found = self._valueless_or_with(question, card)
             _ATTEMPTS.keep(decides, found)
@@ -213,6 +241,7 @@ class Cards:
             self._follows[kind] = True
             return self._run(question, card, values=True)
         if not without.reads:
+            self._unread.add(kind)
             return without
         with self._first.setdefault(kind, Lock()):
             if kind in self._follows:

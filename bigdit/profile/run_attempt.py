@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import gc
 import importlib
+import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
 from bigdit.engines import Ema, Engine
@@ -20,7 +20,7 @@ from bigdit.memory import HostMemory, Span, Timeline
 from bigdit.profile.attempt import Attempt, PhaseBytes, Question
 from bigdit.profile.data import raw_batch
 from bigdit.profile.launched import Launched, launched
-from bigdit.profile.request import PICTURES, TEXTS
+from bigdit.profile.request import PICTURES, TEXTS, weights_of
 from bigdit.profile.steps import STEPS, Witness, group, prepare, training
 from bigdit.profile.uncomputed import large_uncomputed
 from bigdit.profile.unwritten import unwritten, unwritten_weights
@@ -76,7 +76,7 @@ def emptied() -> bool:
     torch._C._host_emptyCache()
     torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
-    return torch.cuda.memory_reserved() == 0
+    return bool(torch.cuda.memory_reserved() == 0)
 
 
 def _steps(question: Question, watch: _Watch) -> None:
@@ -133,11 +133,6 @@ def _encoding(question: Question, watch: _Watch) -> None:
             torch._C._cuda_clearCublasWorkspaces()  # or they would count as weights of the other side
 
     watch.count_work(encode)
-
-
-def weights_of(phase: str) -> str:
-    """The phase in which these encoders come to the GPU."""
-    return f"weights of {phase}"
 
 
 class _Watch(Witness):
@@ -204,7 +199,9 @@ class _Watch(Witness):
             run()
         self.end()
         counting = self._counting = _Counting()
-        with counting.in_place.watching(counting), counting, _without_propagation(counting):
+        sharded = "torch.distributed.tensor" in sys.modules
+        unpropagated = _without_propagation(counting) if sharded else nullcontext()
+        with counting.in_place.watching(counting), counting, unpropagated:
             run()
         spans, costs = tuple(counting.spans), counting.costs
         self.packed_work = Timeline((), (), spans, costs.collectives(), costs.operators()).pack()
@@ -212,7 +209,7 @@ class _Watch(Witness):
             self.checkpoint_bytes = checkpoint_bytes(self.engine, self._ema)
 
 
-class _Counting(TorchDispatchMode):
+class _Counting(TorchDispatchMode):  # type: ignore[misc]
     """Counts what operators compute and move, and what collectives send, in the phase that began last."""
 
     def __init__(self) -> None:
@@ -244,6 +241,8 @@ is_wrapper = functools.cache(is_traceable_wrapper_subclass_type)
 @contextmanager
 def _without_propagation(counting: _Counting) -> Iterator[None]:
     """DTensor finds the shapes of a result by running the operation on fake tensors of the global shape."""
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator  # half a second, and FSDP2's alone
+
     original = ShardingPropagator._propagate_tensor_meta_non_cached
 
     def propagate(propagator, op_schema):  # type: ignore[no-untyped-def]

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from bigdit.catalog.revision import revision
-from bigdit.kept import Kept, digest_of, installed
-from bigdit.receipt import Receipt
-from bigdit.rehearse import cache
 from bigdit.emulator.interpreter import cuda_build, cuda_python
+from bigdit.kept import Kept, digest_of, installed
+from bigdit.profile.cards import SOURCES
+from bigdit.receipt import Receipt
 from bigdit.search.plan import Plan
 from bigdit.search.question import Question
 
 _KEPT = Kept("plans", Plan, "the plan", "the plan is made")
 
-# This layer's, and those of what it takes models and cards from; rehearsals' own are beside them.
-_SOURCES = ("search", "speed", "catalog", "config", "emulator")
+_SOURCES = ("search", "speed", "catalog", "config", *SOURCES)
+"""Whose sources decide a plan."""
 
 
 def find(question: Question, receipts: Iterable[Receipt]) -> Plan | None:
@@ -29,6 +29,5 @@ def keep(question: Question, receipts: Iterable[Receipt], plan: Plan) -> None:
 
 
 def _decides(question: Question, receipts: Iterable[Receipt]) -> tuple[str, ...]:
-    known = question.model_dump_json(), installed(), revision(), cache.sources(), digest_of(*_SOURCES)
-    ran = (cuda_build(cuda_python()),) if question.device == "emulated" else ()
-    return (*known, *ran, *(receipt.digest() for receipt in receipts))
+    known = question.model_dump_json(), installed(), revision(), digest_of(*_SOURCES), cuda_build(cuda_python())
+    return (*known, *(receipt.digest() for receipt in receipts))

@@ -5,29 +5,27 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 from bigdit.catalog import CatalogModel, batch_shape
 from bigdit.catalog.revision import revision
 from bigdit.errors import UserError
-from bigdit.receipt import Receipt
-from bigdit.profile.request import request_for
+from bigdit.profile.attempt import UNLIMITED, Attempt
+from bigdit.profile.cards import Cards
 from bigdit.profile.lanes import WorkerError, WorkerKilled
-from bigdit.rehearse.pool import Pool
+from bigdit.profile.request import request_for
+from bigdit.receipt import Receipt
 from bigdit.search.finding.best import search
-from bigdit.search.finding.candidates import Candidate, capacity
-from bigdit.profile.cards import NO_CARDS, Cards, Device
+from bigdit.search.finding.candidates import Candidate, Planner
 from bigdit.search.finding.confirm import Confirmed
-from bigdit.search.finding.evidence import Evidence, weighed
-from bigdit.search.finding.limits import Limits, bucket_limits, limits_on
-from bigdit.search.needs.dataset import dataset_need, encoding_request
+from bigdit.search.finding.evidence import weighed
+from bigdit.search.finding.limits import Limits, limits_of
+from bigdit.search.needs.dataset import dataset_need, encoding_requests
 from bigdit.search.needs.host import uncounted
 from bigdit.search.needs.schedule import run
-from bigdit.search.plan import BucketLimit, DatasetNeed, Plan, Run, Step
-from bigdit.search.predict.anchors import Sample, shallowest
+from bigdit.search.plan import DatasetNeed, Plan, Run, Step
 from bigdit.search.question import Question
-from bigdit.search.telling.averages import averages
 from bigdit.search.telling.choices import confirmed, front, step_on, title
 from bigdit.search.telling.curves import Runs, curves, runs
 from bigdit.search.telling.fixes import fixes
@@ -42,46 +40,44 @@ Progress = Callable[[str], None]
 
 
 def made(question: Question, own: Sequence[Receipt], say: Progress) -> tuple[Plan, bool]:
-    """The plan for `question`, by the card's `own` receipts; and whether it may be kept: what took too long or could
+    """The plan for `question`, by the GPU's `own` receipts; and whether it may be cached: what took too long or could
     not be run may be this minute's, as on a busy machine. `say` is told what is going on, in a line.
 
-    Raises UserError where the model cannot be rehearsed.
+    Raises UserError where the model has no step, and where there is no emulated GPU.
     """
     began = time.perf_counter()
     stages = _Stages(f"planning the training of {question.model.name}", say)
 
-    def done(answered: int, asked: int) -> None:
-        stages.count(f"{answered} of {how_many(asked, 'rehearsal')}")
-
     def tried(attempts: int) -> None:
-        stages.count(f"{how_many(attempts, 'attempt')} on emulated cards")
+        stages.count(how_many(attempts, "attempt"))
 
-    with Pool(done=done) as pool, _device(question, tried) as device:
+    with Cards(question.gpu, done=tried) as cards:
         with nullcontext() if question.model.params else _of_own(question.model.name):
             if question.model.params is None:
-                _check_own(pool, question)
+                _check_own(cards, question)
             stages.begin("which engines and settings fit")
-            evidence, more = weighed(pool, question, own)
-            plan = _plan(pool, question, evidence, device, stages.begin)
-        unanswered = [f"not run on an emulated card: {why}" for why in device.unanswered]
+            evidence, more = weighed(cards, question, own)
+            plan = _plan(Planner(question, cards, evidence), stages)
+        unanswered = [f"not run on an emulated GPU: {why}" for why in cards.unanswered]
     seconds = round(time.perf_counter() - began, 3)
-    no_cards = [f"not run on emulated cards: {question.no_cards}"] if question.no_cards else []
-    plan = plan.model_copy(update={"seconds": seconds}).noted([*more, *no_cards, *unanswered])
-    return plan, not unanswered and not pool.late
+    return plan.model_copy(update={"seconds": seconds}).noted([*more, *unanswered]), not unanswered
 
 
 class _Stages:
     """What is told while a plan is made: a stage when it begins, and what was counted since, in parentheses."""
 
     def __init__(self, what: str, say: Progress) -> None:
-        self._what, self._say, self._stage = what, say, ""
+        self._what, self._say, self._stage, self._found = what, say, "", ""
 
     def begin(self, stage: str) -> None:
         self._stage = stage
         self._say(f"{self._what}: {stage}")
 
     def count(self, counted: str) -> None:
-        self._say(f"{self._what}: {self._stage} ({counted})")
+        self._say(f"{self._what}: {self._stage} ({counted}{self._found})")
+
+    def fits(self, best: Candidate) -> None:
+        self._found = f"; fits: {title(best)}"
 
 
 @contextmanager
@@ -104,79 +100,64 @@ def _of_own(name: str) -> Iterator[None]:
         ) from error
 
 
-def _check_own(pool: Pool, question: Question) -> None:
+def _check_own(cards: Cards, question: Question) -> None:
     """Raise UserError where a user's own model, whose arguments nobody has tried, cannot be made of them."""
-    strategy = Strategy(precision="fp32")  # which every card has: none is run
+    strategy = Strategy(precision="fp32")  # which every GPU has: none is run
     model, size = question.model, question.resolution
-    pool.check_model(request_for(model, question.gpu, strategy, resolution=size, frames=question.frames))
+    cards.check_model(request_for(model, question.gpu, strategy, resolution=size, frames=question.frames))
 
 
-def _device(question: Question, done: Callable[[int], None]) -> AbstractContextManager[Device]:
-    if question.device != "emulated":
-        return nullcontext(NO_CARDS)
-    return Cards(question.gpu, shallow=partial(shallowest, question.model), done=done)
-
-
-def _plan(pool: Pool, question: Question, evidence: Evidence, device: Device, begin: Progress) -> Plan:
-    sample = Sample(question.model, question.gpu, question.resolution, question.frames)
-    batch = batch_shape(question.model, question.resolution, question.frames)
-
+def _plan(planner: Planner, stages: _Stages) -> Plan:
+    asked = planner.question
+    batch = batch_shape(asked.model, asked.resolution, asked.frames)
     limits: dict[str, Limits] = {}
 
     def ahead(best: Candidate) -> None:
-        limits[title(best)] = limits_on(
-            device, sample, question, best, capacity(question, best.option.proposal, evidence)
-        )
+        stages.fits(best)
+        limits[title(best)] = limits_of(planner, best)
 
-    found = search(pool, sample, question, evidence, device, ahead)
-    asked, question = question, found.question
-    chosen = found.best[0]
-    known = [confirmed(question, each, evidence) for each in found.best]
-    option, answer = chosen.candidate.option, chosen.answer
+    found = search(planner, ahead)
+    planner, chosen = found.planner, found.best
+    question, answer = planner.question, chosen.answer
+    known = confirmed(planner, chosen)
     fits = chosen.verdict != "DOES NOT FIT"
-    room = capacity(question, option.proposal, evidence)
-    rooms = [capacity(question, each.proposal, evidence) for each in found.options]
-    begin("the fastest alternatives")
-    rows = front(sample, question, found.options, known, rooms, evidence, device)
-    steps, notices = _explained(pool, sample, question, evidence, chosen, device)
-    buckets: tuple[BucketLimit, ...] = ()
+    stages.begin("the fastest alternatives")
+    rows = front(planner, found.options, known)
+    steps, notices = _explained(planner, chosen)
     ran: Runs = {}
     if not question.short_of_host(chosen.host.node_bytes):  # else no micro-batch fits
-        begin("the largest micro-batches")
-        if known[0].title not in limits:
+        stages.begin("the largest micro-batches")
+        if known.title not in limits:
             ahead(chosen.candidate)
-        buckets = bucket_limits(pool, sample, question, chosen.candidate, room, limits[known[0].title])
-        ran = runs(sample, chosen.candidate, buckets[0], room, device)
-    begin("other settings")
-    build = device.build if chosen.ran else None
-    every = [*found.options, *averages(pool, sample, question, found.options, option)]
+        if (largest := limits[known.title].get(question.resolution)) is not None:
+            ran = runs(planner, chosen.candidate, largest)
+    if not fits:
+        stages.begin("what would fit")
     return Plan(
         question=asked,
         params=answer.params,
         batch=batch,
         verdict=chosen.verdict,
-        band=evidence.band,
-        chosen=next(row for row in rows if row.title == known[0].title),
+        band=planner.band,
+        chosen=next(row for row in rows if row.title == known.title),
         ledger=answer.ledger,
-        footprint=chosen.footprint,
+        non_torch=planner.non_torch(chosen.candidate.strategy),
         packed_timeline=answer.packed_timeline,
         host=chosen.host,
         front=rows,
         rejected=tuple(found.rejected),
-        buckets=buckets,
-        curves=curves(question, chosen.candidate, evidence.band, ran),
-        settings=settings(sample, question, every, found.best, rows, ran, evidence),
-        smaller=smaller(question, chosen.candidate, evidence),
-        fixes=()
-        if fits
-        else fixes(pool, sample, question, evidence, known[0], partial(step_on, question, chosen), device),
-        dataset=_dataset(pool, question, batch),
-        run=_run(question, known[0].strategy, known[0].step),
+        buckets=tuple(limits.get(known.title, {}).values()),
+        curves=curves(planner, chosen.candidate, ran),
+        settings=settings(planner, found.options, chosen, rows, ran),
+        smaller=smaller(planner, chosen.candidate),
+        fixes=() if fits else fixes(planner, known, partial(step_on, planner, chosen)),
+        dataset=_dataset(planner, batch),
+        run=_run(question, known.strategy, known.step),
         waterfall=steps,
-        calibration=evidence.said(known[0].strategy),
+        calibration=planner.evidence.source(known.strategy),
         notices=(*_unverified(question.model), *uncounted(question.samples), *answer.notices, *notices),
-        versions=answer.versions | ({} if build is None else {"torch": build.split()[0]}),
-        emulated=build,
+        versions=answer.versions | {"torch": planner.cards.build.split()[0]},
+        emulated=planner.cards.build,
         catalogue=revision(),
         seconds=1.0,
     )
@@ -187,26 +168,19 @@ def _unverified(model: CatalogModel) -> tuple[str, ...]:
     return () if model.unverified is None else (f"not verified of {model.name}: {model.unverified}",)
 
 
-def _explained(
-    pool: Pool, sample: Sample, question: Question, evidence: Evidence, chosen: Confirmed, device: Device
-) -> tuple[tuple[Step, ...], tuple[str, ...]]:
-    """The waterfall where it is wanted, or a notice of what on the way to `chosen` could not be rehearsed."""
-    if not question.explain:
-        return (), ()
-    try:
-        return waterfall(pool, sample, question, evidence, chosen, device), ()
-    except UserError as error:
-        return (), (f"the way to the recommended setting is not shown: {error}",)
+def _explained(planner: Planner, chosen: Confirmed) -> tuple[tuple[Step, ...], tuple[str, ...]]:
+    """The waterfall where it is wanted, and a notice of what on the way to `chosen` could not be run."""
+    return waterfall(planner, chosen) if planner.question.explain else ((), ())
 
 
-def _dataset(pool: Pool, question: Question, batch: BatchShape) -> DatasetNeed | None:
+def _dataset(planner: Planner, batch: BatchShape) -> DatasetNeed | None:
+    question = planner.question
     if question.images is None:
         return None
-    request = encoding_request(question, batch)
-    sizes = () if request is None else request.micro_batch_sizes
-    asked = [request.model_copy(update={"micro_batch_sizes": (size,)}) for size in sizes if request is not None]
-    found = [answer for answer in pool.rehearse(asked) if not isinstance(answer, UserError)]
-    return dataset_need(question, batch, found if len(found) == len(asked) else [])
+    requests = encoding_requests(question, batch)
+    attempts = planner.cards.attempts([(request, UNLIMITED) for request in requests.values()])
+    found = {samples: each for samples, each in zip(requests, attempts, strict=True) if isinstance(each, Attempt)}
+    return dataset_need(question, batch, found if len(found) == len(requests) else {})
 
 
 def _run(question: Question, strategy: Strategy, step: StepTime) -> Run | None:

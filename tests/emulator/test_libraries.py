@@ -11,8 +11,8 @@ import warm
 
 from bigdit import catalog
 from bigdit.emulator import build, emulated_environment
-from bigdit.errors import UserError
 from bigdit.emulator.interpreter import cuda_python
+from bigdit.errors import UserError
 
 
 def test_libraries_stand_before_those_of_installed_packages(tmp_path):

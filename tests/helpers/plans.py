@@ -5,13 +5,13 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+from bigdit.memory.footprint import footprint
 from bigdit.rehearse import rehearse
 from rich.console import Console
 
 from bigdit import catalog
 from bigdit.errors import versions
 from bigdit.memory import Ledger
-from bigdit.memory.footprint import footprint
 from bigdit.memory.process import ByteRange, beside_training
 from bigdit.profile.request import request_for
 from bigdit.report.plan import show

@@ -13,13 +13,11 @@ from pydantic import TypeAdapter, ValidationError
 from bigdit.catalog import CatalogModel, Gpu, find_model
 from bigdit.catalog.asked import resolve_gpu
 from bigdit.config.wrong import expected, shown
-from bigdit.emulator.build import compiler
 from bigdit.errors import UserError
 from bigdit.machine import memory_bytes
-from bigdit.emulator.interpreter import cuda_build, cuda_python
 from bigdit.search.asking.buckets import Asked, Size, aspect_sizes, parse_sizes
 from bigdit.search.asking.check import cluster_problems, fitting_shape, model_fits, pin_problems
-from bigdit.search.question import Device, Pins, Question, usual_host_bytes
+from bigdit.search.question import Pins, Question, usual_host_bytes
 from bigdit.spec import Strict
 from bigdit.speed.cluster import Cluster
 from bigdit.units import A_SIZE, gib, parse_bytes, parse_memory
@@ -71,7 +69,6 @@ def question_for(
     full: bool | None = None,
     from_scratch: bool | None = None,
     explain: bool = False,
-    device: str | None = None,
 ) -> Question:
     """The question that these options of `bigdit plan` ask; what is None is as in Question, Cluster and Pins.
 
@@ -122,8 +119,7 @@ def question_for(
         asked = {**dict.fromkeys(more, "--buckets"), **dict.fromkeys(sizes, "--resolution")}
         shape, misfits = fitting_shape(found_model, next(iter(sizes), None), amounts.get("frames"), asked)
         problems += [*misfits, *model_fits(found_model, pins, shape)]
-    tried = _attempt(problems, "--device", lambda: device_for(_text("--device", device)))
-    if problems or found_model is None or card is None or shape is None or tried is None:
+    if problems or found_model is None or card is None or shape is None:
         raise UserError(*problems)
 
     height, width = (side * found_model.vae.downsample for side in shape.latents[-2:])
@@ -138,8 +134,6 @@ def question_for(
         buckets=tuple(further),
         receipts=folder,
         pins=pins,
-        device=tried[0],
-        no_cards=tried[1],
         **({"frames": found_model.clip.frames} if found_model.clip is not None else {})
         | ({} if "host_memory_bytes" in amounts else _usual_host(gpu, card, cluster))
         | amounts,
@@ -205,25 +199,6 @@ def _host_memory(asked: str | None) -> int | None:
     """`205GiB` as bytes."""
     text = _text("--host-memory", asked, A_SIZE)
     return None if text is None else parse_memory(text)
-
-
-def device_for(asked: str | None) -> tuple[Device, str | None]:
-    """Where strategies are tried: as asked, or else by BIGDIT_DEVICE; or else on emulated cards, where there is what
-    they need, and what of it there is not."""
-    wanted = asked or os.environ.get("BIGDIT_DEVICE")
-    if wanted == "rehearsed":
-        return "rehearsed", None
-    if wanted not in (None, "emulated"):
-        option = "--device" if asked else "BIGDIT_DEVICE"
-        raise UserError(f"{option} is {shown(wanted)}; it may be emulated or rehearsed")
-    try:
-        cuda_build(cuda_python())
-        compiler()
-    except UserError as error:
-        if wanted is None:
-            return "rehearsed", str(error)
-        raise
-    return "emulated", None
 
 
 def _reserved(asked: int | str | None) -> int | None:

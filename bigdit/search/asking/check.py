@@ -14,7 +14,6 @@ from bigdit.config.strategy import MOST_GPUS, PRESETS
 from bigdit.errors import UserError
 from bigdit.profile.request import model_problems, precision_problems
 from bigdit.search.asking.buckets import Size, written
-from bigdit.search.predict.sibling import block_count
 from bigdit.search.question import EngineChoice, Pins
 from bigdit.spec import BatchShape, EmaSpec, LoraBase, LoraSpec, OptimizerSpec, Precision, Strategy
 from bigdit.speed.cluster import Cluster
@@ -139,8 +138,8 @@ def _of_size(problem: str, size: Size | None, option: str) -> str:
 
 
 def model_fits(model: CatalogModel, pins: Pins, shape: BatchShape | None) -> list[str]:
-    """Whether the model can be rehearsed, has as many blocks, and encoders that are known where they are wanted."""
-    problems, blocks, pinned = model_problems(model), block_count(model), pins.checkpointed_blocks
+    """Whether the model can be planned, has as many blocks, and encoders that are known where they are wanted."""
+    problems, blocks, pinned = model_problems(model), model.block_count, pins.checkpointed_blocks
     if isinstance(pinned, int) and blocks and pinned > blocks:
         problems.append(
             f"--checkpointed-blocks is {pinned}, and {model.name} has {blocks} blocks; {blocks} and all are the most"

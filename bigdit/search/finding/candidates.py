@@ -1,20 +1,23 @@
-"""From predicted arrangements to strategies in order: the micro-batch, the blocks to checkpoint, the speed."""
+"""From predicted arrangements to strategies in order: the micro-batch, the blocks to recompute, the speed."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from bigdit.memory.process import ByteRange, beside_training
-from bigdit.search.finding.evidence import Evidence
+from bigdit.profile.attempt import Attempt
+from bigdit.profile.cards import LARGEST_MICRO_BATCH, Cards
+from bigdit.profile.request import StepRequest, request_for
+from bigdit.search.finding.evidence import UNPROVED, Evidence
 from bigdit.search.finding.space import Proposal
-from bigdit.search.finding.unproved import UNPROVED
 from bigdit.search.finding.verdict import safe_bytes
 from bigdit.search.needs.host import node_bytes
-from bigdit.search.predict.outline import OF_ACTIVATIONS, Arrangement
-from bigdit.search.question import LARGEST_MICRO_BATCH, Question
+from bigdit.search.plan import Band
+from bigdit.search.predict import OF_ACTIVATIONS, Arrangement
+from bigdit.search.question import Question
 from bigdit.spec import Strategy
 from bigdit.speed.interval import Interval
 from bigdit.speed.seconds import StepTime
@@ -30,16 +33,59 @@ SAME_ROOM = UNPROVED.share
 for them."""
 
 
+RECORDED_ACCUMULATION = 2
+"""Micro-batches of a step in an attempt, at most: from the second on all find the same memory."""
+
+
+@dataclass(frozen=True)
+class Planner:
+    """What a plan is made of: the question, the emulated GPUs that answer, and what receipts say."""
+
+    question: Question
+    cards: Cards
+    evidence: Evidence
+
+    @property
+    def band(self) -> Band:
+        return self.evidence.band
+
+    def request(self, strategy: Strategy, resolution: tuple[int, int] | None = None) -> StepRequest:
+        """Steps of `strategy`, with as many micro-batches as tell what all of them take."""
+        if strategy.grad_accum_steps > RECORDED_ACCUMULATION:
+            strategy = strategy.settled(
+                micro_batch_size=strategy.micro_batch_size,
+                grad_accum_steps=RECORDED_ACCUMULATION,
+                checkpointed_blocks=strategy.checkpointed_blocks,
+            )
+        question = self.question
+        size = resolution or question.resolution
+        return request_for(question.model, question.gpu, strategy, resolution=size, frames=question.frames)
+
+    def non_torch(self, strategy: Strategy) -> ByteRange:
+        """What the process takes of the GPU beside torch."""
+        return beside_training(strategy, self.question.gpu.compute_capability, self.question.gpu.multiprocessors)
+
+    def capacity(self, strategy: Strategy) -> int:
+        """What torch may reserve for the strategy to FIT."""
+        return safe_bytes(self.question.gpu, self.non_torch(strategy), self.band)
+
+
 @dataclass
 class Option:
-    """A proposal with its arrangement, of one question. `corrections`: by what share rehearsals at full depth differed
-    from what it predicts, by title, micro-batch size and checkpointed blocks; of this option and all that share
-    activations. `steps`: the times that were found, by micro-batch size, accumulation and checkpointed blocks."""
+    """A proposal with its arrangement, of one question.
+
+    By title, micro-batch size and recomputed blocks: `wanted`, what torch reserved there without a limit, and
+    `corrections`, by what share that differed from what was predicted; of this option and all that share activations.
+    `steps`: the times that were found, by micro-batch size, accumulation and recomputed blocks. `anchor`: the attempt
+    with nothing recomputed at the smallest of the sizes that predictions stand on.
+    """
 
     proposal: Proposal
     arrangement: Arrangement
     corrections: dict[tuple[str, int, int], float] = field(default_factory=dict)
+    anchor: Attempt = field(kw_only=True, repr=False)
     steps: dict[tuple[int, int, int], StepTime] = field(default_factory=dict, repr=False)
+    wanted: dict[tuple[str, int, int], int] = field(default_factory=dict, repr=False)
 
     @property
     def least_blocks(self) -> int:
@@ -51,17 +97,32 @@ class Option:
         """The least number of recomputed blocks to all, in quarters of these."""
         return sorted({max(self.least_blocks, each) for each in quarters(self.arrangement.count)})
 
+    def ran(self, blocks: int) -> dict[int, int]:
+        """What torch reserved with so many blocks recomputed, by the micro-batch size, of all sizes that ran."""
+        policy = {0: self.arrangement.none, self.arrangement.count: self.arrangement.full}.get(blocks)
+        found = {} if policy is None or self.proposal.base or self.least_blocks else dict(policy.reserved)
+        return found | {
+            at[1]: self.wanted[at] for at in self.wanted if at[0] == self.proposal.title and at[2] == blocks
+        }
+
+    def note(self, blocks: int, reserved: Mapping[int, int]) -> None:
+        """What torch reserved at sizes that ran, which moves no prediction."""
+        self.wanted.update({(self.proposal.title, size, blocks): nbytes for size, nbytes in reserved.items()})
+
     def like(self, other: Option) -> Option:
         """`other`, which shares activations with this one, and so its corrections."""
-        return Option(other.proposal, other.arrangement, self.corrections)
+        return Option(other.proposal, other.arrangement, self.corrections, anchor=other.anchor)
 
     def correct(self, micro_batch_size: int, blocks: int, reserved_bytes: int) -> None:
-        """A rehearsal reserved so many bytes here: predict that share more, or less; less of it far away."""
+        """Torch reserved so many bytes here: predict that share more, or less; less of it far away."""
+        self.wanted[self.proposal.title, micro_batch_size, blocks] = reserved_bytes
         off = reserved_bytes / self.arrangement.reserved(micro_batch_size, blocks) - 1
         self.corrections[self.proposal.title, micro_batch_size, blocks] = off
 
     def reserved(self, micro_batch_size: float, blocks: int) -> float:
-        """What torch is expected to reserve with expandable segments."""
+        """What torch is expected to reserve with expandable segments, or did where it ran."""
+        if micro_batch_size in (ran := self.ran(blocks)):
+            return ran[int(micro_batch_size)]
         return self.arrangement.reserved(micro_batch_size, blocks) * (1 + self._off(micro_batch_size, blocks))
 
     def _off(self, micro_batch_size: float, blocks: int) -> float:
@@ -78,7 +139,7 @@ class Option:
         return self.corrections[nearest] * math.exp(-away[nearest] / 2)
 
     def fewest_blocks(self, micro_batch_size: int, capacity_bytes: float) -> int | None:
-        """The fewest first blocks to checkpoint so that `capacity_bytes` are enough; None where all are too few."""
+        """The fewest first blocks to recompute so that `capacity_bytes` are enough; None where all are too few."""
         low, high = self.least_blocks, self.arrangement.count
         if self.reserved(micro_batch_size, high) > capacity_bytes:
             return None
@@ -91,7 +152,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Candidate:
-    """An option at one micro-batch size, accumulation and number of checkpointed blocks."""
+    """An option at one micro-batch size, accumulation and number of recomputed blocks."""
 
     option: Option
     micro_batch_size: int
@@ -154,18 +215,9 @@ def _roomy(candidates: Sequence[Candidate]) -> list[Candidate]:
     return near + sorted(rest, key=lambda each: -each.rate.middle)
 
 
-def beside(question: Question, strategy: Strategy) -> ByteRange:
-    """What the process takes of the card beside torch."""
-    return beside_training(strategy, question.gpu.compute_capability, question.gpu.multiprocessors)
-
-
-def capacity(question: Question, proposal: Proposal, evidence: Evidence) -> float:
-    """What torch may reserve for the strategy to FIT."""
-    return safe_bytes(question.gpu, beside(question, proposal.strategy), evidence.band)
-
-
-def candidate(question: Question, option: Option, micro_batch_size: int, blocks: int, evidence: Evidence) -> Candidate:
+def candidate(planner: Planner, option: Option, micro_batch_size: int, blocks: int) -> Candidate:
     """The option at these sizes, accumulated to the global batch that is asked for, and timed."""
+    question = planner.question
     accum = accumulation(question, micro_batch_size, option.proposal.strategy.world_size)
     sizes = micro_batch_size, accum, blocks
     if sizes not in option.steps:
@@ -174,7 +226,7 @@ def candidate(question: Question, option: Option, micro_batch_size: int, blocks:
             grad_accum_steps=accum,
             checkpointed_blocks=blocks,
         )
-        work, calibration = option.arrangement.work(micro_batch_size, blocks), evidence.calibration(strategy)
+        work, calibration = option.arrangement.work(micro_batch_size, blocks), planner.evidence.calibration(strategy)
         option.steps[sizes] = step_time(work, strategy, question.gpu, question.cluster, calibration)
     return Candidate(option, micro_batch_size, accum, blocks, option.steps[sizes])
 
@@ -186,9 +238,10 @@ def accumulation(question: Question, micro_batch_size: int, world_size: int) -> 
     return question.global_batch_size // (micro_batch_size * world_size)
 
 
-def fitting(question: Question, option: Option, capacity_bytes: float, evidence: Evidence) -> Iterator[Candidate]:
-    """At each micro-batch size that fits the card and the host, the fewest checkpointed blocks with which it does, and
-    the quarters beyond, up to all: what leaves more room may be as fast."""
+def fitting(planner: Planner, option: Option, more_bytes: float = 0.0) -> Iterator[Candidate]:
+    """At each micro-batch size that fits the GPU and the host, the fewest recomputed blocks with which it does, and the
+    quarters beyond, up to all: what leaves more room may be as fast. `more_bytes`: beyond the GPU's own."""
+    question, capacity_bytes = planner.question, planner.capacity(option.proposal.strategy) + more_bytes
     pinned = question.pins.checkpointed_blocks
     count = option.arrangement.count
     for size in micro_batch_sizes(question, option.proposal.strategy):
@@ -201,7 +254,7 @@ def fitting(question: Question, option: Option, capacity_bytes: float, evidence:
             return  # bytes never fall as the micro-batch grows
         more = option.quarters if pinned is None else []
         for each in (blocks, *(quarter for quarter in more if quarter > blocks)):
-            yield candidate(question, option, size, each, evidence)
+            yield candidate(planner, option, size, each)
 
 
 def quarters(count: int) -> list[int]:
@@ -214,14 +267,13 @@ def host_bytes(question: Question, option: Option, micro_batch_size: int, blocks
     return node_bytes(round(option.arrangement.host(micro_batch_size, blocks)), question.cluster, question.samples)
 
 
-def fastest_without_state(question: Question, option: Option, capacity_bytes: float, evidence: Evidence) -> float:
-    """The images a second of one card that any optimizer or masters can come to in place of the option's, at most:
-    where all that is there without activations takes nothing. Recomputing blocks in part serves both alike."""
-    size = 1 if question.pins.micro_batch_size is None else question.pins.micro_batch_size
+def fastest_without_state(planner: Planner, option: Option) -> float:
+    """The images a second of one GPU that any optimizer or masters can come to in place of the option's, at most: where
+    all that is there without activations takes nothing. Recomputing blocks in part serves both alike."""
+    size = planner.question.pins.micro_batch_size or 1
     peaks = option.arrangement.peaks(size, option.arrangement.count)
     state = max(peak for phase, peak in peaks.items() if phase not in OF_ACTIVATIONS)
-    found = fitting(question, option, capacity_bytes + state, evidence)
-    return max((each.rate.middle for each in found), default=0.0)
+    return max((each.rate.middle for each in fitting(planner, option, state)), default=0.0)
 
 
 def micro_batch_sizes(question: Question, strategy: Strategy) -> Iterator[int]:
@@ -239,7 +291,7 @@ def micro_batch_sizes(question: Question, strategy: Strategy) -> Iterator[int]:
 
 
 def largest_micro_batch(option: Option, blocks: int, capacity_bytes: float) -> int:
-    """The largest micro-batch that fits with so many checkpointed blocks, to LARGEST_MICRO_BATCH; 0 for none."""
+    """The largest micro-batch that fits with so many recomputed blocks, to LARGEST_MICRO_BATCH; 0 for none."""
     return most(lambda size: option.reserved(size, blocks) <= capacity_bytes)
 
 

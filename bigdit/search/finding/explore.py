@@ -1,205 +1,246 @@
-"""Proposals become options: their anchors are rehearsed side by side, and continued to the whole model."""
+"""Proposals become options: a few attempts of the whole model each, on a GPU without a limit."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
-import numpy as np
-
-from bigdit.errors import UserError
-from bigdit.memory import Timeline
-from bigdit.memory.host import pinned_bytes
-from bigdit.rehearse import StepRequest, RehearsedSize
-from bigdit.rehearse.pool import Pool
-from bigdit.search.finding.candidates import Option, beside, most
+from bigdit.profile.attempt import UNLIMITED, Attempt
+from bigdit.search.finding.candidates import Option, Planner, micro_batch_sizes, quarters
 from bigdit.search.finding.space import Proposal
 from bigdit.search.needs.host import node_bytes
 from bigdit.search.plan import Rejected
-from bigdit.search.predict.anchors import OF_STATE, OF_STEP, SIZES, Depths, Sample, outline, requests
-from bigdit.search.predict.outline import OF_ACTIVATIONS, Arrangement, Outline, varied
-from bigdit.search.predict.sibling import kinds
-from bigdit.search.question import Question
-from bigdit.spec import Strategy
+from bigdit.search.predict import (
+    FIRST,
+    SECOND,
+    Arrangement,
+    Policy,
+    Swapping,
+    filling,
+    host_peak,
+    policy,
+    sample_bytes,
+    state_bytes,
+    varied,
+)
+from bigdit.spec import LEAST_SWAPPED, Strategy
+from bigdit.speed.work import work_of
 from bigdit.units import gib
 
-FARTHER = 2
-"""How often siblings are rehearsed at the largest predicted micro-batch: from there another one may be predicted."""
+Failure = Exception
+"""Why an attempt has no answer."""
+
+
+def attempts(planner: Planner, strategies: Sequence[Strategy]) -> list[Attempt | Failure]:
+    """A counted attempt of each, side by side, on a GPU without a limit; cached."""
+    requests = [(planner.request(each), UNLIMITED) for each in strategies]
+    return planner.cards.attempts(requests, counted=True)
 
 
 def explore(
-    pool: Pool, sample: Sample, proposed: Sequence[Proposal], known: Sequence[Option] = ()
+    planner: Planner, proposed: Sequence[Proposal], known: Sequence[Option] = ()
 ) -> tuple[list[Option], list[Rejected]]:
     """An option for each proposal, bases standing before what varies them or being among the `known`; and those that
-    could not be rehearsed."""
-    asked = {proposal.title: _asked(proposal) for proposal in proposed}
-    batches: dict[str, list[StepRequest]] = {
-        title: [request for each in strategies for request in requests(sample, *each)]
-        for title, strategies in asked.items()
-    }
-    answers = iter(pool.rehearse([request for batch in batches.values() for request in batch]))
+    could not be run."""
+    firsts = {each.title: _firsts(planner, each) for each in proposed}
+    attempts(planner, [strategy for each in firsts.values() for strategy in each])  # side by side, and cached
+    attempts(planner, [each for proposal in proposed for each in _seconds(planner, firsts[proposal.title])])
     bases = {option.proposal.title: option for option in known}
     options, rejected = [], []
     for proposal in proposed:
-        found = [next(answers) for _ in batches[proposal.title]]
-        problems = [each for each in found if isinstance(each, UserError)]
         base = None if proposal.base is None else bases.get(proposal.base.title)
-        if problems or (proposal.base is not None and base is None):
-            why = str(problems[0]) if problems else "what it varies could not be rehearsed"
-            rejected.append(Rejected(choice=proposal.title, reason=why))
-            continue
-        sizes = [each for each in found if isinstance(each, RehearsedSize)]
-        made = Option(proposal, _arrangement(pool, sample, proposal, base.arrangement if base else None, sizes))
-        options.append(bases.setdefault(proposal.title, made if base is None else base.like(made)))
+        made = _option(planner, proposal, base, firsts[proposal.title])
+        if isinstance(made, str):
+            rejected.append(Rejected(choice=proposal.title, reason=made))
+        else:
+            options.append(bases.setdefault(proposal.title, made if base is None else base.like(made)))
     return options, rejected
+
+
+def _firsts(planner: Planner, proposal: Proposal) -> list[Strategy]:
+    """With nothing recomputed, and with all blocks. Of what varies another proposal the state alone is wanted, which is
+    the same whatever is recomputed."""
+    none, full = (_recomputing(proposal.strategy, blocks, FIRST) for blocks in (0, planner.question.model.block_count))
+    return [none, full] if proposal.base is None else [none]
+
+
+def _seconds(planner: Planner, firsts: Sequence[Strategy]) -> list[Strategy]:
+    """Each at a micro-batch about as large as fits: there predictions are wanted."""
+    ran = [each for each in attempts(planner, firsts) if isinstance(each, Attempt)]
+    if len(firsts) == 1 or len(ran) < len(firsts):
+        return []
+    none, full = map(sample_bytes, ran)
+    # A block that is recomputed is there with what its backward pass takes beside it.
+    block = max(none - full, 0) / max(planner.question.model.block_count, 1)
+    found = []
+    for strategy, first, sample in zip(firsts, ran, (none, full + 2 * block), strict=True):
+        largest = [*micro_batch_sizes(planner.question, strategy)][-1]
+        size = min(filling(first, sample, planner.capacity(strategy)), largest)
+        found.append(strategy.with_micro_batch_size(max(size, SECOND)))
+    return found
+
+
+def _option(planner: Planner, proposal: Proposal, base: Option | None, firsts: Sequence[Strategy]) -> Option | str:
+    """The option, or why it could not be run."""
+    strategies = [*firsts, *_seconds(planner, firsts)]
+    ran = []
+    for each in attempts(planner, strategies):
+        if not isinstance(each, Attempt):
+            return str(each).splitlines()[0]
+        ran.append(each)
+    if proposal.base is not None and base is None:
+        return "what it varies could not be run"
+    if base is not None:
+        return Option(proposal, _varied(base, proposal, ran), anchor=ran[0])
+    none, full = (_policy(proposal.strategy, strategies[at::2], ran[at::2]) for at in (0, 1))
+    return Option(proposal, Arrangement(none, full, planner.question.model.block_count), anchor=ran[0])
+
+
+def _policy(strategy: Strategy, strategies: Sequence[Strategy], ran: Sequence[Attempt]) -> Policy:
+    return policy(strategy, {each.micro_batch_size: found for each, found in zip(strategies, ran, strict=True)})
+
+
+def _varied(base: Option, proposal: Proposal, ran: Sequence[Attempt]) -> Arrangement:
+    none, full = (
+        varied(each, proposal.strategy, base.anchor, ran[0]) for each in (base.arrangement.none, base.arrangement.full)
+    )
+    return replace(base.arrangement, none=none, full=full)
 
 
 @dataclass(frozen=True)
 class Hopes:
-    """The engines of a group whose state, with any of their optimizers, leaves anything of the card and of the
-    machine's memory; those for which it is the machine that has too little; and why the others are not looked at."""
+    """The engines of a group whose state, with any of their optimizers, leaves anything of the GPU and of the machine's
+    memory; those for which it is the machine that has too little; and why the others are not looked at."""
 
     engines: list[Proposal]
     short_of_host: list[Proposal]
     rejected: list[Rejected]
 
 
-def hopeful(pool: Pool, sample: Sample, question: Question, group: Sequence[Proposal]) -> Hopes:
+def hopeful(planner: Planner, group: Sequence[Proposal]) -> Hopes:
     """What of the group is worth exploring, by what has neither activations nor batches."""
+    question = planner.question
     bases = [each for each in group if each.base is None]
-    pool.rehearse([request for each in bases for request in _of_state(sample, each)])  # side by side, and kept
+    attempts(planner, [strategy for each in bases for strategy in _firsts(planner, each)])  # side by side, and cached
     hopes = Hopes([], [], [])
     for base in bases:
-        most = question.gpu.usable_bytes - beside(question, base.strategy).low_bytes
-        on_host: dict[str, int] = {}  # of those that the card holds
+        most = question.gpu.usable_bytes - planner.non_torch(base.strategy).low_bytes
+        on_host: dict[str, int] = {}  # of those that the GPU holds
         for each in (each for each in group if base in (each, each.base)):
-            state = _state(pool, sample, question, each)
-            if state is None or (state.card_bytes <= most and state.machine_bytes <= question.host_memory_bytes):
+            (found,) = attempts(planner, _firsts(planner, each)[:1])
+            host = node_bytes(_host_state(found), question.cluster, question.samples)
+            holds = not isinstance(found, Attempt) or state_bytes(found) <= most
+            if holds and host <= question.host_memory_bytes:
                 hopes.engines.append(base)
                 for title, taken in on_host.items():  # with those before, AdamW first, the machine has too little
-                    hopes.rejected.append(Rejected(choice=title, reason=_why(question, [taken])))
+                    hopes.rejected.append(Rejected(choice=title, reason=_why(planner, [taken])))
                 break
-            on_host |= {each.title: state.machine_bytes} if state.card_bytes <= most else {}
+            on_host |= {each.title: host} if holds else {}
         else:
             hopes.short_of_host.extend([base] if on_host else [])
-            hopes.rejected.append(Rejected(choice=base.title, reason=_why(question, on_host.values())))
+            hopes.rejected.append(Rejected(choice=base.title, reason=_why(planner, on_host.values())))
     return hopes
 
 
-def _why(question: Question, on_host: Collection[int]) -> str:
+def _host_state(found: Attempt | Failure) -> int:
+    """0 where the attempt failed: exploring says why."""
+    return host_peak(found) if isinstance(found, Attempt) else 0
+
+
+def _why(planner: Planner, on_host: Collection[int]) -> str:
     if not on_host:
-        return "its state alone takes more than the card has"
-    least, memory = gib(min(on_host)), gib(question.host_memory_bytes)
-    there = "assumed" if question.host_assumed else "there"
+        return "its state alone takes more than the GPU has"
+    least, memory = gib(min(on_host)), gib(planner.question.host_memory_bytes)
+    there = "assumed" if planner.question.host_assumed else "there"
     return f"its state alone takes {least} of a machine's memory, and {memory} are {there} (--host-memory)"
 
 
-@dataclass(frozen=True)
-class _State:
-    card_bytes: float
-    machine_bytes: int
+def selective(planner: Planner, options: Sequence[Option]) -> list[Option]:
+    """`options`, which share activations, with recomputed blocks that keep matrix products and attention.
 
-
-def _of_state(sample: Sample, proposal: Proposal) -> list[StepRequest]:
-    strategy, _, of = _asked(proposal)[-1]
-    return requests(sample, strategy, SIZES[:1], of)
-
-
-def _state(pool: Pool, sample: Sample, question: Question, proposal: Proposal) -> _State | None:
-    """What the start and the optimizer's step take of the card, and all but batches of its machine; None where that
-    could not be rehearsed, which is said where it is explored."""
-    strategy, _, of = _asked(proposal)[-1]
-    answers = pool.rehearse(_of_state(sample, proposal))
-    known = [each for each in answers if isinstance(each, RehearsedSize)]
-    if len(known) < len(answers):
-        return None
-    found = outline(sample.model, strategy, known, of)
-    card = max(peak for phase, peak in found.peaks(SIZES[0]).items() if phase not in OF_ACTIVATIONS)
-    batches = max(_batches_bytes(each.host_timeline) for each in known)
-    host = max(float(np.max(found.host.at(SIZES[0]))) - batches, 0.0)
-    return _State(card, node_bytes(round(host), question.cluster, question.samples))
-
-
-def _batches_bytes(host: Timeline) -> int:
-    """All batches that were read, at most as many as there are at once."""
-    blocks = (block for block in host.blocks if block.category == "input")
-    return sum(pinned_bytes(block.nbytes) if block.pinned else block.nbytes for block in blocks)
-
-
-def selective(pool: Pool, sample: Sample, options: Sequence[Option]) -> list[Option]:
-    """`options`, which share activations, with checkpointed blocks that keep matrix products and attention.
-
-    None where the model cannot be rehearsed so.
+    None where the model cannot be run so.
     """
-    first = options[0]
-    strategy = _checkpointed(first.proposal.strategy, "all", "selective")
-    answers = pool.rehearse(requests(sample, strategy))
-    known = [each for each in answers if isinstance(each, RehearsedSize)]
-    if len(known) < len(answers):
+    base = options[0]
+    strategy = base.proposal.strategy.model_copy(update={"checkpointing": "selective"})
+    first = _recomputing(strategy, planner.question.model.block_count, FIRST)
+    none = _recomputing(base.proposal.strategy, 0, FIRST)
+    strategies = [first, *_seconds(planner, [none, first])[1:]]
+    ran = [each for each in attempts(planner, strategies) if isinstance(each, Attempt)]
+    if len(ran) < 2:
         return []
-    (kept,) = _reaching(pool, sample, [strategy], known)
-    found = []
+    kept, found = _policy(strategy, strategies, ran), []
     for option in options:
-        state = option.arrangement.full
-        full = kept if option is first else varied(kept, first.arrangement.full, state)
+        full = kept if option is base else varied(kept, option.proposal.strategy, base.anchor, option.anchor)
         proposal = replace(
             option.proposal,
             title=f"{option.proposal.title}, selective",
             strategy=option.proposal.strategy.model_copy(update={"checkpointing": "selective"}),
         )
-        found.append(option.like(Option(proposal, replace(option.arrangement, full=full))))
+        made = Option(proposal, replace(option.arrangement, full=full), anchor=option.anchor)
+        found.append(option.like(made))
     return found
 
 
-def _asked(proposal: Proposal) -> list[tuple[Strategy, tuple[int, ...], Depths]]:
-    """The strategies to rehearse siblings of, at which micro-batch sizes, and how deep they are: of what varies another
-    proposal the state alone is wanted, which is the same whatever is recomputed."""
-    none, full = (_checkpointed(proposal.strategy, blocks) for blocks in (0, "all"))
-    if proposal.base is not None:
-        return [(none, SIZES[:1], OF_STATE)]
-    return [(none, SIZES, OF_STEP), (full, SIZES, OF_STEP)]
+def swapped(
+    planner: Planner, group: Sequence[Proposal], known: Sequence[Option]
+) -> tuple[list[Option], list[Rejected]]:
+    """For each proposal of the group that swaps blocks, options that swap the fewest with which anything fits, and
+    quarters of all beyond these; with their bases that were not among the `known`."""
+    found, rejected = [*known], list[Rejected]()
+    for proposal in group:
+        if proposal.base is None or not proposal.strategy.blocks_to_swap:
+            continue
+        if all(each.proposal.title != proposal.base.title for each in found):
+            made, failed = explore(planner, [replace(proposal.base, base=None)])
+            found, rejected = [*found, *made], [*rejected, *failed]
+        alone = (proposal.base.base or proposal.base).strategy  # an EMA is as large, whatever is swapped
+        moved = _swapping(planner, alone, proposal.strategy.blocks_to_swap)
+        if isinstance(moved, Exception):
+            rejected.append(Rejected(choice=proposal.title, reason=str(moved).splitlines()[0]))
+            continue
+        for base in [each for each in found if each.proposal.title == proposal.base.title]:
+            found += _numbers(planner, proposal, base, moved)
+    return found[len(known) :], rejected
 
 
-def _arrangement(
-    pool: Pool, sample: Sample, proposal: Proposal, base: Arrangement | None, known: Sequence[RehearsedSize]
-) -> Arrangement:
-    none, full = (_checkpointed(proposal.strategy, blocks) for blocks in (0, "all"))
-    if base is not None:
-        state: Outline = outline(sample.model, none, known, OF_STATE)
-        return replace(base, none=varied(base.none, base.none, state), full=varied(base.full, base.none, state))
-    of_none, of_full = _reaching(pool, sample, [none, full], known)
-    return Arrangement(of_none, of_full, kinds(sample.model))
+def _swapping(planner: Planner, strategy: Strategy, most: int) -> Swapping | Failure:
+    """What swapped blocks spare, from attempts with all blocks recomputed."""
+    least = min(LEAST_SWAPPED, most)
+    places = [
+        _recomputing(strategy, planner.question.model.block_count, FIRST).model_copy(update={"blocks_to_swap": blocks})
+        for blocks in (0, least, most)
+    ]
+    ran = []
+    for each in attempts(planner, places):
+        if not isinstance(each, Attempt):
+            return each
+        ran.append(each)
+    works = [work_of(each.work, place) for each, place in zip(ran, places, strict=True)]
+    return Swapping(least, most, ran[0], ran[1], ran[2], (works[0], works[1], works[2]))
 
 
-def _reaching(
-    pool: Pool, sample: Sample, strategies: Sequence[Strategy], known: Sequence[RehearsedSize]
-) -> list[Outline]:
-    """Outlines of the strategies, from their anchors one after another; and from further ones at the largest
-    micro-batch that is predicted, where an outline does not reach there."""
-    each = len(known) // len(strategies)
-    anchors = [known[at : at + each] for at in range(0, len(known), each)]
-    found = [outline(sample.model, *both) for both in zip(strategies, anchors, strict=True)]
-    if strategies[0].features == "online":  # a hundred samples are encoded one by one: more moments than can be matched
-        return found
-    for _ in range(FARTHER):
-        largest = [_largest(one, sample.gpu.usable_bytes) for one in found]
-        short = [at for at, (one, size) in enumerate(zip(found, largest, strict=True)) if not one.reaches(size)]
-        asked = [requests(sample, strategies[at], (largest[at],)) for at in short]
-        answers = iter(pool.rehearse([request for batch in asked for request in batch]))
-        for at, batch in zip(short, asked, strict=True):
-            more = [answer for _ in batch if isinstance(answer := next(answers), RehearsedSize)]
-            if len(more) == len(batch):
-                found[at] = outline(sample.model, strategies[at], [*anchors[at], *more])
-    return found
+def _numbers(planner: Planner, proposal: Proposal, base: Option, moved: Swapping) -> list[Option]:
+    """The fewest with which the smallest micro-batch fits where all that may be is recomputed, or all that may be
+    swapped; and the quarters beyond."""
+    question = planner.question
+    count, most, room = base.arrangement.count, proposal.strategy.blocks_to_swap, planner.capacity(proposal.strategy)
+    recomputed = count if question.pins.checkpointed_blocks in (None, "all") else most
+    corrections: dict[tuple[str, int, int], float] = {}  # their own: those of packed weights say nothing of these
+    least = next(micro_batch_sizes(question, proposal.strategy), 1)
+
+    def option(first: int) -> Option:
+        title = f"{base.proposal.title}, {first} of {count} blocks' weights on the host"
+        strategy = proposal.strategy.model_copy(update={"blocks_to_swap": first})
+        none, full = (moved.of(each, first) for each in (base.arrangement.none, base.arrangement.full))
+        named = replace(proposal, title=title, strategy=strategy)
+        return Option(named, replace(base.arrangement, none=none, full=full), corrections, anchor=base.anchor)
+
+    numbers = range(LEAST_SWAPPED, most)
+    fewest = bisect_left(numbers, True, key=lambda first: option(first).reserved(least, recomputed) <= room)
+    first = LEAST_SWAPPED + fewest
+    return [option(each) for each in sorted({first, *(each for each in quarters(count) if first < each <= most)})]
 
 
-def _largest(one: Outline, nbytes: int) -> int:
-    """The largest micro-batch size of which no more is allocated than that."""
-    return most(lambda size: max(one.peaks(size).values()) <= nbytes)
-
-
-def _checkpointed(
-    strategy: Strategy, blocks: int | Literal["all"], kind: Literal["full", "selective"] = "full"
-) -> Strategy:
-    return strategy.model_copy(update={"checkpointed_blocks": blocks, "checkpointing": kind})
+def _recomputing(strategy: Strategy, blocks: int, micro_batch_size: int) -> Strategy:
+    return strategy.with_micro_batch_size(micro_batch_size).model_copy(update={"checkpointed_blocks": blocks})

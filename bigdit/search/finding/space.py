@@ -13,7 +13,6 @@ from bigdit.config.strategy import parse_strategy
 from bigdit.errors import UserError
 from bigdit.profile.request import precision_problems
 from bigdit.search.plan import Rejected
-from bigdit.search.predict.sibling import block_count
 from bigdit.search.question import Pins, Question
 from bigdit.spec import FACTORED, LoraBase, OptimizerName, Precision, Strategy
 from bigdit.units import gib
@@ -178,7 +177,7 @@ def _swapped(question: Question, found: Sequence[Proposal]) -> list[Proposal]:
     """Weights of as many first blocks as may be on the host, in one process: of those `found` that train adapters, or
     of all weights, which are then stepped in the backward pass, and come without swapped blocks too. Strategy's own
     rules say which."""
-    pins, most = question.pins, block_count(question.model)
+    pins, most = question.pins, question.model.block_count
     if question.cluster.gpus > 1 or pins.engine not in (None, "single"):
         return []
     if isinstance(pins.checkpointed_blocks, int):
@@ -232,7 +231,7 @@ def _strategy(question: Question, engine: str, settings: dict[str, Any]) -> Stra
     if question.pins.lora_rank is not None:
         texts.append(f"lora.rank={question.pins.lora_rank}")
     if engine.startswith("zero") and question.model.params is not None:
-        block = question.model.params // max(block_count(question.model), 1)
+        block = question.model.params // max(question.model.block_count, 1)
         # Whole millions, for people; DeepSpeed wants an even number.
         size = min(max(round(block, -6), BUCKETS[0]), BUCKETS[1])
         texts += [f"ds_config.zero_optimization.{kind}_bucket_size={size}" for kind in ("reduce", "allgather")]

@@ -9,7 +9,6 @@ from bigdit.catalog.encoders import online_encoders
 from bigdit.errors import UserError
 from bigdit.search.finding.candidates import Candidate
 from bigdit.search.finding.space import OPTIMIZER_TITLES
-from bigdit.search.predict.anchors import Sample
 from bigdit.search.question import Question
 from bigdit.spec import EmaSpec, OptimizerSpec, Precision, Strategy
 
@@ -28,7 +27,7 @@ class Change(NamedTuple):
     strategy: Strategy
 
 
-def naive(sample: Sample, question: Question, target: Strategy) -> Strategy:
+def naive(question: Question, target: Strategy) -> Strategy:
     """What is copied: the engine of `target` with AdamW in fp32 by torch's loop over lists of tensors, encoders and
     moving average on the card, nothing recomputed or offloaded, DeepSpeed's own buckets.
 
@@ -47,17 +46,17 @@ def naive(sample: Sample, question: Question, target: Strategy) -> Strategy:
             "encode_chunk": None,
             "blocks_to_swap": 0,
             "optimizer_in_backward": False,
-            "features": "online" if _has_encoders(sample) else target.features,
+            "features": "online" if _has_encoders(question) else target.features,
             "ds_config": _document(target, precision, own_buckets=True, offloaded=False),
         }
     )
     return strategy.settled(micro_batch_size=size, grad_accum_steps=1, checkpointed_blocks=0)
 
 
-def changes(sample: Sample, question: Question, chosen: Candidate) -> list[Change]:
+def changes(question: Question, chosen: Candidate) -> list[Change]:
     """The naive setting and every change that leads from it to `chosen`; the last strategy is that of `chosen`."""
     target = chosen.strategy
-    start = naive(sample, question, target)
+    start = naive(question, target)
     found = [Change(_naive_title(start), "", start)]
     for title, why, update in _updates(start, target):
         before = found[-1].strategy
@@ -156,9 +155,9 @@ def _naive_title(strategy: Strategy) -> str:
     return f"as copied: {precision}, AdamW, {encoders} on the card{buckets}, micro-batch {strategy.micro_batch_size}"
 
 
-def _has_encoders(sample: Sample) -> bool:
+def _has_encoders(question: Question) -> bool:
     try:
-        online_encoders(sample.model, batch_shape(sample.model, sample.resolution, sample.frames))
+        online_encoders(question.model, batch_shape(question.model, question.resolution, question.frames))
     except UserError:
         return False
     return True

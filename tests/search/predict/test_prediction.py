@@ -7,6 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from bigdit.memory.allocator import replay
+from bigdit.memory.footprint import UNLIMITED
+from bigdit.rehearse import RehearsedSize
+from bigdit.rehearse.pool import Pool
+from bigdit.search.finding.unproved import UNPROVED
+from bigdit.search.predict.anchors import OF_STATE, OF_STEP, SIZES, Depths, Sample, grid, outline, requests
+from bigdit.search.predict.moments import around, counterparts, resized
+from bigdit.search.predict.sibling import block_count, depths, sibling
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,20 +22,12 @@ from bigdit import catalog
 from bigdit.catalog.models import models
 from bigdit.config.strategy import parse_strategy
 from bigdit.memory import CATEGORIES
-from bigdit.memory.allocator import replay
-from bigdit.memory.footprint import UNLIMITED
-from bigdit.rehearse import RehearsedSize
-from bigdit.rehearse.pool import Pool
 from bigdit.search.answer import make_plan
 from bigdit.search.asking.ask import question_for
 from bigdit.search.finding.candidates import SAME_SPEED, Option, beside, most
 from bigdit.search.finding.explore import explore
 from bigdit.search.finding.space import Proposal, proposals
-from bigdit.search.finding.unproved import UNPROVED
 from bigdit.search.finding.verdict import planned, process, verdict
-from bigdit.search.predict.anchors import OF_STATE, OF_STEP, SIZES, Depths, Sample, grid, outline, requests
-from bigdit.search.predict.moments import around, counterparts, resized
-from bigdit.search.predict.sibling import block_count, depths, sibling
 from bigdit.search.question import Pins, Question
 from bigdit.spec import Strategy
 from bigdit.speed.interval import Interval

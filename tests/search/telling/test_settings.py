@@ -1,17 +1,17 @@
 """What a plan's page may be asked further: points of the search's options, in agreement with all else in the plan."""
 
 import pytest
-
-from bigdit import catalog
 from bigdit.rehearse import RehearsedSize
 from bigdit.rehearse.pool import Pool
+from bigdit.search.predict.anchors import Sample
+
+from bigdit import catalog
 from bigdit.search.answer import make_plan
 from bigdit.search.asking.ask import question_for
 from bigdit.search.finding.candidates import beside
 from bigdit.search.finding.space import proposals
 from bigdit.search.finding.verdict import expected
 from bigdit.search.plan import Plan
-from bigdit.search.predict.anchors import Sample
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("plan")]
 
