@@ -16,7 +16,7 @@ from commands import ROOT
 
 from bigdit.emulator.interpreter import cuda_python
 
-ASKED = ("--model", "dit-s-2-paper", "--gpu", "a40", "--device", "rehearsed")
+ASKED = ("--model", "dit-s-2-paper", "--gpu", "a40")
 ON_CARD = "import torch; print(torch.zeros(1 << 20, device='cuda').device)"
 
 
