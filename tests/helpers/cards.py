@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import tempfile
 import textwrap
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import BIN, bigdit
+from commands import BIN, ROOT, bigdit
 
 from bigdit import catalog
 from bigdit.catalog import CatalogModel
@@ -108,6 +109,23 @@ def leave(value):
     with open(f"rank{os.environ['RANK']}.json", "w") as file:
         json.dump(value, file)
 """
+
+
+def benched(*options: object, **environment: str) -> tuple[dict[str, Any], str]:
+    """The receipt of three steps of `bigdit bench step` on an emulated A40, and what it printed."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "receipt.json"
+        line = [str(cuda_python()), "-W", "ignore", "-c", "from bigdit.cli import main; main()", "bench", "step"]
+        done = subprocess.run(
+            [*line, *map(str, options), "--steps", "3", "--out", str(out)],
+            env=os.environ | emulated_environment(A40) | environment,
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=TIME_LIMIT_S,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return json.loads(out.read_text()), done.stdout
 
 
 @dataclass
