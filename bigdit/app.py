@@ -27,6 +27,7 @@ from bigdit.commands import (
     rehearse,
     report,
     sample,
+    setup,
     train,
     whatif,
 )
@@ -61,6 +62,7 @@ for name, module in {
     "export": export,
     "models": models,
     "gpus": gpus,
+    "setup": setup,
     "doctor": doctor,
 }.items():
     app.command(name)(module.run)

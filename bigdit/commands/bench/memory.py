@@ -52,6 +52,9 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Memory against micro-batch: each point in a process of its own, beside its prediction, until one runs out."""
+    from bigdit.emulator.interpreter import cuda_python
+
+    cuda_python()  # first, so that a missing one is said at once
     from bigdit import catalog, log
     from bigdit.bench.memory import MemoryBenchmark
     from bigdit.config.strategy import parse_strategy
