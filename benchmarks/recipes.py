@@ -105,7 +105,7 @@ def main(arguments: list[str]) -> int:
 
 def _said(found: Extraction) -> str:
     """What extraction took beside what was rehearsed."""
-    allocated, rehearsed = found.peak_allocated_bytes, found.rehearsed_bytes
+    allocated, rehearsed = found.peak_allocated_bytes, found.emulated_bytes
     beside = "" if rehearsed is None else f", {rehearsed} rehearsed ({allocated / rehearsed - 1:+.2%})"
     turns = "; memory ran out, and encoders took turns" if found.ran_out else ""
     return f"extraction allocates {allocated} bytes{beside}, and reserves {found.peak_reserved_bytes}{turns}"

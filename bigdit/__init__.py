@@ -1,4 +1,4 @@
-"""bigdit: plan and train large diffusion transformers; the step is rehearsed before it is run."""
+"""bigdit: plan and train large diffusion transformers; each step runs on an emulated GPU before it runs on yours."""
 
 from __future__ import annotations
 

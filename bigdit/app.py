@@ -22,14 +22,13 @@ from bigdit.commands import (
     gpus,
     models,
     plan,
+    profile,
     receipts,
     recipe,
-    rehearse,
     report,
     sample,
     setup,
     train,
-    whatif,
 )
 from bigdit.errors import EXIT_USER, UserError
 
@@ -52,8 +51,7 @@ app = typer.Typer(
 )
 for name, module in {
     "plan": plan,
-    "whatif": whatif,
-    "rehearse": rehearse,
+    "profile": profile,
     "emulate": emulate,
     "extract": extract,
     "train": train,

@@ -123,7 +123,7 @@ def switched_on(variable: str) -> Iterator[None]:
 
 def uncompiled() -> AbstractContextManager[None]:
     """What is imported within runs as it is written, where it would have torch compile it: bitsandbytes does, whose
-    import then takes a second less, and allocates what a rehearsal knows of.
+    import then takes a second less, and allocates as it is written.
 
     Source: `optimize` in torch/_dynamo/eval_frame.py, torch 2.13.
     """

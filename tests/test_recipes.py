@@ -4,7 +4,7 @@ trained is drawn with there."""
 import pytest
 from PIL import Image
 from recipes import drawn, first_of_many, receipts_of, saved_by, stages_of, trained, waiting_bytes, weights_of
-from tried.extraction import extracted, rehearsed_bytes
+from tried.extraction import extracted, emulated_bytes
 
 from bigdit.recipes.recipe import names, recipe
 from bigdit.emulator.interpreter import cuda_build, cuda_python
@@ -80,7 +80,7 @@ def test_a_recipe_extracts_on_its_card(name, hub, tmp_path, capfd):
     assert "of which the rehearsed encode phase fits the NVIDIA GeForce RTX 3060" in chosen
     assert ("where text encoders and VAE take turns" in chosen) == by_turns
     _, card = run.highest
-    least, most = rehearsed_bytes(found, tmp_path, 1), found.took.extraction.peak_allocated_bytes
+    least, most = emulated_bytes(found, tmp_path, 1), found.took.extraction.peak_allocated_bytes
     assert least <= card.peak_allocated_bytes <= most, (least, card.peak_allocated_bytes, most)
 
 
@@ -112,4 +112,4 @@ def test_what_extraction_took_of_a_card_is_what_was_rehearsed(name):
     taken = found.took.extraction
     assert taken.peak_allocated_bytes <= taken.peak_reserved_bytes < found.took.usable_bytes
     if not taken.ran_out:
-        assert taken.peak_allocated_bytes == pytest.approx(taken.rehearsed_bytes, rel=0.01)
+        assert taken.peak_allocated_bytes == pytest.approx(taken.emulated_bytes, rel=0.01)

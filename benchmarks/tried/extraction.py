@@ -39,7 +39,7 @@ def waiting_bytes(found: Recipe) -> int:
     return max((round(each.need.waiting) for each in turns), default=0)
 
 
-def rehearsed_bytes(found: Recipe, folder: Path, samples: int) -> int | None:
+def emulated_bytes(found: Recipe, folder: Path, samples: int) -> int | None:
     """What torch allocates for so many samples by the rehearsal, or for as many as are encoded at once where these are
     fewer, of a recipe in `folder`, whose encoders' weights are there; None where the catalogue has not all encoders."""
     taken = (each.need.taken(each.way, min(each.size, samples)) for each in encode_batches(found, folder) if each.way)
@@ -70,7 +70,7 @@ def extraction(found: Recipe, hub: Path, folder: Path) -> Extraction:
         peak_allocated_bytes=max(card.peak_allocated_bytes for card in cards),
         peak_reserved_bytes=max(card.peak_reserved_bytes for card in cards),
         ran_out=any(account.out_of_memory_count for account in run.accounts),
-        rehearsed_bytes=rehearsed_bytes(found, folder, each),
+        emulated_bytes=emulated_bytes(found, folder, each),
     )
 
 

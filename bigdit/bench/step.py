@@ -1,4 +1,4 @@
-"""The single-process step: run for real and rehearsed, and by turns with the loop that one would write by hand."""
+"""A run's step in one process: memory predicted and measured, time interleaved with a loop written by hand."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from bigdit import engines, models
+from bigdit import catalog, engines, log, models
 from bigdit.bench.interleaved import Comparison, Load, take_turns
 from bigdit.bench.plain_loop import Step, plain_steps
 from bigdit.dist import World
-from bigdit.memory.allocator import replay
+from bigdit.errors import UserError
 from bigdit.objective_spec import ObjectiveSpec
-from bigdit.receipt import Receipt
-from bigdit.rehearse import StepRequest, RehearsedSize, rehearse
+from bigdit.profile.attempt import Attempt
+from bigdit.profile.cards import Cards
 from bigdit.profile.data import batch, feed
-from bigdit.profile.request import A100_MULTIPROCESSORS, Kernels
+from bigdit.profile.lanes import WorkerError
+from bigdit.profile.request import StepRequest
+from bigdit.receipt import Receipt
 from bigdit.shortage import room
 from bigdit.spec import BatchShape, ModelSpec, Strategy
 from bigdit.store import FeatureStore
@@ -75,44 +77,43 @@ class _Asked:
 def bench_step(
     spec: ModelSpec, shape: BatchShape, strategy: Strategy, objective: ObjectiveSpec, *, steps: int, seed: int
 ) -> StepBench:
-    """Predicted and measured peak bytes of two steps, and the seconds of those after them, up to `steps`: by turns with
-    a plain loop's where there is room for another model, which is built when memory is measured.
+    """Peak bytes of two steps, and the seconds of those after them, up to `steps`.
 
-    On a GPU the measured peaks are the caching allocator's, and the predicted ones those of its replay; on a CPU both
-    are the recorder's.
+    These are interleaved with a plain loop's where there is room for a second model.
+
+    On a GPU the peaks are the caching allocator's, with those of an emulated GPU as the prediction. On a CPU there is
+    none.
     """
     load = Load.now()
     with process_group(World(), needed=False) as device:
         asked = _Asked(spec, shape, strategy, objective, seed, device)
-        found = rehearse(_request(asked)).sizes[0]
         model = asked.model()
+        params = sum(parameter.numel() for parameter in model.parameters())
         with MemoryMeter(device) as meter:
             own = _own_steps(asked, model, meter)
             seconds = [next(own).seconds for _ in range(STEPS)]
-        assert meter.peak_allocated_bytes is not None
-        alone = _obstacle(meter, device, found.params)
+        alone = _obstacle(meter, device, params)
         if alone is None:
             compared = _compared(asked, own, steps - STEPS, load)
             seconds += compared.contenders[1].rounds
         else:
             compared = None
             seconds += [next(own).seconds for _ in range(steps - STEPS)]
-    return StepBench(_receipt(asked, found, meter, seconds), compared, alone)
+    return StepBench(_receipt(asked, meter, seconds), compared, alone)
 
 
-def _request(asked: _Asked) -> StepRequest:
-    kernels: Kernels = "cuda" if asked.device.type == "cuda" else "cpu"
-    card = torch.cuda.get_device_properties(asked.device) if kernels == "cuda" else None
-    return StepRequest(
-        model=asked.spec,
-        batch=asked.shape,
-        strategy=asked.strategy,
-        micro_batch_sizes=(asked.strategy.micro_batch_size,),
-        objective=asked.objective,
-        kernels=kernels,
-        compute_capability=(8, 0) if card is None else (card.major, card.minor),
-        multiprocessors=A100_MULTIPROCESSORS if card is None else card.multi_processor_count,
-    )
+def _predicted(asked: _Asked, meter: MemoryMeter) -> Attempt | None:
+    """The same steps on an emulated GPU; None on a CPU, and where they cannot run there, which is logged."""
+    if asked.device.type != "cuda":
+        return None
+    request = StepRequest(model=asked.spec, batch=asked.shape, strategy=asked.strategy, objective=asked.objective)
+    try:
+        gpu = catalog.resolve_gpu(meter.device_name)
+        with Cards(gpu, 1, expandable_segments=meter.expandable_segments) as cards:
+            return cards.attempt(request)
+    except (UserError, WorkerError) as error:
+        log.notice(f"note: memory is not predicted: {error}")
+        return None
 
 
 def _own_steps(asked: _Asked, model: nn.Module, meter: MemoryMeter) -> Iterator[Step]:
@@ -137,9 +138,8 @@ def _own_steps(asked: _Asked, model: nn.Module, meter: MemoryMeter) -> Iterator[
 def _obstacle(meter: MemoryMeter, device: torch.device, params: int) -> str | None:
     """Why no plain loop can run beside the engine; None where it can."""
     if meter.emulated:
-        return "no kernel runs on an emulated card, so that seconds say nothing"
-    assert meter.peak_allocated_bytes is not None
-    wanted = meter.peak_allocated_bytes + 4 * params  # fp32 gradients, which the plain loop has all at once
+        return "no kernel runs on an emulated GPU, so that seconds say nothing"
+    wanted = meter.now()["peak_memory_bytes"] + 4 * params  # fp32 gradients, which the plain loop has all at once
     free, _ = room(device)
     if device.type == "cuda":
         free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -174,14 +174,11 @@ def _compared(asked: _Asked, own: Iterator[Step], rounds: int, load: Load) -> Co
     )
 
 
-def _receipt(asked: _Asked, found: RehearsedSize, meter: MemoryMeter, seconds: list[float]) -> Receipt:
-    strategy, measured = asked.strategy, meter.peak_allocated_bytes
-    assert measured is not None
-    predicted, predicted_reserved = found.ledger.peak_allocated_bytes, None
-    if asked.device.type == "cuda":  # whose allocator counts whole blocks
-        total = torch.cuda.get_device_properties(asked.device).total_memory
-        replayed = replay(found.timeline, total, expandable_segments=meter.expandable_segments)
-        predicted, predicted_reserved = replayed.peak_allocated_bytes, replayed.peak_reserved_bytes
+def _receipt(asked: _Asked, meter: MemoryMeter, seconds: list[float]) -> Receipt:
+    strategy, measured, predicted = asked.strategy, meter.peak_allocated_bytes, _predicted(asked, meter)
+    off = None
+    if predicted is not None and measured is not None:
+        off = round(100 * (predicted.peak_allocated_bytes - measured) / measured, 4)
     median = statistics.median(seconds[STEPS:])
     return Receipt(
         kind="bench",
@@ -199,12 +196,12 @@ def _receipt(asked: _Asked, found: RehearsedSize, meter: MemoryMeter, seconds: l
         seconds=round(sum(seconds), 3),
         seconds_per_step=round(median, 5),
         samples_per_second=round(strategy.global_batch_size / median, 2),
-        predicted_peak_allocated_bytes=predicted,
-        predicted_peak_reserved_bytes=predicted_reserved,
+        predicted_peak_allocated_bytes=None if predicted is None else predicted.peak_allocated_bytes,
+        predicted_peak_reserved_bytes=None if predicted is None else predicted.peak_reserved_bytes,
         measured_peak_allocated_bytes=measured,
         measured_peak_reserved_bytes=meter.peak_reserved_bytes,
         measured_with=meter.method,
-        error_percent=round(100 * (predicted - measured) / measured, 4),
+        error_percent=off,
     )
 
 

@@ -152,7 +152,7 @@ def online_encoders(model: CatalogModel, batch: BatchShape, *, vae_dtype: Dtype 
     vae = model.vae
     if vae.kwargs is None:
         raise UserError(
-            f"{model.name} cannot be rehearsed with features online: the catalogue has no constructor arguments of "
+            f"{model.name} cannot be planned with features online: the catalogue has no constructor arguments of "
             f"its {vae.name}; use features cached"
         )
     cast = vae.name in _CAST_VAES or model.spec.class_name in _CAST_FAMILIES
@@ -188,7 +188,7 @@ def _text_encoders(model: CatalogModel, batch: BatchShape) -> tuple[TextEncoderS
     if recipe is None:
         known = ", ".join(sorted({encoder for encoder, _ in _RECIPES}))
         raise UserError(
-            f"{model.name} cannot be rehearsed with features online: the catalogue has no recipe of its text encoder "
+            f"{model.name} cannot be planned with features online: the catalogue has no recipe of its text encoder "
             f"{text.encoder}; use features cached; known are {known}"
         )
     streams = stream_shapes(model.spec.class_name, model.spec.kwargs)

@@ -86,7 +86,7 @@ class CatalogModel(Strict):
 
     @property
     def obstacle(self) -> str | None:
-        """Why this model cannot be rehearsed now; None where it can."""
+        """Why this model cannot be planned now; None where it can."""
         if self.spec.class_name not in FAMILIES:
             return no_adapter(self.spec.class_name)
         return None
@@ -123,7 +123,7 @@ class CatalogModel(Strict):
         return inputs is not None and inputs.square
 
     @property
-    def rehearsable(self) -> bool:
+    def plannable(self) -> bool:
         return self.obstacle is None
 
     @property

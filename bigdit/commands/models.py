@@ -19,7 +19,7 @@ def run(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON with every field.")] = False,
 ) -> None:
-    """List the diffusion transformers that are known, which of them can be rehearsed, and which trained now."""
+    """List the diffusion transformers that are known, which of them can be planned, and which trained now."""
     from bigdit import log
     from bigdit.catalog.models import models, no_model
     from bigdit.errors import UserError
@@ -47,7 +47,7 @@ def _fields(model: CatalogModel) -> dict[str, Any]:
     return model.model_dump(mode="json") | {
         "aliases": model_aliases(model.name),
         "repositories": repositories(model.name),
-        "rehearsable": model.rehearsable,
+        "plannable": model.plannable,
         "obstacle": model.obstacle,
         "trainable": model.trainable,
         "training_obstacle": model.training_obstacle,
@@ -59,9 +59,9 @@ def _fields(model: CatalogModel) -> dict[str, Any]:
 
 _ELSEWHERE = "train*"
 _PURPOSES = {
-    "train": "for train: can be rehearsed, and trained from a feature store",
+    "train": "for train: can be planned, and trained from a feature store",
     _ELSEWHERE: f"for {_ELSEWHERE}: its text is encoded elsewhere, by no recipe of `bigdit extract`",
-    "plan": "for plan: can be rehearsed",
+    "plan": "for plan: can be planned",
 }
 """What a model is for, and what that means."""
 
@@ -70,7 +70,7 @@ def _purpose(model: CatalogModel) -> str | None:
     """What a model is for now."""
     if model.trainable:
         return "train" if model.extractable else _ELSEWHERE
-    return "plan" if model.rehearsable else None
+    return "plan" if model.plannable else None
 
 
 def _native_latents(model: CatalogModel) -> tuple[int, ...] | None:

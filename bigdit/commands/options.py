@@ -40,15 +40,6 @@ Gpu = Annotated[
 RESOLUTION = "1024, or 480x832 (height x width); the model's own if left out."
 Resolution = Annotated[str | None, typer.Option(metavar="PIXELS", help=RESOLUTION)]
 Frames = Annotated[int | None, typer.Option(metavar="N", help="Frames of a video; the model's own if left out.")]
-Device = Annotated[
-    str | None,
-    typer.Option(
-        metavar="WHERE",
-        help="Where strategies run: emulated, on emulated cards, the default where there is a CUDA build of torch; or "
-        "rehearsed. `bench memory --gpu auto`: measured, on this machine's card, if left out.",
-    ),
-]
-
 # What a plan is asked.
 GpuMemory = Annotated[
     str | None, typer.Option(metavar="SIZE", help="The card's used + free in nvidia-smi, such as 45416MiB.")

@@ -12,7 +12,6 @@ import typer
 from bigdit.commands.listed import listed
 from bigdit.commands.options import (
     Buckets,
-    Device,
     Ema,
     EmaWidths,
     Engine,
@@ -87,7 +86,6 @@ def run(
     explain: Annotated[
         bool, typer.Option("--explain", help="Show the way from the setting that people copy to the recommended one.")
     ] = False,
-    device: Device = None,
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Write plan.yaml, ds_config.json and report.html to DIR.")
     ] = None,
@@ -118,7 +116,6 @@ def run(
         "price": price,
         "receipts": receipts,
         "explain": explain,
-        "device": device,
     }
     of_run: dict[str, Any] = {
         "model": model,
@@ -196,7 +193,6 @@ def _plan(question: Question, others: Sequence[Question], out: Path | None, as_j
         from bigdit.report.folder import check_folder, write_plan  # here: it draws, and imports what draws
 
         check_folder(out)
-    _say_no_cards(question)
     plans = []
     for asked in (question, *others):
         on = f" on {asked.cluster.gpus} cards" if others else ""
@@ -210,13 +206,6 @@ def _plan(question: Question, others: Sequence[Question], out: Path | None, as_j
     else:
         show(plan, out)
     return 0 if plan.fits else EXIT_DOES_NOT_FIT
-
-
-def _say_no_cards(question: Question) -> None:
-    from bigdit import log
-
-    if question.no_cards:
-        log.notice(f"note: this plan is made by rehearsals alone, without emulated cards: {question.no_cards}")
 
 
 def _plan_stages(config: Path, overrides: list[str], asked: dict[str, Any], out: Path | None, as_json: bool) -> int:
@@ -233,7 +222,6 @@ def _plan_stages(config: Path, overrides: list[str], asked: dict[str, Any], out:
 
         for each in filter(None, folders):
             check_folder(each)
-    _say_no_cards(questions[0])
     for line in unpinned(config, overrides):
         log.notice(f"note: {line}")
     for number, (question, folder) in enumerate(zip(questions, folders, strict=True)):

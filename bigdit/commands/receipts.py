@@ -46,9 +46,9 @@ def show(gpu: Card = None, receipts: Folder = None, as_json: Json = False) -> No
 def compare(gpu: Card = None, receipts: Folder = None, as_json: Json = False) -> None:
     """Each receipt beside what is predicted for it now, and what plans take from all of a card: band and speed."""
     from bigdit import log
-    from bigdit.rehearse.pool import Pool
+    from bigdit.profile.cards import Cards
     from bigdit.report.receipts import compared, summary
-    from bigdit.search.finding.checked import calibration, check, memory_band, one_by
+    from bigdit.search.finding.evidence import calibration, check, memory_band
     from bigdit.search.finding.receipts import of_card
     from bigdit.units import how_many
 
@@ -56,9 +56,9 @@ def compare(gpu: Card = None, receipts: Folder = None, as_json: Json = False) ->
     cards = _cards(found, gpu)
     document = []
     for device, card in cards.items():
-        with log.err.status(f"rehearsing what the {device} ran"), Pool() as pool:
+        with log.err.status(f"running what the {device} ran on an emulated one"), Cards(card) as emulated:
             own = [*of_card(found, card), *of_card(found, card, emulated=True)]
-            checked, notices = check(own, card, one_by(pool))
+            checked, notices = check(own, card, emulated)
         lines = summary(checked)
         band = memory_band(checked)
         lines += [] if band is None else [f"plans for this card take {band[0]:.1%} more memory into account: {band[1]}"]
@@ -94,17 +94,17 @@ def calibrate(gpu: Card = None, receipts: Folder = None, as_json: Json = False) 
     """What plans take from a card's receipts: the band of memory, and by what its predicted seconds are multiplied."""
     from bigdit import log
     from bigdit.errors import UserError
-    from bigdit.rehearse.pool import Pool
+    from bigdit.profile.cards import Cards
     from bigdit.report.receipts import bands, speeds
-    from bigdit.search.finding.checked import check, learnt, one_by
+    from bigdit.search.finding.evidence import check, learnt
     from bigdit.search.finding.receipts import left_out, of_card
     from bigdit.units import how_many
 
     found = _read(receipts)
     learned = []
     for card in {card.name: card for card in _cards(found, gpu).values()}.values():
-        with log.err.status(f"rehearsing what the {card.title} ran"), Pool() as pool:
-            checked, notices = check(of_card(found, card), card, one_by(pool))
+        with log.err.status(f"running what the {card.title} ran on an emulated one"), Cards(card) as emulated:
+            checked, notices = check(of_card(found, card), card, emulated)
         for line in [*left_out(found, card), *notices]:
             log.notice(f"note: {line}")
         if checked:

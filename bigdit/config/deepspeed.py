@@ -29,8 +29,8 @@ _OUR_OPTIMIZERS = {
     "zero_force_ds_cpu_optimizer": (False, "optimizer"),
 }
 
-_QUANTISER = "runs CUDA kernels of DeepSpeed's own, whose memory no rehearsal sees"
-_NODES = "shards within a node, and a rehearsal knows processes, not nodes"
+_QUANTISER = "runs CUDA kernels of DeepSpeed's own, whose memory no emulated GPU sees"
+_NODES = "shards within a node, and an attempt knows processes, not nodes"
 # What neither a plan nor this machine can stand for. Off is what they are by default.
 _REFUSED = {
     "zero_quantized_weights": (False, _QUANTISER),

@@ -97,7 +97,7 @@ class EncodersConfig(Strict):
 
     `device`: where they encode; auto: on the GPUs of the machine, its workers by turns, or else on its cores.
     `batch_size`: pictures, or frames of videos, and captions, that are encoded at once; auto: on a GPU what the
-    rehearsed encode phase of a catalogue's model leaves room for, else 16, and on a CPU one caption; but one video.
+    encode phase of a catalogue's model leaves room for, else 16, and on a CPU one caption; but one video.
     Halved where memory runs out, raised again.
     """
 

@@ -155,7 +155,7 @@ def plan_notices(run: RunConfig, plan: PlanFile, catalogue: str) -> list[str]:
 
 
 def _release(version: str) -> str:
-    """Without the build: the same torch for processors rehearses what that for CUDA does."""
+    """Without the build: the same torch for processors is as good as that for CUDA."""
     return version.partition("+")[0]
 
 

@@ -19,7 +19,7 @@ MOST_MICRO_BATCH = 1024
 MOST_RANK = 8192
 """Of adapters: beyond the width of the layer that it stands beside, a rank adds nothing, and none here is wider."""
 MOST_GPUS = 4096
-"""A rehearsal makes a process group of the real size, and what NCCL takes and how long collectives last is not known
+"""An attempt makes a process group of the real size, and what NCCL takes and how long collectives last is not known
 to hold beyond that."""
 
 _HOST = {"device": "cpu", "pin_memory": True}
@@ -133,7 +133,7 @@ def _validated(document: dict[str, Any]) -> Strategy:
 
 
 def _within_bounds(strategy: Strategy) -> Strategy:
-    """Raise UserError for sizes that plans refuse too: nobody would wait for the rehearsal."""
+    """Raise UserError for sizes that plans refuse too: nobody would wait for the attempt."""
     rank = 0 if strategy.lora is None else strategy.lora.rank
     bounds = {
         "world_size": (strategy.world_size, MOST_GPUS),

@@ -83,15 +83,6 @@ class FrozenEncoders:
         return *_joined(texts), extras
 
 
-def look_into_fake_masks() -> None:
-    """Let transformers read the masks of fake tensors as it reads real ones: else it takes them for a trace's."""
-    transformers.utils.import_utils.is_fake_tensor = _is_no_trace
-
-
-def _is_no_trace(tensor: torch.Tensor) -> bool:
-    return False
-
-
 def _text_encoder(spec: TextEncoderSpec) -> nn.Module:
     config = getattr(transformers, spec.config_class)(**spec.kwargs)
     if hasattr(config, "use_cache"):

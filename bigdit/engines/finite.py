@@ -11,7 +11,7 @@ import torch.distributed as dist
 def is_finite(number: torch.Tensor) -> bool:
     """Whether a number on the device is finite. Waits for the device.
 
-    Asked by its contrary: what a rehearsal reads is False, and there nothing overflows.
+    Asked by its contrary: what is read of an emulated GPU is False, and there nothing overflows.
     """
     return not bool(torch.isfinite(number).logical_not())
 

@@ -1,4 +1,4 @@
-"""What the training step, the checkpoint and the rehearsal ask of an engine."""
+"""What the training step, the checkpoint and the recorder ask of an engine."""
 
 from __future__ import annotations
 

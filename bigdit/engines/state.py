@@ -57,7 +57,7 @@ def average_kind(i: int) -> str:
     return f"{AVERAGE}{i + 1}" if i else AVERAGE
 
 
-@torch.no_grad()  # or each shard of a DTensor is an operation of autograd's, a tenth of what a rehearsal takes
+@torch.no_grad()  # or each shard of a DTensor is an operation of autograd's, a tenth of what a recorded step takes
 def checkpoint_bytes(engine: Engine, ema: Ema | None) -> int:
     """What this process copies to the host to save its state, as it is now."""
     return sum(

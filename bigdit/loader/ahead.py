@@ -10,26 +10,15 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-Held = Callable[[Iterable[Future[T]]], None]
-
-
-def read_ahead(
-    read: Callable[[int], T],
-    steps: Iterable[int],
-    ahead: int,
-    reader: Executor,
-    held: Held[T] = lambda futures: None,
-) -> Iterator[T]:
+def read_ahead(read: Callable[[int], T], steps: Iterable[int], ahead: int, reader: Executor) -> Iterator[T]:
     """`read(step)` of each step, in order; `reader` is given the next `ahead` steps before one is handed out.
 
-    So `ahead` + 1 steps exist at once, where the caller lets go of one before it asks for the next. `held` is told
-    of all of them before one is handed out; it may wait for those that are still being read.
+    So `ahead` + 1 steps exist at once, where the caller lets go of one before it asks for the next.
     """
     queue: deque[Future[T]] = deque()
     for step in steps:
         queue.append(reader.submit(read, step))
         if len(queue) > ahead:
-            held(queue)
             yield queue.popleft().result()
     while queue:
         yield queue.popleft().result()

@@ -7,7 +7,7 @@ from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 
 from bigdit.dist import World
-from bigdit.loader.ahead import Held, read_ahead
+from bigdit.loader.ahead import read_ahead
 from bigdit.loader.batch import Batch
 from bigdit.loader.captioned import CaptionedBatch
 from bigdit.loader.order import Ints, Order, sample_seed
@@ -60,13 +60,12 @@ class FeatureStream:
         self._lock = threading.Lock()
         self._advised = 0  # the first step that the system was not told of
 
-    def steps(self, start: int, stop: int, held: Held[list[Micro]] = lambda futures: None) -> Generator[list[Micro]]:
-        """The micro-batches of steps [start, stop), `read_ahead_steps` of them read ahead by threads, a step each;
-        `held` is told of all that exist before each is handed out."""
+    def steps(self, start: int, stop: int) -> Generator[list[Micro]]:
+        """The micro-batches of steps [start, stop), `read_ahead_steps` of them read ahead by threads, a step each."""
         readers = ThreadPoolExecutor(self._threads, thread_name_prefix="loader")
         try:
             yield from read_ahead(
-                lambda step: self._fetched(step, stop), range(start, stop), self._read_ahead_steps, readers, held
+                lambda step: self._fetched(step, stop), range(start, stop), self._read_ahead_steps, readers
             )
         finally:
             readers.shutdown(cancel_futures=True)

@@ -1,6 +1,6 @@
-"""Memory as a record of events, its sums, and the caching allocator; what a process takes beside it.
+"""Memory as a record of events and its sums; what a process takes beside torch's reserved memory.
 
-Nothing here imports torch: events come from `record`, and a plan from the cache is replayed at once.
+Nothing here imports torch: events come from `record`.
 """
 
 from bigdit.memory.host import HostMemory, host_memory, pinned_bytes

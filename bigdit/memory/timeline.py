@@ -1,9 +1,8 @@
-"""What was allocated and freed on one device, in order: the record of a rehearsal, or of a real run."""
+"""What was allocated and freed on one device, in order."""
 
 from __future__ import annotations
 
 import base64
-import itertools
 import json
 import zlib
 from collections.abc import Iterator
@@ -32,13 +31,12 @@ CATEGORIES: tuple[Category, ...] = get_args(Category)
 class Block:
     """One storage, `nbytes` as torch asked for them; `label` is the module or the call that allocated it.
 
-    `stream`: the number of the device's stream, whose pool it came from; `pinned`: page-locked host memory.
+    `pinned`: page-locked host memory.
     """
 
     nbytes: int
     category: Category
     label: str
-    stream: int = 0
     pinned: bool = False
 
 
@@ -85,8 +83,7 @@ class OperatorCost:
 class Timeline:
     """Blocks, and the events that allocate and free them: `i + 1` allocates block i, `-(i + 1)` frees it.
 
-    Spans follow one another and cover all events. A block is allocated once, and freed at most once. `emptied`: the
-    events before which the caching allocator was told to give back what it holds idle.
+    Spans follow one another and cover all events. A block is allocated once, and freed at most once.
     """
 
     blocks: tuple[Block, ...]
@@ -94,7 +91,6 @@ class Timeline:
     spans: tuple[Span, ...]
     collectives: tuple[Collective, ...] = ()
     operators: tuple[OperatorCost, ...] = ()
-    emptied: tuple[int, ...] = ()
 
     def changes(self, span: Span, granularity: int = 1) -> Iterator[tuple[Block, int]]:
         """Each event of `span` as its block and the bytes that it adds (or, negative, takes away)."""
@@ -102,16 +98,6 @@ class Timeline:
             block = self.blocks[abs(event) - 1]
             size = rounded(block.nbytes, granularity)
             yield block, size if event > 0 else -size
-
-    @property
-    def peak_allocated_bytes(self) -> int:
-        """The most bytes that were allocated at once, as torch asked for them."""
-        return max(itertools.accumulate(self._signed_bytes(), initial=0))
-
-    def _signed_bytes(self) -> Iterator[int]:
-        for event in self.events:
-            nbytes = self.blocks[abs(event) - 1].nbytes
-            yield nbytes if event > 0 else -nbytes
 
     def pack(self) -> str:
         """The timeline as printable text: columns, zlib, base64. `unpack` reads it."""
@@ -121,13 +107,11 @@ class Timeline:
             "nbytes": [b.nbytes for b in self.blocks],
             "category": [CATEGORIES.index(b.category) for b in self.blocks],
             "label": [labels[b.label] for b in self.blocks],
-            "stream": [b.stream for b in self.blocks],
             "pinned": [i for i, b in enumerate(self.blocks) if b.pinned],
             "events": self.events,
             "spans": [(s.phase, s.start, s.stop) for s in self.spans],
             "collectives": [astuple(collective) for collective in self.collectives],
             "operators": [astuple(operator) for operator in self.operators],
-            "emptied": self.emptied,
         }
         text = json.dumps(columns, separators=(",", ":"))
         return base64.b85encode(zlib.compress(text.encode(), 6)).decode()
@@ -137,18 +121,16 @@ class Timeline:
         """The timeline that `pack` wrote. Raises ValueError for anything else."""
         try:
             columns = json.loads(zlib.decompress(base64.b85decode(text)))
-            rows = zip(columns["nbytes"], columns["category"], columns["label"], columns["stream"], strict=True)
+            rows = zip(columns["nbytes"], columns["category"], columns["label"], strict=True)
             pinned, labels = set(columns["pinned"]), columns["labels"]
             return Timeline(
                 blocks=tuple(
-                    Block(size, CATEGORIES[kind], labels[at], stream, i in pinned)
-                    for i, (size, kind, at, stream) in enumerate(rows)
+                    Block(size, CATEGORIES[kind], labels[at], i in pinned) for i, (size, kind, at) in enumerate(rows)
                 ),
                 events=tuple(columns["events"]),
                 spans=tuple(Span(*row) for row in columns["spans"]),
                 collectives=tuple(Collective(*row) for row in columns["collectives"]),
                 operators=tuple(OperatorCost(*row) for row in columns["operators"]),
-                emptied=tuple(columns["emptied"]),
             )
         except (zlib.error, ValueError, KeyError, IndexError, TypeError) as error:
             raise ValueError(f"not a packed timeline: {error}") from None

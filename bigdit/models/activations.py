@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from bigdit.models.family import Family
 
-Packed: TypeAlias = "torch.Tensor | tuple[torch.device, torch.Tensor]"
+Packed: TypeAlias = "torch.Tensor | tuple[torch.device, torch.Tensor, tuple[torch.Size, tuple[int, ...]] | None]"
 
 
 def offload_activations(model: nn.Module, family: Family) -> None:
@@ -20,8 +20,8 @@ def offload_activations(model: nn.Module, family: Family) -> None:
 
     To be applied after checkpointing: a checkpointed block saves its inputs, and those are what moves; what a
     selective one keeps stays. Weights stay too. A tensor that several operations save is copied for each of
-    them. Host memory is pinned where the device is a GPU. On a CPU it is a copy within the host, and saves
-    nothing.
+    them; of an expanded one the memory behind it is. Host memory is pinned where the device is a GPU. On a CPU it is a
+    copy within the host, and saves nothing.
     """
     for block in family.blocks(model):
         # Known now, before an engine takes the parameters apart.
@@ -39,16 +39,22 @@ def _to_host(block: nn.Module, sizes: set[int], tensor: torch.Tensor) -> Packed:
     # As torch.autograd.graph.save_on_cpu, which moves weights too, and forgets the strides.
     if tensor.numel() in sizes and _is_weight(block, tensor):
         return tensor
+    expanded = None
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    if 0 < span < tensor.numel():  # a mask for all queries and heads: attention asks for its strides, too
+        expanded = tensor.shape, tensor.stride()
+        tensor = tensor.as_strided((span,), (1,))
     host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type != "cpu")
     host.copy_(tensor, non_blocking=True)
-    return tensor.device, host
+    return tensor.device, host, expanded
 
 
 def _to_device(packed: Packed) -> torch.Tensor:
     if isinstance(packed, torch.Tensor):
         return packed
-    device, host = packed
-    return host.to(device, non_blocking=True)
+    device, host, expanded = packed
+    tensor = host.to(device, non_blocking=True)
+    return tensor if expanded is None else tensor.as_strided(*expanded)
 
 
 def _is_weight(block: nn.Module, tensor: torch.Tensor) -> bool:

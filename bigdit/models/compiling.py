@@ -44,8 +44,8 @@ def compile_blocks(model: nn.Module, family: Family, backend: str | Callable[...
 
 
 def _called(compiled: Callable[..., Any], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The block as it is written where someone looks at its operators, which a compiled one does not show: in a
-    rehearsal, and under the recorder of a run on a CPU."""
+    """The block as it is written where someone looks at its operators, which a compiled one does not show: under a
+    recorder, or where they are counted."""
     return (forward if is_in_torch_dispatch_mode() else compiled)(*args, **kwargs)
 
 

@@ -1,6 +1,6 @@
 """Noise schedules: what is left of the picture at each timestep, from 0 = almost all of it.
 
-In python's floats: losses take single numbers of them, and a rehearsal must know these.
+In python's floats: losses take single numbers of them, which an emulated GPU computes.
 """
 
 from __future__ import annotations

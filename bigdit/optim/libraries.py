@@ -54,7 +54,7 @@ def torchao(spec: OptimizerSpec, params: Groups, *, stochastic_rounding: bool) -
     from torchao.optim.adam import _AdamW
 
     # Its maps are made by tensor operations at first use and kept: the first optimizer of a process would be unlike
-    # the others, and a rehearsal unlike the run.
+    # the others, and an attempt unlike the run.
     for maps in (subclass_4bit, subclass_8bit):
         maps.get_qmap_signed.cache_clear()
         maps.get_qmap_unsigned.cache_clear()

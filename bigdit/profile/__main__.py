@@ -42,7 +42,7 @@ def _answer(line: str) -> tuple[str, bool]:
     if question.what == "recorded":
         from bigdit.profile.recorded import recorded
 
-        return recorded(question.request).model_dump_json(), False
+        return recorded(question.request, question.snapshot).model_dump_json(), False
     return attempt(question).model_dump_json(), emptied()
 
 

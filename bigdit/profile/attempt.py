@@ -21,7 +21,8 @@ class Question(Strict):
 
     Torch may reserve `capacity_bytes`. Without `to_end` the GPU gives nothing more once the allocator is short of room:
     the steps do not fit then. Without `values` no small tensor is computed, and the host reads zeros. `counted`: one
-    more step counts what its operators and collectives do.
+    more step counts what its operators and collectives do. `snapshot`: the file that gets torch's memory snapshot of a
+    recorded run.
     """
 
     what: Literal["attempt", "recorded", "model"] = "attempt"
@@ -30,6 +31,7 @@ class Question(Strict):
     to_end: bool = True
     values: bool = True
     counted: bool = False
+    snapshot: str | None = None
 
 
 class PhaseBytes(Strict):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from queue import SimpleQueue
 from threading import Lock
 from typing import TypeVar
@@ -135,12 +136,12 @@ class Cards:
         """Raise UserError where the class of the request's model refuses its arguments."""
         self._ask(Question(what="model", request=request), lane=0)
 
-    def profile(self, request: StepRequest) -> Profile:
-        """Two recorded steps, or what is cached of them.
+    def profile(self, request: StepRequest, snapshot: Path | None = None) -> Profile:
+        """Two recorded steps, or what is cached of them. They run where torch's memory snapshot goes to a file.
 
         Raises UserError for what the user can mend, TookTooLong, and WorkerError where the process dies.
         """
-        return self._with_card(partial(self._profile, request))
+        return self._with_card(partial(self._profile, request, snapshot))
 
     def attempt(
         self, request: StepRequest, capacity_bytes: int = UNLIMITED, *, to_end: bool = True, counted: bool = False
@@ -208,13 +209,14 @@ class Cards:
                 if self._done is not None:
                     self._done(self._made)
 
-    def _profile(self, request: StepRequest, card: int) -> Profile:
+    def _profile(self, request: StepRequest, snapshot: Path | None, card: int) -> Profile:
         kind = _kind(request)
         follows = self._follows.get(kind, kind not in self._unread)
-        question = Question(what="recorded", request=request, values=follows)
         decides = self._decides(Question(what="recorded", request=request))
-        found = _PROFILES.find(decides)
+        found = None if snapshot else _PROFILES.find(decides)
         if found is None:
+            file = None if snapshot is None else str(snapshot.absolute())
+            question = Question(what="recorded", request=request, values=follows, snapshot=file)
             found = Profile.model_validate_json(self._ask(question, card if follows else self.count + card))
             _PROFILES.keep(decides, found)
         return found

@@ -1,4 +1,4 @@
-"""The loader in a rehearsal: batches of zeros, held, pinned and handed out as the trainer's stream does it."""
+"""The loader of an attempt: batches of zeros, held, pinned and handed out as the trainer's stream does it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def raw_batch(
 ) -> RawBatch:
     """A micro-batch on the host to be encoded: pictures in uint8, and captions that fill each encoder's tokens.
 
-    Padded captions have masks of [B, 1, T, T] beside them in some encoders, which is not rehearsed.
+    Padded captions have masks of [B, 1, T, T] beside them in some encoders, which is left out.
     """
     count = strategy.micro_batch_size
     return RawBatch(
@@ -56,7 +56,7 @@ def feed(
     """The micro-batches of one step after another, without end; `seen` hears of each when it is held.
 
     The trainer's stream reads in a thread, whose allocations no recorder sees; here this one reads. What a thread
-    holds for a moment while it reads, the stored latents and texts of one micro-batch, is not rehearsed, nor is
+    holds for a moment while it reads, the stored latents and texts of one micro-batch, is left out, and so is
     the system's page cache of the store's files, which is free to go.
     """
 

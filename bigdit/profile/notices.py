@@ -1,4 +1,4 @@
-"""What is said aloud beside a rehearsal's numbers."""
+"""Notes beside the figures of emulated steps."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ from collections.abc import Mapping
 
 from bigdit.spec import FACTORED, Strategy
 
-PROVED_WITH: Mapping[str, tuple[str, str]] = {
+TESTED_WITH: Mapping[str, tuple[str, str]] = {
     "torch": ("2.11.0", "2.15.0"),
     "deepspeed": ("0.19.8", "0.19.8"),
     "diffusers": ("0.42.1", "0.42.1"),
     "bitsandbytes": ("0.50.2", "0.50.2"),
     "torchao": ("0.18.0", "0.18.0"),
 }
-"""First and last version of what decides a ledger, with which rehearsals were held against real steps; of torch,
-these two and 2.13.0 for one process and FSDP2, 2.13.0 and in part the last for DeepSpeed."""
+"""The first and the last version with which tests run steps on emulated GPUs. Torch 2.13 runs in all of them."""
 
 COMPILED = (
     "compile_blocks: these figures are of blocks as they are written; compiled ones keep other tensors, as a rule less "
@@ -24,10 +23,10 @@ COMPILED = (
 
 
 def notices(strategy: Strategy, versions: Mapping[str, str]) -> tuple[str, ...]:
-    """Versions outside the proved range, and what an engine makes impossible and is priced as it is."""
+    """Versions outside the tested range, and what an engine makes impossible."""
     found = [
-        f"{name} {versions[name]} is outside the versions that rehearsals were proved with ({_span(first, last)})"
-        for name, (first, last) in PROVED_WITH.items()
+        f"{name} {versions[name]} is outside the versions that bigdit was tested with ({_span(first, last)})"
+        for name, (first, last) in TESTED_WITH.items()
         if not _numbers(first) <= _numbers(versions.get(name, "")) <= _numbers(last)
     ]
     if strategy.zero_stage and strategy.optimizer.name in FACTORED:

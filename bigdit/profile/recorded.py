@@ -6,13 +6,17 @@ first operand are written there, so that the steps take what they take without a
 
 from __future__ import annotations
 
+import importlib
+import pickle
 import time
+from pathlib import Path
 
 import torch
 
 from bigdit.errors import versions
+from bigdit.files import replacing
 from bigdit.memory import ledger
-from bigdit.profile.attempt import Profile
+from bigdit.profile.attempt import UNLIMITED, Profile
 from bigdit.profile.notices import notices
 from bigdit.profile.recording import Recording, record_steps
 from bigdit.profile.request import StepRequest
@@ -21,16 +25,21 @@ from bigdit.profile.uncomputed import large_uncomputed
 from bigdit.profile.unwritten import unwritten_weights
 from bigdit.record import Recorder
 
+_PROTOCOL = 4
+"""The newest pickle that pytorch.org/memory_viz reads."""
 
-def recorded(request: StepRequest) -> Profile:
-    """The request on a GPU that has nothing yet.
 
-    Raises RuntimeError where the categories of a phase do not sum to torch's own peak.
+def recorded(request: StepRequest, snapshot: str | None = None) -> Profile:
+    """The request on a GPU that has nothing yet; torch's memory snapshot of it goes to the file `snapshot`.
+
+    Raises UserError where that cannot be written, and RuntimeError where the categories of a phase do not sum to
+    torch's own peak.
     """
     began = time.perf_counter()
     torch.cuda.set_device(0)
     torch.cuda.init()
-    recorder = Recorder("cuda")
+    importlib.import_module("bigdit_emulated.libraries").limit(UNLIMITED)
+    recorder = Recorder("cuda", stacks=snapshot is not None)
     with unwritten_weights(), large_uncomputed():
         found = _record(request, recorder, torch.device("cuda", 0))
     summed = ledger(found.device)
@@ -43,6 +52,9 @@ def recorded(request: StepRequest) -> Profile:
                 f"the categories of {phase.phase} sum to {phase.peak_bytes} bytes, and torch counted "
                 f"{counted[phase.phase]}"
             )
+    if snapshot is not None:
+        with replacing(Path(snapshot)) as temporary:
+            temporary.write_bytes(pickle.dumps(recorder.snapshot, protocol=_PROTOCOL))
     installed = versions()
     return Profile(
         params=found.params,

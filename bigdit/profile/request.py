@@ -19,6 +19,11 @@ PICTURES, TEXTS = "pictures", "texts"
 """The phases of encoders alone."""
 
 
+def weights_of(phase: str) -> str:
+    """The phase in which the weights of these encoders come to the GPU."""
+    return f"weights of {phase}"
+
+
 def _own(given: dict[str, Any]) -> ObjectiveSpec:
     return family_objective(given["model"])
 

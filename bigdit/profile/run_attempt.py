@@ -20,11 +20,12 @@ from bigdit.memory import HostMemory, Span, Timeline
 from bigdit.profile.attempt import Attempt, PhaseBytes, Question
 from bigdit.profile.data import raw_batch
 from bigdit.profile.launched import Launched, launched
-from bigdit.profile.request import PICTURES, TEXTS
+from bigdit.profile.request import PICTURES, TEXTS, weights_of
 from bigdit.profile.steps import STEPS, Witness, group, prepare, training
 from bigdit.profile.uncomputed import large_uncomputed
 from bigdit.profile.unwritten import unwritten, unwritten_weights
 from bigdit.record.costs import Costs
+from bigdit.record.in_place import WRITING, InPlace
 
 DEVICE = torch.device("cuda", 0)
 
@@ -69,8 +70,10 @@ def leave_values() -> None:
 
 
 def emptied() -> bool:
-    """Take away what lay in cycles, and what torch and cuBLAS keep; whether the GPU is empty then."""
+    """Take away what lay in cycles, and what torch and cuBLAS keep, page-locked memory too; whether the GPU is empty
+    then."""
     gc.collect()
+    torch._C._host_emptyCache()
     torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
     return torch.cuda.memory_reserved() == 0
@@ -129,11 +132,6 @@ def _encoding(question: Question, watch: _Watch) -> None:
                 module.to("cpu")
 
     watch.count_work(encode)
-
-
-def weights_of(phase: str) -> str:
-    """The phase in which these encoders come to the GPU."""
-    return f"weights of {phase}"
 
 
 class _Watch(Witness):
@@ -201,7 +199,8 @@ class _Watch(Witness):
         self.end()
         counting = self._counting = _Counting()
         sharded = "torch.distributed.tensor" in sys.modules
-        with counting, _without_propagation(counting) if sharded else nullcontext():
+        unpropagated = _without_propagation(counting) if sharded else nullcontext()
+        with counting.in_place.watching(counting), counting, unpropagated:
             run()
         spans, costs = tuple(counting.spans), counting.costs
         self.packed_work = Timeline((), (), spans, costs.collectives(), costs.operators()).pack()
@@ -216,6 +215,7 @@ class _Counting(TorchDispatchMode):
         super().__init__()
         self.costs = Costs("cuda")
         self.spans: list[Span] = []
+        self.in_place = InPlace()
         self.paused = False
 
     @classmethod
@@ -225,6 +225,8 @@ class _Counting(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         if any(is_wrapper(kind) for kind in types):
             return NotImplemented  # then the wrapper runs it on the tensors within, and those operations come here
+        if self.in_place.is_in_place(func, args):
+            func = WRITING[func]
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if self.spans and not self.paused:

@@ -24,15 +24,17 @@ _LEAST_BYTES = MIB
 
 @contextmanager
 def unwritten_weights() -> Iterator[None]:
-    """In here initialisers write nothing, and a cast of a large host tensor makes an empty one of the other dtype.
+    """In here initialisers write no large tensor, and a cast of a large host tensor makes an empty one of the other
+    dtype.
 
-    Memory that nobody wrote has no pages: a model of any size takes as much of the host as its small tensors.
+    Memory that nobody wrote has no pages: a model of any size takes as much of the host as its small tensors. These are
+    initialised: what lay in their memory before may be infinite.
     """
     names = [name for name in dir(nn.init) if name.endswith("_") and not name.startswith("_")]
     originals = {name: getattr(nn.init, name) for name in names}
     apply = nn.Module._apply
-    for name in names:
-        setattr(nn.init, name, _nothing)
+    for name, original in originals.items():
+        setattr(nn.init, name, _of_small(original))
     nn.Module._apply = _casting_unwritten(apply)
     try:
         yield
@@ -90,8 +92,11 @@ def _noise() -> torch.Tensor:
     return torch.randn(1 << 20)
 
 
-def _nothing(tensor: torch.Tensor, *args: object, **options: object) -> torch.Tensor:
-    return tensor
+def _of_small(initialise: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def initialised(tensor: torch.Tensor, *args: object, **options: object) -> torch.Tensor:
+        return tensor if tensor.nbytes >= _LEAST_BYTES else initialise(tensor, *args, **options)
+
+    return initialised
 
 
 def _casting_unwritten(apply: Callable[..., nn.Module]) -> Callable[..., nn.Module]:

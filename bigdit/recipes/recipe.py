@@ -30,14 +30,14 @@ class For(Strict):
 
 class Extraction(Strict):
     """`bigdit extract` of so many `samples` of each size on emulated cards, in bytes of one, at the most; `ran_out`:
-    encoders were on the card together until memory did not do, and took turns from then on. `rehearsed_bytes`: what
-    torch allocates for as many by the rehearsed encode phase, None where the catalogue has not all encoders."""
+    encoders were on the card together until memory did not do, and took turns from then on. `emulated_bytes`: what
+    torch allocates for as many by the encode phase on an emulated GPU, None where the catalogue has not all encoders."""
 
     samples: PositiveInt
     peak_allocated_bytes: PositiveInt
     peak_reserved_bytes: PositiveInt
     ran_out: bool
-    rehearsed_bytes: PositiveInt | None
+    emulated_bytes: PositiveInt | None
 
 
 class Saved(Strict):
@@ -63,7 +63,7 @@ class Saved(Strict):
 class Took(Strict):
     """Three steps of a recipe at full size on emulated cards, in bytes of one: by torch's allocator, and
     `process_bytes` with all that a CUDA process takes beside it, at least and at most. As the plan for it says, or its
-    rehearsal where blocks are swapped, whose number no plan is asked for: `host_bytes` of the machine's memory while
+    profile where blocks are swapped, whose number no plan is asked for: `host_bytes` of the machine's memory while
     it saves, `store_bytes` of the features of 100,000 pictures or videos, `hours` of its steps, `encoding_hours` of
     what the encoders compute of these on its cards, None where the catalogue has not all of them, `waiting_bytes` of
     their weights on the host, where they take turns on the card; 0 where all have room. `extraction` was run there

@@ -1,6 +1,6 @@
-"""Recording of what torch allocates: by a rehearsal on fake tensors, or by the trainer on a real CPU.
+"""Recording of what torch allocates on a GPU, emulated or real, and on its host.
 
-Storages and their ends, by category and phase, become a Timeline; what is summed up of it is `memory`.
+Storages and their ends, by category and phase, become a Timeline, which `memory` sums up.
 """
 
 from bigdit.record.recorder import Recorder, plain

@@ -68,7 +68,7 @@ def _convolution_backward_flops(
 
 
 def _of_shapes(formula: Callable[..., int]) -> Callable[..., int]:
-    """torch's formula of shapes, asked with tensors in its places: torch's own wrapper takes as long as a rehearsed
+    """torch's formula of shapes, asked with tensors in its places: torch's own wrapper takes as long as an
     operation, since it looks for tensors in trees."""
     within: Callable[..., int] = getattr(formula, "__wrapped__", formula)
     if within is formula:

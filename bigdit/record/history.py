@@ -21,10 +21,15 @@ class History:
     """The events of torch's allocator on the current device, from here on. An event's number is its place among them.
 
     A block that the recorder knows has its category and label. Any other is workspace of the operation that ran.
+    With `stacks` each allocation has its Python stack, and `snapshot` is kept for torch's page.
     """
 
-    def __init__(self) -> None:
-        torch.cuda.memory._record_memory_history(enabled="all", context=None, stacks="python", max_entries=_ALL)
+    def __init__(self, *, stacks: bool = False) -> None:
+        context = "alloc" if stacks else None
+        torch.cuda.memory._record_memory_history(enabled="all", context=context, stacks="python", max_entries=_ALL)
+        self._stacks = stacks
+        self.snapshot: dict[str, Any] | None = None
+        """What torch.cuda.memory._snapshot says at the end, with labels and categories."""
         self._device = torch.cuda.current_device()
         self._before = self._total()
         self._begun: list[int] = []
@@ -57,46 +62,43 @@ class History:
         """
         self._end_phase()
         stop = self._count()
-        trace = torch.cuda.memory._snapshot()["device_traces"][self._device]
+        found = torch.cuda.memory._snapshot()
+        trace = found["device_traces"][self._device]
         torch.cuda.memory._record_memory_history(enabled=None)
-        blocks, events, emptied = self._read(trace, known)
+        blocks, events = self._read(trace, known)
+        if self._stacks:
+            _label(trace, blocks)
+            self.snapshot = found
         if len(events) != stop:
             raise RuntimeError(f"the allocator counted {stop} events, and its history has {len(events)}")
         ends = [*self._starts[1:], stop]
         spans = tuple(Span(*each) for each in zip(phases, self._starts, ends, strict=True))
-        return Timeline(blocks, events, spans, costs.collectives(), costs.operators(), emptied)
+        return Timeline(blocks, events, spans, costs.collectives(), costs.operators())
 
     def _read(
         self, trace: Sequence[dict[str, Any]], known: Sequence[Block]
-    ) -> tuple[tuple[Block, ...], tuple[int, ...], tuple[int, ...]]:
-        """Blocks, events, and the events before which segments were given back."""
+    ) -> tuple[tuple[Block, ...], tuple[int, ...]]:
+        """Blocks and events."""
         blocks: list[Block] = []
         events: list[int] = []
         live: dict[int, int] = {}
         at: dict[int, list[tuple[int, int]]] = defaultdict(list)  # event and block of each allocation, by address
-        streams: dict[int, int] = {0: 0}
-        emptied: dict[int, None] = {}
         for entry in trace:
             action, address = entry["action"], entry["addr"]
             if action == "alloc":
-                stream = streams.setdefault(entry["stream"], len(streams))
                 at[address].append((len(events), len(blocks)))
-                blocks.append(Block(entry["size"], "workspace", self._operation(len(events)), stream))
+                blocks.append(Block(entry["size"], "workspace", self._operation(len(events))))
                 live[address] = len(blocks)
                 events.append(len(blocks))
             elif action == "free_requested":
                 events.append(-live.pop(address))
-            elif action in ("segment_free", "segment_unmap"):
-                emptied[len(events)] = None
         for (event, address), seen in zip(self._seen, known, strict=True):
             # The storage stands in what was allocated last at its address.
             earlier = bisect.bisect_left(at[address], (event, 0)) - 1
             if earlier >= 0:
                 block = at[address][earlier][1]
                 blocks[block] = replace(blocks[block], category=seen.category, label=seen.label)
-        # An allocator that ran out gives segments back of its own accord.
-        retried = torch.cuda.memory_stats()["num_alloc_retries"]
-        return tuple(blocks), tuple(events), () if retried else tuple(emptied)
+        return tuple(blocks), tuple(events)
 
     def _operation(self, event: int) -> str:
         """The operation that ran when this event came."""
@@ -115,3 +117,17 @@ class History:
         """Blocks that the allocator gave so far, and those that it took back."""
         counts = torch._C._cuda_memoryStats(self._device)["allocation"]["all"]
         return int(counts["allocated"] + counts["freed"])
+
+
+def _label(trace: Sequence[dict[str, Any]], blocks: Sequence[Block]) -> None:
+    """Put label and category of its block before the stack of each allocation.
+
+    Torch's page colours by category where one entry at least is `unknown`.
+    """
+    following = iter(blocks)
+    for entry in trace:
+        entry["category"] = "unknown"
+        if entry["action"] == "alloc":
+            block = next(following)
+            own = {"name": block.label, "filename": block.category, "line": 0}
+            entry["frames"], entry["category"] = [own, *entry["frames"]], block.category

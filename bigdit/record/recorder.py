@@ -25,6 +25,7 @@ _DEVICE_OF = torch.ops.prim.device.default
 _PROFILER = torch.ops.profiler
 _RANGES = (_PROFILER._record_function_enter_new.default, _PROFILER._record_function_exit._RecordFunction)
 _PIN = torch.ops.aten._pin_memory.default
+_TO = torch.ops.aten._to_copy.default
 Seen = Callable[[Any], None]
 Rule = Callable[[Sequence[Any], Mapping[str, Any], Any, Seen, Seen], None]
 """What an operation allocates inside, told in its order: called with arguments and result, it shows the first `Seen`
@@ -52,12 +53,19 @@ class Recorder(TorchDispatchMode):
     Use as a context manager, inside FakeTensorMode where the tensors are fake.
     """
 
-    def __init__(self, device_type: str, scratch: Scratch | None = None, known: Known | None = None) -> None:
+    def __init__(
+        self,
+        device_type: str,
+        scratch: Scratch | None = None,
+        known: Known | None = None,
+        *,
+        stacks: bool = False,
+    ) -> None:
         super().__init__()
         self._scratch = scratch
         self._known = known
         self._device_type = device_type
-        self._history = History() if device_type == "cuda" else None
+        self._history = History(stacks=stacks) if device_type == "cuda" else None
         self._tracks = {HOST: Track(HOST)}
         self._tracks.setdefault(device_type, Track(device_type, self._history))
         self._phases: list[str] = []
@@ -81,7 +89,6 @@ class Recorder(TorchDispatchMode):
         gc.freeze()  # what exists by now is not this recording's garbage: collections stay cheap
         self._hooks.enter_context(self._in_place.watching(self))
         self._hooks.enter_context(self._watching_resize())
-        self._hooks.enter_context(self._watching_cache())
         self._hooks.enter_context(self._passing_over_propagation())
         self._hooks.enter_context(watching_fsdp2(self))
         super().__enter__()
@@ -124,7 +131,7 @@ class Recorder(TorchDispatchMode):
             if rule is not None:
                 rule(args, kwargs, result, lambda results: self._see_all(results, func), self._workspace(func))
             self._see_all(result, func)
-        if func is _PIN or kwargs.get("pin_memory"):
+        if func is _PIN or kwargs.get("pin_memory") or _is_pinned_copy(func, args, kwargs, result):
             self._tracks[HOST].pin(result.untyped_storage())
         if not self._paused and self._phases:
             self._costs.add(len(self._phases) - 1, func, args, kwargs, result)
@@ -206,6 +213,11 @@ class Recorder(TorchDispatchMode):
         """Torch's own peak of reserved bytes on a card, likewise."""
         return 0 if self._history is None else self._history.peak_reserved_bytes
 
+    @property
+    def snapshot(self) -> dict[str, Any] | None:
+        """Torch's own memory snapshot, likewise, where `stacks` were asked for."""
+        return None if self._history is None else self._history.snapshot
+
     def host_timeline(self) -> Timeline:
         """What was recorded of the host so far; the same as the device's where the device is the CPU."""
         return self._timeline(self._tracks[HOST], Costs(HOST))
@@ -215,9 +227,7 @@ class Recorder(TorchDispatchMode):
         spans = tuple(
             Span(name, start, stop) for name, start, stop in zip(self._phases, track.starts, stops, strict=True)
         )
-        return Timeline(
-            track.blocks(), tuple(track.events), spans, costs.collectives(), costs.operators(), tuple(track.emptied)
-        )
+        return Timeline(track.blocks(), tuple(track.events), spans, costs.collectives(), costs.operators())
 
     def _workspace(self, func: Any) -> Seen:
         track = self._tracks[self._device_type]
@@ -262,25 +272,6 @@ class Recorder(TorchDispatchMode):
             torch.UntypedStorage.resize_ = original
 
     @contextmanager
-    def _watching_cache(self) -> Iterator[None]:
-        """Engines empty the device's caching allocator at times, and ask what is allocated."""
-        if self._device_type == HOST or self._history is not None:  # a card's allocator knows
-            yield
-            return
-        track, module = self._tracks[self._device_type], torch.get_device_module(self._device_type)
-        originals = module.empty_cache, module.memory_allocated
-
-        def empty_cache() -> None:
-            track.emptied.append(len(track.events))
-            originals[0]()
-
-        module.empty_cache, module.memory_allocated = empty_cache, lambda device=None: track.live_bytes()
-        try:
-            yield
-        finally:
-            module.empty_cache, module.memory_allocated = originals
-
-    @contextmanager
     def _passing_over_propagation(self) -> Iterator[None]:
         """DTensor finds the shapes of a result by running the operation on fake tensors of the global shape."""
         original = ShardingPropagator._propagate_tensor_meta_non_cached
@@ -297,6 +288,14 @@ class Recorder(TorchDispatchMode):
             yield
         finally:
             ShardingPropagator._propagate_tensor_meta_non_cached = original
+
+
+def _is_pinned_copy(func: Any, args: Any, kwargs: Mapping[str, Any], result: Any) -> bool:
+    """Whether torch put the result into page-locked memory, as it does for copies to the host that nobody waits for.
+
+    Source: `_to_copy` in aten/src/ATen/native/TensorConversions.cpp.
+    """
+    return bool(func is _TO and kwargs.get("non_blocking") and args[0].is_cuda and _device_type(result) == HOST)
 
 
 @functools.cache

@@ -23,20 +23,12 @@ class Track:
         self._history = history
         self.events: list[int] = []
         self.starts: list[int] = []
-        self.emptied: list[int] = []
         self._live: dict[int, tuple[weakref.ref[Any], int]] = {}  # storage address -> finaliser, block
         self._nbytes: list[int] = []
         self._category: list[Category | None] = []
         self._label: list[str] = []
-        self._stream: list[int] = []
         self._pinned: set[int] = set()
         self._marked: set[int] = set()
-        # A GPU's caching allocator keeps a pool for each stream.
-        self._device = None if device_type == "cpu" else torch.get_device_module(device_type)
-
-    def live_bytes(self) -> int:
-        """The bytes of all storages that live."""
-        return sum(self._nbytes[block] for _, block in self._live.values())
 
     def see(self, storage: torch.UntypedStorage, category: Category | None, label: object) -> None:
         """A tensor on this storage exists: allocated now where it was not known, or where its size changed."""
@@ -79,10 +71,10 @@ class Track:
 
     def blocks(self) -> tuple[Block, ...]:
         """All blocks so far. What nothing explains is temporary."""
-        columns = zip(self._nbytes, self._category, self._label, self._stream, strict=True)
+        columns = zip(self._nbytes, self._category, self._label, strict=True)
         return tuple(
-            Block(nbytes, category or "temporary", label, stream, i in self._pinned)
-            for i, (nbytes, category, label, stream) in enumerate(columns)
+            Block(nbytes, category or "temporary", label, i in self._pinned)
+            for i, (nbytes, category, label) in enumerate(columns)
         )
 
     def _allocate(self, storage: torch.UntypedStorage, category: Category | None, label: str) -> None:
@@ -90,7 +82,6 @@ class Track:
         self._nbytes.append(storage.nbytes())
         self._category.append(category)
         self._label.append(label)
-        self._stream.append(0 if self._device is None else self._device.current_stream().stream_id)
         self.events.append(block + 1)
         if self._history is not None:
             self._history.see(storage)

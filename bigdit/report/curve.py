@@ -63,16 +63,8 @@ def curves_figure(plan: Plan) -> Figure:
 
 
 def _draw_curve(axes: Axes, curve: Curve, colour: str, marker: str) -> None:
-    """What ran by a solid line with a marker each; what is predicted dashed, where something ran."""
-    points = [*zip(curve.micro_batch_sizes, (nbytes / GIB for nbytes in curve.process_bytes), strict=True)]
-    every = -(-len(points) // MOST_MARKERS)
-    if curve.ran:
-        beyond = points[curve.ran - 1 :]
-        axes.plot(*zip(*beyond, strict=True), color=colour, linestyle=":", label=f"{curve.label}: predicted")
-        points, every = points[: curve.ran], 1
-    label = f"{curve.label}: run" if curve.ran else f"{curve.label}: predicted"
-    line = axes.plot(*zip(*points, strict=True), color=colour, label=label)[0]
-    line.set(marker=marker, markersize=5, markevery=every)
+    held = [nbytes / GIB for nbytes in curve.process_bytes]
+    axes.plot(curve.micro_batch_sizes, held, color=colour, marker=marker, markersize=5, label=curve.label)
 
 
 def front_figure(plan: Plan) -> Figure:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from markupsafe import Markup
 from rich.table import Table
@@ -26,23 +26,19 @@ if TYPE_CHECKING:
 JSON, MARKDOWN, PICTURE, PAGE = "memory.json", "memory.md", "memory.png", "memory.html"
 
 GRADES = {
-    "measured": "measured on this machine's card",
-    "emulated": "emulated: torch's own allocator on a card that is not there; no kernel ran",
-    "rehearsed": "rehearsed: fake tensors, and our replay of torch's allocator",
+    "measured": "measured on this machine's GPU",
+    "emulated": "emulated: torch's own allocator on an emulated GPU; no kernel ran",
 }
 """What tables and pictures say of their numbers, in full."""
 
-WHERE = {
-    "measured": "on this machine's {}",
-    "emulated": "on the emulated {}",
-    "rehearsed": "rehearsed for the {}",
-}
-"""What every heading and figure says of its card."""
+WHERE = {"measured": "on this machine's {}", "emulated": "on the emulated {}"}
+"""What every heading and figure says of its GPU."""
 
 COLUMNS = ("micro-batch", "allocated", "reserved", "process", "peak in")
-OFF = "rehearsed %"
+OFF = "emulated %"
 TIMED = ("step", "samples/s")
 RETRIED = "†"
+BY_CATEGORY = "Allocated at the peak, by category, on the emulated"
 
 
 def write_memory(found: MemoryBench, folder: Path, command: str) -> list[Path]:
@@ -64,23 +60,22 @@ def title(found: MemoryBench) -> str:
 
 
 def where(found: MemoryBench) -> str:
-    """`on the emulated NVIDIA A40`: the card, and the grade of what was found of it."""
-    return WHERE[found.device].format(found.gpu.title)
+    """`on the emulated NVIDIA A40`: the GPU, and the grade of the figures."""
+    return WHERE[found.grade].format(found.gpu.title)
 
 
 def subtitle(found: MemoryBench) -> str:
-    """Parameters, a sample's shape, the card's bytes, the allocator and the grade."""
+    """Parameters, a sample's shape, the GPU's bytes, the allocator and the grade."""
     segments = "expandable segments" if found.expandable_segments else "the default allocator"
     usable = f"{gib(found.gpu.usable_bytes)} usable" + (" (--limit)" if found.limited else "")
-    build = "" if found.build is None else f", torch {found.build.partition(',')[0]}"
     latents = " × ".join(map(str, found.batch.latents))
-    return f"{count(found.params)} parameters, latents {latents}, {usable}, {segments}; {GRADES[found.device]}{build}"
+    return f"{count(found.params)} parameters, latents {latents}, {usable}, {segments}; {GRADES[found.grade]}"
 
 
 def columns(found: MemoryBench) -> list[str]:
-    """Of the tables: how far predictions were off only where something ran, and time only where it was taken."""
-    ran = found.device != "rehearsed"
-    timed = any(point.seconds_per_step for curve in found.curves for point in curve.points)
+    """Of the tables: how far emulated figures are off, and time, only where there are any."""
+    points = [point for curve in found.curves for point in curve.points]
+    ran, timed = any(point.ran for point in points), any(point.seconds_per_step for point in points)
     return [*COLUMNS, *([OFF] if ran else []), *(TIMED if timed else ())]
 
 
@@ -93,53 +88,43 @@ def rows(curve: Curve, names: Sequence[str]) -> list[list[str]]:
 
 
 def _cells(point: Point) -> dict[str, str]:
-    side = point.decides
-    cells = {"micro-batch": f"{point.micro_batch_size}{RETRIED if side.retries else ''}", OFF: _rehearsed(point)}
-    if side.deciding is None:
+    peaks = point.peaks
+    cells = {"micro-batch": f"{point.micro_batch_size}{RETRIED if peaks.retries else ''}", OFF: _off(point)}
+    if point.process is None:
         return cells | {"allocated": "out of memory"}
-    assert point.process is not None  # where memory did not run out
     low, high = point.process.low_bytes, point.process.high_bytes
     seconds, rate = point.seconds_per_step, point.samples_per_second
     return cells | {
-        "allocated": gib(side.deciding.allocated_bytes),
-        "reserved": gib(side.reserved_bytes or 0),
+        "allocated": gib(peaks.allocated_bytes),
+        "reserved": gib(peaks.reserved_bytes),
         "process": gib(high) if low == high else f"{low / GIB:.2f}–{gib(high)}",
-        "peak in": side.deciding.phase,
+        "peak in": peaks.peak_phase,
         "step": DASH if seconds is None else f"{seconds:.3f} s",
         "samples/s": DASH if rate is None else f"{rate:.2f}",
     }
 
 
 def retried(curve: Curve) -> list[str]:
-    """Of each size that ran without fitting, that it did, a line each."""
+    """A line for each size that ran without fitting."""
     return [
-        f"{RETRIED} {point.micro_batch_size} ran, but only since the allocator gave back what it kept and tried again "
-        f"({point.decides.retries}×), for which the card waits: as in plans, it does not count as fitting"
+        f"{RETRIED} {point.micro_batch_size} ran, but the allocator had to free its cache and retry "
+        f"({point.peaks.retries}×). The GPU waits for each retry, so this size does not count as fitting"
         for point in curve.points
-        if point.decides.retries
+        if point.peaks.retries
     ]
 
 
-def _rehearsed(point: Point) -> str:
-    """How far the prediction of what torch allocates and reserves, made before, is off; a dash where nothing ran."""
-    ran, rehearsed = point.ran, point.rehearsed
+def _off(point: Point) -> str:
+    """How far the emulated allocated and reserved bytes are off; a dash where nothing else ran."""
+    ran, emulated = point.ran, point.emulated
     if ran is None:
         return DASH
-    if rehearsed.deciding is None or ran.deciding is None:
-        return "the same" if rehearsed.deciding is ran.deciding else _one_sided(point)
-    off = (
-        100 * (ours - theirs) / theirs
-        for ours, theirs in (
-            (rehearsed.deciding.allocated_bytes, ran.deciding.allocated_bytes),
-            (rehearsed.reserved_bytes or 0, ran.reserved_bytes or 1),
-        )
-    )
-    return " / ".join(f"{each:+.2f}" for each in off)
-
-
-def _one_sided(point: Point) -> str:
-    reserved = point.rehearsed.reserved_bytes
-    return "out of memory" if reserved is None else f"fits, {gib(reserved)}"
+    if emulated.ran_out is not None or ran.ran_out is not None:
+        if emulated.ran_out is not None:
+            return "the same" if ran.ran_out is not None else "out of memory"
+        return f"runs, {gib(emulated.reserved_bytes)}"
+    pairs = (emulated.allocated_bytes, ran.allocated_bytes), (emulated.reserved_bytes, ran.reserved_bytes)
+    return " / ".join(f"{100 * (ours - theirs) / theirs:+.2f}" for ours, theirs in pairs)
 
 
 def tables(found: MemoryBench) -> list[Table]:
@@ -158,10 +143,6 @@ def _heading(curve: Curve, found: MemoryBench) -> str:
     return f"{_named(curve)} {where(found)}: {fits}"
 
 
-def _bars_title(curve: Curve, found: MemoryBench) -> str:
-    return f"{_named(curve)} {where(found)}: live at the peak, as rehearsed"
-
-
 def _named(curve: Curve) -> str:
     """As it was asked for; of an engine that shares state out, that one process has it all where no more were asked."""
     alone = curve.strategy.engine != "single" and curve.strategy.world_size == 1
@@ -170,14 +151,28 @@ def _named(curve: Curve) -> str:
 
 def by_phase(curve: Curve) -> tuple[list[str], list[list[str]]]:
     """The columns and, a row a size that fits, the peak of each phase in allocated bytes; nothing where none fits."""
-    fitting = [point for point in curve.points if point.fits]
+    fitting = [point for point in curve.points if point.peaks.fits]
     if not fitting:
         return [], []
-    columns = ["micro-batch", *(phase.phase for phase in fitting[0].decides.phases)]
-    return columns, [
-        [str(point.micro_batch_size), *(gib(phase.allocated_bytes) for phase in point.decides.phases)]
-        for point in fitting
+    return ["micro-batch", *fitting[0].peaks.phases], [
+        [str(point.micro_batch_size), *map(gib, point.peaks.phases.values())] for point in fitting
     ]
+
+
+def by_category(found: MemoryBench) -> tuple[list[str], list[list[str]]]:
+    """The columns and, a row a category, what is allocated at the peak of each strategy's largest size that fits."""
+    curves = [curve for curve in found.curves if curve.at_peak]
+    rows = [
+        [category, *(gib(curve.at_peak[category]) if category in curve.at_peak else DASH for curve in curves)]
+        for category in CATEGORIES
+        if any(category in curve.at_peak for curve in curves)
+    ]
+    return (["category", *map(_largest, curves)], rows) if rows else ([], [])
+
+
+def _largest(curve: Curve) -> str:
+    """`single, micro-batch 8`."""
+    return f"{_named(curve).removesuffix(',')}, micro-batch {curve.largest}"
 
 
 def note(found: MemoryBench) -> str:
@@ -185,7 +180,7 @@ def note(found: MemoryBench) -> str:
     said = "peaks of what torch allocates and reserves; process as nvidia-smi shows it"
     if OFF not in columns(found):
         return said
-    return f"{said}; {OFF}: how far the prediction of allocated / reserved, made before, is off"
+    return f"{said}; {OFF}: how far the emulated figures of allocated / reserved are off"
 
 
 def markdown(found: MemoryBench, command: str) -> str:
@@ -198,6 +193,9 @@ def markdown(found: MemoryBench, command: str) -> str:
         phases, peaks = by_phase(curve)
         if peaks:
             lines += [f"### Allocated by phase, {where(found)}", "", *_lines(phases, peaks), ""]
+    categories, parts = by_category(found)
+    if parts:
+        lines += [f"## {BY_CATEGORY} {found.gpu.title}", "", *_lines(categories, parts), ""]
     return "\n".join([*lines, f"{said[0].upper()}{said[1:]}.", "", f"    {command}", ""])
 
 
@@ -211,7 +209,7 @@ def page(found: MemoryBench, command: str) -> str:
     shown: dict[str, Any] = {
         "title": title(found),
         "subtitle": subtitle(found),
-        "grade": GRADES[found.device],
+        "grade": GRADES[found.grade],
         "where": where(found),
         "note": note(found),
         "found": found,
@@ -222,10 +220,9 @@ def page(found: MemoryBench, command: str) -> str:
             for curve in found.curves
         ],
         "picture": _inline(curves_figure(found), "curves", f"{title(found)}: {_told(found)}"),
-        "bars": [
-            _inline(bars_figure(curve, found), f"bars-{at}", _bars_title(curve, found))
-            for at, curve in enumerate(found.curves)
-        ],
+        "by_category": f"{BY_CATEGORY} {found.gpu.title}",
+        "categories": by_category(found),
+        "bars": _inline(bars_figure(found), "bars", f"{BY_CATEGORY} {found.gpu.title}"),
         "colours": {variable(category): (COLOURS[category], DARK[category]) for category in CATEGORIES},
     }
     return render("memory.html", {}, shown)
@@ -240,19 +237,18 @@ def _told(found: MemoryBench) -> str:
 
 
 def figure(found: MemoryBench) -> Figure:
-    """The curves, and below them a stack of categories for each strategy."""
+    """The curves, and below them what is allocated at the peaks."""
     from matplotlib.figure import Figure
 
-    made = Figure(figsize=(10, 5 + 3.2 * len(found.curves)), dpi=120, layout="constrained")
-    top, *below = made.subplots(1 + len(found.curves), height_ratios=[5, *[3.2] * len(found.curves)])
+    made = Figure(figsize=(10, 6.6 + 0.6 * len(found.curves)), dpi=120, layout="constrained")
+    top, below = made.subplots(2, height_ratios=[5, 1.6 + 0.6 * len(found.curves)])
     _draw_curves(top, found)
-    for axes, curve in zip(below, found.curves, strict=True):
-        _draw_bars(axes, curve, found)
+    _draw_bars(below, found)
     return made
 
 
 def curves_figure(found: MemoryBench) -> Figure:
-    """The process's peak in GiB against the micro-batch size, a line a strategy, with the card's line."""
+    """The process's peak in GiB against the micro-batch size, a line a strategy, with the GPU's line."""
     from matplotlib.figure import Figure
 
     made = Figure(figsize=(10, 5), dpi=120, layout="constrained")
@@ -260,18 +256,18 @@ def curves_figure(found: MemoryBench) -> Figure:
     return made
 
 
-def bars_figure(curve: Curve, found: MemoryBench) -> Figure:
-    """What is live at each rehearsed peak, by category, in GiB."""
+def bars_figure(found: MemoryBench) -> Figure:
+    """What is allocated at the peak of each strategy's largest size that fits, by category, in GiB."""
     from matplotlib.figure import Figure
 
-    made = Figure(figsize=(10, 3.6), dpi=120, layout="constrained")
-    _draw_bars(made.subplots(), curve, found)
+    made = Figure(figsize=(10, 1.6 + 0.6 * len(found.curves)), dpi=120, layout="constrained")
+    _draw_bars(made.subplots(), found)
     return made
 
 
 def _draw_curves(axes: Axes, found: MemoryBench) -> None:
     for curve, (colour, marker) in zip(found.curves, LINES * len(found.curves), strict=False):
-        taken = [(point.micro_batch_size, point.process, point.fits) for point in curve.points]
+        taken = [(point.micro_batch_size, point.process, point.peaks.fits) for point in curve.points]
         ran = [(size, process.high_bytes / GIB) for size, process, fits in taken if process is not None and fits]
         axes.plot(
             *zip(*ran, strict=True) if ran else ((), ()), marker=marker, color=colour, label=_heading(curve, found)
@@ -282,7 +278,7 @@ def _draw_curves(axes: Axes, found: MemoryBench) -> None:
                 sign = "x" if process is None else "+"
                 axes.plot([size], [height / GIB], marker=sign, markersize=10, color=colour, linestyle="")
     axes.axhline(found.gpu.usable_bytes / GIB, color="black", linestyle="--", linewidth=1.2)
-    short = "; + ran by the allocator's retries alone" if any(map(retried, found.curves)) else ""
+    short = "; + ran after retries of the allocator" if any(map(retried, found.curves)) else ""
     axes.annotate(
         f"usable {gib(found.gpu.usable_bytes)}; × ran out of memory{short}",
         (0.01, found.gpu.usable_bytes / GIB),
@@ -291,30 +287,34 @@ def _draw_curves(axes: Axes, found: MemoryBench) -> None:
         textcoords="offset points",
         bbox=BEHIND,
     )
-    axes.set_title(f"{title(found)}\n{GRADES[found.device]}", loc="left")
+    axes.set_title(f"{title(found)}\n{GRADES[found.grade]}", loc="left")
     axes.set_ylim(0, 1.2 * found.gpu.usable_bytes / GIB)
     axes.set_xlim(left=0)
     axes.set_xlabel("micro-batch size")
     axes.set_ylabel("process at its peak, GiB")
-    _finish(axes, 1, -0.12)
+    _finish(axes, 1, -0.12, "y")
 
 
-def _draw_bars(axes: Axes, curve: Curve, found: MemoryBench) -> None:
-    places = [str(point.micro_batch_size) for point in curve.points]
-    below = [0.0] * len(places)
+def _draw_bars(axes: Axes, found: MemoryBench) -> None:
+    curves = [curve for curve in reversed(found.curves) if curve.at_peak]  # the first one on top
+    rows, left = range(len(curves)), [0.0] * len(curves)
+    for row, curve in zip(rows, curves, strict=True):
+        axes.text(0, row + 0.26, _largest(curve), va="bottom")
     for category in CATEGORIES:
-        heights = [point.at_peak.get(category, 0) / GIB for point in curve.points]
-        if any(heights):
-            axes.bar(places, heights, bottom=below, color=COLOURS[category], label=category, width=0.6)
-            below = [low + height for low, height in zip(below, heights, strict=True)]
-    axes.axhline(found.gpu.usable_bytes / GIB, color="black", linestyle="--", linewidth=1.2)
-    axes.set_title(_bars_title(curve, found), loc="left")
-    axes.set_xlabel("micro-batch size")
-    axes.set_ylabel("allocated, GiB")
-    _finish(axes, 5, -0.24)
+        widths = [curve.at_peak.get(category, 0) / GIB for curve in curves]
+        if any(widths):
+            axes.barh(rows, widths, left=left, color=COLOURS[category], label=category, height=0.5)
+            left = [start + width for start, width in zip(left, widths, strict=True)]
+    axes.axvline(found.gpu.usable_bytes / GIB, color="black", linestyle="--", linewidth=1.2)
+    axes.set_title(f"{BY_CATEGORY} {found.gpu.title}", loc="left")
+    axes.set_yticks([])
+    axes.set_ylim(-0.4, max(len(curves), 1) - 0.3)
+    axes.set_xlabel("allocated, GiB")
+    _finish(axes, 5, -0.7 / (1 + len(curves)), "x")
 
 
-def _finish(axes: Axes, columns: int, legend_at: float) -> None:
-    axes.grid(axis="y", linewidth=0.4, alpha=0.5)
+def _finish(axes: Axes, columns: int, legend_at: float, scale: Literal["x", "y"]) -> None:
+    axes.grid(axis=scale, linewidth=0.4, alpha=0.5)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(alignment="left", loc="upper left", bbox_to_anchor=(0.0, legend_at), ncols=columns, frameon=False)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(alignment="left", loc="upper left", bbox_to_anchor=(0.0, legend_at), ncols=columns, frameon=False)

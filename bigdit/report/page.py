@@ -18,7 +18,6 @@ from bigdit.report.svg import DARK, inline, variable
 from bigdit.report.timeline import COLOURS, timeline_figure
 from bigdit.report.whatif import whatif
 from bigdit.search.plan import Plan
-from bigdit.search.telling.ways import Way
 from bigdit.units import count, gib, how_many
 
 COLUMNS = 400
@@ -43,14 +42,14 @@ class Bar(NamedTuple):
     mark: str = ""
 
 
-def page(plan: Plan, folder: Path | None = None, live: Sequence[Way] = (), others: Sequence[Plan] = ()) -> str:
-    """The page; with the commands that run the plan from `folder`, where it lies, and with what may be asked `live` of
-    the server that hands it out, or else of the `others`, plans of other numbers of cards."""
+def page(plan: Plan, folder: Path | None = None, others: Sequence[Plan] = ()) -> str:
+    """The page; with the commands that run the plan from `folder`, where it lies, and with what ran of the `others`,
+    plans of other numbers of GPUs."""
     filters = {"gib": gib, "size": words.size, "count": count, "between": words.between}
-    return render("plan.html", filters, _found(plan, folder, live, others))
+    return render("plan.html", filters, _found(plan, folder, others))
 
 
-def _found(plan: Plan, folder: Path | None, live: Sequence[Way], others: Sequence[Plan]) -> dict[str, Any]:
+def _found(plan: Plan, folder: Path | None, others: Sequence[Plan]) -> dict[str, Any]:
     """All that the template shows."""
     usable = plan.question.gpu.usable_bytes
     longest = max(usable, plan.chosen.process.high_bytes)
@@ -69,7 +68,7 @@ def _found(plan: Plan, folder: Path | None, live: Sequence[Way], others: Sequenc
         "categories": [name for name in CATEGORIES if any(name in phase.at_peak for phase in plan.ledger.phases)],
         "variable": variable,
         "waterfall": _waterfall(plan),
-        "explained": words.explained(plan),
+        "explained": words.EXPLAINED,
         "waterfall_line": 100 * usable / max([usable, *(step.process_bytes for step in plan.waterfall)]),
         "timeline": _timeline(plan),
         "curves": _curves(plan) if plan.curves else None,
@@ -79,9 +78,8 @@ def _found(plan: Plan, folder: Path | None, live: Sequence[Way], others: Sequenc
             for command in (commands(plan, folder) if folder and obstacle(plan) is None else ())
         ],
         "blocks": words.blocks(plan),
-        "whatif": whatif(plan, live, others),
+        "whatif": whatif(plan, others),
         "numbers": [each.question.cluster.gpus for each in (plan, *others)],
-        "band": max(each.band.share for each in (plan, *others)),
     }
 
 
@@ -90,14 +88,14 @@ def _facts(plan: Plan) -> dict[str, tuple[str, str]]:
     chosen, gpus = plan.chosen, plan.question.cluster.gpus
     left = chosen.headroom_bytes
     found = {
-        "left on the card" if left >= 0 else "too much": (
+        "left on the GPU" if left >= 0 else "too much": (
             gib(abs(left)),
             f"of {gib(plan.question.gpu.usable_bytes)}",
         ),
         "micro-batch": (str(chosen.strategy.micro_batch_size), f"{chosen.strategy.global_batch_size:,} a step"),
         f"{words.samples(plan)}/s a card": (
             words.between(chosen.samples_per_second_per_card),
-            f"{gpus} card{'s' if gpus > 1 else ''}",
+            how_many(gpus, "GPU"),
         ),
     }
     if plan.run is not None:
@@ -105,7 +103,7 @@ def _facts(plan: Plan) -> dict[str, tuple[str, str]]:
         if plan.run.money is not None:
             found["cost"] = (words.between(plan.run.money), f"{words.between(plan.run.gpu_hours)} GPU-hours")
         else:
-            found["GPU-hours"] = (words.between(plan.run.gpu_hours), "over all cards")
+            found["GPU-hours"] = (words.between(plan.run.gpu_hours), "over all GPUs")
     return found
 
 
@@ -128,7 +126,7 @@ def _phase_bars(plan: Plan) -> list[Bar]:
             phase.phase,
             gib(phase.peak_bytes),
             _pieces(phase, highest),
-            "decides" if phase is plan.ledger.deciding else "",
+            "peak phase" if phase is plan.ledger.deciding else "",
         )
         for phase in plan.ledger.phases
     ]
@@ -145,7 +143,7 @@ def _waterfall(plan: Plan) -> list[tuple[str, str, str, str, float]]:
     """A row a change: what was changed, why it saves, what is wanted then, the verdict, and the bar's length in %."""
     longest = max([plan.question.gpu.usable_bytes, *(step.process_bytes for step in plan.waterfall)])
     return [
-        (step.change, step.saved_by, words.taken(step), step.verdict, 100 * step.process_bytes / longest)
+        (step.change, step.saved_by, gib(step.process_bytes), step.verdict, 100 * step.process_bytes / longest)
         for step in plan.waterfall
     ]
 
@@ -156,9 +154,7 @@ def _timeline(plan: Plan) -> Markup:
         Timeline.unpack(plan.packed_timeline), title="", card_bytes=plan.question.gpu.usable_bytes, most=COLUMNS
     )
     peaks = ", ".join(f"{phase.phase} {gib(phase.peak_bytes)}" for phase in ledger.phases)
-    said = (
-        f"Allocated memory from the engine's start through two steps. Peaks: {peaks}; {ledger.deciding.phase} decides."
-    )
+    said = f"Allocated memory from the engine's start through two steps. Peaks: {peaks}. Peak phase: {ledger.deciding.phase}."
     return inline(figure, "timeline", "Memory over time", said)
 
 
@@ -167,10 +163,9 @@ def _curves(plan: Plan) -> Markup:
     ends = "; ".join(
         f"{each.label}: {gib(each.process_bytes[0])} at {each.micro_batch_sizes[0]} "
         f"to {gib(each.process_bytes[-1])} at {each.micro_batch_sizes[-1]}"
-        f"{f', run to {each.micro_batch_sizes[each.ran - 1]}' if each.ran else ', predicted'}"
         for each in plan.curves
     )
-    said = f"Peak of the process against the micro-batch size, with the card's {limit}. {ends}."
+    said = f"Peak of the process against the micro-batch size, with the GPU's {limit}. {ends}."
     return inline(curves_figure(plan), "curves", "Memory against the micro-batch size", said)
 
 

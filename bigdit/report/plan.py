@@ -115,12 +115,12 @@ def _phases(plan: Plan) -> Table:
     for phase in plan.ledger.phases:
         mark = "◂ " if phase is plan.ledger.deciding else ""
         rows.add_row(phase.phase, mark + gib(phase.peak_bytes))
-    rows.caption = "◂ decides"
+    rows.caption = "◂ peak phase"
     return rows
 
 
 def _card(plan: Plan) -> Table:
-    rows = table("on the card, at most", ["part", "bytes"], numeric=["bytes"])
+    rows = table("on the GPU, at most", ["part", "bytes"], numeric=["bytes"])
     rows.show_header = False
     for name, nbytes in words.held(plan).items():
         rows.add_row(name, gib(nbytes))
@@ -143,16 +143,18 @@ def _at_peak(plan: Plan) -> Table:
 def _waterfall(plan: Plan) -> Table:
     rows = table("from the copied setting to this one", ["process", "fits", "change and what it does"], ["process"])
     for step in plan.waterfall:
-        rows.add_row(words.taken(step), _SAID[step.verdict], Text.assemble((step.change, "bold"), f": {step.saved_by}"))
-    rows.caption = f"each change on top of those above it; {words.explained(plan)}"
+        rows.add_row(
+            gib(step.process_bytes), _SAID[step.verdict], Text.assemble((step.change, "bold"), f": {step.saved_by}")
+        )
+    rows.caption = f"each change on top of those above it; {words.EXPLAINED}"
     return rows
 
 
 def _limits(plan: Plan) -> Table:
     heads = words.limits(plan)
-    rows = table("largest micro-batch", ["checkpointed", *heads.values()], heads.values())
+    rows = table("largest micro-batch", ["pixels", *heads.values()], heads.values())
     for limit in plan.buckets:
-        size = f"{'' if limit.ran else '~'}{limit.height} × {limit.width}"
+        size = f"{limit.height} × {limit.width}"
         rows.add_row(size, *(words.largest(getattr(limit, key)) for key in heads))
     rows.caption = "; ".join(words.limited(plan))
     return rows
@@ -175,15 +177,13 @@ def _choices(title: str, choices: Sequence[Choice], plan: Plan) -> Table:
             "" if choice == plan.chosen else f": {choice.reason}",
         )
         rows.add_row(
-            ("~" if choice.predicted else "") + gib(choice.process.high_bytes),
+            gib(choice.process.high_bytes),
             words.between(choice.samples_per_second_per_card),
             _SAID[choice.verdict],
             what,
         )
     notes = [f"{rate} a card"]
-    marked = [choice.predicted for choice in shown]
-    others = "" if all(marked) else f", the others {words.found(shown)}"
-    notes.append(f"~ predicted{others}" if any(marked) else words.found(shown))
+    notes.append("run on an emulated GPU")
     notes += ["▸ recommended"] if plan.chosen in shown and plan.fits else []
     notes += [f"{len(choices) - len(shown)} more in report.html and --json"] if len(choices) > len(shown) else []
     rows.caption = "; ".join(notes)
@@ -192,7 +192,7 @@ def _choices(title: str, choices: Sequence[Choice], plan: Plan) -> Table:
 
 def _rejected(plan: Plan) -> Table:
     made = Table.grid(padding=(0, 1, 0, 0))
-    made.title, made.title_justify, made.title_style = "not taken", "left", "bold"
+    made.title, made.title_justify, made.title_style = "rejected", "left", "bold"
     for each in plan.rejected:
         made.add_row("-", Text.assemble((each.choice, "bold"), f": {each.reason}"))
     return made

@@ -60,7 +60,7 @@ def needs(found: Recipe) -> list[str]:
     where = "an emulated card" if found.processes == 1 else "emulated cards"
     each = "" if found.stages == 1 else " of each stage"
     disk = " to ".join(dict.fromkeys(map(written, took.store_bytes)))
-    by = "its rehearsal" if "blocks_to_swap" in found.run["train"] else "the plan for it"
+    by = "its profile" if "blocks_to_swap" in found.run["train"] else "the plan for it"
     waiting = f"host   {gib(took.waiting_bytes)} of RAM in `bigdit extract`, for encoders that take turns on the card"
     return [
         f"card   {card}: {gibs(low, high)} of {gib(took.usable_bytes)}, {gib(_left(found))} left",

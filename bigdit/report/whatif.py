@@ -1,36 +1,27 @@
-"""What the page's sliders and choices move over: settings in words, and the points of each, or what may be asked."""
+"""What the page's sliders and choices move over: settings in words, and the points of each that ran."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from bigdit.config.strategy import MOST_MICRO_BATCH
 from bigdit.memory import CATEGORIES
 from bigdit.report import words
 from bigdit.report.svg import variable
 from bigdit.search.finding.space import OPTIMIZER_TITLES
 from bigdit.search.plan import Plan, Point, Setting
 from bigdit.search.question import Question
-from bigdit.search.telling.ways import Way
 from bigdit.spec import Strategy
 
-FOUND = {
-    "run": "run exactly so on an emulated card",
-    "rehearsed": "rehearsed exactly so",
-    "predicted": "predicted from shallower siblings",
-}
-
-CARDS = {"cards": "Number of cards"}
+CARDS = {"cards": "Number of GPUs"}
 
 
-def whatif(plan: Plan, live: Sequence[Way] = (), others: Sequence[Plan] = ()) -> dict[str, Any] | None:
-    """All that the script of the page is given, for JSON: the grids of the plan and of the `others`, which are of other
-    numbers of cards, or what may be asked `live`; None where the plan has no settings."""
+def whatif(plan: Plan, others: Sequence[Plan] = ()) -> dict[str, Any] | None:
+    """All that the script of the page is given, for JSON: what ran for the plan and for the `others`, which are of other
+    numbers of GPUs; None where the plan has no settings."""
     if not plan.settings:
         return None
-    asked = _live(plan, live) if live else _grid([plan, *others])
-    return asked | {
+    return _grid([plan, *others]) | {
         "start": start(plan),
         "categories": {name: variable(name) for name in CATEGORIES},
         "samples": words.samples(plan),
@@ -72,21 +63,6 @@ def _grid(plans: Sequence[Plan]) -> dict[str, Any]:
             _setting(each, question, chosen) | {"points": [_point(point) for point in each.points]}
             for each, question in settings
         ],
-        "found": FOUND,
-        "live": None,
-    }
-
-
-def _live(plan: Plan, ways: Sequence[Way]) -> dict[str, Any]:
-    chosen = CARDS | choices([each.setting for each in ways])
-    return {
-        "choices": chosen,
-        "settings": [
-            _setting(each.setting, each.question, chosen)
-            | {"sizes": each.sizes, "any": each.any_size, "blocks": each.blocks}
-            for each in ways
-        ],
-        "live": {"emulated": plan.question.device == "emulated", "largest": MOST_MICRO_BATCH},
     }
 
 
@@ -94,7 +70,7 @@ def _setting(setting: Setting, question: Question, chosen: Collection[str]) -> d
     return {
         "strategy": setting.title,
         "words": {key: text for key, text in _words(setting.strategy).items() if key in chosen},
-        "beside": setting.beside.high_bytes,
+        "nonTorch": setting.non_torch.high_bytes,
         "rooms": [room.model_dump(mode="json") for room in setting.rooms],
         "hostMemory": question.host_memory_bytes,
         "hostAssumed": question.host_assumed,
@@ -110,7 +86,7 @@ def _words(strategy: Strategy) -> dict[str, str]:
         "precision": words.PRECISIONS[strategy.precision],
         "average": words.average(strategy),
         "adapters": f"LoRA of rank {adapters.rank} over a frozen {adapters.base} base" if adapters else "none",
-        "weights": f"of {strategy.blocks_to_swap} blocks on the host" if strategy.blocks_to_swap else "on the card",
+        "weights": f"of {strategy.blocks_to_swap} blocks on the host" if strategy.blocks_to_swap else "on the GPU",
         "kept": "nothing" if strategy.checkpointing == "full" else "matrix products and attention",
     }
 

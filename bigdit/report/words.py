@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
+from bigdit.profile.cards import LARGEST_MICRO_BATCH
 from bigdit.search.finding.space import lossy_by
-from bigdit.search.finding.verdict import planned
-from bigdit.search.plan import Choice, Plan, Step
-from bigdit.search.question import LARGEST_MICRO_BATCH
+from bigdit.search.plan import Choice, Plan
 from bigdit.spec import EmaSpec, Strategy
 from bigdit.speed.interval import Interval
 from bigdit.units import GIB, count, gib, how_many, unit_of
@@ -77,8 +74,10 @@ def samples(plan: Plan) -> str:
     return "videos" if plan.question.model.video else "images"
 
 
-def largest(micro_batch_size: int) -> str:
-    """A largest micro-batch: where the search ends it is no limit of the card."""
+def largest(micro_batch_size: int | None) -> str:
+    """A largest micro-batch: where the search ends it is no limit of the GPU; a dash where it was not looked for."""
+    if micro_batch_size is None:
+        return "–"
     if micro_batch_size >= LARGEST_MICRO_BATCH:
         return f"{LARGEST_MICRO_BATCH}+"
     return str(micro_batch_size) if micro_batch_size else "none fits"
@@ -90,7 +89,7 @@ def limited(plan: Plan) -> list[str]:
     most, said = LARGEST_MICRO_BATCH, ["by the settings above"]
     if plan.chosen.strategy.checkpointing == "selective":
         said.append("blocks keep matrix products and attention: where these are recomputed too, larger ones may fit")
-    if max(found, default=0) >= most:
+    if max((each or 0 for each in found), default=0) >= most:
         said.append(f"{most}+: the search ends at {most}, and larger ones may fit")
     return said
 
@@ -194,14 +193,8 @@ def settings(choice: Choice, plan: Plan) -> dict[str, str]:
     if strategy.lora is not None:
         found["adapters"] = f"LoRA of rank {strategy.lora.rank} over a frozen {strategy.lora.base} base"
     found |= _buckets(strategy)
-    found["allocator"] = ALLOCATOR + (spared(plan) if choice == plan.chosen else "")
+    found["allocator"] = ALLOCATOR
     return found
-
-
-def spared(plan: Plan) -> str:
-    """What expandable segments save beside torch's default, where that is to be seen."""
-    less = plan.footprint.segments.wanted_bytes - planned(plan.footprint).wanted_bytes
-    return f": reserves {gib(less)} less than torch's default" if less >= 0.01 * GIB else ""
 
 
 def _beside(strategy: Strategy) -> str:
@@ -298,52 +291,33 @@ def numerics(plan: Plan) -> str:
 
 def how(plan: Plan) -> str:
     """How the memory of the recommended strategy was found."""
-    if plan.emulated is not None:
-        word = "run" if plan.verdict == "FITS" else "tried"
-        return f"{word} exactly as it stands on an emulated card, torch {plan.emulated}"
-    return "rehearsed exactly as it stands" if plan.chosen.confirmed else "predicted from shallower siblings"
+    word = "run" if plan.verdict == "FITS" else "tried"
+    return f"{word} exactly as it stands on an emulated GPU, torch {plan.emulated}"
 
 
-def taken(step: Step) -> str:
-    """What a process takes after a change of the waterfall, with ~ where that is predicted."""
-    return ("~" if step.predicted else "") + gib(step.process_bytes)
-
-
-def explained(plan: Plan) -> str:
-    """How what each change of the waterfall takes was found."""
-    if any(step.predicted for step in plan.waterfall):
-        return "~ predicted from shallower siblings"
-    return how(plan) if plan.emulated is None else "run on emulated cards as large as they must be"
+EXPLAINED = "each run on an emulated GPU without a limit"
 
 
 def band(plan: Plan) -> str:
-    """How the figure was found, and what of it is not known: in bytes, and where that comes from."""
-    beside, share = plan.footprint.beside, f"{100 * plan.band.share:.2g}"
+    """How the figure was found, and the margins in it: of torch's bytes, and of what is not torch's."""
+    other, share = plan.non_torch, f"{100 * plan.band.share:.2g}"
     group = "CUDA's context" if plan.chosen.strategy.engine == "single" else "CUDA's context and NCCL"
     return (
-        f"{how(plan)}; not known: {gib(margin(plan))} that torch may reserve beyond that "
-        f"({share} %: {plan.band.source}), {gib(beside.high_bytes - beside.low_bytes)} of {group}"
+        f"{how(plan)}; safety margin {gib(margin(plan))} ({share} %), "
+        f"and {gib(other.high_bytes - other.low_bytes)} for {group}"
     )
 
 
-def found(choices: Sequence[Choice]) -> str:
-    """How figures were found that are not predicted: of some, the card may have had no answer."""
-    ran = {choice.ran for choice in choices if not choice.predicted}
-    if True not in ran:
-        return "rehearsed"
-    return "run on emulated cards, or rehearsed" if False in ran else "run on emulated cards"
-
-
 def margin(plan: Plan) -> int:
-    """Bytes that torch may reserve beyond what was found, at most."""
-    return plan.chosen.process.high_bytes - plan.footprint.beside.high_bytes - plan.chosen.peak_reserved_bytes
+    """The safety margin in bytes: what torch may reserve on a real GPU beyond an emulated one."""
+    return plan.chosen.process.high_bytes - plan.non_torch.high_bytes - plan.chosen.peak_reserved_bytes
 
 
 def held(plan: Plan) -> dict[str, int]:
     """The high end of the process in parts, and what they come to."""
     return {
         "reserved by torch": plan.chosen.peak_reserved_bytes,
-        "and at most": margin(plan),
-        "CUDA context, NCCL": plan.footprint.beside.high_bytes,
+        "safety margin": margin(plan),
+        "CUDA context, NCCL": plan.non_torch.high_bytes,
         "process (nvidia-smi)": plan.chosen.process.high_bytes,
     }

@@ -15,7 +15,7 @@ Progress = Callable[[str], None]
 def make_plan(question: Question, *, progress: Progress | None = None) -> Plan:
     """The plan for `question`, from the cache where it was made before with the same versions, catalogue and receipts.
 
-    `progress` is told what is going on, in a line. Raises UserError where the model cannot be rehearsed.
+    `progress` is told what is going on, in a line. Raises UserError where the model cannot be planned.
     """
     own, notices = own_receipts(question)
     plan = kept.find(question, own)

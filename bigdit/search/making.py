@@ -21,7 +21,7 @@ from bigdit.search.finding.candidates import Candidate, Planner
 from bigdit.search.finding.confirm import Confirmed
 from bigdit.search.finding.evidence import weighed
 from bigdit.search.finding.limits import Limits, limits_of
-from bigdit.search.needs.dataset import dataset_need, encoding_request
+from bigdit.search.needs.dataset import dataset_need, encoding_requests
 from bigdit.search.needs.host import uncounted
 from bigdit.search.needs.schedule import run
 from bigdit.search.plan import DatasetNeed, Plan, Run, Step
@@ -177,14 +177,10 @@ def _dataset(planner: Planner, batch: BatchShape) -> DatasetNeed | None:
     question = planner.question
     if question.images is None:
         return None
-    requests = encoding_request(question, batch)
-    attempts = planner.cards.attempts([(request, UNLIMITED) for request in requests])
-    found = [
-        (request.strategy.micro_batch_size, each)
-        for request, each in zip(requests, attempts, strict=True)
-        if isinstance(each, Attempt)
-    ]
-    return dataset_need(question, batch, found if len(found) == len(requests) else [])
+    requests = encoding_requests(question, batch)
+    attempts = planner.cards.attempts([(request, UNLIMITED) for request in requests.values()])
+    found = {samples: each for samples, each in zip(requests, attempts, strict=True) if isinstance(each, Attempt)}
+    return dataset_need(question, batch, found if len(found) == len(requests) else {})
 
 
 def _run(question: Question, strategy: Strategy, step: StepTime) -> Run | None:

@@ -22,11 +22,10 @@ Verdict = Literal["FITS", "TIGHT", "DOES NOT FIT"]
 class Choice(Strict):
     """One strategy, what it takes of the card and how fast it goes.
 
-    `title` says what sets it apart in a few words; `reason` why it is listed. `confirmed`: rehearsed exactly as it
-    stands, at full depth; else `phases` and `peak_allocated_bytes` are predicted from shallower siblings of the model.
-    `ran`: two steps ran so on an emulated card, or did not where it does not fit. `peak_reserved_bytes` is torch's with
-    expandable segments, without a limit, and predicted where neither is so; `process` adds the band and what is beside
-    torch; `headroom_bytes` is what the card has left at the high end of `process`. `host_bytes` are what the processes
+    `title` says what sets it apart in a few words; `reason` why it is listed. Two steps ran so on an emulated GPU:
+    `phases` are the most bytes that torch allocated in each, `peak_reserved_bytes` what it reserved with expandable
+    segments. `process` adds the safety margin and what is not torch's; `headroom_bytes` is what the GPU has left at the
+    high end of `process`. `host_bytes` are what the processes
     of a machine take of its memory, while they save. `lossless`: the numbers are those of AdamW with fp32 masters.
     """
 
@@ -53,9 +52,9 @@ class Rejected(Strict):
 
 
 class BucketLimit(Strict):
-    """The largest micro-batch of one size in pixels: without checkpointing, with the recommended number of blocks,
-    and with all; 0 where none fits, or swapped blocks have to be recomputed. `ran`: on an emulated card, where one more
-    does not; else predicted."""
+    """The largest micro-batch of one size in pixels, as it ran where one more does not fit: with nothing recomputed, with
+    the recommended number of blocks, and with all. 0 where none fits, or swapped blocks have to be recomputed; None
+    where it was not looked for."""
 
     height: PositiveInt
     width: PositiveInt
@@ -65,8 +64,7 @@ class BucketLimit(Strict):
 
 
 class Curve(Strict):
-    """Peak of the process (high end, bytes) against the micro-batch size: the first `ran` as they ran on an emulated
-    card, the others predicted."""
+    """Peak of the process (high end, bytes) against the micro-batch size, as steps ran on an emulated GPU."""
 
     label: str
     micro_batch_sizes: tuple[PositiveInt, ...]
@@ -74,18 +72,17 @@ class Curve(Strict):
 
 
 class Point(Strict):
-    """A micro-batch size with a number of recomputed blocks, as `found`: run on an emulated card, rehearsed, or
-    predicted from shallower siblings.
+    """A micro-batch size with a number of recomputed blocks, as two steps ran on an emulated GPU.
 
-    `at_peak` is what is allocated where the deciding `phase` is highest, by category, predicted where it is not
-    `at_peak_rehearsed`, since what ran does not say it; `peak_reserved_bytes`, `process`, `host_bytes` and `verdict` as
-    in Choice.
+    `at_peak` is what was allocated where the peak `phase` is highest, by category; empty where the steps were not
+    recorded. `peak_reserved_bytes`, `process`, `host_bytes` and `verdict` are as in Choice.
     """
 
     micro_batch_size: PositiveInt
     checkpointed_blocks: NonNegativeInt
     phase: str
     at_peak: dict[Category, NonNegativeInt]
+    peak_allocated_bytes: NonNegativeInt
     peak_reserved_bytes: NonNegativeInt
     process: ByteRange
     host_bytes: NonNegativeInt
@@ -156,7 +153,7 @@ class Run(Strict):
 class Step(Strict):
     """One bar of the waterfall from the naive setting to what fits: what was changed, and what it left.
 
-    `predicted`: from shallower siblings; else it ran on an emulated card, or as the recommended strategy was found.
+    Each ran on an emulated GPU.
     """
 
     change: str
@@ -168,9 +165,10 @@ class Step(Strict):
 class Plan(Strict):
     """The answer. `chosen` is the recommended strategy, or the one nearest to fitting where `verdict` is DOES NOT FIT.
 
-    `ledger`, `footprint` and `packed_timeline` (see memory.Timeline) are of the chosen strategy's rehearsal;
+    `ledger` and `packed_timeline` (see memory.Timeline) are of the chosen strategy's recorded steps; `non_torch` is what
+    its process takes of the GPU beside torch;
     `smaller` are sizes of its step that take less, for training that runs out of memory after all;
-    `emulated`: the build of torch that ran on emulated cards, where any did, whose torch is then that of `versions`.
+    `emulated`: the build of torch that ran on emulated GPUs.
     `buckets` are none where the machine is short of memory, since it is so with any micro-batch;
     `fixes` are what would fit, where nothing asked for does; `front` is the Pareto front of memory against speed;
     `settings` are what else may be asked of the page.

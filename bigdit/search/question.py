@@ -52,8 +52,7 @@ class Question(Strict):
     search prefers what they hold. `resolution` is (height, width) in pixels, `frames` of a video;
     `buckets` are further sizes whose largest micro-batch is wanted. `images` of the data set are encoded, and all but
     those `held_out` seen `epochs` times; `samples`: what the run loads on the host to draw pictures on the way, None
-    where it draws none. `device`: where strategies are tried, on emulated cards of that kind or in rehearsals alone;
-    `no_cards`: why there are no emulated cards where nobody asked to do without.
+    where it draws none.
     `price` is of one card for an hour, in the user's currency. `receipts`: a folder of measured runs, whose speeds
     count for the same card. `explain`: the way from the setting that people copy to the recommended one is wanted too.
     `from_scratch`: training starts from random weights.

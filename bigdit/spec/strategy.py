@@ -1,4 +1,4 @@
-"""How a step is run: the one contract between plans, rehearsals and engines."""
+"""How a step is run: the one contract between plans, attempts and engines."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Contradictory(ValueError):
 
 
 class Strategy(Strict):
-    """How the step is run: the one contract that plans emit, engines consume and rehearsals run.
+    """How the step is run: the one contract that plans emit, engines consume and attempts run.
 
     `engine` steps `world_size` processes, each on `micro_batch_size` samples at once, `grad_accum_steps` times a step;
     `optimizer`, `ema` and `lora` have their own keys; `gradient_clipping`: the most that the norm of all gradients may
@@ -47,7 +47,7 @@ class Strategy(Strict):
     `checkpointed_blocks`: the first k transformer blocks are recomputed in the backward pass; with
     `checkpointing` selective they keep the outputs of matrix products and attention, and recompute the rest.
     `offload_activations`: what autograd saves waits on the host. `compile_blocks`: torch compiles the repeated block;
-    what is rehearsed or emulated is the block as it is written. `blocks_to_swap`: weights of the first k blocks,
+    what an emulated GPU runs is the block as it is written. `blocks_to_swap`: weights of the first k blocks,
     frozen ones or, without lora, all, wait on the host, and are on the device two blocks at a time.
     `optimizer_in_backward`: each parameter is stepped when its gradient is there, which is then freed.
     `ds_config` is DeepSpeed's own document, complete, and goes to it as it stands (offload and buckets are in it).

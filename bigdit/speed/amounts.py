@@ -16,7 +16,7 @@ Rows = npt.NDArray[np.intp]
 
 @dataclass(frozen=True, slots=True)
 class Amount:
-    """How often, floating-point operations, bytes. Numbers between two rehearsals need not be whole."""
+    """How often, floating-point operations, bytes. Numbers between two attempts need not be whole."""
 
     calls: float = 0.0
     flops: float = 0.0

@@ -41,8 +41,8 @@ def launches_of(launched: Mapping[str, Launched], micro_batches: int) -> Launche
 
 
 class Handed(Strict):
-    """`count` launches of a step take the host `seconds`. `counted`: on an emulated card; else one for each operator of
-    a rehearsal. `bound`: whether most of the step waits for them, at both ends of its interval, at one, or at none."""
+    """`count` launches of a step take the host `seconds`. `counted`: on an emulated GPU; else one for each
+    operator. `bound`: whether most of the step waits for them, at both ends of its interval, at one, or at none."""
 
     count: NonNegativeFloat
     counted: bool

@@ -24,7 +24,7 @@ Numbers = npt.NDArray[np.float64]
 
 HERE = "benchmarks/gpu_matrix.md"
 """What operators took in training steps on an H100, measured there with torch 2.11, of the points that are not held
-out: what each of them took by torch's profiler beside the bytes and FLOPs that a rehearsal counts of it, as
+out: what each of them took by torch's profiler beside the bytes and FLOPs that an attempt counts of it, as
 `python benchmarks/gpu_matrix.py shares` lays them side by side."""
 
 MEASURED = (9, 0)

@@ -1,4 +1,4 @@
-"""How long a rehearsed step takes on a card: a roofline over what its operators compute and move."""
+"""How long a step takes on a GPU: a roofline over what its operators compute and move."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def step_time(
 ) -> StepTime:
     """Seconds of a step that does `work` on each `gpu` of `cluster`.
 
-    Of `strategy` counts the precision, grad_accum_steps (whatever the rehearsal had) and HSDP's groups. Reading data,
+    Of `strategy` counts the precision, grad_accum_steps (whatever the attempt had) and HSDP's groups. Reading data,
     checkpoints and validation are not in it. `calibration` moves and narrows the interval to what was measured;
     `launches` were counted where the step ran on an emulated card, and else are the operators.
     """

@@ -64,7 +64,7 @@ class Work:
     """One optimizer step on one process: every micro-batch does `micro`, the last one `last` beside it, then `step`.
 
     `micro` is encode, forward and backward; `last` is what waits for the last micro-batch, such as the reduction of
-    accumulated gradients; `step` is the optimizer's and the moving average's. All of it is linear: rehearsals at
+    accumulated gradients; `step` is the optimizer's and the moving average's. All of it is linear: attempts at
     other micro-batch sizes, depths and numbers of checkpointed blocks can be added and scaled. What comes out below
     zero counts as nothing once it is timed.
     """

@@ -17,7 +17,7 @@ Encode = Callable[[Any, torch.dtype], Batch]
 
 
 class Encodes(Protocol):
-    """A run's encoders, or those of a rehearsal: what a chunk of their micro-batches has becomes features."""
+    """A run's encoders, or those of an attempt: what a chunk of their micro-batches has becomes features."""
 
     @property
     def encode(self) -> Callable[..., Encoded]: ...

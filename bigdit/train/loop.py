@@ -125,7 +125,7 @@ def _steps(start: Start, feed: Feed, stepped: Stepped, stop: Stop, began: float)
     stream, encode = feed.stream(start.reached, strategy, world, device), feed.encode(strategy)
     with ExitStack() as stack:
         seen = watch(start, feed, stream, stepped, stack)
-        steps = stack.enter_context(closing(stream.steps(start.step, stage.end, stepped.meter.held)))
+        steps = stack.enter_context(closing(stream.steps(start.step, stage.end)))
         record = _record(start, stepped)
         saves = _saves(start, feed, stepped, seen.metrics, record, stack)
         stop.begin(start.step)
@@ -167,8 +167,8 @@ def _step(
 ) -> StepResult:
     """The step that follows `step` finished ones."""
     engine, family, objective = stepped.engine, stepped.family, stepped.objective
-    with stepped.meter.step(micro_batches) as (batches, phase), recovery.step(step, phase) as noted:
-        return train_step(engine, family, objective, batches, lr=lr, ema=stepped.ema, phase=noted, encode=encode)
+    with stepped.meter.step() as phase, recovery.step(step, phase) as noted:
+        return train_step(engine, family, objective, micro_batches, lr=lr, ema=stepped.ema, phase=noted, encode=encode)
 
 
 def _beside_plan(stepped: Stepped) -> list[str]:

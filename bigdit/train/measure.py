@@ -1,24 +1,17 @@
-"""How much memory the first steps really took, by the device's own count or by the recorder."""
+"""How much memory the first steps really took: by torch's own counters on a GPU, by the process's on a CPU."""
 
 from __future__ import annotations
 
 import resource
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import nn
 from torch.profiler import record_function
 
 from bigdit.emulator import on_emulated_card
-from bigdit.engines import Ema, Engine
-from bigdit.loader.stream import Micro
-from bigdit.memory import ledger
-from bigdit.record import Recorder, Watch
 from bigdit.train.record import MeasuredMemory, PhaseMemory
 from bigdit.train.step import Phase
 
@@ -26,17 +19,13 @@ STEPS = 2  # optimizer state appears in the first one
 
 
 class MemoryMeter:
-    """The peak of allocated (on a GPU, reserved) bytes from the engine's start through the first two steps, by phase.
+    """The peak of allocated and reserved bytes from the engine's start through the first two steps, by phase.
 
-    On a GPU the caching allocator counts. A CPU's allocator does not, so the recorder of the rehearsal tracks
-    the real tensors, and is taken off after the second step since it slows every operation.
+    A CPU's allocator counts nothing: there it is the peak of the whole process, libraries and data included.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
-        self._recorder = None if self._cuda else Recorder("cpu")
-        self._recording = ExitStack()
-        self._watch: Watch | None = None
         self._steps = 0
         self._peaks = CardPeaks()
         self.measured: MeasuredMemory | None = None
@@ -44,79 +33,32 @@ class MemoryMeter:
         self.expandable_segments = self._cuda and _expandable_segments()
         self.device_name = torch.cuda.get_device_name(device) if self._cuda else "cpu"
         self.compute_capability = torch.cuda.get_device_capability(device) if self._cuda else None
-        self.method = "torch.cuda.max_memory_allocated" if self._cuda else "storages of the first two steps"
-
-    def __enter__(self) -> MemoryMeter:
+        self.method = "torch.cuda.max_memory_allocated" if self._cuda else "the process's peak resident memory"
         if self._cuda:
             self._peaks.begin("init")
-        else:
-            assert self._recorder is not None
-            self._recording.enter_context(self._recorder)
-            self._recording.enter_context(self._recorder.phase("init"))
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._close()
-
-    def _close(self) -> None:
-        """Take off what watches: after the second step, or where a run ends before it."""
-        if self._watch is not None:
-            self._watch.close()
-        self._recording.close()
-        self._recorder = self._watch = None
-
-    def loaded(self, model: nn.Module, encoders: Iterable[torch.Tensor] = ()) -> None:
-        """The plain model is on the host, and an engine is about to take it; encoders are on the device."""
-        if self._recorder is not None:
-            self._recorder.mark(encoders, "encoder")
-            self._recorder.mark(model.parameters(), "parameter")
-            self._recorder.mark(model.buffers(), "buffer")
-
-    def watch(self, engine: Engine, ema: Ema | None = None) -> None:
-        """From here on the engine's tensors are known by their meaning."""
-        if self._recorder is not None:
-            self._watch = Watch(self._recorder, engine, ema)
-
-    def held(self, futures: Iterable[Future[list[Micro]]]) -> None:
-        """These micro-batches wait on the host. They are read in a thread, whose allocations no recorder sees."""
-        if self._watch is not None:
-            for future in futures:
-                for batch in future.result():
-                    self._watch.host_batch(batch)
 
     @contextmanager
-    def step(self, micro_batches: Sequence[Micro]) -> Iterator[tuple[Sequence[Any], Phase]]:
-        """Surround one training step: yields the micro-batches and the phases to run it with."""
+    def step(self) -> Iterator[Phase]:
+        """Surround one training step: yields the phases to run it with."""
         if self._steps >= STEPS:
-            yield micro_batches, record_function
+            yield record_function
             return
-        if self._cuda:
-            yield micro_batches, self._peaks.phase
-        else:
-            assert self._watch is not None
-            yield self._watch.batches(micro_batches), self._watch.phase
+        yield self._phase
         self._steps += 1
         if self._steps == STEPS:
             self._finish()
 
+    def _phase(self, name: str) -> AbstractContextManager[object]:
+        return self._peaks.phase(name) if self._cuda else record_function(name)
+
     def _finish(self) -> None:
-        if self._cuda:
-            self._peaks.end()
-            phases = self._peaks.found
-            allocated, reserved = self._peaks.allocated_bytes, self._peaks.reserved_bytes
-        else:
-            recorder = self._recorder
-            assert recorder is not None
-            self._close()
-            found = ledger(recorder.timeline(), granularity=1)
-            phases = [PhaseMemory(phase=each.phase, allocated_bytes=each.peak_bytes) for each in found.phases]
-            allocated, reserved = found.peak_allocated_bytes, None
+        self._peaks.end()
         self.measured = MeasuredMemory(
             method=self.method,
             steps=STEPS,
-            phases=tuple(phases),
-            peak_allocated_bytes=allocated,
-            peak_reserved_bytes=reserved,
+            phases=tuple(self._peaks.found),
+            peak_allocated_bytes=self._peaks.allocated_bytes if self._cuda else host_now()["peak_memory_bytes"],
+            peak_reserved_bytes=self._peaks.reserved_bytes if self._cuda else None,
         )
 
     @property

@@ -1,4 +1,4 @@
-"""The training step: the one description of it, run by the trainer, the benchmark and the rehearsal."""
+"""The training step: the one description of it, run by the trainer, the benchmark and emulated GPUs."""
 
 from __future__ import annotations
 

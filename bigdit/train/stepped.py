@@ -51,8 +51,7 @@ class Stepped:
 
 
 def on_engine(start: Start, feed: Feed, world: World, device: torch.device, stack: ExitStack) -> Stepped:
-    """The model of the stage that was reached, as the checkpoint has it where there is one; `stack` closes its meter.
-    Raises UserError where its weights, or that checkpoint, cannot be read."""
+    """The model of the stage that was reached, as the checkpoint has it where there is one. Raises UserError where its weights, or that checkpoint, cannot be read."""
     found, spec, run, plan = start.found, start.reached.spec, start.reached.stage.run, start.reached.stage.plan
     family, peers = models.family(spec.class_name), checkpoint.Peers(world)
     (relief, *_) = peers.gather(read_relief(run.output, start.reached.strategy) if world.is_main else None)
@@ -68,8 +67,7 @@ def on_engine(start: Start, feed: Feed, world: World, device: torch.device, stac
     say(world, snapshots_said(run, model), notes=True)
     if found is not None:
         checkpoint.load_weights(found, model)
-    meter = stack.enter_context(MemoryMeter(device))
-    meter.loaded(model, feed.encoders.tensors() if feed.encoders else ())
+    meter = MemoryMeter(device)
     if strategy.compile_blocks:
         say(world, [compiling_said(device.type, emulated=meter.emulated)], notes=True)
     engine = engines.create(strategy, model, family, device=device, world=world)
@@ -77,7 +75,6 @@ def on_engine(start: Start, feed: Feed, world: World, device: torch.device, stac
     if found is not None:
         say(world, checkpoint.restore(found, engine, peers, ema), notes=True)
         say(world, [f"going on from {found.folder}, step {start.step}"])
-    meter.watch(engine, ema)
     objective, planned = objective_of(spec, run.objective), planned_memory(plan, strategy, device.type)
     return Stepped(engine, ema, family, objective, meter, planned, relief, smaller, peers)
 

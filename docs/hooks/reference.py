@@ -26,7 +26,7 @@ error, which says the nearest. A key without a default must be there.
 """
 STRATEGY = """# A strategy's keys
 
-How a step is run: what `--strategy` of `bigdit rehearse` takes, and what `plan.yaml` holds. What is in
+How a step is run: what `--strategy` of `bigdit profile` takes, and what `plan.yaml` holds. What is in
 [a run's keys](run.md) under the same name means the same.
 """
 COMMANDS = """# Commands

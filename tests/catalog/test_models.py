@@ -73,7 +73,7 @@ def test_no_source_points_nowhere():
 
 def test_what_cannot_be_trained_says_why():
     assert {m.spec.class_name for m in models()} == set(FAMILIES)
-    assert all(m.rehearsable for m in models())
+    assert all(m.plannable for m in models())
     assert all(m.trainable for m in models())
     first, both = model("wan2.1-i2v-14b-480p").spec, {"pos_embed_seq_len": 514}
     assert takes_first_frame(first)
@@ -91,7 +91,7 @@ def test_what_cannot_be_trained_says_why():
     assert model("sana-sprint-1600m").trainable
     unknown = model("sana-1600m").model_copy(update={"spec": ModelSpec(name="x", class_name="UNet", kwargs={})})
     assert unknown.obstacle == unknown.training_obstacle == "no family adapter yet: UNet"
-    assert not unknown.rehearsable
+    assert not unknown.plannable
     misspelt = ModelSpec(name="x", class_name="SanaTransformerModel", kwargs={})
     assert training_obstacle(misspelt).startswith(
         "no family adapter yet: SanaTransformerModel, did you mean SanaTransformer2DModel"

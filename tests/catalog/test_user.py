@@ -34,7 +34,7 @@ def test_the_catalogues_own_arguments_give_the_catalogues_shapes(name, tmp_path)
     for field in ("text", "vae", "patch_size", "resolution", "video", "clip"):
         assert getattr(user, field) == getattr(m, field), field
     assert batch_shape(user) == batch_shape(m)
-    assert user.rehearsable
+    assert user.plannable
     assert name in user.unverified
 
 

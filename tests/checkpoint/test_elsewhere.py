@@ -4,8 +4,8 @@ import json
 
 import pytest
 import torch
-from rehearsing import SANA as MODEL
-from rehearsing import SHAPE
+from tiny_models import SANA as MODEL
+from tiny_models import SHAPE
 from resuming import IN_GROUPS, save, started, strategy
 from safetensors.torch import load_file, save_file
 from two_processes import run_two

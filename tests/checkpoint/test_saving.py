@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from rehearsing import SANA as MODEL
+from tiny_models import SANA as MODEL
 from resuming import started, strategy
 from whole import whole_state
 

@@ -1,4 +1,4 @@
-"""`bigdit bench memory`: what ran is what was predicted, memory runs out where it does, and all forms say the same."""
+"""`bigdit bench memory`: memory runs out where it does, a real GPU is measured, and all forms say the same."""
 
 import json
 import os
@@ -24,9 +24,9 @@ SMALL = ("--gpu", "rtx-3060-12g")
 
 @pytest.fixture(scope="module")
 def emulated(tmp_path_factory):
-    """The report of a DiT-S/2 on 3 GiB of an emulated card, and the folder with its files."""
+    """The report of a DiT-S/2 on 3 GiB of an emulated GPU, and the folder with its files."""
     folder = tmp_path_factory.mktemp("bench") / "memory"
-    done = bigdit(*ASKED, *SMALL, *STRATEGIES, "--out", folder, BIGDIT_DEVICE="emulated")
+    done = bigdit(*ASKED, *SMALL, *STRATEGIES, "--out", folder)
     assert done.returncode == 0, done.stderr
     assert f"wrote {folder}: memory.json, memory.md, memory.png, memory.html" in " ".join(done.stderr.split())
     return json.loads((folder / "memory.json").read_text()), folder, done.stdout
@@ -36,34 +36,29 @@ def emulated(tmp_path_factory):
 @pytest.mark.xdist_group("bench-memory")  # one worker makes the report, once
 def test_points_run_from_the_smallest_until_one_runs_out(emulated):
     report = emulated[0]
-    assert (report["device"], report["limited"], report["gpu"]["usable_mib"]) == ("emulated", True, 3072)
+    assert (report["grade"], report["limited"], report["gpu"]["usable_mib"]) == ("emulated", True, 3072)
     assert report["build"].split()[0] == report["versions"]["torch"] == cuda_build(cuda_python()).split()[0]
     kept, recomputed = report["curves"]
     assert [point["micro_batch_size"] for point in kept["points"]] == [1, 2, 64]
     assert [point["process"] is None for point in kept["points"]] == [False, False, True]
     assert kept["left_out"] == [128]
-    last = kept["points"][-1]
-    assert last["rehearsed"]["ran_out"].startswith("the replay of torch's allocator found no room in 2.")
-    assert last["ran"]["ran_out"].startswith("two steps ran out of the card's memory: ")
-    assert "of 3.00 GiB were free, torch had" in last["ran"]["ran_out"]
+    last = kept["points"][-1]["emulated"]["ran_out"]
+    assert last.startswith("CUDA out of memory. Tried to allocate ")
+    assert "total capacity of 3.00 GiB" in last
     assert [point["micro_batch_size"] for point in recomputed["points"]][:3] == [1, 2, 64]
 
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("bench-memory")
-def test_what_ran_is_what_was_rehearsed_by_phase_and_by_category(emulated):
+def test_the_peak_is_of_a_phase_and_its_categories_sum_to_it(emulated):
     for curve in emulated[0]["curves"]:
-        for point in curve["points"]:
-            if point["process"] is None:
-                continue
-            ran, rehearsed = point["ran"]["phases"], point["rehearsed"]["phases"]
-            assert [phase["phase"] for phase in ran] == ["init", "forward", "backward", "step"]
-            assert [phase["allocated_bytes"] for phase in ran] == [phase["allocated_bytes"] for phase in rehearsed]
-            peak = max(phase["allocated_bytes"] for phase in ran)
-            assert sum(point["at_peak"].values()) == pytest.approx(peak, rel=0.02)  # whole blocks of the allocator
-            reserved = max(phase["reserved_bytes"] for phase in ran)
+        ran = [point for point in curve["points"] if point["process"]]
+        for point in ran:
+            assert point["ran"] is point["seconds_per_step"] is None
+            assert [*point["emulated"]["phases"]] == ["init", "forward", "backward", "step"]
+            peak, reserved = max(point["emulated"]["phases"].values()), point["emulated"]["reserved_bytes"]
             assert peak <= reserved < point["process"]["low_bytes"] <= point["process"]["high_bytes"] <= 3 << 30
-            assert point["seconds_per_step"] is None
+        assert sum(curve["at_peak"].values()) == max(ran[-1]["emulated"]["phases"].values())
 
 
 @pytest.mark.slow
@@ -71,12 +66,8 @@ def test_what_ran_is_what_was_rehearsed_by_phase_and_by_category(emulated):
 def test_every_form_has_the_numbers_its_grade_and_its_command(emulated):
     report, folder, terminal = emulated
     forms = [terminal, (folder / "memory.md").read_text(), (folder / "memory.html").read_text()]
-    for curve in report["curves"]:
-        for point in curve["points"]:
-            for phase in (point["ran"] or {})["phases"]:
-                if phase["phase"] == "backward" and point["process"]:
-                    most = f"{max(each['reserved_bytes'] for each in point['ran']['phases']) / 2**30:.2f} GiB"
-                    assert all(most in form for form in forms)
+    for point in (point for curve in report["curves"] for point in curve["points"] if point["process"]):
+        assert all(f"{point['emulated']['reserved_bytes'] / 2**30:.2f} GiB" in form for form in forms)
     for form in forms:
         assert "emulated: torch's own allocator" in " ".join(form.split()).replace("&#39;", "'")
         assert "out of memory" in form
@@ -90,17 +81,17 @@ def test_every_form_has_the_numbers_its_grade_and_its_command(emulated):
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("bench-memory")
-def test_every_heading_and_figure_says_that_the_card_is_emulated(emulated):
+def test_every_heading_and_figure_says_that_the_gpu_is_emulated(emulated):
     report, folder, terminal = emulated
     where = "on the emulated NVIDIA GeForce RTX 3060"
     page, text = ((folder / f"memory.{form}").read_text() for form in ("html", "md"))
     headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE) + re.findall(r"<h[1-3]>(.+?)</h[1-3]>", page)
-    assert len(headings) == 2 * 5 + 2  # of the page alone: the process's, and where it comes from
+    assert len(headings) == 2 * 6 + 2  # of the page alone: the process's, and where it comes from
     assert [heading for heading in headings if where not in heading] == ["Where this comes from"]
     figures = [re.sub(r"<[^>]*>", "", figure) for figure in re.findall(r"<text.+?</text>", page, re.DOTALL)]
     titles = [figure.strip() for figure in figures if where in figure]
+    assert any("Allocated at the peak, by category, on the emulated" in title for title in titles)
     for curve in report["curves"]:
-        assert f"{curve['asked']} {where}: live at the peak, as rehearsed" in titles
         largest = max(point["micro_batch_size"] for point in curve["points"] if point["process"])
         assert f"{curve['asked']} {where}: {largest} fits" in " ".join(terminal.split())
     assert any("memory against micro-batch" in title for title in titles)
@@ -115,14 +106,14 @@ def test_the_text_has_the_peaks_of_each_phase(emulated):
     for curve in report["curves"]:
         for point in curve["points"]:
             if point["process"]:
-                peaks = [f"{phase['allocated_bytes'] / 2**30:.2f} GiB" for phase in point["ran"]["phases"]]
+                peaks = [f"{nbytes / 2**30:.2f} GiB" for nbytes in point["emulated"]["phases"].values()]
                 assert f"| {point['micro_batch_size']} | {' | '.join(peaks)} |" in text
 
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("bench-memory")
-def test_this_machines_card_is_measured_and_one_that_is_emulated_says_so(emulated, tmp_path):
-    """The way of a real card, with an emulated one and a fake nvidia-smi in its place: a process a point, within the
+def test_this_machines_gpu_is_measured_and_one_that_is_emulated_says_so(emulated, tmp_path):
+    """The way of a real GPU, with an emulated one and a fake nvidia-smi in its place: a process a point, within the
     limit."""
     driver = tmp_path / "nvidia-smi"
     driver.write_text(f"#!/bin/sh\necho '{NVIDIA_SMI}'\n")
@@ -136,13 +127,16 @@ def test_this_machines_card_is_measured_and_one_that_is_emulated_says_so(emulate
     )
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
-    assert (report["device"], report["gpu"]["name"]) == ("emulated", "rtx-3060-12g")
+    assert (report["grade"], report["gpu"]["name"]) == ("emulated", "rtx-3060-12g")
     (curve,) = report["curves"]
     small, large = curve["points"]
     (before,) = (point for point in emulated[0]["curves"][0]["points"] if point["micro_batch_size"] == 2)
-    assert small["ran"] == before["ran"]
+    assert small["ran"] == small["emulated"] == before["emulated"]
     assert large["process"] is None
     assert "ran out of the card's memory" in large["ran"]["ran_out"]
+    text = markdown(MemoryBench.model_validate(report), "")
+    assert "| peak in | emulated % |\n" in text
+    assert " | +0.00 / +0.00 |\n" in text
 
 
 @pytest.mark.slow
@@ -153,41 +147,31 @@ def test_every_form_says_what_ran_by_retries_alone_and_none_counts_it(emulated, 
     found = MemoryBench.model_validate(report)
     kept, *others = found.curves
     first, second, *_ = kept.points
-    retried = second.model_copy(update={"ran": second.ran.model_copy(update={"retries": 3})})
+    retried = second.model_copy(update={"emulated": second.emulated.model_copy(update={"retries": 3})})
     kept = kept.model_copy(update={"points": (first, retried)})
     found = found.model_copy(update={"curves": (kept, *others)})
     assert kept.largest == first.micro_batch_size
     files = write_memory(found, tmp_path, "bigdit bench memory")
     texts = {file.suffix: file.read_text() for file in files if file.suffix != ".png"}
-    line = "† 2 ran, but only since the allocator gave back what it kept and tried again (3×)"
+    line = "† 2 ran, but the allocator had to free its cache and retry (3×)"
     assert all(line in texts[suffix] for suffix in (".md", ".html"))
     assert "single on the emulated NVIDIA GeForce RTX 3060: 1 fits" in texts[".md"]
     assert "| 2† |" in texts[".md"]
     assert '"retries": 3' in texts[".json"]
-    assert "+ ran by the allocator&#39;s retries alone" in texts[".html"].replace("'", "&#39;")
+    assert "+ ran after retries of the allocator" in texts[".html"]
 
 
-def test_without_a_card_points_are_rehearsed():
-    done = bigdit(*ASKED, *SMALL, "--device", "rehearsed", "--json")
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
-    assert (report["device"], report["build"]) == ("rehearsed", None)
-    (curve,) = report["curves"]
-    assert [point["ran"] for point in curve["points"]] == [None] * 3
-    assert [point["process"] is None for point in curve["points"]] == [False, False, True]
-    # nothing ran, and so no prediction of it is off
-    shown = markdown(MemoryBench.model_validate(report), "")
-    assert "| micro-batch | allocated | reserved | process | peak in |\n" in shown
-    assert "rehearsed %" not in shown
-    # of an engine that shares state out, headings say how many processes share it where nobody did
-    found = MemoryBench.model_validate(report)
+@pytest.mark.slow
+@pytest.mark.xdist_group("bench-memory")
+def test_headings_say_how_many_processes_share_state_where_nobody_did(emulated):
+    found = MemoryBench.model_validate({key: value for key, value in emulated[0].items() if key != "command"})
     headings = []
     for asked in ("single", "zero2", "zero2,world_size=8"):
         own = found.curves[0].model_copy(update={"asked": asked, "strategy": parse_strategy([asked])})
         text = markdown(found.model_copy(update={"curves": (own,)}), "")
-        headings += [line for line in text.splitlines() if line.startswith("## ")]
-    where = "rehearsed for the NVIDIA GeForce RTX 3060: 2 fits"
-    assert headings == [f"## {named} {where}" for named in ("single", "zero2, 1 process,", "zero2,world_size=8")]
+        headings.append(text.partition("\n## ")[2].partition("\n")[0])
+    where = "on the emulated NVIDIA GeForce RTX 3060: 2 fits"
+    assert headings == [f"{named} {where}" for named in ("single", "zero2, 1 process,", "zero2,world_size=8")]
 
 
 @pytest.mark.parametrize(
@@ -198,12 +182,10 @@ def test_without_a_card_points_are_rehearsed():
         (("--strategy", "single,micro_batch_size=4"), "--strategy single,micro_batch_size=4 says micro_batch_size"),
         (("--strategy", "single") * 2, "--strategy single is said twice; leave one of them out"),
         (("--strategy", "zero2", "--strategy", "zero2,world_size=1"), "--strategy zero2,world_size=1 is zero2 again"),
-        (("--steps", "9"), "--steps 9 are timed on this machine's real card, and points are "),
+        (("--steps", "9"), "--steps 9 are timed on a real GPU (--gpu auto), and this one is emulated; leave it out"),
         (("--micro-batch", "0"), "--micro-batch expects sizes such as 1,2,4,8"),
-        (("--device", "gpu"), "--device is gpu; it may be measured, emulated or rehearsed"),
-        (("--device", "measured"), "--device measured runs on this machine's own card, and --gpu is a40; give --gpu"),
         (("--limit", "much"), "--limit: a memory size with a unit was expected"),
-        (("--limit", "0B"), "--limit 0B is less than 1 MiB; write the bytes of a card"),
+        (("--limit", "0B"), "--limit 0B is less than 1 MiB; write the bytes of a GPU"),
         (("--limit", "100GiB"), "--limit 100GiB is more than the NVIDIA A40 has"),
         (("--strategy", "zero9"), "--strategy zero9: neither key=value"),
     ],

@@ -99,10 +99,10 @@ def test_filter_and_json():
     assert (shown[1]["obstacle"], shown[1]["training_obstacle"]) == (None, None)
     assert shown[1]["text"]["tokens"] == 300
     (flux,) = json.loads(options(models.run, "--filter", "flux.1-dev", "--json").stdout)
-    assert (flux["rehearsable"], flux["trainable"], flux["obstacle"]) == (True, True, None)
+    assert (flux["plannable"], flux["trainable"], flux["obstacle"]) == (True, True, None)
     assert (flux["extractable"], flux["text_pipeline"]) == (True, "FluxPipeline")
     (image,) = json.loads(options(models.run, "--filter", "wan2.1-i2v", "--json").stdout)
-    assert (image["rehearsable"], image["trainable"], image["training_obstacle"]) == (True, True, None)
+    assert (image["plannable"], image["trainable"], image["training_obstacle"]) == (True, True, None)
     (a40,) = json.loads(options(gpus.run, "--filter", "a40", "--json").stdout)[-1:]
     assert a40["sources"]["usable"]
     hopper = json.loads(options(gpus.run, "--filter", "hopper", "--json").stdout)

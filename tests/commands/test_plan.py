@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import yaml
 from commands import DIGITS, ROOT, bigdit
-from rehearsing import SANA
+from tiny_models import SANA
 from safetensors.numpy import save_file
 
 from bigdit.search.needs.host import LIBRARIES_BYTES

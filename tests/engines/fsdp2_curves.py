@@ -9,7 +9,7 @@ import json
 
 import torch
 import torch.distributed as dist
-from rehearsing import DIT, SANA
+from tiny_models import DIT, SANA
 
 from bigdit import engines, models
 from bigdit.dist import World, world_from_env

@@ -10,7 +10,7 @@ import json
 import torch
 import torch.distributed as dist
 from fsdp2_curves import batch, start
-from rehearsing import SANA
+from tiny_models import SANA
 
 from bigdit.dist import World, world_from_env
 from bigdit.loader.order import step_seed

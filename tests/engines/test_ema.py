@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rehearsing import SANA as MODEL
-from rehearsing import SHAPE
+from tiny_models import SANA as MODEL
+from tiny_models import SHAPE
 from stepping import one_batch, started
 from training import exported, run_to
 from two_processes import answer_of_two
@@ -146,8 +146,8 @@ def test_an_average_of_bf16_weights_without_masters_is_fp32():
 _SHARDED = """
 import json, sys
 import torch, torch.distributed as dist
-from rehearsing import SANA as MODEL
-from rehearsing import SHAPE
+from tiny_models import SANA as MODEL
+from tiny_models import SHAPE
 from whole import full_weights
 from bigdit import engines, models
 from bigdit.dist import world_from_env

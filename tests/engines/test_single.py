@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from rehearsing import THREE_BLOCKS as WIDE  # with weights of 4096 elements and more, which are quantised
+from tiny_models import THREE_BLOCKS as WIDE  # with weights of 4096 elements and more, which are quantised
 from stepping import Executed, equipped, one_batch, started
 from whole import full_weights
 

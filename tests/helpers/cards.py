@@ -16,9 +16,8 @@ from bigdit import catalog
 from bigdit.catalog import CatalogModel
 from bigdit.config.strategy import parse_strategy
 from bigdit.emulator import build, emulated_environment, shared_state
-from bigdit.rehearse import StepRequest
-from bigdit.profile.request import request_for
 from bigdit.emulator.interpreter import cuda_python
+from bigdit.profile.request import StepRequest, request_for
 
 TIME_LIMIT_S = 240
 

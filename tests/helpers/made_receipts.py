@@ -2,7 +2,7 @@
 
 import datetime
 
-from rehearsing import SANA, SHAPE
+from tiny_models import SANA, SHAPE
 
 from bigdit.config.strategy import parse_strategy
 from bigdit.objective_spec import FlowMatchingSpec

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 
 import torch
-from rehearsing import SHAPE, THREE_BLOCKS
+from tiny_models import SHAPE, THREE_BLOCKS
 from stepping import equipped
 from torch.profiler import ProfilerActivity, profile
 

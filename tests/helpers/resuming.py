@@ -4,7 +4,7 @@ import json
 
 import torch
 from commands import ROOT
-from rehearsing import SANA
+from tiny_models import SANA
 from stepping import one_batch
 
 from bigdit import checkpoint, engines, models

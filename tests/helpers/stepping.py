@@ -3,7 +3,7 @@
 from collections import Counter
 
 import torch
-from rehearsing import SANA, SHAPE
+from tiny_models import SANA, SHAPE
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bigdit import engines, models

@@ -1,4 +1,4 @@
-"""Traces for the allocator: written out, drawn at random, and held against each other."""
+"""Timelines: written out, drawn at random, and compared."""
 
 from __future__ import annotations
 
@@ -7,31 +7,21 @@ from dataclasses import fields
 from hypothesis import strategies as st
 
 from bigdit.memory import Block, Span, Timeline
-from bigdit.memory.caching import CachingAllocator, Device
-from bigdit.memory.segments import ExpandableSegments, WholeSegments
 
 KIB, MIB = 2**10, 2**20
-ROOMY = 2**40
-"""A card that has room for everything."""
 SHOWN = 8
 """Events that are shown from the first that differs on, of either timeline."""
 
 
-def allocator(capacity: int = ROOMY, expandable: bool = False) -> tuple[CachingAllocator, Device]:
-    device = Device(capacity)
-    return CachingAllocator((ExpandableSegments if expandable else WholeSegments)(device)), device
-
-
-def timeline(*events: int | tuple[int, int], phases: tuple[tuple[str, int], ...] = (("step", 0),)) -> Timeline:
-    """`30 * MIB` allocates that, `(30 * MIB, 7)` on stream 7, and `-2` frees what was allocated second."""
+def timeline(*events: int, phases: tuple[tuple[str, int], ...] = (("step", 0),)) -> Timeline:
+    """`30 * MIB` allocates that, and `-2` frees what was allocated second."""
     blocks: list[Block] = []
     coded: list[int] = []
     for event in events:
-        if isinstance(event, int) and event < 0:
+        if event < 0:
             coded.append(event)
             continue
-        nbytes, stream = event if isinstance(event, tuple) else (event, 0)
-        blocks.append(Block(nbytes, "temporary", f"block {len(blocks) + 1}", stream))
+        blocks.append(Block(event, "temporary", f"block {len(blocks) + 1}"))
         coded.append(len(blocks))
     stops = [start for _, start in phases[1:]] + [len(coded)]
     spans = tuple(Span(name, start, stop) for (name, start), stop in zip(phases, stops, strict=True))
@@ -42,10 +32,10 @@ SIZES = st.one_of(st.integers(0, 4 * KIB), st.integers(0, 2 * MIB), st.integers(
 
 
 @st.composite
-def timelines(draw: st.DrawFn, streams: int = 3) -> Timeline:
-    """Blocks of all size classes on a few streams, freed in any order."""
-    blocks = draw(st.lists(st.tuples(SIZES, st.integers(0, streams - 1)), max_size=40))
-    events: list[int | tuple[int, int]] = []
+def timelines(draw: st.DrawFn) -> Timeline:
+    """Blocks of all sizes, freed in any order."""
+    blocks = draw(st.lists(SIZES, max_size=40))
+    events: list[int] = []
     live: list[int] = []
     for number, block in enumerate(blocks, start=1):
         for freed in draw(st.lists(st.sampled_from(live), unique=True, max_size=4)) if live else []:
@@ -55,9 +45,6 @@ def timelines(draw: st.DrawFn, streams: int = 3) -> Timeline:
         events.append(block)
     cut = draw(st.integers(0, len(events)))
     return timeline(*events, phases=(("init", 0), ("step", cut)))
-
-
-CAPACITIES = st.integers(0, 400).map(lambda mib: mib * MIB)
 
 
 def assert_same(found: Timeline, real: Timeline) -> None:

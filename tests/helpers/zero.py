@@ -3,7 +3,7 @@
 import json
 
 from commands import ROOT
-from rehearsing import SHAPE, THREE_BLOCKS
+from tiny_models import SHAPE, THREE_BLOCKS
 
 from bigdit.rehearse import StepRequest
 from bigdit.spec import OptimizerSpec, Strategy

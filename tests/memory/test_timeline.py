@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -53,7 +52,7 @@ def test_the_peak_is_the_highest_level_and_the_phases_carry_it_over(timeline: Ti
     for event in timeline.events:
         level += timeline.blocks[abs(event) - 1].nbytes * (1 if event > 0 else -1)
         highest = max(highest, level)
-    assert ledger(timeline, 1).peak_allocated_bytes == highest == timeline.peak_allocated_bytes
+    assert ledger(timeline, 1).peak_allocated_bytes == highest
 
 
 @given(timelines(), st.data())
@@ -76,8 +75,6 @@ def test_rounding_adds_less_than_one_granule_a_block(timeline: Timeline) -> None
 @given(timelines())
 def test_a_packed_timeline_comes_back_as_it_was(timeline: Timeline) -> None:
     assert Timeline.unpack(timeline.pack()) == timeline
-    emptied = replace(timeline, emptied=(0, len(timeline.events)))
-    assert Timeline.unpack(emptied.pack()) == emptied
 
 
 @pytest.mark.parametrize("text", ["", 'not base 85 "', "c$", Timeline((), (), ()).pack()[:-3]])

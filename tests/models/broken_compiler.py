@@ -2,7 +2,7 @@
 what is called keeps its arguments until it returns, and tensors live longer."""
 
 import torch
-from rehearsing import SANA
+from tiny_models import SANA
 from stepping import one_batch
 
 from bigdit import models

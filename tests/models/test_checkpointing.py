@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from rehearsing import SANA as TINY
-from rehearsing import SHAPE
+from tiny_models import SANA as TINY
+from tiny_models import SHAPE
 from stepping import Executed
 from torch import nn
 
@@ -93,3 +93,19 @@ def test_what_comes_back_has_the_strides_that_it_had():
     offload_activations(layer, SimpleNamespace(blocks=lambda model: [model]))
     x = torch.randn(2, 4, 5, 5, requires_grad=True).to(memory_format=torch.channels_last)
     assert layer(x).grad_fn._saved_input.stride() == x.stride()
+
+
+def test_an_expanded_mask_comes_back_with_its_strides_and_waits_as_it_is():
+    """On a GPU attention refuses a mask whose rows are not aligned: torch pads them, and expands the mask."""
+
+    class Masked(nn.Module):
+        def forward(self, x, mask):
+            return x * mask
+
+    layer = Masked()
+    offload_activations(layer, SimpleNamespace(blocks=lambda model: [model]))
+    mask = torch.randn(2, 1, 1, 16)[..., :6].expand(2, 3, 5, 6)
+    saved = layer(torch.randn(2, 3, 5, 6, requires_grad=True), mask).grad_fn._saved_other
+    assert torch.equal(saved, mask)
+    assert saved.stride() == mask.stride()
+    assert saved.untyped_storage().nbytes() == (16 + 6) * 4

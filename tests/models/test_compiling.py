@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch._dynamo
 from commands import HELPERS, ROOT, run_ranks
-from rehearsing import SANA, SHAPE
+from tiny_models import SANA, SHAPE
 from stepping import one_batch
 from torch._dynamo.utils import counters
 from training import run

@@ -6,7 +6,7 @@ import functools
 
 import pytest
 import torch
-from rehearsing import rehearse_all
+from tiny_models import rehearse_all
 from torch import nn
 from traces import assert_same
 from views import written_views

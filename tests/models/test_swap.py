@@ -11,7 +11,7 @@ import pytest
 import torch
 from cards import answers
 from commands import DIGITS, HELPERS, ROOT, SINGLE, TINY, run_command
-from rehearsing import DIT
+from tiny_models import DIT
 from stepping import equipped, one_batch
 from torch.utils._python_dispatch import TorchDispatchMode
 from training import exported, run_to

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from commands import ROOT
-from rehearsing import rehearse_all
+from tiny_models import rehearse_all
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from traces import assert_same

@@ -1,4 +1,4 @@
-"""The picture of a timeline, and the tables of its ledger on a card."""
+"""The picture of a timeline, and the tables of its ledger on a GPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from traces import MIB, timeline, timelines
 
 from bigdit.errors import UserError
 from bigdit.memory import CATEGORIES, Block, Span, Timeline, ledger
-from bigdit.memory.footprint import Footprint, footprint
 from bigdit.memory.process import beside_torch
 from bigdit.report import ledger as tables
 from bigdit.report.timeline import COLOURS, MOST_COLUMNS, columns, live_bytes, plot_timeline
@@ -111,11 +110,7 @@ def text(*shown: Table) -> str:
     return "".join(line.rstrip() + "\n" for line in lines)
 
 
-def on_card(usable_mib: int) -> Footprint:
-    return footprint(STEP, usable_mib * MIB, beside_torch((8, 6), 1))
-
-
-def test_phases_and_what_is_live_at_the_peak() -> None:
+def test_phases_and_what_is_allocated_at_the_peak() -> None:
     assert (
         text(tables.phases(ledger(STEP)), tables.at_peak(ledger(STEP)))
         == """\
@@ -126,8 +121,8 @@ init           40.00 MiB        40.00 MiB
 forward       100.00 MiB       100.00 MiB
 backward      ◂ 0.13 GiB        70.00 MiB
 step           70.00 MiB        40.00 MiB
-◂ decides; phases are not summed
-live at the peak, in backward
+◂ peak phase; phases are not summed
+allocated at the peak, in backward
 category              bytes    share
 ────────────────────────────────────
 parameter         40.00 MiB   29.9 %
@@ -140,52 +135,19 @@ total              0.13 GiB  100.0 %
     )
 
 
-def test_what_the_allocator_reserves() -> None:
-    # Segments of 40, 60 and 30 MiB, and of 20 for 4: 16 of 150 MiB lie idle. In pages of 20 MiB the first three take
-    # 140, of which 10 are idle, and then hold the 4.
-    assert (
-        text(tables.reserved(on_card(1000)))
-        == """\
-reserved by the caching allocator
-segments         allocated  reserved    idle  flushes  on the card
-──────────────────────────────────────────────────────────────────
-whole (default)   0.13 GiB  0.15 GiB  10.7 %        0  fits
-expandable        0.13 GiB  0.14 GiB   7.1 %        0  fits
-expandable: PYTORCH_ALLOC_CONF=expandable_segments:True; a flush
-waits for the card
-"""
-    )
-    by_phase = text(tables.phases(ledger(STEP), on_card(1000).segments.on_card))
-    assert "backward      ◂ 0.13 GiB        70.00 MiB       0.15 GiB" in by_phase
-
-
 def test_the_way_to_what_nvidia_smi_shows() -> None:
     # Beside torch, at 8.6, lie 133 MiB and stacks of 10 multiprocessors, 15 MiB, to 519 and stacks of 84, 126 MiB.
     assert (
-        text(tables.process(on_card(751)))
+        text(tables.process(150 * MIB, beside_torch((8, 6), 1), 751 * MIB))
         == """\
-on the card
+on the GPU
                                       low        high
 ─────────────────────────────────────────────────────
 reserved by torch                0.15 GiB    0.15 GiB
 CUDA context and NCCL            0.14 GiB    0.63 GiB
 
 process, as nvidia-smi shows it  0.29 GiB    0.78 GiB
-usable bytes of the card         0.73 GiB    0.73 GiB
+usable bytes of the GPU          0.73 GiB    0.73 GiB
 left                             0.44 GiB  -44.00 MiB
 """
     )
-
-
-def test_a_card_without_room_says_where_memory_ran_out() -> None:
-    # 751 MiB less the high 645 are 106 for the allocator: 100 of them hold parameter and activation.
-    assert tables.failures(on_card(1000)) == []
-    whole, expandable = tables.failures(on_card(751))
-    assert whole == (
-        "whole segments run out in backward: 30.00 MiB for a gradient of aten.mm, 6.00 MiB free; "
-        "0.15 GiB would be reserved"
-    )
-    assert expandable.startswith("expandable segments run out in backward: 30.00 MiB")
-    # What was reserved until then is not the phases' peak: the column is left out.
-    assert "reserved" not in text(tables.phases(ledger(STEP), on_card(751).segments.on_card))
-    assert "out of memory" in text(tables.reserved(on_card(751)))

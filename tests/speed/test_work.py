@@ -1,7 +1,7 @@
 """The work of a step, as real rehearsals recorded it: what is repeated, reduced and moved."""
 
 import pytest
-from rehearsing import SANA, SHAPE, rehearse_all
+from tiny_models import SANA, SHAPE, rehearse_all
 
 from bigdit import catalog
 from bigdit.config.strategy import parse_strategy

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from rehearsing import SANA, SHAPE
+from tiny_models import SANA, SHAPE
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 

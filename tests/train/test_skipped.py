@@ -59,7 +59,7 @@ def test_a_step_on_nan_changes_no_bit(strategy):
 _SHARDED = """
 import json, sys
 import torch, torch.distributed as dist
-from rehearsing import SANA
+from tiny_models import SANA
 from stepping import one_batch
 from whole import whole_state
 from bigdit import engines, models

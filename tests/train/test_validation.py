@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 from commands import ROOT
-from rehearsing import SANA
+from tiny_models import SANA
 from resuming import strategy
 from stores import DIM, make_store, stream_of
 from training import run_to

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rehearsing import SANA
+from tiny_models import SANA
 from resuming import strategy
 from stores import DIM
 

@@ -7,7 +7,7 @@ import typer
 from bigdit.commands.bench import extract, loader, memory, optimizer, step
 
 HELP = (
-    "What a step takes: memory against micro-batch on any card; and on this machine the run's own step, loader, "
+    "What a step takes: memory against micro-batch on any GPU; and on this machine the run's own step, loader, "
     "extraction and optimizers, each by turns with a plain one."
 )
 

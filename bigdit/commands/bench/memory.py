@@ -1,4 +1,4 @@
-"""`bigdit bench memory`: memory against micro-batch, on any card, beside its prediction."""
+"""`bigdit bench memory`: memory against micro-batch, on an emulated GPU or on this machine's own."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from bigdit.commands.listed import listed
-from bigdit.commands.options import Device, Frames, Gpu, Json, Model, Resolution
+from bigdit.commands.options import Frames, Gpu, Json, Model, Resolution
 
 if TYPE_CHECKING:
     from bigdit import catalog
-    from bigdit.bench import memory
     from bigdit.spec import Strategy
 
 LARGEST = 65_536
@@ -36,22 +35,21 @@ def run(
     resolution: Resolution = None,
     frames: Frames = None,
     limit: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Cap the process, such as 46068MiB: a smaller card's bytes.")
+        str | None, typer.Option(metavar="SIZE", help="Cap the process, such as 46068MiB: a smaller GPU's bytes.")
     ] = None,
     segments: Annotated[
         bool,
         typer.Option("--expandable-segments/--default-allocator", help="How torch's allocator is set."),
     ] = True,
     steps: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Timed steps a point, on a real card; 5 if left out.")
+        int | None, typer.Option(min=1, metavar="N", help="Timed steps a point, on a real GPU; 5 if left out.")
     ] = None,
-    device: Device = None,
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Write memory.json, .md, .png and .html to DIR.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Memory against micro-batch: each point in a process of its own, beside its prediction, until one runs out."""
+    """Memory against micro-batch, until one runs out: emulated; with --gpu auto measured beside that."""
     from bigdit.emulator.interpreter import cuda_python
 
     cuda_python()  # first, so that a missing one is said at once
@@ -59,25 +57,25 @@ def run(
     from bigdit.bench.memory import MemoryBenchmark
     from bigdit.config.strategy import parse_strategy
     from bigdit.files import check_writable
-    from bigdit.profile.request import parse_resolution
     from bigdit.profile.notices import COMPILED
+    from bigdit.profile.request import parse_resolution
     from bigdit.report.memory import note, retried, subtitle, tables, title, write_memory
 
     sizes = listed("--micro-batch", micro_batch, "sizes such as 1,2,4,8", LARGEST)
     strategies = [(text, parse_strategy([text])) for text in strategy]
     _check_strategies(strategies)
-    where, card = _device(device, gpu), catalog.resolve_gpu(gpu)
-    _check_timed(steps, where)
+    own, card = gpu.strip().casefold() == "auto", catalog.resolve_gpu(gpu)
+    _check_timed(steps, own)
     limit_bytes = None if limit is None else _limit(limit, card)
-    if where != "measured" and any(each.compile_blocks for _, each in strategies):
+    if not own and any(each.compile_blocks for _, each in strategies):
         log.notice(f"note: {COMPILED}")
     if out is not None:
         check_writable("--out", out)
-    with log.err.status(f"rehearsing {model}") as status:
+    with log.err.status(f"running {model}") as status:
         found = MemoryBenchmark(
             catalog.find_model(model),
             card,
-            where,
+            own=own,
             resolution=None if resolution is None else parse_resolution(resolution),
             frames=frames,
             limit_bytes=limit_bytes,
@@ -98,7 +96,7 @@ def run(
         log.out.print()
         log.out.print(note(found), highlight=False)
     if out is not None:
-        typed = _typed(model, gpu, micro_batch, strategy, resolution, frames, limit, segments, steps, device)
+        typed = _typed(model, gpu, micro_batch, strategy, resolution, frames, limit, segments, steps)
         log.notice(f"wrote {out}: {', '.join(file.name for file in write_memory(found, out, typed))}")
 
 
@@ -121,16 +119,13 @@ def _check_strategies(strategies: Sequence[tuple[str, Strategy]]) -> None:
         raise UserError(*wrong)
 
 
-def _check_timed(steps: int | None, where: memory.Device) -> None:
-    """Raise UserError where steps are to be timed on a card that runs none."""
+def _check_timed(steps: int | None, own: bool) -> None:
+    """Raise UserError where steps are to be timed on an emulated GPU."""
     from bigdit.emulator import on_emulated_card
     from bigdit.errors import UserError
 
-    if steps is not None and (where != "measured" or on_emulated_card()):
-        raise UserError(
-            f"--steps {steps} are timed on this machine's real card, and points are "
-            f"{'emulated' if where == 'measured' else where} here, which times nothing; leave it out"
-        )
+    if steps is not None and (not own or on_emulated_card()):
+        raise UserError(f"--steps {steps} are timed on a real GPU (--gpu auto), and this one is emulated; leave it out")
 
 
 def _limit(text: str, card: catalog.Gpu) -> int:
@@ -142,27 +137,13 @@ def _limit(text: str, card: catalog.Gpu) -> int:
     except UserError as error:
         raise UserError(f"--limit: {error}") from None
     if found < MIB:
-        raise UserError(f"--limit {text} is less than 1 MiB; write the bytes of a card, such as 46068MiB")
+        raise UserError(f"--limit {text} is less than 1 MiB; write the bytes of a GPU, such as 46068MiB")
     if found > card.usable_bytes:
         raise UserError(
             f"--limit {text} is more than the {card.title} has, {gib(card.usable_bytes)}; leave it out, or name a "
-            "larger card"
+            "larger GPU"
         )
     return found
-
-
-def _device(asked: str | None, gpu: str) -> memory.Device:
-    from bigdit.errors import UserError, shown
-    from bigdit.search.asking.ask import device_for
-
-    own = gpu.strip().casefold() == "auto"
-    if asked not in (None, "measured", "emulated", "rehearsed"):
-        raise UserError(f"--device is {shown(asked)}; it may be measured, emulated or rehearsed")
-    if asked == "measured" and not own:
-        raise UserError(
-            f"--device measured runs on this machine's own card, and --gpu is {shown(gpu)}; give --gpu auto"
-        )
-    return "measured" if own and asked in (None, "measured") else device_for(asked)[0]
 
 
 def _typed(
@@ -175,13 +156,12 @@ def _typed(
     limit: str | None,
     segments: bool,
     steps: int | None,
-    device: str | None,
 ) -> str:
     """The command that asks the same again."""
     import shlex
 
     given = {"model": model, "gpu": gpu, "micro-batch": micro_batch}
-    more = {"resolution": resolution, "frames": frames, "limit": limit, "steps": steps, "device": device}
+    more = {"resolution": resolution, "frames": frames, "limit": limit, "steps": steps}
     options = [*given.items(), *(("strategy", each) for each in strategy)]
     options += [(name, str(value)) for name, value in more.items() if value is not None]
     words = [word for name, value in options for word in (f"--{name}", value)]

@@ -1,4 +1,4 @@
-"""`bigdit bench step`: a run's real step against its rehearsal, and against a plain PyTorch loop."""
+"""`bigdit bench step`: a run's real step, its memory beside the prediction, its time beside a plain PyTorch loop's."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ def run(
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the receipt to this JSON file.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Run a run's step in one process on this machine: memory predicted and measured, time by turns with a plain loop.
+    """Run a run's step in one process on this machine: its memory, on a GPU also predicted, and its time.
 
-    The plain loop is PyTorch alone: the same model, values, batches, precision, loss and optimizer, and no engine.
+    Steps are interleaved with those of a plain loop. That is PyTorch alone: the same model, values, batches, precision,
+    loss and optimizer, and no engine.
     """
     from bigdit import libraries, log
     from bigdit.train.prepare import check_store, prepare
@@ -73,18 +74,20 @@ def _print(receipt: Receipt) -> None:
     from bigdit.report.tables import table
     from bigdit.units import gib
 
-    predicted, measured = receipt.predicted_peak_allocated_bytes, receipt.measured_peak_allocated_bytes
-    assert predicted is not None  # by the benchmark both are
-    assert measured is not None
-    card = f"an emulated {receipt.device}" if receipt.emulated else receipt.device
-    rows = table(f"one process on {card}, micro-batch {receipt.strategy.micro_batch_size}", ["", "value"])
-    rows.add_row("peak, rehearsed", f"{gib(predicted)} ({predicted} bytes)")
-    rows.add_row("peak, measured", f"{gib(measured)} ({measured} bytes; {receipt.measured_with})")
-    rows.add_row("off by", f"{receipt.error_percent} %")
-    reserved = receipt.predicted_peak_reserved_bytes, receipt.measured_peak_reserved_bytes
-    if reserved[0] is not None and reserved[1] is not None:
-        rows.add_row("reserved, rehearsed", f"{gib(reserved[0])} ({reserved[0]} bytes)")
-        rows.add_row("reserved, measured", f"{gib(reserved[1])} ({reserved[1]} bytes)")
+    where = f"an emulated {receipt.device}" if receipt.emulated else receipt.device
+    rows = table(f"one process on {where}, micro-batch {receipt.strategy.micro_batch_size}", ["", "value"])
+    found = {
+        "peak, predicted": receipt.predicted_peak_allocated_bytes,
+        "peak, measured": receipt.measured_peak_allocated_bytes,
+        "reserved, predicted": receipt.predicted_peak_reserved_bytes,
+        "reserved, measured": receipt.measured_peak_reserved_bytes,
+    }
+    for name, nbytes in found.items():
+        if nbytes is not None:
+            by = f"; {receipt.measured_with}" if name == "peak, measured" else ""
+            rows.add_row(name, f"{gib(nbytes)} ({nbytes} bytes{by})")
+    if receipt.error_percent is not None:
+        rows.add_row("peak off by", f"{receipt.error_percent} %")
     if not receipt.emulated:  # whose kernels are not run
         rows.add_row("a step", f"{receipt.seconds_per_step} s, {receipt.samples_per_second} samples/s")
     log.out.print(rows)

@@ -17,7 +17,7 @@ _FAMILIES = {each.CLASS_NAME: each for each in _FOUND}
 
 
 def families() -> tuple[str, ...]:
-    """The classes that can be rehearsed and trained."""
+    """The classes that can be planned and trained."""
     return tuple(_FAMILIES)
 
 

@@ -1,7 +1,7 @@
 """HiDream-I1: dual-stream blocks, then single-stream ones, whose feed-forward is a mixture of experts.
 
 text_embeds are T5's; each block is also fed a layer of Llama. In training every token goes through its k experts
-by masked indexing, whose sizes are data: a rehearsal takes each expert's share as equal.
+by masked indexing, whose sizes are data: an emulated GPU has those of zeros.
 
 Source: Cai et al., arXiv:2505.22705; diffusers' HiDreamImageTransformer2DModel and HiDreamImagePipeline.
 """

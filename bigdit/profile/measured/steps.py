@@ -135,10 +135,7 @@ class _Trace(Witness):
         spans = tuple(
             Span(name, start, end) for (name, start), end in zip(self._spans, [*starts[1:], stop], strict=True)
         )
-        # An allocator that never ran out gives segments back where it is told to.
-        full = torch.cuda.memory_stats()["num_alloc_retries"]
-        emptied = () if full else tuple(sorted({segment.at for segment in segments if segment.nbytes < 0}))
-        timeline = Timeline(tuple(blocks), tuple(events), spans, emptied=emptied)
+        timeline = Timeline(tuple(blocks), tuple(events), spans)
         return tuple(self._phases), timeline, tuple(segments), deferred
 
     def _count(self) -> int:
@@ -165,14 +162,12 @@ def _read(trace: list[dict[str, Any]]) -> tuple[list[Block], list[int], list[Seg
     events: list[int] = []
     segments: list[Segment] = []
     live: dict[int, int] = {}
-    streams: dict[int, int] = {0: 0}
     asked: int | None = None
     deferred = 0
     for entry in trace:
         action, address = entry["action"], entry["addr"]
         if action == "alloc":
-            stream = streams.setdefault(entry["stream"], len(streams))
-            blocks.append(Block(entry["size"], "temporary", operator(entry.get("frames", ())), stream))
+            blocks.append(Block(entry["size"], "temporary", operator(entry.get("frames", ()))))
             live[address] = len(blocks)
             events.append(len(blocks))
         elif action == "free_requested":

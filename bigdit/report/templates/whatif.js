@@ -1,8 +1,8 @@
-// Shows what sliders and choices ask for: a point of the plan's grid, or what live.js is answered. Nothing is computed here
-// but what another card leaves of a point. The address keeps what is asked.
+// Shows what sliders and choices ask for, of the points that ran. Nothing is computed here but what another GPU leaves of
+// a point. The address keeps what is asked.
 const given = JSON.parse(document.getElementById("whatif-data").textContent);
 const at = (name) => document.getElementById(`whatif-${name}`);
-for (const setting of given.settings) setting.points = setting.points?.map(named);
+for (const setting of given.settings) setting.points = setting.points.map(named);
 const keys = Object.keys(given.choices);
 const distinct = (values) => [...new Set(values)];
 const CLASSES = { FITS: "fits", TIGHT: "tight", "DOES NOT FIT": "no" };
@@ -32,25 +32,24 @@ function nearest(sizes, wanted) {
   return sizes.reduce((best, size) => (Math.abs(size - wanted) < Math.abs(best - wanted) ? size : best));
 }
 
-const sizesOf = (setting) => setting.sizes ?? distinct(setting.points.map((point) => point.micro_batch_size));
-const blocksOf = (setting) => setting.blocks ?? distinct(setting.points.map((point) => point.checkpointed_blocks));
+const sizesOf = (setting) => distinct(setting.points.map((point) => point.micro_batch_size));
+const blocksOf = (setting, size) =>
+  distinct(setting.points.filter((point) => point.micro_batch_size === size).map((point) => point.checkpointed_blocks));
 
-// What is asked, or what is nearest to it where that is not in the grid.
+// What is asked, or the nearest that ran.
 function answer() {
   const setting = given.settings.find((each) => each.strategy === asked.strategy) ?? given.settings[0];
-  const wanted = asked["micro-batch"];
-  const size = setting.any ? Math.min(Math.max(wanted, 1), given.live.largest) : nearest(sizesOf(setting), wanted);
-  const blocks = nearest(blocksOf(setting), asked.blocks);
+  const size = nearest(sizesOf(setting), asked["micro-batch"]);
+  const blocks = nearest(blocksOf(setting, size), asked.blocks);
   const room = setting.rooms.find((each) => each.card === asked.card) ?? setting.rooms[0];
   asked = { strategy: setting.strategy, "micro-batch": size, blocks, card: room.card };
   return { setting, room };
 }
 
-function ofGrid({ setting, room }) {
+function ofPoints({ setting, room }) {
   const { "micro-batch": size, blocks } = asked;
   const point = setting.points.find((each) => each.micro_batch_size === size && each.checkpointed_blocks === blocks);
-  const { verdict, found } = judged(setting, point, room);
-  return { setting, room, point, verdict, predicted: found === "predicted", how: given.found[found] };
+  return { setting, room, point, verdict: judged(setting, point, room), how: `ran so on an emulated ${setting.rooms[0].card}` };
 }
 
 // Host memory that is only assumed is no verdict.
@@ -58,12 +57,12 @@ function shortOfHost(setting, point) {
   return !setting.hostAssumed && point.host_bytes > setting.hostMemory;
 }
 
-// On the plan's own card as the plan has it; on another one by the same bytes, which nothing has run there.
+// On the plan's own GPU as the plan has it; on another one by the same bytes.
 function judged(setting, point, room) {
-  if (room === setting.rooms[0]) return { verdict: point.verdict, found: point.found };
+  if (room === setting.rooms[0]) return point.verdict;
   const { low_bytes: low, high_bytes: high } = point.process;
   const verdict = high <= room.usable_bytes ? "FITS" : low <= room.usable_bytes ? "TIGHT" : "DOES NOT FIT";
-  return { verdict: shortOfHost(setting, point) ? "DOES NOT FIT" : verdict, found: "predicted" };
+  return shortOfHost(setting, point) ? "DOES NOT FIT" : verdict;
 }
 
 // The setting that has this choice and those before it, and of the others as many as there can be.
@@ -96,42 +95,38 @@ function showAsked({ setting, room }) {
     fill(at(key), distinct(alike.map((each) => each.words[key])), setting.words[key]);
   });
   fill(at("card"), setting.rooms.map((each) => each.card), room.card);
-  const blocks = blocksOf(setting);
+  const blocks = blocksOf(setting, asked["micro-batch"]);
   slide(at("micro-batch"), sizesOf(setting), asked["micro-batch"], `${asked["micro-batch"]}`);
   slide(at("blocks"), blocks, asked.blocks, `${asked.blocks}`);
-  if (at("exactly")) at("exactly").value = asked["micro-batch"];
 }
 
-function showVerdict({ setting, point, room, verdict, predicted, how }) {
+function showVerdict({ setting, point, room, verdict, how }) {
   const { process } = point;
   const left = room.usable_bytes - process.high_bytes;
   const host = shortOfHost(setting, point);
   const short = `; ${gib(point.host_bytes)} of host memory a machine, of ${gib(setting.hostMemory)}`;
   const wants = `${between(process.low_bytes, process.high_bytes)} of ${gib(room.usable_bytes)} usable`;
-  const more = point.ran_out && !point.at_peak; // where it ran out of memory, and no rehearsal says of how much
   const rest = left >= 0 ? `${gib(left)} left` : `${gib(-left)} too much`;
   at("verdict").className = `verdict ${CLASSES[verdict]}`;
-  at("verdict").querySelector("strong").textContent = (predicted ? "~" : "") + verdict;
-  at("verdict").querySelector("span").textContent =
-    more ? `wants more than there is; ${how}` : `wants ${wants}, ${rest}${host ? short : ""}; ${how}`;
+  at("verdict").querySelector("strong").textContent = verdict;
+  at("verdict").querySelector("span").textContent = `wants ${wants}, ${rest}${host ? short : ""}; ${how}`;
 }
 
-// The process at the high end in parts, each with a letter and a colour of its own: what is live by category if that is
-// known, idle in the allocator, not known, beside torch.
-function partsOf(point, beside) {
-  const allocated = point.at_peak?.reduce((sum, bytes) => sum + bytes, 0) ?? point.peak_allocated_bytes;
+// The process at the high end in parts, each with a letter and a colour of its own: what is allocated, by category where
+// that was recorded, idle in the allocator, the safety margin, and what is not torch's.
+function partsOf(point, nonTorch) {
+  const allocated = point.peak_allocated_bytes;
   const idle = Math.max(point.peak_reserved_bytes - allocated, 0);
-  const margin = point.process.high_bytes - beside - point.peak_reserved_bytes;
-  const mark = point.at_peak_rehearsed ? "" : "~";
+  const margin = point.process.high_bytes - nonTorch - point.peak_reserved_bytes;
   const colours = Object.entries(given.categories);
-  const live = point.at_peak
-    ? colours.map(([name, colour], number) => [name, colour, point.at_peak[number], mark])
-    : [["allocated", "--accent", allocated, ""]];
+  const live = point.at_peak.some((bytes) => bytes > 0)
+    ? colours.map(([name, colour], number) => [name, colour, point.at_peak[number]])
+    : [["allocated", "--accent", allocated]];
   const parts = [
     ...live,
-    ["idle in the allocator", "--idle", idle, mark],
-    ["and at most", "--beside", margin, ""],
-    ["CUDA context, NCCL", "--beside", beside, ""],
+    ["idle in the allocator", "--idle", idle],
+    ["safety margin", "--beside", margin],
+    ["CUDA context, NCCL", "--beside", nonTorch],
   ];
   return parts.filter(([, , bytes]) => bytes > 0).map((part, number) => [LETTERS[number], ...part]);
 }
@@ -145,11 +140,11 @@ function showBytes({ setting, point, room }) {
   const percent = (bytes) => (100 * bytes) / longest;
   const spans = [];
   const rows = [];
-  for (const [letter, name, colour, bytes, mark] of partsOf(point, setting.beside)) {
+  for (const [letter, name, colour, bytes] of partsOf(point, setting.nonTorch)) {
     const span = made("span", "");
     span.style.cssText = `width: ${percent(bytes)}%; background: var(${colour})`;
     if (percent(bytes) >= WIDE) span.append(made("i", letter));
-    const row = made("li", `${letter} ${name} ${mark}${gib(bytes)}`);
+    const row = made("li", `${letter} ${name} ${gib(bytes)}`);
     row.style.setProperty("--colour", `var(${colour})`);
     spans.push(span);
     rows.push(row);
@@ -162,18 +157,15 @@ function showBytes({ setting, point, room }) {
   mark.textContent = `usable ${gib(room.usable_bytes)}`;
 }
 
-function showFacts({ setting, point, room, predicted }) {
+function showFacts({ setting, point, room }) {
+  const machine = setting.hostAssumed ? "assumed" : "a machine";
   const facts = [
-    ["reserved by torch", (predicted ? "~" : "") + gib(point.peak_reserved_bytes), "with expandable segments"],
+    ["reserved by torch", gib(point.peak_reserved_bytes), "with expandable segments"],
+    ["peak phase", point.phase, "the highest peak of all phases"],
+    ["on the host", gib(point.host_bytes), `of ${gib(setting.hostMemory)} ${machine}`],
   ];
-  if (point.phase) {
-    facts.push(["decides", point.phase, "the highest peak of all phases"]);
-    const machine = setting.hostAssumed ? "assumed" : "a machine";
-    facts.push(["on the host", gib(point.host_bytes), `of ${gib(setting.hostMemory)} ${machine}`]);
-  }
   const speed = point.samples_per_second_per_card;
-  if (speed && (given.live || room === setting.rooms[0])) facts.push([`${given.samples}/s a card`, speed, room.card]);
-  if (point.seconds_per_step) facts.push(["a step", point.seconds_per_step, "of all its micro-batches"]);
+  if (room === setting.rooms[0]) facts.push([`${given.samples}/s a GPU`, speed, room.card]);
   const pairs = facts.map(([name, value, more]) => {
     const pair = document.createElement("div");
     pair.append(made("dt", name), made("dd", value), made("dd", more));
@@ -185,14 +177,10 @@ function showFacts({ setting, point, room, predicted }) {
 function show() {
   const found = answer();
   showAsked(found);
-  if (given.live) askLive(found);
-  else showFound(ofGrid(found));
-}
-
-function showFound(found) {
-  showVerdict(found);
-  showBytes(found);
-  showFacts(found);
+  const shown = ofPoints(found);
+  showVerdict(shown);
+  showBytes(shown);
+  showFacts(shown);
 }
 
 // A notebook's frame has no address of its own.
@@ -239,10 +227,9 @@ at("card").addEventListener("change", (event) => changed(() => (asked.card = eve
 for (const [key, sizes] of [["micro-batch", sizesOf], ["blocks", blocksOf]]) {
   at(key).addEventListener("input", (event) => changed(() => {
     const setting = given.settings.find((each) => each.strategy === asked.strategy);
-    asked[key] = sizes(setting)[event.target.value];
+    asked[key] = sizes(setting, asked["micro-batch"])[event.target.value];
   }));
 }
-at("exactly")?.addEventListener("change", exactly);
 document.querySelector("#whatif form").addEventListener("submit", (event) => event.preventDefault()); // by Enter
 addEventListener("hashchange", recall);
 document.getElementById("whatif").hidden = false;

@@ -138,7 +138,7 @@ def _of_size(problem: str, size: Size | None, option: str) -> str:
 
 
 def model_fits(model: CatalogModel, pins: Pins, shape: BatchShape | None) -> list[str]:
-    """Whether the model can be rehearsed, has as many blocks, and encoders that are known where they are wanted."""
+    """Whether the model can be planned, has as many blocks, and encoders that are known where they are wanted."""
     problems, blocks, pinned = model_problems(model), model.block_count, pins.checkpointed_blocks
     if isinstance(pinned, int) and blocks and pinned > blocks:
         problems.append(

@@ -16,7 +16,7 @@ from bigdit.receipt import Receipt
 from bigdit.search.question import Question
 
 NEWEST = 8
-"""So many receipts of a card are used: each is rehearsed, which takes some seconds where it is new."""
+"""So many receipts of a card are used: each is run again on an emulated GPU, which takes a second where it is new."""
 
 
 def folders() -> list[Path]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from bigdit.catalog import CatalogModel
@@ -12,14 +12,13 @@ from bigdit.catalog.families import stream_shapes
 from bigdit.catalog.first_frame import CLIP_TOKENS, takes_first_frame
 from bigdit.encoders.recipes import RECIPES
 from bigdit.errors import UserError
+from bigdit.profile.attempt import Attempt
 from bigdit.profile.request import PICTURES, TEXTS, StepRequest, precision_problems, request_for
-
-RehearsedSize = object
 from bigdit.search.needs.encoders import EncodersNeed, encoders_need, room
 from bigdit.search.needs.parts import PART_SIZE, part_size
 from bigdit.search.plan import DatasetNeed
 from bigdit.search.question import Question
-from bigdit.spec import BatchShape, Strategy
+from bigdit.spec import BatchShape, Precision, Strategy
 from bigdit.speed.cluster import Cluster
 from bigdit.speed.interval import Interval
 from bigdit.speed.step import step_time
@@ -57,30 +56,33 @@ ENCODED_AT_ONCE = 16
 """Pictures in one pass of the encoders, as in extract/unit.py; of videos, one."""
 
 
-def encoding_request(question: Question, batch: BatchShape) -> StepRequest | None:
-    """The rehearsal of extraction's encoders, with one sample and with as many as go through them at once.
+Encoding = Mapping[int, Attempt]
+"""Attempts of the encoders alone, by the samples that go through them at once."""
 
-    None where the catalogue does not have them.
+
+def encoding_requests(question: Question, batch: BatchShape, most: int | None = None) -> dict[int, StepRequest]:
+    """Extraction's encoders alone, with one sample and with `most` at once: as many as extraction takes, if left out.
+
+    Empty where the catalogue does not have them.
     """
     model = question.model
     try:
         online_encoders(model, batch)
     except UserError:
-        return None
-    strategy = Strategy(
-        features="online",
-        micro_batch_size=1 if model.video else ENCODED_AT_ONCE,
-        precision="fp16" if precision_problems(question.gpu, "bf16") else "bf16",
-    )
-    request = request_for(model, question.gpu, strategy, resolution=question.resolution, frames=question.frames)
-    sizes = tuple(sorted({1, strategy.micro_batch_size}))
-    return request.model_copy(update={"part": "encoders", "micro_batch_sizes": sizes})
+        return {}
+    precision: Precision = "fp16" if precision_problems(question.gpu, "bf16") else "bf16"
+    found = {}
+    for size in sorted({1, most or (1 if model.video else ENCODED_AT_ONCE)}):
+        strategy = Strategy(features="online", micro_batch_size=size, precision=precision)
+        request = request_for(model, question.gpu, strategy, resolution=question.resolution, frames=question.frames)
+        found[size] = request.model_copy(update={"part": "encoders"})
+    return found
 
 
-def dataset_need(question: Question, batch: BatchShape, encoding: Sequence[RehearsedSize]) -> DatasetNeed | None:
+def dataset_need(question: Question, batch: BatchShape, encoding: Encoding) -> DatasetNeed | None:
     """What the images of `question`, samples of `batch`, take; None where it names none.
 
-    `encoding`: the answers to `encoding_request`; none where there is no such request.
+    `encoding`: the answers to `encoding_requests`; empty where there are none.
     """
     if question.images is None:
         return None
@@ -94,7 +96,11 @@ def dataset_need(question: Question, batch: BatchShape, encoding: Sequence[Rehea
     sample += first + FRAMED_BYTES if first else 0
     sample += STREAMED_BYTES + STREAM_BYTES * (len(texts) - 1) if len(texts) > 1 else 0
     store = (text + Interval(low=sample, high=sample)) * images
-    extraction = _image_seconds(question, encoding[-1]) * (images / question.cluster.gpus) if encoding else None
+    extraction = (
+        _image_seconds(question, *max(encoding.items(), key=lambda each: each[0])) * (images / question.cluster.gpus)
+        if encoding
+        else None
+    )
     return DatasetNeed(
         images=images,
         latent_bytes=latents,
@@ -113,11 +119,10 @@ def dataset_need(question: Question, batch: BatchShape, encoding: Sequence[Rehea
     )
 
 
-def _image_seconds(question: Question, encoding: RehearsedSize) -> Interval:
-    """Seconds of one card for the rehearsed encoders, by image."""
-    strategy = Strategy(micro_batch_size=encoding.micro_batch_size)
-    work = Work(micro=load_of(encoding.timeline, (PICTURES, TEXTS), "encode"), last=NOTHING, step=NOTHING)
-    return step_time(work, strategy, question.gpu, Cluster()).seconds * (1 / encoding.micro_batch_size)
+def _image_seconds(question: Question, samples: int, encoding: Attempt) -> Interval:
+    """Seconds of one GPU for the encoders, by image, where so many go through them at once."""
+    work = Work(micro=load_of(encoding.work, (PICTURES, TEXTS), "encode"), last=NOTHING, step=NOTHING)
+    return step_time(work, Strategy(micro_batch_size=samples), question.gpu, Cluster()).seconds * (1 / samples)
 
 
 class _Text(NamedTuple):

@@ -1,4 +1,4 @@
-"""How many pictures, and captions, a card encodes at once: from the rehearsed encode phase."""
+"""How many images, and captions, a GPU encodes at once: from the encoders alone on an emulated one."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from typing import NamedTuple
 
 from bigdit import log
 from bigdit.catalog import Gpu, batch_shape, find_model, found_gpus
+from bigdit.catalog.encoders import OnlineEncoders
 from bigdit.config.data import frames_of
 from bigdit.config.encoders import VaeCodec
 from bigdit.config.run import RunConfig
 from bigdit.encoders.host_bytes import text_bytes
 from bigdit.errors import UserError
 from bigdit.machine import memory_bytes
-from bigdit.rehearse import StepRequest, rehearse
-from bigdit.search.needs.dataset import encoding_request
+from bigdit.profile.cards import Cards
+from bigdit.profile.request import StepRequest
+from bigdit.search.needs.dataset import encoding_requests
 from bigdit.search.needs.encoders import KEPT_FREE, EncodersNeed, Way, encoders_need, room
 from bigdit.search.question import Question
 from bigdit.units import gib
@@ -22,7 +24,8 @@ from bigdit.units import gib
 MOST = 256
 """Beyond that an encoder gains nothing more: its matrix products fill any card."""
 
-_PROBED = (1, 8)  # samples at once that are rehearsed: what they take grows evenly with their number
+_PROBED = 8
+"""Samples at once that are tried beside one: what they take grows evenly with their number."""
 
 
 class EncodeBatch(NamedTuple):
@@ -45,7 +48,11 @@ def with_batch_size(run: RunConfig, workers: int) -> RunConfig:
     except UserError:
         return run
     least, processes = min(cards, key=lambda card: card.usable_bytes), -(-workers // len(cards))
-    found = encode_batch(run, least, processes)
+    try:
+        found = encode_batch(run, least, processes)
+    except UserError as error:
+        log.notice(f"encoders.batch_size: it stays at its default, since the encoders could not be tried: {error}")
+        return run
     if found is None:
         log.notice("encoders.batch_size: the catalogue cannot say what these encoders take; it stays at its default")
         return run
@@ -57,14 +64,17 @@ def encode_batch(run: RunConfig, gpu: Gpu, processes: int = 1) -> EncodeBatch | 
     """The largest power of two of pictures, or of frames, and of captions, that each of `processes` has room for on
     `gpu`, in the run's largest bucket; at most MOST.
 
-    None where the catalogue does not have the model of the run, or its encoders.
+    None where the catalogue does not have the model of the run, or its encoders. Raises UserError where there is no
+    emulated GPU.
     """
-    request = _request(run, gpu)
-    if request is None:
+    requests = _requests(run, gpu)
+    if not requests:
         return None
     text = run.encoders.text
     frames = frames_of(_largest(run))
-    need = encoders_need(rehearse(request).sizes, None if text is None else text_bytes(text), frames)
+    with Cards(gpu, 1) as cards:
+        encoding = {samples: cards.attempt(request) for samples, request in requests.items()}
+    need = encoders_need(encoding, None if text is None else text_bytes(text), frames)
     way = need.way(gpu, processes)
     within = room(gpu, processes, KEPT_FREE)
     sizes = (1 << power for power in reversed(range(MOST.bit_length())))
@@ -74,7 +84,7 @@ def encode_batch(run: RunConfig, gpu: Gpu, processes: int = 1) -> EncodeBatch | 
 
 def _said(found: EncodeBatch, run: RunConfig, gpu: Gpu, workers: int, processes: int) -> str:
     """How many fit, and how; or what has no room, and what takes less. Of all `workers` each card has `processes`."""
-    fits = f"of which the rehearsed encode phase fits the {gpu.title}"
+    fits = f"of which the encode phase fits the {gpu.title}"
     if found.way == "together":
         return fits
     if found.way == "in turns":
@@ -82,7 +92,7 @@ def _said(found: EncodeBatch, run: RunConfig, gpu: Gpu, workers: int, processes:
     name, nbytes = found.need.larger
     share = "" if processes == 1 else f" of each of {processes} workers"
     return (
-        f"and not even of that the rehearsed encode phase fits the {gpu.title}: {gib(nbytes)} are "
+        f"and not even of that the encode phase fits the {gpu.title}: {gib(nbytes)} are "
         f"wanted for the {name}{share}, and {gib(max(room(gpu, processes), 0))} are there; "
         f"{_less(name, run, processes)}"
     )
@@ -119,23 +129,28 @@ def _largest(run: RunConfig) -> tuple[int, ...]:
     return max(run.data.buckets, key=math.prod)
 
 
-def _request(run: RunConfig, gpu: Gpu) -> StepRequest | None:
-    """The encode phase of extraction, in the dtypes of the run."""
+def _requests(run: RunConfig, gpu: Gpu) -> dict[int, StepRequest]:
+    """The encode phase of extraction, in the dtypes of the run; empty where the catalogue does not have it."""
     image = run.encoders.image
     if run.model.name is None or not isinstance(image, VaeCodec):
-        return None
+        return {}
     model = find_model(run.model.name)
     largest = _largest(run)
     size, frames = (largest[-2], largest[-1]), frames_of(largest) if model.video else None
     try:
         batch = batch_shape(model, size, frames)
     except UserError:
-        return None
-    found = encoding_request(Question(model=model, gpu=gpu, resolution=size, frames=frames), batch)
-    if found is None or found.encoders is None:
-        return None
+        return {}
+    found = encoding_requests(Question(model=model, gpu=gpu, resolution=size, frames=frames), batch, _PROBED)
     dtype = run.encoders.text and run.encoders.text.dtype
-    text = tuple(encoder.model_copy(update={"dtype": dtype}) for encoder in found.encoders.text)
-    vae = found.encoders.vae.model_copy(update={"dtype": image.dtype, "tiling": image.tiling})
-    encoders = found.encoders.model_copy(update={"vae": vae, "text": text})
-    return found.model_copy(update={"encoders": encoders, "micro_batch_sizes": _PROBED})
+
+    def own(encoders: OnlineEncoders) -> OnlineEncoders:
+        text = tuple(encoder.model_copy(update={"dtype": dtype}) for encoder in encoders.text)
+        vae = encoders.vae.model_copy(update={"dtype": image.dtype, "tiling": image.tiling})
+        return encoders.model_copy(update={"vae": vae, "text": text})
+
+    return {
+        samples: each.model_copy(update={"encoders": own(each.encoders)})
+        for samples, each in found.items()
+        if each.encoders is not None
+    }

@@ -1,15 +1,14 @@
-"""What extraction's encoders take of a card, all of them there or by turns, from their rehearsal."""
+"""What extraction's encoders take of a GPU, all of them there or in turns, from attempts of them alone."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 from bigdit.catalog import Gpu
 from bigdit.memory.process import cuda_context
-from bigdit.profile.request import PICTURES, TEXTS
-
-RehearsedSize = object
+from bigdit.profile.attempt import Attempt
+from bigdit.profile.request import PICTURES, TEXTS, weights_of
 
 Way = Literal["together", "in turns"]
 
@@ -70,18 +69,15 @@ def room(gpu: Gpu, processes: int = 1, kept_free: float = 0.0) -> float:
     return gpu.usable_bytes * (1 - kept_free) / processes - context.high_bytes
 
 
-def encoders_need(rehearsed: Sequence[RehearsedSize], text_bytes: int | None = None, frames: int = 1) -> EncodersNeed:
-    """What rehearsals of one sample, and of more, say. `text_bytes`: of the text encoders' weights as they are loaded,
+def encoders_need(encoding: Mapping[int, Attempt], text_bytes: int | None = None, frames: int = 1) -> EncodersNeed:
+    """What attempts with one sample, and with more, say. `text_bytes`: of the text encoders' weights as they are loaded,
     where they are known to be more: a folder's may have parts that encode no text."""
-    one = min(rehearsed, key=lambda size: size.micro_batch_size)
-    many = max(rehearsed, key=lambda size: size.micro_batch_size)
+    few, many = min(encoding), max(encoding)
 
     def side(phase: str) -> Side:
-        found = one.ledger.phase(phase)
-        weights = found.at_peak.get("encoder", 0)
-        more = many.micro_batch_size - one.micro_batch_size
-        further = (many.ledger.phase(phase).peak_bytes - found.peak_bytes) / more if more else 0
-        return Side(weights, found.peak_bytes - weights, further)
+        peak, most = (encoding[samples].phases[phase].peak_bytes for samples in (few, many))
+        weights = encoding[few].phases[weights_of(phase)].end_bytes
+        return Side(weights, peak - weights, (most - peak) / (many - few) if many > few else 0)
 
     texts = side(TEXTS)
     return EncodersNeed(side(PICTURES), texts._replace(weights=max(texts.weights, text_bytes or 0)), frames)

@@ -42,7 +42,7 @@ class HostNeed(Strict):
 def host_need(
     host_timeline: Timeline, checkpoint_bytes: int, cluster: Cluster, samples: HostWeights | None = None
 ) -> HostNeed:
-    """What a machine of `cluster` needs for processes that each did as rehearsed, save so many bytes, and draw
+    """What a machine of `cluster` needs for processes that each did as recorded, save so many bytes, and draw
     `samples`.
 
     In `host_timeline` are the start, when each process holds the whole model (and the encoders, with features

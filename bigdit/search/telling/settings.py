@@ -64,6 +64,7 @@ def _point(planner: Planner, best: Confirmed, row: Choice, blocks: int) -> Point
         checkpointed_blocks=blocks,
         phase=max(row.phases, key=lambda phase: row.phases[phase]),
         at_peak=at_peak,
+        peak_allocated_bytes=row.peak_allocated_bytes,
         peak_reserved_bytes=row.peak_reserved_bytes,
         process=row.process,
         host_bytes=row.host_bytes,

@@ -8,7 +8,7 @@ import pytest
 from commands import DIGITS, SINGLE, TINY, with_set
 from commands import bigdit as command
 from made_receipts import receipt_of
-from rehearsing import SANA, SHAPE, rehearse_all
+from tiny_models import SANA, SHAPE, rehearse_all
 
 from bigdit import catalog, receipt
 from bigdit.errors import UserError

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from commands import ROOT
-from rehearsing import SANA, SHAPE, rehearse_all
+from tiny_models import SANA, SHAPE, rehearse_all
 from traces import assert_same
 
 from bigdit.catalog import batch_shape, model

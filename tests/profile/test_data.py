@@ -1,4 +1,4 @@
-"""What the loader holds: read ahead, pinned, and the same in the rehearsal as in a real stream."""
+"""What the loader holds: read ahead, pinned, and the same in profiled steps as in a real stream."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from commands import DIGITS
 from hypothesis import given
 from hypothesis import strategies as st
-from rehearsing import SANA
+from tiny_models import SANA
 
 from bigdit.config import check, load_run
 from bigdit.config.check import strategy_of
@@ -23,8 +23,9 @@ from bigdit.loader.batch import Batch
 from bigdit.loader.order import Order
 from bigdit.loader.stream import FeatureStream
 from bigdit.memory import Block, HostMemory, Span, Timeline, host_memory, pinned_bytes
-from bigdit.rehearse import StepRequest, rehearse
+from bigdit.profile.cards import Cards
 from bigdit.profile.data import batch, feed
+from bigdit.profile.request import StepRequest
 from bigdit.spec import BatchShape, Strategy
 from bigdit.store import FeatureStore
 
@@ -83,7 +84,7 @@ def no_batch() -> None:
 
 @pytest.mark.usefixtures("no_batch")
 @pytest.mark.parametrize(("ahead", "grad_accum"), [(0, 1), (2, 2), (3, 1)])
-def test_the_real_stream_holds_what_the_rehearsal_holds(features: Path, ahead: int, grad_accum: int) -> None:
+def test_the_real_stream_holds_what_profiled_steps_hold(features: Path, ahead: int, grad_accum: int) -> None:
     """Bytes of all batches while a step is trained on: the store's thread against zeros of the same buckets."""
     store = FeatureStore.open(features)
     buckets = sorted(store.buckets)
@@ -104,7 +105,7 @@ def test_the_real_stream_holds_what_the_rehearsal_holds(features: Path, ahead: i
         bucket = buckets[stream.order.batch(next(numbers) // grad_accum).bucket]
         return batch(BatchShape(latents=bucket, text=(store.max_tokens, store.null_text.states.shape[1])), strategy)
 
-    real, rehearsed = [], []
+    real, profiled = [], []
     with closing(stream.steps(0, 50)) as steps:
         for _ in range(3):
             trained = next(steps)
@@ -113,20 +114,19 @@ def test_the_real_stream_holds_what_the_rehearsal_holds(features: Path, ahead: i
     with closing(feed(make, strategy, pin=False)) as steps:
         for _ in range(3):
             trained = next(steps)
-            rehearsed.append(_held())
+            profiled.append(_held())
             del trained
-    assert rehearsed == real
+    assert profiled == real
     text = store.max_tokens * (store.null_text.states.shape[1] + 1) * 2
     assert min(real) > (ahead + 1) * grad_accum * strategy.micro_batch_size * text
 
 
-def test_beside_a_gpu_batches_wait_pinned_on_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through the door: the host's timeline holds read_ahead_steps + 1 steps of pinned input."""
-    monkeypatch.setenv("BIGDIT_CACHE", str(tmp_path))
+@pytest.mark.slow
+def test_beside_a_gpu_batches_wait_pinned_on_the_host(cards: Cards) -> None:
+    """The host's timeline holds read_ahead_steps + 1 steps of pinned input."""
     shape = BatchShape(latents=(4, 8, 8), text=(6, 12))
     strategy = Strategy(micro_batch_size=2, grad_accum_steps=2, read_ahead_steps=3)
-    request = StepRequest(model=SANA, batch=shape, strategy=strategy, micro_batch_sizes=(2,))
-    host = rehearse(request).size(2).host_timeline
+    host = cards.profile(StepRequest(model=SANA, batch=shape, strategy=strategy)).host_timeline
     one = [tensor.nbytes for tensor in batch(shape, strategy).tensors()]
     live = most = 0
     for event in host.events:

@@ -1,0 +1,56 @@
+"""Small transformers for tests, and the shape of their samples."""
+
+from bigdit.spec import BatchShape, ModelSpec
+
+SANA = ModelSpec(
+    name="tiny-sana",
+    class_name="SanaTransformer2DModel",
+    kwargs={
+        "in_channels": 4,
+        "out_channels": 4,
+        "num_attention_heads": 2,
+        "attention_head_dim": 8,
+        "num_layers": 2,
+        "num_cross_attention_heads": 2,
+        "cross_attention_head_dim": 8,
+        "cross_attention_dim": 16,
+        "caption_channels": 12,
+        "sample_size": 8,
+        "patch_size": 1,
+    },
+)
+# Three blocks; some of its weights have more than 4096 elements, so that bitsandbytes keeps them in 8 bits.
+THREE_BLOCKS = ModelSpec(
+    name="tiny-sana",
+    class_name="SanaTransformer2DModel",
+    kwargs={
+        "in_channels": 4,
+        "out_channels": 4,
+        "num_attention_heads": 4,
+        "attention_head_dim": 8,
+        "num_layers": 3,
+        "num_cross_attention_heads": 4,
+        "cross_attention_head_dim": 8,
+        "cross_attention_dim": 32,
+        "caption_channels": 12,
+        "mlp_ratio": 2.5,
+        "sample_size": 8,
+        "patch_size": 1,
+    },
+)
+# Its first block's embedder is called from outside the block, too: under FSDP2 a unit gathered for the backward pass.
+DIT = ModelSpec(
+    name="tiny-dit",
+    class_name="DiTTransformer2DModel",
+    kwargs={
+        "num_attention_heads": 2,
+        "attention_head_dim": 8,
+        "in_channels": 4,
+        "out_channels": 8,
+        "num_layers": 3,
+        "num_embeds_ada_norm": 10,
+        "sample_size": 8,
+        "patch_size": 2,
+    },
+)
+SHAPE = BatchShape(latents=(4, 8, 8), text=(6, 12))

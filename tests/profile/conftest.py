@@ -1,0 +1,19 @@
+"""One pair of emulated GPUs for all tests of this folder; each file begins with an empty cache."""
+
+from collections.abc import Iterator
+
+import pytest
+from cards import A40
+
+from bigdit.profile.cards import Cards
+
+
+@pytest.fixture(scope="session")
+def cards() -> Iterator[Cards]:
+    with Cards(A40, 2) as found:
+        yield found
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _own_cache(own_cache: None) -> None:
+    pass

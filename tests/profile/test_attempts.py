@@ -1,0 +1,221 @@
+"""Attempts and recorded runs: the same bytes and the same work in any order, and what they say of a step."""
+
+from __future__ import annotations
+
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from cards import A40, SMALL, empty_cache, request
+
+from bigdit import catalog
+from bigdit.catalog import CatalogModel
+from bigdit.errors import UserError
+from bigdit.memory import host_memory
+from bigdit.profile.attempt import Attempt
+from bigdit.profile.cards import Cards, Row
+from bigdit.spec import OptimizerName
+from bigdit.speed.work import Load, work_of
+from bigdit.units import GIB, MIB
+
+pytestmark = pytest.mark.slow
+
+STRATEGIES = (
+    "single",
+    "single,optimizer.name=adamw_8bit",
+    "single,precision=bf16_sr,optimizer.name=came",
+    "single,lora.base=nf4,checkpointed_blocks=all",
+    "single,precision=bf16_sr,optimizer.name=adafactor,optimizer_in_backward=true,gradient_clipping=null,"
+    "checkpointed_blocks=all,blocks_to_swap=3",
+    "single,checkpointed_blocks=1,checkpointing=selective",
+    "single,ema.device=cpu",
+    "zero2,world_size=8",
+    "zero3,world_size=8,grad_accum_steps=2",
+    "zero2-offload,world_size=8",
+    "zero3-offload-all,world_size=8",
+    "fsdp2,world_size=8",
+    "fsdp2,world_size=16,dp_replicate=2,ema.device=gpu",
+    "fsdp2-offload,world_size=8",
+    "fsdp2-offload,world_size=8,optimizer.implementation=foreach",
+)
+
+
+def of_blocks(model: CatalogModel, blocks: int, name: str = "") -> CatalogModel:
+    """The model with so many blocks in each of its lists."""
+    kwargs = model.spec.kwargs | {argument: blocks for argument in model.spec.kwargs if argument in DEPTHS}
+    spec = model.spec.model_copy(update={"kwargs": kwargs, "name": name or model.spec.name})
+    lists = tuple((path, blocks) for path, _ in model.block_lists)
+    return model.model_copy(update={"spec": spec, "params": None, "block_lists": lists})
+
+
+DEPTHS = ("num_layers", "n_layers", "num_refiner_layers", "n_refiner_layers", "num_single_layers")
+
+
+@pytest.fixture(scope="module")
+def first(cards: Cards) -> dict[str, Attempt]:
+    """An attempt of each strategy, one after another."""
+    return {strategy: cards.attempt(request(strategy)) for strategy in STRATEGIES}
+
+
+def test_every_attempt_finds_the_gpu_and_its_host_as_the_first_one_did(
+    cards: Cards, first: dict[str, Attempt], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the reverse order, with work counted: neither changes a byte."""
+    monkeypatch.setenv("BIGDIT_CACHE", str(empty_cache(tmp_path / "empty")))
+    for strategy in reversed(STRATEGIES):
+        again = cards.attempt(request(strategy), counted=True)
+        assert (again.memory, again.phases) == (first[strategy].memory, first[strategy].phases), strategy
+        assert again.host.peak_bytes == pytest.approx(first[strategy].host.peak_bytes, abs=MIB), strategy
+        assert again.host.steps_bytes == pytest.approx(first[strategy].host.steps_bytes, abs=MIB), strategy
+
+
+def test_a_recorded_run_takes_what_an_attempt_takes_and_every_byte_has_a_category(
+    cards: Cards, first: dict[str, Attempt]
+) -> None:
+    with ThreadPoolExecutor(2) as aside:
+        profiles = dict(zip(STRATEGIES, aside.map(lambda each: cards.profile(request(each)), STRATEGIES), strict=True))
+    for strategy, found in profiles.items():
+        bare = first[strategy]
+        assert {each.phase: each.peak_bytes for each in found.ledger.phases} == {
+            phase: each.peak_bytes for phase, each in bare.phases.items()
+        }, strategy
+        assert found.peak_reserved_bytes == bare.peak_reserved_bytes, strategy
+        for phase in found.ledger.phases:
+            assert sum(phase.at_peak.values()) == phase.peak_bytes, strategy
+        workspace = [block for block in found.timeline.blocks if block.category == "workspace"]
+        assert workspace, strategy
+        assert all(block.label != "before the first operation" for block in workspace), strategy
+        host = host_memory(found.host_timeline)
+        assert bare.host.steps_bytes == pytest.approx(host.steps_bytes, abs=4 * MIB), strategy
+        # FSDP2's weights are cast as they move: a copy of one of them, which the recorder does not see.
+        assert -4 * MIB < bare.host.peak_bytes - host.peak_bytes < 20 * MIB, strategy
+
+
+@pytest.mark.parametrize(
+    "strategy", ["single", "zero2,world_size=8", "fsdp2,world_size=8", "fsdp2-offload,world_size=8"]
+)
+def test_counted_work_is_that_of_the_recorded_run(cards: Cards, strategy: str) -> None:
+    asked = request(strategy)
+    counted, recorded = cards.attempt(asked, counted=True), cards.profile(asked)
+    assert counted.checkpoint_bytes == recorded.checkpoint_bytes
+    ours, theirs = work_of(counted.work, asked.strategy), work_of(recorded.timeline, asked.strategy)
+    for found, expected in ((ours.micro, theirs.micro), (ours.last, theirs.last), (ours.step, theirs.step)):
+        assert amounts(found) == amounts(expected)
+    assert ours.micro.at("device").flops > 0
+
+
+def amounts(load: Load) -> tuple[dict, dict]:
+    return dict(load.operations.items()), dict(load.exchanges.items())
+
+
+def test_an_attempt_within_fewer_bytes_looks_for_room_and_runs_out(cards: Cards) -> None:
+    asked = request("fsdp2,world_size=8")
+    most = cards.attempt(asked).peak_reserved_bytes
+    exact, less, least = (cards.attempt(asked, most - missing * MIB) for missing in (0, 2, 1000))
+    assert (exact.fits, less.ran, less.fits, least.ran) == (True, True, False, False)
+    assert exact.peak_reserved_bytes == most > less.peak_reserved_bytes
+    assert "CUDA out of memory" in str(least.out_of_memory)
+    assert least.launched == {}
+    at_once = cards.attempt(asked, most - 2 * MIB, to_end=False)
+    assert not at_once.fits
+
+
+def test_the_largest_micro_batch_fits_and_the_next_one_does_not(cards: Cards) -> None:
+    def sized(size: int):
+        return request("single,checkpointed_blocks=all", size)
+
+    for guess in (1, 9):
+        found = cards.largest([Row(sized, guess)], 12 * GIB)[0]
+        assert found is not None
+        size = int(found)
+        assert size > 1
+        assert cards.attempt(sized(size), 12 * GIB).fits
+        assert not cards.attempt(sized(size + 1), 12 * GIB).fits
+    assert (cards.largest([Row(sized, 1)], GIB)[0] or 0) < 1
+
+
+def test_an_int8_base_halves_the_weights_of_a_recomputed_model(cards: Cards) -> None:
+    """Of Flux.1-dev, whose base in bf16 takes 22.2 GiB; the adapters and what is saved stay as they are."""
+    model = catalog.model("flux.1-dev")
+    requests = [request(f"single,checkpointed_blocks=all,lora.base={base}", 1, model) for base in ("bf16", "int8")]
+    plain, int8 = (cards.attempt(each, 44 * GIB).peak_allocated_bytes for each in requests)
+    assert plain - int8 == pytest.approx(model.params, rel=0.02)  # a byte for each
+    assert int8 < 15 * GIB
+
+
+def test_an_attempt_tells_what_the_second_step_had_the_gpu_do(cards: Cards, first: dict[str, Attempt]) -> None:
+    single, larger = first["single"].launched, cards.attempt(request("single", 4)).launched
+    offload, fsdp2 = first["zero2-offload,world_size=8"].launched, first["fsdp2,world_size=8"].launched
+    assert list(single) == ["forward", "backward", "step"]
+    more = {phase: larger[phase].kernels - each.kernels for phase, each in single.items()}
+    assert more == {"forward": 2, "backward": 0, "step": 0}  # noise is drawn sample by sample
+    assert not any(each.collectives for each in single.values())
+    assert single["backward"].library_calls > 1.5 * single["forward"].library_calls > 0
+    assert single["step"].library_calls == 0
+    # The host waits for the GPU once a step: whether it is taken.
+    assert {phase: each.host_syncs for phase, each in single.items()} == {"forward": 0, "backward": 0, "step": 1}
+    # Three blocks, and the rest as one, which is not gathered again.
+    assert fsdp2["forward"].collectives == {"all_gather": 4}
+    assert fsdp2["backward"].collectives == {"all_gather": 3, "reduce_scatter": 4}
+    # The process's share of the gradients goes to the host in fp32, and of the weights comes back in bf16.
+    gradients, weights = offload["backward"].copies["to host"], offload["step"].copies["to device"]
+    assert gradients.nbytes == pytest.approx(2 * weights.nbytes, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["sana-1600m", "lumina-image-2.0", "z-image"])
+def test_what_takes_other_memory_without_values_is_run_with_them(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the second of its kind, and as the first: Lumina's captions are as long as their masks say; Z-Image does not
+    run without values."""
+    model = of_blocks(catalog.model(name), 2)
+    found = []
+    for sizes in ((1, 3), (3,)):
+        monkeypatch.setenv("BIGDIT_CACHE", str(empty_cache(tmp_path / str(len(found)))))
+        with Cards(catalog.gpu("h100-sxm"), 1) as own:
+            attempts = [own.attempt(request("single", size, model)) for size in sizes]
+        assert all(each.ran for each in attempts)
+        found.append(attempts[-1].memory)
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16_sr"])
+def test_what_an_optimizer_takes_does_not_follow_from_values(cards: Cards, precision: str) -> None:
+    """The first attempt of a kind has values, and those of other optimizers have none."""
+    for optimizer in get_args(OptimizerName):
+        strategy = f"single,precision={precision},optimizer.name={optimizer}"
+        models = [of_blocks(SMALL, 1), of_blocks(SMALL, 1, f"sana-{optimizer}")]
+        try:
+            of_kind, alone = (request(strategy, 2, model) for model in models)
+        except UserError:  # an optimizer without stochastic rounding
+            continue
+        assert cards.attempt(of_kind).memory == cards.attempt(alone).memory, optimizer
+
+
+def test_a_process_that_dies_is_a_line_and_the_next_question_has_another() -> None:
+    asked = [(request("single", 12), 40 * GIB)]
+    with Cards(A40, 2) as own, ThreadPoolExecutor(1) as aside:
+        before = own.attempt(request("single", 2))
+        dies = aside.submit(own.attempts, asked)
+        while not dies.done():
+            for fork in filter(None, own._lanes.forks):
+                with suppress(ProcessLookupError):
+                    os.kill(fork, signal.SIGKILL)
+        assert not isinstance(dies.result()[0], Attempt)
+        (why,) = own.unanswered
+        assert why.startswith(f"short-sana on an emulated GPU ended with status {-signal.SIGKILL}")
+        (after,) = own.attempts(asked)
+    assert isinstance(after, Attempt)
+    assert after.peak_allocated_bytes > before.peak_allocated_bytes
+
+
+def test_attempts_of_any_number_of_processes_follow_each_other(cards: Cards) -> None:
+    """On one GPU; each process has one process group."""
+    asked = [request(f"fsdp2,world_size={ranks}", size) for ranks, size in ((2, 2), (4, 2), (2, 1))]
+    two, four, less = (cards.attempt(each) for each in asked)
+    assert two.peak_allocated_bytes > four.peak_allocated_bytes
+    assert two.peak_allocated_bytes > less.peak_allocated_bytes

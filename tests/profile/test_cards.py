@@ -1,0 +1,238 @@
+"""Who asks emulated GPUs: the cache, time limits, deaths, full disks, and what is said where there is no answer."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+from cards import A40, empty_cache
+from commands import ROOT
+from disks import mounted
+from tiny_models import SANA, SHAPE
+
+from bigdit.errors import UserError, guard
+from bigdit.profile import cards as module
+from bigdit.profile.attempt import TookTooLong
+from bigdit.profile.cards import Cards, worker_environment
+from bigdit.profile.lanes import WorkerError, WorkerKilled
+from bigdit.profile.request import StepRequest
+from bigdit.spec import BatchShape, Strategy
+
+
+def asked(micro_batch_size: int = 1, **changes: object) -> StepRequest:
+    strategy = Strategy(micro_batch_size=micro_batch_size)
+    return StepRequest(model=SANA, batch=SHAPE, strategy=strategy).model_copy(update=changes)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where attempts are kept: nothing is there yet."""
+    monkeypatch.setenv("BIGDIT_CACHE", str(empty_cache(tmp_path / "cache")))
+    return tmp_path / "cache" / "attempts"
+
+
+@pytest.fixture
+def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Has a program of two lines answer in place of the emulated GPU."""
+
+    def made(script: str) -> None:
+        file = tmp_path / "worker"
+        file.write_text(f"#!/bin/sh\n{script}\n")
+        file.chmod(0o755)
+        monkeypatch.setattr(module, "_worker", lambda gpu, **_: lambda: ([str(file)], dict(os.environ)))
+
+    return made
+
+
+def test_an_answer_is_found_again_and_follows_from_the_sources_and_the_build_of_torch(
+    cards: Cards, cache: Path, worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = (cards.attempt(asked(size)) for size in (1, 2))
+    assert two.peak_allocated_bytes > one.peak_allocated_bytes
+    assert len(list(cache.iterdir())) == 2
+    worker("exit 7")
+    began = time.perf_counter()
+    with Cards(A40, 1) as other:
+        assert [other.attempt(asked(size)) for size in (2, 1)] == [two, one]
+        assert time.perf_counter() - began < 0.5
+        with pytest.raises(WorkerError, match="status 7 and no result"):
+            other.attempt(asked(3))
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "digest_of", lambda *names: "of other sources")
+            with pytest.raises(WorkerError):
+                other.attempt(asked(1))
+    monkeypatch.setattr(module, "cuda_build", lambda python: "another torch")
+    with Cards(A40, 1) as newer, pytest.raises(WorkerError):
+        newer.attempt(asked(1))
+
+
+def test_a_damaged_answer_is_not_believed(
+    cards: Cards, cache: Path, worker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = cards.attempt(asked())
+    (file,) = cache.iterdir()
+    whole = file.read_bytes()
+    changes = [b"", whole[:-1], whole[65:], whole + b" ", b'{"micro_batch_size": 1}']
+    changes += [whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :] for at in range(0, len(whole), 50)]
+    worker("exit 7")
+    with Cards(A40, 1) as other:
+        for changed in changes:
+            file.write_bytes(changed)
+            with pytest.raises(WorkerError):
+                other.attempt(asked())
+            assert f"{file} is damaged, and the " in capsys.readouterr().err
+    assert cards.attempt(asked()).memory == found.memory
+    assert "is damaged" in capsys.readouterr().err
+    assert cards.attempt(asked()).memory == found.memory
+    assert capsys.readouterr().err == ""  # it was written again
+
+
+def test_a_cache_that_cannot_be_written_is_noticed_and_the_answer_stands(
+    cards: Cards, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cache.write_text("a file where the folder should be")
+    assert all(cards.attempt(asked(size)).params > 0 for size in (1, 2))
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "is not kept" in line]
+    assert line.startswith("the attempt is not kept: cannot write")
+    assert line.endswith(f"; said once of {cache}")
+
+
+def test_an_answer_that_takes_too_long_is_a_line_and_is_not_kept(cache: Path, worker) -> None:
+    worker("exec sleep 60")
+    said = r"^two steps of tiny-sana on an emulated a40 took more than 0\.2 s$"
+    with Cards(A40, 1, timeout_s=0.2) as slow, pytest.raises(TookTooLong, match=said):
+        slow.attempt(asked())
+    assert not cache.exists()
+
+
+def test_a_worker_that_is_killed_gives_its_status_and_no_number(
+    cache: Path, worker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    worker("echo 'about to be killed' >&2\nkill -9 $$")
+    with Cards(A40, 1) as own:
+        with pytest.raises(WorkerKilled, match=f"status {-signal.SIGKILL} and no result:\nabout to be killed"):
+            own.attempt(asked())
+        assert guard(lambda: print(own.attempt(asked()))) == 1
+    assert capsys.readouterr().err == (
+        "error: tiny-sana on an emulated GPU ended with status -9 and no result: somebody killed it, or a kernel short "
+        "of memory; run it again\n"
+    )
+
+
+ASK = """
+from bigdit import catalog
+from bigdit.profile.cards import Cards
+from bigdit.profile.request import request_for
+from bigdit.spec import Strategy
+gpu, model = catalog.gpu("a40"), catalog.model("dit-xl-2")
+with Cards(gpu) as cards:
+    sizes = [request_for(model, gpu, Strategy(micro_batch_size=size)) for size in range(1, 60)]
+    cards.attempts([(each, gpu.usable_bytes) for each in sizes])
+"""
+
+
+def processes(folder: Path) -> list[int]:
+    """Those whose temporary files are there."""
+    found = []
+    for process in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            environment = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if f"TMPDIR={folder}".encode() in environment:
+            found.append(int(process))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGINT])
+def test_one_that_is_killed_or_interrupted_leaves_neither_process_nor_file(by: signal.Signals, tmp_path: Path) -> None:
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    asking = subprocess.Popen([sys.executable, "-c", ASK], cwd=ROOT, env=environment, stderr=subprocess.DEVNULL)
+    until = time.monotonic() + 60
+    while len(processes(tmp_path)) < 3:  # the one that asks, the one that answers, and a fork of it
+        assert asking.poll() is None
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    asking.send_signal(by)
+    asking.wait(60)
+    while processes(tmp_path):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    assert not [file for file in tmp_path.iterdir() if not file.name.startswith("torchinductor")]  # which is torch's
+
+
+@pytest.mark.slow
+def test_a_full_disk_for_temporary_files_is_no_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with mounted(tmp_path / "small", "size=4k") as small:
+        (small / "full").write_bytes(bytes(4096))
+        monkeypatch.setattr(tempfile, "tempdir", str(small))
+        monkeypatch.setenv("TMPDIR", str(small))
+
+        def params() -> int:
+            with Cards(A40, 1) as own:
+                return own.attempt(asked(7)).params
+
+        assert params() > 0
+        assert [file.name for file in small.iterdir()] == ["full"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"strategy": Strategy(checkpointed_blocks=9)}, r"checkpointed_blocks is 9, and the model has 2 blocks"),
+        ({"model": SANA.model_copy(update={"class_name": "NoTransformer"})}, "no family adapter drives"),
+        ({"batch": BatchShape(latents=(4, 8, 8))}, "needs the shape of the model's text"),
+        (
+            {"strategy": Strategy(features="online")},
+            r"online, and the request for tiny-sana has no encoders",
+        ),
+    ],
+)
+def test_what_the_user_can_mend_is_one_line(cards: Cards, changes: dict[str, object], said: str) -> None:
+    for ask in (cards.attempt, cards.profile):
+        with pytest.raises(UserError, match=said) as caught:
+            ask(asked(**changes))
+        assert all("\n" not in problem for problem in caught.value.problems)
+
+
+def test_a_class_that_refuses_its_arguments_is_one_line(cards: Cards) -> None:
+    cards.check_model(asked())
+    refused = SANA.model_copy(update={"kwargs": SANA.kwargs | {"num_layers": "many"}})
+    with pytest.raises(UserError, match=r"^model\.kwargs\.num_layers is 'many'"):
+        cards.check_model(asked(model=refused))
+
+
+def test_the_worker_sees_one_gpu_and_no_launched_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    for key in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.setenv(key, "3")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync")
+    environment = worker_environment(A40)
+    assert not {"RANK", "LOCAL_RANK", "WORLD_SIZE", "CUDA_VISIBLE_DEVICES"} & environment.keys()
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in environment
+    assert environment["PATH"] == os.environ["PATH"]
+
+
+def test_asking_imports_no_torch() -> None:
+    code = "import sys, bigdit.profile.cards, bigdit.profile.measured.ranks; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+def test_a_process_for_models_alone_imports_no_encoders_and_still_can() -> None:
+    code = """
+import sys
+from bigdit import libraries
+with libraries.models_alone():
+    import bigdit.models, diffusers
+diffusers.SanaTransformer2DModel
+assert not {"transformers", "boto3"} & {*sys.modules}
+from transformers.utils.quantization_config import QuantizationConfigMixin
+from transformers import T5EncoderModel
+"""
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
