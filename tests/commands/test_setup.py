@@ -5,7 +5,6 @@ import signal
 import socket
 import subprocess
 import sys
-import zipfile
 from importlib.metadata import version
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pytest
 from commands import run_command
 from disks import mounted
 from running import ended, until
+from wheels import wheel
 
 import bigdit
 
@@ -25,25 +25,15 @@ PIP_INSTALLED = f"import bigdit.checkout as c, pathlib; c.ROOT = pathlib.Path('/
 """bigdit away from this checkout and its .venv-cuda."""
 
 
-def wheel(folder, name, number, text, *requires):
-    """A wheel of one module, which has a version.py with this text."""
-    folder.mkdir(exist_ok=True)
-    about = f"{name}-{number}.dist-info"
-    metadata = [f"Name: {name}", f"Version: {number}", *(f"Requires-Dist: {each}" for each in requires)]
-    with zipfile.ZipFile(folder / f"{name}-{number}-py3-none-any.whl", "w") as packed:
-        packed.writestr(f"{name}/__init__.py", "")
-        packed.writestr(f"{name}/version.py", text)
-        packed.writestr(f"{about}/METADATA", "\n".join(["Metadata-Version: 2.1", *metadata, ""]))
-        packed.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        packed.writestr(f"{about}/RECORD", "")
-    return folder
+def torch_wheel(folder, text, *requires):
+    required = [f"Requires-Dist: {each}" for each in requires]
+    return wheel(folder, "torch", TORCH, {"torch/__init__.py": "", "torch/version.py": text}, *required)
 
 
 @pytest.fixture
 def wheels(tmp_path):
-    others = ("numpy", "triton-xpu==1", TRITON)
-    wheel(tmp_path / "wheels", "torch", TORCH, WITH_CUDA, *others)
-    return wheel(tmp_path / "wheels", "triton", "9.1.2", "")
+    folder = torch_wheel(tmp_path / "wheels", WITH_CUDA, "numpy", "triton-xpu==1", TRITON)
+    return wheel(folder, "triton", "9.1.2", {"triton/__init__.py": ""})
 
 
 def variables(cache, wheels, **more):
@@ -93,12 +83,12 @@ def test_setup_says_why_pip_failed_and_leaves_nothing(tmp_path, wheels, more, sa
     [("torch", f"pip found a torch {TORCH} without CUDA; set PIP_INDEX_URL to"), ("triton", "pip found no CUDA build")],
 )
 def test_setup_takes_nothing_that_does_not_belong_together(tmp_path, wheels, name, said):
-    wheel(wheels, "torch", TORCH, WITHOUT_CUDA) if name == "torch" else next(wheels.glob("triton*")).unlink()
+    torch_wheel(wheels, WITHOUT_CUDA) if name == "torch" else next(wheels.glob("triton*")).unlink()
     failed(setup(tmp_path / "cache", wheels), said, tmp_path / "cache")
 
 
 def test_setup_on_a_full_disk(tmp_path, wheels):
-    wheel(wheels, "torch", TORCH, WITH_CUDA + "#" * 2**20)
+    torch_wheel(wheels, WITH_CUDA + "#" * 2**20)
     with mounted(tmp_path / "cache", "size=512k") as cache:
         failed(setup(cache, wheels), f"the disk of {cache}/cuda is full", cache)
 
@@ -134,11 +124,12 @@ def test_one_setup_at_a_time_and_an_interrupted_one_ends_with_its_pip(tmp_path, 
 
 ASKED = {
     "plan": ("--model", "dit-s-2-paper", "--gpu", "a40"),
+    "profile": ("--model", "dit-s-2-paper"),
     "bench memory": ("--model", "dit-s-2-paper", "--gpu", "a40"),
     "emulate": ("--gpu", "a40", "--", "true"),
     "setup": (),
 }
-PLANS = ("plan", "bench memory")
+RUNS = ("plan", "profile", "bench memory")
 OTHER_SYSTEM = f"import platform; platform.system, platform.machine = lambda: 'Darwin', lambda: 'arm64'; {MAIN}"
 LACKS = f"{sys.executable} has torch {version('torch')}, not its CUDA build"
 
@@ -146,11 +137,11 @@ LACKS = f"{sys.executable} has torch {version('torch')}, not its CUDA build"
 @pytest.mark.parametrize(
     ("program", "lacking", "commands", "said"),
     [
-        (PIP_INSTALLED, {}, PLANS, f"emulated GPUs need the CUDA build of torch, and {LACKS}; run `bigdit setup` once"),
+        (PIP_INSTALLED, {}, RUNS, f"emulated GPUs need the CUDA build of torch, and {LACKS}; run `bigdit setup` once"),
         (OTHER_SYSTEM, {}, ASKED, "emulated GPUs run on Linux on x86-64 only, and this is Darwin on arm64"),
         (MAIN, {"CC": "no-such-cc"}, ASKED, "no C compiler: no-such-cc is not found"),
-        (MAIN, {"BIGDIT_CUDA_PYTHON": sys.executable}, (*PLANS, "setup"), f"BIGDIT_CUDA_PYTHON: {LACKS}; name another"),
-        (MAIN, {"BIGDIT_CUDA_PYTHON": "/absent"}, PLANS, "BIGDIT_CUDA_PYTHON: /absent cannot be run; name another"),
+        (MAIN, {"BIGDIT_CUDA_PYTHON": sys.executable}, (*RUNS, "setup"), f"BIGDIT_CUDA_PYTHON: {LACKS}; name another"),
+        (MAIN, {"BIGDIT_CUDA_PYTHON": "/absent"}, RUNS, "BIGDIT_CUDA_PYTHON: /absent cannot be run; name another"),
     ],
     ids=["torch", "system", "compiler", "named", "absent"],
 )

@@ -11,8 +11,8 @@ import warm
 
 from bigdit import catalog
 from bigdit.emulator import build, emulated_environment
-from bigdit.errors import UserError
 from bigdit.emulator.interpreter import cuda_python
+from bigdit.errors import UserError
 
 
 def test_libraries_stand_before_those_of_installed_packages(tmp_path):
@@ -59,7 +59,7 @@ def test_a_torch_without_cuda_says_how_to_get_one():
     assert done.returncode == 1
     assert len(done.stderr.splitlines()) == 1
     assert "has no CUDA" in done.stderr
-    assert "pip install 'torch===" in done.stderr
+    assert "run `bigdit setup` and start the command with the python that it names" in done.stderr
 
 
 def test_a_missing_compiler_is_a_line(monkeypatch):
