@@ -1,4 +1,4 @@
-# make setup | demo | test | check | docs | referee; everything lives in .venv and three beside it; nothing needs a GPU.
+# make setup | demo | test | check | docs; everything lives in .venv and three beside it; nothing needs a GPU.
 PYTHON ?= python3
 BIN := .venv/bin
 VENV := .venv/.made
@@ -8,7 +8,7 @@ OLDEST_READY := .venv-oldest/.ready
 NEWEST_READY := .venv-newest/.ready
 PROVED := bigdit/profile/notices.py
 
-.PHONY: setup cuda oldest newest demo test check docs referee lint types imports clean
+.PHONY: setup cuda oldest newest demo test check docs lint types imports clean
 
 setup: $(READY)
 
@@ -29,7 +29,7 @@ $(READY): $(VENV) setup.cfg pyproject.toml constraints.txt
 
 # The CUDA build of torch (three equals signs: no build of another name) without NVIDIA's packages, which emulated cards
 # stand in for; all else is .venv's, which may be filled meanwhile. In the other two it is the first and the last that
-# rehearsals are proved with, whatever this machine's pip is held to.
+# plans are proved with, whatever this machine's pip is held to.
 $(CUDA_READY): TORCH = $$(sed -n 's/^torch==//p' constraints.txt)
 $(OLDEST_READY): TORCH = $$(sed -n 's/.*"torch": ("\(.*\)", ".*/\1/p' $(PROVED))
 $(NEWEST_READY): TORCH = $$(sed -n 's/.*"torch": (".*", "\(.*\)").*/\1/p' $(PROVED))
@@ -56,10 +56,6 @@ check:
 # counts. The variable is what material asks for to leave out its announcement of a successor.
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
-
-# Every model and every way to train it, rehearsed and on an emulated card: about an hour, which goes on where it was.
-referee: $(READY) $(CUDA_READY)
-	$(BIN)/python benchmarks/referee.py
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -12,8 +12,8 @@ import time
 
 from bigdit import catalog
 from bigdit.config.strategy import parse_strategy
-from bigdit.profile.request import request_for
 from bigdit.profile.attempt import Asked, Attempt, Attempts
+from bigdit.profile.request import request_for
 from bigdit.units import GIB
 
 MODELS = ("dit-s-2", "dit-b-4", "sana-600m-512")

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from bigdit.rehearse import StepRequest
 from curves import Point, draw
 from pydantic import NonNegativeInt
 
@@ -22,9 +23,8 @@ from bigdit.config.strategy import parse_strategy
 from bigdit.errors import UserError, guard
 from bigdit.files import write_json, write_text
 from bigdit.memory.process import beside_torch
-from bigdit.rehearse import StepRequest
-from bigdit.profile.request import request_for
 from bigdit.profile.cards import Cards, Row
+from bigdit.profile.request import request_for
 from bigdit.spec import Strict
 
 HERE = Path(__file__).parent

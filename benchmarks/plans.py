@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from bigdit.emulator.interpreter import cuda_build, cuda_python
 from bigdit.errors import versions
 from bigdit.files import write_text
-from bigdit.emulator.interpreter import cuda_build, cuda_python
 from bigdit.search.answer import make_plan
 from bigdit.search.asking.ask import question_for
 from bigdit.search.plan import Plan

@@ -16,13 +16,14 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from bigdit.memory.footprint import footprint
+from bigdit.rehearse import StepRequest, WorkerError, rehearse
+
 from bigdit import catalog
 from bigdit.catalog.encoders import online_encoders
 from bigdit.config.strategy import parse_strategy
 from bigdit.errors import UserError
-from bigdit.memory.footprint import footprint
 from bigdit.memory.process import beside_training
-from bigdit.rehearse import WorkerError, StepRequest, rehearse
 from bigdit.units import GIB, MIB
 
 HERE = Path(__file__).parent

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bigdit.rehearse import StepRequest, rehearse
 from tried.extraction import extraction, stages_of, waiting_bytes, weights_in
 from tried.saved import saved
 
@@ -35,15 +36,14 @@ from bigdit.config.output import RECEIPT, receipt_of
 from bigdit.config.stages import load_stages
 from bigdit.emulator import emulated_environment, shared_state
 from bigdit.emulator.fake_weights import lay_out
+from bigdit.emulator.interpreter import cuda_build, cuda_python
 from bigdit.errors import guard
 from bigdit.files import write_json
 from bigdit.memory.process import beside_torch
+from bigdit.profile.attempt import Attempt, Attempts
+from bigdit.profile.request import request_for
 from bigdit.receipt import Receipt
 from bigdit.recipes.recipe import MEASURED, Extraction, Recipe, Saved, Took, names, recipe
-from bigdit.rehearse import StepRequest, rehearse
-from bigdit.profile.request import request_for
-from bigdit.profile.attempt import Attempt, Attempts
-from bigdit.emulator.interpreter import cuda_build, cuda_python
 from bigdit.search.answer import make_plan
 from bigdit.search.asking.ask import question_for
 from bigdit.search.needs.dataset import dataset_need, encoding_request

@@ -17,10 +17,11 @@ import subprocess
 from collections import defaultdict
 from pathlib import Path
 
-from bigdit.files import write_text
-from bigdit.memory import Block, Span, Timeline
 from bigdit.memory.allocator import Playback, replay
 from bigdit.memory.caching import OutOfMemory
+
+from bigdit.files import write_text
+from bigdit.memory import Block, Span, Timeline
 from bigdit.spec import Strategy, Strict
 from bigdit.units import GIB, KIB, MIB
 
@@ -98,8 +99,9 @@ def made_up_trace(seed: int, blocks: int = 4000, live: int = 60) -> Timeline:
 
 def rehearsed_trace(model: str, gpu: str) -> Timeline:
     """Two training steps of a model of the catalogue at micro-batch 1, in bf16 with AdamW."""
-    from bigdit import catalog
     from bigdit.rehearse import rehearse
+
+    from bigdit import catalog
     from bigdit.profile.request import request_for
 
     return rehearse(request_for(catalog.model(model), catalog.gpu(gpu), Strategy())).sizes[0].timeline

@@ -14,14 +14,14 @@ import sys
 import time
 from pathlib import Path
 
+from bigdit.bench.against_card import Against
+from bigdit.bench.referee import judge, lines
 from refereed.report import is_equal, page, share
 from refereed.rows import PART, Row, rows
 
-from bigdit.bench.against_card import Against
-from bigdit.bench.referee import judge, lines
+from bigdit.emulator.interpreter import cuda_build, cuda_python
 from bigdit.errors import UserError, guard, versions
 from bigdit.files import write_text
-from bigdit.emulator.interpreter import cuda_build, cuda_python
 
 PAGE = Path(__file__).with_suffix(".md")
 EXPANDABLE = "--expandable"

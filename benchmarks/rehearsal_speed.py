@@ -11,9 +11,10 @@ import resource
 import tempfile
 import time
 
+from bigdit.rehearse import rehearse
+
 from bigdit import catalog
 from bigdit.config.strategy import parse_strategy
-from bigdit.rehearse import rehearse
 from bigdit.profile.request import request_for
 from bigdit.units import GIB, KIB, gib
 

@@ -22,6 +22,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from bigdit.rehearse import rehearse
+from bigdit.search.predict.sibling import depths, sibling
 
 from bigdit import catalog, checkpoint, engines, libraries, models
 from bigdit.config.strategy import parse_strategy
@@ -29,11 +31,9 @@ from bigdit.dist import World
 from bigdit.engines.state import places
 from bigdit.files import write_text
 from bigdit.objective_spec import FlowMatchingSpec
-from bigdit.rehearse import rehearse
+from bigdit.profile.data import batch
 from bigdit.profile.request import request_for
 from bigdit.profile.unwritten import unwritten_weights
-from bigdit.profile.data import batch
-from bigdit.search.predict.sibling import depths, sibling
 from bigdit.train.step import train_step
 from bigdit.units import gib
 

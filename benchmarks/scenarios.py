@@ -13,10 +13,9 @@ import sys
 import time
 from pathlib import Path
 
+from bigdit.rehearse.pool import Pool
 from claims import dit, pixart, sana
 from claims.answers import Case
-
-from bigdit.rehearse.pool import Pool
 
 FILE = Path(__file__).parent / "scenarios.md"
 

@@ -12,11 +12,11 @@ import argparse
 import statistics
 from pathlib import Path
 
+from bigdit.rehearse import rehearse
 from claims.speed import CLAIMS, OUTSIDE, Claim
 
 from bigdit import catalog
 from bigdit.config.strategy import parse_strategy
-from bigdit.rehearse import rehearse
 from bigdit.profile.request import request_for
 from bigdit.speed.cluster import Cluster
 from bigdit.speed.interval import Interval

@@ -4,10 +4,10 @@ trained is drawn with there."""
 import pytest
 from PIL import Image
 from recipes import drawn, first_of_many, receipts_of, saved_by, stages_of, trained, waiting_bytes, weights_of
-from tried.extraction import extracted, emulated_bytes
+from tried.extraction import emulated_bytes, extracted
 
-from bigdit.recipes.recipe import names, recipe
 from bigdit.emulator.interpreter import cuda_build, cuda_python
+from bigdit.recipes.recipe import names, recipe
 from bigdit.report.recipes import needs
 
 ALONE = [name for name in names() if recipe(name).processes == 1]

@@ -5,17 +5,17 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 import pytest
+from bigdit.rehearse.pool import Pool
+from bigdit.search.predict.anchors import Sample
 from claims.answers import EVIDENCE, Found, largest, option, published_came, rehearsed
 from claims.dit import DIT_CLAIMS, DIT_OURS, DIT_THEIRS
 from commands import ROOT
 
 from bigdit import catalog
-from bigdit.rehearse.pool import Pool
 from bigdit.search.asking.ask import question_for
 from bigdit.search.finding.candidates import Option, candidate, capacity
 from bigdit.search.finding.confirm import confirm
 from bigdit.search.needs.schedule import run
-from bigdit.search.predict.anchors import Sample
 from bigdit.search.question import Question
 from bigdit.search.telling.changes import BUCKETS, DEEPSPEED_BUCKET, changes
 from bigdit.search.telling.waterfall import waterfall

@@ -10,13 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from bigdit.rehearse import RehearsedSize
+from bigdit.rehearse.pool import Pool
+from bigdit.search.predict.anchors import Sample
+
 from bigdit.catalog.encoders import online_encoders
 from bigdit.config.strategy import parse_strategy
 from bigdit.errors import UserError
 from bigdit.memory.process import beside_training
 from bigdit.memory.timeline import Category
-from bigdit.rehearse import RehearsedSize
-from bigdit.rehearse.pool import Pool
 from bigdit.profile.request import Rehearsal
 from bigdit.search.answer import make_plan
 from bigdit.search.asking.ask import question_for
@@ -27,7 +29,6 @@ from bigdit.search.finding.explore import explore, selective
 from bigdit.search.finding.space import Proposal
 from bigdit.search.finding.verdict import planned, process, verdict
 from bigdit.search.plan import Plan, Step, Verdict
-from bigdit.search.predict.anchors import Sample
 from bigdit.search.question import Question
 from bigdit.search.telling.waterfall import waterfall
 from bigdit.spec import Strategy

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bigdit.rehearse.pool import Pool
+
 from bigdit.search.asking.ask import question_for
 from bigdit.search.finding.candidates import Option
 from bigdit.units import count, gib

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from bigdit.rehearse.pool import Pool
+
 from bigdit.speed.interval import Interval
 from bigdit.speed.seconds import StepTime
 from bigdit.units import gib

@@ -15,13 +15,13 @@ import sys
 from pathlib import Path
 
 import torch
+from bigdit.rehearse.worker import answer
 
 from bigdit import libraries
 from bigdit.files import write_text
 from bigdit.optim import factored
 from bigdit.optim.factored import State
 from bigdit.optim.shards import local
-from bigdit.rehearse.worker import answer
 
 
 def factors(param: torch.Tensor) -> bool:

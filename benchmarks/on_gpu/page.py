@@ -7,12 +7,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import NonNegativeInt
-
 from bigdit.bench.against_card import Reserved, against
 from bigdit.bench.referee import lines
-from bigdit.files import write_json, write_text
 from bigdit.rehearse.card.client import Card
+from pydantic import NonNegativeInt
+
+from bigdit.files import write_json, write_text
 from bigdit.profile.measured.run import CardRun, Spent, Timing
 from bigdit.spec import Strict
 from on_gpu.points import POINTS, Point

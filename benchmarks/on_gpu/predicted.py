@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from bigdit.bench.against_card import by_replay
+from bigdit.memory.caching import OutOfMemory
+from bigdit.rehearse.card.client import Card, cuda_build, cuda_python
+from bigdit.rehearse.pool import Pool
 from pydantic import NonNegativeInt
 
 from bigdit import catalog
-from bigdit.bench.against_card import by_replay
 from bigdit.errors import UserError, versions
 from bigdit.files import write_json
 from bigdit.memory import Timeline
-from bigdit.memory.caching import OutOfMemory
 from bigdit.memory.process import cuda_context
-from bigdit.rehearse.card.client import Card, cuda_build, cuda_python
-from bigdit.profile.measured.run import RanOut
 from bigdit.profile.lanes import WorkerError
-from bigdit.rehearse.pool import Pool
+from bigdit.profile.measured.run import RanOut
 from bigdit.spec import Strict
 from bigdit.speed.cluster import Cluster
 from bigdit.speed.seconds import StepTime

@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
+from bigdit.rehearse.pool import Pool
+
 from bigdit import catalog
 from bigdit.catalog import Gpu
 from bigdit.errors import UserError
 from bigdit.profile.attempt import Attempts
-from bigdit.profile.measured.run import Timing
 from bigdit.profile.lanes import WorkerError
-from bigdit.rehearse.pool import Pool
+from bigdit.profile.measured.run import Timing
 from bigdit.speed.amounts import Amount
 from bigdit.speed.work import Load, work_of
 from on_gpu.page import measured

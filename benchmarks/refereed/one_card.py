@@ -21,13 +21,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from bigdit.rehearse.card.client import Profiler, cuda_build, cuda_python
+from bigdit.rehearse.pool import Pool
+
 from bigdit import catalog
 from bigdit.errors import UserError, guard, versions
 from bigdit.files import write_text
 from bigdit.memory.host import host_memory
-from bigdit.rehearse.card.client import Profiler, cuda_build, cuda_python
 from bigdit.profile.lanes import WorkerError
-from bigdit.rehearse.pool import Pool
 from bigdit.profile.request import RehearsedSize
 from refereed.rows import PART, Row, rows
 

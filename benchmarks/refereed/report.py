@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from bigdit.bench.against_card import Against, Difference, PhaseAgainst
+
 from bigdit.units import MIB
 from refereed.known import BY_DATA
 from refereed.rows import Row

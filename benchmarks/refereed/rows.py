@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from bigdit.search.predict.sibling import depths, sibling
+
 from bigdit import catalog
 from bigdit.catalog import Gpu
 from bigdit.catalog.models import models
 from bigdit.config.strategy import parse_strategy
-from bigdit.profile.request import request_for
-from bigdit.profile.request import StepRequest
-from bigdit.search.predict.sibling import depths, sibling
+from bigdit.profile.request import StepRequest, request_for
 
 
 @dataclass(frozen=True)

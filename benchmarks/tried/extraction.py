@@ -17,9 +17,9 @@ from bigdit.config.load import parse_run
 from bigdit.config.stages import read_stages
 from bigdit.emulator import emulated_environment, shared_state
 from bigdit.emulator.emulation import Run
+from bigdit.emulator.interpreter import cuda_python
 from bigdit.emulator.run import run_emulated, workplace
 from bigdit.recipes.recipe import MEASURED, Extraction, Recipe
-from bigdit.emulator.interpreter import cuda_python
 from bigdit.search.needs.encode_batch import EncodeBatch, encode_batch
 
 ROOT = Path(__file__).parents[2]

@@ -1,2 +1,6 @@
-"""The real step on the machine at hand, beside the emulated one and a plain loop; memory against the micro-batch.
+"""Memory against micro-batch, and a run's step on the machine at hand, with its memory beside the prediction.
+
+The step, the loader, extraction and optimizers are timed interleaved with what one would write by hand.
+
+Benchmarks of other things, which nobody imports, are scripts in the folder `benchmarks`.
 """

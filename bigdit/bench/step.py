@@ -89,9 +89,9 @@ def bench_step(
         asked = _Asked(spec, shape, strategy, objective, seed, device)
         model = asked.model()
         params = sum(parameter.numel() for parameter in model.parameters())
-        with MemoryMeter(device) as meter:
-            own = _own_steps(asked, model, meter)
-            seconds = [next(own).seconds for _ in range(STEPS)]
+        meter = MemoryMeter(device)
+        own = _own_steps(asked, model, meter)
+        seconds = [next(own).seconds for _ in range(STEPS)]
         alone = _obstacle(meter, device, params)
         if alone is None:
             compared = _compared(asked, own, steps - STEPS, load)
@@ -119,19 +119,17 @@ def _predicted(asked: _Asked, meter: MemoryMeter) -> Attempt | None:
 def _own_steps(asked: _Asked, model: nn.Module, meter: MemoryMeter) -> Iterator[Step]:
     """One step of the trainer's after another, without end; the meter measures the first ones."""
     strategy, family = asked.strategy, asked.family
-    meter.loaded(model)
     engine = engines.create(strategy, model, family, device=asked.device, world=World())
     ema = engines.ema_of(engine)
-    meter.watch(engine, ema)
     lr, ahead = strategy.optimizer.lr, asked.fed(model)
     while True:
         micro_batches = next(ahead)
         began = time.perf_counter()
-        with meter.step(micro_batches) as (batches, phase):
-            result = train_step(engine, family, asked.objective, batches, lr=lr, ema=ema, phase=phase)
+        with meter.step() as phase:
+            result = train_step(engine, family, asked.objective, micro_batches, lr=lr, ema=ema, phase=phase)
         loss = float(result.loss)  # waits for the device
         taken = Step(time.perf_counter() - began, loss)
-        del result, batches, micro_batches  # or they would live, and be measured, in the next step
+        del result, micro_batches  # or they would live, and be measured, in the next step
         yield taken
 
 

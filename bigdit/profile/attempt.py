@@ -45,8 +45,9 @@ class Attempt(Strict):
     """Two steps, or what was taken until one ran out of memory: by torch's own counters, with expandable segments.
 
     `out_of_memory`: torch's message. `retries`: how often the allocator gave back what it kept, to find room. `reads`:
-    copies from the GPU to the host, before the optimizer steps. `host`: bytes of host tensors. `launched`: what the second step had the GPU do, by
-    phase. `packed_work` (a Timeline without blocks) and `checkpoint_bytes` are there where they were counted.
+    copies from the GPU to the host, before the optimizer steps. `host`: bytes of host tensors. `launched`: what the
+    second step had the GPU do, by phase. `packed_work` (a Timeline without blocks) and `checkpoint_bytes` are there
+    where they were counted.
     """
 
     out_of_memory: str | None

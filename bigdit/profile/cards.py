@@ -161,8 +161,8 @@ class Cards:
         return list(self._threads.map(lambda each: one(*each), asked))
 
     def largest(self, row: Row, capacity_bytes: int) -> tuple[float, dict[int, int]] | None:
-        """The largest micro-batch that fits where the next one does not, with about which part of that has room (below 1
-        for none); and what torch reserves at the sizes that ran. None where an attempt failed."""
+        """The largest micro-batch that fits where the next one does not, with about which part of that has room (less
+        than 1: none fits); and what torch reserves at the sizes that ran. None where an attempt failed."""
         return self._threads.submit(self._largest, row, capacity_bytes).result()
 
     def _answered(

@@ -1,4 +1,4 @@
-"""The loader of an attempt: batches of zeros, held, pinned and handed out as the trainer's stream does it."""
+"""The loader of emulated steps: batches of zeros, held, pinned and handed out as the trainer's stream does it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def raw_batch(
 ) -> RawBatch:
     """A micro-batch on the host to be encoded: pictures in uint8, and captions that fill each encoder's tokens.
 
-    Padded captions have masks of [B, 1, T, T] beside them in some encoders, which is left out.
+    Padded captions have masks of [B, 1, T, T] beside them in some encoders, which these do not have.
     """
     count = strategy.micro_batch_size
     return RawBatch(

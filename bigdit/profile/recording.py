@@ -91,7 +91,7 @@ class _Marks(Witness):
     def checkpoint_bytes(self) -> int:
         """What the process would save now."""
         assert self._held is not None  # from `started` on
-        return checkpoint_bytes(*self._held)
+        return int(checkpoint_bytes(*self._held))
 
     @property
     def _watching(self) -> Watch:

@@ -76,7 +76,7 @@ def emptied() -> bool:
     torch._C._host_emptyCache()
     torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
-    return torch.cuda.memory_reserved() == 0
+    return bool(torch.cuda.memory_reserved() == 0)
 
 
 def _steps(question: Question, watch: _Watch) -> None:
@@ -130,6 +130,7 @@ def _encoding(question: Question, watch: _Watch) -> None:
                 encoded()
             for module in modules:
                 module.to("cpu")
+            torch._C._cuda_clearCublasWorkspaces()  # or they would count as weights of the other side
 
     watch.count_work(encode)
 
@@ -208,7 +209,7 @@ class _Watch(Witness):
             self.checkpoint_bytes = checkpoint_bytes(self.engine, self._ema)
 
 
-class _Counting(TorchDispatchMode):
+class _Counting(TorchDispatchMode):  # type: ignore[misc]
     """Counts what operators compute and move, and what collectives send, in the phase that began last."""
 
     def __init__(self) -> None:

@@ -31,7 +31,7 @@ class For(Strict):
 class Extraction(Strict):
     """`bigdit extract` of so many `samples` of each size on emulated cards, in bytes of one, at the most; `ran_out`:
     encoders were on the card together until memory did not do, and took turns from then on. `emulated_bytes`: what
-    torch allocates for as many by the encode phase on an emulated GPU, None where the catalogue has not all encoders."""
+    torch allocates for as many in the encode phase alone, None where the catalogue has not all encoders."""
 
     samples: PositiveInt
     peak_allocated_bytes: PositiveInt

@@ -154,7 +154,7 @@ def _timeline(plan: Plan) -> Markup:
         Timeline.unpack(plan.packed_timeline), title="", card_bytes=plan.question.gpu.usable_bytes, most=COLUMNS
     )
     peaks = ", ".join(f"{phase.phase} {gib(phase.peak_bytes)}" for phase in ledger.phases)
-    said = f"Allocated memory from the engine's start through two steps. Peaks: {peaks}. Peak phase: {ledger.deciding.phase}."
+    said = f"Allocated memory from the engine's start through two steps. Peaks: {peaks}. Peak: {ledger.deciding.phase}."
     return inline(figure, "timeline", "Memory over time", said)
 
 

@@ -17,7 +17,7 @@ CARDS = {"cards": "Number of GPUs"}
 
 
 def whatif(plan: Plan, others: Sequence[Plan] = ()) -> dict[str, Any] | None:
-    """All that the script of the page is given, for JSON: what ran for the plan and for the `others`, which are of other
+    """All that the page's script is given, for JSON: what ran for the plan and for the `others`, which are of other
     numbers of GPUs; None where the plan has no settings."""
     if not plan.settings:
         return None

@@ -52,9 +52,11 @@ class Rejected(Strict):
 
 
 class BucketLimit(Strict):
-    """The largest micro-batch of one size in pixels, as it ran where one more does not fit: with nothing recomputed, with
-    the recommended number of blocks, and with all. 0 where none fits, or swapped blocks have to be recomputed; None
-    where it was not looked for."""
+    """The largest micro-batch of one size in pixels, as it ran where one more does not fit.
+
+    With nothing recomputed, with the recommended number of blocks, and with all. 0 where none fits, or swapped blocks
+    have to be recomputed; None where it was not looked for.
+    """
 
     height: PositiveInt
     width: PositiveInt
@@ -165,8 +167,8 @@ class Step(Strict):
 class Plan(Strict):
     """The answer. `chosen` is the recommended strategy, or the one nearest to fitting where `verdict` is DOES NOT FIT.
 
-    `ledger` and `packed_timeline` (see memory.Timeline) are of the chosen strategy's recorded steps; `non_torch` is what
-    its process takes of the GPU beside torch;
+    `ledger` and `packed_timeline` (see memory.Timeline) are of the chosen strategy's recorded steps; `non_torch` is
+    what its process takes of the GPU beside torch;
     `smaller` are sizes of its step that take less, for training that runs out of memory after all;
     `emulated`: the build of torch that ran on emulated GPUs.
     `buckets` are none where the machine is short of memory, since it is so with any micro-batch;

@@ -109,11 +109,11 @@ def test_a_cell_is_what_bench_memory_finds_where_one_more_runs_by_retries_alone(
     (cell,) = (each for each in CELLS if each.asked == RETRIED)
     sizes = f"{cell.largest},{cell.largest + 1}"
     asked = ("--model", cell.model, "--gpu", cell.gpu, "--strategy", cell.strategy, "--micro-batch", sizes)
-    done = bigdit("bench", "memory", *asked, "--json", BIGDIT_DEVICE="emulated")
+    done = bigdit("bench", "memory", *asked, "--json")
     assert done.returncode == 0, done.stderr
     (curve,) = (Curve.model_validate(each) for each in json.loads(done.stdout)["curves"])
-    assert [(point.ran.ran_out, point.ran.retries > 0) for point in curve.points] == [(None, False), (None, True)]
-    assert [point.fits for point in curve.points] == [True, False]
+    assert [(point.emulated.ran_out, point.emulated.retries > 0) for point in curve.points] == [(None, False), (None, True)]
+    assert [point.peaks.fits for point in curve.points] == [True, False]
     assert curve.largest == cell.largest
 
 

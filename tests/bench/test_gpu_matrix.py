@@ -11,6 +11,7 @@ import venv
 from pathlib import Path
 
 import pytest
+from bigdit.rehearse import rehearse
 from commands import ROOT, run_command
 from on_gpu.page import MEASURED, errors, measured, page, report
 from on_gpu.page import PAGE as MATRIX
@@ -19,7 +20,6 @@ from on_gpu.predicted import PREDICTED, Predictions, rehearsed
 
 from bigdit import catalog
 from bigdit.emulator import emulated_environment
-from bigdit.rehearse import rehearse
 from bigdit.emulator.interpreter import cuda_python
 from bigdit.units import MIB
 

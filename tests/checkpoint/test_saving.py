@@ -6,8 +6,8 @@ import shutil
 
 import pytest
 import torch
-from tiny_models import SANA as MODEL
 from resuming import started, strategy
+from tiny_models import SANA as MODEL
 from whole import whole_state
 
 from bigdit import checkpoint

@@ -145,7 +145,7 @@ def test_training_finds_out_about_a_missing_store_at_once(tmp_path):
             "error: --engine is 'foo', which is not known; known: local, ray, slurm",
         ),
         (
-            ["rehearse", "--model", "dit-s-2", "--plot", "/proc/x.png"],
+            ["profile", "--model", "dit-s-2", "--plot", "/proc/x.png"],
             "error: --plot: cannot write /proc: No such file or directory; choose another",
         ),
         pytest.param(

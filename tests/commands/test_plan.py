@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import yaml
 from commands import DIGITS, ROOT, bigdit
-from tiny_models import SANA
 from safetensors.numpy import save_file
+from tiny_models import SANA
 
 from bigdit.search.needs.host import LIBRARIES_BYTES
 from bigdit.spec import StepSize

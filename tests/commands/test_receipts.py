@@ -4,11 +4,11 @@ import json
 import math
 
 import pytest
+from bigdit.search.finding.unproved import UNPROVED
 from commands import bigdit
 from made_receipts import GIB, receipt_of
 
 from bigdit.files import write_json
-from bigdit.search.finding.unproved import UNPROVED
 
 
 @pytest.fixture(scope="module")

@@ -301,7 +301,7 @@ def stray(within):
 
 def test_a_word_that_no_option_takes_is_stray():
     assert stray("plan wan2.1-t2v-1.3b --gpu a40") == ["wan2.1-t2v-1.3b"]
-    assert stray("rehearse --strategy single") == ["--strategy, without --model"]
+    assert stray("profile --strategy single") == ["--strategy, without --model"]
     assert not stray("plan --model wan2.1-t2v-1.3b --gpu …")
     assert not stray("features info runs/my --json")
     assert not stray("plan --out")

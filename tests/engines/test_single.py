@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from tiny_models import THREE_BLOCKS as WIDE  # with weights of 4096 elements and more, which are quantised
 from stepping import Executed, equipped, one_batch, started
+from tiny_models import THREE_BLOCKS as WIDE  # with weights of 4096 elements and more, which are quantised
 from whole import full_weights
 
 from bigdit import checkpoint, engines, models

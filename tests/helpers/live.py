@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 from bigdit.live.answers import Answers
 from bigdit.live.serve import listening, prepared
+
 from bigdit.search.asking.ask import question_for
 from bigdit.search.question import Question
 

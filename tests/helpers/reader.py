@@ -13,8 +13,8 @@ from PIL import Image
 from plan_files import TINY_KWARGS, plan_of, write
 from tiny_videos import moving_square
 
-from bigdit.recipes.recipe import recipe
 from bigdit.emulator.interpreter import cuda_python
+from bigdit.recipes.recipe import recipe
 
 RECIPES = {
     "sana-1600m-a40": ("data.features=features/sana",),

@@ -4,8 +4,8 @@ import json
 
 import torch
 from commands import ROOT
-from tiny_models import SANA
 from stepping import one_batch
+from tiny_models import SANA
 
 from bigdit import checkpoint, engines, models
 from bigdit.loader.batch import Batch

@@ -2,8 +2,8 @@
 what is called keeps its arguments until it returns, and tensors live longer."""
 
 import torch
-from tiny_models import SANA
 from stepping import one_batch
+from tiny_models import SANA
 
 from bigdit import models
 from bigdit.errors import UserError

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from stepping import Executed
 from tiny_models import SANA as TINY
 from tiny_models import SHAPE
-from stepping import Executed
 from torch import nn
 
 from bigdit import models

@@ -1,11 +1,12 @@
-"""Compiled blocks learn as others do, share their graphs, and are rehearsed as they are written."""
+"""Compiled blocks learn as others do, share their graphs, and are planned as they are written."""
 
 import pytest
 import torch
 import torch._dynamo
+from bigdit.rehearse.drive import record
 from commands import HELPERS, ROOT, run_ranks
-from tiny_models import SANA, SHAPE
 from stepping import one_batch
+from tiny_models import SANA, SHAPE
 from torch._dynamo.utils import counters
 from training import run
 
@@ -14,7 +15,6 @@ from bigdit.dist import World
 from bigdit.errors import UserError, versions
 from bigdit.models.compiling import compile_blocks
 from bigdit.objective_spec import FlowMatchingSpec
-from bigdit.rehearse.drive import record
 from bigdit.profile.notices import COMPILED, notices
 from bigdit.spec import LoraSpec, Strategy
 from bigdit.train.beside_plan import PlannedMemory
@@ -71,7 +71,7 @@ def test_a_run_says_what_becomes_of_compiled_blocks(features, tmp_path, capfd):
     ) in capfd.readouterr().err
 
 
-def test_a_plan_and_a_rehearsal_say_that_they_are_of_blocks_as_they_are_written():
+def test_a_plan_and_a_profile_say_that_they_are_of_blocks_as_they_are_written():
     (said,) = notices(Strategy(compile_blocks=True), versions())
     assert said == COMPILED
     planned = PlannedMemory(

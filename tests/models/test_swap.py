@@ -11,8 +11,8 @@ import pytest
 import torch
 from cards import answers
 from commands import DIGITS, HELPERS, ROOT, SINGLE, TINY, run_command
-from tiny_models import DIT
 from stepping import equipped, one_batch
+from tiny_models import DIT
 from torch.utils._python_dispatch import TorchDispatchMode
 from training import exported, run_to
 from whole import full_weights

@@ -4,8 +4,8 @@ import re
 
 import pytest
 import torch
-from tiny_models import THREE_BLOCKS as SANA  # with weights of 4096 elements and more, which are quantised
 from stepping import equipped, one_batch, started
+from tiny_models import THREE_BLOCKS as SANA  # with weights of 4096 elements and more, which are quantised
 from torch import nn
 from whole import full_weights
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from bigdit.rehearse.drive import record
 from tiny_models import SANA, SHAPE
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -11,7 +12,6 @@ from bigdit.catalog.gpus import gpu
 from bigdit.dist import World
 from bigdit.objective_spec import FlowMatchingSpec
 from bigdit.profile.data import batch
-from bigdit.rehearse.drive import record
 from bigdit.spec import ModelSpec, Strategy
 from bigdit.train.seen.mfu import Mfu, mfu_of, peak_flops
 from bigdit.units import GIB, MIB

@@ -8,6 +8,7 @@ import os
 import subprocess
 
 import pytest
+from bigdit.rehearse import StepRequest, rehearse
 from cards import A40, TIME_LIMIT_S, answers, on_card
 from commands import DIGITS, ROOT, SINGLE, TINY, with_set
 from diffusers import AutoencoderKL
@@ -18,7 +19,6 @@ from bigdit.catalog.encoders import OnlineEncoders, TextEncoderSpec, VaeSpec
 from bigdit.catalog.resolve import model_spec
 from bigdit.config import load_run, strategy_of
 from bigdit.emulator import emulated_environment, shared_state
-from bigdit.rehearse import StepRequest, rehearse
 from bigdit.emulator.interpreter import cuda_python
 from bigdit.spec import BatchShape
 from bigdit.train.seen.metrics import read_metrics
@@ -206,7 +206,7 @@ def test_more_processes_than_cards_are_a_line(features, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("expandable", [False, True], ids=["whole segments", "expandable segments"])
-def test_a_card_measures_what_was_rehearsed_to_the_byte(features, tmp_path, expandable):
+def test_a_gpu_measures_what_was_predicted_to_the_byte(features, tmp_path, expandable):
     arguments = [*with_set([*TINY, f"data.features={features}"]), "--out", str(tmp_path / "receipt.json")]
     environment = os.environ | emulated_environment(catalog.resolve_gpu("a40"))
     environment |= {"PYTORCH_ALLOC_CONF": f"expandable_segments:{expandable}"}

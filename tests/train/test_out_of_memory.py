@@ -19,9 +19,9 @@ from running import until
 
 from bigdit import catalog
 from bigdit.emulator import emulated_environment, shared_state
+from bigdit.emulator.interpreter import cuda_python
 from bigdit.errors import UserError
 from bigdit.memory.process import cuda_context, nccl_buffers
-from bigdit.emulator.interpreter import cuda_python
 from bigdit.shortage import asked_bytes, told
 from bigdit.spec import StepSize, Strategy
 from bigdit.train.processes.launch import free_port

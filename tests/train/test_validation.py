@@ -6,9 +6,9 @@ import shutil
 import pytest
 import torch
 from commands import ROOT
-from tiny_models import SANA
 from resuming import strategy
 from stores import DIM, make_store, stream_of
+from tiny_models import SANA
 from training import run_to
 from two_processes import run_two
 

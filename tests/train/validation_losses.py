@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tiny_models import SANA
 from resuming import strategy
 from stores import DIM
+from tiny_models import SANA
 
 from bigdit import checkpoint, engines, models
 from bigdit.config.sight import ValidationConfig

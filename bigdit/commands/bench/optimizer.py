@@ -92,10 +92,24 @@ def _model(
 
 
 def _with_blocks(model: CatalogModel, blocks: int) -> ModelSpec:
-    from bigdit.search.predict.sibling import depths, possible, sibling
+    from bigdit.catalog import FAMILIES
 
-    most = possible(model, blocks)
-    return sibling(model, {name: min(most, length) for name, length in depths(model).items()}).spec
+    most = blocks + blocks % 2 if FAMILIES[model.spec.class_name].even else blocks
+    lengths = {argument: min(most, length) for argument, length in _lengths(model).items()}
+    kwargs = model.spec.kwargs | lengths
+    if kwargs.get("dual_attention_layers"):  # of SD3.5: numbers of blocks
+        kwargs["dual_attention_layers"] = [at for at in kwargs["dual_attention_layers"] if at < most]
+    if "llama_layers" in kwargs:  # of HiDream: the layer of Llama that each block reads
+        kwargs["llama_layers"] = kwargs["llama_layers"][: sum(lengths.values())]
+    return model.spec.model_copy(update={"kwargs": kwargs})
+
+
+def _lengths(model: CatalogModel) -> dict[str, int]:
+    """How many blocks each list of like ones has, by the argument that says it."""
+    from bigdit.catalog import FAMILIES
+
+    arguments = FAMILIES[model.spec.class_name].depths
+    return {arguments[name]: length for name, length in model.block_lists if name in arguments}
 
 
 def _nearest(asked: Contestants, model: CatalogModel | None, free: int) -> str:
@@ -103,12 +117,11 @@ def _nearest(asked: Contestants, model: CatalogModel | None, free: int) -> str:
     import bisect
 
     from bigdit.bench.optimizer import shapes_of
-    from bigdit.search.predict.sibling import depths
 
     fewer = "name fewer optimizers with --optimizer"
     if model is None:
         return f"{fewer}, or choose a smaller model"
-    sizes = range(1, max(depths(model).values(), default=0))
+    sizes = range(1, max(_lengths(model).values(), default=0))
     fitting = bisect.bisect_right(
         sizes, free, key=lambda blocks: asked.bytes_for(shapes_of(_with_blocks(model, blocks)))
     )

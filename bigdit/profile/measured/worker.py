@@ -1,4 +1,4 @@
-"""Steps on a CUDA device in a process of their own: `python -m bigdit.profile.measured.worker REQUEST.json RESULT.json`.
+"""Steps on a GPU in a process of their own: `python -m bigdit.profile.measured.worker REQUEST.json RESULT.json`.
 
 Alone, or as one of the ranks that torchrun started. With STEPS it times so many more, with BYTES torch may reserve no
 more than that: by its own limit, which is all that a real card has, and under which expandable segments look for room

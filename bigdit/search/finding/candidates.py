@@ -72,10 +72,13 @@ class Planner:
 
 @dataclass
 class Option:
-    """A proposal with its arrangement, of one question. `corrections`: by what share attempts differed from what it
-    predicts, by title, micro-batch size and recomputed blocks; of this option and all that share activations. `steps`:
-    the times that were found, by micro-batch size, accumulation and recomputed blocks. `anchor`: the attempt with nothing
-    recomputed at the smallest of the sizes that predictions stand on."""
+    """A proposal with its arrangement, of one question.
+
+    By title, micro-batch size and recomputed blocks: `wanted`, what torch reserved there without a limit, and
+    `corrections`, by what share that differed from what was predicted; of this option and all that share activations.
+    `steps`: the times that were found, by micro-batch size, accumulation and recomputed blocks. `anchor`: the attempt
+    with nothing recomputed at the smallest of the sizes that predictions stand on.
+    """
 
     proposal: Proposal
     arrangement: Arrangement

@@ -70,8 +70,8 @@ def room(gpu: Gpu, processes: int = 1, kept_free: float = 0.0) -> float:
 
 
 def encoders_need(encoding: Mapping[int, Attempt], text_bytes: int | None = None, frames: int = 1) -> EncodersNeed:
-    """What attempts with one sample, and with more, say. `text_bytes`: of the text encoders' weights as they are loaded,
-    where they are known to be more: a folder's may have parts that encode no text."""
+    """What attempts with one sample, and with more, say. `text_bytes`: of the text encoders' weights as they are
+    loaded, where they are known to be more: a folder's may have parts that encode no text."""
     few, many = min(encoding), max(encoding)
 
     def side(phase: str) -> Side:

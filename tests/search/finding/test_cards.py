@@ -10,28 +10,28 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
-from cards import A40, SANA, SMALL, request
-
-from bigdit.config.strategy import parse_strategy
-from bigdit.errors import UserError
 from bigdit.memory.allocator import replay
 from bigdit.memory.footprint import UNLIMITED
 from bigdit.rehearse import StepRequest
-from bigdit.profile.attempt import Attempt
-from bigdit.emulator.interpreter import cuda_python
 from bigdit.rehearse.pool import Pool
+from bigdit.search.predict.anchors import Sample
+from cards import A40, SANA, SMALL, request
+
+from bigdit.config.strategy import parse_strategy
+from bigdit.emulator.interpreter import cuda_python
+from bigdit.errors import UserError
+from bigdit.profile.attempt import Attempt
+from bigdit.profile.cards import Asked, Cards, Row
 from bigdit.report import words
 from bigdit.search.answer import make_plan
 from bigdit.search.asking.ask import question_for
 from bigdit.search.finding.best import search
 from bigdit.search.finding.candidates import beside, candidate
-from bigdit.profile.cards import Asked, Cards, Row
 from bigdit.search.finding.confirm import confirmed_best
 from bigdit.search.finding.evidence import weighed
 from bigdit.search.finding.explore import explore, hopeful
 from bigdit.search.finding.space import Proposal, proposals
 from bigdit.search.finding.verdict import safe_bytes
-from bigdit.search.predict.anchors import Sample
 from bigdit.search.question import LARGEST_MICRO_BATCH, Pins, Question
 from bigdit.units import GIB, MIB, gib
 

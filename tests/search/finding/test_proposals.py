@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 import pytest
+from bigdit.memory.allocator import replay
+from bigdit.search.finding.unproved import UNPROVED
 from hypothesis import given
 from hypothesis import strategies as st
 from traces import timelines
@@ -14,7 +16,6 @@ from traces import timelines
 from bigdit import catalog
 from bigdit.catalog import CatalogModel
 from bigdit.config.strategy import parse_strategy
-from bigdit.memory.allocator import replay
 from bigdit.memory.process import ByteRange, beside_training
 from bigdit.search.finding.candidates import (
     Candidate,
@@ -26,7 +27,6 @@ from bigdit.search.finding.candidates import (
     quarters,
 )
 from bigdit.search.finding.space import Proposal, lossy_by, proposals
-from bigdit.search.finding.unproved import UNPROVED
 from bigdit.search.finding.verdict import expected, planned, process, safe_bytes, verdict
 from bigdit.search.plan import Band
 from bigdit.search.question import LARGEST_MICRO_BATCH, Pins, Question

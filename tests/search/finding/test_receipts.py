@@ -5,6 +5,10 @@ import math
 from pathlib import Path
 
 import pytest
+from bigdit.memory.allocator import replay
+from bigdit.rehearse import StepRequest
+from bigdit.search.finding.checked import _request, calibration, check, memory_band
+from bigdit.search.finding.unproved import UNPROVED
 from commands import DIGITS, SINGLE, TINY, with_set
 from commands import bigdit as command
 from made_receipts import receipt_of
@@ -12,14 +16,10 @@ from tiny_models import SANA, SHAPE, rehearse_all
 
 from bigdit import catalog, receipt
 from bigdit.errors import UserError
-from bigdit.memory.allocator import replay
 from bigdit.receipt import Receipt
-from bigdit.rehearse import StepRequest
 from bigdit.search.asking.ask import question_for
 from bigdit.search.finding import receipts
-from bigdit.search.finding.checked import _request, calibration, check, memory_band
 from bigdit.search.finding.receipts import own_receipts
-from bigdit.search.finding.unproved import UNPROVED
 from bigdit.speed.cluster import Cluster
 from bigdit.speed.step import step_time
 from bigdit.speed.work import work_of

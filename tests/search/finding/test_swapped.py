@@ -9,24 +9,24 @@ from typing import get_args
 
 import plans
 import pytest
+from bigdit.rehearse import RehearsedSize
+from bigdit.rehearse.pool import Pool
+from bigdit.search.predict.anchors import Sample, shallowest, weighted
+from bigdit.search.predict.sibling import sibling
+from bigdit.search.predict.swap import swapping, swapping_requests
 
 from bigdit import catalog
 from bigdit.catalog import CatalogModel
-from bigdit.rehearse import RehearsedSize
-from bigdit.rehearse.pool import Pool
+from bigdit.profile.cards import NO_CARDS, Cards
 from bigdit.report.page import page
 from bigdit.search.answer import make_plan
 from bigdit.search.finding.best import search
 from bigdit.search.finding.candidates import Candidate, beside
-from bigdit.profile.cards import NO_CARDS, Cards
 from bigdit.search.finding.evidence import Evidence
 from bigdit.search.finding.space import proposals
 from bigdit.search.finding.verdict import verdict
 from bigdit.search.needs.host import host_need
 from bigdit.search.plan import Plan, Setting
-from bigdit.search.predict.anchors import Sample, shallowest, weighted
-from bigdit.search.predict.sibling import sibling
-from bigdit.search.predict.swap import swapping, swapping_requests
 from bigdit.search.question import Pins, Question
 from bigdit.search.telling.record import record
 from bigdit.spec import LoraBase, Strategy

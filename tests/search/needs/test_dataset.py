@@ -4,13 +4,13 @@ import sys
 
 import pytest
 import torch
+from bigdit.rehearse import rehearse
 from commands import run_command
 from hypothesis import given
 from hypothesis import strategies as st
 
 from bigdit import catalog
 from bigdit.memory import Block, Span, Timeline
-from bigdit.rehearse import rehearse
 from bigdit.search.asking.ask import question_for
 from bigdit.search.needs.dataset import _room_notes, dataset_need, encoding_request, written
 from bigdit.search.needs.encoders import EncodersNeed, Side

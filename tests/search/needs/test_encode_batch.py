@@ -1,11 +1,11 @@
 """How many pictures a card encodes at once, as the rehearsed encode phase says."""
 
 import pytest
+from bigdit.rehearse import rehearse
 
 from bigdit.catalog import gpu, resolve_gpu
 from bigdit.config.load import parse_run
 from bigdit.memory.process import cuda_context
-from bigdit.rehearse import rehearse
 from bigdit.search.needs import encode_batch
 from bigdit.search.needs.encode_batch import EncodeBatch, with_batch_size
 from bigdit.search.needs.encoders import EncodersNeed, Side

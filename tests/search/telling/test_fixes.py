@@ -2,14 +2,14 @@
 
 import plans
 import pytest
+from bigdit.rehearse.pool import Pool
+from bigdit.search.predict.anchors import Sample
 
 from bigdit.memory.process import ByteRange
-from bigdit.rehearse.pool import Pool
-from bigdit.search.asking.ask import question_for
 from bigdit.profile.cards import Cards
+from bigdit.search.asking.ask import question_for
 from bigdit.search.finding.evidence import Evidence
 from bigdit.search.finding.explore import Hopes
-from bigdit.search.predict.anchors import Sample
 from bigdit.search.telling.fixes import fixes
 from bigdit.speed.interval import Interval
 from bigdit.units import GIB
