@@ -49,7 +49,7 @@ def _make(folder: Path, torch: str) -> str:
     """
     import venv
 
-    from bigdit.emulator.interpreter import cuda_build, python_of
+    from bigdit.emulator.interpreter import CUDA, cuda_build, python_of
     from bigdit.errors import UserError
     from bigdit.files import commit_folder, filling
 
@@ -63,7 +63,7 @@ def _make(folder: Path, torch: str) -> str:
             try:
                 build = cuda_build(python_of(new))
             except UserError:
-                raise UserError(f"pip found a torch {torch} without CUDA; {_ANOTHER_INDEX}") from None
+                raise UserError(f"pip found a torch {torch} for no CUDA {CUDA}; {_ANOTHER_INDEX}") from None
             for triton in _tritons(packages):
                 _install(triton, packages)
             (packages / "zz_shared.pth").write_text(_shared())
@@ -116,7 +116,7 @@ def _why(requirement: str, lines: Sequence[str], packages: Path) -> str:
     if "Retrying (" in text:
         return f"pip reached no index for {requirement}; run `bigdit setup` again with a network"
     if "No matching distribution" in text:
-        return f"pip found no CUDA build {requirement} ({errors[0]}); {_ANOTHER_INDEX}"
+        return f"pip found no {requirement} ({errors[0]}); {_ANOTHER_INDEX}"
     return f"pip install {requirement}: {errors[0]}" if errors else ""
 
 

@@ -16,6 +16,9 @@ from bigdit.emulator.build import compiler
 from bigdit.errors import UserError, versions
 from bigdit.kept import cache_root
 
+CUDA = "13"
+"""The major version of CUDA whose functions the stub libraries have."""
+
 
 def cuda_python() -> Path:
     """The interpreter that `find_cuda_python` finds.
@@ -26,7 +29,7 @@ def cuda_python() -> Path:
     found = find_cuda_python()
     if found is None:
         raise UserError(
-            f"emulated GPUs need the CUDA build of torch, and {_without(Path(sys.executable))}; run `bigdit setup` once"
+            f"emulated GPUs need torch for CUDA {CUDA}, and {_without(Path(sys.executable))}; run `bigdit setup` once"
         )
     return found
 
@@ -49,7 +52,7 @@ def find_cuda_python() -> Path | None:
         _check_chosen(Path(chosen))
         return Path(chosen)
     places = (Path(sys.executable), python_of(ROOT / ".venv-cuda"), python_of(own_environment()))
-    return next((each for each in places if _torch_of(each)[1]), None)
+    return next((each for each in places if _suits(each)), None)
 
 
 def _check_chosen(python: Path) -> None:
@@ -64,17 +67,20 @@ def cuda_build(python: Path) -> str:
 
     Raises UserError if it has none, or another build.
     """
-    torch, cuda = _torch_of(python)
-    if not cuda:
+    if not _suits(python):
         raise UserError(_without(python))
-    return f"{torch} CUDA {cuda}"
+    return " CUDA ".join(_torch_of(python))
+
+
+def _suits(python: Path) -> bool:
+    return _torch_of(python)[1].partition(".")[0] == CUDA
 
 
 def _without(python: Path) -> str:
     torch, _ = _torch_of(python)
     if not torch:
         return f"{python} has no torch" if shutil.which(python) else f"{python} cannot be run"
-    return f"{python} has torch {torch}, not its CUDA build"
+    return f"{python} has torch {torch}, not its build for CUDA {CUDA}"
 
 
 @functools.cache

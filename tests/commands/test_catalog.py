@@ -241,7 +241,7 @@ def test_what_emulated_cards_need(monkeypatch, tmp_path):
     monkeypatch.setenv("BIGDIT_CUDA_PYTHON", str(plain))
     card, (fix,) = found()
     assert card.torch is None
-    assert fix.startswith(f"BIGDIT_CUDA_PYTHON: {plain} has torch 2.13.0+cpu, not its CUDA build; name another")
+    assert fix.startswith(f"BIGDIT_CUDA_PYTHON: {plain} has torch 2.13.0+cpu, not its build for CUDA 13; name another")
     monkeypatch.setenv("BIGDIT_CUDA_PYTHON", str(tmp_path / "none"))
     monkeypatch.setenv("BIGDIT_CACHE", str(plain))  # a file
     _, fixes = found()

@@ -17,7 +17,9 @@ from wheels import wheel
 import bigdit
 
 TORCH = version("torch").partition("+")[0]
-WITH_CUDA, WITHOUT_CUDA = (f"__version__ = '{TORCH}+it'\ncuda: Optional[str] = {cuda}\n" for cuda in ("'13.0'", None))
+WITH_CUDA, WITH_CUDA_12, WITHOUT_CUDA = (
+    f"__version__ = '{TORCH}+it'\ncuda: Optional[str] = {cuda}\n" for cuda in ("'13.0'", "'12.8'", None)
+)
 TRITON = "triton~=9.1; platform_system == 'Linux'"
 
 MAIN = "from bigdit.cli import main; main()"
@@ -65,7 +67,7 @@ def test_setup_adds_torch_and_its_triton_to_what_is_there(tmp_path, wheels):
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ({"PIP_FIND_LINKS": "/absent"}, f"pip found no CUDA build torch==={TORCH} (Could not find a version"),
+        ({"PIP_FIND_LINKS": "/absent"}, f"pip found no torch==={TORCH} (Could not find a version"),
         (
             {"PIP_NO_INDEX": 0, "PIP_INDEX_URL": "http://127.0.0.1:9/", "PIP_FIND_LINKS": ""},
             f"pip reached no index for torch==={TORCH}; run",
@@ -79,12 +81,16 @@ def test_setup_says_why_pip_failed_and_leaves_nothing(tmp_path, wheels, more, sa
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
-    [("torch", f"pip found a torch {TORCH} without CUDA; set PIP_INDEX_URL to"), ("triton", "pip found no CUDA build")],
+    ("torch", "said"),
+    [
+        (WITHOUT_CUDA, f"pip found a torch {TORCH} for no CUDA 13; set PIP_INDEX_URL to"),
+        (WITH_CUDA_12, f"pip found a torch {TORCH} for no CUDA 13; set PIP_INDEX_URL to"),
+        (WITH_CUDA, "pip found no triton~=9.1 (Could not find a version"),
+    ],
+    ids=["CPU", "CUDA 12", "Triton"],
 )
-def test_setup_takes_nothing_that_does_not_belong_together(tmp_path, wheels, name, said):
-    torch_wheel(wheels, WITHOUT_CUDA) if name == "torch" else next(wheels.glob("triton*")).unlink()
-    failed(setup(tmp_path / "cache", wheels), said, tmp_path / "cache")
+def test_setup_takes_no_other_build_and_no_torch_without_its_triton(tmp_path, torch, said):
+    failed(setup(tmp_path / "cache", torch_wheel(tmp_path / "wheels", torch, TRITON)), said, tmp_path / "cache")
 
 
 def test_setup_on_a_full_disk(tmp_path, wheels):
@@ -131,13 +137,13 @@ ASKED = {
 }
 RUNS = ("plan", "profile", "bench memory")
 OTHER_SYSTEM = f"import platform; platform.system, platform.machine = lambda: 'Darwin', lambda: 'arm64'; {MAIN}"
-LACKS = f"{sys.executable} has torch {version('torch')}, not its CUDA build"
+LACKS = f"{sys.executable} has torch {version('torch')}, not its build for CUDA 13"
 
 
 @pytest.mark.parametrize(
     ("program", "lacking", "commands", "said"),
     [
-        (PIP_INSTALLED, {}, RUNS, f"emulated GPUs need the CUDA build of torch, and {LACKS}; run `bigdit setup` once"),
+        (PIP_INSTALLED, {}, RUNS, f"emulated GPUs need torch for CUDA 13, and {LACKS}; run `bigdit setup` once"),
         (OTHER_SYSTEM, {}, ASKED, "emulated GPUs run on Linux on x86-64 only, and this is Darwin on arm64"),
         (MAIN, {"CC": "no-such-cc"}, ASKED, "no C compiler: no-such-cc is not found"),
         (MAIN, {"BIGDIT_CUDA_PYTHON": sys.executable}, (*RUNS, "setup"), f"BIGDIT_CUDA_PYTHON: {LACKS}; name another"),
