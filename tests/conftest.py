@@ -16,8 +16,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Runs take the cores that they find: their threads wait for each other asleep, not by spinning on a core that another
 # process has, which took up to a hundred times the work.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-# Plans are made by rehearsals alone, which take a third of the time, but where a test asks for more.
-os.environ.setdefault("BIGDIT_DEVICE", "rehearsed")
 # Receipts of runs that tests take, or make up, are none that the user's own plans are to learn from; and what programs
 # leave behind in TMPDIR, as torchrun does a folder of logs, ends with the tests.
 os.environ.pop("BIGDIT_RECEIPTS", None)

@@ -81,7 +81,7 @@ def refuse(*_, **__):
 
 {place} = refuse
 os.environ.pop("HOME", None)
-main(["plan", "--model", "dit-b-2", "--gpu", "a40", "--device", "rehearsed"])
+main(["plan", "--model", "dit-b-2", "--gpu", "a40"])
 """
 
 

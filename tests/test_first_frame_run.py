@@ -110,7 +110,7 @@ def test_batches_are_what_the_pipeline_makes_to_the_bit(encoded):
         del batch
 
 
-def test_a_step_is_rehearsed_to_the_byte_and_the_pipeline_loads_what_was_trained(encoded):
+def test_a_step_takes_what_was_predicted_and_the_pipeline_loads_what_was_trained(encoded):
     folder, pipeline = encoded
     done = bigdit("bench", "step", "--config", folder / "run.yaml", "--steps", "3", "--out", folder / "step.json")
     assert done.returncode == 0, done.stderr

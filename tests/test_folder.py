@@ -6,7 +6,7 @@ from commands import BIN, DIGITS, SINGLE, TINY, environment_with, with_set
 
 
 def test_no_process_takes_another_checkout_or_a_module_of_the_users_for_its_own(pictures, tmp_path):
-    """Not the one that rehearses, nor those of emulated cards, those that encode, nor those that train."""
+    """Not those of emulated GPUs, those that encode, nor those that train."""
     (tmp_path / "bigdit").mkdir()
     (tmp_path / "bigdit/__init__.py").write_text("raise SystemExit('of another checkout')")
     (tmp_path / "random.py").write_text("raise SystemExit('of the user')")
@@ -16,8 +16,8 @@ def test_no_process_takes_another_checkout_or_a_module_of_the_users_for_its_own(
     asked = ("--model", "dit-s-8", "--gpu", "a40", "--strategy", "single")
     environment = environment_with({"BIGDIT_CACHE": str(empty_cache(tmp_path / "cache"))})
     for command in (
-        ("rehearse", *asked),
-        ("bench", "memory", *asked, "--micro-batch", "1", "--device", "emulated"),
+        ("profile", *asked),
+        ("bench", "memory", *asked, "--micro-batch", "1"),
         ("extract", "--config", DIGITS, *with_set(own)),
         ("train", "--config", DIGITS, *with_set([*own, *two])),
     ):

@@ -4,7 +4,7 @@ import os
 import subprocess
 
 import pytest
-from bigdit.rehearse import StepRequest, rehearse
+from bigdit.rehearse import StepRequest
 from cards import A40, TIME_LIMIT_S
 from commands import DIGITS, ROOT, SINGLE, TINY, bigdit, with_set
 from tried.saved import saved
@@ -14,6 +14,8 @@ from bigdit.checkpoint import latest
 from bigdit.config import load_run, load_stages, strategy_of
 from bigdit.emulator import emulated_environment
 from bigdit.emulator.interpreter import cuda_python
+from bigdit.profile.cards import Cards
+from bigdit.profile.request import StepRequest
 from bigdit.spec import BatchShape
 
 SAVING = ("train.checkpoint_every=2", "train.keep_checkpoints=2", "train.keep_every=4", "train.export_every=4")
@@ -56,14 +58,16 @@ def test_it_is_what_lies_there(output, found):
     assert beside < 3 * 64 * 1024
 
 
-def test_it_is_what_a_rehearsal_says_that_is_copied(settings, found):
+@pytest.mark.slow
+def test_it_is_what_a_profile_says_that_is_copied(settings, found):
     """Tensors, and beside them each file's header."""
     run = load_run(DIGITS, settings)
     spec, strategy = model_spec(run.model), strategy_of(run, 1)
     shape = BatchShape(latents=(4, 4, 6), text=(32, 64))
-    asked = StepRequest(model=spec, batch=shape, strategy=strategy, micro_batch_sizes=(8,), kernels="cpu")
+    asked = StepRequest(model=spec, batch=shape, strategy=strategy)
     tensors = found.weights_bytes + found.optimizer_bytes + found.averages_bytes
-    assert rehearse(asked).sizes[0].checkpoint_bytes == tensors
+    with Cards(A40, 1) as cards:
+        assert cards.profile(asked).checkpoint_bytes == tensors
     assert found.averages_bytes == found.weights_bytes  # of fp32, as masters are
     assert 0 < found.checkpoint_bytes - tensors < 64 * 1024
 

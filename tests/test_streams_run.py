@@ -15,7 +15,7 @@ from tiny_pipelines import HI_DREAM, HUNYUAN_DIT, HUNYUAN_IMAGE, HUNYUAN_VIDEO_1
 
 from bigdit import checkpoint, models
 from bigdit.extract.verify import verify
-from bigdit.profile.data import batch as rehearsed_batch
+from bigdit.profile.data import batch as profiled_batch
 from bigdit.spec import ModelSpec, Strategy
 from bigdit.store import FeatureStore
 from bigdit.store.header import read_header
@@ -90,7 +90,7 @@ def encoded(request, tmp_path_factory, pictures):
 
 
 def fed_by(folder):
-    """What a rehearsal makes of a run: the shapes of a batch, its strategy, and what the family is fed."""
+    """What a profile makes of a run: the shapes of a batch, its strategy, and what the family is fed."""
     config = yaml.safe_load((folder / "run.yaml").read_text())["model"]
     spec = ModelSpec(name="tiny", **config)
     shape = largest_batch_shape(FeatureStore.open(folder / "features"))
@@ -108,7 +108,7 @@ def test_batches_are_to_the_bit_what_the_pipeline_feeds_its_transformer(encoded)
     pipeline, fed, folder = encoded
     store = FeatureStore.open(folder / "features")
     stream = stream_of(store)
-    rehearsed = rehearsed_batch(*fed_by(folder))
+    profiled = profiled_batch(*fed_by(folder))
     captions = [file.read_text().strip() for file in sorted((folder / "pictures").glob("*.txt"))]
     batch = sorted(set(captions), key=lambda caption: (-len(caption), caption))  # as they were encoded, all at once
     with torch.no_grad():
@@ -126,7 +126,7 @@ def test_batches_are_to_the_bit_what_the_pipeline_feeds_its_transformer(encoded)
                 mask = expected.get(f"{name}_mask")
                 each = each if mask is None else each * mask[:, None]
                 assert torch.equal(given[name][place], each.bfloat16()), name
-        assert sizes(micro_batch) == sizes(rehearsed)
+        assert sizes(micro_batch) == sizes(profiled)
     assert seen == set(range(16))
 
 
@@ -152,7 +152,7 @@ def test_every_byte_of_a_stream_is_verified(encoded, tmp_path):
     assert verify(tmp_path / "features").damaged == []
 
 
-def test_a_step_is_rehearsed_to_the_byte_and_what_is_trained_is_sampled_and_exported(encoded):
+def test_a_step_takes_what_was_predicted_and_what_is_trained_is_sampled_and_exported(encoded):
     _, _, folder = encoded
     done = bigdit("bench", "step", "--config", folder / "run.yaml", "--steps", "3", "--out", folder / "step.json")
     assert done.returncode == 0, done.stderr

@@ -85,7 +85,7 @@ def test_the_store_has_latents_of_frames_and_what_was_too_short_by_name(encoded)
     assert torch.allclose(texts[0].states.float(), states[: len(texts[0].states)], rtol=2**-7, atol=1e-3)
 
 
-def test_a_step_is_rehearsed_to_the_byte_and_samples_move(encoded):
+def test_a_step_takes_what_was_predicted_and_samples_move(encoded):
     _, _, folder = encoded
     done = bigdit("bench", "step", "--config", folder / "run.yaml", "--steps", "3", "--out", folder / "step.json")
     assert done.returncode == 0, done.stderr

@@ -130,6 +130,7 @@ def _encoding(question: Question, watch: _Watch) -> None:
                 encoded()
             for module in modules:
                 module.to("cpu")
+            torch._C._cuda_clearCublasWorkspaces()  # or they would count as weights of the other side
 
     watch.count_work(encode)
 

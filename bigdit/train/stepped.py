@@ -51,7 +51,10 @@ class Stepped:
 
 
 def on_engine(start: Start, feed: Feed, world: World, device: torch.device, stack: ExitStack) -> Stepped:
-    """The model of the stage that was reached, as the checkpoint has it where there is one. Raises UserError where its weights, or that checkpoint, cannot be read."""
+    """The model of the stage that was reached, as the checkpoint has it where there is one.
+
+    Raises UserError where its weights, or that checkpoint, cannot be read.
+    """
     found, spec, run, plan = start.found, start.reached.spec, start.reached.stage.run, start.reached.stage.plan
     family, peers = models.family(spec.class_name), checkpoint.Peers(world)
     (relief, *_) = peers.gather(read_relief(run.output, start.reached.strategy) if world.is_main else None)

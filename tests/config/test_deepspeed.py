@@ -122,7 +122,7 @@ _CPU_ADAM = "needs DeepSpeedCPUAdam, and bigdit steps its own optimizer; remove 
         ),
     ],
 )
-def test_what_cannot_be_rehearsed_or_trained_is_refused(document: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_planned_or_trained_is_refused(document: dict[str, Any], message: str) -> None:
     assert _complete(document)[1] == [message]
 
 

@@ -1,7 +1,6 @@
 """The objective of a run: whose it is where nothing is said, and what cannot go together, by the key that mends it."""
 
 import pytest
-from bigdit.rehearse import StepRequest
 from commands import DIGITS
 
 from bigdit.catalog import model, models
@@ -10,6 +9,7 @@ from bigdit.catalog.resolve import model_spec
 from bigdit.config import check, load_run
 from bigdit.errors import UserError
 from bigdit.objective_spec import DdpmSpec, ExponentialShift, FlowMatchingSpec
+from bigdit.profile.request import StepRequest
 from bigdit.spec import BatchShape, Strategy
 
 
@@ -45,13 +45,12 @@ def model_spec_of(class_name):
     return models.model("dit-s-2").spec.model_copy(update={"class_name": class_name})
 
 
-def test_a_rehearsal_has_the_objective_of_its_model_through_json_too():
+def test_a_request_has_the_objective_of_its_model_through_json_too():
     for name, expected in (("dit-s-2", DdpmSpec()), ("sana-600m", FlowMatchingSpec())):
         request = StepRequest(
             model=models.model(name).spec,
             batch=BatchShape(latents=(4, 8, 8)),
             strategy=Strategy(),
-            micro_batch_sizes=(1,),
         )
         assert request.objective == expected
         assert StepRequest.model_validate_json(request.model_dump_json()) == request

@@ -1,35 +1,29 @@
-"""Encoders that stay on the device: the rehearsal against the real thing, and the catalogue's at full size."""
+"""Encoders that stay on the GPU: what they take there, and the catalogue's at full size."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from bigdit.rehearse import StepRequest, rehearse
-from bigdit.rehearse.drive import record
-from bigdit.rehearse.encoding import record_encoding
-from commands import ROOT
-from tiny_models import SANA, SHAPE, rehearse_all
-from traces import assert_same
+from cards import A40, answers
+from tiny_models import SANA, SHAPE
 
 from bigdit.catalog import batch_shape, model
 from bigdit.catalog.encoders import OnlineEncoders, TextEncoderSpec, VaeSpec, online_encoders
-from bigdit.dist import World
 from bigdit.encoders.frozen import FrozenEncoders
 from bigdit.errors import UserError
-from bigdit.memory import Timeline, ledger
-from bigdit.objective_spec import FlowMatchingSpec
+from bigdit.profile.cards import Cards
 from bigdit.profile.data import raw_batch
 from bigdit.profile.request import PICTURES as OF_PICTURES
-from bigdit.profile.request import TEXTS
+from bigdit.profile.request import TEXTS, StepRequest
+from bigdit.profile.run_attempt import weights_of
 from bigdit.spec import BatchShape, Strategy
+from bigdit.speed.work import load_of
 from bigdit.train.encode import encode
 
-CPU = torch.device("cpu")
 MICRO_BATCH_SIZE = 3
 KL = VaeSpec(
     class_name="AutoencoderKL",
@@ -98,12 +92,6 @@ CLIP = TextEncoderSpec(
     layers=(-2,),
 )
 
-CONFIGS = [
-    (vae, text, precision, chunk)
-    for vae, text in ((KL, T5), (DC, GEMMA))
-    for precision, chunk in (("bf16", None), ("bf16", 2), ("fp32", 1))
-]
-
 
 def _encoders(vae: VaeSpec, text: TextEncoderSpec) -> OnlineEncoders:
     return OnlineEncoders(pixels=(3, 16, 16), vae=vae, text=(text,))
@@ -120,62 +108,47 @@ def _strategy(precision: str, chunk: int | None, **changes: object) -> Strategy:
     )
 
 
+@pytest.fixture(scope="module")
+def cards(own_cache: None) -> Iterator[Cards]:
+    with Cards(A40, 1) as found:
+        yield found
+
+
+def _request(vae: VaeSpec, text: TextEncoderSpec, precision: str, chunk: int | None) -> StepRequest:
+    strategy = _strategy(precision, chunk)
+    return StepRequest(model=SANA, batch=SHAPE, strategy=strategy, encoders=_encoders(vae, text))
+
+
 @pytest.mark.slow
-def test_the_rehearsal_of_encoding_is_the_real_one_to_the_byte(tmp_path: Path) -> None:
-    """Every allocation and free of both steps, in order, with its label; and the phase encode has its peak."""
-    requests = [
-        StepRequest(
-            model=SANA,
-            batch=SHAPE,
-            strategy=_strategy(precision, chunk),
-            micro_batch_sizes=(MICRO_BATCH_SIZE,),
-            encoders=_encoders(vae, text),
-            kernels="cpu",
-        )
-        for vae, text, precision, chunk in CONFIGS
-    ]
-    for request, answer in zip(requests, rehearse_all(tmp_path, requests), strict=True):
-        real = record(SANA, SHAPE, request.strategy, FlowMatchingSpec(), CPU, World(), request.encoders)
-        assert_same(answer.timeline, real.device)
-        assert answer.ledger == ledger(real.device, 1)
-        assert {phase.phase for phase in answer.ledger.phases} == {"init", "encode", "forward", "backward", "step"}
-        assert "saved activation" not in answer.ledger.phase("encode").at_peak
-
-
-def test_encoders_alone_are_rehearsed_as_they_run_and_each_side_without_the_other(tmp_path: Path) -> None:
-    """On a CPU every allocation and free; on a card each phase has its own weights there, and no others."""
-    request = StepRequest(
-        model=SANA,
-        batch=SHAPE,
-        strategy=_strategy("bf16", None),
-        micro_batch_sizes=(MICRO_BATCH_SIZE,),
-        encoders=_encoders(KL, T5),
-        kernels="cpu",
-        part="encoders",
-    )
-    on_card = request.model_copy(update={"kernels": "cuda"})
-    here, there = rehearse_all(tmp_path, [request, on_card])
-    assert request.encoders is not None
-    real = record_encoding(request.encoders, SHAPE, request.strategy, CPU)
-    assert_same(here.timeline, real.device)
-    frozen = FrozenEncoders(request.encoders)
-    for phase, modules in ((OF_PICTURES, frozen.of_pictures()), (TEXTS, frozen.of_texts())):
-        weights = sum(-(-tensor.nbytes // 512) * 512 for module in modules for tensor in module.parameters())
-        found = there.ledger.phase(phase)
-        assert found.at_peak["encoder"] == weights
-        assert found.peak_bytes > weights
-
-
-def _real(vae: VaeSpec, text: TextEncoderSpec, chunk: int | None) -> Timeline:
-    return record(SANA, SHAPE, _strategy("bf16", chunk), FlowMatchingSpec(), CPU, World(), _encoders(vae, text)).device
-
-
-def test_chunks_lower_the_peak_of_encoding_and_of_nothing_else() -> None:
-    whole, chunked = ledger(_real(KL, T5, None), 1), ledger(_real(KL, T5, 1), 1)
+@pytest.mark.parametrize(("vae", "text"), [(KL, T5), (DC, GEMMA)], ids=["KL, T5", "DC, Gemma 2"])
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_encoders_stay_on_the_gpu_and_chunks_lower_the_peak_of_encoding_alone(
+    cards: Cards, vae: VaeSpec, text: TextEncoderSpec, precision: str
+) -> None:
+    whole, chunked = (cards.profile(_request(vae, text, precision, chunk)).ledger for chunk in (None, 1))
+    assert {phase.phase for phase in whole.phases} == {"init", "encode", "forward", "backward", "step"}
+    assert "saved activation" not in whole.phase("encode").at_peak
     assert chunked.phase("encode").peak_bytes < whole.phase("encode").peak_bytes
     assert chunked.phase("step") == whole.phase("step")
-    weights = FrozenEncoders(_encoders(KL, T5)).tensors()
-    assert whole.phase("step").at_peak["encoder"] == sum(tensor.nbytes for tensor in weights)
+    weights = FrozenEncoders(_encoders(vae, text)).tensors()
+    assert whole.phase("step").at_peak["encoder"] == sum(_block(tensor) for tensor in weights)
+
+
+@pytest.mark.slow
+def test_encoders_alone_take_turns_on_the_gpu(cards: Cards) -> None:
+    """Each phase has its own weights there, and no others."""
+    request = _request(KL, T5, "bf16", None).model_copy(update={"part": "encoders"})
+    attempt, frozen = cards.attempt(request), FrozenEncoders(_encoders(KL, T5))
+    for phase, modules in ((OF_PICTURES, frozen.of_pictures()), (TEXTS, frozen.of_texts())):
+        weights = sum(_block(tensor) for module in modules for tensor in module.parameters())
+        assert attempt.phases[weights_of(phase)].end_bytes == weights
+        assert attempt.phases[phase].peak_bytes > weights
+        assert load_of(attempt.work, (phase,), phase).at("device").flops > 0
+
+
+def _block(tensor: torch.Tensor) -> int:
+    """What the allocator gives for it."""
+    return -(-tensor.nbytes // 512) * 512
 
 
 def test_chunks_change_no_feature() -> None:
@@ -260,76 +233,69 @@ VIDEOS = {
     "kandinsky-5-t2v-lite": (16, 3, 32, 48),
 }
 _ENCODE_ALL = """
-import json, os, sys, torch
+import gc, json, sys, torch
+from bigdit import libraries
+libraries.prepare()
 from bigdit.catalog.encoders import OnlineEncoders
 from bigdit.encoders.frozen import FrozenEncoders
 from bigdit.profile.data import raw_batch
-from bigdit.rehearse.device import fake_device
+from bigdit.profile.unwritten import unwritten_weights
 from bigdit.spec import BatchShape, Strategy
+from bigdit.speed.work import load_of
 from bigdit.train.encode import encode
-asked = json.load(open(sys.argv[1]))
-answers = {}
-with fake_device("cuda", (9, 0)) as device:
-    for name, (encoders, shape) in asked.items():
-        encoders, shape = OnlineEncoders.model_validate(encoders), BatchShape.model_validate(shape)
-        raw = raw_batch(encoders, shape, Strategy(features="online", micro_batch_size=2))
+answers, device = {{}}, torch.device("cuda")
+for name, (encoders, shape) in json.load(open({asked!r})).items():
+    encoders, shape = OnlineEncoders.model_validate(encoders), BatchShape.model_validate(shape)
+    raw = raw_batch(encoders, shape, Strategy(features="online", micro_batch_size=2))
+    with unwritten_weights():
         frozen = FrozenEncoders(encoders)
-        frozen.to(device)
-        batch = encode(frozen, None, raw.to(device, torch.bfloat16), torch.bfloat16)
-        text = batch.text_embeds
-        answers[name] = {
-            "latents": list(batch.latents.shape),
-            "text": None if text is None else list(text.shape),
-            "mask": None if text is None else list(batch.text_mask.shape),
-            "extras": {key: list(value.shape) for key, value in batch.extras.items()},
-            "device": batch.latents.device.type,
-            "bytes": sum(tensor.nbytes for tensor in frozen.tensors()),
-        }
-json.dump(answers, open(sys.argv[2], "w"))
-os._exit(0)
+    nbytes = sum(tensor.nbytes for tensor in frozen.tensors())
+    frozen.to(device)
+    batch = encode(frozen, None, raw.to(device, torch.bfloat16), torch.bfloat16)
+    text = batch.text_embeds
+    answers[name] = {{
+        "latents": list(batch.latents.shape),
+        "text": None if text is None else list(text.shape),
+        "mask": None if text is None else list(batch.text_mask.shape),
+        "extras": {{key: list(value.shape) for key, value in batch.extras.items()}},
+        "bytes": nbytes,
+    }}
+    del frozen, batch, text, raw
+    gc.collect()
+print(json.dumps(answers))
 """
 
 
 @pytest.mark.slow
 def test_the_catalogue_s_encoders_make_what_its_models_are_fed(tmp_path: Path) -> None:
-    """The real VAEs and text encoders at full size, without memory: the shapes are those of a cached batch."""
+    """The real VAEs and text encoders at full size: the shapes are those of a cached batch."""
     text = {name: model(name).text for name in VIDEOS}
     shapes = {name: batch_shape(model(name), model(name).resolution) for name in PICTURES} | {
         name: BatchShape(latents=latents, text=text[name] and (text[name].tokens, text[name].dim))
         for name, latents in VIDEOS.items()
     }
     encoders = {name: online_encoders(model(name), shape) for name, shape in shapes.items()}
-    asked, answered = tmp_path / "asked.json", tmp_path / "answered.json"
+    asked = tmp_path / "asked.json"
     asked.write_text(
         json.dumps({name: (encoders[name].model_dump(), shape.model_dump()) for name, shape in shapes.items()})
     )
-    done = subprocess.run(
-        [sys.executable, "-c", _ENCODE_ALL, str(asked), str(answered)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    answers = json.loads(answered.read_text())
+    answered = answers("b200", _ENCODE_ALL.format(asked=str(asked)))
     for name, shape in shapes.items():
-        found = answers[name]
-        assert found["device"] == "fakegpu", name
+        found = answered[name]
         assert found["latents"] == [2, *shape.latents], name
         assert found["text"] == (shape.text and [2, *shape.text]), name
         assert found["mask"] == (shape.text and [2, shape.text[0]]), name
-    assert answers["sd3-medium"]["extras"] == {"pooled_text": [2, 2048]}
-    assert answers["flux.1-dev"]["extras"] == {"pooled_text": [2, 768]}
-    assert answers["hunyuanvideo-t2v"]["extras"] == {"pooled_text": [2, 768]}
+    assert answered["sd3-medium"]["extras"] == {"pooled_text": [2, 2048]}
+    assert answered["flux.1-dev"]["extras"] == {"pooled_text": [2, 768]}
+    assert answered["hunyuanvideo-t2v"]["extras"] == {"pooled_text": [2, 768]}
     clip, glyphs, llama = [2, 77, 1024], [2, 128, 1472], [2, 32 * 128, 4096]
-    assert answers["hunyuandit-v1.2"]["extras"] == {"clip_text": clip, "clip_text_mask": clip[:2]}
-    assert answers["hunyuanimage-2.1"]["extras"] == {"glyph_text": glyphs, "glyph_text_mask": glyphs[:2]}
+    assert answered["hunyuandit-v1.2"]["extras"] == {"clip_text": clip, "clip_text_mask": clip[:2]}
+    assert answered["hunyuanimage-2.1"]["extras"] == {"glyph_text": glyphs, "glyph_text_mask": glyphs[:2]}
     two_clips = {"pooled_text": [2, 2048]}
-    assert answers["hidream-i1"]["extras"] == {"llama_text": llama, "llama_text_mask": llama[:2], **two_clips}
+    assert answered["hidream-i1"]["extras"] == {"llama_text": llama, "llama_text_mask": llama[:2], **two_clips}
     # Verified counts of parameters: Gemma 2 and T5-XXL in bf16, the VAEs in fp32 and bf16; Gemma has buffers of 514 B.
-    assert answers["sana-1600m-1024"]["bytes"] == 2614341888 * 2 + 312250275 * 4 + 514
-    assert answers["chroma1-hd"]["bytes"] == (4762310656 + 83819683) * 2
+    assert answered["sana-1600m-1024"]["bytes"] == 2614341888 * 2 + 312250275 * 4 + 514
+    assert answered["chroma1-hd"]["bytes"] == (4762310656 + 83819683) * 2
 
 
 def test_what_has_no_recipe_is_named() -> None:
@@ -341,10 +307,7 @@ def test_what_has_no_recipe_is_named() -> None:
         online_encoders(wan, BatchShape(latents=(48, 3, 8, 8), text=(512, 4096)))
 
 
-def test_encoders_and_features_online_go_together() -> None:
-    request = StepRequest(model=SANA, batch=SHAPE, strategy=_strategy("bf16", None), micro_batch_sizes=(1,))
-    with pytest.raises(UserError, match="features is online, and the rehearsal of tiny-sana was given no encoders"):
-        rehearse(request)
-    cached = request.model_copy(update={"strategy": Strategy(), "encoders": _encoders(KL, T5)})
+def test_encoders_are_refused_where_features_are_cached(cards: Cards) -> None:
+    request = StepRequest(model=SANA, batch=SHAPE, strategy=Strategy(), encoders=_encoders(KL, T5))
     with pytest.raises(UserError, match="encoders were given, and"):
-        rehearse(cached)
+        cards.attempt(request)

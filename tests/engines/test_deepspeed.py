@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from two_processes import run_two
-from zero import TINY, request_of
+from zero import TINY, strategy_of
 
 from bigdit.errors import UserError
 from bigdit.spec import Strategy
@@ -76,7 +76,7 @@ def curves(tmp_path_factory):
     script, asked, answered = (folder / name for name in ("train.py", "asked.json", "curves.json"))
     script.write_text(_TRAIN)
     strategies = [
-        request_of(engine, 2, precision, optimizer, 0, grad_accum).strategy.model_dump(mode="json")
+        strategy_of(engine, 2, precision, optimizer, 0, grad_accum).model_dump(mode="json")
         for engine, precision, optimizer, grad_accum in WAYS
     ]
     asked.write_text(json.dumps({"model": TINY.model_dump(mode="json"), "strategies": strategies}))

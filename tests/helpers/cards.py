@@ -6,10 +6,13 @@ import json
 import os
 import subprocess
 import textwrap
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 from commands import BIN, bigdit
 
 from bigdit import catalog
@@ -17,19 +20,26 @@ from bigdit.catalog import CatalogModel
 from bigdit.config.strategy import parse_strategy
 from bigdit.emulator import build, emulated_environment, shared_state
 from bigdit.emulator.interpreter import cuda_python
+from bigdit.profile.attempt import Profile
+from bigdit.profile.cards import Cards
 from bigdit.profile.request import StepRequest, request_for
 
 TIME_LIMIT_S = 240
 
+_DEPTHS = ("num_layers", "n_layers", "num_refiner_layers", "n_refiner_layers", "num_single_layers")
+
+
+def of_blocks(model: CatalogModel, blocks: int, name: str = "") -> CatalogModel:
+    """The model with so many blocks in each of its lists."""
+    kwargs = model.spec.kwargs | {argument: blocks for argument in _DEPTHS if argument in model.spec.kwargs}
+    spec = model.spec.model_copy(update={"kwargs": kwargs, "name": name or model.spec.name})
+    lists = tuple((path, blocks) for path, _ in model.block_lists)
+    return model.model_copy(update={"spec": spec, "params": None, "block_lists": lists})
+
+
 A40 = catalog.gpu("a40")
 SANA = catalog.model("sana-1600m")
-SMALL = SANA.model_copy(
-    update={
-        "spec": SANA.spec.model_copy(update={"name": "short-sana", "kwargs": SANA.spec.kwargs | {"num_layers": 3}}),
-        "params": None,
-        "block_lists": (("transformer_blocks", 3),),
-    }
-)
+SMALL = of_blocks(SANA, 3, "short-sana")
 
 _LIBRARIES = build.cache_folder()
 """The user's, whatever a test says later of where its cache is."""
@@ -47,6 +57,20 @@ def request(strategy: str, micro_batch_size: int = 2, model: CatalogModel = SMAL
     """Two steps of a SANA of three blocks, or of another model, on an A40 at 1024 × 1024."""
     asked = parse_strategy(strategy.split(",")).with_micro_batch_size(micro_batch_size)
     return request_for(model, A40, asked, resolution=(1024, 1024))
+
+
+def recorded_as_attempted(requests: Mapping[str, StepRequest], folder: Path) -> dict[str, Profile]:
+    """Recorded runs that take what attempts take, in each phase; every byte has its category there."""
+    with pytest.MonkeyPatch.context() as patch, Cards(A40, 2) as cards, ThreadPoolExecutor(2) as aside:
+        patch.setenv("BIGDIT_CACHE", str(empty_cache(folder)))
+        attempts = dict(zip(requests, aside.map(cards.attempt, requests.values()), strict=True))
+        profiles = dict(zip(requests, aside.map(cards.profile, requests.values()), strict=True))
+    for name, found in profiles.items():
+        bare = {phase: each.peak_bytes for phase, each in attempts[name].phases.items()}
+        assert {each.phase: each.peak_bytes for each in found.ledger.phases} == bare, name
+        assert found.peak_reserved_bytes == attempts[name].peak_reserved_bytes, name
+        assert all(sum(each.at_peak.values()) == each.peak_bytes for each in found.ledger.phases), name
+    return profiles
 
 
 def on_card(gpu: str, script: str, cards: int = 1, **variables: str) -> subprocess.CompletedProcess[str]:

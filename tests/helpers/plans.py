@@ -1,18 +1,17 @@
-"""A plan to show, write and train by: one real rehearsal, and made-up figures for what a search would add."""
+"""A plan to show, write and train by: one recorded run, and made-up figures for what a search would add."""
 
 import functools
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from bigdit.memory.footprint import footprint
-from bigdit.rehearse import rehearse
 from rich.console import Console
 
 from bigdit import catalog
 from bigdit.errors import versions
 from bigdit.memory import Ledger
 from bigdit.memory.process import ByteRange, beside_training
+from bigdit.profile.cards import Cards
 from bigdit.profile.request import request_for
 from bigdit.report.plan import show
 from bigdit.search.finding import verdict
@@ -59,22 +58,21 @@ def _beside(gpu: catalog.Gpu) -> ByteRange:
 
 @functools.cache
 def made_plan() -> Plan:
-    """Sana-1600M on one A40 at 1024 × 1024: rehearsed; the other strategies, speeds and the data set are made up."""
+    """Sana-1600M on one A40 at 1024 × 1024: recorded; the other strategies, speeds and the data set are made up."""
     model, gpu = catalog.model("sana-1600m"), catalog.gpu("a40")
     # Two micro-batches show all that thirty-two do.
-    found = rehearse(request_for(model, gpu, strategy(grad_accum_steps=2))).sizes[0]
-    taken = footprint(found.timeline, gpu.usable_bytes, _beside(gpu))
-    band = Band(share=0.03, source="the step of 9 engines rehearsed and run on this machine's CPU")
-    process = verdict.process(verdict.planned(taken).wanted_bytes, taken.beside, band)
+    with Cards(gpu, 1) as cards:
+        found = cards.profile(request_for(model, gpu, strategy(grad_accum_steps=2)))
+    band = Band(share=0.03, source="9 engines on a GPU like this one")
+    process = verdict.process(found.peak_reserved_bytes, _beside(gpu), band)
     host = host_need(found.host_timeline, found.checkpoint_bytes, Cluster())
     step = StepTime(seconds=interval(28.4, 37.1), parts={"compute": interval(26.0, 32.2), "memory": interval(2.4, 4.9)})
     chosen = Choice(
         title="12 of 20 blocks checkpointed",
         strategy=strategy(),
-        confirmed=True,
         phases={phase.phase: phase.peak_bytes for phase in found.ledger.phases},
         peak_allocated_bytes=found.ledger.peak_allocated_bytes,
-        peak_reserved_bytes=verdict.planned(taken).wanted_bytes,
+        peak_reserved_bytes=found.peak_reserved_bytes,
         process=process,
         verdict="FITS",
         headroom_bytes=gpu.usable_bytes - process.high_bytes,
@@ -101,7 +99,7 @@ def made_plan() -> Plan:
         band=band,
         chosen=chosen,
         ledger=found.ledger,
-        footprint=taken,
+        non_torch=_beside(gpu),
         packed_timeline=found.packed_timeline,
         host=host,
         front=front(chosen),
@@ -116,7 +114,7 @@ def made_plan() -> Plan:
             curve("12 of 20 blocks", chosen, 1.0),
             curve("all 20 blocks", chosen, 0.3),
         ),
-        settings=(setting(chosen, found.ledger, taken.beside, Room(card=gpu.title, usable_bytes=gpu.usable_bytes)),),
+        settings=(setting(chosen, found.ledger, _beside(gpu), Room(card=gpu.title, usable_bytes=gpu.usable_bytes)),),
         smaller=(StepSize(micro_batch_size=4, grad_accum_steps=64, checkpointed_blocks=12),),
         fixes=(),
         dataset=DatasetNeed(
@@ -139,27 +137,29 @@ def made_plan() -> Plan:
         calibration="a roofline of the A40 at 45 to 60 % of its bf16 rate and 70 to 85 % of its bandwidth; no receipts",
         notices=("Gemma-2's text encoder and the VAE are needed for extraction alone",),
         versions=versions(),
+        emulated="2.13.0+cu130 CUDA 13.0",
         catalogue="0123456789abcdef",
         seconds=12.3,
     )
 
 
-def setting(chosen: Choice, ledger: Ledger, beside: ByteRange, room: Room) -> Setting:
+def setting(chosen: Choice, ledger: Ledger, non_torch: ByteRange, room: Room) -> Setting:
     """The chosen strategy's, at its own sizes alone."""
     point = Point(
         micro_batch_size=chosen.strategy.micro_batch_size,
         checkpointed_blocks=int(chosen.strategy.checkpointed_blocks),
-        found="rehearsed",
         phase=ledger.deciding.phase,
         at_peak=ledger.at_peak,
-        at_peak_rehearsed=True,
+        peak_allocated_bytes=chosen.peak_allocated_bytes,
         peak_reserved_bytes=chosen.peak_reserved_bytes,
         process=chosen.process,
         host_bytes=chosen.host_bytes,
         verdict=chosen.verdict,
         samples_per_second_per_card=chosen.samples_per_second_per_card,
     )
-    return Setting(title="one process, AdamW", strategy=chosen.strategy, beside=beside, rooms=(room,), points=(point,))
+    return Setting(
+        title="one process, AdamW", strategy=chosen.strategy, non_torch=non_torch, rooms=(room,), points=(point,)
+    )
 
 
 def curve(label: str, chosen: Choice, share: float) -> Curve:
@@ -198,7 +198,6 @@ def front(chosen: Choice) -> tuple[Choice, ...]:
                 update={
                     "title": title,
                     "strategy": strategy(**changes),
-                    "confirmed": at < 2,
                     "verdict": verdict,
                     "peak_reserved_bytes": int(chosen.peak_reserved_bytes * less),
                     "process": chosen.process.model_copy(
@@ -213,7 +212,7 @@ def front(chosen: Choice) -> tuple[Choice, ...]:
                     "reason": reason,
                 }
             )
-            for at, (title, changes, less, speed, lossless, verdict, reason) in enumerate(rows)
+            for title, changes, less, speed, lossless, verdict, reason in rows
         ]
     )
 
@@ -225,15 +224,13 @@ REJECTED = (
 )
 WATERFALL = (
     Step(change="as is: AdamW, micro-batch 16, online encoders", process_bytes=92 * GIB, verdict="DOES NOT FIT",
-         saved_by="–", predicted=True),
+         saved_by="–"),
     Step(change="features cached", process_bytes=84 * GIB, verdict="DOES NOT FIT",
-         saved_by="Gemma-2 and the VAE leave the card", predicted=True),
+         saved_by="Gemma-2 and the VAE leave the card"),
     Step(change="DeepSpeed's buckets left out", process_bytes=82 * GIB, verdict="DOES NOT FIT",
-         saved_by="one process needs none", predicted=True),
-    Step(change="micro-batch 8", process_bytes=54 * GIB, verdict="DOES NOT FIT", saved_by="fewer activations",
-         predicted=True),
-    Step(change="12 of 20 blocks checkpointed", process_bytes=40 * GIB, verdict="FITS", saved_by="recomputed",
-         predicted=False),
+         saved_by="one process needs none"),
+    Step(change="micro-batch 8", process_bytes=54 * GIB, verdict="DOES NOT FIT", saved_by="fewer activations"),
+    Step(change="12 of 20 blocks checkpointed", process_bytes=40 * GIB, verdict="FITS", saved_by="recomputed"),
 )  # fmt: skip
 
 
@@ -241,9 +238,8 @@ def unfitting_plan() -> Plan:
     """The same on a card of 16 GB: what is nearest does not fit, and what would."""
     plan = made_plan()
     gpu = catalog.gpu("rtx-4080")
-    found = footprint_on(plan, gpu)
-    reserved = verdict.planned(found).wanted_bytes
-    taken = verdict.process(reserved, found.beside, plan.band)
+    reserved = plan.chosen.peak_reserved_bytes
+    taken = verdict.process(reserved, _beside(gpu), plan.band)
     chosen = plan.chosen.model_copy(
         update={
             "verdict": "DOES NOT FIT",
@@ -261,20 +257,13 @@ def unfitting_plan() -> Plan:
             "question": plan.question.model_copy(update={"gpu": gpu}),
             "verdict": "DOES NOT FIT",
             "chosen": chosen,
-            "footprint": found,
+            "non_torch": _beside(gpu),
             "fixes": fixes,
             "front": (chosen,),
             "settings": (),
             "waterfall": plan.waterfall[:-1],
         }
     )
-
-
-def footprint_on(plan: Plan, gpu: catalog.Gpu) -> Any:
-    from bigdit.memory import Timeline
-
-    timeline = Timeline.unpack(plan.packed_timeline)
-    return footprint(timeline, gpu.usable_bytes, _beside(gpu))
 
 
 def sharded_plan(world_size: int = 32) -> Plan:

@@ -1,10 +1,9 @@
-"""Questions for rehearsals of a tiny model under DeepSpeed's ZeRO."""
+"""Strategies of DeepSpeed's ZeRO for a tiny model."""
 
 import json
 
-from bigdit.rehearse import StepRequest
 from commands import ROOT
-from tiny_models import SHAPE, THREE_BLOCKS
+from tiny_models import THREE_BLOCKS
 
 from bigdit.spec import OptimizerSpec, Strategy
 
@@ -24,7 +23,7 @@ ENGINES = {
 }
 
 
-def request_of(engine, processes, precision, optimizer, checkpointed, grad_accum, decayed="all"):
+def strategy_of(engine, processes, precision, optimizer, checkpointed, grad_accum, decayed="all"):
     document = json.loads((ROOT / "ds_configs/zero2_bf16.json").read_text())
     # Buckets smaller than the model, so that it takes several; and parameters that are not all kept whole.
     document["zero_optimization"] |= ENGINES[engine] | {
@@ -42,7 +41,7 @@ def request_of(engine, processes, precision, optimizer, checkpointed, grad_accum
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
     }
-    strategy = Strategy(
+    return Strategy(
         engine="deepspeed",
         world_size=processes,
         micro_batch_size=MICRO_BATCH_SIZE,
@@ -52,7 +51,4 @@ def request_of(engine, processes, precision, optimizer, checkpointed, grad_accum
         checkpointed_blocks=checkpointed,
         gradient_clipping=1.0,
         ds_config=document,
-    )
-    return StepRequest(
-        model=TINY, batch=SHAPE, strategy=strategy, micro_batch_sizes=(MICRO_BATCH_SIZE,), kernels="cpu"
     )

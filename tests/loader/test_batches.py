@@ -16,7 +16,8 @@ from bigdit.dist import World
 from bigdit.errors import UserError
 from bigdit.loader.read import BatchReader, draw
 from bigdit.loader.stages import data_state, plan_order
-from bigdit.profile.data import batch as rehearsed_batch
+from bigdit.profile.data import batch as profiled_batch
+from bigdit.profile.data import feed
 from bigdit.spec import BatchShape, Strategy
 from bigdit.store import FeatureStore, fp8
 from bigdit.store.part import part_path
@@ -253,8 +254,6 @@ def anonymous():
 @pytest.mark.timeout(120)
 def test_the_host_memory_that_is_predicted_is_what_the_loader_takes(tmp_path, monkeypatch):
     """The ledger's bytes of host batches, and this process's own memory while batches of that size are read."""
-    from bigdit.rehearse import data as rehearsed
-
     monkeypatch.setattr("stores.SHAPES", [(4, 64, 64), (4, 32, 128)])
     monkeypatch.setattr("stores.TOKENS", 64)
     monkeypatch.setattr("stores.DIM", 512)
@@ -264,13 +263,13 @@ def test_the_host_memory_that_is_predicted_is_what_the_loader_takes(tmp_path, mo
     micro, ahead = 32, 5
     strategy = Strategy(micro_batch_size=micro, read_ahead_steps=ahead)
     shape = BatchShape(latents=(4, 64, 64), latents_dtype="bf16", text=(64, 512))
-    one = sum(tensor.nbytes for tensor in rehearsed_batch(shape, strategy).tensors())
+    one = sum(tensor.nbytes for tensor in profiled_batch(shape, strategy).tensors())
     live = []
-    feed = rehearsed.feed(lambda: rehearsed_batch(shape, strategy), strategy, pin=False, seen=live.append)
-    next(feed)
+    fed = feed(lambda: profiled_batch(shape, strategy), strategy, pin=False, seen=live.append)
+    next(fed)
     predicted = sum(tensor.nbytes for batch in live for tensor in batch.tensors())
     assert predicted == (ahead + 1) * one
-    del live, feed
+    del live, fed
     read_all(store, 1, micro=micro)  # what is imported and started once
     before, most = anonymous(), 0
     with closing(stream_of(store, micro=micro, read_ahead_steps=ahead).steps(0, 24)) as steps:

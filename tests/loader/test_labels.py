@@ -64,14 +64,14 @@ def test_ahead_of_the_step_the_same_is_read(store):
     ]
 
 
-def test_a_batch_is_as_large_as_the_rehearsed_one(store):
+def test_a_batch_is_as_large_as_the_profiled_one(store):
     """In all its tensors, and the memory behind them."""
     shape = BatchShape(latents=SHAPE, latents_dtype="bf16")
-    rehearsed = batch(shape, Strategy(micro_batch_size=4), {"class_label": Extra((), torch.int64)})
+    profiled = batch(shape, Strategy(micro_batch_size=4), {"class_label": Extra((), torch.int64)})
     found = batches(store, 1)[0]
     kinds = [
         [(tensor.shape, tensor.dtype, tensor.untyped_storage().nbytes()) for tensor in each.tensors()]
-        for each in (found, rehearsed)
+        for each in (found, profiled)
     ]
     assert kinds[0] == kinds[1]
     assert len(kinds[0]) == 2

@@ -1,4 +1,4 @@
-"""Compiled blocks learn as others do, share their graphs, and are rehearsed as they are written."""
+"""Compiled blocks learn as others do, share their graphs, and are planned as they are written."""
 
 import pytest
 import torch
@@ -71,7 +71,7 @@ def test_a_run_says_what_becomes_of_compiled_blocks(features, tmp_path, capfd):
     ) in capfd.readouterr().err
 
 
-def test_a_plan_and_a_rehearsal_say_that_they_are_of_blocks_as_they_are_written():
+def test_a_plan_and_a_profile_say_that_they_are_of_blocks_as_they_are_written():
     (said,) = notices(Strategy(compile_blocks=True), versions())
     assert said == COMPILED
     planned = PlannedMemory(

@@ -1,26 +1,23 @@
-"""The image families: each rehearsal is the real step, event by event, and each model is fed what it is to be fed."""
+"""The image families: each one steps on an emulated GPU, and is fed what it is to be fed."""
 
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 
 import pytest
 import torch
-from bigdit.rehearse import RehearsedSize, StepRequest
-from bigdit.rehearse.drive import drive
-from tiny_models import rehearse_all
+from cards import recorded_as_attempted
 from torch import nn
-from traces import assert_same
 from views import written_views
 
 from bigdit import models
 from bigdit.catalog import FAMILIES
-from bigdit.catalog.families import objective_of
-from bigdit.dist import World
 from bigdit.loader.batch import Batch
 from bigdit.models.checkpointing import apply_checkpointing
 from bigdit.models.packing import diagonal, grid, pack, unpack
 from bigdit.objectives import of_latents
+from bigdit.profile.request import StepRequest
 from bigdit.spec import BatchShape, ModelSpec, Strategy
 
 SHAPE = BatchShape(latents=(4, 8, 8), text=(6, 12))
@@ -89,43 +86,12 @@ def shape_of(class_name: str) -> BatchShape:
     return SHAPE.model_copy(update={"text": (6, 16)}) if class_name == "HunyuanDiT2DModel" else SHAPE
 
 
-def strategy(checkpointed: int | str) -> Strategy:
-    precision = "bf16" if checkpointed == 0 else "fp32"
-    return Strategy(micro_batch_size=MICRO_BATCH_SIZE, precision=precision, checkpointed_blocks=checkpointed)
-
-
-CONFIGS = [(class_name, checkpointed) for class_name in TINY for checkpointed in (0, "all")]
-
-
-@pytest.fixture(scope="module")
-def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[object, ...], RehearsedSize]:
-    folder = tmp_path_factory.mktemp("rehearsals")
-    requests = [
-        StepRequest(
-            model=spec_of(class_name),
-            batch=shape_of(class_name),
-            strategy=strategy(checkpointed),
-            micro_batch_sizes=(MICRO_BATCH_SIZE,),
-            kernels="cpu",
-        )
-        for class_name, checkpointed in CONFIGS
-    ]
-    return dict(zip(CONFIGS, rehearse_all(folder, requests), strict=True))
-
-
 @pytest.mark.slow
-@pytest.mark.xdist_group("rehearsed image families")  # one worker makes all the rehearsals, once
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: "-".join(map(str, config)))
-def test_the_rehearsal_is_the_real_step_to_the_byte(
-    config: tuple[str, int | str], rehearsed: dict[tuple[object, ...], RehearsedSize]
-) -> None:
-    """Every allocation and free, in order, with its category and label."""
-    class_name, checkpointed = config
-    spec = spec_of(class_name)
-    objective = objective_of(spec, None)
-    real, params = drive(spec, shape_of(class_name), strategy(checkpointed), objective, torch.device("cpu"), World())
-    assert rehearsed[config].params == params
-    assert_same(rehearsed[config].timeline, real)
+def test_the_recorded_step_of_each_takes_what_a_bare_one_takes(tmp_path: Path) -> None:
+    """One block recomputed, and the others not."""
+    strategy = Strategy(micro_batch_size=MICRO_BATCH_SIZE, checkpointed_blocks=1)
+    requests = {name: StepRequest(model=spec_of(name), batch=shape_of(name), strategy=strategy) for name in TINY}
+    recorded_as_attempted(requests, tmp_path / "cache")
 
 
 class Fed:

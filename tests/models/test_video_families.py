@@ -1,36 +1,24 @@
-"""Families of video and of large image models: each one's real step, and its rehearsal, on a tiny sibling."""
+"""Families of video and of large image models: each one steps on an emulated GPU, as a tiny sibling."""
 
 from __future__ import annotations
 
-import gc
 import json
-import subprocess
-import sys
-from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
-from bigdit.rehearse import RehearsedSize, StepRequest
-from bigdit.rehearse.drive import STEPS, drive
-from commands import ROOT
-from tiny_models import rehearse_all
+from cards import recorded_as_attempted
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
-from traces import assert_same
 from views import written_views
 
-from bigdit import engines, models
+from bigdit import models
 from bigdit.catalog import batch_shape, latent_shape, model
 from bigdit.catalog.models import models as catalogue
-from bigdit.dist import World
 from bigdit.errors import UserError
 from bigdit.loader.batch import Batch
-from bigdit.memory import ledger
-from bigdit.objective_spec import FlowMatchingSpec
 from bigdit.profile.data import batch
-from bigdit.spec import BatchShape, ModelSpec, Precision, Strategy
-from bigdit.train.step import train_step
+from bigdit.profile.request import StepRequest
+from bigdit.spec import BatchShape, ModelSpec, Strategy
 
 CPU = torch.device("cpu")
 MICRO_BATCH_SIZE = 2
@@ -39,7 +27,6 @@ MICRO_BATCH_SIZE = 2
 # HiDream sends each token to both of its experts, so that the shares of its real router are equal, too; its wide
 # latents are padded to the largest square.
 TINY = json.loads((Path(__file__).parent / "tiny_video.json").read_text())
-CASES: list[tuple[str, int | str]] = [*((name, "all") for name in TINY), ("wan-i2v", 0), ("hidream", 0)]
 
 
 def _spec(name: str) -> ModelSpec:
@@ -50,55 +37,15 @@ def _shape(name: str) -> BatchShape:
     return BatchShape(latents=TINY[name]["latents"], text=TINY[name]["text"])
 
 
-def _strategy(checkpointed: int | str, precision: Precision = "bf16") -> Strategy:
-    return Strategy(micro_batch_size=MICRO_BATCH_SIZE, checkpointed_blocks=checkpointed, precision=precision)
-
-
-@pytest.fixture(scope="module")
-def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int | str, str], RehearsedSize]:
-    folder = tmp_path_factory.mktemp("rehearsals")
-    keys = [(*case, "cpu") for case in CASES] + [(name, "all", "cuda") for name in TINY]
-    requests = [
-        StepRequest(
-            model=_spec(name),
-            batch=_shape(name),
-            strategy=_strategy(checkpointed),
-            micro_batch_sizes=(MICRO_BATCH_SIZE,),
-            kernels=kernels,
-        )
-        for name, checkpointed, kernels in keys
-    ]
-    return dict(zip(keys, rehearse_all(folder, requests), strict=True))
+def _strategy(checkpointed: int | str) -> Strategy:
+    return Strategy(micro_batch_size=MICRO_BATCH_SIZE, checkpointed_blocks=checkpointed)
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("families_video")  # one worker makes all the rehearsals, once
-@pytest.mark.parametrize(("name", "checkpointed"), CASES)
-def test_the_rehearsal_is_the_real_step_event_by_event(
-    name: str, checkpointed: int | str, rehearsed: dict[tuple[str, int | str, str], RehearsedSize]
-) -> None:
-    real, params = drive(_spec(name), _shape(name), _strategy(checkpointed), FlowMatchingSpec(), CPU, World())
-    answer = rehearsed[name, checkpointed, "cpu"]
-    assert answer.params == params
-    assert answer.ledger == ledger(real, 1)
-    assert_same(answer.timeline, real)
-
-
-@pytest.mark.slow
-@pytest.mark.xdist_group("families_video")
-@pytest.mark.parametrize("name", TINY)
-def test_the_step_can_be_rehearsed_for_cuda(
-    name: str, rehearsed: dict[tuple[str, int | str, str], RehearsedSize]
-) -> None:
-    """Parameters and their optimizer state are what they are on a CPU; activations are other kernels'."""
-    cuda, cpu = rehearsed[name, "all", "cuda"], rehearsed[name, "all", "cpu"]
-    assert cuda.params == cpu.params
-    for category in ("parameter", "master weight", "optimizer state"):
-        there, here = (
-            sum(block.nbytes for block in answer.timeline.blocks if block.category == category)
-            for answer in (cuda, cpu)
-        )
-        assert there == here > 0, category
+def test_the_recorded_step_of_each_takes_what_a_bare_one_takes(tmp_path: Path) -> None:
+    """One block recomputed, and the others not."""
+    requests = {name: StepRequest(model=_spec(name), batch=_shape(name), strategy=_strategy(1)) for name in TINY}
+    recorded_as_attempted(requests, tmp_path / "cache")
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -136,57 +83,6 @@ def test_blocks_are_those_of_the_catalogue_in_the_order_of_the_forward_pass(name
     entries = [entry for entry in catalogue() if entry.spec.class_name == family.CLASS_NAME]
     assert entries
     assert all([path for path, _ in entry.block_lists] == lists for entry in entries)
-
-
-@pytest.mark.parametrize("name", ["hidream-wide", "hunyuan-image"])
-def test_masked_indexing_is_recorded_as_autograd_runs_it(name: str) -> None:
-    """Gradients of indices are written in place; under a dispatch mode torch itself would not."""
-    strategy = _strategy(0, "fp32")  # where CPUs have no bf16, HunyuanImage's 2048 channels take a minute to multiply
-    recorded, _ = drive(_spec(name), _shape(name), strategy, FlowMatchingSpec(), CPU, World())
-    earlier = ("parameter", "input")
-    # The allocator is not asked for empty tensors, such as the padding of text that has none.
-    blocks = Counter(block.nbytes for block in recorded.blocks if block.category not in earlier and block.nbytes)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # kernels that split a reduction take scratch memory a thread
-    gc.collect()
-    try:
-        family, tiny = _model(name, 0, torch.float32)
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-            engine = engines.create(strategy, tiny, family, device=CPU, world=World())
-            for _ in range(STEPS):
-                micro_batch = batch(_shape(name), strategy, family.extras(tiny))
-                train_step(engine, family, FlowMatchingSpec(), [micro_batch], lr=1e-4)
-    finally:
-        torch.set_num_threads(threads)
-    events = profiled.profiler.kineto_results.events()
-    allocated = Counter(event.nbytes() for event in events if event.name() == "[memory]" and event.nbytes() > 0)
-    assert blocks - allocated == Counter()
-
-
-def test_a_router_shares_its_tokens_equally() -> None:
-    """Of 13 tokens with 2 of 4 experts each, 26 in all: 7, 7, 6 and 6; rows of a mask that is full, or empty."""
-    done = subprocess.run([sys.executable, "-c", _SHARES], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == {"shares": [7, 7, 6, 6], "gradient": [26, 3], "words": [5, 0, 4]}
-
-
-_SHARES = """
-import json, os, torch
-from bigdit.rehearse.device import fake_device
-with fake_device("cuda", (8, 0)) as device:
-    tokens = torch.empty(26, 3, device=device, requires_grad=True)
-    chosen = torch.topk(torch.empty(13, 4, device=device), k=2).indices.view(-1)
-    rows = [tokens[chosen == expert] for expert in range(4)]
-    sum(row.sum() for row in rows).backward()
-    mask = torch.ones(5, device=device).bool()
-    text = torch.empty(5, 2, device=device)
-    table = torch.empty(9, 2, device=device)[torch.arange(4, device=device)]
-    shares = [len(row) for row in rows]
-    words = [len(text[mask]), len(text[~mask]), len(table)]
-    answer = {"shares": shares, "gradient": list(tokens.grad.shape), "words": words}
-print(json.dumps(answer), flush=True)
-os._exit(0)
-"""
 
 
 @pytest.mark.parametrize(

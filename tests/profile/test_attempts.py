@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-from cards import A40, SMALL, empty_cache, request
+from cards import A40, SMALL, empty_cache, of_blocks, request
 
 from bigdit import catalog
-from bigdit.catalog import CatalogModel
 from bigdit.errors import UserError
 from bigdit.memory import host_memory
 from bigdit.profile.attempt import Attempt
@@ -42,17 +41,6 @@ STRATEGIES = (
     "fsdp2-offload,world_size=8",
     "fsdp2-offload,world_size=8,optimizer.implementation=foreach",
 )
-
-
-def of_blocks(model: CatalogModel, blocks: int, name: str = "") -> CatalogModel:
-    """The model with so many blocks in each of its lists."""
-    kwargs = model.spec.kwargs | {argument: blocks for argument in model.spec.kwargs if argument in DEPTHS}
-    spec = model.spec.model_copy(update={"kwargs": kwargs, "name": name or model.spec.name})
-    lists = tuple((path, blocks) for path, _ in model.block_lists)
-    return model.model_copy(update={"spec": spec, "params": None, "block_lists": lists})
-
-
-DEPTHS = ("num_layers", "n_layers", "num_refiner_layers", "n_refiner_layers", "num_single_layers")
 
 
 @pytest.fixture(scope="module")

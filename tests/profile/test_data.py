@@ -1,24 +1,21 @@
-"""What the loader holds: read ahead, pinned, and the same in profiled steps as in a real stream."""
+"""What profiled steps hold on the host: what a real stream holds, pinned; and weights that nobody writes."""
 
 from __future__ import annotations
 
 import gc
 import itertools
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
 import pytest
-from commands import DIGITS
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import SANA
+from torch import nn
 
-from bigdit.config import check, load_run
-from bigdit.config.check import strategy_of
 from bigdit.dist import World
-from bigdit.loader.ahead import read_ahead
 from bigdit.loader.batch import Batch
 from bigdit.loader.order import Order
 from bigdit.loader.stream import FeatureStream
@@ -26,32 +23,9 @@ from bigdit.memory import Block, HostMemory, Span, Timeline, host_memory, pinned
 from bigdit.profile.cards import Cards
 from bigdit.profile.data import batch, feed
 from bigdit.profile.request import StepRequest
+from bigdit.profile.unwritten import unwritten_weights
 from bigdit.spec import BatchShape, Strategy
 from bigdit.store import FeatureStore
-
-
-@pytest.mark.parametrize("ahead", [0, 1, 3, 9])
-def test_steps_come_in_order_and_so_many_ahead_are_asked_for(ahead: int) -> None:
-    asked: list[int] = []
-
-    def read(step: int) -> int:
-        asked.append(step)
-        return step * step
-
-    with ThreadPoolExecutor(1) as reader:
-        found = []
-        for square in read_ahead(read, range(2, 8), ahead, reader):
-            reader.submit(int).result()  # the thread has done what it was asked for
-            found.append((square, len(asked)))
-    assert found == [(step * step, min(step - 1 + ahead, 6)) for step in range(2, 8)]
-
-
-def test_an_error_of_the_reader_is_the_caller_s() -> None:
-    def read(step: int) -> int:
-        raise OSError(f"step {step}")
-
-    with ThreadPoolExecutor(1) as reader, pytest.raises(OSError, match="step 0"):
-        next(read_ahead(read, itertools.count(), 2, reader))
 
 
 def _held() -> int:
@@ -156,9 +130,13 @@ def test_a_freed_pinned_block_stays_and_serves_its_own_size_again() -> None:
     assert pinned_bytes(0) == 0
 
 
-def test_the_run_s_config_says_how_far_to_read_ahead() -> None:
-    run = load_run(DIGITS, ["data.read_ahead_steps=5", "engine.name=single", "engine.ds_config=null"])
-    assert strategy_of(run, 1).read_ahead_steps == 5
-    with pytest.raises(Exception, match=r"data\.read_ahead_steps"):
-        load_run(DIGITS, ["data.read_ahead_steps=-1"])
-    check(run, SANA.model_copy(update={"kwargs": {}}))
+def test_large_weights_have_no_pages_and_small_ones_are_drawn() -> None:
+    """What lay in the memory of small ones before may be infinite, and no step would be taken."""
+    before = nn.init.kaiming_uniform_, nn.Module._apply
+    with unwritten_weights():
+        layer = nn.Linear(1 << 16, 1 << 16).to(torch.bfloat16)  # 8 GiB that nobody writes
+        small = nn.Linear(16, 16)
+    assert layer.weight.shape == (1 << 16, 1 << 16)
+    assert layer.weight.dtype == layer.bias.dtype == torch.bfloat16
+    assert 0.1 < float(small.weight.detach().std()) < float(small.weight.detach().abs().max()) <= 0.25
+    assert (nn.init.kaiming_uniform_, nn.Module._apply) == before

@@ -1,12 +1,13 @@
-"""The work of a step, as real rehearsals recorded it: what is repeated, reduced and moved."""
+"""The work of a step, as an emulated GPU counts it: what is repeated, reduced and moved."""
 
 import pytest
-from bigdit.rehearse import StepRequest
-from tiny_models import SANA, SHAPE, rehearse_all
+from tiny_models import SANA, SHAPE
 
 from bigdit import catalog
 from bigdit.config.strategy import parse_strategy
 from bigdit.memory import Timeline
+from bigdit.profile.cards import Cards
+from bigdit.profile.request import StepRequest
 from bigdit.spec import Strategy
 from bigdit.speed.cluster import Cluster
 from bigdit.speed.interval import Interval
@@ -35,18 +36,15 @@ STRATEGIES = {
 
 
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory):
+def recorded(own_cache):
     """Strategy and work of each name in STRATEGIES, of a tiny Sana."""
-    strategies = {name: parse_strategy([text]) for name, text in STRATEGIES.items()}
-    requests = [
-        StepRequest(model=SANA, batch=SHAPE, strategy=each, micro_batch_sizes=(each.micro_batch_size,))
-        for each in strategies.values()
-    ]
-    sizes = rehearse_all(tmp_path_factory.mktemp("speed"), requests)
-    return {
-        name: (strategy, work_of(size.timeline, strategy))
-        for (name, strategy), size in zip(strategies.items(), sizes, strict=True)
-    }
+    found = {}
+    with Cards(A100, 1) as cards:
+        for name, text in STRATEGIES.items():
+            strategy = parse_strategy([text])
+            request = StepRequest(model=SANA, batch=SHAPE, strategy=strategy)
+            found[name] = strategy, work_of(cards.attempt(request, counted=True).work, strategy)
+    return found
 
 
 def flops(load: Load) -> float:

@@ -31,7 +31,7 @@ class Bar:
 
 
 def waterfall(planner: Planner, chosen: Confirmed) -> tuple[tuple[Step, ...], tuple[str, ...]]:
-    """The bars from the naive setting to `chosen`, without those that could not be run; and a line for each of these."""
+    """The bars from the naive setting to `chosen`, without those that could not be run, and a line for each such."""
     question, steps = planner.question, changes(planner.question, chosen.candidate)
     attempts = planner.cards.attempts([(planner.request(each.strategy), UNLIMITED) for each in steps[:-1]])
     shown: list[Step] = []
