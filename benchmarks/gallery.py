@@ -1,9 +1,9 @@
-"""The largest micro-batches of models on cards, found by running out of memory: `python benchmarks/gallery.py`.
+"""The largest micro-batches of models on emulated GPUs: `python benchmarks/gallery.py`.
 
-Each cell is a strategy whose micro-batch is raised on an emulated card until two steps do not fit any more, and which
-is then run at 1, at half of the largest and at the largest for a curve; attempts are kept, so that the command goes on
-where it was. Writes gallery.json, the tables of gallery.md and a picture a model in gallery/. With --keep the largest
-ones are those of gallery.json, and curves that it has are not run again.
+Each cell is a strategy whose micro-batch grows until two steps do not fit any more. It then runs at 1, at half of the
+largest and at the largest, for a curve. Attempts are cached, so that the command continues where it was. It writes
+gallery.json, the tables of gallery.md and a picture a model in gallery/. With --keep it runs only what gallery.json
+lacks.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from bigdit.rehearse import StepRequest
 from curves import Point, draw
+from emulated import non_torch
 from pydantic import NonNegativeInt
 
 from bigdit import catalog
 from bigdit.config.strategy import parse_strategy
 from bigdit.errors import UserError, guard
 from bigdit.files import write_json, write_text
-from bigdit.memory.process import beside_torch
+from bigdit.profile.attempt import Attempt
 from bigdit.profile.cards import Cards, Row
-from bigdit.profile.request import request_for
+from bigdit.profile.request import StepRequest, request_for
 from bigdit.spec import Strict
 
 HERE = Path(__file__).parent
@@ -46,17 +46,16 @@ AGAIN = (
     ("full", "sana-600m-1024", "a40", 8),
     ("LoRA", "flux.1-dev", "a40", 8),
 )
-"""A cell of each kind, whose command is on the page."""
+"""A cell of each kind. The page shows their commands."""
 
-CURVES = """The process, as nvidia-smi shows it at most, from one sample to the largest micro-batch of each card, where
-a curve ends below that card's line: the cells above, run at 1, at half of the largest and at the largest. Curves of
-single cards lie on one another where the cards choose the same kernels, those that end first on top; those of 8 × a40
-are of one of the eight, by FSDP2."""
+CURVES = """The most that nvidia-smi shows of the process, from one sample to the largest micro-batch of each GPU. The
+cells above ran at 1, at half of the largest and at the largest. Curves of single GPUs lie on one another where these
+choose the same kernels. Curves of 8 × a40 are of one of the eight, with FSDP2."""
 
 
 class Cell(Strict):
-    """The `largest` micro-batch that fits where one more does not; 0: none; None: why it is not known. `points`: what
-    it takes from 1 to the largest."""
+    """The `largest` micro-batch that fits, where one more does not. 0: none fits; None: not known, and `why`. `points`:
+    what it takes from 1 to the largest."""
 
     model: str
     gpu: str
@@ -69,12 +68,12 @@ class Cell(Strict):
 
     @classmethod
     def of(cls, model: str, gpu: str, gpus: int, way: str) -> Cell:
-        """One that nothing is known of."""
+        """Without an answer."""
         return cls(model=model, gpu=gpu, gpus=gpus, way=way, strategy=strategy(way, gpus), largest=None, why=None)
 
     @property
     def asked(self) -> tuple[str, str, int, str]:
-        """What it is of."""
+        """What identifies it."""
         return self.model, self.gpu, self.gpus, self.way
 
     @property
@@ -83,12 +82,12 @@ class Cell(Strict):
 
     @property
     def whole(self) -> bool:
-        """Whether its curve is there, or there is none to be had."""
+        """Whether its curve is there, or there is none."""
         return self.searched and bool(self.points or not self.largest)
 
 
 def named(gpu: str, gpus: int) -> str:
-    """As columns and curves have it."""
+    """The GPUs' name in columns and curves."""
     return gpu if gpus == 1 else f"{gpus} × {gpu}"
 
 
@@ -98,7 +97,7 @@ def strategy(way: str, gpus: int) -> str:
 
 
 def cells(kept: Sequence[Cell]) -> Iterator[Cell]:
-    """All of them, by cards: those of one kind share a process. Of `kept` are largest sizes and curves that it has."""
+    """All cells, by GPU: those of one kind share a process. What `kept` has does not run again."""
     known = {cell.asked: cell for cell in kept}
     for name, gpus in CARDS:
         asked = [Cell.of(model, name, gpus, way) for model in MODELS for way in WAYS]
@@ -107,8 +106,8 @@ def cells(kept: Sequence[Cell]) -> Iterator[Cell]:
 
 
 def ran(asked: Sequence[Cell], card: catalog.Gpu, gpus: int) -> Iterator[Cell]:
-    """What is not known of the cells of a card, found there; the next cell is tried from the last one's size on."""
-    beside_bytes = beside_torch(card.compute_capability, gpus, multiprocessors=card.multiprocessors).high_bytes
+    """The cells of a GPU, with all that was not known. The search for the next cell begins at the last one's size."""
+    beside_bytes = non_torch(parse_strategy([strategy("full", gpus)]), card).high_bytes
     guess = dict.fromkeys(MODELS, 1)
     with Cards(card) as cards:
         for cell in asked:
@@ -118,26 +117,25 @@ def ran(asked: Sequence[Cell], card: catalog.Gpu, gpus: int) -> Iterator[Cell]:
 
 
 def searched(cards: Cards, cell: Cell, guess: int, beside_bytes: int) -> Cell:
-    """The cell with its largest size, tried from the guess on."""
+    """The cell with its largest size. The search begins at the guess."""
     card = catalog.resolve_gpu(cell.gpu)
     cards.unanswered.clear()
-    rows = [Row(sized(cell.model, card, cell.strategy), guess)]
-    (found,) = cards.largest(rows, card.usable_bytes - beside_bytes)
-    largest = None if found is None else int(found)
+    found = cards.largest(Row(sized(cell.model, card, cell.strategy), guess), card.usable_bytes - beside_bytes)
+    largest = None if found is None else int(found[0])
     return cell.model_copy(update={"largest": largest, "why": next(iter(cards.unanswered), None)})
 
 
 def curved(cards: Cards, cell: Cell, beside_bytes: int) -> Cell:
-    """The cell, of which a size fits, with what it takes at 1, at half of the largest and at the largest."""
+    """The cell with what it takes at 1, at half of the largest and at the largest."""
     assert cell.largest is not None
     card = catalog.resolve_gpu(cell.gpu)
     request, capacity = sized(cell.model, card, cell.strategy), card.usable_bytes - beside_bytes
     sizes = sorted({1, (1 + cell.largest) // 2, cell.largest})
-    attempts = cards.run([(request(size), capacity) for size in sizes])
+    attempts = cards.attempts([(request(size), capacity) for size in sizes])
     points = [
         Point(micro_batch=size, process_bytes=attempt.peak_reserved_bytes + beside_bytes)
         for size, attempt in zip(sizes, attempts, strict=True)
-        if attempt is not None and attempt.fits
+        if isinstance(attempt, Attempt) and attempt.fits
     ]
     if len(points) < len(sizes):
         what = f"{cell.model}, {cell.way}, {cell.gpus} × {cell.gpu}"
@@ -156,7 +154,7 @@ def page(found: list[Cell]) -> str:
     lines = [
         "## Any cell again",
         "",
-        "By its size, which fits, and one more, which does not; a command of each kind:",
+        "The largest size fits, and one more does not. A command of each kind:",
         "",
     ]
     lines += [
@@ -164,7 +162,7 @@ def page(found: list[Cell]) -> str:
     ]
     lines += [
         "",
-        "Of 8 × a40 the first of eight processes runs, on its card.",
+        "Of 8 × a40 the first of eight processes runs, on its own emulated GPU.",
         "",
     ]
     for way in WAYS:
@@ -183,7 +181,7 @@ def page(found: list[Cell]) -> str:
 
 
 def again(cell: Cell) -> str:
-    """The command that asks the cell again, as a line of the page."""
+    """The command that runs the cell again, as a line of the page."""
     assert cell.largest
     words = ("bench memory --model", cell.model, "--gpu", cell.gpu, "--strategy", cell.strategy)
     return f"    bigdit {' '.join(words)} --micro-batch {cell.largest},{cell.largest + 1}"
@@ -214,7 +212,7 @@ def main() -> None:
     if MARK not in text:
         raise UserError(f"{PAGE} has no line {MARK}, below which the tables go")
     before = [Cell.model_validate(each) for each in json.loads(FOUND.read_text())]
-    found = {cell.asked: cell for cell in before}  # until a cell is found anew
+    found = {cell.asked: cell for cell in before}  # until a cell has run again
     for cell in cells(before if keep else []):
         found[cell.asked] = cell
         print(f"{cell.model}, {cell.gpus} × {cell.gpu}, {cell.way}: {cell.largest}", flush=True)

@@ -2,21 +2,23 @@
 
 python benchmarks/gpu_matrix.py predict
 python benchmarks/gpu_matrix.py measure OUT [--held-out] [--seconds 540]
-python benchmarks/gpu_matrix.py report OUT [OUT ...]
-python benchmarks/gpu_matrix.py events OUT PART
+python benchmarks/gpu_matrix.py report [OUT ...]
+python benchmarks/gpu_matrix.py replay
 python benchmarks/gpu_matrix.py shares [--held-out]
 
-`predict` asks the rehearsal and the emulated card about every point, and writes on_gpu/predicted.json: that comes
-first, is committed before anything is measured, and refused after that. `measure` runs on a machine with the GPU, most
-important points first, each in a fresh process; it goes on where it was, needs no network, and ends within its seconds.
+`predict` runs every point on the emulated GPU, and writes on_gpu/predicted.json. That comes first, is committed before
+anything is measured, and is refused after that. `measure` runs on a machine with the GPU, most important points first,
+each in a fresh process. It continues where it was, needs no network, and ends within its seconds.
 Beside numpy, Pillow and what torch itself wants it needs 64 MB of wheels: bitsandbytes (43 MB; 4 MB with the library of
 one CUDA), diffusers (6 MB), torchao (3 MB), pydantic with pydantic-core (3 MB), DeepSpeed (2 MB), rich with Pygments
 and markdown-it-py (2 MB), below 1 MB each huggingface_hub, PyYAML, regex, safetensors, msgpack, accelerate,
 charset-normalizer, psutil, urllib3, anyio, certifi, packaging, httpx2, httpcore2, tqdm, requests, idna, einops, hjson,
 h11, py-cpuinfo, truststore, typing-inspection, annotated-types. Points of LoRA and those with features online need
-transformers with tokenizers, peft and xxhash too (18 MB): with bitsandbytes' one library 25 and 43 MB. `report` lays
-both side by side in gpu_matrix.md, and writes what was measured into on_gpu/measured.json; `events` shows where one
-point's allocations differ; `shares` what operators reached of the card, and launches measured beside counted ones.
+transformers with tokenizers, peft and xxhash too (18 MB): with bitsandbytes' one library 25 and 43 MB. `report`
+writes both side by side into gpu_matrix.md, and what was measured into on_gpu/measured.json. `replay` runs the measured
+points on the emulated GPU of today (BIGDIT_CUDA_PYTHON=.venv-oldest/bin/python has the torch of the measurements), and
+writes on_gpu/replayed.json and the page. `shares` prints what operators reached of the GPU, and how many launches were
+measured and counted.
 
 Points marked as held out are measured last, and no rule and no constant is ever made from them.
 """
@@ -29,9 +31,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from on_gpu.page import MEASURED, events, measured, report
+from on_gpu.page import MEASURED, measured, report
 from on_gpu.points import POINTS, Point
-from on_gpu.predicted import PREDICTED, predict
+from on_gpu.predicted import PREDICTED, REPLAYED, predict
 from on_gpu.processes import Ahead
 from on_gpu.shares import shares
 
@@ -39,7 +41,7 @@ from bigdit.errors import UserError, guard
 from bigdit.files import write_text
 
 STEPS = 5
-"""Timed beside the two that are traced, and the one that is profiled."""
+"""Timed steps, beside two that are traced and one that is profiled."""
 
 MOST_SECONDS = 150.0
 """For one point; DeepSpeed compiles an operator in its first one."""
@@ -54,30 +56,30 @@ def main(arguments: list[str]) -> int:
     measuring.add_argument("--held-out", action="store_true")
     measuring.add_argument("--seconds", type=float, default=540.0)
     reporting = what.add_parser("report")
-    reporting.add_argument("outs", type=Path, nargs="+")
-    looking = what.add_parser("events")
-    looking.add_argument("out", type=Path)
-    looking.add_argument("part", help="of the points' names")
+    reporting.add_argument("outs", type=Path, nargs="*")
+    what.add_parser("replay")
     reading = what.add_parser("shares")
     reading.add_argument("--held-out", action="store_true")
     options = parser.parse_args(arguments)
     match options.what:
         case "predict":
             _check_first(POINTS)
-            predict(POINTS)
+            predict(POINTS, PREDICTED)
         case "measure":
             measure(options.out, [each for each in POINTS if each.held_out == options.held_out], options.seconds)
         case "report":
             report(options.outs)
-        case "events":
-            events(options.out, options.part)
+        case "replay":
+            known = {each.name for each in measured()}
+            predict([point for point in POINTS if point.name in known], REPLAYED)
+            report([])
         case "shares":
             shares(held_out=options.held_out)
     return 0
 
 
 def _check_first(points: Sequence[Point]) -> None:
-    """Raise UserError where points are measured: what is said of them now would pass for what was said before."""
+    """Raise UserError where points are measured: a prediction of them would come too late."""
     known = {each.name for each in measured()}
     if count := sum(point.name in known for point in points):
         raise UserError(

@@ -1,10 +1,10 @@
-"""Published training memory against the rehearsal of it: writes benchmarks/published.md.
+"""Published training memory beside an emulated GPU: writes benchmarks/published.md.
 
 python benchmarks/published.py [ID ...]
 
-Each row of published.json is a measurement that somebody published, with its source and how far it can be trusted
-(A: instrumented, B: reported with its settings, C: settings inferred, D: contradicted), and either the strategy that
-comes nearest to what was run, or why none does. It is a report: nothing in bigdit is fitted to it.
+Each row of published.json is a published measurement, with its source and a grade of trust (A: instrumented, B:
+reported with its settings, C: settings inferred, D: contradicted). It has the strategy that comes nearest to what was
+run, or says why none does. It is a report: nothing in bigdit is fitted to it.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from bigdit.memory.footprint import footprint
-from bigdit.rehearse import StepRequest, WorkerError, rehearse
+from emulated import non_torch
 
 from bigdit import catalog
 from bigdit.catalog.encoders import online_encoders
 from bigdit.config.strategy import parse_strategy
 from bigdit.errors import UserError
-from bigdit.memory.process import beside_training
+from bigdit.profile.cards import Cards
+from bigdit.profile.lanes import WorkerError
+from bigdit.profile.request import StepRequest
 from bigdit.units import GIB, MIB
 
 HERE = Path(__file__).parent
-# Where the source names no card: one that has room, so that nothing has to be cleaned up.
+# Where the source names no GPU: one that has room, so that the allocator has to free nothing.
 CARDS = {
     "A100": "a100-80g-sxm",
     "H100": "h100-sxm",
@@ -39,19 +40,19 @@ CARDS = {
 # What was found of rows that are far off; settings were read in the sources' own repositories.
 MISSES = """## What makes the large misses
 
-- cogfactory-63 and 65, ZeRO-2 with offload: DeepSpeed now flattens weights on a card that has room for them twice
-  (deepspeedai/DeepSpeed#7828 of February 2026), and what that leaves in pieces stays reserved. As DeepSpeed did it when
-  these were measured, on the host, the rehearsal reserves 18.43 and 40.81 GiB: 8 % and 6 % below what was published.
-- zai-org/CogVideo: its trainer encodes videos and captions before the first step (T5-XXL in bf16 alone is 8.9 GiB,
-  beside the VAE's activations), samples with the whole pipeline to validate, and has buckets of 5e8 elements. Which of
-  these decided `max_memory_reserved` is not said. A step is well below it where all is sharded or on the host. Its
-  rows of 5B and of 1.5 are of text and of a first picture alike; rehearsed is text to video.
+- cogfactory-63 and 65, ZeRO-2 with offload: DeepSpeed now flattens weights on a GPU that has room for them twice
+  (deepspeedai/DeepSpeed#7828 of February 2026), and the pieces that this leaves stay reserved. When these were
+  measured, DeepSpeed flattened on the host: so a step reserves 18.43 and 40.81 GiB, 8 % and 6 % below what was
+published. - zai-org/CogVideo: its trainer encodes videos and captions before the first step (T5-XXL in bf16 alone is
+  8.9 GiB, beside the VAE's activations), validates with the whole pipeline, and has buckets of 5e8 elements. Nobody
+  says which of these decided `max_memory_reserved`. A step is well below it where all is sharded or offloaded. Its rows
+  of 5B and of 1.5 train on text and on a first frame alike; here it is text to video.
 - ft-ltx-lora-cached: 10.010 of its 10.916 GiB were reserved before the first step, by the encoders.
 - The other rows of cogvideox-factory, finetrainers, SimpleTuner and fast-DiT are 11 to 28 % below, and were not taken
   apart one by one. Their trainers keep adapters in fp32 and compute under autocast, whose casts live beside them, or
   run in DDP, with buckets of all gradients; bigdit's step does neither.
-- sana-270 ran out of 96 GB in the VAE's encoder at 4096 pixels; one picture of it is rehearsed at 72.23 GiB, without
-  cuDNN's workspaces. Its author's batch is not said."""
+- sana-270 ran out of 96 GB in the VAE's encoder at 4096 pixels. One image takes less on an emulated GPU, which has not
+  all of cuDNN's workspaces. Its author does not say the batch."""
 UNITS = {"GiB": GIB, "GB": GIB, "GB (rounded)": GIB, "MB (MiB vs MB not stated)": MIB}
 
 
@@ -76,31 +77,26 @@ def _predict(row: dict[str, Any]) -> dict[str, int] | str:
         model = catalog.model(row["model"])
         gpu = catalog.gpu(next((name for key, name in CARDS.items() if key in (row["gpu"] or "")), "h100-sxm"))
         strategy = parse_strategy([row["strategy"]])
-        size = row.get("resolution"), row.get("height"), row.get("width"), row.get("frames")
-        shape = _shape(model, *size)
+        shape = _shape(model, row.get("resolution"), row.get("height"), row.get("width"), row.get("frames"))
         encoders = online_encoders(model, shape) if strategy.features == "online" else None
-        request = StepRequest(
-            model=model.spec,
-            batch=shape,
-            strategy=strategy,
-            micro_batch_sizes=(strategy.micro_batch_size,),
-            encoders=encoders,
-            compute_capability=gpu.compute_capability,
-        )
-        size = rehearse(request, timeout_s=900).sizes[0]
+        request = StepRequest(model=model.spec, batch=shape, strategy=strategy, encoders=encoders)
+        beside = non_torch(strategy, gpu)
+        with Cards(gpu, 1, timeout_s=900, expandable_segments=False) as cards:
+            wanted = cards.attempt(request)
+            within = cards.attempt(request, gpu.usable_bytes - beside.high_bytes)
     except (UserError, WorkerError) as error:
         return str(error).splitlines()[-1]
-    taken = footprint(size.timeline, gpu.usable_bytes, beside_training(strategy, gpu.compute_capability))
+    reserved = within.peak_reserved_bytes if within.ran else wanted.peak_reserved_bytes
     return {
-        "allocated": size.ledger.peak_allocated_bytes,
-        "reserved": taken.segments.wanted_bytes,
-        "process": taken.process.low_bytes,
+        "allocated": wanted.peak_allocated_bytes,
+        "reserved": wanted.peak_reserved_bytes,
+        "process": reserved + beside.low_bytes,
         "usable": gpu.usable_bytes,
     }
 
 
 def _shape(model: Any, resolution: int | None, height: int | None, width: int | None, frames: int | None) -> Any:
-    if height is not None:
+    if height is not None and width is not None:
         return catalog.batch_shape(model, (height, width), frames)
     return catalog.batch_shape(model, resolution)
 
@@ -112,7 +108,7 @@ def _metric(row: dict[str, Any]) -> str:
 def _error(row: dict[str, Any], found: dict[str, int] | str) -> float | None:
     if isinstance(found, str) or row["published"] is None:
         return None
-    return found[_metric(row)] / (row["published"] * UNITS[row["unit"]]) - 1
+    return found[_metric(row)] / float(row["published"] * UNITS[row["unit"]]) - 1
 
 
 def _line(row: dict[str, Any], found: dict[str, int] | str) -> str:
@@ -121,7 +117,7 @@ def _line(row: dict[str, Any], found: dict[str, int] | str) -> str:
         published = f"≤ {published}"
     head = f"| {row['id']} | {row['trust']} | {row['model']} | `{row['strategy']}` | {published} |"
     if isinstance(found, str):
-        return f"{head} not rehearsed: {found} | | | |"
+        return f"{head} not run: {found} | | | |"
     error = _error(row, found)
     verdict = "" if error is None else f"{error:+.0%}"
     if row["outcome"] == "upper-bound" and error is not None:
@@ -143,12 +139,14 @@ def _document(rows: list[dict[str, Any]], lines: list[str], errors: dict[str, li
     left_out = [f"| {row['id']} | {row['trust']} | {row['not_comparable']} |" for row in rows if "strategy" not in row]
     return "\n".join(
         [
-            "# Published training memory against the rehearsal",
+            "# Published training memory beside an emulated GPU",
             "",
             "Made by `python benchmarks/published.py` from `published.json`, which has the sources. In GiB; a",
-            "rounded GB is read as GiB, as the tools that print it count. Reserved is by the allocator's replay on a",
-            "card without a limit; process is within the card, where caches are emptied before it fails, and with the",
-            "low end of context and NCCL. A report, not a target: nothing is fitted to it.",
+            "rounded GB is read as GiB, as the tools that print it count. *Reserved* is by torch's default allocator, "
+            "on",
+            "a GPU without a limit. *Process* is within the GPU's memory, where the allocator frees its cache first, "
+            "with",
+            "the least of context and NCCL. A report, not a target: nothing is fitted to it.",
             "",
             "| id | trust | model | strategy | published | allocated | reserved | process | off by |",
             "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",

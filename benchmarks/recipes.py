@@ -1,11 +1,10 @@
-"""Every recipe at full size on its emulated cards: extraction of a few pictures, three steps, and a picture by its last
-command; and what its plan says: recipes/measured.json.
+"""Every recipe at full size on its emulated GPUs: recipes/measured.json.
 
-python benchmarks/recipes.py [--encoding | --extract] [NAME…]
+python benchmarks/recipes.py [--planned | --extract] [NAME…]
 
-With --encoding the hours of encoding alone are found anew, by a rehearsal of the encoders each; with --extract what
-extraction takes of the cards. Weights are holes in files, which read as zeros; pictures, and the features that are
-trained on, are made up: what is allocated follows from shapes.
+Each recipe extracts a few images, takes three steps, generates an image by its last command, and is planned. --planned
+repeats the plans alone, and what the encoders take; --extract repeats extraction alone. Weights are holes in files,
+which read as zeros. Images and cached latents are made up: what is allocated follows from shapes.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bigdit.rehearse import StepRequest, rehearse
+from emulated import non_torch, step_of
 from tried.extraction import extraction, stages_of, waiting_bytes, weights_in
 from tried.saved import saved
 
@@ -39,21 +38,18 @@ from bigdit.emulator.fake_weights import lay_out
 from bigdit.emulator.interpreter import cuda_build, cuda_python
 from bigdit.errors import guard
 from bigdit.files import write_json
-from bigdit.memory.process import beside_torch
-from bigdit.profile.attempt import Attempt, Attempts
-from bigdit.profile.request import request_for
+from bigdit.profile.attempt import Attempt
+from bigdit.profile.cards import Cards
+from bigdit.profile.request import StepRequest, request_for
 from bigdit.receipt import Receipt
 from bigdit.recipes.recipe import MEASURED, Extraction, Recipe, Saved, Took, names, recipe
 from bigdit.search.answer import make_plan
 from bigdit.search.asking.ask import question_for
-from bigdit.search.needs.dataset import dataset_need, encoding_request
 from bigdit.search.needs.host import host_need
-from bigdit.search.plan import DatasetNeed, Plan
+from bigdit.search.plan import Plan
 from bigdit.search.question import Question
 from bigdit.speed.cluster import Cluster
 from bigdit.speed.interval import Interval
-from bigdit.speed.step import step_time
-from bigdit.speed.work import work_of
 from bigdit.store.null_text import write_null_text
 from bigdit.store.part import Encoded, part_path, write_part
 from bigdit.store.schema import FILE, StoreSchema, part_identity, schema_text, store_identity
@@ -76,16 +72,16 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="recipes; all if left out")
     alone = parser.add_mutually_exclusive_group()
-    alone.add_argument("--encoding", action="store_true", help="the hours of encoding alone")
+    alone.add_argument("--planned", action="store_true", help="the plans alone, and what the encoders take")
     alone.add_argument("--extract", action="store_true", help="what extraction takes alone")
     asked = parser.parse_args(arguments)
     took = json.loads(MEASURED.read_text()) if MEASURED.exists() else {}
     recipes = [recipe(name) for name in asked.names or names()]
-    if asked.encoding:
+    if asked.planned:
         for found in recipes:
-            took[found.name] |= {"encoding_hours": encoding_hours(found), "waiting_bytes": waiting_bytes(found)}
+            took[found.name] |= by_plan(found)
             write_json(MEASURED, took)
-            print(f"{found.name}: hours of encoding {took[found.name]['encoding_hours']}", flush=True)
+            print(f"{found.name}: {by_plan(found)}", flush=True)
         return 0
     with tempfile.TemporaryDirectory(prefix="bigdit-recipes-") as folder:
         hub = weights_of(recipes, Path(folder))
@@ -104,9 +100,9 @@ def main(arguments: list[str]) -> int:
 
 
 def _said(found: Extraction) -> str:
-    """What extraction took beside what was rehearsed."""
-    allocated, rehearsed = found.peak_allocated_bytes, found.emulated_bytes
-    beside = "" if rehearsed is None else f", {rehearsed} rehearsed ({allocated / rehearsed - 1:+.2%})"
+    """What extraction took beside what the encoders took alone."""
+    allocated, alone = found.peak_allocated_bytes, found.emulated_bytes
+    beside = "" if alone is None else f", {alone} by the encoders alone ({allocated / alone - 1:+.2%})"
     turns = "; memory ran out, and encoders took turns" if found.ran_out else ""
     return f"extraction allocates {allocated} bytes{beside}, and reserves {found.peak_reserved_bytes}{turns}"
 
@@ -126,9 +122,9 @@ def weights_of(recipes: Sequence[Recipe], folder: Path) -> Path:
 
 
 def trained(found: Recipe, hub: Path, folder: Path) -> list[Receipt]:
-    """Three steps of each stage by `bigdit train` on emulated cards, whose files lie in `folder`.
+    """Three steps of each stage by `bigdit train` on emulated GPUs, whose files lie in `folder`.
 
-    Of one process no values are computed; several tell each other theirs.
+    A single process computes no values; several exchange theirs.
     """
     gpu, weights = catalog.resolve_gpu(found.about.gpu), weights_in(hub, found)
     folder.mkdir()
@@ -161,8 +157,7 @@ def saved_by(found: Recipe, folder: Path) -> Saved:
 
 
 def drawn(found: Recipe, folder: Path) -> Path:
-    """The picture or video that the recipe's last command draws, in two steps, on its emulated card, of what was
-    `trained` there."""
+    """The image or video that the recipe's last command generates in two steps, from what was `trained` there."""
     _, *asked = shlex.split(found.commands[-1].replace(found.run["output"], "run"))
     _bigdit(folder, os.environ | emulated_environment(catalog.resolve_gpu(found.about.gpu)), *asked, "--steps", "2")
     (row,) = json.loads((folder / "run/samples/samples.json").read_text())["pictures"]
@@ -177,18 +172,15 @@ def _bigdit(folder: Path, environment: dict[str, str], *arguments: str) -> None:
 
 
 def first_of_many(found: Recipe) -> dict[tuple[int, int], Attempt]:
-    """Two steps by the first process alone of as many as the recipe has, by bucket.
-
-    The others are not there. All of them train where `trained` is asked, for three CPU-minutes.
-    """
+    """Two steps by the first of the recipe's processes, by bucket. The others are not there."""
     gpu = catalog.resolve_gpu(found.about.gpu)
-    with Attempts(gpu) as cards:
-        return {size: cards.run(request, gpu.usable_bytes) for size, request in requests(found).items()}
+    with Cards(gpu) as cards:
+        return {size: cards.attempt(request, gpu.usable_bytes) for size, request in requests(found).items()}
 
 
 def requests(found: Recipe) -> dict[tuple[int, int], StepRequest]:
-    """The recipe's strategy with two micro-batches a step, where it may have so many, by bucket: its YAML is read as
-    training reads it."""
+    """The recipe's strategy by bucket, with two micro-batches a step where it may have so many. Training reads its YAML
+    in the same way."""
     gpu, model = catalog.resolve_gpu(found.about.gpu), catalog.model(found.about.model)
     with tempfile.TemporaryDirectory(prefix="bigdit-recipe-") as folder:
         texts = {name: Path(folder) / name for name in found.files}
@@ -240,10 +232,8 @@ def _text(tokens: int, dim: int | None, arguments: dict[str, Any]) -> Text:
 
 
 def _took(found: Recipe, receipts: Sequence[Receipt], folder: Path) -> Took:
-    gpu, plans = catalog.resolve_gpu(found.about.gpu), [planned(found, document) for document in stages_of(found)]
-    beside = beside_torch(gpu.compute_capability, found.processes, multiprocessors=gpu.multiprocessors)
-    stores = [plan.dataset.store_bytes for plan in plans if plan.dataset]
-    host_bytes, seconds = _needs(found, plans)
+    gpu = catalog.resolve_gpu(found.about.gpu)
+    beside = non_torch(receipts[0].strategy, gpu)
     reserved = max(each.measured_peak_reserved_bytes or 0 for each in receipts)
     return Took(
         torch=cuda_build(cuda_python()),
@@ -251,26 +241,24 @@ def _took(found: Recipe, receipts: Sequence[Receipt], folder: Path) -> Took:
         peak_reserved_bytes=reserved,
         process_bytes=(reserved + beside.low_bytes, reserved + beside.high_bytes),
         usable_bytes=gpu.usable_bytes,
-        host_bytes=host_bytes,
-        store_bytes=(round(sum(each.low for each in stores)), round(sum(each.high for each in stores))),
-        hours=_hours(seconds),
-        encoding_hours=encoding_hours(found),
-        waiting_bytes=waiting_bytes(found),
         saved=saved_by(found, folder),
+        **by_plan(found),
     )
 
 
-def encoding_hours(found: Recipe) -> tuple[float, float] | None:
-    """Of the pictures of all stages, on the recipe's cards; None where the catalogue has not all encoders."""
-    needs = [_dataset(question_of(found, document)) for document in stages_of(found)]
-    seconds = [need.extraction_seconds for need in needs if need and need.extraction_seconds]
-    return _hours(seconds) if len(seconds) == len(needs) else None
-
-
-def _dataset(question: Question) -> DatasetNeed | None:
-    batch = batch_shape(question.model, question.resolution, question.frames)
-    request = encoding_request(question, batch)
-    return dataset_need(question, batch, [] if request is None else rehearse(request).sizes)
+def by_plan(found: Recipe) -> dict[str, Any]:
+    """What plans and encoders say of all stages, by the names in Took."""
+    plans = [planned(found, document) for document in stages_of(found)]
+    stores = [plan.dataset.store_bytes for plan in plans if plan.dataset]
+    encoding = [plan.dataset.extraction_seconds for plan in plans if plan.dataset and plan.dataset.extraction_seconds]
+    host_bytes, seconds = _needs(found, plans)
+    return {
+        "host_bytes": host_bytes,
+        "store_bytes": (round(sum(each.low for each in stores)), round(sum(each.high for each in stores))),
+        "hours": _hours(seconds),
+        "encoding_hours": _hours(encoding) if len(encoding) == len(plans) else None,
+        "waiting_bytes": waiting_bytes(found),
+    }
 
 
 def _hours(seconds: Sequence[Interval]) -> tuple[float, float]:
@@ -279,17 +267,16 @@ def _hours(seconds: Sequence[Interval]) -> tuple[float, float]:
 
 
 def _needs(found: Recipe, plans: Sequence[Plan]) -> tuple[int, list[Interval]]:
-    """Bytes of the host, and seconds of each stage: by the plans, or by a rehearsal where blocks are swapped."""
+    """Bytes of the host, and seconds of each stage: by the plans, or by a profile where blocks are swapped."""
     train = found.run["train"]
     if "blocks_to_swap" not in train:
         return max(plan.host.node_bytes for plan in plans), [plan.run.seconds for plan in plans if plan.run]
     request = requests(found)[tuple(found.run["data"]["buckets"][0])]
-    answer = rehearse(request).sizes[0]
-    host = host_need(answer.host_timeline, answer.checkpoint_bytes, Cluster())
-    whole = request.strategy.model_copy(
-        update={"grad_accum_steps": train["global_batch_size"] // train["micro_batch_size"]}
-    )
-    step = step_time(work_of(answer.timeline, request.strategy), whole, plans[0].question.gpu, Cluster())
+    gpu, accumulated = plans[0].question.gpu, train["global_batch_size"] // train["micro_batch_size"]
+    with Cards(gpu) as cards:
+        profile, attempt = cards.profile(request), cards.attempt(request, counted=True)
+    host = host_need(profile.host_timeline, profile.checkpoint_bytes, Cluster())
+    step = step_of(attempt, request.strategy, gpu, grad_accum_steps=accumulated)
     return host.node_bytes, [step.seconds * train["steps"]]
 
 
@@ -317,12 +304,11 @@ def question_of(found: Recipe, document: dict[str, Any]) -> Question:
         images=IMAGES,
         epochs=train["steps"] * train["global_batch_size"] / IMAGES,
         host_memory="1TiB",
-        device="rehearsed",
     )
 
 
 def _engine(found: Recipe) -> str:
-    """By the name of its preset."""
+    """The name of its preset."""
     documents = [json.loads(text) for name, text in found.files.items() if name.endswith(".json")]
     return f"zero{documents[0]['zero_optimization']['stage']}" if documents else "single"
 

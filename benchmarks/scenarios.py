@@ -1,9 +1,9 @@
-"""Claims about training memory and time, answered by plans and rehearsals: writes benchmarks/scenarios.md.
+"""Claims about training memory and time, answered by plans and emulated steps: writes benchmarks/scenarios.md.
 
 python benchmarks/scenarios.py [NUMBER ...]
 
-Answers are kept in bigdit's cache, so that a run that was interrupted goes on where it stopped. With numbers, those
-cases are answered and printed, and nothing is written.
+Answers are cached, so that the command continues where it was interrupted. With numbers it answers and prints those
+cases alone, and writes nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import sys
 import time
 from pathlib import Path
 
-from bigdit.rehearse.pool import Pool
 from claims import dit, pixart, sana
 from claims.answers import Case
 
@@ -31,23 +30,22 @@ CASES = (
 
 HEAD = """# Claims, and what the planner says
 
-Made by `python benchmarks/scenarios.py`: each answer is a plan or a rehearsal of the real step. Process is what
-nvidia-smi would show at most; FITS leaves room for all that is not known, and TIGHT for its least. Sizes in GiB."""
+Made by `python benchmarks/scenarios.py`: each answer is a plan, or two steps on an emulated GPU. *Process* is the most
+that nvidia-smi would show. FITS leaves room for all that is not known, and TIGHT for the least of it."""
 
 
 def main(wanted: list[int]) -> None:
     """Answer the cases, all or by number."""
     parts = [HEAD]
-    with Pool(done=lambda answered, asked: _say(f"{answered} of {asked} rehearsals")) as pool:
-        for number, answer in enumerate(CASES, 1):
-            if wanted and number not in wanted:
-                continue
-            began = time.perf_counter()
-            _say(f"case {number}")
-            parts.append(_section(number, answer(pool, _say)))
-            _say(f"case {number}: {time.perf_counter() - began:.0f} s")
-            if wanted:
-                print(parts[-1], flush=True)
+    for number, answer in enumerate(CASES, 1):
+        if wanted and number not in wanted:
+            continue
+        began = time.perf_counter()
+        _say(f"case {number}")
+        parts.append(_section(number, answer(_say)))
+        _say(f"case {number}: {time.perf_counter() - began:.0f} s")
+        if wanted:
+            print(parts[-1], flush=True)
     if not wanted:
         FILE.write_text("\n\n".join(parts) + "\n")
 

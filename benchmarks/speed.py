@@ -12,17 +12,15 @@ import argparse
 import statistics
 from pathlib import Path
 
-from bigdit.rehearse import rehearse
 from claims.speed import CLAIMS, OUTSIDE, Claim
+from emulated import step_of
 
 from bigdit import catalog
 from bigdit.config.strategy import parse_strategy
+from bigdit.profile.cards import Cards
 from bigdit.profile.request import request_for
-from bigdit.speed.cluster import Cluster
 from bigdit.speed.interval import Interval
 from bigdit.speed.seconds import NO_TIME, StepTime
-from bigdit.speed.step import step_time
-from bigdit.speed.work import work_of
 
 HERE = Path(__file__).parent
 
@@ -55,8 +53,8 @@ def _predicted(claim: Claim) -> StepTime:
 def _timed(claim: Claim, asked: str) -> StepTime:
     gpu, strategy = catalog.gpu(claim.gpu), parse_strategy([asked])
     request = request_for(catalog.model(claim.model), gpu, strategy, resolution=claim.resolution)
-    work = work_of(rehearse(request, timeout_s=600).sizes[0].timeline, strategy)
-    return step_time(work, strategy, gpu, Cluster(gpus=strategy.world_size))
+    with Cards(gpu, 1, timeout_s=600) as cards:
+        return step_of(cards.attempt(request, counted=True), strategy, gpu)
 
 
 def _line(claim: Claim, found: StepTime) -> str:
@@ -125,9 +123,9 @@ def _document(found: list[tuple[Claim, StepTime]]) -> str:
             "beside it stands in the last column; for those outside it is the likely reason, which was not measured.",
             "",
             f"{inside} of {len(found)} are inside; of {narrow} the high end is at most {NARROW} times the low one. Its",
-            f"median by card: {by_card}.",
+            f"median by GPU: {by_card}.",
             "",
-            "| claim | rehearsed as | published | ours | high/low | | most of it | what differs |",
+            "| claim | emulated as | published | ours | high/low | | most of it | what differs |",
             "| --- | --- | --- | --- | --- | --- | --- | --- |",
             *(_line(*each) for each in found),
             WIDE,

@@ -27,6 +27,7 @@ from bigdit.commands import (
     recipe,
     report,
     sample,
+    setup,
     train,
 )
 from bigdit.errors import EXIT_USER, UserError
@@ -59,6 +60,7 @@ for name, module in {
     "export": export,
     "models": models,
     "gpus": gpus,
+    "setup": setup,
     "doctor": doctor,
 }.items():
     app.command(name)(module.run)

@@ -1,5 +1,6 @@
 """The wheel as pip installs it, away from the checkout: everything that the commands read has come along."""
 
+import json
 import os
 import re
 import shutil
@@ -9,10 +10,13 @@ import sysconfig
 import tarfile
 import venv
 import zipfile
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from cards import empty_cache
 from commands import ROOT
+from wheels import wheel
 
 from bigdit.emulator.interpreter import cuda_python
 
@@ -28,7 +32,7 @@ def git(*words):
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
     """What runs a command away from the checkout, and the `bigdit` of a fresh environment with the wheel and, beside
-    it, all that this one has."""
+    it, all that this one has. `bigdit setup` has run there."""
     folder = tmp_path_factory.mktemp("wheel")
     source, wheels, environment = folder / "source", folder / "wheels", folder / "environment"
     shutil.copytree(ROOT / "bigdit", source / "bigdit", ignore=shutil.ignore_patterns("__pycache__"))
@@ -36,7 +40,12 @@ def installed(tmp_path_factory):
         shutil.copy(ROOT / name, source)
     venv.create(environment, symlinks=True)
     python = environment / "bin/python"
+    links = wheel(
+        folder / "links", "torch", version("torch").partition("+")[0], {"a_torch.pth": f"{_cuda_packages()}\n"}
+    )
     plain = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"COLUMNS": "80"}
+    plain |= {"BIGDIT_CUDA_PYTHON": "", "BIGDIT_CACHE": str(empty_cache(folder / "cache"))}
+    plain |= {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(links)}
 
     def run(*command, **variables):
         done = subprocess.run(
@@ -53,8 +62,8 @@ def installed(tmp_path_factory):
 
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
     run(*pip, "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", wheels, source)
-    (wheel,) = wheels.iterdir()
-    run(*pip, "--python", python, "install", "--quiet", "--no-deps", "--no-index", wheel)
+    (ours,) = wheels.iterdir()
+    run(*pip, "--python", python, "install", "--quiet", "--no-deps", "--no-index", ours)
     # Folders in a .pth file come after the environment's own, and their .pth files, such as that of a checkout that is
     # installed for editing, are not read.
     shared = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
@@ -62,7 +71,14 @@ def installed(tmp_path_factory):
     (Path(own) / "shared.pth").write_text("\n".join(shared) + "\n")
     found = run(python, "-c", "import bigdit; print(bigdit.__file__)").strip()
     assert Path(found).is_relative_to(own)
+    run(environment / "bin/bigdit", "setup")
     return run, environment / "bin/bigdit"
+
+
+def _cuda_packages():
+    """The folder with this checkout's CUDA build of torch."""
+    code = "import importlib.util as u; print(u.find_spec('torch').origin)"
+    return Path(subprocess.check_output([cuda_python(), "-P", "-c", code], text=True)).parents[1]
 
 
 @pytest.mark.slow
@@ -125,14 +141,11 @@ def test_what_a_plan_prints_is_there_without_a_checkout(installed, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("wheel")
-def test_doctor_proposes_what_can_be_done_without_a_checkout(installed):
+def test_doctor_shows_the_environment_of_setup(installed):
     run, bigdit = installed
-    said = run(bigdit, "doctor", BIGDIT_CUDA_PYTHON="")
-    (fix,) = (line for line in said.splitlines() if line.startswith("fix: emulated cards: "))
-    assert fix.startswith(
-        f"fix: emulated cards: {bigdit.parent / 'python'} is without the CUDA build of torch; `pip install"
-    )
-    assert ".venv-cuda" not in said
+    emulated = json.loads(run(bigdit, "doctor", "--json"))["emulated"]
+    assert emulated["torch"].startswith(version("torch").partition("+")[0])
+    assert Path(emulated["python"]).parents[2] == Path(emulated["cache"]).with_name("cuda")
 
 
 @pytest.mark.slow

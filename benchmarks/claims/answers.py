@@ -1,53 +1,35 @@
-"""What claims are answered with: plans, and rehearsals at full depth."""
+"""What claims are answered with: plans, and two steps on emulated GPUs."""
 
 from __future__ import annotations
 
+import os
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from bigdit.rehearse import RehearsedSize
-from bigdit.rehearse.pool import Pool
-from bigdit.search.predict.anchors import Sample
+from emulated import non_torch, step_of
 
+from bigdit import catalog
+from bigdit.catalog import Gpu
 from bigdit.catalog.encoders import online_encoders
 from bigdit.config.strategy import parse_strategy
+from bigdit.emulator.interpreter import cuda_python
 from bigdit.errors import UserError
-from bigdit.memory.process import beside_training
-from bigdit.memory.timeline import Category
-from bigdit.profile.request import Rehearsal
+from bigdit.profile.attempt import Attempt, Profile
+from bigdit.profile.cards import LARGEST_MICRO_BATCH, Cards, Row, worker_environment
+from bigdit.profile.request import StepRequest, request_for
 from bigdit.search.answer import make_plan
 from bigdit.search.asking.ask import question_for
-from bigdit.search.finding.candidates import Option, candidate, capacity
-from bigdit.search.finding.confirm import confirm
-from bigdit.search.finding.evidence import Evidence
-from bigdit.search.finding.explore import explore, selective
-from bigdit.search.finding.space import Proposal
-from bigdit.search.finding.verdict import planned, process, verdict
-from bigdit.search.plan import Plan, Step, Verdict
-from bigdit.search.question import Question
-from bigdit.search.telling.waterfall import waterfall
-from bigdit.spec import Strategy
-from bigdit.speed.cluster import Cluster
+from bigdit.search.finding.evidence import UNPROVED
+from bigdit.search.finding.verdict import process, safe_bytes, verdict_of
+from bigdit.search.plan import Plan, Verdict
 from bigdit.speed.interval import Interval
 from bigdit.speed.seconds import StepTime
-from bigdit.speed.step import step_time
-from bigdit.speed.work import work_of
 
 Say = Callable[[str], None]
-
-EVIDENCE = Evidence()
-"""No receipts: answers are the same on every machine."""
-
-MOST = 1 << 17
-"""The largest micro-batch that is looked for."""
-
-CLOSE = 50
-"""A largest micro-batch is found to a fiftieth of it."""
 
 
 class Case(NamedTuple):
@@ -61,131 +43,103 @@ class Case(NamedTuple):
 
 @dataclass(frozen=True)
 class Found:
-    """A rehearsal at full depth on a card: allocated, reserved without a limit, the process's high end, seconds."""
+    """Two steps of a strategy on an emulated GPU without a limit, and what they mean for one with `usable_bytes`.
 
+    `process_bytes`: what the process takes at most.
+    """
+
+    attempt: Attempt
     step: StepTime
-    answer: RehearsedSize
     verdict: Verdict
-    peaks: dict[str, int]
-    reserved_bytes: int
     process_bytes: int
     usable_bytes: int
 
     @property
-    def deciding(self) -> str:
-        return self.answer.ledger.deciding.phase
+    def peaks(self) -> dict[str, int]:
+        """The most allocated bytes by phase."""
+        return {phase: each.peak_bytes for phase, each in self.attempt.phases.items()}
 
-    def live(self, category: Category) -> int:
-        """The most bytes of this category at any phase's peak."""
-        return max(phase.at_peak.get(category, 0) for phase in self.answer.ledger.phases)
-
-
-def rehearsed(
-    pool: Pool, model: str, gpu: str, texts: Sequence[str], vae_dtype: Literal["fp32", "fp16"] = "fp32"
-) -> list[Found]:
-    """Each strategy of `texts` (as --strategy writes it) at full depth. Raises UserError for one that cannot be."""
-    sample = _sample(model, gpu)
-    strategies = [parse_strategy([text]) for text in texts]
-    requests = [sample.request(strategy) for strategy in strategies]
-    if vae_dtype != "fp32":
-        encoders = online_encoders(sample.model, requests[0].batch, vae_dtype=vae_dtype)
-        requests = [each.model_copy(update={"encoders": each.encoders and encoders}) for each in requests]
-    found = []
-    answers = pool.rehearse(requests)
-    for strategy, answer in zip(strategies, answers, strict=True):
-        if isinstance(answer, UserError):
-            raise answer
-        found.append(_found(sample, strategy, answer))
-    return found
+    @property
+    def peak_phase(self) -> str:
+        return max(self.peaks, key=lambda phase: self.peaks[phase])
 
 
-def published_came(model: str, gpu: str, text: str) -> Found:
-    """`rehearsed`, with CAME as it was published, in a process of its own; not kept."""
-    sample, strategy = _sample(model, gpu), parse_strategy([text])
+def ran(model: str, gpu: str, texts: Sequence[str], vae_dtype: Literal["fp32", "fp16"] = "fp32") -> list[Found]:
+    """Each strategy of `texts` (as --strategy writes it). Raises UserError for one that cannot run."""
+    card = catalog.gpu(gpu)
+    requests = [request(model, card, text, vae_dtype) for text in texts]
+    with Cards(card) as cards:
+        return [_found(cards.attempt(each, counted=True), each, card) for each in requests]
+
+
+def profiles(model: str, gpu: str, texts: Sequence[str]) -> list[Profile]:
+    """Each strategy of `texts`, recorded: every byte has a category."""
+    card = catalog.gpu(gpu)
+    with Cards(card) as cards:
+        return [cards.profile(request(model, card, text)) for text in texts]
+
+
+def request(model: str, gpu: Gpu, text: str, vae_dtype: Literal["fp32", "fp16"] = "fp32") -> StepRequest:
+    """Two steps of a strategy, at the model's own resolution."""
+    found = catalog.find_model(model)
+    asked = request_for(found, gpu, parse_strategy([text]))
+    if asked.encoders is None:
+        return asked
+    return asked.model_copy(update={"encoders": online_encoders(found, asked.batch, vae_dtype=vae_dtype)})
+
+
+def published_came(model: str, gpu: str, text: str) -> Profile:
+    """One of `profiles`, with CAME as it was published, in a process of its own."""
+    card = catalog.gpu(gpu)
     with tempfile.TemporaryDirectory() as folder:
         asked, answered = Path(folder) / "request.json", Path(folder) / "result.json"
-        asked.write_text(sample.request(strategy).model_dump_json())
-        script = Path(__file__).parent / "published_came.py"
-        subprocess.run([sys.executable, script, asked, answered], check=True, stderr=subprocess.DEVNULL, timeout=300)
-        (answer,) = Rehearsal.model_validate_json(answered.read_bytes()).sizes
-    return _found(sample, strategy, answer)
+        asked.write_text(request(model, card, text).model_dump_json())
+        script = Path(__file__).with_name("published_came.py")
+        command = [str(cuda_python()), "-W", "ignore", str(script), str(asked), str(answered)]
+        subprocess.run(command, env=os.environ | worker_environment(card), check=True, timeout=300)
+        return Profile.model_validate_json(answered.read_bytes())
 
 
 def plan(say: Say, **options: Any) -> Plan:
     """The plan for options as `bigdit.plan` takes them."""
-    return make_plan(question_for(**options, device="rehearsed"), progress=say)
+    return make_plan(question_for(**options), progress=say)
 
 
-def option(pool: Pool, question: Question, text: str) -> Option:
-    """What shallow siblings say of one strategy. Raises UserError where they cannot be rehearsed."""
-    found, rejected = explore(pool, _sample_of(question), [Proposal(text, parse_strategy([text]))])
-    if rejected:
-        raise UserError(rejected[0].reason)
-    return found[0]
+def largest(model: str, gpu: str, text: str, blocks: Sequence[int] = (0,)) -> list[int]:
+    """For each number of recomputed blocks the largest micro-batch that fits, where one more does not; 0 for none.
+
+    The search ends at LARGEST_MICRO_BATCH.
+    """
+    card, strategy = catalog.gpu(gpu), parse_strategy([text])
+    room = safe_bytes(card, non_torch(strategy, card), UNPROVED)
+    sizes, guess = [], 1
+    with Cards(card) as cards:
+        for each in blocks:
+            sized = f"{text},checkpointed_blocks={each},micro_batch_size="
+            row = Row(lambda size, sized=sized: request(model, card, f"{sized}{size}"), guess)  # type: ignore[misc]
+            found = cards.largest(row, room)
+            if found is None:
+                raise UserError(f"{model} on {gpu}: {'; '.join(cards.unanswered) or 'an attempt failed'}")
+            sizes.append(int(found[0]))
+            guess = max(sizes[-1], 1)  # more blocks, more images
+    return sizes
 
 
-def largest(pool: Pool, question: Question, option: Option, blocks: int) -> int:
-    """The largest micro-batch that FITS with so many recomputed blocks, both it and the next one rehearsed at full
-    depth; 0 for none. Beyond CLOSE the next one is larger by a fiftieth."""
-    best = 0
-    for _ in range(6):
-        room = capacity(question, option.proposal, EVIDENCE)
-        size = max(_predicted(option, blocks, room), best, 1)
-        sizes = (size, size + max(size // CLOSE, 1))
-        candidates = [candidate(question, option, each, blocks, EVIDENCE) for each in sizes]
-        this, next_one = confirm(pool, _sample_of(question), question, EVIDENCE.band, candidates)
-        if next_one.verdict == "FITS":
-            best = sizes[1]
-        elif this.verdict == "FITS":
-            return size
-        elif size == 1:
-            return 0
-    return best
-
-
-def explained(pool: Pool, found: Plan) -> tuple[Step, ...]:
-    """The waterfall to the chosen strategy of a plan."""
-    question, strategy = found.question, found.chosen.strategy
-    sample = _sample_of(question)
-    plain = strategy.settled(micro_batch_size=1, grad_accum_steps=1, checkpointed_blocks=0)
-    options, _ = explore(pool, sample, [Proposal("chosen", plain.model_copy(update={"checkpointing": "full"}))])
-    if strategy.checkpointing == "selective":
-        options = selective(pool, sample, options)
-    chosen = candidate(question, options[0], strategy.micro_batch_size, int(strategy.checkpointed_blocks), EVIDENCE)
-    (confirmed,) = confirm(pool, sample, question, EVIDENCE.band, [chosen])
-    return waterfall(pool, sample, question, EVIDENCE, confirmed)
-
-
-def _predicted(option: Option, blocks: int, room: float) -> int:
-    low, high = 0, MOST
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if option.reserved(middle, blocks) <= room else (low, middle - 1)
-    return low
-
-
-def _sample(model: str, gpu: str) -> Sample:
-    return _sample_of(question_for(model=model, gpu=gpu, device="rehearsed"))
-
-
-def _sample_of(question: Question) -> Sample:
-    return Sample(question.model, question.gpu, question.resolution, question.frames)
-
-
-def _found(sample: Sample, strategy: Strategy, answer: RehearsedSize) -> Found:
-    gpu = sample.gpu
-    beside = beside_training(strategy, gpu.compute_capability, gpu.multiprocessors)
-    said, taken = verdict(answer.timeline, gpu, beside, EVIDENCE.band)
-    return Found(
-        step=step_time(work_of(answer.timeline, strategy), strategy, sample.gpu, Cluster(gpus=strategy.world_size)),
-        answer=answer,
-        verdict=said,
-        peaks={phase.phase: phase.peak_bytes for phase in answer.ledger.phases},
-        reserved_bytes=planned(taken).wanted_bytes,
-        process_bytes=process(planned(taken).wanted_bytes, taken.beside, EVIDENCE.band).high_bytes,
-        usable_bytes=sample.gpu.usable_bytes,
-    )
+def at_most(size: int) -> str:
+    """A largest micro-batch, as tables have it."""
+    return f"{size} or more" if size == LARGEST_MICRO_BATCH else str(size)
 
 
 def between(found: Interval) -> str:
     return f"{found.low:.2g}–{found.high:.2g}" if found.high < 10 else f"{found.low:.3g}–{found.high:.3g}"
+
+
+def _found(attempt: Attempt, asked: StepRequest, gpu: Gpu) -> Found:
+    taken = process(attempt.peak_reserved_bytes, non_torch(asked.strategy, gpu), UNPROVED)
+    return Found(
+        attempt=attempt,
+        step=step_of(attempt, asked.strategy, gpu),
+        verdict=verdict_of(taken, gpu.usable_bytes),
+        process_bytes=taken.high_bytes,
+        usable_bytes=gpu.usable_bytes,
+    )

@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from bigdit.rehearse.pool import Pool
-
 from bigdit.speed.interval import Interval
 from bigdit.speed.seconds import StepTime
 from bigdit.units import gib
-from claims.answers import Case, Say, between, plan, rehearsed
+from claims.answers import Case, Say, between, plan, ran
 
 DAY = 86_400
 IMAGES = 30_000_000
 
 
-def pixart_batch_20(pool: Pool, say: Say) -> Case:
+def pixart_batch_20(say: Say) -> Case:
     """PixArt-Σ at 20 on an A800: cached and online."""
     asked: dict[str, Any] = {
         "model": "pixart-sigma-xl-2-1024",
@@ -26,14 +24,14 @@ def pixart_batch_20(pool: Pool, say: Say) -> Case:
     }
     cached, online = (plan(say, **asked, features=features) for features in ("cached", "online"))
     text = "precision=fp16,micro_batch_size=20,checkpointed_blocks=all,features=online"
-    (theirs,) = rehearsed(pool, asked["model"], asked["gpu"], [text], vae_dtype="fp16")
+    (theirs,) = ran(asked["model"], asked["gpu"], [text], vae_dtype="fp16")
     rows = [["features", "strategy", "process", "verdict", "step", "of that"]]
     for name, title, process, said, step in (
         ("cached", cached.chosen.title, cached.chosen.process.high_bytes, cached.verdict, cached.chosen.step),
         ("online", online.chosen.title, online.chosen.process.high_bytes, online.verdict, online.chosen.step),
         (
             "online",
-            "as in its repository: VAE in fp16, 20 pictures encoded at once, all blocks recomputed",
+            "as in its repository: VAE in fp16, 20 images encoded at once, all blocks recomputed",
             theirs.process_bytes,
             theirs.verdict,
             theirs.step,
@@ -49,9 +47,9 @@ def pixart_batch_20(pool: Pool, say: Say) -> Case:
         [
             f"6 minutes are not compute: with T5-XXL and the VAE online, as its repository has them, a step is "
             f"{between(seconds)} s: {seconds.low / 360:.1%} to {seconds.high / 360:.1%} of them.",
-            f"A line of the repository's log covers 20 steps, {between(seconds * 20)} s: if the 6 minutes are from one "
-            f"line to the next, the card computes for {seconds.low * 20 / 360:.0%} to {seconds.high * 20 / 360:.0%} of "
-            "them. The rest is waiting, for pictures to be read and decoded.",
+            f"A line of the repository's log covers 20 steps, {between(seconds * 20)} s. If the 6 minutes are from one "
+            f"line to the next, the GPU computes for {seconds.low * 20 / 360:.0%} to {seconds.high * 20 / 360:.0%} of "
+            "them. For the rest it waits until images are read and decoded.",
             "Computing features beforehand, as its authors advise, saves the encoders' bytes and their share of the "
             f"step: {theirs.step.seconds.middle / cached.chosen.step.seconds.middle:.1f} times faster by the middles, "
             "with fewer blocks recomputed too.",
@@ -59,9 +57,9 @@ def pixart_batch_20(pool: Pool, say: Say) -> Case:
     )
 
 
-def pixart_days(pool: Pool, say: Say) -> Case:
+def pixart_days(say: Say) -> Case:
     """How long 32 V100 take for 30 M images."""
-    rows = [["resolution", "strategy", "verdict", "images/s a card", "days for one epoch", "epochs in 17 days"]]
+    rows = [["resolution", "strategy", "verdict", "images/s a GPU", "days for one epoch", "epochs in 17 days"]]
     for model in ("pixart-sigma-xl-2-256", "pixart-sigma-xl-2-512", "pixart-sigma-xl-2-1024"):
         found = plan(say, model=model, gpu="v100-32g-sxm2", gpus=32, images=IMAGES)
         assert found.run is not None
@@ -73,7 +71,7 @@ def pixart_days(pool: Pool, say: Say) -> Case:
     found_days = []
     for size, features in ((12, "cached"), (3, "online")):
         text = f"{recipe},micro_batch_size={size},features={features}"
-        (theirs,) = rehearsed(pool, "pixart-sigma-xl-2-1024", "v100-32g-sxm2", [text], vae_dtype="fp16")
+        (theirs,) = ran("pixart-sigma-xl-2-1024", "v100-32g-sxm2", [text], vae_dtype="fp16")
         days = theirs.step.seconds * (IMAGES / (32 * size) / DAY)
         found_days.append(days)
         title = f"as in its repository: data parallel, micro-batch {size}, all blocks recomputed, features {features}"
@@ -87,8 +85,8 @@ def pixart_days(pool: Pool, say: Say) -> Case:
         [
             "A V100 computes no bf16 and has no flash attention: fp16 with loss scaling, and memory-efficient "
             "attention. Plans are from cached features; the days are of training alone, without extraction, validation "
-            "or a queue, each card computing all the time.",
-            "The repository's recipe says 12 samples a card with features extracted before, and 3 without: the last "
+            "or a queue, with each GPU computing all the time.",
+            "The repository's recipe says 12 samples a GPU with features extracted before, and 3 without: the last "
             f"rows are of these. 17 days are {_place(17, cached_days)} what an epoch takes so from cached features, "
             f"and {_place(17, online_days)} what it takes with the VAE and T5-XXL online.",
             "No receipt of a V100 narrows the roofline: low and high are both possible.",

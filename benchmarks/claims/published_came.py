@@ -1,8 +1,8 @@
-"""A rehearsal with CAME as it was published: `python benchmarks/claims/published_came.py REQUEST.json RESULT.json`.
+"""Two recorded steps with CAME as it was published: `python published_came.py REQUEST.json RESULT.json`.
 
-The released code factors the last two dimensions of every weight, so that a 1×1 convolution [O, I, 1, 1] keeps four
-statistics of [O, I] where bigdit keeps four vectors. It is put in the place of bigdit's view here, in a process of its
-own, for benchmarks/scenarios.py; no strategy can ask for it.
+The released code factors the last two dimensions of every weight. A 1×1 convolution [O, I, 1, 1] then keeps four
+statistics of [O, I], where bigdit keeps four vectors. This file replaces bigdit's view by that, in a process of its own
+on an emulated GPU, for benchmarks/scenarios.py. No strategy can ask for it.
 
 Source: came_pytorch/CAME.py of github.com/yangluo7/CAME. Its temporaries are not copied: three of the size of one
 weight, where bigdit has one.
@@ -15,13 +15,14 @@ import sys
 from pathlib import Path
 
 import torch
-from bigdit.rehearse.worker import answer
 
 from bigdit import libraries
 from bigdit.files import write_text
 from bigdit.optim import factored
 from bigdit.optim.factored import State
 from bigdit.optim.shards import local
+from bigdit.profile.recorded import recorded
+from bigdit.profile.request import StepRequest
 
 
 def factors(param: torch.Tensor) -> bool:
@@ -58,7 +59,7 @@ if __name__ == "__main__":
     libraries.prepare()
     factored.factors, factored.as_matrix = factors, as_it_is
     factored.start, factored.update, factored.divide_by_root_ = start, update, divide_by_root_
-    found, _ = answer(Path(sys.argv[1]).read_text())
-    write_text(Path(sys.argv[2]), found)
+    found = recorded(StepRequest.model_validate_json(Path(sys.argv[1]).read_text()))
+    write_text(Path(sys.argv[2]), found.model_dump_json())
     sys.stderr.flush()
-    os._exit(0)  # with the fake device registered, an interpreter does not shut down cleanly
+    os._exit(0)  # threads of process groups may abort at exit

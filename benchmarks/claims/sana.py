@@ -2,32 +2,40 @@
 
 from __future__ import annotations
 
-from bigdit.rehearse.pool import Pool
+from emulated import non_torch
 
-from bigdit.search.asking.ask import question_for
+from bigdit import catalog
+from bigdit.config.strategy import parse_strategy
+from bigdit.memory.timeline import Category
+from bigdit.profile.attempt import Profile
+from bigdit.search.finding.evidence import UNPROVED
+from bigdit.search.finding.verdict import process, verdict_of
 from bigdit.search.plan import Plan
 from bigdit.units import gib
-from claims.answers import Case, Found, Say, between, explained, largest, option, plan, published_came, rehearsed
+from claims.answers import Case, Say, between, largest, plan, profiles, published_came
+
+MODEL, GPU = "sana-1600m", "a40"
+WHOLE = "features=online,micro_batch_size=64,optimizer.name=came"
+ONE = "checkpointed_blocks=all,optimizer.name"
+YAML = "checkpointed_blocks=all,features=online,precision=fp32,optimizer.name"
 
 
-def came_on_sana(pool: Pool, say: Say) -> Case:
+def live(found: Profile, category: Category) -> int:
+    """The most bytes of this category at any phase's peak."""
+    return max(phase.at_peak.get(category, 0) for phase in found.ledger.phases)
+
+
+def came_on_sana(say: Say) -> Case:
     """Sana-1600M online at the YAML's batch, and three optimizers at a batch of one."""
-    model, card = "sana-1600m", "a40"
-    whole = "features=online,micro_batch_size=64,optimizer.name=came"
-    plain, recomputed, chunked = rehearsed(
-        pool,
-        model,
-        card,
-        [whole, f"{whole},checkpointed_blocks=all", f"{whole},checkpointed_blocks=all,encode_chunk=4"],
-    )
-    one = "checkpointed_blocks=all,optimizer.name"
-    adamw, came = rehearsed(pool, model, card, [f"{one}=adamw", f"{one}=came"])
-    yaml = "checkpointed_blocks=all,features=online,precision=fp32,optimizer.name"
-    yaml_adamw, yaml_came = rehearsed(pool, model, card, [f"{yaml}=adamw", f"{yaml}=came"])
+    texts = [
+        WHOLE,
+        f"{WHOLE},checkpointed_blocks=all",
+        f"{WHOLE},checkpointed_blocks=all,encode_chunk=4",
+        *(f"{base}={name}" for base in (ONE, YAML) for name in ("adamw", "came")),
+    ]
+    plain, recomputed, chunked, adamw, came, yaml_adamw, yaml_came = profiles(MODEL, GPU, texts)
     say("case 1: CAME as published")
-    published = published_came(model, card, f"{one}=came")
-    yaml_published = published_came(model, card, f"{yaml}=came")
-    params = adamw.answer.params
+    published, yaml_published = (published_came(MODEL, GPU, f"{base}=came") for base in (ONE, YAML))
     rows = [["run", "optimizer", "state", "allocated", "reserved", "verdict"]]
     for run, name, found in (
         ("batch 64, encoders online, nothing recomputed", "CAME (ours)", plain),
@@ -40,83 +48,74 @@ def came_on_sana(pool: Pool, say: Say) -> Case:
         ("the same", "CAME as published", yaml_published),
         ("the same", "CAME (ours)", yaml_came),
     ):
-        state = found.live("optimizer state")
-        rows.append([run, name, f"{gib(state)}, {state / params:.1f} B a weight", *_taken(found)])
+        state = live(found, "optimizer state")
+        rows.append([run, name, f"{gib(state)}, {state / found.params:.1f} B a weight", *_taken(found)])
+    encode = next(phase for phase in recomputed.ledger.phases if phase.phase == "encode")
     return Case(
         "Sana-1600M, 1024 px, A40, encoders online, CAME, the YAML's batch of 64",
         "Out of memory; and CAME takes more than AdamW (NVlabs/Sana#49).",
         rows,
         [
-            f"Out of memory: encoding 64 pictures at once takes {gib(recomputed.peaks['encode'])} (the VAE in fp32), "
-            f"and without recomputation 64 samples save {gib(plain.live('saved activation'))}. With all blocks "
-            f"recomputed and pictures encoded 4 at a time the process wants {gib(chunked.process_bytes)} of "
-            f"{gib(chunked.usable_bytes)}: {chunked.verdict}.",
-            "CAME as published takes more than AdamW: it factors the last two dimensions, which in a 1×1 convolution "
-            "[O, I, 1, 1] are single, so that four statistics of its size stand in the place of one (20 B a weight "
-            "with the momentum). Half of Sana's weights are such convolutions. Seen as matrices they factor.",
-            "The published optimizer is rehearsed by putting its factoring in the place of ours "
-            "(`benchmarks/claims/published_came.py`); its temporaries are not copied: a few of the size of one weight.",
+            f"Out of memory: encoding 64 images at once takes {gib(encode.peak_bytes)} (the VAE in fp32). Without "
+            f"recomputation 64 samples save {gib(live(plain, 'saved activation'))}. With all blocks recomputed and "
+            f"images encoded 4 at a time torch reserves {gib(chunked.peak_reserved_bytes)} of the GPU's "
+            f"{gib(catalog.gpu(GPU).usable_bytes)}.",
+            "CAME as published takes more than AdamW. It factors the last two dimensions, which in a 1×1 convolution "
+            "[O, I, 1, 1] are single, so that it keeps four statistics of the weight's size (20 B a weight with the "
+            "momentum). Half of Sana's weights are such convolutions. Seen as matrices they factor.",
+            "The published optimizer runs by its factoring in the place of ours "
+            "(`benchmarks/claims/published_came.py`). Its temporaries are not copied: a few of the size of one weight.",
         ],
     )
 
 
-def sana_cached(pool: Pool, say: Say) -> Case:
-    """The largest micro-batches of Sana-1600M on an A40, and what smaller cards take."""
-    question = question_for(model="sana-1600m", gpu="a40", device="rehearsed")
-    total = sum(length for _, length in question.model.block_lists)
+def sana_cached(say: Say) -> Case:
+    """The largest micro-batches of Sana-1600M on an A40, and what smaller GPUs take."""
+    total = catalog.find_model(MODEL).block_count
     depths = (0, total // 4, total // 2, 3 * total // 4, total)
-    rows = [["card", "strategy", *(f"{k} of {total} blocks" for k in depths)]]
-    for title, text in (("AdamW", "optimizer.name=adamw"), ("8-bit AdamW", "optimizer.name=adamw_8bit")):
+    rows = [["GPU", "strategy", *(f"{k} of {total} blocks" for k in depths)]]
+    for title, name in (("AdamW", "adamw"), ("8-bit AdamW", "adamw_8bit")):
         say(f"case 2: {title} on the A40")
-        found = option(pool, question, text)
-        rows.append(["A40", title, *(f"micro-batch {largest(pool, question, found, k)}" for k in depths)])
+        sizes = largest(MODEL, GPU, f"optimizer.name={name}", depths)
+        rows.append(["A40", title, *(f"micro-batch {size}" for size in sizes)])
     why = [
-        f"With k of {total} blocks recomputed, the micro-batches are the largest that FIT, and the next do not: both "
-        "were rehearsed at full depth, with expandable segments. They keep 0.3 % free for what torch may reserve "
-        "beyond that, for no A40 has been measured yet.",
+        f"With k of {total} blocks recomputed, the micro-batches are the largest that fit: one more does not. "
+        f"Expandable segments are on. {UNPROVED.share:.1%} stays free for what torch may reserve beyond that, since no "
+        "A40 has been measured yet.",
     ]
     for card in ("rtx-4090", "rtx-4080", "rtx-3060-12g"):
-        found_plan = plan(say, model="sana-1600m", gpu=card)
-        why.append(
-            f"{found_plan.question.gpu.title} ({gib(found_plan.question.gpu.usable_bytes)}): {_chosen(found_plan)}"
-        )
-    return Case(
-        "Sana-1600M, 1024 px, A40, cached features, bf16, AdamW",
-        "Fits.",
-        rows,
-        why,
-    )
+        found = plan(say, model=MODEL, gpu=card)
+        why.append(f"{found.question.gpu.title} ({gib(found.question.gpu.usable_bytes)}): {_chosen(found)}")
+    return Case("Sana-1600M, 1024 px, A40, cached features, bf16, AdamW", "Fits.", rows, why)
 
 
-def sana_waterfall(pool: Pool, say: Say) -> Case:
-    """From what is copied to what fits, with one process and with ZeRO-2 on one card."""
+def sana_waterfall(say: Say) -> Case:
+    """From what is copied to what fits, on a single GPU and with ZeRO-2 on it."""
     rows = [["start", "change", "process", "verdict", "why"]]
-    for title, engine in (("one process", None), ("ZeRO-2", "zero2")):
-        found = plan(say, model="sana-1600m", gpu="a40", engine=engine)
-        for step in explained(pool, found):
+    for title, engine in (("single GPU", None), ("ZeRO-2", "zero2")):
+        for step in plan(say, model=MODEL, gpu=GPU, engine=engine, explain=True).waterfall:
             rows.append([title, step.change, gib(step.process_bytes), step.verdict, step.saved_by])
     return Case(
         "Batch 1 of a 1.6 B model on 48 GB",
         "Out of memory.",
         rows,
         [
-            "A card of 48 GB gives 44.35 GiB. fp32 weights, gradients, AdamW and an average take 20 B a weight, the "
-            "update's temporaries 4 more, the encoders 6 GiB: at one sample this is at the card's limit in one "
-            "process, and beyond it with DeepSpeed's flat copies.",
-            "Smaller buckets save nothing on one card: DeepSpeed allocates the gradients of its whole partition when "
-            "it reduces the first bucket, and with small ones that is early, when more activations are alive.",
-            "Bars before recomputation are from siblings of 3 and 5 blocks, and all of them with expandable segments, "
-            "which are not in what people copy: with torch's default allocator they are longer.",
+            "A GPU of 48 GB gives 44.35 GiB. fp32 weights, gradients, AdamW and an EMA take 20 B a weight, the "
+            "update's temporaries 4 more, the encoders 6 GiB. One sample is then at the limit on a single GPU, and "
+            "beyond it with DeepSpeed's flat copies.",
+            "Smaller buckets save nothing on one GPU: DeepSpeed allocates the gradients of its whole partition when it "
+            "reduces the first bucket. With small ones that is early, when more activations are allocated.",
+            "All bars are with expandable segments, which people's copied settings lack: with torch's default "
+            "allocator they are longer.",
         ],
     )
 
 
-def _taken(found: Found) -> list[str]:
-    return [
-        f"{gib(found.answer.ledger.peak_allocated_bytes)} ({found.deciding})",
-        gib(found.reserved_bytes),
-        found.verdict,
-    ]
+def _taken(found: Profile) -> list[str]:
+    gpu = catalog.gpu(GPU)
+    taken = process(found.peak_reserved_bytes, non_torch(parse_strategy(["single"]), gpu), UNPROVED)
+    peak = f"{gib(found.ledger.peak_allocated_bytes)} ({found.ledger.deciding.phase})"
+    return [peak, gib(found.peak_reserved_bytes), verdict_of(taken, gpu.usable_bytes)]
 
 
 def _chosen(found: Plan) -> str:

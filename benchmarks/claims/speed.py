@@ -1,4 +1,4 @@
-"""Speeds of training that were published, with their conditions; of each what it was rehearsed as."""
+"""Speeds of training that were published, with their conditions and the strategy that comes nearest to each."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What the matrix of real training steps asks of one H100: model, strategy, depth, allocator; most important first.
 
-Written down before its first run. Points whose micro-batch is one more than the largest are to run out of memory.
+All points were written down before the first run. A micro-batch of one more than the largest is to run out of memory.
 """
 
 from __future__ import annotations
@@ -9,21 +9,21 @@ import re
 from dataclasses import dataclass
 from itertools import chain, zip_longest
 
-from refereed.rows import Row
-
-from bigdit.catalog import Gpu
+from bigdit import catalog
+from bigdit.catalog import FAMILIES, CatalogModel, Gpu
+from bigdit.config.strategy import parse_strategy
 from bigdit.objective_spec import FlowMatchingSpec
-from bigdit.profile.request import StepRequest
+from bigdit.profile.request import StepRequest, request_for
 
 GPU = "h100-sxm"
 
-TRAINED_BY = {"hunyuandit-v1.2": FlowMatchingSpec()}
-"""What models were trained by when they were measured, where they are trained by another objective since."""
+MEASURED_BY = FlowMatchingSpec()
+"""The objective of all measured runs. Some models have another one now."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """A strategy of one process for a model with at most `blocks` of each list of blocks (0: whole).
+    """A strategy on one GPU for a model with at most `blocks` of each kind of block (0: the whole model).
 
     `held_out`: measured last; no rule and no constant is made from it.
     """
@@ -45,10 +45,35 @@ class Point:
         return re.sub(r"[^a-z0-9.]+", "-", self.name.lower()).strip("-")
 
     def question(self) -> tuple[StepRequest, Gpu]:
-        """As the referee asks, by what the card trained the model. Raises UserError as its rows do."""
-        request, gpu = Row(self.model, GPU, self.strategy, self.blocks).question()
-        objective = TRAINED_BY.get(self.model, request.objective)
-        return request.model_copy(update={"objective": objective}), gpu
+        """The two steps, with the objective of the measured run, and the GPU.
+
+        Raises UserError for what the catalogue does not know.
+        """
+        gpu, model = catalog.resolve_gpu(GPU), catalog.find_model(self.model)
+        if self.blocks:
+            model = few_blocks(model, self.blocks)
+        request = request_for(model, gpu, parse_strategy([self.strategy]))
+        return request.model_copy(update={"objective": MEASURED_BY}), gpu
+
+
+def few_blocks(model: CatalogModel, most: int) -> CatalogModel:
+    """`model` with at most so many blocks of each kind; blocks with a second attention (SD3.5-M) are a kind."""
+    inputs = FAMILIES[model.spec.class_name]
+    most += most % 2 if inputs.even else 0
+    kwargs, lists = dict(model.spec.kwargs), []
+    for name, length in model.block_lists:
+        kept = length
+        if name in inputs.depths:
+            dual = kwargs.get("dual_attention_layers") or []
+            kept = min(len(dual), most) + min(length - len(dual), most)
+            kwargs[inputs.depths[name]] = kept
+            if dual:
+                kwargs["dual_attention_layers"] = dual[:most]
+        lists.append((name, kept))
+    if "llama_layers" in kwargs:  # of HiDream: the layer of Llama that each block reads
+        kwargs["llama_layers"] = kwargs["llama_layers"][: sum(kept for _, kept in lists)]
+    spec = model.spec.model_copy(update={"kwargs": kwargs})
+    return model.model_copy(update={"spec": spec, "params": None, "block_lists": tuple(lists)})
 
 
 SANA, SMALL_SANA, PIXART, DIT = "sana-1600m-1024", "sana-600m-1024", "pixart-sigma-xl-2-1024", "dit-xl-2-paper"

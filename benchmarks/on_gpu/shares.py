@@ -1,6 +1,6 @@
-"""What operators reached of an H100 by kind, and how many launches its steps had beside what an emulated card counts.
+"""What operators reached of an H100 by kind, and how many launches its steps had beside those of an emulated GPU.
 
-The constants of speed/roofline.py and speed/launches.py that name this page are read from here.
+The constants of speed/roofline.py and speed/launches.py that name gpu_matrix.md come from here.
 """
 
 from __future__ import annotations
@@ -8,18 +8,17 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
-from bigdit.rehearse.pool import Pool
-
 from bigdit import catalog
 from bigdit.catalog import Gpu
 from bigdit.errors import UserError
-from bigdit.profile.attempt import Attempts
+from bigdit.profile.attempt import Attempt
+from bigdit.profile.cards import Cards
 from bigdit.profile.lanes import WorkerError
 from bigdit.profile.measured.run import Timing
 from bigdit.speed.amounts import Amount
 from bigdit.speed.work import Load, work_of
 from on_gpu.page import measured
-from on_gpu.points import GPU, POINTS, Point
+from on_gpu.points import GPU, POINTS
 
 KINDS = {
     "products": ("mm", "addmm"),
@@ -37,7 +36,7 @@ KINDS = {
     "sums": ("sum", "mean", "amax", "amin", "_foreach_norm", "linalg_vector_norm"),
     "optimizer": ("_fused_adamw_",),
 }
-"""Operators by kind, by the profiler's names and by a rehearsal's."""
+"""Operators by kind, by the profiler's names and by those of counted work."""
 
 _KIND = {operator: kind for kind, operators in KINDS.items() for operator in operators}
 _LEAST = 0.01
@@ -47,25 +46,25 @@ _LEAST = 0.01
 def shares(*, held_out: bool) -> None:
     """Print both for the points that were timed; those held out only to look at what was made of the others."""
     gpu, timings = catalog.resolve_gpu(GPU), {each.name: each.timing for each in measured()}
-    with Pool(1, timeout_s=300) as pool, Attempts(gpu) as cards:
+    with Cards(gpu, 1) as cards:
         for point in POINTS:
             timing = timings.get(point.name)
-            if point.held_out == held_out and timing is not None:
-                print(point.name, _launches(cards, point, gpu, timing), sep="\n", flush=True)
-                (answer,) = pool.rehearse([point.question()[0]])
-                if not isinstance(answer, UserError):
-                    strategy = point.question()[0].strategy
-                    load = work_of(answer.timeline, strategy).accumulated(strategy.grad_accum_steps)
-                    print(*_lines(_seconds(timing), _amounts(load), gpu), sep="\n", flush=True)
+            if point.held_out != held_out or timing is None:
+                continue
+            request, _ = point.question()
+            try:
+                found = cards.attempt(request, gpu.usable_bytes, counted=True)
+            except (UserError, WorkerError) as error:
+                print(point.name, f"  not counted: {error}", sep="\n", flush=True)
+                continue
+            load = work_of(found.work, request.strategy).accumulated(request.strategy.grad_accum_steps)
+            lines = _lines(_seconds(timing), _amounts(load), gpu)
+            print(point.name, _launches(found, timing), *lines, sep="\n", flush=True)
 
 
-def _launches(cards: Attempts, point: Point, gpu: Gpu, timing: Timing) -> str:
+def _launches(found: Attempt, timing: Timing) -> str:
     took = f"  {timing.seconds_per_step:.4f} s, kernels {sum(each.seconds for each in timing.kernels.values()):.4f} s"
     real = sum(each.count for each in timing.kernels.values())
-    try:
-        found = cards.run(point.question()[0], gpu.usable_bytes, timeout_s=300)
-    except (UserError, WorkerError) as error:
-        return f"{took}; {real} launches measured, none counted: {error}"
     counted = sum(each.launches for each in found.launched.values())
     return f"{took}; {real} launches measured, {counted} counted ({counted / real - 1:+.0%})"
 
@@ -79,7 +78,7 @@ def _seconds(timing: Timing) -> dict[str, float]:
 
 
 def _amounts(load: Load) -> dict[str, Amount]:
-    """By kind, what a rehearsal says of them."""
+    """By kind, what was counted."""
     found: defaultdict[str, Amount] = defaultdict(Amount)
     for operation, amount in load.operations.items():
         if operation.place == "device":

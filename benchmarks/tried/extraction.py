@@ -1,4 +1,4 @@
-"""`bigdit extract` of a recipe on its emulated cards, of made-up samples, beside what its rehearsal says."""
+"""`bigdit extract` of a recipe on its emulated GPUs, with made-up samples, beside attempts of its encoders alone."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ from bigdit.search.needs.encode_batch import EncodeBatch, encode_batch
 
 ROOT = Path(__file__).parents[2]
 MOST = 8
-"""Pictures of a size; of videos one, whose frames are as many."""
+"""Images of a size. Of videos one, which has as many frames."""
 
 
 def stages_of(found: Recipe) -> list[dict[str, Any]]:
-    """What its YAML says of each stage; of a run without stages what it says."""
+    """The YAML of each stage; of a run without stages the whole."""
     documents, _ = read_stages(_file(found, MEASURED.parent), [])
     return documents
 
 
 def waiting_bytes(found: Recipe) -> int:
-    """Of encoders' weights that wait on the host while `bigdit extract` has encoders take turns; 0 where it has not."""
+    """Bytes of encoders' weights that wait on the host where encoders take turns; 0 where they do not."""
     turns = [each for each in encode_batches(found, MEASURED.parent) if each.way == "in turns"]
     return max((round(each.need.waiting) for each in turns), default=0)
 
 
 def emulated_bytes(found: Recipe, folder: Path, samples: int) -> int | None:
-    """What torch allocates for so many samples by the rehearsal, or for as many as are encoded at once where these are
-    fewer, of a recipe in `folder`, whose encoders' weights are there; None where the catalogue has not all encoders."""
+    """What torch allocates for so many samples by the encoders alone, or for as many as it encodes at once if these are
+    fewer. The recipe and its encoders' weights lie in `folder`. None if the catalogue lacks an encoder."""
     taken = (each.need.taken(each.way, min(each.size, samples)) for each in encode_batches(found, folder) if each.way)
     return max(map(round, taken), default=None)
 
 
 def encode_batches(found: Recipe, folder: Path) -> list[EncodeBatch]:
-    """What each stage of a recipe in `folder` encodes at once by itself, where the catalogue has all encoders."""
+    """What each stage of a recipe in `folder` encodes at once, if the catalogue has all encoders."""
     gpu, (documents, _) = catalog.resolve_gpu(found.about.gpu), read_stages(_file(found, folder), [])
     batches = (encode_batch(parse_run(document, found.name), gpu) for document in documents)
     return [each for each in batches if each is not None]
@@ -58,8 +58,8 @@ def _file(found: Recipe, folder: Path) -> Path:
 
 
 def extraction(found: Recipe, hub: Path, folder: Path) -> Extraction:
-    """What extraction takes of a card: of MOST pictures, or of one video, of each of the largest sizes, with captions
-    that fill all tokens. Raises RuntimeError where it does not end well."""
+    """What extraction takes of a GPU, for MOST images or one video of each of the largest sizes. Captions fill all
+    tokens. Raises RuntimeError where it does not end well."""
     each = 1 if found.samples == "videos" else MOST
     run = extracted(found, hub, folder, each)
     if run.exit_status or run.highest is None:
@@ -75,7 +75,7 @@ def extraction(found: Recipe, hub: Path, folder: Path) -> Extraction:
 
 
 def extracted(found: Recipe, hub: Path, folder: Path, each: int, *changed: str, values: bool = True) -> Run:
-    """`bigdit extract` on the recipe's cards, in `folder`, of so many samples of each size; what its processes took.
+    """`bigdit extract` on the recipe's GPUs, in `folder`, of so many samples of each size; what its processes took.
 
     Without `values` it is sooner done, and a pipeline that keeps the tokens that a mask says, such as Qwen-Image's,
     keeps none.

@@ -184,14 +184,15 @@ def _look_at_engines(health: Health, errors: dict[str, str | None]) -> None:
 
 
 def _look_at_emulated_cards(health: Health) -> None:
-    from bigdit.emulator import build
+    from bigdit.emulator import build, interpreter
     from bigdit.errors import UserError
 
-    torch, python = _cuda_torch(health)
+    compiler = python = torch = None
     try:
         compiler = build.compiler()
+        found = interpreter.cuda_python()
+        torch, python = interpreter.cuda_build(found), str(found)
     except UserError as error:
-        compiler = None
         health.fixes.extend(error.problems)
     cache = build.cache_folder()
     nearest = next(folder for folder in (cache, *cache.parents) if folder.exists())
@@ -199,19 +200,6 @@ def _look_at_emulated_cards(health: Health) -> None:
         health.fixes.append(f"{nearest} cannot be written, and emulated cards are built in {cache}: set BIGDIT_CACHE")
     builds = sum(folder.name.isalnum() for folder in cache.iterdir()) if cache.is_dir() else 0
     health.emulated = EmulatedCard(torch, python, compiler, str(cache), builds)
-
-
-def _cuda_torch(health: Health) -> tuple[str | None, str | None]:
-    """The CUDA build of torch that emulated cards have, and whose it is."""
-    from bigdit.emulator.interpreter import cuda_build, cuda_python
-    from bigdit.errors import UserError
-
-    try:
-        python = cuda_python()
-        return cuda_build(python), str(python)
-    except UserError as error:
-        health.fixes.extend(f"emulated cards: {problem}" for problem in error.problems)
-        return None, None
 
 
 def _import_error(code: str) -> str | None:

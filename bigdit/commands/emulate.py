@@ -41,6 +41,9 @@ def run(
     process runs out of memory and does not go on, and else as the command does, but with 1 for a command's own 2. With
     --json what the command prints goes to stderr.
     """
+    from bigdit.emulator.interpreter import check_machine
+
+    check_machine()  # first, so that what is missing is said at once
     from bigdit import catalog, log
     from bigdit.emulator.card import CARDS_MOST
     from bigdit.errors import UserError

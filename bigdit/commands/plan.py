@@ -99,9 +99,11 @@ def run(
 
     Exit status: 0 where it fits or is tight, 2 where it does not fit, 1 for what cannot be asked.
     """
+    from bigdit.emulator.interpreter import cuda_python
     from bigdit.errors import UserError
     from bigdit.search.asking.ask import question_for
 
+    cuda_python()  # first, so that a missing one is said at once
     of_cards: dict[str, Any] = {
         "gpu": gpu,
         "gpu_memory": gpu_memory,

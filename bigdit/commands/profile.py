@@ -34,6 +34,9 @@ def run(
     as_json: Json = False,
 ) -> int:
     """Run two training steps of one strategy on an emulated GPU, and show their memory by phase and by category."""
+    from bigdit.emulator.interpreter import cuda_python
+
+    cuda_python()  # first, so that a missing one is said at once
     from bigdit import catalog, log
     from bigdit.config.strategy import parse_strategy
     from bigdit.files import check_writable

@@ -1,63 +1,113 @@
-"""The interpreter with the CUDA build of torch."""
+"""The interpreter that emulated GPUs run in. It has the CUDA build of torch, which nothing here imports."""
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
+import platform
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-from bigdit.checkout import ROOT, in_checkout
-from bigdit.errors import UserError
+from bigdit.checkout import ROOT
+from bigdit.emulator.build import compiler
+from bigdit.errors import UserError, versions
+from bigdit.kept import cache_root
+
+CUDA = "13"
+"""The major version of CUDA whose functions the stub libraries have."""
 
 
 def cuda_python() -> Path:
-    """The interpreter of an environment with the CUDA build of torch: BIGDIT_CUDA_PYTHON, or this one where it has it,
-    or that of a checkout's `.venv-cuda`.
+    """The interpreter that `find_cuda_python` finds.
 
-    Raises UserError where there is none.
+    Raises UserError where emulated GPUs cannot run, with the command that mends it.
     """
-    chosen, own = os.environ.get("BIGDIT_CUDA_PYTHON"), Path(sys.executable)
-    if not chosen and _has_cuda(own):
-        return own
-    python = Path(chosen or ROOT / ".venv-cuda" / "bin" / "python")
-    if not python.exists():
-        missing = f"{python} is no interpreter with" if chosen or in_checkout() else f"{own} is without"
-        raise UserError(f"{missing} the CUDA build of torch; {_mends()}")
-    return python
+    check_machine()
+    found = find_cuda_python()
+    if found is None:
+        raise UserError(
+            f"emulated GPUs need torch for CUDA {CUDA}, and {_without(Path(sys.executable))}; run `bigdit setup` once"
+        )
+    return found
 
 
-def _mends() -> str:
-    """What sets up an interpreter with the CUDA build of torch."""
-    if in_checkout():
-        return "`make cuda` sets one up in .venv-cuda, and BIGDIT_CUDA_PYTHON names another"
-    return (
-        "`pip install --force-reinstall torch` with no index of CPU builds has it on Linux, and BIGDIT_CUDA_PYTHON "
-        "names another interpreter that has it, and what bigdit needs"
-    )
+def check_machine() -> None:
+    """Raise UserError unless this is Linux on x86-64 with a C compiler."""
+    system, machine = platform.system(), platform.machine()
+    if (system, machine) != ("Linux", "x86_64"):
+        raise UserError(f"emulated GPUs run on Linux on x86-64 only, and this is {system} on {machine}")
+    compiler()
 
 
-def _has_cuda(python: Path) -> bool:
+def find_cuda_python() -> Path | None:
+    """The interpreter that BIGDIT_CUDA_PYTHON names. If unset, the first with the CUDA build of torch among this one,
+    a checkout's `.venv-cuda` and that of `bigdit setup`; None if none has it.
+
+    Raises UserError if the named one is without it.
+    """
+    if chosen := os.environ.get("BIGDIT_CUDA_PYTHON"):
+        _check_chosen(Path(chosen))
+        return Path(chosen)
+    places = (Path(sys.executable), python_of(ROOT / ".venv-cuda"), python_of(own_environment()))
+    return next((each for each in places if _suits(each)), None)
+
+
+def _check_chosen(python: Path) -> None:
     try:
         cuda_build(python)
-    except UserError:
-        return False
-    return True
+    except UserError as error:
+        raise UserError(f"BIGDIT_CUDA_PYTHON: {error}; name another, or unset it and run `bigdit setup`") from None
+
+
+def cuda_build(python: Path) -> str:
+    """The version of the torch that `python` has, and of the CUDA that it was built for.
+
+    Raises UserError if it has none, or another build.
+    """
+    if not _suits(python):
+        raise UserError(_without(python))
+    return " CUDA ".join(_torch_of(python))
+
+
+def _suits(python: Path) -> bool:
+    return _torch_of(python)[1].partition(".")[0] == CUDA
+
+
+def _without(python: Path) -> str:
+    torch, _ = _torch_of(python)
+    if not torch:
+        return f"{python} has no torch" if shutil.which(python) else f"{python} cannot be run"
+    return f"{python} has torch {torch}, not its build for CUDA {CUDA}"
 
 
 @functools.cache
-def cuda_build(python: Path) -> str:
-    """The version of the torch that `python` has, with the CUDA that it was built for, read without importing it."""
+def _torch_of(python: Path) -> tuple[str, str]:
+    """The versions of torch and its CUDA, without importing it; empty for what is missing."""
     script = (
         "import importlib.util as u, pathlib as p;"
         "print(p.Path(u.find_spec('torch').origin).with_name('version.py').read_text())"
     )
-    done = subprocess.run([python, "-c", script], capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run([python, "-P", "-c", script], capture_output=True, text=True, check=False)
+    except OSError:
+        return "", ""
     found: dict[str, str] = {}
-    for name, given, text in (line.partition("=") for line in done.stdout.splitlines()):
-        if given and name.split(":")[0].strip() in ("__version__", "cuda"):
-            found[name.split(":")[0].strip()] = text.strip().strip("'")
-    if found.get("cuda", "None").endswith("None"):
-        raise UserError(f"{python} has torch {found.get('__version__', '(none)')}, which is no CUDA build; {_mends()}")
-    return f"{found['__version__']} CUDA {found['cuda']}"
+    for name, _, text in (line.partition("=") for line in done.stdout.splitlines()):
+        found.setdefault(name.split(":")[0].strip(), text.strip().strip("'"))
+    return found.get("__version__", ""), found.get("cuda", "").removesuffix("None")
+
+
+def own_environment() -> Path:
+    """The folder of the environment that `bigdit setup` makes for this one. It holds another build of the same torch,
+    and shares all else, so torch, Python and this environment name it."""
+    torch, (major, minor) = versions()["torch"].partition("+")[0], sys.version_info[:2]
+    digest = hashlib.sha256(sys.prefix.encode()).hexdigest()[:8]
+    return cache_root() / "cuda" / f"torch-{torch}-py{major}.{minor}-{digest}"
+
+
+def python_of(environment: Path) -> Path:
+    """The interpreter of a virtual environment."""
+    return environment / "bin" / "python"

@@ -14,7 +14,7 @@ from threading import Lock
 from typing import TypeVar
 
 from bigdit.catalog import Gpu
-from bigdit.checkout import ROOT, own_module
+from bigdit.checkout import ROOT, in_checkout, own_module
 from bigdit.emulator import emulated_environment
 from bigdit.emulator.interpreter import cuda_build, cuda_python
 from bigdit.errors import UserError
@@ -302,4 +302,6 @@ def worker_environment(
         own.pop(name, None)
     own["PYTORCH_ALLOC_CONF"] = f"expandable_segments:{expandable_segments}"
     card = emulated_environment(gpu, ranks, state, peers=ranks > 1)
-    return own | card | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join((str(ROOT), card["PYTHONPATH"]))}
+    # Where pip installed bigdit, the folder has a torch too, which must not come before the CUDA build.
+    path = os.pathsep.join([*([str(ROOT)] if in_checkout() else []), card["PYTHONPATH"]])
+    return own | card | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": path}

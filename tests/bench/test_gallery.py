@@ -112,7 +112,10 @@ def test_a_cell_is_what_bench_memory_finds_where_one_more_runs_by_retries_alone(
     done = bigdit("bench", "memory", *asked, "--json")
     assert done.returncode == 0, done.stderr
     (curve,) = (Curve.model_validate(each) for each in json.loads(done.stdout)["curves"])
-    assert [(point.emulated.ran_out, point.emulated.retries > 0) for point in curve.points] == [(None, False), (None, True)]
+    assert [(point.emulated.ran_out, point.emulated.retries > 0) for point in curve.points] == [
+        (None, False),
+        (None, True),
+    ]
     assert [point.peaks.fits for point in curve.points] == [True, False]
     assert curve.largest == cell.largest
 

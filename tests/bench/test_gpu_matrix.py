@@ -1,4 +1,4 @@
-"""Steps of a real H100, which was measured once: what was predicted of them before, and today, against what it took."""
+"""Steps of a real H100, measured once, beside what the emulated GPU said before, and says today."""
 
 import importlib.metadata
 import os
@@ -11,42 +11,34 @@ import venv
 from pathlib import Path
 
 import pytest
-from bigdit.rehearse import rehearse
 from commands import ROOT, run_command
-from on_gpu.page import MEASURED, errors, measured, page, report
+from on_gpu.page import MEASURED, beside, errors, measured, page, replayed, report
 from on_gpu.page import PAGE as MATRIX
 from on_gpu.points import POINTS
-from on_gpu.predicted import PREDICTED, Predictions, rehearsed
+from on_gpu.predicted import PREDICTED, Predictions, predicted
 
 from bigdit import catalog
 from bigdit.emulator import emulated_environment
 from bigdit.emulator.interpreter import cuda_python
-from bigdit.units import MIB
+from bigdit.profile.cards import Cards
 
 LIBRARIES = f"lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
-PAGE = 2 * MIB  # what an allocator with expandable segments takes at a time
-ASKED = (
+AGAIN = (
     "hunyuandit-v1.2 (2 blocks)",
     "sd3-medium (2 blocks)",
     "flux.2-klein-4b (2 blocks)",
-    "sana-1600m-1024 (2 blocks)",
+    "sana-1600m-1024 (2 blocks) · zero3",
+    "dit-b-4-paper",
 )
-# Of Sana's, the points that one process trains on features, in formats that need no other library.
-LEFT_OUT = ("online", "zero", "fp16", "default allocator")
 
-# The share of what was measured that the median, 95 % and all of the points are within. Of the emulated card one model
-# decides the worst, whose experts get tokens by their values: gpu_matrix.md says what differs, and why.
-WITHIN = {
-    ("rehearsed", "allocated"): (0.0001, 0.001, 0.0035),
-    ("rehearsed", "reserved"): (0.0001, 0.002, 0.007),
-    ("emulated", "allocated"): (0, 0.0001, 0.03),
-    ("emulated", "reserved"): (0, 0.001, 0.011),
-}
+# The share of what was measured that the median, 95 % and all of the points are within. One model decides the worst,
+# whose experts get tokens by their values: gpu_matrix.md says what differs, and why.
+WITHIN = {"allocated": (0, 0.0001, 0.03), "reserved": (0, 0.001, 0.011)}
 
 
 @pytest.fixture(scope="module")
 def predictions():
-    """What both devices said of all points, before they were measured."""
+    """What the emulated GPU said of all points, before they were measured."""
     return Predictions.model_validate_json(PREDICTED.read_bytes())
 
 
@@ -83,18 +75,17 @@ def test_an_attempt_that_failed_takes_the_place_of_no_measurement(tmp_path, monk
     assert MEASURED.read_bytes() == before
 
 
-@pytest.mark.parametrize(("side", "what"), WITHIN)
-def test_what_was_predicted_of_every_point_is_what_an_h100_took(side, what, predictions, record_property):
-    taken = {each.name: each for each in measured()}
-    found = errors([(each, taken[each.name]) for each in predictions.points if each.name in taken], side, what)
-    record_property("found", f"an H100's {what} bytes, {side}: {found.compared} points, {found.said}")
+@pytest.mark.parametrize("what", WITHIN)
+def test_what_was_predicted_of_every_point_is_what_an_h100_took(what, predictions, record_property):
+    found = errors(beside(predictions, {each.name: each for each in measured()}), what)
+    record_property("found", f"an H100's {what} bytes: {found.compared} points, {found.said}")
     assert found.compared == 55
-    median, p95, worst = WITHIN[side, what]
+    median, p95, worst = WITHIN[what]
     assert (found.median <= median, found.p95 <= p95, abs(found.worst) <= worst) == (True, True, True), found
 
 
-def test_the_page_says_what_was_predicted_and_measured(predictions):
-    assert MATRIX.read_text() == page(predictions, {each.name: each for each in measured()})
+def test_the_page_says_what_was_predicted_replayed_and_measured(predictions):
+    assert MATRIX.read_text() == page(predictions, replayed(), {each.name: each for each in measured()})
 
 
 def test_how_wide_seconds_are_is_what_the_faq_says():
@@ -103,21 +94,18 @@ def test_how_wide_seconds_are_is_what_the_faq_says():
     assert said in " ".join((ROOT / "docs/faq.md").read_text().split())
 
 
-@pytest.mark.xdist_group("referee")
-def test_rehearsals_of_today_come_to_what_an_h100_took():
-    wanted = [p for p in POINTS if p.name.startswith(ASKED) and not any(word in p.name for word in LEFT_OUT)]
+@pytest.mark.slow
+def test_steps_of_today_reserve_what_an_h100_did(monkeypatch):
+    """By the torch of the measurement."""
+    monkeypatch.setenv("BIGDIT_CUDA_PYTHON", str(ROOT / ".venv-oldest/bin/python"))
     taken = {each.name: each for each in measured()}
-    offs = {}
-    for point in wanted:
-        request, gpu = point.question()
-        phases = rehearsed(rehearse(request).sizes[0].timeline, point, gpu)
-        assert [each.phase for each in phases] == [each.phase for each in taken[point.name].phases]
-        ours, theirs = (max(each.reserved for each in side) for side in (phases, taken[point.name].phases))
-        offs[point.name] = ours - theirs
-    assert len(offs) == 5
-    # The card had torch 2.11: its blocks are a little smaller or larger than those of this torch.
-    assert max(map(abs, offs.values())) <= PAGE, offs
-    assert statistics.median(offs.values()) == 0, offs
+    asked = [point for point in POINTS if point.name.startswith(AGAIN) and point.name in taken]
+    assert len(asked) == len(AGAIN)
+    with Cards(catalog.resolve_gpu("h100-sxm"), 1) as cards:
+        found = {point.name: predicted(point, cards).emulated for point in asked}
+    assert {name: each.reserved for name, each in found.items()} == {
+        point.name: taken[point.name].peaks.reserved for point in asked
+    }
 
 
 RUN_ONE = """

@@ -241,12 +241,12 @@ def test_what_emulated_cards_need(monkeypatch, tmp_path):
     monkeypatch.setenv("BIGDIT_CUDA_PYTHON", str(plain))
     card, (fix,) = found()
     assert card.torch is None
-    assert fix.startswith(f"emulated cards: {plain} has torch 2.13.0+cpu, which is no CUDA build; `make cuda` sets one")
+    assert fix.startswith(f"BIGDIT_CUDA_PYTHON: {plain} has torch 2.13.0+cpu, not its build for CUDA 13; name another")
     monkeypatch.setenv("BIGDIT_CUDA_PYTHON", str(tmp_path / "none"))
     monkeypatch.setenv("BIGDIT_CACHE", str(plain))  # a file
     _, fixes = found()
     assert [fix.split(" ")[1:4] for fix in fixes] == [
-        ["cards:", str(tmp_path / "none"), "is"],
+        [str(tmp_path / "none"), "cannot", "be"],
         ["cannot", "be", "written,"],
     ]
 

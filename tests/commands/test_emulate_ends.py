@@ -16,7 +16,7 @@ from commands import BIN, ROOT
 
 from bigdit.emulator.interpreter import cuda_python
 
-NO_CUDA = r"torch \S+ in \S+ has no CUDA, .*: pip install 'torch===\d"
+NO_CUDA = r"torch \S+ in \S+ has no CUDA, .*: run `bigdit setup` "
 
 
 def test_a_script_that_dies_says_so_itself(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def test_a_torch_without_cuda_says_how_to_get_one():
     assert done.returncode == 1
     assert len(done.stderr.splitlines()) == 1
     assert "has no CUDA" in done.stderr
-    assert "pip install 'torch===" in done.stderr
+    assert "run `bigdit setup` and start the command with the python that it names" in done.stderr
 
 
 def test_a_missing_compiler_is_a_line(monkeypatch):

@@ -2,7 +2,6 @@
 
 import json
 
-from bigdit.rehearse import StepRequest
 from commands import ROOT
 from tiny_models import THREE_BLOCKS
 

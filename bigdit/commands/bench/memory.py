@@ -50,6 +50,9 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Memory against micro-batch, until one runs out: emulated; with --gpu auto measured beside that."""
+    from bigdit.emulator.interpreter import cuda_python
+
+    cuda_python()  # first, so that a missing one is said at once
     from bigdit import catalog, log
     from bigdit.bench.memory import MemoryBenchmark
     from bigdit.config.strategy import parse_strategy

@@ -89,9 +89,10 @@ def _check_cuda(torch: Path) -> None:
         version = found.get("__version__", "?")
         plain = version.partition("+")[0]
         raise NoCard(
-            f"torch {version} in {torch.parent} has no CUDA, and an emulated card runs CUDA's own code: "
-            f"pip install 'torch==={plain}' (three equals signs: the CUDA build; it needs no GPU, and with "
-            "--no-deps none of NVIDIA's packages)"
+            f"torch {version} in {torch.parent} has no CUDA, and an emulated GPU runs CUDA's own code: run "
+            "`bigdit setup` and start the command with the python that it names, or pip install "
+            f"'torch==={plain}' (three equals signs: the CUDA build; it needs no GPU, and with --no-deps none of "
+            "NVIDIA's packages)"
         )
 
 

@@ -25,7 +25,7 @@ def written(folder, *stages, **sections):
 
 
 def asked(path, *overrides, **options):
-    return questions_of(path, overrides, {"gpu": "rtx-4090", "device": "rehearsed", **options})
+    return questions_of(path, overrides, {"gpu": "rtx-4090", **options})
 
 
 def problems(path, *overrides, **options):

@@ -333,7 +333,7 @@ def test_what_is_wrong_is_one_line(options, line):
 def test_unknown_encoders_are_named_where_they_are_wanted():
     (line,) = problems("flux.2-klein-9b", "b200", features="online")
     assert line.startswith(
-        "--features online: flux.2-klein-9b cannot be rehearsed with features online: the catalogue has"
+        "--features online: flux.2-klein-9b cannot be planned with features online: the catalogue has"
     )
     assert question_for("flux.2-klein-9b", "b200").pins.features == "cached"
 

@@ -1,14 +1,13 @@
-"""What a plan keeps free for what is not known: no card that was measured has taken more."""
+"""What a plan keeps free for what is not known: no GPU that was measured has taken more."""
 
 import pytest
-from bigdit.search.finding.unproved import UNPROVED, UNPROVED_ROUTED
 from on_gpu.page import measured
 from on_gpu.points import POINTS
 from on_gpu.predicted import PREDICTED, Predictions
 
 from bigdit import catalog
 from bigdit.catalog.families import FAMILIES
-from bigdit.search.finding.evidence import Evidence
+from bigdit.search.finding.evidence import UNPROVED, UNPROVED_ROUTED, Evidence
 
 TAKEN = {each.name: max(phase.reserved for phase in each.phases) for each in measured() if each.phases}
 SAID = {each.name: each for each in Predictions.model_validate_json(PREDICTED.read_bytes()).points}

@@ -4,15 +4,15 @@ import sys
 
 import pytest
 import torch
-from bigdit.rehearse import rehearse
 from commands import run_command
 from hypothesis import given
 from hypothesis import strategies as st
 
 from bigdit import catalog
 from bigdit.memory import Block, Span, Timeline
+from bigdit.profile.cards import Cards
 from bigdit.search.asking.ask import question_for
-from bigdit.search.needs.dataset import _room_notes, dataset_need, encoding_request, written
+from bigdit.search.needs.dataset import _room_notes, dataset_need, encoding_requests, written
 from bigdit.search.needs.encoders import EncodersNeed, Side
 from bigdit.search.needs.host import LIBRARIES_BYTES, host_need
 from bigdit.sources.protocol import Caption
@@ -22,10 +22,10 @@ from bigdit.store.text import Text
 from bigdit.units import GIB, KIB, MIB
 
 
-def need(name, *encoding, **options):
+def need(name, encoding=(), **options):
     question = question_for(name, "a100-80g-sxm", **options)
     batch = catalog.batch_shape(question.model, question.resolution, question.frames)
-    return dataset_need(question, batch, encoding)
+    return dataset_need(question, batch, dict(encoding))
 
 
 def test_a_real_store_takes_as_many_bytes(tmp_path):
@@ -147,8 +147,8 @@ def test_without_images_there_is_no_data_set():
 def test_unknown_encoders_have_no_time():
     question = question_for("flux.2-klein-9b", "a100-80g-sxm", images=10)
     batch = catalog.batch_shape(question.model)
-    assert encoding_request(question, batch) is None
-    found = dataset_need(question, batch, [])
+    assert encoding_requests(question, batch) == {}
+    found = dataset_need(question, batch, {})
     assert found.extraction_seconds is None
     assert (
         "how long extraction takes is not known: the catalogue has not all encoders of flux.2-klein-9b" in found.notes
@@ -158,17 +158,18 @@ def test_unknown_encoders_have_no_time():
 def test_an_old_card_encodes_in_what_it_computes():
     for gpu, precision in (("v100-32g-sxm2", "fp16"), ("a40", "bf16")):
         question = question_for("pixart-sigma-xl-2-512", gpu, images=10)
-        request = encoding_request(question, catalog.batch_shape(question.model))
-        assert request.strategy.precision == precision
-        assert request.part == "encoders"
+        requests = encoding_requests(question, catalog.batch_shape(question.model))
+        assert {each.strategy.precision for each in requests.values()} == {precision}
+        assert {each.part for each in requests.values()} == {"encoders"}
 
 
 def test_extraction_takes_the_encoders_alone():
     """The VAE of DiT: 16 pictures a pass, between its arithmetic at the card's rate and a hundred times that."""
     question = question_for("dit-s-8", "a100-80g-sxm", images=1_000_000)
     batch = catalog.batch_shape(question.model)
-    encoding = rehearse(encoding_request(question, batch)).sizes[-1]
-    timeline = encoding.timeline
+    with Cards(question.gpu, 1) as cards:
+        encoding = {size: cards.attempt(each) for size, each in encoding_requests(question, batch).items()}
+    timeline = encoding[16].work
     (encode,) = [span for span, each in enumerate(timeline.spans) if each.phase == "pictures"]
     flops = sum(each.flops for each in timeline.operators if each.span == encode)
     fastest = flops / 16 / (question.gpu.tflops.fp32 * 1e12)
@@ -179,7 +180,7 @@ def test_extraction_takes_the_encoders_alone():
 
 
 def test_a_plan_says_where_encoders_have_no_room_together():
-    """By made-up needs: the rehearsals that give them are those of extraction, tested with it."""
+    """By made-up needs: the attempts that give them are those of extraction, tested with it."""
     question = question_for("flux.1-dev", "rtx-3060-12g", images=1000)
     pictures = Side(GIB, GIB, GIB)
     for gibs, said in (

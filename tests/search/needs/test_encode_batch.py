@@ -1,11 +1,11 @@
-"""How many pictures a card encodes at once, as the rehearsed encode phase says."""
+"""How many images a GPU encodes at once, as the encode phase on an emulated one says."""
 
 import pytest
-from bigdit.rehearse import rehearse
 
 from bigdit.catalog import gpu, resolve_gpu
 from bigdit.config.load import parse_run
 from bigdit.memory.process import cuda_context
+from bigdit.profile.cards import Cards
 from bigdit.search.needs import encode_batch
 from bigdit.search.needs.encode_batch import EncodeBatch, with_batch_size
 from bigdit.search.needs.encoders import EncodersNeed, Side
@@ -26,7 +26,7 @@ def run(model, buckets=((128, 128), (256, 256)), image=None, **encoders):
     )
 
 
-DIT = {"name": "dit-s-8"}  # its only encoder is a VAE, which makes the rehearsal short
+DIT = {"name": "dit-s-8"}  # its only encoder is a VAE, which makes the attempts short
 
 
 def size_of(asked, gpu, processes=1):
@@ -43,10 +43,12 @@ def card():
 def test_the_largest_batch_that_fits_is_chosen(card):
     chosen = size_of(run(DIT), card)
     room = card.usable_bytes * 0.9 - cuda_context(card.compute_capability, card.multiprocessors).high_bytes
-    request = encode_batch._request(run(DIT), card)
+    request = encode_batch._requests(run(DIT), card)[1]
     assert (request.batch.latents, request.encoders.vae.dtype) == ((4, 32, 32), "fp32")  # the largest bucket
-    answers = rehearse(request.model_copy(update={"micro_batch_sizes": (chosen, 2 * chosen)})).sizes
-    fits, does_not = (answer.ledger.phase("pictures").peak_bytes for answer in answers)
+    sizes = [request.strategy.with_micro_batch_size(size) for size in (chosen, 2 * chosen)]
+    with Cards(card, 1) as cards:
+        answers = [cards.attempt(request.model_copy(update={"strategy": each})) for each in sizes]
+    fits, does_not = (answer.phases["pictures"].peak_bytes for answer in answers)
     assert fits <= room < does_not
     assert size_of(run(DIT), card, processes=2) <= chosen / 2
     assert size_of(run(DIT), resolve_gpu("a40")) > chosen
@@ -77,12 +79,12 @@ def test_what_takes_turns_and_what_has_no_room_is_said():
     assert by_turns.taken("together", 1) == 11.5 * GIB
     said = encode_batch._said(EncodeBatch(8, "in turns", by_turns), asked, small, 1, 1)
     assert said == (
-        "of which the rehearsed encode phase fits the NVIDIA GeForce RTX 3060 where text encoders and VAE take turns; "
+        "of which the encode phase fits the NVIDIA GeForce RTX 3060 where text encoders and VAE take turns; "
         "9.50 GiB of weights wait on the host"
     )
     said = encode_batch._said(EncodeBatch(1, None, nothing), asked, small, 1, 1)
     assert said == (
-        "and not even of that the rehearsed encode phase fits the NVIDIA GeForce RTX 3060: 12.00 GiB are "
+        "and not even of that the encode phase fits the NVIDIA GeForce RTX 3060: 12.00 GiB are "
         "wanted for the text encoders, and 11.10 GiB are there; encoders.device: cpu takes nothing of a card"
     )
     assert encode_batch._said(EncodeBatch(1, None, by_turns), asked, small, 2, 2).endswith("; fewer data.workers")

@@ -1,0 +1,36 @@
+"""What benchmarks read of attempts on emulated GPUs: seconds of a step, and what torch may reserve."""
+
+from __future__ import annotations
+
+from bigdit.catalog import Gpu
+from bigdit.memory.process import ByteRange, beside_training
+from bigdit.profile.attempt import Attempt
+from bigdit.spec import Strategy
+from bigdit.speed.cluster import Cluster
+from bigdit.speed.launches import launches_of
+from bigdit.speed.seconds import StepTime
+from bigdit.speed.step import step_time
+from bigdit.speed.work import work_of
+
+
+def step_of(
+    attempt: Attempt,
+    strategy: Strategy,
+    gpu: Gpu,
+    cluster: Cluster | None = None,
+    *,
+    grad_accum_steps: int | None = None,
+) -> StepTime:
+    """Seconds of a step, by counted work and launches of an attempt of `strategy`, whatever it accumulates.
+
+    Raises ValueError where the attempt was not counted.
+    """
+    launches = launches_of(attempt.launched, strategy.grad_accum_steps)
+    accumulated = strategy.model_copy(update={"grad_accum_steps": grad_accum_steps or strategy.grad_accum_steps})
+    cluster = cluster or Cluster(gpus=strategy.world_size)
+    return step_time(work_of(attempt.work, strategy), accumulated, gpu, cluster, launches=launches)
+
+
+def non_torch(strategy: Strategy, gpu: Gpu) -> ByteRange:
+    """Bytes that a training process takes of the GPU beside torch."""
+    return beside_training(strategy, gpu.compute_capability, gpu.multiprocessors)

@@ -1,1 +1,0 @@
-"""The referee's rows, what is known to be apart in them, and their page."""
