@@ -118,7 +118,7 @@ HELD = 1024
 
 
 @pytest.mark.slow
-def test_encoders_online_take_of_a_gpu_what_was_predicted(pictures, tmp_path):
+def test_encoders_online_take_of_a_card_what_an_attempt_takes(pictures, tmp_path):
     """A VAE and the digits' T5 through every phase, beside what a step takes; encoding has a phase of its own."""
     AutoencoderKL(**KL).save_pretrained(tmp_path / "vae")
     codec = f"encoders.image={{name: vae, class_name: AutoencoderKL, path: {tmp_path / 'vae'}}}"
@@ -154,13 +154,13 @@ def test_encoders_online_take_of_a_gpu_what_was_predicted(pictures, tmp_path):
         encoders=OnlineEncoders(pixels=(3, 16, 16), vae=vae, text=(text,)),
     )
     with Cards(A40, 1) as cards:
-        predicted = {phase: each.peak_bytes for phase, each in cards.attempt(request).phases.items()}
-    assert list(found) == list(predicted) == ["init", "encode", "forward", "backward", "step"]
-    assert {phase: found[phase] - predicted[phase] for phase in ("forward", "backward", "step")} == dict.fromkeys(
+        attempted = {phase: each.peak_bytes for phase, each in cards.attempt(request).phases.items()}
+    assert list(found) == list(attempted) == ["init", "encode", "forward", "backward", "step"]
+    assert {phase: found[phase] - attempted[phase] for phase in ("forward", "backward", "step")} == dict.fromkeys(
         ("forward", "backward", "step"), HELD
     )
-    # The attempt has captions that fill all tokens, whose ids are on the GPU for the whole micro-batch.
-    assert 0 <= predicted["encode"] + HELD - found["encode"] < 2**20
+    # An attempt has captions that fill all tokens, whose ids are on the GPU for the whole micro-batch.
+    assert 0 <= attempted["encode"] + HELD - found["encode"] < 2**20
 
 
 DEEPSPEED = ("-m", "deepspeed.launcher.runner", "--log_level", "warning", "--num_gpus", "2")
