@@ -4,11 +4,11 @@ import json
 import math
 
 import pytest
-from bigdit.search.finding.unproved import UNPROVED
 from commands import bigdit
 from made_receipts import GIB, receipt_of
 
 from bigdit.files import write_json
+from bigdit.search.finding.evidence import UNPROVED
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +89,7 @@ def test_what_plans_take_from_them_is_said_by_card(folder):
     assert card["band_share"] == pytest.approx(min(2 * off + UNPROVED.share / 2, 0.99))
     seconds = row["predicted_seconds_per_step"]
     (speed,) = card["speeds"].values()
-    assert list(card["speeds"]) == ["one card"]
+    assert list(card["speeds"]) == ["one GPU"]
     assert speed["ratio"] == pytest.approx(0.1 / math.sqrt(seconds["low"] * seconds["high"]))
     assert (speed["spread"], speed["count"]) == (0, 1)
     done = bigdit("receipts", "calibrate", "--receipts", folder, "--gpu", "a100-80g-sxm")
