@@ -48,9 +48,9 @@ class Receipt(Strict):
     `expandable_segments` is how that was set. `gpus_per_node` are
     the processes of one machine. `steps` are of the run's last start, `skipped_steps` those of them that were not
     taken, `out_of_memory` those of all its starts. `seconds_per_step` is a median, start and first steps left out;
-    `seconds` are of the whole start. Peaks are of one process, in bytes, by what `measured_with` names; reserved ones
-    are known on a GPU alone, predicted ones to the benchmark, and on a GPU to a run by a plan, which said them of its
-    own size in pixels. `error_percent` is the benchmark's, of allocated bytes.
+    `seconds` are of the whole start. Peaks are of one process, in bytes, by what `measured_with` names. On a CPU that
+    is all the process took. Reserved and predicted ones are known on a GPU alone: to the benchmark, and to a run by a
+    plan, which predicts them for its own size in pixels. `error_percent` is the benchmark's, of allocated bytes.
     """
 
     kind: Literal["train", "bench"]

@@ -9,6 +9,7 @@ import pytest
 import tiny_pipelines
 import torch
 import yaml
+from cards import benched
 from commands import bigdit, with_set
 from PIL import Image, ImageSequence
 from tiny_vaes import wan
@@ -112,9 +113,7 @@ def test_batches_are_what_the_pipeline_makes_to_the_bit(encoded):
 
 def test_a_step_takes_what_was_predicted_and_the_pipeline_loads_what_was_trained(encoded):
     folder, pipeline = encoded
-    done = bigdit("bench", "step", "--config", folder / "run.yaml", "--steps", "3", "--out", folder / "step.json")
-    assert done.returncode == 0, done.stderr
-    receipt = json.loads((folder / "step.json").read_text())
+    receipt, _ = benched("--config", folder / "run.yaml")
     assert receipt["predicted_peak_allocated_bytes"] == receipt["measured_peak_allocated_bytes"]
     done = bigdit("train", "--config", folder / "run.yaml")
     assert done.returncode == 0, done.stderr

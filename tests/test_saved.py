@@ -4,7 +4,6 @@ import os
 import subprocess
 
 import pytest
-from bigdit.rehearse import StepRequest
 from cards import A40, TIME_LIMIT_S
 from commands import DIGITS, ROOT, SINGLE, TINY, bigdit, with_set
 from tried.saved import saved

@@ -9,6 +9,7 @@ import tiny_pipelines
 import tiny_vaes
 import torch
 import yaml
+from cards import benched
 from commands import bigdit
 from stores import stream_of
 from tiny_pipelines import HI_DREAM, HUNYUAN_DIT, HUNYUAN_IMAGE, HUNYUAN_VIDEO_15
@@ -154,9 +155,7 @@ def test_every_byte_of_a_stream_is_verified(encoded, tmp_path):
 
 def test_a_step_takes_what_was_predicted_and_what_is_trained_is_sampled_and_exported(encoded):
     _, _, folder = encoded
-    done = bigdit("bench", "step", "--config", folder / "run.yaml", "--steps", "3", "--out", folder / "step.json")
-    assert done.returncode == 0, done.stderr
-    receipt = json.loads((folder / "step.json").read_text())
+    receipt, _ = benched("--config", folder / "run.yaml")
     assert receipt["predicted_peak_allocated_bytes"] == receipt["measured_peak_allocated_bytes"]
     done = bigdit("train", "--config", folder / "run.yaml")
     assert done.returncode == 0, done.stderr

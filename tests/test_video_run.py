@@ -9,6 +9,7 @@ import pytest
 import tiny_pipelines
 import torch
 import yaml
+from cards import benched
 from commands import bigdit
 from PIL import Image, ImageSequence
 from tiny_vaes import VIDEO_VAES
@@ -87,9 +88,7 @@ def test_the_store_has_latents_of_frames_and_what_was_too_short_by_name(encoded)
 
 def test_a_step_takes_what_was_predicted_and_samples_move(encoded):
     _, _, folder = encoded
-    done = bigdit("bench", "step", "--config", folder / "run.yaml", "--steps", "3", "--out", folder / "step.json")
-    assert done.returncode == 0, done.stderr
-    receipt = json.loads((folder / "step.json").read_text())
+    receipt, _ = benched("--config", folder / "run.yaml")
     assert receipt["batch"]["latents"] == [4, 3, 8, 16]
     assert receipt["predicted_peak_allocated_bytes"] == receipt["measured_peak_allocated_bytes"]
     drawn = "samples={captions: [a square, two], every: 1, steps: 2}"

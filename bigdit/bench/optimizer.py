@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 from bigdit import models, optim
 from bigdit.bench.interleaved import Comparison, Load, take_turns
 from bigdit.emulator import on_emulated_card
+from bigdit.engines.state import parts
 from bigdit.errors import UserError
-from bigdit.record import plain
 from bigdit.shortage import room, told
 from bigdit.spec import ModelSpec, OptimizerName, OptimizerSpec
 from bigdit.units import count, gib
@@ -128,7 +128,7 @@ def state_bytes(optimizer: Optimizer) -> int:
 
 
 def _distinct_bytes(values: Iterable[object]) -> int:
-    tensors = plain(value for value in values if isinstance(value, torch.Tensor))
+    tensors = (part for value in values if isinstance(value, torch.Tensor) for _, part in parts("", value))
     storages = {id_of: storage for storage in (t.untyped_storage() for t in tensors) if (id_of := storage.data_ptr())}
     return sum(storage.nbytes() for storage in storages.values())
 

@@ -94,7 +94,7 @@ def _held(engine: Engine, ema: Ema | None, rank: int) -> Iterator[tuple[str, Any
     for i, master in enumerate(engine.masters):
         for key, value in engine.optimizer.state.get(master, {}).items():
             if not _is_elementwise(value, master) and not _is_number(value):
-                for name, part in _parts(f"{LOCAL}{rank}.{i}.{key}", value):
+                for name, part in parts(f"{LOCAL}{rank}.{i}.{key}", value):
                     yield name, part, None
 
 
@@ -150,12 +150,12 @@ def _is_elementwise(value: Any, master: torch.Tensor) -> bool:
     )
 
 
-def _parts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+def parts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     """The plain tensors that a tensor consists of here: torchao's quantised ones keep codes, scales and a map."""
     tensor = _local(tensor)
     if is_traceable_wrapper_subclass(tensor):
         for part in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
-            yield from _parts(f"{name}.{part}", getattr(tensor, part))
+            yield from parts(f"{name}.{part}", getattr(tensor, part))
     else:
         yield name, tensor
 

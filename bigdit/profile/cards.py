@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -59,12 +58,12 @@ SOURCES = (
 
 @dataclass(frozen=True)
 class Row:
-    """Two steps by the micro-batch size. `guess`: about how many fit; `sample_bytes`: about what one more takes;
-    `known`: what torch reserves at sizes that ran already, on a GPU without a limit."""
+    """Two steps by the micro-batch size. `guess`: about how many fit. `sample_bytes`: about what one more takes;
+    0 where nothing is known. `known`: what torch reserves at sizes that ran already, on a GPU without a limit."""
 
     request: Callable[[int], StepRequest]
     guess: float
-    sample_bytes: float = math.inf
+    sample_bytes: float = 0
     known: Mapping[int, int] = field(default_factory=dict)
 
     def expected(self, reserved: Mapping[int, int], capacity_bytes: int) -> float:
@@ -74,7 +73,7 @@ class Row:
         nearest = below if above is None else above
         if nearest is None:
             return self.guess
-        sample = self.sample_bytes
+        sample = self.sample_bytes or reserved[nearest] / max(nearest, 1)
         if below is not None and above is not None:
             sample = (reserved[above] - reserved[below]) / (above - below)
         return nearest + (capacity_bytes - reserved[nearest]) / max(sample, 1.0)

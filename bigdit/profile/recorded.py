@@ -7,23 +7,35 @@ first operand are written there, so that the steps take what they take without a
 from __future__ import annotations
 
 import importlib
+import itertools
 import pickle
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
+from bigdit.engines import Ema, Engine
+from bigdit.engines.state import checkpoint_bytes
 from bigdit.errors import versions
 from bigdit.files import replacing
-from bigdit.memory import ledger
+from bigdit.memory import Ledger, Timeline, ledger
 from bigdit.profile.attempt import UNLIMITED, Profile
 from bigdit.profile.notices import notices
-from bigdit.profile.recording import Recording, record_steps
 from bigdit.profile.request import StepRequest
-from bigdit.profile.steps import group, prepare
+from bigdit.profile.steps import STEPS, Witness, group, prepare, training
 from bigdit.profile.uncomputed import large_uncomputed
 from bigdit.profile.unwritten import unwritten_weights
-from bigdit.record import Recorder
+from bigdit.record.history import History
+from bigdit.record.recorder import Recorder
+from bigdit.record.watch import Watch, watching_fsdp2
+from bigdit.train.encode import Encode
+
+if TYPE_CHECKING:
+    from bigdit.encoders.frozen import FrozenEncoders
 
 _PROTOCOL = 4
 """The newest pickle that pytorch.org/memory_viz reads."""
@@ -35,16 +47,46 @@ def recorded(request: StepRequest, snapshot: str | None = None) -> Profile:
     Raises UserError where that cannot be written, and RuntimeError where the categories of a phase do not sum to
     torch's own peak.
     """
-    began = time.perf_counter()
-    torch.cuda.set_device(0)
+    began, strategy, device = time.perf_counter(), request.strategy, torch.device("cuda", 0)
+    torch.cuda.set_device(device)
     torch.cuda.init()
     importlib.import_module("bigdit_emulated.libraries").limit(UNLIMITED)
-    recorder = Recorder("cuda", stacks=snapshot is not None)
+    history = History(stacks=snapshot is not None)
+    marks = _Marks(Recorder(history))
     with unwritten_weights(), large_uncomputed():
-        found = _record(request, recorder, torch.device("cuda", 0))
-    summed = ledger(found.device)
+        workload = prepare(request.model, request.batch, strategy, request.encoders)
+        with group(strategy) as world, marks.recorder, _watching(marks.recorder, strategy.engine):
+            for _ in itertools.islice(training(workload, request.objective, device, world, marks), STEPS):
+                pass
+            marks.watch.close()
+            timeline, host_timeline = marks.recorder.timeline(), marks.recorder.host_timeline()
+            saved = checkpoint_bytes(*marks.trained)
+    summed = ledger(timeline)
+    _check(summed, timeline, history.peaks)
+    if snapshot is not None:
+        with replacing(Path(snapshot)) as temporary:
+            temporary.write_bytes(pickle.dumps(history.snapshot, protocol=_PROTOCOL))
+    installed = versions()
+    return Profile(
+        params=workload.params,
+        ledger=summed,
+        peak_reserved_bytes=history.peak_reserved_bytes,
+        packed_timeline=timeline.pack(),
+        packed_host_timeline=host_timeline.pack(),
+        checkpoint_bytes=saved,
+        versions=installed,
+        notices=notices(strategy, installed),
+        seconds=round(time.perf_counter() - began, 3),
+    )
+
+
+def _watching(recorder: Recorder, engine: str) -> AbstractContextManager[None]:
+    return watching_fsdp2(recorder) if engine == "fsdp2" else nullcontext()
+
+
+def _check(summed: Ledger, timeline: Timeline, peaks: Sequence[int]) -> None:
     counted: dict[str, int] = {}
-    for span, peak in zip(found.device.spans, recorder.peaks(), strict=True):
+    for span, peak in zip(timeline.spans, peaks, strict=True):
         counted[span.phase] = max(counted.get(span.phase, 0), peak)
     for phase in summed.phases:
         if phase.peak_bytes != counted[phase.phase]:
@@ -52,24 +94,40 @@ def recorded(request: StepRequest, snapshot: str | None = None) -> Profile:
                 f"the categories of {phase.phase} sum to {phase.peak_bytes} bytes, and torch counted "
                 f"{counted[phase.phase]}"
             )
-    if snapshot is not None:
-        with replacing(Path(snapshot)) as temporary:
-            temporary.write_bytes(pickle.dumps(recorder.snapshot, protocol=_PROTOCOL))
-    installed = versions()
-    return Profile(
-        params=found.params,
-        ledger=summed,
-        peak_reserved_bytes=recorder.peak_reserved_bytes,
-        packed_timeline=found.device.pack(),
-        packed_host_timeline=found.host.pack(),
-        checkpoint_bytes=found.checkpoint_bytes,
-        versions=installed,
-        notices=notices(request.strategy, installed),
-        seconds=round(time.perf_counter() - began, 3),
-    )
 
 
-def _record(request: StepRequest, recorder: Recorder, device: torch.device) -> Recording:
-    workload = prepare(request.model, request.batch, request.strategy, request.encoders)
-    with group(request.strategy) as world:
-        return record_steps(workload, request.objective, device, world, recorder)
+class _Marks(Witness):
+    """Tells the recorder what the storages are. `watch` and `trained` are there from `started` on."""
+
+    watch: Watch
+    trained: tuple[Engine, Ema | None]
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self._phase = recorder.phase
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        with self._phase(name):
+            yield
+
+    def built(self, model: nn.Module, frozen: FrozenEncoders | None) -> None:
+        self.recorder.mark(model.parameters(), "parameter")
+        self.recorder.mark(model.buffers(), "buffer")
+        self.recorder.mark([] if frozen is None else frozen.tensors(), "encoder")
+
+    def started(self, engine: Engine, ema: Ema | None) -> None:
+        self.watch, self.trained = Watch(self.recorder, engine, ema), (engine, ema)
+        self._phase = self.watch.phase
+
+    def moved(self, frozen: FrozenEncoders) -> None:
+        self.recorder.mark(frozen.tensors(), "encoder")
+
+    def held(self, batch: Any) -> None:
+        self.watch.held(batch)
+
+    def batches(self, micro_batches: Sequence[Any]) -> Sequence[Any]:
+        return self.watch.batches(micro_batches)
+
+    def encoding(self, encode: Encode) -> Encode:
+        return self.watch.encoding(encode)

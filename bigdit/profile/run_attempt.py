@@ -5,14 +5,12 @@ from __future__ import annotations
 import functools
 import gc
 import importlib
-import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
 from bigdit.engines import Ema, Engine
 from bigdit.engines.state import checkpoint_bytes
@@ -24,8 +22,7 @@ from bigdit.profile.request import PICTURES, TEXTS, weights_of
 from bigdit.profile.steps import STEPS, Witness, group, prepare, training
 from bigdit.profile.uncomputed import large_uncomputed
 from bigdit.profile.unwritten import unwritten, unwritten_weights
-from bigdit.record.costs import Costs
-from bigdit.record.in_place import WRITING, InPlace
+from bigdit.record.costs import Counting
 
 DEVICE = torch.device("cuda", 0)
 
@@ -147,7 +144,7 @@ class _Watch(Witness):
         self.params = self.reads = self.reserved_bytes = self.checkpoint_bytes = 0
         self.packed_work: str | None = None
         self._ema: Ema | None = None
-        self._counting: _Counting | None = None
+        self._counting: Counting | None = None
         self._phase: str | None = None
         self._counts = importlib.import_module("bigdit_emulated.counts").read
         self._host = importlib.import_module("bigdit_emulated.host").tensor_bytes
@@ -158,7 +155,7 @@ class _Watch(Witness):
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         if self._counting is not None:
-            self._counting.spans.append(Span(name, 0, 0))
+            self._counting.phases.append(name)
             yield
             return
         self.end()
@@ -198,62 +195,9 @@ class _Watch(Witness):
         if self.engine is None:
             run()
         self.end()
-        counting = self._counting = _Counting()
-        sharded = "torch.distributed.tensor" in sys.modules
-        unpropagated = _without_propagation(counting) if sharded else nullcontext()
-        with counting.in_place.watching(counting), counting, unpropagated:
+        with Counting() as self._counting:
             run()
-        spans, costs = tuple(counting.spans), counting.costs
+        spans, costs = tuple(Span(phase, 0, 0) for phase in self._counting.phases), self._counting.costs
         self.packed_work = Timeline((), (), spans, costs.collectives(), costs.operators()).pack()
         if self.engine is not None:
             self.checkpoint_bytes = checkpoint_bytes(self.engine, self._ema)
-
-
-class _Counting(TorchDispatchMode):  # type: ignore[misc]
-    """Counts what operators compute and move, and what collectives send, in the phase that began last."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.costs = Costs("cuda")
-        self.spans: list[Span] = []
-        self.in_place = InPlace()
-        self.paused = False
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here, and keeping the compiler out takes its time at every operation
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        if any(is_wrapper(kind) for kind in types):
-            return NotImplemented  # then the wrapper runs it on the tensors within, and those operations come here
-        if self.in_place.is_in_place(func, args):
-            func = WRITING[func]
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        if self.spans and not self.paused:
-            self.costs.add(len(self.spans) - 1, func, args, kwargs, result)
-        return result
-
-
-is_wrapper = functools.cache(is_traceable_wrapper_subclass_type)
-
-
-@contextmanager
-def _without_propagation(counting: _Counting) -> Iterator[None]:
-    """DTensor finds the shapes of a result by running the operation on fake tensors of the global shape."""
-    from torch.distributed.tensor._sharding_prop import ShardingPropagator  # half a second, and FSDP2's alone
-
-    original = ShardingPropagator._propagate_tensor_meta_non_cached
-
-    def propagate(propagator, op_schema):  # type: ignore[no-untyped-def]
-        counting.paused, before = True, counting.paused
-        try:
-            return original(propagator, op_schema)
-        finally:
-            counting.paused = before
-
-    ShardingPropagator._propagate_tensor_meta_non_cached = propagate  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        ShardingPropagator._propagate_tensor_meta_non_cached = original  # type: ignore[method-assign]

@@ -1,9 +1,5 @@
-"""Recording of what torch allocates on a GPU, emulated or real, and on its host.
+"""Two steps recorded on a GPU, emulated or real: storages and their ends by category and phase, and what operators do.
 
-Storages and their ends, by category and phase, become a Timeline, which `memory` sums up.
+They become a Timeline, which `memory` sums up. `recorder` sees storages, `watch` knows what they are, `history` is what
+the GPU's allocator did, `costs` counts operators.
 """
-
-from bigdit.record.recorder import Recorder, plain
-from bigdit.record.watch import Watch
-
-__all__ = ["Recorder", "Watch", "plain"]

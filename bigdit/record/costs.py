@@ -1,17 +1,20 @@
-"""What operators compute and move, and what collectives send: counted as a recording goes by."""
+"""What operators compute and move, and what collectives send: counted as they run."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils.flop_counter import conv_flop_count, flop_registry
 
 from bigdit.memory import Collective, OperatorCost, Place
+from bigdit.record.in_place import WRITING, InPlace
 
 aten = torch.ops.aten
 
@@ -68,8 +71,8 @@ def _convolution_backward_flops(
 
 
 def _of_shapes(formula: Callable[..., int]) -> Callable[..., int]:
-    """torch's formula of shapes, asked with tensors in its places: torch's own wrapper takes as long as an
-    operation, since it looks for tensors in trees."""
+    """torch's formula of shapes, called with tensors. Torch's own wrapper takes as long as an operation, since it
+    looks for tensors in trees."""
     within: Callable[..., int] = getattr(formula, "__wrapped__", formula)
     if within is formula:
         return formula  # it takes tensors
@@ -98,16 +101,82 @@ Key = tuple[int, str, str, Place]
 """Span, operator, dtype, place."""
 
 
+class Counting(TorchDispatchMode):  # type: ignore[misc]
+    """Counts in `costs` what runs under this mode, in the last of `phases`.
+
+    Of a DTensor, or another wrapper, it sees the tensors within and what is done with them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.costs = Costs()
+        self.phases: list[str] = []
+        self.paused = False
+        self._in_place = InPlace()
+        self._hooks = ExitStack()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and keeping the compiler out takes its time at every operation
+
+    def __enter__(self) -> Counting:
+        self._hooks.enter_context(self._in_place.watching(self))
+        self._hooks.enter_context(self._without_propagation())
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._hooks.close()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for kind in types:
+            if is_wrapper(kind):
+                return NotImplemented  # then the wrapper runs it on the tensors within, and those operations come here
+        kwargs = kwargs or {}
+        if self._in_place.is_in_place(func, args):
+            func = WRITING[func]
+        result = self.run(func, args, kwargs)
+        if self.phases and not self.paused:
+            self.costs.add(len(self.phases) - 1, func, args, kwargs, result)
+        return result
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The result of an operation."""
+        return func(*args, **kwargs)
+
+    @contextmanager
+    def _without_propagation(self) -> Iterator[None]:
+        """DTensor finds the shapes of a result by running the operation on fake tensors of the global shape."""
+        original = ShardingPropagator._propagate_tensor_meta_non_cached
+
+        def propagate(propagator: ShardingPropagator, op_schema: Any) -> Any:
+            self.paused, before = True, self.paused
+            try:
+                return original(propagator, op_schema)
+            finally:
+                self.paused = before
+
+        ShardingPropagator._propagate_tensor_meta_non_cached = propagate
+        try:
+            yield
+        finally:
+            ShardingPropagator._propagate_tensor_meta_non_cached = original
+
+
+is_wrapper = functools.cache(is_traceable_wrapper_subclass_type)
+"""Whether tensors of this type have no memory but that of tensors within: DTensor, torchao's quantised state."""
+
+
 class Costs:
-    """Sums by phase, operator, dtype and place, of a recording whose device is of `device_type`.
+    """Sums by phase, operator, dtype and place.
 
     FLOPs follow the formulas of torch.utils.flop_counter (a multiply-add is 2); bytes are those of every tensor that
     an operator reads or writes, once each, and twice where it reads and writes it. Grouped convolutions, whose
     kernels are others than those of dense ones, are named apart, and attention by the size of its heads.
     """
 
-    def __init__(self, device_type: str) -> None:
-        self._device_type = device_type
+    def __init__(self) -> None:
         self._sums: dict[Key, _Sum] = {}
         self._collectives: list[Collective] = []
 
@@ -166,9 +235,7 @@ class Costs:
         self._collectives.append(Collective(span, name, nbytes, _group_size([*args, *kwargs.values()])))
 
     def _place(self, counted: _Counted, tensors: list[torch.Tensor], results: list[torch.Tensor]) -> Place:
-        if self._device_type == "cpu":
-            return "device"
-        on_host = [_on_host(tensor) for tensor in tensors]
+        on_host = [tensor.device.type == "cpu" for tensor in tensors]
         if True not in on_host:
             return "device"
         if False not in on_host:
@@ -237,11 +304,6 @@ def _written(func: Any) -> tuple[int, ...]:
         return ()
     arguments = func._schema.arguments
     return tuple(i for i, each in enumerate(arguments) if each.is_write and not each.is_out)
-
-
-def _on_host(tensor: torch.Tensor) -> bool:
-    # Asking a fake tensor for its `device` is an operation, that runs through every mode.
-    return (tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device).type == "cpu"
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

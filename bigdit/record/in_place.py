@@ -1,7 +1,7 @@
 """Sums that torch writes into their first operand, and would not under a dispatch mode.
 
-Three places in C++ ask whether a tensor is a subclass, and hear yes for every tensor while any
-TorchDispatchMode is on, the recorder's own included; then they add out of place, one tensor more each time:
+Three places in C++ ask whether a tensor is a subclass. The answer is yes for every tensor while any TorchDispatchMode
+is on. Then they add out of place, one tensor more each time:
 
 - autograd, where a tensor was used twice, adds the second gradient into the first if nothing else holds that
   (can_accumulate_inplace in torch/csrc/autograd/input_buffer.cpp);
@@ -9,8 +9,8 @@ TorchDispatchMode is on, the recorder's own included; then they add out of place
 - the gradients of indexing and of topk are written into zeros (index_backward and
   value_selecting_reduction_backward in torch/csrc/autograd/FunctionsManual.cpp).
 
-The recorder lets such a sum take its first operand's block over, as if its mode were not there. Where the program has a
-mode of its own, as selective checkpointing has, torch does add out of place.
+Our mode writes such a sum into its first operand, as if the mode were not there. Where the program has a mode of its
+own, as selective checkpointing has, torch does add out of place.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ WRITING = {
 
 
 class InPlace:
-    """Knows these sums when it is shown them. To be made before a recording, and entered with it."""
+    """Knows these sums when it is shown them. To be made before a mode is entered, and entered with it."""
 
     def __init__(self) -> None:
         self._uses_of_the_only_holder = _uses_of_the_only_holder()
         self._in_linear = False
 
     @contextmanager
-    def watching(self, recorder: TorchDispatchMode) -> Iterator[None]:
+    def watching(self, mode: TorchDispatchMode) -> Iterator[None]:
         """While in here, calls of `F.linear` are known for what they are."""
         linear = F.linear
-        F.linear = self._watched(linear, recorder)
+        F.linear = self._watched(linear, mode)
         try:
             yield
         finally:
@@ -62,10 +62,10 @@ class InPlace:
             return False
         return self._in_linear or self._accumulates(*args)
 
-    def _watched(self, linear: Callable[..., torch.Tensor], recorder: TorchDispatchMode) -> Callable[..., torch.Tensor]:
+    def _watched(self, linear: Callable[..., torch.Tensor], mode: TorchDispatchMode) -> Callable[..., torch.Tensor]:
         @functools.wraps(linear)
         def watched(*args: Any, **kwargs: Any) -> torch.Tensor:
-            self._in_linear = _get_current_dispatch_mode() is recorder
+            self._in_linear = _get_current_dispatch_mode() is mode
             try:
                 return linear(*args, **kwargs)
             finally:

@@ -83,7 +83,7 @@ class Watch:
         """The same micro-batches; they and their copies on the device are marked as input."""
         return [_MarkedBatch(batch, self._recorder) for batch in micro_batches]
 
-    def host_batch(self, batch: HostBatch) -> None:
+    def held(self, batch: HostBatch) -> None:
         """A micro-batch that is held, now or for a later step, is input."""
         _mark_input(self._recorder, batch)
 
@@ -165,3 +165,35 @@ class _MarkedBatch:
 
 def _mark_input(recorder: Recorder, batch: Any) -> None:
     recorder.mark(batch.tensors(), "input")
+
+
+@contextmanager
+def watching_fsdp2(recorder: Recorder) -> Iterator[None]:
+    """While in here, the storages of FSDP2's all-gathers and reduce-scatters are known as the engine's buffers,
+    and the whole gradients that a reduce-scatter takes as gradients."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group  # half a second, and FSDP2's alone
+
+    group, reduce = _fsdp_param_group.FSDPParamGroup, _fsdp_param_group.foreach_reduce
+    unshard, wait = group.unshard, group.wait_for_unshard
+
+    def within(label: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            with recorder.call(label, "engine buffer"):
+                return function(*args, **kwargs)
+
+        return called
+
+    @functools.wraps(reduce)
+    def reduce_marked(params: Any, gradients: list[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        recorder.mark(gradients, "gradient")
+        with recorder.call("FSDP2 reduce-scatter", "engine buffer"):
+            return reduce(params, gradients, *args, **kwargs)
+
+    group.unshard = within("FSDP2 all-gather", unshard)
+    group.wait_for_unshard = within("FSDP2 gathered parameters", wait)
+    _fsdp_param_group.foreach_reduce = reduce_marked
+    try:
+        yield
+    finally:
+        group.unshard, group.wait_for_unshard, _fsdp_param_group.foreach_reduce = unshard, wait, reduce

@@ -81,7 +81,7 @@ class MemoryMeter:
 
 
 class CardPeaks:
-    """The peaks of phases on a card, and those of all: CUDA's counter, which knows one, starts anew with each phase."""
+    """The peaks of phases on a GPU, and those of all. CUDA's counter knows one peak: it is reset at each phase."""
 
     def __init__(self) -> None:
         self._phase: str | None = None

@@ -25,7 +25,7 @@ def _now() -> datetime.datetime:
 
 
 class PhaseMemory(Strict):
-    """The most bytes of one phase over all its occurrences: allocated, and on a card reserved by torch."""
+    """The most bytes of one phase over all its occurrences, on a GPU: allocated, and reserved by torch."""
 
     phase: str
     allocated_bytes: NonNegativeInt
@@ -33,8 +33,9 @@ class PhaseMemory(Strict):
 
 
 class MeasuredMemory(Strict):
-    """What the first `steps` steps took of one process, from the engine's start on, by what `method` names. A phase
-    lasts until the next one begins."""
+    """What the first `steps` steps took of one process, by what `method` names. On a GPU it is torch's count from the
+    engine's start on, by phase: each lasts until the next one begins. On a CPU it is all that the process takes, and
+    there are no phases."""
 
     method: str
     steps: NonNegativeInt

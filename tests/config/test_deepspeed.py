@@ -87,11 +87,11 @@ _CPU_ADAM = "needs DeepSpeedCPUAdam, and bigdit steps its own optimizer; remove 
         (
             {"zero_optimization": {"stage": 3, "zero_quantized_weights": True}},
             "ds_config.zero_optimization.zero_quantized_weights is True: it runs CUDA kernels of DeepSpeed's own, "
-            "whose memory no rehearsal sees; remove it",
+            "whose memory no emulated GPU sees; remove it",
         ),
         (
             {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}},
-            "ds_config.zero_optimization.zero_hpz_partition_size is 8: it shards within a node, and a rehearsal knows "
+            "ds_config.zero_optimization.zero_hpz_partition_size is 8: it shards within a node, and an attempt knows "
             "processes, not nodes; remove it",
         ),
         (

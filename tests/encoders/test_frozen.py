@@ -300,7 +300,7 @@ def test_the_catalogue_s_encoders_make_what_its_models_are_fed(tmp_path: Path) -
 
 def test_what_has_no_recipe_is_named() -> None:
     flux2 = model("flux.2-klein-9b")
-    with pytest.raises(UserError, match=r"^flux\.2-klein-9b cannot be rehearsed with features online: .* no recipe"):
+    with pytest.raises(UserError, match=r"^flux\.2-klein-9b cannot be planned with features online: .* no recipe"):
         online_encoders(flux2, batch_shape(flux2))
     wan = model("wan2.2-ti2v-5b")
     with pytest.raises(UserError, match=r"has no constructor arguments of its wan2\.2-vae; use features cached"):

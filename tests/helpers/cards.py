@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import tempfile
 import textwrap
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import BIN, bigdit
+from commands import BIN, ROOT, bigdit
 
 from bigdit import catalog
 from bigdit.catalog import CatalogModel
@@ -31,7 +32,11 @@ _DEPTHS = ("num_layers", "n_layers", "num_refiner_layers", "n_refiner_layers", "
 
 def of_blocks(model: CatalogModel, blocks: int, name: str = "") -> CatalogModel:
     """The model with so many blocks in each of its lists."""
-    kwargs = model.spec.kwargs | {argument: blocks for argument in _DEPTHS if argument in model.spec.kwargs}
+    written = [argument for argument in _DEPTHS if argument in model.spec.kwargs]
+    depths = (
+        written or ("num_layers", "num_single_layers")[: len(model.block_lists)]
+    )  # Flux's class sets them
+    kwargs = model.spec.kwargs | dict.fromkeys(depths, blocks)
     spec = model.spec.model_copy(update={"kwargs": kwargs, "name": name or model.spec.name})
     lists = tuple((path, blocks) for path, _ in model.block_lists)
     return model.model_copy(update={"spec": spec, "params": None, "block_lists": lists})
@@ -108,6 +113,23 @@ def leave(value):
     with open(f"rank{os.environ['RANK']}.json", "w") as file:
         json.dump(value, file)
 """
+
+
+def benched(*options: object, **environment: str) -> tuple[dict[str, Any], str]:
+    """The receipt of three steps of `bigdit bench step` on an emulated A40, and what it printed."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "receipt.json"
+        line = [str(cuda_python()), "-W", "ignore", "-c", "from bigdit.cli import main; main()", "bench", "step"]
+        done = subprocess.run(
+            [*line, *map(str, options), "--steps", "3", "--out", str(out)],
+            env=os.environ | emulated_environment(A40) | environment,
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=TIME_LIMIT_S,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return json.loads(out.read_text()), done.stdout
 
 
 @dataclass

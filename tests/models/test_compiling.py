@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch._dynamo
-from bigdit.rehearse.drive import record
+from cards import A40
 from commands import HELPERS, ROOT, run_ranks
 from stepping import one_batch
 from tiny_models import SANA, SHAPE
@@ -15,7 +15,9 @@ from bigdit.dist import World
 from bigdit.errors import UserError, versions
 from bigdit.models.compiling import compile_blocks
 from bigdit.objective_spec import FlowMatchingSpec
+from bigdit.profile.cards import Cards
 from bigdit.profile.notices import COMPILED, notices
+from bigdit.profile.request import StepRequest
 from bigdit.spec import LoraSpec, Strategy
 from bigdit.train.beside_plan import PlannedMemory
 from bigdit.train.step import train_step
@@ -54,13 +56,16 @@ def test_compiled_blocks_learn_as_others_do_and_share_their_graphs(said, counted
     assert counted["unique_graphs"] == 2
 
 
-def test_a_recorded_step_is_of_blocks_as_they_are_written(counted):
+@pytest.mark.slow
+@pytest.mark.usefixtures("own_cache")
+def test_a_profiled_step_is_of_blocks_as_they_are_written():
     plain, compiled = (
-        record(SANA, SHAPE, Strategy(compile_blocks=switch, checkpointed_blocks=1), FlowMatchingSpec(), CPU, World())
+        StepRequest(model=SANA, batch=SHAPE, strategy=Strategy(compile_blocks=switch, checkpointed_blocks=1))
         for switch in (False, True)
     )
-    assert compiled.device == plain.device
-    assert counted["unique_graphs"] == 0
+    with Cards(A40, 1) as cards:
+        assert cards.attempt(compiled).memory == cards.attempt(plain).memory
+        assert cards.profile(compiled).ledger == cards.profile(plain).ledger
 
 
 def test_a_run_says_what_becomes_of_compiled_blocks(features, tmp_path, capfd):

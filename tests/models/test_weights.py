@@ -10,7 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from bigdit import models
 from bigdit.errors import UserError
-from bigdit.record import Recorder
+from bigdit.memory import ledger
+from bigdit.record.recorder import Recorder
 from bigdit.spec import ModelSpec
 
 # Its table of positions is a buffer that is saved, and its buffers are computed when it is made.
@@ -63,9 +64,9 @@ def test_every_tensor_is_the_files_in_the_dtype_that_trains(tmp_path, shards, dt
 def test_what_is_in_the_dtype_stays_mapped(tmp_path):
     """It takes no memory of its own, and what is written to it does not come to the file."""
     tensors = saved(tmp_path, torch.bfloat16)
-    with Recorder("cpu") as recorder, recorder.phase("init"):
+    with Recorder() as recorder, recorder.phase("init"):
         model = models.load(SPEC, tmp_path, dtype=torch.bfloat16)
-    assert recorder.timeline().peak_allocated_bytes <= size_of(tensors) + BUFFERS
+    assert ledger(recorder.host_timeline(), 1).peak_allocated_bytes <= size_of(tensors) + BUFFERS
     maps = Path("/proc/self/maps").read_text()
     assert f"{tmp_path / FILE}\n" in maps
     with torch.no_grad():
@@ -76,9 +77,9 @@ def test_what_is_in_the_dtype_stays_mapped(tmp_path):
 def test_what_is_rounded_is_never_in_fp32(tmp_path):
     """Beside the file's pages there is the model, and no more."""
     tensors = saved(tmp_path, torch.float16)
-    with Recorder("cpu") as recorder, recorder.phase("init"):
+    with Recorder() as recorder, recorder.phase("init"):
         models.load(SPEC, tmp_path, dtype=torch.bfloat16)
-    assert recorder.timeline().peak_allocated_bytes <= 2 * size_of(tensors) + BUFFERS
+    assert ledger(recorder.host_timeline(), 1).peak_allocated_bytes <= 2 * size_of(tensors) + BUFFERS
 
 
 def test_a_tensor_of_another_shape_is_refused(tmp_path):

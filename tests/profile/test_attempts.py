@@ -80,7 +80,7 @@ def test_a_recorded_run_takes_what_an_attempt_takes_and_every_byte_has_a_categor
         host = host_memory(found.host_timeline)
         assert bare.host.steps_bytes == pytest.approx(host.steps_bytes, abs=4 * MIB), strategy
         # FSDP2's weights are cast as they move: a copy of one of them, which the recorder does not see.
-        assert -4 * MIB < bare.host.peak_bytes - host.peak_bytes < 20 * MIB, strategy
+        assert -4 * MIB < bare.host.peak_bytes - host.peak_bytes < 24 * MIB, strategy
 
 
 @pytest.mark.parametrize(
@@ -117,13 +117,16 @@ def test_the_largest_micro_batch_fits_and_the_next_one_does_not(cards: Cards) ->
         return request("single,checkpointed_blocks=all", size)
 
     for guess in (1, 9):
-        found = cards.largest([Row(sized, guess)], 12 * GIB)[0]
+        found = cards.largest(Row(sized, guess), 12 * GIB)
         assert found is not None
-        size = int(found)
+        size, reserved = int(found[0]), found[1]
+        assert reserved[size] <= 12 * GIB < reserved.get(size + 1, 13 * GIB)
         assert size > 1
         assert cards.attempt(sized(size), 12 * GIB).fits
         assert not cards.attempt(sized(size + 1), 12 * GIB).fits
-    assert (cards.largest([Row(sized, 1)], GIB)[0] or 0) < 1
+    none = cards.largest(Row(sized, 1), GIB)
+    assert none is not None
+    assert none[0] < 1
 
 
 def test_an_int8_base_halves_the_weights_of_a_recomputed_model(cards: Cards) -> None:

@@ -1,15 +1,19 @@
-"""The recorder on real tensors: what counts as an allocation, what as a free."""
+"""The recorder on the host's tensors: what counts as an allocation, what as a free, and what operators cost."""
 
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
 from torch import nn
 
 from bigdit.memory import Timeline, ledger
-from bigdit.record import Recorder, Watch
+from bigdit.record.costs import Counting
+from bigdit.record.recorder import Recorder
+from bigdit.record.watch import Watch
 
 
 def _live(timeline: Timeline) -> int:
@@ -17,50 +21,50 @@ def _live(timeline: Timeline) -> int:
 
 
 def test_views_share_a_storage_and_the_last_reference_frees_it() -> None:
-    with Recorder("cpu") as recorder, recorder.phase("forward"):
+    with Recorder() as recorder, recorder.phase("forward"):
         tensor = torch.ones(4, 8)
         view = tensor[1:].t()
         del tensor
-        held = _live(recorder.timeline())
+        held = _live(recorder.host_timeline())
         del view
-    timeline = recorder.timeline()
+    timeline = recorder.host_timeline()
     assert held == 128
     assert [block.nbytes for block in timeline.blocks] == [128]
     assert timeline.events == (1, -1)
 
 
 def test_a_storage_resized_to_nothing_is_free_and_comes_back_as_a_new_block() -> None:
-    with Recorder("cpu") as recorder, recorder.phase("forward"):
+    with Recorder() as recorder, recorder.phase("forward"):
         tensor = torch.ones(16)
         recorder.mark([tensor], "parameter")
         tensor.untyped_storage().resize_(0)
-        gone = _live(recorder.timeline())
+        gone = _live(recorder.host_timeline())
         tensor.untyped_storage().resize_(128)
     assert gone == 0
-    assert _live(recorder.timeline()) == 128
-    assert {block.category for block in recorder.timeline().blocks} == {"parameter"}
+    assert _live(recorder.host_timeline()) == 128
+    assert {block.category for block in recorder.host_timeline().blocks} == {"parameter"}
 
 
 def test_resizing_is_torch_s_own_again_afterwards() -> None:
     before = torch.UntypedStorage.resize_
-    with Recorder("cpu"):
+    with Recorder():
         assert torch.UntypedStorage.resize_ is not before
     assert torch.UntypedStorage.resize_ is before
     assert gc.isenabled()
 
 
 def test_an_operation_that_resizes_its_output_is_seen() -> None:
-    with Recorder("cpu") as recorder, recorder.phase("forward"):
+    with Recorder() as recorder, recorder.phase("forward"):
         out = torch.empty(2)
         out.resize_(100)
-    assert _live(recorder.timeline()) == 400
+    assert _live(recorder.host_timeline()) == 400
 
 
 def test_a_storage_from_before_is_allocated_where_it_is_marked() -> None:
     early = torch.ones(10)
-    with Recorder("cpu") as recorder, recorder.phase("init"):
+    with Recorder() as recorder, recorder.phase("init"):
         recorder.mark([early, None, torch.ones(1, device="meta")], "parameter")
-    (block,) = recorder.timeline().blocks
+    (block,) = recorder.host_timeline().blocks
     assert (block.nbytes, block.category, block.label) == (40, "parameter", "unseen")
 
 
@@ -68,13 +72,13 @@ def test_a_cycle_is_freed_where_its_phase_ends() -> None:
     class Holder:
         pass
 
-    with Recorder("cpu") as recorder:
+    with Recorder() as recorder:
         with recorder.phase("forward"):
             holder = Holder()
             holder.itself, holder.tensor = holder, torch.ones(10)
             del holder
-            held = _live(recorder.timeline())
-        freed = _live(recorder.timeline())
+            held = _live(recorder.host_timeline())
+        freed = _live(recorder.host_timeline())
     assert (held, freed) == (40, 0)
 
 
@@ -94,7 +98,7 @@ def test_a_step_s_storages_are_told_apart() -> None:
         gradients = calls = buffers
 
     engine = Engine()
-    with Recorder("cpu") as recorder:
+    with Recorder() as recorder:
         with recorder.phase("init"):
             watch = Watch(recorder, engine)
         x = torch.ones(4, 8)
@@ -106,24 +110,31 @@ def test_a_step_s_storages_are_told_apart() -> None:
         with watch.phase("step"):
             engine.optimizer.step()
         watch.close()
-    found = ledger(recorder.timeline(), 1)
+    found = ledger(recorder.host_timeline(), 1)
     parameters = 4 * sum(p.numel() for p in model.parameters())
     assert found.phase("init").at_peak["parameter"] == parameters
     # fp32 [4, 8]: relu's output serves relu and the last layer, the sum is the loss
     assert found.phase("forward").at_peak["saved activation"] == 4 * 8 * 4 + 4
     assert found.phase("step").at_peak["gradient"] == parameters
     assert found.phase("step").at_peak["optimizer state"] == 2 * parameters + 4 * 4
-    assert {block.label for block in recorder.timeline().blocks if block.category == "saved activation"} >= {"1"}
+    assert {block.label for block in recorder.host_timeline().blocks if block.category == "saved activation"} >= {"1"}
     with pytest.raises(KeyError):
         found.phase("save")
 
 
-def test_operators_and_collectives_are_counted():
+@contextmanager
+def counted() -> Iterator[Counting]:
+    with Counting() as counting:
+        counting.phases.append("forward")
+        yield counting
+
+
+def test_operators_are_counted():
     weight, x = torch.ones(8, 4), torch.ones(2, 4)
-    with Recorder("cpu") as recorder, recorder.phase("forward"):
+    with counted() as counting:
         torch.nn.functional.conv2d(torch.ones(1, 6, 5, 5), torch.ones(6, 1, 3, 3), groups=6)
         x @ weight.T
-    found = {cost.operator: cost for cost in recorder.timeline().operators}
+    found = {cost.operator: cost for cost in counting.costs.operators()}
     assert found["aten.mm"].flops == 2 * 2 * 4 * 8
     assert found["aten.mm"].nbytes == 4 * (2 * 4 + 4 * 8 + 2 * 8)
     # depthwise: 3 x 3 positions of 6 channels, 9 products each
@@ -133,29 +144,29 @@ def test_operators_and_collectives_are_counted():
 
 def test_attention_is_named_by_the_size_of_its_heads():
     query, key = torch.ones(1, 2, 16, 24, requires_grad=True), torch.ones(1, 2, 8, 24)
-    with Recorder("cpu") as recorder, recorder.phase("forward"):
+    with counted() as counting:
         torch.nn.functional.scaled_dot_product_attention(query, key, key).sum().backward()
-    found = {cost.operator for cost in recorder.timeline().operators if "scaled_dot_product" in cost.operator}
+    found = {cost.operator for cost in counting.costs.operators() if "scaled_dot_product" in cost.operator}
     kernel = "aten._scaled_dot_product_flash_attention_for_cpu"
     assert found == {f"{kernel} (heads of 24)", f"{kernel}_backward (heads of 24)"}
 
 
 def test_a_depthwise_convolution_s_gradients_cost_as_much_as_its_output_each():
     x, weight = torch.ones(1, 6, 5, 5, requires_grad=True), torch.ones(6, 1, 3, 3, requires_grad=True)
-    with Recorder("cpu") as recorder, recorder.phase("forward"):
+    with counted() as counting:
         torch.nn.functional.conv2d(x, weight, groups=6).sum().backward()
-    found = {cost.operator: cost for cost in recorder.timeline().operators}
+    found = {cost.operator: cost for cost in counting.costs.operators()}
     forward, backward = found["aten.convolution (grouped)"], found["aten.convolution_backward (grouped)"]
     assert backward.flops == 2 * forward.flops
 
 
 def test_the_call_of_an_engine_names_what_it_allocates():
-    with Recorder("cpu") as recorder, recorder.phase("init"):
+    with Recorder() as recorder, recorder.phase("init"):
         with recorder.call("gather", "engine buffer"):
             gathered, own = torch.ones(3), torch.ones(5)
         recorder.mark([own], "parameter")
         later = torch.ones(7)
-    blocks = {block.nbytes: (block.category, block.label) for block in recorder.timeline().blocks}
+    blocks = {block.nbytes: (block.category, block.label) for block in recorder.host_timeline().blocks}
     assert blocks == {
         12: ("engine buffer", "gather"),
         20: ("parameter", "gather"),
@@ -171,7 +182,7 @@ def test_what_collections_leave_out_is_the_process_s_own_affair_afterwards(by_th
     if by_the_process:
         gc.freeze()
     try:
-        with Recorder("cpu"):
+        with Recorder():
             torch.empty(4)
         assert (gc.get_freeze_count() > 0) == by_the_process
     finally:

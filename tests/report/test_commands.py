@@ -182,7 +182,7 @@ def online(made):
 @pytest.mark.slow
 @pytest.mark.xdist_group("plan")
 def test_features_online_are_not_extracted(made):
-    """The run has one bucket, and its encoders the dtypes that were rehearsed."""
+    """The run has one bucket, and its encoders the dtypes that were planned."""
     plan = online(made)
     assert next(each.words[:2] for each in commands(made, FOLDER)) == ("bigdit", "extract")
     assert next(each.words[:2] for each in commands(plan, FOLDER)) == ("bigdit", "train")

@@ -19,8 +19,8 @@ from bigdit.report.run.found import read_run
 from bigdit.report.run.leave import leaving_a_page
 from bigdit.report.run.page import charts, document, page
 from bigdit.train.beside_plan import PlannedMemory
-from bigdit.train.record import RunRecord
-from bigdit.units import GIB, MIB
+from bigdit.train.record import PhaseMemory, RunRecord
+from bigdit.units import GIB, MIB, gib
 
 INSIDE = """
 return [...document.querySelectorAll("main, main *")].every(each => each.getBoundingClientRect().right <= innerWidth)
@@ -43,11 +43,14 @@ def run(trained, tmp_path):
 
 @pytest.fixture
 def planned(run):
-    """The same, as if it had run on a card, by a plan, with validation and pictures on the way."""
+    """The same, as if it had run on a GPU, by a plan, with validation and pictures on the way."""
     record = RunRecord.model_validate_json((run / "run.json").read_text())
-    phases = {phase.phase: 3 * phase.allocated_bytes // 4 for phase in record.measured.phases}
+    sizes = {"init": 4 * MIB, "forward": 36 * MIB, "backward": 40 * MIB, "step": 12 * MIB}
+    phases = {phase: 3 * nbytes // 4 for phase, nbytes in sizes.items()}
     memory = {"peak_allocated_bytes": max(phases.values()), "peak_reserved_bytes": 40 * MIB}
-    measured = record.measured.model_copy(update={"peak_reserved_bytes": 44 * MIB})
+    found = tuple(PhaseMemory(phase=phase, allocated_bytes=nbytes) for phase, nbytes in sizes.items())
+    peaks = {"peak_allocated_bytes": 40 * MIB, "peak_reserved_bytes": 44 * MIB}
+    measured = record.measured.model_copy(update={"phases": found, **peaks})
     asked = {"captions": ["<script>alert(1)</script>", "a & b"], "every": 2}
     seen = record.run.model_dump(mode="json") | {"samples": asked, "validation": {"samples": 32}, "output": str(run)}
     record.model_copy(
@@ -114,9 +117,9 @@ def test_a_run_without_a_plan_has_what_was_measured(run):
     record = read_run(run).record
     receipt = json.loads((run / "receipt.json").read_text())
     assert record.measured.peak_allocated_bytes == receipt["measured_peak_allocated_bytes"]
-    assert max(phase.allocated_bytes for phase in record.measured.phases) == record.measured.peak_allocated_bytes
+    assert (record.measured.phases, record.measured.peak_reserved_bytes) == ((), None)
     text = " ".join(visible(page(read_run(run))).split())
-    assert "There is no plan for these steps on a card to hold it against." in text
+    assert f"The process took at most {gib(record.measured.peak_allocated_bytes)} through 2 steps" in text
     assert "planned" not in text
     assert "DONE all of 8 steps" in text
 

@@ -6,6 +6,7 @@ from functools import cache
 
 import numpy as np
 import pytest
+from cards import benched
 from commands import ROOT, bigdit, run_ranks, with_set
 from PIL import Image
 
@@ -109,12 +110,8 @@ def test_a_picture_of_a_class_that_there_is_not_is_refused(digits_by_class):
 
 
 @pytest.mark.parametrize("class_name", TINY)
-def test_a_step_of_the_run_is_rehearsed_to_the_byte(digits_by_class, class_name):
-    out = digits_by_class / f"{class_name}.json"
-    chosen = settings(digits_by_class, *TINY[class_name])
-    done = bigdit("bench", "step", "--config", CONFIG, *chosen, "--steps", "4", "--out", out)
-    assert done.returncode == 0, done.stderr
-    receipt = json.loads(out.read_text())
+def test_a_step_of_the_run_is_predicted_to_the_byte(digits_by_class, class_name):
+    receipt, _ = benched("--config", CONFIG, *settings(digits_by_class, *TINY[class_name]))
     assert receipt["batch"] == {"latents": [4, 4, 4], "text": None, "latents_dtype": "fp32"}
     assert receipt["objective"]["name"] == "ddpm"
     assert receipt["predicted_peak_allocated_bytes"] == receipt["measured_peak_allocated_bytes"]

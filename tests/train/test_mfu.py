@@ -1,8 +1,9 @@
-"""MFU: a model's FLOPs against those that its rehearsed step takes, and the peak of the card that drivers name."""
+"""MFU: a model's FLOPs against those that its step takes, and the peak of the card that drivers name."""
+
+from contextlib import contextmanager
 
 import pytest
 import torch
-from bigdit.rehearse.drive import record
 from tiny_models import SANA, SHAPE
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -12,6 +13,8 @@ from bigdit.catalog.gpus import gpu
 from bigdit.dist import World
 from bigdit.objective_spec import FlowMatchingSpec
 from bigdit.profile.data import batch
+from bigdit.profile.steps import Witness, prepare, training
+from bigdit.record.costs import Counting
 from bigdit.spec import ModelSpec, Strategy
 from bigdit.train.seen.mfu import Mfu, mfu_of, peak_flops
 from bigdit.units import GIB, MIB
@@ -27,14 +30,22 @@ def counted(*, frozen=False, micro_batch_size=2, grad_accum_steps=1, **said):
     return mfu.flops([batch(SHAPE, strategy)] * grad_accum_steps)
 
 
-def test_the_flops_are_those_of_a_rehearsed_forward_pass_three_times():
-    """The recorder counts operators as they run; what the loss computes beside the model has no product in it. Of the
-    CPU's own attention torch knows no FLOPs, of the products that it stands for it does."""
-    strategy = Strategy(precision="fp32", micro_batch_size=2)
-    with sdpa_kernel(SDPBackend.MATH):
-        timeline = record(SANA, SHAPE, strategy, FlowMatchingSpec(), CPU, World()).device
-    last = max(i for i, span in enumerate(timeline.spans) if span.phase == "forward")
-    forward = sum(cost.flops for cost in timeline.operators if cost.span == last)
+def test_the_flops_are_those_of_a_forward_pass_three_times():
+    """Operators are counted as they run; what the loss computes beside the model has no product in it. Of the CPU's
+    own attention torch knows no FLOPs, of the products that it stands for it does."""
+    counting = Counting()
+
+    class Phases(Witness):
+        @contextmanager
+        def phase(self, name):
+            counting.phases.append(name)
+            yield
+
+    workload = prepare(SANA, SHAPE, Strategy(precision="fp32", micro_batch_size=2), None)
+    with sdpa_kernel(SDPBackend.MATH), counting:
+        next(training(workload, FlowMatchingSpec(), CPU, World(), Phases()))
+    span = counting.phases.index("forward")
+    forward = sum(cost.flops for cost in counting.costs.operators() if cost.span == span)
     assert forward > 0
     assert counted() == 3 * forward
 

@@ -8,8 +8,7 @@ import os
 import subprocess
 
 import pytest
-from bigdit.rehearse import StepRequest, rehearse
-from cards import A40, TIME_LIMIT_S, answers, on_card
+from cards import A40, TIME_LIMIT_S, answers, benched, on_card
 from commands import DIGITS, ROOT, SINGLE, TINY, with_set
 from diffusers import AutoencoderKL
 from plan_files import TINY_KWARGS, plan_of, run_yaml, write
@@ -20,6 +19,8 @@ from bigdit.catalog.resolve import model_spec
 from bigdit.config import load_run, strategy_of
 from bigdit.emulator import emulated_environment, shared_state
 from bigdit.emulator.interpreter import cuda_python
+from bigdit.profile.cards import Cards
+from bigdit.profile.request import StepRequest
 from bigdit.spec import BatchShape
 from bigdit.train.seen.metrics import read_metrics
 from bigdit.units import gib
@@ -117,7 +118,7 @@ HELD = 1024
 
 
 @pytest.mark.slow
-def test_encoders_online_take_of_a_card_what_was_rehearsed(pictures, tmp_path):
+def test_encoders_online_take_of_a_card_what_an_attempt_takes(pictures, tmp_path):
     """A VAE and the digits' T5 through every phase, beside what a step takes; encoding has a phase of its own."""
     AutoencoderKL(**KL).save_pretrained(tmp_path / "vae")
     codec = f"encoders.image={{name: vae, class_name: AutoencoderKL, path: {tmp_path / 'vae'}}}"
@@ -146,23 +147,20 @@ def test_encoders_online_take_of_a_card_what_was_rehearsed(pictures, tmp_path):
         tokens=32,
     )
     vae = VaeSpec(class_name="AutoencoderKL", kwargs=KL, dtype="fp32")
-    strategy = strategy_of(run, 1)
     request = StepRequest(
         model=model_spec(run.model),
         batch=BatchShape(latents=(4, 8, 8), text=(32, 64), latents_dtype="bf16"),
-        strategy=strategy,
-        micro_batch_sizes=(strategy.micro_batch_size,),
+        strategy=strategy_of(run, 1),
         encoders=OnlineEncoders(pixels=(3, 16, 16), vae=vae, text=(text,)),
-        compute_capability=A40.compute_capability,
-        multiprocessors=A40.multiprocessors,
     )
-    rehearsed = {each.phase: each.peak_bytes for each in rehearse(request).sizes[0].ledger.phases}
-    assert list(found) == list(rehearsed) == ["init", "encode", "forward", "backward", "step"]
-    assert {phase: found[phase] - rehearsed[phase] for phase in ("forward", "backward", "step")} == dict.fromkeys(
+    with Cards(A40, 1) as cards:
+        attempted = {phase: each.peak_bytes for phase, each in cards.attempt(request).phases.items()}
+    assert list(found) == list(attempted) == ["init", "encode", "forward", "backward", "step"]
+    assert {phase: found[phase] - attempted[phase] for phase in ("forward", "backward", "step")} == dict.fromkeys(
         ("forward", "backward", "step"), HELD
     )
-    # Rehearsed are captions that fill all tokens, whose ids are on the card for the whole micro-batch.
-    assert 0 <= rehearsed["encode"] + HELD - found["encode"] < 2**20
+    # An attempt has captions that fill all tokens, whose ids are on the GPU for the whole micro-batch.
+    assert 0 <= attempted["encode"] + HELD - found["encode"] < 2**20
 
 
 DEEPSPEED = ("-m", "deepspeed.launcher.runner", "--log_level", "warning", "--num_gpus", "2")
@@ -206,23 +204,11 @@ def test_more_processes_than_cards_are_a_line(features, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("expandable", [False, True], ids=["whole segments", "expandable segments"])
-def test_a_gpu_measures_what_was_predicted_to_the_byte(features, tmp_path, expandable):
-    arguments = [*with_set([*TINY, f"data.features={features}"]), "--out", str(tmp_path / "receipt.json")]
-    environment = os.environ | emulated_environment(catalog.resolve_gpu("a40"))
-    environment |= {"PYTORCH_ALLOC_CONF": f"expandable_segments:{expandable}"}
-    line = [str(cuda_python()), "-W", "ignore", "-c", "from bigdit.cli import main; main()", "bench", "step"]
-    done = subprocess.run(
-        [*line, "--config", str(DIGITS), *arguments],
-        env=environment,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=TIME_LIMIT_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "one process on an emulated NVIDIA A40" in done.stdout
-    receipt = json.loads((tmp_path / "receipt.json").read_text())
+def test_a_gpu_measures_what_was_predicted_to_the_byte(features, expandable):
+    segments = f"expandable_segments:{expandable}"
+    chosen = with_set([*TINY, f"data.features={features}"])
+    receipt, printed = benched("--config", DIGITS, *chosen, PYTORCH_ALLOC_CONF=segments)
+    assert "one process on an emulated NVIDIA A40" in printed
     assert receipt["emulated"]
     assert receipt["expandable_segments"] is expandable
     assert receipt["predicted_peak_allocated_bytes"] == receipt["measured_peak_allocated_bytes"]

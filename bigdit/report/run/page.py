@@ -154,8 +154,11 @@ def charts(found: Found) -> list[Chart]:
 
 
 def _phases(found: Found) -> list[dict[str, Any]]:
-    """A row a phase: its name and bytes as they were measured and planned, and the lengths of its bar in %."""
-    if found.record is None or found.record.measured is None:
+    """A row a phase: its name and bytes as they were measured and planned, and the lengths of its bar in %.
+
+    Empty where nothing was measured, and on a CPU, which has no phases.
+    """
+    if found.record is None or found.record.measured is None or not found.record.measured.phases:
         return []
     phases, planned = found.record.measured.phases, found.record.planned
     expected = {} if planned is None else planned.phases
