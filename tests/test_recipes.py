@@ -77,7 +77,7 @@ def test_a_recipe_extracts_on_its_card(name, hub, tmp_path, capfd):
     by_turns = found.took.waiting_bytes > 0
     assert ("note: text encoders and VAE have no room on the card together" in said.err) == by_turns
     (chosen,) = [line for line in said.err.splitlines() if line.startswith("encoders.batch_size: ")]
-    assert "of which the encode phase fits the NVIDIA GeForce RTX 3060" in chosen
+    assert "which fits the NVIDIA GeForce RTX 3060 (emulated)" in chosen
     assert ("where text encoders and VAE take turns" in chosen) == by_turns
     _, card = run.highest
     least, most = emulated_bytes(found, tmp_path, 1), found.took.extraction.peak_allocated_bytes
@@ -94,7 +94,7 @@ def test_encoders_that_no_card_of_the_recipe_holds_are_a_line(hub, tmp_path, cap
     assert line.startswith("error: encoders.text, whose weights take 20.79 GiB in fp32, ran out of memory: ")
     assert line.endswith("; encoders.text.dtype: bf16 takes half, fewer workers or encoders.device: cpu take less")
     (chosen,) = [line for line in said.splitlines() if line.startswith("encoders.batch_size: ")]
-    assert "1, and not even of that the encode phase fits the NVIDIA GeForce RTX 3060: 20.8" in chosen
+    assert "1, and even that does not fit the NVIDIA GeForce RTX 3060 (emulated): 20.8" in chosen
     assert chosen.endswith("encoders.text.dtype: bf16 takes half")
 
 

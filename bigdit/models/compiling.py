@@ -28,7 +28,7 @@ def compile_blocks(model: nn.Module, family: Family, backend: str | Callable[...
     To be applied before checkpointing and offload: the graphs of a class's own `forward` are found by its code, and
     blocks share them; of what stands in its place each block would have its own, or none. Each bucket has graphs of
     its own: of sizes that may change, Inductor of torch 2.13 does not know how convolutions lie in memory. On an
-    emulated card, whose kernels are not run, blocks stay as they are. Raises UserError where torch is told not to
+    emulated GPU, whose kernels are not run, blocks stay as they are. Raises UserError where torch is told not to
     compile.
     """
     if os.environ.get(_DISABLED) == "1":
@@ -44,8 +44,7 @@ def compile_blocks(model: nn.Module, family: Family, backend: str | Callable[...
 
 
 def _called(compiled: Callable[..., Any], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The block as it is written where someone looks at its operators, which a compiled one does not show: under a
-    recorder, or where they are counted."""
+    """The block as it is written where a mode looks at its operators, which a compiled one does not show."""
     return (forward if is_in_torch_dispatch_mode() else compiled)(*args, **kwargs)
 
 
@@ -64,10 +63,8 @@ def compiling_told() -> Iterator[None]:
         ) from error
 
 
-def compiling_said(device: str, *, emulated: bool) -> str:
-    """What becomes of compiled blocks on this device, for people."""
+def compiling_said(*, emulated: bool) -> str:
+    """What becomes of compiled blocks, for people."""
     if emulated:
-        return "train.compile_blocks: an emulated card runs no kernels, and blocks run as they are written"
-    if device == "cpu":
-        return "train.compile_blocks: memory is measured in the first two steps, where blocks run as they are written"
+        return "train.compile_blocks: an emulated GPU runs no kernels, and blocks run as they are written"
     return "train.compile_blocks: the first step waits for torch's compiler"

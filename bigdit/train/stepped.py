@@ -72,7 +72,7 @@ def on_engine(start: Start, feed: Feed, world: World, device: torch.device, stac
         checkpoint.load_weights(found, model)
     meter = MemoryMeter(device)
     if strategy.compile_blocks:
-        say(world, [compiling_said(device.type, emulated=meter.emulated)], notes=True)
+        say(world, [compiling_said(emulated=meter.emulated)], notes=True)
     engine = engines.create(strategy, model, family, device=device, world=world)
     ema = engines.ema_of(engine)
     if found is not None:

@@ -8,7 +8,6 @@ from commands import HELPERS, ROOT, run_ranks
 from stepping import one_batch
 from tiny_models import SANA, SHAPE
 from torch._dynamo.utils import counters
-from training import run
 
 from bigdit import engines, models
 from bigdit.dist import World
@@ -66,14 +65,6 @@ def test_a_profiled_step_is_of_blocks_as_they_are_written():
     with Cards(A40, 1) as cards:
         assert cards.attempt(compiled).memory == cards.attempt(plain).memory
         assert cards.profile(compiled).ledger == cards.profile(plain).ledger
-
-
-def test_a_run_says_what_becomes_of_compiled_blocks(features, tmp_path, capfd):
-    """Two steps, which the recorder measures: compiled are those after them."""
-    assert run(features, tmp_path, "train.steps=2", "train.compile_blocks=true") == 0
-    assert (
-        "note: train.compile_blocks: memory is measured in the first two steps, where blocks run as they are written\n"
-    ) in capfd.readouterr().err
 
 
 def test_a_plan_and_a_profile_say_that_they_are_of_blocks_as_they_are_written():

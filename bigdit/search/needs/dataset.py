@@ -96,11 +96,8 @@ def dataset_need(question: Question, batch: BatchShape, encoding: Encoding) -> D
     sample += first + FRAMED_BYTES if first else 0
     sample += STREAMED_BYTES + STREAM_BYTES * (len(texts) - 1) if len(texts) > 1 else 0
     store = (text + Interval(low=sample, high=sample)) * images
-    extraction = (
-        _image_seconds(question, *max(encoding.items(), key=lambda each: each[0])) * (images / question.cluster.gpus)
-        if encoding
-        else None
-    )
+    most = max(encoding, default=0)
+    extraction = _image_seconds(question, most, encoding[most]) * (images / question.cluster.gpus) if most else None
     return DatasetNeed(
         images=images,
         latent_bytes=latents,
@@ -232,8 +229,8 @@ def _extraction_notes(model: CatalogModel, batch: BatchShape, *, known: bool) ->
     if known:
         filled = "" if batch.text is None else f", with captions that fill all {batch.text[0]} tokens"
         notes.append(
-            f"extraction is what the encoders compute on the cards{filled}; reading and decoding pictures is not in "
-            "it, and `bigdit extract` encodes on the host's cores, which takes longer"
+            f"extraction is what the encoders compute on the GPUs{filled}; reading and decoding images is not in "
+            "it, and `bigdit extract` without a GPU takes longer"
         )
     else:
         notes.append(f"how long extraction takes is not known: the catalogue has not all encoders of {model.name}")
@@ -255,7 +252,7 @@ def _room_notes(need: EncodersNeed, question: Question) -> list[str]:
     name, nbytes = need.larger
     return [
         f"extraction does not fit the {question.gpu.title}: with a sample at a time {gib(nbytes)} of "
-        f"{gib(room(question.gpu))} are wanted for the {name}; a larger card, or encoders.device: cpu, encodes"
+        f"{gib(room(question.gpu))} are wanted for the {name}; a larger GPU, or encoders.device: cpu, encodes"
     ]
 
 

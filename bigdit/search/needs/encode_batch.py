@@ -15,6 +15,7 @@ from bigdit.encoders.host_bytes import text_bytes
 from bigdit.errors import UserError
 from bigdit.machine import memory_bytes
 from bigdit.profile.cards import Cards
+from bigdit.profile.lanes import WorkerError
 from bigdit.profile.request import StepRequest
 from bigdit.search.needs.dataset import encoding_requests
 from bigdit.search.needs.encoders import KEPT_FREE, EncodersNeed, Way, encoders_need, room
@@ -37,9 +38,10 @@ class EncodeBatch(NamedTuple):
 
 
 def with_batch_size(run: RunConfig, workers: int) -> RunConfig:
-    """The run with encoders.batch_size chosen for this machine's cards, which `workers` share, where it is auto.
+    """The run with encoders.batch_size chosen for this machine's GPUs, which `workers` share, where it is auto.
 
-    Unchanged where encoders run on the host or there are no cards, and, with a notice, where the catalogue cannot say.
+    Unchanged where encoders run on the CPU or there is no GPU. It stays at its default, with a notice, where the
+    catalogue lacks the encoders, or no emulated GPU can run them.
     """
     if run.encoders.batch_size != "auto" or run.encoders.device == "cpu":
         return run
@@ -50,11 +52,11 @@ def with_batch_size(run: RunConfig, workers: int) -> RunConfig:
     least, processes = min(cards, key=lambda card: card.usable_bytes), -(-workers // len(cards))
     try:
         found = encode_batch(run, least, processes)
-    except UserError as error:
-        log.notice(f"encoders.batch_size: it stays at its default, since the encoders could not be tried: {error}")
+    except (UserError, WorkerError) as error:
+        log.notice(f"encoders.batch_size stays at its default: {str(error).splitlines()[0]}")
         return run
     if found is None:
-        log.notice("encoders.batch_size: the catalogue cannot say what these encoders take; it stays at its default")
+        log.notice("encoders.batch_size stays at its default: the catalogue does not have these encoders")
         return run
     log.notice(f"encoders.batch_size: {found.size}, {_said(found, run, least, workers, processes)}")
     return run.model_copy(update={"encoders": run.encoders.model_copy(update={"batch_size": found.size})})
@@ -84,7 +86,7 @@ def encode_batch(run: RunConfig, gpu: Gpu, processes: int = 1) -> EncodeBatch | 
 
 def _said(found: EncodeBatch, run: RunConfig, gpu: Gpu, workers: int, processes: int) -> str:
     """How many fit, and how; or what has no room, and what takes less. Of all `workers` each card has `processes`."""
-    fits = f"of which the encode phase fits the {gpu.title}"
+    fits = f"which fits the {gpu.title} (emulated)"
     if found.way == "together":
         return fits
     if found.way == "in turns":
@@ -92,8 +94,8 @@ def _said(found: EncodeBatch, run: RunConfig, gpu: Gpu, workers: int, processes:
     name, nbytes = found.need.larger
     share = "" if processes == 1 else f" of each of {processes} workers"
     return (
-        f"and not even of that the encode phase fits the {gpu.title}: {gib(nbytes)} are "
-        f"wanted for the {name}{share}, and {gib(max(room(gpu, processes), 0))} are there; "
+        f"and even that does not fit the {gpu.title} (emulated): {gib(nbytes)} are needed for the {name}{share}, "
+        f"and {gib(max(room(gpu, processes), 0))} are free; "
         f"{_less(name, run, processes)}"
     )
 
@@ -122,7 +124,7 @@ def _less(name: str, run: RunConfig, processes: int) -> str:
         return f"{half}encoders.image.tiling or smaller data.buckets take less"
     if text is not None and text.dtype == "fp32":
         return "encoders.text.dtype: bf16 takes half"
-    return "encoders.device: cpu takes nothing of a card"
+    return "encoders.device: cpu takes nothing of a GPU"
 
 
 def _largest(run: RunConfig) -> tuple[int, ...]:

@@ -196,7 +196,7 @@ def test_a_plan_says_where_encoders_have_no_room_together():
             12,
             [
                 "extraction does not fit the NVIDIA GeForce RTX 3060: with a sample at a time 12.50 GiB of "
-                "10.60 GiB are wanted for the text encoders; a larger card, or encoders.device: cpu, encodes"
+                "10.60 GiB are wanted for the text encoders; a larger GPU, or encoders.device: cpu, encodes"
             ],
         ),
     ):

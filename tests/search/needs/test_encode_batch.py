@@ -79,18 +79,18 @@ def test_what_takes_turns_and_what_has_no_room_is_said():
     assert by_turns.taken("together", 1) == 11.5 * GIB
     said = encode_batch._said(EncodeBatch(8, "in turns", by_turns), asked, small, 1, 1)
     assert said == (
-        "of which the encode phase fits the NVIDIA GeForce RTX 3060 where text encoders and VAE take turns; "
+        "which fits the NVIDIA GeForce RTX 3060 (emulated) where text encoders and VAE take turns; "
         "9.50 GiB of weights wait on the host"
     )
     said = encode_batch._said(EncodeBatch(1, None, nothing), asked, small, 1, 1)
     assert said == (
-        "and not even of that the encode phase fits the NVIDIA GeForce RTX 3060: 12.00 GiB are "
-        "wanted for the text encoders, and 11.10 GiB are there; encoders.device: cpu takes nothing of a card"
+        "and even that does not fit the NVIDIA GeForce RTX 3060 (emulated): 12.00 GiB are needed for the text "
+        "encoders, and 11.10 GiB are free; encoders.device: cpu takes nothing of a GPU"
     )
     assert encode_batch._said(EncodeBatch(1, None, by_turns), asked, small, 2, 2).endswith("; fewer data.workers")
     large = EncodeBatch(1, None, EncodersNeed(Side(GIB, 20 * GIB, 0), Side(GIB, 0, 0)))
     assert encode_batch._said(large, asked, small, 1, 1).endswith(
-        "21.00 GiB are wanted for the VAE, and 11.10 GiB are there; encoders.image.dtype: bf16, encoders.image.tiling "
+        "21.00 GiB are needed for the VAE, and 11.10 GiB are free; encoders.image.dtype: bf16, encoders.image.tiling "
         "or smaller data.buckets take less"
     )
 
@@ -116,6 +116,17 @@ def test_videos_are_encoded_whole_and_weights_that_encode_nothing_are_counted():
     videos = EncodersNeed(Side(0, GIB, GIB), Side(0, 0, GIB), frames=81)
     assert [videos.pictures.taken(-(-size // 81)) for size in (1, 81, 82)] == [GIB, GIB, 2 * GIB]
     assert (videos.taken("in turns", 1), videos.taken("in turns", 128)) == (GIB, 127 * GIB)
+
+
+@pytest.mark.parametrize("missing", ["BIGDIT_CUDA_PYTHON", "CC"])
+def test_without_an_emulated_gpu_the_size_stays_and_a_line_says_why(card, missing, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(encode_batch, "found_gpus", lambda: (card,))
+    monkeypatch.setenv("BIGDIT_CACHE", str(tmp_path))
+    monkeypatch.setenv(missing, "missing/program")
+    assert with_batch_size(run(DIT), workers=1) == run(DIT)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("encoders.batch_size stays at its default: ")
+    assert "missing/program" in line
 
 
 def test_without_cards_nothing_is_chosen(monkeypatch, tmp_path):
