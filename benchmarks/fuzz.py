@@ -2,9 +2,9 @@
 
     python benchmarks/fuzz.py [--examples 10000] [--seed 0]
 
-Each ends with 0, 1 or 2, within the time limit, and without a traceback; with 1, it says why. `plan`, `rehearse` and
-`bench` end where their question is known to be sound: what answers it takes seconds, and reads nothing that was
-written. Nothing is trained, and no worker is started.
+Each ends with 0, 1 or 2, within the time limit, and without a traceback; with 1, it says why. `plan`, `profile` and
+`bench` end as soon as their question is sound: an answer takes seconds, and reads nothing that was drawn. Nothing is
+trained, and no worker starts.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ MODEL = {"_class_name": "SanaTransformer2DModel", **RECIPE["model"]["kwargs"]}
 
 
 @st.composite
-def rehearse(draw: st.DrawFn) -> Written:
+def profile(draw: st.DrawFn) -> Written:
     names = [*PRESETS, "world_size", "micro_batch_size", "optimizer.name", "optimizer.lr", "precision", "lora.rank",
              "ds_config.zero_optimization.stage", "checkpointed_blocks", "dp_replicate", "ema.device"]  # fmt: skip
     one = st.builds("{}={}".format, st.sampled_from(names), JUNK.map(_yaml)) | st.sampled_from(list(PRESETS)) | TEXTS
@@ -177,13 +177,13 @@ def rehearse(draw: st.DrawFn) -> Written:
     model = draw(st.sampled_from(["sana-600m", "config.json", "."]) | TEXTS)
     more = draw(options("--gpu", "--resolution", "--frames", "--timeout"))
     files = {"config.json": draw(texts(MODEL, _json)), "ds.json": draw(texts(DOCUMENT, _json))}
-    return Written(["rehearse", "--model", model, "--strategy", strategy, *more], files)
+    return Written(["profile", "--model", model, "--strategy", strategy, *more], files)
 
 
 @st.composite
 def bench(draw: st.DrawFn) -> Written:
     model, gpu = (draw(st.sampled_from(names) | TEXTS) for names in (("sana-600m", "wan2.1-t2v-1.3b"), ("a40", "auto")))
-    more = options("--micro-batch", "--strategy", "--resolution", "--frames", "--limit", "--steps", "--device")
+    more = options("--micro-batch", "--strategy", "--resolution", "--frames", "--limit", "--steps")
     return Written(["bench", "memory", "--model", model, "--gpu", gpu, *draw(more)])
 
 
@@ -225,7 +225,7 @@ def others(draw: st.DrawFn) -> Written:
     return Written([*command, *draw(options(*known))], {"store/features.json": draw(texts(RECIPE, _json))})
 
 
-WRITTEN = st.one_of(train(), train(), plan(), rehearse(), bench(), by_turns(), others())
+WRITTEN = st.one_of(train(), train(), plan(), profile(), bench(), by_turns(), others())
 
 
 class Hung(BaseException):
@@ -238,7 +238,7 @@ def unanswered() -> Iterator[None]:
     sound = UserError(SOUND)
     with (
         patch("bigdit.search.answer.make_plan", side_effect=sound),
-        patch("bigdit.rehearse.rehearse", side_effect=sound),
+        patch("bigdit.profile.cards.Cards", side_effect=sound),
         patch("bigdit.bench.memory.MemoryBenchmark.curves", side_effect=sound),
         patch("bigdit.bench.step.bench_step", side_effect=sound),
         patch("bigdit.bench.loader.bench_loader", side_effect=sound),

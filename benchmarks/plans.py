@@ -1,21 +1,23 @@
-"""Plans by both devices side by side: writes benchmarks/plans.md.
+"""Plans of forty questions, beside the answers before: writes benchmarks/plans.md.
 
 python benchmarks/plans.py [PART OF A QUESTION]
 
-Each question is planned by rehearsals alone, and then on emulated cards too. What is kept of plans, rehearsals and
-attempts is not asked again, so that an interrupted run goes on; of some questions alone nothing is written.
+plans.json has the answers before, by the search that also had a fake device. The exit status is 1 where a verdict or a
+strategy differs. Plans are cached, so that the command continues where it was. With part of a question nothing is
+written.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from bigdit.emulator.interpreter import cuda_build, cuda_python
-from bigdit.errors import versions
 from bigdit.files import write_text
 from bigdit.search.answer import make_plan
 from bigdit.search.asking.ask import question_for
@@ -23,6 +25,7 @@ from bigdit.search.plan import Plan
 from bigdit.units import gib
 
 PAGE = Path(__file__).with_suffix(".md")
+BEFORE: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_suffix(".json").read_text())
 QUESTIONS = [
     *((model, gpu, 1) for model in ("sana-600m-1024", "sana-1600m-1024") for gpu in ("rtx-4090", "a40", "h100-sxm")),
     *(
@@ -38,116 +41,78 @@ QUESTIONS = [
     *((model, "v100-32g-sxm2", 8) for model in ("dit-xl-2", "pixart-sigma-xl-2-512", "sana-600m-512")),
     *((model, "a100-80g-sxm", 16) for model in ("sana-1600m-1024", "cogvideox-5b", "qwen-image", "wan2.1-t2v-14b")),
 ]
-"""Model, card, and how many of them."""
+"""Model, GPU, and how many of them."""
 
-HEAD = """# Plans by rehearsals and on emulated cards
+HEAD = """# Plans of forty questions
 
-Made by `python benchmarks/plans.py`: each question is planned by rehearsals alone (`--device rehearsed`), and then on
-emulated cards (`--device emulated`). *reserved* is torch's, of the recommended strategy; *none* and *all* are the
-largest micro-batches with nothing and with all blocks recomputed: rehearsals predict them from shallow siblings, and on
-emulated cards so many ran and one more did not. *s* is what the first plan took, with nothing kept, and what the second
-one took more, which finds the first one's rehearsals; on two cores, beside other work. All are of one version."""
-
-DIFFERENCES = """## What differs
-
-- Strategies and reserved bytes: nothing. What did, over several cards, had four reasons. Attempts ended by torch's own
-  limit (`set_per_process_memory_fraction`), which adds a block's whole size to what is reserved where an expandable
-  segment has some of its pages already: of two blocks of SD3.5-L with 460 MiB left, what FSDP2's reduce-scatter sends,
-  519 MiB of which 360 had no page, looked for room. In the most bytes that torch may have they ended before that, since
-  the card took a context and NCCL's buffers as they are at most: SD3.5-L's at 77.2 GiB of 78.7. A candidate that looked
-  for room told no more than that it wants more, and the search went half way to what fits, past Flux.1-dev's and
-  CogVideoX-5B's. And replays without a limit had addresses without end: torch takes the smallest block that is large
-  enough, counted with the addresses behind it, of which there are 9/8 of a card.
-- Of the largest micro-batches with nothing recomputed none; of those with all blocks eight are 1 to 3 too high and
-  ten 1 to 4 too low, 2.5 % at most but for 20 of 21 of Flux.1-dev and 33 of 34 of SD3 on an RTX 4090: a deeper model
-  leaves other pieces than its siblings.
-  Those of small pictures were 5 to 31 % too low while scratch of reductions was continued from micro-batches
-  of 2 and 4, which stops growing once its blocks fill the card; and Lumina's 38 % too high while most moments of its
-  backward pass were not found in a step of more samples, which it embeds one by one. A recommended strategy is always
-  rehearsed whole, and on emulated cards the sizes ran.
-"""
+Made by `python benchmarks/plans.py`. *Reserved* is what torch reserves with the recommended strategy. *None* and *all*
+are the largest micro-batches with no block and with all blocks recomputed: these ran, and one more did not fit.
+*Before* is the answer of the search that also had a fake device. *s* is what the plan took, with an empty cache, on two
+cores, beside other work."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """One question's two answers."""
+    """One question's plan, beside the answer before."""
 
     asked: str
-    rehearsed: Plan
-    emulated: Plan
+    plan: Plan
+
+    @property
+    def said(self) -> str:
+        return f"{self.plan.verdict}: {self.plan.chosen.title}"
 
     @property
     def same(self) -> bool:
-        """Whether verdict, strategy and reserved bytes are the same."""
-        return _said(self.rehearsed) == _said(self.emulated)
+        """Whether verdict and strategy are those before."""
+        return self.said == BEFORE[self.asked]["said"]
 
     @property
-    def limits(self) -> list[tuple[int, int]]:
-        """The largest micro-batches, rehearsed and run."""
-        both = zip(self.rehearsed.buckets, self.emulated.buckets, strict=True)  # none where the host is short
-        return [pair for one, other in both if other.ran for pair in ((one.none, other.none), (one.full, other.full))]
+    def limits(self) -> dict[str, int | None]:
+        """The largest micro-batches of the planned size. Without any, the machine is short of memory."""
+        found = self.plan.buckets[0] if self.plan.buckets else None
+        return {"none": None if found is None else found.none, "all": None if found is None else found.full}
 
     def cells(self) -> list[str]:
-        one, other = self.rehearsed, self.emulated
-        reserved = [plan.chosen.peak_reserved_bytes for plan in (one, other)]
-        return [
-            self.asked,
-            f"{one.verdict}: {one.chosen.title}",
-            _same(f"{one.verdict}: {one.chosen.title}", f"{other.verdict}: {other.chosen.title}"),
-            f"{gib(reserved[0])}, {_same(*map(gib, reserved)) if reserved[0] != reserved[1] else 'the same'}",
-            *([f"{one}, {_same(one, other)}" for one, other in self.limits] or ["not run"] * 2),
-            f"{one.seconds:.0f} + {other.seconds:.0f}",
-        ]
-
-
-def _said(plan: Plan) -> tuple[str, str, int]:
-    return plan.verdict, plan.chosen.title, plan.chosen.peak_reserved_bytes
-
-
-def _same(one: object, other: object) -> str:
-    return "the same" if one == other else str(other)
-
-
-def answered(model: str, gpu: str, gpus: int) -> Line:
-    """The question by both devices."""
-    rehearsed, emulated = (
-        make_plan(question_for(model, gpu, gpus=gpus, buckets="none", device=device))
-        for device in ("rehearsed", "emulated")
-    )
-    return Line(f"{model}, {gpus} × {gpu}", rehearsed, emulated)
+        before, reserved = BEFORE[self.asked], gib(self.plan.chosen.peak_reserved_bytes)
+        pairs = [(self.said, before["said"]), (reserved, before["reserved"])]
+        pairs += [(str(found), str(before[name])) for name, found in self.limits.items()]
+        cells = [part for now, then in pairs for part in (now, "the same" if now == then else then)]
+        return [self.asked, *cells, f"{self.plan.seconds:.0f}"]
 
 
 def page(lines: Sequence[Line]) -> str:
     """The page of what is answered so far."""
-    heads = ["question", "by rehearsals", "on emulated cards", "reserved", "none", "all", "s"]
+    names = ["plan", "reserved", "none", "all"]
+    heads = ["question", *(part for name in names for part in (name, "before")), "s"]
     rows = [heads, ["---"] * len(heads), *(line.cells() for line in lines)]
-    limits = [limit for line in lines for limit in line.limits]
+    limits = [(found, BEFORE[line.asked][name]) for line in lines for name, found in line.limits.items()]
     return "\n".join(
         [
             HEAD,
             "",
-            f"- {len(lines)} of {len(QUESTIONS)} questions are answered; in {sum(line.same for line in lines)} of them "
-            "verdict, strategy and reserved bytes are the same",
-            f"- of {len(limits)} largest micro-batches {sum(one == other for one, other in limits)} were predicted as "
-            "they ran",
-            f"- rehearsed with torch {versions()['torch']}; on emulated cards torch {cuda_build(cuda_python())}",
+            f"- {len(lines)} of {len(QUESTIONS)} questions are answered. In {sum(line.same for line in lines)} of them "
+            "verdict and strategy are those before.",
+            f"- Of {len(limits)} largest micro-batches {sum(now == then for now, then in limits)} are those before.",
+            f"- Torch {cuda_build(cuda_python())}.",
             "",
             *(f"| {' | '.join(row)} |" for row in rows),
             "",
-            DIFFERENCES,
         ]
     )
 
 
 def main(wanted: str) -> int:
+    """A line a question; 1 where one has another answer than before."""
     lines = []
     for model, gpu, gpus in QUESTIONS:
         if wanted in f"{model} {gpu} {gpus}":
-            lines.append(answered(model, gpu, gpus))
+            plan = make_plan(question_for(model, gpu, gpus=gpus, buckets="none"))
+            lines.append(Line(f"{model}, {gpus} × {gpu}", plan))
             print(" | ".join(lines[-1].cells()), flush=True)
             if not wanted:
                 write_text(PAGE, page(lines))
-    return 0
+    return int(not all(line.same for line in lines))
 
 
 if __name__ == "__main__":

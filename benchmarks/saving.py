@@ -2,10 +2,10 @@
 
 python benchmarks/saving.py [--model MODEL] [--blocks BLOCKS] [--resolution PIXELS] [--strategy KEYS] [--rounds N]
 
-One process on the CPU trains a model of the catalogue, cut to so many blocks. After a step, each round takes the copy
-of the state to the host alone; then a save, of which the time until it returns counts, and waits for the thread that
-writes. Last comes a step while the thread writes. What a save takes of memory is how much this process' own pages grow
-from its beginning until its checkpoint is whole; the rehearsal of the same step has predicted it.
+One process on the CPU trains a model of the catalogue, cut to so many blocks. After a step, each round copies the state
+to the host alone. Then it saves, counts the time until the save returns, and waits for the thread that writes. Last
+comes a step while the thread writes. A save takes as much memory as this process' own pages grow until the checkpoint
+is whole. An attempt of the same step on an emulated GPU predicts it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from bigdit.rehearse import rehearse
-from bigdit.search.predict.sibling import depths, sibling
+from on_gpu.points import few_blocks
 
 from bigdit import catalog, checkpoint, engines, libraries, models
 from bigdit.config.strategy import parse_strategy
@@ -31,6 +30,7 @@ from bigdit.dist import World
 from bigdit.engines.state import places
 from bigdit.files import write_text
 from bigdit.objective_spec import FlowMatchingSpec
+from bigdit.profile.cards import Cards
 from bigdit.profile.data import batch
 from bigdit.profile.request import request_for
 from bigdit.profile.unwritten import unwritten_weights
@@ -51,11 +51,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     libraries.prepare()
-    model = catalog.find_model(options.model)
-    model = sibling(model, {key: min(options.blocks, length) for key, length in depths(model).items()})
+    model = few_blocks(catalog.find_model(options.model), options.blocks)
     strategy = parse_strategy([options.strategy, "gradient_clipping=null"])
-    request = request_for(model, catalog.resolve_gpu("a100-80g-sxm"), strategy, resolution=options.resolution)
-    predicted = rehearse(request).sizes[0].checkpoint_bytes
+    gpu = catalog.resolve_gpu("a100-80g-sxm")
+    request = request_for(model, gpu, strategy, resolution=options.resolution)
+    with Cards(gpu, 1) as cards:
+        predicted = cards.attempt(request, counted=True).checkpoint_bytes
     family, cpu = models.family(model.spec.class_name), torch.device("cpu")
     with unwritten_weights():
         module = models.build(model.spec, device="cpu", dtype=engines.compute_dtype(strategy))
@@ -133,8 +134,8 @@ def page(what: str, how: str, predicted: int, grown: int, took: dict[str, list[f
         "",
         f"Made by `{' '.join(['python', f'benchmarks/{Path(__file__).name}', *sys.argv[1:]])}`:",
         f"{what}, {how}, by one process",
-        f"on a CPU. Of copies and saves the medians of {rounds} rounds; steps were taken once, alone and beside the",
-        "writing. On a card the step is shorter and the copy crosses PCIe; the ratio of a save to the copy stays.",
+        f"on a CPU. Copies and saves are medians of {rounds} rounds; steps were taken once, alone and beside the",
+        "writing. On a GPU the step is shorter and the copy crosses PCIe. The ratio of a save to the copy stays.",
         "",
         ROW.format("", "s", "of a step"),
         "| --- | --- | --- |",
@@ -142,8 +143,8 @@ def page(what: str, how: str, predicted: int, grown: int, took: dict[str, list[f
         "",
         f"A save returns after {medians[SAVE] / medians[COPY]:.2f} copies.",
         "",
-        f"Host memory of a save: {gib(predicted)} predicted ({predicted:,} bytes, `checkpoint_bytes` of the",
-        f"rehearsal), {gib(grown)} measured ({grown:,} bytes, by which the process' own pages grew at",
+        f"Host memory of a save: {gib(predicted)} predicted ({predicted:,} bytes, `checkpoint_bytes` of an",
+        f"attempt), {gib(grown)} measured ({grown:,} bytes, by which the process' own pages grew at",
         f"most): {grown / predicted:.3f} of it.",
     ]
     text = "\n".join(line.rstrip() for line in lines) + "\n"

@@ -30,7 +30,7 @@ def test_the_demo_learns_to_write_digits(tmp_path):
     assert f"reads {summary['read_right']} right of 100" in done.stdout
     assert Image.open(summary["grid"]).size[0] > 500
 
-    assert summary["taken"] <= summary["planned"] <= 1.05 * summary["taken"]
+    assert summary["planned"] == summary["taken"] > 0
     receipt = json.loads((tmp_path / "demo/run/receipt.json").read_text())
     assert receipt["strategy"]["ds_config"]["zero_optimization"]["stage"] == 2
     assert receipt["strategy"]["world_size"] == 2

@@ -48,7 +48,7 @@ def _seen(plan: Plan) -> str:
 
 def _launches(handed: Handed, waits: Interval | None) -> str:
     """How many, what they take the host, and how long the card waits for them."""
-    known = "counted on an emulated card" if handed.counted else "one for each operator"
+    known = "counted on an emulated GPU" if handed.counted else "one for each operator"
     said = f"{handed.count:,.0f} a step, {known}: {span(handed.seconds)} of the host"
     if handed.bound == "no":
         return f"{said}, " + ("behind kernels" if waits is None else f"behind kernels but for {span(waits)}")

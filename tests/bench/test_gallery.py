@@ -1,4 +1,4 @@
-"""benchmarks/gallery.md: every model on every card, as gallery.json has it, and what a cell says is what runs."""
+"""benchmarks/gallery.md: every model on every GPU, as gallery.json has it, and what a cell says is what runs."""
 
 import json
 import random
@@ -13,12 +13,12 @@ from bigdit import catalog
 from bigdit.bench.memory import Curve
 from bigdit.config.strategy import parse_strategy
 from bigdit.memory.process import beside_torch
-from bigdit.search.question import LARGEST_MICRO_BATCH
+from bigdit.profile.cards import LARGEST_MICRO_BATCH
 
 CELLS = [gallery.Cell.model_validate(cell) for cell in json.loads(gallery.FOUND.read_text())]
 
 RETRIED = ("pixart-sigma-xl-2-1024", "a40", 1, "full")
-"""One more sample than its largest runs on an emulated card, where torch's allocator gives back what it kept."""
+"""One more sample than its largest runs where torch's allocator frees its cache."""
 
 
 def test_the_page_has_every_cell():
@@ -131,5 +131,5 @@ def test_cells_run_and_one_more_sample_does_not_fit():
     with gallery.Cards(card) as cards:
         for cell in random.Random(card.name).sample(found, 2):
             request = gallery.sized(cell.model, card, cell.strategy)
-            attempts = cards.run([(request(cell.largest + more), room) for more in (0, 1)])
+            attempts = cards.attempts([(request(cell.largest + more), room) for more in (0, 1)])
             assert [attempt.fits for attempt in attempts] == [True, False], (cell, cards.unanswered)

@@ -167,8 +167,8 @@ def asked(command, tmp_path):
 
     pipeline_folder(tmp_path / "models/mine", "Efficient-Large-Model/Sana_1600M_1024px_diffusers")
     values = parsed(command, tmp_path)
-    if command.options[0] in ("plan", "whatif"):
-        own = ("out", "also_gpus", "port", "no_browser", "config")
+    if command.options[0] == "plan":
+        own = ("out", "also_gpus", "config")
         if values.get("config"):  # whose model and sizes a reader has
             values |= {"model": "sana-1600m"}
         question_for(**{key: value for key, value in values.items() if value and key not in own})

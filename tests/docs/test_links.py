@@ -45,7 +45,7 @@ def test_what_pages_link_to_comes_along():
         "README.md",
         "ARCHITECTURE.md",
         "benchmarks/README.md",
-        "benchmarks/referee.md",
+        "benchmarks/gpu_matrix.md",
         "benchmarks/memory.png",
     } <= {*found}
     assert not [path for path in found if path.startswith("docs/")]

@@ -28,7 +28,7 @@ from bigdit.spec import LoraSpec
 from bigdit.speed.interval import Interval
 from bigdit.train.prepare import prepare
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("plan")]  # but for the rehearsal, none takes long
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("plan")]  # but for the recorded run, none takes long
 
 
 @pytest.fixture(scope="module")

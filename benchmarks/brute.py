@@ -1,0 +1,359 @@
+"""Plans beside every strategy of their space, run one by one: writes benchmarks/brute.md.
+
+python benchmarks/brute.py [--quick] [PART OF A QUESTION]
+
+For small questions each engine, optimizer and precision of the planner's space runs with none to all blocks recomputed,
+in quarters, and with selective checkpointing. Micro-batches double up to the largest that fits. Then the plan is
+made. It must fit where anything does. Nothing of its class may be faster at both ends of the interval and take less. It
+may not leave nine tenths of the GPU empty where something faster fits. The exit status is 1 where any of this is not
+so. --quick leaves out lossy strategies and last resorts where others fit. Attempts are cached, so that the command
+continues where it was. With part of a question nothing is written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from emulated import non_torch, step_of
+
+from bigdit.emulator.interpreter import cuda_build, cuda_python
+from bigdit.files import write_text
+from bigdit.profile.attempt import UNLIMITED, Attempt
+from bigdit.profile.cards import Cards, Row
+from bigdit.profile.request import StepRequest, request_for
+from bigdit.search.answer import make_plan
+from bigdit.search.asking.ask import question_for
+from bigdit.search.finding.candidates import SAME_ROOM, SAME_SPEED
+from bigdit.search.finding.evidence import UNPROVED
+from bigdit.search.finding.space import lossy_by, proposals
+from bigdit.search.finding.verdict import safe_bytes
+from bigdit.search.needs.host import node_bytes
+from bigdit.search.plan import Plan
+from bigdit.search.question import Question
+from bigdit.spec import StepSize, Strategy
+from bigdit.speed.interval import Interval
+from bigdit.units import gib
+
+PAGE = Path(__file__).with_suffix(".md")
+
+QUESTIONS: tuple[dict[str, Any], ...] = (
+    {"model": "dit-b-4-paper", "gpu": "rtx-3060-12g"},
+    {"model": "dit-l-2", "gpu": "rtx-3060-12g"},
+    {"model": "dit-l-2", "gpu": "rtx-4090", "global_batch": 256},
+    {"model": "dit-b-4-paper", "gpu": "rtx-3060-12g", "gpus": 8, "global_batch": 256},
+    {"model": "sana-600m-512", "gpu": "rtx-3060-12g"},
+    {"model": "sana-600m-512", "gpu": "a40", "engine": "single", "optimizer": "came"},
+    {"model": "sana-600m-512", "gpu": "rtx-4090", "gpus": 8},
+    {"model": "pixart-alpha-xl-2-256", "gpu": "rtx-3060-12g", "lora": 16},
+    {"model": "pixart-alpha-xl-2-256", "gpu": "rtx-4090", "ema": "auto"},
+    {"model": "pixart-alpha-xl-2-512", "gpu": "rtx-3060-12g"},
+    {"model": "pixart-alpha-xl-2-512", "gpu": "a40", "gpus": 8, "global_batch": 128},
+    {"model": "sd3-medium", "gpu": "rtx-4090", "lora": 16},
+    {"model": "sd3-medium", "gpu": "a40", "precision": "bf16_sr"},
+)
+
+EMPTY = 0.1
+"""Of a GPU's memory: a plan that takes less leaves it empty."""
+
+MICRO_BATCHES_RUN = 2
+"""Micro-batches of an accumulated step that run. From the second one on all take the same memory."""
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A strategy that ran: what torch reserved, what a machine's processes take of its memory, and images a second."""
+
+    strategy: Strategy
+    title: str
+    group: tuple[bool, int]
+    reserved_bytes: int
+    rate: Interval
+    fits: bool
+
+    def beats(self, other: Ran) -> bool:
+        """Whether it is faster at both ends of the interval, and takes less, by more than is known of a real GPU."""
+        faster = self.rate.low > other.rate.low and self.rate.high > other.rate.high
+        return faster and self.reserved_bytes < other.reserved_bytes * (1 - SAME_ROOM)
+
+    def much_faster(self, other: Ran) -> bool:
+        """Whether speeds tell it from the other one."""
+        return min(self.rate.low / other.rate.low, self.rate.high / other.rate.high) > 1 + SAME_SPEED
+
+
+@dataclass(frozen=True)
+class Way:
+    """A proposal with a number of recomputed blocks, before its micro-batch is chosen. `group`: lossy or not, and how
+    much of a last resort: the planner takes the first group in which anything fits."""
+
+    strategy: Strategy
+    title: str
+    group: tuple[bool, int]
+
+
+class Space:
+    """All strategies of a question, on emulated GPUs."""
+
+    def __init__(self, question: Question, cards: Cards) -> None:
+        self.question, self.cards = question, cards
+        self.failed: dict[str, None] = {}
+
+    def ways(self) -> list[Way]:
+        """Engines, optimizers and precisions, each with the policies that its Strategy allows."""
+        proposed, _ = proposals(self.question)
+        return [
+            Way(strategy, f"{each.title}, {_policy(strategy)}", (not each.lossless, each.last_resort))
+            for each in proposed
+            for strategy in self._policies(each.strategy)
+        ]
+
+    def run(self, ways: Sequence[Way]) -> list[Ran]:
+        """Every way at micro-batches that double, up to the largest that fits."""
+        with ThreadPoolExecutor(self.cards.count) as threads:
+            return [ran for found in threads.map(self._sizes, ways) for ran in found]
+
+    def one(self, way: Way, size: int) -> Ran | None:
+        """The way at one micro-batch size; None, with a line in `failed`, where it could not run."""
+        strategy, accumulated = self._sized(way.strategy, size)
+        request = self._request(strategy)
+        (attempt,) = self.cards.attempts([(request, UNLIMITED)], counted=True)
+        if not isinstance(attempt, Attempt) or not attempt.ran:
+            why = attempt.out_of_memory if isinstance(attempt, Attempt) else attempt
+            self.failed[f"{way.title}: {str(why).splitlines()[0]}"] = None
+            return None
+        question = self.question
+        step = step_of(attempt, strategy, question.gpu, question.cluster, grad_accum_steps=accumulated)
+        host = node_bytes(max(attempt.host.saving(attempt.checkpoint_bytes)), question.cluster)
+        return Ran(
+            strategy=strategy,
+            title=f"{way.title}, micro-batch {size}",
+            group=way.group,
+            reserved_bytes=attempt.peak_reserved_bytes,
+            rate=step.seconds.per(size * accumulated),
+            fits=attempt.peak_reserved_bytes <= self._room(strategy) and host <= question.host_memory_bytes,
+        )
+
+    def _policies(self, strategy: Strategy) -> Iterator[Strategy]:
+        """None to all blocks recomputed, in quarters; and all by selective checkpointing. Swapped blocks are recomputed
+        too, and come in quarters."""
+        count, pinned = self.question.model.block_count, self.question.pins.checkpointed_blocks
+        if strategy.blocks_to_swap:
+            swapped = sorted({max(strategy.blocks_to_swap * quarter // 4, 1) for quarter in range(1, 5)})
+            yield from (strategy.model_copy(update={"blocks_to_swap": each}) for each in swapped)
+            return
+        some = sorted({count * quarter // 4 for quarter in range(5)})
+        if pinned is not None:
+            some = [count if pinned == "all" else pinned]
+        sizes = {"micro_batch_size": 1, "grad_accum_steps": 1}
+        for blocks in some:
+            yield strategy.sized(StepSize(**sizes, checkpointed_blocks=blocks, checkpointing="full"))
+        if some[-1]:
+            yield strategy.sized(StepSize(**sizes, checkpointed_blocks=some[-1], checkpointing="selective"))
+
+    def _sizes(self, way: Way) -> list[Ran]:
+        pinned, share = self.question.pins.micro_batch_size, self._share(way.strategy)
+        found: list[Ran] = []
+        for size in [pinned] if pinned else _divisors(share) if share else _doubled():
+            ran = self.one(way, size)
+            found += [ran] if ran else []
+            if ran is None or not ran.fits:
+                break
+        fitting = [each for each in found if each.fits]
+        if pinned or share or not fitting:
+            return found
+        known = {each.strategy.micro_batch_size: each.reserved_bytes for each in found}
+        row = Row(partial(self._at, way), fitting[-1].strategy.micro_batch_size, known=known)
+        largest = self.cards.largest(row, self._room(way.strategy))
+        last = None if largest is None or int(largest[0]) in known else self.one(way, int(largest[0]))
+        return [*found, *([last] if last else [])]
+
+    def _at(self, way: Way, size: int) -> StepRequest:
+        return self._request(self._sized(way.strategy, size)[0])
+
+    def _request(self, strategy: Strategy) -> StepRequest:
+        question = self.question
+        return request_for(
+            question.model, question.gpu, strategy, resolution=question.resolution, frames=question.frames
+        )
+
+    def _sized(self, strategy: Strategy, size: int) -> tuple[Strategy, int]:
+        """The strategy as it runs, and how many micro-batches its step has."""
+        share = self._share(strategy)
+        accumulated = share // size if share else 1
+        update = {"micro_batch_size": size, "grad_accum_steps": min(accumulated, MICRO_BATCHES_RUN)}
+        return strategy.sized(strategy.step_size.model_copy(update=update)), accumulated
+
+    def _share(self, strategy: Strategy) -> int | None:
+        batch = self.question.global_batch_size
+        return None if batch is None else batch // strategy.world_size
+
+    def _room(self, strategy: Strategy) -> int:
+        return safe_bytes(self.question.gpu, non_torch(strategy, self.question.gpu), UNPROVED)
+
+
+@dataclass(frozen=True)
+class Proof:
+    """A question, all that ran, and the plan. `chosen`: the plan's strategy, run as all others are."""
+
+    asked: str
+    ran: Sequence[Ran]
+    plan: Plan
+    chosen: Ran | None
+    failed: Sequence[str]
+    seconds: float
+
+    @property
+    def rivals(self) -> list[Ran]:
+        """What fits of the first group in which anything does."""
+        fitting = [each for each in self.ran if each.fits]
+        first = min((each.group for each in fitting), default=None)
+        return [each for each in fitting if each.group == first]
+
+    @property
+    def faults(self) -> list[str]:
+        """What is wrong with the plan, in lines."""
+        if not self.rivals:
+            return ["it fits, and nothing that ran does"] if self.plan.verdict == "FITS" else []
+        if self.plan.verdict != "FITS":
+            return [f"{self.plan.verdict}, and this fits: {self.rivals[0].title}"]
+        if self.chosen is None:
+            return ["its strategy could not be run"]
+        chosen, found = self.chosen, []
+        if chosen.reserved_bytes != self.plan.chosen.peak_reserved_bytes:
+            found.append(f"it reserves {chosen.reserved_bytes:,} bytes, and the plan says otherwise")
+        if chosen.group != self.rivals[0].group:
+            found.append(f"it is a resort, and this fits: {self.rivals[0].title}")
+        better = [each for each in self.rivals if each.beats(chosen)]
+        if better:
+            best = max(better, key=lambda each: each.rate.low)
+            found.append(f"{len(better)} are faster and take less, such as {best.title}: {_said(best)}")
+        faster = [each for each in self.rivals if each.much_faster(chosen)]
+        if chosen.reserved_bytes < EMPTY * self.plan.question.gpu.usable_bytes and faster:
+            found.append(f"nine tenths of the GPU are empty, and this is faster: {faster[0].title}")
+        return found
+
+
+def prove(asked: dict[str, Any], *, quick: bool) -> Proof:
+    """Run all strategies of a question, and make its plan; `quick`: those of the first group in which anything fits."""
+    began = time.perf_counter()
+    question = question_for(**asked, buckets="none")
+    with Cards(question.gpu) as cards:
+        space = Space(question, cards)
+        ways = space.ways()
+        ran: list[Ran] = []
+        for group in sorted({way.group for way in ways}):
+            if not (quick and any(each.fits for each in ran)):
+                ran += space.run([way for way in ways if way.group == group])
+        plan = make_plan(question)
+        strategy = plan.chosen.strategy
+        way = Way(strategy, plan.chosen.title, _group(strategy, ways))
+        chosen = space.one(way, strategy.micro_batch_size)
+    seconds = time.perf_counter() - began
+    return Proof(" ".join(map(str, asked.values())), ran, plan, chosen, [*space.failed], seconds)
+
+
+def page(proofs: Sequence[Proof]) -> str:
+    """The page of what is proved so far."""
+    heads = ["question", "ran", "fit", "plan", "reserved", "images/s of a GPU", "fastest of its class", "s"]
+    rows = [heads, ["---"] * len(heads), *(_cells(each) for each in proofs)]
+    wrong = [f"- {each.asked}: {fault}" for each in proofs for fault in each.faults]
+    failed = sorted({line for each in proofs for line in each.failed})
+    return "\n".join(
+        [
+            "# Plans beside every strategy",
+            "",
+            "Made by `python benchmarks/brute.py`. Every engine, optimizer and precision of the planner's space ran "
+            "with",
+            "none to all blocks recomputed, in quarters, and with selective checkpointing. Micro-batches doubled up",
+            "to the largest that fits. *Its class*: lossless before lossy, and no last resort before one. A plan is "
+            "wrong",
+            "where it does not fit and something does, where another one of its class is faster at both ends of the",
+            "interval and takes less, and where it takes less than a tenth of the GPU and something faster fits.",
+            "",
+            f"{sum(not each.faults for each in proofs)} of {len(proofs)} plans are right; "
+            f"{sum(len(each.ran) for each in proofs):,} strategies ran, by torch {cuda_build(cuda_python())}.",
+            "",
+            *(f"| {' | '.join(row)} |" for row in rows),
+            *(["", "## Wrong", "", *wrong] if wrong else []),
+            *(["", "## Not run", "", *(f"- {line}" for line in failed)] if failed else []),
+            "",
+        ]
+    )
+
+
+def _cells(proof: Proof) -> list[str]:
+    fastest = max(proof.rivals, key=lambda each: each.rate.middle, default=None)
+    return [
+        proof.asked,
+        f"{len(proof.ran):,}",
+        f"{sum(each.fits for each in proof.ran):,}",
+        f"{proof.plan.verdict}: {proof.plan.chosen.title}",
+        gib(proof.plan.chosen.peak_reserved_bytes),
+        "" if proof.chosen is None else _rate(proof.chosen),
+        "" if fastest is None else f"{fastest.title}: {_said(fastest)}",
+        f"{proof.seconds:.0f}",
+    ]
+
+
+def _said(ran: Ran) -> str:
+    return f"{gib(ran.reserved_bytes)}, {_rate(ran)}"
+
+
+def _rate(ran: Ran) -> str:
+    return f"{ran.rate.low:.3g} to {ran.rate.high:.3g}"
+
+
+def _policy(strategy: Strategy) -> str:
+    if strategy.blocks_to_swap:
+        return f"{strategy.blocks_to_swap} blocks swapped"
+    kind = "selective, " if strategy.checkpointing == "selective" else ""
+    return f"{kind}{strategy.checkpointed_blocks} blocks recomputed"
+
+
+def _group(strategy: Strategy, ways: Sequence[Way]) -> tuple[bool, int]:
+    """The group of a plan's strategy: that of the proposal which differs in sizes alone."""
+
+    def like(other: Strategy) -> bool:
+        same = {"checkpointing": strategy.checkpointing, "blocks_to_swap": strategy.blocks_to_swap}
+        swaps = bool(other.blocks_to_swap) == bool(strategy.blocks_to_swap)
+        return swaps and other.sized(strategy.step_size).model_copy(update=same) == strategy
+
+    return next((way.group for way in ways if like(way.strategy)), (bool(lossy_by(strategy)), 0))
+
+
+def _divisors(share: int) -> list[int]:
+    return [size for size in range(1, share + 1) if share % size == 0]
+
+
+def _doubled() -> Iterator[int]:
+    size = 1
+    while size <= 512:
+        yield size
+        size *= 2
+
+
+def main(wanted: str, *, quick: bool) -> int:
+    """A line a question; 1 where a plan is wrong."""
+    proofs: list[Proof] = []
+    for asked in QUESTIONS:
+        if wanted in " ".join(map(str, asked.values())):
+            proofs.append(prove(asked, quick=quick))
+            print(" | ".join(_cells(proofs[-1])), *proofs[-1].faults, sep="\n  wrong: ", flush=True)
+            if not wanted and not quick:
+                write_text(PAGE, page(proofs))
+    return int(any(proof.faults for proof in proofs))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("wanted", nargs="*", metavar="PART OF A QUESTION")
+    parser.add_argument("--quick", action="store_true", help="the first class in which anything fits alone")
+    options = parser.parse_args()
+    sys.exit(main(" ".join(options.wanted), quick=options.quick))
