@@ -70,11 +70,10 @@ def test_a_number_that_is_not_the_plan_s_is_seen():
 
 def _of_two(plan: Plan) -> Iterator[float]:
     """What is shown and is not in the JSON: what two of its numbers come to."""
-    chosen, ledger, beside = plan.chosen, plan.ledger, plan.footprint.beside
+    chosen, ledger, other = plan.chosen, plan.ledger, plan.non_torch
     yield plan.question.gpu.usable_bytes  # the card's bytes as `usable_mib`
-    yield chosen.process.high_bytes - beside.high_bytes - chosen.peak_reserved_bytes
-    yield beside.high_bytes - beside.low_bytes
-    yield plan.footprint.segments.wanted_bytes - chosen.peak_reserved_bytes
+    yield chosen.process.high_bytes - other.high_bytes - chosen.peak_reserved_bytes
+    yield other.high_bytes - other.low_bytes
     yield chosen.peak_reserved_bytes - ledger.peak_allocated_bytes
     yield abs(chosen.headroom_bytes)
     yield 100 * plan.band.share

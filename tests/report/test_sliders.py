@@ -234,7 +234,7 @@ def test_the_address_keeps_what_is_asked(page, document):
 
 
 def test_an_address_that_means_nothing_shows_what_is_recommended(page, folder, plan, document):
-    nonsense = {"strategy": "</script><b>", "micro-batch": "many", "blocks": "-1e9", "card": "abacus"}
+    nonsense = {"strategy": "</script><b>", "micro-batch": "many", "blocks": "few", "card": "abacus"}
     page.get(f"{(folder / 'report.html').as_uri()}#{urlencode(nonsense)}")
     shows(page, *point(document, "one process, AdamW", 8, 12))
     refused = at(page, "refused").text
@@ -248,10 +248,10 @@ def test_an_address_that_means_nothing_shows_what_is_recommended(page, folder, p
 
 
 def test_an_address_that_asks_for_too_much_says_what_is_shown_instead(page, folder, document):
-    page.get(f"{(folder / 'report.html').as_uri()}#{urlencode({'micro-batch': '9999', 'blocks': '20', 'size': '3'})}")
+    page.get(f"{(folder / 'report.html').as_uri()}#{urlencode({'micro-batch': '9999', 'blocks': '-1e9', 'size': '3'})}")
     largest = int(at(page, "micro-batch-said").text)
-    shows(page, *point(document, "one process, AdamW", largest, 20))
-    said = f"micro-batch “9999” (shown: {largest}); size “3” (no such choice)"
+    shows(page, *point(document, "one process, AdamW", largest, 0))
+    said = f"micro-batch “9999” (shown: {largest}); blocks “-1e9” (shown: 0); size “3” (no such choice)"
     assert at(page, "refused").text == f"The address asks for what is not here: {said}"
 
 
