@@ -33,9 +33,7 @@ _DEPTHS = ("num_layers", "n_layers", "num_refiner_layers", "n_refiner_layers", "
 def of_blocks(model: CatalogModel, blocks: int, name: str = "") -> CatalogModel:
     """The model with so many blocks in each of its lists."""
     written = [argument for argument in _DEPTHS if argument in model.spec.kwargs]
-    depths = (
-        written or ("num_layers", "num_single_layers")[: len(model.block_lists)]
-    )  # Flux's class sets them
+    depths = written or ("num_layers", "num_single_layers")[: len(model.block_lists)]  # Flux's class sets them
     kwargs = model.spec.kwargs | dict.fromkeys(depths, blocks)
     spec = model.spec.model_copy(update={"kwargs": kwargs, "name": name or model.spec.name})
     lists = tuple((path, blocks) for path, _ in model.block_lists)
