@@ -51,8 +51,8 @@ class Demo:
         self.took: dict[str, float] = {}
         places = {"data.images": "digits", "data.features": "features", "output": "run"}
         moved = [f"{key}={folder / name}" for key, name in places.items()] if folder != FOLDER else []
-        overrides = [*moved, *extra]
-        self.config = ["--config", RECIPE, *(part for override in overrides for part in ("--set", override))]
+        self.overrides = [*moved, *extra]
+        self.config = ["--config", RECIPE, *(part for override in self.overrides for part in ("--set", override))]
 
     def run(self, what: str, *command: str) -> None:
         """Run one command, shown first; end the demo with its status where it fails."""
@@ -106,9 +106,10 @@ def _emulate(demo: Demo) -> None:
     output = demo.folder / "emulated"
     shutil.rmtree(output, ignore_errors=True)  # of a demo before
     launcher = f"{cuda_python()} -W ignore -m torch.distributed.run --standalone --nproc-per-node 2".split()
-    few = (f"output={output}", "train.steps=3", "train.checkpoint_every=3", "train.warmup_steps=0")
-    sets = [part for override in few for part in ("--set", override)]
-    trained = ("launch/train.py", "--ds-config", "ds_configs/zero2.json", *demo.config, *sets)
+    few = {"output": output, "train.steps": 3, "train.checkpoint_every": 3, "train.warmup_steps": 0}
+    others = [each for each in demo.overrides if each.partition("=")[0] not in few]
+    sets = [part for override in (*others, *(f"{key}={few[key]}" for key in few)) for part in ("--set", override)]
+    trained = ("launch/train.py", "--ds-config", "ds_configs/zero2.json", "--config", RECIPE, *sets)
     demo.run("emulate", "bigdit", "emulate", "--gpu", GPU, "--cards", "2", "--", *launcher, *trained)
 
 

@@ -92,6 +92,8 @@ def _torch_of(python: Path) -> tuple[str, str]:
     )
     try:
         done = subprocess.run([python, "-P", "-c", script], capture_output=True, text=True, check=False)
+    except BlockingIOError:  # the system starts no more processes
+        raise
     except OSError:
         return "", ""
     found: dict[str, str] = {}

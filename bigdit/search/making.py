@@ -101,10 +101,12 @@ def _of_own(name: str) -> Iterator[None]:
 
 
 def _check_own(cards: Cards, question: Question) -> None:
-    """Raise UserError where a user's own model, whose arguments nobody has tried, cannot be made of them."""
-    strategy = Strategy(precision="fp32")  # which every GPU has: none is run
+    """Raise UserError or WorkerError where a user's own model cannot be made of its arguments, or takes no step."""
+    strategy = Strategy(precision="fp32")  # which every GPU has
     model, size = question.model, question.resolution
-    cards.check_model(request_for(model, question.gpu, strategy, resolution=size, frames=question.frames))
+    request = request_for(model, question.gpu, strategy, resolution=size, frames=question.frames)
+    cards.check_model(request)
+    cards.attempt(request)
 
 
 def _plan(planner: Planner, stages: _Stages) -> Plan:

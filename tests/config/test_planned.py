@@ -247,7 +247,7 @@ def test_what_the_plan_did_not_foresee_is_said(tmp_path):
         plan,
         folder,
     )
-    fits = LargestMicroBatch(height=16, width=16, none=9, recommended=plan.strategy.micro_batch_size, full=9, ran=True)
+    fits = LargestMicroBatch(height=16, width=16, none=9, recommended=plan.strategy.micro_batch_size, full=9)
     fitting = plan.model_copy(update={"micro_batch_sizes": (fits,)})
     assert not any("data.buckets" in line for line in plan_notices(larger, fitting, plan.catalogue))
     assert plan_notices(larger, old, "fedcba9876543210") == [

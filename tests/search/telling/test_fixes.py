@@ -17,8 +17,9 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 def test_ways_out_ran_on_gpus_of_their_kind():
     """More GPUs, adapters, and a larger GPU that computes the precision and goes at its own speed."""
     question = question_for(model="dit-s-8", gpu="rtx-3060-12g", reserve=0)
-    gpu = question.gpu.model_copy(update={"usable_mib": 500})
-    plan = make_plan(question.model_copy(update={"gpu": gpu, "host_memory_bytes": 64 * GIB}))
+    gpu = question.gpu.model_copy(update={"usable_mib": 800})
+    pins = Pins(engine="single", optimizer="adamw", full=True)
+    plan = make_plan(question.model_copy(update={"gpu": gpu, "host_memory_bytes": 64 * GIB, "pins": pins}))
     assert plan.verdict == "DOES NOT FIT"
     reasons = [row.reason for row in plan.fixes]
     assert reasons[-1] == "a larger GPU"
