@@ -78,6 +78,11 @@ class Attempt(Strict):
         return self.retries, self.peak_allocated_bytes, self.peak_reserved_bytes
 
     @property
+    def peaks(self) -> dict[str, int]:
+        """The most allocated bytes of each phase."""
+        return {phase: each.peak_bytes for phase, each in self.phases.items()}
+
+    @property
     def work(self) -> Timeline:
         """Operators and collectives of one step, by span. Raises ValueError where they were not counted."""
         if self.packed_work is None:

@@ -246,7 +246,7 @@ class Cards:
             if kind in self._follows:
                 return self._run(question, card, values=True) if self._follows[kind] else without
             found = self._run(question, card, values=True)
-            self._follows[kind] = found.memory != without.memory
+            self._follows[kind] = (found.memory, found.peaks) != (without.memory, without.peaks)
             return found
 
     def _run(self, question: Question, card: int, *, values: bool) -> Attempt:
