@@ -103,7 +103,7 @@ def sana_waterfall(say: Say) -> Case:
             "A GPU of 48 GB gives 44.35 GiB. fp32 weights, gradients, AdamW and an EMA take 20 B a weight, the "
             "update's temporaries 4 more, the encoders 6 GiB. One sample is then at the limit on a single GPU, and "
             "beyond it with DeepSpeed's flat copies.",
-            "Smaller buckets save nothing on one GPU: DeepSpeed allocates the gradients of its whole partition when it "
+            "Smaller buckets save little on one GPU: DeepSpeed allocates the gradients of its whole partition when it "
             "reduces the first bucket. With small ones that is early, when more activations are allocated.",
             "All bars are with expandable segments, which people's copied settings lack: with torch's default "
             "allocator they are longer.",
