@@ -79,9 +79,10 @@ def main(arguments: list[str]) -> int:
     recipes = [recipe(name) for name in asked.names or names()]
     if asked.planned:
         for found in recipes:
-            took[found.name] |= by_plan(found)
+            planned_so = by_plan(found)
+            took[found.name] |= planned_so
             write_json(MEASURED, took)
-            print(f"{found.name}: {by_plan(found)}", flush=True)
+            print(f"{found.name}: {planned_so}", flush=True)
         return 0
     with tempfile.TemporaryDirectory(prefix="bigdit-recipes-") as folder:
         hub = weights_of(recipes, Path(folder))

@@ -101,8 +101,8 @@ WIDE = """
 Tried and not taken: shares of bandwidth by how tensors lie (cast, broadcast, permuted, in short rows), read from the
 H100's steps that are not held out and carried to other cards by cycles of their multiprocessors, with
 FlashAttention-2's published shares. The ratio fell to 1.36 on an A40 and 1.57 on an L40S, and both claims of an A40
-lay beyond it (1.67 and 1.40 × high). Of the 13 steps held out on an H100 8 were inside, where 11 are now; and 10
-where the host runs ahead of no kernel, with a ratio of 2.23. What is missing is measured: how far ahead a host runs,
+lay beyond it (1.67 and 1.40 × high). Of the 13 steps held out on an H100 8 were inside, where 11 were without that; and
+10 where the host runs ahead of no kernel, with a ratio of 2.23. What is missing is measured: how far ahead a host runs,
 and what decides permuted copies (0.08 to 0.40).
 """
 
