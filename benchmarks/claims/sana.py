@@ -60,9 +60,9 @@ def came_on_sana(say: Say) -> Case:
             f"recomputation 64 samples save {gib(live(plain, 'saved activation'))}. With all blocks recomputed and "
             f"images encoded 4 at a time torch reserves {gib(chunked.peak_reserved_bytes)} of the GPU's "
             f"{gib(catalog.gpu(GPU).usable_bytes)}.",
-            "CAME as published takes more than AdamW. It factors the last two dimensions, which in a 1×1 convolution "
-            "[O, I, 1, 1] are single, so that it keeps four statistics of the weight's size (20 B a weight with the "
-            "momentum). Half of Sana's weights are such convolutions. Seen as matrices they factor.",
+            "CAME as published takes more than AdamW. It factors the last two dimensions, and a 1×1 convolution "
+            "[O, I, 1, 1] has one element in each. It keeps four statistics of the weight's size there: 20 B a weight "
+            "with the momentum. Half of Sana's weights are such convolutions. Seen as matrices they factor.",
             "The published optimizer runs by its factoring in the place of ours "
             "(`benchmarks/claims/published_came.py`). Its temporaries are not copied: a few of the size of one weight.",
         ],
