@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import select
 import signal
 import socket
@@ -26,7 +27,8 @@ Started = Callable[[], tuple[list[str], dict[str, str]]]
 
 
 class WorkerError(RuntimeError):
-    """A process ended without an answer; the message has its exit status and the end of its stderr."""
+    """A process ended without an answer. The message's first line has its exit status and its error, the others the end
+    of its stderr."""
 
 
 class WorkerKilled(WorkerError, Killed):
@@ -234,5 +236,6 @@ def failure(what: str, status: int | None, said: list[str]) -> Exception:
     if status == EXIT_USER and problems:
         return UserError(*problems)
     end = "\n".join(said[-_LAST_LINES:])
+    why = next((f" {line[:300]}" for line in reversed(said) if re.match(r"[\w.]+Error: ", line)), "")
     kind = WorkerKilled if status == -signal.SIGKILL else WorkerError
-    return kind(f"{what} ended with status {status} and no result:\n{end}")
+    return kind(f"{what} ended with status {status} and no result:{why}\n{end}")

@@ -19,7 +19,7 @@ def settings(
 ) -> tuple[Setting, ...]:
     """The options of which any size ran: `rows`, and the `runs` of the best one, which alone has categories."""
     own = best.candidate.option
-    known = {row.title: row for row in [*rows, *_choices(planner, own, runs)]}
+    known = {row.title: row for row in [*_choices(planner, own, runs), *rows]}
     found = []
     for option in options:
         strategy = option.proposal.strategy
