@@ -133,7 +133,7 @@ def test_what_does_not_fit_is_an_answer_with_status_2():
     ways = [fix["reason"] for fix in found["fixes"]]
     assert ways[0] == "without what was fixed"
     assert "GPUs instead of 1" in ways[1]
-    assert "adapters beside frozen weights: another training" in ways
+    assert "LoRA over frozen weights: another training" in ways
     assert ways[-1] == "a larger GPU"
     assert all(fix["verdict"] == "FITS" for fix in found["fixes"])
 
