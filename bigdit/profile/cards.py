@@ -102,7 +102,6 @@ class Cards:
         gpu: Gpu,
         count: int | None = None,
         *,
-        done: Callable[[int], None] | None = None,
         timeout_s: float = 300.0,
         expandable_segments: bool = True,
     ) -> None:
@@ -111,7 +110,8 @@ class Cards:
         self.build = cuda_build(cuda_python())
         self.unanswered: dict[str, None] = {}
         self._settings = f"{self.build}, expandable segments {expandable_segments}"
-        self._timeout_s, self._done, self._made = timeout_s, done, 0
+        self.done: Callable[[int], None] = lambda answers: None
+        self._timeout_s, self._made = timeout_s, 0
         self._follows: dict[str, bool] = {}  # whether memory follows from values, by kind, where both were compared
         self._unread: set[str] = set()  # kinds that read nothing of the GPU
         self._first: dict[str, Lock] = {}  # held by the question that finds that out
@@ -205,8 +205,7 @@ class Cards:
             self._free.put(card)
             with self._lock:
                 self._made += 1
-                if self._done is not None:
-                    self._done(self._made)
+                self.done(self._made)
 
     def _profile(self, request: StepRequest, snapshot: Path | None, card: int) -> Profile:
         kind = _kind(request)

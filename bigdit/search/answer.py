@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from bigdit.profile.cards import Cards
 from bigdit.search import kept
 from bigdit.search.finding.receipts import own_receipts
 from bigdit.search.plan import Plan
@@ -20,9 +21,10 @@ def make_plan(question: Question, *, progress: Progress | None = None) -> Plan:
     own, notices = own_receipts(question)
     plan = kept.find(question, own)
     if plan is None:
-        from bigdit.search.making import made  # here: it imports the search, which a plan that is kept does without
+        with Cards(question.gpu) as cards:  # its libraries are imported beside the search, which a kept plan does without
+            from bigdit.search.making import made
 
-        plan, lasts = made(question, own, progress or (lambda line: None))
+            plan, lasts = made(question, own, cards, progress or (lambda line: None))
         if lasts:
             kept.keep(question, own, plan)
     return plan.noted(notices)  # of files that decide nothing: they may be others the next time

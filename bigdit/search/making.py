@@ -39,11 +39,11 @@ from bigdit.units import how_many
 Progress = Callable[[str], None]
 
 
-def made(question: Question, own: Sequence[Receipt], say: Progress) -> tuple[Plan, bool]:
-    """The plan for `question`, by the GPU's `own` receipts; and whether it may be cached: what took too long or could
-    not be run may be this minute's, as on a busy machine. `say` is told what is going on, in a line.
+def made(question: Question, own: Sequence[Receipt], cards: Cards, say: Progress) -> tuple[Plan, bool]:
+    """The plan for `question` by emulated GPUs, and their `own` receipts; and whether it may be cached: what took too
+    long or could not be run may be this minute's, as on a busy machine. `say` is told what is going on, in a line.
 
-    Raises UserError where the model has no step, and where there is no emulated GPU.
+    Raises UserError where the model has no step.
     """
     began = time.perf_counter()
     stages = _Stages(f"planning the training of {question.model.name}", say)
@@ -51,14 +51,14 @@ def made(question: Question, own: Sequence[Receipt], say: Progress) -> tuple[Pla
     def tried(attempts: int) -> None:
         stages.count(how_many(attempts, "attempt"))
 
-    with Cards(question.gpu, done=tried) as cards:
-        with nullcontext() if question.model.params else _of_own(question.model.name):
-            if question.model.params is None:
-                _check_own(cards, question)
-            stages.begin("which engines and settings fit")
-            evidence, more = weighed(cards, question, own)
-            plan = _plan(Planner(question, cards, evidence), stages)
-        unanswered = [f"not run on an emulated GPU: {why}" for why in cards.unanswered]
+    cards.done = tried
+    with nullcontext() if question.model.params else _of_own(question.model.name):
+        if question.model.params is None:
+            _check_own(cards, question)
+        stages.begin("which engines and settings fit")
+        evidence, more = weighed(cards, question, own)
+        plan = _plan(Planner(question, cards, evidence), stages)
+    unanswered = [f"not run on an emulated GPU: {why}" for why in cards.unanswered]
     seconds = round(time.perf_counter() - began, 3)
     return plan.model_copy(update={"seconds": seconds}).noted([*more, *unanswered]), not unanswered
 

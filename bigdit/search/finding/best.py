@@ -8,12 +8,15 @@ from dataclasses import dataclass, replace
 
 from bigdit.errors import UserError
 from bigdit.search.finding.candidates import (
+    SAME_SPEED,
     Candidate,
     Option,
     Planner,
     candidate,
     fastest_without_state,
     fitting,
+    largest_micro_batch,
+    micro_batch_sizes,
     preferred,
 )
 from bigdit.search.finding.confirm import Confirmed, best_that_runs, confirm, run
@@ -50,9 +53,11 @@ def search(planner: Planner, ahead: Callable[[Candidate], object]) -> Found:
         short_of_host += hopes.short_of_host
         rejected += [*hopes.rejected, *explored(planner, group, hopes.engines, options)]
         lossless_later = any(each.lossless for each in proposed if each.last_resort > resort)
+        wanted = [each for each in _ranked(planner, options) if each.lossless or not lossless_later]
+        options += _selective(planner, wanted[:1], options)
         best = best_that_runs(planner, lambda: _ranked(planner, options), ahead, lossless_later=lossless_later)
         if best and best[0].verdict != "DOES NOT FIT" and (best[0].candidate.lossless or not lossless_later):
-            rejected += _adapters(planner) if resort else _last_resorts(proposed)
+            rejected += [*_later(proposed, resort), *(_adapters(planner) if resort else [])]
             return Found(planner, options, rejected, best[0])
     nearest, failed = explore(planner, short_of_host)  # a machine with more memory is an answer
     options += nearest
@@ -80,26 +85,40 @@ def _nearest(planner: Planner, least: Candidate) -> Confirmed:
 def explored(
     planner: Planner, group: Sequence[Proposal], engines: Sequence[Proposal], options: list[Option]
 ) -> list[Rejected]:
-    """Add the group's `engines` to `options`; then, of the best engine, other optimizers, masters and EMAs, and blocks
-    that are recomputed in part. Of all engines, where nothing fits yet; and blocks that are swapped. Returns what could
-    not be run."""
+    """Add the group's `engines` to `options`; then, of the best engine, other optimizers, masters and EMAs. Of all
+    engines, where nothing fits yet; and blocks that are swapped. Returns what could not be run."""
+    variants = [each for each in group if each.base in engines and not each.strategy.blocks_to_swap]
+    if planner.question.cluster.gpus == 1:  # one engine as a rule: all side by side
+        engines, variants = [*engines, *variants], []
     found, rejected = explore(planner, engines)
     ranked = _ranked(planner, found)
     bases = {option.proposal.title for option in ([ranked[0].option] if ranked else found)}
     variants, slower = _worthwhile(
-        planner, ranked[:1], [each for each in group if each.base and each.base.title in bases]
+        planner, ranked[:1], [each for each in variants if each.base and each.base.title in bases]
     )
     more, failed_too = explore(planner, variants, found)
     rejected += [*slower, *failed_too]
     options += [*found, *more]
-    ranked = _ranked(planner, [*found, *more])
-    if ranked and ranked[0].blocks and not ranked[0].option.proposal.last_resort:
-        base = ranked[0].option.proposal.base or ranked[0].option.proposal
-        alike = [each for each in (*found, *more) if (each.proposal.base or each.proposal) is base]
-        options += selective(planner, alike)
     waiting, failed_last = swapped(planner, group, options)
     options += waiting
     return [*rejected, *failed_last]
+
+
+def _selective(planner: Planner, best: Sequence[Candidate], options: Sequence[Option]) -> list[Option]:
+    """Selective checkpointing of what shares the activations of the best one, where that recomputes blocks, or a larger
+    micro-batch would be faster if recomputing cost nothing."""
+    looked_at = any(each.proposal.strategy.checkpointing == "selective" for each in options)
+    if not best or best[0].option.proposal.last_resort or looked_at:
+        return []
+    option = best[0].option
+    most = largest_micro_batch(option, option.arrangement.count, planner.capacity(option.proposal.strategy))
+    sizes = [size for size in micro_batch_sizes(planner.question, option.proposal.strategy) if size <= most]
+    bound = max((candidate(planner, option, size, 0).rate.middle for size in sizes), default=0.0)
+    if not best[0].blocks and (bound <= best[0].rate.middle * (1 + SAME_SPEED) or planner.question.pins.checkpointed_blocks == 0):
+        return []
+    base = option.proposal.base or option.proposal
+    alike = [each for each in options if (each.proposal.base or each.proposal) is base]
+    return selective(planner, [each for each in alike if not each.least_blocks])
 
 
 def _worthwhile(
@@ -154,11 +173,14 @@ def _smallest(planner: Planner, options: Sequence[Option]) -> Candidate:
     return candidate(planner, least, size, blocks(least))
 
 
-def _last_resorts(proposed: Sequence[Proposal]) -> list[Rejected]:
-    titles = [each.title for each in proposed if each.last_resort == 1]
+def _later(proposed: Sequence[Proposal], resort: int) -> list[Rejected]:
+    """The lossless strategies that come after the `resort` in which something fits."""
+    titles = [each.title for each in proposed if each.lossless and each.last_resort > resort]
     if not titles:
         return []
     reason = "every step would wait for copies over PCIe and the host's cores, and something fits without that"
+    if resort:
+        reason = "every step would copy all weights over PCIe, and something fits that copies fewer"
     return [Rejected(choice="; ".join(titles), reason=reason)]
 
 

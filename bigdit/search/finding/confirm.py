@@ -96,12 +96,13 @@ def best_that_runs(
     """The best that runs, which alone is recorded: for what it takes of the host, and by category.
 
     `ranked` orders candidates by predictions, which each run moves; where nothing fits, the best of what is TIGHT. None
-    that is lossy where others are `lossless_later`. `ahead` has what will be asked of the best run beside its record.
+    that is lossy runs where others are `lossless_later`. `ahead` has what will be asked of the best run beside its
+    record.
     """
     ran: dict[_Key, tuple[Candidate, Ran | None]] = {}
     refused: set[_Key] = set()
     while True:
-        order = [each for each in ranked() if _key(each) not in refused]
+        order = [each for each in ranked() if _key(each) not in refused and (each.lossless or not lossless_later)]
         if order and _key(order[0]) not in ran and len(ran) < MOST_RUN:
             asked = _pair(planner, order)[: planner.cards.count]
             ran |= {_key(each): (each, said) for each, said in zip(asked, run(planner, asked), strict=True)}
@@ -110,15 +111,13 @@ def best_that_runs(
         held = preferred(said.candidate for said in fits.values())
         if not held:
             break
-        if lossless_later and not held[0].lossless:
-            return []
         best = _confirmed(planner, fits[_key(held[0])], ahead)
         if best is not None and best.verdict == "FITS":
             return [best]
         refused.add(_key(held[0]))
     tight = [said for _, said in ran.values() if said is not None and said.verdict == "TIGHT"]
     order = preferred(said.candidate for said in tight)
-    if not order or (lossless_later and not order[0].lossless):
+    if not order:
         return []
     first = next(said for said in tight if _key(said.candidate) == _key(order[0]))
     return [confirm(planner, first)]

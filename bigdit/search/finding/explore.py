@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -163,9 +164,11 @@ def selective(planner: Planner, options: Sequence[Option]) -> list[Option]:
     """
     base = options[0]
     strategy = base.proposal.strategy.model_copy(update={"checkpointing": "selective"})
-    first = _recomputing(strategy, planner.question.model.block_count, FIRST)
-    none = _recomputing(base.proposal.strategy, 0, FIRST)
-    strategies = [first, *_seconds(planner, [none, first])[1:]]
+    # What it keeps is between nothing and all: so is the micro-batch that fits.
+    sizes = [max(each.reserved) for each in (base.arrangement.none, base.arrangement.full)]
+    between = max(round(math.sqrt(sizes[0] * sizes[1])), SECOND)
+    count = planner.question.model.block_count
+    strategies = [_recomputing(strategy, count, size) for size in (FIRST, between)]
     ran = [each for each in attempts(planner, strategies) if isinstance(each, Attempt)]
     if len(ran) < 2:
         return []

@@ -6,7 +6,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 
-from bigdit.profile.attempt import UNLIMITED, Attempt
 from bigdit.profile.cards import Row
 from bigdit.profile.request import StepRequest
 from bigdit.search.finding.candidates import Candidate, Option, Planner, largest_micro_batch
@@ -45,9 +44,8 @@ def limits_of(planner: Planner, chosen: Candidate) -> Limits:
         for size in sizes:
             if not wanted(size, blocks):
                 continue
-            turned = limits.get(size[::-1])
-            if turned and alike(blocks, turned, size):
-                limits[size] = turned
+            if size[::-1] in limits:  # turned by a quarter, the same samples take the same bytes
+                limits[size] = limits[size[::-1]]
                 continue
             known = chosen.option.ran(blocks) if size == question.resolution else {}
             row = Row(partial(request, size, blocks), pixels / _area(size), pixel_bytes * _area(size), known)
@@ -58,13 +56,6 @@ def limits_of(planner: Planner, chosen: Candidate) -> Limits:
                 if size == question.resolution:
                     chosen.option.note(blocks, found[1])
         return limits
-
-    def alike(blocks: int, micro_batch_size: int, size: tuple[int, int]) -> bool:
-        """Whether so many take the same memory, to the byte, as of pictures turned by a quarter, of which one more does
-        not fit."""
-        both = [(request(each, blocks, micro_batch_size), UNLIMITED) for each in (size, size[::-1])]
-        one, other = planner.cards.attempts(both)
-        return isinstance(one, Attempt) and isinstance(other, Attempt) and one.memory == other.memory
 
     rows = [*dict.fromkeys(columns.values())]
     with ThreadPoolExecutor(len(rows)) as aside:  # none waits for another's size

@@ -60,15 +60,16 @@ class Proposal:
     """An engine with an optimizer, at a micro-batch of one and nothing checkpointed.
 
     `base` is the proposal whose activations and gradients it has, with another state; None for one of its own kind.
-    `last_resort`: it pays with much time for little memory, and is looked at where nothing lossless fits: 1. Where
-    nothing else does, lossy ones are: without copies over PCIe, 2, and with them, 3. Where blocks are swapped
-    (`strategy.blocks_to_swap`), `base` is the same without, and any number of them up to that is proposed.
+    `last_resort`: it pays with much time for little memory, and is looked at where nothing lossless fits: 1; with all
+    weights in CPU memory where swapped blocks do not fit: 2. Where nothing else does, lossy ones are: without copies
+    over PCIe, 3, and with them, 4. Where blocks are swapped (`strategy.blocks_to_swap`), `base` is the same without,
+    and any number of them up to that is proposed.
     """
 
     title: str
     strategy: Strategy
     base: Proposal | None = None
-    last_resort: Literal[0, 1, 2, 3] = 0
+    last_resort: Literal[0, 1, 2, 3, 4] = 0
 
     @property
     def lossless(self) -> bool:
@@ -109,7 +110,8 @@ def proposals(question: Question) -> tuple[list[Proposal], list[Rejected]]:
                 continue
             title = f"{_engine_title(question, engine)}, {_setting_title(question, settings)}"
             offload = "offload" in engine and question.pins.engine is None
-            proposal = Proposal(title, strategy, base, 1 if offload else 0)
+            swaps = question.pins.lora_rank is not None and question.cluster.gpus == 1
+            proposal = Proposal(title, strategy, base, 0 if not offload else 2 if swaps else 1)
             found.append(proposal)
             base = base or proposal
     return [*found, *_swapped(question, found)], left_out
@@ -124,10 +126,11 @@ def _engines(question: Question) -> tuple[str, ...]:
     """Presets, and `hsdp` for FSDP2 with a copy of the model in each machine."""
     if question.pins.engine is not None:
         return (question.pins.engine,)
+    offloaded = ("fsdp2-offload",) if question.pins.lora_rank is not None else ("zero2-offload", "fsdp2-offload")
     if question.cluster.gpus == 1:
-        return "single", "zero2-offload", "fsdp2-offload"
+        return "single", *offloaded
     hsdp = ("hsdp",) if question.cluster.nodes > 1 else ()
-    return "zero1" if _accumulates(question) else "zero2", "fsdp2", *hsdp, "zero2-offload", "fsdp2-offload"
+    return "zero1" if _accumulates(question) else "zero2", "fsdp2", *hsdp, *offloaded
 
 
 def _weights(question: Question) -> int:
@@ -189,7 +192,7 @@ def _swapped(question: Question, found: Sequence[Proposal]) -> list[Proposal]:
             values = base.strategy.model_dump() | {"checkpointed_blocks": "all", "blocks_to_swap": most}
             strategy = Strategy.model_validate(values)
             title = f"{base.title}, weights of blocks on the host"
-            swapped.append(Proposal(title, strategy, base, 3 if pins.lora_rank is None else 1))
+            swapped.append(Proposal(title, strategy, base, 4 if pins.lora_rank is None else 1))
     return swapped
 
 
@@ -214,7 +217,7 @@ def _in_backward(question: Question) -> list[Proposal]:
         strategy = _strategy(question, "single", settings | alone)
         if strategy is not None:
             title = f"{_engine_title(question, 'single')}, {_setting_title(question, settings)}"
-            found.append(Proposal(f"{title}, stepped in the backward pass", strategy, None, 2))
+            found.append(Proposal(f"{title}, stepped in the backward pass", strategy, None, 3))
     return found
 
 
@@ -270,6 +273,8 @@ def _left_out(question: Question) -> list[Rejected]:
         reasons["ZeRO-1, ZeRO-2, ZeRO-3 and FSDP2 with all of it on one card"] = (
             "they shard over cards, and on one card shard nothing: their buffers and flat copies come on top"
         )
+    if pins.engine is None and pins.lora_rank is not None:
+        reasons["ZeRO-2, optimizer on the host"] = "the optimizer state of adapters is too small to gain anything"
     if pins.engine is None and not one_card:
         reasons["ZeRO-3"] = "FSDP2 shards the same and gathers one block at a time; --engine zero3 asks for it"
         if _accumulates(question):

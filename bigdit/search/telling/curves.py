@@ -15,13 +15,13 @@ Runs = Mapping[int, Mapping[int, Attempt]]
 
 
 def runs(planner: Planner, chosen: Candidate, limit: BucketLimit) -> Runs:
-    """All sizes up to the `limit` that ran, and 1: with no block, the chosen number of them and all recomputed."""
+    """The sizes up to the `limit` that ran, with no block, the chosen number of them and all recomputed: two of each at
+    least, where so many fit."""
     largest = {chosen.blocks: limit.recommended, 0: limit.none, chosen.option.arrangement.count: limit.full}
     places = [
         (blocks, size)
         for blocks, most in largest.items()
-        for size in sorted({1, *chosen.option.ran(blocks)})
-        if size <= (most or 0)
+        for size in _two_at_least([size for size in chosen.option.ran(blocks) if size <= (most or 0)])
     ]
     strategies = [replace(chosen, blocks=blocks, micro_batch_size=size).strategy for blocks, size in places]
     attempts = planner.cards.attempts([(planner.request(each), UNLIMITED) for each in strategies])
@@ -30,6 +30,10 @@ def runs(planner: Planner, chosen: Candidate, limit: BucketLimit) -> Runs:
         if isinstance(attempt, Attempt):
             found[blocks][size] = attempt
     return found
+
+
+def _two_at_least(sizes: list[int]) -> list[int]:
+    return sorted({*sizes, 1} if len(sizes) == 1 else sizes)
 
 
 def curves(planner: Planner, chosen: Candidate, ran: Runs) -> tuple[Curve, ...]:

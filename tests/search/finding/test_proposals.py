@@ -54,7 +54,7 @@ def reasons(asked: Question) -> dict[str, str]:
 def test_one_card_is_not_sharded_and_offload_is_a_last_resort() -> None:
     found, _ = proposals(question())
     assert {proposal.strategy.engine for proposal in found if not proposal.last_resort} == {"single"}
-    (stepped,) = (proposal.title for proposal in found if proposal.last_resort == 2)
+    (stepped,) = (proposal.title for proposal in found if proposal.last_resort == 3)
     assert stepped == "one process, Adafactor, bf16 without masters, stepped in the backward pass"
     assert {proposal.title for proposal in found if proposal.last_resort == 1} == {
         "ZeRO-2, optimizer on the host, AdamW",
@@ -148,7 +148,7 @@ def test_what_of_a_strategy_is_lossy_is_named(changes: dict[str, Any], words: li
 
 def test_what_cannot_hold_weights_and_gradients_is_not_run() -> None:
     found, _ = proposals(question("flux.1-dev", "rtx-4090"))
-    assert {each.strategy.engine for each in found if each.last_resort < 2} == {"deepspeed", "fsdp2"}
+    assert {each.strategy.engine for each in found if each.last_resort < 3} == {"deepspeed", "fsdp2"}
     assert reasons(question("flux.1-dev", "rtx-4090"))["one process, all weights on the card"] == (
         "weights and gradients alone take 44.34 GiB of the card's 23.60 GiB"
     )
