@@ -150,14 +150,13 @@ class Cards:
         return self._with_card(partial(self._attempt, question))
 
     def attempts(
-        self, asked: Sequence[tuple[StepRequest, int]], *, to_end: bool = True, counted: bool = False
+        self, asked: Sequence[tuple[StepRequest, int]], *, counted: Callable[[StepRequest], bool] = lambda _: False
     ) -> list[Attempt | Exception]:
         """An attempt for each request and capacity, side by side; or the UserError or WorkerError in its place.
 
-        What may be this machine's fault, time or a process that died, is a line in `unanswered` too.
+        `counted`: whose work is counted. What may be this machine's fault, time or a process that died, is a line in `unanswered` too.
         """
-        one = partial(self._answered, to_end=to_end, counted=counted)
-        return list(self._threads.map(lambda each: one(*each), asked))
+        return list(self._threads.map(lambda each: self._answered(*each, counted=counted(each[0])), asked))
 
     def largest(self, row: Row, capacity_bytes: int) -> tuple[float, dict[int, int]] | None:
         """The largest micro-batch that fits where the next one does not, with about which part of that has room (less
@@ -165,7 +164,7 @@ class Cards:
         return self._threads.submit(self._largest, row, capacity_bytes).result()
 
     def _answered(
-        self, request: StepRequest, capacity_bytes: int, *, to_end: bool, counted: bool = False
+        self, request: StepRequest, capacity_bytes: int, *, to_end: bool = True, counted: bool = False
     ) -> Attempt | Exception:
         try:
             return self.attempt(request, capacity_bytes, to_end=to_end, counted=counted)

@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from bigdit.profile.attempt import UNLIMITED, Attempt
+from bigdit.profile.request import StepRequest
 from bigdit.search.finding.candidates import Option, Planner, micro_batch_sizes, quarters
 from bigdit.search.finding.space import Proposal
 from bigdit.search.needs.host import node_bytes
@@ -34,9 +35,13 @@ Failure = Exception
 
 
 def attempts(planner: Planner, strategies: Sequence[Strategy]) -> list[Attempt | Failure]:
-    """A counted attempt of each, side by side, on a GPU without a limit; cached."""
-    requests = [(planner.request(each), UNLIMITED) for each in strategies]
-    return planner.cards.attempts(requests, counted=True)
+    """An attempt of each, side by side, on a GPU without a limit; cached. Work is counted at FIRST, and at all sizes
+    where nothing is recomputed: what recomputing adds grows with the samples alone."""
+
+    def counted(request: StepRequest) -> bool:
+        return request.strategy.micro_batch_size == FIRST or request.strategy.checkpointed_blocks == 0
+
+    return planner.cards.attempts([(planner.request(each), UNLIMITED) for each in strategies], counted=counted)
 
 
 def explore(
@@ -94,12 +99,15 @@ def _option(planner: Planner, proposal: Proposal, base: Option | None, firsts: S
         return "what it varies could not be run"
     if base is not None:
         return Option(proposal, _varied(base, proposal, ran), anchor=ran[0])
-    none, full = (_policy(proposal.strategy, strategies[at::2], ran[at::2]) for at in (0, 1))
+    none = _policy(proposal.strategy, strategies[::2], ran[::2])
+    full = _policy(proposal.strategy, strategies[1::2], ran[1::2], none)
     return Option(proposal, Arrangement(none, full, planner.question.model.block_count), anchor=ran[0])
 
 
-def _policy(strategy: Strategy, strategies: Sequence[Strategy], ran: Sequence[Attempt]) -> Policy:
-    return policy(strategy, {each.micro_batch_size: found for each, found in zip(strategies, ran, strict=True)})
+def _policy(
+    strategy: Strategy, strategies: Sequence[Strategy], ran: Sequence[Attempt], none: Policy | None = None
+) -> Policy:
+    return policy(strategy, {each.micro_batch_size: found for each, found in zip(strategies, ran, strict=True)}, none)
 
 
 def _varied(base: Option, proposal: Proposal, ran: Sequence[Attempt]) -> Arrangement:
@@ -172,7 +180,7 @@ def selective(planner: Planner, options: Sequence[Option]) -> list[Option]:
     ran = [each for each in attempts(planner, strategies) if isinstance(each, Attempt)]
     if len(ran) < 2:
         return []
-    kept, found = _policy(strategy, strategies, ran), []
+    kept, found = _policy(strategy, strategies, ran, base.arrangement.none), []
     for option in options:
         full = kept if option is base else varied(kept, option.proposal.strategy, base.anchor, option.anchor)
         proposal = replace(

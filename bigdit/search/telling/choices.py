@@ -26,7 +26,7 @@ from bigdit.speed.step import step_time
 from bigdit.speed.work import work_of
 from bigdit.units import gib
 
-MOST_ROWS = 8
+MOST_ROWS = 6
 """Of the Pareto front: each is run."""
 
 NONE = 0.005
