@@ -154,7 +154,8 @@ class Cards:
     ) -> list[Attempt | Exception]:
         """An attempt for each request and capacity, side by side; or the UserError or WorkerError in its place.
 
-        `counted`: whose work is counted. What may be this machine's fault, time or a process that died, is a line in `unanswered` too.
+        `counted`: whose work is counted. What may be this machine's fault, time or a process that died, is a line in
+        `unanswered` too.
         """
         return list(self._threads.map(lambda each: self._answered(*each, counted=counted(each[0])), asked))
 

@@ -21,7 +21,7 @@ def make_plan(question: Question, *, progress: Progress | None = None) -> Plan:
     own, notices = own_receipts(question)
     plan = kept.find(question, own)
     if plan is None:
-        with Cards(question.gpu) as cards:  # its libraries are imported beside the search, which a kept plan does without
+        with Cards(question.gpu) as cards:  # its libraries are imported while the search is
             from bigdit.search.making import made
 
             plan, lasts = made(question, own, cards, progress or (lambda line: None))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from bigdit.errors import UserError
 from bigdit.search.finding.candidates import (
@@ -55,7 +56,7 @@ def search(planner: Planner, ahead: Callable[[Candidate], object]) -> Found:
         lossless_later = any(each.lossless for each in proposed if each.last_resort > resort)
         wanted = [each for each in _ranked(planner, options) if each.lossless or not lossless_later]
         options += _selective(planner, wanted[:1], options)
-        best = best_that_runs(planner, lambda: _ranked(planner, options), ahead, lossless_later=lossless_later)
+        best = best_that_runs(planner, partial(_ranked, planner, options), ahead, lossless_later=lossless_later)
         if best and best[0].verdict != "DOES NOT FIT" and (best[0].candidate.lossless or not lossless_later):
             rejected += [*_later(proposed, resort), *(_adapters(planner) if resort else [])]
             return Found(planner, options, rejected, best[0])
@@ -114,7 +115,8 @@ def _selective(planner: Planner, best: Sequence[Candidate], options: Sequence[Op
     most = largest_micro_batch(option, option.arrangement.count, planner.capacity(option.proposal.strategy))
     sizes = [size for size in micro_batch_sizes(planner.question, option.proposal.strategy) if size <= most]
     bound = max((candidate(planner, option, size, 0).rate.middle for size in sizes), default=0.0)
-    if not best[0].blocks and (bound <= best[0].rate.middle * (1 + SAME_SPEED) or planner.question.pins.checkpointed_blocks == 0):
+    hopeless = bound <= best[0].rate.middle * (1 + SAME_SPEED) or planner.question.pins.checkpointed_blocks == 0
+    if hopeless and not best[0].blocks:
         return []
     base = option.proposal.base or option.proposal
     alike = [each for each in options if (each.proposal.base or each.proposal) is base]
