@@ -30,16 +30,15 @@ from bigdit.profile.attempt import UNLIMITED, Attempt
 from bigdit.profile.cards import Cards, Row
 from bigdit.profile.request import StepRequest, request_for
 from bigdit.search.answer import make_plan
-from bigdit.search.asking.ask import question_for
-from bigdit.search.finding.candidates import SAME_ROOM, SAME_SPEED
-from bigdit.search.finding.evidence import UNPROVED
-from bigdit.search.finding.space import lossy_by, proposals
-from bigdit.search.finding.verdict import safe_bytes
-from bigdit.search.needs.host import node_bytes
+from bigdit.search.ask import question_for
+from bigdit.search.calibration import UNPROVED
+from bigdit.search.candidates import SAME_ROOM, SAME_SPEED, safe_bytes
+from bigdit.search.host import node_bytes
 from bigdit.search.plan import Plan
 from bigdit.search.question import Question
+from bigdit.search.space import lossy_by, proposals
 from bigdit.spec import StepSize, Strategy
-from bigdit.speed.interval import Interval
+from bigdit.speed.seconds import Interval
 from bigdit.units import gib
 
 PAGE = Path(__file__).with_suffix(".md")

@@ -20,7 +20,7 @@ from typing import Any
 from bigdit.emulator.interpreter import cuda_build, cuda_python
 from bigdit.files import write_text
 from bigdit.search.answer import make_plan
-from bigdit.search.asking.ask import question_for
+from bigdit.search.ask import question_for
 from bigdit.search.plan import Plan
 from bigdit.units import gib
 

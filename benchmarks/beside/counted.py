@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bigdit.profile.launched import Launched, launched
+from bigdit.profile.attempt import Launched, launched
 from bigdit.units import GIB
 
 WARM = 2

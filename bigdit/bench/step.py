@@ -21,9 +21,9 @@ from bigdit.errors import UserError
 from bigdit.objective_spec import ObjectiveSpec
 from bigdit.profile.attempt import Attempt
 from bigdit.profile.cards import Cards
-from bigdit.profile.data import batch, feed
 from bigdit.profile.lanes import WorkerError
 from bigdit.profile.request import StepRequest
+from bigdit.profile.steps import batch, feed
 from bigdit.receipt import Receipt
 from bigdit.shortage import room
 from bigdit.spec import BatchShape, ModelSpec, Strategy

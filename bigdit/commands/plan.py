@@ -101,7 +101,7 @@ def run(
     """
     from bigdit.emulator.interpreter import cuda_python
     from bigdit.errors import UserError
-    from bigdit.search.asking.ask import question_for
+    from bigdit.search.ask import question_for
 
     cuda_python()  # first, so that a missing one is said at once
     of_cards: dict[str, Any] = {
@@ -144,7 +144,7 @@ def run(
         return _plan(question, others, out, as_json)
     there = os.path.exists(config)  # or reading it says that it does not exist
     if there and (given := {name: value for name, value in of_run.items() if value is not None}):
-        from bigdit.search.asking.by_set import instead
+        from bigdit.search.of_run import instead
 
         raise UserError(*(instead(name, value) for name, value in given.items()))
     if also_gpus is not None:
@@ -174,7 +174,7 @@ def _others(also_gpus: str | None, own: int, out: Path | None) -> list[int]:
 def _with_gpus(number: int, asked: dict[str, Any]) -> Question:
     """The question of one of the other numbers, whose errors name the option that said it."""
     from bigdit.errors import UserError
-    from bigdit.search.asking.ask import question_for
+    from bigdit.search.ask import question_for
 
     try:
         return question_for(**asked | {"gpus": number})
@@ -213,7 +213,7 @@ def _plan_stages(config: Path, overrides: list[str], asked: dict[str, Any], out:
     from bigdit import log
     from bigdit.report.plan import show_short
     from bigdit.search.answer import make_plan
-    from bigdit.search.asking.of_run import questions_of, unpinned
+    from bigdit.search.of_run import questions_of, unpinned
 
     questions, plans = questions_of(config, overrides, asked), []
     folders = [out if out is None or len(questions) == 1 else out / f"stage-{at}" for at in range(len(questions))]

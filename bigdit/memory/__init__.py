@@ -3,17 +3,22 @@
 Nothing here imports torch: events come from `record`.
 """
 
-from bigdit.memory.host import HostMemory, host_memory, pinned_bytes
-from bigdit.memory.ledger import CUDA_GRANULARITY, Ledger, PhasePeak, ledger
 from bigdit.memory.timeline import (
     CATEGORIES,
+    CUDA_GRANULARITY,
     Block,
     Category,
     Collective,
+    HostMemory,
+    Ledger,
     OperatorCost,
+    PhasePeak,
     Place,
     Span,
     Timeline,
+    host_memory,
+    ledger,
+    pinned_bytes,
     rounded,
 )
 

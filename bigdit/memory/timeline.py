@@ -5,9 +5,14 @@ from __future__ import annotations
 import base64
 import json
 import zlib
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass
 from typing import Literal, get_args
+
+from pydantic import NonNegativeInt, PositiveInt
+
+from bigdit.spec import Strict
 
 Category = Literal[
     "parameter",
@@ -139,3 +144,127 @@ class Timeline:
 def rounded(nbytes: int, granularity: int) -> int:
     """`nbytes` up to the next multiple of `granularity`."""
     return -(-nbytes // granularity) * granularity
+
+
+CUDA_GRANULARITY = 512
+"""The CUDA caching allocator counts every block in multiples of this many bytes.
+
+Source: kMinBlockSize in pytorch/c10/core/AllocatorConfig.h.
+"""
+
+
+class PhasePeak(Strict):
+    """The highest point of one phase over all its occurrences, and what was allocated there.
+
+    `at_peak` sums to `peak_bytes`; `end_bytes` is what the phase left behind, at its highest.
+    """
+
+    phase: str
+    peak_bytes: NonNegativeInt
+    end_bytes: NonNegativeInt
+    at_peak: dict[Category, NonNegativeInt]
+
+
+class Ledger(Strict):
+    """Peak allocated bytes, each block counted in multiples of `granularity`, and which phase decides it."""
+
+    granularity: PositiveInt
+    phases: tuple[PhasePeak, ...]
+
+    @property
+    def deciding(self) -> PhasePeak:
+        """The phase with the highest peak; the first of them where several are equal."""
+        return max(self.phases, key=lambda phase: phase.peak_bytes)
+
+    @property
+    def peak_allocated_bytes(self) -> int:
+        return self.deciding.peak_bytes
+
+    @property
+    def at_peak(self) -> dict[Category, int]:
+        """What is allocated at the peak, by category; sums to `peak_allocated_bytes`."""
+        return self.deciding.at_peak
+
+    def phase(self, name: str) -> PhasePeak:
+        """The peak of the phase `name`. Raises KeyError where there is no such phase."""
+        for phase in self.phases:
+            if phase.phase == name:
+                return phase
+        raise KeyError(name)
+
+
+def ledger(timeline: Timeline, granularity: int = CUDA_GRANULARITY) -> Ledger:
+    """Sum up `timeline`; `granularity` is 512 for CUDA's caching allocator, and 1 for the bytes asked for."""
+    found: dict[str, PhasePeak] = {}
+    live: Counter[Category] = Counter()
+    for span in timeline.spans:
+        now = peak = live.total()
+        at_peak = live.copy()
+        for block, change in timeline.changes(span, granularity):
+            live[block.category] += change
+            now += change
+            if now > peak:
+                peak, at_peak = now, live.copy()
+        old = found.get(span.phase)
+        end = max(now, old.end_bytes) if old else now
+        if old is None or peak > old.peak_bytes:
+            found[span.phase] = PhasePeak(phase=span.phase, peak_bytes=peak, end_bytes=end, at_peak=_parts(at_peak))
+        else:
+            found[span.phase] = old.model_copy(update={"end_bytes": end})
+    return Ledger(granularity=granularity, phases=tuple(found.values()))
+
+
+def _parts(live: Counter[Category]) -> dict[Category, int]:
+    return {category: live[category] for category in CATEGORIES if live[category]}
+
+
+class HostMemory(Strict):
+    """What one process takes of its host, tensors alone: `peak_bytes` of pageable and page-locked memory together,
+    and `steps_bytes` of them once it has started.
+
+    `page_locked_bytes` is what the pinned allocator has taken in the end, its free blocks included: locked memory
+    is the process's until it ends, and counts against the machine's limit on it.
+    """
+
+    peak_bytes: NonNegativeInt
+    steps_bytes: NonNegativeInt
+    page_locked_bytes: NonNegativeInt
+
+    def saving(self, checkpoint_bytes: int) -> tuple[int, int]:
+        """The peak as it starts or steps, and the one as it saves a copy of so many bytes between steps: never both."""
+        return self.peak_bytes, self.steps_bytes + checkpoint_bytes
+
+
+def pinned_bytes(nbytes: int) -> int:
+    """The block that the pinned allocator takes for `nbytes`: the next power of two.
+
+    Source: CachingHostAllocatorImpl::allocate in aten/src/ATen/core/CachingHostAllocator.h, torch 2.13, as
+    configured without PYTORCH_ALLOC_CONF.
+    """
+    return 1 << (nbytes - 1).bit_length() if nbytes else 0
+
+
+def host_memory(timeline: Timeline) -> HostMemory:
+    """Replay a host's timeline: pageable tensors byte for byte, pinned ones through the pinned allocator.
+
+    A freed pinned block serves the next request of its size, at once: where a copy to the device still reads it,
+    the real allocator waits for that and may take another one.
+    """
+    free: Counter[int] = Counter()
+    started = max((span.stop for span in timeline.spans if span.phase == "init"), default=0)
+    pageable = locked = peak = steps = 0
+    for at, event in enumerate(timeline.events, 1):
+        block = timeline.blocks[abs(event) - 1]
+        size = pinned_bytes(block.nbytes)
+        if not block.pinned:
+            pageable += block.nbytes if event > 0 else -block.nbytes
+        elif event < 0:
+            free[size] += 1
+        elif free[size]:
+            free[size] -= 1
+        else:
+            locked += size
+        peak = max(peak, pageable + locked)
+        if at >= started:
+            steps = max(steps, pageable + locked)
+    return HostMemory(peak_bytes=peak, steps_bytes=steps, page_locked_bytes=locked)

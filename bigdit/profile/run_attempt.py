@@ -15,11 +15,9 @@ import torch
 from bigdit.engines import Ema, Engine
 from bigdit.engines.state import checkpoint_bytes
 from bigdit.memory import HostMemory, Span, Timeline
-from bigdit.profile.attempt import Attempt, PhaseBytes, Question
-from bigdit.profile.data import raw_batch
-from bigdit.profile.launched import Launched, launched
+from bigdit.profile.attempt import Attempt, Launched, PhaseBytes, Question, launched
 from bigdit.profile.request import PICTURES, TEXTS, weights_of
-from bigdit.profile.steps import STEPS, Witness, group, prepare, training
+from bigdit.profile.steps import STEPS, Witness, group, prepare, raw_batch, training
 from bigdit.profile.uncomputed import large_uncomputed
 from bigdit.profile.unwritten import unwritten, unwritten_weights
 from bigdit.record.costs import Counting

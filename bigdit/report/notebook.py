@@ -14,7 +14,7 @@ from bigdit import log
 from bigdit.errors import UserError, nearest
 from bigdit.report.page import page
 from bigdit.search.answer import make_plan
-from bigdit.search.asking.ask import question_for
+from bigdit.search.ask import question_for
 from bigdit.search.plan import Plan
 from bigdit.search.question import Question
 

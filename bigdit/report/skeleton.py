@@ -18,7 +18,7 @@ from bigdit.catalog.resolve import TRANSFORMER
 from bigdit.config.encoders import VaeCodec
 from bigdit.objective_spec import FlowMatchingSpec
 from bigdit.recipes.recipe import Beginning, beginning, download, weights_folder
-from bigdit.search.needs.parts import PART_SIZE, part_size
+from bigdit.search.dataset import PART_SIZE, part_size
 from bigdit.search.plan import Plan
 
 _HEAD = """\

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,22 +17,17 @@ from bigdit.profile.cards import Cards
 from bigdit.profile.lanes import WorkerError, WorkerKilled
 from bigdit.profile.request import request_for
 from bigdit.receipt import Receipt
-from bigdit.search.finding.best import search
-from bigdit.search.finding.candidates import Candidate, Planner
-from bigdit.search.finding.confirm import Confirmed
-from bigdit.search.finding.evidence import weighed
-from bigdit.search.finding.limits import Limits, limits_of
-from bigdit.search.needs.dataset import dataset_need, encoding_requests
-from bigdit.search.needs.host import uncounted
-from bigdit.search.needs.schedule import run
+from bigdit.search.calibration import weighed
+from bigdit.search.candidates import Candidate, Planner
+from bigdit.search.dataset import dataset_need, encoding_requests
+from bigdit.search.explain import waterfall
+from bigdit.search.explore import Limits, limits_of
+from bigdit.search.fixes import fixes
+from bigdit.search.host import uncounted
 from bigdit.search.plan import DatasetNeed, Plan, Run, Step
 from bigdit.search.question import Question
-from bigdit.search.telling.choices import confirmed, front, step_on, title
-from bigdit.search.telling.curves import Runs, curves, runs
-from bigdit.search.telling.fixes import fixes
-from bigdit.search.telling.settings import settings
-from bigdit.search.telling.smaller import smaller
-from bigdit.search.telling.waterfall import waterfall
+from bigdit.search.rows import Runs, confirmed, curves, front, runs, settings, smaller, step_on, title
+from bigdit.search.solve import Confirmed, search
 from bigdit.spec import BatchShape, Strategy
 from bigdit.speed.seconds import StepTime
 from bigdit.units import how_many
@@ -195,4 +191,25 @@ def _run(question: Question, strategy: Strategy, step: StepTime) -> Run | None:
         step,
         question.cluster.gpus,
         question.price,
+    )
+
+
+HOUR = 3600.0
+
+
+def run(images: int, epochs: float, global_batch_size: int, step: StepTime, gpus: int, price: float | None) -> Run:
+    """`images` seen `epochs` times in steps of `global_batch_size`, the last one full too.
+
+    `price` is of one card for an hour; what the cards cost while nothing is trained (reading the first data,
+    checkpoints, validation, a queue) is not in it.
+    """
+    steps = max(1, math.ceil(images * epochs / global_batch_size))
+    seconds = step.seconds * steps
+    gpu_hours = seconds * (gpus / HOUR)
+    return Run(
+        steps=steps,
+        seconds=seconds,
+        gpu_hours=gpu_hours,
+        money=None if price is None else gpu_hours * price,
+        samples_per_second=step.seconds.per(global_batch_size),
     )

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 
 from bigdit.spec import Strict
-from bigdit.speed.interval import Interval
+from bigdit.speed.seconds import Interval
 
 
 class Calibration(Strict):

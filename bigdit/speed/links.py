@@ -6,10 +6,9 @@ import math
 
 from bigdit.catalog import Gpu
 from bigdit.spec import Strategy
-from bigdit.speed.amounts import Amount
 from bigdit.speed.cluster import Cluster
-from bigdit.speed.interval import Interval
-from bigdit.speed.work import Exchange, Load
+from bigdit.speed.seconds import Interval
+from bigdit.speed.work import Amount, Exchange, Load
 
 NVLINK = Interval(low=0.65, high=0.82)
 """Share of NVLink's peak, one way, that a ring's bus bandwidth reaches.

@@ -16,9 +16,8 @@ import numpy.typing as npt
 
 from bigdit.catalog import Gpu
 from bigdit.spec import Precision
-from bigdit.speed.amounts import Keys, Rows
-from bigdit.speed.interval import Interval
-from bigdit.speed.work import Load, Operation, rows_at
+from bigdit.speed.seconds import Interval
+from bigdit.speed.work import Keys, Load, Operation, Rows, rows_at
 
 Numbers = npt.NDArray[np.float64]
 

@@ -6,11 +6,9 @@ from bigdit.catalog import Gpu
 from bigdit.spec import Strategy
 from bigdit.speed.calibration import Calibration
 from bigdit.speed.cluster import Cluster
-from bigdit.speed.interval import Interval
-from bigdit.speed.launches import LAUNCHED_SECONDS, Handed, Launches, bound
 from bigdit.speed.links import copy_seconds, exchange_seconds, host_seconds
 from bigdit.speed.roofline import LAUNCH_SECONDS, kernel_seconds, operators
-from bigdit.speed.seconds import NO_TIME, PARTS, StepTime
+from bigdit.speed.seconds import LAUNCHED_SECONDS, NO_TIME, PARTS, Handed, Interval, Launches, StepTime, bound
 from bigdit.speed.work import Load, Work
 
 

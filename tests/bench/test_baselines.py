@@ -18,7 +18,7 @@ from bigdit.config import load_run
 from bigdit.dist import World
 from bigdit.errors import UserError
 from bigdit.objective_spec import FlowMatchingSpec
-from bigdit.profile.data import batch
+from bigdit.profile.steps import batch
 from bigdit.spec import BatchShape, EmaSpec, OptimizerSpec
 from bigdit.store import FeatureStore
 from bigdit.store.text import TEXT

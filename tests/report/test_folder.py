@@ -21,11 +21,11 @@ from bigdit.recipes.recipe import names, recipe
 from bigdit.report.commands import commands
 from bigdit.report.folder import OURS, write_plan
 from bigdit.report.skeleton import skeleton
-from bigdit.search import kept
+from bigdit.search import answer as kept
 from bigdit.search.plan import Plan
-from bigdit.search.telling.record import record
+from bigdit.search.record import record
 from bigdit.spec import LoraSpec
-from bigdit.speed.interval import Interval
+from bigdit.speed.seconds import Interval
 from bigdit.train.prepare import prepare
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("plan")]  # but for the recorded run, none takes long

@@ -5,19 +5,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bigdit import catalog
-from bigdit.profile.launched import launched
-from bigdit.search.needs.schedule import run
+from bigdit.profile.attempt import launched
+from bigdit.search.making import run
 from bigdit.spec import Strategy
-from bigdit.speed.amounts import Amount
 from bigdit.speed.calibration import Calibration
 from bigdit.speed.cluster import Cluster
-from bigdit.speed.interval import Interval
-from bigdit.speed.launches import LAUNCHED_SECONDS, Launches, launches_of
 from bigdit.speed.links import HOST_LINK, HOST_MEMORY, LATENCY, NVLINK
 from bigdit.speed.roofline import BANDWIDTH, KERNEL_SECONDS, LAUNCH_SECONDS, PRODUCTS
-from bigdit.speed.seconds import PARTS, StepTime
+from bigdit.speed.seconds import LAUNCHED_SECONDS, PARTS, Interval, Launches, StepTime, launches_of
 from bigdit.speed.step import step_time
-from bigdit.speed.work import NOTHING, Exchange, Load, Operation, Work
+from bigdit.speed.work import NOTHING, Amount, Exchange, Load, Operation, Work
 
 A100 = catalog.gpu("a100-80g-sxm")
 RTX_4090 = catalog.gpu("rtx-4090")

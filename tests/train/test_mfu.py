@@ -12,8 +12,7 @@ from bigdit import models
 from bigdit.catalog.gpus import gpu
 from bigdit.dist import World
 from bigdit.objective_spec import FlowMatchingSpec
-from bigdit.profile.data import batch
-from bigdit.profile.steps import Witness, prepare, training
+from bigdit.profile.steps import Witness, batch, prepare, training
 from bigdit.record.costs import Counting
 from bigdit.spec import ModelSpec, Strategy
 from bigdit.train.seen.mfu import Mfu, mfu_of, peak_flops

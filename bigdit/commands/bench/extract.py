@@ -40,7 +40,7 @@ def run(
         raise UserError(f"--workers is {processes}, and at most {MOST_PROCESSES} processes are started")
     from bigdit.bench.extract import bench_extract
     from bigdit.report.comparison import show
-    from bigdit.search.needs.encode_batch import with_batch_size
+    from bigdit.search.encoding import with_batch_size
 
     run_config = with_batch_size(run_config, processes)
     with log.err.status("opening the sources") as status:

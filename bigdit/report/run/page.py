@@ -20,7 +20,7 @@ from bigdit.report.run.pictures import shown
 from bigdit.report.run.settings import settings
 from bigdit.report.svg import DARK, variable
 from bigdit.report.timeline import COLOURS
-from bigdit.speed.interval import Interval
+from bigdit.speed.seconds import Interval
 from bigdit.train.beside_plan import off
 from bigdit.units import gib, how_many, unit_of
 
