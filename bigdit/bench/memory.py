@@ -15,8 +15,7 @@ from bigdit.memory import Category
 from bigdit.memory.process import ByteRange, beside_training
 from bigdit.profile.attempt import Attempt
 from bigdit.profile.cards import Cards
-from bigdit.profile.measured.on_gpu import run_on_card
-from bigdit.profile.measured.run import CardRun, RanOut
+from bigdit.profile.measured.run import CardRun, RanOut, run_on_card
 from bigdit.profile.request import StepRequest, request_for
 from bigdit.spec import BatchShape, Strategy, Strict
 
@@ -127,13 +126,10 @@ class MemoryBenchmark:
         steps: int = 5,
         said: Callable[[str], None] = lambda line: None,
     ) -> None:
-        self._model = model
+        self._model, self._resolution, self._frames = model, resolution, frames
         self._gpu = gpu if limit_bytes is None else gpu.model_copy(update={"usable_mib": limit_bytes >> 20})
-        self._own = own
-        self._real = own and not on_emulated_card()
-        self._resolution, self._frames = resolution, frames
-        self._limited = limit_bytes is not None
-        self._expandable_segments = expandable_segments
+        self._own, self._real = own, own and not on_emulated_card()
+        self._limited, self._expandable_segments = limit_bytes is not None, expandable_segments
         self._steps = steps if self._real else 0
         self._said = said
 
@@ -189,9 +185,9 @@ class MemoryBenchmark:
         for request in requests:
             self._said(f"{name}: micro-batch {request.strategy.micro_batch_size}")
             points.append(self._point(cards, request))
-            if points[-1].peaks.fits:
-                largest = request
-            if points[-1].peaks.ran_out is not None:
+            peaks = points[-1].peaks
+            largest = request if peaks.fits else largest
+            if peaks.ran_out is not None:
                 break
         return Curve(
             asked=name,
@@ -211,16 +207,19 @@ class MemoryBenchmark:
             except RanOut as error:
                 ran = Peaks(ran_out=str(error))
         if self._real and run is not None and run.beside_bytes is not None:
-            non_torch = ByteRange(low_bytes=run.beside_bytes, high_bytes=run.beside_bytes)
+            non_torch = _exactly(run.beside_bytes)
         peaks = ran or emulated
-        reserved = ByteRange(low_bytes=peaks.reserved_bytes, high_bytes=peaks.reserved_bytes)
         return Point(
             micro_batch_size=request.strategy.micro_batch_size,
             emulated=emulated,
             ran=ran,
-            process=None if peaks.ran_out is not None else reserved + non_torch,
+            process=None if peaks.ran_out is not None else _exactly(peaks.reserved_bytes) + non_torch,
             seconds_per_step=None if run is None or run.timing is None else run.timing.seconds_per_step,
         )
+
+
+def _exactly(nbytes: int) -> ByteRange:
+    return ByteRange(low_bytes=nbytes, high_bytes=nbytes)
 
 
 def _emulated(attempt: Attempt) -> Peaks:
@@ -231,8 +230,6 @@ def _emulated(attempt: Attempt) -> Peaks:
 
 
 def _measured(run: CardRun) -> Peaks:
-    phases: dict[str, int] = {}
-    for each in run.phases:
-        phases[each.phase] = max(phases.get(each.phase, 0), each.peak_allocated_bytes)
+    phases = {each.phase: each.peak_allocated_bytes for each in run.phases}
     reserved = max(each.peak_reserved_bytes for each in run.phases)
     return Peaks(phases=phases, reserved_bytes=reserved, retries=run.alloc_retries)

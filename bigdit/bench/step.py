@@ -7,7 +7,6 @@ import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,14 +26,10 @@ from bigdit.profile.steps import batch, feed
 from bigdit.receipt import Receipt
 from bigdit.shortage import room
 from bigdit.spec import BatchShape, ModelSpec, Strategy
-from bigdit.store import FeatureStore
-from bigdit.train import store
 from bigdit.train.measure import STEPS, MemoryMeter
 from bigdit.train.processes.process import process_group
 from bigdit.train.step import train_step
 from bigdit.units import gib
-
-PLAIN, OWN = "plain PyTorch", "bigdit"
 
 
 @dataclass(frozen=True)
@@ -77,12 +72,8 @@ class _Asked:
 def bench_step(
     spec: ModelSpec, shape: BatchShape, strategy: Strategy, objective: ObjectiveSpec, *, steps: int, seed: int
 ) -> StepBench:
-    """Peak bytes of two steps, and the seconds of those after them, up to `steps`.
-
-    These are interleaved with a plain loop's where there is room for a second model.
-
-    On a GPU the peaks are the caching allocator's, with those of an emulated GPU as the prediction. On a CPU there is
-    none.
+    """Peak bytes of two steps, and the seconds of those after them, up to `steps`, which are interleaved with a plain
+    loop's where there is room for a second model. On a GPU the peaks have those of an emulated one as the prediction.
     """
     load = Load.now()
     with process_group(World(), needed=False) as device:
@@ -93,12 +84,8 @@ def bench_step(
         own = _own_steps(asked, model, meter)
         seconds = [next(own).seconds for _ in range(STEPS)]
         alone = _obstacle(meter, device, params)
-        if alone is None:
-            compared = _compared(asked, own, steps - STEPS, load)
-            seconds += compared.contenders[1].rounds
-        else:
-            compared = None
-            seconds += [next(own).seconds for _ in range(steps - STEPS)]
+        compared = None if alone else _compared(asked, own, steps - STEPS, load)
+        seconds += compared.contenders[1].rounds if compared else [next(own).seconds for _ in range(steps - STEPS)]
     return StepBench(_receipt(asked, meter, seconds), compared, alone)
 
 
@@ -159,16 +146,15 @@ def _compared(asked: _Asked, own: Iterator[Step], rounds: int, load: Load) -> Co
         losses[name] = step.loss
         return step.seconds
 
-    turns = {PLAIN: functools.partial(turn, PLAIN, plain), OWN: functools.partial(turn, OWN, own)}
+    turns = {name: functools.partial(turn, name, steps) for name, steps in (("plain PyTorch", plain), ("bigdit", own))}
     strategy = asked.strategy
     accumulated = f" × {strategy.grad_accum_steps}" if strategy.grad_accum_steps > 1 else ""
     return Comparison(
         what=f"a step of {asked.spec.name}, {strategy.precision}, {strategy.optimizer.name}, micro-batch "
         f"{strategy.micro_batch_size}{accumulated}: the run's, and that of a plain loop",
-        unit="step",
         load=load,
         contenders=tuple(take_turns(turns, rounds)),
-        notes=(f"losses after {rounds + STEPS} steps: {losses[PLAIN]:.6g} and {losses[OWN]:.6g}",),
+        notes=(f"losses after {rounds + STEPS} steps: {' and '.join(f'{losses[name]:.6g}' for name in turns)}",),
     )
 
 
@@ -201,8 +187,3 @@ def _receipt(asked: _Asked, meter: MemoryMeter, seconds: list[float]) -> Receipt
         measured_with=meter.method,
         error_percent=off,
     )
-
-
-def largest_batch_shape(features: Path) -> BatchShape:
-    """Shapes of the largest bucket in a feature store, with text of its max_tokens."""
-    return store.largest_batch_shape(FeatureStore.open(features))

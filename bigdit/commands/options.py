@@ -24,8 +24,6 @@ Stage = Annotated[
     int | None, typer.Option("--stage", min=0, metavar="N", help="Of a run with stages this one, from 0 on.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the report as JSON.")]
-Out = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the report to this JSON file too.")]
-Rounds = Annotated[int, typer.Option(min=1, metavar="N", help="Turns of each, after a first that is not counted.")]
 
 _MODEL = typer.Option(
     metavar="NAME",
