@@ -30,11 +30,6 @@ def _question(line: str) -> Question:
 
 def _answer(line: str) -> tuple[str, bool]:
     question = _question(line)
-    if question.what == "model":
-        from bigdit import models
-
-        models.outline(question.request.model)
-        return "", True
     from bigdit.profile.run_attempt import attempt, emptied, leave_values
 
     if not question.values:

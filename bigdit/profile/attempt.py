@@ -18,7 +18,7 @@ UNLIMITED = 1 << 50
 
 
 class Question(Strict):
-    """`what`: an attempt, a recorded run, or whether the model can be made at all.
+    """`what`: an attempt, or a recorded run.
 
     Torch may reserve `capacity_bytes`. Without `to_end` the GPU gives nothing more once the allocator is short of room:
     the steps do not fit then. Without `values` no small tensor is computed, and the host reads zeros. `counted`: one
@@ -26,7 +26,7 @@ class Question(Strict):
     recorded run.
     """
 
-    what: Literal["attempt", "recorded", "model"] = "attempt"
+    what: Literal["attempt", "recorded"] = "attempt"
     request: StepRequest
     capacity_bytes: PositiveInt = UNLIMITED
     to_end: bool = True

@@ -131,10 +131,6 @@ class Cards:
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._lanes.end()
 
-    def check_model(self, request: StepRequest) -> None:
-        """Raise UserError where the class of the request's model refuses its arguments."""
-        self._ask(Question(what="model", request=request), lane=0)
-
     def profile(self, request: StepRequest, snapshot: Path | None = None) -> Profile:
         """Two recorded steps, or what is cached of them. They run where torch's memory snapshot goes to a file.
 

@@ -21,6 +21,7 @@ from bigdit.errors import UserError
 from bigdit.machine import memory_bytes
 from bigdit.profile.request import model_problems, parse_resolution, precision_problems
 from bigdit.search.question import EngineChoice, Pins, Question, usual_host_bytes
+from bigdit.search.request import Asked, PlanRequest, Size
 from bigdit.spec import BatchShape, EmaSpec, LoraBase, LoraSpec, OptimizerSpec, Precision, Strategy, Strict
 from bigdit.speed.cluster import Cluster
 from bigdit.units import A_SIZE, gib, parse_bytes, parse_memory
@@ -42,91 +43,62 @@ WORDS = (None, "none", "aspect")
 Found = TypeVar("Found")
 
 
-def question_for(
-    model: str | None = None,
-    gpu: str | None = None,
-    *,
-    gpu_memory: str | None = None,
-    reserve: int | str | None = None,
-    gpus: int | None = None,
-    gpus_per_node: int | None = None,
-    network: float | None = None,
-    host_memory: str | None = None,
-    resolution: Asked | Sequence[Asked] | None = None,
-    buckets: Asked | Sequence[Asked] | Literal["none", "aspect"] | None = None,
-    frames: int | None = None,
-    global_batch: int | None = None,
-    images: int | str | None = None,
-    epochs: float | None = None,
-    price: float | None = None,
-    receipts: Path | str | None = None,
-    engine: str | None = None,
-    optimizer: str | None = None,
-    precision: str | None = None,
-    checkpointed_blocks: int | str | None = None,
-    micro_batch: int | None = None,
-    ema: str | None = None,
-    ema_widths: str | Sequence[float] | None = None,
-    lora: int | None = None,
-    features: str | None = None,
-    full: bool | None = None,
-    from_scratch: bool | None = None,
-    explain: bool = False,
-) -> Question:
-    """The question that these options of `bigdit plan` ask; what is None is as in Question, Cluster and Pins.
+def question_for(model: str | None = None, gpu: str | None = None, **options: Any) -> Question:
+    """The question that these fields of PlanRequest ask.
 
-    `resolution`: 1024, "480x832" (height x width), (480, 832), or several of them in a list or with commas: the first
-    is planned for, the others are buckets, to which `buckets` adds: sizes, "aspect", the usual aspect ratios (of
-    pictures, if left out), or "none". `images` may be "30M". Raises UserError with every problem that is known.
+    Raises UserError with every problem that is known, and TypeError for what is no field.
     """
+    asked = PlanRequest.of(model=model, gpu=gpu, **options)
     problems: list[str] = []
     found_model = _attempt(problems, "--model", lambda: _model(model))
     card = _attempt(
-        problems, "--gpu", lambda: resolve_gpu(_text("--gpu", gpu), _text("--gpu-memory", gpu_memory, A_SIZE))
+        problems, "--gpu", lambda: resolve_gpu(_text("--gpu", gpu), _text("--gpu-memory", asked.gpu_memory, A_SIZE))
     )
-    reserved = _attempt(problems, "--reserve", lambda: _reserved(reserve))
+    reserved = _attempt(problems, "--reserve", lambda: _reserved(asked.reserve))
     if card is not None and (reserved or 0) >= card.told_bytes:
-        problems.append(f"--reserve {reserve} leaves nothing of the {card.name}, which has {gib(card.told_bytes)}")
-    sizes = _attempt(problems, "--resolution", lambda: _sizes("--resolution", resolution)) or ()
-    more = _attempt(problems, "--buckets", lambda: () if buckets in WORDS else _sizes("--buckets", buckets)) or ()
-    count = _attempt(problems, "--images", lambda: _count("--images", images))
-    host = _attempt(problems, "--host-memory", lambda: _host_memory(host_memory))
-    folder = _attempt(problems, "--receipts", lambda: _folder("--receipts", receipts))
+        has = gib(card.told_bytes)
+        problems.append(f"--reserve {asked.reserve} leaves nothing of the {card.name}, which has {has}")
+    sizes = _attempt(problems, "--resolution", lambda: _sizes("--resolution", asked.resolution)) or ()
+    sized = None if asked.buckets in WORDS else asked.buckets
+    more = _attempt(problems, "--buckets", lambda: _sizes("--buckets", sized)) or ()
+    count = _attempt(problems, "--images", lambda: _count("--images", asked.images))
+    host = _attempt(problems, "--host-memory", lambda: _host_memory(asked.host_memory))
+    folder = _attempt(problems, "--receipts", lambda: _folder("--receipts", asked.receipts))
 
-    cards = {"gpus": gpus, "gpus_per_node": gpus_per_node, "network_gbs": network}
+    cards = {"gpus": asked.gpus, "gpus_per_node": asked.gpus_per_node, "network_gbs": asked.network}
     pinned = {
-        "engine": engine,
-        "optimizer": optimizer,
-        "precision": precision,
-        "checkpointed_blocks": _whole(checkpointed_blocks),
-        "micro_batch_size": micro_batch,
-        "ema": "auto" if ema is None and ema_widths is not None else ema,
-        "ema_widths": _attempt(problems, "--ema-widths", lambda: _widths(ema_widths)),
-        "lora_rank": lora,
-        "features": features,
-        "full": full,
+        "engine": asked.engine,
+        "optimizer": asked.optimizer,
+        "precision": asked.precision,
+        "checkpointed_blocks": _whole(asked.checkpointed_blocks),
+        "micro_batch_size": asked.micro_batch,
+        "ema": "auto" if asked.ema is None and asked.ema_widths is not None else asked.ema,
+        "ema_widths": _attempt(problems, "--ema-widths", lambda: _widths(asked.ema_widths)),
+        "lora_rank": asked.lora,
+        "features": asked.features,
+        "full": asked.full,
     }
-    wanted = {"frames": frames, "global_batch_size": global_batch, "images": count, "epochs": epochs, "price": price}
-    wanted |= {"explain": explain, "host_memory_bytes": host, "from_scratch": from_scratch}
+    wanted = {"global_batch_size": asked.global_batch, "images": count, "host_memory_bytes": host}
+    wanted |= {name: getattr(asked, name) for name in ("frames", "epochs", "price", "explain", "from_scratch")}
     cluster, pins = Cluster(**_sound(Cluster, cards, problems)), Pins(**_sound(Pins, pinned, problems))
     amounts = _sound(Question, wanted, problems)
 
     problems += cluster_problems(cluster, pins, amounts.get("global_batch_size"), card)
     problems += pin_problems(cluster, pins, card)
-    if from_scratch and lora is not None:
+    if asked.from_scratch and asked.lora is not None:
         problems.append(
             "--from-scratch and --lora were given, and adapters need weights that they adapt; leave one out"
         )
     shape = None
     if found_model is not None:
-        asked = {**dict.fromkeys(more, "--buckets"), **dict.fromkeys(sizes, "--resolution")}
-        shape, misfits = fitting_shape(found_model, next(iter(sizes), None), amounts.get("frames"), asked)
+        named = {**dict.fromkeys(more, "--buckets"), **dict.fromkeys(sizes, "--resolution")}
+        shape, misfits = fitting_shape(found_model, next(iter(sizes), None), amounts.get("frames"), named)
         problems += [*misfits, *model_fits(found_model, pins, shape)]
     if problems or found_model is None or card is None or shape is None:
         raise UserError(*problems)
 
     height, width = (side * found_model.vae.downsample for side in shape.latents[-2:])
-    if buckets == "aspect" or (buckets is None and not found_model.video):
+    if asked.buckets == "aspect" or (asked.buckets is None and not found_model.video):
         more = aspect_sizes(found_model, (height, width))
     further = dict.fromkeys(size for size in (*sizes, *more) if size != (height, width))
     return Question(
@@ -243,11 +215,6 @@ def _sound(kind: type[Strict], given: Mapping[str, Any], problems: list[str]) ->
             problems.append(f"{option} {expected(of_elements or details)}")  # one of a list, before its length
     return sound
 
-
-Size = tuple[int, int]
-"""Height and width."""
-Asked = int | str | Size
-"""1024 is a square, "480x832" and (480, 832) are height and width; "1024,480x832" names several sizes."""
 
 ASPECTS: tuple[Size, ...] = ((1, 1), (4, 3), (3, 4), (16, 9), (9, 16))
 """Width to height of the usual formats of pictures, for `aspect`."""

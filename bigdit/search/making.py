@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import math
-import re
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from bigdit.catalog import CatalogModel, batch_shape
 from bigdit.catalog.revision import revision
-from bigdit.errors import UserError
 from bigdit.profile.attempt import UNLIMITED, Attempt
 from bigdit.profile.cards import Cards
-from bigdit.profile.lanes import WorkerError, WorkerKilled
-from bigdit.profile.request import request_for
 from bigdit.receipt import Receipt
 from bigdit.search.calibration import weighed
 from bigdit.search.candidates import Candidate, Planner
@@ -48,12 +43,9 @@ def made(question: Question, own: Sequence[Receipt], cards: Cards, say: Progress
         stages.count(how_many(attempts, "attempt"))
 
     cards.done = tried
-    with nullcontext() if question.model.params else _of_own(question.model.name):
-        if question.model.params is None:
-            _check_own(cards, question)
-        stages.begin("which engines and settings fit")
-        evidence, more = weighed(cards, question, own)
-        plan = _plan(Planner(question, cards, evidence), stages)
+    stages.begin("which engines and settings fit")
+    evidence, more = weighed(cards, question, own)
+    plan = _plan(Planner(question, cards, evidence), stages)
     unanswered = [f"not run on an emulated GPU: {why}" for why in cards.unanswered]
     seconds = round(time.perf_counter() - began, 3)
     return plan.model_copy(update={"seconds": seconds}).noted([*more, *unanswered]), not unanswered
@@ -74,35 +66,6 @@ class _Stages:
 
     def fits(self, best: Candidate) -> None:
         self._found = f"; fits: {title(best)}"
-
-
-@contextmanager
-def _of_own(name: str) -> Iterator[None]:
-    """Tell what is wrong with a user's own model by its name: an argument, or that what they make fails in a step."""
-    try:
-        yield
-    except UserError as error:
-        raise UserError(*(problem.replace("model.kwargs.", f"{name}: ", 1) for problem in error.problems)) from None
-    except WorkerKilled:
-        raise
-    except WorkerError as error:
-        said = [line for line in str(error).splitlines() if re.match(r"\w+Error: ", line)]
-        if not said:
-            raise
-        reason = said[-1][:300].rstrip(".")
-        raise UserError(
-            f"{name}: a step of it ends with {reason}; its arguments, such as widths, may not go together; where they "
-            "do, this is a bug in bigdit"
-        ) from error
-
-
-def _check_own(cards: Cards, question: Question) -> None:
-    """Raise UserError or WorkerError where a user's own model cannot be made of its arguments, or takes no step."""
-    strategy = Strategy(precision="fp32")  # which every GPU has
-    model, size = question.model, question.resolution
-    request = request_for(model, question.gpu, strategy, resolution=size, frames=question.frames)
-    cards.check_model(request)
-    cards.attempt(request)
 
 
 def _plan(planner: Planner, stages: _Stages) -> Plan:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,24 +23,9 @@ from bigdit.encoders.host_bytes import host_weights
 from bigdit.errors import UserError
 from bigdit.search.ask import question_for
 from bigdit.search.question import Question
+from bigdit.search.request import OPTIONS, option
 from bigdit.spec import LoraSpec, Strict
 
-_KEYS = {
-    "--resolution": "data.buckets",
-    "--frames": "data.buckets",
-    "--global-batch": "train.global_batch_size",
-    "--micro-batch": "train.micro_batch_size",
-    "--checkpointed-blocks": "train.checkpointed_blocks",
-    "--precision": "train.precision",
-    "--ema-widths": "train.ema.widths",
-    "--ema": "train.ema",
-    "--lora": "train.lora.rank",
-    "--optimizer": "optimizer.name",
-    "--engine": "engine.name",
-    "--gpus is": "engine.processes is",
-    "--model": "model",
-}
-"""Options of `bigdit plan` by the keys that say the same."""
 _UNPINNED: dict[str, type[Strict]] = {
     "train.lora.base": LoraSpec,
     "train.lora.dora": LoraSpec,
@@ -173,51 +159,28 @@ def _engine(run: RunConfig) -> str:
 
 
 def _by_key(problem: str) -> str:
-    problem = problem.removeprefix("run: ")
-    for option, key in _KEYS.items():
-        problem = problem.replace(option, key)
-    return problem
+    """The problem by the keys of the run, in the place of options."""
+    problem = problem.removeprefix("run: ").replace("--gpus is", "engine.processes is")
+    keys = {option(name): known["key"] for name, known in OPTIONS.items() if known["key"]}
+    return re.sub("|".join(rf"{name}(?![\w-])" for name in keys), lambda found: keys[found[0]], problem)
 
 
-_SAME_KEY = {
-    "global_batch": "train.global_batch_size",
-    "micro_batch": "train.micro_batch_size",
-    "checkpointed_blocks": "train.checkpointed_blocks",
-    "epochs": "train.epochs",
-    "precision": "train.precision",
-    "lora": "train.lora.rank",
-    "optimizer": "optimizer.name",
-}
-"""Options whose values are those of a key."""
-
-_OTHERS = {
-    "resolution": "data.buckets=[[HEIGHT,WIDTH]]",
-    "buckets": "data.buckets=[[HEIGHT,WIDTH],…]",
-    "frames": "data.buckets=[[FRAMES,HEIGHT,WIDTH]]",
-    "full": "train.lora=null",
-    "from_scratch": "model.init_from=null",
-}
-"""Options by what says the same."""
-
-
-def instead(option: str, value: Any) -> str:
+def instead(field: str, value: Any) -> str:
     """What is said of an option that was given beside `--config`, with the way there is."""
-    called = f"--{option.replace('_', '-')}"
-    if option == "model":
+    if field == "model":
         return f"--model {value} and --config each say what is planned; leave one of them out"
-    return f"{called} goes with --model; with --config it is --set {_said(option, value)}"
+    return f"{option(field)} goes with --model; with --config it is --set {_said(field, value)}"
 
 
-def _said(option: str, value: Any) -> str:
-    if option == "engine":
+def _said(field: str, value: Any) -> str:
+    if field == "engine":
         return _of_preset(value)
-    if option == "features":
+    if field == "features":
         return f"data.features={'online' if value == 'online' else 'FOLDER'}"
-    if option == "ema":
+    if field == "ema":
         return {"none": "train.ema=null", "auto": "train.ema={}"}.get(value, f"train.ema.device={value}")
-    if option == "ema_widths":
-        return f"train.ema.widths=[{value}]"
-    return _OTHERS.get(option) or f"{_SAME_KEY[option]}={value}"
+    known = OPTIONS[field]
+    return known["instead"] or f"{known['key']}={f'[{value}]' if field == 'ema_widths' else value}"
 
 
 def _of_preset(preset: str) -> str:

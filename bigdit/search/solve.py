@@ -57,7 +57,11 @@ def search(planner: Planner, ahead: Callable[[Candidate], object]) -> Found:
         group = [each for each in proposed if each.last_resort == resort]
         hopes = hopeful(planner, group)
         short_of_host += hopes.short_of_host
-        rejected += [*hopes.rejected, *explored(planner, group, hopes.engines, options)]
+        failed = explored(planner, group, hopes.engines, options)
+        if planner.question.model.params is None and failed and not options:  # a user's own model takes no step at all
+            name = planner.question.model.name
+            raise UserError(*dict.fromkeys(f"{name}: {each.reason.removeprefix('model.kwargs.')}" for each in failed))
+        rejected += [*hopes.rejected, *failed]
         lossless_later = any(each.lossless for each in proposed if each.last_resort > resort)
         wanted = [each for each in _ranked(planner, options) if each.lossless or not lossless_later]
         options += _selective(planner, wanted[:1], options)

@@ -12,8 +12,7 @@ from bigdit import catalog
 from bigdit.memory import Block, Span, Timeline
 from bigdit.profile.cards import Cards
 from bigdit.search.ask import question_for
-from bigdit.search.dataset import _room_notes, dataset_need, encoding_requests, written
-from bigdit.search.encoding import EncodersNeed, Side
+from bigdit.search.dataset import EncodersNeed, Side, _room_notes, dataset_need, encoding_requests, written
 from bigdit.search.host import LIBRARIES_BYTES, host_need
 from bigdit.sources.protocol import Caption
 from bigdit.speed.cluster import Cluster

@@ -457,5 +457,3 @@ def test_wrong_arguments_of_python_speak_of_arguments(arguments, named, lines):
 def test_an_argument_that_there_is_not_names_the_nearest():
     with pytest.raises(TypeError, match=r"^bigdit\.plan has no argument 'micro_bach'; did you mean micro_batch"):
         bigdit.plan("sana-1600m", "a40", micro_bach=5)
-    with pytest.raises(TypeError, match=r"^bigdit\.plan has the argument 'gpu' twice: by its place and by its name"):
-        bigdit.plan("sana-1600m", "a40", gpu="a40")
