@@ -15,7 +15,7 @@ from bigdit.search.receipts import own_receipts
 Progress = Callable[[str], None]
 
 
-_PLANS = Kept("plans", Plan, "the plan", "the plan is made")
+PLANS = Kept("plans", Plan, "the plan", "the plan is made")
 
 _SOURCES = ("search", "speed", "catalog", "config", *SOURCES)
 """Whose sources decide a plan."""
@@ -29,12 +29,12 @@ def make_plan(question: Question, *, progress: Progress | None = None) -> Plan:
     own, notices = own_receipts(question)
     known = question.model_dump_json(), installed(), revision(), digest_of(*_SOURCES), cuda_build(cuda_python())
     decides = (*known, *(receipt.digest() for receipt in own))
-    plan = _PLANS.find(decides)
+    plan = PLANS.find(decides)
     if plan is None:
         with Cards(question.gpu) as cards:  # its libraries are imported while the search is
             from bigdit.search.making import made
 
             plan, lasts = made(question, own, cards, progress or (lambda line: None))
         if lasts:
-            _PLANS.keep(decides, plan)
+            PLANS.keep(decides, plan)
     return plan.noted(notices)  # of files that decide nothing: they may be others the next time
