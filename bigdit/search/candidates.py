@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -15,7 +16,7 @@ from bigdit.profile.request import StepRequest, request_for
 from bigdit.search.calibration import UNPROVED, Evidence
 from bigdit.search.host import node_bytes
 from bigdit.search.plan import Band, Verdict
-from bigdit.search.predict import OF_ACTIVATIONS, Arrangement
+from bigdit.search.predict import Arrangement
 from bigdit.search.question import Question
 from bigdit.search.space import Proposal
 from bigdit.spec import Strategy
@@ -71,6 +72,10 @@ class Planner:
         return safe_bytes(self.question.gpu, self.non_torch(strategy), self.band)
 
 
+Place = tuple[str, int, int]
+"""A proposal's title, the micro-batch size, and the number of recomputed blocks."""
+
+
 @dataclass
 class Option:
     """A proposal with its arrangement, of one question.
@@ -83,10 +88,10 @@ class Option:
 
     proposal: Proposal
     arrangement: Arrangement
-    corrections: dict[tuple[str, int, int], float] = field(default_factory=dict)
+    corrections: dict[Place, float] = field(default_factory=dict)
     anchor: Attempt = field(kw_only=True, repr=False)
     steps: dict[tuple[int, int, int], StepTime] = field(default_factory=dict, repr=False)
-    wanted: dict[tuple[str, int, int], int] = field(default_factory=dict, repr=False)
+    wanted: dict[Place, int] = field(default_factory=dict, repr=False)
 
     @property
     def least_blocks(self) -> int:
@@ -178,6 +183,10 @@ class Candidate:
         return host_bytes(question, self.option, self.micro_batch_size, self.blocks)
 
     @property
+    def place(self) -> Place:
+        return self.option.proposal.title, self.micro_batch_size, self.blocks
+
+    @property
     def lossless(self) -> bool:
         return self.option.proposal.lossless
 
@@ -248,10 +257,10 @@ def accumulation(question: Question, micro_batch_size: int, world_size: int) -> 
     return question.global_batch_size // (micro_batch_size * world_size)
 
 
-def fitting(planner: Planner, option: Option, more_bytes: float = 0.0) -> Iterator[Candidate]:
+def fitting(planner: Planner, option: Option) -> Iterator[Candidate]:
     """At each micro-batch size that fits the GPU and the host, the fewest recomputed blocks with which it does, and the
-    quarters beyond, up to all: what leaves more room may be as fast. `more_bytes`: beyond the GPU's own."""
-    question, capacity_bytes = planner.question, planner.capacity(option.proposal.strategy) + more_bytes
+    quarters beyond, up to all: what leaves more room may be as fast."""
+    question, capacity_bytes = planner.question, planner.capacity(option.proposal.strategy)
     pinned = question.pins.checkpointed_blocks
     count = option.arrangement.count
     for size in micro_batch_sizes(question, option.proposal.strategy):
@@ -277,15 +286,6 @@ def host_bytes(question: Question, option: Option, micro_batch_size: int, blocks
     return node_bytes(round(option.arrangement.host(micro_batch_size, blocks)), question.cluster, question.samples)
 
 
-def fastest_without_state(planner: Planner, option: Option) -> float:
-    """The images a second of one GPU that any optimizer or masters can come to in place of the option's, at most: where
-    all that is there without activations takes nothing. Recomputing blocks in part serves both alike."""
-    size = planner.question.pins.micro_batch_size or 1
-    peaks = option.arrangement.peaks(size, option.arrangement.count)
-    state = max(peak for phase, peak in peaks.items() if phase not in OF_ACTIVATIONS)
-    return max((each.rate.middle for each in fitting(planner, option, state)), default=0.0)
-
-
 def micro_batch_sizes(question: Question, strategy: Strategy) -> Iterator[int]:
     """Sizes in order: the pinned one, the divisors of a card's share of the global batch, or all to 32 and then
     ever larger steps. What steps in the backward pass accumulates nothing, and takes its share at once."""
@@ -302,16 +302,8 @@ def micro_batch_sizes(question: Question, strategy: Strategy) -> Iterator[int]:
 
 def largest_micro_batch(option: Option, blocks: int, capacity_bytes: float) -> int:
     """The largest micro-batch that fits with so many recomputed blocks, to LARGEST_MICRO_BATCH; 0 for none."""
-    return most(lambda size: option.reserved(size, blocks) <= capacity_bytes)
-
-
-def most(fits: Callable[[int], bool]) -> int:
-    """The largest micro-batch size that `fits`, as all smaller ones do, to LARGEST_MICRO_BATCH; 0 for none."""
-    low, high = 0, LARGEST_MICRO_BATCH
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low
+    sizes = range(1, LARGEST_MICRO_BATCH + 1)
+    return bisect_left(sizes, True, key=lambda size: option.reserved(size, blocks) > capacity_bytes)
 
 
 def process(reserved_bytes: int, non_torch: ByteRange, band: Band) -> ByteRange:

@@ -15,9 +15,9 @@ from bigdit.search.candidates import (
     SAME_SPEED,
     Candidate,
     Option,
+    Place,
     Planner,
     candidate,
-    fastest_without_state,
     fitting,
     largest_micro_batch,
     micro_batch_sizes,
@@ -30,9 +30,6 @@ from bigdit.search.plan import Rejected, Verdict
 from bigdit.search.space import Proposal, proposals
 from bigdit.speed.seconds import Launches, launches_of
 from bigdit.units import GIB, LARGEST
-
-WORTH_LOSING = 0.10
-"""A lossy optimizer over several GPUs is looked at where it could be faster than the best lossless one by more."""
 
 
 @dataclass
@@ -66,9 +63,10 @@ def search(planner: Planner, ahead: Callable[[Candidate], object]) -> Found:
         wanted = [each for each in _ranked(planner, options) if each.lossless or not lossless_later]
         options += _selective(planner, wanted[:1], options)
         best = best_that_runs(planner, partial(_ranked, planner, options), ahead, lossless_later=lossless_later)
-        if best and best[0].verdict != "DOES NOT FIT" and (best[0].candidate.lossless or not lossless_later):
-            rejected += [*_later(proposed, resort), *(_adapters(planner) if resort else [])]
-            return Found(planner, options, rejected, best[0])
+        if best is not None and best.verdict != "DOES NOT FIT":
+            rejected += _later(proposed, resort) if best.candidate.lossless else []
+            rejected += _adapters(planner) if resort else []
+            return Found(planner, options, rejected, best)
     nearest, failed = explore(planner, short_of_host)  # a machine with more memory is an answer
     options += nearest
     if not options:  # state alone is too much everywhere: by how much is still an answer
@@ -95,23 +93,19 @@ def _nearest(planner: Planner, least: Candidate) -> Confirmed:
 def explored(
     planner: Planner, group: Sequence[Proposal], engines: Sequence[Proposal], options: list[Option]
 ) -> list[Rejected]:
-    """Add the group's `engines` to `options`; then, of the best engine, other optimizers, masters and EMAs. Of all
-    engines, where nothing fits yet; and blocks that are swapped. Returns what could not be run."""
+    """Add options: the group's `engines`, other optimizers, masters and EMAs of the best of them (of all where nothing
+    fits yet), and swapped blocks. Returns what could not be run."""
     variants = [each for each in group if each.base in engines and not each.strategy.blocks_to_swap]
     if planner.question.cluster.gpus == 1:  # one engine as a rule: all side by side
         engines, variants = [*engines, *variants], []
     found, rejected = explore(planner, engines)
     ranked = _ranked(planner, found)
     bases = {option.proposal.title for option in ([ranked[0].option] if ranked else found)}
-    variants, slower = _worthwhile(
-        planner, ranked[:1], [each for each in variants if each.base and each.base.title in bases]
-    )
-    more, failed_too = explore(planner, variants, found)
-    rejected += [*slower, *failed_too]
+    more, failed = explore(planner, [each for each in variants if each.base and each.base.title in bases], found)
     options += [*found, *more]
     waiting, failed_last = swapped(planner, group, options)
     options += waiting
-    return [*rejected, *failed_last]
+    return [*rejected, *failed, *failed_last]
 
 
 def _selective(planner: Planner, best: Sequence[Candidate], options: Sequence[Option]) -> list[Option]:
@@ -130,25 +124,6 @@ def _selective(planner: Planner, best: Sequence[Candidate], options: Sequence[Op
     base = option.proposal.base or option.proposal
     alike = [each for each in options if (each.proposal.base or each.proposal) is base]
     return selective(planner, [each for each in alike if not each.least_blocks])
-
-
-def _worthwhile(
-    planner: Planner, best: Sequence[Candidate], variants: Sequence[Proposal]
-) -> tuple[list[Proposal], list[Rejected]]:
-    """The variants, but for lossy ones over several GPUs that could not be preferred even if they took nothing: a GPU
-    has its shard of the state alone, so that they save little of it. On one GPU they are worth seeing beside it."""
-    if not best or best[0].strategy.world_size == 1:
-        return list(variants), []
-    option = best[0].option
-    rate = max(each.rate.middle for each in fitting(planner, option))
-    bound = fastest_without_state(planner, option)
-    if bound > rate * (1 + WORTH_LOSING):
-        return list(variants), []
-    kept, lossy = ([each for each in variants if each.lossless == wanted] for wanted in (True, False))
-    more = bound / rate - 1
-    gain = f"{more:.0%} faster at most" if round(more, 2) > 0 else "no faster"
-    reason = f"without any state in the way it would be {gain}; --optimizer asks for it"
-    return kept, [Rejected(choice="; ".join(each.title for each in lossy), reason=reason)] if lossy else []
 
 
 def _ranked(planner: Planner, options: Sequence[Option]) -> list[Candidate]:
@@ -185,14 +160,15 @@ def _smallest(planner: Planner, options: Sequence[Option]) -> Candidate:
 
 
 def _later(proposed: Sequence[Proposal], resort: int) -> list[Rejected]:
-    """The lossless strategies that come after the `resort` in which something fits."""
-    titles = [each.title for each in proposed if each.lossless and each.last_resort > resort]
-    if not titles:
-        return []
-    reason = "every step would wait for copies over PCIe and the host's cores, and something fits without that"
+    """What comes after the `resort` in which something lossless fits."""
+    copies = "every step would wait for copies over PCIe and the host's cores, and something fits without that"
     if resort:
-        reason = "every step would copy all weights over PCIe, and something fits that copies fewer"
-    return [Rejected(choice="; ".join(titles), reason=reason)]
+        copies = "every step would copy all weights over PCIe, and something fits that copies fewer"
+    reasons = {True: copies, False: "it is lossy, and something lossless fits; --optimizer and --lora ask for it"}
+    later = [each for each in proposed if each.last_resort > resort]
+    later = [each for each in later if each.lossless or (each.strategy.world_size > 1 and not each.waits)]
+    titles = {kept: [each.title for each in later if each.lossless == kept] for kept in reasons}
+    return [Rejected(choice="; ".join(titles[kept]), reason=reasons[kept]) for kept in reasons if titles[kept]]
 
 
 def _adapters(planner: Planner) -> list[Rejected]:
@@ -281,43 +257,38 @@ def best_that_runs(
     ahead: Callable[[Candidate], object],
     *,
     lossless_later: bool,
-) -> list[Confirmed]:
+) -> Confirmed | None:
     """The best that runs, which alone is recorded: for what it takes of the host, and by category.
 
     `ranked` orders candidates by predictions, which each run moves; where nothing fits, the best of what is TIGHT. None
     that is lossy runs where others are `lossless_later`. `ahead` has what will be asked of the best run beside its
     record.
     """
-    ran: dict[_Key, tuple[Candidate, Ran | None]] = {}
-    refused: set[_Key] = set()
+    ran: dict[Place, Ran | None] = {}
+    refused: set[Place] = set()
+
+    def held(verdict: Verdict) -> Ran | None:
+        found = {at: each for at, each in ran.items() if each and each.verdict == verdict and at not in refused}
+        return next((found[each.place] for each in preferred(each.candidate for each in found.values())), None)
+
     while True:
-        order = [each for each in ranked() if _key(each) not in refused and (each.lossless or not lossless_later)]
-        if order and _key(order[0]) not in ran and len(ran) < MOST_RUN:
+        order = [each for each in ranked() if each.place not in refused and (each.lossless or not lossless_later)]
+        if order and order[0].place not in ran and len(ran) < MOST_RUN:
             asked = _pair(planner, order)[: planner.cards.count]
-            ran |= {_key(each): (each, said) for each, said in zip(asked, run(planner, asked), strict=True)}
+            ran |= zip((each.place for each in asked), run(planner, asked), strict=True)
             continue
-        fits = {at: said for at, (_, said) in ran.items() if at not in refused and said and said.verdict == "FITS"}
-        held = preferred(said.candidate for said in fits.values())
-        if not held:
+        best = held("FITS")
+        if best is None:
             break
-        best = _confirmed(planner, fits[_key(held[0])], ahead)
-        if best is not None and best.verdict == "FITS":
-            return [best]
-        refused.add(_key(held[0]))
-    tight = [said for _, said in ran.values() if said is not None and said.verdict == "TIGHT"]
-    order = preferred(said.candidate for said in tight)
-    if not order:
-        return []
-    first = next(said for said in tight if _key(said.candidate) == _key(order[0]))
-    return [confirm(planner, first)]
-
-
-def _confirmed(planner: Planner, ran: Ran, ahead: Callable[[Candidate], object]) -> Confirmed:
-    with ThreadPoolExecutor(1) as aside:
-        asked_next = aside.submit(ahead, ran.candidate)
-        best = confirm(planner, ran)
-        asked_next.result()
-    return best
+        with ThreadPoolExecutor(1) as aside:
+            asked_next = aside.submit(ahead, best.candidate)
+            confirmed = confirm(planner, best)
+            asked_next.result()
+        if confirmed.verdict == "FITS":
+            return confirmed
+        refused.add(best.candidate.place)
+    tight = held("TIGHT")
+    return None if tight is None else confirm(planner, tight)
 
 
 def _pair(planner: Planner, new: Sequence[Candidate]) -> list[Candidate]:
@@ -332,11 +303,3 @@ def _pair(planner: Planner, new: Sequence[Candidate]) -> list[Candidate]:
     if option.reserved(size, best.blocks - 1) <= planner.capacity(option.proposal.strategy):
         return list(new[:2])
     return [best, candidate(planner, option, size, best.blocks + 1)]
-
-
-_Key = tuple[str, int, int]
-"""A candidate's option, micro-batch size and recomputed blocks."""
-
-
-def _key(candidate: Candidate) -> _Key:
-    return candidate.option.proposal.title, candidate.micro_batch_size, candidate.blocks

@@ -72,6 +72,11 @@ class Proposal:
     last_resort: Literal[0, 1, 2, 3, 4] = 0
 
     @property
+    def waits(self) -> bool:
+        """Whether steps wait for copies over PCIe."""
+        return bool(self.last_resort in (1, 2, 4) or self.strategy.blocks_to_swap)
+
+    @property
     def lossless(self) -> bool:
         """Whether the numbers are those of AdamW with fp32 masters."""
         return not lossy_by(self.strategy)
@@ -112,6 +117,8 @@ def proposals(question: Question) -> tuple[list[Proposal], list[Rejected]]:
             offload = "offload" in engine and question.pins.engine is None
             swaps = question.pins.lora_rank is not None and question.cluster.gpus == 1
             proposal = Proposal(title, strategy, base, 0 if not offload else 2 if swaps else 1)
+            if base is not None and question.cluster.gpus > 1 and base.lossless and not proposal.lossless:
+                proposal = Proposal(title, strategy, None, 4 if offload else 3)  # shards leave little to spare
             found.append(proposal)
             base = base or proposal
     return [*found, *_swapped(question, found)], left_out

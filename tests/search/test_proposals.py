@@ -20,8 +20,8 @@ from bigdit.search.candidates import (
     Candidate,
     Option,
     accumulation,
+    largest_micro_batch,
     micro_batch_sizes,
-    most,
     preferred,
     process,
     quarters,
@@ -78,10 +78,17 @@ def test_engines_of_several_cards_depend_on_accumulation_and_machines() -> None:
 
 
 def test_bases_come_first_and_what_varies_them_names_them() -> None:
-    found, _ = proposals(question(cluster=Cluster(gpus=8)))
+    found, _ = proposals(question())
     for at, proposal in enumerate(found):
         assert proposal.base is None or proposal.base in found[:at]
-        assert (proposal.base is None) == (proposal.strategy.optimizer.name == "adamw" and proposal.lossless)
+        in_backward = proposal.strategy.optimizer_in_backward
+        assert in_backward or (proposal.base is None) == proposal.lossless
+
+
+def test_over_several_gpus_what_is_lossy_is_a_last_resort() -> None:
+    found, _ = proposals(question(cluster=Cluster(gpus=8)))
+    assert {each.lossless for each in found} == {True, False}
+    assert all((each.last_resort, each.base) == (3, None) for each in found if not each.lossless)
 
 
 def test_deepspeed_s_buckets_hold_a_block_and_not_half_a_billion() -> None:
@@ -186,7 +193,8 @@ def test_without_a_global_batch_every_small_size_is_tried_and_large_ones_in_step
 
 @given(st.integers(-2, LARGEST_MICRO_BATCH + 2))
 def test_the_most_that_fits(limit: int) -> None:
-    assert most(lambda size: size <= limit) == min(max(limit, 0), LARGEST_MICRO_BATCH)
+    option = Weighed(Proposal("any", Strategy()), 0, each=1)
+    assert largest_micro_batch(option, 0, limit) == min(max(limit, 0), LARGEST_MICRO_BATCH)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -258,13 +266,14 @@ def test_a_prediction_is_judged_by_the_same_bounds() -> None:
 
 @dataclass(frozen=True)
 class Weighed:
-    """What stands for an Option: its proposal, and what it reserves at every size."""
+    """What stands for an Option: its proposal, and what it reserves: so much, and more with `each` sample."""
 
     proposal: Proposal
     nbytes: float
+    each: float = 0
 
     def reserved(self, micro_batch_size: int, blocks: int) -> float:
-        return self.nbytes
+        return self.nbytes + self.each * micro_batch_size
 
 
 def weighed(
