@@ -64,8 +64,8 @@ static const struct descriptor *part(const struct descriptor *d, int name) {
  * channels last, in multiples of 16 bytes of them, whichever of the three they compute, and 16 or 147 bytes.
  * On an H200: benchmarks/on_gpu/convolutions.json; docs/limits.md says how many of its rows come out so. None was seen for
  * kernels of one point, groups, weights' gradients in TF32, and fewer than 8 channels but for patches in 16 bits.
- * On A100s: peaks that were published of two VAEs (benchmarks/peers.md). In bf16 all three copies are in HiDream's; in TF32
- * fast-DiT's has no room for the result's. Kernels of Ampere write that with channels first: `nhwckrsc_nchw` in their names. */
+ * Published peaks of VAEs (benchmarks/peers.md): in bf16 all three copies are in HiDream's, on a card that is not named; in TF32
+ * fast-DiT's, on an A100, has no room for the result's. Ampere's kernels write that channels first (`nhwckrsc_nchw`). */
 static int64_t copies_with_channels_last(const struct descriptor *operation, int way) {
     const struct descriptor *input = part(operation, FORWARD_X + way), *kernel = part(operation, FORWARD_W + way);
     const int64_t n = told(input, TENSOR_DIMENSIONS, 5) ? 5 : 4;
