@@ -12,8 +12,9 @@ from commands import BIN, DIGITS, HELPERS, ROOT, SINGLE, TINY, environment_with,
 
 from bigdit.checkpoint import Peers
 from bigdit.train.measure import host_now
-from bigdit.train.seen import metrics as sight
-from bigdit.train.seen.metrics import Metrics, Sight, figures
+from bigdit.train.seen import sight
+from bigdit.train.seen.metrics import Metrics
+from bigdit.train.seen.sight import Sight, figures
 from bigdit.train.step import StepResult
 from bigdit.units import GIB
 
@@ -68,7 +69,7 @@ def test_other_processes_show_nothing(capfd):
 
 
 _SHOW = f"""
-from bigdit.train.seen.metrics import Sight
+from bigdit.train.seen.sight import Sight
 with Sight(0, 900, shown=True) as shown:
     for step in (10, 20):
         shown.show({ROW!r} | {{"step": step}})
