@@ -266,7 +266,7 @@ def prove(asked: dict[str, Any], *, quick: bool) -> Proof:
     return Proof(" ".join(map(str, asked.values())), ran, plan, chosen, [*space.failed], seconds)
 
 
-def page(proofs: Sequence[Proof]) -> str:
+def page(proofs: Sequence[Proof], *, quick: bool) -> str:
     """The page of what is proved so far."""
     heads = ["question", "ran", "fit", "plan", "reserved", "images/s of a GPU", "fastest of its class", "s"]
     rows = [heads, ["---"] * len(heads), *(_cells(each) for each in proofs)]
@@ -284,6 +284,7 @@ def page(proofs: Sequence[Proof]) -> str:
             "where it does not fit and something does, where another one of its class is faster at both ends of the",
             "interval and takes less, and where it takes less than a tenth of the GPU and something faster fits.",
             "Selective checkpointing is better than recomputing nothing only if it is faster by 5 % or more.",
+            *(["By `--quick`: strategies of the first class in which anything fits, alone."] if quick else []),
             "",
             f"{sum(not each.faults for each in proofs)} of {len(proofs)} plans are right; "
             f"{sum(len(each.ran) for each in proofs):,} strategies ran, by torch {cuda_build(cuda_python())}.",
@@ -354,8 +355,8 @@ def main(wanted: str, *, quick: bool) -> int:
         if wanted in " ".join(map(str, asked.values())):
             proofs.append(prove(asked, quick=quick))
             print(" | ".join(_cells(proofs[-1])), *proofs[-1].faults, sep="\n  wrong: ", flush=True)
-            if not wanted and not quick:
-                write_text(PAGE, page(proofs))
+            if not wanted:
+                write_text(PAGE, page(proofs, quick=quick))
     return int(any(proof.faults for proof in proofs))
 
 
