@@ -38,12 +38,10 @@ class WorkerKilled(WorkerError, Killed):
 class Lanes:
     """A process that has imported all libraries, and forks of it that answer, one in each of `count` lanes.
 
-    It starts with the first question, or when it is told to, and ends with the `with` block: whoever asks later, such
-    as a thread that waited for another's answer, starts none.
+    It starts with the first question, or when it is told to. Once it is closed, whoever asks starts none.
     """
 
-    def __init__(self, started: Started, count: int = 1) -> None:
-        self.count = count
+    def __init__(self, started: Started, count: int) -> None:
         self._over = False
         self._started = started
         self._said = Said()
@@ -51,12 +49,6 @@ class Lanes:
         self._process: subprocess.Popen[bytes] | None = None
         self._lanes: list[_Lane] = []  # of this process
         self._lock = threading.Lock()
-
-    def __enter__(self) -> Lanes:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.end()
 
     def start(self) -> int:
         """Have the process import what it needs by the time of the first question; its id."""
@@ -91,9 +83,9 @@ class Lanes:
     @property
     def forks(self) -> list[int | None]:
         """The process that answers in each lane, None where there is none."""
-        return [lane.fork for lane in self._lanes] or [None] * self.count
+        return [lane.fork for lane in self._lanes] or [None] * len(self._said_by)
 
-    def end(self) -> None:
+    def close(self) -> None:
         """End the process and its forks, which are a group of their own, for good."""
         with self._lock:
             self._over, process = True, self._process
@@ -110,7 +102,7 @@ class Lanes:
 
     def _start(self) -> tuple[subprocess.Popen[bytes], list[_Lane]]:
         command, environment = self._started()
-        pairs = [socket.socketpair() for _ in range(self.count)]
+        pairs = [socket.socketpair() for _ in self._said_by]
         files = [(theirs.fileno(), said.file.fileno()) for (_, theirs), said in zip(pairs, self._said_by, strict=True)]
         try:
             process = subprocess.Popen(
@@ -168,15 +160,15 @@ class _Lane:
 
     def put(self, question: Strict, until: float) -> tuple[int, bytes]:
         """The status of a question, and its answer. Raises TimeoutError, and EOFError where the process has ended."""
-        self._read_there = False
-        with contextlib.suppress(OSError):  # it has ended, which reading says too
-            self._socket.sendall(f"{question.model_dump_json()}\n".encode())
+        self._send(question)
         while True:
             first, _, rest = self._line(until).partition(b"\t")
             if first == b"read":
                 self._read_there = True
             elif first == b"fork":
                 self.fork = int(rest)
+            elif first == b"again":
+                self._send(question)
             elif first == b"end":
                 self.fork = None
                 if self._read_there:  # or it had ended before, and the next fork has it
@@ -197,6 +189,11 @@ class _Lane:
             return False
         self.fork = None
         return True
+
+    def _send(self, question: Strict) -> None:
+        self._read_there = False
+        with contextlib.suppress(OSError):  # it has ended, which reading says too
+            self._socket.sendall(f"{question.model_dump_json()}\n".encode())
 
     def _line(self, until: float) -> bytes:
         while b"\n" not in self._unread:
@@ -228,6 +225,13 @@ class Said:
     def lines(self, since: int = 0) -> list[str]:
         """The lines from that byte on; where the process writes next stays as it is."""
         return os.pread(self.file.fileno(), len(self) - since, since).decode(errors="replace").splitlines()
+
+
+def environment(*, expandable_segments: bool) -> dict[str, str]:
+    """This process's, without network and without a place in a launched group, and with the allocator as asked for."""
+    left_out = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "PYTORCH_CUDA_ALLOC_CONF")
+    own = {key: value for key, value in os.environ.items() if key not in left_out}
+    return own | {"PYTORCH_ALLOC_CONF": f"expandable_segments:{expandable_segments}", "HF_HUB_OFFLINE": "1"}
 
 
 def failure(what: str, status: int | None, said: list[str]) -> Exception:

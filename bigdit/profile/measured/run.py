@@ -10,10 +10,9 @@ from pathlib import Path
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 
-import bigdit
-from bigdit.checkout import own_module
+from bigdit.checkout import ROOT, own_module
 from bigdit.errors import UserError
-from bigdit.profile.lanes import failure
+from bigdit.profile.lanes import environment, failure
 from bigdit.profile.request import StepRequest
 from bigdit.spec import Strict
 
@@ -79,14 +78,15 @@ def run_on_card(request: StepRequest, capacity_bytes: int, steps: int, expandabl
     can mend; WorkerError where the process dies.
     """
     what = f"{request.model.name} on this machine's card"
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     with tempfile.TemporaryDirectory(prefix="bigdit-card-") as folder:
-        asked, answered = (Path(folder) / name for name in ("request.json", "result.json"))
+        asked, answered = Path(folder) / "request.json", Path(folder) / "result.json"
         asked.write_text(request.model_dump_json())
         given = [str(each) for each in (asked, answered, steps, capacity_bytes)]
         try:
             done = subprocess.run(
                 [sys.executable, "-W", "ignore", *own_module("bigdit.profile.measured.worker"), *given],
-                env=_environment(expandable_segments),
+                env=environment(expandable_segments=expandable_segments) | {"PYTHONPATH": path},
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 text=True,
@@ -102,13 +102,3 @@ def run_on_card(request: StepRequest, capacity_bytes: int, steps: int, expandabl
     if isinstance(error, UserError) and error.problems[0].startswith(RAN_OUT):
         raise RanOut(*error.problems)
     raise error
-
-
-def _environment(expandable_segments: bool) -> dict[str, str]:
-    """No network, no place in a launched group, and the allocator as it was asked for."""
-    left_out = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "PYTORCH_CUDA_ALLOC_CONF")
-    own = {key: value for key, value in os.environ.items() if key not in left_out}
-    root = str(Path(bigdit.__file__).parents[1])
-    path = os.pathsep.join(filter(None, (root, own.get("PYTHONPATH"))))
-    allocator = f"expandable_segments:{expandable_segments}"
-    return own | {"PYTORCH_ALLOC_CONF": allocator, "HF_HUB_OFFLINE": "1", "PYTHONPATH": path}
