@@ -18,8 +18,7 @@ from bigdit.memory import HostMemory, Span, Timeline
 from bigdit.profile.attempt import Attempt, Launched, PhaseBytes, Question, launched
 from bigdit.profile.request import PICTURES, TEXTS, weights_of
 from bigdit.profile.steps import STEPS, Witness, group, prepare, raw_batch, training
-from bigdit.profile.uncomputed import large_uncomputed
-from bigdit.profile.unwritten import unwritten, unwritten_weights
+from bigdit.profile.unwritten import large_uncomputed, unwritten, unwritten_weights
 from bigdit.record.costs import Counting
 
 DEVICE = torch.device("cuda", 0)
@@ -76,12 +75,12 @@ def emptied() -> bool:
 
 def _steps(question: Question, watch: _Watch) -> None:
     request = question.request
-    workload = prepare(request.model, request.batch, request.strategy, request.encoders)
+    workload = prepare(request)
     watch.params = workload.params
     try:
         with group(request.strategy) as world:
             fed = replace(workload, make=unwritten(workload.make))
-            steps = training(fed, request.objective, DEVICE, world, watch)
+            steps = training(fed, DEVICE, world, watch)
             for _ in range(STEPS):
                 watch.launched.clear()
                 if not next(steps):

@@ -36,7 +36,7 @@ def run(request: StepRequest, timed_steps: int = 0) -> CardRun:
     On a real one `timed_steps` more may be timed.
     """
     with unwritten_weights():
-        workload = prepare(request.model, request.batch, request.strategy, request.encoders)
+        workload = prepare(request)
     if not on_emulated_card():
         workload = _filled(workload)
     device = torch.device("cuda", world_from_env().local_rank)
@@ -44,7 +44,7 @@ def run(request: StepRequest, timed_steps: int = 0) -> CardRun:
     torch.cuda.init()
     with group(request.strategy) as world:
         peaks = _Peaks()
-        steps = training(workload, request.objective, device, world, peaks)
+        steps = training(workload, device, world, peaks)
         if not all(itertools.islice(steps, STEPS)):
             raise RuntimeError("a step was not taken, since its gradients are not finite: no optimizer state was made")
         phases = peaks.close()
