@@ -101,12 +101,7 @@ class Cards:
     """
 
     def __init__(
-        self,
-        gpu: Gpu,
-        count: int | None = None,
-        *,
-        timeout_s: float = 300.0,
-        expandable_segments: bool = True,
+        self, gpu: Gpu, count: int | None = None, *, timeout_s: float = 300.0, expandable_segments: bool = True
     ) -> None:
         self.gpu = gpu
         self.count = count or workers_here()

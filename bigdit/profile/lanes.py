@@ -13,6 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from typing import IO
 
 from bigdit.errors import EXIT_USER, Killed, UserError
 from bigdit.spec import Strict
@@ -44,8 +45,8 @@ class Lanes:
     def __init__(self, started: Started, count: int) -> None:
         self._over = False
         self._started = started
-        self._said = Said()
-        self._said_by = [Said() for _ in range(count)]
+        # What the process and its forks write to stderr: files without a name, of which nothing is left at their end.
+        self._said, *self._said_by = (tempfile.TemporaryFile() for _ in range(1 + count))  # noqa: SIM115
         self._process: subprocess.Popen[bytes] | None = None
         self._lanes: list[_Lane] = []  # of this process
         self._lock = threading.Lock()
@@ -61,7 +62,7 @@ class Lanes:
         fork or the process dies. The next question finds a new one.
         """
         said = self._said_by[lane]
-        before, before_all = len(said), len(self._said)  # before it starts: it may be dead when it has
+        before, before_all = _size(said), _size(self._said)  # before it starts: it may be dead when it has
         process, lanes = self._running()
         own = lanes[lane]
         try:
@@ -75,9 +76,9 @@ class Lanes:
             own.close()
             ended = process.wait()
             self._end(process)
-            raise failure(what, ended, self._said.lines(before_all)) from None
+            raise failure(what, ended, _lines(self._said, before_all)) from None
         if status:
-            raise failure(what, status, said.lines(before))
+            raise failure(what, status, _lines(said, before))
         return answer
 
     @property
@@ -103,13 +104,13 @@ class Lanes:
     def _start(self) -> tuple[subprocess.Popen[bytes], list[_Lane]]:
         command, environment = self._started()
         pairs = [socket.socketpair() for _ in self._said_by]
-        files = [(theirs.fileno(), said.file.fileno()) for (_, theirs), said in zip(pairs, self._said_by, strict=True)]
+        files = [(theirs.fileno(), said.fileno()) for (_, theirs), said in zip(pairs, self._said_by, strict=True)]
         try:
             process = subprocess.Popen(
                 [*command, *(f"{end}:{said}" for end, said in files)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                stderr=self._said.file,
+                stderr=self._said,
                 env=environment,
                 pass_fds=[number for pair in files for number in pair],
                 start_new_session=True,  # it does not hear Ctrl-C: who asks does, and ends it
@@ -213,18 +214,13 @@ class _Lane:
         return line
 
 
-class Said:
-    """What a process writes to its stderr: a file without a name, of which nothing is left when both have ended."""
+def _size(said: IO[bytes]) -> int:
+    return os.fstat(said.fileno()).st_size
 
-    def __init__(self) -> None:
-        self.file = tempfile.TemporaryFile()  # noqa: SIM115 closed with the last that holds it
 
-    def __len__(self) -> int:
-        return os.fstat(self.file.fileno()).st_size
-
-    def lines(self, since: int = 0) -> list[str]:
-        """The lines from that byte on; where the process writes next stays as it is."""
-        return os.pread(self.file.fileno(), len(self) - since, since).decode(errors="replace").splitlines()
+def _lines(said: IO[bytes], since: int) -> list[str]:
+    """What was written from that byte on; where the process writes next stays as it is."""
+    return os.pread(said.fileno(), _size(said) - since, since).decode(errors="replace").splitlines()
 
 
 def environment(*, expandable_segments: bool) -> dict[str, str]:
@@ -234,7 +230,7 @@ def environment(*, expandable_segments: bool) -> dict[str, str]:
     return own | {"PYTORCH_ALLOC_CONF": f"expandable_segments:{expandable_segments}", "HF_HUB_OFFLINE": "1"}
 
 
-def failure(what: str, status: int | None, said: list[str]) -> Exception:
+def failure(what: str, status: int, said: list[str]) -> Exception:
     """What `what`, which left no result, ended with: the errors that it said, or its last lines."""
     problems = [line.removeprefix("error: ") for line in said if line.startswith("error: ")]
     if status == EXIT_USER and problems:

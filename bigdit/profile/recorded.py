@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -31,7 +31,6 @@ from bigdit.profile.unwritten import large_uncomputed, unwritten_weights
 from bigdit.record.history import History
 from bigdit.record.recorder import Recorder
 from bigdit.record.watch import Watch, watching_fsdp2
-from bigdit.train.encode import Encode
 
 if TYPE_CHECKING:
     from bigdit.encoders.frozen import FrozenEncoders
@@ -100,10 +99,9 @@ class _Marks(Witness):
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
-        self._phase = recorder.phase
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        return self._phase(name)
+        return self.recorder.phase(name)
 
     def built(self, model: nn.Module, frozen: FrozenEncoders | None) -> None:
         self.recorder.mark(model.parameters(), "parameter")
@@ -111,19 +109,10 @@ class _Marks(Witness):
         self._frozen = frozen
         self._mark_encoders()
 
-    def started(self, engine: Engine, ema: Ema | None) -> None:
+    def started(self, engine: Engine, ema: Ema | None) -> Watch:
         self._mark_encoders()  # the device has them now
         self.watch, self.trained = Watch(self.recorder, engine, ema), (engine, ema)
-        self._phase = self.watch.phase
+        return self.watch
 
     def _mark_encoders(self) -> None:
         self.recorder.mark([] if self._frozen is None else self._frozen.tensors(), "encoder")
-
-    def held(self, batch: Any) -> None:
-        self.watch.held(batch)
-
-    def batches(self, micro_batches: Sequence[Any]) -> Sequence[Any]:
-        return self.watch.batches(micro_batches)
-
-    def encoding(self, encode: Encode) -> Encode:
-        return self.watch.encoding(encode)

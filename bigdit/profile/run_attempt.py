@@ -17,7 +17,7 @@ from bigdit.engines.state import checkpoint_bytes
 from bigdit.memory import HostMemory, Span, Timeline
 from bigdit.profile.attempt import Attempt, Launched, PhaseBytes, Question, launched
 from bigdit.profile.request import PICTURES, TEXTS, weights_of
-from bigdit.profile.steps import STEPS, Witness, group, prepare, raw_batch, training
+from bigdit.profile.steps import STEPS, Witness, group, prepare, raw_batch, take, training
 from bigdit.profile.unwritten import large_uncomputed, unwritten, unwritten_weights
 from bigdit.record.costs import Counting
 
@@ -83,10 +83,7 @@ def _steps(question: Question, watch: _Watch) -> None:
             steps = training(fed, DEVICE, world, watch)
             for _ in range(STEPS):
                 watch.launched.clear()
-                if not next(steps):
-                    raise RuntimeError(
-                        "a step was not taken, since its gradients are not finite: no optimizer state was made"
-                    )
+                take(steps)
             if question.counted:
                 watch.count_work(lambda: next(steps))
     finally:
@@ -104,24 +101,20 @@ def _encoding(question: Question, watch: _Watch) -> None:
     assert request.encoders is not None
     frozen = FrozenEncoders(request.encoders)
     raw = raw_batch(request.encoders, request.batch, request.strategy)
-    modules = [*frozen.of_pictures(), *frozen.of_texts()]
-    watch.params = sum(tensor.numel() for module in modules for tensor in module.parameters())
-
-    def pictures() -> object:
-        return frozen.latents(raw.pixels.to(DEVICE))
-
-    def texts() -> object:
-        return frozen.texts([(ids.to(DEVICE), mask.to(DEVICE)) for ids, mask in raw.tokens])
-
-    sides = {PICTURES: (frozen.of_pictures(), pictures), TEXTS: (frozen.of_texts(), texts)}
+    sides = {PICTURES: frozen.of_pictures(), TEXTS: frozen.of_texts()}
+    parameters = (each for modules in sides.values() for module in modules for each in module.parameters())
+    watch.params = sum(each.numel() for each in parameters)
 
     def encode() -> None:
-        for phase, (modules, encoded) in sides.items():
+        for phase, modules in sides.items():
             with watch.phase(weights_of(phase)):
                 for module in modules:
                     module.to(DEVICE)
             with watch.phase(phase):
-                encoded()
+                if phase == PICTURES:
+                    frozen.latents(raw.pixels.to(DEVICE))
+                else:
+                    frozen.texts([(ids.to(DEVICE), mask.to(DEVICE)) for ids, mask in raw.tokens])
             for module in modules:
                 module.to("cpu")
             torch._C._cuda_clearCublasWorkspaces()  # or they would count as weights of the other side
@@ -179,8 +172,9 @@ class _Watch(Witness):
         started = self._phase != "init"
         self._host_peaks[started] = max(self._host_peaks[started], self._host()[1] - self._host_before)
 
-    def started(self, engine: Engine, ema: Ema | None) -> None:
+    def started(self, engine: Engine, ema: Ema | None) -> _Watch:
         self.engine, self._ema = engine, ema
+        return self
 
     def host(self) -> HostMemory:
         """Bytes of host tensors since the attempt began; page-locked ones are not told apart."""

@@ -25,6 +25,7 @@ from bigdit.loader.batch import Batch
 from bigdit.loader.raw import RawBatch
 from bigdit.models import Family
 from bigdit.profile.request import StepRequest
+from bigdit.record.watch import Watch
 from bigdit.spec import BatchShape, Strategy
 from bigdit.train.encode import Encode, encode
 from bigdit.train.step import train_step
@@ -75,8 +76,9 @@ class Witness:
     def built(self, model: nn.Module, frozen: FrozenEncoders | None) -> None:
         """In init, before the engine takes the model."""
 
-    def started(self, engine: Engine, ema: Ema | None) -> None:
-        """In init, when the engine has the model, and the device has the encoders."""
+    def started(self, engine: Engine, ema: Ema | None) -> Witness | Watch:
+        """In init, when the engine has the model, and the device has the encoders: who is told from here on."""
+        return self
 
     def held(self, batch: Any) -> None:
         """The loader holds a micro-batch, for this step or a later one."""
@@ -102,25 +104,31 @@ def training(workload: Workload, device: torch.device, world: World, witness: Wi
             frozen.to(device)
         engine = engines.create(strategy, workload.model, workload.family, device=device, world=world)
         ema = engines.ema_of(engine)
-        witness.started(engine, ema)
+        told = witness.started(engine, ema)
         encoding = None
         if frozen is not None:
-            encoding = witness.encoding(functools.partial(encode, frozen, strategy.encode_chunk))
-        steps = feed(workload.make, strategy, pin=device.type != "cpu", seen=witness.held)
+            encoding = told.encoding(functools.partial(encode, frozen, strategy.encode_chunk))
+        steps = feed(workload.make, strategy, pin=device.type != "cpu", seen=told.held)
     while True:
         micro_batches = next(steps)
         taken = train_step(
             engine,
             workload.family,
             workload.request.objective,
-            witness.batches(micro_batches),
+            told.batches(micro_batches),
             lr=strategy.optimizer.lr,
             ema=ema,
-            phase=witness.phase,
+            phase=told.phase,
             encode=encoding,
         ).taken
         del micro_batches  # before the next ones are read, as the trainer does
         yield taken
+
+
+def take(steps: Iterator[bool]) -> None:
+    """Take one of the first steps. Raises RuntimeError where it was not taken."""
+    if not next(steps):
+        raise RuntimeError("a step was not taken, since its gradients are not finite: no optimizer state was made")
 
 
 @contextmanager

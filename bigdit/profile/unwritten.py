@@ -46,7 +46,7 @@ def unwritten_weights() -> Iterator[None]:
     originals = {name: each for name, each in vars(nn.init).items() if name.endswith("_") and name[0] != "_"}
     apply = nn.Module._apply
     for name, original in originals.items():
-        setattr(nn.init, name, _of_small(original))
+        setattr(nn.init, name, functools.partial(_of_small, original))
     nn.Module._apply = _casting_unwritten(apply)
     try:
         yield
@@ -104,11 +104,10 @@ def _noise() -> torch.Tensor:
     return torch.randn(1 << 20)
 
 
-def _of_small(initialise: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    def initialised(tensor: torch.Tensor, *args: object, **options: object) -> torch.Tensor:
-        return tensor if tensor.nbytes >= _LEAST_BYTES else initialise(tensor, *args, **options)
-
-    return initialised
+def _of_small(
+    initialise: Callable[..., torch.Tensor], tensor: torch.Tensor, *args: object, **options: object
+) -> torch.Tensor:
+    return tensor if tensor.nbytes >= _LEAST_BYTES else initialise(tensor, *args, **options)
 
 
 def _casting_unwritten(apply: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
@@ -133,65 +132,50 @@ def large_uncomputed() -> Iterator[None]:
     """In here large tensors of the host that are set to zero read as zeros, their norms are zero, and all else leaves
     them as they are. Memory is taken as ever, on the host and on the GPU."""
     library = torch.library.Library("aten", "IMPL")
-    makers = dict.fromkeys(_IN_PLACE, _unwritten)
-    makers |= {"zero_": _zeroed, "fill_.Scalar": _zeroed, "linalg_vector_norm": _unmeasured}
-    makers["_foreach_sqrt"] = _unfilled
+    runs: dict[str, Callable[..., Any]] = dict.fromkeys(_IN_PLACE, _unwritten)
+    runs |= {"zero_": _zeroed, "fill_.Scalar": _zeroed, "linalg_vector_norm": _unmeasured, "_foreach_sqrt": _unfilled}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of kernels that take another's place
-        for name, maker in makers.items():
+        for name, run in runs.items():
             kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
-            library.impl(name, maker(kernel), "CPU", with_keyset=True, allow_override=True)
+            library.impl(name, functools.partial(run, kernel), "CPU", with_keyset=True, allow_override=True)
     try:
         yield
     finally:
         library._destroy()
 
 
-def _unwritten(kernel: Any) -> Callable[..., Any]:
+def _unwritten(kernel: Any, keys: Any, to: Any, *args: Any, **named: Any) -> Any:
     """Of one tensor, or of a list that is stepped as a whole."""
-
-    def run(keys: Any, to: Any, *args: Any, **named: Any) -> Any:
-        listed = isinstance(to, (list, tuple))
-        if sum(each.nbytes for each in (to if listed else (to,))) >= _LEAST_BYTES:
-            return None if listed else to
-        if not listed and isinstance(args[0], (int, float)):  # it was a tensor before it came here
-            args = (torch.tensor(args[0], dtype=torch.float64 if isinstance(args[0], float) else None), *args[1:])
-        return kernel.call_boxed(keys, to, *args, **named)
-
-    return run
+    listed = isinstance(to, (list, tuple))
+    if sum(each.nbytes for each in (to if listed else (to,))) >= _LEAST_BYTES:
+        return None if listed else to
+    if not listed and isinstance(args[0], (int, float)):  # it was a tensor before it came here
+        args = (torch.tensor(args[0], dtype=torch.float64 if isinstance(args[0], float) else None), *args[1:])
+    return kernel.call_boxed(keys, to, *args, **named)
 
 
-def _unfilled(kernel: Any) -> Callable[..., Any]:
+def _unfilled(kernel: Any, keys: Any, of: Any) -> Any:
     """New tensors like those of a list, which nobody writes."""
-
-    def run(keys: Any, of: Any) -> Any:
-        if sum(each.nbytes for each in of) >= _LEAST_BYTES:
-            return [torch.empty_like(each) for each in of]
-        return kernel.call_boxed(keys, of)
-
-    return run
+    if sum(each.nbytes for each in of) >= _LEAST_BYTES:
+        return [torch.empty_like(each) for each in of]
+    return kernel.call_boxed(keys, of)
 
 
-def _zeroed(kernel: Any) -> Callable[..., Any]:
+def _zeroed(kernel: Any, keys: Any, tensor: torch.Tensor, *value: float) -> Any:
     """Pages that the system takes back read as zeros, and cost no time until they are read."""
-
-    def run(keys: Any, tensor: torch.Tensor, *value: float) -> torch.Tensor:
-        large = tensor.nbytes >= _LEAST_BYTES and tensor.is_contiguous()
-        if large and not any(value) and _taken_back(tensor):
-            return tensor
-        zeroed: torch.Tensor = kernel.call_boxed(keys, tensor, *value)
-        return zeroed
-
-    return run
+    large = tensor.nbytes >= _LEAST_BYTES and tensor.is_contiguous()
+    if large and not any(value) and _taken_back(tensor):
+        return tensor
+    return kernel.call_boxed(keys, tensor, *value)
 
 
-def _unmeasured(kernel: Any) -> Callable[..., Any]:
-    def run(keys: Any, tensor: torch.Tensor, order: float = 2, dim: Any = None, *args: Any, **named: Any) -> Any:
-        if tensor.nbytes >= _LEAST_BYTES and not dim and not any(args):
-            return torch.zeros((), dtype=named.get("dtype") or tensor.dtype)
-        return kernel.call_boxed(keys, tensor, order, dim, *args, **named)
-
-    return run
+def _unmeasured(
+    kernel: Any, keys: Any, tensor: torch.Tensor, order: float = 2, dim: Any = None, *args: Any, **named: Any
+) -> Any:
+    if tensor.nbytes >= _LEAST_BYTES and not dim and not any(args):
+        return torch.zeros((), dtype=named.get("dtype") or tensor.dtype)
+    return kernel.call_boxed(keys, tensor, order, dim, *args, **named)
 
 
 def _taken_back(tensor: torch.Tensor) -> bool:

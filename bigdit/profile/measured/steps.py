@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import itertools
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,7 +23,7 @@ from bigdit.loader.batch import Batch
 from bigdit.loader.raw import RawBatch
 from bigdit.profile.measured.run import CardPhase, CardRun, Spent, Timing
 from bigdit.profile.request import StepRequest
-from bigdit.profile.steps import STEPS, Witness, Workload, group, prepare, training
+from bigdit.profile.steps import STEPS, Witness, Workload, group, prepare, take, training
 from bigdit.profile.unwritten import fill, fill_noise, unwritten_weights
 from bigdit.train.measure import CardPeaks
 
@@ -45,8 +44,8 @@ def run(request: StepRequest, timed_steps: int = 0) -> CardRun:
     with group(request.strategy) as world:
         peaks = _Peaks()
         steps = training(workload, device, world, peaks)
-        if not all(itertools.islice(steps, STEPS)):
-            raise RuntimeError("a step was not taken, since its gradients are not finite: no optimizer state was made")
+        for _ in range(STEPS):
+            take(steps)
         phases = peaks.close()
         free, total = torch.cuda.mem_get_info(device)
         beside = total - free - torch.cuda.memory_reserved(device)
