@@ -20,15 +20,9 @@ from bigdit.profile.measured.run import CardRun, RanOut, run_on_card
 from bigdit.profile.request import StepRequest, request_for
 from bigdit.spec import BatchShape, Strategy, Strict
 
-Grade = Literal["measured", "emulated"]
-"""Whether the points ran on a real GPU."""
-
 
 class Peaks(Strict):
-    """Two steps on one GPU: allocated bytes by phase, and reserved ones; or why they ran out of memory.
-
-    `retries`: how often the allocator gave back what it kept, to find room.
-    """
+    """Two steps on one GPU: allocated bytes by phase, and reserved ones; or why they ran out of memory."""
 
     phases: dict[str, NonNegativeInt] = Field(default_factory=dict)
     reserved_bytes: NonNegativeInt = 0
@@ -91,14 +85,13 @@ class Curve(Strict):
 
 
 class MemoryBench(Strict):
-    """The curves of a model on a GPU. `build`: of the torch that ran on the emulated one. Torch's version in `versions`
-    is of the one that decides."""
+    """The curves of a model on a GPU. `build`: of the emulated one's torch; `versions` has the torch that decides."""
 
     written: datetime.date = Field(default_factory=datetime.date.today)
     model: str
     params: PositiveInt
     gpu: Gpu
-    grade: Grade
+    grade: Literal["measured", "emulated"]
     limited: bool
     expandable_segments: bool
     batch: BatchShape
@@ -135,10 +128,7 @@ class MemoryBenchmark:
         return self.own and not on_emulated_card()
 
     def curves(self, strategies: Sequence[tuple[str, Strategy]], sizes: Sequence[int]) -> MemoryBench:
-        """Every strategy, by the name it was asked for, at the sizes from the smallest on until one runs out.
-
-        Raises UserError for what cannot run.
-        """
+        """Each strategy, by name, from the smallest size until one runs out. Raises UserError for what cannot run."""
         wrong = [
             f"--strategy {name} has {strategy.world_size} processes, and --gpu auto measures one; name the GPU with "
             "--gpu for an emulated one, on which the first of them runs"

@@ -7,6 +7,7 @@ of processes: a process group is not taken apart, since engines keep what they m
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import sys
@@ -74,10 +75,7 @@ def _import_for(line: str) -> None:
         strategy = request.strategy
         # Of one number: it imports the library that has the optimizer.
         optim.build(strategy.optimizer, [torch.zeros(1)], stochastic_rounding=strategy.precision == "bf16_sr")
-        if strategy.engine == "deepspeed":
-            import bigdit.engines.deepspeed
-        if strategy.engine == "fsdp2":
-            import bigdit.engines.fsdp2
+        importlib.import_module(f"bigdit.engines.{strategy.engine}")
         if strategy.lora is not None:
             import bigdit.models.lora
         if request.encoders is not None:

@@ -42,12 +42,11 @@ class PhaseBytes(Strict):
 
 
 class Attempt(Strict):
-    """Two steps, or what was taken until one ran out of memory: by torch's own counters, with expandable segments.
+    """Two steps, or what was taken until one ran out of memory: by torch's own counters.
 
     `out_of_memory`: torch's message. `retries`: how often the allocator gave back what it kept, to find room. `reads`:
-    copies from the GPU to the host, before the optimizer steps. `host`: bytes of host tensors. `launched`: what the
-    second step had the GPU do, by phase. `packed_work` (a Timeline without blocks) and `checkpoint_bytes` are there
-    where they were counted.
+    copies from the GPU to the host, before the optimizer steps. `launched`: by the second step. `packed_work` (a
+    Timeline without blocks) and `checkpoint_bytes` are there where they were counted.
     """
 
     out_of_memory: str | None
@@ -91,9 +90,8 @@ class Attempt(Strict):
 
 
 class Profile(Strict):
-    """Two steps under the recorder, on a GPU without a limit.
+    """Two steps under the recorder, on a GPU without a limit. `ledger` counts in 512 B.
 
-    `ledger` counts in 512 B. `packed_timeline` is the record of the GPU, `packed_host_timeline` that of the host.
     `checkpoint_bytes`: what a process copies to the host to save its state. `params` counts elements.
     """
 

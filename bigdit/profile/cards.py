@@ -91,9 +91,8 @@ def workers_here() -> int:
 class Cards:
     """Emulated GPUs of one kind, `count` of them side by side: forks of one process answer question after question.
 
-    They start with the first question whose answer is not cached, or by `with`, and end with the block. `done` is
-    called with the number of answers so far. `unanswered`: why a question had no answer, in lines. Raises UserError
-    where there is no CUDA build of torch.
+    `done` is called with the number of answers so far. `unanswered`: why a question had no answer, in lines. Raises
+    UserError where there is no CUDA build of torch.
 
     Values of small tensors cost two thirds of the time, so an attempt does without them first. If the host read
     nothing of the GPU meanwhile, no byte can follow from a value. Else both ways are compared, once for all attempts
@@ -103,8 +102,7 @@ class Cards:
     def __init__(
         self, gpu: Gpu, count: int | None = None, *, timeout_s: float = 300.0, expandable_segments: bool = True
     ) -> None:
-        self.gpu = gpu
-        self.count = count or workers_here()
+        self.gpu, self.count = gpu, count or workers_here()
         self.build = cuda_build(cuda_python())
         self.unanswered: dict[str, None] = {}
         self._settings = f"{self.build}, expandable segments {expandable_segments}"

@@ -65,7 +65,6 @@ def recorded(request: StepRequest, snapshot: str | None = None) -> Profile:
     if snapshot is not None:
         with replacing(Path(snapshot)) as temporary:
             temporary.write_bytes(pickle.dumps(history.snapshot, protocol=_PROTOCOL))
-    installed = versions()
     return Profile(
         params=workload.params,
         ledger=summed,
@@ -73,8 +72,8 @@ def recorded(request: StepRequest, snapshot: str | None = None) -> Profile:
         packed_timeline=timeline.pack(),
         packed_host_timeline=host_timeline.pack(),
         checkpoint_bytes=saved,
-        versions=installed,
-        notices=notices(strategy, installed),
+        versions=versions(),
+        notices=notices(strategy, versions()),
         seconds=round(time.perf_counter() - began, 3),
     )
 

@@ -23,9 +23,6 @@ from bigdit.record.costs import Counting
 
 DEVICE = torch.device("cuda", 0)
 
-_OF_ENGINE = ("step", "ema")
-"""What is read of the GPU there says whether a step is taken at all."""
-
 
 def attempt(question: Question) -> Attempt:
     """What the question asks for, where torch may reserve so many bytes of the GPU."""
@@ -64,8 +61,7 @@ def leave_values() -> None:
 
 
 def emptied() -> bool:
-    """Take away what lay in cycles, and what torch and cuBLAS keep, page-locked memory too; whether the GPU is empty
-    then."""
+    """Take away what lay in cycles, and what torch and cuBLAS keep; whether the GPU is empty then."""
     gc.collect()
     torch._C._host_emptyCache()
     torch._C._cuda_clearCublasWorkspaces()
@@ -156,10 +152,9 @@ class _Watch(Witness):
         before = self._counts()
         yield
         after = self._counts()
-        if name not in _OF_ENGINE:
+        if name not in ("step", "ema"):  # where it says whether a step is taken at all
             self.reads += after["copies_to_host"] - before["copies_to_host"]
-        found = launched(before, after)
-        self.launched[name] = found if name not in self.launched else self.launched[name] + found
+        self.launched[name] = self.launched.get(name, Launched(counts={})) + launched(before, after)
 
     def end(self) -> None:
         """The phase that lasted until now is over."""

@@ -199,9 +199,8 @@ def feed(
 ) -> Iterator[list[Any]]:
     """The micro-batches of one step after another, without end; `seen` hears of each when it is held.
 
-    The trainer's stream reads in a thread, whose allocations no recorder sees; here this one reads. What a thread
-    holds for a moment while it reads, the stored latents and texts of one micro-batch, is left out, and so is
-    the system's page cache of the store's files, which is free to go.
+    The trainer's stream reads in a thread, whose allocations no recorder sees. Here this one reads. Left out is what
+    a thread holds for a moment while it reads, and the page cache of the store's files, which is free to go.
     """
 
     def read(step: int) -> list[Any]:

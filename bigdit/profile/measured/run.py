@@ -42,10 +42,9 @@ class Spent(Strict):
 
 
 class Timing(Strict):
-    """Steps after the first two on a real card, one right after another.
+    """Steps after the first two on a real GPU, one right after another, and one more under torch's profiler.
 
-    `seconds_per_step` is their mean; after `host_seconds_per_step` of it the host had handed all over. `operators` and
-    `kernels` are of one more step, under torch's profiler.
+    `seconds_per_step` is their mean; after `host_seconds_per_step` of it the host had handed all over.
     """
 
     steps: PositiveInt
@@ -58,8 +57,7 @@ class Timing(Strict):
 class CardRun(Strict):
     """Two steps on a CUDA device.
 
-    `beside_bytes`: taken on the device by the process beside the allocator, the context among it; None where that is
-    not known. `timing`: of a real card, where it was asked for.
+    `beside_bytes`: what the process takes beside the allocator; None where that is not known.
     """
 
     device: str
@@ -74,8 +72,7 @@ class CardRun(Strict):
 def run_on_card(request: StepRequest, capacity_bytes: int, steps: int, expandable_segments: bool) -> CardRun:
     """Two steps of `request`, and `steps` more that are timed, where torch may reserve `capacity_bytes` (0: all).
 
-    Raises RanOut where the card is too small, UserError where they take longer than TIMEOUT_S, and for what the user
-    can mend; WorkerError where the process dies.
+    Raises RanOut, UserError for what the user can mend or takes too long, and WorkerError where the process dies.
     """
     what = f"{request.model.name} on this machine's card"
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
