@@ -38,6 +38,7 @@ def attempt(question: Question) -> Attempt:
     except torch.OutOfMemoryError as error:
         said = str(error)
     watch.end()
+    start, host_steps = watch.host_peaks  # page-locked bytes are not told apart
     return Attempt(
         out_of_memory=said,
         retries=torch.cuda.memory_stats()["num_alloc_retries"] - before,
@@ -45,7 +46,7 @@ def attempt(question: Question) -> Attempt:
         peak_reserved_bytes=watch.reserved_bytes,
         phases=watch.phases,
         params=watch.params,
-        host=watch.host(),
+        host=HostMemory(peak_bytes=max(start, host_steps), steps_bytes=host_steps, page_locked_bytes=0),
         checkpoint_bytes=watch.checkpoint_bytes,
         reads=watch.reads,
         launched={} if said else watch.launched,
@@ -135,7 +136,7 @@ class _Watch(Witness):
         self._counts = importlib.import_module("bigdit_emulated.counts").read
         self._host = importlib.import_module("bigdit_emulated.host").tensor_bytes
         self._host_before, _ = self._host()
-        self._host_peaks = [0, 0]  # until the engine has started, and since
+        self.host_peaks = [0, 0]  # until the engine has started, and since
         torch.cuda.reset_peak_memory_stats()
 
     @contextmanager
@@ -165,16 +166,11 @@ class _Watch(Witness):
         self.phases[self._phase] = PhaseBytes(peak_bytes=max(old.peak_bytes, peak), end_bytes=max(old.end_bytes, end))
         self.reserved_bytes = max(self.reserved_bytes, torch.cuda.max_memory_reserved())
         started = self._phase != "init"
-        self._host_peaks[started] = max(self._host_peaks[started], self._host()[1] - self._host_before)
+        self.host_peaks[started] = max(self.host_peaks[started], self._host()[1] - self._host_before)
 
     def started(self, engine: Engine, ema: Ema | None) -> _Watch:
         self.engine, self._ema = engine, ema
         return self
-
-    def host(self) -> HostMemory:
-        """Bytes of host tensors since the attempt began; page-locked ones are not told apart."""
-        start, steps = self._host_peaks
-        return HostMemory(peak_bytes=max(start, steps), steps_bytes=steps, page_locked_bytes=0)
 
     def count_work(self, run: Callable[[], object]) -> None:
         """Run something once more, where its operators are counted, and its memory is not. Encoders run twice."""
