@@ -15,9 +15,6 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from bigdit.errors import versions
 from bigdit.spec import Strict
 
-Turn = Callable[[], float]
-"""Does some of the work, and returns the seconds of a unit of it, such as a step."""
-
 BUSY = 0.25
 """Of the cores: a machine whose load is above has other work, which its times show."""
 
@@ -74,21 +71,20 @@ class Comparison(Strict):
     versions: dict[str, str] = Field(default_factory=versions)
 
 
-def take_turns(turns: Mapping[str, Turn], rounds: int) -> list[Contender]:
-    """`rounds` turns of each, the first being the baseline; every other round goes the other way about, so that none
-    always comes after the same one. What is made once, or grows warm, the caller has behind it."""
+def take_turns(turns: Mapping[str, Callable[[], float]], rounds: int) -> list[Contender]:
+    """`rounds` turns of each, which return the seconds of a unit of work, such as a step. The first is the baseline.
+
+    Every other round goes the other way about, so that none always comes after the same one. What is made once, or
+    grows warm, the caller has behind it.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in turns}
     for number in range(rounds):
         for name in list(turns)[:: -1 if number % 2 else 1]:
             seconds[name].append(turns[name]())
     first, *_ = seconds.values()
-    ratios = {name: [own / other for own, other in zip(found, first, strict=True)] for name, found in seconds.items()}
-    return [
-        Contender(
-            name=name,
-            rounds=tuple(found),
-            seconds=Spread.of(found),
-            of_baseline=None if found is first else Spread.of(ratios[name]),
-        )
-        for name, found in seconds.items()
-    ]
+    contenders = []
+    for name, found in seconds.items():
+        ratios = [own / other for own, other in zip(found, first, strict=True)]
+        of_baseline = None if found is first else Spread.of(ratios)
+        contenders.append(Contender(name=name, rounds=tuple(found), seconds=Spread.of(found), of_baseline=of_baseline))
+    return contenders

@@ -18,12 +18,11 @@ UNLIMITED = 1 << 50
 
 
 class Question(Strict):
-    """`what`: an attempt, or a recorded run.
+    """An attempt, or a recorded run, for which torch may reserve `capacity_bytes`.
 
-    Torch may reserve `capacity_bytes`. Without `to_end` the GPU gives nothing more once the allocator is short of room:
-    the steps do not fit then. Without `values` no small tensor is computed, and the host reads zeros. `counted`: one
-    more step counts what its operators and collectives do. `snapshot`: the file that gets torch's memory snapshot of a
-    recorded run.
+    Without `to_end` the GPU gives nothing more once the allocator is short of room: the steps do not fit then. Without
+    `values` no small tensor is computed, and the host reads zeros. `counted`: one more step counts what its operators
+    and collectives do. `snapshot`: the file that gets torch's memory snapshot of a recorded run.
     """
 
     what: Literal["attempt", "recorded"] = "attempt"
@@ -43,12 +42,11 @@ class PhaseBytes(Strict):
 
 
 class Attempt(Strict):
-    """Two steps, or what was taken until one ran out of memory: by torch's own counters, with expandable segments.
+    """Two steps, or what was taken until one ran out of memory: by torch's own counters.
 
     `out_of_memory`: torch's message. `retries`: how often the allocator gave back what it kept, to find room. `reads`:
-    copies from the GPU to the host, before the optimizer steps. `host`: bytes of host tensors. `launched`: what the
-    second step had the GPU do, by phase. `packed_work` (a Timeline without blocks) and `checkpoint_bytes` are there
-    where they were counted.
+    copies from the GPU to the host, before the optimizer steps. `launched`: by the second step. `packed_work` (a
+    Timeline without blocks) and `checkpoint_bytes` are there where they were counted.
     """
 
     out_of_memory: str | None
@@ -92,9 +90,8 @@ class Attempt(Strict):
 
 
 class Profile(Strict):
-    """Two steps under the recorder, on a GPU without a limit.
+    """Two steps under the recorder, on a GPU without a limit. `ledger` counts in 512 B.
 
-    `ledger` counts in 512 B. `packed_timeline` is the record of the GPU, `packed_host_timeline` that of the host.
     `checkpoint_bytes`: what a process copies to the host to save its state. `params` counts elements.
     """
 
@@ -121,78 +118,25 @@ class TookTooLong(UserError):
     """An answer did not come in time: on another day, or another machine, it may."""
 
 
-Way = Literal["to device", "to host", "on device", "between"]
-"""Where a copy goes: from the host, to it, on one card, from card to card."""
-
-_WAYS: dict[Way, str] = {"to device": "to_device", "to host": "to_host", "on device": "on_device", "between": "between"}
-_COLLECTIVES = {
-    "all_reduces": "all_reduce",
-    "all_gathers": "all_gather",
-    "reduce_scatters": "reduce_scatter",
-    "broadcasts": "broadcast",
-    "reduces": "reduce",
-    "sends": "send",
-    "receives": "receive",
-}
-
-
-class Copies(Strict):
-    """So many copies of so many bytes together."""
-
-    count: NonNegativeInt
-    nbytes: NonNegativeInt
-
-    def __add__(self, other: Copies) -> Copies:
-        return Copies(count=self.count + other.count, nbytes=self.nbytes + other.nbytes)
-
-
 class Launched(Strict):
-    """What the host handed to the card in one phase of a step, and how often it waited.
+    """What the host handed to the GPU in one phase of a step, and how often it waited.
 
-    `kernels` were launched by name; `library_calls` are products, convolutions and attention of cuBLAS and cuDNN, whose
-    kernels only these know, one at least each; `fills` are memsets; `collectives` NCCL's by kind.
+    `counts` has the names of emulator/inside/counts.py. `library_calls` are products, convolutions and attention of
+    cuBLAS and cuDNN. Each launches one kernel at least.
     """
 
-    kernels: NonNegativeInt
-    library_calls: NonNegativeInt
-    fills: NonNegativeInt
-    copies: dict[Way, Copies]
-    collectives: dict[str, NonNegativeInt]
-    host_syncs: NonNegativeInt
+    counts: dict[str, PositiveInt]
 
     def __add__(self, other: Launched) -> Launched:
-        return Launched(
-            kernels=self.kernels + other.kernels,
-            library_calls=self.library_calls + other.library_calls,
-            fills=self.fills + other.fills,
-            copies={way: self._copies(way) + other._copies(way) for way in {**self.copies, **other.copies}},
-            collectives=dict(Counter(self.collectives) + Counter(other.collectives)),
-            host_syncs=self.host_syncs + other.host_syncs,
-        )
-
-    def _copies(self, way: Way) -> Copies:
-        return self.copies.get(way, Copies(count=0, nbytes=0))
+        return Launched(counts=dict(Counter(self.counts) + Counter(other.counts)))
 
     @property
     def launches(self) -> int:
         """All that the host handed over, one thing after another."""
-        copies = sum(each.count for each in self.copies.values())
-        return self.kernels + self.library_calls + self.fills + copies + sum(self.collectives.values())
+        apart = ("bytes_", "host_syncs")
+        return sum(count for name, count in self.counts.items() if not name.startswith(apart))
 
 
 def launched(before: Mapping[str, int], after: Mapping[str, int]) -> Launched:
-    """Between two readings of the libraries' counters, by the names of emulator/inside/counts.py."""
-    new = {name: after[name] - before[name] for name in after}
-    copies = {
-        way: Copies(count=count, nbytes=new[f"bytes_{name}"])
-        for way, name in _WAYS.items()
-        if (count := new[f"copies_{name}"])
-    }
-    return Launched(
-        kernels=new["launches"],
-        library_calls=new["library_calls"],
-        fills=new["fills"],
-        copies=copies,
-        collectives={kind: count for name, kind in _COLLECTIVES.items() if (count := new[name])},
-        host_syncs=new["host_syncs"],
-    )
+    """What the libraries counted between two readings, without the zeros."""
+    return Launched(counts=dict(Counter(after) - Counter(before)))

@@ -1,16 +1,19 @@
 """The plain loop that a step is held against does the same work: the same losses."""
 
+from itertools import repeat
+
 import pytest
 import torch
 from commands import DIGITS, SINGLE, TINY
 
-from bigdit import engines, models
-from bigdit.bench.plain_loop import plain_steps
-from bigdit.bench.step import bench_step
+from bigdit import engines
+from bigdit.bench.step import bench_step, plain_steps
 from bigdit.config import load_run
 from bigdit.dist import World
 from bigdit.objective_spec import FlowMatchingSpec
+from bigdit.profile.request import StepRequest
 from bigdit.profile.steps import batch
+from bigdit.profile.steps import prepare as prepared
 from bigdit.spec import BatchShape, EmaSpec, OptimizerSpec
 from bigdit.train.prepare import prepare
 from bigdit.train.step import train_step
@@ -35,13 +38,12 @@ def asked(**changed):
 )
 def test_the_plain_loop_trains_as_the_engine_does(changed):
     spec, strategy = asked(**changed)
-    family, dtype = models.family(spec.class_name), engines.compute_dtype(strategy)
-    plain, own = (models.build(spec, device="cpu", dtype=dtype, seed=0) for _ in range(2))
-    for model in (plain, own):
-        models.equip(model, family, strategy)
+    request = StepRequest(model=spec, batch=SHAPE, strategy=strategy, objective=FlowMatchingSpec())
+    plain, own = prepared(request, 0), prepared(request, 0)
+    family, device = own.family, torch.device("cpu")
     micro_batches = [batch(SHAPE, strategy)] * strategy.grad_accum_steps
-    steps = plain_steps(plain, family, strategy, FlowMatchingSpec(), lambda: micro_batches, torch.device("cpu"))
-    engine = engines.create(strategy, own, family, device=torch.device("cpu"), world=World())
+    steps = plain_steps(plain, repeat(micro_batches), device)
+    engine = engines.create(strategy, own.model, family, device=device, world=World())
     torch.manual_seed(0)  # of stochastic rounding
     found = [next(steps).loss for _ in range(3)]
     torch.manual_seed(0)

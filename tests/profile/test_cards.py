@@ -45,7 +45,7 @@ def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         file = tmp_path / "worker"
         file.write_text(f"#!/bin/sh\n{script}\n")
         file.chmod(0o755)
-        monkeypatch.setattr(module, "_worker", lambda gpu, **_: lambda: ([str(file)], dict(os.environ)))
+        monkeypatch.setattr(module, "_worker", lambda *_: ([str(file)], dict(os.environ)))
 
     return made
 

@@ -10,7 +10,7 @@ from cards import A40
 from tiny_models import SHAPE, THREE_BLOCKS
 
 from bigdit.config.strategy import parse_strategy
-from bigdit.emulator import shared_state
+from bigdit.emulator import emulated_environment, shared_state
 from bigdit.emulator.interpreter import cuda_python
 from bigdit.profile.cards import Cards, worker_environment
 from bigdit.profile.measured.run import CardRun
@@ -24,7 +24,8 @@ def run_all(asked: StepRequest, folder: Path) -> CardRun:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     worker = ["-m", "bigdit.profile.measured.worker", str(request), str(result)]
     with shared_state() as state:
-        environment = worker_environment(A40, ranks, state, expandable_segments=True)
+        alone = worker_environment(A40)
+        environment = alone | emulated_environment(A40, ranks, state) | {"PYTHONPATH": alone["PYTHONPATH"]}
         environment |= {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}  # torchrun hands -P on to no rank
         command = [str(cuda_python()), "-W", "ignore", *launcher, *worker]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)

@@ -10,10 +10,9 @@ from pathlib import Path
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 
-import bigdit
-from bigdit.checkout import own_module
+from bigdit.checkout import ROOT, own_module
 from bigdit.errors import UserError
-from bigdit.profile.lanes import failure
+from bigdit.profile.lanes import environment, failure
 from bigdit.profile.request import StepRequest
 from bigdit.spec import Strict
 
@@ -43,10 +42,9 @@ class Spent(Strict):
 
 
 class Timing(Strict):
-    """Steps after the first two on a real card, one right after another.
+    """Steps after the first two on a real GPU, one right after another, and one more under torch's profiler.
 
-    `seconds_per_step` is their mean; after `host_seconds_per_step` of it the host had handed all over. `operators` and
-    `kernels` are of one more step, under torch's profiler.
+    `seconds_per_step` is their mean; after `host_seconds_per_step` of it the host had handed all over.
     """
 
     steps: PositiveInt
@@ -59,8 +57,7 @@ class Timing(Strict):
 class CardRun(Strict):
     """Two steps on a CUDA device.
 
-    `beside_bytes`: taken on the device by the process beside the allocator, the context among it; None where that is
-    not known. `timing`: of a real card, where it was asked for.
+    `beside_bytes`: what the process takes beside the allocator; None where that is not known.
     """
 
     device: str
@@ -75,18 +72,18 @@ class CardRun(Strict):
 def run_on_card(request: StepRequest, capacity_bytes: int, steps: int, expandable_segments: bool) -> CardRun:
     """Two steps of `request`, and `steps` more that are timed, where torch may reserve `capacity_bytes` (0: all).
 
-    Raises RanOut where the card is too small, UserError where they take longer than TIMEOUT_S, and for what the user
-    can mend; WorkerError where the process dies.
+    Raises RanOut, UserError for what the user can mend or takes too long, and WorkerError where the process dies.
     """
     what = f"{request.model.name} on this machine's card"
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     with tempfile.TemporaryDirectory(prefix="bigdit-card-") as folder:
-        asked, answered = (Path(folder) / name for name in ("request.json", "result.json"))
+        asked, answered = Path(folder) / "request.json", Path(folder) / "result.json"
         asked.write_text(request.model_dump_json())
         given = [str(each) for each in (asked, answered, steps, capacity_bytes)]
         try:
             done = subprocess.run(
                 [sys.executable, "-W", "ignore", *own_module("bigdit.profile.measured.worker"), *given],
-                env=_environment(expandable_segments),
+                env=environment(expandable_segments=expandable_segments) | {"PYTHONPATH": path},
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 text=True,
@@ -102,13 +99,3 @@ def run_on_card(request: StepRequest, capacity_bytes: int, steps: int, expandabl
     if isinstance(error, UserError) and error.problems[0].startswith(RAN_OUT):
         raise RanOut(*error.problems)
     raise error
-
-
-def _environment(expandable_segments: bool) -> dict[str, str]:
-    """No network, no place in a launched group, and the allocator as it was asked for."""
-    left_out = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "PYTORCH_CUDA_ALLOC_CONF")
-    own = {key: value for key, value in os.environ.items() if key not in left_out}
-    root = str(Path(bigdit.__file__).parents[1])
-    path = os.pathsep.join(filter(None, (root, own.get("PYTHONPATH"))))
-    allocator = f"expandable_segments:{expandable_segments}"
-    return own | {"PYTORCH_ALLOC_CONF": allocator, "HF_HUB_OFFLINE": "1", "PYTHONPATH": path}

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import itertools
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,34 +23,30 @@ from bigdit.loader.batch import Batch
 from bigdit.loader.raw import RawBatch
 from bigdit.profile.measured.run import CardPhase, CardRun, Spent, Timing
 from bigdit.profile.request import StepRequest
-from bigdit.profile.steps import STEPS, Witness, Workload, group, prepare, training
+from bigdit.profile.steps import STEPS, Witness, Workload, group, prepare, take, training
 from bigdit.profile.unwritten import fill, fill_noise, unwritten_weights
 from bigdit.train.measure import CardPeaks
 
 
 def run(request: StepRequest, timed_steps: int = 0) -> CardRun:
-    """Two steps of `request` on this rank's CUDA device, where it has nothing yet.
-
-    On an emulated card, what engines read of values that no kernel wrote is 0: nothing overflows.
-    On a real one `timed_steps` more may be timed.
-    """
+    """Two steps of `request` on this rank's CUDA device, where it has nothing yet, and so many more that are timed."""
     with unwritten_weights():
-        workload = prepare(request.model, request.batch, request.strategy, request.encoders)
-    if not on_emulated_card():
+        workload = prepare(request)
+    if not on_emulated_card():  # where engines read 0 of what no kernel wrote: nothing overflows
         workload = _filled(workload)
     device = torch.device("cuda", world_from_env().local_rank)
     torch.cuda.set_device(device)
     torch.cuda.init()
     with group(request.strategy) as world:
         peaks = _Peaks()
-        steps = training(workload, request.objective, device, world, peaks)
-        if not all(itertools.islice(steps, STEPS)):
-            raise RuntimeError("a step was not taken, since its gradients are not finite: no optimizer state was made")
+        steps = training(workload, device, world, peaks)
+        for _ in range(STEPS):
+            take(steps)
         phases = peaks.close()
         free, total = torch.cuda.mem_get_info(device)
         beside = total - free - torch.cuda.memory_reserved(device)
         retries = torch.cuda.memory_stats()["num_alloc_retries"]
-        timing = timed(steps, timed_steps) if timed_steps else None
+        timing = _timed(steps, timed_steps) if timed_steps else None
     return CardRun(
         device=torch.cuda.get_device_name(device),
         params=workload.params,
@@ -112,9 +107,8 @@ class _Peaks(Witness):
         )
 
 
-def timed(training: Iterator[bool], steps: int) -> Timing:
-    """`steps` more steps of `training` as a trainer takes them, whose host does not wait for the card, and a profiled
-    one."""
+def _timed(training: Iterator[bool], steps: int) -> Timing:
+    """More steps as a trainer takes them, whose host does not wait for the GPU, and a profiled one."""
     torch.cuda.synchronize()
     began = time.perf_counter()
     for _ in range(steps):
