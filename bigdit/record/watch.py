@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim import Optimizer
 
+from bigdit.record.in_place import replaced
 from bigdit.record.recorder import Recorder
 
 
@@ -56,11 +57,11 @@ class Watch:
             register_module_forward_pre_hook(self._enter_module),
             # always_call: a checkpoint stops its recomputation early by an exception.
             register_module_forward_hook(self._leave_module, always_call=True),
-            engine.optimizer.register_step_pre_hook(lambda stepping, *_: self._mark_stepped(stepping)),
+            engine.optimizer.register_step_pre_hook(self._mark_stepped),
         )
         self._calls = list(engine.calls())
         for owner, name in self._calls:
-            setattr(owner, name, self._labelled(name, getattr(owner, name)))
+            setattr(owner, name, _labelled(recorder, name, getattr(owner, name)))
         self._mark_weights()
 
     def close(self) -> None:
@@ -75,8 +76,11 @@ class Watch:
         """The recorder's phase; what it left behind is marked at its end."""
         with self._recorder.phase(name):
             yield
-            self._mark_gradients()
-            self._mark_optimizer_state()
+            parameters = (*self._engine.model.parameters(), *self._engine.masters)
+            self._recorder.mark((parameter.grad for parameter in parameters), "gradient")
+            self._recorder.mark(self._engine.gradients(), "gradient")
+            for state in self._engine.optimizer.state.values():
+                self._recorder.mark(filter(torch.is_tensor, state.values()), "optimizer state")
             self._recorder.mark(self._engine.buffers(), "engine buffer")
 
     def batches(self, micro_batches: Iterable[HostBatch]) -> list[Any]:
@@ -97,16 +101,6 @@ class Watch:
 
         return marked
 
-    def _labelled(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        """The engine's method; what it allocates is the engine's, where no mark says another."""
-
-        @functools.wraps(method)
-        def labelled(*args: Any, **kwargs: Any) -> Any:
-            with self._recorder.call(name, "engine buffer"):
-                return method(*args, **kwargs)
-
-        return labelled
-
     def _enter_module(self, module: nn.Module, args: Any) -> None:
         self._recorder.enter_module(self._names.get(module, type(module).__name__))
 
@@ -123,28 +117,16 @@ class Watch:
         self._recorder.mark(self._engine.buffers(), "engine buffer")
         self._recorder.mark_rest("engine buffer")  # what the engine's start left behind
 
-    def _mark_gradients(self) -> None:
-        self._recorder.mark((p.grad for p in self._engine.model.parameters()), "gradient")
-        self._recorder.mark((master.grad for master in self._engine.masters), "gradient")
-        self._recorder.mark(self._engine.gradients(), "gradient")
-
-    def _mark_stepped(self, optimizer: Optimizer) -> None:
+    def _mark_stepped(self, optimizer: Optimizer, *_: Any) -> None:
         """The gradients of fp32 masters live and die within the step; a step in the backward pass is of one alone."""
         stepped = (parameter for group in optimizer.param_groups for parameter in group["params"])
         self._recorder.mark((parameter.grad for parameter in stepped), "gradient")
 
-    def _mark_optimizer_state(self) -> None:
-        for state in self._engine.optimizer.state.values():
-            self._recorder.mark(filter(torch.is_tensor, state.values()), "optimizer state")
-
 
 def _kept_with(parameter: nn.Parameter) -> Iterator[torch.Tensor]:
     """What is kept with a parameter: the shard of ZeRO-3, what bitsandbytes has beside nf4 values."""
-    held = vars(parameter)
-    state = held.get("quant_state")
-    for value in (*held.values(), *(() if state is None else vars(state).values())):
-        if isinstance(value, torch.Tensor):
-            yield value
+    held, state = vars(parameter), getattr(parameter, "quant_state", None)
+    return filter(torch.is_tensor, (*held.values(), *(() if state is None else vars(state).values())))
 
 
 @dataclass(frozen=True)
@@ -167,33 +149,36 @@ def _mark_input(recorder: Recorder, batch: Any) -> None:
     recorder.mark(batch.tensors(), "input")
 
 
+def _labelled(recorder: Recorder, label: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The engine's function; what it allocates is the engine's, where no mark says another."""
+
+    @functools.wraps(function)
+    def labelled(*args: Any, **kwargs: Any) -> Any:
+        with recorder.call(label, "engine buffer"):
+            return function(*args, **kwargs)
+
+    return labelled
+
+
 @contextmanager
 def watching_fsdp2(recorder: Recorder) -> Iterator[None]:
     """While in here, the storages of FSDP2's all-gathers and reduce-scatters are known as the engine's buffers,
     and the whole gradients that a reduce-scatter takes as gradients."""
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group  # half a second, and FSDP2's alone
 
-    group, reduce = _fsdp_param_group.FSDPParamGroup, _fsdp_param_group.foreach_reduce
-    unshard, wait = group.unshard, group.wait_for_unshard
+    def reducing(reduce: Callable[..., Any]) -> Callable[..., Any]:
+        reduce = _labelled(recorder, "FSDP2 reduce-scatter", reduce)
 
-    def within(label: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def called(*args: Any, **kwargs: Any) -> Any:
-            with recorder.call(label, "engine buffer"):
-                return function(*args, **kwargs)
-
-        return called
-
-    @functools.wraps(reduce)
-    def reduce_marked(params: Any, gradients: list[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-        recorder.mark(gradients, "gradient")
-        with recorder.call("FSDP2 reduce-scatter", "engine buffer"):
+        def marked(params: Any, gradients: list[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+            recorder.mark(gradients, "gradient")
             return reduce(params, gradients, *args, **kwargs)
 
-    group.unshard = within("FSDP2 all-gather", unshard)
-    group.wait_for_unshard = within("FSDP2 gathered parameters", wait)
-    _fsdp_param_group.foreach_reduce = reduce_marked
-    try:
+        return marked
+
+    group, labelled = _fsdp_param_group.FSDPParamGroup, functools.partial(_labelled, recorder)
+    with (
+        replaced(group, "unshard", functools.partial(labelled, "FSDP2 all-gather")),
+        replaced(group, "wait_for_unshard", functools.partial(labelled, "FSDP2 gathered parameters")),
+        replaced(_fsdp_param_group, "foreach_reduce", reducing),
+    ):
         yield
-    finally:
-        group.unshard, group.wait_for_unshard, _fsdp_param_group.foreach_reduce = unshard, wait, reduce
