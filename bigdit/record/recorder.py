@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -66,7 +66,10 @@ class Recorder(Counting):
         for tensor in result if isinstance(result, list | tuple) else (result,):
             if isinstance(tensor, torch.Tensor):
                 self._see(tensor, func)
-        if func is _PIN or kwargs.get("pin_memory") or _is_pinned_copy(func, args, kwargs, result):
+        # Torch puts copies to the host that nobody waits for into page-locked memory.
+        # Source: `_to_copy` in aten/src/ATen/native/TensorConversions.cpp.
+        unawaited = func is _TO and kwargs.get("non_blocking") and args[0].is_cuda and result.device.type == HOST
+        if func is _PIN or kwargs.get("pin_memory") or unawaited:
             self._tracks[HOST].pin(result.untyped_storage())
         return result
 
@@ -152,21 +155,12 @@ class Recorder(Counting):
         return resized
 
 
-def _is_pinned_copy(func: Any, args: Any, kwargs: Mapping[str, Any], result: Any) -> bool:
-    """Whether torch put the result into page-locked memory, as it does for copies to the host that nobody waits for.
-
-    Source: `_to_copy` in aten/src/ATen/native/TensorConversions.cpp.
-    """
-    return bool(func is _TO and kwargs.get("non_blocking") and args[0].is_cuda and result.device.type == HOST)
-
-
 def _plain(tensors: Iterable[torch.Tensor | None]) -> Iterator[torch.Tensor]:
     """The tensors with memory of their own that these consist of."""
-    for tensor in tensors:
-        if tensor is not None and is_wrapper(tensor.__class__):
-            within = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])  # type: ignore[attr-defined]
-            yield from _plain(filter(torch.is_tensor, within))  # a DTensor names its mesh, too
-        elif tensor is not None:
+    for tensor in filter(torch.is_tensor, tensors):  # a DTensor names its mesh, too
+        if is_wrapper(tensor.__class__):
+            yield from _plain(getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+        else:
             yield tensor
 
 

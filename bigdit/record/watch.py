@@ -51,18 +51,25 @@ class Watch:
     def __init__(self, recorder: Recorder, engine: Trained, ema: Averaged | None = None) -> None:
         self._recorder = recorder
         self._engine = engine
-        self._ema = ema
-        self._names = {module: name for name, module in engine.model.named_modules()}
+        names = {module: name for name, module in engine.model.named_modules()}
         self._hooks = (
-            register_module_forward_pre_hook(self._enter_module),
+            register_module_forward_pre_hook(
+                lambda module, _: recorder.enter_module(names.get(module, type(module).__name__))
+            ),
             # always_call: a checkpoint stops its recomputation early by an exception.
-            register_module_forward_hook(self._leave_module, always_call=True),
+            register_module_forward_hook(lambda *_: recorder.leave_module(), always_call=True),
             engine.optimizer.register_step_pre_hook(self._mark_stepped),
         )
         self._calls = list(engine.calls())
         for owner, name in self._calls:
             setattr(owner, name, _labelled(recorder, name, getattr(owner, name)))
-        self._mark_weights()
+        for parameter in engine.model.parameters():
+            recorder.mark((parameter, *_kept_with(parameter)), "parameter")
+        recorder.mark(engine.model.buffers(), "buffer")
+        recorder.mark(engine.masters, "master weight")
+        recorder.mark(() if ema is None else ema.tensors(), "EMA")
+        recorder.mark(engine.buffers(), "engine buffer")
+        recorder.mark_rest("engine buffer")  # what the engine's start left behind
 
     def close(self) -> None:
         """Take the hooks off again."""
@@ -85,37 +92,21 @@ class Watch:
 
     def batches(self, micro_batches: Iterable[HostBatch]) -> list[Any]:
         """The same micro-batches; they and their copies on the device are marked as input."""
-        return [_MarkedBatch(batch, self._recorder) for batch in micro_batches]
+        return [_MarkedBatch(batch, self.held) for batch in micro_batches]
 
     def held(self, batch: HostBatch) -> None:
         """A micro-batch that is held, now or for a later step, is input."""
-        _mark_input(self._recorder, batch)
+        self._recorder.mark(batch.tensors(), "input")
 
     def encoding(self, encode: Callable[..., Any]) -> Callable[..., Any]:
         """The same function; the micro-batches that it makes are marked as input."""
 
         def marked(*args: Any) -> Any:
             batch = encode(*args)
-            _mark_input(self._recorder, batch)
+            self.held(batch)
             return batch
 
         return marked
-
-    def _enter_module(self, module: nn.Module, args: Any) -> None:
-        self._recorder.enter_module(self._names.get(module, type(module).__name__))
-
-    def _leave_module(self, module: nn.Module, args: Any, result: Any) -> None:
-        self._recorder.leave_module()
-
-    def _mark_weights(self) -> None:
-        for parameter in self._engine.model.parameters():
-            self._recorder.mark((parameter, *_kept_with(parameter)), "parameter")
-        self._recorder.mark(self._engine.model.buffers(), "buffer")
-        self._recorder.mark(self._engine.masters, "master weight")
-        if self._ema is not None:
-            self._recorder.mark(self._ema.tensors(), "EMA")
-        self._recorder.mark(self._engine.buffers(), "engine buffer")
-        self._recorder.mark_rest("engine buffer")  # what the engine's start left behind
 
     def _mark_stepped(self, optimizer: Optimizer, *_: Any) -> None:
         """The gradients of fp32 masters live and die within the step; a step in the backward pass is of one alone."""
@@ -134,19 +125,15 @@ class _MarkedBatch:
     """A micro-batch that marks what `to` copies to the device."""
 
     batch: HostBatch
-    recorder: Recorder
+    mark: Callable[[Any], None]
 
     def __post_init__(self) -> None:
-        _mark_input(self.recorder, self.batch)
+        self.mark(self.batch)
 
     def to(self, device: torch.device, compute_dtype: torch.dtype) -> Any:
         moved = self.batch.to(device, compute_dtype)
-        _mark_input(self.recorder, moved)
+        self.mark(moved)
         return moved
-
-
-def _mark_input(recorder: Recorder, batch: Any) -> None:
-    recorder.mark(batch.tensors(), "input")
 
 
 def _labelled(recorder: Recorder, label: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -78,10 +78,6 @@ class Amounts(Mapping[Key, Amount]):
         """Nothing below zero, where an interpolation went there."""
         return Amounts(self.named, np.maximum(self.numbers, 0.0))
 
-    def total(self, rows: Rows) -> Amount:
-        """The sum of these rows."""
-        return Amount(*self.numbers[rows].sum(axis=0).tolist())
-
 
 @functools.lru_cache(maxsize=512)
 def _keys(order: tuple[Any, ...]) -> Keys[Any]:
@@ -133,7 +129,8 @@ class Load:
 
     def at(self, place: Place) -> Amount:
         """All operations at that place."""
-        return self.operations.total(rows_at(self.operations.named, place))
+        rows = rows_at(self.operations.named, place)
+        return Amount(*self.operations.numbers[rows].sum(axis=0).tolist())
 
 
 NOTHING = Load({}, {})
