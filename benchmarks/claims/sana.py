@@ -6,7 +6,7 @@ from emulated import non_torch
 
 from bigdit import catalog
 from bigdit.config.strategy import parse_strategy
-from bigdit.memory.timeline import Category
+from bigdit.memory import Category
 from bigdit.profile.attempt import Profile
 from bigdit.search.calibration import UNPROVED
 from bigdit.search.candidates import process, verdict_of

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pydantic import NonNegativeInt, PositiveInt
 
 from bigdit.encoders.host_bytes import HostWeights
-from bigdit.memory import Timeline
-from bigdit.memory.timeline import host_memory
+from bigdit.memory import Timeline, host_memory
 from bigdit.spec import Strict
 from bigdit.speed.cluster import Cluster
 from bigdit.units import MIB

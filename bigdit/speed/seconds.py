@@ -80,8 +80,6 @@ where kernels filled 23 to 68 % of them: 26 µs (dit-b-4), 27 (Sana with ZeRO-2)
 have taken longer. Source: on_gpu/measured.json in benchmarks.
 """
 
-_AT_THE_END = ("step", "ema")
-
 
 @dataclass(frozen=True)
 class Launches:
@@ -95,7 +93,7 @@ def launches_of(launched: Mapping[str, Launched], micro_batches: int) -> Launche
     """From what a step of so many micro-batches had an emulated card do, by phase; None where none was counted."""
     if not launched:
         return None
-    step = sum(each.launches for phase, each in launched.items() if phase in _AT_THE_END)
+    step = sum(each.launches for phase, each in launched.items() if phase in ("step", "ema"))
     whole = sum(each.launches for each in launched.values())
     return Launches(micro=(whole - step) / micro_batches, step=step)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -78,10 +78,6 @@ class Amounts(Mapping[Key, Amount]):
         """Nothing below zero, where an interpolation went there."""
         return Amounts(self.named, np.maximum(self.numbers, 0.0))
 
-    def total(self, rows: Rows) -> Amount:
-        """The sum of these rows."""
-        return Amount(*self.numbers[rows].sum(axis=0).tolist())
-
 
 @functools.lru_cache(maxsize=512)
 def _keys(order: tuple[Any, ...]) -> Keys[Any]:
@@ -133,7 +129,8 @@ class Load:
 
     def at(self, place: Place) -> Amount:
         """All operations at that place."""
-        return self.operations.total(rows_at(self.operations.named, place))
+        rows = rows_at(self.operations.named, place)
+        return Amount(*self.operations.numbers[rows].sum(axis=0).tolist())
 
 
 NOTHING = Load({}, {})
@@ -178,7 +175,7 @@ def work_of(timeline: Timeline, strategy: Strategy) -> Work:
     copies of averaged gradients) then counts for every micro-batch. Raises ValueError for a timeline without a step.
     """
     micro_batches, step = _last_step(timeline.spans)
-    loads = [_load(timeline, _named(timeline.spans, numbers)) for numbers in micro_batches]
+    loads = [_load(timeline, phases) for phases in micro_batches]
     if len(loads) > 1:
         micro = sum(loads[1:-1], loads[0]) * (1.0 / (len(loads) - 1))
         last = loads[-1] - micro
@@ -186,7 +183,7 @@ def work_of(timeline: Timeline, strategy: Strategy) -> Work:
         waiting = {key: amount for key, amount in loads[0].exchanges.items() if _once_a_step(key, strategy)}
         last = Load({}, waiting)
         micro = Load(loads[0].operations, {k: v for k, v in loads[0].exchanges.items() if k not in waiting})
-    return Work(micro, last, _load(timeline, _named(timeline.spans, step)))
+    return Work(micro, last, _load(timeline, step))
 
 
 def load_of(timeline: Timeline, phases: Collection[str], phase: str) -> Load:
@@ -194,28 +191,24 @@ def load_of(timeline: Timeline, phases: Collection[str], phase: str) -> Load:
     return _load(timeline, {i: phase for i, span in enumerate(timeline.spans) if span.phase in phases})
 
 
-def _last_step(spans: Iterable[Span]) -> tuple[list[list[int]], list[int]]:
-    """Spans by number: those of each micro-batch of the last optimizer step, and those of its end."""
-    micro_batches: list[list[int]] = []
-    step: list[int] = []
+def _last_step(spans: Iterable[Span]) -> tuple[list[dict[int, str]], dict[int, str]]:
+    """Phases by the number of their span: those of each micro-batch of the last step, and those of its end."""
+    micro_batches: list[dict[int, str]] = []
+    step: dict[int, str] = {}
     before = "init"
     for i, span in enumerate(spans):
         if span.phase in ("step", "ema"):
-            step.append(i)
+            step[i] = span.phase
         elif span.phase != "init":
             if step:
-                micro_batches, step = [], []
+                micro_batches, step = [], {}
             if span.phase == "encode" or (span.phase == "forward" and before != "encode"):
-                micro_batches.append([])
-            micro_batches[-1].append(i)
+                micro_batches.append({})
+            micro_batches[-1][i] = span.phase
         before = span.phase
     if not micro_batches or not step:
         raise ValueError("the timeline has no optimizer step")
     return micro_batches, step
-
-
-def _named(spans: Sequence[Span], numbers: Iterable[int]) -> dict[int, str]:
-    return {i: spans[i].phase for i in numbers}
 
 
 def _load(timeline: Timeline, phases: Mapping[int, str]) -> Load:
@@ -229,7 +222,7 @@ def _load(timeline: Timeline, phases: Mapping[int, str]) -> Load:
     for sent in timeline.collectives:
         if sent.span in phases and sent.group_size > 1:
             exchanges[Exchange(phases[sent.span], sent.name, sent.group_size)] += Amount(1, 0, sent.nbytes)
-    return Load(dict(operations), dict(exchanges))
+    return Load(operations, exchanges)
 
 
 def _once_a_step(exchange: Exchange, strategy: Strategy) -> bool:
