@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -17,7 +19,7 @@ from bigdit.receipt import Receipt
 from bigdit.search.plan import Band
 from bigdit.search.question import Question
 from bigdit.spec import Strategy, Strict
-from bigdit.speed.calibration import Calibration, calibration_of
+from bigdit.speed.calibration import Calibration
 from bigdit.speed.cluster import Cluster
 from bigdit.speed.seconds import StepTime
 from bigdit.speed.step import step_time
@@ -73,9 +75,8 @@ class Evidence:
     def source(self, strategy: Strategy) -> str:
         """Where the seconds come from, in a sentence."""
         found = self.calibration(strategy)
-        if found is None:
-            return "a roofline with published efficiencies; no receipt of this GPU calibrates it"
-        return found.source
+        unknown = "a roofline with published efficiencies; no receipt of this GPU calibrates it"
+        return unknown if found is None else found.source
 
 
 class Learnt(Strict):
@@ -131,10 +132,17 @@ def calibration(checked: Iterable[Checked], strategy: Strategy) -> Calibration |
     emulated GPUs, which run no kernel, say nothing.
     """
     alike = [each for each in _real(checked) if _kind(each.receipt.strategy) == _kind(strategy)]
-    timed = [(each.receipt.seconds_per_step, each) for each in alike]
-    ratios = [seconds / each.step.seconds.middle for seconds, each in timed if seconds is not None]
-    devices = sorted({each.receipt.device for _, each in timed})
-    return calibration_of(ratios, f"{', '.join(devices)}, {_kind(strategy)}")
+    timed = [(each.receipt.seconds_per_step, each.step.seconds.middle) for each in alike]
+    ratios = [seconds / predicted for seconds, predicted in timed if seconds is not None]
+    if not ratios:
+        return None
+    median, count = statistics.median(ratios), len(ratios)
+    spread = max(abs(math.log(ratio / median)) for ratio in ratios)
+    devices = ", ".join(sorted({each.receipt.device for each in alike}))
+    seen = f"{count} receipt{'s' * (count > 1)} of {devices}, {_kind(strategy)}"
+    apart = f", to {math.expm1(spread):.0%} either way" if count > 1 else ", once"
+    source = f"{seen}: steps took {median:.2f} times the middle of the roofline{apart}"
+    return Calibration(ratio=median, spread=spread, count=count, source=source)
 
 
 def memory_band(checked: Iterable[Checked]) -> tuple[float, str] | None:
