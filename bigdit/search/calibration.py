@@ -63,8 +63,7 @@ class Evidence:
     @property
     def band(self) -> Band:
         """How far off the reserved peak may be."""
-        found = memory_band(self.checked)
-        known = UNPROVED if found is None else Band(share=found[0], source=found[1])
+        known = memory_band(self.checked) or UNPROVED
         # receipts of other models say nothing of experts
         return max(known, UNPROVED_ROUTED, key=lambda band: band.share) if self.routed else known
 
@@ -145,8 +144,8 @@ def calibration(checked: Iterable[Checked], strategy: Strategy) -> Calibration |
     return Calibration(ratio=median, spread=spread, count=count, source=source)
 
 
-def memory_band(checked: Iterable[Checked]) -> tuple[float, str] | None:
-    """How far off the reserved peak may be, as a share of it, and where that comes from; None without measurements.
+def memory_band(checked: Iterable[Checked]) -> Band | None:
+    """How far off the reserved peak may be; None without measurements.
 
     The largest error that n receipts show is exceeded by the next with probability 1 / (n + 1); (n + 1) / n of it
     is what the largest error is where errors are spread evenly up to it (the estimator of a uniform distribution's
@@ -161,7 +160,9 @@ def memory_band(checked: Iterable[Checked]) -> tuple[float, str] | None:
     count = len(errors)
     share = min(max(errors) * (count + 1) / count + UNPROVED.share / (count + 1), 0.99)
     seen = f"{count} receipt{'s' * (count > 1)} of this GPU, off by {max(errors):.1%} at most"
-    return share, f"{seen}, and 1/{count + 1} of the {UNPROVED.share:.1%} that is assumed without any"
+    return Band(
+        share=share, source=f"{seen}, and 1/{count + 1} of the {UNPROVED.share:.1%} that is assumed without any"
+    )
 
 
 def learnt(gpu: Gpu, checked: list[Checked]) -> Learnt:
@@ -172,8 +173,8 @@ def learnt(gpu: Gpu, checked: list[Checked]) -> Learnt:
     return Learnt(
         gpu=gpu.name,
         receipts=len(checked),
-        band_share=None if band is None else band[0],
-        band_source=None if band is None else band[1],
+        band_share=None if band is None else band.share,
+        band_source=None if band is None else band.source,
         speeds={kind: speed for kind, speed in speeds.items() if speed is not None},
     )
 
