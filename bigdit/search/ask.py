@@ -55,8 +55,9 @@ def question_for(model: str | None = None, gpu: str | None = None, **options: An
     if card is not None and (reserved or 0) >= card.told_bytes:
         has = gib(card.told_bytes)
         problems.append(f"--reserve {asked.reserve} leaves nothing of the {card.name}, which has {has}")
-    sizes = _attempt(problems, "--resolution", lambda: parse_sizes("--resolution", asked.resolution)) or ()
-    sized = None if asked.buckets in ("none", "aspect") else asked.buckets
+    own = [] if asked.resolution is None else asked.resolution
+    sizes = _attempt(problems, "--resolution", lambda: parse_sizes("--resolution", own)) or ()
+    sized = [] if asked.buckets is None or asked.buckets in ("none", "aspect") else asked.buckets
     more = _attempt(problems, "--buckets", lambda: parse_sizes("--buckets", sized)) or ()
     count = _attempt(problems, "--images", lambda: _count("--images", asked.images))
     host = _attempt(problems, "--host-memory", lambda: _host_memory(asked.host_memory))
@@ -213,10 +214,8 @@ ASPECTS: tuple[Size, ...] = ((1, 1), (4, 3), (3, 4), (16, 9), (9, 16))
 """Width to height of the usual formats of images, for `aspect`."""
 
 
-def parse_sizes(option: str, asked: Asked | Sequence[Asked] | None) -> tuple[Size, ...]:
+def parse_sizes(option: str, asked: Asked | Sequence[Asked]) -> tuple[Size, ...]:
     """All sizes that `asked` names, in its order; a list holds several. Raises UserError with the `option`'s name."""
-    if asked is None:
-        return ()
     if isinstance(asked, list):
         return tuple(size for each in asked for size in parse_sizes(option, each))
     if isinstance(asked, tuple) and len(asked) == 2 and all(isinstance(side, int) for side in asked):
