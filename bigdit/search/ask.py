@@ -297,13 +297,8 @@ def pin_problems(cluster: Cluster, pins: Pins, gpu: Gpu | None) -> list[str]:
     refusals = [_refusals(cluster, pins, gpu, base) for base in bases]
     if all(refusals):
         why = "; or: ".join(min(each, key=len) for each in refusals)
-        pinned = {
-            "engine": pins.engine,
-            "optimizer": pins.optimizer,
-            "precision": pins.precision,
-            "lora": pins.lora_rank,
-        }
-        named = ", ".join(f"--{name} {value}" for name, value in pinned.items() if value is not None)
+        pinned = pins.model_dump(include={"engine", "optimizer", "precision", "lora_rank"}, exclude_none=True)
+        named = ", ".join(f"{_OPTIONS.get(name, f'--{name}')} {value}" for name, value in pinned.items())
         problems.append(f"{named}: no strategy has this: {why}")
     return problems
 
