@@ -61,7 +61,8 @@ def compare(gpu: Card = None, receipts: Folder = None, as_json: Json = False) ->
             checked, notices = check(own, card, emulated)
         lines = summary(checked)
         band = memory_band(checked)
-        lines += [] if band is None else [f"plans for this card take {band[0]:.1%} more memory into account: {band[1]}"]
+        if band is not None:
+            lines.append(f"plans for this card take {band.share:.1%} more memory into account: {band.source}")
         kinds = [calibration(checked, each.receipt.strategy) for each in checked]
         lines += dict.fromkeys(f"their speed is calibrated by {kind.source}" for kind in kinds if kind is not None)
         for line in notices:

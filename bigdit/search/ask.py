@@ -37,9 +37,6 @@ _OPTIONS = {
 
 _THOUSANDS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9}
 
-WORDS = (None, "none", "aspect")
-"""What `buckets` may be beside sizes."""
-
 Found = TypeVar("Found")
 
 
@@ -58,9 +55,10 @@ def question_for(model: str | None = None, gpu: str | None = None, **options: An
     if card is not None and (reserved or 0) >= card.told_bytes:
         has = gib(card.told_bytes)
         problems.append(f"--reserve {asked.reserve} leaves nothing of the {card.name}, which has {has}")
-    sizes = _attempt(problems, "--resolution", lambda: _sizes("--resolution", asked.resolution)) or ()
-    sized = None if asked.buckets in WORDS else asked.buckets
-    more = _attempt(problems, "--buckets", lambda: _sizes("--buckets", sized)) or ()
+    own = [] if asked.resolution is None else asked.resolution
+    sizes = _attempt(problems, "--resolution", lambda: parse_sizes("--resolution", own)) or ()
+    sized = [] if asked.buckets is None or asked.buckets in ("none", "aspect") else asked.buckets
+    more = _attempt(problems, "--buckets", lambda: parse_sizes("--buckets", sized)) or ()
     count = _attempt(problems, "--images", lambda: _count("--images", asked.images))
     host = _attempt(problems, "--host-memory", lambda: _host_memory(asked.host_memory))
     folder = _attempt(problems, "--receipts", lambda: _folder("--receipts", asked.receipts))
@@ -143,10 +141,6 @@ def _text(option: str, asked: Any, wanted: str = "a text was expected") -> str |
     return None if asked is None else str(asked)
 
 
-def _sizes(option: str, asked: Asked | Sequence[Asked] | None) -> tuple[Size, ...]:
-    return () if asked is None else parse_sizes(option, asked)
-
-
 def _whole(asked: int | str | None) -> int | str | None:
     """`12` as a number, and any other text as it is."""
     return int(asked) if isinstance(asked, str) and re.fullmatch(r"\d{1,18}", asked) else asked
@@ -217,20 +211,19 @@ def _sound(kind: type[Strict], given: Mapping[str, Any], problems: list[str]) ->
 
 
 ASPECTS: tuple[Size, ...] = ((1, 1), (4, 3), (3, 4), (16, 9), (9, 16))
-"""Width to height of the usual formats of pictures, for `aspect`."""
+"""Width to height of the usual formats of images, for `aspect`."""
 
 
 def parse_sizes(option: str, asked: Asked | Sequence[Asked]) -> tuple[Size, ...]:
     """All sizes that `asked` names, in its order; a list holds several. Raises UserError with the `option`'s name."""
     if isinstance(asked, list):
         return tuple(size for each in asked for size in parse_sizes(option, each))
-    if isinstance(asked, str):
-        return tuple(_square(parse_resolution(part, option)) for part in asked.split(","))
-    if isinstance(asked, int):
-        return (_square(parse_resolution(str(asked), option)),)
     if isinstance(asked, tuple) and len(asked) == 2 and all(isinstance(side, int) for side in asked):
-        return (_square(parse_resolution("x".join(map(str, asked)), option)),)
-    raise UserError(f"{option} expects pixels such as 1024, (480, 832) or a list of them, and {asked!r} was found")
+        asked = "x".join(map(str, asked))
+    if not isinstance(asked, int | str):
+        raise UserError(f"{option} expects pixels such as 1024, (480, 832) or a list of them, and {asked!r} was found")
+    parsed = [parse_resolution(part, option) for part in str(asked).split(",")]
+    return tuple((each, each) if isinstance(each, int) else each for each in parsed)
 
 
 def aspect_sizes(model: CatalogModel, size: Size) -> tuple[Size, ...]:
@@ -250,10 +243,6 @@ def aspect_sizes(model: CatalogModel, size: Size) -> tuple[Size, ...]:
 def written(size: Size) -> str:
     """As `parse_sizes` reads it: `1024`, `480x832`."""
     return str(size[0]) if size[0] == size[1] else f"{size[0]}x{size[1]}"
-
-
-def _square(parsed: int | Size) -> Size:
-    return (parsed, parsed) if isinstance(parsed, int) else parsed
 
 
 def cluster_problems(cluster: Cluster, pins: Pins, global_batch_size: int | None, gpu: Gpu | None) -> list[str]:
@@ -308,7 +297,9 @@ def pin_problems(cluster: Cluster, pins: Pins, gpu: Gpu | None) -> list[str]:
     refusals = [_refusals(cluster, pins, gpu, base) for base in bases]
     if all(refusals):
         why = "; or: ".join(min(each, key=len) for each in refusals)
-        problems.append(f"{_named(pins)}: no strategy has this: {why}")
+        pinned = pins.model_dump(include={"engine", "optimizer", "precision", "lora_rank"}, exclude_none=True)
+        named = ", ".join(f"{_OPTIONS.get(name, f'--{name}')} {value}" for name, value in pinned.items())
+        problems.append(f"{named}: no strategy has this: {why}")
     return problems
 
 
@@ -316,7 +307,10 @@ def _refusals(cluster: Cluster, pins: Pins, gpu: Gpu | None, base: str | None) -
     """Why each strategy with these pins is refused, adapters over a `base`; none where one is not."""
     # One process is taken for the engine single on several cards: cluster_problems says what is wrong there.
     engines = (pins.engine,) if pins.engine else get_args(EngineChoice)[cluster.gpus > 1 :]
-    precisions = (pins.precision,) if pins.precision else _computed(gpu)
+    smallest_first = reversed(get_args(Precision))
+    computed = [each for each in smallest_first if gpu is None or not precision_problems(gpu, each)]
+    precisions = [pins.precision] if pins.precision else computed
+    place: Literal["gpu", "cpu"] = "cpu" if pins.ema == "cpu" else "gpu"
     refusals = []
     for engine, precision in itertools.product(engines, precisions):
         try:
@@ -326,7 +320,7 @@ def _refusals(cluster: Cluster, pins: Pins, gpu: Gpu | None, base: str | None) -
                 micro_batch_size=pins.micro_batch_size or 1,
                 precision=precision,
                 optimizer=OptimizerSpec(name=pins.optimizer or "adamw"),
-                ema=None if pins.ema == "none" else EmaSpec(device=_place(pins.ema), widths=pins.ema_widths),
+                ema=None if pins.ema == "none" else EmaSpec(device=place, widths=pins.ema_widths),
                 lora=None if base is None else LoraSpec.model_validate({"rank": pins.lora_rank, "base": base}),
                 features=pins.features,
             )
@@ -335,21 +329,6 @@ def _refusals(cluster: Cluster, pins: Pins, gpu: Gpu | None, base: str | None) -
         else:
             return []
     return refusals
-
-
-def _place(ema: str) -> Literal["gpu", "cpu"]:
-    return "cpu" if ema == "cpu" else "gpu"
-
-
-def _computed(gpu: Gpu | None) -> list[Precision]:
-    """The precisions that the card computes, the smallest types first."""
-    return [each for each in reversed(get_args(Precision)) if gpu is None or not precision_problems(gpu, each)]
-
-
-def _named(pins: Pins) -> str:
-    """The pins that a strategy can be refused for, as options."""
-    pinned = {"engine": pins.engine, "optimizer": pins.optimizer, "precision": pins.precision, "lora": pins.lora_rank}
-    return ", ".join(f"--{name} {value}" for name, value in pinned.items() if value is not None)
 
 
 def fitting_shape(
@@ -369,9 +348,7 @@ def fitting_shape(
 def _of_size(problem: str, size: Size | None, option: str) -> str:
     if "frames" in problem:
         return f"--frames: {problem}"
-    if size is None:
-        return f"{option}: {problem}"
-    return f"{option} {written(size)}: {problem}"
+    return f"{option}: {problem}" if size is None else f"{option} {written(size)}: {problem}"
 
 
 def model_fits(model: CatalogModel, pins: Pins, shape: BatchShape | None) -> list[str]:

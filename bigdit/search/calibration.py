@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -17,7 +19,7 @@ from bigdit.receipt import Receipt
 from bigdit.search.plan import Band
 from bigdit.search.question import Question
 from bigdit.spec import Strategy, Strict
-from bigdit.speed.calibration import Calibration, calibration_of
+from bigdit.speed.calibration import Calibration
 from bigdit.speed.cluster import Cluster
 from bigdit.speed.seconds import StepTime
 from bigdit.speed.step import step_time
@@ -61,8 +63,7 @@ class Evidence:
     @property
     def band(self) -> Band:
         """How far off the reserved peak may be."""
-        found = memory_band(self.checked)
-        known = UNPROVED if found is None else Band(share=found[0], source=found[1])
+        known = memory_band(self.checked) or UNPROVED
         # receipts of other models say nothing of experts
         return max(known, UNPROVED_ROUTED, key=lambda band: band.share) if self.routed else known
 
@@ -73,9 +74,8 @@ class Evidence:
     def source(self, strategy: Strategy) -> str:
         """Where the seconds come from, in a sentence."""
         found = self.calibration(strategy)
-        if found is None:
-            return "a roofline with published efficiencies; no receipt of this GPU calibrates it"
-        return found.source
+        unknown = "a roofline with published efficiencies; no receipt of this GPU calibrates it"
+        return unknown if found is None else found.source
 
 
 class Learnt(Strict):
@@ -131,14 +131,21 @@ def calibration(checked: Iterable[Checked], strategy: Strategy) -> Calibration |
     emulated GPUs, which run no kernel, say nothing.
     """
     alike = [each for each in _real(checked) if _kind(each.receipt.strategy) == _kind(strategy)]
-    timed = [(each.receipt.seconds_per_step, each) for each in alike]
-    ratios = [seconds / each.step.seconds.middle for seconds, each in timed if seconds is not None]
-    devices = sorted({each.receipt.device for _, each in timed})
-    return calibration_of(ratios, f"{', '.join(devices)}, {_kind(strategy)}")
+    timed = [(each.receipt.seconds_per_step, each.step.seconds.middle) for each in alike]
+    ratios = [seconds / predicted for seconds, predicted in timed if seconds is not None]
+    if not ratios:
+        return None
+    median, count = statistics.median(ratios), len(ratios)
+    spread = max(abs(math.log(ratio / median)) for ratio in ratios)
+    devices = ", ".join(sorted({each.receipt.device for each in alike}))
+    seen = f"{count} receipt{'s' * (count > 1)} of {devices}, {_kind(strategy)}"
+    apart = f", to {math.expm1(spread):.0%} either way" if count > 1 else ", once"
+    source = f"{seen}: steps took {median:.2f} times the middle of the roofline{apart}"
+    return Calibration(ratio=median, spread=spread, count=count, source=source)
 
 
-def memory_band(checked: Iterable[Checked]) -> tuple[float, str] | None:
-    """How far off the reserved peak may be, as a share of it, and where that comes from; None without measurements.
+def memory_band(checked: Iterable[Checked]) -> Band | None:
+    """How far off the reserved peak may be; None without measurements.
 
     The largest error that n receipts show is exceeded by the next with probability 1 / (n + 1); (n + 1) / n of it
     is what the largest error is where errors are spread evenly up to it (the estimator of a uniform distribution's
@@ -153,7 +160,9 @@ def memory_band(checked: Iterable[Checked]) -> tuple[float, str] | None:
     count = len(errors)
     share = min(max(errors) * (count + 1) / count + UNPROVED.share / (count + 1), 0.99)
     seen = f"{count} receipt{'s' * (count > 1)} of this GPU, off by {max(errors):.1%} at most"
-    return share, f"{seen}, and 1/{count + 1} of the {UNPROVED.share:.1%} that is assumed without any"
+    return Band(
+        share=share, source=f"{seen}, and 1/{count + 1} of the {UNPROVED.share:.1%} that is assumed without any"
+    )
 
 
 def learnt(gpu: Gpu, checked: list[Checked]) -> Learnt:
@@ -164,8 +173,8 @@ def learnt(gpu: Gpu, checked: list[Checked]) -> Learnt:
     return Learnt(
         gpu=gpu.name,
         receipts=len(checked),
-        band_share=None if band is None else band[0],
-        band_source=None if band is None else band[1],
+        band_share=None if band is None else band.share,
+        band_source=None if band is None else band.source,
         speeds={kind: speed for kind, speed in speeds.items() if speed is not None},
     )
 

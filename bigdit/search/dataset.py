@@ -91,6 +91,7 @@ def dataset_need(question: Question, batch: BatchShape, encoding: Encoding) -> D
     texts = _texts(question.model, batch)
     padded = sum(each.padded for each in texts)
     text = sum((each.stored for each in texts), Interval(low=0, high=0))
+    kind = "video" if question.model.video else "image"
     sample = latents + (LABELLED_ROW_BYTES if batch.text is None else ROW_BYTES)
     first = _first_frame_bytes(question.model, batch)
     sample += first + FRAMED_BYTES if first else 0
@@ -106,8 +107,8 @@ def dataset_need(question: Question, batch: BatchShape, encoding: Encoding) -> D
         store_bytes=store,
         extraction_seconds=extraction,
         notes=(
-            *_text_notes(texts, images, "video" if question.model.video else "image"),
-            *_first_frame_notes(first),
+            *(_text_notes(texts, padded, text, images, kind) if texts else ()),
+            *([_first_frame_note(first)] if first else ()),
             _disk_note(store),
             *_part_notes(sample + text.high),
             *_extraction_notes(question.model, batch, known=bool(encoding)),
@@ -173,19 +174,14 @@ def _first_frame_bytes(model: CatalogModel, batch: BatchShape) -> int:
     return (math.prod(batch.latents) + CLIP_TOKENS * (model.spec.kwargs.get("image_dim") or 0)) * STORED_BYTES
 
 
-def _first_frame_notes(nbytes: int) -> list[str]:
-    if not nbytes:
-        return []
-    return [
+def _first_frame_note(nbytes: int) -> str:
+    return (
         f"the first frame of each video takes {written(nbytes)} beside it; a second pass of the VAE, as long as that "
         "over the video, and the image encoder's are not in the time of extraction"
-    ]
+    )
 
 
-def _text_notes(texts: Sequence[_Text], images: int, sample: str) -> list[str]:
-    if not texts:
-        return []
-    padded, stored = sum(each.padded for each in texts), sum((each.stored for each in texts), Interval(low=0, high=0))
+def _text_notes(texts: Sequence[_Text], padded: int, stored: Interval, images: int, sample: str) -> list[str]:
     said = (
         f"padded to {' and '.join(map(str, texts))} in bf16, the text of each {sample} takes {written(padded)}, and "
         f"that of all {written(padded * images)}"
@@ -214,26 +210,21 @@ def _part_notes(sample_bytes: float) -> list[str]:
 
 def _disk_note(store: Interval) -> str:
     disks = math.ceil(store.high / DISK_BYTES)
-    size = (
-        f"the store takes {written(store.low)} to {written(store.high)}"
-        if store.low < store.high
-        else (f"the store takes {written(store.high)}")
-    )
+    least = f"{written(store.low)} to " if store.low < store.high else ""
+    size = f"the store takes {least}{written(store.high)}"
     if disks == 1:
         return f"{size}, {store.high / DISK_BYTES:.1%} of a disk of {written(DISK_BYTES)}"
     return f"{size}: up to {disks} disks of {written(DISK_BYTES)}"
 
 
 def _extraction_notes(model: CatalogModel, batch: BatchShape, *, known: bool) -> list[str]:
-    notes = []
+    notes = [f"how long extraction takes is not known: the catalogue has not all encoders of {model.name}"]
     if known:
         filled = "" if batch.text is None else f", with captions that fill all {batch.text[0]} tokens"
-        notes.append(
+        notes = [
             f"extraction is what the encoders compute on the GPUs{filled}; reading and decoding images is not in "
             "it, and `bigdit extract` without a GPU takes longer"
-        )
-    else:
-        notes.append(f"how long extraction takes is not known: the catalogue has not all encoders of {model.name}")
+        ]
     if model.training_obstacle is not None:
         notes.append(f"such a store cannot be trained from yet: {model.training_obstacle}")
     return notes
@@ -323,7 +314,7 @@ def room(gpu: Gpu, processes: int = 1, kept_free: float = 0.0) -> float:
     return gpu.usable_bytes * (1 - kept_free) / processes - context.high_bytes
 
 
-def encoders_need(encoding: Mapping[int, Attempt], text_bytes: int | None = None, frames: int = 1) -> EncodersNeed:
+def encoders_need(encoding: Encoding, text_bytes: int | None = None, frames: int = 1) -> EncodersNeed:
     """What attempts with one sample, and with more, say. `text_bytes`: of the text encoders' weights as they are
     loaded, where they are known to be more: a folder's may have parts that encode no text."""
     few, many = min(encoding), max(encoding)

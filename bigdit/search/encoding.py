@@ -72,10 +72,9 @@ def encode_batch(run: RunConfig, gpu: Gpu, processes: int = 1) -> EncodeBatch | 
     if not requests:
         return None
     text = run.encoders.text
-    frames = frames_of(_largest(run))
     with Cards(gpu, 1) as cards:
         encoding = {samples: cards.attempt(request) for samples, request in requests.items()}
-    need = encoders_need(encoding, None if text is None else text_bytes(text), frames)
+    need = encoders_need(encoding, None if text is None else text_bytes(text), frames_of(_largest(run)))
     way = need.way(gpu, processes)
     within = room(gpu, processes, KEPT_FREE)
     sizes = (1 << power for power in reversed(range(MOST.bit_length())))
@@ -94,8 +93,7 @@ def _said(found: EncodeBatch, run: RunConfig, gpu: Gpu, workers: int, processes:
     share = "" if processes == 1 else f" of each of {processes} workers"
     return (
         f"and even that does not fit the {gpu.title} (emulated): {gib(nbytes)} are needed for the {name}{share}, "
-        f"and {gib(max(room(gpu, processes), 0))} are free; "
-        f"{_less(name, run, processes)}"
+        f"and {gib(max(room(gpu, processes), 0))} are free; {_less(name, run, processes)}"
     )
 
 

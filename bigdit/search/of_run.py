@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,18 +63,15 @@ def questions_of(path: Path, overrides: Sequence[str], asked: Mapping[str, Any])
 def unpinned(path: Path, overrides: Sequence[str]) -> list[str]:
     """What a run says that its plan does not pin, or is not of, as lines: one a key, whichever stage says it."""
     documents, _ = read_stages(path, overrides)
-    said = {(key, str(found)) for document in documents for key, found in _beside_pins(document)}
+    said = set()
+    for (key, of), document in itertools.product(_UNPINNED.items(), documents):
+        found = at(document, key.split("."))
+        if found is not None and found != of.model_fields[key.rsplit(".", 1)[1]].default:
+            said.add((key, str(found)))
     lines = [f"{key} is {found}, which plans do not pin: this one chooses by itself" for key, found in sorted(said)]
     if any(at(document, ["train", "compile_blocks"]) for document in documents):
         lines.append(COMPILED)
     return [f"{path}: {line}" for line in lines]
-
-
-def _beside_pins(document: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    for key, of in _UNPINNED.items():
-        found = at(document, key.split("."))
-        if found is not None and found != of.model_fields[key.rsplit(".", 1)[1]].default:
-            yield key, found
 
 
 def _question(document: dict[str, Any], asked: Mapping[str, Any]) -> Question:
@@ -112,10 +110,7 @@ def _question(document: dict[str, Any], asked: Mapping[str, Any]) -> Question:
         **{**asked, "gpus": gpus or asked.get("gpus")},
     )
     held_out = 0 if run.validation is None else run.validation.samples
-    seen: dict[str, Any] = {
-        "held_out": held_out,
-        "samples": None if run.samples is None else host_weights(run.encoders),
-    }
+    seen: dict[str, Any] = {"held_out": held_out, "samples": run.samples and host_weights(run.encoders)}
     if question.images is not None and question.images <= held_out:
         raise UserError(f"validation.samples is {held_out}, and --images {question.images} leaves none to train on")
     if run.train.epochs is not None:
@@ -174,17 +169,13 @@ def instead(field: str, value: Any) -> str:
 
 def _said(field: str, value: Any) -> str:
     if field == "engine":
-        return _of_preset(value)
+        name, _, offload = value.partition("-")
+        if name.startswith("zero"):
+            return "engine.name=deepspeed, and --set engine.ds_config=FILE with its stage"
+        return f"engine.name={name}{' --set engine.cpu_offload=true' if offload else ''}"
     if field == "features":
         return f"data.features={'online' if value == 'online' else 'FOLDER'}"
     if field == "ema":
         return {"none": "train.ema=null", "auto": "train.ema={}"}.get(value, f"train.ema.device={value}")
     known = OPTIONS[field]
     return known["instead"] or f"{known['key']}={f'[{value}]' if field == 'ema_widths' else value}"
-
-
-def _of_preset(preset: str) -> str:
-    name, _, offload = preset.partition("-")
-    if name.startswith("zero"):
-        return "engine.name=deepspeed, and --set engine.ds_config=FILE with its stage"
-    return f"engine.name={name}{' --set engine.cpu_offload=true' if offload else ''}"

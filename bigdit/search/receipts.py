@@ -47,8 +47,8 @@ def read(places: Iterable[Path]) -> tuple[list[Receipt], list[str]]:
 
 def of_card(receipts: Iterable[Receipt], card: Gpu, *, emulated: bool = False) -> list[Receipt]:
     """The newest receipts of this card, or of emulated ones of its kind, whose steps all had one shape."""
-    own = [each for each in receipts if each.emulated == emulated and _is(each.device, card)]
-    return [each for each in own if each.buckets == 1][-NEWEST:]
+    alike = [each for each in receipts if each.emulated == emulated and each.buckets == 1]
+    return [each for each in alike if _is(each.device, card)][-NEWEST:]
 
 
 def left_out(receipts: Iterable[Receipt], card: Gpu) -> list[str]:

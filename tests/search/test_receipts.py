@@ -161,17 +161,18 @@ def test_measured_peaks_give_the_band(cards):
     checked, _ = check([receipt_of(measured_peak_reserved_bytes=each) for each in measured], A100, cards)
     band = memory_band(checked)
     assert band is not None
-    assert band[0] == pytest.approx(0.02 * 4 / 3 + UNPROVED.share / 4, rel=1e-3)
-    assert band[1] == "3 receipts of this GPU, off by 2.0% at most, and 1/4 of the 0.3% that is assumed without any"
+    assert band.share == pytest.approx(0.02 * 4 / 3 + UNPROVED.share / 4, rel=1e-3)
+    assert band.source == "3 receipts of this GPU, off by 2.0% at most, and 1/4 of the 0.3% that is assumed without any"
 
 
 def test_one_receipt_that_is_met_to_the_byte_leaves_half_of_what_is_assumed(cards):
     (seen,), _ = check([receipt_of()], A100, cards)
     met = receipt_of(measured_peak_reserved_bytes=seen.peak_reserved_bytes)
     checked, _ = check([met], A100, cards)
-    share, why = memory_band(checked) or (0, "")
-    assert share == UNPROVED.share / 2
-    assert why == "1 receipt of this GPU, off by 0.0% at most, and 1/2 of the 0.3% that is assumed without any"
+    band = memory_band(checked)
+    assert band is not None
+    assert band.share == UNPROVED.share / 2
+    assert band.source == "1 receipt of this GPU, off by 0.0% at most, and 1/2 of the 0.3% that is assumed without any"
     calibrated = calibration(checked, met.strategy)
     assert calibrated is not None
     assert calibrated.source.endswith("times the middle of the roofline, once")
