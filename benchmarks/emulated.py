@@ -7,8 +7,7 @@ from bigdit.memory.process import ByteRange, beside_training
 from bigdit.profile.attempt import Attempt
 from bigdit.spec import Strategy
 from bigdit.speed.cluster import Cluster
-from bigdit.speed.launches import launches_of
-from bigdit.speed.seconds import StepTime
+from bigdit.speed.seconds import StepTime, launches_of
 from bigdit.speed.step import step_time
 from bigdit.speed.work import work_of
 

@@ -188,21 +188,10 @@ def bench(draw: st.DrawFn) -> Written:
 
 
 @st.composite
-def by_turns(draw: st.DrawFn) -> Written:
-    what, known = draw(
-        st.sampled_from([
-            ("step", ("--steps",)),
-            ("loader", ("--batches", "--rounds")),
-            ("extract", ("--pictures", "--workers", "--rounds")),
-            ("optimizer", ("--model", "--blocks", "--optimizer", "--rounds")),
-        ])
-    )  # fmt: skip
-    of_model = what == "optimizer" and draw(st.booleans())
-    asked = ["--model", draw(st.sampled_from(["sana-600m", "dit-s-2-paper"]) | TEXTS)] if of_model else []
+def step(draw: st.DrawFn) -> Written:
     overrides = [part for each in draw(st.lists(OVERRIDES, max_size=2)) for part in ("--set", each)]
-    config = [] if of_model else ["--config", "run.yaml", *overrides]
     written = {"run.yaml": draw(texts(RECIPE, yaml.safe_dump))}
-    return Written(["bench", what, *asked, *config, *draw(options(*known))], written)
+    return Written(["bench", "step", "--config", "run.yaml", *overrides, *draw(options("--steps"))], written)
 
 
 @st.composite
@@ -225,7 +214,7 @@ def others(draw: st.DrawFn) -> Written:
     return Written([*command, *draw(options(*known))], {"store/features.json": draw(texts(RECIPE, _json))})
 
 
-WRITTEN = st.one_of(train(), train(), plan(), profile(), bench(), by_turns(), others())
+WRITTEN = st.one_of(train(), train(), plan(), profile(), bench(), step(), others())
 
 
 class Hung(BaseException):
@@ -241,9 +230,6 @@ def unanswered() -> Iterator[None]:
         patch("bigdit.profile.cards.Cards", side_effect=sound),
         patch("bigdit.bench.memory.MemoryBenchmark.curves", side_effect=sound),
         patch("bigdit.bench.step.bench_step", side_effect=sound),
-        patch("bigdit.bench.loader.bench_loader", side_effect=sound),
-        patch("bigdit.bench.extract.bench_extract", side_effect=sound),
-        patch("bigdit.bench.optimizer.contestants", side_effect=sound),
     ):
         yield
 

@@ -9,7 +9,9 @@ this project installs, with a CUDA build of torch and torchvision; `2024`, `2023
 of cogvideox-factory's, of fast-DiT's and of finetrainers' time, and `simpletuner` what it asks for (Python 3.12). Found
 figures are kept in peers_found.json, a row at a time, so that rows can be run again by their ids. The data is noise:
 pictures in dog/ and imagenet/CLASS/, fast-DiT's features/, latents and embeddings in cogvideox/, mp4 files with their
-prompts.txt and videos.txt in videos/; simpletuner.json is SimpleTuner's data backend of dog/, whose caches are empty.
+prompts.txt and videos.txt in videos/; simpletuner.json is SimpleTuner's data backend of dog/, whose caches are empty;
+icons/ has 23 pictures of 1024 × 1024 with a metadata.jsonl, hidream/ and llama/ the configs and tokenizers of
+HiDream-I1-Dev, whose CLIPs have 248 positions, and Llama 3.1, and nf4.json what bitsandbytes is asked for.
 
 With --beside bigdit trains what some of the scripts train, on the same cards: the rows of beside/rows.json, whose
 figures are kept in beside/found.json. With `--side bigdit` the scripts' figures stay as they are: where bigdit has
@@ -104,7 +106,7 @@ def run(
         command += ["--processes", str(row.get("cards", 1))]
         command += ["--steps", str(row["steps"])] if "steps" in row else []
         for name in row["fake"]:
-            command += ["--fake-weights", name]
+            command += ["--fake-weights", name.format(data=data)]
         command += ["--", python, *shlex.split(text)]
         folder = projects / row["project"] / row.get("folder", "")
         environment = os.environ | row.get("variables", {})
@@ -244,7 +246,13 @@ NOTES = """## What differs, and why
   batch 1 agrees as well (43.848 published, 43.953 / 43.566 emulated), and batch 4 does not (48.341; 46.086 / 40.828).
   When emulated, batch 4 takes less than batch 1 where the first step is skipped, since its cached blocks hold AdamW's
   state; the published figures rise.
-- fastdit-3: its peak is the VAE's, at a batch of 128; 0.971 is with the first step skipped.
+- fastdit-3: its peak is the VAE's, at a batch of 128 in TF32. Without cuDNN's workspaces it was 1.072, and 0.971 with
+  the first step skipped. With copies of input, weight and result, as an H200 takes them, the process takes 47.25 GiB at
+  least, which is too much. So emulated cards of Ampere copy input and weight alone in TF32.
+- diffusers-hidream-lora, -nf4: the peak is the VAE's, encoding in bf16 beside all encoders. Without the workspaces it
+  was 59.682 and 36.658. Copies of input, weight and result are 512 MiB. The peak rises by half of it and the weight's:
+  without them it lies where the residual is scaled, with 256 MiB more than at the convolution. What is left is 77,312
+  bytes too much, and 6 MB with nf4.
 - fastdit-4: its authors' log is of May 2023. timm's attention was not fused before 0.9 (a matrix of 256 × 256 for
   each head and sample, several times over), and accelerate 0.19 kept gradients as zeros between steps, where it now
   frees them. `fastdit-4-2023` is the same script with timm 0.6.13 and accelerate 0.19.0, on today's torch: that
@@ -291,7 +299,9 @@ def _ratios(row: dict[str, Any], found: dict[str, Any]) -> list[str]:
     published = row.get("published_gib")
     if not published:
         return ["–"]
-    if row.get("metric") == "process":
+    if row.get("metric") == "allocated":
+        values = [each["allocated_gib"] for each in found["runs"]]
+    elif row.get("metric") == "process":
         values = [sum(each["process_gib"]) / 2 for each in found["runs"] if not each.get("out_of_memory")]
     else:
         values = found.get("said_gib") or [each["reserved_gib"] for each in found["runs"]]

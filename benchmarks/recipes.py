@@ -44,12 +44,12 @@ from bigdit.profile.request import StepRequest, request_for
 from bigdit.receipt import Receipt
 from bigdit.recipes.recipe import MEASURED, Extraction, Recipe, Saved, Took, names, recipe
 from bigdit.search.answer import make_plan
-from bigdit.search.asking.ask import question_for
-from bigdit.search.needs.host import host_need
+from bigdit.search.ask import question_for
+from bigdit.search.host import host_need
 from bigdit.search.plan import Plan
 from bigdit.search.question import Question
 from bigdit.speed.cluster import Cluster
-from bigdit.speed.interval import Interval
+from bigdit.speed.seconds import Interval
 from bigdit.store.null_text import write_null_text
 from bigdit.store.part import Encoded, part_path, write_part
 from bigdit.store.schema import FILE, StoreSchema, part_identity, schema_text, store_identity

@@ -31,8 +31,8 @@ from bigdit.engines.state import places
 from bigdit.files import write_text
 from bigdit.objective_spec import FlowMatchingSpec
 from bigdit.profile.cards import Cards
-from bigdit.profile.data import batch
 from bigdit.profile.request import request_for
+from bigdit.profile.steps import batch
 from bigdit.profile.unwritten import unwritten_weights
 from bigdit.train.step import train_step
 from bigdit.units import gib

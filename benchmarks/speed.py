@@ -19,8 +19,7 @@ from bigdit import catalog
 from bigdit.config.strategy import parse_strategy
 from bigdit.profile.cards import Cards
 from bigdit.profile.request import request_for
-from bigdit.speed.interval import Interval
-from bigdit.speed.seconds import NO_TIME, StepTime
+from bigdit.speed.seconds import NO_TIME, Interval, StepTime
 
 HERE = Path(__file__).parent
 

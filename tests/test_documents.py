@@ -19,7 +19,7 @@ from bigdit.config.plan_file import read_plan_file
 from bigdit.config.strategy import parse_strategy
 from bigdit.documents import parse_json, parse_yaml
 from bigdit.errors import UserError
-from bigdit.search.finding.receipts import read as read_receipts
+from bigdit.search.receipts import read as read_receipts
 from bigdit.sources.open import open_source
 
 PLAIN = st.recursive(

@@ -9,7 +9,7 @@ from diffusers import AutoencoderKL
 from tiny_sources import opened, save
 
 from bigdit import models
-from bigdit.checkpoint.parts import part_problem
+from bigdit.checkpoint.pipeline import part_problem
 from bigdit.config.encoders import TextEncoderConfig, VaeCodec
 from bigdit.encoders.codecs import load_image_codec
 from bigdit.encoders.load import load_text_encoder

@@ -16,16 +16,14 @@ from bigdit import catalog
 from bigdit.config.strategy import parse_strategy
 from bigdit.profile.attempt import UNLIMITED, Attempt
 from bigdit.profile.cards import LARGEST_MICRO_BATCH, Cards
-from bigdit.search.asking.ask import question_for
-from bigdit.search.finding.candidates import Candidate, Option, Planner
-from bigdit.search.finding.confirm import Confirmed, Ran
-from bigdit.search.finding.evidence import UNPROVED, Evidence
-from bigdit.search.finding.space import Proposal
-from bigdit.search.finding.verdict import process, safe_bytes, verdict_of
-from bigdit.search.needs.schedule import run
+from bigdit.search.ask import question_for
+from bigdit.search.calibration import UNPROVED, Evidence
+from bigdit.search.candidates import Candidate, Option, Planner, process, safe_bytes, verdict_of
+from bigdit.search.explain import BUCKETS, DEEPSPEED_BUCKET, changes, waterfall
+from bigdit.search.making import run
 from bigdit.search.predict import Arrangement
-from bigdit.search.telling.changes import BUCKETS, DEEPSPEED_BUCKET, changes
-from bigdit.search.telling.waterfall import waterfall
+from bigdit.search.solve import Confirmed, Ran
+from bigdit.search.space import Proposal
 from bigdit.spec import EmaSpec, Strategy
 from bigdit.speed.cluster import Cluster
 from bigdit.speed.seconds import StepTime

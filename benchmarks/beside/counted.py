@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
-from bigdit.profile.launched import Launched, launched
+from bigdit.profile.attempt import Launched, launched
 from bigdit.units import GIB
 
 WARM = 2
@@ -39,8 +40,7 @@ def work(report: dict[str, Any], steps: int) -> dict[str, Any]:
     chunks, rest = divmod(len(account["work_by_step"]), steps)
     assert not rest, f"{len(account['work_by_step'])} steps of optimizers are no {steps} of a training"
     counted = account["work_by_step"][WARM * chunks :]
-    nothing = dict.fromkeys(counted[0], 0)
-    total = sum((launched(nothing, each) for each in counted), start=launched(nothing, nothing))
+    total = sum((launched({}, each) for each in counted), start=launched({}, {}))
     return _a_step(total, steps - WARM)
 
 
@@ -50,10 +50,12 @@ def _peak(card: dict[str, Any], name: str, *, training: bool) -> float:
 
 
 def _a_step(total: Launched, steps: int) -> dict[str, Any]:
+    each = defaultdict(float, {name: round(count / steps, 1) for name, count in total.counts.items()})
+    copies = {name[7:].replace("_", " "): each[name] for name in sorted(each) if name.startswith("copies_")}
     return {
-        "kernels": round(total.kernels / steps, 1),
-        "library_calls": round(total.library_calls / steps, 1),
-        "fills": round(total.fills / steps, 1),
-        "copies": {way: round(copies.count / steps, 1) for way, copies in sorted(total.copies.items())},
-        "waits": round(total.host_syncs / steps, 1),
+        "kernels": each["launches"],
+        "library_calls": each["library_calls"],
+        "fills": each["fills"],
+        "copies": copies,
+        "waits": each["host_syncs"],
     }

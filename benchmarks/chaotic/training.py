@@ -7,7 +7,7 @@ import signal
 import time
 from pathlib import Path
 
-from bigdit.checkpoint.prune import kept_steps
+from bigdit.checkpoint.saver import kept_steps
 from chaotic import moments
 from chaotic.checks import STEPS, Course, check_safe, check_whole, end_of, end_well, rows_of, steps_of
 from chaotic.processes import LIMIT_S, ChaosError, Door, children, send, stop_all, tree

@@ -22,12 +22,11 @@ from bigdit.profile.attempt import Attempt, Profile
 from bigdit.profile.cards import LARGEST_MICRO_BATCH, Cards, Row, worker_environment
 from bigdit.profile.request import StepRequest, request_for
 from bigdit.search.answer import make_plan
-from bigdit.search.asking.ask import question_for
-from bigdit.search.finding.evidence import UNPROVED
-from bigdit.search.finding.verdict import process, safe_bytes, verdict_of
+from bigdit.search.ask import question_for
+from bigdit.search.calibration import UNPROVED
+from bigdit.search.candidates import process, safe_bytes, verdict_of
 from bigdit.search.plan import Plan, Verdict
-from bigdit.speed.interval import Interval
-from bigdit.speed.seconds import StepTime
+from bigdit.speed.seconds import Interval, StepTime
 
 Say = Callable[[str], None]
 

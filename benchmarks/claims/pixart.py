@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from bigdit.speed.interval import Interval
-from bigdit.speed.seconds import StepTime
+from bigdit.speed.seconds import Interval, StepTime
 from bigdit.units import gib
 from claims.answers import Case, Say, between, plan, ran
 

@@ -6,10 +6,10 @@ from emulated import non_torch
 
 from bigdit import catalog
 from bigdit.config.strategy import parse_strategy
-from bigdit.memory.timeline import Category
+from bigdit.memory import Category
 from bigdit.profile.attempt import Profile
-from bigdit.search.finding.evidence import UNPROVED
-from bigdit.search.finding.verdict import process, verdict_of
+from bigdit.search.calibration import UNPROVED
+from bigdit.search.candidates import process, verdict_of
 from bigdit.search.plan import Plan
 from bigdit.units import gib
 from claims.answers import Case, Say, between, largest, plan, profiles, published_came

@@ -1,10 +1,11 @@
-"""How much faster two workers extract than one, on two cores: by turns, the median of several runs.
+"""How much faster two workers extract than one, or than a loop, on two cores: by turns, the median of several runs.
 
-    python benchmarks/data/extraction.py [--runs 5]
+    python benchmarks/data/extraction.py [--runs 5] [--loop]
 
 Encoders compute on one thread each: an AutoencoderKL and a T5 with random weights. `steady` is what the workers do
 from their first unit on, waiting included; `whole` counts the start of processes, the loading of encoders, and the end
-too, when one worker has nothing left to do.
+too, when one worker has nothing left to do. With `--loop` two workers encode the demo's digits beside a loop that
+opens, crops, encodes and saves them one by one; the start is left out of both.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import argparse
 import json
 import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from dataclasses import dataclass
@@ -20,12 +23,16 @@ from pathlib import Path
 
 import diffusers
 import numpy as np
+import torch
 from PIL import Image
 
 from bigdit import libraries
-from bigdit.config import load_run
-from bigdit.encoders.codecs import load_image_codec
+from bigdit.catalog.resolve import model_spec
+from bigdit.config import RunConfig, load_run
+from bigdit.encoders.buckets import bucket_pixels
+from bigdit.encoders.codecs import load_image_codec, to_unit_range
 from bigdit.encoders.load import load_text_encoder
+from bigdit.extract.extract import extract
 from bigdit.extract.pool import encode_in_workers
 from bigdit.extract.speed import UnitSpeed, read_units, shares_of, worker_speed
 from bigdit.extract.worker import Unit
@@ -33,7 +40,9 @@ from bigdit.sources.open import open_source
 from bigdit.store.schema import StoreSchema, claim
 
 ROOT = Path(__file__).parents[2]
+RECIPE = ROOT / "launch/recipes/digits.yaml"
 COUNT, PART_SIZE, SIDE = 192, 8, 256
+DIGITS, DIGITS_A_PART = 256, 32
 LIMIT = 1.9
 
 
@@ -50,8 +59,13 @@ def main() -> None:
     libraries.prepare()
     parser = argparse.ArgumentParser(description="Time extraction by one worker and by two.")
     parser.add_argument("--runs", type=int, default=5)
-    runs = parser.parse_args().runs
+    parser.add_argument("--loop", action="store_true", help="two workers beside a loop, on the demo's digits")
+    asked = parser.parse_args()
+    runs = asked.runs
     with tempfile.TemporaryDirectory() as name:
+        if asked.loop:
+            beside_a_loop(Path(name), runs)
+            return
         found = [(_timed(Path(name), number, 1), _timed(Path(name), number, 2)) for number in range(runs + 1)][1:]
     for what in ("steady", "whole"):
         ones, twos = ([getattr(pair[i], what) for pair in found] for i in (0, 1))
@@ -69,7 +83,7 @@ def _timed(folder: Path, number: int, workers: int) -> Run:
     if not (folder / "pictures").exists():
         _write(folder)
     run = load_run(
-        ROOT / "launch/recipes/digits.yaml",
+        RECIPE,
         [
             f"data.images={folder / 'pictures'}",
             f"data.features={folder / f'features-{number}-{workers}'}",
@@ -93,8 +107,46 @@ def _timed(folder: Path, number: int, workers: int) -> Run:
     began = time.perf_counter()
     done = encode_in_workers(units, workers, run.encoders, schema, run.data.features, lambda pictures, done: None)
     seconds = time.perf_counter() - began
-    speeds = [worker_speed(name, units) for name, units in read_units(run.data.features).items()]
-    return Run(sum(speed.images_per_s for speed in speeds), COUNT / seconds, done)
+    return Run(_steady(run), COUNT / seconds, done)
+
+
+def _steady(run: RunConfig) -> float:
+    """Pictures a second of all workers from their first unit on."""
+    return sum(worker_speed(*each).images_per_s for each in read_units(run.data.features).items())
+
+
+def beside_a_loop(folder: Path, runs: int) -> None:
+    """Print what both encode a second; a first run of each, which brings files into the page cache, is not counted."""
+    subprocess.run([sys.executable, "launch/digits.py", folder / "digits"], cwd=ROOT, check=True)
+    found = []
+    for number in range(runs + 1):
+        features = folder / f"features-{number}"
+        settings = [f"data.images={folder / 'digits'}", f"data.features={features}", f"data.part_size={DIGITS_A_PART}"]
+        run = load_run(RECIPE, settings)
+        extract(run, model_spec(run.model), 2, end=DIGITS)
+        found.append((_loop(run, folder), _steady(run)))
+    loops, workers = zip(*found[1:], strict=True)
+    ratios = [both / loop for loop, both in found[1:]]
+    print(
+        f"a loop {statistics.median(loops):.0f} images/s, two workers {statistics.median(workers):.0f}: "
+        f"{statistics.median(ratios):.1f} × (each run: {' '.join(f'{ratio:.1f}' for ratio in ratios)}); "
+        f"load {os.getloadavg()[0]:.1f}"
+    )
+
+
+@torch.no_grad()
+def _loop(run: RunConfig, folder: Path) -> float:
+    """Pictures a second of what one would write: one by one, a file each."""
+    codec, text = load_image_codec(run.encoders.image), load_text_encoder(run.encoders.text)
+    items = open_source(run.data).items(0, DIGITS)
+    began = time.perf_counter()
+    for item in items:
+        sample = item.load()
+        _, pixels = bucket_pixels(sample.image, run.data.buckets, codec.color)
+        latents = codec.encode(to_unit_range(torch.tensor(pixels)[None]), [item.index])
+        texts = [each.states for each in text.encode([caption.text for caption in sample.captions])]
+        torch.save({"latents": latents.to(codec.stored_dtype), "texts": texts}, folder / f"{item.index}.pt")
+    return len(items) / (time.perf_counter() - began)
 
 
 def _write(folder: Path) -> None:

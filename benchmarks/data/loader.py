@@ -22,16 +22,15 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch.utils.data import DataLoader, Dataset
 
-from bigdit.bench.loader import data_loader, places
-from bigdit.config.data import DataConfig
 from bigdit.dist import World
 from bigdit.loader.order import Order
 from bigdit.loader.padded import padded
 from bigdit.loader.stream import FeatureStream
 from bigdit.store import FeatureStore
 from bigdit.store.null_text import write_null_text
-from bigdit.store.part import Encoded, part_path, write_part
+from bigdit.store.part import Encoded, Shape, part_path, write_part
 from bigdit.store.schema import FILE, StoreSchema, part_identity, schema_text, store_identity
 from bigdit.store.text import TEXT, Text
 
@@ -90,6 +89,33 @@ def _noise(random: np.random.Generator, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
 
 
+Sample = tuple[torch.Tensor, Text]
+"""Latents and the text of a caption."""
+
+Place = tuple[Shape, int, int]
+"""A sample's bucket, part and row."""
+
+
+class Samples(Dataset[Sample]):
+    """What one would write: a store's samples by their places; each process opens the store for itself."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._store: FeatureStore | None = None
+
+    def __getitem__(self, place: Place) -> Sample:
+        if self._store is None:
+            self._store = FeatureStore.open(self._root)
+        return _sample(self._store, *place)
+
+
+def places(stream: FeatureStream, steps: int) -> Iterator[list[Place]]:
+    """Where the samples of each step's only micro-batch lie."""
+    for step in range(steps):
+        [(bucket, parts, rows, _)] = stream.samples(step)
+        yield [(bucket, *place) for place in zip(parts.tolist(), rows.tolist(), strict=True)]
+
+
 class Bench:
     """Designs that each go once over the samples and return how many they gave, and their bytes."""
 
@@ -103,7 +129,7 @@ class Bench:
         self.steps = self.samples // BATCH
         self.buffer = bytearray(max(file.stat().st_size for file in self.files))
         self.subset = min(SUBSET, self.samples)
-        self._in_ram: list[tuple[torch.Tensor, Text]] = []
+        self._in_ram: list[Sample] = []
         self.loose = root.parent / "loose"
         self._make_loose(store)
 
@@ -137,11 +163,10 @@ class Bench:
         return self.loader("mmap")
 
     def data_loader(self) -> int:
-        """torch's, with two workers, over the same parts, as `bigdit bench loader` has it."""
-        data = DataConfig(images=".", features=self.root, buckets=((1024, 1024),), read_threads=2)
-        stream = self._stream(FeatureStore.open(self.root))
-        batches = (places(stream, step) for step in range(self.steps))
-        return sum(len(batch[0]) for batch in data_loader(data, batches, {TEXT: TOKENS}, pinned=False))
+        """torch's, with a worker for each of the loader's threads, over the same samples in the same order."""
+        batches = places(self._stream(FeatureStore.open(self.root)), self.steps)
+        made = DataLoader(Samples(self.root), batch_sampler=batches, num_workers=THREADS, collate_fn=_collate)
+        return sum(len(latents) for latents, _, _ in made)
 
     def _make_loose(self, store: FeatureStore) -> None:
         self.loose.mkdir(exist_ok=True)
@@ -155,7 +180,7 @@ class Bench:
     def npy_and_npz(self) -> int:
         """A file of latents and one of text a sample, as PixArt's trainers have it, batches of one shape."""
         chosen = np.random.default_rng(0).permutation(self.subset)
-        waiting: dict[tuple[int, ...], list[tuple[torch.Tensor, Text]]] = {}
+        waiting: dict[tuple[int, ...], list[Sample]] = {}
         for number in chosen.tolist():
             latents = torch.from_numpy(np.load(self.loose / f"{number}.npy")).view(torch.bfloat16)
             with np.load(self.loose / f"{number}.npz") as text:
@@ -215,14 +240,14 @@ class Bench:
         return most, 100 * 2**20 + (DEPTH + THREADS + 2) * one
 
 
-def _sample(store: FeatureStore, bucket: int, number: int, row: int) -> tuple[torch.Tensor, Text]:
-    part, shape = store.part(number), store.index.shapes[bucket]
+def _sample(store: FeatureStore, shape: Shape, number: int, row: int) -> Sample:
+    part = store.part(number)
     return part.latents(shape, row)[1], part.text(part.choose_caption(shape, row, 0.0))
 
 
-def _samples(store: FeatureStore, count: int) -> Iterator[tuple[torch.Tensor, Text]]:
+def _samples(store: FeatureStore, count: int) -> Iterator[Sample]:
     places = [
-        (bucket, number, row)
+        (store.index.shapes[bucket], number, row)
         for number in range(len(store.index.parts))
         for bucket in range(len(store.index.shapes))
         for row in range(int(store.index.counts[number, bucket]))
@@ -231,7 +256,7 @@ def _samples(store: FeatureStore, count: int) -> Iterator[tuple[torch.Tensor, Te
         yield _sample(store, *place)
 
 
-def _collate(samples: list[tuple[torch.Tensor, Text]]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _collate(samples: list[Sample]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     text, mask, _ = padded([text for _, text in samples], {TEXT: TOKENS})
     return torch.stack([latents for latents, _ in samples]), text, mask
 

@@ -18,8 +18,10 @@ import time
 from contextlib import closing
 from pathlib import Path
 
-from bigdit.bench.loader import stream_of
 from bigdit.config import load_run
+from bigdit.dist import World
+from bigdit.loader.order import Order
+from bigdit.loader.stream import FeatureStream
 from bigdit.report.tables import table
 from bigdit.store import FeatureStore
 
@@ -75,7 +77,18 @@ def seconds_waited(settings: list[str]) -> list[float]:
     """For the samples of each step after the first."""
     run = load_run(RECIPE, settings)
     store = FeatureStore.open(run.data.features, run.data.reader, run.data.remote_cache)
-    stream = stream_of(run, store, caption_dropout=run.data.caption_dropout, pinned=False)
+    size, seed = run.train.micro_batch_size, run.train.seed
+    stream = FeatureStream(
+        store,
+        World(),
+        Order(store.index.counts, store.index.shapes, size, seed),
+        micro_batch_size=size,
+        grad_accum_steps=1,
+        seed=seed,
+        caption_dropout=run.data.caption_dropout,
+        read_ahead_steps=run.data.read_ahead_steps,
+        threads=run.data.read_threads,
+    )
     waits = []
     with closing(stream.steps(0, STEPS + 1)) as steps:
         next(steps)

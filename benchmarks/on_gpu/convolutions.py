@@ -3,10 +3,12 @@
 python benchmarks/on_gpu/convolutions.py shapes
 python benchmarks/on_gpu/convolutions.py measure OUT [--seconds 400]
 python benchmarks/on_gpu/convolutions.py table
+bigdit emulate --gpu h200-sxm -- PYTHON benchmarks/on_gpu/convolutions.py measure OUT
+python benchmarks/on_gpu/convolutions.py compare OUT
 
 `shapes` collects the convolutions by running each VAE on meta tensors, and writes convolutions.json beside this file.
 `measure` needs a GPU, torch and that file alone; OUT is the file with the bytes filled in. `table` counts the rows by
-the copies that the workspace is made of.
+the copies that the workspace is made of. `compare` holds what an emulated GPU takes against what the real one took.
 """
 
 from __future__ import annotations
@@ -162,6 +164,23 @@ def table() -> None:
         print(f"| {' | '.join(key)} | {count} |")
 
 
+def compare(out: Path) -> None:
+    """Print, for each dtype and direction, in how many rows an emulated GPU takes what the real one took."""
+    shape = ("x", "weight", "stride", "padding", "groups")
+    found = {str([row[key] for key in shape]): row for row in json.loads(out.read_text())}
+    counts: Counter[tuple[str, ...]] = Counter()
+    for row in json.loads(CONVOLUTIONS.read_text()):
+        emulated = found[str([row[key] for key in shape])]
+        for dtype in DTYPES:
+            for way, taken in row[dtype].items():
+                off = abs(taken - emulated[dtype][way])
+                grade = "within 512 bytes" if off < 512 else "within 1 %" if off <= 0.01 * taken else "off"
+                counts[dtype, way, grade] += 1
+    print("| dtype | of | workspace | rows |\n| --- | --- | --- | --- |")
+    for key, count in sorted(counts.items()):
+        print(f"| {' | '.join(key)} | {count} |")
+
+
 def _kind(row: dict[str, Any]) -> str:
     if row["groups"] > 1:
         return "grouped"
@@ -193,6 +212,7 @@ def main() -> None:
     measuring.add_argument("out", type=Path)
     measuring.add_argument("--seconds", type=float, default=400.0)
     what.add_parser("table")
+    what.add_parser("compare").add_argument("out", type=Path)
     options = parser.parse_args()
     match options.what:
         case "shapes":
@@ -201,6 +221,8 @@ def main() -> None:
             measure(options.out, options.seconds)
         case "table":
             table()
+        case "compare":
+            compare(options.out)
 
 
 if __name__ == "__main__":

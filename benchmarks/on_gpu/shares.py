@@ -15,8 +15,7 @@ from bigdit.profile.attempt import Attempt
 from bigdit.profile.cards import Cards
 from bigdit.profile.lanes import WorkerError
 from bigdit.profile.measured.run import Timing
-from bigdit.speed.amounts import Amount
-from bigdit.speed.work import Load, work_of
+from bigdit.speed.work import Amount, Load, work_of
 from on_gpu.page import measured
 from on_gpu.points import GPU, POINTS
 

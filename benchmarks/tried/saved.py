@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bigdit.checkpoint.folder import Saved as Folder
-from bigdit.checkpoint.prune import kept_steps
+from bigdit.checkpoint.saver import kept_steps
 from bigdit.config.output import EXPORTS
 from bigdit.config.stages import Stage
 from bigdit.engines.state import AVERAGE

@@ -9,15 +9,11 @@ import datetime
 import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from bigdit.errors import versions
 from bigdit.spec import Strict
-
-Turn = Callable[[], float]
-"""Does some of the work, and returns the seconds of a unit of it: a step, a batch, a picture."""
 
 BUSY = 0.25
 """Of the cores: a machine whose load is above has other work, which its times show."""
@@ -53,31 +49,21 @@ class Spread(Strict):
         low, median, high = statistics.quantiles(several, n=4, method="inclusive")
         return cls(low=low, median=median, high=high)
 
-    def inverse(self) -> Spread:
-        """Of the rates of these seconds, or the other way round."""
-        return Spread(low=1 / self.high, median=1 / self.median, high=1 / self.low)
-
-    def times(self, factor: float) -> Spread:
-        """In another unit."""
-        return Spread(low=factor * self.low, median=factor * self.median, high=factor * self.high)
-
 
 class Contender(Strict):
     """`rounds`: seconds of a unit of work, as they were seen; `seconds` sums them up. `of_baseline`: seconds by the
-    baseline's of the same round; None of the baseline itself. `state_bytes`: a parameter, of optimizers alone."""
+    baseline's of the same round; None of the baseline itself."""
 
     name: str
     rounds: tuple[PositiveFloat, ...]
     seconds: Spread
     of_baseline: Spread | None
-    state_bytes: NonNegativeFloat | None = None
 
 
 class Comparison(Strict):
-    """What was compared; the first contender is the baseline. `unit`: of the work; `notes`: what else must be known."""
+    """What was compared; the first contender is the baseline. `notes`: what else must be known."""
 
     what: str
-    unit: Literal["step", "batch", "image"]
     written: datetime.date = Field(default_factory=datetime.date.today)
     load: Load
     contenders: tuple[Contender, ...]
@@ -85,25 +71,20 @@ class Comparison(Strict):
     versions: dict[str, str] = Field(default_factory=versions)
 
 
-def take_turns(
-    turns: Mapping[str, Turn], rounds: int, said: Callable[[str], None] = lambda line: None
-) -> list[Contender]:
-    """`rounds` turns of each, the first being the baseline; every other round goes the other way about, so that none
-    always comes after the same one. What is made once, or grows warm, the caller has behind it."""
+def take_turns(turns: Mapping[str, Callable[[], float]], rounds: int) -> list[Contender]:
+    """`rounds` turns of each, which return the seconds of a unit of work, such as a step. The first is the baseline.
+
+    Every other round goes the other way about, so that none always comes after the same one. What is made once, or
+    grows warm, the caller has behind it.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in turns}
     for number in range(rounds):
         for name in list(turns)[:: -1 if number % 2 else 1]:
-            said(f"round {number + 1} of {rounds}: {name}")
             seconds[name].append(turns[name]())
-    baseline = next(iter(turns))
-    return [
-        Contender(
-            name=name,
-            rounds=tuple(found),
-            seconds=Spread.of(found),
-            of_baseline=None
-            if name == baseline
-            else Spread.of([own / other for own, other in zip(found, seconds[baseline], strict=True)]),
-        )
-        for name, found in seconds.items()
-    ]
+    first, *_ = seconds.values()
+    contenders = []
+    for name, found in seconds.items():
+        ratios = [own / other for own, other in zip(found, first, strict=True)]
+        of_baseline = None if found is first else Spread.of(ratios)
+        contenders.append(Contender(name=name, rounds=tuple(found), seconds=Spread.of(found), of_baseline=of_baseline))
+    return contenders

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
@@ -15,20 +16,13 @@ from bigdit.memory import Category
 from bigdit.memory.process import ByteRange, beside_training
 from bigdit.profile.attempt import Attempt
 from bigdit.profile.cards import Cards
-from bigdit.profile.measured.on_gpu import run_on_card
-from bigdit.profile.measured.run import CardRun, RanOut
+from bigdit.profile.measured.run import CardRun, RanOut, run_on_card
 from bigdit.profile.request import StepRequest, request_for
 from bigdit.spec import BatchShape, Strategy, Strict
 
-Grade = Literal["measured", "emulated"]
-"""Whether the points ran on a real GPU."""
-
 
 class Peaks(Strict):
-    """Two steps on one GPU: allocated bytes by phase, and reserved ones; or why they ran out of memory.
-
-    `retries`: how often the allocator gave back what it kept, to find room.
-    """
+    """Two steps on one GPU: allocated bytes by phase, and reserved ones; or why they ran out of memory."""
 
     phases: dict[str, NonNegativeInt] = Field(default_factory=dict)
     reserved_bytes: NonNegativeInt = 0
@@ -91,14 +85,13 @@ class Curve(Strict):
 
 
 class MemoryBench(Strict):
-    """The curves of a model on a GPU. `build`: of the torch that ran on the emulated one. Torch's version in `versions`
-    is of the one that decides."""
+    """The curves of a model on a GPU. `build`: of the emulated one's torch; `versions` has the torch that decides."""
 
     written: datetime.date = Field(default_factory=datetime.date.today)
     model: str
     params: PositiveInt
     gpu: Gpu
-    grade: Grade
+    grade: Literal["measured", "emulated"]
     limited: bool
     expandable_segments: bool
     batch: BatchShape
@@ -107,6 +100,7 @@ class MemoryBench(Strict):
     versions: dict[str, str]
 
 
+@dataclass(frozen=True)
 class MemoryBenchmark:
     """What all points have in common.
 
@@ -114,68 +108,57 @@ class MemoryBenchmark:
     process, so that a GPU stands in for a smaller one. `said` is told of each point before it runs.
     """
 
-    def __init__(
-        self,
-        model: CatalogModel,
-        gpu: Gpu,
-        *,
-        own: bool = False,
-        resolution: int | tuple[int, int] | None = None,
-        frames: int | None = None,
-        limit_bytes: int | None = None,
-        expandable_segments: bool = True,
-        steps: int = 5,
-        said: Callable[[str], None] = lambda line: None,
-    ) -> None:
-        self._model = model
-        self._gpu = gpu if limit_bytes is None else gpu.model_copy(update={"usable_mib": limit_bytes >> 20})
-        self._own = own
-        self._real = own and not on_emulated_card()
-        self._resolution, self._frames = resolution, frames
-        self._limited = limit_bytes is not None
-        self._expandable_segments = expandable_segments
-        self._steps = steps if self._real else 0
-        self._said = said
+    model: CatalogModel
+    gpu: Gpu
+    own: bool
+    resolution: int | tuple[int, int] | None
+    frames: int | None
+    limit_bytes: int | None
+    expandable_segments: bool
+    steps: int
+    said: Callable[[str], None]
+
+    @property
+    def _gpu(self) -> Gpu:
+        usable = {} if self.limit_bytes is None else {"usable_mib": self.limit_bytes >> 20}
+        return self.gpu.model_copy(update=usable)
+
+    @property
+    def _real(self) -> bool:
+        return self.own and not on_emulated_card()
 
     def curves(self, strategies: Sequence[tuple[str, Strategy]], sizes: Sequence[int]) -> MemoryBench:
-        """Every strategy, by the name it was asked for, at the sizes from the smallest on until one runs out.
-
-        Raises UserError for what cannot run.
-        """
-        if self._own:
-            self._check_alone(strategies)
+        """Each strategy, by name, from the smallest size until one runs out. Raises UserError for what cannot run."""
+        wrong = [
+            f"--strategy {name} has {strategy.world_size} processes, and --gpu auto measures one; name the GPU with "
+            "--gpu for an emulated one, on which the first of them runs"
+            for name, strategy in strategies
+            if self.own and strategy.world_size > 1
+        ]
+        if wrong:
+            raise UserError(*wrong)
         asked = [
             (name, strategy, [self._request(strategy, size) for size in sorted(sizes)]) for name, strategy in strategies
         ]  # before the first one runs, so that what cannot be asked is an error at once
-        with Cards(self._gpu, 1, expandable_segments=self._expandable_segments) as cards:
+        with Cards(self._gpu, 1, expandable_segments=self.expandable_segments) as cards:
             params = cards.attempt(asked[0][2][0], self._capacity(asked[0][1])).params
             found = tuple(self._curve(cards, *each) for each in asked)
         return MemoryBench(
-            model=self._model.name,
+            model=self.model.name,
             params=params,
             gpu=self._gpu,
             grade="measured" if self._real else "emulated",
-            limited=self._limited,
-            expandable_segments=self._expandable_segments,
+            limited=self.limit_bytes is not None,
+            expandable_segments=self.expandable_segments,
             batch=asked[0][2][0].batch,
             curves=found,
             build=cards.build,
             versions=versions() | ({} if self._real else {"torch": cards.build.split()[0]}),
         )
 
-    def _check_alone(self, strategies: Sequence[tuple[str, Strategy]]) -> None:
-        wrong = [
-            f"--strategy {name} has {strategy.world_size} processes, and --gpu auto measures one; name the GPU with "
-            "--gpu for an emulated one, on which the first of them runs"
-            for name, strategy in strategies
-            if strategy.world_size > 1
-        ]
-        if wrong:
-            raise UserError(*wrong)
-
     def _request(self, strategy: Strategy, size: int) -> StepRequest:
         of_size = strategy.with_micro_batch_size(size)
-        return request_for(self._model, self._gpu, of_size, resolution=self._resolution, frames=self._frames)
+        return request_for(self.model, self._gpu, of_size, resolution=self.resolution, frames=self.frames)
 
     def _non_torch(self, strategy: Strategy) -> ByteRange:
         return beside_training(strategy, self._gpu.compute_capability, self._gpu.multiprocessors)
@@ -187,11 +170,11 @@ class MemoryBenchmark:
         points: list[Point] = []
         largest = None
         for request in requests:
-            self._said(f"{name}: micro-batch {request.strategy.micro_batch_size}")
+            self.said(f"{name}: micro-batch {request.strategy.micro_batch_size}")
             points.append(self._point(cards, request))
-            if points[-1].peaks.fits:
-                largest = request
-            if points[-1].peaks.ran_out is not None:
+            peaks = points[-1].peaks
+            largest = request if peaks.fits else largest
+            if peaks.ran_out is not None:
                 break
         return Curve(
             asked=name,
@@ -204,35 +187,36 @@ class MemoryBenchmark:
     def _point(self, cards: Cards, request: StepRequest) -> Point:
         capacity, non_torch = self._capacity(request.strategy), self._non_torch(request.strategy)
         emulated, ran, run = _emulated(cards.attempt(request, capacity)), None, None
-        if self._own:
+        if self.own:
+            limit, steps = (0 if self.limit_bytes is None else capacity), (self.steps if self._real else 0)
             try:
-                run = run_on_card(request, capacity if self._limited else 0, self._steps, self._expandable_segments)
+                run = run_on_card(request, limit, steps, self.expandable_segments)
                 ran = _measured(run)
             except RanOut as error:
                 ran = Peaks(ran_out=str(error))
         if self._real and run is not None and run.beside_bytes is not None:
-            non_torch = ByteRange(low_bytes=run.beside_bytes, high_bytes=run.beside_bytes)
+            non_torch = _exactly(run.beside_bytes)
         peaks = ran or emulated
-        reserved = ByteRange(low_bytes=peaks.reserved_bytes, high_bytes=peaks.reserved_bytes)
         return Point(
             micro_batch_size=request.strategy.micro_batch_size,
             emulated=emulated,
             ran=ran,
-            process=None if peaks.ran_out is not None else reserved + non_torch,
+            process=None if peaks.ran_out is not None else _exactly(peaks.reserved_bytes) + non_torch,
             seconds_per_step=None if run is None or run.timing is None else run.timing.seconds_per_step,
         )
+
+
+def _exactly(nbytes: int) -> ByteRange:
+    return ByteRange(low_bytes=nbytes, high_bytes=nbytes)
 
 
 def _emulated(attempt: Attempt) -> Peaks:
     if attempt.out_of_memory is not None:
         return Peaks(ran_out=attempt.out_of_memory.partition(" If reserved")[0])  # then come hints on segments
-    phases = {name: phase.peak_bytes for name, phase in attempt.phases.items()}
-    return Peaks(phases=phases, reserved_bytes=attempt.peak_reserved_bytes, retries=attempt.retries)
+    return Peaks(phases=attempt.peaks, reserved_bytes=attempt.peak_reserved_bytes, retries=attempt.retries)
 
 
 def _measured(run: CardRun) -> Peaks:
-    phases: dict[str, int] = {}
-    for each in run.phases:
-        phases[each.phase] = max(phases.get(each.phase, 0), each.peak_allocated_bytes)
+    phases = {each.phase: each.peak_allocated_bytes for each in run.phases}
     reserved = max(each.peak_reserved_bytes for each in run.phases)
     return Peaks(phases=phases, reserved_bytes=reserved, retries=run.alloc_retries)

@@ -5,36 +5,32 @@ from __future__ import annotations
 import functools
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from bigdit import catalog, engines, log, models
+from bigdit import catalog, engines, log, objectives, optim
 from bigdit.bench.interleaved import Comparison, Load, take_turns
-from bigdit.bench.plain_loop import Step, plain_steps
 from bigdit.dist import World
+from bigdit.engines.ema import shares_of_new
 from bigdit.errors import UserError
+from bigdit.loader.batch import Batch
 from bigdit.objective_spec import ObjectiveSpec
 from bigdit.profile.attempt import Attempt
 from bigdit.profile.cards import Cards
-from bigdit.profile.data import batch, feed
 from bigdit.profile.lanes import WorkerError
 from bigdit.profile.request import StepRequest
+from bigdit.profile.steps import Workload, feed, prepare
 from bigdit.receipt import Receipt
 from bigdit.shortage import room
 from bigdit.spec import BatchShape, ModelSpec, Strategy
-from bigdit.store import FeatureStore
-from bigdit.train import store
 from bigdit.train.measure import STEPS, MemoryMeter
 from bigdit.train.processes.process import process_group
 from bigdit.train.step import train_step
 from bigdit.units import gib
-
-PLAIN, OWN = "plain PyTorch", "bigdit"
 
 
 @dataclass(frozen=True)
@@ -47,66 +43,36 @@ class StepBench:
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """What both loops run, and where."""
+class Step:
+    """A step that was taken: its seconds, until the device had its loss, and the loss."""
 
-    spec: ModelSpec
-    shape: BatchShape
-    strategy: Strategy
-    objective: ObjectiveSpec
-    seed: int
-    device: torch.device
-
-    @property
-    def family(self) -> models.Family:
-        return models.family(self.spec.class_name)
-
-    def model(self) -> nn.Module:
-        """In the compute dtype, on the host, with what the strategy changes in it; each has the same values."""
-        dtype = engines.compute_dtype(self.strategy)
-        built = models.build(self.spec, device="cpu", dtype=dtype, seed=self.seed)
-        return models.equip(built, self.family, self.strategy)
-
-    def fed(self, model: nn.Module) -> Iterator[list[Any]]:
-        """Micro-batches of zeros, step by step, as the loader holds them."""
-        extras = self.family.extras(model)
-        make = functools.partial(batch, self.shape, self.strategy, extras)
-        return feed(make, self.strategy, pin=self.device.type == "cuda")
+    seconds: float
+    loss: float
 
 
 def bench_step(
     spec: ModelSpec, shape: BatchShape, strategy: Strategy, objective: ObjectiveSpec, *, steps: int, seed: int
 ) -> StepBench:
-    """Peak bytes of two steps, and the seconds of those after them, up to `steps`.
-
-    These are interleaved with a plain loop's where there is room for a second model.
-
-    On a GPU the peaks are the caching allocator's, with those of an emulated GPU as the prediction. On a CPU there is
-    none.
+    """Peak bytes of two steps, and the seconds of those after them, up to `steps`, which are interleaved with a plain
+    loop's where there is room for a second model. On a GPU the peaks have those of an emulated one as the prediction.
     """
     load = Load.now()
     with process_group(World(), needed=False) as device:
-        asked = _Asked(spec, shape, strategy, objective, seed, device)
-        model = asked.model()
-        params = sum(parameter.numel() for parameter in model.parameters())
+        request = StepRequest(model=spec, batch=shape, strategy=strategy, objective=objective)
+        workload = prepare(request, seed)
         meter = MemoryMeter(device)
-        own = _own_steps(asked, model, meter)
+        own = _own_steps(workload, device, meter)
         seconds = [next(own).seconds for _ in range(STEPS)]
-        alone = _obstacle(meter, device, params)
-        if alone is None:
-            compared = _compared(asked, own, steps - STEPS, load)
-            seconds += compared.contenders[1].rounds
-        else:
-            compared = None
-            seconds += [next(own).seconds for _ in range(steps - STEPS)]
-    return StepBench(_receipt(asked, meter, seconds), compared, alone)
+        alone = _obstacle(meter, device, workload.params)
+        compared = None if alone else _compared(prepare(request, seed), device, own, steps - STEPS, load)
+        seconds += compared.contenders[1].rounds if compared else [next(own).seconds for _ in range(steps - STEPS)]
+    return StepBench(_receipt(request, meter, seconds), compared, alone)
 
 
-def _predicted(asked: _Asked, meter: MemoryMeter) -> Attempt | None:
+def _predicted(request: StepRequest, meter: MemoryMeter) -> Attempt | None:
     """The same steps on an emulated GPU; None on a CPU, and where they cannot run there, which is logged."""
-    if asked.device.type != "cuda":
+    if meter.device_name == "cpu":
         return None
-    request = StepRequest(model=asked.spec, batch=asked.shape, strategy=asked.strategy, objective=asked.objective)
     try:
         gpu = catalog.resolve_gpu(meter.device_name)
         with Cards(gpu, 1, expandable_segments=meter.expandable_segments) as cards:
@@ -116,17 +82,22 @@ def _predicted(asked: _Asked, meter: MemoryMeter) -> Attempt | None:
         return None
 
 
-def _own_steps(asked: _Asked, model: nn.Module, meter: MemoryMeter) -> Iterator[Step]:
+def _fed(workload: Workload, device: torch.device) -> Iterator[list[Any]]:
+    """Micro-batches of zeros, step by step, as the loader holds them."""
+    return feed(workload.make, workload.request.strategy, pin=device.type == "cuda")
+
+
+def _own_steps(workload: Workload, device: torch.device, meter: MemoryMeter) -> Iterator[Step]:
     """One step of the trainer's after another, without end; the meter measures the first ones."""
-    strategy, family = asked.strategy, asked.family
-    engine = engines.create(strategy, model, family, device=asked.device, world=World())
+    request, family = workload.request, workload.family
+    engine = engines.create(request.strategy, workload.model, family, device=device, world=World())
     ema = engines.ema_of(engine)
-    lr, ahead = strategy.optimizer.lr, asked.fed(model)
+    lr, ahead = request.strategy.optimizer.lr, _fed(workload, device)
     while True:
         micro_batches = next(ahead)
         began = time.perf_counter()
         with meter.step() as phase:
-            result = train_step(engine, family, asked.objective, micro_batches, lr=lr, ema=ema, phase=phase)
+            result = train_step(engine, family, request.objective, micro_batches, lr=lr, ema=ema, phase=phase)
         loss = float(result.loss)  # waits for the device
         taken = Step(time.perf_counter() - began, loss)
         del result, micro_batches  # or they would live, and be measured, in the next step
@@ -146,10 +117,8 @@ def _obstacle(meter: MemoryMeter, device: torch.device, params: int) -> str | No
     return None
 
 
-def _compared(asked: _Asked, own: Iterator[Step], rounds: int, load: Load) -> Comparison:
-    model = asked.model()
-    ahead = asked.fed(model)
-    plain = plain_steps(model, asked.family, asked.strategy, asked.objective, lambda: next(ahead), asked.device)
+def _compared(workload: Workload, device: torch.device, own: Iterator[Step], rounds: int, load: Load) -> Comparison:
+    plain = plain_steps(workload, _fed(workload, device), device)
     for _ in range(STEPS):  # as the engine has taken
         next(plain)
     losses: dict[str, float] = {}
@@ -159,32 +128,84 @@ def _compared(asked: _Asked, own: Iterator[Step], rounds: int, load: Load) -> Co
         losses[name] = step.loss
         return step.seconds
 
-    turns = {PLAIN: functools.partial(turn, PLAIN, plain), OWN: functools.partial(turn, OWN, own)}
-    strategy = asked.strategy
+    turns = {name: functools.partial(turn, name, steps) for name, steps in (("plain PyTorch", plain), ("bigdit", own))}
+    strategy = workload.request.strategy
     accumulated = f" × {strategy.grad_accum_steps}" if strategy.grad_accum_steps > 1 else ""
     return Comparison(
-        what=f"a step of {asked.spec.name}, {strategy.precision}, {strategy.optimizer.name}, micro-batch "
+        what=f"a step of {workload.request.model.name}, {strategy.precision}, {strategy.optimizer.name}, micro-batch "
         f"{strategy.micro_batch_size}{accumulated}: the run's, and that of a plain loop",
-        unit="step",
         load=load,
         contenders=tuple(take_turns(turns, rounds)),
-        notes=(f"losses after {rounds + STEPS} steps: {losses[PLAIN]:.6g} and {losses[OWN]:.6g}",),
+        notes=(f"losses after {rounds + STEPS} steps: {' and '.join(f'{losses[name]:.6g}' for name in turns)}",),
     )
 
 
-def _receipt(asked: _Asked, meter: MemoryMeter, seconds: list[float]) -> Receipt:
-    strategy, measured, predicted = asked.strategy, meter.peak_allocated_bytes, _predicted(asked, meter)
+def plain_steps(workload: Workload, fed: Iterator[Sequence[Batch]], device: torch.device) -> Iterator[Step]:
+    """One step after another of the loop that one would write by hand, without end and without an engine.
+
+    bf16 and fp16 have fp32 masters, whose gradients all exist at once; fp16 is scaled by torch's GradScaler. The
+    optimizer steps after the backward pass, whatever the strategy says of it.
+    """
+    request, strategy = workload.request, workload.request.strategy
+    dtype, mixed = engines.compute_dtype(strategy), strategy.precision in ("bf16", "fp16")
+    model, family = workload.model.to(device), workload.family
+    params = [param for param in model.parameters() if param.requires_grad]
+    masters = [param.detach().float() for param in params] if mixed else params
+    grouped = optim.groups(strategy.optimizer, model, masters)
+    optimizer = optim.build(strategy.optimizer, grouped, stochastic_rounding=strategy.precision == "bf16_sr")
+    scaler = torch.amp.GradScaler(device.type, enabled=strategy.precision == "fp16")
+    ema = strategy.ema
+    place = torch.device("cpu") if ema is not None and ema.device == "cpu" else device
+    averages = [
+        [master.detach().to(place, torch.float32, copy=True) for master in masters]
+        for _ in range(0 if ema is None else ema.count)
+    ]
+    for update, micro_batches in enumerate(fed, start=1):
+        began, total = time.perf_counter(), torch.zeros((), device=device)
+        for host_batch in micro_batches:
+            batch = host_batch.to(device, dtype)
+
+            def predict(latents: torch.Tensor, t: torch.Tensor, batch: Batch = batch) -> torch.Tensor:
+                return family.predict(model, latents, t, batch)
+
+            tokens = family.tokens(model, batch.latents.shape)
+            loss = objectives.loss(request.objective, predict, batch.latents, batch.seeds, dtype, tokens)
+            loss = loss / len(micro_batches)
+            scaler.scale(loss).backward()
+            total += loss.detach()
+        if mixed:
+            for param, master in zip(params, masters, strict=True):
+                master.grad, param.grad = None if param.grad is None else param.grad.float(), None
+        scaler.unscale_(optimizer)
+        if strategy.gradient_clipping is not None:
+            nn.utils.clip_grad_norm_(masters, strategy.gradient_clipping)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            if mixed:
+                torch._foreach_copy_(params, masters)
+            if ema is not None:
+                for each, share in zip(averages, shares_of_new(ema, update), strict=True):
+                    for average, master in zip(each, masters, strict=True):
+                        average.lerp_(master.to(place, torch.float32), share)
+        seen = float(total)  # waits for the device
+        yield Step(time.perf_counter() - began, seen)
+
+
+def _receipt(request: StepRequest, meter: MemoryMeter, seconds: list[float]) -> Receipt:
+    strategy, measured, predicted = request.strategy, meter.peak_allocated_bytes, _predicted(request, meter)
     off = None
     if predicted is not None and measured is not None:
         off = round(100 * (predicted.peak_allocated_bytes - measured) / measured, 4)
     median = statistics.median(seconds[STEPS:])
     return Receipt(
         kind="bench",
-        model=asked.spec,
-        batch=asked.shape,
+        model=request.model,
+        batch=request.batch,
         buckets=1,
         strategy=strategy,
-        objective=asked.objective,
+        objective=request.objective,
         device=meter.device_name,
         emulated=meter.emulated,
         expandable_segments=meter.expandable_segments,
@@ -201,8 +222,3 @@ def _receipt(asked: _Asked, meter: MemoryMeter, seconds: list[float]) -> Receipt
         measured_with=meter.method,
         error_percent=off,
     )
-
-
-def largest_batch_shape(features: Path) -> BatchShape:
-    """Shapes of the largest bucket in a feature store, with text of its max_tokens."""
-    return store.largest_batch_shape(FeatureStore.open(features))

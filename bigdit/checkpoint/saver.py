@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -16,14 +16,13 @@ import torch
 from bigdit import log
 from bigdit.checkpoint.folder import LATEST, Checkpoint, name_of, open_checkpoint, write_state
 from bigdit.checkpoint.peers import Peers
-from bigdit.checkpoint.prune import kept_steps, prune
 from bigdit.checkpoint.snapshot import open_snapshot, write_snapshot
 from bigdit.checkpoint.write import Writer
 from bigdit.config.output import AVERAGES, CHECKPOINTS
 from bigdit.engines import Ema, Engine
 from bigdit.engines.state import AVERAGE, Place, places
 from bigdit.errors import UserError
-from bigdit.files import TEMPORARY, write_text
+from bigdit.files import TEMPORARY, fsync_folder, write_text
 from bigdit.units import how_many
 
 _LEAVE_AFTER_S = 60.0
@@ -196,3 +195,25 @@ def _not_finite(copies: dict[str, Place], final: Path, last: Path | None) -> str
         f"{next(iter(wrong)).split('.', 1)[1]}: {final} is not written, and {before}; lower "
         "optimizer.lr, lengthen train.warmup_steps, or set train.gradient_clipping"
     )
+
+
+def kept_steps(lineage: Sequence[int], keep: int, keep_every: int | None) -> list[int]:
+    """Of the steps that a run saved on its way, in their order, the last `keep` and multiples of `keep_every`."""
+    return [
+        step for i, step in enumerate(lineage) if i >= len(lineage) - keep or (keep_every and step % keep_every == 0)
+    ]
+
+
+def prune(root: Path, lineage: Sequence[int], kept: Sequence[int]) -> None:
+    """Delete what the run saved on its way and does not keep. A folder is renamed before, so that none is half there.
+
+    Checkpoints that are not of this lineage, such as those after an earlier one that the run went back to, stay.
+    """
+    for step in sorted(set(lineage) - set(kept)):
+        folder = root / name_of(step)
+        doomed = root / f"{TEMPORARY}{folder.name}"
+        if folder.is_dir():
+            shutil.rmtree(doomed, ignore_errors=True)
+            folder.rename(doomed)
+            fsync_folder(root)
+        shutil.rmtree(doomed, ignore_errors=True)

@@ -2,154 +2,82 @@
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from bigdit.commands.listed import listed
-from bigdit.commands.options import (
-    Buckets,
-    Ema,
-    EmaWidths,
-    Engine,
-    Epochs,
-    Features,
-    Frames,
-    FromScratch,
-    Full,
-    GlobalBatch,
-    Gpu,
-    GpuMemory,
-    Gpus,
-    GpusPerNode,
-    HostMemory,
-    Images,
-    Json,
-    Lora,
-    MaybeModel,
-    Network,
-    Optimizer,
-    Precision,
-    Price,
-    Receipts,
-    Reserve,
-    Resolutions,
-    Set,
-)
+from bigdit.commands.options import Json, Set, of_plans
 
 if TYPE_CHECKING:
     from bigdit.search.question import Question
 
 EXIT_DOES_NOT_FIT = 2
+BESIDE_A_RUN = (
+    *("gpu", "gpu_memory", "reserve", "gpus", "gpus_per_node", "network", "host_memory"),
+    *("images", "price", "receipts", "explain"),
+)
+"""What is asked beside the YAML of a run, which says all else."""
 MOST_OTHERS = 3
 """Other numbers of cards on a page: each is a plan, and some 150 of 1,000 KB."""
 
 
 def run(
-    gpu: Gpu,
-    model: MaybeModel = None,
     config: Annotated[
         Path | None,
-        typer.Option(help="A run's YAML, which says all but the cards and the data: a plan for each of its stages."),
+        typer.Option(help="A run's YAML, which says all but the GPUs and the data: a plan for each of its stages."),
     ] = None,
     overrides: Set = [],  # noqa: B006  # typer reads the default; it is not changed
-    gpu_memory: GpuMemory = None,
-    reserve: Reserve = None,
-    gpus: Gpus = None,
-    gpus_per_node: GpusPerNode = None,
-    network: Network = None,
-    host_memory: HostMemory = None,
-    resolution: Resolutions = None,
-    buckets: Buckets = None,
-    frames: Frames = None,
-    global_batch: GlobalBatch = None,
-    images: Images = None,
-    epochs: Epochs = None,
-    price: Price = None,
-    receipts: Receipts = None,
-    engine: Engine = None,
-    optimizer: Optimizer = None,
-    precision: Precision = None,
-    checkpointed_blocks: Annotated[
-        str | None, typer.Option(metavar="K", help="Fix how many blocks are recomputed: a number, or all.")
-    ] = None,
-    micro_batch: Annotated[int | None, typer.Option(metavar="N", help="Fix the samples of a card in one pass.")] = None,
-    ema: Ema = None,
-    ema_widths: EmaWidths = None,
-    lora: Lora = None,
-    features: Features = None,
-    full: Full = None,
-    from_scratch: FromScratch = None,
-    explain: Annotated[
-        bool, typer.Option("--explain", help="Show the way from the setting that people copy to the recommended one.")
-    ] = False,
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Write plan.yaml, ds_config.json and report.html to DIR.")
     ] = None,
     also_gpus: Annotated[
         str | None,
-        typer.Option(metavar="N,N", help="Plan so many cards too, for report.html's what-if: three numbers at most."),
+        typer.Option(metavar="N,N", help="Plan so many GPUs too, for report.html's what-if: three numbers at most."),
     ] = None,
     as_json: Json = False,
+    **asked: Any,
 ) -> int:
-    """Plan a training: whether it fits the cards, how fast it goes, what to set, and why.
+    """Plan a training: whether it fits the GPUs, how fast it goes, what to set, and why.
 
     Exit status: 0 where it fits or is tight, 2 where it does not fit, 1 for what cannot be asked.
     """
     from bigdit.emulator.interpreter import cuda_python
     from bigdit.errors import UserError
-    from bigdit.search.asking.ask import question_for
+    from bigdit.search.ask import question_for
 
     cuda_python()  # first, so that a missing one is said at once
-    of_cards: dict[str, Any] = {
-        "gpu": gpu,
-        "gpu_memory": gpu_memory,
-        "reserve": reserve,
-        "gpus": gpus,
-        "gpus_per_node": gpus_per_node,
-        "network": network,
-        "host_memory": host_memory,
-        "images": images,
-        "price": price,
-        "receipts": receipts,
-        "explain": explain,
-    }
-    of_run: dict[str, Any] = {
-        "model": model,
-        "resolution": resolution,
-        "buckets": buckets,
-        "frames": frames,
-        "global_batch": global_batch,
-        "epochs": epochs,
-        "engine": engine,
-        "optimizer": optimizer,
-        "precision": precision,
-        "checkpointed_blocks": checkpointed_blocks,
-        "micro_batch": micro_batch,
-        "ema": ema,
-        "ema_widths": ema_widths,
-        "lora": lora,
-        "features": features,
-        "full": full,
-        "from_scratch": from_scratch,
-    }
     if config is None:
         if overrides:
             raise UserError("--set goes with --config, and --model was given; leave it out")
-        question = question_for(**of_cards, **of_run)
-        others = [_with_gpus(number, of_cards | of_run) for number in _others(also_gpus, question.cluster.gpus, out)]
+        question = question_for(**asked)
+        others = [_with_gpus(number, asked) for number in _others(also_gpus, question.cluster.gpus, out)]
         return _plan(question, others, out, as_json)
     there = os.path.exists(config)  # or reading it says that it does not exist
-    if there and (given := {name: value for name, value in of_run.items() if value is not None}):
-        from bigdit.search.asking.by_set import instead
+    beside = {name: value for name, value in asked.items() if name not in BESIDE_A_RUN and value is not None}
+    if there and beside:
+        from bigdit.search.of_run import instead
 
-        raise UserError(*(instead(name, value) for name, value in given.items()))
+        raise UserError(*(instead(name, value) for name, value in beside.items()))
     if also_gpus is not None:
         raise UserError("--also-gpus goes with --model, and --config was given; leave it out")
-    return _plan_stages(config, overrides, of_cards, out, as_json)
+    return _plan_stages(config, overrides, {name: asked[name] for name in BESIDE_A_RUN}, out, as_json)
+
+
+def _with_options(command: Callable[..., int]) -> None:
+    """Give it an option for each field of a PlanRequest, before its own ones."""
+    named = inspect.signature(command, eval_str=True).parameters.values()
+    own = [each.replace(kind=each.KEYWORD_ONLY) for each in named if each.kind is not each.VAR_KEYWORD]
+    gpu, *others = sorted(of_plans(), key=lambda each: each.name != "gpu")
+    options = [gpu.replace(default=gpu.empty), *others, *own]
+    command.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
+
+
+_with_options(run)
 
 
 def _others(also_gpus: str | None, own: int, out: Path | None) -> list[int]:
@@ -174,7 +102,7 @@ def _others(also_gpus: str | None, own: int, out: Path | None) -> list[int]:
 def _with_gpus(number: int, asked: dict[str, Any]) -> Question:
     """The question of one of the other numbers, whose errors name the option that said it."""
     from bigdit.errors import UserError
-    from bigdit.search.asking.ask import question_for
+    from bigdit.search.ask import question_for
 
     try:
         return question_for(**asked | {"gpus": number})
@@ -213,7 +141,7 @@ def _plan_stages(config: Path, overrides: list[str], asked: dict[str, Any], out:
     from bigdit import log
     from bigdit.report.plan import show_short
     from bigdit.search.answer import make_plan
-    from bigdit.search.asking.of_run import questions_of, unpinned
+    from bigdit.search.of_run import questions_of, unpinned
 
     questions, plans = questions_of(config, overrides, asked), []
     folders = [out if out is None or len(questions) == 1 else out / f"stage-{at}" for at in range(len(questions))]

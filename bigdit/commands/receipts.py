@@ -48,8 +48,8 @@ def compare(gpu: Card = None, receipts: Folder = None, as_json: Json = False) ->
     from bigdit import log
     from bigdit.profile.cards import Cards
     from bigdit.report.receipts import compared, summary
-    from bigdit.search.finding.evidence import calibration, check, memory_band
-    from bigdit.search.finding.receipts import of_card
+    from bigdit.search.calibration import calibration, check, memory_band
+    from bigdit.search.receipts import of_card
     from bigdit.units import how_many
 
     found = _read(receipts)
@@ -61,7 +61,8 @@ def compare(gpu: Card = None, receipts: Folder = None, as_json: Json = False) ->
             checked, notices = check(own, card, emulated)
         lines = summary(checked)
         band = memory_band(checked)
-        lines += [] if band is None else [f"plans for this card take {band[0]:.1%} more memory into account: {band[1]}"]
+        if band is not None:
+            lines.append(f"plans for this card take {band.share:.1%} more memory into account: {band.source}")
         kinds = [calibration(checked, each.receipt.strategy) for each in checked]
         lines += dict.fromkeys(f"their speed is calibrated by {kind.source}" for kind in kinds if kind is not None)
         for line in notices:
@@ -96,8 +97,8 @@ def calibrate(gpu: Card = None, receipts: Folder = None, as_json: Json = False) 
     from bigdit.errors import UserError
     from bigdit.profile.cards import Cards
     from bigdit.report.receipts import bands, speeds
-    from bigdit.search.finding.evidence import check, learnt
-    from bigdit.search.finding.receipts import left_out, of_card
+    from bigdit.search.calibration import check, learnt
+    from bigdit.search.receipts import left_out, of_card
     from bigdit.units import how_many
 
     found = _read(receipts)
@@ -144,7 +145,7 @@ def _cards(receipts: list[Receipt], wanted: str | None) -> dict[str, Gpu]:
 def _read(folder: Path | None) -> list[Receipt]:
     from bigdit import log
     from bigdit.errors import UserError
-    from bigdit.search.finding.receipts import folders, read
+    from bigdit.search.receipts import folders, read
 
     if folder is not None and not folder.is_dir():
         raise UserError(f"--receipts: {folder} is no folder; one with receipts, as training writes them, was expected")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -46,6 +47,12 @@ MAX_PIXELS = 89_478_485
 """A quarter of a GiB at three bytes a pixel. Source: Pillow, Image.MAX_IMAGE_PIXELS."""
 
 SourceKind = Literal["folder", "csv", "parquet", "webdataset", "datasets"]
+
+
+PART_SIZE = 256
+"""Samples in a part of a store, where a run does not say."""
+LARGE_PART = 1e9
+"""Bytes of a part, of which there are few in a data set and several in memory."""
 
 
 class SourceConfig(Strict):
@@ -134,7 +141,7 @@ class DataConfig(Strict):
     buckets: tuple[Bucket, ...] = Field(min_length=1)
     fps: Positive | None = None
     max_pixels: Count = MAX_PIXELS
-    part_size: Count = 256
+    part_size: Count = PART_SIZE
     workers: Processes = 1
     caption_dropout: Share = 0.1
     read_ahead_steps: Natural = 2
@@ -174,3 +181,8 @@ class DataConfig(Strict):
                 f"{[17, *self.buckets[0]]}, or leave fps out"
             )
         return self
+
+
+def part_size(sample_bytes: float) -> int:
+    """How many samples of so many bytes make a part of a store: PART_SIZE, or as many as fit 1 GB."""
+    return min(PART_SIZE, 1 << int(math.log2(max(LARGE_PART / sample_bytes, 1))))

@@ -104,13 +104,10 @@ def cuda_context(compute_capability: tuple[int, int], multiprocessors: int | Non
     """The context of a process that trains on one card, of any that has this compute capability where the card's
     `multiprocessors` are not given. Raises UserError for an unknown compute capability."""
     threads = capability(compute_capability).threads
-    counts = [multiprocessors] if multiprocessors is not None else _multiprocessors(compute_capability)
+    alike = [card.multiprocessors for card in gpus() if card.compute_capability == compute_capability]
+    counts = alike if multiprocessors is None else [multiprocessors]
     stacks = ByteRange(low_bytes=min(counts) * threads * STACK, high_bytes=max(counts) * threads * STACK)
     return stacks + DRIVER + KERNELS
-
-
-def _multiprocessors(compute_capability: tuple[int, int]) -> list[int]:
-    return [card.multiprocessors for card in gpus() if card.compute_capability == compute_capability]
 
 
 def nccl_buffers(compute_capability: tuple[int, int], world_size: int, communicators: int = 1) -> ByteRange:
@@ -128,18 +125,14 @@ def nccl_buffers(compute_capability: tuple[int, int], world_size: int, communica
 
 
 def beside_torch(
-    compute_capability: tuple[int, int],
-    world_size: int,
-    communicators: int = 1,
-    multiprocessors: int | None = None,
+    compute_capability: tuple[int, int], world_size: int, communicators: int = 1, multiprocessors: int | None = None
 ) -> ByteRange:
-    """What a process takes of a card beside torch's reserved memory, whatever it runs: alone it has no communicator.
+    """What a process takes of a GPU beside torch's reserved memory, whatever it runs: alone it has no communicator.
 
     Raises UserError as `cuda_context` does.
     """
-    return cuda_context(compute_capability, multiprocessors) + nccl_buffers(
-        compute_capability, world_size, communicators
-    )
+    nccl = nccl_buffers(compute_capability, world_size, communicators)
+    return cuda_context(compute_capability, multiprocessors) + nccl
 
 
 def beside_training(

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any, Literal, TypeAlias
+
+import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from bigdit import libraries
-from bigdit.models.activations import offload_activations
-from bigdit.models.checkpointing import apply_checkpointing
+from bigdit.errors import UserError
 from bigdit.models.compiling import compile_blocks
 from bigdit.models.family import Family
-from bigdit.models.pieces import join_gradients
 from bigdit.models.swap import swap_blocks
 from bigdit.spec import Strategy
+from bigdit.units import how_many
 
 
 def equip(
@@ -37,3 +43,136 @@ def equip(
     if strategy.offload_activations:
         offload_activations(model, family)
     return model
+
+
+def join_gradients(model: nn.Module, family: Family) -> None:
+    """Have each block return a split in the place of slices that follow each other and are all of a tensor.
+
+    To be applied before checkpointing, whose recomputation is the block's own.
+    """
+    for block in family.blocks(model):
+        block.forward = functools.partial(_split, block.forward)
+
+
+def _split(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    pieces = forward(*args, **kwargs)
+    if not isinstance(pieces, tuple) or len(pieces) < 2 or not all(_is_slice(piece) for piece in pieces):
+        return pieces
+    whole = pieces[0]._base
+    for dim in range(whole.dim()):
+        sizes = [piece.shape[dim] for piece in pieces]
+        if sum(sizes) == whole.shape[dim]:
+            split = whole.split_with_sizes(sizes, dim)
+            if all(map(_same_view, pieces, split)):
+                return split
+    return pieces
+
+
+def _is_slice(piece: Any) -> bool:
+    """Whether autograd has it as a slice of the tensor that it is a view of, with nothing between."""
+    if not isinstance(piece, torch.Tensor) or piece.grad_fn is None or piece._base is None:
+        return False
+    whole = piece._base.grad_fn
+    return piece.grad_fn.name() == "SliceBackward0" and piece.grad_fn.next_functions[0][0] is whole is not None
+
+
+def _same_view(one: torch.Tensor, other: torch.Tensor) -> bool:
+    same = one._base is other._base and one.storage_offset() == other.storage_offset()
+    return same and one.shape == other.shape and one.stride() == other.stride()
+
+
+aten = torch.ops.aten
+
+# What costs most to compute for each byte that it takes to keep: matrix products and attention. A CPU, CUDA's
+# three kernels and torch's mathematical form (bmm) each have an operator of their own.
+KEPT = (
+    aten.mm.default,
+    aten.addmm.default,
+    aten.bmm.default,
+    aten.baddbmm.default,
+    aten.convolution.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+)
+
+
+def apply_checkpointing(
+    model: nn.Module, family: Family, first: int | Literal["all"], kind: Literal["full", "selective"] = "full"
+) -> None:
+    """Recompute the first `first` blocks in the backward pass; the others keep their activations.
+
+    `selective` blocks keep the outputs of matrix products, convolutions and attention, and recompute the rest.
+    The block's `forward` is replaced, not the block: names of parameters, and the hooks that engines put on
+    modules, stay as they are. Raises UserError where the model has fewer blocks.
+    """
+    blocks = family.blocks(model)
+    if first == "all":
+        first = len(blocks)
+    if first > len(blocks):
+        raise UserError(f"train.checkpointed_blocks is {first}, and the model has {how_many(len(blocks), 'block')}")
+    # Nothing in a block draws random numbers (dropout is 0 in pre-training configs), so the RNG state,
+    # whose copy would synchronise with the device, is not kept.
+    run = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+    if kind == "selective":
+        run = functools.partial(run, context_fn=functools.partial(create_selective_checkpoint_contexts, _kept()))
+    for block in blocks[:first]:
+        block.forward = functools.partial(run, block.forward)
+
+
+def _kept() -> list[torch._ops.OpOverload]:
+    """The operators whose outputs are kept; that of an nf4 base is there once bitsandbytes is imported."""
+    nf4 = getattr(torch.ops.bitsandbytes, "gemm_4bit", None)
+    return [*KEPT, *(() if nf4 is None else (nf4.default,))]
+
+
+Packed: TypeAlias = "torch.Tensor | tuple[torch.device, torch.Tensor, tuple[torch.Size, tuple[int, ...]] | None]"
+
+
+def offload_activations(model: nn.Module, family: Family) -> None:
+    """Copy to the host what autograd saves in each block, and back when its backward pass asks for it.
+
+    To be applied after checkpointing: a checkpointed block saves its inputs, and those are what moves; what a
+    selective one keeps stays. Weights stay too. A tensor that several operations save is copied for each of
+    them; of an expanded one the memory behind it is. Host memory is pinned where the device is a GPU. On a CPU it is a
+    copy within the host, and saves nothing.
+    """
+    for block in family.blocks(model):
+        # Known now, before an engine takes the parameters apart.
+        sizes = {parameter.numel() for parameter in block.parameters()}
+        to_host = functools.partial(_to_host, block, sizes)
+        block.forward = functools.partial(_offloaded, to_host, block.forward)
+
+
+def _offloaded(to_host: Callable[..., Packed], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with saved_tensors_hooks(to_host, _to_device):
+        return forward(*args, **kwargs)
+
+
+def _to_host(block: nn.Module, sizes: set[int], tensor: torch.Tensor) -> Packed:
+    # As torch.autograd.graph.save_on_cpu, which moves weights too, and forgets the strides.
+    if tensor.numel() in sizes and _is_weight(block, tensor):
+        return tensor
+    expanded = None
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    if 0 < span < tensor.numel():  # a mask for all queries and heads: attention asks for its strides, too
+        expanded = tensor.shape, tensor.stride()
+        tensor = tensor.as_strided((span,), (1,))
+    host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type != "cpu")
+    host.copy_(tensor, non_blocking=True)
+    return tensor.device, host, expanded
+
+
+def _to_device(packed: Packed) -> torch.Tensor:
+    if isinstance(packed, torch.Tensor):
+        return packed
+    device, host, expanded = packed
+    tensor = host.to(device, non_blocking=True)
+    return tensor if expanded is None else tensor.as_strided(*expanded)
+
+
+def _is_weight(block: nn.Module, tensor: torch.Tensor) -> bool:
+    """Whether it is a parameter or a view of one, by its storage: engines gather parameters, and free them."""
+    storage = tensor.untyped_storage()._cdata
+    return any(parameter.untyped_storage()._cdata == storage for parameter in block.parameters())

@@ -1,6 +1,6 @@
 """Optimizers by name, each built over the tensors that an engine hands it (parameters or fp32 masters).
 
-Who owns these tensors, and in which precision, is `engines`; the learning rate is `train/schedule.py`.
+Who owns these tensors, and in which precision, is `engines`; the learning rate is `train/loop.py`.
 """
 
 from __future__ import annotations

@@ -7,34 +7,27 @@ of processes: a process group is not taken apart, since engines keep what they m
 
 from __future__ import annotations
 
+import importlib
 import os
+import signal
 import sys
 
 from bigdit import libraries
 from bigdit.errors import guard
+from bigdit.lifeline import end_with
 from bigdit.profile.attempt import Question
-from bigdit.profile.forks import serve, taken
-from bigdit.profile.request import StepRequest
+from bigdit.profile.forks import serve
 
 
 def main(given: list[str]) -> None:
     """Answer until all lanes are closed."""
-    lanes = taken(given)
+    end_with(os.getppid(), signal.SIGKILL)
     _import_all()
-    serve(lanes, lambda line: _import_for(_question(line).request), _answer, _suits)
-
-
-def _question(line: str) -> Question:
-    return Question.model_validate_json(line)
+    serve(given, _import_for, _answer, _suits)
 
 
 def _answer(line: str) -> tuple[str, bool]:
-    question = _question(line)
-    if question.what == "model":
-        from bigdit import models
-
-        models.outline(question.request.model)
-        return "", True
+    question = Question.model_validate_json(line)
     from bigdit.profile.run_attempt import attempt, emptied, leave_values
 
     if not question.values:
@@ -50,7 +43,7 @@ def _suits(line: str) -> bool:
     """Whether a fork that has answered others may answer this question."""
     import torch.distributed as dist
 
-    question = _question(line)
+    question = Question.model_validate_json(line)
     if question.what == "recorded":
         return False
     strategy = question.request.strategy
@@ -69,8 +62,9 @@ def _import_all() -> None:
     torch.cuda._is_in_bad_fork = lambda: False  # there is no driver whose state a fork would break
 
 
-def _import_for(request: StepRequest) -> None:
-    """Import what the request's steps need beside that, once for all forks that begin from now on."""
+def _import_for(line: str) -> None:
+    """Import what the question's steps need beside that, once for all forks that begin from now on."""
+    request = Question.model_validate_json(line).request
     with libraries.importing(), libraries.uncompiled():
         import diffusers
         import torch
@@ -81,10 +75,7 @@ def _import_for(request: StepRequest) -> None:
         strategy = request.strategy
         # Of one number: it imports the library that has the optimizer.
         optim.build(strategy.optimizer, [torch.zeros(1)], stochastic_rounding=strategy.precision == "bf16_sr")
-        if strategy.engine == "deepspeed":
-            import bigdit.engines.deepspeed
-        if strategy.engine == "fsdp2":
-            import bigdit.engines.fsdp2
+        importlib.import_module(f"bigdit.engines.{strategy.engine}")
         if strategy.lora is not None:
             import bigdit.models.lora
         if request.encoders is not None:

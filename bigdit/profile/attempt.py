@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from typing import Literal
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from bigdit.errors import UserError
 from bigdit.memory import HostMemory, Ledger, Timeline
-from bigdit.profile.launched import Launched
 from bigdit.profile.request import StepRequest
 from bigdit.spec import Strict
 
@@ -17,15 +18,14 @@ UNLIMITED = 1 << 50
 
 
 class Question(Strict):
-    """`what`: an attempt, a recorded run, or whether the model can be made at all.
+    """An attempt, or a recorded run, for which torch may reserve `capacity_bytes`.
 
-    Torch may reserve `capacity_bytes`. Without `to_end` the GPU gives nothing more once the allocator is short of room:
-    the steps do not fit then. Without `values` no small tensor is computed, and the host reads zeros. `counted`: one
-    more step counts what its operators and collectives do. `snapshot`: the file that gets torch's memory snapshot of a
-    recorded run.
+    Without `to_end` the GPU gives nothing more once the allocator is short of room: the steps do not fit then. Without
+    `values` no small tensor is computed, and the host reads zeros. `counted`: one more step counts what its operators
+    and collectives do. `snapshot`: the file that gets torch's memory snapshot of a recorded run.
     """
 
-    what: Literal["attempt", "recorded", "model"] = "attempt"
+    what: Literal["attempt", "recorded"] = "attempt"
     request: StepRequest
     capacity_bytes: PositiveInt = UNLIMITED
     to_end: bool = True
@@ -42,12 +42,11 @@ class PhaseBytes(Strict):
 
 
 class Attempt(Strict):
-    """Two steps, or what was taken until one ran out of memory: by torch's own counters, with expandable segments.
+    """Two steps, or what was taken until one ran out of memory: by torch's own counters.
 
     `out_of_memory`: torch's message. `retries`: how often the allocator gave back what it kept, to find room. `reads`:
-    copies from the GPU to the host, before the optimizer steps. `host`: bytes of host tensors. `launched`: what the
-    second step had the GPU do, by phase. `packed_work` (a Timeline without blocks) and `checkpoint_bytes` are there
-    where they were counted.
+    copies from the GPU to the host, before the optimizer steps. `launched`: by the second step. `packed_work` (a
+    Timeline without blocks) and `checkpoint_bytes` are there where they were counted.
     """
 
     out_of_memory: str | None
@@ -91,9 +90,8 @@ class Attempt(Strict):
 
 
 class Profile(Strict):
-    """Two steps under the recorder, on a GPU without a limit.
+    """Two steps under the recorder, on a GPU without a limit. `ledger` counts in 512 B.
 
-    `ledger` counts in 512 B. `packed_timeline` is the record of the GPU, `packed_host_timeline` that of the host.
     `checkpoint_bytes`: what a process copies to the host to save its state. `params` counts elements.
     """
 
@@ -118,3 +116,27 @@ class Profile(Strict):
 
 class TookTooLong(UserError):
     """An answer did not come in time: on another day, or another machine, it may."""
+
+
+class Launched(Strict):
+    """What the host handed to the GPU in one phase of a step, and how often it waited.
+
+    `counts` has the names of emulator/inside/counts.py. `library_calls` are products, convolutions and attention of
+    cuBLAS and cuDNN. Each launches one kernel at least.
+    """
+
+    counts: dict[str, PositiveInt]
+
+    def __add__(self, other: Launched) -> Launched:
+        return Launched(counts=dict(Counter(self.counts) + Counter(other.counts)))
+
+    @property
+    def launches(self) -> int:
+        """All that the host handed over, one thing after another."""
+        apart = ("bytes_", "host_syncs")
+        return sum(count for name, count in self.counts.items() if not name.startswith(apart))
+
+
+def launched(before: Mapping[str, int], after: Mapping[str, int]) -> Launched:
+    """What the libraries counted between two readings, without the zeros."""
+    return Launched(counts=dict(Counter(after) - Counter(before)))

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Lock
-from typing import TypeVar
 
 from bigdit.catalog import Gpu
 from bigdit.checkout import ROOT, in_checkout, own_module
@@ -20,12 +20,10 @@ from bigdit.errors import UserError
 from bigdit.kept import Kept, digest_of
 from bigdit.machine import memory_bytes
 from bigdit.profile.attempt import UNLIMITED, Attempt, Profile, Question, TookTooLong
-from bigdit.profile.lanes import Lanes, WorkerError
+from bigdit.profile.lanes import Lanes, WorkerError, environment
 from bigdit.profile.request import StepRequest, check
 from bigdit.spec import OptimizerSpec
 from bigdit.units import GIB
-
-T = TypeVar("T")
 
 MOST_WORKERS = 4
 WORKER_BYTES = 2 * GIB
@@ -68,8 +66,7 @@ class Row:
 
     def expected(self, reserved: Mapping[int, int], capacity_bytes: int) -> float:
         """About how many fit, by the nearest sizes that are known on both sides, or by the nearest alone."""
-        below = max((size for size, nbytes in reserved.items() if nbytes <= capacity_bytes), default=None)
-        above = min((size for size, nbytes in reserved.items() if nbytes > capacity_bytes), default=None)
+        below, above = _around(reserved, capacity_bytes)
         nearest = below if above is None else above
         if nearest is None:
             return self.guess
@@ -77,6 +74,12 @@ class Row:
         if below is not None and above is not None:
             sample = (reserved[above] - reserved[below]) / (above - below)
         return nearest + (capacity_bytes - reserved[nearest]) / max(sample, 1.0)
+
+
+def _around(reserved: Mapping[int, int], capacity_bytes: int) -> tuple[int | None, int | None]:
+    """The largest size that takes no more than the capacity, and the smallest that does."""
+    below = max((size for size, nbytes in reserved.items() if nbytes <= capacity_bytes), default=None)
+    return below, min((size for size, nbytes in reserved.items() if nbytes > capacity_bytes), default=None)
 
 
 def workers_here() -> int:
@@ -88,9 +91,8 @@ def workers_here() -> int:
 class Cards:
     """Emulated GPUs of one kind, `count` of them side by side: forks of one process answer question after question.
 
-    They start with the first question whose answer is not cached, or by `with`, and end with the block. `done` is
-    called with the number of answers so far. `unanswered`: why a question had no answer, in lines. Raises UserError
-    where there is no CUDA build of torch.
+    `done` is called with the number of answers so far. `unanswered`: why a question had no answer, in lines. Raises
+    UserError where there is no CUDA build of torch.
 
     Values of small tensors cost two thirds of the time, so an attempt does without them first. If the host read
     nothing of the GPU meanwhile, no byte can follow from a value. Else both ways are compared, once for all attempts
@@ -98,20 +100,14 @@ class Cards:
     """
 
     def __init__(
-        self,
-        gpu: Gpu,
-        count: int | None = None,
-        *,
-        done: Callable[[int], None] | None = None,
-        timeout_s: float = 300.0,
-        expandable_segments: bool = True,
+        self, gpu: Gpu, count: int | None = None, *, timeout_s: float = 300.0, expandable_segments: bool = True
     ) -> None:
-        self.gpu = gpu
-        self.count = count or workers_here()
+        self.gpu, self.count = gpu, count or workers_here()
         self.build = cuda_build(cuda_python())
         self.unanswered: dict[str, None] = {}
         self._settings = f"{self.build}, expandable segments {expandable_segments}"
-        self._timeout_s, self._done, self._made = timeout_s, done, 0
+        self.done: Callable[[int], None] = lambda answers: None
+        self._timeout_s, self._made = timeout_s, 0
         self._follows: dict[str, bool] = {}  # whether memory follows from values, by kind, where both were compared
         self._unread: set[str] = set()  # kinds that read nothing of the GPU
         self._first: dict[str, Lock] = {}  # held by the question that finds that out
@@ -121,7 +117,7 @@ class Cards:
         self._threads = ThreadPoolExecutor(self.count)
         self._lock = Lock()
         # Two forks a card: one that has left values cannot have them again.
-        self._lanes = Lanes(_worker(gpu, expandable_segments=expandable_segments), 2 * self.count)
+        self._lanes = Lanes(partial(_worker, gpu, expandable_segments), 2 * self.count)
 
     def __enter__(self) -> Cards:
         self._threads.submit(self._lanes.start)  # libraries are imported by the time of the first question
@@ -129,58 +125,60 @@ class Cards:
 
     def __exit__(self, *error: object) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
-        self._lanes.end()
-
-    def check_model(self, request: StepRequest) -> None:
-        """Raise UserError where the class of the request's model refuses its arguments."""
-        self._ask(Question(what="model", request=request), lane=0)
+        self._lanes.close()
 
     def profile(self, request: StepRequest, snapshot: Path | None = None) -> Profile:
         """Two recorded steps, or what is cached of them. They run where torch's memory snapshot goes to a file.
 
         Raises UserError for what the user can mend, TookTooLong, and WorkerError where the process dies.
         """
-        return self._with_card(partial(self._profile, request, snapshot))
+        question, kind = Question(what="recorded", request=request), _kind(request)
+        decides = self._decides(question)
+        with self._one() as card:
+            found = None if snapshot else _PROFILES.find(decides)
+            if found is None:
+                file = None if snapshot is None else str(snapshot.absolute())
+                values = self._follows.get(kind, kind not in self._unread)
+                asked = question.model_copy(update={"values": values, "snapshot": file})
+                found = Profile.model_validate_json(self._ask(asked, card))
+                _PROFILES.keep(decides, found)
+            return found
 
     def attempt(
         self, request: StepRequest, capacity_bytes: int = UNLIMITED, *, to_end: bool = True, counted: bool = False
     ) -> Attempt:
         """Two steps where torch may reserve so many bytes, or what is cached of them. Raises as `profile` does."""
         question = Question(request=request, capacity_bytes=capacity_bytes, to_end=to_end, counted=counted)
-        return self._with_card(partial(self._attempt, question))
+        decides = self._decides(question)
+        with self._one() as card:
+            found = _ATTEMPTS.find(decides)
+            if found is None and not counted:
+                found = _ATTEMPTS.find(self._decides(question.model_copy(update={"counted": True})))
+            if found is None:
+                found = self._valueless_or_with(question, card)
+                _ATTEMPTS.keep(decides, found)
+            return found
 
     def attempts(
-        self, asked: Sequence[tuple[StepRequest, int]], *, to_end: bool = True, counted: bool = False
+        self, asked: Sequence[tuple[StepRequest, int]], *, counted: Callable[[StepRequest], bool] = lambda _: False
     ) -> list[Attempt | Exception]:
         """An attempt for each request and capacity, side by side; or the UserError or WorkerError in its place.
 
-        What may be this machine's fault, time or a process that died, is a line in `unanswered` too.
+        `counted`: whose work is counted. What may be this machine's fault, time or a process that died, is a line in
+        `unanswered` too.
         """
-        one = partial(self._answered, to_end=to_end, counted=counted)
-        return list(self._threads.map(lambda each: one(*each), asked))
+        return list(self._threads.map(lambda each: self._answered(*each, counted=counted(each[0])), asked))
 
     def largest(self, row: Row, capacity_bytes: int) -> tuple[float, dict[int, int]] | None:
         """The largest micro-batch that fits where the next one does not, with about which part of that has room (less
-        than 1: none fits); and what torch reserves at the sizes that ran. None where an attempt failed."""
-        return self._threads.submit(self._largest, row, capacity_bytes).result()
+        than 1: none fits); and what torch reserves at the sizes that ran. None where an attempt failed.
 
-    def _answered(
-        self, request: StepRequest, capacity_bytes: int, *, to_end: bool, counted: bool = False
-    ) -> Attempt | Exception:
-        try:
-            return self.attempt(request, capacity_bytes, to_end=to_end, counted=counted)
-        except (UserError, WorkerError) as error:
-            if isinstance(error, TookTooLong | WorkerError):
-                self.unanswered[str(error).splitlines()[0].rstrip(":")] = None
-            return error
-
-    def _largest(self, row: Row, capacity_bytes: int) -> tuple[float, dict[int, int]] | None:
-        """A GPU without a limit tells how much a size wants. One that is expected to be too much is tried within the
-        capacity, and ends early."""
+        A GPU without a limit tells how much a size wants. One that is expected to be too much is tried within the
+        capacity, and ends early.
+        """
         reserved = dict(row.known)
-        failing = min((size for size, nbytes in reserved.items() if nbytes > capacity_bytes), default=None)
-        failing = failing or LARGEST_MICRO_BATCH + 1
-        fitting = max((size for size, nbytes in reserved.items() if nbytes <= capacity_bytes), default=0)
+        below, above = _around(reserved, capacity_bytes)
+        fitting, failing = below or 0, above or LARGEST_MICRO_BATCH + 1
         while fitting + 1 < failing:
             expected = row.expected(reserved, capacity_bytes)
             size = min(max(int(expected), fitting + 1), failing - 1)
@@ -197,38 +195,27 @@ class Cards:
                 failing = size
         return fitting + min(max(row.expected(reserved, capacity_bytes) - fitting, 0.0), 0.99), reserved
 
-    def _with_card(self, ask: Callable[[int], T]) -> T:
+    def _answered(
+        self, request: StepRequest, capacity_bytes: int, *, to_end: bool = True, counted: bool = False
+    ) -> Attempt | Exception:
+        try:
+            return self.attempt(request, capacity_bytes, to_end=to_end, counted=counted)
+        except (UserError, WorkerError) as error:
+            if isinstance(error, TookTooLong | WorkerError):
+                self.unanswered[str(error).splitlines()[0].rstrip(":")] = None
+            return error
+
+    @contextmanager
+    def _one(self) -> Iterator[int]:
+        """One of the GPUs, which answers a question meanwhile."""
         card = self._free.get()
         try:
-            return ask(card)
+            yield card
         finally:
             self._free.put(card)
             with self._lock:
                 self._made += 1
-                if self._done is not None:
-                    self._done(self._made)
-
-    def _profile(self, request: StepRequest, snapshot: Path | None, card: int) -> Profile:
-        kind = _kind(request)
-        follows = self._follows.get(kind, kind not in self._unread)
-        decides = self._decides(Question(what="recorded", request=request))
-        found = None if snapshot else _PROFILES.find(decides)
-        if found is None:
-            file = None if snapshot is None else str(snapshot.absolute())
-            question = Question(what="recorded", request=request, values=follows, snapshot=file)
-            found = Profile.model_validate_json(self._ask(question, card if follows else self.count + card))
-            _PROFILES.keep(decides, found)
-        return found
-
-    def _attempt(self, question: Question, card: int) -> Attempt:
-        decides = self._decides(question)
-        found = _ATTEMPTS.find(decides)
-        if found is None and not question.counted:
-            found = _ATTEMPTS.find(self._decides(question.model_copy(update={"counted": True})))
-        if found is None:
-            found = self._valueless_or_with(question, card)
-            _ATTEMPTS.keep(decides, found)
-        return found
+                self.done(self._made)
 
     def _valueless_or_with(self, question: Question, card: int) -> Attempt:
         kind = _kind(question.request)
@@ -250,15 +237,14 @@ class Cards:
             return found
 
     def _run(self, question: Question, card: int, *, values: bool) -> Attempt:
-        lane = card if values else self.count + card
-        return Attempt.model_validate_json(self._ask(question.model_copy(update={"values": values}), lane))
+        return Attempt.model_validate_json(self._ask(question.model_copy(update={"values": values}), card))
 
     def _decides(self, question: Question) -> tuple[str, ...]:
         return self.gpu.model_dump_json(), question.model_dump_json(), self._settings, digest_of(*SOURCES)
 
-    def _ask(self, question: Question, lane: int) -> bytes:
+    def _ask(self, question: Question, card: int) -> bytes:
         check(question.request)
-        name = question.request.model.name
+        name, lane = question.request.model.name, card if question.values else self.count + card
         try:
             return self._lanes.ask(lane, f"{name} on an emulated GPU", question, self._timeout_s)
         except TimeoutError:
@@ -269,38 +255,27 @@ class Cards:
 
 def _kind(request: StepRequest) -> str:
     """What attempts have alike that differ in sizes, or in what makes no difference to values: fp16 does."""
-    strategy = request.strategy.settled(micro_batch_size=1, grad_accum_steps=1, checkpointed_blocks=0)
-    update: dict[str, object] = {"optimizer": OptimizerSpec(), "checkpointing": "full"}
-    update["blocks_to_swap"] = min(strategy.blocks_to_swap, 1)
-    if strategy.precision == "bf16_sr":
-        update["precision"] = "bf16"
+    settled = request.strategy.settled(micro_batch_size=1, grad_accum_steps=1, checkpointed_blocks=0)
+    alike = {
+        "optimizer": OptimizerSpec(),
+        "checkpointing": "full",
+        "blocks_to_swap": min(settled.blocks_to_swap, 1),
+        "precision": settled.precision.removesuffix("_sr"),
+    }
     batch = request.batch.model_copy(update={"latents": (1, 1, 1)})
-    sizes = {"strategy": strategy.model_copy(update=update), "batch": batch}
-    return request.model_copy(update=sizes).model_dump_json()
+    return request.model_copy(update={"strategy": settled.model_copy(update=alike), "batch": batch}).model_dump_json()
 
 
-def _worker(gpu: Gpu, *, expandable_segments: bool) -> Callable[[], tuple[list[str], dict[str, str]]]:
-    """The process that answers, as Lanes start it."""
-
-    def started() -> tuple[list[str], dict[str, str]]:
-        environment = worker_environment(gpu, expandable_segments=expandable_segments)
-        return [str(cuda_python()), "-W", "ignore", *own_module("bigdit.profile")], environment
-
-    return started
+def _worker(gpu: Gpu, expandable_segments: bool) -> tuple[list[str], dict[str, str]]:
+    command = [str(cuda_python()), "-W", "ignore", *own_module("bigdit.profile")]
+    return command, worker_environment(gpu, expandable_segments=expandable_segments)
 
 
-def worker_environment(
-    gpu: Gpu, ranks: int = 1, state: str | None = None, *, expandable_segments: bool = True
-) -> dict[str, str]:
-    """A GPU for each of the ranks that there are, no network, and no place in a launched group.
-
-    One rank alone has no peers, whatever its strategy; `state` is the file that several share.
-    """
-    own = {key: value for key, value in os.environ.items() if key not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
-    for name in ("CUDA_VISIBLE_DEVICES", "PYTORCH_CUDA_ALLOC_CONF"):
-        own.pop(name, None)
-    own["PYTORCH_ALLOC_CONF"] = f"expandable_segments:{expandable_segments}"
-    card = emulated_environment(gpu, ranks, state, peers=ranks > 1)
+def worker_environment(gpu: Gpu, *, expandable_segments: bool = True) -> dict[str, str]:
+    """For one process on this GPU, which needs no peers, whatever its strategy."""
+    own = environment(expandable_segments=expandable_segments)
+    own.pop("CUDA_VISIBLE_DEVICES", None)
+    emulated = emulated_environment(gpu, peers=False)
     # Where pip installed bigdit, the folder has a torch too, which must not come before the CUDA build.
-    path = os.pathsep.join([*([str(ROOT)] if in_checkout() else []), card["PYTHONPATH"]])
-    return own | card | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": path}
+    path = os.pathsep.join([*([str(ROOT)] if in_checkout() else []), emulated["PYTHONPATH"]])
+    return own | emulated | {"PYTHONPATH": path}

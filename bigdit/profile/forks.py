@@ -3,8 +3,8 @@
 Questions come by lanes, which are answered side by side, one question after another in each. A lane is a socket and a
 file for what is said beside answers. What goes back by the socket, a line each: `read` for each question that somebody
 has read, `fork<tab>PROCESS ID` when a fork begins, `STATUS<tab>ANSWER` for each question, and `end<tab>STATUS` when the
-fork has ended. A question that was not read by then is the next fork's, and so is one that a fork hands back, since it
-cannot answer it after others. `lanes.py` is the other end.
+fork has ended. A question that was not read by then is the next fork's. `again` stands in place of an answer where a
+fork cannot answer after others: the next fork is asked. `lanes.py` is the other end.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 
 from bigdit.errors import EXIT_BUG, guard
@@ -55,22 +55,13 @@ class Lane:
             self.socket.sendall(("\t".join(map(str, parts)) + "\n").encode())
 
 
-def taken(given: Sequence[str]) -> list[Lane]:
-    """The lanes that this process was given, which ends with the one that gave them."""
-    end_with(os.getppid(), signal.SIGKILL)
-    return [Lane(each) for each in given]
+def serve(given: Sequence[str], prepare: Callable[[str], None], answer: Answer, suits: Suits) -> None:
+    """Answer the questions of all lanes that this process was given, until they are closed.
 
-
-def serve(
-    lanes: Sequence[Lane], prepare: Callable[[str], None], answer: Answer, suits: Suits = lambda question: True
-) -> None:
-    """Answer the questions of all lanes, until they are closed.
-
-    `prepare` imports what a question needs before a fork begins with it; what it raises is the answer. What a fork says
-    does not suit it is a new one's.
+    `prepare` imports what a question needs before a fork begins with it; what it raises is the answer.
     """
     os.dup2(2, 1)  # what libraries print is no answer
-    free, forks = list(lanes), dict[int, tuple[int, Lane]]()
+    free, forks = [Lane(each) for each in given], dict[int, tuple[int, Lane]]()
     while free or forks:
         ready = select.select([*(lane.socket.fileno() for lane in free), *forks], [], [])[0]
         for lane in [lane for lane in free if lane.socket.fileno() in ready]:
@@ -79,58 +70,43 @@ def serve(
                 free.remove(lane)
             elif _prepared(lane, prepare, question):
                 free.remove(lane)
-                forks |= _fork(lane, question, answer, suits)
+                life, child = _fork(lane, question, answer, suits)
+                forks[life] = child, lane
         for life in [life for life in forks if life in ready]:
             child, lane = forks.pop(life)
-            with os.fdopen(life) as left:
-                question = left.read()
-            status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-            if question and _prepared(lane, prepare, question):
-                forks |= _fork(lane, question, answer, suits)
-            else:
-                if not question:
-                    lane.tell("end", status)
-                free.append(lane)
+            os.close(life)
+            lane.tell("end", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+            free.append(lane)
 
 
 def _prepared(lane: Lane, prepare: Callable[[str], None], question: str) -> bool:
-    with _saying_to(lane.said):
-        status = guard(partial(prepare, question))
+    before = os.dup(2)
+    os.dup2(lane.said, 2)
+    status = guard(partial(prepare, question))
+    sys.stderr.flush()
+    os.dup2(before, 2)
+    os.close(before)
     if status:
         lane.tell(status, "")
     return not status
 
 
-@contextmanager
-def _saying_to(file: int) -> Iterator[None]:
-    before = os.dup(2)
-    os.dup2(file, 2)
-    try:
-        yield
-    finally:
-        sys.stderr.flush()
-        os.dup2(before, 2)
-        os.close(before)
-
-
-def _fork(lane: Lane, question: str, answer: Answer, suits: Suits) -> dict[int, tuple[int, Lane]]:
-    """A fork that answers this question and more: its process and lane, by what can be read when it has ended, which is
-    the question that it hands back."""
+def _fork(lane: Lane, question: str, answer: Answer, suits: Suits) -> tuple[int, int]:
+    """What can be read when a fork that answers this question and more has ended, and its process."""
     life, held = os.pipe()
     server = os.getpid()
     gc.freeze()  # its collections do not look through, and so copy, what is imported
     child = os.fork()
     if child:
         os.close(held)
-        return {life: (child, lane)}
+        return life, child
     status = EXIT_BUG
     try:
         end_with(server, signal.SIGKILL)
         os.dup2(lane.said, 1)
         os.dup2(lane.said, 2)
         lane.tell("fork", os.getpid())
-        handed_back = _answer_all(lane, question, answer, suits)
-        os.write(held, handed_back.encode())
+        _answer_all(lane, question, answer, suits)
         status = 0
     except BaseException:
         traceback.print_exc()
@@ -138,21 +114,18 @@ def _fork(lane: Lane, question: str, answer: Answer, suits: Suits) -> dict[int, 
     os._exit(status)  # without torch's shutdown, which aborts where backends or process groups are still there
 
 
-def _answer_all(lane: Lane, question: str, answer: Answer, suits: Suits) -> str:
-    """Answer until there are no more questions, or one that leaves this process of no use; or until one does not suit
-    it, which is returned."""
+def _answer_all(lane: Lane, question: str, answer: Answer, suits: Suits) -> None:
+    """Answer until there are no more questions, one leaves this process of no use, or one does not suit it."""
     while question:
-        found: list[tuple[str, bool]] = []
+        found = [("", False)]
         status = guard(partial(_answer, question, answer, found))
-        text, more = found[0] if found else ("", False)
+        text, more = found[-1]
         sys.stderr.flush()
         lane.tell(status, text)
-        if not more:
-            return ""
-        question = lane.ask()
+        question = lane.ask() if more else ""
         if question and not suits(question):
-            return question
-    return ""
+            lane.tell("again")
+            return
 
 
 def _answer(question: str, answer: Answer, found: list[tuple[str, bool]]) -> None:

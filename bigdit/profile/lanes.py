@@ -13,6 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from typing import IO
 
 from bigdit.errors import EXIT_USER, Killed, UserError
 from bigdit.spec import Strict
@@ -38,25 +39,17 @@ class WorkerKilled(WorkerError, Killed):
 class Lanes:
     """A process that has imported all libraries, and forks of it that answer, one in each of `count` lanes.
 
-    It starts with the first question, or when it is told to, and ends with the `with` block: whoever asks later, such
-    as a thread that waited for another's answer, starts none.
+    It starts with the first question, or when it is told to. Once it is closed, whoever asks starts none.
     """
 
-    def __init__(self, started: Started, count: int = 1) -> None:
-        self.count = count
+    def __init__(self, started: Started, count: int) -> None:
         self._over = False
         self._started = started
-        self._said = Said()
-        self._said_by = [Said() for _ in range(count)]
+        # What the process and its forks write to stderr: files without a name, of which nothing is left at their end.
+        self._said, *self._said_by = (tempfile.TemporaryFile() for _ in range(1 + count))  # noqa: SIM115
         self._process: subprocess.Popen[bytes] | None = None
         self._lanes: list[_Lane] = []  # of this process
         self._lock = threading.Lock()
-
-    def __enter__(self) -> Lanes:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.end()
 
     def start(self) -> int:
         """Have the process import what it needs by the time of the first question; its id."""
@@ -69,7 +62,7 @@ class Lanes:
         fork or the process dies. The next question finds a new one.
         """
         said = self._said_by[lane]
-        before, before_all = len(said), len(self._said)  # before it starts: it may be dead when it has
+        before, before_all = _size(said), _size(self._said)  # before it starts: it may be dead when it has
         process, lanes = self._running()
         own = lanes[lane]
         try:
@@ -83,17 +76,17 @@ class Lanes:
             own.close()
             ended = process.wait()
             self._end(process)
-            raise failure(what, ended, self._said.lines(before_all)) from None
+            raise failure(what, ended, _lines(self._said, before_all)) from None
         if status:
-            raise failure(what, status, said.lines(before))
+            raise failure(what, status, _lines(said, before))
         return answer
 
     @property
     def forks(self) -> list[int | None]:
         """The process that answers in each lane, None where there is none."""
-        return [lane.fork for lane in self._lanes] or [None] * self.count
+        return [lane.fork for lane in self._lanes] or [None] * len(self._said_by)
 
-    def end(self) -> None:
+    def close(self) -> None:
         """End the process and its forks, which are a group of their own, for good."""
         with self._lock:
             self._over, process = True, self._process
@@ -110,14 +103,14 @@ class Lanes:
 
     def _start(self) -> tuple[subprocess.Popen[bytes], list[_Lane]]:
         command, environment = self._started()
-        pairs = [socket.socketpair() for _ in range(self.count)]
-        files = [(theirs.fileno(), said.file.fileno()) for (_, theirs), said in zip(pairs, self._said_by, strict=True)]
+        pairs = [socket.socketpair() for _ in self._said_by]
+        files = [(theirs.fileno(), said.fileno()) for (_, theirs), said in zip(pairs, self._said_by, strict=True)]
         try:
             process = subprocess.Popen(
                 [*command, *(f"{end}:{said}" for end, said in files)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                stderr=self._said.file,
+                stderr=self._said,
                 env=environment,
                 pass_fds=[number for pair in files for number in pair],
                 start_new_session=True,  # it does not hear Ctrl-C: who asks does, and ends it
@@ -168,15 +161,15 @@ class _Lane:
 
     def put(self, question: Strict, until: float) -> tuple[int, bytes]:
         """The status of a question, and its answer. Raises TimeoutError, and EOFError where the process has ended."""
-        self._read_there = False
-        with contextlib.suppress(OSError):  # it has ended, which reading says too
-            self._socket.sendall(f"{question.model_dump_json()}\n".encode())
+        self._send(question)
         while True:
             first, _, rest = self._line(until).partition(b"\t")
             if first == b"read":
                 self._read_there = True
             elif first == b"fork":
                 self.fork = int(rest)
+            elif first == b"again":
+                self._send(question)
             elif first == b"end":
                 self.fork = None
                 if self._read_there:  # or it had ended before, and the next fork has it
@@ -198,6 +191,11 @@ class _Lane:
         self.fork = None
         return True
 
+    def _send(self, question: Strict) -> None:
+        self._read_there = False
+        with contextlib.suppress(OSError):  # it has ended, which reading says too
+            self._socket.sendall(f"{question.model_dump_json()}\n".encode())
+
     def _line(self, until: float) -> bytes:
         while b"\n" not in self._unread:
             try:
@@ -216,21 +214,23 @@ class _Lane:
         return line
 
 
-class Said:
-    """What a process writes to its stderr: a file without a name, of which nothing is left when both have ended."""
-
-    def __init__(self) -> None:
-        self.file = tempfile.TemporaryFile()  # noqa: SIM115 closed with the last that holds it
-
-    def __len__(self) -> int:
-        return os.fstat(self.file.fileno()).st_size
-
-    def lines(self, since: int = 0) -> list[str]:
-        """The lines from that byte on; where the process writes next stays as it is."""
-        return os.pread(self.file.fileno(), len(self) - since, since).decode(errors="replace").splitlines()
+def _size(said: IO[bytes]) -> int:
+    return os.fstat(said.fileno()).st_size
 
 
-def failure(what: str, status: int | None, said: list[str]) -> Exception:
+def _lines(said: IO[bytes], since: int) -> list[str]:
+    """What was written from that byte on; where the process writes next stays as it is."""
+    return os.pread(said.fileno(), _size(said) - since, since).decode(errors="replace").splitlines()
+
+
+def environment(*, expandable_segments: bool) -> dict[str, str]:
+    """This process's, without network and without a place in a launched group, and with the allocator as asked for."""
+    left_out = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "PYTORCH_CUDA_ALLOC_CONF")
+    own = {key: value for key, value in os.environ.items() if key not in left_out}
+    return own | {"PYTORCH_ALLOC_CONF": f"expandable_segments:{expandable_segments}", "HF_HUB_OFFLINE": "1"}
+
+
+def failure(what: str, status: int, said: list[str]) -> Exception:
     """What `what`, which left no result, ended with: the errors that it said, or its last lines."""
     problems = [line.removeprefix("error: ") for line in said if line.startswith("error: ")]
     if status == EXIT_USER and problems:

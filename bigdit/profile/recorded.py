@@ -10,10 +10,10 @@ import importlib
 import itertools
 import pickle
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -27,12 +27,10 @@ from bigdit.profile.attempt import UNLIMITED, Profile
 from bigdit.profile.notices import notices
 from bigdit.profile.request import StepRequest
 from bigdit.profile.steps import STEPS, Witness, group, prepare, training
-from bigdit.profile.uncomputed import large_uncomputed
-from bigdit.profile.unwritten import unwritten_weights
+from bigdit.profile.unwritten import large_uncomputed, unwritten_weights
 from bigdit.record.history import History
 from bigdit.record.recorder import Recorder
 from bigdit.record.watch import Watch, watching_fsdp2
-from bigdit.train.encode import Encode
 
 if TYPE_CHECKING:
     from bigdit.encoders.frozen import FrozenEncoders
@@ -54,9 +52,10 @@ def recorded(request: StepRequest, snapshot: str | None = None) -> Profile:
     history = History(stacks=snapshot is not None)
     marks = _Marks(Recorder(history))
     with unwritten_weights(), large_uncomputed():
-        workload = prepare(request.model, request.batch, strategy, request.encoders)
-        with group(strategy) as world, marks.recorder, _watching(marks.recorder, strategy.engine):
-            for _ in itertools.islice(training(workload, request.objective, device, world, marks), STEPS):
+        workload = prepare(request)
+        watching = watching_fsdp2(marks.recorder) if strategy.engine == "fsdp2" else nullcontext()
+        with group(strategy) as world, marks.recorder, watching:
+            for _ in itertools.islice(training(workload, device, world, marks), STEPS):
                 pass
             marks.watch.close()
             timeline, host_timeline = marks.recorder.timeline(), marks.recorder.host_timeline()
@@ -66,7 +65,6 @@ def recorded(request: StepRequest, snapshot: str | None = None) -> Profile:
     if snapshot is not None:
         with replacing(Path(snapshot)) as temporary:
             temporary.write_bytes(pickle.dumps(history.snapshot, protocol=_PROTOCOL))
-    installed = versions()
     return Profile(
         params=workload.params,
         ledger=summed,
@@ -74,14 +72,10 @@ def recorded(request: StepRequest, snapshot: str | None = None) -> Profile:
         packed_timeline=timeline.pack(),
         packed_host_timeline=host_timeline.pack(),
         checkpoint_bytes=saved,
-        versions=installed,
-        notices=notices(strategy, installed),
+        versions=versions(),
+        notices=notices(strategy, versions()),
         seconds=round(time.perf_counter() - began, 3),
     )
-
-
-def _watching(recorder: Recorder, engine: str) -> AbstractContextManager[None]:
-    return watching_fsdp2(recorder) if engine == "fsdp2" else nullcontext()
 
 
 def _check(summed: Ledger, timeline: Timeline, peaks: Sequence[int]) -> None:
@@ -104,30 +98,20 @@ class _Marks(Witness):
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
-        self._phase = recorder.phase
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        with self._phase(name):
-            yield
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        return self.recorder.phase(name)
 
     def built(self, model: nn.Module, frozen: FrozenEncoders | None) -> None:
         self.recorder.mark(model.parameters(), "parameter")
         self.recorder.mark(model.buffers(), "buffer")
-        self.recorder.mark([] if frozen is None else frozen.tensors(), "encoder")
+        self._frozen = frozen
+        self._mark_encoders()
 
-    def started(self, engine: Engine, ema: Ema | None) -> None:
+    def started(self, engine: Engine, ema: Ema | None) -> Watch:
+        self._mark_encoders()  # the device has them now
         self.watch, self.trained = Watch(self.recorder, engine, ema), (engine, ema)
-        self._phase = self.watch.phase
+        return self.watch
 
-    def moved(self, frozen: FrozenEncoders) -> None:
-        self.recorder.mark(frozen.tensors(), "encoder")
-
-    def held(self, batch: Any) -> None:
-        self.watch.held(batch)
-
-    def batches(self, micro_batches: Sequence[Any]) -> Sequence[Any]:
-        return self.watch.batches(micro_batches)
-
-    def encoding(self, encode: Encode) -> Encode:
-        return self.watch.encoding(encode)
+    def _mark_encoders(self) -> None:
+        self.recorder.mark([] if self._frozen is None else self._frozen.tensors(), "encoder")

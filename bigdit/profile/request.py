@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -24,10 +24,6 @@ def weights_of(phase: str) -> str:
     return f"weights of {phase}"
 
 
-def _own(given: dict[str, Any]) -> ObjectiveSpec:
-    return family_objective(given["model"])
-
-
 class StepRequest(Strict):
     """The training steps of one strategy, or a micro-batch through its encoders alone (`part`).
 
@@ -37,7 +33,7 @@ class StepRequest(Strict):
     model: ModelSpec
     batch: BatchShape
     strategy: Strategy
-    objective: ObjectiveSpec = Field(default_factory=_own)
+    objective: ObjectiveSpec = Field(default_factory=lambda given: family_objective(given["model"]))
     encoders: OnlineEncoders | None = None
     part: Literal["steps", "encoders"] = "steps"
 

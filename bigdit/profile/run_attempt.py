@@ -15,19 +15,13 @@ import torch
 from bigdit.engines import Ema, Engine
 from bigdit.engines.state import checkpoint_bytes
 from bigdit.memory import HostMemory, Span, Timeline
-from bigdit.profile.attempt import Attempt, PhaseBytes, Question
-from bigdit.profile.data import raw_batch
-from bigdit.profile.launched import Launched, launched
+from bigdit.profile.attempt import Attempt, Launched, PhaseBytes, Question, launched
 from bigdit.profile.request import PICTURES, TEXTS, weights_of
-from bigdit.profile.steps import STEPS, Witness, group, prepare, training
-from bigdit.profile.uncomputed import large_uncomputed
-from bigdit.profile.unwritten import unwritten, unwritten_weights
+from bigdit.profile.steps import STEPS, Witness, group, prepare, raw_batch, take, training
+from bigdit.profile.unwritten import large_uncomputed, unwritten, unwritten_weights
 from bigdit.record.costs import Counting
 
 DEVICE = torch.device("cuda", 0)
-
-_OF_ENGINE = ("step", "ema")
-"""What is read of the GPU there says whether a step is taken at all."""
 
 
 def attempt(question: Question) -> Attempt:
@@ -44,6 +38,7 @@ def attempt(question: Question) -> Attempt:
     except torch.OutOfMemoryError as error:
         said = str(error)
     watch.end()
+    start, host_steps = watch.host_peaks  # page-locked bytes are not told apart
     return Attempt(
         out_of_memory=said,
         retries=torch.cuda.memory_stats()["num_alloc_retries"] - before,
@@ -51,7 +46,7 @@ def attempt(question: Question) -> Attempt:
         peak_reserved_bytes=watch.reserved_bytes,
         phases=watch.phases,
         params=watch.params,
-        host=watch.host(),
+        host=HostMemory(peak_bytes=max(start, host_steps), steps_bytes=host_steps, page_locked_bytes=0),
         checkpoint_bytes=watch.checkpoint_bytes,
         reads=watch.reads,
         launched={} if said else watch.launched,
@@ -67,8 +62,7 @@ def leave_values() -> None:
 
 
 def emptied() -> bool:
-    """Take away what lay in cycles, and what torch and cuBLAS keep, page-locked memory too; whether the GPU is empty
-    then."""
+    """Take away what lay in cycles, and what torch and cuBLAS keep; whether the GPU is empty then."""
     gc.collect()
     torch._C._host_emptyCache()
     torch._C._cuda_clearCublasWorkspaces()
@@ -78,18 +72,15 @@ def emptied() -> bool:
 
 def _steps(question: Question, watch: _Watch) -> None:
     request = question.request
-    workload = prepare(request.model, request.batch, request.strategy, request.encoders)
+    workload = prepare(request)
     watch.params = workload.params
     try:
         with group(request.strategy) as world:
             fed = replace(workload, make=unwritten(workload.make))
-            steps = training(fed, request.objective, DEVICE, world, watch)
+            steps = training(fed, DEVICE, world, watch)
             for _ in range(STEPS):
                 watch.launched.clear()
-                if not next(steps):
-                    raise RuntimeError(
-                        "a step was not taken, since its gradients are not finite: no optimizer state was made"
-                    )
+                take(steps)
             if question.counted:
                 watch.count_work(lambda: next(steps))
     finally:
@@ -107,24 +98,20 @@ def _encoding(question: Question, watch: _Watch) -> None:
     assert request.encoders is not None
     frozen = FrozenEncoders(request.encoders)
     raw = raw_batch(request.encoders, request.batch, request.strategy)
-    modules = [*frozen.of_pictures(), *frozen.of_texts()]
-    watch.params = sum(tensor.numel() for module in modules for tensor in module.parameters())
-
-    def pictures() -> object:
-        return frozen.latents(raw.pixels.to(DEVICE))
-
-    def texts() -> object:
-        return frozen.texts([(ids.to(DEVICE), mask.to(DEVICE)) for ids, mask in raw.tokens])
-
-    sides = {PICTURES: (frozen.of_pictures(), pictures), TEXTS: (frozen.of_texts(), texts)}
+    sides = {PICTURES: frozen.of_pictures(), TEXTS: frozen.of_texts()}
+    parameters = (each for modules in sides.values() for module in modules for each in module.parameters())
+    watch.params = sum(each.numel() for each in parameters)
 
     def encode() -> None:
-        for phase, (modules, encoded) in sides.items():
+        for phase, modules in sides.items():
             with watch.phase(weights_of(phase)):
                 for module in modules:
                     module.to(DEVICE)
             with watch.phase(phase):
-                encoded()
+                if phase == PICTURES:
+                    frozen.latents(raw.pixels.to(DEVICE))
+                else:
+                    frozen.texts([(ids.to(DEVICE), mask.to(DEVICE)) for ids, mask in raw.tokens])
             for module in modules:
                 module.to("cpu")
             torch._C._cuda_clearCublasWorkspaces()  # or they would count as weights of the other side
@@ -149,7 +136,7 @@ class _Watch(Witness):
         self._counts = importlib.import_module("bigdit_emulated.counts").read
         self._host = importlib.import_module("bigdit_emulated.host").tensor_bytes
         self._host_before, _ = self._host()
-        self._host_peaks = [0, 0]  # until the engine has started, and since
+        self.host_peaks = [0, 0]  # until the engine has started, and since
         torch.cuda.reset_peak_memory_stats()
 
     @contextmanager
@@ -166,10 +153,9 @@ class _Watch(Witness):
         before = self._counts()
         yield
         after = self._counts()
-        if name not in _OF_ENGINE:
+        if name not in ("step", "ema"):  # where it says whether a step is taken at all
             self.reads += after["copies_to_host"] - before["copies_to_host"]
-        found = launched(before, after)
-        self.launched[name] = found if name not in self.launched else self.launched[name] + found
+        self.launched[name] = self.launched.get(name, Launched(counts={})) + launched(before, after)
 
     def end(self) -> None:
         """The phase that lasted until now is over."""
@@ -180,15 +166,11 @@ class _Watch(Witness):
         self.phases[self._phase] = PhaseBytes(peak_bytes=max(old.peak_bytes, peak), end_bytes=max(old.end_bytes, end))
         self.reserved_bytes = max(self.reserved_bytes, torch.cuda.max_memory_reserved())
         started = self._phase != "init"
-        self._host_peaks[started] = max(self._host_peaks[started], self._host()[1] - self._host_before)
+        self.host_peaks[started] = max(self.host_peaks[started], self._host()[1] - self._host_before)
 
-    def started(self, engine: Engine, ema: Ema | None) -> None:
+    def started(self, engine: Engine, ema: Ema | None) -> _Watch:
         self.engine, self._ema = engine, ema
-
-    def host(self) -> HostMemory:
-        """Bytes of host tensors since the attempt began; page-locked ones are not told apart."""
-        start, steps = self._host_peaks
-        return HostMemory(peak_bytes=max(start, steps), steps_bytes=steps, page_locked_bytes=0)
+        return self
 
     def count_work(self, run: Callable[[], object]) -> None:
         """Run something once more, where its operators are counted, and its memory is not. Encoders run twice."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,66 +20,65 @@ from bigdit import engines, models
 from bigdit.catalog.encoders import OnlineEncoders
 from bigdit.dist import World, world_from_env
 from bigdit.engines import Ema, Engine
+from bigdit.loader.ahead import read_ahead
 from bigdit.loader.batch import Batch
 from bigdit.loader.raw import RawBatch
 from bigdit.models import Family
-from bigdit.objective_spec import ObjectiveSpec
-from bigdit.profile.data import batch, feed, raw_batch
-from bigdit.spec import BatchShape, ModelSpec, Strategy
+from bigdit.profile.request import StepRequest
+from bigdit.record.watch import Watch
+from bigdit.spec import BatchShape, Strategy
 from bigdit.train.encode import Encode, encode
 from bigdit.train.step import train_step
 
 if TYPE_CHECKING:
     from bigdit.encoders.frozen import FrozenEncoders
 
+
 STEPS = 2  # optimizer state appears in the first one
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A model on the host, with what the strategy adds to it, its frozen encoders, and what feeds it."""
+    """What a request has: a model on the host, with what the strategy adds to it, its encoders, and what feeds it."""
 
+    request: StepRequest
     model: nn.Module
     family: Family
-    strategy: Strategy
     frozen: FrozenEncoders | None
     make: Callable[[], Batch | RawBatch]
     params: int
 
 
-def prepare(spec: ModelSpec, shape: BatchShape, strategy: Strategy, encoders: OnlineEncoders | None) -> Workload:
+def prepare(request: StepRequest, seed: int | None = None) -> Workload:
     """As in the trainer, the model and the encoders are built on the host before anything is recorded."""
-    family = models.family(spec.class_name)
-    model = models.build(spec, device="cpu", dtype=engines.compute_dtype(strategy))
+    strategy, encoders = request.strategy, request.encoders
+    family = models.family(request.model.class_name)
+    model = models.build(request.model, device="cpu", dtype=engines.compute_dtype(strategy), seed=seed)
     models.equip(model, family, strategy)
     extras = family.extras(model)
     params = sum(param.numel() for param in model.parameters())
-    frozen = None if encoders is None else _frozen(encoders)
+    if encoders is None:
+        make = functools.partial(batch, request.batch, strategy, extras)
+        return Workload(request, model, family, None, make, params)
+    from bigdit.encoders.frozen import FrozenEncoders  # transformers takes seconds to import
 
-    def make() -> Batch | RawBatch:
-        if encoders is None:
-            return batch(shape, strategy, extras)
-        return raw_batch(encoders, shape, strategy, extras)
-
-    return Workload(model, family, strategy, frozen, make, params)
+    raw = functools.partial(raw_batch, encoders, request.batch, strategy, extras)
+    return Workload(request, model, family, FrozenEncoders(encoders), raw, params)
 
 
 class Witness:
     """What is told of two steps as they run: this one does not listen."""
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def phase(self, name: str) -> AbstractContextManager[None]:
         """Surrounds init, and the phases of `train_step`."""
-        yield
+        return nullcontext()
 
     def built(self, model: nn.Module, frozen: FrozenEncoders | None) -> None:
         """In init, before the engine takes the model."""
 
-    def started(self, engine: Engine, ema: Ema | None) -> None:
-        """In init, when the engine has the model."""
-
-    def moved(self, frozen: FrozenEncoders) -> None:
-        """In init, when the encoders are on the device."""
+    def started(self, engine: Engine, ema: Ema | None) -> Witness | Watch:
+        """In init, when the engine has the model, and the device has the encoders: who is told from here on."""
+        return self
 
     def held(self, batch: Any) -> None:
         """The loader holds a micro-batch, for this step or a later one."""
@@ -90,46 +92,43 @@ class Witness:
         return encode
 
 
-def training(
-    workload: Workload, objective: ObjectiveSpec, device: torch.device, world: World, witness: Witness
-) -> Iterator[bool]:
+def training(workload: Workload, device: torch.device, world: World, witness: Witness) -> Iterator[bool]:
     """The engine's start, and a step on `device` for each `next`, without end: whether it was taken.
 
     Where the engine needs a process group, it exists already, of torch's fake backend or a real one.
     """
-    strategy, frozen = workload.strategy, workload.frozen
+    strategy, frozen = workload.request.strategy, workload.frozen
     with witness.phase("init"):
         witness.built(workload.model, frozen)
         if frozen is not None:  # before the engine takes the model, as in the trainer, which holds them against it
             frozen.to(device)
-            witness.moved(frozen)
         engine = engines.create(strategy, workload.model, workload.family, device=device, world=world)
         ema = engines.ema_of(engine)
-        witness.started(engine, ema)
+        told = witness.started(engine, ema)
         encoding = None
         if frozen is not None:
-            encoding = witness.encoding(functools.partial(encode, frozen, strategy.encode_chunk))
-        steps = feed(workload.make, strategy, pin=device.type != "cpu", seen=witness.held)
+            encoding = told.encoding(functools.partial(encode, frozen, strategy.encode_chunk))
+        steps = feed(workload.make, strategy, pin=device.type != "cpu", seen=told.held)
     while True:
         micro_batches = next(steps)
         taken = train_step(
             engine,
             workload.family,
-            objective,
-            witness.batches(micro_batches),
+            workload.request.objective,
+            told.batches(micro_batches),
             lr=strategy.optimizer.lr,
             ema=ema,
-            phase=witness.phase,
+            phase=told.phase,
             encode=encoding,
         ).taken
         del micro_batches  # before the next ones are read, as the trainer does
         yield taken
 
 
-def _frozen(encoders: OnlineEncoders) -> FrozenEncoders:
-    from bigdit.encoders.frozen import FrozenEncoders  # transformers takes seconds to import
-
-    return FrozenEncoders(encoders)
+def take(steps: Iterator[bool]) -> None:
+    """Take one of the first steps. Raises RuntimeError where it was not taken."""
+    if not next(steps):
+        raise RuntimeError("a step was not taken, since its gradients are not finite: no optimizer state was made")
 
 
 @contextmanager
@@ -137,8 +136,7 @@ def group(strategy: Strategy) -> Iterator[World]:
     """This process among as many as the strategy has: those that torchrun started, or the first of them alone."""
     if strategy.engine == "single":
         yield World()
-        return
-    if dist.is_torchelastic_launched():
+    elif dist.is_torchelastic_launched():
         dist.init_process_group("cpu:gloo,cuda:nccl")
         yield world_from_env()
         dist.barrier()  # who ends first takes away what the others still read
@@ -160,3 +158,73 @@ def _first_of(size: int) -> World:
     # is in which: without a device each part is a group that is told how many it has.
     dist.distributed_c10d._get_default_group().bound_device_id = None
     return World(rank=0, local_rank=0, world_size=size)
+
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+NO_EXTRAS: Mapping[str, models.Extra] = MappingProxyType({})
+
+
+def batch(shape: BatchShape, strategy: Strategy, extras: Mapping[str, models.Extra] = NO_EXTRAS) -> Batch:
+    """A micro-batch on the host as the store gives it: latents as they are stored, text in bf16."""
+    count = strategy.micro_batch_size
+    text = shape.text
+    return Batch(
+        latents=torch.zeros(count, *shape.latents, dtype=_DTYPES[shape.latents_dtype]),
+        text_embeds=None if text is None else torch.zeros(count, *text, dtype=torch.bfloat16),
+        text_mask=None if text is None else torch.ones(count, text[0], dtype=torch.bfloat16),
+        seeds=tuple(range(count)),
+        extras=_extras(count, shape, extras),
+    )
+
+
+def raw_batch(
+    encoders: OnlineEncoders, shape: BatchShape, strategy: Strategy, extras: Mapping[str, models.Extra] = NO_EXTRAS
+) -> RawBatch:
+    """A micro-batch on the host to be encoded: images in uint8, and captions that fill each encoder's tokens.
+
+    Padded captions have masks of [B, 1, T, T] beside them in some encoders, which these do not have.
+    """
+    count = strategy.micro_batch_size
+    captions = [(count, encoder.tokens) for encoder in encoders.text]
+    return RawBatch(
+        pixels=torch.zeros(count, *encoders.pixels, dtype=torch.uint8),
+        tokens=tuple((torch.zeros(*each, dtype=torch.int64), torch.ones(each, dtype=torch.int64)) for each in captions),
+        seeds=tuple(range(count)),
+        extras=_extras(count, shape, {name: each for name, each in extras.items() if name not in encoders.extras}),
+    )
+
+
+def feed(
+    make: Callable[[], Any], strategy: Strategy, *, pin: bool, seen: Callable[[Any], None] = lambda batch: None
+) -> Iterator[list[Any]]:
+    """The micro-batches of one step after another, without end; `seen` hears of each when it is held.
+
+    The trainer's stream reads in a thread, whose allocations no recorder sees. Here this one reads. Left out is what
+    a thread holds for a moment while it reads, and the page cache of the store's files, which is free to go.
+    """
+
+    def read(step: int) -> list[Any]:
+        return [held() for _ in range(strategy.grad_accum_steps)]
+
+    def held() -> Any:
+        made = make().pin_memory() if pin else make()
+        seen(made)
+        return made
+
+    return read_ahead(read, itertools.count(), strategy.read_ahead_steps, _ThisThread())
+
+
+def _extras(count: int, shape: BatchShape, extras: Mapping[str, models.Extra]) -> dict[str, torch.Tensor]:
+    return {
+        name: torch.full((count, *extra.sample_shape(shape.latents)), extra.fill, dtype=extra.dtype)
+        for name, extra in extras.items()
+    }
+
+
+class _ThisThread(Executor):
+    """An executor without threads: what is submitted is done."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(fn(*args, **kwargs))
+        return future

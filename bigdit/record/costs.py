@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,29 +15,19 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils.flop_counter import conv_flop_count, flop_registry
 
 from bigdit.memory import Collective, OperatorCost, Place
-from bigdit.record.in_place import WRITING, InPlace
+from bigdit.record.in_place import WRITING, InPlace, replaced
 
 aten = torch.ops.aten
 
-# Collectives as the dispatcher names them: c10d's methods, and the functional ones that DTensor calls.
+# The dispatcher's names of collectives, in c10d and in the functional ones that DTensor calls, start so without their
+# underscores. What starts otherwise, waits and barriers, sends nothing.
 _COLLECTIVES = {
-    "allreduce_": "all_reduce",
-    "allreduce_coalesced_": "all_reduce",
-    "all_reduce": "all_reduce",
-    "broadcast_": "broadcast",
+    "allreduce": "all_reduce",
+    "allgather": "all_gather",
+    "reducescatter": "reduce_scatter",
+    "reduce": "reduce",
     "broadcast": "broadcast",
-    "reduce_": "reduce",
-    "allgather_": "all_gather",
-    "_allgather_base_": "all_gather",
-    "allgather_into_tensor_coalesced_": "all_gather",
-    "all_gather_into_tensor": "all_gather",
-    "all_gather_into_tensor_out": "all_gather",
-    "_reduce_scatter_base_": "reduce_scatter",
-    "reduce_scatter_": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "alltoall_": "all_to_all",
-    "alltoall_base_": "all_to_all",
+    "alltoall": "all_to_all",
 }
 _NAMESPACES = ("c10d", "_c10d_functional")
 # They allocate, and neither read nor write; or hand one number to the program.
@@ -97,10 +88,6 @@ _FORMULAS = {packet: _of_shapes(formula) for packet, formula in flop_registry.it
 }
 
 
-Key = tuple[int, str, str, Place]
-"""Span, operator, dtype, place."""
-
-
 class Counting(TorchDispatchMode):  # type: ignore[misc]
     """Counts in `costs` what runs under this mode, in the last of `phases`.
 
@@ -121,7 +108,8 @@ class Counting(TorchDispatchMode):  # type: ignore[misc]
 
     def __enter__(self) -> Counting:
         self._hooks.enter_context(self._in_place.watching(self))
-        self._hooks.enter_context(self._without_propagation())
+        # DTensor finds the shapes of a result by running the operation on fake tensors of the global shape.
+        self._hooks.enter_context(replaced(ShardingPropagator, "_propagate_tensor_meta_non_cached", self._uncounted))
         super().__enter__()
         return self
 
@@ -145,23 +133,15 @@ class Counting(TorchDispatchMode):  # type: ignore[misc]
         """The result of an operation."""
         return func(*args, **kwargs)
 
-    @contextmanager
-    def _without_propagation(self) -> Iterator[None]:
-        """DTensor finds the shapes of a result by running the operation on fake tensors of the global shape."""
-        original = ShardingPropagator._propagate_tensor_meta_non_cached
-
-        def propagate(propagator: ShardingPropagator, op_schema: Any) -> Any:
+    def _uncounted(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*args: Any) -> Any:
             self.paused, before = True, self.paused
             try:
-                return original(propagator, op_schema)
+                return function(*args)
             finally:
                 self.paused = before
 
-        ShardingPropagator._propagate_tensor_meta_non_cached = propagate
-        try:
-            yield
-        finally:
-            ShardingPropagator._propagate_tensor_meta_non_cached = original
+        return called
 
 
 is_wrapper = functools.cache(is_traceable_wrapper_subclass_type)
@@ -177,7 +157,8 @@ class Costs:
     """
 
     def __init__(self) -> None:
-        self._sums: dict[Key, _Sum] = {}
+        # by span, operator, dtype and place
+        self._sums: defaultdict[tuple[int, str, str, Place], _Sum] = defaultdict(_Sum)
         self._collectives: list[Collective] = []
 
     def add(self, span: int, func: Any, args: Any, kwargs: Any, result: Any) -> None:
@@ -188,29 +169,20 @@ class Costs:
         if counted.is_collective:
             self._add_collective(span, func, args, kwargs, result)
             return
-        tensors: list[torch.Tensor] = []
-        _add_tensors(tensors, args)
-        if kwargs:
-            _add_tensors(tensors, kwargs.values())
-        given = len(tensors)
-        _add_tensors(tensors, (result,))
-        results = tensors[given:]
+        results = _tensors(result)
+        tensors = [*_tensors(args), *_tensors(list(kwargs.values())), *results]
         if not tensors:
             return
         place = self._place(counted, tensors, results)
         # The dtype of the arithmetic decides its rate.
-        key = (span, counted.name_of(args), _dtype(tensors[0].dtype), place)
-        found = self._sums.get(key)
-        if found is None:
-            found = self._sums[key] = _Sum()
+        found = self._sums[span, counted.name_of(args), _dtype(tensors[0].dtype), place]
         found.calls += 1
         if place in ("to device", "to host"):
             found.nbytes += sum(tensor.nbytes for tensor in results or _tensors(args[0]))
         else:
+            again = _tensors([args[i] for i in counted.written if i < len(args)])
             found.nbytes += sum({id(tensor): tensor.nbytes for tensor in tensors}.values())
-            if counted.written:
-                again = _tensors([args[i] for i in counted.written if i < len(args)])
-                found.nbytes += sum(tensor.nbytes for tensor in again)
+            found.nbytes += sum(tensor.nbytes for tensor in again)
         if counted.flops is not None:
             found.flops += counted.flops(*args, **kwargs, out_val=result)
         elif counted.is_packed:
@@ -218,8 +190,8 @@ class Costs:
 
     def operators(self) -> tuple[OperatorCost, ...]:
         return tuple(
-            OperatorCost(*key[:3], calls=found.calls, flops=found.flops, nbytes=found.nbytes, place=key[3])
-            for key, found in self._sums.items()
+            OperatorCost(span, operator, dtype, found.calls, found.flops, found.nbytes, place)
+            for (span, operator, dtype, place), found in self._sums.items()
         )
 
     def collectives(self) -> tuple[Collective, ...]:
@@ -227,12 +199,12 @@ class Costs:
         return tuple(self._collectives)
 
     def _add_collective(self, span: int, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        name = _COLLECTIVES.get(func._opname)
-        if name is None:
-            return  # waits and barriers send nothing
-        # Of an all-gather the whole result counts, of a reduce-scatter the whole input: the largest tensor it has.
-        nbytes = max(tensor.nbytes for tensor in _tensors((args, result)))
-        self._collectives.append(Collective(span, name, nbytes, _group_size([*args, *kwargs.values()])))
+        called = func._opname.replace("_", "")
+        name = next((name for start, name in _COLLECTIVES.items() if called.startswith(start)), None)
+        if name is not None:
+            # Of an all-gather the whole result counts, of a reduce-scatter the whole input: the largest tensor it has.
+            nbytes = max(tensor.nbytes for tensor in _tensors((args, result)))
+            self._collectives.append(Collective(span, name, nbytes, _group_size([*args, *kwargs.values()])))
 
     def _place(self, counted: _Counted, tensors: list[torch.Tensor], results: list[torch.Tensor]) -> Place:
         on_host = [tensor.device.type == "cpu" for tensor in tensors]
@@ -280,10 +252,12 @@ def _counted(func: Any) -> _Counted | None:
     packet, is_collective = func._overloadpacket, func.namespace in _NAMESPACES
     if not is_collective and (func.is_view or packet in _FREE):
         return None
-    name = str(packet)
+    name, arguments = str(packet), func._schema.arguments
     return _Counted(
         name,
-        _written(func),
+        ()
+        if packet in _OVERWRITE
+        else tuple(i for i, each in enumerate(arguments) if each.is_write and not each.is_out),
         _FORMULAS.get(packet),
         groups=_GROUPS.get(packet),
         is_attention="scaled_dot_product" in name,
@@ -298,26 +272,10 @@ def _dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _written(func: Any) -> tuple[int, ...]:
-    """The positions of the arguments that `func` reads and writes."""
-    if func._overloadpacket in _OVERWRITE:
-        return ()
-    arguments = func._schema.arguments
-    return tuple(i for i, each in enumerate(arguments) if each.is_write and not each.is_out)
-
-
 def _tensors(value: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    _add_tensors(found, (value,))
-    return found
-
-
-def _add_tensors(found: list[torch.Tensor], values: Iterable[Any]) -> None:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            found.append(value)
-        elif isinstance(value, list | tuple):
-            _add_tensors(found, value)
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [tensor for item in value for tensor in _tensors(item)] if isinstance(value, list | tuple) else []
 
 
 def _group_size(args: list[Any]) -> int:

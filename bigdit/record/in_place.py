@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -25,8 +25,6 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 aten = torch.ops.aten
-
-_WRITTEN = (aten.index_put.default, aten.scatter.src)
 
 WRITING = {
     aten.add.Tensor: aten.add_.Tensor,
@@ -36,6 +34,17 @@ WRITING = {
 """What computes the same sums in their first operands."""
 
 
+@contextmanager
+def replaced(owner: Any, name: str, by: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """While in here, that function of `owner` is what `by` makes of it."""
+    original = getattr(owner, name)
+    setattr(owner, name, functools.wraps(original)(by(original)))
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
 class InPlace:
     """Knows these sums when it is shown them. To be made before a mode is entered, and entered with it."""
 
@@ -43,35 +52,27 @@ class InPlace:
         self._uses_of_the_only_holder = _uses_of_the_only_holder()
         self._in_linear = False
 
-    @contextmanager
-    def watching(self, mode: TorchDispatchMode) -> Iterator[None]:
+    def watching(self, mode: TorchDispatchMode) -> AbstractContextManager[None]:
         """While in here, calls of `F.linear` are known for what they are."""
-        linear = F.linear
-        F.linear = self._watched(linear, mode)
-        try:
-            yield
-        finally:
-            F.linear = linear
+
+        def watched(linear: Callable[..., Any]) -> Callable[..., Any]:
+            def called(*args: Any, **kwargs: Any) -> Any:
+                self._in_linear = _get_current_dispatch_mode() is mode
+                try:
+                    return linear(*args, **kwargs)
+                finally:
+                    self._in_linear = False
+
+            return called
+
+        return replaced(F, "linear", watched)
 
     def is_in_place(self, func: Any, args: Any) -> bool:
         """Whether torch alone would write the sum that this call computes into its first operand."""
-        if func in _WRITTEN:
-            # The gradient of an indexed assignment writes into a copy, and does not accumulate.
-            return _in_engine() and (func is not aten.index_put.default or args[3:4] == (True,))
-        if func is not aten.add.Tensor:
-            return False
-        return self._in_linear or self._accumulates(*args)
-
-    def _watched(self, linear: Callable[..., torch.Tensor], mode: TorchDispatchMode) -> Callable[..., torch.Tensor]:
-        @functools.wraps(linear)
-        def watched(*args: Any, **kwargs: Any) -> torch.Tensor:
-            self._in_linear = _get_current_dispatch_mode() is mode
-            try:
-                return linear(*args, **kwargs)
-            finally:
-                self._in_linear = False
-
-        return watched
+        if func is aten.add.Tensor:
+            return self._in_linear or self._accumulates(*args)
+        # The gradient of an indexed assignment writes into a copy, and does not accumulate.
+        return func in WRITING and _in_engine() and (func is not aten.index_put.default or args[3:4] == (True,))
 
     def _accumulates(self, first: torch.Tensor, second: Any) -> bool:
         if not _in_engine() or not isinstance(second, torch.Tensor):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ import torch
 from bigdit.memory import Block, Category, Span, Timeline
 from bigdit.record.costs import Counting, is_wrapper
 from bigdit.record.history import History
+from bigdit.record.in_place import replaced
 
 HOST = "cpu"
 _PIN = torch.ops.aten._pin_memory.default
@@ -45,7 +47,7 @@ class Recorder(Counting):
         gc.disable()
         self._froze = gc.get_freeze_count() == 0
         gc.freeze()  # what exists by now is not this recording's garbage: collections stay cheap
-        self._hooks.enter_context(self._watching_resize())
+        self._hooks.enter_context(replaced(torch.UntypedStorage, "resize_", self._seeing))
         super().__enter__()
         return self
 
@@ -64,7 +66,10 @@ class Recorder(Counting):
         for tensor in result if isinstance(result, list | tuple) else (result,):
             if isinstance(tensor, torch.Tensor):
                 self._see(tensor, func)
-        if func is _PIN or kwargs.get("pin_memory") or _is_pinned_copy(func, args, kwargs, result):
+        # Torch puts copies to the host that nobody waits for into page-locked memory.
+        # Source: `_to_copy` in aten/src/ATen/native/TensorConversions.cpp.
+        unawaited = func is _TO and kwargs.get("non_blocking") and args[0].is_cuda and result.device.type == HOST
+        if func is _PIN or kwargs.get("pin_memory") or unawaited:
             self._tracks[HOST].pin(result.untyped_storage())
         return result
 
@@ -140,117 +145,92 @@ class Recorder(Counting):
             label, category = self._callers[-1] if self._callers else (None, None)
             track.see(tensor.untyped_storage(), category, label or source)
 
-    @contextmanager
-    def _watching_resize(self) -> Iterator[None]:
-        original = torch.UntypedStorage.resize_
-
-        def resize_(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
-            result = original(storage, size)
+    def _seeing(self, resize: Callable[..., Any]) -> Callable[..., Any]:
+        def resized(storage: torch.UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)
             for track in self._tracks.values():
                 track.resized(storage)
             return result
 
-        torch.UntypedStorage.resize_ = resize_
-        try:
-            yield
-        finally:
-            torch.UntypedStorage.resize_ = original
-
-
-def _is_pinned_copy(func: Any, args: Any, kwargs: Mapping[str, Any], result: Any) -> bool:
-    """Whether torch put the result into page-locked memory, as it does for copies to the host that nobody waits for.
-
-    Source: `_to_copy` in aten/src/ATen/native/TensorConversions.cpp.
-    """
-    return bool(func is _TO and kwargs.get("non_blocking") and args[0].is_cuda and result.device.type == HOST)
+        return resized
 
 
 def _plain(tensors: Iterable[torch.Tensor | None]) -> Iterator[torch.Tensor]:
     """The tensors with memory of their own that these consist of."""
-    for tensor in tensors:
-        if tensor is not None and is_wrapper(tensor.__class__):
-            within = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])  # type: ignore[attr-defined]
-            yield from _plain(filter(torch.is_tensor, within))  # a DTensor names its mesh, too
-        elif tensor is not None:
+    for tensor in filter(torch.is_tensor, tensors):  # a DTensor names its mesh, too
+        if is_wrapper(tensor.__class__):
+            yield from _plain(getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+        else:
             yield tensor
+
+
+@dataclass(slots=True)
+class _Known:
+    """A block as far as it is known: a category is a guess until it is `marked`."""
+
+    nbytes: int
+    category: Category | None
+    label: str
+    pinned: bool = False
+    marked: bool = False
 
 
 class _Track:
     """Blocks and events of one device type; storages are known by address while they live.
 
-    A category is a guess until `mark` says it: the first mark stays. `seen` is called with each block's storage.
+    `seen` is called with each block's storage.
     """
 
     def __init__(self, seen: Callable[[torch.UntypedStorage], None] = lambda storage: None) -> None:
         self._seen = seen
         self.events: list[int] = []
         self.starts: list[int] = []
-        self._live: dict[int, tuple[weakref.ref[Any], int]] = {}  # storage address -> finaliser, block
-        self._nbytes: list[int] = []
-        self._category: list[Category | None] = []
-        self._label: list[str] = []
-        self._pinned: set[int] = set()
-        self._marked: set[int] = set()
+        self._known: list[_Known] = []
+        self._live: dict[int, tuple[weakref.ref[Any], int]] = {}  # storage address -> finaliser, number of its block
 
     def see(self, storage: torch.UntypedStorage, category: Category | None, label: object) -> None:
         """A tensor on this storage exists: allocated now where it was not known, or where its size changed."""
-        entry = self._live.get(storage._cdata)
-        if entry is None:
-            self._allocate(storage, category, str(label))
-        elif self._nbytes[entry[1]] != storage.nbytes():
-            self._reallocate(storage, entry[1])
+        if not self.resized(storage):
+            self._allocate(storage, _Known(storage.nbytes(), category, str(label)))
 
-    def resized(self, storage: torch.UntypedStorage) -> None:
-        """The storage may have another size now: a known one is freed and allocated anew."""
-        entry = self._live.get(storage._cdata)
-        if entry is not None and self._nbytes[entry[1]] != storage.nbytes():
-            self._reallocate(storage, entry[1])
+    def resized(self, storage: torch.UntypedStorage) -> bool:
+        """Whether it is known. Where it has another size now, it is freed and allocated anew."""
+        known = self._of(storage)
+        if known is not None and known.nbytes != storage.nbytes():
+            self.events.append(-self._live[storage._cdata][1])
+            self._allocate(storage, replace(known, nbytes=storage.nbytes(), pinned=False))
+        return known is not None
 
     def mark(self, storage: torch.UntypedStorage, category: Category) -> None:
         """The block of this storage is of this category, from its allocation on."""
-        entry = self._live.get(storage._cdata)
-        if entry is not None and entry[1] not in self._marked:
-            self._marked.add(entry[1])
-            self._category[entry[1]] = category
+        known = self._of(storage)
+        if known is not None and not known.marked:
+            known.category, known.marked = category, True
 
     def pin(self, storage: torch.UntypedStorage) -> None:
         """The block of this storage is page-locked host memory."""
-        entry = self._live.get(storage._cdata)
-        if entry is not None:
-            self._pinned.add(entry[1])
+        known = self._of(storage)
+        if known is not None:
+            known.pinned = True
 
     def mark_live(self, category: Category, since: int = 0) -> None:
         """What was allocated since that event, still lives and has no category is of this one."""
-        new = {event - 1 for event in self.events[since:] if event > 0}
-        for _, block in self._live.values():
-            if block in new and self._category[block] is None:
-                self._category[block] = category
+        for number in {number for _, number in self._live.values()}.intersection(self.events[since:]):
+            known = self._known[number - 1]
+            known.category = known.category or category
 
     def blocks(self) -> tuple[Block, ...]:
         """All blocks so far. What nothing explains is temporary."""
-        columns = zip(self._nbytes, self._category, self._label, strict=True)
-        return tuple(
-            Block(nbytes, category or "temporary", label, i in self._pinned)
-            for i, (nbytes, category, label) in enumerate(columns)
-        )
+        return tuple(Block(each.nbytes, each.category or "temporary", each.label, each.pinned) for each in self._known)
 
-    def _allocate(self, storage: torch.UntypedStorage, category: Category | None, label: str) -> None:
-        address, block = storage._cdata, len(self._nbytes)
-        self._nbytes.append(storage.nbytes())
-        self._category.append(category)
-        self._label.append(label)
-        self.events.append(block + 1)
+    def _of(self, storage: torch.UntypedStorage) -> _Known | None:
+        entry = self._live.get(storage._cdata)
+        return None if entry is None else self._known[entry[1] - 1]
+
+    def _allocate(self, storage: torch.UntypedStorage, known: _Known) -> None:
+        self._known.append(known)
+        address, number = storage._cdata, len(self._known)
+        self.events.append(number)
         self._seen(storage)
-        self._live[address] = (weakref.ref(storage, self._freed(address)), block)
-
-    def _freed(self, address: int) -> Callable[[object], None]:
-        def free(_: object) -> None:
-            self.events.append(-(self._live.pop(address)[1] + 1))
-
-        return free
-
-    def _reallocate(self, storage: torch.UntypedStorage, block: int) -> None:
-        self.events.append(-(block + 1))
-        self._allocate(storage, self._category[block], self._label[block])
-        if block in self._marked:
-            self._marked.add(len(self._nbytes) - 1)
+        freed = weakref.ref(storage, lambda _: self.events.append(-self._live.pop(address)[1]))
+        self._live[address] = (freed, number)

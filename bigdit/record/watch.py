@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim import Optimizer
 
+from bigdit.record.in_place import replaced
 from bigdit.record.recorder import Recorder
 
 
@@ -50,18 +51,25 @@ class Watch:
     def __init__(self, recorder: Recorder, engine: Trained, ema: Averaged | None = None) -> None:
         self._recorder = recorder
         self._engine = engine
-        self._ema = ema
-        self._names = {module: name for name, module in engine.model.named_modules()}
+        names = {module: name for name, module in engine.model.named_modules()}
         self._hooks = (
-            register_module_forward_pre_hook(self._enter_module),
+            register_module_forward_pre_hook(
+                lambda module, _: recorder.enter_module(names.get(module, type(module).__name__))
+            ),
             # always_call: a checkpoint stops its recomputation early by an exception.
-            register_module_forward_hook(self._leave_module, always_call=True),
-            engine.optimizer.register_step_pre_hook(lambda stepping, *_: self._mark_stepped(stepping)),
+            register_module_forward_hook(lambda *_: recorder.leave_module(), always_call=True),
+            engine.optimizer.register_step_pre_hook(self._mark_stepped),
         )
         self._calls = list(engine.calls())
         for owner, name in self._calls:
-            setattr(owner, name, self._labelled(name, getattr(owner, name)))
-        self._mark_weights()
+            setattr(owner, name, _labelled(recorder, name, getattr(owner, name)))
+        for parameter in engine.model.parameters():
+            recorder.mark((parameter, *_kept_with(parameter)), "parameter")
+        recorder.mark(engine.model.buffers(), "buffer")
+        recorder.mark(engine.masters, "master weight")
+        recorder.mark(() if ema is None else ema.tensors(), "EMA")
+        recorder.mark(engine.buffers(), "engine buffer")
+        recorder.mark_rest("engine buffer")  # what the engine's start left behind
 
     def close(self) -> None:
         """Take the hooks off again."""
@@ -75,76 +83,41 @@ class Watch:
         """The recorder's phase; what it left behind is marked at its end."""
         with self._recorder.phase(name):
             yield
-            self._mark_gradients()
-            self._mark_optimizer_state()
+            parameters = (*self._engine.model.parameters(), *self._engine.masters)
+            self._recorder.mark((parameter.grad for parameter in parameters), "gradient")
+            self._recorder.mark(self._engine.gradients(), "gradient")
+            for state in self._engine.optimizer.state.values():
+                self._recorder.mark(filter(torch.is_tensor, state.values()), "optimizer state")
             self._recorder.mark(self._engine.buffers(), "engine buffer")
 
     def batches(self, micro_batches: Iterable[HostBatch]) -> list[Any]:
         """The same micro-batches; they and their copies on the device are marked as input."""
-        return [_MarkedBatch(batch, self._recorder) for batch in micro_batches]
+        return [_MarkedBatch(batch, self.held) for batch in micro_batches]
 
     def held(self, batch: HostBatch) -> None:
         """A micro-batch that is held, now or for a later step, is input."""
-        _mark_input(self._recorder, batch)
+        self._recorder.mark(batch.tensors(), "input")
 
     def encoding(self, encode: Callable[..., Any]) -> Callable[..., Any]:
         """The same function; the micro-batches that it makes are marked as input."""
 
         def marked(*args: Any) -> Any:
             batch = encode(*args)
-            _mark_input(self._recorder, batch)
+            self.held(batch)
             return batch
 
         return marked
 
-    def _labelled(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        """The engine's method; what it allocates is the engine's, where no mark says another."""
-
-        @functools.wraps(method)
-        def labelled(*args: Any, **kwargs: Any) -> Any:
-            with self._recorder.call(name, "engine buffer"):
-                return method(*args, **kwargs)
-
-        return labelled
-
-    def _enter_module(self, module: nn.Module, args: Any) -> None:
-        self._recorder.enter_module(self._names.get(module, type(module).__name__))
-
-    def _leave_module(self, module: nn.Module, args: Any, result: Any) -> None:
-        self._recorder.leave_module()
-
-    def _mark_weights(self) -> None:
-        for parameter in self._engine.model.parameters():
-            self._recorder.mark((parameter, *_kept_with(parameter)), "parameter")
-        self._recorder.mark(self._engine.model.buffers(), "buffer")
-        self._recorder.mark(self._engine.masters, "master weight")
-        if self._ema is not None:
-            self._recorder.mark(self._ema.tensors(), "EMA")
-        self._recorder.mark(self._engine.buffers(), "engine buffer")
-        self._recorder.mark_rest("engine buffer")  # what the engine's start left behind
-
-    def _mark_gradients(self) -> None:
-        self._recorder.mark((p.grad for p in self._engine.model.parameters()), "gradient")
-        self._recorder.mark((master.grad for master in self._engine.masters), "gradient")
-        self._recorder.mark(self._engine.gradients(), "gradient")
-
-    def _mark_stepped(self, optimizer: Optimizer) -> None:
+    def _mark_stepped(self, optimizer: Optimizer, *_: Any) -> None:
         """The gradients of fp32 masters live and die within the step; a step in the backward pass is of one alone."""
         stepped = (parameter for group in optimizer.param_groups for parameter in group["params"])
         self._recorder.mark((parameter.grad for parameter in stepped), "gradient")
 
-    def _mark_optimizer_state(self) -> None:
-        for state in self._engine.optimizer.state.values():
-            self._recorder.mark(filter(torch.is_tensor, state.values()), "optimizer state")
-
 
 def _kept_with(parameter: nn.Parameter) -> Iterator[torch.Tensor]:
     """What is kept with a parameter: the shard of ZeRO-3, what bitsandbytes has beside nf4 values."""
-    held = vars(parameter)
-    state = held.get("quant_state")
-    for value in (*held.values(), *(() if state is None else vars(state).values())):
-        if isinstance(value, torch.Tensor):
-            yield value
+    held, state = vars(parameter), getattr(parameter, "quant_state", None)
+    return filter(torch.is_tensor, (*held.values(), *(() if state is None else vars(state).values())))
 
 
 @dataclass(frozen=True)
@@ -152,19 +125,26 @@ class _MarkedBatch:
     """A micro-batch that marks what `to` copies to the device."""
 
     batch: HostBatch
-    recorder: Recorder
+    mark: Callable[[Any], None]
 
     def __post_init__(self) -> None:
-        _mark_input(self.recorder, self.batch)
+        self.mark(self.batch)
 
     def to(self, device: torch.device, compute_dtype: torch.dtype) -> Any:
         moved = self.batch.to(device, compute_dtype)
-        _mark_input(self.recorder, moved)
+        self.mark(moved)
         return moved
 
 
-def _mark_input(recorder: Recorder, batch: Any) -> None:
-    recorder.mark(batch.tensors(), "input")
+def _labelled(recorder: Recorder, label: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The engine's function; what it allocates is the engine's, where no mark says another."""
+
+    @functools.wraps(function)
+    def labelled(*args: Any, **kwargs: Any) -> Any:
+        with recorder.call(label, "engine buffer"):
+            return function(*args, **kwargs)
+
+    return labelled
 
 
 @contextmanager
@@ -173,27 +153,19 @@ def watching_fsdp2(recorder: Recorder) -> Iterator[None]:
     and the whole gradients that a reduce-scatter takes as gradients."""
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group  # half a second, and FSDP2's alone
 
-    group, reduce = _fsdp_param_group.FSDPParamGroup, _fsdp_param_group.foreach_reduce
-    unshard, wait = group.unshard, group.wait_for_unshard
+    def reducing(reduce: Callable[..., Any]) -> Callable[..., Any]:
+        reduce = _labelled(recorder, "FSDP2 reduce-scatter", reduce)
 
-    def within(label: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def called(*args: Any, **kwargs: Any) -> Any:
-            with recorder.call(label, "engine buffer"):
-                return function(*args, **kwargs)
-
-        return called
-
-    @functools.wraps(reduce)
-    def reduce_marked(params: Any, gradients: list[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-        recorder.mark(gradients, "gradient")
-        with recorder.call("FSDP2 reduce-scatter", "engine buffer"):
+        def marked(params: Any, gradients: list[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+            recorder.mark(gradients, "gradient")
             return reduce(params, gradients, *args, **kwargs)
 
-    group.unshard = within("FSDP2 all-gather", unshard)
-    group.wait_for_unshard = within("FSDP2 gathered parameters", wait)
-    _fsdp_param_group.foreach_reduce = reduce_marked
-    try:
+        return marked
+
+    group, labelled = _fsdp_param_group.FSDPParamGroup, functools.partial(_labelled, recorder)
+    with (
+        replaced(group, "unshard", functools.partial(labelled, "FSDP2 all-gather")),
+        replaced(group, "wait_for_unshard", functools.partial(labelled, "FSDP2 gathered parameters")),
+        replaced(_fsdp_param_group, "foreach_reduce", reducing),
+    ):
         yield
-    finally:
-        group.unshard, group.wait_for_unshard, _fsdp_param_group.foreach_reduce = unshard, wait, reduce

@@ -12,7 +12,7 @@ from bigdit.checkout import entry
 from bigdit.config.plan_file import DS_CONFIG, FILE
 from bigdit.report.skeleton import RUN, skeleton
 from bigdit.search.plan import Plan
-from bigdit.search.telling.record import record
+from bigdit.search.record import record
 
 WIDTH = 78
 PORT = 29500

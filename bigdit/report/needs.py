@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from bigdit.report.words import between, gibs, number, samples, size, span
 from bigdit.search.plan import Plan
-from bigdit.speed.interval import Interval
-from bigdit.speed.launches import Handed
+from bigdit.speed.seconds import Handed, Interval
 from bigdit.units import gib, how_many
 
 LEAST = 0.001

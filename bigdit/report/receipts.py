@@ -11,7 +11,7 @@ from rich.table import Table
 
 from bigdit.receipt import Receipt
 from bigdit.report.tables import DASH, table
-from bigdit.search.finding.evidence import Checked, Learnt
+from bigdit.search.calibration import Checked, Learnt
 from bigdit.units import gib, how_many
 
 

@@ -13,7 +13,7 @@ from bigdit.catalog.gated import before_download
 from bigdit.recipes.recipe import Recipe
 from bigdit.report.tables import DASH, table
 from bigdit.report.words import gibs
-from bigdit.search.needs.dataset import written
+from bigdit.search.dataset import written
 from bigdit.units import gib
 
 

@@ -15,10 +15,10 @@ from bigdit.catalog.gated import before_download
 from bigdit.catalog.models import TextInput, models, repositories
 from bigdit.catalog.pipeline import CONFIG
 from bigdit.catalog.resolve import TRANSFORMER
+from bigdit.config.data import PART_SIZE, part_size
 from bigdit.config.encoders import VaeCodec
 from bigdit.objective_spec import FlowMatchingSpec
 from bigdit.recipes.recipe import Beginning, beginning, download, weights_folder
-from bigdit.search.needs.parts import PART_SIZE, part_size
 from bigdit.search.plan import Plan
 
 _HEAD = """\

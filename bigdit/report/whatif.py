@@ -8,9 +8,9 @@ from typing import Any
 from bigdit.memory import CATEGORIES
 from bigdit.report import words
 from bigdit.report.svg import variable
-from bigdit.search.finding.space import OPTIMIZER_TITLES
 from bigdit.search.plan import Plan, Point, Setting
 from bigdit.search.question import Question
+from bigdit.search.space import OPTIMIZER_TITLES
 from bigdit.spec import Strategy
 
 CARDS = {"cards": "Number of GPUs"}

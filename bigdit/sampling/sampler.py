@@ -16,16 +16,17 @@ from torch import nn
 
 from bigdit import log, models, objectives
 from bigdit.catalog.families import objective_of
-from bigdit.checkpoint import Checkpoint, PostHoc, verify
+from bigdit.checkpoint import Checkpoint, PostHoc, load_model, load_weights, verify
+from bigdit.config import RunConfig
 from bigdit.config.data import fitting_bucket
 from bigdit.config.load import parse_run
 from bigdit.encoders.codecs import load_image_codec, to_bytes
 from bigdit.encoders.fit import size_misfits
 from bigdit.engines import compute_dtype
 from bigdit.errors import UserError
+from bigdit.models.swap import moved
 from bigdit.sampling.conditions import Given, Labels, SamplingOptions, Words
 from bigdit.sampling.encoded import Encoded, encoded
-from bigdit.sampling.model import model_of
 from bigdit.sampling.turns import give_back
 from bigdit.shortage import ran_out, room, told
 from bigdit.spec import ModelSpec, Strategy
@@ -238,3 +239,29 @@ def _least_bytes(shape: Shape, guidance: float) -> int:
     """What a picture takes at the least, in fp32: latents, noise and what the model predicts; with guidance twice what
     the model is fed and predicts, beside noise. A host's memory is not refused, but ends."""
     return (3 if guidance == 1 else 5) * 4 * math.prod(shape)
+
+
+_FORWARD = {"checkpointed_blocks": 0, "offload_activations": False, "compile_blocks": False}
+"""What of a strategy is of no use, or of too little, where nothing is trained."""
+
+
+def model_of(
+    checkpoint: Checkpoint, run: RunConfig, spec: ModelSpec, device: torch.device, *, ema: bool, posthoc: PostHoc | None
+) -> nn.Module:
+    """The model on `device`, of the weights, with `ema` of their average, or of that one. The checkpoint was verified.
+
+    Raises UserError where weights cannot be read.
+    """
+    strategy = Strategy.model_validate(checkpoint.state["strategy"])
+    family, dtype = models.family(spec.class_name), compute_dtype(strategy)
+    swapped = strategy.blocks_to_swap if device.type == "cuda" else 0  # on a host it would save nothing
+    if strategy.lora is None or run.model.init_from is None:
+        model = models.skeleton(spec, dtype=dtype)
+    else:
+        model = load_model(spec, run.model.init_from, dtype=dtype)
+    model = models.equip(model, family, strategy.model_copy(update=_FORWARD | {"blocks_to_swap": swapped}))
+    if posthoc is None:
+        load_weights(checkpoint, model, average=ema)
+    else:
+        posthoc.load(model)
+    return moved(model, device).eval()

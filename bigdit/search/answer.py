@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from bigdit.search import kept
-from bigdit.search.finding.receipts import own_receipts
+from bigdit.catalog.revision import revision
+from bigdit.emulator.interpreter import cuda_build, cuda_python
+from bigdit.kept import Kept, digest_of, installed
+from bigdit.profile.cards import SOURCES, Cards
 from bigdit.search.plan import Plan
 from bigdit.search.question import Question
+from bigdit.search.receipts import own_receipts
 
 Progress = Callable[[str], None]
+
+
+PLANS = Kept("plans", Plan, "the plan", "the plan is made")
+
+_SOURCES = ("search", "speed", "catalog", "config", *SOURCES)
+"""Whose sources decide a plan."""
 
 
 def make_plan(question: Question, *, progress: Progress | None = None) -> Plan:
@@ -18,11 +27,14 @@ def make_plan(question: Question, *, progress: Progress | None = None) -> Plan:
     `progress` is told what is going on, in a line. Raises UserError where the model cannot be planned.
     """
     own, notices = own_receipts(question)
-    plan = kept.find(question, own)
+    known = question.model_dump_json(), installed(), revision(), digest_of(*_SOURCES), cuda_build(cuda_python())
+    decides = (*known, *(receipt.digest() for receipt in own))
+    plan = PLANS.find(decides)
     if plan is None:
-        from bigdit.search.making import made  # here: it imports the search, which a plan that is kept does without
+        with Cards(question.gpu) as cards:  # its libraries are imported while the search is
+            from bigdit.search.making import made
 
-        plan, lasts = made(question, own, progress or (lambda line: None))
+            plan, lasts = made(question, own, cards, progress or (lambda line: None))
         if lasts:
-            kept.keep(question, own, plan)
+            PLANS.keep(decides, plan)
     return plan.noted(notices)  # of files that decide nothing: they may be others the next time

@@ -2,36 +2,27 @@
 
 from __future__ import annotations
 
-import re
+import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from bigdit.catalog import CatalogModel, batch_shape
 from bigdit.catalog.revision import revision
-from bigdit.errors import UserError
 from bigdit.profile.attempt import UNLIMITED, Attempt
 from bigdit.profile.cards import Cards
-from bigdit.profile.lanes import WorkerError, WorkerKilled
-from bigdit.profile.request import request_for
 from bigdit.receipt import Receipt
-from bigdit.search.finding.best import search
-from bigdit.search.finding.candidates import Candidate, Planner
-from bigdit.search.finding.confirm import Confirmed
-from bigdit.search.finding.evidence import weighed
-from bigdit.search.finding.limits import Limits, limits_of
-from bigdit.search.needs.dataset import dataset_need, encoding_requests
-from bigdit.search.needs.host import uncounted
-from bigdit.search.needs.schedule import run
+from bigdit.search.calibration import weighed
+from bigdit.search.candidates import Candidate, Planner
+from bigdit.search.dataset import dataset_need, encoding_requests
+from bigdit.search.explain import waterfall
+from bigdit.search.explore import Limits, limits_of
+from bigdit.search.fixes import fixes
+from bigdit.search.host import uncounted
 from bigdit.search.plan import DatasetNeed, Plan, Run, Step
 from bigdit.search.question import Question
-from bigdit.search.telling.choices import confirmed, front, step_on, title
-from bigdit.search.telling.curves import Runs, curves, runs
-from bigdit.search.telling.fixes import fixes
-from bigdit.search.telling.settings import settings
-from bigdit.search.telling.smaller import smaller
-from bigdit.search.telling.waterfall import waterfall
+from bigdit.search.rows import Runs, confirmed, curves, front, runs, settings, smaller, step_on, title
+from bigdit.search.solve import Confirmed, search
 from bigdit.spec import BatchShape, Strategy
 from bigdit.speed.seconds import StepTime
 from bigdit.units import how_many
@@ -39,11 +30,11 @@ from bigdit.units import how_many
 Progress = Callable[[str], None]
 
 
-def made(question: Question, own: Sequence[Receipt], say: Progress) -> tuple[Plan, bool]:
-    """The plan for `question`, by the GPU's `own` receipts; and whether it may be cached: what took too long or could
-    not be run may be this minute's, as on a busy machine. `say` is told what is going on, in a line.
+def made(question: Question, own: Sequence[Receipt], cards: Cards, say: Progress) -> tuple[Plan, bool]:
+    """The plan for `question` by emulated GPUs, and their `own` receipts; and whether it may be cached: what took too
+    long or could not be run may be this minute's, as on a busy machine. `say` is told what is going on, in a line.
 
-    Raises UserError where the model has no step, and where there is no emulated GPU.
+    Raises UserError where the model has no step.
     """
     began = time.perf_counter()
     stages = _Stages(f"planning the training of {question.model.name}", say)
@@ -51,14 +42,11 @@ def made(question: Question, own: Sequence[Receipt], say: Progress) -> tuple[Pla
     def tried(attempts: int) -> None:
         stages.count(how_many(attempts, "attempt"))
 
-    with Cards(question.gpu, done=tried) as cards:
-        with nullcontext() if question.model.params else _of_own(question.model.name):
-            if question.model.params is None:
-                _check_own(cards, question)
-            stages.begin("which engines and settings fit")
-            evidence, more = weighed(cards, question, own)
-            plan = _plan(Planner(question, cards, evidence), stages)
-        unanswered = [f"not run on an emulated GPU: {why}" for why in cards.unanswered]
+    cards.done = tried
+    stages.begin("which engines and settings fit")
+    evidence, more = weighed(cards, question, own)
+    plan = _plan(Planner(question, cards, evidence), stages)
+    unanswered = [f"not run on an emulated GPU: {why}" for why in cards.unanswered]
     seconds = round(time.perf_counter() - began, 3)
     return plan.model_copy(update={"seconds": seconds}).noted([*more, *unanswered]), not unanswered
 
@@ -78,35 +66,6 @@ class _Stages:
 
     def fits(self, best: Candidate) -> None:
         self._found = f"; fits: {title(best)}"
-
-
-@contextmanager
-def _of_own(name: str) -> Iterator[None]:
-    """Tell what is wrong with a user's own model by its name: an argument, or that what they make fails in a step."""
-    try:
-        yield
-    except UserError as error:
-        raise UserError(*(problem.replace("model.kwargs.", f"{name}: ", 1) for problem in error.problems)) from None
-    except WorkerKilled:
-        raise
-    except WorkerError as error:
-        said = [line for line in str(error).splitlines() if re.match(r"\w+Error: ", line)]
-        if not said:
-            raise
-        reason = said[-1][:300].rstrip(".")
-        raise UserError(
-            f"{name}: a step of it ends with {reason}; its arguments, such as widths, may not go together; where they "
-            "do, this is a bug in bigdit"
-        ) from error
-
-
-def _check_own(cards: Cards, question: Question) -> None:
-    """Raise UserError or WorkerError where a user's own model cannot be made of its arguments, or takes no step."""
-    strategy = Strategy(precision="fp32")  # which every GPU has
-    model, size = question.model, question.resolution
-    request = request_for(model, question.gpu, strategy, resolution=size, frames=question.frames)
-    cards.check_model(request)
-    cards.attempt(request)
 
 
 def _plan(planner: Planner, stages: _Stages) -> Plan:
@@ -195,4 +154,25 @@ def _run(question: Question, strategy: Strategy, step: StepTime) -> Run | None:
         step,
         question.cluster.gpus,
         question.price,
+    )
+
+
+HOUR = 3600.0
+
+
+def run(images: int, epochs: float, global_batch_size: int, step: StepTime, gpus: int, price: float | None) -> Run:
+    """`images` seen `epochs` times in steps of `global_batch_size`, the last one full too.
+
+    `price` is of one card for an hour; what the cards cost while nothing is trained (reading the first data,
+    checkpoints, validation, a queue) is not in it.
+    """
+    steps = max(1, math.ceil(images * epochs / global_batch_size))
+    seconds = step.seconds * steps
+    gpu_hours = seconds * (gpus / HOUR)
+    return Run(
+        steps=steps,
+        seconds=seconds,
+        gpu_hours=gpu_hours,
+        money=None if price is None else gpu_hours * price,
+        samples_per_second=step.seconds.per(global_batch_size),
     )

@@ -9,11 +9,10 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from bigdit.memory import Category, Ledger
 from bigdit.memory.process import ByteRange
-from bigdit.search.needs.host import HostNeed
+from bigdit.search.host import HostNeed
 from bigdit.search.question import Question
 from bigdit.spec import BatchShape, StepSize, Strategy, Strict
-from bigdit.speed.interval import Interval
-from bigdit.speed.seconds import StepTime
+from bigdit.speed.seconds import Interval, StepTime
 from bigdit.units import gib
 
 Verdict = Literal["FITS", "TIGHT", "DOES NOT FIT"]

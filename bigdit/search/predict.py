@@ -84,14 +84,21 @@ class Policy:
         )
 
 
-def policy(strategy: Strategy, ran: Mapping[int, Attempt]) -> Policy:
-    """From counted attempts of `strategy` at FIRST and another micro-batch size, without a limit of bytes."""
+def policy(strategy: Strategy, ran: Mapping[int, Attempt], none: Policy | None = None) -> Policy:
+    """From attempts of `strategy` at FIRST and another micro-batch size, without a limit of bytes; counted at FIRST.
+
+    What recomputing adds to `none`, the same with nothing recomputed, grows with the samples. Without `none` the second
+    attempt is counted too.
+    """
     (first, second), (small, large) = ran, ran.values()
 
     def line(low: float, high: float) -> Line:
         return Line(low, (high - low) / (second - first))
 
-    works = [work_of(each.work, strategy) for each in (small, large)]
+    work = work_of(small.work, strategy)
+    growth = (work_of(large.work, strategy) - work) * (1 / (second - first)) if none is None else none.growth
+    if none is not None:
+        growth += (work - none.work) * (1 / FIRST)
     end, start = large.phases["backward"], large.phases["forward"]
     return Policy(
         peaks={
@@ -104,8 +111,8 @@ def policy(strategy: Strategy, ran: Mapping[int, Attempt]) -> Policy:
         left=line(small.phases["backward"].end_bytes, end.end_bytes),
         idle={size: _idle(each) for size, each in ran.items()},
         host=line(host_peak(small), host_peak(large)),
-        work=works[0],
-        growth=(works[1] - works[0]) * (1 / (second - first)),
+        work=work,
+        growth=growth,
         reserved={size: each.peak_reserved_bytes for size, each in ran.items()},
     )
 

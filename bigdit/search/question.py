@@ -79,10 +79,8 @@ class Question(Strict):
 
     def over(self, cluster: Cluster) -> Question:
         """The same, over other cards: a machine that nobody described has more memory where it has more of them."""
-        update: dict[str, object] = {"cluster": cluster, "global_batch_size": None}
-        if self.host_assumed:
-            update["host_memory_bytes"] = usual_host_bytes(self.gpu, cluster)
-        return self.model_copy(update=update)
+        host = usual_host_bytes(self.gpu, cluster) if self.host_assumed else self.host_memory_bytes
+        return self.model_copy(update={"cluster": cluster, "global_batch_size": None, "host_memory_bytes": host})
 
     def short_of_host(self, nbytes: int) -> bool:
         """Whether a machine that is known has less memory than that."""

@@ -13,6 +13,7 @@ import pyarrow as pa
 import xxhash
 
 from bigdit.files import open_file
+from bigdit.sources.columns import Cells
 
 # Of uncompressed files nothing is copied; what decoding allocates is compressed buffers, which could be of any size.
 COPIED_BYTES = 2**20
@@ -56,3 +57,43 @@ def _map(path: Path) -> pa.Table:
                 raise pa.ArrowInvalid("compressed Arrow files are not read; save_to_disk writes them plain")
             batches.append(batch)
         return pa.Table.from_batches(batches, reader.schema)
+
+
+def cells_of(schema: pa.Schema) -> dict[str, Cells]:
+    """Each column's kind of cells."""
+    return {field.name: _cells(field.type) for field in schema}
+
+
+def _cells(kind: pa.DataType) -> Cells:
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    if _is_text(kind):
+        return "text"
+    if _is_list(kind) and _is_text(kind.value_type):
+        return "texts"
+    if _is_number(kind) or (_is_list(kind) and _is_number(kind.value_type)):
+        return "numbers"
+    if _is_bytes(kind) or is_image_struct(kind):
+        return "picture"
+    return "other"
+
+
+def is_image_struct(kind: pa.DataType) -> bool:
+    """Hugging Face's Image: the file's bytes, or null and its path."""
+    return pa.types.is_struct(kind) and any(field.name == "bytes" and _is_bytes(field.type) for field in kind)
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
+
+
+def _is_bytes(kind: pa.DataType) -> bool:
+    return pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_binary_view(kind)
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return pa.types.is_list(kind) or pa.types.is_large_list(kind)
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    return pa.types.is_integer(kind) or pa.types.is_floating(kind)

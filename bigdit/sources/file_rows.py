@@ -15,7 +15,7 @@ import xxhash
 from bigdit.errors import UserError
 from bigdit.files import lfs_pointer
 from bigdit.sources import arrow_file, parquet_file
-from bigdit.sources.arrow_types import cells_of
+from bigdit.sources.arrow_file import cells_of
 from bigdit.sources.columns import Cells
 from bigdit.sources.protocol import Entry, Unusable
 from bigdit.sources.rows import FilePicture, Row

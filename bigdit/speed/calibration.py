@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 
 from bigdit.spec import Strict
-from bigdit.speed.interval import Interval
+from bigdit.speed.seconds import Interval
 
 
 class Calibration(Strict):
@@ -41,18 +40,6 @@ class Calibration(Strict):
             (bound - total.low) / width if width else 0.0 for bound in (total.middle / kept, total.middle * kept)
         )
         return {name: _within(part, max(low, 0.0), min(high, 1.0)) * self.ratio for name, part in parts.items()}
-
-
-def calibration_of(ratios: Sequence[float], what: str) -> Calibration | None:
-    """From measured over predicted seconds, one each; `what` was measured. None without any."""
-    if not ratios:
-        return None
-    median = statistics.median(ratios)
-    spread = max(abs(math.log(ratio / median)) for ratio in ratios)
-    seen = f"{len(ratios)} receipt{'s' * (len(ratios) > 1)} of {what}"
-    apart = f", to {math.expm1(spread):.0%} either way" if len(ratios) > 1 else ", once"
-    source = f"{seen}: steps took {median:.2f} times the middle of the roofline{apart}"
-    return Calibration(ratio=median, spread=spread, count=len(ratios), source=source)
 
 
 def _within(part: Interval, low: float, high: float) -> Interval:

@@ -6,10 +6,9 @@ import math
 
 from bigdit.catalog import Gpu
 from bigdit.spec import Strategy
-from bigdit.speed.amounts import Amount
 from bigdit.speed.cluster import Cluster
-from bigdit.speed.interval import Interval
-from bigdit.speed.work import Exchange, Load
+from bigdit.speed.seconds import NO_TIME, Interval
+from bigdit.speed.work import Amount, Exchange, Load
 
 NVLINK = Interval(low=0.65, high=0.82)
 """Share of NVLink's peak, one way, that a ring's bus bandwidth reaches.
@@ -27,6 +26,9 @@ PCIE = Interval(low=0.20, high=0.80)
 High assumed, as one copy alone. 8 RTX 5090: 28 of 63 GB/s, 4 of them 35 (NVIDIA/nccl#1639); low for older boards
 without access from card to card: assumed.
 """
+
+_SWITCHED = ("h20", "gh200-96g", "gh200-144g", "b200", "gb200", "b300")
+"""GPUs that NVLink's switches join, beside those whose name says SXM."""
 
 NETWORK = Interval(low=0.60, high=0.95)
 """Share of what a machine sends over the network that collectives reach. Assumed."""
@@ -60,25 +62,20 @@ HOST_CALL = Interval(low=1e-6, high=10e-6)
 
 def exchange_seconds(load: Load, strategy: Strategy, gpu: Gpu, cluster: Cluster) -> Interval:
     """Seconds of all collectives, one after the other."""
-    total = Interval(low=0, high=0)
-    for exchange, amount in load.exchanges.items():
-        total += _collective(exchange, amount, _stride(exchange, strategy), gpu, cluster)
-    return total
+    each = (_collective(*of, _stride(of[0], strategy), gpu, cluster) for of in load.exchanges.items())
+    return sum(each, NO_TIME)
 
 
 def copy_seconds(load: Load, gpu: Gpu) -> Interval:
     """Seconds of copies between card and host: both ways at once in the low bound."""
     there, back, peak = load.at("to device").nbytes, load.at("to host").nbytes, gpu.host_gbs * 1e9
-    return Interval(
-        low=HOST_LINK.per(max(there, back) / peak).low,
-        high=HOST_LINK.per((there + back) / peak).high,
-    )
+    return Interval(low=HOST_LINK.per(max(there, back) / peak).low, high=HOST_LINK.per((there + back) / peak).high)
 
 
 def host_seconds(load: Load, cluster: Cluster) -> Interval:
     """Seconds of operators on the host's own tensors, whose memory the processes of a machine share."""
-    on_host, processes = load.at("host"), min(cluster.gpus, cluster.gpus_per_node)
-    return HOST_MEMORY.per(on_host.nbytes * processes) + HOST_CALL * on_host.calls
+    on_host = load.at("host")
+    return HOST_MEMORY.per(on_host.nbytes * cluster.processes_per_node) + HOST_CALL * on_host.calls
 
 
 def _stride(exchange: Exchange, strategy: Strategy) -> int:
@@ -99,8 +96,7 @@ def _collective(exchange: Exchange, amount: Amount, stride: int, gpu: Gpu, clust
     within = max(1, min(size, cluster.gpus_per_node // stride))
     nodes = math.ceil(size / within)
     rings = min(stride, cluster.gpus_per_node)  # groups that cross a machine's border at the same time
-    seconds = Interval(low=0, high=0)
-    link = "network"
+    seconds, link = NO_TIME, "network"
     if within > 1:
         link, bandwidth = _within(exchange.name, within, gpu)
         seconds = bandwidth.per(amount.nbytes * _bus_share(exchange.name, within if nodes > 1 else size))
@@ -127,14 +123,10 @@ def _within(name: str, size: int, gpu: Gpu) -> tuple[str, Interval]:
     if gpu.nvlink_one_way_gbs is None:
         return "pcie", pcie
     nvlink = NVLINK * (gpu.nvlink_one_way_gbs * 1e9)
-    if not _switched(gpu):
-        # A bridge joins two cards, if it was bought.
-        return ("pcie", Interval(low=pcie.low, high=nvlink.high)) if size == 2 else ("pcie", pcie)
+    # NVLink joins all GPUs of a board by switches, or two or four by bridges.
+    if "-sxm" not in gpu.name and gpu.name not in _SWITCHED:
+        # A bridge joins two GPUs, if it was bought.
+        return "pcie", Interval(low=pcie.low, high=nvlink.high) if size == 2 else pcie
     if name == "all_reduce" and size == 8 and gpu.compute_capability >= (9, 0):
         nvlink = Interval(low=nvlink.low, high=NVLINK_SHARP * gpu.nvlink_one_way_gbs * 1e9)
     return "nvlink", nvlink
-
-
-def _switched(gpu: Gpu) -> bool:
-    """Whether NVLink joins all cards of a board, and not two or four by bridges."""
-    return "-sxm" in gpu.name or gpu.name in ("h20", "gh200-96g", "gh200-144g", "b200", "gb200", "b300")

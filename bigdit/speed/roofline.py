@@ -8,6 +8,7 @@ that are planned here.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -16,9 +17,8 @@ import numpy.typing as npt
 
 from bigdit.catalog import Gpu
 from bigdit.spec import Precision
-from bigdit.speed.amounts import Keys, Rows
-from bigdit.speed.interval import Interval
-from bigdit.speed.work import Load, Operation, rows_at
+from bigdit.speed.seconds import Interval
+from bigdit.speed.work import Keys, Load, Operation, Rows, rows_at
 
 Numbers = npt.NDArray[np.float64]
 
@@ -136,16 +136,14 @@ From 5 µs: "PyTorch op to kernel launch" and "Tensor core throughput at scale" 
 KERNEL_SECONDS = 4e-6
 """The least that a kernel occupies the card, at most: 2 to 4 µs in a model whose tensors are small (HERE, dit-b-4)."""
 
-HEADS = "(heads of "
 _ATTENTION = ("scaled_dot_product", "flash_attention", "efficient_attention", "cudnn_attention")
-_STEP = ("step", "ema")
 
 KINDS = ("matrix products", "attention", "convolutions", "memory-bound operators", "encoders", "optimizer")
 """What of a step kernels can be."""
 
 
 class Pace(NamedTuple):
-    """How fast a card runs an operator: what it reaches of the peak `rate` (FLOPs a second) and of the `bandwidth`
+    """How fast a GPU runs an operator: what it reaches of the peak `rate` (FLOPs a second), and how fast it is `moving`
     (bytes a second).
 
     `beside`: how often what is moved comes on top of the arithmetic at the high end; 0 where both run at the same time.
@@ -154,14 +152,31 @@ class Pace(NamedTuple):
 
     rate: float
     efficiency: Interval
-    bandwidth: float
     moving: Interval
     beside: int
     kinds: tuple[str, str]
 
 
-class Paces(NamedTuple):
-    """The paces of the operations that a card computes, which are in these `rows` of their keys: [2, rows] of lows and
+def kernel_seconds(load: Load, gpu: Gpu, precision: Precision) -> dict[str, Interval]:
+    """Seconds of the GPU's kernels by kind: they run one after the other.
+
+    At the high end each call takes what a kernel takes at least, and what computes takes that beside: its first and
+    last tiles leave multiprocessors idle.
+    """
+    paces = _paces(load.operations.named, gpu, precision)
+    calls, flops, nbytes = load.operations.numbers[paces.rows].T
+    least, low, high = calls * KERNEL_SECONDS, nbytes / paces.moving[1], nbytes / paces.moving[0]
+    arithmetic, computes = flops / paces.rate, flops > 0
+    fastest, slowest = arithmetic / paces.efficiency[1], arithmetic / paces.efficiency[0]
+    computed = np.where(paces.beside > 0, slowest + paces.beside * high, np.maximum(slowest, high)) + least
+    kinds = np.where(computes, paces.kinds[0], paces.kinds[1])
+    seconds = np.maximum(fastest, low), np.where(computes, computed, np.maximum(high, least))
+    lows, highs = (np.bincount(kinds, weights=each, minlength=len(KINDS)).tolist() for each in seconds)
+    return {KINDS[kind]: Interval(low=lows[kind], high=highs[kind]) for kind in sorted({*kinds.tolist()})}
+
+
+class _Paces(NamedTuple):
+    """The paces of the operations that a GPU computes, which are in these `rows` of their keys: [2, rows] of lows and
     highs, else [rows]. `kinds` are in the order of KINDS."""
 
     rows: Rows
@@ -171,32 +186,9 @@ class Paces(NamedTuple):
     beside: Numbers
     kinds: Rows
 
-    def seconds(self, amounts: Numbers) -> tuple[Numbers, Rows]:
-        """The least and the most of each, and its kind. At the high end each call takes what a kernel takes at least,
-        and what computes takes that beside: its first and last tiles leave multiprocessors idle."""
-        calls, flops, nbytes = amounts[self.rows].T
-        least, low, high = calls * KERNEL_SECONDS, nbytes / self.moving[1], nbytes / self.moving[0]
-        arithmetic, computes = flops / self.rate, flops > 0
-        fastest, slowest = arithmetic / self.efficiency[1], arithmetic / self.efficiency[0]
-        computed = np.where(self.beside > 0, slowest + self.beside * high, np.maximum(slowest, high)) + least
-        found = np.maximum(fastest, low), np.where(computes, computed, np.maximum(high, least))
-        return np.stack(found), np.where(computes, self.kinds[0], self.kinds[1])
-
-
-def kernel_seconds(load: Load, gpu: Gpu, precision: Precision) -> dict[str, Interval]:
-    """Seconds of the card's kernels by kind: they run one after the other."""
-    seconds, kinds = _paces(load.operations.named, gpu, precision).seconds(load.operations.numbers)
-    low, high = (np.bincount(kinds, weights=each, minlength=len(KINDS)).tolist() for each in seconds)
-    return {KINDS[kind]: Interval(low=low[kind], high=high[kind]) for kind in sorted({*kinds.tolist()})}
-
-
-def operators(load: Load) -> float:
-    """How many the host hands to the card: it runs ahead where kernels last longer."""
-    return load.at("device").calls
-
 
 @functools.lru_cache(maxsize=512)
-def _paces(named: Keys[Operation], gpu: Gpu, precision: Precision) -> Paces:
+def _paces(named: Keys[Operation], gpu: Gpu, precision: Precision) -> _Paces:
     """Found once: a plan times its few operators at hundreds of sizes."""
     rows = rows_at(named, "device")
     found = [_pace(named.order[row], gpu, precision) for row in rows]
@@ -204,11 +196,11 @@ def _paces(named: Keys[Operation], gpu: Gpu, precision: Precision) -> Paces:
     def bounds(intervals: Sequence[Interval]) -> Numbers:
         return np.array([(each.low, each.high) for each in intervals]).reshape(len(rows), 2).T
 
-    return Paces(
+    return _Paces(
         rows=rows,
         rate=np.array([each.rate for each in found]),
         efficiency=bounds([each.efficiency for each in found]),
-        moving=bounds([each.moving * each.bandwidth for each in found]),
+        moving=bounds([each.moving for each in found]),
         beside=np.array([each.beside for each in found]),
         kinds=np.array([[KINDS.index(kind) for kind in each.kinds] for each in found], np.intp).reshape(len(rows), 2).T,
     )
@@ -216,7 +208,9 @@ def _paces(named: Keys[Operation], gpu: Gpu, precision: Precision) -> Paces:
 
 def _pace(operation: Operation, gpu: Gpu, precision: Precision) -> Pace:
     rate, measured = _rate(operation, gpu, precision), gpu.compute_capability == MEASURED
-    efficiency, moving, beside = _efficiency(operation, gpu, rate), _bandwidth(operation, measured), 0
+    efficiency, moving, beside = _efficiency(operation, gpu, rate), BANDWIDTH, 0
+    if measured:
+        moving = OPTIMIZER_MEASURED if "_fused_adam" in operation.operator else BANDWIDTH_MEASURED
     if operation.operator.endswith("(grouped)"):
         # One channel at a time fills no tensor core.
         rate, efficiency = gpu.tflops.fp32 * 1e12, _fp32_products(gpu)
@@ -228,7 +222,7 @@ def _pace(operation: Operation, gpu: Gpu, precision: Precision) -> Pace:
         # cuDNN's kernels for tensor cores want channels last, and convert what comes otherwise: read and written
         # once more.
         beside = 2
-    return Pace(rate, efficiency, gpu.bandwidth_gbs * 1e9, moving, beside, _kinds(operation))
+    return Pace(rate, efficiency, moving * (gpu.bandwidth_gbs * 1e9), beside, _kinds(operation))
 
 
 def _rate(operation: Operation, gpu: Gpu, precision: Precision) -> float:
@@ -239,12 +233,6 @@ def _rate(operation: Operation, gpu: Gpu, precision: Precision) -> float:
     if operation.dtype == "float32" and gpu.tflops.tf32 and _is_attention(operation):
         return gpu.tflops.tf32 * 1e12 / 3
     return gpu.tflops.of(operation.dtype, tf32=precision == "tf32")
-
-
-def _bandwidth(operation: Operation, measured: bool) -> Interval:
-    if not measured:
-        return BANDWIDTH
-    return OPTIMIZER_MEASURED if "_fused_adam" in operation.operator else BANDWIDTH_MEASURED
 
 
 def _is_attention(operation: Operation) -> bool:
@@ -269,8 +257,8 @@ def _efficiency(operation: Operation, gpu: Gpu, rate: float) -> Interval:
 
 def _attention_measured(operation: Operation) -> Interval:
     """By the size of the heads, which stands behind the operator's name."""
-    _, _, said = operation.operator.rpartition(HEADS)
-    size = int(said.rstrip(")")) if said.rstrip(")").isdigit() else 128
+    said = re.search(r"\(heads of (\d+)\)$", operation.operator)
+    size = int(said[1]) if said else 128
     if size <= 64:
         return SMALL_HEADS_MEASURED * (size / 64)
     return ATTENTION_MEASURED * (size / (-(-size // 128) * 128))
@@ -283,7 +271,7 @@ def _fp32_products(gpu: Gpu) -> Interval:
 def _kinds(operation: Operation) -> tuple[str, str]:
     if operation.phase == "encode":
         return "encoders", "encoders"
-    if operation.phase in _STEP:
+    if operation.phase in ("step", "ema"):
         return "optimizer", "optimizer"
     if _is_attention(operation):
         return "attention", "attention"

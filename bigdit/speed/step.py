@@ -6,11 +6,9 @@ from bigdit.catalog import Gpu
 from bigdit.spec import Strategy
 from bigdit.speed.calibration import Calibration
 from bigdit.speed.cluster import Cluster
-from bigdit.speed.interval import Interval
-from bigdit.speed.launches import LAUNCHED_SECONDS, Handed, Launches, bound
 from bigdit.speed.links import copy_seconds, exchange_seconds, host_seconds
-from bigdit.speed.roofline import LAUNCH_SECONDS, kernel_seconds, operators
-from bigdit.speed.seconds import NO_TIME, PARTS, StepTime
+from bigdit.speed.roofline import LAUNCH_SECONDS, kernel_seconds
+from bigdit.speed.seconds import LAUNCHED_SECONDS, NO_TIME, PARTS, Handed, Interval, Launches, StepTime, bound
 from bigdit.speed.work import Load, Work
 
 
@@ -30,24 +28,21 @@ def step_time(
     """
     micro_batches = (work.micro * strategy.grad_accum_steps + work.last).clamped()
     parts = dict.fromkeys(PARTS, NO_TIME)
-    # The update waits for all gradients: nothing of it runs beside the micro-batches.
+    # The update waits for all gradients: nothing of it runs beside the micro-batches. The host, which hands operators
+    # to the GPU, runs ahead where kernels last longer.
     stages = (micro_batches, work.step.clamped())
-    each, counts = LAUNCH_SECONDS, tuple(operators(load) for load in stages)
+    each, counts = LAUNCH_SECONDS, tuple(load.at("device").calls for load in stages)
     if launches is not None:
         each, counts = LAUNCHED_SECONDS, (launches.micro * strategy.grad_accum_steps, launches.step)
     for load, count in zip(stages, counts, strict=True):
         for name, seconds in _stage(load, each * count, strategy, gpu, cluster).items():
             parts[name] += seconds
-    waits, whole = parts["launches"], sum(parts.values(), NO_TIME)
+    waits = bound(parts["launches"], sum(parts.values(), NO_TIME))
+    handed = Handed(count=sum(counts), counted=launches is not None, seconds=each * sum(counts), bound=waits)
     if calibration is not None:
         parts = calibration.applied(parts)
-    return StepTime(
-        seconds=sum(parts.values(), NO_TIME),
-        parts={k: v for k, v in parts.items() if v.high > 0},
-        launches=Handed(
-            count=sum(counts), counted=launches is not None, seconds=each * sum(counts), bound=bound(waits, whole)
-        ),
-    )
+    shown = {name: part for name, part in parts.items() if part.high > 0}
+    return StepTime(seconds=sum(parts.values(), NO_TIME), parts=shown, launches=handed)
 
 
 def _stage(load: Load, launches: Interval, strategy: Strategy, gpu: Gpu, cluster: Cluster) -> dict[str, Interval]:

@@ -1,18 +1,94 @@
-"""What one optimizer step does, by operator and collective: values that add up, so that they can be interpolated."""
+"""Amounts of many operators or collectives as one array, since a search adds and scales them at hundreds of sizes."""
 
 from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from bigdit.memory import Place, Span, Timeline
 from bigdit.spec import Strategy
-from bigdit.speed.amounts import Amount, Amounts, Keys, Rows
+
+Key = TypeVar("Key")
+Rows = npt.NDArray[np.intp]
+
+
+@dataclass(frozen=True, slots=True)
+class Amount:
+    """How often, floating-point operations, bytes. Numbers between two attempts need not be whole."""
+
+    calls: float = 0.0
+    flops: float = 0.0
+    nbytes: float = 0.0
+
+    def __add__(self, other: Amount) -> Amount:
+        return Amount(self.calls + other.calls, self.flops + other.flops, self.nbytes + other.nbytes)
+
+
+class Keys(Generic[Key]):
+    """Keys in an order. What has the same ones in the same order shares this object, and caches go by it."""
+
+    def __init__(self, order: tuple[Key, ...]) -> None:
+        self.order = order
+        self.row = {key: row for row, key in enumerate(order)}
+
+
+class Amounts(Mapping[Key, Amount]):
+    """Amounts by their keys, as a vector: `a + b`, `a * 0.5`. `numbers`: [keys, 3], of calls, FLOPs, bytes."""
+
+    def __init__(self, named: Keys[Key], numbers: npt.NDArray[np.float64]) -> None:
+        self.named = named
+        self.numbers = numbers
+
+    @classmethod
+    def of(cls, given: Mapping[Key, Amount]) -> Amounts[Key]:
+        """The amounts of a mapping."""
+        if isinstance(given, Amounts):
+            return given
+        rows = [(amount.calls, amount.flops, amount.nbytes) for amount in given.values()]
+        return cls(_keys(tuple(given)), np.array(rows, dtype=np.float64).reshape(len(rows), 3))
+
+    def __getitem__(self, key: Key) -> Amount:
+        return Amount(*self.numbers[self.named.row[key]].tolist())
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self.named.order)
+
+    def __len__(self) -> int:
+        return len(self.named.order)
+
+    def __add__(self, other: Amounts[Key]) -> Amounts[Key]:
+        if self.named is other.named:
+            return Amounts(self.named, self.numbers + other.numbers)
+        named, rows = _together(self.named, other.named)
+        numbers = np.zeros((len(named.order), 3))
+        numbers[: len(self)] = self.numbers
+        numbers[rows] += other.numbers
+        return Amounts(named, numbers)
+
+    def __mul__(self, times: float) -> Amounts[Key]:
+        return Amounts(self.named, self.numbers * times)
+
+    def clamped(self) -> Amounts[Key]:
+        """Nothing below zero, where an interpolation went there."""
+        return Amounts(self.named, np.maximum(self.numbers, 0.0))
+
+
+@functools.lru_cache(maxsize=512)
+def _keys(order: tuple[Any, ...]) -> Keys[Any]:
+    return Keys(order)
+
+
+@functools.lru_cache(maxsize=512)
+def _together(first: Keys[Any], second: Keys[Any]) -> tuple[Keys[Any], Rows]:
+    """The keys of both, those of the first before what the second has beside them; and the rows of the second's."""
+    named = _keys(first.order + tuple(key for key in second.order if key not in first.row))
+    return named, np.array([named.row[key] for key in second.order], dtype=np.intp)
 
 
 class Operation(NamedTuple):
@@ -53,7 +129,8 @@ class Load:
 
     def at(self, place: Place) -> Amount:
         """All operations at that place."""
-        return self.operations.total(rows_at(self.operations.named, place))
+        rows = rows_at(self.operations.named, place)
+        return Amount(*self.operations.numbers[rows].sum(axis=0).tolist())
 
 
 NOTHING = Load({}, {})
@@ -98,7 +175,7 @@ def work_of(timeline: Timeline, strategy: Strategy) -> Work:
     copies of averaged gradients) then counts for every micro-batch. Raises ValueError for a timeline without a step.
     """
     micro_batches, step = _last_step(timeline.spans)
-    loads = [_load(timeline, _named(timeline.spans, numbers)) for numbers in micro_batches]
+    loads = [_load(timeline, phases) for phases in micro_batches]
     if len(loads) > 1:
         micro = sum(loads[1:-1], loads[0]) * (1.0 / (len(loads) - 1))
         last = loads[-1] - micro
@@ -106,7 +183,7 @@ def work_of(timeline: Timeline, strategy: Strategy) -> Work:
         waiting = {key: amount for key, amount in loads[0].exchanges.items() if _once_a_step(key, strategy)}
         last = Load({}, waiting)
         micro = Load(loads[0].operations, {k: v for k, v in loads[0].exchanges.items() if k not in waiting})
-    return Work(micro, last, _load(timeline, _named(timeline.spans, step)))
+    return Work(micro, last, _load(timeline, step))
 
 
 def load_of(timeline: Timeline, phases: Collection[str], phase: str) -> Load:
@@ -114,28 +191,24 @@ def load_of(timeline: Timeline, phases: Collection[str], phase: str) -> Load:
     return _load(timeline, {i: phase for i, span in enumerate(timeline.spans) if span.phase in phases})
 
 
-def _last_step(spans: Iterable[Span]) -> tuple[list[list[int]], list[int]]:
-    """Spans by number: those of each micro-batch of the last optimizer step, and those of its end."""
-    micro_batches: list[list[int]] = []
-    step: list[int] = []
+def _last_step(spans: Iterable[Span]) -> tuple[list[dict[int, str]], dict[int, str]]:
+    """Phases by the number of their span: those of each micro-batch of the last step, and those of its end."""
+    micro_batches: list[dict[int, str]] = []
+    step: dict[int, str] = {}
     before = "init"
     for i, span in enumerate(spans):
         if span.phase in ("step", "ema"):
-            step.append(i)
+            step[i] = span.phase
         elif span.phase != "init":
             if step:
-                micro_batches, step = [], []
+                micro_batches, step = [], {}
             if span.phase == "encode" or (span.phase == "forward" and before != "encode"):
-                micro_batches.append([])
-            micro_batches[-1].append(i)
+                micro_batches.append({})
+            micro_batches[-1][i] = span.phase
         before = span.phase
     if not micro_batches or not step:
         raise ValueError("the timeline has no optimizer step")
     return micro_batches, step
-
-
-def _named(spans: Sequence[Span], numbers: Iterable[int]) -> dict[int, str]:
-    return {i: spans[i].phase for i in numbers}
 
 
 def _load(timeline: Timeline, phases: Mapping[int, str]) -> Load:
@@ -149,7 +222,7 @@ def _load(timeline: Timeline, phases: Mapping[int, str]) -> Load:
     for sent in timeline.collectives:
         if sent.span in phases and sent.group_size > 1:
             exchanges[Exchange(phases[sent.span], sent.name, sent.group_size)] += Amount(1, 0, sent.nbytes)
-    return Load(dict(operations), dict(exchanges))
+    return Load(operations, exchanges)
 
 
 def _once_a_step(exchange: Exchange, strategy: Strategy) -> bool:

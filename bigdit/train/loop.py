@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
@@ -12,8 +13,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from bigdit import checkpoint, log
-from bigdit.config.output import AVERAGES, CHECKPOINTS, EXPORTS, RECEIPT
+from bigdit import checkpoint, log, receipt
+from bigdit.config import RunConfig
+from bigdit.config.output import AVERAGES, CHECKPOINTS, EXPORTS, RECEIPT, receipt_of
 from bigdit.dist import World
 from bigdit.errors import UserError
 from bigdit.loader.order import step_seed
@@ -36,12 +38,11 @@ from bigdit.train.processes.stop import Stop, Stopped
 from bigdit.train.record import RunRecord
 from bigdit.train.saves import Saves
 from bigdit.train.say import say
-from bigdit.train.schedule import learning_rate
 from bigdit.train.seen.metrics import Metrics
-from bigdit.train.seen.watching import watch
+from bigdit.train.seen.watching import Watching, watch
 from bigdit.train.step import StepResult, train_step
 from bigdit.train.stepped import Stepped, on_engine
-from bigdit.train.written import write_receipt
+from bigdit.train.store import largest_batch_shape
 
 # On a card, steps are taken again with less: what comes here ran out before the first one, or between two.
 _LESS = {
@@ -221,3 +222,62 @@ def _keep(world: World, record: RunRecord) -> None:
             record.write()
         except UserError as error:
             log.notice(f"note: {error}; training goes on, and its page will lack it")
+
+
+def learning_rate(run: RunConfig, step: int) -> float:
+    """The rate of step number `step` (from 0): linear warm-up to optimizer.lr, then what train.lr_schedule says."""
+    train, peak = run.train, run.optimizer.lr
+    if step < train.warmup_steps:
+        return peak * (step + 1) / train.warmup_steps
+    steps = train.known_steps
+    fall = {"constant": 0, "cosine": steps - train.warmup_steps, "wsd": train.decay_steps or 0}[train.lr_schedule]
+    past = step - (steps - fall)
+    if past <= 0:
+        return peak
+    shape = _half_cosine if train.lr_schedule == "cosine" else _one_minus_root
+    return train.min_lr + (peak - train.min_lr) * shape(past / fall)
+
+
+def _half_cosine(done: float) -> float:
+    """Source: Loshchilov & Hutter, arXiv:1608.03983, equation 5, without restarts."""
+    return 0.5 * (1 + math.cos(math.pi * done))
+
+
+def _one_minus_root(done: float) -> float:
+    """Source: Hägele et al., arXiv:2405.18392, the cooldown "1 − sqrt"."""
+    return 1 - math.sqrt(done)
+
+
+def write_receipt(start: Start, feed: Feed, stepped: Stepped, seen: Watching, began: float) -> None:
+    """Write what the stage's steps since its start were and took into the output; `began`: time.perf_counter() then."""
+    stage, strategy, meter = start.reached.stage, stepped.strategy, stepped.meter
+    path = stage.run.output / (RECEIPT if stage.end == start.ends[-1] else receipt_of(stage.number))
+    steps, seconds = stage.end - start.step, time.perf_counter() - began
+    seconds_per_step = seen.metrics.seconds_per_step
+    planned = None if meter.measured is None else stepped.planned  # beside nothing
+    written = receipt.Receipt(
+        kind="train",
+        model=start.reached.spec,
+        batch=largest_batch_shape(feed.store),
+        buckets=len(feed.store.buckets),
+        strategy=strategy,
+        objective=stepped.objective,
+        device=meter.device_name,
+        emulated=meter.emulated,
+        expandable_segments=meter.expandable_segments,
+        compute_capability=meter.compute_capability,
+        gpus_per_node=min(strategy.world_size, torch.cuda.device_count() or strategy.world_size),
+        steps=steps,
+        skipped_steps=seen.skipped.count,
+        out_of_memory=stepped.relief.events,
+        seconds=round(seconds, 3),
+        seconds_per_step=seconds_per_step,
+        samples_per_second=round(strategy.global_batch_size / (seconds_per_step or seconds / steps), 2),
+        predicted_peak_allocated_bytes=None if planned is None else planned.peak_allocated_bytes,
+        predicted_peak_reserved_bytes=None if planned is None else planned.peak_reserved_bytes,
+        measured_peak_allocated_bytes=meter.peak_allocated_bytes,
+        measured_peak_reserved_bytes=meter.peak_reserved_bytes,
+        measured_with=meter.method,
+    )
+    receipt.write(written, path)
+    log.notice(f"wrote {path}")

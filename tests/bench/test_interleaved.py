@@ -19,9 +19,8 @@ def test_turns_go_to_and_fro_and_ratios_are_of_the_same_round():
     assert own.of_baseline == Spread(low=0.75, median=1.0, high=1.5)
 
 
-def test_rates_are_the_inverse_and_one_value_is_its_own_spread():
+def test_one_value_is_its_own_spread():
     assert Spread.of([4.0]) == Spread(low=4.0, median=4.0, high=4.0)
-    assert Spread(low=1.0, median=2.0, high=4.0).inverse() == Spread(low=0.25, median=0.5, high=1.0)
 
 
 @pytest.mark.parametrize(("mean", "busy"), [(0.1, False), (0.5, False), (0.6, True)])

@@ -15,8 +15,7 @@ from training import exported, run, run_to
 
 from bigdit import checkpoint
 from bigdit.checkpoint import shard_file
-from bigdit.checkpoint.posthoc import PostHoc
-from bigdit.checkpoint.profiles import coefficients
+from bigdit.checkpoint.posthoc import PostHoc, coefficients
 from bigdit.checkpoint.restore import load_kind
 from bigdit.checkpoint.snapshot import open_snapshot
 from bigdit.commands import export as export_command

@@ -12,7 +12,7 @@ from whole import whole_state
 
 from bigdit import checkpoint
 from bigdit.checkpoint import saver, shard_file
-from bigdit.checkpoint.prune import kept_steps
+from bigdit.checkpoint.saver import kept_steps
 from bigdit.dist import World
 from bigdit.errors import UserError
 

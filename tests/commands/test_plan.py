@@ -13,7 +13,7 @@ from commands import DIGITS, ROOT, bigdit
 from safetensors.numpy import save_file
 from tiny_models import SANA
 
-from bigdit.search.needs.host import LIBRARIES_BYTES
+from bigdit.search.host import LIBRARIES_BYTES
 from bigdit.spec import StepSize
 
 TINY = ("--model", "dit-s-8")
@@ -311,7 +311,7 @@ def test_a_plan_is_of_a_model_or_of_a_run(arguments, line):
     [
         ({"num_attention_heads": 0}, "num_attention_heads is 0, and 1 or more was expected"),
         ({"colour": 3}, "does not take it; known: "),
-        ({"attention_head_dim": 33}, "a step of it ends with RuntimeError: "),
+        ({"attention_head_dim": 33}, "and no result: RuntimeError: "),
     ],
 )
 def test_a_model_that_its_class_refuses_is_said_before_it_is_planned(argument, line, tmp_path):

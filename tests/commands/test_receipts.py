@@ -8,7 +8,7 @@ from commands import bigdit
 from made_receipts import GIB, receipt_of
 
 from bigdit.files import write_json
-from bigdit.search.finding.evidence import UNPROVED
+from bigdit.search.calibration import UNPROVED
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from bigdit.config import deepspeed_keys as keys
+from bigdit.config import deepspeed as keys
 from bigdit.config.deepspeed import complete_ds_config, ds_values
 from bigdit.spec import Strategy
 

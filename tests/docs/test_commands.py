@@ -163,7 +163,7 @@ def asked(command, tmp_path):
     another test has seen printed."""
     from bigdit import catalog
     from bigdit.config.strategy import parse_strategy
-    from bigdit.search.asking.ask import question_for
+    from bigdit.search.ask import question_for
 
     pipeline_folder(tmp_path / "models/mine", "Efficient-Large-Model/Sana_1600M_1024px_diffusers")
     values = parsed(command, tmp_path)

@@ -232,34 +232,66 @@ def test_graphs_and_compiled_kernels_are_taken_and_counted():
     assert found == [2, 2, True]
 
 
-def test_patches_take_the_workspace_that_a_real_card_was_seen_to_take():
-    """In 16 bits and with channels first, patch by patch; where there is no room for it, the next engine takes none."""
-    gpu = catalog.gpu("h100-sxm")
-    assert answers(
-        gpu.name,
-        f"""
-        import json, torch
+CONVOLUTIONS = """
+import json, torch
+from torch.nn.functional import conv2d, conv3d
 
-        def taken(picture, weight, **options):
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-            result = torch.conv2d(picture, weight, **options)
-            return torch.cuda.max_memory_allocated() - before - result.nbytes
+kept = []
 
-        picture = torch.empty(16, 4, 128, 128, device="cuda", dtype=torch.bfloat16)
-        weight = torch.empty(1152, 4, 2, 2, device="cuda", dtype=torch.bfloat16)
-        last = [tensor.contiguous(memory_format=torch.channels_last) for tensor in (picture, weight)]
-        found = [
-            taken(picture, weight, stride=2),
-            taken(*last, stride=2),
-            taken(picture.float(), weight.float(), stride=2),
-            taken(picture, torch.empty(1152, 4, 3, 3, device="cuda", dtype=torch.bfloat16), padding=1),
-        ]
-        torch.cuda.empty_cache()
-        torch.cuda.set_per_process_memory_fraction(250 * 2**20 / {gpu.usable_bytes})
-        print(json.dumps([*found, taken(picture, weight, stride=2)]))
-        """,
-    ) == [155_263_488, 0, 0, 0, 0]  # 155,263,123 in blocks of 512
+def like(*shape, dtype=torch.bfloat16):
+    kept.append(torch.empty(shape, device="cuda", dtype=dtype))
+    return kept[-1]
+
+def taken(run):
+    torch.cuda.reset_peak_memory_stats()
+    result = eval(run)
+    return torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+
+def gradient_of_weight():
+    settings = [2, 2], [0, 0], [1, 1], False, [0, 0], 1, [False, True, False]
+    return torch.ops.aten.convolution_backward(like(16, 1152, 64, 64), *half, None, *settings)
+
+def without_tf32():
+    torch.backends.cudnn.allow_tf32 = False
+    return conv2d(*single, padding=1)
+
+half = like(16, 4, 128, 128), like(1152, 4, 2, 2)
+last = [tensor.contiguous(memory_format=torch.channels_last) for tensor in half]
+single = [like(*shape, dtype=torch.float32) for shape in ((1, 128, 256, 256), (128, 128, 3, 3))]
+if {room}:
+    torch.cuda.set_per_process_memory_fraction({room} / torch.cuda.get_device_properties(0).total_memory)
+print(json.dumps([taken(run) for run in {runs}]))
+"""
+
+
+def workspaces(gpu: str, runs: list[str], room: int = 0) -> list[int]:
+    return answers(gpu, CONVOLUTIONS.format(runs=runs, room=room))
+
+
+def test_convolutions_take_the_workspace_that_a_real_card_was_seen_to_take():
+    """With channels first; benchmarks/on_gpu/convolutions.json has the bytes, which are blocks of 512 here."""
+    seen = {
+        "conv2d(like(1, 128, 256, 256), like(128, 128, 3, 3), padding=1)": 33_849_491,
+        "conv2d(*half, stride=2)": 155_263_123,
+        "conv2d(*last, stride=2)": 0,
+        "conv3d(like(1, 16, 13, 60, 90), like(3072, 16, 1, 2, 2), stride=(1, 2, 2))": 110_466_963,
+        "gradient_of_weight()": 155_262_992,
+        "conv2d(like(1, 1120, 16, 16), like(5600, 1120, 1, 1))": 0,
+        "conv2d(like(1, 5600, 16, 16), like(5600, 1, 3, 3), padding=1, groups=5600)": 0,
+        "conv2d(like(1, 3, 256, 256), like(128, 3, 3, 3), padding=1)": 0,
+        "conv2d(*single, padding=1)": 67_698_835,
+        "without_tf32()": 0,
+    }
+    assert workspaces("h200-sxm", [*seen]) == [-(-each // 512) * 512 for each in seen.values()]
+
+
+def test_a_convolution_without_room_for_its_workspace_takes_none():
+    assert workspaces("h100-sxm", ["conv2d(*half, stride=2)"], room=250 * MIB) == [0]
+
+
+def test_a_result_in_tf32_is_not_copied_on_ampere():
+    """Input and weight alone are, as the published peak of a VAE on an A100 has it (benchmarks/peers.md)."""
+    assert workspaces("a40", ["conv2d(*single, padding=1)"]) == [4 * 128 * (256 * 256 + 128 * 9) + 512]
 
 
 def test_calls_of_libraries_fills_and_copies_by_direction_are_counted():

@@ -10,9 +10,7 @@ from hypothesis import strategies as st
 from bigdit.config.encoders import EncodersConfig
 from bigdit.encoders.batch_size import CPU_BATCH, BatchSize
 from bigdit.encoders.by_length import encode_by_length
-from bigdit.encoders.device import encoding_device
-from bigdit.encoders.load import load_encoders
-from bigdit.encoders.text_cache import TextCache
+from bigdit.encoders.load import TextCache, encoding_device, load_encoders
 from bigdit.errors import UserError
 from bigdit.store.fp8 import dequantise, quantise
 from bigdit.store.text import Text

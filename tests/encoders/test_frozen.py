@@ -16,10 +16,10 @@ from bigdit.catalog.encoders import OnlineEncoders, TextEncoderSpec, VaeSpec, on
 from bigdit.encoders.frozen import FrozenEncoders
 from bigdit.errors import UserError
 from bigdit.profile.cards import Cards
-from bigdit.profile.data import raw_batch
 from bigdit.profile.request import PICTURES as OF_PICTURES
 from bigdit.profile.request import TEXTS, StepRequest
 from bigdit.profile.run_attempt import weights_of
+from bigdit.profile.steps import raw_batch
 from bigdit.spec import BatchShape, Strategy
 from bigdit.speed.work import load_of
 from bigdit.train.encode import encode
@@ -238,7 +238,7 @@ from bigdit import libraries
 libraries.prepare()
 from bigdit.catalog.encoders import OnlineEncoders
 from bigdit.encoders.frozen import FrozenEncoders
-from bigdit.profile.data import raw_batch
+from bigdit.profile.steps import raw_batch
 from bigdit.profile.unwritten import unwritten_weights
 from bigdit.spec import BatchShape, Strategy
 from bigdit.speed.work import load_of

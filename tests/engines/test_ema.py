@@ -151,7 +151,7 @@ from tiny_models import SHAPE
 from whole import full_weights
 from bigdit import engines, models
 from bigdit.dist import world_from_env
-from bigdit.profile.data import batch
+from bigdit.profile.steps import batch
 from bigdit.objective_spec import FlowMatchingSpec
 from bigdit.spec import EmaSpec, Strategy
 from bigdit.train.step import train_step

@@ -14,8 +14,8 @@ from bigdit.memory.process import ByteRange, beside_training
 from bigdit.profile.cards import Cards
 from bigdit.profile.request import request_for
 from bigdit.report.plan import show
-from bigdit.search.finding import verdict
-from bigdit.search.needs.host import host_need
+from bigdit.search import candidates as verdict
+from bigdit.search.host import host_need
 from bigdit.search.plan import (
     Band,
     BucketLimit,
@@ -34,8 +34,7 @@ from bigdit.search.plan import (
 from bigdit.search.question import Pins, Question
 from bigdit.spec import EmaSpec, OptimizerSpec, StepSize, Strategy
 from bigdit.speed.cluster import Cluster
-from bigdit.speed.interval import Interval
-from bigdit.speed.seconds import StepTime
+from bigdit.speed.seconds import Interval, StepTime
 from bigdit.units import GIB, KIB
 
 IMAGES = 30_000_000

@@ -16,8 +16,8 @@ from bigdit.dist import World
 from bigdit.errors import UserError
 from bigdit.loader.read import BatchReader, draw
 from bigdit.loader.stages import data_state, plan_order
-from bigdit.profile.data import batch as profiled_batch
-from bigdit.profile.data import feed
+from bigdit.profile.steps import batch as profiled_batch
+from bigdit.profile.steps import feed
 from bigdit.spec import BatchShape, Strategy
 from bigdit.store import FeatureStore, fp8
 from bigdit.store.part import part_path

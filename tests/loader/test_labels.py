@@ -8,7 +8,7 @@ from bigdit.errors import UserError
 from bigdit.loader.read import draw
 from bigdit.loader.stages import data_state, plan_order
 from bigdit.models import Extra
-from bigdit.profile.data import batch
+from bigdit.profile.steps import batch
 from bigdit.spec import BatchShape, Strategy
 from bigdit.store import FeatureStore
 from bigdit.store.part import Encoded, part_path, write_part

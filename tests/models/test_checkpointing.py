@@ -14,7 +14,7 @@ from torch import nn
 from bigdit import models
 from bigdit.errors import UserError
 from bigdit.loader.batch import Batch
-from bigdit.models.activations import offload_activations
+from bigdit.models.equip import offload_activations
 from bigdit.spec import Strategy
 
 

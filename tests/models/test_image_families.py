@@ -14,7 +14,7 @@ from views import written_views
 from bigdit import models
 from bigdit.catalog import FAMILIES
 from bigdit.loader.batch import Batch
-from bigdit.models.checkpointing import apply_checkpointing
+from bigdit.models.equip import apply_checkpointing
 from bigdit.models.packing import diagonal, grid, pack, unpack
 from bigdit.objectives import of_latents
 from bigdit.profile.request import StepRequest

@@ -18,7 +18,7 @@ from bigdit.config import load_run
 from bigdit.dist import World
 from bigdit.errors import UserError
 from bigdit.models.adapters import FILE as ADAPTERS
-from bigdit.models.int8 import dequantised, quantised
+from bigdit.models.lora import dequantised, quantised
 from bigdit.objective_spec import FlowMatchingSpec
 from bigdit.sampling import Sampler
 from bigdit.spec import LoraSpec, OptimizerSpec, Strategy

@@ -16,8 +16,8 @@ from bigdit.catalog import batch_shape, latent_shape, model
 from bigdit.catalog.models import models as catalogue
 from bigdit.errors import UserError
 from bigdit.loader.batch import Batch
-from bigdit.profile.data import batch
 from bigdit.profile.request import StepRequest
+from bigdit.profile.steps import batch
 from bigdit.spec import BatchShape, ModelSpec, Strategy
 
 CPU = torch.device("cpu")

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from bigdit.spec import Strict
 SERVER = """
 import json, os, signal, sys, time
 from bigdit.errors import UserError
-from bigdit.profile.forks import serve, taken
+from bigdit.profile.forks import serve
 
 def prepare(line):
     if json.loads(line)["what"] == "cannot be prepared":
@@ -43,7 +44,7 @@ def answer(line):
 def suits(line):
     return json.loads(line)["what"] != "only first"
 
-serve(taken(sys.argv[1:]), prepare, answer, suits)
+serve(sys.argv[1:], prepare, answer, suits)
 """
 
 
@@ -55,7 +56,8 @@ class Asked(Strict):
 
 @pytest.fixture
 def lanes() -> Iterator[Lanes]:
-    with Lanes(lambda: ([sys.executable, "-c", SERVER], os.environ | {"PYTHONPATH": str(ROOT)}), 2) as found:
+    server = [sys.executable, "-c", SERVER], os.environ | {"PYTHONPATH": str(ROOT)}
+    with closing(Lanes(lambda: server, 2)) as found:
         yield found
 
 
@@ -175,7 +177,7 @@ def test_nothing_is_left_when_it_ends(lanes: Lanes) -> None:
         asked = aside.submit(ask, lanes, 1, "sleep")
         until(lambda: lanes.forks[1] is not None)
         processes.append(lanes.forks[1] or 0)
-        lanes.end()
+        lanes.close()
         with pytest.raises(WorkerError):
             asked.result()
     until(lambda: all(map(gone, processes)))
@@ -185,7 +187,7 @@ def test_nothing_is_left_when_it_ends(lanes: Lanes) -> None:
 
 @pytest.mark.timeout(60, method="thread")  # who waits for a lock hears nothing else
 def test_a_process_that_ends_before_all_have_asked_is_told_to_those_that_ask_late() -> None:
-    with Lanes(lambda: (["false"], dict(os.environ)), 8) as lanes, ThreadPoolExecutor(8) as aside:
+    with closing(Lanes(lambda: (["false"], dict(os.environ)), 8)) as lanes, ThreadPoolExecutor(8) as aside:
         for _ in range(100):
             for each in [aside.submit(ask, lanes, lane, "one") for lane in range(8)]:
                 with pytest.raises(WorkerError, match=r"^the question ended with status 1 and no"):

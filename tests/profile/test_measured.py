@@ -1,55 +1,45 @@
-"""Two steps of all ranks, and what is read from the history of torch's allocator."""
+"""Two steps of all ranks of a strategy, started by torchrun, beside those of the first rank alone."""
 
 from __future__ import annotations
+
+import subprocess
+from pathlib import Path
 
 import pytest
 from cards import A40
 from tiny_models import SHAPE, THREE_BLOCKS
 
 from bigdit.config.strategy import parse_strategy
-from bigdit.profile.cards import Cards
-from bigdit.profile.measured.ranks import run_ranks
-from bigdit.profile.measured.trace import operator
+from bigdit.emulator import emulated_environment, shared_state
+from bigdit.emulator.interpreter import cuda_python
+from bigdit.profile.cards import Cards, worker_environment
+from bigdit.profile.measured.run import CardRun
 from bigdit.profile.request import StepRequest
+
+
+def run_all(asked: StepRequest, folder: Path) -> CardRun:
+    """The first rank's two steps among all, each on an emulated card of its own, with NCCL between them."""
+    ranks, request, result = asked.strategy.world_size, folder / "request.json", folder / "result.json"
+    request.write_text(asked.model_dump_json())
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    worker = ["-m", "bigdit.profile.measured.worker", str(request), str(result)]
+    with shared_state() as state:
+        alone = worker_environment(A40)
+        environment = alone | emulated_environment(A40, ranks, state) | {"PYTHONPATH": alone["PYTHONPATH"]}
+        environment |= {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}  # torchrun hands -P on to no rank
+        command = [str(cuda_python()), "-W", "ignore", *launcher, *worker]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    return CardRun.model_validate_json(result.read_bytes())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["zero2", "fsdp2"])
-def test_the_first_rank_alone_takes_what_it_takes_among_all(cards: Cards, engine: str) -> None:
+def test_the_first_rank_alone_takes_what_it_takes_among_all(cards: Cards, engine: str, tmp_path: Path) -> None:
     strategy = parse_strategy([f"{engine},world_size=2,micro_batch_size=2,grad_accum_steps=2"])
     asked = StepRequest(model=THREE_BLOCKS, batch=SHAPE, strategy=strategy)
-    among_all, alone = run_ranks(A40, asked, expandable_segments=True), cards.attempt(asked)
-    assert {phase.phase for phase in among_all.phases} == set(alone.phases)
-    for name, found in alone.phases.items():
-        assert found.peak_bytes == max(each.peak_allocated_bytes for each in among_all.phases if each.phase == name)
+    among_all, alone = run_all(asked, tmp_path), cards.attempt(asked)
+    assert {phase.phase: phase.peak_allocated_bytes for phase in among_all.phases} == {
+        name: found.peak_bytes for name, found in alone.phases.items()
+    }
     assert alone.peak_reserved_bytes == max(each.peak_reserved_bytes for each in among_all.phases)
-
-
-def frame(name: str, filename: str = "??") -> dict[str, str]:
-    return {"name": name, "filename": filename}
-
-
-@pytest.mark.parametrize(
-    ("frames", "said"),
-    [
-        ([], ""),
-        ([frame("at::_ops::mm::call(at::Tensor const&)"), frame("forward", "/x/linear.py")], "mm in linear.py:forward"),
-        (
-            [
-                frame("at::_ops::empty_strided::call"),
-                frame("at::_ops::sum_dim_IntList::redispatch"),
-                frame("run", "/x/bigdit/emulator/inside/values.py"),
-                frame("at::_ops::convolution_backward::call"),
-                frame("torch::autograd::generated::ConvolutionBackward0::apply(std::vector)"),
-                frame("backward", "/x/graph.py"),
-            ],
-            "sum_dim_IntList < convolution_backward in ConvolutionBackward0",
-        ),
-        (
-            [frame("at::_ops::empty_strided::call"), frame("_init_group", "/x/adam.py")],
-            "empty_strided in adam.py:_init_group",
-        ),
-    ],
-)
-def test_an_allocation_is_named_by_its_stack(frames: list[dict[str, str]], said: str) -> None:
-    assert operator(frames) == said

@@ -21,11 +21,11 @@ from bigdit.recipes.recipe import names, recipe
 from bigdit.report.commands import commands
 from bigdit.report.folder import OURS, write_plan
 from bigdit.report.skeleton import skeleton
-from bigdit.search import kept
+from bigdit.search.answer import PLANS
 from bigdit.search.plan import Plan
-from bigdit.search.telling.record import record
+from bigdit.search.record import record
 from bigdit.spec import LoraSpec
-from bigdit.speed.interval import Interval
+from bigdit.speed.seconds import Interval
 from bigdit.train.prepare import prepare
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("plan")]  # but for the recorded run, none takes long
@@ -56,12 +56,12 @@ def test_the_folder_of_a_plan(made, tmp_path):
 
 def test_a_kept_plan_is_believed_as_it_was_written_alone(made, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("BIGDIT_CACHE", str(tmp_path))
-    kept.keep(made.question, (), made)
-    assert kept.find(made.question, ()) == made
+    PLANS.keep(("question",), made)
+    assert PLANS.find(("question",)) == made
     (file,) = tmp_path.rglob("*.json")
     whole = file.read_text()
     file.write_text(whole.replace(str(made.chosen.peak_allocated_bytes), "1"))  # a plan still, of other figures
-    assert kept.find(made.question, ()) is None
+    assert PLANS.find(("question",)) is None
     assert capsys.readouterr().err == f"{file} is damaged, and the plan is made anew\n"
 
 

@@ -12,8 +12,7 @@ from bigdit.report.commands import PORT
 from bigdit.report.page import page
 from bigdit.report.plan import MOST_ROWS
 from bigdit.search.plan import Plan
-from bigdit.speed.interval import Interval
-from bigdit.speed.launches import Handed
+from bigdit.speed.seconds import Handed, Interval
 from bigdit.units import GIB
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("plan")]

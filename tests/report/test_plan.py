@@ -16,10 +16,9 @@ from bigdit.report import words
 from bigdit.report.needs import needs, speed
 from bigdit.report.notebook import Answer
 from bigdit.report.page import page
-from bigdit.search.telling.choices import recommended
+from bigdit.search.rows import recommended
 from bigdit.spec import Strategy
-from bigdit.speed.interval import Interval
-from bigdit.speed.launches import Handed
+from bigdit.speed.seconds import Handed, Interval
 from bigdit.units import GIB, KIB, MIB, gib, unit_of
 
 

@@ -13,7 +13,8 @@ from PIL import Image
 from quantities import leaves, quantities, reads, visible
 
 from bigdit.errors import UserError
-from bigdit.report.run import curves, pictures
+from bigdit.report.run import curves
+from bigdit.report.run import page as pictures
 from bigdit.report.run.curves import chart, linear
 from bigdit.report.run.found import read_run
 from bigdit.report.run.leave import leaving_a_page

@@ -15,7 +15,7 @@ from selenium.webdriver.support.select import Select
 from bigdit import catalog
 from bigdit.memory import CATEGORIES
 from bigdit.report.folder import write_plan
-from bigdit.search.finding.verdict import process, verdict_of
+from bigdit.search.candidates import process, verdict_of
 from bigdit.search.plan import Room
 from bigdit.spec import EmaSpec, OptimizerSpec
 from bigdit.units import gib

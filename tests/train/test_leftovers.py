@@ -2,7 +2,7 @@
 
 import pytest
 
-from bigdit.train.processes import leftovers
+from bigdit.train.processes import process as leftovers
 
 
 @pytest.fixture

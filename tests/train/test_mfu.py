@@ -12,8 +12,8 @@ from bigdit import models
 from bigdit.catalog.gpus import gpu
 from bigdit.dist import World
 from bigdit.objective_spec import FlowMatchingSpec
-from bigdit.profile.data import batch
-from bigdit.profile.steps import Witness, prepare, training
+from bigdit.profile.request import StepRequest
+from bigdit.profile.steps import Witness, batch, prepare, training
 from bigdit.record.costs import Counting
 from bigdit.spec import ModelSpec, Strategy
 from bigdit.train.seen.mfu import Mfu, mfu_of, peak_flops
@@ -41,9 +41,10 @@ def test_the_flops_are_those_of_a_forward_pass_three_times():
             counting.phases.append(name)
             yield
 
-    workload = prepare(SANA, SHAPE, Strategy(precision="fp32", micro_batch_size=2), None)
+    strategy = Strategy(precision="fp32", micro_batch_size=2)
+    workload = prepare(StepRequest(model=SANA, batch=SHAPE, strategy=strategy, objective=FlowMatchingSpec()))
     with sdpa_kernel(SDPBackend.MATH), counting:
-        next(training(workload, FlowMatchingSpec(), CPU, World(), Phases()))
+        next(training(workload, CPU, World(), Phases()))
     span = counting.phases.index("forward")
     forward = sum(cost.flops for cost in counting.costs.operators() if cost.span == span)
     assert forward > 0

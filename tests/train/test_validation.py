@@ -24,7 +24,7 @@ from bigdit.record.recorder import Recorder
 from bigdit.spec import EmaSpec, LoraSpec
 from bigdit.store import FeatureStore
 from bigdit.train.seen.metrics import read_metrics
-from bigdit.train.seen.validation import Validation
+from bigdit.train.seen.watching import Validation
 from bigdit.train.step import train_step
 
 CPU = torch.device("cpu")

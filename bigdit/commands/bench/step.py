@@ -38,10 +38,12 @@ def run(
     run_config = load_run(config, [*overrides, *one_process], stage)
     spec, strategy = prepare(run_config, 1)
     check_store(run_config)
-    from bigdit.bench.step import bench_step, largest_batch_shape
+    from bigdit.bench.step import bench_step
     from bigdit.report.comparison import comparison_table, load_line, overhead, print_notes
+    from bigdit.store import FeatureStore
+    from bigdit.train.store import largest_batch_shape
 
-    shape = largest_batch_shape(run_config.data.features)
+    shape = largest_batch_shape(FeatureStore.open(run_config.data.features))
     objective = objective_of(spec, run_config.objective)
     found = bench_step(spec, shape, strategy, objective, steps=steps, seed=run_config.train.seed)
     receipt, compared = found.receipt, found.compared

@@ -1,6 +1,6 @@
-/* libcudnn: version 9.20. The backend's descriptors keep what they are told; every graph has one engine, whose plan wants no
- * workspace, since which one cuDNN would choose is known to a real card alone. Of one convolution it is known: see
- * `patches_workspace`. Numbers of attributes and types are those of cudnn_graph.h, which are part of its ABI. */
+/* libcudnn: version 9.20. The backend's descriptors keep what they are told; every graph has an engine whose plan wants no
+ * workspace, since which one cuDNN would choose is known to a real card alone. Of convolutions it was measured: see
+ * `copies_with_channels_last`. Numbers of attributes and types are those of cudnn_graph.h, which are part of its ABI. */
 #include "card.h"
 #include <stddef.h>
 #include <stdint.h>
@@ -25,7 +25,9 @@ enum attribute_name {
     ENGINE_NUMERICAL_NOTES = 1303,
     ENGINE_BEHAVIOR_NOTES = 1305,
 };
-enum { TYPE_HALF = 2, TYPE_BFLOAT16 = 9, TYPE_DESCRIPTOR = 15 };
+enum { NOTE_TENSOR_CORE = 0 };
+enum { FORWARD = 0, BACKWARD_INPUT = 6, BACKWARD_WEIGHT = 12 }; /* what the others' attributes have beyond FORWARD_… */
+enum { TYPE_FLOAT = 0, TYPE_HALF = 2, TYPE_BFLOAT16 = 9, TYPE_DESCRIPTOR = 15 };
 static const unsigned char BYTES_OF_TYPE[] = {8, 4, 1, 8, 4, 8, 8, 4, 4, 4, 4, 4, 4, 4, 4, 8, 4, 4, 4, 4, 4, 4, 4, 4, 1, 4, 4, 4, 8, 4, 4, 4};
 
 struct attribute { int name; int64_t count; struct attribute *next; char bytes[]; };
@@ -52,42 +54,52 @@ static const void *told(const struct descriptor *d, int name, int64_t count) {
         if (at->name == name) return at->count == count ? at->bytes : NULL;
     return NULL;
 }
+static int64_t up_to(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 static const struct descriptor *part(const struct descriptor *d, int name) {
     const struct descriptor *const *at = told(d, name, 1);
     return at ? *at : NULL;
 }
 
-/* Patches of pictures in 16 bits, one after another: tensor cores read and write channels last, so where channels come first
- * the kernel works in copies of picture, weight and result with channels last, in eights of them.
- * Measured: 155,263,123 bytes for 16 × 4 × 128 × 128 in 1152 patches of 2 × 2 (H100, torch 2.11; benchmarks/gpu_matrix.md),
- * which are these and 147 bytes. Other convolutions choose by what a real card is asked, and have 0 here. */
-static int64_t patches_workspace(const struct descriptor *operation) {
-    const struct descriptor *picture = part(operation, FORWARD_X), *kernel = part(operation, FORWARD_W);
-    const int64_t *x = told(picture, TENSOR_DIMENSIONS, 4), *w = told(kernel, TENSOR_DIMENSIONS, 4);
-    const int64_t *y = told(part(operation, FORWARD_Y), TENSOR_DIMENSIONS, 4), *steps = told(picture, TENSOR_STRIDES, 4);
-    const int64_t *strides = told(part(operation, FORWARD_CONVOLUTION), CONVOLUTION_STRIDES, 2);
-    const int *type = told(picture, TENSOR_TYPE, 1);
+/* Tensor cores read and write channels last. Where channels come first, kernels work in copies of input, weight and result with
+ * channels last, in multiples of 16 bytes of them, whichever of the three they compute, and 16 or 147 bytes.
+ * On an H200: benchmarks/on_gpu/convolutions.json; docs/limits.md says how many of its rows come out so. None was seen for
+ * kernels of one point, groups, weights' gradients in TF32, and fewer than 8 channels but for patches in 16 bits.
+ * Published peaks of VAEs (benchmarks/peers.md): in bf16 all three copies are in HiDream's, on a card that is not named; in TF32
+ * fast-DiT's, on an A100, has no room for the result's. Ampere's kernels write that channels first (`nhwckrsc_nchw`). */
+static int64_t copies_with_channels_last(const struct descriptor *operation, int way) {
+    const struct descriptor *input = part(operation, FORWARD_X + way), *kernel = part(operation, FORWARD_W + way);
+    const int64_t n = told(input, TENSOR_DIMENSIONS, 5) ? 5 : 4;
+    const int64_t *x = told(input, TENSOR_DIMENSIONS, n), *w = told(kernel, TENSOR_DIMENSIONS, n);
+    const int64_t *y = told(part(operation, FORWARD_Y + way), TENSOR_DIMENSIONS, n), *steps = told(input, TENSOR_STRIDES, n);
+    const int64_t *strides = told(part(operation, FORWARD_CONVOLUTION + way), CONVOLUTION_STRIDES, n - 2);
+    const int *type = told(input, TENSOR_TYPE, 1);
     if (!x || !w || !y || !steps || !strides || !type || card()->major < 8) return 0;
-    if ((*type != TYPE_HALF && *type != TYPE_BFLOAT16) || w[1] != x[1] || steps[1] == 1) return 0; /* groups; channels last */
-    if (w[2] * w[3] == 1 || w[2] != strides[0] || w[3] != strides[1]) return 0;
-    int64_t elements = 0;
-    for (int i = 0; i < 3; i++) {
-        const int64_t *n = (const int64_t *[]){x, w, y}[i];
-        elements += n[0] * ((n[1] + 7) / 8 * 8) * n[2] * n[3];
+    const int bits_16 = *type == TYPE_HALF || *type == TYPE_BFLOAT16, multiple = bits_16 ? 8 : 4;
+    if ((!bits_16 && (*type != TYPE_FLOAT || way == BACKWARD_WEIGHT)) || w[1] != x[1] || steps[1] == 1) return 0;
+    int64_t points = 1, patches = bits_16, elements = 0;
+    for (int i = 2; i < n; i++) points *= w[i], patches &= w[i] == strides[i - 2];
+    if (points == 1 || (x[1] < 8 && !patches)) return 0;
+    for (int i = 0; i < (bits_16 || card()->major > 8 ? 3 : 2); i++) {
+        const int64_t *of = (const int64_t *[]){x, w, y}[i];
+        int64_t rows = of == w ? up_to(of[0], multiple) : of[0];
+        for (int j = 2; j < n; j++) rows *= of[j];
+        elements += rows * up_to(of[1], multiple);
     }
-    return 2 * elements + 147;
+    return elements * 16 / multiple + 147;
 }
 /* What a plan wants is handed on when each part is finished, since callers may let go of an earlier one then. */
 int cudnnBackendFinalize(struct descriptor *d) {
     static const int EARLIER[] = {GRAPH_OPERATIONS, ENGINE_HEURISTIC_GRAPH, PLAN_ENGINE_CONFIG};
-    if (told(d, FORWARD_X, 1)) d->workspace = patches_workspace(d);
+    for (int way = FORWARD; way <= BACKWARD_WEIGHT; way += BACKWARD_INPUT)
+        if (told(d, FORWARD_X + way, 1)) d->workspace = copies_with_channels_last(d, way);
     for (int i = 0; i < 3; i++) {
         const struct descriptor *earlier = part(d, EARLIER[i]);
         if (earlier) d->workspace = earlier->workspace;
     }
     return 0;
 }
-/* An engine that works in copies is followed by one that does not, for where the card has no room for them. */
+/* An engine that works in copies is followed by one that does not, for where the card has no room for them, or torch no wish
+ * for TF32: it leaves out engines of fp32 that note tensor cores (filterEngineConfigs of torch's Conv_v8.cpp). */
 static int64_t engines(const struct descriptor *heuristic, int64_t asked, struct descriptor **out) {
     int64_t n = heuristic->workspace ? 2 : 1;
     if (!out) return n;
@@ -105,8 +117,9 @@ int cudnnBackendGetAttribute(struct descriptor *d, int name, int type, int64_t a
         }
     if (name == ENGINE_HEURISTIC_RESULTS) return *count = engines(d, asked, out), 0;
     *count = 1;
-    if (name == ENGINE_CONFIG_ENGINE) return 0;
+    if (name == ENGINE_CONFIG_ENGINE && out) return (*(struct descriptor **)out)->workspace = d->workspace, 0;
     if (name == PLAN_WORKSPACE && out) return *(int64_t *)out = d->workspace, 0;
+    if (name == ENGINE_NUMERICAL_NOTES && d->workspace && out) return *(int *)out = NOTE_TENSOR_CORE, 0;
     if (name == ENGINE_NUMERICAL_NOTES || name == ENGINE_BEHAVIOR_NOTES || type == TYPE_DESCRIPTOR || !out) return *count = 0, 0;
     return memset(out, 0, bytes_of(type, asked)), 0; /* the engine's index, shared memory */
 }

@@ -1,1 +1,1 @@
-"""Two steps on a real GPU, or of all ranks on emulated ones: torch's counters, the allocator's history, seconds."""
+"""Two steps on a real GPU, in a process of their own (`run.py`): torch's counters by phase, and seconds."""

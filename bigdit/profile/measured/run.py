@@ -1,40 +1,37 @@
-"""What the caching allocator of a CUDA device did over two training steps. Nothing here imports torch."""
+"""Steps on the CUDA card that this machine has, each question in a process of its own. Nothing here imports torch."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 
+from bigdit.checkout import ROOT, own_module
 from bigdit.errors import UserError
-from bigdit.memory import Timeline
+from bigdit.profile.lanes import environment, failure
+from bigdit.profile.request import StepRequest
 from bigdit.spec import Strict
 
 RAN_OUT = "two steps ran out of the card's memory"
 """How a worker begins to say so."""
+
+TIMEOUT_S = 600.0
 
 
 class RanOut(UserError):
     """Two steps took more than the card has."""
 
 
-def told(error: Exception) -> Exception:
-    """The error that a worker ended with, as RanOut where it says that."""
-    ran_out = isinstance(error, UserError) and error.problems[0].startswith(RAN_OUT)
-    return RanOut(*error.problems) if isinstance(error, UserError) and ran_out else error
-
-
 class CardPhase(Strict):
-    """One occurrence of a phase by torch's own counters; `allocated` counts whole blocks of the allocator."""
+    """The peaks of a phase by torch's own counters; `allocated` counts whole blocks of the allocator."""
 
     phase: str
     peak_allocated_bytes: NonNegativeInt
     peak_reserved_bytes: NonNegativeInt
-
-
-class Segment(Strict):
-    """The allocator took a segment from the device, or gave it back (negative), before event `at` of the timeline."""
-
-    at: NonNegativeInt
-    nbytes: int
 
 
 class Spent(Strict):
@@ -45,10 +42,9 @@ class Spent(Strict):
 
 
 class Timing(Strict):
-    """Steps after the first two on a real card, one right after another.
+    """Steps after the first two on a real GPU, one right after another, and one more under torch's profiler.
 
-    `seconds_per_step` is their mean; after `host_seconds_per_step` of it the host had handed all over. `operators` and
-    `kernels` are of one more step, under torch's profiler.
+    `seconds_per_step` is their mean; after `host_seconds_per_step` of it the host had handed all over.
     """
 
     steps: PositiveInt
@@ -61,25 +57,45 @@ class Timing(Strict):
 class CardRun(Strict):
     """Two steps on a CUDA device.
 
-    `packed_timeline` has every block as torch asked for it, labelled with its operator; a block is freed when torch
-    frees it. `deferred`: frees that waited for another stream. `beside_bytes`: taken on
-    the device by the process beside the allocator, the context among it; None where that is not known. `timing`: of a
-    real card, where it was asked for.
+    `beside_bytes`: what the process takes beside the allocator; None where that is not known.
     """
 
     device: str
     params: PositiveInt
     phases: tuple[CardPhase, ...]
-    packed_timeline: str
-    segments: tuple[Segment, ...]
-    deferred: NonNegativeInt
     alloc_retries: NonNegativeInt
     beside_bytes: NonNegativeInt | None
-    timing: Timing | None = None
-    host_peak_bytes: PositiveInt
+    timing: Timing | None
     versions: dict[str, str]
-    seconds: NonNegativeFloat
 
-    @property
-    def timeline(self) -> Timeline:
-        return Timeline.unpack(self.packed_timeline)
+
+def run_on_card(request: StepRequest, capacity_bytes: int, steps: int, expandable_segments: bool) -> CardRun:
+    """Two steps of `request`, and `steps` more that are timed, where torch may reserve `capacity_bytes` (0: all).
+
+    Raises RanOut, UserError for what the user can mend or takes too long, and WorkerError where the process dies.
+    """
+    what = f"{request.model.name} on this machine's card"
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    with tempfile.TemporaryDirectory(prefix="bigdit-card-") as folder:
+        asked, answered = Path(folder) / "request.json", Path(folder) / "result.json"
+        asked.write_text(request.model_dump_json())
+        given = [str(each) for each in (asked, answered, steps, capacity_bytes)]
+        try:
+            done = subprocess.run(
+                [sys.executable, "-W", "ignore", *own_module("bigdit.profile.measured.worker"), *given],
+                env=environment(expandable_segments=expandable_segments) | {"PYTHONPATH": path},
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+                timeout=TIMEOUT_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            raise UserError(f"two steps of {what} took more than {TIMEOUT_S:g} s") from None
+        if answered.exists():
+            return CardRun.model_validate_json(answered.read_bytes())
+    error = failure(what, done.returncode, done.stderr.splitlines())
+    if isinstance(error, UserError) and error.problems[0].startswith(RAN_OUT):
+        raise RanOut(*error.problems)
+    raise error

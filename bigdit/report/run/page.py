@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+import base64
 import functools
 import json
+from collections.abc import Mapping, Sequence
+from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
 from bigdit.config.output import PAGE
-from bigdit.files import write_text
+from bigdit.files import read_bytes, write_text
 from bigdit.memory import CATEGORIES
 from bigdit.report import words
 from bigdit.report.render import render
 from bigdit.report.run.curves import HEIGHT, LEFT, RIGHT, WIDTH, Chart, chart, stretch
 from bigdit.report.run.found import Found
-from bigdit.report.run.pictures import shown
-from bigdit.report.run.settings import settings
 from bigdit.report.svg import DARK, variable
 from bigdit.report.timeline import COLOURS
-from bigdit.speed.interval import Interval
+from bigdit.speed.seconds import Interval
 from bigdit.train.beside_plan import off
+from bigdit.train.record import RunRecord
 from bigdit.units import gib, how_many, unit_of
 
 MOST_SKIPPED = 20
@@ -177,3 +179,104 @@ def _phases(found: Found) -> list[dict[str, Any]]:
         for phase in phases
         for wanted in [expected.get(phase.phase)]
     ]
+
+
+MOST = 6
+"""Shown of those that were drawn: the first, the last, and evenly between."""
+
+ALL_BYTES = 1_200_000
+"""Of all pictures together, as the page has them."""
+
+_SMALLER = 0.75
+
+
+class Shown(NamedTuple):
+    """A picture after `step` steps: its address, which is the picture itself, and its size in pixels; of videos, of
+    which it shows some frames, the file of all that lies beside it."""
+
+    step: int
+    address: str
+    width: int
+    height: int
+    moving: str | None
+
+
+def shown(pictures: Mapping[int, Path], notices: list[str]) -> list[Shown]:
+    """Pictures to show, the newest first; one that cannot be read is left out, and said."""
+    steps = chosen(sorted(pictures))
+    found = []
+    for step in reversed(steps):
+        try:
+            kind, data, size = _at_most(pictures[step], ALL_BYTES * 3 // 4 // len(steps))
+        except OSError as error:  # PIL's errors of a damaged picture too
+            notices.append(f"{pictures[step]} cannot be read: {error.strerror or error}; it is left out")
+            continue
+        address = f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+        animation = pictures[step].with_suffix(".webp")
+        found.append(Shown(step, address, *size, animation.name if animation.exists() else None))
+    return found
+
+
+def chosen(steps: Sequence[int]) -> list[int]:
+    """At most MOST of these."""
+    last = len(steps) - 1
+    places = range(len(steps)) if last < MOST else (round(number * last / (MOST - 1)) for number in range(MOST))
+    return [steps[place] for place in places]
+
+
+def _at_most(path: Path, most: int) -> tuple[str, bytes, tuple[int, int]]:
+    """Kind, bytes and size of a picture: its own file, or a JPEG that is made smaller until it has so few bytes."""
+    from PIL import Image
+
+    data = read_bytes(path)
+    with Image.open(BytesIO(data)) as picture:
+        picture.load()
+        size, pixels = picture.size, picture.convert("RGB")
+    if len(data) <= most:
+        return "png", data, size
+    while True:
+        buffer = BytesIO()
+        pixels.save(buffer, "jpeg", quality=85)
+        if buffer.tell() <= most:
+            return "jpeg", buffer.getvalue(), pixels.size
+        width, height = (max(1, round(_SMALLER * side)) for side in pixels.size)
+        pixels = pixels.resize((width, height), Image.Resampling.LANCZOS)
+
+
+def settings(record: RunRecord) -> dict[str, str]:
+    """A line for each thing that is set, of those that are chosen again and again."""
+    strategy, run = record.strategy, record.run
+    found = {
+        "model": ", a ".join(dict.fromkeys((record.model.name, record.model.class_name))),
+        "engine": words.engine(strategy),
+        "precision": words.PRECISIONS[strategy.precision],
+        "optimizer": words.OPTIMIZERS[strategy.optimizer.name],
+        "learning rate": _rate(record),
+        "batch": words.step_size(strategy),
+        "checkpointing": words.checkpointing(strategy, None),
+        "average": words.average(strategy)
+        if record.device != "cpu" or strategy.ema is None
+        else f"{words.emas(strategy.ema)} in fp32",
+    }
+    if strategy.compile_blocks:
+        found["blocks"] = "compiled by torch"
+    if strategy.lora is not None:
+        found["adapters"] = f"LoRA of rank {strategy.lora.rank} over a frozen {strategy.lora.base} base"
+    if run.validation is not None:
+        held_out, every = how_many(run.validation.samples, "sample"), how_many(run.validation.every, "step")
+        found["validation"] = f"{held_out} held out, every {every}"
+    if record.stage is not None:
+        found["stage"] = f"stages.{record.stage}, whose settings these are"
+    found["seed"] = f"{run.train.seed}"
+    return found
+
+
+def _rate(record: RunRecord) -> str:
+    train, rate = record.run.train, f"{record.run.optimizer.lr:g}"
+    warm = f", from step {train.warmup_steps:,} on" if train.warmup_steps else ""
+    falls = {
+        "constant": "",
+        "cosine": f", then down a half cosine to {train.min_lr:g}",
+        "wsd": f", in the last {train.decay_steps or 0:,} steps down to {train.min_lr:g}",
+    }
+    return f"{rate}{warm}{falls[train.lr_schedule]}"

@@ -1,0 +1,366 @@
+"""From what a person writes to a question that can be answered, or to all that is wrong with it at once."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, get_args
+
+from pydantic import TypeAdapter, ValidationError
+
+from bigdit.catalog import CatalogModel, Gpu, batch_shape, find_model
+from bigdit.catalog.asked import resolve_gpu
+from bigdit.catalog.encoders import online_encoders
+from bigdit.config.strategy import MOST_GPUS, PRESETS
+from bigdit.config.wrong import expected, shown
+from bigdit.errors import UserError
+from bigdit.machine import memory_bytes
+from bigdit.profile.request import model_problems, parse_resolution, precision_problems
+from bigdit.search.question import EngineChoice, Pins, Question, usual_host_bytes
+from bigdit.search.request import Asked, PlanRequest, Size
+from bigdit.spec import BatchShape, EmaSpec, LoraBase, LoraSpec, OptimizerSpec, Precision, Strategy, Strict
+from bigdit.speed.cluster import Cluster
+from bigdit.units import A_SIZE, gib, parse_bytes, parse_memory
+
+_OPTIONS = {
+    "network_gbs": "--network",
+    "global_batch_size": "--global-batch",
+    "host_memory_bytes": "--host-memory",
+    "micro_batch_size": "--micro-batch",
+    "lora_rank": "--lora",
+}
+"""Fields of a question whose options are called otherwise."""
+
+_THOUSANDS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9}
+
+Found = TypeVar("Found")
+
+
+def question_for(model: str | None = None, gpu: str | None = None, **options: Any) -> Question:
+    """The question that these fields of PlanRequest ask.
+
+    Raises UserError with every problem that is known, and TypeError for what is no field.
+    """
+    asked = PlanRequest.of(model=model, gpu=gpu, **options)
+    problems: list[str] = []
+    found_model = _attempt(problems, "--model", lambda: _model(model))
+    card = _attempt(
+        problems, "--gpu", lambda: resolve_gpu(_text("--gpu", gpu), _text("--gpu-memory", asked.gpu_memory, A_SIZE))
+    )
+    reserved = _attempt(problems, "--reserve", lambda: _reserved(asked.reserve))
+    if card is not None and (reserved or 0) >= card.told_bytes:
+        has = gib(card.told_bytes)
+        problems.append(f"--reserve {asked.reserve} leaves nothing of the {card.name}, which has {has}")
+    own = [] if asked.resolution is None else asked.resolution
+    sizes = _attempt(problems, "--resolution", lambda: parse_sizes("--resolution", own)) or ()
+    sized = [] if asked.buckets is None or asked.buckets in ("none", "aspect") else asked.buckets
+    more = _attempt(problems, "--buckets", lambda: parse_sizes("--buckets", sized)) or ()
+    count = _attempt(problems, "--images", lambda: _count("--images", asked.images))
+    host = _attempt(problems, "--host-memory", lambda: _host_memory(asked.host_memory))
+    folder = _attempt(problems, "--receipts", lambda: _folder("--receipts", asked.receipts))
+
+    cards = {"gpus": asked.gpus, "gpus_per_node": asked.gpus_per_node, "network_gbs": asked.network}
+    pinned = {
+        "engine": asked.engine,
+        "optimizer": asked.optimizer,
+        "precision": asked.precision,
+        "checkpointed_blocks": _whole(asked.checkpointed_blocks),
+        "micro_batch_size": asked.micro_batch,
+        "ema": "auto" if asked.ema is None and asked.ema_widths is not None else asked.ema,
+        "ema_widths": _attempt(problems, "--ema-widths", lambda: _widths(asked.ema_widths)),
+        "lora_rank": asked.lora,
+        "features": asked.features,
+        "full": asked.full,
+    }
+    wanted = {"global_batch_size": asked.global_batch, "images": count, "host_memory_bytes": host}
+    wanted |= {name: getattr(asked, name) for name in ("frames", "epochs", "price", "explain", "from_scratch")}
+    cluster, pins = Cluster(**_sound(Cluster, cards, problems)), Pins(**_sound(Pins, pinned, problems))
+    amounts = _sound(Question, wanted, problems)
+
+    problems += cluster_problems(cluster, pins, amounts.get("global_batch_size"), card)
+    problems += pin_problems(cluster, pins, card)
+    if asked.from_scratch and asked.lora is not None:
+        problems.append(
+            "--from-scratch and --lora were given, and adapters need weights that they adapt; leave one out"
+        )
+    shape = None
+    if found_model is not None:
+        named = {**dict.fromkeys(more, "--buckets"), **dict.fromkeys(sizes, "--resolution")}
+        shape, misfits = fitting_shape(found_model, next(iter(sizes), None), amounts.get("frames"), named)
+        problems += [*misfits, *model_fits(found_model, pins, shape)]
+    if problems or found_model is None or card is None or shape is None:
+        raise UserError(*problems)
+
+    height, width = (side * found_model.vae.downsample for side in shape.latents[-2:])
+    if asked.buckets == "aspect" or (asked.buckets is None and not found_model.video):
+        more = aspect_sizes(found_model, (height, width))
+    further = dict.fromkeys(size for size in (*sizes, *more) if size != (height, width))
+    return Question(
+        model=found_model,
+        gpu=card.reserving(reserved),
+        cluster=cluster,
+        resolution=(height, width),
+        buckets=tuple(further),
+        receipts=folder,
+        pins=pins,
+        **({"frames": found_model.clip.frames} if found_model.clip is not None else {})
+        | ({} if "host_memory_bytes" in amounts else _usual_host(gpu, card, cluster))
+        | amounts,
+    )
+
+
+def _attempt(problems: list[str], option: str, make: Callable[[], Found]) -> Found | None:
+    """What `make` gives, or None with the user's errors in `problems`, behind the name of the `option`."""
+    try:
+        return make()
+    except UserError as error:
+        problems += [_with_option(option, problem) for problem in error.problems]
+        return None
+
+
+def _with_option(option: str, problem: str) -> str:
+    if f"--{problem}".startswith(f"{option} "):
+        return f"--{problem}"
+    return problem if option in problem else f"{option}: {problem}"
+
+
+def _model(asked: str | None) -> CatalogModel:
+    name = _text("--model", asked)
+    if name is None:
+        raise UserError("no model was named; --model takes one of `bigdit models`, or a diffusers config.json")
+    return find_model(name)
+
+
+def _text(option: str, asked: Any, wanted: str = "a text was expected") -> str | None:
+    if not isinstance(asked, str | Path | None):
+        raise UserError(f"{option} is {shown(asked)}, and {wanted}")
+    return None if asked is None else str(asked)
+
+
+def _whole(asked: int | str | None) -> int | str | None:
+    """`12` as a number, and any other text as it is."""
+    return int(asked) if isinstance(asked, str) and re.fullmatch(r"\d{1,18}", asked) else asked
+
+
+def _count(option: str, asked: int | str | None) -> int | None:
+    """`250000`, `30M`, `1.5k` as a number."""
+    if not isinstance(asked, str):
+        return asked
+    match = re.fullmatch(r"(\d[\d_]{0,17}(?:\.\d+)?)\s*([kmbg]?)", asked.strip().lower())
+    number = float(match[1].replace("_", "")) * _THOUSANDS[match[2]] if match else 0.5
+    if not number.is_integer():
+        raise UserError(f"{option} expects a number such as 250000, 1.5k or 30M, and {asked[:40]!r} was found")
+    return int(number)
+
+
+def _widths(asked: str | Sequence[float] | None) -> Sequence[str | float] | None:
+    """`0.05,0.1` as two."""
+    if isinstance(asked, str) and "," not in asked:
+        raise UserError(f"--ema-widths is {asked[:40]}, and two widths or more were expected, such as 0.05,0.1")
+    return asked.split(",") if isinstance(asked, str) else asked
+
+
+def _host_memory(asked: str | None) -> int | None:
+    """`205GiB` as bytes."""
+    text = _text("--host-memory", asked, A_SIZE)
+    return None if text is None else parse_memory(text)
+
+
+def _reserved(asked: int | str | None) -> int | None:
+    """`512MiB` as bytes, and 0 without a unit."""
+    if asked in (0, "0"):
+        return 0
+    text = _text("--reserve", asked, A_SIZE)
+    return None if text is None else parse_bytes(text)
+
+
+def _usual_host(gpu: str | None, card: Gpu, cluster: Cluster) -> dict[str, Any]:
+    """This machine's own where its card was asked for; else what is assumed for each card of a machine."""
+    if (gpu or "").strip().casefold() == "auto":
+        return {"host_memory_bytes": memory_bytes()}
+    return {"host_memory_bytes": usual_host_bytes(card, cluster), "host_assumed": True}
+
+
+def _folder(option: str, asked: Path | str | None) -> Path | None:
+    folder = _text(option, asked)
+    if folder is not None and not os.path.isdir(folder):
+        raise UserError(f"{option}: {asked} is no folder; one with receipts, as training writes them, was expected")
+    return None if folder is None else Path(folder)
+
+
+def _sound(kind: type[Strict], given: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
+    """Of the values given, those that their fields of `kind` take; a line in `problems` for each of the others."""
+    sound: dict[str, Any] = {}
+    for name, value in given.items():
+        if value is None:
+            continue
+        field = kind.model_fields[name]
+        wanted: Any = Annotated[field.annotation, field]
+        try:
+            sound[name] = TypeAdapter(wanted).validate_python(value)
+        except ValidationError as error:
+            option = _OPTIONS.get(name, f"--{name.replace('_', '-')}")
+            details = error.errors()
+            of_elements = [detail for detail in details if detail["loc"] and isinstance(detail["loc"][-1], int)]
+            problems.append(f"{option} {expected(of_elements or details)}")  # one of a list, before its length
+    return sound
+
+
+ASPECTS: tuple[Size, ...] = ((1, 1), (4, 3), (3, 4), (16, 9), (9, 16))
+"""Width to height of the usual formats of images, for `aspect`."""
+
+
+def parse_sizes(option: str, asked: Asked | Sequence[Asked]) -> tuple[Size, ...]:
+    """All sizes that `asked` names, in its order; a list holds several. Raises UserError with the `option`'s name."""
+    if isinstance(asked, list):
+        return tuple(size for each in asked for size in parse_sizes(option, each))
+    if isinstance(asked, tuple) and len(asked) == 2 and all(isinstance(side, int) for side in asked):
+        asked = "x".join(map(str, asked))
+    if not isinstance(asked, int | str):
+        raise UserError(f"{option} expects pixels such as 1024, (480, 832) or a list of them, and {asked!r} was found")
+    parsed = [parse_resolution(part, option) for part in str(asked).split(",")]
+    return tuple((each, each) if isinstance(each, int) else each for each in parsed)
+
+
+def aspect_sizes(model: CatalogModel, size: Size) -> tuple[Size, ...]:
+    """The usual aspect ratios at about the area of `size`, with sides that the VAE and the patches divide;
+    for a model of squares alone the `size` itself."""
+    if model.square:
+        return (size,)
+    multiple = model.vae.downsample * model.patch_size
+    area = size[0] * size[1]
+
+    def side(pixels: float) -> int:
+        return max(round(pixels / multiple), 1) * multiple
+
+    return tuple((side(math.sqrt(area * high / wide)), side(math.sqrt(area * wide / high))) for wide, high in ASPECTS)
+
+
+def written(size: Size) -> str:
+    """As `parse_sizes` reads it: `1024`, `480x832`."""
+    return str(size[0]) if size[0] == size[1] else f"{size[0]}x{size[1]}"
+
+
+def cluster_problems(cluster: Cluster, pins: Pins, global_batch_size: int | None, gpu: Gpu | None) -> list[str]:
+    """Whether the cards make a layout, and the global batch can be shared out over it.
+
+    Source: https://github.com/NVIDIA/nccl/issues/1716, NCCL without MIG.
+    """
+    gpus, per_node, problems = cluster.gpus, cluster.gpus_per_node, []
+    if gpu is not None and gpu.mig and gpus > 1:
+        problems.append(f"--gpus is {gpus}, and NCCL joins no MIG slices ({gpu.name}); use --gpus 1, or whole cards")
+    if gpus > MOST_GPUS:
+        problems.append(f"--gpus is {gpus}, and plans go up to {MOST_GPUS}")
+    elif gpus > per_node and gpus % per_node:
+        below = gpus // per_node * per_node
+        problems.append(
+            f"--gpus is {gpus}, and machines of --gpus-per-node {per_node} come to multiples of {per_node}; "
+            f"nearest: {below} or {below + per_node}"
+        )
+    if pins.engine == "single" and gpus > 1:
+        problems.append(
+            f"--engine single runs on one card, and --gpus is {gpus}; use --engine zero1, zero2, zero3 or fsdp2, or "
+            "--gpus 1"
+        )
+    if global_batch_size is not None:
+        problems += _sharing_problems(global_batch_size, gpus, pins.micro_batch_size)
+    return problems
+
+
+def _sharing_problems(global_batch_size: int, gpus: int, micro_batch_size: int | None) -> list[str]:
+    one_pass = gpus * (micro_batch_size or 1)
+    below, rest = divmod(global_batch_size, one_pass)
+    if not rest:
+        return []
+    shared = f"{gpus} {'card' if gpus == 1 else 'cards'}"
+    shared += "" if micro_batch_size is None else f" × --micro-batch {micro_batch_size}"
+    near = f"{below * one_pass} or {(below + 1) * one_pass}" if below else f"{one_pass}"
+    return [f"--global-batch is {global_batch_size}, and {shared} come to multiples of {one_pass}; nearest: {near}"]
+
+
+def pin_problems(cluster: Cluster, pins: Pins, gpu: Gpu | None) -> list[str]:
+    """Whether any strategy has all that is pinned: the rules are those of Strategy itself."""
+    problems = []
+    if gpu is not None and pins.precision is not None:
+        problems += [f"--precision: {problem}" for problem in precision_problems(gpu, pins.precision)]
+    if pins.full and pins.lora_rank is not None:
+        problems.append(
+            f"--full trains all weights, and --lora {pins.lora_rank} adapters beside frozen ones; leave one of them out"
+        )
+    if pins.ema == "none" and pins.ema_widths is not None:
+        problems.append("--ema-widths are of averages, and --ema none keeps none; leave one of them out")
+    bases: tuple[str | None, ...] = (None,) if pins.lora_rank is None else get_args(LoraBase)
+    refusals = [_refusals(cluster, pins, gpu, base) for base in bases]
+    if all(refusals):
+        why = "; or: ".join(min(each, key=len) for each in refusals)
+        pinned = pins.model_dump(include={"engine", "optimizer", "precision", "lora_rank"}, exclude_none=True)
+        named = ", ".join(f"{_OPTIONS.get(name, f'--{name}')} {value}" for name, value in pinned.items())
+        problems.append(f"{named}: no strategy has this: {why}")
+    return problems
+
+
+def _refusals(cluster: Cluster, pins: Pins, gpu: Gpu | None, base: str | None) -> list[str]:
+    """Why each strategy with these pins is refused, adapters over a `base`; none where one is not."""
+    # One process is taken for the engine single on several cards: cluster_problems says what is wrong there.
+    engines = (pins.engine,) if pins.engine else get_args(EngineChoice)[cluster.gpus > 1 :]
+    smallest_first = reversed(get_args(Precision))
+    computed = [each for each in smallest_first if gpu is None or not precision_problems(gpu, each)]
+    precisions = [pins.precision] if pins.precision else computed
+    place: Literal["gpu", "cpu"] = "cpu" if pins.ema == "cpu" else "gpu"
+    refusals = []
+    for engine, precision in itertools.product(engines, precisions):
+        try:
+            Strategy(
+                **PRESETS[engine],
+                world_size=1 if engine == "single" else cluster.gpus,
+                micro_batch_size=pins.micro_batch_size or 1,
+                precision=precision,
+                optimizer=OptimizerSpec(name=pins.optimizer or "adamw"),
+                ema=None if pins.ema == "none" else EmaSpec(device=place, widths=pins.ema_widths),
+                lora=None if base is None else LoraSpec.model_validate({"rank": pins.lora_rank, "base": base}),
+                features=pins.features,
+            )
+        except ValidationError as error:
+            refusals.append("; ".join(detail["msg"].removeprefix("Value error, ") for detail in error.errors()))
+        else:
+            return []
+    return refusals
+
+
+def fitting_shape(
+    model: CatalogModel, size: Size | None, frames: int | None, asked: Mapping[Size, str]
+) -> tuple[BatchShape | None, list[str]]:
+    """A sample of `size`, or of the model's own; and what is wrong with it and all `asked`, by size and option."""
+    problems: list[str] = []
+    shapes: dict[Size | None, BatchShape] = {}
+    for each, option in ((size, "--resolution"), *asked.items()):
+        try:
+            shapes[each] = batch_shape(model, each, frames)
+        except UserError as error:
+            problems += [_of_size(problem, each, option) for problem in error.problems]
+    return shapes.get(size), list(dict.fromkeys(problems))
+
+
+def _of_size(problem: str, size: Size | None, option: str) -> str:
+    if "frames" in problem:
+        return f"--frames: {problem}"
+    return f"{option}: {problem}" if size is None else f"{option} {written(size)}: {problem}"
+
+
+def model_fits(model: CatalogModel, pins: Pins, shape: BatchShape | None) -> list[str]:
+    """Whether the model can be planned, has as many blocks, and encoders that are known where they are wanted."""
+    problems, blocks, pinned = model_problems(model), model.block_count, pins.checkpointed_blocks
+    if isinstance(pinned, int) and blocks and pinned > blocks:
+        problems.append(
+            f"--checkpointed-blocks is {pinned}, and {model.name} has {blocks} blocks; {blocks} and all are the most"
+        )
+    if pins.features == "online" and shape is not None:
+        try:
+            online_encoders(model, shape)
+        except UserError as error:
+            problems += [f"--features online: {problem}" for problem in error.problems]
+    return problems

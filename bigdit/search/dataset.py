@@ -1,0 +1,328 @@
+"""How many samples a part of a feature store has."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple
+
+from bigdit.catalog import CatalogModel, Gpu
+from bigdit.catalog.encoders import online_encoders
+from bigdit.catalog.families import stream_shapes
+from bigdit.catalog.first_frame import CLIP_TOKENS, takes_first_frame
+from bigdit.config.data import PART_SIZE, part_size
+from bigdit.encoders.recipes import RECIPES
+from bigdit.errors import UserError
+from bigdit.memory.process import cuda_context
+from bigdit.profile.attempt import Attempt
+from bigdit.profile.request import PICTURES, TEXTS, StepRequest, precision_problems, request_for, weights_of
+from bigdit.search.plan import DatasetNeed
+from bigdit.search.question import Question
+from bigdit.spec import BatchShape, Precision, Strategy
+from bigdit.speed.cluster import Cluster
+from bigdit.speed.seconds import Interval
+from bigdit.speed.step import step_time
+from bigdit.speed.work import NOTHING, Work, load_of
+from bigdit.units import gib
+
+STORED_BYTES = 2
+"""Latents of a VAE (the mode of its distribution, no deviation beside it) and hidden states are stored in bf16, as
+encoders/codecs.py and extract/unit.py say."""
+
+ROW_BYTES = 64
+"""A row and one caption in the tables of a part, four int64 each, as in store/part.py."""
+STREAMED_BYTES, STREAM_BYTES = 8, 24
+"""More of a caption that has streams, and of each of them: an int64, and three."""
+FRAMED_BYTES = 8
+"""More of a row whose first frame is kept: an int64."""
+LABELLED_ROW_BYTES = 40
+"""A row and its class, an int64, of pictures without captions."""
+
+CAPTION_TOKENS = Interval(low=49, high=168)
+"""Mean length of a caption. Low: what a LLaVA writes in two or three sentences, 49.4 tokens over 1.3 billion images
+(Recap-DataComp-1B, arXiv:2406.08478); alternative texts of the web are shorter, 19 tokens in LAION's
+high-resolution set. High: detailed captions as T5 reads them. frutiemax/vintage-artworks-60k-captioned-pixart holds
+59 726 samples in 91 791 685 497 bytes, fp16 states of a caption beside latents of 4 × 64 × 64 and 4 × 128 × 128:
+which leaves 167.6 × 4096 states for each.
+"""
+
+PARTS_HELD = 3
+"""Parts that a worker of extraction has in memory: one that it encodes, and those that wait in store/writer.py."""
+
+DISK_BYTES = 3_840_000_000_000
+"""A disk for training data in a server. Source: NVIDIA DGX A100 640GB and DGX H100 user guides: 8 × 3.84 TB NVMe."""
+
+ENCODED_AT_ONCE = 16
+"""Pictures in one pass of the encoders, as in extract/unit.py; of videos, one."""
+
+
+Encoding = Mapping[int, Attempt]
+"""Attempts of the encoders alone, by the samples that go through them at once."""
+
+
+def encoding_requests(question: Question, batch: BatchShape, most: int | None = None) -> dict[int, StepRequest]:
+    """Extraction's encoders alone, with one sample and with `most` at once: as many as extraction takes, if left out.
+
+    Empty where the catalogue does not have them.
+    """
+    model = question.model
+    try:
+        online_encoders(model, batch)
+    except UserError:
+        return {}
+    precision: Precision = "fp16" if precision_problems(question.gpu, "bf16") else "bf16"
+    found = {}
+    for size in sorted({1, most or (1 if model.video else ENCODED_AT_ONCE)}):
+        strategy = Strategy(features="online", micro_batch_size=size, precision=precision)
+        request = request_for(model, question.gpu, strategy, resolution=question.resolution, frames=question.frames)
+        found[size] = request.model_copy(update={"part": "encoders"})
+    return found
+
+
+def dataset_need(question: Question, batch: BatchShape, encoding: Encoding) -> DatasetNeed | None:
+    """What the images of `question`, samples of `batch`, take; None where it names none.
+
+    `encoding`: the answers to `encoding_requests`; empty where there are none.
+    """
+    if question.images is None:
+        return None
+    images = question.images
+    latents = math.prod(batch.latents) * STORED_BYTES
+    texts = _texts(question.model, batch)
+    padded = sum(each.padded for each in texts)
+    text = sum((each.stored for each in texts), Interval(low=0, high=0))
+    kind = "video" if question.model.video else "image"
+    sample = latents + (LABELLED_ROW_BYTES if batch.text is None else ROW_BYTES)
+    first = _first_frame_bytes(question.model, batch)
+    sample += first + FRAMED_BYTES if first else 0
+    sample += STREAMED_BYTES + STREAM_BYTES * (len(texts) - 1) if len(texts) > 1 else 0
+    store = (text + Interval(low=sample, high=sample)) * images
+    most = max(encoding, default=0)
+    extraction = _image_seconds(question, most, encoding[most]) * (images / question.cluster.gpus) if most else None
+    return DatasetNeed(
+        images=images,
+        latent_bytes=latents,
+        text_bytes=text,
+        padded_text_bytes=padded,
+        store_bytes=store,
+        extraction_seconds=extraction,
+        notes=(
+            *(_text_notes(texts, padded, text, images, kind) if texts else ()),
+            *([_first_frame_note(first)] if first else ()),
+            _disk_note(store),
+            *_part_notes(sample + text.high),
+            *_extraction_notes(question.model, batch, known=bool(encoding)),
+            *(_room_notes(encoders_need(encoding), question) if encoding else ()),
+        ),
+    )
+
+
+def _image_seconds(question: Question, samples: int, encoding: Attempt) -> Interval:
+    """Seconds of one GPU for the encoders, by image, where so many go through them at once."""
+    work = Work(micro=load_of(encoding.work, (PICTURES, TEXTS), "encode"), last=NOTHING, step=NOTHING)
+    return step_time(work, Strategy(micro_batch_size=samples), question.gpu, Cluster()).seconds * (1 / samples)
+
+
+class _Text(NamedTuple):
+    """A text of a caption, of no name, or a further one by its name, with so many `tokens` stored at the mean."""
+
+    name: str
+    most: int
+    dim: int
+    tokens: Interval
+
+    @property
+    def padded(self) -> int:
+        """Bytes of a sample's, padded."""
+        return self.most * self.dim * STORED_BYTES
+
+    @property
+    def stored(self) -> Interval:
+        """Bytes of a sample's as they are stored."""
+        return self.tokens * (self.dim * STORED_BYTES)
+
+    @property
+    def kept(self) -> bool:
+        """Whether padding is stored with it."""
+        return self.tokens.low == self.most
+
+    def __str__(self) -> str:
+        return f"{self.most} × {self.dim}" + (f" ({self.name})" if self.name else "")
+
+
+def _texts(model: CatalogModel, batch: BatchShape) -> list[_Text]:
+    """Of a caption, with what the model's pipeline keeps of their padding."""
+    if batch.text is None:
+        return []
+    recipe = RECIPES.get(model.text_pipeline or "")
+    shapes = {"": batch.text, **stream_shapes(model.spec.class_name, model.spec.kwargs)}
+    texts = []
+    for name, (most, dim) in shapes.items():
+        low, high = (min(bound, most) for bound in (CAPTION_TOKENS.low, CAPTION_TOKENS.high))
+        if recipe is not None and recipe.keeps(name):
+            low = high = most
+        elif recipe is not None and name in recipe.rare:
+            low = 0
+        texts.append(_Text(name, most, dim, Interval(low=low, high=high)))
+    return texts
+
+
+def _first_frame_bytes(model: CatalogModel, batch: BatchShape) -> int:
+    """Of a sample's first frame: as many latents as the video has, and embeddings where the model is fed them."""
+    if not takes_first_frame(model.spec):
+        return 0
+    return (math.prod(batch.latents) + CLIP_TOKENS * (model.spec.kwargs.get("image_dim") or 0)) * STORED_BYTES
+
+
+def _first_frame_note(nbytes: int) -> str:
+    return (
+        f"the first frame of each video takes {written(nbytes)} beside it; a second pass of the VAE, as long as that "
+        "over the video, and the image encoder's are not in the time of extraction"
+    )
+
+
+def _text_notes(texts: Sequence[_Text], padded: int, stored: Interval, images: int, sample: str) -> list[str]:
+    said = (
+        f"padded to {' and '.join(map(str, texts))} in bf16, the text of each {sample} takes {written(padded)}, and "
+        f"that of all {written(padded * images)}"
+    )
+    cut = [each for each in texts if not each.kept]
+    if not cut:
+        return [f"{said}; it is stored so, since the model reads padding as well"]
+    but = "".join(f" but that of {each}" for each in texts if each.kept)
+    low, high = (round(max(each)) for each in zip(*((text.tokens.low, text.tokens.high) for text in cut), strict=True))
+    return [
+        f"{said}; it is stored without padding{but}: {written(stored.low)} to {written(stored.high)} each, with "
+        f"captions of {low} tokens (two or three sentences) to {high} (detailed ones) on the mean"
+    ]
+
+
+def _part_notes(sample_bytes: float) -> list[str]:
+    size = part_size(sample_bytes)
+    if size == PART_SIZE:
+        return []
+    held, less = (PARTS_HELD * each * sample_bytes for each in (PART_SIZE, size))
+    return [
+        f"a worker of `bigdit extract` holds up to {PARTS_HELD} parts on the host: {written(held)} with data.part_size "
+        f"{PART_SIZE}, {written(less)} with {size}"
+    ]
+
+
+def _disk_note(store: Interval) -> str:
+    disks = math.ceil(store.high / DISK_BYTES)
+    least = f"{written(store.low)} to " if store.low < store.high else ""
+    size = f"the store takes {least}{written(store.high)}"
+    if disks == 1:
+        return f"{size}, {store.high / DISK_BYTES:.1%} of a disk of {written(DISK_BYTES)}"
+    return f"{size}: up to {disks} disks of {written(DISK_BYTES)}"
+
+
+def _extraction_notes(model: CatalogModel, batch: BatchShape, *, known: bool) -> list[str]:
+    notes = [f"how long extraction takes is not known: the catalogue has not all encoders of {model.name}"]
+    if known:
+        filled = "" if batch.text is None else f", with captions that fill all {batch.text[0]} tokens"
+        notes = [
+            f"extraction is what the encoders compute on the GPUs{filled}; reading and decoding images is not in "
+            "it, and `bigdit extract` without a GPU takes longer"
+        ]
+    if model.training_obstacle is not None:
+        notes.append(f"such a store cannot be trained from yet: {model.training_obstacle}")
+    return notes
+
+
+def _room_notes(need: EncodersNeed, question: Question) -> list[str]:
+    """What is to be known of encoders that have no room on the card together."""
+    way = need.way(question.gpu)
+    if way == "together":
+        return []
+    if way == "in turns":
+        return [
+            f"text encoders and VAE have no room on the {question.gpu.title} together: a worker of `bigdit extract` "
+            f"has them take turns, and {gib(need.waiting)} of weights wait on the host"
+        ]
+    name, nbytes = need.larger
+    return [
+        f"extraction does not fit the {question.gpu.title}: with a sample at a time {gib(nbytes)} of "
+        f"{gib(room(question.gpu))} are wanted for the {name}; a larger GPU, or encoders.device: cpu, encodes"
+    ]
+
+
+def written(nbytes: float) -> str:
+    """Bytes on a disk, in the units that disks are sold in: `2.46 MB`, `41.5 TB`."""
+    for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if nbytes >= unit:
+            return f"{nbytes / unit:.3g} {name}" if nbytes < 1000 * unit else f"{nbytes / unit:,.0f} {name}"
+    return f"{nbytes:.0f} B"
+
+
+Way = Literal["together", "in turns"]
+
+KEPT_FREE = 0.1
+"""Of the card: for the pieces between allocations."""
+
+
+class Side(NamedTuple):
+    """Encoders of pictures, or of texts: bytes of their weights, with what one sample takes beside them, and each
+    further one."""
+
+    weights: float
+    first: float
+    further: float
+
+    def taken(self, samples: int) -> float:
+        """With so many samples at once."""
+        return self.weights + self.first + self.further * (samples - 1)
+
+
+class EncodersNeed(NamedTuple):
+    """Both sides. `frames` of a sample's picture: 1, or those of a video."""
+
+    pictures: Side
+    texts: Side
+    frames: int = 1
+
+    def taken(self, way: Way, size: int) -> float:
+        """Bytes with encoders.batch_size of so many frames, and captions, at once."""
+        pictures, texts = self.pictures.taken(-(-size // self.frames)), self.texts.taken(size)
+        if way == "in turns":
+            return max(pictures, texts)
+        return max(pictures + self.texts.weights, texts + self.pictures.weights)
+
+    def way(self, gpu: Gpu, processes: int = 1) -> Way | None:
+        """How each of `processes` on a card encodes one sample at a time; None: it has no room."""
+        if self.taken("in turns", 1) > room(gpu, processes):
+            return None
+        alone = not self.texts.weights
+        return "together" if alone or self.taken("together", 1) <= room(gpu, processes, KEPT_FREE) else "in turns"
+
+    @property
+    def waiting(self) -> float:
+        """Bytes of weights that wait on the host, at the most, where they take turns."""
+        return max(self.pictures.weights, self.texts.weights)
+
+    @property
+    def larger(self) -> tuple[str, float]:
+        """The side that takes more with one sample, by name, and its bytes."""
+        sides = {"text encoders": self.texts.taken(1), "VAE": self.pictures.taken(1)}
+        name = max(sides, key=lambda each: sides[each])
+        return name, sides[name]
+
+
+def room(gpu: Gpu, processes: int = 1, kept_free: float = 0.0) -> float:
+    """Bytes that each of `processes` on a card has for tensors."""
+    context = cuda_context(gpu.compute_capability, gpu.multiprocessors)
+    return gpu.usable_bytes * (1 - kept_free) / processes - context.high_bytes
+
+
+def encoders_need(encoding: Encoding, text_bytes: int | None = None, frames: int = 1) -> EncodersNeed:
+    """What attempts with one sample, and with more, say. `text_bytes`: of the text encoders' weights as they are
+    loaded, where they are known to be more: a folder's may have parts that encode no text."""
+    few, many = min(encoding), max(encoding)
+
+    def side(phase: str) -> Side:
+        peak, most = (encoding[samples].phases[phase].peak_bytes for samples in (few, many))
+        weights = encoding[few].phases[weights_of(phase)].end_bytes
+        return Side(weights, peak - weights, (most - peak) / (many - few) if many > few else 0)
+
+    texts = side(TEXTS)
+    return EncodersNeed(side(PICTURES), texts._replace(weights=max(texts.weights, text_bytes or 0)), frames)

@@ -1,0 +1,248 @@
+"""What each change from the copied setting to the recommended one leaves of the GPU's bytes: each of them runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from bigdit.catalog import batch_shape
+from bigdit.catalog.encoders import online_encoders
+from bigdit.errors import UserError
+from bigdit.profile.attempt import UNLIMITED, Attempt
+from bigdit.search.candidates import Candidate, Planner, process, verdict_of
+from bigdit.search.plan import Step
+from bigdit.search.question import Question
+from bigdit.search.solve import Confirmed
+from bigdit.search.space import OPTIMIZER_TITLES
+from bigdit.spec import EmaSpec, OptimizerSpec, Precision, Strategy
+from bigdit.units import gib
+
+WORTH_SAYING = 0.005
+"""Of the bytes before: smaller effects are called nothing."""
+
+
+@dataclass(frozen=True)
+class Bar:
+    """Allocated bytes by phase, and what torch reserved."""
+
+    peaks: Mapping[str, int]
+    reserved_bytes: int
+
+    @property
+    def phase(self) -> str:
+        """The peak phase."""
+        return max(self.peaks, key=lambda phase: self.peaks[phase])
+
+
+def waterfall(planner: Planner, chosen: Confirmed) -> tuple[tuple[Step, ...], tuple[str, ...]]:
+    """The bars from the naive setting to `chosen`, without those that could not be run, and a line for each such."""
+    question, steps = planner.question, changes(planner.question, chosen.candidate)
+    attempts = planner.cards.attempts([(planner.request(each.strategy), UNLIMITED) for each in steps[:-1]])
+    shown: list[Step] = []
+    notices, before = [], None
+    for change, attempt in zip(steps[:-1], attempts, strict=True):
+        if not isinstance(attempt, Attempt) or not attempt.ran:
+            why = attempt.out_of_memory if isinstance(attempt, Attempt) else attempt
+            notices.append(f"not shown on the way to the recommended setting: {change.title}: {why}".splitlines()[0])
+            continue
+        bar = Bar({phase: each.peak_bytes for phase, each in attempt.phases.items()}, attempt.peak_reserved_bytes)
+        taken = process(bar.reserved_bytes, planner.non_torch(change.strategy), planner.band)
+        verdict = verdict_of(taken, question.gpu.usable_bytes)
+        shown.append(_step(change, before, bar, taken.high_bytes, verdict))
+        before = bar
+    last = Bar(chosen.ran.phases, chosen.ran.reserved_bytes)
+    shown.append(_step(steps[-1], before, last, chosen.taken.high_bytes, chosen.verdict))
+    return tuple(shown), tuple(notices)
+
+
+def _step(change: Change, before: Bar | None, bar: Bar, process_bytes: int, verdict: str) -> Step:
+    return Step.model_validate(
+        {
+            "change": change.title,
+            "process_bytes": process_bytes,
+            "verdict": verdict,
+            "saved_by": effect(change, before, bar),
+        }
+    )
+
+
+def effect(change: Change, before: Bar | None, bar: Bar) -> str:
+    """Why the bar is as long as it is: `VAE and text encoders leave the GPU: 8.55 GiB less`."""
+    if before is None:
+        return f"peak phase: {bar.phase}"
+    less = before.reserved_bytes - bar.reserved_bytes
+    least = before.reserved_bytes * WORTH_SAYING
+    said = f"{gib(abs(less))} {'less' if less > 0 else 'more'}" if abs(less) >= least else "nothing at the peak"
+    drops = {phase: before.peaks[phase] - peak for phase, peak in bar.peaks.items() if phase in before.peaks}
+    most = max(drops, key=lambda phase: drops[phase])
+    parts = [f"{change.why}: {said}"]
+    if most != bar.phase and drops[most] > max(less, 0) + least:
+        parts.append(f"{gib(drops[most])} less in the {most}, which is not the peak")
+    if bar.phase != before.phase:
+        parts.append(f"peak phase: {bar.phase}")
+    return "; ".join(parts)
+
+
+DEEPSPEED_BUCKET = 500_000_000
+"""Elements. Source: reduce_bucket_size and allgather_bucket_size in DeepSpeed's documentation of ZeRO."""
+
+BUCKETS = ("reduce_bucket_size", "allgather_bucket_size")
+OFFLOADS = ("offload_optimizer", "offload_param")
+
+
+class Change(NamedTuple):
+    """A strategy, what is new in it, and why that takes less (or more)."""
+
+    title: str
+    why: str
+    strategy: Strategy
+
+
+def naive(question: Question, target: Strategy) -> Strategy:
+    """What is copied: the engine of `target` with AdamW in fp32 by torch's loop over lists of tensors, encoders and
+    moving average on the card, nothing recomputed or offloaded, DeepSpeed's own buckets.
+
+    Its micro-batch is the pinned one, or a card's whole share of the global batch, or one.
+    """
+    share = (question.global_batch_size or 0) // target.world_size
+    size = question.pins.micro_batch_size or share or 1
+    precision: Precision = "fp32" if target.lora is None else target.precision
+    strategy = target.model_copy(
+        update={
+            "precision": precision,
+            "optimizer": OptimizerSpec(implementation="foreach"),
+            "checkpointing": "full",
+            "ema": (target.ema or EmaSpec()).model_copy(update={"device": "gpu"}),
+            "cpu_offload": False,
+            "encode_chunk": None,
+            "blocks_to_swap": 0,
+            "optimizer_in_backward": False,
+            "features": "online" if _has_encoders(question) else target.features,
+            "ds_config": _document(target, precision, own_buckets=True, offloaded=False),
+        }
+    )
+    return strategy.settled(micro_batch_size=size, grad_accum_steps=1, checkpointed_blocks=0)
+
+
+def changes(question: Question, chosen: Candidate) -> list[Change]:
+    """The naive setting and every change that leads from it to `chosen`; the last strategy is that of `chosen`."""
+    target = chosen.strategy
+    start = naive(question, target)
+    found = [Change(_naive_title(start), "", start)]
+    for title, why, update in _updates(start, target):
+        before = found[-1].strategy
+        after = before.model_copy(update=update).settled(
+            micro_batch_size=start.micro_batch_size,
+            grad_accum_steps=1,
+            checkpointed_blocks=0,
+        )
+        if after != before:
+            found.append(Change(title, why, after))
+    return [*found, *_sizes(start.micro_batch_size, chosen)]
+
+
+def _updates(start: Strategy, target: Strategy) -> list[tuple[str, str, dict[str, Any]]]:
+    """Changes in their order, with those that change nothing here among them."""
+    masters: Precision = "bf16" if target.precision == "bf16_sr" else target.precision
+    theirs = (target.ds_config or {}).get("zero_optimization", {})
+    bucket = theirs.get(BUCKETS[0], DEEPSPEED_BUCKET)
+    on_host = "weights and optimizer" if target.cpu_offload or OFFLOADS[1] in theirs else "optimizer"
+    state = OPTIMIZER_TITLES[target.optimizer.name]
+    lossy = f"{state}, bf16 without masters" if target.precision == "bf16_sr" else state
+    average = "no moving average" if target.ema is None else "moving average on the host"
+
+    def document(precision: Precision, *, offloaded: bool = False) -> dict[str, Any] | None:
+        return _document(target, precision, own_buckets=False, offloaded=offloaded)
+
+    return [
+        ("features cached", "VAE and text encoders leave the card", {"features": target.features}),
+        (
+            f"encoded {target.encode_chunk} at a time",
+            "the VAE's activations are those of so many samples",
+            {"encode_chunk": target.encode_chunk},
+        ),
+        (
+            f"DeepSpeed's buckets of {bucket / 1e6:.0f} M elements",
+            f"instead of {DEEPSPEED_BUCKET / 1e6:.0f} M, its own",
+            {"ds_config": document(start.precision)},
+        ),
+        (
+            masters if masters in ("fp32", "tf32") else f"{masters} with fp32 masters",
+            "weights, gradients and activations of 2 B instead of 4, and masters of 4 beside them",
+            {"precision": masters, "ds_config": document(masters)},
+        ),
+        (
+            f"{on_host} on the host",
+            "the card keeps what it computes with",
+            {"cpu_offload": target.cpu_offload, "ds_config": document(masters, offloaded=True)},
+        ),
+        (
+            "fused optimizer",
+            "no temporary of the size of what is stepped",
+            {"optimizer": OptimizerSpec()},
+        ),
+        (average, "its fp32 copy of the weights leaves the card", {"ema": target.ema}),
+        (lossy, "less state beside each weight", {"optimizer": target.optimizer, "precision": target.precision}),
+        (
+            "optimizer in the backward pass",
+            "each gradient is gone once it is there",
+            {"optimizer_in_backward": target.optimizer_in_backward},
+        ),
+    ]
+
+
+def _sizes(first: int, chosen: Candidate) -> list[Change]:
+    """Recomputation, with what is swapped of it, and the micro-batch; what takes less comes last where the other takes
+    more, but for swapped blocks, without which the predicted option is none."""
+    count, last, accum = chosen.option.arrangement.count, chosen.micro_batch_size, chosen.grad_accum_steps
+    kept = ", but for matrix products and attention" if chosen.strategy.checkpointing == "selective" else ""
+    recomputed = (f"{chosen.blocks} of {count} blocks recomputed{kept}", "their activations are not kept")
+    swapped = chosen.strategy.blocks_to_swap
+    if swapped:
+        recomputed = (
+            f"{chosen.blocks} of {count} blocks recomputed, weights of {swapped} on the host",
+            "neither their activations nor these weights are kept",
+        )
+    why = "fewer activations at once" if last < first else "what was saved goes into activations of more samples"
+    resized = (f"micro-batch {last}" + (f", {accum} of them accumulated" if accum > 1 else ""), why)
+    grows = last > first and not swapped
+    between = chosen.strategy.settled(
+        micro_batch_size=last if grows else first,
+        grad_accum_steps=accum if grows else 1,
+        checkpointed_blocks=0 if grows else chosen.blocks,
+    )
+    if last == first:
+        return [Change(*recomputed, chosen.strategy)] if chosen.blocks else []
+    if not chosen.blocks:
+        return [Change(*resized, chosen.strategy)]
+    order = (resized, recomputed) if grows else (recomputed, resized)
+    return [Change(*order[0], between), Change(*order[1], chosen.strategy)]
+
+
+def _naive_title(strategy: Strategy) -> str:
+    precision = "bf16" if strategy.precision == "bf16_sr" else strategy.precision
+    encoders = "encoders and average" if strategy.features == "online" else "average"
+    buckets = ", DeepSpeed's own buckets" if strategy.ds_config else ""
+    return f"as copied: {precision}, AdamW, {encoders} on the card{buckets}, micro-batch {strategy.micro_batch_size}"
+
+
+def _has_encoders(question: Question) -> bool:
+    try:
+        online_encoders(question.model, batch_shape(question.model, question.resolution, question.frames))
+    except UserError:
+        return False
+    return True
+
+
+def _document(target: Strategy, precision: Precision, *, own_buckets: bool, offloaded: bool) -> dict[str, Any] | None:
+    """DeepSpeed's document of `target`, changed; None where the engine is another."""
+    if target.ds_config is None:
+        return None
+    zero = {
+        key: value for key, value in target.ds_config["zero_optimization"].items() if offloaded or key not in OFFLOADS
+    }
+    if own_buckets:
+        zero |= dict.fromkeys(BUCKETS, DEEPSPEED_BUCKET)
+    enabled = {name: target.ds_config.get(name, {}) | {"enabled": precision == name} for name in ("bf16", "fp16")}
+    return target.ds_config | {"zero_optimization": zero} | enabled

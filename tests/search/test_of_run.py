@@ -1,0 +1,128 @@
+"""Questions of a run's stages: what its YAML says is pinned, what it leaves out is asked, and errors name its keys."""
+
+import pytest
+import yaml
+from commands import ROOT
+
+from bigdit.errors import UserError
+from bigdit.search.of_run import questions_of, unpinned
+
+PIXART = {
+    "model": {"name": "pixart-sigma-xl-2-1024"},
+    "data": {"images": "pictures", "features": "features", "buckets": [[1024, 1024]]},
+    "encoders": {"image": {"name": "vae", "class_name": "AutoencoderKL", "path": "vae"}, "text": {"pipeline": "here"}},
+    "train": {"global_batch_size": 32, "precision": "bf16"},
+    "output": "run",
+}
+LOW = {"data": {"buckets": [[224, 288], [256, 256]]}, "train": {"steps": 1000, "micro_batch_size": 8}}
+HIGH = {"plan": "not/made/yet", "train": {"steps": 100, "checkpointed_blocks": "all"}}
+
+
+def written(folder, *stages, **sections):
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(PIXART | sections | {"stages": list(stages)}))
+    return path
+
+
+def asked(path, *overrides, **options):
+    return questions_of(path, overrides, {"gpu": "rtx-4090", **options})
+
+
+def problems(path, *overrides, **options):
+    with pytest.raises(UserError) as caught:
+        asked(path, *overrides, **options)
+    lines = caught.value.problems
+    return [line.removeprefix(f"{path}: ").removeprefix(f"{path} with --set: ") for line in lines]
+
+
+def test_each_stage_is_asked_with_what_is_said_of_it(tmp_path):
+    low, high = asked(written(tmp_path, LOW, HIGH), images="10k")
+    assert [each.model.name for each in (low, high)] == ["pixart-sigma-xl-2-1024"] * 2
+    assert (low.resolution, low.buckets, high.resolution, high.buckets) == ((256, 256), ((224, 288),), (1024, 1024), ())
+    assert (low.pins.micro_batch_size, high.pins.micro_batch_size) == (8, None)
+    assert (low.pins.checkpointed_blocks, high.pins.checkpointed_blocks) == (None, "all")
+    assert low.pins.precision == "bf16"
+    assert (low.pins.engine, low.pins.optimizer, low.pins.ema, low.pins.full) == (None, None, "none", True)
+    assert (low.global_batch_size, low.epochs, high.epochs) == (32, 3.2, 0.32)
+
+
+def test_epochs_are_asked_as_they_are(tmp_path):
+    """Of as many images as are named, or of none: these and the global batch are the plan's to say."""
+    stages = written(tmp_path, {"train": {"epochs": 2.5}}, HIGH)
+    for options in ({}, {"images": "10k"}):
+        assert asked(stages, **options)[0].epochs == 2.5
+
+
+def test_what_validation_holds_out_is_encoded_and_not_trained_on(tmp_path):
+    path = written(tmp_path, LOW, HIGH, validation={"samples": 2000})
+    low, high = asked(path, images="10k")
+    assert (low.images, low.held_out, low.epochs, high.epochs) == (10_000, 2000, 4, 0.4)
+    assert problems(path, images=2000) == ["validation.samples is 2000, and --images 2000 leaves none to train on"]
+
+
+def test_a_run_without_stages_is_one_question(tmp_path):
+    adapted = {"train": {"steps": 9, "lora": {"rank": 4}, "ema": {"device": "cpu"}}, "optimizer": {"name": "came"}}
+    (only,) = asked(written(tmp_path, **adapted))
+    assert (only.pins.lora_rank, only.pins.ema, only.pins.full, only.pins.optimizer) == (4, "cpu", False, "came")
+
+
+def test_features_online_are_pinned_and_what_is_not_is_said(tmp_path):
+    train = {"steps": 9, "lora": {"rank": 4, "base": "nf4", "dora": False}, "blocks_to_swap": 3}
+    path = written(tmp_path, data=PIXART["data"] | {"features": "online"}, train=train)
+    (only,) = asked(path)
+    assert only.pins.features == "online"
+    assert problems(path, "data.buckets=[[512, 512], [256, 256]]") == [
+        "data.features is online, and data.buckets has 2: which is a picture's is known when all were read; name a "
+        "folder, and `bigdit extract` encodes into it once"
+    ]
+    assert unpinned(path, ["train.checkpointing=selective"]) == [
+        f"{path}: {key} is {said}, which plans do not pin: this one chooses by itself"
+        for key, said in (("train.blocks_to_swap", 3), ("train.checkpointing", "selective"), ("train.lora.base", "nf4"))
+    ]
+    assert unpinned(written(tmp_path, LOW, HIGH), ()) == []
+    (compiled,) = unpinned(path, ["train.lora=null", "train.blocks_to_swap=0", "train.compile_blocks=true"])
+    assert compiled.startswith(f"{path}: train.compile_blocks is true, and the plan is of blocks as they are written: ")
+
+
+@pytest.mark.parametrize(
+    ("engine", "pinned"),
+    [
+        ({"name": "single"}, "single"),
+        ({"name": "fsdp2", "processes": 4, "cpu_offload": True}, "fsdp2-offload"),
+        ({"name": "deepspeed", "processes": 4, "ds_config": f"{ROOT}/ds_configs/zero2_bf16.json"}, "zero2"),
+    ],
+)
+def test_the_engine_is_a_preset(tmp_path, engine, pinned):
+    low, _ = asked(written(tmp_path, LOW, HIGH, engine=engine))
+    assert (low.pins.engine, low.cluster.gpus) == (pinned, engine.get("processes", 1))
+
+
+def test_what_is_wrong_is_told_by_the_runs_keys(tmp_path):
+    path = written(tmp_path, LOW, HIGH)
+    (line,) = problems(path, "stages.0.data.buckets=[[250, 250]]")
+    assert line.startswith("stages.0: data.buckets 250: pixart-sigma-xl-2-1024 takes pixels in multiples of 16")
+    assert problems(path, "train.checkpointed_blocks=99", "stages.1.train.checkpointed_blocks=99") == [
+        "train.checkpointed_blocks is 99, and pixart-sigma-xl-2-1024 has 28 blocks; 28 and all are the most"
+    ]
+    assert problems(path, "train.global_batch_size=20") == [
+        "stages.0: train.global_batch_size is 20, and 1 card × train.micro_batch_size 8 come to multiples of 8; "
+        "nearest: 16 or 24"
+    ]
+    assert problems(path, "engine.processes=2", "engine.name=fsdp2", gpus=4) == [
+        "engine.processes is 2, and --gpus 4; leave one of them out"
+    ]
+    assert problems(path, "model={class_name: SanaTransformer2DModel}") == [
+        "model.class_name says what is trained; plans take model.name or model.path, a config.json"
+    ]
+    assert problems(path, "encoders.image={name: identity, factor: 2, color: rgb}") == [
+        "encoders.image is identity, and plans are of a VAE's latents; `bigdit train` measures this run"
+    ]
+    assert problems(path, "train.stepz=3") == ["train.stepz: unknown key; did you mean steps, decay_steps?"]
+
+
+def test_a_key_that_set_said_is_told_as_training_tells_it(tmp_path):
+    path = written(tmp_path, LOW, HIGH)
+    for override in ("train.seed=x", "stages.1.train.steps=x"):
+        with pytest.raises(UserError) as caught:
+            asked(path, override)
+        assert [line.partition(": ")[0] for line in caught.value.problems] == [f"{path} with --set"]

@@ -1,0 +1,334 @@
+"""What the search proposes, orders and says: nothing runs."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any, get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bigdit import catalog
+from bigdit.catalog import CatalogModel
+from bigdit.config.strategy import parse_strategy
+from bigdit.memory.process import ByteRange
+from bigdit.profile.cards import LARGEST_MICRO_BATCH
+from bigdit.search.calibration import UNPROVED
+from bigdit.search.candidates import (
+    Candidate,
+    Option,
+    accumulation,
+    largest_micro_batch,
+    micro_batch_sizes,
+    preferred,
+    process,
+    quarters,
+    safe_bytes,
+    verdict_of,
+)
+from bigdit.search.question import Pins, Question
+from bigdit.search.rows import faster_or_slower
+from bigdit.search.space import Proposal, lossy_by, proposals
+from bigdit.spec import LoraBase, Strategy
+from bigdit.speed.cluster import Cluster
+from bigdit.speed.seconds import Interval, StepTime
+from bigdit.units import MIB
+
+A40 = catalog.gpu("a40")
+
+
+def question(model: str | CatalogModel = "sana-1600m", gpu: str = "a40", **changes: object) -> Question:
+    found = catalog.model(model) if isinstance(model, str) else model
+    return Question(model=found, gpu=catalog.gpu(gpu), resolution=(1024, 1024)).model_copy(update=changes)
+
+
+def titles(asked: Question) -> list[str]:
+    return [proposal.title for proposal in proposals(asked)[0]]
+
+
+def reasons(asked: Question) -> dict[str, str]:
+    return {rejected.choice: rejected.reason for rejected in proposals(asked)[1]}
+
+
+def test_one_card_is_not_sharded_and_offload_is_a_last_resort() -> None:
+    found, _ = proposals(question())
+    assert {proposal.strategy.engine for proposal in found if not proposal.last_resort} == {"single"}
+    (stepped,) = (proposal.title for proposal in found if proposal.last_resort == 3)
+    assert stepped == "one process, Adafactor, bf16 without masters, stepped in the backward pass"
+    assert {proposal.title for proposal in found if proposal.last_resort == 1} == {
+        "ZeRO-2, optimizer on the host, AdamW",
+        "FSDP2, weights and optimizer on the host, AdamW",
+    }
+    assert (
+        "on one card shard nothing"
+        in reasons(question())["ZeRO-1, ZeRO-2, ZeRO-3 and FSDP2 with all of it on one card"]
+    )
+
+
+def test_engines_of_several_cards_depend_on_accumulation_and_machines() -> None:
+    eight = question(cluster=Cluster(gpus=8))
+    assert titles(eight)[0] == "ZeRO-2 on 8, AdamW"
+    assert "ZeRO-1" in reasons(eight)
+    accumulated = question(cluster=Cluster(gpus=8), global_batch_size=256)
+    assert titles(accumulated)[0] == "ZeRO-1 on 8, AdamW"
+    assert "ZeRO-2" in reasons(accumulated)
+    assert "HSDP 4 × 8, AdamW" in titles(question(cluster=Cluster(gpus=32)))
+
+
+def test_bases_come_first_and_what_varies_them_names_them() -> None:
+    found, _ = proposals(question())
+    for at, proposal in enumerate(found):
+        assert proposal.base is None or proposal.base in found[:at]
+        in_backward = proposal.strategy.optimizer_in_backward
+        assert in_backward or (proposal.base is None) == proposal.lossless
+
+
+def test_over_several_gpus_what_is_lossy_is_a_last_resort() -> None:
+    found, _ = proposals(question(cluster=Cluster(gpus=8)))
+    assert {each.lossless for each in found} == {True, False}
+    assert all((each.last_resort, each.base) == (3, None) for each in found if not each.lossless)
+
+
+def test_deepspeed_s_buckets_hold_a_block_and_not_half_a_billion() -> None:
+    for name in ("sana-600m", "sana-1600m", "flux.1-dev"):
+        found, _ = proposals(question(name, cluster=Cluster(gpus=8)))
+        zero = found[0].strategy.ds_config["zero_optimization"]
+        assert 5_000_000 <= zero["reduce_bucket_size"] <= 50_000_000
+        assert zero["reduce_bucket_size"] == zero["allgather_bucket_size"]
+
+
+def test_a_card_without_bf16_trains_in_fp16() -> None:
+    found, _ = proposals(question("pixart-sigma-xl-2-1024", "v100-32g-sxm2", cluster=Cluster(gpus=32)))
+    assert {proposal.strategy.precision for proposal in found} == {"fp16"}
+    assert "does not compute it" in reasons(question(gpu="v100-32g-sxm2"))["bf16"]
+
+
+def test_pins_are_kept() -> None:
+    pins = Pins(engine="fsdp2", optimizer="came", precision="bf16_sr", ema="cpu")
+    (found,), _ = proposals(question(pins=pins, cluster=Cluster(gpus=8)))
+    strategy = found.strategy
+    assert (strategy.engine, strategy.optimizer.name, strategy.precision) == ("fsdp2", "came", "bf16_sr")
+    assert strategy.ema is not None
+    assert strategy.ema.device == "cpu"
+    assert not found.lossless
+
+
+def test_an_average_is_placed_where_it_was_asked_for() -> None:
+    places = {
+        ema: {proposal.strategy.ema and proposal.strategy.ema.device for proposal in proposals(asked)[0]}
+        for ema in ("none", "auto", "gpu", "cpu")
+        for asked in [question(pins=Pins.model_validate({"ema": ema}))]
+    }
+    assert places == {"none": {None}, "auto": {"gpu", "cpu"}, "gpu": {"gpu"}, "cpu": {"cpu"}}
+
+
+def test_as_many_averages_are_proposed_as_were_asked_for() -> None:
+    asked = question(pins=Pins(ema="auto", ema_widths=(0.05, 0.1)))
+    assert {each.strategy.ema and each.strategy.ema.widths for each in proposals(asked)[0]} == {(0.05, 0.1)}
+    assert "one process, AdamW, 2 EMAs on the host" in titles(asked)
+
+
+def test_adapters_are_proposed_over_every_base_that_the_engine_takes() -> None:
+    one, several = (question(pins=Pins(lora_rank=16), cluster=Cluster(gpus=gpus)) for gpus in (1, 8))
+    assert [title for title in titles(one) if title.startswith("one process") and "host" not in title] == [
+        f"one process, AdamW, LoRA 16 over {base}" for base in get_args(LoraBase)
+    ]
+    assert "FSDP2 on 8, AdamW, LoRA 16 over int8" in titles(several)
+    assert not any("nf4" in title for title in titles(several))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, []),
+        ({"lora": {"base": "int8"}}, ["quantised base (int8)"]),
+        ({"optimizer": {"name": "adamw_8bit"}}, ["8-bit optimizer state"]),
+        ({"optimizer": {"name": "adamw_4bit_ao"}}, ["4-bit optimizer state"]),
+        ({"optimizer": {"name": "lion_8bit"}}, ["8-bit Lion instead of AdamW"]),
+        ({"optimizer": {"name": "came"}, "precision": "bf16_sr"}, ["CAME instead of AdamW", "no fp32 master weights"]),
+    ],
+)
+def test_what_of_a_strategy_is_lossy_is_named(changes: dict[str, Any], words: list[str]) -> None:
+    assert lossy_by(Strategy.model_validate(changes)) == words
+
+
+def test_what_cannot_hold_weights_and_gradients_is_not_run() -> None:
+    found, _ = proposals(question("flux.1-dev", "rtx-4090"))
+    assert {each.strategy.engine for each in found if each.last_resort < 3} == {"deepspeed", "fsdp2"}
+    assert reasons(question("flux.1-dev", "rtx-4090"))["one process, all weights on the card"] == (
+        "weights and gradients alone take 44.34 GiB of the card's 23.60 GiB"
+    )
+
+
+def test_a_settled_strategy_says_the_same_in_deepspeed_s_document() -> None:
+    found, _ = proposals(question(cluster=Cluster(gpus=8)))
+    strategy = found[0].strategy.settled(micro_batch_size=6, grad_accum_steps=3, checkpointed_blocks=4)
+    assert Strategy.model_validate(strategy.model_dump()) == strategy
+    assert strategy.ds_config["train_micro_batch_size_per_gpu"] == 6
+    assert strategy.ds_config["gradient_accumulation_steps"] == 3
+
+
+@given(st.integers(1, 64), st.integers(1, 64))
+def test_micro_batches_divide_a_card_s_share_of_the_global_batch(gpus: int, share: int) -> None:
+    asked = question(cluster=Cluster(gpus=gpus), global_batch_size=gpus * share)
+    sizes = list(micro_batch_sizes(asked, Strategy(engine="fsdp2", world_size=gpus)))
+    assert sizes == [size for size in range(1, share + 1) if share % size == 0]
+    assert all(size * accumulation(asked, size, gpus) * gpus == gpus * share for size in sizes)
+
+
+def test_what_steps_in_the_backward_pass_takes_its_share_at_once() -> None:
+    strategy = Strategy(optimizer_in_backward=True)
+    assert list(micro_batch_sizes(question(global_batch_size=12), strategy)) == [12]
+    assert list(micro_batch_sizes(question(), strategy))[:3] == [1, 2, 3]
+
+
+def test_without_a_global_batch_every_small_size_is_tried_and_large_ones_in_steps() -> None:
+    sizes = list(micro_batch_sizes(question(), Strategy()))
+    assert sizes[:32] == list(range(1, 33))
+    assert sizes[-1] <= LARGEST_MICRO_BATCH
+    assert all(after / before < 1.1 for before, after in itertools.pairwise(sizes[31:]))
+
+
+@given(st.integers(-2, LARGEST_MICRO_BATCH + 2))
+def test_the_most_that_fits(limit: int) -> None:
+    option = Weighed(Proposal("any", Strategy()), 0, each=1)
+    assert largest_micro_batch(option, 0, limit) == min(max(limit, 0), LARGEST_MICRO_BATCH)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Affine:
+    """An arrangement of four blocks, each of which spares ten bytes a sample."""
+
+    count: int = 4
+    none: None = None
+    full: None = None
+
+    def reserved(self, micro_batch_size: float, blocks: int) -> float:
+        return 100 + micro_batch_size * (50 - 10 * blocks)
+
+
+def option() -> Option:
+    return Option(Proposal("affine", Strategy()), Affine(), anchor=None)  # type: ignore[arg-type]
+
+
+@given(st.integers(1, 20), st.integers(90, 900))
+def test_the_fewest_blocks_fit_and_one_less_does_not(size: int, capacity: int) -> None:
+    found = option().fewest_blocks(size, capacity)
+    if found is None:
+        assert option().reserved(size, 4) > capacity
+    else:
+        assert option().reserved(size, found) <= capacity
+        assert found == 0 or option().reserved(size, found - 1) > capacity
+
+
+def share(found: Option, size: int, blocks: int) -> float:
+    return found.reserved(size, blocks) / Affine().reserved(size, blocks)
+
+
+def test_a_correction_counts_where_it_was_found_and_fades() -> None:
+    made = option()
+    made.correct(4, 2, 330)  # of 220
+    assert made.reserved(4, 2) == 330
+    away = [share(made, size, 2) for size in (4, 5, 8, 32)]
+    assert away == sorted(away, reverse=True)
+    assert away[-1] > 1.1
+    made.correct(4, 2, 275)
+    assert made.reserved(4, 2) == 275
+    made.correct(16, 2, 290)  # of 580
+    assert share(made, 15, 2) < 0.6 < 1.2 < share(made, 5, 2)
+
+
+def test_options_that_share_activations_share_corrections_until_they_have_their_own() -> None:
+    made = option()
+    other = made.like(Option(Proposal("another", Strategy()), Affine(), anchor=None))  # type: ignore[arg-type]
+    made.correct(4, 2, 330)
+    assert other.reserved(4, 2) == 330
+    other.correct(1, 0, 75)  # of 150
+    assert share(made, 1, 0) > 1.1
+    assert share(other, 4, 2) < 0.9
+
+
+def test_a_prediction_is_judged_by_the_same_bounds() -> None:
+    beside = ByteRange(low_bytes=300 * MIB, high_bytes=500 * MIB)
+
+    def judged(reserved_bytes: int) -> str:
+        return verdict_of(process(reserved_bytes, beside, UNPROVED), A40.usable_bytes)
+
+    safe = safe_bytes(A40, beside, UNPROVED)
+    assert safe == int((A40.usable_bytes - 500 * MIB) / 1.003)
+    assert judged(safe) == "FITS"
+    assert judged(safe + 2) == "TIGHT"
+    assert judged(A40.usable_bytes - 300 * MIB) == "TIGHT"
+    assert judged(A40.usable_bytes - 300 * MIB + 1) == "DOES NOT FIT"
+
+
+@dataclass(frozen=True)
+class Weighed:
+    """What stands for an Option: its proposal, and what it reserves: so much, and more with `each` sample."""
+
+    proposal: Proposal
+    nbytes: float
+    each: float = 0
+
+    def reserved(self, micro_batch_size: int, blocks: int) -> float:
+        return self.nbytes + self.each * micro_batch_size
+
+
+def weighed(
+    title: str, nbytes: float, low: float, high: float, optimizer: str = "adamw", blocks: int = 0, resort: int = 0
+) -> Candidate:
+    """A candidate that takes so many bytes, at `low` to `high` images a second."""
+    proposal = Proposal(title, parse_strategy([f"optimizer.name={optimizer}"]), last_resort=resort)  # type: ignore[arg-type]
+    step = StepTime(seconds=Interval(low=1 / high, high=1 / low), parts={})
+    return Candidate(Weighed(proposal, nbytes), 1, 1, blocks, step)  # type: ignore[arg-type]
+
+
+def test_room_comes_before_speed_that_cannot_be_told_apart() -> None:
+    fastest, roomy = weighed("fastest", 40, 10, 20), weighed("roomy", 20, 9.6, 19.1)
+    slower, lossy = weighed("slower", 5, 9.4, 19.9), weighed("lossy", 1, 100, 200, "adamw_8bit")
+    order = preferred([lossy, slower, fastest, roomy])
+    assert [each.option.proposal.title for each in order] == ["roomy", "fastest", "slower", "lossy"]
+    alike = [weighed(str(blocks), 20, 10, 20, blocks=blocks) for blocks in (3, 0, 7)]
+    assert [each.blocks for each in preferred(alike)] == [0, 3, 7]
+    spared = [
+        weighed(str(nbytes), nbytes, 10, 20, blocks=blocks) for nbytes, blocks in ((1000, 9), (1002.9, 0), (1003.1, 1))
+    ]
+    assert [each.blocks for each in preferred(spared)] == [0, 9, 1]
+    assert preferred([]) == []
+    waiting, whole = weighed("waiting", 1, 11, 21, "adamw_8bit", resort=2), weighed("whole", 90, 10, 20, "adamw_8bit")
+    assert [each.option.proposal.title for each in preferred([waiting, whole, slower])] == [
+        "slower",
+        "whole",
+        "waiting",
+    ]
+
+
+@given(st.floats(0.1, 1e6), st.floats(1, 100), st.floats(0.1, 1e3))
+def test_a_rate_turns_an_interval_around(low: float, wider: float, amount: float) -> None:
+    seconds = Interval(low=low, high=low * wider)
+    rate = seconds.per(amount)
+    assert rate.low <= rate.middle * 1.0001
+    assert rate.middle <= rate.high * 1.0001
+    assert rate.middle * seconds.middle == pytest.approx(amount)
+
+
+def test_speeds_are_told_by_what_tells_them_apart() -> None:
+    """By the middles; where an end says more, so much is said, since it is that end that keeps a strategy from being as
+    fast."""
+    other = Interval(low=1.03, high=1.79)
+
+    def said(low: float, high: float) -> str:
+        return faster_or_slower(Interval(low=low, high=high), other)
+
+    assert said(1.03, 1.79) == said(1.032, 1.789) == "as fast"
+    assert said(1.133, 1.969) == "10% faster"
+    assert said(0.927, 1.611) == "10% slower"
+    assert said(1.05, 1.67) == "up to 7% slower"
+    assert said(0.98, 1.88) == "up to 5% slower"
+
+
+def test_recomputed_blocks_are_looked_at_in_quarters() -> None:
+    assert quarters(57) == [0, 14, 28, 42, 57]
+    assert quarters(1) == [0, 1]

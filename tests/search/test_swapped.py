@@ -1,0 +1,148 @@
+"""Plans that leave blocks' weights on the host: how many, when, and what they say of it."""
+
+from __future__ import annotations
+
+import plans
+import pytest
+from cards import of_blocks
+
+from bigdit import catalog
+from bigdit.catalog import CatalogModel
+from bigdit.profile.cards import Cards
+from bigdit.report.page import page
+from bigdit.search.answer import make_plan
+from bigdit.search.calibration import Evidence
+from bigdit.search.candidates import Candidate, Planner
+from bigdit.search.plan import Plan
+from bigdit.search.question import Pins, Question
+from bigdit.search.record import record
+from bigdit.search.solve import search
+from bigdit.search.space import proposals
+from bigdit.speed.cluster import Cluster
+
+pytestmark = pytest.mark.xdist_group("swapped plans")
+
+FLUX = catalog.model("flux.1-dev")
+SHORT = of_blocks(FLUX, 4, "short-flux")
+"""Of two kinds, of which those that come first are the larger."""
+SANA = of_blocks(catalog.model("sana-1600m"), 5, "five-sana")
+ADAPTERS = Pins(engine="single", lora_rank=16)
+WHOLE = Pins(engine="single", full=True)
+
+
+def question(model: CatalogModel, mib: int, pins: Pins, **changes: object) -> Question:
+    gpu = catalog.gpu("rtx-4090").model_copy(update={"usable_mib": mib})
+    return Question(model=model, gpu=gpu, resolution=(512, 512), pins=pins).model_copy(update=changes)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _cache(own_cache: None) -> None:
+    """Attempts that tests share, and none from before."""
+
+
+@pytest.fixture(scope="module")
+def short() -> Plan:
+    """Adapters of a short Flux, whose frozen weights are more than the GPU has."""
+    return make_plan(question(SHORT, 3400, ADAPTERS))
+
+
+@pytest.mark.slow
+def test_where_nothing_else_fits_weights_wait_on_the_host(short: Plan) -> None:
+    strategy = short.chosen.strategy
+    assert (short.verdict, short.chosen.lossless) == ("FITS", True)
+    assert strategy.lora is not None
+    assert strategy.lora.base == "bf16"
+    assert 3 <= strategy.blocks_to_swap <= int(strategy.checkpointed_blocks)
+    assert short.buckets[0].none == 0  # what is swapped has to be recomputed
+    assert record(short).strategy == strategy
+    assert f"weights of blocks 1 to {strategy.blocks_to_swap}" in plans.shown(short, width=200) or (
+        f"{strategy.blocks_to_swap} of" in plans.shown(short, width=200)
+    )
+    assert "blocks&#39; weights on the host" in page(short) or "blocks’ weights" in page(short)
+    assert any(word.startswith("copies") for word in short.chosen.step.parts)
+
+
+@pytest.mark.slow
+def test_every_base_that_fits_has_a_row_that_says_what_is_lossy(short: Plan) -> None:
+    bases = {row.strategy.lora.base for row in short.front if row.strategy.lora is not None}
+    assert bases == {"bf16", "int8", "nf4"}
+    for row in short.front:
+        assert row.strategy.lora is not None
+        assert ("quantised base" in row.reason) == (row.strategy.lora.base != "bf16")
+
+
+@pytest.mark.slow
+def test_what_is_lossy_is_not_looked_at_further() -> None:
+    """Over a quantised base adapters fit without, which is lossy: limits are asked of the best alone."""
+    pins, further = ADAPTERS.model_copy(update={"checkpointed_blocks": 6}), list[Candidate]()
+    asked = question(SHORT, 3400, pins, buckets=())
+    with Cards(asked.gpu) as cards:
+        found = search(Planner(asked, cards, Evidence()), further.append)
+        assert not cards.unanswered
+    best = found.best
+    assert (best.verdict, best.candidate.lossless) == ("FITS", True)
+    assert 0 < best.candidate.strategy.blocks_to_swap <= best.candidate.blocks == 6
+    assert any(option.proposal.last_resort == 0 and not option.proposal.lossless for option in found.options)
+    assert further == [best.candidate]
+
+
+@pytest.mark.slow
+def test_all_weights_are_swapped_and_the_way_there_is_shown() -> None:
+    """In the backward pass, without masters, since nothing else fits."""
+    plan = make_plan(question(SANA, 1500, WHOLE, explain=True, buckets=()))
+    strategy = plan.chosen.strategy
+    assert (plan.verdict, plan.chosen.lossless) == ("FITS", False)
+    assert (strategy.precision, strategy.optimizer_in_backward, strategy.blocks_to_swap >= 3) == ("bf16_sr", True, True)
+    assert "FITS with a lossy optimizer" in plans.shown(plan)
+    assert all(limit.none == 0 < (limit.full or 0) for limit in plan.buckets)
+    assert any(f"weights of {strategy.blocks_to_swap} on the host" in step.change for step in plan.waterfall)
+    assert plan.curves
+
+
+@pytest.mark.slow
+def test_adapters_are_named_where_all_weights_train_by_a_last_resort_alone() -> None:
+    """Unless all weights were asked for, or they fit without."""
+
+    def left_out(mib: int, pins: Pins) -> set[str]:
+        asked = question(SANA, mib, pins, buckets=())
+        with Cards(asked.gpu) as cards:
+            found = search(Planner(asked, cards, Evidence()), lambda _: None)
+        assert found.best.verdict == "FITS"
+        return {each.choice for each in found.rejected}
+
+    free = Pins(engine="single")
+    assert "LoRA" in left_out(1500, free)
+    assert "LoRA" not in left_out(1500, WHOLE)
+    assert "LoRA" not in left_out(12_000, free)
+
+
+def titles(asked: Question) -> list[str]:
+    return [each.title for each in proposals(asked)[0] if each.strategy.blocks_to_swap]
+
+
+def test_swapped_blocks_are_proposed_where_they_can_be_trained() -> None:
+    alone = Pins(lora_rank=16)
+    assert titles(question(FLUX, 12_000, alone)) == [
+        "one process, AdamW, LoRA 16 over bf16, weights of blocks on the host"
+    ]
+    whole = "one process, Adafactor, bf16 without masters, stepped in the backward pass, weights of blocks on the host"
+    assert titles(question(FLUX, 12_000, Pins())) == titles(question(FLUX, 12_000, WHOLE)) == [whole]
+    for pins, changes in (
+        (alone, {"cluster": Cluster(gpus=2)}),
+        (Pins(lora_rank=16, engine="fsdp2"), {}),
+        (Pins(lora_rank=16, checkpointed_blocks=2), {}),
+        (Pins(lora_rank=16, precision="fp16"), {}),
+        (Pins(precision="bf16"), {}),
+        (Pins(micro_batch_size=2), {"global_batch_size": 4}),
+        (Pins(optimizer="paged_adamw_8bit", precision="fp32"), {}),
+    ):
+        assert titles(question(FLUX, 12_000, pins, **changes)) == [], pins
+
+
+def test_no_more_are_swapped_than_are_recomputed() -> None:
+    (found,) = [
+        each.strategy.blocks_to_swap
+        for each in proposals(question(FLUX, 12_000, Pins(lora_rank=16, checkpointed_blocks=20)))[0]
+        if each.strategy.blocks_to_swap
+    ]
+    assert found == 20
