@@ -33,8 +33,7 @@ from bigdit.search.answer import make_plan
 from bigdit.search.ask import question_for
 from bigdit.search.calibration import UNPROVED
 from bigdit.search.candidates import SAME_ROOM, SAME_SPEED, safe_bytes
-from bigdit.search.host import node_bytes
-from bigdit.search.plan import Plan
+from bigdit.search.plan import Plan, node_bytes
 from bigdit.search.question import Question
 from bigdit.search.space import lossy_by, proposals
 from bigdit.spec import StepSize, Strategy

@@ -45,11 +45,9 @@ from bigdit.receipt import Receipt
 from bigdit.recipes.recipe import MEASURED, Extraction, Recipe, Saved, Took, names, recipe
 from bigdit.search.answer import make_plan
 from bigdit.search.ask import question_for
-from bigdit.search.host import host_need
-from bigdit.search.plan import Plan
+from bigdit.search.plan import Plan, host_need
 from bigdit.search.question import Question
-from bigdit.speed.cluster import Cluster
-from bigdit.speed.seconds import Interval
+from bigdit.speed.seconds import Cluster, Interval
 from bigdit.store.null_text import write_null_text
 from bigdit.store.part import Encoded, part_path, write_part
 from bigdit.store.schema import FILE, StoreSchema, part_identity, schema_text, store_identity

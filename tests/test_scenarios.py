@@ -25,8 +25,7 @@ from bigdit.search.predict import Arrangement
 from bigdit.search.solve import Confirmed, Ran
 from bigdit.search.space import Proposal
 from bigdit.spec import EmaSpec, Strategy
-from bigdit.speed.cluster import Cluster
-from bigdit.speed.seconds import StepTime
+from bigdit.speed.seconds import Cluster, StepTime
 from bigdit.units import GIB, gib
 
 pytestmark = pytest.mark.xdist_group("scenarios")

@@ -16,8 +16,7 @@ from bigdit.profile.attempt import Attempt
 from bigdit.profile.cards import Cards
 from bigdit.profile.lanes import WorkerError
 from bigdit.spec import Strict
-from bigdit.speed.cluster import Cluster
-from bigdit.speed.seconds import StepTime
+from bigdit.speed.seconds import Cluster, StepTime
 from on_gpu.points import GPU, Point
 
 PREDICTED = Path(__file__).with_suffix(".json")

@@ -20,7 +20,7 @@ from bigdit.emulator.emulation import Run
 from bigdit.emulator.interpreter import cuda_python
 from bigdit.emulator.run import run_emulated, workplace
 from bigdit.recipes.recipe import MEASURED, Extraction, Recipe
-from bigdit.search.encoding import EncodeBatch, encode_batch
+from bigdit.search.dataset import EncodeBatch, encode_batch
 
 ROOT = Path(__file__).parents[2]
 MOST = 8

@@ -48,7 +48,7 @@ def run(
     from bigdit.catalog.resolve import model_spec
     from bigdit.config.stages import load_chosen
     from bigdit.extract.extract import extract
-    from bigdit.search.encoding import with_batch_size
+    from bigdit.search.dataset import with_batch_size
 
     asked, reports = _engine(engine, tasks, resources), []
     runs = [each.run for each in load_chosen(config, overrides, stage)]

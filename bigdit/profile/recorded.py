@@ -28,8 +28,7 @@ from bigdit.profile.notices import notices
 from bigdit.profile.request import StepRequest
 from bigdit.profile.steps import STEPS, Witness, group, prepare, training
 from bigdit.profile.unwritten import large_uncomputed, unwritten_weights
-from bigdit.record.history import History
-from bigdit.record.recorder import Recorder
+from bigdit.record.recorder import History, Recorder
 from bigdit.record.watch import Watch, watching_fsdp2
 
 if TYPE_CHECKING:

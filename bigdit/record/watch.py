@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim import Optimizer
 
-from bigdit.record.in_place import replaced
+from bigdit.record.costs import replaced
 from bigdit.record.recorder import Recorder
 
 

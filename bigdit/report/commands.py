@@ -11,8 +11,7 @@ from bigdit.catalog.first_frame import takes_first_frame
 from bigdit.checkout import entry
 from bigdit.config.plan_file import DS_CONFIG, FILE
 from bigdit.report.skeleton import RUN, skeleton
-from bigdit.search.plan import Plan
-from bigdit.search.record import record
+from bigdit.search.plan import Plan, record
 
 WIDTH = 78
 PORT = 29500

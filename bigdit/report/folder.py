@@ -20,8 +20,7 @@ from bigdit.report.page import page
 from bigdit.report.skeleton import RUN, skeleton
 from bigdit.report.timeline import plot_timeline
 from bigdit.report.words import subject
-from bigdit.search.plan import Plan
-from bigdit.search.record import record
+from bigdit.search.plan import Plan, record
 
 JSON, PAGE, MEMORY, CURVE = "plan.json", "report.html", "memory.png", "curve.png"
 OURS = {FILE, DS_CONFIG, JSON, PAGE, MEMORY, CURVE, RUN}

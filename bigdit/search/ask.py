@@ -23,7 +23,7 @@ from bigdit.profile.request import model_problems, parse_resolution, precision_p
 from bigdit.search.question import EngineChoice, Pins, Question, usual_host_bytes
 from bigdit.search.request import Asked, PlanRequest, Size
 from bigdit.spec import BatchShape, EmaSpec, LoraBase, LoraSpec, OptimizerSpec, Precision, Strategy, Strict
-from bigdit.speed.cluster import Cluster
+from bigdit.speed.seconds import Cluster
 from bigdit.units import A_SIZE, gib, parse_bytes, parse_memory
 
 _OPTIONS = {

@@ -20,8 +20,7 @@ from bigdit.search.plan import Band
 from bigdit.search.question import Question
 from bigdit.spec import Strategy, Strict
 from bigdit.speed.calibration import Calibration
-from bigdit.speed.cluster import Cluster
-from bigdit.speed.seconds import StepTime
+from bigdit.speed.seconds import Cluster, StepTime
 from bigdit.speed.step import step_time
 from bigdit.speed.work import work_of
 

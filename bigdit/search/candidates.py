@@ -14,8 +14,7 @@ from bigdit.profile.attempt import Attempt
 from bigdit.profile.cards import LARGEST_MICRO_BATCH, Cards
 from bigdit.profile.request import StepRequest, request_for
 from bigdit.search.calibration import UNPROVED, Evidence
-from bigdit.search.host import node_bytes
-from bigdit.search.plan import Band, Verdict
+from bigdit.search.plan import Band, Verdict, node_bytes
 from bigdit.search.predict import Arrangement
 from bigdit.search.question import Question
 from bigdit.search.space import Proposal

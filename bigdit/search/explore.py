@@ -13,8 +13,7 @@ from bigdit.profile.attempt import UNLIMITED, Attempt
 from bigdit.profile.cards import Row
 from bigdit.profile.request import StepRequest
 from bigdit.search.candidates import Candidate, Option, Planner, largest_micro_batch, micro_batch_sizes, quarters
-from bigdit.search.host import node_bytes
-from bigdit.search.plan import BucketLimit, Rejected
+from bigdit.search.plan import BucketLimit, Rejected, node_bytes
 from bigdit.search.predict import (
     FIRST,
     SECOND,

@@ -15,13 +15,11 @@ from bigdit.receipt import Receipt
 from bigdit.search.calibration import weighed
 from bigdit.search.candidates import Candidate, Planner
 from bigdit.search.dataset import dataset_need, encoding_requests
-from bigdit.search.explain import waterfall
+from bigdit.search.explain import fixes, waterfall
 from bigdit.search.explore import Limits, limits_of
-from bigdit.search.fixes import fixes
-from bigdit.search.host import uncounted
-from bigdit.search.plan import DatasetNeed, Plan, Run, Step
+from bigdit.search.plan import DatasetNeed, Plan, Run, Step, uncounted
 from bigdit.search.question import Question
-from bigdit.search.rows import Runs, confirmed, curves, front, runs, settings, smaller, step_on, title
+from bigdit.search.rows import Runs, as_ran, curves, front, runs, settings, smaller, step_on, title
 from bigdit.search.solve import Confirmed, search
 from bigdit.spec import BatchShape, Strategy
 from bigdit.speed.seconds import StepTime
@@ -80,7 +78,7 @@ def _plan(planner: Planner, stages: _Stages) -> Plan:
     found = search(planner, ahead)
     planner, chosen = found.planner, found.best
     question, answer = planner.question, chosen.answer
-    known = confirmed(planner, chosen)
+    known = as_ran(planner, chosen.ran, chosen)
     fits = chosen.verdict != "DOES NOT FIT"
     stages.begin("the fastest alternatives")
     rows = front(planner, found.options, known)

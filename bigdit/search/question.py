@@ -12,7 +12,7 @@ from bigdit.config.strategy import MOST_MICRO_BATCH, MOST_RANK
 from bigdit.encoders.host_bytes import HostWeights
 from bigdit.numbers import Count, Natural, Positive, Side, Switch
 from bigdit.spec import OptimizerName, Precision, Strict, Widths
-from bigdit.speed.cluster import Cluster
+from bigdit.speed.seconds import Cluster
 from bigdit.units import GIB
 
 EngineChoice = Literal[

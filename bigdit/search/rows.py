@@ -37,12 +37,16 @@ NONE = 0.005
 """A share that would be printed as 0 %."""
 
 
-def as_ran(planner: Planner, ran: Ran) -> Choice:
-    """The choice with the bytes that it took, and seconds from what was counted of its launches."""
-    question, found = planner.question, ran.candidate
-    work, strategy = found.option.arrangement.work(found.micro_batch_size, found.blocks), found.strategy
-    calibration = planner.evidence.calibration(strategy)
-    step = step_time(work, strategy, question.gpu, question.cluster, calibration, ran.launches)
+def as_ran(planner: Planner, ran: Ran, recorded: Confirmed | None = None) -> Choice:
+    """The choice with the bytes that it took, and seconds from what was counted of its launches. Where it was recorded,
+    its work and host memory are the record's."""
+    question, found, strategy = planner.question, ran.candidate, ran.candidate.strategy
+    if recorded is None:
+        work = found.option.arrangement.work(found.micro_batch_size, found.blocks)
+        calibration = planner.evidence.calibration(strategy)
+        step = step_time(work, strategy, question.gpu, question.cluster, calibration, ran.launches)
+    else:
+        step = step_on(planner, recorded, question.gpu)
     taken = process(ran.reserved_bytes, planner.non_torch(strategy), planner.band)
     return Choice(
         title=title(found),
@@ -51,9 +55,9 @@ def as_ran(planner: Planner, ran: Ran) -> Choice:
         peak_allocated_bytes=max(ran.phases.values()),
         peak_reserved_bytes=ran.reserved_bytes,
         process=taken,
-        verdict=ran.verdict,
+        verdict=(recorded or ran).verdict,
         headroom_bytes=question.gpu.usable_bytes - taken.high_bytes,
-        host_bytes=found.host_bytes(question),
+        host_bytes=recorded.host.node_bytes if recorded else found.host_bytes(question),
         step=step,
         samples_per_second_per_card=step.seconds.per(found.micro_batch_size * found.grad_accum_steps),
         lossless=found.lossless,
@@ -61,23 +65,10 @@ def as_ran(planner: Planner, ran: Ran) -> Choice:
     )
 
 
-def confirmed(planner: Planner, found: Confirmed) -> Choice:
-    """The choice as it was recorded: its own work and host memory."""
-    step = step_on(planner, found, planner.question.gpu)
-    strategy = found.candidate.strategy
-    update = {
-        "step": step,
-        "samples_per_second_per_card": step.seconds.per(strategy.micro_batch_size * strategy.grad_accum_steps),
-        "host_bytes": found.host.node_bytes,
-        "verdict": found.verdict,
-    }
-    return as_ran(planner, found.ran).model_copy(update=update)
-
-
 def step_on(planner: Planner, found: Confirmed, gpu: Gpu) -> StepTime:
     """The step of the same kernels on these GPUs, or others, of which no receipt tells."""
-    strategy, own = found.candidate.strategy, gpu == planner.question.gpu
-    calibration = planner.evidence.calibration(strategy) if own else None
+    strategy = found.candidate.strategy
+    calibration = planner.evidence.calibration(strategy) if gpu == planner.question.gpu else None
     work = work_of(found.answer.timeline, strategy)
     return step_time(work, strategy, gpu, planner.question.cluster, calibration, found.ran.launches)
 

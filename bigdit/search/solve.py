@@ -25,8 +25,7 @@ from bigdit.search.candidates import (
     process,
 )
 from bigdit.search.explore import explore, hopeful, selective, swapped
-from bigdit.search.host import HostNeed, host_need
-from bigdit.search.plan import Rejected, Verdict
+from bigdit.search.plan import HostNeed, Rejected, Verdict, host_need
 from bigdit.search.space import Proposal, proposals
 from bigdit.speed.seconds import Launches, launches_of
 from bigdit.units import GIB, LARGEST

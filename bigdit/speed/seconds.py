@@ -1,4 +1,4 @@
-"""Numbers that are not known better than within two bounds."""
+"""The cards of a run."""
 
 from __future__ import annotations
 
@@ -9,8 +9,28 @@ from typing import Literal
 
 from pydantic import NonNegativeFloat, model_validator
 
+from bigdit.numbers import Count, Positive
 from bigdit.profile.attempt import Launched
 from bigdit.spec import Strict
+
+
+class Cluster(Strict):
+    """The cards of the run: `gpus` of them, `gpus_per_node` in a machine, machines joined by `network_gbs`.
+
+    `network_gbs`: 10⁹ bytes a second that one machine sends, and receives at the same time.
+    """
+
+    gpus: Count = 1
+    gpus_per_node: Count = 8
+    network_gbs: Positive = 12.5
+
+    @property
+    def nodes(self) -> int:
+        return -(-self.gpus // self.gpus_per_node)
+
+    @property
+    def processes_per_node(self) -> int:
+        return min(self.gpus, self.gpus_per_node)
 
 
 class Interval(Strict):

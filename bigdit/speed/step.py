@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 from bigdit.catalog import Gpu
 from bigdit.spec import Strategy
 from bigdit.speed.calibration import Calibration
-from bigdit.speed.cluster import Cluster
-from bigdit.speed.links import copy_seconds, exchange_seconds, host_seconds
 from bigdit.speed.roofline import LAUNCH_SECONDS, kernel_seconds
-from bigdit.speed.seconds import LAUNCHED_SECONDS, NO_TIME, PARTS, Handed, Interval, Launches, StepTime, bound
-from bigdit.speed.work import Load, Work
+from bigdit.speed.seconds import LAUNCHED_SECONDS, NO_TIME, PARTS, Cluster, Handed, Interval, Launches, StepTime, bound
+from bigdit.speed.work import Amount, Exchange, Load, Work
 
 
 def step_time(
@@ -66,3 +66,125 @@ def _stage(load: Load, launches: Interval, strategy: Strategy, gpu: Gpu, cluster
         whole = max(waits, seconds.high - high) if name == "launches" else seconds.high
         parts[name] = Interval(low=waits, high=whole)
     return parts
+
+
+NVLINK = Interval(low=0.65, high=0.82)
+"""Share of NVLink's peak, one way, that a ring's bus bandwidth reaches.
+
+8 A100: about 200 to 235 of 300 GB/s (NVIDIA/nccl-tests#149; nccl's src/graph/tuning.cc caps its model at 235); H100:
+370 of 450, the protocol taking a fifth (NVIDIA/nccl-tests#212).
+"""
+
+NVLINK_SHARP = 480 / 450
+"""The same of an all-reduce that the switch adds up, on whole boards of 8 from Hopper on (NVIDIA/nccl-tests#212)."""
+
+PCIE = Interval(low=0.20, high=0.80)
+"""The same over PCIe: the processor's links and memory decide.
+
+High assumed, as one copy alone. 8 RTX 5090: 28 of 63 GB/s, 4 of them 35 (NVIDIA/nccl#1639); low for older boards
+without access from card to card: assumed.
+"""
+
+_SWITCHED = ("h20", "gh200-96g", "gh200-144g", "b200", "gb200", "b300")
+"""GPUs that NVLink's switches join, beside those whose name says SXM."""
+
+NETWORK = Interval(low=0.60, high=0.95)
+"""Share of what a machine sends over the network that collectives reach. Assumed."""
+
+LATENCY = Interval(low=5e-6, high=10e-6)
+"""Of each collective, before its first byte; `_HOP` of each step of its ring comes on top in the high bound.
+
+Source: baseLat of rings in nccl's src/graph/tuning.cc, 3.6 to 10 µs.
+"""
+_HOP = {"nvlink": 3.4e-6, "pcie": 5.7e-6, "network": 9.6e-6}
+"""Source: hwLat of rings with the Simple protocol, same file."""
+
+HOST_LINK = Interval(low=0.40, high=0.85)
+"""Share of the link to the host that copies from and to page-locked memory reach.
+
+Peaks: 12 of 15.8 GB/s (V100) and 25 of 31.5 (A100), both measured (ZaidQureshi/bam#54). Low is for cards that share
+a root port or the host's memory: assumed.
+"""
+
+HOST_MEMORY = Interval(low=40e9, high=300e9)
+"""Bytes a second that the cores of one machine move, all its processes together.
+
+Low: DeepSpeed's CPU Adam takes 8.2 s for 11.6 B parameters, at 28 B each (deepspeedai/DeepSpeed#735). High: three
+quarters of two sockets with 8 channels of DDR4-3200: assumed. Processes that were left with a single thread, or
+processors of few cores, are slower.
+"""
+
+HOST_CALL = Interval(low=1e-6, high=10e-6)
+"""Of each operator on the host. Assumed: the launch of a kernel apart, as LAUNCH_SECONDS of roofline.py."""
+
+
+def exchange_seconds(load: Load, strategy: Strategy, gpu: Gpu, cluster: Cluster) -> Interval:
+    """Seconds of all collectives, one after the other."""
+    each = (_collective(*of, _stride(of[0], strategy), gpu, cluster) for of in load.exchanges.items())
+    return sum(each, NO_TIME)
+
+
+def copy_seconds(load: Load, gpu: Gpu) -> Interval:
+    """Seconds of copies between card and host: both ways at once in the low bound."""
+    there, back, peak = load.at("to device").nbytes, load.at("to host").nbytes, gpu.host_gbs * 1e9
+    return Interval(low=HOST_LINK.per(max(there, back) / peak).low, high=HOST_LINK.per((there + back) / peak).high)
+
+
+def host_seconds(load: Load, cluster: Cluster) -> Interval:
+    """Seconds of operators on the host's own tensors, whose memory the processes of a machine share."""
+    on_host = load.at("host")
+    return HOST_MEMORY.per(on_host.nbytes * cluster.processes_per_node) + HOST_CALL * on_host.calls
+
+
+def _stride(exchange: Exchange, strategy: Strategy) -> int:
+    """How far apart the ranks of a group are: HSDP's shards are neighbours, its replicas a shard group apart."""
+    replicas = strategy.dp_replicate > 1 and exchange.group_size == strategy.dp_replicate
+    between_replicas = replicas and (exchange.name == "all_reduce" or strategy.dp_shard != strategy.dp_replicate)
+    return strategy.dp_shard if between_replicas else 1
+
+
+def _collective(exchange: Exchange, amount: Amount, stride: int, gpu: Gpu, cluster: Cluster) -> Interval:
+    """A ring of NCCL's over the group: within machines, and between them where it spans several.
+
+    The bus carries `_bus_share` of the bytes; low has both links busy at once, and what leaves a machine leaves it
+    once; high is one ring over all cards, link after link.
+    Source: bus bandwidth as nccl-tests define it, doc/PERFORMANCE.md.
+    """
+    size = exchange.group_size
+    within = max(1, min(size, cluster.gpus_per_node // stride))
+    nodes = math.ceil(size / within)
+    rings = min(stride, cluster.gpus_per_node)  # groups that cross a machine's border at the same time
+    seconds, link = NO_TIME, "network"
+    if within > 1:
+        link, bandwidth = _within(exchange.name, within, gpu)
+        seconds = bandwidth.per(amount.nbytes * _bus_share(exchange.name, within if nodes > 1 else size))
+    if nodes > 1:
+        between = NETWORK * (cluster.network_gbs * 1e9 / rings)
+        fewest = between.per(amount.nbytes * _bus_share(exchange.name, nodes)).low
+        most = between.per(amount.nbytes * _bus_share(exchange.name, size)).high
+        seconds = Interval(low=max(seconds.low, fewest), high=seconds.high + most)
+    hops = _HOP[link] * (size - nodes) + _HOP["network"] * (nodes - 1)
+    rounds = 2 if exchange.name == "all_reduce" else 1
+    return seconds + LATENCY * amount.calls + Interval(low=0, high=hops * rounds * amount.calls)
+
+
+def _bus_share(name: str, size: int) -> float:
+    """Bytes on the bus for each byte of the largest tensor of a collective over `size` processes."""
+    if name in ("broadcast", "reduce"):
+        return 1.0
+    return (2.0 if name == "all_reduce" else 1.0) * (size - 1) / size
+
+
+def _within(name: str, size: int, gpu: Gpu) -> tuple[str, Interval]:
+    """The link between the cards of one machine, and its bus bandwidth in bytes a second."""
+    pcie = PCIE * (gpu.pcie_gbs * 1e9)
+    if gpu.nvlink_one_way_gbs is None:
+        return "pcie", pcie
+    nvlink = NVLINK * (gpu.nvlink_one_way_gbs * 1e9)
+    # NVLink joins all GPUs of a board by switches, or two or four by bridges.
+    if "-sxm" not in gpu.name and gpu.name not in _SWITCHED:
+        # A bridge joins two GPUs, if it was bought.
+        return "pcie", Interval(low=pcie.low, high=nvlink.high) if size == 2 else pcie
+    if name == "all_reduce" and size == 8 and gpu.compute_capability >= (9, 0):
+        nvlink = Interval(low=nvlink.low, high=NVLINK_SHARP * gpu.nvlink_one_way_gbs * 1e9)
+    return "nvlink", nvlink

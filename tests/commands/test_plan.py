@@ -13,7 +13,7 @@ from commands import DIGITS, ROOT, bigdit
 from safetensors.numpy import save_file
 from tiny_models import SANA
 
-from bigdit.search.host import LIBRARIES_BYTES
+from bigdit.search.plan import LIBRARIES_BYTES
 from bigdit.spec import StepSize
 
 TINY = ("--model", "dit-s-8")

@@ -15,7 +15,6 @@ from bigdit.profile.cards import Cards
 from bigdit.profile.request import request_for
 from bigdit.report.plan import show
 from bigdit.search import candidates as verdict
-from bigdit.search.host import host_need
 from bigdit.search.plan import (
     Band,
     BucketLimit,
@@ -30,11 +29,11 @@ from bigdit.search.plan import (
     Setting,
     Step,
     Verdict,
+    host_need,
 )
 from bigdit.search.question import Pins, Question
 from bigdit.spec import EmaSpec, OptimizerSpec, StepSize, Strategy
-from bigdit.speed.cluster import Cluster
-from bigdit.speed.seconds import Interval, StepTime
+from bigdit.speed.seconds import Cluster, Interval, StepTime
 from bigdit.units import GIB, KIB
 
 IMAGES = 30_000_000

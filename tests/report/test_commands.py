@@ -19,7 +19,7 @@ from bigdit.config.plan_file import FILE
 from bigdit.report.commands import PORT, Command, commands, obstacle
 from bigdit.report.skeleton import skeleton
 from bigdit.spec import Strategy
-from bigdit.speed.cluster import Cluster
+from bigdit.speed.seconds import Cluster
 
 FOLDER = Path("plans/a folder")
 

@@ -22,8 +22,7 @@ from bigdit.report.commands import commands
 from bigdit.report.folder import OURS, write_plan
 from bigdit.report.skeleton import skeleton
 from bigdit.search.answer import PLANS
-from bigdit.search.plan import Plan
-from bigdit.search.record import record
+from bigdit.search.plan import Plan, record
 from bigdit.spec import LoraSpec
 from bigdit.speed.seconds import Interval
 from bigdit.train.prepare import prepare

@@ -13,9 +13,9 @@ from bigdit.memory import Block, Span, Timeline
 from bigdit.profile.cards import Cards
 from bigdit.search.ask import question_for
 from bigdit.search.dataset import EncodersNeed, Side, _room_notes, dataset_need, encoding_requests, written
-from bigdit.search.host import LIBRARIES_BYTES, host_need
+from bigdit.search.plan import LIBRARIES_BYTES, host_need
 from bigdit.sources.protocol import Caption
-from bigdit.speed.cluster import Cluster
+from bigdit.speed.seconds import Cluster
 from bigdit.store.part import Encoded, write_part
 from bigdit.store.text import Text
 from bigdit.units import GIB, KIB, MIB

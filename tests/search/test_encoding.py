@@ -6,9 +6,8 @@ from bigdit.catalog import gpu, resolve_gpu
 from bigdit.config.load import parse_run
 from bigdit.memory.process import cuda_context
 from bigdit.profile.cards import Cards
-from bigdit.search import encoding as encode_batch
-from bigdit.search.dataset import EncodersNeed, Side
-from bigdit.search.encoding import EncodeBatch, with_batch_size
+from bigdit.search import dataset as encode_batch
+from bigdit.search.dataset import EncodeBatch, EncodersNeed, Side, with_batch_size
 from bigdit.units import GIB
 
 

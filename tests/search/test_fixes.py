@@ -6,7 +6,7 @@ from cards import SMALL
 
 from bigdit.search.answer import make_plan
 from bigdit.search.ask import question_for
-from bigdit.search.fixes import _more_host
+from bigdit.search.explain import _more_host
 from bigdit.search.question import Pins, Question
 from bigdit.units import GIB
 

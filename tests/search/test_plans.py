@@ -205,7 +205,7 @@ def test_an_engine_whose_state_its_machine_does_not_hold_is_not_looked_at() -> N
 @pytest.mark.parametrize("gpus", [1, 8])
 def test_what_is_predicted_is_near_what_runs(gpus: int, record_property) -> None:  # type: ignore[no-untyped-def]
     """Reserved bytes at sizes between those that ran, and beyond; the host's bytes; a step's work."""
-    from bigdit.speed.cluster import Cluster
+    from bigdit.speed.seconds import Cluster
 
     asked = question(gpu=A40, pins=Pins(engine="single" if gpus == 1 else "fsdp2"), cluster=Cluster(gpus=gpus))
     proposed = [each for each in proposals(asked)[0] if not each.last_resort]

@@ -32,8 +32,7 @@ from bigdit.search.question import Pins, Question
 from bigdit.search.rows import faster_or_slower
 from bigdit.search.space import Proposal, lossy_by, proposals
 from bigdit.spec import LoraBase, Strategy
-from bigdit.speed.cluster import Cluster
-from bigdit.speed.seconds import Interval, StepTime
+from bigdit.speed.seconds import Cluster, Interval, StepTime
 from bigdit.units import MIB
 
 A40 = catalog.gpu("a40")

@@ -18,7 +18,7 @@ from bigdit.search import receipts
 from bigdit.search.ask import question_for
 from bigdit.search.calibration import UNPROVED, calibration, check, memory_band
 from bigdit.search.receipts import own_receipts
-from bigdit.speed.cluster import Cluster
+from bigdit.speed.seconds import Cluster
 from bigdit.speed.step import step_time
 from bigdit.speed.work import work_of
 

@@ -13,12 +13,11 @@ from bigdit.report.page import page
 from bigdit.search.answer import make_plan
 from bigdit.search.calibration import Evidence
 from bigdit.search.candidates import Candidate, Planner
-from bigdit.search.plan import Plan
+from bigdit.search.plan import Plan, record
 from bigdit.search.question import Pins, Question
-from bigdit.search.record import record
 from bigdit.search.solve import search
 from bigdit.search.space import proposals
-from bigdit.speed.cluster import Cluster
+from bigdit.speed.seconds import Cluster
 
 pytestmark = pytest.mark.xdist_group("swapped plans")
 

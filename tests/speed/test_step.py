@@ -9,11 +9,9 @@ from bigdit.profile.attempt import launched
 from bigdit.search.making import run
 from bigdit.spec import Strategy
 from bigdit.speed.calibration import Calibration
-from bigdit.speed.cluster import Cluster
-from bigdit.speed.links import HOST_LINK, HOST_MEMORY, LATENCY, NVLINK
 from bigdit.speed.roofline import BANDWIDTH, KERNEL_SECONDS, LAUNCH_SECONDS, PRODUCTS
-from bigdit.speed.seconds import LAUNCHED_SECONDS, PARTS, Interval, Launches, StepTime, launches_of
-from bigdit.speed.step import step_time
+from bigdit.speed.seconds import LAUNCHED_SECONDS, PARTS, Cluster, Interval, Launches, StepTime, launches_of
+from bigdit.speed.step import HOST_LINK, HOST_MEMORY, LATENCY, NVLINK, step_time
 from bigdit.speed.work import NOTHING, Amount, Exchange, Load, Operation, Work
 
 A100 = catalog.gpu("a100-80g-sxm")

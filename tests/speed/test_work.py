@@ -9,8 +9,7 @@ from bigdit.memory import Timeline
 from bigdit.profile.cards import Cards
 from bigdit.profile.request import StepRequest
 from bigdit.spec import Strategy
-from bigdit.speed.cluster import Cluster
-from bigdit.speed.seconds import Interval
+from bigdit.speed.seconds import Cluster, Interval
 from bigdit.speed.step import step_time
 from bigdit.speed.work import Load, Operation, work_of
 

@@ -22,7 +22,7 @@ from bigdit.config.plan_file import DS_CONFIG
 from bigdit.config.strategy import parse_strategy
 from bigdit.report.commands import PORT, Command, commands
 from bigdit.spec import Strategy
-from bigdit.speed.cluster import Cluster
+from bigdit.speed.seconds import Cluster
 from bigdit.train import main
 from bigdit.train.processes.launch import free_port
 from bigdit.train.seen.metrics import read_metrics
