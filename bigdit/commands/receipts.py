@@ -1,4 +1,4 @@
-"""`bigdit receipts`: what runs of this machine took, and how far what is predicted for them now is off."""
+"""`bigdit receipts`: what runs of this machine took, and how far off emulated memory and estimated seconds are."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from bigdit.catalog import Gpu
     from bigdit.receipt import Receipt
 
-HELP = "What earlier runs took, and how far what is predicted for them now is off."
+HELP = "What earlier runs took, and how far off plans are."
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help=HELP)
 
@@ -44,7 +44,7 @@ def show(gpu: Card = None, receipts: Folder = None, as_json: Json = False) -> No
 
 @app.command()
 def compare(gpu: Card = None, receipts: Folder = None, as_json: Json = False) -> None:
-    """Each receipt beside what is predicted for it now, and what plans take from all of a card: band and speed."""
+    """Compare each receipt with an emulated GPU, and show what plans take from all of a GPU: margin and speed."""
     from bigdit import log
     from bigdit.profile.cards import Cards
     from bigdit.report.receipts import compared, summary
@@ -91,7 +91,7 @@ def compare(gpu: Card = None, receipts: Folder = None, as_json: Json = False) ->
 
 @app.command()
 def calibrate(gpu: Card = None, receipts: Folder = None, as_json: Json = False) -> None:
-    """What plans take from a card's receipts: the band of memory, and by what its predicted seconds are multiplied."""
+    """Show what plans take from a GPU's receipts: the safety margin of memory, and the factor of speed."""
     from bigdit import log
     from bigdit.errors import UserError
     from bigdit.profile.cards import Cards
