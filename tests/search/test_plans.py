@@ -168,7 +168,7 @@ def test_a_machine_that_is_only_assumed_is_a_line_and_no_verdict(engine: Literal
     assert plan.buckets[0].none >= plan.chosen.strategy.micro_batch_size
     assert {point.verdict for point in plan.settings[0].points} >= {"FITS"}
     (line,) = words.host(plan)
-    assert line.startswith(f"host RAM: {gib(plan.host.node_bytes)} needed a machine, more than the 1.00 GiB that are")
+    assert line.startswith(f"CPU memory: {gib(plan.host.node_bytes)} needed per machine, more than the 1.00 GiB ")
 
 
 def state_bytes(planner: Planner, found: list[str]) -> float:

@@ -244,7 +244,7 @@ def _at_most(path: Path, most: int) -> tuple[str, bytes, tuple[int, int]]:
 
 
 def settings(record: RunRecord) -> dict[str, str]:
-    """A line for each thing that is set, of those that are chosen again and again."""
+    """A line for each of the usual settings."""
     strategy, run = record.strategy, record.run
     found = {
         "model": ", a ".join(dict.fromkeys((record.model.name, record.model.class_name))),
@@ -254,17 +254,16 @@ def settings(record: RunRecord) -> dict[str, str]:
         "learning rate": _rate(record),
         "batch": words.step_size(strategy),
         "checkpointing": words.checkpointing(strategy, None),
-        "average": words.average(strategy)
-        if record.device != "cpu" or strategy.ema is None
-        else f"{words.emas(strategy.ema)} in fp32",
+        "EMA": words.average(strategy) if record.device != "cpu" or strategy.ema is None else words.emas(strategy.ema),
     }
     if strategy.compile_blocks:
         found["blocks"] = "compiled by torch"
     if strategy.lora is not None:
         found["adapters"] = f"LoRA of rank {strategy.lora.rank} over a frozen {strategy.lora.base} base"
     if run.validation is not None:
-        held_out, every = how_many(run.validation.samples, "sample"), how_many(run.validation.every, "step")
-        found["validation"] = f"{held_out} held out, every {every}"
+        found["validation"] = (
+            f"{how_many(run.validation.samples, 'sample')}, every {how_many(run.validation.every, 'step')}"
+        )
     if record.stage is not None:
         found["stage"] = f"stages.{record.stage}, whose settings these are"
     found["seed"] = f"{run.train.seed}"
