@@ -142,7 +142,7 @@ def engine(strategy: Strategy) -> str:
     """The engine, and what it shards and offloads."""
     world = strategy.world_size
     if strategy.engine == "single":
-        return "one process, no sharding"
+        return "single GPU"
     if strategy.engine == "fsdp2":
         copies = f"HSDP, {strategy.dp_replicate} replicas of {how_many(strategy.dp_shard, 'process')} each"
         text = copies if strategy.dp_replicate > 1 else f"FSDP2 over {world} process{'es' * (world > 1)}"

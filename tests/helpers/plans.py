@@ -157,7 +157,7 @@ def setting(chosen: Choice, ledger: Ledger, non_torch: ByteRange, room: Room) ->
         samples_per_second_per_card=chosen.samples_per_second_per_card,
     )
     return Setting(
-        title="one process, AdamW", strategy=chosen.strategy, non_torch=non_torch, rooms=(room,), points=(point,)
+        title="single GPU, AdamW", strategy=chosen.strategy, non_torch=non_torch, rooms=(room,), points=(point,)
     )
 
 
@@ -227,7 +227,7 @@ WATERFALL = (
     Step(change="features cached", process_bytes=84 * GIB, verdict="DOES NOT FIT",
          saved_by="Gemma-2 and the VAE leave the GPU"),
     Step(change="DeepSpeed's buckets left out", process_bytes=82 * GIB, verdict="DOES NOT FIT",
-         saved_by="one process needs none"),
+         saved_by="a single GPU needs none"),
     Step(change="micro-batch 8", process_bytes=54 * GIB, verdict="DOES NOT FIT", saved_by="fewer activations"),
     Step(change="12 of 20 blocks checkpointed", process_bytes=40 * GIB, verdict="FITS", saved_by="recomputed"),
 )  # fmt: skip

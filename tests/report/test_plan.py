@@ -369,7 +369,7 @@ STRATEGIES = {
         None,
         "HSDP, 2 replicas of 4 processes each",
     ),
-    "single": ({}, None, "one process, no sharding"),
+    "single": ({}, None, "single GPU"),
 }
 
 

@@ -22,13 +22,13 @@ from bigdit.units import gib
 # One plan with that of tests/report/test_plan.py, which is recorded once.
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("plan")]
 
-ADAMW = "one process, AdamW"
+ADAMW = "single GPU, AdamW"
 RAN = ((2, 0), (2, 20), (4, 0), (8, 12), (8, 20), (16, 20), (24, 20))
 """Micro-batches with blocks: as after a search, not every size with every number of blocks."""
 OTHERS = {
-    "one process, 8-bit AdamW": {"optimizer": OptimizerSpec(name="adamw_8bit")},
-    "one process, CAME": {"optimizer": OptimizerSpec(name="came")},
-    "one process, CAME, EMA on the GPU": {"optimizer": OptimizerSpec(name="came"), "ema": EmaSpec(device="gpu")},
+    "single GPU, 8-bit AdamW": {"optimizer": OptimizerSpec(name="adamw_8bit")},
+    "single GPU, CAME": {"optimizer": OptimizerSpec(name="came")},
+    "single GPU, CAME, EMA on the GPU": {"optimizer": OptimizerSpec(name="came"), "ema": EmaSpec(device="gpu")},
 }
 SMALLER, LARGER = catalog.gpu("rtx-3090-ti"), catalog.gpu("rtx-a6000")
 
@@ -216,12 +216,12 @@ def test_a_choice_leaves_only_what_ran_with_it(page, document):
     assert [each.text for each in optimizer.options] == ["AdamW", "8-bit AdamW", "CAME"]
     assert not at(page, "average").is_enabled()
     optimizer.select_by_visible_text("CAME")
-    assert state(page)["strategy"] == "one process, CAME"
+    assert state(page)["strategy"] == "single GPU, CAME"
     Select(at(page, "average")).select_by_visible_text("in fp32 on the GPU")
-    assert state(page)["strategy"] == "one process, CAME, EMA on the GPU"
+    assert state(page)["strategy"] == "single GPU, CAME, EMA on the GPU"
     shows(page, *shown(page, document))
     optimizer.select_by_visible_text("8-bit AdamW")
-    assert state(page)["strategy"] == "one process, 8-bit AdamW"
+    assert state(page)["strategy"] == "single GPU, 8-bit AdamW"
     assert not at(page, "average").is_enabled()
     shows(page, *shown(page, document))
 

@@ -198,7 +198,7 @@ def test_an_engine_whose_state_its_machine_does_not_hold_is_not_looked_at() -> N
     assert (short.engines, short.short_of_host) == ([], engines)
     assert (held.engines, held.short_of_host, held.rejected) == (engines, [], [])
     assert other.engines == both[:1]
-    assert [each.choice for each in other.rejected] == ["one process, AdamW"]
+    assert [each.choice for each in other.rejected] == ["single GPU, AdamW"]
 
 
 @pytest.mark.slow

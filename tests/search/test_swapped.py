@@ -123,9 +123,9 @@ def titles(asked: Question) -> list[str]:
 def test_swapped_blocks_are_proposed_where_they_can_be_trained() -> None:
     alone = Pins(lora_rank=16)
     assert titles(question(FLUX, 12_000, alone)) == [
-        "one process, AdamW, LoRA 16 over bf16, weights of blocks on the host"
+        "single GPU, AdamW, LoRA 16 over bf16, weights of blocks in CPU memory"
     ]
-    whole = "one process, Adafactor, bf16 without masters, stepped in the backward pass, weights of blocks on the host"
+    whole = "single GPU, Adafactor, bf16 without masters, stepped in the backward pass, weights of blocks in CPU memory"
     assert titles(question(FLUX, 12_000, Pins())) == titles(question(FLUX, 12_000, WHOLE)) == [whole]
     for pins, changes in (
         (alone, {"cluster": Cluster(gpus=2)}),

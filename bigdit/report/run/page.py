@@ -126,8 +126,8 @@ def _facts(found: Found) -> dict[str, tuple[str, str]]:
     if (mfu := found.last("mfu")) is not None:
         facts["MFU"] = f"{100 * mfu:.1f} %", "in the last steps"
     if (peak := found.last("peak_memory_bytes")) is not None:
-        on_host = found.record is not None and found.record.device == "cpu"
-        facts["memory at its peak"] = gib(peak), "of this process, on the host" if on_host else "allocated by torch"
+        on_cpu = found.record is not None and found.record.device == "cpu"
+        facts["memory at its peak"] = gib(peak), "of this process, in CPU memory" if on_cpu else "allocated by torch"
     if found.receipt is not None:
         seconds = Interval(low=found.receipt.seconds, high=found.receipt.seconds)
         facts["time"] = words.span(seconds), f"for {how_many(found.receipt.steps, 'step')} of the last start"
@@ -246,9 +246,10 @@ def _at_most(path: Path, most: int) -> tuple[str, bytes, tuple[int, int]]:
 def settings(record: RunRecord) -> dict[str, str]:
     """A line for each of the usual settings."""
     strategy, run = record.strategy, record.run
+    single_on_cpu = record.device == "cpu" and strategy.engine == "single"
     found = {
         "model": ", a ".join(dict.fromkeys((record.model.name, record.model.class_name))),
-        "engine": words.engine(strategy),
+        "engine": "single process" if single_on_cpu else words.engine(strategy),
         "precision": words.PRECISIONS[strategy.precision],
         "optimizer": words.OPTIMIZERS[strategy.optimizer.name],
         "learning rate": _rate(record),
