@@ -1,4 +1,4 @@
-"""A plan in the terminal: what a person wants first comes first, and reads at 80 columns without colour."""
+"""A plan in the terminal: what a person needs first comes first, and reads at 80 columns without colour."""
 
 from __future__ import annotations
 
