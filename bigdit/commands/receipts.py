@@ -17,7 +17,7 @@ HELP = "What earlier runs took, and how far off plans are."
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help=HELP)
 
-Card = Annotated[str | None, typer.Option("--gpu", metavar="NAME", help="Of this card alone.")]
+Card = Annotated[str | None, typer.Option("--gpu", metavar="NAME", help="Of this GPU alone.")]
 Folder = Annotated[
     Path | None,
     typer.Option("--receipts", metavar="DIR", help="The folder; those that plans read if left out."),
@@ -26,7 +26,7 @@ Folder = Annotated[
 
 @app.command("list")
 def show(gpu: Card = None, receipts: Folder = None, as_json: Json = False) -> None:
-    """All receipts: when, which model and card, reserved bytes, seconds a step."""
+    """All receipts: when, which model and GPU, reserved bytes, seconds a step."""
     from bigdit import log
     from bigdit.report.receipts import listed
     from bigdit.units import how_many
@@ -85,7 +85,7 @@ def compare(gpu: Card = None, receipts: Folder = None, as_json: Json = False) ->
     if as_json:
         log.emit_json(document)
     elif not document:
-        whose = "a card" if gpu is None else gpu
+        whose = "a GPU" if gpu is None else gpu
         log.notice(f"none of {how_many(len(found), 'receipt')} is of {whose} with one shape of batches")
 
 
@@ -112,7 +112,7 @@ def calibrate(gpu: Card = None, receipts: Folder = None, as_json: Json = False) 
     if not learned:
         raise UserError(
             f"receipts calibrate: none of {how_many(len(found), 'receipt')} is usable of "
-            f"{'any card' if gpu is None else gpu}; one that `bigdit train` wrote on a card, with one shape of "
+            f"{'any GPU' if gpu is None else gpu}; one that `bigdit train` wrote on a GPU, with one shape of "
             "batches, was expected (--receipts DIR)"
         )
     if as_json:

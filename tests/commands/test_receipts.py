@@ -108,7 +108,7 @@ def test_nothing_to_take_is_a_line(folder, tmp_path):
     )
     done = bigdit("receipts", "calibrate", "--receipts", tmp_path, "--json")
     assert (done.returncode, done.stdout) == (1, "")
-    assert "error: receipts calibrate: none of 0 receipts is usable of any card" in done.stderr
+    assert "error: receipts calibrate: none of 0 receipts is usable of any GPU" in done.stderr
 
 
 def test_none_of_a_card_and_none_at_all_are_lines(folder, tmp_path):
