@@ -1,4 +1,4 @@
-"""`bigdit receipts`: what runs of this machine took, and how far what is predicted for them now is off."""
+"""`bigdit receipts`: what runs of this machine took, and how far off emulated memory and estimated seconds are."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from bigdit.catalog import Gpu
     from bigdit.receipt import Receipt
 
-HELP = "What earlier runs took, and how far what is predicted for them now is off."
+HELP = "What earlier runs took, and how far off plans are."
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help=HELP)
 
-Card = Annotated[str | None, typer.Option("--gpu", metavar="NAME", help="Of this card alone.")]
+Card = Annotated[str | None, typer.Option("--gpu", metavar="NAME", help="Of this GPU alone.")]
 Folder = Annotated[
     Path | None,
     typer.Option("--receipts", metavar="DIR", help="The folder; those that plans read if left out."),
@@ -26,7 +26,7 @@ Folder = Annotated[
 
 @app.command("list")
 def show(gpu: Card = None, receipts: Folder = None, as_json: Json = False) -> None:
-    """All receipts: when, which model and card, reserved bytes, seconds a step."""
+    """All receipts: when, which model and GPU, reserved bytes, seconds a step."""
     from bigdit import log
     from bigdit.report.receipts import listed
     from bigdit.units import how_many
@@ -44,7 +44,7 @@ def show(gpu: Card = None, receipts: Folder = None, as_json: Json = False) -> No
 
 @app.command()
 def compare(gpu: Card = None, receipts: Folder = None, as_json: Json = False) -> None:
-    """Each receipt beside what is predicted for it now, and what plans take from all of a card: band and speed."""
+    """Compare each receipt with an emulated GPU, and show what plans take from all of a GPU: margin and speed."""
     from bigdit import log
     from bigdit.profile.cards import Cards
     from bigdit.report.receipts import compared, summary
@@ -86,13 +86,13 @@ def compare(gpu: Card = None, receipts: Folder = None, as_json: Json = False) ->
     if as_json:
         log.emit_json(document)
     elif not document:
-        whose = "a card" if gpu is None else gpu
+        whose = "a GPU" if gpu is None else gpu
         log.notice(f"none of {how_many(len(found), 'receipt')} is of {whose} with one shape of batches")
 
 
 @app.command()
 def calibrate(gpu: Card = None, receipts: Folder = None, as_json: Json = False) -> None:
-    """What plans take from a card's receipts: the band of memory, and by what its predicted seconds are multiplied."""
+    """Show what plans take from a GPU's receipts: the safety margin of memory, and the factor of speed."""
     from bigdit import log
     from bigdit.errors import UserError
     from bigdit.profile.cards import Cards
@@ -113,7 +113,7 @@ def calibrate(gpu: Card = None, receipts: Folder = None, as_json: Json = False) 
     if not learned:
         raise UserError(
             f"receipts calibrate: none of {how_many(len(found), 'receipt')} is usable of "
-            f"{'any card' if gpu is None else gpu}; one that `bigdit train` wrote on a card, with one shape of "
+            f"{'any GPU' if gpu is None else gpu}; one that `bigdit train` wrote on a GPU, with one shape of "
             "batches, was expected (--receipts DIR)"
         )
     if as_json:

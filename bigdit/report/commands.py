@@ -1,4 +1,4 @@
-"""The commands that run a plan, right for its engine, its cards and its machines."""
+"""The commands that run a plan, right for its engine, its GPUs and its machines."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from bigdit.catalog.first_frame import takes_first_frame
 from bigdit.checkout import entry
 from bigdit.config.plan_file import DS_CONFIG, FILE
 from bigdit.report.skeleton import RUN, skeleton
+from bigdit.report.words import samples
 from bigdit.search.plan import Plan, record
 
 WIDTH = 78
@@ -64,7 +65,7 @@ def commands(plan: Plan, folder: Path) -> list[Command]:
     found, spread = [], recorded.processes_per_node
     if known and plan.question.model.extractable and recorded.strategy.features == "cached":
         extract = ("bigdit", "extract", "--config", str(config))
-        what = "pictures" if plan.question.model.text is None else "pictures and captions"
+        what = f"{samples(plan)}{'' if plan.question.model.text is None else ' and captions'}"
         found.append(Command(f"once, to encode {what}", extract))
     if len(spread) == 1:
         train = ("bigdit", "train", "--plan", str(folder), "--config", str(config))

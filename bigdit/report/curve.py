@@ -1,4 +1,4 @@
-"""Two pictures of a plan: memory against the micro-batch size, and the front of memory against speed."""
+"""Two figures of a plan: memory against the micro-batch size, and the front of memory against speed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def plot_curves(plan: Plan, path: Path) -> None:
 
 
 def curves_figure(plan: Plan) -> Figure:
-    """The process's peak in GiB against the micro-batch size, a line for each curve, with the card's line."""
+    """The process's peak in GiB against the micro-batch size, a line for each curve, with the GPU's line."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -55,7 +55,7 @@ def curves_figure(plan: Plan) -> Figure:
     )
     axes.set_ylim(0, 1.3 * max(usable, held) / GIB)
     axes.set_xlim(left=0)
-    axes.set_xlabel("micro-batch size a card")
+    axes.set_xlabel("micro-batch size per GPU")
     axes.set_ylabel("process at its peak, GiB")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     _finish(axes)
@@ -68,7 +68,7 @@ def _draw_curve(axes: Axes, curve: Curve, colour: str, marker: str) -> None:
 
 
 def front_figure(plan: Plan) -> Figure:
-    """Samples a second a card against the process's peak in GiB; points are numbered as the rows of the front."""
+    """Samples a second per GPU against the process's peak in GiB; points are numbered as the rows of the front."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4.6), dpi=120, layout="constrained")
@@ -94,7 +94,7 @@ def front_figure(plan: Plan) -> Figure:
     axes.set_ylim(0, 1.12 * max(choice.samples_per_second_per_card.high for choice in plan.front))
     axes.set_xlim(0, 1.1 * max([plan.question.gpu.usable_bytes, *(c.process.high_bytes for c in plan.front)]) / GIB)
     axes.set_xlabel("process at its peak, GiB")
-    axes.set_ylabel(f"{samples(plan)}/s a card")
+    axes.set_ylabel(f"{samples(plan)}/s per GPU")
     marks = [
         axes.plot([], [], "o", color=COLOURS["parameter"], label="lossless")[0],
         axes.plot([], [], "s", color=COLOURS["gradient"], markerfacecolor="white", label="lossy")[0],
@@ -104,14 +104,14 @@ def front_figure(plan: Plan) -> Figure:
 
 
 def _draw_card(axes: Axes, plan: Plan, *, horizontal: bool) -> None:
-    """The card's line, and below it what is not known, in which a plan is tight."""
+    """The GPU's line, and below it the margin in which a plan is tight."""
     usable = plan.question.gpu.usable_bytes
     margin = plan.chosen.process.high_bytes - plan.chosen.process.low_bytes
     line, area = (axes.axhline, axes.axhspan) if horizontal else (axes.axvline, axes.axvspan)
     line(usable / GIB, color="black", linestyle="--", linewidth=1.2)
     area((usable - margin) / GIB, usable / GIB, color=COLOURS["saved activation"], alpha=0.35, linewidth=0)
     axes.annotate(
-        f"usable {gib(usable)}; shaded: not known",
+        f"usable {gib(usable)}; shaded: margin",
         (0.01, usable / GIB) if horizontal else (usable / GIB, 1.0),
         xycoords=axes.get_yaxis_transform() if horizontal else axes.get_xaxis_transform(),
         xytext=(0, 5),

@@ -33,8 +33,8 @@ def check_folder(folder: Path) -> None:
 
 
 def write_plan(plan: Plan, folder: Path, others: Sequence[Plan] = ()) -> list[Path]:
-    """Write `plan`'s files; an older plan in `folder` gives way, but for a run.yaml that was edited since. The page
-    moves over the `others` too, plans of other numbers of cards.
+    """Write `plan`'s files. They replace an older plan in `folder`, except a run.yaml that was edited since. The page
+    shows the `others` too: plans for other numbers of GPUs.
 
     Raises UserError where `folder` holds anything that no plan wrote, and where it cannot be written.
     """

@@ -43,8 +43,8 @@ class Bar(NamedTuple):
 
 
 def page(plan: Plan, folder: Path | None = None, others: Sequence[Plan] = ()) -> str:
-    """The page; with the commands that run the plan from `folder`, where it lies, and with what ran of the `others`,
-    plans of other numbers of GPUs."""
+    """The page, with the commands that run the plan from its `folder`, and with what ran for the `others`: plans for
+    other numbers of GPUs."""
     filters = {"gib": gib, "size": words.size, "count": count, "between": words.between}
     return render("plan.html", filters, _found(plan, folder, others))
 
@@ -93,7 +93,7 @@ def _facts(plan: Plan) -> dict[str, tuple[str, str]]:
             f"of {gib(plan.question.gpu.usable_bytes)}",
         ),
         "micro-batch": (str(chosen.strategy.micro_batch_size), f"{chosen.strategy.global_batch_size:,} a step"),
-        f"{words.samples(plan)}/s a card": (
+        f"{words.samples(plan)}/s per GPU": (
             words.between(chosen.samples_per_second_per_card),
             how_many(gpus, "GPU"),
         ),
@@ -103,12 +103,12 @@ def _facts(plan: Plan) -> dict[str, tuple[str, str]]:
         if plan.run.money is not None:
             found["cost"] = (words.between(plan.run.money), f"{words.between(plan.run.gpu_hours)} GPU-hours")
         else:
-            found["GPU-hours"] = (words.between(plan.run.gpu_hours), "over all GPUs")
+            found["GPU-hours"] = (words.between(plan.run.gpu_hours), "on all GPUs")
     return found
 
 
 def _card_bar(plan: Plan, longest: int) -> Bar:
-    """The process at its peak: what is allocated, what lies idle in the allocator, what is beside torch."""
+    """The process at its peak: allocated, idle in the allocator, the safety margin, and what is not torch's."""
     held, ledger = words.held(plan), plan.ledger
     pieces = _pieces(ledger.deciding, longest)
     idle = max(held.pop("reserved by torch") - ledger.peak_allocated_bytes, 0)
@@ -126,7 +126,7 @@ def _phase_bars(plan: Plan) -> list[Bar]:
             phase.phase,
             gib(phase.peak_bytes),
             _pieces(phase, highest),
-            "peak phase" if phase is plan.ledger.deciding else "",
+            "peak" if phase is plan.ledger.deciding else "",
         )
         for phase in plan.ledger.phases
     ]
@@ -140,7 +140,7 @@ def _pieces(phase: PhasePeak, longest: int) -> list[Piece]:
 
 
 def _waterfall(plan: Plan) -> list[tuple[str, str, str, str, float]]:
-    """A row a change: what was changed, why it saves, what is wanted then, the verdict, and the bar's length in %."""
+    """A row for each change: the change, why it saves, the memory after it, the verdict, the bar's length in %."""
     longest = max([plan.question.gpu.usable_bytes, *(step.process_bytes for step in plan.waterfall)])
     return [
         (step.change, step.saved_by, gib(step.process_bytes), step.verdict, 100 * step.process_bytes / longest)
@@ -154,7 +154,8 @@ def _timeline(plan: Plan) -> Markup:
         Timeline.unpack(plan.packed_timeline), title="", card_bytes=plan.question.gpu.usable_bytes, most=COLUMNS
     )
     peaks = ", ".join(f"{phase.phase} {gib(phase.peak_bytes)}" for phase in ledger.phases)
-    said = f"Allocated memory from the engine's start through two steps. Peaks: {peaks}. Peak: {ledger.deciding.phase}."
+    peak = ledger.deciding.phase
+    said = f"Allocated memory from the engine's start through two steps. Peaks: {peaks}. Peak phase: {peak}."
     return inline(figure, "timeline", "Memory over time", said)
 
 
@@ -171,7 +172,7 @@ def _curves(plan: Plan) -> Markup:
 
 def _front(plan: Plan) -> Markup:
     said = (
-        f"{words.samples(plan).capitalize()} a second a card against the peak of the process; the points are the "
+        f"{words.samples(plan).capitalize()} a second per GPU against the peak of the process; the points are the "
         "numbered rows of the table below."
     )
     return inline(front_figure(plan), "front", "Memory against speed", said)

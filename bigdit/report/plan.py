@@ -1,4 +1,4 @@
-"""A plan in the terminal: what a person wants first comes first, and reads at 80 columns without colour."""
+"""A plan in the terminal: what a person needs first comes first, and reads at 80 columns without colour."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def show(plan: Plan, folder: Path | None = None, console: Console | None = None)
         *([lines("largest micro-batch", {"any size": words.NO_LIMIT})] if plan.short_of_host else []),
         *([_choices("alternatives", plan.front, plan)] if len(plan.front) > 1 else []),
         *([_rejected(plan)] if plan.rejected else []),
-        lines("on the host and on disk", needs(plan, notes=False)),
+        lines("CPU memory and disk", needs(plan, notes=False)),
     ):
         console.print(part, highlight=False)
         console.print()
@@ -54,17 +54,16 @@ def show(plan: Plan, folder: Path | None = None, console: Console | None = None)
 
 
 def show_short(plan: Plan, name: str, folder: Path | None) -> None:
-    """Print the verdict, the settings, the length and the host RAM of the plan for `name`, and the key that names its
-    `folder`, if it was written, where the rest is."""
-    length = speed(plan, PARTS).get("run", "how long it takes is said with --images")
+    """Print verdict, settings, length and CPU memory of the plan for `name`, and the key that names its `folder`."""
+    length = speed(plan, PARTS).get("run", "add --images to see how long it takes")
     log.out.print(_headline(plan))
-    host = needs(plan, notes=False)["host RAM"]
-    log.out.print(lines(name, _recommended(plan) | {"run": length, "host RAM": host}), highlight=False)
+    memory = needs(plan, notes=False)["CPU memory"]
+    log.out.print(lines(name, _recommended(plan) | {"run": length, "CPU memory": memory}), highlight=False)
     for notice in plan.notices:
         log.out.print(f"note: {notice}", highlight=False, markup=False)
     if folder is not None:
         key = f"{name}.plan:" if name.startswith("stages.") else "--plan"
-        log.out.print(f"train by it: {key} {folder}", highlight=False, markup=False, soft_wrap=True)
+        log.out.print(f"to train with it: {key} {folder}", highlight=False, markup=False, soft_wrap=True)
     log.out.print()
 
 
@@ -96,8 +95,8 @@ def _recommended(plan: Plan) -> dict[str, str]:
 
 
 def _memory(plan: Plan, console: Console) -> Table:
-    """Peaks of the phases and the way to nvidia-smi on the left, what is live at the peak on the right; or below, where
-    the terminal is too narrow."""
+    """Peaks of the phases and the way to nvidia-smi on the left, what is allocated at the peak on the right, or below
+    in a narrow terminal."""
     left = Table.grid()
     for part in (_phases(plan), "", _card(plan)):
         left.add_row(part)
@@ -131,7 +130,9 @@ def _card(plan: Plan) -> Table:
 
 def _at_peak(plan: Plan) -> Table:
     ledger = plan.ledger
-    rows = table(f"live at the peak, in {ledger.deciding.phase}", ["category", "bytes", "share"], ["bytes", "share"])
+    rows = table(
+        f"allocated at the peak, in {ledger.deciding.phase}", ["category", "bytes", "share"], ["bytes", "share"]
+    )
     total = ledger.peak_allocated_bytes
     for category, nbytes in ledger.at_peak.items():
         rows.add_row(category, gib(nbytes), f"{100 * nbytes / total:.1f} %")
@@ -141,12 +142,12 @@ def _at_peak(plan: Plan) -> Table:
 
 
 def _waterfall(plan: Plan) -> Table:
-    rows = table("from the copied setting to this one", ["process", "fits", "change and what it does"], ["process"])
+    rows = table("from the usual setting to this one", ["process", "fits", "change and what it does"], ["process"])
     for step in plan.waterfall:
         rows.add_row(
             gib(step.process_bytes), _SAID[step.verdict], Text.assemble((step.change, "bold"), f": {step.saved_by}")
         )
-    rows.caption = f"each change on top of those above it; {words.EXPLAINED}"
+    rows.caption = f"each change comes on top of those above it; {words.EXPLAINED}"
     return rows
 
 
@@ -161,7 +162,7 @@ def _limits(plan: Plan) -> Table:
 
 
 def _choices(title: str, choices: Sequence[Choice], plan: Plan) -> Table:
-    """Rows of what takes how much and goes how fast; the recommended one is marked."""
+    """Memory and speed of each choice; the recommended one is marked."""
     lossy = [choice for choice in choices if choice.lossless != plan.chosen.lossless][:OTHERS]
     own = [choice for choice in choices if choice not in lossy][: MOST_ROWS - len(lossy)]
     shown = [choice for choice in choices if choice in own or choice in lossy]
@@ -182,8 +183,7 @@ def _choices(title: str, choices: Sequence[Choice], plan: Plan) -> Table:
             _SAID[choice.verdict],
             what,
         )
-    notes = [f"{rate} a card"]
-    notes.append("run on an emulated GPU")
+    notes = [f"{rate} per GPU", "each ran on an emulated GPU"]
     notes += ["▸ recommended"] if plan.chosen in shown and plan.fits else []
     notes += [f"{len(choices) - len(shown)} more in report.html and --json"] if len(choices) > len(shown) else []
     rows.caption = "; ".join(notes)
@@ -204,9 +204,11 @@ def _print_commands(plan: Plan, folder: Path | None, console: Console) -> None:
         console.print(f"nothing to run: {reason}", highlight=False, markup=False)
         return
     if folder is None:
-        console.print("to run it: ask again with --out DIR, which writes the plan and prints the commands")
+        console.print("to run it: plan again with --out DIR, which writes the plan and prints the commands")
         return
-    console.print(Text(f"to run it ({FILE} decides how, the allocator too; fill in {RUN} first)", style="bold"))
+    console.print(
+        Text(f"to run it: fill in {RUN} first; {FILE} sets how the step runs, and the allocator", style="bold")
+    )
     for command in commands(plan, folder):
         console.print(f"# {command.comment}", highlight=False, markup=False)
         for line in command.lines():

@@ -1,4 +1,4 @@
-"""Receipts for people: what was measured, and beside it what is predicted for the same run now."""
+"""Receipts for people: what was measured, beside what the same run takes on an emulated GPU now."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bigdit.units import gib, how_many
 
 def listed(receipts: Sequence[Receipt]) -> Table:
     """A row a receipt: when, what, where, and what it took."""
-    columns = ("written", "model", "card", "micro-batch", "reserved", "step", "samples/s")
+    columns = ("written", "model", "GPU", "micro-batch", "reserved", "step", "samples/s")
     rows = table("", columns, numeric=columns[3:])
     for each in receipts:
         rows.add_row(
@@ -33,8 +33,8 @@ def listed(receipts: Sequence[Receipt]) -> Table:
 
 
 def compared(checked: Sequence[Checked]) -> Table:
-    """A row a receipt: reserved bytes and seconds of a step, measured and as they are predicted now."""
-    columns = ("model", "card", "reserved", "predicted", "off", "step", "predicted, s")
+    """A row a receipt: reserved bytes, measured and emulated now; seconds of a step, measured and estimated now."""
+    columns = ("model", "GPU", "reserved", "emulated", "off", "step", "estimated, s")
     rows = table("", columns, numeric=columns[2:])
     for each in checked:
         measured, step = each.receipt.measured_peak_reserved_bytes, each.step
@@ -51,9 +51,9 @@ def compared(checked: Sequence[Checked]) -> Table:
 
 
 def bands(learned: Sequence[Learnt]) -> Table:
-    """A row a card: how far off plans take reserved bytes to be, and why."""
-    columns = ("card", "memory", "from")
-    rows = table("how much more memory plans take into account", columns, numeric=("memory",))
+    """A row a GPU: the safety margin of reserved bytes, and its source."""
+    columns = ("GPU", "memory", "from")
+    rows = table("the safety margin of plans", columns, numeric=("memory",))
     for each in learned:
         share = DASH if each.band_share is None else f"+{100 * each.band_share:.1f} %"
         rows.add_row(each.gpu, share, each.band_source or "no receipt has reserved bytes")
@@ -61,9 +61,9 @@ def bands(learned: Sequence[Learnt]) -> Table:
 
 
 def speeds(learned: Sequence[Learnt]) -> Table:
-    """A row a card and kind of strategy: what the roofline is multiplied by, and how far steps were from it."""
-    columns = ("card", "strategies", "factor", "either way", "receipts")
-    rows = table("what plans multiply predicted seconds by", columns, numeric=columns[2:])
+    """A row a GPU and kind of strategy: what the roofline is multiplied by, and how far steps were from it."""
+    columns = ("GPU", "strategies", "factor", "either way", "receipts")
+    rows = table("what plans multiply estimated seconds by", columns, numeric=columns[2:])
     for each in learned:
         for kind, speed in each.speeds.items():
             spread = f"{100 * math.expm1(speed.spread):.0f} %" if speed.count > 1 else DASH  # of one nothing is apart
@@ -74,8 +74,8 @@ def speeds(learned: Sequence[Learnt]) -> Table:
 
 
 def summary(checked: Sequence[Checked]) -> list[str]:
-    """Median, P95 and worst of how far reserved bytes are off, of real cards and of emulated ones; and how many steps
-    of real ones lie inside what is predicted."""
+    """Lines for people: how far reserved bytes are off (median, P95, worst), and how many steps of real GPUs lie inside
+    their estimate."""
     timed = [each for each in checked if _timed(each)]
     lines = []
     for emulated in (False, True):
@@ -84,15 +84,15 @@ def summary(checked: Sequence[Checked]) -> list[str]:
             for each in checked
             if each.receipt.emulated == emulated
         ]
-        errors = [abs(_off(predicted, found)) for predicted, found in measured if found is not None]
+        errors = [abs(_off(emulated_bytes, found)) for emulated_bytes, found in measured if found is not None]
         if errors:
             lines.append(
-                f"reserved bytes {'of emulated cards ' * emulated}off by {statistics.median(errors):.2%} (median), "
+                f"reserved bytes {'of emulated GPUs ' * emulated}off by {statistics.median(errors):.2%} (median), "
                 f"{np.percentile(errors, 95):.2%} (P95), {max(errors):.2%} (worst) in {len(errors)}"
             )
     if timed:
         lines.append(
-            f"{sum(map(_inside, timed))} of {how_many(len(timed), 'step')} inside the predicted interval"
+            f"{sum(map(_inside, timed))} of {how_many(len(timed), 'step')} inside the estimated interval"
             + ("" if all(map(_inside, timed)) else "; ! marks those outside")
         )
     return lines
@@ -104,7 +104,7 @@ def _card(each: Receipt) -> str:
 
 
 def _seconds(each: Receipt) -> str:
-    """Of a step; none of an emulated card, whose kernels are not run."""
+    """Of a step; none of an emulated GPU, whose kernels are not run."""
     return DASH if each.seconds_per_step is None or each.emulated else f"{each.seconds_per_step:.3f} s"
 
 
@@ -112,8 +112,8 @@ def _bytes(found: int | None) -> str:
     return DASH if found is None else gib(found)
 
 
-def _off(predicted: int, measured: int) -> float:
-    return predicted / measured - 1
+def _off(emulated: int, measured: int) -> float:
+    return emulated / measured - 1
 
 
 def _timed(each: Checked) -> bool:

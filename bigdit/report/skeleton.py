@@ -22,7 +22,7 @@ from bigdit.recipes.recipe import Beginning, beginning, download, weights_folder
 from bigdit.search.plan import Plan
 
 _HEAD = """\
-# A run by the plan beside this file, which decides how the step is run: engine, micro-batch, precision and the like.
+# A run by the plan beside this file, which sets how the step runs: engine, micro-batch, precision and the like.
 # The folders are to be filled in. What else may be said here: train.seed, train.checkpoint_every, optimizer.betas,
 # data.caption_dropout; bigdit/config/ has all keys.
 """

@@ -1,4 +1,4 @@
-"""Memory over time as a picture: categories on one another, phases side by side, the card's bytes above."""
+"""Memory over time as a figure: categories on one another, phases side by side, the GPU's bytes above."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def plot_timeline(
 ) -> None:
     """Draw what is allocated after each event, in multiples of `granularity`, to a PNG file.
 
-    `card_bytes` is a card's usable memory, drawn as a line. Raises UserError where the file cannot be written.
+    `card_bytes` is a GPU's usable memory, drawn as a line. Raises UserError where the file cannot be written.
     """
     figure = timeline_figure(timeline, title=title, card_bytes=card_bytes, granularity=granularity)
     with replacing(path) as temporary:
@@ -163,11 +163,11 @@ def _draw_phases(axes: Axes, timeline: Timeline) -> None:
 
 
 def _draw_limits(axes: Axes, timeline: Timeline, peak: int, peak_bytes: int, card_bytes: int | None, unit: int) -> None:
-    """The peak, and the card's line where it does not flatten what lies below it."""
+    """The peak, and the GPU's line where it does not flatten what lies below it."""
     phase = next((span.phase for span in timeline.spans if span.start < peak <= span.stop), None)
     top = max(peak_bytes, 1)
     if card_bytes is not None:
-        words = f"the card's usable {gib(card_bytes)}"
+        words = f"the GPU's usable {gib(card_bytes)}"
         if card_bytes <= 2 * top:
             top = max(top, card_bytes)
             axes.axhline(card_bytes / unit, color="black", linestyle="--", linewidth=1.2)

@@ -17,11 +17,11 @@ CARDS = {"cards": "Number of GPUs"}
 
 
 def whatif(plan: Plan, others: Sequence[Plan] = ()) -> dict[str, Any] | None:
-    """All that the page's script is given, for JSON: what ran for the plan and for the `others`, which are of other
-    numbers of GPUs; None where the plan has no settings."""
+    """All that the page's script is given, for JSON: what ran for the plan, and for the `others`: plans for other
+    numbers of GPUs. None if the plan has no settings."""
     if not plan.settings:
         return None
-    return _grid([plan, *others]) | {
+    return _points([plan, *others]) | {
         "start": start(plan),
         "categories": {name: variable(name) for name in CATEGORIES},
         "samples": words.samples(plan),
@@ -29,7 +29,7 @@ def whatif(plan: Plan, others: Sequence[Plan] = ()) -> dict[str, Any] | None:
 
 
 def start(plan: Plan) -> dict[str, Any]:
-    """What is asked first: the recommended strategy."""
+    """What is shown first: the recommended strategy."""
     chosen = plan.chosen.strategy
     setting = next(each for each in plan.settings if each.holds(chosen))
     count = max(point.checkpointed_blocks for point in setting.points)
@@ -38,12 +38,12 @@ def start(plan: Plan) -> dict[str, Any]:
         "strategy": setting.title,
         "micro-batch": chosen.micro_batch_size,
         "blocks": blocks,
-        "card": plan.question.gpu.title,
+        "gpu": plan.question.gpu.title,
     }
 
 
 def choices(settings: Collection[Setting]) -> dict[str, str]:
-    """What is chosen beside the sizes and the card: its key, and what it is called."""
+    """The choices beside sizes and GPU, by key: their names on the page."""
     found = {"engine": "Engine", "optimizer": "Optimizer", "precision": "Precision", "average": "EMA"}
     if any(each.strategy.lora for each in settings):
         found["adapters"] = "Adapters"
@@ -52,7 +52,7 @@ def choices(settings: Collection[Setting]) -> dict[str, str]:
     return found | {"kept": "Kept of recomputed blocks"}
 
 
-def _grid(plans: Sequence[Plan]) -> dict[str, Any]:
+def _points(plans: Sequence[Plan]) -> dict[str, Any]:
     settings = [(each, plan.question) for plan in plans for each in plan.settings]
     chosen = CARDS if len(plans) > 1 else {}
     chosen = chosen | choices([each for each, _ in settings])
@@ -86,14 +86,14 @@ def _words(strategy: Strategy) -> dict[str, str]:
         "precision": words.PRECISIONS[strategy.precision],
         "average": words.average(strategy),
         "adapters": f"LoRA of rank {adapters.rank} over a frozen {adapters.base} base" if adapters else "none",
-        "weights": f"of {strategy.blocks_to_swap} blocks on the host" if strategy.blocks_to_swap else "on the GPU",
+        "weights": f"{strategy.blocks_to_swap} blocks in CPU memory" if strategy.blocks_to_swap else "on the GPU",
         "kept": "nothing" if strategy.checkpointing == "full" else "matrix products and attention",
     }
 
 
 def _point(point: Point) -> list[Any]:
-    """As in the plan's JSON, a value for each of its fields, which take a third of the bytes without their names: bytes
-    in the order of CATEGORIES, those of the process as low and high, and the speed in words."""
+    """The values of all fields, without their names, in a third of the bytes. Bytes by category are in the order of
+    CATEGORIES, those of the process are low and high, and the speed is in words."""
     found = point.model_dump(mode="json") | {
         "at_peak": [point.at_peak.get(name, 0) for name in CATEGORIES],
         "process": [point.process.low_bytes, point.process.high_bytes],

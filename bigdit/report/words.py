@@ -29,8 +29,8 @@ PRECISIONS = {
 }
 ALLOCATOR = "PYTORCH_ALLOC_CONF=expandable_segments:True"
 
-NO_FIX = "nothing of what is looked at: fewer pins, up to 8 times the cards, adapters (without --full), a larger card"
-NO_LIMIT = "none fits: host RAM is short with any micro-batch"
+NO_FIX = "nothing that was tried: fewer fixed options, up to 8 times the GPUs, LoRA (without --full), a larger GPU"
+NO_LIMIT = "none fits: CPU memory is too small for any micro-batch"
 
 _SPANS = ((86_400, "days"), (3_600, "h"), (60, "min"), (1, "s"), (1e-3, "ms"))
 
@@ -86,11 +86,11 @@ def largest(micro_batch_size: int | None) -> str:
 def limited(plan: Plan) -> list[str]:
     """What the largest micro-batches are of, and what the `+` of one means, where one has it."""
     found = (getattr(limit, key) for limit in plan.buckets for key in limits(plan))
-    most, said = LARGEST_MICRO_BATCH, ["by the settings above"]
+    most, said = LARGEST_MICRO_BATCH, ["by recomputed blocks, with the settings above"]
     if plan.chosen.strategy.checkpointing == "selective":
-        said.append("blocks keep matrix products and attention: where these are recomputed too, larger ones may fit")
+        said.append("blocks keep matrix products and attention; larger ones may fit if these are recomputed too")
     if max((each or 0 for each in found), default=0) >= most:
-        said.append(f"{most}+: the search ends at {most}, and larger ones may fit")
+        said.append(f"{most}+: the search ends at {most}; larger ones may fit")
     return said
 
 
@@ -117,14 +117,14 @@ def checkpointing(strategy: Strategy, total: int | None) -> str:
         count = f"all {total} blocks" if total else "all blocks"
     else:
         count = f"{chosen} of {total} blocks" if total else f"the first {chosen} blocks"
-    kept = ", but for matrix products and attention" if strategy.checkpointing == "selective" else ""
+    kept = ", except matrix products and attention" if strategy.checkpointing == "selective" else ""
     return f"{count} recomputed in the backward pass{kept}"
 
 
 def swapped(strategy: Strategy, total: int | None) -> str:
-    """`36 of 57 blocks' weights on the host`."""
+    """`weights of 36 of 57 blocks in CPU memory`."""
     of_all = f"{strategy.blocks_to_swap} of {total}" if total else f"the first {strategy.blocks_to_swap}"
-    return f"{of_all} blocks' weights on the host"
+    return f"weights of {of_all} blocks in CPU memory"
 
 
 def limits(plan: Plan) -> dict[str, str]:
@@ -142,20 +142,20 @@ def engine(strategy: Strategy) -> str:
     """The engine, and what it shards and offloads."""
     world = strategy.world_size
     if strategy.engine == "single":
-        return "one process, no sharding"
+        return "single GPU"
     if strategy.engine == "fsdp2":
-        copies = f"HSDP, {strategy.dp_replicate} copies over {how_many(strategy.dp_shard, 'process')} each"
+        copies = f"HSDP, {strategy.dp_replicate} replicas of {how_many(strategy.dp_shard, 'process')} each"
         text = copies if strategy.dp_replicate > 1 else f"FSDP2 over {world} process{'es' * (world > 1)}"
         text += "" if strategy.reshard_after_forward else ", weights stay gathered until the backward pass"
-        return text + (", shards and optimizer on the host" if strategy.cpu_offload else "")
+        return text + (", CPU offload of shards and optimizer" if strategy.cpu_offload else "")
     zero = (strategy.ds_config or {}).get("zero_optimization", {})
-    host = [
+    offloaded = [
         name
         for name, key in (("optimizer", "offload_optimizer"), ("parameters", "offload_param"))
         if (zero.get(key) or {}).get("device", "none") == "cpu"
     ]
     text = f"DeepSpeed ZeRO-{strategy.zero_stage} over {world} process{'es' if world > 1 else ''}"
-    return text + (f", {' and '.join(host)} on the host" if host else "")
+    return text + (f", CPU offload of {' and '.join(offloaded)}" if offloaded else "")
 
 
 def reason(choice: Choice) -> str:
@@ -182,14 +182,15 @@ def settings(choice: Choice, plan: Plan) -> dict[str, str]:
         "engine": engine(strategy),
         "precision": PRECISIONS[strategy.precision],
         "optimizer": optimizer,
-        "checkpoint": checkpointing(strategy, blocks(plan)),
+        "checkpointing": checkpointing(strategy, blocks(plan)),
         "batch": batch(strategy),
-        "beside": _beside(strategy),
+        "EMA": average(strategy),
+        "encoders": _encoders(strategy),
     }
     if strategy.offload_activations:
-        found["activations"] = "what the blocks save waits on the host"
+        found["activations"] = "what the blocks save waits in CPU memory"
     if strategy.blocks_to_swap:
-        found["weights"] = f"{swapped(strategy, blocks(plan))}, two at a time on the card"
+        found["weights"] = f"block swap: {swapped(strategy, blocks(plan))}, two at a time on the GPU"
     if strategy.lora is not None:
         found["adapters"] = f"LoRA of rank {strategy.lora.rank} over a frozen {strategy.lora.base} base"
     found |= _buckets(strategy)
@@ -197,25 +198,23 @@ def settings(choice: Choice, plan: Plan) -> dict[str, str]:
     return found
 
 
-def _beside(strategy: Strategy) -> str:
-    """The average and the encoders: what is kept that the step itself does not need."""
+def _encoders(strategy: Strategy) -> str:
+    """Where the encoders are while training."""
     if strategy.features == "cached":
-        return f"{average(strategy)}; features cached: encoders are not on the card"
-    return f"{average(strategy)}; features online: VAE and text encoder stay on the card"
+        return "not on the GPU: latents and embeddings are cached"
+    return "VAE and text encoder stay on the GPU"
 
 
 def average(strategy: Strategy) -> str:
     """The moving averages of the weights, and where they are kept."""
-    return "no EMA" if strategy.ema is None else f"{emas(strategy.ema)} in fp32 on the {_place(strategy.ema.device)}"
+    if strategy.ema is None:
+        return "none"
+    return f"{emas(strategy.ema)} {'in CPU memory' if strategy.ema.device == 'cpu' else 'on the GPU'}"
 
 
 def emas(ema: EmaSpec) -> str:
-    """How many averages there are."""
-    return "EMA" if ema.count == 1 else f"{ema.count} EMAs"
-
-
-def _place(device: str) -> str:
-    return "host" if device == "cpu" else "card"
+    """How many averages there are: `in fp32`, or `3 in fp32`."""
+    return "in fp32" if ema.count == 1 else f"{ema.count} in fp32"
 
 
 def _buckets(strategy: Strategy) -> dict[str, str]:
@@ -226,7 +225,7 @@ def _buckets(strategy: Strategy) -> dict[str, str]:
         for name, key in (("reduce", "reduce_bucket_size"), ("all-gather", "allgather_bucket_size"))
         if isinstance(zero.get(key), int | float)
     ]
-    return {"buckets": f"{', '.join(sizes)} elements (DeepSpeed's own: 500.0 M)"} if sizes else {}
+    return {"buckets": f"{', '.join(sizes)} elements (default 500.0 M)"} if sizes else {}
 
 
 def batch(strategy: Strategy) -> str:
@@ -240,71 +239,69 @@ def step_size(strategy: Strategy, note: str = "") -> str:
     if strategy.grad_accum_steps > 1:
         parts.append(f"{strategy.grad_accum_steps} accumulated")
     if strategy.world_size > 1:
-        parts.append(f"{strategy.world_size} cards")
+        parts.append(f"{strategy.world_size} GPUs")
     return " × ".join(parts) + (f" = {strategy.global_batch_size:,} a step" if len(parts) > 1 else " a step")
 
 
 def verdict(plan: Plan) -> str:
-    """What is wanted of what there is, and what that leaves."""
+    """The memory that is needed of what there is, and what is left."""
     chosen, usable = plan.chosen, plan.question.gpu.usable_bytes
-    wants = f"wants {gibs(chosen.process.low_bytes, chosen.process.high_bytes)} of {gib(usable)} usable"
-    wants += reserved(plan)
+    needs = f"needs {gibs(chosen.process.low_bytes, chosen.process.high_bytes)} of {gib(usable)} usable"
+    needs += reserved(plan)
     if plan.verdict == "TIGHT":
         least = chosen.process.low_bytes
-        when = "it fits at the lower end" if least <= usable else "torch must empty its caches to come through"
-        return f"{wants}: {when}, and the upper one is {gib(-chosen.headroom_bytes)} too much"
+        when = "the low end fits" if least <= usable else "torch must free cached memory to fit"
+        return f"{needs}: {when}, and the high end is {gib(-chosen.headroom_bytes)} too much"
     left = chosen.headroom_bytes
-    wants += f", {gib(left)} left" if left >= 0 else f", {gib(-left)} too much"
+    needs += f", {gib(left)} left" if left >= 0 else f", {gib(-left)} too much"
     if not plan.short_of_host:
-        return wants
-    host = f"{gib(chosen.host_bytes)} of host RAM a machine, of {gib(plan.question.host_memory_bytes)} (--host-memory)"
-    return f"wants {host}; of the card it {wants}"
+        return needs
+    host = f"{gib(chosen.host_bytes)} of CPU memory per machine, of {gib(plan.question.host_memory_bytes)}"
+    return f"needs {host} (--host-memory); on the GPU it {needs}"
 
 
 def reserved(plan: Plan) -> str:
-    """What of the card stays free, where anything does."""
+    """The GPU memory that stays free for other programs, if any does."""
     gpu = plan.question.gpu
     what = " for the display" if gpu == gpu.reserving() else ""
     return f" ({gib(gpu.reserved_bytes)} reserved{what})" if gpu.reserved_bytes else ""
 
 
 def host(plan: Plan) -> list[str]:
-    """A line where the machine that is assumed has less memory than the plan needs."""
+    """A line if the assumed machine has less CPU memory than the plan needs."""
     needed, assumed = plan.chosen.host_bytes, plan.question.host_memory_bytes
     if not plan.question.host_assumed or needed <= assumed:
         return []
     return [
-        f"host RAM: {gib(needed)} needed a machine, more than the {gib(assumed)} that are assumed; --host-memory says "
-        "how much there is"
+        f"CPU memory: {gib(needed)} needed per machine, more than the {gib(assumed)} assumed; set it with --host-memory"
     ]
 
 
 def numerics(plan: Plan) -> str:
-    """What a plan says first where it is lossy, and nobody asked for that."""
+    """What a plan says first if it is lossy, and nobody asked for that."""
     pins = plan.question.pins
     asked = (pins.optimizer, pins.precision) != (None, None) or pins.lora_rank is not None
     if plan.chosen.lossless or asked:
         return ""
-    memory = f"{gib(plan.question.host_memory_bytes)} of {'assumed ' * plan.question.host_assumed}host memory"
-    return f" with a lossy optimizer, since nothing lossless does with {memory} (--host-memory)"
+    memory = f"{gib(plan.question.host_memory_bytes)} of {'assumed ' * plan.question.host_assumed}CPU memory"
+    return f" with a lossy optimizer: nothing lossless fits with {memory} (--host-memory)"
 
 
 def how(plan: Plan) -> str:
     """How the memory of the recommended strategy was found."""
-    word = "run" if plan.verdict == "FITS" else "tried"
-    return f"{word} exactly as it stands on an emulated GPU, torch {plan.emulated}"
+    return f"ran with exactly these settings on an emulated GPU, torch {plan.emulated}"
 
 
-EXPLAINED = "each run on an emulated GPU without a limit"
+EXPLAINED = "each ran on an emulated GPU without a memory limit"
 
 
 def band(plan: Plan) -> str:
-    """How the figure was found, and the margins in it: of torch's bytes, and of what is not torch's."""
+    """How the figure was found, and what of it may differ on a real GPU."""
     other, share = plan.non_torch, f"{100 * plan.band.share:.2g}"
-    group = "CUDA's context" if plan.chosen.strategy.engine == "single" else "CUDA's context and NCCL"
+    group = "CUDA's context varies" if plan.chosen.strategy.engine == "single" else "CUDA's context and NCCL vary"
     return (
         f"{how(plan)}; safety margin {gib(margin(plan))} ({share} %), "
-        f"and {gib(other.high_bytes - other.low_bytes)} for {group}"
+        f"{group} by {gib(other.high_bytes - other.low_bytes)}"
     )
 
 

@@ -18,16 +18,16 @@ from bigdit.spec import FACTORED, LoraBase, OptimizerName, Precision, Strategy
 from bigdit.units import gib
 
 ENGINE_TITLES = {
-    "single": "one process",
+    "single": "single GPU",
     "zero0": "ZeRO-0 (plain data parallelism)",
     "zero1": "ZeRO-1",
     "zero2": "ZeRO-2",
     "zero3": "ZeRO-3",
-    "zero2-offload": "ZeRO-2, optimizer on the host",
-    "zero3-offload": "ZeRO-3, optimizer on the host",
-    "zero3-offload-all": "ZeRO-3, optimizer and weights on the host",
+    "zero2-offload": "ZeRO-2, optimizer in CPU memory",
+    "zero3-offload": "ZeRO-3, optimizer in CPU memory",
+    "zero3-offload-all": "ZeRO-3, optimizer and weights in CPU memory",
     "fsdp2": "FSDP2",
-    "fsdp2-offload": "FSDP2, weights and optimizer on the host",
+    "fsdp2-offload": "FSDP2, weights and optimizer in CPU memory",
 }
 OPTIMIZER_TITLES: dict[OptimizerName, str] = {
     "adamw": "AdamW",
@@ -47,12 +47,12 @@ BUCKETS = (5_000_000, 50_000_000)
 
 
 COPIES = {"single": 2, "zero0": 2, "zero1": 2, "zero2": 1, "zero2-offload": 1}
-"""What no engine of these does without on every card at the end of the backward pass: the weights, and but for ZeRO-2
+"""What no engine of these does without on every GPU at the end of the backward pass: the weights, and but for ZeRO-2
 as many gradients."""
 
 ONLINE_ENCODE_CHUNK = 1
-"""Samples that online encoders take at a time. In fp32 a VAE takes 2 to 3 GiB for each picture of 1024 × 1024: all of
-a micro-batch at once, these decide the peak, whatever else is saved. One such picture fills a card's cores."""
+"""Samples that online encoders take at a time. In fp32 a VAE takes 2 to 3 GiB for each image of 1024 × 1024: all of
+a micro-batch at once, these set the peak, whatever else is saved. One such image fills a GPU's cores."""
 
 
 @dataclass(frozen=True)
@@ -104,8 +104,8 @@ def proposals(question: Question) -> tuple[list[Proposal], list[Rejected]]:
         least = COPIES.get(engine, 0) * _weights(question)
         if least > question.gpu.usable_bytes and question.pins.engine is None:
             what = "weights and gradients" if COPIES[engine] > 1 else "the weights"
-            reason = f"{what} alone take {gib(least)} of the card's {gib(question.gpu.usable_bytes)}"
-            whole = ", all weights on the card" if engine == "single" else ""
+            reason = f"{what} alone take {gib(least)} of the GPU's {gib(question.gpu.usable_bytes)}"
+            whole = ", all weights on the GPU" if engine == "single" else ""
             left_out.append(Rejected(choice=f"{_engine_title(question, engine)}{whole}", reason=reason))
             continue
         base: Proposal | None = None
@@ -125,7 +125,7 @@ def proposals(question: Question) -> tuple[list[Proposal], list[Rejected]]:
 
 
 def precision_of(question: Question) -> Precision:
-    """What is pinned, or bf16 with fp32 masters; fp16 where the card computes no bf16."""
+    """What is pinned, or bf16 with fp32 masters; fp16 where the GPU computes no bf16."""
     return question.pins.precision or ("fp16" if precision_problems(question.gpu, "bf16") else "bf16")
 
 
@@ -148,7 +148,7 @@ def _weights(question: Question) -> int:
 
 
 def _accumulates(question: Question) -> bool:
-    """Whether a card's share of the global batch may come in several micro-batches."""
+    """Whether a GPU's share of the global batch may come in several micro-batches."""
     share = (question.global_batch_size or 0) // question.cluster.gpus
     return share > (question.pins.micro_batch_size or 1)
 
@@ -184,9 +184,10 @@ def _averages(pins: Pins) -> list[dict[str, Any]]:
 
 
 def _swapped(question: Question, found: Sequence[Proposal]) -> list[Proposal]:
-    """Weights of as many first blocks as may be on the host, in one process: of those `found` that train adapters, or
-    of all weights, which are then stepped in the backward pass, and come without swapped blocks too. Strategy's own
-    rules say which."""
+    """Block swap on a single GPU, of as many first blocks as may be in CPU memory. With LoRA it is of those `found`.
+
+    Without, it is of all weights, which are then stepped in the backward pass, and come without swapped blocks too.
+    Strategy's own rules say which."""
     pins, most = question.pins, question.model.block_count
     if question.cluster.gpus > 1 or pins.engine not in (None, "single"):
         return []
@@ -198,7 +199,7 @@ def _swapped(question: Question, found: Sequence[Proposal]) -> list[Proposal]:
         with suppress(ValidationError):
             values = base.strategy.model_dump() | {"checkpointed_blocks": "all", "blocks_to_swap": most}
             strategy = Strategy.model_validate(values)
-            title = f"{base.title}, weights of blocks on the host"
+            title = f"{base.title}, weights of blocks in CPU memory"
             swapped.append(Proposal(title, strategy, base, 4 if pins.lora_rank is None else 1))
     return swapped
 
@@ -268,21 +269,21 @@ def _setting_title(question: Question, settings: dict[str, Any]) -> str:
     if settings["ema.device"] is not None:
         widths = settings["ema.widths"]
         many = "EMA" if widths is None else f"{len(widths)} EMAs"
-        parts.append(f"{many} on the {'host' if settings['ema.device'] == 'cpu' else 'card'}")
+        parts.append(f"{many} {'in CPU memory' if settings['ema.device'] == 'cpu' else 'on the GPU'}")
     return ", ".join(parts)
 
 
 def _left_out(question: Question) -> list[Rejected]:
     """The obvious choices that the search does not look at."""
-    pins, one_card = question.pins, question.cluster.gpus == 1
+    pins, one_gpu = question.pins, question.cluster.gpus == 1
     reasons: dict[str, str] = {}
-    if pins.engine is None and one_card:
-        reasons["ZeRO-1, ZeRO-2, ZeRO-3 and FSDP2 with all of it on one card"] = (
-            "they shard over cards, and on one card shard nothing: their buffers and flat copies come on top"
+    if pins.engine is None and one_gpu:
+        reasons["ZeRO-1, ZeRO-2, ZeRO-3 and FSDP2 on one GPU, without CPU offload"] = (
+            "they shard over GPUs, and on one GPU shard nothing: their buffers and flat copies come on top"
         )
     if pins.engine is None and pins.lora_rank is not None:
-        reasons["ZeRO-2, optimizer on the host"] = "the optimizer state of adapters is too small to gain anything"
-    if pins.engine is None and not one_card:
+        reasons["ZeRO-2, optimizer in CPU memory"] = "the optimizer state of adapters is too small to gain anything"
+    if pins.engine is None and not one_gpu:
         reasons["ZeRO-3"] = "FSDP2 shards the same and gathers one block at a time; --engine zero3 asks for it"
         if _accumulates(question):
             reasons["ZeRO-2"] = (
@@ -291,9 +292,9 @@ def _left_out(question: Question) -> list[Rejected]:
         else:
             reasons["ZeRO-1"] = "with one micro-batch a step it communicates as ZeRO-2 does, and keeps whole gradients"
         reasons["ZeRO-0, plain data parallelism"] = (
-            "it communicates as much as ZeRO-1 and ZeRO-2 do, and keeps the whole optimizer state on every card"
+            "it communicates as much as ZeRO-1 and ZeRO-2 do, and keeps the whole optimizer state on every GPU"
         )
-    if pins.optimizer is None and not one_card:
+    if pins.optimizer is None and not one_gpu:
         named = " and ".join(OPTIMIZER_TITLES[name] for name in FACTORED[1:2])
         reasons[f"{named} under ZeRO"] = (
             "ZeRO hands the optimizer flat partitions, which cannot be factored: it takes as much as AdamW there"
@@ -304,7 +305,7 @@ def _left_out(question: Question) -> list[Rejected]:
         reasons["bf16"] = f"{question.gpu.title} does not compute it; fp16 with loss scaling takes the same bytes"
     if pins.features == "cached":
         reasons["encoders online"] = (
-            "VAE and text encoder would stay on the card and run in every step; `bigdit extract` runs them once; "
+            "VAE and text encoder would stay on the GPU and run in every step; `bigdit extract` runs them once; "
             "--features online asks for it"
         )
     return [Rejected(choice=choice, reason=reason) for choice, reason in reasons.items()]

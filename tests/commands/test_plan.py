@@ -66,8 +66,7 @@ def test_errors_are_a_line_each(arguments, errors):
 
 @pytest.mark.slow
 def test_the_first_plan(golden):
-    """What docs/plan.md shows is what the command prints, at 80 columns and without colour: what ran on an emulated
-    GPU."""
+    """What docs/plan.md shows is what the command prints, at 80 columns and without colour."""
     done = bigdit("plan", "--model", "sana-1600m", "--gpu", "a40", timeout=500)
     assert done.returncode == 0, done.stderr
     assert max(map(len, done.stdout.splitlines())) <= 80
@@ -94,7 +93,7 @@ def test_the_first_plan_says_what_to_go_on_with_where_memory_runs_out():
 
 @pytest.mark.slow
 def test_a_plan_for_people_for_machines_and_for_python(tmp_path):
-    """One question, asked three ways; the second and third are answered from the cache of plans."""
+    """One question, asked three ways; the second and third are answered from the cache."""
     question = (*TINY, "--gpu", "rtx-3060", "--images", "10k", "--global-batch", "64")
     shown = bigdit("plan", *question, "--out", tmp_path / "plan", timeout=500)
     assert shown.returncode == 0, shown.stderr
@@ -176,10 +175,10 @@ def test_a_run_with_stages_has_a_plan_of_each_by_which_it_trains(tmp_path):
     config.write_text(yaml.safe_dump(run))
     done = bigdit("plan", "--config", config, "--gpu", "rtx-4090", "--out", plans, "--set", "train.precision=bf16_sr")
     assert done.returncode == 0, done.stderr
-    assert [line for line in done.stdout.splitlines() if line.startswith("train by it")] == [
-        f"train by it: stages.{number}.plan: {plans}/stage-{number}" for number in (0, 1)
+    assert [line for line in done.stdout.splitlines() if line.startswith("to train with it")] == [
+        f"to train with it: stages.{number}.plan: {plans}/stage-{number}" for number in (0, 1)
     ]
-    assert done.stdout.count("how long it takes is said with --images") == 2
+    assert done.stdout.count("add --images to see how long it takes") == 2
     for number, stage in enumerate(run["stages"]):
         stage["plan"] = str(plans / f"stage-{number}")
     config.write_text(yaml.safe_dump(run))
@@ -228,8 +227,8 @@ def test_what_a_run_holds_out_and_draws_is_in_its_plan(tmp_path):
     held = max(host["process_bytes"], host["steps_bytes"] + host["checkpoint_bytes"])
     assert host["node_bytes"] == found["chosen"]["host_bytes"] == held + LIBRARIES_BYTES + host["samples_bytes"]
     text = " ".join(bigdit("plan", *asked).stdout.split())
-    assert "800 images (200 held out) × 0.1 epochs, 20 steps" in text
-    assert "0.01 GiB to draw samples (text encoder, VAE)" in text
+    assert "800 images (200 for validation) × 0.1 epochs, 20 steps" in text
+    assert "0.01 GiB to generate samples (text encoder, VAE)" in text
     (tmp_path / "vae/diffusion_pytorch_model.safetensors").unlink()
     unknown = "what the VAE takes of the host is not known, and not counted: no weights there"
     assert unknown in " ".join(bigdit("plan", *asked).stdout.split())

@@ -1,4 +1,4 @@
-"""`bigdit receipts`: what was measured is listed, and held against what is predicted for it now."""
+"""`bigdit receipts`: what was measured is listed, and compared with emulated memory and estimated seconds."""
 
 import json
 import math
@@ -55,7 +55,7 @@ def test_those_of_a_card_are_listed_alone(folder):
 
 
 @pytest.mark.slow
-def test_they_are_held_against_what_is_predicted_now(folder):
+def test_they_are_compared_with_an_emulated_gpu(folder):
     document = json.loads(bigdit("receipts", "compare", "--receipts", folder, "--json").stdout)
     assert [row["device"] for row in document] == ["NVIDIA A100-SXM4-80GB"] * 3
     assert [row["emulated"] for row in document] == [False, False, True]
@@ -67,9 +67,9 @@ def test_they_are_held_against_what_is_predicted_now(folder):
     assert f"{100 * off:+.2f} %" in done.stdout
     assert f"reserved bytes off by {-off:.2%} (median), {-off:.2%} (P95), {-off:.2%} (worst) in 1" in done.stdout
     emulated = 1 - document[2]["predicted_peak_reserved_bytes"] / (3 * GIB)
-    assert f"reserved bytes of emulated cards off by {emulated:.2%} (median)" in " ".join(done.stdout.split())
+    assert f"reserved bytes of emulated GPUs off by {emulated:.2%} (median)" in " ".join(done.stdout.split())
     assert "7.654" not in done.stdout
-    assert "0 of 1 step inside the predicted interval; ! marks those outside" in done.stdout
+    assert "0 of 1 step inside the estimated interval; ! marks those outside" in done.stdout
     assert "0.100 s !" in done.stdout
     assert "plans for this card take" in done.stdout
     assert "their speed is calibrated by" in done.stdout
@@ -108,7 +108,7 @@ def test_nothing_to_take_is_a_line(folder, tmp_path):
     )
     done = bigdit("receipts", "calibrate", "--receipts", tmp_path, "--json")
     assert (done.returncode, done.stdout) == (1, "")
-    assert "error: receipts calibrate: none of 0 receipts is usable of any card" in done.stderr
+    assert "error: receipts calibrate: none of 0 receipts is usable of any GPU" in done.stderr
 
 
 def test_none_of_a_card_and_none_at_all_are_lines(folder, tmp_path):

@@ -45,7 +45,7 @@ def interval(low: float, high: float) -> Interval:
 
 
 def strategy(**changes: Any) -> Strategy:
-    """One process on its own card; `changes` over it."""
+    """One process on its own GPU; `changes` over it."""
     usual = {"micro_batch_size": 8, "grad_accum_steps": 32, "checkpointed_blocks": 12, "gradient_clipping": 1.0}
     return Strategy(**(usual | changes))
 
@@ -156,7 +156,7 @@ def setting(chosen: Choice, ledger: Ledger, non_torch: ByteRange, room: Room) ->
         samples_per_second_per_card=chosen.samples_per_second_per_card,
     )
     return Setting(
-        title="one process, AdamW", strategy=chosen.strategy, non_torch=non_torch, rooms=(room,), points=(point,)
+        title="single GPU, AdamW", strategy=chosen.strategy, non_torch=non_torch, rooms=(room,), points=(point,)
     )
 
 
@@ -185,7 +185,7 @@ def front(chosen: Choice) -> tuple[Choice, ...]:
         ("8-bit AdamW", {"optimizer": eight, "checkpointed_blocks": 2}, 0.97, 1.05, False, "TIGHT",
          "state of 2 B/param leaves room for activations; rounds the state"),
         ("8-bit AdamW, all blocks", {"optimizer": eight, "checkpointed_blocks": "all"}, 0.51, 0.87, False, "FITS",
-         "fits a 24 GB card"),
+         "fits a GPU of 24 GB"),
         ("CAME", {"optimizer": came, "checkpointed_blocks": 2}, 0.93, 0.99, False, "FITS",
          "factored second moments"),
     ]  # fmt: skip
@@ -216,17 +216,17 @@ def front(chosen: Choice) -> tuple[Choice, ...]:
 
 
 REJECTED = (
-    Rejected(choice="ZeRO-2", reason="on one card it shards nothing, and its buckets cost 0.19 GiB"),
-    Rejected(choice="CPU offload", reason="the optimizer's state fits the card; the step would wait for PCIe"),
+    Rejected(choice="ZeRO-2", reason="on one GPU it shards nothing, and its buckets cost 0.19 GiB"),
+    Rejected(choice="CPU offload", reason="the optimizer's state fits the GPU; the step would wait for PCIe"),
     Rejected(choice="fp16", reason="needs loss scaling, and the A40 computes bf16 at the same rate"),
 )
 WATERFALL = (
     Step(change="as is: AdamW, micro-batch 16, online encoders", process_bytes=92 * GIB, verdict="DOES NOT FIT",
          saved_by="–"),
     Step(change="features cached", process_bytes=84 * GIB, verdict="DOES NOT FIT",
-         saved_by="Gemma-2 and the VAE leave the card"),
+         saved_by="Gemma-2 and the VAE leave the GPU"),
     Step(change="DeepSpeed's buckets left out", process_bytes=82 * GIB, verdict="DOES NOT FIT",
-         saved_by="one process needs none"),
+         saved_by="a single GPU needs none"),
     Step(change="micro-batch 8", process_bytes=54 * GIB, verdict="DOES NOT FIT", saved_by="fewer activations"),
     Step(change="12 of 20 blocks checkpointed", process_bytes=40 * GIB, verdict="FITS", saved_by="recomputed"),
 )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 import sys
 from types import SimpleNamespace
 
@@ -250,9 +251,10 @@ def test_a_host_that_has_no_room_for_the_weights_is_a_line():
     assert done.returncode == 1, done.stderr
     line, *more = [each for each in done.stderr.splitlines() if each]
     assert not more, done.stderr
-    assert line.startswith(
-        "error: train.blocks_to_swap: 0.19 GiB of weights wait in page-locked memory of the host, which ran out: "
-        "64.00 MiB were asked for, "
+    assert re.match(
+        r"error: train\.blocks_to_swap: 0\.19 GiB of weights wait in page-locked memory of the host, which ran out: "
+        r"(64\.00 MiB|0\.12 GiB) were asked for, ",  # two blocks, or the third where a freed arena held the two
+        line,
     )
     assert line.endswith("; swap fewer blocks, or raise what limits this process (ulimit -l and -v, its container)")
 

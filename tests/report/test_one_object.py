@@ -50,7 +50,7 @@ def test_every_number_in_the_text_and_on_the_page_is_one_of_the_json(way):
 
 
 FIXED = {("500.0", "M"), ("100.0", "%"), (str(PORT), "")}
-"""DeepSpeed's own buckets, beside those that were chosen; the whole, in %; and where machines meet, in commands."""
+"""DeepSpeed's default buckets, beside those that were chosen; the whole, in %; and where machines meet, in commands."""
 
 
 def test_a_number_that_is_not_the_plan_s_is_seen():
@@ -69,10 +69,10 @@ def test_a_number_that_is_not_the_plan_s_is_seen():
 
 def _of_two(plan: Plan) -> Iterator[float]:
     """What is shown and is not in the JSON: what two of its numbers come to."""
-    chosen, ledger, other = plan.chosen, plan.ledger, plan.non_torch
+    chosen, ledger, non_torch = plan.chosen, plan.ledger, plan.non_torch
     yield plan.question.gpu.usable_bytes  # the card's bytes as `usable_mib`
-    yield chosen.process.high_bytes - other.high_bytes - chosen.peak_reserved_bytes
-    yield other.high_bytes - other.low_bytes
+    yield chosen.process.high_bytes - non_torch.high_bytes - chosen.peak_reserved_bytes
+    yield non_torch.high_bytes - non_torch.low_bytes
     yield chosen.peak_reserved_bytes - ledger.peak_allocated_bytes
     yield abs(chosen.headroom_bytes)
     yield 100 * plan.band.share

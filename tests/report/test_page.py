@@ -153,7 +153,7 @@ def test_pictures_take_the_pages_colours(shown):
 
 def test_the_page_has_all_that_was_found(made, shown):
     text = Outline(shown).text
-    assert "FITS wants" in text
+    assert "FITS needs" in text
     for phase in made.ledger.phases:
         assert f"{phase.phase}" in text
         assert gib(phase.peak_bytes) in text
@@ -166,7 +166,7 @@ def test_the_page_has_all_that_was_found(made, shown):
         assert each.reason in text
     for step in made.waterfall:
         assert step.change in text
-        assert f" {gib(step.process_bytes)} " in text
+        assert f"{gib(step.process_bytes)} {step.verdict.lower()}" in text
     for limit in made.buckets:
         assert f"{limit.height} × {limit.width} {limit.none} {limit.recommended} {limit.full}" in text
     for name, version in made.versions.items():
@@ -189,7 +189,7 @@ def test_bars_are_as_long_as_their_bytes(made, shown):
 def test_what_does_not_fit_leads_with_what_would():
     plan = plans.unfitting_plan()
     text = Outline(page(plan, Path("plans/x"))).text
-    assert "DOES NOT FIT wants" in text
+    assert "DOES NOT FIT needs" in text
     assert text.index("What would fit") < text.index("Nearest to fitting")
     assert "bigdit train" not in text
 

@@ -1,6 +1,5 @@
 """The page's sliders and choices in a real browser, held against the plan's own JSON."""
 
-import itertools
 import json
 import re
 from urllib.parse import parse_qs, urlencode, urlsplit
@@ -23,11 +22,13 @@ from bigdit.units import gib
 # One plan with that of tests/report/test_plan.py, which is recorded once.
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("plan")]
 
-SIZES, BLOCKS = (2, 4, 8, 16), (0, 12, 20)
+ADAMW = "single GPU, AdamW"
+RAN = ((2, 0), (2, 20), (4, 0), (8, 12), (8, 20), (16, 20), (24, 20))
+"""Micro-batches with blocks: as after a search, not every size with every number of blocks."""
 OTHERS = {
-    "one process, 8-bit AdamW": {"optimizer": OptimizerSpec(name="adamw_8bit")},
-    "one process, CAME": {"optimizer": OptimizerSpec(name="came")},
-    "one process, CAME, EMA on the GPU": {"optimizer": OptimizerSpec(name="came"), "ema": EmaSpec(device="gpu")},
+    "single GPU, 8-bit AdamW": {"optimizer": OptimizerSpec(name="adamw_8bit")},
+    "single GPU, CAME": {"optimizer": OptimizerSpec(name="came")},
+    "single GPU, CAME, EMA on the GPU": {"optimizer": OptimizerSpec(name="came"), "ema": EmaSpec(device="gpu")},
 }
 SMALLER, LARGER = catalog.gpu("rtx-3090-ti"), catalog.gpu("rtx-a6000")
 
@@ -52,10 +53,10 @@ def point_of(plan, recommended, size, blocks):
     return recommended.model_copy(update=changes)
 
 
-def with_grid(plan):
+def with_points(plan):
     (setting,) = plan.settings
     (recommended,) = setting.points
-    points = tuple(point_of(plan, recommended, *sizes) for sizes in itertools.product(SIZES, BLOCKS))
+    points = tuple(point_of(plan, recommended, *sizes) for sizes in RAN)
     rooms = setting.rooms + tuple(Room(card=gpu.title, usable_bytes=gpu.usable_bytes) for gpu in (SMALLER, LARGER))
     first = setting.model_copy(update={"points": points, "rooms": rooms})
     bare = tuple(point.model_copy(update={"at_peak": {}}) for point in points)
@@ -70,7 +71,7 @@ def with_grid(plan):
 
 @pytest.fixture(scope="module")
 def plan():
-    return with_grid(plans.made_plan())
+    return with_points(plans.made_plan())
 
 
 @pytest.fixture(scope="module")
@@ -112,40 +113,49 @@ def state(page):
     return {key: value for key, (value,) in parse_qs(urlsplit(page.current_url).fragment).items()}
 
 
+def setting(document, title):
+    (found,) = [each for each in document["settings"] if each["title"] == title]
+    return found
+
+
 def point(document, title, size, blocks):
-    """The point of the JSON, and the card that the plan is for."""
-    (setting,) = [each for each in document["settings"] if each["title"] == title]
-    key = {"micro_batch_size": size, "checkpointed_blocks": blocks}
-    (found,) = [each for each in setting["points"] if {name: each[name] for name in key} == key]
-    return found, setting["rooms"][0] | {"beside": setting["non_torch"]}
+    """The point of the JSON, and the GPU that the plan is for."""
+    found = setting(document, title)
+    key = {"micro_batch_size": int(size), "checkpointed_blocks": int(blocks)}
+    (ran,) = [each for each in found["points"] if {name: each[name] for name in key} == key]
+    return ran, found["rooms"][0] | {"non_torch": found["non_torch"]}
+
+
+def shown(page, document):
+    """The point that the address names."""
+    asked = state(page)
+    return point(document, asked["strategy"], asked["micro-batch"], asked["blocks"])
 
 
 def gibs(low, high):
     return gib(high) if gib(low) == gib(high) else f"{gib(low).removesuffix(' GiB')}–{gib(high)}"
 
 
-def shows(page, found, room):
-    """Whether every number on the page is the one of this point on this card."""
+def shows(page, found, room, how="ran"):
+    """Whether every number on the page is the one of this point on this GPU."""
     low, high = (found["process"][end] for end in ("low_bytes", "high_bytes"))
     left = room["usable_bytes"] - high
     assert at(page, "verdict").find_element(By.TAG_NAME, "strong").text == found["verdict"]
-    said = at(page, "verdict").find_element(By.TAG_NAME, "span").text
     rest = f"{gib(left)} left" if left >= 0 else f"{gib(-left)} too much"
-    assert said.startswith(f"wants {gibs(low, high)} of {gib(room['usable_bytes'])} usable, {rest}; ")
-    assert said.endswith("; ran so on an emulated NVIDIA A40")
+    needs = f"needs {gibs(low, high)} of {gib(room['usable_bytes'])} usable, {rest}"
+    assert at(page, "verdict").find_element(By.TAG_NAME, "span").text == f"{needs}; {how} on an emulated NVIDIA A40"
 
-    beside = room["beside"]["high_bytes"]
-    margin = high - beside - found["peak_reserved_bytes"]
-    live = {name: found["at_peak"][name] for name in CATEGORIES if found["at_peak"].get(name)}
-    idle = found["peak_reserved_bytes"] - found["peak_allocated_bytes"]
-    parts = (live or {"allocated": found["peak_allocated_bytes"]}) | {"idle in the allocator": max(idle, 0)}
-    parts |= {"safety margin": margin, "CUDA context, NCCL": beside}
+    allocated, reserved = found["peak_allocated_bytes"], found["peak_reserved_bytes"]
+    parts = {name: found["at_peak"].get(name, 0) for name in CATEGORIES} if found["at_peak"] else {}
+    parts = (parts or {"allocated": allocated}) | {"idle in the allocator": max(reserved - allocated, 0)}
+    parts |= {"safety margin": high - room["non_torch"]["high_bytes"] - reserved}
+    parts |= {"CUDA context, NCCL": room["non_torch"]["high_bytes"]}
     rows = [f"{name} {gib(nbytes)}" for name, nbytes in parts.items() if nbytes]
     assert [row[2:] for row in texts(page, "#whatif-parts li")] == rows
     facts = dict(zip(texts(page, "#whatif-facts dt"), texts(page, "#whatif-facts dd:nth-of-type(1)"), strict=True))
-    assert facts["reserved by torch"] == gib(found["peak_reserved_bytes"])
+    assert facts["reserved by torch"] == gib(reserved)
     assert facts["peak phase"] == found["phase"]
-    assert facts["on the host"] == gib(found["host_bytes"])
+    assert facts["CPU memory"] == gib(found["host_bytes"])
 
     longest = max(room["usable_bytes"], high)
     bar, line = at(page, "bar").rect, at(page, "line").rect
@@ -155,31 +165,38 @@ def shows(page, found, room):
 
 
 def test_it_begins_with_what_is_recommended(page, plan, document):
-    found, room = point(document, "one process, AdamW", 8, 12)
+    found, room = point(document, ADAMW, 8, 12)
     assert found["process"] == plan.chosen.process.model_dump()
     assert found["at_peak"] == plan.ledger.at_peak
     assert found["verdict"] == plan.verdict
     shows(page, found, room)
     assert state(page) == {}
+    assert not at(page, "instead").is_displayed()
 
 
-def test_sliders_move_by_the_keyboard_and_the_numbers_with_them(page, document):
-    title = "one process, AdamW"
-    slider = at(page, "micro-batch")
-    slider.send_keys(Keys.HOME)
-    for size in SIZES:
-        assert at(page, "micro-batch-said").text == slider.get_attribute("aria-valuetext") == str(size)
-        shows(page, *point(document, title, size, 12))
-        slider.send_keys(Keys.ARROW_RIGHT)
-    at(page, "blocks").send_keys(Keys.HOME)
-    shows(page, *point(document, title, 16, 0))
-    assert state(page) == {"strategy": title, "micro-batch": "16", "blocks": "0", "card": "NVIDIA A40"}
-    (setting,) = [each for each in document["settings"] if each["title"] == title]
-    assert {"FITS", "DOES NOT FIT"} <= {each["verdict"] for each in setting["points"]}
+def test_sliders_move_over_all_that_ran_by_the_keyboard(page, document):
+    """The other slider gives way to the nearest that ran, and the page says so."""
+    points = setting(document, ADAMW)["points"]
+    keys = {"micro-batch": "micro_batch_size", "blocks": "checkpointed_blocks"}
+    now = {"blocks": 12}
+    for moved, other in (("micro-batch", "blocks"), ("blocks", "micro-batch")):
+        slider = at(page, moved)
+        slider.send_keys(Keys.HOME)
+        for value in sorted({each[keys[moved]] for each in points}):
+            ran = [each[keys[other]] for each in points if each[keys[moved]] == value]
+            wanted, nearest = now[other], min(ran, key=lambda each: abs(each - now[other]))
+            assert at(page, f"{moved}-said").text == slider.get_attribute("aria-valuetext") == str(value)
+            assert at(page, f"{other}-said").text == str(nearest)
+            instead = f"Not among what ran: {other} “{wanted}” (shown: {nearest})"
+            assert at(page, "instead").text == (instead if wanted != nearest else "")
+            now = {moved: value, other: nearest}
+            shows(page, *point(document, ADAMW, now["micro-batch"], now["blocks"]))
+            slider.send_keys(Keys.ARROW_RIGHT)
+    assert state(page) == {key: str(value) for key, value in now.items()} | {"strategy": ADAMW, "gpu": "NVIDIA A40"}
+    assert {each["verdict"] for each in points} == {"FITS", "DOES NOT FIT"}
 
 
 def test_all_is_reached_with_the_tabulator(page):
-    """What has one value alone, as the precision here, is passed over."""
     names = {}
     for _ in range(4):
         page.switch_to.active_element.send_keys(Keys.TAB)
@@ -188,71 +205,68 @@ def test_all_is_reached_with_the_tabulator(page):
         names[focused.get_attribute("id").removeprefix("whatif-")] = focused.accessible_name
     assert names == {
         "optimizer": "Optimizer",
-        "card": "GPU",
+        "gpu": "GPU",
         "micro-batch": "Micro-batch",
         "blocks": "Recomputed blocks",
     }
 
 
-def test_a_choice_leaves_only_what_was_planned_with_it(page, document):
+def test_a_choice_leaves_only_what_ran_with_it(page, document):
     optimizer = Select(at(page, "optimizer"))
     assert [each.text for each in optimizer.options] == ["AdamW", "8-bit AdamW", "CAME"]
-    optimizer.select_by_visible_text("CAME")
-    assert state(page)["strategy"] == "one process, CAME"
-    average = Select(at(page, "average"))
-    assert len(average.options) == 2
-    average.select_by_index(1)
-    title = "one process, CAME, EMA on the GPU"
-    assert state(page)["strategy"] == title
-    shows(page, *point(document, title, int(state(page)["micro-batch"]), int(state(page)["blocks"])))
-    optimizer.select_by_visible_text("8-bit AdamW")
-    assert state(page)["strategy"] == "one process, 8-bit AdamW"
     assert not at(page, "average").is_enabled()
+    optimizer.select_by_visible_text("CAME")
+    assert state(page)["strategy"] == "single GPU, CAME"
+    Select(at(page, "average")).select_by_visible_text("in fp32 on the GPU")
+    assert state(page)["strategy"] == "single GPU, CAME, EMA on the GPU"
+    shows(page, *shown(page, document))
+    optimizer.select_by_visible_text("8-bit AdamW")
+    assert state(page)["strategy"] == "single GPU, 8-bit AdamW"
+    assert not at(page, "average").is_enabled()
+    shows(page, *shown(page, document))
 
 
 def test_another_gpu_is_judged_by_its_own_bytes(page, document):
-    found, own = point(document, "one process, AdamW", 8, 12)
+    found, own = point(document, ADAMW, 8, 12)
     verdicts = {}
     for gpu in (SMALLER, LARGER):
-        Select(at(page, "card")).select_by_visible_text(gpu.title)
+        Select(at(page, "gpu")).select_by_visible_text(gpu.title)
         fits = found["process"]["high_bytes"] <= gpu.usable_bytes
         verdicts[gpu.name] = "FITS" if fits else "DOES NOT FIT"
-        shows(page, found | {"verdict": verdicts[gpu.name]}, own | {"usable_bytes": gpu.usable_bytes})
+        changed = found | {"verdict": verdicts[gpu.name]}
+        shows(page, changed, own | {"usable_bytes": gpu.usable_bytes}, "by the bytes that it took")
     assert verdicts == {SMALLER.name: "DOES NOT FIT", LARGER.name: "FITS"}
 
 
 def test_the_address_keeps_what_is_asked(page, document):
     Select(at(page, "optimizer")).select_by_visible_text("8-bit AdamW")
-    at(page, "blocks").send_keys(Keys.ARROW_RIGHT)
+    at(page, "blocks").send_keys(Keys.END)
     before, address = state(page), page.current_url
     assert before["blocks"] == "20"
     page.refresh()
     assert (state(page), page.current_url) == (before, address)
-    shows(page, *point(document, before["strategy"], int(before["micro-batch"]), 20))
+    shows(page, *shown(page, document))
     assert at(page, "optimizer").get_attribute("value") == "8-bit AdamW"
     assert at(page, "blocks-said").text == "20"
 
 
-def test_an_address_that_means_nothing_shows_what_is_recommended(page, folder, plan, document):
-    nonsense = {"strategy": "</script><b>", "micro-batch": "many", "blocks": "few", "card": "abacus"}
+def test_an_address_that_means_nothing_shows_what_is_recommended(page, folder, document):
+    nonsense = {"strategy": "</script><b>", "micro-batch": "many", "blocks": "few", "gpu": "abacus"}
     page.get(f"{(folder / 'report.html').as_uri()}#{urlencode(nonsense)}")
-    shows(page, *point(document, "one process, AdamW", 8, 12))
-    refused = at(page, "refused").text
-    assert refused.startswith(
-        "The address asks for what is not here: strategy “</script><b>” (shown: one process, AdamW)"
-    )
-    assert f"micro-batch “many” (shown: {plan.chosen.strategy.micro_batch_size})" in refused
-    assert "card “abacus” (shown: NVIDIA A40)" in refused
-    at(page, "blocks").send_keys(Keys.ARROW_RIGHT)
-    assert not at(page, "refused").is_displayed()
+    shows(page, *point(document, ADAMW, 8, 12))
+    instead = at(page, "instead").text
+    assert instead.startswith(f"Not among what ran: strategy “</script><b>” (shown: {ADAMW})")
+    assert "micro-batch “many” (shown: 8); blocks “few” (shown: 12)" in instead
+    assert "gpu “abacus” (shown: NVIDIA A40)" in instead
+    Select(at(page, "gpu")).select_by_visible_text(LARGER.title)
+    assert not at(page, "instead").is_displayed()
 
 
 def test_an_address_that_asks_for_too_much_says_what_is_shown_instead(page, folder, document):
     page.get(f"{(folder / 'report.html').as_uri()}#{urlencode({'micro-batch': '9999', 'blocks': '-1e9', 'size': '3'})}")
-    largest = int(at(page, "micro-batch-said").text)
-    shows(page, *point(document, "one process, AdamW", largest, 0))
-    said = f"micro-batch “9999” (shown: {largest}); blocks “-1e9” (shown: 0); size “3” (no such choice)"
-    assert at(page, "refused").text == f"The address asks for what is not here: {said}"
+    shows(page, *point(document, ADAMW, 24, 20))
+    said = "micro-batch “9999” (shown: 24); blocks “-1e9” (shown: 20); size “3” (no such choice)"
+    assert at(page, "instead").text == f"Not among what ran: {said}"
 
 
 @pytest.mark.parametrize("pixels", [400, 1200])
@@ -301,30 +315,28 @@ def test_without_scripts_all_else_is_there(chromium, folder):
         text = chromium.find_element(By.TAG_NAME, "main").text
     finally:
         chromium.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})
-    assert "With scripts, sliders here show what other settings take" in text
+    assert "With scripts, sliders here show other settings." in text
     assert re.search(r"Memory by phase", text)
 
 
 def test_another_number_of_gpus_is_another_plans(chromium, plan, tmp_path):
-    """Its points, on its own machine."""
+    """What ran for it, on its own machine."""
     other = plans.sharded_plan(8)
-    (setting,) = plans.made_plan().settings
     sharded = {"title": "ZeRO-2 on 8, AdamW", "strategy": other.chosen.strategy}
+    own = plans.made_plan().settings[0].model_copy(update=sharded)
     question = other.question.model_copy(update={"host_memory_bytes": 2 * plan.question.host_memory_bytes})
-    other = other.model_copy(update={"settings": (setting.model_copy(update=sharded),), "question": question})
+    other = other.model_copy(update={"settings": (own,), "question": question})
     write_plan(plan, tmp_path / "plan", [other])
     written = tmp_path / "plan" / "report.html"
     chromium.get(written.as_uri())
-    assert "Other settings and sizes that ran for plans of 1, 8 GPUs" in chromium.page_source
+    assert "Settings and sizes that ran for plans of 1, 8 GPUs;" in chromium.page_source
     cards = Select(at(chromium, "cards"))
     assert [each.text for each in cards.options] == ["1", "8"]
     assert cards.first_selected_option.text == "1"
     cards.select_by_visible_text("8")
     asked = state(chromium)
-    assert asked["strategy"] == "ZeRO-2 on 8, AdamW"
-    document = json.loads(other.model_dump_json())
-    shows(chromium, *point(document, asked["strategy"], int(asked["micro-batch"]), int(asked["blocks"])))
-    assert any(
-        said.startswith(f"of {gib(question.host_memory_bytes)} ") for said in texts(chromium, "#whatif-facts dd")
-    )
+    assert asked["strategy"] == own.title
+    shows(chromium, *shown(chromium, json.loads(other.model_dump_json())))
+    assert f"of {gib(question.host_memory_bytes)} per machine" in texts(chromium, "#whatif-facts dd")
     assert json.loads((written.parent / "plan.json").read_text()) == json.loads(plan.model_dump_json()) | {"fits": True}
+    assert written.stat().st_size < 1_000_000

@@ -168,7 +168,7 @@ def test_a_machine_that_is_only_assumed_is_a_line_and_no_verdict(engine: Literal
     assert plan.buckets[0].none >= plan.chosen.strategy.micro_batch_size
     assert {point.verdict for point in plan.settings[0].points} >= {"FITS"}
     (line,) = words.host(plan)
-    assert line.startswith(f"host RAM: {gib(plan.host.node_bytes)} needed a machine, more than the 1.00 GiB that are")
+    assert line.startswith(f"CPU memory: {gib(plan.host.node_bytes)} needed per machine, more than the 1.00 GiB ")
 
 
 def state_bytes(planner: Planner, found: list[str]) -> float:
@@ -198,7 +198,7 @@ def test_an_engine_whose_state_its_machine_does_not_hold_is_not_looked_at() -> N
     assert (short.engines, short.short_of_host) == ([], engines)
     assert (held.engines, held.short_of_host, held.rejected) == (engines, [], [])
     assert other.engines == both[:1]
-    assert [each.choice for each in other.rejected] == ["one process, AdamW"]
+    assert [each.choice for each in other.rejected] == ["single GPU, AdamW"]
 
 
 @pytest.mark.slow

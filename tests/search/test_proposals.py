@@ -55,14 +55,14 @@ def test_one_card_is_not_sharded_and_offload_is_a_last_resort() -> None:
     found, _ = proposals(question())
     assert {proposal.strategy.engine for proposal in found if not proposal.last_resort} == {"single"}
     (stepped,) = (proposal.title for proposal in found if proposal.last_resort == 3)
-    assert stepped == "one process, Adafactor, bf16 without masters, stepped in the backward pass"
+    assert stepped == "single GPU, Adafactor, bf16 without masters, stepped in the backward pass"
     assert {proposal.title for proposal in found if proposal.last_resort == 1} == {
-        "ZeRO-2, optimizer on the host, AdamW",
-        "FSDP2, weights and optimizer on the host, AdamW",
+        "ZeRO-2, optimizer in CPU memory, AdamW",
+        "FSDP2, weights and optimizer in CPU memory, AdamW",
     }
     assert (
-        "on one card shard nothing"
-        in reasons(question())["ZeRO-1, ZeRO-2, ZeRO-3 and FSDP2 with all of it on one card"]
+        "on one GPU shard nothing"
+        in reasons(question())["ZeRO-1, ZeRO-2, ZeRO-3 and FSDP2 on one GPU, without CPU offload"]
     )
 
 
@@ -126,13 +126,13 @@ def test_an_average_is_placed_where_it_was_asked_for() -> None:
 def test_as_many_averages_are_proposed_as_were_asked_for() -> None:
     asked = question(pins=Pins(ema="auto", ema_widths=(0.05, 0.1)))
     assert {each.strategy.ema and each.strategy.ema.widths for each in proposals(asked)[0]} == {(0.05, 0.1)}
-    assert "one process, AdamW, 2 EMAs on the host" in titles(asked)
+    assert "single GPU, AdamW, 2 EMAs in CPU memory" in titles(asked)
 
 
 def test_adapters_are_proposed_over_every_base_that_the_engine_takes() -> None:
     one, several = (question(pins=Pins(lora_rank=16), cluster=Cluster(gpus=gpus)) for gpus in (1, 8))
-    assert [title for title in titles(one) if title.startswith("one process") and "host" not in title] == [
-        f"one process, AdamW, LoRA 16 over {base}" for base in get_args(LoraBase)
+    assert [title for title in titles(one) if title.startswith("single GPU") and "CPU memory" not in title] == [
+        f"single GPU, AdamW, LoRA 16 over {base}" for base in get_args(LoraBase)
     ]
     assert "FSDP2 on 8, AdamW, LoRA 16 over int8" in titles(several)
     assert not any("nf4" in title for title in titles(several))
@@ -156,8 +156,8 @@ def test_what_of_a_strategy_is_lossy_is_named(changes: dict[str, Any], words: li
 def test_what_cannot_hold_weights_and_gradients_is_not_run() -> None:
     found, _ = proposals(question("flux.1-dev", "rtx-4090"))
     assert {each.strategy.engine for each in found if each.last_resort < 3} == {"deepspeed", "fsdp2"}
-    assert reasons(question("flux.1-dev", "rtx-4090"))["one process, all weights on the card"] == (
-        "weights and gradients alone take 44.34 GiB of the card's 23.60 GiB"
+    assert reasons(question("flux.1-dev", "rtx-4090"))["single GPU, all weights on the GPU"] == (
+        "weights and gradients alone take 44.34 GiB of the GPU's 23.60 GiB"
     )
 
 

@@ -126,8 +126,8 @@ def _facts(found: Found) -> dict[str, tuple[str, str]]:
     if (mfu := found.last("mfu")) is not None:
         facts["MFU"] = f"{100 * mfu:.1f} %", "in the last steps"
     if (peak := found.last("peak_memory_bytes")) is not None:
-        on_host = found.record is not None and found.record.device == "cpu"
-        facts["memory at its peak"] = gib(peak), "of this process, on the host" if on_host else "allocated by torch"
+        on_cpu = found.record is not None and found.record.device == "cpu"
+        facts["memory at its peak"] = gib(peak), "of this process, in CPU memory" if on_cpu else "allocated by torch"
     if found.receipt is not None:
         seconds = Interval(low=found.receipt.seconds, high=found.receipt.seconds)
         facts["time"] = words.span(seconds), f"for {how_many(found.receipt.steps, 'step')} of the last start"
@@ -244,27 +244,27 @@ def _at_most(path: Path, most: int) -> tuple[str, bytes, tuple[int, int]]:
 
 
 def settings(record: RunRecord) -> dict[str, str]:
-    """A line for each thing that is set, of those that are chosen again and again."""
+    """A line for each of the usual settings."""
     strategy, run = record.strategy, record.run
+    single_on_cpu = record.device == "cpu" and strategy.engine == "single"
     found = {
         "model": ", a ".join(dict.fromkeys((record.model.name, record.model.class_name))),
-        "engine": words.engine(strategy),
+        "engine": "single process" if single_on_cpu else words.engine(strategy),
         "precision": words.PRECISIONS[strategy.precision],
         "optimizer": words.OPTIMIZERS[strategy.optimizer.name],
         "learning rate": _rate(record),
         "batch": words.step_size(strategy),
         "checkpointing": words.checkpointing(strategy, None),
-        "average": words.average(strategy)
-        if record.device != "cpu" or strategy.ema is None
-        else f"{words.emas(strategy.ema)} in fp32",
+        "EMA": words.average(strategy) if record.device != "cpu" or strategy.ema is None else words.emas(strategy.ema),
     }
     if strategy.compile_blocks:
         found["blocks"] = "compiled by torch"
     if strategy.lora is not None:
         found["adapters"] = f"LoRA of rank {strategy.lora.rank} over a frozen {strategy.lora.base} base"
     if run.validation is not None:
-        held_out, every = how_many(run.validation.samples, "sample"), how_many(run.validation.every, "step")
-        found["validation"] = f"{held_out} held out, every {every}"
+        found["validation"] = (
+            f"{how_many(run.validation.samples, 'sample')}, every {how_many(run.validation.every, 'step')}"
+        )
     if record.stage is not None:
         found["stage"] = f"stages.{record.stage}, whose settings these are"
     found["seed"] = f"{run.train.seed}"

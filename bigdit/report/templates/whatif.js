@@ -1,5 +1,5 @@
-// Shows what sliders and choices ask for, of the points that ran. Nothing is computed here but what another GPU leaves of
-// a point. The address keeps what is asked.
+// Shows what sliders and choices ask for, or the nearest point that ran. Nothing is computed here but what another GPU
+// leaves of a point. The address keeps what is asked.
 const given = JSON.parse(document.getElementById("whatif-data").textContent);
 const at = (name) => document.getElementById(`whatif-${name}`);
 for (const setting of given.settings) setting.points = setting.points.map(named);
@@ -8,6 +8,8 @@ const distinct = (values) => [...new Set(values)];
 const CLASSES = { FITS: "fits", TIGHT: "tight", "DOES NOT FIT": "no" };
 const WIDE = 5; // percent of the bar: room for a letter, on a narrow screen too
 const LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ";
+const FIELDS = { "micro-batch": "micro_batch_size", blocks: "checkpointed_blocks" };
+let moved = "micro-batch"; // the slider that was moved last keeps its place
 let asked = { ...given.start };
 
 function named(values) {
@@ -32,27 +34,25 @@ function nearest(sizes, wanted) {
   return sizes.reduce((best, size) => (Math.abs(size - wanted) < Math.abs(best - wanted) ? size : best));
 }
 
-const sizesOf = (setting) => distinct(setting.points.map((point) => point.micro_batch_size));
-const blocksOf = (setting, size) =>
-  distinct(setting.points.filter((point) => point.micro_batch_size === size).map((point) => point.checkpointed_blocks));
+// All sizes of a slider that ran in the setting.
+const sizesOf = (setting, key) => distinct(setting.points.map((point) => point[FIELDS[key]])).sort((a, b) => a - b);
 
-// What is asked, or the nearest that ran.
+// What is asked, or the nearest that ran: the slider that was not moved gives way.
 function answer() {
   const setting = given.settings.find((each) => each.strategy === asked.strategy) ?? given.settings[0];
-  const size = nearest(sizesOf(setting), asked["micro-batch"]);
-  const blocks = nearest(blocksOf(setting, size), asked.blocks);
-  const room = setting.rooms.find((each) => each.card === asked.card) ?? setting.rooms[0];
-  asked = { strategy: setting.strategy, "micro-batch": size, blocks, card: room.card };
-  return { setting, room };
+  const room = setting.rooms.find((each) => each.card === asked.gpu) ?? setting.rooms[0];
+  let points = setting.points;
+  for (const key of Object.keys(FIELDS).sort((a, b) => (b === moved) - (a === moved))) {
+    const size = nearest(points.map((point) => point[FIELDS[key]]), asked[key]);
+    points = points.filter((point) => point[FIELDS[key]] === size);
+  }
+  const [point] = points;
+  const sizes = { "micro-batch": point.micro_batch_size, blocks: point.checkpointed_blocks };
+  asked = { strategy: setting.strategy, ...sizes, gpu: room.card };
+  return { setting, room, point };
 }
 
-function ofPoints({ setting, room }) {
-  const { "micro-batch": size, blocks } = asked;
-  const point = setting.points.find((each) => each.micro_batch_size === size && each.checkpointed_blocks === blocks);
-  return { setting, room, point, verdict: judged(setting, point, room), how: `ran so on an emulated ${setting.rooms[0].card}` };
-}
-
-// Host memory that is only assumed is no verdict.
+// CPU memory that is only assumed decides no verdict.
 function shortOfHost(setting, point) {
   return !setting.hostAssumed && point.host_bytes > setting.hostMemory;
 }
@@ -80,12 +80,12 @@ function fill(select, values, value) {
   select.disabled = values.length < 2;
 }
 
-function slide(slider, sizes, size, text) {
+function slide(slider, sizes, size) {
   slider.max = sizes.length - 1;
-  slider.value = sizes.indexOf(nearest(sizes, size));
+  slider.value = sizes.indexOf(size);
   slider.disabled = sizes.length < 2;
-  slider.setAttribute("aria-valuetext", text);
-  document.getElementById(`${slider.id}-said`).textContent = text;
+  slider.setAttribute("aria-valuetext", size);
+  document.getElementById(`${slider.id}-said`).textContent = size;
 }
 
 function showAsked({ setting, room }) {
@@ -94,22 +94,23 @@ function showAsked({ setting, room }) {
     const alike = given.settings.filter((each) => before.every((name) => each.words[name] === setting.words[name]));
     fill(at(key), distinct(alike.map((each) => each.words[key])), setting.words[key]);
   });
-  fill(at("card"), setting.rooms.map((each) => each.card), room.card);
-  const blocks = blocksOf(setting, asked["micro-batch"]);
-  slide(at("micro-batch"), sizesOf(setting), asked["micro-batch"], `${asked["micro-batch"]}`);
-  slide(at("blocks"), blocks, asked.blocks, `${asked.blocks}`);
+  fill(at("gpu"), setting.rooms.map((each) => each.card), room.card);
+  for (const key of Object.keys(FIELDS)) slide(at(key), sizesOf(setting, key), asked[key]);
 }
 
-function showVerdict({ setting, point, room, verdict, how }) {
+function showVerdict({ setting, point, room }) {
   const { process } = point;
+  const [own] = setting.rooms;
+  const verdict = judged(setting, point, room);
   const left = room.usable_bytes - process.high_bytes;
-  const host = shortOfHost(setting, point);
-  const short = `; ${gib(point.host_bytes)} of host memory a machine, of ${gib(setting.hostMemory)}`;
-  const wants = `${between(process.low_bytes, process.high_bytes)} of ${gib(room.usable_bytes)} usable`;
+  const needs = `needs ${between(process.low_bytes, process.high_bytes)} of ${gib(room.usable_bytes)} usable`;
   const rest = left >= 0 ? `${gib(left)} left` : `${gib(-left)} too much`;
+  const cpu = `; ${gib(point.host_bytes)} of CPU memory per machine, of ${gib(setting.hostMemory)}`;
+  const how = `${room === own ? "ran" : "by the bytes that it took"} on an emulated ${own.card}`;
   at("verdict").className = `verdict ${CLASSES[verdict]}`;
   at("verdict").querySelector("strong").textContent = verdict;
-  at("verdict").querySelector("span").textContent = `wants ${wants}, ${rest}${host ? short : ""}; ${how}`;
+  at("verdict").querySelector("span").textContent =
+    `${needs}, ${rest}${shortOfHost(setting, point) ? cpu : ""}; ${how}`;
 }
 
 // The process at the high end in parts, each with a letter and a colour of its own: what is allocated, by category where
@@ -158,14 +159,14 @@ function showBytes({ setting, point, room }) {
 }
 
 function showFacts({ setting, point, room }) {
-  const machine = setting.hostAssumed ? "assumed" : "a machine";
+  const machine = setting.hostAssumed ? "assumed" : "per machine";
   const facts = [
     ["reserved by torch", gib(point.peak_reserved_bytes), "with expandable segments"],
     ["peak phase", point.phase, "the highest peak of all phases"],
-    ["on the host", gib(point.host_bytes), `of ${gib(setting.hostMemory)} ${machine}`],
+    ["CPU memory", gib(point.host_bytes), `of ${gib(setting.hostMemory)} ${machine}`],
   ];
   const speed = point.samples_per_second_per_card;
-  if (room === setting.rooms[0]) facts.push([`${given.samples}/s a GPU`, speed, room.card]);
+  if (room === setting.rooms[0]) facts.push([`${given.samples}/s per GPU`, speed, room.card]);
   const pairs = facts.map(([name, value, more]) => {
     const pair = document.createElement("div");
     pair.append(made("dt", name), made("dd", value), made("dd", more));
@@ -177,10 +178,9 @@ function showFacts({ setting, point, room }) {
 function show() {
   const found = answer();
   showAsked(found);
-  const shown = ofPoints(found);
-  showVerdict(shown);
-  showBytes(shown);
-  showFacts(shown);
+  showVerdict(found);
+  showBytes(found);
+  showFacts(found);
 }
 
 // A notebook's frame has no address of its own.
@@ -192,42 +192,42 @@ function remember() {
 }
 
 function recall() {
-  const said = new URLSearchParams(location.hash.slice(1));
+  const said = Object.fromEntries(new URLSearchParams(location.hash.slice(1)));
   asked = { ...given.start };
   for (const key of Object.keys(asked)) {
-    const value = typeof asked[key] === "number" ? parseInt(said.get(key), 10) : said.get(key);
+    const value = typeof asked[key] === "number" ? parseInt(said[key], 10) : said[key];
     asked[key] = value || value === 0 ? value : asked[key];
   }
   show();
-  sayRefused(said);
+  sayInstead(said);
 }
 
-// What of the address could not be taken, and what is shown instead.
-function sayRefused(said) {
-  const quoted = (key) => `${key} “${said.get(key).slice(0, 40)}”`;
-  const differs = [...new Set(said.keys())].filter((key) => said.get(key) !== `${asked[key]}`);
-  const lines = differs.map((key) => `${quoted(key)} (${key in asked ? `shown: ${asked[key]}` : "no such choice"})`);
-  refuse(lines.length ? `The address asks for what is not here: ${lines.join("; ")}` : "");
-}
-
-function refuse(text) {
-  at("refused").hidden = !text;
-  at("refused").textContent = text;
+// What of the wanted did not run, and what is shown instead.
+function sayInstead(wanted) {
+  const differs = Object.keys(wanted).filter((key) => `${wanted[key]}` !== `${asked[key]}`);
+  const lines = differs.map((key) => {
+    const shown = key in asked ? `shown: ${asked[key]}` : "no such choice";
+    return `${key} “${`${wanted[key]}`.slice(0, 40)}” (${shown})`;
+  });
+  at("instead").hidden = !lines.length;
+  at("instead").textContent = `Not among what ran: ${lines.join("; ")}`;
 }
 
 function changed(change) {
   change();
-  sayRefused(new URLSearchParams());
+  const wanted = { ...asked };
   show();
+  sayInstead(wanted);
   remember();
 }
 
 for (const key of keys) at(key).addEventListener("change", (event) => changed(() => choose(key, event.target.value)));
-at("card").addEventListener("change", (event) => changed(() => (asked.card = event.target.value)));
-for (const [key, sizes] of [["micro-batch", sizesOf], ["blocks", blocksOf]]) {
+at("gpu").addEventListener("change", (event) => changed(() => (asked.gpu = event.target.value)));
+for (const key of Object.keys(FIELDS)) {
   at(key).addEventListener("input", (event) => changed(() => {
     const setting = given.settings.find((each) => each.strategy === asked.strategy);
-    asked[key] = sizes(setting, asked["micro-batch"])[event.target.value];
+    asked[key] = sizesOf(setting, key)[event.target.value];
+    moved = key;
   }));
 }
 document.querySelector("#whatif form").addEventListener("submit", (event) => event.preventDefault()); // by Enter
