@@ -1,4 +1,4 @@
-# make setup | demo | test | check | docs; everything lives in .venv and three beside it; nothing needs a GPU.
+# make setup | demo | test-fast | test | check | docs; everything lives in .venv and three beside it; nothing needs a GPU.
 PYTHON ?= python3
 BIN := .venv/bin
 VENV := .venv/.made
@@ -8,7 +8,7 @@ OLDEST_READY := .venv-oldest/.ready
 NEWEST_READY := .venv-newest/.ready
 PROVED := bigdit/profile/notices.py
 
-.PHONY: setup cuda oldest newest demo test check docs lint types imports clean
+.PHONY: setup cuda oldest newest demo test-fast test check docs lint types imports clean
 
 setup: $(READY)
 
@@ -47,6 +47,11 @@ demo: $(READY) $(CUDA_READY)
 
 test: $(READY) $(CUDA_READY) $(OLDEST_READY) $(NEWEST_READY)
 	$(BIN)/python -m pytest
+
+# Plain Python: no engine, no emulated GPU.
+test-fast: $(READY)
+	$(BIN)/python -m pytest -m "not slow" tests/catalog tests/config tests/memory tests/objectives tests/optim tests/sources \
+	  tests/speed tests/store
 
 check:
 	$(MAKE) -j2 lint types imports docs
