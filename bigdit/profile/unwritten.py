@@ -166,7 +166,9 @@ def _unfilled(kernel: Any, keys: Any, of: Any) -> Any:
 def _unjoined(kernel: Any, keys: Any, parts: Any, dim: int = 0) -> Any:
     """A new tensor as large as the vectors, which DeepSpeed's offload joins: all weights of a model."""
     size = sum(map(torch.numel, parts))
-    if size * parts[0].itemsize < _LEAST_BYTES or any(each.dim() != 1 or each.dtype != parts[0].dtype for each in parts):
+    if size * parts[0].itemsize < _LEAST_BYTES or any(
+        each.dim() != 1 or each.dtype != parts[0].dtype for each in parts
+    ):
         return kernel.call_boxed(keys, parts, dim)
     return parts[0].new_empty(size)
 
