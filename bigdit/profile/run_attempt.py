@@ -54,7 +54,7 @@ def _watched(question: Question, host_bytes: int, run: Callable[[_Watch], None])
         phases=watch.phases,
         params=watch.params,
         host=HostMemory(peak_bytes=max(start, host_steps), steps_bytes=host_steps, page_locked_bytes=0),
-        checkpoint_bytes=watch.checkpoint_bytes,
+        checkpoint_bytes=0 if said or watch.engine is None else checkpoint_bytes(watch.engine, watch.ema),
         reads=watch.reads,
         launched={} if said else watch.launched,
         packed_work=watch.packed_work,
@@ -115,13 +115,13 @@ class _Watch(Witness):
     the GPU do."""
 
     engine: Engine | None = None
+    ema: Ema | None = None
 
     def __init__(self, host_bytes: int) -> None:
         self.phases: dict[str, PhaseBytes] = {}
         self.launched: dict[str, Launched] = {}
-        self.params = self.reads = self.reserved_bytes = self.checkpoint_bytes = 0
+        self.params = self.reads = self.reserved_bytes = 0
         self.packed_work: str | None = None
-        self._ema: Ema | None = None
         self._counting: Counting | None = None
         self._phase: str | None = None
         self._counts = importlib.import_module("bigdit_emulated.counts").read
@@ -160,7 +160,7 @@ class _Watch(Witness):
         self.host_peaks[started] = max(self.host_peaks[started], self._host()[1] - self._host_before)
 
     def started(self, engine: Engine, ema: Ema | None) -> _Watch:
-        self.engine, self._ema = engine, ema
+        self.engine, self.ema = engine, ema
         return self
 
     def count_work(self, run: Callable[[], object]) -> None:
@@ -172,5 +172,3 @@ class _Watch(Witness):
             run()
         spans, costs = tuple(Span(phase, 0, 0) for phase in self._counting.phases), self._counting.costs
         self.packed_work = Timeline((), (), spans, costs.collectives(), costs.operators()).pack()
-        if self.engine is not None:
-            self.checkpoint_bytes = checkpoint_bytes(self.engine, self._ema)
