@@ -23,7 +23,7 @@ from bigdit.profile.attempt import Attempt
 from bigdit.profile.cards import Cards
 from bigdit.profile.lanes import WorkerError
 from bigdit.profile.request import StepRequest
-from bigdit.profile.steps import Workload, feed, prepare
+from bigdit.profile.steps import Workload, build, feed, prepare
 from bigdit.receipt import Receipt
 from bigdit.shortage import room
 from bigdit.spec import BatchShape, ModelSpec, Strategy
@@ -59,12 +59,14 @@ def bench_step(
     load = Load.now()
     with process_group(World(), needed=False) as device:
         request = StepRequest(model=spec, batch=shape, strategy=strategy, objective=objective)
-        workload = prepare(request, seed)
+        workload = prepare(request, build(request, seed))
         meter = MemoryMeter(device)
         own = _own_steps(workload, device, meter)
         seconds = [next(own).seconds for _ in range(STEPS)]
         alone = _obstacle(meter, device, workload.params)
-        compared = None if alone else _compared(prepare(request, seed), device, own, steps - STEPS, load)
+        compared = (
+            None if alone else _compared(prepare(request, build(request, seed)), device, own, steps - STEPS, load)
+        )
         seconds += compared.contenders[1].rounds if compared else [next(own).seconds for _ in range(steps - STEPS)]
     return StepBench(_receipt(request, meter, seconds), compared, alone)
 

@@ -6,7 +6,7 @@ Checkpointing, offload and adapters are put on here, alike for all. What is know
 from bigdit.models.adapters import loaded_by, save_adapters, save_for_comfyui
 from bigdit.models.build import build, check_folder, load, outline, skeleton
 from bigdit.models.conditions import Conditions, Extra
-from bigdit.models.equip import equip
+from bigdit.models.equip import adapt, arrange, equip
 from bigdit.models.families import families, family
 from bigdit.models.family import Family
 from bigdit.models.shapes import take_through
@@ -15,6 +15,8 @@ __all__ = [
     "Conditions",
     "Extra",
     "Family",
+    "adapt",
+    "arrange",
     "build",
     "check_folder",
     "equip",

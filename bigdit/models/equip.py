@@ -29,11 +29,21 @@ def equip(
     `seed` is that of the adapters' values, `backend` torch's compiler. Raises UserError where it has fewer blocks than
     are to be swapped or checkpointed, or a target of the adapters is none of its linear layers.
     """
+    adapt(model, family, strategy, seed=seed)
+    return arrange(model, family, strategy, backend=backend)
+
+
+def adapt(model: nn.Module, family: Family, strategy: Strategy, *, seed: int = 0) -> None:
+    """Add the strategy's adapters."""
     if strategy.lora is not None:
         with libraries.uncompiled():
             from bigdit.models.lora import apply_lora  # peft and bitsandbytes take seconds to import
 
         apply_lora(model, family, strategy.lora, seed=seed)
+
+
+def arrange(model: nn.Module, family: Family, strategy: Strategy, *, backend: str = "inductor") -> nn.Module:
+    """All that `equip` does beside adapters."""
     if strategy.compile_blocks:
         compile_blocks(model, family, backend)
     if strategy.blocks_to_swap:

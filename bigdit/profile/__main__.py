@@ -1,53 +1,86 @@
 """The process that answers: `python -m bigdit.profile LANE…`, on an emulated GPU (cards.py), by its forks (forks.py).
 
-A model and its engine are made for each question and taken apart again. A fork whose GPU is not empty then answers no
-more: no attempt runs beside what another one left. Neither does one that has recorded, and no fork changes its number
-of processes: a process group is not taken apart, since engines keep what they made of it.
+A model is built once for all questions that have it. Each question has a fork of its own, which begins with that model
+and a GPU that has nothing.
 """
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import signal
 import sys
+from typing import TYPE_CHECKING
 
 from bigdit import libraries
 from bigdit.errors import guard
 from bigdit.lifeline import end_with
 from bigdit.profile.attempt import Question
 from bigdit.profile.forks import serve
+from bigdit.profile.request import StepRequest
+
+if TYPE_CHECKING:
+    from bigdit.profile.steps import Built
+
+_built: dict[str, tuple[Built, int]] = {}
+"""The last model, by what requests have alike, and the bytes of the host that it takes."""
 
 
 def main(given: list[str]) -> None:
     """Answer until all lanes are closed."""
     end_with(os.getppid(), signal.SIGKILL)
     _import_all()
-    serve(given, _import_for, _answer, _suits)
+    serve(given, _prepare, _answer)
 
 
-def _answer(line: str) -> tuple[str, bool]:
+def _prepare(line: str) -> None:
+    """Import and build what the question's steps need, once for all forks that begin from now on."""
+    request = Question.model_validate_json(line).request
+    _import_for(request)
+    if request.part == "steps":
+        key = _alike(request)
+        if key not in _built:
+            _built.clear()
+            gc.unfreeze()  # forks.py froze it
+            gc.collect()  # two may be more mappings than a process may have
+            _built[key] = _build(request)
+
+
+def _build(request: StepRequest) -> tuple[Built, int]:
+    """What stands on the host, and how many bytes it takes there."""
+    from bigdit.profile.steps import build
+    from bigdit.profile.unwritten import unwritten_weights
+
+    host = importlib.import_module("bigdit_emulated.host").tensor_bytes
+    before, _ = host()
+    with unwritten_weights():
+        built = build(request, seed=0)
+    return built, host()[0] - before
+
+
+def _alike(request: StepRequest) -> str:
+    """What requests have alike whose steps begin with the same model and encoders on the host."""
+    strategy = request.strategy
+    encoders = None if request.encoders is None else request.encoders.model_dump_json()
+    lora = None if strategy.lora is None else strategy.lora.model_dump_json()
+    return f"{request.model.model_dump_json()} {encoders} {lora} {strategy.precision}"
+
+
+def _answer(line: str) -> str:
+    from bigdit.profile.run_attempt import attempt, encode, leave_values
+
     question = Question.model_validate_json(line)
-    from bigdit.profile.run_attempt import attempt, emptied, leave_values
-
     if not question.values:
         leave_values()
+    if question.request.part == "encoders":
+        return encode(question).model_dump_json()
+    built, host_bytes = _built[_alike(question.request)]
     if question.what == "recorded":
         from bigdit.profile.recorded import recorded
 
-        return recorded(question.request, question.snapshot).model_dump_json(), False
-    return attempt(question).model_dump_json(), emptied()
-
-
-def _suits(line: str) -> bool:
-    """Whether a fork that has answered others may answer this question."""
-    import torch.distributed as dist
-
-    question = Question.model_validate_json(line)
-    if question.what == "recorded":
-        return False
-    strategy = question.request.strategy
-    return strategy.engine == "single" or not dist.is_initialized() or dist.get_world_size() == strategy.world_size
+        return recorded(question.request, built, question.snapshot).model_dump_json()
+    return attempt(question, built, host_bytes).model_dump_json()
 
 
 def _import_all() -> None:
@@ -62,9 +95,8 @@ def _import_all() -> None:
     torch.cuda._is_in_bad_fork = lambda: False  # there is no driver whose state a fork would break
 
 
-def _import_for(line: str) -> None:
-    """Import what the question's steps need beside that, once for all forks that begin from now on."""
-    request = Question.model_validate_json(line).request
+def _import_for(request: StepRequest) -> None:
+    """Import what the steps need beside that."""
     with libraries.importing(), libraries.uncompiled():
         import diffusers
         import torch
@@ -77,6 +109,8 @@ def _import_for(line: str) -> None:
         optim.build(strategy.optimizer, [torch.zeros(1)], stochastic_rounding=strategy.precision == "bf16_sr")
         importlib.import_module(f"bigdit.engines.{strategy.engine}")
         if strategy.lora is not None:
+            import torchao  # noqa: F401  # as peft does with the first adapter
+
             import bigdit.models.lora
         if request.encoders is not None:
             import bigdit.encoders.frozen  # noqa: F401

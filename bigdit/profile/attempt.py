@@ -46,7 +46,7 @@ class Attempt(Strict):
 
     `out_of_memory`: torch's message. `retries`: how often the allocator gave back what it kept, to find room. `reads`:
     copies from the GPU to the host, before the optimizer steps. `launched`: by the second step. `packed_work` (a
-    Timeline without blocks) and `checkpoint_bytes` are there where they were counted.
+    Timeline without blocks) is there where it was counted.
     """
 
     out_of_memory: str | None

@@ -89,14 +89,14 @@ def workers_here() -> int:
 
 
 class Cards:
-    """Emulated GPUs of one kind, `count` of them side by side: forks of one process answer question after question.
+    """Emulated GPUs of one kind, `count` of them side by side: each question has a fork of one process.
 
     `done` is called with the number of answers so far. `unanswered`: why a question had no answer, in lines. Raises
     UserError where there is no CUDA build of torch.
 
     Values of small tensors cost two thirds of the time, so an attempt does without them first. If the host read
     nothing of the GPU meanwhile, no byte can follow from a value. Else both ways are compared, once for all attempts
-    that differ in sizes alone.
+    that differ in sizes or in swapped blocks alone.
     """
 
     def __init__(
@@ -116,8 +116,7 @@ class Cards:
             self._free.put(card)
         self._threads = ThreadPoolExecutor(self.count)
         self._lock = Lock()
-        # Two forks a card: one that has left values cannot have them again.
-        self._lanes = Lanes(partial(_worker, gpu, expandable_segments), 2 * self.count)
+        self._lanes = Lanes(partial(_worker, gpu, expandable_segments), self.count)
 
     def __enter__(self) -> Cards:
         self._threads.submit(self._lanes.start)  # libraries are imported by the time of the first question
@@ -232,9 +231,12 @@ class Cards:
         with self._first.setdefault(kind, Lock()):
             if kind in self._follows:
                 return self._run(question, card, values=True) if self._follows[kind] else without
-            found = self._run(question, card, values=True)
+            plain = question.model_copy(update={"counted": False})
+            found = self._run(plain, card, values=True)
             self._follows[kind] = (found.memory, found.peaks) != (without.memory, without.peaks)
-            return found
+            if not self._follows[kind]:
+                return without
+            return self._run(question, card, values=True) if question.counted else found
 
     def _run(self, question: Question, card: int, *, values: bool) -> Attempt:
         return Attempt.model_validate_json(self._ask(question.model_copy(update={"values": values}), card))
@@ -244,9 +246,9 @@ class Cards:
 
     def _ask(self, question: Question, card: int) -> bytes:
         check(question.request)
-        name, lane = question.request.model.name, card if question.values else self.count + card
+        name = question.request.model.name
         try:
-            return self._lanes.ask(lane, f"{name} on an emulated GPU", question, self._timeout_s)
+            return self._lanes.ask(card, f"{name} on an emulated GPU", question, self._timeout_s)
         except TimeoutError:
             raise TookTooLong(
                 f"two steps of {name} on an emulated {self.gpu.name} took more than {self._timeout_s:g} s"
@@ -259,7 +261,7 @@ def _kind(request: StepRequest) -> str:
     alike = {
         "optimizer": OptimizerSpec(),
         "checkpointing": "full",
-        "blocks_to_swap": min(settled.blocks_to_swap, 1),
+        "blocks_to_swap": 0,
         "precision": settled.precision.removesuffix("_sr"),
     }
     batch = request.batch.model_copy(update={"latents": (1, 1, 1)})

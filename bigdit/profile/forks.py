@@ -1,10 +1,9 @@
-"""The process whose forks answer: it imports what they need, once, and each begins where it stands.
+"""The process whose forks answer: it imports and builds what they need, once, and each begins where it stands.
 
 Questions come by lanes, which are answered side by side, one question after another in each. A lane is a socket and a
 file for what is said beside answers. What goes back by the socket, a line each: `read` for each question that somebody
-has read, `fork<tab>PROCESS ID` when a fork begins, `STATUS<tab>ANSWER` for each question, and `end<tab>STATUS` when the
-fork has ended. A question that was not read by then is the next fork's. `again` stands in place of an answer where a
-fork cannot answer after others: the next fork is asked. `lanes.py` is the other end.
+has read, `fork<tab>PROCESS ID` when its fork begins, `STATUS<tab>ANSWER`, and `end<tab>STATUS` when the fork has ended.
+`lanes.py` is the other end.
 """
 
 from __future__ import annotations
@@ -23,10 +22,8 @@ from functools import partial
 from bigdit.errors import EXIT_BUG, guard
 from bigdit.lifeline import end_with
 
-Answer = Callable[[str], tuple[str, bool]]
-"""The answer to a question, and whether the fork may answer another one."""
-Suits = Callable[[str], bool]
-"""Whether a fork that has answered others may answer this question."""
+Answer = Callable[[str], str]
+"""The answer to a question."""
 
 _CHUNK = 1 << 20
 
@@ -55,10 +52,10 @@ class Lane:
             self.socket.sendall(("\t".join(map(str, parts)) + "\n").encode())
 
 
-def serve(given: Sequence[str], prepare: Callable[[str], None], answer: Answer, suits: Suits) -> None:
-    """Answer the questions of all lanes that this process was given, until they are closed.
+def serve(given: Sequence[str], prepare: Callable[[str], None], answer: Answer) -> None:
+    """Answer the questions of all lanes that this process was given, each in a fork, until they are closed.
 
-    `prepare` imports what a question needs before a fork begins with it; what it raises is the answer.
+    `prepare` imports and builds what a question needs before its fork begins; what it raises is the answer.
     """
     os.dup2(2, 1)  # what libraries print is no answer
     free, forks = [Lane(each) for each in given], dict[int, tuple[int, Lane]]()
@@ -70,7 +67,7 @@ def serve(given: Sequence[str], prepare: Callable[[str], None], answer: Answer, 
                 free.remove(lane)
             elif _prepared(lane, prepare, question):
                 free.remove(lane)
-                life, child = _fork(lane, question, answer, suits)
+                life, child = _fork(lane, question, answer)
                 forks[life] = child, lane
         for life in [life for life in forks if life in ready]:
             child, lane = forks.pop(life)
@@ -91,11 +88,11 @@ def _prepared(lane: Lane, prepare: Callable[[str], None], question: str) -> bool
     return not status
 
 
-def _fork(lane: Lane, question: str, answer: Answer, suits: Suits) -> tuple[int, int]:
-    """What can be read when a fork that answers this question and more has ended, and its process."""
+def _fork(lane: Lane, question: str, answer: Answer) -> tuple[int, int]:
+    """What can be read when the fork that answers this question has ended, and its process."""
     life, held = os.pipe()
     server = os.getpid()
-    gc.freeze()  # its collections do not look through, and so copy, what is imported
+    gc.freeze()  # its collections do not look through, and so copy, what is there already
     child = os.fork()
     if child:
         os.close(held)
@@ -106,27 +103,12 @@ def _fork(lane: Lane, question: str, answer: Answer, suits: Suits) -> tuple[int,
         os.dup2(lane.said, 1)
         os.dup2(lane.said, 2)
         lane.tell("fork", os.getpid())
-        _answer_all(lane, question, answer, suits)
+        found: list[str] = []
+        said = guard(lambda: found.append(answer(question)))
+        sys.stderr.flush()
+        lane.tell(said, *(found or [""]))
         status = 0
     except BaseException:
         traceback.print_exc()
     sys.stderr.flush()
     os._exit(status)  # without torch's shutdown, which aborts where backends or process groups are still there
-
-
-def _answer_all(lane: Lane, question: str, answer: Answer, suits: Suits) -> None:
-    """Answer until there are no more questions, one leaves this process of no use, or one does not suit it."""
-    while question:
-        found = [("", False)]
-        status = guard(partial(_answer, question, answer, found))
-        text, more = found[-1]
-        sys.stderr.flush()
-        lane.tell(status, text)
-        question = lane.ask() if more else ""
-        if question and not suits(question):
-            lane.tell("again")
-            return
-
-
-def _answer(question: str, answer: Answer, found: list[tuple[str, bool]]) -> None:
-    found.append(answer(question))

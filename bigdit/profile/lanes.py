@@ -37,7 +37,7 @@ class WorkerKilled(WorkerError, Killed):
 
 
 class Lanes:
-    """A process that has imported all libraries, and forks of it that answer, one in each of `count` lanes.
+    """A process that has imported all libraries, and forks of it that answer, side by side in `count` lanes.
 
     It starts with the first question, or when it is told to. Once it is closed, whoever asks starts none.
     """
@@ -168,11 +168,9 @@ class _Lane:
                 self._read_there = True
             elif first == b"fork":
                 self.fork = int(rest)
-            elif first == b"again":
-                self._send(question)
             elif first == b"end":
                 self.fork = None
-                if self._read_there:  # or it had ended before, and the next fork has it
+                if self._read_there:  # or it is the one that answered before
                     return int(rest), b""
             else:
                 return int(first), rest

@@ -26,7 +26,7 @@ from bigdit.memory import Ledger, Timeline, ledger
 from bigdit.profile.attempt import UNLIMITED, Profile
 from bigdit.profile.notices import notices
 from bigdit.profile.request import StepRequest
-from bigdit.profile.steps import STEPS, Witness, group, prepare, training
+from bigdit.profile.steps import STEPS, Built, Witness, group, prepare, training
 from bigdit.profile.unwritten import large_uncomputed, unwritten_weights
 from bigdit.record.recorder import History, Recorder
 from bigdit.record.watch import Watch, watching_fsdp2
@@ -38,7 +38,7 @@ _PROTOCOL = 4
 """The newest pickle that pytorch.org/memory_viz reads."""
 
 
-def recorded(request: StepRequest, snapshot: str | None = None) -> Profile:
+def recorded(request: StepRequest, built: Built, snapshot: str | None = None) -> Profile:
     """The request on a GPU that has nothing yet; torch's memory snapshot of it goes to the file `snapshot`.
 
     Raises UserError where that cannot be written, and RuntimeError where the categories of a phase do not sum to
@@ -51,7 +51,7 @@ def recorded(request: StepRequest, snapshot: str | None = None) -> Profile:
     history = History(stacks=snapshot is not None)
     marks = _Marks(Recorder(history))
     with unwritten_weights(), large_uncomputed():
-        workload = prepare(request)
+        workload = prepare(request, built)
         watching = watching_fsdp2(marks.recorder) if strategy.engine == "fsdp2" else nullcontext()
         with group(strategy) as world, marks.recorder, watching:
             for _ in itertools.islice(training(workload, device, world, marks), STEPS):

@@ -1,9 +1,7 @@
-"""Two steps on an emulated GPU that has nothing, within so many bytes, and nothing on the GPU after them."""
+"""Two steps on an emulated GPU that has nothing, within so many bytes."""
 
 from __future__ import annotations
 
-import functools
-import gc
 import importlib
 import time
 from collections.abc import Callable, Iterator
@@ -17,37 +15,46 @@ from bigdit.engines.state import checkpoint_bytes
 from bigdit.memory import HostMemory, Span, Timeline
 from bigdit.profile.attempt import Attempt, Launched, PhaseBytes, Question, launched
 from bigdit.profile.request import PICTURES, TEXTS, weights_of
-from bigdit.profile.steps import STEPS, Witness, group, prepare, raw_batch, take, training
+from bigdit.profile.steps import STEPS, Built, Witness, group, prepare, raw_batch, take, training
 from bigdit.profile.unwritten import large_uncomputed, unwritten, unwritten_weights
 from bigdit.record.costs import Counting
 
 DEVICE = torch.device("cuda", 0)
 
 
-def attempt(question: Question) -> Attempt:
-    """What the question asks for, where torch may reserve so many bytes of the GPU."""
+def attempt(question: Question, built: Built, host_bytes: int) -> Attempt:
+    """What the question asks for, where torch may reserve so many bytes of the GPU. What is `built` takes `host_bytes`
+    of the host already."""
+    return _watched(question, host_bytes, lambda watch: _steps(question, built, watch))
+
+
+def encode(question: Question) -> Attempt:
+    """The same of encoders alone."""
+    return _watched(question, 0, lambda watch: _encoding(question, watch))
+
+
+def _watched(question: Question, host_bytes: int, run: Callable[[_Watch], None]) -> Attempt:
     began = time.perf_counter()
     torch.cuda.set_device(DEVICE)
     torch.cuda.init()
     importlib.import_module("bigdit_emulated.libraries").limit(question.capacity_bytes, final=not question.to_end)
-    before = torch.cuda.memory_stats().get("num_alloc_retries", 0)
-    watch, said = _Watch(), None
+    watch, said = _Watch(host_bytes), None
     try:
         with unwritten_weights(), large_uncomputed():
-            (_steps if question.request.part == "steps" else _encoding)(question, watch)
+            run(watch)
     except torch.OutOfMemoryError as error:
         said = str(error)
     watch.end()
     start, host_steps = watch.host_peaks  # page-locked bytes are not told apart
     return Attempt(
         out_of_memory=said,
-        retries=torch.cuda.memory_stats()["num_alloc_retries"] - before,
+        retries=torch.cuda.memory_stats().get("num_alloc_retries", 0),
         peak_allocated_bytes=max(each.peak_bytes for each in watch.phases.values()),
         peak_reserved_bytes=watch.reserved_bytes,
         phases=watch.phases,
         params=watch.params,
         host=HostMemory(peak_bytes=max(start, host_steps), steps_bytes=host_steps, page_locked_bytes=0),
-        checkpoint_bytes=watch.checkpoint_bytes,
+        checkpoint_bytes=0 if said or watch.engine is None else checkpoint_bytes(watch.engine, watch.ema),
         reads=watch.reads,
         launched={} if said else watch.launched,
         packed_work=watch.packed_work,
@@ -55,39 +62,23 @@ def attempt(question: Question) -> Attempt:
     )
 
 
-@functools.cache
 def leave_values() -> None:
     """Have this process compute none from now on, which emulator/inside does under a name of its own."""
     importlib.import_module("bigdit_emulated.values").leave()
 
 
-def emptied() -> bool:
-    """Take away what lay in cycles, and what torch and cuBLAS keep; whether the GPU is empty then."""
-    gc.collect()
-    torch._C._host_emptyCache()
-    torch._C._cuda_clearCublasWorkspaces()
-    torch.cuda.empty_cache()
-    return bool(torch.cuda.memory_reserved() == 0)
-
-
-def _steps(question: Question, watch: _Watch) -> None:
+def _steps(question: Question, built: Built, watch: _Watch) -> None:
     request = question.request
-    workload = prepare(request)
+    workload = prepare(request, built)
     watch.params = workload.params
-    try:
-        with group(request.strategy) as world:
-            fed = replace(workload, make=unwritten(workload.make))
-            steps = training(fed, DEVICE, world, watch)
-            for _ in range(STEPS):
-                watch.launched.clear()
-                take(steps)
-            if question.counted:
-                watch.count_work(lambda: next(steps))
-    finally:
-        if request.strategy.engine == "deepspeed":
-            from bigdit.engines.deepspeed import forget
-
-            forget(watch.engine)
+    with group(request.strategy) as world:
+        fed = replace(workload, make=unwritten(workload.make))
+        steps = training(fed, DEVICE, world, watch)
+        for _ in range(STEPS):
+            watch.launched.clear()
+            take(steps)
+        if question.counted:
+            watch.count_work(lambda: next(steps))
 
 
 def _encoding(question: Question, watch: _Watch) -> None:
@@ -120,22 +111,22 @@ def _encoding(question: Question, watch: _Watch) -> None:
 
 
 class _Watch(Witness):
-    """Torch's counters phase by phase, the host's, and what each phase has the GPU do. Keeps the engine, which
-    DeepSpeed's hooks would otherwise keep alive beyond the attempt."""
+    """Torch's counters phase by phase, the host's beside the `host_bytes` that it begins with, and what each phase has
+    the GPU do."""
 
     engine: Engine | None = None
+    ema: Ema | None = None
 
-    def __init__(self) -> None:
+    def __init__(self, host_bytes: int) -> None:
         self.phases: dict[str, PhaseBytes] = {}
         self.launched: dict[str, Launched] = {}
-        self.params = self.reads = self.reserved_bytes = self.checkpoint_bytes = 0
+        self.params = self.reads = self.reserved_bytes = 0
         self.packed_work: str | None = None
-        self._ema: Ema | None = None
         self._counting: Counting | None = None
         self._phase: str | None = None
         self._counts = importlib.import_module("bigdit_emulated.counts").read
         self._host = importlib.import_module("bigdit_emulated.host").tensor_bytes
-        self._host_before, _ = self._host()
+        self._host_before = self._host()[0] - host_bytes
         self.host_peaks = [0, 0]  # until the engine has started, and since
         torch.cuda.reset_peak_memory_stats()
 
@@ -169,7 +160,7 @@ class _Watch(Witness):
         self.host_peaks[started] = max(self.host_peaks[started], self._host()[1] - self._host_before)
 
     def started(self, engine: Engine, ema: Ema | None) -> _Watch:
-        self.engine, self._ema = engine, ema
+        self.engine, self.ema = engine, ema
         return self
 
     def count_work(self, run: Callable[[], object]) -> None:
@@ -181,5 +172,3 @@ class _Watch(Witness):
             run()
         spans, costs = tuple(Span(phase, 0, 0) for phase in self._counting.phases), self._counting.costs
         self.packed_work = Timeline((), (), spans, costs.collectives(), costs.operators()).pack()
-        if self.engine is not None:
-            self.checkpoint_bytes = checkpoint_bytes(self.engine, self._ema)

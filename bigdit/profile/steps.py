@@ -49,21 +49,38 @@ class Workload:
     params: int
 
 
-def prepare(request: StepRequest, seed: int | None = None) -> Workload:
-    """As in the trainer, the model and the encoders are built on the host before anything is recorded."""
-    strategy, encoders = request.strategy, request.encoders
-    family = models.family(request.model.class_name)
+@dataclass(frozen=True)
+class Built:
+    """What stands on the host before a strategy is arranged: the model with its adapters, and the encoders."""
+
+    model: nn.Module
+    frozen: FrozenEncoders | None
+
+
+def build(request: StepRequest, seed: int | None = None) -> Built:
+    """As the trainer does. Of one many attempts may begin, each in a process of its own."""
+    strategy = request.strategy
     model = models.build(request.model, device="cpu", dtype=engines.compute_dtype(strategy), seed=seed)
-    models.equip(model, family, strategy)
+    models.adapt(model, models.family(request.model.class_name), strategy)
+    if request.encoders is None:
+        return Built(model, None)
+    from bigdit.encoders.frozen import FrozenEncoders  # transformers takes seconds to import
+
+    return Built(model, FrozenEncoders(request.encoders))
+
+
+def prepare(request: StepRequest, built: Built) -> Workload:
+    """All that is there before anything is recorded."""
+    strategy, encoders, model = request.strategy, request.encoders, built.model
+    family = models.family(request.model.class_name)
+    models.arrange(model, family, strategy)
     extras = family.extras(model)
     params = sum(param.numel() for param in model.parameters())
     if encoders is None:
         make = functools.partial(batch, request.batch, strategy, extras)
         return Workload(request, model, family, None, make, params)
-    from bigdit.encoders.frozen import FrozenEncoders  # transformers takes seconds to import
-
     raw = functools.partial(raw_batch, encoders, request.batch, strategy, extras)
-    return Workload(request, model, family, FrozenEncoders(encoders), raw, params)
+    return Workload(request, model, family, built.frozen, raw, params)
 
 
 class Witness:

@@ -134,6 +134,7 @@ def large_uncomputed() -> Iterator[None]:
     library = torch.library.Library("aten", "IMPL")
     runs: dict[str, Callable[..., Any]] = dict.fromkeys(_IN_PLACE, _unwritten)
     runs |= {"zero_": _zeroed, "fill_.Scalar": _zeroed, "linalg_vector_norm": _unmeasured, "_foreach_sqrt": _unfilled}
+    runs |= {"cat": _unjoined}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of kernels that take another's place
         for name, run in runs.items():
@@ -160,6 +161,16 @@ def _unfilled(kernel: Any, keys: Any, of: Any) -> Any:
     if sum(each.nbytes for each in of) >= _LEAST_BYTES:
         return [torch.empty_like(each) for each in of]
     return kernel.call_boxed(keys, of)
+
+
+def _unjoined(kernel: Any, keys: Any, parts: Any, dim: int = 0) -> Any:
+    """A new tensor as large as the vectors, which DeepSpeed's offload joins: all weights of a model."""
+    size = sum(map(torch.numel, parts))
+    if size * parts[0].itemsize < _LEAST_BYTES or any(
+        each.dim() != 1 or each.dtype != parts[0].dtype for each in parts
+    ):
+        return kernel.call_boxed(keys, parts, dim)
+    return parts[0].new_empty(size)
 
 
 def _zeroed(kernel: Any, keys: Any, tensor: torch.Tensor, *value: float) -> Any:

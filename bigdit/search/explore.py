@@ -38,10 +38,15 @@ Failure = Exception
 
 def attempts(planner: Planner, strategies: Sequence[Strategy]) -> list[Attempt | Failure]:
     """An attempt of each, side by side, on a GPU without a limit; cached. Work is counted at FIRST, and at all sizes
-    where nothing is recomputed: what recomputing adds grows with the samples alone."""
+    where nothing is recomputed: what recomputing adds grows with the samples alone. Packed weights have the optimizer's
+    work of plain ones, and each swapped block adds as much."""
 
     def counted(request: StepRequest) -> bool:
-        return request.strategy.micro_batch_size == FIRST or request.strategy.checkpointed_blocks == 0
+        strategy = request.strategy
+        packed = strategy.lora is not None and strategy.lora.base != "bf16"
+        few = strategy.blocks_to_swap == LEAST_SWAPPED < planner.question.model.block_count
+        first = strategy.micro_batch_size == FIRST or strategy.checkpointed_blocks == 0
+        return first and not packed and not few
 
     return planner.cards.attempts([(planner.request(each), UNLIMITED) for each in strategies], counted=counted)
 
@@ -133,7 +138,7 @@ def hopeful(planner: Planner, group: Sequence[Proposal]) -> Hopes:
     """What of the group is worth exploring, by what has neither activations nor batches."""
     question = planner.question
     bases = [each for each in group if each.base is None]
-    attempts(planner, [strategy for each in bases for strategy in _firsts(planner, each)])  # side by side, and cached
+    attempts(planner, [_firsts(planner, each)[0] for each in bases])  # side by side, and cached
     hopes = Hopes([], [], [])
     for base in bases:
         most = question.gpu.usable_bytes - planner.non_torch(base.strategy).low_bytes
@@ -229,8 +234,9 @@ def _swapping(planner: Planner, strategy: Strategy, most: int) -> Swapping | Fai
         if not isinstance(each, Attempt):
             return each
         ran.append(each)
-    works = [work_of(each.work, place) for each, place in zip(ran, places, strict=True)]
-    return Swapping(least, most, ran[0], ran[1], ran[2], (works[0], works[1], works[2]))
+    none, few, every = ran
+    work = work_of(every.work, places[2]) - work_of(none.work, places[0])
+    return Swapping(least, most, none, few, every, work * (1 / most))
 
 
 def _numbers(planner: Planner, proposal: Proposal, base: Option, moved: Swapping) -> list[Option]:

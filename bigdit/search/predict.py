@@ -149,28 +149,29 @@ def varied(base: Policy, strategy: Strategy, before: Attempt, after: Attempt) ->
         else Line(found.peak_bytes, base.peaks[phase].slope if phase in base.peaks else 0.0)
         for phase, found in after.phases.items()
     }
-    work = work_of(after.work, strategy)
+    step = work_of(after.work, strategy).step if after.packed_work else base.work.step
     return replace(
         base,
         peaks=peaks,
         kept=base.kept.plus(more),
         left=base.left.plus(more),
         host=base.host.plus(host_peak(after) - host_peak(before)),
-        work=replace(base.work, step=work.step),
-        growth=replace(base.growth, step=work.step * 0.0),
+        work=replace(base.work, step=step),
+        growth=replace(base.growth, step=step * 0.0),
     )
 
 
 @dataclass(frozen=True)
 class Swapping:
-    """What differs where blocks' weights wait on the host: attempts with none, the `least` and the `most` of them."""
+    """What differs where blocks' weights wait on the host: attempts with none, the `least` and the `most` of them, and
+    the `work` that each adds."""
 
     least: int
     most: int
     none: Attempt
     few: Attempt
     all: Attempt
-    works: tuple[Work, Work, Work]
+    work: Work
 
     def of(self, policy: Policy, blocks: int) -> Policy:
         """`policy` with weights of so many blocks on the host: all of it grows evenly from `least` to `most`."""
@@ -184,8 +185,7 @@ class Swapping:
             for phase, none in self.none.phases.items()
         }
         host = between(host_peak(self.few), host_peak(self.all)) - host_peak(self.none)
-        none, few, many = self.works
-        return policy.moved(peaks, host, (few - none) + (many - few) * share)
+        return policy.moved(peaks, host, self.work * blocks)
 
 
 @dataclass(frozen=True)

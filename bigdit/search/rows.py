@@ -148,7 +148,8 @@ def _spread(planner: Planner, option: Option) -> list[Candidate]:
     for blocks in steps:
         most = largest_micro_batch(option, blocks, capacity)
         small = [size for size in sizes if size <= most]
-        chosen = {*small[:1], *small[-1:], *(size for size in small if size & (size - 1) == 0)}
+        ran = option.ran(blocks)  # these cost nothing more
+        chosen = {*small[:1], *small[-1:], *(size for size in small if size in ran)}
         on_host = [
             size for size in sorted(chosen) if host_bytes(question, option, size, blocks) <= question.host_memory_bytes
         ]

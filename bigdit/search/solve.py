@@ -297,8 +297,9 @@ def _pair(planner: Planner, new: Sequence[Candidate]) -> list[Candidate]:
     option, size = best.option, best.micro_batch_size
     tried = any(title == option.proposal.title for title, _, _ in option.corrections)
     pinned = planner.question.pins.checkpointed_blocks is not None
+    second = [each for each in new[1:] if each.strategy != best.strategy][:1]
     if not tried or pinned or best.blocks in (0, option.arrangement.count):
-        return list(new[:2])
+        return [best, *second]
     if option.reserved(size, best.blocks - 1) <= planner.capacity(option.proposal.strategy):
-        return list(new[:2])
+        return [best, *second]
     return [best, candidate(planner, option, size, best.blocks + 1)]

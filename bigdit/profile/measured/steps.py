@@ -23,7 +23,7 @@ from bigdit.loader.batch import Batch
 from bigdit.loader.raw import RawBatch
 from bigdit.profile.measured.run import CardPhase, CardRun, Spent, Timing
 from bigdit.profile.request import StepRequest
-from bigdit.profile.steps import STEPS, Witness, Workload, group, prepare, take, training
+from bigdit.profile.steps import STEPS, Witness, Workload, build, group, prepare, take, training
 from bigdit.profile.unwritten import fill, fill_noise, unwritten_weights
 from bigdit.train.measure import CardPeaks
 
@@ -31,7 +31,7 @@ from bigdit.train.measure import CardPeaks
 def run(request: StepRequest, timed_steps: int = 0) -> CardRun:
     """Two steps of `request` on this rank's CUDA device, where it has nothing yet, and so many more that are timed."""
     with unwritten_weights():
-        workload = prepare(request)
+        workload = prepare(request, build(request))
     if not on_emulated_card():  # where engines read 0 of what no kernel wrote: nothing overflows
         workload = _filled(workload)
     device = torch.device("cuda", world_from_env().local_rank)
