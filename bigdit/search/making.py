@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 
 from bigdit.catalog import CatalogModel, batch_shape
 from bigdit.catalog.revision import revision
@@ -19,7 +18,7 @@ from bigdit.search.explain import fixes, waterfall
 from bigdit.search.explore import Limits, limits_of
 from bigdit.search.plan import DatasetNeed, Plan, Run, Step, uncounted
 from bigdit.search.question import Question
-from bigdit.search.rows import Runs, as_ran, curves, front, runs, settings, smaller, step_on, title
+from bigdit.search.rows import Runs, as_ran, curves, front, runs, settings, smaller, title
 from bigdit.search.solve import Confirmed, search
 from bigdit.spec import BatchShape, Strategy
 from bigdit.speed.seconds import StepTime
@@ -109,7 +108,7 @@ def _plan(planner: Planner, stages: _Stages) -> Plan:
         curves=curves(planner, chosen.candidate, ran),
         settings=settings(planner, found.options, chosen, rows, ran),
         smaller=smaller(planner, chosen.candidate),
-        fixes=() if fits else fixes(planner, known, partial(step_on, planner, chosen)),
+        fixes=() if fits else fixes(planner, known, chosen),
         dataset=_dataset(planner, batch),
         run=_run(question, known.strategy, known.step),
         waterfall=steps,
